@@ -1,0 +1,147 @@
+"""The `flashspan` command. Each subcommand is a function here: what it takes, what it says, then a call elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+import tyro
+from tyro.conf import Positional
+
+Strategy = Literal["ring", "double_ring", "gather", "helper", "ulysses", "hybrid"]
+Layout = Literal["contiguous", "zigzag", "striped"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+def attend(
+    num_devices: Positional[int],
+    seq_len: Positional[int],
+    head_dim: Positional[int],
+    *,
+    heads: int = 1,
+    causal: bool = False,
+    strategy: Strategy = "ring",
+    layout: Layout = "zigzag",
+    dtype: Dtype = "float32",
+    seed: int = 0,
+) -> int:
+    """Run attention over 1 to 8 devices and show that it is right.
+
+    Prints the configuration, the first eight numbers of the output, the error against a float64 reference, and each
+    device's time and peak memory. GPUs are used when there are enough of them, CPU processes otherwise.
+
+    Example: flashspan attend 4 2048 64 --causal
+
+    Args:
+        num_devices: how many devices share the sequence, 1 to 8.
+        seq_len: tokens in the whole sequence; need not divide by the devices.
+        head_dim: size of each head, 1 to 256.
+        heads: attention heads.
+        causal: each token sees only itself and those before it.
+        strategy: how keys and values travel between devices.
+        layout: which device holds which tokens.
+        dtype: of q, k and v.
+        seed: of the random inputs.
+    """
+    from flashspan.bench.attend import attend as run
+
+    return run(
+        num_devices,
+        seq_len,
+        head_dim,
+        heads=heads,
+        causal=causal,
+        strategy=strategy,
+        layout=layout,
+        dtype=dtype,
+        seed=seed,
+    )
+
+
+def check(
+    *,
+    ranks: int = 4,
+    strategy: Strategy | None = None,
+    layout: Layout | None = None,
+    tokens: int = 1000,
+    heads: int = 8,
+    kv_heads: int = 2,
+    head_dim: int = 64,
+    causal: bool = True,
+    dtype: Dtype = "float32",
+    seed: int = 0,
+) -> int:
+    """Prove on this machine that parallel attention equals serial attention.
+
+    Spawns the ranks (or joins them, under torchrun), runs the strategy and one device on the same inputs, and prints
+    the errors of out, dq, dk and dv with a verdict. Exit code 1 on failure. With no arguments: every strategy and
+    layout.
+
+    Example: flashspan check --ranks 4 --strategy ring --layout zigzag --tokens 1000
+
+    Args:
+        ranks: how many ranks to spawn.
+        strategy: one strategy; all of them unless given.
+        layout: one layout; all that fit unless given.
+        tokens: length of the whole sequence; need not divide by the ranks.
+        heads: query heads.
+        kv_heads: key and value heads.
+        head_dim: size of each head.
+        causal: each token sees only itself and those before it.
+        dtype: of q, k and v.
+        seed: of the random inputs.
+    """
+    from flashspan.bench.check import check as run
+
+    return run(
+        ranks=ranks,
+        strategy=strategy,
+        layout=layout,
+        tokens=tokens,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        causal=causal,
+        dtype=dtype,
+        seed=seed,
+    )
+
+
+def bench(what: Positional[Literal["attention"]], *, quick: bool = False) -> int:
+    """Measure and record.
+
+    attention: our kernels beside PyTorch's, forward, backward and both, on a CUDA device; rows are appended to
+    docs/benchmarks/attention.csv and printed as a table.
+
+    Args:
+        what: the benchmark.
+        quick: the first two shapes only.
+    """
+    from flashspan.bench.attention import main as run
+
+    return run(quick=quick)
+
+
+COMMANDS: dict[str, Callable[..., Any]] = {"attend": attend, "check": check, "bench": bench}
+
+
+def main(arguments: Annotated[list[str] | None, tyro.conf.Suppress] = None) -> int:
+    """Entry point; bad input prints one line and exits with 2."""
+    try:
+        return int(
+            tyro.extras.subcommand_cli_from_dict(
+                COMMANDS,
+                args=arguments,
+                prog="flashspan",
+                description="Exact attention on one device or many: run it, check it, measure it.",
+            )
+            or 0
+        )
+    except ValueError as error:
+        print(f"flashspan: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

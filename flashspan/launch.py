@@ -1,0 +1,175 @@
+"""Start ranks on this machine and run functions on them: a process group for tests, checks and commands.
+
+    with Ranks(4) as ranks:
+        results = ranks.run(fn, arg)      # fn(arg) on each rank; a list of 4 results
+
+Under torchrun the ranks exist already and nothing here is needed. Rendezvous is a file and gloo binds to loopback, so
+no port is chosen and nothing listens beyond this machine. Ranks die with their parent, whatever kills it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing as mp
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class RankError(RuntimeError):
+    """A function raised on a rank; the message carries the rank's number and its traceback."""
+
+
+class Ranks:
+    """`num_ranks` processes in one process group, kept alive to run any number of functions.
+
+    A function must be importable by name (defined at the top of a module). Each rank gets `threads` CPU threads
+    (by default its share of the machine). A collective that stalls raises on its rank after `timeout` seconds; a call
+    of `run` that outlasts its own timeout kills every rank and raises TimeoutError.
+    """
+
+    def __init__(
+        self, num_ranks: int, *, backend: str = "gloo", threads: int | None = None, timeout: float = 60.0
+    ) -> None:
+        if num_ranks < 1:
+            raise ValueError(f"a process group needs at least 1 rank: got {num_ranks}")
+        # Forking from a server that has imported torch, and nothing else, makes a rank in milliseconds.
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["flashspan.launch"])
+        threads = threads or max(1, (os.cpu_count() or 1) // num_ranks)
+        self.num_ranks = num_ranks
+        self._folder = tempfile.mkdtemp(prefix="flashspan-ranks-")
+        self._pipes: list[Connection] = []
+        self._processes: list[Any] = []
+        for rank in range(num_ranks):
+            here, there = context.Pipe()
+            process = context.Process(
+                target=_serve,
+                args=(rank, num_ranks, backend, self._folder, threads, timeout, there, os.getpid(), sys.path),
+                daemon=True,
+            )
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self._processes.append(process)
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+        """fn(*args) on every rank; a list of what each returned. A failure on any raises RankError and ends all."""
+        if not self._processes:
+            raise RuntimeError("these ranks have ended: an earlier call failed or close() was called")
+        for pipe in self._pipes:
+            pipe.send((fn, args))
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        deadline = time.monotonic() + timeout
+        while len(results) + len(failures) < self.num_ranks:
+            waiting = [rank for rank in range(self.num_ranks) if rank not in results and rank not in failures]
+            ready = wait([self._pipes[rank] for rank in waiting], timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self.close(force=True)
+                if failures:
+                    break
+                raise TimeoutError(f"ranks {waiting} did not finish within {timeout:g} s; all ranks were ended")
+            for rank in (rank for rank in waiting if self._pipes[rank] in ready):
+                try:
+                    ok, value = self._pipes[rank].recv()
+                except (EOFError, ConnectionResetError):
+                    ok, value = False, f"the process of rank {rank} died"
+                if ok:
+                    results[rank] = value
+                else:
+                    failures[rank] = value
+                    # The others usually fail in turn, of a broken connection; give them a moment to say so.
+                    deadline = min(deadline, time.monotonic() + 5.0)
+        if failures:
+            self.close(force=True)
+            raise RankError("\n".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items())))
+        return [results[rank] for rank in range(self.num_ranks)]
+
+    def close(self, *, force: bool = False) -> None:
+        """End every rank; with force, at once."""
+        if not force:
+            for pipe in self._pipes:
+                with contextlib.suppress(OSError):
+                    pipe.send(None)
+        for process in self._processes:
+            process.join(0 if force else 10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(force=kind is not None)
+
+
+def _serve(
+    rank: int,
+    num_ranks: int,
+    backend: str,
+    folder: str,
+    threads: int,
+    timeout: float,
+    pipe: Connection,
+    parent: int,
+    path: list[str],
+) -> None:
+    """The life of one rank: join the group, run what arrives, leave."""
+    _die_with(parent)
+    sys.path[:] = path
+    torch.set_num_threads(threads)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    store = dist.FileStore(os.path.join(folder, "rendezvous"), num_ranks)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout))
+    while (work := pipe.recv()) is not None:
+        fn, args = work
+        try:
+            answer = (True, fn(*args))
+        except Exception:  # the parent reports it, whatever it is
+            answer = (False, traceback.format_exc())
+        try:
+            pipe.send(answer)
+        except Exception as error:  # a result that cannot travel
+            pipe.send((False, f"the result of {fn.__name__} could not be sent back: {error}"))
+    dist.destroy_process_group()
+
+
+def _die_with(parent: int) -> None:
+    """Ask Linux to end this process when its parent ends, and watch for it where Linux cannot know."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, here the fork server
+    import threading
+
+    def watch() -> None:
+        while True:
+            time.sleep(1.0)
+            try:
+                os.kill(parent, 0)
+            except OSError:
+                os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

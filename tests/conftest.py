@@ -1,0 +1,21 @@
+"""Shared by all tests: without a GPU, Triton kernels run in its interpreter, which must be chosen before import."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave GPU tests out where there is no GPU, and slow ones unless `-m` asks for them."""
+    chosen = config.getoption("markexpr")
+    skip_gpu = pytest.mark.skip(reason="needs a CUDA device")
+    skip_slow = pytest.mark.skip(reason="slow: run with -m slow")
+    for item in items:
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(skip_gpu)
+        if "slow" in item.keywords and "slow" not in chosen:
+            item.add_marker(skip_slow)

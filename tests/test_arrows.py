@@ -1,0 +1,50 @@
+"""The rooms of the package and who may import whom, held by reading the imports."""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent / "flashspan"
+# A room -> the rooms of this package it may import. `attention`, `launch` and `cli` are single modules.
+ALLOWED = {
+    "kernels": set(),
+    "attention": {"kernels"},
+    "launch": set(),
+    "context": {"kernels", "attention"},
+    "parallel": set(),
+    "bench": {"kernels", "attention", "launch", "context", "parallel"},
+    "cli": {"bench"},
+    "__init__": {"kernels", "attention"},
+}
+
+
+def room(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imported(path: Path) -> set[str]:
+    """Rooms a file imports, at its top or inside a function."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level <= 1, f"{path}: a relative import stays in its folder"
+            names = [] if node.level else [node.module or ""]
+            if node.module == "flashspan":
+                names = [f"flashspan.{alias.name}" for alias in node.names]
+        found |= {name.split(".")[1] for name in names if name.startswith("flashspan.")}
+    return found
+
+
+def test_imports_point_one_way() -> None:
+    wrong = []
+    for path in ROOT.rglob("*.py"):
+        here = room(path)
+        extra = imported(path) - {here} - ALLOWED.get(here, set())
+        wrong += [f"{path.relative_to(ROOT)} imports {name}" for name in extra if name != "masks" or here == "kernels"]
+    assert not wrong
+
+
+def test_every_room_is_listed() -> None:
+    assert {room(path) for path in ROOT.rglob("*.py")} <= set(ALLOWED)

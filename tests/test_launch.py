@@ -1,0 +1,81 @@
+"""Ranks on this machine: they run, they report, they end."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flashspan.launch import RankError, Ranks
+
+
+def add(value: float) -> float:
+    total = torch.tensor([value + dist.get_rank()])
+    dist.all_reduce(total)
+    return total.item()
+
+
+def fail_on_one() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("no luck here")
+    dist.barrier()
+
+
+def stall_on_one() -> None:
+    if dist.get_rank() == 1:
+        time.sleep(60)
+
+
+def die_on_one() -> None:
+    if dist.get_rank() == 1:
+        os._exit(3)
+
+
+def process_id() -> int:
+    return os.getpid()
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().split()[2] == "Z"
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_every_rank_runs_and_answers_in_order(num_ranks: int) -> None:
+    with Ranks(num_ranks) as ranks:
+        expected = sum(range(num_ranks)) + 2.0 * num_ranks
+        assert ranks.run(add, 2.0) == [expected] * num_ranks
+        assert len(set(ranks.run(process_id))) == num_ranks
+
+
+def test_a_failure_names_its_rank_and_ends_all() -> None:
+    ranks = Ranks(3)
+    pids = ranks.run(process_id)
+    with pytest.raises(RankError, match=r"rank 1: .*(\n.*)*no luck here"):
+        ranks.run(fail_on_one)
+    assert all(gone(pid) for pid in pids)
+    with pytest.raises(RuntimeError, match="have ended"):
+        ranks.run(add, 1.0)
+
+
+def test_a_stall_is_named_and_ended() -> None:
+    ranks = Ranks(2)
+    pids = ranks.run(process_id)
+    with pytest.raises(TimeoutError, match=r"ranks \[1\] did not finish within 1 s"):
+        ranks.run(stall_on_one, timeout=1.0)
+    assert all(gone(pid) for pid in pids)
+
+
+def test_a_death_is_named() -> None:
+    with pytest.raises(RankError, match="the process of rank 1 died"), Ranks(2) as ranks:
+        ranks.run(die_on_one)
+
+
+def test_no_ranks_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1 rank"):
+        Ranks(0)
