@@ -1,0 +1,299 @@
+"""attention(q, k, v, ...): exact attention on one device, differentiable, a drop-in for PyTorch's SDPA.
+
+Inputs are checked here, once; below this file code trusts. The work is one torch operator with a fake implementation,
+so `torch.compile(fullgraph=True)`, autocast and activation checkpointing treat it like any other.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from flashspan.kernels import dispatch, masks
+from flashspan.kernels.contract import Dropout, row_delta
+from flashspan.kernels.masks import Band, Mask, Rows
+
+MAX_HEAD_DIM = 256
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: int | tuple[int, int] | None = None,
+    mask: Mask | Tensor | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    generator: torch.Generator | None = None,
+    return_lse: Literal[False] = False,
+    backend: str = "auto",
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: int | tuple[int, int] | None = None,
+    mask: Mask | Tensor | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    generator: torch.Generator | None = None,
+    return_lse: Literal[True],
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]: ...
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: int | tuple[int, int] | None = None,
+    mask: Mask | Tensor | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    generator: torch.Generator | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(q k^T * scale + mask) v, never drawing the [T, S] matrix.
+
+    q [B, H, T, D]; k, v [B, K, S, D] with K dividing H (grouped queries; K/V are not expanded). Returns [B, H, T, D]
+    in q's dtype, laid out so that merging the heads is free; with `return_lse` also the float32 log-sum-exp [B, H, T],
+    itself differentiable. A query that sees no key gets 0, and -inf.
+
+    causal: query i sees keys 0..i (counted from the start, as in PyTorch; `masks.causal(offset)` for the other way).
+    window: an int w sees the w nearest keys on each side counting its own (with causal: the last w); or (left, right).
+    mask: a value of `flashspan.masks`, or a bool tensor [T, S] or [B, T, S] whose rows are each one run of True.
+    scale: 1 / sqrt(D) unless given. dropout: probability, decided by `seed` (or drawn from `generator`, or PyTorch's
+    default) and the pair's position alone. float32 is true float32; `torch.set_float32_matmul_precision("high")` asks
+    for tf32. backend: "auto", or an implementation by name; `explain` says which serves.
+    """
+    check_inputs(q, k, v, dropout)
+    resolved = resolve_mask(q, k, causal=causal, window=window, mask=mask)
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    if torch.is_autocast_enabled(q.device.type) and q.dtype == torch.float32:
+        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    seeds = draw_seed(q.device, seed, generator) if dropout > 0 else None
+    kind, numbers, tensors = resolved.to(q.device).pack()
+    out, lse = _attend(q, k, v, kind, numbers, tensors, scale, float(dropout), seeds, backend)
+    return (out, lse) if return_lse else out
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: int | tuple[int, int] | None = None,
+    mask: Mask | Tensor | None = None,
+    dropout: float = 0.0,
+    backend: str = "auto",
+) -> dispatch.Choice:
+    """Which implementation `attention` would use for this call, and why not the others. Print it."""
+    check_inputs(q, k, v, dropout)
+    resolved = resolve_mask(q, k, causal=causal, window=window, mask=mask)
+    return dispatch.choose(q, k, v, mask=resolved, dropout=dropout > 0, backend=backend)
+
+
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> None:
+    """One ValueError for anything attention cannot mean: the rule, the values, the remedy."""
+
+    def shapes() -> str:
+        return f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise ValueError(f"q, k and v must be [batch, heads, tokens, head size]: {shapes()}; unsqueeze what is missing")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k and v must share a dtype: got {q.dtype}, {k.dtype}, {v.dtype}; cast with .to(q.dtype)")
+    if q.dtype not in FLOATS:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
+        raise ValueError(f"attention works on {names}: got {q.dtype}; cast the inputs")
+    if not q.device == k.device == v.device:
+        raise ValueError(
+            f"q, k and v must be on one device: got {q.device}, {k.device}, {v.device}; move them with .to(q.device)"
+        )
+    if k.shape != v.shape:
+        raise ValueError(f"k and v must have one shape: {shapes()}")
+    if q.shape[0] != k.shape[0]:
+        raise ValueError(f"q and k must have the same batch: {shapes()}; expand the smaller one")
+    if q.shape[3] != k.shape[3]:
+        raise ValueError(f"q and k must have the same head size: {shapes()}")
+    if not 1 <= q.shape[3] <= MAX_HEAD_DIM:
+        raise ValueError(f"the head size must be 1 to {MAX_HEAD_DIM}: {shapes()}; split larger heads")
+    heads, kv_heads = q.shape[1], k.shape[1]
+    if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
+        raise ValueError(f"the key heads must divide the query heads: got {heads} query heads and {kv_heads} key heads")
+    if not 0.0 <= dropout < 1.0:
+        raise ValueError(f"dropout is a probability in [0, 1): got {dropout}")
+
+
+def resolve_mask(
+    q: Tensor,
+    k: Tensor,
+    *,
+    causal: bool = False,
+    window: int | tuple[int, int] | None = None,
+    mask: Mask | Tensor | None = None,
+) -> Mask:
+    """causal, window and mask as the one mask they mean together, checked against q [B, H, T, D] and k [B, K, S, D]."""
+    result: Mask = masks.CAUSAL if causal else masks.EVERYTHING
+    if window is not None:
+        left, right = (window - 1, window - 1) if isinstance(window, int) else window
+        if left < 0 or right < 0:
+            raise ValueError(
+                f"a window is an int >= 1 or a pair (left, right) of ints >= 0: got {window}; use None for no window"
+            )
+        result = result & Band(-left, right)
+    if mask is None:
+        return result
+    if isinstance(mask, Tensor):
+        mask = rows_of(mask)
+    if not isinstance(mask, (Band, Rows)):
+        raise ValueError(
+            f"mask must be a bool tensor or made by flashspan.masks: got {type(mask).__name__}; "
+            f"additive masks are not supported, use mask=bias.isfinite() where they only hide keys"
+        )
+    mask.check(q.shape[0], q.shape[2], k.shape[2])
+    return mask if result == masks.EVERYTHING else mask & result
+
+
+def rows_of(visible: Tensor) -> Rows:
+    """A bool tensor [T, S], [B, T, S] or [B, 1, T, S] as Rows; every row must be one run of True."""
+    if visible.dtype != torch.bool:
+        raise ValueError(f"a mask tensor must be bool, True where visible: got {visible.dtype}; use mask.bool()")
+    if visible.dim() == 4 and visible.shape[1] == 1:
+        visible = visible[:, 0]
+    if visible.dim() not in (2, 3):
+        raise ValueError(f"a mask tensor must be [T, S], [B, T, S] or [B, 1, T, S]: got {tuple(visible.shape)}")
+    num_keys = visible.shape[-1]
+    if num_keys == 0:
+        zeros = torch.zeros(visible.shape[:-1], dtype=torch.int32, device=visible.device)
+        return Rows(zeros, zeros, 0)
+    total = visible.sum(-1, dtype=torch.int32)
+    start = visible.int().argmax(-1).int()
+    end = num_keys - visible.int().flip(-1).argmax(-1).int()
+    holes = (total > 0) & (end - start != total)
+    if bool(holes.any()):
+        where = tuple(int(x) for x in holes.nonzero()[0])
+        raise ValueError(
+            f"each query must see one run of keys: row {where} of the mask has gaps; "
+            f"masks with gaps need block-sparse attention, which is not here yet; F.scaled_dot_product_attention has it"
+        )
+    return Rows(start, torch.where(total > 0, end, start), num_keys)
+
+
+def draw_seed(device: torch.device, seed: int | None, generator: torch.Generator | None) -> Tensor:
+    """A dropout seed as an int64 tensor on the device: the given one, or one drawn."""
+    if seed is not None and generator is not None:
+        raise ValueError("give dropout a seed or a generator, not both")
+    if seed is not None:
+        return torch.full((1,), seed, dtype=torch.int64, device=device)
+    source = device if generator is None else generator.device
+    return torch.randint(0, 2**62, (1,), device=source, generator=generator).to(device)
+
+
+@torch.library.custom_op("flashspan::attend", mutates_args=())
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask_kind: str,
+    mask_numbers: list[int],
+    mask_tensors: list[Tensor],
+    scale: float,
+    dropout: float,
+    seed: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    mask = masks.unpack(mask_kind, mask_numbers, mask_tensors)
+    drop = None if seed is None else Dropout(dropout, seed)
+    local = dispatch.choose(q, k, v, mask=mask, dropout=drop, backend=backend).load()
+    carry = local.forward(q, k, v, mask=mask, scale=scale, out_dtype=q.dtype, dropout=drop)
+    out, lse = _outputs(q)
+    if carry.out.stride() == out.stride():
+        out = carry.out
+    else:
+        out.copy_(carry.out)
+    return out, carry.lse.to(lse.dtype)
+
+
+@_attend.register_fake
+def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return _outputs(q)
+
+
+def _outputs(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for the output, stored as [B, T, H, D] so that merging heads is a view, and for lse."""
+    B, H, T, D = q.shape
+    return q.new_empty(B, T, H, D).transpose(1, 2), q.new_empty(B, H, T, dtype=torch.float32)
+
+
+@torch.library.custom_op("flashspan::attend_backward", mutates_args=())
+def _attend_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask_kind: str,
+    mask_numbers: list[int],
+    mask_tensors: list[Tensor],
+    scale: float,
+    dropout: float,
+    seed: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    mask = masks.unpack(mask_kind, mask_numbers, mask_tensors)
+    drop = None if seed is None else Dropout(dropout, seed)
+    delta = row_delta(dout, out)
+    if dlse is not None:
+        # d lse / d score is the probability: a gradient of lse enters where delta does, with the other sign.
+        delta = delta - dlse
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dispatch.choose(q, k, v, mask=mask, dropout=drop, backend=backend).load().backward(
+        dout, q, k, v, lse, delta, mask=mask, scale=scale, dq=dq, dk=dk, dv=dv, accumulate=False, dropout=drop
+    )
+    return dq, dk, dv
+
+
+@_attend_backward.register_fake
+def _(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, ctx.kind, ctx.numbers, tensors, ctx.scale, ctx.dropout, seed, ctx.backend = inputs
+    ctx.save_for_backward(q, k, v, *output, seed, *tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    q, k, v, out, lse, seed, *tensors = ctx.saved_tensors
+    dout = torch.zeros_like(out) if dout is None else dout if dout.stride(-1) == 1 else dout.contiguous()
+    grads = _attend_backward(
+        dout, dlse, q, k, v, out, lse, ctx.kind, ctx.numbers, tensors, ctx.scale, ctx.dropout, seed, ctx.backend
+    )
+    return (*grads, None, None, [None] * len(tensors), None, None, None, None)
+
+
+_attend.register_autograd(_differentiate, setup_context=_save)

@@ -1,0 +1,138 @@
+"""Compile a kernel launch for a GPU that is not here, and say what it costs: registers, spills, shared memory, SASS.
+
+    python -m flashspan.kernels.compile          # every shipped tile of the portable kernels, for sm_90
+
+Needs Triton and no GPU: ptxas and the disassembler come in its wheel.
+"""
+
+from __future__ import annotations
+
+import collections
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashspan.kernels.portable.arguments import Launch
+
+TYPES = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What ptxas says of one kernel."""
+
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    num_warps: int
+    instructions: collections.Counter[str]
+    warnings: list[str]
+
+
+def compile_launch(launch: Launch, capability: int = 90) -> Cost:
+    """Compile for sm_<capability>; the launch's tensors may be on the meta device."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    function = launch.kernel
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
+    options = {name: launch.constants[name] for name in ("num_warps", "num_stages")}
+    free = set(function.do_not_specialize)
+    for index, name in enumerate(function.arg_names):
+        value = launch.arguments[index] if index < len(launch.arguments) else launch.constants[name]
+        signature[name], aligned = _type_of(value, index >= len(launch.arguments), name in free)
+        if signature[name] == "constexpr":
+            constants[(index,)] = value
+        if aligned:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(function, signature, constants, attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    return _inspect(compiled.asm["ptx"], tools, capability, compiled.metadata)
+
+
+def _type_of(value: Any, constant: bool, free: bool) -> tuple[str, bool]:
+    """Triton's type of an argument and whether 16 divides it, as its launcher would find them."""
+    if constant:
+        return "constexpr", False
+    if isinstance(value, Tensor):
+        return f"*{TYPES[value.dtype]}", True
+    if isinstance(value, float):
+        return "fp32", False
+    if value == 1 and not free:
+        return "constexpr", False
+    return ("i32" if -(2**31) <= value < 2**31 else "i64" if value < 2**63 else "u64"), not free and value % 16 == 0
+
+
+def _inspect(ptx: str, tools: Path, capability: int, metadata: Any) -> Cost:
+    arch = f"sm_{capability}a" if capability == 90 else f"sm_{capability}"
+    with tempfile.TemporaryDirectory() as folder:
+        code, binary = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
+        code.write_text(ptx)
+        log = subprocess.run(
+            [tools / "ptxas", "-v", f"--gpu-name={arch}", code, "-o", binary],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stderr
+        sass = subprocess.run([tools / "nvdisasm", "-c", binary], capture_output=True, text=True, check=True).stdout
+    instructions: collections.Counter[str] = collections.Counter(
+        match.split(".")[0] for match in re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)", sass)
+    )
+    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    registers = re.search(r"Used (\d+) registers", log)
+    return Cost(
+        registers=int(registers.group(1)) if registers else 0,
+        spilled_bytes=int(spills.group(1)) + int(spills.group(2)) if spills else 0,
+        shared_bytes=metadata.shared,
+        num_warps=metadata.num_warps,
+        instructions=instructions,
+        warnings=[line for line in log.splitlines() if "warning" in line.lower() or "C75" in line],
+    )
+
+
+def shipped_launches(dtype: torch.dtype, head_dim: int, **options: Any) -> dict[str, Launch]:
+    """The launches of one call of the portable kernels on meta tensors, by pass."""
+    from flashspan.kernels.masks import CAUSAL
+    from flashspan.kernels.portable.backward import backward_launches
+    from flashspan.kernels.portable.forward import forward_launch
+
+    mask, carry, dropout = options.get("mask", CAUSAL), options.get("carry", False), options.get("dropout")
+    q, k, v, dout = (torch.empty(1, 8, 4096, head_dim, dtype=dtype, device="meta") for _ in range(4))
+    rows = torch.empty(1, 8, 4096, device="meta")
+    out, dq, dk, dv = (x.float() if carry else x for x in (q, q, k, v))
+    forward = forward_launch(q, k, v, out, rows, mask, 0.125, carry, dropout)
+    return {"out": forward} | backward_launches(dout, q, k, v, rows, rows, mask, 0.125, dq, dk, dv, carry, dropout)
+
+
+def main() -> None:
+    """Print the cost of every shipped tile."""
+    from flashspan.kernels.portable.tiles import TABLE
+
+    for (kind, size, head_dim), shape in TABLE.items():
+        dtype = torch.bfloat16 if size == 2 else torch.float32
+        cost = compile_launch(shipped_launches(dtype, head_dim)[kind])
+        print(
+            f"{kind:8} {str(dtype)[6:]:9} d{head_dim:<4}{shape!s:72} registers {cost.registers:3} spilled "
+            f"{cost.spilled_bytes:4} shared {cost.shared_bytes:6} HGMMA {cost.instructions['HGMMA']}",
+            *cost.warnings,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,271 @@
+"""PyTorch's fused CPU attention behind the contract.
+
+The operator has two masks that cost nothing, none and top-left causal, and takes a dense one. So a mask is cut into
+strips of query rows, most of which need no dense mask (see Note [Strips]); the others are drawn CHUNK rows at a time
+over the keys they reach, and a window costs time and memory linear in T. Dropout, a scale that is not positive (the
+operator scales its own masking -inf) and non-finite keys or values behind a mask go to `tiled`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flashspan.kernels import tiled
+from flashspan.kernels.contract import Carry, Dropout
+from flashspan.kernels.masks import Band, Mask
+
+CHUNK = 256  # rows that share one drawn mask
+SHORT = 64  # runs of rows shorter than this are drawn together: a call each would cost more
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask,
+    scale: float,
+    carry: Carry | None = None,
+    out_dtype: torch.dtype = torch.float32,
+    dropout: Dropout | None = None,
+) -> Carry:
+    """See contract.py. Rows that one call serves are computed in q's dtype if that is the output's, all others in
+    float32 (float64 when q is)."""
+    strips = _cut(mask, q, k)
+    if dropout is not None or scale <= 0 or _may_leak(strips, k, v):
+        return tiled.forward(q, k, v, mask=mask, scale=scale, carry=carry, out_dtype=out_dtype, dropout=dropout)
+    work = torch.promote_types(q.dtype, torch.float32)
+    out_dtype = work if work == torch.float64 else out_dtype
+    if carry is None and _is_one_call(strips, q):
+        part = strips[0].parts[0]
+        out, lse = _attend(q, k, v, part, scale=scale, dtype=q.dtype if q.dtype == out_dtype else work)
+        return Carry(out.to(out_dtype), lse.contiguous())
+
+    if carry is None:
+        lse = torch.full(q.shape[:-1], -torch.inf, dtype=work, device=q.device)
+        result = Carry(torch.zeros_like(q, dtype=out_dtype), lse)
+    else:
+        result = carry
+    for sequence, rows, parts in strips:
+        here = Carry(result.out[sequence, :, rows], result.lse[sequence, :, rows])
+        total = None if carry is None else here
+        dtype = q.dtype if carry is None and len(parts) == 1 and q.dtype == out_dtype else work
+        for part in parts:
+            partial = _attend(q[sequence, :, rows], k[sequence], v[sequence], part, scale=scale, dtype=dtype)
+            total = partial if total is None else _merge(total, partial)
+        if carry is None and total is not None:
+            here.out.copy_(total.out)
+            here.lse.copy_(total.lse)
+    return result
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    *,
+    mask: Mask,
+    scale: float,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    accumulate: bool,
+    dropout: Dropout | None = None,
+) -> None:
+    """See contract.py. Computes in float32 (float64 when q is): in 16 bits the operator would round delta as well, and
+    be a fifth faster at best."""
+    strips = _cut(mask, q, k)
+    if dropout is not None or scale <= 0 or _may_leak(strips, k, v):
+        serve = functools.partial(tiled.backward, dout, q, k, v, lse, delta, mask=mask, scale=scale, dropout=dropout)
+        serve(dq=dq, dk=dk, dv=dv, accumulate=accumulate)
+        return
+    work = torch.promote_types(q.dtype, torch.float32)
+    # One call that sees every key gives the whole answer; several add up, in float32.
+    one_call = _is_one_call(strips, q) and len(strips[0].parts[0].keys) == k.shape[2]
+    overwrite = one_call and not accumulate
+    totals = sums = [dq, dk, dv]
+    if not accumulate and not one_call:
+        sums = [x.zero_() if x.dtype == work else torch.zeros_like(x, dtype=work) for x in totals]
+    lse = lse.to(work).masked_fill(lse == -torch.inf, torch.inf)  # exp(score - inf) = 0 in a row that saw nothing
+    for sequence, rows, parts in strips:
+        q_rows, lse_rows = q[sequence, :, rows].to(work), lse[sequence, :, rows]
+        dout_rows, out_rows = _stand_in(dout[sequence, :, rows].to(work), delta[sequence, :, rows].to(work))
+        for part in parts:
+            keys = slice(part.keys.start, part.keys.stop)
+            k_part, v_part = k[sequence, :, keys].to(work), v[sequence, :, keys].to(work)
+            options = {"attn_mask": part.draw(work), "scale": scale}
+            grads = _flash_backward(dout_rows, q_rows, k_part, v_part, out_rows, lse_rows, 0.0, part.causal, **options)
+            for total, where, grad in zip(sums, (rows, keys, keys), grads, strict=True):
+                if overwrite:
+                    total.copy_(grad)
+                else:
+                    total[sequence, :, where].add_(grad)
+    for total, total_sum in zip(totals, sums, strict=True):
+        if total_sum is not total:
+            total.copy_(total_sum)
+
+
+# Note [Strips]
+# A mask gives each query one interval of keys. Where consecutive rows share theirs, the operator needs no mask: only
+# those keys are handed to it. This is a zigzag ring's tile, where long runs of rows see all of it or nothing. Where the
+# end moves on by one key a row while the start stands still, the keys before the first row's last are seen by all rows
+# and the rest is top-left causal: two calls without a mask. This is a causal mask with any offset, and every document
+# of a packed batch. Any other strip is drawn.
+
+
+class _Part(NamedTuple):
+    """The keys one call hands to a strip of rows; drawn where `start` and `end` [rows] say which of them each sees."""
+
+    keys: range
+    causal: bool = False
+    start: Tensor | None = None
+    end: Tensor | None = None
+
+    def draw(self, dtype: torch.dtype) -> Tensor | None:
+        """The mask to add to the scores, [rows, keys]: 0 where visible, -inf elsewhere."""
+        if self.start is None or self.end is None:
+            return None
+        keys = torch.arange(self.keys.start, self.keys.stop)
+        hidden = (keys < self.start[:, None]) | (keys >= self.end[:, None])
+        return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
+
+
+class _Strip(NamedTuple):
+    """Rows of one sequence of the batch (or of all), and the calls that serve them."""
+
+    sequence: slice
+    rows: slice
+    parts: list[_Part]
+
+
+def _cut(mask: Mask, q: Tensor, k: Tensor) -> list[_Strip]:
+    """The strips that see anything at all."""
+    if q.numel() == 0:
+        return []
+    if isinstance(mask, Band):
+        return _cut_band(mask, q.shape[2], k.shape[2])
+    start, end = mask.start, mask.end
+    if start.dim() == 1 or len(start) == 1:
+        return list(_strips(start.view(-1), end.view(-1), slice(None)))
+    return [strip for b in range(len(start)) for strip in _strips(start[b], end[b], slice(b, b + 1))]
+
+
+@functools.lru_cache(maxsize=16)
+def _cut_band(band: Band, num_queries: int, num_keys: int) -> list[_Strip]:
+    """Kept, since the layers of a model ask for the same few bands."""
+    return list(_strips(*band.intervals(num_queries, num_keys), slice(None)))
+
+
+def _strips(start: Tensor, end: Tensor, sequence: slice) -> Iterator[_Strip]:
+    """The strips of one sequence; see Note [Strips]."""
+    empty = start >= end
+    start, end = start.masked_fill(empty, 0), end.masked_fill(empty, 0)
+    for first, last, even in _segments(start, end, empty):
+        rows = slice(first, last)
+        left, right = int(start[first]), int(end[first])
+        if even and int(end[last - 1]) == right:
+            if left < right:
+                yield _Strip(sequence, rows, [_Part(range(left, right))])
+        elif even:
+            corner = right - 1
+            before = [_Part(range(left, corner))] if left < corner else []
+            yield _Strip(sequence, rows, [*before, _Part(range(corner, corner + last - first), causal=True)])
+        else:
+            for top in range(first, last, CHUNK):
+                rows = slice(top, min(top + CHUNK, last))
+                seen = ~empty[rows]
+                if bool(seen.any()):
+                    left, right = int(start[rows][seen].min()), int(end[rows].max())
+                    part = _Part(range(left, right), start=start[rows], end=end[rows])
+                    yield _Strip(sequence, rows, [part])
+
+
+def _segments(start: Tensor, end: Tensor, empty: Tensor) -> list[tuple[int, int, bool]]:
+    """(first, last, even): rows first..last - 1, `even` when all see one interval or each sees one key more.
+
+    Even runs shorter than SHORT are put together with neighbours like them; a lone row is even.
+    """
+    stays = (start.diff() == 0) & ~empty.diff()
+    step = end.diff()
+    kinds = torch.where(stays & (step == 0), 1, torch.where(stays & (step == 1), 2, 0))  # 0: a jump
+    kinds = F.pad(kinds, (0, 1))  # the last row jumps to nowhere
+    turns = [0, *(kinds.diff().nonzero().flatten() + 1).tolist(), len(kinds)]
+    segments: list[tuple[int, int, bool]] = []
+    first, was_loose = 0, False
+    for stop, kind in zip(turns[1:], kinds[turns[:-1]].tolist(), strict=True):
+        even = kind > 0
+        last = stop + even  # an even step takes along the row it leads to
+        if last - first <= even:
+            continue  # nothing but a row that the next run may have
+        loose = not even or last - first < SHORT
+        if loose and was_loose:
+            segments[-1] = (segments[-1][0], last, False)
+        else:
+            segments.append((first, last, even or last - first == 1))
+        first, was_loose = last, loose
+    return segments
+
+
+def _is_one_call(strips: list[_Strip], q: Tensor) -> bool:
+    """Whether one call of the operator serves every row."""
+    if len(strips) != 1 or len(strips[0].parts) != 1:
+        return False
+    sequence, rows, _ = strips[0]
+    return sequence == slice(None) and rows == slice(0, q.shape[2])
+
+
+def _may_leak(strips: list[_Strip], k: Tensor, v: Tensor) -> bool:
+    """Whether the operator would be handed non-finite keys or values and told to mask them: 0 * NaN is NaN."""
+    if all(not part.causal and part.start is None for strip in strips for part in strip.parts):
+        return False
+    return not all(math.isfinite(x.sum(dtype=torch.promote_types(x.dtype, torch.float32))) for x in (k, v))
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, part: _Part, *, scale: float, dtype: torch.dtype) -> Carry:
+    """One call: the rows q over one part of the keys, computed in dtype."""
+    k, v = (x[:, :, part.keys.start : part.keys.stop].to(dtype) for x in (k, v))
+    out, lse = _flash(q.to(dtype), k, v, 0.0, part.causal, attn_mask=part.draw(dtype), scale=scale)
+    if part.start is not None and part.end is not None:
+        lse = lse.masked_fill(part.start >= part.end, -torch.inf)  # where the operator says 0
+    return Carry(out, lse)
+
+
+def _merge(total: Carry, partial: Carry) -> Carry:
+    """Add a partial softmax to the total, in place. Where neither has seen a key, out stays 0 and lse -inf."""
+    lse = torch.logaddexp(total.lse, partial.lse)
+    share = torch.exp(partial.lse - lse.masked_fill(lse == -torch.inf, 0.0))
+    total.out.lerp_(partial.out, share[..., None])
+    total.lse.copy_(lse)
+    return total
+
+
+# Note [Stand-in output]
+# The operator's backward takes `out` only to form delta = rowsum(dout * out). We are given delta instead: the whole
+# row's, perhaps with the gradient of lse in it. So we hand over another `out` with that product: the signs of dout
+# times delta / rowsum(|dout|). All terms of the sum then have one sign, so it loses nothing, and neither overflows nor
+# underflows however large or small dout is. Where dout is lost beside delta (0, while lse has a gradient), a constant
+# row 2^60 times smaller than delta takes its place, too small to change any sum by a rounding.
+
+
+def _stand_in(dout: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    """(dout, out) with rowsum(dout * out) = delta; dout is the one given unless it is lost beside delta."""
+    size, delta = dout.abs().sum(-1, keepdim=True), delta[..., None]
+    pivot = (delta.abs() * 2.0**-60).clamp(min=torch.finfo(dout.dtype).tiny)
+    lost = (size < pivot) & (delta != 0)
+    if bool(lost.any()):
+        dout = torch.where(lost, pivot, dout)
+        size = torch.where(lost, pivot * dout.shape[-1], size)
+    return dout, dout.sign().mul_(torch.where(delta == 0, 0.0, delta / size))

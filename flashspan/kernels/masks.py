@@ -1,0 +1,319 @@
+"""Masks as values: who may look at whom, closed under slicing.
+
+`Band(lo, hi)` lets query i see key j when lo <= j - i <= hi; `Rows(start, end)` when start[i] <= j < end[i]. Full,
+causal, sliding-window, prefix and packed-document attention, and any slice of them under any layout, are one of the
+two: a slice of a band by ranges of one step is a band, every other slice of ascending positions is rows. Both say, per
+query, *one interval of keys*: that is all a kernel needs to know. Masks compose with `&`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Positions: TypeAlias = range | Sequence[range]
+"""Global positions of a slice's tokens: one range, or several, ascending and disjoint."""
+
+EMPTY, FULL, PARTIAL = 0, 1, 2
+"""What `tiles` says of a tile."""
+
+UNBOUNDED = 2**62
+"""A bound that no length reaches, for `pack`."""
+
+
+@dataclass(frozen=True)
+class Band:
+    """Key j is visible to query i when lo <= j - i <= hi; None is no bound. Fits any number of queries and keys."""
+
+    lo: int | None = None
+    hi: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, bound in (("lo", self.lo), ("hi", self.hi)):
+            if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int)):
+                raise ValueError(f"a band's bounds are whole numbers or None: got {name}={bound!r}")
+
+    def bounds(self, num_queries: int, num_keys: int) -> tuple[int, int]:
+        """(lo, hi) as plain integers that mean the same on this many queries and keys."""
+        lo = -num_queries if self.lo is None else min(max(self.lo, -num_queries), num_keys)
+        hi = num_keys if self.hi is None else min(max(self.hi, -num_queries), num_keys)
+        return lo, hi
+
+    def intervals(self, num_queries: int, num_keys: int) -> tuple[Tensor, Tensor]:
+        """start, end int32 [T]: the keys each query sees, clipped to 0..num_keys; start >= end sees none."""
+        lo, hi = self.bounds(num_queries, num_keys)
+        i = torch.arange(num_queries, dtype=torch.int32)
+        return (i + lo).clamp(0, num_keys), (i + hi + 1).clamp(0, num_keys)
+
+    def slice(self, q: Positions, k: Positions) -> Mask:
+        """The same visibility in a slice's coordinates: local query a is global q[a], local key b is global k[b]."""
+        q, k = _one_range(q), _one_range(k)
+        if isinstance(q, range) and isinstance(k, range) and (q.step == k.step or len(q) <= 1 or len(k) <= 1):
+            step = q.step if len(q) > 1 else k.step
+            shift = k.start - q.start if len(q) and len(k) else 0
+            # lo <= (k.start + b * step) - (q.start + a * step) <= hi, solved for b - a. With one row (or column) the
+            # other's step is the right one: the single element sits at 0.
+            lo = None if self.lo is None else -((shift - self.lo) // step)
+            hi = None if self.hi is None else (self.hi - shift) // step
+            return Band(lo, hi).simplify(len(q), len(k))
+        starts, ends = _place(q), _place(k)
+        num = len(ends)
+        start = torch.zeros(len(starts)) if self.lo is None else torch.searchsorted(ends, starts + self.lo)
+        end = (
+            torch.full((len(starts),), num)
+            if self.hi is None
+            else torch.searchsorted(ends, starts + self.hi, right=True)
+        )
+        return Rows(start.int(), end.int(), num).simplify()
+
+    def simplify(self, num_queries: int, num_keys: int) -> Band:
+        """NOTHING or EVERYTHING where this many queries and keys make it so, else itself."""
+        lo, hi = self.bounds(num_queries, num_keys)
+        if num_queries == 0 or num_keys == 0 or lo > hi or lo >= num_keys or hi <= -num_queries:
+            return NOTHING
+        if lo <= 1 - num_queries and hi >= num_keys - 1:
+            return EVERYTHING
+        return self
+
+    def check(self, num_batch: int, num_queries: int, num_keys: int) -> None:
+        """A band fits every shape."""
+
+    def __and__(self, other: Mask) -> Mask:
+        if isinstance(other, Band):
+            lo = [bound for bound in (self.lo, other.lo) if bound is not None]
+            hi = [bound for bound in (self.hi, other.hi) if bound is not None]
+            return Band(max(lo, default=None), min(hi, default=None))
+        return other & self
+
+    def to(self, device: torch.device | str) -> Band:
+        return self
+
+    def pack(self) -> tuple[str, list[int], list[Tensor]]:
+        """Kind, numbers and tensors: an operator's schema can carry those, not objects. `unpack` is the inverse."""
+        return "band", [-UNBOUNDED if self.lo is None else self.lo, UNBOUNDED if self.hi is None else self.hi], []
+
+
+EVERYTHING = Band()
+NOTHING = Band(0, -1)
+CAUSAL = Band(None, 0)
+
+
+class Rows:
+    """Key j is visible to query i when start[i] <= j < end[i].
+
+    start, end: [T], or [B, T] when each sequence of the batch has its own; `num_keys` is S. The transpose is kept
+    beside them: query i in first[j] <= i < last[j] may see key j (`convex`: just those do; otherwise some do not).
+    A value: nothing changes it after it is made.
+    """
+
+    def __init__(self, start: Tensor, end: Tensor, num_keys: int, *, convex: bool | None = None) -> None:
+        """`convex` is for intervals of this package's own making, known to be clipped and (or not) ascending."""
+        if convex is None:
+            start, end = _clean(start, end, num_keys)
+            convex = bool((start.diff() >= 0).all() and (end.diff() >= 0).all())
+        self.start, self.end, self.num_keys, self.convex = start, end, num_keys, convex
+        self.first, self.last = _transpose(start, end, num_keys)
+        self._made: dict[object, Rows] = {}
+
+    def intervals(self, num_queries: int, num_keys: int) -> tuple[Tensor, Tensor]:
+        """start, end int32 [T] or [B, T]."""
+        return self.start, self.end
+
+    def slice(self, q: Positions, k: Positions) -> Mask:
+        """The same visibility in the coordinates of a slice of the queries and the keys."""
+        rows, keys = _place(q).to(self.start.device), _place(k).to(self.start.device)
+        start = torch.searchsorted(keys, self.start[..., rows].long())
+        end = torch.searchsorted(keys, self.end[..., rows].long())
+        return Rows(start.int(), end.int(), len(keys)).simplify()
+
+    def simplify(self) -> Mask:
+        """The band that says the same, if there is one: its tiles need no table."""
+        if self.start.dim() > 1:
+            return self
+        num = len(self.start)
+        if bool((self.start >= self.end).all()):
+            return NOTHING
+        i = torch.arange(num, device=self.start.device)
+        # A band's ends clip to 0..num_keys, so only rows whose end lies inside tell what it is.
+        lo = _offset(self.start - i, self.start > 0)
+        hi = _offset(self.end - 1 - i, self.end < self.num_keys)
+        if lo is NotImplemented or hi is NotImplemented:
+            return self
+        band = Band(lo, hi).simplify(num, self.num_keys)
+        start, end = (x.to(i.device) for x in band.intervals(num, self.num_keys))
+        same = torch.equal(start, self.start) and torch.equal(end, self.end)
+        return band if same else self
+
+    def check(self, num_batch: int, num_queries: int, num_keys: int) -> None:
+        """Refuse queries, keys or a batch this mask was not made for."""
+        batch = self.start.shape[0] if self.start.dim() == 2 else num_batch
+        if (self.start.shape[-1], self.num_keys) != (num_queries, num_keys) or batch not in (1, num_batch):
+            raise ValueError(
+                f"this mask covers {self.start.shape[-1]} queries and {self.num_keys} keys"
+                f"{f' of a batch of {batch}' if self.start.dim() == 2 else ''}: "
+                f"got q with {num_queries} and k with {num_keys} of a batch of {num_batch}; "
+                f"make the mask for these lengths, or slice it"
+            )
+
+    def __and__(self, other: Mask) -> Mask:
+        if isinstance(other, Rows) and (self.start.shape[-1], self.num_keys) != (other.start.shape[-1], other.num_keys):
+            raise ValueError(
+                f"masks compose when they cover the same lengths: got {self.start.shape[-1]} queries x "
+                f"{self.num_keys} keys and {other.start.shape[-1]} x {other.num_keys}"
+            )
+        return self._keep(other, lambda: self._intersect(other))
+
+    def _intersect(self, other: Mask) -> Rows:
+        start, end = (x.to(self.start.device) for x in other.intervals(self.start.shape[-1], self.num_keys))
+        start, end = torch.maximum(self.start, start), torch.minimum(self.end, end)
+        # Ascending bounds stay ascending under maximum and minimum: no need to look at the data again.
+        convex = self.convex and (isinstance(other, Band) or other.convex)
+        return Rows(start, end, self.num_keys, convex=convex)
+
+    def to(self, device: torch.device | str) -> Rows:
+        """This mask with its tables on a device; copied once."""
+        device = torch.device(device)
+        if self.start.device == device:
+            return self
+        return self._keep(
+            device, lambda: Rows(self.start.to(device), self.end.to(device), self.num_keys, convex=self.convex)
+        )
+
+    def _keep(self, key: object, make: Callable[[], Rows]) -> Rows:
+        """What was made from this mask before, so that every layer and step shares it; the compiler keeps its own."""
+        if torch.compiler.is_compiling():
+            return make()
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    def pack(self) -> tuple[str, list[int], list[Tensor]]:
+        return "rows", [self.num_keys, int(self.convex)], [self.start, self.end, self.first, self.last]
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Rows)
+            and self.num_keys == other.num_keys
+            and torch.equal(self.start.cpu(), other.start.cpu())
+            and torch.equal(self.end.cpu(), other.end.cpu())
+        )
+
+    def __hash__(self) -> int:
+        data = self.start.cpu().numpy().tobytes() + self.end.cpu().numpy().tobytes()
+        return hash((hashlib.blake2b(data, digest_size=8).digest(), tuple(self.start.shape), self.num_keys))
+
+    def __repr__(self) -> str:
+        return f"Rows({'x'.join(map(str, self.start.shape))} queries, {self.num_keys} keys)"
+
+
+Mask: TypeAlias = Band | Rows
+
+
+def unpack(kind: str, numbers: Sequence[int], tensors: Sequence[Tensor]) -> Mask:
+    """The mask that `pack` took apart."""
+    if kind == "band":
+        lo, hi = numbers
+        return Band(None if lo == -UNBOUNDED else lo, None if hi == UNBOUNDED else hi)
+    num_keys, convex = numbers
+    rows = object.__new__(Rows)
+    rows.start, rows.end, rows.first, rows.last = tensors
+    rows.num_keys, rows.convex, rows._made = num_keys, bool(convex), {}
+    return rows
+
+
+def dense(mask: Mask, num_queries: int, num_keys: int) -> Tensor:
+    """The mask drawn out: bool [T, S] or [B, T, S], True where visible. For tests, pictures and small tiles."""
+    start, end = mask.intervals(num_queries, num_keys)
+    j = torch.arange(num_keys, device=start.device)
+    return (start[..., None] <= j) & (j < end[..., None])
+
+
+def tiles(mask: Mask, num_queries: int, num_keys: int, block_q: int, block_k: int) -> Tensor:
+    """EMPTY, FULL or PARTIAL for each tile, uint8 [ceil(T / block_q), ceil(S / block_k)] (or [B, ...])."""
+    start, end = mask.intervals(num_queries, num_keys)
+    num_k = -(-num_keys // block_k)
+    left = torch.arange(num_k, device=start.device) * block_k
+    right = (left + block_k).clamp(max=num_keys)
+    rows = []
+    for top in range(0, num_queries, block_q):
+        s, e = start[..., top : top + block_q, None], end[..., top : top + block_q, None]
+        seen = ((s < right) & (e > left) & (s < e)).any(-2)
+        hit = ((s <= left) & (e >= right)).all(-2)
+        rows.append(torch.where(hit, FULL, torch.where(seen, PARTIAL, EMPTY)).to(torch.uint8))
+    shape = (*start.shape[:-1], 0, num_k)
+    return torch.stack(rows, -2) if rows else torch.zeros(shape, dtype=torch.uint8)
+
+
+def count(mask: Mask, num_queries: int, num_keys: int) -> int:
+    """How many (query, key) pairs are visible: the work of a tile, without drawing it."""
+    start, end = mask.intervals(num_queries, num_keys)
+    return int((end.long() - start.long()).clamp(min=0).sum())
+
+
+def is_empty(mask: Mask, num_queries: int, num_keys: int) -> bool:
+    """Whether no query sees any key."""
+    if isinstance(mask, Band):
+        return mask.simplify(num_queries, num_keys) is NOTHING
+    return bool((mask.start >= mask.end).all())
+
+
+def _clean(start: Tensor, end: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
+    """A user's intervals, checked, as int32 within 0..num_keys, and ascending where they can be."""
+    for name, bound in (("start", start), ("end", end)):
+        if not isinstance(bound, Tensor) or bound.dtype.is_floating_point or bound.dtype == torch.bool:
+            raise ValueError(f"Rows needs integer tensors of shape [T] or [B, T]: got {name}={bound!r}")
+    if start.shape != end.shape or start.dim() not in (1, 2) or start.device != end.device:
+        raise ValueError(
+            f"Rows needs start and end of one shape, [T] or [B, T], on one device: "
+            f"got {tuple(start.shape)} on {start.device} and {tuple(end.shape)} on {end.device}"
+        )
+    if num_keys < 0:
+        raise ValueError(f"Rows needs the number of keys, 0 or more: got num_keys={num_keys}")
+    start, end = start.clamp(0, num_keys).int(), end.clamp(0, num_keys).int()
+    # An empty row may sit anywhere; where the rows before it end keeps the intervals ascending if anything does.
+    empty = start >= end
+    reach = _cummax(torch.where(empty, 0, end))
+    return torch.where(empty, reach, start).contiguous(), torch.where(empty, reach, end).contiguous()
+
+
+def _transpose(start: Tensor, end: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
+    """first, last [.., S]: the first query whose end lies past key j; one after the last that starts by it."""
+    reach = _cummax(end)
+    ahead = -_cummax(-start.flip(-1)).flip(-1)  # the least start from here on
+    keys = torch.arange(num_keys, dtype=torch.int32, device=start.device)
+    keys = keys.expand(*start.shape[:-1], num_keys).contiguous()
+    first = torch.searchsorted(reach, keys, right=True).int()
+    return first, torch.searchsorted(ahead.contiguous(), keys, right=True).int()
+
+
+def _one_range(positions: Positions) -> Positions:
+    return positions[0] if not isinstance(positions, range) and len(positions) == 1 else positions
+
+
+def _place(positions: Positions) -> Tensor:
+    """Positions as an int64 tensor; refuse what is not ascending, for which a slice would not be an interval."""
+    parts = [positions] if isinstance(positions, range) else list(positions)
+    parts = [part for part in parts if len(part)]
+    bad = any(part.step < 1 for part in parts) or any(a[-1] >= b[0] for a, b in itertools.pairwise(parts))
+    if bad:
+        raise ValueError(f"a mask is sliced by ascending positions: got {positions}")
+    return torch.from_numpy(np.concatenate([np.arange(p.start, p.stop, p.step) for p in parts] or [np.arange(0)]))
+
+
+def _cummax(x: Tensor) -> Tensor:
+    return x.cummax(-1).values if x.numel() else x
+
+
+def _offset(offsets: Tensor, informative: Tensor) -> int | None:
+    """The one value of the informative offsets; None if there are none, NotImplemented if they differ."""
+    values = offsets[informative]
+    if not len(values):
+        return None
+    return int(values[0]) if bool((values == values[0]).all()) else NotImplemented

@@ -1,0 +1,40 @@
+"""rowsum(dout * out) in one pass, for backward: nothing of q's size is made on the way."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flashspan.kernels.portable.arguments import on
+from flashspan.kernels.portable.common import load_tile
+from flashspan.kernels.portable.tiles import block_dim
+
+
+@triton.jit(do_not_specialize=["T"])
+def delta_kernel(
+    dout, out, delta, s_db, s_dh, s_dt, s_ob, s_oh, s_ot, H, T, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr
+):  # fmt: skip
+    num_m = tl.cdiv(T, BM)
+    m0 = (tl.program_id(0) % num_m) * BM
+    i_bh = tl.program_id(0) // num_m
+    i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
+    o_r = tl.arange(0, BM)
+    # [BM, BD]
+    b_do = load_tile(dout + i_b * s_db + i_h * s_dh, m0, o_r, s_dt, T, D, BD, True).to(tl.float32)
+    b_o = load_tile(out + i_b * s_ob + i_h * s_oh, m0, o_r, s_ot, T, D, BD, True).to(tl.float32)
+    tl.store(delta + i_bh.to(tl.int64) * T + m0 + o_r, tl.sum(b_do * b_o, 1), mask=m0 + o_r < T)
+
+
+def row_delta(dout: Tensor, out: Tensor) -> Tensor:
+    """float32 [B, H, T]."""
+    B, H, T, D = out.shape
+    delta = out.new_empty(B, H, T, dtype=torch.float32)
+    if out.numel():
+        block = 32
+        with on(out.device):
+            delta_kernel[(triton.cdiv(T, block) * B * H,)](
+                dout, out, delta, *dout.stride()[:3], *out.stride()[:3], H, T, D=D, BD=block_dim(D), BM=block
+            )  # fmt: skip
+    return delta

@@ -1,0 +1,198 @@
+"""The forward kernel for any GPU that Triton serves, and its launcher.
+
+One program per block of queries of one head. It keeps the running maximum m, the sum l and the unnormalised output of
+its rows on chip (FlashAttention-2, Algorithm 1), all in float32, and starts them from the carry if there is one.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flashspan.kernels.contract import Carry, Dropout
+from flashspan.kernels.masks import Mask
+from flashspan.kernels.portable.arguments import LOG2E, Launch, dropout_arguments, mask_arguments, near, on, precision
+from flashspan.kernels.portable.common import (
+    block_interval,
+    dropout_stream,
+    dropout_word,
+    edge_tile,
+    finite,
+    load_tile,
+    mix,
+    sliced_product,
+    store_tile,
+)
+from flashspan.kernels.portable.tiles import tile
+
+
+@triton.jit
+def _step(
+    b_acc, b_m, b_l, b_q, p_q, m0, o_m, s_qt, T, p_k, p_v, n0, o_n, s_ks, s_vs, S, scale, b_start, b_end, b_row,
+    column_word, p_kpos, threshold, gain, D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, MASKED: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    POSITIONS: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Fold one tile of keys into the running softmax. Scores live in base 2: `scale` includes log2(e)."""
+    o_k = n0 + o_n  # [BN]
+    # [BM, BN]
+    if BC < BD:
+        b_s = sliced_product(p_q, m0, o_m, s_qt, T, p_k, n0, o_n, s_ks, S, D, BC, PRECISION)
+    else:
+        b_k = load_tile(p_k, n0, o_n, s_ks, S, D, BD, MASKED)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+    if MASKED:
+        m_s = (o_k[None, :] >= b_start[:, None]) & (o_k[None, :] < b_end[:, None])
+        b_s = tl.where(m_s, b_s * scale, float("-inf"))
+        b_new = tl.maximum(b_m, tl.max(b_s, 1))
+        # A row that has seen nothing keeps m = -inf; subtracting 0 instead leaves exp2(-inf) = 0.
+        b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)
+        b_p = tl.exp2(b_s - b_shift[:, None])
+        b_alpha = tl.exp2(b_m - b_shift)
+    else:
+        # One fused multiply-add per score: the maximum is scaled, not the scores.
+        b_top = tl.min(b_s, 1) if NEGATIVE else tl.max(b_s, 1)
+        b_new = tl.maximum(b_m, b_top * scale)
+        b_p = tl.exp2(b_s * scale - b_new[:, None])
+        b_alpha = tl.exp2(b_m - b_new)
+    b_l = b_l * b_alpha + tl.sum(b_p, 1)
+    if DROPOUT:
+        b_word = mix(b_row[:, None] ^ dropout_word(column_word, o_k, p_kpos, S, POSITIONS)[None, :])
+        b_p = tl.where(b_word >= threshold, b_p * gain, 0.0)
+    # [BN, BD]
+    b_v = load_tile(p_v, n0, o_n, s_vs, S, D, BD, MASKED)
+    b_acc = b_acc * b_alpha[:, None]
+    if MASKED:
+        # NaN in a value row must reach the queries that see it and no other: 0 * NaN would reach all.
+        b_taint = tl.sum(b_v.to(tl.float32) * 0.0, 1)
+        b_acc += tl.sum(tl.where(m_s, b_taint[None, :], 0.0), 1)[:, None]
+        b_v = finite(b_v).to(b_v.dtype)
+    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision=PRECISION)
+    return b_acc, b_new, b_l
+
+
+@triton.jit(do_not_specialize=["T", "S", "lo", "hi", "first", "batch_stride", "threshold"])
+def forward_kernel(
+    q, k, v, out, lse, start, end, seed, qpos, kpos,
+    s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_ob, s_oh, s_ot, s_rows,
+    H, K, T, S, lo, hi, scale, threshold, gain, first, batch_stride,
+    D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
+    TABLE: tl.constexpr, CARRY: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr,
+    NEGATIVE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    # The last queries see the most under a causal mask: they go first, so that no long program starts late.
+    num_m = tl.cdiv(T, BM)
+    i_m = num_m - 1 - tl.program_id(0) % num_m
+    i_bh = tl.program_id(0) // num_m
+    i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
+    i_k = i_h // (H // K)
+    q += i_b * s_qb + i_h * s_qh
+    k += i_b * s_kb + i_k * s_kh
+    v += i_b * s_vb + i_k * s_vh
+    out += i_b * s_ob + i_h * s_oh
+    lse += i_bh.to(tl.int64) * T
+
+    m0 = i_m * BM
+    o_r = tl.arange(0, BM)
+    o_m = m0 + o_r
+    b_start, b_end, near, inside, full, full_end, outside = block_interval(
+        o_m, T, S, lo, hi, start + i_b * s_rows, end + i_b * s_rows, TABLE, True, BN, BE
+    )
+    # [BM, BD]
+    b_q = load_tile(q, m0, o_r, s_qt, T, D, BD, True) if BC == BD else 0.0
+    if CARRY:
+        b_acc = load_tile(out, m0, o_r, s_ot, T, D, BD, True)
+        b_lse = tl.load(lse + o_m, mask=o_m < T, other=float("-inf"))
+        b_m = b_lse * 1.4426950408889634
+        b_l = tl.where(b_lse == float("-inf"), 0.0, 1.0)
+    else:
+        b_acc = tl.zeros([BM, BD], tl.float32)
+        b_m = tl.full([BM], float("-inf"), tl.float32)
+        b_l = tl.zeros([BM], tl.float32)
+    b_row = tl.zeros([BM], tl.uint32)
+    column_word = tl.zeros([], tl.uint32)
+    if DROPOUT:
+        row_word, column_word = dropout_stream(seed, first + i_b * batch_stride + i_h)
+        b_row = dropout_word(row_word, o_m, qpos, T, POSITIONS)
+
+    for n0 in range(full, full_end, BN):
+        b_acc, b_m, b_l = _step(
+            b_acc, b_m, b_l, b_q, q, m0, o_r, s_qt, T, k, v, n0, tl.arange(0, BN), s_ks, s_vs, S, scale, b_start,
+            b_end, b_row, column_word, kpos, threshold, gain, D, BD, BC, False, DROPOUT, POSITIONS, NEGATIVE, PRECISION,
+        )  # fmt: skip
+    for i_tile in tl.range(0, inside + outside, num_stages=1):
+        n0 = edge_tile(i_tile, near, inside, full_end, BE)
+        b_acc, b_m, b_l = _step(
+            b_acc, b_m, b_l, b_q, q, m0, o_r, s_qt, T, k, v, n0, tl.arange(0, BE), s_ks, s_vs, S, scale, b_start,
+            b_end, b_row, column_word, kpos, threshold, gain, D, BD, BC, True, DROPOUT, POSITIONS, NEGATIVE, PRECISION,
+        )  # fmt: skip
+
+    b_empty = b_l == 0.0
+    b_out = b_acc / tl.where(b_empty, 1.0, b_l)[:, None]
+    b_lse = tl.where(b_empty, float("-inf"), b_m * 0.6931471805599453 + tl.log(tl.where(b_empty, 1.0, b_l)))
+    store_tile(out, m0, o_r, s_ot, T, b_out, D, BD, False)
+    tl.store(lse + o_m, b_lse, mask=o_m < T)
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask,
+    scale: float,
+    carry: Carry | None = None,
+    out_dtype: torch.dtype = torch.float32,
+    dropout: Dropout | None = None,
+) -> Carry:
+    """See contract.py. The carry is updated in place."""
+    q, k, v = near(q), near(k), near(v)
+    B, H, T, D = q.shape
+    if carry is None:
+        out = q.new_empty(B, T, H, D, dtype=out_dtype).transpose(1, 2)
+        lse = q.new_empty(B, H, T, dtype=torch.float32)
+    else:
+        out, lse = carry
+        assert out.dtype == lse.dtype == torch.float32, "a carry is float32"
+        assert out.stride(-1) == 1, "a carry's rows are contiguous"
+        assert lse.is_contiguous(), "a carry's lse is contiguous"
+    if q.numel() == 0:
+        return Carry(out, lse)
+    with on(q.device):
+        forward_launch(q, k, v, out, lse, mask, scale, carry is not None, dropout)()
+    return Carry(out, lse)
+
+
+def forward_launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Mask,
+    scale: float,
+    carry: bool,
+    dropout: Dropout | None,
+) -> Launch:
+    """What forward launches, as data."""
+    B, H, T, D = q.shape
+    S = k.shape[2]
+    table, start, end, _, _, rows_stride, _, lo, hi, _ = mask_arguments(mask, T, S, q)
+    seed, qpos, kpos, threshold, gain, first, batch_stride = dropout_arguments(dropout, q)
+    size = tile("out", q)
+    return Launch(
+        forward_kernel,
+        (triton.cdiv(T, size.block_q) * B * H,),
+        (
+            q, k, v, out, lse, start, end, seed, qpos, kpos,
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], rows_stride,
+            H, k.shape[1], T, S, lo, hi, scale * LOG2E, threshold, gain, first, batch_stride,
+        ),
+        {
+            "TABLE": table, "CARRY": carry, "DROPOUT": dropout is not None,
+            "POSITIONS": dropout is not None and dropout.q_positions is not None, "NEGATIVE": scale < 0,
+            "PRECISION": precision(q), **size.constants(D),
+        },
+    )  # fmt: skip

@@ -1,0 +1,90 @@
+"""Tile sizes, chosen once by measurement and kept in a table, so that nothing is tuned at start-up.
+
+A row: (what the pass makes, bytes per element, padded head size) -> block of queries, block of keys, width of the tiles
+at the edge of a mask, warps, pipeline stages, and how much of a head is multiplied at a time. Measured on an H200
+(docs/kernels.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Tile:
+    block_q: int
+    block_k: int
+    edge: int
+    num_warps: int
+    num_stages: int
+    slice: int = 256
+
+    def constants(self, head_dim: int) -> dict[str, int]:
+        """As a kernel's compile-time arguments."""
+        return {
+            "D": head_dim,
+            "BD": block_dim(head_dim),
+            "BC": min(self.slice, block_dim(head_dim)),
+            "BM": self.block_q,
+            "BN": self.block_k,
+            "BE": self.edge,
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+        }
+
+
+TABLE: dict[tuple[str, int, int], Tile] = {
+    ("out", 2, 16): Tile(128, 64, 64, 4, 3),
+    ("out", 2, 32): Tile(128, 64, 32, 4, 3),
+    ("out", 2, 64): Tile(128, 128, 64, 8, 3),
+    ("out", 2, 128): Tile(128, 64, 64, 8, 4),
+    ("out", 2, 256): Tile(128, 64, 16, 8, 2),
+    ("out", 4, 16): Tile(128, 64, 32, 8, 2),
+    ("out", 4, 32): Tile(128, 64, 32, 8, 2),
+    ("out", 4, 64): Tile(128, 64, 32, 8, 2),
+    ("out", 4, 128): Tile(128, 32, 32, 8, 2, 32),
+    ("out", 4, 256): Tile(32, 32, 32, 8, 1, 32),
+    ("dk dv", 2, 16): Tile(64, 64, 64, 4, 3),
+    ("dk dv", 2, 32): Tile(64, 64, 64, 4, 3),
+    ("dk dv", 2, 64): Tile(64, 64, 64, 4, 3),
+    ("dk", 2, 128): Tile(64, 128, 64, 8, 3),
+    ("dv", 2, 128): Tile(64, 128, 64, 8, 4),
+    ("dk", 2, 256): Tile(32, 128, 32, 8, 2),
+    ("dv", 2, 256): Tile(32, 128, 32, 8, 3),
+    ("dk dv", 4, 16): Tile(32, 64, 32, 4, 2),
+    ("dk dv", 4, 32): Tile(32, 64, 32, 4, 2),
+    ("dk dv", 4, 64): Tile(32, 64, 32, 4, 1, 32),
+    ("dk", 4, 128): Tile(32, 64, 32, 4, 1, 32),
+    ("dv", 4, 128): Tile(32, 64, 32, 4, 1, 32),
+    ("dk", 4, 256): Tile(32, 32, 32, 8, 1, 32),
+    ("dv", 4, 256): Tile(32, 32, 32, 8, 1, 32),
+    ("dq", 2, 16): Tile(64, 64, 64, 4, 3),
+    ("dq", 2, 32): Tile(64, 64, 64, 4, 3),
+    ("dq", 2, 64): Tile(64, 64, 64, 4, 3),
+    ("dq", 2, 128): Tile(128, 64, 32, 8, 3),
+    ("dq", 2, 256): Tile(128, 32, 16, 8, 2),
+    ("dq", 4, 16): Tile(64, 32, 32, 4, 2),
+    ("dq", 4, 32): Tile(64, 32, 32, 4, 2),
+    ("dq", 4, 64): Tile(64, 32, 32, 4, 2),
+    ("dq", 4, 128): Tile(64, 32, 32, 4, 1, 32),
+    ("dq", 4, 256): Tile(32, 32, 32, 8, 1, 32),
+}
+
+
+def block_dim(head_dim: int) -> int:
+    """The head size as a kernel holds it: the next power of two, 16 at least."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def tile(made: str, q: Tensor) -> Tile:
+    """The tile sizes of the pass that makes "out", "dq", "dk", "dv" or "dk dv", for inputs like q."""
+    return TABLE[made, q.element_size(), block_dim(q.shape[-1])]
+
+
+def key_passes(q: Tensor) -> dict[str, Tile]:
+    """The passes over keys for inputs like q: one for dk and dv, or one for each."""
+    size, head_dim = q.element_size(), block_dim(q.shape[-1])
+    names = ("dk dv",) if ("dk dv", size, head_dim) in TABLE else ("dk", "dv")
+    return {name: TABLE[name, size, head_dim] for name in names}

@@ -1,0 +1,121 @@
+"""The oracle: attention as written in a textbook, in whatever precision it is given (float64 in tests).
+
+It draws the whole [T, S] matrix, so it is for small shapes. It defines what the other implementations must equal.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashspan.kernels.contract import Carry, Dropout
+from flashspan.kernels.masks import Mask, dense
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask,
+    scale: float,
+    carry: Carry | None = None,
+    out_dtype: torch.dtype = torch.float32,
+    dropout: Dropout | None = None,
+) -> Carry:
+    """See contract.py. Computes in float32, or float64 when q is float64."""
+    scores, visible = _scores(q, k, mask, scale)
+    lse = _logsumexp(scores)
+    probs = _probabilities(scores, lse) * _survival(q, k, dropout)
+    out = _weigh(probs, _expand(v, q).to(probs.dtype), visible)
+    if carry is not None:
+        total = torch.logaddexp(lse, carry.lse.to(lse.dtype))
+        out = out * _weight(lse, total) + carry.out.to(out.dtype) * _weight(carry.lse.to(lse.dtype), total)
+        lse = total
+    out_dtype = torch.promote_types(out_dtype, torch.float64) if q.dtype == torch.float64 else out_dtype
+    return Carry(out.to(out_dtype), lse)
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    *,
+    mask: Mask,
+    scale: float,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    accumulate: bool,
+    dropout: Dropout | None = None,
+) -> None:
+    """See contract.py."""
+    scores, visible = _scores(q, k, mask, scale)
+    probs = _probabilities(scores, lse.to(scores.dtype))
+    survival = _survival(q, k, dropout)
+    dout = dout.to(scores.dtype)
+    dprobs = dout @ _expand(v, q).to(scores.dtype).mT * survival
+    dscores = torch.where(visible, probs * (dprobs - delta.to(scores.dtype)[..., None]), 0.0) * scale
+    for total, part in (
+        (dq, _weigh(dscores, _expand(k, q).to(scores.dtype), visible)),
+        (dk, _sum_groups(dscores.mT @ q.to(scores.dtype), k)),
+        (dv, _sum_groups((probs * survival).mT @ dout, v)),
+    ):
+        if accumulate:
+            total.add_(part)
+        else:
+            total.copy_(part)
+
+
+def _scores(q: Tensor, k: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
+    """Scaled scores [B, H, T, S], -inf where invisible, and who is visible [1 or B, 1, T, S]."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    visible = dense(mask.to(q.device), q.shape[-2], k.shape[-2]).to(q.device)
+    visible = visible[None, None] if visible.dim() == 2 else visible[:, None]
+    scores = q.to(dtype) @ _expand(k, q).to(dtype).mT * scale
+    return torch.where(visible, scores, -torch.inf), visible
+
+
+def _logsumexp(scores: Tensor) -> Tensor:
+    if scores.shape[-1] == 0:
+        return scores.new_full(scores.shape[:-1], -torch.inf)
+    return scores.logsumexp(-1)
+
+
+def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
+    """exp(scores - lse), 0 in a row that sees nothing."""
+    return torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
+
+
+def _survival(q: Tensor, k: Tensor, dropout: Dropout | None) -> Tensor | float:
+    """What dropout multiplies each probability by: 0, or 1 / (1 - p)."""
+    if dropout is None:
+        return 1.0
+    return dropout.keep(q.shape[0], q.shape[1], range(q.shape[2]), range(k.shape[2])) * dropout.gain
+
+
+def _weigh(weights: Tensor, values: Tensor, visible: Tensor) -> Tensor:
+    """weights @ values in which an invisible row of values does not exist, not even as 0 * NaN."""
+    finite = values.isfinite()
+    if bool(finite.all()):
+        return weights @ values
+    product = weights @ torch.where(finite, values, 0.0)
+    # Where a row does see a non-finite value, so must its result be.
+    seen = visible.to(values.dtype) @ (~finite).to(values.dtype)
+    return torch.where(seen > 0, torch.nan, product)
+
+
+def _weight(lse: Tensor, total: Tensor) -> Tensor:
+    return torch.where(total == -torch.inf, 0.0, torch.exp(lse - total))[..., None]
+
+
+def _expand(x: Tensor, q: Tensor) -> Tensor:
+    """K/V heads repeated for the query heads that share them."""
+    return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) if x.shape[1] != q.shape[1] else x
+
+
+def _sum_groups(grad: Tensor, x: Tensor) -> Tensor:
+    return grad.unflatten(1, (x.shape[1], -1)).sum(2)

@@ -1,0 +1,170 @@
+"""FlashAttention-2 in plain PyTorch: Algorithms 1 and 2 as published, one pair of tiles at a time.
+
+Read this before the Triton kernels: they compute the same, in the same order and with the same names. The [T, S] matrix
+never exists; one [BLOCK_Q, BLOCK_K] tile of it does. Query heads that share a key head are a dimension of their own,
+G = H / K, so q is seen as [B, K, G, T, D] and keys and values are used as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from flashspan.kernels.contract import Carry, Dropout
+from flashspan.kernels.masks import EMPTY, FULL, PARTIAL, Mask, tiles
+
+BLOCK_Q, BLOCK_K = 128, 128
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask,
+    scale: float,
+    carry: Carry | None = None,
+    out_dtype: torch.dtype = torch.float32,
+    dropout: Dropout | None = None,
+) -> Carry:
+    """Algorithm 1; see contract.py. Computes in float32, or float64 when q is float64.
+
+    A carry is the algorithm's own state: m = lse, l = 1 and O = out describe any softmax that has been normalised.
+    """
+    work = torch.promote_types(q.dtype, torch.float32)
+    if carry is None:
+        out = torch.zeros_like(q, dtype=work if work == torch.float64 else out_dtype)
+        carry = Carry(out, torch.full(q.shape[:-1], -torch.inf, dtype=work, device=q.device))
+    if q.numel() == 0:
+        return carry
+    plan = _Plan(q, k, v, mask, dropout)
+    q, out, lse = (_group(x, k) for x in (q, *carry))
+    for i in plan.q_tiles:
+        q_i = q[..., i, :].to(work)
+        o = out[..., i, :].to(work)
+        m = lse[..., i].to(work)  # the largest score seen
+        l = torch.ones_like(m)  # the sum of exp(score - m)
+        for _, j, visible in plan.pairs([i], plan.k_tiles):
+            k_j, v_j = k[:, :, j].to(work), v[:, :, j].to(work)
+            s = torch.einsum("bkgtd,bksd->bkgts", q_i, k_j) * scale
+            if visible is not None:
+                s = torch.where(visible, s, -torch.inf)
+            m_new = torch.maximum(m, s.amax(-1))
+            shift = torch.where(m_new == -torch.inf, 0.0, m_new)  # while a row has seen nothing, exp(-inf - 0) is 0
+            p = torch.exp(s - shift[..., None])
+            shrink = torch.exp(m - shift)
+            l = shrink * l + p.sum(-1)
+            o = shrink[..., None] * o + plan.weigh(p * plan.survival(i, j), v_j, visible)
+            m = m_new
+        out[..., i, :] = o / torch.where(l == 0, 1.0, l)[..., None]
+        lse[..., i] = m + torch.log(l)
+    return carry
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    *,
+    mask: Mask,
+    scale: float,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    accumulate: bool,
+    dropout: Dropout | None = None,
+) -> None:
+    """Algorithm 2; see contract.py. dK and dV are finished one key tile at a time, dQ gathers over all of them."""
+    work = torch.promote_types(q.dtype, torch.float32)
+    if not accumulate:
+        for total in (dq, dk, dv):
+            total.zero_()
+    if q.numel() == 0:
+        return
+    plan = _Plan(q, k, v, mask, dropout)
+    dq_sum = dq if dq.dtype == work else torch.zeros_like(dq, dtype=work)
+    dout, q, lse, delta, dq_grouped = (_group(x, k) for x in (dout, q, lse, delta, dq_sum))
+    for j in plan.k_tiles:
+        k_j, v_j = k[:, :, j].to(work), v[:, :, j].to(work)
+        dk_j, dv_j = torch.zeros_like(k_j), torch.zeros_like(v_j)
+        for i, _, visible in plan.pairs(plan.q_tiles, [j]):
+            q_i, dout_i = q[..., i, :].to(work), dout[..., i, :].to(work)
+            lse_i, delta_i = lse[..., i, None].to(work), delta[..., i, None].to(work)
+            survival = plan.survival(i, j)
+            p = torch.exp(torch.einsum("bkgtd,bksd->bkgts", q_i, k_j) * scale - lse_i)
+            if visible is not None:
+                p = torch.where(visible, p, 0.0)
+            dv_j += torch.einsum("bkgts,bkgtd->bksd", p * survival, dout_i)
+            dp = torch.einsum("bkgtd,bksd->bkgts", dout_i, v_j) * survival
+            ds = p * (dp - delta_i) * scale
+            if visible is not None:
+                ds = torch.where(visible, ds, 0.0)
+            dq_grouped[..., i, :] += plan.weigh(ds, k_j, visible)
+            dk_j += torch.einsum("bkgts,bkgtd->bksd", ds, q_i)
+        dk[:, :, j] += dk_j
+        dv[:, :, j] += dv_j
+    if dq_sum is not dq:
+        dq += dq_sum
+
+
+class _Plan:
+    """Which tiles are worth visiting, how to mask the partial ones, and which pairs dropout spares."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: Dropout | None) -> None:
+        self.num_batch, self.num_heads, num_queries, _ = q.shape
+        _, self.num_kv_heads, num_keys, _ = k.shape
+        self.dropout = dropout
+        self.q_tiles, self.k_tiles = _split(num_queries, BLOCK_Q), _split(num_keys, BLOCK_K)
+        mask = mask.to(q.device)
+        kinds = tiles(mask, num_queries, num_keys, BLOCK_Q, BLOCK_K)
+        if kinds.dim() == 3:  # a tile on which the sequences of the batch differ is masked in all of them
+            kinds = torch.where((kinds == kinds[0]).all(0), kinds[0], PARTIAL)
+        self.kinds: list[list[int]] = kinds.tolist()
+        self.bounds = [x.to(q.device).view(-1, 1, 1, num_queries) for x in mask.intervals(num_queries, num_keys)]
+        self.finite = bool(k.isfinite().all() & v.isfinite().all())
+
+    def pairs(self, q_tiles: list[slice], k_tiles: list[slice]) -> Iterator[tuple[slice, slice, Tensor | None]]:
+        """The pairs of tiles that are not empty, each with who is visible in it (None: everyone)."""
+        for i in q_tiles:
+            for j in k_tiles:
+                kind = self.kinds[i.start // BLOCK_Q][j.start // BLOCK_K]
+                if kind != EMPTY:
+                    yield i, j, None if kind == FULL else self.visible(i, j)
+
+    def visible(self, i: slice, j: slice) -> Tensor:
+        """Who sees whom in a tile, bool [1 or B, 1, 1, len(i), len(j)]."""
+        start, end = (bound[..., i, None] for bound in self.bounds)
+        keys = torch.arange(j.start, j.stop, device=start.device)
+        return (start <= keys) & (keys < end)
+
+    def survival(self, i: slice, j: slice) -> Tensor | float:
+        """What dropout multiplies each probability by, 0 or 1 / (1 - p): [B, K, G, len(i), len(j)]."""
+        if self.dropout is None:
+            return 1.0
+        rows, columns = range(i.start, i.stop), range(j.start, j.stop)
+        keep = self.dropout.keep(self.num_batch, self.num_heads, rows, columns)
+        return keep.unflatten(1, (self.num_kv_heads, -1)) * self.dropout.gain
+
+    def weigh(self, weights: Tensor, values: Tensor, visible: Tensor | None) -> Tensor:
+        """weights @ values, [B, K, G, T, D]; a value nobody may see does not exist, not even as 0 * NaN."""
+        product = "bkgts,bksd->bkgtd"
+        if self.finite or visible is None:
+            return torch.einsum(product, weights, values)
+        finite = values.isfinite()
+        clean = torch.einsum(product, weights, torch.where(finite, values, 0.0))
+        seen = torch.einsum(product, visible.to(values.dtype).expand_as(weights), (~finite).to(values.dtype))
+        return torch.where(seen > 0, torch.nan, clean)
+
+
+def _split(length: int, block: int) -> list[slice]:
+    return [slice(first, min(first + block, length)) for first in range(0, length, block)]
+
+
+def _group(x: Tensor, k: Tensor) -> Tensor:
+    """[B, H, ...] seen as [B, K, G, ...]: a view."""
+    return x.unflatten(1, (k.shape[1], x.shape[1] // max(k.shape[1], 1)))

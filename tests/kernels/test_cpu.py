@@ -1,0 +1,134 @@
+"""What the fused CPU implementation adds to the contract: how masks are cut, what is never rounded, and its speed.
+
+pytest -m slow -s tests/kernels/test_cpu.py     # the speed beside F.scaled_dot_product_attention
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashspan.kernels import cpu
+from flashspan.kernels.contract import row_delta
+from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band, Mask, dense
+from flashspan.kernels.patterns import causal, documents, window
+from tests.kernels.cases import Shape, examples, make_inputs, masks, relative, shapes, solve
+
+
+@examples(80)
+@given(st.data())
+def test_strips_say_exactly_what_the_mask_says(data: st.DataObject) -> None:
+    shape = data.draw(shapes((1, 2, 63, 200, 600)))
+    T, S = shape.num_queries, shape.num_keys
+    mask = data.draw(masks(shape.num_batch, T, S))
+    seen = torch.zeros(shape.num_batch, T, S, dtype=torch.int32)
+    for sequence, rows, parts in cpu._cut(mask, torch.zeros(shape.num_batch, 1, T, 1), torch.zeros(1, 1, S, 1)):
+        for part in parts:
+            tile = seen[sequence, rows, part.keys.start : part.keys.stop]
+            drawn = part.draw(torch.float32)
+            if drawn is not None:
+                tile += drawn == 0
+            else:
+                tile += torch.ones(tile.shape[1:]).tril().int() if part.causal else 1
+    assert torch.equal(seen, dense(mask, T, S).int().expand_as(seen))
+
+
+ZIGZAG = [range(512), range(3584, 4096)]
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        EVERYTHING,
+        CAUSAL,
+        causal(700),
+        causal(-700),
+        documents([300, 64, 660]),
+        documents([300, 64, 660]) & causal(),
+        CAUSAL.slice(ZIGZAG, ZIGZAG),
+        CAUSAL.slice(ZIGZAG, [range(512, 1024), range(3072, 3584)]),
+        CAUSAL.slice(range(1, 4096, 4), range(2, 4096, 4)),
+    ],
+    ids=str,
+)
+def test_the_tiles_of_a_ring_need_no_drawn_mask(mask: Mask) -> None:
+    q = torch.zeros(1, 1, 1024, 1)
+    parts = [part for strip in cpu._cut(mask, q, q) for part in strip.parts]
+    assert 1 <= len(parts) <= 6
+    assert all(part.start is None for part in parts)
+
+
+def test_a_window_is_drawn_a_little_at_a_time() -> None:
+    q = torch.zeros(1, 1, 8192, 1)
+    parts = [part for strip in cpu._cut(window(512, 0), q, q) for part in strip.parts]
+    assert len(parts) < 8192 // cpu.CHUNK + 4
+    assert all(len(part.keys) <= cpu.CHUNK + 512 for part in parts)
+
+
+@pytest.mark.parametrize("mask", [EVERYTHING, CAUSAL, causal(100), window(100, 3), documents([400, 1, 99])], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_only_the_result_is_rounded_to_sixteen_bits(mask: Mask, dtype: torch.dtype) -> None:
+    """Partial outputs and sums of gradients are float32, however many calls they are made of."""
+    x = make_inputs(Shape(1, 4, 2, 500, 500, 32), seed=1, dtype=dtype)
+    answer = solve(x, mask, 0.2)
+    assert relative(cpu.forward(x.q, x.k, x.v, mask=mask, scale=0.2).out, answer.out) <= 1e-6
+    dq, dk, dv = (torch.full_like(t, torch.nan) for t in (x.q, x.k, x.v))
+    lse, delta = answer.lse.float(), answer.delta.float()
+    cpu.backward(x.dout, x.q, x.k, x.v, lse, delta, mask=mask, scale=0.2, dq=dq, dk=dk, dv=dv, accumulate=False)
+    for got, want in ((dq, answer.dq), (dk, answer.dk), (dv, answer.dv)):
+        assert relative(got, want) <= 1.01 * relative(want.to(dtype), want)
+
+
+@examples(60)
+@given(st.integers(-36, 30), st.integers(-36, 30), st.integers(0, 2**32))
+def test_the_stand_in_output_recovers_delta(dout_power: int, delta_power: int, seed: int) -> None:
+    random = torch.Generator().manual_seed(seed)
+    dout = torch.randn(1, 2, 10, 64, generator=random) * 10.0**dout_power
+    dout[:, :, 3] = 0.0
+    delta = torch.randn(1, 2, 10, generator=random) * 10.0**delta_power
+    delta[:, 1, 3:6] = 0.0
+    changed, out = cpu._stand_in(dout, delta)
+    got = (changed.double() * out).sum(-1)
+    assert relative(got, delta, dout * 1e-10) <= 1e-6  # beside dout, a smaller delta is nothing
+    assert bool(((changed - dout).abs() <= 1e-17 * delta.abs()[..., None] + 1e-37).all())
+
+
+def _milliseconds(call: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    call()
+    return (time.perf_counter() - begin) * 1e3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", [CAUSAL, EVERYTHING], ids=["causal", "full"])
+def test_within_a_tenth_of_sdpa(mask: Band) -> None:
+    """[1, 8, 2048, 64] in float32, in turns with SDPA in one run; the fastest of each, as other work only adds."""
+    x = make_inputs(Shape(1, 8, 8, 2048, 2048, 64), seed=2)
+    q, k, v = (t.clone().requires_grad_() for t in (x.q, x.k, x.v))
+    dq, dk, dv = (torch.empty_like(t) for t in (x.q, x.k, x.v))
+    out, lse = cpu.forward(x.q, x.k, x.v, mask=mask, scale=0.125)
+    peer = F.scaled_dot_product_attention(q, k, v, is_causal=mask == CAUSAL)
+
+    def backward() -> None:
+        delta = row_delta(x.dout, out)
+        cpu.backward(x.dout, x.q, x.k, x.v, lse, delta, mask=mask, scale=0.125, dq=dq, dk=dk, dv=dv, accumulate=False)
+
+    calls: dict[str, Callable[[], object]] = {
+        "forward": lambda: cpu.forward(x.q, x.k, x.v, mask=mask, scale=0.125),
+        "sdpa forward": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=mask == CAUSAL),
+        "backward": backward,
+        "sdpa backward": lambda: torch.autograd.grad(peer, (q, k, v), x.dout, retain_graph=True),
+    }
+    best = dict.fromkeys(calls, float("inf"))
+    for _ in range(30):
+        for name, call in calls.items():
+            best[name] = min(best[name], _milliseconds(call))
+    print("\n" + ", ".join(f"{name} {ms:.1f} ms" for name, ms in best.items()))
+    assert best["forward"] <= 1.1 * best["sdpa forward"]
+    assert best["backward"] <= 1.1 * best["sdpa backward"]

@@ -1,0 +1,273 @@
+"""The public face: a drop-in for SDPA, its errors, and how it lives with compile, autocast and checkpointing."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import flashspan
+from flashspan import attention, masks
+
+
+def inputs(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return float((a.detach().double() - b.detach().double()).norm() / b.detach().double().norm())
+
+
+def gradients(out: Tensor, *of: Tensor) -> tuple[Tensor, ...]:
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+    return torch.autograd.grad(out, of, dout)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("T", "S"), [(63, 63), (1, 5), (100, 40), (40, 100)])
+def test_equals_sdpa(causal: bool, T: int, S: int) -> None:
+    q, k, v = inputs((2, 6, T, 32), (2, 2, S, 32), (2, 2, S, 32))
+    ours = attention(q, k, v, causal=causal)
+    theirs = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+    assert relative(ours, theirs) < 1e-6
+    for mine, other in zip(gradients(ours, q, k, v), gradients(theirs, q, k, v), strict=True):
+        assert float((mine - other).norm()) < 1e-5 * (1 + float(other.norm()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sixteen_bit_error_is_no_worse_than_sdpa(dtype: torch.dtype) -> None:
+    q, k, v = inputs((1, 4, 257, 64), (1, 4, 257, 64), (1, 4, 257, 64), dtype=dtype)
+    exact_inputs = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    exact = F.scaled_dot_product_attention(*exact_inputs, is_causal=True)
+    truth = (exact, *gradients(exact, *exact_inputs))
+    ours = attention(q, k, v, causal=True)
+    theirs = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    pairs = zip((ours, *gradients(ours, q, k, v)), (theirs, *gradients(theirs, q, k, v)), truth, strict=True)
+    for mine, other, right in pairs:
+        assert relative(mine, right) <= 1.1 * relative(other, right)
+
+
+def test_window_counts_the_query_itself() -> None:
+    q, k, v = inputs(*[(1, 1, 50, 8)] * 3)
+    i, j = torch.arange(50)[:, None], torch.arange(50)
+    seen = {
+        "causal": (attention(q, k, v, causal=True, window=4), (j <= i) & (j > i - 4)),
+        "both ways": (attention(q, k, v, window=4), (j - i).abs() < 4),
+        "pair": (attention(q, k, v, window=(2, 7)), (j >= i - 2) & (j <= i + 7)),
+    }
+    for out, visible in seen.values():
+        assert relative(out, F.scaled_dot_product_attention(q, k, v, attn_mask=visible)) < 1e-6
+
+
+def test_causal_offset_aligns_the_ends() -> None:
+    q, k, v = inputs((1, 2, 3, 16), (1, 2, 10, 16), (1, 2, 10, 16))
+    whole = torch.cat([torch.randn(1, 2, 7, 16), q], 2)
+    out = attention(q, k, v, mask=masks.causal(offset=7))
+    assert relative(out, attention(whole, k, v, causal=True)[:, :, 7:]) < 1e-6
+
+
+def test_strided_views_need_no_copy_and_are_right() -> None:
+    fused = torch.randn(2, 37, 3, 4, 16)
+    q, k, v = fused.unbind(2)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    assert torch.equal(attention(q, k, v), attention(q.contiguous(), k.contiguous(), v.contiguous()))
+    swapped = [x.mT.contiguous().mT for x in (q, k, v)]  # the last dimension is not contiguous here
+    assert relative(attention(*swapped), attention(q, k, v)) < 1e-6
+
+
+def test_merging_heads_is_a_view() -> None:
+    out = attention(*inputs(*[(2, 4, 9, 16)] * 3))
+    assert out.transpose(1, 2).reshape(2, 9, 64).data_ptr() == out.data_ptr()
+
+
+@pytest.mark.parametrize(("T", "S"), [(0, 4), (4, 0), (0, 0), (1, 1)])
+def test_any_length_even_none(T: int, S: int) -> None:
+    q, k, v = inputs((2, 2, T, 8), (2, 2, S, 8), (2, 2, S, 8))
+    out, lse = attention(q, k, v, return_lse=True)
+    assert out.shape == q.shape
+    if S == 0:
+        assert not out.any()
+        assert (lse == -torch.inf).all()
+    out.backward(torch.randn_like(out))
+    assert all(x.grad is not None and x.grad.isfinite().all() for x in (q, k, v))
+
+
+@pytest.mark.parametrize("head_dim", [1, 64, 80, 96, 112, 128, 160, 192, 256])
+def test_every_head_size(head_dim: int) -> None:
+    q, k, v = inputs(*[(1, 2, 33, head_dim)] * 3)
+    ours, theirs = attention(q, k, v, causal=True), F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert relative(ours, theirs) < 1e-6
+    for mine, other in zip(gradients(ours, q, k, v), gradients(theirs, q, k, v), strict=True):
+        assert relative(mine, other) < 1e-5
+
+
+def test_rows_that_see_nothing_give_zero_and_no_gradient() -> None:
+    q, k, v = inputs(*[(1, 2, 20, 8)] * 3)
+    out, lse = attention(q, k, v, mask=masks.causal(offset=-5), return_lse=True)
+    assert not out[:, :, :5].any()
+    assert (lse[:, :, :5] == -torch.inf).all()
+    (dq,) = gradients(out, q)
+    assert not dq[:, :, :5].any()
+    assert dq.isfinite().all()
+
+
+def test_nan_in_a_masked_key_reaches_nobody() -> None:
+    q, k, v = inputs(*[(1, 2, 20, 8)] * 3)
+    mask = masks.ragged([12], 20, 20)
+    clean = attention(q, k, v, mask=mask)
+    with torch.no_grad():
+        dirty_k, dirty_v = (x.clone() for x in (k, v))
+        dirty_k[:, :, 12:], dirty_v[:, :, 12:] = torch.nan, torch.inf
+    dirty_k.requires_grad_(), dirty_v.requires_grad_()
+    out = attention(q, dirty_k, dirty_v, mask=mask)
+    assert relative(out, clean) < 1e-6
+    for mine, other in zip(gradients(out, q, dirty_k, dirty_v), gradients(clean, q, k, v), strict=True):
+        assert relative(mine, other) < 1e-5
+
+
+def test_lse_is_returned_and_differentiable() -> None:
+    q, k, v = (x.detach().double().requires_grad_() for x in inputs(*[(1, 2, 7, 4)] * 3))
+    out, lse = attention(q, k, v, causal=True, return_lse=True, backend="reference")
+    scores = (q @ k.mT / 2).masked_fill(~torch.ones(7, 7, dtype=torch.bool).tril(), -torch.inf)
+    assert relative(lse, scores.logsumexp(-1)) < 1e-6
+    wanted = torch.autograd.grad((scores.logsumexp(-1).sin().sum() + (scores.softmax(-1) @ v).cos().sum()), (q, k, v))
+    got = torch.autograd.grad(lse.double().sin().sum() + out.cos().sum(), (q, k, v))
+    assert all(relative(a, b) < 1e-6 for a, b in zip(got, wanted, strict=True))
+    fast = [x.detach().float().requires_grad_() for x in (q, k, v)]
+    out, lse = attention(*fast, causal=True, return_lse=True)
+    got = torch.autograd.grad(lse.sin().sum() + out.cos().sum(), fast)
+    assert all(relative(a, b) < 1e-5 for a, b in zip(got, wanted, strict=True))
+
+
+def test_float64_passes_gradcheck() -> None:
+    q, k, v = (x.detach().double().requires_grad_() for x in inputs((1, 4, 5, 3), (1, 2, 6, 3), (1, 2, 6, 3)))
+    for backend in ("reference", "tiled"):
+        assert torch.autograd.gradcheck(lambda q, k, v, b=backend: attention(q, k, v, window=3, backend=b), (q, k, v))
+
+
+def test_bool_masks() -> None:
+    q, k, v = inputs(*[(2, 2, 12, 8)] * 3)
+    lengths = torch.tensor([12, 5])
+    visible = torch.arange(12) < lengths[:, None, None, None]
+    visible = visible.expand(2, 1, 12, 12) & torch.ones(12, 12, dtype=torch.bool).tril()
+    ours = attention(q, k, v, mask=visible)
+    assert relative(ours, F.scaled_dot_product_attention(q, k, v, attn_mask=visible)) < 1e-6
+    assert relative(attention(q, k, v, mask=visible[0, 0], causal=True), attention(q, k, v, causal=True)) < 1e-6
+
+
+def test_dropout_is_repeatable_and_keeps_the_mean() -> None:
+    q, k, _ = inputs(*[(1, 4, 64, 16)] * 3)
+    ones = torch.ones(1, 4, 64, 16)
+    first = attention(q, k, ones, dropout=0.25, seed=7)
+    assert torch.equal(first, attention(q, k, ones, dropout=0.25, seed=7))
+    assert not torch.equal(first, attention(q, k, ones, dropout=0.25, seed=8))
+    # A query's output is its surviving probability mass over 1 - p: 1 on average.
+    assert abs(float(first.detach().mean()) - 1.0) < 0.02
+    torch.manual_seed(3)
+    drawn = attention(q, k, ones, dropout=0.25)
+    torch.manual_seed(3)
+    assert torch.equal(drawn, attention(q, k, ones, dropout=0.25))
+    made = [attention(q, k, ones, dropout=0.25, generator=torch.Generator().manual_seed(5)) for _ in range(2)]
+    assert torch.equal(*made)
+
+
+@pytest.mark.parametrize("mask", [None, masks.documents([10, 0, 23])])
+def test_compiles_whole(mask: object) -> None:
+    q, k, v = inputs((1, 4, 33, 16), (1, 2, 33, 16), (1, 2, 33, 16))
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    ours, eager = (f(q, k, v, causal=True, mask=mask, dropout=0.1, seed=3) for f in (compiled, attention))
+    assert torch.equal(ours, eager)
+    for mine, other in zip(gradients(ours, q, k, v), gradients(eager, q, k, v), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_operator_passes_opcheck() -> None:
+    q, k, v = inputs(*[(1, 2, 9, 8)] * 3)
+    torch.library.opcheck(torch.ops.flashspan.attend.default, (q, k, v, "band", [-3, 0], [], 0.3, 0.0, None, "auto"))
+
+
+def test_autocast_computes_in_its_dtype() -> None:
+    q, k, v = inputs(*[(1, 2, 33, 16)] * 3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = attention(q, k, v, causal=True)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), causal=True))
+    assert all(grad.dtype == torch.float32 for grad in gradients(out, q, k, v))
+
+
+def test_activation_checkpointing_changes_nothing() -> None:
+    q, k, v = inputs(*[(1, 2, 33, 16)] * 3)
+
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q.sin(), k, v, causal=True, dropout=0.2)
+
+    torch.manual_seed(0)
+    plain = layer(q, k, v)
+    torch.manual_seed(0)
+    saved = checkpoint(layer, q, k, v, use_reentrant=False)
+    for mine, other in zip(gradients(saved, q, k, v), gradients(plain, q, k, v), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_memory_is_linear_in_tokens() -> None:
+    """A window over 16384 tokens: a [T, S] float matrix would take a gibibyte."""
+    import resource
+
+    q, k, v = (torch.randn(1, 1, 16384, 16) for _ in range(3))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    attention(q, k, v, causal=True, window=256)
+    attention(q, k, v, causal=True)
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    assert grown < 200
+
+
+q4 = torch.zeros(1, 4, 8, 16)
+BAD = {
+    "wrong rank": (lambda: attention(q4[0], q4[0], q4[0]), "must be .batch, heads, tokens, head size.*unsqueeze"),
+    "dtype mix": (lambda: attention(q4, q4.half(), q4), "share a dtype.*float32, torch.float16"),
+    "not floating": (lambda: attention(q4.int(), q4.int(), q4.int()), "works on float16"),
+    "device mix": (lambda: attention(q4, q4.to("meta"), q4), "on one device.*cpu, meta, cpu"),
+    "k and v differ": (lambda: attention(q4, q4, q4[:, :, :3]), "k and v must have one shape"),
+    "batch differs": (lambda: attention(q4, q4.expand(2, 4, 8, 16), q4.expand(2, 4, 8, 16)), "same batch"),
+    "head size differs": (lambda: attention(q4, q4[..., :8], q4[..., :8]), "same head size"),
+    "heads do not divide": (lambda: attention(q4, q4[:, :3], q4[:, :3]), "4 query heads and 3 key heads"),
+    "head size 0": (lambda: attention(*[q4[..., :0]] * 3), "head size must be 1 to 256"),
+    "head size 300": (lambda: attention(*[torch.zeros(1, 1, 2, 300)] * 3), "head size must be 1 to 256"),
+    "mask of the wrong shape": (lambda: attention(q4, q4, q4, mask=masks.documents([5])), "5 queries and 5 keys"),
+    "mask tensor of the wrong shape": (
+        lambda: attention(q4, q4, q4, mask=torch.ones(3, 3, dtype=torch.bool)),
+        "3 queries and 3 keys",
+    ),
+    "additive mask": (lambda: attention(q4, q4, q4, mask=torch.zeros(8, 8)), "must be bool"),
+    "mask with gaps": (
+        lambda: attention(q4, q4, q4, mask=torch.arange(8).expand(8, 8) % 2 == 0),
+        "one run of keys",
+    ),
+    "not a mask": (lambda: attention(q4, q4, q4, mask="causal"), "made by flashspan.masks"),  # type: ignore[arg-type]
+    "negative window": (lambda: attention(q4, q4, q4, window=-1), "window is an int >= 1"),
+    "dropout of 1": (lambda: attention(q4, q4, q4, dropout=1.0), r"in \[0, 1\): got 1.0"),
+    "negative dropout": (lambda: attention(q4, q4, q4, dropout=-0.1), r"in \[0, 1\)"),
+    "seed and generator": (
+        lambda: attention(q4, q4, q4, dropout=0.1, seed=1, generator=torch.Generator()),
+        "a seed or a generator",
+    ),
+    "unknown backend": (lambda: attention(q4, q4, q4, backend="cuda"), "would serve this call: cpu"),
+    "backend that cannot serve": (
+        lambda: attention(q4, q4, q4, backend="cpu", dropout=0.5),
+        "cannot serve this call.*use one of.*tiled",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_gets_one_clear_error(name: str) -> None:
+    call, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_explain_says_who_serves_and_why_not_the_others() -> None:
+    text = str(flashspan.explain(*inputs(*[(1, 2, 9, 8)] * 3), causal=True, dropout=0.1))
+    assert "serves float32 on cpu, head size 8, Band mask, dropout" in text
+    assert "no counter-based dropout" in text
