@@ -46,9 +46,9 @@ class Ranks:
     ) -> None:
         if num_ranks < 1:
             raise ValueError(f"a process group needs at least 1 rank: got {num_ranks}")
-        # Forking from a server that has imported torch, and nothing else, makes a rank in milliseconds.
+        # Forking from a server that has imported torch, and run nothing, makes a rank in milliseconds.
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["flashspan.launch"])
+        context.set_forkserver_preload(["flashspan.launch", "torch.distributed.tensor", "torch._dynamo"])
         threads = threads or max(1, (os.cpu_count() or 1) // num_ranks)
         self.num_ranks = num_ranks
         self._folder = tempfile.mkdtemp(prefix="flashspan-ranks-")

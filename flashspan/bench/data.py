@@ -1,0 +1,377 @@
+"""One training step under every strategy of `flashspan.parallel`, on 2 to 4 ranks of this machine, in one run.
+
+    python -m flashspan.bench.data --ranks 2 4         # appends rows to docs/benchmarks/data.csv and prints tables
+
+All strategies take turns, step by step and in changing order, so that whatever else the machine does hits them equally.
+They share the global batch: data strategies split its samples, context its sequences, tensor strategies the layers.
+`hybrid` is the tensor strategy with sparse attention: blocks of `HybridBlock` and a sliding window.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from flashspan.attention import attention
+from flashspan.bench.record import commit
+from flashspan.context import ContextAttention, context_parallel
+from flashspan.launch import Ranks
+from flashspan.parallel import (
+    DataParallel,
+    HybridBlock,
+    ShardedOptimizer,
+    apply_fully_sharded,
+    apply_tensor_parallel,
+    build_mesh,
+    vocabulary_parallel_cross_entropy,
+)
+from flashspan.parallel.data import Mode
+from flashspan.parallel.memory import Ledger, Strategy, Transformer, measure, predict, record_activations
+from flashspan.parallel.tensor import Style
+
+PATH = Path("docs/benchmarks/data.csv")
+SIZES = Transformer(num_layers=6, width=256, num_heads=8, num_kv_heads=4, ffn_width=688, vocab_size=4096)
+LENGTH = 128
+WINDOW = 32
+BUCKET_MB = 4.0  # in proportion to a model this small; the default suits larger ones
+MIB = 2**20
+
+SPLIT: dict[str, Style] = {
+    "embed": "vocabulary",
+    "blocks.*_norm": "norm-entering",
+    **{f"blocks.*.{name}": "column-entered" for name in ("query", "key", "value", "gate", "up")},
+    "blocks.*.output": "row",
+    "blocks.*.down": "row",
+    "norm": "norm",
+    "head": "column",
+}
+
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def _windowed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return attention(q, k, v, causal=True, window=WINDOW)
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block, told nothing of devices; the number of heads it sees is up to its projections."""
+
+    def __init__(self, sizes: Transformer, attend: Attend) -> None:
+        super().__init__()
+        self.attend = attend
+        self.head_size = sizes.width // sizes.num_heads
+        self.attention_norm = nn.RMSNorm(sizes.width, eps=1e-5)
+        self.query = nn.Linear(sizes.width, sizes.width, bias=False)
+        self.key = nn.Linear(sizes.width, sizes.kv_width, bias=False)
+        self.value = nn.Linear(sizes.width, sizes.kv_width, bias=False)
+        self.output = nn.Linear(sizes.width, sizes.width, bias=False)
+        self.ffn_norm = nn.RMSNorm(sizes.width, eps=1e-5)
+        self.gate = nn.Linear(sizes.width, sizes.ffn_width, bias=False)
+        self.up = nn.Linear(sizes.width, sizes.ffn_width, bias=False)
+        self.down = nn.Linear(sizes.ffn_width, sizes.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.attention_norm(x)
+        q, k, v = (
+            project(h).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+            for project in (self.query, self.key, self.value)
+        )
+        x = x + self.output(self.attend(q, k, v).transpose(1, 2).flatten(2))
+        h = self.ffn_norm(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class Model(nn.Module):
+    """Embedding, blocks, norm and head: [B, T] -> [B, T, V]."""
+
+    def __init__(self, sizes: Transformer, attend: Attend) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(sizes.vocab_size, sizes.width)
+        self.blocks = nn.ModuleList([Block(sizes, attend) for _ in range(sizes.num_layers)])
+        self.norm = nn.RMSNorm(sizes.width, eps=1e-5)
+        self.head = nn.Linear(sizes.width, sizes.vocab_size, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+@dataclass
+class Contender:
+    """A strategy ready to step: what runs, what holds the parameters, and this rank's part of the batch."""
+
+    strategy: Strategy  # which ledger it keeps
+    model: nn.Module
+    running: nn.Module
+    optimizer: torch.optim.Optimizer
+    tokens: Tensor
+    loss: Callable[[Tensor, Tensor], Tensor]
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.loss(self.running(self.tokens), self.tokens).backward()
+        self.optimizer.step()
+
+    def ledger(self) -> Ledger:
+        """Of a step taken for the purpose."""
+        self.optimizer.zero_grad()
+        with record_activations(self.model) as kept:
+            loss = self.loss(self.running(self.tokens), self.tokens)
+        loss.backward()
+        self.optimizer.step()
+        return measure(self.model, self.optimizer, kept)
+
+
+CONTENDERS = (
+    *get_args(Mode),
+    "torch DDP",
+    "sharded optimizer",
+    "fully sharded",
+    "context",
+    "tensor",
+    "tensor and sequence",
+    "hybrid",
+)
+
+
+def prepare(name: str, sizes: Transformer, batch: int, length: int) -> Contender:
+    """A contender by name, with `batch` sequences per rank. A collective."""
+    num_ranks, rank = dist.get_world_size(), dist.get_rank()
+    torch.manual_seed(0)
+    model = Model(sizes, _causal)
+    tokens = torch.randint(sizes.vocab_size, (batch * num_ranks, length))
+    running: nn.Module = model
+    strategy: Strategy = "data"
+    loss: Callable[[Tensor, Tensor], Tensor] = _loss
+    mine = tokens.chunk(num_ranks)[rank]
+    if name in get_args(Mode):
+        running = DataParallel(model, name, BUCKET_MB)  # type: ignore[arg-type]
+    elif name == "torch DDP":
+        running = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=True)
+    elif name == "sharded optimizer":
+        strategy, running = "sharded optimizer", DataParallel(model, bucket_mb=BUCKET_MB)
+    elif name == "fully sharded":
+        strategy = "fully sharded"
+        apply_fully_sharded(model, build_mesh(shard=num_ranks), model.blocks)
+    elif name == "context":
+        ring = context_parallel(dist.group.WORLD, num_tokens=length)
+        model = Model(sizes, _ring_attend(ring))
+        running, mine = DataParallel(model, bucket_mb=BUCKET_MB, op="sum"), ring.shard(tokens, 1)
+
+        def loss(logits: Tensor, tokens: Tensor) -> Tensor:
+            return _loss(logits, tokens) / num_ranks
+    elif name in ("tensor", "tensor and sequence", "hybrid"):
+        sequence = name == "tensor and sequence"
+        strategy, mine = ("tensor and sequence" if sequence else "tensor"), tokens
+        mesh = build_mesh(tensor=num_ranks)["tensor"]
+        if name == "hybrid":
+            model.blocks = nn.ModuleList([_hybrid_block(sizes, mesh) for _ in model.blocks])
+        plan = {k: v for k, v in SPLIT.items() if name != "hybrid" or not k.startswith("blocks")}
+        apply_tensor_parallel(model, mesh, plan, sequence_dim=1 if sequence else None)
+
+        def loss(logits: Tensor, tokens: Tensor) -> Tensor:
+            return vocabulary_parallel_cross_entropy(logits, tokens, vocab_size=sizes.vocab_size, mesh=mesh).mean()
+    else:
+        raise ValueError(f"a contender is one of {', '.join(CONTENDERS)}: got {name!r}")
+    params = list(model.parameters())
+    if name == "sharded optimizer":
+        return Contender(strategy, model, running, ShardedOptimizer(params, torch.optim.AdamW), mine, loss)
+    return Contender(strategy, model, running, torch.optim.AdamW(params), mine, loss)
+
+
+def _ring_attend(ring: ContextAttention) -> Attend:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = ring(q, k, v, causal=True)
+        assert isinstance(out, Tensor)
+        return out
+
+    return attend
+
+
+def _hybrid_block(sizes: Transformer, mesh: DeviceMesh) -> HybridBlock:
+    return HybridBlock(
+        sizes.width,
+        sizes.num_heads,
+        sizes.ffn_width,
+        attention=_windowed,
+        mesh=mesh,
+        num_kv_heads=sizes.num_kv_heads,
+    )
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender on so many ranks. Times in milliseconds per step, the slowest rank's; memory in MiB on rank 0."""
+
+    device: str
+    torch: str
+    commit: str
+    ranks: int
+    shape: str
+    contender: str
+    p20_ms: float
+    p50_ms: float
+    p80_ms: float
+    communication_ms: float  # of gradients, where we do it
+    hidden: float  # the fraction of it that backward hid
+    parameters_mib: float
+    gradients_mib: float
+    optimizer_mib: float
+    activations_mib: float
+    predicted_mib: float  # the four together
+
+
+def measure_ranks(
+    num_ranks: int, names: Sequence[str], *, rounds: int, batch: int, length: int = LENGTH, sizes: Transformer = SIZES
+) -> list[Row]:
+    """Rows for the named contenders that fit so many ranks, measured in turns on ranks started for it."""
+    if sizes.num_kv_heads % num_ranks:  # tensor parallelism cannot cut a head
+        names = [name for name in names if not name.startswith(("tensor", "hybrid"))]
+    with Ranks(num_ranks, timeout=300) as ranks:
+        results = ranks.run(_take_turns, list(names), sizes, batch, length, rounds, timeout=1800)
+    shape = f"{sizes.num_layers}x{sizes.width} {batch}x{length} per rank"
+    rows = []
+    for name in names:
+        steps = [max(times) for times in zip(*(result[name]["steps"] for result in results), strict=True)]
+        cuts = quantiles(steps, n=10, method="inclusive")
+        first = results[0][name]
+        ledger: Ledger = first["ledger"]
+        expected = predict(sizes, first["strategy"], num_ranks=num_ranks, tokens=num_ranks * batch * length)
+        rows.append(
+            Row(
+                device=f"{platform.machine()}, {os.cpu_count()} cores",
+                torch=torch.__version__,
+                commit=commit(),
+                ranks=num_ranks,
+                shape=shape,
+                contender=name,
+                p20_ms=1e3 * cuts[1],
+                p50_ms=1e3 * median(steps),
+                p80_ms=1e3 * cuts[7],
+                communication_ms=1e3 * first["communication"],
+                hidden=first["hidden"],
+                parameters_mib=ledger.parameters / MIB,
+                gradients_mib=ledger.gradients / MIB,
+                optimizer_mib=ledger.optimizer / MIB,
+                activations_mib=ledger.activations / MIB,
+                predicted_mib=expected.total / MIB,
+            )
+        )
+    return rows
+
+
+def _take_turns(names: list[str], sizes: Transformer, batch: int, length: int, rounds: int) -> dict[str, Any]:
+    """On each rank: steps of all contenders in turns; what each took, and what it holds."""
+    contenders = {name: prepare(name, sizes, batch, length) for name in names}
+    ledgers = {name: contender.ledger() for name, contender in contenders.items()}  # also the first warm-up
+    steps: dict[str, list[float]] = {name: [] for name in names}
+    traffic: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    for turn in range(rounds + 1):
+        shift = turn % len(names)
+        for name in names[shift:] + names[:shift]:
+            contender = contenders[name]
+            dist.barrier()
+            start = time.perf_counter()
+            contender.step()
+            elapsed = time.perf_counter() - start
+            if turn:  # the first is for warming up
+                steps[name].append(elapsed)
+                if isinstance(contender.running, DataParallel):
+                    spent = contender.running.traffic
+                    traffic[name].append((spent.communication, spent.hidden))
+    return {
+        name: {
+            "strategy": contenders[name].strategy,
+            "steps": steps[name],
+            "ledger": ledgers[name],
+            "communication": median(c for c, _ in traffic[name]) if traffic[name] else float("nan"),
+            "hidden": median(h for _, h in traffic[name]) if traffic[name] else float("nan"),
+        }
+        for name in names
+    }
+
+
+def _loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def append(rows: Sequence[Row], path: Path = PATH) -> None:
+    """Add rows to the file, with its header if it is new."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.writer(file)
+        if new:
+            writer.writerow([field.name for field in fields(Row)])
+        writer.writerows([f"{v:.4g}" if isinstance(v, float) else v for v in asdict(row).values()] for row in rows)
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """The rows, for a terminal."""
+    best = min(row.p50_ms for row in rows)
+    shown = Table(title=f"{rows[0].ranks} ranks, {rows[0].shape}: one step")
+    for heading in (
+        "",
+        "ms",
+        "/ best",
+        "p20",
+        "p80",
+        "comm ms",
+        "hidden",
+        "param",
+        "grad",
+        "optim",
+        "activ MiB",
+        "predicted",
+    ):
+        shown.add_column(heading, justify="right" if heading else "left")
+    for row in rows:
+        times = (row.p50_ms, row.p50_ms / best, row.p20_ms, row.p80_ms, row.communication_ms, row.hidden)
+        memory = (row.parameters_mib, row.gradients_mib, row.optimizer_mib, row.activations_mib)
+        total = f"{row.predicted_mib / sum(memory):.3f}x"
+        cells = ["" if value != value else f"{value:.4g}" for value in (*times, *memory)]
+        shown.add_row(row.contender, *cells, total)
+    return shown
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print, append."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rounds", type=int, default=15, help="timed steps of each contender")
+    parser.add_argument("--batch", type=int, default=1, help="sequences per rank")
+    parser.add_argument("--only", nargs="+", default=list(CONTENDERS), choices=CONTENDERS)
+    parser.add_argument("--output", type=Path, default=PATH)
+    chosen = parser.parse_args(arguments)
+    console = Console(width=140)
+    for num_ranks in chosen.ranks:
+        rows = measure_ranks(num_ranks, chosen.only, rounds=chosen.rounds, batch=chosen.batch)
+        append(rows, chosen.output)
+        console.print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

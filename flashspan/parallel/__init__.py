@@ -1,0 +1,34 @@
+"""Everything that moves bytes, attention apart: meshes, data, tensor, optimizer and full sharding, clipping,
+checkpoints.
+
+Knows torch.distributed and nothing of attention or of any model.
+"""
+
+from .checkpoint import full_state_dict, load_full_state_dict
+from .clip import clip_grad_norm, grad_norm
+from .data import DataParallel
+from .hybrid import HybridBlock
+from .mesh import build_mesh, submesh
+from .optimizer import ShardedOptimizer
+from .sharded import apply_fully_sharded
+from .tensor import ColumnParallelLinear, RowParallelLinear, apply_replicated, apply_tensor_parallel
+from .vocabulary import VocabularyParallelEmbedding, vocabulary_parallel_cross_entropy
+
+__all__ = [
+    "ColumnParallelLinear",
+    "DataParallel",
+    "HybridBlock",
+    "RowParallelLinear",
+    "ShardedOptimizer",
+    "VocabularyParallelEmbedding",
+    "apply_fully_sharded",
+    "apply_replicated",
+    "apply_tensor_parallel",
+    "build_mesh",
+    "clip_grad_norm",
+    "full_state_dict",
+    "grad_norm",
+    "load_full_state_dict",
+    "submesh",
+    "vocabulary_parallel_cross_entropy",
+]

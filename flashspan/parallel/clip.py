@@ -1,0 +1,91 @@
+"""Gradient clipping by global norm, right however the gradients are split.
+
+A plain gradient is whole on every rank (it has been reduced over data and context) and counts once. A DTensor gradient
+(tensor parallel, FSDP2, or both) is summed over exactly the mesh axes along which it is split.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+_Split = tuple[DeviceMesh | None, tuple[int, ...]]
+
+
+def grad_norm(params: Iterable[Tensor], *, norm_type: float = 2.0) -> Tensor:
+    """The norm of all gradients as one vector, float32 or better, equal on every rank. A collective if any is split."""
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be positive (2 for Euclid, inf for the largest): got {norm_type}")
+    params = list(dict.fromkeys(params))  # a tied parameter counts once
+    # The ways of splitting are read off the parameters: they are the same on all ranks even where a gradient is not.
+    splits: dict[_Split, list[Tensor]] = {}
+    for param in params:
+        splits.setdefault(_split_of(param), [])
+        if param.grad is not None:
+            splits[_split_of(param)].append(_whole_or_shard(param.grad))
+    device = params[0].device if params else torch.device("cpu")
+    powers = [_over_ranks(_local_power(grads, norm_type, device), split, norm_type) for split, grads in splits.items()]
+    if math.isinf(norm_type):
+        return torch.stack(powers).amax() if powers else torch.zeros((), device=device)
+    return torch.stack(powers).sum() ** (1.0 / norm_type) if powers else torch.zeros((), device=device)
+
+
+@torch.no_grad()
+def clip_grad_norm(params: Iterable[Tensor], max_norm: float, *, norm_type: float = 2.0) -> Tensor:
+    """Scale all gradients, in place, so that their norm is at most `max_norm`; the norm before. A collective."""
+    if not max_norm > 0:
+        raise ValueError(f"max_norm must be positive: got {max_norm}")
+    params = list(dict.fromkeys(params))
+    norm = grad_norm(params, norm_type=norm_type)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for param in params:
+        if param.grad is not None:
+            local = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
+            local.mul_(factor.to(local.device))
+    return norm
+
+
+def _split_of(param: Tensor) -> _Split:
+    if not isinstance(param, DTensor):
+        return None, ()
+    # Not is_shard(): FSDP2 over tensor parallelism makes a strided shard, which says no to that.
+    whole = [placement.is_replicate() or placement.is_partial() for placement in param.placements]
+    return param.device_mesh, tuple(axis for axis, is_whole in enumerate(whole) if not is_whole)
+
+
+def _whole_or_shard(grad: Tensor) -> Tensor:
+    """This rank's part of a gradient; one that is still a sum over ranks to be made is made whole first."""
+    if not isinstance(grad, DTensor):
+        return grad
+    placements = [Replicate() if placement.is_partial() else placement for placement in grad.placements]
+    return grad.redistribute(placements=placements).to_local()
+
+
+def _local_power(grads: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """Sum of |x|^p over this rank's elements, float64 where the device has it cheaply; for p = inf, the largest."""
+    wide = torch.float32 if device.type == "mps" else torch.float64
+    norms = [torch.linalg.vector_norm(g, norm_type, dtype=_at_least_float32(g.dtype)).to(device, wide) for g in grads]
+    if not norms:
+        return torch.zeros((), device=device, dtype=wide)
+    if math.isinf(norm_type):
+        return torch.stack(norms).amax()
+    return (torch.stack(norms) ** norm_type).sum()
+
+
+def _over_ranks(power: Tensor, split: _Split, norm_type: float) -> Tensor:
+    mesh, axes = split
+    op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+    for axis in axes:
+        assert mesh is not None
+        dist.all_reduce(power, op, group=mesh.get_group(axis))
+    return power
+
+
+def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,178 @@
+"""The collectives everything else is made of: a reduction whose result is reproducible, and four that
+differentiate.
+
+Tensor parallelism needs two conjugate pairs (Megatron-LM's f and g, and their sequence-parallel forms):
+
+    forward                       backward
+    copy:     x                   sum of the gradients over ranks
+    add:      sum over ranks      the gradient
+    gather:   all slices          the sum's own slice      (all-gather / reduce-scatter)
+    scatter:  the sum's own slice all slices               (reduce-scatter / all-gather)
+    collect:  all slices          the gradient's own slice (for what every rank then uses alike)
+
+A dimension is cut as `torch.chunk` cuts it (and as DTensor does): ceil(size / ranks) each, so the last ranks may hold
+less, or nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+# Renamed in torch 2.13; the old name warns there and the new one does not exist before.
+_all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def sum_in_rank_order(flat: Tensor, group: dist.ProcessGroup | None = None, *, divisor: int = 1) -> None:
+    """Sum [N] over ranks in place, each element as (x0 + x1) + x2 ..., in float32 or better. Ranks must divide N.
+
+    A ring all-reduce adds an element's terms in an order that depends on where the element lies in the buffer, so with
+    three ranks or more its result depends on how gradients were packed. This one moves the same bytes (an all-to-all
+    and an all-gather), and its result does not.
+    """
+    num_ranks = dist.get_world_size(group)
+    if num_ranks <= 2:  # two terms commute: any order is this order
+        dist.all_reduce(flat, group=group)
+        flat /= divisor
+        return
+    terms = torch.empty_like(flat)
+    dist.all_to_all_single(terms, flat, group=group)
+    first, *others = terms.view(num_ranks, -1)
+    total = first.to(torch.promote_types(flat.dtype, torch.float32))
+    for term in others:
+        total += term
+    total /= divisor
+    _all_gather_flat(flat, total.to(flat.dtype), group=group)
+
+
+def chunk_size(size: int, num_ranks: int) -> int:
+    """How much of a dimension a rank holds, except the last ones, which may hold less."""
+    return -(-size // num_ranks)
+
+
+def chunk_range(size: int, num_ranks: int, rank: int) -> tuple[int, int]:
+    """Where a rank's part of a dimension begins and ends."""
+    step = chunk_size(size, num_ranks)
+    return min(size, rank * step), min(size, (rank + 1) * step)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor: itself, or a DTensor's shard, sharing memory and outside autograd."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def copy(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """x, unchanged; its gradient is summed over the group."""
+    return _Copy.apply(x, group)
+
+
+def add(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum of x over the group; its gradient passes unchanged."""
+    return _Add.apply(x, group)
+
+
+def gather(x: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Tensor:
+    """All slices along `dim`, `size` in all, of which each rank holds one; the gradient is summed and cut."""
+    return _Gather.apply(x, dim, size, group)
+
+
+def scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """This rank's slice along `dim` of the sum of x over the group; the gradient's slices are gathered."""
+    return _Scatter.apply(x, dim, group)
+
+
+def collect(x: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Tensor:
+    """All slices along `dim`, `size` in all, where every rank computes the same with them: the gradient is only cut."""
+    return _Collect.apply(x, dim, size, group)
+
+
+def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    # A clone: contiguous because gloo is silently wrong otherwise, fresh because it is written in place.
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def _all_gather(x: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Tensor:
+    num_ranks = dist.get_world_size(group)
+    step = chunk_size(size, num_ranks)
+    # Padded to equal slices, the cut dimension first: one contiguous message, and never an empty one.
+    rows = x.movedim(dim, 0)
+    slot = x.new_zeros(step, *rows.shape[1:])
+    slot[: rows.shape[0]] = rows
+    slots = x.new_empty(num_ranks * step, *rows.shape[1:])
+    _all_gather_flat(slots, slot, group=group)
+    # Only the last slices are short, so the padding is all at the end. Contiguous: or each layer after it would copy.
+    return slots[:size].movedim(0, dim).contiguous()
+
+
+def _reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    size = x.shape[dim]
+    rows = x.movedim(dim, 0)
+    slots = x.new_zeros(num_ranks * chunk_size(size, num_ranks), *rows.shape[1:])
+    slots[:size] = rows
+    terms = torch.empty_like(slots)
+    dist.all_to_all_single(terms, slots, group=group)
+    total = terms.view(num_ranks, -1, *rows.shape[1:]).sum(0)
+    begin, end = chunk_range(size, num_ranks, rank)
+    return total[: end - begin].movedim(0, dim).contiguous()
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:
+        return _sum(dout, ctx.group), None
+
+
+class _Add(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return _sum(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:
+        return dout, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _all_gather(x, dim, size, group)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None, None]:
+        return _reduce_scatter(dout, ctx.dim, ctx.group), None, None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.size, ctx.group = dim, x.shape[dim], group
+        return _reduce_scatter(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None]:
+        return _all_gather(dout, ctx.dim, ctx.size, ctx.group), None, None
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.length, ctx.group = dim, x.shape[dim], group
+        return _all_gather(x, dim, size, group)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None, None]:
+        begin, _ = chunk_range(dout.shape[ctx.dim], dist.get_world_size(ctx.group), dist.get_rank(ctx.group))
+        return dout.narrow(ctx.dim, begin, ctx.length), None, None, None

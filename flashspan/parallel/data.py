@@ -1,0 +1,390 @@
+"""Data parallelism: every rank holds the model, sees its part of the batch, and the gradients are averaged.
+
+    model = DataParallel(model)             # parameters of the first rank, from here on
+    loss(model(batch)).backward()           # when backward returns, .grad is the average over ranks
+    optimizer.step()
+
+The four modes differ in how gradients are packed and when they travel, and in nothing else: each mode is a list of
+buckets, and a bucket is one flat tensor that is summed over ranks in rank order (`sum_in_rank_order`), so all modes
+give the same bits.
+
+    naive       one bucket per parameter    after backward
+    flat        one bucket                  after backward
+    overlapped  one bucket per parameter    during backward
+    bucketed    buckets of `bucket_mb`      during backward
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from .agree import raise_together, require_same
+from .collectives import local_part, sum_in_rank_order
+
+Mode = Literal["naive", "flat", "overlapped", "bucketed"]
+
+
+@dataclass
+class Traffic:
+    """Seconds of the last reduction: spent communicating, and spent waiting for it after backward had ended."""
+
+    communication: float = 0.0
+    exposed: float = 0.0
+
+    @property
+    def hidden(self) -> float:
+        """The fraction of communication that backward hid."""
+        return max(0.0, 1.0 - self.exposed / self.communication) if self.communication else 0.0
+
+
+class DataParallel(nn.Module):
+    """Runs `module`, and averages (or sums) its gradients over the ranks of `group` by the time backward returns.
+
+    After backward a parameter's `.grad` is a view of its bucket, which the next backward overwrites: clone what is to
+    be kept. Use `op="sum"` where the loss is already divided by the global count, and empty the gradients between
+    backward passes or accumulate under `no_sync()`: a gradient reduced twice is summed twice. A parameter that no rank
+    used keeps `.grad = None`; one that only some ranks used is an error.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mode: Mode = "bucketed",
+        bucket_mb: float = 25.0,
+        *,
+        group: dist.ProcessGroup | None = None,
+        op: Literal["mean", "sum"] = "mean",
+    ) -> None:
+        super().__init__()
+        if mode not in get_args(Mode):
+            raise ValueError(f"mode must be one of {', '.join(get_args(Mode))}: got {mode!r}")
+        if op not in ("mean", "sum"):
+            raise ValueError(f'op must be "mean" or "sum": got {op!r}')
+        if not bucket_mb > 0:
+            raise ValueError(
+                f'bucket_mb must be positive: got {bucket_mb}; mode="overlapped" is one bucket per parameter'
+            )
+        self.module, self.mode, self.op = module, mode, op
+        self.traffic = Traffic()
+        named = [*module.named_parameters(), *module.named_buffers()]
+        require_same("the model", [f"{name} {_describe(tensor)}" for name, tensor in named], group)
+        # Reductions run beside backward, which may have collectives of its own: they need a group of their own.
+        self._group = _clone_group(group)
+        self._num_ranks = dist.get_world_size(self._group)
+        self._broadcast([*module.parameters(), *module.buffers()])
+        self._signature = _signature(module)
+        self._names: dict[Tensor, str] = {p: name for name, p in module.named_parameters()}
+        stored = module.state_dict(keep_vars=True)
+        self._stored_buffers = {name: (b.shape, b.dtype) for name, b in module.named_buffers() if name in stored}
+        cap = {"naive": 0.0, "overlapped": 0.0, "flat": float("inf"), "bucketed": bucket_mb * 2**20}[mode]
+        self._buckets = _pack([p for p in module.parameters() if p.requires_grad], cap, self._num_ranks)
+        self._place: dict[Tensor, tuple[_Bucket, int]] = {
+            p: (bucket, slot) for bucket in self._buckets for slot, p in enumerate(bucket.params)
+        }
+        # One thread reduces buckets in the order they are launched, the same on every rank.
+        self._lane = ThreadPoolExecutor(1, "flashspan-reduce")
+        self._num_launched = 0
+        self._active = True
+        self._ending = False
+        self._fault: str | None = None
+        for param in self._place:
+            param.register_post_accumulate_grad_hook(_forget_with(self))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward."""
+        synced = self._active and torch.is_grad_enabled()
+        if synced:
+            if self._num_launched:
+                raise RuntimeError(
+                    "an earlier backward was interrupted after gradients had left: wrap the module again"
+                )
+            self._fault = _compare(self._signature, _signature(self.module))
+            if self.training and self._stored_buffers:
+                self._broadcast(self._current_buffers())
+        out = self.module(*args, **kwargs)
+        if synced:
+            # Even a rank where no parameter gets a gradient must take part.
+            for leaf in tree_leaves(out):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    leaf.register_hook(self._on_output)
+        return out
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes in this context add to the local gradients; the next one outside it reduces the total."""
+        before, self._active = self._active, False
+        try:
+            yield
+        finally:
+            self._active = before
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own, under its own names."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own; a failure on any rank is a ValueError on every rank."""
+        result, fault = None, None
+        try:
+            result = self.module.load_state_dict(*args, **kwargs)
+        except (RuntimeError, TypeError) as error:
+            fault = str(error)
+        raise_together(fault, self._group)
+        return result
+
+    def _on_output(self, _: Tensor) -> None:
+        if self._active and not self._ending:
+            self._ending = True
+            Variable._execution_engine.queue_callback(self._finish)
+
+    def _on_gradient(self, param: Tensor) -> None:
+        if not self._active:
+            return
+        self._on_output(param)
+        if self.mode not in ("overlapped", "bucketed"):
+            return
+        bucket, slot = self._place[param]
+        if bucket.job is not None:
+            self._fault = (
+                f"the gradient of {self._names[param]!r} came twice in one backward; "
+                'use checkpoint(use_reentrant=False), or mode="flat"'
+            )
+            return
+        self._put(bucket, slot)
+        # The last bucket waits for the end of backward, which its last gradient is: it carries what else is to be said.
+        while self._num_launched < len(self._buckets) - 1 and not self._buckets[self._num_launched].awaited:
+            self._launch()
+
+    def _put(self, bucket: _Bucket, slot: int) -> None:
+        try:
+            bucket.put(slot)
+        except (RuntimeError, TypeError) as error:
+            bucket.leave_out(slot)
+            self._fault = f"the gradient of {self._names[bucket.params[slot]]!r} cannot be reduced: {error}"
+
+    def _launch(self) -> None:
+        bucket = self._buckets[self._num_launched]
+        self._num_launched += 1
+        ready = torch.cuda.current_stream(bucket.flat.device).record_event() if bucket.flat.is_cuda else None
+        bucket.job = self._lane.submit(self._reduce, bucket.flat, ready)
+
+    def _reduce(self, flat: Tensor, ready: torch.cuda.Event | None) -> float:
+        """Sum one bucket over ranks, on the lane; the seconds it took. On a GPU, on the lane's own stream."""
+        start = time.perf_counter()
+        with torch.no_grad(), torch.cuda.stream(self._stream(flat.device) if ready else None):
+            if ready is not None:
+                ready.wait()
+            sum_in_rank_order(flat, self._group, divisor=self._num_ranks if self.op == "mean" else 1)
+        return time.perf_counter() - start
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        if not hasattr(self, "_side"):
+            self._side = torch.cuda.Stream(device)
+        return self._side
+
+    def _finish(self) -> None:
+        """At the end of backward: launch what is left, wait for all, and see that every rank brought the same."""
+        start = time.perf_counter()
+        self._ending = False
+        for bucket in self._buckets[self._num_launched :]:
+            for slot in sorted(bucket.awaited):
+                if bucket.params[slot].grad is None:
+                    bucket.leave_out(slot)
+                else:
+                    self._put(bucket, slot)
+            if bucket is self._buckets[-1] and self._fault is not None:
+                bucket.absent.fill_(float("nan"))
+            self._launch()
+        spent = [bucket.job.result() for bucket in self._buckets if bucket.job is not None]
+        if hasattr(self, "_side"):
+            torch.cuda.current_stream(self._side.device).wait_stream(self._side)
+        self.traffic = Traffic(communication=sum(spent), exposed=time.perf_counter() - start)
+        everyone = 1.0 if self.op == "mean" else float(self._num_ranks)
+        lacking: list[nn.Parameter] = []
+        agreed = True
+        for bucket in self._buckets:
+            for slot, (param, absent) in enumerate(zip(bucket.params, bucket.absent.tolist(), strict=True)):
+                if absent == everyone:
+                    param.grad = None
+                elif absent != 0.0:
+                    agreed = False
+                    if slot in bucket.left_out:
+                        lacking.append(param)
+            bucket.reset()
+        self._num_launched = 0
+        if not agreed:
+            fault, self._fault = self._fault, None
+            if fault is None and lacking:
+                names = ", ".join(self._names[p] for p in lacking)
+                fault = (
+                    f"no gradient for {names}; a parameter must have a gradient on every rank or on none: "
+                    "add 0 * parameter.sum() to the loss where it is unused, or freeze it"
+                )
+            raise_together(fault, self._group)
+
+    def _current_buffers(self) -> list[Tensor]:
+        """The buffers that are stored with the module; something of the same shape in place of a lost one."""
+        buffers = dict(self.module.named_buffers())
+        found = []
+        for name, (shape, dtype) in self._stored_buffers.items():
+            buffer = buffers.get(name)
+            if buffer is None or (buffer.shape, buffer.dtype) != (shape, dtype):
+                self._fault = (
+                    f"the module changed after it was wrapped: buffer {name} was {tuple(shape)}; wrap it again"
+                )
+                buffer = torch.empty(shape, dtype=dtype, device=next(iter(self._names)).device)
+            found.append(buffer)
+        return found
+
+    def _broadcast(self, tensors: list[Tensor]) -> None:
+        """Overwrite the tensors with the first rank's."""
+        for tensor in tensors:
+            local = local_part(tensor)
+            if local.numel():
+                whole = local.contiguous()
+                dist.broadcast(whole, group=self._group, group_src=0)
+                if whole.data_ptr() != local.data_ptr():
+                    local.copy_(whole)
+
+
+class _Bucket:
+    """Gradients that travel together: one flat tensor, a view of it per parameter, and a 1 per gradient this
+    rank lacks.
+
+    The ones are summed with the gradients, so that each rank learns how many ranks lacked each of them at no extra
+    cost.
+    """
+
+    def __init__(self, params: list[nn.Parameter], num_ranks: int) -> None:
+        self.params = params
+        sizes = [local_part(p).numel() for p in params]
+        used = sum(sizes) + len(params)
+        self.flat = local_part(params[0]).new_zeros(used + -used % num_ranks)
+        *pieces, self.absent, _ = self.flat.split([*sizes, len(params), self.flat.numel() - used])
+        self.views = [piece.view(local_part(p).shape) for piece, p in zip(pieces, params, strict=True)]
+        self.reset()
+
+    def reset(self) -> None:
+        self.awaited = set(range(len(self.params)))
+        self.left_out: set[int] = set()
+        self.job: Future[float] | None = None
+
+    def put(self, slot: int) -> None:
+        """Move a parameter's gradient into the bucket; from now on `.grad` is the bucket's view."""
+        param, view = self.params[slot], self.views[slot]
+        assert param.grad is not None
+        grad = local_part(param.grad)
+        if grad.shape != view.shape or grad.layout != view.layout:
+            raise TypeError(
+                f"got {tuple(grad.shape)} {grad.layout}, the parameter had {tuple(view.shape)} {view.layout}"
+            )
+        if grad.data_ptr() != view.data_ptr() or grad.stride() != view.stride():
+            view.copy_(grad)
+            param.grad = _wrap_like(param, view)
+        self.absent[slot] = 0.0
+        self.awaited.discard(slot)
+
+    def leave_out(self, slot: int) -> None:
+        """Send zeros for a gradient this rank does not have."""
+        self.views[slot].zero_()
+        self.absent[slot] = 1.0
+        self.awaited.discard(slot)
+        self.left_out.add(slot)
+
+
+def _pack(params: list[nn.Parameter], cap: float, num_ranks: int) -> list[_Bucket]:
+    """Buckets of at most `cap` bytes (or one parameter) in reverse order, the order in which gradients come."""
+    filled: list[list[nn.Parameter]] = []
+    current: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}
+    for param in reversed(params):
+        local = local_part(param)
+        kind = (local.dtype, local.device)
+        bucket, size = current.get(kind, ([], 0))
+        if not bucket or size + local.nbytes > cap:
+            bucket, size = [], 0
+            filled.append(bucket)
+        bucket.append(param)
+        current[kind] = (bucket, size + local.nbytes)
+    return [_Bucket(bucket, num_ranks) for bucket in filled]
+
+
+def _wrap_like(param: Tensor, local: Tensor) -> Tensor:
+    """`local`, as a gradient of the parameter's kind: a DTensor's gradient is a DTensor."""
+    if not isinstance(param, DTensor):
+        return local
+    mesh, placements = param.device_mesh, param.placements
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=param.shape, stride=param.stride())
+
+
+def _describe(param: Tensor) -> str:
+    kind = str(param.dtype).removeprefix("torch.")
+    return f"{tuple(param.shape)} {kind}{'' if param.requires_grad else ' frozen'}"
+
+
+def _forget_with(wrapper: DataParallel) -> Callable[[Tensor], None]:
+    """A hook that does nothing once the wrapper is gone, so that a module can be wrapped again."""
+    reference = weakref.ref(wrapper)
+
+    def hook(param: Tensor) -> None:
+        owner = reference()
+        if owner is not None:
+            owner._on_gradient(param)
+
+    return hook
+
+
+_Signature = dict[str, tuple[int, torch.Size, torch.dtype, torch.device, bool]]
+
+
+def _signature(module: nn.Module) -> _Signature:
+    """What must not change in a module once it is wrapped."""
+    return {n: (id(p), p.shape, p.dtype, p.device, p.requires_grad) for n, p in module.named_parameters()}
+
+
+def _compare(was: _Signature, now: _Signature) -> str | None:
+    """What changed in a module since it was wrapped, in words."""
+    if was == now:
+        return None
+    name = next(name for name in [*was, *now] if was.get(name) != now.get(name))
+
+    def describe(signature: _Signature) -> str:
+        if name not in signature:
+            return "absent"
+        _, shape, dtype, device, trained = signature[name]
+        return f"{tuple(shape)} {str(dtype).removeprefix('torch.')} on {device}{'' if trained else ', frozen'}"
+
+    old, new = describe(was), describe(now)
+    change = f"{old}, and is now {new}" if old != new else f"{old}, and is now another tensor like it"
+    return f"the module changed after it was wrapped: {name} was {change}; wrap it again after changing it"
+
+
+def _clone_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """A second group of the same ranks, backend and timeout."""
+    original = group or dist.group.WORLD
+    assert original is not None
+    timeout = getattr(getattr(original._get_backend(_device_of(original)), "options", None), "_timeout", None)
+    clone = dist.new_group(
+        dist.get_process_group_ranks(original),
+        timeout=timeout,
+        backend=dist.get_backend(original),
+        use_local_synchronization=True,
+    )
+    assert isinstance(clone, dist.ProcessGroup)
+    return clone
+
+
+def _device_of(group: dist.ProcessGroup) -> torch.device:
+    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")

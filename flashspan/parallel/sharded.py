@@ -1,0 +1,56 @@
+"""Fully sharded data parallelism: PyTorch's FSDP2 on our mesh, under tensor and context parallelism or by itself.
+
+apply_tensor_parallel(model, mesh["tensor"], plan)               # first, if at all
+apply_fully_sharded(model, mesh, model.layers, param_dtype=torch.bfloat16)
+optimizer = torch.optim.AdamW(model.parameters())                # after: the parameters are new
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from .collectives import local_part
+from .mesh import submesh
+
+
+def apply_fully_sharded(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    blocks: Iterable[nn.Module] = (),
+    *,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = torch.float32,
+    reshard_after_forward: bool = True,
+    op: Literal["mean", "sum"] = "mean",
+) -> None:
+    """Split every parameter over the mesh's shard and context axes, in place; copies along data. A collective.
+
+    Each of `blocks` is gathered for its own forward and backward and then let go; what is in none of them, with the
+    model. Computes in `param_dtype` and reduces in `reduce_dtype`, while the split parameters keep theirs. Every model
+    starts from the first rank's weights. `op` says what gradients become over all gradient ranks, as in DataParallel.
+    """
+    if mesh.mesh_dim_names is None or "shard" not in mesh.mesh_dim_names:
+        raise ValueError(f"a mesh from build_mesh is needed, with a shard axis: got {mesh.mesh_dim_names}")
+    group = submesh(mesh, "gradient").get_group()
+    for tensor in [*model.parameters(), *model.buffers()]:
+        local = local_part(tensor)
+        whole = local.contiguous()
+        if whole.numel() and not whole.is_meta:
+            dist.broadcast(whole, group=group, group_src=0)
+            local.copy_(whole)
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    # A second axis makes FSDP2 keep copies along it.
+    over = submesh(mesh, "data", "fully") if mesh["data"].size() > 1 else submesh(mesh, "fully")
+    for module in [*blocks, model]:
+        fully_shard(module, mesh=over, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+        if op == "sum":
+            assert isinstance(module, FSDPModule)
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no sum that multiplies as it goes

@@ -1,0 +1,291 @@
+"""Tensor parallelism: one layer's weights split over ranks (Megatron-LM's column and row layers, and sequence
+parallel).
+
+    up = ColumnParallelLinear(E, F, mesh=mesh["tensor"])       # [B, T, E] -> [B, T, F / ranks]
+    down = RowParallelLinear(F, E, mesh=mesh["tensor"])        # [B, T, F / ranks] -> [B, T, E]
+
+or, on a model already built, from outside:
+
+    apply_tensor_parallel(model, mesh["tensor"], {"layers.*.up": "column", "layers.*.down": "row"})
+
+Split weights are DTensors, so the whole ones can be saved and loaded at any degree (`checkpoint`), and FSDP2 can split
+them further. Sizes need not divide: DTensor cuts as `torch.chunk` does. With `sequence_dim`, what lies between the
+layers is split along that dimension, which must divide: column layers gather it, row layers and embeddings scatter it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from .collectives import add, chunk_range, collect, copy, gather, scatter
+
+Style = Literal["column", "column-gathered", "column-entered", "row", "vocabulary", "norm", "norm-entering", "whole"]
+
+
+def shard_parameter(param: Tensor, mesh: DeviceMesh, dim: int) -> nn.Parameter:
+    """The first rank's parameter, split along `dim` over a one-axis mesh. A collective."""
+    whole = _first_rank_of(param, mesh)
+    begin, end = chunk_range(whole.shape[dim], mesh.size(), mesh.get_local_rank())
+    local = whole.narrow(dim, begin, end - begin).clone(memory_format=torch.contiguous_format)
+    split = DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=whole.stride())
+    return nn.Parameter(split, requires_grad=param.requires_grad)
+
+
+def share_parameter(param: Tensor, mesh: DeviceMesh) -> nn.Parameter:
+    """The first rank's parameter, whole on every rank, a DTensor as the split ones are. A collective.
+
+    Optimizers that step many parameters in one call refuse a mixture of plain ones and DTensors.
+    """
+    whole = DTensor.from_local(_first_rank_of(param, mesh), mesh, [Replicate()], run_check=False)
+    return nn.Parameter(whole, requires_grad=param.requires_grad)
+
+
+class ColumnParallelLinear(nn.Module):
+    """A linear layer that computes this rank's share of the output features. [..., E] -> [..., F / ranks].
+
+    The weights are the first rank's. With `gather_output` the result is whole on every rank: [..., F]. Several layers
+    with one input share the work on it if `enter_parallel` is called before them and `enter=False` is given to each.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        mesh: DeviceMesh,
+        sequence_dim: int | None = None,
+        enter: bool = True,
+        gather_output: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.mesh, self.sequence_dim = mesh, sequence_dim
+        self.enter, self.gather_output = enter, gather_output
+        dense = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
+        self.weight = shard_parameter(dense.weight, mesh, 0)
+        self.bias = shard_parameter(dense.bias, mesh, 0) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.enter:
+            x = enter_parallel(x, self.mesh, sequence_dim=self.sequence_dim)
+        bias = None if self.bias is None else _local(self.bias)
+        y = F.linear(x, _local(self.weight), bias)
+        return collect(y, -1, self.out_features, self.mesh.get_group()) if self.gather_output else y
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, ranks={self.mesh.size()}"
+
+
+class RowParallelLinear(nn.Module):
+    """A linear layer fed this rank's share of the input features. [..., F / ranks] -> [..., E], the sum over ranks.
+
+    The weights are the first rank's; the bias is whole on every rank and added once, after the sum.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        mesh: DeviceMesh,
+        sequence_dim: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.mesh, self.sequence_dim = mesh, sequence_dim
+        dense = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
+        self.weight = shard_parameter(dense.weight, mesh, 1)
+        self.bias = share_parameter(dense.bias, mesh) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = leave_parallel(F.linear(x, _local(self.weight)), self.mesh, sequence_dim=self.sequence_dim)
+        if self.bias is None:
+            return y
+        # A rank that holds part of the sequence sees part of the bias's gradient.
+        bias = _local(self.bias)
+        return y + (bias if self.sequence_dim is None else copy(bias, self.mesh.get_group()))
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, ranks={self.mesh.size()}"
+
+
+def apply_replicated(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    sequence_dim: int | None = None,
+    enter: bool = False,
+    shared: dict[Tensor, nn.Parameter] | None = None,
+) -> None:
+    """Hold a module's own parameters (a norm's) whole on every rank, as the first rank has them. A collective.
+
+    With `sequence_dim` it runs on slices of the sequence, and its gradients are summed over ranks. With `enter` its
+    output goes through `enter_parallel`, for layers that do not do so themselves. In place, and under the same names:
+    only the module's class changes, to one whose forward sees plain tensors. Calls with one `shared` dictionary keep
+    tied parameters tied.
+    """
+    if any(isinstance(p, DTensor) for p in module._parameters.values()):
+        raise ValueError(f"this {type(module).__name__} is already held in parallel: name it in the plan once")
+    base: Any = type(module)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        seen = {name: _local(p) for name, p in self._parameters.items() if p is not None}
+        if sequence_dim is not None:
+            seen = {name: copy(p, mesh.get_group()) for name, p in seen.items()}
+        self.__dict__.update(seen)  # found before the parameters of the same names
+        try:
+            out = base.forward(self, *args, **kwargs)
+        finally:
+            for name in seen:
+                del self.__dict__[name]
+        return enter_parallel(out, mesh, sequence_dim=sequence_dim) if enter else out
+
+    shared = {} if shared is None else shared
+    for name, param in list(module._parameters.items()):
+        if param is not None:
+            module._parameters[name] = _once(param, mesh, None, shared)
+    module.__class__ = type(f"Replicated{base.__name__}", (base,), {"forward": forward})
+
+
+def apply_tensor_parallel(
+    module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Style], *, sequence_dim: int | None = None
+) -> None:
+    """Replace submodules, in place, by their split forms: `{"layers.*.attention.output": "row", ...}`. A collective.
+
+    `column` and `row` split an nn.Linear, `column-gathered` also gathers its result, `vocabulary` splits an
+    nn.Embedding, `norm` marks what runs on slices of the sequence if there is a `sequence_dim`. Several column layers
+    fed by one norm cost one exchange, not one each, as `norm-entering` and `column-entered`: always use those two
+    together. `whole` marks what every rank computes alike, as does not being named; with a `sequence_dim` everything
+    must be named. In names `*` matches anything. Weights shared by two layers stay shared. All weights become the
+    first rank's, and DTensors.
+    """
+    shared: dict[Tensor, nn.Parameter] = {}
+    replaced: dict[nn.Module, nn.Module] = {}
+    taken: dict[str, str] = {}
+    for pattern, style in plan.items():
+        names = [name for name, _ in module.named_modules(remove_duplicate=False) if fnmatchcase(name, pattern)]
+        if not names:
+            raise ValueError(f"the plan names {pattern!r}, which no submodule matches: see module.named_modules()")
+        for name in names:
+            if name in taken:
+                raise ValueError(f"the plan names {name!r} twice, by {taken[name]!r} and by {pattern!r}: keep one")
+            taken[name] = pattern
+            old = module.get_submodule(name)
+            if old not in replaced:
+                replaced[old] = _parallel_form(old, name, style, mesh, sequence_dim, shared)
+            parent, _, child = name.rpartition(".")
+            setattr(module.get_submodule(parent), child, replaced[old])
+    rest = {
+        name: part
+        for name, part in module.named_modules()
+        if any(p is not None and not isinstance(p, DTensor) for p in part._parameters.values())
+    }
+    if sequence_dim is not None and rest:
+        raise ValueError(
+            f"with a sequence_dim the plan must name every module with parameters: {', '.join(rest)} are missing; use "
+            "norm for what runs on slices of the sequence, whole for what runs on all of it"
+        )
+    for part in rest.values():
+        apply_replicated(part, mesh, shared=shared)
+    for buffer in module.buffers():
+        buffer.copy_(_first_rank_of(buffer, mesh))
+
+
+def _parallel_form(
+    old: nn.Module,
+    name: str,
+    style: Style,
+    mesh: DeviceMesh,
+    sequence_dim: int | None,
+    shared: dict[Tensor, nn.Parameter],
+) -> nn.Module:
+    """What takes a submodule's place under a plan: itself, changed, or a split layer with its weights."""
+    from .vocabulary import VocabularyParallelEmbedding
+
+    if style in ("norm", "norm-entering", "whole"):
+        dim = None if style == "whole" else sequence_dim
+        apply_replicated(old, mesh, sequence_dim=dim, enter=style == "norm-entering", shared=shared)
+        return old
+    split: dict[str, Any] = {"mesh": mesh, "sequence_dim": sequence_dim, "device": "meta"}
+    new: VocabularyParallelEmbedding | RowParallelLinear | ColumnParallelLinear
+    if style == "vocabulary" and type(old) is nn.Embedding:
+        if old.padding_idx is not None or old.max_norm is not None or old.sparse or old.scale_grad_by_freq:
+            raise ValueError(f"{name!r} has padding_idx, max_norm, sparse or scale_grad_by_freq: vocabulary has none")
+        new = VocabularyParallelEmbedding(old.num_embeddings, old.embedding_dim, **split)
+        new.weight = _once(old.weight, mesh, 0, shared)
+    elif style == "row" and type(old) is nn.Linear:
+        new = RowParallelLinear(old.in_features, old.out_features, old.bias is not None, **split)
+        new.weight = _once(old.weight, mesh, 1, shared)
+        new.bias = None if old.bias is None else _once(old.bias, mesh, None, shared)
+    elif style in ("column", "column-gathered", "column-entered") and type(old) is nn.Linear:
+        split |= {"enter": style != "column-entered", "gather_output": style == "column-gathered"}
+        new = ColumnParallelLinear(old.in_features, old.out_features, old.bias is not None, **split)
+        new.weight = _once(old.weight, mesh, 0, shared)
+        new.bias = None if old.bias is None else _once(old.bias, mesh, 0, shared)
+    else:
+        raise ValueError(
+            f"{style!r} does not apply to {name!r}, a {type(old).__name__}: column and row split an nn.Linear, "
+            "vocabulary an nn.Embedding; norm, norm-entering and whole take anything"
+        )
+    return new.train(old.training)
+
+
+def enter_parallel(x: Tensor, mesh: DeviceMesh, *, sequence_dim: int | None = None) -> Tensor:
+    """The input of column layers: x, or with a sequence dimension, all ranks' slices of it; gradients are summed."""
+    if sequence_dim is None:
+        return copy(x, mesh.get_group())
+    return gather(x, sequence_dim, x.shape[sequence_dim] * mesh.size(), mesh.get_group())
+
+
+def leave_parallel(x: Tensor, mesh: DeviceMesh, *, sequence_dim: int | None = None) -> Tensor:
+    """The output of row layers: the sum over ranks, or with a sequence dimension, this rank's slice of it."""
+    if sequence_dim is None:
+        return add(x, mesh.get_group())
+    if x.shape[sequence_dim] % mesh.size():
+        raise ValueError(
+            f"sequence parallelism needs a length divisible by the tensor degree: got {x.shape[sequence_dim]} tokens "
+            f"on {mesh.size()} ranks; pad the sequence or leave sequence_dim=None"
+        )
+    return scatter(x, sequence_dim, mesh.get_group())
+
+
+def _first_rank_of(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """A contiguous copy of what the mesh's first rank holds; on the meta device, of its shape."""
+    whole = tensor.detach().clone(memory_format=torch.contiguous_format)
+    if not whole.is_meta and whole.numel():
+        dist.broadcast(whole, group=mesh.get_group(), group_src=0)
+    return whole
+
+
+def _local(param: Tensor) -> Tensor:
+    """This rank's part of a parameter; its gradient is held the same way."""
+    assert isinstance(param, DTensor)
+    return param.to_local()
+
+
+def _once(param: Tensor, mesh: DeviceMesh, dim: int | None, shared: dict[Tensor, nn.Parameter]) -> nn.Parameter:
+    """A parameter split along `dim`, or whole: the same object each time, so that tied weights stay tied."""
+    if param not in shared:
+        shared[param] = share_parameter(param, mesh) if dim is None else shard_parameter(param, mesh, dim)
+    held = shared[param]
+    assert isinstance(held, DTensor)
+    if held.placements != ((Replicate(),) if dim is None else (Shard(dim),)):
+        raise ValueError(
+            "weights shared by two layers must be split the same way: name both in the plan, as vocabulary and column"
+        )
+    return held
