@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flashspan.kernels import cpu, reference, tiled
+from flashspan.kernels import cpu, portable, reference, tiled
 from flashspan.kernels.contract import Carry, Dropout, row_delta
 from flashspan.kernels.masks import CAUSAL, EVERYTHING, NOTHING, Band, Mask, dense
 from flashspan.kernels.patterns import causal, documents, ragged, window
@@ -49,11 +49,15 @@ class Subject:
 
 
 SUBJECTS = {"reference": Subject(reference), "tiled": Subject(tiled), "cpu": Subject(cpu)}
+PARAMETERS = [pytest.param(subject, id=name) for name, subject in SUBJECTS.items()]
+if torch.cuda.is_available():  # without a GPU the kernels are interpreted: test_portable.py has cases small enough
+    kernels = Subject(portable, dtypes=(torch.float32, torch.float16, torch.bfloat16), device="cuda")
+    PARAMETERS.append(pytest.param(kernels, id="portable", marks=pytest.mark.gpu))
 
 
-@pytest.fixture(params=SUBJECTS, scope="module")
+@pytest.fixture(params=PARAMETERS, scope="module")
 def subject(request: pytest.FixtureRequest) -> Subject:
-    return SUBJECTS[request.param]
+    return request.param
 
 
 @pytest.fixture(autouse=True, scope="module")

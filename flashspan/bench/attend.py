@@ -1,0 +1,198 @@
+"""`flashspan attend N T D`: attention over N devices: the output, its error, and each device's time and memory.
+
+flashspan attend 4 2048 64 --causal
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flashspan.attention import attention
+from flashspan.bench.check import BOUNDS, over_all_ranks, relative
+from flashspan.context.layout import LAYOUTS
+from flashspan.context.strategy import STRATEGIES
+from flashspan.kernels import reference
+from flashspan.kernels.masks import CAUSAL, EVERYTHING
+from flashspan.launch import Ranks
+
+MAX_DEVICES = 8
+CHECKED_ROWS = 256  # queries compared with float64, spread over the sequence
+REPEATS = 3
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to compute."""
+
+    seq_len: int
+    head_dim: int
+    strategy: str
+    layout: str
+    causal: bool
+    heads: int
+    kv_heads: int
+    dtype: str
+    seed: int
+    device_type: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a device reports; the last three are rank 0's."""
+
+    tokens: int
+    milliseconds: float
+    peak_mib: float | None
+    sent_mib: float
+    alone_ms: float = 0.0
+    error: float = 0.0
+    sample: tuple[float, ...] = ()
+
+
+def attend(
+    num_devices: int,
+    seq_len: int,
+    head_dim: int,
+    *,
+    strategy: str = "ring",
+    layout: str = "zigzag",
+    causal: bool = False,
+    heads: int = 1,
+    kv_heads: int | None = None,
+    dtype: str = "float32",
+    seed: int = 0,
+) -> int:
+    """Run and print; 0 if the output is right, else 1. GPUs if there are enough, else CPU processes."""
+    kv_heads = heads if kv_heads is None else kv_heads
+    if not 1 <= num_devices <= MAX_DEVICES:
+        raise ValueError(f"attend runs on 1 to {MAX_DEVICES} devices: got {num_devices}")
+    if seq_len < 1 or not 1 <= head_dim <= 256:
+        raise ValueError(f"attend needs 1 or more tokens and a head size of 1 to 256: got {seq_len} and {head_dim}")
+    if heads < 1 or kv_heads < 1 or heads % kv_heads:
+        raise ValueError(f"the kv heads must divide the query heads: got {heads} query heads and {kv_heads} kv heads")
+    known: dict[str, Iterable[str]] = {"strategy": STRATEGIES, "layout": LAYOUTS, "dtype": BOUNDS}
+    for (name, choices), value in zip(known.items(), (strategy, layout, dtype), strict=True):
+        if value not in choices:
+            raise ValueError(f"{name} must be one of {', '.join(choices)}: got {value!r}")
+    gpus = torch.cuda.device_count() >= num_devices
+    job = Job(seq_len, head_dim, strategy, layout, causal, heads, kv_heads, dtype, seed, "cuda" if gpus else "cpu")
+    where = "GPUs" if gpus else f"CPU processes on {os.cpu_count()} cores"
+    print("FlashAttention across devices, forward")
+    print(f"Devices: {num_devices} ({where}), sequence length T: {seq_len}, head dim D: {head_dim}")
+    print(f"Heads: {heads} on {kv_heads} kv heads, {'causal' if causal else 'full'}, {dtype}, {strategy}, {layout}\n")
+    with Ranks(num_devices, backend="nccl" if gpus else "gloo", timeout=120) as ranks:
+        answers: list[Answer] = ranks.run(run_on_rank, job, timeout=900)
+    first = answers[0]
+    print("Output O[0..7]:", " ".join(f"{x:9.6f}" for x in first.sample))
+    bound = BOUNDS[dtype][0]
+    right = first.error <= bound
+    print(f"Error against float64: {first.error:.1e} (allowed {bound:g}) {'ok' if right else 'WRONG'}\n")
+    print("device   tokens   time ms   peak MiB   sent MiB")
+    for rank, answer in enumerate(answers):
+        peak = "unknown" if answer.peak_mib is None else f"{answer.peak_mib:.1f}"
+        print(f"{rank:>6} {answer.tokens:>8} {answer.milliseconds:>9.1f} {peak:>10} {answer.sent_mib:>10.2f}")
+    slowest = max(answer.milliseconds for answer in answers)
+    print(
+        f"\nOne device alone: {first.alone_ms:.1f} ms; {num_devices} together: {slowest:.1f} ms; "
+        f"speedup {first.alone_ms / slowest:.2f}x"
+    )
+    return 0 if right else 1
+
+
+@torch.no_grad()
+def run_on_rank(job: Job) -> Answer:
+    """On a rank: the timed call, and on rank 0 the same on one device and the error of a sample of rows."""
+    device = torch.device(job.device_type, torch.cuda.current_device() if job.device_type == "cuda" else 0)
+    whole = make_inputs(job, device)
+    attend = over_all_ranks(job.strategy, job.layout, job.device_type, num_tokens=job.seq_len)
+    q, k, v = (attend.shard(x, 2) for x in whole)
+    alone = 0.0
+    if dist.get_rank() == 0:
+        alone = min(timed(lambda: attention(*whole, causal=job.causal), device)[0] for _ in range(REPEATS))
+    else:
+        del whole
+    out = attend(q, k, v, causal=job.causal)  # warms up, and shakes hands
+    times, peaks = [], []
+    for _ in range(REPEATS):
+        dist.barrier()
+        sent = attend.bytes_sent
+        del out
+        seconds, peak, out = timed(lambda: attend(q, k, v, causal=job.causal), device)
+        times.append(seconds)
+        peaks.append(peak)
+        sent = attend.bytes_sent - sent
+    joined = attend.unshard(out, 2)
+    peak = None if None in peaks else max(p for p in peaks if p is not None) + (q.nbytes + 2 * k.nbytes) / 2**20
+    answer = (q.shape[2], 1e3 * min(times), peak, sent / 2**20)
+    if dist.get_rank():
+        return Answer(*answer)
+    sample = tuple(joined.flatten()[:8].tolist())
+    return Answer(*answer, 1e3 * alone, row_error(job, whole, joined), sample)
+
+
+def make_inputs(job: Job, device: torch.device) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(job.seed)
+    shapes = [(1, heads, job.seq_len, job.head_dim) for heads in (job.heads, job.kv_heads, job.kv_heads)]
+    return [torch.randn(shape, generator=generator).to(device, getattr(torch, job.dtype)) for shape in shapes]
+
+
+def row_error(job: Job, whole: list[Tensor], out: Tensor) -> float:
+    """The relative error of some rows, spread over the sequence, against float64."""
+    rows = range(0, job.seq_len, max(1, job.seq_len // CHECKED_ROWS))
+    q, k, v = (x.double() for x in whole)
+    mask = (CAUSAL if job.causal else EVERYTHING).slice(rows, range(job.seq_len))
+    scale = 1.0 / math.sqrt(job.head_dim)
+    exact = reference.forward(q[:, :, :: rows.step], k, v, mask=mask, scale=scale).out
+    return relative(out[:, :, :: rows.step], exact)
+
+
+def timed(call: Callable[[], T], device: torch.device) -> tuple[float, float | None, T]:
+    """Seconds, peak MiB beyond what was held before (None where the system does not tell), and the result."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        held: float | None = torch.cuda.memory_allocated(device)
+    else:
+        held = reset_peak()
+    started = time.perf_counter()
+    result = call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        peak: float | None = torch.cuda.max_memory_allocated(device) - (held or 0)
+    else:
+        top = status("VmHWM")
+        peak = None if held is None or top is None else max(0.0, top - held)
+    return time.perf_counter() - started, None if peak is None else peak / 2**20, result
+
+
+def reset_peak() -> float | None:
+    """Make Linux forget the process's peak so far; the bytes it holds now, or None where that cannot be done."""
+    try:
+        # What was freed but not given back would be counted as held, and reused unseen.
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+    except (OSError, AttributeError):
+        return None
+    return status("VmRSS")
+
+
+def status(name: str) -> float | None:
+    """A line of /proc/self/status, in bytes."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith(name + ":")), None)

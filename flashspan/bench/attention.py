@@ -1,0 +1,199 @@
+"""Our attention beside PyTorch's, on one GPU, in one run: forward, backward and both.
+
+flashspan bench attention            # appends rows to docs/benchmarks/attention.csv and prints a table
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from flashspan import attention, masks
+from flashspan.bench import record
+from flashspan.kernels import reference
+from flashspan.kernels.masks import Mask, count
+
+PATH = Path("docs/benchmarks/attention.csv")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One row of the benchmark. The pattern is "full", "causal", "window W" or "documents N", the last two causal."""
+
+    B: int
+    H: int
+    K: int
+    T: int
+    D: int
+    pattern: str
+
+    def __str__(self) -> str:
+        return f"{self.B}x{self.H}/{self.K}x{self.T}x{self.D} {self.pattern}"
+
+    @property
+    def size(self) -> int:
+        """W or N of the pattern."""
+        return int(self.pattern.split()[1])
+
+    def mask(self) -> Mask:
+        if self.pattern == "full":
+            return masks.full()
+        if self.pattern == "causal":
+            return masks.causal()
+        if self.pattern.startswith("window"):
+            return masks.window(self.size - 1, 0)
+        return masks.documents([self.T // self.size] * self.size) & masks.causal()
+
+    def flops(self) -> float:
+        """Of one forward: two products over the visible pairs, the diagonal counted as half as usual."""
+        pairs = self.T**2 / 2 if self.pattern == "causal" else count(self.mask(), self.T, self.T)
+        return 4 * self.B * self.H * self.D * pairs
+
+
+SHAPES = (
+    Shape(1, 16, 16, 16384, 64, "causal"),
+    Shape(1, 16, 16, 16384, 64, "full"),
+    Shape(1, 16, 16, 16384, 128, "causal"),
+    Shape(1, 16, 16, 16384, 128, "full"),
+    Shape(1, 32, 8, 8192, 128, "causal"),
+    Shape(1, 8, 8, 65536, 128, "causal"),
+    Shape(8, 16, 16, 2048, 128, "causal"),
+    Shape(1, 8, 8, 8192, 256, "causal"),
+    Shape(1, 16, 16, 16384, 128, "window 1024"),
+    Shape(1, 16, 16, 32768, 128, "window 4096"),
+    Shape(1, 16, 16, 32768, 128, "documents 16"),
+)
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def implementations(shape: Shape) -> dict[str, Callable[[], Attend]]:
+    """Name -> a function that makes attention on q, k, v for this shape."""
+    mask = shape.mask()
+    makers: dict[str, Callable[[], Attend]] = {"flashspan": lambda: lambda q, k, v: attention(q, k, v, mask=mask)}
+    if shape.pattern in ("full", "causal"):
+        makers["sdpa-flash"] = lambda: _sdpa(shape, SDPBackend.FLASH_ATTENTION)
+        makers["sdpa-cudnn"] = lambda: _sdpa(shape, SDPBackend.CUDNN_ATTENTION)
+    makers["flex"] = lambda: _flex(shape)
+    return makers
+
+
+def _sdpa(shape: Shape, backend: SDPBackend) -> Attend:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            causal = shape.pattern == "causal"
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=shape.H != shape.K)
+
+    return attend
+
+
+def _flex(shape: Shape) -> Attend:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    compiled: Any = torch.compile(flex_attention, dynamic=False)
+    rules: dict[str, Callable[..., Any]] = {
+        "causal": lambda b, h, i, j: i >= j,
+        "window": lambda b, h, i, j: (i >= j) & (i - j < shape.size),
+        "documents": lambda b, h, i, j: (i >= j) & (i // (shape.T // shape.size) == j // (shape.T // shape.size)),
+    }
+    rule = rules.get(shape.pattern.split()[0])
+    block_mask = rule and create_block_mask(rule, None, None, shape.T, shape.T, device="cuda")
+    return lambda q, k, v: compiled(q, k, v, block_mask=block_mask, enable_gqa=shape.H != shape.K)
+
+
+def measure(shape: Shape, name: str, attend: Attend, where: dict[str, str]) -> list[record.Row]:
+    """Rows of one implementation on one shape; one that cannot run there gives none."""
+    from triton.testing import do_bench
+
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def random(heads: int) -> Tensor:
+        size = (shape.B, heads, shape.T, shape.D)
+        return torch.randn(size, device="cuda", dtype=torch.bfloat16, generator=generator)
+
+    q, k, v = (random(heads).requires_grad_() for heads in (shape.H, shape.K, shape.K))
+    dout = random(shape.H)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = attend(q, k, v)
+    grads = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+    peak = (torch.cuda.max_memory_allocated() - before) / 2**20
+    del grads
+    with torch.no_grad():
+        error = _error(shape, q, k, v, out)
+    passes: dict[str, tuple[Callable[[], Any], float]] = {
+        "forward": (lambda: attend(q, k, v), 1.0),
+        "backward": (lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True), 2.5),
+        "both": (lambda: torch.autograd.grad(attend(q, k, v), (q, k, v), dout), 3.5),
+    }
+    rows = []
+    for kind, (call, weight) in passes.items():
+        low, middle, high = do_bench(call, warmup=50, rep=200, quantiles=[0.2, 0.5, 0.8])
+        tflops = weight * shape.flops() / middle / 1e9
+        rows.append(record.Row(**where, shape=str(shape), impl=name, kind=kind, p20_ms=low, p50_ms=middle, p80_ms=high,
+                               tflops=tflops, error=error, peak_mib=peak))  # fmt: skip
+    return rows
+
+
+def _error(shape: Shape, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> float:
+    """The relative error of out against float32 arithmetic, on the first and the last rows of one key head."""
+    edge = min(128, shape.T // 2)
+    rows = (range(edge), range(shape.T - edge, shape.T))
+    pick = torch.tensor([*rows[0], *rows[1]], device=q.device)
+    group = shape.H // shape.K
+    exact = reference.forward(
+        q[:1, :group, pick].float(),
+        k[:1, :1].float(),
+        v[:1, :1].float(),
+        mask=shape.mask().slice(rows, range(shape.T)),
+        scale=shape.D**-0.5,
+    ).out
+    return float((out[:1, :group, pick].float() - exact).norm() / exact.norm())
+
+
+def table(rows: list[record.Row]) -> Any:
+    """A rich table: a line per shape and implementation, our speed against each."""
+    from rich.table import Table
+
+    result = Table(title="attention, bf16: median ms (TFLOP/s)")
+    for column in ("shape", "implementation", "forward", "backward", "both", "ours is", "peak MiB"):
+        result.add_column(column, justify="left" if column in ("shape", "implementation") else "right")
+    by = {(row.shape, row.impl, row.kind): row for row in rows}
+    for shape, impl in dict.fromkeys((row.shape, row.impl) for row in rows):
+        cells = [by[shape, impl, kind] for kind in ("forward", "backward", "both")]
+        ours = by.get((shape, "flashspan", "both"))
+        ratio = f"{cells[2].p50_ms / ours.p50_ms:.2f}x" if ours else ""
+        times = [f"{cell.p50_ms:.3f} ({cell.tflops:.0f})" for cell in cells]
+        result.add_row(shape, impl, *times, ratio, f"{cells[0].peak_mib:.0f}")
+    return result
+
+
+def main(*, quick: bool = False) -> int:
+    """Measure, append, print."""
+    from rich.console import Console
+    from rich.progress import track
+
+    if not torch.cuda.is_available():
+        raise ValueError("bench attention needs a CUDA device and none is present; `flashspan check` runs anywhere")
+    where = record.environment(torch.device("cuda"))
+    console = Console()
+    rows: list[record.Row] = []
+    for shape in track(SHAPES[:2] if quick else SHAPES, description="shapes", console=console):
+        for name, make in implementations(shape).items():
+            try:
+                measured = measure(shape, name, make(), where)
+            except (RuntimeError, torch.cuda.OutOfMemoryError) as error:
+                console.print(f"{name} on {shape}: {str(error).splitlines()[0]}")
+                continue
+            record.append(measured, PATH)
+            rows += measured
+    console.print(table(rows))
+    console.print(f"{len(rows)} rows appended to {PATH}")
+    return 0

@@ -1,0 +1,178 @@
+"""`flashspan check`: proof, on the user's own machine, that attention across ranks equals attention on one device.
+
+flashspan check                                              every strategy and layout on 4 ranks
+flashspan check --ranks 4 --strategy ring --layout zigzag --tokens 1000
+torchrun --nproc-per-node 8 -m flashspan.cli check           joins the ranks that torchrun started
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from flashspan.context.layout import LAYOUTS
+from flashspan.context.strategy import STRATEGIES, ContextAttention, context_parallel
+from flashspan.kernels import tiled
+from flashspan.kernels.contract import row_delta
+from flashspan.kernels.masks import CAUSAL, EVERYTHING
+from flashspan.launch import Ranks
+
+BOUNDS = {"float32": (1e-5, 1e-4), "bfloat16": (1e-2, 2e-2), "float16": (2e-3, 4e-3)}
+"""Largest relative error allowed of out, and of dq, dk and dv."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is computed: by each of `cases`, (strategy, layout), and once in float64 by one device."""
+
+    cases: tuple[tuple[str, str], ...]
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    causal: bool
+    dtype: str
+    seed: int
+
+    def inputs(self, device: torch.device) -> list[Tensor]:
+        """q, k, v and dout of the whole sequence, the same on every rank."""
+        generator = torch.Generator().manual_seed(self.seed)
+        heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        shapes = [(1, num, self.tokens, self.head_dim) for num in heads]
+        dtype = getattr(torch, self.dtype)
+        return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+
+
+@dataclass(frozen=True)
+class Result:
+    """Relative errors against float64, Frobenius norms."""
+
+    strategy: str
+    layout: str
+    out: float
+    dq: float
+    dk: float
+    dv: float
+
+    def passes(self, dtype: str) -> bool:
+        forward, backward = BOUNDS[dtype]
+        # Each compared by itself: NaN passes no comparison, but hides in a maximum.
+        return self.out <= forward and all(error <= backward for error in (self.dq, self.dk, self.dv))
+
+
+def check(
+    *,
+    ranks: int = 4,
+    strategy: str | None = None,
+    layout: str | None = None,
+    tokens: int = 1000,
+    heads: int = 8,
+    kv_heads: int = 2,
+    head_dim: int = 64,
+    causal: bool = True,
+    dtype: str = "float32",
+    seed: int = 0,
+) -> int:
+    """Run the chosen strategies and one device on the same inputs, print a table of errors; 0 if all pass, else 1."""
+    if dtype not in BOUNDS:
+        raise ValueError(f"dtype must be one of {', '.join(BOUNDS)}: got {dtype!r}")
+    if heads < 1 or kv_heads < 1 or heads % kv_heads:
+        raise ValueError(f"the kv heads must divide the query heads: got {heads} query heads and {kv_heads} kv heads")
+    if tokens < 1 or not 1 <= head_dim <= 256:
+        raise ValueError(f"check needs 1 or more tokens and a head size of 1 to 256: got {tokens} and {head_dim}")
+    joined = dist.is_torchelastic_launched()
+    if joined:
+        cuda = torch.cuda.is_available()
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=120))
+        ranks = dist.get_world_size()
+    cases = [(s, l) for s in STRATEGIES for l in LAYOUTS if strategy in (None, s) and layout in (None, l)]
+    if not cases:
+        raise ValueError(
+            f"strategy must be one of {', '.join(STRATEGIES)} and layout one of {', '.join(LAYOUTS)}: "
+            f"got {strategy!r} and {layout!r}"
+        )
+    problem = Problem(tuple(cases), tokens, heads, kv_heads, head_dim, causal, dtype, seed)
+    if joined:
+        try:
+            results = run_on_rank(problem, "cuda" if cuda else "cpu")
+        finally:
+            dist.destroy_process_group()
+    else:
+        cuda = torch.cuda.device_count() >= ranks
+        with Ranks(ranks, backend="nccl" if cuda else "gloo", timeout=120) as pool:
+            results = pool.run(run_on_rank, problem, "cuda" if cuda else "cpu", timeout=900)[0]
+    if results:  # on rank 0 only
+        print_table(problem, ranks, results)
+    return 0 if all(result.passes(dtype) for result in results) else 1
+
+
+def run_on_rank(problem: Problem, device_type: str) -> list[Result]:
+    """On a rank: every case, forward and backward. Rank 0 returns the errors, of the whole tensors; others nothing."""
+    device = torch.device(device_type, torch.cuda.current_device() if device_type == "cuda" else 0)
+    inputs = problem.inputs(device)
+    exact = truth(problem, inputs) if dist.get_rank() == 0 else []
+    results = []
+    for strategy, layout in problem.cases:
+        attend = over_all_ranks(strategy, layout, device_type, num_tokens=problem.tokens)
+        q, k, v, dout = (attend.shard(x, 2) for x in inputs)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out = attend(*leaves, causal=problem.causal)
+        out.backward(dout)
+        parts = [out, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+        whole = [attend.unshard(x, 2) for x in parts]
+        errors = [relative(mine, one) for mine, one in zip(whole, exact, strict=False)]
+        if errors:
+            results.append(Result(strategy, layout, *errors))
+    return results
+
+
+def truth(problem: Problem, inputs: list[Tensor]) -> list[Tensor]:
+    """out, dq, dk, dv of one device, in float64."""
+    q, k, v, dout = (x.double() for x in inputs)
+    mask, scale = CAUSAL if problem.causal else EVERYTHING, 1.0 / math.sqrt(problem.head_dim)
+    out, lse = tiled.forward(q, k, v, mask=mask, scale=scale)
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    delta = row_delta(dout, out)
+    tiled.backward(dout, q, k, v, lse, delta, mask=mask, scale=scale, dq=dq, dk=dk, dv=dv, accumulate=False)
+    return [out, dq, dk, dv]
+
+
+def over_all_ranks(strategy: str, layout: str, device_type: str, **options: Any) -> ContextAttention:
+    """A strategy over the whole world, with a 2-D mesh or two levels made for its size where it wants them."""
+    world = dist.get_world_size()
+    group: Any = dist.group.WORLD
+    if strategy == "hybrid":
+        group = init_device_mesh(device_type, (world // 2, 2) if world % 2 == 0 else (world, 1))
+    elif strategy == "double_ring":
+        nodes = max(n for n in range(1, math.isqrt(world) + 1) if world % n == 0)
+        options["sizes"] = (nodes, world // nodes)
+    return context_parallel(group, strategy=strategy, layout=layout, **options)
+
+
+def relative(mine: Tensor, exact: Tensor) -> float:
+    return float((mine.double() - exact).norm() / exact.norm())
+
+
+def print_table(problem: Problem, ranks: int, results: list[Result]) -> None:
+    kind = "causal" if problem.causal else "full"
+    forward, backward = BOUNDS[problem.dtype]
+    print(
+        f"{ranks} ranks against one device in float64: {problem.tokens} tokens, {problem.heads} heads on "
+        f"{problem.kv_heads} kv heads of {problem.head_dim}, {kind}, {problem.dtype}"
+    )
+    print(f"relative errors; allowed: out {forward:g}, gradients {backward:g}\n")
+    print(f"{'strategy':<12} {'layout':<11} " + " ".join(f"{name:>9}" for name in ("out", "dq", "dk", "dv")))
+    for result in results:
+        values = [value for value in asdict(result).values() if isinstance(value, float)]
+        verdict = "ok" if result.passes(problem.dtype) else "WRONG"
+        cells = " ".join(f"{value:9.1e}" for value in values)
+        print(f"{result.strategy:<12} {result.layout:<11} {cells}  {verdict}")
+    wrong = sum(not result.passes(problem.dtype) for result in results)
+    print(f"\n{'parallel equals serial' if not wrong else f'{wrong} of {len(results)} FAILED'}")

@@ -1,0 +1,127 @@
+"""Our ring beside PyTorch's own template on CPU ranks, with the same operator, in one run: time, memory, errors.
+
+    python -m flashspan.bench.ring_cpu --tokens 8192 --heads 8 --head-dim 64 --ranks 4
+
+The two take turns, so that a busy machine slows both. Time is of the slowest rank, forward and backward; memory is the
+growth of the process over what it held before the call (inputs and dout included in what it held).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flashspan.bench.attend import timed
+from flashspan.context.strategy import context_parallel
+from flashspan.launch import Ranks
+
+MIB = 2**20
+
+
+def compare(tokens: int, heads: int, head_dim: int, repeats: int, head_chunks: int) -> dict[str, list[Any]]:
+    """On a rank: (seconds, peak MiB) of each repeat, ours and theirs, and the largest difference of their answers."""
+    attend = context_parallel(
+        dist.group.WORLD, layout="zigzag", strategy="ring", num_tokens=tokens, head_chunks=head_chunks
+    )
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(1, heads, tokens, head_dim, generator=generator) for _ in range(4)]
+    q, k, v, dout = (attend.shard(x, 2) for x in whole)
+    del whole
+    theirs = Template()
+
+    def run_ours() -> tuple[Tensor, ...]:
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = attend(*leaves, causal=True)
+        out.backward(dout)
+        return (out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None))
+
+    def run_theirs() -> tuple[Tensor, ...]:
+        out, lse = theirs.forward(q, k, v)
+        return (out, *theirs.backward(dout, q, k, v, out, lse))
+
+    results: dict[str, list[Any]] = {"ours": [], "theirs": [], "difference": []}
+    mine: tuple[Tensor, ...] = ()
+    other: tuple[Tensor, ...] = ()
+    for repeat in range(repeats + 1):
+        for name, call in (("ours", run_ours), ("theirs", run_theirs)):
+            dist.barrier()
+            seconds, peak, answer = timed(call, torch.device("cpu"))
+            if repeat:  # the first warms up
+                results[name].append((seconds, peak))
+            if name == "ours":
+                mine = answer
+            else:
+                other = answer
+            del answer
+        pairs = zip(mine, other, strict=True)
+        results["difference"] = [float((a - b).norm() / b.norm()) for a, b in pairs]
+        mine, other = (), ()
+    return results
+
+
+class Template:
+    """PyTorch's `_templated_ring_attention` with its fused CPU operator, causal, balanced (zigzag)."""
+
+    def __init__(self) -> None:
+        from torch.distributed.tensor.experimental._context_parallel import _attention
+
+        _attention._cp_options.enable_load_balance = True
+        self.module: Any = _attention
+        self.group = dist.group.WORLD
+        aten = torch.ops.aten
+        self.op: Any = aten._scaled_dot_product_flash_attention_for_cpu
+        self.backward_op: Any = aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = self.module._templated_ring_attention(self.group, 2, self.op, q, k, v, is_causal=True)
+        return out, lse
+
+    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+        def op(*, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, **rest: Any) -> Any:
+            return self.backward_op(grad_out, query, key, value, rest["out"], rest["logsumexp"], 0.0, rest["is_causal"])
+
+        grads = self.module._templated_ring_attention_backward(
+            self.group, 2, op, dout, "grad_out", q, k, v, out, lse, is_causal=True
+        )
+        return tuple(grads[:3])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("tokens", 8192), ("heads", 8), ("head-dim", 64), ("ranks", 4), ("repeats", 5)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--head-chunks", type=int, default=1)
+    options = parser.parse_args()
+    with Ranks(options.ranks, timeout=300) as ranks:
+        answers = ranks.run(
+            compare,
+            options.tokens,
+            options.heads,
+            options.head_dim,
+            options.repeats,
+            options.head_chunks,
+            timeout=1800,
+        )
+    tensor = options.tokens * options.heads * options.head_dim * 4 / options.ranks / MIB
+    print(f"{options.ranks} gloo ranks, T={options.tokens} causal, {options.heads} heads x {options.head_dim}, float32")
+    for name in ("ours", "theirs"):
+        slowest = [max(answer[name][i][0] for answer in answers) for i in range(options.repeats)]
+        peaks = [peak for answer in answers for _, peak in answer[name] if peak is not None]
+        low, middle = min(slowest), statistics.median(slowest)
+        # q, k, v and dout were there before; out, dq, dk, dv and everything else came.
+        total = max(peaks) + 4 * tensor if peaks else float("nan")
+        ratio = (total - 4 * tensor) / (8 * tensor)
+        print(
+            f"{name:<7} median {middle:.3f} s, best {low:.3f} s; peak {total:.1f} MiB per rank with inputs; less two "
+            f"K/V buffers {ratio:.2f}x the share of q, k, v, out and gradients ({8 * tensor:.1f} MiB)"
+        )
+    print("relative difference of out, dq, dk, dv:", " ".join(f"{x:.1e}" for x in answers[0]["difference"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Kernel time of a ring, without a ring: all ranks' steps walked one after another on one device, against one call.
+
+    python -m flashspan.bench.walk --tokens 32768 --heads 16 --kv-heads 16 --head-dim 128 --ranks 8
+
+What is timed is the kernels alone (CUDA events around each; on the CPU, a clock): the price of splitting a causal call
+into the tiles of a zigzag ring. Transfers are copies in memory, and are not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashspan.context.exchange import LocalWires
+from flashspan.context.execute import Call, Plan, simulate
+from flashspan.context.generators import GENERATORS
+from flashspan.context.layout import place
+from flashspan.context.passes import BackwardWalk, ForwardWalk
+from flashspan.context.strategy import Dispatched
+from flashspan.context.survey import Survey
+from flashspan.kernels.contract import Carry, LocalAttention, row_delta
+from flashspan.kernels.masks import CAUSAL, EVERYTHING, Mask
+
+
+class Stopwatch:
+    """LocalAttention that keeps the time of every call."""
+
+    def __init__(self, local: LocalAttention, device: torch.device) -> None:
+        self.local, self.device = local, device
+        self.spans: list[Any] = []
+
+    def forward(self, *args: Any, **rest: Any) -> Carry:
+        return self._time(lambda: self.local.forward(*args, **rest))
+
+    def backward(self, *args: Any, **rest: Any) -> None:
+        self._time(lambda: self.local.backward(*args, **rest))
+
+    def _time(self, call: Callable[[], Any]) -> Any:
+        if self.device.type != "cuda":
+            started = time.perf_counter()
+            result = call()
+            self.spans.append(time.perf_counter() - started)
+            return result
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record()
+        result = call()
+        after.record()
+        self.spans.append((before, after))
+        return result
+
+    def milliseconds(self) -> float:
+        """The time of all calls since this was last asked."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            total = sum(before.elapsed_time(after) for before, after in self.spans)
+        else:
+            total = 1e3 * sum(self.spans)
+        self.spans = []
+        return float(total)
+
+
+def measure(
+    inputs: list[Tensor], mask: Mask, num_ranks: int, *, strategy: str, layout: str, backend: str, repeats: int
+) -> tuple[float, float]:
+    """Milliseconds of forward and of backward kernels, all ranks together, best of the repeats."""
+    q, k, v, dout = inputs
+    num_tokens, device = q.shape[2], q.device
+    placement = place(layout, num_tokens, num_ranks)
+    plan = Plan(placement, mask, GENERATORS[strategy](Survey(placement, mask)))
+    watch = Stopwatch(Dispatched(backend), device)
+    parts = [[placement.shard(x, 2, rank) for rank in range(num_ranks)] for x in (q, k, v, dout)]
+    calls = [Call(parts[0][r], parts[1][r], parts[2][r], q.shape[3] ** -0.5) for r in range(num_ranks)]
+    ranks = range(num_ranks)
+    times = []
+    for _ in range(repeats + 1):  # the first compiles and warms up
+        wires = LocalWires(num_ranks).wires
+        carries = simulate([ForwardWalk(plan, wires[r], watch, calls[r]) for r in ranks])
+        forward = watch.milliseconds()
+        deltas = [row_delta(parts[3][r], carries[r].out) for r in ranks]
+        simulate([BackwardWalk(plan, wires[r], watch, calls[r], parts[3][r], carries[r].lse, deltas[r]) for r in ranks])
+        times.append((forward, watch.milliseconds()))
+    return min(t[0] for t in times[1:]), min(t[1] for t in times[1:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sizes = (("tokens", 32768), ("heads", 16), ("kv-heads", 16), ("head-dim", 128), ("ranks", 8), ("repeats", 10))
+    for name, default in sizes:
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--strategy", default="ring", choices=[name for name in GENERATORS if name != "double_ring"])
+    parser.add_argument("--layout", default="zigzag")
+    parser.add_argument("--full", action="store_true", help="a full mask in place of a causal one")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    heads = (options.heads, options.kv_heads, options.kv_heads, options.heads)
+    shapes = [(1, num, options.tokens, options.head_dim) for num in heads]
+    device, dtype = torch.device(options.device), getattr(torch, options.dtype)
+    inputs = [torch.randn(shape, device=device, dtype=dtype) for shape in shapes]
+    mask = EVERYTHING if options.full else CAUSAL
+    choice = {"strategy": options.strategy, "layout": options.layout, "backend": options.backend}
+    one = measure(inputs, mask, 1, repeats=options.repeats, **choice)
+    many = measure(inputs, mask, options.ranks, repeats=options.repeats, **choice)
+    print(
+        f"{options.tokens} tokens, {options.heads} heads on {options.kv_heads} of {options.head_dim}, {options.dtype}, "
+        f"{'full' if options.full else 'causal'}; {options.strategy}, {options.layout}, {options.ranks} ranks"
+    )
+    for name, alone, walked in zip(("forward", "backward"), one, many, strict=True):
+        print(f"{name:<9} one call {alone:.3f} ms, all ranks' kernels {walked:.3f} ms: {walked / alone:.3f}x")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,15 @@
+"""Attention across devices: who holds which tokens, who computes what when, and the wire between them."""
+
+from flashspan.context.layout import LAYOUTS, Placement, place
+from flashspan.context.remat import keep_attention
+from flashspan.context.strategy import STRATEGIES, ContextAttention, context_parallel
+
+__all__ = [
+    "LAYOUTS",
+    "STRATEGIES",
+    "ContextAttention",
+    "Placement",
+    "context_parallel",
+    "keep_attention",
+    "place",
+]

@@ -1,0 +1,90 @@
+"""Attention of one rank's shard as two functions and the autograd.Function over them.
+
+A core is anything with `forward` and `backward`: `Scheduled` walks a schedule, `Ulysses` wraps another core. They are
+plain functions of tensors so that they nest, and so that what is summed can stay float32 between them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from flashspan.context.exchange import Wire
+from flashspan.context.execute import Call, Plan, run
+from flashspan.context.passes import BackwardWalk, ForwardWalk
+from flashspan.context.remat import keep
+from flashspan.kernels.contract import Carry, Dropout, LocalAttention, row_delta
+
+Saved: TypeAlias = tuple[Tensor, ...]
+Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor]
+
+
+class Options(NamedTuple):
+    """What a call needs besides tensors, in backward too."""
+
+    scale: float
+    num_kv_heads: int
+    dropout: Dropout | None = None
+    partial: bool = False  # gradients of k and v will be summed with others': keep them float32
+
+
+class Core(Protocol):
+    """q [B, H, T, D], k and v [B, K, T, D] of this rank's T tokens."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Carry, Saved]:
+        """out in q's dtype and lse, and what backward wants to be given."""
+        ...
+
+    def backward(self, dout: Tensor, dlse: Tensor | None, saved: Saved, options: Options) -> Gradients:
+        """dq, dk, dv, in q's dtype or wider."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Scheduled:
+    """The executor as a core."""
+
+    plan: Plan
+    wire: Wire
+    local: LocalAttention
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Carry, Saved]:
+        call = Call(q, k, v, options.scale, options.dropout)
+        out, lse = keep(lambda: run(ForwardWalk(self.plan, self.wire, self.local, call)))
+        return Carry(out, lse), (q, k, v, out, lse)
+
+    def backward(self, dout: Tensor, dlse: Tensor | None, saved: Saved, options: Options) -> Gradients:
+        q, k, v, out, lse = saved
+        delta = row_delta(dout, out)
+        if dlse is not None:
+            # d lse / d score is the probability: a gradient of lse enters where delta does, with the other sign.
+            delta = delta - dlse
+        call = Call(q, k, v, options.scale, options.dropout, options.partial)
+        return run(BackwardWalk(self.plan, self.wire, self.local, call, dout, lse, delta))
+
+
+class Attend(torch.autograd.Function):
+    """A core, differentiable: (q, k, v, core, options) -> (out, lse)."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, core: Core, options: Options) -> tuple[Tensor, Tensor]:
+        carry, saved = core.forward(q, k, v, options)
+        # Handed out as new views: what the caller gets must not be the object that is kept, on the tape or here.
+        out, lse = carry.out.view_as(carry.out), carry.lse.view_as(carry.lse)
+        ctx.save_for_backward(*saved)
+        ctx.core, ctx.options, ctx.shape = core, options, q.shape
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors
+        if dout is None:
+            dout = saved[0].new_zeros(ctx.shape)
+        dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+        grads = ctx.core.backward(dout, dlse, saved, ctx.options)
+        return (*(grad.to(saved[0].dtype) for grad in grads), None, None)

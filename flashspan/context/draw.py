@@ -1,0 +1,126 @@
+"""Pictures of a schedule: who computes and sends what when, and who owns which tile of the mask.
+
+    draw_timeline(schedule, "ring.svg")
+    draw_ownership(schedule, survey, "ring-tiles.svg")
+
+matplotlib is imported when a picture is made, not before.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from flashspan.context.schedule import Schedule
+from flashspan.context.survey import Survey
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+COLOURS = {
+    "kv": "#4c78a8",
+    "q": "#72b7b2",
+    "rows": "#72b7b2",
+    "carry": "#f58518",
+    "dq": "#f58518",
+    "dkv": "#e45756",
+}
+IDLE = "#eeeeee"
+
+
+def draw_timeline(schedule: Schedule, path: str | Path | None = None) -> Figure:
+    """One lane per rank, one column per step: boxes compute (dark: more of a tile), lines are transfers by kind.
+
+    A box is as wide as its work over the step's busiest rank's: the rest of the column is waiting.
+    """
+    from matplotlib.colors import to_rgba
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Rectangle
+
+    num_ranks, num_steps = schedule.num_ranks, schedule.num_steps
+    figure = Figure(figsize=(2.2 + 1.1 * num_steps, 1.4 + 0.55 * num_ranks), layout="constrained")
+    axes = figure.subplots()
+    work = np.zeros((num_ranks, num_steps))
+    for tile in schedule.tiles:
+        work[tile.rank, tile.step] += tile.pairs
+    busiest = np.maximum(work.max(0), 1)
+    for rank in range(num_ranks):
+        for step in range(num_steps):
+            axes.add_patch(Rectangle((step, rank - 0.3), 0.8, 0.6, facecolor=IDLE, edgecolor="none"))
+            left = float(step)
+            for tile in schedule.program(rank)[step].tiles:
+                width = 0.8 * tile.pairs / float(busiest[step])
+                shade = to_rgba("#54a24b", 0.45 + 0.55 * tile.pairs / float(busiest.max()))
+                axes.add_patch(Rectangle((left, rank - 0.3), width, 0.6, facecolor=shade, edgecolor="white", lw=0.6))
+                text = f"{tile.q}·{tile.k}"
+                axes.text(left + width / 2, rank, text, ha="center", va="center", fontsize=7)
+                left += width
+    for transfer in schedule.transfers:
+        axes.annotate(
+            "",
+            xy=(transfer.end, transfer.dst),
+            xytext=(transfer.start + 0.8, transfer.src),
+            arrowprops={"arrowstyle": "->", "color": COLOURS[transfer.kind], "lw": 0.9, "alpha": 0.7},
+        )
+    kinds = dict.fromkeys(transfer.kind for transfer in schedule.transfers)
+    lines = [Line2D([], [], color=COLOURS[kind], label=kind) for kind in kinds]
+    if lines:
+        axes.legend(handles=lines, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    axes.set(
+        xlim=(-0.1, num_steps),
+        ylim=(num_ranks - 0.5, -0.5),
+        xlabel="step",
+        ylabel="rank",
+        yticks=range(num_ranks),
+        xticks=[step + 0.4 for step in range(num_steps)],
+        xticklabels=range(num_steps),
+        title=f"{schedule.name}, {'backward' if schedule.is_backward else 'forward'}: queries·keys",
+    )
+    for side in ("top", "right", "left", "bottom"):
+        axes.spines[side].set_visible(False)
+    return _save(figure, path)
+
+
+def draw_ownership(schedule: Schedule, survey: Survey, path: str | Path | None = None) -> Figure:
+    """The mask, query position by key position, each visible pair in the colour of the rank that computes it."""
+    import matplotlib
+    from matplotlib.colors import ListedColormap
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    placement, num = survey.placement, survey.placement.num_tokens
+    if num > 4096:
+        raise ValueError(f"a picture of the mask is num_tokens squared: got {num}, draw 4096 or fewer")
+    start, end = survey._intervals
+    keys = np.arange(num)
+    visible = ((start[..., None] <= keys) & (keys < end[..., None])).any(0)
+    owner = np.full((num, num), -1)
+    for tile in schedule.tiles:
+        rows = placement.index(tile.q)[tile.q_rows.start : tile.q_rows.stop]
+        columns = placement.index(tile.k)[tile.k_rows.start : tile.k_rows.stop]
+        owner[np.ix_(rows, columns)] = tile.rank
+    owner[~visible] = -1
+    base = matplotlib.colormaps["tab20" if schedule.num_ranks > 10 else "tab10"]
+    colours = [base(rank % base.N) for rank in range(schedule.num_ranks)]
+    figure = Figure(figsize=(6.2, 5), layout="constrained")
+    axes = figure.subplots()
+    axes.imshow(
+        np.ma.masked_less(owner, 0),
+        cmap=ListedColormap(colours),
+        vmin=-0.5,
+        vmax=schedule.num_ranks - 0.5,
+        interpolation="nearest",
+    )
+    axes.set(xlabel="key position", ylabel="query position", title=f"{schedule.name}: who computes which pair")
+    patches = [Patch(color=colours[rank], label=f"rank {rank}") for rank in range(min(schedule.num_ranks, 20))]
+    axes.legend(handles=patches, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    return _save(figure, path)
+
+
+def _save(figure: Figure, path: str | Path | None) -> Figure:
+    if path is not None:
+        figure.savefig(path)
+    return figure

@@ -1,0 +1,185 @@
+"""The wire: how parcels travel between the ranks of a group, and what is said when one does not arrive.
+
+A parcel is one flat byte buffer, so a transfer is one message whatever it holds, always contiguous, never empty. All
+parcels of a step are posted together, sends and receives, which cannot deadlock; peers are translated to global ranks,
+so sub-groups of a mesh work like the world. Gloo moves the bytes from its own threads and NCCL on its own stream; both
+keep going while the caller computes. A parcel's buffer belongs to the wire until `wait` returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class ExchangeError(RuntimeError):
+    """A transfer did not complete: names the rank that waited, its peer, the step and what was on its way."""
+
+
+@dataclass(eq=False)
+class Parcel:
+    """One message: `buffer` is uint8 [n]; `key` is the same on both sides and unlike any other parcel's of a walk.
+
+    A slow one has several steps to travel; it must not hold up those that are posted after it.
+    """
+
+    src: int
+    dst: int
+    key: Any
+    buffer: Tensor
+    label: str
+    slow: bool = False
+
+
+class Wire(Protocol):
+    """What a walk asks of the outside world."""
+
+    rank: int
+    num_ranks: int
+    bytes_sent: int
+
+    def post(self, parcels: Sequence[Parcel]) -> None:
+        """Start these parcels together; every rank posts its ends in the same order."""
+        ...
+
+    def wait(self, parcel: Parcel) -> None:
+        """Return when a posted parcel has been sent, or has arrived."""
+        ...
+
+
+class GroupWire:
+    """A process group as a wire. `None` is a group of one: it has nobody to send to.
+
+    NCCL sends in the order it is asked to: `slow_group`, another of the same ranks, lets slow parcels be overtaken.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        *,
+        slow_group: dist.ProcessGroup | None = None,
+        timeout: float = 300.0,
+    ) -> None:
+        self.group = group
+        self.timeout = timeout
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.num_ranks = 1 if group is None else dist.get_world_size(group)
+        self.bytes_sent = 0
+        self._global = [0] if group is None else dist.get_process_group_ranks(group)
+        self._works: dict[Parcel, dist.Work] = {}
+        self._slow = slow_group or group
+
+    @property
+    def device(self) -> torch.device:
+        """Where small tensors for collectives of this group live."""
+        if self.group is not None and dist.get_backend(self.group) == "nccl":
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+
+    def post(self, parcels: Sequence[Parcel]) -> None:
+        for slow in (False, True):
+            # Empty parcels do not travel, and both sides know.
+            self._post([p for p in parcels if p.slow == slow and p.buffer.numel()], self._slow if slow else self.group)
+
+    def _post(self, parcels: Sequence[Parcel], group: dist.ProcessGroup | None) -> None:
+        if not parcels:
+            return
+        ops = []
+        for parcel in parcels:
+            sends = parcel.src == self.rank
+            peer = self._global[parcel.dst if sends else parcel.src]
+            ops.append(dist.P2POp(dist.isend if sends else dist.irecv, parcel.buffer, peer, group))
+            self.bytes_sent += parcel.buffer.numel() if sends else 0
+        try:
+            works = dist.batch_isend_irecv(ops)
+        except RuntimeError as error:
+            raise ExchangeError(self._complain(parcels[0], "could not post", error)) from error
+        # NCCL answers for the whole batch at once, gloo for each parcel.
+        works = works if len(works) == len(parcels) else works[:1] * len(parcels)
+        self._works.update(zip(parcels, works, strict=True))
+
+    def wait(self, parcel: Parcel) -> None:
+        work = self._works.pop(parcel, None)
+        if work is None:
+            return
+        try:
+            if parcel.buffer.device.type == "cpu":
+                work.wait(timedelta(seconds=self.timeout))
+            else:
+                work.wait()  # orders the streams; the group's own watchdog keeps the time
+        except RuntimeError as error:
+            raise ExchangeError(self._complain(parcel, f"waited up to {self.timeout:g} s for", error)) from error
+
+    def agree(self, row: Sequence[int]) -> list[list[int]]:
+        """Every rank's row of numbers, in rank order. As a group's first collective it also connects its ranks."""
+        if self.group is None or self.num_ranks == 1:
+            return [list(row)]
+        mine = torch.tensor(row, dtype=torch.int64, device=self.device)
+        rows = mine.new_empty(self.num_ranks, len(row))
+        try:
+            work = dist.all_gather([*rows], mine, group=self.group, async_op=True)
+            if self.device.type == "cpu":
+                work.wait(timedelta(seconds=self.timeout))
+            else:
+                work.wait()
+        except RuntimeError as error:
+            raise ExchangeError(
+                f"rank {self.rank} of {self.num_ranks} waited up to {self.timeout:g} s for all ranks to call "
+                f"attention; every rank of the group must make the same calls: {error}"
+            ) from error
+        return rows.tolist()
+
+    def _complain(self, parcel: Parcel, what: str, error: RuntimeError) -> str:
+        peer = parcel.dst if parcel.src == self.rank else parcel.src
+        return (
+            f"rank {self.rank} of {self.num_ranks} {what} {parcel.label}: rank {peer} (global rank "
+            f"{self._global[peer]}) has died, stalled or makes other calls: {error}"
+        )
+
+
+class LocalWires:
+    """Wires between ranks that live in one process and are walked in turn, for tests and for timing kernels alone."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.posted: dict[Any, Tensor] = {}
+        self.wires = [LocalWire(self, rank, num_ranks) for rank in range(num_ranks)]
+
+
+class LocalWire:
+    """One rank's end. A parcel is copied when it is waited for, so a buffer changed too early shows."""
+
+    def __init__(self, shared: LocalWires, rank: int, num_ranks: int) -> None:
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.bytes_sent = 0
+        self._posted = shared.posted
+
+    def post(self, parcels: Sequence[Parcel]) -> None:
+        for parcel in parcels:
+            if parcel.src == self.rank:
+                assert parcel.key not in self._posted, f"{parcel.label} was posted twice"
+                self._posted[parcel.key] = parcel.buffer
+                self.bytes_sent += parcel.buffer.numel()
+
+    def wait(self, parcel: Parcel) -> None:
+        if parcel.dst == self.rank:
+            parcel.buffer.copy_(self._posted.pop(parcel.key))
+
+
+def all_to_all(wire: Wire, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], label: str) -> None:
+    """Send `outgoing[r]` (bytes) to each rank r, and fill `incoming[r]` with what r sent."""
+    parcels = []
+    for peer in range(wire.num_ranks):
+        if peer == wire.rank:
+            continue
+        for src, dst, buffer in ((wire.rank, peer, outgoing[peer]), (peer, wire.rank, incoming[peer])):
+            parcels.append(Parcel(src, dst, (label, src, dst), buffer, f"{label} from rank {src} to rank {dst}"))
+    wire.post(parcels)
+    for parcel in parcels:
+        wire.wait(parcel)

@@ -1,0 +1,253 @@
+"""The one executor: walks any schedule, forward and backward, over any wire, with any implementation of attention.
+
+A walk is a generator that yields after each step. One process of a group runs its own to the end; a simulation steps
+the walks of all ranks in turn (`simulate`). Everything that is summed, carries and gradients, stays float32 (float64
+where the inputs are) until it is complete.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashspan.context.bundle import Bundle, allocate
+from flashspan.context.exchange import Parcel, Wire
+from flashspan.context.layout import Placement, cut
+from flashspan.context.schedule import Schedule, Tile, Transfer, head_chunk, reverse
+from flashspan.kernels.contract import Dropout, LocalAttention
+from flashspan.kernels.masks import Mask
+
+Item = tuple[str, int, int]
+"""What a rank holds of another (or itself): (kind, owner, chunk)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A schedule bound to a placement and a mask: all of a call that does not depend on its tensors."""
+
+    placement: Placement
+    mask: Mask
+    forward: Schedule
+
+    @cached_property
+    def backward(self) -> Schedule:
+        return reverse(self.forward)
+
+    @cached_property
+    def _masks(self) -> dict[tuple[object, ...], Mask]:
+        return {}
+
+    @cached_property
+    def _positions(self) -> dict[tuple[int, torch.device], Tensor]:
+        return {}
+
+    def tile_mask(self, tile: Tile, device: torch.device) -> Mask:
+        """The mask in a tile's own coordinates, sliced once."""
+        key = (tile.q, tile.k, tile.q_rows, tile.k_rows, device)
+        if key not in self._masks:
+            q, k = cut(self.placement.ranges[tile.q], tile.q_rows), cut(self.placement.ranges[tile.k], tile.k_rows)
+            self._masks[key] = self.mask.slice(q, k).to(device)
+        return self._masks[key]
+
+    def positions(self, owner: int, rows: range, device: torch.device) -> Tensor:
+        """Global positions of some of a rank's tokens, int32."""
+        if (owner, device) not in self._positions:
+            self._positions[owner, device] = self.placement.positions(owner).int().to(device)
+        return self._positions[owner, device][rows.start : rows.stop]
+
+
+class Call(NamedTuple):
+    """One rank's side of a call: q [B, H, T, D], k and v [B, K, T, D] of its own T tokens.
+
+    `partial` says that these gradients of k and v are to be summed with others: then they stay float32.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    dropout: Dropout | None = None
+    partial: bool = False
+
+
+class Walk:
+    """One rank's way through a schedule. Subclasses say what they own, what they compute, and what arrivals mean."""
+
+    def __init__(self, plan: Plan, schedule: Schedule, wire: Wire, local: LocalAttention, call: Call) -> None:
+        self.plan, self.schedule, self.wire, self.local, self.call = plan, schedule, wire, local, call
+        self.rank = wire.rank
+        self.exact = torch.promote_types(call.q.dtype, torch.float32)
+        self.copies: dict[Item, Bundle] = {}
+        self.parts: dict[Item, int] = defaultdict(int)  # tiles and arrivals that are still to come, of each result
+        self.onward: dict[Item, range] = {}  # the rows of results that leave this rank
+        for step in schedule.program(self.rank):
+            for tile in step.tiles:
+                for kind, owner in (("carry", tile.q), ("dq", tile.q), ("dkv", tile.k)):
+                    self.parts[kind, owner, tile.chunk] += 1
+            for t in step.posts:
+                if t.dst == self.rank:
+                    self.parts[t.kind, t.owner, t.chunk] += 1
+                else:
+                    self.onward[t.kind, t.owner, t.chunk] = t.rows
+
+    def own(self, kind: str) -> tuple[Tensor, ...]:
+        """This rank's own tensors of a kind, all heads and rows."""
+        raise NotImplementedError
+
+    def arrive(self, transfer: Transfer, bundle: Bundle) -> None:
+        """Take in a result (a carry or a gradient) that came."""
+        raise NotImplementedError
+
+    def result(self, transfer: Transfer) -> Bundle:
+        """Give out a result that is complete here and goes on."""
+        raise NotImplementedError
+
+    def compute(self, tile: Tile) -> None:
+        raise NotImplementedError
+
+    def settle(self, item: Item) -> None:
+        """Bring a complete result of this rank's own into its final dtype and place."""
+        raise NotImplementedError
+
+    def finish(self) -> Any:
+        """What is this rank's own when all steps are done."""
+        raise NotImplementedError
+
+    def add_part(self, item: Item) -> None:
+        """Note that a tile or an arrival has been added to a result."""
+        self.parts[item] -= 1
+        if not self.parts[item] and item[1] == self.rank:
+            self.settle(item)
+
+    def settled(self, whole: Tensor | None, part: Tensor, chunk: int, dtype: torch.dtype) -> Tensor:
+        """`whole` (all heads; made here the first time) with a chunk's part in it."""
+        if self.schedule.num_chunks == 1:
+            return part.to(dtype)
+        if whole is None:
+            chosen = head_chunk(self.call.k.shape[1], chunk, self.schedule.num_chunks)
+            heads = part.shape[1] // len(chosen) * self.call.k.shape[1]
+            whole = part.new_empty((len(part), heads, *part.shape[2:]), dtype=dtype)
+        self.heads(whole, chunk).copy_(part)
+        return whole
+
+    def rows(self, item: Item) -> range:
+        """The local rows a result covers here: all of one's own, what goes on of others'."""
+        return range(self.call.q.shape[2]) if item[1] == self.rank else self.onward[item]
+
+    def steps(self) -> Iterator[None]:
+        """Walk: in each step wait, post, compute, let go."""
+        under_way: dict[Transfer, tuple[Parcel, Bundle]] = {}
+        last_use = self._last_uses()
+        for number, step in enumerate(self.schedule.program(self.rank)):
+            arrived = []
+            for transfer in step.waits:
+                parcel, bundle = under_way.pop(transfer)
+                self.wire.wait(parcel)
+                if transfer.dst == self.rank:
+                    arrived.append((transfer, bundle))
+            for transfer, bundle in arrived:
+                if transfer.kind in ("kv", "q", "rows"):
+                    self.copies[transfer.kind, transfer.owner, transfer.chunk] = bundle
+                else:
+                    self.arrive(transfer, bundle)
+            del arrived
+            parcels = []
+            for transfer in step.posts:
+                bundle = self._outgoing(transfer) if transfer.src == self.rank else self._room(transfer)
+                assert bundle.buffer is not None
+                direction = "backward" if self.schedule.is_backward else "forward"
+                label = f"{transfer} (step {number} of {self.schedule.name} {direction})"
+                slow = transfer.end - transfer.start > 1
+                parcels.append(Parcel(transfer.src, transfer.dst, transfer, bundle.buffer, label, slow))
+                under_way[transfer] = parcels[-1], bundle
+            self.wire.post(parcels)
+            for tile in step.tiles:
+                self.compute(tile)
+            for item in last_use.get(number, ()):
+                self.copies.pop(item, None)
+            yield
+
+    def _last_uses(self) -> dict[int, list[Item]]:
+        """Which copies are used for the last time in each step."""
+        last: dict[Item, int] = {}
+        for number, step in enumerate(self.schedule.program(self.rank)):
+            for tile in step.tiles:
+                for kind, owner in (("kv", tile.k), ("q", tile.q), ("rows", tile.q)):
+                    last[kind, owner, tile.chunk] = number
+            for t in step.posts:
+                if t.src == self.rank:
+                    last[t.kind, t.owner, t.chunk] = number
+        uses: dict[int, list[Item]] = defaultdict(list)
+        for item, number in last.items():
+            uses[number].append(item)
+        return uses
+
+    def _outgoing(self, transfer: Transfer) -> Bundle:
+        """What a transfer sends, in one buffer: the held one as it is, or a packed part."""
+        if transfer.kind in ("carry", "dkv", "dq"):
+            held = self.result(transfer)
+        else:
+            held = self.hold(transfer.kind, transfer.owner, transfer.chunk)
+        if held.buffer is not None and held.rows == transfer.rows:
+            return held
+        packed = self._room(transfer)
+        for field, source in zip(packed.fields, held.take(transfer.rows), strict=True):
+            field.copy_(source)
+        return packed
+
+    def _room(self, transfer: Transfer) -> Bundle:
+        return self.make(transfer.kind, transfer.rows, transfer.chunk)
+
+    def hold(self, kind: str, owner: int, chunk: int) -> Bundle:
+        """The bundle this rank has of an owner's tensors: its own, or a copy."""
+        if owner != self.rank:
+            return self.copies[kind, owner, chunk]
+        return Bundle(range(self.call.q.shape[2]), tuple(self.heads(x, chunk) for x in self.own(kind)))
+
+    def make(self, kind: str, rows: range, chunk: int, sums: torch.dtype | None = None) -> Bundle:
+        """Uninitialised room for some rows of a kind; `sums` is the dtype of what is summed, if not float32."""
+        B, H, _, D = self.call.q.shape
+        K = len(head_chunk(self.call.k.shape[1], chunk, self.schedule.num_chunks))
+        H = H // max(1, self.call.k.shape[1]) * K
+        return allocate(kind, (B, H, K, D), rows, self.call.q.dtype, sums or self.exact, self.call.q.device)
+
+    def heads(self, x: Tensor, chunk: int) -> Tensor:
+        """The heads of a chunk, of a tensor with H or K heads."""
+        chosen = head_chunk(self.call.k.shape[1], chunk, self.schedule.num_chunks)
+        group = x.shape[1] // max(1, self.call.k.shape[1])
+        return x[:, chosen.start * group : chosen.stop * group]
+
+    def drop(self, tile: Tile) -> Dropout | None:
+        """Dropout told where in the whole a tile lies."""
+        if self.call.dropout is None:
+            return None
+        num_heads, num_kv_heads = self.call.q.shape[1], self.call.k.shape[1]
+        chosen = head_chunk(num_kv_heads, tile.chunk, self.schedule.num_chunks)
+        stride = self.call.dropout.batch_stride
+        return replace(
+            self.call.dropout,
+            q_positions=self.plan.positions(tile.q, tile.q_rows, self.call.q.device),
+            k_positions=self.plan.positions(tile.k, tile.k_rows, self.call.q.device),
+            first=self.call.dropout.first + chosen.start * (num_heads // max(1, num_kv_heads)),
+            batch_stride=num_heads if stride is None else stride,
+        )
+
+
+def run(walk: Walk) -> Any:
+    """One rank's walk, to its end: what its `finish` returns."""
+    for _ in walk.steps():
+        pass
+    return walk.finish()
+
+
+def simulate(walks: Sequence[Walk]) -> list[Any]:
+    """The walks of all ranks in one process, over LocalWires: every rank takes a step before any takes the next."""
+    for _ in zip(*(walk.steps() for walk in walks), strict=True):
+        pass
+    return [walk.finish() for walk in walks]

@@ -1,0 +1,181 @@
+"""The strategies: each turns a survey (who needs which keys) into a schedule. Pure Python, no processes, no tensors.
+
+All of them leave out tiles with nothing visible, and of what is sent every row that nobody further on needs: a window
+of w tokens stops a ring after the ranks it touches, and sends those w tokens rather than the shard.
+
+Bytes below are for one forward (then backward) walk over all ranks, full mask, no head chunks, T tokens on N ranks;
+kv = 2 * B * K * D * itemsize per token, dkv the same in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from flashspan.context.schedule import Schedule, Tile, Transfer, hull
+from flashspan.context.survey import Survey
+
+
+def ring(survey: Survey) -> Schedule:
+    """Keys and values go round; in step s a rank computes with those of the rank s places before it.
+
+    Bytes: T (N - 1) kv forward; T (N - 1) (kv + dkv) backward. What a rank computed with its own keys stays at home, so
+    gradients make N - 1 hops like the keys: N - 2 behind them, and one home.
+    """
+    return _rings(survey, (1, survey.num_ranks), "ring")
+
+
+def double_ring(survey: Survey, sizes: Sequence[int]) -> Schedule:
+    """Two levels, `sizes` = (nodes, ranks per node), ranks of a node being neighbours.
+
+    Keys go round inside a node; meanwhile, and for as long, they are on their way to the same place in the next node.
+    Gradients gather inside each node, then go home once. Bytes: T (N - 1) kv forward and T (N - 1) kv backward like the
+    ring, of which only T (nodes - 1) between nodes; gradients T (N - 1) dkv, as many hops between nodes.
+    """
+    if len(sizes) != 2 or min(sizes) < 1 or sizes[0] * sizes[1] != survey.num_ranks:
+        raise ValueError(
+            f"double_ring needs sizes (nodes, ranks per node) whose product is the number of ranks: "
+            f"got {tuple(sizes)} for {survey.num_ranks} ranks"
+        )
+    return _rings(survey, (sizes[0], sizes[1]), "double_ring")
+
+
+def _rings(survey: Survey, sizes: tuple[int, int], name: str) -> Schedule:
+    nodes, inner = sizes
+
+    def at(owner: int, a: int, b: int) -> int:
+        """Where the owner's keys are, a nodes and b places on."""
+        return (owner // inner + a) % nodes * inner + (owner % inner + b) % inner
+
+    ranks = range(survey.num_ranks)
+    # Only the distances at which somebody computes are steps; the first, own keys, always is.
+    distances = [(a, b) for a in range(nodes) for b in range(inner)]
+    used = [d for d in distances if d == (0, 0) or any(survey.pairs[at(o, *d), o] for o in ranks)]
+    tiles, transfers = [], []
+    for owner in ranks:
+        branches: list[list[Tile]] = []  # per node that needs these keys: its tiles, in order
+        for a in range(nodes):
+            branch = []
+            for step, (distance, b) in enumerate(used):
+                rank = at(owner, a, b)
+                if distance == a and survey.pairs[rank, owner]:
+                    branch.append(_tile(survey, step, rank, rank, owner))
+            if branch:
+                branches.append(branch)
+            tiles += branch
+        transfers += _spread(owner, branches, inner)
+    return Schedule(name, survey.num_ranks, tuple(tiles), tuple(transfers))
+
+
+def _spread(owner: int, branches: list[list[Tile]], inner: int) -> list[Transfer]:
+    """How one rank's keys reach all who need them: from node to node by each node's head, and inside, hand to hand."""
+    transfers = []
+    ahead = range(0)  # rows that nodes further on need, known from the last node back
+    for i in reversed(range(len(branches))):
+        at_home = branches[i][0].rank // inner == owner // inner
+        path = [tile for tile in branches[i] if tile.rank != owner]
+        head = owner if at_home else path[0].rank
+        needed = range(0)
+        for j in reversed(range(len(path))):
+            tile = path[j]
+            is_head = tile.rank == head
+            needed = hull([needed, tile.k_rows, ahead if is_head else range(0)])
+            onward = path[j + 1].rank if j + 1 < len(path) else head
+            if is_head:
+                # The head's copy comes from the previous node's, and has had since that one's arrival to travel.
+                before = branches[i - 1][0] if i else None
+                if before is None or before.rank // inner == owner // inner:
+                    src, start = owner, 0
+                else:
+                    src, start = before.rank, before.step
+                onward = owner
+            else:
+                src, start = (path[j - 1].rank if j else head), tile.step - 1
+            transfers.append(Transfer(start, tile.step, src, tile.rank, "kv", owner, needed, back=onward))
+        if not at_home:
+            ahead = needed
+    return transfers
+
+
+def gather(survey: Survey) -> Schedule:
+    """Everyone fetches what they need from its owners, all at once, while computing with what they have.
+
+    Bytes: T (N - 1) kv forward; T (N - 1) (kv + dkv) backward, in which every partial gradient goes straight home.
+    Holds everybody's keys; `in_chunks` bounds the memory.
+    """
+    tiles, transfers = [], []
+    for q in range(survey.num_ranks):
+        for distance in range(survey.num_ranks):  # each starts with another peer: no one is asked by all at once
+            k = (q - distance) % survey.num_ranks
+            if not survey.pairs[q, k]:
+                continue
+            tile = _tile(survey, 0 if q == k else 1, q, q, k)
+            tiles.append(tile)
+            if q != k:
+                transfers.append(Transfer(0, 1, k, q, "kv", k, tile.k_rows, back=k))
+    return Schedule("gather", survey.num_ranks, tuple(tiles), tuple(transfers))
+
+
+def in_chunks(schedule: Schedule, num_chunks: int) -> Schedule:
+    """The same schedule for one chunk of heads after another: buffers are that much smaller, messages more.
+
+    A chunk's first transfers travel while the one before computes its last tiles, so nothing is waited for in between.
+    """
+    if num_chunks < 1:
+        raise ValueError(f"heads are split into 1 or more chunks: got {num_chunks}")
+    # Compute steps follow one another without a gap; what is still travelling ends in the next chunk's steps.
+    stride = max((tile.step for tile in schedule.tiles), default=0)
+    tiles, transfers = [], []
+    for chunk in range(num_chunks):
+        shift = chunk * stride
+        tiles += [t._replace(step=t.step + shift, chunk=chunk) for t in schedule.tiles]
+        transfers += [t._replace(start=t.start + shift, end=t.end + shift, chunk=chunk) for t in schedule.transfers]
+    return replace(schedule, tiles=tuple(tiles), transfers=tuple(transfers), num_chunks=num_chunks)
+
+
+def helper(survey: Survey) -> Schedule:
+    """Causal balance without permuting tokens (DistFlashAttn): idle ranks compute for busy ones.
+
+    In step s ranks r and r - s meet at r, for s up to N / 2: r computes its own queries with the fetched keys, and the
+    fetched queries with its own keys, whose carry it sends back. Under a causal mask on contiguous shards exactly one
+    of the two exists, so every rank computes one tile per step. At s = N / 2 a pair would meet twice; each side takes
+    half of the query rows.
+
+    Bytes, causal on equal contiguous shards of n = T / N tokens: with W tiles computed by the owners of their queries
+    and M by helpers (W + M = N (N - 1) / 2, halves counted as such): n (W kv + M (q + carry)) forward, of which the
+    halved tiles send kv whole; n (W (kv + dkv) + M (rows + dq)) backward.
+    """
+    num = survey.num_ranks
+    tiles, transfers = [], []
+    for rank in range(num):
+        tiles += [_tile(survey, 0, rank, rank, rank)] if survey.pairs[rank, rank] else []
+        for step in range(1, num // 2 + 1):
+            other = (rank - step) % num
+            own = _tile(survey, step, rank, rank, other, half=0 if 2 * step == num else None)
+            if own.pairs:
+                tiles.append(own)
+                transfers.append(Transfer(step - 1, step, other, rank, "kv", other, own.k_rows, back=other))
+            helped = _tile(survey, step, rank, other, rank, half=1 if 2 * step == num else None)
+            if helped.pairs:
+                tiles.append(helped)
+                transfers.append(Transfer(step - 1, step, other, rank, "q", other, helped.q_rows))
+                transfers.append(Transfer(step + 1, step + 2, rank, other, "carry", other, helped.q_rows))
+    return Schedule("helper", num, tuple(tiles), tuple(transfers))
+
+
+GENERATORS: dict[str, Callable[..., Schedule]] = {
+    "ring": ring,
+    "double_ring": double_ring,
+    "gather": gather,
+    "helper": helper,
+}
+
+
+def _tile(survey: Survey, step: int, rank: int, q: int, k: int, *, chunk: int = 0, half: int | None = None) -> Tile:
+    """The visible part of tile (q, k), or of the upper (0) or lower (1) half of its visible rows."""
+    box = survey.box(q, k)
+    if half is not None:
+        middle = (box.q_rows.start + box.q_rows.stop + 1) // 2
+        rows = range(box.q_rows.start, middle) if half == 0 else range(middle, box.q_rows.stop)
+        box = survey.box(q, k, rows)
+    return Tile(step, rank, q, k, box.q_rows, box.k_rows, box.pairs)

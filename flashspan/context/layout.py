@@ -1,0 +1,161 @@
+"""Who owns which tokens: index arithmetic, for any number of tokens on any number of ranks.
+
+A layout deals the positions 0..T-1 out to ranks; `place` says it in ranges. Every rank's positions ascend, which is
+what makes the tile of any (query rank, key rank) pair of a mask one mask again: one kernel launch per step, never a
+loop over sub-tiles. Shards differ in size where they must, and may be empty: 3 tokens on 4 ranks is an ordinary case.
+
+    contiguous   0 0 0 1 1 1 2 2 2          one run per rank
+    zigzag       0 1 2 2 1 0                a run from each end: causal work is even
+    striped      0 1 2 0 1 2 0 1 2          every N-th token: causal work is even
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Ranges: TypeAlias = tuple[range, ...]
+"""Ascending positions as disjoint ranges, each non-empty."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A layout of `num_tokens` tokens: `ranges[rank]` are the positions that rank owns, in the order it holds them."""
+
+    num_tokens: int
+    ranges: tuple[Ranges, ...]
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.ranges)
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """How many tokens each rank owns."""
+        return tuple(sum(map(len, part)) for part in self.ranges)
+
+    def positions(self, rank: int, device: torch.device | str = "cpu") -> Tensor:
+        """The global positions of a rank's tokens, int64 [T_rank]. They travel with the tokens (RoPE wants them)."""
+        return torch.from_numpy(self.index(rank)).to(device)
+
+    def index(self, rank: int) -> np.ndarray:
+        """`positions` as numpy."""
+        return np.concatenate([np.arange(0), *(np.arange(r.start, r.stop, r.step) for r in self.ranges[rank])])
+
+    def shard(self, x: Tensor, dim: int, rank: int) -> Tensor:
+        """The rank's part of a whole tensor, contiguous."""
+        if x.shape[dim] != self.num_tokens:
+            raise ValueError(
+                f"shard splits a dimension of {self.num_tokens} tokens: got {x.shape[dim]} in dim {dim} of "
+                f"{tuple(x.shape)}; make the placement for this length"
+            )
+        parts = [_take(x, dim, part) for part in self.ranges[rank]]
+        return torch.cat(parts, dim).contiguous() if parts else x.narrow(dim, 0, 0).contiguous()
+
+    def unshard(self, parts: Sequence[Tensor], dim: int) -> Tensor:
+        """The whole tensor from every rank's part, in rank order."""
+        if tuple(part.shape[dim] for part in parts) != self.sizes:
+            raise ValueError(
+                f"unshard joins {self.num_ranks} parts of {self.sizes} tokens: "
+                f"got {tuple(part.shape[dim] for part in parts)} in dim {dim}"
+            )
+        shape = list(parts[0].shape)
+        shape[dim] = self.num_tokens
+        whole = parts[0].new_empty(shape)
+        for part, ranges in zip(parts, self.ranges, strict=True):
+            done = 0
+            for run in ranges:
+                _take(whole, dim, run).copy_(part.narrow(dim, done, len(run)))
+                done += len(run)
+        return whole
+
+
+Layout: TypeAlias = str | Callable[[int, int], Placement]
+"""A name below, or a function of (num_tokens, num_ranks), such as one made from a mask."""
+
+
+def contiguous(num_tokens: int, num_ranks: int) -> Placement:
+    """One run of tokens per rank."""
+    bounds = _bounds(num_tokens, num_ranks)
+    return _placement(num_tokens, [[run] for run in bounds])
+
+
+def zigzag(num_tokens: int, num_ranks: int) -> Placement:
+    """Of 2N runs, rank r owns the r-th and the r-th from the end: an early and a late one."""
+    bounds = _bounds(num_tokens, 2 * num_ranks)
+    return _placement(num_tokens, [[bounds[r], bounds[2 * num_ranks - 1 - r]] for r in range(num_ranks)])
+
+
+def striped(num_tokens: int, num_ranks: int) -> Placement:
+    """Rank r owns every N-th token, from the r-th."""
+    return _placement(num_tokens, [[range(r, num_tokens, num_ranks)] for r in range(num_ranks)])
+
+
+LAYOUTS: dict[str, Callable[[int, int], Placement]] = {
+    "contiguous": contiguous,
+    "zigzag": zigzag,
+    "striped": striped,
+}
+
+
+@lru_cache(maxsize=64)
+def place(layout: Layout, num_tokens: int, num_ranks: int) -> Placement:
+    """Who owns which of these tokens."""
+    if num_tokens < 0 or num_ranks < 1:
+        raise ValueError(f"a layout deals 0 or more tokens to 1 or more ranks: got {num_tokens} on {num_ranks}")
+    if callable(layout):
+        return layout(num_tokens, num_ranks)
+    if layout not in LAYOUTS:
+        raise ValueError(f"unknown layout {layout!r}; choose one of {', '.join(LAYOUTS)}")
+    return LAYOUTS[layout](num_tokens, num_ranks)
+
+
+def deal(placement: Placement, num_parts: int) -> Placement:
+    """Each rank's tokens split, in order, over `num_parts` ranks: rank (r, j) is r * num_parts + j."""
+    ranges = []
+    for part, size in zip(placement.ranges, placement.sizes, strict=True):
+        ranges += [cut(part, run) for run in _bounds(size, num_parts)]
+    return _placement(placement.num_tokens, ranges)
+
+
+def cut(ranges: Ranges, rows: range) -> Ranges:
+    """The positions of these local rows (step 1) of a shard."""
+    parts, done = [], 0
+    for run in ranges:
+        parts.append(run[max(0, rows.start - done) : max(0, rows.stop - done)])
+        done += len(run)
+    return tuple(part for part in parts if len(part))
+
+
+def _bounds(num_tokens: int, num_parts: int) -> list[range]:
+    """Runs whose lengths differ by at most one, the longer ones spread evenly."""
+    cuts = [i * num_tokens // num_parts for i in range(num_parts + 1)]
+    return [range(a, b) for a, b in pairwise(cuts)]
+
+
+def _placement(num_tokens: int, ranges: Sequence[Sequence[range]]) -> Placement:
+    """A placement from runs, with empty ones dropped and touching ones joined."""
+    joined: list[Ranges] = []
+    for runs in ranges:
+        parts: list[range] = []
+        for run in runs:
+            if parts and len(run) and parts[-1].step == run.step == 1 and parts[-1].stop == run.start:
+                parts[-1] = range(parts[-1].start, run.stop)
+            elif len(run):
+                parts.append(run)
+        joined.append(tuple(parts))
+    return Placement(num_tokens, tuple(joined))
+
+
+def _take(x: Tensor, dim: int, run: range) -> Tensor:
+    """A view of the rows of one run."""
+    index: list[slice] = [slice(None)] * x.dim()
+    index[dim] = slice(run.start, run[-1] + 1, run.step)
+    return x[tuple(index)]

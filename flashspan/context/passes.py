@@ -1,0 +1,183 @@
+"""The two passes as walks: forward gathers carries, backward gathers gradients. What differs between them is here."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashspan.context.bundle import Bundle
+from flashspan.context.exchange import Wire
+from flashspan.context.execute import Call, Item, Plan, Walk
+from flashspan.context.schedule import Tile, Transfer
+from flashspan.kernels.contract import Carry, LocalAttention
+
+
+class ForwardWalk(Walk):
+    """Gathers this rank's out and lse, and helpers' carries on their way home."""
+
+    def __init__(self, plan: Plan, wire: Wire, local: LocalAttention, call: Call) -> None:
+        super().__init__(plan, plan.forward, wire, local, call)
+        self.carries: dict[Item, Carry] = {}
+        self.out: Tensor | None = None
+        self.lse: Tensor | None = None
+
+    def own(self, kind: str) -> tuple[Tensor, ...]:
+        return (self.call.k, self.call.v) if kind == "kv" else (self.call.q,)
+
+    def compute(self, tile: Tile) -> None:
+        (q,) = self.hold("q", tile.q, tile.chunk).take(tile.q_rows)
+        k, v = self.hold("kv", tile.k, tile.chunk).take(tile.k_rows)
+        item = ("carry", tile.q, tile.chunk)
+        rows = self.rows(item)
+        if item not in self.carries and rows != tile.q_rows:
+            self.carries[item] = self._blank(item)
+        so_far = self.carries.get(item)
+        part = None
+        if so_far is not None:
+            part = Carry(*Bundle(rows, so_far).take(tile.q_rows))
+            given = Carry(part.out, part.lse.contiguous())  # kernels index lse by row number
+        carry = self.local.forward(
+            q,
+            k,
+            v,
+            mask=self.plan.tile_mask(tile, q.device),
+            scale=self.call.scale,
+            carry=None if part is None else given,
+            out_dtype=q.dtype if part is None and tile.q == self.rank and self.parts[item] == 1 else self.exact,
+            dropout=self.drop(tile),
+        )
+        if part is None:
+            self.carries[item] = carry
+        else:
+            for old, new in zip(part, carry, strict=True):
+                if old.data_ptr() != new.data_ptr():  # an implementation need not work in place
+                    old.copy_(new)
+        self.add_part(item)
+
+    def arrive(self, transfer: Transfer, bundle: Bundle) -> None:
+        item = ("carry", transfer.owner, transfer.chunk)
+        if item not in self.carries:
+            self.carries[item] = self._blank(item)
+        merge(Carry(*Bundle(self.rows(item), self.carries[item]).take(transfer.rows)), Carry(*bundle.fields))
+        self.add_part(item)
+
+    def result(self, transfer: Transfer) -> Bundle:
+        return Bundle(transfer.rows, self.carries.pop(("carry", transfer.owner, transfer.chunk)))
+
+    def settle(self, item: Item) -> None:
+        carry = self.carries.pop(item) if item in self.carries else self._blank(item)
+        self.out = self.settled(self.out, carry.out, item[2], self.call.q.dtype)
+        self.lse = self.settled(self.lse, carry.lse, item[2], carry.lse.dtype)
+
+    def finish(self) -> Carry:
+        """out [B, H, T, D] in q's dtype, lse [B, H, T]."""
+        for chunk in range(self.schedule.num_chunks):
+            if ("carry", self.rank, chunk) not in self.parts:  # no query here sees any key
+                self.settle(("carry", self.rank, chunk))
+        assert self.out is not None
+        assert self.lse is not None
+        return Carry(self.out, self.lse)
+
+    def _blank(self, item: Item) -> Carry:
+        """A carry that has seen no key."""
+        out, lse = self.make("carry", self.rows(item), item[2]).fields
+        return Carry(out.zero_(), lse.fill_(-torch.inf))
+
+
+class BackwardWalk(Walk):
+    """Gathers gradients: this rank's own, and those of others' queries and keys on their way home."""
+
+    def __init__(
+        self, plan: Plan, wire: Wire, local: LocalAttention, call: Call, dout: Tensor, lse: Tensor, delta: Tensor
+    ) -> None:
+        super().__init__(plan, plan.backward, wire, local, call)
+        self.dout, self.lse, self.delta = dout, lse.to(self.exact), delta.to(self.exact)
+        self.totals: dict[Item, Bundle] = {}
+        self.grads: dict[str, tuple[Tensor | None, ...]] = {"dq": (None,), "dkv": (None, None)}
+
+    def own(self, kind: str) -> tuple[Tensor, ...]:
+        if kind == "kv":
+            return self.call.k, self.call.v
+        return self.call.q, self.dout, self.lse, self.delta
+
+    def compute(self, tile: Tile) -> None:
+        q, dout, lse, delta = self.hold("rows", tile.q, tile.chunk).take(tile.q_rows)
+        k, v = self.hold("kv", tile.k, tile.chunk).take(tile.k_rows)
+        items: list[Item] = [("dq", tile.q, tile.chunk), ("dkv", tile.k, tile.chunk)]
+        first = not any(item in self.totals for item in items)
+        covers = [self.rows(item) for item in items] == [tile.q_rows, tile.k_rows]
+        # What one tile gives whole is written, not added, and if nothing else is to come it needs no float32.
+        writes = first and covers
+        only = writes and all(self.parts[item] == 1 and item[1] == self.rank for item in items)
+        dtype = q.dtype if only and not self.call.partial else self.exact
+        for item in items:
+            if writes:
+                self.totals[item] = self.make(item[0], self.rows(item), tile.chunk, dtype)
+            elif item not in self.totals:
+                self.totals[item] = self._zeros(item)
+        (dq,) = self.totals[items[0]].take(tile.q_rows)
+        dk, dv = self.totals[items[1]].take(tile.k_rows)
+        self.local.backward(
+            dout,
+            q,
+            k,
+            v,
+            lse,
+            delta,
+            mask=self.plan.tile_mask(tile, q.device),
+            scale=self.call.scale,
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            accumulate=not writes,
+            dropout=self.drop(tile),
+        )
+        for item in items:
+            self.add_part(item)
+
+    def arrive(self, transfer: Transfer, bundle: Bundle) -> None:
+        item = (transfer.kind, transfer.owner, transfer.chunk)
+        if item not in self.totals and self.rows(item) == bundle.rows:
+            self.totals[item] = bundle
+        else:
+            if item not in self.totals:
+                self.totals[item] = self._zeros(item)
+            for total, part in zip(self.totals[item].take(transfer.rows), bundle.fields, strict=True):
+                total.add_(part)
+        self.add_part(item)
+
+    def result(self, transfer: Transfer) -> Bundle:
+        return self.totals.pop((transfer.kind, transfer.owner, transfer.chunk))
+
+    def settle(self, item: Item) -> None:
+        kind, _, chunk = item
+        bundle = self.totals.pop(item) if item in self.totals else self._zeros(item)
+        dtype = self.exact if kind == "dkv" and self.call.partial else self.call.q.dtype
+        pairs = zip(self.grads[kind], bundle.fields, strict=True)
+        self.grads[kind] = tuple(self.settled(whole, part, chunk, dtype) for whole, part in pairs)
+
+    def finish(self) -> tuple[Tensor, Tensor, Tensor]:
+        """dq [B, H, T, D], dk and dv [B, K, T, D], in q's dtype unless they are partial."""
+        for chunk in range(self.schedule.num_chunks):
+            for kind in ("dq", "dkv"):
+                if (kind, self.rank, chunk) not in self.parts:
+                    self.settle((kind, self.rank, chunk))
+        (dq,), (dk, dv) = self.grads["dq"], self.grads["dkv"]
+        assert dq is not None
+        assert dk is not None
+        assert dv is not None
+        return dq, dk, dv
+
+    def _zeros(self, item: Item) -> Bundle:
+        bundle = self.make(item[0], self.rows(item), item[2])
+        bundle.clear()
+        return bundle
+
+
+def merge(total: Carry, part: Carry) -> None:
+    """Continue `total` with `part`, in place. Rows that neither has seen a key for stay 0 and -inf."""
+    lse = torch.logaddexp(total.lse, part.lse)
+    known = lse != -torch.inf
+    old, new = (torch.where(known, torch.exp(x - lse), 0.0)[..., None] for x in (total.lse, part.lse))
+    total.out.mul_(old).addcmul_(part.out, new)
+    total.lse.copy_(lse)

@@ -1,0 +1,337 @@
+"""context_parallel: names in, an attention callable over a group out.
+
+attend = context_parallel(group, layout="zigzag", strategy="ring")
+q, k, v = (attend.shard(x, 2) for x in (q, k, v))      # or deal the tokens out before the model
+out = attend(q, k, v, causal=True)                     # this rank's rows of what one device would compute
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from flashspan.attention import FLOATS, check_inputs, draw_seed, resolve_mask, rows_of
+from flashspan.context.core import Attend, Core, Options, Scheduled
+from flashspan.context.exchange import GroupWire
+from flashspan.context.execute import Plan
+from flashspan.context.generators import GENERATORS, in_chunks
+from flashspan.context.layout import Layout, Placement, contiguous, deal, place
+from flashspan.context.survey import Survey
+from flashspan.context.ulysses import Ulysses, share_heads, trade
+from flashspan.kernels import dispatch
+from flashspan.kernels.contract import Carry, Dropout, LocalAttention
+from flashspan.kernels.masks import Mask, Rows
+
+STRATEGIES = (*GENERATORS, "ulysses", "hybrid")
+PLANS_KEPT = 32
+
+
+def context_parallel(
+    group: dist.ProcessGroup | DeviceMesh | None,
+    *,
+    layout: Layout = "zigzag",
+    strategy: str = "ring",
+    sizes: Sequence[int] | None = None,
+    slow_group: dist.ProcessGroup | None = None,
+    across: str = "ring",
+    head_chunks: int = 1,
+    num_tokens: int | None = None,
+    backend: str = "auto",
+    timeout: float = 300.0,
+) -> ContextAttention:
+    """Attention over the ranks of a group, each holding a part of the tokens: call it like `flashspan.attention`.
+
+    group: a process group, a mesh of one dimension, or for `hybrid` a mesh of two, (across, ulysses); None is one rank.
+    layout: "contiguous", "zigzag", "striped", or a function of (num_tokens, num_ranks).
+    strategy: "ring", "double_ring" (with sizes=(nodes, ranks per node)), "gather", "helper", "ulysses", or "hybrid":
+    ulysses along the mesh's second dimension and `across`, one of the others, along its first.
+    slow_group: for double_ring on NCCL, a second group of the same ranks, by which keys travel between nodes while the
+    first is busy inside them.
+    head_chunks: work through the heads in this many chunks; transfer buffers shrink by as much.
+    num_tokens: the length of the whole sequence, if it is always the same. Then ranks compare notes only the first time
+    they see a shape or a mask; otherwise (unless the mask knows) once per call, to learn the length.
+    timeout: seconds to wait for a transfer (with NCCL the group's own timeout rules).
+    """
+    if strategy not in STRATEGIES:
+        raise ValueError(f"unknown strategy {strategy!r}; choose one of {', '.join(STRATEGIES)}")
+    schedule = {"hybrid": across, "ulysses": "ring"}.get(strategy, strategy)
+    if strategy == "hybrid" and across not in GENERATORS:
+        raise ValueError(f"hybrid works across rows with one of {', '.join(GENERATORS)}: got across={across!r}")
+    if (sizes is not None) != (schedule == "double_ring"):
+        raise ValueError(
+            f"sizes=(nodes, ranks per node) is needed by double_ring and only by it: got sizes={sizes} "
+            f"with strategy={strategy!r}"
+        )
+    outer: dist.ProcessGroup | None
+    inner: dist.ProcessGroup | None
+    if strategy == "hybrid":
+        if not isinstance(group, DeviceMesh) or group.ndim != 2:
+            raise ValueError(
+                f"hybrid needs a DeviceMesh of two dimensions, (across, ulysses): got {group}; "
+                f'make one with init_device_mesh("cpu", (2, 4))'
+            )
+        outer, inner = group.get_group(0), group.get_group(1)
+    else:
+        if isinstance(group, DeviceMesh):
+            if group.ndim != 1:
+                raise ValueError(f"{strategy} needs a group or a mesh of one dimension: got {group}; slice it by name")
+            group = group.get_group()
+        outer, inner = (None, group) if strategy == "ulysses" else (group, None)
+    settings = Settings(layout, strategy, schedule, tuple(sizes or ()), head_chunks, num_tokens, backend)
+    outer_wire = GroupWire(outer, slow_group=slow_group, timeout=timeout)
+    return ContextAttention(outer_wire, GroupWire(inner, timeout=timeout), settings)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What was asked of `context_parallel`."""
+
+    layout: Layout
+    strategy: str
+    schedule: str
+    sizes: tuple[int, ...]
+    head_chunks: int
+    num_tokens: int | None
+    backend: str
+
+
+class ContextAttention:
+    """Attention over a group: this is `rank` of `num_ranks`, and holds `placement(num_tokens).ranges[rank]`."""
+
+    def __init__(self, outer: GroupWire, inner: GroupWire, settings: Settings) -> None:
+        self.outer, self.inner, self.settings = outer, inner, settings
+        self.rank = outer.rank * inner.num_ranks + inner.rank
+        self.num_ranks = outer.num_ranks * inner.num_ranks
+        self.local: LocalAttention = Dispatched(settings.backend)
+        self._cores: OrderedDict[Any, Core] = OrderedDict()
+        self._digested: tuple[object, int] = (None, _digest(None))
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool = False,
+        window: int | tuple[int, int] | None = None,
+        mask: Mask | Tensor | None = None,
+        scale: float | None = None,
+        dropout: float = 0.0,
+        seed: int | None = None,
+        generator: torch.Generator | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        """This rank's rows of attention over all ranks' tokens: out, or with `return_lse` (out, lse).
+
+        The arguments are those of `flashspan.attention`, q [B, H, T, D], k and v [B, K, T, D] being this rank's shard,
+        the same T tokens of each, and the mask the whole sequence's. Dropout drops what one device would with the same
+        seed; without a seed, the one that rank 0 draws.
+        """
+        if torch.is_autocast_enabled(q.device.type) and q.dtype == torch.float32:
+            q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+        scale = 1.0 / math.sqrt(max(1, q.shape[-1])) if scale is None else float(scale)
+        core = self._core(q, k, v, causal, window, mask, scale, dropout)
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        drop = None
+        if dropout > 0:
+            seeds = draw_seed(q.device, seed, generator)
+            if seed is None:
+                seeds.fill_(self._gather([int(seeds)])[0][0])
+            drop = Dropout(float(dropout), seeds)
+        out, lse = Attend.apply(q, k, v, core, Options(scale, k.shape[1], drop))
+        return (out, lse) if return_lse else out
+
+    def placement(self, num_tokens: int) -> Placement:
+        """Who holds which tokens of a sequence of this length."""
+        outer, inner = self.outer.num_ranks, self.inner.num_ranks
+        if outer == 1:
+            return place(self.settings.layout, num_tokens, inner)
+        return deal(place(self.settings.layout, num_tokens, outer), inner)
+
+    def positions(self, num_tokens: int, device: torch.device | str = "cpu") -> Tensor:
+        """The positions of this rank's tokens, int64 [T_rank]."""
+        return self.placement(num_tokens).positions(self.rank, device)
+
+    def shard(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's part of a whole tensor."""
+        return self.placement(x.shape[dim]).shard(x, dim, self.rank)
+
+    def unshard(self, x: Tensor, dim: int) -> Tensor:
+        """The whole tensor from all ranks' parts, on every rank. Not differentiable."""
+        x = x.detach().movedim(dim, 0)
+        sizes = [size for (size,) in self._gather([len(x)])]
+        placement = self.placement(sum(sizes))
+        rows = [sizes[i : i + self.inner.num_ranks] for i in range(0, len(sizes), self.inner.num_ranks)]
+        row = torch.cat(_share(self.inner, x, rows[self.outer.rank]))
+        whole = torch.cat(_share(self.outer, row, [sum(sizes) for sizes in rows]))
+        return placement.unshard(whole.split(sizes), 0).movedim(0, dim)
+
+    @property
+    def bytes_sent(self) -> int:
+        """What this rank has put on the wire so far."""
+        return self.outer.bytes_sent + self.inner.bytes_sent
+
+    def _core(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool,
+        window: int | tuple[int, int] | None,
+        mask: Mask | Tensor | None,
+        scale: float,
+        dropout: float,
+    ) -> Core:
+        """The core that serves this call, made when all ranks agree on what is called."""
+        if isinstance(mask, Tensor) and mask.dtype == torch.bool:
+            mask = rows_of(mask)
+        num_tokens = mask.num_keys if isinstance(mask, Rows) else self.settings.num_tokens
+        if self._digested[0] is not mask:  # the layers of a model share one mask: look through it once
+            self._digested = mask, _digest(mask)
+        rest = (causal, window, self._digested[1], scale, dropout)
+        call = (*((tuple(x.shape), x.dtype, x.device) for x in (q, k, v)), rest)
+        if num_tokens is None or (call, num_tokens) not in self._cores:
+            num_tokens = self._agree(q, k, v, repr(rest), dropout)
+        key = (call, num_tokens)
+        if key not in self._cores:
+            whole = [x.new_empty((*x.shape[:2], num_tokens, x.shape[3]), device="meta") for x in (q, k)]
+            resolved = resolve_mask(*whole, causal=causal, window=window, mask=mask)
+            self._cores[key] = self._build(resolved, num_tokens, q.shape[1], k.shape[1])
+            if len(self._cores) > PLANS_KEPT:
+                self._cores.popitem(last=False)
+        self._cores.move_to_end(key)
+        return self._cores[key]
+
+    def _build(self, mask: Mask, num_tokens: int, num_heads: int, num_kv_heads: int) -> Core:
+        settings, U = self.settings, self.inner.num_ranks
+        outer = place(settings.layout, num_tokens, self.outer.num_ranks) if self.outer.num_ranks > 1 else None
+        rows = outer or contiguous(num_tokens, 1)
+        options = {"sizes": settings.sizes} if settings.schedule == "double_ring" else {}
+        schedule = GENERATORS[settings.schedule](Survey(rows, mask), **options)
+        kv_heads = len(share_heads(num_heads, num_kv_heads, U)[self.inner.rank].kv) if num_kv_heads else 0
+        schedule = in_chunks(schedule, max(1, min(settings.head_chunks, kv_heads)))
+        core: Core = Scheduled(Plan(rows, mask, schedule), self.outer, self.local)
+        if U > 1:
+            row = contiguous(rows.sizes[self.outer.rank], U) if outer else place(settings.layout, num_tokens, U)
+            core = Ulysses(core, self.inner, row)
+        return core
+
+    def _agree(self, q: Tensor, k: Tensor, v: Tensor, rest: str, dropout: float) -> int:
+        """The number of tokens of all ranks together; the same ValueError on every rank if they are not one call."""
+        problem = ""
+        try:
+            check_inputs(q, k, v, dropout)
+            if q.shape[2] != k.shape[2]:
+                raise ValueError(
+                    f"across ranks, queries and keys are the same tokens: got {q.shape[2]} and {k.shape[2]}; "
+                    f"for cross attention use flashspan.attention on one device"
+                )
+        except ValueError as error:
+            problem = str(error)
+        mine = dict.fromkeys(COMPARED, 0)
+        if not problem:
+            mine = {
+                "strategy, layout or options": _digest(repr(self.settings)),
+                "batch": q.shape[0],
+                "query heads": q.shape[1],
+                "kv heads": k.shape[1],
+                "head size": q.shape[3],
+                "dtype (as an index)": FLOATS.index(q.dtype),
+                "causal, window, mask, scale or dropout": _digest(rest),
+            }
+        rows = self._gather([*mine.values(), q.shape[2] if q.dim() == 4 else 0, *_encode(problem)])
+        for rank, row in enumerate(rows):
+            if text := _decode(row[len(COMPARED) + 1 :]):
+                raise ValueError(f"rank {rank}: {text}")
+        for name, values in zip(COMPARED, zip(*rows, strict=True), strict=False):
+            if len(set(values)) > 1:
+                shown = f": got {list(values)} on ranks 0 to {len(rows) - 1}" if max(values) < 2**31 else ""
+                raise ValueError(f"all ranks must agree on {name}{shown}; every rank must make the same call")
+        sizes = tuple(row[len(COMPARED)] for row in rows)
+        expected = self.placement(sum(sizes)).sizes
+        declared = self.settings.num_tokens
+        if sizes != expected or declared not in (None, sum(sizes)):
+            raise ValueError(
+                f"layout {self.settings.layout!r} deals {declared or sum(sizes)} tokens out as {expected}: "
+                f"got shards of {sizes} tokens; split them with attend.shard or attend.positions"
+            )
+        return sum(sizes)
+
+    def _gather(self, row: Sequence[int]) -> list[list[int]]:
+        """Every rank's row, in rank order."""
+        flat = [number for part in self.inner.agree(row) for number in part]
+        rows = []
+        for part in self.outer.agree(flat):
+            rows += [part[i : i + len(row)] for i in range(0, len(part), len(row))]
+        return rows
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """LocalAttention that asks, for every tile, which implementation serves it."""
+
+    backend: str = "auto"
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Mask,
+        scale: float,
+        carry: Carry | None = None,
+        out_dtype: torch.dtype = torch.float32,
+        dropout: Dropout | None = None,
+    ) -> Carry:
+        local = dispatch.choose(q, k, v, mask=mask, dropout=dropout, backend=self.backend).load()
+        return local.forward(q, k, v, mask=mask, scale=scale, carry=carry, out_dtype=out_dtype, dropout=dropout)
+
+    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, **rest: Any) -> None:
+        choice = dispatch.choose(q, k, v, mask=rest["mask"], dropout=rest["dropout"], backend=self.backend)
+        choice.load().backward(dout, q, k, v, lse, delta, **rest)
+
+
+def _share(wire: GroupWire, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """Every rank's x [n, ...], of which these are the sizes n, in rank order."""
+    shapes = [[((size, *x.shape[1:]), x.dtype)] for size in sizes]
+    return [part for (part,) in trade(wire, [(x,)] * wire.num_ranks, shapes, "shards to be joined")]
+
+
+COMPARED = (
+    "strategy, layout or options",
+    "batch",
+    "query heads",
+    "kv heads",
+    "head size",
+    "dtype (as an index)",
+    "causal, window, mask, scale or dropout",
+)
+TEXT = 64  # numbers that carry an error message, 7 bytes each
+
+
+def _digest(value: object) -> int:
+    """A number that is the same on every rank for the same settings or mask, at least 2**40."""
+    if isinstance(value, Rows):
+        data = value.start.cpu().numpy().tobytes() + value.end.cpu().numpy().tobytes()
+    else:
+        data = repr(value).encode()
+    return 2**40 + int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "big")
+
+
+def _encode(text: str) -> list[int]:
+    data = text.encode()[: 7 * TEXT].ljust(7 * TEXT, b"\0")
+    return [int.from_bytes(data[i : i + 7], "big") for i in range(0, len(data), 7)]
+
+
+def _decode(numbers: Sequence[int]) -> str:
+    return b"".join(number.to_bytes(7, "big") for number in numbers).rstrip(b"\0").decode(errors="replace")

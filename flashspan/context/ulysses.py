@@ -1,0 +1,151 @@
+"""Ulysses: trade tokens for heads, attend to the whole (or longer) sequence, and trade back.
+
+Every rank of the group holds a part of the tokens and all heads; for the inner attention it holds all the group's
+tokens and a part of the heads. Query heads may be uneven. Where ranks outnumber kv heads, or a rank's query heads do
+not share theirs evenly, kv heads are replicated as `repeat_interleave` would, and their gradients summed in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from flashspan.context.bundle import lay_out
+from flashspan.context.core import Core, Gradients, Options, Saved
+from flashspan.context.exchange import Wire, all_to_all
+from flashspan.context.layout import Placement
+from flashspan.context.remat import keep
+from flashspan.kernels.contract import Carry
+
+
+@dataclass(frozen=True)
+class Share:
+    """One rank's heads: query heads `q`, and the kv head behind each K/V it is given (repeats are replicas)."""
+
+    q: range
+    kv: tuple[int, ...]
+
+
+def share_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> list[Share]:
+    """Who gets which heads. Whole groups of query heads where there are enough kv heads, else query heads evenly."""
+    group = num_heads // num_kv_heads
+    units, per_unit = (num_kv_heads, group) if num_kv_heads >= num_ranks else (num_heads, 1)
+    shares = []
+    for rank in range(num_ranks):
+        heads = range(rank * units // num_ranks * per_unit, (rank + 1) * units // num_ranks * per_unit)
+        behind = [head // group for head in heads]
+        distinct = sorted(set(behind))
+        even = all(behind.count(kv) * len(distinct) == len(behind) for kv in distinct)
+        shares.append(Share(heads, tuple(distinct if even else behind)))
+    return shares
+
+
+@dataclass(frozen=True, eq=False)
+class Ulysses:
+    """A core around another: `row` places the group's tokens on its ranks, `inner` attends with all of them.
+
+    Bytes sent by all ranks of a group of U with T tokens, heads shared evenly, E = itemsize: forward
+    T B (U - 1) / U * ((2 H + 2 K') D E + 4 H), where K' counts kv heads with their replicas; backward
+    T B (U - 1) / U * (2 H D E + 4 H + 2 K' D E'), E' = 4 where replicas are summed, else E.
+    """
+
+    inner: Core
+    wire: Wire
+    row: Placement
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Carry, Saved]:
+        shares = share_heads(q.shape[1], k.shape[1], self.wire.num_ranks)
+        heads = [(share.q, share.kv, share.kv) for share in shares]
+        q, k, v = self._to_heads((q, k, v), heads, "q, k, v for their heads")
+        exact = torch.promote_types(q.dtype, torch.float32)
+        if q.shape[1]:
+            carry, saved = self.inner.forward(q, k, v, self._inner_options(options, shares))
+        else:
+            carry = Carry(torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=exact))
+            saved = (q, k, v, *carry)
+
+        def back() -> tuple[Tensor, ...]:
+            parts = self._to_tokens(carry, [(len(share.q),) * 2 for share in shares], "out, lse for their tokens")
+            return tuple(torch.cat(list(x), 1) for x in zip(*parts, strict=True))
+
+        return Carry(*keep(back)), saved
+
+    def backward(self, dout: Tensor, dlse: Tensor | None, saved: Saved, options: Options) -> Gradients:
+        shares = share_heads(dout.shape[1], options.num_kv_heads, self.wire.num_ranks)
+        exact = torch.promote_types(dout.dtype, torch.float32)
+        dlse = dout.new_zeros(dout.shape[:-1], dtype=exact) if dlse is None else dlse.to(exact)
+        heads = [(share.q, share.q) for share in shares]
+        dout, dlse = self._to_heads((dout, dlse), heads, "dout, dlse for their heads")
+        inner_options = self._inner_options(options, shares)
+        if dout.shape[1]:
+            dq, dk, dv = self.inner.backward(dout, dlse, saved, inner_options)
+        else:
+            dq, dk, dv = (torch.empty_like(x) for x in saved[:3])
+        # A gradient that is complete travels in its final dtype; one that is still to be summed, in float32.
+        kv_dtype = exact if inner_options.partial else dout.dtype
+        sizes = [(len(share.q), len(share.kv), len(share.kv)) for share in shares]
+        grads = (dq.to(dout.dtype), dk.to(kv_dtype), dv.to(kv_dtype))
+        parts = self._to_tokens(grads, sizes, "dq, dk, dv for their tokens")
+        dq = torch.cat([part[0] for part in parts], 1)
+        B, _, T, D = dq.shape
+        dk, dv = (dq.new_zeros((B, options.num_kv_heads, T, D), dtype=kv_dtype) for _ in range(2))
+        for share, (_, *kv_parts) in zip(shares, parts, strict=True):
+            index = torch.tensor(share.kv, dtype=torch.int64, device=dq.device)
+            for total, part in zip((dk, dv), kv_parts, strict=True):
+                total.index_add_(1, index, part)
+        return dq, dk, dv
+
+    def _inner_options(self, options: Options, shares: Sequence[Share]) -> Options:
+        """The inner call's: this rank's kv heads, and dropout told where its query heads begin among all."""
+        share, num_heads = shares[self.wire.rank], shares[-1].q.stop
+        dropout = options.dropout
+        if dropout is not None:
+            stride = num_heads if dropout.batch_stride is None else dropout.batch_stride
+            dropout = replace(dropout, first=dropout.first + share.q.start, batch_stride=stride)
+        replicated = sum(len(share.kv) for share in shares) > options.num_kv_heads
+        return Options(options.scale, len(share.kv), dropout, options.partial or replicated)
+
+    def _to_heads(
+        self, xs: Sequence[Tensor], heads: Sequence[Sequence[Sequence[int]]], label: str
+    ) -> tuple[Tensor, ...]:
+        """Each x [B, heads, T_rank, ...] as [B, my heads, T, ...]; `heads[rank]` gives that rank's, for each x."""
+        outgoing = [tuple(x[:, list(chosen)] for x, chosen in zip(xs, theirs, strict=True)) for theirs in heads]
+        mine = heads[self.wire.rank]
+        shapes = [
+            [((len(x), len(chosen), size, *x.shape[3:]), x.dtype) for x, chosen in zip(xs, mine, strict=True)]
+            for size in self.row.sizes
+        ]
+        parts = trade(self.wire, outgoing, shapes, label)
+        return tuple(self.row.unshard(part, 2) for part in zip(*parts, strict=True))
+
+    def _to_tokens(self, xs: Sequence[Tensor], heads: Sequence[Sequence[int]], label: str) -> list[tuple[Tensor, ...]]:
+        """Each x [B, my heads, T, ...] as every rank's [B, its heads, T_rank, ...]; `heads[rank]` counts them."""
+        outgoing = [tuple(self.row.shard(x, 2, rank) for x in xs) for rank in range(self.wire.num_ranks)]
+        size = self.row.sizes[self.wire.rank]
+        shapes = [
+            [((len(x), num, size, *x.shape[3:]), x.dtype) for x, num in zip(xs, theirs, strict=True)]
+            for theirs in heads
+        ]
+        return trade(self.wire, outgoing, shapes, label)
+
+
+def trade(
+    wire: Wire,
+    outgoing: Sequence[tuple[Tensor, ...]],
+    shapes: Sequence[Sequence[tuple[tuple[int, ...], torch.dtype]]],
+    label: str,
+) -> list[tuple[Tensor, ...]]:
+    """Send `outgoing[rank]` to each rank and return what each sent here, of these shapes. Mine come back as given."""
+    device = outgoing[0][0].device
+    buffers = []
+    for rank, xs in enumerate(outgoing):
+        fields, buffer = lay_out([(tuple(x.shape), x.dtype) for x in xs if rank != wire.rank], device)
+        for field, x in zip(fields, xs, strict=False):
+            field.copy_(x)
+        buffers.append(buffer)
+    room = [lay_out(shape if rank != wire.rank else [], device) for rank, shape in enumerate(shapes)]
+    all_to_all(wire, buffers, [buffer for _, buffer in room], label)
+    return [outgoing[rank] if rank == wire.rank else fields for rank, (fields, _) in enumerate(room)]

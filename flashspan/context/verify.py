@@ -1,0 +1,236 @@
+"""Proof that a schedule computes attention: by walking it with sets in place of tensors, no processes needed.
+
+    verify(schedule, survey)               # raises ScheduleError, or reports balance
+    verify(reverse(schedule), survey)      # backward too
+
+What is proved: every visible pair is computed exactly once, and nothing invisible is; whatever a rank computes with or
+sends, it holds; every carry and every gradient arrives home exactly once and complete; nothing is sent that nobody
+uses; each pair of ranks agrees on what passes between them, in order; no cycle of waits, even if a transfer only ends
+when both sides have posted it and each rank's transfers end in order.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeAlias
+
+from flashspan.context.schedule import Schedule, Tile, Transfer, hull
+from flashspan.context.survey import Survey
+
+Item: TypeAlias = tuple[str, int, int]
+"""What a rank can hold: (kind, owner, chunk)."""
+
+
+class ScheduleError(AssertionError):
+    """A schedule that does not compute attention."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a verified schedule costs: pairs per rank, and the busiest rank's share over the mean's."""
+
+    work: tuple[int, ...]
+    num_steps: int
+    num_transfers: int
+
+    @property
+    def balance(self) -> float:
+        mean = sum(self.work) / len(self.work)
+        return max(self.work) / mean if mean else 1.0
+
+
+def verify(schedule: Schedule, survey: Survey) -> Report:
+    """Raise ScheduleError unless this schedule is attention under the survey's mask, without waste or deadlock."""
+    check_coverage(schedule, survey)
+    check_flow(schedule)
+    check_economy(schedule)
+    check_pairing(schedule)
+    check_waits(schedule)
+    return Report(tuple(schedule.work()), schedule.num_steps, len(schedule.transfers))
+
+
+def check_coverage(schedule: Schedule, survey: Survey) -> None:
+    """Each visible pair in exactly one tile, for each chunk of heads."""
+    tiles: dict[tuple[int, int, int], list[Tile]] = defaultdict(list)
+    for tile in schedule.tiles:
+        tiles[tile.chunk, tile.q, tile.k].append(tile)
+    for (_, q, k), parts in tiles.items():
+        parts.sort(key=lambda tile: tile.q_rows.start)
+        for a, b in pairwise(parts):
+            if a.q_rows.stop > b.q_rows.start:
+                raise ScheduleError(f"{a} and {b} compute the same rows")
+        whole = len(parts) == 1
+        for tile in parts:
+            box = survey.box(q, k) if whole else survey.box(q, k, tile.q_rows)
+            if not box.pairs:
+                raise ScheduleError(f"{tile} computes nothing visible")
+            exact = (box.pairs, box.q_rows, box.k_rows) == (tile.pairs, tile.q_rows, tile.k_rows)
+            if not exact:
+                raise ScheduleError(f"{tile} is not the visible part, {box}")
+        total = sum(tile.pairs for tile in parts)
+        if total != survey.pairs[q, k]:
+            raise ScheduleError(f"tile ({q}, {k}) has {survey.pairs[q, k]} pairs, {total} computed")
+    visible = int((survey.pairs > 0).sum())
+    for chunk in range(schedule.num_chunks):
+        done = sum(1 for key in tiles if key[0] == chunk)
+        if done != visible:
+            raise ScheduleError(f"chunk {chunk} leaves visible tiles out")
+
+
+@dataclass
+class Sum:
+    """A carry or a gradient in the making: which tiles it holds (by number) and the rows they touch."""
+
+    tiles: set[int]
+    rows: range
+
+    def add(self, other: Sum) -> Sum:
+        # The larger set grows, so that a gradient that gathers along a ring is not copied at every hop.
+        large, small = (self, other) if len(self.tiles) >= len(other.tiles) else (other, self)
+        if not large.tiles.isdisjoint(small.tiles):
+            raise ScheduleError(f"tiles {large.tiles & small.tiles} are counted twice")
+        large.tiles |= small.tiles
+        large.rows = hull([large.rows, small.rows])
+        return large
+
+
+def check_flow(schedule: Schedule) -> None:
+    """Whatever is used is held; carries and gradients come home once and complete. Walks all ranks, step by step."""
+    query, result = ("rows", "dq") if schedule.is_backward else ("q", "carry")
+    held: list[dict[Item, range]] = [{} for _ in range(schedule.num_ranks)]
+    sums: list[dict[Item, Sum]] = [{} for _ in range(schedule.num_ranks)]
+    moving: dict[int, Sum] = {}  # sums on the wire, by transfer
+    starts: dict[int, list[Transfer]] = defaultdict(list)
+    ends: dict[int, list[Transfer]] = defaultdict(list)
+    tiles: dict[int, list[tuple[int, Tile]]] = defaultdict(list)
+    for t in schedule.transfers:
+        if not 0 <= t.start < t.end or t.src == t.dst or not t.rows:
+            raise ScheduleError(f"{t} (steps {t.start} to {t.end}, rows {t.rows}) is no transfer")
+        starts[t.start].append(t)
+        ends[t.end].append(t)
+    for number, tile in enumerate(schedule.tiles):
+        tiles[tile.step].append((number, tile))
+
+    def has(rank: int, item: Item, rows: range) -> bool:
+        mine = held[rank].get(item, range(0))
+        return rank == item[1] or (mine.start <= rows.start and rows.stop <= mine.stop)
+
+    def add(rank: int, item: Item, part: Sum) -> None:
+        sums[rank][item] = sums[rank][item].add(part) if item in sums[rank] else part
+
+    for step in range(schedule.num_steps):
+        for t in ends[step]:
+            item = (t.kind, t.owner, t.chunk)
+            if t.kind in (result, "dkv"):
+                add(t.dst, item, moving.pop(id(t)))
+            elif item in held[t.dst]:
+                raise ScheduleError(f"{t} brings a second copy")
+            else:
+                held[t.dst][item] = t.rows
+        for t in starts[step]:
+            item = (t.kind, t.owner, t.chunk)
+            if t.kind in (result, "dkv"):
+                if t.src == t.owner or item not in sums[t.src]:
+                    raise ScheduleError(f"{t} in step {step} has nothing to bring home")
+                moving[id(t)] = sums[t.src].pop(item)
+                if moving[id(t)].rows != t.rows:
+                    raise ScheduleError(f"{t} brings rows {t.rows}, not {moving[id(t)].rows}")
+            elif not has(t.src, item, t.rows):
+                raise ScheduleError(f"{t} in step {step} sends what rank {t.src} does not hold")
+        for number, tile in tiles[step]:
+            if not has(tile.rank, (query, tile.q, tile.chunk), tile.q_rows):
+                raise ScheduleError(f"{tile} lacks its queries")
+            if not has(tile.rank, ("kv", tile.k, tile.chunk), tile.k_rows):
+                raise ScheduleError(f"{tile} lacks its keys")
+            add(tile.rank, (result, tile.q, tile.chunk), Sum({number}, tile.q_rows))
+            if schedule.is_backward:
+                add(tile.rank, ("dkv", tile.k, tile.chunk), Sum({number}, tile.k_rows))
+    for rank, mine in enumerate(sums):
+        for kind, owner, _ in mine:
+            if rank != owner:
+                raise ScheduleError(f"{kind} of rank {owner} is left behind on rank {rank}")
+    gathered = sum(len(part.tiles) for mine in sums for part in mine.values())
+    if gathered != len(schedule.tiles) * (2 if schedule.is_backward else 1):
+        raise ScheduleError(f"{len(schedule.tiles)} tiles were computed, {gathered} results came home")
+
+
+def check_economy(schedule: Schedule) -> None:
+    """A copy holds exactly the rows that its rank computes with or passes on."""
+    used: dict[tuple[int, Item], list[range]] = defaultdict(list)
+    for tile in schedule.tiles:
+        used[tile.rank, ("kv", tile.k, tile.chunk)].append(tile.k_rows)
+        for kind in ("q", "rows"):
+            used[tile.rank, (kind, tile.q, tile.chunk)].append(tile.q_rows)
+    for t in schedule.transfers:
+        used[t.src, (t.kind, t.owner, t.chunk)].append(t.rows)
+    for t in schedule.transfers:
+        if t.kind in ("kv", "q", "rows"):
+            needed = hull(used[t.dst, (t.kind, t.owner, t.chunk)])
+            if needed != t.rows:
+                raise ScheduleError(f"{t} brings rows {t.rows}, of which {needed} are used")
+
+
+def check_pairing(schedule: Schedule) -> None:
+    """What a rank posts for a peer is what the peer posts for it: same transfers, same order, same steps."""
+    seen: dict[tuple[int, int], dict[int, list[tuple[int, Transfer]]]] = defaultdict(lambda: defaultdict(list))
+    for rank, program in enumerate(schedule.programs):
+        for number, step in enumerate(program):
+            for t in step.posts:
+                if rank not in (t.src, t.dst) or t.start != number:
+                    raise ScheduleError(f"{t} is posted by rank {rank}")
+                seen[t.src, t.dst][rank].append((number, t))
+            for t in step.waits:
+                if t.end != number:
+                    raise ScheduleError(f"{t} is awaited in step {number}")
+    for (src, dst), posts in seen.items():
+        if posts[src] != posts[dst]:
+            raise ScheduleError(f"ranks {src} and {dst} disagree on what passes between them")
+
+
+def check_waits(schedule: Schedule) -> None:
+    """No cycle of waits, under the strictest reading: a rank's batch of a step ends when all its peers have posted
+    theirs and both sides' earlier batches have ended (one queue per rank, as on a GPU)."""
+    num_steps = schedule.num_steps
+    num_nodes = 2 * schedule.num_ranks * num_steps
+    after: list[list[int]] = [[] for _ in range(num_nodes)]
+    missing = [0] * num_nodes
+
+    def posted(rank: int, step: int) -> int:
+        return 2 * (rank * num_steps + step)
+
+    def ended(rank: int, step: int) -> int:
+        return posted(rank, step) + 1
+
+    def order(first: int, then: int) -> None:
+        after[first].append(then)
+        missing[then] += 1
+
+    where: dict[tuple[int, int], int] = {}  # the step in which a rank posts its end of a transfer
+    for rank, program in enumerate(schedule.programs):
+        for number, step in enumerate(program):
+            for t in step.posts:
+                where[id(t), rank] = number
+    for rank, program in enumerate(schedule.programs):
+        for number, step in enumerate(program):
+            here = ended(rank, number)
+            order(posted(rank, number), here)
+            if number:
+                order(posted(rank, number - 1), posted(rank, number))
+                order(ended(rank, number - 1), here)
+            for start in {where[id(t), rank] for t in step.waits}:
+                order(ended(rank, start), posted(rank, number))
+            for t in step.posts:
+                peer = t.src + t.dst - rank
+                order(posted(peer, where[id(t), peer]), here)
+                if where[id(t), peer]:
+                    order(ended(peer, where[id(t), peer] - 1), here)
+    ready = [node for node in range(num_nodes) if not missing[node]]
+    for node in ready:  # grows as it goes
+        for then in after[node]:
+            missing[then] -= 1
+            if not missing[then]:
+                ready.append(then)
+    if len(ready) != num_nodes:
+        raise ScheduleError("ranks wait for each other in a circle")

@@ -1,0 +1,77 @@
+"""`flashspan attend`: runs on CPU processes, says what it did, and knows right from wrong."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from flashspan.bench import attend as program
+from flashspan.bench.attend import Job, attend, make_inputs, row_error, timed
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("devices", "options"),
+    [
+        (1, {}),
+        (2, {"causal": True, "heads": 4, "kv_heads": 2, "dtype": "bfloat16", "strategy": "ulysses"}),
+        (3, {"causal": True, "strategy": "helper", "layout": "contiguous"}),
+    ],
+)
+def test_attend_prints_output_error_time_and_memory(
+    devices: int, options: dict[str, object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert attend(devices, 301, 16, **options) == 0  # type: ignore[arg-type]
+    text = capsys.readouterr().out
+    assert f"Devices: {devices} (CPU processes" in text
+    assert "sequence length T: 301, head dim D: 16" in text
+    sample = re.search(r"Output O\[0\.\.7\]:((?: +-?\d+\.\d{6}){8})\n", text)
+    assert sample is not None
+    assert re.search(r"Error against float64: \d\.\de-\d\d \(allowed [\d.e-]+\) ok", text)
+    lines = re.findall(r"^ +(\d) +(\d+) +[\d.]+ +([\d.]+|unknown) +[\d.]+$", text, re.MULTILINE)
+    assert [int(rank) for rank, *_ in lines] == list(range(devices))
+    assert sum(int(tokens) for _, tokens, _ in lines) == 301
+    assert "speedup" in text
+
+
+def test_the_sample_is_the_same_on_any_number_of_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    samples = []
+    for devices in (1, 2):
+        attend(devices, 64, 8, heads=2, causal=True)
+        line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("Output"))
+        samples.append([float(x) for x in line.split(":")[1].split()])
+    assert samples[0] == pytest.approx(samples[1], abs=2e-6)
+
+
+def test_a_wrong_output_is_noticed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(program, "BOUNDS", {"float32": (0.0, 0.0)})
+    assert attend(1, 64, 8) == 1
+    assert "WRONG" in capsys.readouterr().out
+    job = Job(64, 8, "ring", "zigzag", True, 2, 2, "float32", 0, "cpu")
+    inputs = make_inputs(job, torch.device("cpu"))
+    assert row_error(job, inputs, torch.zeros_like(inputs[0])) == pytest.approx(1.0)
+
+
+def test_bad_arguments_are_refused() -> None:
+    with pytest.raises(ValueError, match="1 to 8 devices: got 9"):
+        attend(9, 64, 8)
+    with pytest.raises(ValueError, match="head size of 1 to 256: got 64 and 300"):
+        attend(2, 64, 300)
+    with pytest.raises(ValueError, match="must divide the query heads: got 4 query heads and 3 kv heads"):
+        attend(2, 64, 8, heads=4, kv_heads=3)
+    with pytest.raises(ValueError, match=r"strategy must be one of ring, .*: got 'spiral'"):
+        attend(2, 64, 8, strategy="spiral")
+
+
+def test_peak_memory_sees_what_is_freed_again() -> None:
+    def use() -> int:
+        x = torch.ones(16 * 2**20)  # 64 MiB
+        return int(x[-1])
+
+    use()
+    _, peak, _ = timed(use, torch.device("cpu"))
+    if peak is None:
+        pytest.skip("this system does not tell a process's peak")
+    assert 60 < peak < 80

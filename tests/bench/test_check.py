@@ -1,0 +1,80 @@
+"""`flashspan check`: a table of errors, a verdict, and an exit code that can be trusted."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flashspan.bench import check as program
+from flashspan.bench.check import Result, check
+from flashspan.context import LAYOUTS, STRATEGIES
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.timeout(90)
+def test_every_strategy_and_layout_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(ranks=4, tokens=101, heads=4, kv_heads=2, head_dim=8) == 0
+    text = capsys.readouterr().out
+    rows = re.findall(r"^(\w+) +(\w+) +(?:\d\.\de-\d\d +){4}ok$", text, re.MULTILINE)
+    assert set(rows) == {(strategy, layout) for strategy in STRATEGIES for layout in LAYOUTS}
+    assert "parallel equals serial" in text
+
+
+@pytest.mark.timeout(60)
+def test_one_case_and_another_dtype(capsys: pytest.CaptureFixture[str]) -> None:
+    options = {"strategy": "ring", "layout": "zigzag", "dtype": "bfloat16", "causal": False}
+    assert check(ranks=3, tokens=50, heads=4, kv_heads=1, head_dim=16, **options) == 0  # type: ignore[arg-type]
+    assert len(re.findall(r"ok$", capsys.readouterr().out, re.MULTILINE)) == 1
+
+
+@pytest.mark.timeout(60)
+def test_a_failure_is_an_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(program, "BOUNDS", {"float32": (1e-12, 1e-12)})
+    assert check(ranks=2, tokens=20, heads=2, kv_heads=1, head_dim=8, strategy="ring", layout="zigzag") == 1
+    text = capsys.readouterr().out
+    assert "WRONG" in text
+    assert "1 of 1 FAILED" in text
+
+
+def test_nan_does_not_pass() -> None:
+    good = [1e-7, 1e-7, 1e-7, 1e-7]
+    assert Result("ring", "zigzag", *good).passes("float32")
+    for i in range(4):
+        for bad in (math.nan, 1e-3):
+            values = [*good[:i], bad, *good[i + 1 :]]
+            assert not Result("ring", "zigzag", *values).passes("float32")
+
+
+@pytest.mark.timeout(90)
+def test_under_torchrun_it_joins_the_ranks(tmp_path: Path) -> None:
+    arguments = "check(tokens=30, heads=2, kv_heads=1, head_dim=8, strategy='helper')"
+    code = f"import sys\nfrom flashspan.bench.check import check\nsys.exit({arguments})\n"
+    script = tmp_path / "check_under_torchrun.py"
+    script.write_text(code)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=80,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("2 ranks against one device") == 1
+    assert len(re.findall(r"ok$", done.stdout, re.MULTILINE)) == 3
+
+
+def test_bad_arguments_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"strategy must be one of ring, .* got 'spiral' and None"):
+        check(strategy="spiral")
+    with pytest.raises(ValueError, match="must divide the query heads: got 8 query heads and 3 kv heads"):
+        check(kv_heads=3)
+    with pytest.raises(ValueError, match="dtype must be one of float32, bfloat16, float16: got 'int8'"):
+        check(dtype="int8")

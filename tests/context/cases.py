@@ -1,0 +1,153 @@
+"""What the distributed tests run: cases as values, the function ranks run them with, and the float64 truth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from flashspan.context.strategy import ContextAttention, context_parallel
+from flashspan.kernels import reference
+from flashspan.kernels.contract import Dropout, row_delta
+from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band, Mask
+from flashspan.kernels.patterns import documents, prefix, ragged
+
+MASKS = ("full", "causal", "window", "both sides", "documents", "causal documents", "prefix", "ragged")
+
+
+def make_mask(name: str, T: int) -> Mask:
+    """Masks that a tile can lose all of its rows to, and documents whose borders fall inside shards."""
+    lengths = [T // 3, 0, T // 5, T - T // 3 - T // 5]
+    return {
+        "full": lambda: EVERYTHING,
+        "causal": lambda: CAUSAL,
+        "window": lambda: Band(-(T // 6), 0),
+        "both sides": lambda: Band(-(T // 7), T // 9),
+        "documents": lambda: documents(lengths),
+        "causal documents": lambda: documents(lengths) & CAUSAL,
+        "prefix": lambda: prefix(T // 2, T),
+        "ragged": lambda: ragged([T // 2, T], T, T),
+        "nothing": lambda: Band(5 * T, None),
+    }[name]()
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of a strategy, by `ranks` ranks."""
+
+    ranks: int
+    strategy: str = "ring"
+    layout: str = "zigzag"
+    mask: str = "causal"
+    T: int = 61
+    heads: int = 4
+    kv_heads: int = 2
+    D: int = 8
+    batch: int = 2
+    dtype: torch.dtype = torch.float32
+    dropout: float = 0.0
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def id(self) -> str:
+        return "-".join(str(x) for x in (self.ranks, self.strategy, self.layout, self.mask, self.T, self.heads))
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        """q, k, v, dout, dlse of the whole sequence."""
+        make = torch.Generator().manual_seed(self.T * 31 + self.heads)
+        shapes = [(self.batch, h, self.T, self.D) for h in (self.heads, self.kv_heads, self.kv_heads, self.heads)]
+        q, k, v, dout = (torch.randn(shape, generator=make).to(self.dtype) for shape in shapes)
+        return q, k, v, dout, torch.randn(shapes[0][:3], generator=make)
+
+
+@cache
+def group_of(num_ranks: int) -> dist.ProcessGroup | None:
+    """The *last* ranks of the world as a group, whose global ranks are therefore not its own."""
+    world = dist.get_world_size()
+    return dist.new_group(list(range(world - num_ranks, world)))  # type: ignore[no-any-return]
+
+
+@cache
+def mesh_of(num_ranks: int) -> DeviceMesh:
+    """The last ranks as a 2-D mesh, ranks / 2 by 2."""
+    world = dist.get_world_size()
+    mesh = torch.arange(world - num_ranks, world).view(-1, 2)
+    return DeviceMesh("cpu", mesh)
+
+
+def attention_of(case: Case, **more: Any) -> ContextAttention | None:
+    """The case's attention, on its ranks; None elsewhere (where groups are still made: making them is collective)."""
+    group: Any = mesh_of(case.ranks) if case.strategy == "hybrid" else group_of(case.ranks)
+    if dist.get_rank() < dist.get_world_size() - case.ranks:
+        return None
+    options = {"timeout": 30.0, **case.options, **more}
+    if "double_ring" in (case.strategy, options.get("across")):
+        nodes = case.ranks // (2 if case.strategy == "hybrid" else 1)
+        options.setdefault("sizes", (nodes // 2, 2) if nodes % 2 == 0 else (nodes, 1))
+    return context_parallel(group, layout=case.layout, strategy=case.strategy, **options)
+
+
+def run_cases(cases: list[Case]) -> list[Any]:
+    """On a rank: for each case this rank's (out, lse, dq, dk, dv) as float64 numpy, or None."""
+    results: list[Any] = []
+    for case in cases:
+        attend = attention_of(case)
+        if attend is None:
+            results.append(None)
+            continue
+        q, k, v, dout, dlse = (attend.shard(x, 2) for x in case.inputs())
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out, lse = attend(q, k, v, mask=make_mask(case.mask, case.T), dropout=case.dropout, seed=7, return_lse=True)
+        assert out.dtype == case.dtype
+        finite = lse.isfinite()
+        torch.autograd.backward([out, lse], [dout, torch.where(finite, dlse, 0.0)])
+        results.append([x.detach().double().numpy() for x in (out, lse, *(leaf.grad for leaf in leaves))])
+    return results
+
+
+def truth(case: Case) -> list[Tensor]:
+    """out, lse, dq, dk, dv of one device in float64."""
+    q, k, v, dout, dlse = (x.double() for x in case.inputs())
+    mask, scale = make_mask(case.mask, case.T), case.D**-0.5
+    drop = Dropout(case.dropout, torch.tensor([7])) if case.dropout else None
+    out, lse = reference.forward(q, k, v, mask=mask, scale=scale, dropout=drop)
+    delta = row_delta(dout, out) - torch.where(lse.isfinite(), dlse, 0.0)
+    grads = [torch.zeros_like(x) for x in (q, k, v)]
+    dq, dk, dv = grads
+    reference.backward(
+        dout, q, k, v, lse, delta, mask=mask, scale=scale, dq=dq, dk=dk, dv=dv, accumulate=False, dropout=drop
+    )
+    return [out, lse, *grads]
+
+
+def join(case: Case, answers: list[Any]) -> list[Tensor]:
+    """The whole tensors from the ranks' answers to a case."""
+    from flashspan.context.layout import deal, place
+
+    placement = place(case.layout, case.T, case.ranks)
+    if case.strategy == "hybrid":
+        placement = deal(place(case.layout, case.T, case.ranks // 2), 2)
+        if case.ranks == 2:
+            placement = place(case.layout, case.T, 2)
+    parts = [answer for answer in answers if answer is not None]
+    return [placement.unshard([torch.from_numpy(x) for x in xs], 2) for xs in zip(*parts, strict=True)]
+
+
+def errors(case: Case, answers: list[Any]) -> list[float]:
+    """Relative error of out, lse, dq, dk, dv (lse: absolute); infinite where a row's emptiness is not told."""
+    found = []
+    for index, (mine, exact) in enumerate(zip(join(case, answers), truth(case), strict=True)):
+        if index == 1:
+            if not torch.equal(mine.isfinite(), exact.isfinite()):
+                return [float("inf")]
+            finite = exact.isfinite()
+            found.append(float((mine - exact)[finite].abs().max()) if bool(finite.any()) else 0.0)
+        else:
+            scale = float(exact.norm())
+            found.append(float((mine - exact).norm()) / scale if scale else float(mine.norm()))
+    return found

@@ -1,0 +1,28 @@
+"""Eight ranks for the whole session, started when first asked for. Smaller groups are their sub-groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from flashspan.launch import Ranks
+
+torch.set_num_threads(1)  # shapes are small, and the ranks want the cores
+
+
+@pytest.fixture(scope="session")
+def on_ranks() -> Iterator[Callable[..., list[Any]]]:
+    """on_ranks(fn, *args): fn on each of 8 ranks, and what they returned."""
+    pools: list[Ranks] = []
+
+    def run(fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+        if not pools or not pools[-1]._processes:
+            pools.append(Ranks(8, threads=1, timeout=45))
+        return pools[-1].run(fn, *args, timeout=timeout)
+
+    yield run
+    for pool in pools:
+        pool.close()

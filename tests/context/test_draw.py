@@ -1,0 +1,44 @@
+"""Pictures show what the schedule holds."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flashspan.context import generators
+from flashspan.context.draw import draw_ownership, draw_timeline
+from flashspan.context.layout import place
+from flashspan.context.schedule import reverse
+from flashspan.context.survey import Survey
+from flashspan.kernels.masks import CAUSAL
+
+
+@pytest.mark.parametrize("name", ["ring", "helper"])
+def test_pictures_are_drawn(name: str, tmp_path: Path) -> None:
+    survey = Survey(place("contiguous", 64, 4), CAUSAL)
+    schedule = generators.GENERATORS[name](survey)
+    for kind, direction in (("svg", schedule), ("png", reverse(schedule))):
+        path = tmp_path / f"timeline.{kind}"
+        figure = draw_timeline(direction, path)
+        assert path.stat().st_size > 1000
+        (axes,) = figure.axes
+        assert len(axes.texts) == len(schedule.tiles) + len(direction.transfers)  # labels, and arrows
+    figure = draw_ownership(schedule, survey, tmp_path / "tiles.svg")
+    image = figure.axes[0].images[0].get_array()
+    assert image.count() == survey.pairs.sum()
+    for rank in range(4):
+        assert (image == rank).sum() == schedule.work()[rank]
+
+
+def test_a_mask_too_large_to_draw_is_refused() -> None:
+    survey = Survey(place("contiguous", 5000, 2), CAUSAL)
+    with pytest.raises(ValueError, match="got 5000, draw 4096 or fewer"):
+        draw_ownership(generators.ring(survey), survey)
+
+
+def test_matplotlib_is_not_imported_until_it_draws() -> None:
+    code = "import sys, flashspan.context.draw; sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,152 @@
+"""The executor without processes: the walks of all ranks, taken in turn over wires in memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashspan.context import generators
+from flashspan.context.exchange import LocalWires
+from flashspan.context.execute import Call, Plan, simulate
+from flashspan.context.layout import LAYOUTS, place
+from flashspan.context.passes import BackwardWalk, ForwardWalk, merge
+from flashspan.context.schedule import Schedule, Shape, bytes_sent
+from flashspan.context.survey import Survey
+from flashspan.kernels import reference, tiled
+from flashspan.kernels.contract import Carry, LocalAttention, row_delta
+from flashspan.kernels.masks import CAUSAL, Mask
+from tests.context.cases import MASKS, make_mask
+
+SCALE = 0.3
+
+
+def walk_all(
+    schedule: Schedule, survey: Survey, xs: list[Tensor], local: LocalAttention = reference
+) -> tuple[list[Tensor], list[int]]:
+    """out, dq, dk, dv of all ranks joined, and the bytes each rank sent."""
+    placement, num = survey.placement, survey.num_ranks
+    plan = Plan(placement, survey.mask, schedule)
+    wires = LocalWires(num).wires
+    q, k, v, dout = ([placement.shard(x, 2, rank) for rank in range(num)] for x in xs)
+    calls = [Call(*parts, SCALE) for parts in zip(q, k, v, strict=True)]
+    ranks = range(num)
+    carries = simulate([ForwardWalk(plan, wires[r], local, calls[r]) for r in ranks])
+    deltas = [row_delta(dout[r], carries[r].out) for r in ranks]
+    walks = [BackwardWalk(plan, wires[r], local, calls[r], dout[r], carries[r].lse, deltas[r]) for r in ranks]
+    grads = simulate(walks)
+    assert not any(walk.copies or walk.totals for walk in walks), "a walk keeps what it is done with"
+    parts = zip(*((carry.out, *grad) for carry, grad in zip(carries, grads, strict=True)), strict=True)
+    return [placement.unshard(part, 2) for part in parts], [wire.bytes_sent for wire in wires]
+
+
+def one_device(mask: Mask, xs: list[Tensor]) -> list[Tensor]:
+    q, k, v, dout = (x.double() for x in xs)
+    out, lse = reference.forward(q, k, v, mask=mask, scale=SCALE)
+    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+    reference.backward(
+        dout, q, k, v, lse, row_delta(dout, out), mask=mask, scale=SCALE, dq=dq, dk=dk, dv=dv, accumulate=False
+    )
+    return [out, dq, dk, dv]
+
+
+def make(T: int, heads: int = 4, kv_heads: int = 2, D: int = 8, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(2, h, T, D, generator=generator) for h in (heads, kv_heads, kv_heads, heads)]
+
+
+def relative(mine: Tensor, exact: Tensor) -> float:
+    return float((mine - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize(("name", "many_ranks"), [("ring", 64), ("helper", 24)])
+def test_many_ranks_are_as_exact_as_one(name: str, many_ranks: int) -> None:
+    """float32, forward <= 1e-5 and gradients <= 1e-4; and within 2x of what one rank gives."""
+    xs, mask = make(300), CAUSAL
+    exact = one_device(mask, xs)
+    found = {}
+    for num in (1, many_ranks):
+        survey = Survey(place("zigzag", 300, num), mask)
+        mine, _ = walk_all(generators.GENERATORS[name](survey), survey, xs)
+        found[num] = [relative(a, b) for a, b in zip(mine, exact, strict=True)]
+    assert found[many_ranks][0] <= 1e-5
+    assert max(found[many_ranks][1:]) <= 1e-4
+    for one, many in zip(found[1], found[many_ranks], strict=True):
+        assert many <= 2 * one
+
+
+@pytest.mark.parametrize("name", sorted(generators.GENERATORS))
+@pytest.mark.parametrize("mask", MASKS)
+def test_any_mask_over_simulated_ranks(name: str, mask: str) -> None:
+    """And every byte sent is one the schedule announced."""
+    xs = make(53)
+    for layout in LAYOUTS:
+        survey = Survey(place(layout, 53, 6), make_mask(mask, 53))
+        sizes = {"sizes": (2, 3)} if name == "double_ring" else {}
+        schedule = generators.in_chunks(generators.GENERATORS[name](survey, **sizes), 2)
+        mine, sent = walk_all(schedule, survey, xs)
+        for a, b in zip(mine, one_device(survey.mask, xs), strict=True):
+            assert relative(a, b) <= 2e-6, (layout, mask)
+        shape = Shape(num_batch=2, num_heads=4, num_kv_heads=2, head_dim=8, itemsize=4)
+        plan = Plan(survey.placement, survey.mask, schedule)
+        totals = zip(bytes_sent(plan.forward, shape), bytes_sent(plan.backward, shape), strict=True)
+        assert sent == [forward + backward for forward, backward in totals]
+
+
+def test_one_rank_is_one_call() -> None:
+    """World size 1 takes the same path: one tile, no transfer, and no float32 detour for 16-bit inputs."""
+    survey = Survey(place("zigzag", 40, 1), CAUSAL)
+    schedule = generators.ring(survey)
+    assert len(schedule.tiles) == 1
+    assert not schedule.transfers
+    plan = Plan(survey.placement, survey.mask, schedule)
+    (wire,) = LocalWires(1).wires
+    q, k, v, dout = (x.bfloat16() for x in make(40))
+    call = Call(q, k, v, SCALE)
+    (carry,) = simulate([ForwardWalk(plan, wire, tiled, call)])
+    (grads,) = simulate([BackwardWalk(plan, wire, tiled, call, dout, carry.lse, row_delta(dout, carry.out))])
+    assert all(x.dtype == torch.bfloat16 for x in (carry.out, *grads))
+    alone = tiled.forward(q, k, v, mask=CAUSAL, scale=SCALE, out_dtype=torch.bfloat16)
+    assert torch.equal(carry.out, alone.out)
+
+
+def test_one_launch_per_step_whatever_the_layout() -> None:
+    """A rank computes each step's tile in one call, and off the diagonal of a zigzag ring nothing is masked."""
+    survey = Survey(place("zigzag", 64, 4), CAUSAL)
+    schedule = generators.ring(survey)
+    plan = Plan(survey.placement, survey.mask, schedule)
+    for rank in range(4):
+        steps = schedule.program(rank)
+        assert [len(step.tiles) for step in steps] == [1] * 4
+        masks = [plan.tile_mask(step.tiles[0], torch.device("cpu")) for step in steps]
+        assert [str(mask) for mask in masks] == ["Band(lo=None, hi=0)"] + ["Band(lo=None, hi=None)"] * 3
+
+
+def test_nan_behind_the_mask_reaches_nobody() -> None:
+    xs = make(48)
+    xs[1][:, :, 40:], xs[2][:, :, 40:] = torch.nan, torch.nan  # keys that only the last 8 queries see
+    survey = Survey(place("zigzag", 48, 4), CAUSAL)
+    (out, *_), _ = walk_all(generators.ring(survey), survey, xs)
+    assert out[:, :, :40].isfinite().all()
+    assert out[:, :, 40:].isnan().all()
+
+
+def test_merging_is_exact_and_survives_empty_rows() -> None:
+    """Rows that neither, one, or both sides have seen keys for."""
+    T, D = 4, 8
+    q, k, v = (torch.randn(1, 1, n, D, dtype=torch.float64) for n in (T, 6, 6))
+    blank = Carry(torch.zeros(1, 1, T, D).double(), torch.full((1, 1, T), -torch.inf).double())
+    halves = []
+    for part in (slice(0, 3), slice(3, 6)):
+        out, lse = reference.forward(q, k[:, :, part], v[:, :, part], mask=make_mask("full", T), scale=SCALE)
+        halves.append(Carry(out.clone(), lse.clone()))
+    whole = reference.forward(q, k, v, mask=make_mask("full", T), scale=SCALE)
+    total = Carry(blank.out.clone(), blank.lse.clone())
+    merge(total, blank)
+    assert torch.equal(total.out, blank.out)
+    assert torch.equal(total.lse, blank.lse)
+    for half in halves:
+        merge(total, half)
+        merge(total, blank)
+    assert relative(total.out, whole.out) < 1e-15
+    assert relative(total.lse, whole.lse) < 1e-15

@@ -1,0 +1,182 @@
+"""What goes wrong is said on every rank, in time: disagreement before anything is sent, a lost rank by the timeout."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flashspan.context import context_parallel
+from flashspan.kernels.patterns import documents
+from flashspan.launch import RankError, Ranks
+from tests.context.cases import Case, attention_of
+
+OnRanks = Callable[..., list[Any]]
+
+
+def disagree(kind: str) -> str | None:
+    """On a rank: the error of a call in which the group's last rank differs."""
+    attend = attention_of(Case(4), timeout=10.0)
+    if attend is None:
+        return None
+    odd = attend.rank == 3
+    shape = {"batch": 2, "heads": 4, "kv": 2, "tokens": 6, "D": 8}
+    if kind in shape and odd:
+        shape[kind] *= 2
+    q = torch.randn(shape["batch"], shape["heads"], shape["tokens"], shape["D"])
+    k = torch.randn(shape["batch"], shape["kv"], shape["tokens"], shape["D"])
+    options: dict[str, Any] = {"causal": True}
+    if odd:
+        options |= {"causal kind": {"causal": False}, "scale": {"scale": 0.5}, "window": {"window": 3}}.get(kind, {})
+    if kind == "mask":
+        options["mask"] = documents([10, 14] if odd else [12, 12])
+    if kind == "dtype" and odd:
+        q, k = q.bfloat16(), k.bfloat16()
+    if kind == "strategy" and odd:
+        attend = attention_of(Case(4, "gather"), timeout=10.0)
+        assert attend is not None
+    if kind == "cross" and odd:
+        k = k[:, :, :3]
+    if kind == "rank" and odd:
+        q = q[0]
+    try:
+        attend(q, k, k, **options)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+EXPECTED = {
+    "batch": r"agree on batch: got \[2, 2, 2, 4\] on ranks 0 to 3",
+    "heads": r"agree on query heads: got \[4, 4, 4, 8\]",
+    "kv": r"agree on kv heads: got \[2, 2, 2, 4\]",
+    "D": r"agree on head size: got \[8, 8, 8, 16\]",
+    "tokens": r"deals 30 tokens out as \(7, 8, 8, 7\): got shards of \(6, 6, 6, 12\) tokens; split them with",
+    "dtype": r"agree on dtype",
+    "strategy": r"agree on strategy, layout or options; every rank must make the same call",
+    "causal kind": r"agree on causal, window, mask, scale or dropout",
+    "scale": r"agree on causal, window, mask, scale or dropout",
+    "window": r"agree on causal, window, mask, scale or dropout",
+    "mask": r"agree on causal, window, mask, scale or dropout",
+    "cross": r"rank 3: across ranks, queries and keys are the same tokens: got 6 and 3; for cross attention",
+    "rank": r"rank 3: q, k and v must be \[batch, heads, tokens, head size\]",
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", sorted(EXPECTED))
+def test_ranks_that_disagree_get_the_same_error(on_ranks: OnRanks, kind: str) -> None:
+    started = time.monotonic()
+    messages = on_ranks(disagree, kind)[4:]
+    assert len(set(messages)) == 1
+    assert re.search(EXPECTED[kind], messages[0]), messages[0]
+    assert time.monotonic() - started < 8, "the ranks waited for a timeout"
+
+
+def calls_of_many_lengths(num_tokens: int | None) -> list[int] | None:
+    """On a rank: T = 7 and 8 look the same to rank 0 of a contiguous layout on 4 ranks, and yet are not."""
+    attend = attention_of(Case(4, layout="contiguous"), num_tokens=num_tokens)
+    if attend is None:
+        return None
+    lengths = []
+    for T in (8, 7, 8, 7, 5, 8) if num_tokens is None else (8, 8):
+        x = attend.shard(torch.ones(1, 2, T, 4), 2)
+        out = attend(x, x, x, causal=True)
+        lengths.append(attend.unshard(out, 2).shape[2])
+    return lengths
+
+
+def test_lengths_that_look_alike_on_one_rank_are_told_apart(on_ranks: OnRanks) -> None:
+    assert on_ranks(calls_of_many_lengths, None)[4:] == [[8, 7, 8, 7, 5, 8]] * 4
+    assert on_ranks(calls_of_many_lengths, 8)[4:] == [[8, 8]] * 4
+
+
+def call_with_wrong_length() -> str | None:
+    attend = attention_of(Case(4), num_tokens=16)
+    if attend is None:
+        return None
+    x = attend.shard(torch.ones(1, 2, 8, 4), 2)
+    with pytest.raises(ValueError, match=r"deals 16 tokens out") as caught:
+        attend(x, x, x)
+    return str(caught.value)
+
+
+def test_a_declared_length_is_held_to(on_ranks: OnRanks) -> None:
+    assert len(set(on_ranks(call_with_wrong_length)[4:])) == 1
+
+
+def lose_a_rank(how: str, strategy: str) -> tuple[float, str]:
+    """On a rank: attention twice; before the second, rank 2 dies or stalls. The others' error, and when."""
+    attend = context_parallel(dist.group.WORLD, strategy=strategy, num_tokens=64, timeout=1.5)
+    x = attend.shard(torch.randn(1, 4, 64, 8), 2)
+    attend(x, x, x, causal=True)
+    if attend.rank == 2:
+        if how == "dies":
+            os._exit(1)
+        time.sleep(5)
+        return 0.0, "stalled"
+    started = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        attend(x, x, x, causal=True)
+    return time.monotonic() - started, str(caught.value)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("strategy", ["ring", "helper", "ulysses"])
+def test_a_rank_that_stalls_is_named_within_the_timeout(strategy: str) -> None:
+    with Ranks(4, threads=1, timeout=20) as ranks:
+        answers = ranks.run(lose_a_rank, "stalls", strategy, timeout=40)
+    told = [answer for answer in answers if answer[1] != "stalled"]
+    assert len(told) == 3
+    for seconds, message in told:
+        assert seconds < 4.5, "1.5 s for the transfer, and some for a busy machine"
+        assert re.search(r"rank \d of 4 (waited up to 1.5 s for|could not post) .* from rank \d to rank \d", message), (
+            message
+        )
+        assert "has died, stalled or makes other calls" in message
+        if strategy != "ulysses":
+            assert re.search(r"\(step \d of (ring|helper) forward\)", message), message
+    # The ranks that were to hear from rank 2 itself name it.
+    assert any("rank 2 (global rank 2)" in message for _, message in told)
+
+
+@pytest.mark.timeout(60)
+def test_a_rank_that_dies_is_named() -> None:
+    ranks = Ranks(4, threads=1, timeout=20)
+    started = time.monotonic()
+    with pytest.raises(RankError, match="the process of rank 2 died"):
+        ranks.run(lose_a_rank, "dies", "ring", timeout=40)
+    assert time.monotonic() - started < 20
+    assert not ranks._processes, "no process is left"
+
+
+def test_bad_arguments_are_refused() -> None:
+    with pytest.raises(ValueError, match="unknown strategy 'spiral'; choose one of ring"):
+        context_parallel(None, strategy="spiral")
+    with pytest.raises(ValueError, match="needed by double_ring and only by it"):
+        context_parallel(None, strategy="double_ring")
+    with pytest.raises(ValueError, match="needed by double_ring and only by it"):
+        context_parallel(None, strategy="ring", sizes=(2, 2))
+    with pytest.raises(ValueError, match="hybrid needs a DeviceMesh of two dimensions"):
+        context_parallel(None, strategy="hybrid")
+    with pytest.raises(ValueError, match="hybrid works across rows with one of"):
+        context_parallel(None, strategy="hybrid", across="ulysses")
+
+
+def test_without_a_group_it_is_one_rank() -> None:
+    attend = context_parallel(None)
+    q = torch.randn(1, 4, 9, 8, requires_grad=True)
+    out, lse = attend(q, q, q, causal=True, return_lse=True)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+    torch.testing.assert_close(out, expected)
+    assert lse.shape == (1, 4, 9)
+    with pytest.raises(ValueError, match="rank 0: dropout is a probability"):
+        attend(q, q, q, dropout=1.5)
+    with pytest.raises(ValueError, match="this mask covers 4 queries"):
+        attend(q, q, q, mask=documents([4]))

@@ -1,0 +1,117 @@
+"""Checkpointed with `keep_attention`, attention goes round once forward and once backward, never twice forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from flashspan.context import keep_attention
+from flashspan.context.generators import GENERATORS
+from flashspan.context.layout import place
+from flashspan.context.passes import BackwardWalk, ForwardWalk
+from flashspan.context.schedule import Shape, bytes_sent, reverse
+from flashspan.context.strategy import ContextAttention
+from flashspan.context.survey import Survey
+from flashspan.kernels.masks import CAUSAL
+from tests.context.cases import Case, attention_of
+
+OnRanks = Callable[..., list[Any]]
+T, H, D, LAYERS = 40, 4, 8, 3
+
+
+def network(attend: ContextAttention, x: Tensor, mode: str) -> Tensor:
+    """A small residual network, each layer checkpointed in some way."""
+
+    def layer(x: Tensor, weight: Tensor) -> Tensor:
+        q, k, v = (torch.tanh(x @ weight[i]) for i in range(3))
+        return x + attend(q, k, v, causal=True)
+
+    weights = torch.randn(LAYERS, 3, D, D, generator=torch.Generator().manual_seed(1)) / D**0.5
+    for weight in weights:
+        if mode == "none":
+            x = layer(x, weight)
+        elif mode == "plain":
+            x = checkpoint(layer, x, weight, use_reentrant=False)
+        else:
+            x = checkpoint(layer, x, weight, use_reentrant=False, context_fn=keep_attention)
+    return x
+
+
+def count(strategy: str, mode: str) -> tuple[int, int, int, Any] | None:
+    """On a rank: forward walks, backward walks, bytes sent, and the gradient of one training step."""
+    attend = attention_of(Case(4, strategy), num_tokens=T)
+    if attend is None:
+        return None
+    walks = {"forward": 0, "backward": 0}
+
+    def counted(kind: type, name: str) -> Callable[..., Any]:
+        original = kind.steps  # type: ignore[attr-defined]
+
+        def steps(self: Any) -> Any:
+            walks[name] += 1
+            return original(self)
+
+        return steps
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ForwardWalk, "steps", counted(ForwardWalk, "forward"))
+        patch.setattr(BackwardWalk, "steps", counted(BackwardWalk, "backward"))
+        x = attend.shard(torch.randn(1, H, T, D, generator=torch.Generator().manual_seed(2)), 2).requires_grad_()
+        y = network(attend, x, mode)
+        y.backward(attend.shard(torch.randn(1, H, T, D, generator=torch.Generator().manual_seed(3)), 2))
+    assert x.grad is not None
+    return walks["forward"], walks["backward"], attend.bytes_sent, x.grad.numpy()
+
+
+@pytest.mark.parametrize("strategy", ["ring", "helper", "hybrid"])
+def test_attention_is_not_run_twice(on_ranks: OnRanks, strategy: str) -> None:
+    results = {mode: on_ranks(count, strategy, mode)[4:] for mode in ("none", "plain", "kept")}
+    for rank in range(4):
+        none, plain, kept = (results[mode][rank] for mode in ("none", "plain", "kept"))
+        assert none[:2] == kept[:2] == (LAYERS, LAYERS)
+        assert plain[:2] == (2 * LAYERS, LAYERS)
+        assert torch.equal(torch.from_numpy(none[3]), torch.from_numpy(kept[3]))
+        if strategy != "hybrid":
+            assert kept[2] == none[2] < plain[2]
+        else:  # q, k and v are traded for heads again; out is not, nor does the ring turn
+            assert none[2] < kept[2] < plain[2]
+
+
+@pytest.mark.parametrize("strategy", ["ring", "gather", "helper", "double_ring"])
+def test_the_wire_carries_the_bytes_the_schedule_announces(on_ranks: OnRanks, strategy: str) -> None:
+    survey = Survey(place("zigzag", T, 4), CAUSAL)
+    sizes = {"sizes": (2, 2)} if strategy == "double_ring" else {}
+    schedule = GENERATORS[strategy](survey, **sizes)
+    shape = Shape(num_batch=1, num_heads=H, num_kv_heads=H, head_dim=D, itemsize=4)
+    expected = zip(bytes_sent(schedule, shape), bytes_sent(reverse(schedule), shape), strict=True)
+    sent = [answer[2] for answer in on_ranks(count, strategy, "none")[4:]]
+    assert sent == [LAYERS * (forward + backward) for forward, backward in expected]
+
+
+def ulysses_bytes(kv_heads: int, dtype: torch.dtype) -> tuple[int, int] | None:
+    """On a rank: bytes of a forward and of a backward."""
+    attend = attention_of(Case(4, "ulysses"), num_tokens=T)
+    if attend is None:
+        return None
+    q, k, v = (attend.shard(torch.randn(2, h, T, D).to(dtype), 2) for h in (8, kv_heads, kv_heads))
+    out = attend(q.requires_grad_(), k, v, causal=True)
+    forward = attend.bytes_sent
+    out.backward(torch.randn_like(out))
+    return forward, attend.bytes_sent - forward
+
+
+@pytest.mark.parametrize(("kv_heads", "replicas"), [(8, 8), (4, 4), (2, 4), (1, 4)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ulysses_sends_what_its_docstring_says(
+    on_ranks: OnRanks, kv_heads: int, replicas: int, dtype: torch.dtype
+) -> None:
+    answers = on_ranks(ulysses_bytes, kv_heads, dtype)[4:]
+    E, rows = dtype.itemsize, T * 2 * 3 // 4  # T B (U - 1) / U
+    summed = 4 if replicas > kv_heads else E
+    assert sum(forward for forward, _ in answers) == rows * ((2 * 8 + 2 * replicas) * D * E + 4 * 8)
+    assert sum(backward for _, backward in answers) == rows * (2 * 8 * D * E + 4 * 8 + 2 * replicas * D * summed)

@@ -1,0 +1,258 @@
+"""Every schedule is proved, forward and backward, and the proof notices when a schedule is broken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flashspan.context import generators
+from flashspan.context.layout import LAYOUTS, place
+from flashspan.context.schedule import Schedule, Shape, bytes_sent, reverse
+from flashspan.context.survey import Survey
+from flashspan.context.verify import Report, ScheduleError, check_waits, verify
+from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band, Mask, dense
+from flashspan.kernels.patterns import documents, prefix, window
+
+Generator = Callable[[Survey], Schedule]
+
+
+def prove(schedule: Schedule, survey: Survey) -> Report:
+    verify(reverse(schedule), survey)
+    return verify(schedule, survey)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[Survey, Schedule]:
+    """Any generator on any layout, mask and number of ranks."""
+    num_ranks, num_tokens = draw(st.integers(1, 9)), draw(st.integers(0, 40))
+    low, high = draw(st.one_of(st.none(), st.integers(-30, 30))), draw(st.one_of(st.none(), st.integers(-30, 30)))
+    mask: Mask = Band(low, high)
+    if draw(st.booleans()):
+        cuts = sorted(draw(st.lists(st.integers(0, num_tokens), max_size=4)))
+        lengths = [b - a for a, b in zip([0, *cuts], [*cuts, num_tokens], strict=True)]
+        mask = documents(lengths) & mask
+    survey = Survey(place(draw(st.sampled_from(sorted(LAYOUTS))), num_tokens, num_ranks), mask)
+    name = draw(st.sampled_from(sorted(generators.GENERATORS)))
+    if name == "double_ring":
+        nodes = draw(st.sampled_from([n for n in range(1, num_ranks + 1) if num_ranks % n == 0]))
+        schedule = generators.double_ring(survey, (nodes, num_ranks // nodes))
+    else:
+        schedule = generators.GENERATORS[name](survey)
+    return survey, generators.in_chunks(schedule, draw(st.integers(1, 3)))
+
+
+@given(problems())
+@settings(max_examples=1500, deadline=None)
+def test_any_schedule_computes_attention(problem: tuple[Survey, Schedule]) -> None:
+    survey, schedule = problem
+    report = prove(schedule, survey)
+    assert sum(report.work) == survey.pairs.sum() * schedule.num_chunks
+
+
+@given(problems())
+@settings(max_examples=150, deadline=None)
+def test_the_survey_counts_what_the_drawn_mask_shows(problem: tuple[Survey, Schedule]) -> None:
+    survey, _ = problem
+    placement, num = survey.placement, survey.placement.num_tokens
+    drawn = dense(survey.mask, num, num).numpy()
+    for q in range(survey.num_ranks):
+        for k in range(survey.num_ranks):
+            tile = drawn[np.ix_(placement.index(q), placement.index(k))]
+            box = survey.box(q, k)
+            assert box.pairs == tile.sum()
+            if box.pairs:
+                rows, keys = np.nonzero(tile.any(1))[0], np.nonzero(tile.any(0))[0]
+                assert (box.q_rows, box.k_rows) == (range(rows[0], rows[-1] + 1), range(keys[0], keys[-1] + 1))
+            half = survey.box(q, k, range(len(tile) // 2, len(tile)))
+            assert half.pairs == tile[len(tile) // 2 :].sum()
+
+
+LARGE: list[tuple[str, int, str, Mask, Generator]] = [
+    ("ring", 256, "contiguous", CAUSAL, generators.ring),
+    ("helper", 256, "contiguous", CAUSAL, generators.helper),
+    ("gather", 256, "zigzag", documents([3000, 5000, 100, 4700]) & CAUSAL, generators.gather),
+    ("ring", 256, "zigzag", window(70), generators.ring),
+    ("double_ring", 128, "striped", window(200), lambda survey: generators.double_ring(survey, (16, 8))),
+    ("ring", 128, "zigzag", CAUSAL, generators.ring),
+]
+
+
+@pytest.mark.parametrize(("name", "num_ranks", "layout", "mask", "generate"), LARGE)
+def test_many_ranks(name: str, num_ranks: int, layout: str, mask: Mask, generate: Generator) -> None:
+    survey = Survey(place(layout, 12800, num_ranks), mask)
+    schedule = generate(survey)
+    assert schedule.name == name
+    prove(schedule, survey)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", [EVERYTHING, CAUSAL, window(200), documents([3000, 9800])], ids=str)
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+@pytest.mark.parametrize("name", sorted(generators.GENERATORS))
+def test_all_of_256_ranks(name: str, layout: str, mask: Mask) -> None:
+    survey = Survey(place(layout, 12800, 256), mask)
+    sizes = {"sizes": (32, 8)} if name == "double_ring" else {}
+    prove(generators.GENERATORS[name](survey, **sizes), survey)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 8, 9, 16, 33, 64, 100, 256])
+def test_causal_work_is_balanced(num_ranks: int) -> None:
+    """Zigzag and striped within 2% of the mean, helpers on contiguous shards within 10% from 8 ranks on."""
+    num_tokens = 64 * num_ranks
+    for layout, generate, bound in (
+        ("zigzag", generators.ring, 1.02),
+        ("striped", generators.ring, 1.02),
+        ("contiguous", generators.helper, 1.10 if num_ranks >= 8 else 1.5),
+    ):
+        survey = Survey(place(layout, num_tokens, num_ranks), CAUSAL)
+        work = generate(survey).work() if layout == "contiguous" else survey.pairs.sum(1).tolist()
+        assert max(work) <= bound * sum(work) / num_ranks, layout
+
+
+def test_a_window_stops_the_ring_and_sends_only_its_tokens() -> None:
+    survey = Survey(place("contiguous", 8 * 64, 8), Band(-9, 0))
+    schedule = generators.ring(survey)
+    prove(schedule, survey)
+    assert schedule.num_steps == 2
+    assert [len(t.rows) for t in schedule.transfers] == [9] * 7
+
+
+def test_a_causal_ring_sends_no_key_to_those_before_it() -> None:
+    survey = Survey(place("contiguous", 64, 8), CAUSAL)
+    assert all(t.dst > t.owner for t in generators.ring(survey).transfers)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 5, 8])
+def test_bytes_are_those_of_the_docstrings(num_ranks: int) -> None:
+    """Full mask: every token's keys reach all others once, and as many gradients come home."""
+    n, shape = 16, Shape(num_batch=2, num_heads=6, num_kv_heads=3, head_dim=8, itemsize=2)
+    survey = Survey(place("zigzag", n * num_ranks, num_ranks), EVERYTHING)
+    kv, dkv = 2 * 2 * 3 * 8 * 2, 2 * 2 * 3 * 8 * 4
+    tokens = n * num_ranks * (num_ranks - 1)
+    sizes = (num_ranks // 2, 2) if num_ranks % 2 == 0 else (num_ranks, 1)
+    for schedule in (
+        generators.ring(survey),
+        generators.gather(survey),
+        generators.double_ring(survey, sizes),
+        generators.in_chunks(generators.ring(survey), 3),
+    ):
+        assert sum(bytes_sent(schedule, shape)) == tokens * kv
+        assert sum(bytes_sent(reverse(schedule), shape)) == tokens * (kv + dkv)
+    double = generators.double_ring(survey, sizes)
+    between = [t for t in double.transfers if t.src // sizes[1] != t.dst // sizes[1]]
+    assert sum(len(t.rows) for t in between) == n * num_ranks * (sizes[0] - 1)
+    back = [t for t in reverse(double).transfers if t.kind == "dkv" and t.src // sizes[1] != t.dst // sizes[1]]
+    assert sum(len(t.rows) for t in back) == n * num_ranks * (sizes[0] - 1)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 5, 8])
+def test_helper_bytes_are_those_of_the_docstring(num_ranks: int) -> None:
+    n, shape = 16, Shape(num_batch=2, num_heads=6, num_kv_heads=3, head_dim=8, itemsize=2)
+    schedule = generators.helper(Survey(place("contiguous", n * num_ranks, num_ranks), CAUSAL))
+    kv, dkv = 2 * 2 * 3 * 8 * 2, 2 * 2 * 3 * 8 * 4
+    q, carry, rows, dq = 2 * 6 * 8 * 2, 2 * 6 * (8 + 1) * 4, 2 * 6 * (2 * 8 * 2 + 2 * 4), 2 * 6 * 8 * 4
+    pairs = num_ranks * (num_ranks - 1) // 2
+    halved = num_ranks // 2 if num_ranks % 2 == 0 else 0
+    far = sum(num_ranks - d for d in range(num_ranks // 2 + 1, num_ranks))  # tiles computed by helpers, whole
+    own, helped = pairs - far, far + halved / 2
+    assert sum(bytes_sent(schedule, shape)) == n * (own * kv + helped * (q + carry))
+    assert sum(bytes_sent(reverse(schedule), shape)) == n * (own * (kv + dkv) + helped * (rows + dq))
+
+
+def broken(schedule: Schedule, which: str) -> Schedule:
+    """A schedule with one thing wrong with it."""
+    tiles, transfers = list(schedule.tiles), list(schedule.transfers)
+    last = max(range(len(transfers)), key=lambda i: transfers[i].start)
+    if which == "a tile is missing":
+        tiles.pop()
+    elif which == "a tile twice":
+        tiles.append(tiles[-1])
+    elif which == "a tile too early":
+        late = max(range(len(tiles)), key=lambda i: tiles[i].step)
+        tiles[late] = tiles[late]._replace(step=0)
+    elif which == "a tile too small":
+        tiles[0] = tiles[0]._replace(k_rows=tiles[0].k_rows[1:])
+    elif which == "a transfer is missing":
+        transfers.pop(last)
+    elif which == "a transfer twice":
+        transfers.append(transfers[last])
+    elif which == "a transfer to oneself":
+        transfers[last] = transfers[last]._replace(dst=transfers[last].src)
+    elif which == "a transfer from nobody":
+        transfers[last] = transfers[last]._replace(src=(transfers[last].src + 1) % schedule.num_ranks)
+    elif which == "a transfer of too much":
+        transfers[last] = transfers[last]._replace(rows=range(transfers[last].rows.stop + 1))
+    elif which == "a transfer that ends as it starts":
+        transfers[last] = transfers[last]._replace(end=transfers[last].start)
+    return replace(schedule, tiles=tuple(tiles), transfers=tuple(transfers))
+
+
+DEFECTS = (
+    "a tile is missing",
+    "a tile twice",
+    "a tile too early",
+    "a tile too small",
+    "a transfer is missing",
+    "a transfer twice",
+    "a transfer to oneself",
+    "a transfer from nobody",
+    "a transfer of too much",
+    "a transfer that ends as it starts",
+)
+
+
+@pytest.mark.parametrize("which", DEFECTS)
+@pytest.mark.parametrize("name", ["ring", "gather", "helper"])
+@pytest.mark.parametrize("backward", [False, True])
+def test_the_proof_fails_for_broken_schedules(which: str, name: str, backward: bool) -> None:
+    survey = Survey(place("contiguous", 40, 5), CAUSAL)
+    schedule = generators.GENERATORS[name](survey)
+    schedule = reverse(schedule) if backward else schedule
+    verify(schedule, survey)
+    with pytest.raises(ScheduleError):
+        verify(broken(schedule, which), survey)
+
+
+def test_a_gradient_left_behind_is_noticed() -> None:
+    survey = Survey(place("zigzag", 40, 4), CAUSAL)
+    schedule = reverse(generators.ring(survey))
+    transfers = [t for t in schedule.transfers if not (t.kind == "dkv" and t.dst == t.owner == 2)]
+    with pytest.raises(ScheduleError, match="left behind"):
+        verify(replace(schedule, transfers=tuple(transfers)), survey)
+
+
+def test_a_circle_of_waits_is_noticed() -> None:
+    """Two ranks that each post their end of two transfers in another order, one waiting in between."""
+    survey = Survey(place("contiguous", 8, 2), EVERYTHING)
+    schedule = generators.ring(survey)
+    forth, back = schedule.transfers
+    stuck = replace(schedule, transfers=(forth, back))
+    programs = list(stuck.programs)
+    # Rank 0 waits for `forth` before it posts `back`; rank 1 the other way round.
+    first, second = programs[0][0], programs[0][1]
+    programs[0] = (first._replace(posts=(forth,)), second._replace(posts=(back,), waits=(forth,)))
+    programs[1] = (first._replace(posts=(back,)), second._replace(posts=(forth,), waits=(back,)))
+    vars(stuck)["programs"] = tuple(programs)
+    with pytest.raises(ScheduleError, match="circle"):
+        check_waits(stuck)
+    with pytest.raises(ScheduleError):
+        verify(stuck, survey)
+
+
+def test_prefix_masks_are_pruned_too() -> None:
+    survey = Survey(place("contiguous", 64, 8), prefix(16, 64))
+    prove(generators.ring(survey), survey)
+    assert all(t.dst > t.owner or t.owner < 2 for t in generators.ring(survey).transfers)
+
+
+def test_bad_sizes_are_refused() -> None:
+    survey = Survey(place("contiguous", 64, 8), CAUSAL)
+    with pytest.raises(ValueError, match=r"product is the number of ranks: got \(3, 2\) for 8 ranks"):
+        generators.double_ring(survey, (3, 2))
+    with pytest.raises(ValueError, match="1 or more chunks: got 0"):
+        generators.in_chunks(generators.ring(survey), 0)
