@@ -11,8 +11,11 @@ ALLOWED = {
     "launch": set(),
     "context": {"kernels", "attention"},
     "parallel": set(),
-    "bench": {"kernels", "attention", "launch", "context", "parallel"},
-    "cli": {"bench"},
+    "model": set(),
+    "train": {"kernels", "attention", "launch", "context", "parallel", "model"},
+    "generate": {"kernels", "attention", "launch", "context", "parallel", "model", "train"},
+    "bench": {"kernels", "attention", "launch", "context", "parallel", "model", "train", "generate"},
+    "cli": {"bench", "train", "generate"},
     "__init__": {"kernels", "attention"},
 }
 

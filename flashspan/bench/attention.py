@@ -97,6 +97,7 @@ def _sdpa(shape: Shape, backend: SDPBackend) -> Attend:
 def _flex(shape: Shape) -> Attend:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    torch._dynamo.reset()  # past its limit of recompilations it would quietly run uncompiled
     compiled: Any = torch.compile(flex_attention, dynamic=False)
     rules: dict[str, Callable[..., Any]] = {
         "causal": lambda b, h, i, j: i >= j,
@@ -184,6 +185,7 @@ def main(*, quick: bool = False) -> int:
         raise ValueError("bench attention needs a CUDA device and none is present; `flashspan check` runs anywhere")
     where = record.environment(torch.device("cuda"))
     console = Console()
+    console.width = max(console.width, 120)
     rows: list[record.Row] = []
     for shape in track(SHAPES[:2] if quick else SHAPES, description="shapes", console=console):
         for name, make in implementations(shape).items():

@@ -2,14 +2,15 @@
 
     python -m flashspan.bench.ring_cpu --tokens 8192 --heads 8 --head-dim 64 --ranks 4
 
-The two take turns, so that a busy machine slows both. Time is of the slowest rank, forward and backward; memory is the
-growth of the process over what it held before the call (inputs and dout included in what it held).
+The two take turns, so that a busy machine slows both; CPU seconds hardly depend on how busy it is. Time is of the
+slowest rank, forward and backward; memory is the growth of the process over what it held, plus q, k, v and dout.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import time
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ MIB = 2**20
 
 
 def compare(tokens: int, heads: int, head_dim: int, repeats: int, head_chunks: int) -> dict[str, list[Any]]:
-    """On a rank: (seconds, peak MiB) of each repeat, ours and theirs, and the largest difference of their answers."""
+    """On a rank: (seconds, peak MiB, CPU seconds) of each repeat, ours and theirs, and how their answers differ."""
     attend = context_parallel(
         dist.group.WORLD, layout="zigzag", strategy="ring", num_tokens=tokens, head_chunks=head_chunks
     )
@@ -50,9 +51,10 @@ def compare(tokens: int, heads: int, head_dim: int, repeats: int, head_chunks: i
     for repeat in range(repeats + 1):
         for name, call in (("ours", run_ours), ("theirs", run_theirs)):
             dist.barrier()
+            before = time.process_time()
             seconds, peak, answer = timed(call, torch.device("cpu"))
             if repeat:  # the first warms up
-                results[name].append((seconds, peak))
+                results[name].append((seconds, peak, time.process_time() - before))
             if name == "ours":
                 mine = answer
             else:
@@ -111,14 +113,16 @@ def main() -> None:
     print(f"{options.ranks} gloo ranks, T={options.tokens} causal, {options.heads} heads x {options.head_dim}, float32")
     for name in ("ours", "theirs"):
         slowest = [max(answer[name][i][0] for answer in answers) for i in range(options.repeats)]
-        peaks = [peak for answer in answers for _, peak in answer[name] if peak is not None]
+        peaks = [peak for answer in answers for _, peak, _ in answer[name] if peak is not None]
+        busy = min(sum(answer[name][i][2] for answer in answers) for i in range(options.repeats))
         low, middle = min(slowest), statistics.median(slowest)
         # q, k, v and dout were there before; out, dq, dk, dv and everything else came.
         total = max(peaks) + 4 * tensor if peaks else float("nan")
         ratio = (total - 4 * tensor) / (8 * tensor)
         print(
-            f"{name:<7} median {middle:.3f} s, best {low:.3f} s; peak {total:.1f} MiB per rank with inputs; less two "
-            f"K/V buffers {ratio:.2f}x the share of q, k, v, out and gradients ({8 * tensor:.1f} MiB)"
+            f"{name:<7} median {middle:.3f} s, best {low:.3f} s, {busy:.3f} CPU s of all ranks; "
+            f"peak {total:.1f} MiB per rank with inputs: "
+            f"less two K/V buffers {ratio:.2f}x the share of q, k, v, out and gradients ({8 * tensor:.1f} MiB)"
         )
     print("relative difference of out, dq, dk, dv:", " ".join(f"{x:.1e}" for x in answers[0]["difference"]))
 

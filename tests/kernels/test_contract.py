@@ -52,7 +52,8 @@ SUBJECTS = {"reference": Subject(reference), "tiled": Subject(tiled), "cpu": Sub
 PARAMETERS = [pytest.param(subject, id=name) for name, subject in SUBJECTS.items()]
 if torch.cuda.is_available():  # without a GPU the kernels are interpreted: test_portable.py has cases small enough
     kernels = Subject(portable, dtypes=(torch.float32, torch.float16, torch.bfloat16), device="cuda")
-    PARAMETERS.append(pytest.param(kernels, id="portable", marks=pytest.mark.gpu))
+    marks = [pytest.mark.gpu, pytest.mark.timeout(900)]  # every shape and kind of mask compiles kernels of its own
+    PARAMETERS.append(pytest.param(kernels, id="portable", marks=marks))
 
 
 @pytest.fixture(params=PARAMETERS, scope="module")

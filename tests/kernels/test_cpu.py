@@ -100,15 +100,18 @@ def test_the_stand_in_output_recovers_delta(dout_power: int, delta_power: int, s
 
 
 def _milliseconds(call: Callable[[], object]) -> float:
-    begin = time.perf_counter()
+    """Processor time: what else the machine does hardly counts."""
+    begin = time.process_time()
     call()
-    return (time.perf_counter() - begin) * 1e3
+    return (time.process_time() - begin) * 1e3
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mask", [CAUSAL, EVERYTHING], ids=["causal", "full"])
 def test_within_a_tenth_of_sdpa(mask: Band) -> None:
-    """[1, 8, 2048, 64] in float32, in turns with SDPA in one run; the fastest of each, as other work only adds."""
+    """[1, 8, 2048, 64] in float32 on one thread, in turns with SDPA in one run; the fastest of each."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a second one would be billed for waiting
     x = make_inputs(Shape(1, 8, 8, 2048, 2048, 64), seed=2)
     q, k, v = (t.clone().requires_grad_() for t in (x.q, x.k, x.v))
     dq, dk, dv = (torch.empty_like(t) for t in (x.q, x.k, x.v))
@@ -126,9 +129,12 @@ def test_within_a_tenth_of_sdpa(mask: Band) -> None:
         "sdpa backward": lambda: torch.autograd.grad(peer, (q, k, v), x.dout, retain_graph=True),
     }
     best = dict.fromkeys(calls, float("inf"))
-    for _ in range(30):
-        for name, call in calls.items():
-            best[name] = min(best[name], _milliseconds(call))
+    names = list(calls)
+    for _ in range(40):
+        names.reverse()  # whoever comes second finds the caches warm
+        for name in names:
+            best[name] = min(best[name], _milliseconds(calls[name]))
+    torch.set_num_threads(num_threads)
     print("\n" + ", ".join(f"{name} {ms:.1f} ms" for name, ms in best.items()))
     assert best["forward"] <= 1.1 * best["sdpa forward"]
     assert best["backward"] <= 1.1 * best["sdpa backward"]
