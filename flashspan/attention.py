@@ -229,7 +229,8 @@ def _forward(
     mask = masks.unpack(mask_kind, mask_numbers, mask_tensors)
     drop = None if seed is None else Dropout(dropout, seed)
     local = dispatch.choose(q, k, v, mask=mask, dropout=drop, backend=backend).load()
-    carry = local.forward(q, k, v, mask=mask, scale=scale, out_dtype=q.dtype, dropout=drop)
+    with torch.autocast(q.device.type, enabled=False):  # sums inside are float32 and stay so
+        carry = local.forward(q, k, v, mask=mask, scale=scale, out_dtype=q.dtype, dropout=drop)
     out, lse = _outputs(q)
     if carry.out.stride() == out.stride():
         out = carry.out
@@ -262,14 +263,14 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     mask = masks.unpack(mask_kind, mask_numbers, mask_tensors)
     drop = None if seed is None else Dropout(dropout, seed)
-    delta = row_delta(dout, out)
-    if dlse is not None:
-        # d lse / d score is the probability: a gradient of lse enters where delta does, with the other sign.
-        delta = delta - dlse
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    dispatch.choose(q, k, v, mask=mask, dropout=drop, backend=backend).load().backward(
-        dout, q, k, v, lse, delta, mask=mask, scale=scale, dq=dq, dk=dk, dv=dv, accumulate=False, dropout=drop
-    )
+    local = dispatch.choose(q, k, v, mask=mask, dropout=drop, backend=backend).load()
+    with torch.autocast(q.device.type, enabled=False):
+        # d lse / d score is the probability: a gradient of lse enters where delta does, with the other sign.
+        delta = row_delta(dout, out) if dlse is None else row_delta(dout, out) - dlse
+        local.backward(
+            dout, q, k, v, lse, delta, mask=mask, scale=scale, dq=dq, dk=dk, dv=dv, accumulate=False, dropout=drop
+        )
     return dq, dk, dv
 
 

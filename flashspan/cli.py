@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import tyro
 from tyro.conf import Positional
@@ -123,18 +123,80 @@ def bench(what: Positional[Literal["attention"]], *, quick: bool = False) -> int
     return run(quick=quick)
 
 
-COMMANDS: dict[str, Callable[..., Any]] = {"attend": attend, "check": check, "bench": bench}
+def plan(
+    what: Positional[Literal["draw"]],
+    *,
+    ranks: int = 8,
+    strategy: Literal["ring", "double_ring", "gather", "helper"] = "ring",
+    layout: Layout = "zigzag",
+    sizes: tuple[int, int] | None = None,
+    tokens: int = 2048,
+    causal: bool = True,
+    window: int | None = None,
+    folder: str = ".",
+) -> int:
+    """See a schedule before it runs.
+
+    draw: two pictures, the timeline of the schedule (compute, transfers and waiting of every rank) and who computes
+    which part of the mask, as SVG.
+
+    Example: flashspan plan draw --ranks 8 --strategy helper --layout contiguous
+
+    Args:
+        what: draw.
+        ranks: how many ranks share the sequence.
+        strategy: how keys and values travel between ranks.
+        layout: which rank holds which tokens.
+        sizes: nodes and ranks per node, for double_ring.
+        tokens: length of the whole sequence, at most 4096 for the picture of the mask.
+        causal: each token sees only itself and those before it.
+        window: each token sees this many tokens, itself included.
+        folder: where the pictures go.
+    """
+    from flashspan.bench.schedule import draw
+
+    return draw(ranks, strategy, layout, sizes=sizes, tokens=tokens, causal=causal, window=window, folder=folder)
 
 
-def main(arguments: Annotated[list[str] | None, tyro.conf.Suppress] = None) -> int:
+def train() -> int:
+    """Train a LLaMA, from scratch or a checkpoint, with any mixture of data, context, tensor and sharded parallelism.
+
+    With no arguments: a tiny model on the text in the package, on 4 CPU ranks in a zigzag ring (or the GPUs here).
+    Takes a TOML file and --section.key value; flashspan train --help lists the keys.
+    """
+    raise AssertionError("main hands train its own command line")
+
+
+def commands() -> dict[str, Callable[..., Any]]:
+    """Subcommand -> function."""
+    from flashspan.generate import generate
+    from flashspan.train import prepare
+
+    return {
+        "train": train,
+        "generate": generate,
+        "prepare": prepare,
+        "attend": attend,
+        "check": check,
+        "plan": plan,
+        "bench": bench,
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
     """Entry point; bad input prints one line and exits with 2."""
+    words = sys.argv[1:] if arguments is None else arguments
     try:
+        if words[:1] == ["train"]:  # its keys have dots, and come from a file too
+            from flashspan.train import main as run
+
+            return run(words[1:])
         return int(
             tyro.extras.subcommand_cli_from_dict(
-                COMMANDS,
-                args=arguments,
+                commands(),
+                args=words,
                 prog="flashspan",
-                description="Exact attention on one device or many: run it, check it, measure it.",
+                description="FlashAttention that spans devices: train with it, run it, check it, measure it.",
             )
             or 0
         )

@@ -31,9 +31,10 @@ IDLE = "#eeeeee"
 
 
 def draw_timeline(schedule: Schedule, path: str | Path | None = None) -> Figure:
-    """One lane per rank, one column per step: boxes compute (dark: more of a tile), lines are transfers by kind.
+    """One lane per rank, one column per step: boxes compute (queries·keys; darker: more pairs), arrows are transfers.
 
-    A box is as wide as its work over the step's busiest rank's: the rest of the column is waiting.
+    A box is as wide as its work over that of the step's busiest rank: the grey rest of the column is waiting. An arrow
+    begins where its transfer is posted and ends where it is needed, so those that pass under a box are hidden by it.
     """
     from matplotlib.colors import to_rgba
     from matplotlib.figure import Figure
@@ -62,7 +63,7 @@ def draw_timeline(schedule: Schedule, path: str | Path | None = None) -> Figure:
         axes.annotate(
             "",
             xy=(transfer.end, transfer.dst),
-            xytext=(transfer.start + 0.8, transfer.src),
+            xytext=(transfer.start, transfer.src),
             arrowprops={"arrowstyle": "->", "color": COLOURS[transfer.kind], "lw": 0.9, "alpha": 0.7},
         )
     kinds = dict.fromkeys(transfer.kind for transfer in schedule.transfers)

@@ -123,11 +123,12 @@ class GroupWire:
         mine = torch.tensor(row, dtype=torch.int64, device=self.device)
         rows = mine.new_empty(self.num_ranks, len(row))
         try:
-            work = dist.all_gather([*rows], mine, group=self.group, async_op=True)
-            if self.device.type == "cpu":
-                work.wait(timedelta(seconds=self.timeout))
-            else:
-                work.wait()
+            for group in dict.fromkeys((self.group, self._slow)):  # in the same order on every rank
+                work = dist.all_gather([*rows], mine, group=group, async_op=True)
+                if self.device.type == "cpu":
+                    work.wait(timedelta(seconds=self.timeout))
+                else:
+                    work.wait()
         except RuntimeError as error:
             raise ExchangeError(
                 f"rank {self.rank} of {self.num_ranks} waited up to {self.timeout:g} s for all ranks to call "

@@ -11,7 +11,7 @@ import hashlib
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -88,6 +88,10 @@ def context_parallel(
         outer, inner = (None, group) if strategy == "ulysses" else (group, None)
     settings = Settings(layout, strategy, schedule, tuple(sizes or ()), head_chunks, num_tokens, backend)
     outer_wire = GroupWire(outer, slow_group=slow_group, timeout=timeout)
+    if sizes is not None and math.prod(sizes) != outer_wire.num_ranks:
+        raise ValueError(
+            f"double_ring's sizes multiply to the number of ranks: got {tuple(sizes)} for {outer_wire.num_ranks} ranks"
+        )
     return ContextAttention(outer_wire, GroupWire(inner, timeout=timeout), settings)
 
 
@@ -102,6 +106,11 @@ class Settings:
     head_chunks: int
     num_tokens: int | None
     backend: str
+
+    def names(self) -> tuple[object, ...]:
+        """What ranks compare: a function by its name, since its address is another in every process."""
+        layout = self.layout if isinstance(self.layout, str) else getattr(self.layout, "__qualname__", "a function")
+        return (layout, *(getattr(self, field.name) for field in fields(self) if field.name != "layout"))
 
 
 class ContextAttention:
@@ -147,7 +156,8 @@ class ContextAttention:
             if seed is None:
                 seeds.fill_(self._gather([int(seeds)])[0][0])
             drop = Dropout(float(dropout), seeds)
-        out, lse = Attend.apply(q, k, v, core, Options(scale, k.shape[1], drop))
+        with torch.autocast(q.device.type, enabled=False):  # sums inside are float32 and stay so
+            out, lse = Attend.apply(q, k, v, core, Options(scale, k.shape[1], drop))
         return (out, lse) if return_lse else out
 
     def placement(self, num_tokens: int) -> Placement:
@@ -177,7 +187,7 @@ class ContextAttention:
 
     @property
     def bytes_sent(self) -> int:
-        """What this rank has put on the wire so far."""
+        """What this rank has put on the wire so far, handshakes aside."""
         return self.outer.bytes_sent + self.inner.bytes_sent
 
     def _core(
@@ -240,7 +250,7 @@ class ContextAttention:
         mine = dict.fromkeys(COMPARED, 0)
         if not problem:
             mine = {
-                "strategy, layout or options": _digest(repr(self.settings)),
+                "strategy, layout or options": _digest(self.settings.names()),
                 "batch": q.shape[0],
                 "query heads": q.shape[1],
                 "kv heads": k.shape[1],
@@ -321,10 +331,9 @@ TEXT = 64  # numbers that carry an error message, 7 bytes each
 
 def _digest(value: object) -> int:
     """A number that is the same on every rank for the same settings or mask, at least 2**40."""
+    data = repr(value).encode()
     if isinstance(value, Rows):
-        data = value.start.cpu().numpy().tobytes() + value.end.cpu().numpy().tobytes()
-    else:
-        data = repr(value).encode()
+        data += value.start.cpu().numpy().tobytes() + value.end.cpu().numpy().tobytes()
     return 2**40 + int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "big")
 
 

@@ -254,18 +254,25 @@ def _merge(total: Carry, partial: Carry) -> Carry:
 
 # Note [Stand-in output]
 # The operator's backward takes `out` only to form delta = rowsum(dout * out). We are given delta instead: the whole
-# row's, perhaps with the gradient of lse in it. So we hand over another `out` with that product: the signs of dout
-# times delta / rowsum(|dout|). All terms of the sum then have one sign, so it loses nothing, and neither overflows nor
-# underflows however large or small dout is. Where dout is lost beside delta (0, while lse has a gradient), a constant
-# row 2^60 times smaller than delta takes its place, too small to change any sum by a rounding.
+# row's, perhaps with the gradient of lse in it. So we hand over another `out` with that product: dout itself, times
+# delta / |dout|^2. All terms of the sum then have one sign, so nothing is lost to rounding.
+#
+# Where a square could underflow or overflow, the signs of dout times delta / sum(|dout|) do as well, one pass dearer.
+# And where dout is lost beside delta (0, while lse has a gradient), a constant row 2^60 times smaller than delta takes
+# its place, too small to change any sum by a rounding.
 
 
 def _stand_in(dout: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     """(dout, out) with rowsum(dout * out) = delta; dout is the one given unless it is lost beside delta."""
-    size, delta = dout.abs().sum(-1, keepdim=True), delta[..., None]
+    delta = delta[..., None]
+    nothing = delta == 0
+    size = torch.linalg.vector_norm(dout, dim=-1, keepdim=True)
+    tame = (size > 2.0**-40) & (size < 2.0**40) & (delta.abs() < 2.0**40 * size)
+    if bool((tame | nothing).all()):
+        return dout, dout * torch.where(nothing, 0.0, delta / size / size)
+    size = dout.abs().sum(-1, keepdim=True)
     pivot = (delta.abs() * 2.0**-60).clamp(min=torch.finfo(dout.dtype).tiny)
-    lost = (size < pivot) & (delta != 0)
-    if bool(lost.any()):
-        dout = torch.where(lost, pivot, dout)
-        size = torch.where(lost, pivot * dout.shape[-1], size)
-    return dout, dout.sign().mul_(torch.where(delta == 0, 0.0, delta / size))
+    lost = (size < pivot) & ~nothing
+    dout = torch.where(lost, pivot, dout)
+    size = torch.where(lost, pivot * dout.shape[-1], size)
+    return dout, dout.sign() * torch.where(nothing, 0.0, delta / size)

@@ -62,7 +62,7 @@ def backward(
     for total, part in (
         (dq, _weigh(dscores, _expand(k, q).to(scores.dtype), visible)),
         (dk, _sum_groups(dscores.mT @ q.to(scores.dtype), k)),
-        (dv, _sum_groups((probs * survival).mT @ dout, v)),
+        (dv, _sum_groups((torch.where(visible, probs, 0.0) * survival).mT @ dout, v)),
     ):
         if accumulate:
             total.add_(part)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from flashspan.context.layout import Layout, Placement, deal, place
 from flashspan.context.strategy import ContextAttention, context_parallel
 from flashspan.kernels import reference
 from flashspan.kernels.contract import Dropout, row_delta
@@ -36,13 +37,19 @@ def make_mask(name: str, T: int) -> Mask:
     }[name]()
 
 
+def blocks_of_five(num_tokens: int, num_ranks: int) -> Placement:
+    """A layout of one's own: blocks of five tokens dealt out in turn."""
+    runs = [range(i, min(i + 5, num_tokens)) for i in range(0, num_tokens, 5)]
+    return Placement(num_tokens, tuple(tuple(runs[rank::num_ranks]) for rank in range(num_ranks)))
+
+
 @dataclass(frozen=True)
 class Case:
     """One call of a strategy, by `ranks` ranks."""
 
     ranks: int
     strategy: str = "ring"
-    layout: str = "zigzag"
+    layout: Layout = "zigzag"
     mask: str = "causal"
     T: int = 61
     heads: int = 4
@@ -66,7 +73,7 @@ class Case:
 
 
 @cache
-def group_of(num_ranks: int) -> dist.ProcessGroup | None:
+def group_of(num_ranks: int, name: str = "") -> dist.ProcessGroup | None:
     """The *last* ranks of the world as a group, whose global ranks are therefore not its own."""
     world = dist.get_world_size()
     return dist.new_group(list(range(world - num_ranks, world)))  # type: ignore[no-any-return]
@@ -83,9 +90,12 @@ def mesh_of(num_ranks: int) -> DeviceMesh:
 def attention_of(case: Case, **more: Any) -> ContextAttention | None:
     """The case's attention, on its ranks; None elsewhere (where groups are still made: making them is collective)."""
     group: Any = mesh_of(case.ranks) if case.strategy == "hybrid" else group_of(case.ranks)
+    slow = group_of(case.ranks, "slow") if case.options.get("two_groups") else None
     if dist.get_rank() < dist.get_world_size() - case.ranks:
         return None
     options = {"timeout": 30.0, **case.options, **more}
+    if options.pop("two_groups", False):
+        options["slow_group"] = slow
     if "double_ring" in (case.strategy, options.get("across")):
         nodes = case.ranks // (2 if case.strategy == "hybrid" else 1)
         options.setdefault("sizes", (nodes // 2, 2) if nodes % 2 == 0 else (nodes, 1))
@@ -127,8 +137,6 @@ def truth(case: Case) -> list[Tensor]:
 
 def join(case: Case, answers: list[Any]) -> list[Tensor]:
     """The whole tensors from the ranks' answers to a case."""
-    from flashspan.context.layout import deal, place
-
     placement = place(case.layout, case.T, case.ranks)
     if case.strategy == "hybrid":
         placement = deal(place(case.layout, case.T, case.ranks // 2), 2)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from flashspan.context import generators
-from flashspan.context.exchange import LocalWires
+from flashspan.context.exchange import LocalWire, LocalWires, Parcel
 from flashspan.context.execute import Call, Plan, simulate
 from flashspan.context.layout import LAYOUTS, place
 from flashspan.context.passes import BackwardWalk, ForwardWalk, merge
@@ -120,6 +123,51 @@ def test_one_launch_per_step_whatever_the_layout() -> None:
         assert [len(step.tiles) for step in steps] == [1] * 4
         masks = [plan.tile_mask(step.tiles[0], torch.device("cpu")) for step in steps]
         assert [str(mask) for mask in masks] == ["Band(lo=None, hi=0)"] + ["Band(lo=None, hi=None)"] * 3
+
+
+def test_transfers_are_under_way_while_a_step_computes() -> None:
+    """What the next step needs is posted before this step's tile, and waited for after it."""
+    events: list[str] = []
+
+    class Wire(LocalWire):
+        def post(self, parcels: Sequence[Parcel]) -> None:
+            events.extend(f"post {p.key.owner}" for p in parcels if p.dst == self.rank)
+            super().post(parcels)
+
+        def wait(self, parcel: Parcel) -> None:
+            if parcel.dst == self.rank:
+                events.append(f"wait {parcel.key.owner}")
+            super().wait(parcel)
+
+    class Local:
+        backward = staticmethod(reference.backward)
+
+        def forward(self, *args: Any, **rest: Any) -> Carry:
+            events.append("compute")
+            return reference.forward(*args, **rest)
+
+    survey = Survey(place("zigzag", 24, 3), CAUSAL)
+    plan = Plan(survey.placement, CAUSAL, generators.ring(survey))
+    shared = LocalWires(3)
+    wires: list[LocalWire] = [Wire(shared, 0, 3), *shared.wires[1:]]
+    parts = [[survey.placement.shard(x, 2, rank) for x in make(24)[:3]] for rank in range(3)]
+    locals_: list[LocalAttention] = [Local(), reference, reference]
+    simulate([ForwardWalk(plan, wires[r], locals_[r], Call(*parts[r], SCALE)) for r in range(3)])
+    assert events == ["post 2", "compute", "wait 2", "post 1", "compute", "wait 1", "compute"]
+
+
+def test_views_of_a_fused_projection_need_no_copy_by_the_caller() -> None:
+    fused = torch.randn(2, 53, 3, 4, 8)  # [B, T, qkv, H, D]
+    q, k, v = fused.permute(2, 0, 3, 1, 4)
+    survey = Survey(place("contiguous", 53, 4), CAUSAL)
+    plan = Plan(survey.placement, CAUSAL, generators.ring(survey))
+    wires = LocalWires(4).wires
+    runs = [run for (run,) in survey.placement.ranges]
+    calls = [Call(*(x[:, :, run.start : run.stop] for x in (q, k, v)), SCALE) for run in runs]
+    assert not calls[0].q.is_contiguous()
+    carries = simulate([ForwardWalk(plan, wires[r], reference, calls[r]) for r in range(4)])
+    exact = reference.forward(q.double(), k.double(), v.double(), mask=CAUSAL, scale=SCALE).out
+    assert relative(torch.cat([carry.out for carry in carries], 2), exact) < 1e-6
 
 
 def test_nan_behind_the_mask_reaches_nobody() -> None:

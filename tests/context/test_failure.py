@@ -72,6 +72,7 @@ EXPECTED = {
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", sorted(EXPECTED))
 def test_ranks_that_disagree_get_the_same_error(on_ranks: OnRanks, kind: str) -> None:
+    on_ranks(os.getpid)  # the ranks are up before the clock starts
     started = time.monotonic()
     messages = on_ranks(disagree, kind)[4:]
     assert len(set(messages)) == 1
@@ -163,6 +164,8 @@ def test_bad_arguments_are_refused() -> None:
         context_parallel(None, strategy="double_ring")
     with pytest.raises(ValueError, match="needed by double_ring and only by it"):
         context_parallel(None, strategy="ring", sizes=(2, 2))
+    with pytest.raises(ValueError, match=r"multiply to the number of ranks: got \(2, 2\) for 1 ranks"):
+        context_parallel(None, strategy="double_ring", sizes=(2, 2))
     with pytest.raises(ValueError, match="hybrid needs a DeviceMesh of two dimensions"):
         context_parallel(None, strategy="hybrid")
     with pytest.raises(ValueError, match="hybrid works across rows with one of"):

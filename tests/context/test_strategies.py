@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flashspan.context import LAYOUTS, STRATEGIES
-from tests.context.cases import MASKS, Case, errors, run_cases, truth
+from tests.context.cases import MASKS, Case, attention_of, blocks_of_five, errors, run_cases, truth
 
 OnRanks = Callable[..., list[Any]]
 
@@ -87,6 +87,39 @@ def test_error_does_not_grow_with_ranks(on_ranks: OnRanks) -> None:
 def test_half_precision(on_ranks: OnRanks) -> None:
     cases = [Case(4, strategy, dtype=dtype) for strategy in STRATEGIES for dtype in (torch.bfloat16, torch.float16)]
     check(on_ranks, cases, forward=1e-2, backward=2e-2)
+
+
+def test_a_layout_may_be_a_function(on_ranks: OnRanks) -> None:
+    cases = [Case(4, strategy, blocks_of_five, mask) for strategy in STRATEGIES for mask in ("causal", "documents")]
+    check(on_ranks, cases)
+
+
+def test_float64_stays_float64(on_ranks: OnRanks) -> None:
+    cases = [Case(4, strategy, dtype=torch.float64) for strategy in STRATEGIES]
+    check(on_ranks, cases, forward=1e-13, backward=1e-13)
+
+
+def test_keys_may_travel_between_nodes_by_a_second_group(on_ranks: OnRanks) -> None:
+    options = {"two_groups": True, "sizes": (2, 4)}
+    check(on_ranks, [Case(8, "double_ring", layout, options=options) for layout in LAYOUTS])
+
+
+def test_autocast_lowers_the_inputs_and_nothing_else(on_ranks: OnRanks) -> None:
+    for answer in on_ranks(attend_under_autocast)[4:]:
+        assert answer == 0.0
+
+
+def attend_under_autocast() -> float | None:
+    """On a rank: the difference between autocast and bf16 inputs."""
+    attend = attention_of(Case(4))
+    if attend is None:
+        return None
+    q, k, v = (attend.shard(x, 2) for x in Case(4).inputs()[:3])
+    with torch.autocast("cpu", torch.bfloat16):
+        mine = attend(q, k, v, causal=True)
+    assert mine.dtype == torch.bfloat16
+    exact = attend(q.bfloat16(), k.bfloat16(), v.bfloat16(), causal=True)
+    return float((mine - exact).abs().max())
 
 
 def test_the_truth_is_not_trivial() -> None:

@@ -1,0 +1,158 @@
+"""`flashspan generate`: text from a checkpoint.
+
+flashspan generate runs/tiny --prompt "MENENIUS:" --tokens 200
+"""
+
+from __future__ import annotations
+
+import codecs
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from flashspan.attention import attention
+from flashspan.context import context_parallel
+from flashspan.launch import Ranks
+from flashspan.model import Llama, load_llama
+from flashspan.train.checkpoint import newest
+from flashspan.train.data import ByteTokenizer, Tokenizer, load_tokenizer
+
+from .decode import decode
+from .sample import Sampling
+from .split import Split
+
+
+def generate(
+    folder: str,
+    *,
+    prompt: str = "",
+    file: str = "",
+    tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    ranks: int = 1,
+    tokenizer: str = "",
+    device: str = "auto",
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+) -> int:
+    """Continue a prompt, token by token, on the terminal.
+
+    Example: flashspan generate runs/tiny --prompt "MENENIUS:"
+
+    Args:
+        folder: a training run, one of its checkpoints, or a Hugging Face folder.
+        prompt: the text to continue.
+        file: a file of prompts, one a line, each continued in turn, in place of a prompt.
+        tokens: how many to add.
+        temperature: 0 always takes the likeliest token; 1 draws as the model believes.
+        top_k: draw from the k likeliest only; 0 for all.
+        top_p: draw from the likeliest that make up this much probability.
+        seed: of the draws.
+        ranks: devices (or CPU processes) that share the context, each holding a part of its keys and values.
+        tokenizer: "bytes" or a tokenizer.json; unless given, the one the run was trained with or the folder holds.
+        device: cpu, cuda, or auto.
+        dtype: of the weights.
+    """
+    sampling = Sampling(temperature, top_k, top_p)
+    if tokens < 1:
+        raise ValueError(f"tokens must be at least 1: got {tokens}")
+    prompts = read_prompts(file) if file else [prompt]
+    gpus = torch.cuda.device_count() if device in ("auto", "cuda") else 0
+    if ranks == 1:
+        talk(folder, prompts, tokens, sampling, seed, tokenizer, "cuda" if gpus else "cpu", dtype)
+        return 0
+    with Ranks(ranks, backend="nccl" if gpus >= ranks else "gloo") as pool:
+        where = "cuda" if gpus >= ranks else "cpu"
+        pool.run(talk, folder, prompts, tokens, sampling, seed, tokenizer, where, dtype, timeout=1e6)
+    return 0
+
+
+def talk(
+    folder: str,
+    prompts: list[str],
+    num_tokens: int,
+    sampling: Sampling,
+    seed: int,
+    tokenizer: str,
+    device: str,
+    dtype: str,
+) -> None:
+    """Continue each prompt and print it as it comes; on ranks of a process group, together, and the first one prints."""
+    split = dist.is_initialized() and dist.get_world_size() > 1
+    model, coder = load(folder, tokenizer, device=device, dtype=getattr(torch, dtype))
+    silent = split and dist.get_rank() > 0
+    say = (lambda text: None) if silent else (lambda text: print(text, end="", flush=True))
+    for text in prompts:
+        begin, count = time.perf_counter(), 0
+        say(text)
+        start = coder.encode(text) or [max(0, coder.end)]
+        context = Split(context_parallel(dist.group.WORLD), dist.group.WORLD) if split else None
+        tokens = decode(model, start, num_tokens, sampling=sampling, seed=seed, end=coder.end, context=context)
+        for piece in stream(tokens, coder):
+            say(piece)
+            count += 1
+        say(f"\n[{count} tokens, {count / (time.perf_counter() - begin):.1f} a second]\n")
+
+
+def load(
+    folder: str | Path, tokenizer: str = "", *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> tuple[Llama, Tokenizer]:
+    """The model and the tokenizer of a training run, one of its checkpoints, or a Hugging Face folder."""
+    path = Path(folder)
+    if not path.is_dir():
+        raise ValueError(f"{path} is not a folder: give a training run (runs/tiny) or a Hugging Face folder")
+    if not (path / "config.json").exists():
+        path = newest(path) or path
+    model = load_llama(path, attention=attention, dtype=dtype, device=device).eval()
+    coder = load_tokenizer(tokenizer or _find_tokenizer(path))
+    if coder.vocab_size > model.config.vocab_size:
+        raise ValueError(
+            f"the tokenizer's vocabulary must fit the model's: {coder.name} has {coder.vocab_size} tokens, the model "
+            f"{model.config.vocab_size}; give --tokenizer"
+        )
+    return model, coder
+
+
+def stream(tokens: Iterable[torch.Tensor], coder: Tokenizer) -> Iterator[str]:
+    """Text for each token of the first row, holding back what is not a whole character yet."""
+    if isinstance(coder, ByteTokenizer):
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        for token in tokens:
+            value = int(token[0])
+            yield decoder.decode(bytes([value]) if value < coder.end else b"")
+        return
+    seen: list[int] = []
+    told = ""
+    for token in tokens:
+        seen.append(int(token[0]))
+        text = coder.decode(seen)
+        piece = "" if text.endswith("\ufffd") else text[len(told) :]
+        told += piece
+        yield piece
+
+
+def read_prompts(file: str) -> list[str]:
+    """The prompts in a file, one a line."""
+    path = Path(file)
+    if not path.exists():
+        raise ValueError(f"{path} is missing: a file of prompts has one a line")
+    prompts = [line for line in path.read_text(encoding="utf-8").splitlines() if line]
+    if not prompts:
+        raise ValueError(f"{path} has no prompts: write one a line")
+    return prompts
+
+
+def _find_tokenizer(path: Path) -> str:
+    from flashspan.model.huggingface import read_json
+
+    if (path / "tokenizer.json").exists():
+        return str(path / "tokenizer.json")
+    if (path / "state.json").exists():
+        return str(read_json(path / "state.json").get("extra", {}).get("tokenizer") or "bytes")
+    return "bytes"

@@ -1,0 +1,45 @@
+"""One token out of many: greedy, or drawn by temperature, top-k and top-p."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to choose. Temperature 0 takes the likeliest; top_k and top_p leave out the unlikely (0 and 1: nothing)."""
+
+    temperature: float = 0.8
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1):
+            raise ValueError(
+                f"temperature and top_k must be at least 0 and top_p in (0, 1]: got temperature {self.temperature}, "
+                f"top_k {self.top_k}, top_p {self.top_p}"
+            )
+
+    def choose(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Tokens [B] from logits [B, V]."""
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        return torch.multinomial(self.probabilities(logits), 1, generator=generator).squeeze(-1)
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """What `choose` draws from, float32 [B, V]."""
+        logits = logits.float() / self.temperature
+        if 0 < self.top_k < logits.shape[-1]:
+            least = logits.topk(self.top_k).values[..., -1:]
+            logits = logits.masked_fill(logits < least, -torch.inf)
+        chances = logits.softmax(-1)
+        if self.top_p < 1:
+            falling, order = chances.sort(-1, descending=True)
+            # A token stays if those likelier than it do not reach top_p yet; the likeliest always stays.
+            surplus = falling.cumsum(-1) - falling >= self.top_p
+            chances = chances.masked_fill(surplus.scatter(-1, order, surplus), 0.0)
+            chances = chances / chances.sum(-1, keepdim=True)
+        return chances

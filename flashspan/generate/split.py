@@ -1,0 +1,87 @@
+"""A context split over ranks: each holds the keys and values of a part of the tokens, so it may be longer than any one
+device could hold.
+
+    attend = context_parallel(group, layout="zigzag", strategy="ring")
+    tokens = decode(model, prompt, 100, context=Split(attend, group))      # on every rank, the same prompt
+
+The prompt goes through the ring, a part on each rank. After it every rank works on the same new token: each attends to
+the keys it holds, and the partial results are weighted by their log-sum-exp and added, in float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flashspan.attention import attention
+from flashspan.context import ContextAttention
+from flashspan.model import Llama
+
+from .cache import Cache
+
+
+class Split:
+    """The context of a group of ranks. New tokens are kept by one rank after another."""
+
+    def __init__(self, attend: ContextAttention, group: dist.ProcessGroup | None = None) -> None:
+        self.attend, self.group = attend, group
+        self.caches: list[SplitCache] = []
+
+    def begin(self, model: Llama, tokens: Tensor, capacity: int) -> Tensor:
+        """The prompt [B, T], the same on every rank, of which this one computes its part."""
+        length = tokens.shape[1]
+        if length < self.attend.num_ranks:
+            raise ValueError(
+                f"a split context needs a prompt of at least one token a rank: got {length} tokens on "
+                f"{self.attend.num_ranks} ranks; use fewer ranks"
+            )
+        placement = self.attend.placement(length)
+        room = max(placement.sizes) + -(-(capacity - length) // self.attend.num_ranks)
+        self.caches = [SplitCache(self.attend, self.group, room) for _ in model.layers]
+        mine = self.attend.shard(tokens, 1)
+        hidden = model(mine, self.attend.positions(length, tokens.device), attends=self.caches)
+        for cache in self.caches:
+            cache.filled = True
+        # The last token's hidden state is on the rank that holds the last position.
+        owner = next(rank for rank, part in enumerate(placement.ranges) if part[-1][-1] == length - 1)
+        last = hidden[:, -1].contiguous()
+        dist.broadcast(last, group=self.group, group_src=owner)
+        return last
+
+    def extend(self, model: Llama, tokens: Tensor, position: int) -> Tensor:
+        """One token more, [B, 1], the same on every rank."""
+        positions = torch.tensor([position], device=tokens.device)
+        for cache in self.caches:
+            cache.keeps = position % self.attend.num_ranks == self.attend.rank
+        return model(tokens, positions, attends=self.caches)[:, -1]
+
+
+class SplitCache(Cache):
+    """One layer's attention over what all ranks hold of it."""
+
+    def __init__(self, attend: ContextAttention, group: dist.ProcessGroup | None, capacity: int) -> None:
+        super().__init__(attend, capacity)
+        self.group, self.filled, self.keeps = group, False, False
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **sight: Any) -> Tensor:
+        """The prompt's part first; then one new token at a time, of which the keeping rank keeps k and v."""
+        if not self.filled:
+            self.append(k, v)
+            return self.attend(q, k, v, causal=True)
+        nothing = k[:, :, :0]
+        keys, values = self.append(k, v) if self.keeps else self.append(nothing, nothing)
+        out, lse = attention(q, keys, values, return_lse=True)
+        return merge(out, lse, self.group).to(q.dtype)
+
+
+def merge(out: Tensor, lse: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Attention over all ranks' keys from each rank's part: out [B, H, T, D], lse [B, H, T]. float32."""
+    peak = lse.clone()
+    dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
+    weight = (lse - peak).exp().unsqueeze(-1)  # a rank without keys has lse -inf and weighs nothing
+    sums = torch.cat((out.float() * weight, weight), -1).contiguous()
+    dist.all_reduce(sums, group=group)
+    return sums[..., :-1] / sums[..., -1:]

@@ -1,0 +1,22 @@
+"""LLaMA 2 and 3: told its attention and its positions, and nothing of devices."""
+
+from .config import PRESETS, LlamaConfig, RopeScaling, preset
+from .huggingface import load_llama, read_config, read_weights, save_llama, save_state
+from .llama import Llama, initial_weight
+from .loss import IGNORE, linear_cross_entropy
+
+__all__ = [
+    "IGNORE",
+    "PRESETS",
+    "Llama",
+    "LlamaConfig",
+    "RopeScaling",
+    "initial_weight",
+    "linear_cross_entropy",
+    "load_llama",
+    "preset",
+    "read_config",
+    "read_weights",
+    "save_llama",
+    "save_state",
+]

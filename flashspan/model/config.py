@@ -1,0 +1,134 @@
+"""The numbers that make a LLaMA, and ready ones by name.
+
+config = preset("llama-3.2-1b")
+config = preset("tiny", num_layers=2)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3's stretch of the rotary frequencies: slow ones by `factor`, fast ones not at all, smoothly between."""
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_tokens: int = 8192
+
+    def __post_init__(self) -> None:
+        if not (self.factor >= 1 and 0 < self.low_freq_factor < self.high_freq_factor and self.original_max_tokens > 0):
+            raise ValueError(
+                f"rope scaling needs factor >= 1, 0 < low_freq_factor < high_freq_factor and a length: got {self}"
+            )
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """A LLaMA's shape. `max_tokens` is what it was trained for: nothing here refuses more."""
+
+    vocab_size: int
+    width: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    ffn_width: int
+    head_dim: int = 0  # 0: width / num_heads
+    max_tokens: int = 4096
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "width", "num_layers", "num_heads", "num_kv_heads", "ffn_width", "max_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1: got {getattr(self, name)}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"the key heads must divide the query heads: got {self.num_heads} heads, {self.num_kv_heads} kv heads"
+            )
+        if self.head_dim == 0:
+            if self.width % self.num_heads:
+                raise ValueError(
+                    f"the heads must divide the width: got width {self.width} and {self.num_heads} heads; "
+                    "or give head_dim"
+                )
+            object.__setattr__(self, "head_dim", self.width // self.num_heads)
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise ValueError(f"rotary positions turn pairs of features: head_dim must be even, got {self.head_dim}")
+        if not (self.rope_theta > 0 and self.norm_eps >= 0):
+            raise ValueError(
+                f"rope_theta must be positive and norm_eps at least 0: got {self.rope_theta} and {self.norm_eps}"
+            )
+
+    @property
+    def num_matrix_parameters(self) -> int:
+        """Parameters that multiply every token, the head included and the embedding's lookup not."""
+        attention = 2 * self.width * self.head_dim * (self.num_heads + self.num_kv_heads)
+        return self.num_layers * (attention + 3 * self.width * self.ffn_width) + self.vocab_size * self.width
+
+    @property
+    def num_parameters(self) -> int:
+        embedding = 0 if self.tie_embeddings else self.vocab_size * self.width
+        return self.num_matrix_parameters + embedding + (2 * self.num_layers + 1) * self.width
+
+    def flops_per_token(self, num_tokens: int) -> float:
+        """Multiplications and additions of a training step per token of causal sequences this long."""
+        scores = self.num_layers * self.num_heads * self.head_dim * num_tokens  # half of the square is hidden
+        return 6.0 * (self.num_matrix_parameters + scores)
+
+
+def _course(width: int, ffn_width: int, num_layers: int, num_heads: int) -> LlamaConfig:
+    return LlamaConfig(10_000, width, num_layers, num_heads, num_heads, ffn_width, max_tokens=2048)
+
+
+_LLAMA_3: dict[str, Any] = {"vocab_size": 128_256, "rope_theta": 500_000.0}
+_LLAMA_3_2: dict[str, Any] = {**_LLAMA_3, "max_tokens": 131_072, "tie_embeddings": True}
+
+PRESETS: dict[str, LlamaConfig] = {
+    "tiny": LlamaConfig(257, 128, 4, 4, 2, 384, max_tokens=512, tie_embeddings=True),
+    "small": _course(768, 3072, 12, 12),
+    "medium": _course(1024, 4096, 24, 16),
+    "large": _course(1280, 5120, 36, 20),
+    "xl": _course(1600, 6400, 48, 25),
+    "2.7B": _course(2560, 10240, 32, 32),
+    "llama-2-7b": LlamaConfig(32_000, 4096, 32, 32, 32, 11_008),
+    "llama-3-8b": LlamaConfig(
+        width=4096, num_layers=32, num_heads=32, num_kv_heads=8, ffn_width=14_336, max_tokens=8192, **_LLAMA_3
+    ),
+    "llama-3.2-1b": LlamaConfig(
+        width=2048,
+        num_layers=16,
+        num_heads=32,
+        num_kv_heads=8,
+        ffn_width=8192,
+        rope_scaling=RopeScaling(32.0),
+        **_LLAMA_3_2,
+    ),
+    "llama-3.2-3b": LlamaConfig(
+        width=3072,
+        num_layers=28,
+        num_heads=24,
+        num_kv_heads=8,
+        ffn_width=8192,
+        rope_scaling=RopeScaling(32.0),
+        **_LLAMA_3_2,
+    ),
+}
+
+
+def preset(name: str, **changes: Any) -> LlamaConfig:
+    """The ready config of this name, with fields replaced."""
+    if name not in PRESETS:
+        close = difflib.get_close_matches(name, PRESETS, 1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise ValueError(f"unknown model {name!r}: {hint}choose one of {', '.join(PRESETS)}")
+    if changes and "head_dim" not in changes:
+        changes = {"head_dim": 0, **changes} if {"width", "num_heads"} & changes.keys() else changes
+    return dataclasses.replace(PRESETS[name], **changes)

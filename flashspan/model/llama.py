@@ -1,0 +1,142 @@
+"""LLaMA 2 and 3 on one page: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+    model = Llama(preset("tiny"), attention=flashspan.attention)
+    hidden = model(tokens, positions)          # [B, T] -> [B, T, E]
+    loss = model.loss(hidden, targets)         # the sum over tokens; whole logits never exist
+    logits = model.logits(hidden[:, -1])       # [B, V]
+
+The attention is handed in and called as attention(q, k, v, causal=True) or (q, k, v, mask=mask). The model is told
+nothing of devices: on a part of a sequence it gets that part's tokens and their positions, the mask of the whole
+sequence, which it does not open, and an attention that knows the rest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .config import LlamaConfig
+from .loss import linear_cross_entropy
+from .rope import Rotation, rotation
+
+Attend = Callable[..., Any]
+"""attention(q [B, H, T, D], k, v [B, K, S, D], *, causal or mask) -> [B, H, T, D]."""
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions. [B, T, E] -> [B, T, E]."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        query_width, key_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.query = nn.Linear(config.width, query_width, bias=False)
+        self.key = nn.Linear(config.width, key_width, bias=False)
+        self.value = nn.Linear(config.width, key_width, bias=False)
+        self.output = nn.Linear(query_width, config.width, bias=False)
+
+    def forward(self, x: Tensor, turn: Rotation, mask: Any, attend: Attend) -> Tensor:
+        q, k, v = (self._heads(project(x)) for project in (self.query, self.key, self.value))
+        sight = {"causal": True} if mask is None else {"mask": mask}
+        mixed = attend(turn(q), turn(k), v, **sight)  # [B, H, T, D]
+        return self.output(mixed.transpose(1, 2).flatten(2))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        # As many heads as the features at hand: the layers may have been split.
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, T, H D] -> [B, H, T, D]
+
+
+class FeedForward(nn.Module):
+    """SwiGLU. [B, T, E] -> [B, T, E]."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.gate = nn.Linear(config.width, config.ffn_width, bias=False)
+        self.up = nn.Linear(config.width, config.ffn_width, bias=False)
+        self.down = nn.Linear(config.ffn_width, config.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """One layer: attention, then feed-forward, each on the normalised input and added to it. [B, T, E] -> [B, T, E]."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.attention = Attention(config)
+        self.ffn_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.ffn = FeedForward(config)
+
+    def forward(self, x: Tensor, turn: Rotation, mask: Any, attend: Attend) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), turn, mask, attend)
+        return x + self.ffn(self.ffn_norm(x))
+
+
+class Llama(nn.Module):
+    """Tokens to hidden states; `loss` and `logits` apply the head. Weights are random until `initialize` or a load."""
+
+    def __init__(self, config: LlamaConfig, *, attention: Attend) -> None:
+        super().__init__()
+        self.config, self.attend = config, attention
+        self.embed = nn.Embedding(config.vocab_size, config.width)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.head = nn.Linear(config.width, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.head.weight = self.embed.weight
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        mask: Any = None,
+        *,
+        attends: Sequence[Attend] | None = None,
+    ) -> Tensor:
+        """Hidden states [B, T, E] of tokens [B, T] at `positions` [T] or [B, T] (0, 1, 2, ... unless given).
+
+        `mask` goes to the attention; None means causal. `attends` gives each layer an attention of its own, in place
+        of the model's: a cache of keys is one.
+        """
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        turn = rotation(positions, self.config)
+        x = self.embed(tokens)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, turn, mask, self.attend if attends is None else attends[index])
+        return self.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., E] -> [..., V]."""
+        return self.head(hidden)
+
+    def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """The sum of the cross entropies of hidden [B, T, E] against targets [B, T], float32; -100 does not count."""
+        return linear_cross_entropy(hidden.flatten(0, -2), self.head.weight, targets.flatten())
+
+    def initialize(self, seed: int) -> None:
+        """Fresh weights, decided by the seed and each parameter's name."""
+        for name, param in self.named_parameters():
+            with torch.no_grad():
+                param.copy_(initial_weight(name, param.shape, self.config, seed))
+
+
+def initial_weight(name: str, shape: Sequence[int], config: LlamaConfig, seed: int) -> Tensor:
+    """A parameter's first value: 1 for norms, else normal with deviation 0.02, less for what adds to the residual.
+
+    A function of the seed and the name alone, so a model split in any way begins as the whole one does.
+    """
+    if name.endswith("norm.weight"):
+        return torch.ones(*shape)
+    std = 0.02 / math.sqrt(2 * config.num_layers) if name.endswith(("output.weight", "down.weight")) else 0.02
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+    return torch.empty(*shape).normal_(0.0, std, generator=generator)

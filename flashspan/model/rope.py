@@ -1,0 +1,50 @@
+"""Rotary positions, in float32, from positions handed in: a token knows where it is, not who else is on its device."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .config import LlamaConfig, RopeScaling
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """cos and sin of each token's angles, float32 [.., T, D / 2]; call it on queries or keys [B, H, T, D].
+
+    An object and not two tensors, so that nothing on the way (mixed precision, say) rounds the angles.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Rotate the pairs (d, d + D / 2): the order of published weights. In float32, back in x's dtype."""
+        left, right = x.float().chunk(2, -1)
+        turned = torch.cat((left * self.cos - right * self.sin, right * self.cos + left * self.sin), -1)
+        return turned.to(x.dtype)
+
+
+def rotation(positions: Tensor, config: LlamaConfig) -> Rotation:
+    """The rotation of tokens at these positions, [T] or [B, T] (then one axis is added for the heads)."""
+    angles = positions.unsqueeze(-1).float() * frequencies(config, positions.device)
+    if positions.dim() == 2:
+        angles = angles.unsqueeze(1)  # [B, 1, T, D / 2]
+    return Rotation(angles.cos(), angles.sin())
+
+
+def frequencies(config: LlamaConfig, device: torch.device | str = "cpu") -> Tensor:
+    """Radians per position of each pair, float32 [D / 2]."""
+    pairs = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device)
+    plain = 1.0 / config.rope_theta ** (pairs / config.head_dim)
+    return plain if config.rope_scaling is None else _stretch(plain, config.rope_scaling)
+
+
+def _stretch(plain: Tensor, scaling: RopeScaling) -> Tensor:
+    """Llama 3's rule: a pair that turns less than low_freq_factor times over the original length slows by factor."""
+    turns = scaling.original_max_tokens * plain / (2 * math.pi)
+    fast = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
+    return (1 - fast) * plain / scaling.factor + fast * plain

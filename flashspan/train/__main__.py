@@ -1,0 +1,11 @@
+"""`python -m flashspan.train`, for torchrun."""
+
+import sys
+
+from .run import main
+
+try:
+    sys.exit(main(sys.argv[1:]))
+except ValueError as error:
+    print(f"flashspan: {error}", file=sys.stderr)
+    sys.exit(2)

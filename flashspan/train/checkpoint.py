@@ -1,0 +1,169 @@
+"""Checkpoints that survive: a folder appears whole or not at all, says the hash of each of its files, and holds no
+pickle.
+
+    step-00000100/
+        config.json, model.safetensors     a Hugging Face checkpoint, whole tensors: any parallelism, or transformers,
+        optimizer.safetensors              can load it
+        state.json                         the step, and what decides the order of the samples
+        manifest.json                      the size and hash of every file above, written last
+
+A folder is written under another name, flushed to the disk, and renamed. The newest whose hashes hold is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from flashspan.model import LlamaConfig, read_config, read_weights, save_state
+from flashspan.model.huggingface import read_header, read_json
+
+PREFIX, WRITING = "step-", ".writing-"
+
+
+@dataclass(frozen=True)
+class State:
+    """Everything a run needs to go on: `step` is the next to take. Tensors are whole and on the CPU."""
+
+    step: int
+    config: LlamaConfig
+    model: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor]
+    order: Mapping[str, Any]  # what must not change for the run to be the same: seed, batch, sequence, data
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+def write(folder: str | Path, state: State, *, keep: int = 2) -> Path:
+    """Write a checkpoint beside those in `folder`, then drop all but the newest `keep`. Blocks until it is on disk."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    needed = sum(value.nbytes for value in (*state.model.values(), *state.optimizer.values()))
+    if (free := shutil.disk_usage(folder).free) < needed * 1.02 + 2**20:
+        raise OSError(f"no space left: a checkpoint takes {needed / 1e9:.2f} GB and {folder} has {free / 1e9:.2f} GB")
+    final = folder / f"{PREFIX}{state.step:08}"
+    half = folder / f"{WRITING}{final.name}"
+    shutil.rmtree(half, ignore_errors=True)
+    try:
+        half.mkdir()
+        save_state(state.model, state.config, half)
+        save_file({name: value.contiguous() for name, value in state.optimizer.items()}, half / "optimizer.safetensors")
+        about = {"format": 1, "step": state.step, "order": dict(state.order), "extra": dict(state.extra)}
+        (half / "state.json").write_text(json.dumps(about, indent=2))
+        files = sorted(path.name for path in half.iterdir())
+        manifest = {name: {"bytes": (half / name).stat().st_size, "blake2b": hash_file(half / name)} for name in files}
+        (half / "manifest.json").write_text(json.dumps(manifest, indent=2))
+        for path in [*half.iterdir(), half]:
+            _flush(path)
+        if final.exists():
+            shutil.rmtree(final)
+        half.rename(final)
+        _flush(folder)
+    except BaseException:
+        shutil.rmtree(half, ignore_errors=True)
+        raise
+    for old in checkpoints(folder)[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def checkpoints(folder: str | Path) -> list[Path]:
+    """The checkpoints in a folder, oldest first, whole or not."""
+    return sorted(path for path in Path(folder).glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit())
+
+
+def newest(folder: str | Path, *, say: Callable[[str], None] = print) -> Path | None:
+    """The newest whole checkpoint; each damaged one is named and passed over. None where there is none."""
+    for path in Path(folder).glob(f"{WRITING}*"):  # what an ended run was writing
+        shutil.rmtree(path, ignore_errors=True)
+    for path in reversed(checkpoints(folder)):
+        fault = damage(path)
+        if fault is None:
+            return path
+        say(f"{path} is damaged ({fault}); using the one before it")
+    return None
+
+
+def damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint folder, in words; None if every hash holds."""
+    try:
+        manifest = read_json(path / "manifest.json")
+        for name, about in manifest.items():
+            file = path / name
+            if Path(name).name != name:
+                return f"its manifest names {name!r}"
+            if not file.exists():
+                return f"{name} is missing"
+            if file.stat().st_size != about["bytes"]:
+                return f"{name} has {file.stat().st_size} of {about['bytes']} bytes"
+            if hash_file(file) != about["blake2b"]:
+                return f"the hash of {name} does not hold"
+        lacking = {"state.json", "config.json", "optimizer.safetensors"} - set(manifest)
+        return f"{', '.join(sorted(lacking))} is missing" if lacking else None
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        return str(error)
+
+
+def read(path: str | Path, *, optimizer: bool = True) -> State:
+    """A checkpoint's state, by our names. A tied head appears under both of its names."""
+    path = Path(path)
+    about = read_json(path / "state.json")
+    config = read_config(path)
+    model = dict(read_weights(path, config))
+    if config.tie_embeddings:
+        model["head.weight"] = model["embed.weight"]
+    moments: dict[str, Tensor] = {}
+    if optimizer:
+        read_header(path / "optimizer.safetensors")
+        moments = load_file(path / "optimizer.safetensors")
+    return State(int(about["step"]), config, model, moments, about["order"], about["extra"])
+
+
+def hash_file(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=20)).hexdigest()
+
+
+class Writer:
+    """Writes checkpoints on a thread of its own, one at a time; a failure is told, and nothing older is touched."""
+
+    def __init__(self, folder: str | Path, *, keep: int, say: Callable[[str], None] = print) -> None:
+        self.folder, self.keep, self.say = Path(folder), keep, say
+        self._lane = ThreadPoolExecutor(1, "flashspan-checkpoint")
+        self._job: Future[Path] | None = None
+
+    def submit(self, state: State) -> None:
+        """Write this state, after the one before it."""
+        self.wait()
+        self._job = self._lane.submit(write, self.folder, state, keep=self.keep)
+
+    def wait(self) -> bool:
+        """Wait for the last state; whether it is on the disk."""
+        if self._job is None:
+            return True
+        try:
+            self._job.result()
+        except OSError as error:
+            self.say(f"the checkpoint was not written: {error}; earlier ones are as they were")
+            return False
+        finally:
+            self._job = None
+        return True
+
+
+def _flush(path: Path) -> None:
+    """Ask the disk to hold what was written."""
+    handle = os.open(path, os.O_RDONLY)
+    with contextlib.suppress(OSError):  # some file systems cannot flush a folder
+        os.fsync(handle)
+    os.close(handle)

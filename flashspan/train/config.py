@@ -1,0 +1,276 @@
+"""What a training run is told: sections of a TOML file, every key also an option `--section.key value`.
+
+    config = parse(["run.toml", "--model.preset", "tiny", "--train.steps=50"])
+
+Sections are frozen dataclasses; a key that is not in one is an error that names the nearest that is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from flashspan.model import LlamaConfig, preset, read_config
+from flashspan.parallel.mesh import resolve_degrees
+
+
+def option(default: Any, text: str) -> Any:
+    """A field with a default and a line of help."""
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    preset: str = option("tiny", "a model by name: tiny, small, ..., llama-3.2-1b")
+    load: str = option("", "a Hugging Face folder to take the shape and first weights from, in place of a preset")
+    vocab_size: int = option(0, "0: the preset's")
+    width: int = option(0, "0: the preset's")
+    num_layers: int = option(0, "0: the preset's")
+    num_heads: int = option(0, "0: the preset's")
+    num_kv_heads: int = option(0, "0: the preset's")
+    ffn_width: int = option(0, "0: the preset's")
+
+    def resolve(self) -> LlamaConfig:
+        """The model's own config."""
+        if self.load:
+            return read_config(self.load)
+        sizes = ("vocab_size", "width", "num_layers", "num_heads", "num_kv_heads", "ffn_width")
+        return preset(self.preset, **{name: getattr(self, name) for name in sizes if getattr(self, name)})
+
+
+@dataclass(frozen=True)
+class DataSection:
+    train: str = option("", "a token file (train.bin), or the folder that holds it; empty: the text in the package")
+    validation: str = option("", "a token file; empty: val.bin beside the training file, if it is there")
+    sequence: int = option(256, "tokens in a sample")
+    documents: bool = option(False, "attention stays inside a document, and no token predicts the next document")
+
+
+@dataclass(frozen=True)
+class TrainSection:
+    steps: int = option(120, "optimizer steps in all")
+    batch: int = option(12, "samples per step, over all ranks")
+    accumulate: int = option(1, "backward passes per step, each on its part of the batch")
+    seed: int = option(0, "of the first weights and of the order of the samples")
+    precision: Literal["float32", "bfloat16", "float16"] = option("float32", "of the products; weights stay float32")
+    recompute: Literal["none", "full", "attention"] = option(
+        "none", "keep all activations, none inside a layer, or only the attention's"
+    )
+    compile: bool = option(False, "torch.compile each layer")
+    evaluate_every: int = option(40, "steps between losses on the validation file; 0: never")
+    evaluate_samples: int = option(32, "samples in such a loss")
+    tensorboard: bool = option(False, "write TensorBoard events too")
+
+
+@dataclass(frozen=True)
+class OptimizerSection:
+    lr: float = option(4e-3, "the highest learning rate")
+    final_lr: float = option(0.1, "the last learning rate, as a part of the highest")
+    warmup: int = option(10, "steps in which the rate rises from 0")
+    weight_decay: float = option(0.1, "of matrices; norms have none")
+    beta1: float = option(0.9, "")
+    beta2: float = option(0.95, "")
+    eps: float = option(1e-8, "")
+    clip: float = option(1.0, "the largest gradient norm; 0: no clipping")
+    sharded: bool = option(False, "split the optimizer's state over ranks (ZeRO-1)")
+
+
+@dataclass(frozen=True)
+class ParallelSection:
+    ranks: int = option(0, "processes to start; 0: the product of the degrees, else the GPUs, else 4 on the CPU")
+    data: int = option(1, "copies of the model, each with its own samples; 0: the ranks the others leave")
+    shard: int = option(1, "ranks over which weights are split (FSDP2), each with its own samples")
+    context: int = option(0, "ranks over which a sequence is split; 0: the ranks the others leave")
+    tensor: int = option(1, "ranks over which each layer is split")
+    strategy: Literal["ring", "gather", "helper", "ulysses"] = option("ring", "how keys reach queries")
+    layout: Literal["zigzag", "striped", "contiguous"] = option("zigzag", "who holds which tokens")
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "auto: the GPUs if there are any")
+    timeout: float = option(300.0, "seconds before a stalled exchange is an error")
+
+    def degrees(self, world_size: int) -> dict[str, int]:
+        """All four degrees on this many ranks."""
+        if self.data == 0 and self.context == 0:
+            raise ValueError("only one degree can take the ranks that are left: give parallel.data or parallel.context")
+        rest = {"shard": self.shard, "tensor": self.tensor}
+        if self.context:
+            return resolve_degrees(world_size, data=self.data or None, context=self.context, **rest)
+        taken = self.data * self.shard * self.tensor
+        return resolve_degrees(world_size, data=self.data, context=max(1, world_size // max(1, taken)), **rest)
+
+    def default_ranks(self, num_gpus: int) -> int:
+        """How many processes to start when none are there."""
+        if self.ranks:
+            return self.ranks
+        if self.data and self.context:
+            return self.data * self.shard * self.context * self.tensor
+        taken = self.shard * self.tensor * max(1, self.data) * max(1, self.context)
+        return num_gpus or taken * max(1, 4 // taken)
+
+
+@dataclass(frozen=True)
+class CheckpointSection:
+    folder: str = option("runs/tiny", "everything the run writes")
+    every: int = option(40, "steps between checkpoints; 0: only the last")
+    keep: int = option(2, "how many to keep")
+    resume: bool = option(True, "go on from the newest whole checkpoint in the folder")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A whole run."""
+
+    model: ModelSection = field(default_factory=ModelSection)
+    data: DataSection = field(default_factory=DataSection)
+    train: TrainSection = field(default_factory=TrainSection)
+    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    parallel: ParallelSection = field(default_factory=ParallelSection)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+
+    def __post_init__(self) -> None:
+        at_least = {
+            "data.sequence": 1,
+            "train.steps": 1,
+            "train.batch": 1,
+            "train.accumulate": 1,
+            "train.evaluate_every": 0,
+            "train.evaluate_samples": 1,
+            "optimizer.warmup": 0,
+            "optimizer.lr": 0,
+            "optimizer.clip": 0,
+            "parallel.ranks": 0,
+            "parallel.data": 0,
+            "parallel.shard": 1,
+            "parallel.context": 0,
+            "parallel.tensor": 1,
+            "checkpoint.every": 0,
+            "checkpoint.keep": 1,
+        }
+        for key, least in at_least.items():
+            section, name = key.split(".")
+            value = getattr(getattr(self, section), name)
+            if not value >= least:
+                raise ValueError(f"{key} must be at least {least}: got {value}")
+
+    def as_dict(self) -> dict[str, dict[str, Any]]:
+        return dataclasses.asdict(self)
+
+    def describe(self) -> str:
+        """The config as TOML."""
+        lines = []
+        for section, values in self.as_dict().items():
+            lines += [f"[{section}]", *(f"{key} = {_toml(value)}" for key, value in values.items()), ""]
+        return "\n".join(lines)
+
+
+def parse(arguments: Sequence[str] = ()) -> TrainConfig:
+    """A config from a command line: at most one TOML file, then `--section.key value` or `--section.key=value`."""
+    rest = list(arguments)
+    raw: dict[str, dict[str, Any]] = {}
+    if rest and not rest[0].startswith("--"):
+        raw = read_toml(rest.pop(0))
+    changes: dict[str, Any] = {}
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            raise ValueError(f"expected an option like --train.steps 100: got {word!r}")
+        key, equals, text = word[2:].partition("=")
+        key = key.replace("-", "_")
+        if not equals:
+            # A bare switch means true.
+            text = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
+        changes[key] = text
+    for key, text in changes.items():
+        section, _, name = key.partition(".")
+        raw.setdefault(_known(section, SECTIONS, "section", "--"), {})[name] = Typed(text)
+    return build(raw)
+
+
+class Typed(str):
+    """A value from the command line: text that takes its key's type."""
+
+
+def read_toml(path: str | Path) -> dict[str, dict[str, Any]]:
+    """A TOML file of sections."""
+    path = Path(path)
+    if not path.exists():
+        raise ValueError(f"{path} is missing: give a TOML file, or options only")
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not TOML: {error}") from error
+    for name, value in raw.items():
+        if not isinstance(value, dict):
+            raise ValueError(f"{path}: {name} must be in a section, like [train]")
+    return raw
+
+
+def build(raw: Mapping[str, Mapping[str, Any]]) -> TrainConfig:
+    """A config from a dictionary of sections."""
+    made = {}
+    for section, values in raw.items():
+        cls = SECTIONS[_known(section, SECTIONS, "section", "")]
+        hints = get_type_hints(cls)
+        for name in values:
+            _known(name, hints, "key", f"{section}.")
+        made[section] = cls(**{n: _convert(f"{section}.{n}", v, hints[n]) for n, v in values.items()})
+    return TrainConfig(**made)
+
+
+def describe_options() -> str:
+    """Every option with its default and what it means."""
+    lines = []
+    for section, cls in SECTIONS.items():
+        for entry in dataclasses.fields(cls):
+            choices = "|".join(get_args(get_type_hints(cls)[entry.name]))
+            text = " ".join(filter(None, (entry.metadata["help"], f"({choices})" if choices else "")))
+            lines.append(f"  --{section}.{entry.name} {_toml(entry.default):<12} {text}".rstrip())
+        lines.append("")
+    return "\n".join(lines)
+
+
+SECTIONS: dict[str, Any] = {
+    entry.name: get_type_hints(TrainConfig)[entry.name] for entry in dataclasses.fields(TrainConfig)
+}
+
+
+def _known(name: str, names: Mapping[str, Any], what: str, prefix: str) -> str:
+    if name not in names:
+        close = difflib.get_close_matches(name, names, 1)
+        hint = f"did you mean {prefix}{close[0]}?" if close else f"choose one of {', '.join(names)}"
+        raise ValueError(f"unknown {what} {prefix}{name}: {hint}")
+    return name
+
+
+def _convert(key: str, value: Any, kind: Any) -> Any:
+    """A value as its key's type; text from a command line is read, anything else must fit."""
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            raise ValueError(f"{key} must be one of {', '.join(get_args(kind))}: got {str(value)!r}")
+        return str(value)
+    try:
+        if isinstance(value, Typed) and kind is not str:
+            words = {"true": True, "false": False}
+            return words[value.lower()] if kind is bool else kind(value)
+        if kind is str and isinstance(value, str):
+            return str(value)
+        if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+        if type(value) is kind:
+            return value
+    except (KeyError, ValueError):
+        pass
+    raise ValueError(f"{key} must be {_KINDS[kind]}: got {value!r}")
+
+
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else str(value)

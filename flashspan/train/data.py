@@ -1,0 +1,219 @@
+"""Token files, and samples addressed by number: which tokens a step reads depends on (seed, step) and nothing else.
+
+A token file is 1024 bytes of JSON header, padded with spaces, and then the tokens, little-endian uint16 or uint32. It
+is mapped into memory, never read whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flashspan.model import IGNORE
+
+FORMAT = "flashspan tokens 1"
+HEADER_BYTES = 1024
+END = 256
+"""The byte tokenizer's end of a document."""
+
+
+class Tokenizer(Protocol):
+    """Text to numbers and back."""
+
+    name: str
+    vocab_size: int
+    end: int  # the token after each document, -1 if there is none
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, tokens: Iterable[int]) -> str: ...
+
+
+class ByteTokenizer:
+    """UTF-8 bytes are tokens 0 to 255, and 256 ends a document."""
+
+    name, vocab_size, end = "bytes", 257, END
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode("utf-8"))
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        return bytes(token for token in tokens if token < END).decode("utf-8", errors="replace")
+
+
+class FileTokenizer:
+    """A `tokenizer.json` of the tokenizers library."""
+
+    def __init__(self, path: str | Path) -> None:
+        from tokenizers import Tokenizer as Fast
+
+        path = Path(path)
+        path = path / "tokenizer.json" if path.is_dir() else path
+        if not path.exists():
+            raise ValueError(f"{path} is missing: give a tokenizer.json, or the word bytes")
+        self._fast = Fast.from_file(str(path))
+        self.name, self.vocab_size = str(path), self._fast.get_vocab_size()
+        ends = [self._fast.token_to_id(word) for word in ("</s>", "<|end_of_text|>", "<|endoftext|>")]
+        self.end = next((token for token in ends if token is not None), -1)
+
+    def encode(self, text: str) -> list[int]:
+        return self._fast.encode(text).ids
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        return self._fast.decode(list(tokens))
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """The byte tokenizer for "bytes", else the tokenizer.json at this path."""
+    return ByteTokenizer() if name == "bytes" else FileTokenizer(name)
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """A mapped token file."""
+
+    path: Path
+    tokens: np.ndarray
+    vocab_size: int
+    tokenizer: str
+    end: int
+
+
+@contextmanager
+def write_tokens(path: str | Path, tokenizer: Tokenizer) -> Iterator[TokenWriter]:
+    """A token file to add to, which appears whole or not at all."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    half = path.with_name(f".{path.name}.writing")
+    writer = TokenWriter(half, tokenizer)
+    try:
+        yield writer
+        writer.close()
+        half.replace(path)
+    finally:
+        writer.stream.close()
+        half.unlink(missing_ok=True)
+
+
+class TokenWriter:
+    """Adds tokens to a file and, at the end, says in its header how many."""
+
+    def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
+        self.tokenizer, self.num_tokens = tokenizer, 0
+        self.dtype = np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
+        self.stream = path.open("wb")
+        self.stream.write(b" " * HEADER_BYTES)
+
+    def add(self, tokens: Iterable[int] | np.ndarray) -> None:
+        data = np.asarray(tokens if isinstance(tokens, np.ndarray) else list(tokens), dtype=self.dtype)
+        self.stream.write(data.tobytes())
+        self.num_tokens += len(data)
+
+    def close(self) -> None:
+        header = {
+            "format": FORMAT,
+            "dtype": self.dtype.name,
+            "num_tokens": self.num_tokens,
+            "vocab_size": self.tokenizer.vocab_size,
+            "tokenizer": self.tokenizer.name,
+            "end": self.tokenizer.end,
+        }
+        line = json.dumps(header).encode() + b"\n"
+        assert len(line) <= HEADER_BYTES
+        self.stream.seek(0)
+        self.stream.write(line)
+
+
+def open_tokens(path: str | Path) -> TokenFile:
+    """Map a token file, once its header and its length agree."""
+    path = Path(path)
+    if path.is_dir():
+        path = path / "train.bin"
+    if not path.exists():
+        raise ValueError(f"{path} is missing: make it with `flashspan prepare`")
+    with path.open("rb") as stream:
+        head = stream.read(HEADER_BYTES)
+    try:
+        header = json.loads(head.split(b"\n", 1)[0])
+        if header["format"] != FORMAT or header["dtype"] not in ("uint16", "uint32"):
+            raise KeyError("format")
+        num_tokens, vocab_size, end = (int(header[key]) for key in ("num_tokens", "vocab_size", "end"))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} is not a token file: no {FORMAT!r} header; make it with `flashspan prepare`"
+        ) from error
+    dtype = np.dtype(header["dtype"]).newbyteorder("<")
+    expected, size = HEADER_BYTES + num_tokens * dtype.itemsize, path.stat().st_size
+    if size != expected:
+        raise ValueError(
+            f"{path} is truncated or damaged: its header says {expected} bytes, it has {size}; make it again"
+        )
+    tokens = np.memmap(path, dtype=dtype, mode="r", offset=HEADER_BYTES, shape=(num_tokens,))
+    return TokenFile(path, tokens, vocab_size, str(header.get("tokenizer", "")), end)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Runs of `sequence` + 1 tokens, numbered without end: each pass over the file is in an order of its own."""
+
+    file: TokenFile
+    sequence: int
+    seed: int
+    documents: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_windows < 1:
+            raise ValueError(
+                f"a sample takes {self.sequence + 1} tokens: {self.file.path} has {len(self.file.tokens)}; "
+                "lower data.sequence or prepare more text"
+            )
+        if self.documents and self.file.end < 0:
+            raise ValueError(f"{self.file.path} marks no end of documents: set data.documents to false")
+
+    @property
+    def num_windows(self) -> int:
+        return (len(self.file.tokens) - 1) // self.sequence
+
+    def window(self, number: int) -> int:
+        """Where in the file sample `number` begins."""
+        epoch, index = divmod(number, self.num_windows)
+        return permute(index, self.num_windows, f"{self.seed}/{epoch}") * self.sequence
+
+    def read(self, numbers: Iterable[int]) -> tuple[Tensor, Tensor]:
+        """tokens and targets, int64 [B, T]: targets are the tokens one later, shifted here, before any split."""
+        rows = [np.asarray(self.file.tokens[at : at + self.sequence + 1]) for at in map(self.window, numbers)]
+        whole = torch.from_numpy(np.stack(rows).astype(np.int64))
+        tokens, targets = whole[:, :-1], whole[:, 1:].clone()
+        if self.documents:
+            targets[tokens == self.file.end] = IGNORE
+        return tokens, targets
+
+    def first_keys(self, tokens: Tensor) -> Tensor:
+        """Where the document of each token begins, int64 [B, T]."""
+        places = torch.arange(1, self.sequence + 1)
+        begins = torch.where(tokens == self.file.end, places, 0).cummax(1).values
+        return torch.cat((torch.zeros_like(begins[:, :1]), begins[:, :-1]), 1)
+
+
+def permute(index: int, size: int, key: str) -> int:
+    """Where `index` goes in a pseudo-random order of range(size), with no table: a Feistel network over a power of 4,
+    walked until it lands inside."""
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    while True:
+        left, right = index >> half, index & mask
+        for turn in range(4):
+            digest = hashlib.blake2b(f"{key}/{turn}/{right}".encode(), digest_size=8).digest()
+            left, right = right, left ^ (int.from_bytes(digest, "big") & mask)
+        index = (left << half) | right
+        if index < size:
+            return index

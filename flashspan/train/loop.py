@@ -1,0 +1,324 @@
+"""The training loop of one rank. Every rank runs it; what is shown does not depend on how many there are.
+
+Labels are shifted before the sequence is split, the loss is a sum divided by the count of valid tokens over all ranks,
+gradients are summed over data, shard and context ranks: so loss and gradient norm are one device's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flashspan import masks
+from flashspan.parallel import build_mesh, clip_grad_norm, full_state_dict, grad_norm, load_full_state_dict, submesh
+
+from . import checkpoint
+from .build import build, load_optimizer_state, optimizer_state
+from .config import OptimizerSection, TrainConfig
+from .data import Samples, open_tokens
+from .metrics import Display, StepMetrics, draw_loss, memory_gib, peak_flops
+
+DONE, STOPPED, NOT_FINITE = "done", "stopped", "not finite"
+FIRST_SCALE, GROW_AFTER = 2.0**14, 200
+
+
+class Trainer:
+    """One rank's part of a run."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config
+        self.device = _device(config)
+        degrees: dict[str, Any] = {**config.parallel.degrees(dist.get_world_size())}
+        self.mesh = build_mesh(**degrees)
+        self.shape = config.model.resolve()
+        self.batch_ranks, self.batch_rank = _size_and_rank(submesh(self.mesh, "batch"))
+        self.num_tensor = self.mesh["tensor"].size()
+        self.folder = Path(config.checkpoint.folder)
+        self.train, self.validation = open_samples(config)
+        self.parts = build(config, self.shape, self.mesh, self.device)
+        self.positions = torch.arange(config.data.sequence, device=self.device)
+        if self.parts.attend is not None:
+            self.positions = self.parts.attend.positions(config.data.sequence, self.device)
+        self.scale = FIRST_SCALE if config.train.precision == "float16" else 1.0
+        self.steady = 0  # steps since the scale last changed
+        self.step = 0
+
+    def run(self) -> str:
+        """Train to the last step, or until told to stop; how it ended."""
+        config, first = self.config, dist.get_rank() == 0
+        notes: list[str] = []
+        self._resume(notes)
+        with (
+            Display(
+                self.folder, config.train.steps, active=first, tensorboard=config.train.tensorboard, start=self.step
+            ) as display,
+            _catch_signals() as asked,
+        ):
+            writer = checkpoint.Writer(self.folder, keep=config.checkpoint.keep, say=display.say)
+            for note in notes:
+                display.say(note)
+            peak = peak_flops(self.device) * dist.get_world_size()
+            flops = self.shape.flops_per_token(config.data.sequence) * config.train.batch * config.data.sequence
+            saved = self.step
+            how = DONE
+            while self.step < config.train.steps:
+                begin = time.perf_counter()
+                loss, norm, lr, stop = self.take_step(bool(asked))
+                if not (math.isfinite(loss) and math.isfinite(norm)):
+                    if self.scale > 1.0:
+                        display.say(f"step {self.step + 1}: float16 overflow, again with the loss scale {self.scale:g}")
+                        continue
+                    display.say(
+                        f"step {self.step + 1}: loss {loss}, gradient norm {norm}: not finite; stopping before the "
+                        "update, with the state as it was. Lower optimizer.lr, or look at the data of this step"
+                    )
+                    how = NOT_FINITE
+                    break
+                seconds = time.perf_counter() - begin
+                speed = config.train.batch * config.data.sequence / seconds
+                mfu = flops / seconds / peak
+                display.step(StepMetrics(self.step, loss, norm, lr, speed, mfu, memory_gib(self.device), seconds))
+                every = config.train.evaluate_every
+                if (
+                    self.validation is not None
+                    and every
+                    and (self.step % every == 0 or self.step == config.train.steps)
+                ):
+                    display.evaluation(self.step, self.evaluate())
+                if config.checkpoint.every and self.step % config.checkpoint.every == 0:
+                    self._save(writer, first)
+                    saved = self.step
+                if stop:
+                    how = STOPPED
+                    break
+            if saved != self.step or not self.step:
+                self._save(writer, first)
+            kept = writer.wait()
+            if first:
+                draw_loss(self.folder)
+            if not kept and how == DONE:
+                how = "not saved"
+            dist.barrier()
+        return how
+
+    def take_step(self, stop: bool = False) -> tuple[float, float, float, bool]:
+        """One optimizer step: its loss, gradient norm and learning rate, and whether any rank asked to stop.
+
+        Where loss or norm is not finite nothing is updated, and the step is still to be taken.
+        """
+        config = self.config
+        self.parts.optimizer.zero_grad()
+        numbers = self._my_samples()
+        batches = [self._place(self.train, part) for part in numbers]
+        count = self._sum(torch.tensor([sum((targets >= 0).sum().item() for _, targets, _ in batches)]))[0]
+        local = torch.zeros((), dtype=torch.float64, device=self.device)
+        for i, (tokens, targets, mask) in enumerate(batches):
+            with self.parts.without_sync(i < len(batches) - 1):
+                with self._autocast():
+                    total = self.parts.runner(tokens, targets, self.positions, mask)
+                (total * (self.scale / count)).backward()
+            local += total.detach()
+        loss, stops = self._sum(torch.stack((local.cpu(), torch.tensor(float(stop), dtype=torch.float64))))
+        params = list(self.parts.names)
+        if self.scale != 1.0:
+            for param in params:
+                if param.grad is not None:
+                    param.grad.div_(self.scale)
+        clip = config.optimizer.clip
+        norm = float(clip_grad_norm(params, clip) if clip else grad_norm(params))
+        lr = learning_rate(self.step, config.train.steps, config.optimizer)
+        fine = math.isfinite(loss) and math.isfinite(norm)
+        if fine:
+            for group in self.parts.optimizer.param_groups:
+                group["lr"] = lr
+            self.parts.optimizer.step()
+            self.step += 1
+        if config.train.precision == "float16":
+            self._rescale(fine)
+        return loss / count, norm, lr, stops > 0
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """The loss on the first samples of the validation file."""
+        assert self.validation is not None
+        self.parts.runner.eval()
+        numbers = range(self.batch_rank, self._evaluation_samples(), self.batch_ranks)
+        sums = torch.zeros(2, dtype=torch.float64)
+        for number in numbers:
+            tokens, targets, mask = self._place(self.validation, [number])
+            with self._autocast():
+                sums[0] += self.parts.runner(tokens, targets, self.positions, mask).item()
+            sums[1] += (targets >= 0).sum().item()
+        self.parts.runner.train()
+        total, count = self._sum(sums)
+        return total / count
+
+    def _evaluation_samples(self) -> int:
+        """As many as asked for or there are, and the same number for each rank, which all take part in each."""
+        assert self.validation is not None
+        wanted = min(self.config.train.evaluate_samples, self.validation.num_windows)
+        return max(self.batch_ranks, wanted // self.batch_ranks * self.batch_ranks)
+
+    def _my_samples(self) -> list[list[int]]:
+        """The global numbers of this step's samples that this rank reads, a list for each backward pass."""
+        train = self.config.train
+        each = train.batch // (train.accumulate * self.batch_ranks)
+        first = self.step * train.batch
+        starts = [first + (i * self.batch_ranks + self.batch_rank) * each for i in range(train.accumulate)]
+        return [list(range(start, start + each)) for start in starts]
+
+    def _place(self, samples: Samples, numbers: list[int]) -> tuple[Tensor, Tensor, Any]:
+        """tokens and targets [B, T of this rank] on the device, and the mask of the whole sequence."""
+        tokens, targets = samples.read(numbers)
+        mask = None
+        if samples.documents:
+            first = samples.first_keys(tokens)
+            own = torch.arange(1, samples.sequence + 1).expand_as(first)
+            mask = masks.Rows(first, own, samples.sequence).to(self.device)
+        if self.parts.attend is not None:
+            tokens, targets = (self.parts.attend.shard(x, 1) for x in (tokens, targets))
+        return tokens.to(self.device), targets.to(self.device), mask
+
+    def _sum(self, values: Tensor) -> list[float]:
+        """Numbers summed over all ranks that hold different tokens; tensor ranks hold the same."""
+        total = values.to(self.device, torch.float64)
+        dist.all_reduce(total)
+        return [value / self.num_tensor for value in total.tolist()]
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        dtype = getattr(torch, self.config.train.precision)
+        return torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)
+
+    def _rescale(self, fine: bool) -> None:
+        """float16 gradients underflow unless the loss is large: halve it when one overflows, else let it grow."""
+        self.steady = self.steady + 1 if fine else 0
+        if not fine or self.steady == GROW_AFTER:
+            self.scale *= 2.0 if fine else 0.5
+            self.steady = 0
+
+    def _order(self) -> dict[str, Any]:
+        """What decides which tokens a step reads, and what the model is: a resumed run must agree."""
+        config = self.config
+        return {
+            "seed": config.train.seed,
+            "batch": config.train.batch,
+            "sequence": config.data.sequence,
+            "documents": config.data.documents,
+            "num_tokens": len(self.train.file.tokens),
+        }
+
+    def _save(self, writer: checkpoint.Writer, first: bool) -> None:
+        model, moments = full_state_dict(self.parts.model), optimizer_state(self.parts)
+        if first:
+            extra = {
+                "scale": self.scale,
+                "steady": self.steady,
+                "tokenizer": self.train.file.tokenizer,
+                "config": self.config.as_dict(),
+            }
+            writer.submit(checkpoint.State(self.step, self.shape, model, moments, self._order(), extra))
+
+    def _resume(self, notes: list[str]) -> None:
+        """Go on from the newest whole checkpoint, which the first rank chooses."""
+        choice: list[Any] = [None, None]
+        if dist.get_rank() == 0 and self.config.checkpoint.resume:
+            try:
+                found = checkpoint.newest(self.folder, say=notes.append)
+                choice = [found, None if found is None else self._misfit(found)]
+            except ValueError as error:
+                choice = [None, str(error)]
+        dist.broadcast_object_list(choice, src=0)
+        path, fault = choice
+        if fault is not None:
+            raise ValueError(fault)
+        if path is None:
+            return
+        state = checkpoint.read(path)
+        load_full_state_dict(self.parts.model, state.model)
+        load_optimizer_state(self.parts, state.optimizer)
+        self.step = state.step
+        self.scale, self.steady = float(state.extra["scale"]), int(state.extra["steady"])
+        notes.append(f"resuming {path} at step {self.step}")
+
+    def _misfit(self, path: Path) -> str | None:
+        """Why a checkpoint is not of this run."""
+        state = checkpoint.read(path, optimizer=False)
+        if state.config != self.shape:
+            return f"{path} is a checkpoint of another model: {state.config}, not {self.shape}; choose another folder"
+        ours, theirs = self._order(), dict(state.order)
+        changed = [f"{key} was {theirs.get(key)}, is {ours[key]}" for key in ours if ours[key] != theirs.get(key)]
+        if changed:
+            return (
+                f"{path} is of a run with another order of samples ({', '.join(changed)}): restore them, choose "
+                "another checkpoint.folder, or start anew with --checkpoint.resume false"
+            )
+        return None
+
+
+def open_samples(config: TrainConfig) -> tuple[Samples, Samples | None]:
+    """The samples of a run and those it is evaluated on, checked against the model's vocabulary."""
+    file = open_tokens(config.data.train or Path(config.checkpoint.folder) / "data")
+    beside = file.path.with_name("val.bin")
+    held_out = open_tokens(config.data.validation or beside) if config.data.validation or beside.exists() else None
+    vocab_size = config.model.resolve().vocab_size
+    for part in (file, held_out):
+        if part is not None and part.vocab_size > vocab_size:
+            raise ValueError(
+                f"the data's vocabulary must fit the model's: {part.path} has {part.vocab_size} tokens "
+                f"({part.tokenizer}), the model {vocab_size}; prepare it with the model's tokenizer, or set "
+                f"model.vocab_size to {part.vocab_size}"
+            )
+    train, validation = (
+        None
+        if part is None or (part is held_out and len(part.tokens) <= config.data.sequence)
+        else Samples(part, config.data.sequence, config.train.seed, config.data.documents)
+        for part in (file, held_out)
+    )
+    assert train is not None
+    return train, validation
+
+
+def learning_rate(step: int, num_steps: int, options: OptimizerSection) -> float:
+    """Rises over the warm-up, then half a cosine down to `final_lr` of the highest at the last step."""
+    if step < options.warmup:
+        return options.lr * (step + 1) / options.warmup
+    done = (step - options.warmup) / max(1, num_steps - 1 - options.warmup)
+    return options.lr * (options.final_lr + (1 - options.final_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
+
+
+@contextlib.contextmanager
+def _catch_signals() -> Iterator[list[int]]:
+    """SIGTERM and SIGINT, kept until the step has ended; a second one is what it always was."""
+    asked: list[int] = []
+    before = {kind: signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGINT)}
+
+    def note(kind: int, frame: Any) -> None:
+        asked.append(kind)
+        signal.signal(kind, before[signal.Signals(kind)])
+
+    for kind in before:
+        signal.signal(kind, note)
+    try:
+        yield asked
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+
+
+def _device(config: TrainConfig) -> torch.device:
+    if dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _size_and_rank(mesh: Any) -> tuple[int, int]:
+    return mesh.size(), mesh.get_local_rank()

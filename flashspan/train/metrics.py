@@ -1,0 +1,182 @@
+"""What a run shows and writes: a line a step, metrics.jsonl, a picture of the loss."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+# Dense 16-bit peaks of the devices' data sheets, operations per second.
+PEAKS = {
+    "H200": 989e12,
+    "H100": 989e12,
+    "GH200": 989e12,
+    "A100": 312e12,
+    "B200": 2250e12,
+    "L40": 181e12,
+    "4090": 165e12,
+}
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One step: the same numbers under any parallelism, apart from speed and memory."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens_per_second: float
+    mfu: float
+    memory_gib: float
+    seconds: float
+
+
+def describe(metrics: StepMetrics, num_steps: int) -> str:
+    """A step as a line."""
+    return (
+        f"step {metrics.step:>{len(str(num_steps))}}/{num_steps}  loss {metrics.loss:.4f}  "
+        f"grad_norm {metrics.grad_norm:.3f}  {metrics.tokens_per_second:,.0f} tokens/s  mfu {metrics.mfu:.1%}  "
+        f"memory {metrics.memory_gib:.2f} GiB"
+    )
+
+
+class Display:
+    """The first rank's screen and files; every other rank has one that is silent."""
+
+    def __init__(
+        self, folder: Path, num_steps: int, *, active: bool, tensorboard: bool = False, start: int = 0
+    ) -> None:
+        self.folder, self.num_steps, self.active = folder, num_steps, active
+        self._bar: Any = None
+        self._board: Any = None
+        if not active:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        _drop_later(folder / "metrics.jsonl", start)
+        self._log = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+        if tensorboard:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise ValueError("train.tensorboard needs the tensorboard package: pip install tensorboard") from error
+            self._board = SummaryWriter(str(folder / "tensorboard"))
+        if sys.stdout.isatty():
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            self._bar = Progress(TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self._task = self._bar.add_task("training", total=num_steps, completed=start)
+            self._bar.start()
+
+    def say(self, text: str) -> None:
+        """A line on the screen."""
+        if not self.active:
+            return
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False)
+        else:
+            print(text, flush=True)
+
+    def step(self, metrics: StepMetrics) -> None:
+        self.say(describe(metrics, self.num_steps))
+        self._record({**asdict(metrics), "time": time.time()})
+        if self._bar is not None:
+            self._bar.update(self._task, completed=metrics.step)
+
+    def evaluation(self, step: int, loss: float) -> None:
+        self.say(f"step {step}  validation loss {loss:.4f}")
+        self._record({"step": step, "validation_loss": loss})
+
+    def _record(self, row: dict[str, Any]) -> None:
+        if not self.active:
+            return
+        self._log.write(json.dumps(row) + "\n")
+        self._log.flush()
+        if self._board is not None:
+            for key, value in row.items():
+                if key not in ("step", "time"):
+                    self._board.add_scalar(key, value, row["step"])
+
+    def __enter__(self) -> Display:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+        if self._board is not None:
+            self._board.close()
+        if self.active:
+            self._log.close()
+
+
+def read_metrics(file: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl; a last line cut short by a kill is passed over."""
+    rows = []
+    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows
+
+
+def _drop_later(file: Path, start: int) -> None:
+    """Forget the rows of steps that will be taken again, so that a curve has each step once."""
+    if file.exists():
+        rows = [row for row in read_metrics(file) if row["step"] <= start]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def draw_loss(folder: Path) -> Path | None:
+    """A picture of the loss so far, loss.png; None when there is nothing to draw."""
+    rows = read_metrics(folder / "metrics.jsonl")
+    train = [(row["step"], row["loss"]) for row in rows if "loss" in row]
+    if not train:
+        return None
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.plot(*zip(*train, strict=True), label="training", linewidth=1.2)
+    held_out = [(row["step"], row["validation_loss"]) for row in rows if "validation_loss" in row]
+    if held_out:
+        axes.plot(*zip(*held_out, strict=True), "o-", label="validation", markersize=4)
+    axes.set(xlabel="step", ylabel="loss (nats per token)")
+    axes.legend(frameon=False)
+    axes.grid(alpha=0.3)
+    figure.savefig(folder / "loss.png", dpi=150)
+    return folder / "loss.png"
+
+
+def peak_flops(device: torch.device) -> float:
+    """Operations per second one rank could do: a GPU's data sheet, or on a CPU the best of a few products, measured."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        return next((peak for key, peak in PEAKS.items() if key in name), float("nan"))
+    a = torch.randn(256, 256)
+    best = float("inf")
+    for _ in range(20):
+        begin = time.perf_counter()
+        a @ a
+        best = min(best, time.perf_counter() - begin)
+    return 2 * 256**3 / best
+
+
+def memory_gib(device: torch.device) -> float:
+    """The most memory this rank has held: allocated on its GPU, or resident in its process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

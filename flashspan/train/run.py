@@ -1,0 +1,165 @@
+"""`flashspan train`: a config in, ranks started (or joined, under torchrun), a trained model out.
+
+flashspan train
+flashspan train configs/tiny.toml --parallel.data 2 --parallel.context 2
+torchrun --nproc-per-node 8 -m flashspan.train configs/llama-3.2-1b.toml
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flashspan.launch import RankError, Ranks
+
+from .config import TrainConfig, describe_options, parse
+from .estimate import describe_plan
+from .loop import DONE, NOT_FINITE, STOPPED, Trainer, open_samples
+from .prepare import prepare_corpus
+
+FOREVER = 1e6  # seconds; more than a timer can hold is refused
+HELP = """usage: flashspan train [config.toml] [--section.key value ...] [--dry-run]
+
+With no arguments: trains a tiny LLaMA on the text in the package, on 4 CPU ranks in a zigzag ring (or the GPUs here).
+
+options, with their defaults:
+"""
+
+
+def main(arguments: Sequence[str] = ()) -> int:
+    """The command: `[config.toml] [--section.key value ...] [--dry-run]`."""
+    words = list(arguments)
+    if {"-h", "--help"} & set(words):
+        print(HELP + describe_options(), end="")
+        return 0
+    dry_run = "--dry-run" in words
+    return train(parse([word for word in words if word != "--dry-run"]), dry_run=dry_run)
+
+
+def train(config: TrainConfig, *, dry_run: bool = False) -> int:
+    """Train as the config says; 0 when it is done or was asked to stop, with the state saved.
+
+    Under torchrun this is one of the ranks; otherwise it starts them. With `dry_run` the config, the mesh and an
+    estimate of the memory are printed, and nothing is started.
+    """
+    joined = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    num_ranks = int(os.environ["WORLD_SIZE"]) if joined else config.parallel.default_ranks(_num_gpus(config))
+    check(config, num_ranks)
+    if dry_run:
+        print(config.describe())
+        print(describe_plan(config, num_ranks))
+        return 0
+    how = _join(config) if joined else _start(config, num_ranks)
+    if not joined or os.environ["RANK"] == "0":
+        print(_farewell(config, how))
+    return 0 if how in (DONE, STOPPED) else 1
+
+
+def check(config: TrainConfig, num_ranks: int) -> None:
+    """Refuse, before anything is started, what could not run."""
+    degrees = config.parallel.degrees(num_ranks)
+    shape = config.model.resolve()
+    parts = degrees["data"] * degrees["shard"] * config.train.accumulate
+    if config.train.batch % parts:
+        raise ValueError(
+            f"train.batch must divide over data x shard ranks and train.accumulate: got {config.train.batch} samples "
+            f"for {degrees['data']} x {degrees['shard']} ranks and {config.train.accumulate} passes; "
+            f"use a multiple of {parts}"
+        )
+    if shape.num_heads % degrees["tensor"] or shape.num_kv_heads % degrees["tensor"]:
+        raise ValueError(
+            f"parallel.tensor must divide the heads and the kv heads: got {shape.num_heads} and {shape.num_kv_heads} "
+            f"heads on {degrees['tensor']} ranks; use a smaller degree"
+        )
+    Path(config.checkpoint.folder).mkdir(parents=True, exist_ok=True)
+    if not config.data.train:
+        if int(os.environ.get("RANK", 0)) == 0:
+            prepare_corpus(Path(config.checkpoint.folder) / "data")
+        else:
+            return  # another rank is making the file; this one looks when it is there
+    open_samples(config)
+
+
+def run_rank(config: TrainConfig) -> str:
+    """One rank's whole run, in a process group that exists."""
+    torch.manual_seed(config.train.seed)
+    return Trainer(config).run()
+
+
+def _start(config: TrainConfig, num_ranks: int) -> str:
+    backend = "nccl" if _num_gpus(config) else "gloo"
+    if backend == "nccl" and num_ranks > _num_gpus(config):
+        raise ValueError(
+            f"{num_ranks} ranks need as many GPUs: found {_num_gpus(config)}; or use --parallel.device cpu"
+        )
+    with Ranks(num_ranks, backend=backend, timeout=config.parallel.timeout) as ranks:
+        pids = [process.pid for process in ranks._processes]
+
+        def pass_on(kind: int, frame: Any) -> None:
+            # A terminal's Ctrl-C reaches the ranks by itself; a signal to this process alone does not.
+            for pid in pids if kind == signal.SIGTERM else ():
+                if pid is not None:
+                    os.kill(pid, kind)
+
+        before = {kind: signal.signal(kind, pass_on) for kind in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            return ranks.run(run_rank, config, timeout=FOREVER)[0]
+        except RankError as error:
+            faults = {line for line in str(error).splitlines() if line.startswith("ValueError: ")}
+            if len(faults) == 1:
+                raise ValueError(faults.pop().removeprefix("ValueError: ")) from error
+            print(error, file=sys.stderr)
+            return "failed"
+        finally:
+            for kind, handler in before.items():
+                signal.signal(kind, handler)
+
+
+def _join(config: TrainConfig) -> str:
+    gpus = _num_gpus(config)
+    if gpus:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    if not dist.is_initialized():
+        timeout = timedelta(seconds=config.parallel.timeout)
+        dist.init_process_group("nccl" if gpus else "gloo", timeout=timeout)
+    dist.barrier()  # the first rank has made the files
+    try:
+        return run_rank(config)
+    finally:
+        dist.destroy_process_group()
+
+
+def _num_gpus(config: TrainConfig) -> int:
+    if config.parallel.device == "cpu":
+        return 0
+    found = torch.cuda.device_count()
+    if config.parallel.device == "cuda" and not found:
+        raise ValueError("parallel.device is cuda and there is no CUDA device here: use auto or cpu")
+    return found
+
+
+def _farewell(config: TrainConfig, how: str) -> str:
+    """What happened, what is where, and what to do next."""
+    folder = config.checkpoint.folder
+    told = {
+        DONE: "done",
+        STOPPED: "stopped as asked, state saved; the same command goes on",
+        NOT_FINITE: "stopped: loss or gradients were not finite; the state before that step is saved",
+        "not saved": "trained, but the last checkpoint could not be written",
+        "failed": "a rank failed; the same command goes on from the last checkpoint",
+    }
+    lines = [told[how], f"  checkpoints, metrics.jsonl and loss.png are in {folder}"]
+    if how == DONE:
+        lines += [
+            f'  talk to it: flashspan generate {folder} --prompt "MENENIUS:"',
+            f"  train on:   flashspan train --train.steps {2 * config.train.steps} (it resumes)",
+        ]
+    return "\n".join(lines)

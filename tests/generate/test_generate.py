@@ -1,0 +1,151 @@
+"""Decoding with a cache says what the model would say without one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashspan import attention
+from flashspan.generate import Cache, Sampling, decode, generate, load
+from flashspan.generate.command import stream
+from flashspan.model import Llama, LlamaConfig, RopeScaling, preset, save_llama
+from flashspan.train.data import ByteTokenizer
+
+CONFIGS = {
+    "llama-2": LlamaConfig(67, 32, 2, 4, 4, 48),
+    "llama-3": LlamaConfig(67, 32, 3, 4, 2, 48, rope_theta=5e5, rope_scaling=RopeScaling(8, 1, 4, 32)),
+    "tied": LlamaConfig(67, 32, 2, 4, 1, 48, tie_embeddings=True),
+}
+
+
+def make(config: LlamaConfig) -> Llama:
+    """A model with weights so large that its next token is far from settled by the last one."""
+    model = Llama(config, attention=attention).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            param.copy_(torch.randn(param.shape, generator=generator) * 0.25 + ("norm" in name))
+    return model
+
+
+def draw_prompt(*shape: int) -> Tensor:
+    return torch.randint(0, 67, shape, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("length", [1, 13])
+def test_greedy_equals_recomputing_everything(family: str, length: int) -> None:
+    model, tokens = make(CONFIGS[family]), draw_prompt(2, length)
+    got = torch.stack(list(decode(model, tokens, 30, sampling=Sampling(0))), 1)
+    with torch.no_grad():
+        for _ in range(30):
+            following = model.logits(model(tokens)[:, -1]).argmax(-1, keepdim=True)
+            tokens = torch.cat((tokens, following), 1)
+    assert torch.equal(got, tokens[:, length:])
+    assert len(set(got[0].tolist())) > 5
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_greedy_equals_transformers(family: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    model, tokens = make(CONFIGS[family]), draw_prompt(1, 9)
+    save_llama(model, tmp_path)
+    theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    want = theirs.generate(
+        tokens,
+        attention_mask=torch.ones_like(tokens),
+        max_new_tokens=40,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    got = torch.stack(list(decode(model, tokens, 40, sampling=Sampling(0))), 1)
+    assert torch.equal(got, want[:, 9:])
+
+
+def test_the_cache_is_the_attention_of_the_whole() -> None:
+    generator = torch.Generator().manual_seed(2)
+    q = torch.randn(2, 4, 20, 8, generator=generator)
+    k, v = torch.randn(2, 2, 2, 20, 8, generator=generator)
+    cache = Cache(attention, 20)
+    parts = [cache(*(x[:, :, a:b] for x in (q, k, v)), causal=True) for a, b in ((0, 7), (7, 8), (8, 17), (17, 20))]
+    want = attention(q, k, v, causal=True)
+    assert (torch.cat(parts, 2) - want).norm() <= 1e-6 * want.norm()
+    with pytest.raises(ValueError, match="room for 20 tokens: got 21"):
+        cache(q[:, :, :1], k[:, :, :1], v[:, :, :1], causal=True)
+
+
+def test_a_seed_decides_the_draws() -> None:
+    model, tokens = make(CONFIGS["llama-3"]), draw_prompt(5)
+    first, again, other = (
+        torch.cat(list(decode(model, tokens, 25, sampling=Sampling(1.0), seed=s))) for s in (1, 1, 2)
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_top_k_and_top_p_keep_the_likeliest() -> None:
+    logits = torch.tensor([[2.0, 0.0, 1.0, -1.0]])
+    plain = Sampling(0.5).probabilities(logits)
+    assert torch.allclose(plain, (logits / 0.5).softmax(-1))
+    assert (Sampling(1.0, top_k=2).probabilities(logits) > 0).tolist() == [[True, False, True, False]]
+    # 0.64, 0.24, 0.09, 0.03: two are needed to reach 0.7, one to reach 0.6.
+    assert (Sampling(1.0, top_p=0.7).probabilities(logits) > 0).tolist() == [[True, False, True, False]]
+    only = Sampling(1.0, top_p=0.6).probabilities(logits)
+    assert only.tolist() == [[1.0, 0.0, 0.0, 0.0]]
+    counts = torch.zeros(4)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(2000):
+        counts[Sampling(1.0, top_k=3).choose(logits, generator)] += 1
+    want = Sampling(1.0, top_k=3).probabilities(logits)[0]
+    assert counts[3] == 0
+    assert (counts / 2000 - want).abs().max() < 0.04
+
+
+def test_decoding_stops_when_every_row_has_ended() -> None:
+    model, tokens = make(CONFIGS["llama-2"]), draw_prompt(1, 4)
+    whole = [int(t) for t in decode(model, tokens, 30, sampling=Sampling(0))]
+    end = whole[11]
+    assert [int(t) for t in decode(model, tokens, 30, sampling=Sampling(0), end=end)] == whole[: whole.index(end) + 1]
+
+
+def test_streamed_text_holds_back_half_characters() -> None:
+    coder = ByteTokenizer()
+    text = "né 世"
+    pieces = list(stream((torch.tensor([t]) for t in coder.encode(text)), coder))
+    assert "".join(pieces) == text
+    assert len(pieces) == len(text.encode())
+
+
+def test_the_command_continues_a_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = Llama(preset("tiny"), attention=attention)
+    model.initialize(0)
+    save_llama(model, tmp_path / "model")
+    assert generate(str(tmp_path / "model"), prompt="Hear me", tokens=12, seed=3) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("Hear me")
+    assert "[12 tokens, " in said
+    (tmp_path / "prompts.txt").write_text("one\n\ntwo\n")
+    generate(str(tmp_path / "model"), file=str(tmp_path / "prompts.txt"), tokens=3, temperature=0)
+    said = capsys.readouterr().out
+    assert said.startswith("one")
+    assert "\ntwo" in said
+    assert load(tmp_path / "model")[0].config == preset("tiny")
+
+
+def test_bad_input_is_named(tmp_path: Path) -> None:
+    model = make(CONFIGS["tied"])
+    with pytest.raises(ValueError, match="vocabulary of 67: got 3 to 67"):
+        list(decode(model, [3, 67], 2))
+    with pytest.raises(ValueError, match="at least one token"):
+        list(decode(model, [], 2))
+    with pytest.raises(ValueError, match=r"top_p in \(0, 1\]: got temperature 1.0, top_k 0, top_p 0.0"):
+        Sampling(1.0, top_p=0.0)
+    with pytest.raises(ValueError, match="is not a folder"):
+        generate(str(tmp_path / "nothing"), prompt="a")
+    save_llama(model, tmp_path)
+    with pytest.raises(ValueError, match="bytes has 257 tokens, the model 67"):
+        generate(str(tmp_path), prompt="a")

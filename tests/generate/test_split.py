@@ -1,0 +1,66 @@
+"""A context split over ranks says what one device would say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from flashspan import attention
+from flashspan.context import context_parallel
+from flashspan.generate import Sampling, Split, decode, generate
+from flashspan.launch import RankError, Ranks
+from flashspan.model import Llama, LlamaConfig, preset, save_llama
+from tests.generate.test_generate import CONFIGS, draw_prompt, make
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(3, threads=1, timeout=30) as pool:
+        yield pool
+
+
+def continue_prompt(
+    config: LlamaConfig, length: int, layout: str, sampling: Sampling
+) -> tuple[list[list[int]], list[int]]:
+    """The tokens this rank yields, and how many keys of each layer it holds at the end."""
+    context = Split(context_parallel(dist.group.WORLD, layout=layout), dist.group.WORLD)
+    tokens = decode(make(config), draw_prompt(2, length), 20, sampling=sampling, seed=4, context=context)
+    return [token.tolist() for token in tokens], [cache.length for cache in context.caches]
+
+
+@pytest.mark.parametrize(
+    ("family", "length", "layout"),
+    [("llama-3", 31, "zigzag"), ("tied", 3, "striped"), ("llama-2", 50, "contiguous")],
+)
+@pytest.mark.parametrize("sampling", [Sampling(0), Sampling(1.0, top_k=20)])
+def test_a_split_context_gives_the_tokens_of_one_device(
+    ranks: Ranks, family: str, length: int, layout: str, sampling: Sampling
+) -> None:
+    model = make(CONFIGS[family])
+    want = [token.tolist() for token in decode(model, draw_prompt(2, length), 20, sampling=sampling, seed=4)]
+    held = []
+    for got, lengths in ranks.run(continue_prompt, CONFIGS[family], length, layout, sampling):
+        assert got == want
+        assert len(set(lengths)) == 1
+        held.append(lengths[0])
+    assert sum(held) == length + 19
+    assert max(held) <= -(-(length + 19) // 3) + 2
+
+
+def test_the_command_talks_over_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = Llama(preset("tiny"), attention=attention)
+    model.initialize(0)
+    save_llama(model, tmp_path)
+    generate(str(tmp_path), prompt="Hear me speak", tokens=9, temperature=0)
+    alone = capfd.readouterr().out.splitlines()
+    generate(str(tmp_path), prompt="Hear me speak", tokens=9, temperature=0, ranks=2)
+    together = capfd.readouterr().out.splitlines()
+    assert together[:-1] == alone[:-1]
+
+
+def test_a_prompt_shorter_than_the_ranks_is_named(ranks: Ranks) -> None:
+    with pytest.raises(RankError, match="got 2 tokens on 3 ranks; use fewer ranks"):
+        ranks.run(continue_prompt, CONFIGS["tied"], 2, "zigzag", Sampling(0))

@@ -1,0 +1,154 @@
+"""Checkpoints in Hugging Face's format: what is written is read back, and what a stranger might send is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flashspan import attention
+from flashspan.model import Llama, LlamaConfig, RopeScaling, load_llama, preset, read_config, read_weights, save_llama
+
+CONFIG = LlamaConfig(
+    61, 32, 3, 4, 2, 48, rope_theta=5e5, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 64), norm_eps=1e-6, max_tokens=99
+)
+
+
+@pytest.fixture
+def model() -> Llama:
+    model = Llama(CONFIG, attention=attention)
+    model.initialize(3)
+    return model
+
+
+@pytest.mark.parametrize("shard_bytes", [2**30, 9000])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_checkpoint_is_read_back_bit_for_bit(tmp_path: Path, tied: bool, shard_bytes: int) -> None:
+    config = preset("tiny", num_layers=2, tie_embeddings=tied)
+    model = Llama(config, attention=attention)
+    model.initialize(3)
+    files = save_llama(model, tmp_path, shard_bytes=shard_bytes)
+    assert ("model.safetensors.index.json" in files) == (shard_bytes == 9000)
+    again = load_llama(tmp_path, attention=attention)
+    assert again.config == config
+    assert (again.head.weight is again.embed.weight) == tied
+    state = again.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_transformers_writes_is_read(tmp_path: Path, tied: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    theirs = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=61,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            intermediate_size=48,
+            tie_word_embeddings=tied,
+            rope_parameters={**rope, "original_max_position_embeddings": 64},
+        )
+    ).eval()
+    theirs.save_pretrained(tmp_path, max_shard_size="20KB")
+    ours = load_llama(tmp_path, attention=attention)
+    tokens = torch.randint(0, 61, (2, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        want, got = theirs(tokens).logits, ours.logits(ours(tokens))
+    assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+def test_only_the_slices_asked_for_are_read(model: Llama, tmp_path: Path) -> None:
+    save_llama(model, tmp_path)
+    parts = dict(read_weights(tmp_path, CONFIG, part=lambda name, shape: (slice(1, 5),)))
+    for name, value in model.state_dict().items():
+        assert torch.equal(parts[name], value[1:5])
+
+
+def _edit(folder: Path, **changes: Any) -> None:
+    raw = json.loads((folder / "config.json").read_text())
+    raw |= changes
+    (folder / "config.json").write_text(json.dumps(raw))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"model_type": "gpt2"}, "must describe a llama: got model_type 'gpt2'"),
+        ({"hidden_act": "gelu"}, "asks for hidden_act='gelu'"),
+        ({"attention_bias": True}, "asks for attention_bias=True"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "asks for rope type 'yarn'"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "of type llama3 are incomplete: 'factor'"),
+        ({"hidden_size": "32"}, "width cannot be '32'"),
+        ({"num_key_value_heads": 3}, "the key heads must divide the query heads"),
+        ({"num_hidden_layers": 4}, "lacks 9 tensors that its config implies: model.layers.3"),
+        ({"intermediate_size": 47}, "weights and config are of different models"),
+    ],
+)
+def test_a_config_we_cannot_honour_is_refused(model: Llama, tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+    save_llama(model, tmp_path)
+    _edit(tmp_path, **changes)
+    with pytest.raises(ValueError, match=says):
+        load_llama(tmp_path, attention=attention)
+
+
+def test_older_and_newer_rope_fields_mean_the_same(model: Llama, tmp_path: Path) -> None:
+    save_llama(model, tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    _edit(
+        tmp_path,
+        rope_theta=None,
+        rope_scaling=None,
+        rope_parameters={"rope_theta": 5e5, **raw["rope_scaling"]},
+        auto_map={"AutoModel": "evil.Model"},
+    )
+    assert read_config(tmp_path) == CONFIG
+
+
+@pytest.mark.parametrize(
+    "name", ["../model.safetensors", "/etc/passwd", "a/b.safetensors", "model.bin", ".safetensors"]
+)
+def test_an_index_that_points_elsewhere_is_refused(model: Llama, tmp_path: Path, name: str) -> None:
+    save_llama(model, tmp_path, shard_bytes=9000)
+    file = tmp_path / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    index["weight_map"]["lm_head.weight"] = name
+    file.write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"may name only \.safetensors files beside it"):
+        load_llama(tmp_path, attention=attention)
+
+
+def test_a_pickle_is_never_opened(model: Llama, tmp_path: Path) -> None:
+    save_llama(model, tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
+    with pytest.raises(ValueError, match=r"a pickle \(pytorch_model.bin\), which can run any code when opened"):
+        load_llama(tmp_path, attention=attention)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "huge header", "garbage", "empty"])
+def test_a_damaged_file_is_named(model: Llama, tmp_path: Path, damage: str) -> None:
+    save_llama(model, tmp_path)
+    file = tmp_path / "model.safetensors"
+    data = file.read_bytes()
+    damaged = {
+        "truncated": data[: len(data) // 2],
+        "huge header": (2**40).to_bytes(8, "little") + data[8:],
+        "garbage": data[:8] + b"?" * 64 + data[72:],
+        "empty": b"",
+    }
+    file.write_bytes(damaged[damage])
+    with pytest.raises(ValueError, match=r"model\.safetensors is (damaged|not a safetensors file)"):
+        load_llama(tmp_path, attention=attention)
+
+
+def test_a_missing_shard_is_named(model: Llama, tmp_path: Path) -> None:
+    files = save_llama(model, tmp_path, shard_bytes=9000)
+    (tmp_path / files[1]).unlink()
+    with pytest.raises(ValueError, match=f"{files[1]} is missing"):
+        load_llama(tmp_path, attention=attention)

@@ -1,0 +1,64 @@
+"""Ranks kept alive for the whole session, and a small run to put on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashspan.launch import Ranks
+from flashspan.train import TrainConfig, parse
+from flashspan.train.prepare import prepare_corpus
+
+
+@pytest.fixture(scope="session")
+def on_ranks() -> Iterator[Callable[..., list[Any]]]:
+    """on_ranks(4, fn, *args): fn on each of 4 ranks, and the list of what they returned."""
+    # Ranks are forked from a server: what it has imported, no rank imports again.
+    forkserver.set_forkserver_preload(
+        ["torch._dynamo", "torch.distributed.fsdp", "flashspan.train", "flashspan.launch"]
+    )
+    forkserver.ensure_running()
+    pools: dict[int, Ranks] = {}
+
+    def run(num_ranks: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+        if num_ranks not in pools or not pools[num_ranks]._processes:
+            pools[num_ranks] = Ranks(num_ranks, threads=1, timeout=30)
+        return pools[num_ranks].run(fn, *args, timeout=timeout)
+
+    yield run
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_corpus(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture
+def config_of(tmp_path: Path, corpus: Path) -> Callable[..., TrainConfig]:
+    """config_of("--train.steps=3", ...): a model of two layers and odd sizes, in a folder of the test's own."""
+
+    def make(*options: str) -> TrainConfig:
+        return parse(
+            [
+                f"--data.train={corpus}",
+                f"--checkpoint.folder={tmp_path / 'run'}",
+                "--model.num_layers=2",
+                "--model.width=48",
+                "--model.ffn_width=80",
+                "--data.sequence=63",
+                "--train.batch=4",
+                "--train.steps=6",
+                "--train.evaluate_every=0",
+                "--optimizer.warmup=2",
+                "--parallel.device=cpu",
+                *options,
+            ]
+        )
+
+    return make

@@ -1,0 +1,116 @@
+"""A run's settings: from TOML and the command line, with mistakes named before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from flashspan.train import TrainConfig, parse, train
+from flashspan.train.config import OptimizerSection, build, describe_options, read_toml
+from flashspan.train.loop import learning_rate
+from flashspan.train.run import main
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def test_options_override_the_file_and_the_file_the_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[train]\nsteps = 7\nbatch = 3\nprecision = "bfloat16"\n[optimizer]\nlr = 1\n')
+    config = parse([str(file), "--train.batch", "5", "--train.compile", "--optimizer.final-lr=0.5"])
+    assert (config.train.steps, config.train.batch, config.train.precision) == (7, 5, "bfloat16")
+    assert (config.train.compile, config.optimizer.lr, config.optimizer.final_lr) == (True, 1.0, 0.5)
+    assert config.train.seed == TrainConfig().train.seed
+
+
+def test_a_described_config_is_that_config(tmp_path: Path) -> None:
+    config = parse(["--train.steps=9", "--data.documents", "--model.preset", "small", "--optimizer.lr=1e-4"])
+    (tmp_path / "again.toml").write_text(config.describe())
+    assert build(read_toml(tmp_path / "again.toml")) == config
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--train.step", "3"], "unknown key train.step: did you mean train.steps?"),
+        (["--trian.steps", "3"], "unknown section --trian: did you mean --train?"),
+        (["--train.steps", "many"], "train.steps must be a whole number: got 'many'"),
+        (["--train.precision", "int8"], "train.precision must be one of float32, bfloat16, float16: got 'int8'"),
+        (["--train.compile", "maybe"], "train.compile must be true or false: got 'maybe'"),
+        (["--train.steps", "0"], "train.steps must be at least 1: got 0"),
+        (["missing.toml"], "missing.toml is missing"),
+        (["--model.preset", "tinny"], "did you mean 'tiny'"),
+        (["--parallel.data", "3"], "use a multiple of 3"),
+        (["--parallel.ranks", "4", "--parallel.data", "3"], "the degrees must multiply to the 4 ranks"),
+        (["--parallel.data", "0"], "only one degree can take the ranks that are left"),
+        (["--parallel.tensor", "4"], "parallel.tensor must divide the heads and the kv heads: got 4 and 2"),
+        (["--parallel.device", "cuda"], "there is no CUDA device here"),
+        (["--model.vocab_size", "100"], "the data's vocabulary must fit the model's"),
+        (["--data.sequence", "1000000"], "a sample takes 1000001 tokens"),
+        (["--data.train", "nowhere.bin"], "nowhere.bin is missing: make it with `flashspan prepare`"),
+        (["--model.load", "nowhere"], "config.json is missing"),
+    ],
+)
+def test_a_mistake_is_named_before_anything_starts(
+    arguments: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(ValueError, match=says.replace("?", r"\?").replace(".", r"\.")):
+        main([*arguments, "--dry-run"])
+
+
+def test_a_toml_key_nobody_knows_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[optimizer]\nlearning_rate = 1\nweight_decya = 0.1\n")
+    with pytest.raises(ValueError, match=r"unknown key optimizer\.(learning_rate|weight_decya): "):
+        parse([str(file)])
+    file.write_text("steps = 3\n")
+    with pytest.raises(ValueError, match=r"steps must be in a section, like \[train\]"):
+        parse([str(file)])
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
+def test_shipped_configs_fit_the_ranks_they_name(file: Path) -> None:
+    config = parse([str(file)])
+    degrees = config.parallel.degrees(config.parallel.default_ranks(0))
+    assert config.train.batch % (degrees["data"] * degrees["shard"] * config.train.accumulate) == 0
+    assert config.model.resolve().num_parameters > 0
+
+
+def test_a_dry_run_says_what_would_be_and_starts_nothing(
+    config_of: Callable[..., TrainConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_of("--parallel.data=2", "--parallel.context=2")
+    assert train(config, dry_run=True) == 0
+    said = capsys.readouterr().out
+    assert "data 2 x shard 1 x context 2 x tensor 1 = 4 ranks" in said
+    assert "steps = 6" in said
+    assert "activations" in said
+    assert not list(Path(config.checkpoint.folder).glob("step-*"))
+
+
+def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("  --") == len(describe_options().strip().replace("\n\n", "\n").splitlines())
+    assert "--optimizer.warmup" in said
+
+
+def test_the_learning_rate_rises_and_falls() -> None:
+    options = OptimizerSection(lr=1.0, final_lr=0.1, warmup=4)
+    rates = [learning_rate(step, 20, options) for step in range(20)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert all(a >= b for a, b in pairwise(rates[3:]))
+    assert abs(rates[-1] - 0.1) < 1e-12
+
+
+def test_a_run_without_ranks_of_its_own_uses_what_the_degrees_say() -> None:
+    assert parse(["--parallel.data=3"]).parallel.default_ranks(0) == 3
+    assert parse([]).parallel.default_ranks(0) == 4
+    assert parse([]).parallel.default_ranks(2) == 2
+    assert parse(["--parallel.data=2", "--parallel.context=3"]).parallel.default_ranks(0) == 6
+    assert parse([]).parallel.degrees(4) == {"data": 1, "shard": 1, "context": 4, "tensor": 1}
+    assert parse(["--parallel.data=0", "--parallel.context=2"]).parallel.degrees(6)["data"] == 3

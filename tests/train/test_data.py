@@ -1,0 +1,108 @@
+"""Token files and the samples in them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from flashspan import masks
+from flashspan.train.data import ByteTokenizer, Samples, load_tokenizer, open_tokens, permute, write_tokens
+from flashspan.train.prepare import corpus, prepare
+
+
+def make(path: Path, tokens: list[int]) -> Path:
+    with write_tokens(path, ByteTokenizer()) as writer:
+        writer.add(tokens)
+    return path
+
+
+def test_bytes_come_back() -> None:
+    coder = ByteTokenizer()
+    text = "Grüße, 世界! 🙂\n\0"
+    assert coder.decode(coder.encode(text)) == text
+    assert max(coder.encode(text)) < 256 == coder.end
+
+
+def test_prepared_text_is_the_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one é", encoding="utf-8")
+    (tmp_path / "b.jsonl").write_text('{"text": "two"}\n{"text": "three"}\n')
+    assert prepare([str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")], folder=str(tmp_path), validation=0.25) == 0
+    train, held_out = (open_tokens(tmp_path / name) for name in ("train.bin", "val.bin"))
+    assert (len(train.tokens), len(held_out.tokens)) == (13, 4)
+    whole = [*train.tokens.tolist(), *held_out.tokens.tolist()]
+    assert ByteTokenizer().decode(whole) == "one étwothree"
+    assert whole.count(256) == 3
+    assert (train.vocab_size, train.tokenizer, train.end) == (257, "bytes", 256)
+
+
+def test_synthetic_tokens_are_repeatable(tmp_path: Path) -> None:
+    for name in "ab":
+        prepare(folder=str(tmp_path / name), synthetic=1000, validation=0.0)
+    first, second = (open_tokens(tmp_path / name).tokens for name in "ab")
+    assert len(first) == 1000
+    assert np.array_equal(first, second)
+    assert first.max() > 200
+
+
+@pytest.mark.parametrize("damage", ["truncated", "longer", "not ours", "empty"])
+def test_a_damaged_token_file_is_named(tmp_path: Path, damage: str) -> None:
+    path = make(tmp_path / "train.bin", list(range(100)))
+    data = path.read_bytes()
+    path.write_bytes({"truncated": data[:-3], "longer": data + b"x", "not ours": b"x" * 2000, "empty": b""}[damage])
+    with pytest.raises(ValueError, match=r"train\.bin is (truncated or damaged|not a token file)"):
+        open_tokens(path)
+
+
+@pytest.mark.parametrize("name", ["missing.txt", "bad.jsonl", "data.parquet", "latin.txt"])
+def test_text_that_cannot_be_read_is_named_and_leaves_no_files(tmp_path: Path, name: str) -> None:
+    (tmp_path / "bad.jsonl").write_text(json.dumps({"txt": "a"}))
+    (tmp_path / "data.parquet").write_bytes(b"PAR1")
+    (tmp_path / "latin.txt").write_bytes(b"\xe9\xff")
+    with pytest.raises(ValueError, match=name):
+        prepare([str(tmp_path / name)], folder=str(tmp_path / "out"))
+    assert not list((tmp_path / "out").glob("*"))
+    with pytest.raises(ValueError, match=r"nowhere\.json is missing"):
+        load_tokenizer("nowhere.json")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 16, 17, 1000])
+def test_the_order_of_samples_is_a_permutation(size: int) -> None:
+    order = [permute(i, size, "0/0") for i in range(size)]
+    assert sorted(order) == list(range(size))
+    if size >= 16:
+        assert order != list(range(size))
+        assert order != [permute(i, size, "0/1") for i in range(size)]
+
+
+def test_samples_are_addressed_by_number_and_targets_are_one_later(tmp_path: Path) -> None:
+    samples = Samples(open_tokens(make(tmp_path / "t.bin", [i % 251 for i in range(1001)])), 10, seed=3)
+    assert samples.num_windows == 100
+    tokens, targets = samples.read(range(5, 9))
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+    assert torch.equal(samples.read([7])[0][0], tokens[2])
+    starts = [samples.window(n) for n in range(200)]
+    assert sorted(starts[:100]) == sorted(starts[100:]) == list(range(0, 1000, 10))
+    assert starts[:100] != starts[100:]
+
+
+def test_documents_in_a_sample_are_found(tmp_path: Path) -> None:
+    row = [5, 6, 256, 7, 256, 8, 9, 1]
+    samples = Samples(open_tokens(make(tmp_path / "t.bin", row)), 7, seed=0, documents=True)
+    tokens, targets = samples.read([0])
+    first = samples.first_keys(tokens)
+    assert first.tolist() == [[0, 0, 0, 3, 3, 5, 5]]
+    assert targets.tolist() == [[6, 256, -100, 256, -100, 9, 1]]
+    want = masks.documents([3, 2, 2]) & masks.causal()
+    start, end = want.intervals(7, 7)
+    assert start.tolist() == first[0].tolist()
+    assert end.tolist() == list(range(1, 8))
+
+
+def test_the_package_brings_text() -> None:
+    text = "".join(corpus())
+    assert len(text) > 100_000
+    assert len(set(text.split())) > 5_000

@@ -1,0 +1,91 @@
+"""The displayed loss and gradient norm are one device's, under every mixture of parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashspan.train import TrainConfig
+from flashspan.train.data import ByteTokenizer
+from flashspan.train.loop import Trainer
+from flashspan.train.prepare import corpus, encode, write_files
+
+MIXTURES = {
+    "4 context": ["--parallel.context=4"],
+    "2 data x 2 context": ["--parallel.data=2", "--parallel.context=2"],
+    "2 tensor x 2 context": ["--parallel.tensor=2", "--parallel.context=2"],
+    "4 fully sharded": ["--parallel.shard=4", "--parallel.context=1"],
+    "2 fully sharded x 2 context": ["--parallel.shard=2", "--parallel.context=2"],
+    "2 fully sharded x 2 tensor": ["--parallel.shard=2", "--parallel.tensor=2", "--parallel.context=1"],
+    "4 data, sharded optimizer": ["--parallel.data=4", "--parallel.context=1", "--optimizer.sharded=true"],
+    "2 data x 2 context, accumulating": ["--parallel.data=2", "--parallel.context=2", "--train.accumulate=2"],
+    "4 context striped ulysses": [
+        "--parallel.data=2",
+        "--parallel.context=2",
+        "--parallel.strategy=ulysses",
+        "--parallel.layout=striped",
+    ],
+    "2 fully sharded x 2 context, recomputing": [
+        "--parallel.shard=2",
+        "--parallel.context=2",
+        "--train.recompute=attention",
+        "--train.accumulate=2",
+    ],
+    "2 data x 2 context, recomputing": ["--parallel.data=2", "--parallel.context=2", "--train.recompute=full"],
+}
+
+
+def take_steps(config: TrainConfig) -> list[tuple[float, float]]:
+    """Loss and gradient norm of each step, on a rank."""
+    trainer = Trainer(config)
+    return [trainer.take_step()[:2] for _ in range(config.train.steps)]
+
+
+def assert_same_curve(got: list[Any], want: list[Any], bound: float) -> None:
+    assert len(got) == len(want) > 0
+    for (loss, norm), (right, right_norm) in zip(got, want, strict=True):
+        assert abs(loss - right) <= bound * right
+        assert abs(norm - right_norm) <= 10 * bound * right_norm
+
+
+alone: dict[str, list[Any]] = {}  # the curve of one device, for every mixture to be compared with
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_every_mixture_shows_the_loss_of_one_device(
+    on_ranks: Callable[..., list[Any]], config_of: Callable[..., TrainConfig], name: str
+) -> None:
+    if "plain" not in alone:
+        alone["plain"] = on_ranks(1, take_steps, config_of())[0]
+    assert alone["plain"][-1][0] < alone["plain"][0][0] - 0.1
+    for got in on_ranks(4, take_steps, config_of(*MIXTURES[name])):
+        assert_same_curve(got, alone["plain"], 2e-5)
+
+
+def test_documents_are_apart_however_the_sequence_is_split(
+    on_ranks: Callable[..., list[Any]], config_of: Callable[..., TrainConfig], tmp_path: Path
+) -> None:
+    coder = ByteTokenizer()
+    speeches = [speech for text in corpus() for speech in text.split("\n\n")]
+    write_files(tmp_path / "speeches", coder, encode(speeches, coder), 0.1)
+    data = f"--data.train={tmp_path / 'speeches'}"
+    want = on_ranks(1, take_steps, config_of(data, "--data.documents=true"))[0]
+    for got in on_ranks(4, take_steps, config_of(data, "--data.documents=true", *MIXTURES["2 data x 2 context"])):
+        assert_same_curve(got, want, 2e-5)
+    seen_whole = on_ranks(1, take_steps, config_of(data))[0]
+    assert abs(seen_whole[-1][0] - want[-1][0]) > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", MIXTURES)
+def test_fifty_steps_show_the_loss_of_one_device(
+    on_ranks: Callable[..., list[Any]], config_of: Callable[..., TrainConfig], name: str
+) -> None:
+    options = ["--train.steps=50", "--model.width=128", "--model.num_layers=4", "--data.sequence=256"]
+    want = on_ranks(1, take_steps, config_of(*options), timeout=400)[0]
+    for got in on_ranks(4, take_steps, config_of(*options, *MIXTURES[name]), timeout=400):
+        assert_same_curve(got, want, 1e-4)

@@ -1,0 +1,233 @@
+"""A run that was stopped, killed or damaged goes on, and ends with the bits of one that was not."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashspan.launch import RankError, Ranks
+from flashspan.train import TrainConfig, checkpoint
+from flashspan.train.loop import DONE, NOT_FINITE
+from flashspan.train.metrics import read_metrics
+from flashspan.train.run import run_rank
+
+OnRanks = Callable[..., list[Any]]
+ConfigOf = Callable[..., TrainConfig]
+LAYOUTS = {
+    "2 context": (2, ["--parallel.context=2"]),
+    "2 data x 2 context": (4, ["--parallel.data=2", "--parallel.context=2", "--optimizer.sharded=true"]),
+    "2 fully sharded": (2, ["--parallel.shard=2", "--parallel.context=1"]),
+    "2 tensor": (2, ["--parallel.tensor=2", "--parallel.context=1"]),
+}
+
+
+def weights(config: TrainConfig) -> dict[str, Tensor]:
+    """The weights and the optimizer's state of the newest checkpoint."""
+    path = checkpoint.newest(config.checkpoint.folder)
+    assert path is not None
+    state = checkpoint.read(path)
+    assert state.step == config.train.steps
+    return {**state.model, **state.optimizer}
+
+
+def assert_same_bits(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_resumed_run_ends_with_the_same_bits(on_ranks: OnRanks, config_of: ConfigOf, name: str) -> None:
+    num_ranks, options = LAYOUTS[name]
+    config = config_of("--checkpoint.every=3", "--checkpoint.keep=9", *options)
+    assert on_ranks(num_ranks, run_rank, config) == [DONE] * num_ranks
+    want = weights(config)
+    shutil.rmtree(checkpoint.checkpoints(config.checkpoint.folder)[-1])
+    on_ranks(num_ranks, run_rank, config)
+    assert_same_bits(weights(config), want)
+    steps = [row["step"] for row in read_metrics(Path(config.checkpoint.folder) / "metrics.jsonl")]
+    assert steps == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_run_resumes_on_another_mixture_with_the_same_data(on_ranks: OnRanks, config_of: ConfigOf) -> None:
+    config = config_of("--checkpoint.every=3", "--checkpoint.keep=9", "--parallel.context=2")
+    on_ranks(2, run_rank, config)
+    want = weights(config)
+    folder = Path(config.checkpoint.folder)
+    for num_ranks, options in [(1, []), *LAYOUTS.values()]:
+        shutil.rmtree(checkpoint.checkpoints(folder)[-1])
+        on_ranks(num_ranks, run_rank, config_of("--checkpoint.every=3", "--checkpoint.keep=9", *options))
+        got = weights(config)
+        for key, value in want.items():
+            assert (got[key] - value).norm() <= 2e-4 * value.norm().clamp(min=1e-6), (key, options)
+
+
+def damage_one(path: Path, how: str) -> None:
+    file = path / ("optimizer.safetensors" if how != "no manifest" else "manifest.json")
+    data = bytearray(file.read_bytes())
+    if how == "flipped":
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+    elif how == "torn":
+        file.write_bytes(data[: len(data) // 2])
+    else:
+        file.unlink()
+
+
+@pytest.mark.parametrize("how", ["flipped", "torn", "gone", "no manifest"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
+    on_ranks: OnRanks, config_of: ConfigOf, how: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = config_of("--checkpoint.every=2", "--train.steps=4", "--parallel.context=1")
+    on_ranks(1, run_rank, config)
+    older, newer = checkpoint.checkpoints(config.checkpoint.folder)
+    damage_one(newer, how)
+    said: list[str] = []
+    assert checkpoint.newest(config.checkpoint.folder, say=said.append) == older
+    assert len(said) == 1
+    assert f"{newer} is damaged" in said[0]
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_others(
+    tmp_path: Path, on_ranks: OnRanks, config_of: ConfigOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of("--train.steps=2", "--parallel.context=1")
+    on_ranks(1, run_rank, config)
+    path = checkpoint.newest(config.checkpoint.folder)
+    assert path is not None
+    state = checkpoint.read(path)
+    later = checkpoint.State(3, state.config, state.model, state.optimizer, state.order, state.extra)
+    said: list[str] = []
+    writer = checkpoint.Writer(config.checkpoint.folder, keep=1, say=said.append)
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save_file", fail)
+        writer.submit(later)
+        assert not writer.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1))  # type: ignore[attr-defined]
+        writer.submit(later)
+        assert not writer.wait()
+    assert "No space left on device" in said[0]
+    assert "a checkpoint takes" in said[1]
+    assert [p.name for p in Path(config.checkpoint.folder).glob("*step*")] == ["step-00000002"]
+    writer.submit(later)
+    assert writer.wait()
+    assert [p.name for p in Path(config.checkpoint.folder).glob("*step*")] == ["step-00000003"]
+
+
+def test_a_loss_that_is_not_finite_stops_all_ranks_with_the_state_before_it(
+    on_ranks: OnRanks, config_of: ConfigOf
+) -> None:
+    config = config_of("--optimizer.lr=1e30", "--optimizer.warmup=0", "--parallel.data=2", "--parallel.context=1")
+    assert on_ranks(2, run_rank, config) == [NOT_FINITE] * 2
+    path = checkpoint.newest(config.checkpoint.folder)
+    assert path is not None
+    assert checkpoint.read(path).step == 1
+    assert len(read_metrics(Path(config.checkpoint.folder) / "metrics.jsonl")) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("--train.seed=5", "another order of samples .seed was 0, is 5"),
+        ("--data.sequence=31", "sequence was 63, is 31"),
+        ("--model.num_layers=1", "a checkpoint of another model"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(on_ranks: OnRanks, config_of: ConfigOf, change: str, says: str) -> None:
+    on_ranks(1, run_rank, config_of("--train.steps=1", "--parallel.context=1"))
+    with pytest.raises(RankError, match=says):
+        on_ranks(1, run_rank, config_of("--train.steps=1", "--parallel.context=1", change))
+
+
+def kill_one(config: TrainConfig, rank: int, wait: Callable[[], None]) -> bool:
+    """Run on 2 ranks and kill one when `wait` returns; whether the run was cut short."""
+    with Ranks(2, threads=1, timeout=20) as ranks:
+        pid = ranks._processes[rank].pid
+        over = threading.Event()
+
+        def kill() -> None:
+            wait()
+            if not over.is_set():
+                os.kill(pid, signal.SIGKILL)
+
+        threading.Thread(target=kill, daemon=True).start()
+        try:
+            ranks.run(run_rank, config, timeout=60)
+        except RankError as error:
+            return f"the process of rank {rank} died" in str(error)
+        finally:
+            over.set()
+    return False
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_costs_no_bits(on_ranks: OnRanks, config_of: ConfigOf, tmp_path: Path, rank: int) -> None:
+    options = ["--checkpoint.every=1", "--parallel.context=2", "--train.steps=20"]
+    config = config_of(*options, f"--checkpoint.folder={tmp_path / 'whole'}")
+    on_ranks(2, run_rank, config)
+    killed = config_of(*options)
+
+    def first_checkpoint() -> None:
+        while not checkpoint.checkpoints(killed.checkpoint.folder):
+            time.sleep(0.005)
+
+    assert kill_one(killed, rank, first_checkpoint)
+    path = checkpoint.newest(killed.checkpoint.folder)
+    assert path is not None
+    assert checkpoint.read(path).step < 20
+    on_ranks(2, run_rank, killed)
+    assert_same_bits(weights(killed), weights(config))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_twenty_kills_cost_no_bits(on_ranks: OnRanks, config_of: ConfigOf, tmp_path: Path) -> None:
+    options = ["--checkpoint.every=1", "--parallel.context=2", "--train.steps=12"]
+    config = config_of(*options, f"--checkpoint.folder={tmp_path / 'whole'}")
+    on_ranks(2, run_rank, config)
+    want, chance, kills = weights(config), random.Random(0), 0
+    while kills < 20:
+        killed = config_of(*options, f"--checkpoint.folder={tmp_path / str(kills)}")
+        while kill_one(killed, chance.randrange(2), lambda: time.sleep(chance.uniform(0.2, 2.5))):
+            kills += 1
+        assert_same_bits(weights(killed), want)
+
+
+def test_sigterm_saves_and_exits_and_the_run_goes_on(config_of: ConfigOf, on_ranks: OnRanks, tmp_path: Path) -> None:
+    options = ["--parallel.context=2", "--train.steps=30", "--checkpoint.every=0"]
+    whole = config_of(*options, f"--checkpoint.folder={tmp_path / 'whole'}")
+    on_ranks(2, run_rank, whole)
+    config = config_of(*options)
+    (tmp_path / "run.toml").write_text(config.describe())
+    command = [sys.executable, "-m", "flashspan.train", str(tmp_path / "run.toml")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step "):
+            process.send_signal(signal.SIGTERM)
+            break
+    rest = process.stdout.read()
+    assert process.wait(30) == 0
+    assert "stopped as asked, state saved" in rest
+    path = checkpoint.newest(config.checkpoint.folder)
+    assert path is not None
+    assert 1 <= checkpoint.read(path).step < 30
+    on_ranks(2, run_rank, config)
+    assert_same_bits(weights(config), weights(whole))
