@@ -176,6 +176,35 @@ def table(rows: list[record.Row]) -> Any:
     return result
 
 
+def markdown(rows: list[record.Row]) -> str:
+    """The newest row of each measurement as a page: median milliseconds, and how much faster ours is at both passes."""
+    by = {(row.shape, row.impl, row.kind): row for row in rows}
+    newest = rows[-1]
+    impls = list(dict.fromkeys(row.impl for row in rows))
+    others = [impl for impl in impls if impl != "flashspan"]
+    lines = [
+        "# Attention, measured",
+        "",
+        f"{newest.device}, torch {newest.torch}, Triton {newest.triton}, bf16, made by `flashspan bench attention`; "
+        "this page by `python -m flashspan.bench.attention`.",
+        "Median milliseconds, forward / backward / both; shapes are batch x heads/kv heads x tokens x head size. "
+        "The last columns are their time over ours, both passes: above 1 ours is faster.",
+        "",
+        "| shape | " + " | ".join(impls) + " | " + " | ".join(f"vs {impl}" for impl in others) + " |",
+        "| --- " * (1 + len(impls) + len(others)) + "|",
+    ]
+    for shape in dict.fromkeys(row.shape for row in rows):
+        cells = []
+        for impl in impls:
+            found = [by.get((shape, impl, kind)) for kind in ("forward", "backward", "both")]
+            cells.append(" / ".join(f"{row.p50_ms:.3f}" for row in found if row) or "-")
+        ours = by[shape, "flashspan", "both"].p50_ms
+        theirs = [by.get((shape, impl, "both")) for impl in others]
+        cells += [f"{row.p50_ms / ours:.2f}x" if row else "-" for row in theirs]
+        lines.append(f"| {shape} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def main(*, quick: bool = False) -> int:
     """Measure, append, print."""
     from rich.console import Console
@@ -199,3 +228,7 @@ def main(*, quick: bool = False) -> int:
     console.print(table(rows))
     console.print(f"{len(rows)} rows appended to {PATH}")
     return 0
+
+
+if __name__ == "__main__":
+    PATH.with_suffix(".md").write_text(markdown(record.read(PATH)))

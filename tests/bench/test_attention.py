@@ -1,0 +1,42 @@
+"""Rows of measurements: written, read back, and the only source of the page that shows them."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flashspan.bench import attention, record
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_rows_come_back_as_they_were(tmp_path: Path) -> None:
+    row = record.Row("a, gpu", "2.13", "3.7", "abc", "1x2", "ours", "forward", 1.0, 2.0, 3.0, 4.0, 1e-3, 5.0)
+    record.append([row], tmp_path / "rows.csv")
+    record.append([replace(row, kind="both")], tmp_path / "rows.csv")
+    assert record.read(tmp_path / "rows.csv") == [row, replace(row, kind="both")]
+
+
+def test_rows_of_another_version_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("device,speed\nx,1\n")
+    with pytest.raises(ValueError, match="does not hold rows of this version"):
+        record.read(tmp_path / "rows.csv")
+
+
+def test_the_page_is_made_of_the_rows() -> None:
+    rows = record.read(ROOT / attention.PATH)
+    assert (ROOT / attention.PATH).with_suffix(".md").read_text() == attention.markdown(rows)
+
+
+def test_every_benchmarked_shape_is_recorded() -> None:
+    recorded = {row.shape for row in record.read(ROOT / attention.PATH) if row.impl == "flashspan"}
+    assert {str(shape) for shape in attention.SHAPES} <= recorded
+
+
+def test_without_a_gpu_it_says_so() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(ValueError, match="needs a CUDA device"):
+        attention.main()
