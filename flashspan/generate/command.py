@@ -16,10 +16,11 @@ import torch.distributed as dist
 
 from flashspan.attention import attention
 from flashspan.context import context_parallel
-from flashspan.launch import Ranks
+from flashspan.launch import RankError, Ranks
 from flashspan.model import Llama, load_llama
 from flashspan.train.checkpoint import newest
 from flashspan.train.data import ByteTokenizer, Tokenizer, load_tokenizer
+from flashspan.train.run import FOREVER, raise_plainly
 
 from .decode import decode
 from .sample import Sampling
@@ -69,7 +70,11 @@ def generate(
         return 0
     with Ranks(ranks, backend="nccl" if gpus >= ranks else "gloo") as pool:
         where = "cuda" if gpus >= ranks else "cpu"
-        pool.run(talk, folder, prompts, tokens, sampling, seed, tokenizer, where, dtype, timeout=1e6)
+        try:
+            pool.run(talk, folder, prompts, tokens, sampling, seed, tokenizer, where, dtype, timeout=FOREVER)
+        except RankError as error:
+            raise_plainly(error)
+            raise
     return 0
 
 
@@ -83,7 +88,7 @@ def talk(
     device: str,
     dtype: str,
 ) -> None:
-    """Continue each prompt and print it as it comes; on ranks of a process group, together, and the first one prints."""
+    """Continue each prompt and print it as it comes; on the ranks of a group together, and the first prints."""
     split = dist.is_initialized() and dist.get_world_size() > 1
     model, coder = load(folder, tokenizer, device=device, dtype=getattr(torch, dtype))
     silent = split and dist.get_rank() > 0

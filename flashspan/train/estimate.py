@@ -15,9 +15,9 @@ def describe_plan(config: TrainConfig, num_ranks: int) -> str:
         f"mesh    {' x '.join(f'{axis} {degree}' for axis, degree in degrees.items())} = {num_ranks} ranks",
         f"step    {config.train.batch} samples x {config.data.sequence} tokens = "
         f"{config.train.batch * config.data.sequence:,} tokens, {config.train.accumulate} backward passes",
-        "memory  of one rank, GiB, about:",
-        *(f"  {name:<12} {size / 2**30:8.2f}" for name, size in ledger.items()),
-        f"  {'total':<12} {sum(ledger.values()) / 2**30:8.2f}",
+        "memory  of one rank, MiB, about:",
+        *(f"  {name:<12} {size / 2**20:12,.1f}" for name, size in ledger.items()),
+        f"  {'total':<12} {sum(ledger.values()) / 2**20:12,.1f}",
     ]
     return "\n".join(lines)
 

@@ -113,14 +113,19 @@ def _start(config: TrainConfig, num_ranks: int) -> str:
         try:
             return ranks.run(run_rank, config, timeout=FOREVER)[0]
         except RankError as error:
-            faults = {line for line in str(error).splitlines() if line.startswith("ValueError: ")}
-            if len(faults) == 1:
-                raise ValueError(faults.pop().removeprefix("ValueError: ")) from error
+            raise_plainly(error)
             print(error, file=sys.stderr)
             return "failed"
         finally:
             for kind, handler in before.items():
                 signal.signal(kind, handler)
+
+
+def raise_plainly(error: RankError) -> None:
+    """Where ranks failed of bad input and all say the same: that, as a ValueError, without their tracebacks."""
+    faults = {line for line in str(error).splitlines() if line.startswith("ValueError: ")}
+    if len(faults) == 1:
+        raise ValueError(faults.pop().removeprefix("ValueError: ")) from error
 
 
 def _join(config: TrainConfig) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,8 +13,10 @@ import torch.distributed as dist
 from flashspan import attention
 from flashspan.context import context_parallel
 from flashspan.generate import Sampling, Split, decode, generate
-from flashspan.launch import RankError, Ranks
+from flashspan.generate.command import stream
+from flashspan.launch import Ranks
 from flashspan.model import Llama, LlamaConfig, preset, save_llama
+from flashspan.train.data import ByteTokenizer
 from tests.generate.test_generate import CONFIGS, draw_prompt, make
 
 
@@ -50,17 +54,19 @@ def test_a_split_context_gives_the_tokens_of_one_device(
     assert max(held) <= -(-(length + 19) // 3) + 2
 
 
-def test_the_command_talks_over_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_command_talks_over_ranks(tmp_path: Path) -> None:
     model = Llama(preset("tiny"), attention=attention)
     model.initialize(0)
     save_llama(model, tmp_path)
-    generate(str(tmp_path), prompt="Hear me speak", tokens=9, temperature=0)
-    alone = capfd.readouterr().out.splitlines()
-    generate(str(tmp_path), prompt="Hear me speak", tokens=9, temperature=0, ranks=2)
-    together = capfd.readouterr().out.splitlines()
-    assert together[:-1] == alone[:-1]
+    call = f"generate({str(tmp_path)!r}, prompt='Hear me', tokens=9, temperature=0, ranks=2)"
+    command = [sys.executable, "-c", f"from flashspan.generate import generate; {call}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    coder = ByteTokenizer()
+    want = "".join(stream(decode(model, coder.encode("Hear me"), 9, sampling=Sampling(0)), coder))
+    assert done.stdout.startswith(f"Hear me{want}\n[9 tokens, ")
 
 
-def test_a_prompt_shorter_than_the_ranks_is_named(ranks: Ranks) -> None:
-    with pytest.raises(RankError, match="got 2 tokens on 3 ranks; use fewer ranks"):
-        ranks.run(continue_prompt, CONFIGS["tied"], 2, "zigzag", Sampling(0))
+def test_a_prompt_shorter_than_the_ranks_is_named(tmp_path: Path) -> None:
+    save_llama(Llama(preset("tiny"), attention=attention), tmp_path)
+    with pytest.raises(ValueError, match="got 1 tokens on 2 ranks; use fewer ranks"):
+        generate(str(tmp_path), prompt="H", tokens=3, ranks=2)

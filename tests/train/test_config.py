@@ -42,7 +42,7 @@ def test_a_described_config_is_that_config(tmp_path: Path) -> None:
         (["--train.steps", "0"], "train.steps must be at least 1: got 0"),
         (["missing.toml"], "missing.toml is missing"),
         (["--model.preset", "tinny"], "did you mean 'tiny'"),
-        (["--parallel.data", "3"], "use a multiple of 3"),
+        (["--parallel.data", "3", "--train.batch", "7"], "use a multiple of 3"),
         (["--parallel.ranks", "4", "--parallel.data", "3"], "the degrees must multiply to the 4 ranks"),
         (["--parallel.data", "0"], "only one degree can take the ranks that are left"),
         (["--parallel.tensor", "4"], "parallel.tensor must divide the heads and the kv heads: got 4 and 2"),
