@@ -154,10 +154,9 @@ def forward(
         out = q.new_empty(B, T, H, D, dtype=out_dtype).transpose(1, 2)
         lse = q.new_empty(B, H, T, dtype=torch.float32)
     else:
-        out, lse = carry
-        assert out.dtype == lse.dtype == torch.float32, "a carry is float32"
-        assert out.stride(-1) == 1, "a carry's rows are contiguous"
-        assert lse.is_contiguous(), "a carry's lse is contiguous"
+        assert carry.out.dtype == carry.lse.dtype == torch.float32, "a carry is float32"
+        out = carry.out if carry.out.stride(-1) == 1 else carry.out.contiguous()
+        lse = carry.lse.contiguous()
     if q.numel() == 0:
         return Carry(out, lse)
     with on(q.device):

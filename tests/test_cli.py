@@ -1,0 +1,54 @@
+"""The command line: what it prints, and what it says to bad input."""
+
+from pathlib import Path
+
+import pytest
+
+from flashspan.cli import commands, main
+
+
+@pytest.mark.parametrize("words", [["--help"], *([name, "--help"] for name in commands())], ids=" ".join)
+def test_help_explains_every_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = main(words)
+    except SystemExit as end:
+        code = int(end.code or 0)
+    text = capsys.readouterr().out
+    assert code == 0
+    assert len(text) > 300
+    assert words[0] == "--help" or "--" in text
+
+
+def test_attend_on_one_device_shows_output_error_time_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["attend", "1", "100", "16"]) == 0
+    text = capsys.readouterr().out
+    for part in ("sequence length T: 100, head dim D: 16", "O[0..7]", "Error against float64", "time ms", "peak MiB"):
+        assert part in text
+
+
+def test_plan_draw_writes_both_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "draw", "--ranks", "3", "--tokens", "65", "--folder", str(tmp_path)]) == 0
+    assert "busiest rank" in capsys.readouterr().out
+    pictures = list(tmp_path.glob("*.svg"))
+    assert len(pictures) == 2
+    assert all("<svg" in picture.read_text() for picture in pictures)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["attend", "9", "100", "16"], "1 to 8"),
+        (["attend", "1", "100", "300"], "1 to 256"),
+        (["plan", "draw", "--strategy", "double_ring"], "--sizes"),
+        (["plan", "draw", "--ranks", "0"], "at least 1 rank"),
+        (["train", "--train.stepz", "3"], "did you mean"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    text = capsys.readouterr().err
+    assert text.startswith("flashspan: ")
+    assert message in text
+    assert text.count("\n") == 1
