@@ -78,7 +78,7 @@ def attention(
 
     q [B, H, T, D]; k, v [B, K, S, D] with K dividing H (grouped queries; K/V are not expanded). Returns [B, H, T, D]
     in q's dtype, laid out so that merging the heads is free; with `return_lse` also the float32 log-sum-exp [B, H, T],
-    itself differentiable. A query that sees no key gets 0, and -inf.
+    itself differentiable (float64 for float64 inputs). A query that sees no key gets 0, and -inf.
 
     causal: query i sees keys 0..i (counted from the start, as in PyTorch; `masks.causal(offset)` for the other way).
     window: an int w sees the w nearest keys on each side counting its own (with causal: the last w); or (left, right).
@@ -87,11 +87,10 @@ def attention(
     default) and the pair's position alone. float32 is true float32; `torch.set_float32_matmul_precision("high")` asks
     for tf32. backend: "auto", or an implementation by name; `explain` says which serves.
     """
+    q, k, v = _autocast(q, k, v)
     check_inputs(q, k, v, dropout)
     resolved = resolve_mask(q, k, causal=causal, window=window, mask=mask)
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-    if torch.is_autocast_enabled(q.device.type) and q.dtype == torch.float32:
-        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     seeds = draw_seed(q.device, seed, generator) if dropout > 0 else None
     kind, numbers, tensors = resolved.to(q.device).pack()
@@ -112,6 +111,7 @@ def explain(
     backend: str = "auto",
 ) -> dispatch.Choice:
     """Which implementation `attention` would use for this call, and why not the others. Print it."""
+    q, k, v = _autocast(q, k, v)
     check_inputs(q, k, v, dropout)
     resolved = resolve_mask(q, k, causal=causal, window=window, mask=mask)
     return dispatch.choose(q, k, v, mask=resolved, dropout=dropout > 0, backend=backend)
@@ -119,6 +119,11 @@ def explain(
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> None:
     """One ValueError for anything attention cannot mean: the rule, the values, the remedy."""
+    if not all(isinstance(x, Tensor) and x.layout == torch.strided for x in (q, k, v)):
+        kinds = [str(x.layout) if isinstance(x, Tensor) else type(x).__name__ for x in (q, k, v)]
+        raise ValueError(
+            f"q, k and v must be dense tensors: got {', '.join(kinds)}; use torch.as_tensor or .to_dense()"
+        )
 
     def shapes() -> str:
         return f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
@@ -145,7 +150,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> None:
     heads, kv_heads = q.shape[1], k.shape[1]
     if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
         raise ValueError(f"the key heads must divide the query heads: got {heads} query heads and {kv_heads} key heads")
-    if not 0.0 <= dropout < 1.0:
+    if not isinstance(dropout, (int, float)) or not 0.0 <= dropout < 1.0:
         raise ValueError(f"dropout is a probability in [0, 1): got {dropout}")
 
 
@@ -160,11 +165,14 @@ def resolve_mask(
     """causal, window and mask as the one mask they mean together, checked against q [B, H, T, D] and k [B, K, S, D]."""
     result: Mask = masks.CAUSAL if causal else masks.EVERYTHING
     if window is not None:
-        left, right = (window - 1, window - 1) if isinstance(window, int) else window
-        if left < 0 or right < 0:
+        pair = (window - 1, window - 1) if isinstance(window, int) else window
+        if not (
+            isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(x, int) and x >= 0 for x in pair)
+        ):
             raise ValueError(
-                f"a window is an int >= 1 or a pair (left, right) of ints >= 0: got {window}; use None for no window"
+                f"a window is an int >= 1 or a pair (left, right) of ints >= 0: got {window!r}; use None for no window"
             )
+        left, right = pair
         result = result & Band(-left, right)
     if mask is None:
         return result
@@ -182,7 +190,10 @@ def resolve_mask(
 def rows_of(visible: Tensor) -> Rows:
     """A bool tensor [T, S], [B, T, S] or [B, 1, T, S] as Rows; every row must be one run of True."""
     if visible.dtype != torch.bool:
-        raise ValueError(f"a mask tensor must be bool, True where visible: got {visible.dtype}; use mask.bool()")
+        raise ValueError(
+            f"a mask tensor must be bool, True where visible: got {visible.dtype}; "
+            f"use mask.bool(), or mask.isfinite() if it is an additive one"
+        )
     if visible.dim() == 4 and visible.shape[1] == 1:
         visible = visible[:, 0]
     if visible.dim() not in (2, 3):
@@ -209,7 +220,9 @@ def draw_seed(device: torch.device, seed: int | None, generator: torch.Generator
     if seed is not None and generator is not None:
         raise ValueError("give dropout a seed or a generator, not both")
     if seed is not None:
-        return torch.full((1,), seed, dtype=torch.int64, device=device)
+        if not isinstance(seed, int):
+            raise ValueError(f"a seed is a whole number: got {seed!r}")
+        return torch.full((1,), (seed + 2**63) % 2**64 - 2**63, dtype=torch.int64, device=device)
     source = device if generator is None else generator.device
     return torch.randint(0, 2**62, (1,), device=source, generator=generator).to(device)
 
@@ -242,7 +255,8 @@ def _forward(
 def _outputs(q: Tensor) -> tuple[Tensor, Tensor]:
     """Room for the output, stored as [B, T, H, D] so that merging heads is a view, and for lse."""
     B, H, T, D = q.shape
-    return q.new_empty(B, T, H, D).transpose(1, 2), q.new_empty(B, H, T, dtype=torch.float32)
+    exact = torch.promote_types(q.dtype, torch.float32)
+    return q.new_empty(B, T, H, D).transpose(1, 2), q.new_empty(B, H, T, dtype=exact)
 
 
 def _backward(
@@ -328,10 +342,19 @@ class _Attend(torch.autograd.Function):
         return _differentiate(ctx, dout, dlse, _backward)
 
 
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under autocast, float32 tensors in its dtype."""
+    device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "meta"
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) if x.dtype == torch.float32 else x for x in tensors)
+
+
 def _plainly_eager(*tensors: Tensor) -> bool:
-    """Whether nobody watches: no compiler, no dispatch mode, no tensor subclass."""
+    """Whether nobody watches: no compiler, no dispatch mode, no tensor subclass, no mere shapes."""
     return (
         not torch.compiler.is_compiling()
         and not is_in_torch_dispatch_mode()
-        and all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
+        and all(type(x) in (Tensor, torch.nn.Parameter) and not x.is_meta for x in tensors)
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 import tyro
 from tyro.conf import Positional
@@ -167,6 +169,23 @@ def train() -> int:
     raise AssertionError("main hands train its own command line")
 
 
+def positional(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The same function with one parameter given by place: those who write it need not know this library."""
+    hints: dict[str, Any] = get_type_hints(function)
+    hints[name] = Positional[hints[name]]  # type: ignore[valid-type, misc]
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **options: Any) -> Any:
+        return function(*args, **options)
+
+    signature = inspect.signature(function)
+    parameters = [p.replace(annotation=hints[p.name]) for p in signature.parameters.values()]
+    wrapped.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    wrapped.__annotations__ = hints
+    del wrapped.__wrapped__  # or the hints would be read from the original
+    return wrapped
+
+
 def commands() -> dict[str, Callable[..., Any]]:
     """Subcommand -> function."""
     from flashspan.generate import generate
@@ -174,8 +193,8 @@ def commands() -> dict[str, Callable[..., Any]]:
 
     return {
         "train": train,
-        "generate": generate,
-        "prepare": prepare,
+        "generate": positional(generate, "folder"),
+        "prepare": positional(prepare, "inputs"),
         "attend": attend,
         "check": check,
         "plan": plan,

@@ -227,6 +227,75 @@ def test_memory_is_linear_in_tokens() -> None:
     assert grown < 200
 
 
+def test_a_mask_first_used_in_inference_mode_still_trains() -> None:
+    q, k, v = inputs(*[(1, 2, 40, 8)] * 3)
+    kept = masks.documents([20, 20])
+    with torch.inference_mode():
+        made = masks.documents([20, 20])
+        attention(q, k, v, mask=kept, causal=True)
+    for mask in (kept, made):
+        attention(q, k, v, mask=mask, causal=True).sum().backward()
+
+
+def test_masks_copy_and_travel_without_what_was_made_of_them() -> None:
+    import copy
+    import pickle
+
+    a, b = masks.documents([20, 20]), masks.prefix(5, 40)
+    size = len(pickle.dumps(a))
+    assert a & b == b & a
+    for shift in range(40):
+        a & masks.causal(shift)
+    assert copy.deepcopy(a) == a == pickle.loads(pickle.dumps(a))
+    assert len(pickle.dumps(a)) == size
+    assert len(a._made) <= 16
+
+
+def test_windows_may_change_under_compile() -> None:
+    q, k, v = inputs(*[(1, 2, 20, 8)] * 3)
+    compiled = torch.compile(
+        lambda q, k, v, w: attention(q, k, v, causal=True, window=w), fullgraph=True, backend="aot_eager"
+    )
+    for window in (3, 5, 7):
+        assert torch.equal(compiled(q, k, v, window), attention(q, k, v, causal=True, window=window))
+
+
+def test_a_default_device_does_not_reach_masks() -> None:
+    q, k, v = (x.detach() for x in inputs(*[(2, 2, 16, 8)] * 3))
+    expected = attention(q, k, v, mask=masks.ragged([3, 9], 16, 16) & masks.causal())
+    with torch.device("meta"):
+        mask = masks.ragged([3, 9], 16, 16) & masks.causal()
+        zigzag = masks.causal().slice([range(4), range(8, 12)], range(16))
+        assert torch.equal(attention(q, k, v, mask=mask), expected)
+        assert zigzag.intervals(8, 16)[0].device.type == "cpu"
+
+
+def test_meta_tensors_give_shapes() -> None:
+    q = torch.empty(1, 2, 16, 8, device="meta")
+    out, lse = attention(q, q, q, causal=True, return_lse=True)
+    assert (out.shape, lse.shape, out.device.type) == (q.shape, (1, 2, 16), "meta")
+
+
+def test_autocast_brings_mixed_inputs_together() -> None:
+    q, k, v = inputs(*[(1, 2, 9, 8)] * 3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert attention(q, k, v.bfloat16()).dtype == torch.bfloat16
+
+
+def test_float64_gradients_are_float64() -> None:
+    q, k, v = (3 * x.detach().double() for x in inputs(*[(1, 2, 9, 8)] * 3))
+    tensors = [x.requires_grad_() for x in (q, k, v)]
+    ours, theirs = attention(q, k, v), F.scaled_dot_product_attention(q, k, v)
+    for mine, other in zip(gradients(ours, *tensors), gradients(theirs, *tensors), strict=True):
+        assert relative(mine, other) < 1e-12
+
+
+def test_seeds_that_differ_anywhere_drop_other_pairs() -> None:
+    q, k, v = inputs(*[(1, 1, 64, 8)] * 3)
+    drop = [attention(q, k, v, dropout=0.5, seed=s) for s in (1, 1 + 2**32, 1 + 2**63, -1, 2**64 + 5)]
+    assert all(not torch.equal(a, b) for i, a in enumerate(drop) for b in drop[:i])
+
+
 q4 = torch.zeros(1, 4, 8, 16)
 BAD = {
     "wrong rank": (lambda: attention(q4[0], q4[0], q4[0]), "must be .batch, heads, tokens, head size.*unsqueeze"),
@@ -251,6 +320,18 @@ BAD = {
     ),
     "not a mask": (lambda: attention(q4, q4, q4, mask="causal"), "made by flashspan.masks"),  # type: ignore[arg-type]
     "negative window": (lambda: attention(q4, q4, q4, window=-1), "window is an int >= 1"),
+    "window of a float": (lambda: attention(q4, q4, q4, window=2.5), "got 2.5"),  # type: ignore[call-overload]
+    "window of three": (lambda: attention(q4, q4, q4, window=(1, 2, 3)), "pair"),  # type: ignore[call-overload]
+    "seed of a float": (
+        lambda: attention(q4, q4, q4, dropout=0.1, seed=1.5),  # type: ignore[call-overload]
+        "seed is a whole number",
+    ),
+    "dropout of nothing": (lambda: attention(q4, q4, q4, dropout=None), "probability"),  # type: ignore[call-overload]
+    "not a tensor": (lambda: attention(q4.numpy(), q4, q4), "dense tensors: got ndarray"),  # type: ignore[call-overload]
+    "sparse": (lambda: attention(q4.to_sparse(), q4, q4), "to_dense"),
+    "documents of half tokens": (lambda: masks.documents([1.5, 2.7]), "whole numbers"),  # type: ignore[list-item]
+    "more keys than there are": (lambda: masks.ragged([-1, 50], 40, 40), "0 to 40 keys"),
+    "a slice that runs backwards": (lambda: masks.causal().slice(range(5, 0, -1), range(5, 0, -1)), "ascending"),
     "dropout of 1": (lambda: attention(q4, q4, q4, dropout=1.0), r"in \[0, 1\): got 1.0"),
     "negative dropout": (lambda: attention(q4, q4, q4, dropout=-0.1), r"in \[0, 1\)"),
     "seed and generator": (

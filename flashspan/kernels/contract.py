@@ -78,7 +78,7 @@ class Dropout:
         low, high = self.seed & MASK32, (self.seed >> 32) & MASK32
         stream = mix(low ^ mix(self.streams(num_batch, num_heads)))
         row = mix((stream[..., None] + i.long()) & MASK32)
-        column = mix((high + j.long()) & MASK32)
+        column = mix((mix(high) + j.long()) & MASK32)
         return mix(row[..., None] ^ column) >= self.threshold
 
     @property

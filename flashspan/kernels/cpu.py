@@ -138,9 +138,9 @@ class _Part(NamedTuple):
         """The mask to add to the scores, [rows, keys]: 0 where visible, -inf elsewhere."""
         if self.start is None or self.end is None:
             return None
-        keys = torch.arange(self.keys.start, self.keys.stop)
+        keys = torch.arange(self.keys.start, self.keys.stop, device="cpu")
         hidden = (keys < self.start[:, None]) | (keys >= self.end[:, None])
-        return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
+        return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -torch.inf)
 
 
 class _Strip(NamedTuple):

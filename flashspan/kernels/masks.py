@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -17,6 +18,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 Positions: TypeAlias = range | Sequence[range]
 """Global positions of a slice's tokens: one range, or several, ascending and disjoint."""
@@ -26,6 +28,9 @@ EMPTY, FULL, PARTIAL = 0, 1, 2
 
 UNBOUNDED = 2**62
 """A bound that no length reaches, for `pack`."""
+
+MADE_KEPT = 16
+"""How many masks made from another it keeps: copies on devices, intersections."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +42,11 @@ class Band:
 
     def __post_init__(self) -> None:
         for name, bound in (("lo", self.lo), ("hi", self.hi)):
-            if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int)):
+            if bound is None or type(bound) is int:
+                continue
+            if isinstance(bound, bool) or not hasattr(bound, "__index__"):
                 raise ValueError(f"a band's bounds are whole numbers or None: got {name}={bound!r}")
+            object.__setattr__(self, name, operator.index(bound))  # NumPy's integers, for instance
 
     def bounds(self, num_queries: int, num_keys: int) -> tuple[int, int]:
         """(lo, hi) as plain integers that mean the same on this many queries and keys."""
@@ -49,13 +57,18 @@ class Band:
     def intervals(self, num_queries: int, num_keys: int) -> tuple[Tensor, Tensor]:
         """start, end int32 [T]: the keys each query sees, clipped to 0..num_keys; start >= end sees none."""
         lo, hi = self.bounds(num_queries, num_keys)
-        i = torch.arange(num_queries, dtype=torch.int32)
+        i = torch.arange(num_queries, dtype=torch.int32, device="cpu")
         return (i + lo).clamp(0, num_keys), (i + hi + 1).clamp(0, num_keys)
 
     def slice(self, q: Positions, k: Positions) -> Mask:
         """The same visibility in a slice's coordinates: local query a is global q[a], local key b is global k[b]."""
         q, k = _one_range(q), _one_range(k)
-        if isinstance(q, range) and isinstance(k, range) and (q.step == k.step or len(q) <= 1 or len(k) <= 1):
+        if (
+            isinstance(q, range)
+            and isinstance(k, range)
+            and min(q.step, k.step) > 0
+            and (q.step == k.step or len(q) <= 1 or len(k) <= 1)
+        ):
             step = q.step if len(q) > 1 else k.step
             shift = k.start - q.start if len(q) and len(k) else 0
             # lo <= (k.start + b * step) - (q.start + a * step) <= hi, solved for b - a. With one row (or column) the
@@ -65,11 +78,9 @@ class Band:
             return Band(lo, hi).simplify(len(q), len(k))
         starts, ends = _place(q), _place(k)
         num = len(ends)
-        start = torch.zeros(len(starts)) if self.lo is None else torch.searchsorted(ends, starts + self.lo)
+        start = torch.zeros_like(starts) if self.lo is None else torch.searchsorted(ends, starts + self.lo)
         end = (
-            torch.full((len(starts),), num)
-            if self.hi is None
-            else torch.searchsorted(ends, starts + self.hi, right=True)
+            torch.full_like(starts, num) if self.hi is None else torch.searchsorted(ends, starts + self.hi, right=True)
         )
         return Rows(start.int(), end.int(), num).simplify()
 
@@ -89,7 +100,7 @@ class Band:
         if isinstance(other, Band):
             lo = [bound for bound in (self.lo, other.lo) if bound is not None]
             hi = [bound for bound in (self.hi, other.hi) if bound is not None]
-            return Band(max(lo, default=None), min(hi, default=None))
+            return Band(max(lo) if lo else None, min(hi) if hi else None)
         return other & self
 
     def to(self, device: torch.device | str) -> Band:
@@ -97,7 +108,9 @@ class Band:
 
     def pack(self) -> tuple[str, list[int], list[Tensor]]:
         """Kind, numbers and tensors: an operator's schema can carry those, not objects. `unpack` is the inverse."""
-        return "band", [-UNBOUNDED if self.lo is None else self.lo, UNBOUNDED if self.hi is None else self.hi], []
+        lo = -UNBOUNDED if self.lo is None else max(self.lo, -UNBOUNDED)
+        hi = UNBOUNDED if self.hi is None else min(self.hi, UNBOUNDED)
+        return "band", [min(lo, UNBOUNDED), max(hi, -UNBOUNDED)], []
 
 
 EVERYTHING = Band()
@@ -180,6 +193,10 @@ class Rows:
     def to(self, device: torch.device | str) -> Rows:
         """This mask with its tables on a device; copied once."""
         device = torch.device(device)
+        eager = not torch.compiler.is_compiling()
+        if eager and self.start.is_inference() and not torch.is_inference_mode_enabled():
+            # Made in inference mode and now used to train: autograd cannot save such tensors.
+            return Rows(self.start.to(device).clone(), self.end.to(device).clone(), self.num_keys, convex=self.convex)
         if self.start.device == device:
             return self
         return self._keep(
@@ -187,12 +204,20 @@ class Rows:
         )
 
     def _keep(self, key: object, make: Callable[[], Rows]) -> Rows:
-        """What was made from this mask before, so that every layer and step shares it; the compiler keeps its own."""
-        if torch.compiler.is_compiling():
+        """What was made from this mask before, so that every layer and step shares it; the newest few.
+
+        Nothing is kept that is not a plain tensor: what the compiler traces, a fake, what autograd cannot save.
+        """
+        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or is_in_torch_dispatch_mode():
             return make()
         if key not in self._made:
+            while len(self._made) >= MADE_KEPT:
+                self._made.pop(next(iter(self._made)))
             self._made[key] = make()
         return self._made[key]
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**vars(self), "_made": {}}
 
     def pack(self) -> tuple[str, list[int], list[Tensor]]:
         return "rows", [self.num_keys, int(self.convex)], [self.start, self.end, self.first, self.last]
@@ -276,7 +301,7 @@ def _clean(start: Tensor, end: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
         )
     if num_keys < 0:
         raise ValueError(f"Rows needs the number of keys, 0 or more: got num_keys={num_keys}")
-    start, end = start.clamp(0, num_keys).int(), end.clamp(0, num_keys).int()
+    start, end = start.long().clamp(0, num_keys).int(), end.long().clamp(0, num_keys).int()
     # An empty row may sit anywhere; where the rows before it end keeps the intervals ascending if anything does.
     empty = start >= end
     reach = _cummax(torch.where(empty, 0, end))

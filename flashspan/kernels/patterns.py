@@ -42,8 +42,8 @@ def documents(
 
     `key_lengths` is for documents whose queries are only a part of their keys; the two lists pair up.
     """
-    spans = torch.as_tensor(lengths, dtype=torch.int64, device="cpu")
-    keys = spans if key_lengths is None else torch.as_tensor(key_lengths, dtype=torch.int64, device="cpu")
+    spans = _lengths(lengths)
+    keys = spans if key_lengths is None else _lengths(key_lengths)
     if spans.dim() != 1 or spans.shape != keys.shape or bool((spans < 0).any()) or bool((keys < 0).any()):
         raise ValueError(
             f"documents needs one list of lengths >= 0 (and, if given, as many key lengths): "
@@ -63,11 +63,14 @@ def ragged(
     device: torch.device | str = "cpu",
 ) -> Rows:
     """A padded batch: in sequence b only the first key_lengths[b] keys exist (and, if given, the first queries)."""
-    lengths = torch.as_tensor(key_lengths, dtype=torch.int64, device="cpu")
-    queries = torch.full_like(lengths, num_queries) if query_lengths is None else torch.as_tensor(query_lengths)
+    lengths = _lengths(key_lengths)
+    queries = torch.full_like(lengths, num_queries) if query_lengths is None else _lengths(query_lengths)
     if lengths.dim() != 1 or lengths.shape != queries.shape:
         raise ValueError(f"ragged needs one length per sequence: got {lengths.tolist()} and {queries.tolist()}")
-    exists = torch.arange(num_queries) < queries.cpu()[:, None]
+    for given, limit, what in ((lengths, num_keys, "keys"), (queries, num_queries, "queries")):
+        if bool(((given < 0) | (given > limit)).any()):
+            raise ValueError(f"a sequence has 0 to {limit} {what} of the padded {limit}: got {given.tolist()}")
+    exists = torch.arange(num_queries, device="cpu") < queries[:, None]
     end = torch.where(exists, lengths[:, None], 0)
     return Rows(torch.zeros_like(end).to(device), end.to(device), num_keys)
 
@@ -78,3 +81,11 @@ def prefix(length: int, num_tokens: int, *, device: torch.device | str = "cpu") 
         raise ValueError(f"a prefix has 0 to num_tokens tokens: got {length} of {num_tokens}")
     end = torch.arange(1, num_tokens + 1, device=device).clamp(min=length)
     return Rows(torch.zeros_like(end), end, num_tokens)
+
+
+def _lengths(lengths: Sequence[int] | Tensor) -> Tensor:
+    """Lengths as int64 on the CPU."""
+    given = torch.as_tensor(lengths, device="cpu")
+    if given.numel() and (given.is_floating_point() or given.dtype == torch.bool):
+        raise ValueError(f"lengths are whole numbers: got {given.tolist()}")
+    return given.long()

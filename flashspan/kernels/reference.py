@@ -118,4 +118,4 @@ def _expand(x: Tensor, q: Tensor) -> Tensor:
 
 
 def _sum_groups(grad: Tensor, x: Tensor) -> Tensor:
-    return grad.unflatten(1, (x.shape[1], -1)).sum(2)
+    return grad.unflatten(1, (x.shape[1], grad.shape[1] // max(1, x.shape[1]))).sum(2)

@@ -118,7 +118,7 @@ def dropout_stream(p_seed, stream):
     seed = tl.load(p_seed)
     low = (seed & 0xFFFFFFFF).to(tl.uint32)
     high = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    return mix(low ^ mix(stream.to(tl.uint32))), high
+    return mix(low ^ mix(stream.to(tl.uint32))), mix(high)
 
 
 @triton.jit
