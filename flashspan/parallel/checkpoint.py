@@ -9,11 +9,13 @@ Both accept any mixture of plain parameters, tensor-parallel layers and FSDP2, w
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from .agree import raise_together
 
@@ -31,8 +33,11 @@ def shard_like(reference: Tensor, whole: Tensor) -> Tensor:
     return distribute_tensor(whole.to(reference.device), mesh, reference.placements, src_data_rank=None)
 
 
-def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
-    """The state of the unsplit module, plain tensors on the CPU of every rank. A collective."""
+def full_state_dict(module: nn.Module) -> dict[str, Any]:
+    """The state of the unsplit module, plain tensors on the CPU of every rank. A collective.
+
+    What a module's `get_extra_state` gives is taken as it is, this rank's own.
+    """
     return {
         name: full_tensor(value).cpu().clone() if isinstance(value, Tensor) else value
         for name, value in module.state_dict().items()
@@ -41,16 +46,24 @@ def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_full_state_dict(
-    module: nn.Module, state: Mapping[str, Tensor], *, group: dist.ProcessGroup | None = None
+    module: nn.Module, state: Mapping[str, Any], *, group: dist.ProcessGroup | None = None
 ) -> None:
     """Load the state of the unsplit module. Missing, extra or misshapen entries on any rank: a ValueError on all."""
-    targets = {name: value for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+    targets = module.state_dict(keep_vars=True)
     raise_together(_misfit(targets, state), group)
     for name, target in targets.items():
-        target.copy_(shard_like(target, state[name].to(dtype=target.dtype, device=target.device)))
+        if not _is_extra(name):
+            target.copy_(shard_like(target, state[name].to(dtype=target.dtype, device=target.device)))
+    if extra := {name: state[name] for name in targets if _is_extra(name)}:
+        module.load_state_dict(extra, strict=False)
 
 
-def _misfit(targets: dict[str, Tensor], state: Mapping[str, Tensor]) -> str | None:
+def _is_extra(name: str) -> bool:
+    """Whether an entry is what a module's `get_extra_state` gave: any object at all, and not one to copy into."""
+    return name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
+
+
+def _misfit(targets: Mapping[str, Any], state: Mapping[str, Any]) -> str | None:
     complaints = []
     if missing := [name for name in targets if name not in state]:
         complaints.append(f"missing {', '.join(missing)}")
@@ -59,6 +72,6 @@ def _misfit(targets: dict[str, Tensor], state: Mapping[str, Tensor]) -> str | No
     complaints += [
         f"{name} is {tuple(state[name].shape)}, not {tuple(target.shape)}"
         for name, target in targets.items()
-        if name in state and state[name].shape != target.shape
+        if name in state and not _is_extra(name) and state[name].shape != target.shape
     ]
     return f"the state does not fit the module: {'; '.join(complaints)}" if complaints else None

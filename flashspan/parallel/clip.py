@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor, Replicate
 _Split = tuple[DeviceMesh | None, tuple[int, ...]]
 
 
-def grad_norm(params: Iterable[Tensor], *, norm_type: float = 2.0) -> Tensor:
+def grad_norm(params: Tensor | Iterable[Tensor], *, norm_type: float = 2.0) -> Tensor:
     """The norm of all gradients as one vector, float32 or better, equal on every rank. A collective if any is split."""
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive (2 for Euclid, inf for the largest): got {norm_type}")
-    params = list(dict.fromkeys(params))  # a tied parameter counts once
+    params = _once_each(params)
     # The ways of splitting are read off the parameters: they are the same on all ranks even where a gradient is not.
     splits: dict[_Split, list[Tensor]] = {}
     for param in params:
@@ -37,11 +37,11 @@ def grad_norm(params: Iterable[Tensor], *, norm_type: float = 2.0) -> Tensor:
 
 
 @torch.no_grad()
-def clip_grad_norm(params: Iterable[Tensor], max_norm: float, *, norm_type: float = 2.0) -> Tensor:
+def clip_grad_norm(params: Tensor | Iterable[Tensor], max_norm: float, *, norm_type: float = 2.0) -> Tensor:
     """Scale all gradients, in place, so that their norm is at most `max_norm`; the norm before. A collective."""
     if not max_norm > 0:
         raise ValueError(f"max_norm must be positive: got {max_norm}")
-    params = list(dict.fromkeys(params))
+    params = _once_each(params)
     norm = grad_norm(params, norm_type=norm_type)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for param in params:
@@ -49,6 +49,11 @@ def clip_grad_norm(params: Iterable[Tensor], max_norm: float, *, norm_type: floa
             local = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
             local.mul_(factor.to(local.device))
     return norm
+
+
+def _once_each(params: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    """A list of the parameters; a tied one counts once, and one alone is a list of one."""
+    return [params] if isinstance(params, Tensor) else list(dict.fromkeys(params))
 
 
 def _split_of(param: Tensor) -> _Split:

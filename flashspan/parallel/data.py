@@ -22,12 +22,14 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
@@ -98,19 +100,18 @@ class DataParallel(nn.Module):
         self._lane = ThreadPoolExecutor(1, "flashspan-reduce")
         self._num_launched = 0
         self._active = True
-        self._ending = False
+        # What the backward under way will call at its end; one that raised has let go of it.
+        self._ending: weakref.ref[Callable[[], None]] | None = None
         self._fault: str | None = None
         for param in self._place:
             param.register_post_accumulate_grad_hook(_forget_with(self))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward."""
-        synced = self._active and torch.is_grad_enabled()
+        # Called during its own backward, this is a checkpoint's recomputation: everything was said the first time.
+        synced = self._active and torch.is_grad_enabled() and not self._in_backward()
         if synced:
-            if self._num_launched:
-                raise RuntimeError(
-                    "an earlier backward was interrupted after gradients had left: wrap the module again"
-                )
+            self._require_whole()
             self._fault = _compare(self._signature, _signature(self.module))
             if self.training and self._stored_buffers:
                 self._broadcast(self._current_buffers())
@@ -119,7 +120,7 @@ class DataParallel(nn.Module):
             # Even a rank where no parameter gets a gradient must take part.
             for leaf in tree_leaves(out):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    leaf.register_hook(self._on_output)
+                    leaf.register_hook(partial(self._on_output, self._parameter_below(leaf.grad_fn)))
         return out
 
     @contextlib.contextmanager
@@ -145,15 +146,52 @@ class DataParallel(nn.Module):
         raise_together(fault, self._group)
         return result
 
-    def _on_output(self, _: Tensor) -> None:
-        if self._active and not self._ending:
-            self._ending = True
-            Variable._execution_engine.queue_callback(self._finish)
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """As part of another module: the names are the module's own here too."""
+        for name in [name for name in state_dict if name.startswith(prefix)]:
+            state_dict[f"{prefix}module.{name.removeprefix(prefix)}"] = state_dict.pop(name)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _in_backward(self) -> bool:
+        return self._ending is not None and self._ending() is not None
+
+    def _require_whole(self) -> None:
+        if self._num_launched:
+            raise RuntimeError("an earlier backward was interrupted after gradients had left: wrap the module again")
+
+    def _begin(self) -> None:
+        """At the first sign of a backward: see to it that it ends in a reduction."""
+        if self._in_backward():
+            return
+        self._require_whole()
+        for bucket in self._buckets:
+            bucket.reset()
+        finish = partial(self._finish)
+        self._ending = weakref.ref(finish)
+        Variable._execution_engine.queue_callback(finish)
+
+    def _on_output(self, parameter: Node | None, _: Tensor) -> None:
+        # autograd.grad comes by here too, adds to no parameter's gradient, and leaves nothing to reduce.
+        if self._active and (parameter is None or _accumulates(parameter)):
+            self._begin()
+
+    def _parameter_below(self, start: Node | None) -> Node | None:
+        """Where a gradient that enters the graph at `start` would be added to a parameter of ours, if anywhere."""
+        ahead, seen = [start], set[Node]()
+        while ahead:
+            node = ahead.pop()
+            if node is None or node in seen:
+                continue
+            if node.name() == "torch::autograd::AccumulateGrad" and getattr(node, "variable", None) in self._place:
+                return node
+            seen.add(node)
+            ahead += [below for below, _ in node.next_functions]
+        return None
 
     def _on_gradient(self, param: Tensor) -> None:
         if not self._active:
             return
-        self._on_output(param)
+        self._begin()
         if self.mode not in ("overlapped", "bucketed"):
             return
         bucket, slot = self._place[param]
@@ -198,7 +236,7 @@ class DataParallel(nn.Module):
     def _finish(self) -> None:
         """At the end of backward: launch what is left, wait for all, and see that every rank brought the same."""
         start = time.perf_counter()
-        self._ending = False
+        self._ending = None
         for bucket in self._buckets[self._num_launched :]:
             for slot in sorted(bucket.awaited):
                 if bucket.params[slot].grad is None:
@@ -223,7 +261,6 @@ class DataParallel(nn.Module):
                     agreed = False
                     if slot in bucket.left_out:
                         lacking.append(param)
-            bucket.reset()
         self._num_launched = 0
         if not agreed:
             fault, self._fault = self._fault, None
@@ -327,6 +364,14 @@ def _wrap_like(param: Tensor, local: Tensor) -> Tensor:
         return local
     mesh, placements = param.device_mesh, param.placements
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=param.shape, stride=param.stride())
+
+
+def _accumulates(leaf: Node) -> bool:
+    """Whether the pass under way will add to a leaf's gradient."""
+    try:
+        return bool(torch._C._will_engine_execute_node(leaf))
+    except RuntimeError:  # autograd.grad was asked for this very leaf
+        return False
 
 
 def _describe(param: Tensor) -> str:

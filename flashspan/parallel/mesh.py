@@ -56,8 +56,8 @@ def resolve_degrees(
     """All four degrees, whose product is the world size; ValueError, saying which would fit, if that cannot be."""
     asked = {"data": data, "shard": shard, "context": context, "tensor": tensor}
     for axis, degree in asked.items():
-        if degree is not None and degree < 1:
-            raise ValueError(f"a degree must be at least 1: got {axis}={degree}")
+        if degree is not None and (not isinstance(degree, int) or isinstance(degree, bool) or degree < 1):
+            raise ValueError(f"a degree must be an integer, at least 1: got {axis}={degree!r}")
     product = math.prod(degree for degree in asked.values() if degree is not None)
     if data is None and world_size % product == 0:
         asked["data"] = world_size // product

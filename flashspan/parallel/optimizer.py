@@ -51,7 +51,7 @@ class ShardedOptimizer(Optimizer):
         self._load = [0] * self._num_ranks
         self._rounds: list[_Round] = []
         # An optimizer of nothing much, to learn the defaults that the class adds to our arguments.
-        defaults = optimizer_cls([nn.Parameter(torch.zeros(1))], **kwargs).defaults
+        defaults = optimizer_cls([nn.Parameter(torch.zeros(1, 1))], **kwargs).defaults
         super().__init__(params, defaults)  # calls add_param_group
         shapes = [f"{tuple(p.shape)} {p.dtype}" for param_group in self.param_groups for p in param_group["params"]]
         require_same("the optimizer's parameters", shapes, group)

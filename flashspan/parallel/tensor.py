@@ -178,7 +178,8 @@ def apply_tensor_parallel(
     replaced: dict[nn.Module, nn.Module] = {}
     taken: dict[str, str] = {}
     for pattern, style in plan.items():
-        names = [name for name, _ in module.named_modules(remove_duplicate=False) if fnmatchcase(name, pattern)]
+        every = [name for name, _ in module.named_modules(remove_duplicate=False) if name]  # "" is the module itself
+        names = [name for name in every if fnmatchcase(name, pattern)]
         if not names:
             raise ValueError(f"the plan names {pattern!r}, which no submodule matches: see module.named_modules()")
         for name in names:

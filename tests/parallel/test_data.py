@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from flashspan.parallel.collectives import sum_in_rank_order
 from flashspan.parallel.data import DataParallel, Mode
@@ -178,6 +179,137 @@ def test_a_changed_module_can_be_wrapped_again(on_ranks) -> None:
         assert distance([got], [want]) <= 1e-6  # reduced once, not once per wrapper
 
 
+def _after_an_exception(mode: Mode, again: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """The gradients of a backward that comes after one that raised in the loss, before any gradient had left."""
+    model = make("toy")
+    wrapped = DataParallel(model, mode, op="sum")
+    x, weight = map(_share, batch("toy", 0))
+    out, attempts = wrapped(x), []
+
+    def interrupt(_: Tensor) -> None:
+        attempts.append(1)
+        if len(attempts) == 1:
+            raise KeyboardInterrupt
+
+    model.second.weight.register_post_accumulate_grad_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        (out * weight).sum().backward(retain_graph=again)
+    model.zero_grad()
+    ((out if again else wrapped(x)) * weight).sum().backward()
+    return _with_whole_batch(model)
+
+
+def _with_whole_batch(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    """The gradients there are, and those of the whole batch in one process."""
+    whole = make("toy")
+    x, weight = batch("toy", 0)
+    (whole(x) * weight).sum().backward()
+    pairs = zip(model.parameters(), whole.parameters(), strict=True)
+    got, want = zip(*[(p.grad, q.grad) for p, q in pairs if q.grad is not None], strict=True)
+    return list(got), list(want)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["another forward", "the same graph"])
+@pytest.mark.parametrize("mode", ["naive", "flat", "bucketed"])
+def test_a_backward_after_one_that_raised_is_reduced(on_ranks, mode: Mode, again: bool) -> None:
+    for got, want in on_ranks(2, _after_an_exception, mode, again):
+        assert distance(got, want) <= 1e-6
+
+
+class _Twice(nn.Module):
+    """Two layers with a buffer, called one at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(7, 7), nn.Linear(7, 7)])
+        self.register_buffer("scale", torch.ones(7))
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        return torch.tanh(self.layers[which](x)) * self.scale
+
+
+def _checkpointed_twice(mode: Mode) -> tuple[list[Tensor], list[Tensor]]:
+    grads = []
+    for recompute in (True, False):
+        torch.manual_seed(0)
+        wrapped = DataParallel(_Twice(), mode, bucket_mb=1e-5)
+        x = _share(batch("toy", 0)[0])
+        for which in (0, 1):
+            x = checkpoint(wrapped, x, which, use_reentrant=False) if recompute else wrapped(x, which)
+        x.square().sum().backward()
+        grads.append([p.grad for p in wrapped.parameters()])
+    return grads[0], grads[1]
+
+
+@pytest.mark.parametrize("mode", ["overlapped", "bucketed"])
+def test_a_wrapper_may_be_checkpointed_and_used_twice(on_ranks, mode: Mode) -> None:
+    for got, want in on_ranks(2, _checkpointed_twice, mode):
+        assert distance(got, want) <= 1e-6
+
+
+def _reentrant_inside() -> tuple[list[Tensor], list[Tensor]]:
+    model = make("toy")
+    first, forward = model.first, model.first.forward
+    first.forward = lambda x: checkpoint(forward, x.requires_grad_(), use_reentrant=True)
+    wrapped = DataParallel(model, "flat", op="sum")
+    x, weight = map(_share, batch("toy", 0))
+    (wrapped(x) * weight).sum().backward()
+    return _with_whole_batch(model)
+
+
+def test_a_backward_within_a_backward_is_part_of_it(on_ranks) -> None:
+    for got, want in on_ranks(2, _reentrant_inside):
+        assert distance(got, want) <= 1e-6
+
+
+def _penalized(mode: Mode) -> tuple[list[Tensor], list[Tensor], int]:
+    """Sums over an accumulated part and one with a gradient penalty; how many buckets travelled for autograd.grad."""
+
+    def loss(model: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        out = (model(x) * weight).sum()
+        (slope,) = torch.autograd.grad(out, x, create_graph=True)
+        return out + slope.square().sum()
+
+    wrapped, launched = DataParallel(make("toy"), mode, op="sum"), []
+    wrapped._reduce = lambda *args: launched.append(1) or DataParallel._reduce(wrapped, *args)
+    x, weight = map(_share, batch("toy", 0))
+    with wrapped.no_sync():
+        (wrapped(x) * weight).sum().backward()
+    penalized = loss(wrapped, x, weight)
+    num_launched = len(launched)
+    penalized.backward()
+    whole = make("toy")
+    x, weight = batch("toy", 0)
+    (whole(x) * weight).sum().backward()
+    loss(whole, x, weight).backward()
+    pairs = zip(wrapped.parameters(), whole.parameters(), strict=True)
+    got, want = zip(*[(p.grad, q.grad) for p, q in pairs if q.grad is not None], strict=True)
+    return list(got), list(want), num_launched
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_gradient_penalty_is_reduced_once_with_what_was_accumulated(on_ranks, mode: Mode) -> None:
+    for got, want, num_launched in on_ranks(2, _penalized, mode):
+        assert distance(got, want) <= 1e-5
+        assert num_launched == 0
+
+
+def _load_within(kind: str) -> tuple[list[str], bool]:
+    wrapped = DataParallel(make("toy"))
+    parent = nn.ModuleDict({"part": wrapped}) if kind == "part" else torch.compile(wrapped, backend="eager")
+    state = {name: torch.full_like(value, 2.0) for name, value in parent.state_dict().items()}
+    parent.load_state_dict(state)
+    return list(state), all(bool((p == 2).all()) for p in wrapped.parameters())
+
+
+@pytest.mark.parametrize(("kind", "prefix"), [("part", "part."), ("compiled", "_orig_mod.")])
+def test_a_wrapper_within_a_module_loads_what_it_saved(on_ranks, kind: str, prefix: str) -> None:
+    for names, loaded in on_ranks(2, _load_within, kind):
+        assert names == [prefix + name for name in make("toy").state_dict()]
+        assert loaded
+
+
 # Failures: the same words on every rank, and ranks that still work afterwards.
 
 
@@ -192,6 +324,10 @@ def _caught(kind: str) -> str:
             out = wrapped(x) * weight
             extra = wrapped.module.unused.sum() if rank == last else 0.0
             (out.sum() + extra).backward()
+        if kind == "no gradient at all":
+            x = x.requires_grad_()
+            wrapped.module.register_forward_hook(lambda *_: x * 2 if rank == last else None)
+            wrapped(x).sum().backward()
         if kind == "changed module":
             if rank == last:
                 wrapped.module.second = nn.Linear(13, 5, bias=False)
@@ -220,6 +356,7 @@ def _caught(kind: str) -> str:
 FAILURES: dict[str, tuple[str, ...]] = {
     "different models": ("the model must be the same", "weight (6, 4)", "weight (5, 4)", "rank 2"),
     "missing gradient": ("ranks 0, 1: no gradient for unused", "on every rank or on none"),
+    "no gradient at all": ("rank 2: no gradient for second.weight", "first.bias", "on every rank or on none"),
     "changed module": ("rank 2: the module changed", "second.weight", "wrap it again"),
     "frozen later": (
         "rank 2: the module changed",

@@ -22,6 +22,9 @@ def test_data_takes_what_the_other_degrees_leave() -> None:
         (8, {"data": 2, "tensor": 2}, "data=4, or shard=2, or context=2, or tensor=4 would fit"),
         (7, {"context": 2, "tensor": 2}, "degrees that fit divide 7: 1, 7"),
         (4, {"tensor": 0}, "at least 1: got tensor=0"),
+        (4, {"tensor": 2.0}, "a degree must be an integer, at least 1: got tensor=2.0"),
+        (4, {"tensor": True}, "a degree must be an integer, at least 1: got tensor=True"),
+        (4, {"data": "2"}, "a degree must be an integer, at least 1: got data='2'"),
     ],
 )
 def test_degrees_that_do_not_fit_are_told_which_would(world_size: int, degrees: dict[str, int], says: str) -> None:

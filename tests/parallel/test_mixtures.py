@@ -210,6 +210,15 @@ def test_norms_of_any_order_count_each_element_once(on_ranks) -> None:
         assert all(abs(got - want) <= 1e-6 * want for got, want in pairs)
 
 
+def test_a_parameter_alone_is_clipped_as_a_list_of_it() -> None:
+    param = nn.Parameter(torch.zeros(3, 2))
+    param.grad = torch.full((3, 2), 2.0)
+    assert grad_norm(param) == grad_norm([param])
+    norm = clip_grad_norm(param, 1.0)
+    assert abs(norm.item() - 24**0.5) <= 1e-6
+    assert abs(param.grad.norm().item() - 1.0) <= 1e-5
+
+
 def _low_precision() -> tuple[list[torch.dtype], float]:
     mesh = build_mesh(shard=2)
     model = _model()

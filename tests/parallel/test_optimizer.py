@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -80,6 +81,21 @@ def test_sharded_adamw_is_adamw(on_ranks, num_ranks: int, name: str) -> None:
 def test_any_optimizer_can_be_sharded(on_ranks, optimizer_cls: type[torch.optim.Optimizer], kwargs: Any) -> None:
     want, _ = on_ranks(3, _plain, "toy", optimizer_cls, kwargs)[0]
     for weights, _ in on_ranks(3, _sharded, "toy", optimizer_cls, kwargs):
+        assert distance(weights, want) <= 1e-7
+
+
+def _matrices(sharded: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 5, bias=False), nn.Tanh(), nn.Linear(5, 5, bias=False))
+    make_one = partial(ShardedOptimizer, optimizer_cls=torch.optim.Muon) if sharded else torch.optim.Muon
+    optimizer = make_one(model.parameters(), lr=0.02)
+    _steps("toy", model, optimizer, 0, 3)
+    return [p.detach() for p in model.parameters()]
+
+
+def test_an_optimizer_of_matrices_alone_can_be_sharded(on_ranks) -> None:
+    want = on_ranks(2, _matrices, False)[0]
+    for weights in on_ranks(2, _matrices, True):
         assert distance(weights, want) <= 1e-7
 
 

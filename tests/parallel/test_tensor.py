@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flashspan.parallel.checkpoint import full_state_dict, full_tensor, load_full_state_dict
+from flashspan.parallel.data import DataParallel
 from flashspan.parallel.tensor import ColumnParallelLinear, RowParallelLinear, apply_tensor_parallel
 from flashspan.parallel.vocabulary import VocabularyParallelEmbedding, vocabulary_parallel_cross_entropy
 from tests.parallel.models import distance
@@ -204,6 +205,44 @@ def test_cross_entropy_of_large_logits(on_ranks, dtype: torch.dtype, bound: floa
     for loss, want, grad, want_grad in on_ranks(3, _loss_in, dtype):
         assert distance([loss], [want]) <= 1e-6
         assert distance([grad], [want_grad]) <= bound
+
+
+class Counting(nn.Linear):
+    """A layer with a state that is no parameter: a number, or a tensor."""
+
+    def __init__(self, count: Any) -> None:
+        super().__init__(4, 4)
+        self.count = count
+
+    def get_extra_state(self) -> Any:
+        return self.count
+
+    def set_extra_state(self, state: Any) -> None:
+        self.count = state
+
+
+def _extra_state(saved: Any, other: Any, wrapped: bool) -> Any:
+    models = [nn.Sequential(Counting(saved), nn.BatchNorm1d(4)), nn.Sequential(Counting(other), nn.BatchNorm1d(4))]
+    state = full_state_dict(models[0])
+    load_full_state_dict(DataParallel(models[1]) if wrapped else models[1], state)
+    assert torch.equal(models[0][0].weight, models[1][0].weight)
+    return models[1][0].count
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_checkpoint_holds_what_modules_add_to_it(on_ranks, wrapped: bool) -> None:
+    assert on_ranks(2, _extra_state, {"seen": 3}, {"seen": 0}, wrapped) == [{"seen": 3}] * 2
+    assert on_ranks(2, _extra_state, torch.tensor(3), torch.tensor(0), wrapped) == [torch.tensor(3)] * 2
+
+
+def _star() -> tuple[list[str], bool]:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    apply_tensor_parallel(model, _mesh(), {"*": "column-gathered"})
+    return list(model._modules), all(isinstance(layer, ColumnParallelLinear) for layer in model)
+
+
+def test_a_star_in_a_plan_is_every_submodule_and_not_the_module(on_ranks) -> None:
+    assert on_ranks(2, _star) == [(["0", "1"], True)] * 2
 
 
 def _caught(kind: str, arguments: Any) -> str:
