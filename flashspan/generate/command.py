@@ -1,6 +1,6 @@
 """`flashspan generate`: text from a checkpoint.
 
-flashspan generate runs/tiny --prompt "MENENIUS:" --tokens 200
+flashspan generate runs/tiny --prompt "KASIMIR:" --tokens 200
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def generate(
 ) -> int:
     """Continue a prompt, token by token, on the terminal.
 
-    Example: flashspan generate runs/tiny --prompt "MENENIUS:"
+    Example: flashspan generate runs/tiny --prompt "KASIMIR:"
 
     Args:
         folder: a training run, one of its checkpoints, or a Hugging Face folder.

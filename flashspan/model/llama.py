@@ -132,11 +132,15 @@ class Llama(nn.Module):
 def initial_weight(name: str, shape: Sequence[int], config: LlamaConfig, seed: int) -> Tensor:
     """A parameter's first value: 1 for norms, else normal with deviation 0.02, less for what adds to the residual.
 
-    A function of the seed and the name alone, so a model split in any way begins as the whole one does.
+    An embedding that is not also the head has deviation 1: beside one much smaller, what the first layers add is so
+    large that early training leaps. The value is a function of the seed and the name alone, so a model split in any way
+    begins as the whole one does.
     """
     if name.endswith("norm.weight"):
         return torch.ones(*shape)
     std = 0.02 / math.sqrt(2 * config.num_layers) if name.endswith(("output.weight", "down.weight")) else 0.02
+    if name == "embed.weight" and not config.tie_embeddings:
+        std = 1.0
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
     return torch.empty(*shape).normal_(0.0, std, generator=generator)

@@ -224,18 +224,29 @@ def make_optimizer(
     return torch.optim.AdamW(groups, **kwargs)
 
 
-def optimizer_state(parts: Parts) -> dict[str, Tensor]:
-    """The whole state of the optimizer, `<what>/<parameter>` -> tensor on the CPU. A collective."""
+def model_state(parts: Parts, *, keep: bool) -> dict[str, Tensor]:
+    """The whole weights on the CPU of the ranks that `keep` them, nothing on the others. A collective."""
+    return _gather(parts.model.state_dict(), keep)
+
+
+def optimizer_state(parts: Parts, *, keep: bool) -> dict[str, Tensor]:
+    """The whole state of the optimizer, `<what>/<parameter>` -> tensor, as `model_state`. A collective."""
     order = _in_order(parts)
     if isinstance(parts.optimizer, ShardedOptimizer):
         entries = parts.optimizer.state_dict()["state"]
     else:
         entries = {i: parts.optimizer.state.get(p, {}) for i, p in enumerate(order)}
-    return {
-        f"{key}/{parts.names[param]}": full_tensor(torch.as_tensor(value)).cpu().clone()
-        for i, param in enumerate(order)
-        for key, value in entries[i].items()
-    }
+    flat = {f"{key}/{parts.names[p]}": v for i, p in enumerate(order) for key, v in entries[i].items()}
+    return _gather(flat, keep)
+
+
+def _gather(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
+    whole = {}
+    for name, value in tensors.items():
+        gathered = full_tensor(value)
+        if keep:
+            whole[name] = gathered.cpu().clone()
+    return whole
 
 
 def load_optimizer_state(parts: Parts, state: Mapping[str, Tensor]) -> None:

@@ -69,7 +69,7 @@ class TrainSection:
 
 @dataclass(frozen=True)
 class OptimizerSection:
-    lr: float = option(4e-3, "the highest learning rate")
+    lr: float = option(2e-3, "the highest learning rate")
     final_lr: float = option(0.1, "the last learning rate, as a part of the highest")
     warmup: int = option(10, "steps in which the rate rises from 0")
     weight_decay: float = option(0.1, "of matrices; norms have none")
@@ -228,7 +228,8 @@ def describe_options() -> str:
         for entry in dataclasses.fields(cls):
             choices = "|".join(get_args(get_type_hints(cls)[entry.name]))
             text = " ".join(filter(None, (entry.metadata["help"], f"({choices})" if choices else "")))
-            lines.append(f"  --{section}.{entry.name} {_toml(entry.default):<12} {text}".rstrip())
+            name = f"--{section}.{entry.name}"
+            lines.append(f"  {name:<26} {_toml(entry.default):<12} {text}".rstrip())
         lines.append("")
     return "\n".join(lines)
 

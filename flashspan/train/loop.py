@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flashspan import masks
-from flashspan.parallel import build_mesh, clip_grad_norm, full_state_dict, grad_norm, load_full_state_dict, submesh
+from flashspan.parallel import build_mesh, clip_grad_norm, grad_norm, load_full_state_dict, submesh
 
 from . import checkpoint
-from .build import build, load_optimizer_state, optimizer_state
+from .build import build, load_optimizer_state, model_state, optimizer_state
 from .config import OptimizerSection, TrainConfig
 from .data import Samples, open_tokens
 from .metrics import Display, StepMetrics, draw_loss, memory_gib, peak_flops
@@ -66,7 +66,7 @@ class Trainer:
             writer = checkpoint.Writer(self.folder, keep=config.checkpoint.keep, say=display.say)
             for note in notes:
                 display.say(note)
-            peak = peak_flops(self.device) * dist.get_world_size()
+            peak = peak_flops(self.device, dist.get_world_size())
             flops = self.shape.flops_per_token(config.data.sequence) * config.train.batch * config.data.sequence
             saved = self.step
             how = DONE
@@ -217,7 +217,7 @@ class Trainer:
         }
 
     def _save(self, writer: checkpoint.Writer, first: bool) -> None:
-        model, moments = full_state_dict(self.parts.model), optimizer_state(self.parts)
+        model, moments = model_state(self.parts, keep=first), optimizer_state(self.parts, keep=first)
         if first:
             extra = {
                 "scale": self.scale,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import sys
 import time
@@ -63,10 +64,8 @@ class Display:
         _drop_later(folder / "metrics.jsonl", start)
         self._log = (folder / "metrics.jsonl").open("a", encoding="utf-8")
         if tensorboard:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError as error:
-                raise ValueError("train.tensorboard needs the tensorboard package: pip install tensorboard") from error
+            from torch.utils.tensorboard import SummaryWriter
+
             self._board = SummaryWriter(str(folder / "tensorboard"))
         if sys.stdout.isatty():
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -160,18 +159,21 @@ def draw_loss(folder: Path) -> Path | None:
     return folder / "loss.png"
 
 
-def peak_flops(device: torch.device) -> float:
-    """Operations per second one rank could do: a GPU's data sheet, or on a CPU the best of a few products, measured."""
+def peak_flops(device: torch.device, num_ranks: int) -> float:
+    """Operations per second all ranks could do: the GPUs' data sheet, or a core's best product times the cores."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-        return next((peak for key, peak in PEAKS.items() if key in name), float("nan"))
+        return num_ranks * next((peak for key, peak in PEAKS.items() if key in name), float("nan"))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # threads that wait for each other on a busy machine would measure the waiting
     a = torch.randn(256, 256)
     best = float("inf")
-    for _ in range(20):
+    for _ in range(50):
         begin = time.perf_counter()
         a @ a
         best = min(best, time.perf_counter() - begin)
-    return 2 * 256**3 / best
+    torch.set_num_threads(threads)
+    return 2 * 256**3 / best * min(num_ranks * threads, os.cpu_count() or 1)
 
 
 def memory_gib(device: torch.device) -> float:

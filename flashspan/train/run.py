@@ -7,6 +7,7 @@ torchrun --nproc-per-node 8 -m flashspan.train configs/llama-3.2-1b.toml
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import sys
@@ -79,6 +80,8 @@ def check(config: TrainConfig, num_ranks: int) -> None:
             f"parallel.tensor must divide the heads and the kv heads: got {shape.num_heads} and {shape.num_kv_heads} "
             f"heads on {degrees['tensor']} ranks; use a smaller degree"
         )
+    if config.train.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise ValueError("train.tensorboard needs the tensorboard package: pip install tensorboard")
     Path(config.checkpoint.folder).mkdir(parents=True, exist_ok=True)
     if not config.data.train:
         if int(os.environ.get("RANK", 0)) == 0:
@@ -164,7 +167,7 @@ def _farewell(config: TrainConfig, how: str) -> str:
     lines = [told[how], f"  checkpoints, metrics.jsonl and loss.png are in {folder}"]
     if how == DONE:
         lines += [
-            f'  talk to it: flashspan generate {folder} --prompt "MENENIUS:"',
-            f"  train on:   flashspan train --train.steps {2 * config.train.steps} (it resumes)",
+            f'  talk to it: flashspan generate {folder} --prompt "{"Once" if config.data.train else "KASIMIR:"}"',
+            f"  train on:   the same command with --train.steps {2 * config.train.steps}; it resumes",
         ]
     return "\n".join(lines)

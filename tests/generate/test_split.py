@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import contextlib
+import io
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from flashspan import attention
 from flashspan.context import context_parallel
 from flashspan.generate import Sampling, Split, decode, generate
-from flashspan.generate.command import stream
+from flashspan.generate.command import stream, talk
 from flashspan.launch import Ranks
 from flashspan.model import Llama, LlamaConfig, preset, save_llama
 from flashspan.train.data import ByteTokenizer
@@ -54,16 +54,24 @@ def test_a_split_context_gives_the_tokens_of_one_device(
     assert max(held) <= -(-(length + 19) // 3) + 2
 
 
-def test_the_command_talks_over_ranks(tmp_path: Path) -> None:
+def talk_aloud(folder: str) -> str:
+    """What this rank prints."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        talk(folder, ["Hear me", "Speak"], 9, Sampling(0), 0, "", "cpu", "float32")
+    return said.getvalue()
+
+
+def test_the_first_rank_prints_what_all_say(ranks: Ranks, tmp_path: Path) -> None:
     model = Llama(preset("tiny"), attention=attention)
     model.initialize(0)
     save_llama(model, tmp_path)
-    call = f"generate({str(tmp_path)!r}, prompt='Hear me', tokens=9, temperature=0, ranks=2)"
-    command = [sys.executable, "-c", f"from flashspan.generate import generate; {call}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    first, *others = ranks.run(talk_aloud, str(tmp_path))
+    assert others == ["", ""]
     coder = ByteTokenizer()
-    want = "".join(stream(decode(model, coder.encode("Hear me"), 9, sampling=Sampling(0)), coder))
-    assert done.stdout.startswith(f"Hear me{want}\n[9 tokens, ")
+    for prompt in ("Hear me", "Speak"):
+        want = "".join(stream(decode(model, coder.encode(prompt), 9, sampling=Sampling(0)), coder))
+        assert f"{prompt}{want}\n[9 tokens, " in first
 
 
 def test_a_prompt_shorter_than_the_ranks_is_named(tmp_path: Path) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from flashspan import attention
+from flashspan.model import Llama, save_llama
 from flashspan.train import TrainConfig
 from flashspan.train.data import ByteTokenizer
 from flashspan.train.loop import Trainer
@@ -48,7 +51,7 @@ def assert_same_curve(got: list[Any], want: list[Any], bound: float) -> None:
     assert len(got) == len(want) > 0
     for (loss, norm), (right, right_norm) in zip(got, want, strict=True):
         assert abs(loss - right) <= bound * right
-        assert abs(norm - right_norm) <= 10 * bound * right_norm
+        assert abs(norm - right_norm) <= bound * right_norm
 
 
 alone: dict[str, list[Any]] = {}  # the curve of one device, for every mixture to be compared with
@@ -76,7 +79,22 @@ def test_documents_are_apart_however_the_sequence_is_split(
     for got in on_ranks(4, take_steps, config_of(data, "--data.documents=true", *MIXTURES["2 data x 2 context"])):
         assert_same_curve(got, want, 2e-5)
     seen_whole = on_ranks(1, take_steps, config_of(data))[0]
-    assert abs(seen_whole[-1][0] - want[-1][0]) > 1e-3
+    assert abs(seen_whole[-1][0] - want[-1][0]) > 1.5e-4  # past the bound above
+
+
+def test_a_loaded_tied_model_is_read_in_parts_and_starts_the_same(
+    on_ranks: Callable[..., list[Any]], config_of: Callable[..., TrainConfig], tmp_path: Path
+) -> None:
+    config = config_of()
+    model = Llama(replace(config.model.resolve(), tie_embeddings=True), attention=attention)
+    model.initialize(9)
+    save_llama(model, tmp_path / "model", shard_bytes=20_000)
+    options = [f"--model.load={tmp_path / 'model'}", "--train.steps=2"]
+    want = on_ranks(1, take_steps, config_of(*options))[0]
+    assert abs(want[0][0] - on_ranks(1, take_steps, config)[0][0][0]) > 1e-4
+    for name in ("2 tensor x 2 context", "2 fully sharded x 2 tensor", "4 data, sharded optimizer"):
+        for got in on_ranks(4, take_steps, config_of(*options, *MIXTURES[name])):
+            assert_same_curve(got, want, 2e-5)
 
 
 @pytest.mark.slow
@@ -85,7 +103,9 @@ def test_documents_are_apart_however_the_sequence_is_split(
 def test_fifty_steps_show_the_loss_of_one_device(
     on_ranks: Callable[..., list[Any]], config_of: Callable[..., TrainConfig], name: str
 ) -> None:
-    options = ["--train.steps=50", "--model.width=128", "--model.num_layers=4", "--data.sequence=256"]
+    # The model, batch and rate of `flashspan train` as it is.
+    sizes = [f"--model.{name}=0" for name in ("width", "num_layers", "ffn_width")]
+    options = [*sizes, "--data.sequence=256", "--train.batch=12", "--train.steps=50", "--optimizer.warmup=10"]
     want = on_ranks(1, take_steps, config_of(*options), timeout=400)[0]
     for got in on_ranks(4, take_steps, config_of(*options, *MIXTURES[name]), timeout=400):
         assert_same_curve(got, want, 1e-4)

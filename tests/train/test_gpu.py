@@ -1,0 +1,53 @@
+"""Training and talking on one GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashspan import attention
+from flashspan.generate import Sampling, decode
+from flashspan.model import Llama, preset
+from flashspan.train import TrainConfig, train
+from flashspan.train.metrics import read_metrics
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+
+def curve(config: TrainConfig) -> list[float]:
+    assert train(config) == 0
+    return [row["loss"] for row in read_metrics(Path(config.checkpoint.folder) / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--train.precision=float32"],
+        ["--train.precision=bfloat16", "--train.recompute=attention"],
+        ["--train.precision=float16", "--train.recompute=full"],
+        ["--train.precision=bfloat16", "--train.compile=true"],
+        ["--train.precision=bfloat16", "--data.documents=true", "--train.accumulate=2"],
+    ],
+)
+def test_a_gpu_follows_the_curve_of_the_cpu(
+    config_of: Callable[..., TrainConfig], tmp_path: Path, options: list[str]
+) -> None:
+    sizes = ["--model.width=128", "--parallel.ranks=1", "--parallel.context=1"]
+    alike = [option for option in options if "documents" in option]
+    want = curve(config_of(*sizes, *alike, f"--checkpoint.folder={tmp_path / 'cpu'}"))
+    got = curve(config_of(*sizes, *options, "--parallel.device=cuda", f"--checkpoint.folder={tmp_path / 'gpu'}"))
+    bound = 1e-4 if options == ["--train.precision=float32"] else 1e-2
+    assert all(abs(a - b) <= bound * b for a, b in zip(got, want, strict=True))
+
+
+def test_greedy_on_a_gpu_is_greedy_on_the_cpu() -> None:
+    model = Llama(preset("tiny"), attention=attention).eval()
+    model.initialize(1)
+    prompt = list(b"First Citizen: before we proceed")
+    want = [int(token) for token in decode(model, prompt, 40, sampling=Sampling(0))]
+    model.to("cuda")
+    assert [int(token) for token in decode(model, prompt, 40, sampling=Sampling(0))] == want
+    assert torch.cuda.max_memory_allocated() > 0

@@ -1,0 +1,63 @@
+"""The command from beginning to end: it learns, writes what it says it writes, and what it writes can be talked to."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flashspan.generate import generate
+from flashspan.train import TrainConfig, train
+from flashspan.train.checkpoint import checkpoints
+from flashspan.train.metrics import read_metrics
+
+
+def test_a_bare_run_learns_and_leaves_a_model_to_talk_to(
+    config_of: Callable[..., TrainConfig], capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = config_of(
+        "--parallel.ranks=2",
+        "--train.steps=10",
+        "--train.evaluate_every=5",
+        "--train.evaluate_samples=3",
+        "--optimizer.lr=8e-3",
+        "--checkpoint.every=2",
+        "--checkpoint.keep=3",
+    )
+    assert train(config) == 0
+    folder = Path(config.checkpoint.folder)
+    rows = read_metrics(folder / "metrics.jsonl")
+    steps = [row for row in rows if "loss" in row]
+    assert [row["step"] for row in steps] == list(range(1, 11))
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.3
+    assert {"grad_norm", "tokens_per_second", "mfu", "memory_gib"} <= set(steps[0])
+    held_out = [row["validation_loss"] for row in rows if "validation_loss" in row]
+    assert len(held_out) == 2
+    assert held_out[1] < held_out[0]
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in checkpoints(folder)] == ["step-00000006", "step-00000008", "step-00000010"]
+    assert f"flashspan generate {folder}" in capfd.readouterr().out
+    assert generate(str(folder), prompt="First", tokens=5) == 0
+    assert capfd.readouterr().out.startswith("First")
+    assert train(config) == 0  # nothing is left to do
+
+
+def test_a_run_joins_the_ranks_of_torchrun(config_of: Callable[..., TrainConfig], tmp_path: Path) -> None:
+    config = config_of("--parallel.data=2", "--parallel.context=1", "--train.steps=2")
+    (tmp_path / "run.toml").write_text(config.describe())
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*command, "-m", "flashspan.train", str(tmp_path / "run.toml")],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("step 2/2") == 1
+    assert done.stdout.count("talk to it") == 1
+    assert [path.name for path in checkpoints(config.checkpoint.folder)] == ["step-00000002"]
