@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -106,3 +108,9 @@ def test_the_package_brings_text() -> None:
     text = "".join(corpus())
     assert len(text) > 100_000
     assert len(set(text.split())) > 500
+
+
+def test_the_package_s_text_is_what_its_grammar_writes() -> None:
+    maker = Path(__file__).parent.parent.parent / "examples" / "tales.py"
+    made = subprocess.run([sys.executable, maker], capture_output=True, text=True, check=True, timeout=60).stdout
+    assert made == "".join(corpus())
