@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from flashspan.kernels import dispatch, masks
+from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.contract import Dropout, row_delta
 from flashspan.kernels.masks import Band, Mask, Rows
 
@@ -82,7 +83,8 @@ def attention(
 
     causal: query i sees keys 0..i (counted from the start, as in PyTorch; `masks.causal(offset)` for the other way).
     window: an int w sees the w nearest keys on each side counting its own (with causal: the last w); or (left, right).
-    mask: a value of `flashspan.masks`, or a bool tensor [T, S] or [B, T, S] whose rows are each one run of True.
+    mask: a value of `flashspan.masks`, or a bool tensor [T, S], [B, T, S] or [B, H, T, S] (1 broadcasts; [H, T, S] if H
+    is not B). A tensor is read in every call: make it `masks.Blocks.from_dense(tensor)` once instead.
     scale: 1 / sqrt(D) unless given. dropout: probability, decided by `seed` (or drawn from `generator`, or PyTorch's
     default) and the pair's position alone. float32 is true float32; `torch.set_float32_matmul_precision("high")` asks
     for tf32. backend: "auto", or an implementation by name; `explain` says which serves.
@@ -177,42 +179,57 @@ def resolve_mask(
     if mask is None:
         return result
     if isinstance(mask, Tensor):
-        mask = rows_of(mask)
-    if not isinstance(mask, (Band, Rows)):
+        mask = mask_of(mask, q)
+    if not isinstance(mask, (Band, Rows, Blocks)):
         raise ValueError(
             f"mask must be a bool tensor or made by flashspan.masks: got {type(mask).__name__}; "
             f"additive masks are not supported, use mask=bias.isfinite() where they only hide keys"
         )
-    mask.check(q.shape[0], q.shape[2], k.shape[2])
+    if isinstance(mask, Blocks):
+        mask.check(q.shape[0], q.shape[2], k.shape[2], q.shape[1])
+    else:
+        mask.check(q.shape[0], q.shape[2], k.shape[2])
     return mask if result == masks.EVERYTHING else mask & result
 
 
-def rows_of(visible: Tensor) -> Rows:
-    """A bool tensor [T, S], [B, T, S] or [B, 1, T, S] as Rows; every row must be one run of True."""
+def mask_of(visible: Tensor, q: Tensor) -> Rows | Blocks:
+    """A bool tensor [T, S], [B, T, S], [H, T, S] or [B, H, T, S] for q [B, H, T, D]: Rows if every row is one run."""
     if visible.dtype != torch.bool:
         raise ValueError(
             f"a mask tensor must be bool, True where visible: got {visible.dtype}; "
             f"use mask.bool(), or mask.isfinite() if it is an additive one"
         )
-    if visible.dim() == 4 and visible.shape[1] == 1:
-        visible = visible[:, 0]
-    if visible.dim() not in (2, 3):
-        raise ValueError(f"a mask tensor must be [T, S], [B, T, S] or [B, 1, T, S]: got {tuple(visible.shape)}")
+    if visible.device != q.device and not q.is_meta:
+        raise ValueError(
+            f"a mask tensor must be on q's device, {q.device}: got {visible.device}; move it with .to(q.device), once"
+        )
+    if visible.dim() not in (2, 3, 4):
+        raise ValueError(
+            f"a mask tensor must be [T, S], [B, T, S], [H, T, S] or [B, H, T, S]: got {tuple(visible.shape)}"
+        )
+    if visible.dim() == 3 and visible.shape[0] in (1, q.shape[0]):
+        visible = visible[:, None]
+    visible = visible[(None,) * (4 - visible.dim())]
+    if visible.shape[0] not in (1, q.shape[0]) or visible.shape[1] not in (1, q.shape[1]):
+        raise ValueError(
+            f"a mask tensor must broadcast to q's batch and heads, [{q.shape[0]}, {q.shape[1]}, T, S]: "
+            f"got {tuple(visible.shape)}"
+        )
+    if visible.shape[1] == 1:
+        runs = visible[:, 0, :, :1].sum(-1) + (visible[:, 0, :, 1:] & ~visible[:, 0, :, :-1]).sum(-1)
+        if bool((runs <= 1).all()):
+            return _rows_of(visible[0, 0] if len(visible) == 1 else visible[:, 0])
+    return Blocks.from_dense(visible)
+
+
+def _rows_of(visible: Tensor) -> Rows:
+    """A bool tensor [T, S] or [B, T, S] in which every row is one run of True, or none."""
     num_keys = visible.shape[-1]
     if num_keys == 0:
         zeros = torch.zeros(visible.shape[:-1], dtype=torch.int32, device=visible.device)
         return Rows(zeros, zeros, 0)
-    total = visible.sum(-1, dtype=torch.int32)
-    start = visible.int().argmax(-1).int()
-    end = num_keys - visible.int().flip(-1).argmax(-1).int()
-    holes = (total > 0) & (end - start != total)
-    if bool(holes.any()):
-        where = tuple(int(x) for x in holes.nonzero()[0])
-        raise ValueError(
-            f"each query must see one run of keys: row {where} of the mask has gaps; "
-            f"masks with gaps need block-sparse attention, which is not here yet; F.scaled_dot_product_attention has it"
-        )
-    return Rows(start, torch.where(total > 0, end, start), num_keys)
+    start = visible.view(torch.uint8).argmax(-1).int()
+    return Rows(start, start + visible.sum(-1, dtype=torch.int32), num_keys)
 
 
 def draw_seed(device: torch.device, seed: int | None, generator: torch.Generator | None) -> Tensor:

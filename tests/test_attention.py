@@ -314,9 +314,13 @@ BAD = {
         "3 queries and 3 keys",
     ),
     "additive mask": (lambda: attention(q4, q4, q4, mask=torch.zeros(8, 8)), "must be bool"),
-    "mask with gaps": (
-        lambda: attention(q4, q4, q4, mask=torch.arange(8).expand(8, 8) % 2 == 0),
-        "one run of keys",
+    "mask tensor that does not broadcast": (
+        lambda: attention(q4, q4, q4, mask=torch.ones(3, 5, 8, 8, dtype=torch.bool)),
+        "broadcast to q's batch and heads",
+    ),
+    "mask tensor on another device": (
+        lambda: attention(q4, q4, q4, mask=torch.ones(8, 8, dtype=torch.bool, device="meta")),
+        "on q's device",
     ),
     "not a mask": (lambda: attention(q4, q4, q4, mask="causal"), "made by flashspan.masks"),  # type: ignore[arg-type]
     "negative window": (lambda: attention(q4, q4, q4, window=-1), "window is an int >= 1"),

@@ -9,6 +9,7 @@ operator scales its own masking -inf) and non-finite keys or values behind a mas
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -19,10 +20,11 @@ from torch import Tensor
 
 from flashspan.kernels import tiled
 from flashspan.kernels.contract import Carry, Dropout
-from flashspan.kernels.masks import Band, Mask
+from flashspan.kernels.masks import Band, Mask, Rows
 
 CHUNK = 256  # rows that share one drawn mask
 SHORT = 64  # runs of rows shorter than this are drawn together: a call each would cost more
+TEMPORARY = 2**17  # elements of one temporary tensor, which limit how many heads one call takes
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -56,12 +58,13 @@ def forward(
         result = Carry(torch.zeros_like(q, dtype=out_dtype), lse)
     else:
         result = carry
-    for sequence, rows, parts in strips:
-        here = Carry(result.out[sequence, :, rows], result.lse[sequence, :, rows])
+    for (heads, kv_heads), (sequence, rows, parts) in itertools.product(_head_groups(q, k), strips):
+        here = Carry(result.out[sequence, heads, rows], result.lse[sequence, heads, rows])
         total = None if carry is None else here
         dtype = q.dtype if carry is None and len(parts) == 1 and q.dtype == out_dtype else work
+        keys, values = k[sequence, kv_heads], v[sequence, kv_heads]
         for part in parts:
-            partial = _attend(q[sequence, :, rows], k[sequence], v[sequence], part, scale=scale, dtype=dtype)
+            partial = _attend(q[sequence, heads, rows], keys, values, part, scale=scale, dtype=dtype)
             total = partial if total is None else _merge(total, partial)
         if carry is None and total is not None:
             here.out.copy_(total.out)
@@ -92,11 +95,32 @@ def backward(
         serve = functools.partial(tiled.backward, dout, q, k, v, lse, delta, mask=mask, scale=scale, dropout=dropout)
         serve(dq=dq, dk=dk, dv=dv, accumulate=accumulate)
         return
+    for heads, kv_heads in _head_groups(q, k):
+        rows = (x[:, heads] for x in (dout, q, lse, delta))
+        keys = (x[:, kv_heads] for x in (k, v))
+        totals = [dq[:, heads], dk[:, kv_heads], dv[:, kv_heads]]
+        _backward(*rows, *keys, strips=strips, scale=scale, totals=totals, accumulate=accumulate)
+
+
+def _backward(
+    dout: Tensor,
+    q: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    strips: list[_Strip],
+    scale: float,
+    totals: list[Tensor],
+    accumulate: bool,
+) -> None:
+    """Backward of the heads that one call takes; totals are their dq, dk and dv."""
     work = torch.promote_types(q.dtype, torch.float32)
     # One call that sees every key gives the whole answer; several add up, in float32.
     one_call = _is_one_call(strips, q) and len(strips[0].parts[0].keys) == k.shape[2]
     overwrite = one_call and not accumulate
-    totals = sums = [dq, dk, dv]
+    sums = totals
     if not accumulate and not one_call:
         sums = [x.zero_() if x.dtype == work else torch.zeros_like(x, dtype=work) for x in totals]
     lse = lse.to(work).masked_fill(lse == -torch.inf, torch.inf)  # exp(score - inf) = 0 in a row that saw nothing
@@ -116,6 +140,24 @@ def backward(
     for total, total_sum in zip(totals, sums, strict=True):
         if total_sum is not total:
             total.copy_(total_sum)
+
+
+# Note [Heads]
+# The operator allocates what it returns, and float32 copies may come on top. So that this stays small beside the
+# tensors themselves, whatever their number of heads, a few heads are served at a time: the operator works on each of
+# them alone anyway. Each thread gets one, since backward has no other work to share out.
+
+
+def _head_groups(q: Tensor, k: Tensor) -> list[tuple[slice, slice]]:
+    """Which query heads, and which kv heads of theirs, are served together; see Note [Heads]."""
+    if q.numel() == 0:
+        return [(slice(None), slice(None))]
+    group = q.shape[1] // k.shape[1]
+    size = group * q.shape[0] * max(q.shape[2], k.shape[2]) * q.shape[3]
+    least = -(-torch.get_num_threads() // (q.shape[0] * group))
+    num = least * max(1, TEMPORARY // (least * size))
+    firsts = range(0, k.shape[1], num)
+    return [(slice(first * group, (first + num) * group), slice(first, first + num)) for first in firsts]
 
 
 # Note [Strips]
@@ -157,6 +199,7 @@ def _cut(mask: Mask, q: Tensor, k: Tensor) -> list[_Strip]:
         return []
     if isinstance(mask, Band):
         return _cut_band(mask, q.shape[2], k.shape[2])
+    assert isinstance(mask, Rows), "dispatch sends lists of tiles elsewhere"
     start, end = mask.start, mask.end
     if start.dim() == 1 or len(start) == 1:
         return list(_strips(start.view(-1), end.view(-1), slice(None)))
@@ -244,10 +287,13 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, part: _Part, *, scale: float, dtype
 
 
 def _merge(total: Carry, partial: Carry) -> Carry:
-    """Add a partial softmax to the total, in place. Where neither has seen a key, out stays 0 and lse -inf."""
-    lse = torch.logaddexp(total.lse, partial.lse)
+    """Add a partial softmax to the total, in place. Where neither has seen a key, out stays 0 and lse -inf.
+
+    The few numbers a row needs for it are computed in float64: then only the sums themselves are rounded.
+    """
+    lse = torch.logaddexp(total.lse.double(), partial.lse.double())
     share = torch.exp(partial.lse - lse.masked_fill(lse == -torch.inf, 0.0))
-    total.out.lerp_(partial.out, share[..., None])
+    total.out.lerp_(partial.out, share[..., None].to(total.out.dtype))
     total.lse.copy_(lse)
     return total
 

@@ -68,6 +68,8 @@ def _portable(call: Call) -> str | None:
 def _cpu(call: Call) -> str | None:
     if call.device.type != "cpu":
         return f"runs on the CPU, not on {call.device.type}"
+    if call.mask == "Blocks":
+        return "serves intervals of keys, not lists of tiles"
     return "PyTorch's fused CPU attention has no counter-based dropout" if call.dropout else None
 
 

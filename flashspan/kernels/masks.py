@@ -3,7 +3,8 @@
 `Band(lo, hi)` lets query i see key j when lo <= j - i <= hi; `Rows(start, end)` when start[i] <= j < end[i]. Full,
 causal, sliding-window, prefix and packed-document attention, and any slice of them under any layout, are one of the
 two: a slice of a band by ranges of one step is a band, every other slice of ascending positions is rows. Both say, per
-query, *one interval of keys*: that is all a kernel needs to know. Masks compose with `&`.
+query, *one interval of keys*: that is all a kernel needs to know. Any other mask is `Blocks` (blocks.py): lists of
+tiles. Masks compose with `&`; `|` and `~` give blocks.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+if TYPE_CHECKING:
+    from flashspan.kernels.blocks import Blocks
 
 Positions: TypeAlias = range | Sequence[range]
 """Global positions of a slice's tokens: one range, or several, ascending and disjoint."""
@@ -76,7 +80,7 @@ class Band:
             lo = None if self.lo is None else -((shift - self.lo) // step)
             hi = None if self.hi is None else (self.hi - shift) // step
             return Band(lo, hi).simplify(len(q), len(k))
-        starts, ends = _place(q), _place(k)
+        starts, ends = place(q), place(k)
         num = len(ends)
         start = torch.zeros_like(starts) if self.lo is None else torch.searchsorted(ends, starts + self.lo)
         end = (
@@ -102,6 +106,14 @@ class Band:
             hi = [bound for bound in (self.hi, other.hi) if bound is not None]
             return Band(max(lo) if lo else None, min(hi) if hi else None)
         return other & self
+
+    def __or__(self, other: Mask) -> Mask:
+        if isinstance(other, Band):
+            raise ValueError(
+                f"a band fits any lengths, and so cannot be joined before they are known: got {self} | {other}; "
+                f"write Blocks.of(first, num_queries, num_keys) | second"
+            )
+        return other | self
 
     def to(self, device: torch.device | str) -> Band:
         return self
@@ -141,7 +153,7 @@ class Rows:
 
     def slice(self, q: Positions, k: Positions) -> Mask:
         """The same visibility in the coordinates of a slice of the queries and the keys."""
-        rows, keys = _place(q).to(self.start.device), _place(k).to(self.start.device)
+        rows, keys = place(q).to(self.start.device), place(k).to(self.start.device)
         start = torch.searchsorted(keys, self.start[..., rows].long())
         end = torch.searchsorted(keys, self.end[..., rows].long())
         return Rows(start.int(), end.int(), len(keys)).simplify()
@@ -176,6 +188,8 @@ class Rows:
             )
 
     def __and__(self, other: Mask) -> Mask:
+        if not isinstance(other, (Band, Rows)):
+            return other & self
         if isinstance(other, Rows) and (self.start.shape[-1], self.num_keys) != (other.start.shape[-1], other.num_keys):
             raise ValueError(
                 f"masks compose when they cover the same lengths: got {self.start.shape[-1]} queries x "
@@ -183,7 +197,13 @@ class Rows:
             )
         return self._keep(other, lambda: self._intersect(other))
 
-    def _intersect(self, other: Mask) -> Rows:
+    def __or__(self, other: Mask) -> Blocks:
+        return _blocks(self) | other
+
+    def __invert__(self) -> Blocks:
+        return ~_blocks(self)
+
+    def _intersect(self, other: Band | Rows) -> Rows:
         start, end = (x.to(self.start.device) for x in other.intervals(self.start.shape[-1], self.num_keys))
         start, end = torch.maximum(self.start, start), torch.minimum(self.end, end)
         # Ascending bounds stay ascending under maximum and minimum: no need to look at the data again.
@@ -238,7 +258,7 @@ class Rows:
         return f"Rows({'x'.join(map(str, self.start.shape))} queries, {self.num_keys} keys)"
 
 
-Mask: TypeAlias = Band | Rows
+Mask: TypeAlias = "Band | Rows | Blocks"
 
 
 def unpack(kind: str, numbers: Sequence[int], tensors: Sequence[Tensor]) -> Mask:
@@ -246,6 +266,10 @@ def unpack(kind: str, numbers: Sequence[int], tensors: Sequence[Tensor]) -> Mask
     if kind == "band":
         lo, hi = numbers
         return Band(None if lo == -UNBOUNDED else lo, None if hi == UNBOUNDED else hi)
+    if kind == "blocks":
+        from flashspan.kernels.blocks import Blocks
+
+        return Blocks.unpack(numbers, tensors)
     num_keys, convex = numbers
     rows = object.__new__(Rows)
     rows.start, rows.end, rows.first, rows.last = tensors
@@ -254,13 +278,15 @@ def unpack(kind: str, numbers: Sequence[int], tensors: Sequence[Tensor]) -> Mask
 
 
 def dense(mask: Mask, num_queries: int, num_keys: int) -> Tensor:
-    """The mask drawn out: bool [T, S] or [B, T, S], True where visible. For tests, pictures and small tiles."""
+    """The mask drawn out: bool [T, S], [B, T, S] or, of blocks, [B, H, T, S]. For tests, pictures and small tiles."""
+    if not isinstance(mask, (Band, Rows)):
+        return mask.dense()
     start, end = mask.intervals(num_queries, num_keys)
     j = torch.arange(num_keys, device=start.device)
     return (start[..., None] <= j) & (j < end[..., None])
 
 
-def tiles(mask: Mask, num_queries: int, num_keys: int, block_q: int, block_k: int) -> Tensor:
+def tiles(mask: Band | Rows, num_queries: int, num_keys: int, block_q: int, block_k: int) -> Tensor:
     """EMPTY, FULL or PARTIAL for each tile, uint8 [ceil(T / block_q), ceil(S / block_k)] (or [B, ...])."""
     start, end = mask.intervals(num_queries, num_keys)
     num_k = -(-num_keys // block_k)
@@ -278,6 +304,8 @@ def tiles(mask: Mask, num_queries: int, num_keys: int, block_q: int, block_k: in
 
 def count(mask: Mask, num_queries: int, num_keys: int) -> int:
     """How many (query, key) pairs are visible: the work of a tile, without drawing it."""
+    if not isinstance(mask, (Band, Rows)):
+        return mask.count()
     start, end = mask.intervals(num_queries, num_keys)
     return int((end.long() - start.long()).clamp(min=0).sum())
 
@@ -286,7 +314,15 @@ def is_empty(mask: Mask, num_queries: int, num_keys: int) -> bool:
     """Whether no query sees any key."""
     if isinstance(mask, Band):
         return mask.simplify(num_queries, num_keys) is NOTHING
+    if not isinstance(mask, Rows):
+        return mask.is_empty()
     return bool((mask.start >= mask.end).all())
+
+
+def _blocks(rows: Rows) -> Blocks:
+    from flashspan.kernels.blocks import Blocks
+
+    return Blocks.of(rows, rows.start.shape[-1], rows.num_keys)
 
 
 def _clean(start: Tensor, end: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
@@ -322,7 +358,7 @@ def _one_range(positions: Positions) -> Positions:
     return positions[0] if not isinstance(positions, range) and len(positions) == 1 else positions
 
 
-def _place(positions: Positions) -> Tensor:
+def place(positions: Positions) -> Tensor:
     """Positions as an int64 tensor; refuse what is not ascending, for which a slice would not be an interval."""
     parts = [positions] if isinstance(positions, range) else list(positions)
     parts = [part for part in parts if len(part)]

@@ -1,6 +1,9 @@
-"""Ready masks. Each returns a value of masks.py; compose them with `&`.
+"""Ready masks. Each returns a value of masks.py or blocks.py; compose them with `&`, `|` and `~`.
 
 mask = documents([5, 3, 8]) & causal()
+mask = longformer(4096, window=256, num_global=16)
+
+Pictures of them all are in docs/sparse.md.
 """
 
 from __future__ import annotations
@@ -10,7 +13,25 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.masks import Band, Mask, Rows
+from flashspan.kernels.tiling import check_block
+
+__all__ = [
+    "Blocks",
+    "bigbird",
+    "causal",
+    "dilated",
+    "documents",
+    "full",
+    "longformer",
+    "prefix",
+    "ragged",
+    "random_blocks",
+    "streaming",
+    "top_blocks",
+    "window",
+]
 
 
 def full() -> Band:
@@ -81,6 +102,124 @@ def prefix(length: int, num_tokens: int, *, device: torch.device | str = "cpu") 
         raise ValueError(f"a prefix has 0 to num_tokens tokens: got {length} of {num_tokens}")
     end = torch.arange(1, num_tokens + 1, device=device).clamp(min=length)
     return Rows(torch.zeros_like(end), end, num_tokens)
+
+
+def dilated(
+    width: int, step: int, num_tokens: int, *, causal: bool = True, device: torch.device | str = "cpu"
+) -> Blocks:
+    """A window with gaps: query i sees the `width` keys i, i - step, i - 2 step, ... (and, not causal, those ahead)."""
+    if width < 1 or step < 1:
+        raise ValueError(f"a dilated window has 1 or more keys, 1 or more apart: got width={width}, step={step}")
+
+    def rule(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        behind = i - j
+        seen = (behind % step == 0) & (behind.abs() < width * step)
+        return seen & (behind >= 0) if causal else seen
+
+    return Blocks.from_rule(rule, num_tokens, num_tokens, device=device)
+
+
+def streaming(num_sinks: int, window: int, num_tokens: int, *, device: torch.device | str = "cpu") -> Blocks:
+    """Sink + window: a query sees the first `num_sinks` tokens and the last `window`, its own among them."""
+    if num_sinks < 0 or window < 1:
+        raise ValueError(f"streaming needs 0 or more sinks and a window >= 1: got {num_sinks} and {window}")
+    sinks = Rows(*_span(num_tokens, 0, num_sinks, device), num_tokens) & Band(None, 0)
+    return Blocks.of(Band(1 - window, 0), num_tokens, num_tokens, device=device) | sinks
+
+
+def longformer(
+    num_tokens: int, *, window: int, num_global: int, causal: bool = False, device: torch.device | str = "cpu"
+) -> Blocks:
+    """Global + window: neighbours up to `window` apart see each other; the first `num_global` tokens see, and are seen
+    by, everyone."""
+    if window < 0 or num_global < 0:
+        raise ValueError(f"longformer needs a window and global tokens >= 0: got {window} and {num_global}")
+    seen = Rows(*_span(num_tokens, 0, num_global, device), num_tokens)
+    everyone = torch.where(torch.arange(num_tokens, device=device) < num_global, num_tokens, 0)
+    seeing = Rows(torch.zeros_like(everyone), everyone, num_tokens)
+    mask = Blocks.of(Band(-window, window), num_tokens, num_tokens, device=device) | seen | seeing
+    return mask & Band(None, 0) if causal else mask
+
+
+def random_blocks(
+    num_tokens: int,
+    share: float,
+    *,
+    seed: int = 0,
+    num_heads: int = 1,
+    size: int = 128,
+    causal: bool = False,
+    device: torch.device | str = "cpu",
+) -> Blocks:
+    """Each query block sees this share of the key blocks, drawn at random, its own always; for each head anew."""
+    if not 0.0 < share <= 1.0:
+        raise ValueError(f"a share of blocks is above 0 and at most 1: got {share}")
+    num = -(-num_tokens // size)
+    scores = torch.rand(num_heads, num, num, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+    chosen = _best(scores, max(1, round(share * num)), causal)
+    mask = Blocks.from_coarse(chosen.to(device), num_tokens, num_tokens, size=size)
+    return mask & Band(None, 0) if causal else mask
+
+
+def bigbird(
+    num_tokens: int,
+    *,
+    window: int,
+    num_global: int,
+    num_random: int,
+    seed: int = 0,
+    size: int = 128,
+    device: torch.device | str = "cpu",
+) -> Blocks:
+    """BigBird: `longformer`, and for each query block `num_random` key blocks more."""
+    num = -(-num_tokens // size)
+    mask = longformer(num_tokens, window=window, num_global=num_global, device=device)
+    return mask | random_blocks(
+        num_tokens, min(1.0, (1 + num_random) / max(1, num)), seed=seed, size=size, device=device
+    )
+
+
+def top_blocks(q: Tensor, k: Tensor, keep: int, *, causal: bool = False, block: int = 128) -> Blocks:
+    """Chosen from data: each query block of each head sees the `keep` key blocks whose mean key its mean query scores
+    highest, its own always. q [B, H, T, D], k [B, K, S, D]."""
+    check_block(block)
+    if keep < 1 or q.dim() != 4 or k.dim() != 4 or not k.shape[1] or q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"top_blocks keeps 1 or more blocks, of q [B, H, T, D] and k [B, K, S, D] with K dividing H: "
+            f"got keep={keep}, q {tuple(q.shape)}, k {tuple(k.shape)}"
+        )
+    means = [_block_means(x.detach(), block) for x in (q, k)]
+    scores = means[0] @ means[1].repeat_interleave(q.shape[1] // k.shape[1], 1).mT
+    mask = Blocks.from_coarse(_best(scores, keep, causal), q.shape[2], k.shape[2], size=block, block=block)
+    return mask & Band(None, 0) if causal else mask
+
+
+def _best(scores: Tensor, keep: int, causal: bool) -> Tensor:
+    """bool [..., n, m]: the diagonal and the highest scores of each row, `keep` in all (with `causal`, none ahead)."""
+    num_q, num_k = scores.shape[-2:]
+    here = torch.arange(num_q, device=scores.device)[:, None] - torch.arange(num_k, device=scores.device)
+    scores = scores.masked_fill(here == 0, torch.inf)
+    if causal:
+        scores = scores.masked_fill(here < 0, -torch.inf)
+    chosen = torch.zeros_like(scores, dtype=torch.bool)
+    chosen.scatter_(-1, scores.topk(min(keep, num_k), -1).indices, True)
+    return chosen & (here >= 0) if causal else chosen
+
+
+def _block_means(x: Tensor, block: int) -> Tensor:
+    """The mean of each block of tokens, float32 [B, H, blocks, D]."""
+    short = -x.shape[2] % block
+    sums = torch.nn.functional.pad(x.float(), (0, 0, 0, short)).unflatten(2, (-1, block)).sum(3)
+    sizes = torch.full((sums.shape[2], 1), float(block), device=x.device)
+    if short:
+        sizes[-1] -= short
+    return sums / sizes
+
+
+def _span(num_tokens: int, start: int, end: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """The same interval of keys for each query."""
+    first = torch.full((num_tokens,), start, device=device)
+    return first, torch.full_like(first, min(end, num_tokens))
 
 
 def _lengths(lengths: Sequence[int] | Tensor) -> Tensor:

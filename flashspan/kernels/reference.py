@@ -29,9 +29,10 @@ def forward(
     probs = _probabilities(scores, lse) * _survival(q, k, dropout)
     out = _weigh(probs, _expand(v, q).to(probs.dtype), visible)
     if carry is not None:
-        total = torch.logaddexp(lse, carry.lse.to(lse.dtype))
-        out = out * _weight(lse, total) + carry.out.to(out.dtype) * _weight(carry.lse.to(lse.dtype), total)
-        lse = total
+        # In float64, so that a merge rounds its result and nothing else: a long ring makes many.
+        total = torch.logaddexp(lse.double(), carry.lse.double())
+        out = out * _weight(lse, total) + carry.out * _weight(carry.lse, total)
+        lse = total.to(carry.lse.dtype)
     out_dtype = torch.promote_types(out_dtype, torch.float64) if q.dtype == torch.float64 else out_dtype
     return Carry(out.to(out_dtype), lse)
 
@@ -71,10 +72,11 @@ def backward(
 
 
 def _scores(q: Tensor, k: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
-    """Scaled scores [B, H, T, S], -inf where invisible, and who is visible [1 or B, 1, T, S]."""
+    """Scaled scores [B, H, T, S], -inf where invisible, and who is visible [1 or B, 1 or H, T, S]."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     visible = dense(mask.to(q.device), q.shape[-2], k.shape[-2]).to(q.device)
-    visible = visible[None, None] if visible.dim() == 2 else visible[:, None]
+    if visible.dim() < 4:
+        visible = visible[None, None] if visible.dim() == 2 else visible[:, None]
     scores = q.to(dtype) @ _expand(k, q).to(dtype).mT * scale
     return torch.where(visible, scores, -torch.inf), visible
 

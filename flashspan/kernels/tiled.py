@@ -8,12 +8,16 @@ G = H / K, so q is seen as [B, K, G, T, D] and keys and values are used as they 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from flashspan.kernels.bits import unpack
+from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.contract import Carry, Dropout
 from flashspan.kernels.masks import EMPTY, FULL, PARTIAL, Mask, tiles
+from flashspan.kernels.tiling import VISIBLE
 
 BLOCK_Q, BLOCK_K = 128, 128
 
@@ -39,6 +43,11 @@ def forward(
         carry = Carry(out, torch.full(q.shape[:-1], -torch.inf, dtype=work, device=q.device))
     if q.numel() == 0:
         return carry
+    if isinstance(mask, Blocks) and mask.num_batch * mask.num_heads > 1:
+        for one, b, h, kv, drop in _each_map(mask, q, k, dropout):
+            part = Carry(carry.out[b, h], carry.lse[b, h])
+            forward(q[b, h], k[b, kv], v[b, kv], mask=one, scale=scale, carry=part, dropout=drop)
+        return carry
     plan = _Plan(q, k, v, mask, dropout)
     q, out, lse = (_group(x, k) for x in (q, *carry))
     for i in plan.q_tiles:
@@ -46,7 +55,7 @@ def forward(
         o = out[..., i, :].to(work)
         m = lse[..., i].to(work)  # the largest score seen
         l = torch.ones_like(m)  # the sum of exp(score - m)
-        for _, j, visible in plan.pairs([i], plan.k_tiles):
+        for j, visible in plan.keys(i):
             k_j, v_j = k[:, :, j].to(work), v[:, :, j].to(work)
             s = torch.einsum("bkgtd,bksd->bkgts", q_i, k_j) * scale
             if visible is not None:
@@ -86,13 +95,24 @@ def backward(
             total.zero_()
     if q.numel() == 0:
         return
+    if isinstance(mask, Blocks) and mask.num_batch * mask.num_heads > 1:
+        sums = [torch.zeros_like(x, dtype=work) for x in (dq, dk, dv)]
+        for one, b, h, kv, drop in _each_map(mask, q, k, dropout):
+            mine = [x[b, heads] for x, heads in zip(sums, (h, kv, kv), strict=True)]
+            backward(
+                dout[b, h], q[b, h], k[b, kv], v[b, kv], lse[b, h], delta[b, h],
+                mask=one, scale=scale, dq=mine[0], dk=mine[1], dv=mine[2], accumulate=True, dropout=drop,
+            )  # fmt: skip
+        for total, part in zip((dq, dk, dv), sums, strict=True):
+            total += part
+        return
     plan = _Plan(q, k, v, mask, dropout)
     dq_sum = dq if dq.dtype == work else torch.zeros_like(dq, dtype=work)
     dout, q, lse, delta, dq_grouped = (_group(x, k) for x in (dout, q, lse, delta, dq_sum))
     for j in plan.k_tiles:
         k_j, v_j = k[:, :, j].to(work), v[:, :, j].to(work)
         dk_j, dv_j = torch.zeros_like(k_j), torch.zeros_like(v_j)
-        for i, _, visible in plan.pairs(plan.q_tiles, [j]):
+        for i, visible in plan.queries(j):
             q_i, dout_i = q[..., i, :].to(work), dout[..., i, :].to(work)
             lse_i, delta_i = lse[..., i, None].to(work), delta[..., i, None].to(work)
             survival = plan.survival(i, j)
@@ -119,25 +139,40 @@ class _Plan:
         self.num_batch, self.num_heads, num_queries, _ = q.shape
         _, self.num_kv_heads, num_keys, _ = k.shape
         self.dropout = dropout
-        self.q_tiles, self.k_tiles = _split(num_queries, BLOCK_Q), _split(num_keys, BLOCK_K)
         mask = mask.to(q.device)
-        kinds = tiles(mask, num_queries, num_keys, BLOCK_Q, BLOCK_K)
-        if kinds.dim() == 3:  # a tile on which the sequences of the batch differ is masked in all of them
-            kinds = torch.where((kinds == kinds[0]).all(0), kinds[0], PARTIAL)
-        self.kinds: list[list[int]] = kinds.tolist()
-        self.bounds = [x.to(q.device).view(-1, 1, 1, num_queries) for x in mask.intervals(num_queries, num_keys)]
+        self.mask, self.block_q, self.block_k = mask, BLOCK_Q, BLOCK_K
+        if isinstance(mask, Blocks):
+            self.block_q, self.block_k = mask.block
+            grid = mask.grid()[0, 0]  # a number >= 0 is that of a partial tile's bits
+            self.kinds = torch.where(grid >= 0, PARTIAL, torch.where(grid == VISIBLE, FULL, EMPTY))
+            self.numbers: list[list[int]] = grid.tolist()
+        else:
+            kinds = tiles(mask, num_queries, num_keys, BLOCK_Q, BLOCK_K)
+            # A tile on which the sequences of the batch differ is masked in all of them.
+            self.kinds = torch.where((kinds == kinds[0]).all(0), kinds[0], PARTIAL) if kinds.dim() == 3 else kinds
+            self.bounds = [x.to(q.device).view(-1, 1, 1, num_queries) for x in mask.intervals(num_queries, num_keys)]
+        self.q_tiles, self.k_tiles = _split(num_queries, self.block_q), _split(num_keys, self.block_k)
         self.finite = bool(k.isfinite().all() & v.isfinite().all())
 
-    def pairs(self, q_tiles: list[slice], k_tiles: list[slice]) -> Iterator[tuple[slice, slice, Tensor | None]]:
-        """The pairs of tiles that are not empty, each with who is visible in it (None: everyone)."""
-        for i in q_tiles:
-            for j in k_tiles:
-                kind = self.kinds[i.start // BLOCK_Q][j.start // BLOCK_K]
-                if kind != EMPTY:
-                    yield i, j, None if kind == FULL else self.visible(i, j)
+    def keys(self, i: slice) -> Iterator[tuple[slice, Tensor | None]]:
+        """The key tiles that some query of tile i sees, each with who is visible in it (None: everyone)."""
+        for number in self.kinds[i.start // self.block_q].nonzero().flatten().tolist():
+            yield self.k_tiles[number], self.visible(i, self.k_tiles[number])
 
-    def visible(self, i: slice, j: slice) -> Tensor:
-        """Who sees whom in a tile, bool [1 or B, 1, 1, len(i), len(j)]."""
+    def queries(self, j: slice) -> Iterator[tuple[slice, Tensor | None]]:
+        """The query tiles that see some key of tile j, each with who is visible in it."""
+        for number in self.kinds[:, j.start // self.block_k].nonzero().flatten().tolist():
+            yield self.q_tiles[number], self.visible(self.q_tiles[number], j)
+
+    def visible(self, i: slice, j: slice) -> Tensor | None:
+        """Who sees whom in a tile, bool [1 or B, 1, 1, len(i), len(j)]; None: everyone sees everyone."""
+        row, column = i.start // self.block_q, j.start // self.block_k
+        if self.kinds[row, column] == FULL:
+            return None
+        if isinstance(self.mask, Blocks):
+            number = self.numbers[row][column]
+            seen = unpack(self.mask.bits[number : number + 1])
+            return seen[:, None, None, : i.stop - i.start, : j.stop - j.start]
         start, end = (bound[..., i, None] for bound in self.bounds)
         keys = torch.arange(j.start, j.stop, device=start.device)
         return (start <= keys) & (keys < end)
@@ -159,6 +194,22 @@ class _Plan:
         clean = torch.einsum(product, weights, torch.where(finite, values, 0.0))
         seen = torch.einsum(product, visible.to(values.dtype).expand_as(weights), (~finite).to(values.dtype))
         return torch.where(seen > 0, torch.nan, clean)
+
+
+def _each_map(
+    mask: Blocks, q: Tensor, k: Tensor, dropout: Dropout | None
+) -> Iterator[tuple[Blocks, slice, slice, slice, Dropout | None]]:
+    """Each map with the part of the batch, the query heads, the key heads and the dropout that it is for."""
+    num_heads, group = q.shape[1], q.shape[1] // max(1, k.shape[1])
+    every = slice(None)
+    for b in range(mask.num_batch):
+        for h in range(mask.num_heads):
+            drop = dropout
+            if dropout is not None:
+                stride = num_heads if dropout.batch_stride is None else dropout.batch_stride
+                drop = replace(dropout, first=dropout.first + b * stride + h, batch_stride=stride)
+            heads = (slice(h, h + 1), slice(h // group, h // group + 1)) if mask.num_heads > 1 else (every, every)
+            yield mask.map(b, h), slice(b, b + 1) if mask.num_batch > 1 else every, *heads, drop
 
 
 def _split(length: int, block: int) -> list[slice]:

@@ -99,6 +99,36 @@ def test_the_stand_in_output_recovers_delta(dout_power: int, delta_power: int, s
     assert bool(((changed - dout).abs() <= 1e-17 * delta.abs()[..., None] + 1e-37).all())
 
 
+def test_heads_are_served_a_few_at_a_time() -> None:
+    """So that temporaries stay small beside the tensors; every thread gets a head, and small heads go together."""
+    num_threads = torch.get_num_threads()
+    try:
+        for threads, length, groups in ((1, 2048, 8), (2, 2048, 8), (4, 2048, 4), (8, 2048, 2), (1, 64, 1)):
+            torch.set_num_threads(threads)
+            q, k = torch.empty(1, 16, length, 64), torch.empty(1, 8, length, 64)
+            found = cpu._head_groups(q, k)
+            assert len(found) == groups
+            assert [h for heads, _ in found for h in range(16)[heads]] == list(range(16))
+            assert [len(range(16)[heads]) for heads, _ in found] == [2 * len(range(8)[kv]) for _, kv in found]
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def test_a_float64_lse_is_carried_on_unrounded() -> None:
+    """What a ring's many steps make of lse in float32 would show; out stays float32."""
+    x = make_inputs(Shape(1, 2, 2, 300, 300, 32), seed=3)
+    answer = solve(x, EVERYTHING, 0.2)
+    parts = [slice(i, i + 10) for i in range(0, 300, 10)]
+    carry = cpu.forward(x.q, x.k[:, :, parts[0]], x.v[:, :, parts[0]], mask=EVERYTHING, scale=0.2)
+    carry = carry._replace(lse=carry.lse.double())
+    for part in parts[1:]:
+        carry = cpu.forward(x.q, x.k[:, :, part], x.v[:, :, part], mask=EVERYTHING, scale=0.2, carry=carry)
+    assert (carry.out.dtype, carry.lse.dtype) == (torch.float32, torch.float64)
+    whole = cpu.forward(x.q, x.k, x.v, mask=EVERYTHING, scale=0.2)
+    for split, one, exact in zip(carry, whole, (answer.out, answer.lse), strict=True):
+        assert relative(split, exact) <= 1.1 * relative(one, exact)
+
+
 def _milliseconds(call: Callable[[], object]) -> float:
     """Processor time: what else the machine does hardly counts."""
     begin = time.process_time()

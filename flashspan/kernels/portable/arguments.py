@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flashspan.kernels.contract import Dropout
-from flashspan.kernels.masks import Band, Mask
+from flashspan.kernels.masks import Band, Mask, Rows
 
 LOG2E = math.log2(math.e)
 
@@ -37,6 +37,7 @@ def mask_arguments(
         lo, hi = mask.bounds(num_queries, num_keys)
         return False, q, q, q, q, 0, 0, lo, hi, True
     mask = mask.to(q.device)
+    assert isinstance(mask, Rows), "lists of tiles have kernels of their own"
     batched = mask.start.dim() == 2 and mask.start.shape[0] > 1
     strides = (num_queries, num_keys) if batched else (0, 0)
     return True, mask.start, mask.end, mask.first, mask.last, *strides, 0, 0, mask.convex

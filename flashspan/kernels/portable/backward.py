@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.contract import Dropout
 from flashspan.kernels.masks import Mask
 from flashspan.kernels.portable.arguments import LOG2E, Launch, dropout_arguments, mask_arguments, near, on, precision
@@ -20,79 +21,12 @@ from flashspan.kernels.portable.common import (
     dropout_stream,
     dropout_word,
     edge_tile,
-    finite,
     load_tile,
-    mix,
-    sliced_product,
     store_tile,
 )
+from flashspan.kernels.portable.sparse import sparse_backward_launches
+from flashspan.kernels.portable.steps import keys_step, load_lse, queries_step
 from flashspan.kernels.portable.tiles import key_passes, tile
-
-
-@triton.jit
-def _load_lse(p_lse, o_m, T, CHECK: tl.constexpr):
-    """lse in base 2, and +inf for a row that saw nothing: its probabilities come out as exp2(-inf) = 0."""
-    if CHECK:
-        b_lse = tl.load(p_lse + o_m, mask=o_m < T, other=float("-inf"))
-    else:
-        b_lse = tl.load(p_lse + o_m)
-    return tl.where(b_lse == float("-inf"), float("inf"), b_lse * 1.4426950408889634)
-
-
-@triton.jit
-def _keys_step(
-    b_dk, b_dv, b_k, b_v, p_k, p_v, n0, o_n, s_ks, s_vs, S, p_q, p_do, p_lse, p_delta, m0, o_m, s_qt, s_dt, T, scale,
-    b_first, b_last, p_start, p_end, b_column, row_word, p_qpos, threshold, gain, D: tl.constexpr, BD: tl.constexpr,
-    BC: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, MASKED: tl.constexpr, CONVEX: tl.constexpr,
-    DROPOUT: tl.constexpr, POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Add one tile of queries into dk and dv. Everything is transposed: keys run down, queries across."""
-    o_q = m0 + o_m  # [BM]
-    o_k = n0 + o_n  # [BN]
-    b_lse = _load_lse(p_lse, o_q, T, MASKED)
-    # [BN, BM]
-    if BC < BD:
-        b_s = sliced_product(p_k, n0, o_n, s_ks, S, p_q, m0, o_m, s_qt, T, D, BC, PRECISION)
-    else:
-        b_q = load_tile(p_q, m0, o_m, s_qt, T, D, BD, MASKED)
-        b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
-    b_p = tl.exp2(b_s * scale - b_lse[None, :])
-    if MASKED:
-        m_s = (o_q[None, :] >= b_first[:, None]) & (o_q[None, :] < b_last[:, None])
-        if not CONVEX:
-            b_start = tl.load(p_start + o_q, mask=o_q < T, other=0)
-            b_end = tl.load(p_end + o_q, mask=o_q < T, other=0)
-            m_s = m_s & (o_k[:, None] >= b_start[None, :]) & (o_k[:, None] < b_end[None, :])
-        b_p = tl.where(m_s, b_p, 0.0)
-    # [BM, BD]
-    if DV or BC == BD:
-        b_do = load_tile(p_do, m0, o_m, s_dt, T, D, BD, MASKED)
-    if DROPOUT:
-        b_word = mix(dropout_word(row_word, o_q, p_qpos, T, POSITIONS)[None, :] ^ b_column[:, None])
-        b_gain = tl.where(b_word >= threshold, gain, 0.0)
-    if DV:
-        if DROPOUT:
-            b_dv = tl.dot((b_p * b_gain).to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
-        else:
-            b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
-    if DK:
-        # [BN, BM]
-        if BC < BD:
-            b_dp = sliced_product(p_v, n0, o_n, s_vs, S, p_do, m0, o_m, s_dt, T, D, BC, PRECISION)
-            b_q = load_tile(p_q, m0, o_m, s_qt, T, D, BD, MASKED)
-        else:
-            b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
-        if DROPOUT:
-            b_dp = b_dp * b_gain
-        if MASKED:
-            b_delta = tl.load(p_delta + o_q, mask=o_q < T, other=0.0)
-        else:
-            b_delta = tl.load(p_delta + o_q)
-        b_ds = b_p * (b_dp - b_delta[None, :])
-        if MASKED:
-            b_ds = tl.where(m_s, b_ds, 0.0)
-        b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)
-    return b_dk, b_dv
 
 
 @triton.jit(do_not_specialize=["T", "S", "lo", "hi", "stream", "batch_stride", "threshold"])
@@ -139,55 +73,23 @@ def keys_kernel(
             row_word, column_word = dropout_stream(seed, stream + i_b * batch_stride + i_h)
             b_column = dropout_word(column_word, o_k, kpos, S, POSITIONS)
         for m0 in range(full, full_end, BM):
-            b_dk, b_dv = _keys_step(
+            b_dk, b_dv = keys_step(
                 b_dk, b_dv, b_k, b_v, k, v, n0, o_n, s_ks, s_vs, S, p_q, p_do, p_lse, p_delta, m0, tl.arange(0, BM),
                 s_qt, s_dt, T, scale, b_first, b_last, p_start, p_end, b_column, row_word, qpos, threshold, gain, D, BD,
-                BC, DK, DV, False, CONVEX, DROPOUT, POSITIONS, PRECISION,
+                BC, DK, DV, False, CONVEX, False, DROPOUT, POSITIONS, PRECISION,
             )  # fmt: skip
         for i_tile in tl.range(0, inside + outside, num_stages=1):
             m0 = edge_tile(i_tile, near, inside, full_end, BE)
-            b_dk, b_dv = _keys_step(
+            b_dk, b_dv = keys_step(
                 b_dk, b_dv, b_k, b_v, k, v, n0, o_n, s_ks, s_vs, S, p_q, p_do, p_lse, p_delta, m0, tl.arange(0, BE),
                 s_qt, s_dt, T, scale, b_first, b_last, p_start, p_end, b_column, row_word, qpos, threshold, gain, D, BD,
-                BC, DK, DV, True, CONVEX, DROPOUT, POSITIONS, PRECISION,
+                BC, DK, DV, True, CONVEX, False, DROPOUT, POSITIONS, PRECISION,
             )  # fmt: skip
 
     if DK:
         store_tile(dk + i_b * s_dkb + i_k * s_dkh, n0, o_n, s_dks, S, b_dk * sm_scale, D, BD, ADD)
     if DV:
         store_tile(dv + i_b * s_dvb + i_k * s_dvh, n0, o_n, s_dvs, S, b_dv, D, BD, ADD)
-
-
-@triton.jit
-def _queries_step(
-    b_dq, b_q, b_do, b_lse, b_delta, p_q, p_do, m0, o_m, s_qt, s_dt, T, p_k, p_v, n0, o_n, s_ks, s_vs, S, scale,
-    b_start, b_end, b_row, column_word, p_kpos, threshold, gain, D: tl.constexpr, BD: tl.constexpr,
-    BC: tl.constexpr, MASKED: tl.constexpr, DROPOUT: tl.constexpr,
-    POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Add one tile of keys into dq."""
-    o_k = n0 + o_n  # [BN]
-    # [BM, BN]
-    if BC < BD:
-        b_s = sliced_product(p_q, m0, o_m, s_qt, T, p_k, n0, o_n, s_ks, S, D, BC, PRECISION)
-        b_p = tl.exp2(b_s * scale - b_lse[:, None])
-        b_dp = sliced_product(p_do, m0, o_m, s_dt, T, p_v, n0, o_n, s_vs, S, D, BC, PRECISION)
-        b_k = load_tile(p_k, n0, o_n, s_ks, S, D, BD, MASKED)
-    else:
-        b_k = load_tile(p_k, n0, o_n, s_ks, S, D, BD, MASKED)
-        b_v = load_tile(p_v, n0, o_n, s_vs, S, D, BD, MASKED)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-        b_p = tl.exp2(b_s * scale - b_lse[:, None])
-        b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
-    if DROPOUT:
-        b_word = mix(b_row[:, None] ^ dropout_word(column_word, o_k, p_kpos, S, POSITIONS)[None, :])
-        b_dp = tl.where(b_word >= threshold, b_dp * gain, 0.0)
-    b_ds = b_p * (b_dp - b_delta[:, None])
-    if MASKED:
-        m_s = (o_k[None, :] >= b_start[:, None]) & (o_k[None, :] < b_end[:, None])
-        b_ds = tl.where(m_s, b_ds, 0.0)
-        b_k = finite(b_k).to(b_k.dtype)
-    return tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=["T", "S", "lo", "hi", "stream", "batch_stride", "threshold"])
@@ -218,7 +120,7 @@ def queries_kernel(
     p_q, p_do = q + i_b * s_qb + i_h * s_qh, dout + i_b * s_db + i_h * s_dh
     b_q = load_tile(p_q, m0, o_r, s_qt, T, D, BD, True) if BC == BD else 0.0
     b_do = load_tile(p_do, m0, o_r, s_dt, T, D, BD, True) if BC == BD else 0.0
-    b_lse = _load_lse(lse + row, o_m, T, True)
+    b_lse = load_lse(lse + row, o_m, T, True)
     b_delta = tl.load(delta + row + o_m, mask=o_m < T, other=0.0)
     b_dq = tl.zeros([BM, BD], tl.float32)
     b_row = tl.zeros([BM], tl.uint32)
@@ -228,17 +130,17 @@ def queries_kernel(
         b_row = dropout_word(row_word, o_m, qpos, T, POSITIONS)
 
     for n0 in range(full, full_end, BN):
-        b_dq = _queries_step(
+        b_dq = queries_step(
             b_dq, b_q, b_do, b_lse, b_delta, p_q, p_do, m0, o_r, s_qt, s_dt, T, k, v, n0, tl.arange(0, BN), s_ks, s_vs,
-            S, scale, b_start, b_end, b_row, column_word, kpos, threshold, gain, D, BD, BC, False, DROPOUT, POSITIONS,
-            PRECISION,
+            S, scale, b_start, b_end, b_row, column_word, kpos, threshold, gain, D, BD, BC, False, False, DROPOUT,
+            POSITIONS, PRECISION,
         )  # fmt: skip
     for i_tile in tl.range(0, inside + outside, num_stages=1):
         n0 = edge_tile(i_tile, near, inside, full_end, BE)
-        b_dq = _queries_step(
+        b_dq = queries_step(
             b_dq, b_q, b_do, b_lse, b_delta, p_q, p_do, m0, o_r, s_qt, s_dt, T, k, v, n0, tl.arange(0, BE), s_ks, s_vs,
-            S, scale, b_start, b_end, b_row, column_word, kpos, threshold, gain, D, BD, BC, True, DROPOUT, POSITIONS,
-            PRECISION,
+            S, scale, b_start, b_end, b_row, column_word, kpos, threshold, gain, D, BD, BC, True, False, DROPOUT,
+            POSITIONS, PRECISION,
         )  # fmt: skip
     store_tile(dq + i_b * s_dqb + i_h * s_dqh, m0, o_r, s_dqt, T, b_dq * sm_scale, D, BD, ADD)
 
@@ -285,6 +187,8 @@ def backward_launches(
     dropout: Dropout | None,
 ) -> dict[str, Launch]:
     """What backward launches, as data: by the gradients each pass makes."""
+    if isinstance(mask, Blocks):
+        return sparse_backward_launches(dout, q, k, v, lse, delta, mask, scale, dq, dk, dv, accumulate, dropout)
     B, H, T, D = q.shape
     K, S = k.shape[1], k.shape[2]
     table, start, end, first, last, s_rows, s_columns, lo, hi, convex = mask_arguments(mask, T, S, q)

@@ -51,6 +51,49 @@ def edge_tile(i_tile, near, inside, full_end, EDGE: tl.constexpr):
 
 
 @triton.jit
+def bit_tile(p_rows, column, WIDTH: tl.constexpr):
+    """bool [rows, WIDTH] from packed bits: p_rows points at each row's words, the tile begins at this column of them.
+
+    A row's word is loaded once, not once for each of its columns.
+    """
+    tl.static_assert(WIDTH <= 64)
+    o = tl.arange(0, WIDTH)
+    p_word = p_rows + column // 32
+    if WIDTH <= 32:
+        b_word = tl.load(p_word)[:, None]
+    else:
+        b_word = tl.where((o < 32)[None, :], tl.load(p_word)[:, None], tl.load(p_word + 1)[:, None])
+    return ((b_word >> ((column + o) % 32)[None, :]) & 1) != 0
+
+
+@triton.jit
+def next_line(p_order, num_lines, num_long, num_streams, s_batch, s_head, HEADS, GROUP, SPLIT: tl.constexpr):
+    """Which stream (a batch and a head), line and part of it this program does, and its map's first line.
+
+    The longest lines of every stream come first, so that none of them starts late; then stream by stream.
+    """
+    i_part = tl.program_id(0) % SPLIT
+    i = tl.program_id(0) // SPLIT
+    num_first = num_long * num_streams
+    num_rest = tl.maximum(num_lines - num_long, 1)
+    i_stream = tl.where(i < num_first, i % num_streams, (i - num_first) // num_rest)
+    i_rank = tl.where(i < num_first, i // num_streams, num_long + (i - num_first) % num_rest)
+    i_b, i_h = (i_stream // HEADS).to(tl.int64), (i_stream % HEADS).to(tl.int64)
+    first_line = (i_b * s_batch + i_h * GROUP * s_head) * num_lines
+    i_line = tl.load(p_order + first_line + i_rank)
+    return i_b, i_h, i_line, i_part, first_line
+
+
+@triton.jit
+def first_block(p_index, begin, end):
+    """The first entry of a list, 0 if it is empty. Each turn of a loop over the list loads the next turn's entry.
+
+    A tile's address then depends on no load of its own turn, and Triton pipelines the tiles as deep as a dense loop's.
+    """
+    return tl.load(p_index + begin, mask=begin < end, other=0)
+
+
+@triton.jit
 def load_tile(p, row, o_row, stride, num_rows, D: tl.constexpr, BD: tl.constexpr, CHECK: tl.constexpr):
     """Rows row + o_row of a [*, D] matrix as [len(o_row), BD], 0 past D and, with CHECK, past num_rows."""
     o_d = tl.arange(0, BD)

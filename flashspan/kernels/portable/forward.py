@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.contract import Carry, Dropout
 from flashspan.kernels.masks import Mask
 from flashspan.kernels.portable.arguments import LOG2E, Launch, dropout_arguments, mask_arguments, near, on, precision
@@ -19,58 +20,12 @@ from flashspan.kernels.portable.common import (
     dropout_stream,
     dropout_word,
     edge_tile,
-    finite,
     load_tile,
-    mix,
-    sliced_product,
     store_tile,
 )
+from flashspan.kernels.portable.sparse import sparse_forward_launch
+from flashspan.kernels.portable.steps import forward_step
 from flashspan.kernels.portable.tiles import tile
-
-
-@triton.jit
-def _step(
-    b_acc, b_m, b_l, b_q, p_q, m0, o_m, s_qt, T, p_k, p_v, n0, o_n, s_ks, s_vs, S, scale, b_start, b_end, b_row,
-    column_word, p_kpos, threshold, gain, D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, MASKED: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    POSITIONS: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Fold one tile of keys into the running softmax. Scores live in base 2: `scale` includes log2(e)."""
-    o_k = n0 + o_n  # [BN]
-    # [BM, BN]
-    if BC < BD:
-        b_s = sliced_product(p_q, m0, o_m, s_qt, T, p_k, n0, o_n, s_ks, S, D, BC, PRECISION)
-    else:
-        b_k = load_tile(p_k, n0, o_n, s_ks, S, D, BD, MASKED)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-    if MASKED:
-        m_s = (o_k[None, :] >= b_start[:, None]) & (o_k[None, :] < b_end[:, None])
-        b_s = tl.where(m_s, b_s * scale, float("-inf"))
-        b_new = tl.maximum(b_m, tl.max(b_s, 1))
-        # A row that has seen nothing keeps m = -inf; subtracting 0 instead leaves exp2(-inf) = 0.
-        b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)
-        b_p = tl.exp2(b_s - b_shift[:, None])
-        b_alpha = tl.exp2(b_m - b_shift)
-    else:
-        # One fused multiply-add per score: the maximum is scaled, not the scores.
-        b_top = tl.min(b_s, 1) if NEGATIVE else tl.max(b_s, 1)
-        b_new = tl.maximum(b_m, b_top * scale)
-        b_p = tl.exp2(b_s * scale - b_new[:, None])
-        b_alpha = tl.exp2(b_m - b_new)
-    b_l = b_l * b_alpha + tl.sum(b_p, 1)
-    if DROPOUT:
-        b_word = mix(b_row[:, None] ^ dropout_word(column_word, o_k, p_kpos, S, POSITIONS)[None, :])
-        b_p = tl.where(b_word >= threshold, b_p * gain, 0.0)
-    # [BN, BD]
-    b_v = load_tile(p_v, n0, o_n, s_vs, S, D, BD, MASKED)
-    b_acc = b_acc * b_alpha[:, None]
-    if MASKED:
-        # NaN in a value row must reach the queries that see it and no other: 0 * NaN would reach all.
-        b_taint = tl.sum(b_v.to(tl.float32) * 0.0, 1)
-        b_acc += tl.sum(tl.where(m_s, b_taint[None, :], 0.0), 1)[:, None]
-        b_v = finite(b_v).to(b_v.dtype)
-    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision=PRECISION)
-    return b_acc, b_new, b_l
 
 
 @triton.jit(do_not_specialize=["T", "S", "lo", "hi", "first", "batch_stride", "threshold"])
@@ -118,15 +73,17 @@ def forward_kernel(
         b_row = dropout_word(row_word, o_m, qpos, T, POSITIONS)
 
     for n0 in range(full, full_end, BN):
-        b_acc, b_m, b_l = _step(
+        b_acc, b_m, b_l = forward_step(
             b_acc, b_m, b_l, b_q, q, m0, o_r, s_qt, T, k, v, n0, tl.arange(0, BN), s_ks, s_vs, S, scale, b_start,
-            b_end, b_row, column_word, kpos, threshold, gain, D, BD, BC, False, DROPOUT, POSITIONS, NEGATIVE, PRECISION,
+            b_end, b_row, column_word, kpos, threshold, gain, D, BD, BC, False, False, DROPOUT, POSITIONS, NEGATIVE,
+            PRECISION,
         )  # fmt: skip
     for i_tile in tl.range(0, inside + outside, num_stages=1):
         n0 = edge_tile(i_tile, near, inside, full_end, BE)
-        b_acc, b_m, b_l = _step(
+        b_acc, b_m, b_l = forward_step(
             b_acc, b_m, b_l, b_q, q, m0, o_r, s_qt, T, k, v, n0, tl.arange(0, BE), s_ks, s_vs, S, scale, b_start,
-            b_end, b_row, column_word, kpos, threshold, gain, D, BD, BC, True, DROPOUT, POSITIONS, NEGATIVE, PRECISION,
+            b_end, b_row, column_word, kpos, threshold, gain, D, BD, BC, True, False, DROPOUT, POSITIONS, NEGATIVE,
+            PRECISION,
         )  # fmt: skip
 
     b_empty = b_l == 0.0
@@ -176,6 +133,8 @@ def forward_launch(
     dropout: Dropout | None,
 ) -> Launch:
     """What forward launches, as data."""
+    if isinstance(mask, Blocks):
+        return sparse_forward_launch(q, k, v, out, lse, mask, scale, carry, dropout)
     B, H, T, D = q.shape
     S = k.shape[2]
     table, start, end, _, _, rows_stride, _, lo, hi, _ = mask_arguments(mask, T, S, q)

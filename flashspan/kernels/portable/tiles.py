@@ -7,7 +7,7 @@ at the edge of a mask, warps, pipeline stages, and how much of a head is multipl
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -20,6 +20,12 @@ class Tile:
     num_warps: int
     num_stages: int
     slice: int = 256
+    edge_slice: int = 256  # in partial tiles of a block map
+
+    def within(self, block: tuple[int, int]) -> Tile:
+        """This tile, no larger than a block of queries and keys."""
+        block_q, block_k = min(self.block_q, block[0]), min(self.block_k, block[1])
+        return replace(self, block_q=block_q, block_k=block_k, edge=min(self.edge, *block))
 
     def constants(self, head_dim: int) -> dict[str, int]:
         """As a kernel's compile-time arguments."""
@@ -72,19 +78,25 @@ TABLE: dict[tuple[str, int, int], Tile] = {
     ("dq", 4, 256): Tile(32, 32, 32, 8, 1, 32),
 }
 
+BITS: dict[tuple[str, int, int], Tile] = {
+    ("dk", 2, 256): Tile(32, 128, 16, 8, 2),
+    ("dq", 2, 256): Tile(128, 32, 16, 8, 2, edge_slice=128),
+}
+"""Tiles of block maps where bits take registers that TABLE's do not leave."""
+
 
 def block_dim(head_dim: int) -> int:
     """The head size as a kernel holds it: the next power of two, 16 at least."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def tile(made: str, q: Tensor) -> Tile:
-    """The tile sizes of the pass that makes "out", "dq", "dk", "dv" or "dk dv", for inputs like q."""
-    return TABLE[made, q.element_size(), block_dim(q.shape[-1])]
+def tile(made: str, q: Tensor, *, bits: bool = False) -> Tile:
+    """The tile sizes of the pass that makes "out", "dq", "dk", "dv" or "dk dv", for inputs like q (and block maps)."""
+    key = (made, q.element_size(), block_dim(q.shape[-1]))
+    return BITS[key] if bits and key in BITS else TABLE[key]
 
 
-def key_passes(q: Tensor) -> dict[str, Tile]:
+def key_passes(q: Tensor, *, bits: bool = False) -> dict[str, Tile]:
     """The passes over keys for inputs like q: one for dk and dv, or one for each."""
-    size, head_dim = q.element_size(), block_dim(q.shape[-1])
-    names = ("dk dv",) if ("dk dv", size, head_dim) in TABLE else ("dk", "dv")
-    return {name: TABLE[name, size, head_dim] for name in names}
+    fused = ("dk dv", q.element_size(), block_dim(q.shape[-1])) in TABLE
+    return {name: tile(name, q, bits=bits) for name in (("dk dv",) if fused else ("dk", "dv"))}

@@ -1,0 +1,331 @@
+"""Block-sparse attention beside compiled FlexAttention, dense causal attention and PyTorch's with the mask as a tensor.
+
+flashspan bench sparse --rows hopper     # five sparse rows; also: seed, sweep, window, build, all
+flashspan bench sparse --page            # docs/benchmarks/sparse.md and sparse.png from the rows
+
+Rows are appended to docs/benchmarks/sparse.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flashspan import attention, masks
+from flashspan.bench import record
+from flashspan.kernels import reference
+from flashspan.kernels.blocks import Blocks
+from flashspan.kernels.masks import Mask, count
+from flashspan.kernels.tiling import Rule
+
+PATH = Path("docs/benchmarks/sparse.csv")
+Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: a mask by name, its size, and the rule by which FlexAttention is told the same."""
+
+    pattern: str
+    T: int
+    D: int
+    mask: Mask = field(repr=False)
+    rule: Rule = field(repr=False)
+    B: int = 1
+    H: int = 16
+
+    def __str__(self) -> str:
+        return f"{self.B}x{self.H}x{self.T}x{self.D} {self.pattern}"
+
+    def flops(self) -> float:
+        """Of one forward: two products over the visible pairs."""
+        return 4.0 * self.B * self.H * self.D * count(self.mask, self.T, self.T)
+
+
+def window(width: int, T: int, D: int) -> Case:
+    """A query sees the last `width` keys."""
+    rule: Rule = lambda b, h, i, j: (i >= j) & (i - j < width)  # noqa: E731
+    return Case(f"window {width}", T, D, masks.window(width - 1, 0), rule)
+
+
+def documents(number: int, T: int, D: int) -> Case:
+    """Documents of one length, each causal."""
+    length = T // number
+    rule: Rule = lambda b, h, i, j: (i >= j) & (i // length == j // length)  # noqa: E731
+    return Case(f"documents {number}", T, D, masks.documents([length] * number) & masks.causal(), rule)
+
+
+def random_blocks(share: float, T: int, D: int) -> Case:
+    """A share of the 128 x 128 blocks, at random, the same in every head."""
+    mask = masks.random_blocks(T, share, device="cuda")
+    coarse = mask.kinds()[0, 0] != 0
+    return Case(f"random {share:.0%}", T, D, mask, lambda b, h, i, j: coarse[i // 128, j // 128])
+
+
+def seed_case() -> Case:
+    """The case the project was first measured with: 4 x 8 heads, 128 tokens, 32 neighbours to each side."""
+    return Case("band 32", 128, 64, masks.window(32), lambda b, h, i, j: (i - j).abs() <= 32, B=4, H=8)
+
+
+def hopper_cases() -> list[Callable[[], Case]]:
+    return [
+        lambda: window(1024, 16384, 128),
+        lambda: window(4096, 32768, 128),
+        lambda: documents(16, 32768, 128),
+        lambda: random_blocks(0.1, 16384, 128),
+        lambda: random_blocks(0.1, 16384, 64),
+    ]
+
+
+def sweep_cases() -> list[Callable[[], Case]]:
+    """Lengths 128 to 64k, 0 to 98 % of the blocks left out."""
+    lengths, shares = [128 * 4**n for n in range(5)] + [65536], (1.0, 0.5, 0.2, 0.1, 0.05, 0.02)
+    return [partial(random_blocks, s, T, 128) for T in lengths for s in shares if T * s >= 128]
+
+
+def window_cases() -> list[Callable[[], Case]]:
+    return [partial(window, 1024, T, 128) for T in (8192, 16384, 32768, 65536, 131072, 262144)]
+
+
+CASES: dict[str, Callable[[], list[Callable[[], Case]]]] = {
+    "hopper": hopper_cases,
+    "seed": lambda: [seed_case],
+    "sweep": sweep_cases,
+    "window": window_cases,
+}
+
+
+def implementations(case: Case, *, others: bool) -> dict[str, Callable[[], Attend]]:
+    """Name -> a function that makes attention on q, k, v. The mask as it is, and as blocks where it is not."""
+    blocks = Blocks.of(case.mask, case.T, case.T, device="cuda")
+
+    def ours(mask: Mask) -> Callable[[], Attend]:
+        return lambda: lambda q, k, v: attention(q, k, v, mask=mask)
+
+    makers: dict[str, Callable[[], Attend]] = {}
+    if not isinstance(case.mask, Blocks):
+        makers["flashspan intervals"] = ours(case.mask)
+    makers["flashspan blocks"] = ours(blocks)
+    if others:
+        makers["flex"] = lambda: _flex(case)
+        makers["flashspan causal"] = lambda: lambda q, k, v: attention(q, k, v, causal=True)
+        makers["sdpa mask"] = lambda: _sdpa(blocks)
+    return makers
+
+
+def _flex(case: Case) -> Attend:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    torch._dynamo.reset()  # past its limit of recompilations it would quietly run uncompiled
+    compiled: Any = torch.compile(flex_attention, dynamic=False)
+    block_mask = create_block_mask(case.rule, None, None, case.T, case.T, device="cuda")
+    return lambda q, k, v: compiled(q, k, v, block_mask=block_mask)
+
+
+def _sdpa(blocks: Blocks) -> Attend:
+    visible = blocks.dense()
+    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+
+
+def measure(case: Case, name: str, attend: Attend, where: dict[str, Any], expected: list[Tensor]) -> list[record.Row]:
+    """Forward and backward rows of one implementation. `expected` receives the first one's gradients."""
+    from triton.testing import do_bench
+
+    random = torch.Generator("cuda").manual_seed(0)
+    size = (case.B, case.H, case.T, case.D)
+    q, k, v, dout = (torch.randn(size, device="cuda", dtype=torch.bfloat16, generator=random) for _ in range(4))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = attend(*leaves)
+    grads = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    peak = (torch.cuda.max_memory_allocated() - before) / 2**20
+    error = float("nan")
+    if name != "flashspan causal":  # that one answers another question
+        error = forward_error(case, q, k, v, out)
+        if not expected:
+            expected.extend(grads)
+        apart = max(float((a - b).float().norm() / b.float().norm()) for a, b in zip(grads, expected, strict=True))
+        if not (error < 1e-2 and apart < 2e-2):
+            raise RuntimeError(f"wrong: out is {error:.1e} from float32, gradients {apart:.1e} from the first one's")
+    del grads
+    pairs = case.T**2 / 2 * 4 * case.B * case.H * case.D if name == "flashspan causal" else case.flops()
+    rows = []
+    for kind, call, weight in (
+        ("forward", lambda: attend(*leaves), 1.0),
+        ("backward", lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True), 2.5),
+    ):
+        low, middle, high = do_bench(call, warmup=25, rep=100, quantiles=[0.2, 0.5, 0.8])
+        what: dict[str, Any] = {"what": "sparse", "shape": str(case), "impl": name, "kind": kind}
+        what |= {"p20_ms": low, "p50_ms": middle, "p80_ms": high, "tflops": weight * pairs / middle / 1e9}
+        rows.append(record.Row(**where, **what, error=error, peak_mib=peak))
+    return rows
+
+
+@torch.no_grad()
+def forward_error(case: Case, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> float:
+    """The relative error of out against float32 arithmetic, on the first and the last rows of one head."""
+    edge = min(64, case.T // 2)
+    rows = [range(edge), range(case.T - edge, case.T)]
+    pick = torch.tensor([*rows[0], *rows[1]], device=q.device)
+    part = case.mask.slice(rows, range(case.T))
+    keys, values = (x[:1, :1].float() for x in (k, v))
+    exact = reference.forward(q[:1, :1, pick].float(), keys, values, mask=part, scale=case.D**-0.5).out
+    return float((out[:1, :1, pick].float() - exact).norm() / exact.norm())
+
+
+def run(names: Sequence[str]) -> list[record.Row]:
+    """Measure the cases of these names, append their rows, print as they come."""
+    if not torch.cuda.is_available():
+        raise ValueError("bench sparse needs a CUDA device and none is present; `flashspan check` runs anywhere")
+    where = record.environment(torch.device("cuda"))
+    rows: list[record.Row] = []
+    for name in names:
+        for make in CASES[name]():
+            case = make()
+            first: list[Tensor] = []
+            for impl, maker in implementations(case, others=name != "window" and case.T <= 32768).items():
+                try:
+                    measured = measure(case, impl, maker(), where, first)
+                except (RuntimeError, torch.cuda.OutOfMemoryError) as problem:
+                    print(f"{case}: {impl}: {str(problem).splitlines()[0]}", flush=True)
+                    continue
+                record.append(measured, PATH)
+                rows += measured
+                there, back = measured
+                print(
+                    f"{case!s:34} {impl:20} {there.p50_ms:8.3f} {back.p50_ms:8.3f} ms  {there.tflops:5.0f} "
+                    f"{back.tflops:5.0f} TFLOP/s  error {there.error:.1e}  {there.peak_mib:.0f} MiB",
+                    flush=True,
+                )
+            compare([row for row in rows if row.shape == str(case)])
+    return rows
+
+
+def compare(rows: list[record.Row]) -> None:
+    """How much faster ours is than FlexAttention in this run."""
+    by = {(row.impl, row.kind): row.p50_ms for row in rows}
+    for ours in ("flashspan intervals", "flashspan blocks"):
+        if (ours, "forward") in by and ("flex", "forward") in by:
+            ratios = [by["flex", kind] / by[ours, kind] for kind in ("forward", "backward")]
+            print(f"    {ours} beside flex: forward {ratios[0]:.2f}x, backward {ratios[1]:.2f}x", flush=True)
+
+
+def build() -> None:
+    """How long maps take to make: from a rule 64k x 64k, and from a tensor beside reading it."""
+    rule: Rule = lambda b, h, i, j: (i >= j) & (i - j < 4096)  # noqa: E731
+    for attempt in ("first", "again"):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        mask = Blocks.from_rule(rule, 65536, 65536, device="cuda")
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() / 2**20
+        print(f"rule, 65536 x 65536, {attempt}: {time.perf_counter() - start:.3f} s, peak {peak:.0f} MiB: {mask}")
+    visible = torch.rand(16384, 16384, device="cuda") < 0.5
+    from triton.testing import do_bench
+
+    made, read = do_bench(lambda: Blocks.from_dense(visible)), do_bench(lambda: visible.any())
+    print(f"tensor, 16384 x 16384, all tiles partial: {made:.2f} ms; reading it: {read:.2f} ms")
+    visible = torch.ones(16384, 16384, dtype=torch.bool, device="cuda").tril()
+    made = do_bench(lambda: Blocks.from_dense(visible))
+    print(f"tensor, 16384 x 16384, causal: {made:.2f} ms; reading it: {read:.2f} ms")
+
+
+def write_page(rows: list[record.Row], path: Path) -> None:
+    """The newest row of each measurement as a page, and time against sparsity as a picture beside it."""
+    newest = rows[-1]
+    by = {(row.shape, row.impl, row.kind): row for row in rows}
+    impls = list(dict.fromkeys(row.impl for row in rows))
+    lines = [
+        "# Block-sparse attention, measured",
+        "",
+        f"{newest.device}, torch {newest.torch}, Triton {newest.triton}, bf16, by `flashspan bench sparse`; "
+        "this page by the same with `--page`.",
+        "Median milliseconds, forward / backward; shapes are batch x heads x tokens x head size. "
+        "The last column is FlexAttention's time over the better of ours, forward / backward.",
+        "",
+        "| shape | " + " | ".join(impls) + " | vs flex |",
+        "| --- " * (2 + len(impls)) + "|",
+    ]
+    for shape in dict.fromkeys(row.shape for row in rows):
+        here = [i for i in impls if (shape, i, "forward") in by]
+        times = {i: [by[shape, i, kind].p50_ms for kind in ("forward", "backward")] for i in here}
+        cells = [" / ".join(f"{ms:.3f}" for ms in times[i]) if i in times else "-" for i in impls]
+        ours = [times[i] for i in ("flashspan intervals", "flashspan blocks") if i in times]
+        ratio = "-"
+        if "flex" in times and ours:
+            best = [min(ms) for ms in zip(*ours, strict=True)]
+            ratio = " / ".join(f"{theirs / mine:.2f}x" for theirs, mine in zip(times["flex"], best, strict=True))
+        lines.append(f"| {shape} | " + " | ".join([*cells, ratio]) + " |")
+    picture = path.with_suffix(".png")
+    if plot(rows, picture):
+        lines += ["", f"![time against sparsity]({picture.name})"]
+    path.with_suffix(".md").write_text("\n".join(lines) + "\n")
+
+
+def plot(rows: list[record.Row], path: Path) -> bool:
+    """Forward time against the share of blocks left out, and the theoretical line: the full time x what is left."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    times: dict[int, dict[float, float]] = {}
+    for row in rows:
+        size, _, pattern = row.shape.partition(" ")
+        if pattern.startswith("random") and (row.impl, row.kind) == ("flashspan blocks", "forward"):
+            tokens, head_dim = size.split("x")[2:]
+            if head_dim == "128":
+                times.setdefault(int(tokens), {})[float(pattern.split()[1].rstrip("%")) / 100] = row.p50_ms
+    times = {T: found for T, found in times.items() if 1.0 in found and len(found) > 2}
+    if not times:
+        return False
+    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    for T, found in sorted(times.items()):
+        shares = sorted(found)
+        (line,) = axes.plot([1 - s for s in shares], [found[s] for s in shares], "o-", label=f"{T} tokens")
+        axes.plot([1 - s for s in shares], [found[1.0] * s for s in shares], ":", color=line.get_color())
+    axes.set(yscale="log", xlabel="sparsity: share of 128 x 128 blocks left out", ylabel="forward, ms")
+    axes.set_title("dotted: the full time, times the share of blocks kept", fontsize="medium")
+    axes.legend(fontsize="small")
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=100)
+    return True
+
+
+def bench_sparse(
+    *, rows: Literal["hopper", "seed", "sweep", "window", "build", "all"] = "hopper", page: bool = False
+) -> int:
+    """Block-sparse attention beside compiled FlexAttention, dense causal and PyTorch's with the mask as a tensor.
+
+    Rows are appended to docs/benchmarks/sparse.csv and printed.
+
+    Args:
+        rows: hopper, five sparse masks at 16k and 32k tokens; seed, 128 tokens; sweep, 128 to 64k tokens and 0 to 98 %
+            of the blocks left out; window, 8k to 256k tokens; build, how long masks take to make; or all of them.
+        page: write docs/benchmarks/sparse.md and its plot from the rows instead of measuring.
+    """
+    if page:
+        write_page(record.read(PATH), PATH)
+        return 0
+    run(list(CASES) if rows == "all" else [rows] if rows in CASES else [])
+    if rows in ("build", "all"):
+        build()
+    return 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", choices=[*CASES, "build", "all"], default="hopper")
+    parser.add_argument("--page", action="store_true", help="write the page from the rows instead of measuring")
+    bench_sparse(**vars(parser.parse_args()))

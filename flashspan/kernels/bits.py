@@ -1,0 +1,61 @@
+"""Bits of partial tiles: bool [n, rows, columns] packed 32 columns to an int32 word, and the few things done with them.
+
+Bit c of word w of a row is column 32 * w + c, so a kernel tests a row's columns by shifting one register.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+WORD = 32
+CHUNK = 2**25
+"""How many elements of a mask are looked at together: what building a map takes beyond the map."""
+
+
+def pack(visible: Tensor) -> Tensor:
+    """bool [n, rows, columns] as int32 [n, rows, columns / 32]."""
+    num, rows, columns = visible.shape
+    octets = visible.view(torch.uint8).reshape(num, rows, columns // 8, 8)
+    shift = torch.arange(8, dtype=torch.uint8, device=visible.device)
+    # Bits of one byte do not carry into each other: their sum is their union.
+    return (octets << shift).sum(-1, dtype=torch.uint8).view(torch.int32)
+
+
+def unpack(words: Tensor) -> Tensor:
+    """The bool [n, rows, columns] that `pack` took."""
+    shift = torch.arange(WORD, dtype=torch.int32, device=words.device)
+    return ((words[..., None] >> shift) & 1).flatten(-2).bool()
+
+
+def transpose(words: Tensor) -> Tensor:
+    """The same tiles with rows and columns exchanged."""
+    num, rows, width = words.shape
+    step = max(1, CHUNK // (rows * width * WORD))
+    parts = [pack(unpack(part).mT.contiguous()) for part in words.split(step)] if num else []
+    return torch.cat(parts) if parts else words.new_zeros((0, width * WORD, rows // WORD))
+
+
+def share(words: Tensor) -> tuple[Tensor, Tensor]:
+    """The distinct tiles among these, in an order their contents decide, and the number of each one's twin: int32 [n].
+
+    Tiles are compared by a 64-bit hash, and then, bit by bit, with the twin it suggests.
+    """
+    num = len(words)
+    if num < 2:
+        return words, torch.arange(num, dtype=torch.int32, device=words.device)
+    flat = words.reshape(num, -1)
+    random = torch.Generator("cpu").manual_seed(0x5EED)
+    odd = torch.randint(-(2**62), 2**62, (flat.shape[1],), generator=random, device="cpu").to(words.device) | 1
+    step = max(1, CHUNK // flat.shape[1])
+    hashes = torch.cat([(part.long() * odd).sum(-1) for part in flat.split(step)])
+    _, twin, counts = torch.unique(hashes, return_inverse=True, return_counts=True)
+    first = torch.zeros_like(counts)
+    first[twin.flip(0)] = torch.arange(num - 1, -1, -1, device=words.device)  # checked below, whoever writes last
+    chosen = words[first]
+    same = [
+        torch.equal(part, chosen[of].flatten(1)) for part, of in zip(flat.split(step), twin.split(step), strict=True)
+    ]
+    if not all(same):  # a collision, which no one will see: every tile keeps its own bits
+        return words, torch.arange(num, dtype=torch.int32, device=words.device)
+    return chosen, twin.int()

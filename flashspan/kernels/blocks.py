@@ -1,0 +1,508 @@
+"""`Blocks`: any mask at all, as lists of the tiles worth visiting.
+
+The [T, S] matrix is cut into tiles of block_q x block_k. A tile is empty (never visited), full (visited without a mask)
+or partial (its bits are kept, identical tiles sharing theirs). A map lists, per block of queries, the blocks of keys
+to visit, and, per block of keys, the blocks of queries: what forward and backward walk. Maps may differ along the batch
+and the heads; where they do not, there is one. Nothing of size T x S is kept or, while building, ever made.
+
+    Blocks.from_rule(lambda b, h, i, j: (i - j) % 7 == 0, num_queries=65536, num_keys=65536, device="cuda")
+    Blocks.from_dense(visible)      Blocks.from_coarse(tiles, T, S)      Blocks.of(documents(lengths), T, S)
+
+Masks compose with `&`, `|` and `~`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from flashspan.kernels import bits as packed
+from flashspan.kernels.masks import (
+    EMPTY,
+    EVERYTHING,
+    FULL,
+    MADE_KEPT,
+    NOTHING,
+    PARTIAL,
+    Mask,
+    Positions,
+    Rows,
+    place,
+)
+from flashspan.kernels.tiling import (
+    HIDDEN,
+    VISIBLE,
+    Lists,
+    Look,
+    Rule,
+    ask,
+    block_positions,
+    check_block,
+    examine,
+    interval_kinds,
+    list_lines,
+    scan,
+    touched,
+)
+
+
+class Blocks:
+    """A block map. `rows` lists what each block of queries visits, `columns` what each block of keys does.
+
+    bits [tiles, block_q, block_k / 32] are the partial tiles' (see bits.py), bits_t the same transposed. A value:
+    nothing changes it after it is made.
+    """
+
+    def __init__(
+        self, num_queries: int, num_keys: int, block: tuple[int, int], rows: Lists, columns: Lists, bits: Tensor,
+        bits_t: Tensor,
+    ) -> None:  # fmt: skip
+        self.num_queries, self.num_keys, self.block = num_queries, num_keys, block
+        self.rows, self.columns, self.bits, self.bits_t = rows, columns, bits, bits_t
+        self._made: dict[object, Mask] = {}
+        self._digest: bytes | None = None
+
+    # How it is made.
+
+    @staticmethod
+    def from_dense(visible: Tensor, *, block: int | tuple[int, int] = 128) -> Blocks:
+        """From bool [T, S], [H, T, S] or [B, H, T, S]; sizes of 1 mean the same for all of the batch or the heads."""
+        if not isinstance(visible, Tensor) or visible.dtype != torch.bool:
+            kind = visible.dtype if isinstance(visible, Tensor) else type(visible).__name__
+            raise ValueError(
+                f"a mask tensor must be bool, True where visible: got {kind}; "
+                f"use mask.bool(), or mask.isfinite() if it is an additive one"
+            )
+        if visible.dim() not in (2, 3, 4):
+            raise ValueError(f"a mask tensor must be [T, S], [H, T, S] or [B, H, T, S]: got {tuple(visible.shape)}")
+        visible = visible[(None,) * (4 - visible.dim())]
+        # What was broadcast with expand is one map.
+        visible = visible[: 1 if visible.stride(0) == 0 else None, : 1 if visible.stride(1) == 0 else None]
+        num_batch, num_heads, num_queries, num_keys = visible.shape
+
+        def chunk(b: int, h: int, rows: slice, columns: slice) -> Tensor:
+            return visible[b, h, rows, columns]
+
+        edges = check_block(block)
+        made = scan(num_batch, num_heads, num_queries, num_keys, edges, chunk, visible.device)
+        return Blocks._of_map(num_queries, num_keys, edges, *made)
+
+    @staticmethod
+    def from_rule(
+        rule: Rule,
+        num_queries: int,
+        num_keys: int,
+        *,
+        num_batch: int = 1,
+        num_heads: int = 1,
+        block: int | tuple[int, int] = 128,
+        device: torch.device | str = "cpu",
+    ) -> Blocks:
+        """From a function of index tensors (b, h, i, j), int32, to bool; asked about a few tiles at a time.
+
+        num_batch, num_heads: how many maps to make; 1 where the rule does not depend on b (or h).
+        """
+        if min(num_queries, num_keys) < 0 or min(num_batch, num_heads) < 1:
+            raise ValueError(
+                f"a rule is asked about 0 or more queries and keys of 1 or more sequences and heads: got "
+                f"num_queries={num_queries}, num_keys={num_keys}, num_batch={num_batch}, num_heads={num_heads}"
+            )
+        device = torch.device(device)
+
+        def chunk(b: int, h: int, rows: slice, columns: slice) -> Tensor:
+            i, j = (torch.arange(x.start, x.stop, dtype=torch.int32, device=device) for x in (rows, columns))
+            return ask(rule, i.new_full((1, 1), b), i.new_full((1, 1), h), i[:, None], j[None, :])
+
+        edges = check_block(block)
+        made = scan(num_batch, num_heads, num_queries, num_keys, edges, chunk, device)
+        return Blocks._of_map(num_queries, num_keys, edges, *made)
+
+    @staticmethod
+    def from_coarse(
+        coarse: Tensor, num_queries: int, num_keys: int, *, size: int | tuple[int, int] = 128, block: int = 128
+    ) -> Blocks:
+        """From bool [n, m], [H, n, m] or [B, H, n, m]: whether each size x size square of pairs is visible."""
+        size_q, size_k = (size, size) if isinstance(size, int) else size
+        expected = (-(-num_queries // max(1, size_q)), -(-num_keys // max(1, size_k)))
+        bad = not isinstance(coarse, Tensor) or coarse.dtype != torch.bool or coarse.dim() not in (2, 3, 4)
+        if bad or min(size_q, size_k) < 1 or tuple(coarse.shape[-2:]) != expected:
+            got = f"{coarse.dtype} {tuple(coarse.shape)}" if isinstance(coarse, Tensor) else type(coarse).__name__
+            raise ValueError(
+                f"a coarse mask of {num_queries} queries and {num_keys} keys in squares of {size_q} x {size_k} is bool "
+                f"[{expected[0]}, {expected[1]}], or that with heads, or batch and heads, before it: got {got}"
+            )
+        coarse = coarse[(None,) * (4 - coarse.dim())]
+        block_q, block_k = check_block(block)
+        if size_q % block_q == 0 and size_k % block_k == 0:  # each tile lies in one square
+            grid = coarse.repeat_interleave(size_q // block_q, 2).repeat_interleave(size_k // block_k, 3)
+            grid = grid[:, :, : -(-num_queries // block_q), : -(-num_keys // block_k)]
+            kinds = torch.where(grid, FULL, EMPTY).to(torch.uint8)
+            q_rows, k_rows = (
+                block_positions(n, b, coarse.device) for n, b in ((num_queries, block_q), (num_keys, block_k))
+            )
+
+            def look(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+                inside = (q_rows[i] < num_queries)[:, :, None] & (k_rows[j] < num_keys)[:, None, :]
+                return inside & grid[b, h, i, j][:, None, None]
+
+            return Blocks._examined(num_queries, num_keys, (block_q, block_k), kinds, look)
+        return Blocks.from_rule(
+            lambda b, h, i, j: coarse[b, h, i // size_q, j // size_k],
+            num_queries,
+            num_keys,
+            num_batch=coarse.shape[0],
+            num_heads=coarse.shape[1],
+            block=block,
+            device=coarse.device,
+        )
+
+    @staticmethod
+    def of(
+        mask: Mask,
+        num_queries: int,
+        num_keys: int,
+        *,
+        block: int | tuple[int, int] = 128,
+        device: torch.device | str | None = None,
+    ) -> Blocks:
+        """Another mask as blocks (of its own size, if it is one)."""
+        if isinstance(mask, Blocks):
+            mask.check(mask.num_batch, num_queries, num_keys)
+            return mask if device is None else mask.to(device)
+        if isinstance(mask, Rows):
+            mask.check(mask.start.shape[0] if mask.start.dim() == 2 else 1, num_queries, num_keys)
+        block_q, block_k = check_block(block)
+        start, end = (x if device is None else x.to(device) for x in mask.intervals(num_queries, num_keys))
+        start, end = (x if x.dim() == 2 else x[None] for x in (start, end))
+        kinds = interval_kinds(start, end, num_keys, block_q, block_k)[:, None]
+        q_rows, k_rows = (block_positions(n, b, start.device) for n, b in ((num_queries, block_q), (num_keys, block_k)))
+
+        def look(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            row = q_rows[i]
+            exists, row = row < num_queries, row.clamp(max=num_queries - 1)
+            low = torch.where(exists, start[b[:, None], row], num_keys)
+            high = torch.where(exists, end[b[:, None], row], 0)
+            keys = k_rows[j][:, None, :]
+            return (low[..., None] <= keys) & (keys < high[..., None])
+
+        return Blocks._examined(num_queries, num_keys, (block_q, block_k), kinds, look)
+
+    # What it is.
+
+    @property
+    def num_batch(self) -> int:
+        """How many sequences have a map of their own; 1 if they share it."""
+        return self.rows.spans.shape[0]
+
+    @property
+    def num_heads(self) -> int:
+        """How many heads have a map of their own; 1 if they share it."""
+        return self.rows.spans.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.bits.device
+
+    @property
+    def num_tiles(self) -> int:
+        """Of all maps, visited or not."""
+        return self.num_batch * self.num_heads * self.rows.spans.shape[2] * self.columns.spans.shape[2]
+
+    @property
+    def sparsity(self) -> float:
+        """The share of tiles that no kernel visits, 0 to 1."""
+        return 1.0 - len(self.rows.index) / self.num_tiles if self.num_tiles else 0.0
+
+    @property
+    def num_bytes(self) -> int:
+        """What the lists and bits take."""
+        tensors = [*self.rows.tensors, *self.columns.tensors, self.bits, self.bits_t]
+        return sum(x.numel() * x.element_size() for x in tensors)
+
+    def grid(self) -> Tensor:
+        """Each tile as int32 [B or 1, H or 1, query blocks, key blocks]: its bits' number, or VISIBLE, or HIDDEN."""
+        num_k = self.columns.spans.shape[2]
+        lines = self.rows.spans.view(-1, 3).long()
+        grid = self.bits.new_full((len(lines), num_k), HIDDEN)
+        line = torch.arange(len(lines), device=self.device).repeat_interleave(lines[:, 2] - lines[:, 0])
+        full = torch.arange(len(line), device=self.device) < lines[line, 1]
+        grid[line, self.rows.index.long()] = torch.where(full, VISIBLE, self.rows.tile).int()
+        return grid.view(*self.rows.spans.shape[:3], num_k)
+
+    def kinds(self) -> Tensor:
+        """EMPTY, FULL or PARTIAL for each tile, uint8 [B or 1, H or 1, query blocks, key blocks]."""
+        grid = self.grid()
+        return torch.where(grid == HIDDEN, EMPTY, torch.where(grid == VISIBLE, FULL, PARTIAL)).to(torch.uint8)
+
+    def look(self, grid: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        """Tiles of a grid as bool [n, block_q, block_k]."""
+        number = grid[b, h, i, j]
+        shown = (number == VISIBLE)[:, None, None].expand(-1, *self.block)
+        if not len(self.bits):
+            return shown
+        return torch.where((number >= 0)[:, None, None], packed.unpack(self.bits[number.clamp(min=0)]), shown)
+
+    def dense(self) -> Tensor:
+        """Drawn out: bool [T, S], or [B or 1, H or 1, T, S] where maps differ. For tests, pictures, small masks."""
+        grid = self.grid()
+        (num_b, num_h, num_q, num_k), (block_q, block_k) = grid.shape, self.block
+        drawn = torch.zeros(num_b, num_h, num_q, num_k, block_q, block_k, dtype=torch.bool, device=self.device)
+        for where in (grid != HIDDEN).nonzero().split(max(1, packed.CHUNK // (block_q * block_k))):
+            drawn[tuple(where.T)] = self.look(grid, *where.T)
+        drawn = drawn.transpose(3, 4).reshape(num_b, num_h, num_q * block_q, num_k * block_k)
+        drawn = drawn[:, :, : self.num_queries, : self.num_keys]
+        return drawn[0, 0] if num_b == num_h == 1 else drawn
+
+    def count(self) -> int:
+        """How many pairs are visible, over all maps."""
+        block_q, block_k = self.block
+        full = int((self.rows.spans[..., 1] - self.rows.spans[..., 0]).sum())
+        per_tile = torch.cat(
+            [packed.unpack(part).sum((1, 2)) for part in self.bits.split(1024)] or [self.bits.sum()[None]]
+        )
+        lines = self.rows.spans.view(-1, 3)
+        line = torch.arange(len(lines), device=self.device).repeat_interleave((lines[:, 2] - lines[:, 0]).long())
+        partial = torch.arange(len(line), device=self.device) >= lines[line, 1]
+        return full * block_q * block_k + int(per_tile[self.rows.tile[partial].long()].sum())
+
+    def is_empty(self) -> bool:
+        """Whether no query sees any key."""
+        return not len(self.rows.index)
+
+    def check(self, num_batch: int, num_queries: int, num_keys: int, num_heads: int | None = None) -> None:
+        """Refuse queries, keys, a batch or heads this mask was not made for."""
+        fits = (self.num_queries, self.num_keys) == (num_queries, num_keys) and self.num_batch in (1, num_batch)
+        if not fits or (num_heads is not None and self.num_heads not in (1, num_heads)):
+            maps = f" for a batch of {self.num_batch}" if self.num_batch > 1 else ""
+            maps += f" for {self.num_heads} heads" if self.num_heads > 1 else ""
+            heads = "" if num_heads is None else f", {num_heads} heads"
+            raise ValueError(
+                f"this mask covers {self.num_queries} queries and {self.num_keys} keys{maps}: got q with {num_queries} "
+                f"and k with {num_keys} of a batch of {num_batch}{heads}; make the mask for these sizes, or slice it"
+            )
+
+    def draw(self, width: int = 64) -> str:
+        """A picture of the first map in text, a character for a tile (or for several, of a large mask).
+
+        '#' everything visible, '+' something, '.' nothing.
+        """
+        kinds = self.kinds()[0, 0].cpu()
+        step = max(1, -(-max(kinds.shape) // width))
+        lines = []
+        for top in range(0, kinds.shape[0], step):
+            parts = [kinds[top : top + step, left : left + step] for left in range(0, kinds.shape[1], step)]
+            lines.append("".join("#" if (p == FULL).all() else "." if (p == EMPTY).all() else "+" for p in parts))
+        return "\n".join(lines)
+
+    # What is made of it.
+
+    def slice(self, q: Positions, k: Positions) -> Mask:
+        """The same visibility in a slice's coordinates: local query a is global q[a], local key b is global k[b]."""
+        (block_q, block_k), grid = self.block, self.grid()
+        rows, keys = place(q).to(self.device), place(k).to(self.device)
+        shown, holed = (
+            touched(touched(x, rows, block_q, 2), keys, block_k, 3) for x in (grid != HIDDEN, grid != VISIBLE)
+        )
+        kinds = torch.where(holed, torch.where(shown, PARTIAL, EMPTY), FULL).to(torch.uint8)
+        q_rows, k_rows = (block_positions(len(x), b, self.device) for x, b in ((rows, block_q), (keys, block_k)))
+
+        def look(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            row, key = q_rows[i], k_rows[j]  # [n, block]
+            exists = (row < len(rows))[:, :, None] & (key < len(keys))[:, None, :]
+            row, key = rows[row.clamp(max=len(rows) - 1)], keys[key.clamp(max=len(keys) - 1)]
+            number = grid[
+                b[:, None, None], h[:, None, None], (row // block_q)[:, :, None], (key // block_k)[:, None, :]
+            ]
+            seen = number == VISIBLE
+            if len(self.bits):
+                place = key % block_k
+                word = self.bits[number.clamp(min=0), (row % block_q)[:, :, None], (place // packed.WORD)[:, None, :]]
+                seen = seen | ((number >= 0) & ((word >> (place % packed.WORD).int()[:, None, :]) & 1).bool())
+            return seen & exists
+
+        return Blocks._examined(len(rows), len(keys), self.block, kinds, look).simplify()
+
+    def simplify(self) -> Mask:
+        """NOTHING or EVERYTHING where it is that, else itself."""
+        if self.is_empty():
+            return NOTHING
+        ragged = any(n % b for n, b in zip((self.num_queries, self.num_keys), self.block, strict=True))
+        if len(self.rows.index) == self.num_tiles and (ragged or not len(self.bits)):
+            total = self.num_batch * self.num_heads * self.num_queries * self.num_keys
+            if self.count() == total:
+                return EVERYTHING
+        return self
+
+    def heads(self, chosen: range) -> Blocks:
+        """The maps of these heads; itself if all heads share one."""
+        if self.num_heads == 1 or chosen == range(self.num_heads):
+            return self
+        return self._keep(chosen, lambda: self._of_grid(self.grid()[:, chosen.start : chosen.stop]))
+
+    def map(self, b: int, h: int) -> Blocks:
+        """The one map of a sequence and a head."""
+        if self.num_batch == self.num_heads == 1:
+            return self
+        b, h = b % self.num_batch, h % self.num_heads
+        return self._keep((b, h), lambda: self._of_grid(self.grid()[b : b + 1, h : h + 1]))
+
+    def __and__(self, other: Mask) -> Blocks:
+        return self._join(other, torch.logical_and, EMPTY, FULL)
+
+    def __or__(self, other: Mask) -> Blocks:
+        return self._join(other, torch.logical_or, FULL, EMPTY)
+
+    __rand__, __ror__ = __and__, __or__
+
+    def __invert__(self) -> Blocks:
+        grid = self.grid()
+        kinds = torch.where(grid == HIDDEN, FULL, torch.where(grid == VISIBLE, EMPTY, PARTIAL)).to(torch.uint8)
+        q_rows, k_rows = (
+            block_positions(n, b, self.device)
+            for n, b in zip((self.num_queries, self.num_keys), self.block, strict=True)
+        )
+
+        def look(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            exists = (q_rows[i] < self.num_queries)[:, :, None] & (k_rows[j] < self.num_keys)[:, None, :]
+            return exists & ~self.look(grid, b, h, i, j)
+
+        return Blocks._examined(self.num_queries, self.num_keys, self.block, kinds, look)
+
+    def _join(self, other: Mask, join: Callable[[Tensor, Tensor], Tensor], decides: int, yields: int) -> Blocks:
+        """`_combine`, kept where the other is small: `attention(mask=blocks, causal=True)` asks in every layer."""
+        if isinstance(other, Blocks):
+            return self._combine(other, join, decides, yields)
+        return self._keep((decides, other), lambda: self._combine(other, join, decides, yields))
+
+    def _combine(self, other: Mask, join: Callable[[Tensor, Tensor], Tensor], decides: int, yields: int) -> Blocks:
+        """Both, tile by tile: `decides` in either is the result, `yields` leaves it to the other."""
+        if isinstance(other, (Rows, Blocks)):
+            sizes = (other.start.shape[-1] if isinstance(other, Rows) else other.num_queries, other.num_keys)
+            same = not isinstance(other, Blocks) or other.block == self.block
+            if sizes != (self.num_queries, self.num_keys) or not same:
+                tile = f" in tiles of {other.block}" if isinstance(other, Blocks) else ""
+                raise ValueError(
+                    f"masks compose when they cover the same lengths in the same tiles: got {self.num_queries} queries "
+                    f"x {self.num_keys} keys in tiles of {self.block} and {sizes[0]} x {sizes[1]}{tile}"
+                )
+        second = Blocks.of(other, self.num_queries, self.num_keys, block=self.block, device=self.device)
+        pairs = ((self.num_batch, second.num_batch), (self.num_heads, second.num_heads))
+        if any(a != b and 1 not in (a, b) for a, b in pairs):
+            raise ValueError(
+                f"masks compose when their maps broadcast: got {self.num_batch} x {self.num_heads} and "
+                f"{second.num_batch} x {second.num_heads} maps of batch and heads"
+            )
+        one, two = torch.broadcast_tensors(self.grid(), second.grid())
+        first_kinds, second_kinds = torch.broadcast_tensors(self.kinds(), second.kinds())
+        decided = (first_kinds == decides) | (second_kinds == decides)
+        open_ = (first_kinds == yields) & (second_kinds == yields)
+        kinds = torch.where(decided, decides, torch.where(open_, yields, PARTIAL)).to(torch.uint8)
+
+        def look(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return join(self.look(one, b, h, i, j), second.look(two, b, h, i, j))
+
+        return Blocks._examined(self.num_queries, self.num_keys, self.block, kinds, look)
+
+    @staticmethod
+    def _of_map(
+        num_queries: int,
+        num_keys: int,
+        block: tuple[int, int],
+        grid: Tensor,
+        bits: Tensor,
+        bits_t: Tensor | None = None,
+    ) -> Blocks:
+        rows, columns = list_lines(grid), list_lines(grid.transpose(2, 3))
+        bits_t = packed.transpose(bits) if bits_t is None else bits_t
+        return Blocks(num_queries, num_keys, block, rows, columns, bits, bits_t)
+
+    @staticmethod
+    def _examined(num_queries: int, num_keys: int, block: tuple[int, int], kinds: Tensor, look: Look) -> Blocks:
+        return Blocks._of_map(num_queries, num_keys, block, *examine(num_queries, num_keys, block, kinds, look))
+
+    def _of_grid(self, grid: Tensor) -> Blocks:
+        """Some of these maps, with the bits they use."""
+        used = torch.unique(grid[grid >= 0])
+        if len(used):
+            renumbered = self.bits.new_zeros(len(self.bits))
+            renumbered[used.long()] = torch.arange(len(used), dtype=torch.int32, device=self.device)
+            grid = torch.where(grid >= 0, renumbered[grid.clamp(min=0).long()], grid)
+        return Blocks._of_map(self.num_queries, self.num_keys, self.block, grid, self.bits[used], self.bits_t[used])
+
+    def to(self, device: torch.device | str) -> Blocks:
+        """This mask with its lists on a device; copied once."""
+        device = torch.device(device)
+        eager = not torch.compiler.is_compiling()
+        inference = eager and self.bits.is_inference() and not torch.is_inference_mode_enabled()
+        if self.device == device and not inference:
+            return self
+
+        def move(x: Tensor) -> Tensor:
+            # Made in inference mode and now used to train: autograd cannot save such tensors.
+            return x.to(device).clone() if inference else x.to(device)
+
+        def copy() -> Blocks:
+            rows, columns = (Lists(x.num_long, *map(move, x.tensors)) for x in (self.rows, self.columns))
+            return Blocks(
+                self.num_queries, self.num_keys, self.block, rows, columns, move(self.bits), move(self.bits_t)
+            )
+
+        return copy() if inference else self._keep(device, copy)
+
+    def _keep(self, key: object, make: Callable[[], Blocks]) -> Blocks:
+        """What was made from this mask before, so that every layer and step shares it; see Rows._keep."""
+        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or is_in_torch_dispatch_mode():
+            return make()
+        if key not in self._made:
+            while len(self._made) >= MADE_KEPT:
+                self._made.pop(next(iter(self._made)))
+            self._made[key] = make()
+        made = self._made[key]
+        assert isinstance(made, Blocks)
+        return made
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**vars(self), "_made": {}}
+
+    def pack(self) -> tuple[str, list[int], list[Tensor]]:
+        """Kind, numbers and tensors, for an operator's schema; `unpack` is the inverse."""
+        numbers = [self.num_queries, self.num_keys, *self.block, self.rows.num_long, self.columns.num_long]
+        return "blocks", numbers, [*self.rows.tensors, *self.columns.tensors, self.bits, self.bits_t]
+
+    @staticmethod
+    def unpack(numbers: Sequence[int], tensors: Sequence[Tensor]) -> Blocks:
+        num_queries, num_keys, block_q, block_k, long_rows, long_columns = numbers
+        rows, columns = Lists(long_rows, *tensors[:4]), Lists(long_columns, *tensors[4:8])
+        return Blocks(num_queries, num_keys, (block_q, block_k), rows, columns, *tensors[8:])
+
+    def digest(self) -> bytes:
+        """A short name of the contents, the same in every process."""
+        if self._digest is None:
+            found = hashlib.blake2b(repr((tuple(self.rows.spans.shape), self.block)).encode(), digest_size=16)
+            for x in (self.rows.spans, self.rows.index, self.rows.tile, self.bits):
+                found.update(x.cpu().numpy().tobytes())
+            self._digest = found.digest()
+        return self._digest
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Blocks)
+            and (self.num_queries, self.num_keys) == (other.num_queries, other.num_keys)
+            and (self is other or self.digest() == other.digest())
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.num_queries, self.num_keys, self.digest()))
+
+    def __repr__(self) -> str:
+        spans = self.rows.spans
+        full = int((spans[..., 1] - spans[..., 0]).sum())
+        maps = f"{self.num_batch}x{self.num_heads} maps, " if self.num_batch * self.num_heads > 1 else ""
+        return (
+            f"Blocks({maps}{self.num_queries} queries, {self.num_keys} keys, tiles of {self.block[0]}x{self.block[1]}: "
+            f"{full} full, {len(self.rows.index) - full} partial, sparsity {self.sparsity:.1%})"
+        )

@@ -1,0 +1,325 @@
+"""The kernels for lists of tiles (`Blocks`), and their launchers: forward.py and backward.py send them here.
+
+A program does one line: it walks the full tiles of a block of queries without a mask, then the partial ones, whose bits
+say who is visible (edge by edge, as the interval kernels do). The passes over keys walk the transposed lists with the
+transposed bits. Lines are done longest first. A line may be longer than a kernel's own tile: then SPLIT programs share
+it. Nobody adds into another's tile, so gradients repeat bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flashspan.kernels.blocks import Blocks
+from flashspan.kernels.contract import Dropout
+from flashspan.kernels.portable.arguments import LOG2E, Launch, dropout_arguments, precision
+from flashspan.kernels.portable.common import (
+    dropout_stream,
+    dropout_word,
+    first_block,
+    load_tile,
+    next_line,
+    store_tile,
+)
+from flashspan.kernels.portable.steps import forward_step, keys_step, load_lse, queries_step
+from flashspan.kernels.portable.tiles import key_passes, tile
+from flashspan.kernels.tiling import Lists
+
+FREE = ["T", "S", "num_lines", "num_long", "s_mb", "s_mh", "stream", "batch_stride", "threshold"]
+"""Arguments by whose value no kernel is compiled anew."""
+
+
+@triton.jit(do_not_specialize=FREE)
+def sparse_forward_kernel(
+    q, k, v, out, lse, spans, index, tiles, order, bits, seed, qpos, kpos,
+    s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_ob, s_oh, s_ot, s_mb, s_mh, num_lines, num_long,
+    B, H, K, T, S, scale, threshold, gain, stream, batch_stride,
+    D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
+    LINE: tl.constexpr, OTHER: tl.constexpr, CARRY: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr,
+    NEGATIVE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    i_b, i_h, i_line, i_part, line0 = next_line(order, num_lines, num_long, B * H, s_mb, s_mh, H, 1, LINE // BM)
+    i_k = i_h // (H // K)
+    q += i_b * s_qb + i_h * s_qh
+    k += i_b * s_kb + i_k * s_kh
+    v += i_b * s_vb + i_k * s_vh
+    out += i_b * s_ob + i_h * s_oh
+    lse += (i_b * H + i_h) * T
+    p_span = spans + (line0 + i_line) * 3
+    begin, middle, end = tl.load(p_span), tl.load(p_span + 1), tl.load(p_span + 2)
+
+    m0 = i_line * LINE + i_part * BM
+    o_r = tl.arange(0, BM)
+    o_m = m0 + o_r
+    o_word = (i_part * BM + o_r) * (OTHER // 32)
+    # [BM, BD]
+    b_q = load_tile(q, m0, o_r, s_qt, T, D, BD, True) if BC == BD else 0.0
+    if CARRY:
+        b_acc = load_tile(out, m0, o_r, s_ot, T, D, BD, True)
+        b_lse = tl.load(lse + o_m, mask=o_m < T, other=float("-inf"))
+        b_m = b_lse * 1.4426950408889634
+        b_l = tl.where(b_lse == float("-inf"), 0.0, 1.0)
+    else:
+        b_acc = tl.zeros([BM, BD], tl.float32)
+        b_m = tl.full([BM], float("-inf"), tl.float32)
+        b_l = tl.zeros([BM], tl.float32)
+    b_row = tl.zeros([BM], tl.uint32)
+    column_word = tl.zeros([], tl.uint32)
+    if DROPOUT:
+        row_word, column_word = dropout_stream(seed, stream + i_b * batch_stride + i_h)
+        b_row = dropout_word(row_word, o_m, qpos, T, POSITIONS)
+
+    num_full = (middle - begin) * (OTHER // BN)
+    block = first_block(index, begin, middle)
+    for i in range(num_full):
+        n0 = block * OTHER + i % (OTHER // BN) * BN
+        block = tl.load(index + begin + tl.minimum(i + 1, num_full - 1) // (OTHER // BN))
+        b_acc, b_m, b_l = forward_step(
+            b_acc, b_m, b_l, b_q, q, m0, o_r, s_qt, T, k, v, n0, tl.arange(0, BN), s_ks, s_vs, S, scale, 0, 0, b_row,
+            column_word, kpos, threshold, gain, D, BD, BC, False, True, DROPOUT, POSITIONS, NEGATIVE, PRECISION,
+        )  # fmt: skip
+    for i in tl.range(0, (end - middle) * (OTHER // BE), num_stages=1):
+        at, column = middle + i // (OTHER // BE), i % (OTHER // BE) * BE
+        n0 = tl.load(index + at) * OTHER + column
+        p_words = bits + tl.load(tiles + at).to(tl.int64) * (LINE * OTHER // 32) + o_word
+        b_acc, b_m, b_l = forward_step(
+            b_acc, b_m, b_l, b_q, q, m0, o_r, s_qt, T, k, v, n0, tl.arange(0, BE), s_ks, s_vs, S, scale, p_words,
+            column, b_row, column_word, kpos, threshold, gain, D, BD, BC, True, True, DROPOUT, POSITIONS, NEGATIVE,
+            PRECISION,
+        )  # fmt: skip
+
+    b_empty = b_l == 0.0
+    b_out = b_acc / tl.where(b_empty, 1.0, b_l)[:, None]
+    b_lse = tl.where(b_empty, float("-inf"), b_m * 0.6931471805599453 + tl.log(tl.where(b_empty, 1.0, b_l)))
+    store_tile(out, m0, o_r, s_ot, T, b_out, D, BD, False)
+    tl.store(lse + o_m, b_lse, mask=o_m < T)
+
+
+@triton.jit(do_not_specialize=FREE)
+def sparse_keys_kernel(
+    dout, q, k, v, lse, delta, dk, dv, spans, index, tiles, order, bits, seed, qpos, kpos,
+    s_db, s_dh, s_dt, s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_dkb, s_dkh, s_dks, s_dvb, s_dvh, s_dvs,
+    s_mb, s_mh, num_lines, num_long, B, H, K, T, S, scale, sm_scale, threshold, gain, stream, batch_stride,
+    D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
+    LINE: tl.constexpr, OTHER: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr,
+    ADD: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk, dv or both of one block of keys, summed over the query heads that share it."""
+    i_b, i_k, i_line, i_part, _ = next_line(order, num_lines, num_long, B * K, s_mb, s_mh, K, GROUP, LINE // BN)
+    k += i_b * s_kb + i_k * s_kh
+    v += i_b * s_vb + i_k * s_vh
+
+    n0 = i_line * LINE + i_part * BN
+    o_n = tl.arange(0, BN)
+    o_k = n0 + o_n
+    o_word = (i_part * BN + o_n) * (OTHER // 32)
+    # [BN, BD]
+    b_k = load_tile(k, n0, o_n, s_ks, S, D, BD, True) if BC == BD else 0.0
+    b_v = load_tile(v, n0, o_n, s_vs, S, D, BD, True) if DK and BC == BD else 0.0
+    b_dk = tl.zeros([BN, BD], tl.float32)
+    b_dv = tl.zeros([BN, BD], tl.float32)
+    b_column = tl.zeros([BN], tl.uint32)
+    row_word = tl.zeros([], tl.uint32)
+
+    for i_g in range(GROUP):
+        i_h = i_k * GROUP + i_g
+        p_q = q + i_b * s_qb + i_h * s_qh
+        p_do = dout + i_b * s_db + i_h * s_dh
+        p_lse = lse + (i_b * H + i_h) * T
+        p_delta = delta + (i_b * H + i_h) * T
+        p_span = spans + ((i_b * s_mb + i_h * s_mh) * num_lines + i_line) * 3
+        begin, middle, end = tl.load(p_span), tl.load(p_span + 1), tl.load(p_span + 2)
+        if DROPOUT:
+            row_word, column_word = dropout_stream(seed, stream + i_b * batch_stride + i_h)
+            b_column = dropout_word(column_word, o_k, kpos, S, POSITIONS)
+        num_full = (middle - begin) * (OTHER // BM)
+        block = first_block(index, begin, middle)
+        for i in range(num_full):
+            m0 = block * OTHER + i % (OTHER // BM) * BM
+            block = tl.load(index + begin + tl.minimum(i + 1, num_full - 1) // (OTHER // BM))
+            b_dk, b_dv = keys_step(
+                b_dk, b_dv, b_k, b_v, k, v, n0, o_n, s_ks, s_vs, S, p_q, p_do, p_lse, p_delta, m0, tl.arange(0, BM),
+                s_qt, s_dt, T, scale, 0, 0, spans, spans, b_column, row_word, qpos, threshold, gain, D, BD, BC, DK, DV,
+                False, True, True, DROPOUT, POSITIONS, PRECISION,
+            )  # fmt: skip
+        for i in tl.range(0, (end - middle) * (OTHER // BE), num_stages=1):
+            at, column = middle + i // (OTHER // BE), i % (OTHER // BE) * BE
+            m0 = tl.load(index + at) * OTHER + column
+            p_words = bits + tl.load(tiles + at).to(tl.int64) * (LINE * OTHER // 32) + o_word
+            b_dk, b_dv = keys_step(
+                b_dk, b_dv, b_k, b_v, k, v, n0, o_n, s_ks, s_vs, S, p_q, p_do, p_lse, p_delta, m0, tl.arange(0, BE),
+                s_qt, s_dt, T, scale, p_words, column, spans, spans, b_column, row_word, qpos, threshold, gain, D, BD,
+                BC, DK, DV, True, True, True, DROPOUT, POSITIONS, PRECISION,
+            )  # fmt: skip
+
+    if DK:
+        store_tile(dk + i_b * s_dkb + i_k * s_dkh, n0, o_n, s_dks, S, b_dk * sm_scale, D, BD, ADD)
+    if DV:
+        store_tile(dv + i_b * s_dvb + i_k * s_dvh, n0, o_n, s_dvs, S, b_dv, D, BD, ADD)
+
+
+@triton.jit(do_not_specialize=FREE)
+def sparse_queries_kernel(
+    dout, q, k, v, lse, delta, dq, spans, index, tiles, order, bits, seed, qpos, kpos,
+    s_db, s_dh, s_dt, s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_dqb, s_dqh, s_dqt,
+    s_mb, s_mh, num_lines, num_long, B, H, K, T, S, scale, sm_scale, threshold, gain, stream, batch_stride,
+    D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
+    EC: tl.constexpr, LINE: tl.constexpr, OTHER: tl.constexpr, ADD: tl.constexpr, DROPOUT: tl.constexpr,
+    POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq of one block of queries."""
+    i_b, i_h, i_line, i_part, line0 = next_line(order, num_lines, num_long, B * H, s_mb, s_mh, H, 1, LINE // BM)
+    i_k = i_h // (H // K)
+    k += i_b * s_kb + i_k * s_kh
+    v += i_b * s_vb + i_k * s_vh
+    row = (i_b * H + i_h) * T
+    p_span = spans + (line0 + i_line) * 3
+    begin, middle, end = tl.load(p_span), tl.load(p_span + 1), tl.load(p_span + 2)
+
+    m0 = i_line * LINE + i_part * BM
+    o_r = tl.arange(0, BM)
+    o_m = m0 + o_r
+    o_word = (i_part * BM + o_r) * (OTHER // 32)
+    # [BM, BD]
+    p_q, p_do = q + i_b * s_qb + i_h * s_qh, dout + i_b * s_db + i_h * s_dh
+    b_q = load_tile(p_q, m0, o_r, s_qt, T, D, BD, True) if BC == BD else 0.0
+    b_do = load_tile(p_do, m0, o_r, s_dt, T, D, BD, True) if BC == BD else 0.0
+    b_lse = load_lse(lse + row, o_m, T, True)
+    b_delta = tl.load(delta + row + o_m, mask=o_m < T, other=0.0)
+    b_dq = tl.zeros([BM, BD], tl.float32)
+    b_row = tl.zeros([BM], tl.uint32)
+    column_word = tl.zeros([], tl.uint32)
+    if DROPOUT:
+        row_word, column_word = dropout_stream(seed, stream + i_b * batch_stride + i_h)
+        b_row = dropout_word(row_word, o_m, qpos, T, POSITIONS)
+
+    num_full = (middle - begin) * (OTHER // BN)
+    block = first_block(index, begin, middle)
+    for i in range(num_full):
+        n0 = block * OTHER + i % (OTHER // BN) * BN
+        block = tl.load(index + begin + tl.minimum(i + 1, num_full - 1) // (OTHER // BN))
+        b_dq = queries_step(
+            b_dq, b_q, b_do, b_lse, b_delta, p_q, p_do, m0, o_r, s_qt, s_dt, T, k, v, n0, tl.arange(0, BN), s_ks, s_vs,
+            S, scale, 0, 0, b_row, column_word, kpos, threshold, gain, D, BD, BC, False, True, DROPOUT, POSITIONS,
+            PRECISION,
+        )  # fmt: skip
+    for i in tl.range(0, (end - middle) * (OTHER // BE), num_stages=1):
+        at, column = middle + i // (OTHER // BE), i % (OTHER // BE) * BE
+        n0 = tl.load(index + at) * OTHER + column
+        p_words = bits + tl.load(tiles + at).to(tl.int64) * (LINE * OTHER // 32) + o_word
+        b_dq = queries_step(
+            b_dq, b_q, b_do, b_lse, b_delta, p_q, p_do, m0, o_r, s_qt, s_dt, T, k, v, n0, tl.arange(0, BE), s_ks, s_vs,
+            S, scale, p_words, column, b_row, column_word, kpos, threshold, gain, D, BD, EC, True, True, DROPOUT,
+            POSITIONS, PRECISION,
+        )  # fmt: skip
+    store_tile(dq + i_b * s_dqb + i_h * s_dqh, m0, o_r, s_dqt, T, b_dq * sm_scale, D, BD, ADD)
+
+
+def sparse_forward_launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Blocks,
+    scale: float,
+    carry: bool,
+    dropout: Dropout | None,
+) -> Launch:
+    """What forward launches for a block map."""
+    mask = mask.to(q.device)
+    B, H, T, D = q.shape
+    size = tile("out", q, bits=True).within(mask.block)
+    seed, qpos, kpos, *drop = dropout_arguments(dropout, q)
+    return Launch(
+        sparse_forward_kernel,
+        (_num_lines(mask.rows) * mask.block[0] // size.block_q * B * H,),
+        (
+            q, k, v, out, lse, *mask.rows.tensors, mask.bits, seed, qpos, kpos,
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *_maps(mask, mask.rows),
+            B, H, k.shape[1], T, k.shape[2], scale * LOG2E, *drop,
+        ),
+        {
+            **_constants(mask.block, dropout, q), "CARRY": carry, "NEGATIVE": scale < 0, **size.constants(D),
+        },
+    )  # fmt: skip
+
+
+def sparse_backward_launches(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    mask: Blocks,
+    scale: float,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    accumulate: bool,
+    dropout: Dropout | None,
+) -> dict[str, Launch]:
+    """What backward launches for a block map: by the gradients each pass makes."""
+    mask = mask.to(q.device)
+    B, H, T, D = q.shape
+    K, S = k.shape[1], k.shape[2]
+    seed, qpos, kpos, *drop = dropout_arguments(dropout, q)
+    inputs = (*dout.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
+    numbers = (B, H, K, T, S, scale * LOG2E, scale, *drop)
+    launches = {}
+    for made, size in key_passes(q, bits=True).items() if k.numel() else ():
+        size = size.within(mask.block)
+        launches[made] = Launch(
+            sparse_keys_kernel,
+            (_num_lines(mask.columns) * mask.block[1] // size.block_k * B * K,),
+            (
+                dout, q, k, v, lse, delta, dk, dv, *mask.columns.tensors, mask.bits_t, seed, qpos, kpos,
+                *inputs, *dk.stride()[:3], *dv.stride()[:3], *_maps(mask, mask.columns), *numbers,
+            ),
+            {
+                **_constants(mask.block[::-1], dropout, q), "ADD": accumulate, "DK": "dk" in made, "DV": "dv" in made,
+                "GROUP": H // K, **size.constants(D),
+            },
+        )  # fmt: skip
+    if q.numel():
+        size = tile("dq", q, bits=True).within(mask.block)
+        constants = size.constants(D)
+        launches["dq"] = Launch(
+            sparse_queries_kernel,
+            (_num_lines(mask.rows) * mask.block[0] // size.block_q * B * H,),
+            (
+                dout, q, k, v, lse, delta, dq, *mask.rows.tensors, mask.bits, seed, qpos, kpos,
+                *inputs, *dq.stride()[:3], *_maps(mask, mask.rows), *numbers,
+            ),
+            {
+                **_constants(mask.block, dropout, q), "ADD": accumulate, **constants,
+                "EC": min(size.edge_slice, constants["BC"]),
+            },
+        )  # fmt: skip
+    return launches
+
+
+def _num_lines(lists: Lists) -> int:
+    return lists.spans.shape[2]
+
+
+def _maps(mask: Blocks, lists: Lists) -> tuple[int, int, int, int]:
+    """(maps from one sequence to the next, from one head to the next, lines, long lines)."""
+    batch, head = mask.num_heads if mask.num_batch > 1 else 0, 1 if mask.num_heads > 1 else 0
+    return batch, head, _num_lines(lists), lists.num_long
+
+
+def _constants(block: tuple[int, int], dropout: Dropout | None, q: Tensor) -> dict[str, Any]:
+    """Compile-time arguments all passes share; `block` is the tile's edge along the line, and the other."""
+    return {
+        "LINE": block[0],
+        "OTHER": block[1],
+        "DROPOUT": dropout is not None,
+        "POSITIONS": dropout is not None and dropout.q_positions is not None,
+        "PRECISION": precision(q),
+    }

@@ -1,0 +1,168 @@
+"""What the kernels do with one tile: fold it into forward's softmax, or add it into a gradient.
+
+The kernels that walk intervals (forward.py, backward.py) and those that walk lists of tiles (sparse.py) share these.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flashspan.kernels.portable.common import bit_tile, dropout_word, finite, load_tile, mix, sliced_product
+
+
+@triton.jit
+def forward_step(
+    b_acc, b_m, b_l, b_q, p_q, m0, o_m, s_qt, T, p_k, p_v, n0, o_n, s_ks, s_vs, S, scale, b_start, b_end, b_row,
+    column_word, p_kpos, threshold, gain, D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, MASKED: tl.constexpr,
+    BITS: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Fold one tile of keys into the running softmax. Scores live in base 2: `scale` includes log2(e).
+
+    A masked tile sees keys b_start <= j < b_end or, with BITS, those of the words at b_start, from column b_end on.
+    """
+    o_k = n0 + o_n  # [BN]
+    # [BM, BN]
+    if BC < BD:
+        b_s = sliced_product(p_q, m0, o_m, s_qt, T, p_k, n0, o_n, s_ks, S, D, BC, PRECISION)
+    else:
+        b_k = load_tile(p_k, n0, o_n, s_ks, S, D, BD, MASKED)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+    if MASKED:
+        if BITS:
+            m_s = bit_tile(b_start, b_end, o_n.shape[0])
+        else:
+            m_s = (o_k[None, :] >= b_start[:, None]) & (o_k[None, :] < b_end[:, None])
+        b_s = tl.where(m_s, b_s * scale, float("-inf"))
+        b_new = tl.maximum(b_m, tl.max(b_s, 1))
+        # A row that has seen nothing keeps m = -inf; subtracting 0 instead leaves exp2(-inf) = 0.
+        b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)
+        b_p = tl.exp2(b_s - b_shift[:, None])
+        b_alpha = tl.exp2(b_m - b_shift)
+    else:
+        # One fused multiply-add per score: the maximum is scaled, not the scores.
+        b_top = tl.min(b_s, 1) if NEGATIVE else tl.max(b_s, 1)
+        b_new = tl.maximum(b_m, b_top * scale)
+        b_p = tl.exp2(b_s * scale - b_new[:, None])
+        b_alpha = tl.exp2(b_m - b_new)
+    b_l = b_l * b_alpha + tl.sum(b_p, 1)
+    if DROPOUT:
+        b_word = mix(b_row[:, None] ^ dropout_word(column_word, o_k, p_kpos, S, POSITIONS)[None, :])
+        b_p = tl.where(b_word >= threshold, b_p * gain, 0.0)
+    # [BN, BD]
+    b_v = load_tile(p_v, n0, o_n, s_vs, S, D, BD, MASKED)
+    b_acc = b_acc * b_alpha[:, None]
+    if MASKED:
+        # NaN in a value row must reach the queries that see it and no other: 0 * NaN would reach all.
+        b_taint = tl.sum(b_v.to(tl.float32) * 0.0, 1)
+        b_acc += tl.sum(tl.where(m_s, b_taint[None, :], 0.0), 1)[:, None]
+        b_v = finite(b_v).to(b_v.dtype)
+    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision=PRECISION)
+    return b_acc, b_new, b_l
+
+
+@triton.jit
+def load_lse(p_lse, o_m, T, CHECK: tl.constexpr):
+    """lse in base 2, and +inf for a row that saw nothing: its probabilities come out as exp2(-inf) = 0."""
+    if CHECK:
+        b_lse = tl.load(p_lse + o_m, mask=o_m < T, other=float("-inf"))
+    else:
+        b_lse = tl.load(p_lse + o_m)
+    return tl.where(b_lse == float("-inf"), float("inf"), b_lse * 1.4426950408889634)
+
+
+@triton.jit
+def keys_step(
+    b_dk, b_dv, b_k, b_v, p_k, p_v, n0, o_n, s_ks, s_vs, S, p_q, p_do, p_lse, p_delta, m0, o_m, s_qt, s_dt, T, scale,
+    b_first, b_last, p_start, p_end, b_column, row_word, p_qpos, threshold, gain, D: tl.constexpr, BD: tl.constexpr,
+    BC: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, MASKED: tl.constexpr, CONVEX: tl.constexpr,
+    BITS: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add one tile of queries into dk and dv. Everything is transposed: keys run down, queries across.
+
+    With BITS, b_first points at each key's words and b_last is the column in them at which the tile begins.
+    """
+    o_q = m0 + o_m  # [BM]
+    o_k = n0 + o_n  # [BN]
+    b_lse = load_lse(p_lse, o_q, T, MASKED)
+    # [BN, BM]
+    if BC < BD:
+        b_s = sliced_product(p_k, n0, o_n, s_ks, S, p_q, m0, o_m, s_qt, T, D, BC, PRECISION)
+    else:
+        b_q = load_tile(p_q, m0, o_m, s_qt, T, D, BD, MASKED)
+        b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
+    b_p = tl.exp2(b_s * scale - b_lse[None, :])
+    if MASKED:
+        if BITS:
+            m_s = bit_tile(b_first, b_last, o_m.shape[0])
+        else:
+            m_s = (o_q[None, :] >= b_first[:, None]) & (o_q[None, :] < b_last[:, None])
+        if not CONVEX and not BITS:
+            b_start = tl.load(p_start + o_q, mask=o_q < T, other=0)
+            b_end = tl.load(p_end + o_q, mask=o_q < T, other=0)
+            m_s = m_s & (o_k[:, None] >= b_start[None, :]) & (o_k[:, None] < b_end[None, :])
+        b_p = tl.where(m_s, b_p, 0.0)
+    # [BM, BD]
+    if DV or BC == BD:
+        b_do = load_tile(p_do, m0, o_m, s_dt, T, D, BD, MASKED)
+    if DROPOUT:
+        b_word = mix(dropout_word(row_word, o_q, p_qpos, T, POSITIONS)[None, :] ^ b_column[:, None])
+        b_gain = tl.where(b_word >= threshold, gain, 0.0)
+    if DV:
+        if DROPOUT:
+            b_dv = tl.dot((b_p * b_gain).to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
+        else:
+            b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
+    if DK:
+        # [BN, BM]
+        if BC < BD:
+            b_dp = sliced_product(p_v, n0, o_n, s_vs, S, p_do, m0, o_m, s_dt, T, D, BC, PRECISION)
+            b_q = load_tile(p_q, m0, o_m, s_qt, T, D, BD, MASKED)
+        else:
+            b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
+        if DROPOUT:
+            b_dp = b_dp * b_gain
+        if MASKED:
+            b_delta = tl.load(p_delta + o_q, mask=o_q < T, other=0.0)
+        else:
+            b_delta = tl.load(p_delta + o_q)
+        b_ds = b_p * (b_dp - b_delta[None, :])
+        if MASKED:
+            b_ds = tl.where(m_s, b_ds, 0.0)
+        b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)
+    return b_dk, b_dv
+
+
+@triton.jit
+def queries_step(
+    b_dq, b_q, b_do, b_lse, b_delta, p_q, p_do, m0, o_m, s_qt, s_dt, T, p_k, p_v, n0, o_n, s_ks, s_vs, S, scale,
+    b_start, b_end, b_row, column_word, p_kpos, threshold, gain, D: tl.constexpr, BD: tl.constexpr,
+    BC: tl.constexpr, MASKED: tl.constexpr, BITS: tl.constexpr, DROPOUT: tl.constexpr,
+    POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add one tile of keys into dq. BITS as in forward_step."""
+    o_k = n0 + o_n  # [BN]
+    # [BM, BN]
+    if BC < BD:
+        b_s = sliced_product(p_q, m0, o_m, s_qt, T, p_k, n0, o_n, s_ks, S, D, BC, PRECISION)
+        b_p = tl.exp2(b_s * scale - b_lse[:, None])
+        b_dp = sliced_product(p_do, m0, o_m, s_dt, T, p_v, n0, o_n, s_vs, S, D, BC, PRECISION)
+        b_k = load_tile(p_k, n0, o_n, s_ks, S, D, BD, MASKED)
+    else:
+        b_k = load_tile(p_k, n0, o_n, s_ks, S, D, BD, MASKED)
+        b_v = load_tile(p_v, n0, o_n, s_vs, S, D, BD, MASKED)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+        b_p = tl.exp2(b_s * scale - b_lse[:, None])
+        b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
+    if DROPOUT:
+        b_word = mix(b_row[:, None] ^ dropout_word(column_word, o_k, p_kpos, S, POSITIONS)[None, :])
+        b_dp = tl.where(b_word >= threshold, b_dp * gain, 0.0)
+    b_ds = b_p * (b_dp - b_delta[:, None])
+    if MASKED:
+        if BITS:
+            m_s = bit_tile(b_start, b_end, o_n.shape[0])
+        else:
+            m_s = (o_k[None, :] >= b_start[:, None]) & (o_k[None, :] < b_end[:, None])
+        b_ds = tl.where(m_s, b_ds, 0.0)
+        b_k = finite(b_k).to(b_k.dtype)
+    return tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)

@@ -1,0 +1,321 @@
+"""Block maps: what they say of any mask, how they compose and slice, and attention under 300 random ones."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashspan import attention, explain, masks
+from flashspan.kernels import bits, reference
+from flashspan.kernels.blocks import Blocks
+from flashspan.kernels.masks import CAUSAL, EVERYTHING, NOTHING, Band, Rows, count, dense, unpack
+from tests.kernels.cases import FORWARD_BOUND, GRADIENT_BOUND, relative
+
+LENGTHS = (1, 63, 64, 65, 100, 128, 150, 200)
+EDGES = (64, 128, (64, 128), (128, 64))
+
+
+def random_mask(number: int, heads: int = 2) -> Tensor:
+    """bool [T, S], [H, T, S] or [B, H, T, S]: any density, with empty rows, empty and full squares."""
+    random = torch.Generator().manual_seed(number)
+
+    def pick(limit: int) -> int:
+        return int(torch.randint(limit, (1,), generator=random))
+
+    T, S = LENGTHS[pick(len(LENGTHS))], LENGTHS[pick(len(LENGTHS))]
+    lead = ((), (heads,), (2, 1), (2, heads), (1, heads))[pick(5)]
+    visible = torch.rand(*lead, T, S, generator=random) < (0.0, 0.01, 0.3, 0.9, 1.0)[pick(5)]
+    if pick(2):
+        visible[..., : T // 2, :] = False
+    if pick(2):
+        visible[..., T // 3 :, : S // 2] = bool(pick(2))
+    if pick(3) == 0:
+        visible = visible & torch.ones(T, S, dtype=torch.bool).tril(pick(S + T) - T)
+    return visible
+
+
+def lift(visible: Tensor) -> Tensor:
+    return visible[(None,) * (4 - visible.dim())]
+
+
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+    """The textbook, in the inputs' dtype: out and lse; a row that sees nothing has 0 and -inf."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~visible, -torch.inf)
+    probs = torch.softmax(scores, -1).masked_fill(~visible.any(-1, keepdim=True), 0.0)
+    return probs @ v, scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("part", range(6))
+def test_300_random_masks_give_what_the_textbook_does(part: int) -> None:
+    """Forward within 1e-6, gradients within 1e-5 of float64, of `attention` on float32 and the mask as a tensor."""
+    for number in range(50 * part, 50 * part + 50):
+        visible = random_mask(number)
+        random = torch.Generator().manual_seed(number)
+        (T, S), (H, K) = visible.shape[-2:], ((2, 2), (2, 1))[number % 2]
+        shapes = [(2, H, T, 8), (2, K, S, 8), (2, K, S, 8), (2, H, T, 8)]
+        q, k, v, dout = (torch.randn(shape, generator=random) for shape in shapes)
+        leaves, exact = (
+            [x.clone().to(kind).requires_grad_() for x in (q, k, v)] for kind in (torch.float, torch.double)
+        )
+        # [B, H, T, S] says which is which where B and H are both 2.
+        out, lse = attention(*leaves, mask=Blocks.from_dense(visible, block=EDGES[number % 4]), return_lse=True)
+        want, want_lse = softmax_attention(*exact, lift(visible))
+        grads = torch.autograd.grad(out, leaves, dout)
+        right = torch.autograd.grad(want, exact, dout.double())
+        assert relative(out.detach(), want.detach()) <= FORWARD_BOUND, number
+        assert torch.equal(lse.isfinite(), want_lse.isfinite()), number
+        for grad, wanted in zip(grads, right, strict=True):
+            assert relative(grad, wanted, right[2]) <= GRADIENT_BOUND, number
+
+
+def test_a_map_says_what_the_mask_says() -> None:
+    """Drawn, counted, listed both ways, and packed for an operator."""
+    for number in range(40):
+        visible = random_mask(number)
+        mask = Blocks.from_dense(visible, block=EDGES[number % 4])
+        assert torch.equal(lift(mask.dense()), lift(visible))
+        assert mask.count() == count(mask, 0, 0) == int(visible.sum())
+        assert mask.is_empty() == (not visible.any())
+        kinds = mask.kinds()
+        for lists, grid in ((mask.rows, kinds), (mask.columns, kinds.transpose(2, 3))):
+            for spans, line in zip(lists.spans.view(-1, 3).tolist(), grid.flatten(0, 2), strict=True):
+                begin, middle, end = spans
+                assert lists.index[begin:middle].tolist() == (line == 1).nonzero().flatten().tolist()
+                assert lists.index[middle:end].tolist() == (line == 2).nonzero().flatten().tolist()
+            visits = lists.visits().gather(-1, lists.order.long())
+            assert bool((visits.diff() <= 0).all())
+        again = unpack(*mask.pack())
+        assert again == mask
+        assert hash(again) == hash(mask)
+        assert torch.equal(bits.transpose(mask.bits_t), mask.bits)
+    assert Blocks.from_dense(torch.eye(64, dtype=torch.bool)) != Blocks.of(EVERYTHING, 64, 64)
+    assert pickle.loads(pickle.dumps(mask)) == mask
+
+
+def test_a_mask_may_lie_anywhere_in_memory() -> None:
+    flat = torch.rand(3 + 200 * 256) < 0.5
+    for visible in (
+        flat[3 : 3 + 128 * 128].view(128, 128),
+        flat[3:].view(200, 256)[:, 1:129],
+        flat[3:].view(256, 200).T,
+    ):
+        assert torch.equal(Blocks.from_dense(visible).dense(), visible)
+
+
+def test_masks_compose() -> None:
+    for number in range(20):
+        visible = random_mask(number)
+        T, S = visible.shape[-2:]
+        first, other = Blocks.from_dense(visible), torch.rand(T, S) < 0.4
+        band, rows = Band(-T // 3, S // 4), Rows(torch.randint(0, S, (T,)), torch.randint(0, S, (T,)), S)
+        for mask, drawn in ((Blocks.from_dense(other), other), (band, dense(band, T, S)), (rows, dense(rows, T, S))):
+            for one, two in ((first, mask), (mask, first)):
+                assert torch.equal(lift((one & two).dense()), lift(visible) & drawn)
+                assert torch.equal(lift((one | two).dense()), lift(visible) | drawn)
+        assert torch.equal(lift((~first).dense()), ~lift(visible))
+        assert torch.equal((~rows).dense(), ~dense(rows, T, S))
+
+
+def test_a_slice_is_what_its_positions_say() -> None:
+    for number in range(30):
+        visible = random_mask(number)
+        T, S = visible.shape[-2:]
+        q, k = [range(T // 5, T // 2), range(T // 2, T, 3)], range(number % 2, S, 1 + number % 3)
+        rows, keys = torch.tensor([*q[0], *q[1]], dtype=torch.long), torch.tensor([*k], dtype=torch.long)
+        part = Blocks.from_dense(visible, block=64).slice(q, k)
+        want = lift(visible)[:, :, rows][..., keys]
+        assert torch.equal(lift(dense(part, len(rows), len(keys))).expand_as(want), want)
+    whole = Blocks.of(Band(-200, 0), 400, 400)
+    assert whole.slice(range(300, 400), range(100)) is NOTHING
+    assert whole.slice(range(300, 400), range(200, 300)) is EVERYTHING
+
+
+RULE = {
+    "causal": (lambda b, h, i, j: i >= j, 1, 1),
+    "by head": (lambda b, h, i, j: (i - j) % (h + 2) == 0, 1, 3),
+    "by sequence": (lambda b, h, i, j: (j < 50 * (b + 1)) & (i >= 0), 2, 1),
+    "a lookup": (lambda b, h, i, j: TABLE[i] == TABLE[j], 1, 1),
+    "one row": (lambda b, h, i, j: j % 2 == 0, 1, 1),
+}
+TABLE = torch.randint(0, 4, (200,))
+
+
+@pytest.mark.parametrize("name", RULE)
+def test_a_rule_is_the_mask_it_draws(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few tiles are looked at together."""
+    rule, B, H = RULE[name]
+    b, h, i, j = torch.meshgrid(*(torch.arange(n) for n in (B, H, 150, 200)), indexing="ij")
+    want = Blocks.from_dense(rule(b, h, i, j))
+    for chunk in (2**25, 2**14, 1):
+        monkeypatch.setattr(bits, "CHUNK", chunk)
+        assert Blocks.from_rule(rule, 150, 200, num_batch=B, num_heads=H) == want
+
+
+@pytest.mark.parametrize("size", [128, 256, 10, (64, 128)])
+def test_a_coarse_mask_is_its_squares(size: int | tuple[int, int]) -> None:
+    size_q, size_k = size if isinstance(size, tuple) else (size, size)
+    coarse = torch.rand(2, -(-300 // size_q), -(-500 // size_k)) < 0.5
+    want = coarse.repeat_interleave(size_q, 1).repeat_interleave(size_k, 2)[:, :300, :500]
+    assert torch.equal(Blocks.from_coarse(coarse, 300, 500, size=size).dense()[0], want)
+
+
+def test_what_is_the_same_is_kept_once() -> None:
+    """One map for what was expanded, one tile of bits for all of a diagonal, linear in the length under a window."""
+    wide = torch.ones(700, 700, dtype=torch.bool).tril().expand(3, 5, 700, 700)
+    assert (Blocks.from_dense(wide).num_batch, Blocks.from_dense(wide).num_heads) == (1, 1)
+    sizes = [Blocks.of(Band(-1023, 0), n, n) for n in (8192, 32768)]
+    assert [len(mask.bits) for mask in sizes] == [2, 2]
+    assert sizes[1].num_bytes < 4.5 * sizes[0].num_bytes
+    assert sizes[1].num_bytes < 200_000
+    assert sizes[0].sparsity == pytest.approx(1 - (9 * 64 - 36) / 64**2)
+
+
+def test_long_lines_come_first() -> None:
+    mask = masks.longformer(4096, window=128, num_global=64)
+    assert mask.rows.order[0, 0, 0] == 0
+    assert mask.rows.num_long == mask.columns.num_long == 1
+    assert Blocks.of(Band(-500, 0), 4096, 4096).rows.num_long == 0
+
+
+def test_gradcheck() -> None:
+    visible = torch.rand(1, 2, 9, 7, generator=torch.Generator().manual_seed(0)) < 0.5
+    visible[..., 3, :] = False
+    mask = Blocks.from_dense(visible)
+    leaves = [torch.randn(1, h, n, 4, dtype=torch.float64, requires_grad=True) for h, n in ((2, 9), (1, 7), (1, 7))]
+    for backend in ("reference", "tiled"):
+        assert torch.autograd.gradcheck(lambda *x, name=backend: attention(*x, mask=mask, backend=name), leaves)
+
+
+def test_dropout_does_not_depend_on_who_computes() -> None:
+    visible = torch.rand(2, 2, 70, 90) < 0.5
+    mask = Blocks.from_dense(visible, block=64)
+    q, k, v = (torch.randn(2, h, n, 8) for h, n in ((2, 70), (1, 90), (1, 90)))
+    outs = [attention(q, k, v, mask=mask, dropout=0.4, seed=3, backend=name) for name in ("tiled", "reference")]
+    assert relative(*outs) < 1e-6
+
+
+def test_bool_tensors_of_any_pattern() -> None:
+    q, k, v = (torch.randn(3, 2, 70, 8) for _ in range(3))
+    for shape in ((70, 70), (3, 70, 70), (2, 70, 70), (3, 1, 70, 70), (3, 2, 70, 70), (1, 70, 70)):
+        visible = torch.rand(shape) < 0.5
+        full = visible[:, None] if visible.dim() == 3 and len(visible) == 3 else visible
+        want, _ = softmax_attention(q.double(), k.double(), v.double(), lift(full))
+        assert relative(attention(q, k, v, mask=visible), want) <= FORWARD_BOUND
+        causal, _ = softmax_attention(q.double(), k.double(), v.double(), lift(full) & dense(CAUSAL, 70, 70))
+        assert relative(attention(q, k, v, mask=visible, causal=True), causal) <= FORWARD_BOUND
+    assert "tiled serves" in str(explain(q, k, v, mask=visible))
+    assert "cpu serves" in str(explain(q, k, v, mask=torch.ones(70, 70, dtype=torch.bool).tril()))
+
+
+def test_compiles_whole() -> None:
+    mask = masks.streaming(4, 20, 70)
+    q, k, v = (torch.randn(1, 2, 70, 8, requires_grad=True) for _ in range(3))
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    ours, eager = (f(q, k, v, mask=mask) for f in (compiled, attention))
+    assert torch.equal(ours, eager)
+    dout = torch.randn(ours.shape)
+    for a, b in zip(*(torch.autograd.grad(x, (q, k, v), dout) for x in (ours, eager)), strict=True):
+        assert torch.equal(a, b)
+
+
+PATTERNS: dict[str, tuple[Callable[[], Blocks], Callable[[Tensor, Tensor], Tensor]]] = {
+    "dilated": (lambda: masks.dilated(5, 3, 300), lambda i, j: ((i - j) % 3 == 0) & (i >= j) & (i - j < 15)),
+    "streaming": (lambda: masks.streaming(4, 50, 300), lambda i, j: (i >= j) & ((j < 4) | (i - j < 50))),
+    "longformer": (
+        lambda: masks.longformer(300, window=20, num_global=7),
+        lambda i, j: ((i - j).abs() <= 20) | (i < 7) | (j < 7),
+    ),
+    "causal longformer": (
+        lambda: masks.longformer(300, window=20, num_global=7, causal=True),
+        lambda i, j: (i >= j) & ((i - j <= 20) | (i < 7) | (j < 7)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_patterns_are_their_definitions(name: str) -> None:
+    make, rule = PATTERNS[name]
+    i = torch.arange(300)
+    assert torch.equal(make().dense(), rule(i[:, None], i[None, :]))
+
+
+def test_patterns_of_blocks_hold_as_many_as_they_say() -> None:
+    random = masks.random_blocks(1280, 0.3, num_heads=2)
+    assert (random.rows.visits() == 3).all()
+    assert bool((random.kinds().diagonal(dim1=2, dim2=3) == 1).all())
+    assert random != masks.random_blocks(1280, 0.3, num_heads=2, seed=1)
+    bird = masks.bigbird(1280, window=64, num_global=10, num_random=2)
+    assert (bird & masks.longformer(1280, window=64, num_global=10)) == masks.longformer(1280, window=64, num_global=10)
+    assert bool((bird.rows.visits()[..., 1:] <= 3 + 1 + 2).all())
+    q, k = torch.zeros(1, 2, 512, 4), torch.zeros(1, 1, 512, 4)
+    q[..., 0], k[:, :, 256:384, 0] = 1.0, 5.0  # everyone's favourite is block 2
+    chosen = masks.top_blocks(q, k, 2)
+    kinds = chosen.kinds()[0, 1] != 0
+    assert kinds.sum(-1).tolist() == [2, 2, 2, 2]
+    assert kinds[:, 2].all()
+    assert kinds.diagonal().all()
+
+
+def raises(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    raise KeyError("lost")
+
+
+q4 = torch.zeros(1, 4, 8, 16)
+BAD: dict[str, tuple[Callable[[], object], str]] = {
+    "not boolean": (lambda: Blocks.from_dense(torch.zeros(8, 8)), "must be bool.*float32"),
+    "one dimension": (lambda: Blocks.from_dense(torch.zeros(8, dtype=torch.bool)), r"\[T, S\]"),
+    "a block size no kernel takes": (lambda: Blocks.of(CAUSAL, 8, 8, block=48), "64 or 128.*block=48"),
+    "a rule that raises": (lambda: Blocks.from_rule(raises, 8, 8), "it raised KeyError.*lost"),
+    "a rule that counts": (
+        lambda: Blocks.from_rule(lambda b, h, i, j: i - j, 8, 8),
+        "returns a bool tensor: got torch.int32",
+    ),
+    "a rule of a shape": (
+        lambda: Blocks.from_rule(lambda b, h, i, j: torch.ones(3, 8, dtype=torch.bool), 8, 8),
+        r"got \(3, 8\)",
+    ),
+    "a rule elsewhere": (lambda: Blocks.from_rule(lambda b, h, i, j: (i > j).to("meta"), 8, 8), "answer on meta"),
+    "a coarse mask of another size": (
+        lambda: Blocks.from_coarse(torch.ones(2, 2, dtype=torch.bool), 300, 300),
+        r"\[3, 3\].*got torch.bool \(2, 2\)",
+    ),
+    "other lengths": (lambda: attention(q4, q4, q4, mask=Blocks.of(CAUSAL, 9, 8)), "9 queries and 8 keys"),
+    "other heads": (
+        lambda: attention(q4, q4, q4, mask=Blocks.from_dense(torch.rand(3, 8, 8) < 0.5)),
+        "for 3 heads.*4 heads",
+    ),
+    "two lengths": (lambda: Blocks.of(CAUSAL, 8, 8) & Blocks.of(CAUSAL, 9, 9), "same lengths"),
+    "two tile sizes": (lambda: Blocks.of(CAUSAL, 8, 8) | Blocks.of(CAUSAL, 8, 8, block=64), "same tiles"),
+    "maps that do not broadcast": (
+        lambda: Blocks.from_dense(torch.rand(2, 8, 8) < 0.5) & Blocks.from_dense(torch.rand(3, 8, 8) < 0.5),
+        "maps broadcast",
+    ),
+    "bands of no length": (lambda: Band(0, 1) | Band(5, 6), "before they are known"),
+    "the fused CPU kernel": (
+        lambda: attention(q4, q4, q4, mask=masks.streaming(1, 2, 8), backend="cpu"),
+        "lists of tiles",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_gets_one_clear_error(name: str) -> None:
+    call, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_nothing_in_gives_nothing_out() -> None:
+    for T, S in ((0, 5), (5, 0)):
+        mask = Blocks.of(EVERYTHING, T, S)
+        q, k = torch.randn(1, 1, T, 8), torch.randn(1, 1, S, 8)
+        assert not attention(q, k, k, mask=mask).any()
+        assert mask.dense().shape == (T, S)
+        assert reference.forward(q, k, k, mask=mask, scale=1.0).lse.shape == (1, 1, T)
