@@ -24,7 +24,7 @@ from flashspan.launch import Ranks
 MIB = 2**20
 
 
-def compare(tokens: int, heads: int, head_dim: int, repeats: int, head_chunks: int) -> dict[str, list[Any]]:
+def compare(tokens: int, heads: int, head_dim: int, repeats: int, head_chunks: int | None) -> dict[str, list[Any]]:
     """On a rank: (seconds, peak MiB, CPU seconds) of each repeat, ours and theirs, and how their answers differ."""
     attend = context_parallel(
         dist.group.WORLD, layout="zigzag", strategy="ring", num_tokens=tokens, head_chunks=head_chunks
@@ -97,7 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("tokens", 8192), ("heads", 8), ("head-dim", 64), ("ranks", 4), ("repeats", 5)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--head-chunks", type=int, default=1)
+    parser.add_argument("--head-chunks", type=int, help="by default, what context_parallel chooses")
     options = parser.parse_args()
     with Ranks(options.ranks, timeout=300) as ranks:
         answers = ranks.run(
@@ -117,7 +117,7 @@ def main() -> None:
         busy = min(sum(answer[name][i][2] for answer in answers) for i in range(options.repeats))
         low, middle = min(slowest), statistics.median(slowest)
         # q, k, v and dout were there before; out, dq, dk, dv and everything else came.
-        total = max(peaks) + 4 * tensor if peaks else float("nan")
+        total = max(peaks, default=float("nan")) + 4 * tensor
         ratio = (total - 4 * tensor) / (8 * tensor)
         print(
             f"{name:<7} median {middle:.3f} s, best {low:.3f} s, {busy:.3f} CPU s of all ranks; "

@@ -1,6 +1,6 @@
 """Attention across devices: who holds which tokens, who computes what when, and the wire between them."""
 
-from flashspan.context.layout import LAYOUTS, Placement, place
+from flashspan.context.layout import LAYOUTS, Placement, balanced, place
 from flashspan.context.remat import keep_attention
 from flashspan.context.strategy import STRATEGIES, ContextAttention, context_parallel
 
@@ -9,6 +9,7 @@ __all__ = [
     "STRATEGIES",
     "ContextAttention",
     "Placement",
+    "balanced",
     "context_parallel",
     "keep_attention",
     "place",

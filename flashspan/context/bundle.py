@@ -27,13 +27,38 @@ class Bundle(NamedTuple):
             field.zero_()
 
 
+class Shelf:
+    """Buffers that are done with, for those who need one next.
+
+    A walk needs a few of like size at any time. Freed and asked for again, each may be cut from another place: on a CPU
+    that left the process half as large again as what it held.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._free: list[torch.UntypedStorage] = []
+
+    def take(self, size: int) -> Tensor:
+        """Uninitialised bytes: the smallest buffer that will do, or a new one."""
+        fitting = [storage for storage in self._free if storage.nbytes() >= size]
+        if not fitting:
+            return torch.empty(size, dtype=torch.uint8, device=self.device)
+        storage = min(fitting, key=torch.UntypedStorage.nbytes)
+        self._free.remove(storage)
+        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage, 0, (size,), (1,))
+
+    def put(self, buffer: Tensor) -> None:
+        """Nobody reads or writes this buffer any longer."""
+        self._free.append(buffer.untyped_storage())
+
+
 def allocate(
     kind: str,
     sizes: tuple[int, int, int, int],
     rows: range,
     dtype: torch.dtype,
     sums: torch.dtype,
-    device: torch.device,
+    shelf: Shelf,
 ) -> Bundle:
     """Room for some rows of a kind (see schedule.Kind); sizes are (B, H, K, D), `sums` the dtype of what is summed."""
     B, H, K, D = sizes
@@ -47,16 +72,14 @@ def allocate(
         "carry": [(queries, sums), (row, sums)],
         "rows": [(queries, dtype)] * 2 + [(row, sums)] * 2,
     }
-    fields, buffer = lay_out(shapes[kind], device)
+    fields, buffer = lay_out(shapes[kind], shelf)
     return Bundle(rows, fields, buffer)
 
 
-def lay_out(
-    shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], device: torch.device
-) -> tuple[tuple[Tensor, ...], Tensor]:
+def lay_out(shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], shelf: Shelf) -> tuple[tuple[Tensor, ...], Tensor]:
     """Uninitialised tensors one after another in one byte buffer, and the buffer. Put those with more elements first:
     then each begins at a multiple of its element size."""
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in shapes]
-    buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+    buffer = shelf.take(sum(sizes))
     parts = zip(shapes, buffer.split(sizes), strict=True)
     return tuple(part.view(dtype).view(shape) for (shape, dtype), part in parts), buffer

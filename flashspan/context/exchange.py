@@ -153,7 +153,7 @@ class LocalWires:
 
 
 class LocalWire:
-    """One rank's end. A parcel is copied when it is waited for, so a buffer changed too early shows."""
+    """One rank's end. A parcel is copied when either side waits for it, so a buffer changed too early shows."""
 
     def __init__(self, shared: LocalWires, rank: int, num_ranks: int) -> None:
         self.rank = rank
@@ -171,6 +171,8 @@ class LocalWire:
     def wait(self, parcel: Parcel) -> None:
         if parcel.dst == self.rank:
             parcel.buffer.copy_(self._posted.pop(parcel.key))
+        elif parcel.key in self._posted:  # from here on the sender may use its buffer again
+            self._posted[parcel.key] = parcel.buffer.clone()
 
 
 def all_to_all(wire: Wire, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], label: str) -> None:

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashspan.context.bundle import Bundle, allocate
+from flashspan.context.bundle import Bundle, Shelf, allocate
 from flashspan.context.exchange import Parcel, Wire
 from flashspan.context.layout import Placement, cut
 from flashspan.context.schedule import Schedule, Tile, Transfer, head_chunk, reverse
+from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.contract import Dropout, LocalAttention
 from flashspan.kernels.masks import Mask
 
@@ -34,6 +35,7 @@ class Plan:
     placement: Placement
     mask: Mask
     forward: Schedule
+    num_kv_heads: int = 1  # of a call; only a mask that differs from head to head needs to know
 
     @cached_property
     def backward(self) -> Schedule:
@@ -49,10 +51,15 @@ class Plan:
 
     def tile_mask(self, tile: Tile, device: torch.device) -> Mask:
         """The mask in a tile's own coordinates, sliced once."""
-        key = (tile.q, tile.k, tile.q_rows, tile.k_rows, device)
+        mask, chunk = self.mask, 0
+        if isinstance(mask, Blocks) and mask.num_heads > 1:
+            chunk, group = tile.chunk, mask.num_heads // self.num_kv_heads
+            heads = head_chunk(self.num_kv_heads, chunk, self.forward.num_chunks)
+            mask = mask.heads(range(heads.start * group, heads.stop * group))
+        key = (tile.q, tile.k, tile.q_rows, tile.k_rows, chunk, device)
         if key not in self._masks:
             q, k = cut(self.placement.ranges[tile.q], tile.q_rows), cut(self.placement.ranges[tile.k], tile.k_rows)
-            self._masks[key] = self.mask.slice(q, k).to(device)
+            self._masks[key] = mask.slice(q, k).to(device)
         return self._masks[key]
 
     def positions(self, owner: int, rows: range, device: torch.device) -> Tensor:
@@ -83,7 +90,9 @@ class Walk:
         self.plan, self.schedule, self.wire, self.local, self.call = plan, schedule, wire, local, call
         self.rank = wire.rank
         self.exact = torch.promote_types(call.q.dtype, torch.float32)
+        self.shelf = Shelf(call.q.device)
         self.copies: dict[Item, Bundle] = {}
+        self.under_way: dict[Transfer, tuple[Parcel, Bundle]] = {}
         self.parts: dict[Item, int] = defaultdict(int)  # tiles and arrivals that are still to come, of each result
         self.onward: dict[Item, range] = {}  # the rows of results that leave this rank
         for step in schedule.program(self.rank):
@@ -142,15 +151,16 @@ class Walk:
 
     def steps(self) -> Iterator[None]:
         """Walk: in each step wait, post, compute, let go."""
-        under_way: dict[Transfer, tuple[Parcel, Bundle]] = {}
         last_use = self._last_uses()
         for number, step in enumerate(self.schedule.program(self.rank)):
             arrived = []
             for transfer in step.waits:
-                parcel, bundle = under_way.pop(transfer)
+                parcel, bundle = self.under_way.pop(transfer)
                 self.wire.wait(parcel)
                 if transfer.dst == self.rank:
                     arrived.append((transfer, bundle))
+                else:
+                    self.release(bundle)
             for transfer, bundle in arrived:
                 if transfer.kind in ("kv", "q", "rows"):
                     self.copies[transfer.kind, transfer.owner, transfer.chunk] = bundle
@@ -165,13 +175,20 @@ class Walk:
                 label = f"{transfer} (step {number} of {self.schedule.name} {direction})"
                 slow = transfer.end - transfer.start > 1
                 parcels.append(Parcel(transfer.src, transfer.dst, transfer, bundle.buffer, label, slow))
-                under_way[transfer] = parcels[-1], bundle
+                self.under_way[transfer] = parcels[-1], bundle
             self.wire.post(parcels)
             for tile in step.tiles:
                 self.compute(tile)
             for item in last_use.get(number, ()):
-                self.copies.pop(item, None)
+                if item in self.copies:
+                    self.release(self.copies.pop(item))
             yield
+
+    def release(self, bundle: Bundle) -> None:
+        """Put a bundle's buffer on the shelf, unless it is still on its way or held for a later step."""
+        held = [*self.copies.values(), *(other for _, other in self.under_way.values())]
+        if bundle.buffer is not None and not any(other.buffer is bundle.buffer for other in held):
+            self.shelf.put(bundle.buffer)
 
     def _last_uses(self) -> dict[int, list[Item]]:
         """Which copies are used for the last time in each step."""
@@ -215,7 +232,7 @@ class Walk:
         B, H, _, D = self.call.q.shape
         K = len(head_chunk(self.call.k.shape[1], chunk, self.schedule.num_chunks))
         H = H // max(1, self.call.k.shape[1]) * K
-        return allocate(kind, (B, H, K, D), rows, self.call.q.dtype, sums or self.exact, self.call.q.device)
+        return allocate(kind, (B, H, K, D), rows, self.call.q.dtype, sums or self.exact, self.shelf)
 
     def heads(self, x: Tensor, chunk: int) -> Tensor:
         """The heads of a chunk, of a tensor with H or K heads."""

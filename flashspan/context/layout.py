@@ -7,6 +7,8 @@ loop over sub-tiles. Shards differ in size where they must, and may be empty: 3 
     contiguous   0 0 0 1 1 1 2 2 2          one run per rank
     zigzag       0 1 2 2 1 0                a run from each end: causal work is even
     striped      0 1 2 0 1 2 0 1 2          every N-th token: causal work is even
+
+`balanced(mask)` is a layout made from a block map: whole blocks of queries, dealt so that the work is even.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from typing import TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
+
+from flashspan.kernels.blocks import Blocks
 
 Ranges: TypeAlias = tuple[range, ...]
 """Ascending positions as disjoint ranges, each non-empty."""
@@ -96,6 +100,75 @@ def zigzag(num_tokens: int, num_ranks: int) -> Placement:
 def striped(num_tokens: int, num_ranks: int) -> Placement:
     """Rank r owns every N-th token, from the r-th."""
     return _placement(num_tokens, [[range(r, num_tokens, num_ranks)] for r in range(num_ranks)])
+
+
+EVEN = 1.05
+"""Busiest rank over the mean that is good enough to look no further."""
+
+
+def balanced(mask: Blocks) -> Callable[[int, int], Placement]:
+    """A layout for the block map `mask`: every rank owns whole blocks, which visit about as many tiles as another's.
+
+    Of four ways, the first that is even within 5 %, else the most even: in order (neighbours stay together, so the
+    least is sent); a run from each end; long blocks dealt out, as many blocks to each rank; long blocks dealt out, and
+    the others in order as far as each rank has room, which leaves ranks with unequal numbers of tokens.
+    """
+    work = mask.rows.visits().sum((0, 1)).cpu().numpy().astype(np.float64)
+
+    def balanced_blocks(num_tokens: int, num_ranks: int) -> Placement:
+        mask.check(mask.num_batch, num_tokens, num_tokens)
+        blocks = range(len(work))
+        runs = _bounds(len(work), num_ranks)
+        halves = _bounds(len(work), 2 * num_ranks)
+        ways: list[Callable[[], list[list[int]]]] = [
+            lambda: [list(run) for run in runs],
+            lambda: [[*halves[r], *halves[2 * num_ranks - 1 - r]] for r in range(num_ranks)],
+            lambda: _deal_out(work, blocks, [len(run) for run in runs]),
+            lambda: _fill(work, num_ranks),
+        ]
+        best: tuple[float, list[list[int]]] | None = None
+        for way in ways:
+            owned = way()
+            busiest = max(work[part].sum() for part in owned)
+            if best is None or busiest < best[0]:
+                best = busiest, owned
+            if busiest * num_ranks <= EVEN * work.sum():
+                break
+        assert best is not None
+        size = mask.block[0]
+        parts = [[range(b * size, min((b + 1) * size, num_tokens)) for b in sorted(part)] for part in best[1]]
+        return _placement(num_tokens, parts)
+
+    # Ranks compare layouts by name: the same mask must give the same one, another mask another.
+    balanced_blocks.__qualname__ = f"balanced({mask.digest().hex()})"
+    return balanced_blocks
+
+
+def _deal_out(work: np.ndarray, blocks: Sequence[int], room: Sequence[int]) -> list[list[int]]:
+    """Blocks to ranks, the longest first, each to the rank with the least work that has room for one more."""
+    owned: list[list[int]] = [[] for _ in room]
+    load = np.zeros(len(room))
+    for block in sorted(blocks, key=lambda b: -work[b]):
+        open_ = [rank for rank in range(len(room)) if len(owned[rank]) < room[rank]]
+        rank = min(open_, key=lambda r: load[r])
+        owned[rank].append(block)
+        load[rank] += work[block]
+    return owned
+
+
+def _fill(work: np.ndarray, num_ranks: int) -> list[list[int]]:
+    """Blocks longer than a quarter of a rank's share dealt out, then the others in order up to each rank's share."""
+    share = work.sum() / num_ranks
+    long = [b for b in range(len(work)) if work[b] > share / 4]
+    owned = _deal_out(work, long, [len(work)] * num_ranks)
+    rest = [b for b in range(len(work)) if work[b] <= share / 4]
+    room = np.maximum(share - np.array([work[part].sum() for part in owned]), 0)
+    # A block goes to the rank in whose stretch of the remaining work its middle lies.
+    ends = room.cumsum() / max(room.sum(), 1e-30) * work[rest].sum()
+    middles = work[rest].cumsum() - work[rest] / 2
+    for block, rank in zip(rest, np.searchsorted(ends, middles).clip(max=num_ranks - 1), strict=True):
+        owned[rank].append(block)
+    return owned
 
 
 LAYOUTS: dict[str, Callable[[int, int], Placement]] = {

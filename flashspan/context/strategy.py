@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from flashspan.attention import FLOATS, check_inputs, draw_seed, resolve_mask, rows_of
+from flashspan.attention import FLOATS, check_inputs, draw_seed, mask_of, resolve_mask
 from flashspan.context.core import Attend, Core, Options, Scheduled
 from flashspan.context.exchange import GroupWire
 from flashspan.context.execute import Plan
@@ -28,11 +28,13 @@ from flashspan.context.layout import Layout, Placement, contiguous, deal, place
 from flashspan.context.survey import Survey
 from flashspan.context.ulysses import Ulysses, share_heads, trade
 from flashspan.kernels import dispatch
+from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.contract import Carry, Dropout, LocalAttention
 from flashspan.kernels.masks import Mask, Rows
 
 STRATEGIES = (*GENERATORS, "ulysses", "hybrid")
 PLANS_KEPT = 32
+MESSAGE = 2**20  # bytes of keys and values in one transfer between CPUs, unless `head_chunks` says otherwise
 
 
 def context_parallel(
@@ -43,7 +45,7 @@ def context_parallel(
     sizes: Sequence[int] | None = None,
     slow_group: dist.ProcessGroup | None = None,
     across: str = "ring",
-    head_chunks: int = 1,
+    head_chunks: int | None = None,
     num_tokens: int | None = None,
     backend: str = "auto",
     timeout: float = 300.0,
@@ -51,12 +53,13 @@ def context_parallel(
     """Attention over the ranks of a group, each holding a part of the tokens: call it like `flashspan.attention`.
 
     group: a process group, a mesh of one dimension, or for `hybrid` a mesh of two, (across, ulysses); None is one rank.
-    layout: "contiguous", "zigzag", "striped", or a function of (num_tokens, num_ranks).
+    layout: "contiguous", "zigzag", "striped", or a function of (num_tokens, num_ranks) such as `balanced(mask)` gives.
     strategy: "ring", "double_ring" (with sizes=(nodes, ranks per node)), "gather", "helper", "ulysses", or "hybrid":
     ulysses along the mesh's second dimension and `across`, one of the others, along its first.
     slow_group: for double_ring on NCCL, a second group of the same ranks, by which keys travel between nodes while the
     first is busy inside them.
-    head_chunks: work through the heads in this many chunks; transfer buffers shrink by as much.
+    head_chunks: work through the heads in this many chunks; transfer buffers shrink by as much. By default one chunk on
+    GPUs, and on CPUs as many as leave each transfer a MiB of keys and values: there, more chunks cost nothing else.
     num_tokens: the length of the whole sequence, if it is always the same. Then ranks compare notes only the first time
     they see a shape or a mask; otherwise (unless the mask knows) once per call, to learn the length.
     timeout: seconds to wait for a transfer (with NCCL the group's own timeout rules).
@@ -103,7 +106,7 @@ class Settings:
     strategy: str
     schedule: str
     sizes: tuple[int, ...]
-    head_chunks: int
+    head_chunks: int | None
     num_tokens: int | None
     backend: str
 
@@ -203,8 +206,8 @@ class ContextAttention:
     ) -> Core:
         """The core that serves this call, made when all ranks agree on what is called."""
         if isinstance(mask, Tensor) and mask.dtype == torch.bool:
-            mask = rows_of(mask)
-        num_tokens = mask.num_keys if isinstance(mask, Rows) else self.settings.num_tokens
+            mask = mask_of(mask, q)
+        num_tokens = mask.num_keys if isinstance(mask, (Rows, Blocks)) else self.settings.num_tokens
         if self._digested[0] is not mask:  # the layers of a model share one mask: look through it once
             self._digested = mask, _digest(mask)
         rest = (causal, window, self._digested[1], scale, dropout)
@@ -215,21 +218,30 @@ class ContextAttention:
         if key not in self._cores:
             whole = [x.new_empty((*x.shape[:2], num_tokens, x.shape[3]), device="meta") for x in (q, k)]
             resolved = resolve_mask(*whole, causal=causal, window=window, mask=mask)
-            self._cores[key] = self._build(resolved, num_tokens, q.shape[1], k.shape[1])
+            self._cores[key] = self._build(resolved, num_tokens, q.shape[1], k)
             if len(self._cores) > PLANS_KEPT:
                 self._cores.popitem(last=False)
         self._cores.move_to_end(key)
         return self._cores[key]
 
-    def _build(self, mask: Mask, num_tokens: int, num_heads: int, num_kv_heads: int) -> Core:
-        settings, U = self.settings, self.inner.num_ranks
+    def _build(self, mask: Mask, num_tokens: int, num_heads: int, k: Tensor) -> Core:
+        settings, U, num_kv_heads = self.settings, self.inner.num_ranks, k.shape[1]
         outer = place(settings.layout, num_tokens, self.outer.num_ranks) if self.outer.num_ranks > 1 else None
         rows = outer or contiguous(num_tokens, 1)
         options = {"sizes": settings.sizes} if settings.schedule == "double_ring" else {}
+        kv_heads = 0
+        if num_kv_heads:
+            share = share_heads(num_heads, num_kv_heads, U)[self.inner.rank]
+            kv_heads = len(share.kv)
+            mask = mask.heads(share.q) if isinstance(mask, Blocks) else mask
         schedule = GENERATORS[settings.schedule](Survey(rows, mask), **options)
-        kv_heads = len(share_heads(num_heads, num_kv_heads, U)[self.inner.rank].kv) if num_kv_heads else 0
-        schedule = in_chunks(schedule, max(1, min(settings.head_chunks, kv_heads)))
-        core: Core = Scheduled(Plan(rows, mask, schedule), self.outer, self.local)
+        head_chunks = settings.head_chunks
+        if head_chunks is None:
+            shard = -(-num_tokens // self.outer.num_ranks)
+            head = 2 * k.shape[0] * shard * k.shape[3] * k.element_size()
+            head_chunks = 1 if k.is_cuda or self.outer.num_ranks == 1 else kv_heads * head // MESSAGE
+        schedule = in_chunks(schedule, max(1, min(head_chunks, kv_heads)))
+        core: Core = Scheduled(Plan(rows, mask, schedule, max(1, kv_heads)), self.outer, self.local)
         if U > 1:
             row = contiguous(rows.sizes[self.outer.rank], U) if outer else place(settings.layout, num_tokens, U)
             core = Ulysses(core, self.inner, row)
@@ -334,6 +346,8 @@ def _digest(value: object) -> int:
     data = repr(value).encode()
     if isinstance(value, Rows):
         data += value.start.cpu().numpy().tobytes() + value.end.cpu().numpy().tobytes()
+    if isinstance(value, Blocks):
+        data += value.digest()
     return 2**40 + int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "big")
 
 

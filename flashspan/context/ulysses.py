@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from flashspan.context.bundle import lay_out
+from flashspan.context.bundle import Shelf, lay_out
 from flashspan.context.core import Core, Gradients, Options, Saved
 from flashspan.context.exchange import Wire, all_to_all
 from flashspan.context.layout import Placement
@@ -142,10 +142,10 @@ def trade(
     device = outgoing[0][0].device
     buffers = []
     for rank, xs in enumerate(outgoing):
-        fields, buffer = lay_out([(tuple(x.shape), x.dtype) for x in xs if rank != wire.rank], device)
+        fields, buffer = lay_out([(tuple(x.shape), x.dtype) for x in xs if rank != wire.rank], Shelf(device))
         for field, x in zip(fields, xs, strict=False):
             field.copy_(x)
         buffers.append(buffer)
-    room = [lay_out(shape if rank != wire.rank else [], device) for rank, shape in enumerate(shapes)]
+    room = [lay_out(shape if rank != wire.rank else [], Shelf(device)) for rank, shape in enumerate(shapes)]
     all_to_all(wire, buffers, [buffer for _, buffer in room], label)
     return [outgoing[rank] if rank == wire.rank else fields for rank, (fields, _) in enumerate(room)]

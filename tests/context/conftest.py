@@ -1,4 +1,4 @@
-"""Eight ranks for the whole session, started when first asked for. Smaller groups are their sub-groups."""
+"""Eight ranks for a module's tests, started when first asked for. Smaller groups are their sub-groups."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashspan.launch import Ranks
 torch.set_num_threads(1)  # shapes are small, and the ranks want the cores
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def on_ranks() -> Iterator[Callable[..., list[Any]]]:
     """on_ranks(fn, *args): fn on each of 8 ranks, and what they returned."""
     pools: list[Ranks] = []

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flashspan.context import generators
+from flashspan.context.bundle import Shelf
 from flashspan.context.exchange import LocalWire, LocalWires, Parcel
 from flashspan.context.execute import Call, Plan, simulate
 from flashspan.context.layout import LAYOUTS, place
@@ -29,7 +30,7 @@ def walk_all(
 ) -> tuple[list[Tensor], list[int]]:
     """out, dq, dk, dv of all ranks joined, and the bytes each rank sent."""
     placement, num = survey.placement, survey.num_ranks
-    plan = Plan(placement, survey.mask, schedule)
+    plan = Plan(placement, survey.mask, schedule, xs[1].shape[1])
     wires = LocalWires(num).wires
     q, k, v, dout = ([placement.shard(x, 2, rank) for rank in range(num)] for x in xs)
     calls = [Call(*parts, SCALE) for parts in zip(q, k, v, strict=True)]
@@ -64,7 +65,7 @@ def relative(mine: Tensor, exact: Tensor) -> float:
 
 @pytest.mark.parametrize(("name", "many_ranks"), [("ring", 64), ("helper", 24)])
 def test_many_ranks_are_as_exact_as_one(name: str, many_ranks: int) -> None:
-    """float32, forward <= 1e-5 and gradients <= 1e-4; and within 2x of what one rank gives."""
+    """float32, forward <= 1e-5 and gradients <= 1e-4; and within 1.5x of what one rank gives."""
     xs, mask = make(300), CAUSAL
     exact = one_device(mask, xs)
     found = {}
@@ -75,7 +76,7 @@ def test_many_ranks_are_as_exact_as_one(name: str, many_ranks: int) -> None:
     assert found[many_ranks][0] <= 1e-5
     assert max(found[many_ranks][1:]) <= 1e-4
     for one, many in zip(found[1], found[many_ranks], strict=True):
-        assert many <= 2 * one
+        assert many <= 1.5 * one
 
 
 @pytest.mark.parametrize("name", sorted(generators.GENERATORS))
@@ -94,6 +95,27 @@ def test_any_mask_over_simulated_ranks(name: str, mask: str) -> None:
         plan = Plan(survey.placement, survey.mask, schedule)
         totals = zip(bytes_sent(plan.forward, shape), bytes_sent(plan.backward, shape), strict=True)
         assert sent == [forward + backward for forward, backward in totals]
+
+
+def test_buffers_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many chunks of heads there are, a rank makes room for a few transfers and then for no more."""
+    made: list[int] = []
+    take = Shelf.take
+
+    def count(shelf: Shelf, size: int) -> Tensor:
+        kept = len(shelf._free)
+        buffer = take(shelf, size)
+        if len(shelf._free) == kept:
+            made.append(size)
+        return buffer
+
+    monkeypatch.setattr(Shelf, "take", count)
+    survey = Survey(place("zigzag", 64, 8), CAUSAL)
+    walk_all(generators.in_chunks(generators.ring(survey), 4), survey, make(64, 8, 4))
+    chunk = 2 * 2 * 8 * 8 * 4  # B, keys and values, a shard's tokens, D, float32; of one head
+    assert max(made) == chunk
+    # Forward: two copies of keys and what is packed. Backward: the same, and the gradients of three copies.
+    assert sum(made) <= 8 * 10 * chunk
 
 
 def test_one_rank_is_one_call() -> None:

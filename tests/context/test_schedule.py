@@ -91,6 +91,7 @@ def test_many_ranks(name: str, num_ranks: int, layout: str, mask: Mask, generate
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("mask", [EVERYTHING, CAUSAL, window(200), documents([3000, 9800])], ids=str)
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 @pytest.mark.parametrize("name", sorted(generators.GENERATORS))

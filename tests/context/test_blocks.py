@@ -1,0 +1,169 @@
+"""Block maps across ranks: only visible tiles are computed, only keys somebody sees are sent, work can be evened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from flashspan.context import balanced, context_parallel
+from flashspan.context.generators import GENERATORS, gather, in_chunks, ring
+from flashspan.context.layout import LAYOUTS, place
+from flashspan.context.schedule import Shape, bytes_sent, reverse
+from flashspan.context.survey import Survey
+from flashspan.context.verify import verify
+from flashspan.kernels import patterns
+from flashspan.kernels.blocks import Blocks
+from flashspan.kernels.masks import CAUSAL, Band, Mask, dense
+from tests.context.cases import group_of
+from tests.context.test_execute import make, one_device, walk_all
+
+T = 150
+
+
+def holes(*shape: int) -> Blocks:
+    """Random pairs with a stretch nobody sees; maps of batch and heads as asked."""
+    visible = torch.rand(*shape, T, T, generator=torch.Generator().manual_seed(5)) < 0.1
+    visible[..., 60:90] = False
+    visible[..., 100:120, :] = False
+    return Blocks.from_dense(visible, block=64)
+
+
+SMALL: dict[str, Callable[[], Blocks]] = {
+    "holes": holes,
+    "for each head": lambda: holes(4),
+    "for each sequence and head": lambda: holes(2, 4),
+    "sinks": lambda: patterns.streaming(3, 20, T),
+    "nothing": lambda: Blocks.of(Band(0, -1), T, T),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_survey_counts_and_frames_what_is_visible(layout: str) -> None:
+    mask = holes(2, 1)
+    placement = place(layout, T, 5)
+    survey = Survey(placement, mask)
+    drawn = dense(mask, T, T).flatten(0, 1).numpy()
+    for q in range(5):
+        for k in range(5):
+            tile = drawn[:, placement.index(q)][:, :, placement.index(k)]
+            box = survey.box(q, k)
+            rows, columns = (np.flatnonzero(tile.any((0, axis))) for axis in (2, 1))
+            assert box.pairs == tile.sum()
+            if not box.pairs:
+                assert box.q_rows == box.k_rows == range(0)
+                continue
+            assert (box.q_rows, box.k_rows) == (range(rows[0], rows[-1] + 1), range(columns[0], columns[-1] + 1))
+            half = survey.box(q, k, range(5, 17))
+            assert half.pairs == tile[:, 5:17].sum()
+            assert not half.pairs or set(half.q_rows) <= set(range(5, 17))
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("strategy", sorted(GENERATORS))
+def test_any_map_over_simulated_ranks(name: str, strategy: str) -> None:
+    """Equal to one device on every layout, and every byte sent is one the schedule announced."""
+    xs, mask = make(T), SMALL[name]()
+    exact = one_device(mask, xs)
+    for layout in (balanced(mask),) if strategy in ("gather", "double_ring") else ("striped",):
+        survey = Survey(place(layout, T, 4), mask)
+        sizes = {"sizes": (2, 2)} if strategy == "double_ring" else {}
+        schedule = in_chunks(GENERATORS[strategy](survey, **sizes), 2)
+        verify(schedule, survey)
+        verify(reverse(schedule), survey)
+        mine, sent = walk_all(schedule, survey, xs)
+        for a, b in zip(mine, exact, strict=True):
+            assert float((a - b).norm()) <= 2e-6 * float(b.norm())
+        shape = Shape(num_batch=2, num_heads=4, num_kv_heads=2, head_dim=8, itemsize=4)
+        there, back = bytes_sent(schedule, shape), bytes_sent(reverse(schedule), shape)
+        assert sent == [a + b for a, b in zip(there, back, strict=True)]
+
+
+PATTERNS: dict[str, Callable[[int], Mask]] = {
+    "window": lambda n: Band(-900, 900),
+    "causal window": lambda n: Band(-1500, 0),
+    "causal": lambda n: CAUSAL,
+    "dilated": lambda n: patterns.dilated(100, 8, n),
+    "documents": lambda n: patterns.documents([n // 3, n // 5, n - n // 3 - n // 5]),
+    "random": lambda n: patterns.random_blocks(n, 0.2),
+    "longformer": lambda n: patterns.longformer(n, window=400, num_global=64),
+    "bigbird": lambda n: patterns.bigbird(n, window=400, num_global=64, num_random=3),
+    "prefix": lambda n: patterns.prefix(n // 4, n),
+    "streaming": lambda n: patterns.streaming(16, 1000, n),
+    "top blocks": lambda n: patterns.top_blocks(*torch.randn(2, 1, 2, n, 8).unbind(), 9, causal=True),
+}
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_a_layout_made_from_the_mask_evens_the_work(name: str) -> None:
+    """8 ranks: the busiest visits at most 1.15 times the mean's tiles, and computes as many times its pairs."""
+    n = 8000
+    mask = Blocks.of(PATTERNS[name](n), n, n)
+    placement = place(balanced(mask), n, 8)
+    assert sorted(np.concatenate([placement.index(rank) for rank in range(8)])) == list(range(n))
+    work = mask.rows.visits().sum((0, 1)).numpy()
+    owned = [{run.start // 128 + i for run in part for i in range(-(-len(run) // 128))} for part in placement.ranges]
+    visits = [sum(work[b] for b in part) for part in owned]
+    assert max(visits) <= 1.15 * sum(visits) / 8
+    assert verify(gather(survey := Survey(placement, mask)), survey).balance <= 1.15
+
+
+def test_bytes_fall_with_the_mask() -> None:
+    n, shape = 8192, Shape(1, 8, 8, 64, 2)
+    sent = {}
+    for name, mask in {
+        "everything": Blocks.of(Band(), n, n),
+        "streaming": patterns.streaming(4, 512, n),
+        "documents": Blocks.of(patterns.documents([1024] * 8), n, n),
+    }.items():
+        for strategy in (ring, gather):
+            survey = Survey(place("contiguous", n, 8), mask)
+            sent[name, strategy.__name__] = sum(bytes_sent(strategy(survey), shape))
+    for strategy in ("ring", "gather"):
+        assert sent["documents", strategy] == 0  # every document lives on one rank
+        assert sent["streaming", strategy] < 0.15 * sent["everything", strategy]
+    # 4 sinks for each of the ranks that do not hold them, 511 keys for each but the first (whose keys hold the sinks).
+    assert sent["streaming", "gather"] == 2 * 8 * 64 * 2 * (7 * 511 + 6 * 4 + 1024 - 511)
+
+
+def run_on_four(cases: list[tuple[str, str, str]]) -> list[Any]:
+    """On a rank: each case's (out, dq, dk, dv) and bytes sent, or None elsewhere."""
+    import torch.distributed as dist
+
+    group = group_of(4)
+    if dist.get_rank() < dist.get_world_size() - 4:
+        return [None] * len(cases)
+    answers: list[Any] = []
+    for name, layout, strategy in cases:
+        mask = SMALL[name]()
+        chosen = balanced(mask) if layout == "balanced" else layout
+        attend = context_parallel(group, layout=chosen, strategy=strategy, timeout=30.0)
+        q, k, v, dout = (attend.shard(x, 2) for x in make(T))
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out = attend(*leaves, mask=mask.dense() if layout == "striped" else mask, scale=0.3)
+        grads = torch.autograd.grad(out, leaves, dout)
+        whole = [attend.unshard(x, 2).double().numpy() for x in (out, *grads)]
+        answers.append((whole, attend.bytes_sent))
+    return answers
+
+
+CASES = [
+    *[("holes", "balanced", strategy) for strategy in ("ring", "gather", "helper", "ulysses")],
+    ("holes", "striped", "ring"),
+    ("for each head", "zigzag", "ulysses"),
+    ("for each sequence and head", "zigzag", "ring"),
+    ("nothing", "contiguous", "ring"),
+]
+
+
+def test_four_ranks_equal_one(on_ranks: Callable[..., list[Any]]) -> None:
+    answers = on_ranks(run_on_four, CASES)
+    for number, (name, _, _) in enumerate(CASES):
+        exact = one_device(SMALL[name](), make(T))
+        for part in [answer[number] for answer in answers if answer[number] is not None]:
+            for index, (mine, want) in enumerate(zip(part[0], exact, strict=True)):
+                error = float((torch.from_numpy(mine) - want).norm()) / max(float(want.norm()), 1e-30)
+                assert error <= (1e-6 if index == 0 else 1e-5)
