@@ -1,8 +1,8 @@
 """Keys and values of the tokens so far. A cache is a layer's attention; a context is all layers' caches.
 
 context = Whole()
-hidden = context.begin(model, prompt, capacity)                 # fills the caches
-hidden = context.extend(model, token, position)                 # one query, every key so far
+hidden = context.begin(model, prompts, lengths, capacity)       # fills the caches
+hidden = context.extend(model, tokens)                          # one query a row, every key of the row so far
 """
 
 from __future__ import annotations
@@ -19,29 +19,82 @@ from flashspan.model import Llama
 
 
 class Context(Protocol):
-    """What decoding needs of a memory: the last token's hidden state [B, E], for a prompt and for a token after it."""
+    """What decoding needs of a memory: the last token's hidden state [B, E], for prompts and for a token after them."""
 
-    def begin(self, model: Llama, tokens: Tensor, capacity: int) -> Tensor: ...
+    def begin(self, model: Llama, tokens: Tensor, lengths: Tensor, capacity: int) -> Tensor: ...
 
-    def extend(self, model: Llama, tokens: Tensor, position: int) -> Tensor: ...
+    def extend(self, model: Llama, tokens: Tensor) -> Tensor: ...
 
 
 class Whole:
-    """The context of one device."""
+    """The context of one device. Rows may have any lengths; a row sees its own tokens only.
 
-    def __init__(self, attend: Callable[..., Any] = attention) -> None:
-        self.attend = attend
+    On a GPU the work on a new token, hundreds of small kernels, is recorded once as a CUDA graph (unless `graph` is
+    False) and replayed: one launch a token. So nothing in it is a number of the host's: positions are on the device.
+    """
+
+    def __init__(self, attend: Callable[..., Any] = attention, *, graph: bool = True) -> None:
+        self.attend, self.graph = attend, graph
         self.caches: list[Cache] = []
+        self._recorded: Recorded | None = None
 
-    def begin(self, model: Llama, tokens: Tensor, capacity: int) -> Tensor:
-        """The prompt [B, T] through the model at once; room for `capacity` tokens is taken."""
+    def begin(self, model: Llama, tokens: Tensor, lengths: Tensor, capacity: int) -> Tensor:
+        """Prompts [B, T], of which row b has lengths[b] tokens and then anything; room for `capacity` tokens a row."""
         self.caches = [Cache(self.attend, capacity) for _ in model.layers]
-        return model(tokens, attends=self.caches)[:, -1]
+        self._recorded = None
+        self.capacity, self.longest = capacity, tokens.shape[1]
+        self.ragged = int(lengths.min()) < self.longest
+        self.positions = lengths.to(tokens.device, torch.int64, copy=True)  # where each row's next token goes
+        # Causal: what follows a row's end reaches nobody before it, and is overwritten before anyone sees it.
+        hidden = model(tokens, attends=self.caches)
+        return hidden[torch.arange(len(tokens), device=tokens.device), self.positions - 1]
 
-    def extend(self, model: Llama, tokens: Tensor, position: int) -> Tensor:
-        """One token more, [B, 1]."""
-        positions = torch.tensor([position], device=tokens.device)
-        return model(tokens, positions, attends=self.caches)[:, -1]
+    def extend(self, model: Llama, tokens: Tensor) -> Tensor:
+        """One token more for every row, [B, 1]."""
+        self.longest += 1
+        if self.longest > self.capacity:
+            raise ValueError(f"this context has room for {self.capacity} tokens: got {self.longest}; make a larger one")
+        if not (self.graph and tokens.is_cuda):
+            if self.ragged:
+                return self._step(model, tokens, self.longest)
+            # Rows that are alike need no table of who sees what.
+            position = torch.tensor([self.longest - 1], device=tokens.device)
+            return model(tokens, position, attends=self.caches)[:, -1]
+        if self._recorded is None:
+            self._recorded = Recorded(lambda given: self._step(model, given, self.capacity), tokens, self.positions)
+        return self._recorded(tokens)
+
+    def _step(self, model: Llama, tokens: Tensor, reach: int) -> Tensor:
+        """What `extend` does, over the first `reach` places of the caches."""
+        end = (self.positions + 1).int().unsqueeze(1)
+        seen = masks.Rows(torch.zeros_like(end), end, reach, convex=True)
+        for cache in self.caches:
+            cache.aim(self.positions, seen)
+        hidden = model(tokens, self.positions.unsqueeze(1), attends=self.caches)[:, -1]
+        self.positions += 1
+        return hidden
+
+
+class Recorded:
+    """A function of a tensor as a CUDA graph, which adds one to `counter` each time it runs."""
+
+    def __init__(self, run: Callable[[Tensor], Tensor], x: Tensor, counter: Tensor) -> None:
+        self.given, self.graph = x.clone(), torch.cuda.CUDAGraph()
+        # Once for real, so that kernels are compiled and loaded before the recording; on a side stream, as CUDA asks.
+        side = torch.cuda.Stream(x.device)
+        side.wait_stream(torch.cuda.current_stream(x.device))
+        with torch.cuda.stream(side):
+            run(self.given)
+            counter -= 1
+        torch.cuda.current_stream(x.device).wait_stream(side)
+        with torch.cuda.graph(self.graph):
+            self.result = run(self.given)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The result, until the next call."""
+        self.given.copy_(x)
+        self.graph.replay()
+        return self.result
 
 
 class Cache:
@@ -50,12 +103,26 @@ class Cache:
     def __init__(self, attend: Callable[..., Any], capacity: int) -> None:
         self.attend, self.capacity, self.length = attend, capacity, 0
         self._room: Tensor | None = None  # [2, B, K, capacity, D]
+        self._aim: tuple[Tensor, masks.Rows] | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, **sight: Any) -> Tensor:
         """q [B, H, T, D]; k, v [B, K, T, D] of T new tokens, which see each other causally and all before them."""
+        if self._aim is not None:
+            return self._extend(q, k, v, *self._aim)
         before = self.length
         k, v = self.append(k, v)
         return self.attend(q, k, v, mask=masks.causal(before))
+
+    def aim(self, positions: Tensor, seen: masks.Rows) -> None:
+        """From now on one token a row comes at a time: the next goes to `positions` [B] and sees `seen`."""
+        self._aim = positions, seen
+
+    def _extend(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, seen: masks.Rows) -> Tensor:
+        assert self._room is not None
+        rows = torch.arange(len(positions), device=positions.device)
+        self._room[:, rows, :, positions] = torch.stack((k, v))[..., 0, :].transpose(0, 1)
+        keys, values = self._room[:, :, :, : seen.num_keys]
+        return self.attend(q, keys, values, mask=seen)
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keep these keys and values; all that are kept, [B, K, S, D]."""
@@ -64,7 +131,7 @@ class Cache:
             raise ValueError(f"this cache has room for {self.capacity} tokens: got {end}; make a larger one")
         if self._room is None:
             B, K, _, D = k.shape
-            self._room = k.new_empty(2, B, K, self.capacity, D)
+            self._room = k.new_zeros(2, B, K, self.capacity, D)
         self._room[0, :, :, self.length : end] = k
         self._room[1, :, :, self.length : end] = v
         self.length = end

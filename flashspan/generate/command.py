@@ -32,6 +32,7 @@ def generate(
     *,
     prompt: str = "",
     file: str = "",
+    batch: int = 8,
     tokens: int = 200,
     temperature: float = 0.8,
     top_k: int = 0,
@@ -49,7 +50,8 @@ def generate(
     Args:
         folder: a training run, one of its checkpoints, or a Hugging Face folder.
         prompt: the text to continue.
-        file: a file of prompts, one a line, each continued in turn, in place of a prompt.
+        file: a file of prompts, one a line, in place of a prompt.
+        batch: how many prompts of a file are decoded at once.
         tokens: how many to add.
         temperature: 0 always takes the likeliest token; 1 draws as the model believes.
         top_k: draw from the k likeliest only; 0 for all.
@@ -61,12 +63,12 @@ def generate(
         dtype: of the weights.
     """
     sampling = Sampling(temperature, top_k, top_p)
-    if tokens < 1:
-        raise ValueError(f"tokens must be at least 1: got {tokens}")
+    if tokens < 1 or batch < 1:
+        raise ValueError(f"tokens and batch must be at least 1: got {tokens} and {batch}")
     prompts = read_prompts(file) if file else [prompt]
     gpus = torch.cuda.device_count() if device in ("auto", "cuda") else 0
     if ranks == 1:
-        talk(folder, prompts, tokens, sampling, seed, tokenizer, "cuda" if gpus else "cpu", dtype)
+        talk(folder, prompts, tokens, sampling, seed, tokenizer, "cuda" if gpus else "cpu", dtype, batch)
         return 0
     with Ranks(ranks, backend="nccl" if gpus >= ranks else "gloo") as pool:
         where = "cuda" if gpus >= ranks else "cpu"
@@ -87,22 +89,33 @@ def talk(
     tokenizer: str,
     device: str,
     dtype: str,
+    batch: int = 1,
 ) -> None:
-    """Continue each prompt and print it as it comes; on the ranks of a group together, and the first prints."""
+    """Continue each prompt, or `batch` of them at a time, and print it, one alone as it comes; on the ranks of a group
+    together, a prompt at a time, and the first prints."""
     split = dist.is_initialized() and dist.get_world_size() > 1
     model, coder = load(folder, tokenizer, device=device, dtype=getattr(torch, dtype))
     silent = split and dist.get_rank() > 0
     say = (lambda text: None) if silent else (lambda text: print(text, end="", flush=True))
-    for text in prompts:
+    batch = 1 if split else batch
+    for texts in (prompts[i : i + batch] for i in range(0, len(prompts), batch)):
         begin, count = time.perf_counter(), 0
-        say(text)
-        start = coder.encode(text) or [max(0, coder.end)]
+        starts = [coder.encode(text) or [max(0, coder.end)] for text in texts]
         context = Split(context_parallel(dist.group.WORLD), dist.group.WORLD) if split else None
-        tokens = decode(model, start, num_tokens, sampling=sampling, seed=seed, end=coder.end, context=context)
-        for piece in stream(tokens, coder):
-            say(piece)
-            count += 1
-        say(f"\n[{count} tokens, {count / (time.perf_counter() - begin):.1f} a second]\n")
+        tokens = decode(model, starts, num_tokens, sampling=sampling, seed=seed, end=coder.end, context=context)
+        if len(texts) > 1:
+            drawn = torch.stack(list(tokens), 1).tolist()  # [B, n]
+            for text, row in zip(texts, drawn, strict=True):
+                row = row[: row.index(coder.end) + 1] if coder.end in row else row
+                say(text + "".join(stream(([token] for token in row), coder)) + "\n")
+                count += len(row)
+        else:
+            say(texts[0])
+            for piece in stream(tokens, coder):
+                say(piece)
+                count += 1
+            say("\n")
+        say(f"[{count} tokens, {count / (time.perf_counter() - begin):.1f} a second]\n")
 
 
 def load(
@@ -124,7 +137,7 @@ def load(
     return model, coder
 
 
-def stream(tokens: Iterable[torch.Tensor], coder: Tokenizer) -> Iterator[str]:
+def stream(tokens: Iterable[torch.Tensor | list[int]], coder: Tokenizer) -> Iterator[str]:
     """Text for each token of the first row, holding back what is not a whole character yet."""
     if isinstance(coder, ByteTokenizer):
         decoder = codecs.getincrementaldecoder("utf-8")("replace")

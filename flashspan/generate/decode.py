@@ -1,4 +1,4 @@
-"""Decoding: a prompt once through the model, then a token at a time, with the keys and values kept."""
+"""Decoding: prompts once through the model, then a token at a time, with the keys and values kept."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .sample import Sampling
 @torch.inference_mode()
 def decode(
     model: Llama,
-    prompt: Sequence[int] | Tensor,
+    prompt: Sequence[int] | Sequence[Sequence[int]] | Tensor,
     num_tokens: int,
     *,
     sampling: Sampling | None = None,
@@ -24,30 +24,42 @@ def decode(
     end: int = -1,
     context: Context | None = None,
 ) -> Iterator[Tensor]:
-    """Yield up to `num_tokens` tokens [B] that continue a prompt [T] or [B, T]; stops when every row has said `end`.
+    """Yield up to `num_tokens` tokens [B] that continue a prompt [T], or several of any lengths; stops when every row
+    has said `end`, after which a row's tokens mean nothing.
 
-    With a context split over ranks, every rank calls this with the same arguments and yields the same tokens.
+    A row is what it would be alone: its draws depend on the seed and on nothing else. With a context split over ranks,
+    every rank calls this with the same arguments and yields the same tokens.
     """
     sampling = sampling or Sampling()
     device = model.embed.weight.device
-    tokens = torch.as_tensor(prompt, dtype=torch.int64, device=device)
-    tokens = tokens.unsqueeze(0) if tokens.dim() == 1 else tokens
-    length = tokens.shape[1]
-    if length == 0:
+    tokens, lengths = _pad(prompt)
+    if int(lengths.min()) == 0:
         raise ValueError("a prompt needs at least one token: give some text to go on from")
     if int(tokens.min()) < 0 or int(tokens.max()) >= model.config.vocab_size:
         raise ValueError(
             f"the prompt's tokens must be in the model's vocabulary of {model.config.vocab_size}: "
             f"got {int(tokens.min())} to {int(tokens.max())}; is this the model's tokenizer?"
         )
-    generator = torch.Generator(device).manual_seed(seed)
+    tokens = tokens.to(device)
+    generators = [torch.Generator(device).manual_seed(seed) for _ in tokens]
     context = context or Whole()
     said = torch.zeros(len(tokens), dtype=torch.bool, device=device)
-    hidden = context.begin(model, tokens, length + num_tokens)
-    for position in range(length, length + num_tokens):
-        chosen = sampling.choose(model.logits(hidden), generator)
+    hidden = context.begin(model, tokens, lengths, tokens.shape[1] + num_tokens)
+    for left in range(num_tokens - 1, -1, -1):
+        chosen = sampling.choose(model.logits(hidden), generators)
         yield chosen
         said |= chosen == end
-        if bool(said.all()) or position == length + num_tokens - 1:
+        if left == 0 or (end >= 0 and bool(said.all())):
             return
-        hidden = context.extend(model, chosen.unsqueeze(1), position)
+        hidden = context.extend(model, chosen.unsqueeze(1))
+
+
+def _pad(prompt: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of one width [B, T], filled up with token 0, and how long each was [B]."""
+    if isinstance(prompt, Tensor):
+        tokens = torch.atleast_2d(prompt.cpu()).long()
+        return tokens, torch.full((len(tokens),), tokens.shape[1])
+    rows = [torch.as_tensor(row, dtype=torch.int64) for row in prompt]
+    if not rows or rows[0].dim() == 0:
+        rows = [torch.as_tensor(prompt, dtype=torch.int64)]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), torch.tensor([len(row) for row in rows])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,11 +24,12 @@ class Sampling:
                 f"top_k {self.top_k}, top_p {self.top_p}"
             )
 
-    def choose(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Tokens [B] from logits [B, V]."""
+    def choose(self, logits: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+        """Tokens [B] from logits [B, V], each row by a generator of its own."""
         if self.temperature == 0:
             return logits.argmax(-1)
-        return torch.multinomial(self.probabilities(logits), 1, generator=generator).squeeze(-1)
+        rows = zip(self.probabilities(logits), generators, strict=True)
+        return torch.cat([torch.multinomial(chances, 1, generator=generator) for chances, generator in rows])
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """What `choose` draws from, float32 [B, V]."""

@@ -30,9 +30,13 @@ class Split:
         self.attend, self.group = attend, group
         self.caches: list[SplitCache] = []
 
-    def begin(self, model: Llama, tokens: Tensor, capacity: int) -> Tensor:
-        """The prompt [B, T], the same on every rank, of which this one computes its part."""
-        length = tokens.shape[1]
+    def begin(self, model: Llama, tokens: Tensor, lengths: Tensor, capacity: int) -> Tensor:
+        """Prompts [B, T] of one length, the same on every rank, of which this one computes its part."""
+        self.position = length = tokens.shape[1]
+        if int(lengths.min()) != length:
+            raise ValueError(
+                f"a split context takes prompts of one length: got {lengths.tolist()}; decode them one after another"
+            )
         if length < self.attend.num_ranks:
             raise ValueError(
                 f"a split context needs a prompt of at least one token a rank: got {length} tokens on "
@@ -51,11 +55,12 @@ class Split:
         dist.broadcast(last, group=self.group, group_src=owner)
         return last
 
-    def extend(self, model: Llama, tokens: Tensor, position: int) -> Tensor:
+    def extend(self, model: Llama, tokens: Tensor) -> Tensor:
         """One token more, [B, 1], the same on every rank."""
-        positions = torch.tensor([position], device=tokens.device)
+        positions = torch.tensor([self.position], device=tokens.device)
         for cache in self.caches:
-            cache.keeps = position % self.attend.num_ranks == self.attend.rank
+            cache.keeps = self.position % self.attend.num_ranks == self.attend.rank
+        self.position += 1
         return model(tokens, positions, attends=self.caches)[:, -1]
 
 

@@ -22,15 +22,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .config import LlamaConfig
-from .loss import linear_cross_entropy
-from .rope import Rotation, rotation
+from .loss import Slope, linear_cross_entropy, slope_in_parts
+from .rope import Rotation, rotate, rotation
 
 Attend = Callable[..., Any]
 """attention(q [B, H, T, D], k, v [B, K, S, D], *, causal or mask) -> [B, H, T, D]."""
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions. [B, T, E] -> [B, T, E]."""
+    """The projections around grouped-query attention with rotary positions."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -41,10 +41,13 @@ class Attention(nn.Module):
         self.value = nn.Linear(config.width, key_width, bias=False)
         self.output = nn.Linear(query_width, config.width, bias=False)
 
-    def forward(self, x: Tensor, turn: Rotation, mask: Any, attend: Attend) -> Tensor:
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What to attend with: q [B, H, T, D]; k, v [B, K, T, D]."""
         q, k, v = (self._heads(project(x)) for project in (self.query, self.key, self.value))
-        sight = {"causal": True} if mask is None else {"mask": mask}
-        mixed = attend(turn(q), turn(k), v, **sight)  # [B, H, T, D]
+        return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+    def merge(self, mixed: Tensor) -> Tensor:
+        """The attention's [B, H, T, D] as an addition to the residual, [B, T, E]."""
         return self.output(mixed.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -66,7 +69,11 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention, then feed-forward, each on the normalised input and added to it. [B, T, E] -> [B, T, E]."""
+    """One layer: attention, then feed-forward, each on the normalised input and added to it. [B, T, E] -> [B, T, E].
+
+    What is before the attention and what is after it are two functions of tensors: whoever trains may compile or
+    recompute them, whatever the attention is.
+    """
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -76,7 +83,17 @@ class Block(nn.Module):
         self.ffn = FeedForward(config)
 
     def forward(self, x: Tensor, turn: Rotation, mask: Any, attend: Attend) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), turn, mask, attend)
+        q, k, v = self.before(x, turn.cos, turn.sin)
+        sight = {"causal": True} if mask is None else {"mask": mask}
+        return self.after(x, attend(q, k, v, **sight))
+
+    def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of x."""
+        return self.attention.project(self.attention_norm(x), cos, sin)
+
+    def after(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """x with what the attention found, and then what the feed-forward makes of it, added."""
+        x = x + self.attention.merge(mixed)
         return x + self.ffn(self.ffn_norm(x))
 
 
@@ -86,6 +103,7 @@ class Llama(nn.Module):
     def __init__(self, config: LlamaConfig, *, attention: Attend) -> None:
         super().__init__()
         self.config, self.attend = config, attention
+        self.slope: Slope = slope_in_parts
         self.embed = nn.Embedding(config.vocab_size, config.width)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
@@ -120,7 +138,7 @@ class Llama(nn.Module):
 
     def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """The sum of the cross entropies of hidden [B, T, E] against targets [B, T], float32; -100 does not count."""
-        return linear_cross_entropy(hidden.flatten(0, -2), self.head.weight, targets.flatten())
+        return linear_cross_entropy(hidden.flatten(0, -2), self.head.weight, targets.flatten(), slope=self.slope)
 
     def initialize(self, seed: int) -> None:
         """Fresh weights, decided by the seed and each parameter's name."""

@@ -5,72 +5,115 @@ Both gradients are made while a chunk's logits are there, in forward, so backwar
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 IGNORE = -100
-CHUNK_NUMBERS = 2**27
-"""Logits alive at a time: 512 MiB of float32."""
+CHUNK_BYTES = 2**30
+"""Logits alive at a time: 4096 tokens of a vocabulary of 128,256 in bfloat16."""
+PART_NUMBERS = 2**26
+"""Logits worked on at a time where nothing fuses: 256 MiB for each float32 result on the way."""
+
+Slope = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""slope(logits [n, V], targets [n]) -> losses [n] and their gradients [n, V], for which the logits may be used up."""
 
 
-def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, chunk: int | None = None) -> Tensor:
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, *, chunk: int | None = None, slope: Slope | None = None
+) -> Tensor:
     """sum(cross_entropy(x @ weight.T, targets)) in float32. x [N, E], weight [V, E], targets [N]; -100 is ignored.
 
-    Under autocast the products are in its dtype, as a linear layer's would be. Differentiable once.
+    Under autocast the products are in its dtype, as a linear layer's would be. Differentiable once. `slope` is
+    `slope_in_parts`, or `slope_at_once` where a compiler makes one kernel of it.
     """
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)
-    chunk = chunk or max(256, CHUNK_NUMBERS // weight.shape[0])
+    if chunk is None:
+        # Whole tiles of a matrix product, so that none is half empty.
+        chunk = max(256, CHUNK_BYTES // (weight.shape[0] * weight.element_size()) // 256 * 256)
     learning = torch.is_grad_enabled()
     return _LinearCrossEntropy.apply(
-        x, weight, targets, chunk, learning and x.requires_grad, learning and weight.requires_grad
+        x,
+        weight,
+        targets,
+        chunk,
+        slope or slope_in_parts,
+        learning and x.requires_grad,
+        learning and weight.requires_grad,
     )
+
+
+def slope_at_once(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The losses [n] of logits [n, V], float32 or better, and their gradients [n, V].
+
+    A gradient is the probabilities, less one at the target; nothing in a row that is ignored.
+
+    The gradients are a tensor of their own: torch.compile (2.11) reads an input that is overwritten too late.
+    """
+    goals = targets.unsqueeze(-1)  # [n, 1]
+    valid = goals != IGNORE
+    wide = logits.to(_wide(logits.dtype))
+    lse = wide.logsumexp(-1, keepdim=True)
+    losses = ((lse - wide.gather(-1, goals.clamp(min=0))) * valid).squeeze(-1)
+    at_target = torch.arange(logits.shape[-1], device=logits.device) == goals
+    return losses, (((wide - lse).exp() - at_target.to(wide.dtype)) * valid).to(logits.dtype)
+
+
+def slope_in_parts(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """`slope_at_once` of a few rows after another, in the logits' place."""
+    rows = max(1, PART_NUMBERS // logits.shape[-1])
+    losses = []
+    for part, goals in zip(logits.split(rows), targets.split(rows), strict=True):
+        found, slopes = slope_at_once(part, goals)
+        losses.append(found)
+        part.copy_(slopes)
+    return torch.cat(losses), logits
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, chunk: int, wants_x: bool, wants_weight: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        chunk: int,
+        slope: Slope,
+        wants_x: bool,
+        wants_weight: bool,
     ) -> Tensor:
         dx = torch.empty_like(x) if wants_x else None
-        dweight = torch.zeros_like(weight, dtype=_wide(weight.dtype)) if wants_weight else None
+        dweight: Tensor | None = None
         total = torch.zeros((), dtype=_wide(x.dtype), device=x.device)
         with torch.autocast(x.device.type, enabled=False):
             for begin in range(0, len(x), chunk):
-                rows, goals = x[begin : begin + chunk], targets[begin : begin + chunk]
-                valid = (goals != IGNORE).unsqueeze(-1)  # [n, 1]
-                index = goals.clamp(min=0).unsqueeze(-1)
-                logits = (rows @ weight.T).to(_wide(x.dtype))  # [n, V]
-                lse = logits.logsumexp(-1, keepdim=True)
-                total += ((lse - logits.gather(-1, index)) * valid).sum()
-                if dx is None and dweight is None:
-                    continue
-                # The gradient of the logits: probabilities, less one at the target, nothing where ignored.
-                slope = logits.sub_(lse).exp_()
-                slope.scatter_add_(-1, index, -torch.ones_like(lse))
-                low = slope.mul_(valid).to(x.dtype)
+                rows = x[begin : begin + chunk]
+                losses, slopes = slope(rows @ weight.T, targets[begin : begin + chunk])
+                total += losses.sum()
                 if dx is not None:
-                    torch.mm(low, weight, out=dx[begin : begin + chunk])
-                if dweight is not None:
-                    dweight += low.T @ rows
+                    torch.mm(slopes, weight, out=dx[begin : begin + chunk])
+                if wants_weight:
+                    part = slopes.T @ rows
+                    dweight = part.to(_wide(part.dtype)) if dweight is None else dweight.add_(part)
+                del slopes  # before the next chunk's logits are made
+        if wants_weight and dweight is None:
+            dweight = torch.zeros_like(weight)
         ctx.save_for_backward(dx, dweight)
         ctx.dtype = weight.dtype
         return total
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
         dx, dweight = ctx.saved_tensors
-        return (
-            None if dx is None else dx * dout.to(dx.dtype),
-            None if dweight is None else (dweight * dout).to(ctx.dtype),
-            None,
-            None,
-            None,
-            None,
-        )
+        if dweight is not None:  # into its dtype at once: a float32 vocabulary is a gigabyte
+            dweight = torch.mul(dweight, dout, out=torch.empty_like(dweight, dtype=ctx.dtype))
+        if dx is not None:
+            dx = (dx.to(_wide(dx.dtype)) * dout).to(dx.dtype)
+        return dx, dweight, None, None, None, None, None
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

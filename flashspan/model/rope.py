@@ -13,7 +13,7 @@ from .config import LlamaConfig, RopeScaling
 
 @dataclass(frozen=True)
 class Rotation:
-    """cos and sin of each token's angles, float32 [.., T, D / 2]; call it on queries or keys [B, H, T, D].
+    """cos and sin of each token's angles, float32 [.., T, D / 2], for `rotate`.
 
     An object and not two tensors, so that nothing on the way (mixed precision, say) rounds the angles.
     """
@@ -21,11 +21,12 @@ class Rotation:
     cos: Tensor
     sin: Tensor
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Rotate the pairs (d, d + D / 2): the order of published weights. In float32, back in x's dtype."""
-        left, right = x.float().chunk(2, -1)
-        turned = torch.cat((left * self.cos - right * self.sin, right * self.cos + left * self.sin), -1)
-        return turned.to(x.dtype)
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (d, d + D / 2) of x [B, H, T, D], in the order of published weights: in float32, then as x."""
+    left, right = x.chunk(2, -1)  # times a float32 they are float32
+    turned = (left * cos - right * sin, right * cos + left * sin)
+    return torch.cat([half.to(x.dtype) for half in turned], -1)
 
 
 def rotation(positions: Tensor, config: LlamaConfig) -> Rotation:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from flashspan.attention import attention
 from flashspan.context import ContextAttention, context_parallel, keep_attention
 from flashspan.model import IGNORE, Llama, LlamaConfig, initial_weight, read_weights
+from flashspan.model.loss import slope_at_once
 from flashspan.parallel import (
     DataParallel,
     ShardedOptimizer,
@@ -30,6 +32,7 @@ from flashspan.parallel.checkpoint import full_tensor, shard_like
 from flashspan.parallel.collectives import chunk_range
 
 from .config import OptimizerSection, TrainConfig
+from .offload import on_host
 
 # One exchange before the three projections of attention and one before the two of the feed-forward.
 TENSOR_PLAN: dict[str, Any] = {
@@ -93,12 +96,9 @@ class Parts:
     @contextlib.contextmanager
     def without_sync(self, quiet: bool) -> Iterator[None]:
         """Backward passes inside keep their gradients to this rank, if `quiet`."""
-        if isinstance(self.runner, DataParallel):
-            with self.runner.no_sync() if quiet else contextlib.nullcontext():
-                yield
-        else:
-            assert isinstance(self.runner, FSDPModule)
+        if isinstance(self.runner, FSDPModule):
             self.runner.set_requires_gradient_sync(not quiet)
+        with self.runner.no_sync() if quiet and isinstance(self.runner, DataParallel) else contextlib.nullcontext():
             yield
 
 
@@ -107,28 +107,22 @@ def build(config: TrainConfig, shape: LlamaConfig, mesh: DeviceMesh, device: tor
     degree = {axis: mesh[axis].size() for axis in ("data", "shard", "context", "tensor")}
     attend = None
     if degree["context"] > 1:
-        attend = context_parallel(
-            mesh["context"],
-            layout=config.parallel.layout,
-            strategy=config.parallel.strategy,
-            num_tokens=config.data.sequence,
-            timeout=config.parallel.timeout,
-        )
+        attend = split_attention(config, mesh["context"])
     with torch.device("meta"):
         model = Llama(shape, attention=attend or attention)
     if degree["tensor"] > 1:
         apply_tensor_parallel(model, mesh["tensor"], TENSOR_PLAN)
-    fill(model, config, device)
-    apply_recompute(model, config.train.recompute, split=attend is not None)
-    if config.train.compile:
-        for layer in model.layers:
-            layer.compile()
-    objective = Objective(model, mesh["tensor"] if degree["tensor"] > 1 else None)
     group = submesh(mesh, "gradient").get_group()
+    fill(model, config, device, reads=dist.get_rank(group) == 0)
+    # Tensor parallelism exchanges inside of what is compiled, where the graph then breaks.
+    apply_recompute(model, config.train.recompute, split=attend is not None, offload=config.train.offload)
+    if config.train.compile:
+        apply_compile(model, whole=degree["tensor"] == 1)
+    objective = Objective(model, mesh["tensor"] if degree["tensor"] > 1 else None)
     runner: nn.Module = objective
     if degree["shard"] > 1:
         apply_fully_sharded(objective, mesh, model.layers, op="sum")
-    else:
+    elif dist.get_world_size(group) > 1:  # alone, a rank has nobody to add its gradients to
         runner = DataParallel(objective, group=group, op="sum")
     names = {param: name for name, param in model.named_parameters()}
     sharded = config.optimizer.sharded and degree["shard"] == 1
@@ -136,16 +130,46 @@ def build(config: TrainConfig, shape: LlamaConfig, mesh: DeviceMesh, device: tor
     return Parts(model, runner, optimizer, attend, names)
 
 
-def fill(model: Llama, config: TrainConfig, device: torch.device) -> None:
-    """Give a model on the meta device its first weights, each rank its part: a checkpoint's, or random by name."""
+def split_attention(config: TrainConfig, mesh: DeviceMesh) -> ContextAttention:
+    """Attention over the context ranks, by the strategy of the config."""
+    parallel, group = config.parallel, mesh
+    options: dict[str, Any] = {}
+    if parallel.inner:
+        sizes = (mesh.size() // parallel.inner, parallel.inner)
+        if parallel.strategy == "hybrid":
+            group = mesh._unflatten(0, sizes, ("across", "heads"))
+        else:
+            options["sizes"] = sizes
+    return context_parallel(
+        group,
+        layout=parallel.layout,
+        strategy=parallel.strategy,
+        num_tokens=config.data.sequence,
+        timeout=parallel.timeout,
+        **options,
+    )
+
+
+def fill(model: Llama, config: TrainConfig, device: torch.device, *, reads: bool) -> None:
+    """Give a model on the meta device its first weights: a checkpoint's, or random by name.
+
+    A tensor-parallel rank reads its slices and nothing else. Of the ranks that will hold the same, or shards of the
+    same, the first reads and the others make room: wrapping the model sends them what it has.
+    """
     places = {name: (module, key) for module, name, key in _slots(model)}
     owners: dict[Tensor, nn.Parameter] = {}
     wanted = {name: module._parameters[key] for name, (module, key) in places.items()}
+    dtype = getattr(torch, config.train.weights)
 
     def part(name: str, shape: torch.Size) -> tuple[slice, ...] | None:
         return _local_slices(wanted[name])
 
     def weights() -> Iterator[tuple[str, Tensor]]:
+        if not reads:
+            for name, param in model.named_parameters():
+                local = param.to_local() if isinstance(param, DTensor) else param
+                yield name, torch.empty(local.shape, dtype=dtype, device=device)
+            return
         if config.model.load:
             yield from read_weights(config.model.load, model.config, part=part)
             return
@@ -156,7 +180,7 @@ def fill(model: Llama, config: TrainConfig, device: torch.device) -> None:
     for name, value in weights():
         old = wanted[name]
         assert old is not None
-        local = value.to(device, torch.float32).contiguous()
+        local = value.to(device, dtype).contiguous()
         made: Tensor = local
         if isinstance(old, DTensor):
             made = DTensor.from_local(
@@ -185,23 +209,53 @@ def _local_slices(param: Tensor | None) -> tuple[slice, ...] | None:
     return (*[slice(None)] * dim, slice(begin, end))
 
 
-def apply_recompute(model: Llama, mode: str, *, split: bool) -> None:
-    """Recompute each layer's activations in backward: all, or all but the attention's output. In place."""
-    if mode == "none":
-        return
-    contexts: dict[str, Any] = {}
-    if mode == "attention":
-        contexts["context_fn"] = keep_attention if split else _keep_local_attention
+def apply_recompute(model: Llama, mode: str, *, split: bool, offload: bool = False) -> None:
+    """Make activations again in backward: everything in a layer, all but the attention's output, or only what costs
+    next to nothing (norms, rotations, SwiGLU), keeping products and attention. In place.
+
+    With `offload` what is kept of a layer's input waits in the host's memory.
+    """
+    layer: Any
     for layer in model.layers:
-        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, **contexts)
+        if mode == "elementwise":
+            layer.before, layer.after = (_again(run, _keep_products) for run in (layer.before, layer.after))
+        elif mode == "attention":
+            layer.forward = _again(layer.forward, keep_attention if split else _keep_local_attention)
+        elif mode == "full":
+            layer.forward = _again(layer.forward, None)
+        if offload:
+            layer.forward = on_host(layer.forward)
+
+
+def apply_compile(model: Llama, *, whole: bool) -> None:
+    """Let torch.compile fuse what lies between the products and around the attention: one graph of each kind, which all
+    layers share, and the slope of the loss. In place. `whole`: refuse a graph that breaks."""
+    # What is kept is decided above; the advice the compiler gives about it is for other models.
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+    layer: Any
+    for layer in model.layers:
+        layer.before, layer.after = (
+            torch.compile(run, fullgraph=whole, dynamic=False) for run in (layer.before, layer.after)
+        )
+    model.slope = torch.compile(slope_at_once, fullgraph=True, dynamic=False)
+
+
+def _again(run: Callable[..., Any], contexts: Callable[[], Any] | None) -> Callable[..., Any]:
+    options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
+
+    def recomputed(*args: Any) -> Any:
+        return checkpoint(run, *args, use_reentrant=False, **options)
+
+    return recomputed
 
 
 def _keep_local_attention() -> Any:
-    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        kept = op is torch.ops.flashspan.attend.default
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    return create_selective_checkpoint_contexts([torch.ops.flashspan.attend.default])
 
-    return create_selective_checkpoint_contexts(policy)
+
+def _keep_products() -> Any:
+    aten = torch.ops.aten
+    return create_selective_checkpoint_contexts([aten.mm.default, aten.addmm.default, aten.bmm.default])
 
 
 def make_optimizer(

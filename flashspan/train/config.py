@@ -57,11 +57,15 @@ class TrainSection:
     batch: int = option(12, "samples per step, over all ranks")
     accumulate: int = option(1, "backward passes per step, each on its part of the batch")
     seed: int = option(0, "of the first weights and of the order of the samples")
-    precision: Literal["float32", "bfloat16", "float16"] = option("float32", "of the products; weights stay float32")
-    recompute: Literal["none", "full", "attention"] = option(
-        "none", "keep all activations, none inside a layer, or only the attention's"
+    precision: Literal["float32", "bfloat16", "float16"] = option("float32", "of the products")
+    weights: Literal["float32", "bfloat16"] = option(
+        "float32", "of weights, gradients and moments; bfloat16 halves them, and small updates round to nothing"
     )
-    compile: bool = option(False, "torch.compile each layer")
+    recompute: Literal["none", "full", "attention", "elementwise"] = option(
+        "none", "in backward: nothing, whole layers, all but attention, or only norms, rotations and SwiGLU"
+    )
+    offload: bool = option(False, "what recomputing keeps of each layer's input waits in the host's memory")
+    compile: bool = option(False, "torch.compile the parts of a layer around its attention, and the loss")
     evaluate_every: int = option(40, "steps between losses on the validation file; 0: never")
     evaluate_samples: int = option(32, "samples in such a loss")
     tensorboard: bool = option(False, "write TensorBoard events too")
@@ -87,7 +91,10 @@ class ParallelSection:
     shard: int = option(1, "ranks over which weights are split (FSDP2), each with its own samples")
     context: int = option(0, "ranks over which a sequence is split; 0: the ranks the others leave")
     tensor: int = option(1, "ranks over which each layer is split")
-    strategy: Literal["ring", "gather", "helper", "ulysses"] = option("ring", "how keys reach queries")
+    strategy: Literal["ring", "double_ring", "gather", "helper", "ulysses", "hybrid"] = option(
+        "ring", "how keys reach queries"
+    )
+    inner: int = option(0, "of the context ranks, those of one node (double_ring) or one exchange of heads (hybrid)")
     layout: Literal["zigzag", "striped", "contiguous"] = option("zigzag", "who holds which tokens")
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto: the GPUs if there are any")
     timeout: float = option(300.0, "seconds before a stalled exchange is an error")
@@ -147,6 +154,7 @@ class TrainConfig:
             "parallel.shard": 1,
             "parallel.context": 0,
             "parallel.tensor": 1,
+            "parallel.inner": 0,
             "checkpoint.every": 0,
             "checkpoint.keep": 1,
         }
@@ -155,6 +163,21 @@ class TrainConfig:
             value = getattr(getattr(self, section), name)
             if not value >= least:
                 raise ValueError(f"{key} must be at least {least}: got {value}")
+        train, parallel = self.train, self.parallel
+        if (parallel.strategy in ("double_ring", "hybrid")) != (parallel.inner > 0):
+            raise ValueError(
+                "parallel.inner is how many context ranks are near each other, for double_ring and hybrid and only for "
+                f"them: got strategy {parallel.strategy} and inner {parallel.inner}"
+            )
+        if train.weights == "bfloat16" and train.precision != "bfloat16":
+            raise ValueError(
+                f"bfloat16 weights make bfloat16 products: got train.precision {train.precision}; set it to bfloat16"
+            )
+        if train.offload and train.recompute not in ("full", "attention"):
+            raise ValueError(
+                "train.offload moves the layer inputs that recomputing keeps: "
+                f'got train.recompute {train.recompute}; set it to "full" or "attention"'
+            )
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
         return dataclasses.asdict(self)

@@ -104,12 +104,17 @@ def write_tokens(path: str | Path, tokenizer: Tokenizer) -> Iterator[TokenWriter
         half.unlink(missing_ok=True)
 
 
+def token_dtype(tokenizer: Tokenizer) -> np.dtype:
+    """How a tokenizer's tokens are stored."""
+    return np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
+
+
 class TokenWriter:
     """Adds tokens to a file and, at the end, says in its header how many."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
         self.tokenizer, self.num_tokens = tokenizer, 0
-        self.dtype = np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
+        self.dtype = token_dtype(tokenizer)
         self.stream = path.open("wb")
         self.stream.write(b" " * HEADER_BYTES)
 

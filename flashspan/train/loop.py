@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flashspan import masks
+from flashspan.context.exchange import ExchangeError
 from flashspan.parallel import build_mesh, clip_grad_norm, grad_norm, load_full_state_dict, submesh
 
 from . import checkpoint
@@ -29,6 +30,8 @@ from .metrics import Display, StepMetrics, draw_loss, memory_gib, peak_flops
 
 DONE, STOPPED, NOT_FINITE = "done", "stopped", "not finite"
 FIRST_SCALE, GROW_AFTER = 2.0**14, 200
+PATIENCE = 4.0
+"""Seconds that a rank which failed waits for the others to fail too."""
 
 
 class Trainer:
@@ -72,7 +75,8 @@ class Trainer:
             how = DONE
             while self.step < config.train.steps:
                 begin = time.perf_counter()
-                loss, norm, lr, stop = self.take_step(bool(asked))
+                with name_the_silent(f"step {self.step + 1}"):
+                    loss, norm, lr, stop = self.take_step(bool(asked))
                 if not (math.isfinite(loss) and math.isfinite(norm)):
                     if self.scale > 1.0:
                         display.say(f"step {self.step + 1}: float16 overflow, again with the loss scale {self.scale:g}")
@@ -119,7 +123,7 @@ class Trainer:
         self.parts.optimizer.zero_grad()
         numbers = self._my_samples()
         batches = [self._place(self.train, part) for part in numbers]
-        count = self._sum(torch.tensor([sum((targets >= 0).sum().item() for _, targets, _ in batches)]))[0]
+        count = self._sum(torch.stack([(targets >= 0).sum() for _, targets, _ in batches]).sum())
         local = torch.zeros((), dtype=torch.float64, device=self.device)
         for i, (tokens, targets, mask) in enumerate(batches):
             with self.parts.without_sync(i < len(batches) - 1):
@@ -127,14 +131,16 @@ class Trainer:
                     total = self.parts.runner(tokens, targets, self.positions, mask)
                 (total * (self.scale / count)).backward()
             local += total.detach()
-        loss, stops = self._sum(torch.stack((local.cpu(), torch.tensor(float(stop), dtype=torch.float64))))
+        sums = self._sum(torch.stack((local, local.new_tensor(float(stop)))))
         params = list(self.parts.names)
         if self.scale != 1.0:
             for param in params:
                 if param.grad is not None:
                     param.grad.div_(self.scale)
         clip = config.optimizer.clip
-        norm = float(clip_grad_norm(params, clip) if clip else grad_norm(params))
+        norms = clip_grad_norm(params, clip) if clip else grad_norm(params)
+        # The one moment at which the host waits for the device.
+        loss, stops, norm = torch.stack((sums[0] / count, sums[1], norms.to(sums.dtype))).tolist()
         lr = learning_rate(self.step, config.train.steps, config.optimizer)
         fine = math.isfinite(loss) and math.isfinite(norm)
         if fine:
@@ -144,7 +150,7 @@ class Trainer:
             self.step += 1
         if config.train.precision == "float16":
             self._rescale(fine)
-        return loss / count, norm, lr, stops > 0
+        return loss, norm, lr, stops > 0
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -152,14 +158,14 @@ class Trainer:
         assert self.validation is not None
         self.parts.runner.eval()
         numbers = range(self.batch_rank, self._evaluation_samples(), self.batch_ranks)
-        sums = torch.zeros(2, dtype=torch.float64)
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for number in numbers:
             tokens, targets, mask = self._place(self.validation, [number])
             with self._autocast():
-                sums[0] += self.parts.runner(tokens, targets, self.positions, mask).item()
-            sums[1] += (targets >= 0).sum().item()
+                sums[0] += self.parts.runner(tokens, targets, self.positions, mask)
+            sums[1] += (targets >= 0).sum()
         self.parts.runner.train()
-        total, count = self._sum(sums)
+        total, count = self._sum(sums).tolist()
         return total / count
 
     def _evaluation_samples(self) -> int:
@@ -188,15 +194,17 @@ class Trainer:
             tokens, targets = (self.parts.attend.shard(x, 1) for x in (tokens, targets))
         return tokens.to(self.device), targets.to(self.device), mask
 
-    def _sum(self, values: Tensor) -> list[float]:
-        """Numbers summed over all ranks that hold different tokens; tensor ranks hold the same."""
-        total = values.to(self.device, torch.float64)
+    def _sum(self, values: Tensor) -> Tensor:
+        """Numbers summed over all ranks that hold different tokens, float64; tensor ranks hold the same."""
+        total = values.to(self.device, torch.float64, copy=True)
         dist.all_reduce(total)
-        return [value / self.num_tensor for value in total.tolist()]
+        return total / self.num_tensor
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        dtype = getattr(torch, self.config.train.precision)
-        return torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)
+        """16-bit products of float32 weights; weights that are themselves 16-bit need nothing."""
+        train = self.config.train
+        dtype = getattr(torch, train.precision)
+        return torch.autocast(self.device.type, dtype, enabled=train.precision != train.weights)
 
     def _rescale(self, fine: bool) -> None:
         """float16 gradients underflow unless the loss is large: halve it when one overflows, else let it grow."""
@@ -285,6 +293,41 @@ def open_samples(config: TrainConfig) -> tuple[Samples, Samples | None]:
     )
     assert train is not None
     return train, validation
+
+
+class SilentRank(RuntimeError):
+    """Ranks waited for another that neither came nor said why."""
+
+
+@contextlib.contextmanager
+def name_the_silent(when: str) -> Iterator[None]:
+    """Where an exchange fails or times out, say which ranks did not fail with this one: those it was waiting for.
+
+    Every rank that fails leaves a note in the group's store; who has left none after a while is stalled or dead.
+    """
+    try:
+        yield
+    except (RuntimeError, TimeoutError) as error:
+        if not _is_of_exchange(error):
+            raise
+        store = dist.distributed_c10d._get_default_store()
+        notes = {rank: f"flashspan/failed/{rank}" for rank in range(dist.get_world_size())}
+        store.set(notes[dist.get_rank()], when)
+        deadline = time.monotonic() + PATIENCE
+        silent = list(notes)
+        while silent and time.monotonic() < deadline:
+            time.sleep(0.1)
+            silent = [rank for rank in silent if not store.check([notes[rank]])]
+        if not silent:
+            raise
+        who = ", ".join(map(str, silent))
+        raise SilentRank(f"rank {who} did not answer in {when} and is stalled or dead; first sign: {error}") from error
+
+
+def _is_of_exchange(error: Exception) -> bool:
+    """Whether others had a part in this failure. gloo's are plain RuntimeErrors, known by their words."""
+    known = isinstance(error, (dist.DistError, ExchangeError, TimeoutError))
+    return known or any(word in str(error) for word in ("gloo", "Timed out", "Connection", "NCCL"))
 
 
 def learning_rate(step: int, num_steps: int, options: OptimizerSection) -> float:

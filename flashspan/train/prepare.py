@@ -1,19 +1,35 @@
 """Text into token files.
 
-flashspan prepare book.txt dialogue.jsonl --folder data
+    flashspan prepare book.txt dialogue.jsonl web.parquet --folder data
+
+Inputs are cut into parts, which processes encode side by side, each into a file of its own in `folder/.preparing`; then
+the parts are joined in order. A run that was killed goes on with the parts that are missing, and ends with the same
+bytes.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing as mp
+import os
 import shutil
+import sys
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from functools import cache
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from .data import HEADER_BYTES, ByteTokenizer, Tokenizer, load_tokenizer, open_tokens, write_tokens
+from flashspan.launch import _die_with
+
+from . import documents
+from .data import HEADER_BYTES, ByteTokenizer, Tokenizer, load_tokenizer, token_dtype, write_tokens
+
+WORK = ".preparing"
 
 
 def prepare(
@@ -23,32 +39,51 @@ def prepare(
     tokenizer: str = "bytes",
     validation: float = 0.1,
     field: str = "text",
+    dataset: str = "",
+    split: str = "train",
+    processes: int = 0,
     synthetic: int = 0,
     seed: int = 0,
 ) -> int:
-    """Turn text into train.bin and val.bin.
+    """Turn text into train.bin and val.bin; after a kill, the same command goes on.
 
-    Each .txt file and each line of a .jsonl file is a document. Without inputs: the text in the package.
+    Each .txt file, each line of a .jsonl file and each row of a .parquet file is a document. Without inputs: the text
+    in the package.
 
     Args:
-        inputs: .txt and .jsonl files.
+        inputs: .txt, .jsonl and .parquet files.
         folder: where train.bin and val.bin go.
         tokenizer: "bytes", or the path of a tokenizer.json.
         validation: the part of the tokens, from the end, that goes into val.bin.
-        field: the key of the text in a line of JSON.
+        field: the key of the text in a line of JSON, or its column.
+        dataset: a Hugging Face dataset, by name or a folder it was saved to, after the inputs.
+        split: of the dataset.
+        processes: how many encode side by side; 0 for one a core.
         synthetic: make this many random tokens instead, for profiling.
         seed: of the random tokens.
     """
     if not 0 <= validation < 1:
         raise ValueError(f"validation is a part of the tokens, in [0, 1): got {validation}")
+    if processes < 0:
+        raise ValueError(f"processes must be at least 0: got {processes}")
     coder = load_tokenizer(tokenizer)
     out = Path(folder)
     if synthetic:
         noise = np.random.default_rng(seed).integers(0, coder.vocab_size, synthetic)
         counts = write_files(out, coder, [noise], validation)
+    elif inputs or dataset:
+        parts = documents.cut(inputs, dataset, split)
+        plan = {
+            "inputs": documents.identify(inputs, dataset, split),
+            "tokenizer": _describe_tokenizer(tokenizer),
+            "field": field,
+            "parts": len(parts),
+        }
+        with workplace(out, plan) as work:
+            files = encode_parts(parts, work, tokenizer, field, processes or os.cpu_count() or 1)
+            counts = join(out, coder, files, validation)
     else:
-        documents = read_documents(inputs, field=field) if inputs else corpus()
-        counts = write_files(out, coder, encode(documents, coder), validation)
+        counts = write_files(out, coder, encode(corpus(), coder), validation)
     print(f"{counts[0]:,} tokens in {out / 'train.bin'}, {counts[1]:,} in {out / 'val.bin'}")
     print(f"next: flashspan train --data.train {out} --checkpoint.folder runs/mine")
     return 0
@@ -61,56 +96,96 @@ def corpus() -> Iterator[str]:
             yield entry.read_text(encoding="utf-8")
 
 
-def read_documents(inputs: Iterable[str], *, field: str = "text") -> Iterator[str]:
-    """The documents of text and JSONL files."""
-    for name in inputs:
-        path = Path(name)
-        if not path.exists():
-            raise ValueError(f"{path} is missing")
-        if path.suffix == ".jsonl":
-            with path.open(encoding="utf-8") as lines:
-                for number, line in enumerate(lines, 1):
-                    try:
-                        yield str(json.loads(line)[field])
-                    except (ValueError, KeyError, TypeError) as error:
-                        raise ValueError(
-                            f"{path} line {number} is not a JSON object with {field!r}: {error}"
-                        ) from error
-        elif path.suffix in (".txt", ".md", ""):
-            try:
-                yield path.read_text(encoding="utf-8")
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{path} is not UTF-8 text: {error}") from error
-        else:
-            raise ValueError(f"{path}: .txt and .jsonl files are read; convert {path.suffix} files first")
-
-
-def encode(documents: Iterable[str], coder: Tokenizer) -> Iterator[Sequence[int]]:
+def encode(texts: Iterable[str], coder: Tokenizer) -> Iterator[Sequence[int]]:
     """The tokens of each document, and its end."""
-    for text in documents:
+    for text in texts:
         yield coder.encode(text) + ([coder.end] if coder.end >= 0 else [])
+
+
+@contextmanager
+def workplace(folder: Path, plan: dict[str, Any]) -> Iterator[Path]:
+    """A folder for finished parts, kept if this process is killed, taken up again by a run of the same plan."""
+    work, created = folder / WORK, not folder.exists()
+    note, text = work / "plan.json", json.dumps(plan)
+    if not note.exists() or note.read_text(encoding="utf-8") != text:
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        note.write_text(text, encoding="utf-8")
+    try:
+        yield work
+    except ValueError:  # the inputs are at fault, and will be others
+        shutil.rmtree(folder if created else work)
+        raise
+    shutil.rmtree(work)
+
+
+def encode_parts(parts: Sequence[documents.Part], work: Path, tokenizer: str, field: str, processes: int) -> list[Path]:
+    """The tokens of every part, a file each, in order; what is there already is not made again."""
+    files = [work / f"{i:08}" for i in range(len(parts))]
+    todo = [(part, file) for part, file in zip(parts, files, strict=True) if not file.exists()]
+    if len(todo) < len(parts):
+        print(f"going on: {len(parts) - len(todo):,} of {len(parts):,} parts are there")
+    with _progress(sum(part.size for part in parts), sum(part.size for part, _ in todo)) as advance:
+        if min(processes, len(todo)) <= 1:
+            for part, file in todo:
+                encode_part(part, file, tokenizer, field)
+                advance(part.size)
+            return files
+        with _pool(min(processes, len(todo))) as pool:
+            jobs = {pool.submit(encode_part, part, file, tokenizer, field): part for part, file in todo}
+            try:
+                for job in as_completed(jobs):
+                    job.result()
+                    advance(jobs[job].size)
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+    return files
+
+
+def encode_part(part: documents.Part, file: Path, tokenizer: str, field: str) -> None:
+    """One part's tokens into a file that appears whole or not at all."""
+    coder = _tokenizer(tokenizer)
+    half = file.with_name(f"{file.name}.writing")
+    with half.open("wb") as stream:
+        for tokens in encode(documents.read(part, field), coder):
+            stream.write(np.asarray(tokens, dtype=token_dtype(coder)).tobytes())
+    half.replace(file)
 
 
 def write_files(
     folder: Path, coder: Tokenizer, runs: Iterable[Sequence[int] | np.ndarray], validation: float
 ) -> tuple[int, int]:
     """Runs of tokens into train.bin and, from their end, val.bin; how many went into each."""
-    whole = folder / ".all.bin"
+    folder.mkdir(parents=True, exist_ok=True)
+    whole = folder / ".all"
     try:
-        with write_tokens(whole, coder) as writer:
+        with whole.open("wb") as stream:
             for run in runs:
-                writer.add(run)
-        tokens = open_tokens(whole).tokens
-        if shutil.disk_usage(folder).free < tokens.nbytes + 2 * HEADER_BYTES:
-            raise ValueError(f"no space left for {tokens.nbytes:,} bytes in {folder}: choose another folder")
-        cut = len(tokens) - int(len(tokens) * validation)
-        for name, part in (("train.bin", tokens[:cut]), ("val.bin", tokens[cut:])):
-            with write_tokens(folder / name, coder) as writer:
-                for begin in range(0, len(part), 2**24):
-                    writer.add(part[begin : begin + 2**24])
-        return cut, len(tokens) - cut
+                stream.write(np.asarray(run, dtype=token_dtype(coder)).tobytes())
+        return join(folder, coder, [whole], validation)
     finally:
         whole.unlink(missing_ok=True)
+
+
+def join(folder: Path, coder: Tokenizer, files: Sequence[Path], validation: float) -> tuple[int, int]:
+    """Files of bare tokens, one after another, into train.bin and val.bin; how many went into each."""
+    dtype = token_dtype(coder)
+    sizes = [file.stat().st_size // dtype.itemsize for file in files]
+    total = sum(sizes)
+    if shutil.disk_usage(folder).free < total * dtype.itemsize + 2 * HEADER_BYTES:
+        raise ValueError(f"no space left for {total * dtype.itemsize:,} bytes in {folder}: choose another folder")
+    cut = total - int(total * validation)
+    for name, begin, end in (("train.bin", 0, cut), ("val.bin", cut, total)):
+        with write_tokens(folder / name, coder) as writer:
+            at = 0  # of the file at hand, among all tokens
+            for file, size in zip(files, sizes, strict=True):
+                first, last = max(begin, at) - at, min(end, at + size) - at
+                for where in range(first, last, 2**24):
+                    count = min(2**24, last - where)
+                    writer.add(np.fromfile(file, dtype, count, offset=where * dtype.itemsize))
+                at += size
+    return cut, total - cut
 
 
 def prepare_corpus(folder: Path) -> Path:
@@ -119,3 +194,40 @@ def prepare_corpus(folder: Path) -> Path:
         coder = ByteTokenizer()
         write_files(folder, coder, encode(corpus(), coder), 0.1)
     return folder / "train.bin"
+
+
+_tokenizer = cache(load_tokenizer)
+
+
+def _describe_tokenizer(name: str) -> Any:
+    """What changes when the tokenizer does."""
+    if name == "bytes":
+        return name
+    path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
+    return [str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns]
+
+
+def _pool(processes: int) -> Executor:
+    """Processes that die with this one."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return ProcessPoolExecutor(processes, context, _begin, (os.getpid(),))
+
+
+def _begin(parent: int) -> None:
+    _die_with(parent)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+
+
+@contextmanager
+def _progress(total: int, left: int) -> Iterator[Any]:
+    """A function to call with what is done; a bar where there is a terminal."""
+    if not sys.stdout.isatty():
+        yield lambda size: None
+        return
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("encoding"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns) as bar:
+        task = bar.add_task("encoding", total=total, completed=total - left)
+        yield lambda size: bar.advance(task, size)

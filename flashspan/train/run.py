@@ -80,6 +80,10 @@ def check(config: TrainConfig, num_ranks: int) -> None:
             f"parallel.tensor must divide the heads and the kv heads: got {shape.num_heads} and {shape.num_kv_heads} "
             f"heads on {degrees['tensor']} ranks; use a smaller degree"
         )
+    if config.parallel.inner and degrees["context"] % config.parallel.inner:
+        raise ValueError(
+            f"parallel.inner must divide the context ranks: got {config.parallel.inner} for {degrees['context']} ranks"
+        )
     if config.train.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ValueError("train.tensorboard needs the tensorboard package: pip install tensorboard")
     Path(config.checkpoint.folder).mkdir(parents=True, exist_ok=True)

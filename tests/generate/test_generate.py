@@ -99,7 +99,7 @@ def test_top_k_and_top_p_keep_the_likeliest() -> None:
     counts = torch.zeros(4)
     generator = torch.Generator().manual_seed(0)
     for _ in range(2000):
-        counts[Sampling(1.0, top_k=3).choose(logits, generator)] += 1
+        counts[Sampling(1.0, top_k=3).choose(logits, [generator])] += 1
     want = Sampling(1.0, top_k=3).probabilities(logits)[0]
     assert counts[3] == 0
     assert (counts / 2000 - want).abs().max() < 0.04
@@ -149,3 +149,38 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
     save_llama(model, tmp_path)
     with pytest.raises(ValueError, match="bytes has 257 tokens, the model 67"):
         generate(str(tmp_path), prompt="a")
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0), Sampling(1.0, top_k=20)])
+def test_prompts_of_any_lengths_together_say_what_each_says_alone(sampling: Sampling) -> None:
+    model = make(CONFIGS["llama-3"])
+    prompts = [draw_prompt(length).tolist() for length in (9, 1, 13, 13, 4)]
+    together = torch.stack(list(decode(model, prompts, 25, sampling=sampling, seed=5)), 1)
+    for prompt, got in zip(prompts, together, strict=True):
+        alone = torch.cat(list(decode(model, prompt, 25, sampling=sampling, seed=5)))
+        assert torch.equal(got, alone)
+    assert not torch.equal(together[0], together[1])
+
+
+def test_a_batch_goes_on_until_its_last_row_has_ended() -> None:
+    model, prompts = make(CONFIGS["llama-2"]), [draw_prompt(4).tolist(), draw_prompt(7).tolist()]
+    alone = [[int(t) for t in decode(model, prompt, 30, sampling=Sampling(0))] for prompt in prompts]
+    end = next(token for token in alone[0] if token in alone[1])
+    together = torch.stack(list(decode(model, prompts, 30, sampling=Sampling(0), end=end)), 1).tolist()
+    for got, want in zip(together, alone, strict=True):
+        assert got[: got.index(end) + 1] == want[: want.index(end) + 1]
+    assert len(together[0]) == max(want.index(end) for want in alone) + 1
+
+
+def test_a_file_of_prompts_is_decoded_in_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = Llama(preset("tiny"), attention=attention)
+    model.initialize(0)
+    save_llama(model, tmp_path)
+    (tmp_path / "prompts.txt").write_text("Hear me\nSpeak\nA much longer one\n")
+    texts = []
+    for batch in (1, 2, 8):
+        generate(str(tmp_path), file=str(tmp_path / "prompts.txt"), tokens=12, seed=3, batch=batch)
+        said = capsys.readouterr().out
+        texts.append("".join(line for line in said.splitlines(keepends=True) if " tokens, " not in line))
+    assert texts[0] == texts[1] == texts[2]
+    assert "A much longer one" in texts[0]

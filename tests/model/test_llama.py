@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flashspan import attention, masks
 from flashspan.model import (
+    IGNORE,
     PRESETS,
     Llama,
     LlamaConfig,
@@ -20,6 +21,7 @@ from flashspan.model import (
     preset,
     save_llama,
 )
+from flashspan.model.loss import slope_at_once
 
 FAMILIES = {
     "llama-2": LlamaConfig(101, 48, 2, 4, 4, 80),
@@ -174,6 +176,20 @@ def test_a_model_trains_through_its_loss_as_through_its_logits() -> None:
     for name, param in model.named_parameters():
         assert param.grad is not None
         assert error(got[name], param.grad) <= 1e-5, name
+
+
+@pytest.mark.slow
+def test_the_compiled_slope_is_the_slope() -> None:
+    generator = torch.Generator().manual_seed(0)
+    compiled = torch.compile(slope_at_once, fullgraph=True, dynamic=False)
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = (3 * torch.randn(37, 257, generator=generator)).to(dtype)
+        targets = torch.randint(0, 257, (37,), generator=generator)
+        targets[5] = IGNORE
+        (losses, slopes), (got, got_slopes) = slope_at_once(logits, targets), compiled(logits, targets)
+        assert torch.allclose(got, losses, rtol=1e-6)
+        assert (got_slopes - slopes).abs().max() <= 1e-6
+        assert float(losses[5]) == float(slopes[5].abs().max()) == 0
 
 
 def test_fresh_weights_depend_on_seed_and_name_alone() -> None:

@@ -1,7 +1,8 @@
-"""Ranks kept alive for the whole session, and a small run to put on them."""
+"""Ranks kept alive for a module's tests, and a small run to put on them."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
@@ -13,8 +14,10 @@ from flashspan.launch import Ranks
 from flashspan.train import TrainConfig, parse
 from flashspan.train.prepare import prepare_corpus
 
+RUNS = 12  # then ranks are renewed: they keep every group they made, and gloo's threads wake up for each all the time
 
-@pytest.fixture(scope="session")
+
+@pytest.fixture(scope="module")
 def on_ranks() -> Iterator[Callable[..., list[Any]]]:
     """on_ranks(4, fn, *args): fn on each of 4 ranks, and the list of what they returned."""
     # Ranks are forked from a server: what it has imported, no rank imports again.
@@ -23,8 +26,12 @@ def on_ranks() -> Iterator[Callable[..., list[Any]]]:
     )
     forkserver.ensure_running()
     pools: dict[int, Ranks] = {}
+    runs: Counter[int] = Counter()
 
     def run(num_ranks: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+        runs[num_ranks] += 1
+        if num_ranks in pools and runs[num_ranks] % RUNS == 0:
+            pools[num_ranks].close()
         if num_ranks not in pools or not pools[num_ranks]._processes:
             pools[num_ranks] = Ranks(num_ranks, threads=1, timeout=30)
         return pools[num_ranks].run(fn, *args, timeout=timeout)

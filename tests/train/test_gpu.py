@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flashspan import attention
-from flashspan.generate import Sampling, decode
+from flashspan.generate import Sampling, Whole, decode
 from flashspan.model import Llama, preset
 from flashspan.train import TrainConfig, train
 from flashspan.train.metrics import read_metrics
@@ -28,7 +28,9 @@ def curve(config: TrainConfig) -> list[float]:
         ["--train.precision=float32"],
         ["--train.precision=bfloat16", "--train.recompute=attention"],
         ["--train.precision=float16", "--train.recompute=full"],
-        ["--train.precision=bfloat16", "--train.compile=true"],
+        ["--train.precision=bfloat16", "--train.compile=true", "--train.recompute=elementwise"],
+        ["--train.precision=bfloat16", "--train.weights=bfloat16", "--train.compile=true"],
+        ["--train.precision=bfloat16", "--train.recompute=full", "--train.offload=true", "--data.sequence=1000"],
         ["--train.precision=bfloat16", "--data.documents=true", "--train.accumulate=2"],
     ],
 )
@@ -36,7 +38,7 @@ def test_a_gpu_follows_the_curve_of_the_cpu(
     config_of: Callable[..., TrainConfig], tmp_path: Path, options: list[str]
 ) -> None:
     sizes = ["--model.width=128", "--parallel.ranks=1", "--parallel.context=1"]
-    alike = [option for option in options if "documents" in option]
+    alike = [option for option in options if "documents" in option or "sequence" in option]
     want = curve(config_of(*sizes, *alike, f"--checkpoint.folder={tmp_path / 'cpu'}"))
     got = curve(config_of(*sizes, *options, "--parallel.device=cuda", f"--checkpoint.folder={tmp_path / 'gpu'}"))
     bound = 1e-4 if options == ["--train.precision=float32"] else 1e-2
@@ -48,6 +50,12 @@ def test_greedy_on_a_gpu_is_greedy_on_the_cpu() -> None:
     model.initialize(1)
     prompt = list(b"First Citizen: before we proceed")
     want = [int(token) for token in decode(model, prompt, 40, sampling=Sampling(0))]
+    several = [prompt, prompt[:5], prompt[3:]]
+    together = torch.stack(list(decode(model, several, 20, sampling=Sampling(0))), 1)
     model.to("cuda")
     assert [int(token) for token in decode(model, prompt, 40, sampling=Sampling(0))] == want
+    # Recorded as a CUDA graph, as above, and launched kernel by kernel.
+    plain = decode(model, prompt, 40, sampling=Sampling(0), context=Whole(graph=False))
+    assert [int(token) for token in plain] == want
+    assert torch.equal(torch.stack(list(decode(model, several, 20, sampling=Sampling(0))), 1).cpu(), together)
     assert torch.cuda.max_memory_allocated() > 0

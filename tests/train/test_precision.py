@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from flashspan.train import TrainConfig
+from flashspan import attention
+from flashspan.model.llama import Block
+from flashspan.model.rope import rotation
+from flashspan.train import TrainConfig, offload
 from flashspan.train.loop import Trainer
+from flashspan.train.offload import SMALL
 
 OnRanks = Callable[..., list[Any]]
 ConfigOf = Callable[..., TrainConfig]
@@ -50,7 +56,134 @@ def test_an_overflow_of_float16_lowers_the_scale_and_takes_the_step_again(
         assert all(abs(a - b) <= 1e-2 * b for a, b in zip(curve, calm[0], strict=True))
 
 
+@contextlib.contextmanager
+def quick_compiler() -> Iterator[None]:
+    """torch.compile without the minutes it takes to write C++: graphs, partitions and recomputation are the same."""
+    real = torch.compile
+    torch.compile = functools.partial(real, backend="aot_eager")  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = real
+
+
+def compiled_losses(config: TrainConfig) -> tuple[list[float], float, set[torch.dtype]]:
+    with quick_compiler():
+        return losses(config)
+
+
+def kept_numbers(config: TrainConfig) -> tuple[int, int]:
+    """Numbers that a compiled layer keeps for backward, and one that is not: weights aside, each storage once."""
+    with quick_compiler():
+        layers = Trainer(config).parts.model.layers
+    found = []
+    x = torch.randn(1, 63, config.model.resolve().width, dtype=torch.bfloat16, requires_grad=True)
+    turn = rotation(torch.arange(63), config.model.resolve())
+    for run in (layers[0].forward, Block(config.model.resolve()).bfloat16()):
+        kept: dict[int, int] = {}
+
+        def pack(value: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
+            if value.dtype == torch.bfloat16 and not isinstance(value, torch.nn.Parameter) and 63 in value.shape:
+                kept[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes() // 2
+            return value
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+            run(x, turn, None, attention)
+        found.append(sum(kept.values()))
+    return found[0], found[1]
+
+
+def test_elementwise_recomputing_keeps_products_and_attention_alone(on_ranks: OnRanks, config_of: ConfigOf) -> None:
+    options = ["--train.recompute=elementwise", "--train.compile=true", "--train.precision=bfloat16"]
+    config = config_of(*options, "--train.weights=bfloat16", "--parallel.context=1")
+    shape = config.model.resolve()
+    got, everything = on_ranks(1, kept_numbers, config)[0]
+    heads = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+    assert got == 63 * (2 * shape.width + heads + 2 * shape.ffn_width)
+    assert got < 0.8 * everything
+
+
+@pytest.mark.parametrize("options", [["--train.recompute=elementwise"], ["--train.recompute=full"], []])
+def test_a_compiled_model_follows_the_curve(on_ranks: OnRanks, config_of: ConfigOf, options: list[str]) -> None:
+    want = on_ranks(1, losses, config_of())[0][0]
+    got = on_ranks(1, compiled_losses, config_of(*options, "--train.compile=true"))[0][0]
+    assert all(abs(a - b) <= 1e-5 * b for a, b in zip(got, want, strict=True))
+
+
+def evaluate(config: TrainConfig) -> list[float]:
+    """The validation loss before and after a step."""
+    with quick_compiler():
+        trainer = Trainer(config)
+        return [trainer.evaluate(), *trainer.take_step()[:1], trainer.evaluate()]
+
+
+def test_a_compiled_model_is_evaluated_between_steps(on_ranks: OnRanks, config_of: ConfigOf) -> None:
+    want = on_ranks(1, evaluate, config_of())[0]
+    got = on_ranks(1, evaluate, config_of("--train.compile=true", "--train.recompute=elementwise"))[0]
+    assert all(abs(a - b) <= 1e-5 * b for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--parallel.context=2"],
+        pytest.param(["--parallel.shard=2", "--parallel.context=1"], marks=pytest.mark.slow),
+        pytest.param(["--parallel.tensor=2", "--parallel.context=1"], marks=pytest.mark.slow),
+    ],
+)
+def test_a_compiled_model_on_ranks_follows_the_curve(
+    on_ranks: OnRanks, config_of: ConfigOf, options: list[str]
+) -> None:
+    options = [*options, "--train.steps=3"]
+    want = on_ranks(2, losses, config_of(*options))[0][0]
+    options += ["--train.recompute=elementwise", "--train.compile=true"]
+    for got, *_ in on_ranks(2, compiled_losses, config_of(*options)):
+        assert all(abs(a - b) <= 1e-5 * b for a, b in zip(got, want, strict=True))
+
+
+def test_bfloat16_weights_learn(on_ranks: OnRanks, config_of: ConfigOf) -> None:
+    options = ["--train.precision=bfloat16", "--train.weights=bfloat16", "--optimizer.lr=8e-3"]
+    want = on_ranks(1, losses, config_of("--optimizer.lr=8e-3"))[0][0]
+    got, _, dtypes = on_ranks(1, losses, config_of(*options))[0]
+    assert dtypes == {torch.bfloat16}
+    assert all(abs(a - b) <= 2e-2 * b for a, b in zip(got, want, strict=True))
+    assert got[-1] < got[0] - 0.3
+
+
 @pytest.mark.parametrize("mode", ["full", "attention"])
+def test_offloading_changes_no_bit(on_ranks: OnRanks, config_of: ConfigOf, mode: str) -> None:
+    sizes = ["--data.sequence=1000", "--train.steps=2", "--train.batch=2"]  # large enough to be moved
+    config = config_of(*sizes, f"--train.recompute={mode}", "--train.offload=true")
+    assert 2 * 1000 * config.model.resolve().width > SMALL
+    assert on_ranks(1, losses, config)[0][0] == on_ranks(1, losses, config_of(*sizes))[0][0]
+
+
+def count_moves(config: TrainConfig) -> int:
+    """How many tensors went to the host in a step."""
+    moves = 0
+    send = offload._send
+
+    def count(x: torch.Tensor) -> Any:
+        nonlocal moves
+        kept = send(x)
+        moves += isinstance(kept, offload.Away)
+        return kept
+
+    trainer = Trainer(config)
+    offload._send = count
+    try:
+        trainer.take_step()
+    finally:
+        offload._send = send
+    return moves
+
+
+def test_a_layer_s_input_is_all_that_is_moved(on_ranks: OnRanks, config_of: ConfigOf) -> None:
+    options = ["--data.sequence=1000", "--train.batch=2", "--train.offload=true", "--train.recompute=full"]
+    assert on_ranks(1, count_moves, config_of(*options)) == [2]
+
+
+@pytest.mark.parametrize("mode", ["full", "attention", "elementwise"])
 def test_recomputing_on_one_device_changes_no_bit(on_ranks: OnRanks, config_of: ConfigOf, mode: str) -> None:
     want = on_ranks(1, losses, config_of())[0][0]
     assert on_ranks(1, losses, config_of(f"--train.recompute={mode}"))[0][0] == want

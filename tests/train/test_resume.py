@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from flashspan.launch import RankError, Ranks
-from flashspan.train import TrainConfig, checkpoint
-from flashspan.train.loop import DONE, NOT_FINITE
+from flashspan.train import TrainConfig, checkpoint, loop
+from flashspan.train.loop import DONE, NOT_FINITE, Trainer
 from flashspan.train.metrics import read_metrics
 from flashspan.train.run import run_rank
 
@@ -30,6 +31,10 @@ LAYOUTS = {
     "2 context": (2, ["--parallel.context=2"]),
     "2 data x 2 context": (4, ["--parallel.data=2", "--parallel.context=2", "--optimizer.sharded=true"]),
     "2 fully sharded": (2, ["--parallel.shard=2", "--parallel.context=1"]),
+    "2 context, 16-bit weights": (
+        2,
+        ["--parallel.context=2", "--train.precision=bfloat16", "--train.weights=bfloat16"],
+    ),
     "2 tensor": (2, ["--parallel.tensor=2", "--parallel.context=1"]),
 }
 
@@ -66,7 +71,8 @@ def test_a_run_resumes_on_another_mixture_with_the_same_data(on_ranks: OnRanks, 
     on_ranks(2, run_rank, config)
     want = weights(config)
     folder = Path(config.checkpoint.folder)
-    for num_ranks, options in [(1, []), *LAYOUTS.values()]:
+    mixtures = [layout for name, layout in LAYOUTS.items() if "16-bit" not in name]
+    for num_ranks, options in [(1, []), *mixtures]:
         shutil.rmtree(checkpoint.checkpoints(folder)[-1])
         on_ranks(num_ranks, run_rank, config_of("--checkpoint.every=3", "--checkpoint.keep=9", *options))
         got = weights(config)
@@ -154,6 +160,31 @@ def test_a_checkpoint_of_another_run_is_refused(on_ranks: OnRanks, config_of: Co
     on_ranks(1, run_rank, config_of("--train.steps=1", "--parallel.context=1"))
     with pytest.raises(RankError, match=says):
         on_ranks(1, run_rank, config_of("--train.steps=1", "--parallel.context=1", change))
+
+
+def stall(config: TrainConfig, rank: int) -> None:
+    """A run in which one rank sleeps in its third step, and the other does not wait long for it."""
+    loop.PATIENCE = 1.0
+    trainer = Trainer(config)
+    take_step = trainer.take_step
+
+    def sleepy(stop: bool = False) -> Any:
+        if trainer.step == 2 and dist.get_rank() == rank:
+            time.sleep(60)
+        return take_step(stop)
+
+    trainer.take_step = sleepy  # type: ignore[method-assign]
+    trainer.run()
+
+
+@pytest.mark.parametrize("option", ["--parallel.context=2", pytest.param("--parallel.data=2", marks=pytest.mark.slow)])
+def test_a_stalled_rank_is_named(config_of: ConfigOf, option: str) -> None:
+    config = config_of("--parallel.context=1", option, "--parallel.timeout=3")
+    with (
+        Ranks(2, threads=1, timeout=3) as ranks,
+        pytest.raises(RankError, match="rank 1 did not answer in step 3 and is stalled or dead"),
+    ):
+        ranks.run(stall, config, 1, timeout=60)
 
 
 def kill_one(config: TrainConfig, rank: int, wait: Callable[[], None]) -> bool:

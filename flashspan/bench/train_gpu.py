@@ -1,0 +1,437 @@
+"""Our trainer and our decoding beside transformers + SDPA, in one run on one GPU, on the Llama-3.2-1B shape.
+
+    python -m flashspan.bench.train_gpu --profile                    # all parts, about 4 minutes on an H200
+    python -m flashspan.bench.train_gpu --part train8k               # or train32k, or generate
+    python -m flashspan.bench.train_gpu --tiny                       # a tiny model, on the CPU too: does it run?
+
+Ours is `Trainer.take_step`, what `flashspan train` calls, with the options in OURS: data from a token file, the loss on
+the device, clipping, fused AdamW. Theirs is forward, backward, clipping at the same norm and the same fused AdamW. Both
+start from one checkpoint, so the first losses can be compared. Kept in which dtype:
+
+    theirs              weights, gradients, moments bfloat16; norms in float32; logits bfloat16, then float32
+    flashspan           weights, gradients, moments bfloat16; norms in float32; logits bfloat16, a chunk at a time
+    flashspan, mixed    weights, gradients, moments float32; products bfloat16 (autocast)
+
+Note [Where memory and time go]
+A token of a layer keeps, in bfloat16: its input (4 KB), q, k and v (6), the attention's output (4), the output
+product (4), gate and up (32): 50 KB; norms, rotations and SwiGLU are made again in backward, where they fuse with what
+is computed there anyway. 16 layers: 6.3 GiB at 8k tokens, 25 GiB at 32k. Weights and moments are 6.9 GiB; gradients
+(2.3 GiB) come while activations go. The loss holds 2 GiB of logits and their gradients and 1.5 GiB of the head's. So
+the peak, at the end of forward, is about 17 GiB at 8k and 36 GiB at 32k.
+
+Time at 8k: 61 TFLOP of products at 680 TFLOP/s are 89 ms; attention (15 TFLOP, scores computed again in backward) is
+43 ms at 355 TFLOP/s and 33 at 470; what lies between is 2 GB a layer, 8 ms in all if fused; the loss's own passes 4,
+AdamW 4, clipping 3, waiting 3: 145 to 155 ms. At 32k products are 358 ms, attention is 690 at 355 TFLOP/s, 525 at 470,
+440 at 560, and the rest 50.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import shutil
+import statistics
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flashspan.attention import attention
+from flashspan.bench import record
+from flashspan.bench.plain_llama import Baseline, load_baseline
+from flashspan.generate import Sampling, Whole, decode
+from flashspan.model import Llama, LlamaConfig, load_llama, preset, save_state
+from flashspan.train import parse
+from flashspan.train.data import ByteTokenizer, Samples, open_tokens, write_tokens
+from flashspan.train.loop import Trainer
+
+OURS = ("--train.precision=bfloat16", "--train.recompute=elementwise", "--train.compile=true", "--optimizer.lr=2e-5")
+MODES = {"flashspan": "bfloat16", "flashspan, mixed": "float32"}
+CLIP, BETAS, EPS = 1.0, (0.9, 0.95), 1e-8
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What is asked of a part: our speed over theirs at least, our memory over theirs at most, GiB at most."""
+
+    speed: float
+    memory: float | None = None
+    gib: float | None = None
+
+
+FIGURES = {
+    "train8k": Figure(1.25, 0.6),
+    "train32k": Figure(1.4, 0.45, 45.0),
+    "prefill": Figure(1.0),
+    "decode": Figure(1.0),
+}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The model and the lengths, in tokens."""
+
+    shape: LlamaConfig
+    train: dict[str, int]
+    prompt: int = 8192
+    new: int = 256
+
+
+FULL = Sizes(preset("llama-3.2-1b"), {"train8k": 8192, "train32k": 32768})
+TINY = Sizes(preset("tiny", num_layers=2, tie_embeddings=True), {"train8k": 64, "train32k": 160}, 40, 8)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One implementation's part: seconds of each repetition, bytes at the peak, tokens and operations of one."""
+
+    part: str
+    name: str
+    seconds: list[float]
+    peak: int
+    tokens: int
+    flops: float
+    error: float  # of the first loss (training) or of the logits (prefill), relative to theirs
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+
+class Bench:
+    """The measurements of one run, in a folder of its own."""
+
+    def __init__(self, sizes: Sizes, folder: Path, device: torch.device, *, profile: bool = False) -> None:
+        self.sizes, self.folder, self.device, self.profile = sizes, folder, device, profile
+        self.results: list[Measured] = []
+        save_state(random_weights(sizes.shape, device), sizes.shape, folder / "model")
+        coder = ByteTokenizer()
+        coder.vocab_size = sizes.shape.vocab_size
+        noise = torch.randint(sizes.shape.vocab_size, (4 * max(sizes.train.values()) + 1,)).numpy()
+        with write_tokens(folder / "data" / "train.bin", coder) as writer:
+            writer.add(noise)
+        self.noise = torch.from_numpy(open_tokens(folder / "data").tokens.astype("int64"))
+
+    def train(self, part: str, modes: Sequence[str]) -> None:
+        """Steps of theirs, then of ours in each mode."""
+        num_tokens = self.sizes.train[part]
+        flops = self.sizes.shape.flops_per_token(num_tokens) * num_tokens
+        repeat = 3 if num_tokens > 16384 else 6
+        theirs = load_baseline(self.folder / "model", self.device)
+        name, step = theirs.name, self._their_step(theirs, num_tokens)
+        del theirs
+        first, seconds, peak = self._measure(step, repeat, name)
+        self._keep(Measured(part, name, seconds, peak, num_tokens, flops, 0.0))
+        del step
+        for name in modes:
+            clear(self.device)  # of the one before
+            found = None
+            try:
+                found = self._measure(self._our_step(num_tokens, MODES[name]), repeat, name)
+            except torch._dynamo.exc.TorchDynamoException:  # say why, then measure what can be measured
+                traceback.print_exc()
+            if found is None:
+                clear(self.device)
+                step = self._our_step(num_tokens, MODES[name], "--train.compile=false")
+                name += ", not compiled"
+                found = self._measure(step, repeat, name)
+                del step
+            loss, seconds, peak = found
+            self._keep(Measured(part, name, seconds, peak, num_tokens, flops, abs(loss / first - 1)))
+        clear(self.device)
+
+    def generate(self) -> None:
+        """A prompt, then one token after another, greedily; once to warm up, then measured."""
+        prompt = self.noise[: self.sizes.prompt].unsqueeze(0).to(self.device)
+        theirs = load_baseline(self.folder / "model", self.device)
+        theirs.model.eval()
+        with torch.inference_mode():
+            logits, _ = theirs.extend(prompt, None)
+        self._generate(theirs.name, partial(self._their_decode, theirs, prompt), 0.0)
+        del theirs
+        clear(self.device)
+        model = load_llama(self.folder / "model", attention=attention, dtype=torch.bfloat16, device=self.device).eval()
+        with torch.inference_mode():
+            ours = model.logits(model(prompt)[:, -1])
+        error = float((ours.float() - logits.float()).norm() / logits.float().norm())
+        try:
+            self._generate("flashspan", partial(self._our_decode, model, prompt, graph=True), error)
+        except RuntimeError as problem:  # a kernel that cannot be recorded: say so, and measure it launched
+            print(f"flashspan's decoding could not be recorded as a CUDA graph: {problem}")
+            self._generate("flashspan", partial(self._our_decode, model, prompt, graph=False), error)
+        del model
+        clear(self.device)
+
+    def _our_step(self, num_tokens: int, weights: str, *more: str) -> Callable[[], float]:
+        options = [
+            f"--model.load={self.folder / 'model'}",
+            f"--data.train={self.folder / 'data'}",
+            f"--data.sequence={num_tokens}",
+            "--train.batch=1",
+            f"--train.weights={weights}",
+            f"--checkpoint.folder={self.folder / 'run'}",
+            "--parallel.context=1",
+            f"--parallel.device={self.device.type}",
+            f"--optimizer.clip={CLIP}",
+            *OURS,
+            *more,
+        ]
+        print("flashspan train", " ".join(options), flush=True)
+        trainer = Trainer(parse(options))
+        return lambda: trainer.take_step()[0]
+
+    def _their_step(self, theirs: Baseline, num_tokens: int) -> Callable[[], float]:
+        params = list(theirs.model.parameters())
+        optimizer = torch.optim.AdamW(
+            params, lr=2e-5, betas=BETAS, eps=EPS, weight_decay=0.1, fused=self.device.type == "cuda"
+        )
+        theirs.model.train()
+        samples = Samples(open_tokens(self.folder / "data"), num_tokens, seed=0)
+        taken = iter(range(1000))
+
+        def step() -> float:
+            optimizer.zero_grad()
+            tokens, targets = (x.to(self.device) for x in samples.read([next(taken)]))
+            loss = theirs.loss(tokens, targets)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(params, CLIP)
+            optimizer.step()
+            return float(loss.detach())
+
+        return step
+
+    def _measure(self, step: Callable[[], float], repeat: int, name: str) -> tuple[float, list[float], int]:
+        """The first loss, the seconds of `repeat` steps after two to warm up, and the peak of those."""
+        begin = time.perf_counter()
+        first = step()
+        step()
+        print(f"{name}: {time.perf_counter() - begin:.1f} s to warm up", flush=True)
+        reset_peak(self.device)
+        seconds = [self._time(step) for _ in range(repeat)]
+        peak = peak_bytes(self.device)
+        if self.profile and self.device.type == "cuda":
+            self._show(step, name)
+        return first, seconds, peak
+
+    def _time(self, run: Callable[[], Any]) -> float:
+        synchronize(self.device)
+        begin = time.perf_counter()
+        run()
+        synchronize(self.device)
+        return time.perf_counter() - begin
+
+    def _show(self, step: Callable[[], float], name: str) -> None:
+        """Which kernels a step's time goes to."""
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            step()
+            synchronize(self.device)
+        kernels = sorted(seen.key_averages(), key=lambda event: -event.device_time_total)
+        total = sum(event.device_time_total for event in kernels)
+        print(f"{name}: {total / 1e3:.1f} ms of kernels in a step")
+        for event in kernels[:14]:
+            print(f"  {event.device_time_total / 1e3:8.2f} ms {event.count:5} x  {event.key[:100]}")
+
+    def _their_decode(self, theirs: Baseline, prompt: Tensor) -> tuple[float, float]:
+        """Seconds of the prompt and of the tokens after it. Nobody waits for a token here, as generate() would."""
+        with torch.inference_mode():
+            synchronize(self.device)
+            begin = time.perf_counter()
+            logits, cache = theirs.extend(prompt, None)
+            token = logits.argmax(-1, keepdim=True)
+            synchronize(self.device)
+            middle = time.perf_counter()
+            for _ in range(self.sizes.new - 1):
+                logits, cache = theirs.extend(token, cache)
+                token = logits.argmax(-1, keepdim=True)
+            synchronize(self.device)
+        return middle - begin, time.perf_counter() - middle
+
+    def _our_decode(self, model: Llama, prompt: Tensor, *, graph: bool) -> tuple[float, float]:
+        """The same of `decode`, recording the graph included."""
+        synchronize(self.device)
+        begin = time.perf_counter()
+        tokens = decode(model, prompt, self.sizes.new, sampling=Sampling(0), context=Whole(graph=graph))
+        next(tokens)
+        synchronize(self.device)
+        middle = time.perf_counter()
+        for _ in tokens:
+            pass
+        synchronize(self.device)
+        return middle - begin, time.perf_counter() - middle
+
+    def _generate(self, name: str, run: Callable[[], tuple[float, float]], error: float) -> None:
+        run()
+        reset_peak(self.device)
+        prompts, rest = zip(*(run() for _ in range(3)), strict=True)
+        peak, shape, new = peak_bytes(self.device), self.sizes.shape, self.sizes.new - 1
+        forward = shape.flops_per_token(self.sizes.prompt) / 3
+        self._keep(
+            Measured("prefill", name, list(prompts), peak, self.sizes.prompt, forward * self.sizes.prompt, error)
+        )
+        self._keep(Measured("decode", name, list(rest), peak, new, forward * new, 0.0))
+
+    def _keep(self, measured: Measured) -> None:
+        self.results.append(measured)
+        print(f"{measured.part} {measured.name}: {describe(measured)}", flush=True)
+
+    def rows(self) -> list[record.Row]:
+        """The measurements as rows of a benchmark file."""
+        model = f"{self.sizes.shape.num_parameters / 1e9:.2f}B"
+        around = record.environment(self.device)
+        rows = []
+        for m in self.results:
+            shape = f"{model} 1x{m.tokens}" + (f" after {self.sizes.prompt}" if m.part == "decode" else "")
+            kind = "step" if m.part.startswith("train") else m.part
+            low, middle, high = percentiles(m.seconds)
+            rows.append(
+                record.Row(
+                    **around,
+                    shape=shape,
+                    impl=m.name,
+                    kind=kind,
+                    p20_ms=low,
+                    p50_ms=middle,
+                    p80_ms=high,
+                    tflops=m.flops / m.median / 1e12,
+                    error=m.error,
+                    peak_mib=m.peak / 2**20,
+                    what="model",
+                )
+            )
+        return rows
+
+    def table(self) -> str:
+        """Every measurement beside theirs, and whether the figure is met."""
+        lines = []
+        for part in dict.fromkeys(m.part for m in self.results):
+            theirs, *ours = (m for m in self.results if m.part == part)
+            lines.append(f"{part}\n  {theirs.name:<22} {describe(theirs)}")
+            for m in ours:
+                speed, asked = theirs.median / m.median, FIGURES[part]
+                verdicts = [f"{speed:.2f}x their speed (asked {asked.speed}: {told(speed >= asked.speed)})"]
+                if asked.memory is not None and theirs.peak:
+                    memory = m.peak / theirs.peak
+                    verdicts.append(
+                        f"{memory:.2f}x their memory (asked {asked.memory}: {told(memory <= asked.memory)})"
+                    )
+                if asked.gib is not None and m.peak:
+                    verdicts.append(f"asked {asked.gib:g} GiB: {told(m.peak / 2**30 <= asked.gib)}")
+                lines += [f"  {m.name:<22} {describe(m)}", f"  {'':<22} {', '.join(verdicts)}"]
+        return "\n".join(lines)
+
+
+def describe(m: Measured) -> str:
+    """A measurement in a line."""
+    return (
+        f"{m.median * 1e3:9.1f} ms  {m.tokens / m.median:10,.0f} tokens/s  {m.flops / m.median / 1e12:6.1f} TFLOP/s  "
+        f"{m.peak / 2**30:6.2f} GiB  error {m.error:.1e}"
+    )
+
+
+def told(met: bool) -> str:
+    return "met" if met else "MISSED"
+
+
+def percentiles(seconds: list[float]) -> tuple[float, float, float]:
+    """The 20th, 50th and 80th, in milliseconds."""
+    values = torch.tensor(seconds, dtype=torch.float64).quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64))
+    low, middle, high = (values * 1e3).tolist()
+    return low, middle, high
+
+
+def random_weights(shape: LlamaConfig, device: torch.device) -> dict[str, Tensor]:
+    """bfloat16 weights of a model, drawn where it is fast."""
+    with torch.device("meta"):
+        model = Llama(shape, attention=attention)
+    generator = torch.Generator(device).manual_seed(0)
+    return {
+        name: torch.ones(p.shape, dtype=torch.bfloat16)
+        if p.dim() == 1
+        else torch.empty(p.shape, device=device).normal_(0, 0.02, generator=generator).bfloat16().cpu()
+        for name, p in model.named_parameters()
+    }
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most that was allocated since `reset_peak`; 0 on the CPU, where nobody counts."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
+def clear(device: torch.device) -> None:
+    """Let go of a model that nobody holds any more."""
+    torch._dynamo.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        left = torch.cuda.memory_allocated(device)
+        if left > 2**28:
+            print(f"warning: {left / 2**30:.2f} GiB of an earlier part are still held", flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m flashspan.bench.train_gpu", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--part", action="append", choices=("train8k", "train32k", "generate"), help="all unless given")
+    parser.add_argument("--file", type=Path, default=Path("docs/benchmarks/model.csv"), help="rows are appended to it")
+    parser.add_argument("--profile", action="store_true", help="show which kernels a step's time goes to")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model and short sequences: does it run?")
+    options = parser.parse_args(arguments)
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cpu" and not options.tiny:
+        raise ValueError("this benchmark needs a CUDA device: none is here; --tiny runs on the CPU")
+    parts = options.part or ["train8k", "train32k", "generate"]
+    folder = Path(tempfile.mkdtemp(prefix="flashspan-bench-"))
+    alone = not dist.is_initialized()
+    if alone:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nothing listens beyond this machine
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    bench = Bench(TINY if options.tiny else FULL, folder, device, profile=options.profile)
+    failed = False
+    try:
+        for part in parts:
+            try:
+                if part == "generate":
+                    bench.generate()
+                else:
+                    # A second kind of weights costs another compilation: at the shorter length only.
+                    bench.train(part, list(MODES) if part == "train8k" else ["flashspan"])
+            except Exception:  # the other parts are measured all the same
+                traceback.print_exc()
+                failed = True
+            clear(device)
+    finally:
+        if bench.results:
+            record.append(bench.rows(), options.file)
+            print(f"\n{bench.table()}\nrows are in {options.file}")
+        shutil.rmtree(folder, ignore_errors=True)
+        if alone:
+            dist.destroy_process_group()
+    return int(failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,146 @@
+"""Documents in files, cut into parts that any process can read alone: text, JSONL, Parquet, Hugging Face datasets.
+
+How inputs are cut depends on the inputs alone, never on who reads them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+PART_BYTES = 2**22
+PART_ROWS = 2**12
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some documents of one source: a text file, bytes of a JSONL file, a row group of Parquet, rows of a dataset."""
+
+    kind: str
+    source: str
+    begin: int
+    end: int
+    size: int  # for the progress bar
+
+
+def cut(inputs: Sequence[str], dataset: str = "", split: str = "train") -> list[Part]:
+    """All parts of these files and this dataset, in order."""
+    return [part for name in inputs for part in _cut_file(Path(name))] + (_cut_dataset(dataset, split))
+
+
+def identify(inputs: Sequence[str], dataset: str, split: str) -> list[Any]:
+    """What changes when an input does."""
+    files = [[str(Path(name).resolve()), Path(name).stat().st_size, Path(name).stat().st_mtime_ns] for name in inputs]
+    return [*files, _open_dataset(dataset, split)._fingerprint] if dataset else files
+
+
+def read(part: Part, field: str) -> Iterator[str]:
+    """The documents of a part."""
+    return {"text": _read_text, "lines": _read_lines, "parquet": _read_parquet, "dataset": _read_dataset}[part.kind](
+        part, field
+    )
+
+
+def _cut_file(path: Path) -> list[Part]:
+    if not path.is_file():
+        raise ValueError(f"{path} is missing" if not path.exists() else f"{path} is not a file: name the files in it")
+    size = path.stat().st_size
+    if path.suffix in (".txt", ".md", ""):
+        return [Part("text", str(path), 0, size, size)]
+    if path.suffix == ".jsonl":
+        starts = range(0, size, PART_BYTES)
+        return [Part("lines", str(path), at, min(at + PART_BYTES, size), min(PART_BYTES, size - at)) for at in starts]
+    if path.suffix == ".parquet":
+        about = _open_parquet(str(path)).metadata
+        groups = [about.row_group(i) for i in range(about.num_row_groups)]
+        return [Part("parquet", str(path), i, i + 1, group.total_byte_size) for i, group in enumerate(groups)]
+    raise ValueError(f"{path}: .txt, .jsonl and .parquet files are read; convert {path.suffix} files first")
+
+
+def _cut_dataset(name: str, split: str) -> list[Part]:
+    num_rows = len(_open_dataset(name, split)) if name else 0
+    starts = range(0, num_rows, PART_ROWS)
+    source = json.dumps([name, split])
+    return [Part("dataset", source, at, min(at + PART_ROWS, num_rows), min(PART_ROWS, num_rows - at)) for at in starts]
+
+
+def _read_text(part: Part, field: str) -> Iterator[str]:
+    try:
+        yield Path(part.source).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{part.source} is not UTF-8 text: {error}") from error
+
+
+def _read_lines(part: Part, field: str) -> Iterator[str]:
+    """The documents of the lines that begin in these bytes."""
+    with open(part.source, "rb") as stream:
+        if part.begin:
+            stream.seek(part.begin - 1)
+            stream.readline()
+        while (at := stream.tell()) < part.end:
+            line = stream.readline()
+            try:
+                yield _text_of(json.loads(line), field)
+            except (ValueError, KeyError, TypeError) as error:
+                stream.seek(0)
+                number = stream.read(at).count(b"\n") + 1
+                raise ValueError(f"{part.source} line {number} is not a JSON object with {field!r}: {error}") from error
+
+
+def _read_parquet(part: Part, field: str) -> Iterator[str]:
+    file = _open_parquet(part.source)
+    if field not in file.schema_arrow.names:
+        raise ValueError(
+            f"{part.source} has no column {field!r}: it has {', '.join(file.schema_arrow.names)}; name one with --field"
+        )
+    for value in file.read_row_group(part.begin, columns=[field]).column(0):
+        yield _text_of({field: value.as_py()}, field, part.source)
+
+
+def _read_dataset(part: Part, field: str) -> Iterator[str]:
+    rows = _open_dataset(*json.loads(part.source))
+    if field not in rows.column_names:
+        raise ValueError(f"the dataset has no column {field!r}: it has {', '.join(rows.column_names)}; use --field")
+    for text in rows[part.begin : part.end][field]:
+        yield _text_of({field: text}, field, "the dataset")
+
+
+def _text_of(row: Any, field: str, source: str = "") -> str:
+    if not isinstance(row[field], str):
+        raise ValueError(f"{source}{' has ' if source else ''}{type(row[field]).__name__} where text is expected")
+    return row[field]
+
+
+@cache
+def _open_parquet(path: str) -> Any:
+    if importlib.util.find_spec("pyarrow") is None:
+        raise ValueError(f"{path}: Parquet files need pyarrow: pip install 'flashspan[parquet]'")
+    from pyarrow import ArrowInvalid
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        return ParquetFile(path)
+    except ArrowInvalid as error:
+        raise ValueError(f"{path} is not a Parquet file: {error}") from error
+
+
+@cache
+def _open_dataset(name: str, split: str) -> Any:
+    """A dataset of the Hub, or a folder that `save_to_disk` wrote."""
+    if importlib.util.find_spec("datasets") is None:
+        raise ValueError(f"{name}: Hugging Face datasets need a package: pip install 'flashspan[datasets]'")
+    import datasets
+
+    if not Path(name).is_dir():
+        return datasets.load_dataset(name, split=split)
+    found = datasets.load_from_disk(name)
+    if isinstance(found, datasets.DatasetDict):
+        if split not in found:
+            raise ValueError(f"{name} has no split {split!r}: it has {', '.join(map(str, found))}; use --split")
+        return found[split]
+    return found

@@ -1,0 +1,158 @@
+"""Text becomes the same bytes however many processes encode it, and however often they are killed."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from flashspan.train import documents, prepare
+from flashspan.train.data import ByteTokenizer, open_tokens
+
+command = importlib.import_module("flashspan.train.prepare")  # its name in the package is the function's
+TEXTS = [f"{i}: " + "wörd " * (i * 7 % 23) for i in range(300)]
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Path:
+    """A JSONL file of 300 documents."""
+    file = tmp_path / "texts.jsonl"
+    rows = [json.dumps({"text": text}, ensure_ascii=i % 2 == 0) for i, text in enumerate(TEXTS)]
+    file.write_text("\n".join(rows), encoding="utf-8")  # and no last newline
+    return file
+
+
+def read_texts(folder: Path) -> list[str]:
+    """The documents in a prepared folder."""
+    tokens = [int(t) for name in ("train.bin", "val.bin") for t in open_tokens(folder / name).tokens]
+    texts: list[list[int]] = [[]]
+    for token in tokens:
+        if token == ByteTokenizer.end:
+            texts.append([])
+        else:
+            texts[-1].append(token)
+    assert texts.pop() == []
+    return [ByteTokenizer().decode(text) for text in texts]
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("size", [1, 100, 997, 2**22])
+def test_lines_belong_to_one_part_each(lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(documents, "PART_BYTES", size)
+    parts = documents.cut([str(lines)])
+    assert [text for part in parts for text in documents.read(part, "text")] == TEXTS
+
+
+def test_processes_write_what_one_writes(lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "PART_BYTES", 2000)
+    (tmp_path / "book.txt").write_text("A whole book.")
+    inputs = [str(lines), str(tmp_path / "book.txt")]
+    for processes in (1, 2):
+        assert prepare(inputs, folder=str(tmp_path / str(processes)), processes=processes) == 0
+    assert files(tmp_path / "1") == files(tmp_path / "2")
+    assert set(files(tmp_path / "1")) == {"train.bin", "val.bin"}
+    assert read_texts(tmp_path / "1") == [*TEXTS, "A whole book."]
+
+
+def test_a_run_that_was_cut_short_makes_only_what_is_missing(
+    lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(documents, "PART_BYTES", 2000)
+    prepare([str(lines)], folder=str(tmp_path / "whole"), processes=1)
+    real, made = command.encode_part, []
+
+    def fragile(part: documents.Part, *rest: object) -> None:
+        if len(made) == 3:
+            raise KeyboardInterrupt
+        made.append(part)
+        real(part, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(command, "encode_part", fragile)
+    with pytest.raises(KeyboardInterrupt):
+        prepare([str(lines)], folder=str(tmp_path / "cut"), processes=1)
+    assert not (tmp_path / "cut" / "train.bin").exists()
+    monkeypatch.setattr(command, "encode_part", lambda part, *rest: (made.append(part), real(part, *rest)))
+    prepare([str(lines)], folder=str(tmp_path / "cut"), processes=1)
+    assert "going on: 3 of" in capsys.readouterr().out
+    assert len(made) == len(documents.cut([str(lines)]))
+    assert files(tmp_path / "cut") == files(tmp_path / "whole")
+    # Another field or file is another plan: nothing of the old one is used.
+    with pytest.raises(ValueError, match=r"line 1 is not a JSON object with 'body'"):
+        prepare([str(lines)], folder=str(tmp_path / "cut"), field="body", processes=1)
+    assert files(tmp_path / "cut") == files(tmp_path / "whole")
+
+
+SLOWLY = """
+import importlib, sys, time
+from flashspan.train import documents, prepare
+command = importlib.import_module("flashspan.train.prepare")
+documents.PART_BYTES = 2000
+real = command.encode_part
+def slow(*args):
+    time.sleep(0.05)
+    real(*args)
+command.encode_part = slow
+prepare([sys.argv[1]], folder=sys.argv[2], processes=1)
+"""
+
+
+def test_a_kill_loses_nothing_and_changes_no_byte(
+    lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(documents, "PART_BYTES", 2000)
+    prepare([str(lines)], folder=str(tmp_path / "whole"), processes=1)
+    process = subprocess.Popen([sys.executable, "-c", SLOWLY, str(lines), str(tmp_path / "cut")])
+    done = tmp_path / "cut" / ".preparing"
+    deadline = time.monotonic() + 60
+    while len(list(done.glob("0*"))) < 3 and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert len(list(done.glob("0*"))) >= 3
+    assert not (tmp_path / "cut" / "train.bin").exists()
+    prepare([str(lines)], folder=str(tmp_path / "cut"), processes=2)
+    assert "going on: " in capsys.readouterr().out
+    assert files(tmp_path / "cut") == files(tmp_path / "whole")
+
+
+def test_parquet_is_read_by_row_group(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    table = pyarrow.table({"id": list(range(300)), "text": TEXTS})
+    parquet.write_table(table, tmp_path / "texts.parquet", row_group_size=70)
+    assert len(documents.cut([str(tmp_path / "texts.parquet")])) == 5
+    prepare([str(tmp_path / "texts.parquet")], folder=str(tmp_path / "out"), processes=1)
+    assert read_texts(tmp_path / "out") == TEXTS
+    with pytest.raises(ValueError, match=r"no column 'body': it has id, text; name one with --field"):
+        prepare([str(tmp_path / "texts.parquet")], folder=str(tmp_path / "out"), field="body", processes=1)
+
+
+def test_a_saved_dataset_is_read(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": TEXTS})}).save_to_disk(str(tmp_path / "saved"))
+    prepare(dataset=str(tmp_path / "saved"), folder=str(tmp_path / "out"), processes=1)
+    assert read_texts(tmp_path / "out") == TEXTS
+    with pytest.raises(ValueError, match=r"no split 'test': it has train; use --split"):
+        prepare(dataset=str(tmp_path / "saved"), folder=str(tmp_path / "out"), split="test")
+
+
+@pytest.mark.parametrize(("package", "extra"), [("pyarrow", "parquet"), ("datasets", "datasets")])
+def test_a_package_that_is_missing_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, extra: str
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    file = tmp_path / "a.parquet"
+    file.write_bytes(b"PAR1")
+    with pytest.raises(ValueError, match=rf"pip install 'flashspan\[{extra}\]'"):
+        prepare([str(file)] if package == "pyarrow" else [], dataset="some/dataset", folder=str(tmp_path / "out"))
