@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import sys
 from collections.abc import Callable
 from typing import Any, Literal, get_type_hints
@@ -110,14 +111,20 @@ def check(
     )
 
 
-def bench(what: Positional[Literal["attention"]], *, quick: bool = False) -> int:
-    """Measure and record.
+def bench() -> int:
+    """Measure and record: attention, sparse, model, context, study, collectives, data.
 
-    attention: our kernels beside PyTorch's, forward, backward and both, on a CUDA device; rows are appended to
-    docs/benchmarks/attention.csv and printed as a table.
+    Each has its own options: flashspan bench NAME --help. Rows go to a folder, and flashspan report makes a page of it.
+    """
+    raise AssertionError("main hands bench its own command line")
+
+
+def bench_attention(*, quick: bool = False) -> int:
+    """Our kernels beside PyTorch's, forward, backward and both, on a CUDA device.
+
+    Rows are appended to docs/benchmarks/attention.csv and printed as a table.
 
     Args:
-        what: the benchmark.
         quick: the first two shapes only.
     """
     from flashspan.bench.attention import main as run
@@ -125,8 +132,7 @@ def bench(what: Positional[Literal["attention"]], *, quick: bool = False) -> int
     return run(quick=quick)
 
 
-def plan(
-    what: Positional[Literal["draw"]],
+def plan_draw(
     *,
     ranks: int = 8,
     strategy: Literal["ring", "double_ring", "gather", "helper"] = "ring",
@@ -137,15 +143,14 @@ def plan(
     window: int | None = None,
     folder: str = ".",
 ) -> int:
-    """See a schedule before it runs.
+    """See a schedule before it runs: two pictures.
 
-    draw: two pictures, the timeline of the schedule (compute, transfers and waiting of every rank) and who computes
-    which part of the mask, as SVG.
+    The timeline of the schedule (compute, transfers and waiting of every rank) and who computes which part of the
+    mask, as SVG.
 
     Example: flashspan plan draw --ranks 8 --strategy helper --layout contiguous
 
     Args:
-        what: draw.
         ranks: how many ranks share the sequence.
         strategy: how keys and values travel between ranks.
         layout: which rank holds which tokens.
@@ -188,7 +193,10 @@ def positional(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 def commands() -> dict[str, Callable[..., Any]]:
     """Subcommand -> function."""
+    from flashspan.bench.profile import profile
+    from flashspan.bench.report import report
     from flashspan.generate import generate
+    from flashspan.plan.command import plan
     from flashspan.train import prepare
 
     return {
@@ -197,31 +205,56 @@ def commands() -> dict[str, Callable[..., Any]]:
         "prepare": positional(prepare, "inputs"),
         "attend": attend,
         "check": check,
-        "plan": plan,
+        "plan": positional(plan, "model"),
         "bench": bench,
+        "profile": profile,
+        "report": positional(report, "folder"),
+    }
+
+
+def bench_commands() -> dict[str, Callable[..., Any]]:
+    """What `flashspan bench` measures -> function."""
+    from flashspan.bench.collectives import bench_collectives
+    from flashspan.bench.context import bench_context
+    from flashspan.bench.data import bench_data
+    from flashspan.bench.model import bench_model
+    from flashspan.bench.sparse import bench_sparse
+    from flashspan.bench.study import bench_study
+
+    return {
+        "attention": bench_attention,
+        "sparse": bench_sparse,
+        "model": bench_model,
+        "context": bench_context,
+        "study": positional(bench_study, "which"),
+        "collectives": bench_collectives,
+        "data": bench_data,
     }
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; bad input prints one line and exits with 2."""
     words = sys.argv[1:] if arguments is None else arguments
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler prints a line when it starts and when it stops
     try:
         if words[:1] == ["train"]:  # its keys have dots, and come from a file too
             from flashspan.train import main as run
 
             return run(words[1:])
-        return int(
-            tyro.extras.subcommand_cli_from_dict(
-                commands(),
-                args=words,
-                prog="flashspan",
-                description="FlashAttention that spans devices: train with it, run it, check it, measure it.",
-            )
-            or 0
-        )
+        if words[:1] == ["bench"]:
+            return _choose(bench_commands(), words[1:], "flashspan bench", "Measure and record.")
+        if words[:2] == ["plan", "draw"]:
+            return int(tyro.cli(plan_draw, args=words[2:], prog="flashspan plan draw"))
+        about = "FlashAttention that spans devices: train with it, run it, check it, measure it."
+        return _choose(commands(), words, "flashspan", about)
     except ValueError as error:
         print(f"flashspan: {error}", file=sys.stderr)
         return 2
+
+
+def _choose(functions: dict[str, Callable[..., Any]], words: list[str], prog: str, about: str) -> int:
+    """Run the function that the first word names."""
+    return int(tyro.extras.subcommand_cli_from_dict(functions, args=words, prog=prog, description=about) or 0)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,11 @@ ALLOWED = {
     "context": {"kernels", "attention"},
     "parallel": set(),
     "model": set(),
-    "train": {"kernels", "attention", "launch", "context", "parallel", "model"},
+    "plan": {"kernels", "context", "model"},
+    "train": {"kernels", "attention", "launch", "context", "parallel", "model", "plan"},
     "generate": {"kernels", "attention", "launch", "context", "parallel", "model", "train"},
-    "bench": {"kernels", "attention", "launch", "context", "parallel", "model", "train", "generate"},
-    "cli": {"bench", "train", "generate"},
+    "bench": {"kernels", "attention", "launch", "context", "parallel", "model", "train", "generate", "plan"},
+    "cli": {"bench", "train", "generate", "plan"},
     "__init__": {"kernels", "attention"},
 }
 

@@ -21,7 +21,7 @@ def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
 def test_two_commands_open_the_readme_and_ci_runs_the_second() -> None:
     first, second = blocks("bash")[:2]
     assert first.startswith("pip install -e . && flashspan ")
-    assert second == "pip install -e '.[test]' && pytest\n"
+    assert second == "pip install -e '.[test]' && pytest -n 2 --dist loadfile\n"
     assert "the test command" in TEXT.split(second)[0].splitlines()[-2]
     assert "the test command" in (ROOT / ".ci" / "run").read_text()
 

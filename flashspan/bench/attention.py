@@ -109,7 +109,7 @@ def _flex(shape: Shape) -> Attend:
     return lambda q, k, v: compiled(q, k, v, block_mask=block_mask, enable_gqa=shape.H != shape.K)
 
 
-def measure(shape: Shape, name: str, attend: Attend, where: dict[str, str]) -> list[record.Row]:
+def measure(shape: Shape, name: str, attend: Attend, where: dict[str, Any]) -> list[record.Row]:
     """Rows of one implementation on one shape; one that cannot run there gives none."""
     from triton.testing import do_bench
 

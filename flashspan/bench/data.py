@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flashspan.attention import attention
+from flashspan.bench import record
 from flashspan.bench.record import commit
 from flashspan.context import ContextAttention, context_parallel
 from flashspan.launch import Ranks
@@ -355,6 +356,51 @@ def table(rows: Sequence[Row]) -> Table:
         cells = ["" if value != value else f"{value:.4g}" for value in (*times, *memory)]
         shown.add_row(row.contender, *cells, total)
     return shown
+
+
+def as_record(row: Row) -> record.Row:
+    """A row as every other measurement's."""
+    times = {name: getattr(row, name) for name in ("p20_ms", "p50_ms", "p80_ms")}
+    known = {"device", "torch", "commit", "ranks", "shape", "contender", *times}
+    more = {name: value for name, value in asdict(row).items() if name not in known}
+    held = row.parameters_mib + row.gradients_mib + row.optimizer_mib + row.activations_mib
+    return record.Row(
+        row.device, row.torch, "none", row.commit, row.shape, row.contender, "step", **times, tflops=float("nan"),
+        error=float("nan"), peak_mib=held, what="data", dtype="float32", ranks=row.ranks, more=more,
+    )  # fmt: skip
+
+
+def bench_data(
+    *,
+    ranks: tuple[int, ...] = (2, 4),
+    rounds: int = 15,
+    batch: int = 1,
+    only: tuple[str, ...] = CONTENDERS,
+    folder: Path = record.FOLDER,
+) -> int:
+    """A training step under every strategy of data, optimizer, context and tensor parallelism, in one run.
+
+    Time, the part of the gradients' communication that backward hides, and the memory of a rank by kind. Rows go to
+    FOLDER/data.jsonl.
+
+    Args:
+        ranks: the numbers of ranks.
+        rounds: timed steps of each.
+        batch: sequences per rank.
+        only: the strategies to measure.
+        folder: where the rows go.
+    """
+    if unknown := [name for name in only if name not in CONTENDERS]:
+        raise ValueError(f"a contender is one of {', '.join(CONTENDERS)}: got {', '.join(unknown)}")
+    if not ranks or min(ranks) < 1 or max(ranks) > 8 or rounds < 2 or batch < 1:
+        raise ValueError(f"bench data needs 1 to 8 ranks, 2 rounds and 1 sequence: got {ranks}, {rounds} and {batch}")
+    console = Console(width=140)
+    for num_ranks in ranks:
+        rows = measure_ranks(num_ranks, list(only), rounds=rounds, batch=batch)
+        record.append([as_record(row) for row in rows], folder / "data.jsonl")
+        console.print(table(rows))
+    console.print(f"rows in {folder / 'data.jsonl'}")
+    return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

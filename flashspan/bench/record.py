@@ -1,15 +1,33 @@
-"""One row per measurement, appended to a CSV; tables are made from rows, never typed."""
+"""One row per measurement, of whatever kind; tables, plots and pages are made from rows, never typed.
+
+    append(rows, Path("runs/bench/model.jsonl"))      # every field; attention's .csv keeps its thirteen columns
+    rows = read_folder(Path("runs/bench"))            # newest row of each measurement last
+
+A row is written when it is measured, so a sweep that is killed loses nothing; a line cut short by the kill is passed
+over. `Row.key` says what was measured where: a sweep that is run again skips the keys that are there.
+"""
 
 from __future__ import annotations
 
 import csv
+import functools
+import json
+import math
+import os
 import platform
 import subprocess
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from statistics import fmean, quantiles, stdev
 from typing import Any
 
 import torch
+
+FOLDER = Path("runs/bench")
+"""Where sweeps put their rows and `flashspan report` looks for them, unless told otherwise."""
+CSV_COLUMNS = 13
+OK, OUT_OF_MEMORY = "ok", "out of memory"
 
 
 @dataclass(frozen=True)
@@ -22,58 +40,202 @@ class Row:
     commit: str
     shape: str
     impl: str
-    kind: str  # forward, backward or both
+    kind: str  # forward, backward, both, ...: column "pass"
     p20_ms: float
     p50_ms: float
     p80_ms: float
     tflops: float
     error: float  # relative to float32 arithmetic on the same inputs
-    peak_mib: float  # beyond the inputs
+    peak_mib: float  # attention: beyond the inputs; models: all that is allocated
+    # The thirteen above are the columns of a CSV; JSON lines have all.
+    what: str = "attention"
+    dtype: str = "bfloat16"
+    ranks: int = 1
+    mean_ms: float = math.nan
+    std_ms: float = math.nan
+    bytes: float = math.nan  # put on the wire, or moved, by one rank
+    status: str = OK  # or "out of memory", or "failed: why"
+    more: dict[str, Any] = field(default_factory=dict)  # numbers only this kind of measurement has
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What was measured where. The commit is not part of it: a sweep resumed after one goes on."""
+        return (self.what, self.shape, self.impl, self.kind, self.dtype, self.ranks, self.device, self.torch)
+
+    @property
+    def ok(self) -> bool:
+        return self.status == OK
 
 
-def append(rows: list[Row], path: Path) -> None:
-    """Add rows to the file, with its header if it is new."""
+def row(
+    where: dict[str, Any],
+    *,
+    what: str,
+    shape: str,
+    impl: str,
+    kind: str,
+    dtype: str,
+    samples_ms: Sequence[float] = (),
+    tflop: float = math.nan,
+    **rest: Any,
+) -> Row:
+    """A row from the times of single runs and the work of one, in 1e12 operations."""
+    times = summarise(samples_ms)
+    known = {"error": math.nan, "peak_mib": math.nan, **times, **rest}
+    return Row(
+        **where,
+        shape=shape,
+        impl=impl,
+        kind=kind,
+        tflops=1e3 * tflop / known["p50_ms"],
+        what=what,
+        dtype=dtype,
+        **known,
+    )
+
+
+def summarise(samples_ms: Sequence[float]) -> dict[str, float]:
+    """p20, p50, p80, mean and standard deviation of some times; nan where there are none."""
+    names = ("p20_ms", "p50_ms", "p80_ms", "mean_ms", "std_ms")
+    if not samples_ms:
+        return dict.fromkeys(names, math.nan)
+    times = list(samples_ms)
+    cuts = quantiles(times, n=10, method="inclusive") if len(times) > 1 else times * 9
+    deviation = stdev(times) if len(times) > 1 else 0.0
+    return dict(zip(names, (cuts[1], cuts[4], cuts[7], fmean(times), deviation), strict=True))
+
+
+def append(rows: Iterable[Row], path: Path) -> None:
+    """Add rows to a .csv or .jsonl file, on disk when this returns."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.writer(file)
-        if new:
-            writer.writerow(_header())
-        writer.writerows([_short(value) for value in asdict(row).values()] for row in rows)
+    fresh = not path.exists() or not path.stat().st_size
+    cut = not fresh and not path.read_bytes().endswith(b"\n")  # a line that a kill cut short: begin a new one
+    with path.open("a", newline="", encoding="utf-8") as file:
+        if cut:
+            file.write("\n")
+        if path.suffix == ".csv":
+            writer = csv.writer(file)
+            if fresh:
+                writer.writerow(_header())
+            writer.writerows([_short(v) for v in list(asdict(row).values())[:CSV_COLUMNS]] for row in rows)
+        else:
+            for item in rows:
+                values = {k: _jsonable(v) for k, v in asdict(item).items()}
+                file.write(json.dumps(values, allow_nan=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of a file that `append` wrote."""
-    with path.open(newline="") as file:
-        reader = csv.reader(file)
-        if next(reader, None) != _header():
-            raise ValueError(f"{path} does not hold rows of this version: its first line must be {','.join(_header())}")
-        numbers = {field.name for field in fields(Row) if field.type == "float"}
-        names = [field.name for field in fields(Row)]
-        lines = [dict(zip(names, line, strict=True)) for line in reader]
-    rows: list[dict[str, Any]] = [{n: float(c) if n in numbers else c for n, c in line.items()} for line in lines]
-    return [Row(**row) for row in rows]
+    """The rows of a file that `append` wrote; what another version wrote is refused."""
+    return _read_csv(path) if path.suffix == ".csv" else _read_lines(path)
 
 
-def environment(device: torch.device) -> dict[str, str]:
+def read_folder(folder: Path) -> list[Row]:
+    """The rows of every .jsonl file of a folder, and of attention.csv."""
+    if not folder.is_dir():
+        raise ValueError(f"no folder {folder}: measure first, for instance with `flashspan bench context --quick`")
+    files = sorted(folder.glob("*.jsonl")) + sorted(folder.glob("attention.csv"))
+    rows = [item for file in files for item in read(file)]
+    if not rows:
+        raise ValueError(
+            f"no rows in {folder}: it needs .jsonl files that `flashspan bench` wrote; "
+            "measure first, for instance with `flashspan bench context --quick`"
+        )
+    return rows
+
+
+def newest(rows: Iterable[Row]) -> list[Row]:
+    """The last row of each measurement, in the order in which measurements first came."""
+    return list({item.key: item for item in rows}.values())
+
+
+def environment(device: torch.device) -> dict[str, Any]:
     """The first four columns."""
-    import triton
+    try:
+        from triton import __version__ as triton
+    except ImportError:
+        triton = "none"
+    name = f"{platform.machine()}, {os.cpu_count()} cores"
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    return {"device": name, "torch": torch.__version__, "triton": triton, "commit": commit()}
 
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu"
-    return {"device": name, "torch": torch.__version__, "triton": triton.__version__, "commit": commit()}
 
-
+@functools.lru_cache(maxsize=1)
 def commit() -> str:
     """The short hash of the checkout, or "unknown" outside one."""
-    asked = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent, check=False
-    )
+    try:
+        asked = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"],
+            capture_output=True,
+            text=True,
+            cwd=Path(__file__).parent,
+            check=False,
+        )
+    except OSError:  # no git
+        return "unknown"
     return asked.stdout.strip() or "unknown"
 
 
+def find_device(name: str) -> torch.device:
+    """The device to measure on: "auto" is the GPU if there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name not in ("cpu", "cuda"):
+        raise ValueError(f"device must be auto, cpu or cuda: got {name!r}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("no CUDA device is present: use --device cpu, or run on a machine with a GPU")
+    return torch.device(name)
+
+
+def _read_csv(path: Path) -> list[Row]:
+    with path.open(newline="", encoding="utf-8") as file:
+        reader = csv.reader(file)
+        if next(reader, None) != _header():
+            raise ValueError(f"{path} does not hold rows of this version: its first line must be {','.join(_header())}")
+        columns = fields(Row)[:CSV_COLUMNS]
+        lines = [line for line in reader if len(line) == CSV_COLUMNS]
+    numbers = {column.name for column in columns if column.type == "float"}
+    found: list[dict[str, Any]] = [
+        {c.name: float(v) if c.name in numbers else v for c, v in zip(columns, line, strict=True)} for line in lines
+    ]
+    return [Row(**values) for values in found]
+
+
+def _read_lines(path: Path) -> list[Row]:
+    names = {column.name: column.type for column in fields(Row)}
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            values = json.loads(line)
+        except ValueError:
+            continue  # cut short by a kill
+        if not isinstance(values, dict) or values.keys() != names.keys():
+            differ = sorted(set(values) ^ names.keys()) if isinstance(values, dict) else ["all"]
+            raise ValueError(
+                f"{path}, line {number}, does not hold a row of this version (fields that differ: "
+                f"{', '.join(differ)}): move the file away and measure again"
+            )
+        for name, kind in names.items():
+            if kind == "float" and values[name] is None:
+                values[name] = math.nan
+        rows.append(Row(**values))
+    return rows
+
+
 def _header() -> list[str]:
-    return ["pass" if field.name == "kind" else field.name for field in fields(Row)]
+    return ["pass" if column.name == "kind" else column.name for column in fields(Row)[:CSV_COLUMNS]]
 
 
 def _short(value: object) -> object:
     return f"{value:.4g}" if isinstance(value, float) else value
+
+
+def _jsonable(value: Any) -> Any:
+    """JSON has no nan: null stands for it."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _jsonable(inner) for key, inner in value.items()}
+    return value

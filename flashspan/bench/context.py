@@ -1,0 +1,392 @@
+"""`flashspan bench context`: one device against every strategy and layout, on 1 to 8 ranks, with a LLaMA around them.
+
+flashspan bench context --quick          # two minutes on two cores; then `flashspan report`
+
+Each measurement is of the whole model, forward and forward + backward. What the wire costs is measured, not guessed:
+the same step with the wire switched off is the computing, the same attention calls with the computing switched off are
+the communication, and what the two sum to beyond the step itself was hidden.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from flashspan.attention import attention
+from flashspan.bench import memory, record, sweep, trace
+from flashspan.bench.check import over_all_ranks
+from flashspan.bench.record import Row
+from flashspan.bench.tables import Table, make
+from flashspan.context.layout import LAYOUTS
+from flashspan.context.strategy import STRATEGIES, ContextAttention
+from flashspan.kernels.contract import Carry, LocalAttention
+from flashspan.launch import Ranks
+from flashspan.model import Llama, LlamaConfig
+from flashspan.train.metrics import peak_flops
+
+ALL_CASES = tuple((strategy, layout) for strategy in STRATEGIES for layout in LAYOUTS)
+QUICK_CASES = (
+    ("ring", "contiguous"),
+    ("ring", "zigzag"),
+    ("ring", "striped"),
+    ("gather", "zigzag"),
+    ("helper", "contiguous"),
+    ("ulysses", "contiguous"),
+)
+ALONE = "one device"
+KINDS = ("forward", "forward+backward")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and the tokens it sees, all ranks together."""
+
+    width: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    tokens: int
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.num_layers}x{self.width}, {self.num_heads}/{self.num_kv_heads} heads, {self.tokens} tokens"
+
+    def config(self) -> LlamaConfig:
+        return LlamaConfig(
+            512, self.width, self.num_layers, self.num_heads, self.num_kv_heads, 64 * ((8 * self.width // 3 + 63) // 64)
+        )
+
+    def tflop(self, kind: str) -> float:
+        whole = self.config().flops_per_token(self.tokens) * self.tokens / 1e12
+        return whole / 3 if kind == "forward" else whole
+
+
+class Switch:
+    """LocalAttention and wires that can be switched off: then they return at once, with room and nothing in it."""
+
+    def __init__(self, attend: ContextAttention) -> None:
+        self.computes = self.sends = True
+        self.local: LocalAttention = attend.local
+        attend.local = self
+        for wire in {id(w): w for w in (attend.outer, attend.inner)}.values():
+            setattr(wire, "post", self._gate(wire.post))  # noqa: B010 - a method of one object
+            setattr(wire, "wait", self._gate(wire.wait))  # noqa: B010
+
+    def _gate(self, call: Callable[[Any], None]) -> Callable[[Any], None]:
+        return lambda argument: call(argument) if self.sends else None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Carry:
+        if self.computes:
+            return self.local.forward(q, k, v, **rest)
+        carry = rest.get("carry")
+        exact = torch.promote_types(q.dtype, torch.float32)
+        return carry or Carry(q.new_empty(q.shape, dtype=rest["out_dtype"]), q.new_empty(q.shape[:-1], dtype=exact))
+
+    def backward(self, *args: Any, **rest: Any) -> None:
+        if self.computes:
+            self.local.backward(*args, **rest)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One rank's numbers of one case and pass, in milliseconds; what only rank 0 knows is nan on others."""
+
+    steps: list[float]
+    computing: float
+    wire: float
+    peak_mib: float
+    sent: float
+    product_share: float
+    peak_flops: float
+
+
+def run_on_rank(work: Workload, case: tuple[str, str], kinds: Sequence[str], repeats: int, device_type: str) -> Any:
+    """On a rank: the measurements of one case, by pass."""
+    device = torch.device(device_type, torch.cuda.current_device() if device_type == "cuda" else 0)
+    torch.manual_seed(0)
+    config = work.config()
+    tokens = torch.randint(config.vocab_size, (1, work.tokens), device=device)
+    switch = attend = None
+    if case[0] != ALONE:
+        attend = over_all_ranks(*case, device_type, num_tokens=work.tokens)
+        switch = Switch(attend)
+    with device:
+        model = Llama(config, attention=attend or attention)
+    targets = tokens.roll(-1, 1)
+    positions = torch.arange(work.tokens, device=device)
+    if attend is not None:
+        tokens, targets = (attend.shard(x, 1) for x in (tokens, targets))
+        positions = attend.positions(work.tokens, device)
+    cast = torch.autocast(device_type, getattr(torch, work.dtype), enabled=work.dtype != "float32")
+
+    def step(kind: str) -> None:
+        with torch.set_grad_enabled(kind != "forward"), cast:
+            loss = model.loss(model(tokens, positions), targets)
+        if kind != "forward":
+            loss.backward()
+            model.zero_grad()
+
+    held = sum(p.nbytes for p in model.parameters()) + 3 * tokens.nbytes
+    return {
+        kind: _measure(lambda kind=kind: step(kind), kind, work, attend, switch, held, repeats, device)  # type: ignore[misc]
+        for kind in kinds
+    }
+
+
+def _measure(
+    step: Callable[[], None],
+    kind: str,
+    work: Workload,
+    attend: ContextAttention | None,
+    switch: Switch | None,
+    held: float,
+    repeats: int,
+    device: torch.device,
+) -> Measured:
+    step()  # warms up, and shakes hands
+    steps = [_time(step, device) for _ in range(repeats)]
+    computing, wire, sent = median(steps), 0.0, 0.0
+    if attend is not None and switch is not None:
+        before = attend.bytes_sent
+        step()
+        sent = attend.bytes_sent - before
+        switch.sends = False
+        computing = median(_time(step, device) for _ in range(max(1, repeats // 2)))
+        switch.sends, switch.computes = True, False
+        calls = _attention_calls(attend, kind, work, device)
+        wire = median(_time(calls, device) for _ in range(max(1, repeats // 2)))
+        switch.computes = True
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
+    timeline = memory.Timeline(held=held)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with profile(activities=activities, profile_memory=True) as profiler:
+        step()
+    memory.fill(timeline, profiler, device)
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else timeline.peak
+    share = trace.share(trace.kernels(profiler, device), "product", "attention")
+    flops = peak_flops(device, dist.get_world_size()) if dist.get_rank() == 0 else float("nan")
+    dist.barrier()
+    return Measured(steps, computing, wire, peak / 2**20, sent, share, flops)
+
+
+def _attention_calls(attend: ContextAttention, kind: str, work: Workload, device: torch.device) -> Callable[[], None]:
+    """The attention of every layer, called as the model calls it."""
+    config, dtype = work.config(), getattr(torch, work.dtype)
+    mine = attend.placement(work.tokens).sizes[attend.rank]
+    heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+    q, k, v = (torch.randn(1, n, mine, config.head_dim, device=device, dtype=dtype) for n in heads)
+    for x in (q, k, v):
+        x.requires_grad_(kind != "forward")
+
+    def calls() -> None:
+        for _ in range(config.num_layers):
+            out = attend(q, k, v, causal=True)
+            if kind != "forward":
+                out.backward(out.detach())
+
+    return calls
+
+
+def _time(call: Callable[[], None], device: torch.device) -> float:
+    """Milliseconds of a call that all ranks begin together."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    dist.barrier()
+    begin = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return 1e3 * (time.perf_counter() - begin)
+
+
+def make_row(where: dict[str, Any], work: Workload, case: tuple[str, str], kind: str, ranks: int, **rest: Any) -> Row:
+    """A row of this bench, with or without times."""
+    impl = ALONE if case[0] == ALONE else f"{case[0]} {case[1]}"
+    rest |= {"tflop": work.tflop(kind)} if rest else {}
+    return record.row(
+        where, what="context", shape=str(work), impl=impl, kind=kind, dtype=work.dtype, ranks=ranks, **rest
+    )
+
+
+def join(
+    where: dict[str, Any], work: Workload, case: tuple[str, str], kind: str, parts: Sequence[Measured], more: Any
+) -> Row:
+    """One row from every rank's numbers: the slowest rank's times, the largest rank's memory."""
+    steps = [max(times) for times in zip(*(part.steps for part in parts), strict=True)]
+    computing, wire = max(p.computing for p in parts), max(p.wire for p in parts)
+    whole = median(steps)
+    hidden = min(1.0, max(0.0, (computing + wire - whole) / wire)) if wire else float("nan")
+    speed = work.tflop(kind) * 1e15 / whole  # operations per second
+    return make_row(
+        where, work, case, kind, len(parts), samples_ms=steps, peak_mib=max(p.peak_mib for p in parts),
+        bytes=max(p.sent for p in parts),
+        more={
+            **more, "tokens": work.tokens, "tokens_per_second": 1e3 * work.tokens / whole,
+            "mfu": speed / parts[0].peak_flops, "product_share": parts[0].product_share, "computing_ms": computing,
+            "wire_ms": wire, "wire_to_computing": wire / computing, "hidden": hidden,
+            "imbalance": computing * len(parts) / sum(p.computing for p in parts),
+            "peak_mib_by_rank": [round(p.peak_mib, 1) for p in parts], "bytes_by_rank": [p.sent for p in parts],
+        },
+    )  # fmt: skip
+
+
+class Pool:
+    """Ranks that are started when first needed and kept while their number stays the same.
+
+    On the CPU a device is so many threads, whatever the number of ranks: else one rank would get all cores, and
+    scaling would be measured against a larger device.
+    """
+
+    def __init__(self, device_type: str, most_ranks: int = 1) -> None:
+        self.device_type = device_type
+        self.threads = max(1, (os.cpu_count() or 1) // most_ranks)
+        self.ranks: Ranks | None = None
+
+    def get(self, num: int) -> Ranks:
+        if self.ranks is not None and (self.ranks.num_ranks != num or not self.ranks._processes):
+            self.close()
+        if self.ranks is None:
+            backend = "nccl" if self.device_type == "cuda" else "gloo"
+            self.ranks = Ranks(num, backend=backend, threads=self.threads, timeout=120)
+        return self.ranks
+
+    def close(self) -> None:
+        if self.ranks is not None:
+            self.ranks.close()
+        self.ranks = None
+
+
+def jobs_of(
+    work: Workload, cases: Sequence[tuple[str, str]], world_sizes: Sequence[int], repeats: int, pool: Pool
+) -> list[sweep.Job]:
+    """Strong scaling with every case, weak scaling (tokens grow with the ranks) with the zigzag ring."""
+    where = record.environment(torch.device(pool.device_type))
+    jobs = []
+    most = max(world_sizes)
+    for num in world_sizes:
+        small = Workload(**{**work.__dict__, "tokens": work.tokens // most * num})
+        sets = [("strong", work, [(ALONE, "")] if num == 1 else cases)]
+        if most > 1 and num != most:
+            sets.append(("weak", small, [(ALONE, "")] if num == 1 else [("ring", "zigzag")]))
+        for scaling, tokens, chosen in sets:
+            for case in chosen:
+                expected = tuple(make_row(where, tokens, case, kind, num) for kind in KINDS)
+                measure = _job(pool, where, tokens, case, num, repeats, {"scaling": scaling})
+                jobs.append(sweep.Job(expected, measure))
+    return jobs
+
+
+def _job(
+    pool: Pool, where: dict[str, Any], work: Workload, case: tuple[str, str], num: int, repeats: int, more: Any
+) -> Callable[[], list[Row]]:
+    def measure() -> list[Row]:
+        results = pool.get(num).run(run_on_rank, work, case, KINDS, repeats, pool.device_type, timeout=600)
+        return [join(where, work, case, kind, [result[kind] for result in results], more) for kind in KINDS]
+
+    return measure
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """A line per case and pass, beside one device on the same tokens."""
+    alone = {(row.shape, row.kind): row.p50_ms for row in rows if row.impl == ALONE and row.ok}
+
+    def speedup(row: Row) -> object:
+        base = alone.get((row.shape, row.kind))
+        return f"{base / row.p50_ms:.2f}x" if base and row.ok else ""
+
+    def known(value: float | None) -> bool:
+        return value is not None and value == value
+
+    def percent(name: str) -> Callable[[Row], object]:
+        return lambda row: f"{100 * row.more[name]:.0f}%" if row.ok and known(row.more.get(name)) else ""
+
+    return make(
+        "one device against every strategy",
+        rows,
+        {
+            "strategy": lambda row: row.impl,
+            "ranks": lambda row: row.ranks,
+            "pass": lambda row: row.kind,
+            "tokens": lambda row: row.more.get("tokens", ""),
+            "ms": lambda row: row.p50_ms if row.ok else row.status,
+            "tokens/s": lambda row: float(round(row.more.get("tokens_per_second", 0))) if row.ok else "",
+            "speed-up": speedup,
+            "MFU": percent("mfu"),
+            "in products": percent("product_share"),
+            "wire/compute": lambda row: row.more.get("wire_to_computing"),
+            "hidden": percent("hidden"),
+            "sent MiB": lambda row: row.bytes / 2**20,
+            "peak MiB": lambda row: row.peak_mib,
+        },
+        num_names=1,
+    )
+
+
+def bench_context(
+    *,
+    quick: bool = False,
+    ranks: tuple[int, ...] = (1, 2, 4, 8),
+    tokens: int = 4096,
+    width: int = 512,
+    layers: int = 4,
+    heads: int = 8,
+    kv_heads: int = 2,
+    dtype: str = "float32",
+    repeats: int = 5,
+    folder: Path = record.FOLDER,
+    again: bool = False,
+) -> int:
+    """One device against every strategy and layout: latency, tokens/s, MFU, wire, memory, scaling.
+
+    Runs a LLaMA on 1 to 8 ranks (GPUs where there are enough, CPU processes otherwise) and appends a row for each
+    strategy, layout, number of ranks and pass to FOLDER/context.jsonl. Run again, it measures only what is missing.
+    `flashspan report` makes a page of it.
+
+    Args:
+        quick: a smaller model, 1 and 2 ranks, six of the strategies and layouts; two minutes on two cores.
+        ranks: the numbers of ranks, each 1 to 8.
+        tokens: length of the whole sequence.
+        width: of the model.
+        layers: of the model.
+        heads: query heads.
+        kv_heads: key and value heads.
+        dtype: float32, or bfloat16 for autocast.
+        repeats: timed steps of each.
+        folder: where the rows go.
+        again: measure what is there, too.
+    """
+    from rich.console import Console
+
+    if quick:
+        ranks, tokens, width, layers, repeats = (1, 2), 1024, 256, 2, 3
+    if not ranks or not all(1 <= num <= 8 for num in ranks):
+        raise ValueError(f"bench context runs on 1 to 8 ranks: got {' '.join(map(str, ranks))}")
+    if tokens < 2 * max(ranks) or repeats < 1:
+        raise ValueError(f"bench context needs 2 tokens per rank and 1 repeat or more: got {tokens} and {repeats}")
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise ValueError(f"dtype must be float32, bfloat16 or float16: got {dtype!r}")
+    work = Workload(width, layers, heads, kv_heads, tokens, dtype)
+    work.config()  # refuses impossible sizes
+    pool = Pool("cuda" if torch.cuda.device_count() >= max(ranks) else "cpu", max(ranks))
+    path = folder / "context.jsonl"
+    try:
+        jobs = jobs_of(work, QUICK_CASES if quick else ALL_CASES, sorted(set(ranks)), repeats, pool)
+        outcome = sweep.run(jobs, path, again=again, title="context")
+    finally:
+        pool.close()
+    console = Console()
+    console.width = max(console.width, 165)
+    console.print(table(outcome.rows).rich())
+    console.print(f"{outcome.num_measured} measured, rows in {path}; `flashspan report {folder}` makes a page of them")
+    return 0

@@ -1,0 +1,211 @@
+"""What the rows say, in plain words: what bounds the run, how it scales, what to change first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flashspan.bench.context import ALONE
+from flashspan.bench.record import OUT_OF_MEMORY, Row
+
+ADVICE = {
+    "compute": "products take most of the step, which is what more devices or a faster dtype (bfloat16) shorten",
+    "memory": "operators that only move memory take most of the step: compile the layers, use bfloat16, and give each "
+    "rank more tokens at a time",
+    "wire": "waiting for the wire takes most of the step: use longer sequences per rank, 16-bit keys and values, fewer "
+    "kv heads, or a strategy that sends less",
+    "imbalance": "ranks wait for the busiest one: use the zigzag layout, or the helper strategy on contiguous tokens",
+}
+
+
+@dataclass(frozen=True)
+class Shares:
+    """The parts of a step, milliseconds: products, other operators, waiting for the wire, for the busiest rank."""
+
+    compute: float
+    memory: float
+    wire: float
+    imbalance: float
+
+    @property
+    def bound(self) -> str:
+        """The largest part."""
+        return max(vars(self), key=vars(self).__getitem__)
+
+    def words(self) -> str:
+        total = sum(vars(self).values())
+        names = {"compute": "products", "memory": "other operators", "wire": "the wire", "imbalance": "imbalance"}
+        return ", ".join(f"{names[name]} {100 * value / total:.0f}%" for name, value in vars(self).items())
+
+
+def split(row: Row) -> Shares:
+    """Where the time of a row of `bench context` went."""
+    slowest = min(row.more["computing_ms"], row.p50_ms)
+    mean = slowest / max(1.0, row.more["imbalance"])
+    share = row.more["product_share"]
+    products = mean * (share if share is not None and not math.isnan(share) else 0.0)
+    return Shares(products, mean - products, row.p50_ms - slowest, slowest - mean)
+
+
+def of_context(rows: Sequence[Row]) -> list[str]:
+    """Findings of `bench context`."""
+    done = [row for row in rows if row.what == "context" and row.ok]
+    kind = "forward+backward"
+    strong = [row for row in done if row.kind == kind and row.more.get("scaling") == "strong"]
+    if not strong:
+        return []
+    found = []
+    alone = {row.shape: row for row in strong if row.impl == ALONE}
+    for shape in dict.fromkeys(row.shape for row in strong):
+        many = [row for row in strong if row.shape == shape and row.impl != ALONE]
+        if not many:
+            continue
+        most = max(row.ranks for row in many)
+        field = sorted((row for row in many if row.ranks == most), key=lambda row: row.p50_ms)
+        best = field[0]
+        text = f"{shape}: on {most} ranks {best.impl} is fastest, {best.p50_ms:.4g} ms forward and backward"
+        if shape in alone:
+            base = alone[shape]
+            ratio = base.p50_ms / best.p50_ms
+            text += f", {ratio:.2f} times as fast as one device ({100 * ratio / most:.0f}% of ideal)"
+            if ratio > 1.2 * most:
+                text += f", which is more than {most} ranks can give: one device's time was disturbed"
+            text += f", and holds {best.peak_mib / base.peak_mib:.0%} of its memory per rank"
+        found.append(text + ".")
+        shares = split(best)
+        found.append(f"Its step is bound by {shares.bound}: {shares.words()}. First: {ADVICE[shares.bound]}.")
+        if len(field) > 1:
+            worst = field[-1]
+            found.append(
+                f"The choice matters: {worst.impl} takes {worst.p50_ms / best.p50_ms:.2f} times as long there."
+            )
+        layouts = {row.impl: row for row in field}
+        if "ring zigzag" in layouts and "ring contiguous" in layouts:
+            gain = layouts["ring contiguous"].p50_ms / layouts["ring zigzag"].p50_ms
+            word = "faster" if gain > 1 else "slower"
+            found.append(f"In a causal ring, zigzag is {max(gain, 1 / gain):.2f} times {word} than contiguous tokens.")
+        hidden = best.more.get("hidden")
+        if best.more.get("wire_ms") and hidden is not None and not math.isnan(hidden):
+            found.append(
+                f"Its communication alone takes {best.more['wire_ms']:.3g} ms, "
+                f"{best.more['wire_to_computing']:.2f} of the computing, and {hidden:.0%} of it is hidden."
+            )
+        found += scaling(done, shape)
+    return found
+
+
+def scaling(rows: Sequence[Row], shape: str) -> list[str]:
+    """How speed per rank changes with ranks: the whole the same (strong), and the part of each rank the same (weak)."""
+    kind, found = "forward+backward", []
+    ring = [row for row in rows if row.kind == kind and row.impl in (ALONE, "ring zigzag")]
+    for name in ("strong", "weak"):
+        line = {row.ranks: row for row in ring if row.more.get("scaling") == name}
+        if name == "strong":
+            line = {ranks: row for ranks, row in line.items() if row.shape == shape}
+        else:  # the largest weak case is the strong one
+            line |= {row.ranks: row for row in ring if row.shape == shape and row.ranks not in line}
+        if 1 not in line or len(line) < 2:
+            continue
+        most = max(line)
+        kept = line[most].tflops / most / line[1].tflops
+        found.append(
+            f"{name.capitalize()} scaling from 1 to {most} ranks (zigzag ring): each rank keeps {kept:.0%} of one "
+            "device's speed."
+        )
+    cores = next((int(r.device.split(", ")[1].split()[0]) for r in ring if r.device.endswith(" cores")), None)
+    if cores and any(row.ranks > cores for row in ring):
+        found.append(
+            f"Beyond {cores} ranks, processes share {cores} cores: those numbers show sharing, not the method."
+        )
+    return found
+
+
+def of_attention(rows: Sequence[Row]) -> list[str]:
+    """Our kernels against the best of the others, both passes."""
+    both = [row for row in rows if row.what == "attention" and row.kind == "both" and row.ok]
+    ratios = []
+    for shape in dict.fromkeys(row.shape for row in both):
+        times = {row.impl: row.p50_ms for row in both if row.shape == shape}
+        others = [time for impl, time in times.items() if impl != "flashspan"]
+        if "flashspan" in times and others:
+            ratios.append((min(others) / times["flashspan"], shape))
+    if not ratios:
+        return []
+    mean = math.exp(sum(math.log(ratio) for ratio, _ in ratios) / len(ratios))
+    low, high = min(ratios), max(ratios)
+    return [
+        f"Attention, forward and backward: ours runs at {mean:.2f} times the speed of the fastest other on "
+        f"{len(ratios)} shapes (geometric mean), from {low[0]:.2f} ({low[1]}) to {high[0]:.2f} ({high[1]})."
+    ]
+
+
+def of_model(rows: Sequence[Row]) -> list[str]:
+    """What autocast and the compiler bring to a training step."""
+    step = [row for row in rows if row.what == "model" and row.kind == "training" and row.ok]
+    found = []
+    for label, one, two in (
+        ("bfloat16 autocast", lambda r: r.dtype == "float32", lambda r: r.dtype == "bfloat16"),
+        ("torch.compile", lambda r: r.impl.endswith("eager"), lambda r: r.impl.endswith("compiled")),
+    ):
+        ratios = []
+        for a in filter(one, step):
+            twins = [b for b in filter(two, step) if b.shape == a.shape and _twin(a, b, label)]
+            ratios += [a.p50_ms / b.p50_ms for b in twins[:1]]
+        if ratios:
+            found.append(
+                f"{label}: a training step is {min(ratios):.2f} to {max(ratios):.2f} times as fast, "
+                f"on {len(ratios)} configurations."
+            )
+    return found
+
+
+def _twin(a: Row, b: Row, label: str) -> bool:
+    if label == "torch.compile":
+        return a.dtype == b.dtype and a.impl.split(",")[0] == b.impl.split(",")[0]
+    return a.impl == b.impl
+
+
+def of_memory(rows: Sequence[Row]) -> list[str]:
+    """What did not fit."""
+    lost = dict.fromkeys(f"{row.what} {row.shape} {row.impl}" for row in rows if row.status == OUT_OF_MEMORY)
+    if not lost:
+        return []
+    shown = "; ".join(list(lost)[:4]) + (f"; and {len(lost) - 4} more" if len(lost) > 4 else "")
+    return [f"{len(lost)} configurations ran out of memory: {shown}."]
+
+
+def of_collectives(rows: Sequence[Row]) -> list[str]:
+    """The wire, as the planner knows it."""
+    fits = {}
+    for row in rows:
+        if row.what == "collective" and "alpha_us" in row.more:
+            fits[row.impl, row.ranks] = row.more
+    return [
+        f"{name} on {ranks} ranks: {fit['alpha_us']:.3g} µs and {fit['gb_per_s']:.3g} GB/s fit the measured times."
+        for (name, ranks), fit in fits.items()
+        if name in ("send-receive", "all-reduce")
+    ]
+
+
+def of_noise(rows: Sequence[Row]) -> list[str]:
+    """Whether the machine was quiet enough to believe the rest."""
+    timed = [row for row in rows if row.ok and row.p50_ms > 0]
+    loud = [row for row in timed if (row.p80_ms - row.p20_ms) / row.p50_ms > 0.5]
+    if not timed or len(loud) < 0.2 * len(timed):
+        return []
+    return [
+        f"Take the times with care: in {len(loud)} of {len(timed)} measurements the middle 60% spread by more than "
+        "half of the median, so something else was using the machine. Measure again with --again when it is quiet."
+    ]
+
+
+def find(rows: Sequence[Row]) -> list[str]:
+    """All findings, the most telling first."""
+    found = (
+        of_noise(rows) + of_context(rows) + of_attention(rows) + of_model(rows) + of_collectives(rows) + of_memory(rows)
+    )
+    failed = [row for row in rows if row.status.startswith("failed")]
+    if failed:
+        found.append(f"{len(failed)} measurements failed, the first ({failed[0].impl}): {failed[0].status[8:]}.")
+    return found or ["There are rows, but none that a finding is made of."]

@@ -1,0 +1,115 @@
+"""Memory over time, on a GPU or the CPU: every allocation as the profiler reports it, with the phases of a step.
+
+    with watch(torch.device("cpu")) as timeline: loss = step()
+    timeline.peak, timeline.phases, draw(timeline)
+
+The profiler sees what PyTorch's allocators hand out, inside operators too, so the CPU's peak means what
+`torch.cuda.max_memory_allocated` means on a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from flashspan.bench.ranges import PHASES
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass
+class Timeline:
+    """Bytes allocated at times (milliseconds since the beginning), and the spans of the phases."""
+
+    held: float = 0.0  # before the beginning, as the caller counts it
+    times: list[float] = field(default_factory=list)
+    allocated: list[float] = field(default_factory=list)
+    phases: list[tuple[str, float, float]] = field(default_factory=list)  # name, begin, end
+    largest: list[tuple[float, str]] = field(default_factory=list)  # bytes, the range that asked for them
+
+    @property
+    def peak(self) -> float:
+        """The most bytes allocated at once, with those held before."""
+        return max([self.held, *self.allocated])
+
+    def phase_at(self, time: float) -> str:
+        return next((name for name, begin, end in self.phases if begin <= time <= end), "between")
+
+    def peak_of(self, phase: str) -> float:
+        """The most bytes allocated at once during a phase, 0 if there was none."""
+        spans = [(begin, end) for name, begin, end in self.phases if name == phase]
+        inside = [b for t, b in zip(self.times, self.allocated, strict=True) if any(s <= t <= e for s, e in spans)]
+        return max(inside, default=0.0)
+
+
+@contextlib.contextmanager
+def watch(device: torch.device, *, held: float = 0.0) -> Iterator[Timeline]:
+    """A timeline, filled in when the block ends. `held` is what the caller's tensors already take."""
+    timeline = Timeline(held=held)
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
+    with profile(activities=activities, profile_memory=True) as profiler:
+        yield timeline
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    fill(timeline, profiler, device)
+
+
+def fill(timeline: Timeline, profiler: Any, device: torch.device) -> None:
+    """Read a profile taken with `profile_memory=True`."""
+    events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    if not events:
+        return
+    begin = events[0].start_ns()
+    spans = [(e.name(), e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.duration_ns()]
+    named = [span for span in spans if not span[0].startswith(("aten::", "cuda", "void ")) and span[2] > span[1]]
+    total = timeline.held
+    asked: list[tuple[float, str]] = []
+    kind = torch._C._autograd.DeviceType.CUDA if device.type == "cuda" else torch._C._autograd.DeviceType.CPU
+    memory = [event for event in events if event.name() == "[memory]" and event.device_type() == kind]
+    big = sorted((event.nbytes() for event in memory if event.nbytes() > 0), reverse=True)[:8]
+    for event in memory:
+        total += event.nbytes()
+        timeline.times.append((event.start_ns() - begin) / 1e6)
+        timeline.allocated.append(total)
+        if big and event.nbytes() >= big[-1]:
+            inside = [s for s in named if s[1] <= event.start_ns() <= s[2]]
+            path = " > ".join(s[0] for s in sorted(inside, key=lambda s: s[1] - s[2])[:4])
+            asked.append((float(event.nbytes()), path))
+    timeline.largest = sorted(asked, reverse=True)[:8]
+    timeline.phases = [(name, (s - begin) / 1e6, (e - begin) / 1e6) for name, s, e in spans if name in PHASES]
+
+
+def draw(timeline: Timeline, title: str) -> Figure:
+    """Active memory over time, phases shaded and named, the peak marked."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    axes = figure.subplots()
+    mib = [b / 2**20 for b in timeline.allocated]
+    axes.fill_between(timeline.times, mib, step="post", color="#4c78a8", alpha=0.35, linewidth=0)
+    axes.step(timeline.times, mib, where="post", color="#4c78a8", linewidth=1)
+    top = timeline.peak / 2**20
+    for (name, begin, end), shade in zip(timeline.phases, _shades(timeline.phases), strict=True):
+        axes.axvspan(begin, end, color=shade, alpha=0.25, linewidth=0)
+        axes.text((begin + end) / 2, 1.05 * top, name, ha="center", va="bottom", fontsize=8)
+    if mib:
+        at = max(range(len(mib)), key=mib.__getitem__)
+        axes.plot(timeline.times[at], mib[at], "o", color="#e45756", markersize=4)
+        axes.annotate(f"peak {top:,.0f} MiB", (timeline.times[at], mib[at]), xytext=(6, 4),
+                      textcoords="offset points", fontsize=8)  # fmt: skip
+    axes.set(xlabel="milliseconds", ylabel="MiB allocated", ylim=(0, 1.2 * max(top, 1e-6)), title=title)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    return figure
+
+
+def _shades(phases: Sequence[tuple[str, float, float]]) -> list[str]:
+    colours = ("#eeca3b", "#72b7b2", "#f58518", "#b279a2")
+    names = list(dict.fromkeys(name for name, _, _ in phases))
+    return [colours[names.index(name) % len(colours)] for name, _, _ in phases]

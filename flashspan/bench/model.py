@@ -1,0 +1,260 @@
+"""`flashspan bench model`: forward, backward and optimizer of a training step, for presets, lengths and precisions.
+
+    flashspan bench model --presets small medium --tokens 128 256 --dtypes float32 bfloat16
+    flashspan bench model --presets small --warmups 0 1 2 5      # each in a process of its own: the warm-up study
+
+Every phase is timed by itself, with the device idle before and after: w warm-up steps, then n measured ones; a row has
+their mean and standard deviation beside the percentiles.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flashspan.attention import attention
+from flashspan.bench import memory, ranges, record, sweep
+from flashspan.bench.record import Row
+from flashspan.bench.tables import Table, pivot
+from flashspan.model import Llama, LlamaConfig, preset
+
+KINDS = ("inference", "forward", "backward", "optimizer", "training")
+ATTENTIONS: dict[str, Callable[..., Any]] = {"flashspan": attention, "plain": ranges.in_parts}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One configuration. `attention` is "flashspan", or "plain": scores, softmax and product as PyTorch operators."""
+
+    preset: str
+    batch: int
+    tokens: int
+    dtype: str = "float32"
+    attention: str = "flashspan"
+    compiled: bool = False
+    warmup: int = 5
+    steps: int = 10
+
+    @property
+    def impl(self) -> str:
+        return f"{self.attention}, {'compiled' if self.compiled else 'eager'}"
+
+    @property
+    def shape(self) -> str:
+        return f"{self.preset} {self.batch}x{self.tokens}"
+
+
+class Stepper:
+    """A model, an optimizer and a batch, stepped phase by phase."""
+
+    def __init__(self, setting: Setting, device: torch.device, config: LlamaConfig | None = None) -> None:
+        torch.manual_seed(0)
+        self.setting, self.device = setting, device
+        config = config or preset(setting.preset)
+        with device:
+            self.model = Llama(config, attention=ATTENTIONS[setting.attention])
+            self.tokens = torch.randint(config.vocab_size, (setting.batch, setting.tokens))
+        self.targets = self.tokens.roll(-1, 1)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=device.type == "cuda")
+        if setting.compiled:
+            torch._dynamo.reset()  # what earlier configurations compiled would count against its limit
+            for layer in self.model.layers:
+                layer.compile()
+        self.loss: torch.Tensor | None = None
+
+    def infer(self) -> None:
+        with torch.no_grad():
+            self.forward()
+        self.loss = None
+
+    def forward(self) -> None:
+        with self._autocast(), ranges.span("forward"):
+            self.loss = self.model.loss(self.model(self.tokens), self.targets) / self.tokens.numel()
+
+    def backward(self) -> None:
+        assert self.loss is not None
+        with ranges.span("backward"):
+            self.loss.backward()
+        self.loss = None
+
+    def update(self) -> None:
+        with ranges.span("optimizer"):
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def train(self) -> None:
+        self.forward()
+        self.backward()
+        self.update()
+
+    def synchronise(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def held(self) -> float:
+        """Bytes of weights, gradients, optimizer state and tokens."""
+        state = [v for entry in self.optimizer.state.values() for v in entry.values() if torch.is_tensor(v)]
+        tensors = {t.data_ptr(): t.nbytes for t in [*self.model.parameters(), *state, self.tokens, self.targets]}
+        return float(sum(tensors.values()))
+
+    def _autocast(self) -> torch.autocast:
+        dtype = getattr(torch, self.setting.dtype)
+        return torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)
+
+
+def peak_bytes(stepper: Stepper, call: Callable[[], None]) -> float:
+    """The most bytes allocated at once in a call, with what the model holds."""
+    if stepper.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(stepper.device)
+        call()
+        stepper.synchronise()
+        return float(torch.cuda.max_memory_allocated(stepper.device))
+    with memory.watch(stepper.device, held=stepper.held()) as timeline:
+        call()
+    return timeline.peak
+
+
+def time_phases(stepper: Stepper, warmup: int, steps: int) -> dict[str, list[float]]:
+    """Milliseconds of every measured run of each phase."""
+    phases: dict[str, list[float]] = {kind: [] for kind in KINDS}
+
+    def timed(call: Callable[[], None]) -> float:
+        stepper.synchronise()
+        begin = time.perf_counter()
+        call()
+        stepper.synchronise()
+        return 1e3 * (time.perf_counter() - begin)
+
+    for number in range(warmup + steps):
+        parts = [timed(call) for call in (stepper.infer, stepper.forward, stepper.backward, stepper.update)]
+        if number >= warmup:
+            for kind, value in zip(KINDS, [*parts, sum(parts[1:])], strict=True):
+                phases[kind].append(value)
+    return phases
+
+
+def measure(setting: Setting, device: torch.device, what: str = "model") -> list[Row]:
+    """A row for every phase."""
+    stepper = Stepper(setting, device)
+    phases = time_phases(stepper, setting.warmup, setting.steps)
+    peaks = {"inference": peak_bytes(stepper, stepper.infer), "training": peak_bytes(stepper, stepper.train)}
+    return [make_row(setting, device, what, kind, phases[kind], peaks.get(kind)) for kind in KINDS]
+
+
+def make_row(
+    setting: Setting, device: torch.device, what: str, kind: str, samples: Sequence[float] = (), peak: Any = None
+) -> Row:
+    """A row of this bench, with or without times."""
+    step = preset(setting.preset).flops_per_token(setting.tokens) * setting.batch * setting.tokens / 1e12
+    parts = {"inference": 1 / 3, "forward": 1 / 3, "backward": 2 / 3, "training": 1.0}
+    impl = setting.impl if what == "model" else f"{setting.impl}, {setting.warmup} warm-ups"
+    return record.row(
+        record.environment(device), what=what, shape=setting.shape, impl=impl, kind=kind, dtype=setting.dtype,
+        samples_ms=samples, tflop=step * parts.get(kind, float("nan")),
+        peak_mib=float("nan") if peak is None else peak / 2**20, more=asdict(setting),
+    )  # fmt: skip
+
+
+def measure_fresh(setting: Setting, device: torch.device, what: str) -> list[Row]:
+    """The same in a new process, which has warmed up nothing."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as pool:  # a process that dies is an error there, not a wait
+        return pool.submit(measure, setting, device, what).result()
+
+
+def job(setting: Setting, device: torch.device, *, fresh: bool = False) -> sweep.Job:
+    """A job of a sweep; `fresh` ones are the warm-up study."""
+    what = "warm-up" if fresh else "model"
+    expected = tuple(make_row(setting, device, what, kind) for kind in KINDS)
+    run = measure_fresh if fresh else measure
+    return sweep.Job(expected, lambda: run(setting, device, what))
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """A line per configuration, a column per phase: mean ± standard deviation."""
+    return pivot(
+        "milliseconds, mean ± standard deviation",
+        rows,
+        line=lambda row: (row.shape, row.impl, row.dtype),
+        names=("model", "implementation", "dtype"),
+        column=lambda row: row.kind,
+        cell=lambda row: f"{row.mean_ms:.4g} ± {row.std_ms:.2g}",
+    )
+
+
+def bench_model(
+    *,
+    presets: tuple[str, ...] = ("small",),
+    tokens: tuple[int, ...] = (128,),
+    batch: int = 4,
+    dtypes: tuple[str, ...] = ("float32", "bfloat16"),
+    attentions: tuple[str, ...] = ("flashspan",),
+    compiled: bool = False,
+    warmups: tuple[int, ...] = (5,),
+    steps: int = 10,
+    device: str = "auto",
+    folder: Path = record.FOLDER,
+    again: bool = False,
+) -> int:
+    """Time forward, backward and optimizer of training steps; mean, deviation and peak memory.
+
+    Appends rows to FOLDER/model.jsonl. With several --warmups each configuration runs in a process of its own, once
+    for each number of warm-up steps: the warm-up study.
+
+    Example: flashspan bench model --presets small medium --tokens 128 256 --compiled
+
+    Args:
+        presets: models by name: tiny, small, medium, large, xl, 2.7B, llama-3.2-1b, ...
+        tokens: context lengths.
+        batch: samples per step.
+        dtypes: float32, and bfloat16 for autocast.
+        attentions: flashspan, or plain (scores, softmax, product).
+        compiled: with torch.compile too, beside eager.
+        warmups: steps before those measured.
+        steps: measured steps.
+        device: auto, cpu or cuda.
+        folder: where the rows go.
+        again: measure what is there, too.
+    """
+    from rich.console import Console
+
+    place = record.find_device(device)
+    for name in presets:
+        preset(name)  # refuses unknown ones
+    _check(tokens=tokens, batch=(batch,), steps=(steps,))
+    for names, known, word in (
+        (dtypes, ("float32", "bfloat16", "float16"), "dtypes"),
+        (attentions, ATTENTIONS, "attentions"),
+    ):
+        if unknown := [name for name in names if name not in known]:
+            raise ValueError(f"{word} may be {', '.join(known)}: got {', '.join(unknown)}")
+    settings = [
+        Setting(name, batch, length, dtype, attend, comp, warmup, steps)
+        for name in presets
+        for length in tokens
+        for dtype in dtypes
+        for attend in attentions
+        for comp in ((False, True) if compiled else (False,))
+        for warmup in warmups
+    ]
+    study = len(warmups) > 1
+    path = folder / "model.jsonl"
+    outcome = sweep.run([job(s, place, fresh=study) for s in settings], path, again=again, title="model")
+    console = Console()
+    console.width = max(console.width, 140)
+    console.print(table(outcome.rows).rich())
+    console.print(f"{outcome.num_measured} measured, rows in {path}")
+    return 0
+
+
+def _check(**numbers: Sequence[int]) -> None:
+    for name, values in numbers.items():
+        if not values or min(values) < 1:
+            raise ValueError(f"{name} must be 1 or more: got {' '.join(map(str, values)) or 'none'}")

@@ -1,0 +1,230 @@
+"""`flashspan profile`: where the time and the memory of a step go.
+
+    flashspan profile --preset small --tokens 256 --attention plain        # a summary and a trace for Perfetto
+    flashspan profile --preset small --memory                              # the active memory over time, drawn
+    nsys profile flashspan profile --preset small                          # the same ranges, as NVTX
+
+Ranges are on every part: warm-up, forward, backward, optimizer; each module; scores, softmax and values of plain
+attention. The summary answers the usual questions by itself, for inference and for a training step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as torch_profile
+
+from flashspan.bench import memory as memories
+from flashspan.bench import precision as precisions
+from flashspan.bench import ranges, record, trace
+from flashspan.bench.model import ATTENTIONS, Setting, Stepper
+from flashspan.bench.plots import to_svg
+from flashspan.bench.tables import Table
+from flashspan.model import preset as find_preset
+
+PARTS = ("attention scores", "attention softmax", "attention values")
+FOLDER = Path("runs/profile")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a profile of a pass says: milliseconds on the wall, its kernels, and plain attention's parts."""
+
+    name: str
+    wall_ms: float
+    kernels: list[trace.Kernel]
+    parts: dict[str, float]
+
+    def words(self) -> list[str]:
+        """The questions one asks of a profile, answered."""
+        if not self.kernels:
+            return [f"{self.name}: nothing was recorded."]
+        top = self.kernels[0]
+        busy = sum(kernel.milliseconds for kernel in self.kernels)
+        others = [k for k in self.kernels if k.kind == "other"][:3]
+        lines = [
+            f"{self.name}: {self.wall_ms:.4g} ms on the clock, {busy:.4g} ms in kernels.",
+            f"  Longest: {top.name[:90]}, {top.milliseconds:.4g} ms in {top.count} calls "
+            f"({top.milliseconds / busy:.0%} of the kernels' time).",
+            f"  Matrix products take {trace.share(self.kernels, 'product'):.0%}, fused attention "
+            f"{trace.share(self.kernels, 'attention'):.0%}, everything else {trace.share(self.kernels, 'other'):.0%}.",
+        ]
+        if others:
+            listed = "; ".join(f"{k.name[:60]} {k.milliseconds / busy:.0%}" for k in others)
+            lines.append(f"  Of the rest, the longest: {listed}.")
+        if all(part in self.parts for part in PARTS):
+            products = self.parts[PARTS[0]] + self.parts[PARTS[2]]
+            softmax = self.parts[PARTS[1]]
+            lines.append(
+                f"  In attention, softmax takes {softmax:.4g} ms and the two products (with scaling and mask) "
+                f"{products:.4g} ms: {softmax / products:.2f} of their time, for about "
+                f"{self.flop_ratio:.3f} of their operations."
+            )
+        return lines
+
+    @property
+    def flop_ratio(self) -> float:
+        """Operations of softmax (about 5 per score) over those of the products (4 d per score)."""
+        return 5.0 / (4.0 * self.parts["head_dim"])
+
+
+def summarise(profiler: Any, device: torch.device, name: str, span_names: Sequence[str], head_dim: int) -> Summary:
+    """The summary of a profile, of the phases named."""
+    spans = [span for phase in span_names for span in trace.spans(profiler, phase)]
+    wall = sum(end - begin for begin, end in spans) / 1e6
+    parts = {}
+    for part in PARTS:
+        found = trace.spans(profiler, part)
+        if found and device.type == "cuda":
+            parts[part] = sum(_gpu_range_ms(profiler, part))
+        elif found:
+            parts[part] = sum(end - begin for begin, end in found) / 1e6
+    return Summary(name, wall, trace.kernels(profiler, device), {**parts, "head_dim": float(head_dim)})
+
+
+def _gpu_range_ms(profiler: Any, name: str) -> list[float]:
+    """Milliseconds that ranges of a name last on the GPU."""
+    cuda = torch._C._autograd.DeviceType.CUDA
+    events = profiler.profiler.kineto_results.events()
+    return [e.duration_ns() / 1e6 for e in events if e.name() == name and e.device_type() == cuda]
+
+
+def run_profile(setting: Setting, device: torch.device, *, training: bool, trace_path: Path | None = None) -> Summary:
+    """Warm up, then profile one inference or one training step."""
+    stepper = Stepper(setting, device)
+    step = stepper.train if training else stepper.infer
+    with ranges.span("warm-up"):
+        for _ in range(setting.warmup):
+            step()
+    stepper.synchronise()
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
+    with torch_profile(activities=activities) as profiler, ranges.named(stepper.model):
+        step()
+        stepper.synchronise()
+    if trace_path is not None:
+        try:
+            trace_path.parent.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(trace_path))
+        except (OSError, RuntimeError) as error:
+            raise ValueError(f"the trace cannot be written to {trace_path}: {error}; give another --folder") from error
+    phases = ("forward", "backward", "optimizer") if training else ("forward",)
+    head_dim = find_preset(setting.preset).head_dim
+    return summarise(profiler, device, "training step" if training else "inference", phases, head_dim)
+
+
+def memory_timeline(setting: Setting, device: torch.device, *, training: bool, snapshot: Path | None = None) -> Any:
+    """The active memory of one step, phases marked; on a GPU also the history for pytorch.org/memory_viz."""
+    stepper = Stepper(setting, device)
+    step = stepper.train if training else stepper.infer
+    for _ in range(max(1, setting.warmup)):
+        step()
+    stepper.synchronise()
+    history = device.type == "cuda" and snapshot is not None
+    if history:
+        torch.cuda.memory._record_memory_history(max_entries=1_000_000)
+    held = stepper.held() if device.type == "cpu" else float(torch.cuda.memory_allocated(device))
+    with memories.watch(device, held=held) as timeline, ranges.named(stepper.model):
+        step()
+    if history:
+        torch.cuda.memory._dump_snapshot(str(snapshot))
+        torch.cuda.memory._record_memory_history(enabled=None)
+    return timeline
+
+
+def residual_mib(setting: Setting) -> float:
+    """One tensor of the residual stream in float32: batch x tokens x width x 4 bytes, in MiB."""
+    return setting.batch * setting.tokens * find_preset(setting.preset).width * 4 / 2**20
+
+
+def profile(
+    *,
+    preset: str = "tiny",
+    tokens: int = 128,
+    batch: int = 4,
+    dtype: str = "float32",
+    attention: str = "plain",
+    compiled: bool = False,
+    warmup: int = 3,
+    memory: bool = False,
+    precision: bool = False,
+    device: str = "auto",
+    folder: Path = FOLDER,
+) -> int:
+    """Where the time of a step goes, by kernel and by part; with --memory, where its memory goes.
+
+    Profiles an inference and a training step with named ranges on every part, prints a summary that answers the usual
+    questions, and writes traces for Perfetto (ui.perfetto.dev). The same ranges are NVTX: run it under nsys profile.
+
+    Example: flashspan profile --preset small --tokens 256
+
+    Args:
+        preset: a model by name: tiny, small, medium, large, xl, 2.7B, ...
+        tokens: context length.
+        batch: samples.
+        dtype: float32, or bfloat16 for autocast.
+        attention: plain (scores, softmax and values as parts) or flashspan (one fused kernel).
+        compiled: torch.compile the layers.
+        warmup: steps before the profiled one.
+        memory: draw the active memory over time instead, for inference and for a training step.
+        precision: print the mixed precision study instead.
+        device: auto, cpu or cuda.
+        folder: where traces and pictures go.
+    """
+    from rich.console import Console
+
+    place = record.find_device(device)
+    console = Console()
+    if precision:
+        for table in _precision_tables(place):
+            console.print(table.rich())
+        return 0
+    if attention not in ATTENTIONS:
+        raise ValueError(f"attention must be one of {', '.join(ATTENTIONS)}: got {attention!r}")
+    if tokens < 1 or batch < 1 or warmup < 0:
+        raise ValueError(f"tokens and batch must be 1 or more, warmup 0 or more: got {tokens}, {batch} and {warmup}")
+    setting = Setting(preset, batch, tokens, dtype, attention, compiled, warmup)
+    find_preset(preset)
+    stem = f"{preset}-{batch}x{tokens}-{dtype}-{attention}"
+    if memory:
+        _draw_memory(setting, place, folder, stem)
+        return 0
+    summaries = []
+    for training in (False, True):
+        path = folder / f"{stem}-{'training' if training else 'inference'}.trace.json"
+        summaries.append(run_profile(setting, place, training=training, trace_path=path))
+        print("\n".join(summaries[-1].words()))
+        print(f"  Trace: {path}")
+    one, two = (trace.share(s.kernels, "product", "attention") for s in summaries)
+    print(f"Products and fused attention take {one:.0%} of inference and {two:.0%} of a training step.")
+    return 0
+
+
+def _precision_tables(device: torch.device) -> list[Table]:
+    return precisions.tables(device)
+
+
+def _draw_memory(setting: Setting, device: torch.device, folder: Path, stem: str) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"pictures cannot be written to {folder}: {error.strerror}; give another --folder") from error
+    for training in (False, True):
+        name = "training" if training else "inference"
+        snapshot = folder / ("memory_snapshot.pickle" if training else "memory_snapshot_inference.pickle")
+        timeline = memory_timeline(setting, device, training=training, snapshot=snapshot)
+        path = folder / f"{stem}-memory-{name}.svg"
+        title = f"{setting.shape} {setting.dtype}: active memory, {name}"
+        path.write_text(to_svg(memories.draw(timeline, title), title), encoding="utf-8")
+        peaks = ", ".join(f"{phase} {timeline.peak_of(phase) / 2**20:,.1f}" for phase in ranges.PHASES[1:]
+                          if timeline.peak_of(phase))  # fmt: skip
+        print(f"{name}: held before {timeline.held / 2**20:,.1f} MiB, peak {timeline.peak / 2**20:,.1f} MiB ({peaks})")
+        for size, where in timeline.largest[:3]:
+            print(f"  {size / 2**20:,.1f} MiB allocated in {where or 'a part without a name'}")
+        print(f"  drawn: {path}" + (f"; history: {snapshot}" if device.type == "cuda" else ""))
+    print(f"One residual-stream tensor in float32: {setting.batch} x {setting.tokens} x "
+          f"{find_preset(setting.preset).width} x 4 bytes = {residual_mib(setting):.2f} MiB.")  # fmt: skip

@@ -1,0 +1,357 @@
+"""`flashspan report DIR`: one HTML file from the rows of a folder, readable anywhere and needing nothing.
+
+flashspan report runs/bench
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flashspan import masks
+from flashspan.bench import context, plots, record
+from flashspan.bench.context import ALONE
+from flashspan.bench.findings import find, split
+from flashspan.bench.record import Row
+from flashspan.bench.tables import Table, make, pivot
+from flashspan.context.draw import draw_ownership, draw_timeline
+from flashspan.context.generators import GENERATORS
+from flashspan.context.layout import place
+from flashspan.context.survey import Survey
+
+STYLE = """
+:root { color-scheme: light; }
+* { box-sizing: border-box; }
+body { font: 16px/1.5 system-ui, sans-serif; color: #1b1f24; background: #fff; margin: 0 auto; padding: 1rem;
+  max-width: 62rem; }
+h1 { font-size: 1.6rem; line-height: 1.2; } h2 { font-size: 1.25rem; margin-top: 2.2rem; }
+.findings { background: #f3f6fa; border-left: 4px solid #4c78a8; padding: .6rem 1rem; }
+.findings li { margin: .35rem 0; }
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); gap: 1rem; }
+figure { margin: 0; } figure svg { width: 100%; height: auto; display: block; }
+figcaption, caption { font-size: .85rem; color: #57606a; text-align: left; }
+caption { padding-bottom: .3rem; }
+code { font-size: .85rem; background: #f3f6fa; padding: .1em .3em; border-radius: 3px; overflow-wrap: anywhere; }
+.scroll { overflow-x: auto; margin: 1rem 0; }
+table { border-collapse: collapse; font-size: .85rem; }
+th, td { padding: .25rem .6rem; border-bottom: 1px solid #d8dee4; text-align: left; white-space: nowrap; }
+.number { text-align: right; font-variant-numeric: tabular-nums; }
+thead th { border-bottom: 2px solid #57606a; }
+@media (max-width: 30rem) { body { padding: .7rem; } th, td { padding: .2rem .4rem; } }
+@media print { body { max-width: none; font-size: 10pt; } .scroll { overflow: visible; }
+  table { font-size: 7pt; } th, td { padding: 1pt 3pt; }
+  figure, tr { break-inside: avoid; } h2 { break-after: avoid; } }
+"""
+
+
+@dataclass
+class Section:
+    """A part of the page: figures (svg, caption) and tables, and the command that made their rows."""
+
+    title: str
+    command: str
+    figures: list[tuple[str, str]] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
+
+    def html(self) -> str:
+        made = f"<p>Made by <code>{html.escape(self.command)}</code></p>" if self.command else ""
+        figures = "".join(
+            f"<figure>{svg}<figcaption>{html.escape(caption)} <code>{html.escape(self.command)}</code></figcaption>"
+            "</figure>"
+            for svg, caption in self.figures
+        )
+        grid = f'<div class="figures">{figures}</div>' if figures else ""
+        tables = "".join(table.html() for table in self.tables)
+        return f"<section><h2>{html.escape(self.title)}</h2>{made}{grid}{tables}</section>"
+
+
+def page(rows: Sequence[Row], title: str = "flashspan: measured") -> str:
+    """The whole document."""
+    rows = record.newest(rows)
+    findings = "".join(f"<li>{html.escape(text)}</li>" for text in find(rows))
+    sections = [section for make_section in SECTIONS if (section := make_section(rows)) is not None]
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{html.escape(title)}</title><style>{STYLE}</style></head><body>"
+        f"<h1>{html.escape(title)}</h1>"
+        f'<section class="findings"><h2>Findings</h2><ul>{findings}</ul></section>'
+        + "".join(section.html() for section in sections)
+        + "</body></html>\n"
+    )
+
+
+def of_environment(rows: Sequence[Row]) -> Section:
+    """Where the rows were measured."""
+    places = dict.fromkeys((row.device, row.torch, row.triton, row.commit) for row in rows)
+    counts = [sum((r.device, r.torch, r.triton, r.commit) == place for r in rows) for place in places]
+    cells = tuple((*place, str(count)) for place, count in zip(places, counts, strict=True))
+    table = Table("where and with what", ("device", "torch", "triton", "commit", "rows"), cells, 4)
+    return Section("Environment", "", tables=[table])
+
+
+def of_context(rows: Sequence[Row]) -> Section | None:
+    """One device against every strategy."""
+    mine = [row for row in rows if row.what == "context"]
+    if not mine:
+        return None
+    section = Section("Across devices", "flashspan bench context")
+    both = [row for row in mine if row.kind == "forward+backward" and row.ok]
+    strong = [row for row in both if row.more.get("scaling") == "strong"]
+    most = max((row.ranks for row in strong), default=1)
+    last = [row for row in strong if row.ranks in (1, most)]
+    if last:
+        names = {f"{row.impl}{f' on {most}' if row.impl != ALONE else ''}": row for row in last}
+        times = {(row.impl, row.ranks, row.shape, row.kind): row.p50_ms for row in mine if row.ok}
+        latency = {
+            name: {kind: times.get((row.impl, row.ranks, row.shape, kind), 0.0) for kind in context.KINDS}
+            for name, row in names.items()
+        }
+        speed = {name: {"tokens/s": row.more["tokens_per_second"]} for name, row in names.items()}
+        held = {name: {"MiB": row.peak_mib} for name, row in names.items()}
+        parts = {name: dict(vars(split(row))) for name, row in names.items()}
+        section.figures += [
+            _picture(plots.bars(latency, title="latency", x="milliseconds"), "Median time of a pass."),
+            _picture(plots.bars(speed, title="throughput", x="tokens per second"), "Forward and backward."),
+            _picture(plots.bars(held, title="peak memory of a rank", x="MiB"), "Forward and backward."),
+            _picture(
+                plots.bars(parts, title="where the time goes", x="milliseconds", stacked=True),
+                "Products, operators that move memory, waiting for the wire, waiting for the busiest rank.",
+            ),
+        ]
+    if len({row.ranks for row in strong}) > 1:
+        section.figures.append(_scaling(both))
+    section.tables.append(context.table(mine))
+    return section
+
+
+def _scaling(rows: Sequence[Row]) -> tuple[str, str]:
+    """Speed per rank over ranks."""
+    strong = [row for row in rows if row.more.get("scaling") == "strong"]
+    weak = [row for row in rows if row.more.get("scaling") == "weak"]
+    base = {row.shape: row.tflops for row in strong if row.impl == ALONE}
+    series: dict[str, list[tuple[float, float]]] = {}
+    for impl in dict.fromkeys(row.impl for row in strong if row.impl != ALONE):
+        points = [(1.0, 1.0)]
+        points += [
+            (row.ranks, row.tflops / base[row.shape]) for row in strong if row.impl == impl and row.shape in base
+        ]
+        series[impl] = points
+    small = next((row.tflops for row in weak if row.impl == ALONE), None)
+    if small:
+        points = [(row.ranks, row.tflops / small) for row in weak]
+        points += [(row.ranks, row.tflops / small) for row in strong if row.impl == "ring zigzag"
+                   and row.ranks == max(r.ranks for r in strong)]  # fmt: skip
+        series["weak: ring zigzag"] = points
+    top = max(row.ranks for row in rows)
+    figure = plots.lines(series, title="scaling", x="ranks", y="speed against one device", ideal=[(1, 1), (top, top)])
+    return _picture(figure, "Operations per second of all ranks together over those of one device.")
+
+
+def of_model(rows: Sequence[Row]) -> Section | None:
+    """Training steps of models."""
+    mine = [row for row in rows if row.what == "model"]
+    if not mine:
+        return None
+    section = Section("Models", "flashspan bench model")
+    step = {f"{row.shape} {row.dtype} {row.impl}": {} for row in mine if row.ok}  # type: dict[str, dict[str, float]]
+    for row in mine:
+        if row.ok and row.kind in ("forward", "backward", "optimizer"):
+            step[f"{row.shape} {row.dtype} {row.impl}"][row.kind] = row.p50_ms
+    if step and len(step) <= 24:
+        figure = plots.bars(step, title="a training step", x="milliseconds", stacked=True)
+        section.figures.append(_picture(figure, "Median time of forward, backward and optimizer."))
+    section.tables.append(model_table(mine))
+    return section
+
+
+def model_table(rows: Sequence[Row]) -> Table:
+    """Mean and deviation of every pass, and memory."""
+    return make(
+        "mean ± standard deviation, milliseconds",
+        rows,
+        {
+            "model": lambda row: row.shape,
+            "implementation": lambda row: row.impl,
+            "dtype": lambda row: row.dtype,
+            "pass": lambda row: row.kind,
+            "mean": lambda row: row.mean_ms if row.ok else row.status,
+            "± std": lambda row: row.std_ms,
+            "median": lambda row: row.p50_ms,
+            "TFLOP/s": lambda row: row.tflops,
+            "peak MiB": lambda row: row.peak_mib,
+        },
+        num_names=4,
+    )
+
+
+def of_attention(rows: Sequence[Row]) -> Section | None:
+    """Kernels on one device."""
+    mine = [row for row in rows if row.what == "attention"]
+    if not mine:
+        return None
+    table = pivot(
+        "median milliseconds, both passes",
+        [row for row in mine if row.kind == "both"],
+        line=lambda row: (row.shape,),
+        names=("shape",),
+        column=lambda row: row.impl,
+        cell=lambda row: row.p50_ms,
+    )
+    return Section("Attention on one device", "flashspan bench attention", tables=[table])
+
+
+def of_studies(rows: Sequence[Row]) -> Section | None:
+    """The sweeps over length and head size."""
+    mine = [row for row in rows if row.what.startswith("study")]
+    if not mine:
+        return None
+    section = Section("Attention over lengths and head sizes", "flashspan bench study")
+    for what in dict.fromkeys(row.what for row in mine):
+        chosen = [row for row in mine if row.what == what]
+        section.tables.append(study_table(chosen, what))
+        forward = [row for row in chosen if row.kind == "forward" and row.more.get("head_dim") == 64]
+        series = plots.by(forward, lambda r: f"{r.impl} {r.dtype}", lambda r: r.more["tokens"], lambda r: r.p50_ms)
+        if series:
+            figure = plots.lines(
+                series, title=f"{what}: forward, head size 64", x="tokens", y="milliseconds", log_x=True, log_y=True
+            )
+            section.figures.append(_picture(figure, "Median time."))
+    return section
+
+
+def study_table(rows: Sequence[Row], title: str) -> Table:
+    """A line per shape and dtype; a column per implementation and pass."""
+    return pivot(
+        f"{title}: median milliseconds",
+        rows,
+        line=lambda row: (row.shape, row.dtype),
+        names=("shape", "dtype"),
+        column=lambda row: f"{row.impl} {row.kind}",
+        cell=lambda row: row.p50_ms,
+    )
+
+
+def of_collectives(rows: Sequence[Row]) -> Section | None:
+    """The wire."""
+    mine = [row for row in rows if row.what == "collective"]
+    if not mine:
+        return None
+    series = plots.by(mine, lambda r: f"{r.impl}, {r.ranks} ranks", lambda r: r.bytes, lambda r: r.p50_ms)
+    figure = plots.lines(series, title="collectives", x="bytes", y="milliseconds", log_x=True, log_y=True)
+    table = make(
+        "collectives",
+        mine,
+        {
+            "primitive": lambda row: row.impl,
+            "ranks": lambda row: row.ranks,
+            "bytes": lambda row: f"{row.bytes:,.0f}",
+            "ms": lambda row: row.p50_ms,
+            "GB/s": lambda row: row.more.get("gb_per_s_measured"),
+            "fit: µs": lambda row: row.more.get("alpha_us"),
+            "fit: GB/s": lambda row: row.more.get("gb_per_s"),
+        },
+    )
+    return Section("The wire", "flashspan bench collectives", [_picture(figure, "Median time.")], [table])
+
+
+def of_data(rows: Sequence[Row]) -> Section | None:
+    """Data parallelism and its kin."""
+    mine = [row for row in rows if row.what == "data"]
+    if not mine:
+        return None
+    names = ("communication_ms", "hidden", "parameters_mib", "gradients_mib", "optimizer_mib", "activations_mib")
+    columns: dict[str, Callable[[Row], object]] = {
+        "strategy": lambda row: row.impl,
+        "ranks": lambda row: row.ranks,
+        "ms": lambda row: row.p50_ms if row.ok else row.status,
+    }
+    for name in names:
+        columns[name.replace("_", " ")] = lambda row, name=name: row.more.get(name)  # type: ignore[misc]
+    return Section(
+        "Data, optimizer and tensor parallelism", "flashspan bench data", tables=[make("a step", mine, columns)]
+    )
+
+
+def of_schedules(rows: Sequence[Row]) -> Section | None:
+    """The best schedule as a timeline, and who computes which part of the mask."""
+    ranked = [row for row in rows if row.what == "context" and row.ok and row.impl.split()[0] in GENERATORS]
+    ranked = [row for row in ranked if row.impl.split()[0] != "double_ring"]
+    if not ranked:
+        return None
+    most = max(row.ranks for row in ranked)
+    best = min(
+        (r for r in ranked if r.ranks == most and r.kind == "forward+backward"),
+        key=lambda r: r.p50_ms / r.more["tokens"],
+    )
+    strategy, layout = best.impl.split()
+    survey = Survey(place(layout, min(512, best.more["tokens"]), max(2, most)), masks.causal())
+    schedule = GENERATORS[strategy](survey)
+    command = f"flashspan plan draw --strategy {strategy} --layout {layout} --ranks {max(2, most)}"
+    figures = [
+        _picture(draw_timeline(schedule), f"{best.impl}: boxes compute, arrows travel."),
+        _picture(draw_ownership(schedule, survey), f"{best.impl}: who computes which pair of the causal mask."),
+    ]
+    return Section("The schedule", command, figures)
+
+
+def _picture(figure: Any, caption: str) -> tuple[str, str]:
+    return plots.to_svg(figure, f"{figure.axes[0].get_title()}: {caption}"), caption
+
+
+SECTIONS: tuple[Callable[[Sequence[Row]], Section | None], ...] = (
+    of_environment,
+    of_context,
+    of_schedules,
+    of_attention,
+    of_model,
+    of_studies,
+    of_collectives,
+    of_data,
+)
+
+
+def write_figures(rows: Sequence[Row], folder: Path) -> list[Path]:
+    """Every figure of the page as a file of its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for make_section in SECTIONS:
+        section = make_section(record.newest(rows))
+        for svg, _ in section.figures if section is not None else []:
+            label = svg.split('aria-label="', 1)[1].split(":", 1)[0]
+            name = "-".join("".join(c if c.isalnum() else " " for c in label).split()).lower()
+            written.append(folder / f"{name}.svg")
+            written[-1].write_text(svg, encoding="utf-8")
+    return written
+
+
+def report(folder: Path = record.FOLDER, *, output: Path | None = None, figures: Path | None = None) -> int:
+    """Make one self-contained HTML page from the rows that `flashspan bench` left in a folder.
+
+    It opens with findings in plain words, computed from the rows: what bounds the run, how it scales, what to change
+    first; then tables and plots, each with the command that made it. No scripts, nothing from elsewhere.
+
+    Example: flashspan bench context --quick && flashspan report
+
+    Args:
+        folder: where the rows are.
+        output: the file to write; FOLDER/report.html unless given.
+        figures: a folder for the figures as SVG files, too.
+    """
+    rows = record.read_folder(folder)
+    path = output or folder / "report.html"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(page(rows), encoding="utf-8")
+        files = write_figures(rows, figures) if figures is not None else []
+    except OSError as error:
+        raise ValueError(f"the report cannot be written to {path}: {error.strerror}; give another --output") from error
+    for text in find(record.newest(rows)):
+        print(f"- {text}")
+    print(f"wrote {path} ({path.stat().st_size / 1024:.0f} KiB) from {len(rows)} rows")
+    if files:
+        print(f"and {len(files)} figures in {figures}")
+    return 0

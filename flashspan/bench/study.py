@@ -1,0 +1,239 @@
+"""`flashspan bench study`: attention over lengths and head sizes, ours beside PyTorch's plain operators.
+
+    flashspan bench study eager      # batch 8, one head: eager and compiled, 100 forward and 100 backward passes
+    flashspan bench study flash      # batch 1, causal, bfloat16 and float32: ours and plain, with do_bench
+
+A shape that does not fit is recorded as such, with the bytes that plain attention would need beside it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from flashspan.attention import attention
+from flashspan.bench import record, sweep
+from flashspan.bench.record import Row
+from flashspan.bench.tables import Table, pivot
+
+HEAD_DIMS = (16, 32, 64, 128)
+EAGER_LENGTHS = (256, 1024, 4096, 8192, 16384)
+FLASH_LENGTHS = tuple(2**power for power in range(7, 17))
+BATCH = 8
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
+    """softmax(q k^T / sqrt(d)) v on [B, T, d], every intermediate in memory."""
+    scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+    if causal:
+        visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        scores = scores.masked_fill(~visible, -math.inf)
+    return scores.softmax(-1) @ v
+
+
+def footprint(batch: int, tokens: int, head_dim: int, itemsize: int) -> float:
+    """Bytes of plain attention at the peak of backward: four squares (scores and softmax and the gradient of each) and
+    eight matrices (q, k, v, out and their gradients)."""
+    return itemsize * batch * (4.0 * tokens**2 + 8.0 * tokens * head_dim)
+
+
+def eager_rows(tokens: int, head_dim: int, compiled: bool, repeats: int, device: torch.device) -> list[Row]:
+    """Forward and backward of plain attention, synchronised each time, and the memory in use before backward."""
+    call: Callable[..., Tensor] = plain
+    if compiled:
+        torch._dynamo.reset()
+        call = torch.compile(plain)
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(BATCH, tokens, head_dim, device=device) for _ in range(4))
+    for x in (q, k, v):
+        x.requires_grad_()
+    for _ in range(3 if repeats >= 10 else 1):
+        call(q, k, v).backward(dout)
+    times: dict[str, list[float]] = {"forward": [], "backward": []}
+    before = 0.0
+    outs: list[Tensor] = []
+    for _ in range(repeats):
+        times["forward"].append(_time(lambda: outs.append(call(q, k, v)), device))
+        out = outs.pop()
+        if device.type == "cuda":
+            before = max(before, torch.cuda.memory_allocated(device))
+        else:
+            before = _saved_bytes(q, k, v, dout, out)
+        times["backward"].append(_time(lambda out=out: out.backward(dout), device))  # type: ignore[misc]
+        del out
+        q.grad = k.grad = v.grad = None
+    return [
+        _eager_row(tokens, head_dim, compiled, kind, device, samples, before_mib=before / 2**20)
+        for kind, samples in times.items()
+    ]
+
+
+def _saved_bytes(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor) -> float:
+    """What is alive between the passes on a device that does not tell: inputs, output, softmax."""
+    return float(q.nbytes + k.nbytes + v.nbytes + dout.nbytes + out.nbytes + q.shape[0] * q.shape[1] ** 2 * q.itemsize)
+
+
+def _eager_row(
+    tokens: int,
+    head_dim: int,
+    compiled: bool,
+    kind: str,
+    device: torch.device,
+    samples: Sequence[float] = (),
+    **more: float,
+) -> Row:
+    work = 4.0 * BATCH * tokens**2 * head_dim / 1e12 * (2 if kind == "backward" else 1)
+    needed = footprint(BATCH, tokens, head_dim, 4) / 2**20
+    return record.row(
+        record.environment(device), what="study eager", shape=f"{BATCH}x{tokens}x{head_dim}",
+        impl="compiled" if compiled else "eager", kind=kind, dtype="float32", samples_ms=samples, tflop=work,
+        peak_mib=more.get("before_mib", math.nan),
+        more={"tokens": tokens, "head_dim": head_dim, "footprint_mib": needed, **more},
+    )  # fmt: skip
+
+
+def flash_rows(tokens: int, head_dim: int, dtype: str, impl: str, device: torch.device) -> list[Row]:
+    """Forward, backward and both of one implementation, batch 1, one head, causal."""
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(1, tokens, head_dim, device=device, dtype=getattr(torch, dtype)) for _ in range(4))
+    for x in (q, k, v):
+        x.requires_grad_()
+
+    def attend() -> Tensor:
+        if impl == "pytorch":
+            return plain(q, k, v, causal=True)
+        out: Tensor = attention(q[:, None], k[:, None], v[:, None], causal=True)
+        return out[:, 0]
+
+    out = attend()
+    passes: dict[str, Callable[[], Any]] = {
+        "forward": attend,
+        "backward": lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True),
+        "both": lambda: torch.autograd.grad(attend(), (q, k, v), dout),
+    }
+    return [
+        _flash_row(tokens, head_dim, dtype, impl, kind, device, _bench(call, device)) for kind, call in passes.items()
+    ]
+
+
+def _flash_row(
+    tokens: int, head_dim: int, dtype: str, impl: str, kind: str, device: torch.device, samples: Sequence[float] = ()
+) -> Row:
+    weight = {"forward": 1.0, "backward": 2.5, "both": 3.5}[kind]
+    needed = footprint(1, tokens, head_dim, getattr(torch, dtype).itemsize) / 2**20
+    return record.row(
+        record.environment(device), what="study flash", shape=f"1x{tokens}x{head_dim} causal", impl=impl, kind=kind,
+        dtype=dtype, samples_ms=samples, tflop=weight * 2.0 * tokens**2 * head_dim / 1e12,
+        more={"tokens": tokens, "head_dim": head_dim, "footprint_mib": needed},
+    )  # fmt: skip
+
+
+def _bench(call: Callable[[], Any], device: torch.device) -> list[float]:
+    """Milliseconds of single runs."""
+    if device.type == "cuda":
+        from triton.testing import do_bench
+
+        times = do_bench(call, warmup=25, rep=100, return_mode="all")
+        return [float(t) for t in times]
+    call()
+    return [_time(call, device) for _ in range(3)]
+
+
+def _time(call: Callable[[], Any], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return 1e3 * (time.perf_counter() - begin)
+
+
+def jobs(
+    which: str, lengths: Sequence[int], head_dims: Sequence[int], device: torch.device, repeats: int
+) -> list[sweep.Job]:
+    """The measurements of a study."""
+    shapes = [(tokens, head_dim) for head_dim in head_dims for tokens in lengths]
+    if which == "eager":
+        return [_eager_job(*shape, compiled, repeats, device) for shape in shapes for compiled in (False, True)]
+    return [
+        _flash_job(*shape, dtype, impl, device)
+        for shape in shapes
+        for dtype in ("bfloat16", "float32")
+        for impl in ("flashspan", "pytorch")
+    ]
+
+
+def _eager_job(tokens: int, head_dim: int, compiled: bool, repeats: int, device: torch.device) -> sweep.Job:
+    expected = tuple(_eager_row(tokens, head_dim, compiled, kind, device) for kind in ("forward", "backward"))
+    return sweep.Job(expected, lambda: eager_rows(tokens, head_dim, compiled, repeats, device))
+
+
+def _flash_job(tokens: int, head_dim: int, dtype: str, impl: str, device: torch.device) -> sweep.Job:
+    kinds = ("forward", "backward", "both")
+    expected = tuple(_flash_row(tokens, head_dim, dtype, impl, kind, device) for kind in kinds)
+    return sweep.Job(expected, lambda: flash_rows(tokens, head_dim, dtype, impl, device))
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """A line per shape and dtype, a column per implementation and pass; what a failing shape would have needed."""
+
+    def shape(row: Row) -> tuple[object, ...]:
+        return (row.shape, row.dtype, f"{row.more['footprint_mib']:,.0f}")
+
+    return pivot(
+        "median milliseconds; plain attention needs so many MiB",
+        rows,
+        line=shape,
+        names=("shape", "dtype", "MiB"),
+        column=lambda row: f"{row.impl} {row.kind}",
+        cell=lambda row: row.p50_ms,
+    )
+
+
+def bench_study(
+    which: Literal["eager", "flash"],
+    *,
+    lengths: tuple[int, ...] = (),
+    head_dims: tuple[int, ...] = HEAD_DIMS,
+    repeats: int = 100,
+    device: str = "auto",
+    folder: Path = record.FOLDER,
+    again: bool = False,
+) -> int:
+    """Attention over lengths and head sizes, ours beside plain PyTorch; what does not fit is recorded.
+
+    eager: batch 8, one head, plain attention, eager and compiled; forward, backward, memory before backward.
+    flash: batch 1, causal, bfloat16 and float32; our kernels and plain attention; forward, backward, both.
+
+    Args:
+        which: eager or flash.
+        lengths: sequence lengths; all of the study on a GPU, 256 and 1024 on a CPU, unless given.
+        head_dims: head sizes.
+        repeats: passes of the eager study.
+        device: auto, cpu or cuda.
+        folder: where the rows go.
+        again: measure what is there, too.
+    """
+    from rich.console import Console
+
+    place = record.find_device(device)
+    if not lengths:
+        lengths = (256, 1024) if place.type == "cpu" else EAGER_LENGTHS if which == "eager" else FLASH_LENGTHS
+    if min(lengths) < 1 or not all(1 <= d <= 256 for d in head_dims) or repeats < 1:
+        raise ValueError(
+            f"a study needs lengths and repeats of 1 or more, head sizes 1 to 256: got {lengths}, {head_dims}"
+        )
+    path = folder / "study.jsonl"
+    outcome = sweep.run(jobs(which, lengths, head_dims, place, repeats), path, again=again, title=which)
+    console = Console()
+    console.width = max(console.width, 160)
+    console.print(table(outcome.rows).rich())
+    console.print(f"{outcome.num_measured} measured, rows in {path}")
+    return 0

@@ -1,0 +1,92 @@
+"""Tables from rows: one set of columns, shown in a terminal, as Markdown or as HTML."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flashspan.bench.record import Row
+
+
+@dataclass(frozen=True)
+class Table:
+    """A title, headings and cells of text; the first `num_names` columns are words, the others numbers."""
+
+    title: str
+    headings: tuple[str, ...]
+    cells: tuple[tuple[str, ...], ...]
+    num_names: int = 1
+
+    def rich(self) -> Any:
+        from rich.table import Table as Rich
+        from rich.text import Text
+
+        shown = Rich(title=Text(self.title), title_justify="left")
+        for i, heading in enumerate(self.headings):
+            shown.add_column(Text(heading), justify="left" if i < self.num_names else "right", no_wrap=True)
+        for line in self.cells:
+            shown.add_row(*(Text(cell) for cell in line))
+        return shown
+
+    def markdown(self) -> str:
+        rule = ["---" if i < self.num_names else "---:" for i in range(len(self.headings))]
+        lines = [self.headings, rule, *self.cells]
+        return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
+
+    def html(self) -> str:
+        def line(cells: Sequence[str], tag: str) -> str:
+            kinds = ["" if i < self.num_names else ' class="number"' for i in range(len(cells))]
+            inside = "".join(f"<{tag}{k}>{html.escape(c)}</{tag}>" for k, c in zip(kinds, cells, strict=True))
+            return f"<tr>{inside}</tr>"
+
+        body = "\n".join(line(cells, "td") for cells in self.cells)
+        return (
+            f'<div class="scroll"><table><caption>{html.escape(self.title)}</caption>'
+            f"<thead>{line(self.headings, 'th')}</thead><tbody>\n{body}\n</tbody></table></div>"
+        )
+
+
+def make(title: str, rows: Iterable[Row], columns: dict[str, Callable[[Row], object]], num_names: int = 1) -> Table:
+    """A line per row, a cell per column."""
+    cells = tuple(tuple(show(cell(row)) for cell in columns.values()) for row in rows)
+    return Table(title, tuple(columns), cells, num_names)
+
+
+def pivot(
+    title: str,
+    rows: Iterable[Row],
+    *,
+    line: Callable[[Row], tuple[object, ...]],
+    names: Sequence[str],
+    column: Callable[[Row], object],
+    cell: Callable[[Row], object],
+) -> Table:
+    """A line for every value of `line`, a column for every value of `column`; a row that failed shows its status."""
+    found: dict[tuple[str, ...], dict[str, str]] = {}
+    headings: dict[str, None] = {}
+    for row in rows:
+        heading = show(column(row))
+        headings[heading] = None
+        shown = show(cell(row)) if row.ok else short_status(row)
+        found.setdefault(tuple(show(part) for part in line(row)), {})[heading] = shown
+    cells = tuple((*key, *(values.get(heading, "") for heading in headings)) for key, values in found.items())
+    return Table(title, (*names, *headings), cells, len(names))
+
+
+def short_status(row: Row) -> str:
+    return "OOM" if row.status == "out of memory" else row.status.split(":")[0]
+
+
+def show(value: object) -> str:
+    """A number with about four digits, a word as it is, nothing for what is not known."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return ""
+    if isinstance(value, float):
+        if value == 0 or abs(value) >= 1e7 or abs(value) < 1e-3:
+            return f"{value:.3g}"
+        digits = max(0, 3 - math.floor(math.log10(abs(value))))
+        return f"{value:,.{min(digits, 3)}f}"
+    return str(value)

@@ -1,0 +1,100 @@
+"""Where a profiled step's time went, by kernel: products, attention, the rest.
+
+On a GPU these are kernels and their GPU time; on the CPU, operators and the time they spend themselves.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+PRODUCTS = ("gemm", "cutlass", "xmma", "wgmma", "aten::mm", "aten::bmm", "aten::addmm", "nvjet", "splitk", "cublas")
+FUSED = ("flash", "fmha", "scaled_dot_product", "sdpa")
+OURS = ("forward_kernel", "backward_kernel", "keys_kernel", "queries_kernel")  # our kernels, sparse_ before some
+WIRE = ("nccl", "gloo", "c10d::", "record_param_comms")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel (or operator) of a profile: total milliseconds and how often it ran."""
+
+    name: str
+    milliseconds: float
+    count: int
+
+    @property
+    def kind(self) -> str:
+        """ "product", "attention", "wire" or "other"."""
+        low = self.name.lower()
+        if low in OURS or low.removeprefix("sparse_") in OURS:
+            return "attention"
+        for kind, words in (("wire", WIRE), ("attention", FUSED), ("product", PRODUCTS)):
+            if any(word in low for word in words):
+                return kind
+        return "other"
+
+
+def kernels(profiler: Any, device: torch.device, span: tuple[int, int] | None = None) -> list[Kernel]:
+    """The kernels of a profile (of a span of it, in ns), the longest first."""
+    found: dict[str, list[float]] = defaultdict(list)
+    events = profiler.profiler.kineto_results.events()
+    if device.type == "cuda":
+        kind = torch._C._autograd.DeviceType.CUDA
+        inside = [e for e in events if e.device_type() == kind and e.duration_ns() and _within(e, span)]
+        for event in inside:
+            if not event.is_user_annotation() and event.name() != "[memory]":
+                found[event.name()].append(event.duration_ns() / 1e6)
+    else:
+        for name, own in _own_times(events, span):
+            found[name].append(own)
+    listed = [Kernel(name, sum(times), len(times)) for name, times in found.items()]
+    return sorted(listed, key=lambda kernel: -kernel.milliseconds)
+
+
+def share(listed: list[Kernel], *kinds: str) -> float:
+    """The part of the time that kernels of these kinds took; nan where nothing ran."""
+    total = sum(kernel.milliseconds for kernel in listed)
+    return sum(k.milliseconds for k in listed if k.kind in kinds) / total if total else float("nan")
+
+
+def spans(profiler: Any, name: str) -> list[tuple[int, int]]:
+    """Begin and end, in ns, of every range of this name on the host."""
+    events = profiler.profiler.kineto_results.events()
+    cpu = torch._C._autograd.DeviceType.CPU
+    found = [e for e in events if e.name() == name and e.device_type() == cpu]
+    return [(event.start_ns(), event.start_ns() + event.duration_ns()) for event in found]
+
+
+def _own_times(events: Any, span: tuple[int, int] | None) -> list[tuple[str, float]]:
+    """(operator, milliseconds it spent outside the operators it called), of every operator on every thread."""
+    by_thread: dict[int, list[Any]] = defaultdict(list)
+    for event in events:
+        if event.name().startswith(("aten::", "flashspan::", "c10d::", "gloo:")) and event.duration_ns():
+            by_thread[event.start_thread_id()].append(event)
+    result = []
+    for ops in by_thread.values():
+        ops.sort(key=lambda e: (e.start_ns(), -e.duration_ns()))
+        stack: list[list[Any]] = []  # event, end, own time
+
+        def close(stack: list[list[Any]] = stack) -> None:
+            event, _, own = stack.pop()
+            if _within(event, span):
+                result.append((event.name(), max(0.0, own) / 1e6))
+
+        for event in ops:
+            begin, end = event.start_ns(), event.start_ns() + event.duration_ns()
+            while stack and stack[-1][1] <= begin:
+                close()
+            if stack:
+                stack[-1][2] -= event.duration_ns()
+            stack.append([event, end, float(event.duration_ns())])
+        while stack:
+            close()
+    return result
+
+
+def _within(event: Any, span: tuple[int, int] | None) -> bool:
+    return span is None or span[0] <= event.start_ns() < span[1]

@@ -1,0 +1,384 @@
+"""The write-up: its measurements, in parts, and the page made from their rows.
+
+    python -m flashspan.bench.writeup measure --minutes 8.5     # on the GPU, again and again until nothing is left
+    python -m flashspan.bench.writeup write                     # docs/writeup.md from the rows
+    python -m flashspan.bench.writeup left                      # what is still to be measured
+
+Every call of `measure` goes on where the last one stopped and begins nothing new after its minutes are over. The page
+says only what rows say; what is not measured yet is named as missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from flashspan.bench import model, plots, profile, record, study, sweep, trace
+from flashspan.bench import precision as precisions
+from flashspan.bench.model import Setting
+from flashspan.bench.record import Row
+from flashspan.bench.tables import Table, make, pivot
+from flashspan.model import preset
+
+FOLDER = Path("docs/benchmarks/writeup")
+PAGE = Path("docs/writeup.md")
+SIZES = ("small", "medium", "large", "xl", "2.7B")
+LENGTHS = (128, 256, 512, 1024)
+LARGEST = "2.7B"
+MARGIN = 60.0  # seconds that the last job begun may take
+
+
+def measurements(device: torch.device) -> list[sweep.Job]:
+    """All jobs, the most telling first."""
+    plain = [Setting(size, 4, 128, dtype, "plain") for dtype in ("float32", "bfloat16") for size in SIZES]
+    lengths = [Setting(size, 4, length, "bfloat16", "plain") for length in LENGTHS[1:] for size in SIZES]
+    ours = [Setting(size, 4, length, "bfloat16") for length in (256, 1024) for size in SIZES]
+    ours += [Setting("llama-3.2-1b", 1, length, "bfloat16") for length in (4096, 16384)]
+    peaks = [Setting(LARGEST, 4, length, "float32", "plain", warmup=2, steps=3) for length in (128, 256, 512)]
+    compiled = [Setting(size, 4, 128, "bfloat16", "plain", compiled=True) for size in SIZES]
+    jobs = [model.job(s, device) for s in (*plain, *peaks[1:], *lengths, *ours)]
+    jobs += [profile_job(Setting(size, 4, 256, "float32", "plain", warmup=2), device) for size in SIZES]
+    jobs += study.jobs("eager", study.EAGER_LENGTHS, study.HEAD_DIMS, device, 100)
+    jobs += study.jobs("flash", study.FLASH_LENGTHS, study.HEAD_DIMS, device, 1)
+    jobs += [
+        model.job(Setting("small", 4, 128, "float32", "plain", warmup=w), device, fresh=True) for w in (0, 1, 2, 5)
+    ]
+    jobs += [model.job(s, device) for s in compiled]
+    jobs.append(precision_job(device))
+    return jobs
+
+
+def profile_job(setting: Setting, device: torch.device) -> sweep.Job:
+    """Kernels of an inference and of a training step, as rows: shares, the longest kernel, attention's parts."""
+
+    def make_row(kind: str, summary: profile.Summary | None = None) -> Row:
+        more: dict[str, object] = {"preset": setting.preset, "tokens": setting.tokens}
+        if summary is not None:
+            more |= {
+                "product_share": trace.share(summary.kernels, "product"),
+                "other_share": trace.share(summary.kernels, "other"),
+                "top": [[k.name[:100], k.milliseconds, k.count] for k in summary.kernels[:5]],
+                "others": [[k.name[:100], k.milliseconds] for k in summary.kernels if k.kind == "other"][:4],
+                "parts": summary.parts,
+            }
+        return record.row(
+            record.environment(device),
+            what="profile",
+            shape=setting.shape,
+            impl=setting.impl,
+            kind=kind,
+            dtype=setting.dtype,
+            samples_ms=[summary.wall_ms] if summary is not None else (),
+            more=more,
+        )
+
+    def measure() -> list[Row]:
+        return [
+            make_row(kind, profile.run_profile(setting, device, training=kind == "training"))
+            for kind in ("inference", "training")
+        ]
+
+    return sweep.Job((make_row("inference"), make_row("training")), measure)
+
+
+def precision_job(device: torch.device) -> sweep.Job:
+    """The mixed precision experiments as one row."""
+
+    def make_row(**more: object) -> Row:
+        return record.row(
+            record.environment(device), what="precision", shape="toy", impl="autocast", kind="study", dtype="float16",
+            more=more,
+        )  # fmt: skip
+
+    def measure() -> list[Row]:
+        return [
+            make_row(
+                sums=precisions.accumulate(),
+                float16=precisions.autocast_dtypes(device, torch.float16),
+                bfloat16=precisions.autocast_dtypes(device, torch.bfloat16),
+                squares=[[name, str(value)] for name, value in precisions.norm_in_half()],
+            )
+        ]
+
+    return sweep.Job((make_row(),), measure)
+
+
+def measure(minutes: float, folder: Path, device: torch.device) -> int:
+    """Measure for so long; how many jobs are left."""
+    seconds = max(0.0, 60 * minutes - MARGIN)
+    outcome = sweep.run(measurements(device), folder / "writeup.jsonl", seconds=seconds, title="write-up")
+    print(f"{outcome.num_measured} measured, {outcome.num_left} left; rows in {folder / 'writeup.jsonl'}")
+    return outcome.num_left
+
+
+class Writer:
+    """Makes the page. A section without rows says which command would give them."""
+
+    def __init__(self, rows: Sequence[Row], folder: Path) -> None:
+        self.rows, self.folder = record.newest(rows), folder
+        self.lines: list[str] = []
+
+    def pick(self, what: str, *kinds: str, test: Callable[[Row], bool] = lambda row: True) -> list[Row]:
+        return [row for row in self.rows if row.what == what and (not kinds or row.kind in kinds) and test(row)]
+
+    def say(self, *text: str) -> None:
+        self.lines += [*text, ""]
+
+    def table(self, table: Table) -> None:
+        self.say(table.markdown().strip())
+
+    def picture(self, name: str, figure: object, alt: str) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / name).write_text(plots.to_svg(figure, alt), encoding="utf-8")  # type: ignore[arg-type]
+        self.say(f"![{alt}](benchmarks/writeup/{name})")
+
+    def section(self, title: str, rows: Sequence[Row], write: Callable[[Sequence[Row]], None]) -> None:
+        self.say(f"## {title}")
+        if any(row.ok for row in rows):
+            write(rows)
+        else:
+            self.say("Not measured yet: `python -m flashspan.bench.writeup measure` on a GPU gives the rows.")
+
+    def page(self) -> str:
+        places = dict.fromkeys(f"{row.device}, torch {row.torch}, Triton {row.triton}" for row in self.rows)
+        self.say(
+            "# Write-up",
+            "",
+            "Answers to the written questions of CS336's assignment 2 (systems), from measured rows: "
+            f"{'; '.join(places) or 'none yet'}. Made by `python -m flashspan.bench.writeup write`; "
+            "rows by `python -m flashspan.bench.writeup measure --minutes 8.5`, run until nothing is left.",
+        )
+        plain = self.pick("model", test=lambda r: r.impl == "plain, eager")
+        short = [row for row in plain if row.shape.endswith("x128")]
+        self.section(
+            "1.1.3 Forward and backward of every size", [r for r in short if r.dtype == "float32"], self._sizes
+        )
+        self.section("1.1.3 (c) Warm-up", self.pick("warm-up"), self._warmup)
+        self.section("1.1.4 Profiles", self.pick("profile"), self._profiles)
+        self.section("1.1.5 Accumulation and autocast", self.pick("precision"), self._precision)
+        self.section("1.1.5 (c) Mixed precision", short, self._mixed)
+        big = [r for r in plain if r.more.get("preset") == LARGEST and r.kind in ("inference", "training")]
+        self.section("1.1.6 Memory", big, self._memory)
+        self.section("1.2.1 Plain attention", self.pick("study eager"), self._eager)
+        self.section("1.3.1 torch.compile", [*self.pick("model", "forward", "training")], self._compiled)
+        self.section("1.3.2 (e) FlashAttention-2 beside PyTorch", self.pick("study flash"), self._flash)
+        return "\n".join(self.lines).rstrip() + "\n"
+
+    def _sizes(self, rows: Sequence[Row]) -> None:
+        self.table(model.table(rows))
+        steps = {row.more["preset"]: row for row in rows if row.kind == "training" and row.ok}
+        ratios = []
+        for name in steps:
+            found = {row.kind: row.mean_ms for row in rows if row.more["preset"] == name and row.ok}
+            ratios.append(found["backward"] / found["forward"])
+        spread = max(row.std_ms / row.mean_ms for row in rows if row.ok)
+        self.say(
+            f"Backward takes {min(ratios):.2f} to {max(ratios):.2f} times as long as forward. The largest standard "
+            f"deviation is {spread:.1%} of its mean."
+        )
+
+    def _warmup(self, rows: Sequence[Row]) -> None:
+        self.table(model.table(rows))
+        first = {row.more["warmup"]: row for row in rows if row.kind == "training" and row.ok}
+        if 0 in first and 5 in first:
+            cold, warm = first[0], first[5]
+            self.say(
+                f"Without warm-up the mean training step is {cold.mean_ms / warm.mean_ms:.2f} times that after five, "
+                f"and its deviation {cold.std_ms / warm.std_ms:.0f} times as large: the first step loads kernels, "
+                "chooses algorithms and fills the allocator's cache. What one or two steps leave over is in their rows."
+            )
+
+    def _profiles(self, rows: Sequence[Row]) -> None:
+        done = [row for row in rows if row.ok]
+
+        def top(row: Row) -> str:
+            name, time, count = row.more["top"][0]
+            return f"{name[:48]}: {time:.3g} ms, {count} calls"
+
+        self.table(
+            make(
+                "",
+                done,
+                {
+                    "model": lambda row: row.shape,
+                    "pass": lambda row: row.kind,
+                    "wall ms": lambda row: row.p50_ms,
+                    "products": lambda row: f"{row.more['product_share']:.0%}",
+                    "other": lambda row: f"{row.more['other_share']:.0%}",
+                    "longest kernel": top,
+                },
+                2,
+            )
+        )
+        timed = {row.shape: row.mean_ms for row in self.pick("model", "inference") if row.dtype == "float32" and row.ok}
+        pairs = [row for row in done if row.kind == "inference" and row.shape in timed]
+        if pairs:
+            ratio = [row.p50_ms / timed[row.shape] for row in pairs]
+            self.say(
+                f"(a) Forward under the profiler takes {min(ratio):.2f} to {max(ratio):.2f} times the benched time."
+            )
+        ways = {kind: [r.more["product_share"] for r in done if r.kind == kind] for kind in ("inference", "training")}
+        if all(ways.values()):
+            low, high = ({k: f"{pick(v):.0%}" for k, v in ways.items()} for pick in (min, max))
+            self.say(
+                f"(b, d) Matrix products take {low['inference']} to {high['inference']} of inference and "
+                f"{low['training']} to {high['training']} of a training step with AdamW."
+            )
+        others = dict.fromkeys(name[:60] for row in done for name, _ in row.more["others"][:2])
+        if others:
+            self.say(f"(c) Besides products, the longest are: {'; '.join(list(others)[:5])}.")
+        parts = [row for row in done if row.kind == "inference" and "attention softmax" in row.more["parts"]]
+        if parts:
+            found = []
+            for row in parts:
+                p = row.more["parts"]
+                found.append(p["attention softmax"] / (p["attention scores"] + p["attention values"]))
+            self.say(
+                f"(e) In attention, softmax takes {min(found):.2f} to {max(found):.2f} of the time of the two products "
+                "(with scaling and mask), for a small part of their operations: it is bound by memory."
+            )
+
+    def _precision(self, rows: Sequence[Row]) -> None:
+        more = rows[-1].more
+        self.table(Table("", ("accumulation", "sum (10 is right)"), tuple((n, f"{v:.6f}") for n, v in more["sums"])))
+        half, brain = (dict(map(tuple, more[name])) for name in ("float16", "bfloat16"))
+        self.table(
+            Table("", ("part", "float16 autocast", "bfloat16 autocast"), tuple((k, half[k], brain[k]) for k in half), 3)
+        )
+        self.table(Table("", ("mean square of 250..350", "value"), tuple(map(tuple, more["squares"]))))
+        self.say(
+            "The sum itself must be wide: a float16 sum stops resolving its addend as it grows, while float16 addends "
+            "into a float32 sum bring only the rounding of 0.01, converted before or not. A norm's mean square "
+            "overflows float16 and keeps its range in bfloat16, but with three digits: both are better in float32."
+        )
+
+    def _mixed(self, rows: Sequence[Row]) -> None:
+        self.table(
+            pivot(
+                "",
+                [row for row in rows if row.kind in ("forward", "backward")],
+                line=lambda row: (row.more["preset"],),
+                names=("model",),
+                column=lambda row: f"{row.kind} {row.dtype}",
+                cell=lambda row: row.mean_ms,
+            )
+        )
+        gains = []
+        for name in SIZES:
+            both = {r.dtype: r.mean_ms for r in rows if r.kind == "training" and r.ok and r.more["preset"] == name}
+            if len(both) == 2:
+                gains.append((both["float32"] / both["bfloat16"], name))
+        if gains:
+            self.say(
+                f"A training step in bfloat16 is {min(gains)[0]:.2f} ({min(gains)[1]}) to {max(gains)[0]:.2f} "
+                f"({max(gains)[1]}) times as fast: the larger the products, the more of the time they are."
+            )
+
+    def _memory(self, rows: Sequence[Row]) -> None:
+        self.table(
+            pivot(
+                "",
+                rows,
+                line=lambda row: (row.more["tokens"],),
+                names=("tokens",),
+                column=lambda row: f"{row.kind} {row.dtype}, GiB",
+                cell=lambda row: row.peak_mib / 1024,
+            )
+        )
+        width = preset(LARGEST).width
+        self.say(
+            f"(d) One tensor of the residual stream, 4 samples of 512 tokens of width {width} in float32, is "
+            f"4 x 512 x {width} x 4 / 1024² = {4 * 512 * width * 4 / 2**20:.0f} MiB. (a, e) `flashspan profile "
+            f"--memory --preset {LARGEST}` draws the timelines and names the largest allocations."
+        )
+
+    def _eager(self, rows: Sequence[Row]) -> None:
+        self.table(study.table(rows))
+        lost = sorted(
+            (row for row in rows if row.status == record.OUT_OF_MEMORY), key=lambda r: r.more["footprint_mib"]
+        )
+        if lost:
+            self.say(
+                f"The smallest that runs out of memory is {lost[0].shape}: plain attention needs "
+                f"{lost[0].more['footprint_mib'] / 1024:.1f} GiB there, four squares of scores and their gradients."
+            )
+        else:
+            worst = max(rows, key=lambda r: r.more["footprint_mib"])
+            self.say(
+                f"Nothing ran out of memory: the largest, {worst.shape}, is {worst.more['footprint_mib'] / 1024:.0f} "
+                "GiB of plain attention."
+            )
+        self.say(
+            "What is kept for backward grows with the square of the length; attention that recomputes tiles of the "
+            "scores from the saved log-sum-exp keeps none of it."
+        )
+
+    def _compiled(self, rows: Sequence[Row]) -> None:
+        chosen = [r for r in rows if r.impl.startswith("plain") and r.dtype == "bfloat16" and r.shape.endswith("x128")]
+        self.table(
+            pivot(
+                "",
+                chosen,
+                line=lambda row: (row.shape,),
+                names=("model",),
+                column=lambda row: f"{row.kind} {row.impl.split(', ')[1]}",
+                cell=lambda row: row.mean_ms,
+            )
+        )
+        self.say("Attention alone, eager and compiled, is in the table of 1.2.1.")
+
+    def _flash(self, rows: Sequence[Row]) -> None:
+        self.table(study.table(rows))
+        for dtype in ("bfloat16", "float32"):
+            both = [row for row in rows if row.kind == "both" and row.dtype == dtype and row.more["head_dim"] == 64]
+            series = plots.by(both, lambda r: r.impl, lambda r: r.more["tokens"], lambda r: r.p50_ms)
+            if series:
+                figure = plots.lines(series, title=f"forward and backward, head size 64, {dtype}", x="tokens",
+                                     y="milliseconds", log_x=True, log_y=True)  # fmt: skip
+                self.picture(f"flash-{dtype}.svg", figure, f"forward and backward over length, {dtype}")
+        ours = {(r.shape, r.dtype): r.p50_ms for r in rows if r.impl == "flashspan" and r.kind == "both" and r.ok}
+        ratios = {
+            (r.shape, r.dtype): r.p50_ms / ours[r.shape, r.dtype]
+            for r in rows
+            if r.impl == "pytorch" and r.kind == "both" and r.ok and (r.shape, r.dtype) in ours
+        }
+        if ratios:
+            best = max(ratios, key=lambda key: ratios[key])
+            self.say(
+                f"Both passes: ours is {min(ratios.values()):.2f} to {ratios[best]:.1f} times as fast, most at "
+                f"{best[0]} in {best[1]}."
+            )
+
+
+def write(folder: Path, page: Path) -> None:
+    """Make the page from the rows there are."""
+    file = folder / "writeup.jsonl"
+    rows = record.read(file) if file.exists() else []
+    page.write_text(Writer(rows, folder).page(), encoding="utf-8")
+    print(f"wrote {page} from {len(rows)} rows")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Measurements of the write-up, and its page.")
+    parser.add_argument("what", choices=("measure", "left", "write"))
+    parser.add_argument("--minutes", type=float, default=8.5, help="begin nothing that would end later")
+    parser.add_argument("--folder", type=Path, default=FOLDER)
+    parser.add_argument("--page", type=Path, default=PAGE)
+    chosen = parser.parse_args(arguments)
+    if chosen.what == "write":
+        write(chosen.folder, chosen.page)
+    elif chosen.what == "measure":
+        measure(chosen.minutes, chosen.folder, record.find_device("cuda"))
+    else:
+        device = record.find_device("auto")
+        file = chosen.folder / "writeup.jsonl"
+        known = {row.key for row in record.read(file)} if file.exists() else set()
+        names = [job.name for job in measurements(device) if any(row.key not in known for row in job.expected)]
+        print("\n".join([*names, f"{len(names)} jobs left"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""A device's fractions from measurements: those for which the planner's times come nearest to the measured ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from .devices import Cluster, Device, Link
+from .memory import Mixture, Run
+from .step import StepTime, step_time
+
+FITTED = ("product_share", "forward_share", "backward_share", "traffic_share", "launch")
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One device's seconds of a phase ("forward", "backward", "optimizer" or "total") of a run."""
+
+    run: Run
+    phase: str
+    seconds: float
+
+
+def calibrate(cluster: Cluster, measured: Sequence[Measurement], *, rounds: int = 8) -> Cluster:
+    """The cluster with a device whose fractions make the squared relative errors least.
+
+    A search by coordinates on a shrinking grid: a handful of numbers, each of which makes times rise or fall.
+    """
+    if not measured:
+        raise ValueError("calibration needs measured rows of `flashspan bench model` on one device: got none")
+    device, step = cluster.device, 2.0
+    best = _error(cluster, device, measured)
+    for _ in range(rounds):
+        for name in FITTED:
+            for factor in (step, 1 / step, math.sqrt(step), 1 / math.sqrt(step)):
+                value = getattr(device, name) * factor
+                if name != "launch":
+                    value = min(1.0, value)
+                tried = replace(device, **{name: value})
+                error = _error(cluster, tried, measured)
+                if error < best:
+                    device, best = tried, error
+        step = math.sqrt(step) if step > 1.05 else step
+    return replace(cluster, device=device)
+
+
+def predict(cluster: Cluster, run: Run, phase: str) -> float:
+    """The planner's seconds of a phase on one device."""
+    times = step_time(run, Mixture(), cluster.resized(1))
+    return _phase(times)[phase]()
+
+
+def _phase(times: StepTime) -> dict[str, Callable[[], float]]:
+    return {
+        "forward": lambda: times.forward,
+        "backward": lambda: times.backward,
+        "optimizer": lambda: times.optimizer,
+        "total": lambda: times.total,
+    }
+
+
+def _error(cluster: Cluster, device: Device, measured: Sequence[Measurement]) -> float:
+    tried = replace(cluster, device=device)
+    return sum(math.log(predict(tried, m.run, m.phase) / m.seconds) ** 2 for m in measured)
+
+
+def fit_link(name: str, sizes: Sequence[float], seconds: Sequence[float]) -> Link:
+    """The latency and bandwidth nearest to measured times: least squares of relative errors."""
+    if len(sizes) < 2 or len(sizes) != len(seconds):
+        raise ValueError(f"a fit needs two or more sizes and as many times: got {len(sizes)} and {len(seconds)}")
+    # Minimise sum((a + b x - t)^2 / t^2): a 2 x 2 system.
+    w = [1 / t**2 for t in seconds]
+    sw, sx, st = (
+        sum(w),
+        sum(a * x for a, x in zip(w, sizes, strict=True)),
+        sum(a * t for a, t in zip(w, seconds, strict=True)),
+    )
+    sxx = sum(a * x * x for a, x in zip(w, sizes, strict=True))
+    sxt = sum(a * x * t for a, x, t in zip(w, sizes, seconds, strict=True))
+    slope = (sw * sxt - sx * st) / max(sw * sxx - sx * sx, 1e-300)
+    slope = slope if slope > 0 else min(t / x for x, t in zip(sizes, seconds, strict=True) if x)
+    return Link(name, max(0.0, (st - slope * sx) / sw), 1 / slope)

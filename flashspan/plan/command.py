@@ -1,0 +1,173 @@
+"""`flashspan plan`: will it fit, how fast will it be, and which mixture of parallelism is best.
+
+flashspan plan llama-3-8b --tokens 131072 --batch 8 --devices 64 --device H100
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from flashspan.model import preset
+
+from .calibrate import Measurement, calibrate
+from .devices import Cluster, Link, make_cluster
+from .draw import draw_scaling, draw_simulation
+from .memory import Run
+from .search import Answer, longest, rank, scaling
+
+
+def plan(
+    model: str = "llama-3-8b",
+    *,
+    tokens: int = 32768,
+    batch: int = 8,
+    devices: int = 8,
+    device: str = "H100",
+    per_node: int = 8,
+    link: str | None = None,
+    network: str = "ib-ndr",
+    precision: str = "bfloat16",
+    table: Path | None = None,
+    top: int = 10,
+    scale: bool = False,
+    folder: Path | None = None,
+    calibrate: Path | None = None,
+) -> int:
+    """Memory and time of a training run before it is launched, for every mixture of parallelism that fits.
+
+    Prints the mixtures, fastest first, with the memory of one device and the time of a step; what the best one holds;
+    and the longest context that fits. The time of attention is that of the schedule the executor would run.
+
+    Example: flashspan plan llama-3-8b --tokens 131072 --batch 8 --devices 64 --device H100
+
+    Args:
+        model: a model by name: tiny, small, ..., llama-3-8b.
+        tokens: in each sample.
+        batch: samples per step, over all devices.
+        devices: how many.
+        device: H200, H100, H800, A100, B200, L40, RTX4090, RTX4050, cpu-core, or one of your table.
+        per_node: devices in a node.
+        link: inside a node; the device's usual one unless given.
+        network: between nodes.
+        precision: float32, bfloat16 or float16; weights stay float32.
+        table: a TOML file with more devices and links.
+        top: how many mixtures to show.
+        scale: also the best mixture on 1 to 1,024 devices, the batch growing with them.
+        folder: where to draw the best schedule's timeline, and with scale the curve, as SVG.
+        calibrate: a folder of measured rows (bench model, bench collectives) to take the device's speeds from.
+    """
+    cluster = make_cluster(device, devices, per_node=per_node, inside=link, between=network, table=table)
+    run = Run(preset(model), batch, tokens, precision, fused_norms=not device.startswith("cpu"))
+    if calibrate is not None:
+        cluster = calibrated(cluster, calibrate)
+    answers = rank(run, cluster)
+    links = f"{cluster.inside.name} inside nodes of {per_node}, {cluster.between.name} between"
+    print(f"{model}, {batch} samples of {tokens:,} tokens, on {devices} x {device} ({links})")
+    if answers:
+        show(answers[:top], run, cluster)
+        print(f"{len(answers)} mixtures fit.")
+    else:
+        print("No mixture fits: use more devices, fewer tokens or samples, or a smaller model.")
+    most, mixture = longest(run, cluster)
+    if mixture is None:
+        print(f"Longest context at {batch} samples: not even 1,024 tokens fit.")
+    else:
+        print(f"Longest context at {batch} samples: {most:,} tokens ({mixture}).")
+    points = scaling(run, cluster) if scale else []
+    if points:
+        show_scaling(points, run, cluster)
+    if folder is not None and answers:
+        write_pictures(folder, answers, run, cluster, points)
+    return 0 if answers else 1
+
+
+def show(answers: Sequence[Answer], run: Run, cluster: Cluster) -> None:
+    """The table of mixtures, and the ledger of the best."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    console.width = max(console.width, 120)
+    table = Table(title="fastest first", title_justify="left")
+    for heading in ("mixture", "GB/device", "s/step", "tokens/s", "MFU", "attention", "waiting", "wire"):
+        table.add_column(heading, justify="left" if heading == "mixture" else "right")
+    for answer in answers:
+        time = answer.time
+        table.add_row(
+            str(answer.mixture),
+            f"{answer.memory.peak / 1e9:.1f}",
+            f"{time.total:.3g}",
+            f"{answer.tokens_per_second(run):,.0f}",
+            f"{answer.mfu(run, cluster):.0%}",
+            *(f"{part / time.total:.0%}" for part in (time.attention, time.waiting, time.wire)),
+        )
+    console.print(table)
+    best = answers[0]
+    parts = ", ".join(f"{name} {value / 1e9:.2f}" for name, value in best.memory.items() if value >= 5e6)
+    print(f"Best, GB per device: {parts}; peak {best.memory.peak / 1e9:.2f} of {cluster.device.memory / 1e9:.0f}.")
+
+
+def show_scaling(points: Sequence[tuple[int, Answer | None]], run: Run, cluster: Cluster) -> None:
+    """The best mixture on each number of devices."""
+    print("Devices, best mixture, tokens/s per device (the batch grows with the devices):")
+    for num, answer in points:
+        if answer is None:
+            print(f"{num:>6}  nothing fits")
+            continue
+        grown = replace(run, batch=max(1, run.batch * num // cluster.num_devices))
+        print(f"{num:>6}  {answer.tokens_per_second(grown) / num:>10,.0f}  {answer.mixture}")
+
+
+def write_pictures(folder: Path, answers: Sequence[Answer], run: Run, cluster: Cluster, points: Any) -> None:
+    """The timeline of the fastest mixture whose attention is a schedule, and the curve."""
+    folder.mkdir(parents=True, exist_ok=True)
+    scheduled = [a.mixture for a in answers if a.mixture.context > 1 and a.mixture.strategy != "ulysses"]
+    if scheduled:
+        draw_simulation(run, scheduled[0], cluster, folder / "plan-timeline.svg")
+        print(f"wrote {folder / 'plan-timeline.svg'} ({scheduled[0]})")
+    if points:
+        draw_scaling(points, run, cluster, folder / "plan-scaling.svg")
+        print(f"wrote {folder / 'plan-scaling.svg'}")
+
+
+def calibrated(cluster: Cluster, folder: Path) -> Cluster:
+    """The cluster with speeds from the JSON lines that `flashspan bench` wrote, and a note of what was used."""
+    import json
+
+    files = sorted(folder.glob("*.jsonl")) if folder.is_dir() else []
+    rows: list[dict[str, Any]] = []
+    for file in files:
+        for line in file.read_text(encoding="utf-8").splitlines():
+            try:
+                rows.append(json.loads(line))
+            except ValueError:
+                continue  # cut short by a kill
+    good = [row for row in rows if isinstance(row, dict) and row.get("status") == "ok"]
+    measured = measurements(good)
+    wires = [row for row in good if row.get("what") == "collective" and row.get("impl") == "send-receive"]
+    if not measured and not wires:
+        raise ValueError(f"no rows to calibrate from in {folder}: run `flashspan bench model` there first")
+    if measured:
+        cluster = calibrate(cluster, measured)
+    if wires:
+        fit = wires[-1]["more"]
+        cluster = replace(cluster, inside=Link("measured", fit["alpha_us"] / 1e6, fit["gb_per_s"] * 1e9))
+    print(f"Calibrated from {len(measured)} times and {len(wires)} transfers in {folder}.")
+    return cluster
+
+
+def measurements(rows: Sequence[dict[str, Any]]) -> list[Measurement]:
+    """Rows of `bench model` with our attention, uncompiled, as the planner's runs."""
+    found = []
+    for row in rows:
+        more = row.get("more") or {}
+        if row.get("what") != "model" or row.get("impl") != "flashspan, eager" or "preset" not in more:
+            continue
+        if row["kind"] in ("forward", "backward", "optimizer"):
+            fused = "cores" not in row["device"]
+            run = Run(preset(more["preset"]), more["batch"], more["tokens"], row["dtype"], fused_norms=fused)
+            found.append(Measurement(run, row["kind"], row["p50_ms"] / 1e3))
+    return found

@@ -1,0 +1,196 @@
+"""A small table of devices and links, which users extend with a TOML file of the same fields.
+
+    [devices.my-gpu]
+    flops = 200e12          # dense 16-bit operations per second, data sheet
+    flops32 = 50e12         # float32, not TF32
+    memory = 48e9           # bytes
+    bandwidth = 0.9e12      # bytes per second
+    [links.my-link]
+    latency = 5e-6          # seconds
+    bandwidth = 25e9        # bytes per second, one direction, of one device
+
+Data sheets say what cannot be exceeded; the fractions say how much of it real kernels reach. They are defaults from
+public measurements, and `calibrate` replaces them by measured ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Device:
+    """What one device can do, and how much of it kernels reach."""
+
+    name: str
+    flops: float
+    flops32: float
+    memory: float
+    bandwidth: float
+    product_share: float = 0.70  # of flops, in large matrix products
+    forward_share: float = 0.50  # of flops, in attention forward over full tiles
+    backward_share: float = 0.42  # of flops, in attention backward
+    traffic_share: float = 0.75  # of bandwidth, in operators that move memory
+    interference: float = 0.12  # of the speed, lost while a transfer is under way: its kernel takes multiprocessors
+    launch: float = 5e-6  # seconds an operator takes at least
+    reserve: float = 1.0e9  # bytes that the context, libraries and fragments take
+
+    def __post_init__(self) -> None:
+        for name in ("flops", "flops32", "memory", "bandwidth", "product_share", "forward_share", "backward_share"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"a device's {name} must be positive: {self.name} has {getattr(self, name)}")
+
+    def peak(self, itemsize: int) -> float:
+        """Operations per second of products of this element size."""
+        return self.flops if itemsize == 2 else self.flops32
+
+
+@dataclass(frozen=True)
+class Link:
+    """A wire out of one device: a transfer takes latency + bytes / bandwidth."""
+
+    name: str
+    latency: float
+    bandwidth: float
+
+    def __post_init__(self) -> None:
+        if not (self.latency >= 0 and self.bandwidth > 0):
+            raise ValueError(
+                f"a link needs latency >= 0 and bandwidth > 0: {self.name} has {self.latency}, {self.bandwidth}"
+            )
+
+    def seconds(self, num_bytes: float) -> float:
+        return self.latency + num_bytes / self.bandwidth
+
+
+# Bandwidths of links are what point-to-point transfers reach, about 80% of one direction's data sheet.
+DEVICES = {
+    "H200": Device("H200", 989e12, 67e12, 141e9, 4.8e12),
+    "H100": Device("H100", 989e12, 67e12, 80e9, 3.35e12),
+    "H800": Device("H800", 989e12, 67e12, 80e9, 3.35e12),
+    "A100": Device("A100", 312e12, 19.5e12, 80e9, 2.0e12, forward_share=0.62, backward_share=0.52),
+    "B200": Device("B200", 2250e12, 80e12, 180e9, 8.0e12),
+    "L40": Device("L40", 181e12, 90e12, 48e9, 0.86e12),
+    "RTX4090": Device("RTX4090", 165e12, 82e12, 24e9, 1.0e12),
+    "RTX4050": Device("RTX4050", 36e12, 9e12, 6e9, 0.19e12),
+    "cpu-core": Device("cpu-core", 60e9, 60e9, 12e9, 10e9, launch=20e-6, reserve=0.3e9),
+}
+LINKS = {
+    "nvlink-h100": Link("nvlink-h100", 8e-6, 360e9),
+    "nvlink-h800": Link("nvlink-h800", 8e-6, 160e9),
+    "nvlink-a100": Link("nvlink-a100", 8e-6, 240e9),
+    "nvlink-b200": Link("nvlink-b200", 8e-6, 720e9),
+    "pcie4": Link("pcie4", 10e-6, 22e9),
+    "pcie5": Link("pcie5", 10e-6, 45e9),
+    "ib-ndr": Link("ib-ndr", 12e-6, 45e9),
+    "ib-hdr": Link("ib-hdr", 12e-6, 22e9),
+    "ethernet-100g": Link("ethernet-100g", 30e-6, 10e9),
+    "loopback": Link("loopback", 200e-6, 1.5e9),
+}
+USUAL_LINK = {
+    "H200": "nvlink-h100",
+    "H100": "nvlink-h100",
+    "H800": "nvlink-h800",
+    "A100": "nvlink-a100",
+    "B200": "nvlink-b200",
+    "L40": "pcie4",
+    "RTX4090": "pcie4",
+    "RTX4050": "pcie4",
+    "cpu-core": "loopback",
+}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes of equal devices: one link inside a node, another between nodes (per device)."""
+
+    device: Device
+    num_devices: int
+    per_node: int
+    inside: Link
+    between: Link
+
+    def __post_init__(self) -> None:
+        if self.num_devices < 1 or self.per_node < 1:
+            raise ValueError(
+                f"a cluster has at least 1 device, and 1 per node: got {self.num_devices} and {self.per_node}"
+            )
+
+    def link(self, first: int, second: int) -> Link:
+        """What connects two devices."""
+        return self.inside if first // self.per_node == second // self.per_node else self.between
+
+    def slowest(self, num: int, stride: int = 1) -> Link:
+        """What bounds a group of `num` devices that lie `stride` apart."""
+        return self.inside if (num - 1) * stride + 1 <= self.per_node else self.between
+
+    def resized(self, num_devices: int) -> Cluster:
+        return dataclasses.replace(self, num_devices=num_devices)
+
+
+def make_cluster(
+    device: str,
+    num_devices: int,
+    *,
+    per_node: int = 8,
+    inside: str | None = None,
+    between: str = "ib-ndr",
+    table: Path | None = None,
+) -> Cluster:
+    """A cluster from names in the table, or in a user's file."""
+    devices, links = load_table(table)
+    chosen = devices[_find(device, devices, "device")]
+    inner = inside or USUAL_LINK.get(device, "pcie4")
+    return Cluster(
+        chosen,
+        num_devices,
+        per_node,
+        links[_find(inner, links, "link")],
+        links[_find(between, links, "link")],
+    )
+
+
+def load_table(path: Path | None = None) -> tuple[dict[str, Device], dict[str, Link]]:
+    """The devices and links known, with those of a user's TOML file."""
+    devices, links = dict(DEVICES), dict(LINKS)
+    if path is None:
+        return devices, links
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ValueError(f"{path} is not a TOML file of devices and links: {error}") from error
+    for section, kind, known in (("devices", Device, devices), ("links", Link, links)):
+        for name, values in data.pop(section, {}).items():
+            known[name] = _make(kind, name, values, known.get(name), path)
+    if data:
+        raise ValueError(f"{path} may have the sections devices and links: got {', '.join(data)}")
+    return devices, links
+
+
+def _make(kind: type[Any], name: str, values: Any, base: Any, path: Path) -> Any:
+    allowed = {field.name for field in dataclasses.fields(kind)} - {"name"}
+    if not isinstance(values, Mapping) or set(values) - allowed:
+        extra = ", ".join(sorted(set(values) - allowed)) if isinstance(values, Mapping) else repr(values)
+        raise ValueError(f"{path}: {name} may have {', '.join(sorted(allowed))}: got {extra}")
+    numbers = {key: float(value) for key, value in values.items()}
+    try:
+        return dataclasses.replace(base, **numbers) if base is not None else kind(name=name, **numbers)
+    except TypeError as error:
+        needed = [f.name for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING and f.name != "name"]
+        raise ValueError(
+            f"{path}: a new {kind.__name__.lower()} needs {', '.join(needed)}: {name} lacks some"
+        ) from error
+
+
+def _find(name: str, known: Mapping[str, object], kind: str) -> str:
+    if name in known:
+        return name
+    close = difflib.get_close_matches(name, known, 1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    raise ValueError(f"unknown {kind} {name!r}: {hint}choose one of {', '.join(known)}, or add it with --table FILE")

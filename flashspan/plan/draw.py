@@ -1,0 +1,68 @@
+"""Pictures of a plan: the simulated timeline of its attention, and how it scales."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from .devices import Cluster
+from .memory import Mixture, Run
+from .search import Answer
+from .step import attention_time
+
+MOST_LANES = 16
+
+
+def draw_simulation(run: Run, mixture: Mixture, cluster: Cluster, path: Path) -> None:
+    """One layer's attention, forward then backward: a lane per rank (the first 16), boxes where it computes."""
+    from matplotlib.figure import Figure
+
+    forward, backward = attention_time(run, mixture, cluster)
+    lanes = min(mixture.context, MOST_LANES)
+    figure = Figure(figsize=(9, 1.2 + 0.3 * lanes), layout="constrained")
+    axes = figure.subplots()
+    for simulation, offset, colour in ((forward, 0.0, "#54a24b"), (backward, forward.seconds, "#4c78a8")):
+        for rank, _, begin, end in simulation.spans:
+            if rank < lanes:
+                axes.barh(rank, 1e3 * (end - begin), 0.7, left=1e3 * (begin + offset), color=colour, edgecolor="white",
+                          linewidth=0.4)  # fmt: skip
+    axes.axvline(1e3 * forward.seconds, color="#999999", linewidth=0.8, linestyle="--")
+    waiting = max(forward.waiting) + max(backward.waiting)
+    total = forward.seconds + backward.seconds
+    axes.set(
+        xlabel="milliseconds",
+        ylabel="rank",
+        yticks=range(lanes),
+        title=f"one layer's attention, {mixture.strategy} {mixture.layout} on {mixture.context}: forward (green), "
+        f"backward (blue); waiting {waiting / total:.0%}",
+    )
+    axes.title.set_fontsize(10)
+    axes.invert_yaxis()
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    figure.savefig(path)
+
+
+def draw_scaling(points: Sequence[tuple[int, Answer | None]], run: Run, cluster: Cluster, path: Path) -> None:
+    """Tokens per second of all devices over devices, beside the ideal line from the first point."""
+    from matplotlib.figure import Figure
+
+    speeds = []
+    for num, answer in points:
+        if answer is not None:
+            grown = replace(run, batch=max(1, run.batch * num // cluster.num_devices))
+            speeds.append((num, answer.tokens_per_second(grown)))
+    figure = Figure(figsize=(5.4, 3.6), layout="constrained")
+    axes = figure.subplots()
+    if speeds:
+        first = speeds[0]
+        axes.plot(*zip(*speeds, strict=True), "o-", color="#4c78a8", label="best mixture")
+        ideal = [(num, first[1] * num / first[0]) for num, _ in speeds]
+        axes.plot(*zip(*ideal, strict=True), "--", color="#999999", label="ideal")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.legend(frameon=False)
+    axes.set(xlabel="devices", ylabel="tokens per second", title=f"{run.tokens:,} tokens a sample, batch with devices")
+    axes.title.set_fontsize(10)
+    figure.savefig(path)

@@ -1,0 +1,181 @@
+"""Memory of one device in a training step of a LLaMA, in closed form: what is held all along, and what at its peak.
+
+    held = ledger(Run(preset("llama-3-8b"), batch=8, tokens=131072, precision="bfloat16"), Mixture(context=8, shard=8))
+    held.peak
+
+It counts what `flashspan.model` keeps for backward, tensor by tensor; a test compares it with what autograd keeps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from flashspan.model import LlamaConfig
+from flashspan.model.loss import CHUNK_BYTES, PART_NUMBERS
+
+Recompute = Literal["none", "full", "attention", "elementwise"]
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Degrees of parallelism, which multiply to the number of devices, and what goes with them."""
+
+    data: int = 1
+    shard: int = 1
+    context: int = 1
+    tensor: int = 1
+    strategy: str = "ring"
+    layout: str = "zigzag"
+    recompute: Recompute = "none"
+    sharded_optimizer: bool = False
+    offload: bool = False  # what recomputing keeps of a layer's input waits in the host's memory
+
+    @property
+    def num_devices(self) -> int:
+        return self.data * self.shard * self.context * self.tensor
+
+    @property
+    def num_batch(self) -> int:
+        """Ranks that see different samples."""
+        return self.data * self.shard
+
+    def __str__(self) -> str:
+        names = ("data", "shard", "context", "tensor")
+        parts = [f"{name} {getattr(self, name)}" for name in names if getattr(self, name) > 1] or ["one device"]
+        if self.context > 1:
+            parts.append(f"{self.strategy} {self.layout}")
+        if self.recompute != "none":
+            parts.append(f"recompute {self.recompute}")
+        if self.sharded_optimizer:
+            parts.append("sharded optimizer")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is trained: a model, samples per step over all devices, tokens per sample."""
+
+    model: LlamaConfig
+    batch: int
+    tokens: int
+    precision: str = "bfloat16"  # of the products
+    weights: str = "float32"  # of weights, gradients and moments
+    fused_norms: bool = True  # a GPU's norm keeps its input; the CPU's keeps the normalised input too
+
+    def __post_init__(self) -> None:
+        if self.batch < 1 or self.tokens < 1:
+            raise ValueError(f"a run has 1 or more samples of 1 or more tokens: got {self.batch} of {self.tokens}")
+        for name in ("precision", "weights"):
+            if getattr(self, name) not in ("float32", "bfloat16", "float16"):
+                raise ValueError(f"{name} must be float32, bfloat16 or float16: got {getattr(self, name)!r}")
+
+    @property
+    def itemsize(self) -> int:
+        return 4 if self.precision == "float32" else 2
+
+    @property
+    def wide(self) -> int:
+        """Bytes of a weight, and of an element of what runs past the layers."""
+        return 4 if self.weights == "float32" else 2
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Bytes on one device. Not all live at once: `peak` is the most that do."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float  # kept for backward, when the last layer is done
+    casts: float  # 16-bit copies of weights, made for the products and kept for backward
+    buffers: float  # keys, values and their gradients on their way round
+    logits: float  # of the tokens whose loss is being computed, with their gradients
+    gathered: float  # weights of sharded layers, whole while they are used
+
+    @property
+    def peak(self) -> float:
+        """The larger of: the end of forward, when activations are most; the optimizer's step, when gradients are."""
+        passing = self.activations + self.casts + max(self.buffers, self.logits) + self.gathered
+        return self.parameters + self.optimizer + max(passing, self.gradients)
+
+    def items(self) -> list[tuple[str, float]]:
+        return [(field.name, getattr(self, field.name)) for field in fields(self)]
+
+
+def ledger(run: Run, mixture: Mixture) -> Ledger:
+    """What one device holds."""
+    model, small, big, tensor = run.model, run.itemsize, run.wide, mixture.tensor
+    split = mixture.shard * mixture.context if mixture.shard > 1 else 1
+    norms = (2 * model.num_layers + 1) * model.width
+    whole = (model.num_parameters - norms) / tensor + norms
+    held = big * whole / split
+    gradient_ranks = mixture.num_batch * mixture.context
+    moments = 2 * held / (gradient_ranks if mixture.sharded_optimizer and split == 1 else 1)
+    tokens = run.batch * run.tokens / gradient_ranks
+    layer_parameters = (model.num_matrix_parameters - model.vocab_size * model.width) / model.num_layers / tensor
+
+    per_layer = activations_per_token(run, tensor)
+    residual = 0.0 if mixture.offload else float(big * model.width)
+    attention = small * model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads) / tensor
+    attention += 4.0 * model.num_heads / tensor
+    kept = {
+        "none": per_layer,
+        "full": residual,
+        "attention": residual + attention,
+        "elementwise": (big + small) * model.width + attention + small * 2 * model.ffn_width / tensor,
+    }[mixture.recompute]
+    activations = tokens * (model.num_layers * kept + final_per_token(run))
+    casts = 0.0 if small == big or mixture.recompute != "none" else 2.0 * model.num_layers * layer_parameters
+    if mixture.recompute != "none":  # one layer at a time, again
+        activations += tokens * per_layer
+        casts = 0.0 if small == big else 2.0 * layer_parameters
+    if split > 1:
+        casts = min(casts, 4.0 * layer_parameters)  # copies of gathered weights go with them
+
+    vocabulary = model.vocab_size / tensor
+    numbers = min(tokens, max(256, CHUNK_BYTES // (model.vocab_size * small))) * vocabulary
+    # Of a part of them, the slopes are made in float32: three at a time and what is the target's, and a wide copy.
+    wide = min(numbers, max(PART_NUMBERS, vocabulary)) * 4 * (3.25 if small == 4 else 4.25)
+    head = 4.0 * vocabulary * model.width  # the head's gradient, made with the loss
+    logits = small * numbers + wide + head
+    gathered = big * (2 * layer_parameters + vocabulary * model.width) if split > 1 else 0.0
+    return Ledger(held, held, moments, activations, casts, buffers(run, mixture), logits, gathered)
+
+
+def activations_per_token(run: Run, tensor: int = 1) -> float:
+    """Bytes one layer keeps for backward, per token."""
+    model, small = run.model, run.itemsize
+    queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    # Each of two norms keeps its input (and, unfused, that input normalised) and a scale.
+    norms = 2 * (float(run.wide) * model.width * (1 if run.fused_norms else 2) + 4)
+    # What enters the products: cast by each of them apart under autocast (q, k, v; gate, up), else once per norm.
+    entering = small * model.width * (5 if small != run.wide else 2)
+    inside = small * (2 * queries + 2 * keys) + 4.0 * model.num_heads  # q, k, v, out and the log-sum-exp
+    inside += 4 * small * model.ffn_width  # gate, its silu, up, their product
+    if small != run.wide:
+        inside += small * queries  # out as the output product takes it
+    return norms + entering + inside / tensor
+
+
+def final_per_token(run: Run) -> float:
+    """Bytes kept per token outside the layers: the last norm's, and the gradient that the loss leaves for it."""
+    norm = float(run.wide) * run.model.width * (1 if run.fused_norms else 2)
+    return norm + (run.wide + run.itemsize) * run.model.width + 8
+
+
+def buffers(run: Run, mixture: Mixture) -> float:
+    """Keys and values of others, and gradients of them, that a device holds at most."""
+    if mixture.context == 1:
+        return 0.0
+    model, small = run.model, run.itemsize
+    tokens = run.batch / mixture.num_batch * run.tokens / mixture.context
+    kv = 2 * tokens * model.num_kv_heads / mixture.tensor * model.head_dim
+    q = tokens * model.num_heads / mixture.tensor * model.head_dim
+    if mixture.strategy == "gather":
+        return (mixture.context - 1) * kv * (small + 4)
+    if mixture.strategy == "ulysses":
+        return (2 * q + 2 * kv) * small + q * small
+    if mixture.strategy == "helper":
+        return 2 * kv * (small + 4) + 2 * q * (2 * small + 4)
+    return 2 * kv * (small + 4)  # one in use, one arriving; their gradients, one hop behind

@@ -1,0 +1,117 @@
+"""Every mixture of parallelism that fits, ranked by time; the longest context that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from .devices import Cluster
+from .memory import Ledger, Mixture, Run, ledger
+from .step import StepTime, step_time
+
+# How the sequence may be split: contiguous shards only where the strategy balances them.
+WAYS = (("ring", "zigzag"), ("gather", "zigzag"), ("helper", "contiguous"), ("ulysses", "contiguous"))
+USUAL_CONTEXT = (64, 1024)
+"""Ranks that share a sequence, at most: the second only where nothing fits with the first."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A mixture that fits: its memory and its time."""
+
+    mixture: Mixture
+    memory: Ledger
+    time: StepTime
+
+    def tokens_per_second(self, run: Run) -> float:
+        return run.batch * run.tokens / self.time.total
+
+    def mfu(self, run: Run, cluster: Cluster) -> float:
+        """Useful operations over what the devices could do."""
+        work = run.model.flops_per_token(run.tokens) * run.batch * run.tokens
+        return work / self.time.total / (cluster.device.peak(run.itemsize) * cluster.num_devices)
+
+
+def mixtures(run: Run, cluster: Cluster, most_context: int = USUAL_CONTEXT[-1]) -> Iterator[Mixture]:
+    """All that the model, the batch and the tokens allow on exactly this many devices."""
+    num, model = cluster.num_devices, run.model
+    for tensor in _divisors(num):
+        if model.num_kv_heads % tensor or tensor > cluster.per_node:
+            continue
+        for context in _divisors(num // tensor):
+            if context > min(most_context, max(1, run.tokens // 2)):
+                continue
+            rest = num // tensor // context
+            if run.batch % rest:
+                continue
+            for shard in _divisors(rest):
+                yield from _variants(run, cluster, Mixture(rest // shard, shard, context, tensor))
+
+
+def _variants(run: Run, cluster: Cluster, base: Mixture) -> Iterator[Mixture]:
+    ways = WAYS if base.context > 1 else (("ring", "zigzag"),)
+    inner = cluster.per_node // base.tensor
+    if inner > 1 and base.context > inner and base.context % inner == 0:
+        ways = (*ways, ("double_ring", "zigzag"))
+    for strategy, layout in ways:
+        if strategy == "ulysses" and run.model.num_heads % (base.tensor * base.context):
+            continue
+        for recompute in ("none", "attention", "full"):
+            for sharded in (False, True):
+                if sharded and (base.shard > 1 or base.data * base.context == 1):
+                    continue
+                yield replace(
+                    base,
+                    strategy=strategy,
+                    layout=layout,
+                    recompute=recompute,
+                    sharded_optimizer=sharded,
+                )
+
+
+def fits(run: Run, mixture: Mixture, cluster: Cluster) -> bool:
+    """Whether a device's memory suffices."""
+    return ledger(run, mixture).peak <= cluster.device.memory - cluster.device.reserve
+
+
+def rank(run: Run, cluster: Cluster, *, most: int | None = None) -> list[Answer]:
+    """All mixtures that fit, the fastest first; of equals, the one that holds least."""
+    found: list[Answer] = []
+    for most_context in USUAL_CONTEXT:
+        if not found:
+            fitting = [m for m in mixtures(run, cluster, most_context) if fits(run, m, cluster)]
+            found = [Answer(m, ledger(run, m), step_time(run, m, cluster)) for m in fitting]
+    found.sort(key=lambda answer: (answer.time.total, answer.memory.peak))
+    return found[:most]
+
+
+def longest(run: Run, cluster: Cluster, *, unit: int = 1024) -> tuple[int, Mixture | None]:
+    """The most tokens per sample for which some mixture fits, to a `unit`, and one that does."""
+
+    def one_that_fits(units: int) -> Mixture | None:
+        longer = replace(run, tokens=units * unit)
+        return next((m for m in mixtures(longer, cluster) if fits(longer, m, cluster)), None)
+
+    low, high = 0, 1
+    while high < 2**24 and one_that_fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if one_that_fits(middle) else (low, middle)
+    return low * unit, one_that_fits(low) if low else None
+
+
+def scaling(run: Run, cluster: Cluster, *, most: int = 1024) -> list[tuple[int, Answer | None]]:
+    """The best mixture on 1, 2, 4, ... devices, the batch growing with them (weak scaling)."""
+    points: list[tuple[int, Answer | None]] = []
+    num = 1
+    while num <= most:
+        grown = replace(run, batch=max(1, run.batch * num // cluster.num_devices))
+        answers = rank(grown, cluster.resized(num), most=1)
+        points.append((num, answers[0] if answers else None))
+        num *= 2
+    return points
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]

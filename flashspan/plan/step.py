@@ -1,0 +1,150 @@
+"""The time of a training step: products, attention by its schedule, operators that move memory, and the wire."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+from flashspan.context.generators import GENERATORS
+from flashspan.context.layout import place
+from flashspan.context.schedule import Schedule, Shape, reverse
+from flashspan.context.survey import Survey
+from flashspan.kernels.masks import CAUSAL
+
+from .devices import Cluster
+from .memory import Mixture, Run
+from .simulate import Simulation, simulate
+
+SURVEYED = 64  # tokens per rank that a schedule is made for; longer shards are the same schedule, scaled
+OPERATORS = 45  # launched by a layer's forward
+FORWARD, BACKWARD = "forward", "backward"
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step. Parts that overlap are counted where they show."""
+
+    forward: float
+    backward: float
+    optimizer: float
+    wire: float  # beyond attention's, and not hidden
+    attention: float  # in forward and backward, waiting included
+    waiting: float  # of it, the slowest rank's for keys and values
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward + self.optimizer + self.wire
+
+
+@functools.lru_cache(maxsize=256)
+def schedules(strategy: str, layout: str, tokens: int, num_ranks: int, inner: int) -> tuple[Schedule, Schedule]:
+    """The forward and backward schedule of causal attention, as the executor would run it."""
+    survey = Survey(place(layout, tokens, num_ranks), CAUSAL)
+    options = {"sizes": (num_ranks // inner, inner)} if strategy == "double_ring" else {}
+    forward = GENERATORS[strategy](survey, **options)
+    return forward, reverse(forward)
+
+
+def attention_time(run: Run, mixture: Mixture, cluster: Cluster) -> tuple[Simulation, Simulation]:
+    """One layer's attention, forward and backward, on one group of devices."""
+    # What it does not depend on is made the same, so that it is simulated once.
+    samples = run.batch / mixture.num_batch
+    alike = Mixture(context=mixture.context, tensor=mixture.tensor, strategy=mixture.strategy, layout=mixture.layout)
+    return _attention_time(replace(run, batch=1), samples, alike, cluster.resized(alike.num_devices))
+
+
+@functools.lru_cache(maxsize=1024)
+def _attention_time(run: Run, samples: float, mixture: Mixture, cluster: Cluster) -> tuple[Simulation, Simulation]:
+    model, num = run.model, mixture.context
+    heads = max(1, model.num_heads // mixture.tensor)
+    kv_heads = max(1, model.num_kv_heads // mixture.tensor)
+    exchange = 0.0
+    strategy, layout = mixture.strategy, mixture.layout
+    if strategy == "ulysses" and num > 1:
+        # Each rank computes its heads of the whole sequence; q, k, v go there and out comes back.
+        local = samples * run.tokens / num * model.head_dim * run.itemsize
+        link = cluster.slowest(num, mixture.tensor)
+        exchange = 2 * link.latency * num + 2 * local * (heads + kv_heads) * (num - 1) / num / link.bandwidth
+        heads, kv_heads, num = max(1, heads // num), max(1, kv_heads // num), 1
+        strategy, layout = "ring", "contiguous"
+    shape = Shape(1, heads, kv_heads, model.head_dim, run.itemsize)
+    surveyed = min(run.tokens, SURVEYED * num)
+    inner = max(1, min(num, cluster.per_node // mixture.tensor))
+    found = []
+    for schedule in schedules(strategy, layout, surveyed, num, inner):
+        one = simulate(schedule, shape, cluster, stride=mixture.tensor, scale=run.tokens / surveyed, num_batch=samples)
+        found.append(one.delayed(exchange))
+    return found[0], found[1]
+
+
+def step_time(run: Run, mixture: Mixture, cluster: Cluster) -> StepTime:
+    """The step of one device among `mixture.num_devices`."""
+    model, device, small = run.model, cluster.device, run.itemsize
+    gradient_ranks = mixture.num_batch * mixture.context
+    tokens = run.batch * run.tokens / gradient_ranks
+    layer_parameters = (model.num_matrix_parameters - model.vocab_size * model.width) / mixture.tensor
+    head_parameters = model.vocab_size * model.width / mixture.tensor
+    speed = device.peak(small) * device.product_share
+    traffic = device.bandwidth * device.traffic_share
+    attend_forward, attend_backward = attention_time(run, mixture, cluster)
+
+    products = 2 * tokens * layer_parameters / speed
+    loss = 6 * tokens * head_parameters / speed  # both gradients are made in forward
+    loss += tokens * model.vocab_size / mixture.tensor * (4 * 5 + 2 * small) / traffic
+    moving = tokens * model.num_layers * moved_per_token(run, mixture.tensor) / traffic
+    casting = 6 * layer_parameters / traffic if small == 2 else 0.0
+    layers_forward = products + moving + casting + model.num_layers * attend_forward.seconds
+    forward = max(layers_forward + loss, model.num_layers * OPERATORS * device.launch)
+    layers_backward = 2 * products + 2 * moving + model.num_layers * attend_backward.seconds
+    # Gradients of cast weights are cast back.
+    layers_backward += casting
+    if mixture.recompute == "full":
+        layers_backward += layers_forward
+    elif mixture.recompute == "attention":
+        layers_backward += layers_forward - model.num_layers * attend_forward.seconds
+    backward = max(layers_backward, 2 * model.num_layers * OPERATORS * device.launch)
+
+    held = model.num_parameters / mixture.tensor
+    split = mixture.shard * mixture.context if mixture.shard > 1 else 1
+    mine = held / split / (gradient_ranks if mixture.sharded_optimizer and split == 1 else 1)
+    optimizer = 28 * mine / traffic + device.launch * 4
+    wire = gradient_wire(mixture, cluster, 4 * held, forward, backward)
+    wire += tensor_wire(mixture, cluster, model.num_layers * tokens * model.width * small, model.num_layers)
+    attention = model.num_layers * (attend_forward.seconds + attend_backward.seconds)
+    waiting = model.num_layers * (max(attend_forward.waiting) + max(attend_backward.waiting))
+    return StepTime(forward, backward, optimizer, wire, attention, waiting)
+
+
+def moved_per_token(run: Run, tensor: int) -> float:
+    """Bytes that a layer's norms, rotations, additions and gates read and write in forward, per token."""
+    model, small = run.model, run.itemsize
+    rows = model.head_dim * (model.num_heads + model.num_kv_heads) / tensor
+    norms = 2 * (8 * model.width)
+    casts = 5 * (4 + small) * model.width if small == 2 else 0
+    rotation = rows * (2 * small + 6 * 4)
+    additions = 2 * (8 + small) * model.width
+    gate = 5 * small * model.ffn_width / tensor
+    return norms + casts + rotation + additions + gate
+
+
+def gradient_wire(mixture: Mixture, cluster: Cluster, gradient: float, forward: float, backward: float) -> float:
+    """Seconds of gradient (and, sharded, weight) exchange that computing does not hide."""
+    ranks = mixture.num_batch * mixture.context
+    if ranks == 1:
+        return 0.0
+    link = cluster.slowest(ranks, mixture.tensor)
+    part = (ranks - 1) / ranks * gradient / link.bandwidth
+    if mixture.shard > 1:  # weights gathered twice, gradients scattered once
+        gather, scatter = part + ranks * link.latency, part + ranks * link.latency
+        return max(0.0, gather - forward) + max(0.0, gather + scatter - backward)
+    extra = part if mixture.sharded_optimizer else 0.0  # updated weights go back out
+    return max(0.0, 2 * part - backward) + 2 * ranks * link.latency + extra
+
+
+def tensor_wire(mixture: Mixture, cluster: Cluster, rows: float, num_layers: int) -> float:
+    """Two all-reduces of a layer's rows forward and two backward, which nothing hides."""
+    if mixture.tensor == 1:
+        return 0.0
+    link = cluster.slowest(mixture.tensor)
+    part = 2 * (mixture.tensor - 1) / mixture.tensor * rows / link.bandwidth
+    return 4 * (part + num_layers * 2 * link.latency)

@@ -1,0 +1,98 @@
+"""Profiles: ranges on every part, a summary that answers, memory over time on the CPU too."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashspan.attention import attention
+from flashspan.bench import memory, precision, ranges, trace
+from flashspan.bench.model import Setting
+from flashspan.bench.profile import residual_mib
+from flashspan.cli import main
+
+
+def test_the_summary_answers_and_the_trace_opens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["profile", "--tokens", "32", "--batch", "1", "--warmup", "1", "--device", "cpu", "--folder", str(tmp_path)]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    for part in ("Longest: aten::", "Matrix products take", "In attention, softmax takes", "of a training step"):
+        assert part in text
+    for file in ("inference", "training"):
+        events = json.loads((tmp_path / f"tiny-1x32-float32-plain-{file}.trace.json").read_text())["traceEvents"]
+        names = {event.get("name") for event in events}
+        assert {"forward", "layer", "ffn gate", "attention scores", "attention softmax", "attention values"} <= names
+        assert ("optimizer" in names) == (file == "training")
+
+
+def test_memory_over_time_is_drawn_with_its_phases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["profile", "--memory", "--tokens", "32", "--warmup", "1", "--device", "cpu", "--folder", str(tmp_path)]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert "peak" in text
+    assert "4 x 32 x 128 x 4 bytes = 0.06 MiB" in text
+    picture = (tmp_path / "tiny-4x32-float32-plain-memory-training.svg").read_text()
+    for phase in ("forward", "backward", "optimizer"):
+        assert f">{phase}<" in picture
+
+
+def test_a_timeline_counts_every_byte() -> None:
+    with memory.watch(torch.device("cpu"), held=100.0) as timeline, ranges.span("forward"):
+        a = torch.empty(1000, dtype=torch.float32)
+        b = torch.empty(500, dtype=torch.float32)
+        del a
+    assert timeline.peak == 100 + 4000 + 2000
+    assert timeline.allocated[-1] == 100 + 2000
+    assert timeline.peak_of("forward") == timeline.peak
+    assert timeline.peak_of("backward") == 0
+    assert timeline.largest[0] == (4000.0, "forward")
+    del b
+
+
+def test_attention_in_parts_is_attention() -> None:
+    q, k, v = torch.randn(2, 4, 33, 8), torch.randn(2, 2, 33, 8), torch.randn(2, 2, 33, 8)
+    exact = attention(q.double(), k.double(), v.double(), causal=True)
+    assert (ranges.in_parts(q, k, v, causal=True).double() - exact).norm() / exact.norm() < 1e-5
+
+
+def test_kernels_are_told_apart() -> None:
+    kinds = {
+        "sm90_xmma_gemm_bf16": "product",
+        "aten::bmm": "product",
+        "ncclDevKernel_SendRecv": "wire",
+        "flash_fwd_kernel": "attention",
+        "forward_kernel": "attention",
+        "sparse_keys_kernel": "attention",
+        "layer_norm_backward_kernel": "other",
+        "vectorized_elementwise_kernel": "other",
+        "aten::_softmax": "other",
+    }
+    assert {name: trace.Kernel(name, 1.0, 1).kind for name in kinds} == kinds
+    listed = [trace.Kernel("aten::mm", 3.0, 2), trace.Kernel("aten::add", 1.0, 1)]
+    assert trace.share(listed, "product") == 0.75
+
+
+def test_sums_in_half_precision_lose_digits() -> None:
+    sums = dict(precision.accumulate())
+    assert abs(sums["float32 sum of float32"] - 10) < 1e-3
+    assert abs(sums["float16 sum of float16"] - 10) > 0.03
+    assert 1e-3 < abs(sums["float32 sum of float16"] - 10) < 0.01
+    found = dict(precision.autocast_dtypes(torch.device("cpu"), torch.bfloat16))
+    assert found["parameters inside autocast"] == found["gradients"] == found["loss"] == "float32"
+    assert found["output of fc1"] == found["logits"] == "bfloat16"
+
+
+def test_the_residual_stream_is_computed() -> None:
+    assert residual_mib(Setting("2.7B", 4, 512)) == 4 * 512 * 2560 * 4 / 2**20
+
+
+def test_a_folder_that_cannot_be_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    for extra in ([], ["--memory"]):
+        words = ["profile", "--tokens", "8", "--warmup", "0", "--device", "cpu", "--folder", str(tmp_path / "file")]
+        assert main(words + extra) == 2
+        assert "cannot be written" in capsys.readouterr().err
+    assert main(["profile", "--preset", "hug"]) == 2

@@ -1,0 +1,102 @@
+"""Rows, sweeps and tables: nothing measured is lost, nothing is measured twice, nothing is typed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashspan.bench import record, sweep, tables
+from flashspan.bench.record import Row
+
+WHERE = {"device": "toy", "torch": "2", "triton": "3", "commit": "abc"}
+
+
+def make(shape: str, samples: Sequence[float] = (), **rest: object) -> Row:
+    return record.row(
+        WHERE, what="toy", shape=shape, impl="ours", kind="both", dtype="float32", samples_ms=samples, **rest
+    )
+
+
+def test_every_field_survives_json_lines(tmp_path: Path) -> None:
+    rows = [make("a", [1.0, 2.0, 3.0], tflop=0.5, more={"x": 1.5, "y": "<b>"}), make("b", ranks=4, bytes=8.0)]
+    record.append(rows, tmp_path / "rows.jsonl")
+    back = record.read(tmp_path / "rows.jsonl")
+    assert repr(back) == repr(rows)  # nan is not equal to itself
+    assert back[0].p50_ms == 2.0
+    assert back[0].tflops == 250.0
+    assert back[0].std_ms == 1.0
+    assert math.isnan(back[1].p50_ms)
+
+
+def test_a_line_cut_short_by_a_kill_costs_only_itself(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    record.append([make("a"), make("b")], path)
+    path.write_text(path.read_text()[:-40])
+    record.append([make("c")], path)
+    assert [row.shape for row in record.read(path)] == ["a", "c"]
+
+
+def test_rows_of_another_version_and_empty_folders_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "old.jsonl").write_text('{"speed": 3}\n')
+    with pytest.raises(ValueError, match=r"old\.jsonl, line 1, does not hold a row of this version"):
+        record.read_folder(tmp_path)
+    (tmp_path / "old.jsonl").write_text("")
+    with pytest.raises(ValueError, match="no rows in"):
+        record.read_folder(tmp_path)
+    with pytest.raises(ValueError, match="no folder"):
+        record.read_folder(tmp_path / "nowhere")
+
+
+def test_a_sweep_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    path, ran = tmp_path / "rows.jsonl", []
+
+    def job(name: str, error: Exception | None = None) -> sweep.Job:
+        def measure() -> list[Row]:
+            ran.append(name)
+            if error is not None:
+                raise error
+            return [make(name, [1.0])]
+
+        return sweep.Job((make(name),), measure)
+
+    with pytest.raises(KeyboardInterrupt):
+        sweep.run([job("a"), job("b", KeyboardInterrupt())], path)  # type: ignore[arg-type]
+    jobs = [job("a"), job("b", torch.cuda.OutOfMemoryError("CUDA out of memory")), job("c", RuntimeError("no\nway"))]
+    outcome = sweep.run(jobs, path)
+    assert ran == ["a", "b", "b", "c"]
+    assert [row.status for row in outcome.rows] == ["ok", "out of memory", "failed: no"]
+    assert sweep.run(jobs, path).num_measured == 0
+    assert sweep.run(jobs, path, again=True).num_measured == 3
+    assert sweep.run([job("d")], path, seconds=-1.0).num_left == 1
+
+
+def test_rows_are_matched_by_what_was_measured_where() -> None:
+    row = make("a")
+    assert row.key == replace(row, commit="def", p50_ms=3.0).key
+    assert row.key != replace(row, device="other").key
+    assert record.newest([row, replace(row, commit="def")])[0].commit == "def"
+
+
+def test_tables_show_numbers_statuses_and_escape() -> None:
+    rows = [make("<script>", [1.23456]), replace(make("b|c"), status="out of memory")]
+    shown = tables.pivot(
+        "t", rows, line=lambda r: (r.shape,), names=("shape",), column=lambda r: r.impl, cell=lambda r: r.p50_ms
+    )
+    assert "1.235" in shown.markdown()
+    assert "OOM" in shown.markdown()
+    assert "b\\|c" in shown.markdown()
+    assert "<script>" not in shown.html()
+    assert shown.rich().row_count == 2
+
+
+def test_an_absent_device_is_named() -> None:
+    with pytest.raises(ValueError, match="auto, cpu or cuda"):
+        record.find_device("tpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="no CUDA device"):
+            record.find_device("cuda")

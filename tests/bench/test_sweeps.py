@@ -1,0 +1,118 @@
+"""The benches measure what they say, on the CPU, and refuse what they cannot."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flashspan.bench import collectives, context, model, record, study, sweep
+from flashspan.bench.context import ALONE, KINDS, Pool, Workload
+from flashspan.bench.model import Setting
+from flashspan.cli import main
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    """Ranks for all tests here."""
+    ranks = Pool("cpu")
+    yield ranks
+    ranks.close()
+
+
+def test_context_compares_strategies_with_one_device(pool: Pool, tmp_path: Path) -> None:
+    work = Workload(32, 1, 4, 2, 64, "float32")
+    cases = (("ring", "zigzag"), ("ulysses", "contiguous"))
+    jobs = context.jobs_of(work, cases, (1, 2), 2, pool)
+    outcome = sweep.run(jobs, tmp_path / "context.jsonl")
+    rows = {(row.impl, row.ranks, row.kind, row.more["tokens"]): row for row in outcome.rows}
+    assert len(rows) == len(outcome.rows) == 2 * 4  # two cases, one device, and one device with half of the tokens
+    for row in outcome.rows:
+        assert row.ok, row.status
+        assert 0 < row.p20_ms <= row.p50_ms <= row.p80_ms
+        assert row.more["mfu"] > 0
+        assert row.peak_mib > 0
+        assert 0 < row.more["product_share"] <= 1
+        assert (row.bytes > 0) == (row.impl != ALONE)
+        assert row.more["wire_ms"] > 0 or row.impl == ALONE
+    # A ring of two sends its keys and values once: 2 x 32 tokens x 2 heads x 8 x 4 bytes a rank.
+    assert rows["ring zigzag", 2, "forward", 64].bytes == 2 * 32 * 2 * 8 * 4
+    alone, ring = (rows[impl, ranks, KINDS[1], 64] for impl, ranks in ((ALONE, 1), ("ring zigzag", 2)))
+    assert ring.peak_mib < alone.peak_mib
+    assert context.table(outcome.rows).cells
+
+
+def test_a_model_is_timed_phase_by_phase(tmp_path: Path) -> None:
+    place = record.find_device("cpu")
+    rows = model.measure(Setting("tiny", 1, 16, "bfloat16", warmup=1, steps=3), place)
+    by = {row.kind: row for row in rows}
+    assert list(by) == list(model.KINDS)
+    assert all(row.p20_ms > 0 and not math.isnan(row.std_ms) for row in rows)
+    assert by["training"].mean_ms == pytest.approx(
+        sum(by[kind].mean_ms for kind in ("forward", "backward", "optimizer")), rel=1e-3
+    )
+    assert by["training"].peak_mib > by["inference"].peak_mib
+    # 16 bytes a parameter: the weight, its gradient, two moments.
+    assert by["training"].peak_mib * 2**20 > 16 * model.preset("tiny").num_parameters
+    record.append(rows, tmp_path / "model.jsonl")
+    from flashspan.plan.command import measurements
+
+    assert not measurements([])
+    assert len(model.table(rows).cells) == 1
+
+
+def test_studies_know_what_plain_attention_needs(tmp_path: Path) -> None:
+    place = record.find_device("cpu")
+    plain = study.eager_rows(32, 16, False, 2, place)
+    assert {row.kind for row in plain} == {"forward", "backward"}
+    assert all(row.p50_ms > 0 and row.peak_mib > 0 for row in plain)
+    ours = study.flash_rows(33, 16, "bfloat16", "flashspan", place)
+    assert {row.kind for row in ours} == {"forward", "backward", "both"}
+    assert study.footprint(8, 16384, 64, 4) == 4 * 8 * (4 * 16384**2 + 8 * 16384 * 64)
+    assert len(study.jobs("flash", study.FLASH_LENGTHS, study.HEAD_DIMS, place, 1)) == 10 * 4 * 2 * 2
+    assert len(study.jobs("eager", study.EAGER_LENGTHS, study.HEAD_DIMS, place, 1)) == 5 * 4 * 2
+    assert study.table(plain).cells
+
+
+def test_collectives_are_measured_and_fitted(pool: Pool) -> None:
+    where = record.environment(record.find_device("cpu"))
+    for name in collectives.PRIMITIVES:
+        rows = collectives.job(where, name, (1024, 65536), 2, 2, pool).measure()
+        assert [row.bytes for row in rows] == [1024, 65536]
+        assert all(row.ok and row.more["gb_per_s"] > 0 and row.more["alpha_us"] >= 0 for row in rows)
+        assert collectives.table(rows).cells
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_new_user_gets_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    begin = time.monotonic()
+    assert main(["bench", "context", "--quick", "--folder", str(tmp_path)]) == 0
+    assert main(["report", str(tmp_path)]) == 0
+    assert time.monotonic() - begin < 180
+    assert "is fastest" in capsys.readouterr().out
+    assert main(["bench", "context", "--quick", "--folder", str(tmp_path)]) == 0
+    assert "0 measured" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["context", "--ranks", "9"], "1 to 8 ranks"),
+        (["context", "--tokens", "3"], "2 tokens per rank"),
+        (["context", "--heads", "3"], "must divide"),
+        (["model", "--presets", "smal"], "did you mean 'small'"),
+        (["model", "--dtypes", "float8"], "dtypes may be"),
+        (["model", "--tokens", "0"], "tokens must be 1 or more"),
+        (["model", "--device", "tpu"], "auto, cpu or cuda"),
+        (["study", "eager", "--head-dims", "999"], "head sizes 1 to 256"),
+        (["collectives", "--ranks", "1"], "2 to 64 ranks"),
+        (["data", "--only", "fastest"], "a contender is one of"),
+    ],
+)
+def test_bad_input_is_explained(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *words]) == 2
+    assert message in capsys.readouterr().err
