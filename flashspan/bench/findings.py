@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,22 @@ ADVICE = {
     "kv heads, or a strategy that sends less",
     "imbalance": "ranks wait for the busiest one: use the zigzag layout, or the helper strategy on contiguous tokens",
 }
+
+
+NEEDED = ("tokens", "tokens_per_second", "computing_ms", "imbalance", "wire_ms", "wire_to_computing")
+"""Numbers that a row of `bench context` must have beside the times."""
+
+
+def check(rows: Sequence[Row]) -> None:
+    """Refuse rows of `bench context` that another version wrote, which may lack numbers."""
+    for row in rows:
+        if row.what == "context" and row.ok:
+            lacks = [name for name in NEEDED if not isinstance(row.more.get(name), int | float)]
+            if lacks or not row.p50_ms > 0:
+                raise ValueError(
+                    f"the row of {row.impl!r} ({row.shape}, {row.kind}) has no {' or '.join(lacks or ['p50_ms'])}: "
+                    "another version wrote it; move its file away and measure again"
+                )
 
 
 @dataclass(frozen=True)
@@ -43,7 +60,7 @@ def split(row: Row) -> Shares:
     """Where the time of a row of `bench context` went."""
     slowest = min(row.more["computing_ms"], row.p50_ms)
     mean = slowest / max(1.0, row.more["imbalance"])
-    share = row.more["product_share"]
+    share = row.more.get("product_share")
     products = mean * (share if share is not None and not math.isnan(share) else 0.0)
     return Shares(products, mean - products, row.p50_ms - slowest, slowest - mean)
 
@@ -70,7 +87,7 @@ def of_context(rows: Sequence[Row]) -> list[str]:
             ratio = base.p50_ms / best.p50_ms
             text += f", {ratio:.2f} times as fast as one device ({100 * ratio / most:.0f}% of ideal)"
             if ratio > 1.2 * most:
-                text += f", which is more than {most} ranks can give: one device's time was disturbed"
+                text += f", more than {most} ranks give: smaller parts fit its caches, or one device was disturbed"
             text += f", and holds {best.peak_mib / base.peak_mib:.0%} of its memory per rank"
         found.append(text + ".")
         shares = split(best)
@@ -113,7 +130,8 @@ def scaling(rows: Sequence[Row], shape: str) -> list[str]:
             f"{name.capitalize()} scaling from 1 to {most} ranks (zigzag ring): each rank keeps {kept:.0%} of one "
             "device's speed."
         )
-    cores = next((int(r.device.split(", ")[1].split()[0]) for r in ring if r.device.endswith(" cores")), None)
+    named = filter(None, (re.search(r", (\d+) cores$", row.device) for row in ring))
+    cores = next((int(match[1]) for match in named), None)
     if cores and any(row.ranks > cores for row in ring):
         found.append(
             f"Beyond {cores} ranks, processes share {cores} cores: those numbers show sharing, not the method."
@@ -153,10 +171,8 @@ def of_model(rows: Sequence[Row]) -> list[str]:
             twins = [b for b in filter(two, step) if b.shape == a.shape and _twin(a, b, label)]
             ratios += [a.p50_ms / b.p50_ms for b in twins[:1]]
         if ratios:
-            found.append(
-                f"{label}: a training step is {min(ratios):.2f} to {max(ratios):.2f} times as fast, "
-                f"on {len(ratios)} configurations."
-            )
+            spread = f" to {max(ratios):.2f}, on {len(ratios)} configurations" if len(ratios) > 1 else ""
+            found.append(f"{label}: a training step's speed is times {min(ratios):.2f}{spread}.")
     return found
 
 

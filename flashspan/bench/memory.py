@@ -38,9 +38,6 @@ class Timeline:
         """The most bytes allocated at once, with those held before."""
         return max([self.held, *self.allocated])
 
-    def phase_at(self, time: float) -> str:
-        return next((name for name, begin, end in self.phases if begin <= time <= end), "between")
-
     def peak_of(self, phase: str) -> float:
         """The most bytes allocated at once during a phase, 0 if there was none."""
         spans = [(begin, end) for name, begin, end in self.phases if name == phase]
@@ -66,11 +63,14 @@ def fill(timeline: Timeline, profiler: Any, device: torch.device) -> None:
     if not events:
         return
     begin = events[0].start_ns()
-    spans = [(e.name(), e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.duration_ns()]
+    # On the host, where memory is asked for: a GPU's ranges have the same names and lag behind.
+    cpu = torch._C._autograd.DeviceType.CPU
+    host = [event for event in events if event.duration_ns() and event.device_type() == cpu]
+    spans = [(e.name(), e.start_ns(), e.start_ns() + e.duration_ns()) for e in host]
     named = [span for span in spans if not span[0].startswith(("aten::", "cuda", "void ")) and span[2] > span[1]]
     total = timeline.held
     asked: list[tuple[float, str]] = []
-    kind = torch._C._autograd.DeviceType.CUDA if device.type == "cuda" else torch._C._autograd.DeviceType.CPU
+    kind = torch._C._autograd.DeviceType.CUDA if device.type == "cuda" else cpu
     memory = [event for event in events if event.name() == "[memory]" and event.device_type() == kind]
     big = sorted((event.nbytes() for event in memory if event.nbytes() > 0), reverse=True)[:8]
     for event in memory:

@@ -144,7 +144,9 @@ def measure(setting: Setting, device: torch.device, what: str = "model") -> list
     """A row for every phase."""
     stepper = Stepper(setting, device)
     phases = time_phases(stepper, setting.warmup, setting.steps)
-    peaks = {"inference": peak_bytes(stepper, stepper.infer), "training": peak_bytes(stepper, stepper.train)}
+    peaks = {"training": peak_bytes(stepper, stepper.train)}
+    stepper.optimizer.state.clear()  # inference holds no moments
+    peaks["inference"] = peak_bytes(stepper, stepper.infer)
     return [make_row(setting, device, what, kind, phases[kind], peaks.get(kind)) for kind in KINDS]
 
 
@@ -229,6 +231,7 @@ def bench_model(
     for name in presets:
         preset(name)  # refuses unknown ones
     _check(tokens=tokens, batch=(batch,), steps=(steps,))
+    _check(0, warmups=warmups)
     for names, known, word in (
         (dtypes, ("float32", "bfloat16", "float16"), "dtypes"),
         (attentions, ATTENTIONS, "attentions"),
@@ -254,7 +257,7 @@ def bench_model(
     return 0
 
 
-def _check(**numbers: Sequence[int]) -> None:
+def _check(least: int = 1, **numbers: Sequence[int]) -> None:
     for name, values in numbers.items():
-        if not values or min(values) < 1:
-            raise ValueError(f"{name} must be 1 or more: got {' '.join(map(str, values)) or 'none'}")
+        if not values or min(values) < least:
+            raise ValueError(f"{name} must be {least} or more: got {' '.join(map(str, values)) or 'none'}")

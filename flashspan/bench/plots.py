@@ -49,14 +49,14 @@ def lines(
         points = sorted(points)
         colour = COLOURS[number % len(COLOURS)]
         style = ("o-", "s--", "^:")[number // len(COLOURS) % 3]
-        axes.plot(*zip(*points, strict=True), style, color=colour, label=name, markersize=4, linewidth=1.4)
+        axes.plot(*zip(*points, strict=True), style, color=colour, label=_literal(name), markersize=4, linewidth=1.4)
     if ideal:
         axes.plot(*zip(*ideal, strict=True), color="#999999", linestyle="--", linewidth=1, label="ideal")
     if log_x:
         axes.set_xscale("log", base=2)
         ticks = sorted({px for points in series.values() for px, _ in points})
         if len(ticks) <= 10:
-            axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], rotation=30 if max(ticks) > 9999 else 0)
+            axes.set_xticks(ticks, [f"{tick:,.10g}" for tick in ticks], rotation=30 if max(ticks) > 9999 else 0)
             axes.minorticks_off()
     if log_y:
         axes.set_yscale("log")
@@ -79,10 +79,10 @@ def bars(groups: Mapping[str, Mapping[str, float]], *, title: str, x: str, stack
         shift = 0.0 if stacked else (number - (len(names) - 1) / 2) * width
         offsets = left if stacked else 0.0
         colour = COLOURS[number % len(COLOURS)]
-        axes.barh([p + shift for p in places], values, width, left=offsets, color=colour, label=name)
+        axes.barh([p + shift for p in places], values, width, left=offsets, color=colour, label=_literal(name))
         if stacked:
             left = [a + b for a, b in zip(left, values, strict=True)]
-    axes.set_yticks(list(places), list(groups))
+    axes.set_yticks(list(places), [_literal(group) for group in groups])
     axes.invert_yaxis()
     if len(names) > 1:
         figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)
@@ -96,6 +96,11 @@ def by(rows: Iterable[Row], name: Any, x: Any, y: Any) -> dict[str, list[tuple[f
         if row.ok:
             series.setdefault(str(name(row)), []).append((float(x(row)), float(y(row))))
     return series
+
+
+def _literal(text: str) -> str:
+    """A name as it is: between dollars it would be read as mathematics, and after an underscore left out of legends."""
+    return ("\u200b" if text.startswith("_") else "") + text.replace("$", r"\$")
 
 
 def _axes(title: str, x: str, y: str, height: float = 3.4) -> tuple[Figure, Any]:

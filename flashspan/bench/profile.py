@@ -10,10 +10,10 @@ attention. The summary answers the usual questions by itself, for inference and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.profiler import ProfilerActivity
@@ -24,7 +24,6 @@ from flashspan.bench import precision as precisions
 from flashspan.bench import ranges, record, trace
 from flashspan.bench.model import ATTENTIONS, Setting, Stepper
 from flashspan.bench.plots import to_svg
-from flashspan.bench.tables import Table
 from flashspan.model import preset as find_preset
 
 PARTS = ("attention scores", "attention softmax", "attention values")
@@ -33,12 +32,13 @@ FOLDER = Path("runs/profile")
 
 @dataclass(frozen=True)
 class Summary:
-    """What a profile of a pass says: milliseconds on the wall, its kernels, and plain attention's parts."""
+    """What a profile of a pass says: milliseconds until the device was done, its kernels, plain attention's parts."""
 
     name: str
     wall_ms: float
     kernels: list[trace.Kernel]
     parts: dict[str, float]
+    head_dim: int
 
     def words(self) -> list[str]:
         """The questions one asks of a profile, answered."""
@@ -70,28 +70,7 @@ class Summary:
     @property
     def flop_ratio(self) -> float:
         """Operations of softmax (about 5 per score) over those of the products (4 d per score)."""
-        return 5.0 / (4.0 * self.parts["head_dim"])
-
-
-def summarise(profiler: Any, device: torch.device, name: str, span_names: Sequence[str], head_dim: int) -> Summary:
-    """The summary of a profile, of the phases named."""
-    spans = [span for phase in span_names for span in trace.spans(profiler, phase)]
-    wall = sum(end - begin for begin, end in spans) / 1e6
-    parts = {}
-    for part in PARTS:
-        found = trace.spans(profiler, part)
-        if found and device.type == "cuda":
-            parts[part] = sum(_gpu_range_ms(profiler, part))
-        elif found:
-            parts[part] = sum(end - begin for begin, end in found) / 1e6
-    return Summary(name, wall, trace.kernels(profiler, device), {**parts, "head_dim": float(head_dim)})
-
-
-def _gpu_range_ms(profiler: Any, name: str) -> list[float]:
-    """Milliseconds that ranges of a name last on the GPU."""
-    cuda = torch._C._autograd.DeviceType.CUDA
-    events = profiler.profiler.kineto_results.events()
-    return [e.duration_ns() / 1e6 for e in events if e.name() == name and e.device_type() == cuda]
+        return 5.0 / (4.0 * self.head_dim)
 
 
 def run_profile(setting: Setting, device: torch.device, *, training: bool, trace_path: Path | None = None) -> Summary:
@@ -104,17 +83,22 @@ def run_profile(setting: Setting, device: torch.device, *, training: bool, trace
     stepper.synchronise()
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
     with torch_profile(activities=activities) as profiler, ranges.named(stepper.model):
+        begin = time.perf_counter()
         step()
         stepper.synchronise()
+        wall_ms = 1e3 * (time.perf_counter() - begin)
     if trace_path is not None:
         try:
             trace_path.parent.mkdir(parents=True, exist_ok=True)
+            trace_path.unlink(missing_ok=True)
             profiler.export_chrome_trace(str(trace_path))
+            if not trace_path.exists():  # of a full disk the profiler says nothing
+                raise OSError("is there no space left?")
         except (OSError, RuntimeError) as error:
             raise ValueError(f"the trace cannot be written to {trace_path}: {error}; give another --folder") from error
-    phases = ("forward", "backward", "optimizer") if training else ("forward",)
-    head_dim = find_preset(setting.preset).head_dim
-    return summarise(profiler, device, "training step" if training else "inference", phases, head_dim)
+    parts = {part: sum(found) for part in PARTS if (found := trace.ranges_ms(profiler, part, device))}
+    name, head_dim = "training step" if training else "inference", find_preset(setting.preset).head_dim
+    return Summary(name, wall_ms, trace.kernels(profiler, device), parts, head_dim)
 
 
 def memory_timeline(setting: Setting, device: torch.device, *, training: bool, snapshot: Path | None = None) -> Any:
@@ -146,7 +130,7 @@ def profile(
     preset: str = "tiny",
     tokens: int = 128,
     batch: int = 4,
-    dtype: str = "float32",
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
     attention: str = "plain",
     compiled: bool = False,
     warmup: int = 3,
@@ -166,7 +150,7 @@ def profile(
         preset: a model by name: tiny, small, medium, large, xl, 2.7B, ...
         tokens: context length.
         batch: samples.
-        dtype: float32, or bfloat16 for autocast.
+        dtype: float32, or a 16-bit one for autocast.
         attention: plain (scores, softmax and values as parts) or flashspan (one fused kernel).
         compiled: torch.compile the layers.
         warmup: steps before the profiled one.
@@ -180,7 +164,7 @@ def profile(
     place = record.find_device(device)
     console = Console()
     if precision:
-        for table in _precision_tables(place):
+        for table in precisions.tables(place):
             console.print(table.rich())
         return 0
     if attention not in ATTENTIONS:
@@ -202,10 +186,6 @@ def profile(
     one, two = (trace.share(s.kernels, "product", "attention") for s in summaries)
     print(f"Products and fused attention take {one:.0%} of inference and {two:.0%} of a training step.")
     return 0
-
-
-def _precision_tables(device: torch.device) -> list[Table]:
-    return precisions.tables(device)
 
 
 def _draw_memory(setting: Setting, device: torch.device, folder: Path, stem: str) -> None:

@@ -21,8 +21,8 @@ PHASES = ("warm-up", "forward", "backward", "optimizer")
 
 @contextlib.contextmanager
 def span(name: str) -> Iterator[None]:
-    """A range of this name, for both profilers."""
-    nvtx = torch.cuda.is_available()
+    """A range of this name, for both profilers; none in what is compiled, where it would cut the graph."""
+    nvtx = not torch.compiler.is_compiling() and _has_nvtx()
     if nvtx:
         torch.cuda.nvtx.range_push(name)
     try:
@@ -31,6 +31,10 @@ def span(name: str) -> Iterator[None]:
     finally:
         if nvtx:
             torch.cuda.nvtx.range_pop()
+
+
+def _has_nvtx() -> bool:
+    return torch.cuda.is_available()
 
 
 @contextlib.contextmanager

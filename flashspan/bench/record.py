@@ -28,6 +28,7 @@ FOLDER = Path("runs/bench")
 """Where sweeps put their rows and `flashspan report` looks for them, unless told otherwise."""
 CSV_COLUMNS = 13
 OK, OUT_OF_MEMORY = "ok", "out of memory"
+POSITIVE = ("p20_ms", "p50_ms", "p80_ms", "mean_ms", "tflops")
 
 
 @dataclass(frozen=True)
@@ -107,23 +108,31 @@ def summarise(samples_ms: Sequence[float]) -> dict[str, float]:
 
 def append(rows: Iterable[Row], path: Path) -> None:
     """Add rows to a .csv or .jsonl file, on disk when this returns."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = not path.exists() or not path.stat().st_size
-    cut = not fresh and not path.read_bytes().endswith(b"\n")  # a line that a kill cut short: begin a new one
-    with path.open("a", newline="", encoding="utf-8") as file:
-        if cut:
-            file.write("\n")
-        if path.suffix == ".csv":
-            writer = csv.writer(file)
-            if fresh:
-                writer.writerow(_header())
-            writer.writerows([_short(v) for v in list(asdict(row).values())[:CSV_COLUMNS]] for row in rows)
-        else:
-            for item in rows:
-                values = {k: _jsonable(v) for k, v in asdict(item).items()}
-                file.write(json.dumps(values, allow_nan=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = not path.exists() or not path.stat().st_size
+        cut = not fresh and not path.read_bytes().endswith(b"\n")  # a line that a kill cut short: begin a new one
+        with path.open("a", newline="", encoding="utf-8") as file:
+            if cut:
+                file.write("\n")
+            if path.suffix == ".csv":
+                writer = csv.writer(file)
+                if fresh:
+                    writer.writerow(_header())
+                writer.writerows([_short(v) for v in list(asdict(row).values())[:CSV_COLUMNS]] for row in rows)
+            else:
+                file.writelines(json.dumps(as_written(item), allow_nan=False) + "\n" for item in rows)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise ValueError(
+            f"rows cannot be written to {path}: {error.strerror}; make room, or give another folder"
+        ) from error
+
+
+def as_written(item: Row) -> dict[str, Any]:
+    """A row as JSON: six digits of what was measured, and null for what is not known."""
+    return {name: _jsonable(value) for name, value in asdict(item).items()}
 
 
 def read(path: Path) -> list[Row]:
@@ -197,22 +206,27 @@ def _read_csv(path: Path) -> list[Row]:
         columns = fields(Row)[:CSV_COLUMNS]
         lines = [line for line in reader if len(line) == CSV_COLUMNS]
     numbers = {column.name for column in columns if column.type == "float"}
-    found: list[dict[str, Any]] = [
-        {c.name: float(v) if c.name in numbers else v for c, v in zip(columns, line, strict=True)} for line in lines
-    ]
+    try:
+        found: list[dict[str, Any]] = [
+            {c.name: float(v) if c.name in numbers else v for c, v in zip(columns, line, strict=True)} for line in lines
+        ]
+    except ValueError as error:
+        raise ValueError(f"{path} does not hold rows of this version: {error}; measure again") from error
     return [Row(**values) for values in found]
 
 
 def _read_lines(path: Path) -> list[Row]:
-    names = {column.name: column.type for column in fields(Row)}
+    names = {column.name: str(column.type) for column in fields(Row)}
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
         try:
             values = json.loads(line)
         except ValueError:
             continue  # cut short by a kill
-        if not isinstance(values, dict) or values.keys() != names.keys():
-            differ = sorted(set(values) ^ names.keys()) if isinstance(values, dict) else ["all"]
+        differ = ["all"]
+        if isinstance(values, dict):
+            differ = sorted(set(values) ^ names.keys()) or [n for n, k in names.items() if not _fits(n, k, values[n])]
+        if differ:
             raise ValueError(
                 f"{path}, line {number}, does not hold a row of this version (fields that differ: "
                 f"{', '.join(differ)}): move the file away and measure again"
@@ -224,6 +238,16 @@ def _read_lines(path: Path) -> list[Row]:
     return rows
 
 
+def _fits(name: str, kind: str, value: object) -> bool:
+    """Whether a JSON value can be a field's: a word, a count, a number that is not negative (a time: positive)."""
+    if kind == "float":
+        known = isinstance(value, int | float) and 0 <= value < math.inf
+        return value is None or (known and (value != 0 or name not in POSITIVE))
+    if kind == "int":
+        return type(value) is int and value > 0
+    return isinstance(value, str if kind == "str" else dict)
+
+
 def _header() -> list[str]:
     return ["pass" if column.name == "kind" else column.name for column in fields(Row)[:CSV_COLUMNS]]
 
@@ -233,9 +257,11 @@ def _short(value: object) -> object:
 
 
 def _jsonable(value: Any) -> Any:
-    """JSON has no nan: null stands for it."""
+    """JSON has no nan: null stands for it. What is whole is a count, of bytes or tokens, and stays exact."""
     if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
+        if not math.isfinite(value):
+            return None
+        return value if value.is_integer() else float(f"{value:.6g}")
     if isinstance(value, dict):
         return {key: _jsonable(inner) for key, inner in value.items()}
     return value

@@ -14,12 +14,12 @@ from typing import Any
 from flashspan import masks
 from flashspan.bench import context, plots, record
 from flashspan.bench.context import ALONE
-from flashspan.bench.findings import find, split
+from flashspan.bench.findings import check, find, split
 from flashspan.bench.record import Row
 from flashspan.bench.tables import Table, make, pivot
 from flashspan.context.draw import draw_ownership, draw_timeline
 from flashspan.context.generators import GENERATORS
-from flashspan.context.layout import place
+from flashspan.context.layout import LAYOUTS, place
 from flashspan.context.survey import Survey
 
 STYLE = """
@@ -30,7 +30,7 @@ body { font: 16px/1.5 system-ui, sans-serif; color: #1b1f24; background: #fff; m
 h1 { font-size: 1.6rem; line-height: 1.2; } h2 { font-size: 1.25rem; margin-top: 2.2rem; }
 .findings { background: #f3f6fa; border-left: 4px solid #4c78a8; padding: .6rem 1rem; }
 .findings li { margin: .35rem 0; }
-.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); gap: 1rem; }
+.figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 24rem), 1fr)); gap: 1rem; }
 figure { margin: 0; } figure svg { width: 100%; height: auto; display: block; }
 figcaption, caption { font-size: .85rem; color: #57606a; text-align: left; }
 caption { padding-bottom: .3rem; }
@@ -45,6 +45,9 @@ thead th { border-bottom: 2px solid #57606a; }
   table { font-size: 7pt; } th, td { padding: 1pt 3pt; }
   figure, tr { break-inside: avoid; } h2 { break-after: avoid; } }
 """
+
+MOST_DRAWN = 32
+"""Ranks whose schedule can be read in a picture."""
 
 
 @dataclass
@@ -71,6 +74,7 @@ class Section:
 def page(rows: Sequence[Row], title: str = "flashspan: measured") -> str:
     """The whole document."""
     rows = record.newest(rows)
+    check(rows)
     findings = "".join(f"<li>{html.escape(text)}</li>" for text in find(rows))
     sections = [section for make_section in SECTIONS if (section := make_section(rows)) is not None]
     return (
@@ -153,7 +157,7 @@ def _scaling(rows: Sequence[Row]) -> tuple[str, str]:
 
 def of_model(rows: Sequence[Row]) -> Section | None:
     """Training steps of models."""
-    mine = [row for row in rows if row.what == "model"]
+    mine = [row for row in rows if row.what in ("model", "warm-up")]
     if not mine:
         return None
     section = Section("Models", "flashspan bench model")
@@ -278,19 +282,21 @@ def of_data(rows: Sequence[Row]) -> Section | None:
 
 def of_schedules(rows: Sequence[Row]) -> Section | None:
     """The best schedule as a timeline, and who computes which part of the mask."""
-    ranked = [row for row in rows if row.what == "context" and row.ok and row.impl.split()[0] in GENERATORS]
-    ranked = [row for row in ranked if row.impl.split()[0] != "double_ring"]
+    known = {f"{strategy} {layout}": (strategy, layout) for strategy in GENERATORS for layout in LAYOUTS}
+    ranked = [
+        row
+        for row in rows
+        if row.what == "context" and row.kind == context.KINDS[1] and row.ok and row.impl in known
+        if not row.impl.startswith("double_ring") and 2 <= row.ranks <= MOST_DRAWN
+    ]
     if not ranked:
         return None
     most = max(row.ranks for row in ranked)
-    best = min(
-        (r for r in ranked if r.ranks == most and r.kind == "forward+backward"),
-        key=lambda r: r.p50_ms / r.more["tokens"],
-    )
-    strategy, layout = best.impl.split()
-    survey = Survey(place(layout, min(512, best.more["tokens"]), max(2, most)), masks.causal())
+    best = min((row for row in ranked if row.ranks == most), key=lambda row: row.p50_ms / row.more["tokens"])
+    strategy, layout = known[best.impl]
+    survey = Survey(place(layout, min(512, best.more["tokens"]), most), masks.causal())
     schedule = GENERATORS[strategy](survey)
-    command = f"flashspan plan draw --strategy {strategy} --layout {layout} --ranks {max(2, most)}"
+    command = f"flashspan plan draw --strategy {strategy} --layout {layout} --ranks {most}"
     figures = [
         _picture(draw_timeline(schedule), f"{best.impl}: boxes compute, arrows travel."),
         _picture(draw_ownership(schedule, survey), f"{best.impl}: who computes which pair of the causal mask."),

@@ -197,6 +197,18 @@ def table(rows: Sequence[Row]) -> Table:
     )
 
 
+def memory_table(rows: Sequence[Row]) -> Table:
+    """What is in use when forward is done and backward begins: a line per shape."""
+    return pivot(
+        "MiB in use before backward",
+        [row for row in rows if row.kind == "backward"],
+        line=lambda row: (row.shape,),
+        names=("shape",),
+        column=lambda row: row.impl,
+        cell=lambda row: row.peak_mib,
+    )
+
+
 def bench_study(
     which: Literal["eager", "flash"],
     *,
@@ -235,5 +247,7 @@ def bench_study(
     console = Console()
     console.width = max(console.width, 160)
     console.print(table(outcome.rows).rich())
+    if which == "eager":
+        console.print(memory_table(outcome.rows).rich())
     console.print(f"{outcome.num_measured} measured, rows in {path}")
     return 0

@@ -1,13 +1,14 @@
 """A sweep: measurements one after another, each recorded when it is done, none lost and none done twice.
 
-Running out of memory is a result and is recorded as one; so is any other failure, with its reason.
+Running out of memory is a result and is recorded as one; so is any other failure, with its reason. What ran out of
+memory is not tried again unless asked for; what failed is.
 """
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -46,8 +47,9 @@ def run(
     """Measure what the file does not hold yet (or everything, `again`); after `seconds` begin no further job."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    known = {row.key: row for row in record.newest(record.read(path))} if path.exists() else {}
-    todo = [job for job in jobs if again or any(row.key not in known for row in job.expected)]
+    todo = list(jobs) if again else left(jobs, path)
+    known = {row.key: row for row in record.read(path)} if path.exists() else {}
+    record.append([], path)  # a folder that cannot be written to is found before anything is measured
     begin = time.monotonic()
     done = 0
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -68,11 +70,22 @@ def run(
     return Outcome([row for key, row in known.items() if key in wanted], done, len(todo) - done)
 
 
+def left(jobs: Sequence[Job], path: Path) -> list[Job]:
+    """The jobs that a file has no result of, or one with other settings (steps, warm-ups, ...)."""
+    rows = record.newest(record.read(path)) if path.exists() else []
+    known = {row.key: row.more for row in rows if row.ok or row.status == OUT_OF_MEMORY}
+
+    def done(row: Row) -> bool:
+        return row.key in known and record.as_written(row)["more"].items() <= known[row.key].items()
+
+    return [job for job in jobs if not all(done(row) for row in job.expected)]
+
+
 def attempt(job: Job) -> list[Row]:
     """The rows of a job; if it cannot be done, what was expected, with the reason."""
     try:
         rows = list(job.measure())
-    except (RuntimeError, MemoryError, NotImplementedError) as error:
+    except Exception as error:  # Triton's are no RuntimeErrors
         reason = OUT_OF_MEMORY if is_out_of_memory(error) else f"failed: {first_line(error)}"
         rows = [replace(row, status=reason) for row in job.expected]
     # The error is out of scope here, and with it the frames that held the tensors.
@@ -84,7 +97,7 @@ def attempt(job: Job) -> list[Row]:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a device, or the machine, had no memory left."""
-    words = ("out of memory", "can't allocate memory", "not enough memory", "bad_alloc")
+    words = ("out of memory", "can't allocate memory", "not enough memory", "bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED")
     return isinstance(error, torch.cuda.OutOfMemoryError | MemoryError) or any(w in str(error) for w in words)
 
 
@@ -93,8 +106,3 @@ def first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[-1] if lines and "Traceback" in str(error) else (lines or [type(error).__name__])[0]
     return text[:200]
-
-
-def missing(rows: Iterable[Row]) -> list[Row]:
-    """Rows that say why there is no measurement."""
-    return [row for row in rows if not row.ok]

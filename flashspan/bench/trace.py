@@ -13,7 +13,8 @@ import torch
 
 PRODUCTS = ("gemm", "cutlass", "xmma", "wgmma", "aten::mm", "aten::bmm", "aten::addmm", "nvjet", "splitk", "cublas")
 FUSED = ("flash", "fmha", "scaled_dot_product", "sdpa")
-OURS = ("forward_kernel", "backward_kernel", "keys_kernel", "queries_kernel")  # our kernels, sparse_ before some
+# Our attention kernels, some with sparse_ before; the last three prepare and finish a backward pass.
+OURS = tuple(f"{word}_kernel" for word in ("forward", "backward", "keys", "queries", "delta", "rows", "cast"))
 WIRE = ("nccl", "gloo", "c10d::", "record_param_comms")
 
 
@@ -60,12 +61,12 @@ def share(listed: list[Kernel], *kinds: str) -> float:
     return sum(k.milliseconds for k in listed if k.kind in kinds) / total if total else float("nan")
 
 
-def spans(profiler: Any, name: str) -> list[tuple[int, int]]:
-    """Begin and end, in ns, of every range of this name on the host."""
+def ranges_ms(profiler: Any, name: str, device: torch.device) -> list[float]:
+    """Milliseconds that each range of this name lasted on the device: on a GPU from its first kernel to its last."""
+    kinds = torch._C._autograd.DeviceType
+    kind = kinds.CUDA if device.type == "cuda" else kinds.CPU
     events = profiler.profiler.kineto_results.events()
-    cpu = torch._C._autograd.DeviceType.CPU
-    found = [e for e in events if e.name() == name and e.device_type() == cpu]
-    return [(event.start_ns(), event.start_ns() + event.duration_ns()) for event in found]
+    return [e.duration_ns() / 1e6 for e in events if e.name() == name and e.device_type() == kind]
 
 
 def _own_times(events: Any, span: tuple[int, int] | None) -> list[tuple[str, float]]:

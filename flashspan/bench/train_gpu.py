@@ -46,7 +46,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flashspan.attention import attention
-from flashspan.bench import record
+from flashspan.bench import record, trace
 from flashspan.bench.plain_llama import Baseline, load_baseline
 from flashspan.generate import Sampling, Whole, decode
 from flashspan.model import Llama, LlamaConfig, load_llama, preset, save_state
@@ -155,7 +155,7 @@ class Bench:
         theirs = load_baseline(self.folder / "model", self.device)
         theirs.model.eval()
         with torch.inference_mode():
-            logits, _ = theirs.extend(prompt, None)
+            logits = theirs.extend(prompt, None)[0]  # and let go of the cache, which would count below
         self._generate(theirs.name, partial(self._their_decode, theirs, prompt), 0.0)
         del theirs
         clear(self.device)
@@ -236,11 +236,10 @@ class Bench:
         with profile(activities=[ProfilerActivity.CUDA]) as seen:
             step()
             synchronize(self.device)
-        kernels = sorted(seen.key_averages(), key=lambda event: -event.device_time_total)
-        total = sum(event.device_time_total for event in kernels)
-        print(f"{name}: {total / 1e3:.1f} ms of kernels in a step")
-        for event in kernels[:14]:
-            print(f"  {event.device_time_total / 1e3:8.2f} ms {event.count:5} x  {event.key[:100]}")
+        kernels = trace.kernels(seen, self.device)
+        print(f"{name}: {sum(kernel.milliseconds for kernel in kernels):.1f} ms of kernels in a step")
+        for kernel in kernels[:14]:
+            print(f"  {kernel.milliseconds:8.2f} ms {kernel.count:5} x  {kernel.name[:100]}")
 
     def _their_decode(self, theirs: Baseline, prompt: Tensor) -> tuple[float, float]:
         """Seconds of the prompt and of the tokens after it. Nobody waits for a token here, as generate() would."""
@@ -293,20 +292,18 @@ class Bench:
         for m in self.results:
             shape = f"{model} 1x{m.tokens}" + (f" after {self.sizes.prompt}" if m.part == "decode" else "")
             kind = "step" if m.part.startswith("train") else m.part
-            low, middle, high = percentiles(m.seconds)
             rows.append(
-                record.Row(
-                    **around,
+                record.row(
+                    around,
+                    what="trainer",
                     shape=shape,
                     impl=m.name,
                     kind=kind,
-                    p20_ms=low,
-                    p50_ms=middle,
-                    p80_ms=high,
-                    tflops=m.flops / m.median / 1e12,
+                    dtype="bfloat16",
+                    samples_ms=[1e3 * seconds for seconds in m.seconds],
+                    tflop=m.flops / 1e12,
                     error=m.error,
                     peak_mib=m.peak / 2**20,
-                    what="model",
                 )
             )
         return rows
@@ -316,7 +313,7 @@ class Bench:
         lines = []
         for part in dict.fromkeys(m.part for m in self.results):
             theirs, *ours = (m for m in self.results if m.part == part)
-            lines.append(f"{part}\n  {theirs.name:<22} {describe(theirs)}")
+            lines.append(f"{part}\n  {theirs.name:<30} {describe(theirs)}")
             for m in ours:
                 speed, asked = theirs.median / m.median, FIGURES[part]
                 verdicts = [f"{speed:.2f}x their speed (asked {asked.speed}: {told(speed >= asked.speed)})"]
@@ -327,7 +324,7 @@ class Bench:
                     )
                 if asked.gib is not None and m.peak:
                     verdicts.append(f"asked {asked.gib:g} GiB: {told(m.peak / 2**30 <= asked.gib)}")
-                lines += [f"  {m.name:<22} {describe(m)}", f"  {'':<22} {', '.join(verdicts)}"]
+                lines += [f"  {m.name:<30} {describe(m)}", f"  {'':<30} {', '.join(verdicts)}"]
         return "\n".join(lines)
 
 
@@ -341,13 +338,6 @@ def describe(m: Measured) -> str:
 
 def told(met: bool) -> str:
     return "met" if met else "MISSED"
-
-
-def percentiles(seconds: list[float]) -> tuple[float, float, float]:
-    """The 20th, 50th and 80th, in milliseconds."""
-    values = torch.tensor(seconds, dtype=torch.float64).quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64))
-    low, middle, high = (values * 1e3).tolist()
-    return low, middle, high
 
 
 def random_weights(shape: LlamaConfig, device: torch.device) -> dict[str, Tensor]:

@@ -28,6 +28,7 @@ PAGE = Path("docs/writeup.md")
 SIZES = ("small", "medium", "large", "xl", "2.7B")
 LENGTHS = (128, 256, 512, 1024)
 LARGEST = "2.7B"
+EAGER, COMPILED = "plain, eager", "plain, compiled"
 MARGIN = 60.0  # seconds that the last job begun may take
 
 
@@ -37,9 +38,9 @@ def measurements(device: torch.device) -> list[sweep.Job]:
     lengths = [Setting(size, 4, length, "bfloat16", "plain") for length in LENGTHS[1:] for size in SIZES]
     ours = [Setting(size, 4, length, "bfloat16") for length in (256, 1024) for size in SIZES]
     ours += [Setting("llama-3.2-1b", 1, length, "bfloat16") for length in (4096, 16384)]
-    peaks = [Setting(LARGEST, 4, length, "float32", "plain", warmup=2, steps=3) for length in (128, 256, 512)]
+    peaks = [Setting(LARGEST, 4, length, "float32", "plain", warmup=2, steps=3) for length in (256, 512)]
     compiled = [Setting(size, 4, 128, "bfloat16", "plain", compiled=True) for size in SIZES]
-    jobs = [model.job(s, device) for s in (*plain, *peaks[1:], *lengths, *ours)]
+    jobs = [model.job(s, device) for s in (*plain, *peaks, *lengths, *ours)]
     jobs += [profile_job(Setting(size, 4, 256, "float32", "plain", warmup=2), device) for size in SIZES]
     jobs += study.jobs("eager", study.EAGER_LENGTHS, study.HEAD_DIMS, device, 100)
     jobs += study.jobs("flash", study.FLASH_LENGTHS, study.HEAD_DIMS, device, 1)
@@ -151,7 +152,7 @@ class Writer:
             f"{'; '.join(places) or 'none yet'}. Made by `python -m flashspan.bench.writeup write`; "
             "rows by `python -m flashspan.bench.writeup measure --minutes 8.5`, run until nothing is left.",
         )
-        plain = self.pick("model", test=lambda r: r.impl == "plain, eager")
+        plain = self.pick("model", test=lambda r: r.impl == EAGER)
         short = [row for row in plain if row.shape.endswith("x128")]
         self.section(
             "1.1.3 Forward and backward of every size", [r for r in short if r.dtype == "float32"], self._sizes
@@ -163,7 +164,7 @@ class Writer:
         big = [r for r in plain if r.more.get("preset") == LARGEST and r.kind in ("inference", "training")]
         self.section("1.1.6 Memory", big, self._memory)
         self.section("1.2.1 Plain attention", self.pick("study eager"), self._eager)
-        self.section("1.3.1 torch.compile", [*self.pick("model", "forward", "training")], self._compiled)
+        self.section("1.3.1 torch.compile", self.pick("model", test=lambda r: r.impl == COMPILED), self._compiled)
         self.section("1.3.2 (e) FlashAttention-2 beside PyTorch", self.pick("study flash"), self._flash)
         return "\n".join(self.lines).rstrip() + "\n"
 
@@ -230,7 +231,7 @@ class Writer:
         others = dict.fromkeys(name[:60] for row in done for name, _ in row.more["others"][:2])
         if others:
             self.say(f"(c) Besides products, the longest are: {'; '.join(list(others)[:5])}.")
-        parts = [row for row in done if row.kind == "inference" and "attention softmax" in row.more["parts"]]
+        parts = [row for row in done if row.kind == "inference" and set(profile.PARTS) <= row.more["parts"].keys()]
         if parts:
             found = []
             for row in parts:
@@ -297,6 +298,8 @@ class Writer:
 
     def _eager(self, rows: Sequence[Row]) -> None:
         self.table(study.table(rows))
+        self.say("MiB in use before backward:")
+        self.table(study.memory_table(rows))
         lost = sorted(
             (row for row in rows if row.status == record.OUT_OF_MEMORY), key=lambda r: r.more["footprint_mib"]
         )
@@ -317,11 +320,13 @@ class Writer:
         )
 
     def _compiled(self, rows: Sequence[Row]) -> None:
-        chosen = [r for r in rows if r.impl.startswith("plain") and r.dtype == "bfloat16" and r.shape.endswith("x128")]
+        """Beside the same settings, eager."""
+        same = {(row.shape, row.dtype) for row in rows}
+        beside = self.pick("model", "forward", "training", test=lambda r: (r.shape, r.dtype) in same)
         self.table(
             pivot(
                 "",
-                chosen,
+                [row for row in beside if row.impl in (EAGER, COMPILED)],
                 line=lambda row: (row.shape,),
                 names=("model",),
                 column=lambda row: f"{row.kind} {row.impl.split(', ')[1]}",
@@ -374,9 +379,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         measure(chosen.minutes, chosen.folder, record.find_device("cuda"))
     else:
         device = record.find_device("auto")
-        file = chosen.folder / "writeup.jsonl"
-        known = {row.key for row in record.read(file)} if file.exists() else set()
-        names = [job.name for job in measurements(device) if any(row.key not in known for row in job.expected)]
+        names = [job.name for job in sweep.left(measurements(device), chosen.folder / "writeup.jsonl")]
         print("\n".join([*names, f"{len(names)} jobs left"]))
 
 

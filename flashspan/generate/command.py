@@ -40,7 +40,7 @@ def generate(
     seed: int = 0,
     ranks: int = 1,
     tokenizer: str = "",
-    device: str = "auto",
+    device: Literal["auto", "cpu", "cuda"] = "auto",
     dtype: Literal["float32", "bfloat16", "float16"] = "float32",
 ) -> int:
     """Continue a prompt, token by token, on the terminal.
@@ -66,7 +66,9 @@ def generate(
     if tokens < 1 or batch < 1:
         raise ValueError(f"tokens and batch must be at least 1: got {tokens} and {batch}")
     prompts = read_prompts(file) if file else [prompt]
-    gpus = torch.cuda.device_count() if device in ("auto", "cuda") else 0
+    gpus = torch.cuda.device_count() if device != "cpu" else 0
+    if device == "cuda" and gpus < ranks:
+        raise ValueError(f"{ranks} ranks on CUDA need as many GPUs: found {gpus}; use --device cpu")
     if ranks == 1:
         talk(folder, prompts, tokens, sampling, seed, tokenizer, "cuda" if gpus else "cpu", dtype, batch)
         return 0

@@ -146,6 +146,11 @@ def calibrated(cluster: Cluster, folder: Path) -> Cluster:
             except ValueError:
                 continue  # cut short by a kill
     good = [row for row in rows if isinstance(row, dict) and row.get("status") == "ok"]
+    names = ("what", "shape", "impl", "kind", "dtype", "ranks", "device")
+    good = list({tuple(row.get(name) for name in names): row for row in good}.values())  # the newest of each
+    devices = {row["device"] for row in good if row.get("what") == "model"}
+    if len(devices) > 1:
+        raise ValueError(f"{folder} has rows of several devices, {', '.join(sorted(devices))}: give each a folder")
     measured = measurements(good)
     wires = [row for row in good if row.get("what") == "collective" and row.get("impl") == "send-receive"]
     if not measured and not wires:

@@ -42,7 +42,8 @@ class Device:
     reserve: float = 1.0e9  # bytes that the context, libraries and fragments take
 
     def __post_init__(self) -> None:
-        for name in ("flops", "flops32", "memory", "bandwidth", "product_share", "forward_share", "backward_share"):
+        shares = ("product_share", "forward_share", "backward_share", "traffic_share")
+        for name in ("flops", "flops32", "memory", "bandwidth", *shares):
             if not getattr(self, name) > 0:
                 raise ValueError(f"a device's {name} must be positive: {self.name} has {getattr(self, name)}")
 
@@ -178,6 +179,9 @@ def _make(kind: type[Any], name: str, values: Any, base: Any, path: Path) -> Any
     if not isinstance(values, Mapping) or set(values) - allowed:
         extra = ", ".join(sorted(set(values) - allowed)) if isinstance(values, Mapping) else repr(values)
         raise ValueError(f"{path}: {name} may have {', '.join(sorted(allowed))}: got {extra}")
+    for key, value in values.items():
+        if type(value) not in (int, float):
+            raise ValueError(f"{path}: {key} of {name} must be a number: got {value!r}")
     numbers = {key: float(value) for key, value in values.items()}
     try:
         return dataclasses.replace(base, **numbers) if base is not None else kind(name=name, **numbers)

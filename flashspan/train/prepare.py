@@ -64,8 +64,8 @@ def prepare(
     """
     if not 0 <= validation < 1:
         raise ValueError(f"validation is a part of the tokens, in [0, 1): got {validation}")
-    if processes < 0:
-        raise ValueError(f"processes must be at least 0: got {processes}")
+    if processes < 0 or synthetic < 0:
+        raise ValueError(f"processes and synthetic must be at least 0: got {processes} and {synthetic}")
     coder = load_tokenizer(tokenizer)
     out = Path(folder)
     if synthetic:

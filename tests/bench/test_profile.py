@@ -58,6 +58,13 @@ def test_attention_in_parts_is_attention() -> None:
     assert (ranges.in_parts(q, k, v, causal=True).double() - exact).norm() / exact.norm() < 1e-5
 
 
+def test_ranges_do_not_cut_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranges, "_has_nvtx", lambda: True)  # as on a GPU: NVTX cannot be in a graph
+    q = torch.randn(1, 2, 5, 8)
+    compiled = torch.compile(ranges.in_parts, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(q, q, q, causal=True), attention(q, q, q, causal=True))
+
+
 def test_kernels_are_told_apart() -> None:
     kinds = {
         "sm90_xmma_gemm_bf16": "product",
@@ -66,6 +73,7 @@ def test_kernels_are_told_apart() -> None:
         "flash_fwd_kernel": "attention",
         "forward_kernel": "attention",
         "sparse_keys_kernel": "attention",
+        "delta_kernel": "attention",
         "layer_norm_backward_kernel": "other",
         "vectorized_elementwise_kernel": "other",
         "aten::_softmax": "other",
@@ -96,3 +104,5 @@ def test_a_folder_that_cannot_be_is_named(tmp_path: Path, capsys: pytest.Capture
         assert main(words + extra) == 2
         assert "cannot be written" in capsys.readouterr().err
     assert main(["profile", "--preset", "hug"]) == 2
+    with pytest.raises(SystemExit):
+        main(["profile", "--dtype", "int8"])

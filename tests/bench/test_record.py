@@ -23,7 +23,7 @@ def make(shape: str, samples: Sequence[float] = (), **rest: object) -> Row:
 
 
 def test_every_field_survives_json_lines(tmp_path: Path) -> None:
-    rows = [make("a", [1.0, 2.0, 3.0], tflop=0.5, more={"x": 1.5, "y": "<b>"}), make("b", ranks=4, bytes=8.0)]
+    rows = [make("a", [1.0, 2.0, 3.0], tflop=0.5, more={"x": 1.5, "y": "<b>"}), make("b", ranks=4, bytes=2.0**20)]
     record.append(rows, tmp_path / "rows.jsonl")
     back = record.read(tmp_path / "rows.jsonl")
     assert repr(back) == repr(rows)  # nan is not equal to itself
@@ -45,7 +45,15 @@ def test_rows_of_another_version_and_empty_folders_are_refused(tmp_path: Path) -
     (tmp_path / "old.jsonl").write_text('{"speed": 3}\n')
     with pytest.raises(ValueError, match=r"old\.jsonl, line 1, does not hold a row of this version"):
         record.read_folder(tmp_path)
-    (tmp_path / "old.jsonl").write_text("")
+    record.append([make("a", [1.0], more={"x": 1})], tmp_path / "new.jsonl")
+    line = (tmp_path / "new.jsonl").read_text()
+    for old, new in (('"p50_ms": 1.0', '"p50_ms": "1"'), ('"p50_ms": 1.0', '"p50_ms": 0'), ('"ranks": 1', '"ranks": 0'),
+                     ('"p80_ms": 1.0', '"p80_ms": NaN'), ('{"x": 1}', '"x"'), ('"a"', "7")):  # fmt: skip
+        (tmp_path / "old.jsonl").write_text(line.replace(old, new))
+        with pytest.raises(ValueError, match=r"old\.jsonl, line 1, does not hold a row of this version"):
+            record.read(tmp_path / "old.jsonl")
+    (tmp_path / "new.jsonl").unlink()
+    (tmp_path / "old.jsonl").write_bytes(b"\xff\xfe\n")
     with pytest.raises(ValueError, match="no rows in"):
         record.read_folder(tmp_path)
     with pytest.raises(ValueError, match="no folder"):
@@ -66,13 +74,30 @@ def test_a_sweep_goes_on_where_it_stopped(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         sweep.run([job("a"), job("b", KeyboardInterrupt())], path)  # type: ignore[arg-type]
-    jobs = [job("a"), job("b", torch.cuda.OutOfMemoryError("CUDA out of memory")), job("c", RuntimeError("no\nway"))]
+    jobs = [job("a"), job("b", torch.cuda.OutOfMemoryError("CUDA out of memory")), job("c", KeyError("no"))]
     outcome = sweep.run(jobs, path)
     assert ran == ["a", "b", "b", "c"]
-    assert [row.status for row in outcome.rows] == ["ok", "out of memory", "failed: no"]
-    assert sweep.run(jobs, path).num_measured == 0
+    assert [row.status for row in outcome.rows] == ["ok", "out of memory", "failed: 'no'"]
+    assert [left.name for left in sweep.left(jobs, path)] == [jobs[2].name]  # a failure may have been a passing one
+    assert sweep.run(jobs, path).num_measured == 1
     assert sweep.run(jobs, path, again=True).num_measured == 3
     assert sweep.run([job("d")], path, seconds=-1.0).num_left == 1
+
+
+def test_other_settings_are_measured_anew(tmp_path: Path) -> None:
+    def job(steps: int) -> sweep.Job:
+        settings = {"steps": steps, "third": 1 / 3}
+        return sweep.Job((make("a", more=settings),), lambda: [make("a", [1.0], more={**settings, "found": 2.0})])
+
+    path = tmp_path / "rows.jsonl"
+    assert [sweep.run([job(steps)], path).num_measured for steps in (5, 5, 6)] == [1, 0, 1]
+
+
+def test_a_folder_that_cannot_be_written_to_is_found_first(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    job = sweep.Job((make("a"),), lambda: pytest.fail("measured before looking"))
+    with pytest.raises(ValueError, match="rows cannot be written to"):
+        sweep.run([job], tmp_path / "file" / "rows.jsonl")
 
 
 def test_rows_are_matched_by_what_was_measured_where() -> None:

@@ -59,6 +59,7 @@ def text() -> str:
     """A page of rows whose every word wants to be a script."""
     bad = [replace(row, device=f"{NASTY}, 2 cores", commit=NASTY) for row in rows()]
     bad.append(replace(bad[-1], status=f"failed: {NASTY}", impl=NASTY))
+    bad.append(replace(bad[0], impl=f"_ $x_{{ {NASTY} $", ranks=2))  # matplotlib reads mathematics between dollars
     return page(bad)
 
 
@@ -123,6 +124,14 @@ def test_the_command_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["report", str(tmp_path / "nowhere")]) == 2
     assert main(["report", str(tmp_path), "--output", str(tmp_path / "context.jsonl" / "x.html")]) == 2
     assert "cannot be written" in capsys.readouterr().err
+
+
+def test_a_sweep_that_was_cut_short_and_rows_that_lack_numbers(tmp_path: Path) -> None:
+    forward = [row for row in rows() if row.kind == "forward"]
+    assert "<svg" not in page(forward)  # killed between the two rows of a pair
+    assert "<svg" in page([*forward, rows()[-1]])
+    with pytest.raises(ValueError, match="has no imbalance: another version wrote it"):
+        page([replace(row, more={k: v for k, v in row.more.items() if k != "imbalance"}) for row in rows()])
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flashspan.bench import collectives, context, model, record, study, sweep
+from flashspan.bench import collectives, context, model, record, study, sweep, tables
 from flashspan.bench.context import ALONE, KINDS, Pool, Workload
 from flashspan.bench.model import Setting
 from flashspan.cli import main
@@ -55,8 +55,9 @@ def test_a_model_is_timed_phase_by_phase(tmp_path: Path) -> None:
         sum(by[kind].mean_ms for kind in ("forward", "backward", "optimizer")), rel=1e-3
     )
     assert by["training"].peak_mib > by["inference"].peak_mib
-    # 16 bytes a parameter: the weight, its gradient, two moments.
+    # 16 bytes a parameter: the weight, its gradient, two moments; inference has the weight and its bfloat16 cast.
     assert by["training"].peak_mib * 2**20 > 16 * model.preset("tiny").num_parameters
+    assert by["inference"].peak_mib * 2**20 < 8 * model.preset("tiny").num_parameters
     record.append(rows, tmp_path / "model.jsonl")
     from flashspan.plan.command import measurements
 
@@ -75,6 +76,7 @@ def test_studies_know_what_plain_attention_needs(tmp_path: Path) -> None:
     assert len(study.jobs("flash", study.FLASH_LENGTHS, study.HEAD_DIMS, place, 1)) == 10 * 4 * 2 * 2
     assert len(study.jobs("eager", study.EAGER_LENGTHS, study.HEAD_DIMS, place, 1)) == 5 * 4 * 2
     assert study.table(plain).cells
+    assert study.memory_table(plain).cells == (("8x32x16", tables.show(plain[1].peak_mib)),)
 
 
 def test_collectives_are_measured_and_fitted(pool: Pool) -> None:
@@ -107,6 +109,7 @@ def test_a_new_user_gets_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["model", "--presets", "smal"], "did you mean 'small'"),
         (["model", "--dtypes", "float8"], "dtypes may be"),
         (["model", "--tokens", "0"], "tokens must be 1 or more"),
+        (["model", "--warmups", "-1"], "warmups must be 0 or more"),
         (["model", "--device", "tpu"], "auto, cpu or cuda"),
         (["study", "eager", "--head-dims", "999"], "head sizes 1 to 256"),
         (["collectives", "--ranks", "1"], "2 to 64 ranks"),

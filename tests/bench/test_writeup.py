@@ -18,7 +18,7 @@ def made_up(row: Row, number: int) -> Row:
     """An expected row as if it had been measured."""
     more = dict(row.more)
     if row.what == "profile":
-        parts = {"attention scores": 2.0, "attention softmax": 1.0, "attention values": 2.0, "head_dim": 64.0}
+        parts = {"attention scores": 2.0, "attention softmax": 1.0, "attention values": 2.0}
         more |= {"product_share": 0.7, "other_share": 0.3, "top": [["gemm", 3.0, 12]], "parts": parts}
         more["others"] = [["elementwise", 1.0], ["reduce", 0.5]]
     if row.what == "precision":
@@ -35,6 +35,13 @@ def test_without_rows_it_says_what_is_missing(tmp_path: Path) -> None:
     text = writeup.Writer([], tmp_path).page()
     assert text.count("Not measured yet") == 9
     assert not re.search(r"\d+ ms|times as fast", text)
+
+
+def test_eager_rows_do_not_stand_for_compiled_ones(tmp_path: Path) -> None:
+    jobs = writeup.measurements(torch.device("cpu"))
+    eager = [row for job in jobs for row in job.expected if row.what == "model" and row.impl == writeup.EAGER]
+    text = writeup.Writer([made_up(row, i) for i, row in enumerate(eager)], tmp_path).page()
+    assert "Not measured yet" in text.split("## 1.3.1")[1].split("##")[0]
 
 
 def test_with_all_rows_every_question_is_answered(tmp_path: Path) -> None:

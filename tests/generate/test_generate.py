@@ -146,6 +146,8 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
         Sampling(1.0, top_p=0.0)
     with pytest.raises(ValueError, match="is not a folder"):
         generate(str(tmp_path / "nothing"), prompt="a")
+    with pytest.raises(ValueError, match="99 ranks on CUDA need as many GPUs"):
+        generate(str(tmp_path), prompt="a", ranks=99, device="cuda")
     save_llama(model, tmp_path)
     with pytest.raises(ValueError, match="bytes has 257 tokens, the model 67"):
         generate(str(tmp_path), prompt="a")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from statistics import median
 
 import pytest
@@ -34,6 +35,7 @@ def test_memory_and_calibrated_time_on_12_configurations() -> None:
         runs.append((run, median(times["training"]) / 1e3))
         measured += [Measurement(run, kind, median(times[kind]) / 1e3) for kind in kinds]
         del stepper
+        gc.collect()
         torch.cuda.empty_cache()
     found = calibrate(make_cluster(device, 1), measured)
     wrong = {str(run): predict(found, run, "total") / seconds for run, seconds in runs}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -143,6 +144,21 @@ def test_calibration_finds_the_device_that_made_the_times() -> None:
         assert predict(found, run, "total") == pytest.approx(predict(truth, run, "total"), rel=0.15)
 
 
+def test_calibration_takes_the_newest_times_of_one_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = {
+        "what": "model", "impl": "flashspan, eager", "kind": "forward", "status": "ok", "device": "A", "shape": "s",
+        "dtype": "float32", "ranks": 1, "p50_ms": 5.0, "more": {"preset": "tiny", "batch": 1, "tokens": 64},
+    }  # fmt: skip
+    words = ["plan", "tiny", "--tokens", "64", "--devices", "1", "--calibrate", str(tmp_path)]
+    file = tmp_path / "model.jsonl"
+    file.write_text("\n".join(json.dumps({**row, "p50_ms": time}) for time in (5.0, 6.0)))
+    assert main(words) == 0
+    assert "Calibrated from 1 times" in capsys.readouterr().out
+    file.write_text("\n".join(json.dumps({**row, "device": name}) for name in ("A", "B")))
+    assert main(words) == 2
+    assert "rows of several devices, A, B" in capsys.readouterr().err
+
+
 def test_the_fit_of_a_wire_is_the_wire() -> None:
     sizes = [1e3, 1e4, 1e6, 1e8]
     link = fit_link("x", sizes, [5e-6 + size / 2e9 for size in sizes])
@@ -169,6 +185,9 @@ def test_users_extend_the_table(tmp_path: Path) -> None:
     assert links["string"].seconds(20) == 3
     file.write_text("[devices.toy]\nflops=1e12\nspeed=3\n")
     with pytest.raises(ValueError, match="speed"):
+        load_table(file)
+    file.write_text('[devices.H100]\nflops="fast"\n')
+    with pytest.raises(ValueError, match="flops of H100 must be a number: got 'fast'"):
         load_table(file)
 
 

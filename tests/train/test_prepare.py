@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from flashspan.cli import main
 from flashspan.train import documents, prepare
 from flashspan.train.data import ByteTokenizer, open_tokens
 
@@ -156,3 +157,11 @@ def test_a_package_that_is_missing_is_named(
     file.write_bytes(b"PAR1")
     with pytest.raises(ValueError, match=rf"pip install 'flashspan\[{extra}\]'"):
         prepare([str(file)] if package == "pyarrow" else [], dataset="some/dataset", folder=str(tmp_path / "out"))
+
+
+def test_what_cannot_be_written_or_made_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    assert main(["prepare", str(tmp_path / "a.txt"), "--folder", str(tmp_path / "a.txt" / "data")]) == 2
+    assert "a.txt" in capsys.readouterr().err
+    assert main(["prepare", "--synthetic", "-5"]) == 2
+    assert "at least 0" in capsys.readouterr().err
