@@ -51,13 +51,14 @@ class Plan:
 
     def tile_mask(self, tile: Tile, device: torch.device) -> Mask:
         """The mask in a tile's own coordinates, sliced once."""
-        mask, chunk = self.mask, 0
-        if isinstance(mask, Blocks) and mask.num_heads > 1:
-            chunk, group = tile.chunk, mask.num_heads // self.num_kv_heads
-            heads = head_chunk(self.num_kv_heads, chunk, self.forward.num_chunks)
-            mask = mask.heads(range(heads.start * group, heads.stop * group))
-        key = (tile.q, tile.k, tile.q_rows, tile.k_rows, chunk, device)
+        mask = self.mask
+        by_head = isinstance(mask, Blocks) and mask.num_heads > 1
+        key = (tile.q, tile.k, tile.q_rows, tile.k_rows, tile.chunk if by_head else 0, device)
         if key not in self._masks:
+            if isinstance(mask, Blocks) and by_head:
+                group = mask.num_heads // self.num_kv_heads
+                heads = head_chunk(self.num_kv_heads, tile.chunk, self.forward.num_chunks)
+                mask = mask.heads(range(heads.start * group, heads.stop * group))
             q, k = cut(self.placement.ranges[tile.q], tile.q_rows), cut(self.placement.ranges[tile.k], tile.k_rows)
             self._masks[key] = mask.slice(q, k).to(device)
         return self._masks[key]

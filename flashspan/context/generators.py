@@ -171,7 +171,7 @@ GENERATORS: dict[str, Callable[..., Schedule]] = {
 }
 
 
-def _tile(survey: Survey, step: int, rank: int, q: int, k: int, *, chunk: int = 0, half: int | None = None) -> Tile:
+def _tile(survey: Survey, step: int, rank: int, q: int, k: int, *, half: int | None = None) -> Tile:
     """The visible part of tile (q, k), or of the upper (0) or lower (1) half of its visible rows."""
     box = survey.box(q, k)
     if half is not None:

@@ -74,6 +74,8 @@ def context_parallel(
             f"sizes=(nodes, ranks per node) is needed by double_ring and only by it: got sizes={sizes} "
             f"with strategy={strategy!r}"
         )
+    if head_chunks is not None and (type(head_chunks) is not int or head_chunks < 1):
+        raise ValueError(f"heads are worked through in 1 or more chunks, or None to choose: got {head_chunks!r}")
     outer: dist.ProcessGroup | None
     inner: dist.ProcessGroup | None
     if strategy == "hybrid":
@@ -205,15 +207,20 @@ class ContextAttention:
         dropout: float,
     ) -> Core:
         """The core that serves this call, made when all ranks agree on what is called."""
-        if isinstance(mask, Tensor) and mask.dtype == torch.bool:
-            mask = mask_of(mask, q)
+        problem = ""
+        if isinstance(mask, Tensor) and mask.dtype == torch.bool and q.dim() == 4:
+            num = max(mask.shape[-2:], default=0)  # of the whole sequence; 1 broadcasts
+            try:
+                mask = mask_of(mask, q, num, num)
+            except ValueError as error:  # perhaps on this rank alone: all must hear of it
+                problem = str(error)
         num_tokens = mask.num_keys if isinstance(mask, (Rows, Blocks)) else self.settings.num_tokens
         if self._digested[0] is not mask:  # the layers of a model share one mask: look through it once
             self._digested = mask, _digest(mask)
         rest = (causal, window, self._digested[1], scale, dropout)
         call = (*((tuple(x.shape), x.dtype, x.device) for x in (q, k, v)), rest)
-        if num_tokens is None or (call, num_tokens) not in self._cores:
-            num_tokens = self._agree(q, k, v, repr(rest), dropout)
+        if problem or num_tokens is None or (call, num_tokens) not in self._cores:
+            num_tokens = self._agree(q, k, v, repr(rest), dropout, problem)
         key = (call, num_tokens)
         if key not in self._cores:
             whole = [x.new_empty((*x.shape[:2], num_tokens, x.shape[3]), device="meta") for x in (q, k)]
@@ -247,9 +254,11 @@ class ContextAttention:
             core = Ulysses(core, self.inner, row)
         return core
 
-    def _agree(self, q: Tensor, k: Tensor, v: Tensor, rest: str, dropout: float) -> int:
-        """The number of tokens of all ranks together; the same ValueError on every rank if they are not one call."""
-        problem = ""
+    def _agree(self, q: Tensor, k: Tensor, v: Tensor, rest: str, dropout: float, problem: str) -> int:
+        """The number of tokens of all ranks together; the same ValueError on every rank if they are not one call.
+
+        `problem` is what this rank already knows to be wrong.
+        """
         try:
             check_inputs(q, k, v, dropout)
             if q.shape[2] != k.shape[2]:
@@ -258,7 +267,7 @@ class ContextAttention:
                     f"for cross attention use flashspan.attention on one device"
                 )
         except ValueError as error:
-            problem = str(error)
+            problem = problem or str(error)
         mine = dict.fromkeys(COMPARED, 0)
         if not problem:
             mine = {

@@ -59,9 +59,8 @@ class Survey:
             return NOTHING
         if isinstance(self.mask, Blocks):
             mine, theirs = (self.placement.ranges[rank] for rank in (q, k))
-            part = self.mask.slice(cut(mine, q_rows), theirs)
             sizes = (len(q_rows), self.placement.sizes[k])
-            seen = _seen(Blocks.of(part, *sizes), *(np.ones((size, 1)) for size in sizes))
+            seen = _seen(self.mask.part(cut(mine, q_rows), theirs), *(np.ones((size, 1)) for size in sizes))
             pairs, top, bottom, left, right = _frame(*(x[:, 0] for x in seen))
         else:
             pairs, top, bottom, left, right = self._measure(q, slice(k, k + 1), q_rows)[0].tolist()

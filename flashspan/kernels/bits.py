@@ -30,10 +30,9 @@ def unpack(words: Tensor) -> Tensor:
 
 def transpose(words: Tensor) -> Tensor:
     """The same tiles with rows and columns exchanged."""
-    num, rows, width = words.shape
+    _, rows, width = words.shape
     step = max(1, CHUNK // (rows * width * WORD))
-    parts = [pack(unpack(part).mT.contiguous()) for part in words.split(step)] if num else []
-    return torch.cat(parts) if parts else words.new_zeros((0, width * WORD, rows // WORD))
+    return torch.cat([pack(unpack(part).mT.contiguous()) for part in words.split(step)])
 
 
 def share(words: Tensor) -> tuple[Tensor, Tensor]:

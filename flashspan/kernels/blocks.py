@@ -18,19 +18,19 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from flashspan.kernels import bits as packed
 from flashspan.kernels.masks import (
     EMPTY,
     EVERYTHING,
     FULL,
-    MADE_KEPT,
     NOTHING,
     PARTIAL,
+    Band,
     Mask,
     Positions,
     Rows,
+    made_once,
     place,
 )
 from flashspan.kernels.tiling import (
@@ -63,7 +63,7 @@ class Blocks:
     ) -> None:  # fmt: skip
         self.num_queries, self.num_keys, self.block = num_queries, num_keys, block
         self.rows, self.columns, self.bits, self.bits_t = rows, columns, bits, bits_t
-        self._made: dict[object, Mask] = {}
+        self._made: dict[object, Blocks] = {}
         self._digest: bytes | None = None
 
     # How it is made.
@@ -261,9 +261,7 @@ class Blocks:
         """How many pairs are visible, over all maps."""
         block_q, block_k = self.block
         full = int((self.rows.spans[..., 1] - self.rows.spans[..., 0]).sum())
-        per_tile = torch.cat(
-            [packed.unpack(part).sum((1, 2)) for part in self.bits.split(1024)] or [self.bits.sum()[None]]
-        )
+        per_tile = torch.cat([packed.unpack(part).sum((1, 2)) for part in self.bits.split(1024)])
         lines = self.rows.spans.view(-1, 3)
         line = torch.arange(len(lines), device=self.device).repeat_interleave((lines[:, 2] - lines[:, 0]).long())
         partial = torch.arange(len(line), device=self.device) >= lines[line, 1]
@@ -302,6 +300,10 @@ class Blocks:
 
     def slice(self, q: Positions, k: Positions) -> Mask:
         """The same visibility in a slice's coordinates: local query a is global q[a], local key b is global k[b]."""
+        return self.part(q, k).simplify()
+
+    def part(self, q: Positions, k: Positions) -> Blocks:
+        """`slice` as a block map with as many maps, whatever it shows."""
         (block_q, block_k), grid = self.block, self.grid()
         rows, keys = place(q).to(self.device), place(k).to(self.device)
         shown, holed = (
@@ -324,7 +326,7 @@ class Blocks:
                 seen = seen | ((number >= 0) & ((word >> (place % packed.WORD).int()[:, None, :]) & 1).bool())
             return seen & exists
 
-        return Blocks._examined(len(rows), len(keys), self.block, kinds, look).simplify()
+        return Blocks._examined(len(rows), len(keys), self.block, kinds, look)
 
     def simplify(self) -> Mask:
         """NOTHING or EVERYTHING where it is that, else itself."""
@@ -341,14 +343,14 @@ class Blocks:
         """The maps of these heads; itself if all heads share one."""
         if self.num_heads == 1 or chosen == range(self.num_heads):
             return self
-        return self._keep(chosen, lambda: self._of_grid(self.grid()[:, chosen.start : chosen.stop]))
+        return made_once(self._made, chosen, lambda: self._of_grid(self.grid()[:, chosen.start : chosen.stop]))
 
     def map(self, b: int, h: int) -> Blocks:
         """The one map of a sequence and a head."""
         if self.num_batch == self.num_heads == 1:
             return self
         b, h = b % self.num_batch, h % self.num_heads
-        return self._keep((b, h), lambda: self._of_grid(self.grid()[b : b + 1, h : h + 1]))
+        return made_once(self._made, (b, h), lambda: self._of_grid(self.grid()[b : b + 1, h : h + 1]))
 
     def __and__(self, other: Mask) -> Blocks:
         return self._join(other, torch.logical_and, EMPTY, FULL)
@@ -374,9 +376,11 @@ class Blocks:
 
     def _join(self, other: Mask, join: Callable[[Tensor, Tensor], Tensor], decides: int, yields: int) -> Blocks:
         """`_combine`, kept where the other is small: `attention(mask=blocks, causal=True)` asks in every layer."""
+        if not isinstance(other, (Band, Rows, Blocks)):
+            return NotImplemented
         if isinstance(other, Blocks):
             return self._combine(other, join, decides, yields)
-        return self._keep((decides, other), lambda: self._combine(other, join, decides, yields))
+        return made_once(self._made, (decides, other), lambda: self._combine(other, join, decides, yields))
 
     def _combine(self, other: Mask, join: Callable[[Tensor, Tensor], Tensor], decides: int, yields: int) -> Blocks:
         """Both, tile by tile: `decides` in either is the result, `yields` leaves it to the other."""
@@ -451,19 +455,7 @@ class Blocks:
                 self.num_queries, self.num_keys, self.block, rows, columns, move(self.bits), move(self.bits_t)
             )
 
-        return copy() if inference else self._keep(device, copy)
-
-    def _keep(self, key: object, make: Callable[[], Blocks]) -> Blocks:
-        """What was made from this mask before, so that every layer and step shares it; see Rows._keep."""
-        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or is_in_torch_dispatch_mode():
-            return make()
-        if key not in self._made:
-            while len(self._made) >= MADE_KEPT:
-                self._made.pop(next(iter(self._made)))
-            self._made[key] = make()
-        made = self._made[key]
-        assert isinstance(made, Blocks)
-        return made
+        return copy() if inference else made_once(self._made, device, copy)
 
     def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "_made": {}}

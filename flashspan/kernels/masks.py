@@ -4,7 +4,7 @@
 causal, sliding-window, prefix and packed-document attention, and any slice of them under any layout, are one of the
 two: a slice of a band by ranges of one step is a band, every other slice of ascending positions is rows. Both say, per
 query, *one interval of keys*: that is all a kernel needs to know. Any other mask is `Blocks` (blocks.py): lists of
-tiles. Masks compose with `&`; `|` and `~` give blocks.
+tiles. Masks compose with `&`, `|` and `~`; the last two give blocks, except of a band with one bound.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -115,6 +115,16 @@ class Band:
             )
         return other | self
 
+    def __invert__(self) -> Band:
+        if self.lo is not None and self.hi is not None:
+            raise ValueError(
+                f"what lies around a band is blocks, and so cannot be made before the lengths are known: got ~{self}; "
+                f"write ~Blocks.of(band, num_queries, num_keys)"
+            )
+        if self.hi is not None:
+            return Band(self.hi + 1, None)
+        return NOTHING if self.lo is None else Band(None, self.lo - 1)
+
     def to(self, device: torch.device | str) -> Band:
         return self
 
@@ -190,15 +200,16 @@ class Rows:
     def __and__(self, other: Mask) -> Mask:
         if not isinstance(other, (Band, Rows)):
             return other & self
-        if isinstance(other, Rows) and (self.start.shape[-1], self.num_keys) != (other.start.shape[-1], other.num_keys):
-            raise ValueError(
-                f"masks compose when they cover the same lengths: got {self.start.shape[-1]} queries x "
-                f"{self.num_keys} keys and {other.start.shape[-1]} x {other.num_keys}"
-            )
-        return self._keep(other, lambda: self._intersect(other))
+        if isinstance(other, Rows):
+            lengths = [(x.start.shape[-1], x.num_keys) for x in (self, other)]
+            batches = {len(x.start) for x in (self, other) if x.start.dim() == 2}
+            if lengths[0] != lengths[1] or len(batches - {1}) > 1:
+                raise ValueError(f"masks compose when they cover the same batch and lengths: got {self} and {other}")
+        return made_once(self._made, other, lambda: self._intersect(other))
 
     def __or__(self, other: Mask) -> Blocks:
-        return _blocks(self) | other
+        # Blocks decide the tile size: this mask has none of its own.
+        return _blocks(self) | other if isinstance(other, (Band, Rows)) else other | self
 
     def __invert__(self) -> Blocks:
         return ~_blocks(self)
@@ -219,22 +230,11 @@ class Rows:
             return Rows(self.start.to(device).clone(), self.end.to(device).clone(), self.num_keys, convex=self.convex)
         if self.start.device == device:
             return self
-        return self._keep(
-            device, lambda: Rows(self.start.to(device), self.end.to(device), self.num_keys, convex=self.convex)
-        )
 
-    def _keep(self, key: object, make: Callable[[], Rows]) -> Rows:
-        """What was made from this mask before, so that every layer and step shares it; the newest few.
+        def copy() -> Rows:
+            return Rows(self.start.to(device), self.end.to(device), self.num_keys, convex=self.convex)
 
-        Nothing is kept that is not a plain tensor: what the compiler traces, a fake, what autograd cannot save.
-        """
-        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or is_in_torch_dispatch_mode():
-            return make()
-        if key not in self._made:
-            while len(self._made) >= MADE_KEPT:
-                self._made.pop(next(iter(self._made)))
-            self._made[key] = make()
-        return self._made[key]
+        return made_once(self._made, device, copy)
 
     def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "_made": {}}
@@ -259,6 +259,21 @@ class Rows:
 
 
 Mask: TypeAlias = "Band | Rows | Blocks"
+Made = TypeVar("Made", Rows, "Blocks")
+
+
+def made_once(kept: dict[object, Made], key: object, make: Callable[[], Made]) -> Made:
+    """What was made from a mask before, so that every layer and step shares it; of that the newest few are kept.
+
+    Nothing is kept that is not a plain tensor: what the compiler traces, a fake, what autograd cannot save.
+    """
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or is_in_torch_dispatch_mode():
+        return make()
+    if key not in kept:
+        while len(kept) >= MADE_KEPT:
+            kept.pop(next(iter(kept)))
+        kept[key] = make()
+    return kept[key]
 
 
 def unpack(kind: str, numbers: Sequence[int], tensors: Sequence[Tensor]) -> Mask:

@@ -121,8 +121,10 @@ def dilated(
 
 def streaming(num_sinks: int, window: int, num_tokens: int, *, device: torch.device | str = "cpu") -> Blocks:
     """Sink + window: a query sees the first `num_sinks` tokens and the last `window`, its own among them."""
-    if num_sinks < 0 or window < 1:
-        raise ValueError(f"streaming needs 0 or more sinks and a window >= 1: got {num_sinks} and {window}")
+    if min(num_sinks, num_tokens) < 0 or window < 1:
+        raise ValueError(
+            f"streaming needs sinks and tokens >= 0 and a window >= 1: got {num_sinks}, {num_tokens} and {window}"
+        )
     sinks = Rows(*_span(num_tokens, 0, num_sinks, device), num_tokens) & Band(None, 0)
     return Blocks.of(Band(1 - window, 0), num_tokens, num_tokens, device=device) | sinks
 
@@ -132,8 +134,10 @@ def longformer(
 ) -> Blocks:
     """Global + window: neighbours up to `window` apart see each other; the first `num_global` tokens see, and are seen
     by, everyone."""
-    if window < 0 or num_global < 0:
-        raise ValueError(f"longformer needs a window and global tokens >= 0: got {window} and {num_global}")
+    if min(num_tokens, window, num_global) < 0:
+        raise ValueError(
+            f"longformer needs tokens, a window and global tokens >= 0: got {num_tokens}, {window} and {num_global}"
+        )
     seen = Rows(*_span(num_tokens, 0, num_global, device), num_tokens)
     everyone = torch.where(torch.arange(num_tokens, device=device) < num_global, num_tokens, 0)
     seeing = Rows(torch.zeros_like(everyone), everyone, num_tokens)
@@ -152,8 +156,11 @@ def random_blocks(
     device: torch.device | str = "cpu",
 ) -> Blocks:
     """Each query block sees this share of the key blocks, drawn at random, its own always; for each head anew."""
-    if not 0.0 < share <= 1.0:
-        raise ValueError(f"a share of blocks is above 0 and at most 1: got {share}")
+    if not 0.0 < share <= 1.0 or size < 1 or num_tokens < 0 or num_heads < 1:
+        raise ValueError(
+            f"random_blocks takes 0 < share <= 1, size >= 1, num_tokens >= 0 and num_heads >= 1: "
+            f"got {share=}, {size=}, {num_tokens=}, {num_heads=}"
+        )
     num = -(-num_tokens // size)
     scores = torch.rand(num_heads, num, num, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
     chosen = _best(scores, max(1, round(share * num)), causal)
@@ -172,6 +179,8 @@ def bigbird(
     device: torch.device | str = "cpu",
 ) -> Blocks:
     """BigBird: `longformer`, and for each query block `num_random` key blocks more."""
+    if num_random < 0 or size < 1:
+        raise ValueError(f"bigbird adds 0 or more blocks of 1 or more tokens: got {num_random=}, {size=}")
     num = -(-num_tokens // size)
     mask = longformer(num_tokens, window=window, num_global=num_global, device=device)
     return mask | random_blocks(
@@ -183,7 +192,8 @@ def top_blocks(q: Tensor, k: Tensor, keep: int, *, causal: bool = False, block: 
     """Chosen from data: each query block of each head sees the `keep` key blocks whose mean key its mean query scores
     highest, its own always. q [B, H, T, D], k [B, K, S, D]."""
     check_block(block)
-    if keep < 1 or q.dim() != 4 or k.dim() != 4 or not k.shape[1] or q.shape[1] % k.shape[1]:
+    fits = q.dim() == k.dim() == 4 and (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3])
+    if keep < 1 or not fits or not k.shape[1] or q.shape[1] % k.shape[1]:
         raise ValueError(
             f"top_blocks keeps 1 or more blocks, of q [B, H, T, D] and k [B, K, S, D] with K dividing H: "
             f"got keep={keep}, q {tuple(q.shape)}, k {tuple(k.shape)}"

@@ -16,8 +16,7 @@ from torch import Tensor
 from flashspan.kernels.bits import unpack
 from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.contract import Carry, Dropout
-from flashspan.kernels.masks import EMPTY, FULL, PARTIAL, Mask, tiles
-from flashspan.kernels.tiling import VISIBLE
+from flashspan.kernels.masks import FULL, PARTIAL, Mask, tiles
 
 BLOCK_Q, BLOCK_K = 128, 128
 
@@ -52,9 +51,10 @@ def forward(
     q, out, lse = (_group(x, k) for x in (q, *carry))
     for i in plan.q_tiles:
         q_i = q[..., i, :].to(work)
-        o = out[..., i, :].to(work)
         m = lse[..., i].to(work)  # the largest score seen
-        l = torch.ones_like(m)  # the sum of exp(score - m)
+        # The sum of exp(score - m): 1, and what rounding m took from an lse that is carried in float64.
+        l = torch.exp(torch.where(m == -torch.inf, 0.0, lse[..., i] - m))
+        o = (out[..., i, :] * l[..., None]).to(work)
         for j, visible in plan.keys(i):
             k_j, v_j = k[:, :, j].to(work), v[:, :, j].to(work)
             s = torch.einsum("bkgtd,bksd->bkgts", q_i, k_j) * scale
@@ -143,9 +143,8 @@ class _Plan:
         self.mask, self.block_q, self.block_k = mask, BLOCK_Q, BLOCK_K
         if isinstance(mask, Blocks):
             self.block_q, self.block_k = mask.block
-            grid = mask.grid()[0, 0]  # a number >= 0 is that of a partial tile's bits
-            self.kinds = torch.where(grid >= 0, PARTIAL, torch.where(grid == VISIBLE, FULL, EMPTY))
-            self.numbers: list[list[int]] = grid.tolist()
+            self.kinds = mask.kinds()[0, 0]
+            self.numbers: list[list[int]] = mask.grid()[0, 0].tolist()  # of partial tiles' bits
         else:
             kinds = tiles(mask, num_queries, num_keys, BLOCK_Q, BLOCK_K)
             # A tile on which the sequences of the batch differ is masked in all of them.

@@ -67,7 +67,7 @@ class Lists:
 
 def check_block(block: int | tuple[int, int]) -> tuple[int, int]:
     """Tile edges (queries, keys); refuse those no kernel takes."""
-    pair = (block, block) if isinstance(block, int) else tuple(block)
+    pair = tuple(block) if isinstance(block, (tuple, list)) else (block, block)
     if len(pair) != 2 or any(edge not in SIZES for edge in pair):
         raise ValueError(
             f"a tile's edges are {' or '.join(map(str, SIZES))}, which is what the kernels take: got block={block}; "

@@ -62,6 +62,15 @@ def test_a_survey_counts_and_frames_what_is_visible(layout: str) -> None:
             assert not half.pairs or set(half.q_rows) <= set(range(5, 17))
 
 
+def test_halves_count_every_map() -> None:
+    """A part of which all maps show everything still counts once for each of them: helper's halves add up."""
+    mask = Blocks.from_dense(torch.ones(3, 20, 20, dtype=torch.bool))
+    survey = Survey(place("contiguous", 20, 2), mask)
+    assert survey.box(1, 0, range(4)).pairs == 3 * 4 * 10
+    assert survey.box(1, 0, range(0)).pairs == 0
+    verify(GENERATORS["helper"](survey), survey)
+
+
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("strategy", sorted(GENERATORS))
 def test_any_map_over_simulated_ranks(name: str, strategy: str) -> None:

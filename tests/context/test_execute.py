@@ -118,6 +118,28 @@ def test_buffers_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(made) <= 8 * 10 * chunk
 
 
+@pytest.mark.parametrize("name", sorted(generators.GENERATORS))
+def test_a_buffer_on_the_shelf_is_nobodys(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever puts one there is done with it: ruined while it lies there, it ruins no result."""
+    put = Shelf.put
+
+    def ruin(shelf: Shelf, buffer: Tensor) -> None:
+        put(shelf, buffer)
+        pointers = [storage.data_ptr() for storage in shelf._free]
+        assert len(set(pointers)) == len(pointers), "a buffer was put back twice"
+        torch.empty(0, dtype=torch.uint8).set_(shelf._free[-1]).fill_(255)  # NaN, in every dtype
+
+    monkeypatch.setattr(Shelf, "put", ruin)
+    xs = make(53)
+    for layout in LAYOUTS:
+        survey = Survey(place(layout, 53, 4), CAUSAL)
+        sizes = {"sizes": (2, 2)} if name == "double_ring" else {}
+        schedule = generators.in_chunks(generators.GENERATORS[name](survey, **sizes), 2)
+        mine, _ = walk_all(schedule, survey, xs)
+        for a, b in zip(mine, one_device(CAUSAL, xs), strict=True):
+            assert relative(a, b) <= 2e-6, layout
+
+
 def test_one_rank_is_one_call() -> None:
     """World size 1 takes the same path: one tile, no transfer, and no float32 detour for 16-bit inputs."""
     survey = Survey(place("zigzag", 40, 1), CAUSAL)

@@ -36,6 +36,8 @@ def disagree(kind: str) -> str | None:
         options |= {"causal kind": {"causal": False}, "scale": {"scale": 0.5}, "window": {"window": 3}}.get(kind, {})
     if kind == "mask":
         options["mask"] = documents([10, 14] if odd else [12, 12])
+    if kind == "mask shape":
+        options["mask"] = torch.ones(3 if odd else 1, 1, 24, 24, dtype=torch.bool)
     if kind == "dtype" and odd:
         q, k = q.bfloat16(), k.bfloat16()
     if kind == "strategy" and odd:
@@ -64,6 +66,7 @@ EXPECTED = {
     "scale": r"agree on causal, window, mask, scale or dropout",
     "window": r"agree on causal, window, mask, scale or dropout",
     "mask": r"agree on causal, window, mask, scale or dropout",
+    "mask shape": r"rank 3: a mask tensor must broadcast to q's batch and heads, \[2, 4, T, S\]: got \(3, 1, 24, 24\)",
     "cross": r"rank 3: across ranks, queries and keys are the same tokens: got 6 and 3; for cross attention",
     "rank": r"rank 3: q, k and v must be \[batch, heads, tokens, head size\]",
 }
@@ -155,6 +158,12 @@ def test_a_rank_that_dies_is_named() -> None:
         ranks.run(lose_a_rank, "dies", "ring", timeout=40)
     assert time.monotonic() - started < 20
     assert not ranks._processes, "no process is left"
+
+
+@pytest.mark.parametrize("chunks", [0, -1, 1.5, True])
+def test_heads_come_in_whole_chunks(chunks: Any) -> None:
+    with pytest.raises(ValueError, match=f"1 or more chunks, or None to choose: got {chunks}"):
+        context_parallel(None, head_chunks=chunks)
 
 
 def test_bad_arguments_are_refused() -> None:

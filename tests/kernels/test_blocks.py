@@ -123,6 +123,31 @@ def test_masks_compose() -> None:
         assert torch.equal((~rows).dense(), ~dense(rows, T, S))
 
 
+def test_rows_take_the_tiles_of_blocks() -> None:
+    """Whichever comes first: rows have no tile size of their own."""
+    visible, rows = torch.rand(70, 90) < 0.3, Rows(torch.arange(70), torch.arange(70) + 5, 90)
+    blocks = Blocks.from_dense(visible, block=64)
+    for joined in (rows | blocks, blocks | rows):
+        assert joined.block == (64, 64)
+        assert torch.equal(joined.dense(), visible | dense(rows, 70, 90))
+
+
+@pytest.mark.parametrize("band", [CAUSAL, Band(3, None), Band(None, -4), EVERYTHING, NOTHING & CAUSAL], ids=str)
+def test_a_band_with_a_bound_has_an_opposite(band: Band) -> None:
+    if None not in (band.lo, band.hi):
+        with pytest.raises(ValueError, match="before the lengths are known"):
+            _ = ~band
+        return
+    assert torch.equal(dense(~band, 9, 7), ~dense(band, 9, 7))
+
+
+def test_masks_join_only_masks() -> None:
+    tensor, blocks = torch.ones(8, 8, dtype=torch.bool), Blocks.of(CAUSAL, 8, 8)
+    for one, two in ((blocks, tensor), (tensor, blocks), (blocks, 3)):
+        with pytest.raises(TypeError, match="unsupported operand"):
+            one & two
+
+
 def test_a_slice_is_what_its_positions_say() -> None:
     for number in range(30):
         visible = random_mask(number)
@@ -211,7 +236,19 @@ def test_bool_tensors_of_any_pattern() -> None:
         causal, _ = softmax_attention(q.double(), k.double(), v.double(), lift(full) & dense(CAUSAL, 70, 70))
         assert relative(attention(q, k, v, mask=visible, causal=True), causal) <= FORWARD_BOUND
     assert "tiled serves" in str(explain(q, k, v, mask=visible))
-    assert "cpu serves" in str(explain(q, k, v, mask=torch.ones(70, 70, dtype=torch.bool).tril()))
+    runs = torch.ones(70, 70, dtype=torch.bool).tril()
+    for visible in (runs, runs.expand(3, 2, 70, 70)):
+        assert "cpu serves" in str(explain(q, k, v, mask=visible))
+
+
+def test_padding_masks_broadcast_over_queries_or_keys() -> None:
+    """[B, 1, 1, S] says which keys exist, as in PyTorch's SDPA; [T, 1] which queries do."""
+    q, k, v = (torch.randn(3, 2, n, 8) for n in (70, 65, 65))
+    for shape in ((3, 1, 1, 65), (1, 2, 1, 65), (3, 1, 65), (1, 65), (70, 1), (3, 2, 70, 1), (1, 1)):
+        for visible in (torch.rand(shape) < 0.6, (torch.rand(*shape[:-1], 1) * shape[-1] > torch.arange(shape[-1]))):
+            full = lift(visible[:, None] if visible.dim() == 3 else visible).expand(-1, -1, 70, 65)
+            want, _ = softmax_attention(q.double(), k.double(), v.double(), full)
+            assert relative(attention(q, k, v, mask=visible), want) <= FORWARD_BOUND
 
 
 def test_compiles_whole() -> None:
@@ -296,6 +333,21 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     "maps that do not broadcast": (
         lambda: Blocks.from_dense(torch.rand(2, 8, 8) < 0.5) & Blocks.from_dense(torch.rand(3, 8, 8) < 0.5),
         "maps broadcast",
+    ),
+    "two batches": (
+        lambda: masks.ragged([3, 8], 8, 8) & masks.ragged([3, 8, 1], 8, 8),
+        "same batch.*2x8 queries.*3x8",
+    ),
+    "a block size that is no number": (lambda: Blocks.of(CAUSAL, 8, 8, block=None), "64 or 128.*block=None"),
+    "fewer tokens than none": (lambda: masks.longformer(-1, window=1, num_global=1), "tokens.* >= 0: got -1"),
+    "random blocks of nothing": (lambda: masks.random_blocks(8, 0.5, size=0), "size >= 1.*size=0"),
+    "fewer random blocks than none": (
+        lambda: masks.bigbird(8, window=1, num_global=1, num_random=-1),
+        "0 or more blocks.*num_random=-1",
+    ),
+    "keys of another batch": (
+        lambda: masks.top_blocks(q4, torch.zeros(2, 4, 8, 16), 1),
+        r"got keep=1.*\(2, 4, 8, 16\)",
     ),
     "bands of no length": (lambda: Band(0, 1) | Band(5, 6), "before they are known"),
     "the fused CPU kernel": (
