@@ -39,6 +39,7 @@ def attention(
     generator: torch.Generator | None = None,
     return_lse: Literal[False] = False,
     backend: str = "auto",
+    deterministic: bool = False,
 ) -> Tensor: ...
 
 
@@ -57,6 +58,7 @@ def attention(
     generator: torch.Generator | None = None,
     return_lse: Literal[True],
     backend: str = "auto",
+    deterministic: bool = False,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -74,6 +76,7 @@ def attention(
     generator: torch.Generator | None = None,
     return_lse: bool = False,
     backend: str = "auto",
+    deterministic: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(q k^T * scale + mask) v, never drawing the [T, S] matrix.
 
@@ -84,10 +87,12 @@ def attention(
     causal: query i sees keys 0..i (counted from the start, as in PyTorch; `masks.causal(offset)` for the other way).
     window: an int w sees the w nearest keys on each side counting its own (with causal: the last w); or (left, right).
     mask: a value of `flashspan.masks`, or a bool tensor [T, S], [B, T, S] or [B, H, T, S] (1 broadcasts; [H, T, S] if H
-    is not B). A tensor is read in every call: make it `masks.Blocks.from_dense(tensor)` once instead.
+    is not B). A tensor is read in every call: make it `masks.Blocks.from_dense(tensor)` once instead, and write
+    `blocks & masks.causal()` once instead of causal=True with blocks. `torch.compile(fullgraph=True)` demands both.
     scale: 1 / sqrt(D) unless given. dropout: probability, decided by `seed` (or drawn from `generator`, or PyTorch's
     default) and the pair's position alone. float32 is true float32; `torch.set_float32_matmul_precision("high")` asks
-    for tf32. backend: "auto", or an implementation by name; `explain` says which serves.
+    for tf32. backend: "auto", or an implementation by name; `explain` says which serves. deterministic: gradients that
+    repeat bit for bit (the output always does); `torch.use_deterministic_algorithms(True)` asks for it everywhere.
     """
     q, k, v = _autocast(q, k, v)
     check_inputs(q, k, v, dropout)
@@ -97,6 +102,7 @@ def attention(
     seeds = draw_seed(q.device, seed, generator) if dropout > 0 else None
     kind, numbers, tensors = resolved.to(q.device).pack()
     run = _Attend.apply if _plainly_eager(q, k, v) else _attend
+    backend += dispatch.DETERMINISTIC if deterministic else ""
     out, lse = run(q, k, v, kind, numbers, tensors, scale, float(dropout), seeds, backend)
     return (out, lse) if return_lse else out
 
@@ -111,12 +117,13 @@ def explain(
     mask: Mask | Tensor | None = None,
     dropout: float = 0.0,
     backend: str = "auto",
+    deterministic: bool = False,
 ) -> dispatch.Choice:
     """Which implementation `attention` would use for this call, and why not the others. Print it."""
     q, k, v = _autocast(q, k, v)
     check_inputs(q, k, v, dropout)
     resolved = resolve_mask(q, k, causal=causal, window=window, mask=mask)
-    return dispatch.choose(q, k, v, mask=resolved, dropout=dropout > 0, backend=backend)
+    return dispatch.choose(q, k, v, mask=resolved, dropout=dropout > 0, backend=backend, deterministic=deterministic)
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> None:
@@ -179,7 +186,7 @@ def resolve_mask(
     if mask is None:
         return result
     if isinstance(mask, Tensor):
-        mask = mask_of(mask, q)
+        mask = mask_of(mask, q, q.shape[2], k.shape[2])
     if not isinstance(mask, (Band, Rows, Blocks)):
         raise ValueError(
             f"mask must be a bool tensor or made by flashspan.masks: got {type(mask).__name__}; "
@@ -192,8 +199,8 @@ def resolve_mask(
     return mask if result == masks.EVERYTHING else mask & result
 
 
-def mask_of(visible: Tensor, q: Tensor) -> Rows | Blocks:
-    """A bool tensor [T, S], [B, T, S], [H, T, S] or [B, H, T, S] for q [B, H, T, D]: Rows if every row is one run."""
+def mask_of(visible: Tensor, q: Tensor, num_queries: int, num_keys: int) -> Rows | Blocks:
+    """A bool tensor [T, S], [B, T, S], [H, T, S] or [B, H, T, S] for q [B, H, ...]: Rows if every row is one run."""
     if visible.dtype != torch.bool:
         raise ValueError(
             f"a mask tensor must be bool, True where visible: got {visible.dtype}; "
@@ -215,21 +222,22 @@ def mask_of(visible: Tensor, q: Tensor) -> Rows | Blocks:
             f"a mask tensor must broadcast to q's batch and heads, [{q.shape[0]}, {q.shape[1]}, T, S]: "
             f"got {tuple(visible.shape)}"
         )
-    if visible.shape[1] == 1:
+    visible = visible.expand(-1, -1, -1, num_keys if visible.shape[3] == 1 else -1)
+    rows = num_queries if visible.shape[2] == 1 else visible.shape[2]  # one row, a padding mask's, is looked at once
+    if visible.shape[1] == 1 or visible.stride(1) == 0:
         runs = visible[:, 0, :, :1].sum(-1) + (visible[:, 0, :, 1:] & ~visible[:, 0, :, :-1]).sum(-1)
         if bool((runs <= 1).all()):
-            return _rows_of(visible[0, 0] if len(visible) == 1 else visible[:, 0])
-    return Blocks.from_dense(visible)
+            return _rows_of(visible[0, 0] if len(visible) == 1 else visible[:, 0], rows)
+    return Blocks.from_dense(visible.expand(-1, -1, rows, -1))
 
 
-def _rows_of(visible: Tensor) -> Rows:
-    """A bool tensor [T, S] or [B, T, S] in which every row is one run of True, or none."""
+def _rows_of(visible: Tensor, num_queries: int) -> Rows:
+    """A bool tensor [T or 1, S] or [B, T or 1, S] in which every row is one run of True, or none."""
     num_keys = visible.shape[-1]
-    if num_keys == 0:
-        zeros = torch.zeros(visible.shape[:-1], dtype=torch.int32, device=visible.device)
-        return Rows(zeros, zeros, 0)
-    start = visible.view(torch.uint8).argmax(-1).int()
-    return Rows(start, start + visible.sum(-1, dtype=torch.int32), num_keys)
+    length = visible.sum(-1, dtype=torch.int32)
+    start = visible.view(torch.uint8).argmax(-1).int() if num_keys else length
+    start, length = (x.expand(*x.shape[:-1], num_queries) for x in (start, length))
+    return Rows(start, start + length, num_keys)
 
 
 def draw_seed(device: torch.device, seed: int | None, generator: torch.Generator | None) -> Tensor:

@@ -119,17 +119,34 @@ def bench() -> int:
     raise AssertionError("main hands bench its own command line")
 
 
-def bench_attention(*, quick: bool = False) -> int:
-    """Our kernels beside PyTorch's, forward, backward and both, on a CUDA device.
+def bench_attention(*, quick: bool = False, shapes: tuple[str, ...] = (), only: tuple[str, ...] = ()) -> int:
+    """Our kernels beside PyTorch's (and flash-attn's, if installed), forward, backward and both, on a CUDA device.
 
     Rows are appended to docs/benchmarks/attention.csv and printed as a table.
 
+    Example: flashspan bench attention --shapes 1,32,8,8192,128,causal --only flashspan sdpa-cudnn
+
     Args:
         quick: the first two shapes only.
+        shapes: batch,heads,key heads,tokens,head size,pattern each; the pattern is full, causal, "window W" or
+            "documents N".
+        only: these implementations.
     """
     from flashspan.bench.attention import main as run
 
-    return run(quick=quick)
+    return run(quick=quick, shapes=shapes, only=only)
+
+
+def bench_leaderboard(*, rep: int = 10000, warmup: int = 1000) -> int:
+    """The course's leaderboard test, as it stands: compiled, 16 heads of 64 over 16,384 tokens, causal.
+
+    Args:
+        rep: milliseconds to measure for.
+        warmup: milliseconds to warm up for.
+    """
+    from flashspan.bench.leaderboard import main as run
+
+    return run(rep=rep, warmup=warmup)
 
 
 def plan_draw(
@@ -223,6 +240,7 @@ def bench_commands() -> dict[str, Callable[..., Any]]:
 
     return {
         "attention": bench_attention,
+        "leaderboard": bench_leaderboard,
         "sparse": bench_sparse,
         "model": bench_model,
         "context": bench_context,
@@ -247,7 +265,7 @@ def main(arguments: list[str] | None = None) -> int:
             return int(tyro.cli(plan_draw, args=words[2:], prog="flashspan plan draw"))
         about = "FlashAttention that spans devices: train with it, run it, check it, measure it."
         return _choose(commands(), words, "flashspan", about)
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # OSError: a file or folder that cannot be read or written, a full disk
         print(f"flashspan: {error}", file=sys.stderr)
         return 2
 

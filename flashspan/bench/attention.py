@@ -5,7 +5,9 @@ flashspan bench attention            # appends rows to docs/benchmarks/attention
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashspan import attention, masks
-from flashspan.bench import record
+from flashspan.bench import plots, record
 from flashspan.kernels import reference
 from flashspan.kernels.masks import Mask, count
 
@@ -33,6 +35,22 @@ class Shape:
     T: int
     D: int
     pattern: str
+
+    @classmethod
+    def parse(cls, words: str) -> Shape:
+        """ "1,16,16,16384,128,causal": batch, heads, key heads, tokens, head size, pattern."""
+        kinds = ("full", "causal", "window", "documents")
+        try:
+            B, H, K, T, D, pattern = words.split(",")
+            kind, *size = pattern.split()
+            if kind in kinds and len(size) == (kind in kinds[2:]):
+                return cls(int(B), int(H), int(K), int(T), int(D), pattern)
+        except ValueError:
+            pass
+        raise ValueError(
+            f"a shape is batch,heads,key heads,tokens,head size,pattern with a pattern full, causal, 'window W' or "
+            f"'documents N': got {words!r}; for example 1,32,8,8192,128,causal"
+        )
 
     def __str__(self) -> str:
         return f"{self.B}x{self.H}/{self.K}x{self.T}x{self.D} {self.pattern}"
@@ -77,12 +95,37 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 def implementations(shape: Shape) -> dict[str, Callable[[], Attend]]:
     """Name -> a function that makes attention on q, k, v for this shape."""
     mask = shape.mask()
-    makers: dict[str, Callable[[], Attend]] = {"flashspan": lambda: lambda q, k, v: attention(q, k, v, mask=mask)}
+    makers: dict[str, Callable[[], Attend]] = {
+        "flashspan": lambda: lambda q, k, v: attention(q, k, v, mask=mask),
+        "flashspan-portable": lambda: lambda q, k, v: attention(q, k, v, mask=mask, backend="portable"),
+    }
     if shape.pattern in ("full", "causal"):
         makers["sdpa-flash"] = lambda: _sdpa(shape, SDPBackend.FLASH_ATTENTION)
         makers["sdpa-cudnn"] = lambda: _sdpa(shape, SDPBackend.CUDNN_ATTENTION)
     makers["flex"] = lambda: _flex(shape)
+    if shape.pattern in ("full", "causal"):
+        for name, module in (("flash-attn-4", "flash_attn.cute.interface"), ("flash-attn-3", "flash_attn_interface")):
+            if _importable(module):
+                makers[name] = lambda module=module: _flash(shape, module)  # type: ignore[misc]
     return makers
+
+
+def _importable(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:  # its parent is not there
+        return False
+
+
+def _flash(shape: Shape, module: str) -> Attend:
+    """A flash-attn release: [B, T, H, D] in and out, some with lse beside it."""
+    function = importlib.import_module(module).flash_attn_func
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = function(*(x.transpose(1, 2) for x in (q, k, v)), causal=shape.pattern == "causal")
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+    return attend
 
 
 def _sdpa(shape: Shape, backend: SDPBackend) -> Attend:
@@ -190,6 +233,8 @@ def markdown(rows: list[record.Row]) -> str:
         "Median milliseconds, forward / backward / both; shapes are batch x heads/kv heads x tokens x head size. "
         "The last columns are their time over ours, both passes: above 1 ours is faster.",
         "",
+        "![TFLOP/s of each implementation](attention.svg)",
+        "",
         "| shape | " + " | ".join(impls) + " | " + " | ".join(f"vs {impl}" for impl in others) + " |",
         "| --- " * (1 + len(impls) + len(others)) + "|",
     ]
@@ -205,19 +250,32 @@ def markdown(rows: list[record.Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main(*, quick: bool = False) -> int:
-    """Measure, append, print."""
+def chart(rows: list[record.Row]) -> str:
+    """Forward and backward together in TFLOP/s, a bar per implementation, as SVG."""
+    newest = {(row.shape, row.impl): row for row in rows if row.kind == "both"}
+    groups: dict[str, dict[str, float]] = {}
+    for (shape, impl), row in newest.items():
+        groups.setdefault(shape, {})[impl] = row.tflops
+    label = "attention, forward and backward"
+    return plots.to_svg(plots.bars(groups, title=f"{label}, bf16, {rows[-1].device}", x="TFLOP/s"), label)
+
+
+def main(*, quick: bool = False, shapes: Sequence[str] = (), only: Sequence[str] = ()) -> int:
+    """Measure, append, print: all shapes, the first two, or those named; all implementations, or only these."""
     from rich.console import Console
     from rich.progress import track
 
     if not torch.cuda.is_available():
         raise ValueError("bench attention needs a CUDA device and none is present; `flashspan check` runs anywhere")
+    chosen = [Shape.parse(words) for words in shapes] or list(SHAPES[:2] if quick else SHAPES)
     where = record.environment(torch.device("cuda"))
     console = Console()
     console.width = max(console.width, 120)
     rows: list[record.Row] = []
-    for shape in track(SHAPES[:2] if quick else SHAPES, description="shapes", console=console):
+    for shape in track(chosen, description="shapes", console=console):
         for name, make in implementations(shape).items():
+            if only and name not in only:
+                continue
             try:
                 measured = measure(shape, name, make(), where)
             except (RuntimeError, torch.cuda.OutOfMemoryError) as error:
@@ -230,5 +288,12 @@ def main(*, quick: bool = False) -> int:
     return 0
 
 
+def write() -> None:
+    """The page and the picture, from the recorded rows."""
+    rows = record.read(PATH)
+    PATH.with_suffix(".md").write_text(markdown(rows))
+    PATH.with_suffix(".svg").write_text(chart(rows))
+
+
 if __name__ == "__main__":
-    PATH.with_suffix(".md").write_text(markdown(record.read(PATH)))
+    write()

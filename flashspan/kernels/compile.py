@@ -1,6 +1,6 @@
 """Compile a kernel launch for a GPU that is not here, and say what it costs: registers, spills, shared memory, SASS.
 
-    python -m flashspan.kernels.compile          # every shipped tile of the portable kernels, for sm_90
+    python -m flashspan.kernels.compile          # every shipped tile of the Hopper and the portable kernels, for sm_90
 
 Needs Triton and no GPU: ptxas and the disassembler come in its wheel.
 """
@@ -46,12 +46,14 @@ def compile_launch(launch: Launch, capability: int = 90) -> Cost:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     function = launch.kernel
+    kind = GluonASTSource if function.is_gluon() else ASTSource
     signature: dict[str, str] = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
-    options = {name: launch.constants[name] for name in ("num_warps", "num_stages")}
+    options = {name: launch.constants[name] for name in ("num_warps", "num_stages") if name in launch.constants}
     free = set(function.do_not_specialize)
     for index, name in enumerate(function.arg_names):
         value = launch.arguments[index] if index < len(launch.arguments) else launch.constants[name]
@@ -60,7 +62,7 @@ def compile_launch(launch: Launch, capability: int = 90) -> Cost:
             constants[(index,)] = value
         if aligned:
             attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(function, signature, constants, attributes)
+    source = kind(function, signature, constants, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     return _inspect(compiled.asm["ptx"], tools, capability, compiled.metadata)
@@ -74,6 +76,9 @@ def _type_of(value: Any, constant: bool, free: bool) -> tuple[str, bool]:
         return f"*{TYPES[value.dtype]}", True
     if isinstance(value, float):
         return "fp32", False
+    if hasattr(value, "block_shape"):  # a descriptor of the copy engine
+        block = ",".join(str(size) for size in value.block_shape)
+        return f"tensordesc<{TYPES[value.base.dtype]}[{block}],{value.layout!r}>", False
     if value == 1 and not free:
         return "constexpr", False
     return ("i32" if -(2**31) <= value < 2**31 else "i64" if value < 2**63 else "u64"), not free and value % 16 == 0
@@ -120,10 +125,35 @@ def shipped_launches(dtype: torch.dtype, head_dim: int, **options: Any) -> dict[
     return {"out": forward} | backward_launches(dout, q, k, v, rows, rows, mask, 0.125, dq, dk, dv, carry, dropout)
 
 
+def hopper_launches(dtype: torch.dtype, head_dim: int, **options: Any) -> dict[str, Launch]:
+    """The launches of one call of the Hopper kernels on meta tensors: "forward" and, where there is one, "backward"."""
+    from flashspan.kernels.hopper.launch import BACKWARD, backward_launch, block_dim, forward_launch
+    from flashspan.kernels.masks import CAUSAL
+
+    mask, carry = options.get("mask", CAUSAL), options.get("carry", False)
+    q, k, v, dout = (torch.empty(1, 8, 4096, head_dim, dtype=dtype, device="meta") for _ in range(4))
+    rows, bad = torch.empty(1, 8, 4096, device="meta"), torch.empty(1, 8, 64, dtype=torch.int32, device="meta")
+    out, dk, dv = (x.float() if carry else x for x in (q, k, v))
+    launches = {"forward": forward_launch(q, k, v, out, rows, bad, mask, 0.125, carry)}
+    if block_dim(head_dim) in BACKWARD:
+        flat = rows.flatten()
+        launches["backward"] = backward_launch(dout, q, k, v, flat, flat, mask, 0.125, q.float(), dk, dv, carry)
+    return launches
+
+
 def main() -> None:
     """Print the cost of every shipped tile."""
+    from flashspan.kernels.hopper.launch import FORWARD
     from flashspan.kernels.portable.tiles import TABLE
 
+    for head_dim in FORWARD:
+        for kind, launch in hopper_launches(torch.bfloat16, head_dim).items():
+            cost = compile_launch(launch)
+            print(
+                f"hopper {kind:9} d{head_dim:<4} registers {cost.registers:3} spilled {cost.spilled_bytes:4} "
+                f"shared {cost.shared_bytes:6} HGMMA {cost.instructions['HGMMA']}",
+                *cost.warnings,
+            )
     for (kind, size, head_dim), shape in TABLE.items():
         dtype = torch.bfloat16 if size == 2 else torch.float32
         cost = compile_launch(shipped_launches(dtype, head_dim)[kind])

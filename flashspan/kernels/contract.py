@@ -9,7 +9,8 @@ Shapes: q, dout, dq [B, H, T, D]; k, v, dk, dv [B, K, S, D] with K dividing H; l
 strides, as long as the last dimension is contiguous. Any length, 0 included.
 
 Forward continues an online softmax. Given a carry, the result covers the carry's keys and these; the carry must be
-float32 and may be updated in place: what is returned counts. With no carry it starts one, in `out_dtype`: q's own for a
+float32 (on the CPU its lse may be float64, and is kept so where a kernel can: over many calls lse rounds the most) and
+may be updated in place: what is returned counts. With no carry it starts one, in `out_dtype`: q's own for a
 plain call, float32 when more keys are to come. Between calls nothing is rounded to 16 bits, so the error does not grow
 with the number of calls. A row that has seen no key has out 0 and lse -inf.
 

@@ -28,6 +28,7 @@ class Call:
     head_dim: int
     mask: str
     dropout: bool
+    deterministic: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,47 @@ class Choice:
         head = (
             f"{self.name} serves {str(call.dtype).removeprefix('torch.')} on {call.device.type}, head size "
             f"{call.head_dim}, {call.mask} mask{', dropout' if call.dropout else ''}"
+            f"{', repeatable gradients' if call.deterministic else ''}"
         )
         return "\n".join([head, *(f"  {name:<10} {reason}" for name, reason in self.reasons.items())])
+
+
+DETERMINISTIC = "+deterministic"
+"""Behind a backend's name: an operator's schema carries one string."""
+
+FAILED: dict[str, str] = {}
+"""Implementations that could not be compiled or launched on this machine, and what went wrong."""
+
+
+def retire(name: str, reason: str) -> None:
+    """Never choose an implementation again: it has failed here."""
+    FAILED[name] = reason
+    _choose.cache_clear()
+
+
+def _hopper(call: Call) -> str | None:
+    if call.device.type != "cuda" or torch.version.hip is not None:
+        return f"needs a Hopper GPU (sm_90), not {call.device.type}"
+    major, minor = torch.cuda.get_device_capability(call.device)
+    if (major, minor) != (9, 0):
+        return f"needs a Hopper GPU (sm_90), not sm_{major}{minor}"
+    if "hopper" in FAILED:
+        return FAILED["hopper"]
+    if call.dtype not in (torch.float16, torch.bfloat16):
+        return f"has no {call.dtype} kernels"
+    if call.head_dim % 8:
+        return f"needs a head size divisible by 8, not {call.head_dim}"
+    if call.mask not in ("Band", "Rows"):
+        return f"has no {call.mask} masks"
+    if call.dropout:
+        return "has no dropout"
+    if call.deterministic:
+        return "adds dq in no fixed order"
+    try:
+        importlib.import_module("flashspan.kernels.hopper")
+    except ImportError as error:
+        return f"cannot be imported with this release of Triton: {error}"
+    return None
 
 
 def _portable(call: Call) -> str | None:
@@ -79,6 +119,7 @@ def _anything(call: Call) -> str | None:
 
 TABLE: dict[str, Callable[[Call], str | None]] = {
     "cpu": _cpu,
+    "hopper": _hopper,
     "portable": _portable,
     "tiled": _anything,
     "reference": _anything,
@@ -86,11 +127,24 @@ TABLE: dict[str, Callable[[Call], str | None]] = {
 
 
 def choose(
-    q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, dropout: Dropout | bool | None = None, backend: str = "auto"
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask,
+    dropout: Dropout | bool | None = None,
+    backend: str = "auto",
+    deterministic: bool = False,
 ) -> Choice:
-    """The implementation for these inputs. ValueError when the one asked for cannot serve, saying which can."""
-    call = Call(q.device, q.dtype, q.shape[-1], type(mask).__name__, dropout is not None and dropout is not False)
-    return _choose(call, backend)
+    """The implementation for these inputs. ValueError when the one asked for cannot serve, saying which can.
+
+    `deterministic`, or DETERMINISTIC behind the backend's name, asks for gradients that repeat bit for bit, as
+    `torch.use_deterministic_algorithms` does.
+    """
+    drops = dropout is not None and dropout is not False
+    repeatable = deterministic or backend.endswith(DETERMINISTIC) or torch.are_deterministic_algorithms_enabled()
+    call = Call(q.device, q.dtype, q.shape[-1], type(mask).__name__, drops, repeatable)
+    return _choose(call, backend.removesuffix(DETERMINISTIC))
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Every shipped tile of the portable kernels compiles for sm_90 without a GPU, and spills nothing."""
+"""Every shipped kernel compiles for sm_90 without a GPU, and spills nothing but what is named here."""
 
 import json
 import subprocess
@@ -15,14 +15,17 @@ wide, narrow = cost.instructions["HGMMA"], cost.instructions["HMMA"]
 print(json.dumps([cost.spilled_bytes, cost.shared_bytes, wide, narrow, cost.warnings]))
 """
 # Each takes seconds: CI compiles the tiles users meet most, `-m slow` all of them.
-COMMON = [("out", "bfloat16", 128), ("dk", "bfloat16", 128), ("dk dv", "bfloat16", 64), ("dq", "bfloat16", 64)]
+COMMON = [("out", "bfloat16", 128), ("dk dv", "bfloat16", 128), ("dk dv", "bfloat16", 64), ("dq", "bfloat16", 64)]
 REST = [
-    *[("dv", "bfloat16", 128), ("dq", "bfloat16", 128), ("out", "bfloat16", 64)],
+    *[("dq", "bfloat16", 128), ("out", "bfloat16", 64)],
     *[(made, "bfloat16", size) for size in (16, 32) for made in ("out", "dk dv", "dq")],
     *[(made, "bfloat16", 256) for made in ("out", "dk", "dv", "dq")],
     *[(made, "float32", size) for size in (16, 32, 64) for made in ("out", "dk dv", "dq")],
     *[(made, "float32", size) for size in (128, 256) for made in ("out", "dk", "dv", "dq")],
 ]
+
+SPILLS = {("dk dv", "bfloat16", 128): 300}
+"""The exception. What spills nothing there was slower: a pass each for dk and dv by 18%, 32 queries at a time by 7%."""
 
 
 def check(made: str, dtype: str, head_dim: int) -> None:
@@ -31,7 +34,7 @@ def check(made: str, dtype: str, head_dim: int) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=_compiling(), check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     spilled, shared, wide, narrow, warnings = json.loads(done.stdout)
-    assert spilled == 0
+    assert spilled <= SPILLS.get((made, dtype, head_dim), 0)
     assert shared <= 232448, "a Hopper block has 227 KiB of shared memory"
     assert wide + narrow > 0, "the products must run on the tensor cores"
     if dtype == "bfloat16":  # float32's small tiles use the narrow instruction
@@ -61,3 +64,55 @@ def test_the_lists_above_are_the_whole_table() -> None:
 
     listed = {(made, 2 if dtype == "bfloat16" else 4, size) for made, dtype, size in COMMON + REST}
     assert listed == set(TABLE)
+
+
+HOPPER = """
+import json, sys, torch
+from flashspan.kernels.compile import compile_launch, hopper_launches
+from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band
+from flashspan.kernels.patterns import documents
+masks = {"causal": CAUSAL, "full": EVERYTHING, "window": Band(-100, 0), "rows": documents([1000, 3096])}
+kind, head_dim, dtype, mask, carry = sys.argv[1], int(sys.argv[2]), getattr(torch, sys.argv[3]), *sys.argv[4:]
+launch = hopper_launches(dtype, head_dim, mask=masks[mask], carry=carry == "carry")[kind]
+cost = compile_launch(launch)
+print(json.dumps([cost.spilled_bytes, cost.shared_bytes, cost.instructions["HGMMA"], cost.warnings]))
+"""
+PLAIN = [("forward", 128, "bfloat16", "causal", "plain"), ("backward", 128, "bfloat16", "causal", "plain")]
+ALL = [
+    (kind, head_dim, dtype, mask, carry)
+    for head_dim in (64, 128, 256)
+    for kind in ("forward", "backward")
+    for dtype, mask, carry in (
+        ("bfloat16", "causal", "plain"),
+        ("bfloat16", "full", "plain"),
+        ("float16", "causal", "plain"),
+        ("bfloat16", "window", "carry"),
+        ("bfloat16", "rows", "carry"),
+    )
+    if (kind, head_dim) != ("backward", 256)
+]
+ALLOWED = {"plain": 300, "carry": 1200}
+"""Bytes spilled before and after the loop over tiles, once per tile of queries (docs/kernels.md). Heads of 256 with a
+carry hold twice as much where it joins: 7,000."""
+
+
+def check_hopper(kind: str, head_dim: int, dtype: str, mask: str, carry: str) -> None:
+    command = [sys.executable, "-c", HOPPER, kind, str(head_dim), dtype, mask, carry]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=_compiling(), check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    spilled, shared, wide, warnings = json.loads(done.stdout)
+    assert spilled <= (7000 if (head_dim, carry) == (256, "carry") else ALLOWED[carry])
+    assert shared <= 232448, "a Hopper block has 227 KiB of shared memory"
+    assert wide > 0, "the products must use the warpgroup's instruction"
+    assert not [line for line in warnings if "serialized" in line]
+
+
+@pytest.mark.parametrize(("kind", "head_dim", "dtype", "mask", "carry"), PLAIN)
+def test_the_hopper_kernels_compile(kind: str, head_dim: int, dtype: str, mask: str, carry: str) -> None:
+    check_hopper(kind, head_dim, dtype, mask, carry)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "head_dim", "dtype", "mask", "carry"), [x for x in ALL if x not in PLAIN])
+def test_every_hopper_kernel_compiles(kind: str, head_dim: int, dtype: str, mask: str, carry: str) -> None:
+    check_hopper(kind, head_dim, dtype, mask, carry)

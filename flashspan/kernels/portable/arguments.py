@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,7 +18,11 @@ LOG2E = math.log2(math.e)
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch: calling it launches; compiling it needs no GPU."""
+    """One kernel launch: calling it launches; compiling it needs no GPU.
+
+    Triton's own launcher works out at every call which compiled kernel the arguments want. That depends on less than it
+    looks at, so what it found is remembered here by that alone: most of a short call's time is spent on the host.
+    """
 
     kernel: Any
     grid: tuple[int, ...]
@@ -26,7 +30,63 @@ class Launch:
     constants: dict[str, Any]
 
     def __call__(self) -> None:
-        self.kernel[self.grid](*self.arguments, **self.constants)
+        first = next(x for x in self.arguments if isinstance(x, Tensor))
+        if not first.is_cuda:
+            self.kernel[self.grid](*self.arguments, **self.constants)
+            return
+        plan = _PLANS.get(id(self.kernel)) or _PLANS.setdefault(id(self.kernel), _Plan.of(self))
+        key = plan.key(self)
+        found = plan.compiled.get(key)
+        if found is None:
+            plan.compiled[key] = self.kernel[self.grid](*self.arguments, **self.constants)
+            return
+        stream = torch.cuda.current_stream(first.device).cuda_stream
+        constants = [self.constants[name] for name in plan.constants]
+        found.run(
+            *(*self.grid, 1, 1)[:3], stream, found.function, found.packed_metadata, None, None, None,
+            *self.arguments, *constants,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Where a kernel's arguments of each kind stand, and what was compiled for which of them."""
+
+    tensors: tuple[int, ...]
+    fixed: tuple[int, ...]  # numbers the kernel is compiled for
+    free: tuple[int, ...]  # numbers it is not, beyond whether they fit 32 bits
+    descriptors: tuple[int, ...]
+    constants: tuple[str, ...]
+    compiled: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, launch: Launch) -> _Plan:
+        names, arguments = launch.kernel.arg_names, launch.arguments
+        free = set(launch.kernel.do_not_specialize)
+        numbers = [i for i, x in enumerate(arguments) if isinstance(x, int)]
+        return cls(
+            tuple(i for i, x in enumerate(arguments) if isinstance(x, Tensor)),
+            tuple(i for i in numbers if names[i] not in free),
+            tuple(i for i in numbers if names[i] in free),
+            tuple(i for i, x in enumerate(arguments) if hasattr(x, "block_shape")),
+            tuple(names[len(arguments) :]),
+        )
+
+    def key(self, launch: Launch) -> tuple[Any, ...]:
+        """Equal for launches that want the same compiled kernel on the same device."""
+        x = launch.arguments
+        wide = [i for i in self.free if not -0x80000000 <= x[i] < 0x80000000]
+        return (
+            x[self.tensors[0]].device.index,
+            *launch.constants.values(),
+            *[(x[i].dtype, x[i].data_ptr() & 15) for i in self.tensors],
+            *[x[i] for i in self.fixed],
+            *[(x[i].base.dtype, *x[i].block_shape) for i in self.descriptors],
+            *wide,
+        )
+
+
+_PLANS: dict[int, _Plan] = {}
 
 
 def mask_arguments(

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashspan.kernels.portable.arguments import on
+from flashspan.kernels.portable.arguments import Launch, on
 from flashspan.kernels.portable.common import load_tile
 from flashspan.kernels.portable.tiles import block_dim
 
@@ -34,7 +34,10 @@ def row_delta(dout: Tensor, out: Tensor) -> Tensor:
     if out.numel():
         block = 32
         with on(out.device):
-            delta_kernel[(triton.cdiv(T, block) * B * H,)](
-                dout, out, delta, *dout.stride()[:3], *out.stride()[:3], H, T, D=D, BD=block_dim(D), BM=block
-            )  # fmt: skip
+            Launch(
+                delta_kernel,
+                (triton.cdiv(T, block) * B * H,),
+                (dout, out, delta, *dout.stride()[:3], *out.stride()[:3], H, T),
+                {"D": D, "BD": block_dim(D), "BM": block},
+            )()
     return delta

@@ -6,6 +6,8 @@ its rows on chip (FlashAttention-2, Algorithm 1), all in float32, and starts the
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -30,17 +32,20 @@ from flashspan.kernels.portable.tiles import tile
 
 @triton.jit(do_not_specialize=["T", "S", "lo", "hi", "first", "batch_stride", "threshold"])
 def forward_kernel(
-    q, k, v, out, lse, start, end, seed, qpos, kpos,
+    q, k, v, out, lse, start, end, seed, qpos, kpos, only,
     s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_ob, s_oh, s_ot, s_rows,
     H, K, T, S, lo, hi, scale, threshold, gain, first, batch_stride,
     D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
     TABLE: tl.constexpr, CARRY: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr,
-    NEGATIVE: tl.constexpr, PRECISION: tl.constexpr,
+    NEGATIVE: tl.constexpr, PRECISION: tl.constexpr, ONLY: tl.constexpr,
 ):  # fmt: skip
     # The last queries see the most under a causal mask: they go first, so that no long program starts late.
     num_m = tl.cdiv(T, BM)
     i_m = num_m - 1 - tl.program_id(0) % num_m
     i_bh = tl.program_id(0) // num_m
+    if ONLY:  # noqa: SIM102 - this one is decided when compiling
+        if tl.load(only + i_bh.to(tl.int64) * num_m + i_m) == 0:
+            return
     i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
     i_k = i_h // (H // K)
     q += i_b * s_qb + i_h * s_qh
@@ -111,9 +116,9 @@ def forward(
         out = q.new_empty(B, T, H, D, dtype=out_dtype).transpose(1, 2)
         lse = q.new_empty(B, H, T, dtype=torch.float32)
     else:
-        assert carry.out.dtype == carry.lse.dtype == torch.float32, "a carry is float32"
+        assert carry.out.dtype == torch.float32, "a carry is float32"
         out = carry.out if carry.out.stride(-1) == 1 else carry.out.contiguous()
-        lse = carry.lse.contiguous()
+        lse = carry.lse.float().contiguous()
     if q.numel() == 0:
         return Carry(out, lse)
     with on(q.device):
@@ -131,8 +136,9 @@ def forward_launch(
     scale: float,
     carry: bool,
     dropout: Dropout | None,
+    only: Tensor | None = None,
 ) -> Launch:
-    """What forward launches, as data."""
+    """What forward launches, as data. `only` [B, H, ceil(T / 64)] int32: compute just the 64 rows where it is not 0."""
     if isinstance(mask, Blocks):
         return sparse_forward_launch(q, k, v, out, lse, mask, scale, carry, dropout)
     B, H, T, D = q.shape
@@ -140,17 +146,19 @@ def forward_launch(
     table, start, end, _, _, rows_stride, _, lo, hi, _ = mask_arguments(mask, T, S, q)
     seed, qpos, kpos, threshold, gain, first, batch_stride = dropout_arguments(dropout, q)
     size = tile("out", q)
+    if only is not None:
+        size = replace(size, block_q=64, num_warps=4)
     return Launch(
         forward_kernel,
         (triton.cdiv(T, size.block_q) * B * H,),
         (
-            q, k, v, out, lse, start, end, seed, qpos, kpos,
+            q, k, v, out, lse, start, end, seed, qpos, kpos, lse if only is None else only,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], rows_stride,
             H, k.shape[1], T, S, lo, hi, scale * LOG2E, threshold, gain, first, batch_stride,
         ),
         {
             "TABLE": table, "CARRY": carry, "DROPOUT": dropout is not None,
             "POSITIONS": dropout is not None and dropout.q_positions is not None, "NEGATIVE": scale < 0,
-            "PRECISION": precision(q), **size.constants(D),
+            "PRECISION": precision(q), "ONLY": only is not None, **size.constants(D),
         },
     )  # fmt: skip

@@ -1,0 +1,68 @@
+"""The course's leaderboard test: causal attention on 16 heads of 64 over 16,384 tokens, forward and backward.
+
+    flashspan bench leaderboard
+
+As the course runs it: compiled, bfloat16, the sum of the output as the loss, milliseconds from `do_bench` over ten
+seconds. The row goes to docs/benchmarks/leaderboard.csv.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from flashspan import attention
+from flashspan.bench import record
+from flashspan.kernels import reference
+from flashspan.kernels.masks import CAUSAL
+
+PATH = Path("docs/benchmarks/leaderboard.csv")
+HEADS, TOKENS, HEAD_DIM = 16, 16384, 64
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+    """The course's call: [heads, tokens, head size], no batch."""
+    return attention(q[None], k[None], v[None], causal=is_causal)[0]
+
+
+def main(*, rep: int = 10000, warmup: int = 1000) -> int:
+    """Measure, check, append, print."""
+    from triton.testing import do_bench
+
+    if not torch.cuda.is_available():
+        raise ValueError("bench leaderboard needs a CUDA device and none is present; `flashspan check` runs anywhere")
+    torch.manual_seed(0)
+    shape = (3, HEADS, TOKENS, HEAD_DIM)
+    q, k, v = torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    compiled = torch.compile(flash)
+
+    def step() -> None:
+        compiled(q, k, v, True).sum().backward()
+
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    peak = (torch.cuda.max_memory_allocated() - before) / 2**20
+    with torch.no_grad():
+        rows = range(TOKENS - 256, TOKENS)
+        exact = reference.forward(
+            q[None, :1, rows.start :].float(), k[None, :1].float(), v[None, :1].float(),
+            mask=CAUSAL.slice(rows, range(TOKENS)), scale=HEAD_DIM**-0.5,
+        ).out  # fmt: skip
+        mine = compiled(q, k, v, True)[None, :1, rows.start :].float()
+        error = float((mine - exact).norm() / exact.norm())
+    low, middle, high = do_bench(step, rep=rep, warmup=warmup, quantiles=[0.2, 0.5, 0.8])
+    row = record.Row(
+        **record.environment(torch.device("cuda")), shape=f"1x{HEADS}/{HEADS}x{TOKENS}x{HEAD_DIM} causal",
+        impl="flashspan", kind="both", p20_ms=low, p50_ms=middle, p80_ms=high,
+        tflops=3.5 * 2 * HEADS * TOKENS**2 * HEAD_DIM / middle / 1e9, error=error, peak_mib=peak,
+    )  # fmt: skip
+    record.append([row], PATH)
+    print(f"forward and backward {middle:.3f} ms ({row.tflops:.0f} TFLOP/s), error {error:.1e}; appended to {PATH}")
+    return 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""Gluon kernels for Hopper GPUs (sm_90), on the contract of kernels/contract.py.
+
+Where they cannot be compiled the portable kernels serve, this call and all that follow, and `explain` says why.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources, PTXASError
+
+from flashspan.kernels import dispatch, portable
+from flashspan.kernels.contract import Carry
+from flashspan.kernels.hopper import launch
+
+__all__ = ["backward", "forward"]
+
+UNUSABLE = (CompilationError, OutOfResources, PTXASError, NotImplementedError)
+"""What says that a kernel was not launched at all."""
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Carry:
+    """See contract.py."""
+    try:
+        return launch.forward(q, k, v, **rest)
+    except UNUSABLE as error:
+        _retire(error)
+        return portable.forward(q, k, v, **rest)
+
+
+def backward(*inputs: Tensor, **rest: Any) -> None:
+    """See contract.py."""
+    try:
+        launch.backward(*inputs, **rest)
+    except UNUSABLE as error:
+        _retire(error)
+        portable.backward(*inputs, **rest)
+
+
+def _retire(error: Exception) -> None:
+    dispatch.retire("hopper", f"could not be compiled here: {type(error).__name__}: {error}"[:500])

@@ -1,0 +1,309 @@
+"""The forward kernel for Hopper.
+
+One warp feeds K and V tiles through the copy engine; two or three warpgroups of 64 queries each multiply. A warpgroup
+starts the scores of tile i and the output of tile i - 1 together and computes the softmax between them, so the tensor
+cores always have one of the two to do. K of tile i and V of tile i - 1 travel as a pair under one barrier: the wait for
+the next pair, in the middle of an iteration, is also the branch that keeps ptxas from moving the softmax behind the
+products. Programs are persistent: while a tile's output is written, the next one's Q and first K are on their way.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from flashspan.kernels.hopper.names import here_and_now
+from flashspan.kernels.hopper.walk import blocks, bounds, leave, next_tile, place, tell, told
+
+
+@gluon.jit
+def _stage(x, STAGES: gl.constexpr):
+    """Pair (or tile) number x -> (its buffer, the parity its barrier has when it is full)."""
+    LOG: gl.constexpr = STAGES // 2  # of 1, 2 and 4
+    return x & (STAGES - 1), (x >> LOG) & 1
+
+
+@gluon.jit
+def _load(desc, b, h, row, bar, buffer):
+    tma.async_copy_global_to_shared(desc, [b, h, row, 0], bar, buffer)
+
+
+@gluon.jit
+def _feed(desc, buffers, bars, numbers, outputs, tables, C: gl.constexpr):
+    """The producer warp: Q of each tile, then the pairs (K_i, V_i-1), walking keys from the last block to the first."""
+    desc_q, desc_k, desc_v = desc
+    q_s, k_s, v_s = buffers
+    q_full, q_empty, full, empty, tile_s = bars
+    H, G, T, S, lo, hi, scale, num_heads, num_blocks, section, num_tiles, counter = numbers
+    start, end, s_rows = tables
+    BM: gl.constexpr = C[0]
+    BN: gl.constexpr = C[1]
+    WGS: gl.constexpr = C[2]
+    STAGES: gl.constexpr = C[3]
+    TABLE: gl.constexpr = C[5]
+    QS: gl.constexpr = C[10]
+    pair = 0
+    turn = 0
+    tile = gl.program_id(0)
+    while tile < num_tiles:
+        i_block, i_bh = place(tile, num_blocks, num_heads, section)
+        m0 = (num_blocks - 1 - i_block) * (BM * WGS)
+        i_b = i_bh // H
+        i_h = i_bh % H
+        i_k = i_h // G
+        first, f_lo, f_hi, last = blocks(
+            m0, T, S, lo, hi, start + i_b * s_rows, end + i_b * s_rows, TABLE, BM * WGS, BN, 1
+        )
+        n = last - first
+        # The first K needs no Q: it is on its way while the tile before is finished.
+        stage, phase = _stage(pair, STAGES)
+        mbarrier.wait(empty.index(stage), phase ^ 1)
+        mbarrier.expect(full.index(stage), desc_k.block_type.nbytes)
+        _load(desc_k, i_b, i_k, (last - 1) * BN, full.index(stage), k_s.index(stage))
+        room, phase = _stage(turn, QS)
+        mbarrier.wait(q_empty.index(room), phase ^ 1)
+        tell(tile_s.index(turn & 3), tile)
+        mbarrier.expect(q_full.index(room), WGS * desc_q.block_type.nbytes)
+        for w in gl.static_range(WGS):
+            _load(desc_q, i_b, i_h, m0 + w * BM, q_full.index(room), q_s.index(room * WGS + w))
+        for i in range(1, n):
+            stage, phase = _stage(pair + i, STAGES)
+            row = (last - 1 - i) * BN
+            mbarrier.wait(empty.index(stage), phase ^ 1)
+            mbarrier.expect(full.index(stage), 2 * desc_k.block_type.nbytes)
+            _load(desc_k, i_b, i_k, row, full.index(stage), k_s.index(stage))
+            _load(desc_v, i_b, i_k, row + BN, full.index(stage), v_s.index(stage))
+        stage, phase = _stage(pair + n, STAGES)
+        mbarrier.wait(empty.index(stage), phase ^ 1)
+        mbarrier.expect(full.index(stage), desc_v.block_type.nbytes)
+        _load(desc_v, i_b, i_k, first * BN, full.index(stage), v_s.index(stage))
+        tile = next_tile(counter)
+        pair += n + 1
+        turn += 1
+    room, phase = _stage(turn, QS)
+    mbarrier.wait(q_empty.index(room), phase ^ 1)
+    tell(tile_s.index(turn & 3), tile)
+    mbarrier.arrive(q_full.index(room), count=1)
+    leave(counter)
+
+
+@gluon.jit
+def _hide(s, start, end, n0, EDGES: gl.constexpr):
+    """Scores of keys from n0 on, -inf where a row does not see the key."""
+    o_n = here_and_now(0) + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
+    seen = o_n[None, :] < (end - n0)[:, None]
+    if EDGES == 2:
+        seen = seen & (o_n[None, :] >= (start - n0)[:, None])
+    return gl.where(seen, s, float("-inf"))
+
+
+@gluon.jit
+def _softmax(s, m, l, scale):
+    """One tile of scores into the running softmax, in base 2. Returns p, alpha, m, l."""
+    top = gl.maximum(m, gl.max(s, 1) * scale)
+    # A row that has seen nothing keeps m = -inf; subtracting 0 instead leaves exp2(-inf) = 0.
+    shift = gl.where(top == float("-inf"), 0.0, top)
+    p = gl.exp2(s * scale - shift[:, None])
+    alpha = gl.exp2(m - shift)
+    return p, alpha, top, l * alpha + gl.sum(p, 1)
+
+
+@gluon.jit
+def _rows(p, row, stride, num_rows, D: gl.constexpr, BD: gl.constexpr, BM: gl.constexpr, L: gl.constexpr):
+    """Pointers to BM rows of a [*, D] matrix that p points into, and which of them exist: [BM, BD]."""
+    o_r = gl.arange(0, BM, layout=gl.SliceLayout(1, L))
+    o_d = here_and_now(0) + gl.arange(0, BD, layout=gl.SliceLayout(0, L))
+    return p + (o_r[:, None] * stride + o_d[None, :]), (row + o_r < num_rows)[:, None] & (o_d < D)[None, :]
+
+
+@gluon.jit
+def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C: gl.constexpr):
+    """A consumer warpgroup: 64 queries of each tile."""
+    desc_q, desc_k, desc_v = desc
+    q_s, k_s, v_s = buffers
+    q_full, q_empty, full, empty, tile_s = bars
+    H, G, T, S, lo, hi, scale, num_heads, num_blocks, section, num_tiles, counter = numbers
+    out, lse, bad, s_ob, s_oh, s_ot = outputs
+    start, end, s_rows = tables
+    BM: gl.constexpr = C[0]
+    BN: gl.constexpr = C[1]
+    WGS: gl.constexpr = C[2]
+    STAGES: gl.constexpr = C[3]
+    EDGES: gl.constexpr = C[4]
+    TABLE: gl.constexpr = C[5]
+    CARRY: gl.constexpr = C[6]
+    D: gl.constexpr = C[7]
+    SL: gl.constexpr = C[8]
+    OL: gl.constexpr = C[9]
+    BD: gl.constexpr = desc_q.block_type.shape[3]
+    dtype: gl.constexpr = desc_q.dtype
+    RL: gl.constexpr = gl.SliceLayout(1, SL)
+    RO: gl.constexpr = gl.SliceLayout(1, OL)
+    PL: gl.constexpr = gl.DotOperandLayout(0, OL, 2)
+    QS: gl.constexpr = C[10]
+    pair = 0
+    turn = 0
+    mbarrier.wait(q_full.index(0), 0)
+    tile = told(tile_s.index(0), 4)
+    while tile < num_tiles:
+        i_block, i_bh = place(tile, num_blocks, num_heads, section)
+        m0 = (num_blocks - 1 - i_block) * (BM * WGS)
+        i_b = i_bh // H
+        p_start = start + i_b * s_rows
+        p_end = end + i_b * s_rows
+        first, f_lo, f_hi, last = blocks(m0, T, S, lo, hi, p_start, p_end, TABLE, BM * WGS, BN, 4)
+        n = last - first
+        m0 += WG * BM
+        o_m = m0 + gl.arange(0, BM, layout=RL)
+        r_start, r_end = bounds(o_m, T, S, lo, hi, p_start, p_end, TABLE)
+        o = gl.zeros([BM, BD], gl.float32, layout=OL)
+        m = gl.full([BM], float("-inf"), gl.float32, layout=RL)
+        l = gl.full([BM], 0.0, gl.float32, layout=RL)
+
+        room, _ = _stage(turn, QS)
+        q = q_s.index(room * WGS + WG).reshape((BM, BD))
+        # Block 0: there is no output to overlap with yet.
+        stage, phase = _stage(pair, STAGES)
+        mbarrier.wait(full.index(stage), phase)
+        zero = gl.zeros([BM, BN], gl.float32, layout=SL)
+        s = warpgroup_mma(q, k_s.index(stage).reshape((BN, BD)).permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        mbarrier.arrive(empty.index(stage), count=1)
+        s = _hide(s, r_start, r_end, (last - 1) * BN, EDGES)
+        p, alpha, m, l = _softmax(s, m, l, scale)
+
+        stage, phase = _stage(pair + 1, STAGES)
+        mbarrier.wait(full.index(stage), phase)
+        for i in range(1, n):
+            stage, phase = _stage(pair + i, STAGES)
+            after, phase = _stage(pair + i + 1, STAGES)
+            pd = gl.convert_layout(p.to(dtype), PL, assert_trivial=True)
+            sa = warpgroup_mma(
+                q, k_s.index(stage).reshape((BN, BD)).permute((1, 0)), zero, use_acc=False, is_async=True
+            )
+            oa = warpgroup_mma(pd, v_s.index(stage).reshape((BN, BD)), o, is_async=True)
+            s = warpgroup_mma_wait(1, deps=(sa,))
+            if EDGES > 0:
+                at = last - 1 - i
+                if (at >= f_hi) | (at < f_lo):
+                    s = _hide(s, r_start, r_end, at * BN, EDGES)
+            p, alpha, m, l = _softmax(s, m, l, scale)
+            mbarrier.wait(full.index(after), phase)
+            # P goes through the wait with O: ptxas must not reuse the registers the product still reads.
+            o, p = warpgroup_mma_wait(0, deps=(oa, p))
+            mbarrier.arrive(empty.index(stage), count=1)
+            o = o * gl.convert_layout(alpha, RO, assert_trivial=True)[:, None]
+
+        mbarrier.arrive(q_empty.index(room), count=1)
+        stage, phase = _stage(pair + n, STAGES)
+        pd = gl.convert_layout(p.to(dtype), PL, assert_trivial=True)
+        o = warpgroup_mma(pd, v_s.index(stage).reshape((BN, BD)), o, is_async=True)
+        o = warpgroup_mma_wait(0, deps=(o,))
+        mbarrier.arrive(empty.index(stage), count=1)
+        pair += n + 1
+
+        # Where it goes is worked out again: until here these numbers would only have held registers.
+        i_block, i_bh = place(told(tile_s.index(turn & 3), 4), num_blocks, num_heads, section)
+        m0 = (num_blocks - 1 - i_block) * (BM * WGS) + WG * BM
+        o_m = m0 + gl.arange(0, BM, layout=RL)
+        i_b = (i_bh // H).to(gl.int64)
+        i_h = (i_bh % H).to(gl.int64)
+        p_out = out + i_b * (s_ob * 8) + i_h * (s_oh * 8) + m0.to(gl.int64) * (s_ot * 8)
+        p_lse = lse + i_bh.to(gl.int64) * T
+        if EDGES > 0:
+            # A hidden key has probability 0, but 0 * NaN is NaN: rows with one are left to the portable kernel, which
+            # knows who may see it. Nearly always there are none.
+            wrong = gl.max(gl.max(gl.where(o * 0.0 == 0.0, 0, 1), 1), 0)
+            gl.store(bad + i_bh.to(gl.int64) * gl.cdiv(T, BM) + m0 // BM, wrong, mask=m0 < T)
+            rows = gl.where(wrong == 0, T, 0)
+        else:
+            rows = T
+        p_tile, here = _rows(p_out, m0, s_ot * 8, rows, D, BD, BM, OL)
+        if CARRY:
+            # The carry joins last, in float32: the loop above is the same with and without one.
+            past = gl.load(p_lse + o_m, mask=o_m < T, other=float("-inf")) * 1.4426950408889634
+            top = gl.maximum(m, past)
+            shift = gl.where(top == float("-inf"), 0.0, top)
+            now = gl.exp2(m - shift)
+            past = gl.exp2(past - shift)
+            m = top
+            l = l * now + past
+            o = o * gl.convert_layout(now, RO, assert_trivial=True)[:, None]
+            o += gl.load(p_tile, mask=here, other=0.0) * gl.convert_layout(past, RO, assert_trivial=True)[:, None]
+        nothing = l == 0.0
+        l = gl.where(nothing, 1.0, l)
+        gl.store(p_lse + o_m, gl.where(nothing, float("-inf"), (m + gl.log2(l)) * 0.6931471805599453), mask=o_m < rows)
+        o = o * gl.convert_layout(1.0 / l, RO, assert_trivial=True)[:, None]
+        gl.store(p_tile, o.to(out.dtype.element_ty), mask=here)
+        turn += 1
+        room, phase = _stage(turn, QS)
+        mbarrier.wait(q_full.index(room), phase)
+        tile = told(tile_s.index(turn & 3), 4)
+
+
+@gluon.jit
+def _first(desc, buffers, bars, numbers, outputs, tables, C: gl.constexpr):
+    _multiply(0, desc, buffers, bars, numbers, outputs, tables, C)
+
+
+@gluon.jit
+def _second(desc, buffers, bars, numbers, outputs, tables, C: gl.constexpr):
+    _multiply(1, desc, buffers, bars, numbers, outputs, tables, C)
+
+
+@gluon.jit
+def _third(desc, buffers, bars, numbers, outputs, tables, C: gl.constexpr):
+    _multiply(2, desc, buffers, bars, numbers, outputs, tables, C)
+
+
+NUMBERS = ["s_ob", "s_oh", "s_ot", "s_rows", "H", "G", "T", "S", "lo", "hi", "num_heads", "section", "num_tiles"]
+
+
+@gluon.jit(do_not_specialize=NUMBERS)
+def forward_kernel(
+    desc_q, desc_k, desc_v, out, lse, bad, start, end, counter, s_ob, s_oh, s_ot, s_rows, H, G, T, S, lo, hi, scale,
+    num_heads, section, num_tiles, D: gl.constexpr, WGS: gl.constexpr, STAGES: gl.constexpr, QS: gl.constexpr,
+    EDGES: gl.constexpr, TABLE: gl.constexpr, CARRY: gl.constexpr, REGISTERS: gl.constexpr,
+    FEED_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Strides of out come in units of 8 elements: the compiler then knows they are divisible, whatever the length."""
+    BM: gl.constexpr = desc_q.block_type.shape[2]
+    BD: gl.constexpr = desc_q.block_type.shape[3]
+    BN: gl.constexpr = desc_k.block_type.shape[2]
+    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BD, 16])
+    ML: gl.constexpr = mbarrier.MBarrierLayout()
+    q_s = gl.allocate_shared_memory(desc_q.dtype, [QS * WGS, 1, 1, BM, BD], desc_q.layout)
+    k_s = gl.allocate_shared_memory(desc_q.dtype, [STAGES, 1, 1, BN, BD], desc_k.layout)
+    v_s = gl.allocate_shared_memory(desc_q.dtype, [STAGES, 1, 1, BN, BD], desc_v.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [QS, 1], ML)
+    q_empty = gl.allocate_shared_memory(gl.int64, [QS, 1], ML)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ML)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ML)
+    tile_s = gl.allocate_shared_memory(gl.int32, [4, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+    for i in gl.static_range(QS):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=WGS)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=WGS)
+    num_blocks = gl.cdiv(T, BM * WGS)
+    C: gl.constexpr = (BM, BN, WGS, STAGES, EDGES, TABLE, CARRY, D, SL, OL, QS)
+    job = (
+        (desc_q, desc_k, desc_v),
+        (q_s, k_s, v_s),
+        (q_full, q_empty, full, empty, tile_s),
+        (H, G, T, S, lo, hi, scale, num_heads, num_blocks, section, num_tiles, counter),
+        (out, lse, bad, s_ob, s_oh, s_ot),
+        (start, end, s_rows),
+        C,
+    )
+    if WGS == 2:
+        gl.warp_specialize([(_first, job), (_second, job), (_feed, job)], [4, 1], [REGISTERS, FEED_REGISTERS])
+    else:
+        gl.warp_specialize(
+            [(_first, job), (_second, job), (_third, job), (_feed, job)],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, FEED_REGISTERS],
+        )

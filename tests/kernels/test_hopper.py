@@ -1,0 +1,221 @@
+"""The Hopper kernels on a Hopper GPU: `pytest -m gpu tests/kernels/test_hopper.py`. test_compile.py needs none."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashspan
+from flashspan import attention
+from flashspan.kernels import reference
+from flashspan.kernels.contract import Carry, row_delta
+from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band, Mask, Rows, dense
+from tests.kernels.cases import relative
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU"),
+]
+FORWARD_BOUND, GRADIENT_BOUND = 4e-3, 6e-3  # bfloat16 has eight bits; a float32 truth
+
+
+def some_mask(choice: random.Random, num_queries: int, num_keys: int) -> Mask:
+    kind = choice.choice(("full", "causal", "band", "rows", "ragged"))
+    if kind == "full":
+        return EVERYTHING
+    if kind == "causal":
+        return CAUSAL
+    if kind == "band":
+        lo = choice.randint(-num_queries, num_keys)
+        return Band(lo, lo + choice.randint(0, num_keys))
+    if kind == "rows":  # documents: ascending intervals, some empty
+        cuts = sorted(choice.randint(0, num_keys) for _ in range(choice.randint(0, 6)))
+        edges = torch.tensor([0, *cuts, num_keys])
+        place = torch.linspace(0, num_keys, num_queries).long()
+        start = edges[torch.searchsorted(edges, place, right=True).clamp(1, len(edges) - 1) - 1]
+        end = edges[torch.searchsorted(edges, place, right=True).clamp(1, len(edges) - 1)]
+        return Rows(start.int(), end.int(), num_keys)
+    generator = torch.Generator().manual_seed(choice.randint(0, 2**31))
+    start, end = torch.randint(0, num_keys + 1, (2, num_queries), generator=generator)
+    return Rows(start.int(), end.int(), num_keys)
+
+
+def tensors(
+    choice: random.Random, B: int, H: int, K: int, T: int, S: int, D: int, dtype: torch.dtype = torch.bfloat16
+) -> list[Tensor]:
+    """q, k, v and dout in a random layout: [B, H, T, D], [B, T, H, D] or a view of fused projections."""
+    generator = torch.Generator("cuda").manual_seed(choice.randint(0, 2**31))
+
+    def make(heads: int, tokens: int) -> Tensor:
+        layout = choice.choice(("BHTD", "BTHD", "fused"))
+        if layout == "BHTD":
+            return torch.randn(B, heads, tokens, D, device="cuda", generator=generator).to(dtype)
+        wide = heads * D * (3 if layout == "fused" else 1)
+        flat = torch.randn(B, tokens, wide, device="cuda", generator=generator).to(dtype)
+        return flat[..., : heads * D].unflatten(-1, (heads, D)).transpose(1, 2)
+
+    return [make(H, T), make(K, S), make(K, S), make(H, T)]
+
+
+def check(x: list[Tensor], mask: Mask, scale: float, pieces: int) -> None:
+    """Forward in several calls that share a carry, and backward, overwriting and accumulating, against float32."""
+    from flashspan.kernels import hopper
+
+    q, k, v, dout = x
+    mask = mask.to("cuda")
+    full = [t.float() for t in x]
+    right = reference.forward(*full[:3], mask=mask, scale=scale)
+    wanted = tuple(torch.zeros_like(t) for t in full[:3])
+    delta = row_delta(dout, right.out)
+    reference.backward(
+        full[3], *full[:3], right.lse, delta, mask=mask, scale=scale,
+        dq=wanted[0], dk=wanted[1], dv=wanted[2], accumulate=True,
+    )  # fmt: skip
+
+    num_keys = k.shape[2]
+    cuts = [num_keys * i // pieces for i in range(pieces + 1)]
+    carry: Carry | None = None
+    for a, b in itertools.pairwise(cuts):
+        part = mask.slice(range(q.shape[2]), range(a, b)).to("cuda") if pieces > 1 else mask
+        kind = torch.float32 if pieces > 1 else q.dtype
+        carry = hopper.forward(q, k[:, :, a:b], v[:, :, a:b], mask=part, scale=scale, carry=carry, out_dtype=kind)
+    assert carry is not None
+    assert relative(carry.out, right.out) <= FORWARD_BOUND
+    assert torch.equal(carry.lse.isinf(), right.lse.isinf())
+    assert (carry.lse - right.lse).nan_to_num(0, 0, 0).abs().max() <= 1e-5
+    assert not carry.out[right.lse.isinf()].any()
+
+    fresh = tuple(torch.full_like(t, torch.nan) for t in (q, k, v))
+    options = {"mask": mask, "scale": scale}
+    hopper.backward(dout, q, k, v, right.lse, delta, **options, dq=fresh[0], dk=fresh[1], dv=fresh[2], accumulate=False)
+    sums = tuple(torch.ones(t.shape, device="cuda") for t in (q, k, v))
+    hopper.backward(dout, q, k, v, right.lse, delta, **options, dq=sums[0], dk=sums[1], dv=sums[2], accumulate=True)
+    for name, a, b, want in zip(("dq", "dk", "dv"), fresh, sums, wanted, strict=True):
+        assert relative(a, want, *wanted) <= GRADIENT_BOUND, name
+        assert relative(b - 1, want, *wanted) <= GRADIENT_BOUND, name
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_five_hundred_random_shapes(head_dim: int) -> None:
+    choice = random.Random(head_dim)
+    for _ in range(500):
+        T, S = (int(5000 ** choice.random()) for _ in range(2))
+        K, group, B = choice.choice((1, 2, 3)), choice.choice((1, 1, 2, 4)), choice.choice((1, 1, 2, 3))
+        x = tensors(choice, B, K * group, K, T, S, head_dim)
+        mask = some_mask(choice, T, S)
+        pieces = choice.choice((1, 1, 2)) if S > 1 else 1
+        try:
+            check(x, mask, head_dim**-0.5, pieces)
+        except AssertionError as error:
+            raise AssertionError(f"B {B}, K {K} x {group}, T {T}, S {S}, {mask}, {pieces} pieces") from error
+
+
+@pytest.mark.parametrize("head_dim", [8, 80, 96, 192, 256])
+def test_other_head_sizes_are_padded(head_dim: int) -> None:
+    choice = random.Random(head_dim)
+    for mask in (CAUSAL, EVERYTHING):
+        check(tensors(choice, 2, 4, 2, 333, 517, head_dim), mask, head_dim**-0.5, 1)
+
+
+def test_float16() -> None:
+    check(tensors(random.Random(0), 1, 4, 2, 700, 700, 128, torch.float16), CAUSAL, 128**-0.5, 1)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_nan_behind_the_mask_reaches_nobody_and_before_it_those_who_see_it(head_dim: int) -> None:
+    q, k, v, dout = tensors(random.Random(1), 1, 2, 2, 500, 500, head_dim)
+    q, k, v, dout = (x.contiguous().requires_grad_() for x in (q, k, v, dout))
+    for hidden in (k, v):
+        for value in (torch.nan, torch.inf):
+            with torch.no_grad():
+                before = hidden[0, 0, 300].clone()
+                hidden[0, 0, 300] = value
+            mask = Band(-150, 20)
+            out = attention(q, k, v, mask=mask, backend="hopper")
+            dq, _dk, _dv = torch.autograd.grad(out, (q, k, v), torch.ones_like(dout))
+            sees = dense(mask, 500, 500)[:, 300].cuda()
+            assert out[0, 0, ~sees].isfinite().all()
+            assert not out[0, 0, sees].isfinite().any()
+            assert out[0, 1].isfinite().all()
+            assert dq[0, 1].isfinite().all()
+            assert dq[0, 0, ~sees].isfinite().all()
+            with torch.no_grad():
+                hidden[0, 0, 300] = before
+
+
+def test_forward_repeats_bit_for_bit_and_gradients_where_asked() -> None:
+    q, k, v, dout = tensors(random.Random(2), 2, 8, 2, 1111, 1111, 128)
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    first = attention(q, k, v, causal=True, backend="hopper")
+    for _ in range(200):
+        assert torch.equal(first, attention(q, k, v, causal=True, backend="hopper"))
+    grads = None
+    for _ in range(20):
+        out = attention(q, k, v, causal=True, deterministic=True)
+        again = torch.autograd.grad(out, (q, k, v), dout)
+        grads = again if grads is None else grads
+        assert all(torch.equal(a, b) for a, b in zip(grads, again, strict=True))
+    assert flashspan.explain(q, k, v, causal=True).name == "hopper"
+    assert flashspan.explain(q, k, v, causal=True, deterministic=True).name == "portable"
+
+
+def test_a_graph_can_hold_it() -> None:
+    q, k, v, dout = tensors(random.Random(3), 1, 4, 4, 700, 700, 64)
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+
+    def step() -> tuple[Tensor, ...]:
+        out = attention(q, k, v, causal=True, backend="hopper")
+        return (out, *torch.autograd.grad(out, (q, k, v), dout))
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        wanted = [x.clone() for x in step()]
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = step()
+    for _ in range(3):
+        graph.replay()
+        assert all(relative(a, b) <= 1e-4 for a, b in zip(kept, wanted, strict=True))
+
+
+def test_a_new_length_compiles_nothing() -> None:
+    from flashspan.kernels.hopper.forward import forward_kernel
+
+    def run(T: int) -> None:
+        q, k, v, _ = tensors(random.Random(4), 1, 2, 2, T, T, 64)
+        attention(q, k, v, causal=True, backend="hopper")
+
+    run(640)
+    caches = forward_kernel.device_caches
+    count = sum(len(cache[0]) for cache in caches.values())
+    for T in (2, 17, 641, 1000, 4096):
+        run(T)
+    assert sum(len(cache[0]) for cache in caches.values()) == count
+
+
+def test_a_kernel_that_does_not_compile_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flashspan.kernels import dispatch, hopper
+
+    def fail(*_: object, **__: object) -> None:
+        raise NotImplementedError("no such instruction")
+
+    monkeypatch.setattr(hopper.launch, "forward", fail)
+    q, k, v, _ = tensors(random.Random(5), 1, 2, 2, 100, 100, 64)
+    try:
+        out = attention(q, k, v, causal=True)
+        right = reference.forward(q.float(), k.float(), v.float(), mask=CAUSAL, scale=0.125)
+        assert relative(out, right.out) <= FORWARD_BOUND
+        choice = flashspan.explain(q, k, v, causal=True)
+        assert choice.name == "portable"
+        assert "no such instruction" in choice.reasons["hopper"]
+    finally:
+        dispatch.FAILED.clear()
+        dispatch._choose.cache_clear()
