@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.runtime.jit import JITFunction
 
 from flashspan.kernels.contract import Dropout
 from flashspan.kernels.masks import Band, Mask, Rows
@@ -31,7 +32,7 @@ class Launch:
 
     def __call__(self) -> None:
         first = next(x for x in self.arguments if isinstance(x, Tensor))
-        if not first.is_cuda:
+        if not (first.is_cuda and isinstance(self.kernel, JITFunction)):  # interpreted
             self.kernel[self.grid](*self.arguments, **self.constants)
             return
         plan = _PLANS.get(id(self.kernel)) or _PLANS.setdefault(id(self.kernel), _Plan.of(self))
