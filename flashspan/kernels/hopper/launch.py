@@ -7,7 +7,6 @@ H200 (docs/kernels.md).
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -99,18 +98,16 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 @cache
-def _counters(device: torch.device) -> list[Tensor]:
-    return list(torch.zeros(256, 4, dtype=torch.int32, device=device).unbind())
-
-
-_turn = itertools.count()
+def _zeros(device: torch.device, stream: int) -> Tensor:
+    return torch.zeros(4, dtype=torch.int32, device=device)
 
 
 def _counter(device: torch.device) -> Tensor:
-    """Zeros for one launch to count with, on 16 bytes of their own. It leaves zeros behind: they serve again later."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return torch.zeros(2, dtype=torch.int32, device=device)  # a graph's own: it may run beside anything
-    return _counters(device)[next(_turn) % 256]
+    """Zeros for a launch to count with. It leaves zeros behind, and launches of one stream follow one another: each
+    stream has its own."""
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(4, dtype=torch.int32, device=device)  # a graph's own: it may run beside anything
+    return _zeros(device, torch.cuda.current_stream(device).cuda_stream)
 
 
 def _section(bytes_per_head: int, tiles_per_head: int, num_heads: int, multiprocessors: int) -> int:
