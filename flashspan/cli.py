@@ -112,7 +112,7 @@ def check(
 
 
 def bench() -> int:
-    """Measure and record: attention, sparse, model, context, study, collectives, data.
+    """Measure and record: attention, leaderboard, sparse, model, context, study, collectives, data.
 
     Each has its own options: flashspan bench NAME --help. Rows go to a folder, and flashspan report makes a page of it.
     """

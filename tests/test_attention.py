@@ -361,3 +361,21 @@ def test_explain_says_who_serves_and_why_not_the_others() -> None:
     text = str(flashspan.explain(*inputs(*[(1, 2, 9, 8)] * 3), causal=True, dropout=0.1))
     assert "serves float32 on cpu, head size 8, Band mask, dropout" in text
     assert "no counter-based dropout" in text
+
+
+def test_deterministic_travels_with_the_backend_name() -> None:
+    q, k, v = torch.randn(3, 1, 2, 37, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    dout = torch.randn(1, 2, 37, 16, generator=torch.Generator().manual_seed(1))
+    choice = flashspan.explain(q, k, v, causal=True, deterministic=True)
+    assert choice.call.deterministic
+    assert "repeatable gradients" in str(choice)
+    assert "Hopper" in choice.reasons["hopper"]
+    plain, asked = (attention(q, k, v, causal=True, deterministic=flag) for flag in (False, True))
+    for a, b in zip(
+        torch.autograd.grad(plain, (q, k, v), dout), torch.autograd.grad(asked, (q, k, v), dout), strict=True
+    ):
+        assert torch.equal(a, b)
+    named = attention(q, k, v, causal=True, backend="reference", deterministic=True)
+    assert torch.allclose(named, plain, atol=1e-6)
+    with pytest.raises(ValueError, match="cannot serve this call"):
+        attention(q, k, v, causal=True, backend="hopper", deterministic=True)

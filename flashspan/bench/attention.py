@@ -265,9 +265,12 @@ def main(*, quick: bool = False, shapes: Sequence[str] = (), only: Sequence[str]
     from rich.console import Console
     from rich.progress import track
 
+    chosen = [Shape.parse(words) for words in shapes] or list(SHAPES[:2] if quick else SHAPES)
+    known = list(dict.fromkeys(name for shape in chosen for name in implementations(shape)))
+    if strange := [name for name in only if name not in known]:
+        raise ValueError(f"only takes names of implementations, {', '.join(known)}: got {', '.join(strange)}")
     if not torch.cuda.is_available():
         raise ValueError("bench attention needs a CUDA device and none is present; `flashspan check` runs anywhere")
-    chosen = [Shape.parse(words) for words in shapes] or list(SHAPES[:2] if quick else SHAPES)
     where = record.environment(torch.device("cuda"))
     console = Console()
     console.width = max(console.width, 120)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from flashspan.bench import attention, record
+from flashspan.bench import attention, leaderboard, record
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -33,6 +33,30 @@ def test_every_benchmarked_shape_is_recorded() -> None:
     assert {str(shape) for shape in attention.SHAPES} <= recorded
 
 
+def test_the_picture_shows_every_implementation() -> None:
+    rows = record.read(ROOT / attention.PATH)
+    picture = attention.chart(rows)
+    assert all(f">{row.impl}<" in picture for row in rows)
+    assert (ROOT / attention.PATH).with_suffix(".svg").exists()
+
+
+def test_shapes_are_read_as_they_are_written() -> None:
+    for shape in attention.SHAPES:
+        words = f"{shape.B},{shape.H},{shape.K},{shape.T},{shape.D},{shape.pattern}"
+        assert attention.Shape.parse(words) == shape
+
+
+@pytest.mark.parametrize("words", ["", "1,2,3", "1,2,2,64,64,window", "1,2,2,64,64,causal 3", "1,2,2,x,64,full"])
+def test_other_shapes_are_refused(words: str) -> None:
+    with pytest.raises(ValueError, match="a shape is batch,heads"):
+        attention.main(shapes=[words])
+
+
+def test_an_unknown_implementation_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"only takes names of implementations, flashspan, .*: got flash"):
+        attention.main(quick=True, only=["flash"])
+
+
 def test_without_a_gpu_it_says_so() -> None:
     import torch
 
@@ -40,3 +64,5 @@ def test_without_a_gpu_it_says_so() -> None:
         pytest.skip("there is a GPU")
     with pytest.raises(ValueError, match="needs a CUDA device"):
         attention.main()
+    with pytest.raises(ValueError, match="needs a CUDA device"):
+        leaderboard.main()

@@ -17,7 +17,7 @@ from flashspan.kernels.hopper import launch
 
 __all__ = ["backward", "forward"]
 
-UNUSABLE = (CompilationError, OutOfResources, PTXASError, NotImplementedError)
+UNUSABLE = (CompilationError, OutOfResources, PTXASError)
 """What says that a kernel was not launched at all."""
 
 

@@ -110,11 +110,6 @@ def _counter(device: torch.device) -> Tensor:
     return _zeros(device, torch.cuda.current_stream(device).cuda_stream)
 
 
-def _section(bytes_per_head: int, tiles_per_head: int, num_heads: int, multiprocessors: int) -> int:
-    """How many key heads are in flight together: what fits the cache, but enough to occupy the chip."""
-    return min(num_heads, max(1, L2_BYTES // bytes_per_head, multiprocessors // tiles_per_head))
-
-
 def forward(
     q: Tensor,
     k: Tensor,
@@ -159,6 +154,8 @@ def forward_launch(
     group = H // K
     tiles_per_head = triton.cdiv(T, 64 * tile.warpgroups)
     num_tiles, chip = tiles_per_head * B * H, _multiprocessors(q.device)
+    # Key heads in flight together: those whose K and V fit the cache, but enough to occupy the chip.
+    section = min(B * K, max(1, L2_BYTES // (4 * S * wide), chip // (tiles_per_head * group)))
     return Launch(
         forward_kernel,
         (min(num_tiles, chip),),
@@ -166,7 +163,7 @@ def forward_launch(
             describe(q, 1, 1, 64, wide), describe(k, 1, 1, tile.block_k, wide), describe(v, 1, 1, tile.block_k, wide),
             out, lse, bad, start, end, _counter(q.device), *(step // 8 for step in out.stride()[:3]), rows_stride, H,
             group, T, S, lo, hi, scale * LOG2E, B * H,
-            _section(4 * S * wide, tiles_per_head * group, B * K, chip) * group, num_tiles,
+            section * group, num_tiles,
         ),
         {
             "D": D, "WGS": tile.warpgroups, "STAGES": tile.stages, "QS": tile.queries, "EDGES": edges, "TABLE": table,
@@ -270,6 +267,8 @@ def backward_launch(
     wide = block_dim(D)
     tile = BACKWARD[wide]
     tiles_per_head = triton.cdiv(S, tile.block_k)
+    # A block of keys that serves a group of heads takes that much longer: more of them must start early.
+    section = min(B * K, max(1, _multiprocessors(q.device) * (H // K) // tiles_per_head))
     return Launch(
         backward_kernel,
         (tiles_per_head * B * K,),
@@ -279,8 +278,7 @@ def backward_launch(
             describe(sums, 1, 1, tile.block_q, wide), describe(minus_lse, tile.block_q),
             describe(minus_delta, tile.block_q), dk, dv, first, last,
             *(step // 8 for x in (dk, dv) for step in x.stride()[:3]), s_columns, H, K, H // K, T, S,
-            minus_lse.numel() // (B * H), lo, hi, scale * LOG2E, scale,
-            _section(L2_BYTES, tiles_per_head, B * K, _multiprocessors(q.device) * (H // K)),
+            minus_lse.numel() // (B * H), lo, hi, scale * LOG2E, scale, section,
         ),
         {
             "D": D, "STAGES": 2, "TABLE": table, "ADD": accumulate, "ROTATE": tile.rotate,
