@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from flashspan.context.runs import Runs
+
 
 class Bundle(NamedTuple):
     """Tensors that hold the same local rows, each [B, heads, rows, ...]; `buffer` backs them if they can be sent."""
 
-    rows: range
+    rows: Runs
     fields: tuple[Tensor, ...]
     buffer: Tensor | None = None
 
-    def take(self, rows: range) -> tuple[Tensor, ...]:
-        """Views of some of the rows."""
-        first = self.rows.start
-        return tuple(field[:, :, rows.start - first : rows.stop - first] for field in self.fields)
+    def take(self, rows: range | Runs) -> tuple[Tensor, ...]:
+        """Views of what is held from the first to the last of these rows."""
+        first, last = self.rows.below(rows.start), self.rows.below(rows.stop)
+        return tuple(field[:, :, first:last] for field in self.fields)
+
+    def runs(self, rows: Runs) -> Iterator[tuple[Tensor, ...]]:
+        """Views of just these rows, run by run: mostly there is one."""
+        return map(self.take, rows.parts)
 
     def clear(self) -> None:
         for field in self.fields:
@@ -55,7 +61,7 @@ class Shelf:
 def allocate(
     kind: str,
     sizes: tuple[int, int, int, int],
-    rows: range,
+    rows: Runs,
     dtype: torch.dtype,
     sums: torch.dtype,
     shelf: Shelf,

@@ -19,6 +19,7 @@ from torch import Tensor
 from flashspan.context.bundle import Bundle, Shelf, allocate
 from flashspan.context.exchange import Parcel, Wire
 from flashspan.context.layout import Placement, cut
+from flashspan.context.runs import Runs
 from flashspan.context.schedule import Schedule, Tile, Transfer, head_chunk, reverse
 from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.contract import Dropout, LocalAttention
@@ -49,25 +50,27 @@ class Plan:
     def _positions(self) -> dict[tuple[int, torch.device], Tensor]:
         return {}
 
-    def tile_mask(self, tile: Tile, device: torch.device) -> Mask:
-        """The mask in a tile's own coordinates, sliced once."""
+    def tile_mask(self, tile: Tile, keys: Runs, device: torch.device) -> Mask:
+        """The mask in the coordinates of a tile that is given these rows of keys, sliced once."""
         mask = self.mask
         by_head = isinstance(mask, Blocks) and mask.num_heads > 1
-        key = (tile.q, tile.k, tile.q_rows, tile.k_rows, tile.chunk if by_head else 0, device)
+        key = (tile.q, tile.k, tile.q_rows, keys, tile.chunk if by_head else 0, device)
         if key not in self._masks:
             if isinstance(mask, Blocks) and by_head:
                 group = mask.num_heads // self.num_kv_heads
                 heads = head_chunk(self.num_kv_heads, tile.chunk, self.forward.num_chunks)
                 mask = mask.heads(range(heads.start * group, heads.stop * group))
-            q, k = cut(self.placement.ranges[tile.q], tile.q_rows), cut(self.placement.ranges[tile.k], tile.k_rows)
+            q, k = cut(self.placement.ranges[tile.q], Runs.of(tile.q_rows)), cut(self.placement.ranges[tile.k], keys)
             self._masks[key] = mask.slice(q, k).to(device)
         return self._masks[key]
 
-    def positions(self, owner: int, rows: range, device: torch.device) -> Tensor:
+    def positions(self, owner: int, rows: Runs, device: torch.device) -> Tensor:
         """Global positions of some of a rank's tokens, int32."""
         if (owner, device) not in self._positions:
             self._positions[owner, device] = self.placement.positions(owner).int().to(device)
-        return self._positions[owner, device][rows.start : rows.stop]
+        whole = self._positions[owner, device]
+        parts = [whole[part.start : part.stop] for part in rows.parts]
+        return parts[0] if len(parts) == 1 else torch.cat([whole[:0], *parts])
 
 
 class Call(NamedTuple):
@@ -90,12 +93,13 @@ class Walk:
     def __init__(self, plan: Plan, schedule: Schedule, wire: Wire, local: LocalAttention, call: Call) -> None:
         self.plan, self.schedule, self.wire, self.local, self.call = plan, schedule, wire, local, call
         self.rank = wire.rank
+        self.all_rows = Runs.of(range(call.q.shape[2]))
         self.exact = torch.promote_types(call.q.dtype, torch.float32)
         self.shelf = Shelf(call.q.device)
         self.copies: dict[Item, Bundle] = {}
         self.under_way: dict[Transfer, tuple[Parcel, Bundle]] = {}
         self.parts: dict[Item, int] = defaultdict(int)  # tiles and arrivals that are still to come, of each result
-        self.onward: dict[Item, range] = {}  # the rows of results that leave this rank
+        self.onward: dict[Item, Runs] = {}  # the rows of results that leave this rank
         for step in schedule.program(self.rank):
             for tile in step.tiles:
                 for kind, owner in (("carry", tile.q), ("dq", tile.q), ("dkv", tile.k)):
@@ -146,9 +150,9 @@ class Walk:
         self.heads(whole, chunk).copy_(part)
         return whole
 
-    def rows(self, item: Item) -> range:
+    def rows(self, item: Item) -> Runs:
         """The local rows a result covers here: all of one's own, what goes on of others'."""
-        return range(self.call.q.shape[2]) if item[1] == self.rank else self.onward[item]
+        return self.all_rows if item[1] == self.rank else self.onward[item]
 
     def steps(self) -> Iterator[None]:
         """Walk: in each step wait, post, compute, let go."""
@@ -215,8 +219,9 @@ class Walk:
         if held.buffer is not None and held.rows == transfer.rows:
             return held
         packed = self._room(transfer)
-        for field, source in zip(packed.fields, held.take(transfer.rows), strict=True):
-            field.copy_(source)
+        for places, sources in zip(packed.runs(transfer.rows), held.runs(transfer.rows), strict=True):
+            for place, source in zip(places, sources, strict=True):
+                place.copy_(source)
         return packed
 
     def _room(self, transfer: Transfer) -> Bundle:
@@ -226,9 +231,15 @@ class Walk:
         """The bundle this rank has of an owner's tensors: its own, or a copy."""
         if owner != self.rank:
             return self.copies[kind, owner, chunk]
-        return Bundle(range(self.call.q.shape[2]), tuple(self.heads(x, chunk) for x in self.own(kind)))
+        return Bundle(self.all_rows, tuple(self.heads(x, chunk) for x in self.own(kind)))
 
-    def make(self, kind: str, rows: range, chunk: int, sums: torch.dtype | None = None) -> Bundle:
+    def keys(self, tile: Tile) -> tuple[Tensor, Tensor, Runs]:
+        """k and v for a tile, as they are held from its first key to its last, and the rows that these are."""
+        held = self.hold("kv", tile.k, tile.chunk)
+        k, v = held.take(tile.k_rows)
+        return k, v, held.rows.within(tile.k_rows)
+
+    def make(self, kind: str, rows: Runs, chunk: int, sums: torch.dtype | None = None) -> Bundle:
         """Uninitialised room for some rows of a kind; `sums` is the dtype of what is summed, if not float32."""
         B, H, _, D = self.call.q.shape
         K = len(head_chunk(self.call.k.shape[1], chunk, self.schedule.num_chunks))
@@ -241,8 +252,8 @@ class Walk:
         group = x.shape[1] // max(1, self.call.k.shape[1])
         return x[:, chosen.start * group : chosen.stop * group]
 
-    def drop(self, tile: Tile) -> Dropout | None:
-        """Dropout told where in the whole a tile lies."""
+    def drop(self, tile: Tile, keys: Runs) -> Dropout | None:
+        """Dropout told where in the whole a tile lies that is given these rows of keys."""
         if self.call.dropout is None:
             return None
         num_heads, num_kv_heads = self.call.q.shape[1], self.call.k.shape[1]
@@ -250,8 +261,8 @@ class Walk:
         stride = self.call.dropout.batch_stride
         return replace(
             self.call.dropout,
-            q_positions=self.plan.positions(tile.q, tile.q_rows, self.call.q.device),
-            k_positions=self.plan.positions(tile.k, tile.k_rows, self.call.q.device),
+            q_positions=self.plan.positions(tile.q, Runs.of(tile.q_rows), self.call.q.device),
+            k_positions=self.plan.positions(tile.k, keys, self.call.q.device),
             first=self.call.dropout.first + chosen.start * (num_heads // max(1, num_kv_heads)),
             batch_stride=num_heads if stride is None else stride,
         )

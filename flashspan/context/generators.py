@@ -1,7 +1,8 @@
 """The strategies: each turns a survey (who needs which keys) into a schedule. Pure Python, no processes, no tensors.
 
 All of them leave out tiles with nothing visible, and of what is sent every row that nobody further on needs: a window
-of w tokens stops a ring after the ranks it touches, and sends those w tokens rather than the shard.
+of w tokens stops a ring after the ranks it touches, and sends those w tokens rather than the shard; of a block map, the
+blocks of keys that somebody further on sees. A transfer's bytes are its rows times `kv` (or what it holds) below.
 
 Bytes below are for one forward (then backward) walk over all ranks, full mask, no head chunks, T tokens on N ranks;
 kv = 2 * B * K * D * itemsize per token, dkv the same in float32.
@@ -12,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from flashspan.context.schedule import Schedule, Tile, Transfer, hull
+from flashspan.context.runs import Runs, union
+from flashspan.context.schedule import Schedule, Tile, Transfer
 from flashspan.context.survey import Survey
 
 
@@ -70,16 +72,16 @@ def _rings(survey: Survey, sizes: tuple[int, int], name: str) -> Schedule:
 def _spread(owner: int, branches: list[list[Tile]], inner: int) -> list[Transfer]:
     """How one rank's keys reach all who need them: from node to node by each node's head, and inside, hand to hand."""
     transfers = []
-    ahead = range(0)  # rows that nodes further on need, known from the last node back
+    ahead = Runs()  # rows that nodes further on need, known from the last node back
     for i in reversed(range(len(branches))):
         at_home = branches[i][0].rank // inner == owner // inner
         path = [tile for tile in branches[i] if tile.rank != owner]
         head = owner if at_home else path[0].rank
-        needed = range(0)
+        needed = Runs()
         for j in reversed(range(len(path))):
             tile = path[j]
             is_head = tile.rank == head
-            needed = hull([needed, tile.k_rows, ahead if is_head else range(0)])
+            needed = union([needed, tile.k_rows, ahead if is_head else Runs()])
             onward = path[j + 1].rank if j + 1 < len(path) else head
             if is_head:
                 # The head's copy comes from the previous node's, and has had since that one's arrival to travel.
@@ -158,8 +160,9 @@ def helper(survey: Survey) -> Schedule:
             helped = _tile(survey, step, rank, other, rank, half=1 if 2 * step == num else None)
             if helped.pairs:
                 tiles.append(helped)
-                transfers.append(Transfer(step - 1, step, other, rank, "q", other, helped.q_rows))
-                transfers.append(Transfer(step + 1, step + 2, rank, other, "carry", other, helped.q_rows))
+                rows = Runs.of(helped.q_rows)
+                transfers.append(Transfer(step - 1, step, other, rank, "q", other, rows))
+                transfers.append(Transfer(step + 1, step + 2, rank, other, "carry", other, rows))
     return Schedule("helper", num, tuple(tiles), tuple(transfers))
 
 

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flashspan.context.runs import Runs
 from flashspan.kernels.blocks import Blocks
 
 Ranges: TypeAlias = tuple[range, ...]
@@ -194,17 +195,18 @@ def deal(placement: Placement, num_parts: int) -> Placement:
     """Each rank's tokens split, in order, over `num_parts` ranks: rank (r, j) is r * num_parts + j."""
     ranges = []
     for part, size in zip(placement.ranges, placement.sizes, strict=True):
-        ranges += [cut(part, run) for run in _bounds(size, num_parts)]
+        ranges += [cut(part, Runs.of(run)) for run in _bounds(size, num_parts)]
     return _placement(placement.num_tokens, ranges)
 
 
-def cut(ranges: Ranges, rows: range) -> Ranges:
-    """The positions of these local rows (step 1) of a shard."""
+def cut(ranges: Ranges, rows: Runs) -> Ranges:
+    """The positions of these local rows of a shard."""
     parts, done = [], 0
     for run in ranges:
-        parts.append(run[max(0, rows.start - done) : max(0, rows.stop - done)])
+        mine = rows.within(range(done, done + len(run))).parts
+        parts += [run[part.start - done : part.stop - done] for part in mine]
         done += len(run)
-    return tuple(part for part in parts if len(part))
+    return tuple(parts)
 
 
 def _bounds(num_tokens: int, num_parts: int) -> list[range]:

@@ -8,6 +8,7 @@ from torch import Tensor
 from flashspan.context.bundle import Bundle
 from flashspan.context.exchange import Wire
 from flashspan.context.execute import Call, Item, Plan, Walk
+from flashspan.context.runs import Runs
 from flashspan.context.schedule import Tile, Transfer
 from flashspan.kernels.contract import Carry, LocalAttention
 
@@ -29,10 +30,10 @@ class ForwardWalk(Walk):
 
     def compute(self, tile: Tile) -> None:
         (q,) = self.hold("q", tile.q, tile.chunk).take(tile.q_rows)
-        k, v = self.hold("kv", tile.k, tile.chunk).take(tile.k_rows)
+        k, v, keys = self.keys(tile)
         item = ("carry", tile.q, tile.chunk)
         rows = self.rows(item)
-        if item not in self.carries and rows != tile.q_rows:
+        if item not in self.carries and rows != Runs.of(tile.q_rows):
             self.carries[item] = self._blank(item)
         so_far = self.carries.get(item)
         part = None
@@ -43,11 +44,11 @@ class ForwardWalk(Walk):
             q,
             k,
             v,
-            mask=self.plan.tile_mask(tile, q.device),
+            mask=self.plan.tile_mask(tile, keys, q.device),
             scale=self.call.scale,
             carry=None if part is None else given,
             out_dtype=q.dtype if part is None and tile.q == self.rank and self.parts[item] == 1 else self.exact,
-            dropout=self.drop(tile),
+            dropout=self.drop(tile, keys),
         )
         if part is None:
             self.carries[item] = Carry(carry.out, carry.lse.to(self.carried))
@@ -111,10 +112,10 @@ class BackwardWalk(Walk):
 
     def compute(self, tile: Tile) -> None:
         q, dout, lse, delta = self.hold("rows", tile.q, tile.chunk).take(tile.q_rows)
-        k, v = self.hold("kv", tile.k, tile.chunk).take(tile.k_rows)
+        k, v, keys = self.keys(tile)
         items: list[Item] = [("dq", tile.q, tile.chunk), ("dkv", tile.k, tile.chunk)]
         first = not any(item in self.totals for item in items)
-        covers = [self.rows(item) for item in items] == [tile.q_rows, tile.k_rows]
+        covers = [self.rows(item) for item in items] == [Runs.of(tile.q_rows), keys]
         # What one tile gives whole is written, not added, and if nothing else is to come it needs no float32.
         writes = first and covers
         only = writes and all(self.parts[item] == 1 and item[1] == self.rank for item in items)
@@ -125,7 +126,10 @@ class BackwardWalk(Walk):
             elif item not in self.totals:
                 self.totals[item] = self._zeros(item)
         (dq,) = self.totals[items[0]].take(tile.q_rows)
-        dk, dv = self.totals[items[1]].take(tile.k_rows)
+        # The copy of the keys and the gradient under way may differ in what they hold for others in the tile's gaps.
+        total = self.totals[items[1]]
+        room = total if total.rows.within(keys) == keys else self._zeros(items[1], keys)
+        dk, dv = room.take(keys)
         self.local.backward(
             dout,
             q,
@@ -133,14 +137,16 @@ class BackwardWalk(Walk):
             v,
             lse,
             delta,
-            mask=self.plan.tile_mask(tile, q.device),
+            mask=self.plan.tile_mask(tile, keys, q.device),
             scale=self.call.scale,
             dq=dq,
             dk=dk,
             dv=dv,
             accumulate=not writes,
-            dropout=self.drop(tile),
+            dropout=self.drop(tile, keys),
         )
+        if room is not total:
+            self._add(total, room, tile.k_rows)
         for item in items:
             self.add_part(item)
 
@@ -151,9 +157,7 @@ class BackwardWalk(Walk):
         else:
             if item not in self.totals:
                 self.totals[item] = self._zeros(item)
-            for total, part in zip(self.totals[item].take(transfer.rows), bundle.fields, strict=True):
-                total.add_(part)
-            self.release(bundle)
+            self._add(self.totals[item], bundle, transfer.rows)
         self.add_part(item)
 
     def result(self, transfer: Transfer) -> Bundle:
@@ -183,10 +187,18 @@ class BackwardWalk(Walk):
             return self.make(kind, self.rows(item), chunk, dtype)
         return Bundle(self.rows(item), tuple(self.heads(x, chunk) for x in self.grads[kind]))
 
-    def _zeros(self, item: Item) -> Bundle:
-        bundle = self._room_for(item, self.exact)
+    def _zeros(self, item: Item, rows: Runs | None = None) -> Bundle:
+        """A total of nothing yet, or a part of one, of these rows."""
+        bundle = self._room_for(item, self.exact) if rows is None else self.make(item[0], rows, item[2])
         bundle.clear()
         return bundle
+
+    def _add(self, total: Bundle, part: Bundle, rows: Runs) -> None:
+        """Add these rows of a part, which is then done with."""
+        for sums, terms in zip(total.runs(rows), part.runs(rows), strict=True):
+            for whole, term in zip(sums, terms, strict=True):
+                whole.add_(term)
+        self.release(part)
 
 
 def merge(total: Carry, part: Carry) -> None:

@@ -11,10 +11,11 @@ The same object is walked by the executor, proved by `verify`, costed by a plann
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple, TypeAlias
+
+from flashspan.context.runs import Runs, union
 
 Kind: TypeAlias = Literal["kv", "q", "carry", "rows", "dkv", "dq"]
 """What a transfer holds of its owner's tokens:
@@ -29,14 +30,17 @@ dq      a helper's float32 gradient of the queries, going home
 
 
 class Tile(NamedTuple):
-    """In `step`, `rank` lets the queries of `q` (these local rows) attend to the keys of `k`; `pairs` are visible."""
+    """In `step`, `rank` lets the queries of `q` (these local rows) attend to the keys of `k`; `pairs` are visible.
+
+    `k_rows` are the keys it needs. It may be given those in their gaps too, which the mask hides.
+    """
 
     step: int
     rank: int
     q: int
     k: int
     q_rows: range
-    k_rows: range
+    k_rows: Runs
     pairs: int
     chunk: int = 0
 
@@ -53,7 +57,7 @@ class Transfer(NamedTuple):
     dst: int
     kind: Kind
     owner: int
-    rows: range
+    rows: Runs
     chunk: int = 0
     back: int = -1
 
@@ -155,14 +159,6 @@ def head_chunk(num_kv_heads: int, chunk: int, num_chunks: int) -> range:
     return range(chunk * num_kv_heads // num_chunks, (chunk + 1) * num_kv_heads // num_chunks)
 
 
-def hull(parts: Iterable[range]) -> range:
-    """The shortest range of step 1 that covers all of these."""
-    parts = [part for part in parts if len(part)]
-    if not parts:
-        return range(0)
-    return range(min(part.start for part in parts), max(part.stop for part in parts))
-
-
 def reverse(schedule: Schedule) -> Schedule:
     """The backward pass: the same tiles in the same steps, the same copies, and gradients on their way home.
 
@@ -184,9 +180,9 @@ def reverse(schedule: Schedule) -> Schedule:
         key = (tile.rank, tile.k, tile.chunk)
         if key not in last_tile or last_tile[key].step < tile.step:
             last_tile[key] = tile
-    boxes: dict[tuple[int, int, int], list[range]] = defaultdict(list)
+    needed: dict[tuple[int, int, int], list[Runs]] = defaultdict(list)
     for tile in schedule.tiles:
-        boxes[tile.rank, tile.k, tile.chunk].append(tile.k_rows)
+        needed[tile.rank, tile.k, tile.chunk].append(tile.k_rows)
 
     # A copy's gradient waits for those that come through it, so copies are taken in the order gradients reach them.
     copies = {(t.dst, t.owner, t.chunk): t for t in schedule.transfers if t.kind == "kv"}
@@ -201,7 +197,7 @@ def reverse(schedule: Schedule) -> Schedule:
         copy = copies[key]
         incoming = [sent[feeder] for feeder in feeders[key]]
         arrived = [t for t in incoming if t is not None]
-        rows = hull([*boxes[key], *(t.rows for t in arrived)])
+        rows = union([*needed[key], *(t.rows for t in arrived)])
         if not len(rows):
             sent[key] = None
             return

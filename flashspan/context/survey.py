@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from flashspan.context.layout import Placement, cut
+from flashspan.context.runs import Runs
 from flashspan.kernels.bits import unpack
 from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.masks import Mask
@@ -21,14 +23,26 @@ from flashspan.kernels.tiling import VISIBLE
 
 @dataclass(frozen=True)
 class Box:
-    """The visible part of a tile: `pairs` pairs, all within these local rows of the queries and of the keys."""
+    """The visible part of a tile: `pairs` pairs, all of these local rows of the queries and of the keys.
+
+    Query rows are those from the first to the last that sees a key. Key rows are those that a query sees, so they may
+    have gaps; of a block map, gaps are whole blocks of keys, so that what is left keeps its place in them.
+    """
 
     pairs: int
     q_rows: range
-    k_rows: range
+    k_rows: Runs
 
 
-NOTHING = Box(0, range(0), range(0))
+NOTHING = Box(0, range(0), Runs())
+
+
+class View(NamedTuple):
+    """What some queries see of some ranks' keys: pairs int64 [ranks], and which rows of either take part in any."""
+
+    pairs: np.ndarray
+    rows: np.ndarray  # bool [ranks, query rows]
+    keys: np.ndarray  # bool [ranks, the longest shard's rows, or more]
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,35 +66,66 @@ class Survey:
 
     def box(self, q: int, k: int, q_rows: range | None = None) -> Box:
         """The visible part of tile (q, k), or of these local query rows of it."""
-        if q_rows is None:
-            pairs, top, bottom, left, right = self._table[q, k].tolist()
-            return Box(pairs, range(top, bottom), range(left, right)) if pairs else NOTHING
         if not self.pairs[q, k]:
             return NOTHING
-        if isinstance(self.mask, Blocks):
-            mine, theirs = (self.placement.ranges[rank] for rank in (q, k))
-            sizes = (len(q_rows), self.placement.sizes[k])
-            seen = _seen(self.mask.part(cut(mine, q_rows), theirs), *(np.ones((size, 1)) for size in sizes))
-            pairs, top, bottom, left, right = _frame(*(x[:, 0] for x in seen))
+        if q_rows is None:
+            q_rows, frame = range(self.placement.sizes[q]), self._table[q, k]
         else:
-            pairs, top, bottom, left, right = self._measure(q, slice(k, k + 1), q_rows)[0].tolist()
-        shift = q_rows.start
-        return Box(pairs, range(top + shift, bottom + shift), range(left, right)) if pairs else NOTHING
+            frame = _frame(*self._look(q, range(k, k + 1), q_rows))[0]
+        pairs, top, bottom, left, right, num_keys = frame.tolist()
+        if not pairs:
+            return NOTHING
+        k_rows = Runs.of(range(left, right))
+        if len(k_rows) > num_keys:
+            k_rows = Runs.where(self._look(q, range(k, k + 1), q_rows).keys[0])
+        return Box(pairs, range(top + q_rows.start, bottom + q_rows.start), k_rows)
 
     @cached_property
     def _table(self) -> np.ndarray:
-        """pairs, first and last query row, first and last key row of each tile, int64 [N, N, 5]."""
+        """The frames of all tiles, int64 [N, N, 6]."""
         num = self.num_ranks
+        frames = [_frame(*self._look(q, range(num), range(self.placement.sizes[q]))) for q in range(num)]
+        return np.stack(frames).reshape(num, num, 6)
+
+    def _look(self, q: int, ranks: range, q_rows: range) -> View:
+        """What these queries of one rank see of the keys of some ranks."""
         if isinstance(self.mask, Blocks):
-            owner = np.zeros((self.placement.num_tokens, num), np.float32)
-            index = [self.placement.index(rank) for rank in range(num)]
-            for rank, positions in enumerate(index):
-                owner[positions, rank] = 1
-            by_query, by_key = _seen(self.mask, owner, owner)
-            table = [_frame(by_query[i, k], by_key[j, q]) for q, i in enumerate(index) for k, j in enumerate(index)]
-            return np.array(table, np.int64).reshape(num, num, 5)
-        rows = [self._measure(q, slice(None), range(self.placement.sizes[q])) for q in range(num)]
-        return np.stack(rows).reshape(num, num, 5)
+            return self._look_at_tiles(self.mask, q, ranks, q_rows)
+        index = self.placement.index(q)[q_rows.start : q_rows.stop]
+        low, high = (self._below(bound[:, index], ranks) for bound in self._intervals)  # [B, rows, ranks]
+        seen = np.maximum(high - low, 0)
+        # Where more intervals have begun than ended, a key is seen; an empty one ends where it begins.
+        width = max(self.placement.sizes) + 1
+        low += np.arange(len(ranks)) * width
+        begun, ended = (np.bincount(x.ravel(), minlength=len(ranks) * width) for x in (low, low + seen))
+        keys = (begun - ended).cumsum().reshape(len(ranks), width) > 0
+        return View(seen.sum((0, 1), dtype=np.int64), (seen > 0).any(0).T, keys)
+
+    def _look_at_tiles(self, mask: Blocks, q: int, ranks: range, q_rows: range) -> View:
+        whole, index = len(q_rows) == self.placement.sizes[q], self.placement.index(q)
+        rows = np.zeros((len(ranks), len(q_rows)), bool)
+        keys = np.zeros((len(ranks), max(self.placement.sizes)), bool)
+        pairs = np.zeros(len(ranks), np.int64)
+        for i, k in enumerate(ranks):
+            positions = self.placement.index(k)
+            if whole:
+                by_query, by_key = self._counts[0][index, k], self._counts[1][positions, q]
+            else:
+                part = mask.part(cut(self.placement.ranges[q], Runs.of(q_rows)), self.placement.ranges[k])
+                counts = _seen(part, *(np.ones((size, 1)) for size in (len(q_rows), len(positions))))
+                by_query, by_key = (count[:, 0] for count in counts)
+            pairs[i], rows[i] = by_query.sum(), by_query > 0
+            keys[i, : len(positions)] = _whole_blocks(by_key > 0, positions // mask.block[1])
+        return View(pairs, rows, keys)
+
+    @cached_property
+    def _counts(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of a block map: how many keys of each rank every query sees, and how many queries see every key, [T, N]."""
+        assert isinstance(self.mask, Blocks)
+        owner = np.zeros((self.placement.num_tokens, self.num_ranks), np.float32)
+        for rank in range(self.num_ranks):
+            owner[self.placement.index(rank), rank] = 1
+        return _seen(self.mask, owner, owner)
 
     @cached_property
     def _intervals(self) -> tuple[np.ndarray, np.ndarray]:
@@ -101,26 +146,9 @@ class Survey:
                 table[:, rank, i] = run.start, run.step, len(run)
         return table[0], table[1], table[2]
 
-    def _measure(self, q: int, k: slice, q_rows: range) -> np.ndarray:
-        """The table's rows for some queries of one rank against some key ranks."""
-        index = self.placement.index(q)[q_rows.start : q_rows.stop]
-        low, high = (self._below(bound[:, index], k) for bound in self._intervals)  # [B, rows, ranks]
-        seen = np.maximum(high - low, 0)
-        pairs = seen.sum((0, 1), dtype=np.int64)
-        visible = seen > 0
-        if not len(index):
-            return np.zeros((len(pairs), 5), np.int64)
-        rows = visible.any(0)
-        top, bottom = rows.argmax(0), len(index) - rows[::-1].argmax(0)
-        left = np.where(visible, low, np.iinfo(np.int32).max).min((0, 1))
-        right = np.where(visible, high, 0).max((0, 1))
-        table = np.stack([pairs, top, bottom, left, right], -1).astype(np.int64)
-        table[pairs == 0] = 0
-        return table
-
-    def _below(self, x: np.ndarray, k: slice) -> np.ndarray:
+    def _below(self, x: np.ndarray, ranks: range) -> np.ndarray:
         """How many of each key rank's tokens lie below these global positions, [*x.shape, ranks]."""
-        start, step, length = (table[k] for table in self._runs)
+        start, step, length = (table[ranks.start : ranks.stop] for table in self._runs)
         count = (x[..., None, None] - start + step - 1) // step
         return np.clip(count, 0, length).sum(-1)
 
@@ -151,9 +179,23 @@ def _by_block(owner: np.ndarray, block: int) -> torch.Tensor:
     return torch.from_numpy(padded).view(-1, block, owner.shape[1])
 
 
-def _frame(by_query: np.ndarray, by_key: np.ndarray) -> tuple[int, int, int, int, int]:
-    """Pairs, first and last query row, first and last key row, of a tile whose rows see (are seen by) this many."""
-    rows, columns = by_query.nonzero()[0], by_key.nonzero()[0]
-    if not len(rows):
-        return 0, 0, 0, 0, 0
-    return int(by_query.sum()), int(rows[0]), int(rows[-1]) + 1, int(columns[0]), int(columns[-1]) + 1
+def _whole_blocks(seen: np.ndarray, blocks: np.ndarray) -> np.ndarray:
+    """Rows of a shard, in these blocks of keys, from the first to the last that is seen, less blocks of which none is.
+
+    Rows between those that are seen stay: left out, they would move every later row to another place in its block.
+    """
+    (found,) = seen.nonzero()
+    kept = np.isin(blocks, blocks[found])
+    if len(found):
+        kept[: found[0]] = kept[found[-1] + 1 :] = False
+    return kept
+
+
+def _frame(pairs: np.ndarray, rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Pairs, first and last query row, first and last key row, number of key rows, of each tile: int64 [ranks, 6]."""
+    if not rows.shape[1] or not keys.shape[1]:
+        return np.zeros((len(pairs), 6), np.int64)
+    ends = [(x.argmax(1), x.shape[1] - x[:, ::-1].argmax(1)) for x in (rows, keys)]
+    table = np.stack([pairs, *ends[0], *ends[1], keys.sum(1)], -1).astype(np.int64)
+    table[pairs == 0] = 0
+    return table

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeAlias
 
-from flashspan.context.schedule import Schedule, Tile, Transfer, hull
+from flashspan.context.runs import Runs, union
+from flashspan.context.schedule import Schedule, Tile, Transfer
 from flashspan.context.survey import Survey
 
 Item: TypeAlias = tuple[str, int, int]
@@ -84,7 +85,7 @@ class Sum:
     """A carry or a gradient in the making: which tiles it holds (by number) and the rows they touch."""
 
     tiles: set[int]
-    rows: range
+    rows: Runs
 
     def add(self, other: Sum) -> Sum:
         # The larger set grows, so that a gradient that gathers along a ring is not copied at every hop.
@@ -92,14 +93,14 @@ class Sum:
         if not large.tiles.isdisjoint(small.tiles):
             raise ScheduleError(f"tiles {large.tiles & small.tiles} are counted twice")
         large.tiles |= small.tiles
-        large.rows = hull([large.rows, small.rows])
+        large.rows = union([large.rows, small.rows])
         return large
 
 
 def check_flow(schedule: Schedule) -> None:
     """Whatever is used is held; carries and gradients come home once and complete. Walks all ranks, step by step."""
     query, result = ("rows", "dq") if schedule.is_backward else ("q", "carry")
-    held: list[dict[Item, range]] = [{} for _ in range(schedule.num_ranks)]
+    held: list[dict[Item, Runs]] = [{} for _ in range(schedule.num_ranks)]
     sums: list[dict[Item, Sum]] = [{} for _ in range(schedule.num_ranks)]
     moving: dict[int, Sum] = {}  # sums on the wire, by transfer
     starts: dict[int, list[Transfer]] = defaultdict(list)
@@ -113,9 +114,8 @@ def check_flow(schedule: Schedule) -> None:
     for number, tile in enumerate(schedule.tiles):
         tiles[tile.step].append((number, tile))
 
-    def has(rank: int, item: Item, rows: range) -> bool:
-        mine = held[rank].get(item, range(0))
-        return rank == item[1] or (mine.start <= rows.start and rows.stop <= mine.stop)
+    def has(rank: int, item: Item, rows: Runs) -> bool:
+        return rank == item[1] or held[rank].get(item, Runs()).covers(rows)
 
     def add(rank: int, item: Item, part: Sum) -> None:
         sums[rank][item] = sums[rank][item].add(part) if item in sums[rank] else part
@@ -140,11 +140,11 @@ def check_flow(schedule: Schedule) -> None:
             elif not has(t.src, item, t.rows):
                 raise ScheduleError(f"{t} in step {step} sends what rank {t.src} does not hold")
         for number, tile in tiles[step]:
-            if not has(tile.rank, (query, tile.q, tile.chunk), tile.q_rows):
+            if not has(tile.rank, (query, tile.q, tile.chunk), Runs.of(tile.q_rows)):
                 raise ScheduleError(f"{tile} lacks its queries")
             if not has(tile.rank, ("kv", tile.k, tile.chunk), tile.k_rows):
                 raise ScheduleError(f"{tile} lacks its keys")
-            add(tile.rank, (result, tile.q, tile.chunk), Sum({number}, tile.q_rows))
+            add(tile.rank, (result, tile.q, tile.chunk), Sum({number}, Runs.of(tile.q_rows)))
             if schedule.is_backward:
                 add(tile.rank, ("dkv", tile.k, tile.chunk), Sum({number}, tile.k_rows))
     for rank, mine in enumerate(sums):
@@ -158,16 +158,16 @@ def check_flow(schedule: Schedule) -> None:
 
 def check_economy(schedule: Schedule) -> None:
     """A copy holds exactly the rows that its rank computes with or passes on."""
-    used: dict[tuple[int, Item], list[range]] = defaultdict(list)
+    used: dict[tuple[int, Item], list[Runs]] = defaultdict(list)
     for tile in schedule.tiles:
         used[tile.rank, ("kv", tile.k, tile.chunk)].append(tile.k_rows)
         for kind in ("q", "rows"):
-            used[tile.rank, (kind, tile.q, tile.chunk)].append(tile.q_rows)
+            used[tile.rank, (kind, tile.q, tile.chunk)].append(Runs.of(tile.q_rows))
     for t in schedule.transfers:
         used[t.src, (t.kind, t.owner, t.chunk)].append(t.rows)
     for t in schedule.transfers:
         if t.kind in ("kv", "q", "rows"):
-            needed = hull(used[t.dst, (t.kind, t.owner, t.chunk)])
+            needed = union(used[t.dst, (t.kind, t.owner, t.chunk)])
             if needed != t.rows:
                 raise ScheduleError(f"{t} brings rows {t.rows}, of which {needed} are used")
 

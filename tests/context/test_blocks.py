@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from flashspan import attention
 from flashspan.context import balanced, context_parallel
 from flashspan.context.generators import GENERATORS, gather, in_chunks, ring
 from flashspan.context.layout import LAYOUTS, place
+from flashspan.context.runs import Runs, union
 from flashspan.context.schedule import Shape, bytes_sent, reverse
 from flashspan.context.survey import Survey
-from flashspan.context.verify import verify
+from flashspan.context.verify import ScheduleError, verify
 from flashspan.kernels import patterns
 from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.masks import CAUSAL, Band, Mask, dense
@@ -22,6 +25,7 @@ from tests.context.cases import group_of
 from tests.context.test_execute import make, one_device, walk_all
 
 T = 150
+LONG = 700
 
 
 def holes(*shape: int) -> Blocks:
@@ -32,34 +36,87 @@ def holes(*shape: int) -> Blocks:
     return Blocks.from_dense(visible, block=64)
 
 
+def squares() -> Blocks:
+    """A few blocks of keys for each block of queries: shards of which a rank needs blocks here and there."""
+    coarse = torch.rand(11, 11, generator=torch.Generator().manual_seed(3)) < 0.15
+    return Blocks.from_coarse(coarse, LONG, LONG, size=64, block=64)
+
+
 SMALL: dict[str, Callable[[], Blocks]] = {
     "holes": holes,
     "for each head": lambda: holes(4),
     "for each sequence and head": lambda: holes(2, 4),
+    "squares": squares,
     "sinks": lambda: patterns.streaming(3, 20, T),
     "nothing": lambda: Blocks.of(Band(0, -1), T, T),
 }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_survey_counts_and_frames_what_is_visible(layout: str) -> None:
-    mask = holes(2, 1)
-    placement = place(layout, T, 5)
+@pytest.mark.parametrize("make_mask", [lambda: holes(2, 1), squares], ids=["holes", "squares"])
+def test_a_survey_counts_and_frames_what_is_visible(layout: str, make_mask: Callable[[], Blocks]) -> None:
+    mask = make_mask()
+    placement = place(layout, mask.num_keys, 5)
     survey = Survey(placement, mask)
-    drawn = dense(mask, T, T).flatten(0, 1).numpy()
+    drawn = mask.dense().view(-1, mask.num_keys, mask.num_keys).numpy()
     for q in range(5):
         for k in range(5):
             tile = drawn[:, placement.index(q)][:, :, placement.index(k)]
             box = survey.box(q, k)
-            rows, columns = (np.flatnonzero(tile.any((0, axis))) for axis in (2, 1))
+            (rows,) = tile.any((0, 2)).nonzero()
             assert box.pairs == tile.sum()
+            assert box.k_rows == seen_rows(tile, placement.index(k) // 64)
             if not box.pairs:
-                assert box.q_rows == box.k_rows == range(0)
+                assert box.q_rows == range(0)
                 continue
-            assert (box.q_rows, box.k_rows) == (range(rows[0], rows[-1] + 1), range(columns[0], columns[-1] + 1))
+            assert box.q_rows == range(rows[0], rows[-1] + 1)
             half = survey.box(q, k, range(5, 17))
             assert half.pairs == tile[:, 5:17].sum()
+            assert half.k_rows == seen_rows(tile[:, 5:17], placement.index(k) // 64)
             assert not half.pairs or set(half.q_rows) <= set(range(5, 17))
+
+
+def seen_rows(tile: np.ndarray, blocks: np.ndarray) -> Runs:
+    """From the first to the last key that is seen in a drawn tile, without the blocks of which none is."""
+    columns = np.flatnonzero(tile.any((0, 1)))
+    rows = [row for row in range(len(blocks)) if blocks[row] in blocks[columns]]
+    return Runs.of(*(range(row, row + 1) for row in rows if columns[0] <= row <= columns[-1]))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_key_block_is_sent_only_towards_those_who_see_it(layout: str) -> None:
+    """`gather` sends each rank its own, a ring to each rank what it and those behind it see."""
+    mask, num = squares(), 4
+    placement = place(layout, LONG, num)
+    survey, drawn = Survey(placement, mask), mask.dense().numpy()
+    wanted = {
+        (q, k): seen_rows(drawn[np.ix_(placement.index(q), placement.index(k))][None], placement.index(k) // 64)
+        for q in range(num)
+        for k in range(num)
+    }
+    sent = {(t.dst, t.owner): t.rows for t in gather(survey).transfers}
+    assert sent == {(q, k): rows for (q, k), rows in wanted.items() if q != k and len(rows)}
+    assert any(len(rows.parts) > 1 for rows in sent.values())
+    for t in ring(survey).transfers:
+        behind = [wanted[(t.owner + d) % num, t.owner] for d in range((t.dst - t.owner) % num, num)]
+        assert t.rows == union(behind)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("strategy", ["ring", "gather", "helper"])
+def test_the_proof_notices_a_gap_that_is_sent_and_a_block_that_is_not(strategy: str, backward: bool) -> None:
+    survey = Survey(place("zigzag", LONG, 4), squares())
+    schedule = GENERATORS[strategy](survey)
+    schedule = reverse(schedule) if backward else schedule
+    verify(schedule, survey)
+    transfers = list(schedule.transfers)
+    for kind in ("kv", "dkv") if backward else ("kv",):
+        number = next(i for i, t in enumerate(transfers) if t.kind == kind and len(t.rows.parts) > 1)
+        one = transfers[number]
+        for rows in (Runs.of(range(one.rows.start, one.rows.stop)), Runs(one.rows.parts[1:])):
+            wrong = [*transfers[:number], one._replace(rows=rows), *transfers[number + 1 :]]
+            with pytest.raises(ScheduleError):
+                verify(replace(schedule, transfers=tuple(wrong)), survey)
 
 
 def test_halves_count_every_map() -> None:
@@ -74,21 +131,23 @@ def test_halves_count_every_map() -> None:
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("strategy", sorted(GENERATORS))
 def test_any_map_over_simulated_ranks(name: str, strategy: str) -> None:
-    """Equal to one device on every layout, and every byte sent is one the schedule announced."""
-    xs, mask = make(T), SMALL[name]()
+    """Equal to one device, and every byte sent is one the schedule announced."""
+    mask = SMALL[name]()
+    xs = make(mask.num_keys)
     exact = one_device(mask, xs)
-    for layout in (balanced(mask),) if strategy in ("gather", "double_ring") else ("striped",):
-        survey = Survey(place(layout, T, 4), mask)
-        sizes = {"sizes": (2, 2)} if strategy == "double_ring" else {}
-        schedule = in_chunks(GENERATORS[strategy](survey, **sizes), 2)
-        verify(schedule, survey)
-        verify(reverse(schedule), survey)
-        mine, sent = walk_all(schedule, survey, xs)
-        for a, b in zip(mine, exact, strict=True):
-            assert float((a - b).norm()) <= 2e-6 * float(b.norm())
-        shape = Shape(num_batch=2, num_heads=4, num_kv_heads=2, head_dim=8, itemsize=4)
-        there, back = bytes_sent(schedule, shape), bytes_sent(reverse(schedule), shape)
-        assert sent == [a + b for a, b in zip(there, back, strict=True)]
+    whole_blocks = strategy in ("gather", "double_ring")
+    layout = "zigzag" if name == "squares" else balanced(mask) if whole_blocks else "striped"
+    survey = Survey(place(layout, mask.num_keys, 4), mask)
+    sizes = {"sizes": (2, 2)} if strategy == "double_ring" else {}
+    schedule = in_chunks(GENERATORS[strategy](survey, **sizes), 2)
+    verify(schedule, survey)
+    verify(reverse(schedule), survey)
+    mine, sent = walk_all(schedule, survey, xs)
+    for a, b in zip(mine, exact, strict=True):
+        assert float((a - b).norm()) <= 2e-6 * float(b.norm())
+    shape = Shape(num_batch=2, num_heads=4, num_kv_heads=2, head_dim=8, itemsize=4)
+    there, back = bytes_sent(schedule, shape), bytes_sent(reverse(schedule), shape)
+    assert sent == [a + b for a, b in zip(there, back, strict=True)]
 
 
 PATTERNS: dict[str, Callable[[int], Mask]] = {
@@ -134,8 +193,15 @@ def test_bytes_fall_with_the_mask() -> None:
     for strategy in ("ring", "gather"):
         assert sent["documents", strategy] == 0  # every document lives on one rank
         assert sent["streaming", strategy] < 0.15 * sent["everything", strategy]
-    # 4 sinks for each of the ranks that do not hold them, 511 keys for each but the first (whose keys hold the sinks).
-    assert sent["streaming", "gather"] == 2 * 8 * 64 * 2 * (7 * 511 + 6 * 4 + 1024 - 511)
+    # 4 sinks for each of the ranks that do not hold them, 511 keys for each but the first. The second rank has both
+    # from the first: those from the first to the last, without the three blocks of 128 between them.
+    assert sent["streaming", "gather"] == 2 * 8 * 64 * 2 * (6 * 511 + 6 * 4 + 1024 - 3 * 128)
+    # Each block of queries sees 3 of 64 blocks of keys: of 7/8 of those that others hold, each rank fetches its own.
+    chosen = dense(mask := patterns.random_blocks(n, 3 / 64), n, n)[::128, ::128].view(8, 8, 8, 8).any(1)
+    blocks = sum(int(chosen[q, k].sum()) for q in range(8) for k in range(8) if q != k)
+    survey = Survey(place("contiguous", n, 8), mask)
+    assert sum(bytes_sent(gather(survey), shape)) == 2 * 8 * 64 * 2 * 128 * blocks
+    assert blocks < 0.35 * 7 * 64
 
 
 def run_on_four(cases: list[tuple[str, str, str]]) -> list[Any]:
@@ -150,7 +216,7 @@ def run_on_four(cases: list[tuple[str, str, str]]) -> list[Any]:
         mask = SMALL[name]()
         chosen = balanced(mask) if layout == "balanced" else layout
         attend = context_parallel(group, layout=chosen, strategy=strategy, timeout=30.0)
-        q, k, v, dout = (attend.shard(x, 2) for x in make(T))
+        q, k, v, dout = (attend.shard(x, 2) for x in make(mask.num_keys))
         leaves = [x.requires_grad_() for x in (q, k, v)]
         out = attend(*leaves, mask=mask.dense() if layout == "striped" else mask, scale=0.3)
         grads = torch.autograd.grad(out, leaves, dout)
@@ -164,6 +230,7 @@ CASES = [
     ("holes", "striped", "ring"),
     ("for each head", "zigzag", "ulysses"),
     ("for each sequence and head", "zigzag", "ring"),
+    *[("squares", layout, strategy) for layout, strategy in (("zigzag", "ring"), ("contiguous", "helper"))],
     ("nothing", "contiguous", "ring"),
 ]
 
@@ -171,8 +238,28 @@ CASES = [
 def test_four_ranks_equal_one(on_ranks: Callable[..., list[Any]]) -> None:
     answers = on_ranks(run_on_four, CASES)
     for number, (name, _, _) in enumerate(CASES):
-        exact = one_device(SMALL[name](), make(T))
+        mask = SMALL[name]()
+        exact = one_device(mask, make(mask.num_keys))
         for part in [answer[number] for answer in answers if answer[number] is not None]:
             for index, (mine, want) in enumerate(zip(part[0], exact, strict=True)):
                 error = float((torch.from_numpy(mine) - want).norm()) / max(float(want.norm()), 1e-30)
                 assert error <= (1e-6 if index == 0 else 1e-5)
+
+
+def drop_on_four(strategy: str) -> Any:
+    """On a rank: the largest difference between dropout across ranks, of keys with gaps, and on one device."""
+    import torch.distributed as dist
+
+    group = group_of(4)
+    if dist.get_rank() < dist.get_world_size() - 4:
+        return None
+    mask, options = squares(), {"dropout": 0.3, "seed": 7, "scale": 0.3}
+    attend = context_parallel(group, layout="zigzag", strategy=strategy, backend="tiled", timeout=30.0)
+    q, k, v, _ = make(LONG)
+    mine = attend.unshard(attend(*(attend.shard(x, 2) for x in (q, k, v)), mask=mask, **options), 2)
+    return float((mine - attention(q, k, v, mask=mask, backend="tiled", **options)).abs().max())
+
+
+@pytest.mark.parametrize("strategy", ["ring", "gather"])
+def test_dropout_knows_where_the_keys_that_came_belong(on_ranks: Callable[..., list[Any]], strategy: str) -> None:
+    assert max(on_ranks(drop_on_four, strategy)[4:]) < 1e-5

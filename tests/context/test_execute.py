@@ -165,7 +165,7 @@ def test_one_launch_per_step_whatever_the_layout() -> None:
     for rank in range(4):
         steps = schedule.program(rank)
         assert [len(step.tiles) for step in steps] == [1] * 4
-        masks = [plan.tile_mask(step.tiles[0], torch.device("cpu")) for step in steps]
+        masks = [plan.tile_mask(step.tiles[0], step.tiles[0].k_rows, torch.device("cpu")) for step in steps]
         assert [str(mask) for mask in masks] == ["Band(lo=None, hi=0)"] + ["Band(lo=None, hi=None)"] * 3
 
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashspan.context.layout import LAYOUTS, contiguous, cut, deal, place
+from flashspan.context.runs import Runs
 
 ranks_and_tokens = st.tuples(st.integers(1, 9), st.integers(0, 60))
 
@@ -62,7 +63,7 @@ def test_cutting_local_rows_gives_their_positions(layout: str, sizes: tuple[int,
     size = placement.sizes[0]
     start = data.draw(st.integers(0, size))
     stop = data.draw(st.integers(start, size))
-    positions = [p for run in cut(placement.ranges[0], range(start, stop)) for p in run]
+    positions = [p for run in cut(placement.ranges[0], Runs.of(range(start, stop))) for p in run]
     assert positions == placement.positions(0).tolist()[start:stop]
 
 

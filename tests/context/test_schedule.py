@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from flashspan.context import generators
 from flashspan.context.layout import LAYOUTS, place
+from flashspan.context.runs import Runs, union
 from flashspan.context.schedule import Schedule, Shape, bytes_sent, reverse
 from flashspan.context.survey import Survey
 from flashspan.context.verify import Report, ScheduleError, check_waits, verify
@@ -66,8 +67,8 @@ def test_the_survey_counts_what_the_drawn_mask_shows(problem: tuple[Survey, Sche
             box = survey.box(q, k)
             assert box.pairs == tile.sum()
             if box.pairs:
-                rows, keys = np.nonzero(tile.any(1))[0], np.nonzero(tile.any(0))[0]
-                assert (box.q_rows, box.k_rows) == (range(rows[0], rows[-1] + 1), range(keys[0], keys[-1] + 1))
+                rows = np.nonzero(tile.any(1))[0]
+                assert (box.q_rows, box.k_rows) == (range(rows[0], rows[-1] + 1), Runs.where(tile.any(0)))
             half = survey.box(q, k, range(len(tile) // 2, len(tile)))
             assert half.pairs == tile[len(tile) // 2 :].sum()
 
@@ -121,6 +122,29 @@ def test_a_window_stops_the_ring_and_sends_only_its_tokens() -> None:
     prove(schedule, survey)
     assert schedule.num_steps == 2
     assert [len(t.rows) for t in schedule.transfers] == [9] * 7
+
+
+@given(st.lists(st.sets(st.integers(0, 30)), min_size=1, max_size=4), st.integers(0, 31), st.integers(0, 31))
+@settings(max_examples=200, deadline=None)
+def test_runs_are_sets_of_rows(sets: list[set[int]], first: int, last: int) -> None:
+    def runs(rows: set[int]) -> Runs:
+        return Runs.where(np.isin(np.arange(31), list(rows)))
+
+    one, whole = sets[0], set().union(*sets)
+    assert union(map(runs, sets)) == runs(whole) == Runs.of(*(range(row, row + 1) for row in whole))
+    assert len(runs(one)) == len(one)
+    assert runs(one).below(first) == sum(row < first for row in one)
+    assert runs(one).within(range(first, last)) == runs({row for row in one if first <= row < last})
+    assert runs(one).covers(runs(sets[-1])) == (one >= sets[-1])
+
+
+def test_a_window_in_a_zigzag_sends_both_edges_of_a_shard_and_nothing_between() -> None:
+    """The neighbour in a zigzag sees the head of a rank's first run and the tail of its second."""
+    survey = Survey(place("zigzag", 8 * 64, 8), Band(-9, 9))
+    schedule = generators.gather(survey)
+    prove(schedule, survey)
+    (one,) = [t.rows for t in schedule.transfers if (t.src, t.dst) == (5, 4)]
+    assert one == Runs.of(range(9), range(55, 64))
 
 
 def test_a_causal_ring_sends_no_key_to_those_before_it() -> None:
@@ -177,7 +201,7 @@ def broken(schedule: Schedule, which: str) -> Schedule:
         late = max(range(len(tiles)), key=lambda i: tiles[i].step)
         tiles[late] = tiles[late]._replace(step=0)
     elif which == "a tile too small":
-        tiles[0] = tiles[0]._replace(k_rows=tiles[0].k_rows[1:])
+        tiles[0] = tiles[0]._replace(k_rows=Runs.of(tiles[0].k_rows.parts[0][1:]))
     elif which == "a transfer is missing":
         transfers.pop(last)
     elif which == "a transfer twice":
@@ -187,7 +211,7 @@ def broken(schedule: Schedule, which: str) -> Schedule:
     elif which == "a transfer from nobody":
         transfers[last] = transfers[last]._replace(src=(transfers[last].src + 1) % schedule.num_ranks)
     elif which == "a transfer of too much":
-        transfers[last] = transfers[last]._replace(rows=range(transfers[last].rows.stop + 1))
+        transfers[last] = transfers[last]._replace(rows=Runs.of(range(transfers[last].rows.stop + 1)))
     elif which == "a transfer that ends as it starts":
         transfers[last] = transfers[last]._replace(end=transfers[last].start)
     return replace(schedule, tiles=tuple(tiles), transfers=tuple(transfers))
