@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from flashspan.kernels import bits as packed
+from flashspan.kernels import making
 from flashspan.kernels.masks import (
     EMPTY,
     EVERYTHING,
@@ -39,13 +40,8 @@ from flashspan.kernels.tiling import (
     Lists,
     Look,
     Rule,
-    ask,
     block_positions,
-    check_block,
-    examine,
-    interval_kinds,
     list_lines,
-    scan,
     touched,
 )
 
@@ -71,25 +67,7 @@ class Blocks:
     @staticmethod
     def from_dense(visible: Tensor, *, block: int | tuple[int, int] = 128) -> Blocks:
         """From bool [T, S], [H, T, S] or [B, H, T, S]; sizes of 1 mean the same for all of the batch or the heads."""
-        if not isinstance(visible, Tensor) or visible.dtype != torch.bool:
-            kind = visible.dtype if isinstance(visible, Tensor) else type(visible).__name__
-            raise ValueError(
-                f"a mask tensor must be bool, True where visible: got {kind}; "
-                f"use mask.bool(), or mask.isfinite() if it is an additive one"
-            )
-        if visible.dim() not in (2, 3, 4):
-            raise ValueError(f"a mask tensor must be [T, S], [H, T, S] or [B, H, T, S]: got {tuple(visible.shape)}")
-        visible = visible[(None,) * (4 - visible.dim())]
-        # What was broadcast with expand is one map.
-        visible = visible[: 1 if visible.stride(0) == 0 else None, : 1 if visible.stride(1) == 0 else None]
-        num_batch, num_heads, num_queries, num_keys = visible.shape
-
-        def chunk(b: int, h: int, rows: slice, columns: slice) -> Tensor:
-            return visible[b, h, rows, columns]
-
-        edges = check_block(block)
-        made = scan(num_batch, num_heads, num_queries, num_keys, edges, chunk, visible.device)
-        return Blocks._of_map(num_queries, num_keys, edges, *made)
+        return Blocks._of_map(*making.from_dense(visible, block))
 
     @staticmethod
     def from_rule(
@@ -106,59 +84,14 @@ class Blocks:
 
         num_batch, num_heads: how many maps to make; 1 where the rule does not depend on b (or h).
         """
-        if min(num_queries, num_keys) < 0 or min(num_batch, num_heads) < 1:
-            raise ValueError(
-                f"a rule is asked about 0 or more queries and keys of 1 or more sequences and heads: got "
-                f"num_queries={num_queries}, num_keys={num_keys}, num_batch={num_batch}, num_heads={num_heads}"
-            )
-        device = torch.device(device)
-
-        def chunk(b: int, h: int, rows: slice, columns: slice) -> Tensor:
-            i, j = (torch.arange(x.start, x.stop, dtype=torch.int32, device=device) for x in (rows, columns))
-            return ask(rule, i.new_full((1, 1), b), i.new_full((1, 1), h), i[:, None], j[None, :])
-
-        edges = check_block(block)
-        made = scan(num_batch, num_heads, num_queries, num_keys, edges, chunk, device)
-        return Blocks._of_map(num_queries, num_keys, edges, *made)
+        return Blocks._of_map(*making.from_rule(rule, num_queries, num_keys, num_batch, num_heads, block, device))
 
     @staticmethod
     def from_coarse(
         coarse: Tensor, num_queries: int, num_keys: int, *, size: int | tuple[int, int] = 128, block: int = 128
     ) -> Blocks:
         """From bool [n, m], [H, n, m] or [B, H, n, m]: whether each size x size square of pairs is visible."""
-        size_q, size_k = (size, size) if isinstance(size, int) else size
-        expected = (-(-num_queries // max(1, size_q)), -(-num_keys // max(1, size_k)))
-        bad = not isinstance(coarse, Tensor) or coarse.dtype != torch.bool or coarse.dim() not in (2, 3, 4)
-        if bad or min(size_q, size_k) < 1 or tuple(coarse.shape[-2:]) != expected:
-            got = f"{coarse.dtype} {tuple(coarse.shape)}" if isinstance(coarse, Tensor) else type(coarse).__name__
-            raise ValueError(
-                f"a coarse mask of {num_queries} queries and {num_keys} keys in squares of {size_q} x {size_k} is bool "
-                f"[{expected[0]}, {expected[1]}], or that with heads, or batch and heads, before it: got {got}"
-            )
-        coarse = coarse[(None,) * (4 - coarse.dim())]
-        block_q, block_k = check_block(block)
-        if size_q % block_q == 0 and size_k % block_k == 0:  # each tile lies in one square
-            grid = coarse.repeat_interleave(size_q // block_q, 2).repeat_interleave(size_k // block_k, 3)
-            grid = grid[:, :, : -(-num_queries // block_q), : -(-num_keys // block_k)]
-            kinds = torch.where(grid, FULL, EMPTY).to(torch.uint8)
-            q_rows, k_rows = (
-                block_positions(n, b, coarse.device) for n, b in ((num_queries, block_q), (num_keys, block_k))
-            )
-
-            def look(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-                inside = (q_rows[i] < num_queries)[:, :, None] & (k_rows[j] < num_keys)[:, None, :]
-                return inside & grid[b, h, i, j][:, None, None]
-
-            return Blocks._examined(num_queries, num_keys, (block_q, block_k), kinds, look)
-        return Blocks.from_rule(
-            lambda b, h, i, j: coarse[b, h, i // size_q, j // size_k],
-            num_queries,
-            num_keys,
-            num_batch=coarse.shape[0],
-            num_heads=coarse.shape[1],
-            block=block,
-            device=coarse.device,
-        )
+        return Blocks._of_map(*making.from_coarse(coarse, num_queries, num_keys, size, block))
 
     @staticmethod
     def of(
@@ -175,21 +108,8 @@ class Blocks:
             return mask if device is None else mask.to(device)
         if isinstance(mask, Rows):
             mask.check(mask.start.shape[0] if mask.start.dim() == 2 else 1, num_queries, num_keys)
-        block_q, block_k = check_block(block)
         start, end = (x if device is None else x.to(device) for x in mask.intervals(num_queries, num_keys))
-        start, end = (x if x.dim() == 2 else x[None] for x in (start, end))
-        kinds = interval_kinds(start, end, num_keys, block_q, block_k)[:, None]
-        q_rows, k_rows = (block_positions(n, b, start.device) for n, b in ((num_queries, block_q), (num_keys, block_k)))
-
-        def look(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            row = q_rows[i]
-            exists, row = row < num_queries, row.clamp(max=num_queries - 1)
-            low = torch.where(exists, start[b[:, None], row], num_keys)
-            high = torch.where(exists, end[b[:, None], row], 0)
-            keys = k_rows[j][:, None, :]
-            return (low[..., None] <= keys) & (keys < high[..., None])
-
-        return Blocks._examined(num_queries, num_keys, (block_q, block_k), kinds, look)
+        return Blocks._of_map(*making.from_intervals(start, end, num_keys, block))
 
     # What it is.
 
@@ -426,7 +346,7 @@ class Blocks:
 
     @staticmethod
     def _examined(num_queries: int, num_keys: int, block: tuple[int, int], kinds: Tensor, look: Look) -> Blocks:
-        return Blocks._of_map(num_queries, num_keys, block, *examine(num_queries, num_keys, block, kinds, look))
+        return Blocks._of_map(*making.examined(num_queries, num_keys, block, kinds, look))
 
     def _of_grid(self, grid: Tensor) -> Blocks:
         """Some of these maps, with the bits they use."""

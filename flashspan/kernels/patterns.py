@@ -176,16 +176,16 @@ def bigbird(
     num_random: int,
     seed: int = 0,
     size: int = 128,
+    causal: bool = False,
     device: torch.device | str = "cpu",
 ) -> Blocks:
-    """BigBird: `longformer`, and for each query block `num_random` key blocks more."""
+    """BigBird: `longformer`, and for each query block `num_random` key blocks more (with `causal`, behind it)."""
     if num_random < 0 or size < 1:
         raise ValueError(f"bigbird adds 0 or more blocks of 1 or more tokens: got {num_random=}, {size=}")
     num = -(-num_tokens // size)
-    mask = longformer(num_tokens, window=window, num_global=num_global, device=device)
-    return mask | random_blocks(
-        num_tokens, min(1.0, (1 + num_random) / max(1, num)), seed=seed, size=size, device=device
-    )
+    share = min(1.0, (1 + num_random) / max(1, num))
+    mask = longformer(num_tokens, window=window, num_global=num_global, causal=causal, device=device)
+    return mask | random_blocks(num_tokens, share, seed=seed, size=size, causal=causal, device=device)
 
 
 def top_blocks(q: Tensor, k: Tensor, keep: int, *, causal: bool = False, block: int = 128) -> Blocks:

@@ -1,6 +1,7 @@
 """Hugging Face checkpoints, read and written: safetensors and JSON, by our own reading of both.
 
     model = load_llama("path/to/Llama-3.2-1B", attention=flashspan.attention)
+    load_into(model, "path/to/Llama-3.2-1B")     # a model that is split: each rank reads the slices it holds
     save_llama(model, "out")
 
 A folder from a stranger runs nothing here: no pickle is opened, config.json is read field by field, an index may name
@@ -18,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from .config import LlamaConfig, RopeScaling
 from .llama import Attend, Llama
@@ -80,6 +82,34 @@ def load_llama(
     if config.tie_embeddings:
         model.head.weight = model.embed.weight
     return model
+
+
+def load_into(model: Llama, folder: str | Path) -> None:
+    """Read a checkpoint's weights into a model on its device, whole or split: tensor parallel, fully sharded or both.
+
+    Of each tensor a rank reads the slices that it holds and nothing else, and sends nothing to another.
+    """
+    held = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, value in read_weights(folder, model.config, part=lambda name, _: local_slices(held[name])):
+            param = held[name]
+            local = param.to_local() if isinstance(param, DTensor) else param
+            local.copy_(value)
+
+
+def local_slices(param: Tensor) -> tuple[slice, ...] | None:
+    """Where this rank's part of a split parameter lies in the whole one; None for all of it."""
+    if not isinstance(param, DTensor):
+        return None
+    mesh, ranges = param.device_mesh, [(0, size) for size in param.shape]
+    cuts = [(axis, placed) for axis, placed in enumerate(param.placements) if hasattr(placed, "dim")]
+    # What is strided cuts the pieces that the other axes have made: so FSDP2 splits a tensor-parallel layer.
+    for axis, placed in sorted(cuts, key=lambda cut: hasattr(cut[1], "split_factor")):
+        begin, end = ranges[placed.dim]
+        step = -(-(end - begin) // mesh.size(axis))
+        first = min(end, begin + mesh.get_local_rank(axis) * step)
+        ranges[placed.dim] = (first, min(end, first + step))
+    return tuple(slice(*bounds) for bounds in ranges)
 
 
 def save_llama(

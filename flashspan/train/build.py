@@ -13,12 +13,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from flashspan.attention import attention
-from flashspan.context import ContextAttention, context_parallel, keep_attention
+from flashspan.context import ContextAttention, balanced, context_parallel, keep_attention
+from flashspan.context.layout import Layout
+from flashspan.kernels.blocks import Blocks
+from flashspan.kernels.masks import Mask
 from flashspan.model import IGNORE, Llama, LlamaConfig, initial_weight, read_weights
+from flashspan.model.huggingface import load_into, local_slices
 from flashspan.model.loss import slope_at_once
 from flashspan.parallel import (
     DataParallel,
@@ -29,7 +33,7 @@ from flashspan.parallel import (
     vocabulary_parallel_cross_entropy,
 )
 from flashspan.parallel.checkpoint import full_tensor, shard_like
-from flashspan.parallel.collectives import chunk_range
+from flashspan.parallel.collectives import local_part
 
 from .config import OptimizerSection, TrainConfig
 from .offload import on_host
@@ -102,18 +106,24 @@ class Parts:
             yield
 
 
-def build(config: TrainConfig, shape: LlamaConfig, mesh: DeviceMesh, device: torch.device) -> Parts:
-    """The model, split and wrapped as the mesh says, with its first weights. A collective."""
+def build(config: TrainConfig, shape: LlamaConfig, mesh: DeviceMesh, device: torch.device, pattern: Mask) -> Parts:
+    """The model, split and wrapped as the mesh says, with its first weights. A collective.
+
+    `pattern` is the mask by which a balanced layout evens the work.
+    """
     degree = {axis: mesh[axis].size() for axis in ("data", "shard", "context", "tensor")}
     attend = None
     if degree["context"] > 1:
-        attend = split_attention(config, mesh["context"])
+        attend = split_attention(config, mesh["context"], pattern)
     with torch.device("meta"):
         model = Llama(shape, attention=attend or attention)
     if degree["tensor"] > 1:
         apply_tensor_parallel(model, mesh["tensor"], TENSOR_PLAN)
     group = submesh(mesh, "gradient").get_group()
-    fill(model, config, device, reads=dist.get_rank(group) == 0)
+    if degree["shard"] > 1:
+        model.to(getattr(torch, config.train.weights))  # filled when it is split: see below
+    else:
+        fill(model, config, device, reads=dist.get_rank(group) == 0)
     # Tensor parallelism exchanges inside of what is compiled, where the graph then breaks.
     apply_recompute(model, config.train.recompute, split=attend is not None, offload=config.train.offload)
     if config.train.compile:
@@ -122,6 +132,7 @@ def build(config: TrainConfig, shape: LlamaConfig, mesh: DeviceMesh, device: tor
     runner: nn.Module = objective
     if degree["shard"] > 1:
         apply_fully_sharded(objective, mesh, model.layers, op="sum")
+        fill_shards(objective, config, device)
     elif dist.get_world_size(group) > 1:  # alone, a rank has nobody to add its gradients to
         runner = DataParallel(objective, group=group, op="sum")
     names = {param: name for name, param in model.named_parameters()}
@@ -130,9 +141,12 @@ def build(config: TrainConfig, shape: LlamaConfig, mesh: DeviceMesh, device: tor
     return Parts(model, runner, optimizer, attend, names)
 
 
-def split_attention(config: TrainConfig, mesh: DeviceMesh) -> ContextAttention:
-    """Attention over the context ranks, by the strategy of the config."""
-    parallel, group = config.parallel, mesh
+def split_attention(config: TrainConfig, mesh: DeviceMesh, pattern: Mask) -> ContextAttention:
+    """Attention over the context ranks, by the strategy and layout of the config."""
+    parallel, group, num_tokens = config.parallel, mesh, config.data.sequence
+    layout: Layout = parallel.layout
+    if layout == "balanced":
+        layout = balanced(Blocks.of(pattern, num_tokens, num_tokens))
     options: dict[str, Any] = {}
     if parallel.inner:
         sizes = (mesh.size() // parallel.inner, parallel.inner)
@@ -142,9 +156,9 @@ def split_attention(config: TrainConfig, mesh: DeviceMesh) -> ContextAttention:
             options["sizes"] = sizes
     return context_parallel(
         group,
-        layout=parallel.layout,
+        layout=layout,
         strategy=parallel.strategy,
-        num_tokens=config.data.sequence,
+        num_tokens=num_tokens,
         timeout=parallel.timeout,
         **options,
     )
@@ -153,8 +167,8 @@ def split_attention(config: TrainConfig, mesh: DeviceMesh) -> ContextAttention:
 def fill(model: Llama, config: TrainConfig, device: torch.device, *, reads: bool) -> None:
     """Give a model on the meta device its first weights: a checkpoint's, or random by name.
 
-    A tensor-parallel rank reads its slices and nothing else. Of the ranks that will hold the same, or shards of the
-    same, the first reads and the others make room: wrapping the model sends them what it has.
+    A tensor-parallel rank reads its slices and nothing else. Of the ranks that will hold the same the first reads and
+    the others make room: wrapping the model sends them what it has.
     """
     places = {name: (module, key) for module, name, key in _slots(model)}
     owners: dict[Tensor, nn.Parameter] = {}
@@ -162,7 +176,9 @@ def fill(model: Llama, config: TrainConfig, device: torch.device, *, reads: bool
     dtype = getattr(torch, config.train.weights)
 
     def part(name: str, shape: torch.Size) -> tuple[slice, ...] | None:
-        return _local_slices(wanted[name])
+        value = wanted[name]
+        assert value is not None
+        return local_slices(value)
 
     def weights() -> Iterator[tuple[str, Tensor]]:
         if not reads:
@@ -175,7 +191,7 @@ def fill(model: Llama, config: TrainConfig, device: torch.device, *, reads: bool
             return
         for name, param in model.named_parameters():
             assert param is not None
-            yield name, initial_weight(name, param.shape, model.config, config.train.seed)[_local_slices(param) or ...]
+            yield name, initial_weight(name, param.shape, model.config, config.train.seed)[local_slices(param) or ...]
 
     for name, value in weights():
         old = wanted[name]
@@ -200,13 +216,19 @@ def _slots(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
                 yield module, f"{prefix}.{key}" if prefix else key, key
 
 
-def _local_slices(param: Tensor | None) -> tuple[slice, ...] | None:
-    """This rank's part of a tensor-parallel parameter; None for all of it."""
-    if not isinstance(param, DTensor) or not isinstance(param.placements[0], Shard):
-        return None
-    dim, mesh = param.placements[0].dim, param.device_mesh
-    begin, end = chunk_range(param.shape[dim], mesh.size(), mesh.get_local_rank())
-    return (*[slice(None)] * dim, slice(begin, end))
+def fill_shards(objective: Objective, config: TrainConfig, device: torch.device) -> None:
+    """Give a fully sharded model on the meta device its first weights: a rank reads, or makes, what it holds."""
+    model = objective.model
+    objective.to_empty(device=device)
+    if model.config.tie_embeddings:
+        model.head.weight = model.embed.weight  # which making room has parted
+    if config.model.load:
+        load_into(model, config.model.load)
+        return
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            whole = initial_weight(name, param.shape, model.config, config.train.seed)
+            local_part(param).copy_(whole[local_slices(param) or ...])
 
 
 def apply_recompute(model: Llama, mode: str, *, split: bool, offload: bool = False) -> None:

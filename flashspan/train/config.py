@@ -51,6 +51,46 @@ class DataSection:
     documents: bool = option(False, "attention stays inside a document, and no token predicts the next document")
 
 
+PATTERNS: dict[str, tuple[str, ...]] = {
+    "causal": (),
+    "window": ("window",),
+    "dilated": ("width", "step"),
+    "streaming": ("num_sinks", "window"),
+    "longformer": ("window", "num_global"),
+    "random_blocks": ("share", "size", "seed"),
+    "bigbird": ("window", "num_global", "num_random", "size", "seed"),
+}
+"""The keys of [attention] that each pattern takes."""
+
+
+@dataclass(frozen=True)
+class AttentionSection:
+    pattern: Literal["causal", "window", "dilated", "streaming", "longformer", "random_blocks", "bigbird"] = option(
+        "causal", "which tokens behind it a token sees"
+    )
+    window: int = option(0, "how many tokens back (window, longformer, bigbird); with its own, streaming")
+    num_global: int = option(0, "first tokens that everyone sees (longformer, bigbird)")
+    num_sinks: int = option(0, "first tokens that everyone sees (streaming)")
+    num_random: int = option(0, "blocks more for each block of queries (bigbird)")
+    width: int = option(0, "how many tokens, `step` apart (dilated)")
+    step: int = option(0, "from one to the next (dilated)")
+    share: float = option(0.0, "of the blocks, for each block of queries (random_blocks)")
+    size: int = option(128, "tokens in a block (random_blocks, bigbird)")
+    seed: int = option(0, "of the random blocks (random_blocks, bigbird)")
+
+    def __post_init__(self) -> None:
+        taken = PATTERNS[self.pattern]
+        for entry in dataclasses.fields(self)[1:]:
+            key, value = f"attention.{entry.name}", getattr(self, entry.name)
+            if entry.name not in taken and value != entry.default:
+                takes = f"it takes {', '.join(taken)}" if taken else "it takes nothing"
+                raise ValueError(f"{key} does not go with attention.pattern {self.pattern}, {takes}: got {value}")
+            if entry.name in taken and entry.name != "seed" and not value > 0:
+                raise ValueError(f"attention.pattern {self.pattern} needs {key} greater than 0: got {value}")
+        if self.share > 1:
+            raise ValueError(f"attention.share is a part of the blocks, at most 1: got {self.share}")
+
+
 @dataclass(frozen=True)
 class TrainSection:
     steps: int = option(120, "optimizer steps in all")
@@ -95,7 +135,9 @@ class ParallelSection:
         "ring", "how keys reach queries"
     )
     inner: int = option(0, "of the context ranks, those of one node (double_ring) or one exchange of heads (hybrid)")
-    layout: Literal["zigzag", "striped", "contiguous"] = option("zigzag", "who holds which tokens")
+    layout: Literal["zigzag", "striped", "contiguous", "balanced"] = option(
+        "zigzag", "who holds which tokens; balanced: blocks of them, by the work of the attention's pattern"
+    )
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto: the GPUs if there are any")
     timeout: float = option(300.0, "seconds before a stalled exchange is an error")
 
@@ -133,6 +175,7 @@ class TrainConfig:
 
     model: ModelSection = field(default_factory=ModelSection)
     data: DataSection = field(default_factory=DataSection)
+    attention: AttentionSection = field(default_factory=AttentionSection)
     train: TrainSection = field(default_factory=TrainSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     parallel: ParallelSection = field(default_factory=ParallelSection)
@@ -274,7 +317,9 @@ def _convert(key: str, value: Any, kind: Any) -> Any:
     """A value as its key's type; text from a command line is read, anything else must fit."""
     if get_origin(kind) is Literal:
         if value not in get_args(kind):
-            raise ValueError(f"{key} must be one of {', '.join(get_args(kind))}: got {str(value)!r}")
+            close = difflib.get_close_matches(str(value), get_args(kind), 1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ValueError(f"{key} must be one of {', '.join(get_args(kind))}: got {str(value)!r}{hint}")
         return str(value)
     try:
         if isinstance(value, Typed) and kind is not str:

@@ -7,6 +7,7 @@ import torch
 from flashspan.plan.memory import Ledger, Mixture, Run, ledger
 
 from .config import TrainConfig
+from .pattern import make_pattern, visible_share
 
 
 def describe_plan(config: TrainConfig, num_ranks: int) -> str:
@@ -14,11 +15,14 @@ def describe_plan(config: TrainConfig, num_ranks: int) -> str:
     shape = config.model.resolve()
     degrees = config.parallel.degrees(num_ranks)
     held = estimate(config, num_ranks)
+    num_tokens = config.data.sequence
+    share = visible_share(make_pattern(config.attention, num_tokens, torch.device("cpu")), num_tokens)
     lines = [
         f"model   {shape.num_parameters / 1e6:,.1f} M parameters, {shape.num_layers} layers of width {shape.width}",
         f"mesh    {' x '.join(f'{axis} {degree}' for axis, degree in degrees.items())} = {num_ranks} ranks",
         f"step    {config.train.batch} samples x {config.data.sequence} tokens = "
         f"{config.train.batch * config.data.sequence:,} tokens, {config.train.accumulate} backward passes",
+        f"sight   {config.attention.pattern}: {share:.1%} of the pairs that causal attention sees",
         "memory  of one rank, MiB, about:",
         *(f"  {name:<12} {size / 2**20:12,.1f}" for name, size in held.items()),
         f"  {'peak':<12} {held.peak / 2**20:12,.1f}",

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flashspan import masks
 from flashspan.context.exchange import ExchangeError
+from flashspan.kernels.masks import Mask, Rows
 from flashspan.parallel import build_mesh, clip_grad_norm, grad_norm, load_full_state_dict, submesh
 
 from . import checkpoint
@@ -27,6 +27,7 @@ from .build import build, load_optimizer_state, model_state, optimizer_state
 from .config import OptimizerSection, TrainConfig
 from .data import Samples, open_tokens
 from .metrics import Display, StepMetrics, draw_loss, memory_gib, peak_flops
+from .pattern import make_pattern, visible_share
 
 DONE, STOPPED, NOT_FINITE = "done", "stopped", "not finite"
 FIRST_SCALE, GROW_AFTER = 2.0**14, 200
@@ -47,7 +48,8 @@ class Trainer:
         self.num_tensor = self.mesh["tensor"].size()
         self.folder = Path(config.checkpoint.folder)
         self.train, self.validation = open_samples(config)
-        self.parts = build(config, self.shape, self.mesh, self.device)
+        self.pattern = make_pattern(config.attention, config.data.sequence, self.device)
+        self.parts = build(config, self.shape, self.mesh, self.device, self.pattern)
         self.positions = torch.arange(config.data.sequence, device=self.device)
         if self.parts.attend is not None:
             self.positions = self.parts.attend.positions(config.data.sequence, self.device)
@@ -70,7 +72,9 @@ class Trainer:
             for note in notes:
                 display.say(note)
             peak = peak_flops(self.device, dist.get_world_size())
-            flops = self.shape.flops_per_token(config.data.sequence) * config.train.batch * config.data.sequence
+            # Attention costs what a shorter causal sequence's would, if its pattern shows less.
+            seen = round(visible_share(self.pattern, config.data.sequence) * config.data.sequence)
+            flops = self.shape.flops_per_token(seen) * config.train.batch * config.data.sequence
             saved = self.step
             how = DONE
             while self.step < config.train.steps:
@@ -182,14 +186,14 @@ class Trainer:
         starts = [first + (i * self.batch_ranks + self.batch_rank) * each for i in range(train.accumulate)]
         return [list(range(start, start + each)) for start in starts]
 
-    def _place(self, samples: Samples, numbers: list[int]) -> tuple[Tensor, Tensor, Any]:
+    def _place(self, samples: Samples, numbers: list[int]) -> tuple[Tensor, Tensor, Mask]:
         """tokens and targets [B, T of this rank] on the device, and the mask of the whole sequence."""
         tokens, targets = samples.read(numbers)
-        mask = None
+        mask = self.pattern
         if samples.documents:
             first = samples.first_keys(tokens)
             own = torch.arange(1, samples.sequence + 1).expand_as(first)
-            mask = masks.Rows(first, own, samples.sequence).to(self.device)
+            mask = mask & Rows(first, own, samples.sequence).to(self.device)
         if self.parts.attend is not None:
             tokens, targets = (self.parts.attend.shard(x, 1) for x in (tokens, targets))
         return tokens.to(self.device), targets.to(self.device), mask

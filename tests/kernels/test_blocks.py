@@ -291,6 +291,10 @@ def test_patterns_of_blocks_hold_as_many_as_they_say() -> None:
     bird = masks.bigbird(1280, window=64, num_global=10, num_random=2)
     assert (bird & masks.longformer(1280, window=64, num_global=10)) == masks.longformer(1280, window=64, num_global=10)
     assert bool((bird.rows.visits()[..., 1:] <= 3 + 1 + 2).all())
+    behind = masks.bigbird(1280, window=64, num_global=10, num_random=2, causal=True)
+    assert not behind.dense().triu(1).any()
+    more = (behind & ~masks.longformer(1280, window=64, num_global=10)).kinds()[0, 0] != 0
+    assert more.sum(-1).tolist()[4:] == [row + 2 for row in more.diagonal().int().tolist()[4:]]
     q, k = torch.zeros(1, 2, 512, 4), torch.zeros(1, 1, 512, 4)
     q[..., 0], k[:, :, 256:384, 0] = 1.0, 5.0  # everyone's favourite is block 2
     chosen = masks.top_blocks(q, k, 2)

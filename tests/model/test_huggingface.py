@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from flashspan import attention
-from flashspan.model import Llama, LlamaConfig, RopeScaling, load_llama, preset, read_config, read_weights, save_llama
+from flashspan.launch import Ranks
+from flashspan.model import (
+    Llama,
+    LlamaConfig,
+    RopeScaling,
+    huggingface,
+    load_llama,
+    preset,
+    read_config,
+    read_weights,
+    save_llama,
+)
+from flashspan.parallel import apply_fully_sharded, apply_tensor_parallel, build_mesh
+from flashspan.parallel.checkpoint import full_state_dict
+from flashspan.train.build import TENSOR_PLAN
 
 CONFIG = LlamaConfig(
     61, 32, 3, 4, 2, 48, rope_theta=5e5, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 64), norm_eps=1e-6, max_tokens=99
@@ -152,3 +168,90 @@ def test_a_missing_shard_is_named(model: Llama, tmp_path: Path) -> None:
     (tmp_path / files[1]).unlink()
     with pytest.raises(ValueError, match=f"{files[1]} is missing"):
         load_llama(tmp_path, attention=attention)
+
+
+def load_split(folder: Path, degrees: dict[str, int], tokens: torch.Tensor) -> dict[str, Any]:
+    """On a rank: load a model that is split, and say what was read, what all ranks hold and what it computes."""
+    mesh, config = build_mesh(**degrees), read_config(folder)
+    with torch.device("meta"):
+        model = Llama(config, attention=attention)
+    if degrees.get("tensor", 1) > 1:
+        apply_tensor_parallel(model, mesh["tensor"], TENSOR_PLAN)
+    if degrees.get("shard", 1) > 1:
+        apply_fully_sharded(model, mesh, model.layers)
+    model.to_empty(device="cpu")
+    if config.tie_embeddings:
+        model.head.weight = model.embed.weight
+    read = {"bytes": 0}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(huggingface, "safe_open", lambda *args, **rest: CountedFile(read, *args, **rest))
+        huggingface.load_into(model, folder)
+    held = sum(huggingface.DTensor.to_local(p).nbytes for p in model.parameters())  # every one is split or copied
+    with torch.no_grad():
+        hidden = model(tokens)
+    return {"read": read["bytes"], "held": held, "state": full_state_dict(model), "hidden": hidden}
+
+
+class CountedFile:
+    """A file of tensors that counts what leaves it."""
+
+    def __init__(self, read: dict[str, int], *args: Any, **rest: Any) -> None:
+        self.read, self.file = read, safe_open(*args, **rest)
+
+    def __enter__(self) -> CountedFile:
+        self.stored = self.file.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.file.__exit__(*error)
+
+    def keys(self) -> list[str]:
+        return self.stored.keys()
+
+    def get_slice(self, name: str) -> CountedSlice:
+        return CountedSlice(self.read, self.stored.get_slice(name))
+
+
+class CountedSlice:
+    def __init__(self, read: dict[str, int], view: Any) -> None:
+        self.read, self.view = read, view
+
+    def get_shape(self) -> list[int]:
+        return self.view.get_shape()
+
+    def __getitem__(self, part: Any) -> torch.Tensor:
+        value: torch.Tensor = self.view[part]
+        self.read["bytes"] += value.nbytes
+        return value
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("degrees", "tied"),
+    [
+        ({"shard": 2}, False),
+        ({"tensor": 2}, False),
+        ({"shard": 2, "tensor": 2}, False),
+        ({"shard": 2, "tensor": 2}, True),
+    ],
+    ids=["fully sharded", "tensor", "both", "both, tied"],
+)
+def test_each_rank_reads_the_slices_it_holds(tmp_path: Path, degrees: dict[str, int], tied: bool) -> None:
+    model = Llama(replace(CONFIG, tie_embeddings=tied), attention=attention)  # 61 words: an odd row
+    model.initialize(3)
+    save_llama(model, tmp_path, shard_bytes=9000)
+    tokens = torch.randint(61, (2, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        hidden = model(tokens)
+    num_ranks = degrees.get("shard", 1) * degrees.get("tensor", 1)
+    with Ranks(num_ranks, threads=1) as ranks:
+        results = ranks.run(load_split, tmp_path, degrees, tokens)
+    whole = sum(p.nbytes for p in model.parameters())
+    norms = sum(p.nbytes for p in model.parameters() if p.dim() == 1)  # whole on every tensor rank
+    for got in results:
+        assert got["read"] == got["held"]
+        assert got["read"] <= 0.52 * whole / (num_ranks / 2) + norms
+        assert all(torch.equal(value, got["state"][name]) for name, value in model.state_dict().items())
+        assert torch.allclose(got["hidden"], hidden, rtol=0, atol=1e-5)
+    copies = degrees.get("tensor", 1)
+    assert sum(got["read"] for got in results) == whole + (copies - 1) * norms

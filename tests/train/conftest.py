@@ -12,7 +12,9 @@ import pytest
 
 from flashspan.launch import Ranks
 from flashspan.train import TrainConfig, parse
-from flashspan.train.prepare import prepare_corpus
+from flashspan.train.data import ByteTokenizer
+from flashspan.train.prepare import corpus as texts
+from flashspan.train.prepare import encode, prepare_corpus, write_files
 
 RUNS = 12  # then ranks are renewed: they keep every group they made, and gloo's threads wake up for each all the time
 
@@ -44,6 +46,14 @@ def on_ranks() -> Iterator[Callable[..., list[Any]]]:
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare_corpus(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="session")
+def speeches(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The corpus with every speech a document of its own."""
+    folder, coder = tmp_path_factory.mktemp("speeches"), ByteTokenizer()
+    write_files(folder, coder, encode([speech for text in texts() for speech in text.split("\n\n")], coder), 0.1)
+    return folder
 
 
 @pytest.fixture
