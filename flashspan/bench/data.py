@@ -1,6 +1,6 @@
 """One training step under every strategy of `flashspan.parallel`, on 2 to 4 ranks of this machine, in one run.
 
-    python -m flashspan.bench.data --ranks 2 4         # appends rows to docs/benchmarks/data.csv and prints tables
+    python -m flashspan.bench.data --ranks 2 4         # appends rows to docs/benchmarks/data.jsonl, prints tables
 
 All strategies take turns, step by step and in changing order, so that whatever else the machine does hits them equally.
 They share the global batch: data strategies split its samples, context its sequences, tensor strategies the layers.
@@ -10,27 +10,24 @@ They share the global batch: data strategies split its samples, context its sequ
 from __future__ import annotations
 
 import argparse
-import csv
-import os
-import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flashspan.attention import attention
 from flashspan.bench import record
-from flashspan.bench.record import commit
+from flashspan.bench.record import Row
+from flashspan.bench.tables import Table, make
 from flashspan.context import ContextAttention, context_parallel
 from flashspan.launch import Ranks
 from flashspan.parallel import (
@@ -46,7 +43,7 @@ from flashspan.parallel.data import Mode
 from flashspan.parallel.memory import Ledger, Strategy, Transformer, measure, predict, record_activations
 from flashspan.parallel.tensor import Style
 
-PATH = Path("docs/benchmarks/data.csv")
+PATH = Path("docs/benchmarks/data.jsonl")
 SIZES = Transformer(num_layers=6, width=256, num_heads=8, num_kv_heads=4, ffn_width=688, vocab_size=4096)
 LENGTH = 128
 WINDOW = 32
@@ -223,62 +220,44 @@ def _hybrid_block(sizes: Transformer, mesh: DeviceMesh) -> HybridBlock:
     )
 
 
-@dataclass(frozen=True)
-class Row:
-    """One contender on so many ranks. Times in milliseconds per step, the slowest rank's; memory in MiB on rank 0."""
-
-    device: str
-    torch: str
-    commit: str
-    ranks: int
-    shape: str
-    contender: str
-    p20_ms: float
-    p50_ms: float
-    p80_ms: float
-    communication_ms: float  # of gradients, where we do it
-    hidden: float  # the fraction of it that backward hid
-    parameters_mib: float
-    gradients_mib: float
-    optimizer_mib: float
-    activations_mib: float
-    predicted_mib: float  # the four together
-
-
 def measure_ranks(
     num_ranks: int, names: Sequence[str], *, rounds: int, batch: int, length: int = LENGTH, sizes: Transformer = SIZES
 ) -> list[Row]:
-    """Rows for the named contenders that fit so many ranks, measured in turns on ranks started for it."""
+    """Rows for the named contenders that fit so many ranks, measured in turns on ranks started for it.
+
+    Times are a step's, the slowest rank's; memory is rank 0's.
+    """
     if sizes.num_kv_heads % num_ranks:  # tensor parallelism cannot cut a head
         names = [name for name in names if not name.startswith(("tensor", "hybrid"))]
     with Ranks(num_ranks, timeout=300) as ranks:
         results = ranks.run(_take_turns, list(names), sizes, batch, length, rounds, timeout=1800)
     shape = f"{sizes.num_layers}x{sizes.width} {batch}x{length} per rank"
+    where = record.environment(torch.device("cpu"))
     rows = []
     for name in names:
-        steps = [max(times) for times in zip(*(result[name]["steps"] for result in results), strict=True)]
-        cuts = quantiles(steps, n=10, method="inclusive")
         first = results[0][name]
         ledger: Ledger = first["ledger"]
         expected = predict(sizes, first["strategy"], num_ranks=num_ranks, tokens=num_ranks * batch * length)
         rows.append(
-            Row(
-                device=f"{platform.machine()}, {os.cpu_count()} cores",
-                torch=torch.__version__,
-                commit=commit(),
-                ranks=num_ranks,
+            record.row(
+                where,
+                what="data",
                 shape=shape,
-                contender=name,
-                p20_ms=1e3 * cuts[1],
-                p50_ms=1e3 * median(steps),
-                p80_ms=1e3 * cuts[7],
-                communication_ms=1e3 * first["communication"],
-                hidden=first["hidden"],
-                parameters_mib=ledger.parameters / MIB,
-                gradients_mib=ledger.gradients / MIB,
-                optimizer_mib=ledger.optimizer / MIB,
-                activations_mib=ledger.activations / MIB,
-                predicted_mib=expected.total / MIB,
+                impl=name,
+                kind="step",
+                dtype="float32",
+                ranks=num_ranks,
+                samples_ms=[1e3 * max(times) for times in zip(*(r[name]["steps"] for r in results), strict=True)],
+                peak_mib=ledger.total / MIB,
+                more={
+                    "communication_ms": 1e3 * first["communication"],  # of gradients, where we do it
+                    "hidden": first["hidden"],  # the fraction of it that backward hid
+                    "parameters_mib": ledger.parameters / MIB,
+                    "gradients_mib": ledger.gradients / MIB,
+                    "optimizer_mib": ledger.optimizer / MIB,
+                    "activations_mib": ledger.activations / MIB,
+                    "predicted_mib": expected.total / MIB,  # the four together
+                },
             )
         )
     return rows
@@ -319,55 +298,31 @@ def _loss(logits: Tensor, tokens: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
-def append(rows: Sequence[Row], path: Path = PATH) -> None:
-    """Add rows to the file, with its header if it is new."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.writer(file)
-        if new:
-            writer.writerow([field.name for field in fields(Row)])
-        writer.writerows([f"{v:.4g}" if isinstance(v, float) else v for v in asdict(row).values()] for row in rows)
-
-
 def table(rows: Sequence[Row]) -> Table:
-    """The rows, for a terminal."""
+    """Rows of one number of ranks."""
     best = min(row.p50_ms for row in rows)
-    shown = Table(title=f"{rows[0].ranks} ranks, {rows[0].shape}: one step")
-    for heading in (
-        "",
-        "ms",
-        "/ best",
-        "p20",
-        "p80",
-        "comm ms",
-        "hidden",
-        "param",
-        "grad",
-        "optim",
-        "activ MiB",
-        "predicted",
-    ):
-        shown.add_column(heading, justify="right" if heading else "left")
-    for row in rows:
-        times = (row.p50_ms, row.p50_ms / best, row.p20_ms, row.p80_ms, row.communication_ms, row.hidden)
-        memory = (row.parameters_mib, row.gradients_mib, row.optimizer_mib, row.activations_mib)
-        total = f"{row.predicted_mib / sum(memory):.3f}x"
-        cells = ["" if value != value else f"{value:.4g}" for value in (*times, *memory)]
-        shown.add_row(row.contender, *cells, total)
-    return shown
 
+    def more(name: str) -> Callable[[Row], object]:
+        return lambda row: row.more[name]
 
-def as_record(row: Row) -> record.Row:
-    """A row as every other measurement's."""
-    times = {name: getattr(row, name) for name in ("p20_ms", "p50_ms", "p80_ms")}
-    known = {"device", "torch", "commit", "ranks", "shape", "contender", *times}
-    more = {name: value for name, value in asdict(row).items() if name not in known}
-    held = row.parameters_mib + row.gradients_mib + row.optimizer_mib + row.activations_mib
-    return record.Row(
-        row.device, row.torch, "none", row.commit, row.shape, row.contender, "step", **times, tflops=float("nan"),
-        error=float("nan"), peak_mib=held, what="data", dtype="float32", ranks=row.ranks, more=more,
-    )  # fmt: skip
+    return make(
+        f"{rows[0].ranks} ranks, {rows[0].shape}: a step in milliseconds, what a rank holds in MiB",
+        rows,
+        {
+            "strategy": lambda row: row.impl,
+            "ms": lambda row: row.p50_ms,
+            "/ best": lambda row: row.p50_ms / best,
+            "p20": lambda row: row.p20_ms,
+            "p80": lambda row: row.p80_ms,
+            "wire ms": more("communication_ms"),
+            "hidden": more("hidden"),
+            "parameters": more("parameters_mib"),
+            "gradients": more("gradients_mib"),
+            "optimizer": more("optimizer_mib"),
+            "activations": more("activations_mib"),
+            "predicted": lambda row: f"{row.more['predicted_mib'] / row.peak_mib:.3f}x",
+        },
+    )
 
 
 def bench_data(
@@ -394,13 +349,17 @@ def bench_data(
         raise ValueError(f"a contender is one of {', '.join(CONTENDERS)}: got {', '.join(unknown)}")
     if not ranks or min(ranks) < 1 or max(ranks) > 8 or rounds < 2 or batch < 1:
         raise ValueError(f"bench data needs 1 to 8 ranks, 2 rounds and 1 sequence: got {ranks}, {rounds} and {batch}")
-    console = Console(width=140)
-    for num_ranks in ranks:
-        rows = measure_ranks(num_ranks, list(only), rounds=rounds, batch=batch)
-        record.append([as_record(row) for row in rows], folder / "data.jsonl")
-        console.print(table(rows))
-    console.print(f"rows in {folder / 'data.jsonl'}")
+    _measure_and_show(ranks, list(only), rounds, batch, folder / "data.jsonl")
     return 0
+
+
+def _measure_and_show(ranks: Sequence[int], only: Sequence[str], rounds: int, batch: int, path: Path) -> None:
+    console = Console(width=160)
+    for num_ranks in ranks:
+        rows = measure_ranks(num_ranks, only, rounds=rounds, batch=batch)
+        record.append(rows, path)
+        console.print(table(rows).rich())
+    console.print(f"rows in {path}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -412,11 +371,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", default=list(CONTENDERS), choices=CONTENDERS)
     parser.add_argument("--output", type=Path, default=PATH)
     chosen = parser.parse_args(arguments)
-    console = Console(width=140)
-    for num_ranks in chosen.ranks:
-        rows = measure_ranks(num_ranks, chosen.only, rounds=chosen.rounds, batch=chosen.batch)
-        append(rows, chosen.output)
-        console.print(table(rows))
+    _measure_and_show(chosen.ranks, chosen.only, chosen.rounds, chosen.batch, chosen.output)
 
 
 if __name__ == "__main__":

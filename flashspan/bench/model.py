@@ -9,11 +9,10 @@ their mean and standard deviation beside the percentiles.
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -164,19 +163,23 @@ def make_row(
     )  # fmt: skip
 
 
-def measure_fresh(setting: Setting, device: torch.device, what: str) -> list[Row]:
-    """The same in a new process, which has warmed up nothing."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context) as pool:  # a process that dies is an error there, not a wait
-        return pool.submit(measure, setting, device, what).result()
+def compile_layers(setting: Setting, device: torch.device) -> None:
+    """Leave on disk what a compiled model needs. Its layers share their graphs: two of them will do."""
+    from torch._inductor import config
+
+    # Which of its kernels is fastest the compiler finds out again where it is measured: here others use the device.
+    with config.patch(autotune_local_cache=False):
+        stepper = Stepper(setting, device, replace(preset(setting.preset), num_layers=2))
+        stepper.infer()
+        stepper.train()
 
 
 def job(setting: Setting, device: torch.device, *, fresh: bool = False) -> sweep.Job:
-    """A job of a sweep; `fresh` ones are the warm-up study."""
+    """A job of a sweep; `fresh` ones, each in a process that has warmed up nothing, are the warm-up study."""
     what = "warm-up" if fresh else "model"
     expected = tuple(make_row(setting, device, what, kind) for kind in KINDS)
-    run = measure_fresh if fresh else measure
-    return sweep.Job(expected, lambda: run(setting, device, what))
+    ready = partial(compile_layers, setting, device) if setting.compiled else None
+    return sweep.Job(expected, partial(measure, setting, device, what), ready, None if fresh else "timed")
 
 
 def table(rows: Sequence[Row]) -> Table:

@@ -59,9 +59,14 @@ class Row:
     more: dict[str, Any] = field(default_factory=dict)  # numbers only this kind of measurement has
 
     @property
+    def subject(self) -> tuple[object, ...]:
+        """What was measured, wherever."""
+        return (self.what, self.shape, self.impl, self.kind, self.dtype, self.ranks)
+
+    @property
     def key(self) -> tuple[object, ...]:
         """What was measured where. The commit is not part of it: a sweep resumed after one goes on."""
-        return (self.what, self.shape, self.impl, self.kind, self.dtype, self.ranks, self.device, self.torch)
+        return (*self.subject, self.device, self.torch)
 
     @property
     def ok(self) -> bool:
@@ -264,4 +269,6 @@ def _jsonable(value: Any) -> Any:
         return value if value.is_integer() else float(f"{value:.6g}")
     if isinstance(value, dict):
         return {key: _jsonable(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_jsonable(inner) for inner in value]
     return value

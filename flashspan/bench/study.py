@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -139,7 +140,7 @@ def _bench(call: Callable[[], Any], device: torch.device) -> list[float]:
     if device.type == "cuda":
         from triton.testing import do_bench
 
-        times = do_bench(call, warmup=25, rep=100, return_mode="all")
+        times = do_bench(call, warmup=20, rep=50, return_mode="all")  # milliseconds, and 5 runs to estimate with
         return [float(t) for t in times]
     call()
     return [_time(call, device) for _ in range(3)]
@@ -161,24 +162,54 @@ def jobs(
     """The measurements of a study."""
     shapes = [(tokens, head_dim) for head_dim in head_dims for tokens in lengths]
     if which == "eager":
-        return [_eager_job(*shape, compiled, repeats, device) for shape in shapes for compiled in (False, True)]
+        return [
+            _eager_job(*shape, compiled, repeats, device, tuple(head_dims))
+            for shape in shapes
+            for compiled in (False, True)
+        ]
     return [
-        _flash_job(*shape, dtype, impl, device)
+        _flash_job(*shape, dtype, impl, device, (min(lengths), max(lengths)))
         for shape in shapes
         for dtype in ("bfloat16", "float32")
         for impl in ("flashspan", "pytorch")
     ]
 
 
-def _eager_job(tokens: int, head_dim: int, compiled: bool, repeats: int, device: torch.device) -> sweep.Job:
+def _eager_job(
+    tokens: int, head_dim: int, compiled: bool, repeats: int, device: torch.device, head_dims: tuple[int, ...]
+) -> sweep.Job:
     expected = tuple(_eager_row(tokens, head_dim, compiled, kind, device) for kind in ("forward", "backward"))
-    return sweep.Job(expected, lambda: eager_rows(tokens, head_dim, compiled, repeats, device))
+    ready = partial(compile_plain, tokens, head_dims, device) if compiled else None
+    return sweep.Job(expected, partial(eager_rows, tokens, head_dim, compiled, repeats, device), ready)
 
 
-def _flash_job(tokens: int, head_dim: int, dtype: str, impl: str, device: torch.device) -> sweep.Job:
+def _flash_job(
+    tokens: int, head_dim: int, dtype: str, impl: str, device: torch.device, lengths: tuple[int, int]
+) -> sweep.Job:
     kinds = ("forward", "backward", "both")
     expected = tuple(_flash_row(tokens, head_dim, dtype, impl, kind, device) for kind in kinds)
-    return sweep.Job(expected, lambda: flash_rows(tokens, head_dim, dtype, impl, device))
+    ready = partial(compile_ours, lengths, head_dim, dtype, device) if impl == "flashspan" else None
+    return sweep.Job(expected, partial(flash_rows, tokens, head_dim, dtype, impl, device), ready)
+
+
+def compile_plain(tokens: int, head_dims: tuple[int, ...], device: torch.device) -> None:
+    """Leave on disk what plain attention of this length is compiled to. One after another: the squares are large."""
+    from torch._inductor import config
+
+    # Which of its kernels is fastest the compiler finds out again where it is measured: here others use the device.
+    with config.patch(autotune_local_cache=False):
+        for head_dim in head_dims:
+            eager_rows(tokens, head_dim, True, 1, device)
+
+
+def compile_ours(lengths: tuple[int, ...], head_dim: int, dtype: str, device: torch.device) -> None:
+    """Leave our compiled kernels on disk. They do not depend on the length, beyond how its numbers divide."""
+    for tokens in lengths:
+        q, k, v = (torch.randn(1, 1, tokens, head_dim, device=device, dtype=getattr(torch, dtype)) for _ in range(3))
+        for x in (q, k, v):
+            x.requires_grad_()
+        out: Tensor = attention(q, k, v, causal=True)
+        torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
 
 
 def table(rows: Sequence[Row]) -> Table:

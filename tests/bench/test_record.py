@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
+import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -82,6 +85,75 @@ def test_a_sweep_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert sweep.run(jobs, path).num_measured == 1
     assert sweep.run(jobs, path, again=True).num_measured == 3
     assert sweep.run([job("d")], path, seconds=-1.0).num_left == 1
+
+
+def measure_well(name: str) -> list[Row]:
+    return [make(name, [1.0], more={"process": os.getpid()})]
+
+
+def measure_badly(how: str) -> list[Row]:
+    if how == "dies":
+        os._exit(7)
+    if how == "hangs":
+        time.sleep(600)
+    raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.timeout(120)
+def test_what_dies_or_hangs_costs_itself(tmp_path: Path, quick_processes: None) -> None:
+    def good(name: str, process: str | None = "timed") -> sweep.Job:
+        return sweep.Job((make(name),), partial(measure_well, name), process=process)
+
+    def bad(how: str) -> sweep.Job:
+        return sweep.Job((make(how),), partial(measure_badly, how))
+
+    path = tmp_path / "rows.jsonl"
+    jobs = [
+        good("a"),
+        bad("dies"),
+        good("b"),
+        good("new", None),
+        bad("oom"),
+        good("c"),
+        bad("hangs"),
+        good("d"),
+        good("e", "other"),
+    ]
+    with sweep.Apart(limit=2.0) as apart:
+        rows = sweep.run(jobs, path, attempt=apart).rows
+    assert [row.shape for row in rows] == ["a", "dies", "b", "new", "oom", "c", "hangs", "d", "e"]
+    status = {row.shape: row.status for row in rows}
+    assert status["dies"] == "failed: its process died (exit code 7)"
+    assert status["hangs"] == "failed: not done after 2 s"
+    assert status["oom"] == record.OUT_OF_MEMORY
+    process = {row.shape: row.more["process"] for row in rows if row.ok}
+    assert process["b"] == process["c"]  # running out of memory, or a fresh one between, ends nothing
+    assert len({process[name] for name in "abde"} | {process["new"], os.getpid()}) == 6
+    assert [job.expected[0].shape for job in sweep.left(jobs, path)] == ["dies", "hangs"]
+    # At the deadline what is at hand is left for the next run, without a row.
+    with sweep.Apart(deadline=time.monotonic() + 1.0) as apart:
+        outcome = sweep.run([bad("hangs"), good("e")], tmp_path / "late.jsonl", attempt=apart)
+    assert (outcome.num_measured, outcome.num_left, outcome.rows) == (0, 2, [])
+
+
+def leave_a_mark(folder: str, name: str) -> None:
+    if name == "dies":
+        os._exit(1)
+    (Path(folder) / f"{name} {os.getpid()}").touch()
+    if name == "fails":
+        raise ValueError(name)
+
+
+@pytest.mark.timeout(120)
+def test_what_jobs_share_is_prepared_once(tmp_path: Path, quick_processes: None) -> None:
+    names = ("dies", "x", "y", "x", "fails", "z")
+    jobs = [sweep.Job((make(n),), partial(measure_well, n), partial(leave_a_mark, str(tmp_path), n)) for n in names]
+    assert (
+        sweep.prepare([*jobs, sweep.Job((make("none"),), partial(measure_well, "none"))], seconds=60, num_processes=2)
+        == 3
+    )
+    assert sorted(path.name.split()[0] for path in tmp_path.iterdir()) == ["fails", "x", "y", "z"]
+    assert sweep.prepare([], seconds=1) == 0
 
 
 def test_other_settings_are_measured_anew(tmp_path: Path) -> None:

@@ -1,0 +1,16 @@
+"""Processes for sweeps, without waiting for their imports."""
+
+from __future__ import annotations
+
+from multiprocessing import forkserver
+
+import pytest
+
+from flashspan.bench import sweep
+
+
+@pytest.fixture
+def quick_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Begin a sweep's processes from a server that has imported torch: no device is touched here."""
+    forkserver.set_forkserver_preload(["flashspan.launch", "torch.distributed.tensor", "torch._dynamo"])
+    monkeypatch.setattr(sweep, "START", "forkserver")
