@@ -1,4 +1,4 @@
-"""Every shipped kernel compiles for sm_90 without a GPU, and spills nothing but what is named here."""
+"""Every shipped kernel compiles for sm_90 without a GPU. The portable ones spill nothing, the Hopper ones little."""
 
 import json
 import subprocess
@@ -24,9 +24,6 @@ REST = [
     *[(made, "float32", size) for size in (128, 256) for made in ("out", "dk", "dv", "dq")],
 ]
 
-SPILLS = {("dk dv", "bfloat16", 128): 300}
-"""The exception. What spills nothing there was slower: a pass each for dk and dv by 18%, 32 queries at a time by 7%."""
-
 
 def check(made: str, dtype: str, head_dim: int) -> None:
     # A process of its own: this one runs Triton's interpreter, and the compiler may abort.
@@ -34,7 +31,7 @@ def check(made: str, dtype: str, head_dim: int) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=_compiling(), check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     spilled, shared, wide, narrow, warnings = json.loads(done.stdout)
-    assert spilled <= SPILLS.get((made, dtype, head_dim), 0)
+    assert spilled == 0
     assert shared <= 232448, "a Hopper block has 227 KiB of shared memory"
     assert wide + narrow > 0, "the products must run on the tensor cores"
     if dtype == "bfloat16":  # float32's small tiles use the narrow instruction
@@ -66,6 +63,47 @@ def test_the_lists_above_are_the_whole_table() -> None:
     assert listed == set(TABLE)
 
 
+TIGHTEST = """
+import json, sys, torch
+from flashspan.kernels.blocks import Blocks
+from flashspan.kernels.compile import compile_launch
+from flashspan.kernels.contract import Dropout
+from flashspan.kernels.masks import CAUSAL
+from flashspan.kernels.patterns import documents
+from flashspan.kernels.portable.backward import backward_launches
+asked = sys.argv[1].split()
+mask = documents([1000, 3096]) if "rows" in asked else Blocks.of(CAUSAL, 4096, 4096) if "blocks" in asked else CAUSAL
+q, dout = (torch.empty(1, 8, 4096, 128, dtype=torch.bfloat16, device="meta") for _ in range(2))
+k, v = (torch.empty(1, 2 if "grouped" in asked else 8, 4096, 128, dtype=q.dtype, device="meta") for _ in range(2))
+rows, positions = torch.empty(1, 8, 4096, device="meta"), torch.empty(4096, dtype=torch.int32, device="meta")
+dropout = Dropout(0.1, torch.empty(1, dtype=torch.int64, device="meta"), positions, positions)
+add = "add" in asked
+made = [x.float() if add else x for x in (q, k, v)]
+launches = backward_launches(
+    dout, q, k, v, rows, rows, mask, 0.125, *made, add, dropout if "dropout" in asked else None
+)
+print(json.dumps(compile_launch(launches["dk dv"]).spilled_bytes))
+"""
+"""dk and dv in one pass at head size 128, in 16 bits: the pass that has not one register to spare."""
+
+
+def check_tightest(asked: str) -> None:
+    command = [sys.executable, "-c", TIGHTEST, asked]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=_compiling(), check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout) == 0
+
+
+def test_the_tightest_pass_spills_nothing_with_grouped_heads_and_a_sum() -> None:
+    check_tightest("grouped add")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", ["rows", "add", "grouped", "dropout", "blocks grouped", "blocks add dropout"])
+def test_the_tightest_pass_never_spills(asked: str) -> None:
+    check_tightest(asked)
+
+
 HOPPER = """
 import json, sys, torch
 from flashspan.kernels.compile import compile_launch, hopper_launches
@@ -77,11 +115,15 @@ launch = hopper_launches(dtype, head_dim, mask=masks[mask], carry=carry == "carr
 cost = compile_launch(launch)
 print(json.dumps([cost.spilled_bytes, cost.shared_bytes, cost.instructions["HGMMA"], cost.warnings]))
 """
-PLAIN = [("forward", 128, "bfloat16", "causal", "plain"), ("backward", 128, "bfloat16", "causal", "plain")]
+PLAIN = [
+    ("forward", 128, "bfloat16", "causal", "plain"),
+    ("backward", 128, "bfloat16", "causal", "plain"),
+    ("keys", 256, "bfloat16", "causal", "plain"),
+]
 ALL = [
     (kind, head_dim, dtype, mask, carry)
     for head_dim in (64, 128, 256)
-    for kind in ("forward", "backward")
+    for kind in ("forward", "backward", "keys", "queries")
     for dtype, mask, carry in (
         ("bfloat16", "causal", "plain"),
         ("bfloat16", "full", "plain"),
@@ -93,7 +135,7 @@ ALL = [
 ]
 ALLOWED = {"plain": 300, "carry": 1200}
 """Bytes spilled before and after the loop over tiles, once per tile of queries (docs/kernels.md). Heads of 256 with a
-carry hold twice as much where it joins: 7,000."""
+carry hold twice as much where it joins: 2,500."""
 
 
 def check_hopper(kind: str, head_dim: int, dtype: str, mask: str, carry: str) -> None:
@@ -101,7 +143,7 @@ def check_hopper(kind: str, head_dim: int, dtype: str, mask: str, carry: str) ->
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=_compiling(), check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     spilled, shared, wide, warnings = json.loads(done.stdout)
-    assert spilled <= (7000 if (head_dim, carry) == (256, "carry") else ALLOWED[carry])
+    assert spilled <= (2500 if (head_dim, carry) == (256, "carry") else ALLOWED[carry])
     assert shared <= 232448, "a Hopper block has 227 KiB of shared memory"
     assert wide > 0, "the products must use the warpgroup's instruction"
     assert not [line for line in warnings if "serialized" in line]

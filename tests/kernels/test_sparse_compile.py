@@ -1,4 +1,4 @@
-"""The kernels for block maps compile for sm_90 with no GPU, spilling no more than the others: CI one, `-m slow` all."""
+"""The kernels for block maps compile for sm_90 with no GPU, and spill nothing: CI two of them, `-m slow` all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.kernels.test_compile import COMMON, REST, SPILLS
+from tests.kernels.test_compile import COMMON, REST
 
 PROGRAM = """
 import json, sys, torch
@@ -20,7 +20,7 @@ made, dtype, head_dim = sys.argv[1], getattr(torch, sys.argv[2]), int(sys.argv[3
 cost = compile_launch(shipped_launches(dtype, head_dim, mask=Blocks.of(CAUSAL, 4096, 4096))[made])
 print(json.dumps([cost.spilled_bytes, cost.shared_bytes, cost.instructions["HGMMA"] + cost.instructions["HMMA"]]))
 """
-FIRST = [("out", "bfloat16", 128)]
+FIRST = [("out", "bfloat16", 128), ("dk dv", "bfloat16", 128)]
 
 
 def check(made: str, dtype: str, head_dim: int) -> None:
@@ -30,7 +30,7 @@ def check(made: str, dtype: str, head_dim: int) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     spilled, shared, products = json.loads(done.stdout)
-    assert spilled <= SPILLS.get((made, dtype, head_dim), 0)
+    assert spilled == 0
     assert shared <= 232448, "a Hopper block has 227 KiB of shared memory"
     assert products > 0, "the products must run on the tensor cores"
 

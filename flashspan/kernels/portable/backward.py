@@ -18,15 +18,27 @@ from flashspan.kernels.masks import Mask
 from flashspan.kernels.portable.arguments import LOG2E, Launch, dropout_arguments, mask_arguments, near, on, precision
 from flashspan.kernels.portable.common import (
     block_interval,
-    dropout_stream,
-    dropout_word,
     edge_tile,
+    interval,
+    key_block,
     load_tile,
+    query_block,
     store_tile,
+    unknown_zero,
 )
 from flashspan.kernels.portable.sparse import sparse_backward_launches
-from flashspan.kernels.portable.steps import keys_step, load_lse, queries_step
+from flashspan.kernels.portable.steps import column_words, keys_step, load_lse, queries_step, row_words
 from flashspan.kernels.portable.tiles import key_passes, tile
+
+
+@triton.jit
+def next_tile(i_tile, i_g, num_tiles, GROUP: tl.constexpr):
+    """The tile after this one: of the same query head or, behind the last, the first of the next head."""
+    i_tile += 1
+    if GROUP > 1:
+        i_g += (i_tile == num_tiles).to(tl.int32)
+        i_tile = tl.where(i_tile == num_tiles, 0, i_tile)
+    return i_tile, i_g
 
 
 @triton.jit(do_not_specialize=["T", "S", "lo", "hi", "stream", "batch_stride", "threshold"])
@@ -36,60 +48,68 @@ def keys_kernel(
     s_rows, s_columns, H, K, T, S, lo, hi, scale, sm_scale, threshold, gain, stream, batch_stride,
     D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, TABLE: tl.constexpr, CONVEX: tl.constexpr, GROUP: tl.constexpr,
-    ADD: tl.constexpr,
-    DROPOUT: tl.constexpr, POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
+    ADD: tl.constexpr, ES: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv or both of one block of keys, summed over the query heads that share it."""
-    num_n = tl.cdiv(S, BN)
-    i_n = tl.program_id(0) % num_n  # the first keys are seen by the most queries under a causal mask: they go first
-    i_bk = tl.program_id(0) // num_n
-    i_b, i_k = (i_bk // K).to(tl.int64), (i_bk % K).to(tl.int64)
-    k += i_b * s_kb + i_k * s_kh
-    v += i_b * s_vb + i_k * s_vh
-    p_start, p_end = start + i_b * s_rows, end + i_b * s_rows
+    """dk, dv or both of one block of keys, summed over the query heads that share it, whose tiles make one loop.
 
-    n0 = i_n * BN
+    Where both are 128 columns wide every register counts: what a loop can do without is computed again behind it.
+    """
+    i_b, i_k, n0 = key_block(tl.program_id(0), K, S, BN)
+    k += i_b * s_kb + i_k.to(tl.int64) * s_kh
+    v += i_b * s_vb + i_k.to(tl.int64) * s_vh
+    p_start, p_end = start + i_b * s_rows, end + i_b * s_rows
+    p_first, p_last = first + i_b * s_columns, last + i_b * s_columns
+
     o_n = tl.arange(0, BN)
     o_k = n0 + o_n
     # The transpose of lo <= j - i <= hi is -hi <= i - j <= -lo.
-    b_first, b_last, near, inside, full, full_end, outside = block_interval(
-        o_k, S, T, -hi, -lo, first + i_b * s_columns, last + i_b * s_columns, TABLE, CONVEX, BM, BE
+    _, _, near, inside, full, full_end, outside = block_interval(
+        o_k, S, T, -hi, -lo, p_first, p_last, TABLE, CONVEX, BM, BE
     )
     # [BN, BD]
     b_k = load_tile(k, n0, o_n, s_ks, S, D, BD, True) if BC == BD else 0.0
     b_v = load_tile(v, n0, o_n, s_vs, S, D, BD, True) if DK and BC == BD else 0.0
     b_dk = tl.zeros([BN, BD], tl.float32)
     b_dv = tl.zeros([BN, BD], tl.float32)
-    b_column = tl.zeros([BN], tl.uint32)
-    row_word = tl.zeros([], tl.uint32)
 
-    for i_g in range(GROUP):
-        i_h = i_k * GROUP + i_g
-        p_q = q + i_b * s_qb + i_h * s_qh
-        p_do = dout + i_b * s_db + i_h * s_dh
-        p_lse = lse + (i_b * H + i_h) * T
-        p_delta = delta + (i_b * H + i_h) * T
-        if DROPOUT:
-            row_word, column_word = dropout_stream(seed, stream + i_b * batch_stride + i_h)
-            b_column = dropout_word(column_word, o_k, kpos, S, POSITIONS)
-        for m0 in range(full, full_end, BM):
-            b_dk, b_dv = keys_step(
-                b_dk, b_dv, b_k, b_v, k, v, n0, o_n, s_ks, s_vs, S, p_q, p_do, p_lse, p_delta, m0, tl.arange(0, BM),
-                s_qt, s_dt, T, scale, b_first, b_last, p_start, p_end, b_column, row_word, qpos, threshold, gain, D, BD,
-                BC, DK, DV, False, CONVEX, False, DROPOUT, POSITIONS, PRECISION,
-            )  # fmt: skip
-        for i_tile in tl.range(0, inside + outside, num_stages=1):
-            m0 = edge_tile(i_tile, near, inside, full_end, BE)
-            b_dk, b_dv = keys_step(
-                b_dk, b_dv, b_k, b_v, k, v, n0, o_n, s_ks, s_vs, S, p_q, p_do, p_lse, p_delta, m0, tl.arange(0, BE),
-                s_qt, s_dt, T, scale, b_first, b_last, p_start, p_end, b_column, row_word, qpos, threshold, gain, D, BD,
-                BC, DK, DV, True, CONVEX, False, DROPOUT, POSITIONS, PRECISION,
-            )  # fmt: skip
+    i_g, i_tile = 0, 0
+    num_full = (full_end - full) // BM
+    for _ in range(GROUP * num_full):
+        m0 = full + i_tile * BM
+        i_h = (i_k * GROUP + i_g).to(tl.int64)
+        row = (i_b * H + i_h) * T
+        b_column, row_word = column_words(
+            seed, stream + i_b * batch_stride + i_h, o_k, kpos, S, DROPOUT, POSITIONS
+        )  # fmt: skip
+        b_dk, b_dv = keys_step(
+            b_dk, b_dv, b_k, b_v, k, v, n0, o_n, s_ks, s_vs, S, q + i_b * s_qb + i_h * s_qh,
+            dout + i_b * s_db + i_h * s_dh, lse + row, delta + row, m0, tl.arange(0, BM), s_qt, s_dt, T, scale, 0, 0,
+            p_start, p_end, b_column, row_word, qpos, threshold, gain, D, BD, BC, DK, DV, False, CONVEX, False, DROPOUT,
+            POSITIONS, PRECISION,
+        )  # fmt: skip
+        i_tile, i_g = next_tile(i_tile, i_g, num_full, GROUP)
+    i_g, i_tile = 0, 0
+    for _ in tl.range(0, GROUP * (inside + outside), num_stages=ES):
+        m0 = edge_tile(i_tile, near, inside, full_end, BE)
+        i_h = (i_k * GROUP + i_g).to(tl.int64)
+        row = (i_b * H + i_h) * T
+        b_first, b_last = interval(o_k + unknown_zero(m0), S, T, -hi, -lo, p_first, p_last, TABLE)
+        b_column, row_word = column_words(
+            seed, stream + i_b * batch_stride + i_h, o_k, kpos, S, DROPOUT, POSITIONS
+        )  # fmt: skip
+        b_dk, b_dv = keys_step(
+            b_dk, b_dv, b_k, b_v, k, v, n0, o_n, s_ks, s_vs, S, q + i_b * s_qb + i_h * s_qh,
+            dout + i_b * s_db + i_h * s_dh, lse + row, delta + row, m0, tl.arange(0, BE), s_qt, s_dt, T, scale, b_first,
+            b_last, p_start, p_end, b_column, row_word, qpos, threshold, gain, D, BD, BC, DK, DV, True, CONVEX, False,
+            DROPOUT, POSITIONS, PRECISION,
+        )  # fmt: skip
+        i_tile, i_g = next_tile(i_tile, i_g, inside + outside, GROUP)
 
+    i_b, i_k, n0 = key_block(tl.program_id(0) + unknown_zero(full_end), K, S, BN)
     if DK:
-        store_tile(dk + i_b * s_dkb + i_k * s_dkh, n0, o_n, s_dks, S, b_dk * sm_scale, D, BD, ADD)
+        store_tile(dk + i_b * s_dkb + i_k.to(tl.int64) * s_dkh, n0, o_n, s_dks, S, b_dk * sm_scale, D, BD, ADD)
     if DV:
-        store_tile(dv + i_b * s_dvb + i_k * s_dvh, n0, o_n, s_dvs, S, b_dv, D, BD, ADD)
+        store_tile(dv + i_b * s_dvb + i_k.to(tl.int64) * s_dvh, n0, o_n, s_dvs, S, b_dv, D, BD, ADD)
 
 
 @triton.jit(do_not_specialize=["T", "S", "lo", "hi", "stream", "batch_stride", "threshold"])
@@ -101,20 +121,17 @@ def queries_kernel(
     TABLE: tl.constexpr, ADD: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq of one block of queries."""
-    num_m = tl.cdiv(T, BM)
-    i_m = num_m - 1 - tl.program_id(0) % num_m
-    i_bh = tl.program_id(0) // num_m
-    i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
+    i_b, i_h, m0 = query_block(tl.program_id(0), H, T, BM)
     i_k = i_h // (H // K)
     k += i_b * s_kb + i_k * s_kh
     v += i_b * s_vb + i_k * s_vh
-    row = i_bh.to(tl.int64) * T
+    p_start, p_end = start + i_b * s_rows, end + i_b * s_rows
+    row = (i_b * H + i_h) * T
 
-    m0 = i_m * BM
     o_r = tl.arange(0, BM)
     o_m = m0 + o_r
     b_start, b_end, near, inside, full, full_end, outside = block_interval(
-        o_m, T, S, lo, hi, start + i_b * s_rows, end + i_b * s_rows, TABLE, True, BN, BE
+        o_m, T, S, lo, hi, p_start, p_end, TABLE, True, BN, BE
     )
     # [BM, BD]
     p_q, p_do = q + i_b * s_qb + i_h * s_qh, dout + i_b * s_db + i_h * s_dh
@@ -123,11 +140,7 @@ def queries_kernel(
     b_lse = load_lse(lse + row, o_m, T, True)
     b_delta = tl.load(delta + row + o_m, mask=o_m < T, other=0.0)
     b_dq = tl.zeros([BM, BD], tl.float32)
-    b_row = tl.zeros([BM], tl.uint32)
-    column_word = tl.zeros([], tl.uint32)
-    if DROPOUT:
-        row_word, column_word = dropout_stream(seed, stream + i_b * batch_stride + i_h)
-        b_row = dropout_word(row_word, o_m, qpos, T, POSITIONS)
+    b_row, column_word = row_words(seed, stream + i_b * batch_stride + i_h, o_m, qpos, T, DROPOUT, POSITIONS)
 
     for n0 in range(full, full_end, BN):
         b_dq = queries_step(
@@ -142,6 +155,7 @@ def queries_kernel(
             S, scale, b_start, b_end, b_row, column_word, kpos, threshold, gain, D, BD, BC, True, False, DROPOUT,
             POSITIONS, PRECISION,
         )  # fmt: skip
+    i_b, i_h, m0 = query_block(tl.program_id(0) + unknown_zero(full_end), H, T, BM)
     store_tile(dq + i_b * s_dqb + i_h * s_dqh, m0, o_r, s_dqt, T, b_dq * sm_scale, D, BD, ADD)
 
 
@@ -200,7 +214,7 @@ def backward_launches(
         "POSITIONS": dropout is not None and dropout.q_positions is not None, "PRECISION": precision(q),
     }  # fmt: skip
     launches = {}
-    for made, size in key_passes(q).items() if k.numel() else ():
+    for made, size in key_passes(q, dropout=dropout is not None).items() if k.numel() else ():
         launches[made] = Launch(
             keys_kernel,
             (triton.cdiv(S, size.block_k) * B * K,),
@@ -210,7 +224,7 @@ def backward_launches(
             ),
             {
                 **constants, "DK": "dk" in made, "DV": "dv" in made, "CONVEX": convex, "GROUP": H // K,
-                **size.constants(D),
+                "ES": size.edge_stages, **size.constants(D),
             },
         )  # fmt: skip
     if q.numel():

@@ -13,6 +13,28 @@ import triton.language as tl
 
 
 @triton.jit
+def unknown_zero(index):
+    """0, for no index is negative; but the compiler cannot know that.
+
+    What is computed with it stays where it is written. Otherwise all that does not change in a loop would be computed
+    before it and kept in registers all the while, and so would what the loop's end needs, if the beginning had it too.
+    """
+    return index >> 31
+
+
+@triton.jit
+def interval(o_i, num_i, num_j, lo, hi, p_start, p_end, TABLE: tl.constexpr):
+    """What each of the indices o_i sees of the other axis, [start, end); indices past num_i see nothing."""
+    if TABLE:
+        b_start = tl.load(p_start + o_i, mask=o_i < num_i, other=0)
+        b_end = tl.load(p_end + o_i, mask=o_i < num_i, other=0)
+    else:
+        b_start = tl.minimum(tl.maximum(o_i + lo, 0), num_j)
+        b_end = tl.minimum(tl.maximum(o_i + hi + 1, 0), num_j)
+    return tl.where(o_i < num_i, b_start, num_j), tl.where(o_i < num_i, b_end, 0)
+
+
+@triton.jit
 def block_interval(
     o_i, num_i, num_j, lo, hi, p_start, p_end, TABLE: tl.constexpr, CONVEX: tl.constexpr, BLOCK: tl.constexpr,
     EDGE: tl.constexpr,
@@ -23,14 +45,7 @@ def block_interval(
     full ones; full and full_end, the stretch of whole BLOCKs that every index sees; outside, the number of edge tiles
     behind it. Indices past num_i see nothing and hinder nobody. Without CONVEX intervals are only hulls: none is full.
     """
-    if TABLE:
-        b_start = tl.load(p_start + o_i, mask=o_i < num_i, other=0)
-        b_end = tl.load(p_end + o_i, mask=o_i < num_i, other=0)
-    else:
-        b_start = tl.minimum(tl.maximum(o_i + lo, 0), num_j)
-        b_end = tl.minimum(tl.maximum(o_i + hi + 1, 0), num_j)
-    b_start = tl.where(o_i < num_i, b_start, num_j)
-    b_end = tl.where(o_i < num_i, b_end, 0)
+    b_start, b_end = interval(o_i, num_i, num_j, lo, hi, p_start, p_end, TABLE)
     near = (tl.min(b_start, 0) // EDGE) * EDGE
     far = tl.maximum(tl.max(b_end, 0), near)
     full = tl.cdiv(tl.max(tl.where(o_i < num_i, b_start, 0), 0), EDGE) * EDGE
@@ -42,6 +57,22 @@ def block_interval(
     inside = (full - near) // EDGE
     outside = tl.cdiv(tl.maximum(far - full_end, 0), EDGE)
     return b_start, b_end, near, inside, full, full_end, outside
+
+
+@triton.jit
+def key_block(i, K, S, BN: tl.constexpr):
+    """Program i's batch, key head and first key. The first keys go first: a causal mask shows them to most queries."""
+    num_n = tl.cdiv(S, BN)
+    i_bk = i // num_n
+    return (i_bk // K).to(tl.int64), i_bk % K, i % num_n * BN
+
+
+@triton.jit
+def query_block(i, H, T, BM: tl.constexpr):
+    """Program i's batch, head and first query. The last queries go first: a causal mask shows them most keys."""
+    num_m = tl.cdiv(T, BM)
+    i_bh = i // num_m
+    return (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64), (num_m - 1 - i % num_m) * BM
 
 
 @triton.jit
@@ -67,13 +98,13 @@ def bit_tile(p_rows, column, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def next_line(p_order, num_lines, num_long, num_streams, s_batch, s_head, HEADS, GROUP, SPLIT: tl.constexpr):
-    """Which stream (a batch and a head), line and part of it this program does, and its map's first line.
+def next_line(i, p_order, num_lines, num_long, num_streams, s_batch, s_head, HEADS, GROUP, SPLIT: tl.constexpr):
+    """Which stream (a batch and a head), line and part of it program i does, and its map's first line.
 
     The longest lines of every stream come first, so that none of them starts late; then stream by stream.
     """
-    i_part = tl.program_id(0) % SPLIT
-    i = tl.program_id(0) // SPLIT
+    i_part = i % SPLIT
+    i = i // SPLIT
     num_first = num_long * num_streams
     num_rest = tl.maximum(num_lines - num_long, 1)
     i_stream = tl.where(i < num_first, i % num_streams, (i - num_first) // num_rest)
@@ -94,11 +125,17 @@ def first_block(p_index, begin, end):
 
 
 @triton.jit
-def load_tile(p, row, o_row, stride, num_rows, D: tl.constexpr, BD: tl.constexpr, CHECK: tl.constexpr):
-    """Rows row + o_row of a [*, D] matrix as [len(o_row), BD], 0 past D and, with CHECK, past num_rows."""
+def load_tile(
+    p, row, o_row, stride, num_rows, D: tl.constexpr, BD: tl.constexpr, CHECK: tl.constexpr, ANEW: tl.constexpr = False
+):
+    """Rows row + o_row of a [*, D] matrix as [len(o_row), BD], 0 past D and, with CHECK, past num_rows.
+
+    With ANEW the offsets inside the tile are worked out each time, where they would take registers that a loop has not.
+    """
     o_d = tl.arange(0, BD)
     # Where the tile begins takes 64 bits, a long sequence passes 2^31 elements; offsets inside it fit in 32.
-    p_tile = p + tl.cast(row, tl.int64) * stride + (o_row[:, None] * stride + o_d[None, :])
+    o_near = o_row + unknown_zero(row) if ANEW else o_row
+    p_tile = p + tl.cast(row, tl.int64) * stride + (o_near[:, None] * stride + o_d[None, :])
     if CHECK:
         if D == BD:
             b = tl.load(p_tile, mask=(row + o_row < num_rows)[:, None], other=0.0)
@@ -131,12 +168,13 @@ def sliced_product(
 @triton.jit
 def store_tile(p, row, o_row, stride, num_rows, b, D: tl.constexpr, BD: tl.constexpr, ADD: tl.constexpr):
     """Write (or add) b [len(o_row), BD] to rows row + o_row of a [*, D] matrix, within num_rows and D."""
-    o_d = tl.arange(0, BD)
-    p_tile = p + tl.cast(row, tl.int64) * stride + (o_row[:, None] * stride + o_d[None, :])
-    m_tile = (row + o_row < num_rows)[:, None] & (o_d < D)[None, :]
     if ADD:
-        b += tl.load(p_tile, mask=m_tile, other=0.0)
-    tl.store(p_tile, b.to(p.dtype.element_ty), mask=m_tile)
+        b += load_tile(p, row, o_row, stride, num_rows, D, BD, True, True)
+    if row < num_rows:  # behind a branch, so that no address is held while the tile above is on its way
+        o_d = tl.arange(0, BD)
+        p_tile = p + tl.cast(row, tl.int64) * stride + (o_row[:, None] * stride + o_d[None, :])
+        m_tile = (row + o_row < num_rows)[:, None] & (o_d < D)[None, :]
+        tl.store(p_tile, b.to(p.dtype.element_ty), mask=m_tile)
 
 
 @triton.jit

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from flashspan.kernels.portable.arguments import Launch, on
 from flashspan.kernels.portable.common import load_tile
+from flashspan.kernels.portable.replay import replay
 from flashspan.kernels.portable.tiles import block_dim
 
 
@@ -29,15 +32,22 @@ def delta_kernel(
 
 def row_delta(dout: Tensor, out: Tensor) -> Tensor:
     """float32 [B, H, T]."""
-    B, H, T, D = out.shape
-    delta = out.new_empty(B, H, T, dtype=torch.float32)
+    delta = out.new_empty(out.shape[:3], dtype=torch.float32)
     if out.numel():
-        block = 32
         with on(out.device):
-            Launch(
-                delta_kernel,
-                (triton.cdiv(T, block) * B * H,),
-                (dout, out, delta, *dout.stride()[:3], *out.stride()[:3], H, T),
-                {"D": D, "BD": block_dim(D), "BM": block},
-            )()
+            replay(_launches, (dout, out, delta), 1)
     return delta
+
+
+def _launches(tensors: Sequence[Tensor]) -> list[Launch]:
+    dout, out, delta = tensors
+    B, H, T, D = out.shape
+    block = 32
+    return [
+        Launch(
+            delta_kernel,
+            (triton.cdiv(T, block) * B * H,),
+            (dout, out, delta, *dout.stride()[:3], *out.stride()[:3], H, T),
+            {"D": D, "BD": block_dim(D), "BM": block},
+        )
+    ]

@@ -17,16 +17,9 @@ from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.contract import Carry, Dropout
 from flashspan.kernels.masks import Mask
 from flashspan.kernels.portable.arguments import LOG2E, Launch, dropout_arguments, mask_arguments, near, on, precision
-from flashspan.kernels.portable.common import (
-    block_interval,
-    dropout_stream,
-    dropout_word,
-    edge_tile,
-    load_tile,
-    store_tile,
-)
+from flashspan.kernels.portable.common import block_interval, edge_tile, load_tile, query_block
 from flashspan.kernels.portable.sparse import sparse_forward_launch
-from flashspan.kernels.portable.steps import forward_step
+from flashspan.kernels.portable.steps import forward_begin, forward_end, forward_step, row_words
 from flashspan.kernels.portable.tiles import tile
 
 
@@ -39,22 +32,17 @@ def forward_kernel(
     TABLE: tl.constexpr, CARRY: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr,
     NEGATIVE: tl.constexpr, PRECISION: tl.constexpr, ONLY: tl.constexpr,
 ):  # fmt: skip
-    # The last queries see the most under a causal mask: they go first, so that no long program starts late.
-    num_m = tl.cdiv(T, BM)
-    i_m = num_m - 1 - tl.program_id(0) % num_m
-    i_bh = tl.program_id(0) // num_m
+    i_b, i_h, m0 = query_block(tl.program_id(0), H, T, BM)
     if ONLY:  # noqa: SIM102 - this one is decided when compiling
-        if tl.load(only + i_bh.to(tl.int64) * num_m + i_m) == 0:
+        if tl.load(only + (i_b * H + i_h) * tl.cdiv(T, BM) + m0 // BM) == 0:
             return
-    i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
     i_k = i_h // (H // K)
     q += i_b * s_qb + i_h * s_qh
     k += i_b * s_kb + i_k * s_kh
     v += i_b * s_vb + i_k * s_vh
     out += i_b * s_ob + i_h * s_oh
-    lse += i_bh.to(tl.int64) * T
+    lse += (i_b * H + i_h) * T
 
-    m0 = i_m * BM
     o_r = tl.arange(0, BM)
     o_m = m0 + o_r
     b_start, b_end, near, inside, full, full_end, outside = block_interval(
@@ -62,20 +50,8 @@ def forward_kernel(
     )
     # [BM, BD]
     b_q = load_tile(q, m0, o_r, s_qt, T, D, BD, True) if BC == BD else 0.0
-    if CARRY:
-        b_acc = load_tile(out, m0, o_r, s_ot, T, D, BD, True)
-        b_lse = tl.load(lse + o_m, mask=o_m < T, other=float("-inf"))
-        b_m = b_lse * 1.4426950408889634
-        b_l = tl.where(b_lse == float("-inf"), 0.0, 1.0)
-    else:
-        b_acc = tl.zeros([BM, BD], tl.float32)
-        b_m = tl.full([BM], float("-inf"), tl.float32)
-        b_l = tl.zeros([BM], tl.float32)
-    b_row = tl.zeros([BM], tl.uint32)
-    column_word = tl.zeros([], tl.uint32)
-    if DROPOUT:
-        row_word, column_word = dropout_stream(seed, first + i_b * batch_stride + i_h)
-        b_row = dropout_word(row_word, o_m, qpos, T, POSITIONS)
+    b_acc, b_m, b_l = forward_begin(out, lse, m0, o_r, s_ot, T, D, BD, CARRY)
+    b_row, column_word = row_words(seed, first + i_b * batch_stride + i_h, o_m, qpos, T, DROPOUT, POSITIONS)
 
     for n0 in range(full, full_end, BN):
         b_acc, b_m, b_l = forward_step(
@@ -91,11 +67,7 @@ def forward_kernel(
             PRECISION,
         )  # fmt: skip
 
-    b_empty = b_l == 0.0
-    b_out = b_acc / tl.where(b_empty, 1.0, b_l)[:, None]
-    b_lse = tl.where(b_empty, float("-inf"), b_m * 0.6931471805599453 + tl.log(tl.where(b_empty, 1.0, b_l)))
-    store_tile(out, m0, o_r, s_ot, T, b_out, D, BD, False)
-    tl.store(lse + o_m, b_lse, mask=o_m < T)
+    forward_end(out, lse, m0, o_r, s_ot, T, b_acc, b_m, b_l, D, BD)
 
 
 def forward(
@@ -140,7 +112,7 @@ def forward_launch(
 ) -> Launch:
     """What forward launches, as data. `only` [B, H, ceil(T / 64)] int32: compute just the 64 rows where it is not 0."""
     if isinstance(mask, Blocks):
-        return sparse_forward_launch(q, k, v, out, lse, mask, scale, carry, dropout)
+        return sparse_forward_launch(q, k, v, out, lse, mask, scale, carry, dropout, only)
     B, H, T, D = q.shape
     S = k.shape[2]
     table, start, end, _, _, rows_stride, _, lo, hi, _ = mask_arguments(mask, T, S, q)

@@ -8,6 +8,7 @@ it. Nobody adds into another's tile, so gradients repeat bit for bit.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import triton
@@ -17,15 +18,17 @@ from torch import Tensor
 from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.contract import Dropout
 from flashspan.kernels.portable.arguments import LOG2E, Launch, dropout_arguments, precision
-from flashspan.kernels.portable.common import (
-    dropout_stream,
-    dropout_word,
-    first_block,
-    load_tile,
-    next_line,
-    store_tile,
+from flashspan.kernels.portable.common import first_block, load_tile, next_line, store_tile, unknown_zero
+from flashspan.kernels.portable.steps import (
+    column_words,
+    forward_begin,
+    forward_end,
+    forward_step,
+    keys_step,
+    load_lse,
+    queries_step,
+    row_words,
 )
-from flashspan.kernels.portable.steps import forward_step, keys_step, load_lse, queries_step
 from flashspan.kernels.portable.tiles import key_passes, tile
 from flashspan.kernels.tiling import Lists
 
@@ -35,14 +38,20 @@ FREE = ["T", "S", "num_lines", "num_long", "s_mb", "s_mh", "stream", "batch_stri
 
 @triton.jit(do_not_specialize=FREE)
 def sparse_forward_kernel(
-    q, k, v, out, lse, spans, index, tiles, order, bits, seed, qpos, kpos,
+    q, k, v, out, lse, spans, index, tiles, order, bits, seed, qpos, kpos, only,
     s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_ob, s_oh, s_ot, s_mb, s_mh, num_lines, num_long,
     B, H, K, T, S, scale, threshold, gain, stream, batch_stride,
     D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
     LINE: tl.constexpr, OTHER: tl.constexpr, CARRY: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr,
-    NEGATIVE: tl.constexpr, PRECISION: tl.constexpr,
+    NEGATIVE: tl.constexpr, PRECISION: tl.constexpr, ONLY: tl.constexpr,
 ):  # fmt: skip
-    i_b, i_h, i_line, i_part, line0 = next_line(order, num_lines, num_long, B * H, s_mb, s_mh, H, 1, LINE // BM)
+    i_b, i_h, i_line, i_part, line0 = next_line(
+        tl.program_id(0), order, num_lines, num_long, B * H, s_mb, s_mh, H, 1, LINE // BM
+    )
+    m0 = i_line * LINE + i_part * BM
+    if ONLY:  # noqa: SIM102 - this one is decided when compiling
+        if tl.load(only + (i_b * H + i_h) * tl.cdiv(T, BM) + m0 // BM, mask=m0 < T, other=0) == 0:
+            return
     i_k = i_h // (H // K)
     q += i_b * s_qb + i_h * s_qh
     k += i_b * s_kb + i_k * s_kh
@@ -52,26 +61,13 @@ def sparse_forward_kernel(
     p_span = spans + (line0 + i_line) * 3
     begin, middle, end = tl.load(p_span), tl.load(p_span + 1), tl.load(p_span + 2)
 
-    m0 = i_line * LINE + i_part * BM
     o_r = tl.arange(0, BM)
     o_m = m0 + o_r
     o_word = (i_part * BM + o_r) * (OTHER // 32)
     # [BM, BD]
     b_q = load_tile(q, m0, o_r, s_qt, T, D, BD, True) if BC == BD else 0.0
-    if CARRY:
-        b_acc = load_tile(out, m0, o_r, s_ot, T, D, BD, True)
-        b_lse = tl.load(lse + o_m, mask=o_m < T, other=float("-inf"))
-        b_m = b_lse * 1.4426950408889634
-        b_l = tl.where(b_lse == float("-inf"), 0.0, 1.0)
-    else:
-        b_acc = tl.zeros([BM, BD], tl.float32)
-        b_m = tl.full([BM], float("-inf"), tl.float32)
-        b_l = tl.zeros([BM], tl.float32)
-    b_row = tl.zeros([BM], tl.uint32)
-    column_word = tl.zeros([], tl.uint32)
-    if DROPOUT:
-        row_word, column_word = dropout_stream(seed, stream + i_b * batch_stride + i_h)
-        b_row = dropout_word(row_word, o_m, qpos, T, POSITIONS)
+    b_acc, b_m, b_l = forward_begin(out, lse, m0, o_r, s_ot, T, D, BD, CARRY)
+    b_row, column_word = row_words(seed, stream + i_b * batch_stride + i_h, o_m, qpos, T, DROPOUT, POSITIONS)
 
     num_full = (middle - begin) * (OTHER // BN)
     block = first_block(index, begin, middle)
@@ -92,11 +88,7 @@ def sparse_forward_kernel(
             PRECISION,
         )  # fmt: skip
 
-    b_empty = b_l == 0.0
-    b_out = b_acc / tl.where(b_empty, 1.0, b_l)[:, None]
-    b_lse = tl.where(b_empty, float("-inf"), b_m * 0.6931471805599453 + tl.log(tl.where(b_empty, 1.0, b_l)))
-    store_tile(out, m0, o_r, s_ot, T, b_out, D, BD, False)
-    tl.store(lse + o_m, b_lse, mask=o_m < T)
+    forward_end(out, lse, m0, o_r, s_ot, T, b_acc, b_m, b_l, D, BD)
 
 
 @triton.jit(do_not_specialize=FREE)
@@ -106,36 +98,35 @@ def sparse_keys_kernel(
     s_mb, s_mh, num_lines, num_long, B, H, K, T, S, scale, sm_scale, threshold, gain, stream, batch_stride,
     D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
     LINE: tl.constexpr, OTHER: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr,
-    ADD: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
+    ADD: tl.constexpr, ES: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk, dv or both of one block of keys, summed over the query heads that share it."""
-    i_b, i_k, i_line, i_part, _ = next_line(order, num_lines, num_long, B * K, s_mb, s_mh, K, GROUP, LINE // BN)
+    i_b, i_k, i_line, i_part, _ = next_line(
+        tl.program_id(0), order, num_lines, num_long, B * K, s_mb, s_mh, K, GROUP, LINE // BN
+    )
     k += i_b * s_kb + i_k * s_kh
     v += i_b * s_vb + i_k * s_vh
 
     n0 = i_line * LINE + i_part * BN
     o_n = tl.arange(0, BN)
     o_k = n0 + o_n
-    o_word = (i_part * BN + o_n) * (OTHER // 32)
     # [BN, BD]
-    b_k = load_tile(k, n0, o_n, s_ks, S, D, BD, True) if BC == BD else 0.0
-    b_v = load_tile(v, n0, o_n, s_vs, S, D, BD, True) if DK and BC == BD else 0.0
+    b_k = load_tile(k, n0, o_n, s_ks, S, D, BD, True, ANEW=True) if BC == BD else 0.0
+    b_v = load_tile(v, n0, o_n, s_vs, S, D, BD, True, ANEW=True) if DK and BC == BD else 0.0
     b_dk = tl.zeros([BN, BD], tl.float32)
     b_dv = tl.zeros([BN, BD], tl.float32)
-    b_column = tl.zeros([BN], tl.uint32)
-    row_word = tl.zeros([], tl.uint32)
 
     for i_g in range(GROUP):
-        i_h = i_k * GROUP + i_g
+        i_h = (i_k.to(tl.int32) * GROUP + i_g).to(tl.int64)
         p_q = q + i_b * s_qb + i_h * s_qh
         p_do = dout + i_b * s_db + i_h * s_dh
         p_lse = lse + (i_b * H + i_h) * T
         p_delta = delta + (i_b * H + i_h) * T
         p_span = spans + ((i_b * s_mb + i_h * s_mh) * num_lines + i_line) * 3
         begin, middle, end = tl.load(p_span), tl.load(p_span + 1), tl.load(p_span + 2)
-        if DROPOUT:
-            row_word, column_word = dropout_stream(seed, stream + i_b * batch_stride + i_h)
-            b_column = dropout_word(column_word, o_k, kpos, S, POSITIONS)
+        b_column, row_word = column_words(
+            seed, stream + i_b * batch_stride + i_h, o_k, kpos, S, DROPOUT, POSITIONS
+        )  # fmt: skip
         num_full = (middle - begin) * (OTHER // BM)
         block = first_block(index, begin, middle)
         for i in range(num_full):
@@ -146,9 +137,10 @@ def sparse_keys_kernel(
                 s_qt, s_dt, T, scale, 0, 0, spans, spans, b_column, row_word, qpos, threshold, gain, D, BD, BC, DK, DV,
                 False, True, True, DROPOUT, POSITIONS, PRECISION,
             )  # fmt: skip
-        for i in tl.range(0, (end - middle) * (OTHER // BE), num_stages=1):
+        for i in tl.range(0, (end - middle) * (OTHER // BE), num_stages=ES):
             at, column = middle + i // (OTHER // BE), i % (OTHER // BE) * BE
             m0 = tl.load(index + at) * OTHER + column
+            o_word = (i_part * BN + o_n + unknown_zero(m0)) * (OTHER // 32)
             p_words = bits + tl.load(tiles + at).to(tl.int64) * (LINE * OTHER // 32) + o_word
             b_dk, b_dv = keys_step(
                 b_dk, b_dv, b_k, b_v, k, v, n0, o_n, s_ks, s_vs, S, p_q, p_do, p_lse, p_delta, m0, tl.arange(0, BE),
@@ -156,6 +148,10 @@ def sparse_keys_kernel(
                 BC, DK, DV, True, True, True, DROPOUT, POSITIONS, PRECISION,
             )  # fmt: skip
 
+    i_b, i_k, i_line, i_part, _ = next_line(
+        tl.program_id(0) + unknown_zero(n0), order, num_lines, num_long, B * K, s_mb, s_mh, K, GROUP, LINE // BN
+    )
+    n0 = i_line * LINE + i_part * BN
     if DK:
         store_tile(dk + i_b * s_dkb + i_k * s_dkh, n0, o_n, s_dks, S, b_dk * sm_scale, D, BD, ADD)
     if DV:
@@ -172,7 +168,9 @@ def sparse_queries_kernel(
     POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq of one block of queries."""
-    i_b, i_h, i_line, i_part, line0 = next_line(order, num_lines, num_long, B * H, s_mb, s_mh, H, 1, LINE // BM)
+    i_b, i_h, i_line, i_part, line0 = next_line(
+        tl.program_id(0), order, num_lines, num_long, B * H, s_mb, s_mh, H, 1, LINE // BM
+    )
     i_k = i_h // (H // K)
     k += i_b * s_kb + i_k * s_kh
     v += i_b * s_vb + i_k * s_vh
@@ -191,11 +189,7 @@ def sparse_queries_kernel(
     b_lse = load_lse(lse + row, o_m, T, True)
     b_delta = tl.load(delta + row + o_m, mask=o_m < T, other=0.0)
     b_dq = tl.zeros([BM, BD], tl.float32)
-    b_row = tl.zeros([BM], tl.uint32)
-    column_word = tl.zeros([], tl.uint32)
-    if DROPOUT:
-        row_word, column_word = dropout_stream(seed, stream + i_b * batch_stride + i_h)
-        b_row = dropout_word(row_word, o_m, qpos, T, POSITIONS)
+    b_row, column_word = row_words(seed, stream + i_b * batch_stride + i_h, o_m, qpos, T, DROPOUT, POSITIONS)
 
     num_full = (middle - begin) * (OTHER // BN)
     block = first_block(index, begin, middle)
@@ -229,22 +223,26 @@ def sparse_forward_launch(
     scale: float,
     carry: bool,
     dropout: Dropout | None,
+    only: Tensor | None = None,
 ) -> Launch:
-    """What forward launches for a block map."""
+    """What forward launches for a block map. `only` as in forward_launch."""
     mask = mask.to(q.device)
     B, H, T, D = q.shape
     size = tile("out", q, bits=True).within(mask.block)
+    if only is not None:
+        size = replace(size, block_q=64, num_warps=4)
     seed, qpos, kpos, *drop = dropout_arguments(dropout, q)
     return Launch(
         sparse_forward_kernel,
         (_num_lines(mask.rows) * mask.block[0] // size.block_q * B * H,),
         (
-            q, k, v, out, lse, *mask.rows.tensors, mask.bits, seed, qpos, kpos,
+            q, k, v, out, lse, *mask.rows.tensors, mask.bits, seed, qpos, kpos, lse if only is None else only,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *_maps(mask, mask.rows),
             B, H, k.shape[1], T, k.shape[2], scale * LOG2E, *drop,
         ),
         {
-            **_constants(mask.block, dropout, q), "CARRY": carry, "NEGATIVE": scale < 0, **size.constants(D),
+            **_constants(mask.block, dropout, q), "CARRY": carry, "NEGATIVE": scale < 0, "ONLY": only is not None,
+            **size.constants(D),
         },
     )  # fmt: skip
 
@@ -272,7 +270,7 @@ def sparse_backward_launches(
     inputs = (*dout.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     numbers = (B, H, K, T, S, scale * LOG2E, scale, *drop)
     launches = {}
-    for made, size in key_passes(q, bits=True).items() if k.numel() else ():
+    for made, size in key_passes(q, bits=True, dropout=dropout is not None).items() if k.numel() else ():
         size = size.within(mask.block)
         launches[made] = Launch(
             sparse_keys_kernel,
@@ -283,7 +281,7 @@ def sparse_backward_launches(
             ),
             {
                 **_constants(mask.block[::-1], dropout, q), "ADD": accumulate, "DK": "dk" in made, "DV": "dv" in made,
-                "GROUP": H // K, **size.constants(D),
+                "GROUP": H // K, "ES": size.edge_stages, **size.constants(D),
             },
         )  # fmt: skip
     if q.numel():

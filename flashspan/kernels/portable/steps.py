@@ -8,7 +8,63 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashspan.kernels.portable.common import bit_tile, dropout_word, finite, load_tile, mix, sliced_product
+from flashspan.kernels.portable.common import (
+    bit_tile,
+    dropout_stream,
+    dropout_word,
+    finite,
+    load_tile,
+    mix,
+    sliced_product,
+    store_tile,
+)
+
+
+@triton.jit
+def forward_begin(out, lse, m0, o_r, s_ot, T, D: tl.constexpr, BD: tl.constexpr, CARRY: tl.constexpr):
+    """The running output, maximum and sum of rows m0 + o_r: those of the carry, or of no key at all."""
+    if CARRY:
+        b_acc = load_tile(out, m0, o_r, s_ot, T, D, BD, True)
+        b_lse = tl.load(lse + m0 + o_r, mask=m0 + o_r < T, other=float("-inf"))
+        b_m = b_lse * 1.4426950408889634
+        b_l = tl.where(b_lse == float("-inf"), 0.0, 1.0)
+    else:
+        b_acc = tl.zeros([o_r.shape[0], BD], tl.float32)
+        b_m = tl.full([o_r.shape[0]], float("-inf"), tl.float32)
+        b_l = tl.zeros([o_r.shape[0]], tl.float32)
+    return b_acc, b_m, b_l
+
+
+@triton.jit
+def forward_end(out, lse, m0, o_r, s_ot, T, b_acc, b_m, b_l, D: tl.constexpr, BD: tl.constexpr):
+    """Write the rows' output and lse."""
+    b_empty = b_l == 0.0
+    b_out = b_acc / tl.where(b_empty, 1.0, b_l)[:, None]
+    b_lse = tl.where(b_empty, float("-inf"), b_m * 0.6931471805599453 + tl.log(tl.where(b_empty, 1.0, b_l)))
+    store_tile(out, m0, o_r, s_ot, T, b_out, D, BD, False)
+    tl.store(lse + m0 + o_r, b_lse, mask=m0 + o_r < T)
+
+
+@triton.jit
+def row_words(p_seed, stream, o_m, p_qpos, T, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr):
+    """Dropout's hash of each of a stream's rows o_m, and the word its columns begin with."""
+    b_row = tl.zeros([o_m.shape[0]], tl.uint32)
+    column_word = tl.zeros([], tl.uint32)
+    if DROPOUT:
+        row_word, column_word = dropout_stream(p_seed, stream)
+        b_row = dropout_word(row_word, o_m, p_qpos, T, POSITIONS)
+    return b_row, column_word
+
+
+@triton.jit
+def column_words(p_seed, stream, o_k, p_kpos, S, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr):
+    """Dropout's hash of each of a stream's columns o_k, and the word its rows begin with."""
+    b_column = tl.zeros([o_k.shape[0]], tl.uint32)
+    row_word = tl.zeros([], tl.uint32)
+    if DROPOUT:
+        row_word, column_word = dropout_stream(p_seed, stream)
+        b_column = dropout_word(column_word, o_k, p_kpos, S, POSITIONS)
+    return b_column, row_word
 
 
 @triton.jit
@@ -84,12 +140,15 @@ def keys_step(
     """
     o_q = m0 + o_m  # [BM]
     o_k = n0 + o_n  # [BN]
-    b_lse = load_lse(p_lse, o_q, T, MASKED)
+    ANEW: tl.constexpr = DK and DV and BD == 128  # the two fill the registers
+    # Past the end the last row's lse and delta will do: nobody there sees anything.
+    o_near = tl.minimum(o_q, T - 1) if MASKED else o_q
+    b_lse = load_lse(p_lse, o_near, T, False)
     # [BN, BM]
     if BC < BD:
         b_s = sliced_product(p_k, n0, o_n, s_ks, S, p_q, m0, o_m, s_qt, T, D, BC, PRECISION)
     else:
-        b_q = load_tile(p_q, m0, o_m, s_qt, T, D, BD, MASKED)
+        b_q = load_tile(p_q, m0, o_m, s_qt, T, D, BD, MASKED, ANEW)
         b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
     b_p = tl.exp2(b_s * scale - b_lse[None, :])
     if MASKED:
@@ -104,7 +163,7 @@ def keys_step(
         b_p = tl.where(m_s, b_p, 0.0)
     # [BM, BD]
     if DV or BC == BD:
-        b_do = load_tile(p_do, m0, o_m, s_dt, T, D, BD, MASKED)
+        b_do = load_tile(p_do, m0, o_m, s_dt, T, D, BD, MASKED, ANEW)
     if DROPOUT:
         b_word = mix(dropout_word(row_word, o_q, p_qpos, T, POSITIONS)[None, :] ^ b_column[:, None])
         b_gain = tl.where(b_word >= threshold, gain, 0.0)
@@ -117,15 +176,12 @@ def keys_step(
         # [BN, BM]
         if BC < BD:
             b_dp = sliced_product(p_v, n0, o_n, s_vs, S, p_do, m0, o_m, s_dt, T, D, BC, PRECISION)
-            b_q = load_tile(p_q, m0, o_m, s_qt, T, D, BD, MASKED)
+            b_q = load_tile(p_q, m0, o_m, s_qt, T, D, BD, MASKED, ANEW)
         else:
             b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
         if DROPOUT:
             b_dp = b_dp * b_gain
-        if MASKED:
-            b_delta = tl.load(p_delta + o_q, mask=o_q < T, other=0.0)
-        else:
-            b_delta = tl.load(p_delta + o_q)
+        b_delta = tl.load(p_delta + o_near)
         b_ds = b_p * (b_dp - b_delta[None, :])
         if MASKED:
             b_ds = tl.where(m_s, b_ds, 0.0)

@@ -21,6 +21,7 @@ class Tile:
     num_stages: int
     slice: int = 256
     edge_slice: int = 256  # in partial tiles of a block map
+    edge_stages: int = 1  # in passes over keys
 
     def within(self, block: tuple[int, int]) -> Tile:
         """This tile, no larger than a block of queries and keys."""
@@ -55,7 +56,7 @@ TABLE: dict[tuple[str, int, int], Tile] = {
     ("dk dv", 2, 16): Tile(64, 64, 64, 4, 3),
     ("dk dv", 2, 32): Tile(64, 64, 64, 4, 3),
     ("dk dv", 2, 64): Tile(64, 64, 64, 4, 3),
-    ("dk dv", 2, 128): Tile(64, 128, 64, 8, 3),  # spills; 32 queries at a time spill nothing and are 7% slower
+    ("dk dv", 2, 128): Tile(64, 128, 64, 8, 3, edge_stages=2),
     ("dk", 2, 256): Tile(32, 128, 32, 8, 2),
     ("dv", 2, 256): Tile(32, 128, 32, 8, 3),
     ("dk dv", 4, 16): Tile(32, 64, 32, 4, 2),
@@ -83,19 +84,26 @@ BITS: dict[tuple[str, int, int], Tile] = {
 }
 """Tiles of block maps where bits take registers that TABLE's do not leave."""
 
+DROPOUT: dict[tuple[str, int, int], Tile] = {
+    ("dk dv", 2, 128): Tile(32, 128, 32, 8, 3, edge_stages=2),
+}
+"""Tiles under dropout where its hashes do."""
+
 
 def block_dim(head_dim: int) -> int:
     """The head size as a kernel holds it: the next power of two, 16 at least."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def tile(made: str, q: Tensor, *, bits: bool = False) -> Tile:
+def tile(made: str, q: Tensor, *, bits: bool = False, dropout: bool = False) -> Tile:
     """The tile sizes of the pass that makes "out", "dq", "dk", "dv" or "dk dv", for inputs like q (and block maps)."""
     key = (made, q.element_size(), block_dim(q.shape[-1]))
-    return BITS[key] if bits and key in BITS else TABLE[key]
+    tables = [TABLE] + [BITS] * bits + [DROPOUT] * dropout
+    return next(table[key] for table in reversed(tables) if key in table)
 
 
-def key_passes(q: Tensor, *, bits: bool = False) -> dict[str, Tile]:
+def key_passes(q: Tensor, *, bits: bool = False, dropout: bool = False) -> dict[str, Tile]:
     """The passes over keys for inputs like q: one for dk and dv, or one for each."""
     fused = ("dk dv", q.element_size(), block_dim(q.shape[-1])) in TABLE
-    return {name: tile(name, q, bits=bits) for name in (("dk dv",) if fused else ("dk", "dv"))}
+    names = ("dk dv",) if fused else ("dk", "dv")
+    return {name: tile(name, q, bits=bits, dropout=dropout) for name in names}
