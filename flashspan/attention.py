@@ -7,12 +7,12 @@ so `torch.compile(fullgraph=True)`, autocast and activation checkpointing treat 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from flashspan.kernels import dispatch, masks
@@ -96,14 +96,16 @@ def attention(
     """
     q, k, v = _autocast(q, k, v)
     check_inputs(q, k, v, dropout)
-    resolved = resolve_mask(q, k, causal=causal, window=window, mask=mask)
+    resolved = resolve_mask(q, k, causal=causal, window=window, mask=mask).to(q.device)
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    q, k, v = _dense_rows(q), _dense_rows(k), _dense_rows(v)
     seeds = draw_seed(q.device, seed, generator) if dropout > 0 else None
-    kind, numbers, tensors = resolved.to(q.device).pack()
-    run = _Attend.apply if _plainly_eager(q, k, v) else _attend
     backend += dispatch.DETERMINISTIC if deterministic else ""
-    out, lse = run(q, k, v, kind, numbers, tensors, scale, float(dropout), seeds, backend)
+    if _plainly_eager(q, k, v):
+        run = _Attend.apply if _differentiated(q, k, v) else _forward
+        out, lse = run(q, k, v, resolved, scale, float(dropout), seeds, backend)
+    else:
+        out, lse = _attend(q, k, v, *resolved.pack(), scale, float(dropout), seeds, backend)
     return (out, lse) if return_lse else out
 
 
@@ -128,10 +130,10 @@ def explain(
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> None:
     """One ValueError for anything attention cannot mean: the rule, the values, the remedy."""
-    if not all(isinstance(x, Tensor) and x.layout == torch.strided for x in (q, k, v)):
-        kinds = [str(x.layout) if isinstance(x, Tensor) else type(x).__name__ for x in (q, k, v)]
+    kinds = [x.layout if isinstance(x, Tensor) else type(x).__name__ for x in (q, k, v)]
+    if kinds != [torch.strided] * 3:
         raise ValueError(
-            f"q, k and v must be dense tensors: got {', '.join(kinds)}; use torch.as_tensor or .to_dense()"
+            f"q, k and v must be dense tensors: got {', '.join(map(str, kinds))}; use torch.as_tensor or .to_dense()"
         )
 
     def shapes() -> str:
@@ -148,15 +150,16 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> None:
         raise ValueError(
             f"q, k and v must be on one device: got {q.device}, {k.device}, {v.device}; move them with .to(q.device)"
         )
+    batch, heads, _, head_dim = q.shape
+    kv_batch, kv_heads, _, kv_head_dim = k.shape
     if k.shape != v.shape:
         raise ValueError(f"k and v must have one shape: {shapes()}")
-    if q.shape[0] != k.shape[0]:
+    if batch != kv_batch:
         raise ValueError(f"q and k must have the same batch: {shapes()}; expand the smaller one")
-    if q.shape[3] != k.shape[3]:
+    if head_dim != kv_head_dim:
         raise ValueError(f"q and k must have the same head size: {shapes()}")
-    if not 1 <= q.shape[3] <= MAX_HEAD_DIM:
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
         raise ValueError(f"the head size must be 1 to {MAX_HEAD_DIM}: {shapes()}; split larger heads")
-    heads, kv_heads = q.shape[1], k.shape[1]
     if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
         raise ValueError(f"the key heads must divide the query heads: got {heads} query heads and {kv_heads} key heads")
     if not isinstance(dropout, (int, float)) or not 0.0 <= dropout < 1.0:
@@ -253,28 +256,16 @@ def draw_seed(device: torch.device, seed: int | None, generator: torch.Generator
 
 
 def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask_kind: str,
-    mask_numbers: list[int],
-    mask_tensors: list[Tensor],
-    scale: float,
-    dropout: float,
-    seed: Tensor | None,
-    backend: str,
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, dropout: float, seed: Tensor | None, backend: str
 ) -> tuple[Tensor, Tensor]:
-    mask = masks.unpack(mask_kind, mask_numbers, mask_tensors)
     drop = None if seed is None else Dropout(dropout, seed)
     local = dispatch.choose(q, k, v, mask=mask, dropout=drop, backend=backend).load()
-    with torch.autocast(q.device.type, enabled=False):  # sums inside are float32 and stay so
-        carry = local.forward(q, k, v, mask=mask, scale=scale, out_dtype=q.dtype, dropout=drop)
-    out, lse = _outputs(q)
-    if carry.out.stride() == out.stride():
-        out = carry.out
-    else:
-        out.copy_(carry.out)
-    return out, carry.lse.to(lse.dtype)
+    with _no_autocast(q):
+        out, lse = local.forward(q, k, v, mask=mask, scale=scale, out_dtype=q.dtype, dropout=drop)
+    _, H, T, D = q.shape
+    if out.stride() != (T * H * D, D, H * D, 1):
+        out = _outputs(q)[0].copy_(out)
+    return out, lse.to(torch.promote_types(q.dtype, torch.float32))
 
 
 def _outputs(q: Tensor) -> tuple[Tensor, Tensor]:
@@ -292,6 +283,59 @@ def _backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    mask: Mask,
+    scale: float,
+    dropout: float,
+    seed: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    drop = None if seed is None else Dropout(dropout, seed)
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    local = dispatch.choose(q, k, v, mask=mask, dropout=drop, backend=backend).load()
+    with _no_autocast(q):
+        # d lse / d score is the probability: a gradient of lse enters where delta does, with the other sign.
+        delta = row_delta(dout, out) if dlse is None else row_delta(dout, out) - dlse
+        local.backward(
+            dout, q, k, v, lse, delta, mask=mask, scale=scale, dq=dq, dk=dk, dv=dv, accumulate=False, dropout=drop
+        )
+    return dq, dk, dv
+
+
+# Note: two ways in. The operator is what compilers, exporters and dispatch modes see; it costs them nothing, but eager
+# autograd through a Python operator costs 150 us a call. Plain eager calls go through an autograd.Function over the
+# same two functions instead, or straight to the first of them if nobody will differentiate. An operator's schema knows
+# no masks: there they travel in parts.
+@torch.library.custom_op("flashspan::attend", mutates_args=())
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask_kind: str,
+    mask_numbers: list[int],
+    mask_tensors: list[Tensor],
+    scale: float,
+    dropout: float,
+    seed: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    mask = masks.unpack(mask_kind, mask_numbers, mask_tensors)
+    return _forward(q, k, v, mask, scale, dropout, seed, backend)
+
+
+@_attend.register_fake
+def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return _outputs(q)
+
+
+@torch.library.custom_op("flashspan::attend_backward", mutates_args=())
+def _attend_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
     mask_kind: str,
     mask_numbers: list[int],
     mask_tensors: list[Tensor],
@@ -301,47 +345,7 @@ def _backward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     mask = masks.unpack(mask_kind, mask_numbers, mask_tensors)
-    drop = None if seed is None else Dropout(dropout, seed)
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    local = dispatch.choose(q, k, v, mask=mask, dropout=drop, backend=backend).load()
-    with torch.autocast(q.device.type, enabled=False):
-        # d lse / d score is the probability: a gradient of lse enters where delta does, with the other sign.
-        delta = row_delta(dout, out) if dlse is None else row_delta(dout, out) - dlse
-        local.backward(
-            dout, q, k, v, lse, delta, mask=mask, scale=scale, dq=dq, dk=dk, dv=dv, accumulate=False, dropout=drop
-        )
-    return dq, dk, dv
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ctx.kind, ctx.numbers, tensors, ctx.scale, ctx.dropout, seed, ctx.backend = inputs
-    ctx.save_for_backward(q, k, v, *output, seed, *tensors)
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(
-    ctx: Any, dout: Tensor | None, dlse: Tensor | None, run: Callable[..., tuple[Tensor, ...]]
-) -> tuple[Any, ...]:
-    q, k, v, out, lse, seed, *tensors = ctx.saved_tensors
-    dout = torch.zeros_like(out) if dout is None else dout if dout.stride(-1) == 1 else dout.contiguous()
-    grads = run(
-        dout, dlse, q, k, v, out, lse, ctx.kind, ctx.numbers, tensors, ctx.scale, ctx.dropout, seed, ctx.backend
-    )
-    # An operator wants a gradient for each tensor of a list, a Function one for the list.
-    none = None if run is _backward else [None] * len(tensors)
-    return (*grads, None, None, none, None, None, None, None)
-
-
-# Note: two ways in. The operator is what compilers, exporters and dispatch modes see; it costs them nothing, but eager
-# autograd through a Python operator costs 150 us a call. Plain eager calls go through an autograd.Function over the
-# same two functions instead.
-_attend = torch.library.custom_op("flashspan::attend", _forward, mutates_args=())
-_attend_backward = torch.library.custom_op("flashspan::attend_backward", _backward, mutates_args=())
-
-
-@_attend.register_fake
-def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return _outputs(q)
+    return _backward(dout, dlse, q, k, v, out, lse, mask, scale, dropout, seed, backend)
 
 
 @_attend_backward.register_fake
@@ -349,22 +353,67 @@ def _(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-_attend.register_autograd(
-    lambda ctx, dout, dlse: _differentiate(ctx, dout, dlse, _attend_backward), setup_context=_save
-)
+@_attend_backward.register_autograd
+def _(ctx: Any, *grads: Any) -> None:
+    raise RuntimeError(
+        "attention has no second derivative: got a gradient of its gradient; for one, use "
+        "F.scaled_dot_product_attention under sdpa_kernel(SDPBackend.MATH)"
+    )
+
+
+def _save_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, ctx.kind, ctx.numbers, tensors, ctx.scale, ctx.dropout, seed, ctx.backend = inputs
+    ctx.save_for_backward(q, k, v, *output, seed, *tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate_operator(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    q, k, v, out, lse, seed, *tensors = ctx.saved_tensors
+    dout = torch.zeros_like(out) if dout is None else _dense_rows(dout)
+    grads = _attend_backward(
+        dout, dlse, q, k, v, out, lse, ctx.kind, ctx.numbers, tensors, ctx.scale, ctx.dropout, seed, ctx.backend
+    )
+    return (*grads, None, None, [None] * len(tensors), None, None, None, None)
+
+
+_attend.register_autograd(_differentiate_operator, setup_context=_save_operator)
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        output = _forward(*inputs)
-        _save(ctx, inputs, output)
-        return output
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask,
+        scale: float,
+        dropout: float,
+        seed: Tensor | None,
+        backend: str,
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = _forward(q, k, v, mask, scale, dropout, seed, backend)
+        ctx.save_for_backward(q, k, v, out, lse, seed)
+        ctx.rest = mask, scale, dropout, backend
+        ctx.set_materialize_grads(False)
+        return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        return _differentiate(ctx, dout, dlse, _backward)
+        q, k, v, out, lse, seed = ctx.saved_tensors
+        mask, scale, dropout, backend = ctx.rest
+        dout = torch.zeros_like(out) if dout is None else _dense_rows(dout)
+        given = (dout, dlse, q, k, v, out, lse)
+        if torch.is_grad_enabled():  # a graph of the gradients is wanted: the operator, in it, refuses the next ones
+            grads = _attend_backward(*given, *mask.pack(), scale, dropout, seed, backend)
+        else:
+            grads = _backward(*given, mask, scale, dropout, seed, backend)
+        return (*grads, None, None, None, None, None)
+
+
+def _dense_rows(x: Tensor) -> Tensor:
+    """x, or a copy if its last dimension is not contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -381,5 +430,24 @@ def _plainly_eager(*tensors: Tensor) -> bool:
     return (
         not torch.compiler.is_compiling()
         and not is_in_torch_dispatch_mode()
-        and all(type(x) in (Tensor, torch.nn.Parameter) and not x.is_meta for x in tensors)
+        and {type(x) for x in tensors} <= _PLAIN
+        and not tensors[0].is_meta
     )
+
+
+_PLAIN = {Tensor, torch.nn.Parameter}
+
+
+def _differentiated(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether autograd must hear of this call, in whatever mode: backward, forward, or a function transform."""
+    return (
+        (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+        or forward_ad._current_level >= 0
+        or torch._C._are_functorch_transforms_active()
+    )
+
+
+def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Sums inside an implementation are float32 and stay so."""
+    device = x.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()

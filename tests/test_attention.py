@@ -1,5 +1,8 @@
 """The public face: a drop-in for SDPA, its errors, and how it lives with compile, autocast and checkpointing."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flashspan
 from flashspan import attention, masks
+from flashspan.kernels import dispatch
 
 
 def inputs(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
@@ -379,3 +383,22 @@ def test_deterministic_travels_with_the_backend_name() -> None:
     assert torch.allclose(named, plain, atol=1e-6)
     with pytest.raises(ValueError, match="cannot serve this call"):
         attention(q, k, v, causal=True, backend="hopper", deterministic=True)
+
+
+def test_repeatable_gradients_stay_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU that is not here: what is asked for decides, by argument or for the whole process."""
+    pytest.importorskip("flashspan.kernels.hopper")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.version, "hip", None)
+    x: Any = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat16, shape=(1, 2, 37, 64))
+    dispatch._choose.cache_clear()
+    try:
+        assert dispatch.choose(x, x, x, mask=masks.causal()).name == "hopper"
+        asked = dispatch.choose(x, x, x, mask=masks.causal(), deterministic=True)
+        assert (asked.name, asked.reasons["hopper"]) == ("hopper.repeatable", "adds dq in no fixed order")
+        torch.use_deterministic_algorithms(True)
+        assert dispatch.choose(x, x, x, mask=masks.causal()).name == "hopper.repeatable"
+        assert dispatch.choose(x, x, x, mask=masks.causal(), dropout=True).name == "portable"
+    finally:
+        torch.use_deterministic_algorithms(False)
+        dispatch._choose.cache_clear()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import cast
 
@@ -29,6 +29,7 @@ class Call:
     mask: str
     dropout: bool
     deterministic: bool = False
+    block: tuple[int, int] | None = None  # of a block map
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Choice:
 
     def load(self) -> LocalAttention:
         """The module that serves; imported when first used, so that Triton is not needed until it is."""
-        return cast(LocalAttention, importlib.import_module(f"flashspan.kernels.{self.name}"))
+        return _load(self.name)
 
     def __str__(self) -> str:
         call = self.call
@@ -50,7 +51,12 @@ class Choice:
             f"{call.head_dim}, {call.mask} mask{', dropout' if call.dropout else ''}"
             f"{', repeatable gradients' if call.deterministic else ''}"
         )
-        return "\n".join([head, *(f"  {name:<10} {reason}" for name, reason in self.reasons.items())])
+        return "\n".join([head, *(f"  {name:<18} {reason}" for name, reason in self.reasons.items())])
+
+
+@cache
+def _load(name: str) -> LocalAttention:
+    return cast(LocalAttention, importlib.import_module(f"flashspan.kernels.{name}"))
 
 
 DETERMINISTIC = "+deterministic"
@@ -78,12 +84,27 @@ def _hopper(call: Call) -> str | None:
         return f"has no {call.dtype} kernels"
     if call.head_dim % 8:
         return f"needs a head size divisible by 8, not {call.head_dim}"
-    if call.mask not in ("Band", "Rows"):
+    if call.mask not in ("Band", "Rows", "Blocks"):
         return f"has no {call.mask} masks"
     if call.dropout:
         return "has no dropout"
     if call.deterministic:
         return "adds dq in no fixed order"
+    missing = _has_gluon()
+    if missing is None and call.block is not None:
+        from flashspan.kernels.hopper.lists import refusal
+
+        return refusal(call.block, call.head_dim)
+    return missing
+
+
+def _repeatable(call: Call) -> str | None:
+    if call.block is not None:
+        return "has no block maps"
+    return _hopper(replace(call, deterministic=False))
+
+
+def _has_gluon() -> str | None:
     try:
         importlib.import_module("flashspan.kernels.hopper")
     except ImportError as error:
@@ -120,6 +141,7 @@ def _anything(call: Call) -> str | None:
 TABLE: dict[str, Callable[[Call], str | None]] = {
     "cpu": _cpu,
     "hopper": _hopper,
+    "hopper.repeatable": _repeatable,
     "portable": _portable,
     "tiled": _anything,
     "reference": _anything,
@@ -143,12 +165,23 @@ def choose(
     """
     drops = dropout is not None and dropout is not False
     repeatable = deterministic or backend.endswith(DETERMINISTIC) or torch.are_deterministic_algorithms_enabled()
-    call = Call(q.device, q.dtype, q.shape[-1], type(mask).__name__, drops, repeatable)
-    return _choose(call, backend.removesuffix(DETERMINISTIC))
+    kind, block = type(mask).__name__, getattr(mask, "block", None)
+    name = backend.removesuffix(DETERMINISTIC)
+    return _choose(name, q.device, q.dtype, q.shape[-1], kind, drops, repeatable, block)
 
 
 @cache
-def _choose(call: Call, backend: str) -> Choice:
+def _choose(
+    backend: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    mask: str,
+    dropout: bool,
+    deterministic: bool,
+    block: tuple[int, int] | None,
+) -> Choice:
+    call = Call(device, dtype, head_dim, mask, dropout, deterministic, block)
     refusals = {name: refuses(call) for name, refuses in TABLE.items()}
     able = [name for name, refusal in refusals.items() if refusal is None]
     if backend not in ("auto", *TABLE):

@@ -111,9 +111,12 @@ def dilated(
     if width < 1 or step < 1:
         raise ValueError(f"a dilated window has 1 or more keys, 1 or more apart: got width={width}, step={step}")
 
+    # Beyond the tokens there are, a longer reach or step changes nothing: both stay within 32 bits.
+    reach, step = min(width * step, max(1, num_tokens)), min(step, max(1, num_tokens))
+
     def rule(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         behind = i - j
-        seen = (behind % step == 0) & (behind.abs() < width * step)
+        seen = (behind % step == 0) & (behind.abs() < reach)
         return seen & (behind >= 0) if causal else seen
 
     return Blocks.from_rule(rule, num_tokens, num_tokens, device=device)

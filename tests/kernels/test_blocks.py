@@ -375,3 +375,10 @@ def test_nothing_in_gives_nothing_out() -> None:
         assert not attention(q, k, k, mask=mask).any()
         assert mask.dense().shape == (T, S)
         assert reference.forward(q, k, k, mask=mask, scale=1.0).lse.shape == (1, 1, T)
+
+
+def test_a_dilated_window_wider_than_32_bits_is_one_over_all_tokens() -> None:
+    wide, all_of_it = masks.dilated(10**6, 10**6, 50), masks.dilated(50, 50, 50)
+    assert torch.equal(dense(wide, 50, 50), torch.eye(50, dtype=torch.bool))
+    assert torch.equal(dense(masks.dilated(10**6, 7, 50), 50, 50), dense(masks.dilated(8, 7, 50), 50, 50))
+    assert torch.equal(dense(all_of_it, 50, 50), dense(wide, 50, 50))

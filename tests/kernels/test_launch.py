@@ -1,13 +1,22 @@
-"""What decides which compiled kernel a launch wants, and which tensors the copy engine takes; no GPU needed."""
+"""What decides which compiled kernel a launch wants, which tensors the copy engine takes, and that a launch replayed is
+the launch itself; no GPU needed."""
 
 from __future__ import annotations
 
+import gc
+import random
+import weakref
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from flashspan.kernels.contract import Carry
+from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band, Mask, Rows
+from flashspan.kernels.patterns import documents, ragged
 from flashspan.kernels.portable.arguments import Launch, _Plan
 
 KERNEL = SimpleNamespace(arg_names=["x", "stride", "T", "scale", "BLOCK"], do_not_specialize=["T"])
@@ -39,6 +48,7 @@ def test_a_launch_wants_the_kernel_of_its_types_alignment_and_constants() -> Non
         (lambda x: x.transpose(1, 2), True),  # [B, T, H, D]
         (lambda x: x[..., :16], True),  # a part of a fused projection
         (lambda x: x[:, :, :1], True),
+        (lambda x: torch.zeros(512).half().as_strided((1, 8, 1, 64), (512, 64, 2**23, 1)), True),  # one row: no step
         (lambda x: x[..., 1:17], False),  # begins between 16 bytes
         (lambda x: x[:1].expand(2, -1, -1, -1), False),  # no step at all
         (lambda x: x.transpose(2, 3), False),
@@ -52,3 +62,182 @@ def test_what_the_copy_engine_takes_is_not_copied(view: Any, fits: bool) -> None
     assert (copy is x) is fits
     assert launch.is_aligned(copy)
     assert torch.equal(copy, x)
+
+
+class Gpu:
+    """Hopper launches on CPU tensors, each as the arguments that reach Triton's C function; checked at every replay."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.hopper = pytest.importorskip("flashspan.kernels.hopper.launch")
+        self.nvidia = pytest.importorskip("triton.backends.nvidia.driver")
+        from flashspan.kernels.portable import replay
+
+        self.module, self.seen, self.plain, self.encoded = replay, [], 0, 0
+        stream = SimpleNamespace(get_current_stream=lambda index: 7)
+        monkeypatch.setattr(replay, "driver", SimpleNamespace(active=stream))
+        monkeypatch.setattr(replay, "_KNOWN", {})
+        monkeypatch.setattr(self.nvidia, "make_tensordesc_arg", self.encode)
+        monkeypatch.setattr(Launch, "__call__", lambda launch: self.launch(launch))
+        monkeypatch.setattr(self.hopper, "replay", self.replay)
+
+    def encode(self, descriptor: Any, metadata: Any) -> list[Any]:
+        self.encoded += 1
+        x = (descriptor.base.data_ptr(), *descriptor.shape, *descriptor.strides, *descriptor.block_shape, metadata)
+        return [x, *descriptor.shape, *descriptor.strides]
+
+    def c_function(self, *arguments: Any) -> None:
+        *first, last = arguments
+        flat = [*first, *(last if isinstance(last, (list, tuple)) else [last])]  # some releases take a list
+        self.seen.append([x.data_ptr() if isinstance(x, Tensor) else x for x in flat])
+
+    def launch(self, launch: Launch) -> Any:
+        """Through all of the Python in Triton's launcher: what every other way must do too."""
+        self.plain += 1
+        kinds = ["tensordesc<fp16[1]>" if hasattr(x, "block_shape") else "i32" for x in launch.arguments]
+        metadata = [f"descriptor {i}" for i in range(sum(kind != "i32" for kind in kinds))]
+        run = object.__new__(self.nvidia.CudaLauncher)
+        vars(run).update(
+            launch=self.nvidia.wrap_handle_tensordesc(self.c_function, dict(enumerate(kinds)), metadata), num_ctas=1,
+            launch_cooperative_grid=False, launch_pdl=True, arg_annotations=["a"], kernel_signature=b"s",
+            global_scratch_size=0, global_scratch_align=1, profile_scratch_size=0, profile_scratch_align=1,
+        )  # fmt: skip
+        # As Triton compiles another kernel where an address does not fall on 16 bytes.
+        tensors = [x for x in launch.arguments if isinstance(x, Tensor)]
+        function = (launch.kernel.__name__, *(x.data_ptr() & 15 for x in tensors))
+        target = SimpleNamespace(target=SimpleNamespace(backend="cuda"))
+        compiled = SimpleNamespace(run=run, function=function, packed_metadata=(4, 1, 0), metadata=target)
+        run(
+            *(*launch.grid, 1, 1)[:3], 7, function, (4, 1, 0), None, None, None, *launch.arguments,
+            *launch.constexprs(),
+        )  # fmt: skip
+        return compiled
+
+    def replay(self, make: Any, tensors: Any, made: int, *what: Any) -> bool:
+        self.seen = []
+        done = self.module.replay(make, tensors, made, *what)
+        replayed, plain, self.seen = self.seen, self.plain, []
+        for launch in make(tensors, *what) or ():
+            launch()
+        self.plain = plain
+        assert replayed == self.seen
+        assert done is bool(replayed)
+        return done
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
+    with torch.no_grad():
+        yield Gpu(monkeypatch)
+
+
+def attend(gpu: Gpu, x: list[Tensor], mask: Mask, scale: float = 0.125, carried: bool = False) -> Carry:
+    """Forward and backward over q, k, v and dout."""
+    q, k, v, dout = x
+    carry = gpu.hopper.forward(q, k, v, mask=mask, scale=scale, out_dtype=torch.float32 if carried else q.dtype)
+    if carried:
+        carry = gpu.hopper.forward(q, k, v, mask=mask, scale=scale, carry=carry)
+    into = [torch.empty_like(y, dtype=torch.float32) if carried else torch.empty_like(y) for y in (q, k, v)]
+    for repeatable in (False, True):
+        gpu.hopper.backward(
+            dout, q, k, v, carry.lse, carry.lse.clone(), mask=mask, scale=scale,
+            dq=into[0], dk=into[1], dv=into[2], accumulate=carried, repeatable=repeatable,
+        )  # fmt: skip
+    return carry
+
+
+def some_tensor(choice: random.Random, heads: int, tokens: int) -> Tensor:
+    """Zeros [2, heads, tokens, 64], somewhere, in one of four layouts, the last of them not aligned."""
+    kind = choice.choice(("BHTD", "BTHD", "fused", "odd"))
+    if kind == "BHTD":
+        return torch.zeros(2, heads, tokens, 64).half()
+    if kind == "odd":
+        return torch.zeros(2 * heads * tokens * 64 + 1).half()[1:].view(2, heads, tokens, 64)
+    wide = torch.zeros(2, tokens, heads * 64 * (3 if kind == "fused" else 1)).half()
+    return wide[..., : heads * 64].unflatten(-1, (heads, 64)).transpose(1, 2)
+
+
+def test_a_launch_replayed_is_the_launch_itself(gpu: Gpu) -> None:
+    choice = random.Random(0)
+    odd = documents([20, 50])
+    odd.start, odd.end = (torch.cat([x[:1], x])[1:] for x in (odd.start, odd.end))  # not on 16 bytes
+    masks: list[Mask] = [
+        EVERYTHING,
+        CAUSAL,
+        Band(-9, 3),
+        Band(-9, 4),
+        documents([40, 30]),
+        odd,
+        ragged([30, 70], 70, 70),
+    ]
+    held: list[Any] = []
+    for _ in range(200):
+        kv_heads = choice.choice((1, 2))
+        x = [some_tensor(choice, heads, 70) for heads in (2, kv_heads, kv_heads, 2)]
+        if choice.random() < 0.3:
+            x[2] = x[1]
+        if choice.random() < 0.3 and kv_heads == 2:
+            x[1] = x[0]
+        held = [*held[-choice.randrange(4) :], attend(gpu, x, choice.choice(masks), choice.choice((0.125, 0.5)))]
+    gpu.module._KNOWN.clear()
+    for mask in masks:
+        for carried in (False, True):
+            x = [torch.zeros(2, 2, 70, 64).half() for _ in range(4)]
+            attend(gpu, x, mask, carried=carried)
+            before, x = gpu.plain, [y.clone() for y in x]
+            attend(gpu, x, mask, carried=carried)
+            assert gpu.plain == before, "a call of a known kind goes the short way"
+            x[1] = x[0]
+            attend(gpu, x, mask, carried=carried)
+            assert gpu.plain == before
+
+
+def test_replaying_keeps_no_tensor_and_not_everything(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = Rows(torch.zeros(70).int(), torch.full((70,), 70).int(), 70)
+    x = [torch.zeros(1, 2, 70, 64).half() for _ in range(4)]
+    carry = attend(gpu, x, mask)
+    attend(gpu, x, mask)
+    gone = [weakref.ref(y.untyped_storage()) for y in (*x, *carry, mask.start)]
+    del x, carry, mask
+    gpu.seen = []
+    gc.collect()
+    assert not any(reference() for reference in gone)
+    monkeypatch.setattr(gpu.module, "KEPT_CALLS", 5)
+    monkeypatch.setattr(gpu.module, "KEPT_ADDRESSES", 3)
+    for tokens in range(1, 30):
+        attend(gpu, [torch.zeros(1, 2, tokens, 64).half() for _ in range(4)], CAUSAL)
+    held = [[torch.zeros(1, 2, 20, 64).half() for _ in range(4)] for _ in range(9)]
+    for x in held:
+        attend(gpu, x, CAUSAL)
+    assert len(gpu.module._KNOWN) <= 5
+    assert all(len(d) <= 3 for known in gpu.module._KNOWN.values() for again in known for *_, d in again.descriptors)
+
+
+def test_an_address_is_described_once(gpu: Gpu) -> None:
+    x = [torch.zeros(1, 2, 70, 64).half() for _ in range(3)]
+    kept = gpu.hopper.forward(*x, mask=EVERYTHING, scale=0.125)
+    held = []
+    for _ in range(2):
+        held.append(gpu.hopper.forward(*x, mask=EVERYTHING, scale=0.125))
+    again = gpu.module._KNOWN.popitem()[1][0]
+    addresses = {y.data_ptr() for y in (*x, kept.out, *(carry.out for carry in held))}
+    assert all(set(d) <= addresses for *_, d in again.descriptors)
+    assert [x[0].data_ptr()] == list(again.descriptors[0][2])
+
+
+def test_a_profiler_sees_every_launch(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = [torch.zeros(1, 2, 70, 64).half() for _ in range(4)]
+    attend(gpu, x, CAUSAL)
+    from triton import knobs
+
+    monkeypatch.setattr(knobs.runtime.launch_enter_hook, "calls", [lambda metadata: None])
+    before = gpu.plain
+    attend(gpu, x, CAUSAL)
+    assert gpu.plain == before + 8, "forward, its repair, rows, backward, cast; rows and the two passes"
+
+
+def test_releases_that_were_not_read_go_the_plain_way(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triton.__version__", "3.99.0")
+    for _ in range(2):
+        before = gpu.plain
+        attend(gpu, [torch.zeros(1, 2, 70, 64).half() for _ in range(4)], CAUSAL)
+        assert gpu.plain == before + 8

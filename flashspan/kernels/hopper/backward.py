@@ -1,12 +1,17 @@
 """The backward kernel for Hopper.
 
-A program owns a block of keys: K and V stay in shared memory, dK and dV in registers, and the queries that see the
-block pass by, for every query head that shares it. Eight warps multiply; one warp loads Q, dO and the rows' two
-numbers; one adds finished dQ tiles into global float32 through the copy engine. Everything is transposed, keys down and
-queries across, so that P and dS are already in the registers dV and dK want them in. The accumulators of S and dP start
-at -lse and -delta, which saves both subtractions.
+A program owns a block of 128 keys: K and V stay in shared memory, dK and dV in registers, and the queries that see the
+block pass by, for every query head that shares it. Two warpgroups of 64 keys each multiply; one warp loads Q, dO and
+the rows' two numbers; one adds finished dQ tiles into global float32 through the copy engine. Everything is transposed,
+keys down and queries across, so that P and dS are already in the registers dV and dK want them in. The accumulators of
+S and dP start at -lse and -delta, which saves both subtractions.
 
-With ROTATE, S of the next tile is under way while dQ of this one is written.
+While one warpgroup computes exponentials the other must keep the tensor cores busy: a warp that starts a product waits
+until most of it is done. So they may drift apart, by up to a tile. All they share is dQ, to which each adds half of a
+tile, summed over the keys of both - of the tile before, whose dS the other has had time to write.
+
+For a block map (LISTS) a program's block of keys is a line of its transposed lists. A listed block of 128 queries is
+one tile, or two where a tile has 64; its bits come with Q and dO.
 """
 
 from __future__ import annotations
@@ -21,304 +26,450 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashspan.kernels.hopper.names import barrier, here_and_now, reduce_add
-from flashspan.kernels.hopper.walk import blocks, bounds, place
+from flashspan.kernels.hopper.names import barrier, held, here_and_now, reduce_add
+from flashspan.kernels.hopper.walk import bounds, find_block, find_line, find_list, hide, key_work, load_words, nth
 
 
 @gluon.jit
-def _query_tile(j, first, f_lo, f_hi, end):
-    """The j-th tile of queries a block of keys meets: those at the edges of the mask first, then the full ones."""
-    inside = f_lo - first
-    edges = inside + end - f_hi
-    return gl.where(j >= edges, f_lo + j - edges, gl.where(j < inside, first + j, f_hi + j - inside))
-
-
-@gluon.jit
-def _work(numbers, tables, C: gl.constexpr, WARPS: gl.constexpr):
-    """This program's block of keys and the tiles of queries it walks."""
+def _line(numbers, maps):
+    """This program's line of a block map."""
     H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section = numbers
-    first, last, s_columns = tables
-    BM: gl.constexpr = C[0]
+    line, i_bk = find_line(gl.program_id(0), maps, gl.num_programs(0) // maps[6], section, K, G)
+    return i_bk // K, i_bk % K, line
+
+
+@gluon.jit
+def _load_keys(desc, buffers, bars, b, h, n0, C: gl.constexpr):
+    desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d = desc
+    q_s, do_s, low_s, high_s, ds_s, dq_s, l_s, d_s = buffers
+    kv_full, full, empty, ds_full, dq_full, dq_empty = bars
     BN: gl.constexpr = C[1]
-    TABLE: gl.constexpr = C[3]
-    num_blocks = gl.cdiv(S, BN)
-    i_n, i_bk = place(gl.program_id(0), num_blocks, gl.num_programs(0) // num_blocks, section)
-    i_b = i_bk // K
-    i_k = i_bk % K
-    t_first, f_lo, f_hi, t_end = blocks(
-        i_n * BN, S, T, -hi, -lo, first + i_b * s_columns, last + i_b * s_columns, TABLE, BN, BM, WARPS
-    )
-    return i_b, i_k, i_n * BN, t_first, f_lo, f_hi, t_end
+    mbarrier.expect(kv_full, 4 * desc_k.block_type.nbytes)
+    tma.async_copy_global_to_shared(desc_k, [b, h, n0, 0], kv_full, low_s.index(0))
+    tma.async_copy_global_to_shared(desc_k, [b, h, n0 + BN, 0], kv_full, high_s.index(0))
+    tma.async_copy_global_to_shared(desc_v, [b, h, n0, 0], kv_full, low_s.index(1))
+    tma.async_copy_global_to_shared(desc_v, [b, h, n0 + BN, 0], kv_full, high_s.index(1))
 
 
 @gluon.jit
-def _feed(desc, buffers, bars, numbers, outputs, tables, C: gl.constexpr):
-    """The loader warp: K and V once, then (Q, -lse) and (dO, -delta) of each tile; one tile of Q more than there are,
-    whose S nobody reads."""
-    desc_q, desc_do, desc_k, desc_v, desc_dq, desc_l, desc_d = desc
-    q_s, do_s, k_s, v_s, ds_s, dq_s, l_s, d_s = buffers
-    kv_full, q_full, q_empty, do_full, do_empty, dq_full, dq_empty = bars
-    H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section = numbers
-    BM: gl.constexpr = C[0]
-    QS: gl.constexpr = C[2]
-    i_b, i_k, n0, first, f_lo, f_hi, end = _work(numbers, tables, C, 1)
-    mbarrier.expect(kv_full, 2 * desc_k.block_type.nbytes)
-    tma.async_copy_global_to_shared(desc_k, [i_b, i_k, n0, 0], kv_full, k_s.index(0))
-    tma.async_copy_global_to_shared(desc_v, [i_b, i_k, n0, 0], kv_full, v_s.index(0))
-    n = end - first
-    total = n * G
-    for i in range(total + C[9]):
-        i_h = i_k * G + gl.minimum(i // n, G - 1)
-        m0 = _query_tile(i % n, first, f_lo, f_hi, end) * BM
-        row = (i_b * H + i_h) * Tp + m0
-        stage = i & (QS - 1)
-        mbarrier.wait(q_empty.index(stage), ((i // QS) & 1) ^ 1)
-        mbarrier.expect(q_full.index(stage), desc_q.block_type.nbytes + desc_l.block_type.nbytes)
-        tma.async_copy_global_to_shared(desc_l, [row], q_full.index(stage), l_s.index(stage))
-        tma.async_copy_global_to_shared(desc_q, [i_b, i_h, m0, 0], q_full.index(stage), q_s.index(stage))
-        if i < total:
-            stage = i & 1
-            mbarrier.wait(do_empty.index(stage), ((i >> 1) & 1) ^ 1)
-            mbarrier.expect(do_full.index(stage), desc_do.block_type.nbytes + desc_d.block_type.nbytes)
-            tma.async_copy_global_to_shared(desc_d, [row], do_full.index(stage), d_s.index(stage))
-            tma.async_copy_global_to_shared(desc_do, [i_b, i_h, m0, 0], do_full.index(stage), do_s.index(stage))
+def _load_queries(desc, buffers, bar, b, h, m0, row, stage):
+    desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d = desc
+    q_s, do_s, low_s, high_s, ds_s, dq_s, l_s, d_s = buffers
+    tma.async_copy_global_to_shared(desc_l, [row], bar, l_s.index(stage))
+    tma.async_copy_global_to_shared(desc_q, [b, h, m0, 0], bar, q_s.index(stage))
+    tma.async_copy_global_to_shared(desc_d, [row], bar, d_s.index(stage))
+    tma.async_copy_global_to_shared(desc_do, [b, h, m0, 0], bar, do_s.index(stage))
 
 
 @gluon.jit
-def _add_dq(desc, buffers, bars, numbers, outputs, tables, C: gl.constexpr):
-    """The warp that adds each dQ tile into global float32."""
-    desc_q, desc_do, desc_k, desc_v, desc_dq, desc_l, desc_d = desc
-    q_s, do_s, k_s, v_s, ds_s, dq_s, l_s, d_s = buffers
-    kv_full, q_full, q_empty, do_full, do_empty, dq_full, dq_empty = bars
+def _feed(desc, buffers, bars, numbers, tables, C: gl.constexpr):
+    """The loader warp: K and V once, then Q, dO, -lse and -delta of each tile."""
+    desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d = desc
+    q_s, do_s, low_s, high_s, ds_s, dq_s, l_s, d_s = buffers
+    kv_full, full, empty, ds_full, dq_full, dq_empty = bars
     H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section = numbers
     BM: gl.constexpr = C[0]
-    i_b, i_k, n0, first, f_lo, f_hi, end = _work(numbers, tables, C, 1)
+    STAGES: gl.constexpr = C[2]
+    i_b, i_k, n0, first, f_lo, f_hi, end = key_work(numbers, tables, 2 * C[1], C[0], C[3], 1)
+    _load_keys(desc, buffers, bars, i_b, i_k, n0, C)
     n = end - first
     for i in range(n * G):
-        m0 = _query_tile(i % n, first, f_lo, f_hi, end) * BM
-        mbarrier.wait(dq_full, i & 1)
+        i_h = i_k * G + i // n
+        m0 = nth(i % n, first, f_lo, f_hi, end) * BM
+        row = (i_b * H + i_h) * Tp + m0
+        stage = i & (STAGES - 1)
+        bar = full.index(stage)
+        mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
+        mbarrier.expect(bar, 2 * (desc_q.block_type.nbytes + desc_l.block_type.nbytes))
+        _load_queries(desc, buffers, bar, i_b, i_h, m0, row, stage)
+
+
+@gluon.jit
+def _feed_lists(desc, buffers, bars, numbers, tables, C: gl.constexpr):
+    """The loader warp of a block map."""
+    desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d = desc
+    kv_full, full, empty, ds_full, dq_full, dq_empty = bars
+    H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section = numbers
+    desc_words, words_s, maps = tables
+    BM: gl.constexpr = C[0]
+    BN: gl.constexpr = C[1]
+    STAGES: gl.constexpr = C[2]
+    SPLIT: gl.constexpr = 128 // BM
+    QUERIES: gl.constexpr = 2 * (desc_q.block_type.nbytes + desc_l.block_type.nbytes)
+    WORDS: gl.constexpr = 2 * desc_words.block_type.nbytes
+    i_b, i_k, line = _line(numbers, maps)
+    _load_keys(desc, buffers, bars, i_b, i_k, line * (2 * BN), C)
+    i = 0
+    for g in range(G):
+        i_h = i_k * G + g
+        begin, end, n, edges = find_list(maps, i_b, i_h, line)
+        for j in range(n * SPLIT):
+            block, word = find_block(maps, begin, end, j // SPLIT, edges)
+            m0 = block * 128 + j % SPLIT * BM
+            masked = j // SPLIT < edges
+            stage = i & (STAGES - 1)
+            bar = full.index(stage)
+            mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
+            mbarrier.expect(bar, QUERIES, pred=j // SPLIT >= edges)
+            mbarrier.expect(bar, QUERIES + WORDS, pred=masked)
+            load_words(desc_words, word, bar, words_s, stage, masked)
+            _load_queries(desc, buffers, bar, i_b, i_h, m0, (i_b * H + i_h) * Tp + m0, stage)
+            i += 1
+
+
+@gluon.jit
+def _add_dq(desc, buffers, bars, numbers, tables, C: gl.constexpr):
+    """The warp that adds each dQ tile into global float32. The first that arrives is nobody's: see _multiply."""
+    desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d = desc
+    q_s, do_s, low_s, high_s, ds_s, dq_s, l_s, d_s = buffers
+    kv_full, full, empty, ds_full, dq_full, dq_empty = bars
+    H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section = numbers
+    BM: gl.constexpr = C[0]
+    i_b, i_k, n0, first, f_lo, f_hi, end = key_work(numbers, tables, 2 * C[1], C[0], C[3], 1)
+    n = end - first
+    mbarrier.wait(dq_full, 0)
+    mbarrier.arrive(dq_empty, count=1)
+    for i in range(n * G):
+        m0 = nth(i % n, first, f_lo, f_hi, end) * BM
+        mbarrier.wait(dq_full, (i + 1) & 1)
         reduce_add(desc_dq, [i_b, i_k * G + i // n, m0, 0], dq_s)
         tma.store_wait(0)
         mbarrier.arrive(dq_empty, count=1)
 
 
 @gluon.jit
-def _scores(i, buffers, bars, C: gl.constexpr):
-    """Start S^T of tile i, accumulated onto -lse."""
-    q_s, do_s, k_s, v_s, ds_s, dq_s, l_s, d_s = buffers
-    kv_full, q_full, q_empty, do_full, do_empty, dq_full, dq_empty = bars
+def _add_dq_lists(desc, buffers, bars, numbers, tables, C: gl.constexpr):
+    """The same warp of a block map."""
+    desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d = desc
+    q_s, do_s, low_s, high_s, ds_s, dq_s, l_s, d_s = buffers
+    kv_full, full, empty, ds_full, dq_full, dq_empty = bars
+    H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section = numbers
+    desc_words, words_s, maps = tables
     BM: gl.constexpr = C[0]
-    BN: gl.constexpr = C[1]
-    QS: gl.constexpr = C[2]
-    SL: gl.constexpr = C[6]
-    BD: gl.constexpr = k_s.shape[4]
-    k = k_s.index(here_and_now(0)).reshape((BN, BD))
-    stage = i & (QS - 1)
-    mbarrier.wait(q_full.index(stage), (i // QS) & 1)
-    minus_lse = l_s.index(stage).load(gl.SliceLayout(0, SL))
-    s, _ = gl.broadcast(minus_lse[None, :], gl.zeros([BN, BM], gl.float32, layout=SL))
-    return warpgroup_mma(k, q_s.index(stage).reshape((BM, BD)).permute((1, 0)), s, is_async=True)
+    SPLIT: gl.constexpr = 128 // BM
+    i_b, i_k, line = _line(numbers, maps)
+    mbarrier.wait(dq_full, 0)
+    mbarrier.arrive(dq_empty, count=1)
+    i = 0
+    for g in range(G):
+        i_h = i_k * G + g
+        begin, end, n, edges = find_list(maps, i_b, i_h, line)
+        for j in range(n * SPLIT):
+            block, word = find_block(maps, begin, end, j // SPLIT, edges)
+            m0 = block * 128 + j % SPLIT * BM
+            mbarrier.wait(dq_full, (i + 1) & 1)
+            reduce_add(desc_dq, [i_b, i_h, m0, 0], dq_s)
+            tma.store_wait(0)
+            mbarrier.arrive(dq_empty, count=1)
+            i += 1
 
 
 @gluon.jit
-def _step(i, m0, masked, s, dk, dv, lower, upper, buffers, bars, numbers, C: gl.constexpr):
-    """Tile i of queries, m0 its first row. With ROTATE its S is here already, and at the end S of tile i + 1 is."""
-    q_s, do_s, k_s, v_s, ds_s, dq_s, l_s, d_s = buffers
-    kv_full, q_full, q_empty, do_full, do_empty, dq_full, dq_empty = bars
+def _start_dq(WG: gl.constexpr, i, buffers, bars, C: gl.constexpr):
+    """Start this warpgroup's half of dQ of tile i, from the dS of both: 64 of its rows, or of its columns where it has
+    rows for one only."""
+    q_s, do_s, low_s, high_s, ds_s, dq_s, l_s, d_s = buffers
+    kv_full, full, empty, ds_full, dq_full, dq_empty = bars
+    BM: gl.constexpr = C[0]
+    BN: gl.constexpr = C[1]
+    QL: gl.constexpr = C[8]
+    BD: gl.constexpr = q_s.shape[4]
+    slot = i & 1
+    mbarrier.wait(ds_full.index(slot), (i >> 1) & 1)
+    k0 = low_s.index(here_and_now(0)).reshape((BN, BD))
+    k1 = high_s.index(here_and_now(0)).reshape((BN, BD))
+    ds0 = ds_s.index(slot * 2)
+    ds1 = ds_s.index(slot * 2 + 1)
+    if BM == 64:
+        k0 = k0.slice(WG * (BD // 2), BD // 2, dim=1)
+        k1 = k1.slice(WG * (BD // 2), BD // 2, dim=1)
+    else:
+        ds0 = ds0.slice(WG * 64, 64, dim=1)
+        ds1 = ds1.slice(WG * 64, 64, dim=1)
+    zero = gl.zeros([64, 64], gl.float32, layout=QL)
+    dq = warpgroup_mma(ds0.permute((1, 0)), k0, zero, use_acc=False, is_async=True)
+    return warpgroup_mma(ds1.permute((1, 0)), k1, dq, is_async=True)
+
+
+@gluon.jit
+def _leave_dq(WG: gl.constexpr, i, dq, buffers, bars, sm_scale, C: gl.constexpr):
+    """Hand this half of dQ of tile i to the warp that adds it."""
+    q_s, do_s, low_s, high_s, ds_s, dq_s, l_s, d_s = buffers
+    kv_full, full, empty, ds_full, dq_full, dq_empty = bars
+    BM: gl.constexpr = C[0]
+    ADD: gl.constexpr = C[4]
+    BD: gl.constexpr = q_s.shape[4]
+    if ADD:
+        dq = dq * sm_scale
+    mbarrier.wait(dq_empty, i & 1)
+    tile = dq_s.reshape((BM, BD))
+    if BM == 64:
+        tile.slice(WG * (BD // 2), BD // 2, dim=1).store(dq)
+    else:
+        tile.slice(WG * 64, 64, dim=0).store(dq)
+    fence_async_shared()
+    mbarrier.arrive(dq_full, count=1)
+
+
+@gluon.jit
+def _step(WG: gl.constexpr, own_s, i, masked, shown, dk, dv, buffers, bars, numbers, C: gl.constexpr):
+    """Tile i of queries: dV and dK of it, and dQ of the tile before. If it is masked, `shown` says what is seen: the
+    tile's first row and each key's interval, or the words of a block and which half of it the tile is."""
+    q_s, do_s, low_s, high_s, ds_s, dq_s, l_s, d_s = buffers
+    kv_full, full, empty, ds_full, dq_full, dq_empty = bars
     H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section = numbers
     BM: gl.constexpr = C[0]
     BN: gl.constexpr = C[1]
-    QS: gl.constexpr = C[2]
-    ADD: gl.constexpr = C[4]
+    STAGES: gl.constexpr = C[2]
     SL: gl.constexpr = C[6]
     KL: gl.constexpr = C[7]
-    QL: gl.constexpr = C[8]
-    ROTATE: gl.constexpr = C[9]
-    BD: gl.constexpr = k_s.shape[4]
+    LISTS: gl.constexpr = C[9]
+    BD: gl.constexpr = q_s.shape[4]
     PL: gl.constexpr = gl.DotOperandLayout(0, KL, 2)
-    dtype: gl.constexpr = k_s.dtype
-    here = i & (QS - 1)
-    two = i & 1
-    if not ROTATE:
-        sa = _scores(i, buffers, bars, C)
-    mbarrier.wait(do_full.index(two), (i >> 1) & 1)
-    do = do_s.index(two).reshape((BM, BD))
-    minus_delta = d_s.index(two).load(gl.SliceLayout(0, SL))
-    dp, _ = gl.broadcast(minus_delta[None, :], gl.zeros([BN, BM], gl.float32, layout=SL))
-    dpa = warpgroup_mma(v_s.index(here_and_now(0)).reshape((BN, BD)), do.permute((1, 0)), dp, is_async=True)
-    if not ROTATE:
-        s = warpgroup_mma_wait(1, deps=(sa,))
+    dtype: gl.constexpr = q_s.dtype
+    stage = i & (STAGES - 1)
+    slot = i & 1
+    mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+    q = q_s.index(stage).reshape((BM, BD))
+    do = do_s.index(stage).reshape((BM, BD))
+    k = own_s.index(here_and_now(0)).reshape((BN, BD))
+    v = own_s.index(here_and_now(1)).reshape((BN, BD))
+    zero = gl.zeros([BN, BM], gl.float32, layout=SL)
+    s, _ = gl.broadcast(l_s.index(stage).load(gl.SliceLayout(0, SL))[None, :], zero)
+    dp, _ = gl.broadcast(d_s.index(stage).load(gl.SliceLayout(0, SL))[None, :], zero)
+    # Both before the first product starts: ptxas would wait for that one before it touched the registers of another.
+    dp = held(dp)
+    sa = warpgroup_mma(k, q.permute((1, 0)), s, is_async=True)
+    dpa = warpgroup_mma(v, do.permute((1, 0)), dp, is_async=True)
+    s = warpgroup_mma_wait(1, deps=(sa,))
     if masked:
-        o_m = here_and_now(0) + gl.arange(0, BM, layout=gl.SliceLayout(0, SL))
-        seen = (o_m[None, :] >= (lower - m0)[:, None]) & (o_m[None, :] < (upper - m0)[:, None])
-        s = gl.where(seen, s, float("-inf"))
+        if LISTS:
+            words_s, half = shown
+            s = hide(s, words_s.index(stage * 2 + WG), half)
+        else:
+            m0, lower, upper = shown
+            o_m = here_and_now(0) + gl.arange(0, BM, layout=gl.SliceLayout(0, SL))
+            seen = (o_m[None, :] >= (lower - m0)[:, None]) & (o_m[None, :] < (upper - m0)[:, None])
+            s = gl.where(seen, s, float("-inf"))
     p = gl.exp2(s * scale)
     pd = gl.convert_layout(p.to(dtype), PL, assert_trivial=True)
-    dp = warpgroup_mma_wait(0, deps=(dpa,))
-    ds = (p * dp).to(dtype)
-    ds_t = ds_s.index(here_and_now(0))
-    ds_t.store(ds)
+    # dV at once: the tensor cores have it to do while dS is made and written.
     dva = warpgroup_mma(pd, do, dv, is_async=True)
+    # Both have written dQ of tile i - 2, so neither reads its dS any more.
+    mbarrier.wait(dq_full, (i - 1) & 1)
+    dp, p = warpgroup_mma_wait(1, deps=(dpa, p))
+    ds = (p * dp).to(dtype)
+    ds_s.index(slot * 2 + WG).store(ds)
+    fence_async_shared()
+    mbarrier.arrive(ds_full.index(slot), count=1)
+    dsd = gl.convert_layout(ds, PL, assert_trivial=True)
+    dka = warpgroup_mma(dsd, q, dk, is_async=True)
+    dqa = _start_dq(WG, i - 1, buffers, bars, C)
+    dv, dk, pd, dsd = warpgroup_mma_wait(2, deps=(dva, dka, pd, dsd))
+    mbarrier.arrive(empty.index(stage), count=1)
+    dq = warpgroup_mma_wait(0, deps=(dqa,))
+    _leave_dq(WG, i - 1, dq, buffers, bars, sm_scale, C)
+    return dk, dv
+
+
+@gluon.jit
+def _leave(desc, b, h, row, x, x_s, ADD: gl.constexpr):
+    """Write a finished gradient, or add it, through shared memory that nobody uses any more."""
+    x_s.reshape((x.shape[0], x.shape[1])).store(x.to(desc.dtype))
     fence_async_shared()
     barrier()
-    zero = gl.zeros([BM, BD], gl.float32, layout=QL)
-    dqa = warpgroup_mma(
-        ds_t.permute((1, 0)), k_s.index(here_and_now(0)).reshape((BN, BD)), zero, use_acc=False, is_async=True
-    )
-    dv = warpgroup_mma_wait(1, deps=(dva,))
-    mbarrier.arrive(do_empty.index(two), count=1)
-    if ROTATE:
-        sa = _scores(i + 1, buffers, bars, C)
-    dka = warpgroup_mma(
-        gl.convert_layout(ds, PL, assert_trivial=True), q_s.index(here).reshape((BM, BD)), dk, is_async=True
-    )
-    if ROTATE:
-        dq = warpgroup_mma_wait(2, deps=(dqa,))
-    else:
-        dq = warpgroup_mma_wait(1, deps=(dqa,))
     if ADD:
-        dq = dq * sm_scale
-    mbarrier.wait(dq_empty, (i & 1) ^ 1)
-    dq_s.reshape((BM, BD)).store(dq)
-    fence_async_shared()
-    mbarrier.arrive(dq_full, count=1)
-    if ROTATE:
-        dk, s = warpgroup_mma_wait(0, deps=(dka, sa))
+        reduce_add(desc, [b, h, row, 0], x_s)
     else:
-        dk = warpgroup_mma_wait(0, deps=(dka,))
-    mbarrier.arrive(q_empty.index(here), count=1)
-    return s, dk, dv
+        tma.async_copy_shared_to_global(desc, [b, h, row, 0], x_s)
 
 
 @gluon.jit
-def _leave(p, x, here, ADD: gl.constexpr):
-    """Write a finished gradient, or add it: nobody else writes there, an atomic only saves the registers of a load."""
-    if ADD:
-        gl.atomic_add(p, x, mask=here, sem="relaxed")
-    else:
-        gl.store(p, x.to(p.dtype.element_ty), mask=here)
-
-
-@gluon.jit
-def _clean(x_s, BN: gl.constexpr, BD: gl.constexpr):
-    """Set inf and NaN in shared memory to 0: a key that some query does not see must not reach it as 0 * NaN. Those who
-    do see it have NaN from their lse or delta."""
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BD, BD // 8], [8, 1], [1, 0])
+def _clean(own_s, BN: gl.constexpr, BD: gl.constexpr):
+    """Set inf and NaN of K and V to 0: a key that some query does not see must not reach it as 0 * NaN. Those who do
+    see it have NaN from their lse or delta."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BD, BD // 8], [4, 1], [1, 0])
+    LIMIT: gl.constexpr = 0x7C00 if own_s.dtype == gl.float16 else 0x7F80
+    # In whatever order: each number is looked at by itself.
+    x_s = own_s._reinterpret(own_s.dtype, [2 * BN, BD], gl.NVMMASharedLayout.get_default_for([2 * BN, BD], own_s.dtype))
     x = x_s.load(L)
     size = x.to(gl.int16, bitcast=True) & 0x7FFF
-    LIMIT: gl.constexpr = 0x7C00 if x_s.dtype == gl.float16 else 0x7F80
     if gl.max(gl.max(size, 1), 0) >= LIMIT:
-        x_s.store(gl.where(size >= LIMIT, gl.zeros([BN, BD], x_s.dtype, layout=L), x))
+        x_s.store(gl.where(size >= LIMIT, gl.zeros([2 * BN, BD], own_s.dtype, layout=L), x))
         fence_async_shared()
     barrier()
 
 
 @gluon.jit
-def _multiply(desc, buffers, bars, numbers, outputs, tables, C: gl.constexpr):
-    """The eight warps that compute."""
-    desc_q, desc_do, desc_k, desc_v, desc_dq, desc_l, desc_d = desc
-    q_s, do_s, k_s, v_s, ds_s, dq_s, l_s, d_s = buffers
-    kv_full, q_full, q_empty, do_full, do_empty, dq_full, dq_empty = bars
+def _multiply(WG: gl.constexpr, own_s, desc, buffers, bars, numbers, tables, C: gl.constexpr):
+    """A warpgroup and its 64 keys.
+
+    dQ runs one tile behind. In the first step it is of no tile: it is computed from whatever lies there and dropped by
+    the warp that adds, which costs less than a step of its own.
+    """
+    desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d = desc
+    q_s, do_s, low_s, high_s, ds_s, dq_s, l_s, d_s = buffers
+    kv_full, full, empty, ds_full, dq_full, dq_empty = bars
     H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section = numbers
-    p_dk, p_dv, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs = outputs
-    first, last, s_columns = tables
     BM: gl.constexpr = C[0]
     BN: gl.constexpr = C[1]
     TABLE: gl.constexpr = C[3]
     ADD: gl.constexpr = C[4]
-    D: gl.constexpr = C[5]
+    HIDDEN: gl.constexpr = C[5]
     SL: gl.constexpr = C[6]
     KL: gl.constexpr = C[7]
-    ROTATE: gl.constexpr = C[9]
-    HIDDEN: gl.constexpr = C[10]
-    BD: gl.constexpr = desc_k.block_type.shape[3]
-    i_b, i_k, n0, t_first, f_lo, f_hi, t_end = _work(numbers, tables, C, 8)
-    n = t_end - t_first
-    edges = n - (f_hi - f_lo)
-    o_n = n0 + gl.arange(0, BN, layout=gl.SliceLayout(1, SL))
-    lower, upper = bounds(o_n, S, T, -hi, -lo, first + i_b * s_columns, last + i_b * s_columns, TABLE)
+    LISTS: gl.constexpr = C[9]
+    BD: gl.constexpr = q_s.shape[4]
+    SPLIT: gl.constexpr = 128 // BM
+    if LISTS:
+        desc_words, words_s, maps = tables
+        i_b, i_k, line = _line(numbers, maps)
+        n0 = line * (2 * BN) + WG * BN
+    else:
+        first, last, s_columns = tables
+        i_b, i_k, n0, t_first, f_lo, f_hi, t_end = key_work(numbers, tables, 2 * C[1], C[0], C[3], 4)
+        n = t_end - t_first
+        edges = n - (f_hi - f_lo)
+        n0 += WG * BN
+        o_n = n0 + gl.arange(0, BN, layout=gl.SliceLayout(1, SL))
+        lower, upper = bounds(o_n, S, T, -hi, -lo, first + i_b * s_columns, last + i_b * s_columns, TABLE)
     dk = gl.zeros([BN, BD], gl.float32, layout=KL)
     dv = gl.zeros([BN, BD], gl.float32, layout=KL)
     mbarrier.wait(kv_full, 0)
     if HIDDEN:
-        _clean(k_s.index(0).reshape((BN, BD)), BN, BD)
-        _clean(v_s.index(0).reshape((BN, BD)), BN, BD)
-    if ROTATE:
-        s = warpgroup_mma_wait(0, deps=(_scores(0, buffers, bars, C),))
+        _clean(own_s, BN, BD)
+    if LISTS:
+        end = 0
+        for g in range(G):
+            begin, stop, n, edges = find_list(maps, i_b, i_k * G + g, line)
+            for j in range(n * SPLIT):
+                dk, dv = _step(
+                    WG, own_s, end + j, j < edges * SPLIT, (words_s, j % SPLIT), dk, dv, buffers, bars, numbers, C
+                )
+            end += n * SPLIT
     else:
-        s = gl.zeros([BN, BM], gl.float32, layout=SL)
-    for g in range(G):
-        for j in range(n):
-            m0 = _query_tile(j, t_first, f_lo, f_hi, t_end) * BM
-            s, dk, dv = _step(g * n + j, m0, j < edges, s, dk, dv, lower, upper, buffers, bars, numbers, C)
+        for g in range(G):
+            for j in range(n):
+                m0 = nth(j, t_first, f_lo, f_hi, t_end) * BM
+                dk, dv = _step(WG, own_s, g * n + j, j < edges, (m0, lower, upper), dk, dv, buffers, bars, numbers, C)
+        end = n * G
+    dq = warpgroup_mma_wait(0, deps=(_start_dq(WG, end - 1, buffers, bars, C),))
+    _leave_dq(WG, end - 1, dq, buffers, bars, sm_scale, C)
 
-    o_r = gl.arange(0, BN, layout=gl.SliceLayout(1, KL))
-    o_d = here_and_now(0) + gl.arange(0, BD, layout=gl.SliceLayout(0, KL))
-    here = (n0 + o_r < S)[:, None] & (o_d < D)[None, :]
-    p_tile = p_dv + i_b.to(gl.int64) * (s_vb * 8) + i_k.to(gl.int64) * (s_vh * 8) + n0.to(gl.int64) * (s_vs * 8)
-    p_tile = p_tile + (o_r[:, None] * (s_vs * 8) + o_d[None, :])
-    _leave(p_tile, dv, here, ADD)
-    p_tile = p_dk + i_b.to(gl.int64) * (s_kb * 8) + i_k.to(gl.int64) * (s_kh * 8) + n0.to(gl.int64) * (s_ks * 8)
-    p_tile = p_tile + (o_r[:, None] * (s_ks * 8) + o_d[None, :])
-    _leave(p_tile, dk * sm_scale, here, ADD)
+    # V has been read for the last time, and K once both have written their last dQ: dV and dK leave through their
+    # place, in float32 one after the other.
+    if desc_dk.dtype == own_s.dtype:
+        _leave(desc_dv, i_b, i_k, n0, dv, own_s.index(1), ADD)
+        mbarrier.wait(dq_full, end & 1)
+        _leave(desc_dk, i_b, i_k, n0, dk * sm_scale, own_s.index(0), ADD)
+    else:
+        both_s = own_s._reinterpret(desc_dk.dtype, [1, 1, BN, BD], desc_dk.layout)
+        mbarrier.wait(dq_full, end & 1)
+        _leave(desc_dv, i_b, i_k, n0, dv, both_s, ADD)
+        tma.store_wait(0)
+        barrier()
+        _leave(desc_dk, i_b, i_k, n0, dk * sm_scale, both_s, ADD)
+    tma.store_wait(0)
 
 
-NUMBERS = [
-    "s_kb", "s_kh", "s_ks", "s_vb", "s_vh", "s_vs", "s_columns", "H", "K", "G", "T", "S", "Tp", "lo", "hi",
-    "section",
-]  # fmt: skip
+@gluon.jit
+def _first(desc, buffers, bars, numbers, tables, C: gl.constexpr):
+    _multiply(0, buffers[2], desc, buffers, bars, numbers, tables, C)
+
+
+@gluon.jit
+def _second(desc, buffers, bars, numbers, tables, C: gl.constexpr):
+    _multiply(1, buffers[3], desc, buffers, bars, numbers, tables, C)
+
+
+@gluon.jit
+def _run(
+    desc, numbers, tables, STAGES: gl.constexpr, TABLE: gl.constexpr, ADD: gl.constexpr, HIDDEN: gl.constexpr,
+    LISTS: gl.constexpr, REGISTERS: gl.constexpr, FEED_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Buffers and barriers, and who does what."""
+    desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d = desc
+    BM: gl.constexpr = desc_q.block_type.shape[2]
+    BD: gl.constexpr = desc_q.block_type.shape[3]
+    BN: gl.constexpr = desc_k.block_type.shape[2]
+    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])  # S^T, dP^T [BN, BM]
+    KL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BD, 16])  # dK, dV [BN, BD]
+    QL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])  # half of dQ [BM, BD]
+    dtype: gl.constexpr = desc_q.dtype
+    q_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BM, BD], desc_q.layout)
+    do_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BM, BD], desc_do.layout)
+    low_s = gl.allocate_shared_memory(dtype, [2, 1, 1, BN, BD], desc_k.layout)
+    high_s = gl.allocate_shared_memory(dtype, [2, 1, 1, BN, BD], desc_k.layout)
+    ds_s = gl.allocate_shared_memory(dtype, [4, BN, BM], gl.NVMMASharedLayout.get_default_for([BN, BM], dtype))
+    dq_s = gl.allocate_shared_memory(gl.float32, [1, 1, BM, BD], desc_dq.layout)
+    l_s = gl.allocate_shared_memory(gl.float32, [STAGES, BM], desc_l.layout)
+    d_s = gl.allocate_shared_memory(gl.float32, [STAGES, BM], desc_l.layout)
+    ML: gl.constexpr = mbarrier.MBarrierLayout()
+    kv_full = gl.allocate_shared_memory(gl.int64, [1], ML)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ML)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ML)
+    ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], ML)
+    dq_full = gl.allocate_shared_memory(gl.int64, [1], ML)
+    dq_empty = gl.allocate_shared_memory(gl.int64, [1], ML)
+    mbarrier.init(kv_full, count=1)
+    mbarrier.init(dq_full, count=2)
+    mbarrier.init(dq_empty, count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    for i in gl.static_range(2):
+        mbarrier.init(ds_full.index(i), count=2)
+    C: gl.constexpr = (BM, BN, STAGES, TABLE, ADD, HIDDEN, SL, KL, QL, LISTS)
+    job = (
+        desc,
+        (q_s, do_s, low_s, high_s, ds_s, dq_s, l_s, d_s),
+        (kv_full, full, empty, ds_full, dq_full, dq_empty),
+        numbers,
+        tables,
+        C,
+    )
+    if LISTS:
+        gl.warp_specialize(
+            [(_first, job), (_second, job), (_feed_lists, job), (_add_dq_lists, job)],
+            [4, 1, 1],
+            [REGISTERS, FEED_REGISTERS, FEED_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [(_first, job), (_second, job), (_feed, job), (_add_dq, job)],
+            [4, 1, 1],
+            [REGISTERS, FEED_REGISTERS, FEED_REGISTERS],
+        )
+
+
+NUMBERS = ["s_columns", "H", "K", "G", "T", "S", "Tp", "lo", "hi", "section"]
 
 
 @gluon.jit(do_not_specialize=NUMBERS)
 def backward_kernel(
-    desc_q, desc_do, desc_k, desc_v, desc_dq, desc_l, desc_d, dk, dv, first, last, s_kb, s_kh, s_ks, s_vb,
-    s_vh, s_vs, s_columns, H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section, D: gl.constexpr,
-    STAGES: gl.constexpr, TABLE: gl.constexpr, ADD: gl.constexpr, ROTATE: gl.constexpr, HIDDEN: gl.constexpr,
-    FEED_REGISTERS: gl.constexpr,
+    desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d, first, last, s_columns, H, K, G, T, S,
+    Tp, lo, hi, scale, sm_scale, section, STAGES: gl.constexpr, TABLE: gl.constexpr, ADD: gl.constexpr,
+    HIDDEN: gl.constexpr, REGISTERS: gl.constexpr, FEED_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Strides of dk and dv come in units of 8 elements. Tp: how far apart the heads' rows lie in lse and delta."""
-    BM: gl.constexpr = desc_q.block_type.shape[2]
-    BD: gl.constexpr = desc_q.block_type.shape[3]
-    BN: gl.constexpr = desc_k.block_type.shape[2]
-    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BM, 16])  # S^T, dP^T [BN, BM]
-    KL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BD, 16])  # dK, dV [BN, BD]
-    # dQ [BM, BD]: the warpgroups share it by rows, or by columns where there are rows for one only.
-    DOWN: gl.constexpr = BM // 64
-    QL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4 * DOWN, 2 // DOWN], [16, BD * DOWN // 2, 16])
-    dtype: gl.constexpr = desc_q.dtype
-    q_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BM, BD], desc_q.layout)
-    do_s = gl.allocate_shared_memory(dtype, [2, 1, 1, BM, BD], desc_do.layout)
-    k_s = gl.allocate_shared_memory(dtype, [1, 1, 1, BN, BD], desc_k.layout)
-    v_s = gl.allocate_shared_memory(dtype, [1, 1, 1, BN, BD], desc_v.layout)
-    ds_s = gl.allocate_shared_memory(dtype, [1, BN, BM], gl.NVMMASharedLayout.get_default_for([BN, BM], dtype))
-    dq_s = gl.allocate_shared_memory(gl.float32, [1, 1, BM, BD], desc_dq.layout)
-    l_s = gl.allocate_shared_memory(gl.float32, [STAGES, BM], desc_l.layout)
-    d_s = gl.allocate_shared_memory(gl.float32, [2, BM], desc_l.layout)
-    ML: gl.constexpr = mbarrier.MBarrierLayout()
-    kv_full = gl.allocate_shared_memory(gl.int64, [1], ML)
-    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ML)
-    q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ML)
-    do_full = gl.allocate_shared_memory(gl.int64, [2, 1], ML)
-    do_empty = gl.allocate_shared_memory(gl.int64, [2, 1], ML)
-    dq_full = gl.allocate_shared_memory(gl.int64, [1], ML)
-    dq_empty = gl.allocate_shared_memory(gl.int64, [1], ML)
-    mbarrier.init(kv_full, count=1)
-    mbarrier.init(dq_full, count=1)
-    mbarrier.init(dq_empty, count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=1)
-    for i in gl.static_range(2):
-        mbarrier.init(do_full.index(i), count=1)
-        mbarrier.init(do_empty.index(i), count=1)
-    C: gl.constexpr = (BM, BN, STAGES, TABLE, ADD, D, SL, KL, QL, ROTATE, HIDDEN)
-    job = (
-        (desc_q, desc_do, desc_k, desc_v, desc_dq, desc_l, desc_d),
-        (q_s, do_s, k_s, v_s, ds_s, dq_s, l_s, d_s),
-        (kv_full, q_full, q_empty, do_full, do_empty, dq_full, dq_empty),
-        (H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section),
-        (dk, dv, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs),
-        (first, last, s_columns),
-        C,
-    )
-    gl.warp_specialize([(_multiply, job), (_feed, job), (_add_dq, job)], [1, 1], [FEED_REGISTERS, FEED_REGISTERS])
+    """Tp: how far apart the heads' rows lie in lse and delta. Blocks of K, V, dK and dV are those of a warpgroup."""
+    _run(
+        (desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d),
+        (H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section), (first, last, s_columns),
+        STAGES, TABLE, ADD, HIDDEN, False, REGISTERS, FEED_REGISTERS,
+    )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["s_batch", "s_head", "num_lines", "num_long", "H", "K", "G", "T", "S", "Tp", "section"])
+def lists_backward_kernel(
+    desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d, desc_words, spans, index, numbers,
+    order, s_batch, s_head, num_lines, num_long, H, K, G, T, S, Tp, scale, sm_scale, section, STAGES: gl.constexpr,
+    ADD: gl.constexpr, REGISTERS: gl.constexpr, FEED_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """The same for the transposed lists and bits of a block map in blocks of 128 x 128."""
+    words_s = gl.allocate_shared_memory(gl.int32, [STAGES * 2, 256], desc_words.layout)
+    maps = (spans, index, numbers, order, s_batch, s_head, num_lines, num_long)
+    _run(
+        (desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d),
+        (H, K, G, T, S, Tp, 0, 0, scale, sm_scale, section), (desc_words, words_s, maps),
+        STAGES, False, ADD, True, True, REGISTERS, FEED_REGISTERS,
+    )  # fmt: skip

@@ -5,16 +5,39 @@ starts the scores of tile i and the output of tile i - 1 together and computes t
 cores always have one of the two to do. K of tile i and V of tile i - 1 travel as a pair under one barrier: the wait for
 the next pair, in the middle of an iteration, is also the branch that keeps ptxas from moving the softmax behind the
 products. Programs are persistent: while a tile's output is written, the next one's Q and first K are on their way.
+
+For a block map (LISTS) only the feeding warp reads the lists. It tells the others how many blocks there are and how
+many of them have bits, and loads those bits beside K.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
-from flashspan.kernels.hopper.names import here_and_now
-from flashspan.kernels.hopper.walk import blocks, bounds, leave, next_tile, place, tell, told
+from flashspan.kernels.hopper.names import barrier, here_and_now
+from flashspan.kernels.hopper.walk import (
+    blocks,
+    bounds,
+    find_block,
+    find_line,
+    find_list,
+    hide,
+    leave,
+    load_words,
+    next_tile,
+    place,
+    put,
+    tell,
+    told,
+)
 
 
 @gluon.jit
@@ -32,7 +55,7 @@ def _load(desc, b, h, row, bar, buffer):
 @gluon.jit
 def _feed(desc, buffers, bars, numbers, outputs, tables, C: gl.constexpr):
     """The producer warp: Q of each tile, then the pairs (K_i, V_i-1), walking keys from the last block to the first."""
-    desc_q, desc_k, desc_v = desc
+    desc_q, desc_k, desc_v, desc_out = desc
     q_s, k_s, v_s = buffers
     q_full, q_empty, full, empty, tile_s = bars
     H, G, T, S, lo, hi, scale, num_heads, num_blocks, section, num_tiles, counter = numbers
@@ -89,6 +112,79 @@ def _feed(desc, buffers, bars, numbers, outputs, tables, C: gl.constexpr):
 
 
 @gluon.jit
+def _feed_lists(desc, buffers, bars, numbers, outputs, tables, C: gl.constexpr):
+    """The producer warp of a block map: as `_feed`, of the blocks its lists name."""
+    desc_q, desc_k, desc_v, desc_out = desc
+    q_s, k_s, v_s = buffers
+    q_full, q_empty, full, empty, tile_s = bars
+    H, G, T, S, lo, hi, scale, num_heads, num_blocks, section, num_tiles, counter = numbers
+    desc_words, words_s, work_s, maps = tables
+    BM: gl.constexpr = C[0]
+    BN: gl.constexpr = C[1]
+    WGS: gl.constexpr = C[2]
+    STAGES: gl.constexpr = C[3]
+    QS: gl.constexpr = C[10]
+    PAIR: gl.constexpr = 2 * desc_k.block_type.nbytes
+    WORDS: gl.constexpr = 2 * desc_words.block_type.nbytes
+    pair = 0
+    turn = 0
+    tile = gl.program_id(0)
+    line, i_bh = find_line(tile, maps, num_heads, section, H, 1)
+    begin, end, n, edges = find_list(maps, i_bh // H, i_bh % H, line)
+    while tile < num_tiles:
+        i_b = i_bh // H
+        i_h = i_bh % H
+        i_k = i_h // G
+        block, word = find_block(maps, begin, end, 0, edges)
+        row = block * BN
+        stage, phase = _stage(pair, STAGES)
+        bar = full.index(stage)
+        mbarrier.wait(empty.index(stage), phase ^ 1)
+        mbarrier.expect(bar, PAIR // 2, pred=edges == 0)
+        mbarrier.expect(bar, PAIR // 2 + WORDS, pred=edges > 0)
+        _load(desc_k, i_b, i_k, row, bar, k_s.index(stage))
+        load_words(desc_words, word, bar, words_s, stage, edges > 0)
+        room, phase = _stage(turn, QS)
+        mbarrier.wait(q_empty.index(room), phase ^ 1)
+        slot = (turn & 3) * 4
+        put(work_s.index(slot), line)
+        put(work_s.index(slot + 1), i_bh)
+        put(work_s.index(slot + 2), n)
+        put(work_s.index(slot + 3), edges)
+        tell(tile_s.index(turn & 3), tile)
+        mbarrier.expect(q_full.index(room), WGS * desc_q.block_type.nbytes)
+        for w in gl.static_range(WGS):
+            _load(desc_q, i_b, i_h, (line * WGS + w) * BM, q_full.index(room), q_s.index(room * WGS + w))
+        for i in range(1, n):
+            before = row
+            block, word = find_block(maps, begin, end, i, edges)
+            row = block * BN
+            stage, phase = _stage(pair + i, STAGES)
+            bar = full.index(stage)
+            mbarrier.wait(empty.index(stage), phase ^ 1)
+            mbarrier.expect(bar, PAIR, pred=i >= edges)
+            mbarrier.expect(bar, PAIR + WORDS, pred=i < edges)
+            _load(desc_k, i_b, i_k, row, bar, k_s.index(stage))
+            load_words(desc_words, word, bar, words_s, stage, i < edges)
+            _load(desc_v, i_b, i_k, before, bar, v_s.index(stage))
+        # The next tile is looked up here, not at the end: the others still have two blocks to do meanwhile.
+        stage, phase = _stage(pair + n, STAGES)
+        pair += n + 1
+        turn += 1
+        tile = next_tile(counter)
+        line, i_bh = find_line(gl.minimum(tile, num_tiles - 1), maps, num_heads, section, H, 1)
+        begin, end, n, edges = find_list(maps, i_bh // H, i_bh % H, line)
+        mbarrier.wait(empty.index(stage), phase ^ 1)
+        mbarrier.expect(full.index(stage), PAIR // 2)
+        _load(desc_v, i_b, i_k, row, full.index(stage), v_s.index(stage))
+    room, phase = _stage(turn, QS)
+    mbarrier.wait(q_empty.index(room), phase ^ 1)
+    tell(tile_s.index(turn & 3), tile)
+    mbarrier.arrive(q_full.index(room), count=1)
+    leave(counter)
+
+
+@gluon.jit
 def _hide(s, start, end, n0, EDGES: gl.constexpr):
     """Scores of keys from n0 on, -inf where a row does not see the key."""
     o_n = here_and_now(0) + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
@@ -113,19 +209,19 @@ def _softmax(s, m, l, scale):
 def _rows(p, row, stride, num_rows, D: gl.constexpr, BD: gl.constexpr, BM: gl.constexpr, L: gl.constexpr):
     """Pointers to BM rows of a [*, D] matrix that p points into, and which of them exist: [BM, BD]."""
     o_r = gl.arange(0, BM, layout=gl.SliceLayout(1, L))
-    o_d = here_and_now(0) + gl.arange(0, BD, layout=gl.SliceLayout(0, L))
+    # Times 8: an opaque 0 alone would hide from the compiler that neighbours may be written together.
+    o_d = here_and_now(0) * 8 + gl.arange(0, BD, layout=gl.SliceLayout(0, L))
     return p + (o_r[:, None] * stride + o_d[None, :]), (row + o_r < num_rows)[:, None] & (o_d < D)[None, :]
 
 
 @gluon.jit
 def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C: gl.constexpr):
     """A consumer warpgroup: 64 queries of each tile."""
-    desc_q, desc_k, desc_v = desc
+    desc_q, desc_k, desc_v, desc_out = desc
     q_s, k_s, v_s = buffers
     q_full, q_empty, full, empty, tile_s = bars
     H, G, T, S, lo, hi, scale, num_heads, num_blocks, section, num_tiles, counter = numbers
     out, lse, bad, s_ob, s_oh, s_ot = outputs
-    start, end, s_rows = tables
     BM: gl.constexpr = C[0]
     BN: gl.constexpr = C[1]
     WGS: gl.constexpr = C[2]
@@ -142,21 +238,31 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
     RO: gl.constexpr = gl.SliceLayout(1, OL)
     PL: gl.constexpr = gl.DotOperandLayout(0, OL, 2)
     QS: gl.constexpr = C[10]
+    BY_COPY: gl.constexpr = C[11]
+    LISTS: gl.constexpr = C[12]
+    if LISTS:
+        desc_words, words_s, work_s, maps = tables
+    else:
+        start, end, s_rows = tables
     pair = 0
     turn = 0
     mbarrier.wait(q_full.index(0), 0)
     tile = told(tile_s.index(0), 4)
     while tile < num_tiles:
-        i_block, i_bh = place(tile, num_blocks, num_heads, section)
-        m0 = (num_blocks - 1 - i_block) * (BM * WGS)
-        i_b = i_bh // H
-        p_start = start + i_b * s_rows
-        p_end = end + i_b * s_rows
-        first, f_lo, f_hi, last = blocks(m0, T, S, lo, hi, p_start, p_end, TABLE, BM * WGS, BN, 4)
-        n = last - first
-        m0 += WG * BM
-        o_m = m0 + gl.arange(0, BM, layout=RL)
-        r_start, r_end = bounds(o_m, T, S, lo, hi, p_start, p_end, TABLE)
+        if LISTS:
+            n = told(work_s.index((turn & 3) * 4 + 2), 4)
+            edges = told(work_s.index((turn & 3) * 4 + 3), 4)
+        else:
+            i_block, i_bh = place(tile, num_blocks, num_heads, section)
+            m0 = (num_blocks - 1 - i_block) * (BM * WGS)
+            i_b = i_bh // H
+            p_start = start + i_b * s_rows
+            p_end = end + i_b * s_rows
+            first, f_lo, f_hi, last = blocks(m0, T, S, lo, hi, p_start, p_end, TABLE, BM * WGS, BN, 4)
+            n = last - first
+            m0 += WG * BM
+            o_m = m0 + gl.arange(0, BM, layout=RL)
+            r_start, r_end = bounds(o_m, T, S, lo, hi, p_start, p_end, TABLE)
         o = gl.zeros([BM, BD], gl.float32, layout=OL)
         m = gl.full([BM], float("-inf"), gl.float32, layout=RL)
         l = gl.full([BM], 0.0, gl.float32, layout=RL)
@@ -169,8 +275,13 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
         zero = gl.zeros([BM, BN], gl.float32, layout=SL)
         s = warpgroup_mma(q, k_s.index(stage).reshape((BN, BD)).permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s,))
-        mbarrier.arrive(empty.index(stage), count=1)
-        s = _hide(s, r_start, r_end, (last - 1) * BN, EDGES)
+        if LISTS:
+            if edges > 0:
+                s = hide(s, words_s.index(stage * 2 + WG), 0)
+            mbarrier.arrive(empty.index(stage), count=1)
+        else:
+            mbarrier.arrive(empty.index(stage), count=1)
+            s = _hide(s, r_start, r_end, (last - 1) * BN, EDGES)
         p, alpha, m, l = _softmax(s, m, l, scale)
 
         stage, phase = _stage(pair + 1, STAGES)
@@ -184,7 +295,10 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
             )
             oa = warpgroup_mma(pd, v_s.index(stage).reshape((BN, BD)), o, is_async=True)
             s = warpgroup_mma_wait(1, deps=(sa,))
-            if EDGES > 0:
+            if LISTS:
+                if i < edges:
+                    s = hide(s, words_s.index(stage * 2 + WG), 0)
+            elif EDGES > 0:
                 at = last - 1 - i
                 if (at >= f_hi) | (at < f_lo):
                     s = _hide(s, r_start, r_end, at * BN, EDGES)
@@ -195,7 +309,8 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
             mbarrier.arrive(empty.index(stage), count=1)
             o = o * gl.convert_layout(alpha, RO, assert_trivial=True)[:, None]
 
-        mbarrier.arrive(q_empty.index(room), count=1)
+        if not BY_COPY:
+            mbarrier.arrive(q_empty.index(room), count=1)
         stage, phase = _stage(pair + n, STAGES)
         pd = gl.convert_layout(p.to(dtype), PL, assert_trivial=True)
         o = warpgroup_mma(pd, v_s.index(stage).reshape((BN, BD)), o, is_async=True)
@@ -204,22 +319,27 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
         pair += n + 1
 
         # Where it goes is worked out again: until here these numbers would only have held registers.
-        i_block, i_bh = place(told(tile_s.index(turn & 3), 4), num_blocks, num_heads, section)
-        m0 = (num_blocks - 1 - i_block) * (BM * WGS) + WG * BM
+        if LISTS:
+            m0 = told(work_s.index((turn & 3) * 4), 4) * (BM * WGS) + WG * BM
+            i_bh = told(work_s.index((turn & 3) * 4 + 1), 4)
+        else:
+            i_block, i_bh = place(told(tile_s.index(turn & 3), 4), num_blocks, num_heads, section)
+            m0 = (num_blocks - 1 - i_block) * (BM * WGS) + WG * BM
         o_m = m0 + gl.arange(0, BM, layout=RL)
-        i_b = (i_bh // H).to(gl.int64)
-        i_h = (i_bh % H).to(gl.int64)
-        p_out = out + i_b * (s_ob * 8) + i_h * (s_oh * 8) + m0.to(gl.int64) * (s_ot * 8)
+        i_b = i_bh // H
+        i_h = i_bh % H
         p_lse = lse + i_bh.to(gl.int64) * T
+        rows = T
         if EDGES > 0:
             # A hidden key has probability 0, but 0 * NaN is NaN: rows with one are left to the portable kernel, which
             # knows who may see it. Nearly always there are none.
-            wrong = gl.max(gl.max(gl.where(o * 0.0 == 0.0, 0, 1), 1), 0)
+            wrong = gl.max(gl.where(gl.sum(o, 1) * 0.0 == 0.0, 0, 1), 0)
             gl.store(bad + i_bh.to(gl.int64) * gl.cdiv(T, BM) + m0 // BM, wrong, mask=m0 < T)
-            rows = gl.where(wrong == 0, T, 0)
-        else:
-            rows = T
-        p_tile, here = _rows(p_out, m0, s_ot * 8, rows, D, BD, BM, OL)
+            if CARRY:  # which the portable kernel will want as it was
+                rows = gl.where(wrong == 0, T, 0)
+        if not BY_COPY:
+            p_out = out + i_b.to(gl.int64) * (s_ob * 8) + i_h.to(gl.int64) * (s_oh * 8) + m0.to(gl.int64) * (s_ot * 8)
+            p_tile, here = _rows(p_out, m0, s_ot * 8, rows, D, BD, BM, OL)
         if CARRY:
             # The carry joins last, in float32: the loop above is the same with and without one.
             past = gl.load(p_lse + o_m, mask=o_m < T, other=float("-inf")) * 1.4426950408889634
@@ -235,7 +355,16 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
         l = gl.where(nothing, 1.0, l)
         gl.store(p_lse + o_m, gl.where(nothing, float("-inf"), (m + gl.log2(l)) * 0.6931471805599453), mask=o_m < rows)
         o = o * gl.convert_layout(1.0 / l, RO, assert_trivial=True)[:, None]
-        gl.store(p_tile, o.to(out.dtype.element_ty), mask=here)
+        if BY_COPY:
+            # Q of this tile has been read for the last time: the output leaves through its place.
+            q_s.index(room * WGS + WG).reshape((BM, BD)).store(o.to(dtype))
+            fence_async_shared()
+            barrier()
+            tma.async_copy_shared_to_global(desc_out, [i_b, i_h, m0, 0], q_s.index(room * WGS + WG))
+            tma.store_wait(0)
+            mbarrier.arrive(q_empty.index(room), count=1)
+        else:
+            gl.store(p_tile, o.to(out.dtype.element_ty), mask=here)
         turn += 1
         room, phase = _stage(turn, QS)
         mbarrier.wait(q_full.index(room), phase)
@@ -257,17 +386,14 @@ def _third(desc, buffers, bars, numbers, outputs, tables, C: gl.constexpr):
     _multiply(2, desc, buffers, bars, numbers, outputs, tables, C)
 
 
-NUMBERS = ["s_ob", "s_oh", "s_ot", "s_rows", "H", "G", "T", "S", "lo", "hi", "num_heads", "section", "num_tiles"]
-
-
-@gluon.jit(do_not_specialize=NUMBERS)
-def forward_kernel(
-    desc_q, desc_k, desc_v, out, lse, bad, start, end, counter, s_ob, s_oh, s_ot, s_rows, H, G, T, S, lo, hi, scale,
-    num_heads, section, num_tiles, D: gl.constexpr, WGS: gl.constexpr, STAGES: gl.constexpr, QS: gl.constexpr,
-    EDGES: gl.constexpr, TABLE: gl.constexpr, CARRY: gl.constexpr, REGISTERS: gl.constexpr,
-    FEED_REGISTERS: gl.constexpr,
+@gluon.jit
+def _run(
+    desc, numbers, outputs, tables, D: gl.constexpr, WGS: gl.constexpr, STAGES: gl.constexpr, QS: gl.constexpr,
+    EDGES: gl.constexpr, TABLE: gl.constexpr, CARRY: gl.constexpr, BY_COPY: gl.constexpr, LISTS: gl.constexpr,
+    REGISTERS: gl.constexpr, FEED_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Strides of out come in units of 8 elements: the compiler then knows they are divisible, whatever the length."""
+    """Buffers and barriers, and who does what."""
+    desc_q, desc_k, desc_v, desc_out = desc
     BM: gl.constexpr = desc_q.block_type.shape[2]
     BD: gl.constexpr = desc_q.block_type.shape[3]
     BN: gl.constexpr = desc_k.block_type.shape[2]
@@ -288,18 +414,11 @@ def forward_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=WGS)
-    num_blocks = gl.cdiv(T, BM * WGS)
-    C: gl.constexpr = (BM, BN, WGS, STAGES, EDGES, TABLE, CARRY, D, SL, OL, QS)
-    job = (
-        (desc_q, desc_k, desc_v),
-        (q_s, k_s, v_s),
-        (q_full, q_empty, full, empty, tile_s),
-        (H, G, T, S, lo, hi, scale, num_heads, num_blocks, section, num_tiles, counter),
-        (out, lse, bad, s_ob, s_oh, s_ot),
-        (start, end, s_rows),
-        C,
-    )
-    if WGS == 2:
+    C: gl.constexpr = (BM, BN, WGS, STAGES, EDGES, TABLE, CARRY, D, SL, OL, QS, BY_COPY, LISTS)
+    job = (desc, (q_s, k_s, v_s), (q_full, q_empty, full, empty, tile_s), numbers, outputs, tables, C)
+    if LISTS:
+        gl.warp_specialize([(_first, job), (_second, job), (_feed_lists, job)], [4, 1], [REGISTERS, FEED_REGISTERS])
+    elif WGS == 2:
         gl.warp_specialize([(_first, job), (_second, job), (_feed, job)], [4, 1], [REGISTERS, FEED_REGISTERS])
     else:
         gl.warp_specialize(
@@ -307,3 +426,45 @@ def forward_kernel(
             [4, 4, 1],
             [REGISTERS, REGISTERS, FEED_REGISTERS],
         )
+
+
+NUMBERS = ["s_ob", "s_oh", "s_ot", "s_rows", "H", "G", "T", "S", "lo", "hi", "num_heads", "section", "num_tiles"]
+
+
+@gluon.jit(do_not_specialize=NUMBERS)
+def forward_kernel(
+    desc_q, desc_k, desc_v, desc_out, out, lse, bad, start, end, counter, s_ob, s_oh, s_ot, s_rows, H, G, T, S, lo, hi,
+    scale, num_heads, section, num_tiles, D: gl.constexpr, WGS: gl.constexpr, STAGES: gl.constexpr, QS: gl.constexpr,
+    EDGES: gl.constexpr, TABLE: gl.constexpr, CARRY: gl.constexpr, BY_COPY: gl.constexpr,
+    REGISTERS: gl.constexpr, FEED_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Strides of out come in units of 8 elements: the compiler then knows they are divisible, whatever the length."""
+    num_blocks = gl.cdiv(T, desc_q.block_type.shape[2] * WGS)
+    _run(
+        (desc_q, desc_k, desc_v, desc_out),
+        (H, G, T, S, lo, hi, scale, num_heads, num_blocks, section, num_tiles, counter),
+        (out, lse, bad, s_ob, s_oh, s_ot), (start, end, s_rows),
+        D, WGS, STAGES, QS, EDGES, TABLE, CARRY, BY_COPY, False, REGISTERS, FEED_REGISTERS,
+    )  # fmt: skip
+
+
+LIST_NUMBERS = ["s_batch", "s_head", "num_lines", "num_long", *(x for x in NUMBERS if x not in ("s_rows", "lo", "hi"))]
+
+
+@gluon.jit(do_not_specialize=LIST_NUMBERS)
+def lists_forward_kernel(
+    desc_q, desc_k, desc_v, desc_out, desc_words, out, lse, bad, spans, index, numbers, order, counter, s_ob, s_oh,
+    s_ot, s_batch, s_head, num_lines, num_long, H, G, T, S, scale, num_heads, section, num_tiles, D: gl.constexpr,
+    STAGES: gl.constexpr, CARRY: gl.constexpr, BY_COPY: gl.constexpr, REGISTERS: gl.constexpr,
+    FEED_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """The same for a block map in blocks of 128 x 128: two warpgroups do a line of it."""
+    words_s = gl.allocate_shared_memory(gl.int32, [STAGES * 2, 256], desc_words.layout)
+    work_s = gl.allocate_shared_memory(gl.int32, [16, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+    maps = (spans, index, numbers, order, s_batch, s_head, num_lines, num_long)
+    _run(
+        (desc_q, desc_k, desc_v, desc_out),
+        (H, G, T, S, 0, 0, scale, num_heads, num_lines, section, num_tiles, counter),
+        (out, lse, bad, s_ob, s_oh, s_ot), (desc_words, words_s, work_s, maps),
+        D, 2, STAGES, 2, 2, False, CARRY, BY_COPY, True, REGISTERS, FEED_REGISTERS,
+    )  # fmt: skip

@@ -31,3 +31,9 @@ def here_and_now(x):
     """x, a scalar, of which the compiler knows nothing: what is computed from it is not moved out of a loop, where it
     would only occupy registers."""
     return gl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def held(x):
+    """x, float32, in registers of its own from here on."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)

@@ -3,12 +3,16 @@
 Tiles of queries are dealt longest first, and in sections of heads whose K and V fit into the L2 cache together: the
 programs in flight then read the same few heads. A program that is done with a tile takes the next from a counter, so
 nobody waits for anybody.
+
+A mask of intervals says what to walk by two numbers an index (`bounds`, `blocks`), a block map by lists (tiling.py): a
+line of it is one tile here, 128 indices, and lists the blocks of 128 on the other axis, full ones first.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from flashspan.kernels.hopper.names import barrier
 
@@ -28,9 +32,15 @@ def leave(counter):
 
 
 @gluon.jit
+def put(slot, x):
+    """Write a number to shared memory."""
+    slot.store(gl.full([1], 0, gl.int32, layout=gl.BlockedLayout([1], [32], [1], [0])) + x)
+
+
+@gluon.jit
 def tell(slot, tile):
     """Write a tile's number where the other partitions will read it, once they see the barrier that follows."""
-    slot.store(gl.full([1], 0, gl.int32, layout=gl.BlockedLayout([1], [32], [1], [0])) + tile)
+    put(slot, tile)
     barrier()
 
 
@@ -93,3 +103,101 @@ def blocks(
     f_lo = gl.minimum(gl.maximum(gl.cdiv(full, BLOCK), first), end_block)
     f_hi = gl.maximum(gl.minimum(full_end // BLOCK, end_block), f_lo)
     return first, f_lo, f_hi, end_block
+
+
+@gluon.jit
+def nth(j, first, f_lo, f_hi, end):
+    """The j-th block to walk of those `blocks` names: the ones at the edges of the mask first, then the full ones."""
+    inside = f_lo - first
+    edges = inside + end - f_hi
+    return gl.where(j >= edges, f_lo + j - edges, gl.where(j < inside, first + j, f_hi + j - inside))
+
+
+@gluon.jit
+def key_work(
+    numbers, tables, KEYS: gl.constexpr, QUERIES: gl.constexpr, TABLE: gl.constexpr, WARPS: gl.constexpr
+):  # fmt: skip
+    """Backward: this program's batch, key head and first of KEYS keys, and the tiles of QUERIES queries it walks."""
+    H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section = numbers
+    first, last, s_columns = tables
+    num_blocks = gl.cdiv(S, KEYS)
+    i_n, i_bk = place(gl.program_id(0), num_blocks, gl.num_programs(0) // num_blocks, section)
+    n0 = i_n * KEYS
+    i_b = i_bk // K
+    t_first, f_lo, f_hi, t_end = blocks(
+        n0, S, T, -hi, -lo, first + i_b * s_columns, last + i_b * s_columns, TABLE, KEYS, QUERIES, WARPS
+    )
+    return i_b, i_bk % K, n0, t_first, f_lo, f_hi, t_end
+
+
+@gluon.jit
+def find_line(tile, maps, num_streams, section, HEADS, GROUP):
+    """Tile number -> (line of the map, stream, which is a batch and one of HEADS): lines longest first.
+
+    The few that are much longer than the mean come before all others, of all streams. GROUP heads of the map belong to
+    one of HEADS; they are ordered as the first of them is.
+    """
+    spans, index, numbers, order, s_batch, s_head, num_lines, num_long = maps
+    num_first = num_long * num_streams
+    rank, stream = place(gl.maximum(tile - num_first, 0), gl.maximum(num_lines - num_long, 1), num_streams, section)
+    rank = gl.where(tile < num_first, tile // num_streams, num_long + rank)
+    stream = gl.where(tile < num_first, tile % num_streams, stream)
+    i_map = stream // HEADS * s_batch + stream % HEADS * GROUP * s_head
+    return gl.load(order + i_map * num_lines + rank), stream
+
+
+@gluon.jit
+def find_list(maps, b, h, line):
+    """Of a line: where its list begins and ends, how many blocks to walk, and how many of them, the first, have bits.
+
+    Lists are walked from the end, where the partial blocks are. An empty one is one block, all of it hidden.
+    """
+    spans, index, numbers, order, s_batch, s_head, num_lines, num_long = maps
+    p_span = spans + ((b * s_batch + h * s_head) * num_lines + line) * 3
+    begin = gl.load(p_span)
+    middle = gl.load(p_span + 1)
+    end = gl.load(p_span + 2)
+    n = gl.maximum(end - begin, 1)
+    return begin, end, n, n - (middle - begin)
+
+
+@gluon.jit
+def find_block(maps, begin, end, i, edges):
+    """The i-th block of a list, and where its words begin if i < edges: before all words, which read as 0, if empty."""
+    spans, index, numbers, order, s_batch, s_head, num_lines, num_long = maps
+    at = end - 1 - i
+    here = at >= begin
+    block = gl.load(index + at, mask=here, other=0)
+    number = gl.load(numbers + at, mask=here & (i < edges), other=-1)
+    return block, number * 512
+
+
+@gluon.jit
+def load_words(desc, word, bar, words_s, stage, masked):
+    """Load a partial block's words, 64 lines of 128 bits for each of two warpgroups."""
+    tma.async_copy_global_to_shared(desc, [word], bar, words_s.index(stage * 2), pred=masked)
+    tma.async_copy_global_to_shared(desc, [word + 256], bar, words_s.index(stage * 2 + 1), pred=masked)
+
+
+@gluon.jit
+def hide(s, words_s, half):
+    """Scores [64, columns], -inf where a block's words [64, 4] hide them: 128 columns, or this half of them."""
+    ROWS: gl.constexpr = s.shape[0]
+    COLUMNS: gl.constexpr = s.shape[1]
+    SL: gl.constexpr = s.type.layout
+    # A thread has two rows, eight apart, as wgmma leaves them, and all words of them.
+    WL: gl.constexpr = gl.DistributedLinearLayout(
+        [[8, 0], [0, 1], [0, 2]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [ROWS, 4]
+    )
+    words = words_s._reinterpret(gl.int32, [ROWS, 4], gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])).load(WL)
+    if COLUMNS == 64:
+        low, high = gl.split(gl.permute(gl.reshape(words, [ROWS, 2, 2]), [0, 2, 1]))
+        words = gl.where(half == 0, low, high)
+    scores = gl.reshape(s, [ROWS, COLUMNS // 32, 32])
+    L: gl.constexpr = scores.type.layout
+    words = gl.convert_layout(words, gl.SliceLayout(2, L), assert_trivial=True)[:, :, None]
+    # Bits 1 and 2 of a column's number are the thread's: one shift a word, then each bit has a fixed place.
+    o = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
+    seen = ((words >> (o & 6)) & (1 << (o & 25))) != 0
+    scores = gl.where(seen, scores, float("-inf"))
+    return gl.convert_layout(gl.reshape(scores, [ROWS, COLUMNS]), SL, assert_trivial=True)

@@ -1,0 +1,138 @@
+"""What the Hopper kernels launch for a block map (`Blocks`): its lists and bits into arguments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from flashspan.kernels.blocks import Blocks
+from flashspan.kernels.hopper.backward import lists_backward_kernel
+from flashspan.kernels.hopper.forward import lists_forward_kernel
+from flashspan.kernels.hopper.tensors import L2_BYTES, block_dim, describe, multiprocessors
+from flashspan.kernels.portable.arguments import LOG2E, Launch
+from flashspan.kernels.tiling import Lists
+
+BLOCK = (128, 128)
+"""The one size of blocks these kernels walk: two warpgroups' rows."""
+
+WORDS = 256
+"""Words of bits the copy engine moves at a time: 64 lines of 128 bits, a warpgroup's."""
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Pairs of K and V in flight, registers of a thread that multiplies and of one that feeds."""
+
+    stages: int
+    registers: int
+    feed_registers: int
+
+
+@dataclass(frozen=True)
+class Backward:
+    """Queries per tile, registers of a thread that multiplies and of one that loads or adds."""
+
+    block_q: int
+    registers: int
+    feed_registers: int
+
+
+FORWARD = {64: Forward(4, 240, 24), 128: Forward(2, 240, 24)}
+BACKWARD = {64: Backward(128, 240, 24), 128: Backward(64, 240, 24)}
+"""By padded head size. Past 128 a block of 128 keys does not fit shared memory twice."""
+
+
+def refusal(block: tuple[int, int], head_dim: int) -> str | None:
+    """Why block maps of this size are not served, if so."""
+    if block_dim(head_dim) not in FORWARD:
+        return f"walks block maps up to head size 128, not {head_dim}"
+    return None if block == BLOCK else f"walks block maps of 128 x 128, not {block[0]} x {block[1]}"
+
+
+def lists_forward_launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bad: Tensor,
+    mask: Blocks,
+    scale: float,
+    carry: bool,
+    counter: Tensor,
+) -> Launch:
+    """What forward launches first for a block map, as data."""
+    B, H, T, D = q.shape
+    K, S = k.shape[1], k.shape[2]
+    wide, group = block_dim(D), H // K
+    tile, lines, chip = FORWARD[wide], mask.rows.spans.shape[2], multiprocessors(q.device)
+    # Key heads in flight together: those whose K and V fit the cache, but enough to occupy the chip.
+    section = min(B * K, max(1, L2_BYTES // (4 * S * wide), chip // (lines * group)))
+    return Launch(
+        lists_forward_kernel,
+        (min(lines * B * H, chip),),
+        (
+            describe(q, 1, 1, 64, wide), describe(k, 1, 1, 128, wide), describe(v, 1, 1, 128, wide),
+            describe(out, 1, 1, 64, wide), _describe_bits(mask.bits, mask), out, lse, bad, *mask.rows.tensors, counter,
+            *(step // 8 for step in out.stride()[:3]), *_maps(mask, mask.rows), H, group, T, S, scale * LOG2E, B * H,
+            section * group, lines * B * H,
+        ),
+        {
+            "D": D, "STAGES": tile.stages, "CARRY": carry, "BY_COPY": out.dtype == q.dtype,
+            "REGISTERS": tile.registers, "FEED_REGISTERS": tile.feed_registers, "num_warps": 4,
+        },
+    )  # fmt: skip
+
+
+def lists_backward_launch(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    minus_lse: Tensor,
+    minus_delta: Tensor,
+    mask: Blocks,
+    scale: float,
+    sums: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    accumulate: bool,
+) -> Launch:
+    """What backward launches in the middle for a block map, as data."""
+    B, H, T, D = q.shape
+    K, S = k.shape[1], k.shape[2]
+    wide, lines = block_dim(D), mask.columns.spans.shape[2]
+    tile = BACKWARD[wide]
+    # A block of keys that serves a group of heads takes that much longer: more of them must start early.
+    section = min(B * K, max(1, multiprocessors(q.device) * (H // K) // lines))
+    return Launch(
+        lists_backward_kernel,
+        (lines * B * K,),
+        (
+            describe(q, 1, 1, tile.block_q, wide), describe(dout, 1, 1, tile.block_q, wide),
+            describe(k, 1, 1, 64, wide), describe(v, 1, 1, 64, wide), describe(sums, 1, 1, tile.block_q, wide),
+            describe(dk, 1, 1, 64, wide), describe(dv, 1, 1, 64, wide), describe(minus_lse, tile.block_q),
+            describe(minus_delta, tile.block_q), _describe_bits(mask.bits_t, mask), *mask.columns.tensors,
+            *_maps(mask, mask.columns), H, K, H // K, T, S, minus_lse.numel() // (B * H), scale * LOG2E, scale, section,
+        ),
+        {
+            "STAGES": 2, "ADD": accumulate, "REGISTERS": tile.registers, "FEED_REGISTERS": tile.feed_registers,
+            "num_warps": 4,
+        },
+    )  # fmt: skip
+
+
+def _describe_bits(bits: Tensor, mask: Blocks) -> TensorDescriptor:
+    """Bits [tiles, 128, 4] as the copy engine sees them: words in a row. Where there are none, anything will do."""
+    words = bits if bits.numel() else mask.rows.spans
+    layout = gl.NVMMASharedLayout.get_default_for([WORDS], gl.int32)
+    return TensorDescriptor(words, [words.numel()], [1], [WORDS], layout)
+
+
+def _maps(mask: Blocks, lists: Lists) -> tuple[int, int, int, int]:
+    """(maps from one sequence to the next, from one head to the next, lines, long lines)."""
+    batch, head = mask.num_heads if mask.num_batch > 1 else 0, 1 if mask.num_heads > 1 else 0
+    return batch, head, lists.spans.shape[2], lists.num_long

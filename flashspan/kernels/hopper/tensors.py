@@ -1,0 +1,61 @@
+"""Tensors as the copy engine of a Hopper GPU sees them, and the few facts of the chip that launches depend on."""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+L2_BYTES = 8 * 2**20
+"""How much K and V the heads in flight may hold together: more than this and they push one another out of the cache."""
+
+DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
+
+
+def block_dim(head_dim: int) -> int:
+    """The head size as the kernels hold it."""
+    return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
+
+
+@cache
+def _layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
+    return gl.NVMMASharedLayout.get_default_for(list(block), DTYPES[dtype])
+
+
+def describe(x: Tensor, *block: int) -> TensorDescriptor:
+    """x as the copy engine sees it, moved in blocks of this shape."""
+    # Not through its constructor: that checks again, at 4 us each, what `aligned` has made so.
+    desc = object.__new__(TensorDescriptor)
+    desc.base, desc.shape, desc.block_shape, desc.padding = x, list(x.shape), list(block), "zero"
+    # Where there is one index there is no step; what stands there must still suit the copy engine.
+    desc.strides = [step if size > 1 else 16 for step, size in zip(x.stride()[:-1], x.shape, strict=False)] + [1]
+    desc.layout = _layout(block, x.dtype)
+    return desc
+
+
+def is_aligned(x: Tensor) -> bool:
+    """Whether its beginning falls on 16 bytes and its steps on 8 elements, as the copy engine and wide stores need."""
+    return _even(x.shape, x.stride()) and (x.data_ptr() & 15 == 0 or x.is_meta)
+
+
+@lru_cache(4096)
+def _even(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    steps = zip(shape[:-1], strides, strict=False)
+    even = all(size == 1 or (step % 8 == 0 and step > 0) for size, step in steps)
+    near = shape[2] == 1 or strides[2] * 256 < 2**31
+    return even and near and strides[-1] == 1
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x, or a copy if it is not aligned."""
+    return x if is_aligned(x) else x.contiguous().clone() if x.is_contiguous() else x.contiguous()
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """How many programs run at once."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132

@@ -1,0 +1,167 @@
+"""Block maps on the Hopper kernels. They compile for sm_90 without a GPU; on one: `pytest -m gpu` of this file."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashspan import attention, explain, masks
+from flashspan.kernels import reference
+from flashspan.kernels.blocks import Blocks
+from flashspan.kernels.contract import Carry, row_delta
+from tests.kernels.cases import relative
+
+PROGRAM = """
+import json, sys, torch
+from flashspan.kernels.blocks import Blocks
+from flashspan.kernels.compile import compile_launch
+from flashspan.kernels.hopper.lists import lists_backward_launch, lists_forward_launch
+from flashspan.kernels.masks import CAUSAL
+which, head_dim = sys.argv[1], int(sys.argv[2])
+mask = Blocks.of(CAUSAL, 4096, 4096).to("meta")
+q, k, v, dout = (torch.empty(1, 8, 4096, head_dim, dtype=torch.bfloat16, device="meta") for _ in range(4))
+rows, flags = torch.empty(1, 8, 4096, device="meta"), torch.empty(1, 8, 64, dtype=torch.int32, device="meta")
+flat = rows.flatten()
+if which == "forward":
+    launch = lists_forward_launch(q, k, v, q, rows, flags, mask, 0.125, False, flags)
+else:
+    launch = lists_backward_launch(dout, q, k, v, flat, flat, mask, 0.125, q.float(), k, v, False)
+cost = compile_launch(launch)
+print(json.dumps([cost.spilled_bytes, cost.shared_bytes, cost.instructions["HGMMA"], cost.warnings]))
+"""
+
+
+def compiles(which: str, head_dim: int) -> None:
+    command = [sys.executable, "-c", PROGRAM, which, str(head_dim)]
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    spilled, shared, products, warnings = json.loads(done.stdout)
+    assert spilled <= 400, "a few addresses outside the loops, at most"
+    assert shared <= 232448, "a Hopper block has 227 KiB of shared memory"
+    assert products > 0
+    assert not [warning for warning in warnings if "serialized" in warning]
+
+
+def test_backward_compiles() -> None:
+    compiles("backward", 128)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("which", "head_dim"), [("forward", 64), ("forward", 128), ("backward", 64)])
+def test_the_others_compile(which: str, head_dim: int) -> None:
+    compiles(which, head_dim)
+
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+ON_HOPPER = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU"),
+]
+
+
+def gpu_test(test: Callable[..., None]) -> Callable[..., None]:
+    for mark in ON_HOPPER:
+        test = mark(test)
+    return test
+
+
+def some_map(generator: torch.Generator, *lead: int, T: int, S: int) -> Tensor:
+    """Blocks that are full, speckled or empty, as bool [*lead, T, S]; a line and a column nobody sees."""
+    kinds = torch.rand(*lead, -(-T // 128), -(-S // 128), generator=generator)
+
+    def spread(x: Tensor) -> Tensor:
+        return x.repeat_interleave(128, -2).repeat_interleave(128, -1)[..., :T, :S]
+
+    seen = spread(kinds < 0.6) & (spread(kinds < 0.3) | (torch.rand(*lead, T, S, generator=generator) < 0.5))
+    seen[..., 128:256, :] = False
+    seen[..., :, 256:384] = False
+    return seen
+
+
+@gpu_test
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 128])
+@pytest.mark.parametrize("lead", [(), (1, 4), (3, 1), (3, 4)])
+def test_maps_of_heads_and_batches_match_the_reference(lead: tuple[int, ...], head_dim: int) -> None:
+    from flashspan.kernels import hopper
+
+    B, H, K, T, S = 3, 4, 2, 1000, 777
+    generator = torch.Generator().manual_seed(head_dim)
+    mask = Blocks.from_dense(some_map(generator, *lead, T=T, S=S)).to("cuda")
+    q, k, v, dout = (
+        torch.randn(B, n, heads, head_dim, generator=generator).cuda().bfloat16().transpose(1, 2)
+        for n, heads in ((T, H), (S, K), (S, K), (T, H))
+    )
+    assert explain(q, k, v, mask=mask).name == "hopper"
+    full, scale = [x.float() for x in (q, k, v, dout)], head_dim**-0.5
+    right = reference.forward(*full[:3], mask=mask, scale=scale)
+    delta = row_delta(dout, right.out)
+    wanted = [torch.zeros_like(x) for x in full[:3]]
+    reference.backward(
+        full[3], *full[:3], right.lse, delta, mask=mask, scale=scale, dq=wanted[0], dk=wanted[1], dv=wanted[2],
+        accumulate=True,
+    )  # fmt: skip
+    half = mask.part(range(T), range(S // 2)), mask.part(range(T), range(S // 2, S))
+    carry: Carry | None = None
+    for part, keys in zip(half, (slice(S // 2), slice(S // 2, S)), strict=True):
+        carry = hopper.forward(q, k[:, :, keys], v[:, :, keys], mask=part, scale=scale, carry=carry)
+    once = hopper.forward(q, k, v, mask=mask, scale=scale, out_dtype=q.dtype)
+    assert carry is not None
+    for got in (carry, once):
+        assert relative(got.out, right.out) <= 4e-3
+        assert torch.equal(got.lse.isinf(), right.lse.isinf())
+        assert (got.lse - right.lse).nan_to_num(0, 0, 0).abs().max() <= 1e-5
+        assert not got.out[right.lse.isinf()].any()
+    fresh = [torch.full_like(x, torch.nan) for x in (q, k, v)]
+    sums = [torch.ones(x.shape, device="cuda") for x in (q, k, v)]
+    for grads, accumulate in ((fresh, False), (sums, True)):
+        hopper.backward(
+            dout, q, k, v, right.lse, delta, mask=mask, scale=scale, dq=grads[0], dk=grads[1], dv=grads[2],
+            accumulate=accumulate,
+        )  # fmt: skip
+    for name, a, b, want in zip(("dq", "dk", "dv"), fresh, sums, wanted, strict=True):
+        assert relative(a, want, *wanted) <= 6e-3, name
+        assert relative(b - 1, want, *wanted) <= 6e-3, name
+
+
+@gpu_test
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_nan_behind_the_mask_reaches_nobody(head_dim: int) -> None:
+    mask = Blocks.of(masks.window(150, 20), 500, 500).to("cuda")
+    sees = mask.dense()[:, 300]
+    generator = torch.Generator().manual_seed(1)
+    q, k, v, dout = (torch.randn(1, 2, 500, head_dim, generator=generator).cuda().bfloat16() for _ in range(4))
+    for hidden in (k, v):
+        kept = hidden[0, 0, 300].clone()
+        for value in (torch.nan, torch.inf):
+            hidden[0, 0, 300] = value
+            leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+            out = attention(*leaves, mask=mask, backend="hopper")
+            grads = torch.autograd.grad(out, leaves, dout)
+            assert out[0, 0, ~sees].isfinite().all()
+            assert not out[0, 0, sees].isfinite().any()
+            assert out[0, 1].isfinite().all()
+            assert grads[0][0, 0, ~sees].isfinite().all()
+            assert all(x[0, 1].isfinite().all() for x in grads)
+        hidden[0, 0, 300] = kept
+
+
+@gpu_test
+def test_who_serves_which_map() -> None:
+    q = torch.zeros(1, 1, 256, 128, device="cuda", dtype=torch.bfloat16)
+    wide = torch.zeros(1, 1, 256, 256, device="cuda", dtype=torch.bfloat16)
+    mask, small = (Blocks.of(masks.window(100, 0), 256, 256, block=size).to("cuda") for size in (128, 64))
+    assert explain(q, q, q, mask=mask).name == "hopper"
+    assert explain(q, q, q, mask=mask, deterministic=True).name == "portable"
+    for x, other, reason in ((q, small, "64 x 64"), (wide, mask, "256")):
+        choice = explain(x, x, x, mask=other)
+        assert choice.name == "portable"
+        assert reason in choice.reasons["hopper"]

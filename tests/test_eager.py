@@ -1,0 +1,60 @@
+"""A plain eager call takes a short way; whoever watches or differentiates, in whatever mode, still hears of it."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flashspan import attention
+
+
+def inputs() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1, 2, 9, 8, generator=generator) for _ in range(3)]
+
+
+def test_the_ways_in_agree() -> None:
+    q, k, v = inputs()
+    straight = attention(q, k, v, causal=True)
+    assert not straight.requires_grad
+    for x in (q, k, v):  # one that requires a gradient is enough
+        out, lse = attention(*(y.detach().requires_grad_(y is x) for y in (q, k, v)), causal=True, return_lse=True)
+        assert out.requires_grad
+        assert lse.requires_grad
+        assert torch.equal(out, straight)
+    with torch.no_grad():
+        assert not attention(q.requires_grad_(), k, v, causal=True).requires_grad
+    with torch.inference_mode():
+        assert torch.equal(attention(q, k, v, causal=True), straight)
+
+
+def test_a_forward_derivative_is_refused_and_not_forgotten() -> None:
+    q, k, v = inputs()
+    with forward_ad.dual_level(), pytest.raises((RuntimeError, NotImplementedError)):
+        attention(forward_ad.make_dual(q, torch.ones_like(q)), k, v)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        torch.func.jvp(lambda q: attention(q, k, v), (q,), (torch.ones_like(q),))
+
+
+def test_a_second_derivative_is_refused_and_not_forgotten() -> None:
+    q, k, v = (x.requires_grad_() for x in inputs())
+    plain = torch.autograd.grad(attention(q, k, v).square().sum(), (q, k, v))
+    first = torch.autograd.grad(attention(q, k, v).square().sum(), (q, k, v), create_graph=True)
+    for a, b in zip(first, plain, strict=True):
+        assert torch.equal(a, b)
+    # There is another way from this loss to q: it must not be taken for the only one.
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(q.sum() + first[0].square().sum(), q)
+
+
+def test_a_dispatch_mode_sees_the_operator() -> None:
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    names: list[str] = []
+    with Seen():
+        attention(*inputs())
+    assert "flashspan.attend.default" in names
