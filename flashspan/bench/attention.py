@@ -98,6 +98,7 @@ def implementations(shape: Shape) -> dict[str, Callable[[], Attend]]:
     makers: dict[str, Callable[[], Attend]] = {
         "flashspan": lambda: lambda q, k, v: attention(q, k, v, mask=mask),
         "flashspan-portable": lambda: lambda q, k, v: attention(q, k, v, mask=mask, backend="portable"),
+        "flashspan-repeatable": lambda: lambda q, k, v: attention(q, k, v, mask=mask, deterministic=True),
     }
     if shape.pattern in ("full", "causal"):
         makers["sdpa-flash"] = lambda: _sdpa(shape, SDPBackend.FLASH_ATTENTION)

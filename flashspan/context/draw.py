@@ -15,6 +15,7 @@ import numpy as np
 
 from flashspan.context.schedule import Schedule
 from flashspan.context.survey import Survey
+from flashspan.kernels.masks import dense
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -95,9 +96,7 @@ def draw_ownership(schedule: Schedule, survey: Survey, path: str | Path | None =
     placement, num = survey.placement, survey.placement.num_tokens
     if num > 4096:
         raise ValueError(f"a picture of the mask is num_tokens squared: got {num}, draw 4096 or fewer")
-    start, end = survey._intervals
-    keys = np.arange(num)
-    visible = ((start[..., None] <= keys) & (keys < end[..., None])).any(0)
+    visible = dense(survey.mask, num, num).reshape(-1, num, num).any(0).cpu().numpy()
     owner = np.full((num, num), -1)
     for tile in schedule.tiles:
         rows = placement.index(tile.q)[tile.q_rows.start : tile.q_rows.stop]

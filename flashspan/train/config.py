@@ -90,6 +90,11 @@ class AttentionSection:
         if self.share > 1:
             raise ValueError(f"attention.share is a part of the blocks, at most 1: got {self.share}")
 
+    def __str__(self) -> str:
+        """The pattern and what it takes: streaming(num_sinks=4, window=512)."""
+        taken = ", ".join(f"{name}={getattr(self, name)}" for name in PATTERNS[self.pattern])
+        return f"{self.pattern}({taken})" if taken else self.pattern
+
 
 @dataclass(frozen=True)
 class TrainSection:

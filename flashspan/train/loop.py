@@ -24,7 +24,7 @@ from flashspan.parallel import build_mesh, clip_grad_norm, grad_norm, load_full_
 
 from . import checkpoint
 from .build import build, load_optimizer_state, model_state, optimizer_state
-from .config import OptimizerSection, TrainConfig
+from .config import AttentionSection, OptimizerSection, TrainConfig
 from .data import Samples, open_tokens
 from .metrics import Display, StepMetrics, draw_loss, memory_gib, peak_flops
 from .pattern import make_pattern, visible_share
@@ -218,7 +218,7 @@ class Trainer:
             self.steady = 0
 
     def _order(self) -> dict[str, Any]:
-        """What decides which tokens a step reads, and what the model is: a resumed run must agree."""
+        """What decides which tokens a step reads, and which of them they see: a resumed run must agree."""
         config = self.config
         return {
             "seed": config.train.seed,
@@ -226,6 +226,7 @@ class Trainer:
             "sequence": config.data.sequence,
             "documents": config.data.documents,
             "num_tokens": len(self.train.file.tokens),
+            "attention": str(config.attention),
         }
 
     def _save(self, writer: checkpoint.Writer, first: bool) -> None:
@@ -266,12 +267,14 @@ class Trainer:
         state = checkpoint.read(path, optimizer=False)
         if state.config != self.shape:
             return f"{path} is a checkpoint of another model: {state.config}, not {self.shape}; choose another folder"
-        ours, theirs = self._order(), dict(state.order)
+        # Before there were patterns, all runs were causal, and did not say so.
+        ours, theirs = self._order(), {"attention": str(AttentionSection()), **state.order}
         changed = [f"{key} was {theirs.get(key)}, is {ours[key]}" for key in ours if ours[key] != theirs.get(key)]
         if changed:
             return (
-                f"{path} is of a run with another order of samples ({', '.join(changed)}): restore them, choose "
-                "another checkpoint.folder, or start anew with --checkpoint.resume false"
+                f"{path} is of a run with other samples or another attention ({', '.join(changed)}): restore them, "
+                "choose another checkpoint.folder (--model.load takes the weights along), or start anew with "
+                "--checkpoint.resume false"
             )
         return None
 

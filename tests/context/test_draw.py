@@ -14,6 +14,7 @@ from flashspan.context.layout import place
 from flashspan.context.schedule import reverse
 from flashspan.context.survey import Survey
 from flashspan.kernels.masks import CAUSAL
+from flashspan.kernels.patterns import random_blocks
 
 
 @pytest.mark.parametrize("name", ["ring", "helper"])
@@ -31,6 +32,13 @@ def test_pictures_are_drawn(name: str, tmp_path: Path) -> None:
     assert image.count() == survey.pairs.sum()
     for rank in range(4):
         assert (image == rank).sum() == schedule.work()[rank]
+
+
+def test_a_block_map_is_drawn_like_any_mask() -> None:
+    survey = Survey(place("zigzag", 300, 4), random_blocks(300, 0.3, size=16))
+    schedule = generators.gather(survey)
+    image = draw_ownership(schedule, survey).axes[0].images[0].get_array()
+    assert [(image == rank).sum() for rank in range(4)] == schedule.work()
 
 
 def test_a_mask_too_large_to_draw_is_refused() -> None:

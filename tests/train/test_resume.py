@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from flashspan.launch import RankError, Ranks
 from flashspan.train import TrainConfig, checkpoint, loop
+from flashspan.train.config import AttentionSection
 from flashspan.train.loop import DONE, NOT_FINITE, Trainer
 from flashspan.train.metrics import read_metrics
 from flashspan.train.run import run_rank
@@ -151,15 +153,28 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_with_the_state_before_it(
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ("--train.seed=5", "another order of samples .seed was 0, is 5"),
+        ("--train.seed=5", "other samples or another attention .seed was 0, is 5"),
         ("--data.sequence=31", "sequence was 63, is 31"),
         ("--model.num_layers=1", "a checkpoint of another model"),
+        ("--attention.pattern=window --attention.window=9", r"attention was causal, is window\(window=9\)"),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused(on_ranks: OnRanks, config_of: ConfigOf, change: str, says: str) -> None:
     on_ranks(1, run_rank, config_of("--train.steps=1", "--parallel.context=1"))
     with pytest.raises(RankError, match=says):
-        on_ranks(1, run_rank, config_of("--train.steps=1", "--parallel.context=1", change))
+        on_ranks(1, run_rank, config_of("--train.steps=1", "--parallel.context=1", *change.split()))
+
+
+def test_a_checkpoint_from_before_there_were_patterns_is_causal(on_ranks: OnRanks, config_of: ConfigOf) -> None:
+    config = config_of("--train.steps=1", "--parallel.context=1")
+    on_ranks(1, run_rank, config)
+    (path,) = checkpoint.checkpoints(config.checkpoint.folder)
+    state = checkpoint.read(path)
+    order = {key: value for key, value in state.order.items() if key != "attention"}
+    checkpoint.write(config.checkpoint.folder, replace(state, order=order))
+    assert on_ranks(1, run_rank, config) == [DONE]
+    with pytest.raises(RankError, match="attention was causal, is window"):
+        on_ranks(1, run_rank, replace(config, attention=AttentionSection("window", window=9)))
 
 
 def stall(config: TrainConfig, rank: int) -> None:
