@@ -66,3 +66,11 @@ def test_without_a_gpu_it_says_so() -> None:
         attention.main()
     with pytest.raises(ValueError, match="needs a CUDA device"):
         leaderboard.main()
+
+
+def test_ours_is_the_fastest_of_the_recorded_rows_as_the_readme_says() -> None:
+    newest = {(row.shape, row.impl): row for row in record.read(ROOT / attention.PATH) if row.kind == "both"}
+    others = [(shape, impl) for shape, impl in newest if impl in ("sdpa-flash", "sdpa-cudnn", "flex")]
+    assert len(others) >= 27
+    slower = {key: newest[key].p50_ms / newest[key[0], "flashspan"].p50_ms for key in others}
+    assert min(slower.values()) > 1, slower
