@@ -133,7 +133,7 @@ ALL = [
     )
     if (kind, head_dim) != ("backward", 256)
 ]
-ALLOWED = {"plain": 300, "carry": 1200}
+ALLOWED = {"plain": 400, "carry": 1200}
 """Bytes spilled before and after the loop over tiles, once per tile of queries (docs/kernels.md). Heads of 256 with a
 carry hold twice as much where it joins: 2,500."""
 
