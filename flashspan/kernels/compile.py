@@ -128,8 +128,9 @@ def shipped_launches(dtype: torch.dtype, head_dim: int, **options: Any) -> dict[
 def hopper_launches(dtype: torch.dtype, head_dim: int, **options: Any) -> dict[str, Launch]:
     """The launches of one call of the Hopper kernels on meta tensors: "forward", "backward" where there is one in one
     pass, and "keys" and "queries", the two passes."""
-    from flashspan.kernels.hopper.launch import BACKWARD, backward_launch, forward_launch
+    from flashspan.kernels.hopper.launch import backward_launch, forward_launch
     from flashspan.kernels.hopper.tensors import block_dim
+    from flashspan.kernels.hopper.tiles import BACKWARD
     from flashspan.kernels.hopper.two_pass import two_pass_launches
     from flashspan.kernels.masks import CAUSAL
 
@@ -147,7 +148,7 @@ def hopper_launches(dtype: torch.dtype, head_dim: int, **options: Any) -> dict[s
 
 def main() -> None:
     """Print the cost of every shipped tile."""
-    from flashspan.kernels.hopper.launch import FORWARD
+    from flashspan.kernels.hopper.tiles import FORWARD
     from flashspan.kernels.portable.tiles import TABLE
 
     for head_dim in FORWARD:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from flashspan.bench import attention, leaderboard, record
+from flashspan.bench import attention, host, leaderboard, record
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -74,3 +74,13 @@ def test_ours_is_the_fastest_of_the_recorded_rows_as_the_readme_says() -> None:
     assert len(others) >= 27
     slower = {key: newest[key].p50_ms / newest[key[0], "flashspan"].p50_ms for key in others}
     assert min(slower.values()) > 1, slower
+
+
+def test_the_cost_of_a_call_is_printed_for_each_way_in(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["host", "--calls", "2", "--device", "cpu"])
+    host.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 6
+    assert all(float(line.split()[-2]) > 0 for line in lines)

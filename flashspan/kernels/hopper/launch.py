@@ -8,7 +8,6 @@ H200 (docs/kernels.md).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -24,38 +23,12 @@ from flashspan.kernels.hopper.backward import backward_kernel
 from flashspan.kernels.hopper.forward import forward_kernel
 from flashspan.kernels.hopper.lists import lists_backward_launch, lists_forward_launch, refusal
 from flashspan.kernels.hopper.tensors import L2_BYTES, aligned, block_dim, describe, is_aligned, multiprocessors
+from flashspan.kernels.hopper.tiles import BACKWARD, FORWARD
 from flashspan.kernels.hopper.two_pass import two_pass_launches
 from flashspan.kernels.masks import Band, Mask, Rows, unpack
 from flashspan.kernels.portable.arguments import LOG2E, Launch, mask_arguments, on
 from flashspan.kernels.portable.forward import forward_launch as repair_launch
 from flashspan.kernels.portable.replay import replay
-
-
-@dataclass(frozen=True)
-class Forward:
-    """Keys per block, warpgroups of 64 queries, pairs of K and V and tiles of Q in flight, registers of a thread that
-    multiplies and of one that feeds."""
-
-    block_k: int
-    warpgroups: int
-    stages: int
-    queries: int
-    registers: int
-    feed_registers: int
-
-
-@dataclass(frozen=True)
-class Backward:
-    """Queries per block, keys of each of the two warpgroups, registers of a thread that multiplies."""
-
-    block_q: int
-    block_k: int
-    registers: int
-
-
-FORWARD = {64: Forward(128, 3, 4, 2, 160, 32), 128: Forward(128, 2, 2, 2, 240, 24), 256: Forward(64, 2, 2, 1, 240, 24)}
-BACKWARD = {64: Backward(128, 64, 240), 128: Backward(64, 64, 240)}
-"""By padded head size. Past 128 dK and dV of two warpgroups no longer fit the registers: see two_pass.py."""
 
 
 @cache

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -12,6 +10,7 @@ from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.hopper.backward import lists_backward_kernel
 from flashspan.kernels.hopper.forward import lists_forward_kernel
 from flashspan.kernels.hopper.tensors import L2_BYTES, block_dim, describe, multiprocessors
+from flashspan.kernels.hopper.tiles import BACKWARD, LISTS
 from flashspan.kernels.portable.arguments import LOG2E, Launch
 from flashspan.kernels.tiling import Lists
 
@@ -22,32 +21,9 @@ WORDS = 256
 """Words of bits the copy engine moves at a time: 64 lines of 128 bits, a warpgroup's."""
 
 
-@dataclass(frozen=True)
-class Forward:
-    """Pairs of K and V in flight, registers of a thread that multiplies and of one that feeds."""
-
-    stages: int
-    registers: int
-    feed_registers: int
-
-
-@dataclass(frozen=True)
-class Backward:
-    """Queries per tile, registers of a thread that multiplies and of one that loads or adds."""
-
-    block_q: int
-    registers: int
-    feed_registers: int
-
-
-FORWARD = {64: Forward(4, 240, 24), 128: Forward(2, 240, 24)}
-BACKWARD = {64: Backward(128, 240, 24), 128: Backward(64, 240, 24)}
-"""By padded head size. Past 128 a block of 128 keys does not fit shared memory twice."""
-
-
 def refusal(block: tuple[int, int], head_dim: int) -> str | None:
     """Why block maps of this size are not served, if so."""
-    if block_dim(head_dim) not in FORWARD:
+    if block_dim(head_dim) not in LISTS:
         return f"walks block maps up to head size 128, not {head_dim}"
     return None if block == BLOCK else f"walks block maps of 128 x 128, not {block[0]} x {block[1]}"
 
@@ -68,7 +44,7 @@ def lists_forward_launch(
     B, H, T, D = q.shape
     K, S = k.shape[1], k.shape[2]
     wide, group = block_dim(D), H // K
-    tile, lines, chip = FORWARD[wide], mask.rows.spans.shape[2], multiprocessors(q.device)
+    tile, lines, chip = LISTS[wide], mask.rows.spans.shape[2], multiprocessors(q.device)
     # Key heads in flight together: those whose K and V fit the cache, but enough to occupy the chip.
     section = min(B * K, max(1, L2_BYTES // (4 * S * wide), chip // (lines * group)))
     return Launch(
@@ -119,8 +95,7 @@ def lists_backward_launch(
             *_maps(mask, mask.columns), H, K, H // K, T, S, minus_lse.numel() // (B * H), scale * LOG2E, scale, section,
         ),
         {
-            "STAGES": 2, "ADD": accumulate, "REGISTERS": tile.registers, "FEED_REGISTERS": tile.feed_registers,
-            "num_warps": 4,
+            "STAGES": 2, "ADD": accumulate, "REGISTERS": tile.registers, "FEED_REGISTERS": 24, "num_warps": 4,
         },
     )  # fmt: skip
 

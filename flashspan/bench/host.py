@@ -1,0 +1,61 @@
+"""What a call costs the host: calls are queued without waiting for the device, on tensors so small that it keeps up.
+
+    python -m flashspan.bench.host --calls 500
+
+The least of five rounds, beside PyTorch's own attention. On a CPU, where nothing is queued, it is the whole call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flashspan import attention, masks
+
+
+def microseconds(call: Callable[[], object], calls: int, device: torch.device) -> float:
+    """Of one call, the least of five rounds."""
+    rounds = []
+    for _ in range(6):  # the first compiles and warms up
+        started = time.perf_counter()
+        for _ in range(calls):
+            call()
+        rounds.append((time.perf_counter() - started) / calls * 1e6)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    return min(rounds[1:])
+
+
+def cases(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:
+    """Name -> a call to time; the last two record what a backward would need."""
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    documents = masks.documents([q.shape[2] // 2] * 2)
+    return {
+        "forward, full": lambda: attention(q, k, v),
+        "forward, causal": lambda: attention(q, k, v, causal=True),
+        "forward, documents": lambda: attention(q, k, v, mask=documents),
+        "SDPA, causal": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        "forward with grad, causal": lambda: attention(*leaves, causal=True),
+        "SDPA with grad, causal": lambda: F.scaled_dot_product_attention(*leaves, is_causal=True),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calls", type=int, default=200, help="calls of a round")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    q, k, v = (torch.randn(1, 2, 128, 128, device=device, dtype=dtype) for _ in range(3))
+    for name, call in cases(q, k, v).items():
+        print(f"{name:<26} {microseconds(call, options.calls, device):7.1f} us")
+
+
+if __name__ == "__main__":
+    main()
