@@ -33,15 +33,15 @@ def microseconds(call: Callable[[], object], calls: int, device: torch.device) -
 
 def cases(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:
     """Name -> a call to time; the last two record what a backward would need."""
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    gq, gk, gv = (x.clone().requires_grad_() for x in (q, k, v))
     documents = masks.documents([q.shape[2] // 2] * 2)
     return {
         "forward, full": lambda: attention(q, k, v),
         "forward, causal": lambda: attention(q, k, v, causal=True),
         "forward, documents": lambda: attention(q, k, v, mask=documents),
         "SDPA, causal": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
-        "forward with grad, causal": lambda: attention(*leaves, causal=True),
-        "SDPA with grad, causal": lambda: F.scaled_dot_product_attention(*leaves, is_causal=True),
+        "forward with grad, causal": lambda: attention(gq, gk, gv, causal=True),
+        "SDPA with grad, causal": lambda: F.scaled_dot_product_attention(gq, gk, gv, is_causal=True),
     }
 
 
