@@ -38,7 +38,7 @@ class Device:
     backward_share: float = 0.42  # of flops, in attention backward
     traffic_share: float = 0.75  # of bandwidth, in operators that move memory
     interference: float = 0.12  # of the speed, lost while a transfer is under way: its kernel takes multiprocessors
-    launch: float = 5e-6  # seconds an operator takes at least
+    launch: float = 5e-6  # seconds that an operator takes the host, and so the device at least
     reserve: float = 1.0e9  # bytes that the context, libraries and fragments take
 
     def __post_init__(self) -> None:

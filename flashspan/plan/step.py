@@ -10,13 +10,19 @@ from flashspan.context.layout import place
 from flashspan.context.schedule import Schedule, Shape, reverse
 from flashspan.context.survey import Survey
 from flashspan.kernels.masks import CAUSAL
+from flashspan.model import LlamaConfig
 
 from .devices import Cluster
 from .memory import Mixture, Run
 from .simulate import Simulation, simulate
 
 SURVEYED = 64  # tokens per rank that a schedule is made for; longer shards are the same schedule, scaled
-OPERATORS = 45  # launched by a layer's forward
+# Operators that PyTorch dispatches in forward and in backward: each takes the host's time, a view nearly as much as a
+# kernel. A test counts them in the model.
+LAYER_OPERATORS = (60, 107)
+CAST_OPERATORS = (16, 26)  # more in a layer under autocast: weights and what enters the products, and their gradients
+OUTER_OPERATORS = (50, 15)  # the embedding, the rotation, the last norm and the loss
+ATTENTION_OPERATORS = (15, 25)  # what a call of our attention costs the host, in operators
 FORWARD, BACKWARD = "forward", "backward"
 
 
@@ -94,25 +100,44 @@ def step_time(run: Run, mixture: Mixture, cluster: Cluster) -> StepTime:
     moving = tokens * model.num_layers * moved_per_token(run, mixture.tensor) / traffic
     casting = 6 * layer_parameters / traffic if small == 2 else 0.0
     layers_forward = products + moving + casting + model.num_layers * attend_forward.seconds
-    forward = max(layers_forward + loss, model.num_layers * OPERATORS * device.launch)
+    host_forward, host_backward = host_time(run, device.launch)
+    forward = max(layers_forward + loss, host_forward)
     layers_backward = 2 * products + 2 * moving + model.num_layers * attend_backward.seconds
     # Gradients of cast weights are cast back.
     layers_backward += casting
     if mixture.recompute == "full":
         layers_backward += layers_forward
+        host_backward += host_forward
     elif mixture.recompute == "attention":
         layers_backward += layers_forward - model.num_layers * attend_forward.seconds
-    backward = max(layers_backward, 2 * model.num_layers * OPERATORS * device.launch)
+        host_backward += host_forward
+    backward = max(layers_backward, host_backward)
 
     held = model.num_parameters / mixture.tensor
     split = mixture.shard * mixture.context if mixture.shard > 1 else 1
     mine = held / split / (gradient_ranks if mixture.sharded_optimizer and split == 1 else 1)
-    optimizer = 28 * mine / traffic + device.launch * 4
+    # The host goes through all parameters, about an operator's time each, before it launches the one kernel.
+    optimizer = 28 * mine / traffic + device.launch * num_tensors(model)
     wire = gradient_wire(mixture, cluster, 4 * held, forward, backward)
     wire += tensor_wire(mixture, cluster, model.num_layers * tokens * model.width * small, model.num_layers)
     attention = model.num_layers * (attend_forward.seconds + attend_backward.seconds)
     waiting = model.num_layers * (max(attend_forward.waiting) + max(attend_backward.waiting))
     return StepTime(forward, backward, optimizer, wire, attention, waiting)
+
+
+def host_time(run: Run, launch: float) -> tuple[float, float]:
+    """Seconds that the host takes to launch forward and backward: the device waits for it where its work is short."""
+    casts = CAST_OPERATORS if run.itemsize != run.wide else (0, 0)
+    per_layer = [sum(counts) for counts in zip(LAYER_OPERATORS, casts, ATTENTION_OPERATORS, strict=True)]
+    forward, backward = (
+        launch * (run.model.num_layers * one + outer) for one, outer in zip(per_layer, OUTER_OPERATORS, strict=True)
+    )
+    return forward, backward
+
+
+def num_tensors(model: LlamaConfig) -> int:
+    """Parameters as the optimizer counts them: nine of a layer, the embedding, the last norm, and the head if apart."""
+    return 9 * model.num_layers + (2 if model.tie_embeddings else 3)
 
 
 def moved_per_token(run: Run, tensor: int) -> float:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import gc
+import json
 from statistics import median
 
 import pytest
 import torch
 
-from flashspan.bench.model import Setting, Stepper, peak_bytes, time_phases
 from flashspan.bench.study import _bench
-from flashspan.model import preset
-from flashspan.plan import Mixture, Run, ledger
-from flashspan.plan.calibrate import Measurement, calibrate, predict
+from flashspan.plan import Mixture, ledger
 from flashspan.plan.devices import DEVICES, make_cluster
-
-CASES = [(name, tokens, dtype) for name in ("small", "medium", "large") for tokens in (256, 1024)
-         for dtype in ("float32", "bfloat16")]  # fmt: skip
+from tests.plan.twelve import measure, off, parse, ratios
 
 
 @pytest.mark.gpu
@@ -24,23 +19,11 @@ CASES = [(name, tokens, dtype) for name in ("small", "medium", "large") for toke
 def test_memory_and_calibrated_time_on_12_configurations() -> None:
     name = torch.cuda.get_device_name()
     device = next((known for known in DEVICES if known in name), "H100")
-    kinds = ("forward", "backward", "optimizer")
-    runs, measured = [], []
-    for model, tokens, dtype in CASES:
-        stepper = Stepper(Setting(model, 4, tokens, dtype), torch.device("cuda"))
-        times = time_phases(stepper, 3, 5)
-        run = Run(preset(model), 4, tokens, dtype)
-        peak = peak_bytes(stepper, stepper.train)
-        assert abs(ledger(run, Mixture()).peak / peak - 1) < 0.10, (model, tokens, dtype)
-        runs.append((run, median(times["training"]) / 1e3))
-        measured += [Measurement(run, kind, median(times[kind]) / 1e3) for kind in kinds]
-        del stepper
-        gc.collect()
-        torch.cuda.empty_cache()
-    found = calibrate(make_cluster(device, 1), measured)
-    ratios = {case: predict(found, run, "total") / s for case, (run, s) in zip(CASES, runs, strict=True)}
-    wrong = {case: round(ratio, 2) for case, ratio in ratios.items() if abs(ratio - 1) >= 0.15}
-    assert not wrong, f"planned over measured: {wrong}"
+    samples, peaks = measure()
+    memory = {case: ledger(parse(case), Mixture()).peak / peak for case, peak in peaks.items()}
+    assert not (wrong := off(memory, 0.10)), f"planned over measured memory: {wrong}"
+    time = ratios(make_cluster(device, 1), samples)
+    assert not (wrong := off(time, 0.15)), f"planned over measured time: {wrong} of {json.dumps(samples)}"
 
 
 @pytest.mark.gpu

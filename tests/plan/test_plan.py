@@ -147,11 +147,11 @@ def test_calibration_finds_the_device_that_made_the_times() -> None:
 def test_calibration_takes_the_newest_times_of_one_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     row = {
         "what": "model", "impl": "flashspan, eager", "kind": "forward", "status": "ok", "device": "A", "shape": "s",
-        "dtype": "float32", "ranks": 1, "p50_ms": 5.0, "more": {"preset": "tiny", "batch": 1, "tokens": 64},
+        "dtype": "float32", "ranks": 1, "p20_ms": 5.0, "more": {"preset": "tiny", "batch": 1, "tokens": 64},
     }  # fmt: skip
     words = ["plan", "tiny", "--tokens", "64", "--devices", "1", "--calibrate", str(tmp_path)]
     file = tmp_path / "model.jsonl"
-    file.write_text("\n".join(json.dumps({**row, "p50_ms": time}) for time in (5.0, 6.0)))
+    file.write_text("\n".join(json.dumps({**row, "p20_ms": time}) for time in (5.0, 6.0)))
     assert main(words) == 0
     assert "Calibrated from 1 times" in capsys.readouterr().out
     file.write_text("\n".join(json.dumps({**row, "device": name}) for name in ("A", "B")))
