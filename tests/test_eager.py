@@ -6,7 +6,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flashspan import attention
+from flashspan import attention, masks
+from flashspan.kernels.masks import Mask
 
 
 def inputs() -> list[Tensor]:
@@ -46,6 +47,39 @@ def test_a_second_derivative_is_refused_and_not_forgotten() -> None:
     # There is another way from this loss to q: it must not be taken for the only one.
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(q.sum() + first[0].square().sum(), q)
+
+
+@pytest.mark.parametrize("kind", ["rows", "blocks"])
+@pytest.mark.parametrize("way", ["eager", "graph of gradients", "compiled"])
+def test_a_mask_changed_between_forward_and_backward_is_refused(kind: str, way: str) -> None:
+    q, k, v = (x.requires_grad_() for x in inputs())
+    run = torch.compile(attention, fullgraph=True, backend="aot_eager") if way == "compiled" else attention
+    graph = way == "graph of gradients"
+    says = "modified by an inplace operation" if way == "compiled" else "a mask is a value.*make a new mask"
+
+    def make() -> Mask:
+        rows = masks.documents([4, 5])
+        return rows if kind == "rows" else masks.Blocks.of(rows, 9, 9)
+
+    for number in range(len(make().pack()[2])):
+        mask = make()
+        out = run(q, k, v, mask=mask)
+        before = torch.autograd.grad(out.square().sum(), q, create_graph=graph, retain_graph=True)
+        assert before[0].any()
+        mask.pack()[2][number].add_(0)
+        with pytest.raises(RuntimeError, match=says):
+            torch.autograd.grad(out.square().sum(), q, create_graph=graph)
+
+
+def test_a_mask_changed_before_forward_or_after_backward_is_not_noticed() -> None:
+    q, k, v = (x.requires_grad_() for x in inputs())
+    mask = masks.documents([4, 5])
+    for _ in range(2):
+        mask.start.add_(0)
+        attention(q, k, v, mask=mask).square().sum().backward()
+    with torch.inference_mode():  # whose tensors have no versions
+        made = masks.documents([4, 5])
+    attention(q, k, v, mask=made).square().sum().backward()
 
 
 def test_a_dispatch_mode_sees_the_operator() -> None:

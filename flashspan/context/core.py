@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from flashspan.arguments import check_unchanged, mask_versions
+from flashspan.attention import refuse_second_derivative
 from flashspan.context.exchange import Wire
 from flashspan.context.execute import Call, Plan, run
 from flashspan.context.passes import BackwardWalk, ForwardWalk
@@ -54,16 +56,29 @@ class Scheduled:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Carry, Saved]:
         call = Call(q, k, v, options.scale, options.dropout)
         out, lse = keep(lambda: run(ForwardWalk(self.plan, self.wire, self.local, call)))
-        return Carry(out, lse), (q, k, v, out, lse)
+        # Saved with the call, since a core serves many; on the CPU, where reading it waits for nothing.
+        versions = torch.tensor(mask_versions(self.plan.mask), dtype=torch.int64, device="cpu")
+        return Carry(out, lse), (q, k, v, out, lse, versions)
 
     def backward(self, dout: Tensor, dlse: Tensor | None, saved: Saved, options: Options) -> Gradients:
-        q, k, v, out, lse = saved
+        q, k, v, out, lse, versions = saved
+        check_unchanged(self.plan.mask, versions.tolist())
         delta = row_delta(dout, out)
         if dlse is not None:
             # d lse / d score is the probability: a gradient of lse enters where delta does, with the other sign.
             delta = delta - dlse
         call = Call(q, k, v, options.scale, options.dropout, options.partial)
         return run(BackwardWalk(self.plan, self.wire, self.local, call, dout, lse, delta))
+
+
+class Final(torch.autograd.Function):
+    """dq, dk and dv as they are: in a graph of gradients, whoever goes on to what they depend on is refused."""
+
+    @staticmethod
+    def forward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor, *depends_on: Tensor | None) -> Gradients:
+        return dq, dk, dv
+
+    backward = staticmethod(refuse_second_derivative)
 
 
 class Attend(torch.autograd.Function):
@@ -74,17 +89,20 @@ class Attend(torch.autograd.Function):
         carry, saved = core.forward(q, k, v, options)
         # Handed out as new views: what the caller gets must not be the object that is kept, on the tape or here.
         out, lse = carry.out.view_as(carry.out), carry.lse.view_as(carry.lse)
-        ctx.save_for_backward(*saved)
+        with torch.enable_grad():  # for `Final`: empty, they keep the way back to q, k and v but not their memory
+            to_q, to_k, to_v = (x[:0].clone() for x in (q, k, v))
+        ctx.save_for_backward(to_q, to_k, to_v, *saved)
         ctx.core, ctx.options, ctx.shape = core, options, q.shape
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        saved = ctx.saved_tensors
-        if dout is None:
-            dout = saved[0].new_zeros(ctx.shape)
-        dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-        grads = ctx.core.backward(dout, dlse, saved, ctx.options)
-        return (*(grad.to(saved[0].dtype) for grad in grads), None, None)
+        to_q, to_k, to_v, *saved = ctx.saved_tensors
+        with torch.no_grad():
+            rows = saved[0].new_zeros(ctx.shape) if dout is None else dout
+            rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+            grads = [grad.to(to_q.dtype) for grad in ctx.core.backward(rows, dlse, tuple(saved), ctx.options)]
+        if torch.is_grad_enabled():  # a graph of the gradients is wanted: in it, the next ones are refused
+            grads = Final.apply(*grads, dout, dlse, to_q, to_k, to_v)
+        return (*grads, None, None)

@@ -10,6 +10,7 @@ only files beside it, and sizes are bounded before they are believed.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -87,14 +88,26 @@ def load_llama(
 def load_into(model: Llama, folder: str | Path) -> None:
     """Read a checkpoint's weights into a model on its device, whole or split: tensor parallel, fully sharded or both.
 
-    Of each tensor a rank reads the slices that it holds and nothing else, and sends nothing to another.
+    Of each tensor a rank reads the slices that it holds and nothing else, and sends nothing to another. A checkpoint of
+    another model is refused before anything is overwritten.
     """
+    check_config(folder, model.config)
     held = dict(model.named_parameters())
     with torch.no_grad():
         for name, value in read_weights(folder, model.config, part=lambda name, _: local_slices(held[name])):
             param = held[name]
             local = param.to_local() if isinstance(param, DTensor) else param
             local.copy_(value)
+
+
+def check_config(folder: str | Path, config: LlamaConfig) -> None:
+    """Refuse a checkpoint whose config.json describes another model. max_tokens may differ: nothing reads it."""
+    theirs, ours = ({**dataclasses.asdict(x), "max_tokens": 0} for x in (read_config(folder), config))
+    if differ := [f"{name} is {theirs[name]}, not {value}" for name, value in ours.items() if theirs[name] != value]:
+        raise ValueError(
+            f"{folder} is a checkpoint of another model than the one it is to fill: {'; '.join(differ)}; "
+            "make the model from read_config(folder), or choose another folder"
+        )
 
 
 def local_slices(param: Tensor) -> tuple[slice, ...] | None:
@@ -175,17 +188,20 @@ def read_weights(folder: str | Path, config: LlamaConfig, *, part: Part | None =
     by_file: dict[Path, list[str]] = {}
     for ours, theirs in wanted.items():
         by_file.setdefault(where[theirs], []).append(ours)
+    # All shapes before the first tensor: a model must not be left with half of another's weights.
     for file, ours_here in by_file.items():
         with safe_open(file, framework="pt") as stored:
             for ours in ours_here:
-                view = stored.get_slice(wanted[ours])
-                shape = torch.Size(view.get_shape())
+                shape = torch.Size(stored.get_slice(wanted[ours]).get_shape())
                 if shape != shapes[ours]:
                     raise ValueError(
                         f"{wanted[ours]} in {file} is {tuple(shape)}, not the {tuple(shapes[ours])} that config.json "
                         "implies: weights and config are of different models"
                     )
-                slices = None if part is None else part(ours, shape)
+    for file, ours_here in by_file.items():
+        with safe_open(file, framework="pt") as stored:
+            for ours in ours_here:
+                view, slices = stored.get_slice(wanted[ours]), None if part is None else part(ours, shapes[ours])
                 yield ours, view[slices] if slices is not None else view[:]
 
 

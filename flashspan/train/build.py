@@ -22,7 +22,7 @@ from flashspan.context.layout import Layout
 from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.masks import Mask
 from flashspan.model import IGNORE, Llama, LlamaConfig, initial_weight, read_weights
-from flashspan.model.huggingface import load_into, local_slices
+from flashspan.model.huggingface import check_config, load_into, local_slices
 from flashspan.model.loss import slope_at_once
 from flashspan.parallel import (
     DataParallel,
@@ -168,8 +168,10 @@ def fill(model: Llama, config: TrainConfig, device: torch.device, *, reads: bool
     """Give a model on the meta device its first weights: a checkpoint's, or random by name.
 
     A tensor-parallel rank reads its slices and nothing else. Of the ranks that will hold the same the first reads and
-    the others make room: wrapping the model sends them what it has.
+    the others make room: wrapping the model sends them what it has. All refuse a checkpoint of another model.
     """
+    if config.model.load:
+        check_config(config.model.load, model.config)
     places = {name: (module, key) for module, name, key in _slots(model)}
     owners: dict[Tensor, nn.Parameter] = {}
     wanted = {name: module._parameters[key] for name, (module, key) in places.items()}

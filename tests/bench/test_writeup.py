@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashspan.bench import precision, record, study, writeup
+from flashspan.bench import precision, record, study, writeup, writeup_jobs
 from flashspan.bench.record import Row
 
 ROOT = Path(__file__).parent.parent.parent
@@ -49,14 +49,14 @@ def test_without_rows_it_says_what_is_missing(tmp_path: Path) -> None:
 
 
 def test_eager_rows_do_not_stand_for_compiled_ones(tmp_path: Path) -> None:
-    jobs = writeup.measurements(torch.device("cpu"))
+    jobs = writeup_jobs.measurements(torch.device("cpu"))
     eager = [row for job in jobs for row in job.expected if row.what == "model" and row.impl == writeup.EAGER]
     text = writeup.Writer([made_up(row, i) for i, row in enumerate(eager)], tmp_path).page()
     assert "Not measured yet" in text.split("## 1.3.1")[1].split("##")[0]
 
 
 def test_with_all_rows_every_question_is_answered(tmp_path: Path) -> None:
-    jobs = writeup.measurements(torch.device("cpu"))
+    jobs = writeup_jobs.measurements(torch.device("cpu"))
     expected = [row for job in jobs for row in job.expected]
     assert len({row.key for row in expected}) == len(expected)
     record.append([made_up(row, i) for i, row in enumerate(expected)], tmp_path / "writeup.jsonl")
@@ -93,7 +93,7 @@ def test_a_section_says_what_is_missing_of_it(tmp_path: Path, monkeypatch: pytes
         return {text.split("\n")[0]: text for text in page.split("\n## ")[1:]}
 
     for title, parts, _ in writeup.Writer([], tmp_path).outline():
-        jobs = [job for part in parts for job in writeup.sections(torch.device("cpu"))[part]]
+        jobs = [job for part in parts for job in writeup_jobs.sections(torch.device("cpu"))[part]]
         rows = [made_up(row, i) for job in jobs for i, row in enumerate(job.expected)]
         assert "Not measured yet" not in sections(rows)[title]
         last = {row.key for row in jobs[-1].expected}
@@ -109,10 +109,10 @@ def test_a_section_says_what_is_missing_of_it(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_sweep_holds_what_the_assignment_asks_for_the_most_telling_first() -> None:
-    jobs = writeup.measurements(torch.device("cpu"))
+    jobs = writeup_jobs.measurements(torch.device("cpu"))
     rows = [row for job in jobs for row in job.expected]
     found = {(row.what, row.shape, row.impl, row.dtype, row.kind) for row in rows}
-    for size in writeup.SIZES:
+    for size in writeup_jobs.SIZES:
         for impl, dtype in ((writeup.EAGER, "float32"), (writeup.EAGER, "bfloat16"), (writeup.COMPILED, "bfloat16")):
             for kind in ("forward", "backward", "inference", "training"):
                 assert ("model", f"{size} 4x128", impl, dtype, kind) in found
@@ -127,7 +127,7 @@ def test_the_sweep_holds_what_the_assignment_asks_for_the_most_telling_first() -
     assert [row.more["warmup"] for row in rows if row.what == "warm-up" and row.kind == "training"] == [0, 1, 2, 5]
     # A part is finished before the next begins, and what nobody asked for comes last.
     place = {job.expected[0].key: number for number, job in enumerate(jobs)}
-    parts = writeup.sections(torch.device("cpu"))
+    parts = writeup_jobs.sections(torch.device("cpu"))
     ends = [max(place[job.expected[0].key] for job in part) for part in parts.values()]
     assert ends == sorted(ends)
     assert (next(iter(parts)), list(parts)[-1]) == ("sizes", "lengths")
@@ -138,7 +138,7 @@ def test_the_sweep_holds_what_the_assignment_asks_for_the_most_telling_first() -
 
 
 def test_what_is_compiled_ahead_and_which_process_measures() -> None:
-    jobs = writeup.measurements(torch.device("cpu"))
+    jobs = writeup_jobs.measurements(torch.device("cpu"))
     wanted = [job.prepare for job in jobs if job.prepare is not None]
     assert {job.expected[0].what for job in jobs if job.prepare is not None} == {"model", "study eager", "study flash"}
     assert len({(ready.func, ready.args) for ready in wanted}) == 5 + 5 + 4 * 2  # sizes; lengths; head sizes and dtypes
@@ -153,16 +153,16 @@ def test_a_part_goes_on_where_the_last_one_stopped(
 ) -> None:
     cpu = torch.device("cpu")
     monkeypatch.setattr(
-        writeup, "sections", lambda device: {"precision": [writeup.precision_job(cpu)],
-                                             "flash": study.jobs("flash", (16,), (16,), cpu, 1)[2:]}
+        writeup_jobs, "sections", lambda device: {"precision": [writeup_jobs.precision_job(cpu)],
+                                                  "flash": study.jobs("flash", (16,), (16,), cpu, 1)[2:]}
     )  # fmt: skip
-    monkeypatch.setattr(writeup, "COMPILER", ())
-    assert writeup.measure(0.0, tmp_path, cpu) == 3
-    assert writeup.measure(1.0, tmp_path, cpu) == 0
+    monkeypatch.setattr(writeup_jobs, "COMPILER", ())
+    assert writeup_jobs.measure(0.0, tmp_path, cpu) == 3
+    assert writeup_jobs.measure(1.0, tmp_path, cpu) == 0
     rows = record.read(tmp_path / "writeup.jsonl")
     assert [row.impl for row in rows] == ["autocast", *["flashspan"] * 3, *["pytorch"] * 3]
     assert all(row.ok for row in rows)
-    assert writeup.measure(1.0, tmp_path, cpu) == 0
+    assert writeup_jobs.measure(1.0, tmp_path, cpu) == 0
     assert "nothing left to measure" in capsys.readouterr().out
     writeup.main(["left", "--folder", str(tmp_path)])
     assert "flash: 0 of 2 jobs left" in capsys.readouterr().out

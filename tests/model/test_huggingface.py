@@ -170,6 +170,48 @@ def test_a_missing_shard_is_named(model: Llama, tmp_path: Path) -> None:
         load_llama(tmp_path, attention=attention)
 
 
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"num_layers": 2}, "num_layers is 2, not 3"),
+        ({"num_layers": 4}, "num_layers is 4, not 3"),
+        ({"num_heads": 2, "head_dim": 16}, "num_heads is 2, not 4; head_dim is 16, not 8"),
+        ({"ffn_width": 40, "norm_eps": 1e-5}, "ffn_width is 40, not 48; norm_eps is 1e-05, not 1e-06"),
+        ({"tie_embeddings": True}, "tie_embeddings is True, not False"),
+        ({"rope_theta": 1e4, "rope_scaling": None}, "rope_theta is 10000.0, not 500000.0; rope_scaling is None, not"),
+    ],
+)
+def test_a_checkpoint_of_another_model_changes_nothing(
+    model: Llama, tmp_path: Path, changes: dict[str, Any], says: str
+) -> None:
+    other = Llama(replace(CONFIG, **changes), attention=attention)
+    other.initialize(4)
+    save_llama(other, tmp_path)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match=f"checkpoint of another model than the one it is to fill: {says}"):
+        huggingface.load_into(model, tmp_path)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_weights_of_another_shape_than_their_config_change_nothing(model: Llama, tmp_path: Path) -> None:
+    other = Llama(replace(CONFIG, ffn_width=40), attention=attention)
+    other.initialize(4)
+    save_llama(other, tmp_path, shard_bytes=9000)
+    _edit(tmp_path, intermediate_size=48)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match="weights and config are of different models"):
+        huggingface.load_into(model, tmp_path)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_model_for_longer_contexts_takes_the_same_weights(model: Llama, tmp_path: Path) -> None:
+    save_llama(model, tmp_path)
+    longer = Llama(replace(CONFIG, max_tokens=10 * CONFIG.max_tokens), attention=attention)
+    longer.initialize(4)
+    huggingface.load_into(longer, tmp_path)
+    assert all(torch.equal(value, longer.state_dict()[name]) for name, value in model.state_dict().items())
+
+
 def load_split(folder: Path, degrees: dict[str, int], tokens: torch.Tensor) -> dict[str, Any]:
     """On a rank: load a model that is split, and say what was read, what all ranks hold and what it computes."""
     mesh, config = build_mesh(**degrees), read_config(folder)

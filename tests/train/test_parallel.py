@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from flashspan import attention
+from flashspan import attention, masks
 from flashspan.model import Llama, huggingface, read_weights, save_llama
+from flashspan.parallel import build_mesh
 from flashspan.train import TrainConfig, build
 from flashspan.train.loop import Trainer
 
@@ -188,3 +191,26 @@ def test_fifty_steps_show_the_loss_of_one_device(
         alone["fifty"] = on_ranks(1, take_steps, config_of(*options), timeout=400)[0]
     for got in on_ranks(4, take_steps, config_of(*options, *MIXTURES[name]), timeout=400):
         assert_same_curve(got, alone["fifty"], 1e-4)
+
+
+def build_another(config: TrainConfig) -> str:
+    """On a rank: what is said when a checkpoint is to fill a model it is not of."""
+    degrees: dict[str, Any] = {**config.parallel.degrees(dist.get_world_size())}
+    shape = replace(config.model.resolve(), rope_theta=123.0)
+    try:
+        build.build(config, shape, build_mesh(**degrees), torch.device("cpu"), masks.causal())
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("name", ["4 fully sharded", "2 tensor x 2 context", "4 data, sharded optimizer"])
+def test_every_rank_refuses_a_checkpoint_of_another_model(
+    on_ranks: Callable[..., list[Any]], config_of: Callable[..., TrainConfig], tmp_path: Path, name: str
+) -> None:
+    model = Llama(config_of().model.resolve(), attention=attention)
+    model.initialize(9)
+    save_llama(model, tmp_path / "model")
+    for said in on_ranks(4, build_another, config_of(f"--model.load={tmp_path / 'model'}", *MIXTURES[name])):
+        assert "a checkpoint of another model" in said
+        assert "rope_theta is 10000.0, not 123.0" in said

@@ -1,0 +1,156 @@
+"""The arguments of an attention call: checked once, at the public face, and made into what the code below trusts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashspan.kernels import masks
+from flashspan.kernels.blocks import Blocks
+from flashspan.kernels.masks import Band, Mask, Rows
+
+MAX_HEAD_DIM = 256
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> None:
+    """One ValueError for anything attention cannot mean: the rule, the values, the remedy."""
+    kinds = [x.layout if isinstance(x, Tensor) else type(x).__name__ for x in (q, k, v)]
+    if kinds != [torch.strided] * 3:
+        raise ValueError(
+            f"q, k and v must be dense tensors: got {', '.join(map(str, kinds))}; use torch.as_tensor or .to_dense()"
+        )
+
+    def shapes() -> str:
+        return f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise ValueError(f"q, k and v must be [batch, heads, tokens, head size]: {shapes()}; unsqueeze what is missing")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k and v must share a dtype: got {q.dtype}, {k.dtype}, {v.dtype}; cast with .to(q.dtype)")
+    if q.dtype not in FLOATS:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
+        raise ValueError(f"attention works on {names}: got {q.dtype}; cast the inputs")
+    if not q.device == k.device == v.device:
+        raise ValueError(
+            f"q, k and v must be on one device: got {q.device}, {k.device}, {v.device}; move them with .to(q.device)"
+        )
+    batch, heads, _, head_dim = q.shape
+    kv_batch, kv_heads, _, kv_head_dim = k.shape
+    if k.shape != v.shape:
+        raise ValueError(f"k and v must have one shape: {shapes()}")
+    if batch != kv_batch:
+        raise ValueError(f"q and k must have the same batch: {shapes()}; expand the smaller one")
+    if head_dim != kv_head_dim:
+        raise ValueError(f"q and k must have the same head size: {shapes()}")
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        raise ValueError(f"the head size must be 1 to {MAX_HEAD_DIM}: {shapes()}; split larger heads")
+    if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
+        raise ValueError(f"the key heads must divide the query heads: got {heads} query heads and {kv_heads} key heads")
+    if not isinstance(dropout, (int, float)) or not 0.0 <= dropout < 1.0:
+        raise ValueError(f"dropout is a probability in [0, 1): got {dropout}")
+
+
+def resolve_mask(
+    q: Tensor,
+    k: Tensor,
+    *,
+    causal: bool = False,
+    window: int | tuple[int, int] | None = None,
+    mask: Mask | Tensor | None = None,
+) -> Mask:
+    """causal, window and mask as the one mask they mean together, checked against q [B, H, T, D] and k [B, K, S, D]."""
+    result: Mask = masks.CAUSAL if causal else masks.EVERYTHING
+    if window is not None:
+        pair = (window - 1, window - 1) if isinstance(window, int) else window
+        if not (
+            isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(x, int) and x >= 0 for x in pair)
+        ):
+            raise ValueError(
+                f"a window is an int >= 1 or a pair (left, right) of ints >= 0: got {window!r}; use None for no window"
+            )
+        left, right = pair
+        result = result & Band(-left, right)
+    if mask is None:
+        return result
+    if isinstance(mask, Tensor):
+        mask = mask_of(mask, q, q.shape[2], k.shape[2])
+    if not isinstance(mask, (Band, Rows, Blocks)):
+        raise ValueError(
+            f"mask must be a bool tensor or made by flashspan.masks: got {type(mask).__name__}; "
+            f"additive masks are not supported, use mask=bias.isfinite() where they only hide keys"
+        )
+    if isinstance(mask, Blocks):
+        mask.check(q.shape[0], q.shape[2], k.shape[2], q.shape[1])
+    else:
+        mask.check(q.shape[0], q.shape[2], k.shape[2])
+    return mask if result == masks.EVERYTHING else mask & result
+
+
+def mask_of(visible: Tensor, q: Tensor, num_queries: int, num_keys: int) -> Rows | Blocks:
+    """A bool tensor [T, S], [B, T, S], [H, T, S] or [B, H, T, S] for q [B, H, ...]: Rows if every row is one run."""
+    if visible.dtype != torch.bool:
+        raise ValueError(
+            f"a mask tensor must be bool, True where visible: got {visible.dtype}; "
+            f"use mask.bool(), or mask.isfinite() if it is an additive one"
+        )
+    if visible.device != q.device and not q.is_meta:
+        raise ValueError(
+            f"a mask tensor must be on q's device, {q.device}: got {visible.device}; move it with .to(q.device), once"
+        )
+    if visible.dim() not in (2, 3, 4):
+        raise ValueError(
+            f"a mask tensor must be [T, S], [B, T, S], [H, T, S] or [B, H, T, S]: got {tuple(visible.shape)}"
+        )
+    if visible.dim() == 3 and visible.shape[0] in (1, q.shape[0]):
+        visible = visible[:, None]
+    visible = visible[(None,) * (4 - visible.dim())]
+    if visible.shape[0] not in (1, q.shape[0]) or visible.shape[1] not in (1, q.shape[1]):
+        raise ValueError(
+            f"a mask tensor must broadcast to q's batch and heads, [{q.shape[0]}, {q.shape[1]}, T, S]: "
+            f"got {tuple(visible.shape)}"
+        )
+    visible = visible.expand(-1, -1, -1, num_keys if visible.shape[3] == 1 else -1)
+    rows = num_queries if visible.shape[2] == 1 else visible.shape[2]  # one row, a padding mask's, is looked at once
+    if visible.shape[1] == 1 or visible.stride(1) == 0:
+        runs = visible[:, 0, :, :1].sum(-1) + (visible[:, 0, :, 1:] & ~visible[:, 0, :, :-1]).sum(-1)
+        if bool((runs <= 1).all()):
+            return _rows_of(visible[0, 0] if len(visible) == 1 else visible[:, 0], rows)
+    return Blocks.from_dense(visible.expand(-1, -1, rows, -1))
+
+
+def _rows_of(visible: Tensor, num_queries: int) -> Rows:
+    """A bool tensor [T or 1, S] or [B, T or 1, S] in which every row is one run of True, or none."""
+    num_keys = visible.shape[-1]
+    length = visible.sum(-1, dtype=torch.int32)
+    start = visible.view(torch.uint8).argmax(-1).int() if num_keys else length
+    start, length = (x.expand(*x.shape[:-1], num_queries) for x in (start, length))
+    return Rows(start, start + length, num_keys)
+
+
+def draw_seed(device: torch.device, seed: int | None, generator: torch.Generator | None) -> Tensor:
+    """A dropout seed as an int64 tensor on the device: the given one, or one drawn."""
+    if seed is not None and generator is not None:
+        raise ValueError("give dropout a seed or a generator, not both")
+    if seed is not None:
+        if not isinstance(seed, int):
+            raise ValueError(f"a seed is a whole number: got {seed!r}")
+        return torch.full((1,), (seed + 2**63) % 2**64 - 2**63, dtype=torch.int64, device=device)
+    source = device if generator is None else generator.device
+    return torch.randint(0, 2**62, (1,), device=source, generator=generator).to(device)
+
+
+def mask_versions(mask: Mask) -> list[int]:
+    """How often each of a mask's tensors has been written to, for `check_unchanged`. A band has none."""
+    if isinstance(mask, Band):
+        return []
+    return [0 if x.is_inference() else x._version for x in mask.pack()[2]]  # nobody counts in inference mode
+
+
+def check_unchanged(mask: Mask, versions: list[int]) -> None:
+    """Refuse a mask written to since these were its versions, as autograd refuses the tensors it saves itself."""
+    if (now := mask_versions(mask)) != versions:
+        raise RuntimeError(
+            f"a mask is a value, and backward needs it as forward saw it: its tensors were changed in place in between "
+            f"(their versions were {versions}, now {now}); make a new mask instead"
+        )
