@@ -44,10 +44,13 @@ def clip_grad_norm(params: Tensor | Iterable[Tensor], max_norm: float, *, norm_t
     params = _once_each(params)
     norm = grad_norm(params, norm_type=norm_type)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for param in params:
-        if param.grad is not None:
-            local = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
-            local.mul_(factor.to(local.device))
+    grads = [param.grad for param in params if param.grad is not None]
+    for (device, dtype), alike in _alike([g.to_local() if isinstance(g, DTensor) else g for g in grads]).items():
+        if dtype.itemsize > 2:
+            torch._foreach_mul_(alike, factor.to(device, dtype))
+        else:  # the factor must not be rounded to 16 bits: this one multiplies in float32
+            found_inf = torch.zeros(1, device=device)
+            torch._amp_foreach_non_finite_check_and_unscale_(alike, found_inf, factor.to(device, torch.float32).view(1))
     return norm
 
 
@@ -75,12 +78,24 @@ def _whole_or_shard(grad: Tensor) -> Tensor:
 def _local_power(grads: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """Sum of |x|^p over this rank's elements, float64 where the device has it cheaply; for p = inf, the largest."""
     wide = torch.float32 if device.type == "mps" else torch.float64
-    norms = [torch.linalg.vector_norm(g, norm_type, dtype=_at_least_float32(g.dtype)).to(device, wide) for g in grads]
-    if not norms:
+    if not grads:
         return torch.zeros((), device=device, dtype=wide)
-    if math.isinf(norm_type):
-        return torch.stack(norms).amax()
-    return (torch.stack(norms) ** norm_type).sum()
+    # All of a kind at once: a launch for each of a model's tensors takes longer than the work.
+    norms = torch.cat(
+        [
+            torch.stack(torch._foreach_norm(alike, norm_type, _at_least_float32(dtype))).to(device, wide)
+            for (_, dtype), alike in _alike(grads).items()
+        ]
+    )
+    return norms.amax() if math.isinf(norm_type) else (norms**norm_type).sum()
+
+
+def _alike(tensors: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+    """Tensors by device and dtype."""
+    found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for x in tensors:
+        found.setdefault((x.device, x.dtype), []).append(x)
+    return found
 
 
 def _over_ranks(power: Tensor, split: _Split, norm_type: float) -> Tensor:

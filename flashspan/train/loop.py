@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from flashspan.context.exchange import ExchangeError
 from flashspan.kernels.masks import Mask, Rows
@@ -53,6 +54,7 @@ class Trainer:
         self.positions = torch.arange(config.data.sequence, device=self.device)
         if self.parts.attend is not None:
             self.positions = self.parts.attend.positions(config.data.sequence, self.device)
+        self.guarded = _is_guarded(self.parts.optimizer)
         self.scale = FIRST_SCALE if config.train.precision == "float16" else 1.0
         self.steady = 0  # steps since the scale last changed
         self.step = 0
@@ -143,14 +145,19 @@ class Trainer:
                     param.grad.div_(self.scale)
         clip = config.optimizer.clip
         norms = clip_grad_norm(params, clip) if clip else grad_norm(params)
-        # The one moment at which the host waits for the device.
-        loss, stops, norm = torch.stack((sums[0] / count, sums[1], norms.to(sums.dtype))).tolist()
         lr = learning_rate(self.step, config.train.steps, config.optimizer)
+        for group in self.parts.optimizer.param_groups:
+            group["lr"] = lr
+        results = torch.stack((sums[0] / count, sums[1], norms.to(sums.dtype)))
+        if self.guarded:
+            self.parts.optimizer.found_inf = (~results.isfinite().all()).float()  # type: ignore[attr-defined]
+            self.parts.optimizer.step()
+        # The one moment at which the host waits for the device.
+        loss, stops, norm = results.tolist()
         fine = math.isfinite(loss) and math.isfinite(norm)
         if fine:
-            for group in self.parts.optimizer.param_groups:
-                group["lr"] = lr
-            self.parts.optimizer.step()
+            if not self.guarded:
+                self.parts.optimizer.step()
             self.step += 1
         if config.train.precision == "float16":
             self._rescale(fine)
@@ -368,6 +375,13 @@ def _device(config: TrainConfig) -> torch.device:
     if dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def _is_guarded(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer itself does nothing where its found_inf says so: it can be launched while the host does not
+    know yet, and the device need not wait for the host to find out."""
+    whole = not any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
+    return type(optimizer) is torch.optim.AdamW and bool(optimizer.defaults["fused"]) and whole
 
 
 def _size_and_rank(mesh: Any) -> tuple[int, int]:

@@ -310,3 +310,16 @@ def _refused(kind: str) -> str:
 )
 def test_a_misuse_is_named(on_ranks, kind: str, says: str) -> None:
     assert all(says in text for text in on_ranks(2, _refused, kind))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_clipping_rounds_once(dtype: torch.dtype) -> None:
+    """The factor is float32 or better, whatever the gradients are kept in."""
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.zeros(size, dtype=dtype)) for size in (40, 7, 0)]
+    for param in params:
+        param.grad = torch.randn_like(param)
+    before = [param.grad.double().clone() for param in params if param.grad is not None]
+    factor = (1.0 / (clip_grad_norm(params, 1.0) + 1e-6)).to(torch.promote_types(dtype, torch.float32)).double()
+    for param, grad in zip(params, before, strict=True):
+        assert torch.equal(param.grad, (grad * factor).to(dtype))

@@ -11,7 +11,7 @@ import torch
 from flashspan import attention
 from flashspan.generate import Sampling, Whole, decode
 from flashspan.model import Llama, preset
-from flashspan.train import TrainConfig, train
+from flashspan.train import TrainConfig, checkpoint, train
 from flashspan.train.metrics import read_metrics
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -43,6 +43,23 @@ def test_a_gpu_follows_the_curve_of_the_cpu(
     got = curve(config_of(*sizes, *options, "--parallel.device=cuda", f"--checkpoint.folder={tmp_path / 'gpu'}"))
     bound = 1e-4 if options == ["--train.precision=float32"] else 1e-2
     assert all(abs(a - b) <= bound * b for a, b in zip(got, want, strict=True))
+
+
+def test_a_step_that_is_not_finite_changes_nothing(config_of: Callable[..., TrainConfig], tmp_path: Path) -> None:
+    """The optimizer is launched before the host knows the loss."""
+    states = []
+    for name, steps in (("one", 1), ("more", 3)):
+        options = ["--parallel.ranks=1", "--parallel.context=1", "--parallel.device=cuda", f"--train.steps={steps}"]
+        wild = ["--optimizer.lr=1e30", "--optimizer.warmup=0", f"--checkpoint.folder={tmp_path / name}"]
+        assert (train(config_of(*options, *wild)) == 0) == (steps == 1)
+        path = checkpoint.newest(tmp_path / name)
+        assert path is not None
+        states.append(checkpoint.read(path))
+    one, more = states
+    assert one.step == more.step == 1
+    for want, got in ((one.model, more.model), (one.optimizer, more.optimizer)):
+        assert want.keys() == got.keys()
+        assert all(torch.equal(want[key], got[key]) for key in want)
 
 
 def test_greedy_on_a_gpu_is_greedy_on_the_cpu() -> None:
