@@ -1,9 +1,11 @@
 """Kernel time of a ring, without a ring: all ranks' steps walked one after another on one device, against one call.
 
     python -m flashspan.bench.walk --tokens 32768 --heads 16 --kv-heads 16 --head-dim 128 --ranks 8
+    python -m flashspan.bench.walk --step --tokens 8192 --full      # one step of a ring against a plain call
 
 What is timed is the kernels alone (CUDA events around each; on the CPU, a clock): the price of splitting a causal call
-into the tiles of a zigzag ring. Transfers are copies in memory, and are not counted.
+into the tiles of a zigzag ring. Transfers are copies in memory, and are not counted. A step continues a float32
+carry and adds into float32 gradients; a plain call does neither, and ends in the inputs' dtype.
 """
 
 from __future__ import annotations
@@ -94,6 +96,28 @@ def measure(
     return min(t[0] for t in times[1:]), min(t[1] for t in times[1:])
 
 
+def measure_step(inputs: list[Tensor], mask: Mask, *, carried: bool, backend: str, repeats: int) -> tuple[float, float]:
+    """Milliseconds of one call's forward and backward kernels, best of the repeats: a ring's step if `carried`, which
+    continues a carry and adds into gradients, else a plain call."""
+    q, k, v, dout = inputs
+    given: dict[str, Any] = {"mask": mask, "scale": q.shape[3] ** -0.5, "dropout": None}
+    watch = Stopwatch(Dispatched(backend), q.device)
+    dtype = torch.float32 if carried else q.dtype
+    # Every repeat continues the one before, as every step of a ring does.
+    carry = watch.local.forward(q, k, v, **given, carry=None, out_dtype=dtype)
+    lse, delta = carry.lse.clone(), row_delta(dout, carry.out)
+    dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (q, k, v))
+    times = []
+    for _ in range(repeats + 1):  # the first compiles and warms up
+        watch.run_ahead()
+        carry = watch.forward(q, k, v, **given, carry=carry if carried else None, out_dtype=dtype)
+        forward = watch.milliseconds()
+        watch.run_ahead()
+        watch.backward(dout, q, k, v, lse, delta, **given, dq=dq, dk=dk, dv=dv, accumulate=carried)
+        times.append((forward, watch.milliseconds()))
+    return min(t[0] for t in times[1:]), min(t[1] for t in times[1:])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sizes = (("tokens", 32768), ("heads", 16), ("kv-heads", 16), ("head-dim", 128), ("ranks", 8), ("repeats", 10))
@@ -101,6 +125,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--strategy", default="ring", choices=[name for name in GENERATORS if name != "double_ring"])
     parser.add_argument("--layout", default="zigzag")
+    parser.add_argument("--step", action="store_true", help="one step of a ring in place of all ranks' steps")
     parser.add_argument("--full", action="store_true", help="a full mask in place of a causal one")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--backend", default="auto")
@@ -113,14 +138,19 @@ def main() -> None:
     inputs = [torch.randn(shape, device=device, dtype=dtype) for shape in shapes]
     mask = EVERYTHING if options.full else CAUSAL
     choice = {"strategy": options.strategy, "layout": options.layout, "backend": options.backend}
-    one = measure(inputs, mask, 1, repeats=options.repeats, **choice)
-    many = measure(inputs, mask, options.ranks, repeats=options.repeats, **choice)
+    if options.step:
+        what, how = "a step", "one step of a ring"
+        rest = {"backend": options.backend, "repeats": options.repeats}
+        one, many = (measure_step(inputs, mask, carried=carried, **rest) for carried in (False, True))
+    else:
+        what, how = "all ranks' kernels", f"{options.strategy}, {options.layout}, {options.ranks} ranks"
+        one, many = (measure(inputs, mask, n, repeats=options.repeats, **choice) for n in (1, options.ranks))
     print(
         f"{options.tokens} tokens, {options.heads} heads on {options.kv_heads} of {options.head_dim}, {options.dtype}, "
-        f"{'full' if options.full else 'causal'}; {options.strategy}, {options.layout}, {options.ranks} ranks"
+        f"{'full' if options.full else 'causal'}; {how}"
     )
     for name, alone, walked in zip(("forward", "backward"), one, many, strict=True):
-        print(f"{name:<9} one call {alone:.3f} ms, all ranks' kernels {walked:.3f} ms: {walked / alone:.3f}x")
+        print(f"{name:<9} one call {alone:.3f} ms, {what} {walked:.3f} ms: {walked / alone:.3f}x")
 
 
 if __name__ == "__main__":

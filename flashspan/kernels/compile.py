@@ -128,7 +128,8 @@ def shipped_launches(dtype: torch.dtype, head_dim: int, **options: Any) -> dict[
 def hopper_launches(dtype: torch.dtype, head_dim: int, **options: Any) -> dict[str, Launch]:
     """The launches of one call of the Hopper kernels on meta tensors: "forward", "backward" where there is one in one
     pass, and "keys" and "queries", the two passes."""
-    from flashspan.kernels.hopper.launch import backward_launch, forward_launch
+    from flashspan.kernels.hopper.launch import forward_launch
+    from flashspan.kernels.hopper.one_pass import backward_launch
     from flashspan.kernels.hopper.tensors import block_dim
     from flashspan.kernels.hopper.tiles import BACKWARD
     from flashspan.kernels.hopper.two_pass import two_pass_launches

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from flashspan.bench.ring_cpu import compare
-from flashspan.bench.walk import measure
+from flashspan.bench.walk import Stopwatch, measure, measure_step
+from flashspan.kernels.contract import Carry
 from flashspan.kernels.masks import CAUSAL
 from flashspan.launch import Ranks
 
@@ -42,3 +43,25 @@ def test_all_ranks_of_a_ring_can_be_timed_on_one_device(strategy: str) -> None:
     inputs = [torch.randn(1, 2, 96, 16) for _ in range(4)]
     times = measure(inputs, CAUSAL, 4, strategy=strategy, layout="zigzag", backend="tiled", repeats=1)
     assert min(times) > 0
+
+
+@pytest.mark.parametrize("carried", [False, True])
+def test_one_step_of_a_ring_can_be_timed(carried: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step continues one carry in float32 and adds; a plain call does neither."""
+    seen: list[tuple[bool, torch.dtype]] = []
+    forward, backward = Stopwatch.forward, Stopwatch.backward
+
+    def watch_forward(self: Stopwatch, *args: Any, **rest: Any) -> Carry:
+        seen.append((rest["carry"] is not None, rest["out_dtype"]))
+        return forward(self, *args, **rest)
+
+    def watch_backward(self: Stopwatch, *args: Any, **rest: Any) -> None:
+        seen.append((rest["accumulate"], rest["dq"].dtype))
+        backward(self, *args, **rest)
+
+    monkeypatch.setattr(Stopwatch, "forward", watch_forward)
+    monkeypatch.setattr(Stopwatch, "backward", watch_backward)
+    inputs = [torch.randn(1, 2, 96, 16, dtype=torch.bfloat16) for _ in range(4)]
+    times = measure_step(inputs, CAUSAL, carried=carried, backend="tiled", repeats=2)
+    assert min(times) > 0
+    assert seen == [(carried, torch.float32 if carried else torch.bfloat16)] * 6

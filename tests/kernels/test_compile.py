@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import pytest
-import triton
 
 PROGRAM = """
 import json, sys, torch
@@ -134,12 +133,8 @@ ALL = [
     )
     if (kind, head_dim) != ("backward", 256)
 ]
-ALLOWED = {"plain": 300, "carry": 1200}
+ALLOWED = 300
 """Bytes spilled before and after the loop over tiles, once per tile of queries (docs/kernels.md)."""
-NAMED = {("forward", 256, "carry"): 2500} | (
-    {("forward", 64, "plain"): 360} if triton.__version__.startswith("3.6") else {}
-)
-"""Those that spill more: heads of 256 hold twice as much where a carry joins, and Triton 3.6 is worse at 64."""
 
 
 def check_hopper(kind: str, head_dim: int, dtype: str, mask: str, carry: str) -> None:
@@ -147,7 +142,7 @@ def check_hopper(kind: str, head_dim: int, dtype: str, mask: str, carry: str) ->
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=_compiling(), check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     spilled, shared, wide, warnings = json.loads(done.stdout)
-    assert spilled <= NAMED.get((kind, head_dim, carry), ALLOWED[carry])
+    assert spilled <= ALLOWED
     assert shared <= 232448, "a Hopper block has 227 KiB of shared memory"
     assert wide > 0, "the products must use the warpgroup's instruction"
     assert not [line for line in warnings if "serialized" in line]

@@ -225,3 +225,64 @@ def test_a_kernel_that_does_not_compile_is_replaced(monkeypatch: pytest.MonkeyPa
     finally:
         dispatch.FAILED.clear()
         dispatch._choose.cache_clear()
+
+
+def follow(
+    x: list[Tensor], mask: Mask, cuts: list[int], out: Tensor | None = None, hidden: dict[int, float] | None = None
+) -> tuple[Carry, Carry]:
+    """Carried calls over the keys between cuts, some keys replaced where nobody sees them, and the float32 truth."""
+    from flashspan.kernels import hopper
+
+    q, k, v, _ = x
+    scale = q.shape[-1] ** -0.5
+    right = reference.forward(q.float(), k.float(), v.float(), mask=mask, scale=scale)
+    for index, value in (hidden or {}).items():
+        k[:, :, index] = value
+        v[:, :, index] = value
+    carry: Carry | None = None
+    if out is not None:
+        nothing = torch.full(q.shape[:3], -torch.inf, device="cuda")
+        carry = Carry(out.zero_(), nothing)
+    for a, b in itertools.pairwise(cuts):
+        part = mask.slice(range(q.shape[2]), range(a, b)).to("cuda")
+        carry = hopper.forward(
+            q, k[:, :, a:b], v[:, :, a:b], mask=part, scale=scale, carry=carry, out_dtype=torch.float32
+        )
+    assert carry is not None
+    return carry, right
+
+
+def check_carry(got: Carry, right: Carry) -> None:
+    assert got.out.dtype == got.lse.dtype == torch.float32
+    assert relative(got.out, right.out) <= FORWARD_BOUND
+    assert torch.equal(got.lse.isinf(), right.lse.isinf())
+    assert (got.lse - right.lse).nan_to_num(0, 0, 0).abs().max() <= 1e-5
+    assert not got.out[right.lse.isinf()].any()
+
+
+@pytest.mark.parametrize("head_dim", [40, 64, 80, 128, 192, 256])
+def test_a_carry_survives_what_is_hidden_and_rows_that_see_nothing(head_dim: int) -> None:
+    """In a call, a tile with a NaN behind the mask is left to another kernel: its carry must still be as it was."""
+    start = torch.arange(333, dtype=torch.int32) % 300
+    end = torch.where(start % 7 == 0, start, (start + 150).clamp(max=480))
+    cases: list[tuple[Mask, list[int], tuple[int, ...]]] = [
+        (Band(190, 289), [0, 150, 260, 500], (0, 100, 189)),  # nobody sees the first call's keys, the last rows none
+        (Rows(start, end, 500), [0, 130, 131, 390, 500], (485, 499)),  # every seventh row sees nothing
+    ]
+    for dtype, value in ((torch.bfloat16, torch.nan), (torch.float16, torch.inf)):
+        for mask, cuts, hidden in cases:
+            x = tensors(random.Random(head_dim), 2, 4, 2, 333, 500, head_dim, dtype)
+            check_carry(*follow(x, mask.to("cuda"), cuts, hidden=dict.fromkeys(hidden, value)))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_carry_may_be_a_view_of_something_larger(head_dim: int) -> None:
+    """It is updated in place, and nothing beside it: past its rows and columns, other tensors may begin."""
+    x = tensors(random.Random(head_dim), 2, 3, 1, 200, 300, head_dim)
+    larger = torch.full((2, 264, 5, head_dim + 8), 7.0, device="cuda")
+    out = larger[:, 32:232, 1:4, :head_dim].transpose(1, 2)
+    got, right = follow(x, CAUSAL, [0, 70, 300], out=out)
+    check_carry(got, right)
+    assert got.out.data_ptr() == out.data_ptr()
+    out.fill_(7.0)
+    assert (larger == 7.0).all()

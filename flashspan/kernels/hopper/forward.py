@@ -1,10 +1,13 @@
 """The forward kernel for Hopper.
 
-One warp feeds K and V tiles through the copy engine; two or three warpgroups of 64 queries each multiply. A warpgroup
-starts the scores of tile i and the output of tile i - 1 together and computes the softmax between them, so the tensor
-cores always have one of the two to do. K of tile i and V of tile i - 1 travel as a pair under one barrier: the wait for
+One warp feeds K and V tiles through the copy engine; two warpgroups of 64 queries each multiply. A warpgroup starts the
+scores of tile i and the output of tile i - 1 together and computes the softmax between them, so the tensor cores always
+have one of the two to do. K of tile i and V of tile i - 1 travel as a pair under one barrier: the wait for
 the next pair, in the middle of an iteration, is also the branch that keeps ptxas from moving the softmax behind the
 products. Programs are persistent: while a tile's output is written, the next one's Q and first K are on their way.
+
+A carry is asked for before a tile's first scores and joins after their softmax: what it takes to load it is hidden by
+both, and the loop is the same with and without one. Outputs leave through Q's place, float32 ones half after half.
 
 For a block map (LISTS) only the feeding warp reads the lists. It tells the others how many blocks there are and how
 many of them have bits, and loads those bits beside K.
@@ -15,14 +18,14 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from flashspan.kernels.hopper.names import barrier, here_and_now
+from flashspan.kernels.hopper.names import here_and_now, rescale
+from flashspan.kernels.hopper.shared import send_off
 from flashspan.kernels.hopper.walk import (
     blocks,
     bounds,
@@ -38,6 +41,8 @@ from flashspan.kernels.hopper.walk import (
     tell,
     told,
 )
+
+LAG = gl.constexpr(8.0)
 
 
 @gluon.jit
@@ -62,21 +67,20 @@ def _feed(desc, buffers, bars, numbers, outputs, tables, C: gl.constexpr):
     start, end, s_rows = tables
     BM: gl.constexpr = C[0]
     BN: gl.constexpr = C[1]
-    WGS: gl.constexpr = C[2]
-    STAGES: gl.constexpr = C[3]
-    TABLE: gl.constexpr = C[5]
-    QS: gl.constexpr = C[10]
+    STAGES: gl.constexpr = C[2]
+    TABLE: gl.constexpr = C[4]
+    QS: gl.constexpr = C[9]
     pair = 0
     turn = 0
     tile = gl.program_id(0)
     while tile < num_tiles:
         i_block, i_bh = place(tile, num_blocks, num_heads, section)
-        m0 = (num_blocks - 1 - i_block) * (BM * WGS)
+        m0 = (num_blocks - 1 - i_block) * (2 * BM)
         i_b = i_bh // H
         i_h = i_bh % H
         i_k = i_h // G
         first, f_lo, f_hi, last = blocks(
-            m0, T, S, lo, hi, start + i_b * s_rows, end + i_b * s_rows, TABLE, BM * WGS, BN, 1
+            m0, T, S, lo, hi, start + i_b * s_rows, end + i_b * s_rows, TABLE, 2 * BM, BN, 1
         )
         n = last - first
         # The first K needs no Q: it is on its way while the tile before is finished.
@@ -87,9 +91,9 @@ def _feed(desc, buffers, bars, numbers, outputs, tables, C: gl.constexpr):
         room, phase = _stage(turn, QS)
         mbarrier.wait(q_empty.index(room), phase ^ 1)
         tell(tile_s.index(turn & 3), tile)
-        mbarrier.expect(q_full.index(room), WGS * desc_q.block_type.nbytes)
-        for w in gl.static_range(WGS):
-            _load(desc_q, i_b, i_h, m0 + w * BM, q_full.index(room), q_s.index(room * WGS + w))
+        mbarrier.expect(q_full.index(room), 2 * desc_q.block_type.nbytes)
+        for w in gl.static_range(2):
+            _load(desc_q, i_b, i_h, m0 + w * BM, q_full.index(room), q_s.index(room * 2 + w))
         for i in range(1, n):
             stage, phase = _stage(pair + i, STAGES)
             row = (last - 1 - i) * BN
@@ -121,9 +125,8 @@ def _feed_lists(desc, buffers, bars, numbers, outputs, tables, C: gl.constexpr):
     desc_words, words_s, work_s, maps = tables
     BM: gl.constexpr = C[0]
     BN: gl.constexpr = C[1]
-    WGS: gl.constexpr = C[2]
-    STAGES: gl.constexpr = C[3]
-    QS: gl.constexpr = C[10]
+    STAGES: gl.constexpr = C[2]
+    QS: gl.constexpr = C[9]
     PAIR: gl.constexpr = 2 * desc_k.block_type.nbytes
     WORDS: gl.constexpr = 2 * desc_words.block_type.nbytes
     pair = 0
@@ -152,9 +155,9 @@ def _feed_lists(desc, buffers, bars, numbers, outputs, tables, C: gl.constexpr):
         put(work_s.index(slot + 2), n)
         put(work_s.index(slot + 3), edges)
         tell(tile_s.index(turn & 3), tile)
-        mbarrier.expect(q_full.index(room), WGS * desc_q.block_type.nbytes)
-        for w in gl.static_range(WGS):
-            _load(desc_q, i_b, i_h, (line * WGS + w) * BM, q_full.index(room), q_s.index(room * WGS + w))
+        mbarrier.expect(q_full.index(room), 2 * desc_q.block_type.nbytes)
+        for w in gl.static_range(2):
+            _load(desc_q, i_b, i_h, (line * 2 + w) * BM, q_full.index(room), q_s.index(room * 2 + w))
         for i in range(1, n):
             before = row
             block, word = find_block(maps, begin, end, i, edges)
@@ -196,8 +199,13 @@ def _hide(s, start, end, n0, EDGES: gl.constexpr):
 
 @gluon.jit
 def _softmax(s, m, l, scale):
-    """One tile of scores into the running softmax, in base 2. Returns p, alpha, m, l."""
-    top = gl.maximum(m, gl.max(s, 1) * scale)
+    """One tile of scores into the running softmax, in base 2. Returns p, alpha, m, l.
+
+    m, what is subtracted, follows the largest score only when that is LAG beyond it: alpha is nearly always 1, and what
+    was summed need not be multiplied. p then reaches 2^LAG, which 16 bits hold as well as 1.
+    """
+    top = gl.max(s, 1) * scale
+    top = gl.where(top > m + LAG, top, m)
     # A row that has seen nothing keeps m = -inf; subtracting 0 instead leaves exp2(-inf) = 0.
     shift = gl.where(top == float("-inf"), 0.0, top)
     p = gl.exp2(s * scale - shift[:, None])
@@ -206,12 +214,46 @@ def _softmax(s, m, l, scale):
 
 
 @gluon.jit
-def _rows(p, row, stride, num_rows, D: gl.constexpr, BD: gl.constexpr, BM: gl.constexpr, L: gl.constexpr):
-    """Pointers to BM rows of a [*, D] matrix that p points into, and which of them exist: [BM, BD]."""
-    o_r = gl.arange(0, BM, layout=gl.SliceLayout(1, L))
-    # Times 8: an opaque 0 alone would hide from the compiler that neighbours may be written together.
+def _rows(outputs, i_bh, H, m0, T, D: gl.constexpr, BD: gl.constexpr, L: gl.constexpr):
+    """Pointers to the 64 rows of out from m0 on, and which of them exist: [64, BD]."""
+    out, lse, bad, s_ob, s_oh, s_ot = outputs
+    o_r = here_and_now(0) + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
+    # Times 8: an opaque 0 alone would hide from the compiler that neighbours lie together.
     o_d = here_and_now(0) * 8 + gl.arange(0, BD, layout=gl.SliceLayout(0, L))
-    return p + (o_r[:, None] * stride + o_d[None, :]), (row + o_r < num_rows)[:, None] & (o_d < D)[None, :]
+    here = (m0 + o_r < T)[:, None]
+    if D < BD:
+        here = here & (o_d < D)[None, :]
+    i_b = (i_bh // H).to(gl.int64)
+    i_h = (i_bh % H).to(gl.int64)
+    p_out = out + i_b * (s_ob * 8) + i_h * (s_oh * 8) + m0.to(gl.int64) * (s_ot * 8)
+    return p_out + (o_r * (s_ot * 8))[:, None] + o_d[None, :], here
+
+
+@gluon.jit
+def _load_carry(outputs, i_bh, H, m0, T, D: gl.constexpr, BD: gl.constexpr, RL: gl.constexpr, OL: gl.constexpr):
+    """The carry's 64 rows from m0 on: out and lse."""
+    out, lse, bad, s_ob, s_oh, s_ot = outputs
+    p_tile, here = _rows(outputs, i_bh, H, m0, T, D, BD, OL)
+    o = gl.load(p_tile, mask=here, other=0.0)
+    o_m = m0 + gl.arange(0, 64, layout=RL)
+    return o, gl.load(lse + i_bh.to(gl.int64) * T + o_m, mask=o_m < T, other=float("-inf"))
+
+
+@gluon.jit
+def _join(p, m, l, o, past):
+    """The carry's out and lse into the softmax of a first block. Returns p, m, l, o.
+
+    Not the softmax's own start: it would have to wait for the lse, which arrives with the last of out, whatever the
+    order they were asked for.
+    """
+    # Plus l * 0: not before the softmax is done, in the middle of which ptxas would otherwise wait.
+    past = past * 1.4426950408889634 + l * 0.0
+    top = gl.maximum(m, past)
+    shift = gl.where(top == float("-inf"), 0.0, top)
+    now = gl.exp2(m - shift)
+    past = gl.exp2(past - shift)
+    o = o * gl.convert_layout(past, gl.SliceLayout(1, o.type.layout), assert_trivial=True)[:, None]
+    return p * now[:, None], top, l * now + past, o
 
 
 @gluon.jit
@@ -224,22 +266,20 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
     out, lse, bad, s_ob, s_oh, s_ot = outputs
     BM: gl.constexpr = C[0]
     BN: gl.constexpr = C[1]
-    WGS: gl.constexpr = C[2]
-    STAGES: gl.constexpr = C[3]
-    EDGES: gl.constexpr = C[4]
-    TABLE: gl.constexpr = C[5]
-    CARRY: gl.constexpr = C[6]
-    D: gl.constexpr = C[7]
-    SL: gl.constexpr = C[8]
-    OL: gl.constexpr = C[9]
+    STAGES: gl.constexpr = C[2]
+    EDGES: gl.constexpr = C[3]
+    TABLE: gl.constexpr = C[4]
+    CARRY: gl.constexpr = C[5]
+    D: gl.constexpr = C[6]
+    SL: gl.constexpr = C[7]
+    OL: gl.constexpr = C[8]
     BD: gl.constexpr = desc_q.block_type.shape[3]
     dtype: gl.constexpr = desc_q.dtype
     RL: gl.constexpr = gl.SliceLayout(1, SL)
     RO: gl.constexpr = gl.SliceLayout(1, OL)
     PL: gl.constexpr = gl.DotOperandLayout(0, OL, 2)
-    QS: gl.constexpr = C[10]
-    BY_COPY: gl.constexpr = C[11]
-    LISTS: gl.constexpr = C[12]
+    QS: gl.constexpr = C[9]
+    LISTS: gl.constexpr = C[10]
     if LISTS:
         desc_words, words_s, work_s, maps = tables
     else:
@@ -254,21 +294,30 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
             edges = told(work_s.index((turn & 3) * 4 + 3), 4)
         else:
             i_block, i_bh = place(tile, num_blocks, num_heads, section)
-            m0 = (num_blocks - 1 - i_block) * (BM * WGS)
+            m0 = (num_blocks - 1 - i_block) * (2 * BM)
             i_b = i_bh // H
             p_start = start + i_b * s_rows
             p_end = end + i_b * s_rows
-            first, f_lo, f_hi, last = blocks(m0, T, S, lo, hi, p_start, p_end, TABLE, BM * WGS, BN, 4)
+            first, f_lo, f_hi, last = blocks(m0, T, S, lo, hi, p_start, p_end, TABLE, 2 * BM, BN, 4)
             n = last - first
             m0 += WG * BM
-            o_m = m0 + gl.arange(0, BM, layout=RL)
-            r_start, r_end = bounds(o_m, T, S, lo, hi, p_start, p_end, TABLE)
-        o = gl.zeros([BM, BD], gl.float32, layout=OL)
+        if CARRY:
+            if LISTS:
+                m0 = told(work_s.index((turn & 3) * 4), 4) * (2 * BM) + WG * BM
+                i_bh = told(work_s.index((turn & 3) * 4 + 1), 4)
+            o, past = _load_carry(outputs, i_bh, H, m0, T, D, BD, RL, OL)
+        else:
+            o = gl.zeros([BM, BD], gl.float32, layout=OL)
         m = gl.full([BM], float("-inf"), gl.float32, layout=RL)
         l = gl.full([BM], 0.0, gl.float32, layout=RL)
+        if not LISTS:
+            o_m = m0 + gl.arange(0, BM, layout=RL)
+            r_start, r_end = bounds(o_m, T, S, lo, hi, p_start, p_end, TABLE)
 
         room, _ = _stage(turn, QS)
-        q = q_s.index(room * WGS + WG).reshape((BM, BD))
+        q = q_s.index(room * 2 + WG).reshape((BM, BD))
+        if BD == 64:  # there are registers for it, and shared memory is read less
+            q = q.load(gl.DotOperandLayout(0, SL, 2))
         # Block 0: there is no output to overlap with yet.
         stage, phase = _stage(pair, STAGES)
         mbarrier.wait(full.index(stage), phase)
@@ -286,6 +335,8 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
 
         stage, phase = _stage(pair + 1, STAGES)
         mbarrier.wait(full.index(stage), phase)
+        if CARRY:
+            p, m, l, o = _join(p, m, l, o, past)
         for i in range(1, n):
             stage, phase = _stage(pair + i, STAGES)
             after, phase = _stage(pair + i + 1, STAGES)
@@ -307,10 +358,8 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
             # P goes through the wait with O: ptxas must not reuse the registers the product still reads.
             o, p = warpgroup_mma_wait(0, deps=(oa, p))
             mbarrier.arrive(empty.index(stage), count=1)
-            o = o * gl.convert_layout(alpha, RO, assert_trivial=True)[:, None]
+            o = rescale(o, gl.convert_layout(alpha, RO, assert_trivial=True))
 
-        if not BY_COPY:
-            mbarrier.arrive(q_empty.index(room), count=1)
         stage, phase = _stage(pair + n, STAGES)
         pd = gl.convert_layout(p.to(dtype), PL, assert_trivial=True)
         o = warpgroup_mma(pd, v_s.index(stage).reshape((BN, BD)), o, is_async=True)
@@ -320,51 +369,29 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
 
         # Where it goes is worked out again: until here these numbers would only have held registers.
         if LISTS:
-            m0 = told(work_s.index((turn & 3) * 4), 4) * (BM * WGS) + WG * BM
+            m0 = told(work_s.index((turn & 3) * 4), 4) * (2 * BM) + WG * BM
             i_bh = told(work_s.index((turn & 3) * 4 + 1), 4)
         else:
             i_block, i_bh = place(told(tile_s.index(turn & 3), 4), num_blocks, num_heads, section)
-            m0 = (num_blocks - 1 - i_block) * (BM * WGS) + WG * BM
-        o_m = m0 + gl.arange(0, BM, layout=RL)
+            m0 = (num_blocks - 1 - i_block) * (2 * BM) + WG * BM
         i_b = i_bh // H
         i_h = i_bh % H
-        p_lse = lse + i_bh.to(gl.int64) * T
-        rows = T
         if EDGES > 0:
             # A hidden key has probability 0, but 0 * NaN is NaN: rows with one are left to the portable kernel, which
             # knows who may see it. Nearly always there are none.
             wrong = gl.max(gl.where(gl.sum(o, 1) * 0.0 == 0.0, 0, 1), 0)
             gl.store(bad + i_bh.to(gl.int64) * gl.cdiv(T, BM) + m0 // BM, wrong, mask=m0 < T)
-            if CARRY:  # which the portable kernel will want as it was
-                rows = gl.where(wrong == 0, T, 0)
-        if not BY_COPY:
-            p_out = out + i_b.to(gl.int64) * (s_ob * 8) + i_h.to(gl.int64) * (s_oh * 8) + m0.to(gl.int64) * (s_ot * 8)
-            p_tile, here = _rows(p_out, m0, s_ot * 8, rows, D, BD, BM, OL)
-        if CARRY:
-            # The carry joins last, in float32: the loop above is the same with and without one.
-            past = gl.load(p_lse + o_m, mask=o_m < T, other=float("-inf")) * 1.4426950408889634
-            top = gl.maximum(m, past)
-            shift = gl.where(top == float("-inf"), 0.0, top)
-            now = gl.exp2(m - shift)
-            past = gl.exp2(past - shift)
-            m = top
-            l = l * now + past
-            o = o * gl.convert_layout(now, RO, assert_trivial=True)[:, None]
-            o += gl.load(p_tile, mask=here, other=0.0) * gl.convert_layout(past, RO, assert_trivial=True)[:, None]
+            if CARRY:  # which the portable kernel will want as it was: past the end nothing is written
+                m0 = gl.where(wrong == 0, m0, T)
+        o_m = m0 + gl.arange(0, BM, layout=RL)
+        p_lse = lse + i_bh.to(gl.int64) * T
         nothing = l == 0.0
         l = gl.where(nothing, 1.0, l)
-        gl.store(p_lse + o_m, gl.where(nothing, float("-inf"), (m + gl.log2(l)) * 0.6931471805599453), mask=o_m < rows)
+        gl.store(p_lse + o_m, gl.where(nothing, float("-inf"), (m + gl.log2(l)) * 0.6931471805599453), mask=o_m < T)
         o = o * gl.convert_layout(1.0 / l, RO, assert_trivial=True)[:, None]
-        if BY_COPY:
-            # Q of this tile has been read for the last time: the output leaves through its place.
-            q_s.index(room * WGS + WG).reshape((BM, BD)).store(o.to(dtype))
-            fence_async_shared()
-            barrier()
-            tma.async_copy_shared_to_global(desc_out, [i_b, i_h, m0, 0], q_s.index(room * WGS + WG))
-            tma.store_wait(0)
-            mbarrier.arrive(q_empty.index(room), count=1)
-        else:
-            gl.store(p_tile, o.to(out.dtype.element_ty), mask=here)
+        # Q of this tile has been read for the last time: the output leaves through its place.
+        send_off(desc_out, i_b, i_h, m0, o, q_s.index(room * 2 + WG), False)
+        mbarrier.arrive(q_empty.index(room), count=1)
         turn += 1
         room, phase = _stage(turn, QS)
         mbarrier.wait(q_full.index(room), phase)
@@ -382,14 +409,9 @@ def _second(desc, buffers, bars, numbers, outputs, tables, C: gl.constexpr):
 
 
 @gluon.jit
-def _third(desc, buffers, bars, numbers, outputs, tables, C: gl.constexpr):
-    _multiply(2, desc, buffers, bars, numbers, outputs, tables, C)
-
-
-@gluon.jit
 def _run(
-    desc, numbers, outputs, tables, D: gl.constexpr, WGS: gl.constexpr, STAGES: gl.constexpr, QS: gl.constexpr,
-    EDGES: gl.constexpr, TABLE: gl.constexpr, CARRY: gl.constexpr, BY_COPY: gl.constexpr, LISTS: gl.constexpr,
+    desc, numbers, outputs, tables, D: gl.constexpr, STAGES: gl.constexpr, QS: gl.constexpr,
+    EDGES: gl.constexpr, TABLE: gl.constexpr, CARRY: gl.constexpr, LISTS: gl.constexpr,
     REGISTERS: gl.constexpr, FEED_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Buffers and barriers, and who does what."""
@@ -400,7 +422,7 @@ def _run(
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BD, 16])
     ML: gl.constexpr = mbarrier.MBarrierLayout()
-    q_s = gl.allocate_shared_memory(desc_q.dtype, [QS * WGS, 1, 1, BM, BD], desc_q.layout)
+    q_s = gl.allocate_shared_memory(desc_q.dtype, [QS * 2, 1, 1, BM, BD], desc_q.layout)
     k_s = gl.allocate_shared_memory(desc_q.dtype, [STAGES, 1, 1, BN, BD], desc_k.layout)
     v_s = gl.allocate_shared_memory(desc_q.dtype, [STAGES, 1, 1, BN, BD], desc_v.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [QS, 1], ML)
@@ -410,22 +432,16 @@ def _run(
     tile_s = gl.allocate_shared_memory(gl.int32, [4, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     for i in gl.static_range(QS):
         mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=WGS)
+        mbarrier.init(q_empty.index(i), count=2)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=WGS)
-    C: gl.constexpr = (BM, BN, WGS, STAGES, EDGES, TABLE, CARRY, D, SL, OL, QS, BY_COPY, LISTS)
+        mbarrier.init(empty.index(i), count=2)
+    C: gl.constexpr = (BM, BN, STAGES, EDGES, TABLE, CARRY, D, SL, OL, QS, LISTS)
     job = (desc, (q_s, k_s, v_s), (q_full, q_empty, full, empty, tile_s), numbers, outputs, tables, C)
     if LISTS:
         gl.warp_specialize([(_first, job), (_second, job), (_feed_lists, job)], [4, 1], [REGISTERS, FEED_REGISTERS])
-    elif WGS == 2:
-        gl.warp_specialize([(_first, job), (_second, job), (_feed, job)], [4, 1], [REGISTERS, FEED_REGISTERS])
     else:
-        gl.warp_specialize(
-            [(_first, job), (_second, job), (_third, job), (_feed, job)],
-            [4, 4, 1],
-            [REGISTERS, REGISTERS, FEED_REGISTERS],
-        )
+        gl.warp_specialize([(_first, job), (_second, job), (_feed, job)], [4, 1], [REGISTERS, FEED_REGISTERS])
 
 
 NUMBERS = ["s_ob", "s_oh", "s_ot", "s_rows", "H", "G", "T", "S", "lo", "hi", "num_heads", "section", "num_tiles"]
@@ -434,17 +450,17 @@ NUMBERS = ["s_ob", "s_oh", "s_ot", "s_rows", "H", "G", "T", "S", "lo", "hi", "nu
 @gluon.jit(do_not_specialize=NUMBERS)
 def forward_kernel(
     desc_q, desc_k, desc_v, desc_out, out, lse, bad, start, end, counter, s_ob, s_oh, s_ot, s_rows, H, G, T, S, lo, hi,
-    scale, num_heads, section, num_tiles, D: gl.constexpr, WGS: gl.constexpr, STAGES: gl.constexpr, QS: gl.constexpr,
-    EDGES: gl.constexpr, TABLE: gl.constexpr, CARRY: gl.constexpr, BY_COPY: gl.constexpr,
+    scale, num_heads, section, num_tiles, D: gl.constexpr, STAGES: gl.constexpr, QS: gl.constexpr,
+    EDGES: gl.constexpr, TABLE: gl.constexpr, CARRY: gl.constexpr,
     REGISTERS: gl.constexpr, FEED_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Strides of out come in units of 8 elements: the compiler then knows they are divisible, whatever the length."""
-    num_blocks = gl.cdiv(T, desc_q.block_type.shape[2] * WGS)
+    num_blocks = gl.cdiv(T, desc_q.block_type.shape[2] * 2)
     _run(
         (desc_q, desc_k, desc_v, desc_out),
         (H, G, T, S, lo, hi, scale, num_heads, num_blocks, section, num_tiles, counter),
         (out, lse, bad, s_ob, s_oh, s_ot), (start, end, s_rows),
-        D, WGS, STAGES, QS, EDGES, TABLE, CARRY, BY_COPY, False, REGISTERS, FEED_REGISTERS,
+        D, STAGES, QS, EDGES, TABLE, CARRY, False, REGISTERS, FEED_REGISTERS,
     )  # fmt: skip
 
 
@@ -455,8 +471,7 @@ LIST_NUMBERS = ["s_batch", "s_head", "num_lines", "num_long", *(x for x in NUMBE
 def lists_forward_kernel(
     desc_q, desc_k, desc_v, desc_out, desc_words, out, lse, bad, spans, index, numbers, order, counter, s_ob, s_oh,
     s_ot, s_batch, s_head, num_lines, num_long, H, G, T, S, scale, num_heads, section, num_tiles, D: gl.constexpr,
-    STAGES: gl.constexpr, CARRY: gl.constexpr, BY_COPY: gl.constexpr, REGISTERS: gl.constexpr,
-    FEED_REGISTERS: gl.constexpr,
+    STAGES: gl.constexpr, CARRY: gl.constexpr, REGISTERS: gl.constexpr, FEED_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """The same for a block map in blocks of 128 x 128: two warpgroups do a line of it."""
     words_s = gl.allocate_shared_memory(gl.int32, [STAGES * 2, 256], desc_words.layout)
@@ -466,5 +481,5 @@ def lists_forward_kernel(
         (desc_q, desc_k, desc_v, desc_out),
         (H, G, T, S, 0, 0, scale, num_heads, num_lines, section, num_tiles, counter),
         (out, lse, bad, s_ob, s_oh, s_ot), (desc_words, words_s, work_s, maps),
-        D, 2, STAGES, 2, 2, False, CARRY, BY_COPY, True, REGISTERS, FEED_REGISTERS,
+        D, STAGES, 2, 2, False, CARRY, True, REGISTERS, FEED_REGISTERS,
     )  # fmt: skip

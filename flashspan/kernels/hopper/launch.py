@@ -19,11 +19,11 @@ from triton.runtime import driver
 from flashspan.kernels import portable
 from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.contract import Carry, Dropout
-from flashspan.kernels.hopper.backward import backward_kernel
 from flashspan.kernels.hopper.forward import forward_kernel
-from flashspan.kernels.hopper.lists import lists_backward_launch, lists_forward_launch, refusal
+from flashspan.kernels.hopper.lists import lists_forward_launch, refusal
+from flashspan.kernels.hopper.one_pass import backward_launch
 from flashspan.kernels.hopper.tensors import L2_BYTES, aligned, block_dim, describe, is_aligned, multiprocessors
-from flashspan.kernels.hopper.tiles import BACKWARD, FORWARD
+from flashspan.kernels.hopper.tiles import BACKWARD, FORWARD, WARPS
 from flashspan.kernels.hopper.two_pass import two_pass_launches
 from flashspan.kernels.masks import Band, Mask, Rows, unpack
 from flashspan.kernels.portable.arguments import LOG2E, Launch, mask_arguments, on
@@ -115,7 +115,7 @@ def forward_launch(
     # Whose keys are hidden: nobody's, those behind each query, or on both sides.
     edges = 2 if table or lo > 1 - T else 1 if hi < S - 1 else 0
     group = H // K
-    tiles_per_head = triton.cdiv(T, 64 * tile.warpgroups)
+    tiles_per_head = triton.cdiv(T, 128)
     num_tiles, chip = tiles_per_head * B * H, multiprocessors(q.device)
     # Key heads in flight together: those whose K and V fit the cache, but enough to occupy the chip.
     section = min(B * K, max(1, L2_BYTES // (4 * S * wide), chip // (tiles_per_head * group)))
@@ -124,24 +124,23 @@ def forward_launch(
         (min(num_tiles, chip),),
         (
             describe(q, 1, 1, 64, wide), describe(k, 1, 1, tile.block_k, wide), describe(v, 1, 1, tile.block_k, wide),
-            describe(out, 1, 1, 64, wide), out, lse, bad, start, end, counter,
+            describe(out, 1, 1, 64, wide * 2 // out.itemsize), out, lse, bad, start, end, counter,
             *(step // 8 for step in out.stride()[:3]), rows_stride, H, group, T, S, lo, hi, scale * LOG2E, B * H,
             section * group, num_tiles,
         ),
         {
-            "D": D, "WGS": tile.warpgroups, "STAGES": tile.stages, "QS": tile.queries, "EDGES": edges, "TABLE": table,
-            "CARRY": carry, "BY_COPY": out.dtype == q.dtype and tile.queries == 2, "REGISTERS": tile.registers,
-            "FEED_REGISTERS": tile.feed_registers, "num_warps": 4,
+            "D": D, "STAGES": tile.stages, "QS": tile.queries, "EDGES": edges, "TABLE": table,
+            "CARRY": carry, **WARPS,
         },
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["T", "Tp"])
 def rows_kernel(
-    lse, delta, minus_lse, minus_delta, sums, T, Tp, scale, D: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr
+    lse, delta, minus_lse, minus_delta, sums, T, Tp, factor, D: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """-lse / scale and -delta of a head, its rows padded to Tp: what the accumulators of S and dP start from. With a
-    head size D, the rows of sums are set to 0."""
+    """-lse * factor and -delta of a head, its rows padded to Tp: what S and dP are corrected by. With a head size D,
+    the rows of sums are set to 0."""
     i_bh = tl.program_id(1).to(tl.int64)
     m0 = tl.program_id(0) * BLOCK
     o = m0 + tl.arange(0, BLOCK)
@@ -149,7 +148,7 @@ def rows_kernel(
     b_delta = tl.load(delta + i_bh * T + o, mask=o < T, other=0.0)
     # A row that saw nothing: its scores come out as -inf, its probabilities as 0.
     b_lse = tl.where(b_lse == float("-inf"), float("inf"), b_lse)
-    tl.store(minus_lse + i_bh * Tp + o, -b_lse / scale, mask=o < Tp)
+    tl.store(minus_lse + i_bh * Tp + o, -b_lse * factor, mask=o < Tp)
     tl.store(minus_delta + i_bh * Tp + o, -b_delta, mask=o < Tp)
     if D:
         o_d = tl.arange(0, BD)
@@ -233,10 +232,11 @@ def _backward_launches(
     mask = unpack(kind, numbers, tables)
     B, H, T, D = q.shape
     padded, wide, summed = minus_lse.numel() // (B * H), block_dim(D), not (accumulate or two_passes)
+    start = two_passes or BACKWARD[wide].start
     prepare = Launch(
         rows_kernel,
         (triton.cdiv(padded, 128), B * H),
-        (lse, delta, minus_lse, minus_delta, sums, T, padded, scale),
+        (lse, delta, minus_lse, minus_delta, sums, T, padded, 1 / scale if start else LOG2E),
         {"D": D if summed else 0, "BD": wide, "BLOCK": 128},
     )
     given = (dout, q, k, v, minus_lse, minus_delta, mask, scale)
@@ -248,46 +248,3 @@ def _backward_launches(
         grid = (triton.cdiv(T, 32), B * H)
         launches.append(Launch(cast_kernel, grid, (sums, dq, *steps, H, T, scale), {"D": D, "BD": wide, "BM": 32}))
     return launches
-
-
-def backward_launch(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    minus_lse: Tensor,
-    minus_delta: Tensor,
-    mask: Mask,
-    scale: float,
-    sums: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    accumulate: bool,
-) -> Launch:
-    """What backward launches in the middle, as data."""
-    B, H, T, D = q.shape
-    K, S = k.shape[1], k.shape[2]
-    if isinstance(mask, Blocks):
-        return lists_backward_launch(dout, q, k, v, minus_lse, minus_delta, mask, scale, sums, dk, dv, accumulate)
-    table, _, _, first, last, _, s_columns, lo, hi, _ = mask_arguments(mask, T, S, minus_lse)
-    wide = block_dim(D)
-    tile = BACKWARD[wide]
-    tiles_per_head = triton.cdiv(S, 2 * tile.block_k)
-    # A block of keys that serves a group of heads takes that much longer: more of them must start early.
-    section = min(B * K, max(1, multiprocessors(q.device) * (H // K) // tiles_per_head))
-    return Launch(
-        backward_kernel,
-        (tiles_per_head * B * K,),
-        (
-            describe(q, 1, 1, tile.block_q, wide), describe(dout, 1, 1, tile.block_q, wide),
-            describe(k, 1, 1, tile.block_k, wide), describe(v, 1, 1, tile.block_k, wide),
-            describe(sums, 1, 1, tile.block_q, wide), describe(dk, 1, 1, tile.block_k, wide),
-            describe(dv, 1, 1, tile.block_k, wide), describe(minus_lse, tile.block_q),
-            describe(minus_delta, tile.block_q), first, last, s_columns, H, K, H // K, T, S,
-            minus_lse.numel() // (B * H), lo, hi, scale * LOG2E, scale, section,
-        ),
-        {
-            "STAGES": 2, "TABLE": table, "ADD": accumulate, "HIDDEN": table or lo > 1 - T or hi < S - 1,
-            "REGISTERS": tile.registers, "FEED_REGISTERS": 24, "num_warps": 4,
-        },
-    )  # fmt: skip

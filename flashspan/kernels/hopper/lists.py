@@ -10,7 +10,7 @@ from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.hopper.backward import lists_backward_kernel
 from flashspan.kernels.hopper.forward import lists_forward_kernel
 from flashspan.kernels.hopper.tensors import L2_BYTES, block_dim, describe, multiprocessors
-from flashspan.kernels.hopper.tiles import BACKWARD, LISTS
+from flashspan.kernels.hopper.tiles import BACKWARD, FORWARD, WARPS
 from flashspan.kernels.portable.arguments import LOG2E, Launch
 from flashspan.kernels.tiling import Lists
 
@@ -23,7 +23,7 @@ WORDS = 256
 
 def refusal(block: tuple[int, int], head_dim: int) -> str | None:
     """Why block maps of this size are not served, if so."""
-    if block_dim(head_dim) not in LISTS:
+    if FORWARD[block_dim(head_dim)].block_k != BLOCK[1]:
         return f"walks block maps up to head size 128, not {head_dim}"
     return None if block == BLOCK else f"walks block maps of 128 x 128, not {block[0]} x {block[1]}"
 
@@ -44,7 +44,7 @@ def lists_forward_launch(
     B, H, T, D = q.shape
     K, S = k.shape[1], k.shape[2]
     wide, group = block_dim(D), H // K
-    tile, lines, chip = LISTS[wide], mask.rows.spans.shape[2], multiprocessors(q.device)
+    tile, lines, chip = FORWARD[wide], mask.rows.spans.shape[2], multiprocessors(q.device)
     # Key heads in flight together: those whose K and V fit the cache, but enough to occupy the chip.
     section = min(B * K, max(1, L2_BYTES // (4 * S * wide), chip // (lines * group)))
     return Launch(
@@ -52,13 +52,12 @@ def lists_forward_launch(
         (min(lines * B * H, chip),),
         (
             describe(q, 1, 1, 64, wide), describe(k, 1, 1, 128, wide), describe(v, 1, 1, 128, wide),
-            describe(out, 1, 1, 64, wide), _describe_bits(mask.bits, mask), out, lse, bad, *mask.rows.tensors, counter,
-            *(step // 8 for step in out.stride()[:3]), *_maps(mask, mask.rows), H, group, T, S, scale * LOG2E, B * H,
-            section * group, lines * B * H,
+            describe(out, 1, 1, 64, wide * 2 // out.itemsize), _describe_bits(mask.bits, mask), out, lse, bad,
+            *mask.rows.tensors, counter, *(step // 8 for step in out.stride()[:3]), *_maps(mask, mask.rows), H, group,
+            T, S, scale * LOG2E, B * H, section * group, lines * B * H,
         ),
         {
-            "D": D, "STAGES": tile.stages, "CARRY": carry, "BY_COPY": out.dtype == q.dtype,
-            "REGISTERS": tile.registers, "FEED_REGISTERS": tile.feed_registers, "num_warps": 4,
+            "D": D, "STAGES": tile.stages, "CARRY": carry, **WARPS,
         },
     )  # fmt: skip
 
@@ -95,7 +94,7 @@ def lists_backward_launch(
             *_maps(mask, mask.columns), H, K, H // K, T, S, minus_lse.numel() // (B * H), scale * LOG2E, scale, section,
         ),
         {
-            "STAGES": 2, "ADD": accumulate, "REGISTERS": tile.registers, "FEED_REGISTERS": 24, "num_warps": 4,
+            "STAGES": 2, "ADD": accumulate, "START": tile.start, **WARPS,
         },
     )  # fmt: skip
 

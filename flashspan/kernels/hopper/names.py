@@ -33,6 +33,34 @@ def here_and_now(x):
     return gl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
+def _rescaling(elements: int) -> str:
+    """PTX of o = x * alpha, or o = x if the alphas of all the warp are 1, for so many numbers of a thread."""
+    out, x, alpha = ([f"${i * elements + j}" for j in range(elements)] for i in range(3))
+    lines = [
+        "{ .reg .pred some;",
+        f"setp.neu.f32 some, {alpha[0]}, 0f3F800000;",
+        f"setp.neu.or.f32 some, {alpha[2]}, 0f3F800000, some;",
+        "vote.sync.any.pred some, some, 0xffffffff;",
+        *(f"mov.f32 {o}, {a};" for o, a in zip(out, x, strict=True)),
+        "@!some bra.uni DONE;",
+        *(f"mul.rn.f32 {o}, {o}, {a};" for o, a in zip(out, alpha, strict=True)),
+        "DONE:",
+        "}",
+    ]
+    return "\n".join(lines)
+
+
+_RESCALING = gl.constexpr(_rescaling(32))
+_OPERANDS = gl.constexpr(",".join(["=&f"] * 32 + ["f"] * 64))
+
+
+@gluon.jit
+def rescale(o, alpha):
+    """o * alpha[:, None], o an accumulator of a product. A warp whose alphas are all 1 branches around it."""
+    alpha, _ = gl.broadcast(alpha[:, None], o)
+    return gl.inline_asm_elementwise(_RESCALING, _OPERANDS, [o, alpha], dtype=gl.float32, is_pure=True, pack=32)
+
+
 @gluon.jit
 def held(x):
     """x, float32, in registers of its own from here on."""

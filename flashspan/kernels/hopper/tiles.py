@@ -7,30 +7,25 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Forward:
-    """Keys per block, warpgroups of 64 queries, pairs of K and V and tiles of Q in flight, registers of a thread that
-    multiplies and of one that feeds."""
+    """Keys per block, pairs of K and V and tiles of 128 queries in flight."""
 
     block_k: int
-    warpgroups: int
     stages: int
     queries: int
-    registers: int
-    feed_registers: int
 
 
 @dataclass(frozen=True)
 class Backward:
-    """Queries per block, keys of each of the two warpgroups, registers of a thread that multiplies."""
+    """Queries per block, keys of each of the two warpgroups, whether S and dP start from -lse and -delta."""
 
     block_q: int
     block_k: int
-    registers: int
+    start: bool
 
 
-FORWARD = {64: Forward(128, 3, 4, 2, 160, 32), 128: Forward(128, 2, 2, 2, 240, 24), 256: Forward(64, 2, 2, 1, 240, 24)}
-BACKWARD = {64: Backward(128, 64, 240), 128: Backward(64, 64, 240)}
+FORWARD = {64: Forward(128, 4, 2), 128: Forward(128, 2, 2), 256: Forward(64, 2, 1)}
+BACKWARD = {64: Backward(128, 64, False), 128: Backward(64, 64, True)}
 """By padded head size. Past 128 dK and dV of two warpgroups no longer fit the registers: see two_pass.py."""
 
-LISTS = {64: Forward(128, 2, 4, 2, 240, 24), 128: FORWARD[128]}
-"""Forward over a block map, whose lines have 128 queries: two warpgroups at 64 too. Past 128 a block of 128 keys does
-not fit shared memory twice."""
+WARPS = {"REGISTERS": 240, "FEED_REGISTERS": 24, "num_warps": 4}
+"""Registers of a thread that multiplies and of one that feeds, and warps of a warpgroup: the same everywhere."""

@@ -5,9 +5,9 @@ to global memory for every tile of queries it reads: 128 KB through the L2 cache
 more than it can give. So there are two kernels, and seven products instead of five. Nothing is added from two sides:
 gradients repeat bit for bit, at any head size.
 
-`keys_kernel` owns 64 keys, or 128 up to a head size of 128. One warpgroup computes S^T and P and keeps dV; the other
-computes dP^T and dS and keeps dK; P goes from the one to the other through shared memory, in float32. Keys run down and
-queries across, so that P and dS are already in the registers dV and dK want them in.
+`keys_kernel` owns 64 keys. One warpgroup computes S^T and P and keeps dV; the other computes dP^T and dS and keeps dK;
+P goes from the one to the other through shared memory, in float32. Keys run down and queries across, so that P and dS
+are in the registers dV and dK want them in. Up to a head size of 128 the kernel of the one pass serves, without dQ.
 
 `queries_kernel` owns 128 queries, 64 per warpgroup: Q and dO stay in shared memory, dQ in registers, K and V pass by.
 
@@ -22,7 +22,9 @@ from torch import Tensor
 
 from flashspan.kernels.hopper.by_keys import keys_kernel
 from flashspan.kernels.hopper.by_queries import queries_kernel
+from flashspan.kernels.hopper.one_pass import backward_launch
 from flashspan.kernels.hopper.tensors import L2_BYTES, block_dim, describe, multiprocessors
+from flashspan.kernels.hopper.tiles import BACKWARD, WARPS
 from flashspan.kernels.masks import Mask
 from flashspan.kernels.portable.arguments import LOG2E, Launch, mask_arguments
 
@@ -46,30 +48,28 @@ def two_pass_launches(
     K, S = k.shape[1], k.shape[2]
     table, start, end, first, last, s_rows, s_columns, lo, hi, _ = mask_arguments(mask, T, S, minus_lse)
     wide, chip = block_dim(D), multiprocessors(q.device)
-    # Keys of a block: as many as the registers hold dK or dV of.
+    # Keys of a tile: as many as fit beside Q and dO.
     block = 64 if wide == 256 else 128
     by_query = [describe(x, 1, 1, 64, wide) for x in (q, dout)]
     by_key = [describe(x, 1, 1, block, wide) for x in (k, v)]
-    to_dq, to_dk, to_dv = (
-        describe(x, 1, 1, rows, wide // (x.element_size() // 2)) for x, rows in ((dq, 64), (dk, block), (dv, block))
-    )
+    to_dq, to_dk, to_dv = (describe(x, 1, 1, 64, wide // (x.element_size() // 2)) for x in (dq, dk, dv))
     rows = minus_lse.numel() // (B * H)
-    constants = {
-        "TABLE": table, "ADD": accumulate, "HIDDEN": table or lo > 1 - T or hi < S - 1, "REGISTERS": 240,
-        "FEED_REGISTERS": 24, "num_warps": 4,
-    }  # fmt: skip
-    num_blocks = triton.cdiv(S, block)
-    # A block of keys that serves a group of heads takes that much longer: more of them must start early.
-    section = min(B * K, max(1, chip * (H // K) // num_blocks))
-    by_keys = Launch(
-        keys_kernel,
-        (num_blocks * B * K,),
-        (
-            *by_query, *by_key, to_dk, to_dv, describe(minus_lse, 64), describe(minus_delta, 64), first, last,
-            s_columns, H, K, H // K, T, S, rows, lo, hi, scale * LOG2E, scale, section,
-        ),
-        constants,
-    )  # fmt: skip
+    constants = {"TABLE": table, "ADD": accumulate, "HIDDEN": table or lo > 1 - T or hi < S - 1, **WARPS}
+    if wide in BACKWARD:
+        by_keys = backward_launch(dout, q, k, v, minus_lse, minus_delta, mask, scale, None, dk, dv, accumulate)
+    else:
+        num_blocks = triton.cdiv(S, block)
+        # A block of keys that serves a group of heads takes that much longer: more of them must start early.
+        section = min(B * K, max(1, chip * (H // K) // num_blocks))
+        by_keys = Launch(
+            keys_kernel,
+            (num_blocks * B * K,),
+            (
+                *by_query, *by_key, to_dk, to_dv, describe(minus_lse, 64), describe(minus_delta, 64), first, last,
+                s_columns, H, K, H // K, T, S, rows, lo, hi, scale * LOG2E, scale, section,
+            ),
+            constants,
+        )  # fmt: skip
     num_blocks = triton.cdiv(T, 128)
     # Key heads in flight together: those whose K and V fit the cache, but enough to occupy the chip.
     section = min(B * K, max(1, L2_BYTES // (4 * S * wide), chip // (num_blocks * (H // K))))

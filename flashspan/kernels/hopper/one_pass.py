@@ -1,0 +1,58 @@
+"""The backward of Hopper in one pass, for heads up to 128, as data: see backward.py."""
+
+from __future__ import annotations
+
+import triton
+from torch import Tensor
+
+from flashspan.kernels.blocks import Blocks
+from flashspan.kernels.hopper.backward import backward_kernel
+from flashspan.kernels.hopper.lists import lists_backward_launch
+from flashspan.kernels.hopper.tensors import block_dim, describe, multiprocessors
+from flashspan.kernels.hopper.tiles import BACKWARD, WARPS
+from flashspan.kernels.masks import Mask
+from flashspan.kernels.portable.arguments import LOG2E, Launch, mask_arguments
+
+
+def backward_launch(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    minus_lse: Tensor,
+    minus_delta: Tensor,
+    mask: Mask,
+    scale: float,
+    sums: Tensor | None,
+    dk: Tensor,
+    dv: Tensor,
+    accumulate: bool,
+) -> Launch:
+    """What backward launches in the middle, as data: dk, dv and, added into sums if there are any, dq."""
+    B, H, T, D = q.shape
+    K, S = k.shape[1], k.shape[2]
+    if isinstance(mask, Blocks):
+        assert sums is not None
+        return lists_backward_launch(dout, q, k, v, minus_lse, minus_delta, mask, scale, sums, dk, dv, accumulate)
+    table, _, _, first, last, _, s_columns, lo, hi, _ = mask_arguments(mask, T, S, minus_lse)
+    wide = block_dim(D)
+    tile = BACKWARD[wide]
+    tiles_per_head = triton.cdiv(S, 2 * tile.block_k)
+    # A block of keys that serves a group of heads takes that much longer: more of them must start early.
+    section = min(B * K, max(1, multiprocessors(q.device) * (H // K) // tiles_per_head))
+    return Launch(
+        backward_kernel,
+        (tiles_per_head * B * K,),
+        (
+            describe(q, 1, 1, tile.block_q, wide), describe(dout, 1, 1, tile.block_q, wide),
+            describe(k, 1, 1, tile.block_k, wide), describe(v, 1, 1, tile.block_k, wide),
+            describe(q if sums is None else sums, 1, 1, tile.block_q, wide), describe(dk, 1, 1, tile.block_k, wide),
+            describe(dv, 1, 1, tile.block_k, wide), describe(minus_lse, tile.block_q),
+            describe(minus_delta, tile.block_q), first, last, s_columns, H, K, H // K, T, S,
+            minus_lse.numel() // (B * H), lo, hi, scale * LOG2E, scale, section,
+        ),
+        {
+            "STAGES": 2, "TABLE": table, "ADD": accumulate, "HIDDEN": table or lo > 1 - T or hi < S - 1,
+            "START": tile.start or sums is None, "DQ": sums is not None, **WARPS,
+        },
+    )  # fmt: skip
