@@ -5,7 +5,7 @@ Knows torch.distributed and nothing of attention or of any model.
 """
 
 from .checkpoint import full_state_dict, load_full_state_dict
-from .clip import clip_grad_norm, grad_norm
+from .clip import clip_factor, clip_grad_norm, grad_norm
 from .data import DataParallel
 from .hybrid import HybridBlock
 from .mesh import build_mesh, submesh
@@ -25,6 +25,7 @@ __all__ = [
     "apply_replicated",
     "apply_tensor_parallel",
     "build_mesh",
+    "clip_factor",
     "clip_grad_norm",
     "full_state_dict",
     "grad_norm",

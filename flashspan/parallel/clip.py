@@ -39,19 +39,25 @@ def grad_norm(params: Tensor | Iterable[Tensor], *, norm_type: float = 2.0) -> T
 @torch.no_grad()
 def clip_grad_norm(params: Tensor | Iterable[Tensor], max_norm: float, *, norm_type: float = 2.0) -> Tensor:
     """Scale all gradients, in place, so that their norm is at most `max_norm`; the norm before. A collective."""
-    if not max_norm > 0:
-        raise ValueError(f"max_norm must be positive: got {max_norm}")
     params = _once_each(params)
-    norm = grad_norm(params, norm_type=norm_type)
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    norm, factor = clip_factor(params, max_norm, norm_type=norm_type)
     grads = [param.grad for param in params if param.grad is not None]
     for (device, dtype), alike in _alike([g.to_local() if isinstance(g, DTensor) else g for g in grads]).items():
         if dtype.itemsize > 2:
             torch._foreach_mul_(alike, factor.to(device, dtype))
-        else:  # the factor must not be rounded to 16 bits: this one multiplies in float32
-            found_inf = torch.zeros(1, device=device)
-            torch._amp_foreach_non_finite_check_and_unscale_(alike, found_inf, factor.to(device, torch.float32).view(1))
+        else:  # one by one: together they would be multiplied by a factor rounded to 16 bits
+            for grad in alike:
+                grad.mul_(factor.to(device))
     return norm
+
+
+@torch.no_grad()
+def clip_factor(params: Tensor | Iterable[Tensor], max_norm: float, *, norm_type: float = 2.0) -> tuple[Tensor, Tensor]:
+    """The norm of all gradients, and what to multiply them by so that it is at most `max_norm`. A collective."""
+    if not max_norm > 0:
+        raise ValueError(f"max_norm must be positive: got {max_norm}")
+    norm = grad_norm(params, norm_type=norm_type)
+    return norm, (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 def _once_each(params: Tensor | Iterable[Tensor]) -> list[Tensor]:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from flashspan.context.exchange import ExchangeError
 from flashspan.kernels.masks import Mask, Rows
-from flashspan.parallel import build_mesh, clip_grad_norm, grad_norm, load_full_state_dict, submesh
+from flashspan.parallel import build_mesh, clip_factor, clip_grad_norm, grad_norm, load_full_state_dict, submesh
 
 from . import checkpoint
 from .build import build, load_optimizer_state, model_state, optimizer_state
@@ -144,7 +144,11 @@ class Trainer:
                 if param.grad is not None:
                     param.grad.div_(self.scale)
         clip = config.optimizer.clip
-        norms = clip_grad_norm(params, clip) if clip else grad_norm(params)
+        if clip and self.guarded:  # the optimizer divides gradients as it reads them
+            norms, factor = clip_factor(params, clip)
+            self.parts.optimizer.grad_scale = factor.reciprocal().float()  # type: ignore[attr-defined]
+        else:
+            norms = clip_grad_norm(params, clip) if clip else grad_norm(params)
         lr = learning_rate(self.step, config.train.steps, config.optimizer)
         for group in self.parts.optimizer.param_groups:
             group["lr"] = lr

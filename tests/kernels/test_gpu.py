@@ -1,5 +1,7 @@
 """The portable kernels on a GPU at full size: `pytest -m gpu`."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -81,11 +83,13 @@ def test_auto_chooses_a_kernel() -> None:
     assert flashspan.explain(q, k, v, causal=True).name not in ("tiled", "reference", "cpu")
 
 
-def test_gradients_repeat_bit_for_bit() -> None:
-    q, k, v, dout = inputs((2, 8, 2, 1111, 1111, 128), torch.bfloat16)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("asked", [{"backend": "portable"}, {"deterministic": True}], ids=str)
+def test_gradients_repeat_bit_for_bit(asked: dict[str, Any], head_dim: int) -> None:
+    q, k, v, dout = inputs((2, 8, 2, 1111, 1111, head_dim), torch.bfloat16)
 
     def run() -> tuple[Tensor, ...]:
-        out = attention(q, k, v, causal=True)
+        out = attention(q, k, v, causal=True, **asked)
         return (out.detach(), *torch.autograd.grad(out, (q, k, v), dout))
 
     first = run()
