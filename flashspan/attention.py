@@ -171,11 +171,14 @@ def _backward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     drop = None if seed is None else Dropout(dropout, seed)
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    local = dispatch.choose(q, k, v, mask=mask, dropout=drop, backend=backend).load()
     with _no_autocast(q):
-        # d lse / d score is the probability: a gradient of lse enters where delta does, with the other sign.
-        delta = row_delta(dout, out) if dlse is None else row_delta(dout, out) - dlse
+        # First of all: after a short forward the device is already waiting for something to do.
+        delta = row_delta(dout, out)
+        if dlse is not None:
+            # d lse / d score is the probability: a gradient of lse enters where delta does, with the other sign.
+            delta = delta - dlse
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        local = dispatch.choose(q, k, v, mask=mask, dropout=drop, backend=backend).load()
         local.backward(
             dout, q, k, v, lse, delta, mask=mask, scale=scale, dq=dq, dk=dk, dv=dv, accumulate=False, dropout=drop
         )

@@ -32,8 +32,13 @@ def microseconds(call: Callable[[], object], calls: int, device: torch.device) -
 
 
 def cases(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:
-    """Name -> a call to time; the last two record what a backward would need."""
+    """Name -> a call to time; the last four record what a backward needs, and the last two run it."""
     gq, gk, gv = (x.clone().requires_grad_() for x in (q, k, v))
+    dout = torch.randn_like(q)
+
+    def differentiate(out: Tensor) -> object:
+        return torch.autograd.grad(out, (gq, gk, gv), dout)
+
     documents = masks.documents([q.shape[2] // 2] * 2)
     return {
         "forward, full": lambda: attention(q, k, v),
@@ -42,6 +47,8 @@ def cases(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:
         "SDPA, causal": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
         "forward with grad, causal": lambda: attention(gq, gk, gv, causal=True),
         "SDPA with grad, causal": lambda: F.scaled_dot_product_attention(gq, gk, gv, is_causal=True),
+        "both, causal": lambda: differentiate(attention(gq, gk, gv, causal=True)),
+        "SDPA both, causal": lambda: differentiate(F.scaled_dot_product_attention(gq, gk, gv, is_causal=True)),
     }
 
 
