@@ -148,9 +148,9 @@ def mask_versions(mask: Mask) -> list[int]:
 
 
 def check_unchanged(mask: Mask, versions: list[int]) -> None:
-    """Refuse a mask written to since these were its versions, as autograd refuses the tensors it saves itself."""
+    """Refuse a mask written to since these were its versions: what was made of it, or saved, would be of another."""
     if (now := mask_versions(mask)) != versions:
         raise RuntimeError(
-            f"a mask is a value, and backward needs it as forward saw it: its tensors were changed in place in between "
+            f"a mask is a value, and is needed as it was first used: its tensors were changed in place since "
             f"(their versions were {versions}, now {now}); make a new mask instead"
         )

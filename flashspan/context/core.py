@@ -19,6 +19,7 @@ from flashspan.context.execute import Call, Plan, run
 from flashspan.context.passes import BackwardWalk, ForwardWalk
 from flashspan.context.remat import keep
 from flashspan.kernels.contract import Carry, Dropout, LocalAttention, row_delta
+from flashspan.kernels.masks import Mask
 
 Saved: TypeAlias = tuple[Tensor, ...]
 Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor]
@@ -35,6 +36,11 @@ class Options(NamedTuple):
 
 class Core(Protocol):
     """q [B, H, T, D], k and v [B, K, T, D] of this rank's T tokens."""
+
+    @property
+    def mask(self) -> Mask:
+        """Whatever it is made for."""
+        ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Carry, Saved]:
         """out in q's dtype and lse, and what backward wants to be given."""
@@ -53,16 +59,17 @@ class Scheduled:
     wire: Wire
     local: LocalAttention
 
+    @property
+    def mask(self) -> Mask:
+        return self.plan.mask
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Carry, Saved]:
         call = Call(q, k, v, options.scale, options.dropout)
         out, lse = keep(lambda: run(ForwardWalk(self.plan, self.wire, self.local, call)))
-        # Saved with the call, since a core serves many; on the CPU, where reading it waits for nothing.
-        versions = torch.tensor(mask_versions(self.plan.mask), dtype=torch.int64, device="cpu")
-        return Carry(out, lse), (q, k, v, out, lse, versions)
+        return Carry(out, lse), (q, k, v, out, lse)
 
     def backward(self, dout: Tensor, dlse: Tensor | None, saved: Saved, options: Options) -> Gradients:
-        q, k, v, out, lse, versions = saved
-        check_unchanged(self.plan.mask, versions.tolist())
+        q, k, v, out, lse = saved
         delta = row_delta(dout, out)
         if dlse is not None:
             # d lse / d score is the probability: a gradient of lse enters where delta does, with the other sign.
@@ -92,12 +99,13 @@ class Attend(torch.autograd.Function):
         with torch.enable_grad():  # for `Final`: empty, they keep the way back to q, k and v but not their memory
             to_q, to_k, to_v = (x[:0].clone() for x in (q, k, v))
         ctx.save_for_backward(to_q, to_k, to_v, *saved)
-        ctx.core, ctx.options, ctx.shape = core, options, q.shape
+        ctx.core, ctx.options, ctx.shape, ctx.versions = core, options, q.shape, mask_versions(core.mask)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        check_unchanged(ctx.core.mask, ctx.versions)
         to_q, to_k, to_v, *saved = ctx.saved_tensors
         with torch.no_grad():
             rows = saved[0].new_zeros(ctx.shape) if dout is None else dout

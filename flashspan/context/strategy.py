@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from flashspan.attention import FLOATS, check_inputs, draw_seed, mask_of, resolve_mask
+from flashspan.arguments import FLOATS, check_inputs, check_unchanged, draw_seed, mask_of, mask_versions, resolve_mask
 from flashspan.context.core import Attend, Core, Options, Scheduled
 from flashspan.context.exchange import GroupWire
 from flashspan.context.execute import Plan
@@ -127,7 +127,7 @@ class ContextAttention:
         self.num_ranks = outer.num_ranks * inner.num_ranks
         self.local: LocalAttention = Dispatched(settings.backend)
         self._cores: OrderedDict[Any, Core] = OrderedDict()
-        self._digested: tuple[object, int] = (None, _digest(None))
+        self._digested: tuple[object, list[int], int] = (None, [], _digest(None))
 
     def __call__(
         self,
@@ -216,8 +216,10 @@ class ContextAttention:
                 problem = str(error)
         num_tokens = mask.num_keys if isinstance(mask, (Rows, Blocks)) else self.settings.num_tokens
         if self._digested[0] is not mask:  # the layers of a model share one mask: look through it once
-            self._digested = mask, _digest(mask)
-        rest = (causal, window, self._digested[1], scale, dropout)
+            self._digested = mask, mask_versions(mask) if isinstance(mask, (Rows, Blocks)) else [], _digest(mask)
+        elif isinstance(mask, (Rows, Blocks)):
+            check_unchanged(mask, self._digested[1])
+        rest = (causal, window, self._digested[2], scale, dropout)
         call = (*((tuple(x.shape), x.dtype, x.device) for x in (q, k, v)), rest)
         if problem or num_tokens is None or (call, num_tokens) not in self._cores:
             num_tokens = self._agree(q, k, v, repr(rest), dropout, problem)

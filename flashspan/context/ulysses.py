@@ -19,6 +19,7 @@ from flashspan.context.exchange import Wire, all_to_all
 from flashspan.context.layout import Placement
 from flashspan.context.remat import keep
 from flashspan.kernels.contract import Carry
+from flashspan.kernels.masks import Mask
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,10 @@ class Ulysses:
     inner: Core
     wire: Wire
     row: Placement
+
+    @property
+    def mask(self) -> Mask:
+        return self.inner.mask
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Carry, Saved]:
         shares = share_heads(q.shape[1], k.shape[1], self.wire.num_ranks)

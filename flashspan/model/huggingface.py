@@ -284,6 +284,7 @@ def read_config(folder: str | Path) -> LlamaConfig:
         raise ValueError(f"{file} lacks {', '.join(missing)}")
     values: dict[str, Any] = {ours: raw[theirs] for theirs, ours in FIELDS.items() if raw.get(theirs) is not None}
     values.setdefault("num_kv_heads", values["num_heads"])
+    values.setdefault("norm_eps", 1e-6)  # what transformers reads into a file that does not say
     for name, value in values.items():
         kind: Any = bool if name == "tie_embeddings" else (int, float) if name == "norm_eps" else int
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):

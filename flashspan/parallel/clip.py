@@ -84,6 +84,7 @@ def _whole_or_shard(grad: Tensor) -> Tensor:
 def _local_power(grads: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """Sum of |x|^p over this rank's elements, float64 where the device has it cheaply; for p = inf, the largest."""
     wide = torch.float32 if device.type == "mps" else torch.float64
+    grads = [grad for grad in grads if grad.numel()]
     if not grads:
         return torch.zeros((), device=device, dtype=wide)
     # All of a kind at once: a launch for each of a model's tensors takes longer than the work.

@@ -43,7 +43,7 @@ class Device:
 
     def __post_init__(self) -> None:
         shares = ("product_share", "forward_share", "backward_share", "traffic_share")
-        for name in ("flops", "flops32", "memory", "bandwidth", *shares):
+        for name in ("flops", "flops32", "memory", "bandwidth", "launch", *shares):
             if not getattr(self, name) > 0:
                 raise ValueError(f"a device's {name} must be positive: {self.name} has {getattr(self, name)}")
 

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from flashspan.context import STRATEGIES, context_parallel
+from flashspan.context.remat import keep_attention
 from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.patterns import documents
 from flashspan.launch import RankError, Ranks
@@ -256,6 +258,30 @@ def change_the_mask(strategy: str, kind: str) -> str | None:
 def test_a_mask_changed_between_forward_and_backward_is_refused(on_ranks: OnRanks, strategy: str, kind: str) -> None:
     for answer in on_ranks(change_the_mask, strategy, kind)[4:]:
         assert "a mask is a value" in answer
+
+
+@pytest.mark.parametrize("kind", ["rows", "blocks"])
+def test_a_mask_changed_between_two_calls_is_refused(kind: str) -> None:
+    q = torch.randn(1, 2, 9, 8)
+    rows = documents([4, 5])
+    mask = rows if kind == "rows" else Blocks.of(rows, 9, 9)
+    attend = context_parallel(None)
+    attend(q, q, q, mask=mask)
+    mask.pack()[2][0].add_(0)
+    with pytest.raises(RuntimeError, match="a mask is a value"):
+        attend(q, q, q, mask=mask)
+
+
+@pytest.mark.parametrize("context_fn", [noop_context_fn, keep_attention])
+def test_a_changed_mask_is_refused_where_forward_is_run_again(context_fn: Any) -> None:
+    q = torch.randn(1, 2, 9, 8, requires_grad=True)
+    mask, other = documents([4, 5]), documents([3, 6])
+    attend = context_parallel(None)
+    out = checkpoint(lambda x: attend(x, x, x, mask=mask), q, use_reentrant=False, context_fn=context_fn)
+    attend(q, q, q, mask=other)  # so that the first is looked at again
+    mask.pack()[2][0].add_(0)
+    with pytest.raises(RuntimeError, match="a mask is a value"):
+        out.sum().backward()
 
 
 def test_a_mask_made_in_inference_mode_still_trains() -> None:
