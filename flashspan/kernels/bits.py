@@ -35,6 +35,12 @@ def transpose(words: Tensor) -> Tensor:
     return torch.cat([pack(unpack(part).mT.contiguous()) for part in words.split(step)])
 
 
+def odd_numbers(num: int, device: torch.device) -> Tensor:
+    """What the words of a tile are multiplied with to be its hash, their sum: int64 [num], the same everywhere."""
+    random = torch.Generator("cpu").manual_seed(0x5EED)
+    return torch.randint(-(2**62), 2**62, (num,), generator=random, device="cpu").to(device) | 1
+
+
 def share(words: Tensor) -> tuple[Tensor, Tensor]:
     """The distinct tiles among these, in an order their contents decide, and the number of each one's twin: int32 [n].
 
@@ -44,8 +50,7 @@ def share(words: Tensor) -> tuple[Tensor, Tensor]:
     if num < 2:
         return words, torch.arange(num, dtype=torch.int32, device=words.device)
     flat = words.reshape(num, -1)
-    random = torch.Generator("cpu").manual_seed(0x5EED)
-    odd = torch.randint(-(2**62), 2**62, (flat.shape[1],), generator=random, device="cpu").to(words.device) | 1
+    odd = odd_numbers(flat.shape[1], words.device)
     step = max(1, CHUNK // flat.shape[1])
     hashes = torch.cat([(part.long() * odd).sum(-1) for part in flat.split(step)])
     _, twin, counts = torch.unique(hashes, return_inverse=True, return_counts=True)

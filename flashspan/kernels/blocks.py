@@ -41,6 +41,7 @@ from flashspan.kernels.tiling import (
     Look,
     Rule,
     block_positions,
+    check_block,
     list_lines,
     touched,
 )
@@ -67,7 +68,11 @@ class Blocks:
     @staticmethod
     def from_dense(visible: Tensor, *, block: int | tuple[int, int] = 128) -> Blocks:
         """From bool [T, S], [H, T, S] or [B, H, T, S]; sizes of 1 mean the same for all of the batch or the heads."""
-        return Blocks._of_map(*making.from_dense(visible, block))
+        visible, edges = making.check_dense(visible), check_block(block)
+        made = making.from_dense_on_gpu(visible, edges)
+        if made is not None:
+            return Blocks(visible.shape[2], visible.shape[3], edges, *made)
+        return Blocks._of_map(*making.from_dense(visible, edges))
 
     @staticmethod
     def from_rule(

@@ -26,6 +26,7 @@ TYPES = {
     torch.float32: "fp32",
     torch.int32: "i32",
     torch.int64: "i64",
+    torch.uint8: "u8",
 }
 
 

@@ -5,13 +5,15 @@ Each checks what it is given and makes what `Blocks` (blocks.py) is made of; the
 
 from __future__ import annotations
 
+import importlib.util
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from flashspan.kernels.masks import EMPTY, FULL
-from flashspan.kernels.tiling import Look, Rule, ask, block_positions, check_block, examine, interval_kinds, scan
+from flashspan.kernels.tiling import Lists, Look, Rule, ask, block_positions, check_block, examine, interval_kinds, scan
 
 
 class Made(NamedTuple):
@@ -24,8 +26,8 @@ class Made(NamedTuple):
     bits: Tensor
 
 
-def from_dense(visible: Tensor, block: int | tuple[int, int]) -> Made:
-    """Of bool [T, S], [H, T, S] or [B, H, T, S]."""
+def check_dense(visible: Tensor) -> Tensor:
+    """bool [T, S], [H, T, S] or [B, H, T, S] as the last of these, B and H 1 where there is one map for all."""
     if not isinstance(visible, Tensor) or visible.dtype != torch.bool:
         kind = visible.dtype if isinstance(visible, Tensor) else type(visible).__name__
         raise ValueError(
@@ -36,15 +38,28 @@ def from_dense(visible: Tensor, block: int | tuple[int, int]) -> Made:
         raise ValueError(f"a mask tensor must be [T, S], [H, T, S] or [B, H, T, S]: got {tuple(visible.shape)}")
     visible = visible[(None,) * (4 - visible.dim())]
     # What was broadcast with expand is one map.
-    visible = visible[: 1 if visible.stride(0) == 0 else None, : 1 if visible.stride(1) == 0 else None]
+    return visible[: 1 if visible.stride(0) == 0 else None, : 1 if visible.stride(1) == 0 else None]
+
+
+def from_dense(visible: Tensor, block: tuple[int, int]) -> Made:
+    """Of bool [B, H, T, S]."""
     num_batch, num_heads, num_queries, num_keys = visible.shape
 
     def chunk(b: int, h: int, rows: slice, columns: slice) -> Tensor:
         return visible[b, h, rows, columns]
 
-    edges = check_block(block)
-    made = scan(num_batch, num_heads, num_queries, num_keys, edges, chunk, visible.device)
-    return Made(num_queries, num_keys, edges, *made)
+    made = scan(num_batch, num_heads, num_queries, num_keys, block, chunk, visible.device)
+    return Made(num_queries, num_keys, block, *made)
+
+
+def from_dense_on_gpu(visible: Tensor, block: tuple[int, int]) -> tuple[Lists, Lists, Tensor, Tensor] | None:
+    """Of the same, by kernels: rows, columns, bits and transposed bits. None where they do not serve."""
+    traced = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
+    if not visible.is_cuda or not visible.numel() or traced or importlib.util.find_spec("triton") is None:
+        return None
+    from flashspan.kernels.portable.mapping import map_dense
+
+    return map_dense(visible, block)
 
 
 def from_rule(

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from flashspan import attention, explain, masks
-from flashspan.kernels import bits, reference
+from flashspan.kernels import bits, making, reference
 from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.masks import CAUSAL, EVERYTHING, NOTHING, Band, Rows, count, dense, unpack
+from flashspan.kernels.portable import mapping
+from flashspan.kernels.tiling import check_block
 from tests.kernels.cases import FORWARD_BOUND, GRADIENT_BOUND, relative
 
 LENGTHS = (1, 63, 64, 65, 100, 128, 150, 200)
@@ -107,6 +109,110 @@ def test_a_mask_may_lie_anywhere_in_memory() -> None:
         flat[3:].view(256, 200).T,
     ):
         assert torch.equal(Blocks.from_dense(visible).dense(), visible)
+
+
+KERNELS_ON = "cuda" if torch.cuda.is_available() else "cpu"
+"""Where Triton's kernels run; without a GPU, in its interpreter."""
+
+
+def map_by_kernels(visible: Tensor, block: tuple[int, int]) -> Blocks | None:
+    # Moved as it lies: .to() alone may lay it out anew.
+    memory = visible.as_strided((visible.untyped_storage().nbytes(),), (1,), 0).to(KERNELS_ON)
+    there = memory.as_strided(visible.shape, visible.stride(), visible.storage_offset())
+    made = mapping.map_dense(making.check_dense(there), block)
+    return None if made is None else Blocks(*visible.shape[-2:], block, *made).to("cpu")
+
+
+def same_to_the_bit(one: Blocks, two: Blocks) -> bool:
+    """Lists, bits both ways and their order, not only what they mean."""
+    (_, numbers, tensors), (_, wanted, right) = one.pack(), two.pack()
+    pairs = zip(tensors, right, strict=True)
+    return numbers == wanted and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
+
+
+def test_kernels_make_the_same_map_to_the_bit() -> None:
+    """As PyTorch's operators do, of a tensor on the CPU."""
+    for number in range(40):
+        visible, block = random_mask(number), check_block(EDGES[number % 4])
+        made = map_by_kernels(visible, block)
+        assert made is not None
+        assert same_to_the_bit(made, Blocks.from_dense(visible, block=block)), number
+
+
+FLAT = torch.rand(3 + 2 * 200 * 256, generator=torch.Generator().manual_seed(0)) < 0.5
+DENSE: dict[str, Tensor] = {
+    "begins off a word": FLAT[3 : 3 + 128 * 128].view(128, 128),
+    "begins on a word": FLAT[4 : 4 + 128 * 128].view(128, 128),
+    "columns of a wider one": FLAT[: 200 * 256].view(200, 256)[:, 4:132],
+    "odd columns of a wider one": FLAT[: 200 * 256].view(200, 256)[:, 1:129],
+    "every other column": FLAT[: 200 * 256].view(200, 256)[:, ::2],
+    "transposed": FLAT[: 200 * 256].view(256, 200).T,
+    "heads between queries": FLAT[: 2 * 200 * 256].view(200, 2, 256).transpose(0, 1),
+    "one row for all queries": FLAT[None, :100].expand(150, 100),
+    "one column for all keys": FLAT[:150, None].expand(150, 100),
+    "one map for all heads": FLAT[: 70 * 90].view(70, 90).expand(2, 3, 70, 90),
+    "one map for the batch, by head": FLAT[: 3 * 70 * 92].view(3, 70, 92).expand(2, 3, 70, 92),
+    "all empty": torch.zeros(2, 128, 256, dtype=torch.bool),
+    "all full": torch.ones(2, 128, 256, dtype=torch.bool),
+    "all full, ragged": torch.ones(100, 300, dtype=torch.bool),
+    "tiles that are the same": torch.ones(700, 700, dtype=torch.bool).tril(),
+    "one pair": torch.ones(1, 1, dtype=torch.bool),
+}
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_kernels_read_a_mask_wherever_it_lies(name: str) -> None:
+    for block in ((128, 128), (64, 64)):
+        made = map_by_kernels(DENSE[name], block)
+        assert made is not None
+        assert same_to_the_bit(made, Blocks.from_dense(DENSE[name], block=block))
+
+
+def test_kernels_list_lines_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More tiles to a line, and more lines, than a program looks at together; one line longer than the others."""
+    monkeypatch.setattr(mapping, "STEP", 4)
+    random = torch.Generator().manual_seed(1)
+    kinds = torch.rand(2, 5, 6, generator=random).repeat_interleave(64, 1).repeat_interleave(64, 2)
+    visible = (kinds < 0.3) & (torch.rand(2, 320, 384, generator=random) < 0.5) | (kinds > 0.8)
+    visible[1, 128:192] = True
+    made = map_by_kernels(visible, (64, 64))
+    assert made is not None
+    assert made.rows.num_long == 1
+    assert same_to_the_bit(made, Blocks.from_dense(visible, block=64))
+
+
+def test_kernels_do_not_take_a_hash_for_the_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all hashes are the same, only tiles that are the same make a map."""
+    monkeypatch.setattr(mapping, "odd_numbers", lambda num, device: torch.zeros(num, dtype=torch.int64, device=device))
+    tile = torch.ones(64, 64, dtype=torch.bool).tril()
+    alike = tile.repeat(2, 3)
+    made = map_by_kernels(alike, (64, 64))
+    assert made is not None
+    assert torch.equal(made.dense(), alike)
+    differing = alike.clone()
+    differing[100, 0] ^= True
+    assert map_by_kernels(differing, (64, 64)) is None
+
+
+def test_kernels_know_a_partial_tile_by_any_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The greatest, which is what tiles without bits have, too."""
+    greatest = 2**63 - 1
+    monkeypatch.setattr(
+        mapping, "odd_numbers", lambda num, device: torch.full((num,), greatest, dtype=torch.int64, device=device)
+    )
+    visible = torch.zeros(64, 192, dtype=torch.bool)
+    visible[0, 128] = True  # a word of 1, whose hash is its number
+    made = map_by_kernels(visible, (64, 64))
+    assert made is not None
+    assert torch.equal(made.dense(), visible)
+
+
+@pytest.mark.gpu
+def test_a_tensor_on_a_gpu_is_mapped_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    visible = torch.rand(2, 1000, 1500) < torch.rand(2, 1000, 1)
+    want = Blocks.from_dense(visible)
+    monkeypatch.setattr(making, "from_dense", None)
+    assert same_to_the_bit(Blocks.from_dense(visible.cuda()).to("cpu"), want)
 
 
 def test_masks_compose() -> None:

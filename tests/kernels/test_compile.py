@@ -133,7 +133,7 @@ ALL = [
     )
     if (kind, head_dim) != ("backward", 256)
 ]
-ALLOWED = 300
+ALLOWED = {"plain": 300, "carry": 500}
 """Bytes spilled before and after the loop over tiles, once per tile of queries (docs/kernels.md)."""
 
 
@@ -142,7 +142,7 @@ def check_hopper(kind: str, head_dim: int, dtype: str, mask: str, carry: str) ->
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=_compiling(), check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     spilled, shared, wide, warnings = json.loads(done.stdout)
-    assert spilled <= ALLOWED
+    assert spilled <= ALLOWED[carry]
     assert shared <= 232448, "a Hopper block has 227 KiB of shared memory"
     assert wide > 0, "the products must use the warpgroup's instruction"
     assert not [line for line in warnings if "serialized" in line]

@@ -44,3 +44,31 @@ def test_common_tiles_compile_without_spills(made: str, dtype: str, head_dim: in
 @pytest.mark.parametrize(("made", "dtype", "head_dim"), [x for x in COMMON + REST if x not in FIRST])
 def test_every_tile_compiles_without_spills(made: str, dtype: str, head_dim: int) -> None:
     check(made, dtype, head_dim)
+
+
+MAPPING = """
+import json, torch
+from flashspan.kernels import compile
+from flashspan.kernels.portable.mapping import bits_launch, classify_launch, lists_launch
+compile.TYPES[torch.uint8] = "u8"
+words, longs = (torch.empty(512, dtype=dtype, device="meta") for dtype in (torch.int32, torch.int64))
+costs = []
+for length in (4096, 1000, 999):  # whole tiles, ragged ones, and a tensor that is read by bytes
+    visible = torch.empty(1, 2, length, length, dtype=torch.bool, device="meta")
+    grid = torch.empty(1, 2, -(-length // 128), -(-length // 128), dtype=torch.int32, device="meta")
+    costs.append(compile.compile_launch(classify_launch(visible, (128, 128), longs, grid, longs, words, words)))
+    costs.append(compile.compile_launch(bits_launch(visible, (128, 128), 9, longs, words, grid, *[words] * 3)))
+costs.append(compile.compile_launch(lists_launch(grid, words, [words] * 4, words)))
+print(json.dumps([(cost.spilled_bytes, cost.registers, cost.shared_bytes) for cost in costs]))
+"""
+
+
+def test_the_making_of_a_map_compiles_without_spills() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-c", MAPPING]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    costs = json.loads(done.stdout)
+    assert [spilled for spilled, _, _ in costs] == [0] * 7
+    assert all(registers <= 80 for _, registers, _ in costs[:4]), "few enough for the reading to hide its latency"
+    assert all(shared <= 16384 for _, _, shared in costs)
