@@ -4,8 +4,7 @@ A program owns a block of 128 keys: K and V stay in shared memory, dK and dV in 
 block pass by, for every query head that shares it. Two warpgroups of 64 keys each multiply; one warp loads Q, dO and
 the rows' two numbers; one adds finished dQ tiles into global float32 through the copy engine. Everything is transposed,
 keys down and queries across, so that P and dS are already in the registers dV and dK want them in. The accumulators of
-S and dP start at -lse and -delta (START), which saves both subtractions; or not, where the registers they would wait in
-are wanted.
+S and dP start at -lse and -delta, which saves both subtractions.
 
 While one warpgroup computes exponentials the other must keep the tensor cores busy: a warp that starts a product waits
 until most of it is done. So they may drift apart, by up to a tile. All they share is dQ, to which each adds half of a
@@ -227,8 +226,7 @@ def _step(WG: gl.constexpr, own_s, i, masked, shown, dk, dv, buffers, bars, numb
     SL: gl.constexpr = C[6]
     KL: gl.constexpr = C[7]
     LISTS: gl.constexpr = C[9]
-    START: gl.constexpr = C[10]
-    DQ: gl.constexpr = C[11]
+    DQ: gl.constexpr = C[10]
     BD: gl.constexpr = q_s.shape[4]
     PL: gl.constexpr = gl.DotOperandLayout(0, KL, 2)
     dtype: gl.constexpr = q_s.dtype
@@ -239,15 +237,13 @@ def _step(WG: gl.constexpr, own_s, i, masked, shown, dk, dv, buffers, bars, numb
     do = do_s.index(stage).reshape((BM, BD))
     k = own_s.index(here_and_now(0)).reshape((BN, BD))
     v = own_s.index(here_and_now(1)).reshape((BN, BD))
-    s = gl.zeros([BN, BM], gl.float32, layout=SL)
-    dp = s
-    if START:
-        s, _ = gl.broadcast(l_s.index(stage).load(gl.SliceLayout(0, SL))[None, :], s)
-        dp, _ = gl.broadcast(d_s.index(stage).load(gl.SliceLayout(0, SL))[None, :], dp)
-        # Before the first product starts: ptxas would wait for that one before it touched the registers of another.
-        dp = held(dp)
-    sa = warpgroup_mma(k, q.permute((1, 0)), s, use_acc=START, is_async=True)
-    dpa = warpgroup_mma(v, do.permute((1, 0)), dp, use_acc=START, is_async=True)
+    zero = gl.zeros([BN, BM], gl.float32, layout=SL)
+    s, _ = gl.broadcast(l_s.index(stage).load(gl.SliceLayout(0, SL))[None, :], zero)
+    dp, _ = gl.broadcast(d_s.index(stage).load(gl.SliceLayout(0, SL))[None, :], zero)
+    # Both before the first product starts: ptxas would wait for that one before it touched the registers of another.
+    dp = held(dp)
+    sa = warpgroup_mma(k, q.permute((1, 0)), s, is_async=True)
+    dpa = warpgroup_mma(v, do.permute((1, 0)), dp, is_async=True)
     s = warpgroup_mma_wait(1, deps=(sa,))
     if masked:
         if LISTS:
@@ -258,10 +254,7 @@ def _step(WG: gl.constexpr, own_s, i, masked, shown, dk, dv, buffers, bars, numb
             o_m = here_and_now(0) + gl.arange(0, BM, layout=gl.SliceLayout(0, SL))
             seen = (o_m[None, :] >= (lower - m0)[:, None]) & (o_m[None, :] < (upper - m0)[:, None])
             s = gl.where(seen, s, float("-inf"))
-    if START:
-        p = gl.exp2(s * scale)
-    else:
-        p = gl.exp2(s * scale + l_s.index(stage).load(gl.SliceLayout(0, SL))[None, :])
+    p = gl.exp2(s * scale)
     pd = gl.convert_layout(p.to(dtype), PL, assert_trivial=True)
     # dV at once: the tensor cores have it to do while dS is made and written.
     dva = warpgroup_mma(pd, do, dv, is_async=True)
@@ -270,9 +263,10 @@ def _step(WG: gl.constexpr, own_s, i, masked, shown, dk, dv, buffers, bars, numb
     else:  # a branch, or ptxas would move the wait for dP before the exp2's
         mbarrier.wait(full.index(stage), (i // STAGES) & 1)
     dp, p = warpgroup_mma_wait(1, deps=(dpa, p))
-    if not START:
-        dp += d_s.index(stage).load(gl.SliceLayout(0, SL))[None, :]
-    ds = (p * dp).to(dtype)
+    ds = p * dp
+    if masked:  # a query whose delta is NaN, for what it sees, must not reach the keys it does not see
+        ds = gl.where(p == 0.0, 0.0, ds)
+    ds = ds.to(dtype)
     if DQ:
         ds_s.index(slot * 2 + WG).store(ds)
         fence_async_shared()
@@ -338,7 +332,7 @@ def _multiply(WG: gl.constexpr, own_s, desc, buffers, bars, numbers, tables, C: 
     SL: gl.constexpr = C[6]
     KL: gl.constexpr = C[7]
     LISTS: gl.constexpr = C[9]
-    DQ: gl.constexpr = C[11]
+    DQ: gl.constexpr = C[10]
     BD: gl.constexpr = q_s.shape[4]
     SPLIT: gl.constexpr = 128 // BM
     if LISTS:
@@ -408,7 +402,7 @@ def _second(desc, buffers, bars, numbers, tables, C: gl.constexpr):
 @gluon.jit
 def _run(
     desc, numbers, tables, STAGES: gl.constexpr, TABLE: gl.constexpr, ADD: gl.constexpr, HIDDEN: gl.constexpr,
-    LISTS: gl.constexpr, START: gl.constexpr, DQ: gl.constexpr, REGISTERS: gl.constexpr, FEED_REGISTERS: gl.constexpr,
+    LISTS: gl.constexpr, DQ: gl.constexpr, REGISTERS: gl.constexpr, FEED_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Buffers and barriers, and who does what."""
     desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d = desc
@@ -423,9 +417,7 @@ def _run(
     do_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BM, BD], desc_do.layout)
     low_s = gl.allocate_shared_memory(dtype, [2, 1, 1, BN, BD], desc_k.layout)
     high_s = gl.allocate_shared_memory(dtype, [2, 1, 1, BN, BD], desc_k.layout)
-    ds_s = gl.allocate_shared_memory(
-        dtype, [4 if DQ else 1, BN, BM], gl.NVMMASharedLayout.get_default_for([BN, BM], dtype)
-    )
+    ds_s = gl.allocate_shared_memory(dtype, [4, BN, BM], gl.NVMMASharedLayout.get_default_for([BN, BM], dtype))
     dq_s = gl.allocate_shared_memory(gl.float32, [1, 1, BM, BD], desc_dq.layout)
     l_s = gl.allocate_shared_memory(gl.float32, [STAGES, BM], desc_l.layout)
     d_s = gl.allocate_shared_memory(gl.float32, [STAGES, BM], desc_l.layout)
@@ -444,7 +436,7 @@ def _run(
         mbarrier.init(empty.index(i), count=2)
     for i in gl.static_range(2):
         mbarrier.init(ds_full.index(i), count=2)
-    C: gl.constexpr = (BM, BN, STAGES, TABLE, ADD, HIDDEN, SL, KL, QL, LISTS, START, DQ)
+    C: gl.constexpr = (BM, BN, STAGES, TABLE, ADD, HIDDEN, SL, KL, QL, LISTS, DQ)
     job = (
         desc,
         (q_s, do_s, low_s, high_s, ds_s, dq_s, l_s, d_s),
@@ -476,14 +468,13 @@ NUMBERS = ["s_columns", "H", "K", "G", "T", "S", "Tp", "lo", "hi", "section"]
 def backward_kernel(
     desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d, first, last, s_columns, H, K, G, T, S,
     Tp, lo, hi, scale, sm_scale, section, STAGES: gl.constexpr, TABLE: gl.constexpr, ADD: gl.constexpr,
-    HIDDEN: gl.constexpr, START: gl.constexpr, DQ: gl.constexpr, REGISTERS: gl.constexpr, FEED_REGISTERS: gl.constexpr,
+    HIDDEN: gl.constexpr, DQ: gl.constexpr, REGISTERS: gl.constexpr, FEED_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Tp: how far apart the heads' rows lie in lse and delta. Blocks of K, V, dK and dV are those of a warpgroup. -lse
-    comes divided by sm_scale if accumulators START at it, else times log2(e)."""
+    """Tp: how far apart the heads' rows lie in lse and delta. Blocks of K, V, dK and dV are those of a warpgroup."""
     _run(
         (desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d),
         (H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section), (first, last, s_columns),
-        STAGES, TABLE, ADD, HIDDEN, False, START, DQ, REGISTERS, FEED_REGISTERS,
+        STAGES, TABLE, ADD, HIDDEN, False, DQ, REGISTERS, FEED_REGISTERS,
     )  # fmt: skip
 
 
@@ -491,7 +482,7 @@ def backward_kernel(
 def lists_backward_kernel(
     desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d, desc_words, spans, index, numbers,
     order, s_batch, s_head, num_lines, num_long, H, K, G, T, S, Tp, scale, sm_scale, section, STAGES: gl.constexpr,
-    ADD: gl.constexpr, START: gl.constexpr, REGISTERS: gl.constexpr, FEED_REGISTERS: gl.constexpr,
+    ADD: gl.constexpr, REGISTERS: gl.constexpr, FEED_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """The same for the transposed lists and bits of a block map in blocks of 128 x 128."""
     words_s = gl.allocate_shared_memory(gl.int32, [STAGES * 2, 256], desc_words.layout)
@@ -499,5 +490,5 @@ def lists_backward_kernel(
     _run(
         (desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d),
         (H, K, G, T, S, Tp, 0, 0, scale, sm_scale, section), (desc_words, words_s, maps),
-        STAGES, False, ADD, True, True, START, True, REGISTERS, FEED_REGISTERS,
+        STAGES, False, ADD, True, True, True, REGISTERS, FEED_REGISTERS,
     )  # fmt: skip

@@ -137,10 +137,10 @@ def forward_launch(
 
 @triton.jit(do_not_specialize=["T", "Tp"])
 def rows_kernel(
-    lse, delta, minus_lse, minus_delta, sums, T, Tp, factor, D: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr
+    lse, delta, minus_lse, minus_delta, sums, T, Tp, scale, D: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """-lse * factor and -delta of a head, its rows padded to Tp: what S and dP are corrected by. With a head size D,
-    the rows of sums are set to 0."""
+    """-lse / scale and -delta of a head, its rows padded to Tp: what the accumulators of S and dP start from. With a
+    head size D, the rows of sums are set to 0."""
     i_bh = tl.program_id(1).to(tl.int64)
     m0 = tl.program_id(0) * BLOCK
     o = m0 + tl.arange(0, BLOCK)
@@ -148,7 +148,7 @@ def rows_kernel(
     b_delta = tl.load(delta + i_bh * T + o, mask=o < T, other=0.0)
     # A row that saw nothing: its scores come out as -inf, its probabilities as 0.
     b_lse = tl.where(b_lse == float("-inf"), float("inf"), b_lse)
-    tl.store(minus_lse + i_bh * Tp + o, -b_lse * factor, mask=o < Tp)
+    tl.store(minus_lse + i_bh * Tp + o, -b_lse / scale, mask=o < Tp)
     tl.store(minus_delta + i_bh * Tp + o, -b_delta, mask=o < Tp)
     if D:
         o_d = tl.arange(0, BD)
@@ -232,11 +232,10 @@ def _backward_launches(
     mask = unpack(kind, numbers, tables)
     B, H, T, D = q.shape
     padded, wide, summed = minus_lse.numel() // (B * H), block_dim(D), not (accumulate or two_passes)
-    start = two_passes or BACKWARD[wide].start
     prepare = Launch(
         rows_kernel,
         (triton.cdiv(padded, 128), B * H),
-        (lse, delta, minus_lse, minus_delta, sums, T, padded, 1 / scale if start else LOG2E),
+        (lse, delta, minus_lse, minus_delta, sums, T, padded, scale),
         {"D": D if summed else 0, "BD": wide, "BLOCK": 128},
     )
     given = (dout, q, k, v, minus_lse, minus_delta, mask, scale)

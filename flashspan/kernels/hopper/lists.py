@@ -94,7 +94,7 @@ def lists_backward_launch(
             *_maps(mask, mask.columns), H, K, H // K, T, S, minus_lse.numel() // (B * H), scale * LOG2E, scale, section,
         ),
         {
-            "STAGES": 2, "ADD": accumulate, "START": tile.start, **WARPS,
+            "STAGES": 2, "ADD": accumulate, **WARPS,
         },
     )  # fmt: skip
 

@@ -53,6 +53,6 @@ def backward_launch(
         ),
         {
             "STAGES": 2, "TABLE": table, "ADD": accumulate, "HIDDEN": table or lo > 1 - T or hi < S - 1,
-            "START": tile.start or sums is None, "DQ": sums is not None, **WARPS,
+            "DQ": sums is not None, **WARPS,
         },
     )  # fmt: skip

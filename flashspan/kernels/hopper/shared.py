@@ -1,4 +1,4 @@
-"""What the two passes do with a tile in shared memory: clear it of NaN, send it off."""
+"""What the kernels do with a tile in shared memory: clear it of NaN, send it off."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _send(desc, b, h, row, column, x, room, ADD: gl.constexpr):
 
 @gluon.jit
 def send_off(desc, b, h, row, x, room, ADD: gl.constexpr):
-    """Send off a finished gradient through shared memory nobody uses any more; in float32 one half, then the other."""
+    """Send off a finished tile through shared memory nobody uses any more; in float32 one half, then the other."""
     HALF: gl.constexpr = desc.block_type.shape[3]
     if x.shape[1] == HALF:
         _send(desc, b, h, row, 0, x, room, ADD)

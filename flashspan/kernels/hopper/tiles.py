@@ -16,15 +16,14 @@ class Forward:
 
 @dataclass(frozen=True)
 class Backward:
-    """Queries per block, keys of each of the two warpgroups, whether S and dP start from -lse and -delta."""
+    """Queries per block, keys of each of the two warpgroups."""
 
     block_q: int
     block_k: int
-    start: bool
 
 
 FORWARD = {64: Forward(128, 4, 2), 128: Forward(128, 2, 2), 256: Forward(64, 2, 1)}
-BACKWARD = {64: Backward(128, 64, False), 128: Backward(64, 64, True)}
+BACKWARD = {64: Backward(128, 64), 128: Backward(64, 64)}
 """By padded head size. Past 128 dK and dV of two warpgroups no longer fit the registers: see two_pass.py."""
 
 WARPS = {"REGISTERS": 240, "FEED_REGISTERS": 24, "num_warps": 4}
