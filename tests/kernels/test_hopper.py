@@ -149,7 +149,7 @@ def test_a_nan_behind_the_mask_reaches_nobody_and_before_it_those_who_see_it(hea
                 before = hidden[0, 0, 300].clone()
                 hidden[0, 0, 300] = value
             mask = Band(-150, 20)
-            out = attention(q, k, v, mask=mask, backend="hopper", deterministic=repeatable)
+            out = attention(q, k, v, mask=mask, backend="hopper.repeatable" if repeatable else "hopper")
             dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
             visible = dense(mask, 500, 500).cuda()
             sees = visible[:, 300]
