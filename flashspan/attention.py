@@ -16,20 +16,15 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from flashspan.arguments import (
-    FLOATS,
-    MAX_HEAD_DIM,
     check_inputs,
     check_unchanged,
     draw_seed,
-    mask_of,
     mask_versions,
     resolve_mask,
 )
 from flashspan.kernels import dispatch, masks
 from flashspan.kernels.contract import Dropout, row_delta
 from flashspan.kernels.masks import Mask
-
-__all__ = ["FLOATS", "MAX_HEAD_DIM", "attention", "check_inputs", "draw_seed", "explain", "mask_of", "resolve_mask"]
 
 
 @overload

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from flashspan.attention import resolve_mask
+from flashspan.arguments import resolve_mask
 from flashspan.context.draw import draw_ownership, draw_timeline
 from flashspan.context.generators import GENERATORS
 from flashspan.context.layout import place

@@ -1,0 +1,162 @@
+"""The warp that feeds the forward kernel for Hopper: K, V and Q through the copy engine, and which tile is next."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from flashspan.kernels.hopper.walk import (
+    blocks,
+    find_block,
+    find_line,
+    find_list,
+    leave,
+    load_words,
+    next_tile,
+    place,
+    put,
+    tell,
+)
+
+
+@gluon.jit
+def buffer_of(x, STAGES: gl.constexpr):
+    """Pair (or tile) number x -> (its buffer, the parity its barrier has when it is full)."""
+    LOG: gl.constexpr = STAGES // 2  # of 1, 2 and 4
+    return x & (STAGES - 1), (x >> LOG) & 1
+
+
+@gluon.jit
+def _load(desc, b, h, row, bar, buffer):
+    tma.async_copy_global_to_shared(desc, [b, h, row, 0], bar, buffer)
+
+
+@gluon.jit
+def feed(desc, buffers, bars, numbers, outputs, tables, C: gl.constexpr):
+    """The producer warp: Q of each tile, then the pairs (K_i, V_i-1), walking keys from the last block to the first."""
+    desc_q, desc_k, desc_v, desc_out = desc
+    q_s, k_s, v_s = buffers
+    q_full, q_empty, full, empty, tile_s = bars
+    H, G, T, S, lo, hi, scale, num_heads, num_blocks, section, num_tiles, counter = numbers
+    start, end, s_rows = tables
+    BM: gl.constexpr = C[0]
+    BN: gl.constexpr = C[1]
+    STAGES: gl.constexpr = C[2]
+    TABLE: gl.constexpr = C[4]
+    QS: gl.constexpr = C[9]
+    pair = 0
+    turn = 0
+    tile = gl.program_id(0)
+    while tile < num_tiles:
+        i_block, i_bh = place(tile, num_blocks, num_heads, section)
+        m0 = (num_blocks - 1 - i_block) * (2 * BM)
+        i_b = i_bh // H
+        i_h = i_bh % H
+        i_k = i_h // G
+        first, f_lo, f_hi, last = blocks(
+            m0, T, S, lo, hi, start + i_b * s_rows, end + i_b * s_rows, TABLE, 2 * BM, BN, 1
+        )
+        n = last - first
+        # The first K needs no Q: it is on its way while the tile before is finished.
+        stage, phase = buffer_of(pair, STAGES)
+        mbarrier.wait(empty.index(stage), phase ^ 1)
+        mbarrier.expect(full.index(stage), desc_k.block_type.nbytes)
+        _load(desc_k, i_b, i_k, (last - 1) * BN, full.index(stage), k_s.index(stage))
+        room, phase = buffer_of(turn, QS)
+        mbarrier.wait(q_empty.index(room), phase ^ 1)
+        tell(tile_s.index(turn & 3), tile)
+        mbarrier.expect(q_full.index(room), 2 * desc_q.block_type.nbytes)
+        for w in gl.static_range(2):
+            _load(desc_q, i_b, i_h, m0 + w * BM, q_full.index(room), q_s.index(room * 2 + w))
+        for i in range(1, n):
+            stage, phase = buffer_of(pair + i, STAGES)
+            row = (last - 1 - i) * BN
+            mbarrier.wait(empty.index(stage), phase ^ 1)
+            mbarrier.expect(full.index(stage), 2 * desc_k.block_type.nbytes)
+            _load(desc_k, i_b, i_k, row, full.index(stage), k_s.index(stage))
+            _load(desc_v, i_b, i_k, row + BN, full.index(stage), v_s.index(stage))
+        stage, phase = buffer_of(pair + n, STAGES)
+        mbarrier.wait(empty.index(stage), phase ^ 1)
+        mbarrier.expect(full.index(stage), desc_v.block_type.nbytes)
+        _load(desc_v, i_b, i_k, first * BN, full.index(stage), v_s.index(stage))
+        tile = next_tile(counter)
+        pair += n + 1
+        turn += 1
+    room, phase = buffer_of(turn, QS)
+    mbarrier.wait(q_empty.index(room), phase ^ 1)
+    tell(tile_s.index(turn & 3), tile)
+    mbarrier.arrive(q_full.index(room), count=1)
+    leave(counter)
+
+
+@gluon.jit
+def feed_lists(desc, buffers, bars, numbers, outputs, tables, C: gl.constexpr):
+    """The producer warp of a block map: as `feed`, of the blocks its lists name."""
+    desc_q, desc_k, desc_v, desc_out = desc
+    q_s, k_s, v_s = buffers
+    q_full, q_empty, full, empty, tile_s = bars
+    H, G, T, S, lo, hi, scale, num_heads, num_blocks, section, num_tiles, counter = numbers
+    desc_words, words_s, work_s, maps = tables
+    BM: gl.constexpr = C[0]
+    BN: gl.constexpr = C[1]
+    STAGES: gl.constexpr = C[2]
+    QS: gl.constexpr = C[9]
+    PAIR: gl.constexpr = 2 * desc_k.block_type.nbytes
+    WORDS: gl.constexpr = 2 * desc_words.block_type.nbytes
+    pair = 0
+    turn = 0
+    tile = gl.program_id(0)
+    line, i_bh = find_line(tile, maps, num_heads, section, H, 1)
+    begin, end, n, edges = find_list(maps, i_bh // H, i_bh % H, line)
+    while tile < num_tiles:
+        i_b = i_bh // H
+        i_h = i_bh % H
+        i_k = i_h // G
+        block, word = find_block(maps, begin, end, 0, edges)
+        row = block * BN
+        stage, phase = buffer_of(pair, STAGES)
+        bar = full.index(stage)
+        mbarrier.wait(empty.index(stage), phase ^ 1)
+        mbarrier.expect(bar, PAIR // 2, pred=edges == 0)
+        mbarrier.expect(bar, PAIR // 2 + WORDS, pred=edges > 0)
+        _load(desc_k, i_b, i_k, row, bar, k_s.index(stage))
+        load_words(desc_words, word, bar, words_s, stage, edges > 0)
+        room, phase = buffer_of(turn, QS)
+        mbarrier.wait(q_empty.index(room), phase ^ 1)
+        slot = (turn & 3) * 4
+        put(work_s.index(slot), line)
+        put(work_s.index(slot + 1), i_bh)
+        put(work_s.index(slot + 2), n)
+        put(work_s.index(slot + 3), edges)
+        tell(tile_s.index(turn & 3), tile)
+        mbarrier.expect(q_full.index(room), 2 * desc_q.block_type.nbytes)
+        for w in gl.static_range(2):
+            _load(desc_q, i_b, i_h, (line * 2 + w) * BM, q_full.index(room), q_s.index(room * 2 + w))
+        for i in range(1, n):
+            before = row
+            block, word = find_block(maps, begin, end, i, edges)
+            row = block * BN
+            stage, phase = buffer_of(pair + i, STAGES)
+            bar = full.index(stage)
+            mbarrier.wait(empty.index(stage), phase ^ 1)
+            mbarrier.expect(bar, PAIR, pred=i >= edges)
+            mbarrier.expect(bar, PAIR + WORDS, pred=i < edges)
+            _load(desc_k, i_b, i_k, row, bar, k_s.index(stage))
+            load_words(desc_words, word, bar, words_s, stage, i < edges)
+            _load(desc_v, i_b, i_k, before, bar, v_s.index(stage))
+        # The next tile is looked up here, not at the end: the others still have two blocks to do meanwhile.
+        stage, phase = buffer_of(pair + n, STAGES)
+        pair += n + 1
+        turn += 1
+        tile = next_tile(counter)
+        line, i_bh = find_line(gl.minimum(tile, num_tiles - 1), maps, num_heads, section, H, 1)
+        begin, end, n, edges = find_list(maps, i_bh // H, i_bh % H, line)
+        mbarrier.wait(empty.index(stage), phase ^ 1)
+        mbarrier.expect(full.index(stage), PAIR // 2)
+        _load(desc_v, i_b, i_k, row, full.index(stage), v_s.index(stage))
+    room, phase = buffer_of(turn, QS)
+    mbarrier.wait(q_empty.index(room), phase ^ 1)
+    tell(tile_s.index(turn & 3), tile)
+    mbarrier.arrive(q_full.index(room), count=1)
+    leave(counter)
