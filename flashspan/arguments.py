@@ -8,6 +8,7 @@ from torch import Tensor
 from flashspan.kernels import masks
 from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.masks import Band, Mask, Rows
+from flashspan.kernels.tiling import find_runs
 
 MAX_HEAD_DIM = 256
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -113,19 +114,11 @@ def mask_of(visible: Tensor, q: Tensor, num_queries: int, num_keys: int) -> Rows
     visible = visible.expand(-1, -1, -1, num_keys if visible.shape[3] == 1 else -1)
     rows = num_queries if visible.shape[2] == 1 else visible.shape[2]  # one row, a padding mask's, is looked at once
     if visible.shape[1] == 1 or visible.stride(1) == 0:
-        runs = visible[:, 0, :, :1].sum(-1) + (visible[:, 0, :, 1:] & ~visible[:, 0, :, :-1]).sum(-1)
-        if bool((runs <= 1).all()):
-            return _rows_of(visible[0, 0] if len(visible) == 1 else visible[:, 0], rows)
+        runs = find_runs(visible[:, 0])
+        if runs is not None:
+            start, end = (x.expand(-1, rows)[0 if len(visible) == 1 else slice(None)] for x in runs)
+            return Rows(start, end, visible.shape[3])
     return Blocks.from_dense(visible.expand(-1, -1, rows, -1))
-
-
-def _rows_of(visible: Tensor, num_queries: int) -> Rows:
-    """A bool tensor [T or 1, S] or [B, T or 1, S] in which every row is one run of True, or none."""
-    num_keys = visible.shape[-1]
-    length = visible.sum(-1, dtype=torch.int32)
-    start = visible.view(torch.uint8).argmax(-1).int() if num_keys else length
-    start, length = (x.expand(*x.shape[:-1], num_queries) for x in (start, length))
-    return Rows(start, start + length, num_keys)
 
 
 def draw_seed(device: torch.device, seed: int | None, generator: torch.Generator | None) -> Tensor:

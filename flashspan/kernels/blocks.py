@@ -3,7 +3,8 @@
 The [T, S] matrix is cut into tiles of block_q x block_k. A tile is empty (never visited), full (visited without a mask)
 or partial (its bits are kept, identical tiles sharing theirs). A map lists, per block of queries, the blocks of keys
 to visit, and, per block of keys, the blocks of queries: what forward and backward walk. Maps may differ along the batch
-and the heads; where they do not, there is one. Nothing of size T x S is kept or, while building, ever made.
+and the heads; where they do not, there is one. Nothing of size T x S is kept or, while building, ever made, but for
+the bits of a tensor that was given and lies on a GPU.
 
     Blocks.from_rule(lambda b, h, i, j: (i - j) % 7 == 0, num_queries=65536, num_keys=65536, device="cuda")
     Blocks.from_dense(visible)      Blocks.from_coarse(tiles, T, S)      Blocks.of(documents(lengths), T, S)

@@ -127,24 +127,27 @@ def shipped_launches(dtype: torch.dtype, head_dim: int, **options: Any) -> dict[
 
 
 def hopper_launches(dtype: torch.dtype, head_dim: int, **options: Any) -> dict[str, Launch]:
-    """The launches of one call of the Hopper kernels on meta tensors: "forward", "backward" where there is one in one
-    pass, and "keys" and "queries", the two passes."""
+    """The launches of one call of the Hopper kernels on meta tensors: "forward" and its "repair", "backward" where
+    there is one in one pass, and "keys" and "queries", the two passes."""
     from flashspan.kernels.hopper.launch import forward_launch
     from flashspan.kernels.hopper.one_pass import backward_launch
     from flashspan.kernels.hopper.tensors import block_dim
     from flashspan.kernels.hopper.tiles import BACKWARD
     from flashspan.kernels.hopper.two_pass import two_pass_launches
     from flashspan.kernels.masks import CAUSAL
+    from flashspan.kernels.portable.forward import forward_launch as repair_launch
 
     mask, carry = options.get("mask", CAUSAL), options.get("carry", False)
     q, k, v, dout = (torch.empty(1, 8, 4096, head_dim, dtype=dtype, device="meta") for _ in range(4))
     rows, bad = torch.empty(1, 8, 4096, device="meta"), torch.empty(1, 8, 64, dtype=torch.int32, device="meta")
     out, dq, dk, dv = (x.float() if carry else x for x in (q, q, k, v))
     launches = {"forward": forward_launch(q, k, v, out, rows, bad, mask, 0.125, carry)}
+    launches["repair"] = repair_launch(q, k, v, out, rows, mask, 0.125, carry, None, only=bad)
     given = (dout, q, k, v, rows.flatten(), rows.flatten(), mask, 0.125)
+    counter = torch.empty(4, dtype=torch.int32, device="meta")
     if block_dim(head_dim) in BACKWARD:
-        launches["backward"] = backward_launch(*given, q.float(), dk, dv, carry)
-    launches["keys"], launches["queries"] = two_pass_launches(*given, dq, dk, dv, carry)
+        launches["backward"] = backward_launch(*given, q.float(), dk, dv, carry, counter, counter)
+    launches["keys"], launches["queries"] = two_pass_launches(*given, dq, dk, dv, carry, counter, counter)
     return launches
 
 

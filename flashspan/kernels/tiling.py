@@ -6,12 +6,14 @@ its bits, and those bits (bits.py).
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from flashspan.kernels import bits as packed
 from flashspan.kernels.masks import EMPTY, FULL, PARTIAL
@@ -149,6 +151,32 @@ def examine(num_queries: int, num_keys: int, block: tuple[int, int], kinds: Tens
         places.append(((b * kinds.shape[1] + h) * kinds.shape[2] + i) * num_k + j)
         words.append(kept)
     return _number(block, kinds, words, places)
+
+
+def read_by_kernels(visible: Tensor) -> bool:
+    """Whether the kernels of portable/mapping.py serve a bool tensor."""
+    traced = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
+    return visible.is_cuda and bool(visible.numel()) and not traced and importlib.util.find_spec("triton") is not None
+
+
+def find_runs(visible: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Of bool [B, T, S], from which key to before which each row sees, int32 [B, T]; None if some row has a gap."""
+    if read_by_kernels(visible):
+        from flashspan.kernels.portable import mapping
+
+        return mapping.find_runs(visible)
+    begins = visible[..., 1:] > visible[..., :-1]  # a run, after the first key
+    if bool((_count(begins) + _count(visible[..., :1]) > 1).any()):
+        return None
+    length = _count(visible)
+    start = visible.view(torch.uint8).argmax(-1).int() if visible.shape[-1] else length
+    return start, start + length
+
+
+def _count(seen: Tensor) -> Tensor:
+    """How many are True along the last axis, int32: in bytes as far as they reach, many times as fast on a CPU."""
+    parts = [part.sum(-1, dtype=torch.uint8) for part in seen.view(torch.uint8).split(255, -1)]
+    return torch.stack(parts).sum(0, dtype=torch.int32)
 
 
 def interval_kinds(start: Tensor, end: Tensor, num_keys: int, block_q: int, block_k: int) -> Tensor:

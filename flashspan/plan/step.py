@@ -96,7 +96,7 @@ def step_time(run: Run, mixture: Mixture, cluster: Cluster) -> StepTime:
 
     products = 2 * tokens * layer_parameters / speed
     loss = 6 * tokens * head_parameters / speed  # both gradients are made in forward
-    loss += tokens * model.vocab_size / mixture.tensor * (4 * 5 + 2 * small) / traffic
+    loss += tokens * model.vocab_size / mixture.tensor * moved_per_logit(run) / traffic
     moving = tokens * model.num_layers * moved_per_token(run, mixture.tensor) / traffic
     casting = 6 * layer_parameters / traffic if small == 2 else 0.0
     layers_forward = products + moving + casting + model.num_layers * attend_forward.seconds
@@ -150,6 +150,17 @@ def moved_per_token(run: Run, tensor: int) -> float:
     additions = 2 * (8 + small) * model.width
     gate = 5 * small * model.ffn_width / tensor
     return norms + casts + rotation + additions + gate
+
+
+def moved_per_logit(run: Run) -> float:
+    """Bytes that the loss, uncompiled, reads and writes for a logit between its products. A test counts them."""
+    small = run.itemsize
+    exponents = 4 * 6  # the largest, differences to it, their exponentials in place, and the sum
+    slope = 4 * 9  # a difference, its exponential, less one at the target, times whether it counts
+    target = 1 + 1 + 4  # whether it is one, and that as a number
+    back = 2 * small  # into the logits' place
+    casts = 2 * (4 + small) if small == 2 else 0
+    return float(exponents + slope + target + back + casts)
 
 
 def gradient_wire(mixture: Mixture, cluster: Cluster, gradient: float, forward: float, backward: float) -> float:

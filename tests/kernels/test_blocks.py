@@ -15,7 +15,7 @@ from flashspan.kernels import bits, making, reference
 from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.masks import CAUSAL, EVERYTHING, NOTHING, Band, Rows, count, dense, unpack
 from flashspan.kernels.portable import mapping
-from flashspan.kernels.tiling import check_block
+from flashspan.kernels.tiling import check_block, find_runs
 from tests.kernels.cases import FORWARD_BOUND, GRADIENT_BOUND, relative
 
 LENGTHS = (1, 63, 64, 65, 100, 128, 150, 200)
@@ -171,6 +171,7 @@ def test_kernels_read_a_mask_wherever_it_lies(name: str) -> None:
 def test_kernels_list_lines_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """More tiles to a line, and more lines, than a program looks at together; one line longer than the others."""
     monkeypatch.setattr(mapping, "STEP", 4)
+    monkeypatch.setattr(mapping, "SPAN", 4)
     random = torch.Generator().manual_seed(1)
     kinds = torch.rand(2, 5, 6, generator=random).repeat_interleave(64, 1).repeat_interleave(64, 2)
     visible = (kinds < 0.3) & (torch.rand(2, 320, 384, generator=random) < 0.5) | (kinds > 0.8)
@@ -205,6 +206,58 @@ def test_kernels_know_a_partial_tile_by_any_hash(monkeypatch: pytest.MonkeyPatch
     made = map_by_kernels(visible, (64, 64))
     assert made is not None
     assert torch.equal(made.dense(), visible)
+
+
+@pytest.mark.parametrize("first", [-(2**63), -10, 2**63 - 1 - 128], ids=["least", "around 0", "greatest"])
+@pytest.mark.parametrize("span", [4, 1024])
+def test_kernels_sort_hashes_that_are_all_alike(first: int, span: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which have one place in the table: the first, one in the middle, and the last, behind which they are put."""
+    monkeypatch.setattr(mapping, "SPAN", span)
+    for module in (mapping, bits):
+        monkeypatch.setattr(module, "odd_numbers", lambda num, device: first + torch.arange(num, device=device))
+    row = torch.tensor([[5, 3, 0, 44, 3], [60, 4, 63, 5, 1], [2, 59, 5, 6, 31]])  # the one each tile has a pair in
+    visible = torch.zeros(3, 64, 5, 64, dtype=torch.bool)
+    visible[torch.arange(3)[:, None], row, torch.arange(5), 0] = True  # a word of 1, whose hash is its number
+    visible = visible.view(192, 320)
+    made = map_by_kernels(visible, (64, 64))
+    assert made is not None
+    assert len(made.bits) == len(row.unique())
+    assert same_to_the_bit(made, Blocks.from_dense(visible, block=64))
+
+
+def some_runs(random: torch.Generator, num_batch: int, T: int, S: int) -> Tensor:
+    """bool [B, T, S]: one run of keys to a row, or none."""
+    start, end = torch.randint(S + 1, (2, num_batch, T, 1), generator=random)
+    return (torch.arange(S) >= start) & (torch.arange(S) < end)
+
+
+@pytest.mark.parametrize("S", [1, 31, 32, 100, 1023, 1024, 2600, 4096])
+def test_kernels_find_the_same_runs(S: int) -> None:
+    random = torch.Generator().manual_seed(S)
+    for num_batch, T in ((1, 1), (2, 9), (1, 16)):
+        runs = some_runs(random, num_batch, T, S)
+        for visible in (runs, runs.mT.contiguous().mT, runs[:, :1].expand(-1, T, -1), runs[..., :1].expand(-1, -1, S)):
+            found, want = mapping.find_runs(visible.to(KERNELS_ON)), find_runs(visible)
+            assert found is not None
+            assert want is not None
+            keys = torch.arange(S)
+            assert torch.equal((keys >= want[0][..., None]) & (keys < want[1][..., None]), visible)
+            for one, two in zip(found, want, strict=True):
+                assert one.dtype == two.dtype == torch.int32
+                assert torch.equal(one.cpu(), two)
+
+
+@pytest.mark.parametrize("S", [3, 32, 100, 1030, 2048])
+def test_a_gap_in_any_row_is_seen(S: int) -> None:
+    random = torch.Generator().manual_seed(S)
+    for gap in {1, S // 2, S - 2}:
+        visible = some_runs(random, 2, 9, S)
+        visible[1, 8] = True
+        visible[1, 8, gap] = False
+        assert find_runs(visible) is None
+        assert mapping.find_runs(visible.to(KERNELS_ON)) is None
+    many = torch.arange(2048).remainder(2).bool()[None, None]  # 1024 of them: more than a byte counts
+    assert find_runs(many) is None
 
 
 @pytest.mark.gpu

@@ -88,7 +88,8 @@ def check(x: list[Tensor], mask: Mask, scale: float, pieces: int, repeatable: bo
     assert carry is not None
     assert relative(carry.out, right.out) <= FORWARD_BOUND
     assert torch.equal(carry.lse.isinf(), right.lse.isinf())
-    assert (carry.lse - right.lse).nan_to_num(0, 0, 0).abs().max() <= 1e-5
+    # float32 keeps a score to 1e-6 of itself.
+    assert ((carry.lse - right.lse).abs() / (1 + right.lse.abs() / 10)).nan_to_num(0, 0, 0).max() <= 1e-5
     assert not carry.out[right.lse.isinf()].any()
 
     fresh = tuple(torch.full_like(t, torch.nan) for t in (q, k, v))
@@ -133,9 +134,12 @@ def test_float16() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_scores_far_apart(head_dim: int, dtype: torch.dtype) -> None:
-    """Maxima that grow by more than what the softmax lets pass: its sums are rescaled, in a call and over a carry."""
-    for mask, pieces in ((CAUSAL, 1), (EVERYTHING, 1), (Band(-300, 200), 3)):
-        check(tensors(random.Random(3), 1, 4, 2, 701, 903, head_dim, dtype), mask, 6 * head_dim**-0.5, pieces)
+    """Maxima that grow by more than what the softmax lets pass: its sums are rescaled, in a call and over a carry; or
+    by more than float32 holds: those rows are computed again."""
+    for spread in (6, 100):
+        for mask, pieces in ((CAUSAL, 1), (EVERYTHING, 1), (Band(-300, 200), 3)):
+            x = tensors(random.Random(3), 1, 4, 2, 701, 903, head_dim, dtype)
+            check(x, mask, spread * head_dim**-0.5, pieces)
 
 
 @pytest.mark.parametrize("repeatable", [False, True])

@@ -32,7 +32,7 @@ flat = rows.flatten()
 if which == "forward":
     launch = lists_forward_launch(q, k, v, q, rows, flags, mask, 0.125, False, flags)
 else:
-    launch = lists_backward_launch(dout, q, k, v, flat, flat, mask, 0.125, q.float(), k, v, False)
+    launch = lists_backward_launch(dout, q, k, v, flat, flat, mask, 0.125, q.float(), k, v, False, flags, flags)
 cost = compile_launch(launch)
 print(json.dumps([cost.spilled_bytes, cost.shared_bytes, cost.instructions["HGMMA"], cost.warnings]))
 """

@@ -1,19 +1,22 @@
 """The backward kernel for Hopper.
 
-A program owns a block of 128 keys: K and V stay in shared memory, dK and dV in registers, and the queries that see the
-block pass by, for every query head that shares it. Two warpgroups of 64 keys each multiply; one warp loads Q, dO and
-the rows' two numbers; one adds finished dQ tiles into global float32 through the copy engine. Everything is transposed,
-keys down and queries across, so that P and dS are already in the registers dV and dK want them in. The accumulators of
-S and dP start at -lse and -delta, which saves both subtractions.
+A tile is a block of 128 keys: K and V stay in shared memory, dK and dV in registers, and the queries that see it pass
+by, for every query head that shares it. Two warpgroups of 64 keys each multiply; one warp loads Q, dO and the rows' two
+numbers; one adds finished blocks of dQ into global float32 through the copy engine. Everything is transposed, keys down
+and queries across, so that P and dS are already in the registers dV and dK want them in. The accumulators of dP start
+at -delta, and those of S at -lse where that saves registers, which saves the subtractions.
 
 While one warpgroup computes exponentials the other must keep the tensor cores busy: a warp that starts a product waits
-until most of it is done. So they may drift apart, by up to a tile. All they share is dQ, to which each adds half of a
-tile, summed over the keys of both - of the tile before, whose dS the other has had time to write.
+until most of it is done. So they may drift apart, by up to a block. All they share is dQ, to which each adds half of a
+block, summed over the keys of both - of the block before, whose dS the other has had time to write.
+
+Programs are persistent: a tile's dK and dV leave through the place of dS, so that the next one's K and V may come while
+they do, and its first Q and dO before. What the next tile is the loading warp tells everybody.
 
 Without DQ, for gradients that repeat (two_pass.py), dK and dV are all it makes, and the warpgroups share nothing.
 
-For a block map (LISTS) a program's block of keys is a line of its transposed lists. A listed block of 128 queries is
-one tile, or two where a tile has 64; its bits come with Q and dO.
+For a block map (LISTS) a tile's block of keys is a line of its transposed lists. A listed block of 128 queries is one
+block, or two where a block has 64; its bits come with Q and dO.
 """
 
 from __future__ import annotations
@@ -28,17 +31,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashspan.kernels.hopper.backward_feed import add_dq, add_dq_lists, feed, feed_lists, line_of
-from flashspan.kernels.hopper.names import barrier, held, here_and_now, reduce_add
-from flashspan.kernels.hopper.walk import bounds, find_list, hide, key_work, nth
+from flashspan.kernels.hopper.backward_feed import add_dq, add_dq_lists, feed, feed_lists, hear
+from flashspan.kernels.hopper.names import barrier, held, here_and_now
+from flashspan.kernels.hopper.shared import send_off
+from flashspan.kernels.hopper.walk import bounds, find_list, hide, nth
 
 
 @gluon.jit
 def _start_dq(WG: gl.constexpr, i, buffers, bars, C: gl.constexpr):
     """Start this warpgroup's half of dQ of tile i, from the dS of both: 64 of its rows, or of its columns where it has
     rows for one only."""
-    q_s, do_s, low_s, high_s, ds_s, dq_s, l_s, d_s = buffers
-    kv_full, full, empty, ds_full, dq_full, dq_empty = bars
+    q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s = buffers
+    kv_full, kv_empty, full, empty, ds_full, dq_full, dq_empty = bars
     BM: gl.constexpr = C[0]
     BN: gl.constexpr = C[1]
     QL: gl.constexpr = C[8]
@@ -47,8 +51,8 @@ def _start_dq(WG: gl.constexpr, i, buffers, bars, C: gl.constexpr):
     mbarrier.wait(ds_full.index(slot), (i >> 1) & 1)
     k0 = low_s.index(here_and_now(0)).reshape((BN, BD))
     k1 = high_s.index(here_and_now(0)).reshape((BN, BD))
-    ds0 = ds_s.index(slot * 2)
-    ds1 = ds_s.index(slot * 2 + 1)
+    ds0 = ds0_s.index(slot)
+    ds1 = ds1_s.index(slot)
     if BM == 64:
         k0 = k0.slice(WG * (BD // 2), BD // 2, dim=1)
         k1 = k1.slice(WG * (BD // 2), BD // 2, dim=1)
@@ -61,16 +65,16 @@ def _start_dq(WG: gl.constexpr, i, buffers, bars, C: gl.constexpr):
 
 
 @gluon.jit
-def _leave_dq(WG: gl.constexpr, i, dq, buffers, bars, sm_scale, C: gl.constexpr):
-    """Hand this half of dQ of tile i to the warp that adds it."""
-    q_s, do_s, low_s, high_s, ds_s, dq_s, l_s, d_s = buffers
-    kv_full, full, empty, ds_full, dq_full, dq_empty = bars
+def _leave_dq(WG: gl.constexpr, count, dq, buffers, bars, sm_scale, C: gl.constexpr):
+    """Hand this half of a dQ, the one of this number, to the warp that adds it."""
+    q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s = buffers
+    kv_full, kv_empty, full, empty, ds_full, dq_full, dq_empty = bars
     BM: gl.constexpr = C[0]
     ADD: gl.constexpr = C[4]
     BD: gl.constexpr = q_s.shape[4]
     if ADD:
         dq = dq * sm_scale
-    mbarrier.wait(dq_empty, i & 1)
+    mbarrier.wait(dq_empty, (count - 1) & 1)
     tile = dq_s.reshape((BM, BD))
     if BM == 64:
         tile.slice(WG * (BD // 2), BD // 2, dim=1).store(dq)
@@ -81,11 +85,12 @@ def _leave_dq(WG: gl.constexpr, i, dq, buffers, bars, sm_scale, C: gl.constexpr)
 
 
 @gluon.jit
-def _step(WG: gl.constexpr, own_s, i, masked, shown, dk, dv, buffers, bars, numbers, C: gl.constexpr):
-    """Tile i of queries: dV and dK of it, and dQ of the tile before. If it is masked, `shown` says what is seen: the
-    tile's first row and each key's interval, or the words of a block and which half of it the tile is."""
-    q_s, do_s, low_s, high_s, ds_s, dq_s, l_s, d_s = buffers
-    kv_full, full, empty, ds_full, dq_full, dq_empty = bars
+def _step(WG: gl.constexpr, own, i, count, masked, shown, dk, dv, buffers, bars, numbers, C: gl.constexpr):
+    """Block i of queries: dV and dK of it, and the dQ of number `count`, of the block before. If it is masked, `shown`
+    says what is seen: the block's first row and each key's interval, or a map's words and which half it is."""
+    own_s, ds_s = own
+    q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s = buffers
+    kv_full, kv_empty, full, empty, ds_full, dq_full, dq_empty = bars
     H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section = numbers
     BM: gl.constexpr = C[0]
     BN: gl.constexpr = C[1]
@@ -95,6 +100,7 @@ def _step(WG: gl.constexpr, own_s, i, masked, shown, dk, dv, buffers, bars, numb
     LISTS: gl.constexpr = C[9]
     DQ: gl.constexpr = C[10]
     BD: gl.constexpr = q_s.shape[4]
+    LATE: gl.constexpr = BD == 64  # see tiles.lse_unit
     PL: gl.constexpr = gl.DotOperandLayout(0, KL, 2)
     dtype: gl.constexpr = q_s.dtype
     stage = i & (STAGES - 1)
@@ -105,13 +111,21 @@ def _step(WG: gl.constexpr, own_s, i, masked, shown, dk, dv, buffers, bars, numb
     k = own_s.index(here_and_now(0)).reshape((BN, BD))
     v = own_s.index(here_and_now(1)).reshape((BN, BD))
     zero = gl.zeros([BN, BM], gl.float32, layout=SL)
-    s, _ = gl.broadcast(l_s.index(stage).load(gl.SliceLayout(0, SL))[None, :], zero)
+    if not LATE:
+        s, _ = gl.broadcast(l_s.index(stage).load(gl.SliceLayout(0, SL))[None, :], zero)
     dp, _ = gl.broadcast(d_s.index(stage).load(gl.SliceLayout(0, SL))[None, :], zero)
-    # Both before the first product starts: ptxas would wait for that one before it touched the registers of another.
+    # Before the first product starts: ptxas would wait for that one before it touched the registers of another.
     dp = held(dp)
-    sa = warpgroup_mma(k, q.permute((1, 0)), s, is_async=True)
+    if LATE:
+        sa = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+    else:
+        sa = warpgroup_mma(k, q.permute((1, 0)), s, is_async=True)
     dpa = warpgroup_mma(v, do.permute((1, 0)), dp, is_async=True)
     s = warpgroup_mma_wait(1, deps=(sa,))
+    if LATE:
+        s = s * scale + l_s.index(stage).load(gl.SliceLayout(0, SL))[None, :]
+    else:
+        s = s * scale
     if masked:
         if LISTS:
             words_s, half = shown
@@ -121,12 +135,12 @@ def _step(WG: gl.constexpr, own_s, i, masked, shown, dk, dv, buffers, bars, numb
             o_m = here_and_now(0) + gl.arange(0, BM, layout=gl.SliceLayout(0, SL))
             seen = (o_m[None, :] >= (lower - m0)[:, None]) & (o_m[None, :] < (upper - m0)[:, None])
             s = gl.where(seen, s, float("-inf"))
-    p = gl.exp2(s * scale)
+    p = gl.exp2(s)
     pd = gl.convert_layout(p.to(dtype), PL, assert_trivial=True)
     # dV at once: the tensor cores have it to do while dS is made and written.
     dva = warpgroup_mma(pd, do, dv, is_async=True)
-    if DQ:  # both have written dQ of tile i - 2, so neither reads its dS any more
-        mbarrier.wait(dq_full, (i - 1) & 1)
+    if DQ:  # both have written dQ of block i - 2, so neither reads its dS any more
+        mbarrier.wait(dq_full, (count - 1) & 1)
     else:  # a branch, or ptxas would move the wait for dP before the exp2's
         mbarrier.wait(full.index(stage), (i // STAGES) & 1)
     dp, p = warpgroup_mma_wait(1, deps=(dpa, p))
@@ -135,7 +149,7 @@ def _step(WG: gl.constexpr, own_s, i, masked, shown, dk, dv, buffers, bars, numb
         ds = gl.where(p == 0.0, 0.0, ds)
     ds = ds.to(dtype)
     if DQ:
-        ds_s.index(slot * 2 + WG).store(ds)
+        ds_s.index(slot).store(ds)
         fence_async_shared()
         mbarrier.arrive(ds_full.index(slot), count=1)
     dsd = gl.convert_layout(ds, PL, assert_trivial=True)
@@ -145,23 +159,11 @@ def _step(WG: gl.constexpr, own_s, i, masked, shown, dk, dv, buffers, bars, numb
         dv, dk, pd, dsd = warpgroup_mma_wait(2, deps=(dva, dka, pd, dsd))
         mbarrier.arrive(empty.index(stage), count=1)
         dq = warpgroup_mma_wait(0, deps=(dqa,))
-        _leave_dq(WG, i - 1, dq, buffers, bars, sm_scale, C)
+        _leave_dq(WG, count, dq, buffers, bars, sm_scale, C)
     else:
         dv, dk, pd, dsd = warpgroup_mma_wait(0, deps=(dva, dka, pd, dsd))
         mbarrier.arrive(empty.index(stage), count=1)
     return dk, dv
-
-
-@gluon.jit
-def _leave(desc, b, h, row, x, x_s, ADD: gl.constexpr):
-    """Write a finished gradient, or add it, through shared memory that nobody uses any more."""
-    x_s.reshape((x.shape[0], x.shape[1])).store(x.to(desc.dtype))
-    fence_async_shared()
-    barrier()
-    if ADD:
-        reduce_add(desc, [b, h, row, 0], x_s)
-    else:
-        tma.async_copy_shared_to_global(desc, [b, h, row, 0], x_s)
 
 
 @gluon.jit
@@ -181,16 +183,18 @@ def _clean(own_s, BN: gl.constexpr, BD: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(WG: gl.constexpr, own_s, desc, buffers, bars, numbers, tables, C: gl.constexpr):
-    """A warpgroup and its 64 keys.
+def _multiply(WG: gl.constexpr, own, desc, buffers, bars, numbers, tables, work, C: gl.constexpr):
+    """A warpgroup and its 64 keys of each tile.
 
-    dQ runs one tile behind. In the first step it is of no tile: it is computed from whatever lies there and dropped by
-    the warp that adds, which costs less than a step of its own.
+    dQ runs one block behind. In the first step of a tile it is of no block: it is computed from whatever lies there and
+    dropped by the warp that adds, which costs less than a step of its own.
     """
     desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d = desc
-    q_s, do_s, low_s, high_s, ds_s, dq_s, l_s, d_s = buffers
-    kv_full, full, empty, ds_full, dq_full, dq_empty = bars
+    q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s = buffers
+    kv_full, kv_empty, full, empty, ds_full, dq_full, dq_empty = bars
     H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section = numbers
+    num_tiles, counter, states, work_s, work_full = work
+    own_s, ds_s = own
     BM: gl.constexpr = C[0]
     BN: gl.constexpr = C[1]
     TABLE: gl.constexpr = C[3]
@@ -202,74 +206,74 @@ def _multiply(WG: gl.constexpr, own_s, desc, buffers, bars, numbers, tables, C: 
     DQ: gl.constexpr = C[10]
     BD: gl.constexpr = q_s.shape[4]
     SPLIT: gl.constexpr = 128 // BM
-    if LISTS:
-        desc_words, words_s, maps = tables
-        i_b, i_k, line = line_of(numbers, maps)
-        n0 = line * (2 * BN) + WG * BN
-    else:
-        first, last, s_columns = tables
-        i_b, i_k, n0, t_first, f_lo, f_hi, t_end = key_work(numbers, tables, 2 * C[1], C[0], C[3], 4)
-        n = t_end - t_first
-        edges = n - (f_hi - f_lo)
+    turn = 0
+    i = 0
+    tile, i_b, i_k, n0, a, b, c, d = hear(turn, work, 4)
+    while tile < num_tiles:
         n0 += WG * BN
-        o_n = n0 + gl.arange(0, BN, layout=gl.SliceLayout(1, SL))
-        lower, upper = bounds(o_n, S, T, -hi, -lo, first + i_b * s_columns, last + i_b * s_columns, TABLE)
-    dk = gl.zeros([BN, BD], gl.float32, layout=KL)
-    dv = gl.zeros([BN, BD], gl.float32, layout=KL)
-    mbarrier.wait(kv_full, 0)
-    if HIDDEN:
-        _clean(own_s, BN, BD)
-    if LISTS:
-        end = 0
-        for g in range(G):
-            begin, stop, n, edges = find_list(maps, i_b, i_k * G + g, line)
-            for j in range(n * SPLIT):
-                dk, dv = _step(
-                    WG, own_s, end + j, j < edges * SPLIT, (words_s, j % SPLIT), dk, dv, buffers, bars, numbers, C
-                )
-            end += n * SPLIT
-    else:
-        for g in range(G):
-            for j in range(n):
-                m0 = nth(j, t_first, f_lo, f_hi, t_end) * BM
-                dk, dv = _step(WG, own_s, g * n + j, j < edges, (m0, lower, upper), dk, dv, buffers, bars, numbers, C)
-        end = n * G
-    if DQ:
-        dq = warpgroup_mma_wait(0, deps=(_start_dq(WG, end - 1, buffers, bars, C),))
-        _leave_dq(WG, end - 1, dq, buffers, bars, sm_scale, C)
-
-    # V has been read for the last time, and K once both have written their last dQ: dV and dK leave through their
-    # place, in float32 one after the other.
-    if desc_dk.dtype == own_s.dtype:
-        _leave(desc_dv, i_b, i_k, n0, dv, own_s.index(1), ADD)
+        if LISTS:
+            desc_words, words_s, maps = tables
+            line, n, edges = a, b, c
+        else:
+            first, last, s_columns = tables
+            t_first, f_lo, f_hi, t_end = a, b, c, d
+            n = t_end - t_first
+            edges = n - (f_hi - f_lo)
+            o_n = n0 + gl.arange(0, BN, layout=gl.SliceLayout(1, SL))
+            lower, upper = bounds(o_n, S, T, -hi, -lo, first + i_b * s_columns, last + i_b * s_columns, TABLE)
+        dk = gl.zeros([BN, BD], gl.float32, layout=KL)
+        dv = gl.zeros([BN, BD], gl.float32, layout=KL)
+        mbarrier.wait(kv_full, turn & 1)
+        if HIDDEN:
+            _clean(own_s, BN, BD)
+        if LISTS:
+            for g in range(G):
+                if g > 0:
+                    _, _, n, edges = find_list(maps, i_b, i_k * G + g, line)
+                for j in range(n * SPLIT):
+                    masked = j < edges * SPLIT
+                    part = (words_s, j % SPLIT)
+                    dk, dv = _step(WG, own, i + j, i + j + turn, masked, part, dk, dv, buffers, bars, numbers, C)
+                i += n * SPLIT
+        else:
+            for _ in range(G):
+                for j in range(n):
+                    seen = (nth(j, t_first, f_lo, f_hi, t_end) * BM, lower, upper)
+                    dk, dv = _step(WG, own, i + j, i + j + turn, j < edges, seen, dk, dv, buffers, bars, numbers, C)
+                i += n
         if DQ:
-            mbarrier.wait(dq_full, end & 1)
-        _leave(desc_dk, i_b, i_k, n0, dk * sm_scale, own_s.index(0), ADD)
-    else:
-        both_s = own_s._reinterpret(desc_dk.dtype, [1, 1, BN, BD], desc_dk.layout)
-        if DQ:
-            mbarrier.wait(dq_full, end & 1)
-        _leave(desc_dv, i_b, i_k, n0, dv, both_s, ADD)
+            dq = warpgroup_mma_wait(0, deps=(_start_dq(WG, i - 1, buffers, bars, C),))
+        mbarrier.arrive(kv_empty, count=1)
+        if DQ:  # neither reads dS any more: dV and dK leave through its place
+            mbarrier.wait(kv_empty, turn & 1)
+        # Heard again: until here these numbers would only have held registers.
+        tile, i_b, i_k, n0, a, b, c, d = hear(turn, work, 4)
+        n0 += WG * BN
+        send_off(desc_dv, i_b, i_k, n0, dv, ds_s, ADD)
+        if DQ:  # only now: the dQ before it is still being added
+            _leave_dq(WG, i + turn, dq, buffers, bars, sm_scale, C)
+        send_off(desc_dk, i_b, i_k, n0, dk * sm_scale, ds_s, ADD)
         tma.store_wait(0)
         barrier()
-        _leave(desc_dk, i_b, i_k, n0, dk * sm_scale, both_s, ADD)
-    tma.store_wait(0)
+        turn += 1
+        tile, i_b, i_k, n0, a, b, c, d = hear(turn, work, 4)
 
 
 @gluon.jit
-def _first(desc, buffers, bars, numbers, tables, C: gl.constexpr):
-    _multiply(0, buffers[2], desc, buffers, bars, numbers, tables, C)
+def _first(desc, buffers, bars, numbers, tables, work, C: gl.constexpr):
+    _multiply(0, (buffers[2], buffers[4]), desc, buffers, bars, numbers, tables, work, C)
 
 
 @gluon.jit
-def _second(desc, buffers, bars, numbers, tables, C: gl.constexpr):
-    _multiply(1, buffers[3], desc, buffers, bars, numbers, tables, C)
+def _second(desc, buffers, bars, numbers, tables, work, C: gl.constexpr):
+    _multiply(1, (buffers[3], buffers[5]), desc, buffers, bars, numbers, tables, work, C)
 
 
 @gluon.jit
 def _run(
-    desc, numbers, tables, STAGES: gl.constexpr, TABLE: gl.constexpr, ADD: gl.constexpr, HIDDEN: gl.constexpr,
-    LISTS: gl.constexpr, DQ: gl.constexpr, REGISTERS: gl.constexpr, FEED_REGISTERS: gl.constexpr,
+    desc, numbers, tables, num_tiles, counter, states, STAGES: gl.constexpr, TABLE: gl.constexpr, ADD: gl.constexpr,
+    HIDDEN: gl.constexpr, LISTS: gl.constexpr, DQ: gl.constexpr, CLAIM: gl.constexpr, REGISTERS: gl.constexpr,
+    FEED_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Buffers and barriers, and who does what."""
     desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d = desc
@@ -284,18 +288,24 @@ def _run(
     do_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BM, BD], desc_do.layout)
     low_s = gl.allocate_shared_memory(dtype, [2, 1, 1, BN, BD], desc_k.layout)
     high_s = gl.allocate_shared_memory(dtype, [2, 1, 1, BN, BD], desc_k.layout)
-    ds_s = gl.allocate_shared_memory(dtype, [4, BN, BM], gl.NVMMASharedLayout.get_default_for([BN, BM], dtype))
+    DL: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BM], dtype)
+    ds0_s = gl.allocate_shared_memory(dtype, [2, BN, BM], DL)
+    ds1_s = gl.allocate_shared_memory(dtype, [2, BN, BM], DL)
     dq_s = gl.allocate_shared_memory(gl.float32, [1, 1, BM, BD], desc_dq.layout)
     l_s = gl.allocate_shared_memory(gl.float32, [STAGES, BM], desc_l.layout)
     d_s = gl.allocate_shared_memory(gl.float32, [STAGES, BM], desc_l.layout)
     ML: gl.constexpr = mbarrier.MBarrierLayout()
     kv_full = gl.allocate_shared_memory(gl.int64, [1], ML)
+    kv_empty = gl.allocate_shared_memory(gl.int64, [1], ML)
+    work_full = gl.allocate_shared_memory(gl.int64, [4, 1], ML)
+    work_s = gl.allocate_shared_memory(gl.int32, [32, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ML)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ML)
     ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], ML)
     dq_full = gl.allocate_shared_memory(gl.int64, [1], ML)
     dq_empty = gl.allocate_shared_memory(gl.int64, [1], ML)
     mbarrier.init(kv_full, count=1)
+    mbarrier.init(kv_empty, count=2)
     mbarrier.init(dq_full, count=2)
     mbarrier.init(dq_empty, count=1)
     for i in gl.static_range(STAGES):
@@ -303,13 +313,16 @@ def _run(
         mbarrier.init(empty.index(i), count=2)
     for i in gl.static_range(2):
         mbarrier.init(ds_full.index(i), count=2)
-    C: gl.constexpr = (BM, BN, STAGES, TABLE, ADD, HIDDEN, SL, KL, QL, LISTS, DQ)
+    for i in gl.static_range(4):
+        mbarrier.init(work_full.index(i), count=1)
+    C: gl.constexpr = (BM, BN, STAGES, TABLE, ADD, HIDDEN, SL, KL, QL, LISTS, DQ, CLAIM)
     job = (
         desc,
-        (q_s, do_s, low_s, high_s, ds_s, dq_s, l_s, d_s),
-        (kv_full, full, empty, ds_full, dq_full, dq_empty),
+        (q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s),
+        (kv_full, kv_empty, full, empty, ds_full, dq_full, dq_empty),
         numbers,
         tables,
+        (num_tiles, counter, states, work_s, work_full),
         C,
     )
     if LISTS:
@@ -328,34 +341,44 @@ def _run(
         )
 
 
-NUMBERS = ["s_columns", "H", "K", "G", "T", "S", "Tp", "lo", "hi", "section"]
+NUMBERS = ["s_columns", "H", "K", "G", "T", "S", "Tp", "lo", "hi", "section", "num_tiles"]
 
 
 @gluon.jit(do_not_specialize=NUMBERS)
 def backward_kernel(
-    desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d, first, last, s_columns, H, K, G, T, S,
-    Tp, lo, hi, scale, sm_scale, section, STAGES: gl.constexpr, TABLE: gl.constexpr, ADD: gl.constexpr,
-    HIDDEN: gl.constexpr, DQ: gl.constexpr, REGISTERS: gl.constexpr, FEED_REGISTERS: gl.constexpr,
+    desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d, states, first, last, counter,
+    s_columns, H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section, num_tiles, STAGES: gl.constexpr,
+    TABLE: gl.constexpr, ADD: gl.constexpr, HIDDEN: gl.constexpr, DQ: gl.constexpr, CLAIM: gl.constexpr,
+    REGISTERS: gl.constexpr, FEED_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Tp: how far apart the heads' rows lie in lse and delta. Blocks of K, V, dK and dV are those of a warpgroup."""
     _run(
         (desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d),
-        (H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section), (first, last, s_columns),
-        STAGES, TABLE, ADD, HIDDEN, False, DQ, REGISTERS, FEED_REGISTERS,
+        (H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section), (first, last, s_columns), num_tiles, counter,
+        states, STAGES, TABLE, ADD, HIDDEN, False, DQ, CLAIM, REGISTERS, FEED_REGISTERS,
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["s_batch", "s_head", "num_lines", "num_long", "H", "K", "G", "T", "S", "Tp", "section"])
+@gluon.jit(
+    do_not_specialize=[
+        "s_batch",
+        "s_head",
+        "num_lines",
+        "num_long",
+        *(x for x in NUMBERS if x not in ("s_columns", "lo", "hi")),
+    ]
+)
 def lists_backward_kernel(
-    desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d, desc_words, spans, index, numbers,
-    order, s_batch, s_head, num_lines, num_long, H, K, G, T, S, Tp, scale, sm_scale, section, STAGES: gl.constexpr,
-    ADD: gl.constexpr, REGISTERS: gl.constexpr, FEED_REGISTERS: gl.constexpr,
+    desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d, desc_words, states, spans, index,
+    numbers, order, counter, s_batch, s_head, num_lines, num_long, H, K, G, T, S, Tp, scale, sm_scale, section,
+    num_tiles, STAGES: gl.constexpr, ADD: gl.constexpr, CLAIM: gl.constexpr, REGISTERS: gl.constexpr,
+    FEED_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """The same for the transposed lists and bits of a block map in blocks of 128 x 128."""
     words_s = gl.allocate_shared_memory(gl.int32, [STAGES * 2, 256], desc_words.layout)
     maps = (spans, index, numbers, order, s_batch, s_head, num_lines, num_long)
     _run(
         (desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d),
-        (H, K, G, T, S, Tp, 0, 0, scale, sm_scale, section), (desc_words, words_s, maps),
-        STAGES, False, ADD, True, True, True, REGISTERS, FEED_REGISTERS,
+        (H, K, G, T, S, Tp, 0, 0, scale, sm_scale, section), (desc_words, words_s, maps), num_tiles, counter,
+        states, STAGES, False, ADD, True, True, True, CLAIM, REGISTERS, FEED_REGISTERS,
     )  # fmt: skip

@@ -6,24 +6,70 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from flashspan.kernels.hopper.names import reduce_add
-from flashspan.kernels.hopper.walk import find_block, find_line, find_list, key_work, load_words, nth
+from flashspan.kernels.hopper.names import all_written, barrier, fence_copies, reduce_add
+from flashspan.kernels.hopper.walk import (
+    find_block,
+    find_line,
+    find_list,
+    key_work,
+    leave,
+    load_words,
+    next_tile,
+    nth,
+    put,
+    tell,
+    told,
+)
 
 
 @gluon.jit
-def line_of(numbers, maps):
-    """This program's line of a block map."""
+def hear(turn, work, WARPS: gl.constexpr):
+    """The tile of this turn and the seven numbers that say what it is, once the loader has told them."""
+    num_tiles, counter, states, work_s, work_full = work
+    slot = turn & 3
+    mbarrier.wait(work_full.index(slot), (turn >> 2) & 1)
+    slot *= 8
+    return (
+        told(work_s.index(slot), WARPS),
+        told(work_s.index(slot + 1), WARPS),
+        told(work_s.index(slot + 2), WARPS),
+        told(work_s.index(slot + 3), WARPS),
+        told(work_s.index(slot + 4), WARPS),
+        told(work_s.index(slot + 5), WARPS),
+        told(work_s.index(slot + 6), WARPS),
+        told(work_s.index(slot + 7), WARPS),
+    )
+
+
+@gluon.jit
+def _say(turn, tile, what, work):
+    """Tell the others. They are never more than two turns behind, and there are four places."""
+    num_tiles, counter, states, work_s, work_full = work
+    slot = turn & 3
+    for i in gl.static_range(7):
+        put(work_s.index(slot * 8 + 1 + i), what[i])
+    tell(work_s.index(slot * 8), tile)
+    mbarrier.arrive(work_full.index(slot), count=1)
+
+
+@gluon.jit
+def _line_work(tile, num_tiles, numbers, maps, KEYS: gl.constexpr):
+    """A tile's batch, key head and first key, its line of a block map, how many blocks of queries the first of its
+    heads walks and how many of these, the first, have bits."""
     H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section = numbers
-    line, i_bk = find_line(gl.program_id(0), maps, gl.num_programs(0) // maps[6], section, K, G)
-    return i_bk // K, i_bk % K, line
+    line, i_bk = find_line(tile, maps, num_tiles // maps[6], section, K, G)
+    begin, end, n, edges = find_list(maps, i_bk // K, i_bk % K * G, line)
+    return i_bk // K, i_bk % K, line * KEYS, line, n, edges, 0
 
 
 @gluon.jit
-def _load_keys(desc, buffers, bars, b, h, n0, C: gl.constexpr):
+def _load_keys(turn, desc, buffers, bars, b, h, n0, C: gl.constexpr):
+    """K and V of a tile, as soon as those of the one before are no longer read."""
     desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d = desc
-    q_s, do_s, low_s, high_s, ds_s, dq_s, l_s, d_s = buffers
-    kv_full, full, empty, ds_full, dq_full, dq_empty = bars
+    q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s = buffers
+    kv_full, kv_empty, full, empty, ds_full, dq_full, dq_empty = bars
     BN: gl.constexpr = C[1]
+    mbarrier.wait(kv_empty, (turn & 1) ^ 1)
     mbarrier.expect(kv_full, 4 * desc_k.block_type.nbytes)
     tma.async_copy_global_to_shared(desc_k, [b, h, n0, 0], kv_full, low_s.index(0))
     tma.async_copy_global_to_shared(desc_k, [b, h, n0 + BN, 0], kv_full, high_s.index(0))
@@ -34,7 +80,7 @@ def _load_keys(desc, buffers, bars, b, h, n0, C: gl.constexpr):
 @gluon.jit
 def _load_queries(desc, buffers, bar, b, h, m0, row, stage):
     desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d = desc
-    q_s, do_s, low_s, high_s, ds_s, dq_s, l_s, d_s = buffers
+    q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s = buffers
     tma.async_copy_global_to_shared(desc_l, [row], bar, l_s.index(stage))
     tma.async_copy_global_to_shared(desc_q, [b, h, m0, 0], bar, q_s.index(stage))
     tma.async_copy_global_to_shared(desc_d, [row], bar, d_s.index(stage))
@@ -42,34 +88,48 @@ def _load_queries(desc, buffers, bar, b, h, m0, row, stage):
 
 
 @gluon.jit
-def feed(desc, buffers, bars, numbers, tables, C: gl.constexpr):
-    """The loader warp: K and V once, then Q, dO, -lse and -delta of each tile."""
+def feed(desc, buffers, bars, numbers, tables, work, C: gl.constexpr):
+    """The loader warp: of each tile K and V, and Q, dO, -lse and -delta of each block of queries. The first of these
+    need not wait for K and V, whose place is still read when theirs is free."""
     desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d = desc
-    q_s, do_s, low_s, high_s, ds_s, dq_s, l_s, d_s = buffers
-    kv_full, full, empty, ds_full, dq_full, dq_empty = bars
+    kv_full, kv_empty, full, empty, ds_full, dq_full, dq_empty = bars
     H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section = numbers
+    num_tiles, counter, states, work_s, work_full = work
     BM: gl.constexpr = C[0]
     STAGES: gl.constexpr = C[2]
-    i_b, i_k, n0, first, f_lo, f_hi, end = key_work(numbers, tables, 2 * C[1], C[0], C[3], 1)
-    _load_keys(desc, buffers, bars, i_b, i_k, n0, C)
-    n = end - first
-    for i in range(n * G):
-        i_h = i_k * G + i // n
-        m0 = nth(i % n, first, f_lo, f_hi, end) * BM
-        row = (i_b * H + i_h) * Tp + m0
-        stage = i & (STAGES - 1)
-        bar = full.index(stage)
-        mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
-        mbarrier.expect(bar, 2 * (desc_q.block_type.nbytes + desc_l.block_type.nbytes))
-        _load_queries(desc, buffers, bar, i_b, i_h, m0, row, stage)
+    turn = 0
+    i = 0
+    tile = gl.program_id(0)
+    what = key_work(tile, num_tiles, numbers, tables, 2 * C[1], C[0], C[3], 1)
+    _say(turn, tile, what, work)
+    while tile < num_tiles:
+        i_b, i_k, n0, first, f_lo, f_hi, end = what
+        n = end - first
+        for j in range(n * G):
+            i_h = i_k * G + j // n
+            m0 = nth(j % n, first, f_lo, f_hi, end) * BM
+            stage = i & (STAGES - 1)
+            bar = full.index(stage)
+            mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
+            mbarrier.expect(bar, 2 * (desc_q.block_type.nbytes + desc_l.block_type.nbytes))
+            _load_queries(desc, buffers, bar, i_b, i_h, m0, (i_b * H + i_h) * Tp + m0, stage)
+            if j == 0:
+                _load_keys(turn, desc, buffers, bars, i_b, i_k, n0, C)
+            i += 1
+        tile = next_tile(counter)
+        what = key_work(gl.minimum(tile, num_tiles - 1), num_tiles, numbers, tables, 2 * C[1], C[0], C[3], 1)
+        turn += 1
+        _say(turn, tile, what, work)
+    leave(counter)
 
 
 @gluon.jit
-def feed_lists(desc, buffers, bars, numbers, tables, C: gl.constexpr):
+def feed_lists(desc, buffers, bars, numbers, tables, work, C: gl.constexpr):
     """The loader warp of a block map."""
     desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d = desc
-    kv_full, full, empty, ds_full, dq_full, dq_empty = bars
+    kv_full, kv_empty, full, empty, ds_full, dq_full, dq_empty = bars
     H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section = numbers
+    num_tiles, counter, states, work_s, work_full = work
     desc_words, words_s, maps = tables
     BM: gl.constexpr = C[0]
     BN: gl.constexpr = C[1]
@@ -77,68 +137,119 @@ def feed_lists(desc, buffers, bars, numbers, tables, C: gl.constexpr):
     SPLIT: gl.constexpr = 128 // BM
     QUERIES: gl.constexpr = 2 * (desc_q.block_type.nbytes + desc_l.block_type.nbytes)
     WORDS: gl.constexpr = 2 * desc_words.block_type.nbytes
-    i_b, i_k, line = line_of(numbers, maps)
-    _load_keys(desc, buffers, bars, i_b, i_k, line * (2 * BN), C)
+    turn = 0
     i = 0
-    for g in range(G):
-        i_h = i_k * G + g
-        begin, end, n, edges = find_list(maps, i_b, i_h, line)
-        for j in range(n * SPLIT):
-            block, word = find_block(maps, begin, end, j // SPLIT, edges)
-            m0 = block * 128 + j % SPLIT * BM
-            masked = j // SPLIT < edges
-            stage = i & (STAGES - 1)
-            bar = full.index(stage)
-            mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
-            mbarrier.expect(bar, QUERIES, pred=j // SPLIT >= edges)
-            mbarrier.expect(bar, QUERIES + WORDS, pred=masked)
-            load_words(desc_words, word, bar, words_s, stage, masked)
-            _load_queries(desc, buffers, bar, i_b, i_h, m0, (i_b * H + i_h) * Tp + m0, stage)
-            i += 1
+    tile = gl.program_id(0)
+    what = _line_work(tile, num_tiles, numbers, maps, 2 * BN)
+    _say(turn, tile, what, work)
+    while tile < num_tiles:
+        i_b, i_k, n0, line, n_first, edges_first, _ = what
+        for g in range(G):
+            i_h = i_k * G + g
+            begin, end, n, edges = find_list(maps, i_b, i_h, line)
+            for j in range(n * SPLIT):
+                block, word = find_block(maps, begin, end, j // SPLIT, edges)
+                m0 = block * 128 + j % SPLIT * BM
+                masked = j // SPLIT < edges
+                stage = i & (STAGES - 1)
+                bar = full.index(stage)
+                mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
+                mbarrier.expect(bar, QUERIES, pred=j // SPLIT >= edges)
+                mbarrier.expect(bar, QUERIES + WORDS, pred=masked)
+                load_words(desc_words, word, bar, words_s, stage, masked)
+                _load_queries(desc, buffers, bar, i_b, i_h, m0, (i_b * H + i_h) * Tp + m0, stage)
+                if g + j == 0:
+                    _load_keys(turn, desc, buffers, bars, i_b, i_k, n0, C)
+                i += 1
+        tile = next_tile(counter)
+        what = _line_work(gl.minimum(tile, num_tiles - 1), num_tiles, numbers, maps, 2 * BN)
+        turn += 1
+        _say(turn, tile, what, work)
+    leave(counter)
 
 
 @gluon.jit
-def add_dq(desc, buffers, bars, numbers, tables, C: gl.constexpr):
-    """The warp that adds each dQ tile into global float32. The first that arrives is nobody's: see `_multiply`."""
-    desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d = desc
-    q_s, do_s, low_s, high_s, ds_s, dq_s, l_s, d_s = buffers
-    kv_full, full, empty, ds_full, dq_full, dq_empty = bars
-    H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section = numbers
-    BM: gl.constexpr = C[0]
-    i_b, i_k, n0, first, f_lo, f_hi, end = key_work(numbers, tables, 2 * C[1], C[0], C[3], 1)
-    n = end - first
-    mbarrier.wait(dq_full, 0)
-    mbarrier.arrive(dq_empty, count=1)
-    for i in range(n * G):
-        m0 = nth(i % n, first, f_lo, f_hi, end) * BM
-        mbarrier.wait(dq_full, (i + 1) & 1)
-        reduce_add(desc_dq, [i_b, i_k * G + i // n, m0, 0], dq_s)
+def _add(desc_dq, b, h, m0, p_state, count, dq_s, dq_full, dq_empty, CLAIM: gl.constexpr):
+    """Add the dQ that arrives as this number. CLAIM: nobody has cleared the sums. Whoever is the first to come to a
+    block of them stores instead of adding, and those who come before it is done wait for it. A block's state is 0, then
+    1 while the first stores, then 2."""
+    if CLAIM:
+        state = gl.atomic_cas(p_state, 0, 1, sem="acquire")
+        while state == 1:
+            state = gl.atomic_cas(p_state, 0, 1, sem="acquire")
+        fence_copies()
+    else:
+        state = 2
+    mbarrier.wait(dq_full, count & 1)
+    if state == 0:
+        tma.async_copy_shared_to_global(desc_dq, [b, h, m0, 0], dq_s)
+        all_written()
+        fence_copies()
+        barrier()
+        gl.atomic_xchg(p_state, 2, sem="release")
+    else:
+        reduce_add(desc_dq, [b, h, m0, 0], dq_s)
         tma.store_wait(0)
-        mbarrier.arrive(dq_empty, count=1)
+    mbarrier.arrive(dq_empty, count=1)
 
 
 @gluon.jit
-def add_dq_lists(desc, buffers, bars, numbers, tables, C: gl.constexpr):
+def _drop(count, dq_full, dq_empty):
+    """The first dQ of a tile is nobody's: see `_multiply`."""
+    mbarrier.wait(dq_full, count & 1)
+    mbarrier.arrive(dq_empty, count=1)
+
+
+@gluon.jit
+def add_dq(desc, buffers, bars, numbers, tables, work, C: gl.constexpr):
+    """The warp that adds each dQ into global float32."""
+    desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d = desc
+    q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s = buffers
+    kv_full, kv_empty, full, empty, ds_full, dq_full, dq_empty = bars
+    H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section = numbers
+    num_tiles, counter, states, work_s, work_full = work
+    BM: gl.constexpr = C[0]
+    turn = 0
+    count = 0
+    tile, i_b, i_k, n0, first, f_lo, f_hi, end = hear(turn, work, 1)
+    while tile < num_tiles:
+        n = end - first
+        _drop(count, dq_full, dq_empty)
+        for j in range(n * G):
+            i_h = i_k * G + j // n
+            m0 = nth(j % n, first, f_lo, f_hi, end) * BM
+            p_state = states + ((i_b * H + i_h) * Tp + m0) // BM
+            _add(desc_dq, i_b, i_h, m0, p_state, count + 1 + j, dq_s, dq_full, dq_empty, C[11])
+        count += n * G + 1
+        turn += 1
+        tile, i_b, i_k, n0, first, f_lo, f_hi, end = hear(turn, work, 1)
+
+
+@gluon.jit
+def add_dq_lists(desc, buffers, bars, numbers, tables, work, C: gl.constexpr):
     """The same warp of a block map."""
     desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d = desc
-    q_s, do_s, low_s, high_s, ds_s, dq_s, l_s, d_s = buffers
-    kv_full, full, empty, ds_full, dq_full, dq_empty = bars
+    q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s = buffers
+    kv_full, kv_empty, full, empty, ds_full, dq_full, dq_empty = bars
     H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section = numbers
+    num_tiles, counter, states, work_s, work_full = work
     desc_words, words_s, maps = tables
     BM: gl.constexpr = C[0]
     SPLIT: gl.constexpr = 128 // BM
-    i_b, i_k, line = line_of(numbers, maps)
-    mbarrier.wait(dq_full, 0)
-    mbarrier.arrive(dq_empty, count=1)
-    i = 0
-    for g in range(G):
-        i_h = i_k * G + g
-        begin, end, n, edges = find_list(maps, i_b, i_h, line)
-        for j in range(n * SPLIT):
-            block, word = find_block(maps, begin, end, j // SPLIT, edges)
-            m0 = block * 128 + j % SPLIT * BM
-            mbarrier.wait(dq_full, (i + 1) & 1)
-            reduce_add(desc_dq, [i_b, i_h, m0, 0], dq_s)
-            tma.store_wait(0)
-            mbarrier.arrive(dq_empty, count=1)
-            i += 1
+    turn = 0
+    count = 0
+    tile, i_b, i_k, n0, line, n_first, edges_first, _ = hear(turn, work, 1)
+    while tile < num_tiles:
+        _drop(count, dq_full, dq_empty)
+        count += 1
+        for g in range(G):
+            i_h = i_k * G + g
+            begin, end, n, edges = find_list(maps, i_b, i_h, line)
+            for j in range(n * SPLIT):
+                block, word = find_block(maps, begin, end, j // SPLIT, edges)
+                m0 = block * 128 + j % SPLIT * BM
+                p_state = states + ((i_b * H + i_h) * Tp + m0) // BM
+                _add(desc_dq, i_b, i_h, m0, p_state, count, dq_s, dq_full, dq_empty, C[11])
+                count += 1
+        turn += 1
+        tile, i_b, i_k, n0, line, n_first, edges_first, _ = hear(turn, work, 1)

@@ -24,7 +24,9 @@ def _feed_queries(desc, buffers, bars, numbers, tables, C: gl.constexpr):
     k_full, v_full, q_full, q_empty, do_full, do_empty, p_full, p_empty = bars
     H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section = numbers
     BM: gl.constexpr = C[0]
-    i_b, i_k, n0, first, f_lo, f_hi, end = key_work(numbers, tables, C[1], C[0], C[2], 1)
+    i_b, i_k, n0, first, f_lo, f_hi, end = key_work(
+        gl.program_id(0), gl.num_programs(0), numbers, tables, C[1], C[0], C[2], 1
+    )
     mbarrier.expect(k_full, desc_k.block_type.nbytes)
     tma.async_copy_global_to_shared(desc_k, [i_b, i_k, n0, 0], k_full, k_s.index(0))
     n = end - first
@@ -139,7 +141,9 @@ def _values(desc, buffers, bars, numbers, tables, C: gl.constexpr):
     BM: gl.constexpr = C[0]
     BN: gl.constexpr = C[1]
     BD: gl.constexpr = k_s.shape[4]
-    i_b, i_k, n0, t_first, f_lo, f_hi, t_end = key_work(numbers, tables, C[1], C[0], C[2], 4)
+    i_b, i_k, n0, t_first, f_lo, f_hi, t_end = key_work(
+        gl.program_id(0), gl.num_programs(0), numbers, tables, C[1], C[0], C[2], 4
+    )
     n = t_end - t_first
     edges = n - (f_hi - f_lo)
     o_n = n0 + gl.arange(0, BN, layout=gl.SliceLayout(1, C[4]))
@@ -154,6 +158,7 @@ def _values(desc, buffers, bars, numbers, tables, C: gl.constexpr):
             dv = _value_step(g * n + j, m0, j < edges, dv, lower, upper, buffers, bars, numbers, C)
     # Only this warpgroup reads K, and only the other V.
     send_off(desc_dv, i_b, i_k, n0, dv, k_s.index(0), C[3])
+    tma.store_wait(0)
 
 
 @gluon.jit
@@ -165,7 +170,9 @@ def _keys(desc, buffers, bars, numbers, tables, C: gl.constexpr):
     H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section = numbers
     BN: gl.constexpr = C[1]
     BD: gl.constexpr = k_s.shape[4]
-    i_b, i_k, n0, t_first, f_lo, f_hi, t_end = key_work(numbers, tables, C[1], C[0], C[2], 4)
+    i_b, i_k, n0, t_first, f_lo, f_hi, t_end = key_work(
+        gl.program_id(0), gl.num_programs(0), numbers, tables, C[1], C[0], C[2], 4
+    )
     dk = gl.zeros([BN, BD], gl.float32, layout=C[5])
     mbarrier.wait(v_full, 0)
     if C[6]:
@@ -176,6 +183,7 @@ def _keys(desc, buffers, bars, numbers, tables, C: gl.constexpr):
         for j in range(n):
             dk = _key_step(g * n + j, j < edges, dk, buffers, bars, C)
     send_off(desc_dk, i_b, i_k, n0, dk * sm_scale, v_s.index(0), C[3])
+    tma.store_wait(0)
 
 
 NUMBERS = ["s_columns", "H", "K", "G", "T", "S", "Tp", "lo", "hi", "section"]

@@ -130,7 +130,9 @@ def _queries(W: gl.constexpr, desc, buffers, bars, numbers, rows, tables, C: gl.
     o_m = m0 + gl.arange(0, BM, layout=gl.SliceLayout(1, C[4]))
     lower, upper = bounds(o_m, T, S, lo, hi, start + i_b * s_rows, end + i_b * s_rows, C[2])
     row = (i_b * H + i_h).to(gl.int64) * Tp
-    minus_lse = gl.load(p_lse + row + o_m) * scale
+    minus_lse = gl.load(p_lse + row + o_m)
+    if BD > 64:  # see tiles.lse_unit
+        minus_lse = minus_lse * scale
     minus_delta = gl.load(p_delta + row + o_m)
     dq = gl.zeros([BM, BD], gl.float32, layout=C[5])
     mbarrier.wait(q_full, 0)
@@ -138,6 +140,7 @@ def _queries(W: gl.constexpr, desc, buffers, bars, numbers, rows, tables, C: gl.
         n0 = nth(j, k_first, f_lo, f_hi, k_end) * BN
         dq = _query_step(j, n0, j < edges, dq, lower, upper, minus_lse, minus_delta, W, buffers, bars, numbers, C)
     send_off(desc_dq, i_b, i_h, m0, dq * sm_scale, q_s.index(W), C[3])
+    tma.store_wait(0)
 
 
 @gluon.jit

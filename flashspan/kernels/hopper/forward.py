@@ -6,6 +6,12 @@ have one of the two to do. K of tile i and V of tile i - 1 travel as a pair unde
 the next pair, in the middle of an iteration, is also the branch that keeps ptxas from moving the softmax behind the
 products. Programs are persistent: while a tile's output is written, the next one's Q and first K are on their way.
 
+There is no running maximum. What a softmax subtracts from the scores need not be their maximum, only near enough that
+the exponentials are finite, and bfloat16 reaches as far as float32. So the maximum of the first blocks, up to the first
+that every row sees all of, serves for all that follow: a score costs a multiply-add, an exponential and an addition. A
+row that later finds a score 2^127 times larger, e^88, overflows, which is seen at the end, and is left to the portable
+kernel. float16 reaches to 2^16 only: there the maximum is looked for in every block, and followed when it is far off.
+
 A carry is asked for before a tile's first scores and joins after their softmax: what it takes to load it is hidden by
 both, and the loop is the same with and without one. Outputs leave through Q's place, float32 ones half after half.
 
@@ -17,7 +23,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from flashspan.kernels.hopper.forward_feed import buffer_of, feed, feed_lists
 from flashspan.kernels.hopper.names import here_and_now, rescale
@@ -25,6 +31,10 @@ from flashspan.kernels.hopper.shared import send_off
 from flashspan.kernels.hopper.walk import blocks, bounds, hide, place, told
 
 LAG = gl.constexpr(8.0)
+"""How far, in powers of 2, scores may exceed what is subtracted from them where that is looked at."""
+
+LEAST = gl.constexpr(-(2.0**126))
+"""What is subtracted from the scores of a row that has not seen any: not -inf, from which -inf cannot be subtracted."""
 
 
 @gluon.jit
@@ -38,19 +48,32 @@ def _hide(s, start, end, n0, EDGES: gl.constexpr):
 
 
 @gluon.jit
-def _softmax(s, m, l, scale):
-    """One tile of scores into the running softmax, in base 2. Returns p, alpha, m, l.
+def _raise(s, m, scale):
+    """m, which is subtracted from the scores, from now on, and what becomes of sums of exponentials of the old one.
 
-    m, what is subtracted, follows the largest score only when that is LAG beyond it: alpha is nearly always 1, and what
-    was summed need not be multiplied. p then reaches 2^LAG, which 16 bits hold as well as 1.
+    m follows the largest score only when that is LAG beyond it: what was summed need hardly ever be multiplied.
     """
     top = gl.max(s, 1) * scale
     top = gl.where(top > m + LAG, top, m)
-    # A row that has seen nothing keeps m = -inf; subtracting 0 instead leaves exp2(-inf) = 0.
-    shift = gl.where(top == float("-inf"), 0.0, top)
-    p = gl.exp2(s * scale - shift[:, None])
-    alpha = gl.exp2(m - shift)
-    return p, alpha, top, l * alpha + gl.sum(p, 1)
+    return top, gl.exp2(m - top)
+
+
+@gluon.jit
+def _sum(p):
+    """Sums over the columns a thread has: [rows, 4], for the four threads that share a row."""
+    return gl.sum(gl.sum(p.reshape((p.shape[0], p.shape[1] // 8, 4, 2)), 3), 1)
+
+
+@gluon.jit
+def _total(l, like):
+    """The sums of whole rows, laid out as `like`."""
+    return gl.convert_layout(gl.sum(l, 1), like.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def _each(x, like):
+    """x, a number a row, as a column beside `like`."""
+    return gl.convert_layout(x, gl.SliceLayout(1, like.type.layout), assert_trivial=True)[:, None]
 
 
 @gluon.jit
@@ -87,13 +110,13 @@ def _join(p, m, l, o, past):
     order they were asked for.
     """
     # Plus l * 0: not before the softmax is done, in the middle of which ptxas would otherwise wait.
-    past = past * 1.4426950408889634 + l * 0.0
+    past = past * 1.4426950408889634 + _total(l, past) * 0.0
     top = gl.maximum(m, past)
-    shift = gl.where(top == float("-inf"), 0.0, top)
-    now = gl.exp2(m - shift)
-    past = gl.exp2(past - shift)
-    o = o * gl.convert_layout(past, gl.SliceLayout(1, o.type.layout), assert_trivial=True)[:, None]
-    return p * now[:, None], top, l * now + past, o
+    now = gl.exp2(m - top)
+    past = gl.exp2(past - top)
+    first = gl.arange(0, 4, layout=gl.SliceLayout(0, l.type.layout)) == 0
+    l = l * _each(now, l) + gl.where(first[None, :], _each(past, l), 0.0)
+    return p * now[:, None], top, l, o * _each(past, o)
 
 
 @gluon.jit
@@ -120,6 +143,7 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
     PL: gl.constexpr = gl.DotOperandLayout(0, OL, 2)
     QS: gl.constexpr = C[9]
     LISTS: gl.constexpr = C[10]
+    LOOK: gl.constexpr = dtype == gl.float16  # for a larger maximum in every block
     if LISTS:
         desc_words, words_s, work_s, maps = tables
     else:
@@ -148,8 +172,7 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
             o, past = _load_carry(outputs, i_bh, H, m0, T, D, BD, RL, OL)
         else:
             o = gl.zeros([BM, BD], gl.float32, layout=OL)
-        m = gl.full([BM], float("-inf"), gl.float32, layout=RL)
-        l = gl.full([BM], 0.0, gl.float32, layout=RL)
+        m = gl.full([BM], LEAST, gl.float32, layout=RL)
         if not LISTS:
             o_m = m0 + gl.arange(0, BM, layout=RL)
             r_start, r_end = bounds(o_m, T, S, lo, hi, p_start, p_end, TABLE)
@@ -171,7 +194,9 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
         else:
             mbarrier.arrive(empty.index(stage), count=1)
             s = _hide(s, r_start, r_end, (last - 1) * BN, EDGES)
-        p, alpha, m, l = _softmax(s, m, l, scale)
+        m, alpha = _raise(s, m, scale)
+        p = gl.exp2(s * scale - m[:, None])
+        l = _sum(p)
 
         stage, phase = buffer_of(pair + 1, STAGES)
         mbarrier.wait(full.index(stage), phase)
@@ -186,19 +211,28 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
             )
             oa = warpgroup_mma(pd, v_s.index(stage).reshape((BN, BD)), o, is_async=True)
             s = warpgroup_mma_wait(1, deps=(sa,))
+            alpha = gl.full([BM], 1.0, gl.float32, layout=RL)
             if LISTS:
                 if i < edges:
                     s = hide(s, words_s.index(stage * 2 + WG), 0)
+                if i <= edges:
+                    m, alpha = _raise(s, m, scale)
             elif EDGES > 0:
                 at = last - 1 - i
-                if (at >= f_hi) | (at < f_lo):
+                if (at >= f_hi - 1) | (at < f_lo):  # and the first that all rows see
                     s = _hide(s, r_start, r_end, at * BN, EDGES)
-            p, alpha, m, l = _softmax(s, m, l, scale)
+                    m, alpha = _raise(s, m, scale)
+            if LOOK:
+                m, rest = _raise(s, m, scale)
+                alpha = alpha * rest
+            p = gl.exp2(s * scale - m[:, None])
+            l = l * _each(alpha, l) + _sum(p)
             mbarrier.wait(full.index(after), phase)
             # P goes through the wait with O: ptxas must not reuse the registers the product still reads.
             o, p = warpgroup_mma_wait(0, deps=(oa, p))
             mbarrier.arrive(empty.index(stage), count=1)
-            o = rescale(o, gl.convert_layout(alpha, RO, assert_trivial=True))
+            if EDGES > 0 or LOOK:
+                o = rescale(o, gl.convert_layout(alpha, RO, assert_trivial=True))
 
         stage, phase = buffer_of(pair + n, STAGES)
         pd = gl.convert_layout(p.to(dtype), PL, assert_trivial=True)
@@ -216,13 +250,13 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
             m0 = (num_blocks - 1 - i_block) * (2 * BM) + WG * BM
         i_b = i_bh // H
         i_h = i_bh % H
-        if EDGES > 0:
-            # A hidden key has probability 0, but 0 * NaN is NaN: rows with one are left to the portable kernel, which
-            # knows who may see it. Nearly always there are none.
-            wrong = gl.max(gl.where(gl.sum(o, 1) * 0.0 == 0.0, 0, 1), 0)
-            gl.store(bad + i_bh.to(gl.int64) * gl.cdiv(T, BM) + m0 // BM, wrong, mask=m0 < T)
-            if CARRY:  # which the portable kernel will want as it was: past the end nothing is written
-                m0 = gl.where(wrong == 0, m0, T)
+        # A hidden key has probability 0, but 0 * NaN is NaN: rows with one are left to the portable kernel, which knows
+        # who may see it; and so are those whose sums overflowed. Nearly always there are none.
+        l = _total(l, m)
+        wrong = gl.max(gl.where((gl.sum(o, 1) + gl.convert_layout(l, RO, assert_trivial=True)) * 0.0 == 0.0, 0, 1), 0)
+        gl.store(bad + i_bh.to(gl.int64) * gl.cdiv(T, BM) + m0 // BM, wrong, mask=m0 < T)
+        if CARRY:  # which the portable kernel will want as it was: past the end nothing is written
+            m0 = gl.where(wrong == 0, m0, T)
         o_m = m0 + gl.arange(0, BM, layout=RL)
         p_lse = lse + i_bh.to(gl.int64) * T
         nothing = l == 0.0
@@ -231,6 +265,7 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
         o = o * gl.convert_layout(1.0 / l, RO, assert_trivial=True)[:, None]
         # Q of this tile has been read for the last time: the output leaves through its place.
         send_off(desc_out, i_b, i_h, m0, o, q_s.index(room * 2 + WG), False)
+        tma.store_wait(0)
         mbarrier.arrive(q_empty.index(room), count=1)
         turn += 1
         room, phase = buffer_of(turn, QS)

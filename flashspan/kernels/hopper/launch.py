@@ -8,13 +8,11 @@ H200 (docs/kernels.md).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime import driver
 
 from flashspan.kernels import portable
 from flashspan.kernels.blocks import Blocks
@@ -22,26 +20,21 @@ from flashspan.kernels.contract import Carry, Dropout
 from flashspan.kernels.hopper.forward import forward_kernel
 from flashspan.kernels.hopper.lists import lists_forward_launch, refusal
 from flashspan.kernels.hopper.one_pass import backward_launch
-from flashspan.kernels.hopper.tensors import L2_BYTES, aligned, block_dim, describe, is_aligned, multiprocessors
-from flashspan.kernels.hopper.tiles import BACKWARD, FORWARD, WARPS
+from flashspan.kernels.hopper.tensors import (
+    L2_BYTES,
+    aligned,
+    block_dim,
+    describe,
+    is_aligned,
+    multiprocessors,
+    new_counter,
+)
+from flashspan.kernels.hopper.tiles import BACKWARD, FORWARD, WARPS, lse_unit
 from flashspan.kernels.hopper.two_pass import two_pass_launches
 from flashspan.kernels.masks import Band, Mask, Rows, unpack
 from flashspan.kernels.portable.arguments import LOG2E, Launch, mask_arguments, on
 from flashspan.kernels.portable.forward import forward_launch as repair_launch
 from flashspan.kernels.portable.replay import replay
-
-
-@cache
-def _zeros(device: torch.device, stream: int) -> Tensor:
-    return torch.zeros(4, dtype=torch.int32, device=device)
-
-
-def _counter(device: torch.device) -> Tensor:
-    """Zeros for a launch to count with. It leaves zeros behind, and launches of one stream follow one another: each
-    stream has its own."""
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return torch.zeros(4, dtype=torch.int32, device=device)  # a graph's own: it may run beside anything
-    return _zeros(device, driver.active.get_current_stream(device.index))
 
 
 def forward(
@@ -68,7 +61,7 @@ def forward(
     bad = lse.new_empty((B, H, -(-T // 64)), dtype=torch.int32)
     kind, numbers, tables = mask.to(q.device).pack()
     with on(q.device):
-        tensors = (q, k, v, *tables, out, lse, bad, _counter(q.device))
+        tensors = (q, k, v, *tables, out, lse, bad, new_counter(q.device))
         made = 4 if carry is None else 2
         done = replay(_forward_launches, tensors, made, kind, tuple(numbers), scale, carry is not None, out.dtype)
     if done:
@@ -86,8 +79,6 @@ def _forward_launches(
         return None
     mask = unpack(kind, numbers, tables)
     launch = forward_launch(q, k, v, out, lse, bad, mask, scale, carry, counter)
-    if launch.constants.get("EDGES") == 0:
-        return [launch]
     return [launch, repair_launch(q, k, v, out, lse, mask, scale, carry, None, only=bad)]
 
 
@@ -103,10 +94,10 @@ def forward_launch(
     carry: bool,
     counter: Tensor | None = None,
 ) -> Launch:
-    """What forward launches first, as data. `counter` is of `_counter`'s making."""
+    """What forward launches first, as data. `counter` is of `new_counter`'s making."""
     B, H, T, D = q.shape
     K, S = k.shape[1], k.shape[2]
-    counter = _counter(q.device) if counter is None else counter
+    counter = new_counter(q.device) if counter is None else counter
     if isinstance(mask, Blocks):
         return lists_forward_launch(q, k, v, out, lse, bad, mask, scale, carry, counter)
     table, start, end, _, _, rows_stride, _, lo, hi, _ = mask_arguments(mask, T, S, bad)
@@ -137,10 +128,11 @@ def forward_launch(
 
 @triton.jit(do_not_specialize=["T", "Tp"])
 def rows_kernel(
-    lse, delta, minus_lse, minus_delta, sums, T, Tp, scale, D: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr
+    lse, delta, minus_lse, minus_delta, sums, states, T, Tp, unit, D: tl.constexpr, BD: tl.constexpr,
+    BLOCK: tl.constexpr, STATES: tl.constexpr,
 ):  # fmt: skip
-    """-lse / scale and -delta of a head, its rows padded to Tp: what the accumulators of S and dP start from. With a
-    head size D, the rows of sums are set to 0."""
+    """-lse in the unit backward wants and -delta of a head, its rows padded to Tp. With a head size D, the rows of sums
+    are set to 0; with STATES, the states of so many blocks of them are."""
     i_bh = tl.program_id(1).to(tl.int64)
     m0 = tl.program_id(0) * BLOCK
     o = m0 + tl.arange(0, BLOCK)
@@ -148,24 +140,33 @@ def rows_kernel(
     b_delta = tl.load(delta + i_bh * T + o, mask=o < T, other=0.0)
     # A row that saw nothing: its scores come out as -inf, its probabilities as 0.
     b_lse = tl.where(b_lse == float("-inf"), float("inf"), b_lse)
-    tl.store(minus_lse + i_bh * Tp + o, -b_lse / scale, mask=o < Tp)
+    tl.store(minus_lse + i_bh * Tp + o, -b_lse * unit, mask=o < Tp)
     tl.store(minus_delta + i_bh * Tp + o, -b_delta, mask=o < Tp)
     if D:
         o_d = tl.arange(0, BD)
         p_sums = sums + (i_bh * T + m0) * D + (tl.arange(0, BLOCK)[:, None] * D + o_d[None, :])
         tl.store(p_sums, tl.zeros([BLOCK, BD], tl.float32), mask=(o < T)[:, None] & (o_d < D)[None, :])
+    if STATES:
+        p_state = states + (i_bh * Tp + m0) // BLOCK * STATES + tl.arange(0, STATES)
+        tl.store(p_state, tl.zeros([STATES], tl.int32))
 
 
-@triton.jit(do_not_specialize=["T", "s_b", "s_h", "s_t", "H"])
-def cast_kernel(sums, dq, s_b, s_h, s_t, H, T, scale, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr):
-    """dq = sums * scale in dq's dtype; strides of dq in units of 8 elements."""
+@triton.jit(do_not_specialize=["T", "Tp", "s_b", "s_h", "s_t", "H"])
+def cast_kernel(
+    sums, states, dq, s_b, s_h, s_t, H, T, Tp, scale, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """dq = sums * scale in dq's dtype; strides of dq in units of 8 elements. With a BLOCK, that many rows have a state,
+    and where it is 0 nobody has ever added."""
     i_bh = tl.program_id(1)
     i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
     m0 = tl.program_id(0) * BM
     o_m = tl.arange(0, BM)
     o_d = tl.arange(0, BD)
     here = (m0 + o_m < T)[:, None] & (o_d < D)[None, :]
-    b = tl.load(sums + (i_bh.to(tl.int64) * T + m0) * D + (o_m[:, None] * D + o_d[None, :]), mask=here, other=0.0)
+    p_sums = sums + (i_bh.to(tl.int64) * T + m0) * D + (o_m[:, None] * D + o_d[None, :])
+    some = tl.load(states + (i_bh.to(tl.int64) * Tp + m0) // BLOCK) != 0 if BLOCK else True
+    b = tl.load(p_sums, mask=here & some, other=0.0)
     p = dq + i_b * (s_b * 8) + i_h * (s_h * 8) + m0.to(tl.int64) * (s_t * 8) + (o_m[:, None] * (s_t * 8) + o_d[None, :])
     tl.store(p, (b * scale).to(dq.dtype.element_ty), mask=here)
 
@@ -201,13 +202,14 @@ def backward(
     two_passes = repeatable or block_dim(D) not in BACKWARD
     rows = B * H * -(-T // 128) * 128
     minus_lse, minus_delta = lse.new_empty(rows), lse.new_empty(rows)
+    states = lse.new_empty(rows // 64, dtype=torch.int32)
     summed = not (accumulate or two_passes)
     sums = q.new_empty((B, H, T, D), dtype=torch.float32) if summed else dq
     kind, numbers, tables = mask.to(q.device).pack()
     with on(q.device):
         given = (dout, q, k, v, lse.contiguous(), delta.contiguous(), dq, dk, dv, *tables)
-        tensors = (*given, minus_lse, minus_delta, sums)
-        done = replay(_backward_launches, tensors, 3, kind, tuple(numbers), scale, accumulate, two_passes)
+        tensors = (*given, minus_lse, minus_delta, sums, states, new_counter(q.device))
+        done = replay(_backward_launches, tensors, 5, kind, tuple(numbers), scale, accumulate, two_passes)
     if done:
         return
     dout, q, k, v = aligned(dout), aligned(q), aligned(k), aligned(v)
@@ -226,24 +228,32 @@ def _backward_launches(
 ) -> list[Launch] | None:
     """One that prepares rows, then the two passes, or the one and, if dq was not summed in place, a cast; None if not
     aligned."""
-    dout, q, k, v, lse, delta, dq, dk, dv, *tables, minus_lse, minus_delta, sums = tensors
+    dout, q, k, v, lse, delta, dq, dk, dv, *tables, minus_lse, minus_delta, sums, states, counter = tensors
     if not all(is_aligned(x) for x in (dout, q, k, v, dq, dk, dv)):
         return None
     mask = unpack(kind, numbers, tables)
     B, H, T, D = q.shape
     padded, wide, summed = minus_lse.numel() // (B * H), block_dim(D), not (accumulate or two_passes)
+    given = (dout, q, k, v, minus_lse, minus_delta, mask, scale)
+    if two_passes:
+        passes = list(two_pass_launches(*given, dq, dk, dv, accumulate, states, counter))
+    else:
+        passes = [backward_launch(*given, sums, dk, dv, accumulate, states, counter)]
+    claimed = passes[0].constants.get("CLAIM", False)
+    block = BACKWARD[wide].block_q if claimed else 0
     prepare = Launch(
         rows_kernel,
         (triton.cdiv(padded, 128), B * H),
-        (lse, delta, minus_lse, minus_delta, sums, T, padded, scale),
-        {"D": D if summed else 0, "BD": wide, "BLOCK": 128},
+        (lse, delta, minus_lse, minus_delta, sums, states, T, padded, lse_unit(wide, scale)),
+        {"D": D if summed and not claimed else 0, "BD": wide, "BLOCK": 128, "STATES": 128 // block if block else 0},
     )
-    given = (dout, q, k, v, minus_lse, minus_delta, mask, scale)
-    if two_passes:
-        return [prepare, *two_pass_launches(*given, dq, dk, dv, accumulate)]
-    launches = [prepare, backward_launch(*given, sums, dk, dv, accumulate)]
-    if summed:
-        steps = [step // 8 for step in dq.stride()[:3]]
-        grid = (triton.cdiv(T, 32), B * H)
-        launches.append(Launch(cast_kernel, grid, (sums, dq, *steps, H, T, scale), {"D": D, "BD": wide, "BM": 32}))
-    return launches
+    if not summed:
+        return [prepare, *passes]
+    steps = [step // 8 for step in dq.stride()[:3]]
+    finish = Launch(
+        cast_kernel,
+        (triton.cdiv(T, 32), B * H),
+        (sums, states, dq, *steps, H, T, padded, scale),
+        {"D": D, "BD": wide, "BM": 32, "BLOCK": block},
+    )
+    return [prepare, *passes, finish]

@@ -75,26 +75,29 @@ def lists_backward_launch(
     dk: Tensor,
     dv: Tensor,
     accumulate: bool,
+    states: Tensor,
+    counter: Tensor,
 ) -> Launch:
     """What backward launches in the middle for a block map, as data."""
     B, H, T, D = q.shape
     K, S = k.shape[1], k.shape[2]
-    wide, lines = block_dim(D), mask.columns.spans.shape[2]
+    wide, lines, chip = block_dim(D), mask.columns.spans.shape[2], multiprocessors(q.device)
     tile = BACKWARD[wide]
     # A block of keys that serves a group of heads takes that much longer: more of them must start early.
-    section = min(B * K, max(1, multiprocessors(q.device) * (H // K) // lines))
+    section = min(B * K, max(1, chip * (H // K) // lines))
     return Launch(
         lists_backward_kernel,
-        (lines * B * K,),
+        (min(lines * B * K, chip),),
         (
             describe(q, 1, 1, tile.block_q, wide), describe(dout, 1, 1, tile.block_q, wide),
             describe(k, 1, 1, 64, wide), describe(v, 1, 1, 64, wide), describe(sums, 1, 1, tile.block_q, wide),
-            describe(dk, 1, 1, 64, wide), describe(dv, 1, 1, 64, wide), describe(minus_lse, tile.block_q),
-            describe(minus_delta, tile.block_q), _describe_bits(mask.bits_t, mask), *mask.columns.tensors,
-            *_maps(mask, mask.columns), H, K, H // K, T, S, minus_lse.numel() // (B * H), scale * LOG2E, scale, section,
+            *(describe(x, 1, 1, 64, wide * 2 // x.itemsize) for x in (dk, dv)), describe(minus_lse, tile.block_q),
+            describe(minus_delta, tile.block_q), _describe_bits(mask.bits_t, mask), states, *mask.columns.tensors,
+            counter, *_maps(mask, mask.columns), H, K, H // K, T, S, minus_lse.numel() // (B * H), scale * LOG2E, scale,
+            section, lines * B * K,
         ),
         {
-            "STAGES": 2, "ADD": accumulate, **WARPS,
+            "STAGES": 2, "ADD": accumulate, "CLAIM": not accumulate, **WARPS,
         },
     )  # fmt: skip
 

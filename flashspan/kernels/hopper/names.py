@@ -63,6 +63,20 @@ def rescale(o, alpha):
 
 
 @gluon.jit
+def fence_copies():
+    """Order what the copy engine does to global memory with what the threads do."""
+    asm: gl.constexpr = "fence.proxy.async.global; mov.u32 $0, $1;"
+    gl.inline_asm_elementwise(asm, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def all_written():
+    """Wait until what this warp gave the copy engine to store is written; `store_wait` waits until it is read."""
+    asm: gl.constexpr = "cp.async.bulk.wait_group 0; mov.u32 $0, $1;"
+    gl.inline_asm_elementwise(asm, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def held(x):
     """x, float32, in registers of its own from here on."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)

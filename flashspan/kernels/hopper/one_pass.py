@@ -10,7 +10,7 @@ from flashspan.kernels.hopper.backward import backward_kernel
 from flashspan.kernels.hopper.lists import lists_backward_launch
 from flashspan.kernels.hopper.tensors import block_dim, describe, multiprocessors
 from flashspan.kernels.hopper.tiles import BACKWARD, WARPS
-from flashspan.kernels.masks import Mask
+from flashspan.kernels.masks import Band, Mask
 from flashspan.kernels.portable.arguments import LOG2E, Launch, mask_arguments
 
 
@@ -27,32 +27,48 @@ def backward_launch(
     dk: Tensor,
     dv: Tensor,
     accumulate: bool,
+    states: Tensor,
+    counter: Tensor,
 ) -> Launch:
     """What backward launches in the middle, as data: dk, dv and, added into sums if there are any, dq."""
     B, H, T, D = q.shape
     K, S = k.shape[1], k.shape[2]
     if isinstance(mask, Blocks):
         assert sums is not None
-        return lists_backward_launch(dout, q, k, v, minus_lse, minus_delta, mask, scale, sums, dk, dv, accumulate)
+        return lists_backward_launch(
+            dout, q, k, v, minus_lse, minus_delta, mask, scale, sums, dk, dv, accumulate, states, counter
+        )
     table, _, _, first, last, _, s_columns, lo, hi, _ = mask_arguments(mask, T, S, minus_lse)
     wide = block_dim(D)
     tile = BACKWARD[wide]
-    tiles_per_head = triton.cdiv(S, 2 * tile.block_k)
+    tiles_per_head, chip = triton.cdiv(S, 2 * tile.block_k), multiprocessors(q.device)
+    num_tiles = tiles_per_head * B * K
     # A block of keys that serves a group of heads takes that much longer: more of them must start early.
-    section = min(B * K, max(1, multiprocessors(q.device) * (H // K) // tiles_per_head))
+    section = min(B * K, max(1, chip * (H // K) // tiles_per_head))
     return Launch(
         backward_kernel,
-        (tiles_per_head * B * K,),
+        (min(num_tiles, chip),),
         (
             describe(q, 1, 1, tile.block_q, wide), describe(dout, 1, 1, tile.block_q, wide),
             describe(k, 1, 1, tile.block_k, wide), describe(v, 1, 1, tile.block_k, wide),
-            describe(q if sums is None else sums, 1, 1, tile.block_q, wide), describe(dk, 1, 1, tile.block_k, wide),
-            describe(dv, 1, 1, tile.block_k, wide), describe(minus_lse, tile.block_q),
-            describe(minus_delta, tile.block_q), first, last, s_columns, H, K, H // K, T, S,
-            minus_lse.numel() // (B * H), lo, hi, scale * LOG2E, scale, section,
+            describe(q if sums is None else sums, 1, 1, tile.block_q, wide),
+            *(describe(x, 1, 1, tile.block_k, wide * 2 // x.itemsize) for x in (dk, dv)),
+            describe(minus_lse, tile.block_q), describe(minus_delta, tile.block_q), states, first, last, counter,
+            s_columns, H, K, H // K, T, S, minus_lse.numel() // (B * H), lo, hi, scale * LOG2E, scale, section,
+            num_tiles,
         ),
         {
             "STAGES": 2, "TABLE": table, "ADD": accumulate, "HIDDEN": table or lo > 1 - T or hi < S - 1,
-            "DQ": sums is not None, **WARPS,
+            "DQ": sums is not None, "CLAIM": sums is not None and not accumulate and not _crowded(mask, T, S), **WARPS,
         },
     )  # fmt: skip
+
+
+def _crowded(mask: Mask, num_queries: int, num_keys: int) -> bool:
+    """Whether so many blocks of keys add to each block of queries that clearing the sums first costs less than asking
+    each time who is the first: about 4096 keys. Only a band tells without being looked at; other masks are for less."""
+    if not isinstance(mask, Band):
+        return False
+    lo, hi = mask.bounds(num_queries, num_keys)
+    queries = range(0, num_queries, -(-num_queries // 64))
+    return sum(max(0, min(i + hi + 1, num_keys) - max(i + lo, 0)) for i in queries) > 4096 * len(queries)

@@ -30,7 +30,9 @@ def clean(x_s, BN: gl.constexpr, BD: gl.constexpr):
 
 @gluon.jit
 def _send(desc, b, h, row, column, x, room, ADD: gl.constexpr):
-    """Write a tile, or add it, by the copy engine."""
+    """Write a tile, or add it, by the copy engine, once it has read what left through this room before."""
+    tma.store_wait(0)
+    barrier()
     x_s = room._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
     x_s.reshape((x.shape[0], x.shape[1])).store(x.to(desc.dtype))
     fence_async_shared()
@@ -39,17 +41,16 @@ def _send(desc, b, h, row, column, x, room, ADD: gl.constexpr):
         reduce_add(desc, [b, h, row, column], x_s)
     else:
         tma.async_copy_shared_to_global(desc, [b, h, row, column], x_s)
-    tma.store_wait(0)
 
 
 @gluon.jit
 def send_off(desc, b, h, row, x, room, ADD: gl.constexpr):
-    """Send off a finished tile through shared memory nobody uses any more; in float32 one half, then the other."""
+    """Send off a finished tile through shared memory nobody uses any more; in float32 one half, then the other. Until
+    `tma.store_wait(0)` that memory is read."""
     HALF: gl.constexpr = desc.block_type.shape[3]
     if x.shape[1] == HALF:
         _send(desc, b, h, row, 0, x, room, ADD)
     else:
         left, right = x.reshape((x.shape[0], 2, HALF)).permute((0, 2, 1)).split()
         _send(desc, b, h, row, 0, left, room, ADD)
-        barrier()
         _send(desc, b, h, row, HALF, right, room, ADD)

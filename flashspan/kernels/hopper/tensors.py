@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime import driver
 
 L2_BYTES = 8 * 2**20
 """How much K and V the heads in flight may hold together: more than this and they push one another out of the cache."""
@@ -59,3 +60,16 @@ def aligned(x: Tensor) -> Tensor:
 def multiprocessors(device: torch.device) -> int:
     """How many programs run at once."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+def new_counter(device: torch.device) -> Tensor:
+    """Zeros for a launch to count with. It leaves zeros behind, and launches of one stream follow one another: each
+    stream has its own."""
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(4, dtype=torch.int32, device=device)  # a graph's own: it may run beside anything
+    return _zeros(device, driver.active.get_current_stream(device.index))
+
+
+@cache
+def _zeros(device: torch.device, stream: int) -> Tensor:
+    return torch.zeros(4, dtype=torch.int32, device=device)

@@ -42,6 +42,8 @@ def two_pass_launches(
     dk: Tensor,
     dv: Tensor,
     accumulate: bool,
+    states: Tensor,
+    counter: Tensor,
 ) -> tuple[Launch, Launch]:
     """What backward launches once the rows are prepared: dk and dv, then dq, which needs no sums and no cast."""
     B, H, T, D = q.shape
@@ -56,7 +58,9 @@ def two_pass_launches(
     rows = minus_lse.numel() // (B * H)
     constants = {"TABLE": table, "ADD": accumulate, "HIDDEN": table or lo > 1 - T or hi < S - 1, **WARPS}
     if wide in BACKWARD:
-        by_keys = backward_launch(dout, q, k, v, minus_lse, minus_delta, mask, scale, None, dk, dv, accumulate)
+        by_keys = backward_launch(
+            dout, q, k, v, minus_lse, minus_delta, mask, scale, None, dk, dv, accumulate, states, counter
+        )
     else:
         num_blocks = triton.cdiv(S, block)
         # A block of keys that serves a group of heads takes that much longer: more of them must start early.

@@ -115,13 +115,14 @@ def nth(j, first, f_lo, f_hi, end):
 
 @gluon.jit
 def key_work(
-    numbers, tables, KEYS: gl.constexpr, QUERIES: gl.constexpr, TABLE: gl.constexpr, WARPS: gl.constexpr
+    tile, num_tiles, numbers, tables, KEYS: gl.constexpr, QUERIES: gl.constexpr, TABLE: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Backward: this program's batch, key head and first of KEYS keys, and the tiles of QUERIES queries it walks."""
+    """Backward: a tile's batch, key head and first of KEYS keys, and the tiles of QUERIES queries it walks."""
     H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section = numbers
     first, last, s_columns = tables
     num_blocks = gl.cdiv(S, KEYS)
-    i_n, i_bk = place(gl.program_id(0), num_blocks, gl.num_programs(0) // num_blocks, section)
+    i_n, i_bk = place(tile, num_blocks, num_tiles // num_blocks, section)
     n0 = i_n * KEYS
     i_b = i_bk // K
     t_first, f_lo, f_hi, t_end = blocks(

@@ -1,12 +1,11 @@
 """The forward kernel for any GPU that Triton serves, and its launcher.
 
 One program per block of queries of one head. It keeps the running maximum m, the sum l and the unnormalised output of
-its rows on chip (FlashAttention-2, Algorithm 1), all in float32, and starts them from the carry if there is one.
+its rows on chip (FlashAttention-2, Algorithm 1), all in float32, and starts them from the carry if there is one. The
+same for flagged blocks alone is a kernel of its own, with few programs.
 """
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import torch
 import triton
@@ -19,23 +18,31 @@ from flashspan.kernels.masks import Mask
 from flashspan.kernels.portable.arguments import LOG2E, Launch, dropout_arguments, mask_arguments, near, on, precision
 from flashspan.kernels.portable.common import block_interval, edge_tile, load_tile, query_block
 from flashspan.kernels.portable.sparse import sparse_forward_launch
-from flashspan.kernels.portable.steps import forward_begin, forward_end, forward_step, row_words
+from flashspan.kernels.portable.steps import (
+    flag_block,
+    flagged_end,
+    forward_begin,
+    forward_end,
+    forward_step,
+    repair,
+    row_words,
+)
 from flashspan.kernels.portable.tiles import tile
 
+FREE = ["T", "S", "lo", "hi", "first", "batch_stride", "threshold"]
+"""Arguments by whose value no kernel is compiled anew."""
 
-@triton.jit(do_not_specialize=["T", "S", "lo", "hi", "first", "batch_stride", "threshold"])
-def forward_kernel(
-    q, k, v, out, lse, start, end, seed, qpos, kpos, only,
+
+@triton.jit
+def forward_block(
+    i_b, i_h, m0, q, k, v, out, lse, start, end, seed, qpos, kpos,
     s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_ob, s_oh, s_ot, s_rows,
     H, K, T, S, lo, hi, scale, threshold, gain, first, batch_stride,
     D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
     TABLE: tl.constexpr, CARRY: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr,
-    NEGATIVE: tl.constexpr, PRECISION: tl.constexpr, ONLY: tl.constexpr,
+    NEGATIVE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    i_b, i_h, m0 = query_block(tl.program_id(0), H, T, BM)
-    if ONLY:  # noqa: SIM102 - this one is decided when compiling
-        if tl.load(only + (i_b * H + i_h) * tl.cdiv(T, BM) + m0 // BM) == 0:
-            return
+    """Queries m0 to m0 + BM of one head, from the carry to their output."""
     i_k = i_h // (H // K)
     q += i_b * s_qb + i_h * s_qh
     k += i_b * s_kb + i_k * s_kh
@@ -68,6 +75,47 @@ def forward_kernel(
         )  # fmt: skip
 
     forward_end(out, lse, m0, o_r, s_ot, T, b_acc, b_m, b_l, D, BD)
+
+
+@triton.jit(do_not_specialize=FREE)
+def forward_kernel(
+    q, k, v, out, lse, start, end, seed, qpos, kpos,
+    s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_ob, s_oh, s_ot, s_rows,
+    H, K, T, S, lo, hi, scale, threshold, gain, first, batch_stride,
+    D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
+    TABLE: tl.constexpr, CARRY: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr,
+    NEGATIVE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    i_b, i_h, m0 = query_block(tl.program_id(0), H, T, BM)
+    forward_block(
+        i_b, i_h, m0, q, k, v, out, lse, start, end, seed, qpos, kpos,
+        s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_ob, s_oh, s_ot, s_rows,
+        H, K, T, S, lo, hi, scale, threshold, gain, first, batch_stride,
+        D, BD, BC, BM, BN, BE, TABLE, CARRY, DROPOUT, POSITIONS, NEGATIVE, PRECISION,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=[*FREE, "num_flags"])
+def repair_kernel(
+    flags, num_flags, q, k, v, out, lse, start, end, seed, qpos, kpos,
+    s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_ob, s_oh, s_ot, s_rows,
+    H, K, T, S, lo, hi, scale, threshold, gain, first, batch_stride,
+    D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
+    TABLE: tl.constexpr, CARRY: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr,
+    NEGATIVE: tl.constexpr, PRECISION: tl.constexpr, STRETCH: tl.constexpr,
+):  # fmt: skip
+    """The blocks of queries whose flags are not 0: see steps.repair."""
+    end_flag = flagged_end(flags, num_flags, STRETCH)
+    # Nothing is computed before the loop: hardly ever does it run, and it has no registers to keep it in.
+    for i in tl.range(tl.program_id(0), end_flag, tl.num_programs(0), disable_licm=True):
+        if tl.load(flags + i) != 0:
+            i_b, i_h, m0 = flag_block(i, H, T, BM)
+            forward_block(
+                i_b, i_h, m0, q, k, v, out, lse, start, end, seed, qpos, kpos,
+                s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_ob, s_oh, s_ot, s_rows,
+                H, K, T, S, lo, hi, scale, threshold, gain, first, batch_stride,
+                D, BD, BC, BM, BN, BE, TABLE, CARRY, DROPOUT, POSITIONS, NEGATIVE, PRECISION,
+            )  # fmt: skip
 
 
 def forward(
@@ -118,19 +166,18 @@ def forward_launch(
     table, start, end, _, _, rows_stride, _, lo, hi, _ = mask_arguments(mask, T, S, q)
     seed, qpos, kpos, threshold, gain, first, batch_stride = dropout_arguments(dropout, q)
     size = tile("out", q)
-    if only is not None:
-        size = replace(size, block_q=64, num_warps=4)
-    return Launch(
+    launch = Launch(
         forward_kernel,
         (triton.cdiv(T, size.block_q) * B * H,),
         (
-            q, k, v, out, lse, start, end, seed, qpos, kpos, lse if only is None else only,
+            q, k, v, out, lse, start, end, seed, qpos, kpos,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], rows_stride,
             H, k.shape[1], T, S, lo, hi, scale * LOG2E, threshold, gain, first, batch_stride,
         ),
         {
             "TABLE": table, "CARRY": carry, "DROPOUT": dropout is not None,
             "POSITIONS": dropout is not None and dropout.q_positions is not None, "NEGATIVE": scale < 0,
-            "PRECISION": precision(q), "ONLY": only is not None, **size.constants(D),
+            "PRECISION": precision(q), **size.constants(D),
         },
     )  # fmt: skip
+    return launch if only is None else repair(launch, repair_kernel, only)

@@ -1,16 +1,18 @@
-"""A block map from a bool tensor on a GPU: its lists and bits, for about two readings of the tensor.
+"""A block map from a bool tensor on a GPU: its lists and bits, for one reading of the tensor and three launches.
 
-Each tile is read once for what it is: empty, full, or partial with a hash of its bits. The hashes sorted, each partial
-tile is read once more: the first of its kind writes its bits, both ways, and the others are compared with the one
-before them. Then a program for each line lists it. The host waits twice: for the sizes, and for the comparison.
+`classify`: a program for each tile reads it: empty, full, or partial. The bits of a partial one are kept, both ways,
+and its hash is put in a table, at its leading bits or the next free place: the table is sorted but for neighbours.
+`settle`: twins, tiles of one hash, are compared bit by bit; places in the table are counted, which numbers what is
+distinct; lines are measured. Then the host waits, once, for the sizes of what it must allocate.
+`write`: a program for each line lists it, and one for each distinct tile writes its bits where they belong.
 
-The map is the one that tiling.py and bits.py make, to the bit.
+The map is the one that tiling.py and bits.py make, to the bit. `find_runs` asks, for one reading too, whether a map is
+needed at all.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import torch
 import triton
@@ -21,256 +23,422 @@ from flashspan.kernels import bits as packed
 from flashspan.kernels.portable.arguments import Launch, on
 from flashspan.kernels.tiling import HIDDEN, LONG, VISIBLE, Lists
 
-NO_BITS = tl.constexpr(2**63 - 1)
-"""The hash of tiles without bits: they come last."""
-
-EMPTY_TILE, FULL_TILE = tl.constexpr(HIDDEN), tl.constexpr(VISIBLE)
+EMPTY_TILE, FULL_TILE, LONG_LINE = tl.constexpr(HIDDEN), tl.constexpr(VISIBLE), tl.constexpr(LONG)
 
 STEP = 128
-"""How many lines, or tiles of a line, a program looks at together when it lists one."""
+"""How many tiles of a line a program looks at together."""
+
+SPAN = 1024
+"""How many counters, or places of the table, a program looks at together."""
+
+TOGETHER = 8
+"""How many tiles a program compares with their twins."""
+
+RUNS = {"ROWS": 8, "BLOCK": 1024}
+"""How many rows a program looks for runs in, and how many of their keys together."""
+
+ROOM = 4
+"""Places in the table for each tile: what is put there seldom finds its own place taken."""
 
 odd_numbers = functools.cache(packed.odd_numbers)
 
 FREE = [
-    *("H", "T", "S", "num_q", "num_k", "num_lines", "num_other", "num_all", "long_times_all", "s_line", "s_other"),
-    *("row_counts", "column_counts", "counts", "num_long", "found"),  # parts of one tensor, on 16 bytes or not
+    *("H", "T", "num_q", "num_k", "num_maps", "num_tiles", "num_slots", "num_spans", "shift", "half"),
+    *("counts", "filled", "found"),  # parts of one tensor, on 16 bytes or not
 ]
 """Arguments by whose value no kernel is compiled anew."""
 
 
 @triton.jit
-def load_quads(
-    visible, i_tile, s_b, s_h, s_t, s_s, H, T, S, num_q, num_k,
-    QUADS: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """A tile as uint32 [BM, BN / 4]: the bools of four neighbouring keys, a byte each; past the ends, False.
+def query_order(BM: tl.constexpr):
+    """The queries of a tile in the order they are loaded: eight neighbours are BM / 8 apart, which puts them in one
+    thread's registers, where joining their bits is free."""
+    o = tl.arange(0, BM)
+    return (o % (BM // 8)) * 8 + o // (BM // 8)
 
-    QUADS: the tensor is given as such words. EVEN: no tile reaches past an end.
+
+@triton.jit
+def load_quads(p_row, o_n, m_row, s_s, S, QUADS: tl.constexpr, EVEN: tl.constexpr):
+    """Keys 4 o_n .. 4 o_n + 3 of rows as uint32 [rows, len(o_n)], a byte for each bool; past the ends, False.
+
+    QUADS: the tensor is given as such words. EVEN: nothing reaches past an end.
     """
-    i_map = i_tile // (num_q * num_k)
-    i_b, i_h = (i_map // H).to(tl.int64), (i_map % H).to(tl.int64)
-    o_m = (i_tile // num_k % num_q) * BM + tl.arange(0, BM)
-    o_n = (i_tile % num_k) * (BN // 4) + tl.arange(0, BN // 4)
-    p_row = visible + i_b * s_b + i_h * s_h + o_m.to(tl.int64)[:, None] * s_t
     if QUADS:
         if EVEN:
-            b_quads = tl.load(p_row + o_n[None, :])
+            b_quads = tl.load(p_row[:, None] + o_n[None, :])
         else:
-            b_quads = tl.load(p_row + o_n[None, :], mask=(o_m < T)[:, None] & (o_n * 4 < S)[None, :], other=0)
+            b_quads = tl.load(p_row[:, None] + o_n[None, :], mask=m_row[:, None] & (o_n < S // 4)[None, :], other=0)
         b_quads = b_quads.to(tl.uint32, bitcast=True)
     else:
-        b_quads = tl.zeros([BM, BN // 4], tl.uint32)
+        b_quads = tl.zeros([p_row.shape[0], o_n.shape[0]], tl.uint32)
         for i in tl.static_range(4):
             o_key = o_n * 4 + i
-            p_key = p_row + o_key.to(tl.int64)[None, :] * s_s
-            b_key = tl.load(p_key, mask=(o_m < T)[:, None] & (o_key < S)[None, :], other=0)
+            p_key = p_row[:, None] + o_key.to(tl.int64)[None, :] * s_s
+            b_key = tl.load(p_key, mask=m_row[:, None] & (o_key < S)[None, :], other=0)
             b_quads |= b_key.to(tl.uint32) << (8 * i)
     return b_quads
 
 
 @triton.jit
-def pack_rows(b_quads, BM: tl.constexpr, BN: tl.constexpr):
-    """The words of bits.py, int32 [BM, BN / 32]."""
+def pack_quads(b_quads):
+    """The words of bits.py, int32 [rows, quads / 8]."""
     # The product moves byte i's bit to 24 + i, and no two of its terms meet: nothing carries.
     b_four = (b_quads * 0x01020408) >> 24
-    b_four = tl.reshape(b_four, [BM, BN // 32, 8]) << (4 * tl.arange(0, 8)).to(tl.uint32)[None, None, :]
-    return tl.sum(b_four, 2).to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def pack_columns(b_quads, BM: tl.constexpr, BN: tl.constexpr):
-    """The words of the transposed tile, itself transposed: int32 [BM / 32, BN]."""
-    b_rows = tl.reshape(b_quads, [BM // 8, 8, BN // 4]) << tl.arange(0, 8).to(tl.uint32)[None, :, None]
-    b_octets = tl.sum(b_rows, 1)  # [BM / 8, BN / 4], eight queries of each of four keys
-    o_byte = (8 * tl.arange(0, 4)).to(tl.uint32)
-    b_octets = (b_octets[:, :, None] >> o_byte[None, None, :]) & 255
-    b_octets = tl.reshape(b_octets, [BM // 32, 4, BN]) << o_byte[None, :, None]
-    return tl.sum(b_octets, 1).to(tl.int32, bitcast=True)
+    b_four = tl.reshape(b_four, [b_quads.shape[0], b_quads.shape[1] // 8, 8])
+    return tl.sum(b_four << (4 * tl.arange(0, 8)).to(tl.uint32)[None, None, :], 2).to(tl.int32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=FREE)
 def classify_kernel(
-    visible, odd, grid, hashes, row_counts, column_counts, s_b, s_h, s_t, s_s, H, T, S, num_q, num_k,
-    QUADS: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    visible, odd, words, grid, owner, table, counts, filled, s_b, s_h, s_t, s_s, H, T, S, num_q, num_k, num_maps,
+    shift, half, QUADS: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """A tile: what it is, its hash, and one more full or partial tile in its two lines."""
+    """A tile: what it is, one more full or partial tile in its two lines, and, of a partial one, bits and a place."""
     i_tile = tl.program_id(0)
-    b_quads = load_quads(visible, i_tile, s_b, s_h, s_t, s_s, H, T, S, num_q, num_k, QUADS, EVEN, BM, BN)
-    b_words = pack_rows(b_quads, BM, BN)
-    b_flat = tl.reshape(b_words, [BM * BN // 32])
-    i_map = i_tile // (num_q * num_k)
-    p_row = row_counts + (i_tile // num_k) * 2
-    p_column = column_counts + (i_map * num_k + i_tile % num_k) * 2
-    low, high = tl.min(b_flat, 0), tl.max(b_flat, 0)
-    if (low == -1) & (high == -1):
-        tl.store(grid + i_tile, FULL_TILE)
-        tl.store(hashes + i_tile, NO_BITS)
-        tl.atomic_add(p_row, 1)
-        tl.atomic_add(p_column, 1)
-    elif (low == 0) & (high == 0):
-        tl.store(grid + i_tile, EMPTY_TILE)
-        tl.store(hashes + i_tile, NO_BITS)
+    i_row, i_map = i_tile // num_k, i_tile // (num_q * num_k)
+    i_b, i_h = (i_map // H).to(tl.int64), (i_map % H).to(tl.int64)
+    o_order = query_order(BM)
+    o_m = (i_row % num_q) * BM + o_order
+    o_n = (i_tile % num_k) * (BN // 4) + tl.arange(0, BN // 4)
+    p_row = visible + i_b * s_b + i_h * s_h + o_m.to(tl.int64) * s_t
+    b_quads = load_quads(p_row, o_n, o_m < T, s_s, S, QUADS, EVEN)
+    b_words = pack_quads(b_quads)  # [BM, BN / 32]
+
+    # Of words, in one sum: how many show something, and how many hide something.
+    kinds = tl.sum((b_words != 0).to(tl.int32) + ((b_words != -1).to(tl.int32) << 16))
+    shows, hides = (kinds & 65535) != 0, (kinds >> 16) != 0
+    if shows:
+        one = tl.where(hides, 1 << 32, 1).to(tl.int64)
+        tl.atomic_add(counts + i_row, one, sem="relaxed")
+        tl.atomic_add(counts + num_maps * num_q + i_map * num_k + i_tile % num_k, one, sem="relaxed")
+    if shows & hides:
+        o_word = tl.arange(0, BN // 32)
+        p_words = words + i_tile.to(tl.int64) * (BM * BN // 16)
+        tl.store(p_words + tl.arange(0, BM)[:, None] * (BN // 32) + o_word[None, :], b_words)
+        b_octets = tl.reshape(b_quads, [8, BM // 8, BN // 4]) << tl.arange(0, 8).to(tl.uint32)[:, None, None]
+        # [BM / 8, BN / 4]: a byte is eight queries of a key, a word those of four keys.
+        b_octets = tl.sum(b_octets, 0).to(tl.int32, bitcast=True)
+        p_octets = p_words + BM * BN // 32 + tl.arange(0, BM // 8)[:, None] * (BN // 4)
+        tl.store(p_octets + tl.arange(0, BN // 4)[None, :], b_octets)
+
+        b_odd = tl.load(odd + o_order[:, None] * (BN // 32) + o_word[None, :])
+        key = tl.sum(b_words.to(tl.int64) * b_odd)
+        nobody = key * 0  # what a free place holds
+        key = tl.where(key == 0, 1, key)
+        slot = (key >> shift).to(tl.int32) + half  # half of the keys are negative
+        holder = tl.atomic_cas(table + slot, nobody, key, sem="relaxed")
+        while (holder != 0) & (holder != key):
+            slot += 1
+            holder = tl.atomic_cas(table + slot, nobody, key, sem="relaxed")
+        if holder == 0:
+            tl.store(owner + slot, i_tile)
+            tl.atomic_add(filled + slot // SPAN, nobody + 1, sem="relaxed")
+        tl.store(grid + i_tile, slot)
     else:
-        b_odd = tl.load(odd + tl.arange(0, BM * BN // 32))
-        tl.store(hashes + i_tile, tl.minimum(tl.sum(b_flat.to(tl.int64) * b_odd, 0), NO_BITS - 1))
-        tl.atomic_add(p_row + 1, 1)
-        tl.atomic_add(p_column + 1, 1)
+        tl.store(grid + i_tile, tl.where(shows, FULL_TILE, EMPTY_TILE))
 
 
-@triton.jit(do_not_specialize=FREE)
-def bits_kernel(
-    visible, order, number, grid, bits, bits_t, found, s_b, s_h, s_t, s_s, H, T, S, num_q, num_k,
-    QUADS: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """A partial tile, by the order of hashes: its bits, or that they are those of the one before."""
-    i = tl.program_id(0)
-    i_tile = tl.load(order + i).to(tl.int32)
-    i_bits = tl.load(number + i)
-    tl.store(grid + i_tile, i_bits)
-    b_quads = load_quads(visible, i_tile, s_b, s_h, s_t, s_s, H, T, S, num_q, num_k, QUADS, EVEN, BM, BN)
-    before = tl.maximum(i - 1, 0)
-    if (i > 0) & (tl.load(number + before) == i_bits):
-        i_other = tl.load(order + before).to(tl.int32)
-        b_other = load_quads(visible, i_other, s_b, s_h, s_t, s_s, H, T, S, num_q, num_k, QUADS, EVEN, BM, BN)
-        b_differs = tl.reshape((b_quads != b_other).to(tl.int32), [BM * BN // 4])
-        if tl.max(b_differs, 0) != 0:
-            tl.store(found, 1)
-    else:
-        p_bits = i_bits.to(tl.int64) * (BM * BN // 32)
-        o_m, o_n = tl.arange(0, BM), tl.arange(0, BN)
-        o_word, o_word_t = tl.arange(0, BN // 32), tl.arange(0, BM // 32)
-        b_words = pack_rows(b_quads, BM, BN)
-        tl.store(bits + p_bits + o_m[:, None] * (BN // 32) + o_word[None, :], b_words)
-        b_words_t = tl.trans(pack_columns(b_quads, BM, BN))  # [BN, BM / 32]
-        tl.store(bits_t + p_bits + o_n[:, None] * (BM // 32) + o_word_t[None, :], b_words_t)
+@triton.jit
+def visits(count):
+    """How many tiles two counts in one number are: full ones, and, 32 bits up, partial ones."""
+    return ((count & 0xFFFFFFFF) + (count >> 32)).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=FREE)
-def lists_kernel(
-    grid, counts, spans, index, tile, order, num_long, num_lines, num_other, num_all, long_times_all, s_line, s_other,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """A line, of num_all in all maps: its tiles, where they lie among all lines', and its place by length."""
-    i_all = tl.program_id(0)
+@triton.jit
+def measure_line(i_all, counts, spans, order, num_long, visited, num_lines, num_all, SPAN: tl.constexpr):
+    """Line i_all, of num_all in all maps: where it lies among all lines, and its place by length."""
     i_map, i_line = i_all // num_lines, i_all % num_lines
-    num_full = tl.load(counts + i_all * 2)
-    length = num_full + tl.load(counts + i_all * 2 + 1)
-    o = tl.arange(0, BLOCK)
-
-    b_before = tl.zeros([BLOCK], tl.int32)
-    for first in range(0, i_all, BLOCK):
-        o_all = first + o
-        b_before += tl.load(counts + o_all * 2, mask=o_all < i_all, other=0)
-        b_before += tl.load(counts + o_all * 2 + 1, mask=o_all < i_all, other=0)
-    begin = tl.sum(b_before, 0)
+    count = tl.load(counts + i_all)
+    o = tl.arange(0, SPAN)
+    b_before, b_all = tl.zeros([SPAN], tl.int64), tl.zeros([SPAN], tl.int64)
+    for first in range(0, num_all, SPAN):
+        b_count = tl.load(counts + first + o, mask=first + o < num_all, other=0)
+        b_before += tl.where(first + o < i_all, b_count, 0)
+        b_all += b_count
+    begin, length, everything = visits(tl.sum(b_before)), visits(count), tl.sum(b_all)
     tl.store(spans + i_all * 3, begin)
-    tl.store(spans + i_all * 3 + 1, begin + num_full)
+    tl.store(spans + i_all * 3 + 1, begin + (count & 0xFFFFFFFF).to(tl.int32))
     tl.store(spans + i_all * 3 + 2, begin + length)
 
-    b_longer = tl.zeros([BLOCK], tl.int32)
-    for first in range(0, num_lines, BLOCK):
+    b_longer = tl.zeros([SPAN], tl.int32)
+    for first in range(0, num_lines, SPAN):
         o_line = first + o
-        p_line = counts + (i_map * num_lines + o_line) * 2
-        b_length = tl.load(p_line, mask=o_line < num_lines, other=-1)
-        b_length += tl.load(p_line + 1, mask=o_line < num_lines, other=0)
-        b_longer += ((b_length > length) | ((b_length == length) & (o_line < i_line))).to(tl.int32)
-    place = tl.sum(b_longer, 0)
+        b_length = visits(tl.load(counts + i_map * num_lines + o_line, mask=o_line < num_lines, other=0))
+        b_longer += (b_length > length) | ((b_length == length) & (o_line < i_line))
+    place = tl.sum(b_longer)
     tl.store(order + i_map * num_lines + place, i_line)
-    if length.to(tl.int64) * num_all > long_times_all:
-        tl.atomic_max(num_long, place + 1)
+    if length.to(tl.int64) * num_all > visits(everything).to(tl.int64) * LONG_LINE:
+        tl.atomic_max(num_long, (place + 1).to(tl.int64), sem="relaxed")
+    if i_all == 0:
+        tl.store(visited, everything)
 
-    p_tile = grid + i_map * num_lines * num_other + i_line * s_line
-    at_full, at_partial = begin, begin + num_full
-    for first in range(0, num_other, BLOCK):
-        o_other = first + o
-        b_tile = tl.load(p_tile + o_other * s_other, mask=o_other < num_other, other=EMPTY_TILE)
-        b_full, b_partial = (b_tile == FULL_TILE).to(tl.int32), (b_tile >= 0).to(tl.int32)
-        b_to = tl.where(b_tile >= 0, at_partial + tl.cumsum(b_partial, 0), at_full + tl.cumsum(b_full, 0)) - 1
-        tl.store(index + b_to, o_other, mask=b_tile != EMPTY_TILE)
-        tl.store(tile + b_to, tl.maximum(b_tile, 0), mask=b_tile != EMPTY_TILE)
-        at_full += tl.sum(b_full, 0)
-        at_partial += tl.sum(b_partial, 0)
+
+@triton.jit
+def number_span(
+    i_span, table, owner, filled, number, tile_of, num_bits, num_slots, num_spans, SPAN: tl.constexpr
+):  # fmt: skip
+    """Some places of the table: the keys there numbered from the least of all, and which tile has a number's bits."""
+    o = tl.arange(0, SPAN)
+    b_before = tl.zeros([SPAN], tl.int64)
+    for first in range(0, i_span, SPAN):
+        b_before += tl.load(filled + first + o, mask=first + o < i_span, other=0)
+    before = tl.sum(b_before).to(tl.int32)
+    o_slot = i_span * SPAN + o
+    b_key = tl.load(table + o_slot, mask=o_slot < num_slots, other=0)
+    b_taken = b_key != 0
+    b_number = before + tl.cumsum(b_taken.to(tl.int32), 0) - 1
+
+    # Only keys with no free place between them can be the wrong way round: each looks both ways up to one.
+    m_left, m_right, distance = b_taken, b_taken, 1
+    while tl.max((m_left | m_right).to(tl.int32), 0) != 0:
+        b_left = tl.load(table + o_slot - distance, mask=m_left & (o_slot >= distance), other=0)
+        b_right = tl.load(table + o_slot + distance, mask=m_right & (o_slot + distance < num_slots), other=0)
+        m_left, m_right = b_left != 0, b_right != 0
+        b_number += (m_right & (b_right < b_key)).to(tl.int32) - (m_left & (b_left > b_key)).to(tl.int32)
+        distance += 1
+    tl.store(number + o_slot, b_number, mask=b_taken)
+    tl.store(tile_of + b_number, tl.load(owner + o_slot, mask=b_taken, other=0), mask=b_taken)
+    if i_span == num_spans - 1:
+        tl.store(num_bits, (before + tl.sum(b_taken.to(tl.int32))).to(tl.int64))
+
+
+@triton.jit
+def compare_twins(i, words, grid, owner, differs, num_tiles, WORDS: tl.constexpr, TOGETHER: tl.constexpr):
+    """Some tiles: whether they are, to the bit, those whose bits they are to share."""
+    o_tile = i * TOGETHER + tl.arange(0, TOGETHER)
+    b_slot = tl.load(grid + o_tile, mask=o_tile < num_tiles, other=EMPTY_TILE)
+    b_owner = tl.load(owner + b_slot, mask=b_slot >= 0, other=0)
+    m_twin = ((b_slot >= 0) & (b_owner != o_tile))[:, None]
+    p_words = words + tl.arange(0, WORDS)[None, :]
+    b_one = tl.load(p_words + o_tile.to(tl.int64)[:, None] * (2 * WORDS), mask=m_twin, other=0)
+    b_other = tl.load(p_words + b_owner.to(tl.int64)[:, None] * (2 * WORDS), mask=m_twin, other=0)
+    if tl.sum((b_one != b_other).to(tl.int32)) != 0:
+        tl.store(differs, tl.full([], 1, tl.int64))
+
+
+@triton.jit(do_not_specialize=FREE)
+def settle_kernel(
+    words, grid, owner, number, tile_of, row_spans, row_order, column_spans, column_order, table, counts, filled, found,
+    num_q, num_k, num_maps, num_tiles, num_slots, num_spans,
+    WORDS: tl.constexpr, SPAN: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """All that follows from the tiles' kinds and hashes; found: counts of tiles, numbers, a difference, long lines."""
+    i = tl.program_id(0)
+    num_rows, num_columns = num_maps * num_q, num_maps * num_k
+    if i < num_spans:
+        number_span(i, table, owner, filled, number, tile_of, found + 1, num_slots, num_spans, SPAN)
+    elif i < num_spans + num_rows:
+        measure_line(i - num_spans, counts, row_spans, row_order, found + 3, found, num_q, num_rows, SPAN)
+    elif i < num_spans + num_rows + num_columns:
+        i_column = i - num_spans - num_rows
+        measure_line(
+            i_column, counts + num_rows, column_spans, column_order, found + 4, found, num_k, num_columns, SPAN
+        )
+    else:
+        compare_twins(i - num_spans - num_rows - num_columns, words, grid, owner, found + 2, num_tiles, WORDS, TOGETHER)
+
+
+@triton.jit
+def list_line(i_all, p_line, s_other, number, spans, index, tile, num_other, STEP: tl.constexpr):
+    """A line of a grid: its full tiles, then its partial ones."""
+    at_full, at_partial = tl.load(spans + i_all * 3), tl.load(spans + i_all * 3 + 1)
+    for first in range(0, num_other, STEP):
+        o_other = first + tl.arange(0, STEP)
+        b_slot = tl.load(p_line + o_other * s_other, mask=o_other < num_other, other=EMPTY_TILE)
+        b_full, b_partial = (b_slot == FULL_TILE).to(tl.int32), (b_slot >= 0).to(tl.int32)
+        b_to = tl.where(b_slot >= 0, at_partial + tl.cumsum(b_partial, 0), at_full + tl.cumsum(b_full, 0)) - 1
+        tl.store(index + b_to, o_other, mask=b_slot != EMPTY_TILE)
+        tl.store(tile + b_to, tl.load(number + b_slot, mask=b_slot >= 0, other=0), mask=b_slot != EMPTY_TILE)
+        at_full += tl.sum(b_full)
+        at_partial += tl.sum(b_partial)
+
+
+@triton.jit
+def write_bits(i_bits, words, octets, tile_of, bits, bits_t, BM: tl.constexpr, BN: tl.constexpr):
+    """The bits of one number, both ways, as the tile that has them left them."""
+    at = tl.load(tile_of + i_bits).to(tl.int64) * (BM * BN // 16)
+    to = i_bits.to(tl.int64) * (BM * BN // 32)
+    o_m, o_n, o_word, o_word_t = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BN // 32), tl.arange(0, BM // 32)
+    o_from = (o_m % 8) * (BM // 8) + o_m // 8  # where `query_order` has put this query
+    b_words = tl.load(words + at + o_from[:, None] * (BN // 32) + o_word[None, :])
+    tl.store(bits + to + o_m[:, None] * (BN // 32) + o_word[None, :], b_words)
+    p_octets = octets + (at + BM * BN // 32) * 4 + o_word_t[None, :] * (4 * BN) + o_n[:, None]
+    b_words_t = tl.zeros([BN, BM // 32], tl.int32)
+    for i in tl.static_range(4):
+        b_words_t |= tl.load(p_octets + i * BN).to(tl.int32) << (8 * i)
+    tl.store(bits_t + to + o_n[:, None] * (BM // 32) + o_word_t[None, :], b_words_t)
+
+
+@triton.jit(do_not_specialize=FREE)
+def write_kernel(
+    words, octets, grid, number, tile_of, row_spans, row_index, row_tile, column_spans, column_index, column_tile, bits,
+    bits_t, num_q, num_k, num_maps, BM: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """What was measured and numbered: lists of rows and of columns, and bits."""
+    i = tl.program_id(0)
+    num_rows, num_columns = num_maps * num_q, num_maps * num_k
+    if i < num_rows:
+        list_line(i, grid + i * num_k, 1, number, row_spans, row_index, row_tile, num_k, STEP)
+    elif i < num_rows + num_columns:
+        i_column = i - num_rows
+        p_line = grid + (i_column // num_k) * num_q * num_k + i_column % num_k
+        list_line(i_column, p_line, num_k, number, column_spans, column_index, column_tile, num_q, STEP)
+    else:
+        write_bits(i - num_rows - num_columns, words, octets, tile_of, bits, bits_t, BM, BN)
 
 
 def map_dense(visible: Tensor, block: tuple[int, int]) -> tuple[Lists, Lists, Tensor, Tensor] | None:
     """Rows, columns, bits and transposed bits (blocks.py) of bool [B, H, T, S], none of them 0 long, of any strides.
 
-    None where two tiles have one hash.
+    None where two tiles have one hash. While it is made, it takes a quarter of the tensor's memory.
     """
-    num_b, num_h, num_queries, num_keys = visible.shape
-    block_q, block_k = block
-    num_q, num_k = -(-num_queries // block_q), -(-num_keys // block_k)
-    num_maps = num_b * num_h
-    counts = visible.new_zeros(num_maps * (num_q + num_k) * 2 + 3, dtype=torch.int32)
-    row_counts, column_counts, found = counts.split([num_maps * num_q * 2, num_maps * num_k * 2, 3])
-    grid = visible.new_empty(num_b, num_h, num_q, num_k, dtype=torch.int32)
-    hashes = visible.new_empty(grid.numel(), dtype=torch.int64)
-    odd = odd_numbers(block_q * block_k // packed.WORD, visible.device)
     with on(visible.device):
-        classify_launch(visible, block, odd, grid, hashes, row_counts, column_counts)()
-        hashes, order = hashes.sort(stable=True)
-        number = torch.zeros_like(order, dtype=torch.int32)
-        torch.cumsum(hashes[1:] != hashes[:-1], 0, dtype=torch.int32, out=number[1:])
-        sizes = torch.cat([row_counts.view(-1, 2).sum(0), number[-1:]])
-        num_full, num_partial, last = sizes.tolist()
-        # Tiles that are not partial are the last kind of all, where there are any.
-        num_bits = last + (num_partial == len(order))
-        bits = grid.new_empty(num_bits, block_q, block_k // packed.WORD)
-        bits_t = grid.new_empty(num_bits, block_k, block_q // packed.WORD)
-        if num_partial:
-            bits_launch(visible, block, num_partial, order, number, grid, bits, bits_t, found)()
-        lines = []
-        for line_counts, walk, num_long in (
-            (row_counts, grid, found[1:]),
-            (column_counts, grid.transpose(2, 3), found[2:]),
-        ):
-            made = (
-                grid.new_empty(*walk.shape[:3], 3),
-                grid.new_empty(num_full + num_partial),
-                grid.new_empty(num_full + num_partial),
-                grid.new_empty(walk.shape[:3]),
-            )
-            lists_launch(walk, line_counts, made, num_long)()
-            lines.append(made)
-    differs, long_rows, long_columns = found.tolist()
-    return None if differs else (Lists(long_rows, *lines[0]), Lists(long_columns, *lines[1]), bits, bits_t)
+        making = Making(visible, block)
+        making.classify_launch()()
+        making.settle_launch()()
+        visited, num_bits, differs, long_rows, long_columns = making.found.tolist()
+        if differs:
+            return None
+        made = making.allocate((visited & 0xFFFFFFFF) + (visited >> 32), num_bits)
+        making.write_launch(*made)()
+    row_index, row_tile, column_index, column_tile, bits, bits_t = made
+    rows = Lists(long_rows, making.row_spans, row_index, row_tile, making.row_order)
+    columns = Lists(long_columns, making.column_spans, column_index, column_tile, making.column_order)
+    return rows, columns, bits, bits_t
 
 
-def classify_launch(
-    visible: Tensor, block: tuple[int, int], odd: Tensor, grid: Tensor, hashes: Tensor, row_counts: Tensor,
-    column_counts: Tensor,
-) -> Launch:  # fmt: skip
-    """The first reading."""
-    words, numbers, constants = _tiles(visible, block)
-    tensors = (words, odd, grid, hashes, row_counts, column_counts)
-    return Launch(classify_kernel, (grid.numel(),), (*tensors, *numbers), constants)
+class Making:
+    """A map under way: what one launch leaves to the next.
+
+    words   int32 [tiles, 2, words of a tile]: a partial tile's bits as `classify` has them, by query and by key.
+    grid    int32 [tiles]: what a tile is, or the place of its key in the table.
+    table   int64 [slots]: keys, 0 where a place is free; filled: how many of each SPAN places are not.
+    owner, number   int32 [slots]: the tile that came first with a key, and the number of its bits.
+    tile_of int32 [tiles]: the tile that has a number's bits.
+    counts  int64 [rows + columns]: their tiles (see `visits`).
+    """
+
+    def __init__(self, visible: Tensor, block: tuple[int, int]) -> None:
+        num_b, num_h, num_queries, num_keys = visible.shape
+        self.visible, self.block, (block_q, block_k) = visible, block, block
+        self.num_q, self.num_k, self.num_maps = -(-num_queries // block_q), -(-num_keys // block_k), num_b * num_h
+        self.num_lines = self.num_maps * (self.num_q + self.num_k)
+        self.num_tiles = self.num_maps * self.num_q * self.num_k
+        leading_bits = (ROOM * self.num_tiles - 1).bit_length()
+        self.shift, self.half = 64 - leading_bits, 2 ** (leading_bits - 1)
+        self.num_slots = 2**leading_bits + self.num_tiles  # the last may be put behind all the others
+        self.num_spans = -(-self.num_slots // SPAN)
+
+        sizes = [self.num_slots, self.num_lines, self.num_spans, 5]
+        zeros = visible.new_zeros(sum(sizes), dtype=torch.int64)
+        self.table, self.counts, self.filled, self.found = zeros.split(sizes)
+        self.grid = visible.new_empty(self.num_tiles, dtype=torch.int32)
+        self.owner = self.grid.new_empty(self.num_slots)
+        self.words = self.grid.new_empty(self.num_tiles, 2, block_q * block_k // packed.WORD)
+
+    def classify_launch(self) -> Launch:
+        num_h, num_queries, num_keys = self.visible.shape[1:]
+        (block_q, block_k), (words, quads) = self.block, as_quads(self.visible)
+        even = num_queries % block_q == 0 and num_keys % block_k == 0
+        odd = odd_numbers(block_q * block_k // packed.WORD, self.visible.device)
+        tensors = (words, odd, self.words, self.grid, self.owner, self.table, self.counts, self.filled)
+        sizes = (num_h, num_queries, num_keys, self.num_q, self.num_k, self.num_maps, self.shift, self.half)
+        constants = {"QUADS": quads, "EVEN": even, "BM": block_q, "BN": block_k, "SPAN": SPAN}
+        # As many warps as make eight neighbours of `query_order` one thread's.
+        constants["num_warps"] = block_q * block_k // 4096
+        return Launch(classify_kernel, (self.num_tiles,), (*tensors, *words.stride(), *sizes), constants)
+
+    def settle_launch(self) -> Launch:
+        # Allocated here, while the tensor is being read, as is all that the host need not wait for.
+        (num_b, num_h), empty = self.visible.shape[:2], self.grid.new_empty
+        self.number, self.tile_of = empty(self.num_slots), empty(self.num_tiles)
+        self.octets = self.words.view(torch.uint8)
+        self.row_spans, self.row_order = empty(num_b, num_h, self.num_q, 3), empty(num_b, num_h, self.num_q)
+        self.column_spans, self.column_order = empty(num_b, num_h, self.num_k, 3), empty(num_b, num_h, self.num_k)
+        lines = (self.row_spans, self.row_order, self.column_spans, self.column_order)
+        tensors = (self.words, self.grid, self.owner, self.number, self.tile_of, *lines)
+        zeros = (self.table, self.counts, self.filled, self.found)
+        sizes = (self.num_q, self.num_k, self.num_maps, self.num_tiles, self.num_slots, self.num_spans)
+        constants = {"WORDS": self.words.shape[2], "SPAN": SPAN, "TOGETHER": TOGETHER}
+        num_programs = self.num_spans + self.num_lines + -(-self.num_tiles // TOGETHER)
+        return Launch(settle_kernel, (num_programs,), (*tensors, *zeros, *sizes), constants)
+
+    def allocate(self, num_visited: int, num_bits: int) -> list[Tensor]:
+        """Indices and tiles of rows and of columns, bits and transposed bits: what only `found` tells the size of."""
+        (block_q, block_k), empty = self.block, self.grid.new_empty
+        bits, bits_t = (num_bits, block_q, block_k // packed.WORD), (num_bits, block_k, block_q // packed.WORD)
+        return [*[empty(num_visited) for _ in range(4)], empty(bits), empty(bits_t)]
+
+    def write_launch(
+        self, row_index: Tensor, row_tile: Tensor, column_index: Tensor, column_tile: Tensor, bits: Tensor,
+        bits_t: Tensor,
+    ) -> Launch:  # fmt: skip
+        rows, columns = (self.row_spans, row_index, row_tile), (self.column_spans, column_index, column_tile)
+        made = (self.words, self.octets, self.grid, self.number, self.tile_of)
+        tensors, sizes = (*made, *rows, *columns, bits, bits_t), (self.num_q, self.num_k, self.num_maps)
+        constants = {"BM": self.block[0], "BN": self.block[1], "STEP": STEP}
+        return Launch(write_kernel, (self.num_lines + len(bits),), (*tensors, *sizes), constants)
 
 
-def bits_launch(
-    visible: Tensor, block: tuple[int, int], num_partial: int, order: Tensor, number: Tensor, grid: Tensor,
-    bits: Tensor, bits_t: Tensor, found: Tensor,
-) -> Launch:  # fmt: skip
-    """The second, of partial tiles."""
-    words, numbers, constants = _tiles(visible, block)
-    tensors = (words, order, number, grid, bits, bits_t, found)
-    return Launch(bits_kernel, (num_partial,), (*tensors, *numbers), constants)
+def as_quads(visible: Tensor) -> tuple[Tensor, bool]:
+    """A bool tensor as int32, four keys to a word, or, where it does not lie so, as uint8; and which of these."""
+    fits = all(stride % 4 == 0 for stride in visible.stride()[:-1]) and visible.data_ptr() % 4 == 0
+    quads = visible.stride(-1) == 1 and visible.shape[-1] % 4 == 0 and fits
+    return visible.view(torch.int32 if quads else torch.uint8), quads
 
 
-def lists_launch(walk: Tensor, counts: Tensor, made: Sequence[Tensor], num_long: Tensor) -> Launch:
-    """Of a grid of which each line is to be walked, to spans, index, tile and order."""
-    num_b, num_h, num_lines, num_other = walk.shape
-    num_all = num_b * num_h * num_lines
-    numbers = (num_lines, num_other, num_all, LONG * len(made[1]), walk.stride(2), walk.stride(3))
-    return Launch(lists_kernel, (num_all,), (walk, counts, *made, num_long, *numbers), {"BLOCK": STEP})
+@triton.jit
+def count_ones(x):
+    """Of a uint32, how many of its bits are set."""
+    x -= (x >> 1) & 0x55555555
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    return ((((x + (x >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24).to(tl.int32)
 
 
-def _tiles(visible: Tensor, block: tuple[int, int]) -> tuple[Tensor, tuple[int, ...], dict[str, int]]:
-    """The tensor as the kernels read it, its numbers, and their constants."""
-    (_, num_h, num_queries, num_keys), (block_q, block_k) = visible.shape, block
-    rows_fit = all(stride % 4 == 0 for stride in visible.stride()[:3])
-    quads = visible.stride(3) == 1 and num_keys % 4 == 0 and rows_fit and visible.data_ptr() % 4 == 0
-    words = visible.view(torch.int32 if quads else torch.uint8)
-    num_q, num_k = -(-num_queries // block_q), -(-num_keys // block_k)
-    even = num_queries % block_q == 0 and num_keys % block_k == 0
-    constants = {"QUADS": quads, "EVEN": even, "BM": block_q, "BN": block_k}
-    return words, (*words.stride(), num_h, num_queries, num_keys, num_q, num_k), constants
+@triton.jit(do_not_specialize=FREE)
+def runs_kernel(
+    visible, start, end, found, s_b, s_t, s_s, T, S,
+    QUADS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Some rows: from their first key, as many as they see; found: whether some row sees others than these."""
+    i_all = tl.program_id(0)
+    num_groups = tl.cdiv(T, ROWS)
+    i_b, o_t = (i_all // num_groups).to(tl.int64), (i_all % num_groups) * ROWS + tl.arange(0, ROWS)
+    p_row = visible + i_b * s_b + o_t.to(tl.int64) * s_t
+    b_first = tl.full([ROWS, BLOCK // 32], S, tl.int32)
+    b_past, b_count = tl.zeros([ROWS, BLOCK // 32], tl.int32), tl.zeros([ROWS, BLOCK // 32], tl.int32)
+    if tl.load(found, volatile=True) == 0:  # one such row is enough, wherever it is
+        for first in range(0, S, BLOCK):
+            b_quads = load_quads(p_row, first // 4 + tl.arange(0, BLOCK // 4), o_t < T, s_s, S, QUADS, EVEN)
+            b_words = pack_quads(b_quads).to(tl.uint32, bitcast=True)
+            o_key = (first + 32 * tl.arange(0, BLOCK // 32))[None, :]
+            b_lowest = b_words & (0 - b_words)
+            b_smeared = b_words | (b_words >> 1)  # from the highest bit down
+            for i in tl.static_range(1, 5):
+                b_smeared |= b_smeared >> (1 << i)
+            b_first = tl.minimum(b_first, tl.where(b_words != 0, o_key + count_ones(b_lowest - 1), S))
+            b_past = tl.maximum(b_past, tl.where(b_words != 0, o_key + count_ones(b_smeared), 0))
+            b_count += count_ones(b_words)
+        b_begin, b_length = tl.min(b_first, 1), tl.sum(b_count, 1)
+        b_begin = tl.where(b_length > 0, b_begin, 0)
+        tl.store(start + i_b * T + o_t, b_begin, mask=o_t < T)
+        tl.store(end + i_b * T + o_t, b_begin + b_length, mask=o_t < T)
+        if tl.sum((tl.max(b_past, 1) - b_begin != b_length).to(tl.int32)) != 0:
+            tl.store(found, 1)
+
+
+def find_runs(visible: Tensor) -> tuple[Tensor, Tensor] | None:
+    """start, end (tiling.py) of bool [B, T, S], none of them 0 long, of any strides."""
+    start, end = (visible.new_empty(visible.shape[:2], dtype=torch.int32) for _ in range(2))
+    found = visible.new_zeros(1, dtype=torch.int32)
+    with on(visible.device):
+        runs_launch(visible, start, end, found)()
+        return None if found.item() else (start, end)
+
+
+def runs_launch(visible: Tensor, start: Tensor, end: Tensor, found: Tensor) -> Launch:
+    (num_batch, num_queries, num_keys), (words, quads) = visible.shape, as_quads(visible)
+    even = num_queries % RUNS["ROWS"] == 0 and num_keys % RUNS["BLOCK"] == 0
+    arguments = (words, start, end, found, *words.stride(), num_queries, num_keys)
+    constants = {"QUADS": quads, "EVEN": even, **RUNS}
+    return Launch(runs_kernel, (num_batch * -(-num_queries // RUNS["ROWS"]),), arguments, constants)

@@ -8,7 +8,6 @@ it. Nobody adds into another's tile, so gradients repeat bit for bit.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import triton
@@ -21,12 +20,15 @@ from flashspan.kernels.portable.arguments import LOG2E, Launch, dropout_argument
 from flashspan.kernels.portable.common import first_block, load_tile, next_line, store_tile, unknown_zero
 from flashspan.kernels.portable.steps import (
     column_words,
+    flag_block,
+    flagged_end,
     forward_begin,
     forward_end,
     forward_step,
     keys_step,
     load_lse,
     queries_step,
+    repair,
     row_words,
 )
 from flashspan.kernels.portable.tiles import key_passes, tile
@@ -36,22 +38,17 @@ FREE = ["T", "S", "num_lines", "num_long", "s_mb", "s_mh", "stream", "batch_stri
 """Arguments by whose value no kernel is compiled anew."""
 
 
-@triton.jit(do_not_specialize=FREE)
-def sparse_forward_kernel(
-    q, k, v, out, lse, spans, index, tiles, order, bits, seed, qpos, kpos, only,
-    s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_ob, s_oh, s_ot, s_mb, s_mh, num_lines, num_long,
-    B, H, K, T, S, scale, threshold, gain, stream, batch_stride,
+@triton.jit
+def sparse_forward_block(
+    i_b, i_h, i_line, i_part, line0, q, k, v, out, lse, spans, index, tiles, bits, seed, qpos, kpos,
+    s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_ob, s_oh, s_ot,
+    H, K, T, S, scale, threshold, gain, stream, batch_stride,
     D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
     LINE: tl.constexpr, OTHER: tl.constexpr, CARRY: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr,
-    NEGATIVE: tl.constexpr, PRECISION: tl.constexpr, ONLY: tl.constexpr,
+    NEGATIVE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    i_b, i_h, i_line, i_part, line0 = next_line(
-        tl.program_id(0), order, num_lines, num_long, B * H, s_mb, s_mh, H, 1, LINE // BM
-    )
+    """The queries of one part of a line, from the carry to their output."""
     m0 = i_line * LINE + i_part * BM
-    if ONLY:  # noqa: SIM102 - this one is decided when compiling
-        if tl.load(only + (i_b * H + i_h) * tl.cdiv(T, BM) + m0 // BM, mask=m0 < T, other=0) == 0:
-            return
     i_k = i_h // (H // K)
     q += i_b * s_qb + i_h * s_qh
     k += i_b * s_kb + i_k * s_kh
@@ -89,6 +86,51 @@ def sparse_forward_kernel(
         )  # fmt: skip
 
     forward_end(out, lse, m0, o_r, s_ot, T, b_acc, b_m, b_l, D, BD)
+
+
+@triton.jit(do_not_specialize=FREE)
+def sparse_forward_kernel(
+    q, k, v, out, lse, spans, index, tiles, order, bits, seed, qpos, kpos,
+    s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_ob, s_oh, s_ot, s_mb, s_mh, num_lines, num_long,
+    B, H, K, T, S, scale, threshold, gain, stream, batch_stride,
+    D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
+    LINE: tl.constexpr, OTHER: tl.constexpr, CARRY: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr,
+    NEGATIVE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    i_b, i_h, i_line, i_part, line0 = next_line(
+        tl.program_id(0), order, num_lines, num_long, B * H, s_mb, s_mh, H, 1, LINE // BM
+    )
+    sparse_forward_block(
+        i_b, i_h, i_line, i_part, line0, q, k, v, out, lse, spans, index, tiles, bits, seed, qpos, kpos,
+        s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_ob, s_oh, s_ot,
+        H, K, T, S, scale, threshold, gain, stream, batch_stride,
+        D, BD, BC, BM, BN, BE, LINE, OTHER, CARRY, DROPOUT, POSITIONS, NEGATIVE, PRECISION,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=[*FREE, "num_flags"])
+def sparse_repair_kernel(
+    flags, num_flags, q, k, v, out, lse, spans, index, tiles, order, bits, seed, qpos, kpos,
+    s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_ob, s_oh, s_ot, s_mb, s_mh, num_lines, num_long,
+    B, H, K, T, S, scale, threshold, gain, stream, batch_stride,
+    D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
+    LINE: tl.constexpr, OTHER: tl.constexpr, CARRY: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr,
+    NEGATIVE: tl.constexpr, PRECISION: tl.constexpr, STRETCH: tl.constexpr,
+):  # fmt: skip
+    """The blocks of queries whose flags are not 0: see steps.repair."""
+    end_flag = flagged_end(flags, num_flags, STRETCH)
+    # Nothing is computed before the loop: hardly ever does it run, and it has no registers to keep it in.
+    for i in tl.range(tl.program_id(0), end_flag, tl.num_programs(0), disable_licm=True):
+        if tl.load(flags + i) != 0:
+            i_b, i_h, m0 = flag_block(i, H, T, BM)
+            line0 = (i_b * s_mb + i_h * s_mh) * num_lines
+            sparse_forward_block(
+                i_b, i_h, m0 // LINE, m0 % LINE // BM, line0,
+                q, k, v, out, lse, spans, index, tiles, bits, seed, qpos, kpos,
+                s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_ob, s_oh, s_ot,
+                H, K, T, S, scale, threshold, gain, stream, batch_stride,
+                D, BD, BC, BM, BN, BE, LINE, OTHER, CARRY, DROPOUT, POSITIONS, NEGATIVE, PRECISION,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=FREE)
@@ -225,26 +267,24 @@ def sparse_forward_launch(
     dropout: Dropout | None,
     only: Tensor | None = None,
 ) -> Launch:
-    """What forward launches for a block map. `only` as in forward_launch."""
+    """What forward launches for a block map. `only` as in forward_launch: lines must hold whole blocks of 64 then."""
     mask = mask.to(q.device)
     B, H, T, D = q.shape
     size = tile("out", q, bits=True).within(mask.block)
-    if only is not None:
-        size = replace(size, block_q=64, num_warps=4)
     seed, qpos, kpos, *drop = dropout_arguments(dropout, q)
-    return Launch(
+    launch = Launch(
         sparse_forward_kernel,
         (_num_lines(mask.rows) * mask.block[0] // size.block_q * B * H,),
         (
-            q, k, v, out, lse, *mask.rows.tensors, mask.bits, seed, qpos, kpos, lse if only is None else only,
+            q, k, v, out, lse, *mask.rows.tensors, mask.bits, seed, qpos, kpos,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *_maps(mask, mask.rows),
             B, H, k.shape[1], T, k.shape[2], scale * LOG2E, *drop,
         ),
         {
-            **_constants(mask.block, dropout, q), "CARRY": carry, "NEGATIVE": scale < 0, "ONLY": only is not None,
-            **size.constants(D),
+            **_constants(mask.block, dropout, q), "CARRY": carry, "NEGATIVE": scale < 0, **size.constants(D),
         },
     )  # fmt: skip
+    return launch if only is None else repair(launch, sparse_repair_kernel, only)
 
 
 def sparse_backward_launches(

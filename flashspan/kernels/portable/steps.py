@@ -5,9 +5,13 @@ The kernels that walk intervals (forward.py, backward.py) and those that walk li
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from flashspan.kernels.portable.arguments import Launch
 from flashspan.kernels.portable.common import (
     bit_tile,
     dropout_stream,
@@ -115,6 +119,35 @@ def forward_step(
         b_v = finite(b_v).to(b_v.dtype)
     b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision=PRECISION)
     return b_acc, b_new, b_l
+
+
+def repair(launch: Launch, kernel: Any, flags: Tensor) -> Launch:
+    """A launch of forward, by a kernel that does just the blocks of 64 queries whose flags [B, H, ceil(T / 64)] int32
+    are not 0. Hardly ever is one: a program for each would cost more to start than there is to do. So there are as many
+    as a GPU runs at once, and each looks at many flags at a time."""
+    # A prime: whatever repeats from head to head, as padding does, is spread over all programs.
+    num_programs = min(flags.numel(), 131)
+    constants = {**launch.constants, "BM": 64, "STRETCH": 32, "num_warps": 4}
+    return Launch(kernel, (num_programs,), (flags, flags.numel(), *launch.arguments), constants)
+
+
+@triton.jit
+def flagged_end(p_flags, num_flags, STRETCH: tl.constexpr):
+    """Behind the last flag that is not 0 of this program's, which are as far apart as there are programs; 0 if none."""
+    end = 0
+    for i0 in range(tl.program_id(0), num_flags, STRETCH * tl.num_programs(0)):
+        o = i0 + tl.arange(0, STRETCH) * tl.num_programs(0)
+        b_flag = tl.load(p_flags + o, mask=o < num_flags, other=0)
+        end = tl.maximum(end, tl.max(tl.where(b_flag != 0, o + 1, 0), 0))
+    return end
+
+
+@triton.jit
+def flag_block(i, H, T, BM: tl.constexpr):
+    """The batch, head and first query that flag i stands for."""
+    num_m = tl.cdiv(T, BM)
+    i_bh = i // num_m
+    return (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64), i % num_m * BM
 
 
 @triton.jit
