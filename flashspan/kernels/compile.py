@@ -39,6 +39,7 @@ class Cost:
     shared_bytes: int
     num_warps: int
     instructions: collections.Counter[str]
+    loops: list[collections.Counter[str]]  # of the innermost that multiply, in the order of the code
     warnings: list[str]
 
 
@@ -97,9 +98,7 @@ def _inspect(ptx: str, tools: Path, capability: int, metadata: Any) -> Cost:
             check=True,
         ).stderr
         sass = subprocess.run([tools / "nvdisasm", "-c", binary], capture_output=True, text=True, check=True).stdout
-    instructions: collections.Counter[str] = collections.Counter(
-        match.split(".")[0] for match in re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)", sass)
-    )
+    names, loops = _instructions(sass)
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
     registers = re.search(r"Used (\d+) registers", log)
     return Cost(
@@ -107,9 +106,29 @@ def _inspect(ptx: str, tools: Path, capability: int, metadata: Any) -> Cost:
         spilled_bytes=int(spills.group(1)) + int(spills.group(2)) if spills else 0,
         shared_bytes=metadata.shared,
         num_warps=metadata.num_warps,
-        instructions=instructions,
+        instructions=collections.Counter(names),
+        loops=loops,
         warnings=[line for line in log.splitlines() if "warning" in line.lower() or "C75" in line],
     )
+
+
+def _instructions(sass: str) -> tuple[list[str], list[collections.Counter[str]]]:
+    """The names of all instructions, and how often each stands in the innermost loops that multiply."""
+    names: list[str] = []
+    labels: dict[str, int] = {}
+    jumps: list[tuple[int, int]] = []
+    for line in sass.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(names)
+        elif found := re.search(r"/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?([A-Z0-9_]+)([^;]*);", line):
+            target = re.search(r"`\((\.L_x_\d+)\)", found[3])
+            # A jump back without a condition is the end of something that was moved out of the way.
+            if found[1] and found[2] == "BRA" and target and target[1] in labels:
+                jumps.append((labels[target[1]], len(names)))
+            names.append(found[2])
+    loops = [(a, b) for a, b in jumps if "HGMMA" in names[a : b + 1]]
+    inner = [(a, b) for a, b in loops if not any((c, d) != (a, b) and a <= c and d <= b for c, d in loops)]
+    return names, [collections.Counter(names[a : b + 1]) for a, b in inner]
 
 
 def shipped_launches(dtype: torch.dtype, head_dim: int, **options: Any) -> dict[str, Launch]:

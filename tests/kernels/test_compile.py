@@ -113,7 +113,8 @@ masks = {"causal": CAUSAL, "full": EVERYTHING, "window": Band(-100, 0), "rows": 
 kind, head_dim, dtype, mask, carry = sys.argv[1], int(sys.argv[2]), getattr(torch, sys.argv[3]), *sys.argv[4:]
 launch = hopper_launches(dtype, head_dim, mask=masks[mask], carry=carry == "carry")[kind]
 cost = compile_launch(launch)
-print(json.dumps([cost.spilled_bytes, cost.shared_bytes, cost.instructions["HGMMA"], cost.warnings]))
+whole = [loop["LDL"] + loop["STL"] for loop in cost.loops if loop["FSEL"] < 32]
+print(json.dumps([cost.spilled_bytes, whole, cost.shared_bytes, cost.instructions["HGMMA"], cost.warnings]))
 """
 PLAIN = [
     ("forward", 128, "bfloat16", "causal", "plain"),
@@ -133,15 +134,17 @@ ALL = [
     )
     if (kind, head_dim) != ("backward", 256)
 ]
-ALLOWED = {"plain": 300, "carry": 500}
-"""Bytes spilled before and after the loop over tiles, once per tile of queries (docs/kernels.md)."""
+ALLOWED = {"plain": 400, "carry": 650}
+"""Bytes spilled outside the loops over whole blocks: once per tile, and in the blocks at a mask's edge."""
 
 
 def check_hopper(kind: str, head_dim: int, dtype: str, mask: str, carry: str) -> None:
     command = [sys.executable, "-c", HOPPER, kind, str(head_dim), dtype, mask, carry]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=_compiling(), check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    spilled, shared, wide, warnings = json.loads(done.stdout)
+    spilled, whole, shared, wide, warnings = json.loads(done.stdout)
+    assert kind not in ("forward", "backward") or len(whole) == 2, "two warpgroups walk blocks without a mask"
+    assert max(whole, default=0) <= (2 if head_dim == 256 else 0), "nothing is spilled there, or two numbers at 256"
     assert spilled <= ALLOWED[carry]
     assert shared <= 232448, "a Hopper block has 227 KiB of shared memory"
     assert wide > 0, "the products must use the warpgroup's instruction"

@@ -142,6 +142,46 @@ def test_scores_far_apart(head_dim: int, dtype: torch.dtype) -> None:
             check(x, mask, spread * head_dim**-0.5, pieces)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_keys_that_are_none_have_no_part_in_dq(head_dim: int, dtype: torch.dtype) -> None:
+    """Past the last key K is 0, and a probability there would be exp(-lse): too large for 16 bits here."""
+    scale = -160 / (head_dim * (8 if dtype == torch.bfloat16 else 64))
+    q = torch.full((1, 1, 256, head_dim), 8.0 if dtype == torch.bfloat16 else 1.0, device="cuda", dtype=dtype)
+    k, v = (torch.full((1, 1, 100, head_dim), x, device="cuda", dtype=dtype) for x in (scale, 1.0))
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    out = attention(*inputs, scale=1.0, backend="hopper")
+    grads = torch.autograd.grad(out, inputs, torch.ones_like(out))
+    assert all(x.isfinite().all() for x in grads)
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_a_gradient_of_nan_for_the_lse_of_nothing(head_dim: int) -> None:
+    """Row 0 sees no key: whatever its gradient, it has no part in anything."""
+    q, k, v, dout = tensors(random.Random(2), 1, 2, 2, 300, 300, head_dim)
+    inputs = [x.contiguous().requires_grad_() for x in (q, k, v)]
+    for deterministic in (False, True):
+        out, lse = attention(*inputs, mask=Band(None, -1), return_lse=True, deterministic=deterministic)
+        dlse = torch.zeros_like(lse)
+        dlse[..., 0] = torch.nan
+        dq, dk, dv = torch.autograd.grad((out, lse), inputs, (dout, dlse))
+        assert not dq[:, :, 0].any()
+        assert all(x.isfinite().all() for x in (dq, dk, dv))
+
+
+def test_rows_past_the_end_are_not_repaired() -> None:
+    """They see nothing; what comes out of them says nothing of the others."""
+    from flashspan.kernels.hopper.launch import forward_launch
+
+    q, k, v, _ = (x.contiguous() for x in tensors(random.Random(4), 1, 2, 2, 1000, 1024, 128))
+    start = torch.zeros(1000, dtype=torch.int32, device="cuda")
+    mask = Rows(start, start + 1024, 1024)
+    out, lse = torch.empty_like(q), torch.empty(1, 2, 1000, device="cuda")
+    bad = torch.ones(1, 2, 16, dtype=torch.int32, device="cuda")
+    forward_launch(q, k, v, out, lse, bad, mask, 128**-0.5, False)()
+    assert not bad.any()
+
+
 @pytest.mark.parametrize("repeatable", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_a_nan_behind_the_mask_reaches_nobody_and_before_it_those_who_see_it(head_dim: int, repeatable: bool) -> None:

@@ -85,7 +85,9 @@ def _leave_dq(WG: gl.constexpr, count, dq, buffers, bars, sm_scale, C: gl.conste
 
 
 @gluon.jit
-def _step(WG: gl.constexpr, own, i, count, masked, shown, dk, dv, buffers, bars, numbers, C: gl.constexpr):
+def _step(
+    WG: gl.constexpr, MASKED: gl.constexpr, own, i, count, shown, dk, dv, buffers, bars, numbers, C: gl.constexpr
+):  # fmt: skip
     """Block i of queries: dV and dK of it, and the dQ of number `count`, of the block before. If it is masked, `shown`
     says what is seen: the block's first row and each key's interval, or a map's words and which half it is."""
     own_s, ds_s = own
@@ -126,7 +128,7 @@ def _step(WG: gl.constexpr, own, i, count, masked, shown, dk, dv, buffers, bars,
         s = s * scale + l_s.index(stage).load(gl.SliceLayout(0, SL))[None, :]
     else:
         s = s * scale
-    if masked:
+    if MASKED:
         if LISTS:
             words_s, half = shown
             s = hide(s, words_s.index(stage * 2 + WG), half)
@@ -144,10 +146,7 @@ def _step(WG: gl.constexpr, own, i, count, masked, shown, dk, dv, buffers, bars,
     else:  # a branch, or ptxas would move the wait for dP before the exp2's
         mbarrier.wait(full.index(stage), (i // STAGES) & 1)
     dp, p = warpgroup_mma_wait(1, deps=(dpa, p))
-    ds = p * dp
-    if masked:  # a query whose delta is NaN, for what it sees, must not reach the keys it does not see
-        ds = gl.where(p == 0.0, 0.0, ds)
-    ds = ds.to(dtype)
+    ds = (p * dp).to(dtype)
     if DQ:
         ds_s.index(slot).store(ds)
         fence_async_shared()
@@ -221,25 +220,31 @@ def _multiply(WG: gl.constexpr, own, desc, buffers, bars, numbers, tables, work,
             edges = n - (f_hi - f_lo)
             o_n = n0 + gl.arange(0, BN, layout=gl.SliceLayout(1, SL))
             lower, upper = bounds(o_n, S, T, -hi, -lo, first + i_b * s_columns, last + i_b * s_columns, TABLE)
+            upper = gl.where(o_n < S, upper, 0)  # no K is 0, and 0 * P may be NaN if P is not
         dk = gl.zeros([BN, BD], gl.float32, layout=KL)
         dv = gl.zeros([BN, BD], gl.float32, layout=KL)
         mbarrier.wait(kv_full, turn & 1)
         if HIDDEN:
             _clean(own_s, BN, BD)
-        if LISTS:
-            for g in range(G):
+        for g in range(G):
+            if LISTS:
                 if g > 0:
                     _, _, n, edges = find_list(maps, i_b, i_k * G + g, line)
-                for j in range(n * SPLIT):
-                    masked = j < edges * SPLIT
+                for j in range(edges * SPLIT):
                     part = (words_s, j % SPLIT)
-                    dk, dv = _step(WG, own, i + j, i + j + turn, masked, part, dk, dv, buffers, bars, numbers, C)
+                    dk, dv = _step(WG, True, own, i + j, i + j + turn, part, dk, dv, buffers, bars, numbers, C)
+                for j in range(edges * SPLIT, n * SPLIT):
+                    dk, dv = _step(WG, False, own, i + j, i + j + turn, (), dk, dv, buffers, bars, numbers, C)
                 i += n * SPLIT
-        else:
-            for _ in range(G):
-                for j in range(n):
-                    seen = (nth(j, t_first, f_lo, f_hi, t_end) * BM, lower, upper)
-                    dk, dv = _step(WG, own, i + j, i + j + turn, j < edges, seen, dk, dv, buffers, bars, numbers, C)
+            else:
+                whole = 0
+                if HIDDEN:
+                    whole = edges
+                    for j in range(edges):
+                        seen = (nth(j, t_first, f_lo, f_hi, t_end) * BM, lower, upper)
+                        dk, dv = _step(WG, True, own, i + j, i + j + turn, seen, dk, dv, buffers, bars, numbers, C)
+                for j in range(whole, n):
+                    dk, dv = _step(WG, False, own, i + j, i + j + turn, (), dk, dv, buffers, bars, numbers, C)
                 i += n
         if DQ:
             dq = warpgroup_mma_wait(0, deps=(_start_dq(WG, i - 1, buffers, bars, C),))

@@ -103,7 +103,7 @@ def _value_step(i, m0, masked, dv, lower, upper, buffers, bars, numbers, C: gl.c
 
 
 @gluon.jit
-def _key_step(i, masked, dk, buffers, bars, C: gl.constexpr):
+def _key_step(i, dk, buffers, bars, C: gl.constexpr):
     """Tile i of queries: dS and its part of dK."""
     q_s, do_s, k_s, v_s, p_s, l_s, d_s = buffers
     k_full, v_full, q_full, q_empty, do_full, do_empty, p_full, p_empty = bars
@@ -118,10 +118,7 @@ def _key_step(i, masked, dk, buffers, bars, C: gl.constexpr):
     mbarrier.arrive(do_empty.index(stage), count=1)
     mbarrier.wait(p_full, i & 1)
     p = p_s.load(SL)
-    ds = p * dp
-    if masked:  # a query whose delta is NaN, for what it sees, must not reach the keys it does not see
-        ds = gl.where(p == 0.0, 0.0, ds)
-    ds = gl.convert_layout(ds.to(k_s.dtype), PL, assert_trivial=True)
+    ds = gl.convert_layout((p * dp).to(k_s.dtype), PL, assert_trivial=True)
     mbarrier.wait(q_full.index(stage), phase)
     dka = warpgroup_mma(ds, q_s.index(stage).reshape((BM, BD)), dk, is_async=True)
     mbarrier.arrive(p_empty, count=1)
@@ -178,10 +175,9 @@ def _keys(desc, buffers, bars, numbers, tables, C: gl.constexpr):
     if C[6]:
         clean(v_s.index(0).reshape((BN, BD)), BN, BD)
     n = t_end - t_first
-    edges = n - (f_hi - f_lo)
     for g in range(G):
         for j in range(n):
-            dk = _key_step(g * n + j, j < edges, dk, buffers, bars, C)
+            dk = _key_step(g * n + j, dk, buffers, bars, C)
     send_off(desc_dk, i_b, i_k, n0, dk * sm_scale, v_s.index(0), C[3])
     tma.store_wait(0)
 

@@ -120,6 +120,52 @@ def _join(p, m, l, o, past):
 
 
 @gluon.jit
+def _step(
+    WG: gl.constexpr, EDGE: gl.constexpr, pair, shown, p, m, l, o, rows, memory, scale, C: gl.constexpr
+):  # fmt: skip
+    """The scores of a block and the output of the one before, whose P is given. Returns P of this one, m, l and o.
+
+    At an EDGE, `shown` says whether there is anything to hide and, without lists, each row's interval and the block's
+    first key, and m is raised.
+    """
+    q, zero = rows
+    k_s, v_s, words_s, full, empty = memory
+    BN: gl.constexpr = C[1]
+    STAGES: gl.constexpr = C[2]
+    EDGES: gl.constexpr = C[3]
+    OL: gl.constexpr = C[8]
+    LISTS: gl.constexpr = C[10]
+    BD: gl.constexpr = k_s.shape[4]
+    dtype: gl.constexpr = k_s.dtype
+    RAISE: gl.constexpr = EDGE or dtype == gl.float16
+    stage, phase = buffer_of(pair, STAGES)
+    after, phase = buffer_of(pair + 1, STAGES)
+    pd = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, OL, 2), assert_trivial=True)
+    sa = warpgroup_mma(q, k_s.index(stage).reshape((BN, BD)).permute((1, 0)), zero, use_acc=False, is_async=True)
+    oa = warpgroup_mma(pd, v_s.index(stage).reshape((BN, BD)), o, is_async=True)
+    s = warpgroup_mma_wait(1, deps=(sa,))
+    if EDGE:
+        masked, r_start, r_end, n0 = shown
+        if masked:
+            if LISTS:
+                s = hide(s, words_s.index(stage * 2 + WG), 0)
+            else:
+                s = _hide(s, r_start, r_end, n0, EDGES)
+    if RAISE:
+        m, alpha = _raise(s, m, scale)
+        l = l * _each(alpha, l)
+    p = gl.exp2(s * scale - m[:, None])
+    l = l + _sum(p)
+    mbarrier.wait(full.index(after), phase)
+    # P goes through the wait with O: ptxas must not reuse the registers the product still reads.
+    o, p = warpgroup_mma_wait(0, deps=(oa, p))
+    mbarrier.arrive(empty.index(stage), count=1)
+    if RAISE:
+        o = rescale(o, gl.convert_layout(alpha, gl.SliceLayout(1, OL), assert_trivial=True))
+    return p, m, l, o
+
+
+@gluon.jit
 def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C: gl.constexpr):
     """A consumer warpgroup: 64 queries of each tile."""
     desc_q, desc_k, desc_v, desc_out = desc
@@ -143,11 +189,12 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
     PL: gl.constexpr = gl.DotOperandLayout(0, OL, 2)
     QS: gl.constexpr = C[9]
     LISTS: gl.constexpr = C[10]
-    LOOK: gl.constexpr = dtype == gl.float16  # for a larger maximum in every block
     if LISTS:
         desc_words, words_s, work_s, maps = tables
+        memory = (k_s, v_s, words_s, full, empty)
     else:
         start, end, s_rows = tables
+        memory = (k_s, v_s, None, full, empty)
     pair = 0
     turn = 0
     mbarrier.wait(q_full.index(0), 0)
@@ -202,37 +249,33 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
         mbarrier.wait(full.index(stage), phase)
         if CARRY:
             p, m, l, o = _join(p, m, l, o, past)
-        for i in range(1, n):
-            stage, phase = buffer_of(pair + i, STAGES)
-            after, phase = buffer_of(pair + i + 1, STAGES)
-            pd = gl.convert_layout(p.to(dtype), PL, assert_trivial=True)
-            sa = warpgroup_mma(
-                q, k_s.index(stage).reshape((BN, BD)).permute((1, 0)), zero, use_acc=False, is_async=True
-            )
-            oa = warpgroup_mma(pd, v_s.index(stage).reshape((BN, BD)), o, is_async=True)
-            s = warpgroup_mma_wait(1, deps=(sa,))
-            alpha = gl.full([BM], 1.0, gl.float32, layout=RL)
-            if LISTS:
-                if i < edges:
-                    s = hide(s, words_s.index(stage * 2 + WG), 0)
-                if i <= edges:
-                    m, alpha = _raise(s, m, scale)
-            elif EDGES > 0:
+        rows = (q, zero)
+        if LISTS:
+            for i in range(1, gl.minimum(edges + 1, n)):
+                p, m, l, o = _step(WG, True, pair + i, (i < edges, 0, 0, 0), p, m, l, o, rows, memory, scale, C)
+            for i in range(gl.maximum(edges + 1, 1), n):
+                p, m, l, o = _step(WG, False, pair + i, (), p, m, l, o, rows, memory, scale, C)
+        elif EDGES > 0:
+            # Blocks that some rows do not see all of and, unless all saw something of block 0, the first that they do.
+            near = last - f_hi + 1
+            if not TABLE:
+                top = (num_blocks - 1 - i_block) * (2 * BM)
+                seen = (top + hi >= (last - 1) * BN) & (top + 2 * BM - 1 + lo < gl.minimum(last * BN, S))
+                near -= seen.to(gl.int32)
+            near = gl.maximum(near, 1)
+            for i in range(1, gl.minimum(near, n)):
                 at = last - 1 - i
-                if (at >= f_hi - 1) | (at < f_lo):  # and the first that all rows see
-                    s = _hide(s, r_start, r_end, at * BN, EDGES)
-                    m, alpha = _raise(s, m, scale)
-            if LOOK:
-                m, rest = _raise(s, m, scale)
-                alpha = alpha * rest
-            p = gl.exp2(s * scale - m[:, None])
-            l = l * _each(alpha, l) + _sum(p)
-            mbarrier.wait(full.index(after), phase)
-            # P goes through the wait with O: ptxas must not reuse the registers the product still reads.
-            o, p = warpgroup_mma_wait(0, deps=(oa, p))
-            mbarrier.arrive(empty.index(stage), count=1)
-            if EDGES > 0 or LOOK:
-                o = rescale(o, gl.convert_layout(alpha, RO, assert_trivial=True))
+                shown = ((at >= f_hi) | (at < f_lo), r_start, r_end, at * BN)
+                p, m, l, o = _step(WG, True, pair + i, shown, p, m, l, o, rows, memory, scale, C)
+            for i in range(near, last - f_lo):
+                p, m, l, o = _step(WG, False, pair + i, (), p, m, l, o, rows, memory, scale, C)
+            if EDGES == 2:
+                for i in range(gl.maximum(near, last - f_lo), n):
+                    shown = (True, r_start, r_end, (last - 1 - i) * BN)
+                    p, m, l, o = _step(WG, True, pair + i, shown, p, m, l, o, rows, memory, scale, C)
+        else:
+            for i in range(1, n):
+                p, m, l, o = _step(WG, False, pair + i, (), p, m, l, o, rows, memory, scale, C)
 
         stage, phase = buffer_of(pair + n, STAGES)
         pd = gl.convert_layout(p.to(dtype), PL, assert_trivial=True)
@@ -253,7 +296,8 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
         # A hidden key has probability 0, but 0 * NaN is NaN: rows with one are left to the portable kernel, which knows
         # who may see it; and so are those whose sums overflowed. Nearly always there are none.
         l = _total(l, m)
-        wrong = gl.max(gl.where((gl.sum(o, 1) + gl.convert_layout(l, RO, assert_trivial=True)) * 0.0 == 0.0, 0, 1), 0)
+        finite = (gl.sum(o, 1) + gl.convert_layout(l, RO, assert_trivial=True)) * 0.0 == 0.0
+        wrong = gl.max(gl.where(finite | (m0 + gl.arange(0, BM, layout=RO) >= T), 0, 1), 0)
         gl.store(bad + i_bh.to(gl.int64) * gl.cdiv(T, BM) + m0 // BM, wrong, mask=m0 < T)
         if CARRY:  # which the portable kernel will want as it was: past the end nothing is written
             m0 = gl.where(wrong == 0, m0, T)

@@ -140,6 +140,9 @@ def rows_kernel(
     b_delta = tl.load(delta + i_bh * T + o, mask=o < T, other=0.0)
     # A row that saw nothing: its scores come out as -inf, its probabilities as 0.
     b_lse = tl.where(b_lse == float("-inf"), float("inf"), b_lse)
+    # One that saw NaN: probabilities of NaN tell all it sees, and 0 * delta must not tell those it does not see.
+    b_lse = tl.where((b_delta * 0.0 == 0.0) | (b_lse == float("inf")), b_lse, float("nan"))
+    b_delta = tl.where(b_delta * 0.0 == 0.0, b_delta, 0.0)
     tl.store(minus_lse + i_bh * Tp + o, -b_lse * unit, mask=o < Tp)
     tl.store(minus_delta + i_bh * Tp + o, -b_delta, mask=o < Tp)
     if D:

@@ -58,7 +58,8 @@ def backward_launch(
             num_tiles,
         ),
         {
-            "STAGES": 2, "TABLE": table, "ADD": accumulate, "HIDDEN": table or lo > 1 - T or hi < S - 1,
+            "STAGES": 2, "TABLE": table, "ADD": accumulate,
+            "HIDDEN": table or lo > 1 - T or hi < S - 1 or S % (2 * tile.block_k) > 0,
             "DQ": sums is not None, "CLAIM": sums is not None and not accumulate and not _crowded(mask, T, S), **WARPS,
         },
     )  # fmt: skip

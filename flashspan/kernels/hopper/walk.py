@@ -128,7 +128,8 @@ def key_work(
     t_first, f_lo, f_hi, t_end = blocks(
         n0, S, T, -hi, -lo, first + i_b * s_columns, last + i_b * s_columns, TABLE, KEYS, QUERIES, WARPS
     )
-    return i_b, i_bk % K, n0, t_first, f_lo, f_hi, t_end
+    # Of a block that reaches past the last key none is full: those keys are seen by nobody.
+    return i_b, i_bk % K, n0, t_first, f_lo, gl.where(n0 + KEYS > S, f_lo, f_hi), t_end
 
 
 @gluon.jit
