@@ -232,7 +232,8 @@ def markdown(rows: list[record.Row]) -> str:
         f"{newest.device}, torch {newest.torch}, Triton {newest.triton}, bf16, made by `flashspan bench attention`; "
         "this page by `python -m flashspan.bench.attention`.",
         "Median milliseconds, forward / backward / both; shapes are batch x heads/kv heads x tokens x head size. "
-        "The last columns are their time over ours, both passes: above 1 ours is faster.",
+        "The last columns are their time over ours, both passes: above 1 ours is faster. "
+        "Each cell is the newest of its kind; attention.csv names its commit, and rows of one run stand together.",
         "",
         "![TFLOP/s of each implementation](attention.svg)",
         "",

@@ -5,15 +5,24 @@ Each checks what it is given and makes what `Blocks` (blocks.py) is made of; the
 
 from __future__ import annotations
 
-import importlib.util
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from flashspan.kernels.masks import EMPTY, FULL
-from flashspan.kernels.tiling import Lists, Look, Rule, ask, block_positions, check_block, examine, interval_kinds, scan
+from flashspan.kernels.tiling import (
+    Lists,
+    Look,
+    Rule,
+    ask,
+    block_positions,
+    check_block,
+    examine,
+    interval_kinds,
+    read_by_kernels,
+    scan,
+)
 
 
 class Made(NamedTuple):
@@ -54,8 +63,7 @@ def from_dense(visible: Tensor, block: tuple[int, int]) -> Made:
 
 def from_dense_on_gpu(visible: Tensor, block: tuple[int, int]) -> tuple[Lists, Lists, Tensor, Tensor] | None:
     """Of the same, by kernels: rows, columns, bits and transposed bits. None where they do not serve."""
-    traced = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
-    if not visible.is_cuda or not visible.numel() or traced or importlib.util.find_spec("triton") is None:
+    if not read_by_kernels(visible):
         return None
     from flashspan.kernels.portable.mapping import map_dense
 

@@ -154,7 +154,7 @@ def examine(num_queries: int, num_keys: int, block: tuple[int, int], kinds: Tens
 
 
 def read_by_kernels(visible: Tensor) -> bool:
-    """Whether the kernels of portable/mapping.py serve a bool tensor."""
+    """Whether the kernels of portable/mapping.py and runs.py serve a bool tensor."""
     traced = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
     return visible.is_cuda and bool(visible.numel()) and not traced and importlib.util.find_spec("triton") is not None
 
@@ -162,9 +162,9 @@ def read_by_kernels(visible: Tensor) -> bool:
 def find_runs(visible: Tensor) -> tuple[Tensor, Tensor] | None:
     """Of bool [B, T, S], from which key to before which each row sees, int32 [B, T]; None if some row has a gap."""
     if read_by_kernels(visible):
-        from flashspan.kernels.portable import mapping
+        from flashspan.kernels.portable import runs
 
-        return mapping.find_runs(visible)
+        return runs.find_runs(visible)
     begins = visible[..., 1:] > visible[..., :-1]  # a run, after the first key
     if bool((_count(begins) + _count(visible[..., :1]) > 1).any()):
         return None

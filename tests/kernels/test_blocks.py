@@ -15,6 +15,7 @@ from flashspan.kernels import bits, making, reference
 from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.masks import CAUSAL, EVERYTHING, NOTHING, Band, Rows, count, dense, unpack
 from flashspan.kernels.portable import mapping
+from flashspan.kernels.portable.runs import find_runs as find_runs_by_kernels
 from flashspan.kernels.tiling import check_block, find_runs
 from tests.kernels.cases import FORWARD_BOUND, GRADIENT_BOUND, relative
 
@@ -237,7 +238,7 @@ def test_kernels_find_the_same_runs(S: int) -> None:
     for num_batch, T in ((1, 1), (2, 9), (1, 16)):
         runs = some_runs(random, num_batch, T, S)
         for visible in (runs, runs.mT.contiguous().mT, runs[:, :1].expand(-1, T, -1), runs[..., :1].expand(-1, -1, S)):
-            found, want = mapping.find_runs(visible.to(KERNELS_ON)), find_runs(visible)
+            found, want = find_runs_by_kernels(visible.to(KERNELS_ON)), find_runs(visible)
             assert found is not None
             assert want is not None
             keys = torch.arange(S)
@@ -255,7 +256,7 @@ def test_a_gap_in_any_row_is_seen(S: int) -> None:
         visible[1, 8] = True
         visible[1, 8, gap] = False
         assert find_runs(visible) is None
-        assert mapping.find_runs(visible.to(KERNELS_ON)) is None
+        assert find_runs_by_kernels(visible.to(KERNELS_ON)) is None
     many = torch.arange(2048).remainder(2).bool()[None, None]  # 1024 of them: more than a byte counts
     assert find_runs(many) is None
 

@@ -63,7 +63,9 @@ def tensors(
     return [make(H, T), make(K, S), make(K, S), make(H, T)]
 
 
-def check(x: list[Tensor], mask: Mask, scale: float, pieces: int, repeatable: bool = False) -> None:
+def check(
+    x: list[Tensor], mask: Mask, scale: float, pieces: int, repeatable: bool = False, lse_bound: float = 1e-5
+) -> None:
     """Forward in several calls that share a carry, and backward, overwriting and accumulating, against float32."""
     from flashspan.kernels import hopper
 
@@ -88,8 +90,7 @@ def check(x: list[Tensor], mask: Mask, scale: float, pieces: int, repeatable: bo
     assert carry is not None
     assert relative(carry.out, right.out) <= FORWARD_BOUND
     assert torch.equal(carry.lse.isinf(), right.lse.isinf())
-    # float32 keeps a score to 1e-6 of itself.
-    assert ((carry.lse - right.lse).abs() / (1 + right.lse.abs() / 10)).nan_to_num(0, 0, 0).max() <= 1e-5
+    assert (carry.lse - right.lse).nan_to_num(0, 0, 0).abs().max() <= lse_bound
     assert not carry.out[right.lse.isinf()].any()
 
     fresh = tuple(torch.full_like(t, torch.nan) for t in (q, k, v))
@@ -139,7 +140,8 @@ def test_scores_far_apart(head_dim: int, dtype: torch.dtype) -> None:
     for spread in (6, 100):
         for mask, pieces in ((CAUSAL, 1), (EVERYTHING, 1), (Band(-300, 200), 3)):
             x = tensors(random.Random(3), 1, 4, 2, 701, 903, head_dim, dtype)
-            check(x, mask, spread * head_dim**-0.5, pieces)
+            # Scores are that much larger, and so is what float32 loses of them.
+            check(x, mask, spread * head_dim**-0.5, pieces, lse_bound=1e-5 * spread)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -49,7 +49,8 @@ def test_every_tile_compiles_without_spills(made: str, dtype: str, head_dim: int
 MAPPING = """
 import json, torch
 from flashspan.kernels import compile
-from flashspan.kernels.portable.mapping import Making, runs_launch
+from flashspan.kernels.portable.mapping import Making
+from flashspan.kernels.portable.runs import runs_launch
 compile.TYPES[torch.uint8] = "u8"
 launches = []
 for length in (4096, 1000, 999):  # whole tiles, ragged ones, and a tensor that is read by bytes
