@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any, Literal, get_type_hints
@@ -251,10 +252,12 @@ def bench_commands() -> dict[str, Callable[..., Any]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; bad input prints one line and exits with 2."""
+    """Entry point; bad input prints one line and exits with 2, Ctrl-C and SIGTERM one and 130."""
     words = sys.argv[1:] if arguments is None else arguments
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler prints a line when it starts and when it stops
+    before = signal.getsignal(signal.SIGTERM)
     try:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that ranks and folders are cleared away
         if words[:1] == ["train"]:  # its keys have dots, and come from a file too
             from flashspan.train import main as run
 
@@ -268,6 +271,11 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:  # OSError: a file or folder that cannot be read or written, a full disk
         print(f"flashspan: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("flashspan: stopped; what was written stays", file=sys.stderr)
+        return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _choose(functions: dict[str, Callable[..., Any]], words: list[str], prog: str, about: str) -> int:

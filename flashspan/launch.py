@@ -54,17 +54,21 @@ class Ranks:
         self._folder = tempfile.mkdtemp(prefix="flashspan-ranks-")
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
-        for rank in range(num_ranks):
-            here, there = context.Pipe()
-            process = context.Process(
-                target=_serve,
-                args=(rank, num_ranks, backend, self._folder, threads, timeout, there, os.getpid(), sys.path),
-                daemon=True,
-            )
-            process.start()
-            there.close()
-            self._pipes.append(here)
-            self._processes.append(process)
+        try:
+            for rank in range(num_ranks):
+                here, there = context.Pipe()
+                self._pipes.append(here)
+                process = context.Process(
+                    target=_serve,
+                    args=(rank, num_ranks, backend, self._folder, threads, timeout, there, os.getpid(), sys.path),
+                    daemon=True,
+                )
+                process.start()
+                self._processes.append(process)
+                there.close()
+        except BaseException:
+            self.close(force=True)
+            raise
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
         """fn(*args) on every rank; a list of what each returned. A failure on any raises RankError and ends all."""
@@ -137,6 +141,8 @@ def _serve(
 ) -> None:
     """The life of one rank: join the group, run what arrives, leave."""
     _die_with(parent)
+    if not os.path.isdir(folder):  # it was given up before it began
+        os._exit(1)
     sys.path[:] = path
     torch.set_num_threads(threads)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -145,6 +151,14 @@ def _serve(
         torch.cuda.set_device(rank)
     store = dist.FileStore(os.path.join(folder, "rendezvous"), num_ranks)
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout))
+    try:
+        _work(pipe)
+    except (EOFError, OSError, KeyboardInterrupt):  # whoever sent work is gone, or about to go and to say so
+        os._exit(1)
+    dist.destroy_process_group()
+
+
+def _work(pipe: Connection) -> None:
     while (work := pipe.recv()) is not None:
         fn, args = work
         try:
@@ -155,7 +169,6 @@ def _serve(
             pipe.send(answer)
         except Exception as error:  # a result that cannot travel
             pipe.send((False, f"the result of {fn.__name__} could not be sent back: {error}"))
-    dist.destroy_process_group()
 
 
 def _die_with(parent: int) -> None:
@@ -164,12 +177,16 @@ def _die_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, here the fork server
     import threading
 
+    server = os.getppid()
+
     def watch() -> None:
-        while True:
+        # A parent that nobody has waited for still has its number, but its fork server ends with it.
+        while os.getppid() == server != 1:
             time.sleep(1.0)
             try:
                 os.kill(parent, 0)
             except OSError:
-                os._exit(1)
+                break
+        os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

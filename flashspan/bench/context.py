@@ -297,8 +297,8 @@ def _job(
     return measure
 
 
-def table(rows: Sequence[Row]) -> Table:
-    """A line per case and pass, beside one device on the same tokens."""
+def table(rows: Sequence[Row], of_what: str = "") -> Table:
+    """A line per case and pass of one model and dtype, beside one device on the same tokens."""
     alone = {(row.shape, row.kind): row.p50_ms for row in rows if row.impl == ALONE and row.ok}
 
     def speedup(row: Row) -> object:
@@ -312,7 +312,7 @@ def table(rows: Sequence[Row]) -> Table:
         return lambda row: f"{100 * row.more[name]:.0f}%" if row.ok and known(row.more.get(name)) else ""
 
     return make(
-        "one device against every strategy",
+        f"one device against every strategy{of_what}",
         rows,
         {
             "strategy": lambda row: row.impl,

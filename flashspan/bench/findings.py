@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from flashspan.bench.context import ALONE
 from flashspan.bench.record import OUT_OF_MEMORY, Row
+from flashspan.bench.tables import show
 
 ADVICE = {
     "compute": "products take most of the step, which is what more devices or a faster dtype (bfloat16) shorten",
@@ -65,25 +66,68 @@ def split(row: Row) -> Shares:
     return Shares(products, mean - products, row.p50_ms - slowest, slowest - mean)
 
 
+@dataclass(frozen=True)
+class Workload:
+    """Rows of `bench context` that may be compared: forward and backward of one model and dtype on one device.
+
+    `whole`: the same tokens on any number of ranks. `grown`: the same tokens per rank, by the number of ranks.
+    """
+
+    name: str
+    whole: list[Row]
+    grown: dict[int, Row]
+
+    @property
+    def alone(self) -> Row | None:
+        return next((row for row in self.whole if row.impl == ALONE), None)
+
+    @property
+    def most(self) -> int:
+        return max(row.ranks for row in self.whole)
+
+
+def workloads(rows: Sequence[Row]) -> list[Workload]:
+    """The sweeps that a folder holds: of different models, lengths, dtypes or devices, each apart from the others."""
+    done = [row for row in rows if row.what == "context" and row.ok and row.kind == "forward+backward"]
+    # The mark only says for which lengths: a row of weak scaling may be a strong one of a shorter sequence.
+    keys = dict.fromkeys((r.shape, r.dtype, r.device) for r in done if r.more.get("scaling") == "strong")
+    found = []
+    for shape, dtype, device in keys:
+        kin = [row for row in done if (kind_of(row), row.device) == ((model_of(shape), dtype), device)]
+        whole = [row for row in kin if row.shape == shape]
+        most = max(row.ranks for row in whole)
+        each = whole[0].more["tokens"] // most
+        grown = {
+            row.ranks: row
+            for row in kin
+            if row.impl == (ALONE if row.ranks == 1 else "ring zigzag")
+            and (row.shape == shape if row.ranks == most else row.more["tokens"] == each * row.ranks)
+        }
+        told = [value for place, value in ((1, dtype), (2, device)) if len({key[place] for key in keys}) > 1]
+        found.append(Workload(", ".join([shape, *told]), whole, grown))
+    return found
+
+
+def model_of(shape: str) -> str:
+    """The shape of a row of `bench context` without its tokens."""
+    return shape.rsplit(", ", 1)[0]
+
+
+def kind_of(row: Row) -> tuple[str, str]:
+    return model_of(row.shape), row.dtype
+
+
 def of_context(rows: Sequence[Row]) -> list[str]:
     """Findings of `bench context`."""
-    done = [row for row in rows if row.what == "context" and row.ok]
-    kind = "forward+backward"
-    strong = [row for row in done if row.kind == kind and row.more.get("scaling") == "strong"]
-    if not strong:
-        return []
     found = []
-    alone = {row.shape: row for row in strong if row.impl == ALONE}
-    for shape in dict.fromkeys(row.shape for row in strong):
-        many = [row for row in strong if row.shape == shape and row.impl != ALONE]
-        if not many:
+    for work in workloads(rows):
+        most, base = work.most, work.alone
+        field = sorted((r for r in work.whole if r.ranks == most and r.impl != ALONE), key=lambda row: row.p50_ms)
+        if not field:
             continue
-        most = max(row.ranks for row in many)
-        field = sorted((row for row in many if row.ranks == most), key=lambda row: row.p50_ms)
         best = field[0]
-        text = f"{shape}: on {most} ranks {best.impl} is fastest, {best.p50_ms:.4g} ms forward and backward"
-        if shape in alone:
-            base = alone[shape]
+        text = f"{work.name}: on {most} ranks {best.impl} is fastest, {show(best.p50_ms)} ms forward and backward"
+        if base is not None:
             ratio = base.p50_ms / best.p50_ms
             text += f", {ratio:.2f} times as fast as one device ({100 * ratio / most:.0f}% of ideal)"
             if ratio > 1.2 * most:
@@ -105,34 +149,28 @@ def of_context(rows: Sequence[Row]) -> list[str]:
         hidden = best.more.get("hidden")
         if best.more.get("wire_ms") and hidden is not None and not math.isnan(hidden):
             found.append(
-                f"Its communication alone takes {best.more['wire_ms']:.3g} ms, "
+                f"Its communication alone takes {show(float(best.more['wire_ms']))} ms, "
                 f"{best.more['wire_to_computing']:.2f} of the computing, and {hidden:.0%} of it is hidden."
             )
-        found += scaling(done, shape)
+        found += scaling(work)
     return found
 
 
-def scaling(rows: Sequence[Row], shape: str) -> list[str]:
+def scaling(work: Workload) -> list[str]:
     """How speed per rank changes with ranks: the whole the same (strong), and the part of each rank the same (weak)."""
-    kind, found = "forward+backward", []
-    ring = [row for row in rows if row.kind == kind and row.impl in (ALONE, "ring zigzag")]
-    for name in ("strong", "weak"):
-        line = {row.ranks: row for row in ring if row.more.get("scaling") == name}
-        if name == "strong":
-            line = {ranks: row for ranks, row in line.items() if row.shape == shape}
-        else:  # the largest weak case is the strong one
-            line |= {row.ranks: row for row in ring if row.shape == shape and row.ranks not in line}
+    found = []
+    strong = {row.ranks: row for row in work.whole if row.impl in (ALONE, "ring zigzag")}
+    for name, line in (("Strong", strong), ("Weak", work.grown)):
         if 1 not in line or len(line) < 2:
             continue
         most = max(line)
         kept = line[most].tflops / most / line[1].tflops
         found.append(
-            f"{name.capitalize()} scaling from 1 to {most} ranks (zigzag ring): each rank keeps {kept:.0%} of one "
-            "device's speed."
+            f"{name} scaling from 1 to {most} ranks (zigzag ring): each rank keeps {kept:.0%} of one device's speed."
         )
-    named = filter(None, (re.search(r", (\d+) cores$", row.device) for row in ring))
+    named = filter(None, (re.search(r", (\d+) cores$", row.device) for row in work.whole))
     cores = next((int(match[1]) for match in named), None)
-    if cores and any(row.ranks > cores for row in ring):
+    if cores and any(row.ranks > cores for row in work.whole):
         found.append(
             f"Beyond {cores} ranks, processes share {cores} cores: those numbers show sharing, not the method."
         )
@@ -198,7 +236,8 @@ def of_collectives(rows: Sequence[Row]) -> list[str]:
         if row.what == "collective" and "alpha_us" in row.more:
             fits[row.impl, row.ranks] = row.more
     return [
-        f"{name} on {ranks} ranks: {fit['alpha_us']:.3g} µs and {fit['gb_per_s']:.3g} GB/s fit the measured times."
+        f"{name} on {ranks} ranks: {show(float(fit['alpha_us']))} µs and {show(float(fit['gb_per_s']))} GB/s fit the "
+        "measured times."
         for (name, ranks), fit in fits.items()
         if name in ("send-receive", "all-reduce")
     ]

@@ -148,6 +148,8 @@ def read(path: Path) -> list[Row]:
 def read_folder(folder: Path) -> list[Row]:
     """The rows of every .jsonl file of a folder, and of attention.csv."""
     if not folder.is_dir():
+        if folder.exists():
+            raise ValueError(f"{folder} is no folder: give the one that holds it, {folder.parent}")
         raise ValueError(f"no folder {folder}: measure first, for instance with `flashspan bench context --quick`")
     files = sorted(folder.glob("*.jsonl")) + sorted(folder.glob("attention.csv"))
     rows = [item for file in files for item in read(file)]

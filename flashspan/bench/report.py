@@ -14,7 +14,7 @@ from typing import Any
 from flashspan import masks
 from flashspan.bench import context, plots, record
 from flashspan.bench.context import ALONE
-from flashspan.bench.findings import check, find, split
+from flashspan.bench.findings import Workload, check, find, kind_of, split, workloads
 from flashspan.bench.record import Row
 from flashspan.bench.tables import Table, make, pivot
 from flashspan.context.draw import draw_ownership, draw_timeline
@@ -103,56 +103,54 @@ def of_context(rows: Sequence[Row]) -> Section | None:
     if not mine:
         return None
     section = Section("Across devices", "flashspan bench context")
-    both = [row for row in mine if row.kind == "forward+backward" and row.ok]
-    strong = [row for row in both if row.more.get("scaling") == "strong"]
-    most = max((row.ranks for row in strong), default=1)
-    last = [row for row in strong if row.ranks in (1, most)]
-    if last:
-        names = {f"{row.impl}{f' on {most}' if row.impl != ALONE else ''}": row for row in last}
-        times = {(row.impl, row.ranks, row.shape, row.kind): row.p50_ms for row in mine if row.ok}
+    times = {
+        (*kind_of(row), row.device, row.shape, row.impl, row.ranks, row.kind): row.p50_ms for row in mine if row.ok
+    }
+    sweeps = workloads(mine)
+    for work in sweeps:
+        of_what = f" {work.name}." if len(sweeps) > 1 else ""
+        last = [row for row in work.whole if row.ranks in (1, work.most)]
+        names = {f"{row.impl}{f' on {work.most}' if row.impl != ALONE else ''}": row for row in last}
         latency = {
-            name: {kind: times.get((row.impl, row.ranks, row.shape, kind), 0.0) for kind in context.KINDS}
+            name: {
+                kind: times.get((*kind_of(row), row.device, row.shape, row.impl, row.ranks, kind), 0.0)
+                for kind in context.KINDS
+            }
             for name, row in names.items()
         }
         speed = {name: {"tokens/s": row.more["tokens_per_second"]} for name, row in names.items()}
         held = {name: {"MiB": row.peak_mib} for name, row in names.items()}
         parts = {name: dict(vars(split(row))) for name, row in names.items()}
         section.figures += [
-            _picture(plots.bars(latency, title="latency", x="milliseconds"), "Median time of a pass."),
-            _picture(plots.bars(speed, title="throughput", x="tokens per second"), "Forward and backward."),
-            _picture(plots.bars(held, title="peak memory of a rank", x="MiB"), "Forward and backward."),
+            _picture(plots.bars(latency, title="latency", x="milliseconds"), f"Median time of a pass.{of_what}"),
+            _picture(plots.bars(speed, title="throughput", x="tokens per second"), f"Forward and backward.{of_what}"),
+            _picture(plots.bars(held, title="peak memory of a rank", x="MiB"), f"Forward and backward.{of_what}"),
             _picture(
                 plots.bars(parts, title="where the time goes", x="milliseconds", stacked=True),
-                "Products, operators that move memory, waiting for the wire, waiting for the busiest rank.",
+                f"Products, operators that move memory, waiting for the wire, waiting for the busiest rank.{of_what}",
             ),
         ]
-    if len({row.ranks for row in strong}) > 1:
-        section.figures.append(_scaling(both))
-    section.tables.append(context.table(mine))
+        if work.alone is not None and work.most > 1:
+            section.figures.append(_scaling(work, work.alone, of_what))
+    kinds = dict.fromkeys((*kind_of(row), row.device) for row in mine)
+    for kind in kinds:
+        chosen = [row for row in mine if (*kind_of(row), row.device) == kind]
+        section.tables.append(context.table(chosen, f": {', '.join(kind)}" if len(kinds) > 1 else ""))
     return section
 
 
-def _scaling(rows: Sequence[Row]) -> tuple[str, str]:
+def _scaling(work: Workload, alone: Row, of_what: str) -> tuple[str, str]:
     """Speed per rank over ranks."""
-    strong = [row for row in rows if row.more.get("scaling") == "strong"]
-    weak = [row for row in rows if row.more.get("scaling") == "weak"]
-    base = {row.shape: row.tflops for row in strong if row.impl == ALONE}
     series: dict[str, list[tuple[float, float]]] = {}
-    for impl in dict.fromkeys(row.impl for row in strong if row.impl != ALONE):
-        points = [(1.0, 1.0)]
-        points += [
-            (row.ranks, row.tflops / base[row.shape]) for row in strong if row.impl == impl and row.shape in base
-        ]
-        series[impl] = points
-    small = next((row.tflops for row in weak if row.impl == ALONE), None)
-    if small:
-        points = [(row.ranks, row.tflops / small) for row in weak]
-        points += [(row.ranks, row.tflops / small) for row in strong if row.impl == "ring zigzag"
-                   and row.ranks == max(r.ranks for r in strong)]  # fmt: skip
-        series["weak: ring zigzag"] = points
-    top = max(row.ranks for row in rows)
-    figure = plots.lines(series, title="scaling", x="ranks", y="speed against one device", ideal=[(1, 1), (top, top)])
-    return _picture(figure, "Operations per second of all ranks together over those of one device.")
+    for impl in dict.fromkeys(row.impl for row in work.whole if row.impl != ALONE):
+        points = [(row.ranks, row.tflops / alone.tflops) for row in work.whole if row.impl == impl]
+        series[impl] = [(1.0, 1.0), *points]
+    if 1 in work.grown:
+        small = work.grown[1].tflops
+        series["weak: ring zigzag"] = [(ranks, row.tflops / small) for ranks, row in sorted(work.grown.items())]
+    ideal = [(1, 1), (work.most, work.most)]
+    figure = plots.lines(series, title="scaling", x="ranks", y="speed against one device", ideal=ideal)
+    return _picture(figure, f"Operations per second of all ranks together over those of one device.{of_what}")
 
 
 def of_model(rows: Sequence[Row]) -> Section | None:
@@ -323,13 +321,15 @@ SECTIONS: tuple[Callable[[Sequence[Row]], Section | None], ...] = (
 def write_figures(rows: Sequence[Row], folder: Path) -> list[Path]:
     """Every figure of the page as a file of its own."""
     folder.mkdir(parents=True, exist_ok=True)
-    written = []
+    written, names = list[Path](), list[str]()
     for make_section in SECTIONS:
         section = make_section(record.newest(rows))
         for svg, _ in section.figures if section is not None else []:
             label = svg.split('aria-label="', 1)[1].split(":", 1)[0]
             name = "-".join("".join(c if c.isalnum() else " " for c in label).split()).lower()
-            written.append(folder / f"{name}.svg")
+            names.append(name)
+            times = names.count(name)  # more than one: the same figure of another workload
+            written.append(folder / f"{name}{f'-{times}' if times > 1 else ''}.svg")
             written[-1].write_text(svg, encoding="utf-8")
     return written
 

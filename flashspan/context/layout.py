@@ -114,6 +114,11 @@ def balanced(mask: Blocks) -> Callable[[int, int], Placement]:
     least is sent); a run from each end; long blocks dealt out, as many blocks to each rank; long blocks dealt out, and
     the others in order as far as each rank has room, which leaves ranks with unequal numbers of tokens.
     """
+    if not isinstance(mask, Blocks):
+        raise ValueError(
+            f"balanced is made from a block map: got {type(mask).__name__}; use Blocks.of(mask, T, T), "
+            f'or layout="zigzag" for a causal mask'
+        )
     work = mask.rows.visits().sum((0, 1)).cpu().numpy().astype(np.float64)
 
     def balanced_blocks(num_tokens: int, num_ranks: int) -> Placement:

@@ -24,7 +24,7 @@ from flashspan.context.core import Attend, Core, Options, Scheduled
 from flashspan.context.exchange import GroupWire
 from flashspan.context.execute import Plan
 from flashspan.context.generators import GENERATORS, in_chunks
-from flashspan.context.layout import Layout, Placement, contiguous, deal, place
+from flashspan.context.layout import LAYOUTS, Layout, Placement, contiguous, deal, place
 from flashspan.context.survey import Survey
 from flashspan.context.ulysses import Ulysses, share_heads, trade
 from flashspan.kernels import dispatch
@@ -76,6 +76,12 @@ def context_parallel(
         )
     if head_chunks is not None and (type(head_chunks) is not int or head_chunks < 1):
         raise ValueError(f"heads are worked through in 1 or more chunks, or None to choose: got {head_chunks!r}")
+    if num_tokens is not None and num_tokens < 0:
+        raise ValueError(f"a sequence has 0 or more tokens, or None to be asked for each time: got {num_tokens!r}")
+    if not timeout > 0:
+        raise ValueError(f"a timeout is a number of seconds above 0: got {timeout!r}")
+    if not callable(layout) and layout not in LAYOUTS:
+        raise ValueError(f"unknown layout {layout!r}; choose one of {', '.join(LAYOUTS)}")
     outer: dist.ProcessGroup | None
     inner: dist.ProcessGroup | None
     if strategy == "hybrid":
@@ -93,9 +99,10 @@ def context_parallel(
         outer, inner = (None, group) if strategy == "ulysses" else (group, None)
     settings = Settings(layout, strategy, schedule, tuple(sizes or ()), head_chunks, num_tokens, backend)
     outer_wire = GroupWire(outer, slow_group=slow_group, timeout=timeout)
-    if sizes is not None and math.prod(sizes) != outer_wire.num_ranks:
+    if sizes is not None and (min(sizes, default=0) < 1 or math.prod(sizes) != outer_wire.num_ranks):
         raise ValueError(
-            f"double_ring's sizes multiply to the number of ranks: got {tuple(sizes)} for {outer_wire.num_ranks} ranks"
+            f"double_ring's sizes are 1 or more and multiply to the number of ranks: "
+            f"got {tuple(sizes)} for {outer_wire.num_ranks} ranks"
         )
     return ContextAttention(outer_wire, GroupWire(inner, timeout=timeout), settings)
 
@@ -278,7 +285,7 @@ class ContextAttention:
                 "query heads": q.shape[1],
                 "kv heads": k.shape[1],
                 "head size": q.shape[3],
-                "dtype (as an index)": FLOATS.index(q.dtype),
+                "dtype": FLOATS.index(q.dtype),
                 "causal, window, mask, scale or dropout": _digest(rest),
             }
         rows = self._gather([*mine.values(), q.shape[2] if q.dim() == 4 else 0, *_encode(problem)])
@@ -287,17 +294,19 @@ class ContextAttention:
                 raise ValueError(f"rank {rank}: {text}")
         for name, values in zip(COMPARED, zip(*rows, strict=True), strict=False):
             if len(set(values)) > 1:
-                shown = f": got {list(values)} on ranks 0 to {len(rows) - 1}" if max(values) < 2**31 else ""
+                got = [str(FLOATS[x]).removeprefix("torch.") for x in values] if name == "dtype" else list(values)
+                text = f": got [{', '.join(map(str, got))}] on ranks 0 to {len(rows) - 1}"
+                shown = text if max(values) < 2**31 else ""
                 raise ValueError(f"all ranks must agree on {name}{shown}; every rank must make the same call")
         sizes = tuple(row[len(COMPARED)] for row in rows)
-        expected = self.placement(sum(sizes)).sizes
-        declared = self.settings.num_tokens
-        if sizes != expected or declared not in (None, sum(sizes)):
+        num_tokens = sum(sizes) if self.settings.num_tokens is None else self.settings.num_tokens
+        expected = self.placement(num_tokens).sizes
+        if sizes != expected:
             raise ValueError(
-                f"layout {self.settings.layout!r} deals {declared or sum(sizes)} tokens out as {expected}: "
+                f"layout {self.settings.layout!r} deals {num_tokens} tokens out as {expected}: "
                 f"got shards of {sizes} tokens; split them with attend.shard or attend.positions"
             )
-        return sum(sizes)
+        return num_tokens
 
     def _gather(self, row: Sequence[int]) -> list[list[int]]:
         """Every rank's row, in rank order."""
@@ -346,7 +355,7 @@ COMPARED = (
     "query heads",
     "kv heads",
     "head size",
-    "dtype (as an index)",
+    "dtype",
     "causal, window, mask, scale or dropout",
 )
 TEXT = 64  # numbers that carry an error message, 7 bytes each

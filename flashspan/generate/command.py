@@ -70,7 +70,11 @@ def generate(
     if device == "cuda" and gpus < ranks:
         raise ValueError(f"{ranks} ranks on CUDA need as many GPUs: found {gpus}; use --device cpu")
     if ranks == 1:
-        talk(folder, prompts, tokens, sampling, seed, tokenizer, "cuda" if gpus else "cpu", dtype, batch)
+        try:
+            talk(folder, prompts, tokens, sampling, seed, tokenizer, "cuda" if gpus else "cpu", dtype, batch)
+        except KeyboardInterrupt:  # someone has read enough
+            print()
+            return 130
         return 0
     with Ranks(ranks, backend="nccl" if gpus >= ranks else "gloo") as pool:
         where = "cuda" if gpus >= ranks else "cpu"
@@ -128,7 +132,10 @@ def load(
     if not path.is_dir():
         raise ValueError(f"{path} is not a folder: give a training run (runs/tiny) or a Hugging Face folder")
     if not (path / "config.json").exists():
-        path = newest(path) or path
+        found = newest(path)
+        if found is None:
+            raise ValueError(f"no whole checkpoint in {path}: give a training run (runs/tiny) or a Hugging Face folder")
+        path = found
     model = load_llama(path, attention=attention, dtype=dtype, device=device).eval()
     coder = load_tokenizer(tokenizer or _find_tokenizer(path))
     if coder.vocab_size > model.config.vocab_size:
@@ -162,7 +169,10 @@ def read_prompts(file: str) -> list[str]:
     path = Path(file)
     if not path.exists():
         raise ValueError(f"{path} is missing: a file of prompts has one a line")
-    prompts = [line for line in path.read_text(encoding="utf-8").splitlines() if line]
+    try:
+        prompts = [line for line in path.read_text(encoding="utf-8").splitlines() if line]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
     if not prompts:
         raise ValueError(f"{path} has no prompts: write one a line")
     return prompts

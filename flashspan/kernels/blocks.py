@@ -112,6 +112,11 @@ class Blocks:
         if isinstance(mask, Blocks):
             mask.check(mask.num_batch, num_queries, num_keys)
             return mask if device is None else mask.to(device)
+        if not isinstance(mask, (Band, Rows)):
+            raise ValueError(
+                f"Blocks.of takes a mask made by flashspan.masks: got {type(mask).__name__}; "
+                f"use Blocks.from_dense for a bool tensor"
+            )
         if isinstance(mask, Rows):
             mask.check(mask.start.shape[0] if mask.start.dim() == 2 else 1, num_queries, num_keys)
         start, end = (x if device is None else x.to(device) for x in mask.intervals(num_queries, num_keys))
@@ -269,6 +274,8 @@ class Blocks:
         """The maps of these heads; itself if all heads share one."""
         if self.num_heads == 1 or chosen == range(self.num_heads):
             return self
+        if chosen.step != 1 or not 0 <= chosen.start <= chosen.stop <= self.num_heads:
+            raise ValueError(f"heads are chosen by a range of neighbours within 0 to {self.num_heads}: got {chosen}")
         return made_once(self._made, chosen, lambda: self._of_grid(self.grid()[:, chosen.start : chosen.stop]))
 
     def map(self, b: int, h: int) -> Blocks:

@@ -24,6 +24,10 @@ class Measurement:
     phase: str
     seconds: float
 
+    def __post_init__(self) -> None:
+        if not 0 < self.seconds < math.inf:
+            raise ValueError(f"a measured time must be positive: got {self.seconds} s of {self.phase}; measure again")
+
 
 def calibrate(cluster: Cluster, measured: Sequence[Measurement], *, rounds: int = 8) -> Cluster:
     """The cluster with a device whose fractions make the squared relative errors least, near the given ones in doubt.

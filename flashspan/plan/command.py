@@ -59,6 +59,8 @@ def plan(
         folder: where to draw the best schedule's timeline, and with scale the curve, as SVG.
         calibrate: a folder of measured rows (bench model, bench collectives) to take the device's speeds from.
     """
+    if top < 1:
+        raise ValueError(f"top must be 1 or more mixtures to show: got {top}")
     cluster = make_cluster(device, devices, per_node=per_node, inside=link, between=network, table=table)
     run = Run(preset(model), batch, tokens, precision, fused_norms=not device.startswith("cpu"))
     if calibrate is not None:
@@ -99,7 +101,7 @@ def show(answers: Sequence[Answer], run: Run, cluster: Cluster) -> None:
         table.add_row(
             str(answer.mixture),
             f"{answer.memory.peak / 1e9:.1f}",
-            f"{time.total:.3g}",
+            f"{time.total:.3g}" if time.total < 999.5 else f"{time.total:,.0f}",
             f"{answer.tokens_per_second(run):,.0f}",
             f"{answer.mfu(run, cluster):.0%}",
             *(f"{part / time.total:.0%}" for part in (time.attention, time.waiting, time.wire)),
@@ -148,20 +150,32 @@ def calibrated(cluster: Cluster, folder: Path) -> Cluster:
     good = [row for row in rows if isinstance(row, dict) and row.get("status") == "ok"]
     names = ("what", "shape", "impl", "kind", "dtype", "ranks", "device")
     good = list({tuple(row.get(name) for name in names): row for row in good}.values())  # the newest of each
-    devices = {row["device"] for row in good if row.get("what") == "model"}
+    devices = {str(row.get("device")) for row in good if row.get("what") == "model"}
     if len(devices) > 1:
         raise ValueError(f"{folder} has rows of several devices, {', '.join(sorted(devices))}: give each a folder")
-    measured = measurements(good)
     wires = [row for row in good if row.get("what") == "collective" and row.get("impl") == "send-receive"]
+    try:
+        measured = measurements(good)
+        links = [link_of(row) for row in wires[-1:]]
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"{folder} has rows that another version wrote ({type(error).__name__}: {error}): move their files away "
+            "and measure again"
+        ) from error
     if not measured and not wires:
         raise ValueError(f"no rows to calibrate from in {folder}: run `flashspan bench model` there first")
     if measured:
         cluster = calibrate(cluster, measured)
-    if wires:
-        fit = wires[-1]["more"]
-        cluster = replace(cluster, inside=Link("measured", fit["alpha_us"] / 1e6, fit["gb_per_s"] * 1e9))
+    if links:
+        cluster = replace(cluster, inside=links[0])
     print(f"Calibrated from {len(measured)} times and {len(wires)} transfers in {folder}.")
     return cluster
+
+
+def link_of(row: dict[str, Any]) -> Link:
+    """The wire that a row of `bench collectives` was measured on."""
+    fit = row["more"]
+    return Link("measured", fit["alpha_us"] / 1e6, fit["gb_per_s"] * 1e9)
 
 
 def measurements(rows: Sequence[dict[str, Any]]) -> list[Measurement]:

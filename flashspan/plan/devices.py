@@ -167,7 +167,10 @@ def load_table(path: Path | None = None) -> tuple[dict[str, Device], dict[str, L
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise ValueError(f"{path} is not a TOML file of devices and links: {error}") from error
     for section, kind, known in (("devices", Device, devices), ("links", Link, links)):
-        for name, values in data.pop(section, {}).items():
+        entries = data.pop(section, {})
+        if not isinstance(entries, Mapping):
+            raise ValueError(f"{path}: {section} must be tables, [{section}.NAME]: got {entries!r}")
+        for name, values in entries.items():
             known[name] = _make(kind, name, values, known.get(name), path)
     if data:
         raise ValueError(f"{path} may have the sections devices and links: got {', '.join(data)}")

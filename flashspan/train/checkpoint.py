@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -45,7 +46,8 @@ class State:
 
 
 def write(folder: str | Path, state: State, *, keep: int = 2) -> Path:
-    """Write a checkpoint beside those in `folder`, then drop all but the newest `keep`. Blocks until it is on disk."""
+    """Write a checkpoint beside those in `folder`, then drop all but it and the `keep` - 1 before it: those after it
+    are damaged, or of a run that was started anew. Blocks until it is on disk; OSError where it cannot be."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     needed = sum(value.nbytes for value in (*state.model.values(), *state.optimizer.values()))
@@ -69,11 +71,14 @@ def write(folder: str | Path, state: State, *, keep: int = 2) -> Path:
             shutil.rmtree(final)
         half.rename(final)
         _flush(folder)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(half, ignore_errors=True)
+        if isinstance(error, SafetensorError):  # a disk that fills while the tensors are written
+            raise OSError(str(error)) from error
         raise
-    for old in checkpoints(folder)[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
+    kept = [path for path in checkpoints(folder) if path.name <= final.name][-keep:]
+    for path in set(checkpoints(folder)) - set(kept):
+        shutil.rmtree(path, ignore_errors=True)
     return final
 
 
@@ -84,14 +89,20 @@ def checkpoints(folder: str | Path) -> list[Path]:
 
 def newest(folder: str | Path, *, say: Callable[[str], None] = print) -> Path | None:
     """The newest whole checkpoint; each damaged one is named and passed over. None where there is none."""
-    for path in Path(folder).glob(f"{WRITING}*"):  # what an ended run was writing
-        shutil.rmtree(path, ignore_errors=True)
-    for path in reversed(checkpoints(folder)):
+    found = checkpoints(folder)
+    while found:
+        path = found.pop()
         fault = damage(path)
         if fault is None:
             return path
-        say(f"{path} is damaged ({fault}); using the one before it")
+        say(f"{path} is damaged ({fault}); {'using the one before it' if found else 'there is none before it'}")
     return None
+
+
+def clear_unfinished(folder: str | Path) -> None:
+    """Drop what an ended run was writing. Only for the run that writes here: a reader would take it from a live one."""
+    for path in Path(folder).glob(f"{WRITING}*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def damage(path: Path) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,10 +38,12 @@ class ModelSection:
 
     def resolve(self) -> LlamaConfig:
         """The model's own config."""
-        if self.load:
-            return read_config(self.load)
-        sizes = ("vocab_size", "width", "num_layers", "num_heads", "num_kv_heads", "ffn_width")
-        return preset(self.preset, **{name: getattr(self, name) for name in sizes if getattr(self, name)})
+        names = ("vocab_size", "width", "num_layers", "num_heads", "num_kv_heads", "ffn_width")
+        sizes = {name: getattr(self, name) for name in names if getattr(self, name)}
+        if self.load and sizes:
+            given = ", ".join(f"model.{name} {size}" for name, size in sizes.items())
+            raise ValueError(f"model.load takes every size from {self.load}: got {given} too; leave one of them out")
+        return read_config(self.load) if self.load else preset(self.preset, **sizes)
 
 
 @dataclass(frozen=True)
@@ -203,6 +206,7 @@ class TrainConfig:
             "parallel.context": 0,
             "parallel.tensor": 1,
             "parallel.inner": 0,
+            "parallel.timeout": 1,
             "checkpoint.every": 0,
             "checkpoint.keep": 1,
         }
@@ -244,20 +248,20 @@ def parse(arguments: Sequence[str] = ()) -> TrainConfig:
     raw: dict[str, dict[str, Any]] = {}
     if rest and not rest[0].startswith("--"):
         raw = read_toml(rest.pop(0))
-    changes: dict[str, Any] = {}
+    changes: dict[str, str | None] = {}
     while rest:
         word = rest.pop(0)
         if not word.startswith("--"):
             raise ValueError(f"expected an option like --train.steps 100: got {word!r}")
         key, equals, text = word[2:].partition("=")
         key = key.replace("-", "_")
+        value: str | None = text
         if not equals:
-            # A bare switch means true.
-            text = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
-        changes[key] = text
-    for key, text in changes.items():
+            value = rest.pop(0) if rest and not rest[0].startswith("--") else None
+        changes[key] = value
+    for key, given in changes.items():  # a bare switch means true, and is no text
         section, _, name = key.partition(".")
-        raw.setdefault(_known(section, SECTIONS, "section", "--"), {})[name] = Typed(text)
+        raw.setdefault(_known(section, SECTIONS, "section", "--"), {})[name] = True if given is None else Typed(given)
     return build(raw)
 
 
@@ -347,4 +351,4 @@ _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: 
 def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    return f'"{value}"' if isinstance(value, str) else str(value)
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else str(value)

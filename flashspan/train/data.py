@@ -60,7 +60,10 @@ class FileTokenizer:
         path = path / "tokenizer.json" if path.is_dir() else path
         if not path.exists():
             raise ValueError(f"{path} is missing: give a tokenizer.json, or the word bytes")
-        self._fast = Fast.from_file(str(path))
+        try:
+            self._fast = Fast.from_file(str(path))
+        except Exception as error:  # the library raises nothing more particular
+            raise ValueError(f"{path} is not a tokenizer.json of the tokenizers library: {error}") from error
         self.name, self.vocab_size = str(path), self._fast.get_vocab_size()
         ends = [self._fast.token_to_id(word) for word in ("</s>", "<|end_of_text|>", "<|endoftext|>")]
         self.end = next((token for token in ends if token is not None), -1)

@@ -255,6 +255,7 @@ class Trainer:
         """Go on from the newest whole checkpoint, which the first rank chooses."""
         choice: list[Any] = [None, None]
         if dist.get_rank() == 0 and self.config.checkpoint.resume:
+            checkpoint.clear_unfinished(self.folder)
             try:
                 found = checkpoint.newest(self.folder, say=notes.append)
                 choice = [found, None if found is None else self._misfit(found)]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import multiprocessing as mp
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -85,7 +86,7 @@ def prepare(
     else:
         counts = write_files(out, coder, encode(corpus(), coder), validation)
     print(f"{counts[0]:,} tokens in {out / 'train.bin'}, {counts[1]:,} in {out / 'val.bin'}")
-    print(f"next: flashspan train --data.train {out} --checkpoint.folder runs/mine")
+    print(f"next: flashspan train --data.train {shlex.quote(str(out))} --checkpoint.folder runs/mine")
     return 0
 
 
@@ -173,6 +174,8 @@ def join(folder: Path, coder: Tokenizer, files: Sequence[Path], validation: floa
     dtype = token_dtype(coder)
     sizes = [file.stat().st_size // dtype.itemsize for file in files]
     total = sum(sizes)
+    if not total:
+        raise ValueError("there is no text in the inputs, and a token file of nothing trains nothing: add some")
     if shutil.disk_usage(folder).free < total * dtype.itemsize + 2 * HEADER_BYTES:
         raise ValueError(f"no space left for {total * dtype.itemsize:,} bytes in {folder}: choose another folder")
     cut = total - int(total * validation)

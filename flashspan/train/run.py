@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -170,8 +171,9 @@ def _farewell(config: TrainConfig, how: str) -> str:
     }
     lines = [told[how], f"  checkpoints, metrics.jsonl and loss.png are in {folder}"]
     if how == DONE:
+        prompt = "Once" if config.data.train else "KASIMIR:"
         lines += [
-            f'  talk to it: flashspan generate {folder} --prompt "{"Once" if config.data.train else "KASIMIR:"}"',
+            f'  talk to it: flashspan generate {shlex.quote(folder)} --prompt "{prompt}"',
             f"  train on:   the same command with --train.steps {2 * config.train.steps}; it resumes",
         ]
     return "\n".join(lines)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from flashspan.bench import check as program
-from flashspan.bench.check import Result, check
+from flashspan.bench.check import FLOOR, Problem, Result, check, truth
 from flashspan.context import LAYOUTS, STRATEGIES
 
 ROOT = Path(__file__).parents[2]
@@ -32,6 +35,19 @@ def test_one_case_and_another_dtype(capsys: pytest.CaptureFixture[str]) -> None:
     options = {"strategy": "ring", "layout": "zigzag", "dtype": "bfloat16", "causal": False}
     assert check(ranks=3, tokens=50, heads=4, kv_heads=1, head_dim=16, **options) == 0  # type: ignore[arg-type]
     assert len(re.findall(r"ok$", capsys.readouterr().out, re.MULTILINE)) == 1
+
+
+@pytest.mark.timeout(90)
+def test_a_single_token_has_nothing_to_fail() -> None:
+    assert check(ranks=2, tokens=1, layout="zigzag") == 0
+
+
+def test_usual_gradients_are_measured_by_their_own_size() -> None:
+    for causal in (True, False):
+        problem = Problem((), 1000, 8, 2, 64, causal, "float32", 0)
+        _, *gradients = truth(problem, problem.inputs(torch.device("cpu")))
+        norms = [float(gradient.norm()) for gradient in gradients]
+        assert min(norms) > 10 * FLOOR * max(norms)
 
 
 @pytest.mark.timeout(60)
@@ -78,3 +94,24 @@ def test_bad_arguments_are_refused() -> None:
         check(kv_heads=3)
     with pytest.raises(ValueError, match="dtype must be one of float32, bfloat16, float16: got 'int8'"):
         check(dtype="int8")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("kind", "after"), [(signal.SIGTERM, 0.2), (signal.SIGINT, 8.0)])
+def test_stopping_it_says_so_and_leaves_nothing_behind(kind: signal.Signals, after: float, tmp_path: Path) -> None:
+    """While ranks are started, and while they work; a terminal's Ctrl-C reaches them too."""
+    command = [sys.executable, "-m", "flashspan.cli", "check", "--ranks", "2", "--tokens", "20000"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    while not list(tmp_path.glob("flashspan-ranks-*")):
+        assert process.poll() is None, process.stderr and process.stderr.read()
+        time.sleep(0.1)
+    time.sleep(after)
+    os.killpg(process.pid, kind) if kind == signal.SIGINT else process.send_signal(kind)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in said, said
+    assert said.strip().splitlines()[-1] == "flashspan: stopped; what was written stays"
+    assert not list(tmp_path.glob("flashspan-ranks-*"))

@@ -86,6 +86,44 @@ def test_findings_are_computed_from_the_rows() -> None:
     assert "bound by compute" in text
     assert "zigzag is 1.36 times faster" in text
     assert "80% of it is hidden" in text
+    slow = " ".join(find([replace(row, p50_ms=1000 * row.p50_ms) for row in rows()]))
+    assert "is fastest, 55,000 ms" in slow
+
+
+def other_sweeps() -> list[Row]:
+    """The same model in bfloat16 and a wider one, a thousand times as fast, each with a row of weak scaling."""
+    found = []
+    for row in rows():
+        small = replace(row, shape=row.shape.replace("256 tokens", "128 tokens"), more={**row.more, "tokens": 128})
+        small.more["scaling"] = "weak"
+        for it in (row, small) if row.impl == ALONE else (row,):
+            fast = replace(it, p50_ms=it.p50_ms / 1000, tflops=1000 * it.tflops)
+            found += [replace(fast, dtype="bfloat16"), replace(fast, shape=fast.shape.replace("2x64", "2x128"))]
+    return found
+
+
+def test_a_second_sweep_does_not_change_what_is_said_of_the_first(tmp_path: Path) -> None:
+    both = find([*rows(), *other_sweeps()])
+    firsts = [text.split(" on 2 ranks")[0] for text in both if "is fastest" in text]
+    assert firsts == [
+        f"2x{w}, 4/2 heads, 256 tokens, {d}:" for w, d in ((64, "float32"), (64, "bfloat16"), (128, "float32"))
+    ]
+    assert (
+        "zigzag is fastest, 55.00 ms forward and backward, 1.82 times as fast as one device (91% of ideal)" in both[0]
+    )
+    assert both.count("Weak scaling from 1 to 2 ranks (zigzag ring): each rank keeps 91% of one device's speed.") == 2
+    figures = tmp_path / "figures"
+    record.append([*rows(), *other_sweeps()], tmp_path / "context.jsonl")
+    assert main(["report", str(tmp_path), "--figures", str(figures)]) == 0
+    drawn = {file.name for file in figures.iterdir()}
+    assert {"latency.svg", "latency-2.svg", "latency-3.svg", "ring.svg", "ring-forward.svg"} <= drawn
+    text = (tmp_path / "report.html").read_text()
+    assert text.count("one device against every strategy: ") == 3
+
+
+def test_a_row_of_weak_scaling_is_the_one_device_of_a_shorter_sequence() -> None:
+    weak = [replace(row, more={**row.more, "scaling": "weak"}) if row.impl == ALONE else row for row in rows()]
+    assert find(weak) == find(rows())
 
 
 @pytest.mark.parametrize(
@@ -122,6 +160,8 @@ def test_the_command_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "is fastest" in capsys.readouterr().out
     assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
     assert main(["report", str(tmp_path / "nowhere")]) == 2
+    assert main(["report", str(tmp_path / "context.jsonl")]) == 2
+    assert f"is no folder: give the one that holds it, {tmp_path}" in capsys.readouterr().err
     assert main(["report", str(tmp_path), "--output", str(tmp_path / "context.jsonl" / "x.html")]) == 2
     assert "cannot be written" in capsys.readouterr().err
 

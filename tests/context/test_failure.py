@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import time
@@ -63,7 +64,7 @@ EXPECTED = {
     "kv": r"agree on kv heads: got \[2, 2, 2, 4\]",
     "D": r"agree on head size: got \[8, 8, 8, 16\]",
     "tokens": r"deals 30 tokens out as \(7, 8, 8, 7\): got shards of \(6, 6, 6, 12\) tokens; split them with",
-    "dtype": r"agree on dtype",
+    "dtype": r"agree on dtype: got \[float32, float32, float32, bfloat16\] on ranks 0 to 3",
     "strategy": r"agree on strategy, layout or options; every rank must make the same call",
     "causal kind": r"agree on causal, window, mask, scale or dropout",
     "scale": r"agree on causal, window, mask, scale or dropout",
@@ -109,7 +110,7 @@ def call_with_wrong_length() -> str | None:
     if attend is None:
         return None
     x = attend.shard(torch.ones(1, 2, 8, 4), 2)
-    with pytest.raises(ValueError, match=r"deals 16 tokens out") as caught:
+    with pytest.raises(ValueError, match=r"deals 16 tokens out as \(4, 4, 4, 4\): got shards of") as caught:
         attend(x, x, x)
     return str(caught.value)
 
@@ -180,6 +181,15 @@ def test_bad_arguments_are_refused() -> None:
         context_parallel(None, strategy="double_ring", sizes=(2, 2))
     with pytest.raises(ValueError, match="hybrid needs a DeviceMesh of two dimensions"):
         context_parallel(None, strategy="hybrid")
+    with pytest.raises(ValueError, match=r"sizes are 1 or more .* got \(-1, -1\)"):
+        context_parallel(None, strategy="double_ring", sizes=(-1, -1))
+    with pytest.raises(ValueError, match="unknown layout 'zigzg'; choose one of contiguous"):
+        context_parallel(None, layout="zigzg")
+    with pytest.raises(ValueError, match="0 or more tokens, or None to be asked for each time: got -3"):
+        context_parallel(None, num_tokens=-3)
+    for seconds in (0.0, -1.0, math.nan):
+        with pytest.raises(ValueError, match="a number of seconds above 0"):
+            context_parallel(None, timeout=seconds)
     with pytest.raises(ValueError, match="hybrid works across rows with one of"):
         context_parallel(None, strategy="hybrid", across="ulysses")
 

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashspan.context.layout import LAYOUTS, contiguous, cut, deal, place
+from flashspan.context.layout import LAYOUTS, balanced, contiguous, cut, deal, place
 from flashspan.context.runs import Runs
+from flashspan.kernels.masks import CAUSAL
 
 ranks_and_tokens = st.tuples(st.integers(1, 9), st.integers(0, 60))
 
@@ -68,6 +69,8 @@ def test_cutting_local_rows_gives_their_positions(layout: str, sizes: tuple[int,
 
 
 def test_wrong_lengths_and_names_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"made from a block map: got Band; use Blocks.of"):
+        balanced(CAUSAL)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="unknown layout 'diagonal'; choose one of contiguous, zigzag, striped"):
         place("diagonal", 8, 2)
     with pytest.raises(ValueError, match="splits a dimension of 8 tokens: got 9"):

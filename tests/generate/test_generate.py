@@ -136,6 +136,15 @@ def test_the_command_continues_a_prompt(tmp_path: Path, capsys: pytest.CaptureFi
     assert load(tmp_path / "model")[0].config == preset("tiny")
 
 
+def test_ctrl_c_ends_the_text_without_a_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("flashspan.generate.command.decode", interrupt)
+    save_llama(Llama(preset("tiny"), attention=attention), tmp_path)
+    assert generate(str(tmp_path), prompt="a") == 130
+
+
 def test_bad_input_is_named(tmp_path: Path) -> None:
     model = make(CONFIGS["tied"])
     with pytest.raises(ValueError, match="vocabulary of 67: got 3 to 67"):
@@ -146,6 +155,11 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
         Sampling(1.0, top_p=0.0)
     with pytest.raises(ValueError, match="is not a folder"):
         generate(str(tmp_path / "nothing"), prompt="a")
+    with pytest.raises(ValueError, match="no whole checkpoint in"):
+        generate(str(tmp_path), prompt="a")
+    (tmp_path / "prompts.txt").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"prompts.txt is not UTF-8 text"):
+        generate(str(tmp_path), file=str(tmp_path / "prompts.txt"))
     with pytest.raises(ValueError, match="99 ranks on CUDA need as many GPUs"):
         generate(str(tmp_path), prompt="a", ranks=99, device="cuda")
     save_llama(model, tmp_path)

@@ -469,10 +469,15 @@ def raises(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
 
 
 q4 = torch.zeros(1, 4, 8, 16)
+PER_HEAD = Blocks.from_rule(lambda b, h, i, j: i - j >= h, 8, 8, num_heads=4)
 BAD: dict[str, tuple[Callable[[], object], str]] = {
     "not boolean": (lambda: Blocks.from_dense(torch.zeros(8, 8)), "must be bool.*float32"),
     "one dimension": (lambda: Blocks.from_dense(torch.zeros(8, dtype=torch.bool)), r"\[T, S\]"),
     "a block size no kernel takes": (lambda: Blocks.of(CAUSAL, 8, 8, block=48), "64 or 128.*block=48"),
+    "not a mask": (lambda: Blocks.of("causal", 8, 8), "made by flashspan.masks: got str"),  # type: ignore[arg-type]
+    "a tensor in a mask's place": (lambda: Blocks.of(q4, 8, 8), "use Blocks.from_dense"),  # type: ignore[arg-type]
+    "heads it has not": (lambda: PER_HEAD.heads(range(2, 9)), r"within 0 to 4: got range\(2, 9\)"),
+    "every other head": (lambda: PER_HEAD.heads(range(0, 4, 2)), "a range of neighbours"),
     "a rule that raises": (lambda: Blocks.from_rule(raises, 8, 8), "it raised KeyError.*lost"),
     "a rule that counts": (
         lambda: Blocks.from_rule(lambda b, h, i, j: i - j, 8, 8),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -159,6 +160,27 @@ def test_calibration_takes_the_newest_times_of_one_device(tmp_path: Path, capsys
     assert "rows of several devices, A, B" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"more": {"preset": "tiny"}}, "another version wrote (KeyError: 'batch')"),
+        ({"p20_ms": None}, "another version wrote"),
+        ({"p20_ms": 0.0}, "a measured time must be positive"),
+        ({"what": "collective", "impl": "send-receive", "more": {}}, "another version wrote (KeyError: 'alpha_us')"),
+    ],
+)
+def test_calibration_refuses_rows_it_cannot_use(
+    changes: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {
+        "what": "model", "impl": "flashspan, eager", "kind": "forward", "status": "ok", "device": "A",
+        "dtype": "float32", "p20_ms": 5.0, "more": {"preset": "tiny", "batch": 1, "tokens": 64}, **changes,
+    }  # fmt: skip
+    (tmp_path / "old.jsonl").write_text(json.dumps(row))
+    assert main(["plan", "tiny", "--calibrate", str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_the_fit_of_a_wire_is_the_wire() -> None:
     sizes = [1e3, 1e4, 1e6, 1e8]
     link = fit_link("x", sizes, [5e-6 + size / 2e9 for size in sizes])
@@ -189,6 +211,9 @@ def test_users_extend_the_table(tmp_path: Path) -> None:
     file.write_text('[devices.H100]\nflops="fast"\n')
     with pytest.raises(ValueError, match="flops of H100 must be a number: got 'fast'"):
         load_table(file)
+    file.write_text("devices=3\n")
+    with pytest.raises(ValueError, match="devices must be tables"):
+        load_table(file)
 
 
 def test_the_command_ranks_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -210,6 +235,7 @@ def test_the_command_ranks_and_draws(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["tiny", "--devices", "0"], "at least 1 device"),
         (["tiny", "--calibrate", "nowhere"], "no rows to calibrate"),
         (["tiny", "--table", "nowhere.toml"], "not a TOML file"),
+        (["tiny", "--top", "0"], "top must be 1 or more"),
     ],
 )
 def test_bad_input_is_explained(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from flashspan.train import TrainConfig, parse, train
-from flashspan.train.config import OptimizerSection, build, describe_options, read_toml
+from flashspan.train.config import CheckpointSection, OptimizerSection, build, describe_options, read_toml
 from flashspan.train.loop import learning_rate
 from flashspan.train.run import main
 
@@ -27,6 +28,7 @@ def test_options_override_the_file_and_the_file_the_defaults(tmp_path: Path) -> 
 
 def test_a_described_config_is_that_config(tmp_path: Path) -> None:
     config = parse(["--train.steps=9", "--data.documents", "--model.preset", "small", "--optimizer.lr=1e-4"])
+    config = replace(config, checkpoint=CheckpointSection(folder='a "b"\\ü'))
     (tmp_path / "again.toml").write_text(config.describe())
     assert build(read_toml(tmp_path / "again.toml")) == config
 
@@ -59,6 +61,9 @@ def test_a_described_config_is_that_config(tmp_path: Path) -> None:
         (["--data.sequence", "1000000"], "a sample takes 1000001 tokens"),
         (["--data.train", "nowhere.bin"], "nowhere.bin is missing: make it with `flashspan prepare`"),
         (["--model.load", "nowhere"], "config.json is missing"),
+        (["--model.load", "nowhere", "--model.width", "64"], "got model.width 64 too; leave one of them out"),
+        (["--checkpoint.folder", "--train.steps", "3"], "checkpoint.folder must be text: got True"),
+        (["--parallel.timeout", "-1"], "parallel.timeout must be at least 1: got -1.0"),
     ],
 )
 def test_a_mistake_is_named_before_anything_starts(

@@ -165,3 +165,20 @@ def test_what_cannot_be_written_or_made_is_named(tmp_path: Path, capsys: pytest.
     assert "a.txt" in capsys.readouterr().err
     assert main(["prepare", "--synthetic", "-5"]) == 2
     assert "at least 0" in capsys.readouterr().err
+
+
+def test_no_text_leaves_the_old_files(lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "two words"
+    prepare([str(lines)], folder=str(out), processes=1)
+    assert f"flashspan train --data.train '{out}'" in capsys.readouterr().out
+    before = files(out)
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(ValueError, match="no text in the inputs"):
+        prepare([str(tmp_path / "empty.jsonl")], folder=str(out))
+    assert files(out) == before
+
+
+def test_a_file_that_is_no_tokenizer_is_named(lines: Path, tmp_path: Path) -> None:
+    (tmp_path / "some.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"some.json is not a tokenizer.json"):
+        prepare([str(lines)], folder=str(tmp_path / "data"), tokenizer=str(tmp_path / "some.json"))

@@ -18,9 +18,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor
 
 from flashspan.launch import RankError, Ranks
+from flashspan.model import Llama, preset
 from flashspan.train import TrainConfig, checkpoint, loop
 from flashspan.train.config import AttentionSection
 from flashspan.train.loop import DONE, NOT_FINITE, Trainer
@@ -106,6 +108,43 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
     assert checkpoint.newest(config.checkpoint.folder, say=said.append) == older
     assert len(said) == 1
     assert f"{newer} is damaged" in said[0]
+    assert "using the one before it" in said[0]
+    shutil.rmtree(older)
+    assert checkpoint.newest(config.checkpoint.folder, say=said.append) is None
+    assert "there is none before it" in said[1]
+
+
+def tiny_state(step: int) -> checkpoint.State:
+    config = preset("tiny", num_layers=1)
+    return checkpoint.State(step, config, Llama(config, attention=lambda *_: None).state_dict(), {}, {}, {})
+
+
+def test_a_run_started_anew_keeps_its_own_checkpoints(tmp_path: Path) -> None:
+    for step in (80, 120, 20, 40):
+        checkpoint.write(tmp_path, tiny_state(step), keep=2)
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["step-00000020", "step-00000040"]
+
+
+def test_a_reader_leaves_what_is_being_written(tmp_path: Path) -> None:
+    whole, half = checkpoint.write(tmp_path, tiny_state(2)), tmp_path / ".writing-step-00000004"
+    half.mkdir()
+    assert checkpoint.newest(tmp_path) == whole
+    assert half.exists()
+    checkpoint.clear_unfinished(tmp_path)
+    assert not half.exists()
+
+
+def test_a_disk_that_fills_while_tensors_are_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    said: list[str] = []
+    writer = checkpoint.Writer(tmp_path, keep=1, say=said.append)
+    monkeypatch.setattr(checkpoint, "save_file", fail)
+    writer.submit(tiny_state(3))
+    assert not writer.wait()
+    assert "No space left on device" in said[0]
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_others(

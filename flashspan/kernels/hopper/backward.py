@@ -220,7 +220,7 @@ def _multiply(WG: gl.constexpr, own, desc, buffers, bars, numbers, tables, work,
             edges = n - (f_hi - f_lo)
             o_n = n0 + gl.arange(0, BN, layout=gl.SliceLayout(1, SL))
             lower, upper = bounds(o_n, S, T, -hi, -lo, first + i_b * s_columns, last + i_b * s_columns, TABLE)
-            upper = gl.where(o_n < S, upper, 0)  # no K is 0, and 0 * P may be NaN if P is not
+            upper = gl.where(o_n < S, upper, 0)  # where there is no key K is 0, and P might overflow
         dk = gl.zeros([BN, BD], gl.float32, layout=KL)
         dv = gl.zeros([BN, BD], gl.float32, layout=KL)
         mbarrier.wait(kv_full, turn & 1)

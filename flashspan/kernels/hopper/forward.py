@@ -7,8 +7,8 @@ the next pair, in the middle of an iteration, is also the branch that keeps ptxa
 products. Programs are persistent: while a tile's output is written, the next one's Q and first K are on their way.
 
 There is no running maximum. What a softmax subtracts from the scores need not be their maximum, only near enough that
-the exponentials are finite, and bfloat16 reaches as far as float32. So the maximum of the first blocks, up to the first
-that every row sees all of, serves for all that follow: a score costs a multiply-add, an exponential and an addition. A
+the exponentials are finite, and bfloat16 reaches as far as float32. So the maximum of the first blocks, until every row
+has seen something, serves for all whole blocks that follow: a score costs a multiply-add, exp2 and an addition. A
 row that later finds a score 2^127 times larger, e^88, overflows, which is seen at the end, and is left to the portable
 kernel. float16 reaches to 2^16 only: there the maximum is looked for in every block, and followed when it is far off.
 
