@@ -261,6 +261,10 @@ class Trainer:
                 choice = [found, None if found is None else self._misfit(found)]
             except ValueError as error:
                 choice = [None, str(error)]
+        elif dist.get_rank() == 0 and checkpoint.checkpoints(self.folder):
+            notes.append(
+                f"starting anew: the first checkpoint will replace those of the run before it in {self.folder}"
+            )
         dist.broadcast_object_list(choice, src=0)
         path, fault = choice
         if fault is not None:
