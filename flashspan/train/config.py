@@ -40,10 +40,14 @@ class ModelSection:
         """The model's own config."""
         names = ("vocab_size", "width", "num_layers", "num_heads", "num_kv_heads", "ffn_width")
         sizes = {name: getattr(self, name) for name in names if getattr(self, name)}
-        if self.load and sizes:
-            given = ", ".join(f"model.{name} {size}" for name, size in sizes.items())
-            raise ValueError(f"model.load takes every size from {self.load}: got {given} too; leave one of them out")
-        return read_config(self.load) if self.load else preset(self.preset, **sizes)
+        if not self.load:
+            return preset(self.preset, **sizes)
+        found = read_config(self.load)
+        others = [f"model.{name} is {getattr(found, name)}, got {x}" for name, x in sizes.items()
+                  if getattr(found, name) != x]  # fmt: skip
+        if others:
+            raise ValueError(f"model.load takes every size from {self.load}: there {', '.join(others)}; leave that out")
+        return found
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from flashspan.model import Llama, preset, save_llama
 from flashspan.train import TrainConfig, parse, train
 from flashspan.train.config import CheckpointSection, OptimizerSection, build, describe_options, read_toml
 from flashspan.train.loop import learning_rate
@@ -61,7 +62,6 @@ def test_a_described_config_is_that_config(tmp_path: Path) -> None:
         (["--data.sequence", "1000000"], "a sample takes 1000001 tokens"),
         (["--data.train", "nowhere.bin"], "nowhere.bin is missing: make it with `flashspan prepare`"),
         (["--model.load", "nowhere"], "config.json is missing"),
-        (["--model.load", "nowhere", "--model.width", "64"], "got model.width 64 too; leave one of them out"),
         (["--checkpoint.folder", "--train.steps", "3"], "checkpoint.folder must be text: got True"),
         (["--parallel.timeout", "-1"], "parallel.timeout must be at least 1: got -1.0"),
     ],
@@ -127,3 +127,12 @@ def test_a_run_without_ranks_of_its_own_uses_what_the_degrees_say() -> None:
     assert parse(["--parallel.data=2", "--parallel.context=3"]).parallel.default_ranks(0) == 6
     assert parse([]).parallel.degrees(4) == {"data": 1, "shard": 1, "context": 4, "tensor": 1}
     assert parse(["--parallel.data=0", "--parallel.context=2"]).parallel.degrees(6)["data"] == 3
+
+
+def test_a_loaded_model_has_its_own_sizes(tmp_path: Path) -> None:
+    config = preset("tiny", num_layers=1)
+    save_llama(Llama(config, attention=lambda *_: None), tmp_path)
+    same = parse(["--model.load", str(tmp_path), "--model.width", str(config.width)])
+    assert same.model.resolve() == config
+    with pytest.raises(ValueError, match=rf"there model.width is {config.width}, got 48; leave that out"):
+        parse(["--model.load", str(tmp_path), "--model.width", "48"]).model.resolve()
