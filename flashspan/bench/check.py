@@ -26,8 +26,9 @@ from flashspan.launch import Ranks
 
 BOUNDS = {"float32": (1e-5, 1e-4), "bfloat16": (1e-2, 2e-2), "float16": (2e-3, 4e-3)}
 """Largest relative error allowed of out, and of dq, dk and dv."""
-FLOOR = 1e-2
-"""Of the largest gradient's norm: the error of one that is smaller still is measured against this."""
+NOTHING = 1e-9
+"""Of the largest gradient's norm: one smaller than this is 0 but for rounding, and its error is measured against the
+largest instead. So are dq and dk of a single token."""
 
 
 @dataclass(frozen=True)
@@ -130,9 +131,10 @@ def run_on_rank(problem: Problem, device_type: str) -> list[Result]:
         parts = [out, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
         whole = [attend.unshard(x, 2) for x in parts]
         if exact:
-            # dq and dk of a single token are 0 but for rounding: they have no size of their own to be compared with.
-            least = FLOOR * max(float(one.norm()) for one in exact[1:])
-            errors = [relative(mine, one, least) for mine, one in zip(whole, exact, strict=True)]
+            largest = max(exact[1:], key=lambda one: float(one.norm()))
+            sizes = [one if one.norm() > NOTHING * largest.norm() else largest for one in exact[1:]]
+            pairs = zip(whole, exact, [exact[0], *sizes], strict=True)
+            errors = [relative(mine, one, size) for mine, one, size in pairs]
             results.append(Result(strategy, layout, *errors))
     return results
 
@@ -160,9 +162,9 @@ def over_all_ranks(strategy: str, layout: str, device_type: str, **options: Any)
     return context_parallel(group, strategy=strategy, layout=layout, **options)
 
 
-def relative(mine: Tensor, exact: Tensor, least: float = 0.0) -> float:
-    """The norm of the error over the norm of what is exact, or over `least` if that is larger."""
-    return float((mine.double() - exact).norm() / exact.norm().clamp(min=least))
+def relative(mine: Tensor, exact: Tensor, size: Tensor | None = None) -> float:
+    """The norm of the error over that of what is exact, or of `size`."""
+    return float((mine.double() - exact).norm() / (exact if size is None else size).norm())
 
 
 def print_table(problem: Problem, ranks: int, results: list[Result]) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from flashspan.bench import check as program
-from flashspan.bench.check import FLOOR, Problem, Result, check, truth
+from flashspan.bench.check import NOTHING, Problem, Result, check, truth
 from flashspan.context import LAYOUTS, STRATEGIES
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +47,7 @@ def test_usual_gradients_are_measured_by_their_own_size() -> None:
         problem = Problem((), 1000, 8, 2, 64, causal, "float32", 0)
         _, *gradients = truth(problem, problem.inputs(torch.device("cpu")))
         norms = [float(gradient.norm()) for gradient in gradients]
-        assert min(norms) > 10 * FLOOR * max(norms)
+        assert min(norms) > 1e6 * NOTHING * max(norms)
 
 
 @pytest.mark.timeout(60)

@@ -134,8 +134,10 @@ ALL = [
     )
     if (kind, head_dim) != ("backward", 256)
 ]
-ALLOWED = {"plain": 400, "carry": 650}
+ALLOWED = {"plain": 300, "carry": 500}
 """Bytes spilled outside the loops over whole blocks: once per tile, and in the blocks at a mask's edge."""
+NAMED = {("backward", 64): 650, ("forward", 256): 600, ("keys", 64): 480}
+"""Those that may spill more there, up to this. At 64, where lse is added after the product: 2% faster than without."""
 
 
 def check_hopper(kind: str, head_dim: int, dtype: str, mask: str, carry: str) -> None:
@@ -146,7 +148,7 @@ def check_hopper(kind: str, head_dim: int, dtype: str, mask: str, carry: str) ->
     assert kind not in ("forward", "backward") or len(whole) == 2, "two warpgroups walk blocks without a mask"
     # Nothing is spilled there; two numbers at most at 256, and in the repeatable pass as Triton 3.6 compiles it.
     assert max(whole, default=0) <= (2 if head_dim == 256 or kind == "keys" else 0)
-    assert spilled <= ALLOWED[carry]
+    assert spilled <= max(ALLOWED[carry], NAMED.get((kind, head_dim), 0))
     assert shared <= 232448, "a Hopper block has 227 KiB of shared memory"
     assert wide > 0, "the products must use the warpgroup's instruction"
     assert not [line for line in warnings if "serialized" in line]
