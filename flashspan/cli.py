@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from typing import Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import tyro
 from tyro.conf import Positional
@@ -19,9 +19,9 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 def attend(
-    num_devices: Positional[int],
-    seq_len: Positional[int],
-    head_dim: Positional[int],
+    num_devices: Annotated[Positional[int], tyro.conf.arg(metavar="N")],
+    seq_len: Annotated[Positional[int], tyro.conf.arg(metavar="T")],
+    head_dim: Annotated[Positional[int], tyro.conf.arg(metavar="D")],
     *,
     heads: int = 1,
     causal: bool = False,
