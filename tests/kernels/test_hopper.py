@@ -315,6 +315,23 @@ def check_carry(got: Carry, right: Carry) -> None:
     assert not got.out[right.lse.isinf()].any()
 
 
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(4100, 1280), (2100, 8960), (8300, 9088)])
+def test_tiles_of_a_full_mask_are_cut_into_parts(num_queries: int, num_keys: int, head_dim: int) -> None:
+    """Where gradients are added: all tiles where there are fewer than multiprocessors, else those that are left over.
+    The parts of one must not be shared by two, or left out."""
+    from flashspan.kernels.hopper.one_pass import backward_launch
+    from flashspan.kernels.hopper.tensors import new_counter
+
+    q, k, v, dout = x = tensors(random.Random(head_dim), 1, 4, 2, num_queries, num_keys, head_dim)
+    rows, sums = torch.zeros(4, -(-num_queries // 128) * 128, device="cuda"), [t.float() for t in (q, k, v)]
+    counter = new_counter(q.device)
+    launch = backward_launch(dout, q, k, v, rows, rows, EVERYTHING, 1.0, *sums, True, counter, counter)
+    assert launch.constants["CUT"]
+    assert launch.arguments[-1] > 1, "parts"
+    check(x, EVERYTHING, head_dim**-0.5, 1)
+
+
 @pytest.mark.parametrize("head_dim", [40, 64, 80, 128, 192, 256])
 def test_a_carry_survives_what_is_hidden_and_rows_that_see_nothing(head_dim: int) -> None:
     """In a call, a tile with a NaN behind the mask is left to another kernel: its carry must still be as it was."""

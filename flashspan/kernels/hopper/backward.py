@@ -192,7 +192,7 @@ def _multiply(WG: gl.constexpr, own, desc, buffers, bars, numbers, tables, work,
     q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s = buffers
     kv_full, kv_empty, full, empty, ds_full, dq_full, dq_empty = bars
     H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section = numbers
-    num_tiles, counter, states, work_s, work_full = work
+    num_tiles, whole, parts, counter, states, work_s, work_full = work
     own_s, ds_s = own
     BM: gl.constexpr = C[0]
     BN: gl.constexpr = C[1]
@@ -276,9 +276,9 @@ def _second(desc, buffers, bars, numbers, tables, work, C: gl.constexpr):
 
 @gluon.jit
 def _run(
-    desc, numbers, tables, num_tiles, counter, states, STAGES: gl.constexpr, TABLE: gl.constexpr, ADD: gl.constexpr,
-    HIDDEN: gl.constexpr, LISTS: gl.constexpr, DQ: gl.constexpr, CLAIM: gl.constexpr, REGISTERS: gl.constexpr,
-    FEED_REGISTERS: gl.constexpr,
+    desc, numbers, tables, num_tiles, whole, parts, counter, states, STAGES: gl.constexpr, TABLE: gl.constexpr,
+    ADD: gl.constexpr, HIDDEN: gl.constexpr, LISTS: gl.constexpr, DQ: gl.constexpr, CLAIM: gl.constexpr,
+    CUT: gl.constexpr, REGISTERS: gl.constexpr, FEED_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Buffers and barriers, and who does what."""
     desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d = desc
@@ -320,14 +320,14 @@ def _run(
         mbarrier.init(ds_full.index(i), count=2)
     for i in gl.static_range(4):
         mbarrier.init(work_full.index(i), count=1)
-    C: gl.constexpr = (BM, BN, STAGES, TABLE, ADD, HIDDEN, SL, KL, QL, LISTS, DQ, CLAIM)
+    C: gl.constexpr = (BM, BN, STAGES, TABLE, ADD, HIDDEN, SL, KL, QL, LISTS, DQ, CLAIM, CUT)
     job = (
         desc,
         (q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s),
         (kv_full, kv_empty, full, empty, ds_full, dq_full, dq_empty),
         numbers,
         tables,
-        (num_tiles, counter, states, work_s, work_full),
+        (num_tiles, whole, parts, counter, states, work_s, work_full),
         C,
     )
     if LISTS:
@@ -346,21 +346,21 @@ def _run(
         )
 
 
-NUMBERS = ["s_columns", "H", "K", "G", "T", "S", "Tp", "lo", "hi", "section", "num_tiles"]
+NUMBERS = ["s_columns", "H", "K", "G", "T", "S", "Tp", "lo", "hi", "section", "num_tiles", "whole", "parts"]
 
 
 @gluon.jit(do_not_specialize=NUMBERS)
 def backward_kernel(
     desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d, states, first, last, counter,
-    s_columns, H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section, num_tiles, STAGES: gl.constexpr,
+    s_columns, H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section, num_tiles, whole, parts, STAGES: gl.constexpr,
     TABLE: gl.constexpr, ADD: gl.constexpr, HIDDEN: gl.constexpr, DQ: gl.constexpr, CLAIM: gl.constexpr,
-    REGISTERS: gl.constexpr, FEED_REGISTERS: gl.constexpr,
+    CUT: gl.constexpr, REGISTERS: gl.constexpr, FEED_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Tp: how far apart the heads' rows lie in lse and delta. Blocks of K, V, dK and dV are those of a warpgroup."""
     _run(
         (desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d),
-        (H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section), (first, last, s_columns), num_tiles, counter,
-        states, STAGES, TABLE, ADD, HIDDEN, False, DQ, CLAIM, REGISTERS, FEED_REGISTERS,
+        (H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section), (first, last, s_columns), num_tiles, whole,
+        parts, counter, states, STAGES, TABLE, ADD, HIDDEN, False, DQ, CLAIM, CUT, REGISTERS, FEED_REGISTERS,
     )  # fmt: skip
 
 
@@ -370,7 +370,7 @@ def backward_kernel(
         "s_head",
         "num_lines",
         "num_long",
-        *(x for x in NUMBERS if x not in ("s_columns", "lo", "hi")),
+        *(x for x in NUMBERS if x not in ("s_columns", "lo", "hi", "whole", "parts")),
     ]
 )
 def lists_backward_kernel(
@@ -384,6 +384,6 @@ def lists_backward_kernel(
     maps = (spans, index, numbers, order, s_batch, s_head, num_lines, num_long)
     _run(
         (desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d),
-        (H, K, G, T, S, Tp, 0, 0, scale, sm_scale, section), (desc_words, words_s, maps), num_tiles, counter,
-        states, STAGES, False, ADD, True, True, True, CLAIM, REGISTERS, FEED_REGISTERS,
+        (H, K, G, T, S, Tp, 0, 0, scale, sm_scale, section), (desc_words, words_s, maps), num_tiles, num_tiles,
+        1, counter, states, STAGES, False, ADD, True, True, True, CLAIM, False, REGISTERS, FEED_REGISTERS,
     )  # fmt: skip

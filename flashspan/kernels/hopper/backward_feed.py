@@ -25,7 +25,7 @@ from flashspan.kernels.hopper.walk import (
 @gluon.jit
 def hear(turn, work, WARPS: gl.constexpr):
     """The tile of this turn and the seven numbers that say what it is, once the loader has told them."""
-    num_tiles, counter, states, work_s, work_full = work
+    num_tiles, whole, parts, counter, states, work_s, work_full = work
     slot = turn & 3
     mbarrier.wait(work_full.index(slot), (turn >> 2) & 1)
     slot *= 8
@@ -44,7 +44,7 @@ def hear(turn, work, WARPS: gl.constexpr):
 @gluon.jit
 def _say(turn, tile, what, work):
     """Tell the others. They are never more than two turns behind, and there are four places."""
-    num_tiles, counter, states, work_s, work_full = work
+    num_tiles, whole, parts, counter, states, work_s, work_full = work
     slot = turn & 3
     for i in gl.static_range(7):
         put(work_s.index(slot * 8 + 1 + i), what[i])
@@ -88,19 +88,38 @@ def _load_queries(desc, buffers, bar, b, h, m0, row, stage):
 
 
 @gluon.jit
+def _tile_work(tile, numbers, tables, work, C: gl.constexpr):
+    """What a tile is. If they are CUT, from number `whole` on each is one of so many parts, a share of its queries: of
+    equally long tiles those of the last round then keep all programs busy."""
+    num_tiles, whole, parts, counter, states, work_s, work_full = work
+    CUT: gl.constexpr = C[12]
+    if not CUT:
+        return key_work(tile, num_tiles, numbers, tables, 2 * C[1], C[0], C[3], 1)
+    late = gl.maximum(tile - whole, 0)
+    i_b, i_k, n0, first, f_lo, f_hi, end = key_work(
+        gl.minimum(tile, whole) + late // parts, whole + (num_tiles - whole) // parts, numbers, tables, 2 * C[1], C[0],
+        C[3], 1,
+    )  # fmt: skip
+    size = gl.where(tile < whole, end - first, gl.cdiv(end - first, parts))
+    first += late % parts * size
+    end = gl.minimum(first + size, end)
+    return i_b, i_k, n0, first, gl.maximum(f_lo, first), gl.minimum(f_hi, end), end
+
+
+@gluon.jit
 def feed(desc, buffers, bars, numbers, tables, work, C: gl.constexpr):
     """The loader warp: of each tile K and V, and Q, dO, -lse and -delta of each block of queries. The first of these
     need not wait for K and V, whose place is still read when theirs is free."""
     desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d = desc
     kv_full, kv_empty, full, empty, ds_full, dq_full, dq_empty = bars
     H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section = numbers
-    num_tiles, counter, states, work_s, work_full = work
+    num_tiles, whole, parts, counter, states, work_s, work_full = work
     BM: gl.constexpr = C[0]
     STAGES: gl.constexpr = C[2]
     turn = 0
     i = 0
     tile = gl.program_id(0)
-    what = key_work(tile, num_tiles, numbers, tables, 2 * C[1], C[0], C[3], 1)
+    what = _tile_work(tile, numbers, tables, work, C)
     _say(turn, tile, what, work)
     while tile < num_tiles:
         i_b, i_k, n0, first, f_lo, f_hi, end = what
@@ -117,7 +136,7 @@ def feed(desc, buffers, bars, numbers, tables, work, C: gl.constexpr):
                 _load_keys(turn, desc, buffers, bars, i_b, i_k, n0, C)
             i += 1
         tile = next_tile(counter)
-        what = key_work(gl.minimum(tile, num_tiles - 1), num_tiles, numbers, tables, 2 * C[1], C[0], C[3], 1)
+        what = _tile_work(gl.minimum(tile, num_tiles - 1), numbers, tables, work, C)
         turn += 1
         _say(turn, tile, what, work)
     leave(counter)
@@ -129,7 +148,7 @@ def feed_lists(desc, buffers, bars, numbers, tables, work, C: gl.constexpr):
     desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d = desc
     kv_full, kv_empty, full, empty, ds_full, dq_full, dq_empty = bars
     H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section = numbers
-    num_tiles, counter, states, work_s, work_full = work
+    num_tiles, whole, parts, counter, states, work_s, work_full = work
     desc_words, words_s, maps = tables
     BM: gl.constexpr = C[0]
     BN: gl.constexpr = C[1]
@@ -207,7 +226,7 @@ def add_dq(desc, buffers, bars, numbers, tables, work, C: gl.constexpr):
     q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s = buffers
     kv_full, kv_empty, full, empty, ds_full, dq_full, dq_empty = bars
     H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section = numbers
-    num_tiles, counter, states, work_s, work_full = work
+    num_tiles, whole, parts, counter, states, work_s, work_full = work
     BM: gl.constexpr = C[0]
     turn = 0
     count = 0
@@ -232,7 +251,7 @@ def add_dq_lists(desc, buffers, bars, numbers, tables, work, C: gl.constexpr):
     q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s = buffers
     kv_full, kv_empty, full, empty, ds_full, dq_full, dq_empty = bars
     H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section = numbers
-    num_tiles, counter, states, work_s, work_full = work
+    num_tiles, whole, parts, counter, states, work_s, work_full = work
     desc_words, words_s, maps = tables
     BM: gl.constexpr = C[0]
     SPLIT: gl.constexpr = 128 // BM

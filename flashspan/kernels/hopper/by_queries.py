@@ -41,6 +41,7 @@ def _feed_keys(desc, buffers, bars, numbers, rows, tables, C: gl.constexpr):
     H, G, T, S, Tp, lo, hi, scale, sm_scale, section = numbers
     BM: gl.constexpr = C[0]
     BN: gl.constexpr = C[1]
+    VS: gl.constexpr = v_s.shape[0]
     i_b, i_h, m0, first, f_lo, f_hi, end = _query_work(numbers, tables, C, 1)
     i_k = i_h // G
     mbarrier.expect(q_full, 2 * desc_q.block_type.nbytes)
@@ -56,15 +57,18 @@ def _feed_keys(desc, buffers, bars, numbers, rows, tables, C: gl.constexpr):
             mbarrier.expect(do_full, 2 * desc_do.block_type.nbytes)
             tma.async_copy_global_to_shared(desc_do, [i_b, i_h, m0, 0], do_full, do_s.index(0))
             tma.async_copy_global_to_shared(desc_do, [i_b, i_h, m0 + BM, 0], do_full, do_s.index(1))
-        mbarrier.wait(v_empty, (j & 1) ^ 1)
-        mbarrier.expect(v_full, desc_v.block_type.nbytes)
-        tma.async_copy_global_to_shared(desc_v, [i_b, i_k, n0, 0], v_full, v_s.index(0))
+        stage = j & (VS - 1)
+        mbarrier.wait(v_empty.index(stage), ((j // VS) & 1) ^ 1)
+        mbarrier.expect(v_full.index(stage), desc_v.block_type.nbytes)
+        tma.async_copy_global_to_shared(desc_v, [i_b, i_k, n0, 0], v_full.index(stage), v_s.index(stage))
 
 
 @gluon.jit
-def _query_step(j, n0, masked, dq, lower, upper, minus_lse, minus_delta, W: gl.constexpr, buffers, bars, numbers,
-                C: gl.constexpr):  # fmt: skip
-    """Tile j of keys, n0 the first of them: its part of dQ."""
+def _query_step(
+    W: gl.constexpr, MASKED: gl.constexpr, j, shown, dq, minus_lse, minus_delta, buffers, bars, numbers,
+    C: gl.constexpr,
+):  # fmt: skip
+    """Tile j of keys: its part of dQ. If it is masked, `shown` is its first key and each query's interval."""
     q_s, do_s, k_s, v_s = buffers
     q_full, do_full, k_full, k_empty, v_full, v_empty = bars
     H, G, T, S, Tp, lo, hi, scale, sm_scale, section = numbers
@@ -79,16 +83,18 @@ def _query_step(j, n0, masked, dq, lower, upper, minus_lse, minus_delta, W: gl.c
     k = k_s.index(stage).reshape((BN, BD))
     q = q_s.index(here_and_now(W)).reshape((BM, BD))
     do = do_s.index(here_and_now(W)).reshape((BM, BD))
-    v = v_s.index(here_and_now(0)).reshape((BN, BD))
+    VS: gl.constexpr = v_s.shape[0]
+    v_stage = j & (VS - 1) if VS > 1 else here_and_now(0)
+    v = v_s.index(v_stage).reshape((BN, BD))
     zero = gl.zeros([BM, BN], gl.float32, layout=SL)
     mbarrier.wait(k_full.index(stage), phase)
     sa = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
     mbarrier.wait(do_full, 0)
-    mbarrier.wait(v_full, j & 1)
+    mbarrier.wait(v_full.index(v_stage), (j // VS) & 1)
     dpa = warpgroup_mma(do, v.permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, deps=(sa,))
-    wrong = 0
-    if masked:
+    if MASKED:
+        n0, lower, upper = shown
         if HIDDEN:  # a key with inf or NaN in it gives every query such a score
             wrong = gl.max(gl.max(gl.where(s * 0.0 == 0.0, 0, 1), 1), 0)
         o_n = here_and_now(0) + gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
@@ -99,13 +105,13 @@ def _query_step(j, n0, masked, dq, lower, upper, minus_lse, minus_delta, W: gl.c
     mbarrier.wait(k_full.index(stage), phase)
     dp, p = warpgroup_mma_wait(0, deps=(dpa, p))
     ds = p * (dp + minus_delta[:, None])
-    if masked:  # V of a hidden key may hold NaN
+    if MASKED:  # V of a hidden key may hold NaN
         ds = gl.where(p == 0.0, 0.0, ds)
     ds = gl.convert_layout(ds.to(k_s.dtype), PL, assert_trivial=True)
-    if wrong > 0:
+    if MASKED and HIDDEN and wrong > 0:
         clean(k, BN, BD)
     dqa = warpgroup_mma(ds, k, dq, is_async=True)
-    mbarrier.arrive(v_empty, count=1)
+    mbarrier.arrive(v_empty.index(v_stage), count=1)
     dq, ds = warpgroup_mma_wait(0, deps=(dqa, ds))
     mbarrier.arrive(k_empty.index(stage), count=1)
     return dq
@@ -136,9 +142,11 @@ def _queries(W: gl.constexpr, desc, buffers, bars, numbers, rows, tables, C: gl.
     minus_delta = gl.load(p_delta + row + o_m)
     dq = gl.zeros([BM, BD], gl.float32, layout=C[5])
     mbarrier.wait(q_full, 0)
-    for j in range(n):
-        n0 = nth(j, k_first, f_lo, f_hi, k_end) * BN
-        dq = _query_step(j, n0, j < edges, dq, lower, upper, minus_lse, minus_delta, W, buffers, bars, numbers, C)
+    for j in range(edges):
+        seen = (nth(j, k_first, f_lo, f_hi, k_end) * BN, lower, upper)
+        dq = _query_step(W, True, j, seen, dq, minus_lse, minus_delta, buffers, bars, numbers, C)
+    for j in range(edges, n):
+        dq = _query_step(W, False, j, (), dq, minus_lse, minus_delta, buffers, bars, numbers, C)
     send_off(desc_dq, i_b, i_h, m0, dq * sm_scale, q_s.index(W), C[3])
     tma.store_wait(0)
 
@@ -171,20 +179,22 @@ def queries_kernel(
     dtype: gl.constexpr = desc_q.dtype
     q_s = gl.allocate_shared_memory(dtype, [2, 1, 1, BM, BD], desc_q.layout)
     do_s = gl.allocate_shared_memory(dtype, [2, 1, 1, BM, BD], desc_do.layout)
-    # K of a tile is read first and last; V in between, so that the next one arrives in its place in time.
+    # K of a tile is read first and last; V in between, so that where there is no room for two it need be there once.
+    VS: gl.constexpr = 1 if BD == 256 else 2
     k_s = gl.allocate_shared_memory(dtype, [2, 1, 1, BN, BD], desc_k.layout)
-    v_s = gl.allocate_shared_memory(dtype, [1, 1, 1, BN, BD], desc_v.layout)
+    v_s = gl.allocate_shared_memory(dtype, [VS, 1, 1, BN, BD], desc_v.layout)
     ML: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [1], ML)
     do_full = gl.allocate_shared_memory(gl.int64, [1], ML)
     k_full = gl.allocate_shared_memory(gl.int64, [2, 1], ML)
     k_empty = gl.allocate_shared_memory(gl.int64, [2, 1], ML)
-    v_full = gl.allocate_shared_memory(gl.int64, [1], ML)
-    v_empty = gl.allocate_shared_memory(gl.int64, [1], ML)
+    v_full = gl.allocate_shared_memory(gl.int64, [VS, 1], ML)
+    v_empty = gl.allocate_shared_memory(gl.int64, [VS, 1], ML)
     mbarrier.init(q_full, count=1)
     mbarrier.init(do_full, count=1)
-    mbarrier.init(v_full, count=1)
-    mbarrier.init(v_empty, count=2)
+    for i in gl.static_range(VS):
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(v_empty.index(i), count=2)
     for i in gl.static_range(2):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=2)

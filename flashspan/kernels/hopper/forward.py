@@ -25,7 +25,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from flashspan.kernels.hopper.forward_feed import buffer_of, feed, feed_lists
+from flashspan.kernels.hopper.forward_feed import buffer_of, feed, feed_lists, hear
 from flashspan.kernels.hopper.names import here_and_now, rescale
 from flashspan.kernels.hopper.shared import send_off
 from flashspan.kernels.hopper.walk import blocks, bounds, hide, place, told
@@ -170,7 +170,7 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
     """A consumer warpgroup: 64 queries of each tile."""
     desc_q, desc_k, desc_v, desc_out = desc
     q_s, k_s, v_s = buffers
-    q_full, q_empty, full, empty, tile_s = bars
+    q_full, q_empty, full, empty, tile_s, work_s = bars
     H, G, T, S, lo, hi, scale, num_heads, num_blocks, section, num_tiles, counter = numbers
     out, lse, bad, s_ob, s_oh, s_ot = outputs
     BM: gl.constexpr = C[0]
@@ -190,7 +190,7 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
     QS: gl.constexpr = C[9]
     LISTS: gl.constexpr = C[10]
     if LISTS:
-        desc_words, words_s, work_s, maps = tables
+        desc_words, words_s, maps = tables
         memory = (k_s, v_s, words_s, full, empty)
     else:
         start, end, s_rows = tables
@@ -201,21 +201,21 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
     tile = told(tile_s.index(0), 4)
     while tile < num_tiles:
         if LISTS:
-            n = told(work_s.index((turn & 3) * 4 + 2), 4)
-            edges = told(work_s.index((turn & 3) * 4 + 3), 4)
+            line, i_bh, n, edges = hear(turn, work_s)
+            m0 = line * (2 * BM) + WG * BM
         else:
             i_block, i_bh = place(tile, num_blocks, num_heads, section)
             m0 = (num_blocks - 1 - i_block) * (2 * BM)
             i_b = i_bh // H
             p_start = start + i_b * s_rows
             p_end = end + i_b * s_rows
-            first, f_lo, f_hi, last = blocks(m0, T, S, lo, hi, p_start, p_end, TABLE, 2 * BM, BN, 4)
+            if TABLE:  # which only the feeding warp looks through
+                first, f_lo, f_hi, last = hear(turn, work_s)
+            else:
+                first, f_lo, f_hi, last = blocks(m0, T, S, lo, hi, p_start, p_end, TABLE, 2 * BM, BN, 4)
             n = last - first
             m0 += WG * BM
         if CARRY:
-            if LISTS:
-                m0 = told(work_s.index((turn & 3) * 4), 4) * (2 * BM) + WG * BM
-                i_bh = told(work_s.index((turn & 3) * 4 + 1), 4)
             o, past = _load_carry(outputs, i_bh, H, m0, T, D, BD, RL, OL)
         else:
             o = gl.zeros([BM, BD], gl.float32, layout=OL)
@@ -286,8 +286,8 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
 
         # Where it goes is worked out again: until here these numbers would only have held registers.
         if LISTS:
-            m0 = told(work_s.index((turn & 3) * 4), 4) * (2 * BM) + WG * BM
-            i_bh = told(work_s.index((turn & 3) * 4 + 1), 4)
+            line, i_bh, n, edges = hear(turn, work_s)
+            m0 = line * (2 * BM) + WG * BM
         else:
             i_block, i_bh = place(told(tile_s.index(turn & 3), 4), num_blocks, num_heads, section)
             m0 = (num_blocks - 1 - i_block) * (2 * BM) + WG * BM
@@ -349,6 +349,7 @@ def _run(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ML)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ML)
     tile_s = gl.allocate_shared_memory(gl.int32, [4, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+    work_s = gl.allocate_shared_memory(gl.int32, [16, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     for i in gl.static_range(QS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=2)
@@ -356,7 +357,7 @@ def _run(
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
     C: gl.constexpr = (BM, BN, STAGES, EDGES, TABLE, CARRY, D, SL, OL, QS, LISTS)
-    job = (desc, (q_s, k_s, v_s), (q_full, q_empty, full, empty, tile_s), numbers, outputs, tables, C)
+    job = (desc, (q_s, k_s, v_s), (q_full, q_empty, full, empty, tile_s, work_s), numbers, outputs, tables, C)
     if LISTS:
         gl.warp_specialize([(_first, job), (_second, job), (feed_lists, job)], [4, 1], [REGISTERS, FEED_REGISTERS])
     else:
@@ -394,11 +395,10 @@ def lists_forward_kernel(
 ):  # fmt: skip
     """The same for a block map in blocks of 128 x 128: two warpgroups do a line of it."""
     words_s = gl.allocate_shared_memory(gl.int32, [STAGES * 2, 256], desc_words.layout)
-    work_s = gl.allocate_shared_memory(gl.int32, [16, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     maps = (spans, index, numbers, order, s_batch, s_head, num_lines, num_long)
     _run(
         (desc_q, desc_k, desc_v, desc_out),
         (H, G, T, S, 0, 0, scale, num_heads, num_lines, section, num_tiles, counter),
-        (out, lse, bad, s_ob, s_oh, s_ot), (desc_words, words_s, work_s, maps),
+        (out, lse, bad, s_ob, s_oh, s_ot), (desc_words, words_s, maps),
         D, STAGES, 2, 2, False, CARRY, True, REGISTERS, FEED_REGISTERS,
     )  # fmt: skip

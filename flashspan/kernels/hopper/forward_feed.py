@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from flashspan.kernels.hopper.names import prefetch
 from flashspan.kernels.hopper.walk import (
     blocks,
     find_block,
@@ -17,6 +18,7 @@ from flashspan.kernels.hopper.walk import (
     place,
     put,
     tell,
+    told,
 )
 
 
@@ -33,17 +35,54 @@ def _load(desc, b, h, row, bar, buffer):
 
 
 @gluon.jit
+def _say(turn, work_s, a, b, c, d):
+    """Tell the others four numbers of this turn's tile, before they are told which it is."""
+    slot = (turn & 3) * 4
+    put(work_s.index(slot), a)
+    put(work_s.index(slot + 1), b)
+    put(work_s.index(slot + 2), c)
+    put(work_s.index(slot + 3), d)
+
+
+@gluon.jit
+def hear(turn, work_s):
+    """What the feeding warp said of this turn's tile."""
+    slot = (turn & 3) * 4
+    return (
+        told(work_s.index(slot), 4),
+        told(work_s.index(slot + 1), 4),
+        told(work_s.index(slot + 2), 4),
+        told(work_s.index(slot + 3), 4),
+    )
+
+
+@gluon.jit
+def _fetch_carry(tile, outputs, numbers, C: gl.constexpr):
+    """Bring the 128 rows of a tile's carry into the L2 cache, before they are asked for."""
+    out, lse, bad, s_ob, s_oh, s_ot = outputs
+    H, G, T, S, lo, hi, scale, num_heads, num_blocks, section, num_tiles, counter = numbers
+    ROWS: gl.constexpr = 2 * C[0]
+    i_block, i_bh = place(gl.minimum(tile, num_tiles - 1), num_blocks, num_heads, section)
+    row = (num_blocks - 1 - i_block) * ROWS + gl.arange(0, ROWS, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    p_out = out + (i_bh // H).to(gl.int64) * (s_ob * 8) + (i_bh % H).to(gl.int64) * (s_oh * 8)
+    p_row = p_out + gl.minimum(row, T - 1).to(gl.int64) * (s_ot * 8)
+    for i in range((C[6] + 31) // 32):
+        prefetch(p_row + i * 32)
+
+
+@gluon.jit
 def feed(desc, buffers, bars, numbers, outputs, tables, C: gl.constexpr):
     """The producer warp: Q of each tile, then the pairs (K_i, V_i-1), walking keys from the last block to the first."""
     desc_q, desc_k, desc_v, desc_out = desc
     q_s, k_s, v_s = buffers
-    q_full, q_empty, full, empty, tile_s = bars
+    q_full, q_empty, full, empty, tile_s, work_s = bars
     H, G, T, S, lo, hi, scale, num_heads, num_blocks, section, num_tiles, counter = numbers
     start, end, s_rows = tables
     BM: gl.constexpr = C[0]
     BN: gl.constexpr = C[1]
     STAGES: gl.constexpr = C[2]
     TABLE: gl.constexpr = C[4]
+    AHEAD: gl.constexpr = C[5] and C[3] == 0  # tiles of one length start, and want their carries, at one time
     QS: gl.constexpr = C[9]
     pair = 0
     turn = 0
@@ -65,11 +104,17 @@ def feed(desc, buffers, bars, numbers, outputs, tables, C: gl.constexpr):
         _load(desc_k, i_b, i_k, (last - 1) * BN, full.index(stage), k_s.index(stage))
         room, phase = buffer_of(turn, QS)
         mbarrier.wait(q_empty.index(room), phase ^ 1)
+        if TABLE:
+            _say(turn, work_s, first, f_lo, f_hi, last)
         tell(tile_s.index(turn & 3), tile)
         mbarrier.expect(q_full.index(room), 2 * desc_q.block_type.nbytes)
         for w in gl.static_range(2):
             _load(desc_q, i_b, i_h, m0 + w * BM, q_full.index(room), q_s.index(room * 2 + w))
+        after = tile
         for i in range(1, n):
+            if AHEAD and i == gl.maximum(n - 8, 1):
+                after = next_tile(counter)
+                _fetch_carry(after, outputs, numbers, C)
             stage, phase = buffer_of(pair + i, STAGES)
             row = (last - 1 - i) * BN
             mbarrier.wait(empty.index(stage), phase ^ 1)
@@ -80,7 +125,9 @@ def feed(desc, buffers, bars, numbers, outputs, tables, C: gl.constexpr):
         mbarrier.wait(empty.index(stage), phase ^ 1)
         mbarrier.expect(full.index(stage), desc_v.block_type.nbytes)
         _load(desc_v, i_b, i_k, first * BN, full.index(stage), v_s.index(stage))
-        tile = next_tile(counter)
+        if not AHEAD or n == 1:
+            after = next_tile(counter)
+        tile = after
         pair += n + 1
         turn += 1
     room, phase = buffer_of(turn, QS)
@@ -95,9 +142,9 @@ def feed_lists(desc, buffers, bars, numbers, outputs, tables, C: gl.constexpr):
     """The producer warp of a block map: as `feed`, of the blocks its lists name."""
     desc_q, desc_k, desc_v, desc_out = desc
     q_s, k_s, v_s = buffers
-    q_full, q_empty, full, empty, tile_s = bars
+    q_full, q_empty, full, empty, tile_s, work_s = bars
     H, G, T, S, lo, hi, scale, num_heads, num_blocks, section, num_tiles, counter = numbers
-    desc_words, words_s, work_s, maps = tables
+    desc_words, words_s, maps = tables
     BM: gl.constexpr = C[0]
     BN: gl.constexpr = C[1]
     STAGES: gl.constexpr = C[2]
@@ -124,11 +171,7 @@ def feed_lists(desc, buffers, bars, numbers, outputs, tables, C: gl.constexpr):
         load_words(desc_words, word, bar, words_s, stage, edges > 0)
         room, phase = buffer_of(turn, QS)
         mbarrier.wait(q_empty.index(room), phase ^ 1)
-        slot = (turn & 3) * 4
-        put(work_s.index(slot), line)
-        put(work_s.index(slot + 1), i_bh)
-        put(work_s.index(slot + 2), n)
-        put(work_s.index(slot + 3), edges)
+        _say(turn, work_s, line, i_bh, n, edges)
         tell(tile_s.index(turn & 3), tile)
         mbarrier.expect(q_full.index(room), 2 * desc_q.block_type.nbytes)
         for w in gl.static_range(2):

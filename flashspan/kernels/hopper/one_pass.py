@@ -45,6 +45,12 @@ def backward_launch(
     num_tiles = tiles_per_head * B * K
     # A block of keys that serves a group of heads takes that much longer: more of them must start early.
     section = min(B * K, max(1, chip * (H // K) // tiles_per_head))
+    hidden = table or lo > 1 - T or hi < S - 1 or S % (2 * tile.block_k) > 0
+    # Equally long tiles whose dK and dV are added: those of the last round are cut, into parts of 16 blocks at least.
+    cut = accumulate and sums is not None and not hidden
+    parts = max(1, min(8, T // (16 * tile.block_q))) if cut else 1
+    whole = num_tiles // chip * chip if parts > 1 else num_tiles
+    num_tiles = whole + (num_tiles - whole) * parts
     return Launch(
         backward_kernel,
         (min(num_tiles, chip),),
@@ -55,12 +61,12 @@ def backward_launch(
             *(describe(x, 1, 1, tile.block_k, wide * 2 // x.itemsize) for x in (dk, dv)),
             describe(minus_lse, tile.block_q), describe(minus_delta, tile.block_q), states, first, last, counter,
             s_columns, H, K, H // K, T, S, minus_lse.numel() // (B * H), lo, hi, scale * LOG2E, scale, section,
-            num_tiles,
+            num_tiles, whole, parts,
         ),
         {
             "STAGES": 2, "TABLE": table, "ADD": accumulate,
-            "HIDDEN": table or lo > 1 - T or hi < S - 1 or S % (2 * tile.block_k) > 0,
-            "DQ": sums is not None, "CLAIM": sums is not None and not accumulate and not _crowded(mask, T, S), **WARPS,
+            "HIDDEN": hidden, "DQ": sums is not None,
+            "CLAIM": sums is not None and not accumulate and not _crowded(mask, T, S), "CUT": cut, **WARPS,
         },
     )  # fmt: skip
 
