@@ -7,7 +7,9 @@ torchrun --nproc-per-node 8 -m flashspan.cli check           joins the ranks tha
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -109,11 +111,24 @@ def check(
             dist.destroy_process_group()
     else:
         cuda = torch.cuda.device_count() >= ranks
-        with Ranks(ranks, backend="nccl" if cuda else "gloo", timeout=120) as pool:
+        what = f"{len(cases)} {'case' if len(cases) == 1 else 'cases'} on {ranks} ranks"
+        with waiting(what), Ranks(ranks, backend="nccl" if cuda else "gloo", timeout=120) as pool:
             results = pool.run(run_on_rank, problem, "cuda" if cuda else "cpu", timeout=900)[0]
     if results:  # on rank 0 only
         print_table(problem, ranks, results)
     return 0 if all(result.passes(dtype) for result in results) else 1
+
+
+@contextlib.contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """On a terminal: what is being done, and for how long it has been."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn(what), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        bar.add_task(what)
+        yield
 
 
 def run_on_rank(problem: Problem, device_type: str) -> list[Result]:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal
 
 import torch
@@ -140,8 +141,14 @@ def _bench(call: Callable[[], Any], device: torch.device) -> list[float]:
     if device.type == "cuda":
         from triton.testing import do_bench
 
-        times = do_bench(call, warmup=20, rep=50, return_mode="all")  # milliseconds, and 5 runs to estimate with
-        return [float(t) for t in times]
+        # A chip that was idle is faster until its power limit catches up, by a tenth: until two medians agree.
+        before = 0.0
+        for _ in range(8):
+            times = [float(t) for t in do_bench(call, warmup=20, rep=50, return_mode="all")]
+            if abs(median(times) - before) <= 0.01 * before:
+                break
+            before = median(times)
+        return times
     call()
     return [_time(call, device) for _ in range(3)]
 

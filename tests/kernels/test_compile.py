@@ -145,7 +145,9 @@ def check_hopper(kind: str, head_dim: int, dtype: str, mask: str, carry: str) ->
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=_compiling(), check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     spilled, whole, shared, wide, warnings = json.loads(done.stdout)
-    assert kind not in ("forward", "backward") or len(whole) == 2, "two warpgroups walk blocks without a mask"
+    assert kind not in ("forward", "backward", "queries") or len(whole) == 2, (
+        "two warpgroups walk blocks without a mask"
+    )
     # Nothing is spilled there; two numbers at most at 256, and in the repeatable pass as Triton 3.6 compiles it.
     assert max(whole, default=0) <= (2 if head_dim == 256 or kind == "keys" else 0)
     assert spilled <= max(ALLOWED[carry], NAMED.get((kind, head_dim), 0))

@@ -241,3 +241,35 @@ def test_releases_that_were_not_read_go_the_plain_way(gpu: Gpu, monkeypatch: pyt
         before = gpu.plain
         attend(gpu, [torch.zeros(1, 2, 70, 64).half() for _ in range(4)], CAUSAL)
         assert gpu.plain == before + 8
+
+
+def backward_launch_of(mask: Mask, num_queries: int, num_keys: int, head_dim: int, *, add: bool, dq: bool) -> Launch:
+    one_pass = pytest.importorskip("flashspan.kernels.hopper.one_pass")
+    q, k = (torch.empty(1, 4, n, head_dim, dtype=torch.bfloat16, device="meta") for n in (num_queries, num_keys))
+    rows = torch.empty(4, -(-num_queries // 128) * 128, device="meta")
+    counter = torch.empty(4, dtype=torch.int32, device="meta")
+    made = [x.float() if add else x for x in (k, k)]
+    sums = q.float() if dq else None
+    return one_pass.backward_launch(q, q, k, k, rows, rows, mask, 1.0, sums, *made, add, counter, counter)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_only_full_masks_whose_gradients_are_added_are_cut_and_no_part_is_empty(head_dim: int) -> None:
+    choice = random.Random(0)
+    block, chip, compiled = 128 if head_dim == 64 else 64, 132, set()
+    for _ in range(200):
+        num_queries, num_keys = choice.randint(1, 40_000), 128 * choice.randint(1, 300)
+        launch = backward_launch_of(EVERYTHING, num_queries, num_keys, head_dim, add=True, dq=True)
+        num_tiles, whole, parts = launch.arguments[-3:]
+        num_blocks = -(-num_queries // block)
+        assert (parts - 1) * -(-num_blocks // parts) < num_blocks, "the last part has a block"
+        assert whole + (num_tiles - whole) // parts == num_keys // 128 * 4, "every tile is there, whole or in parts"
+        assert parts == 1 or (whole % chip == 0 and (num_tiles - whole) // parts < chip), "those of the last round"
+        assert launch.grid == (min(num_tiles, chip),)
+        compiled.add(tuple(launch.constants.items()))
+    assert len(compiled) == 1, "lengths compile nothing"
+    # A sum over two parts does not repeat bit for bit; tiles in 16 bits cannot be added; masked ones differ in length.
+    for mask, add, dq in ((EVERYTHING, True, False), (EVERYTHING, False, True), (CAUSAL, True, True)):
+        launch = backward_launch_of(mask, 40_000, 1280, head_dim, add=add, dq=dq)
+        assert launch.arguments[-2:] == (40, 1)
+        assert not launch.constants["CUT"]

@@ -1,4 +1,5 @@
-"""The configurations on which the planner's time is checked: 12 to measure on a GPU, and 12 recorded in h200.json.
+"""The configurations on which the planner's time is checked: 12 to measure on a GPU, also recorded in h200_large.json,
+and 12 recorded in h200.json.
 
 python -m tests.plan.twelve > FILE      # on a GPU machine, alone on it: the times of the 12 to measure, as in h200.json
 
