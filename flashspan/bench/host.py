@@ -2,7 +2,9 @@
 
     python -m flashspan.bench.host --calls 500
 
-The least of five rounds, beside PyTorch's own attention. On a CPU, where nothing is queued, it is the whole call.
+The least of five rounds, beside PyTorch's own attention. On a CPU, where nothing is queued, it is the whole call. A
+backward runs in a thread of autograd's, and waking that one and this again may take longer than the rest: "one thread"
+is without.
 """
 
 from __future__ import annotations
@@ -32,12 +34,13 @@ def microseconds(call: Callable[[], object], calls: int, device: torch.device) -
 
 
 def cases(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:
-    """Name -> a call to time; the last four record what a backward needs, and the last two run it."""
+    """Name -> a call to time; the last six record what a backward needs, and the last four run it."""
     gq, gk, gv = (x.clone().requires_grad_() for x in (q, k, v))
     dout = torch.randn_like(q)
 
-    def differentiate(out: Tensor) -> object:
-        return torch.autograd.grad(out, (gq, gk, gv), dout)
+    def differentiate(out: Tensor, threads: bool = True) -> object:
+        with torch.autograd.set_multithreading_enabled(threads):
+            return torch.autograd.grad(out, (gq, gk, gv), dout)
 
     documents = masks.documents([q.shape[2] // 2] * 2)
     return {
@@ -49,6 +52,10 @@ def cases(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:
         "SDPA with grad, causal": lambda: F.scaled_dot_product_attention(gq, gk, gv, is_causal=True),
         "both, causal": lambda: differentiate(attention(gq, gk, gv, causal=True)),
         "SDPA both, causal": lambda: differentiate(F.scaled_dot_product_attention(gq, gk, gv, is_causal=True)),
+        "both, one thread": lambda: differentiate(attention(gq, gk, gv, causal=True), False),
+        "SDPA both, one thread": lambda: differentiate(
+            F.scaled_dot_product_attention(gq, gk, gv, is_causal=True), False
+        ),
     }
 
 

@@ -358,3 +358,11 @@ def test_a_carry_may_be_a_view_of_something_larger(head_dim: int) -> None:
     assert got.out.data_ptr() == out.data_ptr()
     out.fill_(7.0)
     assert (larger == 7.0).all()
+
+
+def test_the_sequences_of_a_carry_may_lie_two_to_the_31_numbers_apart() -> None:
+    x = tensors(random.Random(0), 2, 3, 1, 200, 300, 128)
+    room = torch.empty(2**31 + 2**17, device="cuda")
+    got, right = follow(x, CAUSAL, [0, 70, 300], out=room.as_strided((2, 3, 200, 128), (2**31, 128, 384, 1)))
+    assert got.out.data_ptr() == room.data_ptr(), "in place"
+    check_carry(got, right)

@@ -273,3 +273,16 @@ def test_only_full_masks_whose_gradients_are_added_are_cut_and_no_part_is_empty(
         launch = backward_launch_of(mask, 40_000, 1280, head_dim, add=add, dq=dq)
         assert launch.arguments[-2:] == (40, 1)
         assert not launch.constants["CUT"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel is compiled here, not interpreted")
+def test_sequences_may_lie_two_to_the_31_numbers_apart() -> None:
+    launch = pytest.importorskip("flashspan.kernels.hopper.launch")
+    dq = torch.empty_strided((2, 1, 1, 64), (2**31, 64, 64, 1), dtype=torch.bfloat16)
+    assert launch.is_aligned(dq)
+    dq[1] = 7.0
+    launch.cast_kernel[(1, 2)](
+        torch.ones(2, 1, 1, 64), torch.zeros(2, dtype=torch.int32), dq, *(step // 8 for step in dq.stride()[:3]),
+        1, 1, 128, 1.0, D=64, BD=64, BM=32, BLOCK=0,
+    )  # fmt: skip
+    assert dq[1].eq(1.0).all()

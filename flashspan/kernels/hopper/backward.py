@@ -11,7 +11,8 @@ until most of it is done. So they may drift apart, by up to a block. All they sh
 block, summed over the keys of both - of the block before, whose dS the other has had time to write.
 
 Programs are persistent: a tile's dK and dV leave through the place of dS, so that the next one's K and V may come while
-they do, and its first Q and dO before. What the next tile is the loading warp tells everybody.
+they do, and its first Q and dO before. What the next tile is the loading warp tells everybody. Where dK and dV are
+added and tiles are equally long, those left over after the last full round are cut into parts, by queries (CUT).
 
 Without DQ, for gradients that repeat (two_pass.py), dK and dV are all it makes, and the warpgroups share nothing.
 
@@ -356,7 +357,8 @@ def backward_kernel(
     TABLE: gl.constexpr, ADD: gl.constexpr, HIDDEN: gl.constexpr, DQ: gl.constexpr, CLAIM: gl.constexpr,
     CUT: gl.constexpr, REGISTERS: gl.constexpr, FEED_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Tp: how far apart the heads' rows lie in lse and delta. Blocks of K, V, dK and dV are those of a warpgroup."""
+    """Tp: how far apart the heads' rows lie in lse and delta. Blocks of K, V, dK and dV are those of a warpgroup. If
+    they are CUT, tiles before `whole` are whole and all others one of so many parts."""
     _run(
         (desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d),
         (H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section), (first, last, s_columns), num_tiles, whole,

@@ -13,10 +13,12 @@ row that later finds a score 2^127 times larger, e^88, overflows, which is seen 
 kernel. float16 reaches to 2^16 only: there the maximum is looked for in every block, and followed when it is far off.
 
 A carry is asked for before a tile's first scores and joins after their softmax: what it takes to load it is hidden by
-both, and the loop is the same with and without one. Outputs leave through Q's place, float32 ones half after half.
+both, and the loop is the same with and without one. Without a mask all programs begin their tiles at about the same
+time: there the feeding warp has brought it into the cache before. Outputs leave through Q's place, float32 ones half
+after half.
 
-For a block map (LISTS) only the feeding warp reads the lists. It tells the others how many blocks there are and how
-many of them have bits, and loads those bits beside K.
+Only the feeding warp reads tables of intervals (TABLE) and the lists of a block map (LISTS). It tells the others which
+blocks there are, or how many and how many of them have bits, and loads those bits beside K.
 """
 
 from __future__ import annotations
@@ -88,7 +90,7 @@ def _rows(outputs, i_bh, H, m0, T, D: gl.constexpr, BD: gl.constexpr, L: gl.cons
         here = here & (o_d < D)[None, :]
     i_b = (i_bh // H).to(gl.int64)
     i_h = (i_bh % H).to(gl.int64)
-    p_out = out + i_b * (s_ob * 8) + i_h * (s_oh * 8) + m0.to(gl.int64) * (s_ot * 8)
+    p_out = out + i_b * s_ob * 8 + i_h * s_oh * 8 + m0.to(gl.int64) * (s_ot * 8)
     return p_out + (o_r * (s_ot * 8))[:, None] + o_d[None, :], here
 
 

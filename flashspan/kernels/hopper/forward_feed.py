@@ -64,7 +64,7 @@ def _fetch_carry(tile, outputs, numbers, C: gl.constexpr):
     ROWS: gl.constexpr = 2 * C[0]
     i_block, i_bh = place(gl.minimum(tile, num_tiles - 1), num_blocks, num_heads, section)
     row = (num_blocks - 1 - i_block) * ROWS + gl.arange(0, ROWS, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    p_out = out + (i_bh // H).to(gl.int64) * (s_ob * 8) + (i_bh % H).to(gl.int64) * (s_oh * 8)
+    p_out = out + (i_bh // H).to(gl.int64) * s_ob * 8 + (i_bh % H).to(gl.int64) * s_oh * 8
     p_row = p_out + gl.minimum(row, T - 1).to(gl.int64) * (s_ot * 8)
     for i in range((C[6] + 31) // 32):
         prefetch(p_row + i * 32)

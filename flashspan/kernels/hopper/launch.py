@@ -170,7 +170,7 @@ def cast_kernel(
     p_sums = sums + (i_bh.to(tl.int64) * T + m0) * D + (o_m[:, None] * D + o_d[None, :])
     some = tl.load(states + (i_bh.to(tl.int64) * Tp + m0) // BLOCK) != 0 if BLOCK else True
     b = tl.load(p_sums, mask=here & some, other=0.0)
-    p = dq + i_b * (s_b * 8) + i_h * (s_h * 8) + m0.to(tl.int64) * (s_t * 8) + (o_m[:, None] * (s_t * 8) + o_d[None, :])
+    p = dq + i_b * s_b * 8 + i_h * s_h * 8 + m0.to(tl.int64) * (s_t * 8) + (o_m[:, None] * (s_t * 8) + o_d[None, :])
     tl.store(p, (b * scale).to(dq.dtype.element_ty), mask=here)
 
 
