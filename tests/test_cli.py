@@ -41,6 +41,7 @@ def test_plan_draw_writes_both_pictures(tmp_path: Path, capsys: pytest.CaptureFi
         (["attend", "1", "100", "300"], "1 to 256"),
         (["plan", "draw", "--strategy", "double_ring"], "--sizes"),
         (["plan", "draw", "--ranks", "0"], "at least 1 rank"),
+        (["plan", "draw", "--ranks", "100000"], "at most 256 ranks"),
         (["train", "--train.stepz", "3"], "did you mean"),
     ],
 )

@@ -98,11 +98,13 @@ def job(where: dict[str, Any], name: str, sizes: Sequence[int], ranks: int, repe
         link = fit_link(name, list(medians), list(medians.values()))
         fit = {"alpha_us": 1e6 * link.latency, "gb_per_s": link.bandwidth / 1e9}
         return [
-            make_row(where, name, size, ranks, times, **fit, gb_per_s_measured=size / medians[size] / 1e9)
+            make_row(
+                where, name, size, ranks, times, repeats=repeats, **fit, gb_per_s_measured=size / medians[size] / 1e9
+            )
             for size, times in slowest.items()
         ]
 
-    return sweep.Job(tuple(make_row(where, name, size, ranks) for size in sizes), measure)
+    return sweep.Job(tuple(make_row(where, name, size, ranks, repeats=repeats) for size in sizes), measure)
 
 
 def table(rows: Sequence[Row]) -> Table:
@@ -147,9 +149,14 @@ def bench_collectives(
     from rich.console import Console
 
     if not ranks or min(ranks) < 2 or max(ranks) > 64:
-        raise ValueError(f"collectives need 2 to 64 ranks: got {' '.join(map(str, ranks))}")
-    if len(sizes) < 2 or any(size < 4 * max(ranks) or size % 4 for size in sizes) or repeats < 1:
-        raise ValueError(f"sizes must be two or more multiples of 4, 4 bytes per rank at least: got {sizes}")
+        raise ValueError(f"collectives need 2 to 64 ranks: got {' '.join(map(str, ranks)) or 'none'}")
+    if len(sizes) < 2 or any(size < 4 * max(ranks) or size % 4 for size in sizes):
+        raise ValueError(
+            "sizes must be two or more multiples of 4, 4 bytes per rank at least: "
+            f"got {' '.join(map(str, sizes)) or 'none'} on {max(ranks)} ranks"
+        )
+    if repeats < 1:
+        raise ValueError(f"repeats must be 1 or more: got {repeats}")
     pool = Pool("cuda" if torch.cuda.device_count() >= max(ranks) else "cpu", max(ranks))
     where = record.environment(torch.device(pool.device_type))
     path = folder / "collectives.jsonl"

@@ -43,6 +43,8 @@ QUICK_CASES = (
     ("helper", "contiguous"),
     ("ulysses", "contiguous"),
 )
+QUICK: dict[str, Any] = {"ranks": (1, 2), "tokens": 1024, "width": 256, "layers": 2, "repeats": 3}
+"""What --quick chooses, beside those cases."""
 ALONE = "one device"
 KINDS = ("forward", "forward+backward")
 
@@ -161,10 +163,10 @@ def _measure(
         step()
         sent = attend.bytes_sent - before
         switch.sends = False
-        computing = median(_time(step, device) for _ in range(max(1, repeats // 2)))
+        computing = median(_time(step, device) for _ in range(repeats))
         switch.sends, switch.computes = True, False
         calls = _attention_calls(attend, kind, work, device)
-        wire = median(_time(calls, device) for _ in range(max(1, repeats // 2)))
+        wire = median(_time(calls, device) for _ in range(repeats))
         switch.computes = True
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
     timeline = memory.Timeline(held=held)
@@ -213,10 +215,21 @@ def _time(call: Callable[[], None], device: torch.device) -> float:
 def make_row(where: dict[str, Any], work: Workload, case: tuple[str, str], kind: str, ranks: int, **rest: Any) -> Row:
     """A row of this bench, with or without times."""
     impl = ALONE if case[0] == ALONE else f"{case[0]} {case[1]}"
-    rest |= {"tflop": work.tflop(kind)} if rest else {}
     return record.row(
-        where, what="context", shape=str(work), impl=impl, kind=kind, dtype=work.dtype, ranks=ranks, **rest
-    )
+        where, what="context", shape=str(work), impl=impl, kind=kind, dtype=work.dtype, ranks=ranks,
+        tflop=work.tflop(kind), **rest,
+    )  # fmt: skip
+
+
+def hidden_share(computing: float, wire: float, whole: float) -> float:
+    """The share of the wire's time that computing hid; nan without a wire, or where noise would be told as a share.
+
+    The step contains its computing: if the computing alone took longer, by more than a little, the two were measured
+    on a machine that was not equally busy.
+    """
+    if not wire or computing > 1.05 * whole:
+        return float("nan")
+    return min(1.0, max(0.0, (computing + wire - whole) / wire))
 
 
 def join(
@@ -226,7 +239,6 @@ def join(
     steps = [max(times) for times in zip(*(part.steps for part in parts), strict=True)]
     computing, wire = max(p.computing for p in parts), max(p.wire for p in parts)
     whole = median(steps)
-    hidden = min(1.0, max(0.0, (computing + wire - whole) / wire)) if wire else float("nan")
     speed = work.tflop(kind) * 1e15 / whole  # operations per second
     return make_row(
         where, work, case, kind, len(parts), samples_ms=steps, peak_mib=max(p.peak_mib for p in parts),
@@ -234,7 +246,8 @@ def join(
         more={
             **more, "tokens": work.tokens, "tokens_per_second": 1e3 * work.tokens / whole,
             "mfu": speed / parts[0].peak_flops, "product_share": parts[0].product_share, "computing_ms": computing,
-            "wire_ms": wire, "wire_to_computing": wire / computing, "hidden": hidden,
+            "wire_ms": wire, "wire_to_computing": wire / computing,
+            "hidden": hidden_share(computing, wire, whole),
             "imbalance": computing * len(parts) / sum(p.computing for p in parts),
             "peak_mib_by_rank": [round(p.peak_mib, 1) for p in parts], "bytes_by_rank": [p.sent for p in parts],
         },
@@ -272,6 +285,7 @@ def jobs_of(
 ) -> list[sweep.Job]:
     """Strong scaling with every case, weak scaling (tokens grow with the ranks) with the zigzag ring."""
     where = record.environment(torch.device(pool.device_type))
+    settings = {"repeats": repeats, "threads": pool.threads}  # a row with others is measured again
     jobs = []
     most = max(world_sizes)
     for num in world_sizes:
@@ -281,8 +295,8 @@ def jobs_of(
             sets.append(("weak", small, [(ALONE, "")] if num == 1 else [("ring", "zigzag")]))
         for scaling, tokens, chosen in sets:
             for case in chosen:
-                expected = tuple(make_row(where, tokens, case, kind, num) for kind in KINDS)
-                measure = _job(pool, where, tokens, case, num, repeats, {"scaling": scaling})
+                expected = tuple(make_row(where, tokens, case, kind, num, more=settings) for kind in KINDS)
+                measure = _job(pool, where, tokens, case, num, repeats, {**settings, "scaling": scaling})
                 jobs.append(sweep.Job(expected, measure))
     return jobs
 
@@ -369,9 +383,9 @@ def bench_context(
     from rich.console import Console
 
     if quick:
-        ranks, tokens, width, layers, repeats = (1, 2), 1024, 256, 2, 3
+        ranks, tokens, width, layers, repeats = QUICK.values()
     if not ranks or not all(1 <= num <= 8 for num in ranks):
-        raise ValueError(f"bench context runs on 1 to 8 ranks: got {' '.join(map(str, ranks))}")
+        raise ValueError(f"bench context runs on 1 to 8 ranks: got {' '.join(map(str, ranks)) or 'none'}")
     if tokens < 2 * max(ranks) or repeats < 1:
         raise ValueError(f"bench context needs 2 tokens per rank and 1 repeat or more: got {tokens} and {repeats}")
     if dtype not in ("float32", "bfloat16", "float16"):

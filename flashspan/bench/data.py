@@ -220,6 +220,18 @@ def _hybrid_block(sizes: Transformer, mesh: DeviceMesh) -> HybridBlock:
     )
 
 
+def fitting(names: Sequence[str], num_ranks: int, sizes: Transformer = SIZES) -> list[str]:
+    """The contenders that fit so many ranks: tensor parallelism cannot cut a head. There must be one."""
+    whole = sizes.num_kv_heads % num_ranks == 0
+    found = [name for name in names if whole or not name.startswith(("tensor", "hybrid"))]
+    if not found:
+        raise ValueError(
+            f"tensor parallelism needs a number of ranks that divides the {sizes.num_kv_heads} kv heads: "
+            f"got {num_ranks} for {', '.join(names)}; use other ranks, or measure other strategies too"
+        )
+    return found
+
+
 def measure_ranks(
     num_ranks: int, names: Sequence[str], *, rounds: int, batch: int, length: int = LENGTH, sizes: Transformer = SIZES
 ) -> list[Row]:
@@ -227,10 +239,9 @@ def measure_ranks(
 
     Times are a step's, the slowest rank's; memory is rank 0's.
     """
-    if sizes.num_kv_heads % num_ranks:  # tensor parallelism cannot cut a head
-        names = [name for name in names if not name.startswith(("tensor", "hybrid"))]
+    names = fitting(names, num_ranks, sizes)
     with Ranks(num_ranks, timeout=300) as ranks:
-        results = ranks.run(_take_turns, list(names), sizes, batch, length, rounds, timeout=1800)
+        results = ranks.run(_take_turns, names, sizes, batch, length, rounds, timeout=1800)
     shape = f"{sizes.num_layers}x{sizes.width} {batch}x{length} per rank"
     where = record.environment(torch.device("cpu"))
     rows = []
@@ -345,15 +356,19 @@ def bench_data(
         only: the strategies to measure.
         folder: where the rows go.
     """
-    if unknown := [name for name in only if name not in CONTENDERS]:
-        raise ValueError(f"a contender is one of {', '.join(CONTENDERS)}: got {', '.join(unknown)}")
+    unknown = [name for name in only if name not in CONTENDERS]
+    if unknown or not only:
+        raise ValueError(f"a contender is one of {', '.join(CONTENDERS)}: got {', '.join(unknown) or 'none'}")
     if not ranks or min(ranks) < 1 or max(ranks) > 8 or rounds < 2 or batch < 1:
-        raise ValueError(f"bench data needs 1 to 8 ranks, 2 rounds and 1 sequence: got {ranks}, {rounds} and {batch}")
+        shown = " ".join(map(str, ranks)) or "none"
+        raise ValueError(f"bench data needs 1 to 8 ranks, 2 rounds and 1 sequence: got {shown}, {rounds} and {batch}")
     _measure_and_show(ranks, list(only), rounds, batch, folder / "data.jsonl")
     return 0
 
 
 def _measure_and_show(ranks: Sequence[int], only: Sequence[str], rounds: int, batch: int, path: Path) -> None:
+    for num_ranks in ranks:
+        fitting(only, num_ranks)  # refused before anything is measured
     console = Console(width=160)
     for num_ranks in ranks:
         rows = measure_ranks(num_ranks, only, rounds=rounds, batch=batch)

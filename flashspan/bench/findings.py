@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from flashspan.bench import record
 from flashspan.bench.context import ALONE
 from flashspan.bench.record import OUT_OF_MEMORY, Row
 from flashspan.bench.tables import show
@@ -21,20 +24,55 @@ ADVICE = {
 }
 
 
-NEEDED = ("tokens", "tokens_per_second", "computing_ms", "imbalance", "wire_ms", "wire_to_computing")
-"""Numbers that a row of `bench context` must have beside the times."""
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value > 0
+
+
+def _is_number_or_unknown(value: object) -> bool:
+    return value is None or isinstance(value, int | float)
+
+
+EXPECTED: dict[str, dict[str, Callable[[object], bool]]] = {
+    "context": {
+        "tokens": _is_count,
+        **dict.fromkeys(("tokens_per_second", "computing_ms", "imbalance", "wire_ms", "wire_to_computing"), _is_number),
+        **dict.fromkeys(("hidden", "mfu", "product_share", "threads", "repeats"), _is_number_or_unknown),
+    },
+    "model": dict.fromkeys(("warmup", "steps"), _is_number_or_unknown),
+    "warm-up": dict.fromkeys(("warmup", "steps"), _is_number_or_unknown),
+    "study": {"tokens": _is_count, "head_dim": _is_count, "repeats": _is_number_or_unknown},
+    "collective": dict.fromkeys(("alpha_us", "gb_per_s", "repeats"), _is_number_or_unknown),
+}
+"""What rows of a bench must have beside the times, by the first word of `Row.what`."""
 
 
 def check(rows: Sequence[Row]) -> None:
-    """Refuse rows of `bench context` that another version wrote, which may lack numbers."""
+    """Refuse rows that another version wrote, which may lack numbers or have other things in their place."""
     for row in rows:
-        if row.what == "context" and row.ok:
-            lacks = [name for name in NEEDED if not isinstance(row.more.get(name), int | float)]
-            if lacks or not row.p50_ms > 0:
-                raise ValueError(
-                    f"the row of {row.impl!r} ({row.shape}, {row.kind}) has no {' or '.join(lacks or ['p50_ms'])}: "
-                    "another version wrote it; move its file away and measure again"
-                )
+        bench = row.what.split(" ")[0]
+        wrong = [
+            f"{name} {row.more[name]!r}" if name in row.more else f"no {name}"
+            for name, fits in EXPECTED.get(bench, {}).items()
+            if not fits(row.more.get(name)) and (row.ok or name in row.more)  # what failed has only its settings
+        ]
+        if bench == "context" and row.ok and not row.p50_ms > 0:
+            wrong.append("no p50_ms")
+        if wrong:
+            raise ValueError(
+                f"the row of {row.impl!r} ({row.shape}, {row.kind}) has {' and '.join(wrong)}: "
+                "another version wrote it; move its file away and measure again"
+            )
+
+
+def current(rows: Sequence[Row]) -> list[Row]:
+    """The newest row of each measurement; of a shape on a device, only those of the PyTorch that came last: what an
+    upgrade left behind is not to be compared with what was measured after it."""
+    last = {(row.what, row.shape, row.device): row.torch for row in rows}
+    return [row for row in record.newest(rows) if row.torch == last[row.what, row.shape, row.device]]
 
 
 @dataclass(frozen=True)
@@ -57,18 +95,20 @@ class Shares:
         return ", ".join(f"{names[name]} {100 * value / total:.0f}%" for name, value in vars(self).items())
 
 
-def split(row: Row) -> Shares:
-    """Where the time of a row of `bench context` went."""
+def split(row: Row) -> Shares | None:
+    """Where the time of a row of `bench context` went; None if its products were not told from other operators."""
+    share = row.more.get("product_share")
+    if not _is_number(share):
+        return None
     slowest = min(row.more["computing_ms"], row.p50_ms)
     mean = slowest / max(1.0, row.more["imbalance"])
-    share = row.more.get("product_share")
-    products = mean * (share if share is not None and not math.isnan(share) else 0.0)
+    products = mean * share
     return Shares(products, mean - products, row.p50_ms - slowest, slowest - mean)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Rows of `bench context` that may be compared: forward and backward of one model and dtype on one device.
+    """Rows of `bench context` that may be compared: forward and backward in one setting.
 
     `whole`: the same tokens on any number of ranks. `grown`: the same tokens per rank, by the number of ranks.
     """
@@ -86,14 +126,35 @@ class Workload:
         return max(row.ranks for row in self.whole)
 
 
+class Setting(NamedTuple):
+    """What rows of `bench context` share if their speeds may be compared. Tokens and ranks may differ."""
+
+    model: str
+    dtype: str
+    device: str
+    torch: str
+    threads: int | None  # of a rank; None where it was not recorded
+
+    def differs(self, others: Sequence[Setting]) -> list[str]:
+        """In words, what beside the model tells it from others."""
+        threads = "threads unknown" if self.threads is None else f"threads per rank {self.threads}"
+        words = (self.model, self.dtype, self.device, f"torch {self.torch}", threads)
+        return [word for place, word in enumerate(words) if place and len({other[place] for other in others}) > 1]
+
+
+def setting_of(row: Row) -> Setting:
+    return Setting(row.shape.rsplit(", ", 1)[0], row.dtype, row.device, row.torch, row.more.get("threads"))
+
+
 def workloads(rows: Sequence[Row]) -> list[Workload]:
-    """The sweeps that a folder holds: of different models, lengths, dtypes or devices, each apart from the others."""
+    """The sweeps that a folder holds: of different lengths or settings, each apart from the others."""
     done = [row for row in rows if row.what == "context" and row.ok and row.kind == "forward+backward"]
     # The mark only says for which lengths: a row of weak scaling may be a strong one of a shorter sequence.
-    keys = dict.fromkeys((r.shape, r.dtype, r.device) for r in done if r.more.get("scaling") == "strong")
+    keys = dict.fromkeys((r.shape, setting_of(r)) for r in done if r.more.get("scaling") == "strong")
+    settings = [setting for _, setting in keys]
     found = []
-    for shape, dtype, device in keys:
-        kin = [row for row in done if (kind_of(row), row.device) == ((model_of(shape), dtype), device)]
+    for shape, setting in keys:
+        kin = [row for row in done if setting_of(row) == setting]
         whole = [row for row in kin if row.shape == shape]
         most = max(row.ranks for row in whole)
         each = whole[0].more["tokens"] // most
@@ -103,18 +164,8 @@ def workloads(rows: Sequence[Row]) -> list[Workload]:
             if row.impl == (ALONE if row.ranks == 1 else "ring zigzag")
             and (row.shape == shape if row.ranks == most else row.more["tokens"] == each * row.ranks)
         }
-        told = [value for place, value in ((1, dtype), (2, device)) if len({key[place] for key in keys}) > 1]
-        found.append(Workload(", ".join([shape, *told]), whole, grown))
+        found.append(Workload(", ".join([shape, *setting.differs(settings)]), whole, grown))
     return found
-
-
-def model_of(shape: str) -> str:
-    """The shape of a row of `bench context` without its tokens."""
-    return shape.rsplit(", ", 1)[0]
-
-
-def kind_of(row: Row) -> tuple[str, str]:
-    return model_of(row.shape), row.dtype
 
 
 def of_context(rows: Sequence[Row]) -> list[str]:
@@ -132,10 +183,11 @@ def of_context(rows: Sequence[Row]) -> list[str]:
             text += f", {ratio:.2f} times as fast as one device ({100 * ratio / most:.0f}% of ideal)"
             if ratio > 1.2 * most:
                 text += f", more than {most} ranks give: smaller parts fit its caches, or one device was disturbed"
-            text += f", and holds {best.peak_mib / base.peak_mib:.0%} of its memory per rank"
+            if base.peak_mib > 0 and best.peak_mib > 0:  # nan where it was not measured
+                text += f", and holds {best.peak_mib / base.peak_mib:.0%} of its memory per rank"
         found.append(text + ".")
-        shares = split(best)
-        found.append(f"Its step is bound by {shares.bound}: {shares.words()}. First: {ADVICE[shares.bound]}.")
+        if shares := split(best):
+            found.append(f"Its step is bound by {shares.bound}: {shares.words()}. First: {ADVICE[shares.bound]}.")
         if len(field) > 1:
             worst = field[-1]
             found.append(
@@ -165,9 +217,11 @@ def scaling(work: Workload) -> list[str]:
             continue
         most = max(line)
         kept = line[most].tflops / most / line[1].tflops
-        found.append(
-            f"{name} scaling from 1 to {most} ranks (zigzag ring): each rank keeps {kept:.0%} of one device's speed."
-        )
+        if not math.isnan(kept):
+            found.append(
+                f"{name} scaling from 1 to {most} ranks (zigzag ring): each rank keeps {kept:.0%} of one device's "
+                "speed."
+            )
     named = filter(None, (re.search(r", (\d+) cores$", row.device) for row in work.whole))
     cores = next((int(match[1]) for match in named), None)
     if cores and any(row.ranks > cores for row in work.whole):
@@ -179,10 +233,10 @@ def scaling(work: Workload) -> list[str]:
 
 def of_attention(rows: Sequence[Row]) -> list[str]:
     """Our kernels against the best of the others, both passes."""
-    both = [row for row in rows if row.what == "attention" and row.kind == "both" and row.ok]
+    both = [row for row in rows if row.what == "attention" and row.kind == "both" and row.ok and row.p50_ms > 0]
     ratios = []
-    for shape in dict.fromkeys(row.shape for row in both):
-        times = {row.impl: row.p50_ms for row in both if row.shape == shape}
+    for shape, device in dict.fromkeys((row.shape, row.device) for row in both):
+        times = {row.impl: row.p50_ms for row in both if (row.shape, row.device) == (shape, device)}
         others = [time for impl, time in times.items() if impl != "flashspan"]
         if "flashspan" in times and others:
             ratios.append((min(others) / times["flashspan"], shape))
@@ -198,7 +252,7 @@ def of_attention(rows: Sequence[Row]) -> list[str]:
 
 def of_model(rows: Sequence[Row]) -> list[str]:
     """What autocast and the compiler bring to a training step."""
-    step = [row for row in rows if row.what == "model" and row.kind == "training" and row.ok]
+    step = [row for row in rows if row.what == "model" and row.kind == "training" and row.ok and row.p50_ms > 0]
     found = []
     for label, one, two in (
         ("bfloat16 autocast", lambda r: r.dtype == "float32", lambda r: r.dtype == "bfloat16"),
@@ -206,7 +260,7 @@ def of_model(rows: Sequence[Row]) -> list[str]:
     ):
         ratios = []
         for a in filter(one, step):
-            twins = [b for b in filter(two, step) if b.shape == a.shape and _twin(a, b, label)]
+            twins = [b for b in filter(two, step) if _twin(a, b, label)]
             ratios += [a.p50_ms / b.p50_ms for b in twins[:1]]
         if ratios:
             spread = f" to {max(ratios):.2f}, on {len(ratios)} configurations" if len(ratios) > 1 else ""
@@ -215,6 +269,8 @@ def of_model(rows: Sequence[Row]) -> list[str]:
 
 
 def _twin(a: Row, b: Row, label: str) -> bool:
+    if (a.shape, a.device) != (b.shape, b.device):
+        return False
     if label == "torch.compile":
         return a.dtype == b.dtype and a.impl.split(",")[0] == b.impl.split(",")[0]
     return a.impl == b.impl
@@ -233,7 +289,7 @@ def of_collectives(rows: Sequence[Row]) -> list[str]:
     """The wire, as the planner knows it."""
     fits = {}
     for row in rows:
-        if row.what == "collective" and "alpha_us" in row.more:
+        if row.what == "collective" and _is_number(row.more.get("alpha_us")) and _is_number(row.more.get("gb_per_s")):
             fits[row.impl, row.ranks] = row.more
     return [
         f"{name} on {ranks} ranks: {show(float(fit['alpha_us']))} µs and {show(float(fit['gb_per_s']))} GB/s fit the "
@@ -255,12 +311,23 @@ def of_noise(rows: Sequence[Row]) -> list[str]:
     ]
 
 
+def of_earlier(rows: Sequence[Row], kept: Sequence[Row]) -> list[str]:
+    """What is not spoken of, since an older PyTorch measured it."""
+    numbers = Counter((row.what, row.torch) for row in record.newest(rows))
+    numbers -= Counter((row.what, row.torch) for row in kept)
+    return [
+        f"Left out: {number} rows ({what}) of torch {torch}. The same shapes were measured later with another, and "
+        "speeds are compared within one version."
+        for (what, torch), number in numbers.items()
+    ]
+
+
 def find(rows: Sequence[Row]) -> list[str]:
     """All findings, the most telling first."""
-    found = (
-        of_noise(rows) + of_context(rows) + of_attention(rows) + of_model(rows) + of_collectives(rows) + of_memory(rows)
-    )
-    failed = [row for row in rows if row.status.startswith("failed")]
+    kept = current(rows)
+    parts = (of_noise, of_context, of_attention, of_model, of_collectives, of_memory)
+    found = [text for part in parts for text in part(kept)] + of_earlier(rows, kept)
+    failed = [row for row in kept if row.status.startswith("failed")]
     if failed:
         found.append(f"{len(failed)} measurements failed, the first ({failed[0].impl}): {failed[0].status[8:]}.")
     return found or ["There are rows, but none that a finding is made of."]

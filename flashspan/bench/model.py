@@ -231,6 +231,8 @@ def bench_model(
     from rich.console import Console
 
     place = record.find_device(device)
+    if not presets:
+        raise ValueError("presets must name one model or more, for instance small: got none")
     for name in presets:
         preset(name)  # refuses unknown ones
     _check(tokens=tokens, batch=(batch,), steps=(steps,))
@@ -239,8 +241,9 @@ def bench_model(
         (dtypes, ("float32", "bfloat16", "float16"), "dtypes"),
         (attentions, ATTENTIONS, "attentions"),
     ):
-        if unknown := [name for name in names if name not in known]:
-            raise ValueError(f"{word} may be {', '.join(known)}: got {', '.join(unknown)}")
+        unknown = [name for name in names if name not in known]
+        if unknown or not names:
+            raise ValueError(f"{word} may be {', '.join(known)}: got {', '.join(unknown) or 'none'}")
     settings = [
         Setting(name, batch, length, dtype, attend, comp, warmup, steps)
         for name in presets

@@ -90,10 +90,10 @@ def bars(groups: Mapping[str, Mapping[str, float]], *, title: str, x: str, stack
 
 
 def by(rows: Iterable[Row], name: Any, x: Any, y: Any) -> dict[str, list[tuple[float, float]]]:
-    """Rows that have times, as series: the functions say which line, where on x, and how high."""
+    """Rows that have times, as series: the functions say which line, where on x, and how high (both positive)."""
     series: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
-        if row.ok:
+        if row.ok and x(row) > 0 and y(row) > 0:  # nan, which is not, has no place
             series.setdefault(str(name(row)), []).append((float(x(row)), float(y(row))))
     return series
 

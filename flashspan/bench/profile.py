@@ -21,7 +21,7 @@ from torch.profiler import profile as torch_profile
 
 from flashspan.bench import memory as memories
 from flashspan.bench import precision as precisions
-from flashspan.bench import ranges, record, trace
+from flashspan.bench import ranges, record, sweep, trace
 from flashspan.bench.model import ATTENTIONS, Setting, Stepper
 from flashspan.bench.plots import to_svg
 from flashspan.model import preset as find_preset
@@ -174,18 +174,27 @@ def profile(
     setting = Setting(preset, batch, tokens, dtype, attention, compiled, warmup)
     find_preset(preset)
     stem = f"{preset}-{batch}x{tokens}-{dtype}-{attention}"
-    if memory:
-        _draw_memory(setting, place, folder, stem)
-        return 0
+    try:
+        (_draw_memory if memory else _summarise)(setting, place, folder, stem)
+    except Exception as error:  # of several kinds; sizes past 64 bits overflow before memory is asked for
+        if not (sweep.is_out_of_memory(error) or "overflow" in str(error).lower()):
+            raise
+        raise ValueError(
+            f"a step must fit in the memory of the device: {setting.shape} with {attention} attention does not on "
+            f"{place.type}; give fewer --tokens or --batch, or a smaller --preset"
+        ) from error
+    return 0
+
+
+def _summarise(setting: Setting, device: torch.device, folder: Path, stem: str) -> None:
     summaries = []
     for training in (False, True):
         path = folder / f"{stem}-{'training' if training else 'inference'}.trace.json"
-        summaries.append(run_profile(setting, place, training=training, trace_path=path))
+        summaries.append(run_profile(setting, device, training=training, trace_path=path))
         print("\n".join(summaries[-1].words()))
         print(f"  Trace: {path}")
     one, two = (trace.share(s.kernels, "product", "attention") for s in summaries)
     print(f"Products and fused attention take {one:.0%} of inference and {two:.0%} of a training step.")
-    return 0
 
 
 def _draw_memory(setting: Setting, device: torch.device, folder: Path, stem: str) -> None:

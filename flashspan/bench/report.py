@@ -6,6 +6,7 @@ flashspan report runs/bench
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,9 +14,13 @@ from typing import Any
 
 from flashspan import masks
 from flashspan.bench import context, plots, record
+from flashspan.bench.collectives import bench_collectives
 from flashspan.bench.context import ALONE
-from flashspan.bench.findings import Workload, check, find, kind_of, split, workloads
+from flashspan.bench.data import CONTENDERS, bench_data
+from flashspan.bench.findings import Workload, check, current, find, setting_of, split, workloads
+from flashspan.bench.made_by import command, context_command, device_of, every, model_commands, only
 from flashspan.bench.record import Row
+from flashspan.bench.study import bench_study
 from flashspan.bench.tables import Table, make, pivot
 from flashspan.context.draw import draw_ownership, draw_timeline
 from flashspan.context.generators import GENERATORS
@@ -50,33 +55,46 @@ MOST_DRAWN = 32
 """Ranks whose schedule can be read in a picture."""
 
 
+@dataclass(frozen=True)
+class Picture:
+    """A figure, what it shows, and the commands that made its rows."""
+
+    svg: str
+    caption: str
+    commands: list[str]
+
+    def html(self) -> str:
+        caption = f"{html.escape(self.caption)} {_code(self.commands)}"
+        return f"<figure>{self.svg}<figcaption>{caption}</figcaption></figure>"
+
+
 @dataclass
 class Section:
-    """A part of the page: figures (svg, caption) and tables, and the command that made their rows."""
+    """A part of the page: figures and tables, and the commands that made their rows."""
 
     title: str
-    command: str
-    figures: list[tuple[str, str]] = field(default_factory=list)
+    commands: list[str] = field(default_factory=list)
+    figures: list[Picture] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
 
     def html(self) -> str:
-        made = f"<p>Made by <code>{html.escape(self.command)}</code></p>" if self.command else ""
-        figures = "".join(
-            f"<figure>{svg}<figcaption>{html.escape(caption)} <code>{html.escape(self.command)}</code></figcaption>"
-            "</figure>"
-            for svg, caption in self.figures
-        )
+        made = f"<p>Made by {_code(self.commands)}</p>" if self.commands else ""
+        figures = "".join(figure.html() for figure in self.figures)
         grid = f'<div class="figures">{figures}</div>' if figures else ""
         tables = "".join(table.html() for table in self.tables)
         return f"<section><h2>{html.escape(self.title)}</h2>{made}{grid}{tables}</section>"
 
 
+def _code(commands: Sequence[str]) -> str:
+    return " and ".join(f"<code>{html.escape(line)}</code>" for line in dict.fromkeys(commands))
+
+
 def page(rows: Sequence[Row], title: str = "flashspan: measured") -> str:
     """The whole document."""
-    rows = record.newest(rows)
-    check(rows)
+    shown = current(rows)
+    check(shown)
     findings = "".join(f"<li>{html.escape(text)}</li>" for text in find(rows))
-    sections = [section for make_section in SECTIONS if (section := make_section(rows)) is not None]
+    sections = [section for make_section in SECTIONS if (section := make_section(shown)) is not None]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -94,7 +112,7 @@ def of_environment(rows: Sequence[Row]) -> Section:
     counts = [sum((r.device, r.torch, r.triton, r.commit) == place for r in rows) for place in places]
     cells = tuple((*place, str(count)) for place, count in zip(places, counts, strict=True))
     table = Table("where and with what", ("device", "torch", "triton", "commit", "rows"), cells, 4)
-    return Section("Environment", "", tables=[table])
+    return Section("Environment", tables=[table])
 
 
 def of_context(rows: Sequence[Row]) -> Section | None:
@@ -102,44 +120,48 @@ def of_context(rows: Sequence[Row]) -> Section | None:
     mine = [row for row in rows if row.what == "context"]
     if not mine:
         return None
-    section = Section("Across devices", "flashspan bench context")
-    times = {
-        (*kind_of(row), row.device, row.shape, row.impl, row.ranks, row.kind): row.p50_ms for row in mine if row.ok
-    }
+    section = Section("Across devices")
+    times = {(setting_of(row), row.shape, row.impl, row.ranks, row.kind): row.p50_ms for row in mine if row.ok}
     sweeps = workloads(mine)
     for work in sweeps:
+        setting, shape = setting_of(work.whole[0]), work.whole[0].shape
+        made_by = context_command([row for row in mine if (setting_of(row), row.shape) == (setting, shape)])
+        section.commands.append(made_by)
         of_what = f" {work.name}." if len(sweeps) > 1 else ""
         last = [row for row in work.whole if row.ranks in (1, work.most)]
         names = {f"{row.impl}{f' on {work.most}' if row.impl != ALONE else ''}": row for row in last}
         latency = {
             name: {
-                kind: times.get((*kind_of(row), row.device, row.shape, row.impl, row.ranks, kind), 0.0)
-                for kind in context.KINDS
+                kind: times.get((setting_of(row), row.shape, row.impl, row.ranks, kind), 0.0) for kind in context.KINDS
             }
             for name, row in names.items()
         }
         speed = {name: {"tokens/s": row.more["tokens_per_second"]} for name, row in names.items()}
         held = {name: {"MiB": row.peak_mib} for name, row in names.items()}
-        parts = {name: dict(vars(split(row))) for name, row in names.items()}
-        section.figures += [
-            _picture(plots.bars(latency, title="latency", x="milliseconds"), f"Median time of a pass.{of_what}"),
-            _picture(plots.bars(speed, title="throughput", x="tokens per second"), f"Forward and backward.{of_what}"),
-            _picture(plots.bars(held, title="peak memory of a rank", x="MiB"), f"Forward and backward.{of_what}"),
-            _picture(
-                plots.bars(parts, title="where the time goes", x="milliseconds", stacked=True),
-                f"Products, operators that move memory, waiting for the wire, waiting for the busiest rank.{of_what}",
-            ),
+        parts = {name: dict(vars(shares)) for name, row in names.items() if (shares := split(row))}
+        drawn = [
+            (plots.bars(latency, title="latency", x="milliseconds"), "Median time of a pass."),
+            (plots.bars(speed, title="throughput", x="tokens per second"), "Forward and backward."),
+            (plots.bars(held, title="peak memory of a rank", x="MiB"), "Forward and backward."),
         ]
+        if parts:
+            words = "Products, operators that move memory, waiting for the wire, waiting for the busiest rank."
+            drawn.append((plots.bars(parts, title="where the time goes", x="milliseconds", stacked=True), words))
         if work.alone is not None and work.most > 1:
-            section.figures.append(_scaling(work, work.alone, of_what))
-    kinds = dict.fromkeys((*kind_of(row), row.device) for row in mine)
-    for kind in kinds:
-        chosen = [row for row in mine if (*kind_of(row), row.device) == kind]
-        section.tables.append(context.table(chosen, f": {', '.join(kind)}" if len(kinds) > 1 else ""))
+            words = "Operations per second of all ranks together over those of one device."
+            drawn.append((_scaling(work, work.alone), words))
+        section.figures += [_picture(figure, f"{caption}{of_what}", made_by) for figure, caption in drawn]
+    settings = list(dict.fromkeys(setting_of(row) for row in mine))
+    for setting in settings:
+        chosen = [row for row in mine if setting_of(row) == setting]
+        name = ", ".join([setting.model, *setting.differs(settings)])
+        section.tables.append(context.table(chosen, f": {name}" if len(settings) > 1 else ""))
+    if not sweeps:  # none was done: each begins with the whole of its tokens
+        section.commands.append(context_command([row for row in mine if row.shape == mine[0].shape]))
     return section
 
 
-def _scaling(work: Workload, alone: Row, of_what: str) -> tuple[str, str]:
+def _scaling(work: Workload, alone: Row) -> Any:
     """Speed per rank over ranks."""
     series: dict[str, list[tuple[float, float]]] = {}
     for impl in dict.fromkeys(row.impl for row in work.whole if row.impl != ALONE):
@@ -149,8 +171,7 @@ def _scaling(work: Workload, alone: Row, of_what: str) -> tuple[str, str]:
         small = work.grown[1].tflops
         series["weak: ring zigzag"] = [(ranks, row.tflops / small) for ranks, row in sorted(work.grown.items())]
     ideal = [(1, 1), (work.most, work.most)]
-    figure = plots.lines(series, title="scaling", x="ranks", y="speed against one device", ideal=ideal)
-    return _picture(figure, f"Operations per second of all ranks together over those of one device.{of_what}")
+    return plots.lines(series, title="scaling", x="ranks", y="speed against one device", ideal=ideal)
 
 
 def of_model(rows: Sequence[Row]) -> Section | None:
@@ -158,14 +179,14 @@ def of_model(rows: Sequence[Row]) -> Section | None:
     mine = [row for row in rows if row.what in ("model", "warm-up")]
     if not mine:
         return None
-    section = Section("Models", "flashspan bench model")
+    section = Section("Models", model_commands(mine))
     step = {f"{row.shape} {row.dtype} {row.impl}": {} for row in mine if row.ok}  # type: dict[str, dict[str, float]]
     for row in mine:
         if row.ok and row.kind in ("forward", "backward", "optimizer"):
             step[f"{row.shape} {row.dtype} {row.impl}"][row.kind] = row.p50_ms
     if step and len(step) <= 24:
         figure = plots.bars(step, title="a training step", x="milliseconds", stacked=True)
-        section.figures.append(_picture(figure, "Median time of forward, backward and optimizer."))
+        section.figures.append(_picture(figure, "Median time of forward, backward and optimizer.", *section.commands))
     section.tables.append(model_table(mine))
     return section
 
@@ -203,7 +224,7 @@ def of_attention(rows: Sequence[Row]) -> Section | None:
         column=lambda row: row.impl,
         cell=lambda row: row.p50_ms,
     )
-    return Section("Attention on one device", "flashspan bench attention", tables=[table])
+    return Section("Attention on one device", ["flashspan bench attention"], tables=[table])
 
 
 def of_studies(rows: Sequence[Row]) -> Section | None:
@@ -211,17 +232,26 @@ def of_studies(rows: Sequence[Row]) -> Section | None:
     mine = [row for row in rows if row.what.startswith("study")]
     if not mine:
         return None
-    section = Section("Attention over lengths and head sizes", "flashspan bench study")
+    section = Section("Attention over lengths and head sizes")
     for what in dict.fromkeys(row.what for row in mine):
         chosen = [row for row in mine if row.what == what]
         section.tables.append(study_table(chosen, what))
+        made_by = command(
+            f"bench {what}",
+            bench_study,
+            lengths=every(row.more.get("tokens") for row in chosen),
+            head_dims=every(row.more.get("head_dim") for row in chosen),
+            repeats=only(row.more.get("repeats") for row in chosen),
+            device=device_of(chosen),
+        )
+        section.commands.append(made_by)
         forward = [row for row in chosen if row.kind == "forward" and row.more.get("head_dim") == 64]
         series = plots.by(forward, lambda r: f"{r.impl} {r.dtype}", lambda r: r.more["tokens"], lambda r: r.p50_ms)
         if series:
             figure = plots.lines(
                 series, title=f"{what}: forward, head size 64", x="tokens", y="milliseconds", log_x=True, log_y=True
             )
-            section.figures.append(_picture(figure, "Median time."))
+            section.figures.append(_picture(figure, "Median time.", made_by))
     return section
 
 
@@ -242,22 +272,34 @@ def of_collectives(rows: Sequence[Row]) -> Section | None:
     mine = [row for row in rows if row.what == "collective"]
     if not mine:
         return None
-    series = plots.by(mine, lambda r: f"{r.impl}, {r.ranks} ranks", lambda r: r.bytes, lambda r: r.p50_ms)
-    figure = plots.lines(series, title="collectives", x="bytes", y="milliseconds", log_x=True, log_y=True)
-    table = make(
-        "collectives",
-        mine,
-        {
-            "primitive": lambda row: row.impl,
-            "ranks": lambda row: row.ranks,
-            "bytes": lambda row: f"{row.bytes:,.0f}",
-            "ms": lambda row: row.p50_ms,
-            "GB/s": lambda row: row.more.get("gb_per_s_measured"),
-            "fit: µs": lambda row: row.more.get("alpha_us"),
-            "fit: GB/s": lambda row: row.more.get("gb_per_s"),
-        },
+    made_by = command(
+        "bench collectives",
+        bench_collectives,
+        ranks=every(row.ranks for row in mine),
+        sizes=every(int(row.bytes) for row in mine if row.bytes > 0),
+        repeats=only(row.more.get("repeats") for row in mine),
     )
-    return Section("The wire", "flashspan bench collectives", [_picture(figure, "Median time.")], [table])
+    section = Section("The wire", [made_by])
+    series = plots.by(mine, lambda r: f"{r.impl}, {r.ranks} ranks", lambda r: r.bytes, lambda r: r.p50_ms)
+    if series:
+        figure = plots.lines(series, title="collectives", x="bytes", y="milliseconds", log_x=True, log_y=True)
+        section.figures.append(_picture(figure, "Median time.", made_by))
+    section.tables.append(
+        make(
+            "collectives",
+            mine,
+            {
+                "primitive": lambda row: row.impl,
+                "ranks": lambda row: row.ranks,
+                "bytes": lambda row: f"{row.bytes:,.0f}" if row.bytes > 0 else "",
+                "ms": lambda row: row.p50_ms if row.ok else row.status,
+                "GB/s": lambda row: row.more.get("gb_per_s_measured"),
+                "fit: µs": lambda row: row.more.get("alpha_us"),
+                "fit: GB/s": lambda row: row.more.get("gb_per_s"),
+            },
+        )
+    )
+    return section
 
 
 def of_data(rows: Sequence[Row]) -> Section | None:
@@ -273,9 +315,14 @@ def of_data(rows: Sequence[Row]) -> Section | None:
     }
     for name in names:
         columns[name.replace("_", " ")] = lambda row, name=name: row.more.get(name)  # type: ignore[misc]
-    return Section(
-        "Data, optimizer and tensor parallelism", "flashspan bench data", tables=[make("a step", mine, columns)]
+    made_by = command(
+        "bench data",
+        bench_data,
+        ranks=every(row.ranks for row in mine),
+        batch=only(int(read[1]) for row in mine if (read := re.search(r" (\d+)x\d+ per rank$", row.shape))),
+        only=tuple(name for name in CONTENDERS if any(row.impl == name for row in mine)) or None,
     )
+    return Section("Data, optimizer and tensor parallelism", [made_by], tables=[make("a step", mine, columns)])
 
 
 def of_schedules(rows: Sequence[Row]) -> Section | None:
@@ -292,18 +339,21 @@ def of_schedules(rows: Sequence[Row]) -> Section | None:
     most = max(row.ranks for row in ranked)
     best = min((row for row in ranked if row.ranks == most), key=lambda row: row.p50_ms / row.more["tokens"])
     strategy, layout = known[best.impl]
-    survey = Survey(place(layout, min(512, best.more["tokens"]), most), masks.causal())
+    tokens = min(512, best.more["tokens"])
+    survey = Survey(place(layout, tokens, most), masks.causal())
     schedule = GENERATORS[strategy](survey)
-    command = f"flashspan plan draw --strategy {strategy} --layout {layout} --ranks {most}"
+    made_by = f"flashspan plan draw --strategy {strategy} --layout {layout} --ranks {most} --tokens {tokens}"
     figures = [
-        _picture(draw_timeline(schedule), f"{best.impl}: boxes compute, arrows travel."),
-        _picture(draw_ownership(schedule, survey), f"{best.impl}: who computes which pair of the causal mask."),
+        _picture(draw_timeline(schedule), f"{best.impl}: boxes compute, arrows travel.", made_by),
+        _picture(
+            draw_ownership(schedule, survey), f"{best.impl}: who computes which pair of the causal mask.", made_by
+        ),
     ]
-    return Section("The schedule", command, figures)
+    return Section("The schedule", [made_by], figures)
 
 
-def _picture(figure: Any, caption: str) -> tuple[str, str]:
-    return plots.to_svg(figure, f"{figure.axes[0].get_title()}: {caption}"), caption
+def _picture(figure: Any, caption: str, *made_by: str) -> Picture:
+    return Picture(plots.to_svg(figure, f"{figure.axes[0].get_title()}: {caption}"), caption, list(made_by))
 
 
 SECTIONS: tuple[Callable[[Sequence[Row]], Section | None], ...] = (
@@ -320,18 +370,26 @@ SECTIONS: tuple[Callable[[Sequence[Row]], Section | None], ...] = (
 
 def write_figures(rows: Sequence[Row], folder: Path) -> list[Path]:
     """Every figure of the page as a file of its own."""
-    folder.mkdir(parents=True, exist_ok=True)
+    rows = current(rows)
     written, names = list[Path](), list[str]()
     for make_section in SECTIONS:
-        section = make_section(record.newest(rows))
-        for svg, _ in section.figures if section is not None else []:
-            label = svg.split('aria-label="', 1)[1].split(":", 1)[0]
+        section = make_section(rows)
+        for figure in section.figures if section is not None else []:
+            label = figure.svg.split('aria-label="', 1)[1].split(":", 1)[0]
             name = "-".join("".join(c if c.isalnum() else " " for c in label).split()).lower()
             names.append(name)
             times = names.count(name)  # more than one: the same figure of another workload
             written.append(folder / f"{name}{f'-{times}' if times > 1 else ''}.svg")
-            written[-1].write_text(svg, encoding="utf-8")
+            _write(written[-1], figure.svg, "--figures")
     return written
+
+
+def _write(path: Path, text: str, option: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error.strerror}; give another {option}") from error
 
 
 def report(folder: Path = record.FOLDER, *, output: Path | None = None, figures: Path | None = None) -> int:
@@ -349,13 +407,9 @@ def report(folder: Path = record.FOLDER, *, output: Path | None = None, figures:
     """
     rows = record.read_folder(folder)
     path = output or folder / "report.html"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page(rows), encoding="utf-8")
-        files = write_figures(rows, figures) if figures is not None else []
-    except OSError as error:
-        raise ValueError(f"the report cannot be written to {path}: {error.strerror}; give another --output") from error
-    for text in find(record.newest(rows)):
+    _write(path, page(rows), "--output")
+    files = write_figures(rows, figures) if figures is not None else []
+    for text in find(rows):
         print(f"- {text}")
     print(f"wrote {path} ({path.stat().st_size / 1024:.0f} KiB) from {len(rows)} rows")
     if files:

@@ -14,6 +14,9 @@ from flashspan.context.layout import place
 from flashspan.context.survey import Survey
 from flashspan.context.verify import verify
 
+MOST_RANKS = 256
+"""Lanes of a picture: its boxes are as many as ranks times steps, and these take half a minute."""
+
 
 def draw(
     ranks: int,
@@ -29,6 +32,8 @@ def draw(
     """Write both pictures, and say how balanced the schedule is; it is verified on the way."""
     if ranks < 1 or tokens < 1:
         raise ValueError(f"a schedule needs at least 1 rank and 1 token: got {ranks} ranks and {tokens} tokens")
+    if ranks > MOST_RANKS:
+        raise ValueError(f"a picture shows at most {MOST_RANKS} ranks: got {ranks}; draw fewer")
     if strategy == "double_ring" and sizes is None:
         raise ValueError("double_ring needs --sizes NODES RANKS_PER_NODE")
     rows = torch.empty(1, 1, tokens, 1, device="meta")

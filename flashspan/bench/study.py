@@ -71,7 +71,7 @@ def eager_rows(tokens: int, head_dim: int, compiled: bool, repeats: int, device:
         del out
         q.grad = k.grad = v.grad = None
     return [
-        _eager_row(tokens, head_dim, compiled, kind, device, samples, before_mib=before / 2**20)
+        _eager_row(tokens, head_dim, compiled, kind, device, samples, repeats=repeats, before_mib=before / 2**20)
         for kind, samples in times.items()
     ]
 
@@ -185,7 +185,8 @@ def jobs(
 def _eager_job(
     tokens: int, head_dim: int, compiled: bool, repeats: int, device: torch.device, head_dims: tuple[int, ...]
 ) -> sweep.Job:
-    expected = tuple(_eager_row(tokens, head_dim, compiled, kind, device) for kind in ("forward", "backward"))
+    kinds = ("forward", "backward")
+    expected = tuple(_eager_row(tokens, head_dim, compiled, kind, device, repeats=repeats) for kind in kinds)
     ready = partial(compile_plain, tokens, head_dims, device) if compiled else None
     return sweep.Job(expected, partial(eager_rows, tokens, head_dim, compiled, repeats, device), ready)
 
@@ -276,10 +277,12 @@ def bench_study(
     place = record.find_device(device)
     if not lengths:
         lengths = (256, 1024) if place.type == "cpu" else EAGER_LENGTHS if which == "eager" else FLASH_LENGTHS
-    if min(lengths) < 1 or not all(1 <= d <= 256 for d in head_dims) or repeats < 1:
-        raise ValueError(
-            f"a study needs lengths and repeats of 1 or more, head sizes 1 to 256: got {lengths}, {head_dims}"
-        )
+    if min(lengths) < 1:
+        raise ValueError(f"a study needs lengths of 1 or more: got {' '.join(map(str, lengths))}")
+    if not head_dims or not all(1 <= d <= 256 for d in head_dims):
+        raise ValueError(f"a study needs head sizes 1 to 256: got {' '.join(map(str, head_dims)) or 'none'}")
+    if repeats < 1:
+        raise ValueError(f"a study needs 1 repeat or more: got {repeats}")
     path = folder / "study.jsonl"
     outcome = sweep.run(jobs(which, lengths, head_dims, place, repeats), path, again=again, title=which)
     console = Console()

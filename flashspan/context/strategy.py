@@ -61,7 +61,8 @@ def context_parallel(
     head_chunks: work through the heads in this many chunks; transfer buffers shrink by as much. By default one chunk on
     GPUs, and on CPUs as many as leave each transfer a MiB of keys and values: there, more chunks cost nothing else.
     num_tokens: the length of the whole sequence, if it is always the same. Then ranks compare notes only the first time
-    they see a shape or a mask; otherwise (unless the mask knows) once per call, to learn the length.
+    they see a shape or a mask; otherwise (unless the mask knows) once per call, to learn the length. Ranks that call
+    with different ones of several they have all seen are not caught: their transfers will not fit one another.
     timeout: seconds to wait for a transfer (with NCCL the group's own timeout rules).
     """
     if strategy not in STRATEGIES:
@@ -217,6 +218,7 @@ class ContextAttention:
         problem = ""
         if isinstance(mask, Tensor) and mask.dtype == torch.bool and q.dim() == 4:
             num = max(mask.shape[-2:], default=0)  # of the whole sequence; 1 broadcasts
+            num = self.settings.num_tokens or num if num == 1 else num
             try:
                 mask = mask_of(mask, q, num, num)
             except ValueError as error:  # perhaps on this rank alone: all must hear of it

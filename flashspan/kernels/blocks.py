@@ -43,6 +43,7 @@ from flashspan.kernels.tiling import (
     Rule,
     block_positions,
     check_block,
+    check_whole,
     list_lines,
     touched,
 )
@@ -112,6 +113,7 @@ class Blocks:
         if isinstance(mask, Blocks):
             mask.check(mask.num_batch, num_queries, num_keys)
             return mask if device is None else mask.to(device)
+        check_whole(num_queries=num_queries, num_keys=num_keys)
         if not isinstance(mask, (Band, Rows)):
             raise ValueError(
                 f"Blocks.of takes a mask made by flashspan.masks: got {type(mask).__name__}; "
@@ -219,6 +221,8 @@ class Blocks:
 
         '#' everything visible, '+' something, '.' nothing.
         """
+        if width < 1:
+            raise ValueError(f"a picture is 1 or more characters wide: got {width}")
         kinds = self.kinds()[0, 0].cpu()
         step = max(1, -(-max(kinds.shape) // width))
         lines = []
@@ -236,7 +240,7 @@ class Blocks:
     def part(self, q: Positions, k: Positions) -> Blocks:
         """`slice` as a block map with as many maps, whatever it shows."""
         (block_q, block_k), grid = self.block, self.grid()
-        rows, keys = place(q).to(self.device), place(k).to(self.device)
+        rows, keys = (place(x, num).to(self.device) for x, num in ((q, self.num_queries), (k, self.num_keys)))
         shown, holed = (
             touched(touched(x, rows, block_q, 2), keys, block_k, 3) for x in (grid != HIDDEN, grid != VISIBLE)
         )
@@ -324,7 +328,8 @@ class Blocks:
                 tile = f" in tiles of {other.block}" if isinstance(other, Blocks) else ""
                 raise ValueError(
                     f"masks compose when they cover the same lengths in the same tiles: got {self.num_queries} queries "
-                    f"x {self.num_keys} keys in tiles of {self.block} and {sizes[0]} x {sizes[1]}{tile}"
+                    f"x {self.num_keys} keys in tiles of {self.block} and {sizes[0]} x {sizes[1]}{tile}; make both "
+                    f"with the same lengths and block="
                 )
         second = Blocks.of(other, self.num_queries, self.num_keys, block=self.block, device=self.device)
         pairs = ((self.num_batch, second.num_batch), (self.num_heads, second.num_heads))

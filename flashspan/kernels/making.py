@@ -18,6 +18,7 @@ from flashspan.kernels.tiling import (
     ask,
     block_positions,
     check_block,
+    check_whole,
     examine,
     interval_kinds,
     read_by_kernels,
@@ -38,10 +39,14 @@ class Made(NamedTuple):
 def check_dense(visible: Tensor) -> Tensor:
     """bool [T, S], [H, T, S] or [B, H, T, S] as the last of these, B and H 1 where there is one map for all."""
     if not isinstance(visible, Tensor) or visible.dtype != torch.bool:
-        kind = visible.dtype if isinstance(visible, Tensor) else type(visible).__name__
+        kind, remedy = type(visible).__name__, "use torch.as_tensor(mask)"
+        if isinstance(visible, Tensor):
+            kind, remedy = str(visible.dtype), "use mask.bool(), or mask.isfinite() if it is an additive one"
+        raise ValueError(f"a mask tensor must be bool, True where visible: got {kind}; {remedy}")
+    if visible.layout != torch.strided or visible.is_meta:
         raise ValueError(
-            f"a mask tensor must be bool, True where visible: got {kind}; "
-            f"use mask.bool(), or mask.isfinite() if it is an additive one"
+            f"a mask tensor must hold its values one by one: got {visible.layout} on {visible.device}; "
+            f"use mask.to_dense() on a device that holds data"
         )
     if visible.dim() not in (2, 3, 4):
         raise ValueError(f"a mask tensor must be [T, S], [H, T, S] or [B, H, T, S]: got {tuple(visible.shape)}")
@@ -80,11 +85,8 @@ def from_rule(
     device: torch.device | str,
 ) -> Made:
     """Of a function of index tensors (b, h, i, j) to bool."""
-    if min(num_queries, num_keys) < 0 or min(num_batch, num_heads) < 1:
-        raise ValueError(
-            f"a rule is asked about 0 or more queries and keys of 1 or more sequences and heads: got "
-            f"num_queries={num_queries}, num_keys={num_keys}, num_batch={num_batch}, num_heads={num_heads}"
-        )
+    check_whole(num_queries=num_queries, num_keys=num_keys)
+    check_whole(1, num_batch=num_batch, num_heads=num_heads)
     device = torch.device(device)
 
     def chunk(b: int, h: int, rows: slice, columns: slice) -> Tensor:
@@ -98,10 +100,16 @@ def from_rule(
 
 def from_coarse(coarse: Tensor, num_queries: int, num_keys: int, size: int | tuple[int, int], block: int) -> Made:
     """Of bool [n, m], [H, n, m] or [B, H, n, m], one for each square of pairs."""
-    size_q, size_k = (size, size) if isinstance(size, int) else size
-    expected = (-(-num_queries // max(1, size_q)), -(-num_keys // max(1, size_k)))
+    pair = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
+    if len(pair) != 2:
+        raise ValueError(f"a square's size is a number, or one of queries and one of keys: got size={size!r}")
+    size_q, size_k = pair
+    check_whole(1, size=size_q)
+    check_whole(1, size=size_k)
+    check_whole(num_queries=num_queries, num_keys=num_keys)
+    expected = (-(-num_queries // size_q), -(-num_keys // size_k))
     bad = not isinstance(coarse, Tensor) or coarse.dtype != torch.bool or coarse.dim() not in (2, 3, 4)
-    if bad or min(size_q, size_k) < 1 or tuple(coarse.shape[-2:]) != expected:
+    if bad or tuple(coarse.shape[-2:]) != expected:
         got = f"{coarse.dtype} {tuple(coarse.shape)}" if isinstance(coarse, Tensor) else type(coarse).__name__
         raise ValueError(
             f"a coarse mask of {num_queries} queries and {num_keys} keys in squares of {size_q} x {size_k} is bool "

@@ -163,7 +163,8 @@ class Rows:
 
     def slice(self, q: Positions, k: Positions) -> Mask:
         """The same visibility in the coordinates of a slice of the queries and the keys."""
-        rows, keys = place(q).to(self.start.device), place(k).to(self.start.device)
+        sizes = (self.start.shape[-1], self.num_keys)
+        rows, keys = (place(x, size).to(self.start.device) for x, size in zip((q, k), sizes, strict=True))
         start = torch.searchsorted(keys, self.start[..., rows].long())
         end = torch.searchsorted(keys, self.end[..., rows].long())
         return Rows(start.int(), end.int(), len(keys)).simplify()
@@ -373,13 +374,18 @@ def _one_range(positions: Positions) -> Positions:
     return positions[0] if not isinstance(positions, range) and len(positions) == 1 else positions
 
 
-def place(positions: Positions) -> Tensor:
-    """Positions as an int64 tensor; refuse what is not ascending, for which a slice would not be an interval."""
-    parts = [positions] if isinstance(positions, range) else list(positions)
+def place(positions: Positions, number: int | None = None) -> Tensor:
+    """Positions as an int64 tensor; refuse what is not ascending, for which a slice would not be an interval, and what
+    lies outside of the number there are."""
+    parts = [positions] if isinstance(positions, range) else positions
+    if not isinstance(parts, (list, tuple)) or not all(isinstance(part, range) for part in parts):
+        raise ValueError(f"a mask is sliced by a range or several of them: got {positions!r}; write range(start, stop)")
     parts = [part for part in parts if len(part)]
     bad = any(part.step < 1 for part in parts) or any(a[-1] >= b[0] for a, b in itertools.pairwise(parts))
     if bad:
         raise ValueError(f"a mask is sliced by ascending positions: got {positions}")
+    if number is not None and parts and not 0 <= parts[0][0] <= parts[-1][-1] < number:
+        raise ValueError(f"a mask of {number} positions is sliced by some of 0 to {number - 1}: got {positions}")
     return torch.from_numpy(np.concatenate([np.arange(p.start, p.stop, p.step) for p in parts] or [np.arange(0)]))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.masks import Band, Mask, Rows
-from flashspan.kernels.tiling import check_block
+from flashspan.kernels.tiling import check_block, check_whole
 
 __all__ = [
     "Blocks",
@@ -108,9 +108,8 @@ def dilated(
     width: int, step: int, num_tokens: int, *, causal: bool = True, device: torch.device | str = "cpu"
 ) -> Blocks:
     """A window with gaps: query i sees the `width` keys i, i - step, i - 2 step, ... (and, not causal, those ahead)."""
-    if width < 1 or step < 1:
-        raise ValueError(f"a dilated window has 1 or more keys, 1 or more apart: got width={width}, step={step}")
-
+    check_whole(1, width=width, step=step)
+    check_whole(num_tokens=num_tokens)
     # Beyond the tokens there are, a longer reach or step changes nothing: both stay within 32 bits.
     reach, step = min(width * step, max(1, num_tokens)), min(step, max(1, num_tokens))
 
@@ -124,10 +123,8 @@ def dilated(
 
 def streaming(num_sinks: int, window: int, num_tokens: int, *, device: torch.device | str = "cpu") -> Blocks:
     """Sink + window: a query sees the first `num_sinks` tokens and the last `window`, its own among them."""
-    if min(num_sinks, num_tokens) < 0 or window < 1:
-        raise ValueError(
-            f"streaming needs sinks and tokens >= 0 and a window >= 1: got {num_sinks}, {num_tokens} and {window}"
-        )
+    check_whole(num_sinks=num_sinks, num_tokens=num_tokens)
+    check_whole(1, window=window)
     sinks = Rows(*_span(num_tokens, 0, num_sinks, device), num_tokens) & Band(None, 0)
     return Blocks.of(Band(1 - window, 0), num_tokens, num_tokens, device=device) | sinks
 
@@ -137,10 +134,7 @@ def longformer(
 ) -> Blocks:
     """Global + window: neighbours up to `window` apart see each other; the first `num_global` tokens see, and are seen
     by, everyone."""
-    if min(num_tokens, window, num_global) < 0:
-        raise ValueError(
-            f"longformer needs tokens, a window and global tokens >= 0: got {num_tokens}, {window} and {num_global}"
-        )
+    check_whole(num_tokens=num_tokens, window=window, num_global=num_global)
     seen = Rows(*_span(num_tokens, 0, num_global, device), num_tokens)
     everyone = torch.where(torch.arange(num_tokens, device=device) < num_global, num_tokens, 0)
     seeing = Rows(torch.zeros_like(everyone), everyone, num_tokens)
@@ -159,11 +153,11 @@ def random_blocks(
     device: torch.device | str = "cpu",
 ) -> Blocks:
     """Each query block sees this share of the key blocks, drawn at random, its own always; for each head anew."""
-    if not 0.0 < share <= 1.0 or size < 1 or num_tokens < 0 or num_heads < 1:
-        raise ValueError(
-            f"random_blocks takes 0 < share <= 1, size >= 1, num_tokens >= 0 and num_heads >= 1: "
-            f"got {share=}, {size=}, {num_tokens=}, {num_heads=}"
-        )
+    check_whole(num_tokens=num_tokens)
+    check_whole(1, size=size, num_heads=num_heads)
+    check_whole(-(2**63), seed=seed)
+    if not 0.0 < share <= 1.0 or seed >= 2**64:
+        raise ValueError(f"random_blocks takes 0 < share <= 1 and a seed of 64 bits: got {share=}, {seed=}")
     num = -(-num_tokens // size)
     scores = torch.rand(num_heads, num, num, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
     chosen = _best(scores, max(1, round(share * num)), causal)
@@ -183,8 +177,8 @@ def bigbird(
     device: torch.device | str = "cpu",
 ) -> Blocks:
     """BigBird: `longformer`, and for each query block `num_random` key blocks more (with `causal`, behind it)."""
-    if num_random < 0 or size < 1:
-        raise ValueError(f"bigbird adds 0 or more blocks of 1 or more tokens: got {num_random=}, {size=}")
+    check_whole(num_tokens=num_tokens, num_random=num_random)
+    check_whole(1, size=size)
     num = -(-num_tokens // size)
     share = min(1.0, (1 + num_random) / max(1, num))
     mask = longformer(num_tokens, window=window, num_global=num_global, causal=causal, device=device)
@@ -195,11 +189,12 @@ def top_blocks(q: Tensor, k: Tensor, keep: int, *, causal: bool = False, block: 
     """Chosen from data: each query block of each head sees the `keep` key blocks whose mean key its mean query scores
     highest, its own always. q [B, H, T, D], k [B, K, S, D]."""
     check_block(block)
+    check_whole(1, keep=keep)
     fits = q.dim() == k.dim() == 4 and (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3])
-    if keep < 1 or not fits or not k.shape[1] or q.shape[1] % k.shape[1]:
+    if not fits or not k.shape[1] or q.shape[1] % k.shape[1]:
         raise ValueError(
-            f"top_blocks keeps 1 or more blocks, of q [B, H, T, D] and k [B, K, S, D] with K dividing H: "
-            f"got keep={keep}, q {tuple(q.shape)}, k {tuple(k.shape)}"
+            f"top_blocks chooses by q [B, H, T, D] and k [B, K, S, D] with K dividing H: "
+            f"got q {tuple(q.shape)}, k {tuple(k.shape)}"
         )
     means = [_block_means(x.detach(), block) for x in (q, k)]
     scores = means[0] @ means[1].repeat_interleave(q.shape[1] // k.shape[1], 1).mT
@@ -211,7 +206,9 @@ def _best(scores: Tensor, keep: int, causal: bool) -> Tensor:
     """bool [..., n, m]: the diagonal and the highest scores of each row, `keep` in all (with `causal`, none ahead)."""
     num_q, num_k = scores.shape[-2:]
     here = torch.arange(num_q, device=scores.device)[:, None] - torch.arange(num_k, device=scores.device)
-    scores = scores.masked_fill(here == 0, torch.inf)
+    # Whatever they are: NaN would come before everything, and inf tie with the diagonal.
+    most = torch.finfo(scores.dtype).max
+    scores = scores.nan_to_num(-most, most, -most).masked_fill(here == 0, torch.inf)
     if causal:
         scores = scores.masked_fill(here < 0, -torch.inf)
     chosen = torch.zeros_like(scores, dtype=torch.bool)

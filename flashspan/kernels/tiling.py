@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral
 from typing import TypeAlias
 
 import torch
@@ -70,21 +71,31 @@ class Lists:
 def check_block(block: int | tuple[int, int]) -> tuple[int, int]:
     """Tile edges (queries, keys); refuse those no kernel takes."""
     pair = tuple(block) if isinstance(block, (tuple, list)) else (block, block)
-    if len(pair) != 2 or any(edge not in SIZES for edge in pair):
+    if len(pair) != 2 or any(not isinstance(edge, Integral) or edge not in SIZES for edge in pair):
         raise ValueError(
-            f"a tile's edges are {' or '.join(map(str, SIZES))}, which is what the kernels take: got block={block}; "
-            f"for squares of another size use Blocks.from_coarse(mask, ..., size={block})"
+            f"a tile's edges are {' or '.join(map(str, SIZES))}, which is what the kernels take: got block={block!r}; "
+            f"a mask in squares of another size is made by Blocks.from_coarse(mask, ..., size=...)"
         )
-    return pair[0], pair[1]
+    return int(pair[0]), int(pair[1])
+
+
+def check_whole(least: int = 0, **values: object) -> None:
+    """Refuse what is no whole number, or less than the least."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+            raise ValueError(f"{name} is a whole number, {least} or more: got {value!r}")
 
 
 def ask(rule: Rule, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     """What a user's rule says of these pairs, bool [rows, columns]; its mistakes as one ValueError."""
     where = f"a mask's rule is called with int32 tensors (b, h, i, j) that broadcast to [{len(i)}, {j.shape[1]}]"
+    if not callable(rule):
+        raise ValueError(f"{where}: got {type(rule).__name__}; a tensor is a mask by Blocks.from_dense(tensor)")
     try:
         seen = rule(b, h, i, j)
     except Exception as error:
-        raise ValueError(f"{where}: it raised {type(error).__name__}: {error}") from error
+        message = f"{where}: it raised {type(error).__name__}: {error}; write it with operations of tensors alone"
+        raise ValueError(message) from error
     if not isinstance(seen, Tensor) or seen.dtype != torch.bool:
         kind = seen.dtype if isinstance(seen, Tensor) else type(seen).__name__
         raise ValueError(f"{where} and returns a bool tensor: got {kind}; compare, or use .bool()")

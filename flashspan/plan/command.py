@@ -5,7 +5,7 @@ flashspan plan llama-3-8b --tokens 131072 --batch 8 --devices 64 --device H100
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from flashspan.model import preset
 
 from .calibrate import Measurement, calibrate
-from .devices import Cluster, Link, make_cluster
+from .devices import Cluster, Device, Link, make_cluster
 from .draw import draw_scaling, draw_simulation
 from .memory import Run
 from .search import Answer, longest, rank, scaling
@@ -47,7 +47,7 @@ def plan(
         model: a model by name: tiny, small, ..., llama-3-8b.
         tokens: in each sample.
         batch: samples per step, over all devices.
-        devices: how many.
+        devices: how many, at most a million.
         device: H200, H100, H800, A100, B200, L40, RTX4090, RTX4050, cpu-core, or one of your table.
         per_node: devices in a node.
         link: inside a node; the device's usual one unless given.
@@ -57,7 +57,7 @@ def plan(
         top: how many mixtures to show.
         scale: also the best mixture on 1 to 1,024 devices, the batch growing with them.
         folder: where to draw the best schedule's timeline, and with scale the curve, as SVG.
-        calibrate: a folder of measured rows (bench model, bench collectives) to take the device's speeds from.
+        calibrate: a folder of rows measured on this device (bench model, bench collectives) to take its speeds from.
     """
     if top < 1:
         raise ValueError(f"top must be 1 or more mixtures to show: got {top}")
@@ -137,39 +137,64 @@ def write_pictures(folder: Path, answers: Sequence[Answer], run: Run, cluster: C
 
 def calibrated(cluster: Cluster, folder: Path) -> Cluster:
     """The cluster with speeds from the JSON lines that `flashspan bench` wrote, and a note of what was used."""
-    import json
-
-    files = sorted(folder.glob("*.jsonl")) if folder.is_dir() else []
-    rows: list[dict[str, Any]] = []
-    for file in files:
-        for line in file.read_text(encoding="utf-8").splitlines():
-            try:
-                rows.append(json.loads(line))
-            except ValueError:
-                continue  # cut short by a kill
-    good = [row for row in rows if isinstance(row, dict) and row.get("status") == "ok"]
+    good = [row for row in read_rows(folder) if row.get("status") == "ok"]
     names = ("what", "shape", "impl", "kind", "dtype", "ranks", "device")
-    good = list({tuple(row.get(name) for name in names): row for row in good}.values())  # the newest of each
-    devices = {str(row.get("device")) for row in good if row.get("what") == "model"}
-    if len(devices) > 1:
-        raise ValueError(f"{folder} has rows of several devices, {', '.join(sorted(devices))}: give each a folder")
+    good = list({tuple(str(row.get(name)) for name in names): row for row in good}.values())  # the newest of each
     wires = [row for row in good if row.get("what") == "collective" and row.get("impl") == "send-receive"]
+    models = [row for row in good if row.get("what") == "model"]
+    check_devices({str(row.get("device")) for row in (*models, *wires)}, cluster.device, folder)
     try:
-        measured = measurements(good)
-        links = [link_of(row) for row in wires[-1:]]
+        measured = measurements(models)
+        links = [(link_of(row), row["ranks"]) for row in wires]
+        # Every size has the fit of all sizes. The most ranks are most like a node; of equals, the last measured.
+        link, ranks = max(reversed(links), key=lambda pair: pair[1], default=(cluster.inside, 0))
     except (KeyError, TypeError) as error:
         raise ValueError(
             f"{folder} has rows that another version wrote ({type(error).__name__}: {error}): move their files away "
             "and measure again"
         ) from error
-    if not measured and not wires:
+    except ValueError as error:
+        raise ValueError(f"{folder} has a row that cannot be used, move its file away: {error}") from error
+    if not measured and not links:
         raise ValueError(f"no rows to calibrate from in {folder}: run `flashspan bench model` there first")
     if measured:
         cluster = calibrate(cluster, measured)
-    if links:
-        cluster = replace(cluster, inside=links[0])
-    print(f"Calibrated from {len(measured)} times and {len(wires)} transfers in {folder}.")
-    return cluster
+    wire = f"the link of {ranks} ranks" if links else "no link"
+    print(f"Calibrated from {len(measured)} times and {wire} in {folder}.")
+    return replace(cluster, inside=link)
+
+
+def read_rows(folder: Path) -> list[dict[str, Any]]:
+    """The JSON objects of a folder's .jsonl files, a line each."""
+    import json
+
+    rows = []
+    for file in sorted(folder.glob("*.jsonl")) if folder.is_dir() else []:
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file} is not text in UTF-8, as rows are: {error}; move it away") from error
+        for line in lines:
+            try:
+                rows.append(json.loads(line))
+            except ValueError:
+                continue  # cut short by a kill
+    return [row for row in rows if isinstance(row, dict)]
+
+
+def check_devices(measured: Collection[str], planned: Device, folder: Path) -> None:
+    """Refuse rows of several devices, or of another than the planned one: its speeds would be theirs."""
+    if len(measured) > 1:
+        raise ValueError(f"{folder} has rows of several devices, {', '.join(sorted(measured))}: give each a folder")
+    for name in measured:
+        # A row has the whole name, "NVIDIA GeForce RTX 4090" for RTX4090; that of a CPU counts its cores.
+        short = planned.name.lower().replace(" ", "")
+        same = "cores" in name if short.startswith("cpu") else short in name.lower().replace(" ", "")
+        if not same:
+            raise ValueError(
+                f"--calibrate needs rows of the device that is planned for, {planned.name}: those in {folder} are of "
+                f"{name}; measure on {planned.name}, plan for the device of the rows, or leave --calibrate out"
+            )
 
 
 def link_of(row: dict[str, Any]) -> Link:

@@ -17,11 +17,15 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+MOST_DEVICES = 10**6
+"""In a cluster: beyond any that exists, and few enough for the search over mixtures to end."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +46,16 @@ class Device:
     reserve: float = 1.0e9  # bytes that the context, libraries and fragments take
 
     def __post_init__(self) -> None:
-        shares = ("product_share", "forward_share", "backward_share", "traffic_share")
-        for name in ("flops", "flops32", "memory", "bandwidth", "launch", *shares):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"a device's {name} must be positive: {self.name} has {getattr(self, name)}")
+        for name in ("flops", "flops32", "memory", "bandwidth", "launch"):
+            self._require(name, "positive and finite", 0 < getattr(self, name) < math.inf)
+        for name in ("product_share", "forward_share", "backward_share", "traffic_share"):
+            self._require(name, "above 0 and at most 1", 0 < getattr(self, name) <= 1)
+        self._require("interference", "from 0 to 1", 0 <= self.interference <= 1)
+        self._require("reserve", "0 or more and finite", 0 <= self.reserve < math.inf)
+
+    def _require(self, name: str, rule: str, holds: bool) -> None:
+        if not holds:
+            raise ValueError(f"a device's {name} must be {rule}: {self.name} has {getattr(self, name)}")
 
     def peak(self, itemsize: int) -> float:
         """Operations per second of products of this element size."""
@@ -61,9 +71,10 @@ class Link:
     bandwidth: float
 
     def __post_init__(self) -> None:
-        if not (self.latency >= 0 and self.bandwidth > 0):
+        if not (0 <= self.latency < math.inf and 0 < self.bandwidth < math.inf):
             raise ValueError(
-                f"a link needs latency >= 0 and bandwidth > 0: {self.name} has {self.latency}, {self.bandwidth}"
+                f"a link needs latency >= 0 and bandwidth > 0, both finite: {self.name} has {self.latency}, "
+                f"{self.bandwidth}"
             )
 
     def seconds(self, num_bytes: float) -> float:
@@ -122,6 +133,10 @@ class Cluster:
             raise ValueError(
                 f"a cluster has at least 1 device, and 1 per node: got {self.num_devices} and {self.per_node}"
             )
+        if self.num_devices > MOST_DEVICES:
+            raise ValueError(
+                f"a cluster has at most {MOST_DEVICES:,} devices: got {self.num_devices:,}; plan for fewer"
+            )
 
     def link(self, first: int, second: int) -> Link:
         """What connects two devices."""
@@ -164,7 +179,7 @@ def load_table(path: Path | None = None) -> tuple[dict[str, Device], dict[str, L
         return devices, links
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ValueError(f"{path} is not a TOML file of devices and links: {error}") from error
     for section, kind, known in (("devices", Device, devices), ("links", Link, links)):
         entries = data.pop(section, {})
@@ -185,14 +200,16 @@ def _make(kind: type[Any], name: str, values: Any, base: Any, path: Path) -> Any
     for key, value in values.items():
         if type(value) not in (int, float):
             raise ValueError(f"{path}: {key} of {name} must be a number: got {value!r}")
-    numbers = {key: float(value) for key, value in values.items()}
     try:
+        numbers = {key: float(value) for key, value in values.items()}
         return dataclasses.replace(base, **numbers) if base is not None else kind(name=name, **numbers)
     except TypeError as error:
         needed = [f.name for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING and f.name != "name"]
         raise ValueError(
             f"{path}: a new {kind.__name__.lower()} needs {', '.join(needed)}: {name} lacks some"
         ) from error
+    except (ValueError, OverflowError) as error:  # the latter: a whole number that no float holds
+        raise ValueError(f"{path}: {error}; change [{kind.__name__.lower()}s.{name}]") from error
 
 
 def _find(name: str, known: Mapping[str, object], kind: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -35,16 +36,16 @@ class Answer:
 def mixtures(run: Run, cluster: Cluster, most_context: int = USUAL_CONTEXT[-1]) -> Iterator[Mixture]:
     """All that the model, the batch and the tokens allow on exactly this many devices."""
     num, model = cluster.num_devices, run.model
-    for tensor in _divisors(num):
+    for tensor in divisors(num):
         if model.num_kv_heads % tensor or tensor > cluster.per_node:
             continue
-        for context in _divisors(num // tensor):
+        for context in divisors(num // tensor):
             if context > min(most_context, max(1, run.tokens // 2)):
                 continue
             rest = num // tensor // context
             if run.batch % rest:
                 continue
-            for shard in _divisors(rest):
+            for shard in divisors(rest):
                 yield from _variants(run, cluster, Mixture(rest // shard, shard, context, tensor))
 
 
@@ -113,5 +114,7 @@ def scaling(run: Run, cluster: Cluster, *, most: int = 1024) -> list[tuple[int, 
     return points
 
 
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
+def divisors(number: int) -> list[int]:
+    """All of them, ascending: those up to the root, and their partners."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})

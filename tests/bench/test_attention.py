@@ -82,5 +82,5 @@ def test_the_cost_of_a_call_is_printed_for_each_way_in(
     monkeypatch.setattr("sys.argv", ["host", "--calls", "2", "--device", "cpu"])
     host.main()
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 8
+    assert len(lines) == 10
     assert all(float(line.split()[-2]) > 0 for line in lines)

@@ -10,7 +10,7 @@ import torch
 
 from flashspan.attention import attention
 from flashspan.bench import memory, precision, ranges, trace
-from flashspan.bench.model import Setting
+from flashspan.bench.model import Setting, Stepper
 from flashspan.bench.profile import residual_mib
 from flashspan.cli import main
 
@@ -106,3 +106,22 @@ def test_a_folder_that_cannot_be_is_named(tmp_path: Path, capsys: pytest.Capture
     assert main(["profile", "--preset", "hug"]) == 2
     with pytest.raises(SystemExit):
         main(["profile", "--dtype", "int8"])
+
+
+@pytest.mark.parametrize("extra", [[], ["--memory"], ["--batch", "1000000000"]], ids=["time", "memory", "overflow"])
+def test_a_step_that_no_memory_holds_is_explained(
+    extra: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["profile", "--tokens", "1000000000000", "--device", "cpu", "--folder", str(tmp_path), *extra]
+    assert main(words) == 2
+    message = capsys.readouterr().err
+    assert "x1000000000000 with plain attention does not on cpu; give fewer --tokens or --batch" in message
+
+
+def test_other_errors_of_a_step_stay_what_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(stepper: Stepper) -> None:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(Stepper, "infer", broken)
+    with pytest.raises(RuntimeError, match="a defect"):
+        main(["profile", "--tokens", "8", "--device", "cpu", "--folder", str(tmp_path)])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import html
 import math
 import os
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -13,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from flashspan.bench import record
+from flashspan.bench import data, record, sweep
 from flashspan.bench.context import ALONE, Workload, make_row
 from flashspan.bench.findings import find, split
 from flashspan.bench.record import Row
@@ -138,6 +140,7 @@ def test_a_row_of_weak_scaling_is_the_one_device_of_a_shorter_sequence() -> None
 def test_what_bounds_a_run_is_its_largest_part(changes: dict[str, float], bound: str) -> None:
     best = next(row for row in rows(**changes) if row.impl == "ring zigzag" and row.kind == "forward+backward")
     shares = split(best)
+    assert shares is not None
     assert shares.bound == bound
     assert sum(vars(shares).values()) == pytest.approx(best.p50_ms)
     assert f"bound by {bound}" in " ".join(find(rows(**changes)))
@@ -172,6 +175,150 @@ def test_a_sweep_that_was_cut_short_and_rows_that_lack_numbers(tmp_path: Path) -
     assert "<svg" in page([*forward, rows()[-1]])
     with pytest.raises(ValueError, match="has no imbalance: another version wrote it"):
         page([replace(row, more={k: v for k, v in row.more.items() if k != "imbalance"}) for row in rows()])
+
+
+def commands(text: str) -> list[str]:
+    """The different commands that a page shows."""
+    return list(dict.fromkeys(html.unescape(found) for found in re.findall("<code>(.*?)</code>", text)))
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        "context --quick",
+        "context --quick --dtype bfloat16 --heads 4",
+        "context --ranks 1 2 --width 256 --layers 2 --tokens 1024",  # the model of --quick, but every strategy
+        "context --ranks 2 3 --tokens 96 --width 64 --layers 1 --heads 4 --kv-heads 4 --repeats 7",
+        "study eager --lengths 16 32 --head-dims 8 --repeats 2 --device cpu",
+        "study flash --lengths 16 --device cpu",
+        "collectives --ranks 2 3 --sizes 1024 4096 --repeats 1",
+        "model --presets tiny small --tokens 8 16 --batch 2 --compiled --steps 3 --device cpu",
+        "model --presets tiny --dtypes float32 --attentions plain --warmups 0 2 --device cpu",
+    ],
+)
+def test_the_command_beside_rows_measures_the_same_rows(
+    made: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    wanted: list[Row] = []
+
+    def note(jobs: list[sweep.Job], *_: Any, **__: Any) -> sweep.Outcome:
+        wanted.extend(row for job in jobs for row in job.expected)
+        return sweep.Outcome([], 0, 0)
+
+    def asked_for(line: str) -> list[tuple[object, ...]]:
+        wanted.clear()
+        assert main([*shlex.split(line), "--folder", str(tmp_path)]) == 0
+        return sorted((*row.key, row.more.get("repeats"), row.more.get("steps")) for row in wanted)
+
+    monkeypatch.setattr(sweep, "run", note)
+    first = asked_for(f"bench {made}")
+    [shown] = commands(page([replace(row, status=record.OUT_OF_MEMORY) for row in wanted]))
+    assert asked_for(shown.removeprefix("flashspan ")) == first
+
+
+def test_each_figure_shows_the_command_of_its_own_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    text = page([*rows(), *other_sweeps()])
+    common = "flashspan bench context --ranks 1 2 --dtype {} --layers 2 --width {} --heads 4 --tokens 256"
+    assert commands(text) == [
+        common.format("float32", 64).replace("--dtype float32 ", ""),
+        common.format("bfloat16", 64),
+        common.format("float32", 128).replace("--dtype float32 ", ""),
+        "flashspan plan draw --strategy ring --layout zigzag --ranks 2 --tokens 256",
+    ]
+    captions = re.findall("<figcaption>(.*?)</figcaption>", text)
+    assert all(("--width 128" in caption) == ("2x128" in caption) for caption in captions)
+    monkeypatch.chdir(tmp_path)  # where the pictures go
+    assert main(shlex.split(commands(text)[-1])[1:]) == 0
+
+
+def test_the_command_of_data_parallelism_is_the_one_that_made_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(data, "_measure_and_show", lambda ranks, only, *rest: asked.append((ranks, only, rest[1])))
+    found = [
+        replace(rows()[0], what="data", impl=name, shape="2x64 3x128 per rank", ranks=2)
+        for name in ("context", "torch DDP")
+    ]
+    [shown] = commands(page(found))
+    assert main(shlex.split(shown)[1:]) == 0
+    assert asked == [((2,), ["torch DDP", "context"], 3)]
+
+
+def test_collectives_that_all_ran_out_of_memory_are_a_table_of_that() -> None:
+    lost = replace(rows()[0], what="collective", impl="all-reduce", status=record.OUT_OF_MEMORY, bytes=4e11, more={})
+    text = page([*rows(), lost])
+    assert "The wire" in text
+    assert '<td class="number">out of memory</td>' in text
+
+
+def upgraded(row: Row, **changes: Any) -> Row:
+    """A row measured again with a newer PyTorch, twice as fast."""
+    return replace(row, torch="3", p50_ms=row.p50_ms / 2, tflops=2 * row.tflops, **changes)
+
+
+def test_an_upgrade_is_not_taken_for_a_speed_up() -> None:
+    # The second run was killed before the contiguous ring.
+    both = [*rows(), *(upgraded(row) for row in rows() if row.impl != "ring contiguous")]
+    found = find(both)
+    assert "is fastest, 27.50 ms forward and backward, 1.82 times as fast as one device" in found[0]
+    assert "Left out: 6 rows (context) of torch 2. " in found[-1]
+    assert not any("contiguous" in text for text in found)
+    assert "1.82x" in page(both)
+    assert "3.64x" not in page(both)
+    # Only the strategies were measured again: nothing to compare them with.
+    assert not any("one device" in text for text in find([*rows(), *(upgraded(r) for r in rows() if r.ranks == 2)]))
+    # The older one measured last.
+    assert "55.00 ms" in find([*(upgraded(row) for row in rows()), *rows()])[0]
+
+
+def test_attention_and_models_are_compared_on_one_device_only() -> None:
+    def attention(impl: str, time: float, device: str) -> Row:
+        return replace(rows()[0], what="attention", kind="both", impl=impl, p50_ms=time, device=device)
+
+    found = find([attention("flashspan", 1.0, "old"), attention("flex", 2.0, "old"), attention("flex", 0.1, "new")])
+    assert "ours runs at 2.00 times the speed of the fastest other on 1 shapes" in found[0]
+    step = replace(rows()[0], what="model", kind="training", impl="flashspan, eager")
+    assert "autocast" not in find([step, replace(step, dtype="bfloat16", device="new")])[0]
+    assert "autocast" in find([step, replace(step, dtype="bfloat16")])[0]
+
+
+def test_a_device_of_more_threads_is_another_device() -> None:
+    def with_threads(row: Row, threads: int) -> Row:
+        return replace(row, more={**row.more, "threads": threads})
+
+    same = [with_threads(row, 1) for row in rows()]
+    assert find(same) == find(rows())
+    other = [with_threads(row, 2 if row.impl == ALONE else 1) for row in rows()]
+    assert find(other)[0].startswith("2x64, 4/2 heads, 256 tokens, threads per rank 1: on 2 ranks ring zigzag")
+    assert not any("one device" in text for text in find(other))
+    assert "x</td>" not in page(other).replace("1.00x</td>", "")  # no speed-up beside the strategies
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("tokens", 0), ("tokens", "x"), ("hidden", "x"), ("mfu", []), ("product_share", {}), ("threads", [])],
+)
+def test_a_row_with_something_else_in_place_of_a_number_is_refused(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"has {name} {value!r}: another version wrote it")):
+        page([replace(row, more={**row.more, name: value}) for row in rows()])
+
+
+def test_what_was_not_measured_is_not_spoken_of() -> None:
+    bare = {"hidden": None, "mfu": None, "product_share": None}
+    unknown = [replace(r, peak_mib=math.nan, tflops=math.nan, more={**r.more, **bare}) for r in rows()]
+    unknown.append(replace(rows()[0], what="collective", impl="all-reduce", more={"alpha_us": 3.0, "gb_per_s": None}))
+    assert "1.82 times as fast" in find(unknown)[0]
+    words = ("nan", "memory", "bound by", "hidden", "scaling", "fit the measured")
+    assert not [text for text in find(unknown) if any(word in text for word in words)]
+    assert "nan" not in re.sub("<svg.*?</svg>", "", page(unknown), flags=re.DOTALL)
+
+
+def test_the_file_that_cannot_be_written_is_the_one_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record.append(rows(), tmp_path / "context.jsonl")
+    figures = tmp_path / "context.jsonl" / "figures"  # a file where a folder should be
+    assert main(["report", str(tmp_path), "--figures", str(figures)]) == 2
+    said = capsys.readouterr().err
+    assert f"{figures / 'latency.svg'} cannot be written" in said
+    assert "give another --figures" in said
 
 
 @pytest.fixture(scope="module")

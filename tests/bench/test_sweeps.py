@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from flashspan.bench import collectives, context, model, record, study, sweep, tables
 from flashspan.bench.context import ALONE, KINDS, Pool, Workload
@@ -43,6 +44,50 @@ def test_context_compares_strategies_with_one_device(pool: Pool, tmp_path: Path)
     alone, ring = (rows[impl, ranks, KINDS[1], 64] for impl, ranks in ((ALONE, 1), ("ring zigzag", 2)))
     assert ring.peak_mib < alone.peak_mib
     assert context.table(outcome.rows).cells
+
+
+def test_other_settings_are_measured_again(pool: Pool, tmp_path: Path) -> None:
+    place = record.find_device("cpu")
+    where = record.environment(place)
+    work, larger = Workload(32, 1, 4, 2, 16, "float32"), Pool("cpu")
+    larger.threads = pool.threads + 1  # a device of another size
+
+    def contexts(repeats: int, chosen: Pool = pool) -> list[sweep.Job]:
+        return context.jobs_of(work, (), (1,), repeats, chosen)
+
+    def primitives(repeats: int) -> list[sweep.Job]:
+        return [collectives.job(where, "broadcast", (64, 128), 2, repeats, pool)]
+
+    def studies(repeats: int) -> list[sweep.Job]:
+        return study.jobs("eager", (16,), (16,), place, repeats)[:1]  # the other one compiles
+
+    for jobs in (contexts, primitives, studies):
+        path = tmp_path / f"{jobs.__name__}.jsonl"
+        assert all(row.ok for row in sweep.run(jobs(2), path).rows)
+        assert not sweep.left(jobs(2), path)
+        assert len(sweep.left(jobs(3), path)) == 1
+    assert len(sweep.left(contexts(2, larger), tmp_path / "contexts.jsonl")) == 1
+
+
+def test_noise_is_not_told_as_hidden() -> None:
+    assert context.hidden_share(8.0, 4.0, 10.0) == 0.5
+    assert context.hidden_share(8.0, 4.0, 14.0) == 0.0
+    assert context.hidden_share(10.4, 4.0, 10.0) == 1.0
+    assert math.isnan(context.hidden_share(10.6, 4.0, 10.0))
+    assert math.isnan(context.hidden_share(10.0, 0.0, 10.0))
+
+
+def test_computing_and_wire_are_timed_as_often_as_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sample of either would tell noise as a share that is hidden."""
+    timed = []
+    monkeypatch.setattr(context, "_time", lambda call, device: timed.append(call) or float(len(timed)))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        work = Workload(32, 1, 4, 2, 16, "float32")
+        found = context.run_on_rank(work, ("ring", "zigzag"), KINDS[:1], 3, "cpu")["forward"]
+    finally:
+        dist.destroy_process_group()
+    assert (found.steps, found.computing, found.wire) == ([1.0, 2.0, 3.0], 5.0, 8.0)
 
 
 def test_a_model_is_timed_phase_by_phase(tmp_path: Path) -> None:
@@ -106,14 +151,23 @@ def test_a_new_user_gets_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["context", "--ranks", "9"], "1 to 8 ranks"),
         (["context", "--tokens", "3"], "2 tokens per rank"),
         (["context", "--heads", "3"], "must divide"),
+        (["context", "--ranks"], "1 to 8 ranks: got none"),
+        (["model", "--presets"], "one model or more, for instance small: got none"),
+        (["model", "--attentions"], "attentions may be flashspan, plain: got none"),
         (["model", "--presets", "smal"], "did you mean 'small'"),
         (["model", "--dtypes", "float8"], "dtypes may be"),
         (["model", "--tokens", "0"], "tokens must be 1 or more"),
         (["model", "--warmups", "-1"], "warmups must be 0 or more"),
         (["model", "--device", "tpu"], "auto, cpu or cuda"),
         (["study", "eager", "--head-dims", "999"], "head sizes 1 to 256"),
+        (["study", "flash", "--head-dims"], "head sizes 1 to 256: got none"),
+        (["study", "flash", "--repeats", "0"], "1 repeat or more: got 0"),
         (["collectives", "--ranks", "1"], "2 to 64 ranks"),
+        (["collectives", "--sizes", "8"], "two or more multiples of 4, 4 bytes per rank at least: got 8"),
+        (["collectives", "--repeats", "0"], "repeats must be 1 or more: got 0"),
         (["data", "--only", "fastest"], "a contender is one of"),
+        (["data", "--ranks", "2", "--only"], "hybrid: got none"),
+        (["data", "--ranks", "2", "3", "--only", "tensor"], "divides the 4 kv heads: got 3 for tensor"),
     ],
 )
 def test_bad_input_is_explained(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

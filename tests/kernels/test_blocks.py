@@ -464,6 +464,14 @@ def test_patterns_of_blocks_hold_as_many_as_they_say() -> None:
     assert kinds.diagonal().all()
 
 
+def test_a_block_of_its_own_is_chosen_whatever_the_scores() -> None:
+    q, poisoned = torch.randn(1, 1, 600, 8, generator=torch.Generator().manual_seed(0)), torch.zeros(1, 1, 600, 8)
+    poisoned[0, 0, 200] = torch.nan
+    for k in (poisoned, q * 1e25):
+        chosen = masks.top_blocks(q * 1e25, k, 1).kinds()[0, 0] != 0
+        assert chosen.equal(torch.eye(5, dtype=torch.bool))
+
+
 def raises(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     raise KeyError("lost")
 
@@ -508,16 +516,44 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
         "same batch.*2x8 queries.*3x8",
     ),
     "a block size that is no number": (lambda: Blocks.of(CAUSAL, 8, 8, block=None), "64 or 128.*block=None"),
-    "fewer tokens than none": (lambda: masks.longformer(-1, window=1, num_global=1), "tokens.* >= 0: got -1"),
-    "random blocks of nothing": (lambda: masks.random_blocks(8, 0.5, size=0), "size >= 1.*size=0"),
+    "fewer tokens than none": (
+        lambda: masks.longformer(-1, window=1, num_global=1),
+        "num_tokens is .* 0 or more: got -1",
+    ),
+    "random blocks of nothing": (lambda: masks.random_blocks(8, 0.5, size=0), "size is .* or more: got 0"),
     "fewer random blocks than none": (
         lambda: masks.bigbird(8, window=1, num_global=1, num_random=-1),
-        "0 or more blocks.*num_random=-1",
+        "num_random is .* 0 or more: got -1",
     ),
     "keys of another batch": (
         lambda: masks.top_blocks(q4, torch.zeros(2, 4, 8, 16), 1),
-        r"got keep=1.*\(2, 4, 8, 16\)",
+        r"got q \(1, 4, 8, 16\), k \(2, 4, 8, 16\)",
     ),
+    "no block kept": (lambda: masks.top_blocks(q4, q4, 0), "keep is .* 1 or more: got 0"),
+    "half a block kept": (lambda: masks.top_blocks(q4, q4, 1.5), "keep is a whole number.*got 1.5"),  # type: ignore[arg-type]
+    "half a key": (lambda: masks.dilated(1.5, 1, 8), "width is a whole number.*got 1.5"),  # type: ignore[arg-type]
+    "a seed too long": (lambda: masks.random_blocks(8, 0.5, seed=2**70), "a seed of 64 bits.*seed=1180"),
+    "a block size with a point": (lambda: Blocks.of(CAUSAL, 8, 8, block=128.0), r"block=128\.0"),  # type: ignore[arg-type]
+    "squares of nothing": (
+        lambda: Blocks.from_coarse(PER_HEAD.grid() > 0, 8, 8, size=0),
+        "size is .* 1 or more: got 0",
+    ),
+    "squares of three sides": (
+        lambda: Blocks.from_coarse(PER_HEAD.grid() > 0, 8, 8, size=(8, 8, 8)),  # type: ignore[arg-type]
+        r"got size=\(8, 8, 8\)",
+    ),
+    "fewer queries than none": (lambda: Blocks.of(CAUSAL, -1, 8), "num_queries is .* 0 or more: got -1"),
+    "a list": (lambda: Blocks.from_dense([[True]]), "got list; use torch.as_tensor"),  # type: ignore[arg-type]
+    "a mask without values": (
+        lambda: Blocks.from_dense(torch.ones(8, 8, dtype=torch.bool, device="meta")),
+        "got torch.strided on meta",
+    ),
+    "a rule that is a tensor": (lambda: Blocks.from_rule(q4, 8, 8), "got Tensor.*from_dense"),  # type: ignore[arg-type]
+    "a slice past the end": (lambda: PER_HEAD.slice(range(5, 9), range(8)), r"0 to 7: got range\(5, 9\)"),
+    "a slice before the start": (lambda: PER_HEAD.slice(range(8), range(-2, 3)), r"0 to 7: got range\(-2, 3\)"),
+    "rows sliced past the end": (lambda: masks.documents([4, 4]).slice(range(8), range(9)), "0 to 7: got"),
+    "a slice by a tensor": (lambda: PER_HEAD.slice(q4, range(8)), "by a range"),  # type: ignore[arg-type]
+    "no picture": (lambda: PER_HEAD.draw(0), "1 or more characters wide: got 0"),
     "bands of no length": (lambda: Band(0, 1) | Band(5, 6), "before they are known"),
     "the fused CPU kernel": (
         lambda: attention(q4, q4, q4, mask=masks.streaming(1, 2, 8), backend="cpu"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from flashspan.context.schedule import Shape
 from flashspan.model import LlamaConfig, preset
 from flashspan.plan import Mixture, Run, ledger, longest, rank, simulate, step_time
 from flashspan.plan.calibrate import Measurement, calibrate, fit_link, predict
+from flashspan.plan.command import calibrated
 from flashspan.plan.devices import Cluster, load_table, make_cluster
-from flashspan.plan.search import fits, mixtures, scaling
+from flashspan.plan.search import divisors, fits, mixtures, scaling
 from flashspan.plan.step import schedules
 
 ROOT = Path(__file__).parent.parent.parent
@@ -131,6 +133,12 @@ def test_more_devices_hold_more_and_the_curve_reaches_1024() -> None:
     assert points[-1][1] is not None
 
 
+def test_divisors_of_a_large_number_take_a_moment() -> None:
+    for number in (1, 2, 12, 36, 97):
+        assert divisors(number) == [d for d in range(1, number + 1) if number % d == 0]
+    assert len(divisors(10**12)) == 13 * 13  # 2^12 5^12; one by one they would take hours
+
+
 def test_calibration_finds_the_device_that_made_the_times() -> None:
     cluster = make_cluster("H100", 1)
     truth = replace(
@@ -147,8 +155,9 @@ def test_calibration_finds_the_device_that_made_the_times() -> None:
 
 def test_calibration_takes_the_newest_times_of_one_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     row = {
-        "what": "model", "impl": "flashspan, eager", "kind": "forward", "status": "ok", "device": "A", "shape": "s",
-        "dtype": "float32", "ranks": 1, "p20_ms": 5.0, "more": {"preset": "tiny", "batch": 1, "tokens": 64},
+        "what": "model", "impl": "flashspan, eager", "kind": "forward", "status": "ok", "device": "NVIDIA H100",
+        "shape": "s", "dtype": "float32", "ranks": 1, "p20_ms": 5.0,
+        "more": {"preset": "tiny", "batch": 1, "tokens": 64},
     }  # fmt: skip
     words = ["plan", "tiny", "--tokens", "64", "--devices", "1", "--calibrate", str(tmp_path)]
     file = tmp_path / "model.jsonl"
@@ -166,6 +175,9 @@ def test_calibration_takes_the_newest_times_of_one_device(tmp_path: Path, capsys
         ({"more": {"preset": "tiny"}}, "another version wrote (KeyError: 'batch')"),
         ({"p20_ms": None}, "another version wrote"),
         ({"p20_ms": 0.0}, "a measured time must be positive"),
+        ({"more": {"preset": "gpt-9", "batch": 1, "tokens": 64}}, "rows has a row that cannot be used"),
+        ({"more": {"preset": "tiny", "batch": 0, "tokens": 64}}, "rows has a row that cannot be used"),
+        ({"impl": "plain, eager"}, "no rows to calibrate from"),
         ({"what": "collective", "impl": "send-receive", "more": {}}, "another version wrote (KeyError: 'alpha_us')"),
     ],
 )
@@ -173,12 +185,74 @@ def test_calibration_refuses_rows_it_cannot_use(
     changes: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     row = {
-        "what": "model", "impl": "flashspan, eager", "kind": "forward", "status": "ok", "device": "A",
+        "what": "model", "impl": "flashspan, eager", "kind": "forward", "status": "ok", "device": "NVIDIA H100",
         "dtype": "float32", "p20_ms": 5.0, "more": {"preset": "tiny", "batch": 1, "tokens": 64}, **changes,
     }  # fmt: skip
-    (tmp_path / "old.jsonl").write_text(json.dumps(row))
-    assert main(["plan", "tiny", "--calibrate", str(tmp_path)]) == 2
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    (folder / "old.jsonl").write_text(json.dumps(row))
+    assert main(["plan", "tiny", "--calibrate", str(folder)]) == 2
     assert message in capsys.readouterr().err
+
+
+def wire(device: str, ranks: int = 2, gb_per_s: float = 2.5) -> dict[str, Any]:
+    """A row of `bench collectives`."""
+    return {
+        "what": "collective", "impl": "send-receive", "status": "ok", "device": device, "shape": "1024 bytes",
+        "ranks": ranks, "more": {"alpha_us": 10.0, "gb_per_s": gb_per_s},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ["model", "collective"])
+@pytest.mark.parametrize(
+    ("planned", "measured", "accepted"),
+    [
+        ("H200", "NVIDIA H200", True),
+        ("RTX4090", "NVIDIA GeForce RTX 4090", True),
+        ("cpu-core", "x86_64, 2 cores", True),
+        ("H100", "x86_64, 2 cores", False),
+        ("H100", "NVIDIA H200", False),
+        ("cpu-core", "NVIDIA H200", False),
+    ],
+)
+def test_a_device_is_calibrated_by_its_own_rows_only(
+    planned: str, measured: str, accepted: bool, what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = {
+        "what": "model", "impl": "flashspan, eager", "kind": "forward", "status": "ok", "device": measured,
+        "dtype": "float32", "p20_ms": 5.0, "more": {"preset": "tiny", "batch": 1, "tokens": 64},
+    }  # fmt: skip
+    (tmp_path / "rows.jsonl").write_text(json.dumps(model if what == "model" else wire(measured)))
+    words = ["plan", "tiny", "--tokens", "64", "--devices", "1", "--device", planned, "--calibrate", str(tmp_path)]
+    assert main(words) == (0 if accepted else 2)
+    message = f"planned for, {planned}: those in {tmp_path} are of {measured}; measure on {planned}"
+    assert (message in capsys.readouterr().err) != accepted
+
+
+def test_transfers_of_another_device_than_the_models_are_refused(tmp_path: Path) -> None:
+    model = {"what": "model", "status": "ok", "device": "NVIDIA H100"}
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, (model, wire("x86_64, 2 cores")))))
+    with pytest.raises(ValueError, match="several devices, NVIDIA H100, x86_64, 2 cores: give each a folder"):
+        calibrated(make_cluster("H100", 8), tmp_path)
+
+
+def test_the_link_is_that_of_the_most_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [wire("NVIDIA H100", ranks, speed) for ranks, speed in ((2, 90.0), (4, 80.0), (3, 70.0))]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    cluster = make_cluster("H100", 8)
+    found = calibrated(cluster, tmp_path)
+    assert found.inside.bandwidth == pytest.approx(80e9)
+    assert found.inside.latency == pytest.approx(1e-5)
+    assert replace(found, inside=cluster.inside) == cluster
+    assert "Calibrated from 0 times and the link of 4 ranks" in capsys.readouterr().out
+
+
+def test_a_file_that_is_not_utf8_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(b"\xff\xfe{}")
+    (tmp_path / "mine.toml").write_bytes(b"\xff\xfe")
+    for option, given, named in (("--calibrate", "", "rows.jsonl"), ("--table", "mine.toml", "mine.toml")):
+        assert main(["plan", "tiny", option, str(tmp_path / given)]) == 2
+        assert f"{tmp_path / named} is not" in capsys.readouterr().err
 
 
 def test_the_fit_of_a_wire_is_the_wire() -> None:
@@ -216,6 +290,26 @@ def test_users_extend_the_table(tmp_path: Path) -> None:
         load_table(file)
 
 
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("[devices.H100]\nflops=inf", "flops must be positive and finite: H100 has inf"),
+        ("[devices.H100]\nmemory=0", "memory must be positive and finite: H100 has 0"),
+        ("[devices.H100]\nproduct_share=5", "product_share must be above 0 and at most 1: H100 has 5"),
+        ("[devices.H100]\ntraffic_share=nan", "traffic_share must be above 0 and at most 1: H100 has nan"),
+        ("[devices.H100]\ninterference=-1", "interference must be from 0 to 1: H100 has -1"),
+        ("[devices.H100]\nreserve=-5e12", "reserve must be 0 or more and finite: H100 has -5"),
+        ("[links.pcie4]\nbandwidth=inf", "both finite: pcie4 has 1e-05, inf"),
+        (f"[devices.H100]\nflops=1{'0' * 400}", "too large"),
+    ],
+)
+def test_numbers_that_no_device_has_are_refused(entry: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(entry)
+    with pytest.raises(ValueError, match=f"{re.escape(str(file))}: .*{re.escape(message)}"):
+        load_table(file)
+
+
 def test_the_command_ranks_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "llama-3.2-1b", "--tokens", "65536", "--devices", "8", "--device", "L40", "--batch", "1"]
     assert main([*words, "--folder", str(tmp_path)]) == 0
@@ -233,6 +327,7 @@ def test_the_command_ranks_and_draws(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["tiny", "--network", "string"], "unknown link"),
         (["tiny", "--tokens", "0"], "1 or more tokens"),
         (["tiny", "--devices", "0"], "at least 1 device"),
+        (["tiny", "--devices", "1000000000000"], "at most 1,000,000 devices: got 1,000,000,000,000"),
         (["tiny", "--calibrate", "nowhere"], "no rows to calibrate"),
         (["tiny", "--table", "nowhere.toml"], "not a TOML file"),
         (["tiny", "--top", "0"], "top must be 1 or more"),

@@ -1,0 +1,80 @@
+"""The command that measured some rows, from what they say of themselves: a report shows it beside each figure."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import shlex
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from flashspan.bench.context import ALONE, QUICK, QUICK_CASES, bench_context
+from flashspan.bench.model import bench_model
+from flashspan.bench.record import Row
+
+
+def command(words: str, run: Callable[..., int], **options: Any) -> str:
+    """The line that calls `run` with these options; what it does anyway, and None for unknown, is left out."""
+    line = ["flashspan", *words.split()]
+    for name, value in options.items():
+        if value is None or value == inspect.signature(run).parameters[name].default:
+            continue
+        values = () if value is True else value if isinstance(value, tuple) else (value,)
+        line += [f"--{name.replace('_', '-')}", *map(str, values)]
+    return shlex.join(line)
+
+
+def every(values: Iterable[Any]) -> tuple[Any, ...] | None:
+    """The different values that are known, sorted; None if there is none."""
+    return tuple(sorted({value for value in values if value is not None})) or None
+
+
+def only(values: Iterable[Any]) -> Any:
+    """The value that all have; None if they differ."""
+    found = set(values)
+    return found.pop() if len(found) == 1 else None
+
+
+def device_of(rows: Iterable[Row]) -> str | None:
+    """What --device must say for a CPU's rows to come from one again; a GPU is what it chooses."""
+    return "cpu" if all(re.search(r", \d+ cores$", row.device) for row in rows) else None
+
+
+def context_command(rows: Sequence[Row]) -> str:
+    """What measured rows of `bench context` of one shape, dtype and device."""
+    sizes = re.fullmatch(r"(\d+)x(\d+), (\d+)/(\d+) heads, (\d+) tokens", rows[0].shape)
+    options: dict[str, Any] = {"ranks": every(row.ranks for row in rows), "dtype": rows[0].dtype}
+    if sizes is not None:
+        names = ("layers", "width", "heads", "kv_heads", "tokens")
+        options |= dict(zip(names, map(int, sizes.groups()), strict=True))
+    options["repeats"] = only(row.more.get("repeats") for row in rows)
+    cases = {ALONE, *(" ".join(case) for case in QUICK_CASES)}
+    known = {name: value for name, value in QUICK.items() if options.get(name) is not None}  # older rows know less
+    if len(known) > 3 and known.items() <= options.items() and {row.impl for row in rows} <= cases:
+        options = {"quick": True} | {name: value for name, value in options.items() if name not in QUICK}
+    return command("bench context", bench_context, **options)
+
+
+def model_commands(rows: Sequence[Row]) -> list[str]:
+    """What measured rows of `bench model`: it takes one batch and, except for the warm-up study, one warm-up."""
+    runs: dict[tuple[str, str, Any], list[tuple[Row, re.Match[str]]]] = {}
+    for row in rows:
+        if read := re.fullmatch(r"(?P<preset>\S+) (?P<batch>\d+)x(?P<tokens>\d+)", row.shape):
+            warmup = row.more.get("warmup") if row.what == "model" else None
+            runs.setdefault((row.what, read["batch"], warmup), []).append((row, read))
+    return [
+        command(
+            "bench model",
+            bench_model,
+            presets=tuple(dict.fromkeys(read["preset"] for _, read in run)),
+            tokens=every(int(read["tokens"]) for _, read in run),
+            batch=int(batch),
+            dtypes=tuple(dict.fromkeys(row.dtype for row, _ in run)),
+            attentions=tuple(dict.fromkeys(row.impl.split(", ")[0] for row, _ in run)),
+            compiled=any("compiled" in row.impl for row, _ in run),
+            warmups=every(row.more.get("warmup") for row, _ in run),
+            steps=only(row.more.get("steps") for row, _ in run),
+            device=device_of(row for row, _ in run),
+        )
+        for (_, batch, _), run in runs.items()
+    ]
