@@ -140,6 +140,11 @@ def as_written(item: Row) -> dict[str, Any]:
     return {name: _jsonable(value) for name, value in asdict(item).items()}
 
 
+def kept(item: Row) -> Row:
+    """A row as a file gives it back: a table of it is then the same now and later."""
+    return _row_of(as_written(item))
+
+
 def read(path: Path) -> list[Row]:
     """The rows of a file that `append` wrote; what another version wrote is refused."""
     return _read_csv(path) if path.suffix == ".csv" else _read_lines(path)
@@ -238,11 +243,14 @@ def _read_lines(path: Path) -> list[Row]:
                 f"{path}, line {number}, does not hold a row of this version (fields that differ: "
                 f"{', '.join(differ)}): move the file away and measure again"
             )
-        for name, kind in names.items():
-            if kind == "float" and values[name] is None:
-                values[name] = math.nan
-        rows.append(Row(**values))
+        rows.append(_row_of(values))
     return rows
+
+
+def _row_of(values: dict[str, Any]) -> Row:
+    """From JSON, where null is what is not known."""
+    unknown = {x.name: math.nan for x in fields(Row) if str(x.type) == "float" and values[x.name] is None}
+    return Row(**values | unknown)
 
 
 def _fits(name: str, kind: str, value: object) -> bool:

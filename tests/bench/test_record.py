@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -197,3 +198,13 @@ def test_an_absent_device_is_named() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="no CUDA device"):
             record.find_device("cuda")
+
+
+def test_a_row_can_be_had_as_a_file_gives_it_back(tmp_path: Path) -> None:
+    random = Random(0)
+    made = [make(str(i), [random.uniform(1, 100) for _ in range(5)], tflop=random.random(), more={"x": random.random()})
+            for i in range(100)]  # fmt: skip
+    made.append(make("unknown", more={"x": math.nan}))
+    record.append(made, tmp_path / "rows.jsonl")
+    assert repr(record.read(tmp_path / "rows.jsonl")) == repr([record.kept(row) for row in made])
+    assert record.kept(made[0]) != made[0]
