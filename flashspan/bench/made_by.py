@@ -49,8 +49,8 @@ def context_command(rows: Sequence[Row]) -> str:
         options |= dict(zip(names, map(int, sizes.groups()), strict=True))
     options["repeats"] = only(row.more.get("repeats") for row in rows)
     cases = {ALONE, *(" ".join(case) for case in QUICK_CASES)}
-    known = {name: value for name, value in QUICK.items() if options.get(name) is not None}  # older rows know less
-    if len(known) > 3 and known.items() <= options.items() and {row.impl for row in rows} <= cases:
+    quick = QUICK if options["repeats"] is not None else QUICK | {"repeats": None}  # older rows do not say
+    if quick.items() <= options.items() and {row.impl for row in rows} <= cases:
         options = {"quick": True} | {name: value for name, value in options.items() if name not in QUICK}
     return command("bench context", bench_context, **options)
 

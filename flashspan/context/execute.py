@@ -7,6 +7,7 @@ where the inputs are) until it is complete.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -87,7 +88,7 @@ class Call(NamedTuple):
     partial: bool = False
 
 
-class Walk:
+class Walk(ABC):
     """One rank's way through a schedule. Subclasses say what they own, what they compute, and what arrivals mean."""
 
     def __init__(self, plan: Plan, schedule: Schedule, wire: Wire, local: LocalAttention, call: Call) -> None:
@@ -110,28 +111,29 @@ class Walk:
                 else:
                     self.onward[t.kind, t.owner, t.chunk] = t.rows
 
+    @abstractmethod
     def own(self, kind: str) -> tuple[Tensor, ...]:
         """This rank's own tensors of a kind, all heads and rows."""
-        raise NotImplementedError
 
+    @abstractmethod
     def arrive(self, transfer: Transfer, bundle: Bundle) -> None:
         """Take in a result (a carry or a gradient) that came."""
-        raise NotImplementedError
 
+    @abstractmethod
     def result(self, transfer: Transfer) -> Bundle:
         """Give out a result that is complete here and goes on."""
-        raise NotImplementedError
 
+    @abstractmethod
     def compute(self, tile: Tile) -> None:
-        raise NotImplementedError
+        """Compute a tile from the copies that are here, and add what it gives to its results."""
 
+    @abstractmethod
     def settle(self, item: Item) -> None:
         """Bring a complete result of this rank's own into its final dtype and place."""
-        raise NotImplementedError
 
+    @abstractmethod
     def finish(self) -> Any:
         """What is this rank's own when all steps are done."""
-        raise NotImplementedError
 
     def add_part(self, item: Item) -> None:
         """Note that a tile or an arrival has been added to a result."""

@@ -48,9 +48,9 @@ def backward_launch(
     hidden = table or lo > 1 - T or hi < S - 1 or S % (2 * tile.block_k) > 0
     # Equally long tiles whose dK and dV are added: those left over after the last full round are cut by their queries.
     cut = accumulate and sums is not None and not hidden
-    rest = num_tiles % chip if cut else 0
-    parts, whole = _parts(rest, triton.cdiv(T, tile.block_q), chip), num_tiles - rest
-    num_tiles = whole + rest * parts
+    parts = max(1, min(8, T // (16 * tile.block_q))) if cut else 1  # of about 16 blocks or more
+    whole = num_tiles // chip * chip if parts > 1 else num_tiles
+    num_tiles = whole + (num_tiles - whole) * parts
     return Launch(
         backward_kernel,
         (min(num_tiles, chip),),
@@ -69,16 +69,6 @@ def backward_launch(
             "CLAIM": sums is not None and not accumulate and not _crowded(mask, T, S), "CUT": cut, **WARPS,
         },
     )  # fmt: skip
-
-
-def _parts(num_tiles: int, num_blocks: int, chip: int) -> int:
-    """Into how many parts fewer tiles than multiprocessors are best cut, of 16 blocks of queries or more on average.
-    Loading K and V of a part and adding its dK and dV takes as long as about two blocks."""
-
-    def blocks(parts: int) -> int:
-        return triton.cdiv(num_tiles * parts, chip) * (triton.cdiv(num_blocks, parts) + 2)
-
-    return min(range(1, max(1, min(8, num_blocks // 16)) + 1), key=blocks)
 
 
 def _crowded(mask: Mask, num_queries: int, num_keys: int) -> bool:
