@@ -19,12 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flashspan.attention import attention
+from flashspan.bench import sweep
 from flashspan.bench.check import BOUNDS, over_all_ranks, relative
 from flashspan.context.layout import LAYOUTS
 from flashspan.context.strategy import STRATEGIES
 from flashspan.kernels import reference
 from flashspan.kernels.masks import CAUSAL, EVERYTHING
-from flashspan.launch import Ranks
+from flashspan.launch import RankError, Ranks
 
 MAX_DEVICES = 8
 CHECKED_ROWS = 256  # queries compared with float64, spread over the sequence
@@ -51,7 +52,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a device reports; the last three are rank 0's."""
+    """What a device reports; the last three are rank 0's, and its time alone is 0 where it is alone anyway."""
 
     tokens: int
     milliseconds: float
@@ -81,7 +82,9 @@ def attend(
         raise ValueError(f"attend runs on 1 to {MAX_DEVICES} devices: got {num_devices}")
     if seq_len < 1 or not 1 <= head_dim <= 256:
         raise ValueError(f"attend needs 1 or more tokens and a head size of 1 to 256: got {seq_len} and {head_dim}")
-    if heads < 1 or kv_heads < 1 or heads % kv_heads:
+    if heads < 1:
+        raise ValueError(f"attend needs 1 or more heads: got {heads}")
+    if kv_heads < 1 or heads % kv_heads:
         raise ValueError(f"the kv heads must divide the query heads: got {heads} query heads and {kv_heads} kv heads")
     known: dict[str, Iterable[str]] = {"strategy": STRATEGIES, "layout": LAYOUTS, "dtype": BOUNDS}
     for (name, choices), value in zip(known.items(), (strategy, layout, dtype), strict=True):
@@ -89,12 +92,21 @@ def attend(
             raise ValueError(f"{name} must be one of {', '.join(choices)}: got {value!r}")
     gpus = torch.cuda.device_count() >= num_devices
     job = Job(seq_len, head_dim, strategy, layout, causal, heads, kv_heads, dtype, seed, "cuda" if gpus else "cpu")
+    needed, free = needed_bytes(job, num_devices), free_bytes(job.device_type)
+    needs = f"attend {num_devices} {seq_len} {head_dim} needs about {needed / 2**30:.1f} GiB of memory"
+    if free is not None and needed > free:
+        raise ValueError(f"{needs}, and {free / 2**30:.1f} are there: lower T, D or the heads")
     where = "GPUs" if gpus else f"CPU processes on {os.cpu_count()} cores"
     print("FlashAttention across devices, forward")
     print(f"Devices: {num_devices} ({where}), sequence length T: {seq_len}, head dim D: {head_dim}")
     print(f"Heads: {heads} on {kv_heads} kv heads, {'causal' if causal else 'full'}, {dtype}, {strategy}, {layout}\n")
-    with Ranks(num_devices, backend="nccl" if gpus else "gloo", timeout=120) as ranks:
-        answers: list[Answer] = ranks.run(run_on_rank, job, timeout=900)
+    try:
+        with Ranks(num_devices, backend="nccl" if gpus else "gloo", timeout=120) as ranks:
+            answers: list[Answer] = ranks.run(run_on_rank, job, timeout=900)
+    except RankError as error:
+        if sweep.is_out_of_memory(error):
+            raise ValueError(f"{needs}, more than there was: lower T, D or the heads") from error
+        raise
     first = answers[0]
     print("Output O[0..7]:", " ".join(f"{x:9.6f}" for x in first.sample))
     bound = BOUNDS[dtype][0]
@@ -104,12 +116,29 @@ def attend(
     for rank, answer in enumerate(answers):
         peak = "unknown" if answer.peak_mib is None else f"{answer.peak_mib:.1f}"
         print(f"{rank:>6} {answer.tokens:>8} {answer.milliseconds:>9.1f} {peak:>10} {answer.sent_mib:>10.2f}")
-    slowest = max(answer.milliseconds for answer in answers)
-    print(
-        f"\nOne device alone: {first.alone_ms:.1f} ms; {num_devices} together: {slowest:.1f} ms; "
-        f"speedup {first.alone_ms / slowest:.2f}x"
-    )
+    if num_devices > 1:
+        slowest = max(answer.milliseconds for answer in answers)
+        print(
+            f"\nOne device alone: {first.alone_ms:.1f} ms; {num_devices} together: {slowest:.1f} ms; "
+            f"speedup {first.alone_ms / slowest:.2f}x"
+        )
     return 0 if right else 1
+
+
+def needed_bytes(job: Job, num_devices: int) -> int:
+    """The most that is held at once by a GPU, or by all CPU processes together: when every one has drawn all inputs,
+    or when the first compares its output with float64, which takes the scores of the checked rows three times."""
+    numbers = (job.heads + 2 * job.kv_heads) * job.seq_len * job.head_dim
+    inputs = numbers * getattr(torch, job.dtype).itemsize
+    compared = inputs + 8 * numbers + 3 * 8 * job.heads * len(checked_rows(job)) * job.seq_len
+    return max(inputs * (1 if job.device_type == "cuda" else num_devices), compared)
+
+
+def free_bytes(device_type: str) -> float | None:
+    """Memory there is to use, of a GPU or of this machine; None where the system does not tell."""
+    if device_type == "cuda":
+        return float(torch.cuda.get_device_properties(0).total_memory)
+    return status("MemAvailable", Path("/proc/meminfo"))
 
 
 @torch.no_grad()
@@ -120,10 +149,10 @@ def run_on_rank(job: Job) -> Answer:
     attend = over_all_ranks(job.strategy, job.layout, job.device_type, num_tokens=job.seq_len)
     q, k, v = (attend.shard(x, 2) for x in whole)
     alone = 0.0
-    if dist.get_rank() == 0:
-        alone = min(timed(lambda: attention(*whole, causal=job.causal), device)[0] for _ in range(REPEATS))
-    else:
+    if dist.get_rank():
         del whole
+    elif dist.get_world_size() > 1:
+        alone = min(timed(lambda: attention(*whole, causal=job.causal), device)[0] for _ in range(REPEATS))
     out = attend(q, k, v, causal=job.causal)  # warms up, and shakes hands
     times, peaks = [], []
     for _ in range(REPEATS):
@@ -149,9 +178,14 @@ def make_inputs(job: Job, device: torch.device) -> list[Tensor]:
     return [torch.randn(shape, generator=generator).to(device, getattr(torch, job.dtype)) for shape in shapes]
 
 
+def checked_rows(job: Job) -> range:
+    """Queries spread over the sequence."""
+    return range(0, job.seq_len, max(1, job.seq_len // CHECKED_ROWS))
+
+
 def row_error(job: Job, whole: list[Tensor], out: Tensor) -> float:
-    """The relative error of some rows, spread over the sequence, against float64."""
-    rows = range(0, job.seq_len, max(1, job.seq_len // CHECKED_ROWS))
+    """The relative error of the checked rows against float64."""
+    rows = checked_rows(job)
     q, k, v = (x.double() for x in whole)
     mask = (CAUSAL if job.causal else EVERYTHING).slice(rows, range(job.seq_len))
     scale = 1.0 / math.sqrt(job.head_dim)
@@ -189,10 +223,10 @@ def reset_peak() -> float | None:
     return status("VmRSS")
 
 
-def status(name: str) -> float | None:
-    """A line of /proc/self/status, in bytes."""
+def status(name: str, file: Path = Path("/proc/self/status")) -> float | None:
+    """What a line of a file of Linux says, in bytes."""
     try:
-        lines = Path("/proc/self/status").read_text().splitlines()
+        lines = file.read_text().splitlines()
     except OSError:
         return None
     return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith(name + ":")), None)

@@ -43,8 +43,9 @@ QUICK_CASES = (
     ("helper", "contiguous"),
     ("ulysses", "contiguous"),
 )
+FULL: dict[str, Any] = {"ranks": (1, 2, 4, 8), "tokens": 4096, "width": 512, "layers": 4, "repeats": 5}
 QUICK: dict[str, Any] = {"ranks": (1, 2), "tokens": 1024, "width": 256, "layers": 2, "repeats": 3}
-"""What --quick chooses, beside those cases."""
+"""What is measured unless told otherwise, without --quick and with it."""
 ALONE = "one device"
 KINDS = ("forward", "forward+backward")
 
@@ -350,14 +351,14 @@ def table(rows: Sequence[Row], of_what: str = "") -> Table:
 def bench_context(
     *,
     quick: bool = False,
-    ranks: tuple[int, ...] = (1, 2, 4, 8),
-    tokens: int = 4096,
-    width: int = 512,
-    layers: int = 4,
+    ranks: tuple[int, ...] | None = None,
+    tokens: int | None = None,
+    width: int | None = None,
+    layers: int | None = None,
     heads: int = 8,
     kv_heads: int = 2,
     dtype: str = "float32",
-    repeats: int = 5,
+    repeats: int | None = None,
     folder: Path = record.FOLDER,
     again: bool = False,
 ) -> int:
@@ -368,22 +369,27 @@ def bench_context(
     `flashspan report` makes a page of it.
 
     Args:
-        quick: a smaller model, 1 and 2 ranks, six of the strategies and layouts; two minutes on two cores.
-        ranks: the numbers of ranks, each 1 to 8.
-        tokens: length of the whole sequence.
-        width: of the model.
-        layers: of the model.
+        quick: six of the strategies and layouts and, unless given, a smaller model on 1 and 2 ranks; two minutes on
+            two cores.
+        ranks: the numbers of ranks, each 1 to 8; unless given 1 2 4 8, with --quick 1 2.
+        tokens: length of the whole sequence; unless given 4096, with --quick 1024.
+        width: of the model; unless given 512, with --quick 256.
+        layers: of the model; unless given 4, with --quick 2.
         heads: query heads.
         kv_heads: key and value heads.
         dtype: float32, or bfloat16 for autocast.
-        repeats: timed steps of each.
+        repeats: timed steps of each; unless given 5, with --quick 3.
         folder: where the rows go.
         again: measure what is there, too.
     """
     from rich.console import Console
 
-    if quick:
-        ranks, tokens, width, layers, repeats = QUICK.values()
+    usual = QUICK if quick else FULL
+    ranks = usual["ranks"] if ranks is None else ranks
+    tokens = usual["tokens"] if tokens is None else tokens
+    width = usual["width"] if width is None else width
+    layers = usual["layers"] if layers is None else layers
+    repeats = usual["repeats"] if repeats is None else repeats
     if not ranks or not all(1 <= num <= 8 for num in ranks):
         raise ValueError(f"bench context runs on 1 to 8 ranks: got {' '.join(map(str, ranks)) or 'none'}")
     if tokens < 2 * max(ranks) or repeats < 1:

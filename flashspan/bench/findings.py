@@ -146,6 +146,17 @@ def setting_of(row: Row) -> Setting:
     return Setting(row.shape.rsplit(", ", 1)[0], row.dtype, row.device, row.torch, row.more.get("threads"))
 
 
+def by_place(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows of each device and PyTorch apart, as in `Setting`; by what a title adds to tell one from the others."""
+    places = dict.fromkeys((row.device, row.torch) for row in rows)
+    devices, versions = {device for device, _ in places}, {version for _, version in places}
+    found = {}
+    for device, version in places:
+        told = (f", {device}" if len(devices) > 1 else "") + (f", torch {version}" if len(versions) > 1 else "")
+        found[told] = [row for row in rows if (row.device, row.torch) == (device, version)]
+    return found
+
+
 def workloads(rows: Sequence[Row]) -> list[Workload]:
     """The sweeps that a folder holds: of different lengths or settings, each apart from the others."""
     done = [row for row in rows if row.what == "context" and row.ok and row.kind == "forward+backward"]
@@ -287,16 +298,19 @@ def of_memory(rows: Sequence[Row]) -> list[str]:
 
 def of_collectives(rows: Sequence[Row]) -> list[str]:
     """The wire, as the planner knows it."""
-    fits = {}
-    for row in rows:
-        if row.what == "collective" and _is_number(row.more.get("alpha_us")) and _is_number(row.more.get("gb_per_s")):
-            fits[row.impl, row.ranks] = row.more
-    return [
-        f"{name} on {ranks} ranks: {show(float(fit['alpha_us']))} µs and {show(float(fit['gb_per_s']))} GB/s fit the "
-        "measured times."
-        for (name, ranks), fit in fits.items()
-        if name in ("send-receive", "all-reduce")
-    ]
+    found = []
+    for where, here in by_place([row for row in rows if row.what == "collective"]).items():
+        fits = {}
+        for row in here:
+            if _is_number(row.more.get("alpha_us")) and _is_number(row.more.get("gb_per_s")):
+                fits[row.impl, row.ranks] = row.more
+        found += [
+            f"{name} on {ranks} ranks{where}: {show(float(fit['alpha_us']))} µs and {show(float(fit['gb_per_s']))} "
+            "GB/s fit the measured times."
+            for (name, ranks), fit in fits.items()
+            if name in ("send-receive", "all-reduce")
+        ]
+    return found
 
 
 def of_noise(rows: Sequence[Row]) -> list[str]:
@@ -322,9 +336,9 @@ def of_earlier(rows: Sequence[Row], kept: Sequence[Row]) -> list[str]:
     ]
 
 
-def find(rows: Sequence[Row]) -> list[str]:
-    """All findings, the most telling first."""
-    kept = current(rows)
+def find(rows: Sequence[Row], kept: Sequence[Row] | None = None) -> list[str]:
+    """All findings, the most telling first. `kept` is current(rows), from who has it."""
+    kept = current(rows) if kept is None else kept
     parts = (of_noise, of_context, of_attention, of_model, of_collectives, of_memory)
     found = [text for part in parts for text in part(kept)] + of_earlier(rows, kept)
     failed = [row for row in kept if row.status.startswith("failed")]

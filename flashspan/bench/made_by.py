@@ -8,7 +8,9 @@ import shlex
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from flashspan.bench.context import ALONE, QUICK, QUICK_CASES, bench_context
+from flashspan.bench import attention
+from flashspan.bench.collectives import bench_collectives
+from flashspan.bench.context import ALONE, FULL, QUICK, QUICK_CASES, bench_context
 from flashspan.bench.model import bench_model
 from flashspan.bench.record import Row
 
@@ -48,11 +50,32 @@ def context_command(rows: Sequence[Row]) -> str:
         names = ("layers", "width", "heads", "kv_heads", "tokens")
         options |= dict(zip(names, map(int, sizes.groups()), strict=True))
     options["repeats"] = only(row.more.get("repeats") for row in rows)
-    cases = {ALONE, *(" ".join(case) for case in QUICK_CASES)}
-    quick = QUICK if options["repeats"] is not None else QUICK | {"repeats": None}  # older rows do not say
-    if quick.items() <= options.items() and {row.impl for row in rows} <= cases:
-        options = {"quick": True} | {name: value for name, value in options.items() if name not in QUICK}
-    return command("bench context", bench_context, **options)
+    cases = {" ".join(case) for case in QUICK_CASES}
+    done = {row.impl for row in rows} - {ALONE}
+    sizes_of_quick = QUICK if options["repeats"] is not None else QUICK | {"repeats": None}  # older rows do not say
+    # Either its cases, whatever was given beside it, or some of them and its sizes: it was cut short.
+    quick = done == cases or (done < cases and sizes_of_quick.items() <= options.items())
+    usual = QUICK if quick else FULL
+    options = {name: value for name, value in options.items() if name not in usual or value != usual[name]}
+    return command("bench context", bench_context, quick=quick, **options)
+
+
+def collectives_commands(rows: Sequence[Row]) -> list[str]:
+    """What measured rows of `bench collectives` of one place; none if one size is left, for it asks for two."""
+    sizes = every(int(row.bytes) for row in rows if row.bytes > 0)
+    if sizes is not None and len(sizes) < 2:
+        return []
+    ranks, repeats = every(row.ranks for row in rows), only(row.more.get("repeats") for row in rows)
+    return [command("bench collectives", bench_collectives, ranks=ranks, sizes=sizes, repeats=repeats)]
+
+
+def attention_command(rows: Sequence[Row]) -> str:
+    """What measured rows of `bench attention`: these shapes, unless they are the ones it has of its own."""
+    found = dict.fromkeys(row.shape for row in rows)
+    reads = (re.fullmatch(r"(\d+)x(\d+)/(\d+)x(\d+)x(\d+) (.+)", shape) for shape in found)
+    shapes = tuple(",".join(read.groups()) for read in reads if read)
+    own = found.keys() == {str(shape) for shape in attention.SHAPES}
+    return command("bench attention", attention.main, shapes=None if own else shapes)
 
 
 def model_commands(rows: Sequence[Row]) -> list[str]:

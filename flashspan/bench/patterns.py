@@ -5,7 +5,7 @@ python -m flashspan.bench.patterns docs/patterns
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,6 +54,12 @@ def draw(folder: Path) -> list[Path]:
     return paths
 
 
-if __name__ == "__main__":
-    for path in draw(Path(sys.argv[1] if len(sys.argv) > 1 else "docs/patterns")):
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, nargs="?", default="docs/patterns", help="where the pictures go")
+    for path in draw(parser.parse_args().folder):
         print(path)
+
+
+if __name__ == "__main__":
+    main()

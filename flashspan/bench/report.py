@@ -14,11 +14,19 @@ from typing import Any
 
 from flashspan import masks
 from flashspan.bench import context, plots, record
-from flashspan.bench.collectives import bench_collectives
 from flashspan.bench.context import ALONE
 from flashspan.bench.data import CONTENDERS, bench_data
-from flashspan.bench.findings import Workload, check, current, find, setting_of, split, workloads
-from flashspan.bench.made_by import command, context_command, device_of, every, model_commands, only
+from flashspan.bench.findings import Workload, by_place, check, current, find, setting_of, split, workloads
+from flashspan.bench.made_by import (
+    attention_command,
+    collectives_commands,
+    command,
+    context_command,
+    device_of,
+    every,
+    model_commands,
+    only,
+)
 from flashspan.bench.record import Row
 from flashspan.bench.study import bench_study
 from flashspan.bench.tables import Table, make, pivot
@@ -64,7 +72,7 @@ class Picture:
     commands: list[str]
 
     def html(self) -> str:
-        caption = f"{html.escape(self.caption)} {_code(self.commands)}"
+        caption = f"{html.escape(self.caption)} {_code(self.commands)}".rstrip()
         return f"<figure>{self.svg}<figcaption>{caption}</figcaption></figure>"
 
 
@@ -89,18 +97,23 @@ def _code(commands: Sequence[str]) -> str:
     return " and ".join(f"<code>{html.escape(line)}</code>" for line in dict.fromkeys(commands))
 
 
-def page(rows: Sequence[Row], title: str = "flashspan: measured") -> str:
-    """The whole document."""
+def contents(rows: Sequence[Row]) -> tuple[list[str], list[Section]]:
+    """What stands on the page: its findings and its sections."""
     shown = current(rows)
     check(shown)
-    findings = "".join(f"<li>{html.escape(text)}</li>" for text in find(rows))
     sections = [section for make_section in SECTIONS if (section := make_section(shown)) is not None]
+    return find(rows, shown), sections
+
+
+def page(findings: Sequence[str], sections: Sequence[Section], title: str = "flashspan: measured") -> str:
+    """The whole document."""
+    listed = "".join(f"<li>{html.escape(text)}</li>" for text in findings)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{html.escape(title)}</title><style>{STYLE}</style></head><body>"
         f"<h1>{html.escape(title)}</h1>"
-        f'<section class="findings"><h2>Findings</h2><ul>{findings}</ul></section>'
+        f'<section class="findings"><h2>Findings</h2><ul>{listed}</ul></section>'
         + "".join(section.html() for section in sections)
         + "</body></html>\n"
     )
@@ -179,22 +192,26 @@ def of_model(rows: Sequence[Row]) -> Section | None:
     mine = [row for row in rows if row.what in ("model", "warm-up")]
     if not mine:
         return None
-    section = Section("Models", model_commands(mine))
-    step = {f"{row.shape} {row.dtype} {row.impl}": {} for row in mine if row.ok}  # type: dict[str, dict[str, float]]
-    for row in mine:
-        if row.ok and row.kind in ("forward", "backward", "optimizer"):
-            step[f"{row.shape} {row.dtype} {row.impl}"][row.kind] = row.p50_ms
-    if step and len(step) <= 24:
-        figure = plots.bars(step, title="a training step", x="milliseconds", stacked=True)
-        section.figures.append(_picture(figure, "Median time of forward, backward and optimizer.", *section.commands))
-    section.tables.append(model_table(mine))
+    section = Section("Models")
+    for where, here in by_place(mine).items():
+        made_by = model_commands(here)
+        section.commands += made_by
+        step: dict[str, dict[str, float]] = {f"{row.shape} {row.dtype} {row.impl}": {} for row in here if row.ok}
+        for row in here:
+            if row.ok and row.kind in ("forward", "backward", "optimizer"):
+                step[f"{row.shape} {row.dtype} {row.impl}"][row.kind] = row.p50_ms
+        if step and len(step) <= 24:
+            figure = plots.bars(step, title="a training step", x="milliseconds", stacked=True)
+            words = f"Median time of forward, backward and optimizer{where}."
+            section.figures.append(_picture(figure, words, *made_by))
+        section.tables.append(model_table(here, where))
     return section
 
 
-def model_table(rows: Sequence[Row]) -> Table:
+def model_table(rows: Sequence[Row], where: str) -> Table:
     """Mean and deviation of every pass, and memory."""
     return make(
-        "mean ± standard deviation, milliseconds",
+        f"mean ± standard deviation, milliseconds{where}",
         rows,
         {
             "model": lambda row: row.shape,
@@ -216,15 +233,19 @@ def of_attention(rows: Sequence[Row]) -> Section | None:
     mine = [row for row in rows if row.what == "attention"]
     if not mine:
         return None
-    table = pivot(
-        "median milliseconds, both passes",
-        [row for row in mine if row.kind == "both"],
-        line=lambda row: (row.shape,),
-        names=("shape",),
-        column=lambda row: row.impl,
-        cell=lambda row: row.p50_ms,
-    )
-    return Section("Attention on one device", ["flashspan bench attention"], tables=[table])
+    section = Section("Attention on one device")
+    for where, here in by_place(mine).items():
+        section.commands.append(attention_command(here))
+        table = pivot(
+            f"median milliseconds, both passes{where}",
+            [row for row in here if row.kind == "both"],
+            line=lambda row: (row.shape,),
+            names=("shape",),
+            column=lambda row: row.impl,
+            cell=lambda row: row.p50_ms,
+        )
+        section.tables.append(table)
+    return section
 
 
 def of_studies(rows: Sequence[Row]) -> Section | None:
@@ -233,25 +254,26 @@ def of_studies(rows: Sequence[Row]) -> Section | None:
     if not mine:
         return None
     section = Section("Attention over lengths and head sizes")
-    for what in dict.fromkeys(row.what for row in mine):
-        chosen = [row for row in mine if row.what == what]
-        section.tables.append(study_table(chosen, what))
-        made_by = command(
-            f"bench {what}",
-            bench_study,
-            lengths=every(row.more.get("tokens") for row in chosen),
-            head_dims=every(row.more.get("head_dim") for row in chosen),
-            repeats=only(row.more.get("repeats") for row in chosen),
-            device=device_of(chosen),
-        )
-        section.commands.append(made_by)
-        forward = [row for row in chosen if row.kind == "forward" and row.more.get("head_dim") == 64]
-        series = plots.by(forward, lambda r: f"{r.impl} {r.dtype}", lambda r: r.more["tokens"], lambda r: r.p50_ms)
-        if series:
-            figure = plots.lines(
-                series, title=f"{what}: forward, head size 64", x="tokens", y="milliseconds", log_x=True, log_y=True
+    for where, here in by_place(mine).items():
+        for what in dict.fromkeys(row.what for row in here):
+            chosen = [row for row in here if row.what == what]
+            section.tables.append(study_table(chosen, f"{what}{where}"))
+            made_by = command(
+                f"bench {what}",
+                bench_study,
+                lengths=every(row.more.get("tokens") for row in chosen),
+                head_dims=every(row.more.get("head_dim") for row in chosen),
+                repeats=only(row.more.get("repeats") for row in chosen),
+                device=device_of(chosen),
             )
-            section.figures.append(_picture(figure, "Median time.", made_by))
+            section.commands.append(made_by)
+            forward = [row for row in chosen if row.kind == "forward" and row.more.get("head_dim") == 64]
+            series = plots.by(forward, lambda r: f"{r.impl} {r.dtype}", lambda r: r.more["tokens"], lambda r: r.p50_ms)
+            if series:
+                figure = plots.lines(
+                    series, title=f"{what}: forward, head size 64", x="tokens", y="milliseconds", log_x=True, log_y=True
+                )
+                section.figures.append(_picture(figure, f"Median time{where}.", made_by))
     return section
 
 
@@ -272,33 +294,24 @@ def of_collectives(rows: Sequence[Row]) -> Section | None:
     mine = [row for row in rows if row.what == "collective"]
     if not mine:
         return None
-    made_by = command(
-        "bench collectives",
-        bench_collectives,
-        ranks=every(row.ranks for row in mine),
-        sizes=every(int(row.bytes) for row in mine if row.bytes > 0),
-        repeats=only(row.more.get("repeats") for row in mine),
-    )
-    section = Section("The wire", [made_by])
-    series = plots.by(mine, lambda r: f"{r.impl}, {r.ranks} ranks", lambda r: r.bytes, lambda r: r.p50_ms)
-    if series:
-        figure = plots.lines(series, title="collectives", x="bytes", y="milliseconds", log_x=True, log_y=True)
-        section.figures.append(_picture(figure, "Median time.", made_by))
-    section.tables.append(
-        make(
-            "collectives",
-            mine,
-            {
-                "primitive": lambda row: row.impl,
-                "ranks": lambda row: row.ranks,
-                "bytes": lambda row: f"{row.bytes:,.0f}" if row.bytes > 0 else "",
-                "ms": lambda row: row.p50_ms if row.ok else row.status,
-                "GB/s": lambda row: row.more.get("gb_per_s_measured"),
-                "fit: µs": lambda row: row.more.get("alpha_us"),
-                "fit: GB/s": lambda row: row.more.get("gb_per_s"),
-            },
-        )
-    )
+    section = Section("The wire")
+    columns: dict[str, Callable[[Row], object]] = {
+        "primitive": lambda row: row.impl,
+        "ranks": lambda row: row.ranks,
+        "bytes": lambda row: f"{row.bytes:,.0f}" if row.bytes > 0 else "",
+        "ms": lambda row: row.p50_ms if row.ok else row.status,
+        "GB/s": lambda row: row.more.get("gb_per_s_measured"),
+        "fit: µs": lambda row: row.more.get("alpha_us"),
+        "fit: GB/s": lambda row: row.more.get("gb_per_s"),
+    }
+    for where, here in by_place(mine).items():
+        made_by = collectives_commands(here)
+        section.commands += made_by
+        series = plots.by(here, lambda r: f"{r.impl}, {r.ranks} ranks", lambda r: r.bytes, lambda r: r.p50_ms)
+        if series:
+            figure = plots.lines(series, title="collectives", x="bytes", y="milliseconds", log_x=True, log_y=True)
+            section.figures.append(_picture(figure, f"Median time{where}.", *made_by))
+        section.tables.append(make(f"collectives{where}", here, columns))
     return section
 
 
@@ -315,14 +328,18 @@ def of_data(rows: Sequence[Row]) -> Section | None:
     }
     for name in names:
         columns[name.replace("_", " ")] = lambda row, name=name: row.more.get(name)  # type: ignore[misc]
-    made_by = command(
-        "bench data",
-        bench_data,
-        ranks=every(row.ranks for row in mine),
-        batch=only(int(read[1]) for row in mine if (read := re.search(r" (\d+)x\d+ per rank$", row.shape))),
-        only=tuple(name for name in CONTENDERS if any(row.impl == name for row in mine)) or None,
-    )
-    return Section("Data, optimizer and tensor parallelism", [made_by], tables=[make("a step", mine, columns)])
+    section = Section("Data, optimizer and tensor parallelism")
+    for where, here in by_place(mine).items():
+        made_by = command(
+            "bench data",
+            bench_data,
+            ranks=every(row.ranks for row in here),
+            batch=only(int(read[1]) for row in here if (read := re.search(r" (\d+)x\d+ per rank$", row.shape))),
+            only=tuple(name for name in CONTENDERS if any(row.impl == name for row in here)) or None,
+        )
+        section.commands.append(made_by)
+        section.tables.append(make(f"a step{where}", here, columns))
+    return section
 
 
 def of_schedules(rows: Sequence[Row]) -> Section | None:
@@ -368,13 +385,11 @@ SECTIONS: tuple[Callable[[Sequence[Row]], Section | None], ...] = (
 )
 
 
-def write_figures(rows: Sequence[Row], folder: Path) -> list[Path]:
+def write_figures(sections: Sequence[Section], folder: Path) -> list[Path]:
     """Every figure of the page as a file of its own."""
-    rows = current(rows)
     written, names = list[Path](), list[str]()
-    for make_section in SECTIONS:
-        section = make_section(rows)
-        for figure in section.figures if section is not None else []:
+    for section in sections:
+        for figure in section.figures:
             label = figure.svg.split('aria-label="', 1)[1].split(":", 1)[0]
             name = "-".join("".join(c if c.isalnum() else " " for c in label).split()).lower()
             names.append(name)
@@ -392,6 +407,26 @@ def _write(path: Path, text: str, option: str) -> None:
         raise ValueError(f"{path} cannot be written: {error.strerror}; give another {option}") from error
 
 
+def read(folder: Path) -> tuple[list[Row], list[str]]:
+    """The rows of a folder, and what is said of its files that hold others: more programs than ours write .jsonl."""
+    rows, others = list[Row](), list[str]()
+    for file in (*sorted(folder.glob("*.jsonl")), *sorted(folder.glob("attention.csv"))):
+        try:
+            rows += record.read(file)
+        except ValueError as error:
+            line = re.search(r", (line \d+),", str(error))
+            others.append(f"{file}{f' ({line[1]})' if line else ''}")
+    if not others:
+        return rows or record.read_folder(folder), []  # without rows it says what is wrong with the folder
+    listed = "; ".join(others[:4]) + (f"; and {len(others) - 4} more" if len(others) > 4 else "")
+    only_ours = f"only rows of this version of `flashspan bench` are read, and these files hold others: {listed}"
+    if not rows:
+        raise ValueError(
+            f"no rows in {folder}: {only_ours}; measure first, for instance with `flashspan bench context --quick`"
+        )
+    return rows, [f"Left out: {only_ours}. Move them away, or measure again."]
+
+
 def report(folder: Path = record.FOLDER, *, output: Path | None = None, figures: Path | None = None) -> int:
     """Make one self-contained HTML page from the rows that `flashspan bench` left in a folder.
 
@@ -405,11 +440,13 @@ def report(folder: Path = record.FOLDER, *, output: Path | None = None, figures:
         output: the file to write; FOLDER/report.html unless given.
         figures: a folder for the figures as SVG files, too.
     """
-    rows = record.read_folder(folder)
+    rows, left_out = read(folder)
     path = output or folder / "report.html"
-    _write(path, page(rows), "--output")
-    files = write_figures(rows, figures) if figures is not None else []
-    for text in find(rows):
+    findings, sections = contents(rows)
+    findings += left_out
+    _write(path, page(findings, sections), "--output")
+    files = write_figures(sections, figures) if figures is not None else []
+    for text in findings:
         print(f"- {text}")
     print(f"wrote {path} ({path.stat().st_size / 1024:.0f} KiB) from {len(rows)} rows")
     if files:

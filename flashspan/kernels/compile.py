@@ -7,6 +7,7 @@ Needs Triton and no GPU: ptxas and the disassembler come in its wheel.
 
 from __future__ import annotations
 
+import argparse
 import collections
 import re
 import subprocess
@@ -172,6 +173,7 @@ def hopper_launches(dtype: torch.dtype, head_dim: int, **options: Any) -> dict[s
 
 def main() -> None:
     """Print the cost of every shipped tile."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     from flashspan.kernels.hopper.tiles import FORWARD
     from flashspan.kernels.portable.tiles import TABLE
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 
 import pytest
 import torch
 
 from flashspan.bench import attend as program
-from flashspan.bench.attend import Job, attend, make_inputs, row_error, timed
+from flashspan.bench.attend import Job, attend, free_bytes, make_inputs, needed_bytes, row_error, timed
 
 
 @pytest.mark.timeout(60)
@@ -33,7 +35,7 @@ def test_attend_prints_output_error_time_and_memory(
     lines = re.findall(r"^ +(\d) +(\d+) +[\d.]+ +([\d.]+|unknown) +[\d.]+$", text, re.MULTILINE)
     assert [int(rank) for rank, *_ in lines] == list(range(devices))
     assert sum(int(tokens) for _, tokens, _ in lines) == 301
-    assert "speedup" in text
+    assert ("speedup" in text) == (devices > 1)  # of one device over itself it would be noise
 
 
 def test_the_sample_is_the_same_on_any_number_of_devices(capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,8 +63,42 @@ def test_bad_arguments_are_refused() -> None:
         attend(2, 64, 300)
     with pytest.raises(ValueError, match="must divide the query heads: got 4 query heads and 3 kv heads"):
         attend(2, 64, 8, heads=4, kv_heads=3)
+    with pytest.raises(ValueError, match=r"^attend needs 1 or more heads: got 0$"):
+        attend(2, 64, 8, heads=0)
     with pytest.raises(ValueError, match=r"strategy must be one of ring, .*: got 'spiral'"):
         attend(2, 64, 8, strategy="spiral")
+
+
+def test_more_memory_than_there_is_is_refused_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "Ranks", lambda *_, **__: pytest.fail("ranks were started"))
+    monkeypatch.setattr(program, "free_bytes", lambda _: 2.0**34)
+    with pytest.raises(ValueError, match=r"attend 2 100000000 64 needs about 786\.8 GiB .* 16\.0 are there: lower T"):
+        attend(2, 10**8, 64)
+
+
+def test_memory_that_a_rank_does_not_get_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "free_bytes", lambda _: None)  # a system that does not tell
+    with pytest.raises(ValueError, match=r"needs about \d+\.\d GiB of memory, more than there was: lower T"):
+        attend(1, 10**13, 64)  # more than a process can address
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell")
+def test_free_memory_is_some_of_this_machines() -> None:
+    free = free_bytes("cpu")
+    assert free is not None
+    assert 2**26 < free <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize(("head_dim", "heads", "dtype"), [(8, 1, "float32"), (128, 2, "bfloat16")])
+def test_memory_that_is_asked_for_is_what_comparing_takes(head_dim: int, heads: int, dtype: str) -> None:
+    job = Job(20_000, head_dim, "ring", "zigzag", True, heads, heads, dtype, 0, "cpu")
+    whole = make_inputs(job, torch.device("cpu"))
+    _, peak, _ = timed(lambda: row_error(job, whole, whole[0]), torch.device("cpu"))
+    if peak is None:
+        pytest.skip("this system does not tell a process's peak")
+    held = sum(x.nbytes for x in whole)
+    assert held + 2**20 * peak == pytest.approx(needed_bytes(job, 1), rel=0.2)
+    assert needed_bytes(job, 1000) == 1000 * held  # all ranks draw all of the inputs
 
 
 def test_peak_memory_sees_what_is_freed_again() -> None:

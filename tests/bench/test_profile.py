@@ -104,6 +104,9 @@ def test_a_folder_that_cannot_be_is_named(tmp_path: Path, capsys: pytest.Capture
         assert main(words + extra) == 2
         assert "cannot be written" in capsys.readouterr().err
     assert main(["profile", "--preset", "hug"]) == 2
+    capsys.readouterr()
+    assert main(["profile", "--memory", "--precision", "--folder", str(tmp_path)]) == 2
+    assert "run one at a time" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["profile", "--dtype", "int8"])
 

@@ -7,7 +7,7 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 
-from flashspan.bench import data, record, sweep
+from flashspan.bench import attention, data, findings, record, sweep
+from flashspan.bench import report as report_module
 from flashspan.bench.context import ALONE, Workload, make_row
 from flashspan.bench.findings import find, split
 from flashspan.bench.record import Row
-from flashspan.bench.report import page, report
+from flashspan.bench.report import contents, report
 from flashspan.cli import main
 
 WHERE = {"device": "x86_64, 2 cores", "torch": "2", "triton": "3", "commit": "abc"}
@@ -39,6 +40,11 @@ def rows(**changes: float) -> list[Row]:
         for case, time in ((("ring", "zigzag"), 55.0), (("ring", "contiguous"), 75.0)):
             found.append(make_row(WHERE, work, case, kind, 2, samples_ms=[time], peak_mib=50.0, more=more))
     return found
+
+
+def page(found: Sequence[Row]) -> str:
+    """What `flashspan report` writes of rows."""
+    return report_module.page(*contents(found))
 
 
 class Reader(HTMLParser):
@@ -169,6 +175,30 @@ def test_the_command_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "cannot be written" in capsys.readouterr().err
 
 
+def test_files_of_other_programs_are_named_and_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other, newer = tmp_path / "loss.jsonl", tmp_path / "newer.jsonl"
+    other.write_text('{"step": 1, "loss": 2.5}\n')
+    assert main(["report", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "only rows of this version of `flashspan bench` are read" in said
+    assert f"these files hold others: {other} (line 1); measure first" in said
+    assert "p50_ms" not in said  # no list of all fields
+    assert said.count("\n") == 1
+    record.append(rows(), tmp_path / "context.jsonl")
+    line = (tmp_path / "context.jsonl").read_text().splitlines()[0]
+    newer.write_text(f'{line}\n{{"colour": 1, {line[1:]}\n')
+    (tmp_path / "attention.csv").write_text("name,age\n")
+    assert main(["report", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "is fastest" in said
+    left_out = (
+        f"these files hold others: {other} (line 1); {newer} (line 2); {tmp_path / 'attention.csv'}. Move them away"
+    )
+    assert left_out in said
+    assert html.escape(left_out) in (tmp_path / "report.html").read_text()
+    assert f"from {len(rows())} rows" in said
+
+
 def test_a_sweep_that_was_cut_short_and_rows_that_lack_numbers(tmp_path: Path) -> None:
     forward = [row for row in rows() if row.kind == "forward"]
     assert "<svg" not in page(forward)  # killed between the two rows of a pair
@@ -187,6 +217,7 @@ def commands(text: str) -> list[str]:
     [
         "context --quick",
         "context --quick --dtype bfloat16 --heads 4",
+        "context --quick --ranks 1 3 --tokens 512 --repeats 5",
         "context --ranks 1 2 --width 256 --layers 2 --tokens 1024",  # the model of --quick, but every strategy
         "context --ranks 2 3 --tokens 96 --width 64 --layers 1 --heads 4 --kv-heads 4 --repeats 7",
         "study eager --lengths 16 32 --head-dims 8 --repeats 2 --device cpu",
@@ -214,6 +245,199 @@ def test_the_command_beside_rows_measures_the_same_rows(
     first = asked_for(f"bench {made}")
     [shown] = commands(page([replace(row, status=record.OUT_OF_MEMORY) for row in wanted]))
     assert asked_for(shown.removeprefix("flashspan ")) == first
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        ("2,4,2,512,64,causal", "1,16,16,16384,128,window 1024", "1,8,8,4096,128,documents 16"),
+        tuple(",".join(map(str, vars(shape).values())) for shape in attention.SHAPES[:2]),
+    ],
+)
+def test_the_command_of_attention_names_the_shapes_of_its_rows(
+    shapes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def note(*, shapes: Sequence[str], **_: Any) -> int:
+        asked.extend(shapes)
+        return 0
+
+    monkeypatch.setattr(attention, "main", note)
+    measured = [replace(rows()[0], what="attention", shape=str(attention.Shape.parse(words))) for words in shapes]
+    [shown] = commands(page(measured))
+    assert main(shlex.split(shown)[1:]) == 0
+    assert asked == list(shapes)
+
+
+def test_the_command_of_attention_on_its_own_shapes_names_none() -> None:
+    own = [replace(rows()[0], what="attention", shape=str(shape)) for shape in attention.SHAPES]
+    assert commands(page(own)) == ["flashspan bench attention"]
+
+
+def studied(tokens: int, time: float, **place: Any) -> Row:
+    """A row of `bench study flash`."""
+    more = {"tokens": tokens, "head_dim": 64, "repeats": None}
+    return replace(
+        rows()[0], what="study flash", shape=f"1x{tokens}x64 causal", impl="flashspan", dtype="bfloat16", p50_ms=time,
+        more=more, **place,
+    )  # fmt: skip
+
+
+def exchanged(size: int, time: float, bandwidth: float, **place: Any) -> Row:
+    """A row of `bench collectives`."""
+    return replace(
+        rows()[0], what="collective", shape=f"{size} bytes", impl="all-reduce", ranks=2, bytes=float(size), p50_ms=time,
+        more={"alpha_us": 3.0, "gb_per_s": bandwidth, "repeats": 20}, **place,
+    )  # fmt: skip
+
+
+def drawn_and_listed(text: str, title: str) -> tuple[list[str], list[str], dict[str, str]]:
+    """Of a section: the captions of figures, their commands, and its tables by their titles."""
+    [section] = re.findall(f"<section><h2>{title}</h2>(.*?)</section>", text, flags=re.DOTALL)
+    captions = re.findall("<figcaption>(.*?)(?: <code>(.*?)</code>)?</figcaption>", section)
+    tables = re.findall("<caption>(.*?)</caption>(.*?)</table>", section, flags=re.DOTALL)
+    return [caption for caption, _ in captions], [made_by for _, made_by in captions], dict(tables)
+
+
+GPU = {"device": "H200"}
+TIME = r"\d\.250"
+
+
+def test_studies_of_two_machines_are_drawn_and_listed_apart() -> None:
+    both = [studied(128, 7.25), studied(256, 8.25), studied(256, 1.25, **GPU), studied(512, 2.25, **GPU)]
+    captions, made_by, tables = drawn_and_listed(page(both), "Attention over lengths and head sizes")
+    cpu = WHERE["device"]
+    assert captions == [f"Median time, {cpu}.", "Median time, H200."]
+    assert made_by == [
+        "flashspan bench study flash --lengths 128 256 --head-dims 64 --device cpu",
+        "flashspan bench study flash --lengths 256 512 --head-dims 64",
+    ]
+    slow, fast = (tables[f"study flash, {name}: median milliseconds"] for name in (cpu, "H200"))
+    assert re.findall(TIME, slow) == ["7.250", "8.250"]
+    assert re.findall(TIME, fast) == ["1.250", "2.250"]
+
+
+def test_collectives_of_two_machines_are_drawn_listed_and_spoken_of_apart() -> None:
+    both = [exchanged(1024, 7.25, 1.0), exchanged(4096, 8.25, 1.0)]
+    both += [exchanged(4096, 1.25, 9.0, **GPU), exchanged(8192, 2.25, 9.0, **GPU)]
+    captions, made_by, tables = drawn_and_listed(page(both), "The wire")
+    cpu = WHERE["device"]
+    assert captions == [f"Median time, {cpu}.", "Median time, H200."]
+    assert made_by == [f"flashspan bench collectives --sizes {sizes}" for sizes in ("1024 4096", "4096 8192")]
+    assert re.findall(TIME, tables[f"collectives, {cpu}"]) == ["7.250", "8.250"]
+    assert re.findall(TIME, tables["collectives, H200"]) == ["1.250", "2.250"]
+    fit = "all-reduce on 2 ranks, {}: 3.000 µs and {} GB/s fit the measured times."
+    assert find(both) == [fit.format(cpu, "1.000"), fit.format("H200", "9.000")]
+
+
+def test_lengths_and_sizes_that_only_an_older_pytorch_measured_stand_apart() -> None:
+    # Of what both measured, the older is left out; the rest of it is not joined to the newer line.
+    lengths = [studied(128, 7.25), studied(256, 8.25), studied(256, 1.25, torch="3")]
+    captions, _, tables = drawn_and_listed(page(lengths), "Attention over lengths and head sizes")
+    assert captions == ["Median time, torch 2.", "Median time, torch 3."]
+    assert [re.findall(TIME, table) for table in tables.values()] == [["7.250"], ["1.250"]]
+    sizes = [exchanged(1024, 7.25, 1.0), exchanged(4096, 8.25, 1.0), exchanged(4096, 1.25, 9.0, torch="3")]
+    captions, _, tables = drawn_and_listed(page(sizes), "The wire")
+    assert captions == ["Median time, torch 2.", "Median time, torch 3."]
+    assert [re.findall(TIME, table) for table in tables.values()] == [["7.250"], ["1.250"]]
+
+
+def attended(tokens: int, time: float, **place: Any) -> Row:
+    """A row of `bench attention`."""
+    shape = f"1x8/8x{tokens}x64 causal"
+    return replace(rows()[0], what="attention", shape=shape, impl="flashspan", kind="both", p50_ms=time, **place)
+
+
+def trained(tokens: int, time: float, **place: Any) -> Row:
+    """A row of `bench model`."""
+    return replace(
+        rows()[0], what="model", shape=f"tiny 4x{tokens}", impl="flashspan, eager", kind="forward", mean_ms=time,
+        p50_ms=0.5, more={"warmup": 5, "steps": 10}, **place,
+    )  # fmt: skip
+
+
+def stepped(batch: int, time: float, **place: Any) -> Row:
+    """A row of `bench data`."""
+    shape = f"2x64 {batch}x128 per rank"
+    return replace(rows()[0], what="data", shape=shape, impl="torch DDP", ranks=2, p50_ms=time, more={}, **place)
+
+
+def test_attention_of_two_machines_is_listed_apart() -> None:
+    both = [attended(128, 7.25), attended(256, 8.25), attended(256, 1.25, **GPU), attended(512, 2.25, **GPU)]
+    text = page(both)
+    _, _, tables = drawn_and_listed(text, "Attention on one device")
+    slow, fast = (tables[f"median milliseconds, both passes, {name}"] for name in (WHERE["device"], "H200"))
+    assert re.findall(TIME, slow) == ["7.250", "8.250"]
+    assert re.findall(TIME, fast) == ["1.250", "2.250"]
+    shapes = "flashspan bench attention --shapes 1,8,8,{},64,causal 1,8,8,{},64,causal"
+    assert commands(text) == [shapes.format(128, 256), shapes.format(256, 512)]
+
+
+def test_models_of_two_machines_are_drawn_and_listed_apart() -> None:
+    both = [trained(128, 7.25), trained(256, 8.25), trained(256, 1.25, **GPU), trained(512, 2.25, **GPU)]
+    captions, made_by, tables = drawn_and_listed(page(both), "Models")
+    cpu = WHERE["device"]
+    words = "Median time of forward, backward and optimizer, {}."
+    assert captions == [words.format(cpu), words.format("H200")]
+    common = "flashspan bench model --presets tiny --tokens {} --dtypes float32"
+    assert made_by == [f"{common.format('128 256')} --device cpu", common.format("256 512")]
+    slow, fast = (tables[f"mean ± standard deviation, milliseconds, {name}"] for name in (cpu, "H200"))
+    assert re.findall(TIME, slow) == ["7.250", "8.250"]
+    assert re.findall(TIME, fast) == ["1.250", "2.250"]
+
+
+def test_data_parallelism_of_two_machines_is_listed_apart() -> None:
+    text = page([stepped(2, 7.25), stepped(2, 1.25, **GPU), stepped(4, 2.25, **GPU)])
+    _, _, tables = drawn_and_listed(text, "Data, optimizer and tensor parallelism")
+    assert re.findall(TIME, tables[f"a step, {WHERE['device']}"]) == ["7.250"]
+    assert re.findall(TIME, tables["a step, H200"]) == ["1.250", "2.250"]
+    common = "flashspan bench data --ranks 2 {}--only 'torch DDP'"
+    assert commands(text) == [common.format("--batch 2 "), common.format("")]  # the GPU's were two commands
+
+
+def test_a_command_that_would_be_refused_is_not_shown() -> None:
+    # One size has no line through it, so `bench collectives` asks for two.
+    left = [exchanged(1024, 7.25, 1.0), exchanged(4096, 8.25, 1.0), exchanged(4096, 1.25, 9.0, torch="3")]
+    text = page(left)
+    captions, made_by, _ = drawn_and_listed(text, "The wire")
+    assert captions == ["Median time, torch 2.", "Median time, torch 3."]
+    assert made_by == ["", ""]
+    assert not commands(text)
+    [shown] = commands(page(left[:2]))
+    assert shown == "flashspan bench collectives --sizes 1024 4096"
+
+
+def test_one_machine_is_not_named_beside_its_rows() -> None:
+    made = (studied, attended, trained)
+    text = page(
+        [make(size, 7.25) for make in made for size in (128, 256)] + [exchanged(1024, 7.25, 1.0), stepped(2, 7.25)]
+    )
+    for title, caption, table in (
+        ("Attention over lengths and head sizes", ["Median time."], "study flash: median milliseconds"),
+        ("The wire", ["Median time."], "collectives"),
+        ("Attention on one device", [], "median milliseconds, both passes"),
+        ("Models", ["Median time of forward, backward and optimizer."], "mean ± standard deviation, milliseconds"),
+        ("Data, optimizer and tensor parallelism", [], "a step"),
+    ):
+        captions, _, tables = drawn_and_listed(text, title)
+        assert captions == caption
+        assert list(tables) == [table]
+
+
+def test_a_report_picks_its_rows_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    picked: list[int] = []
+
+    def current(found: Sequence[Row]) -> list[Row]:
+        picked.append(len(found))
+        return real(found)
+
+    real = findings.current
+    for module in (findings, report_module):
+        monkeypatch.setattr(module, "current", current)
+    record.append(rows(), tmp_path / "context.jsonl")
+    assert report(tmp_path, figures=tmp_path / "figures") == 0
+    assert picked == [len(rows())]
 
 
 def test_each_figure_shows_the_command_of_its_own_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
+from flashspan import masks
+from flashspan.arguments import resolve_mask
 from flashspan.bench import patterns, record, sparse
 
 
@@ -45,3 +48,14 @@ def test_every_pattern_has_its_picture(tmp_path: Path) -> None:
 def test_without_a_gpu_it_says_so() -> None:
     with pytest.raises(ValueError, match="needs a CUDA device"):
         sparse.bench_sparse()
+
+
+def test_the_page_shows_what_its_mask_prints() -> None:
+    page = (Path(__file__).parents[2] / "docs/sparse.md").read_text()
+    made, shown = re.findall(r"mask = (masks\.longformer\(.*?)\)  #.*\nprint\(mask\)  # (.*)", page)[0]
+    assert repr(eval(made.replace("cuda", "cpu") + ")", {"masks": masks})) == shown
+
+
+def test_windows_are_counted_as_the_page_says() -> None:
+    q = torch.empty(1, 1, 9, 1)
+    assert resolve_mask(q, q, causal=True, window=4) == masks.window(3, 0)

@@ -133,6 +133,34 @@ def test_collectives_are_measured_and_fitted(pool: Pool) -> None:
         assert collectives.table(rows).cells
 
 
+@pytest.mark.parametrize(
+    ("given", "changes"),
+    [
+        ("", {}),
+        ("--ranks 1 3", {"ranks": (1, 3)}),
+        ("--tokens 512 --repeats 5", {"tokens": 512, "repeats": 5}),
+        ("--width 512 --layers 4", {"width": 512, "layers": 4}),  # as without --quick, but given
+    ],
+)
+def test_given_options_win_over_those_of_quick(
+    given: str, changes: dict[str, object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    wanted: list[record.Row] = []
+
+    def note(jobs: list[sweep.Job], *_: object, **__: object) -> sweep.Outcome:
+        wanted.extend(row for job in jobs for row in job.expected)
+        return sweep.Outcome([], 0, 0)
+
+    monkeypatch.setattr(sweep, "run", note)
+    assert main(["bench", "context", "--quick", *given.split(), "--folder", str(tmp_path)]) == 0
+    asked = context.QUICK | changes
+    assert {row.ranks for row in wanted} == set(asked["ranks"])
+    assert {row.more["repeats"] for row in wanted} == {asked["repeats"]}
+    whole = f"{asked['layers']}x{asked['width']}, 8/2 heads, {asked['tokens']} tokens"
+    most = {row.impl for row in wanted if row.shape == whole and row.ranks == max(asked["ranks"])}
+    assert most == {" ".join(case) for case in context.QUICK_CASES}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_new_user_gets_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,6 +180,12 @@ def test_a_new_user_gets_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["context", "--tokens", "3"], "2 tokens per rank"),
         (["context", "--heads", "3"], "must divide"),
         (["context", "--ranks"], "1 to 8 ranks: got none"),
+        (["context", "--quick", "--ranks", "9"], "1 to 8 ranks: got 9"),
+        (
+            ["context", "--quick", "--tokens", "3", "--repeats", "0"],
+            "2 tokens per rank and 1 repeat or more: got 3 and 0",
+        ),
+        (["context", "--quick", "--width", "30"], "must divide"),
         (["model", "--presets"], "one model or more, for instance small: got none"),
         (["model", "--attentions"], "attentions may be flashspan, plain: got none"),
         (["model", "--presets", "smal"], "did you mean 'small'"),

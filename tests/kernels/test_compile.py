@@ -56,6 +56,19 @@ def test_every_tile_compiles_without_spills(made: str, dtype: str, head_dim: int
     check(made, dtype, head_dim)
 
 
+def test_help_is_shown_and_nothing_compiled(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from flashspan.kernels import compile as program
+
+    monkeypatch.setattr(program, "compile_launch", lambda _: pytest.fail("something was compiled"))
+    monkeypatch.setattr(sys, "argv", ["compile", "--help"])
+    with pytest.raises(SystemExit) as end:
+        program.main()
+    assert end.value.code == 0
+    assert "python -m flashspan.kernels.compile" in capsys.readouterr().out
+
+
 def test_the_lists_above_are_the_whole_table() -> None:
     from flashspan.kernels.portable.tiles import TABLE
 
