@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -14,7 +16,7 @@ MAX_HEAD_DIM = 256
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def check_inputs(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> None:
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, scale: float | None = None) -> None:
     """One ValueError for anything attention cannot mean: the rule, the values, the remedy."""
     kinds = [x.layout if isinstance(x, Tensor) else type(x).__name__ for x in (q, k, v)]
     if kinds != [torch.strided] * 3:
@@ -45,11 +47,14 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> None:
     if head_dim != kv_head_dim:
         raise ValueError(f"q and k must have the same head size: {shapes()}")
     if not 1 <= head_dim <= MAX_HEAD_DIM:
-        raise ValueError(f"the head size must be 1 to {MAX_HEAD_DIM}: {shapes()}; split larger heads")
+        remedy = "split larger heads" if head_dim else "heads of size 0 have nothing to compare"
+        raise ValueError(f"the head size must be 1 to {MAX_HEAD_DIM}: {shapes()}; {remedy}")
     if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
         raise ValueError(f"the key heads must divide the query heads: got {heads} query heads and {kv_heads} key heads")
     if not isinstance(dropout, (int, float)) or not 0.0 <= dropout < 1.0:
         raise ValueError(f"dropout is a probability in [0, 1): got {dropout}")
+    if scale is not None and not -math.inf < scale < math.inf:  # math.isfinite would break a compiled graph
+        raise ValueError(f"scale must be a finite number: got {scale}; use None for 1 / sqrt(head size)")
 
 
 def resolve_mask(

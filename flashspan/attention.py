@@ -1,4 +1,4 @@
-"""attention(q, k, v, ...): exact attention on one device, differentiable, a drop-in for PyTorch's SDPA.
+"""attention(q, k, v, ...): exact attention on one device, differentiable, in place of PyTorch's SDPA.
 
 Inputs are checked here, once (by arguments.py); below this file code trusts. The work is one torch operator with a
 fake implementation, so `torch.compile(fullgraph=True)`, autocast and activation checkpointing treat it like any other.
@@ -87,6 +87,8 @@ def attention(
     in q's dtype, laid out so that merging the heads is free; with `return_lse` also the float32 log-sum-exp [B, H, T],
     itself differentiable (float64 for float64 inputs). A query that sees no key gets 0, and -inf.
 
+    In place of `F.scaled_dot_product_attention`: is_causal -> causal, a bool attn_mask -> mask, dropout_p -> dropout.
+
     causal: query i sees keys 0..i (counted from the start, as in PyTorch; `masks.causal(offset)` for the other way).
     window: an int w sees the w nearest keys on each side counting its own (with causal: the last w); or (left, right).
     mask: a value of `flashspan.masks`, or a bool tensor [T, S], [B, T, S] or [B, H, T, S] (1 broadcasts; [H, T, S] if H
@@ -98,7 +100,7 @@ def attention(
     repeat bit for bit (the output always does); `torch.use_deterministic_algorithms(True)` asks for it everywhere.
     """
     q, k, v = _autocast(q, k, v)
-    check_inputs(q, k, v, dropout)
+    check_inputs(q, k, v, dropout, scale)
     resolved = resolve_mask(q, k, causal=causal, window=window, mask=mask).to(q.device)
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     q, k, v = _dense_rows(q), _dense_rows(k), _dense_rows(v)

@@ -4,22 +4,24 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent / "flashspan"
-# A room -> the rooms of this package it may import. `arguments`, `attention`, `launch` and `cli` are single modules.
+# A room -> the rooms it may import. `arguments`, `attention`, `folders`, `launch` and `cli` are single modules.
 ALLOWED = {
     "kernels": set(),
     "arguments": {"kernels"},
     "attention": {"kernels", "arguments"},
+    "folders": set(),
     "launch": set(),
     "context": {"kernels", "arguments", "attention"},
     "parallel": set(),
     "model": set(),
-    "plan": {"kernels", "context", "model"},
-    "train": {"kernels", "attention", "launch", "context", "parallel", "model", "plan"},
+    "plan": {"kernels", "context", "folders", "model"},
+    "train": {"kernels", "attention", "folders", "launch", "context", "parallel", "model", "plan"},
     "generate": {"kernels", "attention", "launch", "context", "parallel", "model", "train"},
     "bench": {
         "kernels",
         "arguments",
         "attention",
+        "folders",
         "launch",
         "context",
         "parallel",

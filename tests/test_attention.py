@@ -1,5 +1,6 @@
 """The public face: a drop-in for SDPA, its errors, and how it lives with compile, autocast and checkpointing."""
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -264,6 +265,13 @@ def test_windows_may_change_under_compile() -> None:
         assert torch.equal(compiled(q, k, v, window), attention(q, k, v, causal=True, window=window))
 
 
+def test_scales_may_change_under_compile() -> None:
+    q, k, v = inputs(*[(1, 2, 20, 8)] * 3)
+    compiled = torch.compile(lambda q, k, v, s: attention(q, k, v, scale=s), fullgraph=True, backend="aot_eager")
+    for scale in (0.3, 0.5, -0.7):
+        assert torch.equal(compiled(q, k, v, scale), attention(q, k, v, scale=scale))
+
+
 def test_a_default_device_does_not_reach_masks() -> None:
     q, k, v = (x.detach() for x in inputs(*[(2, 2, 16, 8)] * 3))
     expected = attention(q, k, v, mask=masks.ragged([3, 9], 16, 16) & masks.causal())
@@ -310,8 +318,10 @@ BAD = {
     "batch differs": (lambda: attention(q4, q4.expand(2, 4, 8, 16), q4.expand(2, 4, 8, 16)), "same batch"),
     "head size differs": (lambda: attention(q4, q4[..., :8], q4[..., :8]), "same head size"),
     "heads do not divide": (lambda: attention(q4, q4[:, :3], q4[:, :3]), "4 query heads and 3 key heads"),
-    "head size 0": (lambda: attention(*[q4[..., :0]] * 3), "head size must be 1 to 256"),
-    "head size 300": (lambda: attention(*[torch.zeros(1, 1, 2, 300)] * 3), "head size must be 1 to 256"),
+    "head size 0": (lambda: attention(*[q4[..., :0]] * 3), "head size must be 1 to 256.*heads of size 0 have nothing"),
+    "head size 300": (lambda: attention(*[torch.zeros(1, 1, 2, 300)] * 3), "head size must be 1 to 256.*split larger"),
+    "scale that is no number": (lambda: attention(q4, q4, q4, scale=math.nan), "must be a finite number: got nan"),
+    "scale without end": (lambda: attention(q4, q4, q4, scale=-math.inf), "finite number: got -inf; use None"),
     "mask of the wrong shape": (lambda: attention(q4, q4, q4, mask=masks.documents([5])), "5 queries and 5 keys"),
     "mask tensor of the wrong shape": (
         lambda: attention(q4, q4, q4, mask=torch.ones(3, 3, dtype=torch.bool)),

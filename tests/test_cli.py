@@ -42,6 +42,7 @@ def test_plan_draw_writes_both_pictures(tmp_path: Path, capsys: pytest.CaptureFi
         (["plan", "draw", "--strategy", "double_ring"], "--sizes"),
         (["plan", "draw", "--ranks", "0"], "at least 1 rank"),
         (["plan", "draw", "--ranks", "100000"], "at most 256 ranks"),
+        (["plan", "draw", "--folder", "/dev/null/x"], "/dev/null/x cannot be made: Not a directory; choose another"),
         (["train", "--train.stepz", "3"], "did you mean"),
     ],
 )

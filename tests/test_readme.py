@@ -4,6 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
+
+from flashspan import attention
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()
@@ -36,3 +40,27 @@ def test_every_command_named_exists() -> None:
 def test_every_link_leads_somewhere() -> None:
     missing = [link for link in re.findall(r"\]\(([^)#]+)\)", TEXT) if not (ROOT / link).exists()]
     assert not missing
+
+
+def test_the_names_of_sdpa_are_translated() -> None:
+    names = dict(re.findall(r"(\w+) -> (\w+)", blocks("python")[0]))
+    q, k, v = torch.randn(3, 1, 2, 9, 8, generator=torch.Generator().manual_seed(0))
+    given = [{"is_causal": True}, {"attn_mask": torch.ones(9, 9).tril(2) > 0}, {"dropout_p": 0.0}]
+    assert set(names) == {name for options in given for name in options}
+    for theirs in given:
+        ours = {names[name]: value for name, value in theirs.items()}
+        torch.testing.assert_close(attention(q, k, v, **ours), F.scaled_dot_product_attention(q, k, v, **theirs))
+
+
+def test_what_is_called_fast_has_a_time_that_says_so() -> None:
+    """FlexAttention on every row; cuDNN and FlashAttention-2 on the full and causal ones, and on no other."""
+    page = (ROOT / "docs" / "benchmarks" / "attention.md").read_text()
+    heading, _, *rows = ([cell.strip() for cell in line.split("|")] for line in page.splitlines() if line[:1] == "|")
+    assert len(rows) > 5
+    for row in (dict(zip(heading, cells, strict=True)) for cells in rows):
+        rivals = ["vs flex"]
+        if row["shape"].endswith(("full", "causal")):
+            rivals += ["vs sdpa-cudnn", "vs sdpa-flash"]
+        else:
+            assert row["vs sdpa-cudnn"] == row["vs sdpa-flash"] == "-", "say in the README what is timed"
+        assert all(float(row[rival].removesuffix("x")) > 1 for rival in rivals), row["shape"]

@@ -161,6 +161,8 @@ def profile(
     """
     from rich.console import Console
 
+    if memory and precision:
+        raise ValueError("--memory and --precision are each shown instead of the times: got both; run one at a time")
     place = record.find_device(device)
     console = Console()
     if precision:

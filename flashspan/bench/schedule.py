@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -13,6 +12,7 @@ from flashspan.context.generators import GENERATORS
 from flashspan.context.layout import place
 from flashspan.context.survey import Survey
 from flashspan.context.verify import verify
+from flashspan.folders import make_folder
 
 MOST_RANKS = 256
 """Lanes of a picture: its boxes are as many as ranks times steps, and these take half a minute."""
@@ -41,8 +41,7 @@ def draw(
     options = {"sizes": tuple(sizes)} if strategy == "double_ring" and sizes else {}
     schedule = GENERATORS[strategy](survey, **options)
     verify(schedule, survey)
-    out = Path(folder)
-    out.mkdir(parents=True, exist_ok=True)
+    out = make_folder(folder, "--folder")
     stem = f"{strategy}-{layout}-{ranks}"
     work = schedule.work()
     timeline, ownership = out / f"{stem}-timeline.svg", out / f"{stem}-mask.svg"

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -71,20 +72,21 @@ class Stopwatch:
         return float(total)
 
 
-def measure(
-    inputs: list[Tensor], mask: Mask, num_ranks: int, *, strategy: str, layout: str, backend: str, repeats: int
-) -> tuple[float, float]:
-    """Milliseconds of forward and of backward kernels, all ranks together, best of the repeats."""
+Once: TypeAlias = Callable[[], tuple[float, float]]
+"""Runs something once: milliseconds of its forward and of its backward kernels."""
+
+
+def walk(inputs: list[Tensor], mask: Mask, num_ranks: int, *, strategy: str, layout: str, backend: str) -> Once:
+    """All ranks' steps, one after another."""
     q, k, v, dout = inputs
-    num_tokens, device = q.shape[2], q.device
-    placement = place(layout, num_tokens, num_ranks)
+    placement = place(layout, q.shape[2], num_ranks)
     plan = Plan(placement, mask, GENERATORS[strategy](Survey(placement, mask)))
-    watch = Stopwatch(Dispatched(backend), device)
+    watch = Stopwatch(Dispatched(backend), q.device)
     parts = [[placement.shard(x, 2, rank) for rank in range(num_ranks)] for x in (q, k, v, dout)]
     calls = [Call(parts[0][r], parts[1][r], parts[2][r], q.shape[3] ** -0.5) for r in range(num_ranks)]
     ranks = range(num_ranks)
-    times = []
-    for _ in range(repeats + 1):  # the first compiles and warms up
+
+    def once() -> tuple[float, float]:
         wires = LocalWires(num_ranks).wires
         watch.run_ahead()
         carries = simulate([ForwardWalk(plan, wires[r], watch, calls[r]) for r in ranks])
@@ -92,30 +94,40 @@ def measure(
         deltas = [row_delta(parts[3][r], carries[r].out) for r in ranks]
         watch.run_ahead()
         simulate([BackwardWalk(plan, wires[r], watch, calls[r], parts[3][r], carries[r].lse, deltas[r]) for r in ranks])
-        times.append((forward, watch.milliseconds()))
-    return min(t[0] for t in times[1:]), min(t[1] for t in times[1:])
+        return forward, watch.milliseconds()
+
+    return once
 
 
-def measure_step(inputs: list[Tensor], mask: Mask, *, carried: bool, backend: str, repeats: int) -> tuple[float, float]:
-    """Milliseconds of one call's forward and backward kernels, best of the repeats: a ring's step if `carried`, which
-    continues a carry and adds into gradients, else a plain call."""
+def step(inputs: list[Tensor], mask: Mask, *, carried: bool, backend: str) -> Once:
+    """One call: a ring's step if `carried`, which continues a carry and adds into gradients, else a plain call."""
     q, k, v, dout = inputs
     given: dict[str, Any] = {"mask": mask, "scale": q.shape[3] ** -0.5, "dropout": None}
     watch = Stopwatch(Dispatched(backend), q.device)
     dtype = torch.float32 if carried else q.dtype
-    # Every repeat continues the one before, as every step of a ring does.
+    # Every call continues the one before, as every step of a ring does.
     carry = watch.local.forward(q, k, v, **given, carry=None, out_dtype=dtype)
     lse, delta = carry.lse.clone(), row_delta(dout, carry.out)
     dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (q, k, v))
-    times = []
-    for _ in range(repeats + 1):  # the first compiles and warms up
+
+    def once() -> tuple[float, float]:
+        nonlocal carry
         watch.run_ahead()
         carry = watch.forward(q, k, v, **given, carry=carry if carried else None, out_dtype=dtype)
         forward = watch.milliseconds()
         watch.run_ahead()
         watch.backward(dout, q, k, v, lse, delta, **given, dq=dq, dk=dk, dv=dv, accumulate=carried)
-        times.append((forward, watch.milliseconds()))
-    return min(t[0] for t in times[1:]), min(t[1] for t in times[1:])
+        return forward, watch.milliseconds()
+
+    return once
+
+
+def in_turn(runs: Sequence[Once], repeats: int) -> list[tuple[float, float]]:
+    """The medians of each, run in turn: a chip that grows warm or runs into its power limit slows all of them down."""
+    for run in runs:  # compiles and warms up
+        run()
+    times = [[run() for run in runs] for _ in range(repeats)]
+    return [(median(t[i][0] for t in times), median(t[i][1] for t in times)) for i in range(len(runs))]
 
 
 def main() -> None:
@@ -140,11 +152,11 @@ def main() -> None:
     choice = {"strategy": options.strategy, "layout": options.layout, "backend": options.backend}
     if options.step:
         what, how = "a step", "one step of a ring"
-        rest = {"backend": options.backend, "repeats": options.repeats}
-        one, many = (measure_step(inputs, mask, carried=carried, **rest) for carried in (False, True))
+        runs = [step(inputs, mask, carried=carried, backend=options.backend) for carried in (False, True)]
     else:
         what, how = "all ranks' kernels", f"{options.strategy}, {options.layout}, {options.ranks} ranks"
-        one, many = (measure(inputs, mask, n, repeats=options.repeats, **choice) for n in (1, options.ranks))
+        runs = [walk(inputs, mask, n, **choice) for n in (1, options.ranks)]
+    one, many = in_turn(runs, options.repeats)
     print(
         f"{options.tokens} tokens, {options.heads} heads on {options.kv_heads} of {options.head_dim}, {options.dtype}, "
         f"{'full' if options.full else 'causal'}; {how}"

@@ -231,7 +231,7 @@ class ContextAttention:
         rest = (causal, window, self._digested[2], scale, dropout)
         call = (*((tuple(x.shape), x.dtype, x.device) for x in (q, k, v)), rest)
         if problem or num_tokens is None or (call, num_tokens) not in self._cores:
-            num_tokens = self._agree(q, k, v, repr(rest), dropout, problem)
+            num_tokens = self._agree(q, k, v, repr(rest), dropout, scale, problem)
         key = (call, num_tokens)
         if key not in self._cores:
             whole = [x.new_empty((*x.shape[:2], num_tokens, x.shape[3]), device="meta") for x in (q, k)]
@@ -265,13 +265,15 @@ class ContextAttention:
             core = Ulysses(core, self.inner, row)
         return core
 
-    def _agree(self, q: Tensor, k: Tensor, v: Tensor, rest: str, dropout: float, problem: str) -> int:
+    def _agree(
+        self, q: Tensor, k: Tensor, v: Tensor, rest: str, dropout: float, scale: float, problem: str
+    ) -> int:  # fmt: skip
         """The number of tokens of all ranks together; the same ValueError on every rank if they are not one call.
 
         `problem` is what this rank already knows to be wrong.
         """
         try:
-            check_inputs(q, k, v, dropout)
+            check_inputs(q, k, v, dropout, scale)
             if q.shape[2] != k.shape[2]:
                 raise ValueError(
                     f"across ranks, queries and keys are the same tokens: got {q.shape[2]} and {k.shape[2]}; "

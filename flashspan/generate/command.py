@@ -65,6 +65,8 @@ def generate(
     sampling = Sampling(temperature, top_k, top_p)
     if tokens < 1 or batch < 1:
         raise ValueError(f"tokens and batch must be at least 1: got {tokens} and {batch}")
+    if prompt and file:
+        raise ValueError(f"give --prompt or --file, not both: got {prompt!r} and {file}; add the prompt to the file")
     prompts = read_prompts(file) if file else [prompt]
     gpus = torch.cuda.device_count() if device != "cpu" else 0
     if device == "cuda" and gpus < ranks:

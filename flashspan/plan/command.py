@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from flashspan.folders import make_folder
 from flashspan.model import preset
 
 from .calibrate import Measurement, calibrate
@@ -125,7 +126,7 @@ def show_scaling(points: Sequence[tuple[int, Answer | None]], run: Run, cluster:
 
 def write_pictures(folder: Path, answers: Sequence[Answer], run: Run, cluster: Cluster, points: Any) -> None:
     """The timeline of the fastest mixture whose attention is a schedule, and the curve."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder, "--folder")
     scheduled = [a.mixture for a in answers if a.mixture.context > 1 and a.mixture.strategy != "ulysses"]
     if scheduled:
         draw_simulation(run, scheduled[0], cluster, folder / "plan-timeline.svg")

@@ -177,6 +177,8 @@ def load_table(path: Path | None = None) -> tuple[dict[str, Device], dict[str, L
     devices, links = dict(DEVICES), dict(LINKS)
     if path is None:
         return devices, links
+    if not path.exists():
+        raise ValueError(f"{path} is missing: give --table a TOML file of devices and links, or leave it out")
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

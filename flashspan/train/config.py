@@ -11,7 +11,7 @@ import dataclasses
 import difflib
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -42,6 +42,11 @@ class ModelSection:
         sizes = {name: getattr(self, name) for name in names if getattr(self, name)}
         if not self.load:
             return preset(self.preset, **sizes)
+        if not (Path(self.load) / "config.json").exists():
+            raise ValueError(
+                f"model.load must be a Hugging Face folder: {Path(self.load) / 'config.json'} is missing; of a run of "
+                "ours give a checkpoint (runs/tiny/step-00000120), or leave it out for model.preset"
+            )
         found = read_config(self.load)
         others = [f"model.{name} is {getattr(found, name)}, got {x}" for name, x in sizes.items()
                   if getattr(found, name) != x]  # fmt: skip
@@ -263,9 +268,12 @@ def parse(arguments: Sequence[str] = ()) -> TrainConfig:
         if not equals:
             value = rest.pop(0) if rest and not rest[0].startswith("--") else None
         changes[key] = value
-    for key, given in changes.items():  # a bare switch means true, and is no text
+    for key, given in changes.items():
         section, _, name = key.partition(".")
-        raw.setdefault(_known(section, SECTIONS, "section", "--"), {})[name] = True if given is None else Typed(given)
+        _known(section, (*SECTIONS, "dry-run"), "section", "--")
+        if given is None and get_type_hints(SECTIONS[section]).get(name, bool) is not bool:
+            raise ValueError(f"--{key} needs a value: got none; write --{key}=VALUE")
+        raw.setdefault(section, {})[name] = True if given is None else Typed(given)  # a bare switch means true
     return build(raw)
 
 
@@ -318,7 +326,7 @@ SECTIONS: dict[str, Any] = {
 }
 
 
-def _known(name: str, names: Mapping[str, Any], what: str, prefix: str) -> str:
+def _known(name: str, names: Collection[str], what: str, prefix: str) -> str:
     if name not in names:
         close = difflib.get_close_matches(name, names, 1)
         hint = f"did you mean {prefix}{close[0]}?" if close else f"choose one of {', '.join(names)}"

@@ -82,7 +82,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A mapped token file."""
+    """Tokens and where they come from: a mapped file, or the text in the package."""
 
     path: Path
     tokens: np.ndarray

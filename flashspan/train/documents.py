@@ -85,8 +85,11 @@ def _read_lines(part: Part, field: str) -> Iterator[str]:
         while (at := stream.tell()) < part.end:
             line = stream.readline()
             try:
-                yield _text_of(json.loads(line), field)
-            except (ValueError, KeyError, TypeError) as error:
+                row = json.loads(line)
+                if isinstance(row, dict) and field not in row:
+                    raise ValueError(f"it has {', '.join(row) or 'nothing'}; name the key of its text with --field")
+                yield _text_of(row, field)
+            except (ValueError, TypeError) as error:
                 stream.seek(0)
                 number = stream.read(at).count(b"\n") + 1
                 raise ValueError(f"{part.source} line {number} is not a JSON object with {field!r}: {error}") from error

@@ -26,9 +26,10 @@ from flashspan.parallel import build_mesh, clip_factor, clip_grad_norm, grad_nor
 from . import checkpoint
 from .build import build, load_optimizer_state, model_state, optimizer_state
 from .config import AttentionSection, OptimizerSection, TrainConfig
-from .data import Samples, open_tokens
+from .data import Samples, TokenFile, open_tokens
 from .metrics import Display, StepMetrics, draw_loss, memory_gib, peak_flops
 from .pattern import make_pattern, visible_share
+from .prepare import corpus_tokens
 
 DONE, STOPPED, NOT_FINITE = "done", "stopped", "not finite"
 FIRST_SCALE, GROW_AFTER = 2.0**14, 200
@@ -297,9 +298,15 @@ class Trainer:
 
 def open_samples(config: TrainConfig) -> tuple[Samples, Samples | None]:
     """The samples of a run and those it is evaluated on, checked against the model's vocabulary."""
-    file = open_tokens(config.data.train or Path(config.checkpoint.folder) / "data")
-    beside = file.path.with_name("val.bin")
-    held_out = open_tokens(config.data.validation or beside) if config.data.validation or beside.exists() else None
+    held_out: TokenFile | None
+    if config.data.train:
+        file = open_tokens(config.data.train)
+        beside = file.path.with_name("val.bin")
+        held_out = open_tokens(beside) if beside.exists() and not config.data.validation else None
+    else:
+        file, held_out = corpus_tokens()
+    if config.data.validation:
+        held_out = open_tokens(config.data.validation)
     vocab_size = config.model.resolve().vocab_size
     for part in (file, held_out):
         if part is not None and part.vocab_size > vocab_size:

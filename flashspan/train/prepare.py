@@ -25,12 +25,15 @@ from typing import Any
 
 import numpy as np
 
+from flashspan.folders import make_folder
 from flashspan.launch import _die_with
 
 from . import documents
-from .data import HEADER_BYTES, ByteTokenizer, Tokenizer, load_tokenizer, token_dtype, write_tokens
+from .data import HEADER_BYTES, ByteTokenizer, TokenFile, Tokenizer, load_tokenizer, token_dtype, write_tokens
 
 WORK = ".preparing"
+VALIDATION = 0.1
+CORPUS = resources.files("flashspan.train") / "corpus"
 
 
 def prepare(
@@ -38,7 +41,7 @@ def prepare(
     *,
     folder: str = "data",
     tokenizer: str = "bytes",
-    validation: float = 0.1,
+    validation: float = VALIDATION,
     field: str = "text",
     dataset: str = "",
     split: str = "train",
@@ -92,25 +95,26 @@ def prepare(
 
 def corpus() -> Iterator[str]:
     """The documents that come with the package."""
-    for entry in sorted((resources.files("flashspan.train") / "corpus").iterdir(), key=lambda e: e.name):
+    for entry in sorted(CORPUS.iterdir(), key=lambda e: e.name):
         if entry.name.endswith(".txt"):
             yield entry.read_text(encoding="utf-8")
 
 
 def encode(texts: Iterable[str], coder: Tokenizer) -> Iterator[Sequence[int]]:
-    """The tokens of each document, and its end."""
-    for text in texts:
+    """The tokens of each document, and its end; one without text is none."""
+    for text in filter(None, texts):
         yield coder.encode(text) + ([coder.end] if coder.end >= 0 else [])
 
 
 @contextmanager
 def workplace(folder: Path, plan: dict[str, Any]) -> Iterator[Path]:
     """A folder for finished parts, kept if this process is killed, taken up again by a run of the same plan."""
-    work, created = folder / WORK, not folder.exists()
+    created = not folder.exists()
+    work = make_folder(folder, "--folder") / WORK
     note, text = work / "plan.json", json.dumps(plan)
     if not note.exists() or note.read_text(encoding="utf-8") != text:
         shutil.rmtree(work, ignore_errors=True)
-        work.mkdir(parents=True)
+        work.mkdir()
         note.write_text(text, encoding="utf-8")
     try:
         yield work
@@ -158,8 +162,7 @@ def write_files(
     folder: Path, coder: Tokenizer, runs: Iterable[Sequence[int] | np.ndarray], validation: float
 ) -> tuple[int, int]:
     """Runs of tokens into train.bin and, from their end, val.bin; how many went into each."""
-    folder.mkdir(parents=True, exist_ok=True)
-    whole = folder / ".all"
+    whole = make_folder(folder, "--folder") / ".all"
     try:
         with whole.open("wb") as stream:
             for run in runs:
@@ -178,7 +181,7 @@ def join(folder: Path, coder: Tokenizer, files: Sequence[Path], validation: floa
         raise ValueError("there is no text in the inputs, and a token file of nothing trains nothing: add some")
     if shutil.disk_usage(folder).free < total * dtype.itemsize + 2 * HEADER_BYTES:
         raise ValueError(f"no space left for {total * dtype.itemsize:,} bytes in {folder}: choose another folder")
-    cut = total - int(total * validation)
+    cut = first_held_out(total, validation)
     for name, begin, end in (("train.bin", 0, cut), ("val.bin", cut, total)):
         with write_tokens(folder / name, coder) as writer:
             at = 0  # of the file at hand, among all tokens
@@ -191,12 +194,20 @@ def join(folder: Path, coder: Tokenizer, files: Sequence[Path], validation: floa
     return cut, total - cut
 
 
-def prepare_corpus(folder: Path) -> Path:
-    """The package's text as token files in a folder, made once; the training file."""
-    if not (folder / "train.bin").exists() or not (folder / "val.bin").exists():
-        coder = ByteTokenizer()
-        write_files(folder, coder, encode(corpus(), coder), 0.1)
-    return folder / "train.bin"
+def first_held_out(num_tokens: int, validation: float) -> int:
+    """Where, in a row of tokens, those for validation begin."""
+    return num_tokens - int(num_tokens * validation)
+
+
+def corpus_tokens() -> tuple[TokenFile, TokenFile]:
+    """The package's text to train on and to be evaluated on: what `flashspan prepare` writes of it, without a file."""
+    coder = ByteTokenizer()
+    tokens = np.concatenate([np.asarray(run, dtype=token_dtype(coder)) for run in encode(corpus(), coder)])
+    cut = first_held_out(len(tokens), VALIDATION)
+    first, second = (
+        TokenFile(Path(str(CORPUS)), part, coder.vocab_size, coder.name, coder.end) for part in np.split(tokens, [cut])
+    )
+    return first, second
 
 
 _tokenizer = cache(load_tokenizer)

@@ -14,18 +14,17 @@ import signal
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from flashspan.folders import make_folder
 from flashspan.launch import RankError, Ranks
 
 from .config import TrainConfig, describe_options, parse
 from .estimate import describe_plan
 from .loop import DONE, NOT_FINITE, STOPPED, Trainer, open_samples
-from .prepare import prepare_corpus
 
 FOREVER = 1e6  # seconds; more than a timer can hold is refused
 HELP = """usage: flashspan train [config.toml] [--section.key value ...] [--dry-run]
@@ -50,7 +49,7 @@ def train(config: TrainConfig, *, dry_run: bool = False) -> int:
     """Train as the config says; 0 when it is done or was asked to stop, with the state saved.
 
     Under torchrun this is one of the ranks; otherwise it starts them. With `dry_run` the config, the mesh and an
-    estimate of the memory are printed, and nothing is started.
+    estimate of the memory are printed, and nothing is started or written.
     """
     joined = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     num_ranks = int(os.environ["WORLD_SIZE"]) if joined else config.parallel.default_ranks(_num_gpus(config))
@@ -66,7 +65,7 @@ def train(config: TrainConfig, *, dry_run: bool = False) -> int:
 
 
 def check(config: TrainConfig, num_ranks: int) -> None:
-    """Refuse, before anything is started, what could not run."""
+    """Refuse, before anything is started or written, what could not run."""
     degrees = config.parallel.degrees(num_ranks)
     shape = config.model.resolve()
     parts = degrees["data"] * degrees["shard"] * config.train.accumulate
@@ -87,12 +86,6 @@ def check(config: TrainConfig, num_ranks: int) -> None:
         )
     if config.train.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ValueError("train.tensorboard needs the tensorboard package: pip install tensorboard")
-    Path(config.checkpoint.folder).mkdir(parents=True, exist_ok=True)
-    if not config.data.train:
-        if int(os.environ.get("RANK", 0)) == 0:
-            prepare_corpus(Path(config.checkpoint.folder) / "data")
-        else:
-            return  # another rank is making the file; this one looks when it is there
     open_samples(config)
 
 
@@ -108,6 +101,7 @@ def _start(config: TrainConfig, num_ranks: int) -> str:
         raise ValueError(
             f"{num_ranks} ranks need as many GPUs: found {_num_gpus(config)}; or use --parallel.device cpu"
         )
+    make_folder(config.checkpoint.folder, "--checkpoint.folder")
     with Ranks(num_ranks, backend=backend, timeout=config.parallel.timeout) as ranks:
         pids = [process.pid for process in ranks._processes]
 
@@ -137,13 +131,13 @@ def raise_plainly(error: RankError) -> None:
 
 
 def _join(config: TrainConfig) -> str:
+    make_folder(config.checkpoint.folder, "--checkpoint.folder")
     gpus = _num_gpus(config)
     if gpus:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if not dist.is_initialized():
         timeout = timedelta(seconds=config.parallel.timeout)
         dist.init_process_group("nccl" if gpus else "gloo", timeout=timeout)
-    dist.barrier()  # the first rank has made the files
     try:
         return run_rank(config)
     finally:

@@ -203,6 +203,8 @@ def test_without_a_group_it_is_one_rank() -> None:
     assert lse.shape == (1, 4, 9)
     with pytest.raises(ValueError, match="rank 0: dropout is a probability"):
         attend(q, q, q, dropout=1.5)
+    with pytest.raises(ValueError, match="rank 0: scale must be a finite number"):
+        attend(q, q, q, scale=float("nan"))
     with pytest.raises(ValueError, match="this mask covers 4 queries"):
         attend(q, q, q, mask=documents([4]))
 

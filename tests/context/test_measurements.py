@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flashspan.bench.ring_cpu import compare
-from flashspan.bench.walk import Stopwatch, measure, measure_step
+from flashspan.bench.walk import Stopwatch, in_turn, step, walk
 from flashspan.kernels.contract import Carry
 from flashspan.kernels.masks import CAUSAL
 from flashspan.launch import Ranks
@@ -41,8 +41,8 @@ def test_a_rank_holds_little_more_than_its_share() -> None:
 @pytest.mark.parametrize("strategy", ["ring", "helper"])
 def test_all_ranks_of_a_ring_can_be_timed_on_one_device(strategy: str) -> None:
     inputs = [torch.randn(1, 2, 96, 16) for _ in range(4)]
-    times = measure(inputs, CAUSAL, 4, strategy=strategy, layout="zigzag", backend="tiled", repeats=1)
-    assert min(times) > 0
+    once = walk(inputs, CAUSAL, 4, strategy=strategy, layout="zigzag", backend="tiled")
+    assert min(once()) > 0
 
 
 @pytest.mark.parametrize("carried", [False, True])
@@ -62,6 +62,20 @@ def test_one_step_of_a_ring_can_be_timed(carried: bool, monkeypatch: pytest.Monk
     monkeypatch.setattr(Stopwatch, "forward", watch_forward)
     monkeypatch.setattr(Stopwatch, "backward", watch_backward)
     inputs = [torch.randn(1, 2, 96, 16, dtype=torch.bfloat16) for _ in range(4)]
-    times = measure_step(inputs, CAUSAL, carried=carried, backend="tiled", repeats=2)
-    assert min(times) > 0
+    once = step(inputs, CAUSAL, carried=carried, backend="tiled")
+    assert min(min(once()) for _ in range(3)) > 0
     assert seen == [(carried, torch.float32 if carried else torch.bfloat16)] * 6
+
+
+def test_what_is_compared_runs_in_turn_and_counts_by_its_median() -> None:
+    """Each once to warm up, then a, b, a, b: one slow moment must not fall on one of them alone."""
+    order: list[str] = []
+    times = {"a": iter([90.0, 1.0, 2.0, 50.0]), "b": iter([90.0, 3.0, 70.0, 4.0])}
+
+    def once(name: str) -> tuple[float, float]:
+        order.append(name)
+        time = next(times[name])
+        return time, 2 * time
+
+    assert in_turn([lambda: once("a"), lambda: once("b")], repeats=3) == [(2.0, 4.0), (4.0, 8.0)]
+    assert order == ["a", "b"] * 4

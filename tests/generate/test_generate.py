@@ -160,6 +160,8 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_bytes(b"\xff")
     with pytest.raises(ValueError, match=r"prompts.txt is not UTF-8 text"):
         generate(str(tmp_path), file=str(tmp_path / "prompts.txt"))
+    with pytest.raises(ValueError, match="give --prompt or --file, not both"):
+        generate(str(tmp_path), prompt="a", file=str(tmp_path / "prompts.txt"))
     with pytest.raises(ValueError, match="99 ranks on CUDA need as many GPUs"):
         generate(str(tmp_path), prompt="a", ranks=99, device="cuda")
     save_llama(model, tmp_path)

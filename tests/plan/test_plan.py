@@ -329,7 +329,8 @@ def test_the_command_ranks_and_draws(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["tiny", "--devices", "0"], "at least 1 device"),
         (["tiny", "--devices", "1000000000000"], "at most 1,000,000 devices: got 1,000,000,000,000"),
         (["tiny", "--calibrate", "nowhere"], "no rows to calibrate"),
-        (["tiny", "--table", "nowhere.toml"], "not a TOML file"),
+        (["tiny", "--table", "nowhere.toml"], "nowhere.toml is missing: give --table a TOML file"),
+        (["tiny", "--tokens", "64", "--folder", "/dev/null/x"], "cannot be made: Not a directory; choose another with"),
         (["tiny", "--top", "0"], "top must be 1 or more"),
     ],
 )

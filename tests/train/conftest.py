@@ -13,8 +13,8 @@ import pytest
 from flashspan.launch import Ranks
 from flashspan.train import TrainConfig, parse
 from flashspan.train.data import ByteTokenizer
+from flashspan.train.prepare import VALIDATION, encode, write_files
 from flashspan.train.prepare import corpus as texts
-from flashspan.train.prepare import encode, prepare_corpus, write_files
 
 RUNS = 12  # then ranks are renewed: they keep every group they made, and gloo's threads wake up for each all the time
 
@@ -45,7 +45,9 @@ def on_ranks() -> Iterator[Callable[..., list[Any]]]:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare_corpus(tmp_path_factory.mktemp("data"))
+    folder, coder = tmp_path_factory.mktemp("data"), ByteTokenizer()
+    write_files(folder, coder, encode(texts(), coder), VALIDATION)
+    return folder / "train.bin"
 
 
 @pytest.fixture(scope="session")

@@ -7,12 +7,15 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from flashspan.model import Llama, preset, save_llama
 from flashspan.train import TrainConfig, parse, train
 from flashspan.train.config import CheckpointSection, OptimizerSection, build, describe_options, read_toml
+from flashspan.train.data import open_tokens
 from flashspan.train.loop import learning_rate
+from flashspan.train.prepare import corpus_tokens
 from flashspan.train.run import main
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -61,8 +64,11 @@ def test_a_described_config_is_that_config(tmp_path: Path) -> None:
         (["--model.vocab_size", "100"], "the data's vocabulary must fit the model's"),
         (["--data.sequence", "1000000"], "a sample takes 1000001 tokens"),
         (["--data.train", "nowhere.bin"], "nowhere.bin is missing: make it with `flashspan prepare`"),
-        (["--model.load", "nowhere"], "config.json is missing"),
-        (["--checkpoint.folder", "--train.steps", "3"], "checkpoint.folder must be text: got True"),
+        (["--model.load", "nowhere"], "nowhere/config.json is missing; of a run of ours give a checkpoint"),
+        (["--checkpoint.folder", "--train.steps", "3"], "--checkpoint.folder needs a value: got none"),
+        (["--train.steps"], "--train.steps needs a value: got none; write --train.steps=VALUE"),
+        (["--train.precision"], "--train.precision needs a value"),
+        (["--dryrun"], "unknown section --dryrun: did you mean --dry-run?"),
         (["--parallel.timeout", "-1"], "parallel.timeout must be at least 1: got -1.0"),
     ],
 )
@@ -73,6 +79,36 @@ def test_a_mistake_is_named_before_anything_starts(
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     with pytest.raises(ValueError, match=says.replace("?", r"\?").replace(".", r"\.")):
         main([*arguments, "--dry-run"])
+    with pytest.raises(ValueError):
+        main(arguments)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["--dry-run", "--parallel.device", "cpu"]) == 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_more_ranks_than_gpus_leave_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(ValueError, match="4 ranks need as many GPUs: found 1"):
+        main(["--parallel.ranks", "4"])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_made_is_named_with_its_option(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"file/run cannot be made: .*; choose another with --checkpoint\.folder"):
+        main(["--checkpoint.folder", str(tmp_path / "file" / "run"), "--parallel.device", "cpu"])
+
+
+def test_the_packages_text_is_the_same_in_memory_and_in_a_file(corpus: Path) -> None:
+    for held, name in zip(corpus_tokens(), ("train.bin", "val.bin"), strict=True):
+        file = open_tokens(corpus.with_name(name))
+        assert np.array_equal(held.tokens, file.tokens)
+        assert (held.vocab_size, held.tokenizer, held.end) == (file.vocab_size, file.tokenizer, file.end)
 
 
 def test_a_toml_key_nobody_knows_is_named(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_a_run_that_was_cut_short_makes_only_what_is_missing(
     assert len(made) == len(documents.cut([str(lines)]))
     assert files(tmp_path / "cut") == files(tmp_path / "whole")
     # Another field or file is another plan: nothing of the old one is used.
-    with pytest.raises(ValueError, match=r"line 1 is not a JSON object with 'body'"):
+    with pytest.raises(ValueError, match=r"line 1 is not a JSON object with 'body': it has text; .* with --field"):
         prepare([str(lines)], folder=str(tmp_path / "cut"), field="body", processes=1)
     assert files(tmp_path / "cut") == files(tmp_path / "whole")
 
@@ -162,7 +162,10 @@ def test_a_package_that_is_missing_is_named(
 def test_what_cannot_be_written_or_made_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.txt").write_text("text")
     assert main(["prepare", str(tmp_path / "a.txt"), "--folder", str(tmp_path / "a.txt" / "data")]) == 2
-    assert "a.txt" in capsys.readouterr().err
+    assert "a.txt/data cannot be made: " in capsys.readouterr().err
+    for inputs in ([str(tmp_path / "a.txt")], [], ["--synthetic", "9"]):
+        assert main(["prepare", *inputs, "--folder", str(tmp_path / "a.txt")]) == 2
+        assert "a.txt cannot be made: File exists; choose another with --folder" in capsys.readouterr().err
     assert main(["prepare", "--synthetic", "-5"]) == 2
     assert "at least 0" in capsys.readouterr().err
 
@@ -172,9 +175,10 @@ def test_no_text_leaves_the_old_files(lines: Path, tmp_path: Path, capsys: pytes
     prepare([str(lines)], folder=str(out), processes=1)
     assert f"flashspan train --data.train '{out}'" in capsys.readouterr().out
     before = files(out)
-    (tmp_path / "empty.jsonl").write_text("")
-    with pytest.raises(ValueError, match="no text in the inputs"):
-        prepare([str(tmp_path / "empty.jsonl")], folder=str(out))
+    for name, text in (("empty.jsonl", ""), ("empty.txt", ""), ("blank.jsonl", '{"text": ""}\n')):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ValueError, match="no text in the inputs"):
+            prepare([str(tmp_path / name)], folder=str(out))
     assert files(out) == before
 
 
