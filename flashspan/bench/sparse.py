@@ -1,7 +1,8 @@
 """Block-sparse attention beside compiled FlexAttention, dense causal attention and PyTorch's with the mask as a tensor.
 
-flashspan bench sparse --rows hopper     # five sparse rows; also: seed, sweep, window, build, all
-flashspan bench sparse --page            # docs/benchmarks/sparse.md and sparse.png from the rows
+flashspan bench sparse --rows hopper                # five sparse rows; also: seed, sweep, window, build, all
+flashspan bench sparse --rows sweep --no-others     # ours alone: a minute in place of ten
+flashspan bench sparse --page                       # docs/benchmarks/sparse.md and sparse.png from the rows
 
 Rows are appended to docs/benchmarks/sparse.csv.
 """
@@ -71,6 +72,11 @@ def random_blocks(share: float, T: int, D: int) -> Case:
     return Case(f"random {share:.0%}", T, D, mask, lambda b, h, i, j: coarse[i // 128, j // 128])
 
 
+def full(T: int, D: int) -> Case:
+    """Nothing is left out: as a mask of intervals the dense kernel, as blocks the lists of all of them."""
+    return Case("full", T, D, masks.full(), lambda b, h, i, j: i - i == j - j)
+
+
 def seed_case() -> Case:
     """The case the project was first measured with: 4 x 8 heads, 128 tokens, 32 neighbours to each side."""
     return Case("band 32", 128, 64, masks.window(32), lambda b, h, i, j: (i - j).abs() <= 32, B=4, H=8)
@@ -88,8 +94,11 @@ def hopper_cases() -> list[Callable[[], Case]]:
 
 def sweep_cases() -> list[Callable[[], Case]]:
     """Lengths 128 to 64k, 0 to 98 % of the blocks left out."""
-    lengths, shares = [128 * 4**n for n in range(5)] + [65536], (1.0, 0.5, 0.2, 0.1, 0.05, 0.02)
-    return [partial(random_blocks, s, T, 128) for T in lengths for s in shares if T * s >= 128]
+    shares, cases = (0.5, 0.2, 0.1, 0.05, 0.02), list[Callable[[], Case]]()
+    for T in [128 * 4**n for n in range(5)] + [65536]:
+        cases.append(partial(full, T, 128))
+        cases += [partial(random_blocks, s, T, 128) for s in shares if T * s >= 128]
+    return cases
 
 
 def window_cases() -> list[Callable[[], Case]]:
@@ -183,7 +192,7 @@ def forward_error(case: Case, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> f
     return float((out[:1, :1, pick].float() - exact).norm() / exact.norm())
 
 
-def run(names: Sequence[str]) -> list[record.Row]:
+def run(names: Sequence[str], *, others: bool = True) -> list[record.Row]:
     """Measure the cases of these names, append their rows, print as they come."""
     if not torch.cuda.is_available():
         raise ValueError("bench sparse needs a CUDA device and none is present; `flashspan check` runs anywhere")
@@ -193,7 +202,7 @@ def run(names: Sequence[str]) -> list[record.Row]:
         for make in CASES[name]():
             case = make()
             first: list[Tensor] = []
-            for impl, maker in implementations(case, others=name != "window" and case.T <= 32768).items():
+            for impl, maker in implementations(case, others=others and name != "window" and case.T <= 32768).items():
                 try:
                     measured = measure(case, impl, maker(), where, first)
                 except (RuntimeError, torch.cuda.OutOfMemoryError) as problem:
@@ -267,10 +276,44 @@ def write_page(rows: list[record.Row], path: Path) -> None:
             best = [min(ms) for ms in zip(*ours, strict=True)]
             ratio = " / ".join(f"{theirs / mine:.2f}x" for theirs, mine in zip(times["flex"], best, strict=True))
         lines.append(f"| {shape} | " + " | ".join([*cells, ratio]) + " |")
+    lines += efficiency(rows)
     picture = path.with_suffix(".png")
     if plot(rows, picture):
         lines += ["", f"![time against sparsity]({picture.name})"]
     path.with_suffix(".md").write_text("\n".join(lines) + "\n")
+
+
+def by_share(rows: list[record.Row]) -> dict[tuple[int, float, str], record.Row]:
+    """Our rows of the sweep by tokens, share of the blocks and pass; of share 1 the dense kernel's."""
+    found = {}
+    for row in rows:
+        size, _, pattern = row.shape.partition(" ")
+        tokens, head_dim = size.split("x")[2:]
+        if head_dim == "128" and pattern == "full" and row.impl == "flashspan intervals":
+            found[int(tokens), 1.0, row.kind] = row
+        elif head_dim == "128" and pattern.startswith("random") and row.impl == "flashspan blocks":
+            found[int(tokens), float(pattern.split()[1].rstrip("%")) / 100, row.kind] = row
+    return found
+
+
+def efficiency(rows: list[record.Row]) -> list[str]:
+    """What a visited block costs at the longest of the sweep's lengths, beside one of the dense kernel, as lines of a
+    page."""
+    by = by_share(rows)
+    longest = max((T for T, share, _ in by if share == 1.0), default=0)
+    here = sorted({share for T, share, _ in by if longest == T and share < 1}, reverse=True)
+    if not here:
+        return []
+    lines = [
+        "",
+        f"TFLOP/s per visited block at {longest:,} tokens, as a share of the dense kernel's, forward / backward:",
+        "",
+        "| blocks visited | " + " | ".join(f"{share:.0%}" for share in here) + " |",
+        "| --- " * (1 + len(here)) + "|",
+    ]
+    kinds = ("forward", "backward")
+    rates = [[by[longest, share, kind].tflops / by[longest, 1.0, kind].tflops for kind in kinds] for share in here]
+    return [*lines, "| efficiency | " + " | ".join(f"{a:.0%} / {b:.0%}" for a, b in rates) + " |"]
 
 
 def plot(rows: list[record.Row], path: Path) -> bool:
@@ -281,12 +324,9 @@ def plot(rows: list[record.Row], path: Path) -> bool:
     from matplotlib import pyplot
 
     times: dict[int, dict[float, float]] = {}
-    for row in rows:
-        size, _, pattern = row.shape.partition(" ")
-        if pattern.startswith("random") and (row.impl, row.kind) == ("flashspan blocks", "forward"):
-            tokens, head_dim = size.split("x")[2:]
-            if head_dim == "128":
-                times.setdefault(int(tokens), {})[float(pattern.split()[1].rstrip("%")) / 100] = row.p50_ms
+    for (tokens, share, kind), row in by_share(rows).items():
+        if kind == "forward":
+            times.setdefault(tokens, {})[share] = row.p50_ms
     times = {T: found for T, found in times.items() if 1.0 in found and len(found) > 2}
     if not times:
         return False
@@ -304,7 +344,10 @@ def plot(rows: list[record.Row], path: Path) -> bool:
 
 
 def bench_sparse(
-    *, rows: Literal["hopper", "seed", "sweep", "window", "build", "all"] = "hopper", page: bool = False
+    *,
+    rows: Literal["hopper", "seed", "sweep", "window", "build", "all"] = "hopper",
+    others: bool = True,
+    page: bool = False,
 ) -> int:
     """Block-sparse attention beside compiled FlexAttention, dense causal and PyTorch's with the mask as a tensor.
 
@@ -313,12 +356,13 @@ def bench_sparse(
     Args:
         rows: hopper, five sparse masks at 16k and 32k tokens; seed, 128 tokens; sweep, 128 to 64k tokens and 0 to 98 %
             of the blocks left out; window, 8k to 256k tokens; build, how long masks take to make; or all of them.
+        others: FlexAttention, dense causal and PyTorch's as well, up to 32k tokens; compiling them takes longest.
         page: write docs/benchmarks/sparse.md and its plot from the rows instead of measuring.
     """
     if page:
         write_page(record.read(PATH), PATH)
         return 0
-    run(list(CASES) if rows == "all" else [rows] if rows in CASES else [])
+    run(list(CASES) if rows == "all" else [rows] if rows in CASES else [], others=others)
     if rows in ("build", "all"):
         build()
     return 0
@@ -327,5 +371,6 @@ def bench_sparse(
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", choices=[*CASES, "build", "all"], default="hopper")
+    parser.add_argument("--no-others", dest="others", action="store_false", help="measure ours alone")
     parser.add_argument("--page", action="store_true", help="write the page from the rows instead of measuring")
     bench_sparse(**vars(parser.parse_args()))

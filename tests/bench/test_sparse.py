@@ -14,16 +14,19 @@ from flashspan.bench import patterns, record, sparse
 
 
 def rows() -> list[record.Row]:
-    """A sweep that costs what it visits, beside one that costs twice that."""
+    """A sweep that costs what it visits and a fifth more at 4096 tokens, beside one that costs twice that."""
     where = {"device": "a device", "torch": "2", "triton": "3", "commit": "c"}
-    rest = {"p20_ms": 1.0, "p80_ms": 1.0, "tflops": 1.0, "error": 0.0, "peak_mib": 1.0}
-    return [
-        record.Row(**where, **rest, shape=f"1x16x{T}x128 random {share:.0%}", impl=impl, kind=kind, p50_ms=cost * share)
-        for T in (1024, 4096)
-        for share in (1.0, 0.5, 0.1)
-        for impl, cost in (("flashspan blocks", 1.0), ("flex", 2.0))
-        for kind in ("forward", "backward")
-    ]
+    rest = {"p20_ms": 1.0, "p80_ms": 1.0, "error": 0.0, "peak_mib": 1.0}
+    found = []
+    for T in (1024, 4096):
+        for share in (1.0, 0.5, 0.1):
+            pattern = "full" if share == 1 else f"random {share:.0%}"
+            for impl, cost in (("flashspan intervals", 1.0), ("flashspan blocks", T / 4096 * 0.2 + 1.0), ("flex", 2.0)):
+                if share == 1 or impl != "flashspan intervals":
+                    what = {"shape": f"1x16x{T}x128 {pattern}", "impl": impl, "tflops": 60 / cost}
+                    for kind in ("forward", "backward"):
+                        found.append(record.Row(**where, **rest, **what, kind=kind, p50_ms=cost * share))
+    return found
 
 
 def test_the_page_and_its_plot_come_from_the_rows(tmp_path: Path) -> None:
@@ -31,8 +34,19 @@ def test_the_page_and_its_plot_come_from_the_rows(tmp_path: Path) -> None:
     record.append(rows(), path)
     sparse.write_page(record.read(path), path)
     page = (tmp_path / "sparse.md").read_text()
-    assert "| 1x16x4096x128 random 10% | 0.100 / 0.100 | 0.200 / 0.200 | 2.00x / 2.00x |" in page
+    assert "| 1x16x4096x128 random 10% | - | 0.120 / 0.120 | 0.200 / 0.200 | 1.67x / 1.67x |" in page
+    assert "at 4,096 tokens" in page
+    assert "| blocks visited | 50% | 10% |\n| --- | --- | --- |\n| efficiency | 83% / 83% | 83% / 83% |" in page
     assert (tmp_path / "sparse.png").stat().st_size > 5000
+
+
+def test_the_sweep_begins_with_the_dense_kernel() -> None:
+    """What all others of its length are measured against."""
+    cases = [make for make in sparse.sweep_cases() if make.args[-2:] == (65536, 128)]  # type: ignore[attr-defined]
+    assert [make.func for make in cases] == [sparse.full] + [sparse.random_blocks] * 5  # type: ignore[attr-defined]
+    case = sparse.full(256, 128)
+    assert case.rule(*(torch.arange(256) for _ in range(4))).all()
+    assert case.flops() == 4 * 16 * 128 * 256**2
 
 
 def test_every_pattern_has_its_picture(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ from flashspan.kernels.hopper.walk import bounds, find_list, hide, nth
 def _start_dq(WG: gl.constexpr, i, buffers, bars, C: gl.constexpr):
     """Start this warpgroup's half of dQ of tile i, from the dS of both: 64 of its rows, or of its columns where it has
     rows for one only."""
-    q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s = buffers
+    q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s, spare_s = buffers
     kv_full, kv_empty, full, empty, ds_full, dq_full, dq_empty = bars
     BM: gl.constexpr = C[0]
     BN: gl.constexpr = C[1]
@@ -68,7 +68,7 @@ def _start_dq(WG: gl.constexpr, i, buffers, bars, C: gl.constexpr):
 @gluon.jit
 def _leave_dq(WG: gl.constexpr, count, dq, buffers, bars, sm_scale, C: gl.constexpr):
     """Hand this half of a dQ, the one of this number, to the warp that adds it."""
-    q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s = buffers
+    q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s, spare_s = buffers
     kv_full, kv_empty, full, empty, ds_full, dq_full, dq_empty = bars
     BM: gl.constexpr = C[0]
     ADD: gl.constexpr = C[4]
@@ -87,12 +87,14 @@ def _leave_dq(WG: gl.constexpr, count, dq, buffers, bars, sm_scale, C: gl.conste
 
 @gluon.jit
 def _step(
-    WG: gl.constexpr, MASKED: gl.constexpr, own, i, count, shown, dk, dv, buffers, bars, numbers, C: gl.constexpr
+    WG: gl.constexpr, MASKED: gl.constexpr, FIRST: gl.constexpr, own, i, count, shown, dk, dv, buffers, bars, numbers,
+    C: gl.constexpr,
 ):  # fmt: skip
-    """Block i of queries: dV and dK of it, and the dQ of number `count`, of the block before. If it is masked, `shown`
-    says what is seen: the block's first row and each key's interval, or a map's words and which half it is."""
+    """Block i of queries: dV and dK of it and, unless it is a tile's FIRST, the dQ of number `count`, of the block
+    before. If it is masked, `shown` says what is seen: the block's first row and each key's interval, or a map's words,
+    which half of them it is and whether they are there."""
     own_s, ds_s = own
-    q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s = buffers
+    q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s, spare_s = buffers
     kv_full, kv_empty, full, empty, ds_full, dq_full, dq_empty = bars
     H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section = numbers
     BM: gl.constexpr = C[0]
@@ -102,6 +104,7 @@ def _step(
     KL: gl.constexpr = C[7]
     LISTS: gl.constexpr = C[9]
     DQ: gl.constexpr = C[10]
+    BEHIND: gl.constexpr = DQ and not FIRST
     BD: gl.constexpr = q_s.shape[4]
     LATE: gl.constexpr = BD == 64  # see tiles.lse_unit
     PL: gl.constexpr = gl.DotOperandLayout(0, KL, 2)
@@ -131,8 +134,9 @@ def _step(
         s = s * scale
     if MASKED:
         if LISTS:
-            words_s, half = shown
-            s = hide(s, words_s.index(stage * 2 + WG), half)
+            words_s, half, some = shown
+            if some:
+                s = hide(s, words_s.index(stage * 2 + WG), half)
         else:
             m0, lower, upper = shown
             o_m = here_and_now(0) + gl.arange(0, BM, layout=gl.SliceLayout(0, SL))
@@ -142,19 +146,22 @@ def _step(
     pd = gl.convert_layout(p.to(dtype), PL, assert_trivial=True)
     # dV at once: the tensor cores have it to do while dS is made and written.
     dva = warpgroup_mma(pd, do, dv, is_async=True)
-    if DQ:  # both have written dQ of block i - 2, so neither reads its dS any more
+    if BEHIND:  # both have written dQ of block i - 2, so neither reads its dS any more
         mbarrier.wait(dq_full, (count - 1) & 1)
     else:  # a branch, or ptxas would move the wait for dP before the exp2's
         mbarrier.wait(full.index(stage), (i // STAGES) & 1)
     dp, p = warpgroup_mma_wait(1, deps=(dpa, p))
     ds = (p * dp).to(dtype)
     if DQ:
+        if FIRST:  # dK of the tile before may still be leaving through this place
+            tma.store_wait(0)
+            barrier()
         ds_s.index(slot).store(ds)
         fence_async_shared()
         mbarrier.arrive(ds_full.index(slot), count=1)
     dsd = gl.convert_layout(ds, PL, assert_trivial=True)
     dka = warpgroup_mma(dsd, q, dk, is_async=True)
-    if DQ:
+    if BEHIND:
         dqa = _start_dq(WG, i - 1, buffers, bars, C)
         dv, dk, pd, dsd = warpgroup_mma_wait(2, deps=(dva, dka, pd, dsd))
         mbarrier.arrive(empty.index(stage), count=1)
@@ -167,17 +174,25 @@ def _step(
 
 
 @gluon.jit
+def _either(a, b):
+    return a | b
+
+
+@gluon.jit
 def _clean(own_s, BN: gl.constexpr, BD: gl.constexpr):
     """Set inf and NaN of K and V to 0: a key that some query does not see must not reach it as 0 * NaN. Those who do
-    see it have NaN from their lse or delta."""
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BD, BD // 8], [4, 1], [1, 0])
-    LIMIT: gl.constexpr = 0x7C00 if own_s.dtype == gl.float16 else 0x7F80
-    # In whatever order: each number is looked at by itself.
-    x_s = own_s._reinterpret(own_s.dtype, [2 * BN, BD], gl.NVMMASharedLayout.get_default_for([2 * BN, BD], own_s.dtype))
-    x = x_s.load(L)
-    size = x.to(gl.int16, bitcast=True) & 0x7FFF
-    if gl.max(gl.max(size, 1), 0) >= LIMIT:
-        x_s.store(gl.where(size >= LIMIT, gl.zeros([2 * BN, BD], own_s.dtype, layout=L), x))
+    see it have NaN from their lse or delta.
+
+    Two numbers at a time and in whatever order: each is looked at by itself. Where all bits of an exponent are 1, one
+    more sets the sign, which was cleared before.
+    """
+    L: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
+    ONE: gl.constexpr = 0x04000400 if own_s.dtype == gl.float16 else 0x00800080
+    words_s = own_s._reinterpret(gl.int32, [BN * BD // 4, 4], gl.SwizzledSharedLayout(4, 1, 1, order=[1, 0]))
+    words = words_s.load(L)
+    over = (words & 0x7FFF7FFF) + ONE
+    if (gl.reduce(gl.reduce(over, 1, _either), 0, _either) >> 15) & 0x00010001 != 0:
+        words_s.store(words & ~(((over >> 15) & 0x00010001) * 0xFFFF))
         fence_async_shared()
     barrier()
 
@@ -186,11 +201,11 @@ def _clean(own_s, BN: gl.constexpr, BD: gl.constexpr):
 def _multiply(WG: gl.constexpr, own, desc, buffers, bars, numbers, tables, work, C: gl.constexpr):
     """A warpgroup and its 64 keys of each tile.
 
-    dQ runs one block behind. In the first step of a tile it is of no block: it is computed from whatever lies there and
-    dropped by the warp that adds, which costs less than a step of its own.
+    dQ runs one block behind. The FIRST step of a tile has none to make. Heads of 64 are faster (by 6% at 16k tokens) if
+    it makes one all the same, of whatever lies there, which the warp that adds drops; else it is a step of its own.
     """
     desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d = desc
-    q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s = buffers
+    q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s, spare_s = buffers
     kv_full, kv_empty, full, empty, ds_full, dq_full, dq_empty = bars
     H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section = numbers
     num_tiles, whole, parts, counter, states, work_s, work_full = work
@@ -204,6 +219,8 @@ def _multiply(WG: gl.constexpr, own, desc, buffers, bars, numbers, tables, work,
     KL: gl.constexpr = C[7]
     LISTS: gl.constexpr = C[9]
     DQ: gl.constexpr = C[10]
+    PEEL: gl.constexpr = C[13]
+    SPARE: gl.constexpr = C[14]
     BD: gl.constexpr = q_s.shape[4]
     SPLIT: gl.constexpr = 128 // BM
     turn = 0
@@ -227,42 +244,60 @@ def _multiply(WG: gl.constexpr, own, desc, buffers, bars, numbers, tables, work,
         mbarrier.wait(kv_full, turn & 1)
         if HIDDEN:
             _clean(own_s, BN, BD)
+        late = -1 if PEEL else turn  # the number of a dQ, less that of the block after it
+        if PEEL:
+            if LISTS:
+                shown = (words_s, 0, edges > 0)
+                dk, dv = _step(WG, True, True, own, i, 0, shown, dk, dv, buffers, bars, numbers, C)
+            elif HIDDEN:
+                shown = (nth(0, t_first, f_lo, f_hi, t_end) * BM, lower, upper)
+                dk, dv = _step(WG, True, True, own, i, 0, shown, dk, dv, buffers, bars, numbers, C)
+            else:
+                dk, dv = _step(WG, False, True, own, i, 0, (), dk, dv, buffers, bars, numbers, C)
         for g in range(G):
+            done = gl.where(g == 0, 1, 0) if PEEL else 0
+            whole = done
             if LISTS:
                 if g > 0:
                     _, _, n, edges = find_list(maps, i_b, i_k * G + g, line)
-                for j in range(edges * SPLIT):
-                    part = (words_s, j % SPLIT)
-                    dk, dv = _step(WG, True, own, i + j, i + j + turn, part, dk, dv, buffers, bars, numbers, C)
-                for j in range(edges * SPLIT, n * SPLIT):
-                    dk, dv = _step(WG, False, own, i + j, i + j + turn, (), dk, dv, buffers, bars, numbers, C)
-                i += n * SPLIT
-            else:
-                whole = 0
-                if HIDDEN:
-                    whole = edges
-                    for j in range(edges):
-                        seen = (nth(j, t_first, f_lo, f_hi, t_end) * BM, lower, upper)
-                        dk, dv = _step(WG, True, own, i + j, i + j + turn, seen, dk, dv, buffers, bars, numbers, C)
-                for j in range(whole, n):
-                    dk, dv = _step(WG, False, own, i + j, i + j + turn, (), dk, dv, buffers, bars, numbers, C)
-                i += n
-        if DQ:
-            dq = warpgroup_mma_wait(0, deps=(_start_dq(WG, i - 1, buffers, bars, C),))
-        mbarrier.arrive(kv_empty, count=1)
-        if DQ:  # neither reads dS any more: dV and dK leave through its place
-            mbarrier.wait(kv_empty, turn & 1)
+                for j in range(done, edges * SPLIT):
+                    shown = (words_s, j % SPLIT, True)
+                    dk, dv = _step(
+                        WG, True, False, own, i + j, i + j + late, shown, dk, dv, buffers, bars, numbers, C
+                    )  # fmt: skip
+                whole = gl.maximum(edges * SPLIT, done)
+            elif HIDDEN:
+                for j in range(done, edges):
+                    shown = (nth(j, t_first, f_lo, f_hi, t_end) * BM, lower, upper)
+                    dk, dv = _step(
+                        WG, True, False, own, i + j, i + j + late, shown, dk, dv, buffers, bars, numbers, C
+                    )  # fmt: skip
+                whole = gl.maximum(edges, done)
+            size = n * SPLIT if LISTS else n
+            for j in range(whole, size):
+                dk, dv = _step(WG, False, False, own, i + j, i + j + late, (), dk, dv, buffers, bars, numbers, C)
+            i += size
         # Heard again: until here these numbers would only have held registers.
         tile, i_b, i_k, n0, a, b, c, d = hear(turn, work, 4)
         n0 += WG * BN
-        send_off(desc_dv, i_b, i_k, n0, dv, ds_s, ADD)
+        if SPARE:
+            send_off(desc_dv, i_b, i_k, n0, dv, spare_s.index(WG), ADD)
+        if DQ:
+            dq = warpgroup_mma_wait(0, deps=(_start_dq(WG, i - 1, buffers, bars, C),))
+        mbarrier.arrive(kv_empty, count=1)
+        if DQ:  # neither reads dS any more: what is left leaves through its place
+            mbarrier.wait(kv_empty, turn & 1)
+        if not SPARE:
+            send_off(desc_dv, i_b, i_k, n0, dv, ds_s, ADD)
         if DQ:  # only now: the dQ before it is still being added
-            _leave_dq(WG, i + turn, dq, buffers, bars, sm_scale, C)
-        send_off(desc_dk, i_b, i_k, n0, dk * sm_scale, ds_s, ADD)
-        tma.store_wait(0)
-        barrier()
+            _leave_dq(WG, i + late, dq, buffers, bars, sm_scale, C)
+        send_off(desc_dk, i_b, i_k, n0, dk * sm_scale, ds_s, ADD, SPARE)
+        if not PEEL:  # else that is waited for where dS is written again
+            tma.store_wait(0)
+            barrier()
         turn += 1
         tile, i_b, i_k, n0, a, b, c, d = hear(turn, work, 4)
+    tma.store_wait(0)
 
 
 @gluon.jit
@@ -300,6 +335,12 @@ def _run(
     dq_s = gl.allocate_shared_memory(gl.float32, [1, 1, BM, BD], desc_dq.layout)
     l_s = gl.allocate_shared_memory(gl.float32, [STAGES, BM], desc_l.layout)
     d_s = gl.allocate_shared_memory(gl.float32, [STAGES, BM], desc_l.layout)
+    PEEL: gl.constexpr = DQ and (BD > 64 or LISTS)
+    # Where there is room, dV has a place of its own to leave through. Where it is added that is slower.
+    SPARE: gl.constexpr = PEEL and not LISTS and not ADD
+    spare_s = ds0_s
+    if SPARE:
+        spare_s = gl.allocate_shared_memory(dtype, [2, BN, BD], DL)
     ML: gl.constexpr = mbarrier.MBarrierLayout()
     kv_full = gl.allocate_shared_memory(gl.int64, [1], ML)
     kv_empty = gl.allocate_shared_memory(gl.int64, [1], ML)
@@ -321,10 +362,10 @@ def _run(
         mbarrier.init(ds_full.index(i), count=2)
     for i in gl.static_range(4):
         mbarrier.init(work_full.index(i), count=1)
-    C: gl.constexpr = (BM, BN, STAGES, TABLE, ADD, HIDDEN, SL, KL, QL, LISTS, DQ, CLAIM, CUT)
+    C: gl.constexpr = (BM, BN, STAGES, TABLE, ADD, HIDDEN, SL, KL, QL, LISTS, DQ, CLAIM, CUT, PEEL, SPARE)
     job = (
         desc,
-        (q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s),
+        (q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s, spare_s),
         (kv_full, kv_empty, full, empty, ds_full, dq_full, dq_empty),
         numbers,
         tables,

@@ -66,7 +66,7 @@ def _line_work(tile, num_tiles, numbers, maps, KEYS: gl.constexpr):
 def _load_keys(turn, desc, buffers, bars, b, h, n0, C: gl.constexpr):
     """K and V of a tile, as soon as those of the one before are no longer read."""
     desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d = desc
-    q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s = buffers
+    q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s, spare_s = buffers
     kv_full, kv_empty, full, empty, ds_full, dq_full, dq_empty = bars
     BN: gl.constexpr = C[1]
     mbarrier.wait(kv_empty, (turn & 1) ^ 1)
@@ -80,7 +80,7 @@ def _load_keys(turn, desc, buffers, bars, b, h, n0, C: gl.constexpr):
 @gluon.jit
 def _load_queries(desc, buffers, bar, b, h, m0, row, stage):
     desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d = desc
-    q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s = buffers
+    q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s, spare_s = buffers
     tma.async_copy_global_to_shared(desc_l, [row], bar, l_s.index(stage))
     tma.async_copy_global_to_shared(desc_q, [b, h, m0, 0], bar, q_s.index(stage))
     tma.async_copy_global_to_shared(desc_d, [row], bar, d_s.index(stage))
@@ -223,7 +223,7 @@ def _drop(count, dq_full, dq_empty):
 def add_dq(desc, buffers, bars, numbers, tables, work, C: gl.constexpr):
     """The warp that adds each dQ into global float32."""
     desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d = desc
-    q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s = buffers
+    q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s, spare_s = buffers
     kv_full, kv_empty, full, empty, ds_full, dq_full, dq_empty = bars
     H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section = numbers
     num_tiles, whole, parts, counter, states, work_s, work_full = work
@@ -233,13 +233,15 @@ def add_dq(desc, buffers, bars, numbers, tables, work, C: gl.constexpr):
     tile, i_b, i_k, n0, first, f_lo, f_hi, end = hear(turn, work, 1)
     while tile < num_tiles:
         n = end - first
-        _drop(count, dq_full, dq_empty)
+        if not C[13]:
+            _drop(count, dq_full, dq_empty)
+            count += 1
         for j in range(n * G):
             i_h = i_k * G + j // n
             m0 = nth(j % n, first, f_lo, f_hi, end) * BM
             p_state = states + ((i_b * H + i_h) * Tp + m0) // BM
-            _add(desc_dq, i_b, i_h, m0, p_state, count + 1 + j, dq_s, dq_full, dq_empty, C[11])
-        count += n * G + 1
+            _add(desc_dq, i_b, i_h, m0, p_state, count + j, dq_s, dq_full, dq_empty, C[11])
+        count += n * G
         turn += 1
         tile, i_b, i_k, n0, first, f_lo, f_hi, end = hear(turn, work, 1)
 
@@ -248,7 +250,7 @@ def add_dq(desc, buffers, bars, numbers, tables, work, C: gl.constexpr):
 def add_dq_lists(desc, buffers, bars, numbers, tables, work, C: gl.constexpr):
     """The same warp of a block map."""
     desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d = desc
-    q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s = buffers
+    q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s, spare_s = buffers
     kv_full, kv_empty, full, empty, ds_full, dq_full, dq_empty = bars
     H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section = numbers
     num_tiles, whole, parts, counter, states, work_s, work_full = work
@@ -259,8 +261,6 @@ def add_dq_lists(desc, buffers, bars, numbers, tables, work, C: gl.constexpr):
     count = 0
     tile, i_b, i_k, n0, line, n_first, edges_first, _ = hear(turn, work, 1)
     while tile < num_tiles:
-        _drop(count, dq_full, dq_empty)
-        count += 1
         for g in range(G):
             i_h = i_k * G + g
             begin, end, n, edges = find_list(maps, i_b, i_h, line)

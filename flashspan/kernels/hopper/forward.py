@@ -171,7 +171,7 @@ def _step(
 def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C: gl.constexpr):
     """A consumer warpgroup: 64 queries of each tile."""
     desc_q, desc_k, desc_v, desc_out = desc
-    q_s, k_s, v_s = buffers
+    q_s, k_s, v_s, spare_s = buffers
     q_full, q_empty, full, empty, tile_s, work_s = bars
     H, G, T, S, lo, hi, scale, num_heads, num_blocks, section, num_tiles, counter = numbers
     out, lse, bad, s_ob, s_oh, s_ot = outputs
@@ -191,6 +191,7 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
     PL: gl.constexpr = gl.DotOperandLayout(0, OL, 2)
     QS: gl.constexpr = C[9]
     LISTS: gl.constexpr = C[10]
+    SPARE: gl.constexpr = C[11]
     if LISTS:
         desc_words, words_s, maps = tables
         memory = (k_s, v_s, words_s, full, empty)
@@ -310,7 +311,10 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
         gl.store(p_lse + o_m, gl.where(nothing, float("-inf"), (m + gl.log2(l)) * 0.6931471805599453), mask=o_m < T)
         o = o * gl.convert_layout(1.0 / l, RO, assert_trivial=True)[:, None]
         # Q of this tile has been read for the last time: the output leaves through its place.
-        send_off(desc_out, i_b, i_h, m0, o, q_s.index(room * 2 + WG), False)
+        if SPARE:
+            send_off(desc_out, i_b, i_h, m0, o, q_s.index(room * 2 + WG), False, False, spare_s.index(WG))
+        else:
+            send_off(desc_out, i_b, i_h, m0, o, q_s.index(room * 2 + WG), False)
         tma.store_wait(0)
         mbarrier.arrive(q_empty.index(room), count=1)
         turn += 1
@@ -346,6 +350,11 @@ def _run(
     q_s = gl.allocate_shared_memory(desc_q.dtype, [QS * 2, 1, 1, BM, BD], desc_q.layout)
     k_s = gl.allocate_shared_memory(desc_q.dtype, [STAGES, 1, 1, BN, BD], desc_k.layout)
     v_s = gl.allocate_shared_memory(desc_q.dtype, [STAGES, 1, 1, BN, BD], desc_v.layout)
+    # Outputs in float32 leave in halves: where there is room, the second need not wait for the first.
+    SPARE: gl.constexpr = desc_out.dtype == gl.float32 and BD <= 128 and not LISTS
+    spare_s = q_s
+    if SPARE:
+        spare_s = gl.allocate_shared_memory(desc_q.dtype, [2, 1, 1, BM, BD], desc_q.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [QS, 1], ML)
     q_empty = gl.allocate_shared_memory(gl.int64, [QS, 1], ML)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ML)
@@ -358,8 +367,8 @@ def _run(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
-    C: gl.constexpr = (BM, BN, STAGES, EDGES, TABLE, CARRY, D, SL, OL, QS, LISTS)
-    job = (desc, (q_s, k_s, v_s), (q_full, q_empty, full, empty, tile_s, work_s), numbers, outputs, tables, C)
+    C: gl.constexpr = (BM, BN, STAGES, EDGES, TABLE, CARRY, D, SL, OL, QS, LISTS, SPARE)
+    job = (desc, (q_s, k_s, v_s, spare_s), (q_full, q_empty, full, empty, tile_s, work_s), numbers, outputs, tables, C)
     if LISTS:
         gl.warp_specialize([(_first, job), (_second, job), (feed_lists, job)], [4, 1], [REGISTERS, FEED_REGISTERS])
     else:

@@ -29,10 +29,12 @@ def clean(x_s, BN: gl.constexpr, BD: gl.constexpr):
 
 
 @gluon.jit
-def _send(desc, b, h, row, column, x, room, ADD: gl.constexpr):
-    """Write a tile, or add it, by the copy engine, once it has read what left through this room before."""
-    tma.store_wait(0)
-    barrier()
+def _send(desc, b, h, row, column, x, room, ADD: gl.constexpr, FREE: gl.constexpr):
+    """Write a tile, or add it, by the copy engine, once it has read what left through this room before, unless it is
+    FREE."""
+    if not FREE:
+        tma.store_wait(0)
+        barrier()
     x_s = room._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
     x_s.reshape((x.shape[0], x.shape[1])).store(x.to(desc.dtype))
     fence_async_shared()
@@ -44,13 +46,17 @@ def _send(desc, b, h, row, column, x, room, ADD: gl.constexpr):
 
 
 @gluon.jit
-def send_off(desc, b, h, row, x, room, ADD: gl.constexpr):
-    """Send off a finished tile through shared memory nobody uses any more; in float32 one half, then the other. Until
-    `tma.store_wait(0)` that memory is read."""
+def send_off(desc, b, h, row, x, room, ADD: gl.constexpr, FREE: gl.constexpr = False, spare=None):
+    """Send off a finished tile through shared memory nobody uses any more; in float32 one half, then the other, which
+    waits for the first unless there is a `spare` room. Until `tma.store_wait(0)` that memory is read. FREE: it is not
+    being read now."""
     HALF: gl.constexpr = desc.block_type.shape[3]
     if x.shape[1] == HALF:
-        _send(desc, b, h, row, 0, x, room, ADD)
+        _send(desc, b, h, row, 0, x, room, ADD, FREE)
     else:
         left, right = x.reshape((x.shape[0], 2, HALF)).permute((0, 2, 1)).split()
-        _send(desc, b, h, row, 0, left, room, ADD)
-        _send(desc, b, h, row, HALF, right, room, ADD)
+        _send(desc, b, h, row, 0, left, room, ADD, FREE)
+        if spare is None:
+            _send(desc, b, h, row, HALF, right, room, ADD, False)
+        else:
+            _send(desc, b, h, row, HALF, right, spare, ADD, True)
