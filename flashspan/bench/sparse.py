@@ -261,7 +261,8 @@ def write_page(rows: list[record.Row], path: Path) -> None:
         f"{newest.device}, torch {newest.torch}, Triton {newest.triton}, bf16, by `flashspan bench sparse`; "
         "this page by the same with `--page`.",
         "Median milliseconds, forward / backward; shapes are batch x heads x tokens x head size. "
-        "The last column is FlexAttention's time over the better of ours, forward / backward.",
+        "The last column is FlexAttention's time over the better of ours, forward / backward. "
+        "Calls of less than about half a millisecond take as long as the host needs to launch them.",
         "",
         "| shape | " + " | ".join(impls) + " | vs flex |",
         "| --- " * (2 + len(impls)) + "|",

@@ -10,9 +10,10 @@ While one warpgroup computes exponentials the other must keep the tensor cores b
 until most of it is done. So they may drift apart, by up to a block. All they share is dQ, to which each adds half of a
 block, summed over the keys of both - of the block before, whose dS the other has had time to write.
 
-Programs are persistent: a tile's dK and dV leave through the place of dS, so that the next one's K and V may come while
-they do, and its first Q and dO before. What the next tile is the loading warp tells everybody. Where dK and dV are
-added and tiles are equally long, those left over after the last full round are cut into parts, by queries (CUT).
+Programs are persistent: a tile's dK and dV leave through the place of dS (dV through one of its own where there is
+room), so that the next one's K and V may come while they do, and its first Q and dO before. What the next tile is the
+loading warp tells everybody. Where dK and dV are added and tiles are equally long, those left over after the last full
+round are cut into parts, by queries (CUT).
 
 Without DQ, for gradients that repeat (two_pass.py), dK and dV are all it makes, and the warpgroups share nothing.
 

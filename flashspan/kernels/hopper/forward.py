@@ -14,8 +14,8 @@ kernel. float16 reaches to 2^16 only: there the maximum is looked for in every b
 
 A carry is asked for before a tile's first scores and joins after their softmax: what it takes to load it is hidden by
 both, and the loop is the same with and without one. Without a mask all programs begin their tiles at about the same
-time: there the feeding warp has brought it into the cache before. Outputs leave through Q's place, float32 ones half
-after half.
+time: there the feeding warp has brought it into the cache before. Outputs leave through Q's place, float32 ones in
+halves, the second through a place of its own where there is room.
 
 Only the feeding warp reads tables of intervals (TABLE) and the lists of a block map (LISTS). It tells the others which
 blocks there are, or how many and how many of them have bits, and loads those bits beside K.
