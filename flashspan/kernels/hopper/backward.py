@@ -182,19 +182,30 @@ def _either(a, b):
 @gluon.jit
 def _clean(own_s, BN: gl.constexpr, BD: gl.constexpr):
     """Set inf and NaN of K and V to 0: a key that some query does not see must not reach it as 0 * NaN. Those who do
-    see it have NaN from their lse or delta.
+    see it have NaN from their lse or delta. In whatever order: each number is looked at by itself.
 
-    Two numbers at a time and in whatever order: each is looked at by itself. Where all bits of an exponent are 1, one
-    more sets the sign, which was cleared before.
+    Two at a time: where all bits of an exponent are 1, one more sets the sign, which was cleared before. Heads of 64
+    have no registers for that: one at a time spills less there and is faster.
     """
-    L: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
-    ONE: gl.constexpr = 0x04000400 if own_s.dtype == gl.float16 else 0x00800080
-    words_s = own_s._reinterpret(gl.int32, [BN * BD // 4, 4], gl.SwizzledSharedLayout(4, 1, 1, order=[1, 0]))
-    words = words_s.load(L)
-    over = (words & 0x7FFF7FFF) + ONE
-    if (gl.reduce(gl.reduce(over, 1, _either), 0, _either) >> 15) & 0x00010001 != 0:
-        words_s.store(words & ~(((over >> 15) & 0x00010001) * 0xFFFF))
-        fence_async_shared()
+    if BD == 64:
+        L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BD, BD // 8], [4, 1], [1, 0])
+        LIMIT: gl.constexpr = 0x7C00 if own_s.dtype == gl.float16 else 0x7F80
+        SL: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * BN, BD], own_s.dtype)
+        x_s = own_s._reinterpret(own_s.dtype, [2 * BN, BD], SL)
+        x = x_s.load(L)
+        size = x.to(gl.int16, bitcast=True) & 0x7FFF
+        if gl.max(gl.max(size, 1), 0) >= LIMIT:
+            x_s.store(gl.where(size >= LIMIT, gl.zeros([2 * BN, BD], own_s.dtype, layout=L), x))
+            fence_async_shared()
+    else:
+        PL: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
+        ONE: gl.constexpr = 0x04000400 if own_s.dtype == gl.float16 else 0x00800080
+        pairs_s = own_s._reinterpret(gl.int32, [BN * BD // 4, 4], gl.SwizzledSharedLayout(4, 1, 1, order=[1, 0]))
+        pairs = pairs_s.load(PL)
+        over = (pairs & 0x7FFF7FFF) + ONE
+        if (gl.reduce(gl.reduce(over, 1, _either), 0, _either) >> 15) & 0x00010001 != 0:
+            pairs_s.store(pairs & ~(((over >> 15) & 0x00010001) * 0xFFFF))
+            fence_async_shared()
     barrier()
 
 
@@ -266,21 +277,22 @@ def _multiply(WG: gl.constexpr, own, desc, buffers, bars, numbers, tables, work,
                     dk, dv = _step(
                         WG, True, False, own, i + j, i + j + late, shown, dk, dv, buffers, bars, numbers, C
                     )  # fmt: skip
-                whole = gl.maximum(edges * SPLIT, done)
+                whole = gl.maximum(edges * SPLIT, done) if PEEL else edges * SPLIT
             elif HIDDEN:
                 for j in range(done, edges):
                     shown = (nth(j, t_first, f_lo, f_hi, t_end) * BM, lower, upper)
                     dk, dv = _step(
                         WG, True, False, own, i + j, i + j + late, shown, dk, dv, buffers, bars, numbers, C
                     )  # fmt: skip
-                whole = gl.maximum(edges, done)
+                whole = gl.maximum(edges, done) if PEEL else edges
             size = n * SPLIT if LISTS else n
             for j in range(whole, size):
                 dk, dv = _step(WG, False, False, own, i + j, i + j + late, (), dk, dv, buffers, bars, numbers, C)
             i += size
-        # Heard again: until here these numbers would only have held registers.
-        tile, i_b, i_k, n0, a, b, c, d = hear(turn, work, 4)
-        n0 += WG * BN
+        # Where they go is heard again: until here these numbers would only have held registers.
+        if PEEL:
+            tile, i_b, i_k, n0, a, b, c, d = hear(turn, work, 4)
+            n0 += WG * BN
         if SPARE:
             send_off(desc_dv, i_b, i_k, n0, dv, spare_s.index(WG), ADD)
         if DQ:
@@ -288,6 +300,9 @@ def _multiply(WG: gl.constexpr, own, desc, buffers, bars, numbers, tables, work,
         mbarrier.arrive(kv_empty, count=1)
         if DQ:  # neither reads dS any more: what is left leaves through its place
             mbarrier.wait(kv_empty, turn & 1)
+        if not PEEL:
+            tile, i_b, i_k, n0, a, b, c, d = hear(turn, work, 4)
+            n0 += WG * BN
         if not SPARE:
             send_off(desc_dv, i_b, i_k, n0, dv, ds_s, ADD)
         if DQ:  # only now: the dQ before it is still being added
