@@ -49,6 +49,10 @@ EXPECTED: dict[str, dict[str, Callable[[object], bool]]] = {
 }
 """What rows of a bench must have beside the times, by the first word of `Row.what`."""
 
+SPARSE_SHAPE = re.compile(r"(\d+x){3}\d+ (random \d+%|(?!random).+)")
+SPARSE_OURS = ("flashspan intervals", "flashspan blocks")
+"""Ours on the mask in question: a row of the dense causal kernel beside them answers another."""
+
 
 def check(rows: Sequence[Row]) -> None:
     """Refuse rows that another version wrote, which may lack numbers or have other things in their place."""
@@ -61,6 +65,8 @@ def check(rows: Sequence[Row]) -> None:
         ]
         if bench == "context" and row.ok and not row.p50_ms > 0:
             wrong.append("no p50_ms")
+        if bench == "sparse" and not SPARSE_SHAPE.fullmatch(row.shape):
+            wrong.append("no shape like 1x16x8192x128 random 10%")
         if wrong:
             raise ValueError(
                 f"the row of {row.impl!r} ({row.shape}, {row.kind}) has {' and '.join(wrong)}: "
@@ -243,14 +249,15 @@ def scaling(work: Workload) -> list[str]:
 
 
 def of_attention(rows: Sequence[Row]) -> list[str]:
-    """Our kernels against the best of the others, both passes."""
+    """Our kernels against the best that is not ours, both passes."""
     both = [row for row in rows if row.what == "attention" and row.kind == "both" and row.ok and row.p50_ms > 0]
     ratios = []
     for shape, device in dict.fromkeys((row.shape, row.device) for row in both):
         times = {row.impl: row.p50_ms for row in both if (row.shape, row.device) == (shape, device)}
-        others = [time for impl, time in times.items() if impl != "flashspan"]
+        others = [(time, impl) for impl, time in times.items() if not impl.startswith("flashspan")]
         if "flashspan" in times and others:
-            ratios.append((min(others) / times["flashspan"], shape))
+            time, impl = min(others)
+            ratios.append((time / times["flashspan"], f"{shape}, {impl}"))
     if not ratios:
         return []
     mean = math.exp(sum(math.log(ratio) for ratio, _ in ratios) / len(ratios))
@@ -259,6 +266,35 @@ def of_attention(rows: Sequence[Row]) -> list[str]:
         f"Attention, forward and backward: ours runs at {mean:.2f} times the speed of the fastest other on "
         f"{len(ratios)} shapes (geometric mean), from {low[0]:.2f} ({low[1]}) to {high[0]:.2f} ({high[1]})."
     ]
+
+
+def against_flex(rows: Sequence[Row]) -> dict[tuple[str, str, str], float]:
+    """FlexAttention's time over the better of ours, by device, shape and pass: rows of `bench sparse`."""
+    times: dict[tuple[str, str, str], dict[str, float]] = {}
+    for row in rows:
+        if row.what == "sparse" and row.ok and row.p50_ms > 0:
+            times.setdefault((row.device, row.shape, row.kind), {})[row.impl] = row.p50_ms
+    found = {}
+    for key, here in times.items():
+        ours = [here[impl] for impl in SPARSE_OURS if impl in here]
+        if ours and "flex" in here:
+            found[key] = here["flex"] / min(ours)
+    return found
+
+
+def of_sparse(rows: Sequence[Row]) -> list[str]:
+    """Our kernels against FlexAttention under sparse masks."""
+    ratios = against_flex(rows)
+    passes = []
+    for kind in ("forward", "backward"):
+        here = sorted((ratio, shape) for (_, shape, which), ratio in ratios.items() if which == kind)
+        if here:
+            ends = [here[0], here[-1]] if len(here) > 1 else here
+            passes.append(f"{kind} {' to '.join(f'{ratio:.2f} ({shape})' for ratio, shape in ends)} times as fast")
+    if not passes:
+        return []
+    number = len({(device, shape) for device, shape, _ in ratios})
+    return [f"Block-sparse attention, ours against FlexAttention on {number} masks: {', '.join(passes)}."]
 
 
 def of_model(rows: Sequence[Row]) -> list[str]:
@@ -339,7 +375,7 @@ def of_earlier(rows: Sequence[Row], kept: Sequence[Row]) -> list[str]:
 def find(rows: Sequence[Row], kept: Sequence[Row] | None = None) -> list[str]:
     """All findings, the most telling first. `kept` is current(rows), from who has it."""
     kept = current(rows) if kept is None else kept
-    parts = (of_noise, of_context, of_attention, of_model, of_collectives, of_memory)
+    parts = (of_noise, of_context, of_attention, of_sparse, of_model, of_collectives, of_memory)
     found = [text for part in parts for text in part(kept)] + of_earlier(rows, kept)
     failed = [row for row in kept if row.status.startswith("failed")]
     if failed:

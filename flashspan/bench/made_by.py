@@ -13,6 +13,16 @@ from flashspan.bench.collectives import bench_collectives
 from flashspan.bench.context import ALONE, FULL, QUICK, QUICK_CASES, bench_context
 from flashspan.bench.model import bench_model
 from flashspan.bench.record import Row
+from flashspan.bench.sparse import bench_sparse
+from flashspan.bench.tables import MODEL_SHAPE
+
+SPARSE_CASES = {
+    "hopper": r"\d+x\d+x16384x.*|.* (window 4096|documents \d+)",
+    "seed": r".* band \d+",
+    "sweep": r"\d+x\d+x(?!16384x)\d+x\d+ (full|random .*)",
+    "window": r".* window 1024",
+}
+"""What the shapes look like that each --rows of `bench sparse` measures; the window of 16,384 tokens is of two."""
 
 
 def command(words: str, run: Callable[..., int], **options: Any) -> str:
@@ -21,8 +31,8 @@ def command(words: str, run: Callable[..., int], **options: Any) -> str:
     for name, value in options.items():
         if value is None or value == inspect.signature(run).parameters[name].default:
             continue
-        values = () if value is True else value if isinstance(value, tuple) else (value,)
-        line += [f"--{name.replace('_', '-')}", *map(str, values)]
+        values = () if isinstance(value, bool) else value if isinstance(value, tuple) else (value,)
+        line += [f"--{'no-' if value is False else ''}{name.replace('_', '-')}", *map(str, values)]
     return shlex.join(line)
 
 
@@ -78,11 +88,24 @@ def attention_command(rows: Sequence[Row]) -> str:
     return command("bench attention", attention.main, shapes=None if own else shapes)
 
 
+def sparse_commands(rows: Sequence[Row]) -> list[str]:
+    """What measured rows of `bench sparse`: as few of its --rows as have these shapes, and whether beside others."""
+    found = {name: [row for row in rows if re.fullmatch(like, row.shape)] for name, like in SPARSE_CASES.items()}
+    shapes = {name: {row.shape for row in mine} for name, mine in found.items()}
+    named = set[str]()
+    for name in sorted(shapes, key=lambda name: -len(shapes[name])):
+        if shapes[name] - set().union(*(shapes[other] for other in named)):
+            named.add(name)
+    # The windows have no others, whatever they are told.
+    beside = {name: name == "window" or any(row.impl == "flex" for row in found[name]) for name in named}
+    return [command("bench sparse", bench_sparse, rows=name, others=beside[name]) for name in found if name in named]
+
+
 def model_commands(rows: Sequence[Row]) -> list[str]:
     """What measured rows of `bench model`: it takes one batch and, except for the warm-up study, one warm-up."""
     runs: dict[tuple[str, str, Any], list[tuple[Row, re.Match[str]]]] = {}
     for row in rows:
-        if read := re.fullmatch(r"(?P<preset>\S+) (?P<batch>\d+)x(?P<tokens>\d+)", row.shape):
+        if read := MODEL_SHAPE.fullmatch(row.shape):
             warmup = row.more.get("warmup") if row.what == "model" else None
             runs.setdefault((row.what, read["batch"], warmup), []).append((row, read))
     return [

@@ -1,6 +1,6 @@
 """One row per measurement, of whatever kind; tables, plots and pages are made from rows, never typed.
 
-    append(rows, Path("runs/bench/model.jsonl"))      # every field; attention's .csv keeps its thirteen columns
+    append(rows, Path("runs/bench/model.jsonl"))      # every field; a .csv keeps its thirteen columns
     rows = read_folder(Path("runs/bench"))            # newest row of each measurement last
 
 A row is written when it is measured, so a sweep that is killed loses nothing; a line cut short by the kill is passed
@@ -27,6 +27,8 @@ import torch
 FOLDER = Path("runs/bench")
 """Where sweeps put their rows and `flashspan report` looks for them, unless told otherwise."""
 CSV_COLUMNS = 13
+CSV_BENCHES = ("attention", "leaderboard", "sparse")
+"""Those that write NAME.csv: it has no column for `Row.what`, which is the name."""
 OK, OUT_OF_MEMORY = "ok", "out of memory"
 POSITIVE = ("p20_ms", "p50_ms", "p80_ms", "mean_ms", "tflops")
 
@@ -151,19 +153,24 @@ def read(path: Path) -> list[Row]:
 
 
 def read_folder(folder: Path) -> list[Row]:
-    """The rows of every .jsonl file of a folder, and of attention.csv."""
+    """The rows of the files of a folder."""
     if not folder.is_dir():
         if folder.exists():
             raise ValueError(f"{folder} is no folder: give the one that holds it, {folder.parent}")
         raise ValueError(f"no folder {folder}: measure first, for instance with `flashspan bench context --quick`")
-    files = sorted(folder.glob("*.jsonl")) + sorted(folder.glob("attention.csv"))
-    rows = [item for file in files for item in read(file)]
+    rows = [item for file in files_of(folder) for item in read(file)]
     if not rows:
         raise ValueError(
             f"no rows in {folder}: it needs .jsonl files that `flashspan bench` wrote; "
             "measure first, for instance with `flashspan bench context --quick`"
         )
     return rows
+
+
+def files_of(folder: Path) -> list[Path]:
+    """Those of a folder that may hold rows: every .jsonl file, and the .csv files of CSV_BENCHES."""
+    tables = (folder / f"{name}.csv" for name in CSV_BENCHES)
+    return [*sorted(folder.glob("*.jsonl")), *(file for file in tables if file.exists())]
 
 
 def newest(rows: Iterable[Row]) -> list[Row]:
@@ -224,7 +231,8 @@ def _read_csv(path: Path) -> list[Row]:
         ]
     except ValueError as error:
         raise ValueError(f"{path} does not hold rows of this version: {error}; measure again") from error
-    return [Row(**values) for values in found]
+    what = path.stem if path.stem in CSV_BENCHES else "attention"
+    return [Row(**values, what=what) for values in found]
 
 
 def _read_lines(path: Path) -> list[Row]:

@@ -13,10 +13,21 @@ from pathlib import Path
 from typing import Any
 
 from flashspan import masks
-from flashspan.bench import context, plots, record
+from flashspan.bench import context, model, plots, record
 from flashspan.bench.context import ALONE
 from flashspan.bench.data import CONTENDERS, bench_data
-from flashspan.bench.findings import Workload, by_place, check, current, find, setting_of, split, workloads
+from flashspan.bench.findings import (
+    SPARSE_OURS,
+    Workload,
+    against_flex,
+    by_place,
+    check,
+    current,
+    find,
+    setting_of,
+    split,
+    workloads,
+)
 from flashspan.bench.made_by import (
     attention_command,
     collectives_commands,
@@ -26,10 +37,12 @@ from flashspan.bench.made_by import (
     every,
     model_commands,
     only,
+    sparse_commands,
 )
 from flashspan.bench.record import Row
+from flashspan.bench.sparse import by_share
 from flashspan.bench.study import bench_study
-from flashspan.bench.tables import Table, make, pivot
+from flashspan.bench.tables import Table, make, model_size, pivot, show
 from flashspan.context.draw import draw_ownership, draw_timeline
 from flashspan.context.generators import GENERATORS
 from flashspan.context.layout import LAYOUTS, place
@@ -39,7 +52,7 @@ STYLE = """
 :root { color-scheme: light; }
 * { box-sizing: border-box; }
 body { font: 16px/1.5 system-ui, sans-serif; color: #1b1f24; background: #fff; margin: 0 auto; padding: 1rem;
-  max-width: 62rem; }
+  max-width: 72rem; }
 h1 { font-size: 1.6rem; line-height: 1.2; } h2 { font-size: 1.25rem; margin-top: 2.2rem; }
 .findings { background: #f3f6fa; border-left: 4px solid #4c78a8; padding: .6rem 1rem; }
 .findings li { margin: .35rem 0; }
@@ -50,7 +63,7 @@ caption { padding-bottom: .3rem; }
 code { font-size: .85rem; background: #f3f6fa; padding: .1em .3em; border-radius: 3px; overflow-wrap: anywhere; }
 .scroll { overflow-x: auto; margin: 1rem 0; }
 table { border-collapse: collapse; font-size: .85rem; }
-th, td { padding: .25rem .6rem; border-bottom: 1px solid #d8dee4; text-align: left; white-space: nowrap; }
+th, td { padding: .25rem .45rem; border-bottom: 1px solid #d8dee4; text-align: left; white-space: nowrap; }
 .number { text-align: right; font-variant-numeric: tabular-nums; }
 thead th { border-bottom: 2px solid #57606a; }
 @media (max-width: 30rem) { body { padding: .7rem; } th, td { padding: .2rem .4rem; } }
@@ -59,6 +72,7 @@ thead th { border-bottom: 2px solid #57606a; }
   figure, tr { break-inside: avoid; } h2 { break-after: avoid; } }
 """
 
+PASSES = ("forward", "backward")
 MOST_DRAWN = 32
 """Ranks whose schedule can be read in a picture."""
 
@@ -193,7 +207,8 @@ def of_model(rows: Sequence[Row]) -> Section | None:
     if not mine:
         return None
     section = Section("Models")
-    for where, here in by_place(mine).items():
+    for where, measured in by_place(mine).items():
+        here = sorted(measured, key=_model_order)
         made_by = model_commands(here)
         section.commands += made_by
         step: dict[str, dict[str, float]] = {f"{row.shape} {row.dtype} {row.impl}": {} for row in here if row.ok}
@@ -208,24 +223,25 @@ def of_model(rows: Sequence[Row]) -> Section | None:
     return section
 
 
+def _model_order(row: Row) -> tuple[object, ...]:
+    """By model, tokens, dtype and implementation; then the warm-up study by its steps, and passes as they follow."""
+    passes = {kind: place for place, kind in enumerate(model.KINDS)}
+    impl = ", ".join(row.impl.split(", ")[:2])
+    return (
+        *model_size(row), row.shape, row.dtype, impl, row.what, row.more.get("warmup") or 0,
+        passes.get(row.kind, len(passes)),
+    )  # fmt: skip
+
+
 def model_table(rows: Sequence[Row], where: str) -> Table:
-    """Mean and deviation of every pass, and memory."""
-    return make(
-        f"mean ± standard deviation, milliseconds{where}",
-        rows,
-        {
-            "model": lambda row: row.shape,
-            "implementation": lambda row: row.impl,
-            "dtype": lambda row: row.dtype,
-            "pass": lambda row: row.kind,
-            "mean": lambda row: row.mean_ms if row.ok else row.status,
-            "± std": lambda row: row.std_ms,
-            "median": lambda row: row.p50_ms,
-            "TFLOP/s": lambda row: row.tflops,
-            "peak MiB": lambda row: row.peak_mib,
-        },
-        num_names=4,
-    )
+    """A line per configuration: mean and deviation of every pass, and the memory of a training step."""
+    timed = [row for row in rows if not row.ok or row.mean_ms + row.std_ms > 0]  # not nan, which has no place
+    table = model.table(timed)
+    steps = [row for row in rows if row.ok and row.kind == "training"]
+    peaks = {f"{row.shape} {row.impl} {row.dtype}": row.peak_mib for row in steps}
+    cells = tuple((*line, show(peaks.get(" ".join(line[: table.num_names])))) for line in table.cells)
+    title = f"mean ± standard deviation, milliseconds, and the peak of training{where}"
+    return Table(title, (*table.headings, "peak MiB"), cells, table.num_names)
 
 
 def of_attention(rows: Sequence[Row]) -> Section | None:
@@ -246,6 +262,94 @@ def of_attention(rows: Sequence[Row]) -> Section | None:
         )
         section.tables.append(table)
     return section
+
+
+def of_sparse(rows: Sequence[Row]) -> Section | None:
+    """Kernels under sparse masks."""
+    mine = [row for row in rows if row.what == "sparse"]
+    if not mine:
+        return None
+    section = Section("Block-sparse attention")
+    for where, here in by_place(mine).items():
+        section.commands += sparse_commands(here)
+        section.figures += _time_over_share(here, where)
+        section.tables.append(sparse_table(here, where))
+        section.tables += efficiency_tables(here, where)
+    return section
+
+
+def sparse_table(rows: Sequence[Row], where: str) -> Table:
+    """A line per mask: ours, FlexAttention, and its time over the better of ours."""
+    times = {(row.shape, row.impl, row.kind): row.p50_ms for row in rows if row.ok}
+    ratios = {(shape, kind): ratio for (_, shape, kind), ratio in against_flex(rows).items()}
+    impls = [impl for impl in (*SPARSE_OURS, "flex") if any(row.impl == impl for row in rows)]
+    cells = []
+    for shape in dict.fromkeys(row.shape for row in rows):
+        both = [[times.get((shape, impl, kind)) for kind in PASSES] for impl in impls]
+        gains = [f"{ratios[shape, kind]:.2f}x" if (shape, kind) in ratios else "" for kind in PASSES]
+        cells.append((shape, *(_pair(*map(show, one)) for one in both), _pair(*gains)))
+    title = f"median milliseconds, forward / backward{where}; vs flex: its time over the better of ours"
+    return Table(title, ("shape", *impls, "vs flex"), tuple(cells))
+
+
+def efficiency_tables(rows: Sequence[Row], where: str) -> list[Table]:
+    """What a visited block costs at the longest of the sweep's lengths beside one of the dense kernel; none without."""
+    rates = {key: row.tflops for key, row in by_share([row for row in rows if row.ok]).items()}
+    longest = max((tokens for tokens, share, _ in rates if share == 1), default=0)
+    shares = sorted({share for tokens, share, _ in rates if tokens == longest and share < 1}, reverse=True)
+    if not shares:
+        return []
+
+    def rate(share: float, kind: str) -> str:
+        of_share, dense = rates.get((longest, share, kind)), rates.get((longest, 1.0, kind))
+        return f"{of_share / dense:.0%}" if of_share and dense else ""
+
+    title = (
+        f"TFLOP/s per visited block at {longest:,} tokens, as a share of the dense kernel's, forward / backward{where}"
+    )
+    cells = ("efficiency", *(_pair(*(rate(share, kind) for kind in PASSES)) for share in shares))
+    return [Table(title, ("blocks visited", *(f"{share:.0%}" for share in shares)), (cells,))]
+
+
+def _time_over_share(rows: Sequence[Row], where: str) -> list[Picture]:
+    """The sweep, drawn where a length has the dense kernel and two shares or more."""
+    lengths: dict[int, dict[float, Row]] = {}
+    for (tokens, share, kind), row in sorted(by_share([row for row in rows if row.ok]).items()):
+        if kind == "forward" and row.p50_ms > 0:
+            lengths.setdefault(tokens, {})[share] = row
+    lengths = {tokens: found for tokens, found in lengths.items() if 1.0 in found and len(found) > 2}
+    if not lengths:
+        return []
+    longest = max(lengths)
+    dense = lengths[longest][1.0].p50_ms
+    figure = plots.lines(
+        {f"{tokens:,} tokens": [(s, row.p50_ms) for s, row in found.items()] for tokens, found in lengths.items()},
+        title="forward over the share of blocks", x="share of the 128 x 128 blocks that is visited", y="milliseconds",
+        log_x=True, log_y=True, ideal=[(share, share * dense) for share in lengths[longest]],
+    )  # fmt: skip
+    words = f"Median time{where}. Ideal: that of the dense kernel at {longest:,} tokens, times the share."
+    drawn = [row for found in lengths.values() for row in found.values()]
+    return [_picture(figure, words, *sparse_commands(drawn))]
+
+
+def _pair(forward: str, backward: str) -> str:
+    return f"{forward or '-'} / {backward or '-'}" if forward or backward else ""
+
+
+def of_leaderboard(rows: Sequence[Row]) -> Section | None:
+    """The course's test."""
+    mine = [row for row in rows if row.what == "leaderboard"]
+    if not mine:
+        return None
+    columns: dict[str, Callable[[Row], object]] = {
+        "shape": lambda row: row.shape,
+        "ms": lambda row: row.p50_ms,
+        "TFLOP/s": lambda row: row.tflops,
+        "error": lambda row: f"{row.error:.1e}" if row.error >= 0 else None,
+        "peak MiB": lambda row: row.peak_mib,
+    }
+    tables = [make(f"forward and backward{where}", here, columns) for where, here in by_place(mine).items()]
+    return Section("Leaderboard", ["flashspan bench leaderboard"], tables=tables)
 
 
 def of_studies(rows: Sequence[Row]) -> Section | None:
@@ -378,6 +482,8 @@ SECTIONS: tuple[Callable[[Sequence[Row]], Section | None], ...] = (
     of_context,
     of_schedules,
     of_attention,
+    of_leaderboard,
+    of_sparse,
     of_model,
     of_studies,
     of_collectives,
@@ -410,7 +516,7 @@ def _write(path: Path, text: str, option: str) -> None:
 def read(folder: Path) -> tuple[list[Row], list[str]]:
     """The rows of a folder, and what is said of its files that hold others: more programs than ours write .jsonl."""
     rows, others = list[Row](), list[str]()
-    for file in (*sorted(folder.glob("*.jsonl")), *sorted(folder.glob("attention.csv"))):
+    for file in record.files_of(folder):
         try:
             rows += record.read(file)
         except ValueError as error:

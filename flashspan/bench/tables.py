@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import html
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from flashspan.bench.record import Row
+from flashspan.model import preset
+
+MODEL_SHAPE = re.compile(r"(?P<preset>\S+) (?P<batch>\d+)x(?P<tokens>\d+)")
+"""How rows of models write their shape."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,17 @@ def pivot(
         found.setdefault(tuple(show(part) for part in line(row)), {})[heading] = shown
     cells = tuple((*key, *(values.get(heading, "") for heading in headings)) for key, values in found.items())
     return Table(title, (*names, *headings), cells, len(names))
+
+
+def model_size(row: Row) -> tuple[float, int]:
+    """Parameters and tokens of a model's row, to sort by; a model that is none of ours comes last."""
+    read = MODEL_SHAPE.fullmatch(row.shape)
+    if read is None:
+        return math.inf, 0
+    try:
+        return preset(read["preset"]).num_parameters, int(read["tokens"])
+    except ValueError:  # the preset of another version
+        return math.inf, int(read["tokens"])
 
 
 def short_status(row: Row) -> str:

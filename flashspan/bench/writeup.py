@@ -17,7 +17,7 @@ import torch
 
 from flashspan.bench import memory, model, plots, profile, record, study, sweep, writeup_jobs
 from flashspan.bench.record import Row
-from flashspan.bench.tables import Table, make, pivot
+from flashspan.bench.tables import Table, make, model_size, pivot
 from flashspan.bench.writeup_jobs import LARGEST, PASSES, SIZES
 from flashspan.model import preset
 
@@ -26,11 +26,16 @@ PAGE = Path("docs/writeup.md")
 EAGER, COMPILED = "plain, eager", "plain, compiled"
 
 
+def in_order(row: Row) -> tuple[float, ...]:
+    """By head size in studies, by tokens, by model: parts share jobs, so the order of measuring is none to read."""
+    return (row.more.get("head_dim", 0), row.more.get("tokens", 0), model_size(row)[0])
+
+
 class Writer:
     """Makes the page. A section says what is missing of it, and which command would give it."""
 
     def __init__(self, rows: Sequence[Row], folder: Path) -> None:
-        self.rows, self.folder = record.newest(rows), folder
+        self.rows, self.folder = sorted(record.newest(rows), key=in_order), folder
         self.lines: list[str] = []
         self.parts = writeup_jobs.sections(torch.device("cpu"))  # for what they measure, wherever that was done
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from flashspan.bench import attention, data, findings, record, sweep
+from flashspan import masks
+from flashspan.bench import attention, data, findings, leaderboard, model, record, sparse, sweep
 from flashspan.bench import report as report_module
 from flashspan.bench.context import ALONE, Workload, make_row
 from flashspan.bench.findings import find, split
@@ -302,6 +303,7 @@ def drawn_and_listed(text: str, title: str) -> tuple[list[str], list[str], dict[
 
 GPU = {"device": "H200"}
 TIME = r"\d\.250"
+STEPS = "mean ± standard deviation, milliseconds, and the peak of training"
 
 
 def test_studies_of_two_machines_are_drawn_and_listed_apart() -> None:
@@ -382,9 +384,9 @@ def test_models_of_two_machines_are_drawn_and_listed_apart() -> None:
     assert captions == [words.format(cpu), words.format("H200")]
     common = "flashspan bench model --presets tiny --tokens {} --dtypes float32"
     assert made_by == [f"{common.format('128 256')} --device cpu", common.format("256 512")]
-    slow, fast = (tables[f"mean ± standard deviation, milliseconds, {name}"] for name in (cpu, "H200"))
-    assert re.findall(TIME, slow) == ["7.250", "8.250"]
-    assert re.findall(TIME, fast) == ["1.250", "2.250"]
+    slow, fast = (tables[f"{STEPS}, {name}"] for name in (cpu, "H200"))
+    assert re.findall(r"\d\.25 ± 0", slow) == ["7.25 ± 0", "8.25 ± 0"]
+    assert re.findall(r"\d\.25 ± 0", fast) == ["1.25 ± 0", "2.25 ± 0"]
 
 
 def test_data_parallelism_of_two_machines_is_listed_apart() -> None:
@@ -417,7 +419,7 @@ def test_one_machine_is_not_named_beside_its_rows() -> None:
         ("Attention over lengths and head sizes", ["Median time."], "study flash: median milliseconds"),
         ("The wire", ["Median time."], "collectives"),
         ("Attention on one device", [], "median milliseconds, both passes"),
-        ("Models", ["Median time of forward, backward and optimizer."], "mean ± standard deviation, milliseconds"),
+        ("Models", ["Median time of forward, backward and optimizer."], STEPS),
         ("Data, optimizer and tensor parallelism", [], "a step"),
     ):
         captions, _, tables = drawn_and_listed(text, title)
@@ -505,6 +507,157 @@ def test_attention_and_models_are_compared_on_one_device_only() -> None:
     assert "autocast" in find([step, replace(step, dtype="bfloat16")])[0]
 
 
+def test_our_own_variants_are_not_others() -> None:
+    def attention(impl: str, time: float, shape: str) -> Row:
+        return replace(rows()[0], what="attention", kind="both", impl=impl, p50_ms=time, shape=shape)
+
+    one = [attention("flashspan", 1.0, "A"), attention("flashspan-repeatable", 1.1, "A")]
+    assert not any("the fastest other" in text for text in find(one))
+    one += [attention("sdpa-cudnn", 2.0, "A"), attention("flex", 3.0, "A")]
+    two = [attention("flashspan", 1.0, "B"), attention("flex", 8.0, "B"), attention("flashspan-portable", 0.5, "B")]
+    [found] = find([*one, *two])
+    assert "ours runs at 4.00 times the speed of the fastest other on 2 shapes" in found
+    assert "from 2.00 (A, sdpa-cudnn) to 8.00 (B, flex)." in found
+
+
+def lines_of(table: str) -> list[list[str]]:
+    """The cells of a table of a page, its headings first."""
+    parts = re.findall("<tr>(.*?)</tr>", table, flags=re.DOTALL)
+    return [[html.unescape(cell) for cell in re.findall("<t[hd][^>]*>(.*?)</t[hd]>", part)] for part in parts]
+
+
+def test_models_are_a_line_each_from_the_smallest_on() -> None:
+    def measured(shape: str, dtype: str, impl: str, warmup: int = 5, what: str = "model") -> list[Row]:
+        same: dict[str, Any] = {"what": what, "shape": shape, "dtype": dtype, "impl": impl, "std_ms": 0.5}
+        same["more"] = {"warmup": warmup, "steps": 10}
+        peaks = {"inference": 100.0, "training": 2048.0}
+        found = [
+            replace(rows()[0], kind=kind, mean_ms=10.0 + number, peak_mib=peaks.get(kind, math.nan), **same)
+            for number, kind in enumerate(model.KINDS)
+        ]
+        return found[::-1]
+
+    wanted = [
+        ("tiny 4x512", "flashspan, eager", "float32"),
+        ("small 4x128", "flashspan, eager", "bfloat16"),
+        ("small 4x128", "plain, eager", "bfloat16"),
+        ("small 4x128", "flashspan, eager", "float32"),
+        ("small 4x1024", "flashspan, eager", "float32"),
+        ("xl 4x128", "flashspan, eager", "float32"),
+        ("2.7B 4x128", "flashspan, eager", "float32"),
+        ("of-another-version 4x128", "flashspan, eager", "float32"),
+    ]
+    found = [row for shape, impl, dtype in reversed(wanted) for row in measured(shape, dtype, impl)]
+    lost = next(row for row in found if row.shape.startswith("xl") and row.kind == "training")
+    found[found.index(lost)] = replace(lost, status=record.OUT_OF_MEMORY, mean_ms=math.nan)
+    unknown = next(row for row in found if row.shape.startswith("2.7B") and row.kind == "inference")
+    found[found.index(unknown)] = replace(unknown, mean_ms=math.nan, std_ms=math.nan)
+    for warmup in (10, 2):
+        study = f"flashspan, eager, {warmup} warm-ups"
+        found += measured("tiny 4x512", "float32", study, warmup, "warm-up")
+        wanted.insert(1, ("tiny 4x512", study, "float32"))
+    _, _, tables = drawn_and_listed(page(found), "Models")
+    headings, *cells = lines_of(tables[STEPS])
+    assert headings == ["model", "implementation", "dtype", *model.KINDS, "peak MiB"]
+    assert [tuple(line[:3]) for line in cells] == wanted
+    assert cells[0][3:] == ["10 ± 0.5", "11 ± 0.5", "12 ± 0.5", "13 ± 0.5", "14 ± 0.5", "2,048"]
+    by_model = {line[0]: line for line in cells}
+    assert by_model["xl 4x128"][-2:] == ["OOM", ""]
+    assert by_model["2.7B 4x128"][3:5] == ["", "11 ± 0.5"]
+
+
+def masked(size: str, impl: str, forward: float, backward: float, **place: Any) -> list[Row]:
+    """Rows of `bench sparse`: as fast per block as they are."""
+    same = {"what": "sparse", "dtype": "bfloat16", "shape": size, "impl": impl, "more": {}, **place}
+    times = {"forward": forward, "backward": backward}
+    return [replace(rows()[0], kind=kind, p50_ms=time, tflops=60 / time, **same) for kind, time in times.items()]
+
+
+def sparse_rows() -> list[Row]:
+    """Two masks beside others, and a sweep."""
+    found = masked("1x16x16384x128 window 1024", "flashspan intervals", 1.0, 4.0)
+    found += masked("1x16x16384x128 window 1024", "flashspan blocks", 2.0, 3.0)
+    found += masked("1x16x16384x128 window 1024", "flex", 2.5, 6.0)
+    found += masked("1x16x16384x128 window 1024", "flashspan causal", 0.25, 0.25)  # another question
+    found += masked("1x16x16384x64 random 10%", "flashspan blocks", 1.0, 2.0)
+    found += masked("1x16x16384x64 random 10%", "flex", 1.5, 5.0)
+    found += masked("1x16x8192x128 full", "flashspan intervals", 10.0, 20.0)
+    found += masked("1x16x8192x128 random 50%", "flashspan blocks", 20.0, 25.0)
+    found += masked("1x16x8192x128 random 2%", "flashspan blocks", 40.0, 80.0)
+    return found
+
+
+def test_sparse_masks_and_the_leaderboard_are_read_listed_drawn_and_spoken_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow = [replace(row, p50_ms=99.0) for row in sparse_rows()]  # of an earlier run
+    record.append([*slow, *sparse_rows()], tmp_path / sparse.PATH.name)
+    earlier, now = attended(16384, 5.25), attended(16384, 4.25)
+    record.append([earlier, now], tmp_path / leaderboard.PATH.name)
+    assert main(["report", str(tmp_path)]) == 0
+    found = capsys.readouterr().out
+    assert (
+        "ours against FlexAttention on 2 masks: forward 1.50 (1x16x16384x64 random 10%) to 2.50 "
+        "(1x16x16384x128 window 1024) times as fast, backward 2.00 (1x16x16384x128 window 1024) to 2.50 "
+        "(1x16x16384x64 random 10%) times as fast."
+    ) in found
+    assert "the fastest other" not in found
+    text = (tmp_path / "report.html").read_text()
+    captions, made_by, tables = drawn_and_listed(text, "Block-sparse attention")
+    assert captions == ["Median time. Ideal: that of the dense kernel at 8,192 tokens, times the share."]
+    assert made_by == ["flashspan bench sparse --rows sweep --no-others"]
+    times, rates = map(lines_of, tables.values())
+    assert times == [
+        ["shape", "flashspan intervals", "flashspan blocks", "flex", "vs flex"],
+        ["1x16x16384x128 window 1024", "1.000 / 4.000", "2.000 / 3.000", "2.500 / 6.000", "2.50x / 2.00x"],
+        ["1x16x16384x64 random 10%", "", "1.000 / 2.000", "1.500 / 5.000", "1.50x / 2.50x"],
+        ["1x16x8192x128 full", "10.00 / 20.00", "", "", ""],
+        ["1x16x8192x128 random 50%", "", "20.00 / 25.00", "", ""],
+        ["1x16x8192x128 random 2%", "", "40.00 / 80.00", "", ""],
+    ]
+    assert rates == [["blocks visited", "50%", "2%"], ["efficiency", "50% / 80%", "25% / 25%"]]
+    _, _, tables = drawn_and_listed(text, "Leaderboard")
+    [table] = tables.values()
+    assert [line[:2] for line in lines_of(table)[1:]] == [[now.shape, "4.250"]]
+    assert commands(text)[0] == "flashspan bench leaderboard"
+    assert "Attention on one device" not in text
+
+
+def test_a_sparse_sweep_without_its_dense_kernel_is_a_table_alone() -> None:
+    left = [row for row in sparse_rows() if "full" not in row.shape]
+    captions, _, tables = drawn_and_listed(page(left), "Block-sparse attention")
+    assert captions == []
+    assert len(tables) == 1
+    one_pass = [row for row in sparse_rows() if row.kind == "forward"]  # killed between the two
+    _, _, tables = drawn_and_listed(page(one_pass), "Block-sparse attention")
+    assert lines_of(list(tables.values())[1])[1] == ["efficiency", "50% / -", "25% / -"]
+    with pytest.raises(ValueError, match=r"has no shape like .*: another version wrote it"):
+        page([replace(left[0], shape="1x16x16384 random")])
+
+
+def test_sparse_masks_of_two_machines_are_compared_and_listed_apart() -> None:
+    size = "1x16x16384x128 window 1024"
+    both = [*masked(size, "flashspan blocks", 1.0, 1.0), *masked(size, "flex", 2.0, 2.0, **GPU)]
+    assert not any("FlexAttention" in text for text in find(both))
+    _, _, tables = drawn_and_listed(page(both), "Block-sparse attention")
+    assert len(tables) == 2
+    both += masked(size, "flashspan blocks", 1.0, 0.5, **GPU)
+    assert f"on 1 masks: forward 2.00 ({size}) times as fast, backward 4.00 ({size}) times as fast." in find(both)[0]
+
+
+@pytest.mark.parametrize("name", list(sparse.CASES))
+def test_the_command_of_sparse_masks_measures_those(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cpu = masks.random_blocks
+    monkeypatch.setattr(masks, "random_blocks", lambda T, share, **_: on_cpu(T, share, device="cpu"))
+    shapes = [str(make()) for make in sparse.CASES[name]()]
+    asked: list[tuple[list[str], bool]] = []
+    monkeypatch.setattr(sparse, "run", lambda names, *, others: asked.append((names, others)))
+    for impl in ("flex", "flashspan blocks"):
+        [shown] = commands(page([row for shape in shapes for row in masked(shape, impl, 1.0, 1.0)]))
+        assert main(shlex.split(shown)[1:]) == 0
+    assert asked == [([name], True), ([name], name == "window")]
+
+
 def test_a_device_of_more_threads_is_another_device() -> None:
     def with_threads(row: Row, threads: int) -> Row:
         return replace(row, more={**row.more, "threads": threads})
@@ -563,7 +716,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.mark.parametrize("width", [390, 1100])
 def test_a_browser_shows_it_whole(browser: Any, width: int, tmp_path: Path) -> None:
-    record.append(rows(), tmp_path / "context.jsonl")
+    record.append([*rows(), *sparse_rows(), trained(128, 7.25)], tmp_path / "context.jsonl")
     assert report(tmp_path) == 0
     opened = browser.new_page(viewport={"width": width, "height": 800})
     said: list[str] = []

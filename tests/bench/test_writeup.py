@@ -168,6 +168,31 @@ def test_a_part_goes_on_where_the_last_one_stopped(
     assert "flash: 0 of 2 jobs left" in capsys.readouterr().out
 
 
+def test_tables_are_in_the_order_of_tokens_and_sizes_whenever_rows_were_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writeup.Writer, "picture", lambda *_: None)
+    jobs = [job for job in writeup_jobs.measurements(torch.device("cpu")) if job.expected[0].what != "warm-up"]
+    rows = [made_up(row, i) for job in reversed(jobs) for i, row in enumerate(job.expected)]
+    sections = writeup.Writer(rows, tmp_path).page().split("\n## ")[1:]
+
+    def first(title: str) -> list[str]:
+        [section] = [section for section in sections if section.startswith(title)]
+        return list(dict.fromkeys(re.findall(r"^\| ([^|]*\d[^|]*|small|medium|large|xl) \|", section, re.MULTILINE)))
+
+    by_length = [f"{size} 4x{tokens}" for tokens in writeup_jobs.LENGTHS for size in writeup_jobs.SIZES]
+    assert first("1.1.4") == by_length
+    assert first("1.1.3 Forward") == first("1.3.1") == by_length[:5]
+    assert first("1.1.5 (c)") == list(writeup_jobs.SIZES)
+    assert first("1.1.6") == ["128", "256", "512"]
+    assert first("1.2.1") == [f"8x{n}x{d}" for d in study.HEAD_DIMS for n in study.EAGER_LENGTHS]
+    assert first("1.3.2") == [f"1x{n}x{d} causal" for d in study.HEAD_DIMS for n in study.FLASH_LENGTHS]
+    [lengths] = [section for section in sections if section.startswith("Longer contexts")]
+    wanted = [(size, str(n)) for n in writeup_jobs.LENGTHS[1:] for size in writeup_jobs.SIZES]
+    wanted += [("llama-3.2-1b", "4096"), ("llama-3.2-1b", "16384")]
+    assert re.findall(r"^\| (\S+) \| (\d+) \|", lengths, re.MULTILINE) == 2 * wanted
+
+
 def test_the_page_in_docs_is_the_one_the_rows_make(tmp_path: Path) -> None:
     file = ROOT / writeup.FOLDER / "writeup.jsonl"
     rows = record.read(file) if file.exists() else []
