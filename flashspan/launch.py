@@ -28,6 +28,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+PRELOAD = ["flashspan.launch", "torch.distributed.tensor", "torch._dynamo"]
+"""What the server that ranks are forked from imports."""
+
 
 class RankError(RuntimeError):
     """A function raised on a rank; the message carries the rank's number and its traceback."""
@@ -48,7 +51,7 @@ class Ranks:
             raise ValueError(f"a process group needs at least 1 rank: got {num_ranks}")
         # Forking from a server that has imported torch, and run nothing, makes a rank in milliseconds.
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["flashspan.launch", "torch.distributed.tensor", "torch._dynamo"])
+        context.set_forkserver_preload(PRELOAD)
         threads = threads or max(1, (os.cpu_count() or 1) // num_ranks)
         self.num_ranks = num_ranks
         self._folder = tempfile.mkdtemp(prefix="flashspan-ranks-")

@@ -6,6 +6,8 @@ flashspan generate runs/tiny --prompt "KASIMIR:" --tokens 200
 from __future__ import annotations
 
 import codecs
+import os
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -18,13 +20,15 @@ from flashspan.attention import attention
 from flashspan.context import context_parallel
 from flashspan.launch import RankError, Ranks
 from flashspan.model import Llama, load_llama
-from flashspan.train.checkpoint import newest
+from flashspan.train.checkpoint import newest, refuse_damaged
 from flashspan.train.data import ByteTokenizer, Tokenizer, load_tokenizer
 from flashspan.train.run import FOREVER, raise_plainly
 
 from .decode import decode
 from .sample import Sampling
 from .split import Split
+
+CLOSED_PIPE = 141  # what a shell says of a command that wrote to one: 128 and SIGPIPE
 
 
 def generate(
@@ -67,6 +71,12 @@ def generate(
         raise ValueError(f"tokens and batch must be at least 1: got {tokens} and {batch}")
     if prompt and file:
         raise ValueError(f"give --prompt or --file, not both: got {prompt!r} and {file}; add the prompt to the file")
+    if not -(2**63) <= seed < 2**64:
+        raise ValueError(f"the seed must fit 64 bits, -2**63 to 2**64 - 1: got {seed}; choose a smaller one")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:  # Python keeps bytes of a command line that are no text as lone surrogates
+        raise ValueError(f"the prompt must be UTF-8 text: got {prompt!r}; convert it, with iconv say") from error
     prompts = read_prompts(file) if file else [prompt]
     gpus = torch.cuda.device_count() if device != "cpu" else 0
     if device == "cuda" and gpus < ranks:
@@ -77,12 +87,17 @@ def generate(
         except KeyboardInterrupt:  # someone has read enough
             print()
             return 130
+        except BrokenPipeError:  # so has whoever was reading, `| head` say
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's last flush fails aloud
+            return CLOSED_PIPE
         return 0
     with Ranks(ranks, backend="nccl" if gpus >= ranks else "gloo") as pool:
         where = "cuda" if gpus >= ranks else "cpu"
         try:
             pool.run(talk, folder, prompts, tokens, sampling, seed, tokenizer, where, dtype, timeout=FOREVER)
         except RankError as error:
+            if "\nBrokenPipeError: " in str(error):
+                return CLOSED_PIPE
             raise_plainly(error)
             raise
     return 0
@@ -118,9 +133,9 @@ def talk(
                 say(text + "".join(stream(([token] for token in row), coder)) + "\n")
                 count += len(row)
         else:
-            say(texts[0])
             for piece in stream(tokens, coder):
-                say(piece)
+                # The prompt comes with the first token: if it is refused, the error stands alone.
+                say(piece if count else texts[0] + piece)
                 count += 1
             say("\n")
         say(f"[{count} tokens, {count / (time.perf_counter() - begin):.1f} a second]\n")
@@ -138,6 +153,8 @@ def load(
         if found is None:
             raise ValueError(f"no whole checkpoint in {path}: give a training run (runs/tiny) or a Hugging Face folder")
         path = found
+    else:
+        refuse_damaged(path)
     model = load_llama(path, attention=attention, dtype=dtype, device=device).eval()
     coder = load_tokenizer(tokenizer or _find_tokenizer(path))
     if coder.vocab_size > model.config.vocab_size:

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+LEAST_TEMPERATURE = 1e-6
+"""Logits divided by much less are beyond float32."""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -22,6 +25,11 @@ class Sampling:
             raise ValueError(
                 f"temperature and top_k must be at least 0 and top_p in (0, 1]: got temperature {self.temperature}, "
                 f"top_k {self.top_k}, top_p {self.top_p}"
+            )
+        if 0 < self.temperature < LEAST_TEMPERATURE:
+            raise ValueError(
+                f"temperature must be 0 or at least {LEAST_TEMPERATURE:g}: got {self.temperature:g}; use 0, which "
+                "takes the likeliest, as anything so small would"
             )
 
     def choose(self, logits: Tensor, generators: Sequence[torch.Generator]) -> Tensor:

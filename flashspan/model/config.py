@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +23,11 @@ class RopeScaling:
     original_max_tokens: int = 8192
 
     def __post_init__(self) -> None:
-        if not (self.factor >= 1 and 0 < self.low_freq_factor < self.high_freq_factor and self.original_max_tokens > 0):
+        factors = 1 <= self.factor < math.inf and 0 < self.low_freq_factor < self.high_freq_factor < math.inf
+        if not (factors and self.original_max_tokens > 0):
             raise ValueError(
-                f"rope scaling needs factor >= 1, 0 < low_freq_factor < high_freq_factor and a length: got {self}"
+                "rope scaling needs a finite factor >= 1, 0 < low_freq_factor < high_freq_factor, finite too, and a "
+                f"length: got {self}"
             )
 
 
@@ -62,9 +65,10 @@ class LlamaConfig:
             object.__setattr__(self, "head_dim", self.width // self.num_heads)
         if self.head_dim < 2 or self.head_dim % 2:
             raise ValueError(f"rotary positions turn pairs of features: head_dim must be even, got {self.head_dim}")
-        if not (self.rope_theta > 0 and self.norm_eps >= 0):
+        if not (0 < self.rope_theta < math.inf and 0 <= self.norm_eps < math.inf):
             raise ValueError(
-                f"rope_theta must be positive and norm_eps at least 0: got {self.rope_theta} and {self.norm_eps}"
+                "rope_theta must be positive and norm_eps at least 0, both finite: "
+                f"got {self.rope_theta} and {self.norm_eps}"
             )
 
     @property

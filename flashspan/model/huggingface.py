@@ -76,6 +76,7 @@ def load_llama(
 ) -> Llama:
     """The model of a checkpoint folder, with its weights, in `dtype` (None: as stored)."""
     config = read_config(folder)
+    locate(folder, config)
     with torch.device("meta"):
         model = Llama(config, attention=attention)
     weights = {name: value.to(device, dtype or value.dtype) for name, value in read_weights(folder, config)}
@@ -101,13 +102,17 @@ def load_into(model: Llama, folder: str | Path) -> None:
 
 
 def check_config(folder: str | Path, config: LlamaConfig) -> None:
-    """Refuse a checkpoint whose config.json describes another model. max_tokens may differ: nothing reads it."""
+    """Refuse a checkpoint whose config.json describes another model than this one, or than its weights.
+
+    max_tokens may differ: nothing reads it.
+    """
     theirs, ours = ({**dataclasses.asdict(x), "max_tokens": 0} for x in (read_config(folder), config))
     if differ := [f"{name} is {theirs[name]}, not {value}" for name, value in ours.items() if theirs[name] != value]:
         raise ValueError(
             f"{folder} is a checkpoint of another model than the one it is to fill: {'; '.join(differ)}; "
             "make the model from read_config(folder), or choose another folder"
         )
+    locate(folder, config)
 
 
 def local_slices(param: Tensor) -> tuple[slice, ...] | None:
@@ -179,15 +184,13 @@ def names(config: LlamaConfig) -> dict[str, str]:
 
 def read_weights(folder: str | Path, config: LlamaConfig, *, part: Part | None = None) -> Iterator[tuple[str, Tensor]]:
     """(our name, tensor) of every parameter, one at a time; with `part`, only those slices leave the disk."""
+    where = locate(folder, config)
+    wanted = names(config)
     with torch.device("meta"):
         shapes = {name: value.shape for name, value in Llama(config, attention=lambda *_: None).state_dict().items()}
-    where = find_tensors(folder)
-    wanted = names(config)
-    if missing := [theirs for theirs in wanted.values() if theirs not in where]:
-        raise ValueError(f"{folder} lacks {len(missing)} tensors that its config implies: {', '.join(missing[:5])}")
     by_file: dict[Path, list[str]] = {}
-    for ours, theirs in wanted.items():
-        by_file.setdefault(where[theirs], []).append(ours)
+    for ours, file in where.items():
+        by_file.setdefault(file, []).append(ours)
     # All shapes before the first tensor: a model must not be left with half of another's weights.
     for file, ours_here in by_file.items():
         with safe_open(file, framework="pt") as stored:
@@ -203,6 +206,24 @@ def read_weights(folder: str | Path, config: LlamaConfig, *, part: Part | None =
             for ours in ours_here:
                 view, slices = stored.get_slice(wanted[ours]), None if part is None else part(ours, shapes[ours])
                 yield ours, view[slices] if slices is not None else view[:]
+
+
+def locate(folder: str | Path, config: LlamaConfig) -> dict[str, Path]:
+    """Which file holds each parameter of a model, by our names. Weights of more or fewer layers are refused.
+
+    This reads names only, and comes before a model is built: else a number in config.json could ask for any memory.
+    """
+    held = find_tensors(folder)
+    num_layers = len({name.split(".")[2] for name in held if name.startswith("model.layers.")})
+    if num_layers != config.num_layers:
+        raise ValueError(
+            f"{folder}: config.json says {config.num_layers} layers and the weights have {num_layers}: they are of "
+            "different models, or a file is missing; fetch both again"
+        )
+    wanted = names(config)
+    if missing := [theirs for theirs in wanted.values() if theirs not in held]:
+        raise ValueError(f"{folder} lacks {len(missing)} tensors that its config implies: {', '.join(missing[:5])}")
+    return {ours: held[theirs] for ours, theirs in wanted.items()}
 
 
 def find_tensors(folder: str | Path) -> dict[str, Path]:
@@ -290,20 +311,28 @@ def read_config(folder: str | Path) -> LlamaConfig:
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise ValueError(f"{file}: {name} cannot be {value!r}")
     # One dictionary in newer files; a number and a dictionary in older ones.
-    rope = raw.get("rope_parameters") or {"rope_theta": raw.get("rope_theta"), **(raw.get("rope_scaling") or {})}
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(rope, dict):
         raise ValueError(f"{file}: the rope settings must be an object, got {rope!r}")
+    theta = rope.get("rope_theta", raw.get("rope_theta"))
+    rope = {**rope, "rope_theta": 10000.0 if theta is None else theta}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
         raise ValueError(f"{file} asks for rope type {kind!r}: default and llama3 are supported")
+    needed = ("rope_theta", *(LLAMA_3_ROPE if kind == "llama3" else ()))
+    if missing := [repr(key) for key in needed if key not in rope]:
+        raise ValueError(f"{file}: rope settings of type {kind} are incomplete: {', '.join(missing)} is missing")
+    for key in needed:
+        if not isinstance(rope[key], (int, float)) or isinstance(rope[key], bool):
+            raise ValueError(f"{file}: {key} must be a number, got {rope[key]!r}")
     try:
-        values["rope_theta"] = float(rope.get("rope_theta") or 10000.0)
+        values |= {"rope_theta": float(rope["rope_theta"]), "norm_eps": float(values["norm_eps"])}
         if kind == "llama3":
             factor, low, high, original = (rope[key] for key in LLAMA_3_ROPE)
             values["rope_scaling"] = RopeScaling(float(factor), float(low), float(high), int(original))
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{file}: rope settings of type {kind} are incomplete: {error}") from error
-    return LlamaConfig(**values)
+        return LlamaConfig(**values)
+    except (ValueError, OverflowError) as error:  # OverflowError: an integer beyond any float
+        raise ValueError(f"{file}: {error}") from error
 
 
 def describe_config(config: LlamaConfig, dtype: str = "float32") -> dict[str, Any]:

@@ -35,6 +35,7 @@ from flashspan.parallel import (
 from flashspan.parallel.checkpoint import full_tensor, shard_like
 from flashspan.parallel.collectives import local_part
 
+from .checkpoint import refuse_damaged
 from .config import OptimizerSection, TrainConfig
 from .offload import on_host
 
@@ -70,7 +71,9 @@ class Objective(nn.Module):
             return self.model.loss(hidden, targets)
         total = torch.zeros((), device=hidden.device)
         rows, goals = hidden.flatten(0, 1), targets.flatten()
-        for begin in range(0, len(goals), LOSS_CHUNK):  # each chunk's logits are made again in backward, not kept
+        # Each chunk's logits are made again in backward, not kept. A rank without tokens runs an empty chunk: its
+        # zero must reach the parameters all the same, because backward exchanges with the other ranks.
+        for begin in range(0, max(1, len(goals)), LOSS_CHUNK):
             part = slice(begin, begin + LOSS_CHUNK)
             total = total + checkpoint(self._chunk, rows[part], goals[part], use_reentrant=False)
         return total
@@ -109,8 +112,11 @@ class Parts:
 def build(config: TrainConfig, shape: LlamaConfig, mesh: DeviceMesh, device: torch.device, pattern: Mask) -> Parts:
     """The model, split and wrapped as the mesh says, with its first weights. A collective.
 
-    `pattern` is the mask by which a balanced layout evens the work.
+    `pattern` is the mask by which a balanced layout evens the work. All ranks refuse a checkpoint of another model.
     """
+    if config.model.load:  # before anything is built: what a stranger's config.json claims must have its weights
+        refuse_damaged(config.model.load)
+        check_config(config.model.load, shape)
     degree = {axis: mesh[axis].size() for axis in ("data", "shard", "context", "tensor")}
     attend = None
     if degree["context"] > 1:
@@ -168,10 +174,8 @@ def fill(model: Llama, config: TrainConfig, device: torch.device, *, reads: bool
     """Give a model on the meta device its first weights: a checkpoint's, or random by name.
 
     A tensor-parallel rank reads its slices and nothing else. Of the ranks that will hold the same the first reads and
-    the others make room: wrapping the model sends them what it has. All refuse a checkpoint of another model.
+    the others make room: wrapping the model sends them what it has.
     """
-    if config.model.load:
-        check_config(config.model.load, model.config)
     places = {name: (module, key) for module, name, key in _slots(model)}
     owners: dict[Tensor, nn.Parameter] = {}
     wanted = {name: module._parameters[key] for name, (module, key) in places.items()}

@@ -13,11 +13,12 @@ A folder is written under another name, flushed to the disk, and renamed. The ne
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +31,7 @@ from torch import Tensor
 from flashspan.model import LlamaConfig, read_config, read_weights, save_state
 from flashspan.model.huggingface import read_header, read_json
 
-PREFIX, WRITING = "step-", ".writing-"
+PREFIX, WRITING, LOCK = "step-", ".writing-", ".lock"
 
 
 @dataclass(frozen=True)
@@ -99,10 +100,36 @@ def newest(folder: str | Path, *, say: Callable[[str], None] = print) -> Path | 
     return None
 
 
+@contextlib.contextmanager
+def alone_in(folder: str | Path) -> Iterator[None]:
+    """Hold a folder for one run; ValueError where another holds it. The hold ends with its process, whatever ends it:
+    the file stays, and says nothing."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as held:
+        try:
+            fcntl.flock(held.enter_context((folder / LOCK).open("ab")), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"one run at a time writes to a folder: another is training in {folder}; wait for it, stop it, or "
+                "choose another with --checkpoint.folder"
+            ) from error
+        except OSError:  # a file system without locks: two runs go unnoticed there, which is no reason to refuse one
+            pass
+        yield
+
+
 def clear_unfinished(folder: str | Path) -> None:
     """Drop what an ended run was writing. Only for the run that writes here: a reader would take it from a live one."""
     for path in Path(folder).glob(f"{WRITING}*"):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def refuse_damaged(path: str | Path) -> None:
+    """ValueError for a folder of weights that is a checkpoint of ours and not whole; others have no hashes to hold."""
+    path = Path(path)
+    if any((path / name).exists() for name in ("manifest.json", "state.json")) and (fault := damage(path)):
+        raise ValueError(f"{path} is damaged ({fault}): give another checkpoint, or the run's folder {path.parent}")
 
 
 def damage(path: Path) -> str | None:

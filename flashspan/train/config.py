@@ -10,14 +10,18 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 import tomllib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from flashspan.model import LlamaConfig, preset, read_config
 from flashspan.parallel.mesh import resolve_degrees
+
+LONGEST = 1e6
+"""Seconds; timers count milliseconds in 32 bits and hold little more."""
 
 
 def option(default: Any, text: str) -> Any:
@@ -224,6 +228,12 @@ class TrainConfig:
             value = getattr(getattr(self, section), name)
             if not value >= least:
                 raise ValueError(f"{key} must be at least {least}: got {value}")
+        for key, (rule, holds) in RULES.items():
+            section, name = key.split(".")
+            value = getattr(getattr(self, section), name)
+            if not holds(value):
+                usual = {entry.name: entry.default for entry in dataclasses.fields(SECTIONS[section])}[name]
+                raise ValueError(f"{key} must be {rule}: got {value!r}; the default is {usual!r}")
         train, parallel = self.train, self.parallel
         if (parallel.strategy in ("double_ring", "hybrid")) != (parallel.inner > 0):
             raise ValueError(
@@ -319,6 +329,19 @@ def describe_options() -> str:
             lines.append(f"  {name:<26} {_toml(entry.default):<12} {text}".rstrip())
         lines.append("")
     return "\n".join(lines)
+
+
+RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "optimizer.lr": ("finite", math.isfinite),
+    "optimizer.final_lr": ("finite and at least 0", lambda x: 0 <= x < math.inf),
+    "optimizer.weight_decay": ("finite and at least 0", lambda x: 0 <= x < math.inf),
+    "optimizer.beta1": ("at least 0 and less than 1", lambda x: 0 <= x < 1),
+    "optimizer.beta2": ("at least 0 and less than 1", lambda x: 0 <= x < 1),
+    "optimizer.eps": ("finite and greater than 0", lambda x: 0 < x < math.inf),
+    "parallel.timeout": (f"at most {LONGEST:.0f} seconds, or no timer holds it", lambda x: x <= LONGEST),
+    "checkpoint.folder": ("the name of a folder", lambda x: bool(x.strip())),
+}
+"""What a value must be beyond a least one."""
 
 
 SECTIONS: dict[str, Any] = {

@@ -70,6 +70,7 @@ def _cut_dataset(name: str, split: str) -> list[Part]:
 
 
 def _read_text(part: Part, field: str) -> Iterator[str]:
+    """A whole file; as Python reads text, CRLF becomes LF."""
     try:
         yield Path(part.source).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -77,13 +78,15 @@ def _read_text(part: Part, field: str) -> Iterator[str]:
 
 
 def _read_lines(part: Part, field: str) -> Iterator[str]:
-    """The documents of the lines that begin in these bytes."""
+    """The documents of the lines that begin in these bytes; a blank line is none."""
     with open(part.source, "rb") as stream:
         if part.begin:
             stream.seek(part.begin - 1)
             stream.readline()
         while (at := stream.tell()) < part.end:
             line = stream.readline()
+            if not line.strip():
+                continue
             try:
                 row = json.loads(line)
                 if isinstance(row, dict) and field not in row:
@@ -101,8 +104,13 @@ def _read_parquet(part: Part, field: str) -> Iterator[str]:
         raise ValueError(
             f"{part.source} has no column {field!r}: it has {', '.join(file.schema_arrow.names)}; name one with --field"
         )
-    for value in file.read_row_group(part.begin, columns=[field]).column(0):
-        yield _text_of({field: value.as_py()}, field, part.source)
+    for number, value in enumerate(file.read_row_group(part.begin, columns=[field]).column(0)):
+        try:
+            text = value.as_py()
+        except UnicodeDecodeError as error:
+            where = f"row {number} of row group {part.begin}"
+            raise ValueError(f"{part.source} has no UTF-8 text in {where}: {error}; repair or drop it") from error
+        yield _text_of({field: text}, field, part.source)
 
 
 def _read_dataset(part: Part, field: str) -> Iterator[str]:
@@ -116,6 +124,13 @@ def _read_dataset(part: Part, field: str) -> Iterator[str]:
 def _text_of(row: Any, field: str, source: str = "") -> str:
     if not isinstance(row[field], str):
         raise ValueError(f"{source}{' has ' if source else ''}{type(row[field]).__name__} where text is expected")
+    try:
+        row[field].encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{source}{' has ' if source else ''}half a character, {row[field][error.start]!a}, where text is "
+            "expected: repair or drop it"
+        ) from error
     return row[field]
 
 

@@ -10,7 +10,7 @@ import contextlib
 import math
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from flashspan.context.exchange import ExchangeError
 from flashspan.kernels.masks import Mask, Rows
+from flashspan.model import IGNORE
 from flashspan.parallel import build_mesh, clip_factor, clip_grad_norm, grad_norm, load_full_state_dict, submesh
 
 from . import checkpoint
@@ -32,6 +33,7 @@ from .pattern import make_pattern, visible_share
 from .prepare import corpus_tokens
 
 DONE, STOPPED, NOT_FINITE = "done", "stopped", "not finite"
+STOPS = (signal.SIGTERM, signal.SIGINT)
 FIRST_SCALE, GROW_AFTER = 2.0**14, 200
 PATIENCE = 4.0
 """Seconds that a rank which failed waits for the others to fail too."""
@@ -60,17 +62,17 @@ class Trainer:
         self.steady = 0  # steps since the scale last changed
         self.step = 0
 
-    def run(self) -> str:
-        """Train to the last step, or until told to stop; how it ended."""
+    def run(self, asked: Sequence[int] = ()) -> str:
+        """Train to the last step, or until there is a signal in `asked`; how it ended."""
         config, first = self.config, dist.get_rank() == 0
         notes: list[str] = []
-        self._resume(notes)
-        with (
-            Display(
-                self.folder, config.train.steps, active=first, tensorboard=config.train.tensorboard, start=self.step
-            ) as display,
-            _catch_signals() as asked,
-        ):
+        with contextlib.ExitStack() as held:
+            self._resume(notes, held)
+            display = held.enter_context(
+                Display(
+                    self.folder, config.train.steps, active=first, tensorboard=config.train.tensorboard, start=self.step
+                )
+            )
             writer = checkpoint.Writer(self.folder, keep=config.checkpoint.keep, say=display.say)
             for note in notes:
                 display.say(note)
@@ -87,7 +89,10 @@ class Trainer:
                 if not (math.isfinite(loss) and math.isfinite(norm)):
                     if self.scale > 1.0:
                         display.say(f"step {self.step + 1}: float16 overflow, again with the loss scale {self.scale:g}")
-                        continue
+                        if not stop:
+                            continue
+                        how = STOPPED
+                        break
                     display.say(
                         f"step {self.step + 1}: loss {loss}, gradient norm {norm}: not finite; stopping before the "
                         "update, with the state as it was. Lower optimizer.lr, or look at the data of this step"
@@ -115,7 +120,10 @@ class Trainer:
                 self._save(writer, first)
             kept = writer.wait()
             if first:
-                draw_loss(self.folder)
+                try:
+                    draw_loss(self.folder)
+                except OSError as error:
+                    display.say(f"loss.png was not written: {error}; the run is as it would be with it")
             if not kept and how == DONE:
                 how = "not saved"
             dist.barrier()
@@ -173,22 +181,19 @@ class Trainer:
         """The loss on the first samples of the validation file."""
         assert self.validation is not None
         self.parts.runner.eval()
-        numbers = range(self.batch_rank, self._evaluation_samples(), self.batch_ranks)
+        num_samples = min(self.config.train.evaluate_samples, self.validation.num_windows)
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for number in numbers:
-            tokens, targets, mask = self._place(self.validation, [number])
+        for start in range(0, num_samples, self.batch_ranks):
+            number = start + self.batch_rank
+            tokens, targets, mask = self._place(self.validation, [min(number, num_samples - 1)])
+            if number >= num_samples:  # all ranks take part in each pass, and this one has no sample left
+                targets.fill_(IGNORE)
             with self._autocast():
                 sums[0] += self.parts.runner(tokens, targets, self.positions, mask)
             sums[1] += (targets >= 0).sum()
         self.parts.runner.train()
         total, count = self._sum(sums).tolist()
         return total / count
-
-    def _evaluation_samples(self) -> int:
-        """As many as asked for or there are, and the same number for each rank, which all take part in each."""
-        assert self.validation is not None
-        wanted = min(self.config.train.evaluate_samples, self.validation.num_windows)
-        return max(self.batch_ranks, wanted // self.batch_ranks * self.batch_ranks)
 
     def _my_samples(self) -> list[list[int]]:
         """The global numbers of this step's samples that this rank reads, a list for each backward pass."""
@@ -238,6 +243,8 @@ class Trainer:
             "sequence": config.data.sequence,
             "documents": config.data.documents,
             "num_tokens": len(self.train.file.tokens),
+            "data": self.train.file.fingerprint,
+            "tokenizer": self.train.file.tokenizer,
             "attention": str(config.attention),
         }
 
@@ -252,20 +259,15 @@ class Trainer:
             }
             writer.submit(checkpoint.State(self.step, self.shape, model, moments, self._order(), extra))
 
-    def _resume(self, notes: list[str]) -> None:
-        """Go on from the newest whole checkpoint, which the first rank chooses."""
+    def _resume(self, notes: list[str], held: contextlib.ExitStack) -> None:
+        """Go on from the newest whole checkpoint, of the first rank's choice, and keep the folder until `held` ends."""
         choice: list[Any] = [None, None]
-        if dist.get_rank() == 0 and self.config.checkpoint.resume:
-            checkpoint.clear_unfinished(self.folder)
+        if dist.get_rank() == 0:
             try:
-                found = checkpoint.newest(self.folder, say=notes.append)
-                choice = [found, None if found is None else self._misfit(found)]
-            except ValueError as error:
+                held.enter_context(checkpoint.alone_in(self.folder))
+                choice = [self._choose(notes), None]
+            except (ValueError, OSError) as error:
                 choice = [None, str(error)]
-        elif dist.get_rank() == 0 and checkpoint.checkpoints(self.folder):
-            notes.append(
-                f"starting anew: the first checkpoint will replace those of the run before it in {self.folder}"
-            )
         dist.broadcast_object_list(choice, src=0)
         path, fault = choice
         if fault is not None:
@@ -276,16 +278,41 @@ class Trainer:
         load_full_state_dict(self.parts.model, state.model)
         load_optimizer_state(self.parts, state.optimizer)
         self.step = state.step
-        self.scale, self.steady = float(state.extra["scale"]), int(state.extra["steady"])
+        # Another precision's scale says nothing of this one's.
+        if self.config.train.precision == state.extra["config"]["train"]["precision"] == "float16":
+            self.scale, self.steady = float(state.extra["scale"]), int(state.extra["steady"])
         notes.append(f"resuming {path} at step {self.step}")
+
+    def _choose(self, notes: list[str]) -> Path | None:
+        """The checkpoint to go on from, None to begin; ValueError where those that are there cannot be used."""
+        if not self.config.checkpoint.resume:
+            if checkpoint.checkpoints(self.folder):
+                notes.append(
+                    f"starting anew: the first checkpoint will replace those of the run before it in {self.folder}"
+                )
+            return None
+        checkpoint.clear_unfinished(self.folder)
+        path = checkpoint.newest(self.folder, say=notes.append)
+        if path is not None:
+            if (fault := self._misfit(path)) is not None:
+                raise ValueError(fault)
+        elif lost := checkpoint.checkpoints(self.folder):
+            faults = "; ".join(f"{each.name}: {checkpoint.damage(each)}" for each in lost)
+            raise ValueError(
+                f"every checkpoint in {self.folder} is damaged ({faults}): restore one, choose another "
+                "checkpoint.folder, or start over from step 0, in their place, with --checkpoint.resume false"
+            )
+        return path
 
     def _misfit(self, path: Path) -> str | None:
         """Why a checkpoint is not of this run."""
         state = checkpoint.read(path, optimizer=False)
         if state.config != self.shape:
             return f"{path} is a checkpoint of another model: {state.config}, not {self.shape}; choose another folder"
-        # Before there were patterns, all runs were causal, and did not say so.
-        ours, theirs = self._order(), {"attention": str(AttentionSection()), **state.order}
+        ours = self._order()
+        # Before there were patterns, all runs were causal, and did not say so; nor which data of that length was read.
+        unsaid = {"attention": str(AttentionSection()), "data": ours["data"], "tokenizer": ours["tokenizer"]}
+        theirs = {**unsaid, **state.order}
         changed = [f"{key} was {theirs.get(key)}, is {ours[key]}" for key in ours if ours[key] != theirs.get(key)]
         if changed:
             return (
@@ -369,20 +396,19 @@ def learning_rate(step: int, num_steps: int, options: OptimizerSection) -> float
 
 
 @contextlib.contextmanager
-def _catch_signals() -> Iterator[list[int]]:
-    """SIGTERM and SIGINT, kept until the step has ended; a second one is what it always was."""
+def catch_signals() -> Iterator[list[int]]:
+    """SIGTERM and SIGINT to a rank, kept until the step has ended, and those that came while they were blocked.
+
+    However many come: a signal to the whole group of processes reaches a rank twice, by itself and passed on. Whoever
+    started the ranks counts, and ends them.
+    """
     asked: list[int] = []
-    before = {kind: signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGINT)}
-
-    def note(kind: int, frame: Any) -> None:
-        asked.append(kind)
-        signal.signal(kind, before[signal.Signals(kind)])
-
-    for kind in before:
-        signal.signal(kind, note)
+    before = {kind: signal.signal(kind, lambda kind, frame: asked.append(kind)) for kind in STOPS}
+    blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     try:
         yield asked
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         for kind, handler in before.items():
             signal.signal(kind, handler)
 

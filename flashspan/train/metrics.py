@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import io
 import json
 import os
 import resource
@@ -61,8 +64,13 @@ class Display:
         if not active:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        _drop_later(folder / "metrics.jsonl", start)
-        self._log = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+        self._told = False
+        try:
+            _drop_later(folder / "metrics.jsonl", start)
+        except OSError as error:
+            self._tell(error)
+        # No buffer: a line that the disk refuses must not come again with the next one, or when the file is closed.
+        self._log = (folder / "metrics.jsonl").open("ab", buffering=0)
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -96,12 +104,20 @@ class Display:
     def _record(self, row: dict[str, Any]) -> None:
         if not self.active:
             return
-        self._log.write(json.dumps(row) + "\n")
-        self._log.flush()
-        if self._board is not None:
-            for key, value in row.items():
-                if key not in ("step", "time"):
-                    self._board.add_scalar(key, value, row["step"])
+        try:
+            _append(self._log, row)
+            if self._board is not None:
+                for key, value in row.items():
+                    if key not in ("step", "time"):
+                        self._board.add_scalar(key, value, row["step"])
+        except OSError as error:
+            self._tell(error)
+
+    def _tell(self, error: OSError) -> None:
+        """A curve with holes is worth a line on the screen, once, and not the run."""
+        if not self._told:
+            self.say(f"metrics were not written: {error}; training goes on without them. Free space in {self.folder}")
+            self._told = True
 
     def __enter__(self) -> Display:
         return self
@@ -129,11 +145,33 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def _append(log: io.FileIO, row: dict[str, Any]) -> None:
+    """Add a row, or nothing: what a disk that fills took of it would end the file for a reader."""
+    line = (json.dumps(row) + "\n").encode()
+    end = log.seek(0, os.SEEK_END)
+    try:
+        if log.write(line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError:
+        with contextlib.suppress(OSError):
+            log.truncate(end)
+        raise
+
+
 def _drop_later(file: Path, start: int) -> None:
     """Forget the rows of steps that will be taken again, so that a curve has each step once."""
-    if file.exists():
-        rows = [row for row in read_metrics(file) if row["step"] <= start]
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    if not file.exists():
+        return
+    rows = [row for row in read_metrics(file) if row["step"] <= start]
+    half = file.with_name(f".{file.name}.writing")  # a kill or a full disk must not cost the rows that stay
+    try:
+        with half.open("w", encoding="utf-8") as stream:
+            stream.writelines(json.dumps(row) + "\n" for row in rows)
+            stream.flush()
+            os.fsync(stream.fileno())
+        half.replace(file)
+    finally:
+        half.unlink(missing_ok=True)
 
 
 def draw_loss(folder: Path) -> Path | None:

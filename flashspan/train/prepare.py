@@ -51,8 +51,8 @@ def prepare(
 ) -> int:
     """Turn text into train.bin and val.bin; after a kill, the same command goes on.
 
-    Each .txt file, each line of a .jsonl file and each row of a .parquet file is a document. Without inputs: the text
-    in the package.
+    Each .txt file, each line of a .jsonl file that is not blank and each row of a .parquet file is a document. In
+    .txt files CRLF becomes LF. Without inputs: the text in the package.
 
     Args:
         inputs: .txt, .jsonl and .parquet files.

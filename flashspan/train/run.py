@@ -7,26 +7,31 @@ torchrun --nproc-per-node 8 -m flashspan.train configs/llama-3.2-1b.toml
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from flashspan.folders import make_folder
-from flashspan.launch import RankError, Ranks
+from flashspan.launch import PRELOAD, RankError, Ranks
 
-from .config import TrainConfig, describe_options, parse
+from .config import LONGEST, TrainConfig, describe_options, parse
 from .estimate import describe_plan
-from .loop import DONE, NOT_FINITE, STOPPED, Trainer, open_samples
+from .loop import DONE, NOT_FINITE, STOPPED, STOPS, Trainer, catch_signals, open_samples
 
-FOREVER = 1e6  # seconds; more than a timer can hold is refused
+FOREVER = LONGEST
+REPEAT = 1.0
+"""Seconds in which a second signal is the first again: `timeout` sends it to its child, and to the child's group."""
 HELP = """usage: flashspan train [config.toml] [--section.key value ...] [--dry-run]
 
 With no arguments: trains a tiny LLaMA on the text in the package, on 4 CPU ranks in a zigzag ring (or the GPUs here).
@@ -91,8 +96,9 @@ def check(config: TrainConfig, num_ranks: int) -> None:
 
 def run_rank(config: TrainConfig) -> str:
     """One rank's whole run, in a process group that exists."""
-    torch.manual_seed(config.train.seed)
-    return Trainer(config).run()
+    with catch_signals() as asked:
+        torch.manual_seed(config.train.seed)
+        return Trainer(config).run(asked)
 
 
 def _start(config: TrainConfig, num_ranks: int) -> str:
@@ -102,25 +108,65 @@ def _start(config: TrainConfig, num_ranks: int) -> str:
             f"{num_ranks} ranks need as many GPUs: found {_num_gpus(config)}; or use --parallel.device cpu"
         )
     make_folder(config.checkpoint.folder, "--checkpoint.folder")
-    with Ranks(num_ranks, backend=backend, timeout=config.parallel.timeout) as ranks:
-        pids = [process.pid for process in ranks._processes]
-
-        def pass_on(kind: int, frame: Any) -> None:
-            # A terminal's Ctrl-C reaches the ranks by itself; a signal to this process alone does not.
-            for pid in pids if kind == signal.SIGTERM else ():
-                if pid is not None:
-                    os.kill(pid, kind)
-
-        before = {kind: signal.signal(kind, pass_on) for kind in (signal.SIGTERM, signal.SIGINT)}
+    _start_fork_server()
+    with (
+        _signals_passed_on() as pass_to,
+        Ranks(num_ranks, backend=backend, timeout=config.parallel.timeout) as ranks,
+    ):
+        pass_to([process.pid for process in ranks._processes])
         try:
             return ranks.run(run_rank, config, timeout=FOREVER)[0]
         except RankError as error:
             raise_plainly(error)
             print(error, file=sys.stderr)
             return "failed"
-        finally:
-            for kind, handler in before.items():
-                signal.signal(kind, handler)
+
+
+def _start_fork_server() -> None:
+    """Start the process that ranks are forked from, with the signals blocked that ask a run to stop.
+
+    A signal to the whole group reaches it too, and ranks die with it. They inherit the block, so that a signal waits
+    for them to be ready to save.
+    """
+    forkserver.set_forkserver_preload(PRELOAD)
+    resource_tracker.ensure_running()  # it unblocks these signals when it starts
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+@contextlib.contextmanager
+def _signals_passed_on() -> Iterator[Callable[[list[int]], None]]:
+    """The first SIGTERM or SIGINT goes to the ranks, once there are any, and they save; one after that, and not at once
+    after it, is a KeyboardInterrupt here, which ends them."""
+    pids: list[int] = []
+    first: list[float] = []
+
+    def pass_on(kind: int, frame: Any) -> None:
+        if first and time.monotonic() - first[0] > REPEAT:
+            raise KeyboardInterrupt
+        if not first:
+            first.append(time.monotonic())
+            send()
+
+    def send() -> None:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+
+    def pass_to(ranks: list[int]) -> None:
+        pids.extend(ranks)
+        if first:
+            send()
+
+    before = {kind: signal.signal(kind, pass_on) for kind in STOPS}
+    try:
+        yield pass_to
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
 
 
 def raise_plainly(error: RankError) -> None:

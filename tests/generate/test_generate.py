@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from flashspan import attention
 from flashspan.generate import Cache, Sampling, decode, generate, load
 from flashspan.generate.command import stream
 from flashspan.model import Llama, LlamaConfig, RopeScaling, preset, save_llama
+from flashspan.train import checkpoint
 from flashspan.train.data import ByteTokenizer
 
 CONFIGS = {
@@ -105,6 +108,16 @@ def test_top_k_and_top_p_keep_the_likeliest() -> None:
     assert (counts / 2000 - want).abs().max() < 0.04
 
 
+def test_the_least_temperature_and_the_widest_seeds_draw() -> None:
+    model, tokens = make(CONFIGS["llama-2"]), draw_prompt(5)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(4)  # logits in the hundreds
+    want = torch.cat(list(decode(model, tokens, 9, sampling=Sampling(0))))
+    for seed in (-(2**63), 2**64 - 1):
+        assert torch.equal(torch.cat(list(decode(model, tokens, 9, sampling=Sampling(1e-6), seed=seed))), want)
+
+
 def test_decoding_stops_when_every_row_has_ended() -> None:
     model, tokens = make(CONFIGS["llama-2"]), draw_prompt(1, 4)
     whole = [int(t) for t in decode(model, tokens, 30, sampling=Sampling(0))]
@@ -145,6 +158,56 @@ def test_ctrl_c_ends_the_text_without_a_traceback(tmp_path: Path, monkeypatch: p
     assert generate(str(tmp_path), prompt="a") == 130
 
 
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "manifest.json"])
+def test_a_damaged_checkpoint_is_refused(tmp_path: Path, file: str) -> None:
+    model = Llama(preset("tiny", num_layers=1), attention=attention)
+    model.initialize(0)
+    path = checkpoint.write(tmp_path, checkpoint.State(7, model.config, model.state_dict(), {}, {}))
+    assert load(path)[0].config == model.config
+    if file == "manifest.json":
+        (path / file).unlink()
+    else:
+        data = bytearray((path / file).read_bytes())
+        data[-1 if file == "model.safetensors" else data.index(b"1e-05")] ^= 2  # a weight, or 3e-05: both load
+        (path / file).write_bytes(data)
+    fault = "manifest.json is missing" if file == "manifest.json" else f"the hash of {file} does not hold"
+    with pytest.raises(ValueError, match=rf"step-00000007 is damaged \(.*{fault}\): give another checkpoint"):
+        load(path)
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_reader_that_leaves_ends_the_text_quietly(tmp_path: Path, ranks: int) -> None:
+    model = Llama(preset("tiny", num_layers=1), attention=attention)
+    model.initialize(0)
+    save_llama(model, tmp_path)
+    words = ["generate", str(tmp_path), "--prompt", "one\ntwo", "--tokens", "3000", "--device", "cpu"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "flashspan.cli", *words, "--ranks", str(ranks)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == b"one\n"
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
+
+
+def test_a_prompt_that_is_refused_is_not_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_llama(Llama(preset("tiny", num_layers=1), attention=attention), tmp_path)
+
+    def refuse(*args: object, **rest: object) -> None:
+        raise ValueError("no")
+
+    monkeypatch.setattr("flashspan.generate.cache.Whole.begin", refuse)
+    with pytest.raises(ValueError, match="no"):
+        generate(str(tmp_path), prompt="Hear me")
+    assert capsys.readouterr().out == ""
+
+
 def test_bad_input_is_named(tmp_path: Path) -> None:
     model = make(CONFIGS["tied"])
     with pytest.raises(ValueError, match="vocabulary of 67: got 3 to 67"):
@@ -153,6 +216,13 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
         list(decode(model, [], 2))
     with pytest.raises(ValueError, match=r"top_p in \(0, 1\]: got temperature 1.0, top_k 0, top_p 0.0"):
         Sampling(1.0, top_p=0.0)
+    with pytest.raises(ValueError, match=r"temperature must be 0 or at least 1e-06: got 1.4.*e-45; use 0"):
+        Sampling(1.4e-45)
+    for seed in (2**64, -(2**63) - 1):
+        with pytest.raises(ValueError, match=f"the seed must fit 64 bits, .*: got {seed}"):
+            generate(str(tmp_path), prompt="a", seed=seed)
+    with pytest.raises(ValueError, match=r"the prompt must be UTF-8 text: got 'caf\\udce9'"):
+        generate(str(tmp_path), prompt=b"caf\xe9".decode(errors="surrogateescape"))
     with pytest.raises(ValueError, match="is not a folder"):
         generate(str(tmp_path / "nothing"), prompt="a")
     with pytest.raises(ValueError, match="no whole checkpoint in"):

@@ -102,7 +102,14 @@ def _edit(folder: Path, **changes: Any) -> None:
         ({"rope_scaling": {"rope_type": "llama3"}}, "of type llama3 are incomplete: 'factor'"),
         ({"hidden_size": "32"}, "width cannot be '32'"),
         ({"num_key_value_heads": 3}, "the key heads must divide the query heads"),
-        ({"num_hidden_layers": 4}, "lacks 9 tensors that its config implies: model.layers.3"),
+        ({"num_hidden_layers": 4}, "config.json says 4 layers and the weights have 3"),
+        ({"num_hidden_layers": 2}, "config.json says 2 layers and the weights have 3"),
+        ({"rope_scaling": "llama3"}, r"config\.json: the rope settings must be an object, got 'llama3'"),
+        ({"rope_scaling": [8.0]}, r"config\.json: the rope settings must be an object, got \[8\.0\]"),
+        ({"rope_theta": "abc"}, r"config\.json: rope_theta must be a number, got 'abc'"),
+        ({"rope_theta": float("inf")}, r"config\.json: rope_theta must be positive .* both finite: got inf"),
+        ({"rope_theta": 10**400}, r"config\.json: int too large"),
+        ({"rms_norm_eps": float("inf")}, r"config\.json: .* norm_eps at least 0, both finite: got 500000\.0 and inf"),
         ({"intermediate_size": 47}, "weights and config are of different models"),
     ],
 )
@@ -110,6 +117,34 @@ def test_a_config_we_cannot_honour_is_refused(model: Llama, tmp_path: Path, chan
     save_llama(model, tmp_path)
     _edit(tmp_path, **changes)
     with pytest.raises(ValueError, match=says):
+        load_llama(tmp_path, attention=attention)
+
+
+@pytest.mark.parametrize("shard_bytes", [2**30, 9000])
+def test_a_claim_of_many_layers_builds_none(
+    model: Llama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_bytes: int
+) -> None:
+    save_llama(model, tmp_path, shard_bytes=shard_bytes)
+    _edit(tmp_path, num_hidden_layers=10**9)
+    monkeypatch.setattr(huggingface, "Llama", lambda *args, **rest: pytest.fail("it was built"))
+    monkeypatch.setattr(huggingface, "names", lambda config: pytest.fail("its layers were named"))
+    claimed = read_config(tmp_path)
+    for load in (
+        lambda: load_llama(tmp_path, attention=attention),
+        lambda: list(read_weights(tmp_path, claimed)),
+        lambda: huggingface.check_config(tmp_path, claimed),
+    ):
+        with pytest.raises(ValueError, match=r"config\.json says 1000000000 layers and the weights have 3"):
+            load()
+
+
+def test_a_tensor_that_is_missing_is_named(model: Llama, tmp_path: Path) -> None:
+    save_llama(model, tmp_path, shard_bytes=9000)
+    file = tmp_path / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    del index["weight_map"]["model.layers.1.mlp.up_proj.weight"]
+    file.write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"lacks 1 tensors that its config implies: model\.layers\.1\.mlp\.up_proj"):
         load_llama(tmp_path, attention=attention)
 
 

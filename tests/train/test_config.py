@@ -70,6 +70,18 @@ def test_a_described_config_is_that_config(tmp_path: Path) -> None:
         (["--train.precision"], "--train.precision needs a value"),
         (["--dryrun"], "unknown section --dryrun: did you mean --dry-run?"),
         (["--parallel.timeout", "-1"], "parallel.timeout must be at least 1: got -1.0"),
+        (["--parallel.timeout", "1e300"], "parallel.timeout must be at most 1000000 seconds, or no timer holds it"),
+        (["--optimizer.lr", "inf"], "optimizer.lr must be finite: got inf; the default is 0.002"),
+        (["--optimizer.lr", "nan"], "optimizer.lr must be at least 0: got nan"),
+        (["--optimizer.final_lr", "-0.1"], "optimizer.final_lr must be finite and at least 0: got -0.1"),
+        (["--optimizer.beta1", "1"], "optimizer.beta1 must be at least 0 and less than 1: got 1.0; the default is 0.9"),
+        (["--optimizer.beta2", "-0.5"], "optimizer.beta2 must be at least 0 and less than 1: got -0.5"),
+        (["--optimizer.eps", "0"], "optimizer.eps must be finite and greater than 0: got 0.0"),
+        (["--optimizer.weight_decay", "-1"], "optimizer.weight_decay must be finite and at least 0: got -1.0"),
+        (
+            ["--checkpoint.folder="],
+            "checkpoint.folder must be the name of a folder: got ''; the default",
+        ),
     ],
 )
 def test_a_mistake_is_named_before_anything_starts(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -114,3 +115,15 @@ def test_the_package_s_text_is_what_its_grammar_writes() -> None:
     maker = Path(__file__).parent.parent.parent / "examples" / "tales.py"
     made = subprocess.run([sys.executable, maker], capture_output=True, text=True, check=True, timeout=60).stdout
     assert made == "".join(corpus())
+
+
+@pytest.mark.parametrize("num_tokens", [1, 100, 5000, 600_000])
+def test_a_fingerprint_tells_data_apart(tmp_path: Path, num_tokens: int) -> None:
+    tokens = [i * i % 251 for i in range(num_tokens)]
+    one = open_tokens(make(tmp_path / "one.bin", tokens))
+    assert open_tokens(make(tmp_path / "again.bin", tokens)).fingerprint == one.fingerprint
+    held = replace(one, tokens=np.array(tokens, dtype=np.uint32))
+    assert held.fingerprint == one.fingerprint  # however the tokens are stored
+    for place in (0, num_tokens - 1):
+        other = [*tokens[:place], tokens[place] + 1, *tokens[place + 1 :]]
+        assert open_tokens(make(tmp_path / "other.bin", other)).fingerprint != one.fingerprint

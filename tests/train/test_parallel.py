@@ -14,7 +14,7 @@ import torch.distributed as dist
 from flashspan import attention, masks
 from flashspan.model import Llama, huggingface, read_weights, save_llama
 from flashspan.parallel import build_mesh
-from flashspan.train import TrainConfig, build
+from flashspan.train import TrainConfig, build, checkpoint
 from flashspan.train.loop import Trainer
 
 MIXTURES = {
@@ -214,3 +214,31 @@ def test_every_rank_refuses_a_checkpoint_of_another_model(
     for said in on_ranks(4, build_another, config_of(f"--model.load={tmp_path / 'model'}", *MIXTURES[name])):
         assert "a checkpoint of another model" in said
         assert "rope_theta is 10000.0, not 123.0" in said
+
+
+def test_a_damaged_checkpoint_is_no_beginning(
+    on_ranks: Callable[..., list[Any]], config_of: Callable[..., TrainConfig], tmp_path: Path
+) -> None:
+    """Its own hashes say so, where a folder of Hugging Face's has none."""
+    model = Llama(config_of().model.resolve(), attention=attention)
+    model.initialize(9)
+    path = checkpoint.write(tmp_path, checkpoint.State(7, model.config, model.state_dict(), {}, {}))
+    weights = path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + b"\x01\x02\x03\x04")
+    for said in on_ranks(2, build_another, config_of(f"--model.load={path}", "--parallel.data=2")):
+        assert "step-00000007 is damaged (the hash of model.safetensors does not hold)" in said
+
+
+def evaluate(config: TrainConfig) -> float:
+    return Trainer(config).evaluate()
+
+
+@pytest.mark.parametrize("num_samples", [1, 7, 32])
+def test_every_mixture_is_evaluated_on_the_same_samples(
+    on_ranks: Callable[..., list[Any]], config_of: Callable[..., TrainConfig], num_samples: int
+) -> None:
+    options = [f"--train.evaluate_samples={num_samples}", "--train.batch=6"]
+    want = on_ranks(1, evaluate, config_of(*options))[0]
+    for kind in ("data", "shard"):
+        got = on_ranks(3, evaluate, config_of(*options, f"--parallel.{kind}=3", "--parallel.context=1"))
+        assert all(abs(loss - want) <= 1e-6 * want for loss in got)

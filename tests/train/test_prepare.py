@@ -54,6 +54,27 @@ def test_lines_belong_to_one_part_each(lines: Path, tmp_path: Path, monkeypatch:
     assert [text for part in parts for text in documents.read(part, "text")] == TEXTS
 
 
+@pytest.mark.parametrize("size", [1, 7, 2**22])
+def test_blank_lines_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(documents, "PART_BYTES", size)
+    (tmp_path / "a.jsonl").write_bytes(b'\n{"text": "a"}\n \t\n\r\n{"text": "b"}\r\n\n')
+    parts = documents.cut([str(tmp_path / "a.jsonl")])
+    assert [text for part in parts for text in documents.read(part, "text")] == ["a", "b"]
+
+
+def test_half_a_character_is_named_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "\\ud83d\\ude00"}\n\n{"text": "x\\ud800"}\n')  # a whole pair, then half
+    with pytest.raises(ValueError, match=r"a\.jsonl line 3 .*: half a character, '\\ud800', .* repair or drop it"):
+        prepare([str(tmp_path / "a.jsonl")], folder=str(tmp_path / "out"), processes=1)
+    assert not (tmp_path / "out").exists()
+
+
+def test_line_ends_of_text_files_become_newlines(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"one\r\ntwo\n")
+    prepare([str(tmp_path / "a.txt")], folder=str(tmp_path / "out"))
+    assert read_texts(tmp_path / "out") == ["one\ntwo\n"]
+
+
 def test_processes_write_what_one_writes(lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "PART_BYTES", 2000)
     (tmp_path / "book.txt").write_text("A whole book.")
@@ -137,6 +158,17 @@ def test_parquet_is_read_by_row_group(tmp_path: Path) -> None:
     assert read_texts(tmp_path / "out") == TEXTS
     with pytest.raises(ValueError, match=r"no column 'body': it has id, text; name one with --field"):
         prepare([str(tmp_path / "texts.parquet")], folder=str(tmp_path / "out"), field="body", processes=1)
+
+
+def test_bytes_in_parquet_that_are_no_text_are_named(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    ends, halves = pyarrow.py_buffer(b"\0\0\0\0\1\0\0\0\4\0\0\0"), pyarrow.py_buffer(b"x\xed\xa0\x80")
+    table = pyarrow.table({"text": pyarrow.Array.from_buffers(pyarrow.string(), 2, [None, ends, halves])})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"a\.parquet has no UTF-8 text in row 1 of row group 0: "):
+        prepare([str(tmp_path / "a.parquet")], folder=str(tmp_path / "out"), processes=1)
 
 
 def test_a_saved_dataset_is_read(tmp_path: Path) -> None:

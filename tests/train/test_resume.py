@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -25,7 +28,8 @@ from flashspan.launch import RankError, Ranks
 from flashspan.model import Llama, preset
 from flashspan.train import TrainConfig, checkpoint, loop
 from flashspan.train.config import AttentionSection
-from flashspan.train.loop import DONE, NOT_FINITE, Trainer
+from flashspan.train.data import ByteTokenizer, write_tokens
+from flashspan.train.loop import DONE, NOT_FINITE, STOPPED, Trainer
 from flashspan.train.metrics import read_metrics
 from flashspan.train.run import run_rank
 
@@ -295,24 +299,189 @@ def test_twenty_kills_cost_no_bits(on_ranks: OnRanks, config_of: ConfigOf, tmp_p
         assert_same_bits(weights(killed), want)
 
 
-def test_sigterm_saves_and_exits_and_the_run_goes_on(config_of: ConfigOf, on_ranks: OnRanks, tmp_path: Path) -> None:
+def start(config: TrainConfig, file: Path) -> subprocess.Popen[str]:
+    """The command, in a process group of its own."""
+    file.write_text(config.describe())
+    command = [sys.executable, "-m", "flashspan.train", str(file)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+
+
+def wait_for(process: subprocess.Popen[str], step: int) -> None:
+    """Until the run says that it took this step."""
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if re.match(rf"step +{step}/", line):
+            return
+    raise AssertionError(f"step {step} was not taken: {''.join(lines)}")
+
+
+@pytest.mark.parametrize("whom", ["the parent", "its group"])
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_exits(config_of: ConfigOf, tmp_path: Path, kind: signal.Signals, whom: str) -> None:
+    config = config_of("--parallel.context=2", "--train.steps=500", "--checkpoint.every=0")
+    process = start(config, tmp_path / "run.toml")
+    wait_for(process, 3)
+    os.kill(process.pid, kind) if whom == "the parent" else os.killpg(process.pid, kind)
+    rest, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, rest
+    assert "stopped as asked, state saved" in rest
+    path = checkpoint.newest(config.checkpoint.folder)
+    assert path is not None
+    assert 3 <= checkpoint.read(path).step < 500
+
+
+def test_a_signal_while_the_ranks_begin_is_kept_for_them(config_of: ConfigOf, tmp_path: Path) -> None:
+    config = config_of("--parallel.context=2", "--train.steps=500", "--checkpoint.every=0")
+    process = start(config, tmp_path / "run.toml")
+    while not Path(config.checkpoint.folder).exists():  # made before the ranks are
+        assert process.poll() is None
+        time.sleep(0.01)
+    time.sleep(0.5)
+    os.killpg(process.pid, signal.SIGTERM)
+    rest, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, rest
+    (path,) = checkpoint.checkpoints(config.checkpoint.folder)
+    assert checkpoint.read(path).step == 1
+
+
+def children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
+def test_a_second_signal_ends_the_run_at_once(config_of: ConfigOf, tmp_path: Path) -> None:
+    process = start(config_of("--parallel.context=2", "--train.steps=500"), tmp_path / "run.toml")
+    wait_for(process, 3)
+    ranks = [pid for server in children(process.pid) for pid in children(server)]
+    assert len(ranks) == 2
+    for pid in ranks:  # in a step that does not end
+        os.kill(pid, signal.SIGSTOP)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(1.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=20)
+    assert process.returncode != 0
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+
+
+def test_a_stopped_run_ends_with_the_same_bits(config_of: ConfigOf, on_ranks: OnRanks, tmp_path: Path) -> None:
     options = ["--parallel.context=2", "--train.steps=30", "--checkpoint.every=0"]
     whole = config_of(*options, f"--checkpoint.folder={tmp_path / 'whole'}")
     on_ranks(2, run_rank, whole)
     config = config_of(*options)
-    (tmp_path / "run.toml").write_text(config.describe())
-    command = [sys.executable, "-m", "flashspan.train", str(tmp_path / "run.toml")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step "):
-            process.send_signal(signal.SIGTERM)
-            break
-    rest = process.stdout.read()
-    assert process.wait(30) == 0
-    assert "stopped as asked, state saved" in rest
+    process = start(config, tmp_path / "run.toml")
+    wait_for(process, 1)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
     path = checkpoint.newest(config.checkpoint.folder)
     assert path is not None
     assert 1 <= checkpoint.read(path).step < 30
     on_ranks(2, run_rank, config)
     assert_same_bits(weights(config), weights(whole))
+
+
+@pytest.mark.parametrize(("before", "after"), [("float16", "float32"), ("float32", "float16")])
+def test_a_run_goes_on_in_another_precision(on_ranks: OnRanks, config_of: ConfigOf, before: str, after: str) -> None:
+    on_ranks(1, run_rank, config_of("--parallel.context=1", "--train.steps=1", f"--train.precision={before}"))
+    config = config_of("--parallel.context=1", "--train.steps=2", f"--train.precision={after}")
+    assert on_ranks(1, run_rank, config) == [DONE]
+    path = checkpoint.newest(config.checkpoint.folder)
+    assert path is not None
+    assert checkpoint.read(path).extra["scale"] == (loop.FIRST_SCALE if after == "float16" else 1.0)
+
+
+def overflow_and_ask(config: TrainConfig) -> tuple[str, int]:
+    """A float16 run whose every step overflows, and which is asked to stop in the first."""
+    trainer, asked = Trainer(config), []
+    trainer.scale = 2.0**60
+    take_step = trainer.take_step
+
+    def ask(stop: bool = False) -> Any:
+        asked.append(1)
+        return take_step(stop)
+
+    trainer.take_step = ask  # type: ignore[method-assign]
+    return trainer.run(asked), len(asked)
+
+
+def test_a_run_that_overflows_stops_when_asked(on_ranks: OnRanks, config_of: ConfigOf) -> None:
+    config = config_of("--parallel.context=1", "--train.precision=float16")
+    assert on_ranks(1, overflow_and_ask, config) == [(STOPPED, 2)]
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_refused(on_ranks: OnRanks, config_of: ConfigOf) -> None:
+    config = config_of("--checkpoint.every=2", "--train.steps=4", "--parallel.context=1")
+    on_ranks(1, run_rank, config)
+    older, newer = checkpoint.checkpoints(config.checkpoint.folder)
+    damage_one(older, "flipped")
+    damage_one(newer, "gone")
+    metrics = (Path(config.checkpoint.folder) / "metrics.jsonl").read_bytes()
+    with pytest.raises(RankError) as caught:
+        on_ranks(1, run_rank, config)
+    for words in (
+        "every checkpoint in",
+        "step-00000002: the hash of optimizer.safetensors does not hold",
+        "step-00000004: optimizer.safetensors is missing",
+        "--checkpoint.resume false",
+    ):
+        assert words in str(caught.value)
+    assert (Path(config.checkpoint.folder) / "metrics.jsonl").read_bytes() == metrics
+    assert checkpoint.checkpoints(config.checkpoint.folder) == [older, newer]
+    anew = replace(config, checkpoint=replace(config.checkpoint, resume=False))
+    assert on_ranks(1, run_rank, anew) == [DONE]
+
+
+def test_two_runs_in_one_folder_are_refused(on_ranks: OnRanks, config_of: ConfigOf) -> None:
+    config = config_of("--parallel.context=1", "--train.steps=2")
+    with checkpoint.alone_in(config.checkpoint.folder), pytest.raises(RankError) as caught:
+        on_ranks(1, run_rank, config)
+    assert f"another is training in {config.checkpoint.folder}" in str(caught.value)
+    assert "--checkpoint.folder" in str(caught.value)
+    assert on_ranks(1, run_rank, config) == [DONE]
+
+
+def test_a_killed_run_holds_its_folder_no_longer(config_of: ConfigOf, tmp_path: Path) -> None:
+    config = config_of("--parallel.context=2", "--train.steps=500", "--checkpoint.every=0")
+    process = start(config, tmp_path / "run.toml")
+    wait_for(process, 1)
+    with pytest.raises(ValueError, match="another is training"), checkpoint.alone_in(config.checkpoint.folder):
+        pass
+    process.kill()
+    process.wait(20)
+    process.communicate(timeout=20)  # the ranks, which look every second whether their parent is there, have ended too
+    with checkpoint.alone_in(config.checkpoint.folder):
+        pass
+
+
+def test_a_file_system_without_locks_takes_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    with checkpoint.alone_in(tmp_path / "run"):
+        pass
+
+
+def test_other_data_of_the_same_length_is_refused(on_ranks: OnRanks, config_of: ConfigOf, tmp_path: Path) -> None:
+    def data(name: str, shift: int) -> str:
+        with write_tokens(tmp_path / name / "train.bin", ByteTokenizer()) as writer:
+            writer.add([(i * i + shift) % 251 for i in range(5000)])
+        return f"--data.train={tmp_path / name}"
+
+    one, other = data("one", 0), data("other", 1)
+    options = ["--parallel.context=1", "--train.steps=1"]
+    on_ranks(1, run_rank, config_of(*options, one))
+    with pytest.raises(RankError, match=r"other samples or another attention \(data was"):
+        on_ranks(1, run_rank, config_of(*options, other))
+    shutil.move(tmp_path / "one", tmp_path / "moved")
+    config = config_of(*options, f"--data.train={tmp_path / 'moved'}")
+    assert on_ranks(1, run_rank, config) == [DONE]
+    (path,) = checkpoint.checkpoints(config.checkpoint.folder)
+    state = checkpoint.read(path)
+    order = {key: value for key, value in state.order.items() if key not in ("data", "tokenizer")}
+    checkpoint.write(config.checkpoint.folder, replace(state, order=order))
+    assert on_ranks(1, run_rank, config) == [DONE]  # a checkpoint from before there were fingerprints
