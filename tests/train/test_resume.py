@@ -266,7 +266,7 @@ def kill_one(config: TrainConfig, rank: int, wait: Callable[[], None]) -> bool:
     return False
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_killed_rank_costs_no_bits(on_ranks: OnRanks, config_of: ConfigOf, tmp_path: Path, rank: int) -> None:
     options = ["--checkpoint.every=1", "--parallel.context=2", "--train.steps=20"]
     config = config_of(*options, f"--checkpoint.folder={tmp_path / 'whole'}")
@@ -318,8 +318,15 @@ def wait_for(process: subprocess.Popen[str], step: int) -> None:
     raise AssertionError(f"step {step} was not taken: {''.join(lines)}")
 
 
-@pytest.mark.parametrize("whom", ["the parent", "its group"])
-@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("kind", "whom"),
+    [
+        (signal.SIGTERM, "its group"),
+        (signal.SIGINT, "the parent"),
+        pytest.param(signal.SIGTERM, "the parent", marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, "its group", marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_saves_and_exits(config_of: ConfigOf, tmp_path: Path, kind: signal.Signals, whom: str) -> None:
     config = config_of("--parallel.context=2", "--train.steps=500", "--checkpoint.every=0")
     process = start(config, tmp_path / "run.toml")
@@ -333,6 +340,7 @@ def test_a_signal_saves_and_exits(config_of: ConfigOf, tmp_path: Path, kind: sig
     assert 3 <= checkpoint.read(path).step < 500
 
 
+@pytest.mark.slow
 def test_a_signal_while_the_ranks_begin_is_kept_for_them(config_of: ConfigOf, tmp_path: Path) -> None:
     config = config_of("--parallel.context=2", "--train.steps=500", "--checkpoint.every=0")
     process = start(config, tmp_path / "run.toml")
