@@ -180,14 +180,23 @@ def _either(a, b):
 
 
 @gluon.jit
-def _clean(own_s, BN: gl.constexpr, BD: gl.constexpr):
+def _clean(own_s, BN: gl.constexpr, BD: gl.constexpr, PAIRS: gl.constexpr):
     """Set inf and NaN of K and V to 0: a key that some query does not see must not reach it as 0 * NaN. Those who do
     see it have NaN from their lse or delta. In whatever order: each number is looked at by itself.
 
-    Two at a time: where all bits of an exponent are 1, one more sets the sign, which was cleared before. Heads of 64
-    have no registers for that: one at a time spills less there and is faster.
+    In PAIRS, two at a time: where all bits of an exponent are 1, one more sets the sign, which was cleared before.
+    Where a tile's first step stands in the loop there are no registers for that: it spilled 80 bytes more.
     """
-    if BD == 64:
+    if PAIRS:
+        PL: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
+        ONE: gl.constexpr = 0x04000400 if own_s.dtype == gl.float16 else 0x00800080
+        pairs_s = own_s._reinterpret(gl.int32, [BN * BD // 4, 4], gl.SwizzledSharedLayout(4, 1, 1, order=[1, 0]))
+        pairs = pairs_s.load(PL)
+        over = (pairs & 0x7FFF7FFF) + ONE
+        if (gl.reduce(gl.reduce(over, 1, _either), 0, _either) >> 15) & 0x00010001 != 0:
+            pairs_s.store(pairs & ~(((over >> 15) & 0x00010001) * 0xFFFF))
+            fence_async_shared()
+    else:
         L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BD, BD // 8], [4, 1], [1, 0])
         LIMIT: gl.constexpr = 0x7C00 if own_s.dtype == gl.float16 else 0x7F80
         SL: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * BN, BD], own_s.dtype)
@@ -196,15 +205,6 @@ def _clean(own_s, BN: gl.constexpr, BD: gl.constexpr):
         size = x.to(gl.int16, bitcast=True) & 0x7FFF
         if gl.max(gl.max(size, 1), 0) >= LIMIT:
             x_s.store(gl.where(size >= LIMIT, gl.zeros([2 * BN, BD], own_s.dtype, layout=L), x))
-            fence_async_shared()
-    else:
-        PL: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
-        ONE: gl.constexpr = 0x04000400 if own_s.dtype == gl.float16 else 0x00800080
-        pairs_s = own_s._reinterpret(gl.int32, [BN * BD // 4, 4], gl.SwizzledSharedLayout(4, 1, 1, order=[1, 0]))
-        pairs = pairs_s.load(PL)
-        over = (pairs & 0x7FFF7FFF) + ONE
-        if (gl.reduce(gl.reduce(over, 1, _either), 0, _either) >> 15) & 0x00010001 != 0:
-            pairs_s.store(pairs & ~(((over >> 15) & 0x00010001) * 0xFFFF))
             fence_async_shared()
     barrier()
 
@@ -255,7 +255,7 @@ def _multiply(WG: gl.constexpr, own, desc, buffers, bars, numbers, tables, work,
         dv = gl.zeros([BN, BD], gl.float32, layout=KL)
         mbarrier.wait(kv_full, turn & 1)
         if HIDDEN:
-            _clean(own_s, BN, BD)
+            _clean(own_s, BN, BD, PEEL)
         late = -1 if PEEL else turn  # the number of a dQ, less that of the block after it
         if PEEL:
             if LISTS:
@@ -313,7 +313,8 @@ def _multiply(WG: gl.constexpr, own, desc, buffers, bars, numbers, tables, work,
             barrier()
         turn += 1
         tile, i_b, i_k, n0, a, b, c, d = hear(turn, work, 4)
-    tma.store_wait(0)
+    if PEEL:
+        tma.store_wait(0)
 
 
 @gluon.jit

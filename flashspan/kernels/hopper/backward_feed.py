@@ -228,20 +228,20 @@ def add_dq(desc, buffers, bars, numbers, tables, work, C: gl.constexpr):
     H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section = numbers
     num_tiles, whole, parts, counter, states, work_s, work_full = work
     BM: gl.constexpr = C[0]
+    DROPPED: gl.constexpr = 0 if C[13] else 1  # of each tile
     turn = 0
     count = 0
     tile, i_b, i_k, n0, first, f_lo, f_hi, end = hear(turn, work, 1)
     while tile < num_tiles:
         n = end - first
-        if not C[13]:
+        if DROPPED:
             _drop(count, dq_full, dq_empty)
-            count += 1
         for j in range(n * G):
             i_h = i_k * G + j // n
             m0 = nth(j % n, first, f_lo, f_hi, end) * BM
             p_state = states + ((i_b * H + i_h) * Tp + m0) // BM
-            _add(desc_dq, i_b, i_h, m0, p_state, count + j, dq_s, dq_full, dq_empty, C[11])
-        count += n * G
+            _add(desc_dq, i_b, i_h, m0, p_state, count + DROPPED + j, dq_s, dq_full, dq_empty, C[11])
+        count += n * G + DROPPED
         turn += 1
         tile, i_b, i_k, n0, first, f_lo, f_hi, end = hear(turn, work, 1)
 
