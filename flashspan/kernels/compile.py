@@ -166,7 +166,8 @@ def hopper_launches(dtype: torch.dtype, head_dim: int, **options: Any) -> dict[s
     given = (dout, q, k, v, rows.flatten(), rows.flatten(), mask, 0.125)
     counter = torch.empty(4, dtype=torch.int32, device="meta")
     if block_dim(head_dim) in BACKWARD:
-        launches["backward"] = backward_launch(*given, q.float(), dk, dv, carry, counter, counter)
+        sums = q.float() if carry else torch.empty(q.numel() // 256, 256, device="meta")
+        launches["backward"] = backward_launch(*given, sums, dk, dv, carry, counter, counter)
     launches["keys"], launches["queries"] = two_pass_launches(*given, dq, dk, dv, carry, counter, counter)
     return launches
 

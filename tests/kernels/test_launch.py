@@ -249,7 +249,7 @@ def backward_launch_of(mask: Mask, num_queries: int, num_keys: int, head_dim: in
     rows = torch.empty(4, -(-num_queries // 128) * 128, device="meta")
     counter = torch.empty(4, dtype=torch.int32, device="meta")
     made = [x.float() if add else x for x in (k, k)]
-    sums = q.float() if dq else None
+    sums = None if not dq else q.float() if add else torch.empty(rows.numel() * head_dim // 256, 256, device="meta")
     return one_pass.backward_launch(q, q, k, k, rows, rows, mask, 1.0, sums, *made, add, counter, counter)
 
 
@@ -282,7 +282,31 @@ def test_sequences_may_lie_two_to_the_31_numbers_apart() -> None:
     assert launch.is_aligned(dq)
     dq[1] = 7.0
     launch.cast_kernel[(1, 2)](
-        torch.ones(2, 1, 1, 64), torch.zeros(2, dtype=torch.int32), dq, *(step // 8 for step in dq.stride()[:3]),
-        1, 1, 128, 1.0, D=64, BD=64, BM=32, BLOCK=0,
+        torch.ones(64, 256), torch.zeros(2, dtype=torch.int32), dq, *(step // 8 for step in dq.stride()[:3]),
+        1, 1, 128, 1.0, D=64, BD=64, BM=32, BLOCK=128, CLAIMED=False,
     )  # fmt: skip
     assert dq[1].eq(1.0).all()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel is compiled here, not interpreted")
+@pytest.mark.parametrize(("head_dim", "wide", "block"), [(64, 64, 128), (40, 64, 128), (128, 128, 64), (72, 128, 64)])
+def test_sums_of_dq_lie_as_products_leave_them_and_the_cast_puts_them_right(
+    head_dim: int, wide: int, block: int
+) -> None:
+    launch = pytest.importorskip("flashspan.kernels.hopper.launch")
+    heads, queries, padded = 3, 200, 256
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(-64, 64, (heads, padded, wide), generator=generator).float()  # which bfloat16 holds exactly
+    # Blocks; of each 64 x 64 for a warpgroup; 4 warps of 16 rows, of which a thread has one of 8 and the one 8 further;
+    # 8 times 8 columns, of which it has one pair of 4.
+    parts = rows.view(heads, padded // block, block // 64, 4, 2, 8, wide // 64, 8, 4, 2)
+    sums = parts.permute(0, 1, 2, 6, 7, 3, 5, 8, 4, 9).reshape(-1, 256)
+    dq = torch.full((1, heads, queries, head_dim), float("nan"), dtype=torch.bfloat16)
+    states = torch.ones(heads * padded // block, dtype=torch.int32)
+    states[1] = 0  # nobody has added there
+    rows.view(-1, block, wide)[1] = 0
+    launch.cast_kernel[(-(-queries // 32), heads)](
+        sums, states, dq, *(step // 8 for step in dq.stride()[:3]), heads, queries, padded, 2.0, D=head_dim, BD=wide,
+        BM=32, BLOCK=block, CLAIMED=True,
+    )  # fmt: skip
+    assert torch.equal(dq[0], (rows[:, :queries, :head_dim] * 2).bfloat16())

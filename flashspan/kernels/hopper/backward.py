@@ -35,7 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flashspan.kernels.hopper.backward_feed import add_dq, add_dq_lists, feed, feed_lists, hear
 from flashspan.kernels.hopper.names import barrier, held, here_and_now
-from flashspan.kernels.hopper.shared import send_off
+from flashspan.kernels.hopper.shared import clean_pair, send_off, swap, swapped
 from flashspan.kernels.hopper.walk import bounds, find_list, hide, nth
 
 
@@ -75,13 +75,18 @@ def _leave_dq(WG: gl.constexpr, count, dq, buffers, bars, sm_scale, C: gl.conste
     ADD: gl.constexpr = C[4]
     BD: gl.constexpr = q_s.shape[4]
     if ADD:
-        dq = dq * sm_scale
+        dq = swap(dq * sm_scale, 64, 64)
     mbarrier.wait(dq_empty, (count - 1) & 1)
-    tile = dq_s.reshape((BM, BD))
-    if BM == 64:
-        tile.slice(WG * (BD // 2), BD // 2, dim=1).store(dq)
-    else:
-        tile.slice(WG * 64, 64, dim=0).store(dq)
+    if ADD:  # rows of the caller's
+        tile = swapped(dq_s, BM, BD)
+        if BM == 64:
+            tile.slice(WG * (BD // 2), BD // 2, dim=1).store(dq)
+        else:
+            tile.slice(WG * 64, 64, dim=0).store(dq)
+    else:  # 16 bytes of each thread after those of the thread before
+        L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[2, 1, 0])
+        tile = dq_s._reinterpret(gl.float32, [2, 8, 128, 4], L).index(here_and_now(WG))
+        tile.store(dq.reshape((4, 2, 8, 8, 4, 2)).permute((3, 0, 2, 4, 1, 5)).reshape((8, 128, 4)))
     fence_async_shared()
     mbarrier.arrive(dq_full, count=1)
 
@@ -108,6 +113,7 @@ def _step(
     BEHIND: gl.constexpr = DQ and not FIRST
     BD: gl.constexpr = q_s.shape[4]
     LATE: gl.constexpr = BD == 64  # see tiles.lse_unit
+    EARLY: gl.constexpr = LATE and DQ and not C[4]  # where there are registers for it
     PL: gl.constexpr = gl.DotOperandLayout(0, KL, 2)
     dtype: gl.constexpr = q_s.dtype
     stage = i & (STAGES - 1)
@@ -128,9 +134,13 @@ def _step(
     else:
         sa = warpgroup_mma(k, q.permute((1, 0)), s, is_async=True)
     dpa = warpgroup_mma(v, do.permute((1, 0)), dp, is_async=True)
+    if EARLY:
+        minus_lse = l_s.index(stage).load(gl.SliceLayout(0, SL))
     s = warpgroup_mma_wait(1, deps=(sa,))
+    if LATE and not EARLY:
+        minus_lse = l_s.index(stage).load(gl.SliceLayout(0, SL))
     if LATE:
-        s = s * scale + l_s.index(stage).load(gl.SliceLayout(0, SL))[None, :]
+        s = s * scale + minus_lse[None, :]
     else:
         s = s * scale
     if MASKED:
@@ -158,10 +168,11 @@ def _step(
             tma.store_wait(0)
             barrier()
         ds_s.index(slot).store(ds)
-        fence_async_shared()
-        mbarrier.arrive(ds_full.index(slot), count=1)
     dsd = gl.convert_layout(ds, PL, assert_trivial=True)
     dka = warpgroup_mma(dsd, q, dk, is_async=True)
+    if DQ:  # only now: the tensor cores have dK to do while dS is on its way
+        fence_async_shared()
+        mbarrier.arrive(ds_full.index(slot), count=1)
     if BEHIND:
         dqa = _start_dq(WG, i - 1, buffers, bars, C)
         dv, dk, pd, dsd = warpgroup_mma_wait(2, deps=(dva, dka, pd, dsd))
@@ -172,41 +183,6 @@ def _step(
         dv, dk, pd, dsd = warpgroup_mma_wait(0, deps=(dva, dka, pd, dsd))
         mbarrier.arrive(empty.index(stage), count=1)
     return dk, dv
-
-
-@gluon.jit
-def _either(a, b):
-    return a | b
-
-
-@gluon.jit
-def _clean(own_s, BN: gl.constexpr, BD: gl.constexpr, PAIRS: gl.constexpr):
-    """Set inf and NaN of K and V to 0: a key that some query does not see must not reach it as 0 * NaN. Those who do
-    see it have NaN from their lse or delta. In whatever order: each number is looked at by itself.
-
-    In PAIRS, two at a time: where all bits of an exponent are 1, one more sets the sign, which was cleared before.
-    Where a tile's first step stands in the loop there are no registers for that: it spilled 80 bytes more.
-    """
-    if PAIRS:
-        PL: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
-        ONE: gl.constexpr = 0x04000400 if own_s.dtype == gl.float16 else 0x00800080
-        pairs_s = own_s._reinterpret(gl.int32, [BN * BD // 4, 4], gl.SwizzledSharedLayout(4, 1, 1, order=[1, 0]))
-        pairs = pairs_s.load(PL)
-        over = (pairs & 0x7FFF7FFF) + ONE
-        if (gl.reduce(gl.reduce(over, 1, _either), 0, _either) >> 15) & 0x00010001 != 0:
-            pairs_s.store(pairs & ~(((over >> 15) & 0x00010001) * 0xFFFF))
-            fence_async_shared()
-    else:
-        L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BD, BD // 8], [4, 1], [1, 0])
-        LIMIT: gl.constexpr = 0x7C00 if own_s.dtype == gl.float16 else 0x7F80
-        SL: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * BN, BD], own_s.dtype)
-        x_s = own_s._reinterpret(own_s.dtype, [2 * BN, BD], SL)
-        x = x_s.load(L)
-        size = x.to(gl.int16, bitcast=True) & 0x7FFF
-        if gl.max(gl.max(size, 1), 0) >= LIMIT:
-            x_s.store(gl.where(size >= LIMIT, gl.zeros([2 * BN, BD], own_s.dtype, layout=L), x))
-            fence_async_shared()
-    barrier()
 
 
 @gluon.jit
@@ -255,7 +231,7 @@ def _multiply(WG: gl.constexpr, own, desc, buffers, bars, numbers, tables, work,
         dv = gl.zeros([BN, BD], gl.float32, layout=KL)
         mbarrier.wait(kv_full, turn & 1)
         if HIDDEN:
-            _clean(own_s, BN, BD, PEEL)
+            clean_pair(own_s, BN, BD, PEEL)
         late = -1 if PEEL else turn  # the number of a dQ, less that of the block after it
         if PEEL:
             if LISTS:
@@ -349,7 +325,7 @@ def _run(
     DL: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BM], dtype)
     ds0_s = gl.allocate_shared_memory(dtype, [2, BN, BM], DL)
     ds1_s = gl.allocate_shared_memory(dtype, [2, BN, BM], DL)
-    dq_s = gl.allocate_shared_memory(gl.float32, [1, 1, BM, BD], desc_dq.layout)
+    dq_s = gl.allocate_shared_memory(gl.float32, desc_dq.block_type.shape, desc_dq.layout)
     l_s = gl.allocate_shared_memory(gl.float32, [STAGES, BM], desc_l.layout)
     d_s = gl.allocate_shared_memory(gl.float32, [STAGES, BM], desc_l.layout)
     PEEL: gl.constexpr = DQ and (BD > 64 or LISTS)

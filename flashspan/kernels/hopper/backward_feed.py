@@ -188,10 +188,21 @@ def feed_lists(desc, buffers, bars, numbers, tables, work, C: gl.constexpr):
 
 
 @gluon.jit
-def _add(desc_dq, b, h, m0, p_state, count, dq_s, dq_full, dq_empty, CLAIM: gl.constexpr):
-    """Add the dQ that arrives as this number. CLAIM: nobody has cleared the sums. Whoever is the first to come to a
-    block of them stores instead of adding, and those who come before it is done wait for it. A block's state is 0, then
-    1 while the first stores, then 2."""
+def _add(desc_dq, b, h, m0, row, states, count, buffers, bars, C: gl.constexpr):
+    """Add the dQ that arrives as this number, of queries from m0 on, which is `row` among those of all heads.
+
+    CLAIM: nobody has cleared the sums. Whoever is the first to come to a block of them stores instead of adding, and
+    those who come before it is done wait for it. A block's state is 0, then 1 while the first stores, then 2.
+    """
+    q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s, spare_s = buffers
+    kv_full, kv_empty, full, empty, ds_full, dq_full, dq_empty = bars
+    ADD: gl.constexpr = C[4]
+    CLAIM: gl.constexpr = C[11]
+    p_state = states + row // C[0]
+    if ADD:
+        where = [b, h, m0, 0]
+    else:
+        where = [row // (dq_s.shape[1] // q_s.shape[4]), 0]
     if CLAIM:
         state = gl.atomic_cas(p_state, 0, 1, sem="acquire")
         while state == 1:
@@ -201,13 +212,13 @@ def _add(desc_dq, b, h, m0, p_state, count, dq_s, dq_full, dq_empty, CLAIM: gl.c
         state = 2
     mbarrier.wait(dq_full, count & 1)
     if state == 0:
-        tma.async_copy_shared_to_global(desc_dq, [b, h, m0, 0], dq_s)
+        tma.async_copy_shared_to_global(desc_dq, where, dq_s)
         all_written()
         fence_copies()
         barrier()
         gl.atomic_xchg(p_state, 2, sem="release")
     else:
-        reduce_add(desc_dq, [b, h, m0, 0], dq_s)
+        reduce_add(desc_dq, where, dq_s)
         tma.store_wait(0)
     mbarrier.arrive(dq_empty, count=1)
 
@@ -239,8 +250,8 @@ def add_dq(desc, buffers, bars, numbers, tables, work, C: gl.constexpr):
         for j in range(n * G):
             i_h = i_k * G + j // n
             m0 = nth(j % n, first, f_lo, f_hi, end) * BM
-            p_state = states + ((i_b * H + i_h) * Tp + m0) // BM
-            _add(desc_dq, i_b, i_h, m0, p_state, count + DROPPED + j, dq_s, dq_full, dq_empty, C[11])
+            row = (i_b * H + i_h) * Tp + m0
+            _add(desc_dq, i_b, i_h, m0, row, states, count + DROPPED + j, buffers, bars, C)
         count += n * G + DROPPED
         turn += 1
         tile, i_b, i_k, n0, first, f_lo, f_hi, end = hear(turn, work, 1)
@@ -267,8 +278,8 @@ def add_dq_lists(desc, buffers, bars, numbers, tables, work, C: gl.constexpr):
             for j in range(n * SPLIT):
                 block, word = find_block(maps, begin, end, j // SPLIT, edges)
                 m0 = block * 128 + j % SPLIT * BM
-                p_state = states + ((i_b * H + i_h) * Tp + m0) // BM
-                _add(desc_dq, i_b, i_h, m0, p_state, count, dq_s, dq_full, dq_empty, C[11])
+                row = (i_b * H + i_h) * Tp + m0
+                _add(desc_dq, i_b, i_h, m0, row, states, count, buffers, bars, C)
                 count += 1
         turn += 1
         tile, i_b, i_k, n0, line, n_first, edges_first, _ = hear(turn, work, 1)

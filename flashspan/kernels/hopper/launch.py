@@ -128,11 +128,11 @@ def forward_launch(
 
 @triton.jit(do_not_specialize=["T", "Tp"])
 def rows_kernel(
-    lse, delta, minus_lse, minus_delta, sums, states, T, Tp, unit, D: tl.constexpr, BD: tl.constexpr,
-    BLOCK: tl.constexpr, STATES: tl.constexpr,
+    lse, delta, minus_lse, minus_delta, sums, states, T, Tp, unit, CLEAR: tl.constexpr, BLOCK: tl.constexpr,
+    STATES: tl.constexpr,
 ):  # fmt: skip
-    """-lse in the unit backward wants and -delta of a head, its rows padded to Tp. With a head size D, the rows of sums
-    are set to 0; with STATES, the states of so many blocks of them are."""
+    """-lse in the unit backward wants and -delta of a head, its rows padded to Tp. So many numbers of sums a row are
+    set to 0, and the STATES of so many blocks of them."""
     i_bh = tl.program_id(1).to(tl.int64)
     m0 = tl.program_id(0) * BLOCK
     o = m0 + tl.arange(0, BLOCK)
@@ -145,10 +145,8 @@ def rows_kernel(
     b_delta = tl.where(b_delta * 0.0 == 0.0, b_delta, 0.0)
     tl.store(minus_lse + i_bh * Tp + o, -b_lse * unit, mask=o < Tp)
     tl.store(minus_delta + i_bh * Tp + o, -b_delta, mask=o < Tp)
-    if D:
-        o_d = tl.arange(0, BD)
-        p_sums = sums + (i_bh * T + m0) * D + (tl.arange(0, BLOCK)[:, None] * D + o_d[None, :])
-        tl.store(p_sums, tl.zeros([BLOCK, BD], tl.float32), mask=(o < T)[:, None] & (o_d < D)[None, :])
+    if CLEAR:
+        tl.store(sums + (i_bh * Tp + m0) * CLEAR + tl.arange(0, BLOCK * CLEAR), tl.zeros([BLOCK * CLEAR], tl.float32))
     if STATES:
         p_state = states + (i_bh * Tp + m0) // BLOCK * STATES + tl.arange(0, STATES)
         tl.store(p_state, tl.zeros([STATES], tl.int32))
@@ -157,19 +155,27 @@ def rows_kernel(
 @triton.jit(do_not_specialize=["T", "Tp", "s_b", "s_h", "s_t", "H"])
 def cast_kernel(
     sums, states, dq, s_b, s_h, s_t, H, T, Tp, scale, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, CLAIMED: tl.constexpr,
 ):  # fmt: skip
-    """dq = sums * scale in dq's dtype; strides of dq in units of 8 elements. With a BLOCK, that many rows have a state,
-    and where it is 0 nobody has ever added."""
+    """dq = sums * scale in dq's dtype; strides of dq in units of 8 elements. If CLAIMED, blocks of sums have a state,
+    and where it is 0 nobody has ever added.
+
+    Sums lie in blocks of BLOCK rows, as products leave them in registers. A warpgroup has 64 rows and 64 columns, a
+    warp 16 of the rows, a thread of 8 columns two in each of two rows, 8 apart.
+    """
     i_bh = tl.program_id(1)
     i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
     m0 = tl.program_id(0) * BM
     o_m = tl.arange(0, BM)
     o_d = tl.arange(0, BD)
     here = (m0 + o_m < T)[:, None] & (o_d < D)[None, :]
-    p_sums = sums + (i_bh.to(tl.int64) * T + m0) * D + (o_m[:, None] * D + o_d[None, :])
-    some = tl.load(states + (i_bh.to(tl.int64) * Tp + m0) // BLOCK) != 0 if BLOCK else True
-    b = tl.load(p_sums, mask=here & some, other=0.0)
+    row = i_bh.to(tl.int64) * Tp + m0
+    some = tl.load(states + row // BLOCK) != 0 if CLAIMED else True
+    p_sums = sums + row // BLOCK * (BLOCK * BD) + m0 % BLOCK // 64 * 4096 + m0 % 64 // 16 * 128
+    o = tl.arange(0, BM * BD)
+    b = tl.load(p_sums + o // (8 * BM) * 512 + o % (8 * BM), mask=some, other=0.0)
+    b = tl.permute(tl.reshape(b, (BD // 8, BM // 16, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5))
+    b = tl.reshape(b, (BM, BD))
     p = dq + i_b * s_b * 8 + i_h * s_h * 8 + m0.to(tl.int64) * (s_t * 8) + (o_m[:, None] * (s_t * 8) + o_d[None, :])
     tl.store(p, (b * scale).to(dq.dtype.element_ty), mask=here)
 
@@ -207,7 +213,7 @@ def backward(
     minus_lse, minus_delta = lse.new_empty(rows), lse.new_empty(rows)
     states = lse.new_empty(rows // 64, dtype=torch.int32)
     summed = not (accumulate or two_passes)
-    sums = q.new_empty((B, H, T, D), dtype=torch.float32) if summed else dq
+    sums = q.new_empty((rows * block_dim(D) // 256, 256), dtype=torch.float32) if summed else dq
     kind, numbers, tables = mask.to(q.device).pack()
     with on(q.device):
         given = (dout, q, k, v, lse.contiguous(), delta.contiguous(), dq, dk, dv, *tables)
@@ -243,13 +249,15 @@ def _backward_launches(
     else:
         passes = [backward_launch(*given, sums, dk, dv, accumulate, states, counter)]
     claimed = passes[0].constants.get("CLAIM", False)
-    block = BACKWARD[wide].block_q if claimed else 0
+    block = BACKWARD[wide].block_q if summed else 0
     prepare = Launch(
         rows_kernel,
         (triton.cdiv(padded, 128), B * H),
         (lse, delta, minus_lse, minus_delta, sums, states, T, padded, lse_unit(wide, scale)),
-        {"D": D if summed and not claimed else 0, "BD": wide, "BLOCK": 128, "STATES": 128 // block if block else 0},
-    )
+        {
+            "CLEAR": wide if summed and not claimed else 0, "BLOCK": 128, "STATES": 128 // block if claimed else 0,
+        },
+    )  # fmt: skip
     if not summed:
         return [prepare, *passes]
     steps = [step // 8 for step in dq.stride()[:3]]
@@ -257,6 +265,6 @@ def _backward_launches(
         cast_kernel,
         (triton.cdiv(T, 32), B * H),
         (sums, states, dq, *steps, H, T, padded, scale),
-        {"D": D, "BD": wide, "BM": 32, "BLOCK": block},
+        {"D": D, "BD": wide, "BM": 32, "BLOCK": block, "CLAIMED": claimed},
     )
     return [prepare, *passes, finish]

@@ -9,7 +9,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.hopper.backward import lists_backward_kernel
 from flashspan.kernels.hopper.forward import lists_forward_kernel
-from flashspan.kernels.hopper.tensors import L2_BYTES, block_dim, describe, multiprocessors
+from flashspan.kernels.hopper.tensors import L2_BYTES, block_dim, describe, describe_sums, multiprocessors
 from flashspan.kernels.hopper.tiles import BACKWARD, FORWARD, WARPS
 from flashspan.kernels.portable.arguments import LOG2E, Launch
 from flashspan.kernels.tiling import Lists
@@ -90,7 +90,8 @@ def lists_backward_launch(
         (min(lines * B * K, chip),),
         (
             describe(q, 1, 1, tile.block_q, wide), describe(dout, 1, 1, tile.block_q, wide),
-            describe(k, 1, 1, 64, wide), describe(v, 1, 1, 64, wide), describe(sums, 1, 1, tile.block_q, wide),
+            describe(k, 1, 1, 64, wide), describe(v, 1, 1, 64, wide),
+            describe_sums(sums, accumulate, tile.block_q, wide),
             *(describe(x, 1, 1, 64, wide * 2 // x.itemsize) for x in (dk, dv)), describe(minus_lse, tile.block_q),
             describe(minus_delta, tile.block_q), _describe_bits(mask.bits_t, mask), states, *mask.columns.tensors,
             counter, *_maps(mask, mask.columns), H, K, H // K, T, S, minus_lse.numel() // (B * H), scale * LOG2E, scale,

@@ -8,7 +8,7 @@ from torch import Tensor
 from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.hopper.backward import backward_kernel
 from flashspan.kernels.hopper.lists import lists_backward_launch
-from flashspan.kernels.hopper.tensors import block_dim, describe, multiprocessors
+from flashspan.kernels.hopper.tensors import block_dim, describe, describe_sums, multiprocessors
 from flashspan.kernels.hopper.tiles import BACKWARD, WARPS
 from flashspan.kernels.masks import Band, Mask
 from flashspan.kernels.portable.arguments import LOG2E, Launch, mask_arguments
@@ -57,7 +57,7 @@ def backward_launch(
         (
             describe(q, 1, 1, tile.block_q, wide), describe(dout, 1, 1, tile.block_q, wide),
             describe(k, 1, 1, tile.block_k, wide), describe(v, 1, 1, tile.block_k, wide),
-            describe(q if sums is None else sums, 1, 1, tile.block_q, wide),
+            describe_sums(q if sums is None else sums, sums is None or accumulate, tile.block_q, wide),
             *(describe(x, 1, 1, tile.block_k, wide * 2 // x.itemsize) for x in (dk, dv)),
             describe(minus_lse, tile.block_q), describe(minus_delta, tile.block_q), states, first, last, counter,
             s_columns, H, K, H // K, T, S, minus_lse.numel() // (B * H), lo, hi, scale * LOG2E, scale, section,

@@ -38,6 +38,19 @@ def describe(x: Tensor, *block: int) -> TensorDescriptor:
     return desc
 
 
+def describe_sums(sums: Tensor, rows: bool, block_q: int, wide: int) -> TensorDescriptor:
+    """Where dQ is added, a block of queries at a time: as rows, or block after block, each in the order in which those
+    who made it hold it (`cast_kernel` puts that right)."""
+    if rows:
+        return describe(sums, 1, 1, block_q, wide)
+    desc = describe(sums, block_q * wide // sums.shape[1], sums.shape[1])
+    desc.layout = _PLAIN
+    return desc
+
+
+_PLAIN = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+
+
 def is_aligned(x: Tensor) -> bool:
     """Whether its beginning falls on 16 bytes and its steps on 8 elements, as the copy engine and wide stores need."""
     return _even(x.shape, x.stride()) and (x.data_ptr() & 15 == 0 or x.is_meta)
