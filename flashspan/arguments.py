@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from flashspan.kernels import masks
 from flashspan.kernels.blocks import Blocks
+from flashspan.kernels.making import check_dense
 from flashspan.kernels.masks import Band, Mask, Rows
 from flashspan.kernels.tiling import find_runs
 
@@ -79,13 +81,9 @@ def resolve_mask(
         result = result & Band(-left, right)
     if mask is None:
         return result
+    check_mask(mask)
     if isinstance(mask, Tensor):
         mask = mask_of(mask, q, q.shape[2], k.shape[2])
-    if not isinstance(mask, (Band, Rows, Blocks)):
-        raise ValueError(
-            f"mask must be a bool tensor or made by flashspan.masks: got {type(mask).__name__}; "
-            f"additive masks are not supported, use mask=bias.isfinite() where they only hide keys"
-        )
     if isinstance(mask, Blocks):
         mask.check(q.shape[0], q.shape[2], k.shape[2], q.shape[1])
     else:
@@ -93,13 +91,20 @@ def resolve_mask(
     return mask if result == masks.EVERYTHING else mask & result
 
 
+def check_mask(mask: object) -> None:
+    """Refuse what is no kind of mask at all."""
+    if mask is None or isinstance(mask, (Tensor, Band, Rows, Blocks)):
+        return
+    remedy = "additive masks are not supported, use mask=bias.isfinite() where they only hide keys"
+    if isinstance(mask, (np.ndarray, list, tuple)):
+        remedy = "use torch.as_tensor(mask), bool, on q's device"
+    elif callable(mask):
+        remedy = "use masks.Blocks.from_rule(rule, num_queries, num_keys) for a rule of index tensors (b, h, i, j)"
+    raise ValueError(f"mask must be a bool tensor or made by flashspan.masks: got {type(mask).__name__}; {remedy}")
+
+
 def mask_of(visible: Tensor, q: Tensor, num_queries: int, num_keys: int) -> Rows | Blocks:
     """A bool tensor [T, S], [B, T, S], [H, T, S] or [B, H, T, S] for q [B, H, ...]: Rows if every row is one run."""
-    if visible.dtype != torch.bool:
-        raise ValueError(
-            f"a mask tensor must be bool, True where visible: got {visible.dtype}; "
-            f"use mask.bool(), or mask.isfinite() if it is an additive one"
-        )
     if visible.device != q.device and not q.is_meta:
         raise ValueError(
             f"a mask tensor must be on q's device, {q.device}: got {visible.device}; move it with .to(q.device), once"
@@ -108,6 +113,7 @@ def mask_of(visible: Tensor, q: Tensor, num_queries: int, num_keys: int) -> Rows
         raise ValueError(
             f"a mask tensor must be [T, S], [B, T, S], [H, T, S] or [B, H, T, S]: got {tuple(visible.shape)}"
         )
+    check_dense(visible)
     if visible.dim() == 3 and visible.shape[0] in (1, q.shape[0]):
         visible = visible[:, None]
     visible = visible[(None,) * (4 - visible.dim())]

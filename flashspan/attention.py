@@ -143,7 +143,8 @@ def _forward(
     _, H, T, D = q.shape
     if out.stride() != (T * H * D, D, H * D, 1):
         out = _outputs(q)[0].copy_(out)
-    return out, lse.to(torch.promote_types(q.dtype, torch.float32))
+    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return out, lse if lse.dtype == exact else lse.to(exact)
 
 
 def _outputs(q: Tensor) -> tuple[Tensor, Tensor]:
@@ -332,7 +333,10 @@ def _differentiated(q: Tensor, k: Tensor, v: Tensor) -> bool:
     )
 
 
+_AS_IT_IS = nullcontext()
+
+
 def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """Sums inside an implementation are float32 and stay so."""
     device = x.device.type
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _AS_IT_IS

@@ -3,8 +3,8 @@
 The [T, S] matrix is cut into tiles of block_q x block_k. A tile is empty (never visited), full (visited without a mask)
 or partial (its bits are kept, identical tiles sharing theirs). A map lists, per block of queries, the blocks of keys
 to visit, and, per block of keys, the blocks of queries: what forward and backward walk. Maps may differ along the batch
-and the heads; where they do not, there is one. Nothing of size T x S is kept or, while building, ever made, but for
-the bits of a tensor that was given and lies on a GPU.
+and the heads; where they do not, there is one. Nothing of size T x S is kept; while building, at most 2**25 pairs are
+looked at together, and nothing larger is made but the bits of a tensor that was given and lies on a GPU.
 
     Blocks.from_rule(lambda b, h, i, j: (i - j) % 7 == 0, num_queries=65536, num_keys=65536, device="cuda")
     Blocks.from_dense(visible)      Blocks.from_coarse(tiles, T, S)      Blocks.of(documents(lengths), T, S)
@@ -34,6 +34,7 @@ from flashspan.kernels.masks import (
     Rows,
     made_once,
     place,
+    refuse_tensor,
 )
 from flashspan.kernels.tiling import (
     HIDDEN,
@@ -87,7 +88,7 @@ class Blocks:
         block: int | tuple[int, int] = 128,
         device: torch.device | str = "cpu",
     ) -> Blocks:
-        """From a function of index tensors (b, h, i, j), int32, to bool; asked about a few tiles at a time.
+        """From a function of index tensors (b, h, i, j), int32, to bool; asked about up to 2**25 pairs at a time.
 
         num_batch, num_heads: how many maps to make; 1 where the rule does not depend on b (or h).
         """
@@ -313,6 +314,7 @@ class Blocks:
 
     def _join(self, other: Mask, join: Callable[[Tensor, Tensor], Tensor], decides: int, yields: int) -> Blocks:
         """`_combine`, kept where the other is small: `attention(mask=blocks, causal=True)` asks in every layer."""
+        refuse_tensor(other)
         if not isinstance(other, (Band, Rows, Blocks)):
             return NotImplemented
         if isinstance(other, Blocks):
@@ -326,10 +328,12 @@ class Blocks:
             same = not isinstance(other, Blocks) or other.block == self.block
             if sizes != (self.num_queries, self.num_keys) or not same:
                 tile = f" in tiles of {other.block}" if isinstance(other, Blocks) else ""
+                remedy = "make both for the same lengths"
+                if not same:  # most patterns take no block=
+                    remedy += " and with block=128, as patterns are, or one anew by Blocks.from_dense(mask.dense())"
                 raise ValueError(
                     f"masks compose when they cover the same lengths in the same tiles: got {self.num_queries} queries "
-                    f"x {self.num_keys} keys in tiles of {self.block} and {sizes[0]} x {sizes[1]}{tile}; make both "
-                    f"with the same lengths and block="
+                    f"x {self.num_keys} keys in tiles of {self.block} and {sizes[0]} x {sizes[1]}{tile}; {remedy}"
                 )
         second = Blocks.of(other, self.num_queries, self.num_keys, block=self.block, device=self.device)
         pairs = ((self.num_batch, second.num_batch), (self.num_heads, second.num_heads))

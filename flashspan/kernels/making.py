@@ -115,7 +115,7 @@ def from_coarse(coarse: Tensor, num_queries: int, num_keys: int, size: int | tup
             f"a coarse mask of {num_queries} queries and {num_keys} keys in squares of {size_q} x {size_k} is bool "
             f"[{expected[0]}, {expected[1]}], or that with heads, or batch and heads, before it: got {got}"
         )
-    coarse = coarse[(None,) * (4 - coarse.dim())]
+    coarse = check_dense(coarse)
     block_q, block_k = check_block(block)
     if size_q % block_q or size_k % block_k:  # a tile may lie in several squares
         return from_rule(

@@ -101,6 +101,7 @@ class Band:
         """A band fits every shape."""
 
     def __and__(self, other: Mask) -> Mask:
+        refuse_tensor(other)
         if isinstance(other, Band):
             lo = [bound for bound in (self.lo, other.lo) if bound is not None]
             hi = [bound for bound in (self.hi, other.hi) if bound is not None]
@@ -108,6 +109,7 @@ class Band:
         return other & self
 
     def __or__(self, other: Mask) -> Mask:
+        refuse_tensor(other)
         if isinstance(other, Band):
             raise ValueError(
                 f"a band fits any lengths, and so cannot be joined before they are known: got {self} | {other}; "
@@ -149,7 +151,7 @@ class Rows:
     """
 
     def __init__(self, start: Tensor, end: Tensor, num_keys: int, *, convex: bool | None = None) -> None:
-        """`convex` is for intervals of this package's own making, known to be clipped and (or not) ascending."""
+        """`convex` is for intervals of this package's own making, clipped, settled and ascending (or not)."""
         if convex is None:
             start, end = _clean(start, end, num_keys)
             convex = bool((start.diff() >= 0).all() and (end.diff() >= 0).all())
@@ -199,6 +201,7 @@ class Rows:
             )
 
     def __and__(self, other: Mask) -> Mask:
+        refuse_tensor(other)
         if not isinstance(other, (Band, Rows)):
             return other & self
         if isinstance(other, Rows):
@@ -209,6 +212,7 @@ class Rows:
         return made_once(self._made, other, lambda: self._intersect(other))
 
     def __or__(self, other: Mask) -> Blocks:
+        refuse_tensor(other)
         # Blocks decide the tile size: this mask has none of its own.
         return _blocks(self) | other if isinstance(other, (Band, Rows)) else other | self
 
@@ -217,8 +221,8 @@ class Rows:
 
     def _intersect(self, other: Band | Rows) -> Rows:
         start, end = (x.to(self.start.device) for x in other.intervals(self.start.shape[-1], self.num_keys))
-        start, end = torch.maximum(self.start, start), torch.minimum(self.end, end)
-        # Ascending bounds stay ascending under maximum and minimum: no need to look at the data again.
+        start, end = _settle(torch.maximum(self.start, start), torch.minimum(self.end, end))
+        # Ascending bounds stay ascending under all three: no need to look at the data again.
         convex = self.convex and (isinstance(other, Band) or other.convex)
         return Rows(start, end, self.num_keys, convex=convex)
 
@@ -275,6 +279,15 @@ def made_once(kept: dict[object, Made], key: object, make: Callable[[], Made]) -
             kept.pop(next(iter(kept)))
         kept[key] = make()
     return kept[key]
+
+
+def refuse_tensor(other: object) -> None:
+    """Say how a tensor is joined with a mask, before `&` or `|` asks the tensor."""
+    if isinstance(other, Tensor):
+        raise TypeError(
+            f"unsupported operand for & and |: masks compose with masks, got a tensor {tuple(other.shape)} of "
+            f"{other.dtype}; use Blocks.from_dense(tensor)"
+        )
 
 
 def unpack(kind: str, numbers: Sequence[int], tensors: Sequence[Tensor]) -> Mask:
@@ -353,8 +366,12 @@ def _clean(start: Tensor, end: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
         )
     if num_keys < 0:
         raise ValueError(f"Rows needs the number of keys, 0 or more: got num_keys={num_keys}")
-    start, end = start.long().clamp(0, num_keys).int(), end.long().clamp(0, num_keys).int()
-    # An empty row may sit anywhere; where the rows before it end keeps the intervals ascending if anything does.
+    return _settle(start.long().clamp(0, num_keys).int(), end.long().clamp(0, num_keys).int())
+
+
+def _settle(start: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+    """The same intervals with every empty row where the rows before it end: one way to write each mask."""
+    # An empty row may sit anywhere; there it keeps the intervals ascending if anything does.
     empty = start >= end
     reach = _cummax(torch.where(empty, 0, end))
     return torch.where(empty, reach, start).contiguous(), torch.where(empty, reach, end).contiguous()

@@ -8,7 +8,9 @@ Pictures of them all are in docs/sparse.md.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from typing import SupportsIndex
 
 import torch
 from torch import Tensor
@@ -47,7 +49,7 @@ def causal(offset: int = 0) -> Band:
 
 def window(left: int, right: int | None = None, *, offset: int = 0) -> Band:
     """Query i sees keys from i - left to i + right (right = left unless given), shifted by offset."""
-    right = left if right is None else right
+    left, right, offset = _whole(left=left, right=left if right is None else right, offset=offset)
     if left < 0 or right < 0:
         raise ValueError(f"a window reaches 0 or more keys to each side: got left={left}, right={right}")
     return Band(offset - left, offset + right)
@@ -84,6 +86,7 @@ def ragged(
     device: torch.device | str = "cpu",
 ) -> Rows:
     """A padded batch: in sequence b only the first key_lengths[b] keys exist (and, if given, the first queries)."""
+    num_queries, num_keys = _whole(num_queries=num_queries, num_keys=num_keys)
     lengths = _lengths(key_lengths)
     queries = torch.full_like(lengths, num_queries) if query_lengths is None else _lengths(query_lengths)
     if lengths.dim() != 1 or lengths.shape != queries.shape:
@@ -98,6 +101,7 @@ def ragged(
 
 def prefix(length: int, num_tokens: int, *, device: torch.device | str = "cpu") -> Mask:
     """Prefix-LM: the first `length` tokens see each other both ways, the rest look back."""
+    length, num_tokens = _whole(length=length, num_tokens=num_tokens)
     if not 0 <= length <= num_tokens:
         raise ValueError(f"a prefix has 0 to num_tokens tokens: got {length} of {num_tokens}")
     end = torch.arange(1, num_tokens + 1, device=device).clamp(min=length)
@@ -176,7 +180,8 @@ def bigbird(
     causal: bool = False,
     device: torch.device | str = "cpu",
 ) -> Blocks:
-    """BigBird: `longformer`, and for each query block `num_random` key blocks more (with `causal`, behind it)."""
+    """BigBird: `longformer`, and for each query block up to `num_random` key blocks more (with `causal`, behind it):
+    those drawn may be among the blocks it sees anyway."""
     check_whole(num_tokens=num_tokens, num_random=num_random)
     check_whole(1, size=size)
     num = -(-num_tokens // size)
@@ -188,7 +193,10 @@ def bigbird(
 def top_blocks(q: Tensor, k: Tensor, keep: int, *, causal: bool = False, block: int = 128) -> Blocks:
     """Chosen from data: each query block of each head sees the `keep` key blocks whose mean key its mean query scores
     highest, its own always. q [B, H, T, D], k [B, K, S, D]."""
-    check_block(block)
+    edges = check_block(block)
+    if edges[0] != edges[1]:
+        raise ValueError(f"top_blocks chooses square blocks: got block={block!r}; use block=64 or block=128")
+    block = edges[0]
     check_whole(1, keep=keep)
     fits = q.dim() == k.dim() == 4 and (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3])
     if not fits or not k.shape[1] or q.shape[1] % k.shape[1]:
@@ -232,9 +240,25 @@ def _span(num_tokens: int, start: int, end: int, device: torch.device | str) -> 
     return first, torch.full_like(first, min(end, num_tokens))
 
 
+def _whole(**values: SupportsIndex) -> list[int]:
+    """Numbers as plain integers; refuse those that are not whole."""
+    found = []
+    for name, value in values.items():
+        try:
+            if isinstance(value, bool):
+                raise TypeError
+            found.append(value if type(value) is int else operator.index(value))
+        except TypeError:
+            raise ValueError(f"{name} is a whole number: got {name}={value!r}") from None
+    return found
+
+
 def _lengths(lengths: Sequence[int] | Tensor) -> Tensor:
     """Lengths as int64 on the CPU."""
-    given = torch.as_tensor(lengths, device="cpu")
+    try:
+        given = torch.as_tensor(lengths, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"lengths are whole numbers, in a list or a tensor: got {lengths!r}") from error
     if given.numel() and (given.is_floating_point() or given.dtype == torch.bool):
         raise ValueError(f"lengths are whole numbers: got {given.tolist()}")
     return given.long()

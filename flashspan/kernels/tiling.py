@@ -99,6 +99,10 @@ def ask(rule: Rule, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     if not isinstance(seen, Tensor) or seen.dtype != torch.bool:
         kind = seen.dtype if isinstance(seen, Tensor) else type(seen).__name__
         raise ValueError(f"{where} and returns a bool tensor: got {kind}; compare, or use .bool()")
+    if seen.layout != torch.strided:
+        raise ValueError(
+            f"{where} and returns a tensor that holds its values one by one: got {seen.layout}; use .to_dense()"
+        )
     if seen.device != i.device:
         raise ValueError(f"{where} on {i.device}: got an answer on {seen.device}; make what it looks up live there")
     shape = (len(i), j.shape[1])

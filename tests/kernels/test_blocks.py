@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import pickle
 from collections.abc import Callable
 
@@ -306,6 +307,10 @@ def test_masks_join_only_masks() -> None:
     for one, two in ((blocks, tensor), (tensor, blocks), (blocks, 3)):
         with pytest.raises(TypeError, match="unsupported operand"):
             one & two
+    for mask in (blocks, CAUSAL, masks.documents([8])):
+        for join in (operator.and_, operator.or_):
+            with pytest.raises(TypeError, match=r"got a tensor \(8, 8\) of torch.bool; use Blocks.from_dense"):
+                join(mask, tensor)
 
 
 def test_a_slice_is_what_its_positions_say() -> None:
@@ -477,6 +482,7 @@ def raises(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
 
 
 q4 = torch.zeros(1, 4, 8, 16)
+SQUARE = torch.ones(8, 8, dtype=torch.bool).tril()
 PER_HEAD = Blocks.from_rule(lambda b, h, i, j: i - j >= h, 8, 8, num_heads=4)
 BAD: dict[str, tuple[Callable[[], object], str]] = {
     "not boolean": (lambda: Blocks.from_dense(torch.zeros(8, 8)), "must be bool.*float32"),
@@ -507,6 +513,10 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "two lengths": (lambda: Blocks.of(CAUSAL, 8, 8) & Blocks.of(CAUSAL, 9, 9), "same lengths"),
     "two tile sizes": (lambda: Blocks.of(CAUSAL, 8, 8) | Blocks.of(CAUSAL, 8, 8, block=64), "same tiles"),
+    "a pattern and another tile size": (
+        lambda: masks.streaming(1, 2, 8) | Blocks.of(CAUSAL, 8, 8, block=64),
+        r"block=128, as patterns are, or one anew by Blocks.from_dense\(mask.dense\(\)\)",
+    ),
     "maps that do not broadcast": (
         lambda: Blocks.from_dense(torch.rand(2, 8, 8) < 0.5) & Blocks.from_dense(torch.rand(3, 8, 8) < 0.5),
         "maps broadcast",
@@ -547,6 +557,33 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     "a mask without values": (
         lambda: Blocks.from_dense(torch.ones(8, 8, dtype=torch.bool, device="meta")),
         "got torch.strided on meta",
+    ),
+    "a sparse tensor": (lambda: attention(q4, q4, q4, mask=SQUARE.to_sparse()), "one by one: got torch.sparse_coo"),
+    "a sparse map": (lambda: Blocks.from_dense(SQUARE.to_sparse()), "one by one: got torch.sparse_coo"),
+    "a sparse coarse mask": (
+        lambda: Blocks.from_coarse(SQUARE.to_sparse(), 1024, 1024),
+        "one by one: got torch.sparse_coo.*use mask.to_dense",
+    ),
+    "a coarse mask without values": (
+        lambda: Blocks.from_coarse(SQUARE.to("meta"), 1024, 1024),
+        "one by one: got torch.strided on meta",
+    ),
+    "a rule that is sparse": (
+        lambda: Blocks.from_rule(lambda b, h, i, j: (i >= j).to_sparse(), 8, 8),
+        "one by one: got torch.sparse_coo; use .to_dense",
+    ),
+    "an array": (lambda: attention(q4, q4, q4, mask=SQUARE.numpy()), "got ndarray; use torch.as_tensor"),  # type: ignore[call-overload]
+    "a list in a tensor's place": (
+        lambda: attention(q4, q4, q4, mask=SQUARE.tolist()),  # type: ignore[call-overload]
+        "got list; use torch.as_tensor",
+    ),
+    "a rule in a mask's place": (
+        lambda: attention(q4, q4, q4, mask=raises),  # type: ignore[call-overload]
+        "got function; use masks.Blocks.from_rule",
+    ),
+    "top blocks of two edges": (
+        lambda: masks.top_blocks(q4, q4, 1, block=(64, 128)),  # type: ignore[arg-type]
+        r"square blocks: got block=\(64, 128\); use block=64",
     ),
     "a rule that is a tensor": (lambda: Blocks.from_rule(q4, 8, 8), "got Tensor.*from_dense"),  # type: ignore[arg-type]
     "a slice past the end": (lambda: PER_HEAD.slice(range(5, 9), range(8)), r"0 to 7: got range\(5, 9\)"),

@@ -144,6 +144,28 @@ def test_patterns_draw_what_they_are_named_for() -> None:
     )
 
 
+@examples(80)
+@given(st.data())
+def test_equal_masks_are_equal_however_they_were_made(data: st.DataObject) -> None:
+    num_queries, num_keys = data.draw(num_tokens), data.draw(num_tokens)
+    a, b = data.draw(masks(2, num_queries, num_keys)), data.draw(masks(2, num_queries, num_keys))
+    both = a & b
+    if isinstance(both, Rows):
+        again = Rows(both.start, both.end, num_keys)
+        assert again == both
+        assert hash(again) == hash(both)
+
+
+def test_an_intersection_says_empty_rows_as_the_constructor_does() -> None:
+    both = documents([5, 5]) & window(1, 0, offset=-3)
+    assert isinstance(both, Rows)
+    again = Rows(both.start, both.end, 10)
+    assert again == both
+    assert hash(again) == hash(both)
+    assert both.convex
+    assert again.convex
+
+
 def test_slices_simplify_to_the_cheapest_band() -> None:
     assert causal().slice(range(8, 16), range(8)) is EVERYTHING
     assert causal().slice(range(8), range(8, 16)) is NOTHING
@@ -163,6 +185,17 @@ def test_slices_simplify_to_the_cheapest_band() -> None:
         lambda: Rows(torch.zeros(3, dtype=torch.int32), torch.zeros(4, dtype=torch.int32), 4),
         lambda: Rows(torch.zeros(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int32), -1),
         lambda: window(-1),
+        lambda: window("a"),  # type: ignore[arg-type]
+        lambda: window(None),  # type: ignore[arg-type]
+        lambda: window(2, 1.5),  # type: ignore[arg-type]
+        lambda: window(2, offset="a"),  # type: ignore[arg-type]
+        lambda: prefix(3.0, 10),  # type: ignore[arg-type]
+        lambda: prefix(3, None),  # type: ignore[arg-type]
+        lambda: documents(None),  # type: ignore[arg-type]
+        lambda: documents([1, None]),  # type: ignore[list-item]
+        lambda: documents([[1], [2, 3]]),  # type: ignore[list-item]
+        lambda: ragged([5], 3.5, 8),  # type: ignore[arg-type]
+        lambda: ragged([5], 8, "8"),  # type: ignore[arg-type]
         lambda: documents([3, -1]),
         lambda: documents([3], [1, 2]),
         lambda: prefix(8, 7),
