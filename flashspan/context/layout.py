@@ -106,6 +106,9 @@ def striped(num_tokens: int, num_ranks: int) -> Placement:
 EVEN = 1.05
 """Busiest rank over the mean that is good enough to look no further."""
 
+UNEVEN = 1.15
+"""Busiest rank over the mean above which work matters more than how many tokens a rank has to keep."""
+
 
 def balanced(mask: Blocks) -> Callable[[int, int], Placement]:
     """A layout for the block map `mask`: every rank owns whole blocks, which visit about as many tiles as another's.
@@ -113,10 +116,16 @@ def balanced(mask: Blocks) -> Callable[[int, int], Placement]:
     Of four ways, the first that is even within 5 %, else the most even: in order (neighbours stay together, so the
     least is sent); a run from each end; long blocks dealt out, as many blocks to each rank; long blocks dealt out, and
     the others in order as far as each rank has room, which leaves ranks with unequal numbers of tokens.
+
+    A fifth deals all blocks out, the longest first, however many a rank gets of them. What a rank keeps in memory
+    follows from its tokens, so it is taken only where it is more even than the others by 5 %, or where it is more even
+    and they all leave the busiest rank above 1.15 times the mean. No way divides a block, so one that is more than a
+    rank's share of the work by itself sets how even the ranks can be.
     """
     if not isinstance(mask, Blocks):
+        make = "Blocks.from_dense(mask)" if isinstance(mask, Tensor) else "Blocks.of(mask, T, T)"
         raise ValueError(
-            f"balanced is made from a block map: got {type(mask).__name__}; use Blocks.of(mask, T, T), "
+            f"balanced is made from a block map: got {type(mask).__name__}; use {make}, "
             f'or layout="zigzag" for a causal mask'
         )
     work = mask.rows.visits().sum((0, 1)).cpu().numpy().astype(np.float64)
@@ -132,15 +141,21 @@ def balanced(mask: Blocks) -> Callable[[int, int], Placement]:
             lambda: _deal_out(work, blocks, [len(run) for run in runs]),
             lambda: _fill(work, num_ranks),
         ]
+        mean = work.sum() / num_ranks
         best: tuple[float, list[list[int]]] | None = None
         for way in ways:
             owned = way()
             busiest = max(work[part].sum() for part in owned)
             if best is None or busiest < best[0]:
                 best = busiest, owned
-            if busiest * num_ranks <= EVEN * work.sum():
+            if busiest <= EVEN * mean:
                 break
         assert best is not None
+        if best[0] > EVEN * mean:
+            owned = _deal_out(work, blocks, [len(work)] * num_ranks)
+            busiest = max(work[part].sum() for part in owned)
+            if busiest * EVEN < best[0] or (busiest < best[0] and best[0] > UNEVEN * mean):
+                best = busiest, owned
         size = mask.block[0]
         parts = [[range(b * size, min((b + 1) * size, num_tokens)) for b in sorted(part)] for part in best[1]]
         return _placement(num_tokens, parts)
@@ -190,10 +205,50 @@ def place(layout: Layout, num_tokens: int, num_ranks: int) -> Placement:
     if num_tokens < 0 or num_ranks < 1:
         raise ValueError(f"a layout deals 0 or more tokens to 1 or more ranks: got {num_tokens} on {num_ranks}")
     if callable(layout):
-        return layout(num_tokens, num_ranks)
-    if layout not in LAYOUTS:
-        raise ValueError(f"unknown layout {layout!r}; choose one of {', '.join(LAYOUTS)}")
+        return _checked(layout(num_tokens, num_ranks), num_tokens, num_ranks)
+    check_name(layout)
     return LAYOUTS[layout](num_tokens, num_ranks)
+
+
+def check_name(layout: str) -> None:
+    """Refuse what is no layout's name."""
+    if not isinstance(layout, str) or layout not in LAYOUTS:
+        raise ValueError(
+            f"unknown layout {layout!r}; choose one of {', '.join(LAYOUTS)}, or give a function such as "
+            f"flashspan.context.balanced(mask)"
+        )
+
+
+def _checked(answer: object, num_tokens: int, num_ranks: int) -> Placement:
+    """What a layout of the user's own answered: refused if a rank would compute with tokens that are not its own."""
+    asked = f"a layout deals {num_tokens} tokens to {num_ranks} ranks"
+    if not isinstance(answer, Placement):
+        raise ValueError(f"{asked} and returns a Placement: got {type(answer).__name__}; return Placement(...)")
+    if (answer.num_tokens, answer.num_ranks) != (num_tokens, num_ranks):
+        raise ValueError(
+            f"{asked}: got a Placement of {answer.num_tokens} tokens to {answer.num_ranks} ranks; "
+            f"make it from the two numbers that the layout is called with"
+        )
+    held = np.zeros(num_tokens, np.int32)
+    for rank, ranges in enumerate(answer.ranges):
+        last = -1
+        for run in ranges:
+            if isinstance(run, range) and not len(run):
+                continue
+            if not isinstance(run, range) or run.step < 1 or not last < run[0] <= run[-1] < num_tokens:
+                raise ValueError(
+                    f"{asked}, each rank's as ranges that ascend within 0 to {num_tokens - 1}: got {run!r} for "
+                    f"rank {rank}; give each rank a tuple of ranges, and sort what a rank holds"
+                )
+            held[run.start : run.stop : run.step] += 1
+            last = run[-1]
+    wrong = np.flatnonzero(held != 1)
+    if len(wrong):
+        raise ValueError(
+            f"{asked}, each token to one of them: got {held[wrong[0]]} ranks that hold token {wrong[0]}, and "
+            f"{len(wrong)} tokens that are not held once; let the ranks' ranges divide range({num_tokens})"
+        )
+    return _placement(num_tokens, answer.ranges)
 
 
 def deal(placement: Placement, num_parts: int) -> Placement:

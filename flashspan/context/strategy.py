@@ -19,12 +19,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from flashspan.arguments import FLOATS, check_inputs, check_unchanged, draw_seed, mask_of, mask_versions, resolve_mask
+from flashspan.arguments import (
+    FLOATS,
+    check_inputs,
+    check_mask,
+    check_unchanged,
+    draw_seed,
+    mask_of,
+    mask_versions,
+    resolve_mask,
+)
 from flashspan.context.core import Attend, Core, Options, Scheduled
 from flashspan.context.exchange import GroupWire
 from flashspan.context.execute import Plan
 from flashspan.context.generators import GENERATORS, in_chunks
-from flashspan.context.layout import LAYOUTS, Layout, Placement, contiguous, deal, place
+from flashspan.context.layout import Layout, Placement, check_name, contiguous, deal, place
 from flashspan.context.survey import Survey
 from flashspan.context.ulysses import Ulysses, share_heads, trade
 from flashspan.kernels import dispatch
@@ -81,8 +90,8 @@ def context_parallel(
         raise ValueError(f"a sequence has 0 or more tokens, or None to be asked for each time: got {num_tokens!r}")
     if not timeout > 0:
         raise ValueError(f"a timeout is a number of seconds above 0: got {timeout!r}")
-    if not callable(layout) and layout not in LAYOUTS:
-        raise ValueError(f"unknown layout {layout!r}; choose one of {', '.join(LAYOUTS)}")
+    if not callable(layout):
+        check_name(layout)
     outer: dist.ProcessGroup | None
     inner: dist.ProcessGroup | None
     if strategy == "hybrid":
@@ -216,13 +225,14 @@ class ContextAttention:
     ) -> Core:
         """The core that serves this call, made when all ranks agree on what is called."""
         problem = ""
-        if isinstance(mask, Tensor) and mask.dtype == torch.bool and q.dim() == 4:
-            num = max(mask.shape[-2:], default=0)  # of the whole sequence; 1 broadcasts
-            num = self.settings.num_tokens or num if num == 1 else num
-            try:
+        try:
+            check_mask(mask)
+            if isinstance(mask, Tensor) and q.dim() == 4:
+                num = max(mask.shape[-2:], default=0)  # of the whole sequence; 1 broadcasts
+                num = self.settings.num_tokens or num if num == 1 else num
                 mask = mask_of(mask, q, num, num)
-            except ValueError as error:  # perhaps on this rank alone: all must hear of it
-                problem = str(error)
+        except ValueError as error:  # perhaps on this rank alone: all must hear of it
+            problem = str(error)
         num_tokens = mask.num_keys if isinstance(mask, (Rows, Blocks)) else self.settings.num_tokens
         if self._digested[0] is not mask:  # the layers of a model share one mask: look through it once
             self._digested = mask, mask_versions(mask) if isinstance(mask, (Rows, Blocks)) else [], _digest(mask)

@@ -14,10 +14,12 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from flashspan.context import STRATEGIES, context_parallel
+from flashspan import attention
+from flashspan.context import STRATEGIES, Placement, context_parallel
 from flashspan.context.remat import keep_attention
 from flashspan.kernels.blocks import Blocks
-from flashspan.kernels.patterns import documents
+from flashspan.kernels.masks import Rows
+from flashspan.kernels.patterns import documents, window
 from flashspan.launch import RankError, Ranks
 from tests.context.cases import Case, attention_of
 
@@ -85,6 +87,88 @@ def test_ranks_that_disagree_get_the_same_error(on_ranks: OnRanks, kind: str) ->
     assert len(set(messages)) == 1
     assert re.search(EXPECTED[kind], messages[0]), messages[0]
     assert time.monotonic() - started < 8, "the ranks waited for a timeout"
+
+
+def hand_over(kind: str) -> tuple[str, float] | None:
+    """On a rank: the error of a call with what is no mask, and how far the next call is from one device's."""
+    case = Case(2)
+    attend = attention_of(case, timeout=10.0)
+    if attend is None:
+        return None
+    visible = torch.ones(case.T, case.T, dtype=torch.bool).tril()
+    visible[:, 20] = False
+    wrong: Any = {
+        "sparse": visible.to_sparse(),
+        "meta": visible.to("meta"),
+        "rule": lambda b, h, i, j: i >= j,
+        "list": visible.tolist(),
+        "float": visible.float(),
+    }[kind]
+    alone = kind in ("sparse", "meta")
+    q, k, v, *_ = case.inputs()
+    parts = [attend.shard(x, 2) for x in (q, k, v)]
+    said = "no error"
+    try:
+        attend(*parts, mask=wrong if attend.rank == 1 or not alone else visible)
+    except ValueError as error:
+        said = str(error)
+    out = attend.unshard(attend(*parts, mask=visible), 2)
+    return said, float((out - attention(q, k, v, mask=visible)).abs().max())
+
+
+HANDED_OVER = {
+    "sparse": r"^rank 1: a mask tensor must hold its values one by one: got torch.sparse_coo on cpu; use mask.to_dense",
+    "meta": r"^rank 1: a mask tensor must be on q's device, cpu: got meta",
+    "rule": r"^rank 0: mask must be a bool tensor or made by flashspan.masks: got function; use masks.Blocks.from_rule",
+    "list": r"^rank 0: mask must be .*: got list; use torch.as_tensor",
+    "float": r"^rank 0: a mask tensor must be bool, True where visible: got torch.float32",
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", HANDED_OVER)
+def test_what_is_no_mask_is_refused_on_all_ranks_and_leaves_them_in_step(on_ranks: OnRanks, kind: str) -> None:
+    answers = on_ranks(hand_over, kind)[6:]
+    assert len({said for said, _ in answers}) == 1
+    assert re.search(HANDED_OVER[kind], answers[0][0]), answers[0][0]
+    assert max(error for _, error in answers) < 1e-5
+
+
+def halves_that_overlap(num_tokens: int, num_ranks: int) -> Placement:
+    return Placement(num_tokens, ((range(100),), (range(50, 150),)))
+
+
+def deal_wrongly() -> str | None:
+    """On a rank: what is said of a layout that deals as many tokens as there are, but some of them twice."""
+    attend = attention_of(Case(2, layout=halves_that_overlap), num_tokens=200, timeout=10.0)
+    if attend is None:
+        return None
+    x = torch.randn(1, 2, 100, 8)
+    with pytest.raises(ValueError, match="each token to one of them: got 2 ranks that hold token 50") as caught:
+        attend(x, x, x, causal=True)
+    return str(caught.value)
+
+
+@pytest.mark.timeout(60)
+def test_a_layout_that_deals_tokens_twice_is_refused_on_all_ranks(on_ranks: OnRanks) -> None:
+    assert len(set(on_ranks(deal_wrongly)[6:])) == 1
+
+
+def intersect_in_two_ways() -> float | None:
+    """On a rank: how far attention is from one device's if the ranks make one mask, with empty rows, in two ways."""
+    attend = attention_of(Case(2), timeout=10.0)
+    if attend is None:
+        return None
+    mask = documents([5, 5]) & window(1, 0, offset=-3)
+    q, k, v = (torch.randn(1, 2, 10, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    mine = Rows(mask.start, mask.end, 10) if attend.rank else mask  # type: ignore[union-attr]
+    out = attend.unshard(attend(*(attend.shard(x, 2) for x in (q, k, v)), mask=mine), 2)
+    return float((out - attention(q, k, v, mask=mask)).abs().max())
+
+
+@pytest.mark.timeout(60)
+def test_ranks_agree_on_a_mask_however_it_was_made(on_ranks: OnRanks) -> None:
+    assert max(on_ranks(intersect_in_two_ways)[6:]) < 1e-5
 
 
 def calls_of_many_lengths(num_tokens: int | None) -> list[int] | None:
