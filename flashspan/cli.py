@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal, get_type_hints
 import tyro
 from tyro.conf import Positional
 
+from flashspan.stdout import be_silent
+
 Strategy = Literal["ring", "double_ring", "gather", "helper", "ulysses", "hybrid"]
 Layout = Literal["contiguous", "zigzag", "striped"]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -251,6 +253,22 @@ def bench_commands() -> dict[str, Callable[..., Any]]:
     }
 
 
+CLOSED_PIPE = 141  # what a shell says of a command that wrote to one: 128 and SIGPIPE
+
+
+def _run(words: list[str]) -> int:
+    if words[:1] == ["train"]:  # its keys have dots, and come from a file too
+        from flashspan.train import main as run
+
+        return run(words[1:])
+    if words[:1] == ["bench"]:
+        return _choose(bench_commands(), words[1:], "flashspan bench", "Measure and record.")
+    if words[:2] == ["plan", "draw"]:
+        return int(tyro.cli(plan_draw, args=words[2:], prog="flashspan plan draw"))
+    about = "FlashAttention that spans devices: train with it, run it, check it, measure it."
+    return _choose(commands(), words, "flashspan", about)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; bad input prints one line and exits with 2, Ctrl-C and SIGTERM one and 130."""
     words = sys.argv[1:] if arguments is None else arguments
@@ -258,16 +276,13 @@ def main(arguments: list[str] | None = None) -> int:
     before = signal.getsignal(signal.SIGTERM)
     try:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that ranks and folders are cleared away
-        if words[:1] == ["train"]:  # its keys have dots, and come from a file too
-            from flashspan.train import main as run
-
-            return run(words[1:])
-        if words[:1] == ["bench"]:
-            return _choose(bench_commands(), words[1:], "flashspan bench", "Measure and record.")
-        if words[:2] == ["plan", "draw"]:
-            return int(tyro.cli(plan_draw, args=words[2:], prog="flashspan plan draw"))
-        about = "FlashAttention that spans devices: train with it, run it, check it, measure it."
-        return _choose(commands(), words, "flashspan", about)
+        try:
+            return _run(words)
+        finally:
+            sys.stdout.flush()  # here, where a closed pipe is met
+    except BrokenPipeError:  # whoever was reading, `| head` say, has read enough
+        be_silent()
+        return CLOSED_PIPE
     except (ValueError, OSError) as error:  # OSError: a file or folder that cannot be read or written, a full disk
         print(f"flashspan: {error}", file=sys.stderr)
         return 2

@@ -1,5 +1,7 @@
 """The command line: what it prints, and what it says to bad input."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -54,3 +56,14 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert text.startswith("flashspan: ")
     assert message in text
     assert text.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", [["plan", "tiny"], ["attend", "--help"]])
+def test_a_reader_that_leaves_is_no_error(words: list[str]) -> None:
+    command = [sys.executable, "-m", "flashspan.cli", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141

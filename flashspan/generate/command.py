@@ -6,8 +6,6 @@ flashspan generate runs/tiny --prompt "KASIMIR:" --tokens 200
 from __future__ import annotations
 
 import codecs
-import os
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -27,8 +25,6 @@ from flashspan.train.run import FOREVER, raise_plainly
 from .decode import decode
 from .sample import Sampling
 from .split import Split
-
-CLOSED_PIPE = 141  # what a shell says of a command that wrote to one: 128 and SIGPIPE
 
 
 def generate(
@@ -87,9 +83,6 @@ def generate(
         except KeyboardInterrupt:  # someone has read enough
             print()
             return 130
-        except BrokenPipeError:  # so has whoever was reading, `| head` say
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's last flush fails aloud
-            return CLOSED_PIPE
         return 0
     with Ranks(ranks, backend="nccl" if gpus >= ranks else "gloo") as pool:
         where = "cuda" if gpus >= ranks else "cpu"
@@ -97,7 +90,7 @@ def generate(
             pool.run(talk, folder, prompts, tokens, sampling, seed, tokenizer, where, dtype, timeout=FOREVER)
         except RankError as error:
             if "\nBrokenPipeError: " in str(error):
-                return CLOSED_PIPE
+                raise BrokenPipeError from error
             raise_plainly(error)
             raise
     return 0

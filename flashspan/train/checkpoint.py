@@ -88,6 +88,11 @@ def checkpoints(folder: str | Path) -> list[Path]:
     return sorted(path for path in Path(folder).glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit())
 
 
+def last_step(folder: str | Path) -> int:
+    """The step that the last checkpoint in a folder is named after, whole or not; 0 where there is none."""
+    return max((int(path.name.removeprefix(PREFIX)) for path in checkpoints(folder)), default=0)
+
+
 def newest(folder: str | Path, *, say: Callable[[str], None] = print) -> Path | None:
     """The newest whole checkpoint; each damaged one is named and passed over. None where there is none."""
     found = checkpoints(folder)

@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import json
 import math
+import shlex
 import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -87,7 +88,7 @@ class AttentionSection:
     window: int = option(0, "how many tokens back (window, longformer, bigbird); with its own, streaming")
     num_global: int = option(0, "first tokens that everyone sees (longformer, bigbird)")
     num_sinks: int = option(0, "first tokens that everyone sees (streaming)")
-    num_random: int = option(0, "blocks more for each block of queries (bigbird)")
+    num_random: int = option(0, "up to so many blocks more for each block of queries (bigbird)")
     width: int = option(0, "how many tokens, `step` apart (dilated)")
     step: int = option(0, "from one to the next (dilated)")
     share: float = option(0.0, "of the blocks, for each block of queries (random_blocks)")
@@ -296,6 +297,11 @@ def read_toml(path: str | Path) -> dict[str, dict[str, Any]]:
     path = Path(path)
     if not path.exists():
         raise ValueError(f"{path} is missing: give a TOML file, or options only")
+    if path.is_dir():
+        raise ValueError(
+            f"a config is a TOML file: got the folder {path}; to go on with a run that is in it, "
+            f"use --checkpoint.folder {shlex.quote(str(path))}"
+        )
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -6,12 +6,13 @@ import torch
 
 from flashspan.plan.memory import Ledger, Mixture, Run, ledger
 
+from .checkpoint import last_step
 from .config import TrainConfig
 from .pattern import make_pattern, visible_share
 
 
 def describe_plan(config: TrainConfig, num_ranks: int) -> str:
-    """The model, the mesh and the bytes of one rank, in words."""
+    """The model, the mesh, where the run stands and the bytes of one rank, in words."""
     shape = config.model.resolve()
     degrees = config.parallel.degrees(num_ranks)
     held = estimate(config, num_ranks)
@@ -23,11 +24,26 @@ def describe_plan(config: TrainConfig, num_ranks: int) -> str:
         f"step    {config.train.batch} samples x {config.data.sequence} tokens = "
         f"{config.train.batch * config.data.sequence:,} tokens, {config.train.accumulate} backward passes",
         f"sight   {config.attention.pattern}: {share:.1%} of the pairs that causal attention sees",
-        "memory  of one rank, MiB, about:",
+        f"run     {_standing(config)}",
+        "memory  of one rank, MiB, about; not all of it is there at once:",
         *(f"  {name:<12} {size / 2**20:12,.1f}" for name, size in held.items()),
         f"  {'peak':<12} {held.peak / 2**20:12,.1f}",
+        "  Tensors alone: the steps of a run on a CPU show the whole resident size of a",
+        "  process, Python and PyTorch included.",
     ]
     return "\n".join(lines)
+
+
+def _standing(config: TrainConfig) -> str:
+    """Where a run in this folder would begin, by the checkpoints' names: to hash them takes as long as to read them."""
+    folder, step, asked = config.checkpoint.folder, last_step(config.checkpoint.folder), config.train.steps
+    if not step:
+        return f"from step 0 to {asked}, in {folder}"
+    if not config.checkpoint.resume:
+        return f"from step 0 to {asked}, in place of the run at step {step} in {folder}"
+    if step >= asked:
+        return f"already at step {step} of the {asked} asked for in {folder}: nothing to do"
+    return f"from step {step}, where it stands in {folder}, to {asked}"
 
 
 def estimate(config: TrainConfig, num_ranks: int) -> Ledger:

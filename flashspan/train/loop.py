@@ -281,7 +281,11 @@ class Trainer:
         # Another precision's scale says nothing of this one's.
         if self.config.train.precision == state.extra["config"]["train"]["precision"] == "float16":
             self.scale, self.steady = float(state.extra["scale"]), int(state.extra["steady"])
-        notes.append(f"resuming {path} at step {self.step}")
+        if self.step < self.config.train.steps:
+            notes.append(f"resuming {path} at step {self.step}")
+        else:
+            asked = self.config.train.steps
+            notes.append(f"{path} is already at step {self.step} of the {asked} asked for: nothing to do")
 
     def _choose(self, notes: list[str]) -> Path | None:
         """The checkpoint to go on from, None to begin; ValueError where those that are there cannot be used."""

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from flashspan.stdout import be_silent
+
 # Dense 16-bit peaks of the devices' data sheets, operations per second.
 PEAKS = {
     "H200": 989e12,
@@ -43,13 +45,41 @@ class StepMetrics:
     seconds: float
 
 
+MOST_BESIDE = 999
+"""Runs of more steps do not say how many beside each: the line would be wider than a terminal of 80 columns."""
+
+
 def describe(metrics: StepMetrics, num_steps: int) -> str:
-    """A step as a line."""
+    """A step as a line of at most 79 characters, each field where it was in the line before."""
+    total = f"/{num_steps}" if num_steps <= MOST_BESIDE else ""
     return (
-        f"step {metrics.step:>{len(str(num_steps))}}/{num_steps}  loss {metrics.loss:.4f}  "
-        f"grad_norm {metrics.grad_norm:.3f}  {metrics.tokens_per_second:,.0f} tokens/s  mfu {metrics.mfu:.1%}  "
-        f"memory {metrics.memory_gib:.2f} GiB"
+        f"step {metrics.step:>{len(str(num_steps))}}{total} loss {_fit(metrics.loss, 6)} "
+        f"grad_norm {_fit(metrics.grad_norm, 5)} {_shorten(metrics.tokens_per_second)} tokens/s "
+        f"mfu {_fit(100 * metrics.mfu, 3)}% memory {_fit(metrics.memory_gib, 4)}GiB"
     )
+
+
+def _fit(value: float, width: int) -> str:
+    """A number of 0 or more in `width` characters, with the decimals that there is room for."""
+    whole = f"{value:.0f}"
+    if len(whole) > width:
+        return f"{value:.0e}"
+    return f"{value:.{max(0, width - 1 - len(whole))}f}".rjust(width)
+
+
+def _shorten(value: float) -> str:
+    """A number up to 10 million in five characters: 4499 as 4.50k."""
+    size, unit = next((pair for pair in ((1e6, "M"), (1e3, "k")) if value >= pair[0]), (1.0, ""))
+    return f"{_fit(value / size, 4)}{unit}".rjust(5)
+
+
+def say(text: str) -> None:
+    """A line on stdout. Where it is refused (`| head` has read enough, a disk is full) this process says no more, and
+    goes on: a run is worth more than its lines."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        be_silent()
 
 
 class Display:
@@ -81,6 +111,8 @@ class Display:
             self._bar = Progress(TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             self._task = self._bar.add_task("training", total=num_steps, completed=start)
             self._bar.start()
+        if start < num_steps and num_steps > MOST_BESIDE:
+            self.say(f"training to step {num_steps}")
 
     def say(self, text: str) -> None:
         """A line on the screen."""
@@ -89,7 +121,7 @@ class Display:
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False)
         else:
-            print(text, flush=True)
+            say(text)
 
     def step(self, metrics: StepMetrics) -> None:
         self.say(describe(metrics, self.num_steps))

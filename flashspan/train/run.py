@@ -25,9 +25,11 @@ import torch.distributed as dist
 from flashspan.folders import make_folder
 from flashspan.launch import PRELOAD, RankError, Ranks
 
+from .checkpoint import last_step
 from .config import LONGEST, TrainConfig, describe_options, parse
 from .estimate import describe_plan
 from .loop import DONE, NOT_FINITE, STOPPED, STOPS, Trainer, catch_signals, open_samples
+from .metrics import say
 
 FOREVER = LONGEST
 REPEAT = 1.0
@@ -65,7 +67,7 @@ def train(config: TrainConfig, *, dry_run: bool = False) -> int:
         return 0
     how = _join(config) if joined else _start(config, num_ranks)
     if not joined or os.environ["RANK"] == "0":
-        print(_farewell(config, how))
+        say(_farewell(config, how))
     return 0 if how in (DONE, STOPPED) else 1
 
 
@@ -212,8 +214,9 @@ def _farewell(config: TrainConfig, how: str) -> str:
     lines = [told[how], f"  checkpoints, metrics.jsonl and loss.png are in {folder}"]
     if how == DONE:
         prompt = "Once" if config.data.train else "KASIMIR:"
+        more = 2 * max(config.train.steps, last_step(folder))  # the run may have been past the steps asked for
         lines += [
             f'  talk to it: flashspan generate {shlex.quote(folder)} --prompt "{prompt}"',
-            f"  train on:   the same command with --train.steps {2 * config.train.steps}; it resumes",
+            f"  train on:   the same command with --train.steps {more}; it resumes",
         ]
     return "\n".join(lines)

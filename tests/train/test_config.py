@@ -47,6 +47,10 @@ def test_a_described_config_is_that_config(tmp_path: Path) -> None:
         (["--train.compile", "maybe"], "train.compile must be true or false: got 'maybe'"),
         (["--train.steps", "0"], "train.steps must be at least 1: got 0"),
         (["missing.toml"], "missing.toml is missing"),
+        (
+            ["."],
+            "a config is a TOML file: got the folder .; to go on with a run that is in it, use --checkpoint.folder .",
+        ),
         (["--model.preset", "tinny"], "did you mean 'tiny'"),
         (["--parallel.data", "3", "--train.batch", "7"], "use a multiple of 3"),
         (["--parallel.ranks", "4", "--parallel.data", "3"], "the degrees must multiply to the 4 ranks"),
@@ -150,7 +154,28 @@ def test_a_dry_run_says_what_would_be_and_starts_nothing(
     assert "data 2 x shard 1 x context 2 x tensor 1 = 4 ranks" in said
     assert "steps = 6" in said
     assert "activations" in said
+    assert "memory  of one rank, MiB, about; not all of it is there at once:" in said
+    assert "Tensors alone" in said
+    assert f"run     from step 0 to 6, in {config.checkpoint.folder}\n" in said
     assert not list(Path(config.checkpoint.folder).glob("step-*"))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--train.steps=200"], "from step 130, where it stands in {folder}, to 200"),
+        (["--train.steps=3"], "already at step 130 of the 3 asked for in {folder}: nothing to do"),
+        (["--checkpoint.resume=false"], "from step 0 to 6, in place of the run at step 130 in {folder}"),
+    ],
+)
+def test_a_dry_run_says_where_the_run_stands(
+    config_of: Callable[..., TrainConfig], capsys: pytest.CaptureFixture[str], options: list[str], says: str
+) -> None:
+    config = config_of(*options)
+    for step in (90, 130):
+        (Path(config.checkpoint.folder) / f"step-{step:08}").mkdir(parents=True)
+    assert train(config, dry_run=True) == 0
+    assert f"run     {says.format(folder=config.checkpoint.folder)}\n" in capsys.readouterr().out
 
 
 def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flashspan.train import metrics
-from flashspan.train.metrics import Display, StepMetrics, read_metrics
+from flashspan.train.metrics import Display, StepMetrics, describe, read_metrics
 
 
 def row(step: int) -> StepMetrics:
@@ -70,3 +72,47 @@ def test_rows_are_dropped_all_at_once(tmp_path: Path, monkeypatch: pytest.Monkey
     metrics._drop_later(tmp_path / "metrics.jsonl", 2)
     assert steps(tmp_path) == [1, 2]
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+NAMES = ("step ", " loss ", " grad_norm ", " tokens/s ", " mfu ", " memory ")
+
+
+@pytest.mark.parametrize("num_steps", [7, 30, 999, 1000, 123_456])
+def test_a_step_is_one_line_of_a_terminal_with_each_field_in_its_place(num_steps: int) -> None:
+    usual = StepMetrics(num_steps, 5.6057, 1.01, 1e-3, 4499.0, 0.079, 0.33, 0.1)
+    rows = [
+        usual,
+        replace(usual, step=1, loss=11.762, grad_norm=0.0531, tokens_per_second=12.0, mfu=0.0004, memory_gib=0.004),
+        replace(usual, loss=0.00004, grad_norm=99.9996, tokens_per_second=999_999.0, mfu=0.0996, memory_gib=9.999),
+        replace(usual, loss=9.99999, grad_norm=4e7, tokens_per_second=9_999_999.0, mfu=1.0, memory_gib=139.12),
+        replace(usual, loss=123.4567, tokens_per_second=999.9, mfu=float("nan"), memory_gib=1500.0),
+    ]
+    lines = [describe(row, num_steps) for row in rows]
+    assert max(map(len, lines)) <= 79
+    assert len({tuple(line.index(name) for name in NAMES) for line in lines}) == 1
+    assert "loss 5.6057 grad_norm 1.010 4.50k tokens/s mfu 7.9% memory 0.33GiB" in lines[0]
+
+
+def test_a_run_says_how_many_steps_it_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert describe(row(12), 130).startswith("step  12/130 loss")
+    assert describe(row(12), 1000).startswith("step   12 loss")
+    for num_steps, start, said in ((999, 0, ""), (1000, 0, "training to step 1000\n"), (1000, 1000, "")):
+        with Display(tmp_path, num_steps, active=True, start=start):
+            assert capsys.readouterr().out == said
+
+
+@pytest.mark.parametrize("refuses", ["a pipe that nobody reads", "a full disk"])
+def test_a_screen_that_takes_no_lines_costs_no_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuses: str
+) -> None:
+    if refuses == "a full disk":
+        writing = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reading, writing = os.pipe()
+        os.close(reading)
+    with open(writing, "w", encoding="utf-8") as screen, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", screen)
+        with Display(tmp_path, 9, active=True) as display:
+            for step in (1, 2, 3):
+                display.step(row(step))
+    assert steps(tmp_path) == [1, 2, 3]

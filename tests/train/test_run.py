@@ -17,7 +17,7 @@ from flashspan.train.metrics import read_metrics
 
 
 def test_a_bare_run_learns_and_leaves_a_model_to_talk_to(
-    config_of: Callable[..., TrainConfig], capfd: pytest.CaptureFixture[str]
+    config_of: Callable[..., TrainConfig], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = config_of(
         "--parallel.ranks=2",
@@ -43,7 +43,14 @@ def test_a_bare_run_learns_and_leaves_a_model_to_talk_to(
     assert f"flashspan generate {folder}" in capfd.readouterr().out
     assert generate(str(folder), prompt="First", tokens=5) == 0
     assert capfd.readouterr().out.startswith("First")
-    assert train(config) == 0  # nothing is left to do
+    (tmp_path / "run.toml").write_text(config.describe())
+    # In a process of its own: ranks write to whatever was stdout when the first of this one's were started.
+    command = [sys.executable, "-m", "flashspan.cli", "train", str(tmp_path / "run.toml"), "--train.steps=3"]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
+    assert "step-00000010 is already at step 10 of the 3 asked for: nothing to do" in said
+    assert "resuming" not in said
+    assert "the same command with --train.steps 20; it resumes" in said
+    assert [path.name for path in checkpoints(folder)] == ["step-00000006", "step-00000008", "step-00000010"]
 
 
 def test_a_run_joins_the_ranks_of_torchrun(config_of: Callable[..., TrainConfig], tmp_path: Path) -> None:
@@ -61,3 +68,31 @@ def test_a_run_joins_the_ranks_of_torchrun(config_of: Callable[..., TrainConfig]
     assert done.stdout.count("step 2/2") == 1
     assert done.stdout.count("talk to it") == 1
     assert [path.name for path in checkpoints(config.checkpoint.folder)] == ["step-00000002"]
+
+
+@pytest.mark.parametrize("closed", ["before the first line", "after the first step"])
+def test_a_reader_that_leaves_does_not_end_the_run(
+    config_of: Callable[..., TrainConfig], tmp_path: Path, closed: str
+) -> None:
+    config = config_of("--parallel.context=2", "--train.steps=3")
+    (tmp_path / "run.toml").write_text(config.describe())
+    with subprocess.Popen(
+        [sys.executable, "-m", "flashspan.cli", "train", str(tmp_path / "run.toml")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        try:
+            if closed == "after the first step":
+                assert process.stdout.readline().startswith("step 1/3 loss")
+            process.stdout.close()
+            process.wait(timeout=60)
+        finally:
+            process.kill()  # or one that stalls would be waited for without end
+        assert process.stderr.read() == ""
+    assert process.returncode == 0
+    folder = Path(config.checkpoint.folder)
+    assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")] == [1, 2, 3]
+    assert [path.name for path in checkpoints(folder)] == ["step-00000003"]
