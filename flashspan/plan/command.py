@@ -1,6 +1,7 @@
 """`flashspan plan`: will it fit, how fast will it be, and which mixture of parallelism is best.
 
 flashspan plan llama-3-8b --tokens 131072 --batch 8 --devices 64 --device H100
+flashspan plan draw --ranks 8 --strategy helper --layout contiguous             one schedule, as pictures
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from flashspan.model import preset
 
 from .calibrate import Measurement, calibrate
 from .devices import Cluster, Device, Link, make_cluster
-from .draw import draw_scaling, draw_simulation
+from .draw import draw_scaling, draw_simulation, written_to
 from .memory import Run
 from .search import Answer, longest, rank, scaling
 
@@ -43,6 +44,11 @@ def plan(
     and the longest context that fits. The time of attention is that of the schedule the executor would run.
 
     Example: flashspan plan llama-3-8b --tokens 131072 --batch 8 --devices 64 --device H100
+
+    `flashspan plan draw` needs no model: it draws a schedule of attention, who computes and sends what and when, as
+    two pictures. `flashspan plan draw --help` lists its options.
+
+    Example: flashspan plan draw --ranks 8 --strategy helper --layout contiguous
 
     Args:
         model: a model by name: tiny, small, ..., llama-3-8b.
@@ -87,6 +93,11 @@ def plan(
     return 0 if answers else 1
 
 
+def memory_unit(answers: Sequence[Answer]) -> tuple[str, float]:
+    """The name and the bytes of the unit that memory is shown in: one in which the smallest does not round to 0."""
+    return ("GB", 1e9) if min(answer.memory.peak for answer in answers) >= 0.1e9 else ("MB", 1e6)
+
+
 def show(answers: Sequence[Answer], run: Run, cluster: Cluster) -> None:
     """The table of mixtures, and the ledger of the best."""
     from rich.console import Console
@@ -94,14 +105,15 @@ def show(answers: Sequence[Answer], run: Run, cluster: Cluster) -> None:
 
     console = Console()
     console.width = max(console.width, 120)
+    unit, size = memory_unit(answers)
     table = Table(title="fastest first", title_justify="left")
-    for heading in ("mixture", "GB/device", "s/step", "tokens/s", "MFU", "attention", "waiting", "wire"):
+    for heading in ("mixture", f"{unit}/device", "s/step", "tokens/s", "MFU", "attention", "waiting", "wire"):
         table.add_column(heading, justify="left" if heading == "mixture" else "right")
     for answer in answers:
         time = answer.time
         table.add_row(
             str(answer.mixture),
-            f"{answer.memory.peak / 1e9:.1f}",
+            f"{answer.memory.peak / size:,.1f}",
             f"{time.total:.3g}" if time.total < 999.5 else f"{time.total:,.0f}",
             f"{answer.tokens_per_second(run):,.0f}",
             f"{answer.mfu(run, cluster):.0%}",
@@ -109,8 +121,10 @@ def show(answers: Sequence[Answer], run: Run, cluster: Cluster) -> None:
         )
     console.print(table)
     best = answers[0]
-    parts = ", ".join(f"{name} {value / 1e9:.2f}" for name, value in best.memory.items() if value >= 5e6)
-    print(f"Best, GB per device: {parts}; peak {best.memory.peak / 1e9:.2f} of {cluster.device.memory / 1e9:.0f}.")
+    seen = {name: value / size for name, value in best.memory.items() if value >= 0.005 * size}  # not 0.00
+    parts = ", ".join(f"{name} {value:,.2f}" for name, value in seen.items())
+    peak, most = best.memory.peak / size, cluster.device.memory / size
+    print(f"Best, {unit} per device: {parts}; peak {peak:,.2f} of {most:,.0f}.")
 
 
 def show_scaling(points: Sequence[tuple[int, Answer | None]], run: Run, cluster: Cluster) -> None:
@@ -128,12 +142,13 @@ def write_pictures(folder: Path, answers: Sequence[Answer], run: Run, cluster: C
     """The timeline of the fastest mixture whose attention is a schedule, and the curve."""
     make_folder(folder, "--folder")
     scheduled = [a.mixture for a in answers if a.mixture.context > 1 and a.mixture.strategy != "ulysses"]
-    if scheduled:
-        draw_simulation(run, scheduled[0], cluster, folder / "plan-timeline.svg")
-        print(f"wrote {folder / 'plan-timeline.svg'} ({scheduled[0]})")
-    if points:
-        draw_scaling(points, run, cluster, folder / "plan-scaling.svg")
-        print(f"wrote {folder / 'plan-scaling.svg'}")
+    with written_to(folder, "--folder"):
+        if scheduled:
+            draw_simulation(run, scheduled[0], cluster, folder / "plan-timeline.svg")
+            print(f"wrote {folder / 'plan-timeline.svg'} ({scheduled[0]})")
+        if points:
+            draw_scaling(points, run, cluster, folder / "plan-scaling.svg")
+            print(f"wrote {folder / 'plan-scaling.svg'}")
 
 
 def calibrated(cluster: Cluster, folder: Path) -> Cluster:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,16 @@ from .search import Answer
 from .step import attention_time
 
 MOST_LANES = 16
+
+
+@contextmanager
+def written_to(folder: Path, option: str) -> Iterator[None]:
+    """Around what writes pictures: a folder that takes none is a ValueError that names the option to change."""
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or error
+        raise ValueError(f"pictures cannot be written to {folder}: {why}; choose another with {option}") from error
 
 
 def draw_simulation(run: Run, mixture: Mixture, cluster: Cluster, path: Path) -> None:

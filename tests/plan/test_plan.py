@@ -319,6 +319,40 @@ def test_the_command_ranks_and_draws(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "<svg" in (tmp_path / "plan-timeline.svg").read_text()
 
 
+def test_small_models_are_shown_in_a_unit_that_shows_something(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "tiny", "--device", "cpu-core", "--devices", "4", "--tokens", "256"]) == 0
+    text = capsys.readouterr().out
+    assert "MB/device" in text
+    column = [float(line.split("│")[2].replace(",", "")) for line in text.splitlines() if line.startswith("│ ")]
+    assert len(column) == 10
+    assert all(1 < cell < 100 for cell in column)
+    best = re.search(r"Best, MB per device: parameters (\d+\.\d\d), .*; peak (\d+\.\d\d) of 12,\d{3}\.", text)
+    assert best is not None
+    assert float(best[2]) == pytest.approx(column[0], abs=0.06)
+
+
+def test_help_names_the_command_that_draws(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    assert "flashspan plan draw --ranks 8 --strategy helper --layout contiguous" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["draw", "--ranks", "2", "--tokens", "64"], "ring-zigzag-2-timeline.svg"),
+        (["tiny", "--tokens", "256", "--devices", "2", "--scale"], "plan-scaling.svg"),
+    ],
+)
+def test_a_folder_that_takes_no_pictures_is_explained(
+    words: list[str], name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).mkdir()  # in the way: permissions would not stop a root user's tests
+    assert main(["plan", *words, "--folder", str(tmp_path)]) == 2
+    said = f"flashspan: pictures cannot be written to {tmp_path}: Is a directory; choose another with --folder\n"
+    assert capsys.readouterr().err == said
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
