@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ def blocks(language: str) -> list[str]:
 
 
 def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    exec(compile(blocks("python")[0], "README.md", "exec"), {})
+    names: dict[str, Any] = {}
+    exec(compile(blocks("python")[0], "README.md", "exec"), names)
+    assert all(names[x].grad is not None for x in "qkv"), "it shows a backward"
     assert "serves float32 on cpu" in capsys.readouterr().out
 
 

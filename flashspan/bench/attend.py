@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flashspan.attention import attention
 from flashspan.bench import sweep
-from flashspan.bench.check import BOUNDS, over_all_ranks, relative
+from flashspan.bench.check import BOUNDS, at_length, over_all_ranks, relative, why_more
 from flashspan.context.layout import LAYOUTS
 from flashspan.context.strategy import STRATEGIES
 from flashspan.kernels import reference
@@ -109,9 +109,10 @@ def attend(
         raise
     first = answers[0]
     print("Output O[0..7]:", " ".join(f"{x:9.6f}" for x in first.sample))
-    bound = BOUNDS[dtype][0]
+    bound = at_length(BOUNDS[dtype], dtype, seq_len)[0]
     right = first.error <= bound
-    print(f"Error against float64: {first.error:.1e} (allowed {bound:g}) {'ok' if right else 'WRONG'}\n")
+    allowed = f"allowed {bound:g}{why_more(dtype, seq_len)}"
+    print(f"Error against float64: {first.error:.1e} ({allowed}) {'ok' if right else 'WRONG'}\n")
     print("device   tokens   time ms   peak MiB   sent MiB")
     for rank, answer in enumerate(answers):
         peak = "unknown" if answer.peak_mib is None else f"{answer.peak_mib:.1f}"

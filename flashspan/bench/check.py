@@ -26,11 +26,29 @@ from flashspan.kernels.contract import row_delta
 from flashspan.kernels.masks import CAUSAL, EVERYTHING
 from flashspan.launch import Ranks
 
-BOUNDS = {"float32": (1e-5, 1e-4), "bfloat16": (1e-2, 2e-2), "float16": (2e-3, 4e-3)}
-"""Largest relative error allowed of out, and of dq, dk and dv."""
+BOUNDS = {"float32": (1e-6, 1e-5), "bfloat16": (1e-2, 2e-2), "float16": (2e-3, 4e-3)}
+"""Largest relative error allowed of out, and of dq, dk and dv; of float32 what the README promises."""
+LONG = 131072
+"""Tokens beyond which float32 is allowed ten times as much. The longer a sum is, the more it rounds, and the smaller is
+the mean that attention makes of it: at 2**20 tokens without a mask, one device by itself has an error of 1.4e-6."""
 NOTHING = 1e-9
 """Of the largest gradient's norm: one smaller than this is 0 but for rounding, and its error is measured against the
 largest instead. So are dq and dk of a single token."""
+
+
+def is_long(dtype: str, tokens: int) -> bool:
+    return dtype == "float32" and tokens > LONG
+
+
+def at_length(bounds: tuple[float, float], dtype: str, tokens: int) -> tuple[float, float]:
+    """What is allowed of so many tokens, from what is allowed of few."""
+    forward, backward = bounds
+    return (10 * forward, 10 * backward) if is_long(dtype, tokens) else bounds
+
+
+def why_more(dtype: str, tokens: int) -> str:
+    """For the output: why more than the promise is allowed, where it is."""
+    return f"; ten times that of {LONG:,} tokens, as longer sums round more" if is_long(dtype, tokens) else ""
 
 
 @dataclass(frozen=True)
@@ -66,8 +84,8 @@ class Result:
     dk: float
     dv: float
 
-    def passes(self, dtype: str) -> bool:
-        forward, backward = BOUNDS[dtype]
+    def passes(self, dtype: str, tokens: int = 1) -> bool:
+        forward, backward = at_length(BOUNDS[dtype], dtype, tokens)
         # Each compared by itself: NaN passes no comparison, but hides in a maximum.
         return self.out <= forward and all(error <= backward for error in (self.dq, self.dk, self.dv))
 
@@ -116,7 +134,7 @@ def check(
             results = pool.run(run_on_rank, problem, "cuda" if cuda else "cpu", timeout=900)[0]
     if results:  # on rank 0 only
         print_table(problem, ranks, results)
-    return 0 if all(result.passes(dtype) for result in results) else 1
+    return 0 if all(result.passes(dtype, tokens) for result in results) else 1
 
 
 @contextlib.contextmanager
@@ -184,17 +202,18 @@ def relative(mine: Tensor, exact: Tensor, size: Tensor | None = None) -> float:
 
 def print_table(problem: Problem, ranks: int, results: list[Result]) -> None:
     kind = "causal" if problem.causal else "full"
-    forward, backward = BOUNDS[problem.dtype]
+    forward, backward = at_length(BOUNDS[problem.dtype], problem.dtype, problem.tokens)
     print(
         f"{ranks} ranks against one device in float64: {problem.tokens} tokens, {problem.heads} heads on "
         f"{problem.kv_heads} kv heads of {problem.head_dim}, {kind}, {problem.dtype}"
     )
-    print(f"relative errors; allowed: out {forward:g}, gradients {backward:g}\n")
+    why = why_more(problem.dtype, problem.tokens)
+    print(f"relative errors; allowed: out {forward:g}, gradients {backward:g}{why}\n")
     print(f"{'strategy':<12} {'layout':<11} " + " ".join(f"{name:>9}" for name in ("out", "dq", "dk", "dv")))
     for result in results:
         values = [value for value in asdict(result).values() if isinstance(value, float)]
-        verdict = "ok" if result.passes(problem.dtype) else "WRONG"
+        verdict = "ok" if result.passes(problem.dtype, problem.tokens) else "WRONG"
         cells = " ".join(f"{value:9.1e}" for value in values)
         print(f"{result.strategy:<12} {result.layout:<11} {cells}  {verdict}")
-    wrong = sum(not result.passes(problem.dtype) for result in results)
+    wrong = sum(not result.passes(problem.dtype, problem.tokens) for result in results)
     print(f"\n{'parallel equals serial' if not wrong else f'{wrong} of {len(results)} FAILED'}")

@@ -14,6 +14,8 @@ from flashspan.bench.context import ALONE
 from flashspan.bench.record import OUT_OF_MEMORY, Row
 from flashspan.bench.tables import show
 
+NOISE = 0.03
+"""Of a time: two that differ by no more are not told apart."""
 ADVICE = {
     "compute": "products take most of the step, which is what more devices or a faster dtype (bfloat16) shorten",
     "memory": "operators that only move memory take most of the step: compile the layers, use bfloat16, and give each "
@@ -22,6 +24,15 @@ ADVICE = {
     "kv heads, or a strategy that sends less",
     "imbalance": "ranks wait for the busiest one: use the zigzag layout, or the helper strategy on contiguous tokens",
 }
+NOT_FASTER = (
+    "Splitting does not pay at this size on this machine: one device is as fast or faster. What would make it pay: "
+    "longer sequences, and one process for each idle core or device"
+)
+ADVICE_NOT_FASTER = {
+    **ADVICE,
+    "compute": "products take most of the step, which a faster dtype (bfloat16) shortens, on one device too",
+}
+"""Where splitting does not pay, more devices are no advice."""
 
 
 def _is_number(value: object) -> bool:
@@ -185,6 +196,35 @@ def workloads(rows: Sequence[Row]) -> list[Workload]:
     return found
 
 
+def alike(one: float, other: float) -> bool:
+    """Whether noise alone could be the difference of two times."""
+    return max(one, other) <= (1 + NOISE) * min(one, other)
+
+
+def pays(best: Row, alone: Row | None) -> bool:
+    """Whether the fastest of many ranks is faster than one device; True where nothing is known of that one."""
+    return alone is None or (best.p50_ms < alone.p50_ms and not alike(best.p50_ms, alone.p50_ms))
+
+
+def of_layouts(zigzag: Row, contiguous: Row) -> str:
+    """What the order of tokens brings to a causal ring."""
+    gain = contiguous.p50_ms / zigzag.p50_ms
+    if alike(zigzag.p50_ms, contiguous.p50_ms):
+        return (
+            "In a causal ring, there is no difference between zigzag and contiguous tokens that could be measured "
+            f"(less than {NOISE:.0%})."
+        )
+    word = "faster" if gain > 1 else "slower"
+    return f"In a causal ring, zigzag is {max(gain, 1 / gain):.2f} times {word} than contiguous tokens."
+
+
+def of_choice(best: Row, worst: Row) -> str:
+    """What the choice of a strategy brings."""
+    if alike(best.p50_ms, worst.p50_ms):
+        return f"The choice does not matter: all strategies take as long there, to {NOISE:.0%}."
+    return f"The choice matters: {worst.impl} takes {worst.p50_ms / best.p50_ms:.2f} times as long there."
+
+
 def of_context(rows: Sequence[Row]) -> list[str]:
     """Findings of `bench context`."""
     found = []
@@ -203,18 +243,17 @@ def of_context(rows: Sequence[Row]) -> list[str]:
             if base.peak_mib > 0 and best.peak_mib > 0:  # nan where it was not measured
                 text += f", and holds {best.peak_mib / base.peak_mib:.0%} of its memory per rank"
         found.append(text + ".")
+        faster = pays(best, base)
+        if not faster:
+            found.append(f"{NOT_FASTER}.")
         if shares := split(best):
-            found.append(f"Its step is bound by {shares.bound}: {shares.words()}. First: {ADVICE[shares.bound]}.")
+            advice = (ADVICE if faster else ADVICE_NOT_FASTER)[shares.bound]
+            found.append(f"Its step is bound by {shares.bound}: {shares.words()}. First: {advice}.")
         if len(field) > 1:
-            worst = field[-1]
-            found.append(
-                f"The choice matters: {worst.impl} takes {worst.p50_ms / best.p50_ms:.2f} times as long there."
-            )
+            found.append(of_choice(best, field[-1]))
         layouts = {row.impl: row for row in field}
         if "ring zigzag" in layouts and "ring contiguous" in layouts:
-            gain = layouts["ring contiguous"].p50_ms / layouts["ring zigzag"].p50_ms
-            word = "faster" if gain > 1 else "slower"
-            found.append(f"In a causal ring, zigzag is {max(gain, 1 / gain):.2f} times {word} than contiguous tokens.")
+            found.append(of_layouts(layouts["ring zigzag"], layouts["ring contiguous"]))
         hidden = best.more.get("hidden")
         if best.more.get("wire_ms") and hidden is not None and not math.isnan(hidden):
             found.append(

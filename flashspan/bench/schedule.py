@@ -13,6 +13,7 @@ from flashspan.context.layout import place
 from flashspan.context.survey import Survey
 from flashspan.context.verify import verify
 from flashspan.folders import make_folder
+from flashspan.plan.draw import written_to
 
 MOST_RANKS = 256
 """Lanes of a picture: its boxes are as many as ranks times steps, and these take half a minute."""
@@ -45,8 +46,9 @@ def draw(
     stem = f"{strategy}-{layout}-{ranks}"
     work = schedule.work()
     timeline, ownership = out / f"{stem}-timeline.svg", out / f"{stem}-mask.svg"
-    draw_timeline(schedule, timeline)
-    draw_ownership(schedule, survey, ownership)
+    with written_to(out, "--folder"):
+        draw_timeline(schedule, timeline)
+        draw_ownership(schedule, survey, ownership)
     print(f"{strategy} on {ranks} ranks, {layout}: {schedule.num_steps} steps, {len(schedule.transfers)} transfers")
     print(f"busiest rank: {max(work) * ranks / max(1, sum(work)):.3f}x the mean")
     print(f"wrote {timeline} and {ownership}")

@@ -23,11 +23,13 @@ from torch import Tensor
 
 from flashspan import attention, masks
 from flashspan.bench import record
+from flashspan.bench.tables import Table
 from flashspan.kernels import reference
 from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.masks import Mask, count
 from flashspan.kernels.tiling import Rule
 
+PASSES = ("forward", "backward")
 PATH = Path("docs/benchmarks/sparse.csv")
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -277,14 +279,15 @@ def write_page(rows: list[record.Row], path: Path) -> None:
             best = [min(ms) for ms in zip(*ours, strict=True)]
             ratio = " / ".join(f"{theirs / mine:.2f}x" for theirs, mine in zip(times["flex"], best, strict=True))
         lines.append(f"| {shape} | " + " | ".join([*cells, ratio]) + " |")
-    lines += efficiency(rows)
+    for table in efficiency(rows):
+        lines += ["", f"{table.title}:", "", table.markdown().rstrip()]
     picture = path.with_suffix(".png")
     if plot(rows, picture):
         lines += ["", f"![time against sparsity]({picture.name})"]
     path.with_suffix(".md").write_text("\n".join(lines) + "\n")
 
 
-def by_share(rows: list[record.Row]) -> dict[tuple[int, float, str], record.Row]:
+def by_share(rows: Sequence[record.Row]) -> dict[tuple[int, float, str], record.Row]:
     """Our rows of the sweep by tokens, share of the blocks and pass; of share 1 the dense kernel's."""
     found = {}
     for row in rows:
@@ -297,24 +300,28 @@ def by_share(rows: list[record.Row]) -> dict[tuple[int, float, str], record.Row]
     return found
 
 
-def efficiency(rows: list[record.Row]) -> list[str]:
-    """What a visited block costs at the longest of the sweep's lengths, beside one of the dense kernel, as lines of a
-    page."""
-    by = by_share(rows)
-    longest = max((T for T, share, _ in by if share == 1.0), default=0)
-    here = sorted({share for T, share, _ in by if longest == T and share < 1}, reverse=True)
-    if not here:
+def efficiency(rows: Sequence[record.Row], where: str = "") -> list[Table]:
+    """What a visited block costs at the longest of the sweep's lengths beside one of the dense kernel; none without."""
+    rates = {key: row.tflops for key, row in by_share([row for row in rows if row.ok]).items()}
+    longest = max((tokens for tokens, share, _ in rates if share == 1), default=0)
+    shares = sorted({share for tokens, share, _ in rates if tokens == longest and share < 1}, reverse=True)
+    if not shares:
         return []
-    lines = [
-        "",
-        f"TFLOP/s per visited block at {longest:,} tokens, as a share of the dense kernel's, forward / backward:",
-        "",
-        "| blocks visited | " + " | ".join(f"{share:.0%}" for share in here) + " |",
-        "| --- " * (1 + len(here)) + "|",
-    ]
-    kinds = ("forward", "backward")
-    rates = [[by[longest, share, kind].tflops / by[longest, 1.0, kind].tflops for kind in kinds] for share in here]
-    return [*lines, "| efficiency | " + " | ".join(f"{a:.0%} / {b:.0%}" for a, b in rates) + " |"]
+
+    def rate(share: float, kind: str) -> str:
+        of_share, dense = rates.get((longest, share, kind)), rates.get((longest, 1.0, kind))
+        return f"{of_share / dense:.0%}" if of_share and dense else ""
+
+    title = (
+        f"TFLOP/s per visited block at {longest:,} tokens, as a share of the dense kernel's, forward / backward{where}"
+    )
+    cells = ("efficiency", *(pair(*(rate(share, kind) for kind in PASSES)) for share in shares))
+    return [Table(title, ("blocks visited", *(f"{share:.0%}" for share in shares)), (cells,))]
+
+
+def pair(forward: str, backward: str) -> str:
+    """A cell of two passes."""
+    return f"{forward or '-'} / {backward or '-'}" if forward or backward else ""
 
 
 def plot(rows: list[record.Row], path: Path) -> bool:

@@ -318,11 +318,28 @@ class Writer:
                     cell=cell,
                 )
             )
+        self._say_what_no_job_measures(steps)
         times = {(row.shape, row.more["attention"]): row.mean_ms for row in steps if row.ok}
         gains = [times[shape, "plain"] / t for (shape, kind), t in times.items()
                  if kind == "flashspan" and (shape, "plain") in times]  # fmt: skip
         if gains:
             self.say(f"With our attention a step is {min(gains):.2f} to {max(gains):.2f} times as fast.")
+
+    def _say_what_no_job_measures(self, steps: Sequence[Row]) -> None:
+        """Why cells of the tables of `_lengths` are empty, other than those that are to be measured yet."""
+        asked = {
+            (row.more["attention"], row.more["preset"], row.more["tokens"])
+            for job in self.parts["lengths"]
+            for row in job.expected
+        }
+        lines = {(row.more["preset"], row.more["tokens"]) for row in steps}
+        parts = []
+        for kind in sorted({row.more["attention"] for row in steps}):
+            lengths = sorted({tokens for name, tokens in lines if (kind, name, tokens) not in asked})
+            if lengths:
+                parts.append(f"{kind} attention at {' and '.join(map(str, lengths))} tokens")
+        if parts:
+            self.say(f"Empty cells were never measured, because no job of the sweep asks for them: {', '.join(parts)}.")
 
 
 def write(folder: Path, page: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from flashspan.bench import check as program
-from flashspan.bench.check import NOTHING, Problem, Result, check, truth
+from flashspan.bench.check import BOUNDS, LONG, NOTHING, Problem, Result, at_length, check, truth
 from flashspan.context import LAYOUTS, STRATEGIES
 
 ROOT = Path(__file__).parents[2]
@@ -59,11 +59,30 @@ def test_a_failure_is_an_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert "1 of 1 FAILED" in text
 
 
+def test_float32_is_allowed_what_the_readme_promises() -> None:
+    promise = re.search(r"\((\S+) of float64 forward, (\S+) in gradients\)", (ROOT / "README.md").read_text())
+    assert promise is not None
+    assert BOUNDS["float32"] == (float(promise[1]), float(promise[2])) == (1e-6, 1e-5)
+
+
+def test_sums_that_are_very_long_are_allowed_more_and_it_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    case = Result("ring", "zigzag", 2e-6, 2e-5, 1e-7, 1e-7)
+    assert not case.passes("float32")
+    for tokens, passes in ((LONG, False), (LONG + 1, True)):
+        assert case.passes("float32", tokens) == passes
+        problem = Problem((), tokens, 8, 2, 64, True, "float32", 0)
+        program.print_table(problem, 4, [case])
+        text = capsys.readouterr().out
+        assert ("ten times that of 131,072 tokens, as longer sums round more" in text) == passes
+        assert ("allowed: out 1e-06, gradients 1e-05\n" in text) == (not passes)
+    assert at_length((1.0, 2.0), "bfloat16", LONG + 1) == (1.0, 2.0)
+
+
 def test_nan_does_not_pass() -> None:
     good = [1e-7, 1e-7, 1e-7, 1e-7]
     assert Result("ring", "zigzag", *good).passes("float32")
     for i in range(4):
-        for bad in (math.nan, 1e-3):
+        for bad in (math.nan, 1.1e-5):
             values = [*good[:i], bad, *good[i + 1 :]]
             assert not Result("ring", "zigzag", *values).passes("float32")
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 
+from flashspan import parallel
 from flashspan.bench import console
 from flashspan.cli import bench_commands, commands, main
 
@@ -47,6 +49,31 @@ def test_plans_are_what_the_planner_says_today(
     assert main(shlex.split(command)[1:]) == 0
     said = "".join(f"{line.rstrip()}\n" for line in capsys.readouterr().out.splitlines())
     assert said == shown, f"run python -m flashspan.bench.console {page}"
+
+
+def test_every_page_of_what_was_asked_can_be_found() -> None:
+    text = (DOCS / "measuring.md").read_text(encoding="utf-8")
+    assert all(f"](asked/{page.name})" in text for page in (DOCS / "asked").glob("*.md"))
+
+
+def test_blocks_of_the_parallel_page_import_what_they_use() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / "parallel.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) == 4
+    for block in blocks:
+        nodes = list(ast.walk(ast.parse(block)))
+        used = {node.id for node in nodes if isinstance(node, ast.Name)} & {*parallel.__all__, "torch"}
+        named = [alias.name for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
+        assert used == set(named)
+
+
+def test_the_sparse_page_names_the_rows_there_are() -> None:
+    rows = (DOCS / "benchmarks" / "sparse.md").read_text(encoding="utf-8")
+    text = (DOCS / "sparse.md").read_text(encoding="utf-8").split("## Measured")[1]
+    for name, pattern in (("window", r"x(\d+)x128 window 1024 "), ("sweep", r"x(\d+)x128 (?:full|random) ")):
+        lengths = sorted(map(int, re.findall(pattern, rows)))
+        said = re.search(rf"those of `{name}`: .*?(\d+) to (\d+) tokens", text)
+        assert said is not None
+        assert (int(said[1]), int(said[2])) == (lengths[0], lengths[-1])
 
 
 def test_a_block_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,6 +99,46 @@ def test_findings_are_computed_from_the_rows() -> None:
     assert "is fastest, 55,000 ms" in slow
 
 
+def timed_as(**times: float) -> list[Row]:
+    """The same rows with other times: of `alone`, `zigzag` and `contiguous`."""
+    found = []
+    for row in rows():
+        word = "alone" if row.impl == ALONE else row.impl.split(" ")[1]
+        found.append(replace(row, p50_ms=times.get(word, row.p50_ms)))
+    return found
+
+
+@pytest.mark.parametrize("alone", [40.7, 55.0, 56.0])
+def test_where_one_device_is_as_fast_more_of_them_are_no_advice(alone: float) -> None:
+    """As slow as in a first run on a small machine, just as fast, and faster by no more than noise."""
+    text = " ".join(find(timed_as(alone=alone)))
+    assert "bound by compute" in text
+    assert "Splitting does not pay at this size on this machine" in text
+    assert "longer sequences, and one process for each idle core or device" in text
+    assert "more devices" not in text
+
+
+@pytest.mark.parametrize("changes", [{}, {"alone": 58.0}])
+def test_where_splitting_is_faster_nothing_speaks_against_it(changes: dict[str, float]) -> None:
+    text = " ".join(find(timed_as(**changes)))
+    assert "does not pay" not in text
+    assert "more devices or a faster dtype" in text
+
+
+@pytest.mark.parametrize("contiguous", [53.5, 55.0, 56.5])
+def test_times_that_noise_could_have_made_are_not_told_apart(contiguous: float) -> None:
+    text = " ".join(find(timed_as(contiguous=contiguous)))
+    assert "no difference between zigzag and contiguous tokens that could be measured (less than 3%)" in text
+    assert "The choice does not matter: all strategies take as long there, to 3%." in text
+
+
+@pytest.mark.parametrize(("contiguous", "said"), [(57.0, "1.04 times faster"), (53.0, "1.04 times slower")])
+def test_times_beyond_noise_are_told_apart(contiguous: float, said: str) -> None:
+    text = " ".join(find(timed_as(contiguous=contiguous)))
+    assert f"zigzag is {said} than contiguous tokens" in text
+    assert "The choice matters: ring " in text
+
+
 def other_sweeps() -> list[Row]:
     """The same model in bfloat16 and a wider one, a thousand times as fast, each with a row of weak scaling."""
     found = []

@@ -36,7 +36,7 @@ def test_the_page_and_its_plot_come_from_the_rows(tmp_path: Path) -> None:
     page = (tmp_path / "sparse.md").read_text()
     assert "| 1x16x4096x128 random 10% | - | 0.120 / 0.120 | 0.200 / 0.200 | 1.67x / 1.67x |" in page
     assert "at 4,096 tokens" in page
-    assert "| blocks visited | 50% | 10% |\n| --- | --- | --- |\n| efficiency | 83% / 83% | 83% / 83% |" in page
+    assert "| blocks visited | 50% | 10% |\n| --- | ---: | ---: |\n| efficiency | 83% / 83% | 83% / 83% |" in page
     assert (tmp_path / "sparse.png").stat().st_size > 5000
 
 

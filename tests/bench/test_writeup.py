@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,6 +75,7 @@ def test_with_all_rows_every_question_is_answered(tmp_path: Path) -> None:
         "The largest allocations of inference: 2.0 MiB in forward > layer",
         "The smallest that runs out of memory is 8x16384x16",
         "With our attention a step is",
+        "asks for them: flashspan attention at 512 tokens, plain attention at 4096 and 16384 tokens.",
         "Both passes: ours is",
     ):
         assert words in text
@@ -83,6 +85,22 @@ def test_with_all_rows_every_question_is_answered(tmp_path: Path) -> None:
     for line in text.splitlines():
         if line.startswith("| ---"):
             assert line.endswith("|")
+
+
+def test_the_page_is_what_its_rows_say_today(tmp_path: Path) -> None:
+    shutil.copy(ROOT / writeup.FOLDER / "writeup.jsonl", tmp_path)
+    writeup.write(tmp_path, tmp_path / "page.md")
+    assert (tmp_path / "page.md").read_text() == (ROOT / writeup.PAGE).read_text()
+
+
+def test_cells_that_are_measured_are_not_called_unasked(tmp_path: Path) -> None:
+    """Only ours at 256 tokens: whatever else is missing of that line is a job that is left, and named as that."""
+    jobs = writeup_jobs.sections(torch.device("cpu"))["lengths"]
+    rows = [made_up(row, 0) for job in jobs for row in job.expected]
+    few = [row for row in rows if row.more["attention"] == "flashspan" and row.more["tokens"] == 256]
+    text = writeup.Writer(few, tmp_path).page()
+    assert "Empty cells" not in text
+    assert "Not measured yet: 22 of 27 jobs" in text
 
 
 def test_a_section_says_what_is_missing_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
