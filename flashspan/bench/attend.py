@@ -5,13 +5,11 @@ flashspan attend 4 2048 64 --causal
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -21,6 +19,7 @@ from torch import Tensor
 from flashspan.attention import attention
 from flashspan.bench import sweep
 from flashspan.bench.check import BOUNDS, at_length, over_all_ranks, relative, why_more
+from flashspan.bench.memory import free_bytes, peak_of
 from flashspan.context.layout import LAYOUTS
 from flashspan.context.strategy import STRATEGIES
 from flashspan.kernels import reference
@@ -56,7 +55,7 @@ class Answer:
 
     tokens: int
     milliseconds: float
-    peak_mib: float | None
+    peak_mib: float
     sent_mib: float
     alone_ms: float = 0.0
     error: float = 0.0
@@ -115,8 +114,8 @@ def attend(
     print(f"Error against float64: {first.error:.1e} ({allowed}) {'ok' if right else 'WRONG'}\n")
     print("device   tokens   time ms   peak MiB   sent MiB")
     for rank, answer in enumerate(answers):
-        peak = "unknown" if answer.peak_mib is None else f"{answer.peak_mib:.1f}"
-        print(f"{rank:>6} {answer.tokens:>8} {answer.milliseconds:>9.1f} {peak:>10} {answer.sent_mib:>10.2f}")
+        figures = f"{answer.milliseconds:>9.1f} {answer.peak_mib:>10.1f} {answer.sent_mib:>10.2f}"
+        print(f"{rank:>6} {answer.tokens:>8} {figures}")
     if num_devices > 1:
         slowest = max(answer.milliseconds for answer in answers)
         print(
@@ -135,13 +134,6 @@ def needed_bytes(job: Job, num_devices: int) -> int:
     return max(inputs * (1 if job.device_type == "cuda" else num_devices), compared)
 
 
-def free_bytes(device_type: str) -> float | None:
-    """Memory there is to use, of a GPU or of this machine; None where the system does not tell."""
-    if device_type == "cuda":
-        return float(torch.cuda.get_device_properties(0).total_memory)
-    return status("MemAvailable", Path("/proc/meminfo"))
-
-
 @torch.no_grad()
 def run_on_rank(job: Job) -> Answer:
     """On a rank: the timed call, and on rank 0 the same on one device and the error of a sample of rows."""
@@ -154,19 +146,17 @@ def run_on_rank(job: Job) -> Answer:
         del whole
     elif dist.get_world_size() > 1:
         alone = min(timed(lambda: attention(*whole, causal=job.causal), device)[0] for _ in range(REPEATS))
-    out = attend(q, k, v, causal=job.causal)  # warms up, and shakes hands
-    times, peaks = [], []
+    peak, out = peak_of(lambda: attend(q, k, v, causal=job.causal), device)  # warms up, and shakes hands
+    times = []
     for _ in range(REPEATS):
         dist.barrier()
         sent = attend.bytes_sent
         del out
-        seconds, peak, out = timed(lambda: attend(q, k, v, causal=job.causal), device)
+        seconds, out = timed(lambda: attend(q, k, v, causal=job.causal), device)
         times.append(seconds)
-        peaks.append(peak)
         sent = attend.bytes_sent - sent
     joined = attend.unshard(out, 2)
-    peak = None if None in peaks else max(p for p in peaks if p is not None) + (q.nbytes + 2 * k.nbytes) / 2**20
-    answer = (q.shape[2], 1e3 * min(times), peak, sent / 2**20)
+    answer = (q.shape[2], 1e3 * min(times), (q.nbytes + 2 * k.nbytes + peak) / 2**20, sent / 2**20)
     if dist.get_rank():
         return Answer(*answer)
     sample = tuple(joined.flatten()[:8].tolist())
@@ -194,40 +184,12 @@ def row_error(job: Job, whole: list[Tensor], out: Tensor) -> float:
     return relative(out[:, :, :: rows.step], exact)
 
 
-def timed(call: Callable[[], T], device: torch.device) -> tuple[float, float | None, T]:
-    """Seconds, peak MiB beyond what was held before (None where the system does not tell), and the result."""
+def timed(call: Callable[[], T], device: torch.device) -> tuple[float, T]:
+    """Seconds until the device is done, and the result."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        held: float | None = torch.cuda.memory_allocated(device)
-    else:
-        held = reset_peak()
     started = time.perf_counter()
     result = call()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-        peak: float | None = torch.cuda.max_memory_allocated(device) - (held or 0)
-    else:
-        top = status("VmHWM")
-        peak = None if held is None or top is None else max(0.0, top - held)
-    return time.perf_counter() - started, None if peak is None else peak / 2**20, result
-
-
-def reset_peak() -> float | None:
-    """Make Linux forget the process's peak so far; the bytes it holds now, or None where that cannot be done."""
-    try:
-        # What was freed but not given back would be counted as held, and reused unseen.
-        ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")
-    except (OSError, AttributeError):
-        return None
-    return status("VmRSS")
-
-
-def status(name: str, file: Path = Path("/proc/self/status")) -> float | None:
-    """What a line of a file of Linux says, in bytes."""
-    try:
-        lines = file.read_text().splitlines()
-    except OSError:
-        return None
-    return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith(name + ":")), None)
+    return time.perf_counter() - started, result

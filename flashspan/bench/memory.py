@@ -10,9 +10,10 @@ The profiler sees what PyTorch's allocators hand out, inside operators too, so t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -21,6 +22,8 @@ from flashspan.bench.ranges import PHASES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -55,6 +58,30 @@ def watch(device: torch.device, *, held: float = 0.0) -> Iterator[Timeline]:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     fill(timeline, profiler, device)
+
+
+def peak_of(call: Callable[[], T], device: torch.device) -> tuple[float, T]:
+    """The most bytes that tensors took at once in a call, beyond those there before it; and the call's result."""
+    if device.type == "cuda":
+        held = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        result = call()
+        torch.cuda.synchronize(device)
+        return float(torch.cuda.max_memory_allocated(device) - held), result
+    with watch(device) as timeline:
+        result = call()
+    return timeline.peak, result
+
+
+def free_bytes(device_type: str) -> float | None:
+    """Memory there is to use, of a GPU or of this machine; None where the system does not tell."""
+    if device_type == "cuda":
+        return float(torch.cuda.get_device_properties(0).total_memory)
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)
 
 
 def fill(timeline: Timeline, profiler: Any, device: torch.device) -> None:

@@ -25,6 +25,7 @@ from flashspan.bench import ranges, record, sweep, trace
 from flashspan.bench.model import ATTENTIONS, Setting, Stepper
 from flashspan.bench.plots import to_svg
 from flashspan.model import preset as find_preset
+from flashspan.plan import Mixture, Run, ledger
 
 PARTS = ("attention scores", "attention softmax", "attention values")
 FOLDER = Path("runs/profile")
@@ -177,6 +178,7 @@ def profile(
     find_preset(preset)
     stem = f"{preset}-{batch}x{tokens}-{dtype}-{attention}"
     try:
+        check_memory(setting, place)
         (_draw_memory if memory else _summarise)(setting, place, folder, stem)
     except Exception as error:  # of several kinds; sizes past 64 bits overflow before memory is asked for
         if not (sweep.is_out_of_memory(error) or "overflow" in str(error).lower()):
@@ -186,6 +188,17 @@ def profile(
             f"{place.type}; give fewer --tokens or --batch, or a smaller --preset"
         ) from error
     return 0
+
+
+def check_memory(setting: Setting, device: torch.device) -> None:
+    """Refuse what a CPU's memory cannot hold before it is tried. A GPU's allocator says so itself; a CPU's may hand out
+    memory that is not there, and the system then kills the process."""
+    if device.type != "cpu":
+        return
+    run = Run(find_preset(setting.preset), setting.batch, setting.tokens, setting.dtype, fused_norms=False)
+    needed, free = ledger(run, Mixture()).peak, memories.free_bytes(device.type)
+    if free is not None and needed > free:
+        raise MemoryError(f"a training step needs {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} are there")
 
 
 def _summarise(setting: Setting, device: torch.device, folder: Path, stem: str) -> None:

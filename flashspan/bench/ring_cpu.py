@@ -3,7 +3,7 @@
     python -m flashspan.bench.ring_cpu --tokens 8192 --heads 8 --head-dim 64 --ranks 4
 
 The two take turns, so that a busy machine slows both; CPU seconds hardly depend on how busy it is. Time is of the
-slowest rank, forward and backward; memory is the growth of the process over what it held, plus q, k, v and dout.
+slowest rank, forward and backward; memory is what tensors take at most, q, k, v and dout among them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flashspan.bench.attend import timed
+from flashspan.bench.memory import peak_of
 from flashspan.context.strategy import context_parallel
 from flashspan.launch import Ranks
 
@@ -25,7 +26,7 @@ MIB = 2**20
 
 
 def compare(tokens: int, heads: int, head_dim: int, repeats: int, head_chunks: int | None) -> dict[str, list[Any]]:
-    """On a rank: (seconds, peak MiB, CPU seconds) of each repeat, ours and theirs, and how their answers differ."""
+    """On a rank: (seconds, CPU seconds) of each repeat, ours and theirs, the peak MiB, and how their answers differ."""
     attend = context_parallel(
         dist.group.WORLD, layout="zigzag", strategy="ring", num_tokens=tokens, head_chunks=head_chunks
     )
@@ -45,24 +46,19 @@ def compare(tokens: int, heads: int, head_dim: int, repeats: int, head_chunks: i
         out, lse = theirs.forward(q, k, v)
         return (out, *theirs.backward(dout, q, k, v, out, lse))
 
-    results: dict[str, list[Any]] = {"ours": [], "theirs": [], "difference": []}
-    mine: tuple[Tensor, ...] = ()
-    other: tuple[Tensor, ...] = ()
-    for repeat in range(repeats + 1):
-        for name, call in (("ours", run_ours), ("theirs", run_theirs)):
+    device = torch.device("cpu")
+    calls = {"ours": run_ours, "theirs": run_theirs}
+    warm = {name: peak_of(call, device) for name, call in calls.items()}
+    results: dict[str, list[Any]] = {"peaks": [peak / MIB for peak, _ in warm.values()], "ours": [], "theirs": []}
+    pairs = zip(warm["ours"][1], warm["theirs"][1], strict=True)
+    results["difference"] = [float((a - b).norm() / b.norm()) for a, b in pairs]
+    del warm
+    for _ in range(repeats):
+        for name, call in calls.items():
             dist.barrier()
             before = time.process_time()
-            seconds, peak, answer = timed(call, torch.device("cpu"))
-            if repeat:  # the first warms up
-                results[name].append((seconds, peak, time.process_time() - before))
-            if name == "ours":
-                mine = answer
-            else:
-                other = answer
-            del answer
-        pairs = zip(mine, other, strict=True)
-        results["difference"] = [float((a - b).norm() / b.norm()) for a, b in pairs]
-        mine, other = (), ()
+            seconds, _ = timed(call, device)
+            results[name].append((seconds, time.process_time() - before))
     return results
 
 
@@ -111,13 +107,12 @@ def main() -> None:
         )
     tensor = options.tokens * options.heads * options.head_dim * 4 / options.ranks / MIB
     print(f"{options.ranks} gloo ranks, T={options.tokens} causal, {options.heads} heads x {options.head_dim}, float32")
-    for name in ("ours", "theirs"):
+    for number, name in enumerate(("ours", "theirs")):
         slowest = [max(answer[name][i][0] for answer in answers) for i in range(options.repeats)]
-        peaks = [peak for answer in answers for _, peak, _ in answer[name] if peak is not None]
-        busy = min(sum(answer[name][i][2] for answer in answers) for i in range(options.repeats))
+        busy = min(sum(answer[name][i][1] for answer in answers) for i in range(options.repeats))
         low, middle = min(slowest), statistics.median(slowest)
         # q, k, v and dout were there before; out, dq, dk, dv and everything else came.
-        total = max(peaks, default=float("nan")) + 4 * tensor
+        total = max(answer["peaks"][number] for answer in answers) + 4 * tensor
         ratio = (total - 4 * tensor) / (8 * tensor)
         print(
             f"{name:<7} median {middle:.3f} s, best {low:.3f} s, {busy:.3f} CPU s of all ranks; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
@@ -195,6 +196,17 @@ def test_a_carry_makes_any_split_of_the_keys_one_softmax(subject: Subject, data:
     check_gradients(sums, answer, 4 * torch.finfo(dtype).eps if sixteen else GRADIENT_BOUND)
 
 
+@functools.cache  # a CPU without 16-bit products takes seconds for PyTorch's
+def beside_sdpa(mask: Band, length: int, scale: float, dtype: torch.dtype, device: str) -> tuple[Any, ...]:
+    """Inputs, the right answer, and PyTorch's output and gradients."""
+    x = make_inputs(Shape(2, 4, 2, length, length, 64), seed=3, dtype=dtype, device=device)
+    x.dlse *= 0.0
+    q, k, v = (t.detach().clone().requires_grad_() for t in (x.q, x.k, x.v))
+    peer = F.scaled_dot_product_attention(q, k, v, is_causal=mask == CAUSAL, scale=scale, enable_gqa=True)
+    grads = torch.autograd.grad(peer, (q, k, v), x.dout)
+    return x, solve(x, mask, scale), peer.detach(), *grads
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("num_chunks", [1, 16])
@@ -204,16 +216,9 @@ def test_sixteen_bits_are_no_worse_than_sdpa(
     """In one call, and in sixteen: the error of a ring does not grow with it."""
     if dtype not in subject.dtypes:
         pytest.skip(f"no {dtype} there")
-    length = min(subject.long, 320)
-    x = make_inputs(Shape(2, 4, 2, length, length, 64), seed=3, dtype=dtype, device=subject.device)
-    x.dlse *= 0.0
-    mask, scale = CAUSAL if is_causal else EVERYTHING, 0.125
-    answer = solve(x, mask, scale)
-    q, k, v = (t.detach().clone().requires_grad_() for t in (x.q, x.k, x.v))
-    peer = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=True)
-    peer_grads = torch.autograd.grad(peer, (q, k, v), x.dout)
-    peer = peer.detach()
-
+    length, scale = min(subject.long, 320), 0.125
+    mask = CAUSAL if is_causal else EVERYTHING
+    x, answer, peer, *peer_grads = beside_sdpa(mask, length, scale, dtype, subject.device)
     chunks = [range(i * length // num_chunks, (i + 1) * length // num_chunks) for i in range(num_chunks)]
     parts = [(slice(c.start, c.stop), mask.slice(range(length), c)) for c in chunks]
     carry = None

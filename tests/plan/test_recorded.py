@@ -31,7 +31,7 @@ from flashspan.plan.step import (
 )
 from tests.plan.twelve import MEASURED, RECORDED, STEPS, WARMUP, Samples, calibrated, off, parse, ratios
 
-CONFIG = LlamaConfig(500, 128, 2, 4, 4, 384)
+CONFIG = LlamaConfig(250, 64, 2, 4, 4, 192)
 
 
 def recorded(file: str) -> Samples:
