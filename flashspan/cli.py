@@ -211,25 +211,48 @@ def positional(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     return wrapped
 
 
-def commands() -> dict[str, Callable[..., Any]]:
-    """Subcommand -> function."""
-    from flashspan.bench.profile import profile
-    from flashspan.bench.report import report
+def _generate() -> Callable[..., Any]:
     from flashspan.generate import generate
-    from flashspan.plan.command import plan
+
+    return positional(generate, "folder")
+
+
+def _prepare() -> Callable[..., Any]:
     from flashspan.train import prepare
 
-    return {
-        "train": train,
-        "generate": positional(generate, "folder"),
-        "prepare": positional(prepare, "inputs"),
-        "attend": attend,
-        "check": check,
-        "plan": positional(plan, "model"),
-        "bench": bench,
-        "profile": profile,
-        "report": positional(report, "folder"),
-    }
+    return positional(prepare, "inputs")
+
+
+def _plan() -> Callable[..., Any]:
+    from flashspan.plan.command import plan
+
+    return positional(plan, "model")
+
+
+def _profile() -> Callable[..., Any]:
+    from flashspan.bench.profile import profile
+
+    return profile
+
+
+def _report() -> Callable[..., Any]:
+    from flashspan.bench.report import report
+
+    return positional(report, "folder")
+
+
+# Subcommand -> what brings its function: each imports much, and of most command lines one is wanted.
+COMMANDS: dict[str, Callable[[], Callable[..., Any]]] = {
+    "train": lambda: train,
+    "generate": _generate,
+    "prepare": _prepare,
+    "attend": lambda: attend,
+    "check": lambda: check,
+    "plan": _plan,
+    "bench": lambda: bench,
+    "profile": _profile,
+    "report": _report,
+}
 
 
 def bench_commands() -> dict[str, Callable[..., Any]]:
@@ -265,8 +288,10 @@ def _run(words: list[str]) -> int:
         return _choose(bench_commands(), words[1:], "flashspan bench", "Measure and record.")
     if words[:2] == ["plan", "draw"]:
         return int(tyro.cli(plan_draw, args=words[2:], prog="flashspan plan draw"))
+    if words and words[0] in COMMANDS:
+        return int(tyro.cli(COMMANDS[words[0]](), args=words[1:], prog=f"flashspan {words[0]}") or 0)
     about = "FlashAttention that spans devices: train with it, run it, check it, measure it."
-    return _choose(commands(), words, "flashspan", about)
+    return _choose({name: bring() for name, bring in COMMANDS.items()}, words, "flashspan", about)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -28,8 +28,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-PRELOAD = ["flashspan.launch", "torch.distributed.tensor", "torch._dynamo"]
-"""What the server that ranks are forked from imports."""
+PRELOAD = ["flashspan.launch"]
+"""What the server that ranks are forked from imports, unless it was started with more."""
 
 
 class RankError(RuntimeError):

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from flashspan.cli import commands, main
+from flashspan.cli import COMMANDS, main
 
 
-@pytest.mark.parametrize("words", [["--help"], *([name, "--help"] for name in commands())], ids=" ".join)
+@pytest.mark.parametrize("words", [["--help"], *([name, "--help"] for name in COMMANDS)], ids=" ".join)
 def test_help_explains_every_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     try:
         code = main(words)

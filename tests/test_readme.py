@@ -34,10 +34,10 @@ def test_two_commands_open_the_readme_and_ci_runs_the_second() -> None:
 
 
 def test_every_command_named_exists() -> None:
-    from flashspan.cli import commands
+    from flashspan.cli import COMMANDS
 
     named = set(re.findall(r"`flashspan (\w+)", TEXT)) | set(re.findall(r"&& flashspan (\w+)", TEXT))
-    assert named <= set(commands())
+    assert named <= set(COMMANDS)
 
 
 def test_every_link_leads_somewhere() -> None:

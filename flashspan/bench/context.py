@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from flashspan.attention import attention
 from flashspan.bench import memory, record, sweep, trace
@@ -169,11 +168,10 @@ def _measure(
         calls = _attention_calls(attend, kind, work, device)
         wire = median(_time(calls, device) for _ in range(repeats))
         switch.computes = True
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
     timeline = memory.Timeline(held=held)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    with profile(activities=activities, profile_memory=True) as profiler:
+    with trace.profiled(device, memory=True) as profiler:
         step()
     memory.fill(timeline, profiler, device)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else timeline.peak

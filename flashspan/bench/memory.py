@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from flashspan.bench.ranges import PHASES
+from flashspan.bench.trace import profiled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -52,8 +52,7 @@ class Timeline:
 def watch(device: torch.device, *, held: float = 0.0) -> Iterator[Timeline]:
     """A timeline, filled in when the block ends. `held` is what the caller's tensors already take."""
     timeline = Timeline(held=held)
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
-    with profile(activities=activities, profile_memory=True) as profiler:
+    with profiled(device, memory=True) as profiler:
         yield timeline
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -85,8 +84,8 @@ def free_bytes(device_type: str) -> float | None:
 
 
 def fill(timeline: Timeline, profiler: Any, device: torch.device) -> None:
-    """Read a profile taken with `profile_memory=True`."""
-    events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    """Read a profile taken with `memory=True`."""
+    events = sorted(profiler.kineto_results.events(), key=lambda event: event.start_ns())
     if not events:
         return
     begin = events[0].start_ns()

@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch.profiler import ProfilerActivity
-from torch.profiler import profile as torch_profile
 
 from flashspan.bench import memory as memories
 from flashspan.bench import precision as precisions
@@ -82,8 +80,7 @@ def run_profile(setting: Setting, device: torch.device, *, training: bool, trace
         for _ in range(setting.warmup):
             step()
     stepper.synchronise()
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
-    with torch_profile(activities=activities) as profiler, ranges.named(stepper.model):
+    with trace.profiled(device) as profiler, ranges.named(stepper.model):
         begin = time.perf_counter()
         step()
         stepper.synchronise()

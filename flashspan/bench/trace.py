@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.profiler import profile
 
 PRODUCTS = ("gemm", "cutlass", "xmma", "wgmma", "aten::mm", "aten::bmm", "aten::addmm", "nvjet", "splitk", "cublas")
 FUSED = ("flash", "fmha", "scaled_dot_product", "sdpa")
@@ -38,10 +39,16 @@ class Kernel:
         return "other"
 
 
+def profiled(device: torch.device, *, memory: bool = False) -> profile:
+    """PyTorch's profiler of what runs on a device: what torch.profiler wraps. The first use of that wrapper imports
+    torch._dynamo, which takes a second or two in every process."""
+    return profile(use_kineto=True, use_device="cuda" if device.type == "cuda" else None, profile_memory=memory)
+
+
 def kernels(profiler: Any, device: torch.device, span: tuple[int, int] | None = None) -> list[Kernel]:
     """The kernels of a profile (of a span of it, in ns), the longest first."""
     found: dict[str, list[float]] = defaultdict(list)
-    events = profiler.profiler.kineto_results.events()
+    events = profiler.kineto_results.events()
     if device.type == "cuda":
         kind = torch._C._autograd.DeviceType.CUDA
         inside = [e for e in events if e.device_type() == kind and e.duration_ns() and _within(e, span)]
@@ -65,7 +72,7 @@ def ranges_ms(profiler: Any, name: str, device: torch.device) -> list[float]:
     """Milliseconds that each range of this name lasted on the device: on a GPU from its first kernel to its last."""
     kinds = torch._C._autograd.DeviceType
     kind = kinds.CUDA if device.type == "cuda" else kinds.CPU
-    events = profiler.profiler.kineto_results.events()
+    events = profiler.kineto_results.events()
     return [e.duration_ns() / 1e6 for e in events if e.name() == name and e.device_type() == kind]
 
 

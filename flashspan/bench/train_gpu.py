@@ -238,7 +238,7 @@ class Bench:
         with profile(activities=[ProfilerActivity.CUDA]) as seen:
             step()
             synchronize(self.device)
-        kernels = trace.kernels(seen, self.device)
+        kernels = trace.kernels(seen.profiler, self.device)
         print(f"{name}: {sum(kernel.milliseconds for kernel in kernels):.1f} ms of kernels in a step")
         for kernel in kernels[:14]:
             print(f"  {kernel.milliseconds:8.2f} ms {kernel.count:5} x  {kernel.name[:100]}")

@@ -130,7 +130,8 @@ def _start_fork_server() -> None:
     A signal to the whole group reaches it too, and ranks die with it. They inherit the block, so that a signal waits
     for them to be ready to save.
     """
-    forkserver.set_forkserver_preload(PRELOAD)
+    # torch._dynamo: an optimizer of PyTorch's brings it along, and it takes a second.
+    forkserver.set_forkserver_preload([*PRELOAD, "torch._dynamo", __name__])
     resource_tracker.ensure_running()  # it unblocks these signals when it starts
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     try:

@@ -268,7 +268,7 @@ def kill_one(config: TrainConfig, rank: int, wait: Callable[[], None]) -> bool:
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_killed_rank_costs_no_bits(on_ranks: OnRanks, config_of: ConfigOf, tmp_path: Path, rank: int) -> None:
-    options = ["--checkpoint.every=1", "--parallel.context=2", "--train.steps=20"]
+    options = ["--checkpoint.every=1", "--parallel.context=2", "--train.steps=12"]
     config = config_of(*options, f"--checkpoint.folder={tmp_path / 'whole'}")
     on_ranks(2, run_rank, config)
     killed = config_of(*options)
@@ -280,7 +280,7 @@ def test_a_killed_rank_costs_no_bits(on_ranks: OnRanks, config_of: ConfigOf, tmp
     assert kill_one(killed, rank, first_checkpoint)
     path = checkpoint.newest(killed.checkpoint.folder)
     assert path is not None
-    assert checkpoint.read(path).step < 20
+    assert checkpoint.read(path).step < 12
     on_ranks(2, run_rank, killed)
     assert_same_bits(weights(killed), weights(config))
 
