@@ -11,6 +11,17 @@ if not torch.cuda.is_available():
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
 
+from flashspan import launch  # noqa: E402  (after the interpreter was chosen)
+
+# Ranks are forked from a server: what it has imported, no rank of any test imports again.
+launch.PRELOAD += [
+    "torch._dynamo",
+    "torch.distributed.tensor.experimental",
+    "torch.distributed.fsdp",
+    "flashspan.train",
+    "pytest",
+]
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave GPU tests out where there is no GPU, and slow ones unless `-m` asks for them."""

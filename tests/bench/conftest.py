@@ -6,11 +6,12 @@ from multiprocessing import forkserver
 
 import pytest
 
+from flashspan import launch
 from flashspan.bench import sweep
 
 
 @pytest.fixture
 def quick_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Begin a sweep's processes from a server that has imported torch: no device is touched here."""
-    forkserver.set_forkserver_preload(["flashspan.launch", "torch.distributed.tensor", "torch._dynamo"])
+    forkserver.set_forkserver_preload(launch.PRELOAD)
     monkeypatch.setattr(sweep, "START", "forkserver")

@@ -74,12 +74,12 @@ def test_the_survey_counts_what_the_drawn_mask_shows(problem: tuple[Survey, Sche
 
 
 LARGE: list[tuple[str, int, str, Mask, Generator]] = [
-    ("ring", 256, "contiguous", CAUSAL, generators.ring),
-    ("helper", 128, "contiguous", CAUSAL, generators.helper),
-    ("gather", 128, "zigzag", documents([3000, 5000, 100, 4700]) & CAUSAL, generators.gather),
+    ("ring", 128, "contiguous", CAUSAL, generators.ring),
+    ("helper", 96, "contiguous", CAUSAL, generators.helper),
+    ("gather", 96, "zigzag", documents([3000, 5000, 100, 4700]) & CAUSAL, generators.gather),
     ("ring", 256, "zigzag", window(70), generators.ring),
-    ("double_ring", 128, "striped", window(200), lambda survey: generators.double_ring(survey, (16, 8))),
-    ("ring", 128, "zigzag", CAUSAL, generators.ring),
+    ("double_ring", 96, "striped", window(200), lambda survey: generators.double_ring(survey, (12, 8))),
+    ("ring", 96, "zigzag", CAUSAL, generators.ring),
 ]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from multiprocessing import forkserver
 from typing import Any
 
 import pytest
@@ -17,10 +16,6 @@ RUNS = 12  # then ranks are renewed: they keep every group they made, and gloo's
 @pytest.fixture(scope="module")
 def on_ranks() -> Iterator[Callable[..., list[Any]]]:
     """on_ranks(4, fn, *args): fn on each of 4 ranks, and the list of what they returned."""
-    # Ranks are forked from a server: what it has imported, no rank imports again.
-    modules = ["torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "pytest", "flashspan.launch"]
-    forkserver.set_forkserver_preload(modules)
-    forkserver.ensure_running()
     pools: dict[int, Ranks] = {}
     runs: Counter[int] = Counter()
 

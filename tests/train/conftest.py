@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,6 @@ RUNS = 12  # then ranks are renewed: they keep every group they made, and gloo's
 @pytest.fixture(scope="module")
 def on_ranks() -> Iterator[Callable[..., list[Any]]]:
     """on_ranks(4, fn, *args): fn on each of 4 ranks, and the list of what they returned."""
-    # Ranks are forked from a server: what it has imported, no rank imports again.
-    forkserver.set_forkserver_preload(
-        ["torch._dynamo", "torch.distributed.fsdp", "flashspan.train", "flashspan.launch"]
-    )
-    forkserver.ensure_running()
     pools: dict[int, Ranks] = {}
     runs: Counter[int] = Counter()
 
