@@ -132,13 +132,17 @@ def mask_of(visible: Tensor, q: Tensor, num_queries: int, num_keys: int) -> Rows
     return Blocks.from_dense(visible.expand(-1, -1, rows, -1))
 
 
+def check_seed(seed: int | None) -> None:
+    if seed is not None and not isinstance(seed, int):
+        raise ValueError(f"a seed is a whole number: got {seed!r}")
+
+
 def draw_seed(device: torch.device, seed: int | None, generator: torch.Generator | None) -> Tensor:
     """A dropout seed as an int64 tensor on the device: the given one, or one drawn."""
     if seed is not None and generator is not None:
         raise ValueError("give dropout a seed or a generator, not both")
+    check_seed(seed)
     if seed is not None:
-        if not isinstance(seed, int):
-            raise ValueError(f"a seed is a whole number: got {seed!r}")
         return torch.full((1,), (seed + 2**63) % 2**64 - 2**63, dtype=torch.int64, device=device)
     source = device if generator is None else generator.device
     return torch.randint(0, 2**62, (1,), device=source, generator=generator).to(device)
@@ -158,3 +162,17 @@ def check_unchanged(mask: Mask, versions: list[int]) -> None:
             f"a mask is a value, and is needed as it was first used: its tensors were changed in place since "
             f"(their versions were {versions}, now {now}); make a new mask instead"
         )
+
+
+def dense_rows(x: Tensor) -> Tensor:
+    """x, or a copy if its last dimension is not contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under autocast, float32 tensors in its dtype."""
+    device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "meta"
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype == torch.float32 else x for x in tensors)

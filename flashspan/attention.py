@@ -16,8 +16,10 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from flashspan.arguments import (
+    autocast,
     check_inputs,
     check_unchanged,
+    dense_rows,
     draw_seed,
     mask_versions,
     resolve_mask,
@@ -99,11 +101,11 @@ def attention(
     for tf32. backend: "auto", or an implementation by name; `explain` says which serves. deterministic: gradients that
     repeat bit for bit (the output always does); `torch.use_deterministic_algorithms(True)` asks for it everywhere.
     """
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast(q, k, v)
     check_inputs(q, k, v, dropout, scale)
     resolved = resolve_mask(q, k, causal=causal, window=window, mask=mask).to(q.device)
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-    q, k, v = _dense_rows(q), _dense_rows(k), _dense_rows(v)
+    q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
     seeds = draw_seed(q.device, seed, generator) if dropout > 0 else None
     backend += dispatch.DETERMINISTIC if deterministic else ""
     if _plainly_eager(q, k, v):
@@ -127,7 +129,7 @@ def explain(
     deterministic: bool = False,
 ) -> dispatch.Choice:
     """Which implementation `attention` would use for this call, and why not the others. Print it."""
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast(q, k, v)
     check_inputs(q, k, v, dropout)
     resolved = resolve_mask(q, k, causal=causal, window=window, mask=mask)
     return dispatch.choose(q, k, v, mask=resolved, dropout=dropout > 0, backend=backend, deterministic=deterministic)
@@ -171,10 +173,7 @@ def _backward(
     drop = None if seed is None else Dropout(dropout, seed)
     with _no_autocast(q):
         # First of all: after a short forward the device is already waiting for something to do.
-        delta = row_delta(dout, out)
-        if dlse is not None:
-            # d lse / d score is the probability: a gradient of lse enters where delta does, with the other sign.
-            delta = delta - dlse
+        delta = row_delta(dout, out, dlse)
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         local = dispatch.choose(q, k, v, mask=mask, dropout=drop, backend=backend).load()
         local.backward(
@@ -254,7 +253,7 @@ def _save_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _differentiate_operator(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
     q, k, v, out, lse, seed, *tensors = ctx.saved_tensors
-    dout = torch.zeros_like(out) if dout is None else _dense_rows(dout)
+    dout = torch.zeros_like(out) if dout is None else dense_rows(dout)
     grads = _attend_backward(
         dout, dlse, q, k, v, out, lse, ctx.kind, ctx.numbers, tensors, ctx.scale, ctx.dropout, seed, ctx.backend
     )
@@ -288,27 +287,13 @@ class _Attend(torch.autograd.Function):
         q, k, v, out, lse, seed = ctx.saved_tensors
         mask, versions, scale, dropout, backend = ctx.rest
         check_unchanged(mask, versions)
-        dout = torch.zeros_like(out) if dout is None else _dense_rows(dout)
+        dout = torch.zeros_like(out) if dout is None else dense_rows(dout)
         given = (dout, dlse, q, k, v, out, lse)
         if torch.is_grad_enabled():  # a graph of the gradients is wanted: the operator, in it, refuses the next ones
             grads = _attend_backward(*given, *mask.pack(), scale, dropout, seed, backend)
         else:
             grads = _backward(*given, mask, scale, dropout, seed, backend)
         return (*grads, None, None, None, None, None)
-
-
-def _dense_rows(x: Tensor) -> Tensor:
-    """x, or a copy if its last dimension is not contiguous."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under autocast, float32 tensors in its dtype."""
-    device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "meta"
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(x.to(dtype) if x.dtype == torch.float32 else x for x in tensors)
 
 
 def _plainly_eager(*tensors: Tensor) -> bool:

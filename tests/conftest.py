@@ -1,6 +1,9 @@
 """Shared by all tests: without a GPU, Triton kernels run in its interpreter, which must be chosen before import."""
 
 import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +25,8 @@ launch.PRELOAD += [
     "pytest",
 ]
 
+RUNS = 12  # then ranks are renewed: they keep every group they made, and gloo's threads wake up for each all the time
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave GPU tests out where there is no GPU, and slow ones unless `-m` asks for them."""
@@ -33,3 +38,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(skip_gpu)
         if "slow" in item.keywords and "slow" not in chosen:
             item.add_marker(skip_slow)
+
+
+@pytest.fixture(scope="module")
+def on_ranks() -> Iterator[Callable[..., list[Any]]]:
+    """on_ranks(4, fn, *args): fn on each of 4 ranks, kept alive for a module's tests, and what they returned."""
+    pools: dict[int, launch.Ranks] = {}
+    runs: Counter[int] = Counter()
+
+    def run(num_ranks: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+        runs[num_ranks] += 1
+        if num_ranks in pools and runs[num_ranks] % RUNS == 0:
+            pools[num_ranks].close()
+        if num_ranks not in pools or not pools[num_ranks]._processes:
+            pools[num_ranks] = launch.Ranks(num_ranks, threads=1, timeout=30)
+        return pools[num_ranks].run(fn, *args, timeout=timeout)
+
+    yield run
+    for pool in pools.values():
+        pool.close()

@@ -161,6 +161,22 @@ def test_bool_masks() -> None:
     assert relative(attention(q, k, v, mask=visible[0, 0], causal=True), attention(q, k, v, causal=True)) < 1e-6
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_dropout_does_not_ask_for_the_default_dtype(dtype: torch.dtype, backend: str) -> None:
+    q, k, v = (torch.randn(2, heads, 37, 8) for heads in (4, 2, 2))
+    want = attention(q, k, v, dropout=0.3, seed=3, backend=backend)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        got = attention(q, k, v, dropout=0.3, seed=3, backend=backend)
+        exact = attention(q.double(), k.double(), v.double(), dropout=0.3, seed=3, backend=backend)
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(got, want)
+    assert torch.equal(exact, attention(q.double(), k.double(), v.double(), dropout=0.3, seed=3, backend=backend))
+
+
 def test_dropout_is_repeatable_and_keeps_the_mean() -> None:
     q, k, _ = inputs(*[(1, 4, 64, 16)] * 3)
     ones = torch.ones(1, 4, 64, 16)

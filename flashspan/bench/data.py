@@ -1,6 +1,6 @@
 """One training step under every strategy of `flashspan.parallel`, on 2 to 4 ranks of this machine, in one run.
 
-    python -m flashspan.bench.data --ranks 2 4         # appends rows to docs/benchmarks/data.jsonl, prints tables
+    flashspan bench data --ranks 2 4         # appends rows to data.jsonl, prints tables
 
 All strategies take turns, step by step and in changing order, so that whatever else the machine does hits them equally.
 They share the global batch: data strategies split its samples, context its sequences, tensor strategies the layers.
@@ -9,7 +9,6 @@ They share the global batch: data strategies split its samples, context its sequ
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -43,7 +42,6 @@ from flashspan.parallel.data import Mode
 from flashspan.parallel.memory import Ledger, Strategy, Transformer, measure, predict, record_activations
 from flashspan.parallel.tensor import Style
 
-PATH = Path("docs/benchmarks/data.jsonl")
 SIZES = Transformer(num_layers=6, width=256, num_heads=8, num_kv_heads=4, ffn_width=688, vocab_size=4096)
 LENGTH = 128
 WINDOW = 32
@@ -363,32 +361,12 @@ def bench_data(
     if not ranks or min(ranks) < 1 or max(ranks) > 8 or rounds < 2 or batch < 1:
         shown = " ".join(map(str, ranks)) or "none"
         raise ValueError(f"bench data needs 1 to 8 ranks, 2 rounds and 1 sequence: got {shown}, {rounds} and {batch}")
-    _measure_and_show(ranks, list(only), rounds, batch, folder / "data.jsonl")
-    return 0
-
-
-def _measure_and_show(ranks: Sequence[int], only: Sequence[str], rounds: int, batch: int, path: Path) -> None:
     for num_ranks in ranks:
         fitting(only, num_ranks)  # refused before anything is measured
-    console = Console(width=160)
+    path, console = folder / "data.jsonl", Console(width=160)
     for num_ranks in ranks:
         rows = measure_ranks(num_ranks, only, rounds=rounds, batch=batch)
         record.append(rows, path)
         console.print(table(rows).rich())
     console.print(f"rows in {path}")
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print, append."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--rounds", type=int, default=15, help="timed steps of each contender")
-    parser.add_argument("--batch", type=int, default=1, help="sequences per rank")
-    parser.add_argument("--only", nargs="+", default=list(CONTENDERS), choices=CONTENDERS)
-    parser.add_argument("--output", type=Path, default=PATH)
-    chosen = parser.parse_args(arguments)
-    _measure_and_show(chosen.ranks, chosen.only, chosen.rounds, chosen.batch, chosen.output)
-
-
-if __name__ == "__main__":
-    main()
+    return 0

@@ -62,7 +62,3 @@ def main(*, rep: int = 10000, warmup: int = 1000) -> int:
     record.append([row], PATH)
     print(f"forward and backward {middle:.3f} ms ({row.tflops:.0f} TFLOP/s), error {error:.1e}; appended to {PATH}")
     return 0
-
-
-if __name__ == "__main__":
-    main()

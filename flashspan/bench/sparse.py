@@ -9,7 +9,6 @@ Rows are appended to docs/benchmarks/sparse.csv.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -374,11 +373,3 @@ def bench_sparse(
     if rows in ("build", "all"):
         build()
     return 0
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", choices=[*CASES, "build", "all"], default="hopper")
-    parser.add_argument("--no-others", dest="others", action="store_false", help="measure ours alone")
-    parser.add_argument("--page", action="store_true", help="write the page from the rows instead of measuring")
-    bench_sparse(**vars(parser.parse_args()))

@@ -83,9 +83,10 @@ def allocate(
 
 
 def lay_out(shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], shelf: Shelf) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Uninitialised tensors one after another in one byte buffer, and the buffer. Put those with more elements first:
-    then each begins at a multiple of its element size."""
+    """Uninitialised tensors one after another in one byte buffer, and the buffer. Those of larger elements come first:
+    so each begins at a multiple of its element size."""
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in shapes]
     buffer = shelf.take(sum(sizes))
-    parts = zip(shapes, buffer.split(sizes), strict=True)
-    return tuple(part.view(dtype).view(shape) for (shape, dtype), part in parts), buffer
+    order = sorted(range(len(shapes)), key=lambda i: -shapes[i][1].itemsize)
+    parts = dict(zip(order, buffer.split([sizes[i] for i in order]), strict=True))
+    return tuple(parts[i].view(dtype).view(shape) for i, (shape, dtype) in enumerate(shapes)), buffer

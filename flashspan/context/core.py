@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from flashspan.arguments import check_unchanged, mask_versions
+from flashspan.arguments import check_unchanged, dense_rows, mask_versions
 from flashspan.attention import refuse_second_derivative
 from flashspan.context.exchange import Wire
 from flashspan.context.execute import Call, Plan, run
@@ -70,10 +70,7 @@ class Scheduled:
 
     def backward(self, dout: Tensor, dlse: Tensor | None, saved: Saved, options: Options) -> Gradients:
         q, k, v, out, lse = saved
-        delta = row_delta(dout, out)
-        if dlse is not None:
-            # d lse / d score is the probability: a gradient of lse enters where delta does, with the other sign.
-            delta = delta - dlse
+        delta = row_delta(dout, out, dlse)
         call = Call(q, k, v, options.scale, options.dropout, options.partial)
         return run(BackwardWalk(self.plan, self.wire, self.local, call, dout, lse, delta))
 
@@ -108,8 +105,7 @@ class Attend(torch.autograd.Function):
         check_unchanged(ctx.core.mask, ctx.versions)
         to_q, to_k, to_v, *saved = ctx.saved_tensors
         with torch.no_grad():
-            rows = saved[0].new_zeros(ctx.shape) if dout is None else dout
-            rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+            rows = saved[0].new_zeros(ctx.shape) if dout is None else dense_rows(dout)
             grads = [grad.to(to_q.dtype) for grad in ctx.core.backward(rows, dlse, tuple(saved), ctx.options)]
         if torch.is_grad_enabled():  # a graph of the gradients is wanted: in it, the next ones are refused
             grads = Final.apply(*grads, dout, dlse, to_q, to_k, to_v)

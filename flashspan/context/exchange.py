@@ -8,6 +8,8 @@ keep going while the caller computes. A parcel's buffer belongs to the wire unti
 
 from __future__ import annotations
 
+import zlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -44,6 +46,14 @@ class Wire(Protocol):
     num_ranks: int
     bytes_sent: int
 
+    def begin(self, what: str) -> None:
+        """A walk of this name begins, and what is posted until its end belongs to it."""
+        ...
+
+    def end(self) -> None:
+        """It has come to its end."""
+        ...
+
     def post(self, parcels: Sequence[Parcel]) -> None:
         """Start these parcels together; every rank posts its ends in the same order."""
         ...
@@ -74,6 +84,8 @@ class GroupWire:
         self._global = [0] if group is None else dist.get_process_group_ranks(group)
         self._works: dict[Parcel, dist.Work] = {}
         self._slow = slow_group or group
+        self._begun: Counter[str] = Counter()  # walks by name
+        self._tag = 0  # of the walk that is under way; 0 between them
 
     @property
     def device(self) -> torch.device:
@@ -81,6 +93,20 @@ class GroupWire:
         if self.group is not None and dist.get_backend(self.group) == "nccl":
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
+
+    def begin(self, what: str) -> None:
+        if self.num_ranks == 1:
+            return
+        if self._tag:
+            raise ExchangeError(
+                f"an earlier call of rank {self.rank} of {self.num_ranks} ended in the middle, and what it left under "
+                f"way would be taken for this one's: end the run, or make a new group and a new attention over it"
+            )
+        self._begun[what] += 1
+        self._tag = 1 + zlib.crc32(f"{what} {self._begun[what]}".encode()) // 4
+
+    def end(self) -> None:
+        self._tag = 0
 
     def post(self, parcels: Sequence[Parcel]) -> None:
         for slow in (False, True):
@@ -94,7 +120,8 @@ class GroupWire:
         for parcel in parcels:
             sends = parcel.src == self.rank
             peer = self._global[parcel.dst if sends else parcel.src]
-            ops.append(dist.P2POp(dist.isend if sends else dist.irecv, parcel.buffer, peer, group))
+            # Gloo gives a walk only what has its tag: nothing of a rank that left a pass out is mistaken for it.
+            ops.append(dist.P2POp(dist.isend if sends else dist.irecv, parcel.buffer, peer, group, tag=self._tag))
             self.bytes_sent += parcel.buffer.numel() if sends else 0
         try:
             works = dist.batch_isend_irecv(ops)
@@ -161,6 +188,12 @@ class LocalWire:
         self.bytes_sent = 0
         self._posted = shared.posted
 
+    def begin(self, what: str) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
     def post(self, parcels: Sequence[Parcel]) -> None:
         for parcel in parcels:
             if parcel.src == self.rank:
@@ -183,6 +216,8 @@ def all_to_all(wire: Wire, outgoing: Sequence[Tensor], incoming: Sequence[Tensor
             continue
         for src, dst, buffer in ((wire.rank, peer, outgoing[peer]), (peer, wire.rank, incoming[peer])):
             parcels.append(Parcel(src, dst, (label, src, dst), buffer, f"{label} from rank {src} to rank {dst}"))
+    wire.begin(label)
     wire.post(parcels)
     for parcel in parcels:
         wire.wait(parcel)
+    wire.end()

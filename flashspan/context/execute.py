@@ -94,6 +94,7 @@ class Walk(ABC):
     def __init__(self, plan: Plan, schedule: Schedule, wire: Wire, local: LocalAttention, call: Call) -> None:
         self.plan, self.schedule, self.wire, self.local, self.call = plan, schedule, wire, local, call
         self.rank = wire.rank
+        self.name = f"{schedule.name} {'backward' if schedule.is_backward else 'forward'}"
         self.all_rows = Runs.of(range(call.q.shape[2]))
         self.exact = torch.promote_types(call.q.dtype, torch.float32)
         self.shelf = Shelf(call.q.device)
@@ -178,8 +179,7 @@ class Walk(ABC):
             for transfer in step.posts:
                 bundle = self._outgoing(transfer) if transfer.src == self.rank else self._room(transfer)
                 assert bundle.buffer is not None
-                direction = "backward" if self.schedule.is_backward else "forward"
-                label = f"{transfer} (step {number} of {self.schedule.name} {direction})"
+                label = f"{transfer} (step {number} of {self.name})"
                 slow = transfer.end - transfer.start > 1
                 parcels.append(Parcel(transfer.src, transfer.dst, transfer, bundle.buffer, label, slow))
                 self.under_way[transfer] = parcels[-1], bundle
@@ -272,9 +272,12 @@ class Walk(ABC):
 
 def run(walk: Walk) -> Any:
     """One rank's walk, to its end: what its `finish` returns."""
+    walk.wire.begin(walk.name)
     for _ in walk.steps():
         pass
-    return walk.finish()
+    made = walk.finish()
+    walk.wire.end()
+    return made
 
 
 def simulate(walks: Sequence[Walk]) -> list[Any]:

@@ -21,9 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flashspan.arguments import (
     FLOATS,
+    autocast,
     check_inputs,
     check_mask,
+    check_seed,
     check_unchanged,
+    dense_rows,
     draw_seed,
     mask_of,
     mask_versions,
@@ -167,11 +170,10 @@ class ContextAttention:
         the same T tokens of each, and the mask the whole sequence's. Dropout drops what one device would with the same
         seed; without a seed, the one that rank 0 draws.
         """
-        if torch.is_autocast_enabled(q.device.type) and q.dtype == torch.float32:
-            q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+        q, k, v = autocast(q, k, v)
         scale = 1.0 / math.sqrt(max(1, q.shape[-1])) if scale is None else float(scale)
-        core = self._core(q, k, v, causal, window, mask, scale, dropout)
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        core = self._core(q, k, v, causal, window, mask, scale, dropout, seed)
+        q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
         drop = None
         if dropout > 0:
             seeds = draw_seed(q.device, seed, generator)
@@ -181,6 +183,10 @@ class ContextAttention:
         with torch.autocast(q.device.type, enabled=False):  # sums inside are float32 and stay so
             out, lse = Attend.apply(q, k, v, core, Options(scale, k.shape[1], drop))
         return (out, lse) if return_lse else out
+
+    def __deepcopy__(self, memo: object) -> ContextAttention:
+        """Itself: a copy of a model attends over the same group."""
+        return self
 
     def placement(self, num_tokens: int) -> Placement:
         """Who holds which tokens of a sequence of this length."""
@@ -200,7 +206,13 @@ class ContextAttention:
     def unshard(self, x: Tensor, dim: int) -> Tensor:
         """The whole tensor from all ranks' parts, on every rank. Not differentiable."""
         x = x.detach().movedim(dim, 0)
-        sizes = [size for (size,) in self._gather([len(x)])]
+        told = self._gather([len(x), _digest((x.dtype, x.shape[1:]))])
+        if len({kind for _, kind in told}) > 1:
+            raise ValueError(
+                f"all ranks must agree on the dtype of what is joined, and on its shape but for dimension {dim}: "
+                f"rank {self.rank} has {x.dtype} and {tuple(x.movedim(0, dim).shape)}"
+            )
+        sizes = [size for size, _ in told]
         placement = self.placement(sum(sizes))
         rows = [sizes[i : i + self.inner.num_ranks] for i in range(0, len(sizes), self.inner.num_ranks)]
         row = torch.cat(_share(self.inner, x, rows[self.outer.rank]))
@@ -222,11 +234,14 @@ class ContextAttention:
         mask: Mask | Tensor | None,
         scale: float,
         dropout: float,
+        seed: int | None,
     ) -> Core:
         """The core that serves this call, made when all ranks agree on what is called."""
         problem = ""
+        window = tuple(window) if isinstance(window, list) else window
         try:
             check_mask(mask)
+            check_seed(seed)
             if isinstance(mask, Tensor) and q.dim() == 4:
                 num = max(mask.shape[-2:], default=0)  # of the whole sequence; 1 broadcasts
                 num = self.settings.num_tokens or num if num == 1 else num
@@ -238,10 +253,10 @@ class ContextAttention:
             self._digested = mask, mask_versions(mask) if isinstance(mask, (Rows, Blocks)) else [], _digest(mask)
         elif isinstance(mask, (Rows, Blocks)):
             check_unchanged(mask, self._digested[1])
-        rest = (causal, window, self._digested[2], scale, dropout)
+        rest = (causal, window, self._digested[2], scale, dropout, seed is None)
         call = (*((tuple(x.shape), x.dtype, x.device) for x in (q, k, v)), rest)
         if problem or num_tokens is None or (call, num_tokens) not in self._cores:
-            num_tokens = self._agree(q, k, v, repr(rest), dropout, scale, problem)
+            num_tokens = self._agree(q, k, v, repr((rest, seed)), dropout, scale, problem)
         key = (call, num_tokens)
         if key not in self._cores:
             whole = [x.new_empty((*x.shape[:2], num_tokens, x.shape[3]), device="meta") for x in (q, k)]
@@ -300,7 +315,7 @@ class ContextAttention:
                 "kv heads": k.shape[1],
                 "head size": q.shape[3],
                 "dtype": FLOATS.index(q.dtype),
-                "causal, window, mask, scale or dropout": _digest(rest),
+                "causal, window, mask, scale, dropout or seed": _digest(rest),
             }
         rows = self._gather([*mine.values(), q.shape[2] if q.dim() == 4 else 0, *_encode(problem)])
         for rank, row in enumerate(rows):
@@ -370,7 +385,7 @@ COMPARED = (
     "kv heads",
     "head size",
     "dtype",
-    "causal, window, mask, scale or dropout",
+    "causal, window, mask, scale, dropout or seed",
 )
 TEXT = 64  # numbers that carry an error message, 7 bytes each
 

@@ -140,8 +140,13 @@ class LocalAttention(Protocol):
     ) -> None: ...
 
 
-def row_delta(dout: Tensor, out: Tensor) -> Tensor:
-    """rowsum(dout * out) in float32 [B, H, T] (float64 stays): the one number a row's backward needs of its output."""
+def row_delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
+    """rowsum(dout * out) in float32 [B, H, T] (float64 stays): the one number a row's backward needs of its output.
+
+    d lse / d score is the probability, so a gradient of lse enters here too, with the other sign.
+    """
+    if dlse is not None:
+        return row_delta(dout, out) - dlse
     if out.is_cuda and out.dtype != torch.float64 and importlib.util.find_spec("triton") is not None:
         from flashspan.kernels.portable.delta import row_delta as fused
 

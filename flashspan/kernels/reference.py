@@ -96,7 +96,8 @@ def _survival(q: Tensor, k: Tensor, dropout: Dropout | None) -> Tensor | float:
     """What dropout multiplies each probability by: 0, or 1 / (1 - p)."""
     if dropout is None:
         return 1.0
-    return dropout.keep(q.shape[0], q.shape[1], range(q.shape[2]), range(k.shape[2])) * dropout.gain
+    keep = dropout.keep(q.shape[0], q.shape[1], range(q.shape[2]), range(k.shape[2]))
+    return keep.to(torch.promote_types(q.dtype, torch.float32)) * dropout.gain
 
 
 def _weigh(weights: Tensor, values: Tensor, visible: Tensor) -> Tensor:

@@ -138,7 +138,7 @@ class _Plan:
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: Dropout | None) -> None:
         self.num_batch, self.num_heads, num_queries, _ = q.shape
         _, self.num_kv_heads, num_keys, _ = k.shape
-        self.dropout = dropout
+        self.dropout, self.work = dropout, torch.promote_types(q.dtype, torch.float32)
         mask = mask.to(q.device)
         self.mask, self.block_q, self.block_k = mask, BLOCK_Q, BLOCK_K
         if isinstance(mask, Blocks):
@@ -182,7 +182,7 @@ class _Plan:
             return 1.0
         rows, columns = range(i.start, i.stop), range(j.start, j.stop)
         keep = self.dropout.keep(self.num_batch, self.num_heads, rows, columns)
-        return keep.unflatten(1, (self.num_kv_heads, -1)) * self.dropout.gain
+        return keep.unflatten(1, (self.num_kv_heads, -1)).to(self.work) * self.dropout.gain
 
     def weigh(self, weights: Tensor, values: Tensor, visible: Tensor | None) -> Tensor:
         """weights @ values, [B, K, G, T, D]; a value nobody may see does not exist, not even as 0 * NaN."""

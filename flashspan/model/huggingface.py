@@ -20,7 +20,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from .config import LlamaConfig, RopeScaling
 from .llama import Attend, Llama
@@ -92,6 +91,8 @@ def load_into(model: Llama, folder: str | Path) -> None:
     Of each tensor a rank reads the slices that it holds and nothing else, and sends nothing to another. A checkpoint of
     another model is refused before anything is overwritten.
     """
+    from torch.distributed.tensor import DTensor  # takes most of a second, of every command if it stood above
+
     check_config(folder, model.config)
     held = dict(model.named_parameters())
     with torch.no_grad():
@@ -117,6 +118,8 @@ def check_config(folder: str | Path, config: LlamaConfig) -> None:
 
 def local_slices(param: Tensor) -> tuple[slice, ...] | None:
     """Where this rank's part of a split parameter lies in the whole one; None for all of it."""
+    from torch.distributed.tensor import DTensor
+
     if not isinstance(param, DTensor):
         return None
     mesh, ranges = param.device_mesh, [(0, size) for size in param.shape]

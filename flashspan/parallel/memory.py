@@ -1,7 +1,9 @@
 """What a rank holds under each strategy: parameters, gradients, optimizer state, activations; predicted and measured.
 
-    predict(Transformer(12, 768, 12, 12, 2048, 32000), "fully sharded", num_ranks=4, tokens=8192) with
-    record_activations(model) as kept: loss = ... measure(model, optimizer, kept)
+    predict(Transformer(12, 768, 12, 12, 2048, 32000), "fully sharded", num_ranks=4, tokens=8192)
+    with record_activations(model) as kept:
+        loss = ...
+    measure(model, optimizer, kept)
 
 The prediction is of a pre-norm transformer with a gated MLP and attention that keeps no scores, its head untied,
 trained by an optimizer with two moments. `tokens` is the whole step's, over all ranks: data strategies divide it,

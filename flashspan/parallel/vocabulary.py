@@ -1,7 +1,7 @@
 """The vocabulary split over ranks: an embedding and a cross entropy in which no rank ever holds whole logits.
 
-embed = VocabularyParallelEmbedding(V, E, mesh=mesh["tensor"]) head = ColumnParallelLinear(E, V, bias=False,
-mesh=mesh["tensor"])
+embed = VocabularyParallelEmbedding(V, E, mesh=mesh["tensor"])
+head = ColumnParallelLinear(E, V, bias=False, mesh=mesh["tensor"])
 loss = vocabulary_parallel_cross_entropy(head(x), targets, vocab_size=V, mesh=mesh["tensor"])     # per token
 """
 

@@ -26,11 +26,6 @@ class Simulation:
     waiting: tuple[float, ...]
     spans: tuple[tuple[int, int, float, float], ...]  # rank, step, begin, end of computing
 
-    @property
-    def imbalance(self) -> float:
-        """The busiest rank's computing over the mean."""
-        return max(self.computing) * len(self.computing) / max(sum(self.computing), 1e-30)
-
     def delayed(self, seconds: float) -> Simulation:
         """The same after an exchange that nothing hides."""
         waiting = tuple(wait + seconds for wait in self.waiting)

@@ -6,11 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
 
 from flashspan.launch import Ranks
-
-torch.set_num_threads(1)  # shapes are small, and the ranks want the cores
 
 
 @pytest.fixture(scope="module")

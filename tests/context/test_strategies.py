@@ -111,6 +111,15 @@ def test_half_precision(on_ranks: OnRanks) -> None:
     check(on_ranks, cases, forward=1e-2, backward=2e-2)
 
 
+def test_odd_numbers_of_16_bit_elements_travel(on_ranks: OnRanks) -> None:
+    cases = [
+        Case(2, strategy, "contiguous", T=6, D=3, heads=2, kv_heads=2, batch=1, dtype=torch.bfloat16)
+        for strategy in STRATEGIES
+        if strategy != "hybrid"
+    ]
+    check(on_ranks, cases, forward=1e-2, backward=2e-2)
+
+
 def test_a_layout_may_be_a_function(on_ranks: OnRanks) -> None:
     cases = [Case(4, strategy, blocks_of_five, mask) for strategy in STRATEGIES for mask in ("causal", "documents")]
     check(on_ranks, cases)

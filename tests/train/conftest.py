@@ -1,40 +1,16 @@
-"""Ranks kept alive for a module's tests, and a small run to put on them."""
+"""A small run to put on ranks."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from flashspan.launch import Ranks
 from flashspan.train import TrainConfig, parse
 from flashspan.train.data import ByteTokenizer
 from flashspan.train.prepare import VALIDATION, encode, write_files
 from flashspan.train.prepare import corpus as texts
-
-RUNS = 12  # then ranks are renewed: they keep every group they made, and gloo's threads wake up for each all the time
-
-
-@pytest.fixture(scope="module")
-def on_ranks() -> Iterator[Callable[..., list[Any]]]:
-    """on_ranks(4, fn, *args): fn on each of 4 ranks, and the list of what they returned."""
-    pools: dict[int, Ranks] = {}
-    runs: Counter[int] = Counter()
-
-    def run(num_ranks: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
-        runs[num_ranks] += 1
-        if num_ranks in pools and runs[num_ranks] % RUNS == 0:
-            pools[num_ranks].close()
-        if num_ranks not in pools or not pools[num_ranks]._processes:
-            pools[num_ranks] = Ranks(num_ranks, threads=1, timeout=30)
-        return pools[num_ranks].run(fn, *args, timeout=timeout)
-
-    yield run
-    for pool in pools.values():
-        pool.close()
 
 
 @pytest.fixture(scope="session")
