@@ -17,7 +17,8 @@ from flashspan.bench.tables import show
 NOISE = 0.03
 """Of a time: two that differ by no more are not told apart."""
 ADVICE = {
-    "compute": "products take most of the step, which is what more devices or a faster dtype (bfloat16) shorten",
+    "compute": "products take most of the step, which is what more devices or, where they have such products, bfloat16 "
+    "shorten",
     "memory": "operators that only move memory take most of the step: compile the layers, use bfloat16, and give each "
     "rank more tokens at a time",
     "wire": "waiting for the wire takes most of the step: use longer sequences per rank, 16-bit keys and values, fewer "
@@ -30,7 +31,7 @@ NOT_FASTER = (
 )
 ADVICE_NOT_FASTER = {
     **ADVICE,
-    "compute": "products take most of the step, which a faster dtype (bfloat16) shortens, on one device too",
+    "compute": "products take most of the step, which bfloat16 shortens, where a device has such products",
 }
 """Where splitting does not pay, more devices are no advice."""
 

@@ -19,8 +19,9 @@ from flashspan.context import context_parallel
 from flashspan.launch import RankError, Ranks
 from flashspan.model import Llama, load_llama
 from flashspan.train.checkpoint import newest, refuse_damaged
+from flashspan.train.config import LONGEST
 from flashspan.train.data import ByteTokenizer, Tokenizer, load_tokenizer
-from flashspan.train.run import FOREVER, raise_plainly
+from flashspan.train.run import raise_plainly
 
 from .decode import decode
 from .sample import Sampling
@@ -87,7 +88,7 @@ def generate(
     with Ranks(ranks, backend="nccl" if gpus >= ranks else "gloo") as pool:
         where = "cuda" if gpus >= ranks else "cpu"
         try:
-            pool.run(talk, folder, prompts, tokens, sampling, seed, tokenizer, where, dtype, timeout=FOREVER)
+            pool.run(talk, folder, prompts, tokens, sampling, seed, tokenizer, where, dtype, timeout=LONGEST)
         except RankError as error:
             if "\nBrokenPipeError: " in str(error):
                 raise BrokenPipeError from error

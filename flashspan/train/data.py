@@ -160,7 +160,7 @@ def open_tokens(path: str | Path) -> TokenFile:
     if path.is_dir():
         path = path / "train.bin"
     if not path.exists():
-        raise ValueError(f"{path} is missing: make it with `flashspan prepare`")
+        raise ValueError(f"there is no {path}: make it with `flashspan prepare`, or name another as data.train")
     with path.open("rb") as stream:
         head = stream.read(HEADER_BYTES)
     try:

@@ -10,7 +10,7 @@ import contextlib
 import math
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,7 @@ class Trainer:
             while self.step < config.train.steps:
                 begin = time.perf_counter()
                 with name_the_silent(f"step {self.step + 1}"):
-                    loss, norm, lr, stop = self.take_step(bool(asked))
+                    loss, norm, lr, stop = self.take_step(asked)
                 if not (math.isfinite(loss) and math.isfinite(norm)):
                     if self.scale > 1.0:
                         display.say(f"step {self.step + 1}: float16 overflow, again with the loss scale {self.scale:g}")
@@ -104,16 +104,13 @@ class Trainer:
                 mfu = flops / seconds / peak
                 display.step(StepMetrics(self.step, loss, norm, lr, speed, mfu, memory_gib(self.device), seconds))
                 every = config.train.evaluate_every
-                if (
-                    self.validation is not None
-                    and every
-                    and (self.step % every == 0 or self.step == config.train.steps)
-                ):
+                last = self.step == config.train.steps
+                if self.validation is not None and every and (last or (self.step % every == 0 and not stop)):
                     display.evaluation(self.step, self.evaluate())
                 if config.checkpoint.every and self.step % config.checkpoint.every == 0:
                     self._save(writer, first)
                     saved = self.step
-                if stop:
+                if stop and not last:
                     how = STOPPED
                     break
             if saved != self.step or not self.step:
@@ -129,8 +126,9 @@ class Trainer:
             dist.barrier()
         return how
 
-    def take_step(self, stop: bool = False) -> tuple[float, float, float, bool]:
-        """One optimizer step: its loss, gradient norm and learning rate, and whether any rank asked to stop.
+    def take_step(self, asked: Sized = ()) -> tuple[float, float, float, bool]:
+        """One optimizer step: its loss, gradient norm and learning rate, and whether any rank was asked to stop before
+        its gradients were there.
 
         Where loss or norm is not finite nothing is updated, and the step is still to be taken.
         """
@@ -146,7 +144,7 @@ class Trainer:
                     total = self.parts.runner(tokens, targets, self.positions, mask)
                 (total * (self.scale / count)).backward()
             local += total.detach()
-        sums = self._sum(torch.stack((local, local.new_tensor(float(stop)))))
+        sums = self._sum(torch.stack((local, local.new_tensor(float(len(asked) > 0)))))
         params = list(self.parts.names)
         if self.scale != 1.0:
             for param in params:

@@ -14,6 +14,7 @@ import shlex
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing import forkserver, resource_tracker
@@ -31,7 +32,7 @@ from .estimate import describe_plan
 from .loop import DONE, NOT_FINITE, STOPPED, STOPS, Trainer, catch_signals, open_samples
 from .metrics import say
 
-FOREVER = LONGEST
+SLOW = 4.0  # times as long as in float32, and a product is worth a word
 REPEAT = 1.0
 """Seconds in which a second signal is the first again: `timeout` sends it to its child, and to the child's group."""
 HELP = """usage: flashspan train [config.toml] [--section.key value ...] [--dry-run]
@@ -65,6 +66,8 @@ def train(config: TrainConfig, *, dry_run: bool = False) -> int:
         print(config.describe())
         print(describe_plan(config, num_ranks))
         return 0
+    if not joined or os.environ["RANK"] == "0":
+        warn_of_slow_products(config)
     how = _join(config) if joined else _start(config, num_ranks)
     if not joined or os.environ["RANK"] == "0":
         say(_farewell(config, how))
@@ -96,8 +99,29 @@ def check(config: TrainConfig, num_ranks: int) -> None:
     open_samples(config)
 
 
+def warn_of_slow_products(config: TrainConfig) -> None:
+    """Say so where 16 bits cost time: a CPU without such products takes a hundred times as long for them."""
+    if config.train.precision == "float32" or _num_gpus(config):
+        return
+    seconds = []
+    for dtype in (torch.float32, getattr(torch, config.train.precision)):
+        x = torch.ones(128, 128, dtype=dtype)
+        times = []
+        for _ in range(3):
+            begin = time.perf_counter()
+            x @ x
+            times.append(time.perf_counter() - begin)
+        seconds.append(min(times))
+    if (slower := seconds[1] / seconds[0]) > SLOW:
+        say(
+            f"this CPU takes {slower:.0f} times as long for a product in {config.train.precision} as for one in "
+            f"float32: --train.precision float32 is faster here"
+        )
+
+
 def run_rank(config: TrainConfig) -> str:
     """One rank's whole run, in a process group that exists."""
+    warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # pages of it, where a CPU has no such products
     with catch_signals() as asked:
         torch.manual_seed(config.train.seed)
         return Trainer(config).run(asked)
@@ -117,7 +141,7 @@ def _start(config: TrainConfig, num_ranks: int) -> str:
     ):
         pass_to([process.pid for process in ranks._processes])
         try:
-            return ranks.run(run_rank, config, timeout=FOREVER)[0]
+            return ranks.run(run_rank, config, timeout=LONGEST)[0]
         except RankError as error:
             raise_plainly(error)
             print(error, file=sys.stderr)

@@ -67,7 +67,7 @@ def test_a_described_config_is_that_config(tmp_path: Path) -> None:
         (["--train.offload"], "got train.recompute none; set it to"),
         (["--model.vocab_size", "100"], "the data's vocabulary must fit the model's"),
         (["--data.sequence", "1000000"], "a sample takes 1000001 tokens"),
-        (["--data.train", "nowhere.bin"], "nowhere.bin is missing: make it with `flashspan prepare`"),
+        (["--data.train", "nowhere.bin"], "there is no nowhere.bin: make it with `flashspan prepare`"),
         (["--model.load", "nowhere"], "nowhere/config.json is missing; of a run of ours give a checkpoint"),
         (["--checkpoint.folder", "--train.steps", "3"], "--checkpoint.folder needs a value: got none"),
         (["--train.steps"], "--train.steps needs a value: got none; write --train.steps=VALUE"),

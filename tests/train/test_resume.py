@@ -226,10 +226,10 @@ def stall(config: TrainConfig, rank: int) -> None:
     trainer = Trainer(config)
     take_step = trainer.take_step
 
-    def sleepy(stop: bool = False) -> Any:
+    def sleepy(asked: Any = ()) -> Any:
         if trainer.step == 2 and dist.get_rank() == rank:
             time.sleep(60)
-        return take_step(stop)
+        return take_step(asked)
 
     trainer.take_step = sleepy  # type: ignore[method-assign]
     trainer.run()
@@ -408,9 +408,9 @@ def overflow_and_ask(config: TrainConfig) -> tuple[str, int]:
     trainer.scale = 2.0**60
     take_step = trainer.take_step
 
-    def ask(stop: bool = False) -> Any:
+    def ask(asked: list[int]) -> Any:
         asked.append(1)
-        return take_step(stop)
+        return take_step(asked)
 
     trainer.take_step = ask  # type: ignore[method-assign]
     return trainer.run(asked), len(asked)
@@ -418,7 +418,7 @@ def overflow_and_ask(config: TrainConfig) -> tuple[str, int]:
 
 def test_a_run_that_overflows_stops_when_asked(on_ranks: OnRanks, config_of: ConfigOf) -> None:
     config = config_of("--parallel.context=1", "--train.precision=float16")
-    assert on_ranks(1, overflow_and_ask, config) == [(STOPPED, 2)]
+    assert on_ranks(1, overflow_and_ask, config) == [(STOPPED, 1)]
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_is_refused(on_ranks: OnRanks, config_of: ConfigOf) -> None:

@@ -7,11 +7,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from flashspan.generate import generate
-from flashspan.train import TrainConfig, train
+from flashspan.train import TrainConfig, run, train
 from flashspan.train.checkpoint import checkpoints
 from flashspan.train.metrics import read_metrics
 
@@ -96,3 +97,15 @@ def test_a_reader_that_leaves_does_not_end_the_run(
     folder = Path(config.checkpoint.folder)
     assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")] == [1, 2, 3]
     assert [path.name for path in checkpoints(folder)] == ["step-00000003"]
+
+
+@pytest.mark.parametrize(("slow", "said"), [(0.0, True), (1e9, False)])
+def test_a_cpu_without_16_bit_products_is_told(
+    slow: float, said: bool, config_of: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(run, "SLOW", slow)
+    run.warn_of_slow_products(config_of("--train.precision=bfloat16"))
+    out = "".join(capsys.readouterr())
+    assert ("times as long for a product in bfloat16" in out) == said
+    run.warn_of_slow_products(config_of())
+    assert not "".join(capsys.readouterr())
