@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from torch.distributed.tensor import DTensor
 
 from flashspan import attention
 from flashspan.launch import Ranks
@@ -263,7 +264,7 @@ def load_split(folder: Path, degrees: dict[str, int], tokens: torch.Tensor) -> d
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(huggingface, "safe_open", lambda *args, **rest: CountedFile(read, *args, **rest))
         huggingface.load_into(model, folder)
-    held = sum(huggingface.DTensor.to_local(p).nbytes for p in model.parameters())  # every one is split or copied
+    held = sum(DTensor.to_local(p).nbytes for p in model.parameters())  # every one is split or copied
     with torch.no_grad():
         hidden = model(tokens)
     return {"read": read["bytes"], "held": held, "state": full_state_dict(model), "hidden": hidden}
