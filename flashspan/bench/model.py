@@ -110,14 +110,9 @@ class Stepper:
 
 def peak_bytes(stepper: Stepper, call: Callable[[], None]) -> float:
     """The most bytes allocated at once in a call, with what the model holds."""
-    if stepper.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(stepper.device)
-        call()
-        stepper.synchronise()
-        return float(torch.cuda.max_memory_allocated(stepper.device))
-    with memory.watch(stepper.device, held=stepper.held()) as timeline:
-        call()
-    return timeline.peak
+    cuda = stepper.device.type == "cuda"
+    held = torch.cuda.memory_allocated(stepper.device) if cuda else stepper.held()
+    return held + memory.peak_of(call, stepper.device)[0]
 
 
 def time_phases(stepper: Stepper, warmup: int, steps: int) -> dict[str, list[float]]:

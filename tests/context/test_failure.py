@@ -224,23 +224,32 @@ def test_parts_that_differ_are_not_joined(on_ranks: OnRanks) -> None:
     assert on_ranks(join_what_differs)[4:] == ["refused"] * 4
 
 
+def distance(mine: Any, exact: Any) -> float:
+    return float((mine - exact).norm() / exact.norm())
+
+
 def leave_out(what: str, strategy: str) -> list[str]:
     """On a rank: three steps, of which rank 1 leaves out a backward, or breaks off in the middle of one; the errors."""
     attend = context_parallel(dist.group.WORLD, strategy=strategy, num_tokens=36, timeout=2.0)
     said = []
     for number in range(3):
         torch.manual_seed(number)
-        whole = [torch.randn(2, 2, 36, 8) for _ in range(3)]
+        *whole, dout = (torch.randn(2, 2, 36, 8) for _ in range(4))
+        right = [x.clone().requires_grad_() for x in whole]
+        wanted = attention(*right)
+        wanted.backward(dout)
         xs = [attend.shard(x, 2).requires_grad_() for x in whole]
         try:
             out = attend(*xs)
-            if not torch.allclose(out, attend.shard(attention(*whole), 2), atol=1e-5):
+            if distance(out, attend.shard(wanted, 2)) > 1e-5:
                 said.append("wrong numbers")
             if number == 1 and attend.rank == 1:
                 if what == "leaves out":
                     continue
                 attend.outer.begin("this")  # and never ends
-            out.sum().backward()
+            out.backward(attend.shard(dout, 2))
+            if any(distance(x.grad, attend.shard(y.grad, 2)) > 1e-4 for x, y in zip(xs, right, strict=True)):
+                said.append("wrong numbers")
         except RuntimeError as error:
             said.append(str(error))
     return said
@@ -261,10 +270,13 @@ def test_a_rank_that_leaves_out_a_pass_gives_nobody_numbers(what: str, strategy:
         assert "an earlier call of rank 1 of 2 ended in the middle" in answers[1][0]
 
 
-def test_a_copy_of_a_model_attends_over_the_same_group() -> None:
+def test_an_attention_over_no_group_takes_what_one_device_takes() -> None:
     attend = context_parallel(None)
     assert copy.deepcopy({"attention": attend})["attention"] is attend
     x = torch.randn(1, 2, 9, 4)
+    for q, k in ((x, x), (x.bfloat16(), x), (x, x.bfloat16())):  # under autocast each is cast as one device casts it
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(attend(q, k, k, causal=True), attention(q, k, k, causal=True))
     assert torch.equal(attend(x, x, x, window=[3, 0]), attend(x, x, x, window=(3, 0)))  # type: ignore[arg-type]
 
 

@@ -132,9 +132,10 @@ def same_to_the_bit(one: Blocks, two: Blocks) -> bool:
     return numbers == wanted and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
 
 
-def test_kernels_make_the_same_map_to_the_bit() -> None:
+@pytest.mark.parametrize("numbers", [range(24), pytest.param(range(24, 40), marks=pytest.mark.slow)])
+def test_kernels_make_the_same_map_to_the_bit(numbers: range) -> None:
     """As PyTorch's operators do, of a tensor on the CPU."""
-    for number in range(24):
+    for number in numbers:
         visible, block = random_mask(number), check_block(EDGES[number % 4])
         made = map_by_kernels(visible, block)
         assert made is not None

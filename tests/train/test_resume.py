@@ -416,6 +416,27 @@ def overflow_and_ask(config: TrainConfig) -> tuple[str, int]:
     return trainer.run(asked), len(asked)
 
 
+def ask_in(config: TrainConfig, step: int) -> tuple[str, int]:
+    """A run that is asked to stop while it takes this step: how it ends, and after how many."""
+    trainer, asked = Trainer(config), []
+    take_step = trainer.take_step
+
+    def ask(asked: list[int]) -> Any:
+        if trainer.step + 1 == step:
+            asked.append(1)
+        return take_step(asked)
+
+    trainer.take_step = ask  # type: ignore[method-assign]
+    return trainer.run(asked), trainer.step
+
+
+@pytest.mark.parametrize(("step", "how"), [(2, STOPPED), (6, DONE)])
+def test_a_run_stops_after_the_step_in_which_it_was_asked(
+    on_ranks: OnRanks, config_of: ConfigOf, step: int, how: str
+) -> None:
+    assert on_ranks(1, ask_in, config_of("--parallel.context=1"), step) == [(how, step)]
+
+
 def test_a_run_that_overflows_stops_when_asked(on_ranks: OnRanks, config_of: ConfigOf) -> None:
     config = config_of("--parallel.context=1", "--train.precision=float16")
     assert on_ranks(1, overflow_and_ask, config) == [(STOPPED, 1)]
