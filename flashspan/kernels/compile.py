@@ -158,8 +158,10 @@ def hopper_launches(dtype: torch.dtype, head_dim: int, **options: Any) -> dict[s
     from flashspan.kernels.portable.forward import forward_launch as repair_launch
 
     mask, carry = options.get("mask", CAUSAL), options.get("carry", False)
-    q, k, v, dout = (torch.empty(1, 8, 4096, head_dim, dtype=dtype, device="meta") for _ in range(4))
-    rows, bad = torch.empty(1, 8, 4096, device="meta"), torch.empty(1, 8, 64, dtype=torch.int32, device="meta")
+    T, K = options.get("num_tokens", 4096), options.get("num_key_heads", 8)
+    q, dout = (torch.empty(1, 8, T, head_dim, dtype=dtype, device="meta") for _ in range(2))
+    k, v = (torch.empty(1, K, T, head_dim, dtype=dtype, device="meta") for _ in range(2))
+    rows, bad = torch.empty(1, 8, T, device="meta"), torch.empty(1, 8, T // 64, dtype=torch.int32, device="meta")
     out, dq, dk, dv = (x.float() if carry else x for x in (q, q, k, v))
     launches = {"forward": forward_launch(q, k, v, out, rows, bad, mask, 0.125, carry)}
     launches["repair"] = repair_launch(q, k, v, out, rows, mask, 0.125, carry, None, only=bad)

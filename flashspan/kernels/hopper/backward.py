@@ -7,8 +7,9 @@ and queries across, so that P and dS are already in the registers dV and dK want
 at -delta, and those of S at -lse where that saves registers, which saves the subtractions.
 
 While one warpgroup computes exponentials the other must keep the tensor cores busy: a warp that starts a product waits
-until most of it is done. So they may drift apart, by up to a block. All they share is dQ, to which each adds half of a
-block, summed over the keys of both - of the block before, whose dS the other has had time to write.
+until most of it is done. So they may drift apart, by up to a block. All they share is dQ, summed over the keys of both,
+of the block before, whose dS the other has had time to write. Each makes half of every dQ or, by TURNS, every second
+one whole, for which shared memory is read less; there may then be two places for them on their way out.
 
 Programs are persistent: a tile's dK and dV leave through the place of dS (dV through one of its own where there is
 room), so that the next one's K and V may come while they do, and its first Q and dO before. What the next tile is the
@@ -33,16 +34,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashspan.kernels.hopper.backward_feed import add_dq, add_dq_lists, feed, feed_lists, hear
+from flashspan.kernels.hopper.backward_feed import add_dq, add_dq_lists, dq_place, feed, feed_lists, hear
 from flashspan.kernels.hopper.names import barrier, held, here_and_now
 from flashspan.kernels.hopper.shared import clean_pair, send_off, swap, swapped
 from flashspan.kernels.hopper.walk import bounds, find_list, hide, nth
 
 
 @gluon.jit
-def _start_dq(WG: gl.constexpr, i, buffers, bars, C: gl.constexpr):
-    """Start this warpgroup's half of dQ of tile i, from the dS of both: 64 of its rows, or of its columns where it has
-    rows for one only."""
+def _start_dq(WG: gl.constexpr, WHOLE: gl.constexpr, i, buffers, bars, C: gl.constexpr):
+    """Start dQ of tile i, from the dS of both: all of it, or this warpgroup's half, 64 of its rows, or of its columns
+    where it has rows for one only."""
     q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s, spare_s = buffers
     kv_full, kv_empty, full, empty, ds_full, dq_full, dq_empty = bars
     BM: gl.constexpr = C[0]
@@ -55,40 +56,49 @@ def _start_dq(WG: gl.constexpr, i, buffers, bars, C: gl.constexpr):
     k1 = high_s.index(here_and_now(0)).reshape((BN, BD))
     ds0 = ds0_s.index(slot)
     ds1 = ds1_s.index(slot)
-    if BM == 64:
-        k0 = k0.slice(WG * (BD // 2), BD // 2, dim=1)
-        k1 = k1.slice(WG * (BD // 2), BD // 2, dim=1)
+    if WHOLE:
+        zero = gl.zeros([BM, BD], gl.float32, layout=C[7])
     else:
-        ds0 = ds0.slice(WG * 64, 64, dim=1)
-        ds1 = ds1.slice(WG * 64, 64, dim=1)
-    zero = gl.zeros([64, 64], gl.float32, layout=QL)
+        zero = gl.zeros([64, 64], gl.float32, layout=QL)
+        if BM == 64:
+            k0 = k0.slice(WG * (BD // 2), BD // 2, dim=1)
+            k1 = k1.slice(WG * (BD // 2), BD // 2, dim=1)
+        else:
+            ds0 = ds0.slice(WG * 64, 64, dim=1)
+            ds1 = ds1.slice(WG * 64, 64, dim=1)
     dq = warpgroup_mma(ds0.permute((1, 0)), k0, zero, use_acc=False, is_async=True)
     return warpgroup_mma(ds1.permute((1, 0)), k1, dq, is_async=True)
 
 
 @gluon.jit
-def _leave_dq(WG: gl.constexpr, count, dq, buffers, bars, sm_scale, C: gl.constexpr):
-    """Hand this half of a dQ, the one of this number, to the warp that adds it."""
+def _leave_dq(WG: gl.constexpr, WHOLE: gl.constexpr, count, dq, buffers, bars, sm_scale, C: gl.constexpr):
+    """Hand a dQ, the one of this number, or this half of it, to the warp that adds it."""
     q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s, spare_s = buffers
     kv_full, kv_empty, full, empty, ds_full, dq_full, dq_empty = bars
     BM: gl.constexpr = C[0]
     ADD: gl.constexpr = C[4]
     BD: gl.constexpr = q_s.shape[4]
+    PLACES: gl.constexpr = dq_full.shape[0]
     if ADD:
-        dq = swap(dq * sm_scale, 64, 64)
-    mbarrier.wait(dq_empty, (count - 1) & 1)
+        dq = swap(dq * sm_scale, 64, dq.shape[1])
+    slot, phase = dq_place(count - PLACES, PLACES)
+    mbarrier.wait(dq_empty.index(slot), phase)
     if ADD:  # rows of the caller's
-        tile = swapped(dq_s, BM, BD)
-        if BM == 64:
+        tile = swapped(dq_s.index(slot), BM, BD)
+        if WHOLE:
+            tile.store(dq)
+        elif BM == 64:
             tile.slice(WG * (BD // 2), BD // 2, dim=1).store(dq)
         else:
             tile.slice(WG * 64, 64, dim=0).store(dq)
     else:  # 16 bytes of each thread after those of the thread before
         L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[2, 1, 0])
-        tile = dq_s._reinterpret(gl.float32, [2, 8, 128, 4], L).index(here_and_now(WG))
-        tile.store(dq.reshape((4, 2, 8, 8, 4, 2)).permute((3, 0, 2, 4, 1, 5)).reshape((8, 128, 4)))
+        GROUPS: gl.constexpr = dq.shape[1] // 8
+        tile = dq_s.index(slot)._reinterpret(gl.float32, [16 // GROUPS, GROUPS, 128, 4], L)
+        tile = tile.index(here_and_now(0 if WHOLE else WG))
+        tile.store(dq.reshape((4, 2, 8, GROUPS, 4, 2)).permute((3, 0, 2, 4, 1, 5)).reshape((GROUPS, 128, 4)))
     fence_async_shared()
-    mbarrier.arrive(dq_full, count=1)
+    mbarrier.arrive(dq_full.index(slot), count=1)
 
 
 @gluon.jit
@@ -111,6 +121,8 @@ def _step(
     LISTS: gl.constexpr = C[9]
     DQ: gl.constexpr = C[10]
     BEHIND: gl.constexpr = DQ and not FIRST
+    TURNS: gl.constexpr = BEHIND and not MASKED and C[15] > 0
+    PLACES: gl.constexpr = dq_full.shape[0]
     BD: gl.constexpr = q_s.shape[4]
     LATE: gl.constexpr = BD == 64  # see tiles.lse_unit
     EARLY: gl.constexpr = LATE and DQ and not C[4]  # where there are registers for it
@@ -158,7 +170,8 @@ def _step(
     # dV at once: the tensor cores have it to do while dS is made and written.
     dva = warpgroup_mma(pd, do, dv, is_async=True)
     if BEHIND:  # both have written dQ of block i - 2, so neither reads its dS any more
-        mbarrier.wait(dq_full, (count - 1) & 1)
+        dq_slot, dq_phase = dq_place(count - 1, PLACES)
+        mbarrier.wait(dq_full.index(dq_slot), dq_phase)
     else:  # a branch, or ptxas would move the wait for dP before the exp2's
         mbarrier.wait(full.index(stage), (i // STAGES) & 1)
     dp, p = warpgroup_mma_wait(1, deps=(dpa, p))
@@ -173,12 +186,25 @@ def _step(
     if DQ:  # only now: the tensor cores have dK to do while dS is on its way
         fence_async_shared()
         mbarrier.arrive(ds_full.index(slot), count=1)
-    if BEHIND:
-        dqa = _start_dq(WG, i - 1, buffers, bars, C)
+    if TURNS:
+        dv, pd = warpgroup_mma_wait(1, deps=(dva, pd))
+        if count & 1 == WG:
+            dqa = _start_dq(WG, True, i - 1, buffers, bars, C)
+            dk, dsd = warpgroup_mma_wait(1, deps=(dka, dsd))
+            mbarrier.arrive(empty.index(stage), count=1)
+            dq = warpgroup_mma_wait(0, deps=(dqa,))
+            _leave_dq(WG, True, count, dq, buffers, bars, sm_scale, C)
+        else:
+            dk, dsd = warpgroup_mma_wait(0, deps=(dka, dsd))
+            mbarrier.arrive(empty.index(stage), count=1)
+            dq_slot, dq_phase = dq_place(count, PLACES)
+            mbarrier.arrive(dq_full.index(dq_slot), count=1)
+    elif BEHIND:
+        dqa = _start_dq(WG, False, i - 1, buffers, bars, C)
         dv, dk, pd, dsd = warpgroup_mma_wait(2, deps=(dva, dka, pd, dsd))
         mbarrier.arrive(empty.index(stage), count=1)
         dq = warpgroup_mma_wait(0, deps=(dqa,))
-        _leave_dq(WG, count, dq, buffers, bars, sm_scale, C)
+        _leave_dq(WG, False, count, dq, buffers, bars, sm_scale, C)
     else:
         dv, dk, pd, dsd = warpgroup_mma_wait(0, deps=(dva, dka, pd, dsd))
         mbarrier.arrive(empty.index(stage), count=1)
@@ -272,7 +298,7 @@ def _multiply(WG: gl.constexpr, own, desc, buffers, bars, numbers, tables, work,
         if SPARE:
             send_off(desc_dv, i_b, i_k, n0, dv, spare_s.index(WG), ADD)
         if DQ:
-            dq = warpgroup_mma_wait(0, deps=(_start_dq(WG, i - 1, buffers, bars, C),))
+            dq = warpgroup_mma_wait(0, deps=(_start_dq(WG, False, i - 1, buffers, bars, C),))
         mbarrier.arrive(kv_empty, count=1)
         if DQ:  # neither reads dS any more: what is left leaves through its place
             mbarrier.wait(kv_empty, turn & 1)
@@ -282,7 +308,7 @@ def _multiply(WG: gl.constexpr, own, desc, buffers, bars, numbers, tables, work,
         if not SPARE:
             send_off(desc_dv, i_b, i_k, n0, dv, ds_s, ADD)
         if DQ:  # only now: the dQ before it is still being added
-            _leave_dq(WG, i + late, dq, buffers, bars, sm_scale, C)
+            _leave_dq(WG, False, i + late, dq, buffers, bars, sm_scale, C)
         send_off(desc_dk, i_b, i_k, n0, dk * sm_scale, ds_s, ADD, SPARE)
         if not PEEL:  # else that is waited for where dS is written again
             tma.store_wait(0)
@@ -307,7 +333,7 @@ def _second(desc, buffers, bars, numbers, tables, work, C: gl.constexpr):
 def _run(
     desc, numbers, tables, num_tiles, whole, parts, counter, states, STAGES: gl.constexpr, TABLE: gl.constexpr,
     ADD: gl.constexpr, HIDDEN: gl.constexpr, LISTS: gl.constexpr, DQ: gl.constexpr, CLAIM: gl.constexpr,
-    CUT: gl.constexpr, REGISTERS: gl.constexpr, FEED_REGISTERS: gl.constexpr,
+    CUT: gl.constexpr, TURNS: gl.constexpr, REGISTERS: gl.constexpr, FEED_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Buffers and barriers, and who does what."""
     desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d = desc
@@ -325,12 +351,14 @@ def _run(
     DL: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BM], dtype)
     ds0_s = gl.allocate_shared_memory(dtype, [2, BN, BM], DL)
     ds1_s = gl.allocate_shared_memory(dtype, [2, BN, BM], DL)
-    dq_s = gl.allocate_shared_memory(gl.float32, desc_dq.block_type.shape, desc_dq.layout)
+    PLACES: gl.constexpr = TURNS if TURNS else 1
+    SHAPE: gl.constexpr = desc_dq.block_type.shape
+    dq_s = gl.allocate_shared_memory(gl.float32, [PLACES] + SHAPE, desc_dq.layout)  # noqa: RUF005
     l_s = gl.allocate_shared_memory(gl.float32, [STAGES, BM], desc_l.layout)
     d_s = gl.allocate_shared_memory(gl.float32, [STAGES, BM], desc_l.layout)
     PEEL: gl.constexpr = DQ and (BD > 64 or LISTS)
     # Where there is room, dV has a place of its own to leave through. Where it is added that is slower.
-    SPARE: gl.constexpr = PEEL and not LISTS and not ADD
+    SPARE: gl.constexpr = PEEL and not LISTS and not ADD and PLACES == 1
     spare_s = ds0_s
     if SPARE:
         spare_s = gl.allocate_shared_memory(dtype, [2, BN, BD], DL)
@@ -342,12 +370,13 @@ def _run(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ML)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ML)
     ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], ML)
-    dq_full = gl.allocate_shared_memory(gl.int64, [1], ML)
-    dq_empty = gl.allocate_shared_memory(gl.int64, [1], ML)
+    dq_full = gl.allocate_shared_memory(gl.int64, [PLACES, 1], ML)
+    dq_empty = gl.allocate_shared_memory(gl.int64, [PLACES, 1], ML)
     mbarrier.init(kv_full, count=1)
     mbarrier.init(kv_empty, count=2)
-    mbarrier.init(dq_full, count=2)
-    mbarrier.init(dq_empty, count=1)
+    for i in gl.static_range(PLACES):
+        mbarrier.init(dq_full.index(i), count=2)
+        mbarrier.init(dq_empty.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
@@ -355,7 +384,7 @@ def _run(
         mbarrier.init(ds_full.index(i), count=2)
     for i in gl.static_range(4):
         mbarrier.init(work_full.index(i), count=1)
-    C: gl.constexpr = (BM, BN, STAGES, TABLE, ADD, HIDDEN, SL, KL, QL, LISTS, DQ, CLAIM, CUT, PEEL, SPARE)
+    C: gl.constexpr = (BM, BN, STAGES, TABLE, ADD, HIDDEN, SL, KL, QL, LISTS, DQ, CLAIM, CUT, PEEL, SPARE, TURNS)
     job = (
         desc,
         (q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s, spare_s),
@@ -389,14 +418,15 @@ def backward_kernel(
     desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d, states, first, last, counter,
     s_columns, H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section, num_tiles, whole, parts, STAGES: gl.constexpr,
     TABLE: gl.constexpr, ADD: gl.constexpr, HIDDEN: gl.constexpr, DQ: gl.constexpr, CLAIM: gl.constexpr,
-    CUT: gl.constexpr, REGISTERS: gl.constexpr, FEED_REGISTERS: gl.constexpr,
+    CUT: gl.constexpr, TURNS: gl.constexpr, REGISTERS: gl.constexpr, FEED_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Tp: how far apart the heads' rows lie in lse and delta. Blocks of K, V, dK and dV are those of a warpgroup. If
-    they are CUT, tiles before `whole` are whole and all others one of so many parts."""
+    they are CUT, tiles before `whole` are whole and all others one of so many parts. TURNS: 0, or how many places there
+    are for dQ made whole."""
     _run(
         (desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d),
         (H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section), (first, last, s_columns), num_tiles, whole,
-        parts, counter, states, STAGES, TABLE, ADD, HIDDEN, False, DQ, CLAIM, CUT, REGISTERS, FEED_REGISTERS,
+        parts, counter, states, STAGES, TABLE, ADD, HIDDEN, False, DQ, CLAIM, CUT, TURNS, REGISTERS, FEED_REGISTERS,
     )  # fmt: skip
 
 
@@ -412,8 +442,8 @@ def backward_kernel(
 def lists_backward_kernel(
     desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d, desc_words, states, spans, index,
     numbers, order, counter, s_batch, s_head, num_lines, num_long, H, K, G, T, S, Tp, scale, sm_scale, section,
-    num_tiles, STAGES: gl.constexpr, ADD: gl.constexpr, CLAIM: gl.constexpr, REGISTERS: gl.constexpr,
-    FEED_REGISTERS: gl.constexpr,
+    num_tiles, STAGES: gl.constexpr, ADD: gl.constexpr, CLAIM: gl.constexpr, TURNS: gl.constexpr,
+    REGISTERS: gl.constexpr, FEED_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """The same for the transposed lists and bits of a block map in blocks of 128 x 128."""
     words_s = gl.allocate_shared_memory(gl.int32, [STAGES * 2, 256], desc_words.layout)
@@ -421,5 +451,5 @@ def lists_backward_kernel(
     _run(
         (desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d),
         (H, K, G, T, S, Tp, 0, 0, scale, sm_scale, section), (desc_words, words_s, maps), num_tiles, num_tiles,
-        1, counter, states, STAGES, False, ADD, True, True, True, CLAIM, False, REGISTERS, FEED_REGISTERS,
+        1, counter, states, STAGES, False, ADD, True, True, True, CLAIM, False, TURNS, REGISTERS, FEED_REGISTERS,
     )  # fmt: skip

@@ -42,6 +42,14 @@ def hear(turn, work, WARPS: gl.constexpr):
 
 
 @gluon.jit
+def dq_place(count, PLACES: gl.constexpr):
+    """Which place the dQ of this number has on its way out, and the phase of that place's barriers."""
+    if PLACES == 2:
+        return count & 1, (count >> 1) & 1
+    return 0, count & 1
+
+
+@gluon.jit
 def _say(turn, tile, what, work):
     """Tell the others. They are never more than two turns behind, and there are four places."""
     num_tiles, whole, parts, counter, states, work_s, work_full = work
@@ -202,7 +210,7 @@ def _add(desc_dq, b, h, m0, row, states, count, buffers, bars, C: gl.constexpr):
     if ADD:
         where = [b, h, m0, 0]
     else:
-        where = [row // (dq_s.shape[1] // q_s.shape[4]), 0]
+        where = [row // (dq_s.shape[2] // q_s.shape[4]), 0]
     if CLAIM:
         state = gl.atomic_cas(p_state, 0, 1, sem="acquire")
         while state == 1:
@@ -210,24 +218,27 @@ def _add(desc_dq, b, h, m0, row, states, count, buffers, bars, C: gl.constexpr):
         fence_copies()
     else:
         state = 2
-    mbarrier.wait(dq_full, count & 1)
+    slot, phase = dq_place(count, dq_full.shape[0])
+    mbarrier.wait(dq_full.index(slot), phase)
+    dq = dq_s.index(slot)
     if state == 0:
-        tma.async_copy_shared_to_global(desc_dq, where, dq_s)
+        tma.async_copy_shared_to_global(desc_dq, where, dq)
         all_written()
         fence_copies()
         barrier()
         gl.atomic_xchg(p_state, 2, sem="release")
     else:
-        reduce_add(desc_dq, where, dq_s)
+        reduce_add(desc_dq, where, dq)
         tma.store_wait(0)
-    mbarrier.arrive(dq_empty, count=1)
+    mbarrier.arrive(dq_empty.index(slot), count=1)
 
 
 @gluon.jit
 def _drop(count, dq_full, dq_empty):
     """The first dQ of a tile is nobody's: see `_multiply`."""
-    mbarrier.wait(dq_full, count & 1)
-    mbarrier.arrive(dq_empty, count=1)
+    slot, phase = dq_place(count, dq_full.shape[0])
+    mbarrier.wait(dq_full.index(slot), phase)
+    mbarrier.arrive(dq_empty.index(slot), count=1)
 
 
 @gluon.jit

@@ -10,7 +10,7 @@ from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.hopper.backward import lists_backward_kernel
 from flashspan.kernels.hopper.forward import lists_forward_kernel
 from flashspan.kernels.hopper.tensors import L2_BYTES, block_dim, describe, describe_sums, multiprocessors
-from flashspan.kernels.hopper.tiles import BACKWARD, FORWARD, WARPS
+from flashspan.kernels.hopper.tiles import BACKWARD, FORWARD, WARPS, dq_turns
 from flashspan.kernels.portable.arguments import LOG2E, Launch
 from flashspan.kernels.tiling import Lists
 
@@ -98,7 +98,7 @@ def lists_backward_launch(
             section, lines * B * K,
         ),
         {
-            "STAGES": 2, "ADD": accumulate, "CLAIM": not accumulate, **WARPS,
+            "STAGES": 2, "ADD": accumulate, "CLAIM": not accumulate, "TURNS": dq_turns(wide, True), **WARPS,
         },
     )  # fmt: skip
 

@@ -9,8 +9,8 @@ from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.hopper.backward import backward_kernel
 from flashspan.kernels.hopper.lists import lists_backward_launch
 from flashspan.kernels.hopper.tensors import block_dim, describe, describe_sums, multiprocessors
-from flashspan.kernels.hopper.tiles import BACKWARD, WARPS
-from flashspan.kernels.masks import Band, Mask
+from flashspan.kernels.hopper.tiles import BACKWARD, WARPS, dq_turns
+from flashspan.kernels.masks import Mask
 from flashspan.kernels.portable.arguments import LOG2E, Launch, mask_arguments
 
 
@@ -51,6 +51,10 @@ def backward_launch(
     parts = max(1, min(8, T // (16 * tile.block_q))) if cut else 1  # of about 16 blocks or more
     whole = num_tiles // chip * chip if parts > 1 else num_tiles
     num_tiles = whole + (num_tiles - whole) * parts
+    # Where no query sees more than 4096 keys, asking each time who is the first to add to sums of dQ costs less than
+    # clearing them before. Of tables, taken for such, nobody looks.
+    claim = sums is not None and not accumulate and (table or min(hi - lo + 1, S) <= 4096)
+    far = not table and lo <= 1 - T  # all keys behind are seen
     return Launch(
         backward_kernel,
         (min(num_tiles, chip),),
@@ -65,17 +69,7 @@ def backward_launch(
         ),
         {
             "STAGES": 2, "TABLE": table, "ADD": accumulate,
-            "HIDDEN": hidden, "DQ": sums is not None,
-            "CLAIM": sums is not None and not accumulate and not _crowded(mask, T, S), "CUT": cut, **WARPS,
+            "HIDDEN": hidden, "DQ": sums is not None, "CLAIM": claim, "CUT": cut,
+            "TURNS": 0 if sums is None else dq_turns(wide, claim, far and H > K), **WARPS,
         },
     )  # fmt: skip
-
-
-def _crowded(mask: Mask, num_queries: int, num_keys: int) -> bool:
-    """Whether so many blocks of keys add to each block of queries that clearing the sums first costs less than asking
-    each time who is the first: about 4096 keys. Only a band tells without being looked at; other masks are for less."""
-    if not isinstance(mask, Band):
-        return False
-    lo, hi = mask.bounds(num_queries, num_keys)
-    queries = range(0, num_queries, -(-num_queries // 64))
-    return sum(max(0, min(i + hi + 1, num_keys) - max(i + lo, 0)) for i in queries) > 4096 * len(queries)

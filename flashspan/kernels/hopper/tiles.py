@@ -36,3 +36,15 @@ def lse_unit(wide: int, scale: float) -> float:
     """What lse is multiplied by for backward: where registers are short, accumulators of scores start from it, in their
     unit; at a padded head size of 64 it is subtracted in base 2, before exp2."""
     return LOG2E if wide == 64 else 1 / scale
+
+
+def dq_turns(wide: int, claimed: bool, far_and_grouped: bool = False) -> int:
+    """How the two warpgroups of backward make dQ: 0, each half of every one; 1, by turns, each every second one whole;
+    2, the same, with two places for them on their way out.
+
+    By turns shared memory is read less, of which heads of 64 have enough. Two places are faster only where sums of dQ
+    are not claimed one by one; and if they are, turns are slower where grouped heads see all keys behind them.
+    """
+    if wide == 64:
+        return 0
+    return 2 if not claimed else 0 if far_and_grouped else 1
