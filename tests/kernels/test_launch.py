@@ -243,9 +243,12 @@ def test_releases_that_were_not_read_go_the_plain_way(gpu: Gpu, monkeypatch: pyt
         assert gpu.plain == before + 8
 
 
-def backward_launch_of(mask: Mask, num_queries: int, num_keys: int, head_dim: int, *, add: bool, dq: bool) -> Launch:
+def backward_launch_of(
+    mask: Mask, num_queries: int, num_keys: int, head_dim: int, *, add: bool, dq: bool, key_heads: int = 4
+) -> Launch:
     one_pass = pytest.importorskip("flashspan.kernels.hopper.one_pass")
-    q, k = (torch.empty(1, 4, n, head_dim, dtype=torch.bfloat16, device="meta") for n in (num_queries, num_keys))
+    q = torch.empty(1, 4, num_queries, head_dim, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(1, key_heads, num_keys, head_dim, dtype=torch.bfloat16, device="meta")
     rows = torch.empty(4, -(-num_queries // 128) * 128, device="meta")
     counter = torch.empty(4, dtype=torch.int32, device="meta")
     made = [x.float() if add else x for x in (k, k)]
@@ -273,6 +276,31 @@ def test_only_full_masks_whose_gradients_are_added_are_cut_and_no_part_is_empty(
         launch = backward_launch_of(mask, 40_000, 1280, head_dim, add=add, dq=dq)
         assert launch.arguments[-2:] == (40, 1)
         assert not launch.constants["CUT"]
+
+
+@pytest.mark.parametrize(
+    ("mask", "length", "key_heads", "add", "claimed", "turns"),
+    [
+        (CAUSAL, 4096, 4, False, True, 1),
+        (CAUSAL, 4096, 2, False, True, 0),
+        (CAUSAL, 4097, 4, False, False, 2),
+        (CAUSAL, 4097, 2, False, False, 2),
+        (EVERYTHING, 4096, 4, False, True, 1),
+        (EVERYTHING, 8192, 2, False, False, 2),
+        (Band(-1023, 0), 65536, 2, False, True, 1),
+        (Band(-4096, 0), 65536, 2, False, False, 2),
+        (documents([5000, 5000]), 10000, 2, False, True, 1),
+        (CAUSAL, 1024, 2, True, False, 2),
+        (documents([5000, 5000]), 10000, 4, True, False, 2),
+    ],
+)
+def test_dq_has_two_places_just_where_its_sums_are_not_claimed(
+    mask: Mask, length: int, key_heads: int, add: bool, claimed: bool, turns: int
+) -> None:
+    # Where they are claimed one by one, two places were slower; where grouped heads see everything behind them, turns.
+    for head_dim, dq, found in ((128, True, (claimed, turns)), (64, True, (claimed, 0)), (128, False, (False, 0))):
+        launch = backward_launch_of(mask, length, length, head_dim, add=add, dq=dq, key_heads=key_heads)
+        assert (launch.constants["CLAIM"], launch.constants["TURNS"]) == found
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel is compiled here, not interpreted")

@@ -64,6 +64,7 @@ print(json.dumps([(cost.spilled_bytes, cost.registers, cost.shared_bytes) for co
 """
 
 
+@pytest.mark.slow
 def test_the_making_of_a_map_compiles_without_spills() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     command = [sys.executable, "-c", MAPPING]
