@@ -3,10 +3,14 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from flashspan.cli import COMMANDS, main
+from flashspan.bench import check
+from flashspan.cli import BENCHES, COMMANDS, Command, main
+from flashspan.context.layout import LAYOUTS
+from flashspan.context.strategy import STRATEGIES
 
 
 @pytest.mark.parametrize("words", [["--help"], *([name, "--help"] for name in COMMANDS)], ids=" ".join)
@@ -19,6 +23,27 @@ def test_help_explains_every_command(words: list[str], capsys: pytest.CaptureFix
     assert code == 0
     assert len(text) > 300
     assert words[0] == "--help" or "--" in text
+
+
+@pytest.mark.parametrize("words", [["--help"], ["bench", "--help"]], ids=" ".join)
+def test_a_list_of_commands_imports_none_of_them(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    docs = [command.bring().__doc__ for command in (BENCHES if words[0] == "bench" else COMMANDS).values()]
+
+    def refuse(command: Command) -> None:
+        raise AssertionError(f"{command.module} was imported")
+
+    monkeypatch.setattr(Command, "bring", refuse)
+    with pytest.raises(SystemExit, match="0"):
+        main(words)
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert all(" ".join(str(doc).split("\n\n")[0].split()) in shown for doc in docs)
+
+
+def test_commands_offer_what_there_is() -> None:
+    found = [get_args(choices) for choices in (check.Strategy, check.Layout, check.Dtype)]
+    assert found == [STRATEGIES, tuple(LAYOUTS), tuple(check.BOUNDS)]
 
 
 def test_attend_on_one_device_shows_output_error_time_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
@@ -34,6 +59,12 @@ def test_plan_draw_writes_both_pictures(tmp_path: Path, capsys: pytest.CaptureFi
     pictures = list(tmp_path.glob("*.svg"))
     assert len(pictures) == 2
     assert all("<svg" in picture.read_text() for picture in pictures)
+
+
+def test_a_picture_that_is_refused_leaves_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "draw", "--ranks", "2", "--tokens", "4097", "--folder", str(tmp_path)]) == 2
+    assert "4096 or fewer" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

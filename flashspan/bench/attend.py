@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import math
 import os
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,7 +16,8 @@ from torch import Tensor
 
 from flashspan.attention import attention
 from flashspan.bench import sweep
-from flashspan.bench.check import BOUNDS, at_length, over_all_ranks, relative, why_more
+from flashspan.bench.check import BOUNDS, Dtype, Layout, Strategy, at_length, over_all_ranks, relative, why_more
+from flashspan.bench.clock import timed
 from flashspan.bench.memory import free_bytes, peak_of
 from flashspan.context.layout import LAYOUTS
 from flashspan.context.strategy import STRATEGIES
@@ -29,8 +28,6 @@ from flashspan.launch import RankError, Ranks
 MAX_DEVICES = 8
 CHECKED_ROWS = 256  # queries compared with float64, spread over the sequence
 REPEATS = 3
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -67,15 +64,33 @@ def attend(
     seq_len: int,
     head_dim: int,
     *,
-    strategy: str = "ring",
-    layout: str = "zigzag",
-    causal: bool = False,
     heads: int = 1,
     kv_heads: int | None = None,
-    dtype: str = "float32",
+    causal: bool = False,
+    strategy: Strategy = "ring",
+    layout: Layout = "zigzag",
+    dtype: Dtype = "float32",
     seed: int = 0,
 ) -> int:
-    """Run and print; 0 if the output is right, else 1. GPUs if there are enough, else CPU processes."""
+    """Run attention over 1 to 8 devices and show that it is right.
+
+    Prints the configuration, the first eight numbers of the output, the error against a float64 reference, and each
+    device's time and peak memory. GPUs are used when there are enough of them, CPU processes otherwise.
+
+    Example: flashspan attend 4 2048 64 --causal
+
+    Args:
+        num_devices: how many devices share the sequence, 1 to 8.
+        seq_len: tokens in the whole sequence; need not divide by the devices.
+        head_dim: size of each head, 1 to 256.
+        heads: attention heads.
+        kv_heads: key and value heads; as many as heads unless given.
+        causal: each token sees only itself and those before it.
+        strategy: how keys and values travel between devices.
+        layout: which device holds which tokens.
+        dtype: of q, k and v.
+        seed: of the random inputs.
+    """
     kv_heads = heads if kv_heads is None else kv_heads
     if not 1 <= num_devices <= MAX_DEVICES:
         raise ValueError(f"attend runs on 1 to {MAX_DEVICES} devices: got {num_devices}")
@@ -141,26 +156,24 @@ def run_on_rank(job: Job) -> Answer:
     whole = make_inputs(job, device)
     attend = over_all_ranks(job.strategy, job.layout, job.device_type, num_tokens=job.seq_len)
     q, k, v = (attend.shard(x, 2) for x in whole)
-    alone = 0.0
     if dist.get_rank():
         del whole
-    elif dist.get_world_size() > 1:
-        alone = min(timed(lambda: attention(*whole, causal=job.causal), device)[0] for _ in range(REPEATS))
     peak, out = peak_of(lambda: attend(q, k, v, causal=job.causal), device)  # warms up, and shakes hands
-    times = []
-    for _ in range(REPEATS):
-        dist.barrier()
+    alone, times = [], []
+    for _ in range(REPEATS):  # in turn: whatever else the machine does slows both
+        if dist.get_rank() == 0 and dist.get_world_size() > 1:
+            alone.append(timed(lambda: attention(*whole, causal=job.causal), device)[0])
         sent = attend.bytes_sent
         del out
-        seconds, out = timed(lambda: attend(q, k, v, causal=job.causal), device)
-        times.append(seconds)
+        milliseconds, out = timed(lambda: attend(q, k, v, causal=job.causal), device, together=True)
+        times.append(milliseconds)
         sent = attend.bytes_sent - sent
     joined = attend.unshard(out, 2)
-    answer = (q.shape[2], 1e3 * min(times), (q.nbytes + 2 * k.nbytes + peak) / 2**20, sent / 2**20)
+    answer = (q.shape[2], min(times), (q.nbytes + 2 * k.nbytes + peak) / 2**20, sent / 2**20)
     if dist.get_rank():
         return Answer(*answer)
     sample = tuple(joined.flatten()[:8].tolist())
-    return Answer(*answer, 1e3 * alone, row_error(job, whole, joined), sample)
+    return Answer(*answer, min(alone, default=0.0), row_error(job, whole, joined), sample)
 
 
 def make_inputs(job: Job, device: torch.device) -> list[Tensor]:
@@ -182,14 +195,3 @@ def row_error(job: Job, whole: list[Tensor], out: Tensor) -> float:
     scale = 1.0 / math.sqrt(job.head_dim)
     exact = reference.forward(q[:, :, :: rows.step], k, v, mask=mask, scale=scale).out
     return relative(out[:, :, :: rows.step], exact)
-
-
-def timed(call: Callable[[], T], device: torch.device) -> tuple[float, T]:
-    """Seconds until the device is done, and the result."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    started = time.perf_counter()
-    result = call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - started, result

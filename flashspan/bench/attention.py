@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashspan import attention, masks
 from flashspan.bench import plots, record
+from flashspan.bench.tables import Table, show_tables
 from flashspan.kernels import reference
 from flashspan.kernels.masks import Mask, count
 
@@ -203,21 +204,18 @@ def _error(shape: Shape, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> float:
     return float((out[:1, :group, pick].float() - exact).norm() / exact.norm())
 
 
-def table(rows: list[record.Row]) -> Any:
-    """A rich table: a line per shape and implementation, our speed against each."""
-    from rich.table import Table
-
-    result = Table(title="attention, bf16: median ms (TFLOP/s)")
-    for column in ("shape", "implementation", "forward", "backward", "both", "ours is", "peak MiB"):
-        result.add_column(column, justify="left" if column in ("shape", "implementation") else "right")
+def table(rows: list[record.Row]) -> Table:
+    """A line per shape and implementation, our speed against each."""
+    headings = ("shape", "implementation", "forward", "backward", "both", "ours is", "peak MiB")
+    lines = []
     by = {(row.shape, row.impl, row.kind): row for row in rows}
     for shape, impl in dict.fromkeys((row.shape, row.impl) for row in rows):
         cells = [by[shape, impl, kind] for kind in ("forward", "backward", "both")]
         ours = by.get((shape, "flashspan", "both"))
         ratio = f"{cells[2].p50_ms / ours.p50_ms:.2f}x" if ours else ""
         times = [f"{cell.p50_ms:.3f} ({cell.tflops:.0f})" for cell in cells]
-        result.add_row(shape, impl, *times, ratio, f"{cells[0].peak_mib:.0f}")
-    return result
+        lines.append((shape, impl, *times, ratio, f"{cells[0].peak_mib:.0f}"))
+    return Table("attention, bf16: median ms (TFLOP/s)", headings, tuple(lines), 2)
 
 
 def markdown(rows: list[record.Row]) -> str:
@@ -262,8 +260,19 @@ def chart(rows: list[record.Row]) -> str:
     return plots.to_svg(plots.bars(groups, title=f"{label}, bf16, {rows[-1].device}", x="TFLOP/s"), label)
 
 
-def main(*, quick: bool = False, shapes: Sequence[str] = (), only: Sequence[str] = ()) -> int:
-    """Measure, append, print: all shapes, the first two, or those named; all implementations, or only these."""
+def bench_attention(*, quick: bool = False, shapes: tuple[str, ...] = (), only: tuple[str, ...] = ()) -> int:
+    """Our kernels beside PyTorch's (and flash-attn's, if installed), forward, backward and both, on a CUDA device.
+
+    Rows are appended to docs/benchmarks/attention.csv and printed as a table.
+
+    Example: flashspan bench attention --shapes 1,32,8,8192,128,causal --only flashspan sdpa-cudnn
+
+    Args:
+        quick: the first two shapes only.
+        shapes: batch,heads,key heads,tokens,head size,pattern each; the pattern is full, causal, "window W" or
+            "documents N".
+        only: these implementations.
+    """
     from rich.console import Console
     from rich.progress import track
 
@@ -275,7 +284,6 @@ def main(*, quick: bool = False, shapes: Sequence[str] = (), only: Sequence[str]
         raise ValueError("bench attention needs a CUDA device and none is present; `flashspan check` runs anywhere")
     where = record.environment(torch.device("cuda"))
     console = Console()
-    console.width = max(console.width, 120)
     rows: list[record.Row] = []
     for shape in track(chosen, description="shapes", console=console):
         for name, make in implementations(shape).items():
@@ -288,8 +296,7 @@ def main(*, quick: bool = False, shapes: Sequence[str] = (), only: Sequence[str]
                 continue
             record.append(measured, PATH)
             rows += measured
-    console.print(table(rows))
-    console.print(f"{len(rows)} rows appended to {PATH}")
+    show_tables([table(rows)], f"{len(rows)} rows appended to {PATH}")
     return 0
 
 

@@ -12,19 +12,25 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from flashspan.bench.memory import free_bytes
 from flashspan.context.layout import LAYOUTS
 from flashspan.context.strategy import STRATEGIES, ContextAttention, context_parallel
 from flashspan.kernels import tiled
 from flashspan.kernels.contract import row_delta
 from flashspan.kernels.masks import CAUSAL, EVERYTHING
 from flashspan.launch import Ranks
+
+Strategy: TypeAlias = Literal["ring", "double_ring", "gather", "helper", "ulysses", "hybrid"]
+Layout: TypeAlias = Literal["contiguous", "zigzag", "striped"]
+Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
+"""What commands offer; a test holds these to STRATEGIES, LAYOUTS and BOUNDS."""
 
 BOUNDS = {"float32": (1e-6, 1e-5), "bfloat16": (1e-2, 2e-2), "float16": (2e-3, 4e-3)}
 """Largest relative error allowed of out, and of dq, dk and dv; of float32 what the README promises."""
@@ -64,6 +70,11 @@ class Problem:
     dtype: str
     seed: int
 
+    def needed_bytes(self, ranks: int) -> int:
+        """What all ranks hold at least: every one the inputs, and the first the same and the answers in float64."""
+        numbers = 2 * (self.heads + self.kv_heads) * self.tokens * self.head_dim
+        return numbers * (ranks * getattr(torch, self.dtype).itemsize + 2 * torch.float64.itemsize)
+
     def inputs(self, device: torch.device) -> list[Tensor]:
         """q, k, v and dout of the whole sequence, the same on every rank."""
         generator = torch.Generator().manual_seed(self.seed)
@@ -93,17 +104,36 @@ class Result:
 def check(
     *,
     ranks: int = 4,
-    strategy: str | None = None,
-    layout: str | None = None,
+    strategy: Strategy | None = None,
+    layout: Layout | None = None,
     tokens: int = 1000,
     heads: int = 8,
     kv_heads: int = 2,
     head_dim: int = 64,
     causal: bool = True,
-    dtype: str = "float32",
+    dtype: Dtype = "float32",
     seed: int = 0,
 ) -> int:
-    """Run the chosen strategies and one device on the same inputs, print a table of errors; 0 if all pass, else 1."""
+    """Prove on this machine that parallel attention equals serial attention.
+
+    Spawns the ranks (or joins them, under torchrun), runs the strategy and one device on the same inputs, and prints
+    the errors of out, dq, dk and dv with a verdict. Exit code 1 on failure. With no arguments: every strategy and
+    layout.
+
+    Example: flashspan check --ranks 4 --strategy ring --layout zigzag --tokens 1000
+
+    Args:
+        ranks: how many ranks to spawn.
+        strategy: one strategy; all of them unless given.
+        layout: one layout; all that fit unless given.
+        tokens: length of the whole sequence; need not divide by the ranks.
+        heads: query heads.
+        kv_heads: key and value heads.
+        head_dim: size of each head.
+        causal: each token sees only itself and those before it.
+        dtype: of q, k and v.
+        seed: of the random inputs.
+    """
     if dtype not in BOUNDS:
         raise ValueError(f"dtype must be one of {', '.join(BOUNDS)}: got {dtype!r}")
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
@@ -128,7 +158,14 @@ def check(
         finally:
             dist.destroy_process_group()
     else:
-        cuda = torch.cuda.device_count() >= ranks
+        cuda = 1 <= ranks <= torch.cuda.device_count()
+        needed, free = problem.needed_bytes(1 if cuda else ranks), free_bytes("cuda" if cuda else "cpu")
+        if free is not None and needed > free:
+            raise ValueError(
+                f"check must fit in memory: {tokens} tokens, {heads} heads on {kv_heads} kv heads of {head_dim} on "
+                f"{ranks} ranks need about {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} are there; lower --tokens, "
+                "the heads or --ranks"
+            )
         what = f"{len(cases)} {'case' if len(cases) == 1 else 'cases'} on {ranks} ranks"
         with waiting(what), Ranks(ranks, backend="nccl" if cuda else "gloo", timeout=120) as pool:
             results = pool.run(run_on_rank, problem, "cuda" if cuda else "cpu", timeout=900)[0]

@@ -5,7 +5,6 @@ flashspan bench collectives --ranks 2 4
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flashspan.bench import record, sweep
+from flashspan.bench.clock import timed
 from flashspan.bench.context import Pool
 from flashspan.bench.record import Row
-from flashspan.bench.tables import Table, make
+from flashspan.bench.tables import Table, make, show_tables
 from flashspan.plan.calibrate import fit_link
 
 SIZES = tuple(4**power for power in range(5, 13))  # 1 KiB to 16 MiB
@@ -65,17 +65,7 @@ def run_on_rank(name: str, sizes: Sequence[int], repeats: int, device_type: str)
     for size in sizes:
         call = operation(name, torch.zeros(size // 4, device=device))
         call()
-        times = []
-        for _ in range(repeats):
-            if device_type == "cuda":
-                torch.cuda.synchronize(device)
-            dist.barrier()
-            begin = time.perf_counter()
-            call()
-            if device_type == "cuda":
-                torch.cuda.synchronize(device)
-            times.append(1e3 * (time.perf_counter() - begin))
-        found[size] = times
+        found[size] = [timed(call, device, together=True)[0] for _ in range(repeats)]
     return found
 
 
@@ -126,6 +116,7 @@ def table(rows: Sequence[Row]) -> Table:
             "latency, µs": lambda row: row.more.get("alpha_us"),
             "bandwidth, GB/s": lambda row: row.more.get("gb_per_s"),
         },
+        num_names=2,
     )
 
 
@@ -146,8 +137,6 @@ def bench_collectives(
         folder: where the rows go.
         again: measure what is there, too.
     """
-    from rich.console import Console
-
     if not ranks or min(ranks) < 2 or max(ranks) > 64:
         raise ValueError(f"collectives need 2 to 64 ranks: got {' '.join(map(str, ranks)) or 'none'}")
     if len(sizes) < 2 or any(size < 4 * max(ranks) or size % 4 for size in sizes):
@@ -165,8 +154,5 @@ def bench_collectives(
         outcome = sweep.run(jobs, path, again=again, title="collectives")
     finally:
         pool.close()
-    console = Console()
-    console.width = max(console.width, 110)
-    console.print(table(outcome.rows).rich())
-    console.print(f"{outcome.num_measured} measured, rows in {path}")
+    show_tables([table(outcome.rows)], f"{outcome.num_measured} measured, rows in {path}")
     return 0

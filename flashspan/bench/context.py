@@ -4,18 +4,19 @@ flashspan bench context --quick          # two minutes on two cores; then `flash
 
 Each measurement is of the whole model, forward and forward + backward. What the wire costs is measured, not guessed:
 the same step with the wire switched off is the computing, the same attention calls with the computing switched off are
-the communication, and what the two sum to beyond the step itself was hidden.
+the communication, and what the two sum to beyond the step itself was hidden. What is compared takes turns, step by
+step, so that whatever else the machine does hits all of it alike.
 """
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,12 +25,13 @@ from torch import Tensor
 from flashspan.attention import attention
 from flashspan.bench import memory, record, sweep, trace
 from flashspan.bench.check import over_all_ranks
+from flashspan.bench.clock import in_turns, timed
 from flashspan.bench.record import Row
-from flashspan.bench.tables import Table, make
+from flashspan.bench.tables import Table, make, show_tables
 from flashspan.context.layout import LAYOUTS
 from flashspan.context.strategy import STRATEGIES, ContextAttention
 from flashspan.kernels.contract import Carry, LocalAttention
-from flashspan.launch import Ranks
+from flashspan.launch import RankError, Ranks
 from flashspan.model import Llama, LlamaConfig
 from flashspan.train.metrics import peak_flops
 
@@ -87,6 +89,14 @@ class Switch:
     def _gate(self, call: Callable[[Any], None]) -> Callable[[Any], None]:
         return lambda argument: call(argument) if self.sends else None
 
+    def without(self, which: Literal["computes", "sends"], call: Callable[[], None]) -> None:
+        """A call with one of the two switched off."""
+        setattr(self, which, False)
+        try:
+            call()
+        finally:
+            setattr(self, which, True)
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Carry:
         if self.computes:
             return self.local.forward(q, k, v, **rest)
@@ -112,73 +122,92 @@ class Measured:
     peak_flops: float
 
 
-def run_on_rank(work: Workload, case: tuple[str, str], kinds: Sequence[str], repeats: int, device_type: str) -> Any:
-    """On a rank: the measurements of one case, by pass."""
-    device = torch.device(device_type, torch.cuda.current_device() if device_type == "cuda" else 0)
-    torch.manual_seed(0)
-    config = work.config()
-    tokens = torch.randint(config.vocab_size, (1, work.tokens), device=device)
-    switch = attend = None
-    if case[0] != ALONE:
-        attend = over_all_ranks(*case, device_type, num_tokens=work.tokens)
-        switch = Switch(attend)
-    with device:
-        model = Llama(config, attention=attend or attention)
-    targets = tokens.roll(-1, 1)
-    positions = torch.arange(work.tokens, device=device)
-    if attend is not None:
-        tokens, targets = (attend.shard(x, 1) for x in (tokens, targets))
-        positions = attend.positions(work.tokens, device)
-    cast = torch.autocast(device_type, getattr(torch, work.dtype), enabled=work.dtype != "float32")
+class Contender:
+    """A case on this rank: its attention, its part of the tokens, and steps of a model that all cases share."""
 
-    def step(kind: str) -> None:
+    def __init__(self, case: tuple[str, str], work: Workload, model: Llama, tokens: Tensor) -> None:
+        self.work, self.model, self.device = work, model, tokens.device
+        self.attend = self.switch = None
+        self.num_ranks = 1 if case[0] == ALONE else dist.get_world_size()
+        self.waits = case[0] == ALONE and dist.get_rank() > 0  # one device is rank 0's
+        self.tokens, self.targets = tokens, tokens.roll(-1, 1)
+        self.positions = torch.arange(work.tokens, device=self.device)
+        if case[0] != ALONE:
+            self.attend = over_all_ranks(*case, self.device.type, num_tokens=work.tokens)
+            self.switch = Switch(self.attend)
+            self.tokens, self.targets = (self.attend.shard(x, 1) for x in (self.tokens, self.targets))
+            self.positions = self.attend.positions(work.tokens, self.device)
+
+    def step(self, kind: str) -> None:
+        if self.waits:
+            return
+        model, dtype = self.model, self.work.dtype
+        model.attend = self.attend or attention
+        cast = torch.autocast(self.device.type, getattr(torch, dtype), enabled=dtype != "float32")
         with torch.set_grad_enabled(kind != "forward"), cast:
-            loss = model.loss(model(tokens, positions), targets)
+            loss = model.loss(model(self.tokens, self.positions), self.targets)
         if kind != "forward":
             loss.backward()
             model.zero_grad()
 
-    held = sum(p.nbytes for p in model.parameters()) + 3 * tokens.nbytes
-    return {
-        kind: _measure(lambda kind=kind: step(kind), kind, work, attend, switch, held, repeats, device)  # type: ignore[misc]
+    def turns(self, kind: str) -> dict[str, Callable[[], None]]:
+        """What is timed: the step, the step without its wire, its attention without computing."""
+        step = partial(self.step, kind)
+        if self.attend is None or self.switch is None:
+            return {"step": step}
+        calls = _attention_calls(self.attend, kind, self.work, self.device)
+        return {
+            "step": step,
+            "computing": partial(self.switch.without, "sends", step),
+            "wire": partial(self.switch.without, "computes", calls),
+        }
+
+    def watch(self, kind: str) -> tuple[float, float, float]:
+        """Of a step, after one that warms up and shakes hands: peak MiB, bytes sent, the share of its products."""
+        self.step(kind)
+        timeline = memory.Timeline(held=sum(p.nbytes for p in self.model.parameters()) + 3 * self.tokens.nbytes)
+        before = self.attend.bytes_sent if self.attend else 0
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        with trace.profiled(self.device, memory=True) as profiler:
+            self.step(kind)
+        memory.fill(timeline, profiler, self.device)
+        peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else timeline.peak
+        share = trace.share(trace.kernels(profiler, self.device), "product", "attention")
+        return peak / 2**20, (self.attend.bytes_sent if self.attend else 0) - before, share
+
+
+def run_on_rank(
+    work: Workload, cases: Sequence[tuple[str, str]], kinds: Sequence[str], repeats: int, device_type: str
+) -> dict[tuple[str, str], dict[str, Measured]]:
+    """On a rank: the measurements of cases, by pass. All of it takes turns: passes, their computing and their wire."""
+    device = torch.device(device_type, torch.cuda.current_device() if device_type == "cuda" else 0)
+    torch.manual_seed(0)
+    tokens = torch.randint(work.config().vocab_size, (1, work.tokens), device=device)
+    with device:
+        model = Llama(work.config(), attention=attention)
+    contenders, watched = {}, {}
+    for case in cases:  # before the next one is there: a GPU's peak counts all that is held
+        contenders[case] = Contender(case, work, model, tokens)
+        watched[case] = {kind: contenders[case].watch(kind) for kind in kinds}
+        dist.barrier()
+    nums = {contender.num_ranks for contender in contenders.values()}
+    flops = {num: peak_flops(device, num) if dist.get_rank() == 0 else float("nan") for num in nums}
+    clocks = {
+        (case, kind, name): partial(timed, call, device, together=True)
+        for case in cases
         for kind in kinds
+        for name, call in contenders[case].turns(kind).items()
     }
+    times = {key: [ms for ms, _ in results] for key, results in in_turns(clocks, repeats).items()}
 
+    def measured(case: tuple[str, str], kind: str) -> Measured:
+        steps = times[case, kind, "step"]
+        computing = median(times.get((case, kind, "computing"), steps))
+        wire = median(times.get((case, kind, "wire"), [0.0]))
+        return Measured(steps, computing, wire, *watched[case][kind], flops[contenders[case].num_ranks])
 
-def _measure(
-    step: Callable[[], None],
-    kind: str,
-    work: Workload,
-    attend: ContextAttention | None,
-    switch: Switch | None,
-    held: float,
-    repeats: int,
-    device: torch.device,
-) -> Measured:
-    step()  # warms up, and shakes hands
-    steps = [_time(step, device) for _ in range(repeats)]
-    computing, wire, sent = median(steps), 0.0, 0.0
-    if attend is not None and switch is not None:
-        before = attend.bytes_sent
-        step()
-        sent = attend.bytes_sent - before
-        switch.sends = False
-        computing = median(_time(step, device) for _ in range(repeats))
-        switch.sends, switch.computes = True, False
-        calls = _attention_calls(attend, kind, work, device)
-        wire = median(_time(calls, device) for _ in range(repeats))
-        switch.computes = True
-    timeline = memory.Timeline(held=held)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    with trace.profiled(device, memory=True) as profiler:
-        step()
-    memory.fill(timeline, profiler, device)
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else timeline.peak
-    share = trace.share(trace.kernels(profiler, device), "product", "attention")
-    flops = peak_flops(device, dist.get_world_size()) if dist.get_rank() == 0 else float("nan")
-    dist.barrier()
-    return Measured(steps, computing, wire, peak / 2**20, sent, share, flops)
+    return {case: {kind: measured(case, kind) for kind in kinds} for case in cases}
 
 
 def _attention_calls(attend: ContextAttention, kind: str, work: Workload, device: torch.device) -> Callable[[], None]:
@@ -199,23 +228,16 @@ def _attention_calls(attend: ContextAttention, kind: str, work: Workload, device
     return calls
 
 
-def _time(call: Callable[[], None], device: torch.device) -> float:
-    """Milliseconds of a call that all ranks begin together."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    dist.barrier()
-    begin = time.perf_counter()
-    call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return 1e3 * (time.perf_counter() - begin)
+def impl_of(case: tuple[str, str]) -> str:
+    """What a row calls a case: strategy and layout, or one device."""
+    return " ".join(case).strip()
 
 
 def make_row(where: dict[str, Any], work: Workload, case: tuple[str, str], kind: str, ranks: int, **rest: Any) -> Row:
     """A row of this bench, with or without times."""
-    impl = ALONE if case[0] == ALONE else f"{case[0]} {case[1]}"
     return record.row(
-        where, what="context", shape=str(work), impl=impl, kind=kind, dtype=work.dtype, ranks=ranks,
+        where, what="context", shape=str(work), impl=impl_of(case), kind=kind, dtype=work.dtype,
+        ranks=1 if case[0] == ALONE else ranks,
         tflop=work.tflop(kind), **rest,
     )  # fmt: skip
 
@@ -235,6 +257,7 @@ def join(
     where: dict[str, Any], work: Workload, case: tuple[str, str], kind: str, parts: Sequence[Measured], more: Any
 ) -> Row:
     """One row from every rank's numbers: the slowest rank's times, the largest rank's memory."""
+    parts = parts[:1] if case[0] == ALONE else parts
     steps = [max(times) for times in zip(*(part.steps for part in parts), strict=True)]
     computing, wire = max(p.computing for p in parts), max(p.wire for p in parts)
     whole = median(steps)
@@ -282,32 +305,62 @@ class Pool:
 def jobs_of(
     work: Workload, cases: Sequence[tuple[str, str]], world_sizes: Sequence[int], repeats: int, pool: Pool
 ) -> list[sweep.Job]:
-    """Strong scaling with every case, weak scaling (tokens grow with the ranks) with the zigzag ring."""
+    """Strong scaling with every case, weak scaling (tokens grow with the ranks) with the zigzag ring.
+
+    A job is all cases of one number of ranks, which take turns; one device takes them with those of the most ranks.
+    """
     where = record.environment(torch.device(pool.device_type))
     settings = {"repeats": repeats, "threads": pool.threads}  # a row with others is measured again
     jobs = []
     most = max(world_sizes)
-    for num in world_sizes:
+    for num in sorted(world_sizes, reverse=True):  # the whole sequence first: a page reads its command there
         small = Workload(**{**work.__dict__, "tokens": work.tokens // most * num})
-        sets = [("strong", work, [(ALONE, "")] if num == 1 else cases)]
+        alone = [(ALONE, "")] if num == most and 1 in world_sizes else []
+        sets = [("strong", work, [*alone, *(cases if num > 1 else ())])]
         if most > 1 and num != most:
             sets.append(("weak", small, [(ALONE, "")] if num == 1 else [("ring", "zigzag")]))
         for scaling, tokens, chosen in sets:
-            for case in chosen:
-                expected = tuple(make_row(where, tokens, case, kind, num, more=settings) for kind in KINDS)
-                measure = _job(pool, where, tokens, case, num, repeats, {**settings, "scaling": scaling})
-                jobs.append(sweep.Job(expected, measure))
+            if chosen:
+                jobs.append(_job(pool, where, tokens, chosen, num, settings, scaling))
     return jobs
 
 
 def _job(
-    pool: Pool, where: dict[str, Any], work: Workload, case: tuple[str, str], num: int, repeats: int, more: Any
-) -> Callable[[], list[Row]]:
-    def measure() -> list[Row]:
-        results = pool.get(num).run(run_on_rank, work, case, KINDS, repeats, pool.device_type, timeout=600)
-        return [join(where, work, case, kind, [result[kind] for result in results], more) for kind in KINDS]
+    pool: Pool,
+    where: dict[str, Any],
+    work: Workload,
+    cases: Sequence[tuple[str, str]],
+    num: int,
+    settings: dict[str, int],
+    scaling: str,
+) -> sweep.Job:
+    """Cases that take turns. If they fail, each half of them by itself: what one cannot do must not cost the others."""
 
-    return measure
+    def some(chosen: Sequence[tuple[str, str]]) -> sweep.Job:
+        return _job(pool, where, work, chosen, num, settings, scaling)
+
+    def part(rows: Sequence[Row]) -> sweep.Job:
+        names = {row.impl for row in rows}
+        return some([case for case in cases if impl_of(case) in names])
+
+    def measure() -> list[Row]:
+        given = (work, tuple(cases), KINDS, settings["repeats"], pool.device_type)
+        try:
+            results = pool.get(num).run(run_on_rank, *given, timeout=600 * len(cases))
+        except (RankError, TimeoutError):
+            if len(cases) == 1:
+                raise
+            half = len(cases) // 2
+            return [row for group in (cases[:half], cases[half:]) for row in sweep.attempt_here(some(group))]
+        more = {**settings, "scaling": scaling}
+        return [
+            join(where, work, case, kind, [result[case][kind] for result in results], more)
+            for case in cases
+            for kind in KINDS
+        ]
+
+    expected = tuple(make_row(where, work, case, kind, num, more=settings) for case in cases for kind in KINDS)
+    return sweep.Job(expected, measure, part=part)
 
 
 def table(rows: Sequence[Row], of_what: str = "") -> Table:
@@ -342,7 +395,7 @@ def table(rows: Sequence[Row], of_what: str = "") -> Table:
             "sent MiB": lambda row: row.bytes / 2**20,
             "peak MiB": lambda row: row.peak_mib,
         },
-        num_names=1,
+        num_names=3,
     )
 
 
@@ -363,8 +416,8 @@ def bench_context(
     """One device against every strategy and layout: latency, tokens/s, MFU, wire, memory, scaling.
 
     Runs a LLaMA on 1 to 8 ranks (GPUs where there are enough, CPU processes otherwise) and appends a row for each
-    strategy, layout, number of ranks and pass to FOLDER/context.jsonl. Run again, it measures only what is missing.
-    `flashspan report` makes a page of it.
+    strategy, layout, number of ranks and pass to FOLDER/context.jsonl. All on a number of ranks take turns. Run again,
+    it measures only what is missing. `flashspan report` makes a page of it.
 
     Args:
         quick: six of the strategies and layouts and, unless given, a smaller model on 1 and 2 ranks; two minutes on
@@ -380,8 +433,6 @@ def bench_context(
         folder: where the rows go.
         again: measure what is there, too.
     """
-    from rich.console import Console
-
     usual = QUICK if quick else FULL
     ranks = usual["ranks"] if ranks is None else ranks
     tokens = usual["tokens"] if tokens is None else tokens
@@ -403,8 +454,6 @@ def bench_context(
         outcome = sweep.run(jobs, path, again=again, title="context")
     finally:
         pool.close()
-    console = Console()
-    console.width = max(console.width, 165)
-    console.print(table(outcome.rows).rich())
-    console.print(f"{outcome.num_measured} measured, rows in {path}; `flashspan report {folder}` makes a page of them")
+    note = f"{outcome.num_measured} measured, rows in {path}; `flashspan report {folder}` makes a page of them"
+    show_tables([table(outcome.rows)], note)
     return 0

@@ -9,7 +9,6 @@ They share the global batch: data strategies split its samples, context its sequ
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,14 +18,14 @@ from typing import Any, get_args
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from rich.console import Console
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flashspan.attention import attention
 from flashspan.bench import record
+from flashspan.bench.clock import timed
 from flashspan.bench.record import Row
-from flashspan.bench.tables import Table, make
+from flashspan.bench.tables import Table, make, show_tables
 from flashspan.context import ContextAttention, context_parallel
 from flashspan.launch import Ranks
 from flashspan.parallel import (
@@ -256,7 +255,7 @@ def measure_ranks(
                 kind="step",
                 dtype="float32",
                 ranks=num_ranks,
-                samples_ms=[1e3 * max(times) for times in zip(*(r[name]["steps"] for r in results), strict=True)],
+                samples_ms=[max(times) for times in zip(*(r[name]["steps"] for r in results), strict=True)],
                 peak_mib=ledger.total / MIB,
                 more={
                     "communication_ms": 1e3 * first["communication"],  # of gradients, where we do it
@@ -282,10 +281,7 @@ def _take_turns(names: list[str], sizes: Transformer, batch: int, length: int, r
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
             contender = contenders[name]
-            dist.barrier()
-            start = time.perf_counter()
-            contender.step()
-            elapsed = time.perf_counter() - start
+            elapsed, _ = timed(contender.step, torch.device("cpu"), together=True)
             if turn:  # the first is for warming up
                 steps[name].append(elapsed)
                 if isinstance(contender.running, DataParallel):
@@ -363,10 +359,11 @@ def bench_data(
         raise ValueError(f"bench data needs 1 to 8 ranks, 2 rounds and 1 sequence: got {shown}, {rounds} and {batch}")
     for num_ranks in ranks:
         fitting(only, num_ranks)  # refused before anything is measured
-    path, console = folder / "data.jsonl", Console(width=160)
+    path = folder / "data.jsonl"
+    record.append([], path)  # a folder that cannot be written to is found before anything is measured
     for num_ranks in ranks:
         rows = measure_ranks(num_ranks, only, rounds=rounds, batch=batch)
         record.append(rows, path)
-        console.print(table(rows).rich())
-    console.print(f"rows in {path}")
+        show_tables([table(rows)])
+    print(f"rows in {path}")
     return 0

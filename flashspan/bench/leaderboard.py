@@ -27,8 +27,13 @@ def flash(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
     return attention(q[None], k[None], v[None], causal=is_causal)[0]
 
 
-def main(*, rep: int = 10000, warmup: int = 1000) -> int:
-    """Measure, check, append, print."""
+def bench_leaderboard(*, rep: int = 10000, warmup: int = 1000) -> int:
+    """The course's leaderboard test, as it stands: compiled, 16 heads of 64 over 16,384 tokens, causal.
+
+    Args:
+        rep: milliseconds to measure for.
+        warmup: milliseconds to warm up for.
+    """
     from triton.testing import do_bench
 
     if not torch.cuda.is_available():

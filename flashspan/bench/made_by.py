@@ -85,7 +85,7 @@ def attention_command(rows: Sequence[Row]) -> str:
     reads = (re.fullmatch(r"(\d+)x(\d+)/(\d+)x(\d+)x(\d+) (.+)", shape) for shape in found)
     shapes = tuple(",".join(read.groups()) for read in reads if read)
     own = found.keys() == {str(shape) for shape in attention.SHAPES}
-    return command("bench attention", attention.main, shapes=None if own else shapes)
+    return command("bench attention", attention.bench_attention, shapes=None if own else shapes)
 
 
 def sparse_commands(rows: Sequence[Row]) -> list[str]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from flashspan.bench.clock import synchronise
 from flashspan.bench.ranges import PHASES
 from flashspan.bench.trace import profiled
 
@@ -54,8 +55,7 @@ def watch(device: torch.device, *, held: float = 0.0) -> Iterator[Timeline]:
     timeline = Timeline(held=held)
     with profiled(device, memory=True) as profiler:
         yield timeline
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronise(device)
     fill(timeline, profiler, device)
 
 

@@ -9,7 +9,6 @@ their mean and standard deviation beside the percentiles.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -20,8 +19,9 @@ import torch
 
 from flashspan.attention import attention
 from flashspan.bench import memory, ranges, record, sweep
+from flashspan.bench.clock import timed
 from flashspan.bench.record import Row
-from flashspan.bench.tables import Table, pivot
+from flashspan.bench.tables import Table, pivot, show_tables
 from flashspan.model import Llama, LlamaConfig, preset
 
 KINDS = ("inference", "forward", "backward", "optimizer", "training")
@@ -93,10 +93,6 @@ class Stepper:
         self.backward()
         self.update()
 
-    def synchronise(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
     def held(self) -> float:
         """Bytes of weights, gradients, optimizer state and tokens."""
         state = [v for entry in self.optimizer.state.values() for v in entry.values() if torch.is_tensor(v)]
@@ -118,16 +114,9 @@ def peak_bytes(stepper: Stepper, call: Callable[[], None]) -> float:
 def time_phases(stepper: Stepper, warmup: int, steps: int) -> dict[str, list[float]]:
     """Milliseconds of every measured run of each phase."""
     phases: dict[str, list[float]] = {kind: [] for kind in KINDS}
-
-    def timed(call: Callable[[], None]) -> float:
-        stepper.synchronise()
-        begin = time.perf_counter()
-        call()
-        stepper.synchronise()
-        return 1e3 * (time.perf_counter() - begin)
-
+    calls = (stepper.infer, stepper.forward, stepper.backward, stepper.update)
     for number in range(warmup + steps):
-        parts = [timed(call) for call in (stepper.infer, stepper.forward, stepper.backward, stepper.update)]
+        parts = [timed(call, stepper.device)[0] for call in calls]
         if number >= warmup:
             for kind, value in zip(KINDS, [*parts, sum(parts[1:])], strict=True):
                 phases[kind].append(value)
@@ -223,8 +212,6 @@ def bench_model(
         folder: where the rows go.
         again: measure what is there, too.
     """
-    from rich.console import Console
-
     place = record.find_device(device)
     if not presets:
         raise ValueError("presets must name one model or more, for instance small: got none")
@@ -251,10 +238,7 @@ def bench_model(
     study = len(warmups) > 1
     path = folder / "model.jsonl"
     outcome = sweep.run([job(s, place, fresh=study) for s in settings], path, again=again, title="model")
-    console = Console()
-    console.width = max(console.width, 140)
-    console.print(table(outcome.rows).rich())
-    console.print(f"{outcome.num_measured} measured, rows in {path}")
+    show_tables([table(outcome.rows)], f"{outcome.num_measured} measured, rows in {path}")
     return 0
 
 

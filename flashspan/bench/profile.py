@@ -10,7 +10,6 @@ attention. The summary answers the usual questions by itself, for inference and 
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,8 +19,10 @@ import torch
 from flashspan.bench import memory as memories
 from flashspan.bench import precision as precisions
 from flashspan.bench import ranges, record, sweep, trace
+from flashspan.bench.clock import synchronise, timed
 from flashspan.bench.model import ATTENTIONS, Setting, Stepper
 from flashspan.bench.plots import to_svg
+from flashspan.bench.tables import show_tables
 from flashspan.model import preset as find_preset
 from flashspan.plan import Mixture, Run, ledger
 
@@ -79,12 +80,9 @@ def run_profile(setting: Setting, device: torch.device, *, training: bool, trace
     with ranges.span("warm-up"):
         for _ in range(setting.warmup):
             step()
-    stepper.synchronise()
+    synchronise(device)
     with trace.profiled(device) as profiler, ranges.named(stepper.model):
-        begin = time.perf_counter()
-        step()
-        stepper.synchronise()
-        wall_ms = 1e3 * (time.perf_counter() - begin)
+        wall_ms, _ = timed(step, device)
     if trace_path is not None:
         try:
             trace_path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,7 +103,7 @@ def memory_timeline(setting: Setting, device: torch.device, *, training: bool, s
     step = stepper.train if training else stepper.infer
     for _ in range(max(1, setting.warmup)):
         step()
-    stepper.synchronise()
+    synchronise(device)
     history = device.type == "cuda" and snapshot is not None
     if history:
         torch.cuda.memory._record_memory_history(max_entries=1_000_000)
@@ -157,15 +155,11 @@ def profile(
         device: auto, cpu or cuda.
         folder: where traces and pictures go.
     """
-    from rich.console import Console
-
     if memory and precision:
         raise ValueError("--memory and --precision are each shown instead of the times: got both; run one at a time")
     place = record.find_device(device)
-    console = Console()
     if precision:
-        for table in precisions.tables(place):
-            console.print(table.rich())
+        show_tables(precisions.tables(place))
         return 0
     if attention not in ATTENTIONS:
         raise ValueError(f"attention must be one of {', '.join(ATTENTIONS)}: got {attention!r}")

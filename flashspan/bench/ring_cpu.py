@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flashspan.bench.attend import timed
+from flashspan.bench.clock import timed
 from flashspan.bench.memory import peak_of
 from flashspan.context.strategy import context_parallel
 from flashspan.launch import Ranks
@@ -57,8 +57,8 @@ def compare(tokens: int, heads: int, head_dim: int, repeats: int, head_chunks: i
         for name, call in calls.items():
             dist.barrier()
             before = time.process_time()
-            seconds, _ = timed(call, device)
-            results[name].append((seconds, time.process_time() - before))
+            milliseconds, _ = timed(call, device)
+            results[name].append((milliseconds / 1e3, time.process_time() - before))
     return results
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Literal
 
 import torch
 
 from flashspan.arguments import resolve_mask
+from flashspan.bench.check import Layout
 from flashspan.context.draw import draw_ownership, draw_timeline
 from flashspan.context.generators import GENERATORS
 from flashspan.context.layout import place
@@ -20,17 +21,33 @@ MOST_RANKS = 256
 
 
 def draw(
-    ranks: int,
-    strategy: str,
-    layout: str,
     *,
-    sizes: Sequence[int] | None = None,
+    ranks: int = 8,
+    strategy: Literal["ring", "double_ring", "gather", "helper"] = "ring",
+    layout: Layout = "zigzag",
+    sizes: tuple[int, int] | None = None,
     tokens: int = 2048,
     causal: bool = True,
     window: int | None = None,
     folder: str = ".",
 ) -> int:
-    """Write both pictures, and say how balanced the schedule is; it is verified on the way."""
+    """See a schedule before it runs: two pictures.
+
+    The timeline of the schedule (compute, transfers and waiting of every rank) and who computes which part of the
+    mask, as SVG.
+
+    Example: flashspan plan draw --ranks 8 --strategy helper --layout contiguous
+
+    Args:
+        ranks: how many ranks share the sequence.
+        strategy: how keys and values travel between ranks.
+        layout: which rank holds which tokens.
+        sizes: nodes and ranks per node, for double_ring.
+        tokens: length of the whole sequence, at most 4096 for the picture of the mask.
+        causal: each token sees only itself and those before it.
+        window: each token sees this many tokens, itself included.
+        folder: where the pictures go.
+    """
     if ranks < 1 or tokens < 1:
         raise ValueError(f"a schedule needs at least 1 rank and 1 token: got {ranks} ranks and {tokens} tokens")
     if ranks > MOST_RANKS:
@@ -39,7 +56,7 @@ def draw(
         raise ValueError("double_ring needs --sizes NODES RANKS_PER_NODE")
     rows = torch.empty(1, 1, tokens, 1, device="meta")
     survey = Survey(place(layout, tokens, ranks), resolve_mask(rows, rows, causal=causal, window=window))
-    options = {"sizes": tuple(sizes)} if strategy == "double_ring" and sizes else {}
+    options = {"sizes": sizes} if strategy == "double_ring" and sizes else {}
     schedule = GENERATORS[strategy](survey, **options)
     verify(schedule, survey)
     out = make_folder(folder, "--folder")
@@ -47,8 +64,8 @@ def draw(
     work = schedule.work()
     timeline, ownership = out / f"{stem}-timeline.svg", out / f"{stem}-mask.svg"
     with written_to(out, "--folder"):
+        draw_ownership(schedule, survey, ownership)  # first: it refuses long sequences
         draw_timeline(schedule, timeline)
-        draw_ownership(schedule, survey, ownership)
     print(f"{strategy} on {ranks} ranks, {layout}: {schedule.num_steps} steps, {len(schedule.transfers)} transfers")
     print(f"busiest rank: {max(work) * ranks / max(1, sum(work)):.3f}x the mean")
     print(f"wrote {timeline} and {ownership}")

@@ -9,7 +9,6 @@ Rows are appended to docs/benchmarks/sparse.csv.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from flashspan import attention, masks
 from flashspan.bench import record
+from flashspan.bench.clock import timed
 from flashspan.bench.tables import Table
 from flashspan.kernels import reference
 from flashspan.kernels.blocks import Blocks
@@ -234,13 +234,10 @@ def build() -> None:
     """How long maps take to make: from a rule 64k x 64k, and from a tensor beside reading it."""
     rule: Rule = lambda b, h, i, j: (i >= j) & (i - j < 4096)  # noqa: E731
     for attempt in ("first", "again"):
-        torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        start = time.perf_counter()
-        mask = Blocks.from_rule(rule, 65536, 65536, device="cuda")
-        torch.cuda.synchronize()
+        spent, mask = timed(lambda: Blocks.from_rule(rule, 65536, 65536, device="cuda"), torch.device("cuda"))
         peak = torch.cuda.max_memory_allocated() / 2**20
-        print(f"rule, 65536 x 65536, {attempt}: {time.perf_counter() - start:.3f} s, peak {peak:.0f} MiB: {mask}")
+        print(f"rule, 65536 x 65536, {attempt}: {spent / 1e3:.3f} s, peak {peak:.0f} MiB: {mask}")
     visible = torch.rand(16384, 16384, device="cuda") < 0.5
     from triton.testing import do_bench
 

@@ -9,7 +9,6 @@ A shape that does not fit is recorded as such, with the bytes that plain attenti
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,8 +20,9 @@ from torch import Tensor
 
 from flashspan.attention import attention
 from flashspan.bench import record, sweep
+from flashspan.bench.clock import timed
 from flashspan.bench.record import Row
-from flashspan.bench.tables import Table, pivot
+from flashspan.bench.tables import Table, pivot, show_tables
 
 HEAD_DIMS = (16, 32, 64, 128)
 EAGER_LENGTHS = (256, 1024, 4096, 8192, 16384)
@@ -59,15 +59,14 @@ def eager_rows(tokens: int, head_dim: int, compiled: bool, repeats: int, device:
         call(q, k, v).backward(dout)
     times: dict[str, list[float]] = {"forward": [], "backward": []}
     before = 0.0
-    outs: list[Tensor] = []
     for _ in range(repeats):
-        times["forward"].append(_time(lambda: outs.append(call(q, k, v)), device))
-        out = outs.pop()
+        milliseconds, out = timed(lambda: call(q, k, v), device)
+        times["forward"].append(milliseconds)
         if device.type == "cuda":
             before = max(before, torch.cuda.memory_allocated(device))
         else:
             before = _saved_bytes(q, k, v, dout, out)
-        times["backward"].append(_time(lambda out=out: out.backward(dout), device))  # type: ignore[misc]
+        times["backward"].append(timed(partial(out.backward, dout), device)[0])
         del out
         q.grad = k.grad = v.grad = None
     return [
@@ -150,17 +149,7 @@ def _bench(call: Callable[[], Any], device: torch.device) -> list[float]:
             before = median(times)
         return times
     call()
-    return [_time(call, device) for _ in range(3)]
-
-
-def _time(call: Callable[[], Any], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    begin = time.perf_counter()
-    call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return 1e3 * (time.perf_counter() - begin)
+    return [timed(call, device)[0] for _ in range(3)]
 
 
 def jobs(
@@ -272,8 +261,6 @@ def bench_study(
         folder: where the rows go.
         again: measure what is there, too.
     """
-    from rich.console import Console
-
     place = record.find_device(device)
     if not lengths:
         lengths = (256, 1024) if place.type == "cpu" else EAGER_LENGTHS if which == "eager" else FLASH_LENGTHS
@@ -285,10 +272,6 @@ def bench_study(
         raise ValueError(f"a study needs 1 repeat or more: got {repeats}")
     path = folder / "study.jsonl"
     outcome = sweep.run(jobs(which, lengths, head_dims, place, repeats), path, again=again, title=which)
-    console = Console()
-    console.width = max(console.width, 160)
-    console.print(table(outcome.rows).rich())
-    if which == "eager":
-        console.print(memory_table(outcome.rows).rich())
-    console.print(f"{outcome.num_measured} measured, rows in {path}")
+    shown = [table(outcome.rows)] + ([memory_table(outcome.rows)] if which == "eager" else [])
+    show_tables(shown, f"{outcome.num_measured} measured, rows in {path}")
     return 0

@@ -39,24 +39,36 @@ class Job:
     """`measure` gives a row for each of `expected`: rows that say what, without times.
 
     `prepare` leaves on disk what measuring would compile; jobs that need the same have equal ones. Of jobs that run
-    apart, those of one `process` share one; None wants a new one, in which nothing has run.
+    apart, those of one `process` share one; None wants a new one, in which nothing has run. A job of several
+    implementations, which take turns, may give the job of some of its rows: its `part`.
     """
 
     expected: tuple[Row, ...]
     measure: Callable[[], Sequence[Row]]
     prepare: functools.partial[Any] | None = None
     process: str | None = "timed"
+    part: Callable[[Sequence[Row]], Job] | None = None
+
+    @property
+    def num_impls(self) -> int:
+        return len({row.impl for row in self.expected})
 
     @property
     def name(self) -> str:
-        first = self.expected[0]
-        ranks = f" on {first.ranks} ranks" if first.ranks > 1 else ""
-        return f"{first.what} {first.shape} {first.impl} {first.dtype}{ranks}"
+        if self.num_impls == 1:
+            return name_of(self.expected[0])
+        return name_of(replace(self.expected[-1], impl=f"{self.num_impls} in turns"))
+
+
+def name_of(row: Row) -> str:
+    """What a row is about, in words."""
+    ranks = f" on {row.ranks} ranks" if row.ranks > 1 else ""
+    return f"{row.what} {row.shape} {row.impl} {row.dtype}{ranks}"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a sweep did: the rows it was about, old and new, and how many jobs are left for the next run."""
+    """What a sweep did: the rows it was about, old and new, and how many are left for the next run."""
 
     rows: list[Row]
     num_measured: int
@@ -85,11 +97,12 @@ def run(
     known = {row.key: row for row in record.read(path)} if path.exists() else {}
     record.append([], path)  # a folder that cannot be written to is found before anything is measured
     begin = time.monotonic()
-    done = 0
+    wanted = {row.key for job in jobs for row in job.expected}
+    total, missing, done = sum(job.num_impls for job in jobs), sum(job.num_impls for job in todo), 0
     spent: dict[str, float] = defaultdict(float)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, transient=True) as bar:
-        task = bar.add_task(title, total=len(jobs), completed=len(jobs) - len(todo))
+        task = bar.add_task(title, total=total, completed=total - missing)
         for job in todo:
             started = time.monotonic()
             if seconds is not None and started - begin > seconds:
@@ -102,23 +115,24 @@ def run(
             record.append(rows, path)
             spent[job.expected[0].what] += time.monotonic() - started
             known |= {row.key: row for row in rows}
-            done += 1
-            for status in dict.fromkeys(row.status for row in rows if not row.ok):
-                bar.console.print(f"{job.name}: {status}", markup=False, highlight=False)
-            bar.advance(task)
-    wanted = {row.key for job in jobs for row in job.expected}
-    return Outcome([row for key, row in known.items() if key in wanted], done, len(todo) - done, dict(spent))
+            done += job.num_impls
+            failed = {(row.impl, row.status): row for row in reversed(rows) if not row.ok}
+            for row in reversed(failed.values()):
+                bar.console.print(f"{name_of(row)}: {row.status}", markup=False, highlight=False)
+            bar.advance(task, job.num_impls)
+    return Outcome([row for key, row in known.items() if key in wanted], done, missing - done, dict(spent))
 
 
 def left(jobs: Sequence[Job], path: Path) -> list[Job]:
-    """The jobs that a file has no result of, or one with other settings (steps, warm-ups, ...)."""
+    """The jobs, or parts of them, that a file has no result of, or one with other settings (steps, warm-ups, ...)."""
     rows = record.newest(record.read(path)) if path.exists() else []
     known = {row.key: row.more for row in rows if row.ok or row.status == OUT_OF_MEMORY}
 
     def done(row: Row) -> bool:
         return row.key in known and record.as_written(row)["more"].items() <= known[row.key].items()
 
-    return [job for job in jobs if not all(done(row) for row in job.expected)]
+    missing = [(job, [row for row in job.expected if not done(row)]) for job in jobs]
+    return [job.part(rows) if job.part else job for job, rows in missing if rows]
 
 
 def attempt_here(job: Job) -> list[Row]:

@@ -36,6 +36,31 @@ class Table:
             shown.add_row(*(Text(cell) for cell in line))
         return shown
 
+    def width(self, columns: Iterable[int]) -> int:
+        """Characters that these columns take in a terminal."""
+        from rich.cells import cell_len
+
+        lines = (self.headings, *self.cells)
+        return 1 + sum(3 + max(cell_len(line[i]) for line in lines) for i in columns)
+
+    def parts(self, width: int) -> list[Table]:
+        """The same in tables that are no wider, where that can be: each has the names, and some of the numbers."""
+        names = list(range(self.num_names))
+        groups = [names]
+        for i in range(self.num_names, len(self.headings)):
+            if groups[-1] != names and self.width([*groups[-1], i]) > width:
+                groups.append(names)
+            groups[-1] = [*groups[-1], i]
+        return [
+            Table(
+                "continued" if number else self.title,
+                tuple(self.headings[i] for i in group),
+                tuple(tuple(line[i] for i in group) for line in self.cells),
+                self.num_names,
+            )
+            for number, group in enumerate(groups)
+        ]
+
     def markdown(self) -> str:
         rule = ["---" if i < self.num_names else "---:" for i in range(len(self.headings))]
         lines = [self.headings, rule, *self.cells]
@@ -52,6 +77,20 @@ class Table:
             f'<div class="scroll"><table><caption>{html.escape(self.title)}</caption>'
             f"<thead>{line(self.headings, 'th')}</thead><tbody>\n{body}\n</tbody></table></div>"
         )
+
+
+def show_tables(tables: Iterable[Table], note: str = "") -> None:
+    """Print tables, and a line below: in parts where the terminal is narrower; in a file a line is a line."""
+    from rich.console import Console
+
+    console = Console()
+    room = console.width
+    for table in tables:
+        for part in table.parts(room) if console.is_terminal else [table]:
+            console.width = max(room, part.width(range(len(part.headings))))
+            console.print(part.rich())
+    if note:
+        console.print(note, soft_wrap=True)
 
 
 def make(title: str, rows: Iterable[Row], columns: dict[str, Callable[[Row], object]], num_names: int = 1) -> Table:

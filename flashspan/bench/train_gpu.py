@@ -33,7 +33,6 @@ import os
 import shutil
 import statistics
 import tempfile
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -47,6 +46,7 @@ from torch import Tensor
 
 from flashspan.attention import attention
 from flashspan.bench import record, trace
+from flashspan.bench.clock import synchronise, timed
 from flashspan.bench.plain_llama import Baseline, load_baseline
 from flashspan.generate import Sampling, Whole, decode
 from flashspan.model import Llama, LlamaConfig, load_llama, preset, save_state
@@ -213,23 +213,14 @@ class Bench:
 
     def _measure(self, step: Callable[[], float], repeat: int, name: str) -> tuple[float, list[float], int]:
         """The first loss, the seconds of `repeat` steps after two to warm up, and the peak of those."""
-        begin = time.perf_counter()
-        first = step()
-        step()
-        print(f"{name}: {time.perf_counter() - begin:.1f} s to warm up", flush=True)
+        spent, (first, _) = timed(lambda: (step(), step()), self.device)
+        print(f"{name}: {spent / 1e3:.1f} s to warm up", flush=True)
         reset_peak(self.device)
-        seconds = [self._time(step) for _ in range(repeat)]
+        seconds = [timed(step, self.device)[0] / 1e3 for _ in range(repeat)]
         peak = peak_bytes(self.device)
         if self.profile and self.device.type == "cuda":
             self._show(step, name)
         return first, seconds, peak
-
-    def _time(self, run: Callable[[], Any]) -> float:
-        synchronize(self.device)
-        begin = time.perf_counter()
-        run()
-        synchronize(self.device)
-        return time.perf_counter() - begin
 
     def _show(self, step: Callable[[], float], name: str) -> None:
         """Which kernels a step's time goes to."""
@@ -237,7 +228,7 @@ class Bench:
 
         with profile(activities=[ProfilerActivity.CUDA]) as seen:
             step()
-            synchronize(self.device)
+            synchronise(self.device)
         kernels = trace.kernels(seen.profiler, self.device)
         print(f"{name}: {sum(kernel.milliseconds for kernel in kernels):.1f} ms of kernels in a step")
         for kernel in kernels[:14]:
@@ -245,31 +236,24 @@ class Bench:
 
     def _their_decode(self, theirs: Baseline, prompt: Tensor) -> tuple[float, float]:
         """Seconds of the prompt and of the tokens after it. Nobody waits for a token here, as generate() would."""
+        state: tuple[Tensor, Any] = (prompt, None)
+
+        def extend(times: int) -> None:
+            nonlocal state
+            for _ in range(times):
+                logits, cache = theirs.extend(*state)
+                state = logits.argmax(-1, keepdim=True), cache
+
         with torch.inference_mode():
-            synchronize(self.device)
-            begin = time.perf_counter()
-            logits, cache = theirs.extend(prompt, None)
-            token = logits.argmax(-1, keepdim=True)
-            synchronize(self.device)
-            middle = time.perf_counter()
-            for _ in range(self.sizes.new - 1):
-                logits, cache = theirs.extend(token, cache)
-                token = logits.argmax(-1, keepdim=True)
-            synchronize(self.device)
-        return middle - begin, time.perf_counter() - middle
+            first, rest = (timed(partial(extend, times), self.device)[0] for times in (1, self.sizes.new - 1))
+        return first / 1e3, rest / 1e3
 
     def _our_decode(self, model: Llama, prompt: Tensor, *, graph: bool) -> tuple[float, float]:
         """The same of `decode`, recording the graph included."""
-        synchronize(self.device)
-        begin = time.perf_counter()
         tokens = decode(model, prompt, self.sizes.new, sampling=Sampling(0), context=Whole(graph=graph))
-        next(tokens)
-        synchronize(self.device)
-        middle = time.perf_counter()
-        for _ in tokens:
-            pass
-        synchronize(self.device)
-        return middle - begin, time.perf_counter() - middle
+        first, _ = timed(lambda: next(tokens), self.device)
+        rest, _ = timed(lambda: sum(1 for _ in tokens), self.device)
+        return first / 1e3, rest / 1e3
 
     def _generate(self, name: str, run: Callable[[], tuple[float, float]], error: float) -> None:
         run()
@@ -353,11 +337,6 @@ def random_weights(shape: LlamaConfig, device: torch.device) -> dict[str, Tensor
         else torch.empty(p.shape, device=device).normal_(0, 0.02, generator=generator).bfloat16().cpu()
         for name, p in model.named_parameters()
     }
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def reset_peak(device: torch.device) -> None:

@@ -11,7 +11,6 @@ carry and adds into float32 gradients; a plain call does neither, and ends in th
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any, TypeAlias
@@ -19,6 +18,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from flashspan.bench.clock import in_turns, synchronise, timed
 from flashspan.context.exchange import LocalWires
 from flashspan.context.execute import Call, Plan, simulate
 from flashspan.context.generators import GENERATORS
@@ -45,9 +45,8 @@ class Stopwatch:
 
     def _time(self, call: Callable[[], Any]) -> Any:
         if self.device.type != "cuda":
-            started = time.perf_counter()
-            result = call()
-            self.spans.append(time.perf_counter() - started)
+            milliseconds, result = timed(call, self.device)
+            self.spans.append(milliseconds)
             return result
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         before.record()
@@ -63,11 +62,9 @@ class Stopwatch:
 
     def milliseconds(self) -> float:
         """The time of all calls since this was last asked."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            total = sum(before.elapsed_time(after) for before, after in self.spans)
-        else:
-            total = 1e3 * sum(self.spans)
+        synchronise(self.device)
+        cuda = self.device.type == "cuda"
+        total = sum(before.elapsed_time(after) for before, after in self.spans) if cuda else sum(self.spans)
         self.spans = []
         return float(total)
 
@@ -123,11 +120,11 @@ def step(inputs: list[Tensor], mask: Mask, *, carried: bool, backend: str) -> On
 
 
 def in_turn(runs: Sequence[Once], repeats: int) -> list[tuple[float, float]]:
-    """The medians of each, run in turn: a chip that grows warm or runs into its power limit slows all of them down."""
+    """The medians of each, run in turn."""
     for run in runs:  # compiles and warms up
         run()
-    times = [[run() for run in runs] for _ in range(repeats)]
-    return [(median(t[i][0] for t in times), median(t[i][1] for t in times)) for i in range(len(runs))]
+    times = in_turns(dict(enumerate(runs)), repeats).values()
+    return [(median(forward for forward, _ in t), median(backward for _, backward in t)) for t in times]
 
 
 def main() -> None:

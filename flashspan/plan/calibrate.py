@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from .devices import Cluster, Device, Link
 from .memory import Mixture, Run
-from .step import StepTime, step_time
+from .step import step_time
 
 FITTED = ("product_share", "forward_share", "backward_share", "traffic_share", "launch")
 INERTIA = 0.05
@@ -55,17 +55,7 @@ def calibrate(cluster: Cluster, measured: Sequence[Measurement], *, rounds: int 
 
 def predict(cluster: Cluster, run: Run, phase: str) -> float:
     """The planner's seconds of a phase on one device."""
-    times = step_time(run, Mixture(), cluster.resized(1))
-    return _phase(times)[phase]()
-
-
-def _phase(times: StepTime) -> dict[str, Callable[[], float]]:
-    return {
-        "forward": lambda: times.forward,
-        "backward": lambda: times.backward,
-        "optimizer": lambda: times.optimizer,
-        "total": lambda: times.total,
-    }
+    return float(getattr(step_time(run, Mixture(), cluster.resized(1)), phase))
 
 
 def _error(cluster: Cluster, device: Device, measured: Sequence[Measurement]) -> float:

@@ -18,7 +18,7 @@ from .calibrate import Measurement, calibrate
 from .devices import Cluster, Device, Link, make_cluster
 from .draw import draw_scaling, draw_simulation, written_to
 from .memory import Run
-from .search import Answer, longest, rank, scaling
+from .search import Answer, grown, longest, rank, scaling
 
 
 def plan(
@@ -134,8 +134,8 @@ def show_scaling(points: Sequence[tuple[int, Answer | None]], run: Run, cluster:
         if answer is None:
             print(f"{num:>6}  nothing fits")
             continue
-        grown = replace(run, batch=max(1, run.batch * num // cluster.num_devices))
-        print(f"{num:>6}  {answer.tokens_per_second(grown) / num:>10,.0f}  {answer.mixture}")
+        speed = answer.tokens_per_second(grown(run, cluster, num)) / num
+        print(f"{num:>6}  {speed:>10,.0f}  {answer.mixture}")
 
 
 def write_pictures(folder: Path, answers: Sequence[Answer], run: Run, cluster: Cluster, points: Any) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 from .devices import Cluster
 from .memory import Mixture, Run
-from .search import Answer
+from .search import Answer, grown
 from .step import attention_time
 
 MOST_LANES = 16
@@ -59,11 +58,8 @@ def draw_scaling(points: Sequence[tuple[int, Answer | None]], run: Run, cluster:
     """Tokens per second of all devices over devices, beside the ideal line from the first point."""
     from matplotlib.figure import Figure
 
-    speeds = []
-    for num, answer in points:
-        if answer is not None:
-            grown = replace(run, batch=max(1, run.batch * num // cluster.num_devices))
-            speeds.append((num, answer.tokens_per_second(grown)))
+    found = [(num, answer) for num, answer in points if answer is not None]
+    speeds = [(num, answer.tokens_per_second(grown(run, cluster, num))) for num, answer in found]
     figure = Figure(figsize=(5.4, 3.6), layout="constrained")
     axes = figure.subplots()
     if speeds:

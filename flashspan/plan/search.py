@@ -102,13 +102,17 @@ def longest(run: Run, cluster: Cluster, *, unit: int = 1024) -> tuple[int, Mixtu
     return low * unit, one_that_fits(low) if low else None
 
 
+def grown(run: Run, cluster: Cluster, num_devices: int) -> Run:
+    """The run on another number of devices, its batch in proportion."""
+    return replace(run, batch=max(1, run.batch * num_devices // cluster.num_devices))
+
+
 def scaling(run: Run, cluster: Cluster, *, most: int = 1024) -> list[tuple[int, Answer | None]]:
     """The best mixture on 1, 2, 4, ... devices, the batch growing with them (weak scaling)."""
     points: list[tuple[int, Answer | None]] = []
     num = 1
     while num <= most:
-        grown = replace(run, batch=max(1, run.batch * num // cluster.num_devices))
-        answers = rank(grown, cluster.resized(num), most=1)
+        answers = rank(grown(run, cluster, num), cluster.resized(num), most=1)
         points.append((num, answers[0] if answers else None))
         num *= 2
     return points

@@ -49,12 +49,12 @@ def test_shapes_are_read_as_they_are_written() -> None:
 @pytest.mark.parametrize("words", ["", "1,2,3", "1,2,2,64,64,window", "1,2,2,64,64,causal 3", "1,2,2,x,64,full"])
 def test_other_shapes_are_refused(words: str) -> None:
     with pytest.raises(ValueError, match="a shape is batch,heads"):
-        attention.main(shapes=[words])
+        attention.bench_attention(shapes=(words,))
 
 
 def test_an_unknown_implementation_is_refused() -> None:
     with pytest.raises(ValueError, match=r"only takes names of implementations, flashspan, .*: got flash"):
-        attention.main(quick=True, only=["flash"])
+        attention.bench_attention(quick=True, only=("flash",))
 
 
 def test_without_a_gpu_it_says_so() -> None:
@@ -63,9 +63,9 @@ def test_without_a_gpu_it_says_so() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(ValueError, match="needs a CUDA device"):
-        attention.main()
+        attention.bench_attention()
     with pytest.raises(ValueError, match="needs a CUDA device"):
-        leaderboard.main()
+        leaderboard.bench_leaderboard()
 
 
 def test_ours_is_the_fastest_of_the_recorded_rows_as_the_readme_says() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from flashspan import parallel
 from flashspan.bench import console
-from flashspan.cli import COMMANDS, bench_commands, main
+from flashspan.cli import BENCHES, COMMANDS, main
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 PAGES = [DOCS / "measuring.md", *sorted((DOCS / "asked").glob("*.md"))]
@@ -23,7 +23,7 @@ def test_every_command_named_exists_and_shown_ones_have_output(page: Path) -> No
     for first, second in re.findall(r"flashspan (\w+)(?: ([a-z]+))?", text):
         assert first in COMMANDS
         if first == "bench" and second:
-            assert second in bench_commands()
+            assert second in BENCHES
     assert console.commands(text)
     for block in console.BLOCK.findall(text):
         parts = re.split(r"^\$ .*\n", block, flags=re.MULTILINE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -190,6 +191,24 @@ def test_tables_show_numbers_statuses_and_escape() -> None:
     assert "b\\|c" in shown.markdown()
     assert "<script>" not in shown.html()
     assert shown.rich().row_count == 2
+
+
+def test_a_table_is_cut_for_a_narrow_terminal_and_whole_in_a_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    headings = ("strategy", *(f"heading {i}" for i in range(8)))
+    table = tables.Table("t", headings, (("ring zigzag", *"12345678"),))
+    tables.show_tables([table], "a note")
+    assert "heading 7" in next(line for line in capsys.readouterr().out.splitlines() if "strategy" in line)
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    tables.show_tables([table], "a note " * 20)
+    shown = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out).splitlines()
+    assert max(map(len, shown[:-1])) <= 60
+    assert sum("ring zigzag" in line for line in shown) == 3
+    assert all(any(heading in line for line in shown) for heading in headings)
+    assert [part.headings[0] for part in table.parts(5)] == ["strategy"] * 8  # where not even one fits, one each
 
 
 def test_an_absent_device_is_named() -> None:

@@ -300,11 +300,11 @@ def test_the_command_of_attention_names_the_shapes_of_its_rows(
 ) -> None:
     asked: list[str] = []
 
-    def note(*, shapes: Sequence[str], **_: Any) -> int:
+    def note(*, shapes: tuple[str, ...] = (), **_: Any) -> int:
         asked.extend(shapes)
         return 0
 
-    monkeypatch.setattr(attention, "main", note)
+    monkeypatch.setattr(attention, "bench_attention", note)
     measured = [replace(rows()[0], what="attention", shape=str(attention.Shape.parse(words))) for words in shapes]
     [shown] = commands(page(measured))
     assert main(shlex.split(shown)[1:]) == 0

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from flashspan.bench import collectives, context, model, record, study, sweep, t
 from flashspan.bench.context import ALONE, KINDS, Pool, Workload
 from flashspan.bench.model import Setting
 from flashspan.cli import main
+from flashspan.launch import RankError
 
 
 @pytest.fixture(scope="module")
@@ -77,17 +79,45 @@ def test_noise_is_not_told_as_hidden() -> None:
     assert math.isnan(context.hidden_share(10.0, 0.0, 10.0))
 
 
-def test_computing_and_wire_are_timed_as_often_as_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One sample of either would tell noise as a share that is hidden."""
-    timed = []
-    monkeypatch.setattr(context, "_time", lambda call, device: timed.append(call) or float(len(timed)))
+def test_what_is_compared_takes_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that grows busy slows one device, a strategy, its computing and its wire alike, as often each."""
+    clock = iter(range(1, 100))
+    monkeypatch.setattr(context, "timed", lambda call, *_, **__: (float(next(clock)), call()))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        work = Workload(32, 1, 4, 2, 16, "float32")
-        found = context.run_on_rank(work, ("ring", "zigzag"), KINDS[:1], 3, "cpu")["forward"]
+        cases = ((ALONE, ""), ("ring", "zigzag"))
+        found = context.run_on_rank(Workload(32, 1, 4, 2, 16, "float32"), cases, KINDS[:1], 3, "cpu")
     finally:
         dist.destroy_process_group()
-    assert (found.steps, found.computing, found.wire) == ([1.0, 2.0, 3.0], 5.0, 8.0)
+    alone, ring = (found[case]["forward"] for case in cases)
+    assert (alone.steps, alone.computing, alone.wire) == ([1.0, 5.0, 9.0], 5.0, 0.0)
+    assert (ring.steps, ring.computing, ring.wire) == ([2.0, 6.0, 10.0], 7.0, 8.0)
+
+
+class Picky(Pool):
+    """In place of ranks, answers that name what they were asked for; one layout they do not know."""
+
+    def get(self, num: int) -> Any:
+        self.num = num
+        return self
+
+    def run(self, *asked: Any, **_: float) -> Any:
+        _, _, cases, kinds, *_ = asked
+        if ("ring", "spiral") in cases:
+            raise RankError("rank 0: ValueError: no layout is called spiral")
+        answer = dict.fromkeys(kinds, context.Measured([2.0], 1.0, 1.0, 1.0, 1.0, 0.5, 1e9))
+        return [dict.fromkeys(cases, answer)] * self.num
+
+
+def test_one_that_fails_does_not_cost_those_it_takes_turns_with(tmp_path: Path) -> None:
+    work, path = Workload(32, 1, 4, 2, 16, "float32"), tmp_path / "context.jsonl"
+    cases = (("ring", "zigzag"), ("ring", "spiral"))
+    jobs = context.jobs_of(work, cases, (2,), 1, Picky("cpu"))
+    assert jobs[0].name == "context 1x32, 4/2 heads, 16 tokens 2 in turns float32 on 2 ranks"
+    outcome = sweep.run(jobs, path)
+    assert {row.impl: row.ok for row in outcome.rows} == {"ring zigzag": True, "ring spiral": False}
+    assert (outcome.num_measured, outcome.num_left) == (2, 0)
+    assert [{row.impl for row in job.expected} for job in sweep.left(jobs, path)] == [{"ring spiral"}]
 
 
 def test_a_model_is_timed_phase_by_phase(tmp_path: Path) -> None:
@@ -200,6 +230,7 @@ def test_a_new_user_gets_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["collectives", "--sizes", "8"], "two or more multiples of 4, 4 bytes per rank at least: got 8"),
         (["collectives", "--repeats", "0"], "repeats must be 1 or more: got 0"),
         (["data", "--only", "fastest"], "a contender is one of"),
+        (["data", "--folder", "/dev/null/x"], "rows cannot be written to /dev/null/x/data.jsonl"),
         (["data", "--ranks", "2", "--only"], "hybrid: got none"),
         (["data", "--ranks", "2", "3", "--only", "tensor"], "divides the 4 kv heads: got 3 for tensor"),
     ],

@@ -1,0 +1,39 @@
+"""How long a call takes on a device, which may still be at work when the host has gone on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+K = TypeVar("K")
+T = TypeVar("T")
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def timed(call: Callable[[], T], device: torch.device, *, together: bool = False) -> tuple[float, T]:
+    """Milliseconds from an idle device until it is done, and the result. `together`: all ranks begin at once."""
+    synchronise(device)
+    if together:
+        dist.barrier()
+    begin = time.perf_counter()
+    result = call()
+    synchronise(device)
+    return 1e3 * (time.perf_counter() - begin), result
+
+
+def in_turns(calls: Mapping[K, Callable[[], T]], rounds: int) -> dict[K, list[T]]:
+    """What each call gives, round after round: a machine that grows busy or warm slows all of them down alike."""
+    found: dict[K, list[T]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            found[name].append(call())
+    return found
