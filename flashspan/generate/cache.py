@@ -7,9 +7,11 @@ hidden = context.extend(model, tokens)                          # one query a ro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -131,9 +133,24 @@ class Cache:
             raise ValueError(f"this cache has room for {self.capacity} tokens: got {end}; make a larger one")
         if self._room is None:
             B, K, _, D = k.shape
-            self._room = k.new_zeros(2, B, K, self.capacity, D)
+            self._room = _zeros(k, 2, B, K, self.capacity, D)
         self._room[0, :, :, self.length : end] = k
         self._room[1, :, :, self.length : end] = v
         self.length = end
         keys, values = self._room[:, :, :, :end]
         return keys, values
+
+
+def _zeros(like: Tensor, *shape: int) -> Tensor:
+    """Zeros of another tensor's kind. On the host they take memory when they are written to: who has room for a million
+    tokens may end after ten."""
+    try:
+        if like.device.type != "cpu":
+            return like.new_zeros(shape)
+        raw = np.zeros(math.prod(shape) * like.element_size(), np.uint8)  # PyTorch's own would write each of them
+        return torch.from_numpy(raw).view(like.dtype).view(shape)
+    except (RuntimeError, MemoryError, ValueError, OverflowError) as error:
+        raise ValueError(
+            f"there is no memory for keys and values {list(shape)}: ask for fewer tokens, decode fewer prompts at a "
+            "time, or split the context over ranks"
+        ) from error

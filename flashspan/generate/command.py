@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import codecs
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +18,7 @@ from flashspan.attention import attention
 from flashspan.context import context_parallel
 from flashspan.launch import RankError, Ranks
 from flashspan.model import Llama, load_llama
+from flashspan.model.huggingface import read_json
 from flashspan.train.checkpoint import newest, refuse_damaged
 from flashspan.train.config import LONGEST
 from flashspan.train.data import ByteTokenizer, Tokenizer, load_tokenizer
@@ -26,6 +27,9 @@ from flashspan.train.run import raise_plainly
 from .decode import decode
 from .sample import Sampling
 from .split import Split
+
+AROUND = 32
+"""Tokens of a prompt that may change how those after it are written."""
 
 
 def generate(
@@ -122,12 +126,12 @@ def talk(
         tokens = decode(model, starts, num_tokens, sampling=sampling, seed=seed, end=coder.end, context=context)
         if len(texts) > 1:
             drawn = torch.stack(list(tokens), 1).tolist()  # [B, n]
-            for text, row in zip(texts, drawn, strict=True):
+            for text, start, row in zip(texts, starts, drawn, strict=True):
                 row = row[: row.index(coder.end) + 1] if coder.end in row else row
-                say(text + "".join(stream(([token] for token in row), coder)) + "\n")
+                say(text + "".join(stream(([token] for token in row), coder, start)) + "\n")
                 count += len(row)
         else:
-            for piece in stream(tokens, coder):
+            for piece in stream(tokens, coder, starts[0]):
                 # The prompt comes with the first token: if it is refused, the error stands alone.
                 say(piece if count else texts[0] + piece)
                 count += 1
@@ -150,7 +154,7 @@ def load(
     else:
         refuse_damaged(path)
     model = load_llama(path, attention=attention, dtype=dtype, device=device).eval()
-    coder = load_tokenizer(tokenizer or _find_tokenizer(path))
+    coder = load_tokenizer(tokenizer or _find_tokenizer(path, model.config.vocab_size))
     if coder.vocab_size > model.config.vocab_size:
         raise ValueError(
             f"the tokenizer's vocabulary must fit the model's: {coder.name} has {coder.vocab_size} tokens, the model "
@@ -159,16 +163,16 @@ def load(
     return model, coder
 
 
-def stream(tokens: Iterable[torch.Tensor | list[int]], coder: Tokenizer) -> Iterator[str]:
-    """Text for each token of the first row, holding back what is not a whole character yet."""
+def stream(tokens: Iterable[torch.Tensor | list[int]], coder: Tokenizer, prompt: Sequence[int] = ()) -> Iterator[str]:
+    """Text for each token of the first row after a prompt, holding back what is not a whole character yet."""
     if isinstance(coder, ByteTokenizer):
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for token in tokens:
             value = int(token[0])
             yield decoder.decode(bytes([value]) if value < coder.end else b"")
         return
-    seen: list[int] = []
-    told = ""
+    seen = list(prompt[-AROUND:])  # a token alone may lose the space before it, as the first of a text does
+    told = coder.decode(seen)
     for token in tokens:
         seen.append(int(token[0]))
         text = coder.decode(seen)
@@ -183,7 +187,8 @@ def read_prompts(file: str) -> list[str]:
     if not path.exists():
         raise ValueError(f"{path} is missing: a file of prompts has one a line")
     try:
-        prompts = [line for line in path.read_text(encoding="utf-8").splitlines() if line]
+        # Newlines alone: splitlines would cut a prompt at a form feed or U+2028 too.
+        prompts = [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line]
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error}") from error
     if not prompts:
@@ -191,11 +196,13 @@ def read_prompts(file: str) -> list[str]:
     return prompts
 
 
-def _find_tokenizer(path: Path) -> str:
-    from flashspan.model.huggingface import read_json
-
+def _find_tokenizer(path: Path, vocab_size: int) -> str:
     if (path / "tokenizer.json").exists():
         return str(path / "tokenizer.json")
     if (path / "state.json").exists():
         return str(read_json(path / "state.json").get("extra", {}).get("tokenizer") or "bytes")
+    if vocab_size > ByteTokenizer.vocab_size:  # bytes would be read as words
+        raise ValueError(
+            f"{path} has no tokenizer.json, and its {vocab_size} tokens are more than bytes: name one with --tokenizer"
+        )
     return "bytes"

@@ -45,6 +45,11 @@ def decode(
     context = context or Whole()
     said = torch.zeros(len(tokens), dtype=torch.bool, device=device)
     hidden = context.begin(model, tokens, lengths, tokens.shape[1] + num_tokens)
+    if not bool(hidden.isfinite().all()):
+        raise ValueError(
+            f"the model must make finite numbers of a prompt: got inf or nan in {hidden.dtype}; use a dtype of wider "
+            "range (bfloat16 or float32), or another checkpoint"
+        )
     for left in range(num_tokens - 1, -1, -1):
         chosen = sampling.choose(model.logits(hidden), generators)
         yield chosen

@@ -14,6 +14,8 @@ from torch import Tensor
 IGNORE = -100
 CHUNK_BYTES = 2**30
 """Logits alive at a time: 4096 tokens of a vocabulary of 128,256 in bfloat16."""
+MOST_ROWS = 2**14
+"""Rows in a chunk, however few their logits: what they add to the weight's gradient must fit float16."""
 PART_NUMBERS = 2**26
 """Logits worked on at a time where nothing fuses: 256 MiB for each float32 result on the way."""
 
@@ -33,8 +35,7 @@ def linear_cross_entropy(
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)
     if chunk is None:
-        # Whole tiles of a matrix product, so that none is half empty.
-        chunk = max(256, CHUNK_BYTES // (weight.shape[0] * weight.element_size()) // 256 * 256)
+        chunk = chunk_rows(weight.shape[0], weight.element_size())
     learning = torch.is_grad_enabled()
     return _LinearCrossEntropy.apply(
         x,
@@ -45,6 +46,11 @@ def linear_cross_entropy(
         learning and x.requires_grad,
         learning and weight.requires_grad,
     )
+
+
+def chunk_rows(vocab_size: int, itemsize: int) -> int:
+    """Rows whose logits are made at a time: whole tiles of a matrix product, so that none is half empty."""
+    return min(max(256, CHUNK_BYTES // (vocab_size * itemsize) // 256 * 256), MOST_ROWS)
 
 
 def slope_at_once(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

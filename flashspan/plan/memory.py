@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from flashspan.model import LlamaConfig
-from flashspan.model.loss import CHUNK_BYTES, PART_NUMBERS
+from flashspan.model.loss import PART_NUMBERS, chunk_rows
 
 Recompute = Literal["none", "full", "attention", "elementwise"]
 
@@ -134,7 +134,7 @@ def ledger(run: Run, mixture: Mixture) -> Ledger:
         casts = min(casts, 4.0 * layer_parameters)  # copies of gathered weights go with them
 
     vocabulary = model.vocab_size / tensor
-    numbers = min(tokens, max(256, CHUNK_BYTES // (model.vocab_size * small))) * vocabulary
+    numbers = min(tokens, chunk_rows(model.vocab_size, small)) * vocabulary
     # Of a part of them, the slopes are made in float32: three at a time and what is the target's, and a wide copy.
     wide = min(numbers, max(PART_NUMBERS, vocabulary)) * 4 * (3.25 if small == 4 else 4.25)
     head = 4.0 * vocabulary * model.width  # the head's gradient, made with the loss

@@ -6,6 +6,6 @@ from .run import main
 
 try:
     sys.exit(main(sys.argv[1:]))
-except ValueError as error:
+except (ValueError, OSError) as error:
     print(f"flashspan: {error}", file=sys.stderr)
     sys.exit(2)

@@ -196,7 +196,6 @@ def fill(model: Llama, config: TrainConfig, device: torch.device, *, reads: bool
             yield from read_weights(config.model.load, model.config, part=part)
             return
         for name, param in model.named_parameters():
-            assert param is not None
             yield name, initial_weight(name, param.shape, model.config, config.train.seed)[local_slices(param) or ...]
 
     for name, value in weights():

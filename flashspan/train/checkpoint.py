@@ -51,9 +51,9 @@ def write(folder: str | Path, state: State, *, keep: int = 2) -> Path:
     are damaged, or of a run that was started anew. Blocks until it is on disk; OSError where it cannot be."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    needed = sum(value.nbytes for value in (*state.model.values(), *state.optimizer.values()))
-    if (free := shutil.disk_usage(folder).free) < needed * 1.02 + 2**20:
-        raise OSError(f"no space left: a checkpoint takes {needed / 1e9:.2f} GB and {folder} has {free / 1e9:.2f} GB")
+    needed = 1.02 * sum(value.nbytes for value in (*state.model.values(), *state.optimizer.values())) + 2**20
+    if (free := shutil.disk_usage(folder).free) < needed:
+        raise OSError(f"no space left: a checkpoint takes {needed / 1e6:,.1f} MB and {folder} has {free / 1e6:,.1f} MB")
     final = folder / f"{PREFIX}{state.step:08}"
     half = folder / f"{WRITING}{final.name}"
     shutil.rmtree(half, ignore_errors=True)
@@ -111,9 +111,9 @@ def alone_in(folder: str | Path) -> Iterator[None]:
     the file stays, and says nothing."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as held:
+    with (folder / LOCK).open("ab") as lock:  # an OSError here: nobody could write a checkpoint either
         try:
-            fcntl.flock(held.enter_context((folder / LOCK).open("ab")), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ValueError(
                 f"one run at a time writes to a folder: another is training in {folder}; wait for it, stop it, or "
@@ -180,15 +180,18 @@ def hash_file(path: Path) -> str:
 class Writer:
     """Writes checkpoints on a thread of its own, one at a time; a failure is told, and nothing older is touched."""
 
-    def __init__(self, folder: str | Path, *, keep: int, say: Callable[[str], None] = print) -> None:
-        self.folder, self.keep, self.say = Path(folder), keep, say
+    def __init__(
+        self, folder: str | Path, *, keep: int, anew: bool = False, say: Callable[[str], None] = print
+    ) -> None:
+        """`anew`: what is in the folder is of another run, and goes when the first state is on the disk."""
+        self.folder, self.keep, self.anew, self.say = Path(folder), keep, anew, say
         self._lane = ThreadPoolExecutor(1, "flashspan-checkpoint")
         self._job: Future[Path] | None = None
 
     def submit(self, state: State) -> None:
         """Write this state, after the one before it."""
         self.wait()
-        self._job = self._lane.submit(write, self.folder, state, keep=self.keep)
+        self._job = self._lane.submit(write, self.folder, state, keep=1 if self.anew else self.keep)
 
     def wait(self) -> bool:
         """Wait for the last state; whether it is on the disk."""
@@ -201,6 +204,7 @@ class Writer:
             return False
         finally:
             self._job = None
+        self.anew = False
         return True
 
 

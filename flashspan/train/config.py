@@ -63,7 +63,9 @@ class ModelSection:
 @dataclass(frozen=True)
 class DataSection:
     train: str = option("", "a token file (train.bin), or the folder that holds it; empty: the text in the package")
-    validation: str = option("", "a token file; empty: val.bin beside the training file, if it is there")
+    validation: str = option(
+        "", "a token file, or the folder that holds a val.bin; empty: val.bin beside the training file, if it is there"
+    )
     sequence: int = option(256, "tokens in a sample")
     documents: bool = option(False, "attention stays inside a document, and no token predicts the next document")
 
@@ -337,7 +339,10 @@ def describe_options() -> str:
     return "\n".join(lines)
 
 
+SEED = ("a number of 64 bits, -2**63 to 2**64 - 1", lambda x: -(2**63) <= x < 2**64)
 RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "train.seed": SEED,
+    "attention.seed": SEED,
     "optimizer.lr": ("finite", math.isfinite),
     "optimizer.final_lr": ("finite and at least 0", lambda x: 0 <= x < math.inf),
     "optimizer.weight_decay": ("finite and at least 0", lambda x: 0 <= x < math.inf),

@@ -66,12 +66,21 @@ class FileTokenizer:
             self._fast = Fast.from_file(str(path))
         except Exception as error:  # the library raises nothing more particular
             raise ValueError(f"{path} is not a tokenizer.json of the tokenizers library: {error}") from error
-        self.name, self.vocab_size = str(path), self._fast.get_vocab_size()
+        # A file may tell the library to cut every text to some length, or to fill it up: for batches, not for us.
+        self._fast.no_truncation()
+        self._fast.no_padding()
+        # Numbers may have gaps: what a model needs room for is the largest, not how many there are.
+        self.name, self.vocab_size = str(path), max(self._fast.get_vocab().values(), default=-1) + 1
+        if not self.vocab_size:
+            raise ValueError(f"{path} has no tokens: give another tokenizer.json, or the word bytes")
         ends = [self._fast.token_to_id(word) for word in ("</s>", "<|end_of_text|>", "<|endoftext|>")]
         self.end = next((token for token in ends if token is not None), -1)
 
     def encode(self, text: str) -> list[int]:
-        return self._fast.encode(text).ids
+        found = self._fast.encode(text)
+        # Some files end every text: here whoever writes a document does that, and a prompt is to go on.
+        ended = bool(found.ids) and found.ids[-1] == self.end and found.special_tokens_mask[-1]
+        return found.ids[:-1] if ended else found.ids
 
     def decode(self, tokens: Iterable[int]) -> str:
         return self._fast.decode(list(tokens))
@@ -160,7 +169,7 @@ def open_tokens(path: str | Path) -> TokenFile:
     if path.is_dir():
         path = path / "train.bin"
     if not path.exists():
-        raise ValueError(f"there is no {path}: make it with `flashspan prepare`, or name another as data.train")
+        raise ValueError(f"there is no {path}: make it with `flashspan prepare`, or name another")
     with path.open("rb") as stream:
         head = stream.read(HEADER_BYTES)
     try:
@@ -213,6 +222,11 @@ class Samples:
         """tokens and targets, int64 [B, T]: targets are the tokens one later, shifted here, before any split."""
         rows = [np.asarray(self.file.tokens[at : at + self.sequence + 1]) for at in map(self.window, numbers)]
         whole = torch.from_numpy(np.stack(rows).astype(np.int64))
+        if (largest := int(whole.max())) >= self.file.vocab_size:
+            raise ValueError(
+                f"{self.file.path} is damaged: its header says {self.file.vocab_size} tokens and it holds number "
+                f"{largest}; make it again"
+            )
         tokens, targets = whole[:, :-1], whole[:, 1:].clone()
         if self.documents:
             targets[tokens == self.file.end] = IGNORE

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 PART_BYTES = 2**22
 PART_ROWS = 2**12
@@ -49,13 +49,13 @@ def read(part: Part, field: str) -> Iterator[str]:
 def _cut_file(path: Path) -> list[Part]:
     if not path.is_file():
         raise ValueError(f"{path} is missing" if not path.exists() else f"{path} is not a file: name the files in it")
-    size = path.stat().st_size
-    if path.suffix in (".txt", ".md", ""):
+    size, suffix = path.stat().st_size, path.suffix.lower()
+    if suffix in (".txt", ".md", ""):
         return [Part("text", str(path), 0, size, size)]
-    if path.suffix == ".jsonl":
+    if suffix == ".jsonl":
         starts = range(0, size, PART_BYTES)
         return [Part("lines", str(path), at, min(at + PART_BYTES, size), min(PART_BYTES, size - at)) for at in starts]
-    if path.suffix == ".parquet":
+    if suffix == ".parquet":
         about = _open_parquet(str(path)).metadata
         groups = [about.row_group(i) for i in range(about.num_row_groups)]
         return [Part("parquet", str(path), i, i + 1, group.total_byte_size) for i, group in enumerate(groups)]
@@ -89,13 +89,23 @@ def _read_lines(part: Part, field: str) -> Iterator[str]:
                 continue
             try:
                 row = json.loads(line)
-                if isinstance(row, dict) and field not in row:
-                    raise ValueError(f"it has {', '.join(row) or 'nothing'}; name the key of its text with --field")
-                yield _text_of(row, field)
-            except (ValueError, TypeError) as error:
-                stream.seek(0)
-                number = stream.read(at).count(b"\n") + 1
-                raise ValueError(f"{part.source} line {number} is not a JSON object with {field!r}: {error}") from error
+                text = _text_of(row[field])
+            except KeyError:
+                fault = f"it has {', '.join(row) or 'nothing'}; name the key of its text with --field"
+            except (ValueError, TypeError, RecursionError) as error:
+                fault = f"{error}; repair or drop it"
+            else:
+                yield text
+                continue
+            number = _line_number(stream, at)
+            raise ValueError(f"{part.source} line {number} is not a JSON object with {field!r}: {fault}")
+
+
+def _line_number(stream: BinaryIO, at: int) -> int:
+    """Which line begins at this byte, counted from 1, a block at a time: files may be larger than the memory."""
+    stream.seek(0)
+    sizes = (min(PART_BYTES, at - begin) for begin in range(0, at, PART_BYTES))
+    return 1 + sum(stream.read(size).count(b"\n") for size in sizes)
 
 
 def _read_parquet(part: Part, field: str) -> Iterator[str]:
@@ -106,32 +116,33 @@ def _read_parquet(part: Part, field: str) -> Iterator[str]:
         )
     for number, value in enumerate(file.read_row_group(part.begin, columns=[field]).column(0)):
         try:
-            text = value.as_py()
-        except UnicodeDecodeError as error:
+            text = _text_of(value.as_py())
+        except ValueError as error:  # of bytes that are no UTF-8, too
             where = f"row {number} of row group {part.begin}"
             raise ValueError(f"{part.source} has no UTF-8 text in {where}: {error}; repair or drop it") from error
-        yield _text_of({field: text}, field, part.source)
+        yield text
 
 
 def _read_dataset(part: Part, field: str) -> Iterator[str]:
     rows = _open_dataset(*json.loads(part.source))
     if field not in rows.column_names:
         raise ValueError(f"the dataset has no column {field!r}: it has {', '.join(rows.column_names)}; use --field")
-    for text in rows[part.begin : part.end][field]:
-        yield _text_of({field: text}, field, "the dataset")
+    for number, text in enumerate(rows[part.begin : part.end][field], part.begin):
+        try:
+            checked = _text_of(text)
+        except ValueError as error:
+            raise ValueError(f"the dataset has no UTF-8 text in row {number}: {error}; repair or drop it") from error
+        yield checked
 
 
-def _text_of(row: Any, field: str, source: str = "") -> str:
-    if not isinstance(row[field], str):
-        raise ValueError(f"{source}{' has ' if source else ''}{type(row[field]).__name__} where text is expected")
+def _text_of(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"a {type(value).__name__} is no text")
     try:
-        row[field].encode()
+        value.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{source}{' has ' if source else ''}half a character, {row[field][error.start]!a}, where text is "
-            "expected: repair or drop it"
-        ) from error
-    return row[field]
+        raise ValueError(f"{value[error.start]!a} is half a character") from error
+    return value
 
 
 @cache

@@ -32,7 +32,7 @@ from .metrics import Display, StepMetrics, draw_loss, memory_gib, peak_flops
 from .pattern import make_pattern, visible_share
 from .prepare import corpus_tokens
 
-DONE, STOPPED, NOT_FINITE = "done", "stopped", "not finite"
+DONE, STOPPED, NOT_FINITE, NOT_SAVED = "done", "stopped", "not finite", "not saved"
 STOPS = (signal.SIGTERM, signal.SIGINT)
 FIRST_SCALE, GROW_AFTER = 2.0**14, 200
 PATIENCE = 4.0
@@ -73,7 +73,8 @@ class Trainer:
                     self.folder, config.train.steps, active=first, tensorboard=config.train.tensorboard, start=self.step
                 )
             )
-            writer = checkpoint.Writer(self.folder, keep=config.checkpoint.keep, say=display.say)
+            anew = not config.checkpoint.resume
+            writer = checkpoint.Writer(self.folder, keep=config.checkpoint.keep, anew=anew, say=display.say)
             for note in notes:
                 display.say(note)
             peak = peak_flops(self.device, dist.get_world_size())
@@ -106,7 +107,8 @@ class Trainer:
                 every = config.train.evaluate_every
                 last = self.step == config.train.steps
                 if self.validation is not None and every and (last or (self.step % every == 0 and not stop)):
-                    display.evaluation(self.step, self.evaluate())
+                    with name_the_silent(f"the evaluation after step {self.step}"):
+                        display.evaluation(self.step, self.evaluate())
                 if config.checkpoint.every and self.step % config.checkpoint.every == 0:
                     self._save(writer, first)
                     saved = self.step
@@ -121,8 +123,8 @@ class Trainer:
                     draw_loss(self.folder)
                 except OSError as error:
                     display.say(f"loss.png was not written: {error}; the run is as it would be with it")
-            if not kept and how == DONE:
-                how = "not saved"
+            if not kept:
+                how = NOT_SAVED
             dist.barrier()
         return how
 
@@ -136,7 +138,8 @@ class Trainer:
         self.parts.optimizer.zero_grad()
         numbers = self._my_samples()
         batches = [self._place(self.train, part) for part in numbers]
-        count = self._sum(torch.stack([(targets >= 0).sum() for _, targets, _ in batches]).sum())
+        # At least 1: where documents are short a step may have nothing to predict, which is no loss and not 0 / 0.
+        count = self._sum(torch.stack([(targets >= 0).sum() for _, targets, _ in batches]).sum()).clamp(min=1)
         local = torch.zeros((), dtype=torch.float64, device=self.device)
         for i, (tokens, targets, mask) in enumerate(batches):
             with self.parts.without_sync(i < len(batches) - 1):
@@ -191,7 +194,7 @@ class Trainer:
             sums[1] += (targets >= 0).sum()
         self.parts.runner.train()
         total, count = self._sum(sums).tolist()
-        return total / count
+        return total / max(1.0, count)
 
     def _my_samples(self) -> list[list[int]]:
         """The global numbers of this step's samples that this rank reads, a list for each backward pass."""
@@ -247,7 +250,8 @@ class Trainer:
         }
 
     def _save(self, writer: checkpoint.Writer, first: bool) -> None:
-        model, moments = model_state(self.parts, keep=first), optimizer_state(self.parts, keep=first)
+        with name_the_silent(f"the checkpoint of step {self.step}"):
+            model, moments = model_state(self.parts, keep=first), optimizer_state(self.parts, keep=first)
         if first:
             extra = {
                 "scale": self.scale,
@@ -287,13 +291,13 @@ class Trainer:
 
     def _choose(self, notes: list[str]) -> Path | None:
         """The checkpoint to go on from, None to begin; ValueError where those that are there cannot be used."""
+        checkpoint.clear_unfinished(self.folder)
         if not self.config.checkpoint.resume:
             if checkpoint.checkpoints(self.folder):
                 notes.append(
                     f"starting anew: the first checkpoint will replace those of the run before it in {self.folder}"
                 )
             return None
-        checkpoint.clear_unfinished(self.folder)
         path = checkpoint.newest(self.folder, say=notes.append)
         if path is not None:
             if (fault := self._misfit(path)) is not None:
@@ -335,7 +339,8 @@ def open_samples(config: TrainConfig) -> tuple[Samples, Samples | None]:
     else:
         file, held_out = corpus_tokens()
     if config.data.validation:
-        held_out = open_tokens(config.data.validation)
+        chosen = Path(config.data.validation)
+        held_out = open_tokens(chosen / "val.bin" if chosen.is_dir() else chosen)
     vocab_size = config.model.resolve().vocab_size
     for part in (file, held_out):
         if part is not None and part.vocab_size > vocab_size:
@@ -344,14 +349,11 @@ def open_samples(config: TrainConfig) -> tuple[Samples, Samples | None]:
                 f"({part.tokenizer}), the model {vocab_size}; prepare it with the model's tokenizer, or set "
                 f"model.vocab_size to {part.vocab_size}"
             )
-    train, validation = (
-        None
-        if part is None or (part is held_out and len(part.tokens) <= config.data.sequence)
-        else Samples(part, config.data.sequence, config.train.seed, config.data.documents)
-        for part in (file, held_out)
-    )
-    assert train is not None
-    return train, validation
+    options = (config.data.sequence, config.train.seed, config.data.documents)
+    # One that lies beside the training file may be too short for a sample; one that was asked for may not.
+    if held_out is not None and len(held_out.tokens) <= config.data.sequence and not config.data.validation:
+        held_out = None
+    return Samples(file, *options), None if held_out is None else Samples(held_out, *options)
 
 
 class SilentRank(RuntimeError):

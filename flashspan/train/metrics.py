@@ -23,9 +23,9 @@ from flashspan.stdout import be_silent
 PEAKS = {
     "H200": 989e12,
     "H100": 989e12,
-    "GH200": 989e12,
     "A100": 312e12,
     "B200": 2250e12,
+    "L40S": 362e12,
     "L40": 181e12,
     "4090": 165e12,
 }
@@ -104,7 +104,8 @@ class Display:
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(str(folder / "tensorboard"))
+            # As in metrics.jsonl: steps that will be taken again are forgotten.
+            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1)
         if sys.stdout.isatty():
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -136,6 +137,8 @@ class Display:
     def _record(self, row: dict[str, Any]) -> None:
         if not self.active:
             return
+        # The mfu of a device whose peak is not known is no number, which JSON has no word for.
+        row = {key: value for key, value in row.items() if value == value}
         try:
             _append(self._log, row)
             if self._board is not None:
@@ -167,13 +170,13 @@ class Display:
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl; a last line cut short by a kill is passed over."""
+    """The rows of a metrics.jsonl; a line that a kill cut short, or a disk spoiled, is passed over."""
     rows = []
-    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            break
+    for line in file.read_bytes().splitlines() if file.exists() else []:
+        with contextlib.suppress(ValueError):
+            row = json.loads(line)
+            if isinstance(row, dict) and "step" in row:
+                rows.append(row)
     return rows
 
 

@@ -9,6 +9,7 @@ bytes.
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing as mp
 import os
@@ -17,6 +18,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from functools import cache
 from importlib import resources
@@ -33,6 +35,9 @@ from .data import HEADER_BYTES, ByteTokenizer, TokenFile, Tokenizer, load_tokeni
 
 WORK = ".preparing"
 VALIDATION = 0.1
+BLOCK = 2**24
+"""Tokens in memory at a time, where they are made or copied."""
+REMEDY = "free some, and the same command goes on, or choose another with --folder"
 CORPUS = resources.files("flashspan.train") / "corpus"
 
 
@@ -68,29 +73,45 @@ def prepare(
     """
     if not 0 <= validation < 1:
         raise ValueError(f"validation is a part of the tokens, in [0, 1): got {validation}")
-    if processes < 0 or synthetic < 0:
-        raise ValueError(f"processes and synthetic must be at least 0: got {processes} and {synthetic}")
+    if min(processes, synthetic, seed) < 0:
+        raise ValueError(f"processes, synthetic and seed must be at least 0: got {processes}, {synthetic} and {seed}")
+    if synthetic and (inputs or dataset):
+        names = ", ".join([*inputs, dataset] if dataset else inputs)
+        raise ValueError(f"give files or --synthetic, not both: got {names} and {synthetic}; leave one out")
     coder = load_tokenizer(tokenizer)
     out = Path(folder)
-    if synthetic:
-        noise = np.random.default_rng(seed).integers(0, coder.vocab_size, synthetic)
-        counts = write_files(out, coder, [noise], validation)
-    elif inputs or dataset:
-        parts = documents.cut(inputs, dataset, split)
-        plan = {
-            "inputs": documents.identify(inputs, dataset, split),
-            "tokenizer": _describe_tokenizer(tokenizer),
-            "field": field,
-            "parts": len(parts),
-        }
-        with workplace(out, plan) as work:
-            files = encode_parts(parts, work, tokenizer, field, processes or os.cpu_count() or 1)
-            counts = join(out, coder, files, validation)
-    else:
-        counts = write_files(out, coder, encode(corpus(), coder), validation)
+    with _named(out):
+        if synthetic:
+            chance = np.random.default_rng(seed)
+            sizes = (min(BLOCK, synthetic - at) for at in range(0, synthetic, BLOCK))
+            counts = write_files(out, coder, (chance.integers(0, coder.vocab_size, n) for n in sizes), validation)
+        elif inputs or dataset:
+            parts = documents.cut(inputs, dataset, split)
+            plan = {
+                "inputs": documents.identify(inputs, dataset, split),
+                "tokenizer": _describe_tokenizer(tokenizer),
+                "field": field,
+                "parts": len(parts),
+            }
+            with workplace(out, plan) as work:
+                files = encode_parts(parts, work, tokenizer, field, processes or os.cpu_count() or 1)
+                counts = join(out, coder, files, validation)
+        else:
+            counts = write_files(out, coder, encode(corpus(), coder), validation)
     print(f"{counts[0]:,} tokens in {out / 'train.bin'}, {counts[1]:,} in {out / 'val.bin'}")
     print(f"next: flashspan train --data.train {shlex.quote(str(out))} --checkpoint.folder runs/mine")
     return 0
+
+
+@contextmanager
+def _named(folder: Path) -> Iterator[None]:
+    """A disk that fills while it is written to, which an error does not name, is named."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise OSError(f"no space left in {folder}: {REMEDY}") from error
 
 
 def corpus() -> Iterator[str]:
@@ -142,6 +163,11 @@ def encode_parts(parts: Sequence[documents.Part], work: Path, tokenizer: str, fi
                 for job in as_completed(jobs):
                     job.result()
                     advance(jobs[job].size)
+            except BrokenProcessPool as error:
+                raise OSError(
+                    "a process that encodes was killed, for want of memory perhaps; the same command goes on with what "
+                    "is missing: use fewer --processes"
+                ) from error
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
@@ -180,15 +206,16 @@ def join(folder: Path, coder: Tokenizer, files: Sequence[Path], validation: floa
     if not total:
         raise ValueError("there is no text in the inputs, and a token file of nothing trains nothing: add some")
     if shutil.disk_usage(folder).free < total * dtype.itemsize + 2 * HEADER_BYTES:
-        raise ValueError(f"no space left for {total * dtype.itemsize:,} bytes in {folder}: choose another folder")
+        # An OSError, so that the encoded parts stay.
+        raise OSError(f"no space left for {total * dtype.itemsize:,} bytes in {folder}: {REMEDY}")
     cut = first_held_out(total, validation)
     for name, begin, end in (("train.bin", 0, cut), ("val.bin", cut, total)):
         with write_tokens(folder / name, coder) as writer:
             at = 0  # of the file at hand, among all tokens
             for file, size in zip(files, sizes, strict=True):
                 first, last = max(begin, at) - at, min(end, at + size) - at
-                for where in range(first, last, 2**24):
-                    count = min(2**24, last - where)
+                for where in range(first, last, BLOCK):
+                    count = min(BLOCK, last - where)
                     writer.add(np.fromfile(file, dtype, count, offset=where * dtype.itemsize))
                 at += size
     return cut, total - cut

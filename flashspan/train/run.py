@@ -29,7 +29,7 @@ from flashspan.launch import PRELOAD, RankError, Ranks
 from .checkpoint import last_step
 from .config import LONGEST, TrainConfig, describe_options, parse
 from .estimate import describe_plan
-from .loop import DONE, NOT_FINITE, STOPPED, STOPS, Trainer, catch_signals, open_samples
+from .loop import DONE, NOT_FINITE, NOT_SAVED, STOPPED, STOPS, Trainer, catch_signals, open_samples
 from .metrics import say
 
 SLOW = 4.0  # times as long as in float32, and a product is worth a word
@@ -229,12 +229,13 @@ def _num_gpus(config: TrainConfig) -> int:
 def _farewell(config: TrainConfig, how: str) -> str:
     """What happened, what is where, and what to do next."""
     folder = config.checkpoint.folder
+    again = "the same command" if config.checkpoint.resume else "the same command with --checkpoint.resume true"
     told = {
         DONE: "done",
-        STOPPED: "stopped as asked, state saved; the same command goes on",
+        STOPPED: f"stopped as asked, state saved; {again} goes on",
         NOT_FINITE: "stopped: loss or gradients were not finite; the state before that step is saved",
-        "not saved": "trained, but the last checkpoint could not be written",
-        "failed": "a rank failed; the same command goes on from the last checkpoint",
+        NOT_SAVED: f"ended, and the last checkpoint could not be written; {again} goes on from the one before",
+        "failed": f"a rank failed; {again} goes on from the last checkpoint",
     }
     lines = [told[how], f"  checkpoints, metrics.jsonl and loss.png are in {folder}"]
     if how == DONE:
@@ -242,6 +243,6 @@ def _farewell(config: TrainConfig, how: str) -> str:
         more = 2 * max(config.train.steps, last_step(folder))  # the run may have been past the steps asked for
         lines += [
             f'  talk to it: flashspan generate {shlex.quote(folder)} --prompt "{prompt}"',
-            f"  train on:   the same command with --train.steps {more}; it resumes",
+            f"  train on:   {again} {'with' if config.checkpoint.resume else 'and'} --train.steps {more}; it resumes",
         ]
     return "\n".join(lines)

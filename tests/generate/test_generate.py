@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer as Fast
+from tokenizers import decoders, models
 from torch import Tensor
 
 from flashspan import attention
 from flashspan.generate import Cache, Sampling, decode, generate, load
-from flashspan.generate.command import stream
+from flashspan.generate.command import read_prompts, stream
 from flashspan.model import Llama, LlamaConfig, RopeScaling, preset, save_llama
 from flashspan.train import checkpoint
-from flashspan.train.data import ByteTokenizer
+from flashspan.train.data import ByteTokenizer, load_tokenizer
 
 CONFIGS = {
     "llama-2": LlamaConfig(67, 32, 2, 4, 4, 48),
@@ -79,6 +82,15 @@ def test_the_cache_is_the_attention_of_the_whole() -> None:
     assert (torch.cat(parts, 2) - want).norm() <= 1e-6 * want.norm()
     with pytest.raises(ValueError, match="room for 20 tokens: got 21"):
         cache(q[:, :, :1], k[:, :, :1], v[:, :, :1], causal=True)
+    with pytest.raises(ValueError, match=r"no memory for keys and values \[2, 2, 2, \d+, 8\]: ask for fewer"):
+        Cache(attention, 2**58)(q, k, v, causal=True)
+
+
+def test_room_that_is_not_used_takes_no_memory() -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    tokens = decode(make(CONFIGS["llama-2"]), [1, 2, 3], 4_000_000, sampling=Sampling(0))  # 2 GB in all
+    assert len([next(tokens) for _ in range(3)]) == 3
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**19  # KiB
 
 
 def test_a_seed_decides_the_draws() -> None:
@@ -131,6 +143,20 @@ def test_streamed_text_holds_back_half_characters() -> None:
     pieces = list(stream((torch.tensor([t]) for t in coder.encode(text)), coder))
     assert "".join(pieces) == text
     assert len(pieces) == len(text.encode())
+
+
+def test_streamed_text_keeps_the_space_after_the_prompt(tmp_path: Path) -> None:
+    fast = Fast(models.WordLevel({"▁go": 0, "▁on": 1}, unk_token="▁on"))
+    fast.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    fast.save(str(tmp_path / "tokenizer.json"))
+    coder = load_tokenizer(str(tmp_path))
+    assert list(stream([[1], [1]], coder, [0] * 50)) == [" on", " on"]
+    assert list(stream([[1], [1]], coder)) == ["on", " on"]
+
+
+def test_prompts_are_lines_and_nothing_else_is(tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_bytes("\ufeffone\fpage\r\n\ntwo\u2028lines\n".encode())
+    assert read_prompts(str(tmp_path / "prompts.txt")) == ["one\fpage", "two\u2028lines"]
 
 
 def test_the_command_continues_a_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -237,6 +263,14 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
     save_llama(model, tmp_path)
     with pytest.raises(ValueError, match="bytes has 257 tokens, the model 67"):
         generate(str(tmp_path), prompt="a")
+    words = Llama(preset("tiny", num_layers=1, vocab_size=300), attention=attention)
+    save_llama(words, tmp_path)
+    with pytest.raises(ValueError, match=r"no tokenizer\.json, and its 300 tokens are more than bytes: name one"):
+        generate(str(tmp_path), prompt="a")
+    with torch.no_grad():
+        words.norm.weight.fill_(torch.inf)
+    with pytest.raises(ValueError, match=r"got inf or nan in torch\.float32; use a dtype of wider range"):
+        list(decode(words, [1], 2))
 
 
 @pytest.mark.parametrize("sampling", [Sampling(0), Sampling(1.0, top_k=20)])

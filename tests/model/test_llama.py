@@ -166,6 +166,14 @@ def test_the_chunked_loss_and_its_gradients_equal_the_whole_one(chunk: int) -> N
     assert abs(linear_cross_entropy(x, weight, targets, chunk=chunk).item() - want.item()) <= 1e-6 * want.item()
 
 
+def test_many_rows_of_few_logits_stay_in_the_range_of_float16() -> None:
+    x = torch.full((70_000, 1), 2.0, dtype=torch.float16)
+    weight = torch.zeros(2, 1, dtype=torch.float16, requires_grad=True)
+    (linear_cross_entropy(x, weight, torch.zeros(70_000, dtype=torch.int64)) / 70_000).backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [[-1.0], [1.0]]  # the sum over rows, before it is divided, is 70,000
+
+
 def test_a_model_trains_through_its_loss_as_through_its_logits() -> None:
     model = make(FAMILIES["llama-3.2"])
     tokens, targets = draw_tokens(model.config, 2, 17), draw_tokens(model.config, 2, 17, seed=5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -13,8 +14,8 @@ import pytest
 from flashspan.model import Llama, preset, save_llama
 from flashspan.train import TrainConfig, parse, train
 from flashspan.train.config import CheckpointSection, OptimizerSection, build, describe_options, read_toml
-from flashspan.train.data import open_tokens
-from flashspan.train.loop import learning_rate
+from flashspan.train.data import ByteTokenizer, open_tokens, write_tokens
+from flashspan.train.loop import learning_rate, open_samples
 from flashspan.train.prepare import corpus_tokens
 from flashspan.train.run import main
 
@@ -68,6 +69,7 @@ def test_a_described_config_is_that_config(tmp_path: Path) -> None:
         (["--model.vocab_size", "100"], "the data's vocabulary must fit the model's"),
         (["--data.sequence", "1000000"], "a sample takes 1000001 tokens"),
         (["--data.train", "nowhere.bin"], "there is no nowhere.bin: make it with `flashspan prepare`"),
+        (["--train.seed", str(2**64)], "train.seed must be a number of 64 bits"),
         (["--model.load", "nowhere"], "nowhere/config.json is missing; of a run of ours give a checkpoint"),
         (["--checkpoint.folder", "--train.steps", "3"], "--checkpoint.folder needs a value: got none"),
         (["--train.steps"], "--train.steps needs a value: got none; write --train.steps=VALUE"),
@@ -125,6 +127,20 @@ def test_the_packages_text_is_the_same_in_memory_and_in_a_file(corpus: Path) -> 
         file = open_tokens(corpus.with_name(name))
         assert np.array_equal(held.tokens, file.tokens)
         assert (held.vocab_size, held.tokenizer, held.end) == (file.vocab_size, file.tokenizer, file.end)
+
+
+def test_a_validation_file_that_was_asked_for_is_used_or_refused(
+    config_of: Callable[..., TrainConfig], corpus: Path, tmp_path: Path
+) -> None:
+    _, held_out = open_samples(config_of(f"--data.validation={corpus.parent}"))
+    assert held_out is not None
+    assert held_out.file.path.name == "val.bin"
+    with write_tokens(tmp_path / "val.bin", ByteTokenizer()) as writer:
+        writer.add([1, 2, 3])
+    with pytest.raises(ValueError, match=r"a sample takes 64 tokens: .*val\.bin has 3"):
+        open_samples(config_of(f"--data.validation={tmp_path}"))
+    shutil.copy(corpus, tmp_path / "train.bin")
+    assert open_samples(config_of(f"--data.train={tmp_path}"))[1] is None  # beside it, and nobody asked
 
 
 def test_a_toml_key_nobody_knows_is_named(tmp_path: Path) -> None:

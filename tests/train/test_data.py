@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -11,10 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer as Fast
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from flashspan import masks
 from flashspan.train.data import ByteTokenizer, Samples, load_tokenizer, open_tokens, permute, write_tokens
 from flashspan.train.prepare import corpus, prepare
+
+command = importlib.import_module("flashspan.train.prepare")  # its name in the package is the function's
 
 
 def make(path: Path, tokens: list[int]) -> Path:
@@ -30,6 +35,33 @@ def test_bytes_come_back() -> None:
     assert max(coder.encode(text)) < 256 == coder.end
 
 
+def write_tokenizer(path: Path, words: dict[str, int]) -> str:
+    """A tokenizer.json that, like LLaMA 2's, begins words with their space, drops a text's first, and has settings for
+    batches."""
+    fast = Fast(models.WordLevel(words, unk_token="<unk>"))
+    fast.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    fast.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
+    fast.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    if "</s>" in words:
+        fast.post_processor = processors.TemplateProcessing(single="$0 </s>", special_tokens=[("</s>", words["</s>"])])
+    fast.enable_truncation(2)
+    fast.enable_padding(length=4)
+    fast.save(str(path))
+    return str(path)
+
+
+def test_a_tokenizer_encodes_every_word_and_no_more(tmp_path: Path) -> None:
+    coder = load_tokenizer(write_tokenizer(tmp_path / "tokenizer.json", {"<unk>": 0, "▁a": 1, "▁b": 70_000}))
+    for text in ("a b a b b", "a"):
+        assert coder.decode(coder.encode(text)) == text
+    assert coder.encode("a b a b b") == [1, 70_000, 1, 70_000, 70_000]
+    assert coder.vocab_size == 70_001  # room for the largest, though there are three
+    ending = load_tokenizer(write_tokenizer(tmp_path / "ending.json", {"<unk>": 0, "▁a": 1, "</s>": 2}))
+    assert (ending.encode("a a"), ending.end) == ([1, 1], 2)  # who writes a document ends it
+    with pytest.raises(ValueError, match=r"empty\.json has no tokens: give another"):
+        load_tokenizer(write_tokenizer(tmp_path / "empty.json", {}))
+
+
 def test_prepared_text_is_the_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one é", encoding="utf-8")
     (tmp_path / "b.jsonl").write_text('{"text": "two"}\n{"text": "three"}\n')
@@ -42,8 +74,9 @@ def test_prepared_text_is_the_text(tmp_path: Path) -> None:
     assert (train.vocab_size, train.tokenizer, train.end) == (257, "bytes", 256)
 
 
-def test_synthetic_tokens_are_repeatable(tmp_path: Path) -> None:
-    for name in "ab":
+def test_synthetic_tokens_are_repeatable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in "ab":  # the second time a few at a time
+        monkeypatch.setattr(command, "BLOCK", 2**24 if name == "a" else 99)
         prepare(folder=str(tmp_path / name), synthetic=1000, validation=0.0)
     first, second = (open_tokens(tmp_path / name).tokens for name in "ab")
     assert len(first) == 1000
@@ -90,6 +123,12 @@ def test_samples_are_addressed_by_number_and_targets_are_one_later(tmp_path: Pat
     starts = [samples.window(n) for n in range(200)]
     assert sorted(starts[:100]) == sorted(starts[100:]) == list(range(0, 1000, 10))
     assert starts[:100] != starts[100:]
+
+
+def test_a_token_beyond_the_vocabulary_is_named(tmp_path: Path) -> None:
+    samples = Samples(open_tokens(make(tmp_path / "t.bin", [5, 6, 257, 7])), 3, seed=0)
+    with pytest.raises(ValueError, match=r"t\.bin is damaged: its header says 257 tokens and it holds number 257"):
+        samples.read([0])
 
 
 def test_documents_in_a_sample_are_found(tmp_path: Path) -> None:

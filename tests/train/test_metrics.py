@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,6 +58,15 @@ def test_half_a_line_is_taken_back(tmp_path: Path) -> None:
     assert steps(tmp_path) == [1, 3]
 
 
+def test_a_damaged_line_costs_itself(tmp_path: Path) -> None:
+    for step, damage in ((1, b'{"step": 2, "lo\xff\n'), (3, b'\0\0\0\n[4]\n{"loss": 1.0}\n'), (5, b'{"st')):
+        with Display(tmp_path, 9, active=True, start=step) as display:
+            display.step(row(step))
+        with (tmp_path / "metrics.jsonl").open("ab") as file:
+            file.write(damage)
+    assert steps(tmp_path) == [1, 3, 5]
+
+
 def test_rows_are_dropped_all_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Display(tmp_path, 9, active=True) as display:
         for step in (1, 2, 3):
@@ -72,6 +83,23 @@ def test_rows_are_dropped_all_at_once(tmp_path: Path, monkeypatch: pytest.Monkey
     metrics._drop_later(tmp_path / "metrics.jsonl", 2)
     assert steps(tmp_path) == [1, 2]
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_number_that_is_none_is_left_out(tmp_path: Path) -> None:
+    with Display(tmp_path, 9, active=True) as display:
+        display.step(replace(row(1), mfu=float("nan")))  # of a device whose peak nobody told us
+    line = (tmp_path / "metrics.jsonl").read_text()
+    assert "NaN" not in line
+    assert "mfu" not in json.loads(line)
+
+
+def test_tensorboard_forgets_the_steps_that_are_taken_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    board = SimpleNamespace(SummaryWriter=lambda *args, **kwargs: made.append(kwargs))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
+    with Display(tmp_path, 9, active=True, tensorboard=True, start=4):
+        pass
+    assert made == [{"purge_step": 5}]
 
 
 NAMES = ("step ", " loss ", " grad_norm ", " tokens/s ", " mfu ", " memory ")

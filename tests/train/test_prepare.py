@@ -5,11 +5,15 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import Executor, Future
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -64,9 +68,21 @@ def test_blank_lines_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_half_a_character_is_named_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "\\ud83d\\ude00"}\n\n{"text": "x\\ud800"}\n')  # a whole pair, then half
-    with pytest.raises(ValueError, match=r"a\.jsonl line 3 .*: half a character, '\\ud800', .* repair or drop it"):
+    with pytest.raises(ValueError, match=r"a\.jsonl line 3 .*: '\\ud800' is half a character; repair or drop it"):
         prepare([str(tmp_path / "a.jsonl")], folder=str(tmp_path / "out"), processes=1)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("row", "fault"), [('{"text": null}', "a NoneType is no text; repair or drop it"), ("[" * 200_000, "recursion")]
+)
+def test_a_row_that_is_no_text_is_named_by_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: str, fault: str
+) -> None:
+    monkeypatch.setattr(documents, "PART_BYTES", 7)  # which lines before it are counted by, too
+    (tmp_path / "A.JSONL").write_text('{"text": "a"}\n\n{"text": "b"}\n' + row)
+    with pytest.raises(ValueError, match=rf"A\.JSONL line 4 is not a JSON object with 'text': .*{fault}"):
+        [text for part in documents.cut([str(tmp_path / "A.JSONL")]) for text in documents.read(part, "text")]
 
 
 def test_line_ends_of_text_files_become_newlines(tmp_path: Path) -> None:
@@ -147,6 +163,22 @@ def test_a_kill_loses_nothing_and_changes_no_byte(
     assert files(tmp_path / "cut") == files(tmp_path / "whole")
 
 
+def test_a_killed_process_is_told_in_a_line(
+    lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Killed(Executor):
+        def submit(self, *args: object, **kwargs: object) -> Future[object]:  # type: ignore[override]
+            job: Future[object] = Future()
+            job.set_exception(BrokenProcessPool())
+            return job
+
+    monkeypatch.setattr(documents, "PART_BYTES", 2000)
+    monkeypatch.setattr(command, "_pool", lambda processes: Killed())
+    assert main(["prepare", str(lines), "--folder", str(tmp_path / "out"), "--processes", "2"]) == 2
+    assert "a process that encodes was killed" in capsys.readouterr().err
+    assert (tmp_path / "out" / ".preparing" / "plan.json").exists()
+
+
 def test_parquet_is_read_by_row_group(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
@@ -158,6 +190,9 @@ def test_parquet_is_read_by_row_group(tmp_path: Path) -> None:
     assert read_texts(tmp_path / "out") == TEXTS
     with pytest.raises(ValueError, match=r"no column 'body': it has id, text; name one with --field"):
         prepare([str(tmp_path / "texts.parquet")], folder=str(tmp_path / "out"), field="body", processes=1)
+    parquet.write_table(pyarrow.table({"text": ["a", None]}), tmp_path / "holes.parquet")
+    with pytest.raises(ValueError, match=r"in row 1 of row group 0: a NoneType is no text; repair or drop it"):
+        prepare([str(tmp_path / "holes.parquet")], folder=str(tmp_path / "out"), processes=1)
 
 
 def test_bytes_in_parquet_that_are_no_text_are_named(tmp_path: Path) -> None:
@@ -200,6 +235,8 @@ def test_what_cannot_be_written_or_made_is_named(tmp_path: Path, capsys: pytest.
         assert "a.txt cannot be made: File exists; choose another with --folder" in capsys.readouterr().err
     assert main(["prepare", "--synthetic", "-5"]) == 2
     assert "at least 0" in capsys.readouterr().err
+    assert main(["prepare", str(tmp_path / "a.txt"), "--synthetic", "5"]) == 2
+    assert "give files or --synthetic, not both: got " in capsys.readouterr().err
 
 
 def test_no_text_leaves_the_old_files(lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,6 +249,24 @@ def test_no_text_leaves_the_old_files(lines: Path, tmp_path: Path, capsys: pytes
         with pytest.raises(ValueError, match="no text in the inputs"):
             prepare([str(tmp_path / name)], folder=str(out))
     assert files(out) == before
+
+
+def test_a_full_disk_costs_no_part(
+    lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1))  # type: ignore[attr-defined]
+        assert main(["prepare", str(lines), "--folder", str(out), "--processes", "1"]) == 2
+    assert "free some, and the same command goes on" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(command, "token_dtype", fill := mock.Mock(side_effect=OSError(28, "No space left on device")))
+        assert main(["prepare", "--synthetic", "9", "--folder", str(tmp_path / "other")]) == 2
+    assert fill.called
+    assert f"no space left in {tmp_path / 'other'}: free some" in capsys.readouterr().err
+    prepare([str(lines)], folder=str(out), processes=1)
+    assert "going on: 1 of 1 parts are there" in capsys.readouterr().out
+    assert read_texts(out) == TEXTS
 
 
 def test_a_file_that_is_no_tokenizer_is_named(lines: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from flashspan.model import Llama, preset
 from flashspan.train import TrainConfig, checkpoint, loop
 from flashspan.train.config import AttentionSection
 from flashspan.train.data import ByteTokenizer, write_tokens
-from flashspan.train.loop import DONE, NOT_FINITE, STOPPED, Trainer
+from flashspan.train.loop import DONE, NOT_FINITE, NOT_SAVED, STOPPED, Trainer
 from flashspan.train.metrics import read_metrics
 from flashspan.train.run import run_rank
 
@@ -129,6 +130,16 @@ def test_a_run_started_anew_keeps_its_own_checkpoints(tmp_path: Path) -> None:
     assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["step-00000020", "step-00000040"]
 
 
+def test_the_first_checkpoint_of_a_run_started_anew_replaces_all_before_it(tmp_path: Path) -> None:
+    for step in (20, 40):
+        checkpoint.write(tmp_path, tiny_state(step))
+    writer = checkpoint.Writer(tmp_path, keep=2, anew=True)
+    for step, want in ((40, [40]), (60, [40, 60])):  # 20 is of the run before
+        writer.submit(tiny_state(step))
+        assert writer.wait()
+        assert [path.name for path in checkpoint.checkpoints(tmp_path)] == [f"step-{step:08}" for step in want]
+
+
 def test_a_reader_leaves_what_is_being_written(tmp_path: Path) -> None:
     whole, half = checkpoint.write(tmp_path, tiny_state(2)), tmp_path / ".writing-step-00000004"
     half.mkdir()
@@ -175,7 +186,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_others(
         writer.submit(later)
         assert not writer.wait()
     assert "No space left on device" in said[0]
-    assert "a checkpoint takes" in said[1]
+    assert re.search(r"a checkpoint takes [1-9][\d.]* MB and .* has 0\.0 MB", said[1])
     assert [p.name for p in Path(config.checkpoint.folder).glob("*step*")] == ["step-00000002"]
     writer.submit(later)
     assert writer.wait()
@@ -220,29 +231,36 @@ def test_a_checkpoint_from_before_there_were_patterns_is_causal(on_ranks: OnRank
         on_ranks(1, run_rank, replace(config, attention=AttentionSection("window", window=9)))
 
 
-def stall(config: TrainConfig, rank: int) -> None:
-    """A run in which one rank sleeps in its third step, and the other does not wait long for it."""
+def stall(config: TrainConfig, rank: int, call: str) -> None:
+    """A run in which one rank sleeps in this call after its second step, and the other does not wait long for it."""
     loop.PATIENCE = 1.0
     trainer = Trainer(config)
-    take_step = trainer.take_step
+    real = getattr(trainer, call)
 
-    def sleepy(asked: Any = ()) -> Any:
+    def sleepy(*args: Any) -> Any:
         if trainer.step == 2 and dist.get_rank() == rank:
             time.sleep(60)
-        return take_step(asked)
+        return real(*args)
 
-    trainer.take_step = sleepy  # type: ignore[method-assign]
+    setattr(trainer, call, sleepy)
     trainer.run()
 
 
-@pytest.mark.parametrize("option", ["--parallel.context=2", pytest.param("--parallel.data=2", marks=pytest.mark.slow)])
-def test_a_stalled_rank_is_named(config_of: ConfigOf, option: str) -> None:
-    config = config_of("--parallel.context=1", option, "--parallel.timeout=3")
+@pytest.mark.parametrize(
+    ("option", "call", "when"),
+    [
+        ("--parallel.context=2", "take_step", "step 3"),
+        pytest.param("--parallel.data=2", "take_step", "step 3", marks=pytest.mark.slow),
+        pytest.param("--parallel.data=2", "evaluate", "the evaluation after step 2", marks=pytest.mark.slow),
+    ],
+)
+def test_a_stalled_rank_is_named(config_of: ConfigOf, option: str, call: str, when: str) -> None:
+    config = config_of("--parallel.context=1", option, "--parallel.timeout=3", "--train.evaluate_every=2")
     with (
         Ranks(2, threads=1, timeout=3) as ranks,
-        pytest.raises(RankError, match="rank 1 did not answer in step 3 and is stalled or dead"),
+        pytest.raises(RankError, match=f"rank 1 did not answer in {when} and is stalled or dead"),
     ):
-        ranks.run(stall, config, 1, timeout=60)
+        ranks.run(stall, config, 1, call, timeout=60)
 
 
 def kill_one(config: TrainConfig, rank: int, wait: Callable[[], None]) -> bool:
@@ -437,6 +455,25 @@ def test_a_run_stops_after_the_step_in_which_it_was_asked(
     assert on_ranks(1, ask_in, config_of("--parallel.context=1"), step) == [(how, step)]
 
 
+def stop_on_a_full_disk(config: TrainConfig) -> tuple[str, int]:
+    with mock.patch.object(checkpoint, "write", side_effect=OSError(errno.ENOSPC, "No space left on device")):
+        return ask_in(config, 2)
+
+
+def test_a_run_that_stops_and_cannot_save_does_not_say_that_it_did(on_ranks: OnRanks, config_of: ConfigOf) -> None:
+    assert on_ranks(1, stop_on_a_full_disk, config_of("--parallel.context=1")) == [(NOT_SAVED, 2)]
+
+
+def test_steps_with_nothing_to_predict_are_taken(on_ranks: OnRanks, config_of: ConfigOf, tmp_path: Path) -> None:
+    for name in ("train.bin", "val.bin"):
+        with write_tokens(tmp_path / name, ByteTokenizer()) as writer:
+            writer.add([ByteTokenizer.end] * 500)
+    config = config_of(f"--data.train={tmp_path}", "--data.documents", "--train.steps=1", "--train.evaluate_every=1")
+    assert on_ranks(1, run_rank, config) == [DONE]
+    rows = read_metrics(Path(config.checkpoint.folder) / "metrics.jsonl")
+    assert [rows[0]["loss"], rows[1]["validation_loss"]] == [0.0, 0.0]
+
+
 def test_a_run_that_overflows_stops_when_asked(on_ranks: OnRanks, config_of: ConfigOf) -> None:
     config = config_of("--parallel.context=1", "--train.precision=float16")
     assert on_ranks(1, overflow_and_ask, config) == [(STOPPED, 1)]
@@ -492,6 +529,9 @@ def test_a_file_system_without_locks_takes_a_run(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(fcntl, "flock", fail)
     with checkpoint.alone_in(tmp_path / "run"):
+        pass
+    (tmp_path / "other" / checkpoint.LOCK).mkdir(parents=True)  # what cannot be opened is another matter
+    with pytest.raises(OSError, match="Is a directory"), checkpoint.alone_in(tmp_path / "other"):
         pass
 
 

@@ -14,6 +14,7 @@ import pytest
 from flashspan.generate import generate
 from flashspan.train import TrainConfig, run, train
 from flashspan.train.checkpoint import checkpoints
+from flashspan.train.loop import DONE, NOT_SAVED, STOPPED
 from flashspan.train.metrics import read_metrics
 
 
@@ -52,6 +53,14 @@ def test_a_bare_run_learns_and_leaves_a_model_to_talk_to(
     assert "resuming" not in said
     assert "the same command with --train.steps 20; it resumes" in said
     assert [path.name for path in checkpoints(folder)] == ["step-00000006", "step-00000008", "step-00000010"]
+
+
+@pytest.mark.parametrize("how", [DONE, STOPPED, NOT_SAVED, "failed"])
+def test_a_command_that_starts_anew_is_not_said_to_go_on(config_of: Callable[..., TrainConfig], how: str) -> None:
+    assert "the same command with --checkpoint.resume true " in run._farewell(
+        config_of("--checkpoint.resume=false"), how
+    )
+    assert "--checkpoint.resume" not in run._farewell(config_of(), how)
 
 
 def test_a_run_joins_the_ranks_of_torchrun(config_of: Callable[..., TrainConfig], tmp_path: Path) -> None:
