@@ -53,7 +53,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, scale: f
         raise ValueError(f"the head size must be 1 to {MAX_HEAD_DIM}: {shapes()}; {remedy}")
     if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
         raise ValueError(f"the key heads must divide the query heads: got {heads} query heads and {kv_heads} key heads")
-    if not isinstance(dropout, (int, float)) or not 0.0 <= dropout < 1.0:
+    if not isinstance(dropout, (int, float, np.floating)) or not 0.0 <= dropout < 1.0:
         raise ValueError(f"dropout is a probability in [0, 1): got {dropout}")
     if scale is not None and not -math.inf < scale < math.inf:  # math.isfinite would break a compiled graph
         raise ValueError(f"scale must be a finite number: got {scale}; use None for 1 / sqrt(head size)")
@@ -70,15 +70,7 @@ def resolve_mask(
     """causal, window and mask as the one mask they mean together, checked against q [B, H, T, D] and k [B, K, S, D]."""
     result: Mask = masks.CAUSAL if causal else masks.EVERYTHING
     if window is not None:
-        pair = (window - 1, window - 1) if isinstance(window, int) else window
-        if not (
-            isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(x, int) and x >= 0 for x in pair)
-        ):
-            raise ValueError(
-                f"a window is an int >= 1 or a pair (left, right) of ints >= 0: got {window!r}; use None for no window"
-            )
-        left, right = pair
-        result = result & Band(-left, right)
+        result = result & window_band(window)
     if mask is None:
         return result
     check_mask(mask)
@@ -89,6 +81,17 @@ def resolve_mask(
     else:
         mask.check(q.shape[0], q.shape[2], k.shape[2])
     return mask if result == masks.EVERYTHING else mask & result
+
+
+def window_band(window: int | tuple[int, int]) -> Band:
+    """The band that a window means; refuse what is no window."""
+    pair = (window - 1, window - 1) if isinstance(window, int) else window
+    if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(x, int) and x >= 0 for x in pair)):
+        raise ValueError(
+            f"a window is an int >= 1 or a pair (left, right) of ints >= 0: got {window!r}; use None for no window"
+        )
+    left, right = pair
+    return Band(-left, right)
 
 
 def check_mask(mask: object) -> None:
@@ -133,7 +136,7 @@ def mask_of(visible: Tensor, q: Tensor, num_queries: int, num_keys: int) -> Rows
 
 
 def check_seed(seed: int | None) -> None:
-    if seed is not None and not isinstance(seed, int):
+    if seed is not None and not isinstance(seed, (int, np.integer)):
         raise ValueError(f"a seed is a whole number: got {seed!r}")
 
 
@@ -143,7 +146,7 @@ def draw_seed(device: torch.device, seed: int | None, generator: torch.Generator
         raise ValueError("give dropout a seed or a generator, not both")
     check_seed(seed)
     if seed is not None:
-        return torch.full((1,), (seed + 2**63) % 2**64 - 2**63, dtype=torch.int64, device=device)
+        return torch.full((1,), (int(seed) + 2**63) % 2**64 - 2**63, dtype=torch.int64, device=device)
     source = device if generator is None else generator.device
     return torch.randint(0, 2**62, (1,), device=source, generator=generator).to(device)
 

@@ -4,6 +4,7 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -129,6 +130,35 @@ def test_nan_in_a_masked_key_reaches_nobody() -> None:
     assert relative(out, clean) < 1e-6
     for mine, other in zip(gradients(out, q, dirty_k, dirty_v), gradients(clean, q, k, v), strict=True):
         assert relative(mine, other) < 1e-5
+
+
+@pytest.mark.parametrize("backend", ["cpu", "tiled", "reference"])
+def test_nan_in_a_query_that_sees_nothing_reaches_nobody(backend: str) -> None:
+    """Padding: its rows are 0 and -inf, and nobody's gradient hears of it."""
+    clean = inputs(*[(2, 2, 40, 8)] * 3)
+    dout = torch.randn(2, 2, 40, 8)
+    exists = torch.arange(40) < torch.tensor([[25], [40]])  # [B, T]
+    dirty = [x.detach().clone() for x in clean]
+    for x in (dirty[0], dout):
+        x.masked_fill_(~exists[:, None, :, None], torch.nan)
+    leaves = [x.requires_grad_() for x in dirty]
+    mask = masks.ragged([30, 20], 40, 40, query_lengths=[25, 40]) & masks.window(9)
+    out, lse = attention(*leaves, mask=mask, backend=backend, return_lse=True)
+    wanted = attention(*clean, mask=mask, backend=backend)
+    assert torch.equal(out, wanted)
+    assert not out.movedim(1, 2)[~exists].any()
+    assert (lse.movedim(1, 2)[~exists] == -torch.inf).all()
+    out.backward(dout)
+    wanted.backward(dout.nan_to_num(0.0))
+    for mine, other in zip(leaves, clean, strict=True):
+        assert torch.equal(mine.grad, other.grad)
+
+
+def test_numbers_may_be_of_numpy() -> None:
+    q, k, v = inputs(*[(1, 2, 20, 8)] * 3)
+    for p, seed in ((0.25, 2**63 - 1), (0.5, 7)):
+        mine = attention(q, k, v, dropout=np.float32(p), seed=np.int64(seed))
+        assert torch.equal(mine, attention(q, k, v, dropout=p, seed=seed))
 
 
 def test_lse_is_returned_and_differentiable() -> None:

@@ -21,13 +21,10 @@ from flashspan.context.bundle import Bundle, Shelf, allocate
 from flashspan.context.exchange import Parcel, Wire
 from flashspan.context.layout import Placement, cut
 from flashspan.context.runs import Runs
-from flashspan.context.schedule import Schedule, Tile, Transfer, head_chunk, reverse
+from flashspan.context.schedule import Item, Schedule, Tile, Transfer, head_chunk, reverse
 from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.contract import Dropout, LocalAttention
 from flashspan.kernels.masks import Mask
-
-Item = tuple[str, int, int]
-"""What a rank holds of another (or itself): (kind, owner, chunk)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,9 +105,9 @@ class Walk(ABC):
                     self.parts[kind, owner, tile.chunk] += 1
             for t in step.posts:
                 if t.dst == self.rank:
-                    self.parts[t.kind, t.owner, t.chunk] += 1
+                    self.parts[t.item] += 1
                 else:
-                    self.onward[t.kind, t.owner, t.chunk] = t.rows
+                    self.onward[t.item] = t.rows
 
     @abstractmethod
     def own(self, kind: str) -> tuple[Tensor, ...]:
@@ -171,7 +168,7 @@ class Walk(ABC):
                     self.release(bundle)
             for transfer, bundle in arrived:
                 if transfer.kind in ("kv", "q", "rows"):
-                    self.copies[transfer.kind, transfer.owner, transfer.chunk] = bundle
+                    self.copies[transfer.item] = bundle
                 else:
                     self.arrive(transfer, bundle)
             del arrived
@@ -206,7 +203,7 @@ class Walk(ABC):
                     last[kind, owner, tile.chunk] = number
             for t in step.posts:
                 if t.src == self.rank:
-                    last[t.kind, t.owner, t.chunk] = number
+                    last[t.item] = number
         uses: dict[int, list[Item]] = defaultdict(list)
         for item, number in last.items():
             uses[number].append(item)
@@ -217,7 +214,7 @@ class Walk(ABC):
         if transfer.kind in ("carry", "dkv", "dq"):
             held = self.result(transfer)
         else:
-            held = self.hold(transfer.kind, transfer.owner, transfer.chunk)
+            held = self.hold(*transfer.item)
         if held.buffer is not None and held.rows == transfer.rows:
             return held
         packed = self._room(transfer)

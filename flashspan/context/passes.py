@@ -7,10 +7,10 @@ from torch import Tensor
 
 from flashspan.context.bundle import Bundle
 from flashspan.context.exchange import Wire
-from flashspan.context.execute import Call, Item, Plan, Walk
+from flashspan.context.execute import Call, Plan, Walk
 from flashspan.context.runs import Runs
-from flashspan.context.schedule import Tile, Transfer
-from flashspan.kernels.contract import Carry, LocalAttention
+from flashspan.context.schedule import Item, Tile, Transfer
+from flashspan.kernels.contract import Carry, LocalAttention, merge
 
 
 class ForwardWalk(Walk):
@@ -59,7 +59,7 @@ class ForwardWalk(Walk):
         self.add_part(item)
 
     def arrive(self, transfer: Transfer, bundle: Bundle) -> None:
-        item = ("carry", transfer.owner, transfer.chunk)
+        item = transfer.item
         if item not in self.carries:
             self.carries[item] = self._blank(item)
         merge(Carry(*Bundle(self.rows(item), self.carries[item]).take(transfer.rows)), Carry(*bundle.fields))
@@ -67,7 +67,7 @@ class ForwardWalk(Walk):
         self.add_part(item)
 
     def result(self, transfer: Transfer) -> Bundle:
-        return Bundle(transfer.rows, self.carries.pop(("carry", transfer.owner, transfer.chunk)))
+        return Bundle(transfer.rows, self.carries.pop(transfer.item))
 
     def settle(self, item: Item) -> None:
         carry = self.carries.pop(item) if item in self.carries else self._blank(item)
@@ -151,7 +151,7 @@ class BackwardWalk(Walk):
             self.add_part(item)
 
     def arrive(self, transfer: Transfer, bundle: Bundle) -> None:
-        item = (transfer.kind, transfer.owner, transfer.chunk)
+        item = transfer.item
         if item not in self.totals and self.rows(item) == bundle.rows:
             self.totals[item] = bundle
         else:
@@ -161,7 +161,7 @@ class BackwardWalk(Walk):
         self.add_part(item)
 
     def result(self, transfer: Transfer) -> Bundle:
-        return self.totals.pop((transfer.kind, transfer.owner, transfer.chunk))
+        return self.totals.pop(transfer.item)
 
     def settle(self, item: Item) -> None:
         bundle = self.totals.pop(item) if item in self.totals else self._zeros(item)
@@ -199,12 +199,3 @@ class BackwardWalk(Walk):
             for whole, term in zip(sums, terms, strict=True):
                 whole.add_(term)
         self.release(part)
-
-
-def merge(total: Carry, part: Carry) -> None:
-    """Continue `total` with `part`, in place. Rows that neither has seen a key for stay 0 and -inf."""
-    lse = torch.logaddexp(total.lse, part.lse)
-    known = lse != -torch.inf
-    old, new = (torch.where(known, torch.exp(x - lse), 0.0)[..., None] for x in (total.lse, part.lse))
-    total.out.mul_(old).addcmul_(part.out, new)
-    total.lse.copy_(lse)

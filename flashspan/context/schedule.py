@@ -28,6 +28,9 @@ dkv     float32 gradients of keys and values, on their way home
 dq      a helper's float32 gradient of the queries, going home
 """
 
+Item: TypeAlias = tuple[str, int, int]
+"""What a rank can hold: (kind, owner, chunk)."""
+
 
 class Tile(NamedTuple):
     """In `step`, `rank` lets the queries of `q` (these local rows) attend to the keys of `k`; `pairs` are visible.
@@ -60,6 +63,11 @@ class Transfer(NamedTuple):
     rows: Runs
     chunk: int = 0
     back: int = -1
+
+    @property
+    def item(self) -> Item:
+        """What it brings."""
+        return self.kind, self.owner, self.chunk
 
     def __str__(self) -> str:
         return f"{self.kind} of rank {self.owner} from rank {self.src} to rank {self.dst}"
@@ -113,6 +121,12 @@ class Schedule:
         for tile in self.tiles:
             work[tile.rank] += tile.pairs
         return work
+
+    @property
+    def balance(self) -> float:
+        """The busiest rank's work over the mean."""
+        work = self.work()
+        return max(work) * len(work) / sum(work) if any(work) else 1.0
 
 
 def _grid(num_ranks: int, num_steps: int) -> list[list[list]]:

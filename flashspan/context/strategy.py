@@ -12,6 +12,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from flashspan.arguments import (
     mask_of,
     mask_versions,
     resolve_mask,
+    window_band,
 )
 from flashspan.context.core import Attend, Core, Options, Scheduled
 from flashspan.context.exchange import GroupWire
@@ -42,7 +44,7 @@ from flashspan.context.ulysses import Ulysses, share_heads, trade
 from flashspan.kernels import dispatch
 from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.contract import Carry, Dropout, LocalAttention
-from flashspan.kernels.masks import Mask, Rows
+from flashspan.kernels.masks import EVERYTHING, Mask, Rows
 
 STRATEGIES = (*GENERATORS, "ulysses", "hybrid")
 PLANS_KEPT = 32
@@ -89,7 +91,7 @@ def context_parallel(
         )
     if head_chunks is not None and (type(head_chunks) is not int or head_chunks < 1):
         raise ValueError(f"heads are worked through in 1 or more chunks, or None to choose: got {head_chunks!r}")
-    if num_tokens is not None and num_tokens < 0:
+    if num_tokens is not None and (not isinstance(num_tokens, Integral) or num_tokens < 0):
         raise ValueError(f"a sequence has 0 or more tokens, or None to be asked for each time: got {num_tokens!r}")
     if not timeout > 0:
         raise ValueError(f"a timeout is a number of seconds above 0: got {timeout!r}")
@@ -110,13 +112,15 @@ def context_parallel(
                 raise ValueError(f"{strategy} needs a group or a mesh of one dimension: got {group}; slice it by name")
             group = group.get_group()
         outer, inner = (None, group) if strategy == "ulysses" else (group, None)
-    settings = Settings(layout, strategy, schedule, tuple(sizes or ()), head_chunks, num_tokens, backend)
     outer_wire = GroupWire(outer, slow_group=slow_group, timeout=timeout)
-    if sizes is not None and (min(sizes, default=0) < 1 or math.prod(sizes) != outer_wire.num_ranks):
+    pair = isinstance(sizes, Sequence) and len(sizes) == 2 and all(isinstance(n, Integral) and n > 0 for n in sizes)
+    if sizes is not None and not (pair and math.prod(sizes) == outer_wire.num_ranks):
         raise ValueError(
-            f"double_ring's sizes are 1 or more and multiply to the number of ranks: "
-            f"got {tuple(sizes)} for {outer_wire.num_ranks} ranks"
+            f"double_ring's sizes are 1 or more each, (nodes, ranks per node), and multiply to the number of ranks: "
+            f"got {sizes!r} for {outer_wire.num_ranks} ranks"
         )
+    num_tokens = None if num_tokens is None else int(num_tokens)
+    settings = Settings(layout, strategy, schedule, tuple(sizes or ()), head_chunks, num_tokens, backend)
     return ContextAttention(outer_wire, GroupWire(inner, timeout=timeout), settings)
 
 
@@ -242,6 +246,8 @@ class ContextAttention:
         try:
             check_mask(mask)
             check_seed(seed)
+            if window is not None:
+                window_band(window)
             if isinstance(mask, Tensor) and q.dim() == 4:
                 num = max(mask.shape[-2:], default=0)  # of the whole sequence; 1 broadcasts
                 num = self.settings.num_tokens or num if num == 1 else num
@@ -256,7 +262,7 @@ class ContextAttention:
         rest = (causal, window, self._digested[2], scale, dropout, seed is None)
         call = (*((tuple(x.shape), x.dtype, x.device) for x in (q, k, v)), rest)
         if problem or num_tokens is None or (call, num_tokens) not in self._cores:
-            num_tokens = self._agree(q, k, v, repr((rest, seed)), dropout, scale, problem)
+            num_tokens = self._agree(q, k, v, mask, repr((rest, seed)), dropout, scale, problem)
         key = (call, num_tokens)
         if key not in self._cores:
             whole = [x.new_empty((*x.shape[:2], num_tokens, x.shape[3]), device="meta") for x in (q, k)]
@@ -291,7 +297,7 @@ class ContextAttention:
         return core
 
     def _agree(
-        self, q: Tensor, k: Tensor, v: Tensor, rest: str, dropout: float, scale: float, problem: str
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Any, rest: str, dropout: float, scale: float, problem: str
     ) -> int:  # fmt: skip
         """The number of tokens of all ranks together; the same ValueError on every rank if they are not one call.
 
@@ -304,6 +310,9 @@ class ContextAttention:
                     f"across ranks, queries and keys are the same tokens: got {q.shape[2]} and {k.shape[2]}; "
                     f"for cross attention use flashspan.attention on one device"
                 )
+            if not problem:  # on the way, a backend that cannot serve would leave the others waiting
+                mask = EVERYTHING if mask is None else mask
+                dispatch.choose(q, k, v, mask=mask, dropout=dropout > 0, backend=self.settings.backend)
         except ValueError as error:
             problem = problem or str(error)
         mine = dict.fromkeys(COMPARED, 0)

@@ -1,6 +1,6 @@
 """Proof that a schedule computes attention: by walking it with sets in place of tensors, no processes needed.
 
-    verify(schedule, survey)               # raises ScheduleError, or reports balance
+    verify(schedule, survey)               # raises ScheduleError, or says nothing
     verify(reverse(schedule), survey)      # backward too
 
 What is proved: every visible pair is computed exactly once, and nothing invisible is; whatever a rank computes with or
@@ -14,42 +14,23 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeAlias
 
 from flashspan.context.runs import Runs, union
-from flashspan.context.schedule import Schedule, Tile, Transfer
+from flashspan.context.schedule import Item, Schedule, Tile, Transfer
 from flashspan.context.survey import Survey
-
-Item: TypeAlias = tuple[str, int, int]
-"""What a rank can hold: (kind, owner, chunk)."""
 
 
 class ScheduleError(AssertionError):
     """A schedule that does not compute attention."""
 
 
-@dataclass(frozen=True)
-class Report:
-    """What a verified schedule costs: pairs per rank, and the busiest rank's share over the mean's."""
-
-    work: tuple[int, ...]
-    num_steps: int
-    num_transfers: int
-
-    @property
-    def balance(self) -> float:
-        mean = sum(self.work) / len(self.work)
-        return max(self.work) / mean if mean else 1.0
-
-
-def verify(schedule: Schedule, survey: Survey) -> Report:
+def verify(schedule: Schedule, survey: Survey) -> None:
     """Raise ScheduleError unless this schedule is attention under the survey's mask, without waste or deadlock."""
     check_coverage(schedule, survey)
     check_flow(schedule)
     check_economy(schedule)
     check_pairing(schedule)
     check_waits(schedule)
-    return Report(tuple(schedule.work()), schedule.num_steps, len(schedule.transfers))
 
 
 def check_coverage(schedule: Schedule, survey: Survey) -> None:
@@ -122,22 +103,20 @@ def check_flow(schedule: Schedule) -> None:
 
     for step in range(schedule.num_steps):
         for t in ends[step]:
-            item = (t.kind, t.owner, t.chunk)
             if t.kind in (result, "dkv"):
-                add(t.dst, item, moving.pop(id(t)))
-            elif item in held[t.dst]:
+                add(t.dst, t.item, moving.pop(id(t)))
+            elif t.item in held[t.dst]:
                 raise ScheduleError(f"{t} brings a second copy")
             else:
-                held[t.dst][item] = t.rows
+                held[t.dst][t.item] = t.rows
         for t in starts[step]:
-            item = (t.kind, t.owner, t.chunk)
             if t.kind in (result, "dkv"):
-                if t.src == t.owner or item not in sums[t.src]:
+                if t.src == t.owner or t.item not in sums[t.src]:
                     raise ScheduleError(f"{t} in step {step} has nothing to bring home")
-                moving[id(t)] = sums[t.src].pop(item)
+                moving[id(t)] = sums[t.src].pop(t.item)
                 if moving[id(t)].rows != t.rows:
                     raise ScheduleError(f"{t} brings rows {t.rows}, not {moving[id(t)].rows}")
-            elif not has(t.src, item, t.rows):
+            elif not has(t.src, t.item, t.rows):
                 raise ScheduleError(f"{t} in step {step} sends what rank {t.src} does not hold")
         for number, tile in tiles[step]:
             if not has(tile.rank, (query, tile.q, tile.chunk), Runs.of(tile.q_rows)):
@@ -164,10 +143,10 @@ def check_economy(schedule: Schedule) -> None:
         for kind in ("q", "rows"):
             used[tile.rank, (kind, tile.q, tile.chunk)].append(Runs.of(tile.q_rows))
     for t in schedule.transfers:
-        used[t.src, (t.kind, t.owner, t.chunk)].append(t.rows)
+        used[t.src, t.item].append(t.rows)
     for t in schedule.transfers:
         if t.kind in ("kv", "q", "rows"):
-            needed = union(used[t.dst, (t.kind, t.owner, t.chunk)])
+            needed = union(used[t.dst, t.item])
             if needed != t.rows:
                 raise ScheduleError(f"{t} brings rows {t.rows}, of which {needed} are used")
 

@@ -32,6 +32,7 @@ from flashspan.kernels.masks import (
     Mask,
     Positions,
     Rows,
+    check_whole,
     made_once,
     place,
     refuse_tensor,
@@ -44,7 +45,6 @@ from flashspan.kernels.tiling import (
     Rule,
     block_positions,
     check_block,
-    check_whole,
     list_lines,
     touched,
 )
@@ -114,7 +114,7 @@ class Blocks:
         if isinstance(mask, Blocks):
             mask.check(mask.num_batch, num_queries, num_keys)
             return mask if device is None else mask.to(device)
-        check_whole(num_queries=num_queries, num_keys=num_keys)
+        num_queries, num_keys = check_whole(num_queries=num_queries, num_keys=num_keys)
         if not isinstance(mask, (Band, Rows)):
             raise ValueError(
                 f"Blocks.of takes a mask made by flashspan.masks: got {type(mask).__name__}; "

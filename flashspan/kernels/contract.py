@@ -18,7 +18,8 @@ Backward takes the lse and delta of the *whole* row, however many calls forward 
 adds into dq, dk and dv, which are float32; without, it overwrites them, in any floating dtype. A row whose lse is -inf
 has zero gradients.
 
-Masked-out keys do not exist: a NaN in one of them reaches nobody. Dropout scales and drops probabilities, never lse.
+Masked-out keys do not exist: a NaN in one of them reaches nobody. Nor, on the CPU, does a NaN in a query that sees no
+key. Dropout scales and drops probabilities, never lse.
 """
 
 from __future__ import annotations
@@ -138,6 +139,17 @@ class LocalAttention(Protocol):
         accumulate: bool,
         dropout: Dropout | None = None,
     ) -> None: ...
+
+
+def merge(total: Carry, part: Carry) -> None:
+    """Continue `total` with `part`, in place. Where neither has seen a key, out stays 0 and lse -inf.
+
+    The few numbers a row needs for it are computed in float64: then only the sums themselves are rounded.
+    """
+    lse = torch.logaddexp(total.lse.double(), part.lse.double())
+    share = torch.exp(part.lse - lse.masked_fill(lse == -torch.inf, 0.0))
+    total.out.lerp_(part.out, share[..., None].to(total.out.dtype))
+    total.lse.copy_(lse)
 
 
 def row_delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:

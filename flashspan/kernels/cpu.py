@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashspan.kernels import tiled
-from flashspan.kernels.contract import Carry, Dropout
+from flashspan.kernels.contract import Carry, Dropout, merge
 from flashspan.kernels.masks import Band, Mask, Rows
 
 CHUNK = 256  # rows that share one drawn mask
@@ -65,7 +65,10 @@ def forward(
         keys, values = k[sequence, kv_heads], v[sequence, kv_heads]
         for part in parts:
             partial = _attend(q[sequence, heads, rows], keys, values, part, scale=scale, dtype=dtype)
-            total = partial if total is None else _merge(total, partial)
+            if total is None:
+                total = partial
+            else:
+                merge(total, partial)
         if carry is None and total is not None:
             here.out.copy_(total.out)
             here.lse.copy_(total.lse)
@@ -123,10 +126,13 @@ def _backward(
     sums = totals
     if not accumulate and not one_call:
         sums = [x.zero_() if x.dtype == work else torch.zeros_like(x, dtype=work) for x in totals]
-    lse = lse.to(work).masked_fill(lse == -torch.inf, torch.inf)  # exp(score - inf) = 0 in a row that saw nothing
     for sequence, rows, parts in strips:
-        q_rows, lse_rows = q[sequence, :, rows].to(work), lse[sequence, :, rows]
-        dout_rows, out_rows = _stand_in(dout[sequence, :, rows].to(work), delta[sequence, :, rows].to(work))
+        q_rows, dout_rows, lse_rows, delta_rows = (x[sequence, :, rows].to(work) for x in (q, dout, lse, delta))
+        blind = lse_rows == -torch.inf
+        if bool(blind.any()):  # they give nothing: exp(score - inf) = 0, but 0 * NaN is NaN
+            q_rows, dout_rows = (x.masked_fill(blind[..., None], 0.0) for x in (q_rows, dout_rows))
+            lse_rows, delta_rows = lse_rows.masked_fill(blind, torch.inf), delta_rows.masked_fill(blind, 0.0)
+        dout_rows, out_rows = _stand_in(dout_rows, delta_rows)
         for part in parts:
             keys = slice(part.keys.start, part.keys.stop)
             k_part, v_part = k[sequence, :, keys].to(work), v[sequence, :, keys].to(work)
@@ -282,20 +288,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, part: _Part, *, scale: float, dtype
     k, v = (x[:, :, part.keys.start : part.keys.stop].to(dtype) for x in (k, v))
     out, lse = _flash(q.to(dtype), k, v, 0.0, part.causal, attn_mask=part.draw(dtype), scale=scale)
     if part.start is not None and part.end is not None:
-        lse = lse.masked_fill(part.start >= part.end, -torch.inf)  # where the operator says 0
+        blind = part.start >= part.end
+        if bool(blind.any()):  # the operator gives them an lse of 0, and NaN where their query is NaN
+            out, lse = out.masked_fill(blind[:, None], 0.0), lse.masked_fill(blind, -torch.inf)
     return Carry(out, lse)
-
-
-def _merge(total: Carry, partial: Carry) -> Carry:
-    """Add a partial softmax to the total, in place. Where neither has seen a key, out stays 0 and lse -inf.
-
-    The few numbers a row needs for it are computed in float64: then only the sums themselves are rounded.
-    """
-    lse = torch.logaddexp(total.lse.double(), partial.lse.double())
-    share = torch.exp(partial.lse - lse.masked_fill(lse == -torch.inf, 0.0))
-    total.out.lerp_(partial.out, share[..., None].to(total.out.dtype))
-    total.lse.copy_(lse)
-    return total
 
 
 # Note [Stand-in output]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashspan.kernels.masks import EMPTY, FULL
+from flashspan.kernels.masks import EMPTY, FULL, check_whole
 from flashspan.kernels.tiling import (
     Lists,
     Look,
@@ -18,7 +18,6 @@ from flashspan.kernels.tiling import (
     ask,
     block_positions,
     check_block,
-    check_whole,
     examine,
     interval_kinds,
     read_by_kernels,
@@ -85,8 +84,8 @@ def from_rule(
     device: torch.device | str,
 ) -> Made:
     """Of a function of index tensors (b, h, i, j) to bool."""
-    check_whole(num_queries=num_queries, num_keys=num_keys)
-    check_whole(1, num_batch=num_batch, num_heads=num_heads)
+    num_queries, num_keys = check_whole(num_queries=num_queries, num_keys=num_keys)
+    num_batch, num_heads = check_whole(1, num_batch=num_batch, num_heads=num_heads)
     device = torch.device(device)
 
     def chunk(b: int, h: int, rows: slice, columns: slice) -> Tensor:
@@ -103,10 +102,8 @@ def from_coarse(coarse: Tensor, num_queries: int, num_keys: int, size: int | tup
     pair = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
     if len(pair) != 2:
         raise ValueError(f"a square's size is a number, or one of queries and one of keys: got size={size!r}")
-    size_q, size_k = pair
-    check_whole(1, size=size_q)
-    check_whole(1, size=size_k)
-    check_whole(num_queries=num_queries, num_keys=num_keys)
+    size_q, size_k = (check_whole(1, size=edge)[0] for edge in pair)
+    num_queries, num_keys = check_whole(num_queries=num_queries, num_keys=num_keys)
     expected = (-(-num_queries // size_q), -(-num_keys // size_k))
     bad = not isinstance(coarse, Tensor) or coarse.dtype != torch.bool or coarse.dim() not in (2, 3, 4)
     if bad or tuple(coarse.shape[-2:]) != expected:

@@ -14,7 +14,7 @@ import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ EMPTY, FULL, PARTIAL = 0, 1, 2
 """What `tiles` says of a tile."""
 
 UNBOUNDED = 2**62
-"""A bound that no length reaches, for `pack`."""
+"""A bound that no length reaches, and that a position can be added to in 64 bits."""
 
 MADE_KEPT = 16
 """How many masks made from another it keeps: copies on devices, intersections."""
@@ -81,12 +81,9 @@ class Band:
             hi = None if self.hi is None else (self.hi - shift) // step
             return Band(lo, hi).simplify(len(q), len(k))
         starts, ends = place(q), place(k)
-        num = len(ends)
-        start = torch.zeros_like(starts) if self.lo is None else torch.searchsorted(ends, starts + self.lo)
-        end = (
-            torch.full_like(starts, num) if self.hi is None else torch.searchsorted(ends, starts + self.hi, right=True)
-        )
-        return Rows(start.int(), end.int(), num).simplify()
+        lo, hi = self._numbers()
+        start, end = torch.searchsorted(ends, starts + lo), torch.searchsorted(ends, starts + hi, right=True)
+        return Rows(start.int(), end.int(), len(ends)).simplify()
 
     def simplify(self, num_queries: int, num_keys: int) -> Band:
         """NOTHING or EVERYTHING where this many queries and keys make it so, else itself."""
@@ -132,9 +129,13 @@ class Band:
 
     def pack(self) -> tuple[str, list[int], list[Tensor]]:
         """Kind, numbers and tensors: an operator's schema can carry those, not objects. `unpack` is the inverse."""
-        lo = -UNBOUNDED if self.lo is None else max(self.lo, -UNBOUNDED)
-        hi = UNBOUNDED if self.hi is None else min(self.hi, UNBOUNDED)
-        return "band", [min(lo, UNBOUNDED), max(hi, -UNBOUNDED)], []
+        return "band", [*self._numbers()], []
+
+    def _numbers(self) -> tuple[int, int]:
+        """(lo, hi) as numbers within UNBOUNDED, which no bound at all is."""
+        lo = -UNBOUNDED if self.lo is None else min(max(self.lo, -UNBOUNDED), UNBOUNDED)
+        hi = UNBOUNDED if self.hi is None else min(max(self.hi, -UNBOUNDED), UNBOUNDED)
+        return lo, hi
 
 
 EVERYTHING = Band()
@@ -153,6 +154,7 @@ class Rows:
     def __init__(self, start: Tensor, end: Tensor, num_keys: int, *, convex: bool | None = None) -> None:
         """`convex` is for intervals of this package's own making, clipped, settled and ascending (or not)."""
         if convex is None:
+            (num_keys,) = check_whole(num_keys=num_keys)
             start, end = _clean(start, end, num_keys)
             convex = bool((start.diff() >= 0).all() and (end.diff() >= 0).all())
         self.start, self.end, self.num_keys, self.convex = start, end, num_keys, convex
@@ -281,6 +283,21 @@ def made_once(kept: dict[object, Made], key: object, make: Callable[[], Made]) -
     return kept[key]
 
 
+def check_whole(least: int | None = 0, **values: Any) -> list[int]:
+    """These as plain integers; refuse what is no whole number, or less than the least."""
+    found = []
+    for name, value in values.items():
+        try:
+            number = value if type(value) is int else operator.index(value)  # NumPy's integers, for instance
+        except TypeError:
+            number = None
+        if number is None or isinstance(value, bool) or (least is not None and number < least):
+            limit = "" if least is None else f", {least} or more"
+            raise ValueError(f"{name} is a whole number{limit}: got {value!r}")
+        found.append(number)
+    return found
+
+
 def refuse_tensor(other: object) -> None:
     """Say how a tensor is joined with a mask, before `&` or `|` asks the tensor."""
     if isinstance(other, Tensor):
@@ -364,8 +381,6 @@ def _clean(start: Tensor, end: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
             f"Rows needs start and end of one shape, [T] or [B, T], on one device: "
             f"got {tuple(start.shape)} on {start.device} and {tuple(end.shape)} on {end.device}"
         )
-    if num_keys < 0:
-        raise ValueError(f"Rows needs the number of keys, 0 or more: got num_keys={num_keys}")
     return _settle(start.long().clamp(0, num_keys).int(), end.long().clamp(0, num_keys).int())
 
 

@@ -8,16 +8,14 @@ Pictures of them all are in docs/sparse.md.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
-from typing import SupportsIndex
 
 import torch
 from torch import Tensor
 
 from flashspan.kernels.blocks import Blocks
-from flashspan.kernels.masks import Band, Mask, Rows
-from flashspan.kernels.tiling import check_block, check_whole
+from flashspan.kernels.masks import Band, Mask, Rows, check_whole
+from flashspan.kernels.tiling import check_block
 
 __all__ = [
     "Blocks",
@@ -49,9 +47,8 @@ def causal(offset: int = 0) -> Band:
 
 def window(left: int, right: int | None = None, *, offset: int = 0) -> Band:
     """Query i sees keys from i - left to i + right (right = left unless given), shifted by offset."""
-    left, right, offset = _whole(left=left, right=left if right is None else right, offset=offset)
-    if left < 0 or right < 0:
-        raise ValueError(f"a window reaches 0 or more keys to each side: got left={left}, right={right}")
+    left, right = check_whole(left=left, right=left if right is None else right)
+    (offset,) = check_whole(None, offset=offset)
     return Band(offset - left, offset + right)
 
 
@@ -86,7 +83,7 @@ def ragged(
     device: torch.device | str = "cpu",
 ) -> Rows:
     """A padded batch: in sequence b only the first key_lengths[b] keys exist (and, if given, the first queries)."""
-    num_queries, num_keys = _whole(num_queries=num_queries, num_keys=num_keys)
+    num_queries, num_keys = check_whole(num_queries=num_queries, num_keys=num_keys)
     lengths = _lengths(key_lengths)
     queries = torch.full_like(lengths, num_queries) if query_lengths is None else _lengths(query_lengths)
     if lengths.dim() != 1 or lengths.shape != queries.shape:
@@ -101,8 +98,8 @@ def ragged(
 
 def prefix(length: int, num_tokens: int, *, device: torch.device | str = "cpu") -> Mask:
     """Prefix-LM: the first `length` tokens see each other both ways, the rest look back."""
-    length, num_tokens = _whole(length=length, num_tokens=num_tokens)
-    if not 0 <= length <= num_tokens:
+    length, num_tokens = check_whole(length=length, num_tokens=num_tokens)
+    if length > num_tokens:
         raise ValueError(f"a prefix has 0 to num_tokens tokens: got {length} of {num_tokens}")
     end = torch.arange(1, num_tokens + 1, device=device).clamp(min=length)
     return Rows(torch.zeros_like(end), end, num_tokens)
@@ -112,8 +109,8 @@ def dilated(
     width: int, step: int, num_tokens: int, *, causal: bool = True, device: torch.device | str = "cpu"
 ) -> Blocks:
     """A window with gaps: query i sees the `width` keys i, i - step, i - 2 step, ... (and, not causal, those ahead)."""
-    check_whole(1, width=width, step=step)
-    check_whole(num_tokens=num_tokens)
+    width, step = check_whole(1, width=width, step=step)
+    (num_tokens,) = check_whole(num_tokens=num_tokens)
     # Beyond the tokens there are, a longer reach or step changes nothing: both stay within 32 bits.
     reach, step = min(width * step, max(1, num_tokens)), min(step, max(1, num_tokens))
 
@@ -127,8 +124,8 @@ def dilated(
 
 def streaming(num_sinks: int, window: int, num_tokens: int, *, device: torch.device | str = "cpu") -> Blocks:
     """Sink + window: a query sees the first `num_sinks` tokens and the last `window`, its own among them."""
-    check_whole(num_sinks=num_sinks, num_tokens=num_tokens)
-    check_whole(1, window=window)
+    num_sinks, num_tokens = check_whole(num_sinks=num_sinks, num_tokens=num_tokens)
+    (window,) = check_whole(1, window=window)
     sinks = Rows(*_span(num_tokens, 0, num_sinks, device), num_tokens) & Band(None, 0)
     return Blocks.of(Band(1 - window, 0), num_tokens, num_tokens, device=device) | sinks
 
@@ -138,7 +135,7 @@ def longformer(
 ) -> Blocks:
     """Global + window: neighbours up to `window` apart see each other; the first `num_global` tokens see, and are seen
     by, everyone."""
-    check_whole(num_tokens=num_tokens, window=window, num_global=num_global)
+    num_tokens, window, num_global = check_whole(num_tokens=num_tokens, window=window, num_global=num_global)
     seen = Rows(*_span(num_tokens, 0, num_global, device), num_tokens)
     everyone = torch.where(torch.arange(num_tokens, device=device) < num_global, num_tokens, 0)
     seeing = Rows(torch.zeros_like(everyone), everyone, num_tokens)
@@ -157,10 +154,10 @@ def random_blocks(
     device: torch.device | str = "cpu",
 ) -> Blocks:
     """Each query block sees this share of the key blocks, drawn at random, its own always; for each head anew."""
-    check_whole(num_tokens=num_tokens)
-    check_whole(1, size=size, num_heads=num_heads)
-    check_whole(-(2**63), seed=seed)
-    if not 0.0 < share <= 1.0 or seed >= 2**64:
+    (num_tokens,) = check_whole(num_tokens=num_tokens)
+    size, num_heads = check_whole(1, size=size, num_heads=num_heads)
+    (seed,) = check_whole(None, seed=seed)
+    if not 0.0 < share <= 1.0 or not -(2**63) <= seed < 2**64:
         raise ValueError(f"random_blocks takes 0 < share <= 1 and a seed of 64 bits: got {share=}, {seed=}")
     num = -(-num_tokens // size)
     scores = torch.rand(num_heads, num, num, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
@@ -182,8 +179,8 @@ def bigbird(
 ) -> Blocks:
     """BigBird: `longformer`, and for each query block up to `num_random` key blocks more (with `causal`, behind it):
     those drawn may be among the blocks it sees anyway."""
-    check_whole(num_tokens=num_tokens, num_random=num_random)
-    check_whole(1, size=size)
+    num_tokens, num_random = check_whole(num_tokens=num_tokens, num_random=num_random)
+    (size,) = check_whole(1, size=size)
     num = -(-num_tokens // size)
     share = min(1.0, (1 + num_random) / max(1, num))
     mask = longformer(num_tokens, window=window, num_global=num_global, causal=causal, device=device)
@@ -197,7 +194,7 @@ def top_blocks(q: Tensor, k: Tensor, keep: int, *, causal: bool = False, block: 
     if edges[0] != edges[1]:
         raise ValueError(f"top_blocks chooses square blocks: got block={block!r}; use block=64 or block=128")
     block = edges[0]
-    check_whole(1, keep=keep)
+    (keep,) = check_whole(1, keep=keep)
     fits = q.dim() == k.dim() == 4 and (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3])
     if not fits or not k.shape[1] or q.shape[1] % k.shape[1]:
         raise ValueError(
@@ -238,19 +235,6 @@ def _span(num_tokens: int, start: int, end: int, device: torch.device | str) -> 
     """The same interval of keys for each query."""
     first = torch.full((num_tokens,), start, device=device)
     return first, torch.full_like(first, min(end, num_tokens))
-
-
-def _whole(**values: SupportsIndex) -> list[int]:
-    """Numbers as plain integers; refuse those that are not whole."""
-    found = []
-    for name, value in values.items():
-        try:
-            if isinstance(value, bool):
-                raise TypeError
-            found.append(value if type(value) is int else operator.index(value))
-        except TypeError:
-            raise ValueError(f"{name} is a whole number: got {name}={value!r}") from None
-    return found
 
 
 def _lengths(lengths: Sequence[int] | Tensor) -> Tensor:

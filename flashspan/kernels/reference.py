@@ -54,6 +54,8 @@ def backward(
     dropout: Dropout | None = None,
 ) -> None:
     """See contract.py."""
+    blind = (lse == -torch.inf)[..., None]  # a query that sees nothing does not exist, not even as 0 * NaN
+    q, dout = q.masked_fill(blind, 0.0), dout.masked_fill(blind, 0.0)
     scores, visible = _scores(q, k, mask, scale)
     probs = _probabilities(scores, lse.to(scores.dtype))
     survival = _survival(q, k, dropout)

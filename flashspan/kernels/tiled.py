@@ -107,6 +107,9 @@ def backward(
             total += part
         return
     plan = _Plan(q, k, v, mask, dropout)
+    blind = lse == -torch.inf
+    if bool(blind.any()):  # a query that sees nothing does not exist, not even as 0 * NaN
+        q, dout = (x.masked_fill(blind[..., None], 0.0) for x in (q, dout))
     dq_sum = dq if dq.dtype == work else torch.zeros_like(dq, dtype=work)
     dout, q, lse, delta, dq_grouped = (_group(x, k) for x in (dout, q, lse, delta, dq_sum))
     for j in plan.k_tiles:

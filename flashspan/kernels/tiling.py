@@ -79,13 +79,6 @@ def check_block(block: int | tuple[int, int]) -> tuple[int, int]:
     return int(pair[0]), int(pair[1])
 
 
-def check_whole(least: int = 0, **values: object) -> None:
-    """Refuse what is no whole number, or less than the least."""
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-            raise ValueError(f"{name} is a whole number, {least} or more: got {value!r}")
-
-
 def ask(rule: Rule, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     """What a user's rule says of these pairs, bool [rows, columns]; its mistakes as one ValueError."""
     where = f"a mask's rule is called with int32 tensors (b, h, i, j) that broadcast to [{len(i)}, {j.shape[1]}]"

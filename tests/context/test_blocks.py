@@ -176,7 +176,9 @@ def test_a_layout_made_from_the_mask_evens_the_work(name: str) -> None:
     owned = [{run.start // 128 + i for run in part for i in range(-(-len(run) // 128))} for part in placement.ranges]
     visits = [sum(work[b] for b in part) for part in owned]
     assert max(visits) <= 1.15 * sum(visits) / 8
-    assert verify(gather(survey := Survey(placement, mask)), survey).balance <= 1.15
+    schedule = gather(survey := Survey(placement, mask))
+    verify(schedule, survey)
+    assert schedule.balance <= 1.15
 
 
 def test_bytes_fall_with_the_mask() -> None:

@@ -14,11 +14,11 @@ from flashspan.context.bundle import Shelf
 from flashspan.context.exchange import LocalWire, LocalWires, Parcel
 from flashspan.context.execute import Call, Plan, simulate
 from flashspan.context.layout import LAYOUTS, place
-from flashspan.context.passes import BackwardWalk, ForwardWalk, merge
+from flashspan.context.passes import BackwardWalk, ForwardWalk
 from flashspan.context.schedule import Schedule, Shape, bytes_sent
 from flashspan.context.survey import Survey
 from flashspan.kernels import reference, tiled
-from flashspan.kernels.contract import Carry, LocalAttention, row_delta
+from flashspan.kernels.contract import Carry, LocalAttention, merge, row_delta
 from flashspan.kernels.masks import CAUSAL, Mask
 from tests.context.cases import MASKS, make_mask
 

@@ -29,7 +29,7 @@ OnRanks = Callable[..., list[Any]]
 
 def disagree(kind: str) -> str | None:
     """On a rank: the error of a call in which the group's last rank differs."""
-    attend = attention_of(Case(4), timeout=10.0)
+    attend = attention_of(Case(4), timeout=10.0, backend="cpu" if kind == "backend" else "auto")
     if attend is None:
         return None
     odd = attend.rank == 3
@@ -47,6 +47,12 @@ def disagree(kind: str) -> str | None:
         options["mask"] = documents([10, 14] if odd else [12, 12])
     if kind == "mask shape":
         options["mask"] = torch.ones(3 if odd else 1, 1, 24, 24, dtype=torch.bool)
+    if kind == "window kind":
+        options["window"] = [[3], [3]] if odd else 3
+    if kind == "backend":  # every rank sees itself, and only the last would find that its tile is a list of tiles
+        owner = attend.placement(24).unshard([torch.full((6,), rank) for rank in range(4)], 0)
+        seen = (owner[:, None] == owner) & ((owner < 3) | torch.ones(24, 24).tril().bool())
+        options = {"mask": Blocks.from_dense(seen)}
     if kind == "dtype" and odd:
         q, k = q.bfloat16(), k.bfloat16()
     if kind == "strategy" and odd:
@@ -74,6 +80,8 @@ EXPECTED = {
     "causal kind": r"agree on causal, window, mask, scale, dropout or seed",
     "scale": r"agree on causal, window, mask, scale, dropout or seed",
     "window": r"agree on causal, window, mask, scale, dropout or seed",
+    "window kind": r"rank 3: a window is an int >= 1 or a pair .* got \(\[3\], \[3\]\)",
+    "backend": r"rank 0: backend 'cpu' cannot serve this call: it serves intervals of keys.* use one of: .*tiled",
     "seed": r"agree on causal, window, mask, scale, dropout or seed",
     "seed on one": r"agree on causal, window, mask, scale, dropout or seed",
     "seed kind": r"rank 3: a seed is a whole number: got 1.5",
@@ -341,12 +349,14 @@ def test_bad_arguments_are_refused() -> None:
         context_parallel(None, strategy="double_ring", sizes=(2, 2))
     with pytest.raises(ValueError, match="hybrid needs a DeviceMesh of two dimensions"):
         context_parallel(None, strategy="hybrid")
-    with pytest.raises(ValueError, match=r"sizes are 1 or more .* got \(-1, -1\)"):
-        context_parallel(None, strategy="double_ring", sizes=(-1, -1))
+    for sizes in ((-1, -1), 1, (1.0, 1.0), (1, 1, 1)):
+        with pytest.raises(ValueError, match=re.escape(f"multiply to the number of ranks: got {sizes} for 1 ranks")):
+            context_parallel(None, strategy="double_ring", sizes=sizes)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="unknown layout 'zigzg'; choose one of contiguous"):
         context_parallel(None, layout="zigzg")
-    with pytest.raises(ValueError, match="0 or more tokens, or None to be asked for each time: got -3"):
-        context_parallel(None, num_tokens=-3)
+    for tokens in (-3, 2.5, "9"):
+        with pytest.raises(ValueError, match=f"0 or more tokens, or None to be asked for each time: got {tokens!r}"):
+            context_parallel(None, num_tokens=tokens)  # type: ignore[arg-type]
     for seconds in (0.0, -1.0, math.nan):
         with pytest.raises(ValueError, match="a number of seconds above 0"):
             context_parallel(None, timeout=seconds)

@@ -15,16 +15,16 @@ from flashspan.context.layout import LAYOUTS, place
 from flashspan.context.runs import Runs, union
 from flashspan.context.schedule import Schedule, Shape, bytes_sent, reverse
 from flashspan.context.survey import Survey
-from flashspan.context.verify import Report, ScheduleError, check_waits, verify
+from flashspan.context.verify import ScheduleError, check_waits, verify
 from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band, Mask, dense
 from flashspan.kernels.patterns import documents, prefix, window
 
 Generator = Callable[[Survey], Schedule]
 
 
-def prove(schedule: Schedule, survey: Survey) -> Report:
+def prove(schedule: Schedule, survey: Survey) -> None:
+    verify(schedule, survey)
     verify(reverse(schedule), survey)
-    return verify(schedule, survey)
 
 
 @st.composite
@@ -51,8 +51,8 @@ def problems(draw: st.DrawFn) -> tuple[Survey, Schedule]:
 @settings(max_examples=1500, deadline=None)
 def test_any_schedule_computes_attention(problem: tuple[Survey, Schedule]) -> None:
     survey, schedule = problem
-    report = prove(schedule, survey)
-    assert sum(report.work) == survey.pairs.sum() * schedule.num_chunks
+    prove(schedule, survey)
+    assert sum(schedule.work()) == survey.pairs.sum() * schedule.num_chunks
 
 
 @given(problems())

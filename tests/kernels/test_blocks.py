@@ -7,6 +7,7 @@ import operator
 import pickle
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -614,6 +615,15 @@ def test_nothing_in_gives_nothing_out() -> None:
         assert not attention(q, k, k, mask=mask).any()
         assert mask.dense().shape == (T, S)
         assert reference.forward(q, k, k, mask=mask, scale=1.0).lse.shape == (1, 1, T)
+
+
+def test_a_whole_number_may_be_of_numpy_or_a_tensor() -> None:
+    for one, n in ((np.uint8(1), np.int64(300)), (torch.tensor(1), torch.tensor(300))):
+        assert masks.window(one) == Band(-1, 1)
+        assert masks.prefix(one, n) == masks.prefix(1, 300)
+        assert masks.dilated(one, one, n) == masks.dilated(1, 1, 300)
+        assert masks.longformer(n, window=one, num_global=one) == masks.longformer(300, window=1, num_global=1)
+        assert Blocks.of(CAUSAL, n, n) == Blocks.of(CAUSAL, 300, 300)
 
 
 def test_a_dilated_window_wider_than_32_bits_is_one_over_all_tokens() -> None:
