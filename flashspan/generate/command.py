@@ -9,7 +9,7 @@ import codecs
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -115,7 +115,7 @@ def talk(
     """Continue each prompt, or `batch` of them at a time, and print it, one alone as it comes; on the ranks of a group
     together, a prompt at a time, and the first prints."""
     split = dist.is_initialized() and dist.get_world_size() > 1
-    model, coder = load(folder, tokenizer, device=device, dtype=getattr(torch, dtype))
+    model, coder, ends = load(folder, tokenizer, device=device, dtype=getattr(torch, dtype))
     silent = split and dist.get_rank() > 0
     say = (lambda text: None) if silent else (lambda text: print(text, end="", flush=True))
     batch = 1 if split else batch
@@ -123,11 +123,11 @@ def talk(
         begin, count = time.perf_counter(), 0
         starts = [coder.encode(text) or [max(0, coder.end)] for text in texts]
         context = Split(context_parallel(dist.group.WORLD), dist.group.WORLD) if split else None
-        tokens = decode(model, starts, num_tokens, sampling=sampling, seed=seed, end=coder.end, context=context)
+        tokens = decode(model, starts, num_tokens, sampling=sampling, seed=seed, ends=ends, context=context)
         if len(texts) > 1:
             drawn = torch.stack(list(tokens), 1).tolist()  # [B, n]
             for text, start, row in zip(texts, starts, drawn, strict=True):
-                row = row[: row.index(coder.end) + 1] if coder.end in row else row
+                row = row[: 1 + next((i for i, token in enumerate(row) if token in ends), len(row))]
                 say(text + "".join(stream(([token] for token in row), coder, start)) + "\n")
                 count += len(row)
         else:
@@ -141,8 +141,9 @@ def talk(
 
 def load(
     folder: str | Path, tokenizer: str = "", *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
-) -> tuple[Llama, Tokenizer]:
-    """The model and the tokenizer of a training run, one of its checkpoints, or a Hugging Face folder."""
+) -> tuple[Llama, Tokenizer, frozenset[int]]:
+    """The model of a training run, one of its checkpoints, or a Hugging Face folder; its tokenizer; and the tokens
+    that end a text."""
     path = Path(folder)
     if not path.is_dir():
         raise ValueError(f"{path} is not a folder: give a training run (runs/tiny) or a Hugging Face folder")
@@ -160,7 +161,7 @@ def load(
             f"the tokenizer's vocabulary must fit the model's: {coder.name} has {coder.vocab_size} tokens, the model "
             f"{model.config.vocab_size}; give --tokenizer"
         )
-    return model, coder
+    return model, coder, _find_ends(path, coder, model.config.vocab_size)
 
 
 def stream(tokens: Iterable[torch.Tensor | list[int]], coder: Tokenizer, prompt: Sequence[int] = ()) -> Iterator[str]:
@@ -194,6 +195,15 @@ def read_prompts(file: str) -> list[str]:
     if not prompts:
         raise ValueError(f"{path} has no prompts: write one a line")
     return prompts
+
+
+def _find_ends(path: Path, coder: Tokenizer, vocab_size: int) -> frozenset[int]:
+    """The tokenizer's end, and what a Hugging Face folder says ends a text: a chat model's turns end with others."""
+    files = (path / "generation_config.json", path / "config.json")
+    named = (read_json(file).get("eos_token_id") for file in files if file.exists())
+    found: Any = next((value for value in named if value is not None), [])
+    ends = [coder.end, *(found if isinstance(found, list) else [found])]
+    return frozenset(end for end in ends if type(end) is int and 0 <= end < vocab_size)
 
 
 def _find_tokenizer(path: Path, vocab_size: int) -> str:

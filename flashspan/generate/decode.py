@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -21,11 +21,11 @@ def decode(
     *,
     sampling: Sampling | None = None,
     seed: int = 0,
-    end: int = -1,
+    ends: Collection[int] = (),
     context: Context | None = None,
 ) -> Iterator[Tensor]:
     """Yield up to `num_tokens` tokens [B] that continue a prompt [T], or several of any lengths; stops when every row
-    has said `end`, after which a row's tokens mean nothing.
+    has said one of `ends`, after which a row's tokens mean nothing.
 
     A row is what it would be alone: its draws depend on the seed and on nothing else. With a context split over ranks,
     every rank calls this with the same arguments and yields the same tokens.
@@ -44,6 +44,7 @@ def decode(
     generators = [torch.Generator(device).manual_seed(seed) for _ in tokens]
     context = context or Whole()
     said = torch.zeros(len(tokens), dtype=torch.bool, device=device)
+    last_words = torch.tensor(list(ends), dtype=torch.int64, device=device)
     hidden = context.begin(model, tokens, lengths, tokens.shape[1] + num_tokens)
     if not bool(hidden.isfinite().all()):
         raise ValueError(
@@ -53,8 +54,8 @@ def decode(
     for left in range(num_tokens - 1, -1, -1):
         chosen = sampling.choose(model.logits(hidden), generators)
         yield chosen
-        said |= chosen == end
-        if left == 0 or (end >= 0 and bool(said.all())):
+        said |= torch.isin(chosen, last_words)
+        if left == 0 or (ends and bool(said.all())):
             return
         hidden = context.extend(model, chosen.unsqueeze(1))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import subprocess
 import sys
@@ -134,7 +135,29 @@ def test_decoding_stops_when_every_row_has_ended() -> None:
     model, tokens = make(CONFIGS["llama-2"]), draw_prompt(1, 4)
     whole = [int(t) for t in decode(model, tokens, 30, sampling=Sampling(0))]
     end = whole[11]
-    assert [int(t) for t in decode(model, tokens, 30, sampling=Sampling(0), end=end)] == whole[: whole.index(end) + 1]
+    never = next(token for token in range(model.config.vocab_size) if token not in whole)
+    for ends in ([end], {never, end}):
+        got = [int(t) for t in decode(model, tokens, 30, sampling=Sampling(0), ends=ends)]
+        assert got == whole[: whole.index(end) + 1]
+
+
+def test_a_folder_s_stop_tokens_end_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = Llama(preset("tiny"), attention=attention)
+    model.initialize(0)
+    save_llama(model, tmp_path)
+    whole = [int(t) for t in decode(model, list(b"Hear me"), 12, sampling=Sampling(0))]
+    end = whole[3]
+    expected = whole.index(end) + 1
+    (tmp_path / "prompts.txt").write_text("Hear me\nHear me\n")
+    for file, value in (("generation_config.json", [1000000, -1, end]), ("generation_config.json", end)):
+        (tmp_path / file).write_text(json.dumps({"eos_token_id": value}))
+        assert load(tmp_path)[2] == {ByteTokenizer.end, end}
+        generate(str(tmp_path), prompt="Hear me", tokens=12, temperature=0)
+        assert f"[{expected} tokens, " in capsys.readouterr().out
+        generate(str(tmp_path), file=str(tmp_path / "prompts.txt"), tokens=12, temperature=0, batch=2)
+        assert f"[{2 * expected} tokens, " in capsys.readouterr().out
+    (tmp_path / "generation_config.json").unlink()
+    assert load(tmp_path)[2] == {ByteTokenizer.end}
 
 
 def test_streamed_text_holds_back_half_characters() -> None:
@@ -288,7 +311,7 @@ def test_a_batch_goes_on_until_its_last_row_has_ended() -> None:
     model, prompts = make(CONFIGS["llama-2"]), [draw_prompt(4).tolist(), draw_prompt(7).tolist()]
     alone = [[int(t) for t in decode(model, prompt, 30, sampling=Sampling(0))] for prompt in prompts]
     end = next(token for token in alone[0] if token in alone[1])
-    together = torch.stack(list(decode(model, prompts, 30, sampling=Sampling(0), end=end)), 1).tolist()
+    together = torch.stack(list(decode(model, prompts, 30, sampling=Sampling(0), ends=[end])), 1).tolist()
     for got, want in zip(together, alone, strict=True):
         assert got[: got.index(end) + 1] == want[: want.index(end) + 1]
     assert len(together[0]) == max(want.index(end) for want in alone) + 1
