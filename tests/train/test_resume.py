@@ -340,7 +340,7 @@ def wait_for(process: subprocess.Popen[str], step: int) -> None:
     ("kind", "whom"),
     [
         (signal.SIGTERM, "its group"),
-        (signal.SIGINT, "the parent"),
+        pytest.param(signal.SIGINT, "the parent", marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, "the parent", marks=pytest.mark.slow),
         pytest.param(signal.SIGINT, "its group", marks=pytest.mark.slow),
     ],
@@ -510,6 +510,7 @@ def test_two_runs_in_one_folder_are_refused(on_ranks: OnRanks, config_of: Config
     assert on_ranks(1, run_rank, config) == [DONE]
 
 
+@pytest.mark.slow
 def test_a_killed_run_holds_its_folder_no_longer(config_of: ConfigOf, tmp_path: Path) -> None:
     config = config_of("--parallel.context=2", "--train.steps=500", "--checkpoint.every=0")
     process = start(config, tmp_path / "run.toml")
