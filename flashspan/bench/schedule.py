@@ -61,12 +61,11 @@ def draw(
     verify(schedule, survey)
     out = make_folder(folder, "--folder")
     stem = f"{strategy}-{layout}-{ranks}"
-    work = schedule.work()
     timeline, ownership = out / f"{stem}-timeline.svg", out / f"{stem}-mask.svg"
     with written_to(out, "--folder"):
         draw_ownership(schedule, survey, ownership)  # first: it refuses long sequences
         draw_timeline(schedule, timeline)
     print(f"{strategy} on {ranks} ranks, {layout}: {schedule.num_steps} steps, {len(schedule.transfers)} transfers")
-    print(f"busiest rank: {max(work) * ranks / max(1, sum(work)):.3f}x the mean")
+    print(f"busiest rank: {schedule.balance:.3f}x the mean")
     print(f"wrote {timeline} and {ownership}")
     return 0

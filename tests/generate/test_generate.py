@@ -149,13 +149,15 @@ def test_a_folder_s_stop_tokens_end_a_text(tmp_path: Path, capsys: pytest.Captur
     end = whole[3]
     expected = whole.index(end) + 1
     (tmp_path / "prompts.txt").write_text("Hear me\nHear me\n")
-    for file, value in (("generation_config.json", [1000000, -1, end]), ("generation_config.json", end)):
-        (tmp_path / file).write_text(json.dumps({"eos_token_id": value}))
+    config = json.loads((tmp_path / "config.json").read_text())
+    for file, value in (("config.json", end), ("generation_config.json", [1000000, -1, end])):
+        (tmp_path / file).write_text(json.dumps({**config, "eos_token_id": value}))
         assert load(tmp_path)[2] == {ByteTokenizer.end, end}
         generate(str(tmp_path), prompt="Hear me", tokens=12, temperature=0)
         assert f"[{expected} tokens, " in capsys.readouterr().out
         generate(str(tmp_path), file=str(tmp_path / "prompts.txt"), tokens=12, temperature=0, batch=2)
         assert f"[{2 * expected} tokens, " in capsys.readouterr().out
+        (tmp_path / "config.json").write_text(json.dumps({**config, "eos_token_id": None}))
     (tmp_path / "generation_config.json").unlink()
     assert load(tmp_path)[2] == {ByteTokenizer.end}
 

@@ -157,9 +157,9 @@ ALL = [
 ] + [("backward", 128, "bfloat16", mask, "plain") for mask in ("long", "grouped")]
 ALLOWED = {"plain": 300, "carry": 500}
 """Bytes spilled outside the loops over whole blocks: once per tile, and in the blocks at a mask's edge."""
-NAMED = {("backward", 64): 650, ("backward", 128): 750, ("forward", 256): 600, ("keys", 64): 480}
+NAMED = {("backward", 64): 650, ("forward", 256): 600, ("keys", 64): 480, ("backward", 128, "rows"): 750}
 """Those that may spill more there, up to this. At 64, where lse is added after the product: 2% faster than without. At
-128, where dQ is made by turns and added: 5 to 10% faster than without, and once a tile."""
+128, where a table's dQ is made by turns and added: 5 to 10% faster than without, and spilled once a tile."""
 
 
 def check_hopper(kind: str, head_dim: int, dtype: str, mask: str, carry: str) -> None:
@@ -172,7 +172,7 @@ def check_hopper(kind: str, head_dim: int, dtype: str, mask: str, carry: str) ->
     )
     # Nothing is spilled there; two numbers at most at 256, and in the repeatable pass as Triton 3.6 compiles it.
     assert max(whole, default=0) <= (2 if head_dim == 256 or kind == "keys" else 0)
-    assert spilled <= max(ALLOWED[carry], NAMED.get((kind, head_dim), 0))
+    assert spilled <= max(ALLOWED[carry], NAMED.get((kind, head_dim), 0), NAMED.get((kind, head_dim, mask), 0))
     assert shared <= 232448, "a Hopper block has 227 KiB of shared memory"
     assert wide > 0, "the products must use the warpgroup's instruction"
     assert not [line for line in warnings if "serialized" in line]
