@@ -12,10 +12,10 @@ has seen something, serves for all whole blocks that follow: a score costs a mul
 row that later finds a score 2^127 times larger, e^88, overflows, which is seen at the end, and is left to the portable
 kernel. float16 reaches to 2^16 only: there the maximum is looked for in every block, and followed when it is far off.
 
-A carry is asked for before a tile's first scores and joins after their softmax: what it takes to load it is hidden by
-both, and the loop is the same with and without one. Without a mask all programs begin their tiles at about the same
-time: there the feeding warp has brought it into the cache before. Outputs leave through Q's place, float32 ones in
-halves, the second through a place of its own where there is room.
+Outputs leave through Q's place, float32 ones in halves: where there is room (SPARE), the first through a place of its
+own. A carry comes the way the output leaves: its first half by the copy engine into that place, meanwhile, its second
+into Q's as soon as Q has been read, and both join at the end. Where there is no room it is asked for, by loads, before
+a tile's first scores, and joins after their softmax. The loop is the same with and without one.
 
 Only the feeding warp reads tables of intervals (TABLE) and the lists of a block map (LISTS). It tells the others which
 blocks there are, or how many and how many of them have bits, and loads those bits beside K.
@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 
 from flashspan.kernels.hopper.forward_feed import buffer_of, feed, feed_lists, hear
 from flashspan.kernels.hopper.names import here_and_now, rescale
-from flashspan.kernels.hopper.shared import send_off
+from flashspan.kernels.hopper.shared import arrived, halves, send, send_off
 from flashspan.kernels.hopper.walk import blocks, bounds, hide, place, told
 
 LAG = gl.constexpr(8.0)
@@ -122,6 +122,20 @@ def _join(p, m, l, o, past):
 
 
 @gluon.jit
+def _blend(m, l, past):
+    """A row's sums and its carry's lse together: their lse in base 2, and what either's output is multiplied by."""
+    mine = m + gl.log2(l)  # not l * exp2(m): a sum may be 2^127
+    past = past * 1.4426950408889634
+    top = gl.maximum(gl.maximum(mine, past), LEAST)
+    mine = gl.exp2(mine - top)
+    past = gl.exp2(past - top)
+    both = mine + past
+    nothing = both == 0.0
+    both = gl.where(nothing, 1.0, both)
+    return gl.where(nothing, float("-inf"), top + gl.log2(both)), mine / both / gl.where(l == 0.0, 1.0, l), past / both
+
+
+@gluon.jit
 def _step(
     WG: gl.constexpr, EDGE: gl.constexpr, pair, shown, p, m, l, o, rows, memory, scale, C: gl.constexpr
 ):  # fmt: skip
@@ -172,7 +186,7 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
     """A consumer warpgroup: 64 queries of each tile."""
     desc_q, desc_k, desc_v, desc_out = desc
     q_s, k_s, v_s, spare_s = buffers
-    q_full, q_empty, full, empty, tile_s, work_s = bars
+    q_full, q_empty, full, empty, tile_s, work_s, q_read, past_full = bars
     H, G, T, S, lo, hi, scale, num_heads, num_blocks, section, num_tiles, counter = numbers
     out, lse, bad, s_ob, s_oh, s_ot = outputs
     BM: gl.constexpr = C[0]
@@ -192,6 +206,7 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
     QS: gl.constexpr = C[9]
     LISTS: gl.constexpr = C[10]
     SPARE: gl.constexpr = C[11]
+    LATE: gl.constexpr = CARRY and SPARE
     if LISTS:
         desc_words, words_s, maps = tables
         memory = (k_s, v_s, words_s, full, empty)
@@ -218,7 +233,7 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
                 first, f_lo, f_hi, last = blocks(m0, T, S, lo, hi, p_start, p_end, TABLE, 2 * BM, BN, 4)
             n = last - first
             m0 += WG * BM
-        if CARRY:
+        if CARRY and not LATE:
             o, past = _load_carry(outputs, i_bh, H, m0, T, D, BD, RL, OL)
         else:
             o = gl.zeros([BM, BD], gl.float32, layout=OL)
@@ -250,7 +265,7 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
 
         stage, phase = buffer_of(pair + 1, STAGES)
         mbarrier.wait(full.index(stage), phase)
-        if CARRY:
+        if CARRY and not LATE:
             p, m, l, o = _join(p, m, l, o, past)
         rows = (q, zero)
         if LISTS:
@@ -280,6 +295,8 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
             for i in range(1, n):
                 p, m, l, o = _step(WG, False, pair + i, (), p, m, l, o, rows, memory, scale, C)
 
+        if LATE:
+            mbarrier.arrive(q_read, count=1)
         stage, phase = buffer_of(pair + n, STAGES)
         pd = gl.convert_layout(p.to(dtype), PL, assert_trivial=True)
         o = warpgroup_mma(pd, v_s.index(stage).reshape((BN, BD)), o, is_async=True)
@@ -306,15 +323,28 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
             m0 = gl.where(wrong == 0, m0, T)
         o_m = m0 + gl.arange(0, BM, layout=RL)
         p_lse = lse + i_bh.to(gl.int64) * T
-        nothing = l == 0.0
-        l = gl.where(nothing, 1.0, l)
-        gl.store(p_lse + o_m, gl.where(nothing, float("-inf"), (m + gl.log2(l)) * 0.6931471805599453), mask=o_m < T)
-        o = o * gl.convert_layout(1.0 / l, RO, assert_trivial=True)[:, None]
-        # Q of this tile has been read for the last time: the output leaves through its place.
-        if SPARE:
-            send_off(desc_out, i_b, i_h, m0, o, q_s.index(room * 2 + WG), False, False, spare_s.index(WG))
+        if LATE:
+            past = gl.load(p_lse + o_m, mask=o_m < T, other=float("-inf"))
+            both, now, past = _blend(m, l, past)
+            gl.store(p_lse + o_m, both * 0.6931471805599453, mask=o_m < T)
+            left, right = halves(o * _each(now, o))
+            past = _each(past, left)
+            mbarrier.wait(past_full.index(0), turn & 1)
+            left = left + past * arrived(desc_out, spare_s.index(WG), left)
+            send(desc_out, i_b, i_h, m0, 0, left, spare_s.index(WG), False, True)
+            mbarrier.wait(past_full.index(1), turn & 1)
+            right = right + past * arrived(desc_out, q_s.index(room * 2 + WG), right)
+            send(desc_out, i_b, i_h, m0, BD // 2, right, q_s.index(room * 2 + WG), False, True)
         else:
-            send_off(desc_out, i_b, i_h, m0, o, q_s.index(room * 2 + WG), False)
+            nothing = l == 0.0
+            l = gl.where(nothing, 1.0, l)
+            gl.store(p_lse + o_m, gl.where(nothing, float("-inf"), (m + gl.log2(l)) * 0.6931471805599453), mask=o_m < T)
+            o = o * _each(1.0 / l, o)
+            # Q of this tile has been read for the last time: the output leaves through its place.
+            if SPARE:
+                send_off(desc_out, i_b, i_h, m0, o, q_s.index(room * 2 + WG), False, False, spare_s.index(WG))
+            else:
+                send_off(desc_out, i_b, i_h, m0, o, q_s.index(room * 2 + WG), False)
         tma.store_wait(0)
         mbarrier.arrive(q_empty.index(room), count=1)
         turn += 1
@@ -361,6 +391,11 @@ def _run(
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ML)
     tile_s = gl.allocate_shared_memory(gl.int32, [4, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     work_s = gl.allocate_shared_memory(gl.int32, [16, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+    q_read = gl.allocate_shared_memory(gl.int64, [1], ML)
+    past_full = gl.allocate_shared_memory(gl.int64, [2, 1], ML)
+    mbarrier.init(q_read, count=2)
+    for i in gl.static_range(2):
+        mbarrier.init(past_full.index(i), count=1)
     for i in gl.static_range(QS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=2)
@@ -368,7 +403,8 @@ def _run(
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
     C: gl.constexpr = (BM, BN, STAGES, EDGES, TABLE, CARRY, D, SL, OL, QS, LISTS, SPARE)
-    job = (desc, (q_s, k_s, v_s, spare_s), (q_full, q_empty, full, empty, tile_s, work_s), numbers, outputs, tables, C)
+    bars = (q_full, q_empty, full, empty, tile_s, work_s, q_read, past_full)
+    job = (desc, (q_s, k_s, v_s, spare_s), bars, numbers, outputs, tables, C)
     if LISTS:
         gl.warp_specialize([(_first, job), (_second, job), (feed_lists, job)], [4, 1], [REGISTERS, FEED_REGISTERS])
     else:

@@ -71,18 +71,30 @@ def _fetch_carry(tile, outputs, numbers, C: gl.constexpr):
 
 
 @gluon.jit
+def _load_half(desc_out, b, h, m0, HALF: gl.constexpr, bar, rooms, first):
+    """Half of a carry's columns, of 128 rows, into two rooms from the first on."""
+    ROWS: gl.constexpr = desc_out.block_type.shape[2]
+    WIDE: gl.constexpr = desc_out.block_type.shape[3]
+    mbarrier.expect(bar, 2 * desc_out.block_type.nbytes)
+    for w in gl.static_range(2):
+        room = rooms.index(first + w)._reinterpret(desc_out.dtype, desc_out.block_type.shape, desc_out.layout)
+        tma.async_copy_global_to_shared(desc_out, [b, h, m0 + w * ROWS, HALF * WIDE], bar, room)
+
+
+@gluon.jit
 def feed(desc, buffers, bars, numbers, outputs, tables, C: gl.constexpr):
     """The producer warp: Q of each tile, then the pairs (K_i, V_i-1), walking keys from the last block to the first."""
     desc_q, desc_k, desc_v, desc_out = desc
     q_s, k_s, v_s, spare_s = buffers
-    q_full, q_empty, full, empty, tile_s, work_s = bars
+    q_full, q_empty, full, empty, tile_s, work_s, q_read, past_full = bars
     H, G, T, S, lo, hi, scale, num_heads, num_blocks, section, num_tiles, counter = numbers
     start, end, s_rows = tables
     BM: gl.constexpr = C[0]
     BN: gl.constexpr = C[1]
     STAGES: gl.constexpr = C[2]
     TABLE: gl.constexpr = C[4]
-    AHEAD: gl.constexpr = C[5] and C[3] == 0  # tiles of one length start, and want their carries, at one time
+    AHEAD: gl.constexpr = C[5] and C[3] == 0  # tiles of one length want their carries at one time
+    LATE: gl.constexpr = C[5] and C[11]  # at their end, not their beginning
     QS: gl.constexpr = C[9]
     pair = 0
     turn = 0
@@ -114,7 +126,7 @@ def feed(desc, buffers, bars, numbers, outputs, tables, C: gl.constexpr):
         for i in range(1, n):
             if AHEAD and i == gl.maximum(n - 8, 1):
                 after = next_tile(counter)
-                _fetch_carry(after, outputs, numbers, C)
+                _fetch_carry(tile if LATE else after, outputs, numbers, C)
             stage, phase = buffer_of(pair + i, STAGES)
             row = (last - 1 - i) * BN
             mbarrier.wait(empty.index(stage), phase ^ 1)
@@ -127,6 +139,12 @@ def feed(desc, buffers, bars, numbers, outputs, tables, C: gl.constexpr):
         _load(desc_v, i_b, i_k, first * BN, full.index(stage), v_s.index(stage))
         if not AHEAD or n == 1:
             after = next_tile(counter)
+        if LATE:  # into the place the tile before has left through and, once Q has been read, into Q's
+            before, phase = buffer_of(turn + QS - 1, QS)
+            mbarrier.wait(q_empty.index(before), phase ^ 1)
+            _load_half(desc_out, i_b, i_h, m0, 0, past_full.index(0), spare_s, 0)
+            mbarrier.wait(q_read, turn & 1)
+            _load_half(desc_out, i_b, i_h, m0, 1, past_full.index(1), q_s, room * 2)
         tile = after
         pair += n + 1
         turn += 1
@@ -142,7 +160,7 @@ def feed_lists(desc, buffers, bars, numbers, outputs, tables, C: gl.constexpr):
     """The producer warp of a block map: as `feed`, of the blocks its lists name."""
     desc_q, desc_k, desc_v, desc_out = desc
     q_s, k_s, v_s, spare_s = buffers
-    q_full, q_empty, full, empty, tile_s, work_s = bars
+    q_full, q_empty, full, empty, tile_s, work_s, q_read, past_full = bars
     H, G, T, S, lo, hi, scale, num_heads, num_blocks, section, num_tiles, counter = numbers
     desc_words, words_s, maps = tables
     BM: gl.constexpr = C[0]

@@ -94,7 +94,20 @@ def swap(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def _send(desc, b, h, row, column, x, room, ADD: gl.constexpr, FREE: gl.constexpr):
+def halves(x):
+    """x, in the registers of a product, as its left and its right columns."""
+    return x.reshape((x.shape[0], 2, x.shape[1] // 2)).permute((0, 2, 1)).split()
+
+
+@gluon.jit
+def arrived(desc, room, like):
+    """What the copy engine has brought into this room, in the registers of `like`."""
+    x_s = room._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
+    return x_s.reshape((like.shape[0], like.shape[1])).load(like.type.layout)
+
+
+@gluon.jit
+def send(desc, b, h, row, column, x, room, ADD: gl.constexpr, FREE: gl.constexpr):
     """Write a tile, or add it, by the copy engine, once it has read what left through this room before, unless it is
     FREE."""
     if not FREE:
@@ -121,11 +134,11 @@ def send_off(desc, b, h, row, x, room, ADD: gl.constexpr, FREE: gl.constexpr = F
     being read now."""
     HALF: gl.constexpr = desc.block_type.shape[3]
     if x.shape[1] == HALF:
-        _send(desc, b, h, row, 0, x, room, ADD, FREE)
+        send(desc, b, h, row, 0, x, room, ADD, FREE)
     else:
-        left, right = x.reshape((x.shape[0], 2, HALF)).permute((0, 2, 1)).split()
-        _send(desc, b, h, row, 0, left, room, ADD, FREE)
+        left, right = halves(x)
+        send(desc, b, h, row, 0, left, room, ADD, FREE)
         if spare is None:
-            _send(desc, b, h, row, HALF, right, room, ADD, False)
+            send(desc, b, h, row, HALF, right, room, ADD, False)
         else:
-            _send(desc, b, h, row, HALF, right, spare, ADD, True)
+            send(desc, b, h, row, HALF, right, spare, ADD, True)
