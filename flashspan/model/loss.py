@@ -103,8 +103,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if dx is not None:
                     torch.mm(slopes, weight, out=dx[begin : begin + chunk])
                 if wants_weight:
-                    part = slopes.T @ rows
-                    dweight = part.to(_wide(part.dtype)) if dweight is None else dweight.add_(part)
+                    dweight = _add_product(dweight, slopes.T, rows)
                 del slopes  # before the next chunk's logits are made
         if wants_weight and dweight is None:
             dweight = torch.zeros_like(weight)
@@ -120,6 +119,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if dx is not None:
             dx = (dx.to(_wide(dx.dtype)) * dout).to(dx.dtype)
         return dx, dweight, None, None, None, None, None
+
+
+def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """total + a @ b in float32 or better, in total's place if there is one."""
+    wide = _wide(a.dtype)
+    if a.is_cuda and a.dtype != wide:  # nothing is rounded to 16 bits on the way, nor written and read again
+        if total is None:
+            return torch.mm(a, b, out_dtype=wide)
+        return torch.addmm(total, a, b, out_dtype=wide, out=total)
+    part = a @ b
+    return part.to(wide) if total is None else total.add_(part)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

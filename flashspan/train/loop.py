@@ -147,7 +147,8 @@ class Trainer:
                     total = self.parts.runner(tokens, targets, self.positions, mask)
                 (total * (self.scale / count)).backward()
             local += total.detach()
-        sums = self._sum(torch.stack((local, local.new_tensor(float(len(asked) > 0)))))
+        # Filled there, not copied: a copy would wait for all of backward, and the optimizer's launches for the copy.
+        sums = self._sum(torch.stack((local, torch.full_like(local, float(len(asked) > 0)))))
         params = list(self.parts.names)
         if self.scale != 1.0:
             for param in params:

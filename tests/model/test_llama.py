@@ -21,7 +21,7 @@ from flashspan.model import (
     preset,
     save_llama,
 )
-from flashspan.model.loss import slope_at_once
+from flashspan.model.loss import _add_product, slope_at_once
 
 FAMILIES = {
     "llama-2": LlamaConfig(101, 48, 2, 4, 4, 80),
@@ -172,6 +172,30 @@ def test_many_rows_of_few_logits_stay_in_the_range_of_float16() -> None:
     (linear_cross_entropy(x, weight, torch.zeros(70_000, dtype=torch.int64)) / 70_000).backward()
     assert weight.grad is not None
     assert weight.grad.tolist() == [[-1.0], [1.0]]  # the sum over rows, before it is divided, is 70,000
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_on_a_gpu_what_chunks_add_to_the_weight_is_not_rounded_on_the_way(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(4096, 64, generator=generator).to("cuda", dtype).requires_grad_()
+    weight = torch.randn(512, 64, generator=generator).to("cuda", dtype).requires_grad_()
+    targets = torch.randint(0, 512, (4096,), generator=generator).cuda()
+    total = None
+    for begin in range(0, 4096, 64):
+        rows = slice(begin, begin + 64)
+        slopes = slope_at_once((x @ weight.T)[rows], targets[rows])[1]
+        total = _add_product(total, slopes.T, x[rows])
+    slopes = slope_at_once(x @ weight.T, targets)[1]
+    assert total is not None
+    assert error(total, slopes.double().T @ x.double()) <= 1e-6
+    grads = []
+    for chunk in (64, 4096):
+        weight.grad = None
+        linear_cross_entropy(x, weight, targets, chunk=chunk).backward()
+        assert weight.grad is not None
+        grads.append(weight.grad)
+    assert error(grads[0], grads[1]) <= torch.finfo(dtype).eps
 
 
 def test_a_model_trains_through_its_loss_as_through_its_logits() -> None:
