@@ -29,7 +29,7 @@ def linear_cross_entropy(
     """sum(cross_entropy(x @ weight.T, targets)) in float32. x [N, E], weight [V, E], targets [N]; -100 is ignored.
 
     Under autocast the products are in its dtype, as a linear layer's would be. Differentiable once. `slope` is
-    `slope_in_parts`, or `slope_at_once` where a compiler makes one kernel of it.
+    `slope_in_parts`, or `slope_at_once` where a compiler makes one kernel of it, or a kernel made for it.
     """
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -134,6 +136,10 @@ def build(config: TrainConfig, shape: LlamaConfig, mesh: DeviceMesh, device: tor
     apply_recompute(model, config.train.recompute, split=attend is not None, offload=config.train.offload)
     if config.train.compile:
         apply_compile(model, whole=degree["tensor"] == 1)
+    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from flashspan.kernels.portable.slope import slope_in_place
+
+        model.slope = partial(slope_in_place, ignored=IGNORE)
     objective = Objective(model, mesh["tensor"] if degree["tensor"] > 1 else None)
     runner: nn.Module = objective
     if degree["shard"] > 1:

@@ -1,0 +1,63 @@
+"""Cross entropies of rows of logits and, in the logits' place, their gradients: one kernel, for what would be a dozen.
+
+A program has a row and goes through it twice: for the sum of its exponentials, then for the gradients. Programs are
+wide, so that few rows are under way at a time, and what is read again is asked to leave the cache first: the rest of a
+row is then still there when its turn comes.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flashspan.kernels.portable.arguments import on
+
+WARPS, PER_THREAD = 16, 16
+"""Of a program, and logits a thread reads at a time: of 128,256 in bfloat16, 0.78 ms for 4096 rows on an H200, where
+what torch.compile makes takes 1.20."""
+
+
+@triton.jit(do_not_specialize=["ignored"])
+def slope_kernel(logits, targets, losses, ignored, V, LANES: tl.constexpr, EACH: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    p_row = logits + row * V
+    target = tl.load(targets + row)
+    valid = (target != ignored).to(tl.float32)
+    o = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
+    # Each lane has a maximum and a sum of its own until the end: nobody waits for anybody in the loop.
+    m = tl.full([LANES], float("-inf"), tl.float32)
+    total = tl.zeros([LANES], tl.float32)
+    for v0 in range(0, V, LANES * EACH):
+        b = tl.load(p_row + v0 + o, mask=v0 + o < V, other=float("-inf")).to(tl.float32)
+        top = tl.maximum(m, tl.max(b, 1))
+        safe = tl.where(top == float("-inf"), 0.0, top)  # a lane that has seen nothing but -inf
+        total = total * tl.exp(m - safe) + tl.sum(tl.exp(b - safe[:, None]), 1)
+        m = top
+    most = tl.max(m, 0)
+    lse = most + tl.log(tl.sum(total * tl.exp(m - most), 0))
+    # An ignored row has no target: it is any number, times 0.
+    at_target = tl.load(p_row + tl.where(target == ignored, 0, target)).to(tl.float32)
+    tl.store(losses + row, (lse - at_target) * valid)
+    tl.debug_barrier()  # the target's logit is read before it is overwritten
+    for v0 in range(0, V, LANES * EACH):
+        b = tl.load(p_row + v0 + o, mask=v0 + o < V, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        slope = (tl.exp(b - lse) - (v0 + o == target).to(tl.float32)) * valid
+        tl.store(p_row + v0 + o, slope.to(logits.dtype.element_ty), mask=v0 + o < V, eviction_policy="evict_first")
+
+
+def slope_in_place(logits: Tensor, targets: Tensor, *, ignored: int) -> tuple[Tensor, Tensor]:
+    """Losses [n], float32, of logits [n, V] and their gradients, which are written over the logits.
+
+    A gradient is the probabilities, less one at the target; nothing in a row whose target is `ignored`.
+    """
+    logits = logits.contiguous()
+    losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    if logits.numel():
+        with on(logits.device):
+            slope_kernel[(len(logits),)](
+                logits, targets.contiguous(), losses, ignored, logits.shape[1], LANES=32 * WARPS, EACH=PER_THREAD,
+                num_warps=WARPS,
+            )  # fmt: skip
+    return losses, logits
