@@ -9,7 +9,7 @@ at -delta, and those of S at -lse where that saves registers, which saves the su
 While one warpgroup computes exponentials the other must keep the tensor cores busy: a warp that starts a product waits
 until most of it is done. So they may drift apart, by up to a block. All they share is dQ, summed over the keys of both,
 of the block before, whose dS the other has had time to write. Each makes half of every dQ or, by TURNS, every second
-one whole, for which shared memory is read less; there may then be two places for them on their way out.
+one whole, for which shared memory is read less; there may then be two places for them on their way out (dq.py).
 
 Programs are persistent: a tile's dK and dV leave through the place of dS (dV through one of its own where there is
 room), so that the next one's K and V may come while they do, and its first Q and dO before. What the next tile is the
@@ -34,71 +34,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashspan.kernels.hopper.backward_feed import add_dq, add_dq_lists, dq_place, feed, feed_lists, hear
+from flashspan.kernels.hopper.backward_feed import feed, feed_lists, hear
+from flashspan.kernels.hopper.dq import add_dq, add_dq_lists, dq_place, leave_dq, start_dq
 from flashspan.kernels.hopper.names import barrier, held, here_and_now
-from flashspan.kernels.hopper.shared import clean_pair, send_off, swap, swapped
+from flashspan.kernels.hopper.shared import clean_pair, send_off
 from flashspan.kernels.hopper.walk import bounds, find_list, hide, nth
-
-
-@gluon.jit
-def _start_dq(WG: gl.constexpr, WHOLE: gl.constexpr, i, buffers, bars, C: gl.constexpr):
-    """Start dQ of tile i, from the dS of both: all of it, or this warpgroup's half, 64 of its rows, or of its columns
-    where it has rows for one only."""
-    q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s, spare_s = buffers
-    kv_full, kv_empty, full, empty, ds_full, dq_full, dq_empty = bars
-    BM: gl.constexpr = C[0]
-    BN: gl.constexpr = C[1]
-    QL: gl.constexpr = C[8]
-    BD: gl.constexpr = q_s.shape[4]
-    slot = i & 1
-    mbarrier.wait(ds_full.index(slot), (i >> 1) & 1)
-    k0 = low_s.index(here_and_now(0)).reshape((BN, BD))
-    k1 = high_s.index(here_and_now(0)).reshape((BN, BD))
-    ds0 = ds0_s.index(slot)
-    ds1 = ds1_s.index(slot)
-    if WHOLE:
-        zero = gl.zeros([BM, BD], gl.float32, layout=C[7])
-    else:
-        zero = gl.zeros([64, 64], gl.float32, layout=QL)
-        if BM == 64:
-            k0 = k0.slice(WG * (BD // 2), BD // 2, dim=1)
-            k1 = k1.slice(WG * (BD // 2), BD // 2, dim=1)
-        else:
-            ds0 = ds0.slice(WG * 64, 64, dim=1)
-            ds1 = ds1.slice(WG * 64, 64, dim=1)
-    dq = warpgroup_mma(ds0.permute((1, 0)), k0, zero, use_acc=False, is_async=True)
-    return warpgroup_mma(ds1.permute((1, 0)), k1, dq, is_async=True)
-
-
-@gluon.jit
-def _leave_dq(WG: gl.constexpr, WHOLE: gl.constexpr, count, dq, buffers, bars, sm_scale, C: gl.constexpr):
-    """Hand a dQ, the one of this number, or this half of it, to the warp that adds it."""
-    q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s, spare_s = buffers
-    kv_full, kv_empty, full, empty, ds_full, dq_full, dq_empty = bars
-    BM: gl.constexpr = C[0]
-    ADD: gl.constexpr = C[4]
-    BD: gl.constexpr = q_s.shape[4]
-    PLACES: gl.constexpr = dq_full.shape[0]
-    if ADD:
-        dq = swap(dq * sm_scale, 64, dq.shape[1])
-    slot, phase = dq_place(count - PLACES, PLACES)
-    mbarrier.wait(dq_empty.index(slot), phase)
-    if ADD:  # rows of the caller's
-        tile = swapped(dq_s.index(slot), BM, BD)
-        if WHOLE:
-            tile.store(dq)
-        elif BM == 64:
-            tile.slice(WG * (BD // 2), BD // 2, dim=1).store(dq)
-        else:
-            tile.slice(WG * 64, 64, dim=0).store(dq)
-    else:  # 16 bytes of each thread after those of the thread before
-        L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[2, 1, 0])
-        GROUPS: gl.constexpr = dq.shape[1] // 8
-        tile = dq_s.index(slot)._reinterpret(gl.float32, [16 // GROUPS, GROUPS, 128, 4], L)
-        tile = tile.index(here_and_now(0 if WHOLE else WG))
-        tile.store(dq.reshape((4, 2, 8, GROUPS, 4, 2)).permute((3, 0, 2, 4, 1, 5)).reshape((GROUPS, 128, 4)))
-    fence_async_shared()
-    mbarrier.arrive(dq_full.index(slot), count=1)
 
 
 @gluon.jit
@@ -189,22 +129,22 @@ def _step(
     if TURNS:
         dv, pd = warpgroup_mma_wait(1, deps=(dva, pd))
         if count & 1 == WG:
-            dqa = _start_dq(WG, True, i - 1, buffers, bars, C)
+            dqa = start_dq(WG, True, i - 1, buffers, bars, C)
             dk, dsd = warpgroup_mma_wait(1, deps=(dka, dsd))
             mbarrier.arrive(empty.index(stage), count=1)
             dq = warpgroup_mma_wait(0, deps=(dqa,))
-            _leave_dq(WG, True, count, dq, buffers, bars, sm_scale, C)
+            leave_dq(WG, True, count, dq, buffers, bars, sm_scale, C)
         else:
             dk, dsd = warpgroup_mma_wait(0, deps=(dka, dsd))
             mbarrier.arrive(empty.index(stage), count=1)
             dq_slot, dq_phase = dq_place(count, PLACES)
             mbarrier.arrive(dq_full.index(dq_slot), count=1)
     elif BEHIND:
-        dqa = _start_dq(WG, False, i - 1, buffers, bars, C)
+        dqa = start_dq(WG, False, i - 1, buffers, bars, C)
         dv, dk, pd, dsd = warpgroup_mma_wait(2, deps=(dva, dka, pd, dsd))
         mbarrier.arrive(empty.index(stage), count=1)
         dq = warpgroup_mma_wait(0, deps=(dqa,))
-        _leave_dq(WG, False, count, dq, buffers, bars, sm_scale, C)
+        leave_dq(WG, False, count, dq, buffers, bars, sm_scale, C)
     else:
         dv, dk, pd, dsd = warpgroup_mma_wait(0, deps=(dva, dka, pd, dsd))
         mbarrier.arrive(empty.index(stage), count=1)
@@ -298,7 +238,7 @@ def _multiply(WG: gl.constexpr, own, desc, buffers, bars, numbers, tables, work,
         if SPARE:
             send_off(desc_dv, i_b, i_k, n0, dv, spare_s.index(WG), ADD)
         if DQ:
-            dq = warpgroup_mma_wait(0, deps=(_start_dq(WG, False, i - 1, buffers, bars, C),))
+            dq = warpgroup_mma_wait(0, deps=(start_dq(WG, False, i - 1, buffers, bars, C),))
         mbarrier.arrive(kv_empty, count=1)
         if DQ:  # neither reads dS any more: what is left leaves through its place
             mbarrier.wait(kv_empty, turn & 1)
@@ -308,7 +248,7 @@ def _multiply(WG: gl.constexpr, own, desc, buffers, bars, numbers, tables, work,
         if not SPARE:
             send_off(desc_dv, i_b, i_k, n0, dv, ds_s, ADD)
         if DQ:  # only now: the dQ before it is still being added
-            _leave_dq(WG, False, i + late, dq, buffers, bars, sm_scale, C)
+            leave_dq(WG, False, i + late, dq, buffers, bars, sm_scale, C)
         send_off(desc_dk, i_b, i_k, n0, dk * sm_scale, ds_s, ADD, SPARE)
         if not PEEL:  # else that is waited for where dS is written again
             tma.store_wait(0)

@@ -1,4 +1,4 @@
-"""The two single warps of the backward kernel for Hopper: one loads, one adds dQ into global float32."""
+"""The warp that feeds the backward kernel for Hopper: K, V, Q and dO by the copy engine, and which tile is next."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from flashspan.kernels.hopper.names import all_written, barrier, fence_copies, reduce_add
 from flashspan.kernels.hopper.walk import (
     find_block,
     find_line,
@@ -39,14 +38,6 @@ def hear(turn, work, WARPS: gl.constexpr):
         told(work_s.index(slot + 6), WARPS),
         told(work_s.index(slot + 7), WARPS),
     )
-
-
-@gluon.jit
-def dq_place(count, PLACES: gl.constexpr):
-    """Which place the dQ of this number has on its way out, and the phase of that place's barriers."""
-    if PLACES == 2:
-        return count & 1, (count >> 1) & 1
-    return 0, count & 1
 
 
 @gluon.jit
@@ -193,104 +184,3 @@ def feed_lists(desc, buffers, bars, numbers, tables, work, C: gl.constexpr):
         turn += 1
         _say(turn, tile, what, work)
     leave(counter)
-
-
-@gluon.jit
-def _add(desc_dq, b, h, m0, row, states, count, buffers, bars, C: gl.constexpr):
-    """Add the dQ that arrives as this number, of queries from m0 on, which is `row` among those of all heads.
-
-    CLAIM: nobody has cleared the sums. Whoever is the first to come to a block of them stores instead of adding, and
-    those who come before it is done wait for it. A block's state is 0, then 1 while the first stores, then 2.
-    """
-    q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s, spare_s = buffers
-    kv_full, kv_empty, full, empty, ds_full, dq_full, dq_empty = bars
-    ADD: gl.constexpr = C[4]
-    CLAIM: gl.constexpr = C[11]
-    p_state = states + row // C[0]
-    if ADD:
-        where = [b, h, m0, 0]
-    else:
-        where = [row // (dq_s.shape[2] // q_s.shape[4]), 0]
-    if CLAIM:
-        state = gl.atomic_cas(p_state, 0, 1, sem="acquire")
-        while state == 1:
-            state = gl.atomic_cas(p_state, 0, 1, sem="acquire")
-        fence_copies()
-    else:
-        state = 2
-    slot, phase = dq_place(count, dq_full.shape[0])
-    mbarrier.wait(dq_full.index(slot), phase)
-    dq = dq_s.index(slot)
-    if state == 0:
-        tma.async_copy_shared_to_global(desc_dq, where, dq)
-        all_written()
-        fence_copies()
-        barrier()
-        gl.atomic_xchg(p_state, 2, sem="release")
-    else:
-        reduce_add(desc_dq, where, dq)
-        tma.store_wait(0)
-    mbarrier.arrive(dq_empty.index(slot), count=1)
-
-
-@gluon.jit
-def _drop(count, dq_full, dq_empty):
-    """The first dQ of a tile is nobody's: see `_multiply`."""
-    slot, phase = dq_place(count, dq_full.shape[0])
-    mbarrier.wait(dq_full.index(slot), phase)
-    mbarrier.arrive(dq_empty.index(slot), count=1)
-
-
-@gluon.jit
-def add_dq(desc, buffers, bars, numbers, tables, work, C: gl.constexpr):
-    """The warp that adds each dQ into global float32."""
-    desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d = desc
-    q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s, spare_s = buffers
-    kv_full, kv_empty, full, empty, ds_full, dq_full, dq_empty = bars
-    H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section = numbers
-    num_tiles, whole, parts, counter, states, work_s, work_full = work
-    BM: gl.constexpr = C[0]
-    DROPPED: gl.constexpr = 0 if C[13] else 1  # of each tile
-    turn = 0
-    count = 0
-    tile, i_b, i_k, n0, first, f_lo, f_hi, end = hear(turn, work, 1)
-    while tile < num_tiles:
-        n = end - first
-        if DROPPED:
-            _drop(count, dq_full, dq_empty)
-        for j in range(n * G):
-            i_h = i_k * G + j // n
-            m0 = nth(j % n, first, f_lo, f_hi, end) * BM
-            row = (i_b * H + i_h) * Tp + m0
-            _add(desc_dq, i_b, i_h, m0, row, states, count + DROPPED + j, buffers, bars, C)
-        count += n * G + DROPPED
-        turn += 1
-        tile, i_b, i_k, n0, first, f_lo, f_hi, end = hear(turn, work, 1)
-
-
-@gluon.jit
-def add_dq_lists(desc, buffers, bars, numbers, tables, work, C: gl.constexpr):
-    """The same warp of a block map."""
-    desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d = desc
-    q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s, spare_s = buffers
-    kv_full, kv_empty, full, empty, ds_full, dq_full, dq_empty = bars
-    H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section = numbers
-    num_tiles, whole, parts, counter, states, work_s, work_full = work
-    desc_words, words_s, maps = tables
-    BM: gl.constexpr = C[0]
-    SPLIT: gl.constexpr = 128 // BM
-    turn = 0
-    count = 0
-    tile, i_b, i_k, n0, line, n_first, edges_first, _ = hear(turn, work, 1)
-    while tile < num_tiles:
-        for g in range(G):
-            i_h = i_k * G + g
-            begin, end, n, edges = find_list(maps, i_b, i_h, line)
-            for j in range(n * SPLIT):
-                block, word = find_block(maps, begin, end, j // SPLIT, edges)
-                m0 = block * 128 + j % SPLIT * BM
-                row = (i_b * H + i_h) * Tp + m0
-                _add(desc_dq, i_b, i_h, m0, row, states, count, buffers, bars, C)
-                count += 1
-        turn += 1
-        tile, i_b, i_k, n0, line, n_first, edges_first, _ = hear(turn, work, 1)

@@ -1,0 +1,183 @@
+"""dQ in the backward kernel for Hopper: two warpgroups make it of the dS of both and hand it over by shared memory, and
+a warp of its own adds it into global float32."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
+
+from flashspan.kernels.hopper.backward_feed import hear
+from flashspan.kernels.hopper.names import all_written, barrier, fence_copies, here_and_now, reduce_add
+from flashspan.kernels.hopper.shared import swap, swapped
+from flashspan.kernels.hopper.walk import find_block, find_list, nth
+
+
+@gluon.jit
+def dq_place(count, PLACES: gl.constexpr):
+    """Which place the dQ of this number has on its way out, and the phase of that place's barriers."""
+    if PLACES == 2:
+        return count & 1, (count >> 1) & 1
+    return 0, count & 1
+
+
+@gluon.jit
+def start_dq(WG: gl.constexpr, WHOLE: gl.constexpr, i, buffers, bars, C: gl.constexpr):
+    """Start dQ of tile i, from the dS of both: all of it, or this warpgroup's half, 64 of its rows, or of its columns
+    where it has rows for one only."""
+    q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s, spare_s = buffers
+    kv_full, kv_empty, full, empty, ds_full, dq_full, dq_empty = bars
+    BM: gl.constexpr = C[0]
+    BN: gl.constexpr = C[1]
+    QL: gl.constexpr = C[8]
+    BD: gl.constexpr = q_s.shape[4]
+    slot = i & 1
+    mbarrier.wait(ds_full.index(slot), (i >> 1) & 1)
+    k0 = low_s.index(here_and_now(0)).reshape((BN, BD))
+    k1 = high_s.index(here_and_now(0)).reshape((BN, BD))
+    ds0 = ds0_s.index(slot)
+    ds1 = ds1_s.index(slot)
+    if WHOLE:
+        zero = gl.zeros([BM, BD], gl.float32, layout=C[7])
+    else:
+        zero = gl.zeros([64, 64], gl.float32, layout=QL)
+        if BM == 64:
+            k0 = k0.slice(WG * (BD // 2), BD // 2, dim=1)
+            k1 = k1.slice(WG * (BD // 2), BD // 2, dim=1)
+        else:
+            ds0 = ds0.slice(WG * 64, 64, dim=1)
+            ds1 = ds1.slice(WG * 64, 64, dim=1)
+    dq = warpgroup_mma(ds0.permute((1, 0)), k0, zero, use_acc=False, is_async=True)
+    return warpgroup_mma(ds1.permute((1, 0)), k1, dq, is_async=True)
+
+
+@gluon.jit
+def leave_dq(WG: gl.constexpr, WHOLE: gl.constexpr, count, dq, buffers, bars, sm_scale, C: gl.constexpr):
+    """Hand a dQ, the one of this number, or this half of it, to the warp that adds it."""
+    q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s, spare_s = buffers
+    kv_full, kv_empty, full, empty, ds_full, dq_full, dq_empty = bars
+    BM: gl.constexpr = C[0]
+    ADD: gl.constexpr = C[4]
+    BD: gl.constexpr = q_s.shape[4]
+    PLACES: gl.constexpr = dq_full.shape[0]
+    if ADD:
+        dq = swap(dq * sm_scale, 64, dq.shape[1])
+    slot, phase = dq_place(count - PLACES, PLACES)
+    mbarrier.wait(dq_empty.index(slot), phase)
+    if ADD:  # rows of the caller's
+        tile = swapped(dq_s.index(slot), BM, BD)
+        if WHOLE:
+            tile.store(dq)
+        elif BM == 64:
+            tile.slice(WG * (BD // 2), BD // 2, dim=1).store(dq)
+        else:
+            tile.slice(WG * 64, 64, dim=0).store(dq)
+    else:  # 16 bytes of each thread after those of the thread before
+        L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[2, 1, 0])
+        GROUPS: gl.constexpr = dq.shape[1] // 8
+        tile = dq_s.index(slot)._reinterpret(gl.float32, [16 // GROUPS, GROUPS, 128, 4], L)
+        tile = tile.index(here_and_now(0 if WHOLE else WG))
+        tile.store(dq.reshape((4, 2, 8, GROUPS, 4, 2)).permute((3, 0, 2, 4, 1, 5)).reshape((GROUPS, 128, 4)))
+    fence_async_shared()
+    mbarrier.arrive(dq_full.index(slot), count=1)
+
+
+@gluon.jit
+def _add(desc_dq, b, h, m0, row, states, count, buffers, bars, C: gl.constexpr):
+    """Add the dQ that arrives as this number, of queries from m0 on, which is `row` among those of all heads.
+
+    CLAIM: nobody has cleared the sums. Whoever is the first to come to a block of them stores instead of adding, and
+    those who come before it is done wait for it. A block's state is 0, then 1 while the first stores, then 2.
+    """
+    q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s, spare_s = buffers
+    kv_full, kv_empty, full, empty, ds_full, dq_full, dq_empty = bars
+    ADD: gl.constexpr = C[4]
+    CLAIM: gl.constexpr = C[11]
+    p_state = states + row // C[0]
+    if ADD:
+        where = [b, h, m0, 0]
+    else:
+        where = [row // (dq_s.shape[2] // q_s.shape[4]), 0]
+    if CLAIM:
+        state = gl.atomic_cas(p_state, 0, 1, sem="acquire")
+        while state == 1:
+            state = gl.atomic_cas(p_state, 0, 1, sem="acquire")
+        fence_copies()
+    else:
+        state = 2
+    slot, phase = dq_place(count, dq_full.shape[0])
+    mbarrier.wait(dq_full.index(slot), phase)
+    dq = dq_s.index(slot)
+    if state == 0:
+        tma.async_copy_shared_to_global(desc_dq, where, dq)
+        all_written()
+        fence_copies()
+        barrier()
+        gl.atomic_xchg(p_state, 2, sem="release")
+    else:
+        reduce_add(desc_dq, where, dq)
+        tma.store_wait(0)
+    mbarrier.arrive(dq_empty.index(slot), count=1)
+
+
+@gluon.jit
+def _drop(count, dq_full, dq_empty):
+    """The first dQ of a tile is nobody's: see `_multiply`."""
+    slot, phase = dq_place(count, dq_full.shape[0])
+    mbarrier.wait(dq_full.index(slot), phase)
+    mbarrier.arrive(dq_empty.index(slot), count=1)
+
+
+@gluon.jit
+def add_dq(desc, buffers, bars, numbers, tables, work, C: gl.constexpr):
+    """The warp that adds each dQ into global float32."""
+    desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d = desc
+    q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s, spare_s = buffers
+    kv_full, kv_empty, full, empty, ds_full, dq_full, dq_empty = bars
+    H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section = numbers
+    num_tiles, whole, parts, counter, states, work_s, work_full = work
+    BM: gl.constexpr = C[0]
+    DROPPED: gl.constexpr = 0 if C[13] else 1  # of each tile
+    turn = 0
+    count = 0
+    tile, i_b, i_k, n0, first, f_lo, f_hi, end = hear(turn, work, 1)
+    while tile < num_tiles:
+        n = end - first
+        if DROPPED:
+            _drop(count, dq_full, dq_empty)
+        for j in range(n * G):
+            i_h = i_k * G + j // n
+            m0 = nth(j % n, first, f_lo, f_hi, end) * BM
+            row = (i_b * H + i_h) * Tp + m0
+            _add(desc_dq, i_b, i_h, m0, row, states, count + DROPPED + j, buffers, bars, C)
+        count += n * G + DROPPED
+        turn += 1
+        tile, i_b, i_k, n0, first, f_lo, f_hi, end = hear(turn, work, 1)
+
+
+@gluon.jit
+def add_dq_lists(desc, buffers, bars, numbers, tables, work, C: gl.constexpr):
+    """The same warp of a block map."""
+    desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d = desc
+    q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s, spare_s = buffers
+    kv_full, kv_empty, full, empty, ds_full, dq_full, dq_empty = bars
+    H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section = numbers
+    num_tiles, whole, parts, counter, states, work_s, work_full = work
+    desc_words, words_s, maps = tables
+    BM: gl.constexpr = C[0]
+    SPLIT: gl.constexpr = 128 // BM
+    turn = 0
+    count = 0
+    tile, i_b, i_k, n0, line, n_first, edges_first, _ = hear(turn, work, 1)
+    while tile < num_tiles:
+        for g in range(G):
+            i_h = i_k * G + g
+            begin, end, n, edges = find_list(maps, i_b, i_h, line)
+            for j in range(n * SPLIT):
+                block, word = find_block(maps, begin, end, j // SPLIT, edges)
+                m0 = block * 128 + j % SPLIT * BM
+                row = (i_b * H + i_h) * Tp + m0
+                _add(desc_dq, i_b, i_h, m0, row, states, count, buffers, bars, C)
+                count += 1
+        turn += 1
+        tile, i_b, i_k, n0, line, n_first, edges_first, _ = hear(turn, work, 1)
