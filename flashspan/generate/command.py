@@ -89,7 +89,8 @@ def generate(
             print()
             return 130
         return 0
-    with Ranks(ranks, backend="nccl" if gpus >= ranks else "gloo") as pool:
+    # No exchange times out: a pager or Ctrl-S may stop the first rank where it prints. One that dies is noticed anyway.
+    with Ranks(ranks, backend="nccl" if gpus >= ranks else "gloo", timeout=LONGEST) as pool:
         where = "cuda" if gpus >= ranks else "cpu"
         try:
             pool.run(talk, folder, prompts, tokens, sampling, seed, tokenizer, where, dtype, timeout=LONGEST)
@@ -122,7 +123,7 @@ def talk(
     for texts in (prompts[i : i + batch] for i in range(0, len(prompts), batch)):
         begin, count = time.perf_counter(), 0
         starts = [coder.encode(text) or [max(0, coder.end)] for text in texts]
-        context = Split(context_parallel(dist.group.WORLD), dist.group.WORLD) if split else None
+        context = Split(context_parallel(dist.group.WORLD, timeout=LONGEST), dist.group.WORLD) if split else None
         tokens = decode(model, starts, num_tokens, sampling=sampling, seed=seed, ends=ends, context=context)
         if len(texts) > 1:
             drawn = torch.stack(list(tokens), 1).tolist()  # [B, n]

@@ -106,9 +106,9 @@ def newest(folder: str | Path, *, say: Callable[[str], None] = print) -> Path | 
 
 
 @contextlib.contextmanager
-def alone_in(folder: str | Path) -> Iterator[None]:
-    """Hold a folder for one run; ValueError where another holds it. The hold ends with its process, whatever ends it:
-    the file stays, and says nothing."""
+def alone_in(folder: str | Path, option: str = "--checkpoint.folder") -> Iterator[None]:
+    """Hold a folder for one run; ValueError, naming the option to change, where another holds it. The hold ends with
+    its process, whatever ends it: the file stays, and says nothing."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("ab") as lock:  # an OSError here: nobody could write a checkpoint either
@@ -116,8 +116,8 @@ def alone_in(folder: str | Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ValueError(
-                f"one run at a time writes to a folder: another is training in {folder}; wait for it, stop it, or "
-                "choose another with --checkpoint.folder"
+                f"one run at a time writes to a folder: another is at work in {folder}; wait for it, stop it, or "
+                f"choose another with {option}"
             ) from error
         except OSError:  # a file system without locks: two runs go unnoticed there, which is no reason to refuse one
             pass

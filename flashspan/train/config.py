@@ -274,7 +274,9 @@ def parse(arguments: Sequence[str] = ()) -> TrainConfig:
     while rest:
         word = rest.pop(0)
         if not word.startswith("--"):
-            raise ValueError(f"expected an option like --train.steps 100: got {word!r}")
+            raise ValueError(
+                f"expected an option like --train.steps 100: got {word!r}; a TOML file comes before the options"
+            )
         key, equals, text = word[2:].partition("=")
         key = key.replace("-", "_")
         value: str | None = text
@@ -305,7 +307,7 @@ def read_toml(path: str | Path) -> dict[str, dict[str, Any]]:
             f"use --checkpoint.folder {shlex.quote(str(path))}"
         )
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        raw = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not TOML: {error}") from error
     for name, value in raw.items():
@@ -386,7 +388,7 @@ def _convert(key: str, value: Any, kind: Any) -> Any:
             return float(value)
         if type(value) is kind:
             return value
-    except (KeyError, ValueError):
+    except (KeyError, ValueError, OverflowError):  # OverflowError: an integer beyond any float
         pass
     raise ValueError(f"{key} must be {_KINDS[kind]}: got {value!r}")
 

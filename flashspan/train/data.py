@@ -77,7 +77,12 @@ class FileTokenizer:
         self.end = next((token for token in ends if token is not None), -1)
 
     def encode(self, text: str) -> list[int]:
-        found = self._fast.encode(text)
+        try:
+            found = self._fast.encode(text)
+        except Exception as error:  # the library raises nothing more particular
+            raise ValueError(
+                f"{self.name} cannot encode a text: {error}; give one that knows every character, or the word bytes"
+            ) from error
         # Some files end every text: here whoever writes a document does that, and a prompt is to go on.
         ended = bool(found.ids) and found.ids[-1] == self.end and found.special_tokens_mask[-1]
         return found.ids[:-1] if ended else found.ids
@@ -134,6 +139,25 @@ def token_dtype(tokenizer: Tokenizer) -> np.dtype:
     return np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
 
 
+def make_header(tokenizer: Tokenizer, num_tokens: int) -> bytes:
+    """What a token file begins with; ValueError where the tokenizer's name does not fit."""
+    header = {
+        "format": FORMAT,
+        "dtype": token_dtype(tokenizer).name,
+        "num_tokens": num_tokens,
+        "vocab_size": tokenizer.vocab_size,
+        "tokenizer": tokenizer.name,
+        "end": tokenizer.end,
+    }
+    line = json.dumps(header).encode() + b"\n"
+    if len(line) > HEADER_BYTES:
+        raise ValueError(
+            f"{tokenizer.name} is too long for the header of a token file, which takes {HEADER_BYTES} bytes and would "
+            f"take {len(line)} with it: give a copy of a shorter path"
+        )
+    return line
+
+
 class TokenWriter:
     """Adds tokens to a file and, at the end, says in its header how many."""
 
@@ -149,18 +173,8 @@ class TokenWriter:
         self.num_tokens += len(data)
 
     def close(self) -> None:
-        header = {
-            "format": FORMAT,
-            "dtype": self.dtype.name,
-            "num_tokens": self.num_tokens,
-            "vocab_size": self.tokenizer.vocab_size,
-            "tokenizer": self.tokenizer.name,
-            "end": self.tokenizer.end,
-        }
-        line = json.dumps(header).encode() + b"\n"
-        assert len(line) <= HEADER_BYTES
         self.stream.seek(0)
-        self.stream.write(line)
+        self.stream.write(make_header(self.tokenizer, self.num_tokens))
 
 
 def open_tokens(path: str | Path) -> TokenFile:

@@ -70,9 +70,9 @@ def _cut_dataset(name: str, split: str) -> list[Part]:
 
 
 def _read_text(part: Part, field: str) -> Iterator[str]:
-    """A whole file; as Python reads text, CRLF becomes LF."""
+    """A whole file; as Python reads text, CRLF becomes LF. The mark that Windows puts before a text is none of it."""
     try:
-        yield Path(part.source).read_text(encoding="utf-8")
+        yield Path(part.source).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{part.source} is not UTF-8 text: {error}") from error
 

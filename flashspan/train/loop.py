@@ -10,7 +10,8 @@ import contextlib
 import math
 import signal
 import time
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ STOPS = (signal.SIGTERM, signal.SIGINT)
 FIRST_SCALE, GROW_AFTER = 2.0**14, 200
 PATIENCE = 4.0
 """Seconds that a rank which failed waits for the others to fail too."""
+MEET = 0.25
+"""Seconds between two meetings of ranks that wait for the first one's disk."""
 
 
 class Trainer:
@@ -117,7 +120,8 @@ class Trainer:
                     break
             if saved != self.step or not self.step:
                 self._save(writer, first)
-            kept = writer.wait()
+            with name_the_silent(f"the checkpoint of step {self.step}"):
+                kept = from_first(writer.wait)
             if first:
                 try:
                     draw_loss(self.folder)
@@ -252,6 +256,7 @@ class Trainer:
 
     def _save(self, writer: checkpoint.Writer, first: bool) -> None:
         with name_the_silent(f"the checkpoint of step {self.step}"):
+            from_first(writer.wait)  # for the state before: two at a time are more than memory may hold
             model, moments = model_state(self.parts, keep=first), optimizer_state(self.parts, keep=first)
         if first:
             extra = {
@@ -264,17 +269,7 @@ class Trainer:
 
     def _resume(self, notes: list[str], held: contextlib.ExitStack) -> None:
         """Go on from the newest whole checkpoint, of the first rank's choice, and keep the folder until `held` ends."""
-        choice: list[Any] = [None, None]
-        if dist.get_rank() == 0:
-            try:
-                held.enter_context(checkpoint.alone_in(self.folder))
-                choice = [self._choose(notes), None]
-            except (ValueError, OSError) as error:
-                choice = [None, str(error)]
-        dist.broadcast_object_list(choice, src=0)
-        path, fault = choice
-        if fault is not None:
-            raise ValueError(fault)
+        path = from_first(lambda: self._choose(notes, held))
         if path is None:
             return
         state = checkpoint.read(path)
@@ -290,8 +285,10 @@ class Trainer:
             asked = self.config.train.steps
             notes.append(f"{path} is already at step {self.step} of the {asked} asked for: nothing to do")
 
-    def _choose(self, notes: list[str]) -> Path | None:
-        """The checkpoint to go on from, None to begin; ValueError where those that are there cannot be used."""
+    def _choose(self, notes: list[str], held: contextlib.ExitStack) -> Path | None:
+        """The checkpoint to go on from, None to begin; ValueError where those that are there cannot be used, or another
+        run uses them."""
+        held.enter_context(checkpoint.alone_in(self.folder))
         checkpoint.clear_unfinished(self.folder)
         if not self.config.checkpoint.resume:
             if checkpoint.checkpoints(self.folder):
@@ -355,6 +352,28 @@ def open_samples(config: TrainConfig) -> tuple[Samples, Samples | None]:
     if held_out is not None and len(held_out.tokens) <= config.data.sequence and not config.data.validation:
         held_out = None
     return Samples(file, *options), None if held_out is None else Samples(held_out, *options)
+
+
+def from_first(job: Callable[[], Any]) -> Any:
+    """What `job` returns on the first rank, on every rank; its ValueError or OSError is a ValueError on all.
+
+    A collective. The job runs on a thread, and the ranks meet until it has ended: a disk may take longer than an
+    exchange may.
+    """
+    ended: list[Any] = [None]
+    with ThreadPoolExecutor(1, "flashspan-first") as lane:
+        running = lane.submit(job) if dist.get_rank() == 0 else None
+        while ended[0] is None:
+            if running is not None and wait([running], MEET).done:
+                try:
+                    ended = [(running.result(), None)]
+                except (ValueError, OSError) as error:
+                    ended = [(None, str(error))]
+            dist.broadcast_object_list(ended, src=0)
+    result, fault = ended[0]
+    if fault is not None:
+        raise ValueError(fault)
+    return result
 
 
 class SilentRank(RuntimeError):

@@ -175,7 +175,7 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
     for line in file.read_bytes().splitlines() if file.exists() else []:
         with contextlib.suppress(ValueError):
             row = json.loads(line)
-            if isinstance(row, dict) and "step" in row:
+            if isinstance(row, dict) and isinstance(row.get("step"), int):
                 rows.append(row)
     return rows
 

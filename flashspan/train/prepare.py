@@ -31,7 +31,17 @@ from flashspan.folders import make_folder
 from flashspan.launch import _die_with
 
 from . import documents
-from .data import HEADER_BYTES, ByteTokenizer, TokenFile, Tokenizer, load_tokenizer, token_dtype, write_tokens
+from .checkpoint import alone_in
+from .data import (
+    HEADER_BYTES,
+    ByteTokenizer,
+    TokenFile,
+    Tokenizer,
+    load_tokenizer,
+    make_header,
+    token_dtype,
+    write_tokens,
+)
 
 WORK = ".preparing"
 VALIDATION = 0.1
@@ -79,6 +89,7 @@ def prepare(
         names = ", ".join([*inputs, dataset] if dataset else inputs)
         raise ValueError(f"give files or --synthetic, not both: got {names} and {synthetic}; leave one out")
     coder = load_tokenizer(tokenizer)
+    make_header(coder, sys.maxsize)  # what would not fit is refused now, and not when all is encoded
     out = Path(folder)
     with _named(out):
         if synthetic:
@@ -131,18 +142,19 @@ def encode(texts: Iterable[str], coder: Tokenizer) -> Iterator[Sequence[int]]:
 def workplace(folder: Path, plan: dict[str, Any]) -> Iterator[Path]:
     """A folder for finished parts, kept if this process is killed, taken up again by a run of the same plan."""
     created = not folder.exists()
-    work = make_folder(folder, "--folder") / WORK
-    note, text = work / "plan.json", json.dumps(plan)
-    if not note.exists() or note.read_text(encoding="utf-8") != text:
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir()
-        note.write_text(text, encoding="utf-8")
-    try:
-        yield work
-    except ValueError:  # the inputs are at fault, and will be others
-        shutil.rmtree(folder if created else work)
-        raise
-    shutil.rmtree(work)
+    with alone_in(make_folder(folder, "--folder"), "--folder"):
+        work = folder / WORK
+        note, text = work / "plan.json", json.dumps(plan)
+        if not note.exists() or note.read_text(encoding="utf-8") != text:
+            shutil.rmtree(work, ignore_errors=True)
+            work.mkdir()
+            note.write_text(text, encoding="utf-8")
+        try:
+            yield work
+        except ValueError:  # the inputs are at fault, and will be others
+            shutil.rmtree(folder if created else work)
+            raise
+        shutil.rmtree(work)
 
 
 def encode_parts(parts: Sequence[documents.Part], work: Path, tokenizer: str, field: str, processes: int) -> list[Path]:
@@ -181,6 +193,8 @@ def encode_part(part: documents.Part, file: Path, tokenizer: str, field: str) ->
     with half.open("wb") as stream:
         for tokens in encode(documents.read(part, field), coder):
             stream.write(np.asarray(tokens, dtype=token_dtype(coder)).tobytes())
+        stream.flush()
+        os.fsync(stream.fileno())  # or a power cut could leave a name without bytes, which counts as made
     half.replace(file)
 
 
@@ -188,14 +202,15 @@ def write_files(
     folder: Path, coder: Tokenizer, runs: Iterable[Sequence[int] | np.ndarray], validation: float
 ) -> tuple[int, int]:
     """Runs of tokens into train.bin and, from their end, val.bin; how many went into each."""
-    whole = make_folder(folder, "--folder") / ".all"
-    try:
-        with whole.open("wb") as stream:
-            for run in runs:
-                stream.write(np.asarray(run, dtype=token_dtype(coder)).tobytes())
-        return join(folder, coder, [whole], validation)
-    finally:
-        whole.unlink(missing_ok=True)
+    whole = folder / ".all"
+    with alone_in(make_folder(folder, "--folder"), "--folder"):
+        try:
+            with whole.open("wb") as stream:
+                for run in runs:
+                    stream.write(np.asarray(run, dtype=token_dtype(coder)).tobytes())
+            return join(folder, coder, [whole], validation)
+        finally:
+            whole.unlink(missing_ok=True)
 
 
 def join(folder: Path, coder: Tokenizer, files: Sequence[Path], validation: float) -> tuple[int, int]:

@@ -6,16 +6,18 @@ import contextlib
 import io
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 from flashspan import attention
 from flashspan.context import context_parallel
-from flashspan.generate import Sampling, Split, decode, generate
+from flashspan.generate import Sampling, Split, command, decode, generate
 from flashspan.generate.command import stream, talk
 from flashspan.launch import Ranks
 from flashspan.model import Llama, LlamaConfig, preset, save_llama
+from flashspan.train.config import LONGEST
 from flashspan.train.data import ByteTokenizer
 from tests.generate.test_generate import CONFIGS, draw_prompt, make
 
@@ -72,6 +74,13 @@ def test_the_first_rank_prints_what_all_say(ranks: Ranks, tmp_path: Path) -> Non
     for prompt in ("Hear me", "Speak"):
         want = "".join(stream(decode(model, coder.encode(prompt), 9, sampling=Sampling(0)), coder))
         assert f"{prompt}{want}\n[9 tokens, " in first
+
+
+def test_ranks_wait_for_whoever_holds_the_screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pager or Ctrl-S stops the first rank where it prints, and Ctrl-Z all of them, for as long as a user likes."""
+    monkeypatch.setattr(command, "Ranks", pool := mock.MagicMock())
+    assert generate(str(tmp_path), prompt="Hear me", ranks=2, device="cpu") == 0
+    assert pool.call_args.kwargs["timeout"] == LONGEST
 
 
 def test_a_prompt_shorter_than_the_ranks_is_named(tmp_path: Path) -> None:

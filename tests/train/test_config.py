@@ -48,6 +48,7 @@ def test_a_described_config_is_that_config(tmp_path: Path) -> None:
         (["--train.compile", "maybe"], "train.compile must be true or false: got 'maybe'"),
         (["--train.steps", "0"], "train.steps must be at least 1: got 0"),
         (["missing.toml"], "missing.toml is missing"),
+        (["--train.steps", "3", "run.toml"], "got 'run.toml'; a TOML file comes before the options"),
         (
             ["."],
             "a config is a TOML file: got the folder .; to go on with a run that is in it, use --checkpoint.folder .",
@@ -148,8 +149,11 @@ def test_a_toml_key_nobody_knows_is_named(tmp_path: Path) -> None:
     file.write_text("[optimizer]\nlearning_rate = 1\nweight_decya = 0.1\n")
     with pytest.raises(ValueError, match=r"unknown key optimizer\.(learning_rate|weight_decya): "):
         parse([str(file)])
-    file.write_text("steps = 3\n")
+    file.write_text("steps = 3\n", encoding="utf-8-sig")  # as Windows writes it
     with pytest.raises(ValueError, match=r"steps must be in a section, like \[train\]"):
+        parse([str(file)])
+    file.write_text(f"[optimizer]\nlr = {10**400}\n")  # beyond any float
+    with pytest.raises(ValueError, match=r"optimizer\.lr must be a number: got 1000"):
         parse([str(file)])
 
 

@@ -62,8 +62,21 @@ def test_a_tokenizer_encodes_every_word_and_no_more(tmp_path: Path) -> None:
         load_tokenizer(write_tokenizer(tmp_path / "empty.json", {}))
 
 
+def test_a_tokenizer_that_cannot_serve_is_named_and_leaves_no_files(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a c")
+    deep = tmp_path.joinpath(*["é" * 100] * 2)  # a letter is six characters in a header
+    deep.mkdir(parents=True)
+    for path, words, says in (
+        (tmp_path / "few.json", {"▁a": 0}, r"few\.json cannot encode a text: .*; give one that knows every character"),
+        (deep / "far.json", {"<unk>": 0}, r"far\.json is too long for the header .* of a shorter path"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            prepare([str(tmp_path / "a.txt")], folder=str(tmp_path / "out"), tokenizer=write_tokenizer(path, words))
+        assert not (tmp_path / "out").exists()
+
+
 def test_prepared_text_is_the_text(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("one é", encoding="utf-8")
+    (tmp_path / "a.txt").write_text("one é", encoding="utf-8-sig")  # as Windows writes it, with a mark that is no text
     (tmp_path / "b.jsonl").write_text('{"text": "two"}\n{"text": "three"}\n')
     assert prepare([str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")], folder=str(tmp_path), validation=0.25) == 0
     train, held_out = (open_tokens(tmp_path / name) for name in ("train.bin", "val.bin"))

@@ -59,7 +59,11 @@ def test_half_a_line_is_taken_back(tmp_path: Path) -> None:
 
 
 def test_a_damaged_line_costs_itself(tmp_path: Path) -> None:
-    for step, damage in ((1, b'{"step": 2, "lo\xff\n'), (3, b'\0\0\0\n[4]\n{"loss": 1.0}\n'), (5, b'{"st')):
+    for step, damage in (
+        (1, b'{"step": 2, "lo\xff\n'),
+        (3, b'\0\0\0\n[4]\n{"loss": 1.0}\n{"step": null}\n'),
+        (5, b'{"st'),
+    ):
         with Display(tmp_path, 9, active=True, start=step) as display:
             display.step(row(step))
         with (tmp_path / "metrics.jsonl").open("ab") as file:

@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 
 from flashspan.cli import main
-from flashspan.train import documents, prepare
+from flashspan.train import checkpoint, documents, prepare
 from flashspan.train.data import ByteTokenizer, open_tokens
 
 command = importlib.import_module("flashspan.train.prepare")  # its name in the package is the function's
@@ -98,7 +98,7 @@ def test_processes_write_what_one_writes(lines: Path, tmp_path: Path, monkeypatc
     for processes in (1, 2):
         assert prepare(inputs, folder=str(tmp_path / str(processes)), processes=processes) == 0
     assert files(tmp_path / "1") == files(tmp_path / "2")
-    assert set(files(tmp_path / "1")) == {"train.bin", "val.bin"}
+    assert set(files(tmp_path / "1")) == {checkpoint.LOCK, "train.bin", "val.bin"}
     assert read_texts(tmp_path / "1") == [*TEXTS, "A whole book."]
 
 
@@ -128,6 +128,14 @@ def test_a_run_that_was_cut_short_makes_only_what_is_missing(
     with pytest.raises(ValueError, match=r"line 1 is not a JSON object with 'body': it has text; .* with --field"):
         prepare([str(lines)], folder=str(tmp_path / "cut"), field="body", processes=1)
     assert files(tmp_path / "cut") == files(tmp_path / "whole")
+
+
+def test_a_part_is_on_the_disk_before_it_counts(lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a power cut a file may have its name and none of its bytes, and would be taken for a part that is there."""
+    part, kept = tmp_path / "00000000", []
+    monkeypatch.setattr(os, "fsync", lambda handle: kept.append((os.fstat(handle).st_size, part.exists())))
+    command.encode_part(documents.cut([str(lines)])[0], part, "bytes", "text")
+    assert kept == [(part.stat().st_size, False)]
 
 
 SLOWLY = """
@@ -249,6 +257,18 @@ def test_no_text_leaves_the_old_files(lines: Path, tmp_path: Path, capsys: pytes
         with pytest.raises(ValueError, match="no text in the inputs"):
             prepare([str(tmp_path / name)], folder=str(out))
     assert files(out) == before
+
+
+def test_two_at_once_in_one_folder_are_refused(lines: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with checkpoint.alone_in(out):
+        (out / ".preparing").mkdir()
+        (out / ".preparing" / "00000000").write_bytes(b"of the first")
+        for inputs in ([str(lines)], []):
+            with pytest.raises(ValueError, match=rf"another is at work in {out}; .* choose another with --folder"):
+                prepare(inputs, folder=str(out), processes=1)
+        assert files(out / ".preparing") == {"00000000": b"of the first"}
+    assert prepare([str(lines)], folder=str(out), processes=1) == 0
 
 
 def test_a_full_disk_costs_no_part(

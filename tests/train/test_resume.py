@@ -501,11 +501,40 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused(on_ranks: OnRanks, c
     assert on_ranks(1, run_rank, anew) == [DONE]
 
 
+def run_on_a_slow_disk(config: TrainConfig, call: str) -> str:
+    """A run in which this call, of the first rank, takes until the ranks have met three times more."""
+    meetings = threading.Semaphore(0)
+    meet, real = dist.broadcast_object_list, getattr(checkpoint, call)
+
+    def count(*args: Any, **options: Any) -> None:
+        meet(*args, **options)
+        meetings.release()
+
+    def slow(*args: Any, **options: Any) -> Any:
+        while meetings.acquire(blocking=False):
+            pass
+        assert all(meetings.acquire(timeout=2) for _ in range(3)), "ranks wait for the disk until an exchange times out"
+        return real(*args, **options)
+
+    with (
+        mock.patch.object(loop, "MEET", 0.01),
+        mock.patch.object(dist, "broadcast_object_list", count),
+        mock.patch.object(checkpoint, call, slow),
+    ):
+        return run_rank(config)
+
+
+def test_a_disk_slower_than_an_exchange_may_be_costs_no_run(on_ranks: OnRanks, config_of: ConfigOf) -> None:
+    options = ["--parallel.context=2", "--checkpoint.every=1"]
+    assert on_ranks(2, run_on_a_slow_disk, config_of(*options, "--train.steps=2"), "write") == [DONE] * 2
+    assert on_ranks(2, run_on_a_slow_disk, config_of(*options, "--train.steps=3"), "damage") == [DONE] * 2
+
+
 def test_two_runs_in_one_folder_are_refused(on_ranks: OnRanks, config_of: ConfigOf) -> None:
     config = config_of("--parallel.context=1", "--train.steps=2")
     with checkpoint.alone_in(config.checkpoint.folder), pytest.raises(RankError) as caught:
         on_ranks(1, run_rank, config)
-    assert f"another is training in {config.checkpoint.folder}" in str(caught.value)
+    assert f"another is at work in {config.checkpoint.folder}" in str(caught.value)
     assert "--checkpoint.folder" in str(caught.value)
     assert on_ranks(1, run_rank, config) == [DONE]
 
@@ -515,7 +544,7 @@ def test_a_killed_run_holds_its_folder_no_longer(config_of: ConfigOf, tmp_path: 
     config = config_of("--parallel.context=2", "--train.steps=500", "--checkpoint.every=0")
     process = start(config, tmp_path / "run.toml")
     wait_for(process, 1)
-    with pytest.raises(ValueError, match="another is training"), checkpoint.alone_in(config.checkpoint.folder):
+    with pytest.raises(ValueError, match="another is at work"), checkpoint.alone_in(config.checkpoint.folder):
         pass
     process.kill()
     process.wait(20)
