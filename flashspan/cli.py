@@ -7,8 +7,11 @@ import functools
 import importlib
 import inspect
 import os
+import re
+import shutil
 import signal
 import sys
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,8 +55,24 @@ def positional(function: Callable[..., Any], places: dict[str, str | None]) -> C
     parameters = [p.replace(annotation=hints[p.name]) for p in signature.parameters.values()]
     wrapped.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     wrapped.__annotations__ = hints
+    wrapped.__doc__ = flowing(function.__doc__)
     del wrapped.__wrapped__  # or the hints would be read from the original
     return wrapped
+
+
+def flowing(doc: str | None) -> str:
+    """A docstring with each paragraph and each argument on a line: in help, breaks of the source would be breaks."""
+    return re.sub(r"(?<=\S)\n(?=\S| {8})\s*", " ", inspect.cleandoc(doc or ""))
+
+
+def described(doc: str | None) -> str:
+    """What a docstring says of a whole command, no wider than the terminal: help folds all else, but not this.
+
+    It would join lines that begin with a letter, so those that go on are indented.
+    """
+    width = shutil.get_terminal_size().columns
+    paragraphs = flowing(doc).split("\n\nArgs:")[0].split("\n\n")
+    return "\n\n".join(textwrap.fill(text, width, subsequent_indent="  ") for text in paragraphs)
 
 
 @dataclass(frozen=True)
@@ -75,7 +94,7 @@ class Command:
 
         def listed() -> None: ...
 
-        listed.__doc__ = next(ast.get_docstring(node) for node in nodes if node.name == self.function)
+        listed.__doc__ = flowing(next(ast.get_docstring(node) for node in nodes if node.name == self.function))
         return listed
 
 
@@ -128,7 +147,8 @@ def _choose(commands: dict[str, Command], words: list[str], prog: str, about: st
 
 
 def _call(command: Command, words: list[str], prog: str) -> int:
-    return int(tyro.cli(command.bring(), args=words, prog=prog) or 0)
+    function = command.bring()
+    return int(tyro.cli(function, args=words, prog=prog, description=described(function.__doc__)) or 0)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -145,6 +165,10 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # whoever was reading, `| head` say, has read enough
         be_silent()
         return CLOSED_PIPE
+    except SystemExit as end:
+        if not isinstance(end.__context__, BrokenPipeError):
+            raise
+        return CLOSED_PIPE  # a table met it, and has made stdout lead nowhere
     except (ValueError, OSError) as error:  # OSError: a file or folder that cannot be read or written, a full disk
         print(f"flashspan: {error}", file=sys.stderr)
         return 2

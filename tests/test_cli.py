@@ -1,5 +1,6 @@
 """The command line: what it prints, and what it says to bad input."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,8 @@ from typing import get_args
 import pytest
 
 from flashspan.bench import check
-from flashspan.cli import BENCHES, COMMANDS, Command, main
+from flashspan.bench.tables import Table, show_tables
+from flashspan.cli import BENCHES, CLOSED_PIPE, COMMANDS, Command, flowing, main
 from flashspan.context.layout import LAYOUTS
 from flashspan.context.strategy import STRATEGIES
 
@@ -39,6 +41,33 @@ def test_a_list_of_commands_imports_none_of_them(
         main(words)
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert all(" ".join(str(doc).split("\n\n")[0].split()) in shown for doc in docs)
+
+
+@pytest.mark.parametrize("width", [60, 80])
+@pytest.mark.parametrize("words", [["prepare"], ["bench", "context"]], ids=" ".join)
+def test_help_is_no_wider_than_the_terminal(
+    words: list[str], width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    with pytest.raises(SystemExit, match="0"):
+        main([*words, "--help"])
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= width
+
+
+def test_breaks_of_the_source_are_none_of_help() -> None:
+    source = """Each row.
+
+    A line in
+    .txt files, and
+    more.
+
+    Args:
+        rows: 0 to
+            98 % of them.
+        page: one.
+    """
+    shown = "Each row.\n\nA line in .txt files, and more.\n\nArgs:\n    rows: 0 to 98 % of them.\n    page: one."
+    assert flowing(source) == shown
 
 
 def test_commands_offer_what_there_is() -> None:
@@ -72,7 +101,14 @@ def test_a_picture_that_is_refused_leaves_no_other(tmp_path: Path, capsys: pytes
     [
         (["attend", "9", "100", "16"], "1 to 8"),
         (["attend", "1", "100", "300"], "1 to 256"),
+        (["attend", "1", "8", "8", "--seed", str(2**63)], "64 bits: got 9223372036854775808"),
+        (["check", "--ranks", "1", "--seed", str(2**63)], "64 bits: got 9223372036854775808"),
         (["plan", "draw", "--strategy", "double_ring"], "--sizes"),
+        (["plan", "draw", "--sizes", "2", "4"], "double_ring, and no other, takes --sizes"),
+        (["bench", "attention", "--shapes", "1,1,1,64,16,window x"], "numbers from 1"),
+        (["bench", "attention", "--shapes", "1,1,1,64,16,documents 0"], "numbers from 1"),
+        (["bench", "attention", "--shapes", "1,3,2,64,16,causal"], "a divisor of the heads"),
+        (["check", "--ranks", "0"], "at least 1 rank"),
         (["plan", "draw", "--ranks", "0"], "at least 1 rank"),
         (["plan", "draw", "--ranks", "100000"], "at most 256 ranks"),
         (["plan", "draw", "--folder", "/dev/null/x"], "/dev/null/x cannot be made: Not a directory; choose another"),
@@ -98,3 +134,13 @@ def test_a_reader_that_leaves_is_no_error(words: list[str]) -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 141
+
+
+def test_a_reader_that_leaves_a_table_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table is printed by a library that has its own way to leave."""
+    given, taken = os.pipe()
+    os.close(given)
+    with os.fdopen(taken, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        monkeypatch.setattr(check, "check", lambda: show_tables([Table("a", ("b",), (("c",),))]))
+        assert main(["check"]) == CLOSED_PIPE

@@ -16,7 +16,17 @@ from torch import Tensor
 
 from flashspan.attention import attention
 from flashspan.bench import sweep
-from flashspan.bench.check import BOUNDS, Dtype, Layout, Strategy, at_length, over_all_ranks, relative, why_more
+from flashspan.bench.check import (
+    BOUNDS,
+    Dtype,
+    Layout,
+    Strategy,
+    at_length,
+    over_all_ranks,
+    refuse_large_seed,
+    relative,
+    why_more,
+)
 from flashspan.bench.clock import timed
 from flashspan.bench.memory import free_bytes, peak_of
 from flashspan.context.layout import LAYOUTS
@@ -100,6 +110,7 @@ def attend(
         raise ValueError(f"attend needs 1 or more heads: got {heads}")
     if kv_heads < 1 or heads % kv_heads:
         raise ValueError(f"the kv heads must divide the query heads: got {heads} query heads and {kv_heads} kv heads")
+    refuse_large_seed(seed)
     known: dict[str, Iterable[str]] = {"strategy": STRATEGIES, "layout": LAYOUTS, "dtype": BOUNDS}
     for (name, choices), value in zip(known.items(), (strategy, layout, dtype), strict=True):
         if value not in choices:

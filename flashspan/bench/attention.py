@@ -44,13 +44,16 @@ class Shape:
         try:
             B, H, K, T, D, pattern = words.split(",")
             kind, *size = pattern.split()
-            if kind in kinds and len(size) == (kind in kinds[2:]):
-                return cls(int(B), int(H), int(K), int(T), int(D), pattern)
+            shape = cls(int(B), int(H), int(K), int(T), int(D), pattern)
+            numbers = (shape.B, shape.H, shape.K, shape.T, shape.D, *map(int, size))
+            if kind in kinds and len(size) == (kind in kinds[2:]) and min(numbers) >= 1 and shape.H % shape.K == 0:
+                return shape
         except ValueError:
             pass
         raise ValueError(
-            f"a shape is batch,heads,key heads,tokens,head size,pattern with a pattern full, causal, 'window W' or "
-            f"'documents N': got {words!r}; for example 1,32,8,8192,128,causal"
+            "a shape is batch,heads,key heads,tokens,head size,pattern: numbers from 1, the key heads a divisor of the "
+            f"heads, and a pattern full, causal, 'window W' or 'documents N'; got {words!r}; for example "
+            "1,32,8,8192,128,causal"
         )
 
     def __str__(self) -> str:

@@ -140,6 +140,7 @@ def check(
         raise ValueError(f"the kv heads must divide the query heads: got {heads} query heads and {kv_heads} kv heads")
     if tokens < 1 or not 1 <= head_dim <= 256:
         raise ValueError(f"check needs 1 or more tokens and a head size of 1 to 256: got {tokens} and {head_dim}")
+    refuse_large_seed(seed)
     joined = dist.is_torchelastic_launched()
     if joined:
         cuda = torch.cuda.is_available()
@@ -174,14 +175,21 @@ def check(
     return 0 if all(result.passes(dtype, tokens) for result in results) else 1
 
 
+def refuse_large_seed(seed: int) -> None:
+    """What a generator cannot take, before ranks are started that would say so one by one."""
+    if not -(2**63) <= seed < 2**63:
+        raise ValueError(f"a seed is a number of 64 bits: got {seed}")
+
+
 @contextlib.contextmanager
 def waiting(what: str) -> Iterator[None]:
     """On a terminal: what is being done, and for how long it has been."""
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    columns = (SpinnerColumn(), TextColumn(what), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    columns, console = (SpinnerColumn(), TextColumn(what), TimeElapsedColumn()), Console(stderr=True)
+    # Elsewhere it would leave an empty line.
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         bar.add_task(what)
         yield
 

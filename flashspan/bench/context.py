@@ -2,38 +2,27 @@
 
 flashspan bench context --quick          # two minutes on two cores; then `flashspan report`
 
-Each measurement is of the whole model, forward and forward + backward. What the wire costs is measured, not guessed:
-the same step with the wire switched off is the computing, the same attention calls with the computing switched off are
-the communication, and what the two sum to beyond the step itself was hidden. What is compared takes turns, step by
-step, so that whatever else the machine does hits all of it alike.
+Each measurement is of the whole model, forward and forward + backward. What the computing and the wire of a step, each
+measured alone (`context_rank.py`), sum to beyond the step itself was hidden.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
-from flashspan.attention import attention
-from flashspan.bench import memory, record, sweep, trace
-from flashspan.bench.check import over_all_ranks
-from flashspan.bench.clock import in_turns, timed
+from flashspan.bench import record, sweep
+from flashspan.bench.context_rank import ALONE, Measured, Workload, run_on_rank
 from flashspan.bench.record import Row
 from flashspan.bench.tables import Table, make, show_tables
 from flashspan.context.layout import LAYOUTS
-from flashspan.context.strategy import STRATEGIES, ContextAttention
-from flashspan.kernels.contract import Carry, LocalAttention
+from flashspan.context.strategy import STRATEGIES
 from flashspan.launch import RankError, Ranks
-from flashspan.model import Llama, LlamaConfig
-from flashspan.train.metrics import peak_flops
 
 ALL_CASES = tuple((strategy, layout) for strategy in STRATEGIES for layout in LAYOUTS)
 QUICK_CASES = (
@@ -47,185 +36,7 @@ QUICK_CASES = (
 FULL: dict[str, Any] = {"ranks": (1, 2, 4, 8), "tokens": 4096, "width": 512, "layers": 4, "repeats": 5}
 QUICK: dict[str, Any] = {"ranks": (1, 2), "tokens": 1024, "width": 256, "layers": 2, "repeats": 3}
 """What is measured unless told otherwise, without --quick and with it."""
-ALONE = "one device"
 KINDS = ("forward", "forward+backward")
-
-
-@dataclass(frozen=True)
-class Workload:
-    """A model and the tokens it sees, all ranks together."""
-
-    width: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    tokens: int
-    dtype: str
-
-    def __str__(self) -> str:
-        return f"{self.num_layers}x{self.width}, {self.num_heads}/{self.num_kv_heads} heads, {self.tokens} tokens"
-
-    def config(self) -> LlamaConfig:
-        return LlamaConfig(
-            512, self.width, self.num_layers, self.num_heads, self.num_kv_heads, 64 * ((8 * self.width // 3 + 63) // 64)
-        )
-
-    def tflop(self, kind: str) -> float:
-        whole = self.config().flops_per_token(self.tokens) * self.tokens / 1e12
-        return whole / 3 if kind == "forward" else whole
-
-
-class Switch:
-    """LocalAttention and wires that can be switched off: then they return at once, with room and nothing in it."""
-
-    def __init__(self, attend: ContextAttention) -> None:
-        self.computes = self.sends = True
-        self.local: LocalAttention = attend.local
-        attend.local = self
-        for wire in {id(w): w for w in (attend.outer, attend.inner)}.values():
-            setattr(wire, "post", self._gate(wire.post))  # noqa: B010 - a method of one object
-            setattr(wire, "wait", self._gate(wire.wait))  # noqa: B010
-
-    def _gate(self, call: Callable[[Any], None]) -> Callable[[Any], None]:
-        return lambda argument: call(argument) if self.sends else None
-
-    def without(self, which: Literal["computes", "sends"], call: Callable[[], None]) -> None:
-        """A call with one of the two switched off."""
-        setattr(self, which, False)
-        try:
-            call()
-        finally:
-            setattr(self, which, True)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Carry:
-        if self.computes:
-            return self.local.forward(q, k, v, **rest)
-        carry = rest.get("carry")
-        exact = torch.promote_types(q.dtype, torch.float32)
-        return carry or Carry(q.new_empty(q.shape, dtype=rest["out_dtype"]), q.new_empty(q.shape[:-1], dtype=exact))
-
-    def backward(self, *args: Any, **rest: Any) -> None:
-        if self.computes:
-            self.local.backward(*args, **rest)
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One rank's numbers of one case and pass, in milliseconds; what only rank 0 knows is nan on others."""
-
-    steps: list[float]
-    computing: float
-    wire: float
-    peak_mib: float
-    sent: float
-    product_share: float
-    peak_flops: float
-
-
-class Contender:
-    """A case on this rank: its attention, its part of the tokens, and steps of a model that all cases share."""
-
-    def __init__(self, case: tuple[str, str], work: Workload, model: Llama, tokens: Tensor) -> None:
-        self.work, self.model, self.device = work, model, tokens.device
-        self.attend = self.switch = None
-        self.num_ranks = 1 if case[0] == ALONE else dist.get_world_size()
-        self.waits = case[0] == ALONE and dist.get_rank() > 0  # one device is rank 0's
-        self.tokens, self.targets = tokens, tokens.roll(-1, 1)
-        self.positions = torch.arange(work.tokens, device=self.device)
-        if case[0] != ALONE:
-            self.attend = over_all_ranks(*case, self.device.type, num_tokens=work.tokens)
-            self.switch = Switch(self.attend)
-            self.tokens, self.targets = (self.attend.shard(x, 1) for x in (self.tokens, self.targets))
-            self.positions = self.attend.positions(work.tokens, self.device)
-
-    def step(self, kind: str) -> None:
-        if self.waits:
-            return
-        model, dtype = self.model, self.work.dtype
-        model.attend = self.attend or attention
-        cast = torch.autocast(self.device.type, getattr(torch, dtype), enabled=dtype != "float32")
-        with torch.set_grad_enabled(kind != "forward"), cast:
-            loss = model.loss(model(self.tokens, self.positions), self.targets)
-        if kind != "forward":
-            loss.backward()
-            model.zero_grad()
-
-    def turns(self, kind: str) -> dict[str, Callable[[], None]]:
-        """What is timed: the step, the step without its wire, its attention without computing."""
-        step = partial(self.step, kind)
-        if self.attend is None or self.switch is None:
-            return {"step": step}
-        calls = _attention_calls(self.attend, kind, self.work, self.device)
-        return {
-            "step": step,
-            "computing": partial(self.switch.without, "sends", step),
-            "wire": partial(self.switch.without, "computes", calls),
-        }
-
-    def watch(self, kind: str) -> tuple[float, float, float]:
-        """Of a step, after one that warms up and shakes hands: peak MiB, bytes sent, the share of its products."""
-        self.step(kind)
-        timeline = memory.Timeline(held=sum(p.nbytes for p in self.model.parameters()) + 3 * self.tokens.nbytes)
-        before = self.attend.bytes_sent if self.attend else 0
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-        with trace.profiled(self.device, memory=True) as profiler:
-            self.step(kind)
-        memory.fill(timeline, profiler, self.device)
-        peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else timeline.peak
-        share = trace.share(trace.kernels(profiler, self.device), "product", "attention")
-        return peak / 2**20, (self.attend.bytes_sent if self.attend else 0) - before, share
-
-
-def run_on_rank(
-    work: Workload, cases: Sequence[tuple[str, str]], kinds: Sequence[str], repeats: int, device_type: str
-) -> dict[tuple[str, str], dict[str, Measured]]:
-    """On a rank: the measurements of cases, by pass. All of it takes turns: passes, their computing and their wire."""
-    device = torch.device(device_type, torch.cuda.current_device() if device_type == "cuda" else 0)
-    torch.manual_seed(0)
-    tokens = torch.randint(work.config().vocab_size, (1, work.tokens), device=device)
-    with device:
-        model = Llama(work.config(), attention=attention)
-    contenders, watched = {}, {}
-    for case in cases:  # before the next one is there: a GPU's peak counts all that is held
-        contenders[case] = Contender(case, work, model, tokens)
-        watched[case] = {kind: contenders[case].watch(kind) for kind in kinds}
-        dist.barrier()
-    nums = {contender.num_ranks for contender in contenders.values()}
-    flops = {num: peak_flops(device, num) if dist.get_rank() == 0 else float("nan") for num in nums}
-    clocks = {
-        (case, kind, name): partial(timed, call, device, together=True)
-        for case in cases
-        for kind in kinds
-        for name, call in contenders[case].turns(kind).items()
-    }
-    times = {key: [ms for ms, _ in results] for key, results in in_turns(clocks, repeats).items()}
-
-    def measured(case: tuple[str, str], kind: str) -> Measured:
-        steps = times[case, kind, "step"]
-        computing = median(times.get((case, kind, "computing"), steps))
-        wire = median(times.get((case, kind, "wire"), [0.0]))
-        return Measured(steps, computing, wire, *watched[case][kind], flops[contenders[case].num_ranks])
-
-    return {case: {kind: measured(case, kind) for kind in kinds} for case in cases}
-
-
-def _attention_calls(attend: ContextAttention, kind: str, work: Workload, device: torch.device) -> Callable[[], None]:
-    """The attention of every layer, called as the model calls it."""
-    config, dtype = work.config(), getattr(torch, work.dtype)
-    mine = attend.placement(work.tokens).sizes[attend.rank]
-    heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-    q, k, v = (torch.randn(1, n, mine, config.head_dim, device=device, dtype=dtype) for n in heads)
-    for x in (q, k, v):
-        x.requires_grad_(kind != "forward")
-
-    def calls() -> None:
-        for _ in range(config.num_layers):
-            out = attend(q, k, v, causal=True)
-            if kind != "forward":
-                out.backward(out.detach())
-
-    return calls
 
 
 def impl_of(case: tuple[str, str]) -> str:
@@ -386,7 +197,7 @@ def table(rows: Sequence[Row], of_what: str = "") -> Table:
             "pass": lambda row: row.kind,
             "tokens": lambda row: row.more.get("tokens", ""),
             "ms": lambda row: row.p50_ms if row.ok else row.status,
-            "tokens/s": lambda row: float(round(row.more.get("tokens_per_second", 0))) if row.ok else "",
+            "tokens/s": lambda row: f"{row.more.get('tokens_per_second', 0):,.0f}" if row.ok else "",
             "speed-up": speedup,
             "MFU": percent("mfu"),
             "in products": percent("product_share"),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from flashspan.bench import record
-from flashspan.bench.context import ALONE
+from flashspan.bench.context_rank import ALONE
 from flashspan.bench.record import OUT_OF_MEMORY, Row
 from flashspan.bench.tables import show
 

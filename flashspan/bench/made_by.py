@@ -10,7 +10,8 @@ from typing import Any
 
 from flashspan.bench import attention
 from flashspan.bench.collectives import bench_collectives
-from flashspan.bench.context import ALONE, FULL, QUICK, QUICK_CASES, bench_context
+from flashspan.bench.context import FULL, QUICK, QUICK_CASES, bench_context
+from flashspan.bench.context_rank import ALONE
 from flashspan.bench.model import bench_model
 from flashspan.bench.record import Row
 from flashspan.bench.sparse import bench_sparse

@@ -52,11 +52,11 @@ def draw(
         raise ValueError(f"a schedule needs at least 1 rank and 1 token: got {ranks} ranks and {tokens} tokens")
     if ranks > MOST_RANKS:
         raise ValueError(f"a picture shows at most {MOST_RANKS} ranks: got {ranks}; draw fewer")
-    if strategy == "double_ring" and sizes is None:
-        raise ValueError("double_ring needs --sizes NODES RANKS_PER_NODE")
+    if (strategy == "double_ring") != (sizes is not None):
+        raise ValueError(f"double_ring, and no other, takes --sizes NODES RANKS_PER_NODE: got {sizes} for {strategy}")
     rows = torch.empty(1, 1, tokens, 1, device="meta")
     survey = Survey(place(layout, tokens, ranks), resolve_mask(rows, rows, causal=causal, window=window))
-    options = {"sizes": sizes} if strategy == "double_ring" and sizes else {}
+    options = {"sizes": sizes} if sizes else {}
     schedule = GENERATORS[strategy](survey, **options)
     verify(schedule, survey)
     out = make_folder(folder, "--folder")

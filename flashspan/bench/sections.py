@@ -10,7 +10,7 @@ from typing import Any
 
 from flashspan import masks
 from flashspan.bench import context, model, plots
-from flashspan.bench.context import ALONE
+from flashspan.bench.context_rank import ALONE
 from flashspan.bench.data import CONTENDERS, bench_data
 from flashspan.bench.findings import (
     SPARSE_OURS,

@@ -3,24 +3,25 @@
     flashspan bench study eager      # batch 8, one head: eager and compiled, 100 forward and 100 backward passes
     flashspan bench study flash      # batch 1, causal, bfloat16 and float32: ours and plain, with do_bench
 
-A shape that does not fit is recorded as such, with the bytes that plain attention would need beside it.
+A shape that does not fit is recorded as such, with the bytes that plain attention would need beside it. Ours and plain
+take turns, so that whatever else the machine does hits both alike; eager and compiled do not.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from flashspan.attention import attention
 from flashspan.bench import record, sweep
-from flashspan.bench.clock import timed
+from flashspan.bench.clock import in_turns, timed
 from flashspan.bench.record import Row
 from flashspan.bench.tables import Table, pivot, show_tables
 
@@ -28,6 +29,9 @@ HEAD_DIMS = (16, 32, 64, 128)
 EAGER_LENGTHS = (256, 1024, 4096, 8192, 16384)
 FLASH_LENGTHS = tuple(2**power for power in range(7, 17))
 BATCH = 8
+FLASH_IMPLS = ("flashspan", "pytorch")
+
+K = TypeVar("K")
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
@@ -99,28 +103,30 @@ def _eager_row(
     )  # fmt: skip
 
 
-def flash_rows(tokens: int, head_dim: int, dtype: str, impl: str, device: torch.device) -> list[Row]:
-    """Forward, backward and both of one implementation, batch 1, one head, causal."""
+def flash_rows(tokens: int, head_dim: int, dtype: str, impls: Sequence[str], device: torch.device) -> list[Row]:
+    """Forward, backward and both of implementations that take turns, batch 1, one head, causal."""
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(1, tokens, head_dim, device=device, dtype=getattr(torch, dtype)) for _ in range(4))
     for x in (q, k, v):
         x.requires_grad_()
 
-    def attend() -> Tensor:
-        if impl == "pytorch":
-            return plain(q, k, v, causal=True)
-        out: Tensor = attention(q[:, None], k[:, None], v[:, None], causal=True)
-        return out[:, 0]
+    def passes(impl: str) -> dict[tuple[str, str], Callable[[], Any]]:
+        def attend() -> Tensor:
+            if impl == "pytorch":
+                return plain(q, k, v, causal=True)
+            out: Tensor = attention(q[:, None], k[:, None], v[:, None], causal=True)
+            return out[:, 0]
 
-    out = attend()
-    passes: dict[str, Callable[[], Any]] = {
-        "forward": attend,
-        "backward": lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True),
-        "both": lambda: torch.autograd.grad(attend(), (q, k, v), dout),
-    }
-    return [
-        _flash_row(tokens, head_dim, dtype, impl, kind, device, _bench(call, device)) for kind, call in passes.items()
-    ]
+        out = attend()
+        return {
+            (impl, "forward"): attend,
+            (impl, "backward"): lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True),
+            (impl, "both"): lambda: torch.autograd.grad(attend(), (q, k, v), dout),
+        }
+
+    calls = {key: call for impl in impls for key, call in passes(impl).items()}
+    times = _bench_in_turns(calls, device)
+    return [_flash_row(tokens, head_dim, dtype, *key, device, samples) for key, samples in times.items()]
 
 
 def _flash_row(
@@ -137,19 +143,30 @@ def _flash_row(
 
 def _bench(call: Callable[[], Any], device: torch.device) -> list[float]:
     """Milliseconds of single runs."""
+    return _bench_in_turns({"": call}, device)[""]
+
+
+def _bench_in_turns(calls: Mapping[K, Callable[[], Any]], device: torch.device) -> dict[K, list[float]]:
+    """Milliseconds of single runs of each."""
     if device.type == "cuda":
         from triton.testing import do_bench
 
-        # A chip that was idle is faster until its power limit catches up, by a tenth: until two medians agree.
-        before = 0.0
+        # A chip that was idle is faster until its power limit catches up, by a tenth: until two medians of all agree.
+        before = dict.fromkeys(calls, 0.0)
         for _ in range(8):
-            times = [float(t) for t in do_bench(call, warmup=20, rep=50, return_mode="all")]
-            if abs(median(times) - before) <= 0.01 * before:
+            times = {
+                name: [float(t) for t in do_bench(call, warmup=20, rep=50, return_mode="all")]
+                for name, call in calls.items()
+            }
+            now = {name: median(samples) for name, samples in times.items()}
+            if all(abs(now[name] - before[name]) <= 0.01 * before[name] for name in calls):
                 break
-            before = median(times)
+            before = now
         return times
-    call()
-    return [timed(call, device)[0] for _ in range(3)]
+    for call in calls.values():
+        call()
+    clocks = {name: partial(timed, call, device) for name, call in calls.items()}
+    return {name: [ms for ms, _ in results] for name, results in in_turns(clocks, 3).items()}
 
 
 def jobs(
@@ -164,10 +181,9 @@ def jobs(
             for compiled in (False, True)
         ]
     return [
-        _flash_job(*shape, dtype, impl, device, (min(lengths), max(lengths)))
+        _flash_job(*shape, dtype, device, (min(lengths), max(lengths)), FLASH_IMPLS)
         for shape in shapes
         for dtype in ("bfloat16", "float32")
-        for impl in ("flashspan", "pytorch")
     ]
 
 
@@ -181,12 +197,31 @@ def _eager_job(
 
 
 def _flash_job(
-    tokens: int, head_dim: int, dtype: str, impl: str, device: torch.device, lengths: tuple[int, int]
+    tokens: int, head_dim: int, dtype: str, device: torch.device, lengths: tuple[int, int], impls: Sequence[str]
 ) -> sweep.Job:
+    """Implementations that take turns. If they fail, each by itself: what one cannot do must not cost the other."""
     kinds = ("forward", "backward", "both")
-    expected = tuple(_flash_row(tokens, head_dim, dtype, impl, kind, device) for kind in kinds)
-    ready = partial(compile_ours, lengths, head_dim, dtype, device) if impl == "flashspan" else None
-    return sweep.Job(expected, partial(flash_rows, tokens, head_dim, dtype, impl, device), ready)
+    expected = tuple(_flash_row(tokens, head_dim, dtype, impl, kind, device) for impl in impls for kind in kinds)
+    ready = partial(compile_ours, lengths, head_dim, dtype, device) if "flashspan" in impls else None
+    some = partial(_flash_job, tokens, head_dim, dtype, device, lengths)
+    measure = partial(_flash_measure, partial(flash_rows, tokens, head_dim, dtype, impls, device), some, impls)
+    return sweep.Job(expected, measure, ready, part=partial(_flash_part, some))
+
+
+def _flash_measure(
+    together: Callable[[], list[Row]], some: Callable[[Sequence[str]], sweep.Job], impls: Sequence[str]
+) -> list[Row]:
+    try:
+        return together()
+    except Exception:  # Triton's are no RuntimeErrors
+        if len(impls) == 1:
+            raise
+    # Here the error is gone, and with it the frames that held the tensors.
+    return [row for impl in impls for row in sweep.attempt_here(some((impl,)))]
+
+
+def _flash_part(some: Callable[[Sequence[str]], sweep.Job], rows: Sequence[Row]) -> sweep.Job:
+    return some(tuple(dict.fromkeys(row.impl for row in rows)))
 
 
 def compile_plain(tokens: int, head_dims: tuple[int, ...], device: torch.device) -> None:
@@ -250,6 +285,7 @@ def bench_study(
     """Attention over lengths and head sizes, ours beside plain PyTorch; what does not fit is recorded.
 
     eager: batch 8, one head, plain attention, eager and compiled; forward, backward, memory before backward.
+
     flash: batch 1, causal, bfloat16 and float32; our kernels and plain attention; forward, backward, both.
 
     Args:

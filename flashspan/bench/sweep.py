@@ -90,6 +90,7 @@ def run(
     attempt: Callable[[Job], list[Row]] | None = None,
 ) -> Outcome:
     """Measure what the file does not hold yet (or everything, `again`); after `seconds` begin no further job."""
+    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     attempt = attempt or attempt_here
@@ -101,7 +102,9 @@ def run(
     total, missing, done = sum(job.num_impls for job in jobs), sum(job.num_impls for job in todo), 0
     spent: dict[str, float] = defaultdict(float)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, transient=True) as bar:
+    console = Console()
+    # In a file a bar that goes away again would leave an empty line.
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(title, total=total, completed=total - missing)
         for job in todo:
             started = time.monotonic()
@@ -118,7 +121,7 @@ def run(
             done += job.num_impls
             failed = {(row.impl, row.status): row for row in reversed(rows) if not row.ok}
             for row in reversed(failed.values()):
-                bar.console.print(f"{name_of(row)}: {row.status}", markup=False, highlight=False)
+                console.print(f"{name_of(row)}: {row.status}", markup=False, highlight=False, soft_wrap=True)
             bar.advance(task, job.num_impls)
     return Outcome([row for key, row in known.items() if key in wanted], done, missing - done, dict(spent))
 

@@ -29,7 +29,7 @@ class Table:
         from rich.table import Table as Rich
         from rich.text import Text
 
-        shown = Rich(title=Text(self.title), title_justify="left")
+        shown = Rich()
         for i, heading in enumerate(self.headings):
             shown.add_column(Text(heading), justify="left" if i < self.num_names else "right", no_wrap=True)
         for line in self.cells:
@@ -82,12 +82,15 @@ class Table:
 def show_tables(tables: Iterable[Table], note: str = "") -> None:
     """Print tables, and a line below: in parts where the terminal is narrower; in a file a line is a line."""
     from rich.console import Console
+    from rich.text import Text
 
     console = Console()
     room = console.width
     for table in tables:
         for part in table.parts(room) if console.is_terminal else [table]:
             console.width = max(room, part.width(range(len(part.headings))))
+            # Above the table and no part of it: there it would be folded where the columns are narrow.
+            console.print(Text(part.title, style="italic"), soft_wrap=not console.is_terminal)
             console.print(part.rich())
     if note:
         console.print(note, soft_wrap=True)

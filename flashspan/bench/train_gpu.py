@@ -16,8 +16,8 @@ Note [Where memory and time go]
 A token of a layer keeps, in bfloat16: its input (4 KB), q, k and v (6), the attention's output (4), the output
 product (4), gate and up (32): 50 KB; norms, rotations and SwiGLU are made again in backward, where they fuse with what
 is computed there anyway. 16 layers: 6.3 GiB at 8k tokens, 25 GiB at 32k. Weights and moments are 6.9 GiB; gradients
-(2.3 GiB) come while activations go. The loss holds 2 GiB of logits and their gradients and 1.5 GiB of the head's. So
-the peak, at the end of forward, is about 17 GiB at 8k and 36 GiB at 32k.
+(2.3 GiB) come while activations go. The loss holds 1 GiB of logits, in whose place their gradients come, and 1 GiB of
+the head's. So the peak, at the end of forward, is about 16 GiB at 8k and 35 GiB at 32k.
 
 Time at 8k: 61 TFLOP of products at 680 TFLOP/s are 89 ms; attention (15 TFLOP, scores computed again in backward) is 43
 ms at 355 TFLOP/s and 33 at 470; what lies between is 2 GB a layer, 8 ms in all if fused; the loss's own passes 4, AdamW

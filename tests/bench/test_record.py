@@ -198,6 +198,8 @@ def test_a_table_is_cut_for_a_narrow_terminal_and_whole_in_a_file(
 ) -> None:
     headings = ("strategy", *(f"heading {i}" for i in range(8)))
     table = tables.Table("t", headings, (("ring zigzag", *"12345678"),))
+    tables.show_tables([tables.Table("wider than the table below", ("x",), (("1",),)), table], "a note")
+    assert capsys.readouterr().out.startswith("wider than the table below\n")
     tables.show_tables([table], "a note")
     assert "heading 7" in next(line for line in capsys.readouterr().out.splitlines() if "strategy" in line)
     monkeypatch.setenv("COLUMNS", "60")

@@ -18,7 +18,8 @@ import pytest
 from flashspan import masks
 from flashspan.bench import attention, data, findings, leaderboard, model, record, sparse, sweep
 from flashspan.bench import report as report_module
-from flashspan.bench.context import ALONE, Workload, make_row
+from flashspan.bench.context import make_row
+from flashspan.bench.context_rank import ALONE, Workload
 from flashspan.bench.findings import find, split
 from flashspan.bench.record import Row
 from flashspan.bench.report import contents, report

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from flashspan.bench import collectives, context, model, record, study, sweep, tables
-from flashspan.bench.context import ALONE, KINDS, Pool, Workload
+from flashspan.bench import collectives, context, context_rank, model, record, study, sweep, tables
+from flashspan.bench.context import KINDS, Pool
+from flashspan.bench.context_rank import ALONE, Workload
 from flashspan.bench.model import Setting
 from flashspan.cli import main
 from flashspan.launch import RankError
@@ -82,11 +83,11 @@ def test_noise_is_not_told_as_hidden() -> None:
 def test_what_is_compared_takes_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that grows busy slows one device, a strategy, its computing and its wire alike, as often each."""
     clock = iter(range(1, 100))
-    monkeypatch.setattr(context, "timed", lambda call, *_, **__: (float(next(clock)), call()))
+    monkeypatch.setattr(context_rank, "timed", lambda call, *_, **__: (float(next(clock)), call()))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         cases = ((ALONE, ""), ("ring", "zigzag"))
-        found = context.run_on_rank(Workload(32, 1, 4, 2, 16, "float32"), cases, KINDS[:1], 3, "cpu")
+        found = context_rank.run_on_rank(Workload(32, 1, 4, 2, 16, "float32"), cases, KINDS[:1], 3, "cpu")
     finally:
         dist.destroy_process_group()
     alone, ring = (found[case]["forward"] for case in cases)
@@ -105,7 +106,7 @@ class Picky(Pool):
         _, _, cases, kinds, *_ = asked
         if ("ring", "spiral") in cases:
             raise RankError("rank 0: ValueError: no layout is called spiral")
-        answer = dict.fromkeys(kinds, context.Measured([2.0], 1.0, 1.0, 1.0, 1.0, 0.5, 1e9))
+        answer = dict.fromkeys(kinds, context_rank.Measured([2.0], 1.0, 1.0, 1.0, 1.0, 0.5, 1e9))
         return [dict.fromkeys(cases, answer)] * self.num
 
 
@@ -145,13 +146,31 @@ def test_studies_know_what_plain_attention_needs(tmp_path: Path) -> None:
     plain = study.eager_rows(32, 16, False, 2, place)
     assert {row.kind for row in plain} == {"forward", "backward"}
     assert all(row.p50_ms > 0 and row.peak_mib > 0 for row in plain)
-    ours = study.flash_rows(33, 16, "bfloat16", "flashspan", place)
+    ours = study.flash_rows(33, 16, "bfloat16", ["flashspan"], place)
     assert {row.kind for row in ours} == {"forward", "backward", "both"}
     assert study.footprint(8, 16384, 64, 4) == 4 * 8 * (4 * 16384**2 + 8 * 16384 * 64)
-    assert len(study.jobs("flash", study.FLASH_LENGTHS, study.HEAD_DIMS, place, 1)) == 10 * 4 * 2 * 2
+    assert len(study.jobs("flash", study.FLASH_LENGTHS, study.HEAD_DIMS, place, 1)) == 10 * 4 * 2
     assert len(study.jobs("eager", study.EAGER_LENGTHS, study.HEAD_DIMS, place, 1)) == 5 * 4 * 2
     assert study.table(plain).cells
     assert study.memory_table(plain).cells == (("8x32x16", tables.show(plain[1].peak_mib)),)
+
+
+def test_ours_and_plain_attention_take_turns_and_do_not_cost_each_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    clock = iter(range(1, 100))
+    monkeypatch.setattr(study, "timed", lambda call, *_: (float(next(clock)), call()))
+    [job] = study.jobs("flash", (16,), (16,), record.find_device("cpu"), 1)[1:]
+    assert [row.p50_ms for row in job.measure()] == [7.0, 8.0, 9.0, 10.0, 11.0, 12.0]  # six take turns, three times
+
+    def does_not_fit(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(study, "plain", does_not_fit)
+    outcome = sweep.run([job], tmp_path / "study.jsonl")
+    assert {(row.impl, row.status) for row in outcome.rows} == {("flashspan", "ok"), ("pytorch", record.OUT_OF_MEMORY)}
+    assert not sweep.left([job], tmp_path / "study.jsonl")
+    assert {row.impl for row in job.part(job.expected[3:]).expected} == {"pytorch"}
 
 
 def test_collectives_are_measured_and_fitted(pool: Pool) -> None:
