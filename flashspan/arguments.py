@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import numpy as np
 import torch
@@ -55,8 +56,12 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, scale: f
         raise ValueError(f"the key heads must divide the query heads: got {heads} query heads and {kv_heads} key heads")
     if not isinstance(dropout, (int, float, np.floating)) or not 0.0 <= dropout < 1.0:
         raise ValueError(f"dropout is a probability in [0, 1): got {dropout}")
-    if scale is not None and not -math.inf < scale < math.inf:  # math.isfinite would break a compiled graph
-        raise ValueError(f"scale must be a finite number: got {scale}; use None for 1 / sqrt(head size)")
+    # math.isfinite would break a compiled graph. A tensor's gradient would be lost without a word.
+    if scale is not None and not (
+        isinstance(scale, (int, float, np.integer, np.floating)) and abs(scale) <= sys.float_info.max
+    ):
+        remedy = "multiply q by a tensor" if isinstance(scale, Tensor) else "use None for 1 / sqrt(head size)"
+        raise ValueError(f"scale must be a finite number: got {scale!r}; {remedy}")
 
 
 def resolve_mask(
@@ -135,16 +140,24 @@ def mask_of(visible: Tensor, q: Tensor, num_queries: int, num_keys: int) -> Rows
     return Blocks.from_dense(visible.expand(-1, -1, rows, -1))
 
 
-def check_seed(seed: int | None) -> None:
+def scale_of(q: Tensor, scale: float | None) -> float:
+    """What the scores are multiplied by."""
+    return 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+
+
+def check_seed(seed: int | None, generator: torch.Generator | None) -> None:
+    """Refuse what dropout cannot be decided by."""
+    if seed is not None and generator is not None:
+        raise ValueError("give dropout a seed or a generator, not both")
     if seed is not None and not isinstance(seed, (int, np.integer)):
         raise ValueError(f"a seed is a whole number: got {seed!r}")
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise ValueError(f"a generator is a torch.Generator: got {generator!r}; use seed= for a number")
 
 
 def draw_seed(device: torch.device, seed: int | None, generator: torch.Generator | None) -> Tensor:
     """A dropout seed as an int64 tensor on the device: the given one, or one drawn."""
-    if seed is not None and generator is not None:
-        raise ValueError("give dropout a seed or a generator, not both")
-    check_seed(seed)
+    check_seed(seed, generator)
     if seed is not None:
         return torch.full((1,), (int(seed) + 2**63) % 2**64 - 2**63, dtype=torch.int64, device=device)
     source = device if generator is None else generator.device

@@ -6,7 +6,6 @@ fake implementation, so `torch.compile(fullgraph=True)`, autocast and activation
 
 from __future__ import annotations
 
-import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NoReturn, overload
 
@@ -23,6 +22,7 @@ from flashspan.arguments import (
     draw_seed,
     mask_versions,
     resolve_mask,
+    scale_of,
 )
 from flashspan.kernels import dispatch, masks
 from flashspan.kernels.contract import Dropout, row_delta
@@ -104,11 +104,12 @@ def attention(
     q, k, v = autocast(q, k, v)
     check_inputs(q, k, v, dropout, scale)
     resolved = resolve_mask(q, k, causal=causal, window=window, mask=mask).to(q.device)
-    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    scale = scale_of(q, scale)
     q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
     seeds = draw_seed(q.device, seed, generator) if dropout > 0 else None
-    backend += dispatch.DETERMINISTIC if deterministic else ""
+    backend = f"{backend}{dispatch.DETERMINISTIC if deterministic else ''}"
     if _plainly_eager(q, k, v):
+        refuse_transforms()
         run = _Attend.apply if _differentiated(q, k, v) else _forward
         out, lse = run(q, k, v, resolved, scale, float(dropout), seeds, backend)
     else:
@@ -245,6 +246,23 @@ def refuse_second_derivative(ctx: Any, *grads: Any) -> NoReturn:
 _attend_backward.register_autograd(refuse_second_derivative)
 
 
+def refuse_forward_derivative(ctx: Any, *tangents: Any) -> NoReturn:
+    """What a dual tensor meets."""
+    raise RuntimeError(
+        "attention has no forward derivative: got a dual tensor; differentiate backward, or use "
+        "F.scaled_dot_product_attention under sdpa_kernel(SDPBackend.MATH), on one device"
+    )
+
+
+def refuse_transforms() -> None:
+    """Refuse a call inside a transform of torch.func, where neither way in (see the note) has a rule to follow."""
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            "attention has no rules for the transforms of torch.func: got a call inside one of grad, vjp, jvp, vmap; "
+            "use torch.autograd.grad or backward(), and a larger batch in place of vmap"
+        )
+
+
 def _save_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, ctx.kind, ctx.numbers, tensors, ctx.scale, ctx.dropout, seed, ctx.backend = inputs
     ctx.save_for_backward(q, k, v, *output, seed, *tensors)
@@ -295,6 +313,8 @@ class _Attend(torch.autograd.Function):
             grads = _backward(*given, mask, scale, dropout, seed, backend)
         return (*grads, None, None, None, None, None)
 
+    jvp = staticmethod(refuse_forward_derivative)
+
 
 def _plainly_eager(*tensors: Tensor) -> bool:
     """Whether nobody watches: no compiler, no dispatch mode, no tensor subclass, no mere shapes."""
@@ -310,12 +330,9 @@ _PLAIN = {Tensor, torch.nn.Parameter}
 
 
 def _differentiated(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether autograd must hear of this call, in whatever mode: backward, forward, or a function transform."""
-    return (
-        (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
-        or forward_ad._current_level >= 0
-        or torch._C._are_functorch_transforms_active()
-    )
+    """Whether autograd must hear of this call, in whatever mode: backward or forward."""
+    wanted = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    return wanted or forward_ad._current_level >= 0
 
 
 _AS_IT_IS = nullcontext()

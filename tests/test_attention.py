@@ -1,6 +1,7 @@
 """The public face: a drop-in for SDPA, its errors, and how it lives with compile, autocast and checkpointing."""
 
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,10 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import flashspan
-from flashspan import attention, masks
+from flashspan import attention, explain, masks
+from flashspan.context import context_parallel
 from flashspan.kernels import dispatch
 
 
@@ -374,6 +377,12 @@ BAD = {
     "head size 300": (lambda: attention(*[torch.zeros(1, 1, 2, 300)] * 3), "head size must be 1 to 256.*split larger"),
     "scale that is no number": (lambda: attention(q4, q4, q4, scale=math.nan), "must be a finite number: got nan"),
     "scale without end": (lambda: attention(q4, q4, q4, scale=-math.inf), "finite number: got -inf; use None"),
+    "scale of a word": (lambda: attention(q4, q4, q4, scale="x"), "finite number: got 'x'"),  # type: ignore[call-overload]
+    "scale that wants a gradient": (
+        lambda: attention(q4, q4, q4, scale=torch.ones((), requires_grad=True)),  # type: ignore[call-overload]
+        "finite number: got tensor.*multiply q",
+    ),
+    "scale beyond all floats": (lambda: attention(q4, q4, q4, scale=10**400), "finite number"),
     "mask of the wrong shape": (lambda: attention(q4, q4, q4, mask=masks.documents([5])), "5 queries and 5 keys"),
     "mask tensor of the wrong shape": (
         lambda: attention(q4, q4, q4, mask=torch.ones(3, 3, dtype=torch.bool)),
@@ -402,12 +411,23 @@ BAD = {
     "documents of half tokens": (lambda: masks.documents([1.5, 2.7]), "whole numbers"),  # type: ignore[list-item]
     "more keys than there are": (lambda: masks.ragged([-1, 50], 40, 40), "0 to 40 keys"),
     "a slice that runs backwards": (lambda: masks.causal().slice(range(5, 0, -1), range(5, 0, -1)), "ascending"),
+    "a slice by a slice": (lambda: masks.causal().slice(slice(3), range(5)), "several of them"),  # type: ignore[arg-type]
+    "a list of heads": (
+        lambda: masks.Blocks.from_dense(torch.eye(3, dtype=torch.bool).expand(4, 3, 3).clone()).heads([1]),  # type: ignore[arg-type]
+        r"a range of neighbours.*got \[1\]",
+    ),
     "dropout of 1": (lambda: attention(q4, q4, q4, dropout=1.0), r"in \[0, 1\): got 1.0"),
     "negative dropout": (lambda: attention(q4, q4, q4, dropout=-0.1), r"in \[0, 1\)"),
     "seed and generator": (
         lambda: attention(q4, q4, q4, dropout=0.1, seed=1, generator=torch.Generator()),
         "a seed or a generator",
     ),
+    "generator of a number": (
+        lambda: attention(q4, q4, q4, dropout=0.1, generator=3),  # type: ignore[call-overload]
+        "a torch.Generator: got 3; use seed=",
+    ),
+    "backend of nothing": (lambda: attention(q4, q4, q4, backend=None), "one of auto.*'None'"),  # type: ignore[call-overload]
+    "backend to explain": (lambda: explain(q4, q4, q4, backend=5), "one of auto.*'5'"),  # type: ignore[arg-type]
     "unknown backend": (lambda: attention(q4, q4, q4, backend="cuda"), "would serve this call: cpu"),
     "backend that cannot serve": (
         lambda: attention(q4, q4, q4, backend="cpu", dropout=0.5),
@@ -421,6 +441,20 @@ def test_bad_input_gets_one_clear_error(name: str) -> None:
     call, message = BAD[name]
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("attend", [attention, context_parallel(None)], ids=["attention", "context"])
+def test_transforms_and_forward_derivatives_are_refused_by_name(attend: Callable[..., Tensor]) -> None:
+    x = torch.randn(1, 2, 5, 4)
+
+    def loss(x: Tensor) -> Tensor:
+        return attend(x, x, x, causal=True).sum()
+
+    for call in (lambda: torch.func.grad(loss)(x), lambda: torch.func.vmap(loss)(x[None])):
+        with pytest.raises(RuntimeError, match=r"no rules for the transforms of torch.func.*use torch.autograd.grad"):
+            call()
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="no forward derivative: got a dual tensor"):
+        attend(forward_ad.make_dual(x, x), x, x)
 
 
 def test_explain_says_who_serves_and_why_not_the_others() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flashspan.arguments import check_unchanged, dense_rows, mask_versions
-from flashspan.attention import refuse_second_derivative
+from flashspan.attention import refuse_forward_derivative, refuse_second_derivative
 from flashspan.context.exchange import Wire
 from flashspan.context.execute import Call, Plan, run
 from flashspan.context.passes import BackwardWalk, ForwardWalk
@@ -110,3 +110,5 @@ class Attend(torch.autograd.Function):
         if torch.is_grad_enabled():  # a graph of the gradients is wanted: in it, the next ones are refused
             grads = Final.apply(*grads, dout, dlse, to_q, to_k, to_v)
         return (*grads, None, None)
+
+    jvp = staticmethod(refuse_forward_derivative)

@@ -46,8 +46,9 @@ class Wire(Protocol):
     num_ranks: int
     bytes_sent: int
 
-    def begin(self, what: str) -> None:
-        """A walk of this name begins, and what is posted until its end belongs to it."""
+    def begin(self, what: str, call: int = 0) -> None:
+        """A walk of this name begins, and what is posted until its end belongs to it. `call` is a number that ranks
+        share if their masks and options are the same."""
         ...
 
     def end(self) -> None:
@@ -76,12 +77,23 @@ class GroupWire:
         slow_group: dist.ProcessGroup | None = None,
         timeout: float = 300.0,
     ) -> None:
+        for one in (group, slow_group):
+            if one is not None and dist.get_rank(one) < 0:
+                raise ValueError(
+                    f"attention over a group is made by the ranks of the group: rank {dist.get_rank()} is none of "
+                    f"them; make it on those alone, or give this rank a group of its own"
+                )
         self.group = group
         self.timeout = timeout
         self.rank = 0 if group is None else dist.get_rank(group)
         self.num_ranks = 1 if group is None else dist.get_world_size(group)
         self.bytes_sent = 0
         self._global = [0] if group is None else dist.get_process_group_ranks(group)
+        if slow_group is not None and dist.get_process_group_ranks(slow_group) != self._global:
+            raise ValueError(
+                f"a slow group has the ranks of the group, in its order: got "
+                f"{dist.get_process_group_ranks(slow_group)} beside {self._global}; make both from one list of ranks"
+            )
         self._works: dict[Parcel, dist.Work] = {}
         self._slow = slow_group or group
         self._begun: Counter[str] = Counter()  # walks by name
@@ -94,7 +106,7 @@ class GroupWire:
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
-    def begin(self, what: str) -> None:
+    def begin(self, what: str, call: int = 0) -> None:
         if self.num_ranks == 1:
             return
         if self._tag:
@@ -103,7 +115,7 @@ class GroupWire:
                 f"way would be taken for this one's: end the run, or make a new group and a new attention over it"
             )
         self._begun[what] += 1
-        self._tag = 1 + zlib.crc32(f"{what} {self._begun[what]}".encode()) // 4
+        self._tag = 1 + zlib.crc32(f"{what} {self._begun[what]} {call}".encode()) // 4
 
     def end(self) -> None:
         self._tag = 0
@@ -120,7 +132,8 @@ class GroupWire:
         for parcel in parcels:
             sends = parcel.src == self.rank
             peer = self._global[parcel.dst if sends else parcel.src]
-            # Gloo gives a walk only what has its tag: nothing of a rank that left a pass out is mistaken for it.
+            # Gloo gives a walk only what has its tag: nothing of a rank that left a pass out, or that has another
+            # mask, is mistaken for it. What came with the right tag and another size would end the process.
             ops.append(dist.P2POp(dist.isend if sends else dist.irecv, parcel.buffer, peer, group, tag=self._tag))
             self.bytes_sent += parcel.buffer.numel() if sends else 0
         try:
@@ -188,7 +201,7 @@ class LocalWire:
         self.bytes_sent = 0
         self._posted = shared.posted
 
-    def begin(self, what: str) -> None:
+    def begin(self, what: str, call: int = 0) -> None:
         pass
 
     def end(self) -> None:
@@ -208,7 +221,7 @@ class LocalWire:
             self._posted[parcel.key] = parcel.buffer.clone()
 
 
-def all_to_all(wire: Wire, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], label: str) -> None:
+def all_to_all(wire: Wire, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], label: str, call: int = 0) -> None:
     """Send `outgoing[r]` (bytes) to each rank r, and fill `incoming[r]` with what r sent."""
     parcels = []
     for peer in range(wire.num_ranks):
@@ -216,7 +229,7 @@ def all_to_all(wire: Wire, outgoing: Sequence[Tensor], incoming: Sequence[Tensor
             continue
         for src, dst, buffer in ((wire.rank, peer, outgoing[peer]), (peer, wire.rank, incoming[peer])):
             parcels.append(Parcel(src, dst, (label, src, dst), buffer, f"{label} from rank {src} to rank {dst}"))
-    wire.begin(label)
+    wire.begin(label, call)
     wire.post(parcels)
     for parcel in parcels:
         wire.wait(parcel)

@@ -35,6 +35,7 @@ class Plan:
     mask: Mask
     forward: Schedule
     num_kv_heads: int = 1  # of a call; only a mask that differs from head to head needs to know
+    call: int = 0  # the same on all ranks that make the same call
 
     @cached_property
     def backward(self) -> Schedule:
@@ -269,7 +270,7 @@ class Walk(ABC):
 
 def run(walk: Walk) -> Any:
     """One rank's walk, to its end: what its `finish` returns."""
-    walk.wire.begin(walk.name)
+    walk.wire.begin(walk.name, walk.plan.call)
     for _ in walk.steps():
         pass
     made = walk.finish()

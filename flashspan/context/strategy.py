@@ -32,8 +32,10 @@ from flashspan.arguments import (
     mask_of,
     mask_versions,
     resolve_mask,
+    scale_of,
     window_band,
 )
+from flashspan.attention import refuse_transforms
 from flashspan.context.core import Attend, Core, Options, Scheduled
 from flashspan.context.exchange import GroupWire
 from flashspan.context.execute import Plan
@@ -75,8 +77,9 @@ def context_parallel(
     head_chunks: work through the heads in this many chunks; transfer buffers shrink by as much. By default one chunk on
     GPUs, and on CPUs as many as leave each transfer a MiB of keys and values: there, more chunks cost nothing else.
     num_tokens: the length of the whole sequence, if it is always the same. Then ranks compare notes only the first time
-    they see a shape or a mask; otherwise (unless the mask knows) once per call, to learn the length. Ranks that call
-    with different ones of several they have all seen are not caught: their transfers will not fit one another.
+    they see a shape or a mask; otherwise (unless the mask knows) once per call, to learn the length. On gloo, ranks
+    that call with different ones of several they have all seen wait for each other until the timeout; on NCCL they are
+    not caught: their transfers will not fit one another.
     timeout: seconds to wait for a transfer (with NCCL the group's own timeout rules).
     """
     if strategy not in STRATEGIES:
@@ -93,8 +96,10 @@ def context_parallel(
         raise ValueError(f"heads are worked through in 1 or more chunks, or None to choose: got {head_chunks!r}")
     if num_tokens is not None and (not isinstance(num_tokens, Integral) or num_tokens < 0):
         raise ValueError(f"a sequence has 0 or more tokens, or None to be asked for each time: got {num_tokens!r}")
-    if not timeout > 0:
-        raise ValueError(f"a timeout is a number of seconds above 0: got {timeout!r}")
+    if not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
+        raise ValueError(
+            f"a timeout is a number of seconds above 0, and finite: got {timeout!r}; use 1e6 for many days"
+        )
     if not callable(layout):
         check_name(layout)
     outer: dist.ProcessGroup | None
@@ -174,9 +179,9 @@ class ContextAttention:
         the same T tokens of each, and the mask the whole sequence's. Dropout drops what one device would with the same
         seed; without a seed, the one that rank 0 draws.
         """
+        refuse_transforms()
         q, k, v = autocast(q, k, v)
-        scale = 1.0 / math.sqrt(max(1, q.shape[-1])) if scale is None else float(scale)
-        core = self._core(q, k, v, causal, window, mask, scale, dropout, seed)
+        core = self._core(q, k, v, causal, window, mask, scale, dropout, seed, generator)
         q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
         drop = None
         if dropout > 0:
@@ -185,7 +190,7 @@ class ContextAttention:
                 seeds.fill_(self._gather([int(seeds)])[0][0])
             drop = Dropout(float(dropout), seeds)
         with torch.autocast(q.device.type, enabled=False):  # sums inside are float32 and stay so
-            out, lse = Attend.apply(q, k, v, core, Options(scale, k.shape[1], drop))
+            out, lse = Attend.apply(q, k, v, core, Options(scale_of(q, scale), k.shape[1], drop))
         return (out, lse) if return_lse else out
 
     def __deepcopy__(self, memo: object) -> ContextAttention:
@@ -236,44 +241,50 @@ class ContextAttention:
         causal: bool,
         window: int | tuple[int, int] | None,
         mask: Mask | Tensor | None,
-        scale: float,
+        scale: float | None,
         dropout: float,
         seed: int | None,
+        generator: torch.Generator | None,
     ) -> Core:
         """The core that serves this call, made when all ranks agree on what is called."""
-        problem = ""
         window = tuple(window) if isinstance(window, list) else window
         try:
+            check_inputs(q, k, v, dropout, scale)
+            if q.shape[2] != k.shape[2]:
+                raise ValueError(
+                    f"across ranks, queries and keys are the same tokens: got {q.shape[2]} and {k.shape[2]}; "
+                    f"for cross attention use flashspan.attention on one device"
+                )
             check_mask(mask)
-            check_seed(seed)
+            check_seed(seed, generator)
             if window is not None:
                 window_band(window)
-            if isinstance(mask, Tensor) and q.dim() == 4:
+            if isinstance(mask, Tensor):
                 num = max(mask.shape[-2:], default=0)  # of the whole sequence; 1 broadcasts
                 num = self.settings.num_tokens or num if num == 1 else num
                 mask = mask_of(mask, q, num, num)
-        except ValueError as error:  # perhaps on this rank alone: all must hear of it
-            problem = str(error)
+        except ValueError as error:  # perhaps on this rank alone: all hear of it, and raise it
+            self._compare(dict.fromkeys(COMPARED, 0), 0, str(error))
         num_tokens = mask.num_keys if isinstance(mask, (Rows, Blocks)) else self.settings.num_tokens
         if self._digested[0] is not mask:  # the layers of a model share one mask: look through it once
             self._digested = mask, mask_versions(mask) if isinstance(mask, (Rows, Blocks)) else [], _digest(mask)
         elif isinstance(mask, (Rows, Blocks)):
             check_unchanged(mask, self._digested[1])
-        rest = (causal, window, self._digested[2], scale, dropout, seed is None)
+        rest = (causal, window, self._digested[2], scale_of(q, scale), dropout, seed is None)
         call = (*((tuple(x.shape), x.dtype, x.device) for x in (q, k, v)), rest)
-        if problem or num_tokens is None or (call, num_tokens) not in self._cores:
-            num_tokens = self._agree(q, k, v, mask, repr((rest, seed)), dropout, scale, problem)
+        if num_tokens is None or (call, num_tokens) not in self._cores:
+            num_tokens = self._agree(q, k, v, mask, repr((rest, seed)), dropout)
         key = (call, num_tokens)
         if key not in self._cores:
             whole = [x.new_empty((*x.shape[:2], num_tokens, x.shape[3]), device="meta") for x in (q, k)]
             resolved = resolve_mask(*whole, causal=causal, window=window, mask=mask)
-            self._cores[key] = self._build(resolved, num_tokens, q.shape[1], k)
+            self._cores[key] = self._build(resolved, num_tokens, q.shape[1], k, _digest(rest))
             if len(self._cores) > PLANS_KEPT:
                 self._cores.popitem(last=False)
         self._cores.move_to_end(key)
         return self._cores[key]
 
-    def _build(self, mask: Mask, num_tokens: int, num_heads: int, k: Tensor) -> Core:
+    def _build(self, mask: Mask, num_tokens: int, num_heads: int, k: Tensor, call: int) -> Core:
         settings, U, num_kv_heads = self.settings, self.inner.num_ranks, k.shape[1]
         outer = place(settings.layout, num_tokens, self.outer.num_ranks) if self.outer.num_ranks > 1 else None
         rows = outer or contiguous(num_tokens, 1)
@@ -290,43 +301,34 @@ class ContextAttention:
             head = 2 * k.shape[0] * shard * k.shape[3] * k.element_size()
             head_chunks = 1 if k.is_cuda or self.outer.num_ranks == 1 else kv_heads * head // MESSAGE
         schedule = in_chunks(schedule, max(1, min(head_chunks, kv_heads)))
-        core: Core = Scheduled(Plan(rows, mask, schedule, max(1, kv_heads)), self.outer, self.local)
+        core: Core = Scheduled(Plan(rows, mask, schedule, max(1, kv_heads), call), self.outer, self.local)
         if U > 1:
             row = contiguous(rows.sizes[self.outer.rank], U) if outer else place(settings.layout, num_tokens, U)
-            core = Ulysses(core, self.inner, row)
+            core = Ulysses(core, self.inner, row, call)
         return core
 
-    def _agree(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Any, rest: str, dropout: float, scale: float, problem: str
-    ) -> int:  # fmt: skip
-        """The number of tokens of all ranks together; the same ValueError on every rank if they are not one call.
-
-        `problem` is what this rank already knows to be wrong.
-        """
-        try:
-            check_inputs(q, k, v, dropout, scale)
-            if q.shape[2] != k.shape[2]:
-                raise ValueError(
-                    f"across ranks, queries and keys are the same tokens: got {q.shape[2]} and {k.shape[2]}; "
-                    f"for cross attention use flashspan.attention on one device"
-                )
-            if not problem:  # on the way, a backend that cannot serve would leave the others waiting
-                mask = EVERYTHING if mask is None else mask
-                dispatch.choose(q, k, v, mask=mask, dropout=dropout > 0, backend=self.settings.backend)
+    def _agree(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, rest: str, dropout: float) -> int:
+        """The number of tokens of all ranks together; the same ValueError on every rank if they are not one call."""
+        problem = ""
+        try:  # on the way, a backend that cannot serve would leave the others waiting
+            mask = EVERYTHING if mask is None else mask
+            dispatch.choose(q, k, v, mask=mask, dropout=dropout > 0, backend=self.settings.backend)
         except ValueError as error:
-            problem = problem or str(error)
-        mine = dict.fromkeys(COMPARED, 0)
-        if not problem:
-            mine = {
-                "strategy, layout or options": _digest(self.settings.names()),
-                "batch": q.shape[0],
-                "query heads": q.shape[1],
-                "kv heads": k.shape[1],
-                "head size": q.shape[3],
-                "dtype": FLOATS.index(q.dtype),
-                "causal, window, mask, scale, dropout or seed": _digest(rest),
-            }
-        rows = self._gather([*mine.values(), q.shape[2] if q.dim() == 4 else 0, *_encode(problem)])
+            problem = str(error)
+        mine = {
+            "strategy, layout or options": _digest(self.settings.names()),
+            "batch": q.shape[0],
+            "query heads": q.shape[1],
+            "kv heads": k.shape[1],
+            "head size": q.shape[3],
+            "dtype": FLOATS.index(q.dtype),
+            "causal, window, mask, scale, dropout or seed": _digest(rest),
+        }
+        return self._compare(mine, q.shape[2], problem)
+
+    def _compare(self, mine: dict[str, int], num_mine: int, problem: str) -> int:
+        """`_agree`, of what this rank calls with, how many tokens it has and what it already knows to be wrong."""
+        rows = self._gather([*mine.values(), num_mine, *_encode(problem)])
         for rank, row in enumerate(rows):
             if text := _decode(row[len(COMPARED) + 1 :]):
                 raise ValueError(f"rank {rank}: {text}")

@@ -32,7 +32,7 @@ class Share:
 
 def share_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> list[Share]:
     """Who gets which heads. Whole groups of query heads where there are enough kv heads, else query heads evenly."""
-    group = num_heads // num_kv_heads
+    group = num_heads // max(1, num_kv_heads)
     units, per_unit = (num_kv_heads, group) if num_kv_heads >= num_ranks else (num_heads, 1)
     shares = []
     for rank in range(num_ranks):
@@ -56,6 +56,7 @@ class Ulysses:
     inner: Core
     wire: Wire
     row: Placement
+    call: int = 0  # the same on all ranks that make the same call
 
     @property
     def mask(self) -> Mask:
@@ -123,7 +124,7 @@ class Ulysses:
             [((len(x), len(chosen), size, *x.shape[3:]), x.dtype) for x, chosen in zip(xs, mine, strict=True)]
             for size in self.row.sizes
         ]
-        parts = trade(self.wire, outgoing, shapes, label)
+        parts = trade(self.wire, outgoing, shapes, label, self.call)
         return tuple(self.row.unshard(part, 2) for part in zip(*parts, strict=True))
 
     def _to_tokens(self, xs: Sequence[Tensor], heads: Sequence[Sequence[int]], label: str) -> list[tuple[Tensor, ...]]:
@@ -134,7 +135,7 @@ class Ulysses:
             [((len(x), num, size, *x.shape[3:]), x.dtype) for x, num in zip(xs, theirs, strict=True)]
             for theirs in heads
         ]
-        return trade(self.wire, outgoing, shapes, label)
+        return trade(self.wire, outgoing, shapes, label, self.call)
 
 
 def trade(
@@ -142,6 +143,7 @@ def trade(
     outgoing: Sequence[tuple[Tensor, ...]],
     shapes: Sequence[Sequence[tuple[tuple[int, ...], torch.dtype]]],
     label: str,
+    call: int = 0,
 ) -> list[tuple[Tensor, ...]]:
     """Send `outgoing[rank]` to each rank and return what each sent here, of these shapes. Mine come back as given."""
     device = outgoing[0][0].device
@@ -152,5 +154,5 @@ def trade(
             field.copy_(x)
         buffers.append(buffer)
     room = [lay_out(shape if rank != wire.rank else [], Shelf(device)) for rank, shape in enumerate(shapes)]
-    all_to_all(wire, buffers, [buffer for _, buffer in room], label)
+    all_to_all(wire, buffers, [buffer for _, buffer in room], label, call)
     return [outgoing[rank] if rank == wire.rank else fields for rank, (fields, _) in enumerate(room)]

@@ -279,7 +279,7 @@ class Blocks:
         """The maps of these heads; itself if all heads share one."""
         if self.num_heads == 1 or chosen == range(self.num_heads):
             return self
-        if chosen.step != 1 or not 0 <= chosen.start <= chosen.stop <= self.num_heads:
+        if not isinstance(chosen, range) or chosen.step != 1 or not 0 <= chosen.start <= chosen.stop <= self.num_heads:
             raise ValueError(f"heads are chosen by a range of neighbours within 0 to {self.num_heads}: got {chosen}")
         return made_once(self._made, chosen, lambda: self._of_grid(self.grid()[:, chosen.start : chosen.stop]))
 

@@ -164,6 +164,7 @@ def choose(
     `torch.use_deterministic_algorithms` does.
     """
     drops = dropout is not None and dropout is not False
+    backend = str(backend)  # of what is no name at all, too, the error below says what is
     repeatable = deterministic or backend.endswith(DETERMINISTIC) or torch.are_deterministic_algorithms_enabled()
     kind, block = type(mask).__name__, getattr(mask, "block", None)
     name = backend.removesuffix(DETERMINISTIC)

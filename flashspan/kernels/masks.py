@@ -403,7 +403,7 @@ def _transpose(start: Tensor, end: Tensor, num_keys: int) -> tuple[Tensor, Tenso
 
 
 def _one_range(positions: Positions) -> Positions:
-    return positions[0] if not isinstance(positions, range) and len(positions) == 1 else positions
+    return positions[0] if isinstance(positions, (list, tuple)) and len(positions) == 1 else positions
 
 
 def place(positions: Positions, number: int | None = None) -> Tensor:

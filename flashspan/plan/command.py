@@ -74,23 +74,28 @@ def plan(
         cluster = calibrated(cluster, calibrate)
     answers = rank(run, cluster)
     links = f"{cluster.inside.name} inside nodes of {per_node}, {cluster.between.name} between"
-    print(f"{model}, {batch} samples of {tokens:,} tokens, on {devices} x {device} ({links})")
+    samples = counted(batch, "sample")
+    print(f"{model}, {samples} of {counted(tokens, 'token')}, on {devices} x {device} ({links})")
     if answers:
         show(answers[:top], run, cluster)
-        print(f"{len(answers)} mixtures fit.")
+        print(f"{len(answers)} mixtures fit." if len(answers) > 1 else "1 mixture fits.")
     else:
         print("No mixture fits: use more devices, fewer tokens or samples, or a smaller model.")
     most, mixture = longest(run, cluster)
     if mixture is None:
-        print(f"Longest context at {batch} samples: not even 1,024 tokens fit.")
+        print(f"Longest context at {samples}: not even 1,024 tokens fit.")
     else:
-        print(f"Longest context at {batch} samples: {most:,} tokens ({mixture}).")
+        print(f"Longest context at {samples}: {most:,} tokens ({mixture}).")
     points = scaling(run, cluster) if scale else []
     if points:
         show_scaling(points, run, cluster)
     if folder is not None and answers:
         write_pictures(folder, answers, run, cluster, points)
     return 0 if answers else 1
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def memory_unit(answers: Sequence[Answer]) -> tuple[str, float]:
@@ -103,8 +108,7 @@ def show(answers: Sequence[Answer], run: Run, cluster: Cluster) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
-    console.width = max(console.width, 120)
+    console = Console(width=1000)  # the table takes what it needs: cut to a narrow terminal it would lose digits
     unit, size = memory_unit(answers)
     table = Table(title="fastest first", title_justify="left")
     for heading in ("mixture", f"{unit}/device", "s/step", "tokens/s", "MFU", "attention", "waiting", "wire"):

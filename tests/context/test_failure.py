@@ -22,7 +22,7 @@ from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.masks import Rows
 from flashspan.kernels.patterns import documents, window
 from flashspan.launch import RankError, Ranks
-from tests.context.cases import Case, attention_of
+from tests.context.cases import Case, attention_of, group_of
 
 OnRanks = Callable[..., list[Any]]
 
@@ -58,6 +58,12 @@ def disagree(kind: str) -> str | None:
     if kind == "strategy" and odd:
         attend = attention_of(Case(4, "gather"), timeout=10.0)
         assert attend is not None
+    if kind == "scale kind" and odd:
+        options["scale"] = "x"
+    if kind == "generator":
+        options |= {"dropout": 0.5, "generator": 3 if odd else None}
+    if kind == "not a tensor" and odd:
+        q = q.tolist()
     if kind == "cross" and odd:
         k = k[:, :, :3]
     if kind == "rank" and odd:
@@ -83,6 +89,9 @@ EXPECTED = {
     "window kind": r"rank 3: a window is an int >= 1 or a pair .* got \(\[3\], \[3\]\)",
     "backend": r"rank 0: backend 'cpu' cannot serve this call: it serves intervals of keys.* use one of: .*tiled",
     "seed": r"agree on causal, window, mask, scale, dropout or seed",
+    "scale kind": r"rank 3: scale must be a finite number: got 'x'",
+    "generator": r"rank 3: a generator is a torch.Generator: got 3",
+    "not a tensor": r"rank 3: q, k and v must be dense tensors: got list, torch.strided, torch.strided",
     "seed on one": r"agree on causal, window, mask, scale, dropout or seed",
     "seed kind": r"rank 3: a seed is a whole number: got 1.5",
     "mask": r"agree on causal, window, mask, scale, dropout or seed",
@@ -232,6 +241,37 @@ def test_parts_that_differ_are_not_joined(on_ranks: OnRanks) -> None:
     assert on_ranks(join_what_differs)[4:] == ["refused"] * 4
 
 
+def call_from_outside() -> str:
+    """On a rank: the error of an attention over a group that it is not in, or beside a slow group of fewer ranks."""
+    few = group_of(4)
+    outside = dist.get_rank() < 4
+    with pytest.raises(ValueError) as caught:
+        context_parallel(few if outside else dist.group.WORLD, slow_group=None if outside else few)
+    return str(caught.value)
+
+
+def test_a_rank_outside_of_a_group_is_told_so(on_ranks: OnRanks) -> None:
+    said = on_ranks(call_from_outside)
+    for rank in range(4):
+        assert f"is made by the ranks of the group: rank {rank} is none of them" in said[rank]
+        assert "the ranks of the group, in its order: got [4, 5, 6, 7] beside [0, 1, 2" in said[4 + rank]
+
+
+def call_without_heads(strategy: str) -> list[int] | None:
+    attend = attention_of(Case(2, strategy))
+    if attend is None:
+        return None
+    x = torch.ones(1, 0, 3, 4, requires_grad=True)
+    attend(x, x, x).backward(torch.ones(1, 0, 3, 4))
+    assert x.grad is not None
+    return list(x.grad.shape)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+def test_no_heads_are_an_ordinary_case(on_ranks: OnRanks, strategy: str) -> None:
+    assert on_ranks(call_without_heads, strategy)[6:] == [[1, 0, 3, 4]] * 2
+
+
 def distance(mine: Any, exact: Any) -> float:
     return float((mine - exact).norm() / exact.norm())
 
@@ -276,6 +316,26 @@ def test_a_rank_that_leaves_out_a_pass_gives_nobody_numbers(what: str, strategy:
     assert not any("wrong numbers" in said for said in answers)
     if what == "breaks off":
         assert "an earlier call of rank 1 of 2 ended in the middle" in answers[1][0]
+
+
+def call_otherwise(strategy: str) -> str:
+    """On a rank: two masks that all have used, then rank 1 takes the other. What is said of it."""
+    attend = context_parallel(dist.group.WORLD, layout="contiguous", strategy=strategy, num_tokens=8, timeout=0.5)
+    x = torch.randn(1, 2, 4, 8)
+    known = [documents([3, 5]), documents([2, 6])]
+    for mask in known:
+        attend(x, x, x, mask=mask)
+    with pytest.raises(RuntimeError) as caught:
+        attend(x, x, x, mask=known[attend.rank])
+    return str(caught.value)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+def test_ranks_that_call_with_other_known_masks_get_an_error_and_live(strategy: str) -> None:
+    with Ranks(2, threads=1, timeout=20) as ranks:
+        for said in ranks.run(call_otherwise, strategy, timeout=40):
+            assert "has died, stalled or makes other calls" in said
 
 
 def test_an_attention_over_no_group_takes_what_one_device_takes() -> None:
@@ -357,9 +417,9 @@ def test_bad_arguments_are_refused() -> None:
     for tokens in (-3, 2.5, "9"):
         with pytest.raises(ValueError, match=f"0 or more tokens, or None to be asked for each time: got {tokens!r}"):
             context_parallel(None, num_tokens=tokens)  # type: ignore[arg-type]
-    for seconds in (0.0, -1.0, math.nan):
+    for seconds in (0.0, -1.0, math.nan, math.inf, "9", None):
         with pytest.raises(ValueError, match="a number of seconds above 0"):
-            context_parallel(None, timeout=seconds)
+            context_parallel(None, timeout=seconds)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="hybrid works across rows with one of"):
         context_parallel(None, strategy="hybrid", across="ulysses")
 

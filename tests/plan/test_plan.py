@@ -331,8 +331,10 @@ def test_the_command_ranks_and_draws(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_small_models_are_shown_in_a_unit_that_shows_something(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "tiny", "--device", "cpu-core", "--devices", "4", "--tokens", "256"]) == 0
+    assert main(["plan", "tiny", "--device", "cpu-core", "--devices", "4", "--tokens", "256", "--batch", "1"]) == 0
     text = capsys.readouterr().out
+    assert "tiny, 1 sample of 256 tokens, on 4" in text
+    assert "context at 1 sample:" in text
     assert "MB/device" in text
     column = [float(line.split("│")[2].replace(",", "")) for line in text.splitlines() if line.startswith("│ ")]
     assert len(column) == 10
