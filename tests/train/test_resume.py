@@ -394,6 +394,7 @@ def test_a_second_signal_ends_the_run_at_once(config_of: ConfigOf, tmp_path: Pat
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
 
 
+@pytest.mark.slow  # its halves are not: a signal saves, and a resumed run ends with the same bits
 def test_a_stopped_run_ends_with_the_same_bits(config_of: ConfigOf, on_ranks: OnRanks, tmp_path: Path) -> None:
     options = ["--parallel.context=2", "--train.steps=30", "--checkpoint.every=0"]
     whole = config_of(*options, f"--checkpoint.folder={tmp_path / 'whole'}")
