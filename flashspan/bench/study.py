@@ -125,7 +125,7 @@ def flash_rows(tokens: int, head_dim: int, dtype: str, impls: Sequence[str], dev
         }
 
     calls = {key: call for impl in impls for key, call in passes(impl).items()}
-    times = _bench_in_turns(calls, device)
+    times = bench_in_turns(calls, device)
     return [_flash_row(tokens, head_dim, dtype, *key, device, samples) for key, samples in times.items()]
 
 
@@ -141,12 +141,7 @@ def _flash_row(
     )  # fmt: skip
 
 
-def _bench(call: Callable[[], Any], device: torch.device) -> list[float]:
-    """Milliseconds of single runs."""
-    return _bench_in_turns({"": call}, device)[""]
-
-
-def _bench_in_turns(calls: Mapping[K, Callable[[], Any]], device: torch.device) -> dict[K, list[float]]:
+def bench_in_turns(calls: Mapping[K, Callable[[], Any]], device: torch.device) -> dict[K, list[float]]:
     """Milliseconds of single runs of each."""
     if device.type == "cuda":
         from triton.testing import do_bench

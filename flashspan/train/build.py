@@ -140,6 +140,8 @@ def build(config: TrainConfig, shape: LlamaConfig, mesh: DeviceMesh, device: tor
         from flashspan.kernels.portable.slope import slope_in_place
 
         model.slope = partial(slope_in_place, ignored=IGNORE)
+    elif config.train.compile:
+        model.slope = torch.compile(slope_at_once, fullgraph=True, dynamic=False)
     objective = Objective(model, mesh["tensor"] if degree["tensor"] > 1 else None)
     runner: nn.Module = objective
     if degree["shard"] > 1:
@@ -262,7 +264,7 @@ def apply_recompute(model: Llama, mode: str, *, split: bool, offload: bool = Fal
 
 def apply_compile(model: Llama, *, whole: bool) -> None:
     """Let torch.compile fuse what lies between the products and around the attention: one graph of each kind, which all
-    layers share, and the slope of the loss. In place. `whole`: refuse a graph that breaks."""
+    layers share. In place. `whole`: refuse a graph that breaks."""
     # What is kept is decided above; the advice the compiler gives about it is for other models.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     layer: Any
@@ -270,7 +272,6 @@ def apply_compile(model: Llama, *, whole: bool) -> None:
         layer.before, layer.after = (
             torch.compile(run, fullgraph=whole, dynamic=False) for run in (layer.before, layer.after)
         )
-    model.slope = torch.compile(slope_at_once, fullgraph=True, dynamic=False)
 
 
 def _again(run: Callable[..., Any], contexts: Callable[[], Any] | None) -> Callable[..., Any]:

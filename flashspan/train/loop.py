@@ -10,8 +10,7 @@ import contextlib
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence, Sized
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Iterator, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from flashspan.context.exchange import ExchangeError
 from flashspan.kernels.masks import Mask, Rows
 from flashspan.model import IGNORE
 from flashspan.parallel import build_mesh, clip_factor, clip_grad_norm, grad_norm, load_full_state_dict, submesh
@@ -29,6 +27,7 @@ from . import checkpoint
 from .build import build, load_optimizer_state, model_state, optimizer_state
 from .config import AttentionSection, OptimizerSection, TrainConfig
 from .data import Samples, TokenFile, open_tokens
+from .meeting import from_first, name_the_silent
 from .metrics import Display, StepMetrics, draw_loss, memory_gib, peak_flops
 from .pattern import make_pattern, visible_share
 from .prepare import corpus_tokens
@@ -36,10 +35,6 @@ from .prepare import corpus_tokens
 DONE, STOPPED, NOT_FINITE, NOT_SAVED = "done", "stopped", "not finite", "not saved"
 STOPS = (signal.SIGTERM, signal.SIGINT)
 FIRST_SCALE, GROW_AFTER = 2.0**14, 200
-PATIENCE = 4.0
-"""Seconds that a rank which failed waits for the others to fail too."""
-MEET = 0.25
-"""Seconds between two meetings of ranks that wait for the first one's disk."""
 
 
 class Trainer:
@@ -352,63 +347,6 @@ def open_samples(config: TrainConfig) -> tuple[Samples, Samples | None]:
     if held_out is not None and len(held_out.tokens) <= config.data.sequence and not config.data.validation:
         held_out = None
     return Samples(file, *options), None if held_out is None else Samples(held_out, *options)
-
-
-def from_first(job: Callable[[], Any]) -> Any:
-    """What `job` returns on the first rank, on every rank; its ValueError or OSError is a ValueError on all.
-
-    A collective. The job runs on a thread, and the ranks meet until it has ended: a disk may take longer than an
-    exchange may.
-    """
-    ended: list[Any] = [None]
-    with ThreadPoolExecutor(1, "flashspan-first") as lane:
-        running = lane.submit(job) if dist.get_rank() == 0 else None
-        while ended[0] is None:
-            if running is not None and wait([running], MEET).done:
-                try:
-                    ended = [(running.result(), None)]
-                except (ValueError, OSError) as error:
-                    ended = [(None, str(error))]
-            dist.broadcast_object_list(ended, src=0)
-    result, fault = ended[0]
-    if fault is not None:
-        raise ValueError(fault)
-    return result
-
-
-class SilentRank(RuntimeError):
-    """Ranks waited for another that neither came nor said why."""
-
-
-@contextlib.contextmanager
-def name_the_silent(when: str) -> Iterator[None]:
-    """Where an exchange fails or times out, say which ranks did not fail with this one: those it was waiting for.
-
-    Every rank that fails leaves a note in the group's store; who has left none after a while is stalled or dead.
-    """
-    try:
-        yield
-    except (RuntimeError, TimeoutError) as error:
-        if not _is_of_exchange(error):
-            raise
-        store = dist.distributed_c10d._get_default_store()
-        notes = {rank: f"flashspan/failed/{rank}" for rank in range(dist.get_world_size())}
-        store.set(notes[dist.get_rank()], when)
-        deadline = time.monotonic() + PATIENCE
-        silent = list(notes)
-        while silent and time.monotonic() < deadline:
-            time.sleep(0.1)
-            silent = [rank for rank in silent if not store.check([notes[rank]])]
-        if not silent:
-            raise
-        who = ", ".join(map(str, silent))
-        raise SilentRank(f"rank {who} did not answer in {when} and is stalled or dead; first sign: {error}") from error
-
-
-def _is_of_exchange(error: Exception) -> bool:
-    """Whether others had a part in this failure. gloo's are plain RuntimeErrors, known by their words."""
-    known = isinstance(error, (dist.DistError, ExchangeError, TimeoutError))
-    return known or any(word in str(error) for word in ("gloo", "Timed out", "Connection", "NCCL"))
 
 
 def learning_rate(step: int, num_steps: int, options: OptimizerSection) -> float:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from flashspan.launch import RankError, Ranks
 from flashspan.model import Llama, preset
-from flashspan.train import TrainConfig, checkpoint, loop
+from flashspan.train import TrainConfig, checkpoint, loop, meeting
 from flashspan.train.config import AttentionSection
 from flashspan.train.data import ByteTokenizer, write_tokens
 from flashspan.train.loop import DONE, NOT_FINITE, NOT_SAVED, STOPPED, Trainer
@@ -233,7 +233,7 @@ def test_a_checkpoint_from_before_there_were_patterns_is_causal(on_ranks: OnRank
 
 def stall(config: TrainConfig, rank: int, call: str) -> None:
     """A run in which one rank sleeps in this call after its second step, and the other does not wait long for it."""
-    loop.PATIENCE = 1.0
+    meeting.PATIENCE = 1.0
     trainer = Trainer(config)
     real = getattr(trainer, call)
 
@@ -518,7 +518,7 @@ def run_on_a_slow_disk(config: TrainConfig, call: str) -> str:
         return real(*args, **options)
 
     with (
-        mock.patch.object(loop, "MEET", 0.01),
+        mock.patch.object(meeting, "MEET", 0.01),
         mock.patch.object(dist, "broadcast_object_list", count),
         mock.patch.object(checkpoint, call, slow),
     ):

@@ -27,6 +27,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+from flashspan.kernels.hopper.carry import LEAST, blend, each, join, load_carry, total
 from flashspan.kernels.hopper.forward_feed import buffer_of, feed, feed_lists, hear
 from flashspan.kernels.hopper.names import here_and_now, rescale
 from flashspan.kernels.hopper.shared import arrived, halves, send, send_off
@@ -34,9 +35,6 @@ from flashspan.kernels.hopper.walk import blocks, bounds, hide, place, told
 
 LAG = gl.constexpr(8.0)
 """How far, in powers of 2, scores may exceed what is subtracted from them where that is looked at."""
-
-LEAST = gl.constexpr(-(2.0**126))
-"""What is subtracted from the scores of a row that has not seen any: not -inf, from which -inf cannot be subtracted."""
 
 
 @gluon.jit
@@ -64,75 +62,6 @@ def _raise(s, m, scale):
 def _sum(p):
     """Sums over the columns a thread has: [rows, 4], for the four threads that share a row."""
     return gl.sum(gl.sum(p.reshape((p.shape[0], p.shape[1] // 8, 4, 2)), 3), 1)
-
-
-@gluon.jit
-def _total(l, like):
-    """The sums of whole rows, laid out as `like`."""
-    return gl.convert_layout(gl.sum(l, 1), like.type.layout, assert_trivial=True)
-
-
-@gluon.jit
-def _each(x, like):
-    """x, a number a row, as a column beside `like`."""
-    return gl.convert_layout(x, gl.SliceLayout(1, like.type.layout), assert_trivial=True)[:, None]
-
-
-@gluon.jit
-def _rows(outputs, i_bh, H, m0, T, D: gl.constexpr, BD: gl.constexpr, L: gl.constexpr):
-    """Pointers to the 64 rows of out from m0 on, and which of them exist: [64, BD]."""
-    out, lse, bad, s_ob, s_oh, s_ot = outputs
-    o_r = here_and_now(0) + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
-    # Times 8: an opaque 0 alone would hide from the compiler that neighbours lie together.
-    o_d = here_and_now(0) * 8 + gl.arange(0, BD, layout=gl.SliceLayout(0, L))
-    here = (m0 + o_r < T)[:, None]
-    if D < BD:
-        here = here & (o_d < D)[None, :]
-    i_b = (i_bh // H).to(gl.int64)
-    i_h = (i_bh % H).to(gl.int64)
-    p_out = out + i_b * s_ob * 8 + i_h * s_oh * 8 + m0.to(gl.int64) * (s_ot * 8)
-    return p_out + (o_r * (s_ot * 8))[:, None] + o_d[None, :], here
-
-
-@gluon.jit
-def _load_carry(outputs, i_bh, H, m0, T, D: gl.constexpr, BD: gl.constexpr, RL: gl.constexpr, OL: gl.constexpr):
-    """The carry's 64 rows from m0 on: out and lse."""
-    out, lse, bad, s_ob, s_oh, s_ot = outputs
-    p_tile, here = _rows(outputs, i_bh, H, m0, T, D, BD, OL)
-    o = gl.load(p_tile, mask=here, other=0.0)
-    o_m = m0 + gl.arange(0, 64, layout=RL)
-    return o, gl.load(lse + i_bh.to(gl.int64) * T + o_m, mask=o_m < T, other=float("-inf"))
-
-
-@gluon.jit
-def _join(p, m, l, o, past):
-    """The carry's out and lse into the softmax of a first block. Returns p, m, l, o.
-
-    Not the softmax's own start: it would have to wait for the lse, which arrives with the last of out, whatever the
-    order they were asked for.
-    """
-    # Plus l * 0: not before the softmax is done, in the middle of which ptxas would otherwise wait.
-    past = past * 1.4426950408889634 + _total(l, past) * 0.0
-    top = gl.maximum(m, past)
-    now = gl.exp2(m - top)
-    past = gl.exp2(past - top)
-    first = gl.arange(0, 4, layout=gl.SliceLayout(0, l.type.layout)) == 0
-    l = l * _each(now, l) + gl.where(first[None, :], _each(past, l), 0.0)
-    return p * now[:, None], top, l, o * _each(past, o)
-
-
-@gluon.jit
-def _blend(m, l, past):
-    """A row's sums and its carry's lse together: their lse in base 2, and what either's output is multiplied by."""
-    mine = m + gl.log2(l)  # not l * exp2(m): a sum may be 2^127
-    past = past * 1.4426950408889634
-    top = gl.maximum(gl.maximum(mine, past), LEAST)
-    mine = gl.exp2(mine - top)
-    past = gl.exp2(past - top)
-    both = mine + past
-    nothing = both == 0.0
-    both = gl.where(nothing, 1.0, both)
-    return gl.where(nothing, float("-inf"), top + gl.log2(both)), mine / both / gl.where(l == 0.0, 1.0, l), past / both
 
 
 @gluon.jit
@@ -169,7 +98,7 @@ def _step(
                 s = _hide(s, r_start, r_end, n0, EDGES)
     if RAISE:
         m, alpha = _raise(s, m, scale)
-        l = l * _each(alpha, l)
+        l = l * each(alpha, l)
     p = gl.exp2(s * scale - m[:, None])
     l = l + _sum(p)
     mbarrier.wait(full.index(after), phase)
@@ -234,7 +163,7 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
             n = last - first
             m0 += WG * BM
         if CARRY and not LATE:
-            o, past = _load_carry(outputs, i_bh, H, m0, T, D, BD, RL, OL)
+            o, past = load_carry(outputs, i_bh, H, m0, T, D, BD, RL, OL)
         else:
             o = gl.zeros([BM, BD], gl.float32, layout=OL)
         m = gl.full([BM], LEAST, gl.float32, layout=RL)
@@ -266,7 +195,7 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
         stage, phase = buffer_of(pair + 1, STAGES)
         mbarrier.wait(full.index(stage), phase)
         if CARRY and not LATE:
-            p, m, l, o = _join(p, m, l, o, past)
+            p, m, l, o = join(p, m, l, o, past)
         rows = (q, zero)
         if LISTS:
             for i in range(1, gl.minimum(edges + 1, n)):
@@ -315,7 +244,7 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
         i_h = i_bh % H
         # A hidden key has probability 0, but 0 * NaN is NaN: rows with one are left to the portable kernel, which knows
         # who may see it; and so are those whose sums overflowed. Nearly always there are none.
-        l = _total(l, m)
+        l = total(l, m)
         finite = (gl.sum(o, 1) + gl.convert_layout(l, RO, assert_trivial=True)) * 0.0 == 0.0
         wrong = gl.max(gl.where(finite | (m0 + gl.arange(0, BM, layout=RO) >= T), 0, 1), 0)
         gl.store(bad + i_bh.to(gl.int64) * gl.cdiv(T, BM) + m0 // BM, wrong, mask=m0 < T)
@@ -325,10 +254,10 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
         p_lse = lse + i_bh.to(gl.int64) * T
         if LATE:
             past = gl.load(p_lse + o_m, mask=o_m < T, other=float("-inf"))
-            both, now, past = _blend(m, l, past)
+            both, now, past = blend(m, l, past)
             gl.store(p_lse + o_m, both * 0.6931471805599453, mask=o_m < T)
-            left, right = halves(o * _each(now, o))
-            past = _each(past, left)
+            left, right = halves(o * each(now, o))
+            past = each(past, left)
             mbarrier.wait(past_full.index(0), turn & 1)
             left = left + past * arrived(desc_out, spare_s.index(WG), left)
             send(desc_out, i_b, i_h, m0, 0, left, spare_s.index(WG), False, True)
@@ -339,7 +268,7 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
             nothing = l == 0.0
             l = gl.where(nothing, 1.0, l)
             gl.store(p_lse + o_m, gl.where(nothing, float("-inf"), (m + gl.log2(l)) * 0.6931471805599453), mask=o_m < T)
-            o = o * _each(1.0 / l, o)
+            o = o * each(1.0 / l, o)
             # Q of this tile has been read for the last time: the output leaves through its place.
             if SPARE:
                 send_off(desc_out, i_b, i_h, m0, o, q_s.index(room * 2 + WG), False, False, spare_s.index(WG))

@@ -1,0 +1,81 @@
+"""How a carry joins the forward kernel for Hopper: before a tile's first block, by loads, or at its end, of what the
+copy engine has brought (see forward.py)."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from flashspan.kernels.hopper.names import here_and_now
+
+LEAST = gl.constexpr(-(2.0**126))
+"""What is subtracted from the scores of a row that has not seen any: not -inf, from which -inf cannot be subtracted."""
+
+
+@gluon.jit
+def total(l, like):
+    """The sums of whole rows, laid out as `like`."""
+    return gl.convert_layout(gl.sum(l, 1), like.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def each(x, like):
+    """x, a number a row, as a column beside `like`."""
+    return gl.convert_layout(x, gl.SliceLayout(1, like.type.layout), assert_trivial=True)[:, None]
+
+
+@gluon.jit
+def _rows(outputs, i_bh, H, m0, T, D: gl.constexpr, BD: gl.constexpr, L: gl.constexpr):
+    """Pointers to the 64 rows of out from m0 on, and which of them exist: [64, BD]."""
+    out, lse, bad, s_ob, s_oh, s_ot = outputs
+    o_r = here_and_now(0) + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
+    # Times 8: an opaque 0 alone would hide from the compiler that neighbours lie together.
+    o_d = here_and_now(0) * 8 + gl.arange(0, BD, layout=gl.SliceLayout(0, L))
+    here = (m0 + o_r < T)[:, None]
+    if D < BD:
+        here = here & (o_d < D)[None, :]
+    i_b = (i_bh // H).to(gl.int64)
+    i_h = (i_bh % H).to(gl.int64)
+    p_out = out + i_b * s_ob * 8 + i_h * s_oh * 8 + m0.to(gl.int64) * (s_ot * 8)
+    return p_out + (o_r * (s_ot * 8))[:, None] + o_d[None, :], here
+
+
+@gluon.jit
+def load_carry(outputs, i_bh, H, m0, T, D: gl.constexpr, BD: gl.constexpr, RL: gl.constexpr, OL: gl.constexpr):
+    """The carry's 64 rows from m0 on: out and lse."""
+    out, lse, bad, s_ob, s_oh, s_ot = outputs
+    p_tile, here = _rows(outputs, i_bh, H, m0, T, D, BD, OL)
+    o = gl.load(p_tile, mask=here, other=0.0)
+    o_m = m0 + gl.arange(0, 64, layout=RL)
+    return o, gl.load(lse + i_bh.to(gl.int64) * T + o_m, mask=o_m < T, other=float("-inf"))
+
+
+@gluon.jit
+def join(p, m, l, o, past):
+    """The carry's out and lse into the softmax of a first block. Returns p, m, l, o.
+
+    Not the softmax's own start: it would have to wait for the lse, which arrives with the last of out, whatever the
+    order they were asked for.
+    """
+    # Plus l * 0: not before the softmax is done, in the middle of which ptxas would otherwise wait.
+    past = past * 1.4426950408889634 + total(l, past) * 0.0
+    top = gl.maximum(m, past)
+    now = gl.exp2(m - top)
+    past = gl.exp2(past - top)
+    first = gl.arange(0, 4, layout=gl.SliceLayout(0, l.type.layout)) == 0
+    l = l * each(now, l) + gl.where(first[None, :], each(past, l), 0.0)
+    return p * now[:, None], top, l, o * each(past, o)
+
+
+@gluon.jit
+def blend(m, l, past):
+    """A row's sums and its carry's lse together: their lse in base 2, and what either's output is multiplied by."""
+    mine = m + gl.log2(l)  # not l * exp2(m): a sum may be 2^127
+    past = past * 1.4426950408889634
+    top = gl.maximum(gl.maximum(mine, past), LEAST)
+    mine = gl.exp2(mine - top)
+    past = gl.exp2(past - top)
+    both = mine + past
+    nothing = both == 0.0
+    both = gl.where(nothing, 1.0, both)
+    return gl.where(nothing, float("-inf"), top + gl.log2(both)), mine / both / gl.where(l == 0.0, 1.0, l), past / both
