@@ -181,8 +181,12 @@ def check_unchanged(mask: Mask, versions: list[int]) -> None:
 
 
 def dense_rows(x: Tensor) -> Tensor:
-    """x, or a copy if its last dimension is not contiguous."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    """x, or a copy if its last dimension is not contiguous: of what it repeats (the gradient of a sum is one number),
+    once."""
+    if x.stride(-1) == 1:
+        return x
+    once = [slice(0, 1) if step == 0 else slice(None) for step in x.stride()[:-1]]
+    return x[(*once, slice(None))].contiguous().expand(x.shape)
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flashspan
 from flashspan import attention, explain, masks
+from flashspan.arguments import dense_rows
 from flashspan.context import context_parallel
 from flashspan.kernels import dispatch
 
@@ -83,6 +84,23 @@ def test_strided_views_need_no_copy_and_are_right() -> None:
     assert torch.equal(attention(q, k, v), attention(q.contiguous(), k.contiguous(), v.contiguous()))
     swapped = [x.mT.contiguous().mT for x in (q, k, v)]  # the last dimension is not contiguous here
     assert relative(attention(*swapped), attention(q, k, v)) < 1e-6
+
+
+def test_what_repeats_is_copied_once() -> None:
+    one = dense_rows(torch.ones(()).expand(2, 3, 4, 8))  # the gradient of a sum
+    assert (one == 1).all()
+    assert one.shape == (2, 3, 4, 8)
+    assert one.untyped_storage().nbytes() == 8 * 4
+    shared = torch.randn(2, 1, 8, 5).mT.expand(2, 3, 5, 8)
+    assert torch.equal(dense_rows(shared), shared)
+    assert dense_rows(shared).stride() == (40, 0, 8, 1)
+    q, k, v = inputs((2, 4, 9, 16), (2, 1, 9, 16), (2, 1, 9, 16))
+    wide = [x.expand(2, 4, 9, 16) for x in (k, v)]
+    out = attention(q, *wide, causal=True)
+    assert relative(out, attention(q, k, v, causal=True)) < 1e-6
+    got = torch.autograd.grad(out.sum(), (q, k, v), retain_graph=True)
+    want = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    assert all(relative(a, b) < 1e-6 for a, b in zip(got, want, strict=True))
 
 
 def test_merging_heads_is_a_view() -> None:

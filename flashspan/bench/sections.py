@@ -266,6 +266,7 @@ def of_leaderboard(rows: Sequence[Row]) -> Section | None:
         return None
     columns: dict[str, Callable[[Row], object]] = {
         "shape": lambda row: row.shape,
+        "implementation": lambda row: row.impl,
         "ms": lambda row: row.p50_ms,
         "TFLOP/s": lambda row: row.tflops,
         "error": lambda row: f"{row.error:.1e}" if row.error >= 0 else None,

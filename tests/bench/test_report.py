@@ -667,7 +667,7 @@ def test_sparse_masks_and_the_leaderboard_are_read_listed_drawn_and_spoken_of(
     assert rates == [["blocks visited", "50%", "2%"], ["efficiency", "50% / 80%", "25% / 25%"]]
     _, _, tables = drawn_and_listed(text, "Leaderboard")
     [table] = tables.values()
-    assert [line[:2] for line in lines_of(table)[1:]] == [[now.shape, "4.250"]]
+    assert [line[:3] for line in lines_of(table)[1:]] == [[now.shape, now.impl, "4.250"]]
     assert commands(text)[0] == "flashspan bench leaderboard"
     assert "Attention on one device" not in text
 

@@ -245,6 +245,25 @@ def test_a_graph_can_hold_it() -> None:
         assert all(relative(a, b) <= 1e-4 for a, b in zip(kept, wanted, strict=True))
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_what_repeats_is_read_where_it_lies(head_dim: int) -> None:
+    q, k, v, _ = tensors(random.Random(5), 2, 8, 1, 2000, 2000, head_dim)
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    everywhere = [x.expand(2, 8, 2000, head_dim) for x in (k, v)]
+    apart = [x.detach().contiguous() for x in everywhere]
+    with torch.no_grad():
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        out = attention(q, *everywhere, causal=True, backend="hopper")
+        assert torch.cuda.max_memory_allocated() - before < 1.5 * q.numel() * 2  # the output; no K or V
+        assert torch.equal(out, attention(q, *apart, causal=True, backend="hopper"))
+    out = attention(q, k, v, causal=True, backend="hopper", deterministic=True)
+    of_sum = torch.autograd.grad(out.sum(), (q, k, v), retain_graph=True)
+    of_ones = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    assert all(torch.equal(a, b) for a, b in zip(of_sum, of_ones, strict=True))
+
+
 def test_a_new_length_compiles_nothing() -> None:
     from flashspan.kernels.hopper.forward import forward_kernel
 

@@ -59,7 +59,7 @@ def is_aligned(x: Tensor) -> bool:
 @lru_cache(4096)
 def _even(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     steps = zip(shape[:-1], strides, strict=False)
-    even = all(size == 1 or (step % 8 == 0 and step > 0) for size, step in steps)
+    even = all(size == 1 or step % 8 == 0 for size, step in steps)
     near = shape[2] == 1 or strides[2] * 256 < 2**31
     return even and near and strides[-1] == 1
 
