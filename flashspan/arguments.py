@@ -181,12 +181,13 @@ def check_unchanged(mask: Mask, versions: list[int]) -> None:
 
 
 def dense_rows(x: Tensor) -> Tensor:
-    """x, or a copy if its last dimension is not contiguous: of what it repeats (the gradient of a sum is one number),
-    once."""
+    """x, or a copy if its last dimension is not contiguous; of heads and sequences that are all the same (the gradient
+    of a sum is one number) of one. Of rows all the same it would be slow to read: all would want one place at a time.
+    """
     if x.stride(-1) == 1:
         return x
-    once = [slice(0, 1) if step == 0 else slice(None) for step in x.stride()[:-1]]
-    return x[(*once, slice(None))].contiguous().expand(x.shape)
+    once = [slice(0, 1) if step == 0 else slice(None) for step in x.stride()[:-2]]
+    return x[tuple(once)].contiguous().expand(x.shape)
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -4,7 +4,7 @@
 
 As the course runs it: compiled, bfloat16, the sum of the output as the loss, milliseconds from `do_bench` over ten
 seconds. Twice: with the compiler looking into the call, and not (untraced). A compiled backward first copies the
-gradient it is given, which of a sum is one number 16 million times; ours reads that one. Rows go to
+gradient it is given, which of a sum is one number 16 million times; ours copies one head of it. Rows go to
 docs/benchmarks/leaderboard.csv.
 """
 
