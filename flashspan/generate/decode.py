@@ -27,6 +27,9 @@ def decode(
     """Yield up to `num_tokens` tokens [B] that continue a prompt [T], or several of any lengths; stops when every row
     has said one of `ends`, after which a row's tokens mean nothing.
 
+    ValueError where logits are not finite: before a token of them is yielded; without `ends`, where the host waits for
+    no token between the first and the last, before the last.
+
     A row is what it would be alone: its draws depend on the seed and on nothing else. With a context split over ranks,
     every rank calls this with the same arguments and yields the same tokens.
     """
@@ -45,17 +48,25 @@ def decode(
     context = context or Whole()
     said = torch.zeros(len(tokens), dtype=torch.bool, device=device)
     last_words = torch.tensor(list(ends), dtype=torch.int64, device=device)
+    spoiled = torch.zeros_like(said)
     hidden = context.begin(model, tokens, lengths, tokens.shape[1] + num_tokens)
-    if not bool(hidden.isfinite().all()):
-        raise ValueError(
-            f"the model must make finite numbers of a prompt: got inf or nan in {hidden.dtype}; use a dtype of wider "
-            "range (bfloat16 or float32), or another checkpoint"
-        )
-    for left in range(num_tokens - 1, -1, -1):
-        chosen = sampling.choose(model.logits(hidden), generators)
-        yield chosen
+    for number in range(1, num_tokens + 1):
+        logits = model.logits(hidden)
+        spoiled |= ~(said | logits.isfinite().all(-1))
+        # Until the host knows: to draw from nan is an error of PyTorch's, which on a GPU ends the process's use of it.
+        chosen = sampling.choose(logits.nan_to_num(0.0, 0.0, 0.0), generators)
         said |= torch.isin(chosen, last_words)
-        if left == 0 or (ends and bool(said.all())):
+        ended = number == num_tokens
+        if ends or ended or number == 1:
+            all_said, any_spoiled = torch.stack((said.all(), spoiled.any())).tolist()  # one wait for both
+            if any_spoiled:
+                raise ValueError(
+                    f"the model must make finite logits: by token {number} after the prompt got inf or nan in "
+                    f"{logits.dtype}; use a dtype of wider range (bfloat16 or float32), or another checkpoint"
+                )
+            ended |= all_said
+        yield chosen
+        if ended:
             return
         hidden = context.extend(model, chosen.unsqueeze(1))
 

@@ -39,6 +39,7 @@ from flashspan.parallel.collectives import local_part
 
 from .checkpoint import refuse_damaged
 from .config import OptimizerSection, TrainConfig
+from .meeting import from_each
 from .offload import on_host
 
 # One exchange before the three projections of attention and one before the two of the feed-forward.
@@ -131,7 +132,9 @@ def build(config: TrainConfig, shape: LlamaConfig, mesh: DeviceMesh, device: tor
     if degree["shard"] > 1:
         model.to(getattr(torch, config.train.weights))  # filled when it is split: see below
     else:
-        fill(model, config, device, reads=dist.get_rank(group) == 0)
+        reads = dist.get_rank(group) == 0
+        # Those that do not read wait for those that do, for longer than an exchange may take if need be.
+        from_each(lambda: fill(model, config, device, reads=reads))
     # Tensor parallelism exchanges inside of what is compiled, where the graph then breaks.
     apply_recompute(model, config.train.recompute, split=attend is not None, offload=config.train.offload)
     if config.train.compile:

@@ -70,7 +70,8 @@ class FileTokenizer:
         self._fast.no_truncation()
         self._fast.no_padding()
         # Numbers may have gaps: what a model needs room for is the largest, not how many there are.
-        self.name, self.vocab_size = str(path), max(self._fast.get_vocab().values(), default=-1) + 1
+        self.vocab_size = max(self._fast.get_vocab().values(), default=-1) + 1
+        self.name = str(path.absolute())  # token files and checkpoints keep it, and are read from other folders too
         if not self.vocab_size:
             raise ValueError(f"{path} has no tokens: give another tokenizer.json, or the word bytes")
         ends = [self._fast.token_to_id(word) for word in ("</s>", "<|end_of_text|>", "<|endoftext|>")]

@@ -1,4 +1,4 @@
-"""Where the ranks of a run wait for one another: for the first one's disk, and for one that never comes."""
+"""Where the ranks of a run wait for one another: for a disk, and for one that never comes."""
 
 from __future__ import annotations
 
@@ -15,29 +15,35 @@ from flashspan.context.exchange import ExchangeError
 PATIENCE = 4.0
 """Seconds that a rank which failed waits for the others to fail too."""
 MEET = 0.25
-"""Seconds between two meetings of ranks that wait for the first one's disk."""
+"""Seconds between two meetings of ranks that wait for a disk."""
 
 
 def from_first(job: Callable[[], Any]) -> Any:
-    """What `job` returns on the first rank, on every rank; its ValueError or OSError is a ValueError on all.
+    """What `job` returns on the first rank, on every rank. A collective, as `from_each`."""
+    return from_each(job if dist.get_rank() == 0 else lambda: None)[0]
 
-    A collective. The job runs on a thread, and the ranks meet until it has ended: a disk may take longer than an
+
+def from_each(job: Callable[[], Any]) -> list[Any]:
+    """What each rank's `job` returns, by rank, on every rank; one's ValueError or OSError is a ValueError on all.
+
+    A collective. The jobs run on threads, and the ranks meet until all have ended: a disk may take longer than an
     exchange may.
     """
-    ended: list[Any] = [None]
-    with ThreadPoolExecutor(1, "flashspan-first") as lane:
-        running = lane.submit(job) if dist.get_rank() == 0 else None
-        while ended[0] is None:
-            if running is not None and wait([running], MEET).done:
+    mine: tuple[Any, str | None] | None = None
+    ended: list[Any] = [None] * dist.get_world_size()
+    with ThreadPoolExecutor(1, "flashspan-job") as lane:
+        running = lane.submit(job)
+        while None in ended:
+            if mine is None and wait([running], MEET).done:
                 try:
-                    ended = [(running.result(), None)]
+                    mine = (running.result(), None)
                 except (ValueError, OSError) as error:
-                    ended = [(None, str(error))]
-            dist.broadcast_object_list(ended, src=0)
-    result, fault = ended[0]
-    if fault is not None:
-        raise ValueError(fault)
-    return result
+                    mine = (None, str(error))
+            dist.all_gather_object(ended, mine)
+    for _, fault in ended:
+        if fault is not None:
+            raise ValueError(fault)
+    return [result for result, _ in ended]
 
 
 class SilentRank(RuntimeError):

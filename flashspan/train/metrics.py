@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import itertools
 import json
 import os
 import resource
@@ -19,9 +20,13 @@ import torch
 
 from flashspan.stdout import be_silent
 
-# Dense 16-bit peaks of the devices' data sheets, operations per second.
+# Dense 16-bit peaks of the devices' data sheets, operations per second. The first that is in a device's name counts, so
+# a name comes before those it begins with.
 PEAKS = {
+    "H200 NVL": 835e12,
     "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
     "H100": 989e12,
     "A100": 312e12,
     "B200": 2250e12,
@@ -96,7 +101,10 @@ class Display:
         folder.mkdir(parents=True, exist_ok=True)
         self._told = False
         try:
-            _drop_later(folder / "metrics.jsonl", start)
+            if start:
+                _drop_later(folder / "metrics.jsonl", start)
+            elif aside := _set_aside(folder / "metrics.jsonl"):
+                self.say(f"the metrics.jsonl of an earlier run is kept as {aside}")
         except OSError as error:
             self._tell(error)
         # No buffer: a line that the disk refuses must not come again with the next one, or when the file is closed.
@@ -191,6 +199,14 @@ def _append(log: io.FileIO, row: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):
             log.truncate(end)
         raise
+
+
+def _set_aside(file: Path) -> Path | None:
+    """Rename a file of rows to the first numbered name that is free, which is returned; None where there are none."""
+    if not file.exists() or not file.stat().st_size:
+        return None
+    names = (file.with_name(f"{file.stem}-{number}{file.suffix}") for number in itertools.count(1))
+    return file.rename(next(name for name in names if not name.exists()))
 
 
 def _drop_later(file: Path, start: int) -> None:

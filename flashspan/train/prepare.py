@@ -81,6 +81,8 @@ def prepare(
         synthetic: make this many random tokens instead, for profiling.
         seed: of the random tokens.
     """
+    if not folder.strip():  # which would be the current folder
+        raise ValueError(f"folder must be the name of a folder: got {folder!r}; the default is 'data'")
     if not 0 <= validation < 1:
         raise ValueError(f"validation is a part of the tokens, in [0, 1): got {validation}")
     if min(processes, synthetic, seed) < 0:

@@ -298,6 +298,20 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
         list(decode(words, [1], 2))
 
 
+@pytest.mark.parametrize("ends", [(), (66,)])
+@pytest.mark.parametrize("sampling", [Sampling(0), Sampling(1.0, top_k=20)])
+def test_logits_that_are_not_finite_are_noticed_after_the_prompt(sampling: Sampling, ends: tuple[int, ...]) -> None:
+    model, prompt = make(CONFIGS["llama-2"]), draw_prompt(4).tolist()
+    first, second = (int(token) for token in decode(model, prompt, 2, sampling=sampling, seed=3))
+    assert second not in (*prompt, first, *ends)
+    with torch.no_grad():
+        model.embed.weight[second] = torch.nan
+    said: list[int] = []
+    with pytest.raises(ValueError, match=r"by token 3 after the prompt got inf or nan in torch\.float32; use"):
+        said.extend(int(token) for token in decode(model, prompt, 3, sampling=sampling, seed=3, ends=ends))
+    assert said == [first, second]
+
+
 @pytest.mark.parametrize("sampling", [Sampling(0), Sampling(1.0, top_k=20)])
 def test_prompts_of_any_lengths_together_say_what_each_says_alone(sampling: Sampling) -> None:
     model = make(CONFIGS["llama-3"])

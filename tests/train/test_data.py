@@ -62,6 +62,17 @@ def test_a_tokenizer_encodes_every_word_and_no_more(tmp_path: Path) -> None:
         load_tokenizer(write_tokenizer(tmp_path / "empty.json", {}))
 
 
+def test_a_token_file_names_its_tokenizer_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("a a")
+    write_tokenizer(tmp_path / "words.json", {"<unk>": 0, "▁a": 1})
+    monkeypatch.chdir(tmp_path)
+    prepare(["a.txt"], folder="out", tokenizer="words.json", validation=0.0)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    named = open_tokens(tmp_path / "out").tokenizer  # which a checkpoint names too
+    assert load_tokenizer(named).encode("a") == [1]
+
+
 def test_a_tokenizer_that_cannot_serve_is_named_and_leaves_no_files(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a c")
     deep = tmp_path.joinpath(*["é" * 100] * 2)  # a letter is six characters in a header

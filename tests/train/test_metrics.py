@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from flashspan.train import metrics
 from flashspan.train.metrics import Display, StepMetrics, describe, read_metrics
@@ -87,6 +88,41 @@ def test_rows_are_dropped_all_at_once(tmp_path: Path, monkeypatch: pytest.Monkey
     metrics._drop_later(tmp_path / "metrics.jsonl", 2)
     assert steps(tmp_path) == [1, 2]
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_run_from_the_first_step_keeps_the_curves_before_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for steps_of_a_run in ((1, 2, 3), (1, 2), (1,)):
+        with Display(tmp_path, 9, active=True) as display:
+            for step in steps_of_a_run:
+                display.step(row(step))
+    assert steps(tmp_path) == [1]
+    told = capsys.readouterr().out
+    for name, kept in (("metrics-1.jsonl", [1, 2, 3]), ("metrics-2.jsonl", [1, 2])):
+        assert [each["step"] for each in read_metrics(tmp_path / name)] == kept
+        assert f"the metrics.jsonl of an earlier run is kept as {tmp_path / name}\n" in told
+    with Display(tmp_path, 9, active=True, start=1):
+        pass
+    assert steps(tmp_path) == [1]
+    assert len(list(tmp_path.iterdir())) == 3  # a run that goes on has one curve
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H200 NVL", 835e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L40", 181e12),
+    ],
+)
+def test_a_card_has_the_peak_of_its_own_data_sheet(monkeypatch: pytest.MonkeyPatch, name: str, peak: float) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert metrics.peak_flops(torch.device("cuda"), 2) == 2 * peak
 
 
 def test_a_number_that_is_none_is_left_out(tmp_path: Path) -> None:

@@ -241,6 +241,9 @@ def test_what_cannot_be_written_or_made_is_named(tmp_path: Path, capsys: pytest.
     for inputs in ([str(tmp_path / "a.txt")], [], ["--synthetic", "9"]):
         assert main(["prepare", *inputs, "--folder", str(tmp_path / "a.txt")]) == 2
         assert "a.txt cannot be made: File exists; choose another with --folder" in capsys.readouterr().err
+    for name in ("", " "):
+        assert main(["prepare", "--synthetic", "9", "--folder", name]) == 2
+        assert f"folder must be the name of a folder: got {name!r}; the default is 'data'" in capsys.readouterr().err
     assert main(["prepare", "--synthetic", "-5"]) == 2
     assert "at least 0" in capsys.readouterr().err
     assert main(["prepare", str(tmp_path / "a.txt"), "--synthetic", "5"]) == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import pkgutil
 import random
 import re
 import shutil
@@ -25,8 +26,9 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
+from flashspan.attention import attention
 from flashspan.launch import RankError, Ranks
-from flashspan.model import Llama, preset
+from flashspan.model import Llama, preset, save_llama
 from flashspan.train import TrainConfig, checkpoint, loop, meeting
 from flashspan.train.config import AttentionSection
 from flashspan.train.data import ByteTokenizer, write_tokens
@@ -503,9 +505,9 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused(on_ranks: OnRanks, c
 
 
 def run_on_a_slow_disk(config: TrainConfig, call: str) -> str:
-    """A run in which this call, of the first rank, takes until the ranks have met three times more."""
+    """A run in which this call takes until the ranks have met three times more."""
     meetings = threading.Semaphore(0)
-    meet, real = dist.broadcast_object_list, getattr(checkpoint, call)
+    meet, real = dist.all_gather_object, pkgutil.resolve_name(call)
 
     def count(*args: Any, **options: Any) -> None:
         meet(*args, **options)
@@ -519,16 +521,27 @@ def run_on_a_slow_disk(config: TrainConfig, call: str) -> str:
 
     with (
         mock.patch.object(meeting, "MEET", 0.01),
-        mock.patch.object(dist, "broadcast_object_list", count),
-        mock.patch.object(checkpoint, call, slow),
+        mock.patch.object(dist, "all_gather_object", count),
+        mock.patch(call, slow),
     ):
         return run_rank(config)
 
 
 def test_a_disk_slower_than_an_exchange_may_be_costs_no_run(on_ranks: OnRanks, config_of: ConfigOf) -> None:
     options = ["--parallel.context=2", "--checkpoint.every=1"]
-    assert on_ranks(2, run_on_a_slow_disk, config_of(*options, "--train.steps=2"), "write") == [DONE] * 2
-    assert on_ranks(2, run_on_a_slow_disk, config_of(*options, "--train.steps=3"), "damage") == [DONE] * 2
+    for num_steps, call in ((2, "flashspan.train.checkpoint.write"), (3, "flashspan.train.checkpoint.damage")):
+        config = config_of(*options, f"--train.steps={num_steps}")
+        assert on_ranks(2, run_on_a_slow_disk, config, call) == [DONE] * 2
+
+
+@pytest.mark.parametrize("axis", ["data", "tensor"])
+def test_a_slow_load_costs_no_run(on_ranks: OnRanks, config_of: ConfigOf, tmp_path: Path, axis: str) -> None:
+    """Of data ranks the first reads alone; tensor ranks each read their part."""
+    model = Llama(config_of().model.resolve(), attention=attention)
+    model.initialize(9)
+    save_llama(model, tmp_path / "model")
+    config = config_of(f"--model.load={tmp_path / 'model'}", f"--parallel.{axis}=2", "--train.steps=1")
+    assert on_ranks(2, run_on_a_slow_disk, config, "flashspan.train.build.read_weights") == [DONE] * 2
 
 
 def test_two_runs_in_one_folder_are_refused(on_ranks: OnRanks, config_of: ConfigOf) -> None:
