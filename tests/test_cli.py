@@ -109,6 +109,7 @@ def test_a_picture_that_is_refused_leaves_no_other(tmp_path: Path, capsys: pytes
         (["bench", "attention", "--shapes", "1,1,1,64,16,documents 0"], "numbers from 1"),
         (["bench", "attention", "--shapes", "1,3,2,64,16,causal"], "a divisor of the heads"),
         (["check", "--ranks", "0"], "at least 1 rank"),
+        (["check", "--ranks", "100000"], "at most 64 or 8 for each core: got 100000"),
         (["plan", "draw", "--ranks", "0"], "at least 1 rank"),
         (["plan", "draw", "--ranks", "100000"], "at most 256 ranks"),
         (["plan", "draw", "--folder", "/dev/null/x"], "/dev/null/x cannot be made: Not a directory; choose another"),

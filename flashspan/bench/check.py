@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -40,6 +41,10 @@ the mean that attention makes of it: at 2**20 tokens without a mask, one device 
 NOTHING = 1e-9
 """Of the largest gradient's norm: one smaller than this is 0 but for rounding, and its error is measured against the
 largest instead. So are dq and dk of a single token."""
+
+RANKS_PER_CORE, FEW_RANKS = 8, 64
+"""Processes that check starts at most: so many for each core, and on any machine these few, which two cores still serve
+(a strategy and layout in a minute and a half)."""
 
 
 def is_long(dtype: str, tokens: int) -> bool:
@@ -123,7 +128,7 @@ def check(
     Example: flashspan check --ranks 4 --strategy ring --layout zigzag --tokens 1000
 
     Args:
-        ranks: how many ranks to spawn.
+        ranks: how many ranks to spawn: at most 64, or 8 for each core.
         strategy: one strategy; all of them unless given.
         layout: one layout; all that fit unless given.
         tokens: length of the whole sequence; need not divide by the ranks.
@@ -159,6 +164,7 @@ def check(
         finally:
             dist.destroy_process_group()
     else:
+        refuse_many_ranks(ranks)
         cuda = 1 <= ranks <= torch.cuda.device_count()
         needed, free = problem.needed_bytes(1 if cuda else ranks), free_bytes("cuda" if cuda else "cpu")
         if free is not None and needed > free:
@@ -173,6 +179,17 @@ def check(
     if results:  # on rank 0 only
         print_table(problem, ranks, results)
     return 0 if all(result.passes(dtype, tokens) for result in results) else 1
+
+
+def refuse_many_ranks(ranks: int) -> None:
+    """More processes than this machine can serve, before any is started."""
+    cores = os.cpu_count() or 1
+    most = max(FEW_RANKS, RANKS_PER_CORE * cores)
+    if ranks > most:
+        raise ValueError(
+            f"check starts a process for each rank, at most {FEW_RANKS} or {RANKS_PER_CORE} for each core: got {ranks} "
+            f"on {cores} cores; use --ranks {most} or fewer, or more machines by torchrun"
+        )
 
 
 def refuse_large_seed(seed: int) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 from flashspan.bench import record, sweep
-from flashspan.bench.context_rank import ALONE, Measured, Workload, run_on_rank
+from flashspan.bench.context_rank import ALONE, Entry, Measured, Workload, run_on_rank
 from flashspan.bench.record import Row
 from flashspan.bench.tables import Table, make, show_tables
 from flashspan.context.layout import LAYOUTS
@@ -118,59 +119,55 @@ def jobs_of(
 ) -> list[sweep.Job]:
     """Strong scaling with every case, weak scaling (tokens grow with the ranks) with the zigzag ring.
 
-    A job is all cases of one number of ranks, which take turns; one device takes them with those of the most ranks.
+    A job is all of one number of ranks, which take turns; one device, with the whole sequence and with its part of it,
+    takes them with those of the most ranks.
     """
     where = record.environment(torch.device(pool.device_type))
     settings = {"repeats": repeats, "threads": pool.threads}  # a row with others is measured again
     jobs = []
     most = max(world_sizes)
     for num in sorted(world_sizes, reverse=True):  # the whole sequence first: a page reads its command there
-        small = Workload(**{**work.__dict__, "tokens": work.tokens // most * num})
-        alone = [(ALONE, "")] if num == most and 1 in world_sizes else []
-        sets = [("strong", work, [*alone, *(cases if num > 1 else ())])]
-        if most > 1 and num != most:
-            sets.append(("weak", small, [(ALONE, "")] if num == 1 else [("ring", "zigzag")]))
-        for scaling, tokens, chosen in sets:
-            if chosen:
-                jobs.append(_job(pool, where, tokens, chosen, num, settings, scaling))
+        entries: list[Entry] = [(work, case) for case in cases if num > 1]
+        if num == most and 1 in world_sizes:
+            entries = [(work, (ALONE, "")), *entries]
+            if most > 1:
+                entries.append((replace(work, tokens=work.tokens // most), (ALONE, "")))
+        elif 1 < num < most:
+            entries.append((replace(work, tokens=work.tokens // most * num), ("ring", "zigzag")))
+        if entries:
+            jobs.append(_job(pool, where, work, entries, num, settings))
     return jobs
 
 
 def _job(
-    pool: Pool,
-    where: dict[str, Any],
-    work: Workload,
-    cases: Sequence[tuple[str, str]],
-    num: int,
-    settings: dict[str, int],
-    scaling: str,
+    pool: Pool, where: dict[str, Any], whole: Workload, entries: Sequence[Entry], num: int, settings: dict[str, int]
 ) -> sweep.Job:
-    """Cases that take turns. If they fail, each half of them by itself: what one cannot do must not cost the others."""
+    """Entries that take turns. If they fail, each half by itself: what one cannot do must not cost the others."""
 
-    def some(chosen: Sequence[tuple[str, str]]) -> sweep.Job:
-        return _job(pool, where, work, chosen, num, settings, scaling)
+    def some(chosen: Sequence[Entry]) -> sweep.Job:
+        return _job(pool, where, whole, chosen, num, settings)
 
     def part(rows: Sequence[Row]) -> sweep.Job:
-        names = {row.impl for row in rows}
-        return some([case for case in cases if impl_of(case) in names])
+        named = {(row.shape, row.impl) for row in rows}
+        return some([(work, case) for work, case in entries if (str(work), impl_of(case)) in named])
 
     def measure() -> list[Row]:
-        given = (work, tuple(cases), KINDS, settings["repeats"], pool.device_type)
+        given = (tuple(entries), KINDS, settings["repeats"], pool.device_type)
         try:
-            results = pool.get(num).run(run_on_rank, *given, timeout=600 * len(cases))
+            results = pool.get(num).run(run_on_rank, *given, timeout=600 * len(entries))
         except (RankError, TimeoutError):
-            if len(cases) == 1:
+            if len(entries) == 1:
                 raise
-            half = len(cases) // 2
-            return [row for group in (cases[:half], cases[half:]) for row in sweep.attempt_here(some(group))]
-        more = {**settings, "scaling": scaling}
-        return [
-            join(where, work, case, kind, [result[case][kind] for result in results], more)
-            for case in cases
-            for kind in KINDS
-        ]
+            half = len(entries) // 2
+            return [row for group in (entries[:half], entries[half:]) for row in sweep.attempt_here(some(group))]
+        rows = []
+        for work, case in entries:
+            more = {**settings, "scaling": "strong" if work == whole else "weak"}
+            for kind in KINDS:
+                rows.append(join(where, work, case, kind, [result[work, case][kind] for result in results], more))
+        return rows
 
-    expected = tuple(make_row(where, work, case, kind, num, more=settings) for case in cases for kind in KINDS)
+    expected = tuple(make_row(where, *entry, kind, num, more=settings) for entry in entries for kind in KINDS)
     return sweep.Job(expected, measure, part=part)
 
 

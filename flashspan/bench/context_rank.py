@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,10 @@ class Workload:
     def tflop(self, kind: str) -> float:
         whole = self.config().flops_per_token(self.tokens) * self.tokens / 1e12
         return whole / 3 if kind == "forward" else whole
+
+
+Entry: TypeAlias = tuple[Workload, tuple[str, str]]
+"""What takes turns with others of the same model: strategy and layout, or ALONE and nothing, on these tokens."""
 
 
 class Switch:
@@ -157,36 +161,38 @@ class Contender:
 
 
 def run_on_rank(
-    work: Workload, cases: Sequence[tuple[str, str]], kinds: Sequence[str], repeats: int, device_type: str
-) -> dict[tuple[str, str], dict[str, Measured]]:
-    """On a rank: the measurements of cases, by pass. All of it takes turns: passes, their computing and their wire."""
+    entries: Sequence[Entry], kinds: Sequence[str], repeats: int, device_type: str
+) -> dict[Entry, dict[str, Measured]]:
+    """On a rank: what is measured of each, by pass. All of it takes turns: passes, their computing and their wire."""
     device = torch.device(device_type, torch.cuda.current_device() if device_type == "cuda" else 0)
     torch.manual_seed(0)
-    tokens = torch.randint(work.config().vocab_size, (1, work.tokens), device=device)
+    config, longest = entries[0][0].config(), max(work.tokens for work, _ in entries)
+    tokens = torch.randint(config.vocab_size, (1, longest), device=device)
     with device:
-        model = Llama(work.config(), attention=attention)
+        model = Llama(config, attention=attention)
     contenders, watched = {}, {}
-    for case in cases:  # before the next one is there: a GPU's peak counts all that is held
-        contenders[case] = Contender(case, work, model, tokens)
-        watched[case] = {kind: contenders[case].watch(kind) for kind in kinds}
+    for entry in entries:  # before the next one is there: a GPU's peak counts all that is held
+        work, case = entry
+        contenders[entry] = Contender(case, work, model, tokens[:, : work.tokens])
+        watched[entry] = {kind: contenders[entry].watch(kind) for kind in kinds}
         dist.barrier()
     nums = {contender.num_ranks for contender in contenders.values()}
     flops = {num: peak_flops(device, num) if dist.get_rank() == 0 else float("nan") for num in nums}
     clocks = {
-        (case, kind, name): partial(timed, call, device, together=True)
-        for case in cases
+        (entry, kind, name): partial(timed, call, device, together=True)
+        for entry in entries
         for kind in kinds
-        for name, call in contenders[case].turns(kind).items()
+        for name, call in contenders[entry].turns(kind).items()
     }
     times = {key: [ms for ms, _ in results] for key, results in in_turns(clocks, repeats).items()}
 
-    def measured(case: tuple[str, str], kind: str) -> Measured:
-        steps = times[case, kind, "step"]
-        computing = median(times.get((case, kind, "computing"), steps))
-        wire = median(times.get((case, kind, "wire"), [0.0]))
-        return Measured(steps, computing, wire, *watched[case][kind], flops[contenders[case].num_ranks])
+    def measured(entry: Entry, kind: str) -> Measured:
+        steps = times[entry, kind, "step"]
+        computing = median(times.get((entry, kind, "computing"), steps))
+        wire = median(times.get((entry, kind, "wire"), [0.0]))
+        return Measured(steps, computing, wire, *watched[entry][kind], flops[contenders[entry].num_ranks])
 
-    return {case: {kind: measured(case, kind) for kind in kinds} for case in cases}
+    return {entry: {kind: measured(entry, kind) for kind in kinds} for entry in entries}
 
 
 def _attention_calls(attend: ContextAttention, kind: str, work: Workload, device: torch.device) -> Callable[[], None]:

@@ -3,8 +3,8 @@
     flashspan bench study eager      # batch 8, one head: eager and compiled, 100 forward and 100 backward passes
     flashspan bench study flash      # batch 1, causal, bfloat16 and float32: ours and plain, with do_bench
 
-A shape that does not fit is recorded as such, with the bytes that plain attention would need beside it. Ours and plain
-take turns, so that whatever else the machine does hits both alike; eager and compiled do not.
+A shape that does not fit is recorded as such, with the bytes that plain attention would need beside it. Eager and
+compiled, and ours and plain, take turns, so that whatever else the machine does hits both alike.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ HEAD_DIMS = (16, 32, 64, 128)
 EAGER_LENGTHS = (256, 1024, 4096, 8192, 16384)
 FLASH_LENGTHS = tuple(2**power for power in range(7, 17))
 BATCH = 8
+EAGER_IMPLS = ("eager", "compiled")
+EAGER_KINDS = ("forward", "backward")
 FLASH_IMPLS = ("flashspan", "pytorch")
 
 K = TypeVar("K")
@@ -49,34 +51,35 @@ def footprint(batch: int, tokens: int, head_dim: int, itemsize: int) -> float:
     return itemsize * batch * (4.0 * tokens**2 + 8.0 * tokens * head_dim)
 
 
-def eager_rows(tokens: int, head_dim: int, compiled: bool, repeats: int, device: torch.device) -> list[Row]:
-    """Forward and backward of plain attention, synchronised each time, and the memory in use before backward."""
-    call: Callable[..., Tensor] = plain
-    if compiled:
+def eager_rows(tokens: int, head_dim: int, impls: Sequence[str], repeats: int, device: torch.device) -> list[Row]:
+    """Forward and backward of plain attention, eager and compiled in turns, synchronised each time, and the memory in
+    use before backward."""
+    calls: dict[str, Callable[..., Tensor]] = dict.fromkeys(impls, plain)
+    if "compiled" in impls:
         torch._dynamo.reset()
-        call = torch.compile(plain)
+        calls["compiled"] = torch.compile(plain)
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(BATCH, tokens, head_dim, device=device) for _ in range(4))
     for x in (q, k, v):
         x.requires_grad_()
-    for _ in range(3 if repeats >= 10 else 1):
-        call(q, k, v).backward(dout)
-    times: dict[str, list[float]] = {"forward": [], "backward": []}
-    before = 0.0
-    for _ in range(repeats):
-        milliseconds, out = timed(lambda: call(q, k, v), device)
-        times["forward"].append(milliseconds)
-        if device.type == "cuda":
-            before = max(before, torch.cuda.memory_allocated(device))
-        else:
-            before = _saved_bytes(q, k, v, dout, out)
-        times["backward"].append(timed(partial(out.backward, dout), device)[0])
-        del out
+
+    def turn(call: Callable[..., Tensor]) -> tuple[float, float, float]:
+        """Milliseconds of forward and of backward, and bytes between them: when it is over, nothing of it is left."""
+        forward, out = timed(partial(call, q, k, v), device)
+        held = torch.cuda.memory_allocated(device) if device.type == "cuda" else _saved_bytes(q, k, v, dout, out)
+        backward, _ = timed(partial(out.backward, dout), device)
         q.grad = k.grad = v.grad = None
-    return [
-        _eager_row(tokens, head_dim, compiled, kind, device, samples, repeats=repeats, before_mib=before / 2**20)
-        for kind, samples in times.items()
-    ]
+        return forward, backward, held
+
+    turns = {impl: partial(turn, call) for impl, call in calls.items()}
+    in_turns(turns, 3 if repeats >= 10 else 1)  # to warm up
+    rows = []
+    for impl, found in in_turns(turns, repeats).items():
+        *times, held = zip(*found, strict=True)
+        more = {"repeats": repeats, "before_mib": max(held) / 2**20}
+        for kind, samples in zip(EAGER_KINDS, times, strict=True):
+            rows.append(_eager_row(tokens, head_dim, impl, kind, device, samples, **more))
+    return rows
 
 
 def _saved_bytes(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor) -> float:
@@ -87,7 +90,7 @@ def _saved_bytes(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor) -> 
 def _eager_row(
     tokens: int,
     head_dim: int,
-    compiled: bool,
+    impl: str,
     kind: str,
     device: torch.device,
     samples: Sequence[float] = (),
@@ -97,7 +100,7 @@ def _eager_row(
     needed = footprint(BATCH, tokens, head_dim, 4) / 2**20
     return record.row(
         record.environment(device), what="study eager", shape=f"{BATCH}x{tokens}x{head_dim}",
-        impl="compiled" if compiled else "eager", kind=kind, dtype="float32", samples_ms=samples, tflop=work,
+        impl=impl, kind=kind, dtype="float32", samples_ms=samples, tflop=work,
         peak_mib=more.get("before_mib", math.nan),
         more={"tokens": tokens, "head_dim": head_dim, "footprint_mib": needed, **more},
     )  # fmt: skip
@@ -170,11 +173,7 @@ def jobs(
     """The measurements of a study."""
     shapes = [(tokens, head_dim) for head_dim in head_dims for tokens in lengths]
     if which == "eager":
-        return [
-            _eager_job(*shape, compiled, repeats, device, tuple(head_dims))
-            for shape in shapes
-            for compiled in (False, True)
-        ]
+        return [_eager_job(*shape, repeats, device, tuple(head_dims), EAGER_IMPLS) for shape in shapes]
     return [
         _flash_job(*shape, dtype, device, (min(lengths), max(lengths)), FLASH_IMPLS)
         for shape in shapes
@@ -183,27 +182,37 @@ def jobs(
 
 
 def _eager_job(
-    tokens: int, head_dim: int, compiled: bool, repeats: int, device: torch.device, head_dims: tuple[int, ...]
+    tokens: int, head_dim: int, repeats: int, device: torch.device, head_dims: tuple[int, ...], impls: Sequence[str]
 ) -> sweep.Job:
-    kinds = ("forward", "backward")
-    expected = tuple(_eager_row(tokens, head_dim, compiled, kind, device, repeats=repeats) for kind in kinds)
-    ready = partial(compile_plain, tokens, head_dims, device) if compiled else None
-    return sweep.Job(expected, partial(eager_rows, tokens, head_dim, compiled, repeats, device), ready)
+    expected = tuple(
+        _eager_row(tokens, head_dim, impl, kind, device, repeats=repeats) for impl in impls for kind in EAGER_KINDS
+    )
+    ready = partial(compile_plain, tokens, head_dims, device) if "compiled" in impls else None
+    some = partial(_eager_job, tokens, head_dim, repeats, device, head_dims)
+    return _job_of_turns(expected, partial(eager_rows, tokens, head_dim, impls, repeats, device), ready, some)
 
 
 def _flash_job(
     tokens: int, head_dim: int, dtype: str, device: torch.device, lengths: tuple[int, int], impls: Sequence[str]
 ) -> sweep.Job:
-    """Implementations that take turns. If they fail, each by itself: what one cannot do must not cost the other."""
     kinds = ("forward", "backward", "both")
     expected = tuple(_flash_row(tokens, head_dim, dtype, impl, kind, device) for impl in impls for kind in kinds)
     ready = partial(compile_ours, lengths, head_dim, dtype, device) if "flashspan" in impls else None
     some = partial(_flash_job, tokens, head_dim, dtype, device, lengths)
-    measure = partial(_flash_measure, partial(flash_rows, tokens, head_dim, dtype, impls, device), some, impls)
-    return sweep.Job(expected, measure, ready, part=partial(_flash_part, some))
+    return _job_of_turns(expected, partial(flash_rows, tokens, head_dim, dtype, impls, device), ready, some)
 
 
-def _flash_measure(
+def _job_of_turns(
+    expected: tuple[Row, ...],
+    together: Callable[[], list[Row]],
+    ready: partial[None] | None,
+    some: Callable[[Sequence[str]], sweep.Job],
+) -> sweep.Job:
+    """Implementations that take turns. If they fail, each by itself: what one cannot do must not cost the other."""
+    return sweep.Job(expected, partial(_measure, together, some, _impls(expected)), ready, part=partial(_part, some))
+
+
+def _measure(
     together: Callable[[], list[Row]], some: Callable[[Sequence[str]], sweep.Job], impls: Sequence[str]
 ) -> list[Row]:
     try:
@@ -215,8 +224,12 @@ def _flash_measure(
     return [row for impl in impls for row in sweep.attempt_here(some((impl,)))]
 
 
-def _flash_part(some: Callable[[Sequence[str]], sweep.Job], rows: Sequence[Row]) -> sweep.Job:
-    return some(tuple(dict.fromkeys(row.impl for row in rows)))
+def _part(some: Callable[[Sequence[str]], sweep.Job], rows: Sequence[Row]) -> sweep.Job:
+    return some(_impls(rows))
+
+
+def _impls(rows: Sequence[Row]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(row.impl for row in rows))
 
 
 def compile_plain(tokens: int, head_dims: tuple[int, ...], device: torch.device) -> None:
@@ -226,7 +239,7 @@ def compile_plain(tokens: int, head_dims: tuple[int, ...], device: torch.device)
     # Which of its kernels is fastest the compiler finds out again where it is measured: here others use the device.
     with config.patch(autotune_local_cache=False):
         for head_dim in head_dims:
-            eager_rows(tokens, head_dim, True, 1, device)
+            eager_rows(tokens, head_dim, ("compiled",), 1, device)
 
 
 def compile_ours(lengths: tuple[int, ...], head_dim: int, dtype: str, device: torch.device) -> None:

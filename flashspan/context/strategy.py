@@ -85,7 +85,7 @@ def context_parallel(
     if strategy not in STRATEGIES:
         raise ValueError(f"unknown strategy {strategy!r}; choose one of {', '.join(STRATEGIES)}")
     schedule = {"hybrid": across, "ulysses": "ring"}.get(strategy, strategy)
-    if strategy == "hybrid" and across not in GENERATORS:
+    if strategy == "hybrid" and (not isinstance(across, str) or across not in GENERATORS):
         raise ValueError(f"hybrid works across rows with one of {', '.join(GENERATORS)}: got across={across!r}")
     if (sizes is not None) != (schedule == "double_ring"):
         raise ValueError(

@@ -44,14 +44,22 @@ def share_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> list[Share
     return shares
 
 
+def bytes_per_token(shares: Sequence[Share], head_dim: int, itemsize: int) -> tuple[float, float]:
+    """Bytes that all ranks together send for each of their tokens, forward and backward, if each has as many of them.
+
+    With U ranks and K' kv heads, replicas counted: forward (U - 1) / U * ((2 H + 2 K') D E + 4 H), backward
+    (U - 1) / U * (2 H D E + 4 H + 2 K' D E'), where E' is that of float32 if replicas are summed, else E = itemsize.
+    """
+    num_heads, kv, exact = shares[-1].q.stop, [kv for share in shares for kv in share.kv], max(4, itemsize)
+    queries, keys = 2 * num_heads * head_dim * itemsize + num_heads * exact, 2 * len(kv) * head_dim
+    summed = exact if len(kv) > len(set(kv)) else itemsize
+    elsewhere = (len(shares) - 1) / len(shares)
+    return elsewhere * (queries + keys * itemsize), elsewhere * (queries + keys * summed)
+
+
 @dataclass(frozen=True, eq=False)
 class Ulysses:
-    """A core around another: `row` places the group's tokens on its ranks, `inner` attends with all of them.
-
-    Bytes sent by all ranks of a group of U with T tokens, heads shared evenly, E = itemsize: forward
-    T B (U - 1) / U * ((2 H + 2 K') D E + 4 H), where K' counts kv heads with their replicas; backward
-    T B (U - 1) / U * (2 H D E + 4 H + 2 K' D E'), E' = 4 where replicas are summed, else E.
-    """
+    """A core around another: `row` places the group's tokens on its ranks, `inner` attends with all of them."""
 
     inner: Core
     wire: Wire

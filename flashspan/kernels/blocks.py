@@ -222,8 +222,7 @@ class Blocks:
 
         '#' everything visible, '+' something, '.' nothing.
         """
-        if width < 1:
-            raise ValueError(f"a picture is 1 or more characters wide: got {width}")
+        (width,) = check_whole(1, width=width)
         kinds = self.kinds()[0, 0].cpu()
         step = max(1, -(-max(kinds.shape) // width))
         lines = []

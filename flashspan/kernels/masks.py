@@ -48,9 +48,10 @@ class Band:
         for name, bound in (("lo", self.lo), ("hi", self.hi)):
             if bound is None or type(bound) is int:
                 continue
-            if isinstance(bound, bool) or not hasattr(bound, "__index__"):
+            number = whole_number(bound)
+            if number is None:
                 raise ValueError(f"a band's bounds are whole numbers or None: got {name}={bound!r}")
-            object.__setattr__(self, name, operator.index(bound))  # NumPy's integers, for instance
+            object.__setattr__(self, name, number)
 
     def bounds(self, num_queries: int, num_keys: int) -> tuple[int, int]:
         """(lo, hi) as plain integers that mean the same on this many queries and keys."""
@@ -283,15 +284,22 @@ def made_once(kept: dict[object, Made], key: object, make: Callable[[], Made]) -
     return kept[key]
 
 
+def whole_number(value: Any) -> int | None:
+    """It as a plain integer, from NumPy's or a tensor of one for instance; None if it is no whole number."""
+    if type(value) is int:
+        return value
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:  # a tensor of two has __index__ too
+        return None
+
+
 def check_whole(least: int | None = 0, **values: Any) -> list[int]:
     """These as plain integers; refuse what is no whole number, or less than the least."""
     found = []
     for name, value in values.items():
-        try:
-            number = value if type(value) is int else operator.index(value)  # NumPy's integers, for instance
-        except TypeError:
-            number = None
-        if number is None or isinstance(value, bool) or (least is not None and number < least):
+        number = whole_number(value)
+        if number is None or (least is not None and number < least):
             limit = "" if least is None else f", {least} or more"
             raise ValueError(f"{name} is a whole number{limit}: got {value!r}")
         found.append(number)

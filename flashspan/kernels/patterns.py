@@ -9,6 +9,7 @@ Pictures of them all are in docs/sparse.md.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -157,7 +158,7 @@ def random_blocks(
     (num_tokens,) = check_whole(num_tokens=num_tokens)
     size, num_heads = check_whole(1, size=size, num_heads=num_heads)
     (seed,) = check_whole(None, seed=seed)
-    if not 0.0 < share <= 1.0 or not -(2**63) <= seed < 2**64:
+    if not isinstance(share, (float, Real)) or not 0.0 < share <= 1.0 or not -(2**63) <= seed < 2**64:
         raise ValueError(f"random_blocks takes 0 < share <= 1 and a seed of 64 bits: got {share=}, {seed=}")
     num = -(-num_tokens // size)
     scores = torch.rand(num_heads, num, num, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
@@ -195,11 +196,13 @@ def top_blocks(q: Tensor, k: Tensor, keep: int, *, causal: bool = False, block: 
         raise ValueError(f"top_blocks chooses square blocks: got block={block!r}; use block=64 or block=128")
     block = edges[0]
     (keep,) = check_whole(1, keep=keep)
-    fits = q.dim() == k.dim() == 4 and (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3])
+    shapes = [tuple(x.shape) if isinstance(x, Tensor) else () for x in (q, k)]
+    fits = all(len(shape) == 4 for shape in shapes) and shapes[0][::3] == shapes[1][::3]
     if not fits or not k.shape[1] or q.shape[1] % k.shape[1]:
+        got = [shape or type(x).__name__ for shape, x in zip(shapes, (q, k), strict=True)]
         raise ValueError(
-            f"top_blocks chooses by q [B, H, T, D] and k [B, K, S, D] with K dividing H: "
-            f"got q {tuple(q.shape)}, k {tuple(k.shape)}"
+            f"top_blocks chooses by tensors q [B, H, T, D] and k [B, K, S, D] with K dividing H: "
+            f"got q {got[0]}, k {got[1]}"
         )
     means = [_block_means(x.detach(), block) for x in (q, k)]
     scores = means[0] @ means[1].repeat_interleave(q.shape[1] // k.shape[1], 1).mT

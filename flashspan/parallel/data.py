@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from numbers import Real
 from typing import Any, Literal, get_args
 
 import torch
@@ -75,9 +76,9 @@ class DataParallel(nn.Module):
             raise ValueError(f"mode must be one of {', '.join(get_args(Mode))}: got {mode!r}")
         if op not in ("mean", "sum"):
             raise ValueError(f'op must be "mean" or "sum": got {op!r}')
-        if not bucket_mb > 0:
+        if not isinstance(bucket_mb, (float, Real)) or not bucket_mb > 0:
             raise ValueError(
-                f'bucket_mb must be positive: got {bucket_mb}; mode="overlapped" is one bucket per parameter'
+                f'bucket_mb must be a positive number: got {bucket_mb!r}; mode="overlapped" is one bucket per parameter'
             )
         self.module, self.mode, self.op = module, mode, op
         self.traffic = Traffic()

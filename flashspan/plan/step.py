@@ -9,6 +9,7 @@ from flashspan.context.generators import GENERATORS
 from flashspan.context.layout import place
 from flashspan.context.schedule import Schedule, Shape, reverse
 from flashspan.context.survey import Survey
+from flashspan.context.ulysses import bytes_per_token, share_heads
 from flashspan.kernels.masks import CAUSAL
 from flashspan.model import LlamaConfig
 
@@ -64,20 +65,24 @@ def _attention_time(run: Run, samples: float, mixture: Mixture, cluster: Cluster
     model, num = run.model, mixture.context
     heads = max(1, model.num_heads // mixture.tensor)
     kv_heads = max(1, model.num_kv_heads // mixture.tensor)
-    exchange = 0.0
+    exchanges = (0.0, 0.0)  # forward and backward
     strategy, layout = mixture.strategy, mixture.layout
     if strategy == "ulysses" and num > 1:
         # Each rank computes its heads of the whole sequence; q, k, v go there and out comes back.
-        local = samples * run.tokens / num * model.head_dim * run.itemsize
-        link = cluster.slowest(num, mixture.tensor)
-        exchange = 2 * link.latency * num + 2 * local * (heads + kv_heads) * (num - 1) / num / link.bandwidth
-        heads, kv_heads, num = max(1, heads // num), max(1, kv_heads // num), 1
+        shares, link = share_heads(heads, kv_heads, num), cluster.slowest(num, mixture.tensor)
+        there, back = (
+            2 * link.latency * num + samples * run.tokens / num * sent / link.bandwidth
+            for sent in bytes_per_token(shares, model.head_dim, run.itemsize)
+        )
+        exchanges = (there, back)
+        busiest = max(shares, key=lambda share: len(share.q))
+        heads, kv_heads, num = len(busiest.q), len(busiest.kv), 1
         strategy, layout = "ring", "contiguous"
     shape = Shape(1, heads, kv_heads, model.head_dim, run.itemsize)
     surveyed = min(run.tokens, SURVEYED * num)
     inner = max(1, min(num, cluster.per_node // mixture.tensor))
     found = []
-    for schedule in schedules(strategy, layout, surveyed, num, inner):
+    for schedule, exchange in zip(schedules(strategy, layout, surveyed, num, inner), exchanges, strict=True):
         one = simulate(schedule, shape, cluster, stride=mixture.tensor, scale=run.tokens / surveyed, num_batch=samples)
         found.append(one.delayed(exchange))
     return found[0], found[1]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from flashspan.bench import collectives, context, context_rank, model, record, study, sweep, tables
@@ -62,7 +63,8 @@ def test_other_settings_are_measured_again(pool: Pool, tmp_path: Path) -> None:
         return [collectives.job(where, "broadcast", (64, 128), 2, repeats, pool)]
 
     def studies(repeats: int) -> list[sweep.Job]:
-        return study.jobs("eager", (16,), (16,), place, repeats)[:1]  # the other one compiles
+        [both] = study.jobs("eager", (16,), (16,), place, repeats)
+        return [both.part(both.expected[:2])]  # the other one compiles
 
     for jobs in (contexts, primitives, studies):
         path = tmp_path / f"{jobs.__name__}.jsonl"
@@ -86,13 +88,16 @@ def test_what_is_compared_takes_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(context_rank, "timed", lambda call, *_, **__: (float(next(clock)), call()))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        cases = ((ALONE, ""), ("ring", "zigzag"))
-        found = context_rank.run_on_rank(Workload(32, 1, 4, 2, 16, "float32"), cases, KINDS[:1], 3, "cpu")
+        work, shorter = (Workload(32, 1, 4, 2, tokens, "float32") for tokens in (16, 8))
+        entries = ((work, (ALONE, "")), (work, ("ring", "zigzag")), (shorter, (ALONE, "")))
+        found = context_rank.run_on_rank(entries, KINDS[:1], 3, "cpu")
     finally:
         dist.destroy_process_group()
-    alone, ring = (found[case]["forward"] for case in cases)
-    assert (alone.steps, alone.computing, alone.wire) == ([1.0, 5.0, 9.0], 5.0, 0.0)
-    assert (ring.steps, ring.computing, ring.wire) == ([2.0, 6.0, 10.0], 7.0, 8.0)
+    alone, ring, weak = (found[entry]["forward"] for entry in entries)
+    assert (alone.steps, alone.computing, alone.wire) == ([1.0, 6.0, 11.0], 6.0, 0.0)
+    assert (ring.steps, ring.computing, ring.wire) == ([2.0, 7.0, 12.0], 8.0, 9.0)
+    assert weak.steps == [5.0, 10.0, 15.0]
+    assert weak.peak_mib < alone.peak_mib
 
 
 class Picky(Pool):
@@ -103,11 +108,27 @@ class Picky(Pool):
         return self
 
     def run(self, *asked: Any, **_: float) -> Any:
-        _, _, cases, kinds, *_ = asked
-        if ("ring", "spiral") in cases:
+        _, entries, kinds, *_ = asked
+        if ("ring", "spiral") in [case for _, case in entries]:
             raise RankError("rank 0: ValueError: no layout is called spiral")
         answer = dict.fromkeys(kinds, context_rank.Measured([2.0], 1.0, 1.0, 1.0, 1.0, 0.5, 1e9))
-        return [dict.fromkeys(cases, answer)] * self.num
+        return [dict.fromkeys(entries, answer)] * self.num
+
+
+def test_one_device_takes_turns_with_the_most_ranks_whole_and_for_weak_scaling(tmp_path: Path) -> None:
+    work, path = Workload(32, 1, 4, 2, 64, "float32"), tmp_path / "context.jsonl"
+    jobs = context.jobs_of(work, [("ring", "zigzag")], (1, 2, 4), 1, Picky("cpu"))
+    ring, rows = "ring zigzag", [job.measure() for job in jobs]
+    found = [{(row.impl, row.more["tokens"]): row.more["scaling"] for row in measured} for measured in rows]
+    assert found == [
+        {(ALONE, 64): "strong", (ring, 64): "strong", (ALONE, 16): "weak"},
+        {(ring, 64): "strong", (ring, 32): "weak"},
+    ]
+    record.append(rows[0][:4], path)  # cut short: one device with fewer tokens is left, and is not the other one
+    left = sweep.left(jobs[:1], path)
+    assert [{(row.impl, row.shape) for row in job.expected} for job in left] == [
+        {(ALONE, "1x32, 4/2 heads, 16 tokens")}
+    ]
 
 
 def test_one_that_fails_does_not_cost_those_it_takes_turns_with(tmp_path: Path) -> None:
@@ -143,16 +164,41 @@ def test_a_model_is_timed_phase_by_phase(tmp_path: Path) -> None:
 
 def test_studies_know_what_plain_attention_needs(tmp_path: Path) -> None:
     place = record.find_device("cpu")
-    plain = study.eager_rows(32, 16, False, 2, place)
+    plain = study.eager_rows(32, 16, ["eager"], 2, place)
     assert {row.kind for row in plain} == {"forward", "backward"}
     assert all(row.p50_ms > 0 and row.peak_mib > 0 for row in plain)
     ours = study.flash_rows(33, 16, "bfloat16", ["flashspan"], place)
     assert {row.kind for row in ours} == {"forward", "backward", "both"}
     assert study.footprint(8, 16384, 64, 4) == 4 * 8 * (4 * 16384**2 + 8 * 16384 * 64)
     assert len(study.jobs("flash", study.FLASH_LENGTHS, study.HEAD_DIMS, place, 1)) == 10 * 4 * 2
-    assert len(study.jobs("eager", study.EAGER_LENGTHS, study.HEAD_DIMS, place, 1)) == 5 * 4 * 2
+    assert len(study.jobs("eager", study.EAGER_LENGTHS, study.HEAD_DIMS, place, 1)) == 5 * 4
     assert study.table(plain).cells
     assert study.memory_table(plain).cells == (("8x32x16", tables.show(plain[1].peak_mib)),)
+
+
+def test_eager_and_compiled_take_turns_and_do_not_cost_each_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    clock = iter(range(1, 100))
+    monkeypatch.setattr(study, "timed", lambda call, *_: (float(next(clock)), call()))
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    [job] = study.jobs("eager", (16,), (16,), record.find_device("cpu"), 3)
+    found = {(row.impl, row.kind): row.p50_ms for row in job.measure()}
+    # A turn of each to warm up, then three: 5 to 8, 9 to 12, 13 to 16.
+    assert found == {
+        ("eager", "forward"): 9.0,
+        ("eager", "backward"): 10.0,
+        ("compiled", "forward"): 11.0,
+        ("compiled", "backward"): 12.0,
+    }
+
+    def does_not_fit(_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(torch, "compile", does_not_fit)
+    outcome = sweep.run([job], tmp_path / "study.jsonl")
+    assert {(row.impl, row.status) for row in outcome.rows} == {("eager", "ok"), ("compiled", record.OUT_OF_MEMORY)}
+    assert {row.impl for row in job.part(job.expected[:2]).expected} == {"eager"}
 
 
 def test_ours_and_plain_attention_take_turns_and_do_not_cost_each_other(

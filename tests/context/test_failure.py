@@ -420,8 +420,11 @@ def test_bad_arguments_are_refused() -> None:
     for seconds in (0.0, -1.0, math.nan, math.inf, "9", None):
         with pytest.raises(ValueError, match="a number of seconds above 0"):
             context_parallel(None, timeout=seconds)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="hybrid works across rows with one of"):
-        context_parallel(None, strategy="hybrid", across="ulysses")
+    for across in ("ulysses", ["ring"], None):
+        with pytest.raises(
+            ValueError, match=re.escape(f"one of ring, double_ring, gather, helper: got across={across!r}")
+        ):
+            context_parallel(None, strategy="hybrid", across=across)  # type: ignore[arg-type]
 
 
 def test_without_a_group_it_is_one_rank() -> None:

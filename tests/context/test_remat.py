@@ -18,6 +18,10 @@ from flashspan.context.schedule import Shape, bytes_sent, reverse
 from flashspan.context.strategy import ContextAttention
 from flashspan.context.survey import Survey
 from flashspan.kernels.masks import CAUSAL
+from flashspan.model import LlamaConfig
+from flashspan.plan import Mixture, Run
+from flashspan.plan.devices import DEVICES, Cluster, Link
+from flashspan.plan.step import attention_time
 from tests.context.cases import Case, attention_of
 
 OnRanks = Callable[..., list[Any]]
@@ -107,11 +111,18 @@ def ulysses_bytes(kv_heads: int, dtype: torch.dtype) -> tuple[int, int] | None:
 
 @pytest.mark.parametrize(("kv_heads", "replicas"), [(8, 8), (4, 4), (2, 4), (1, 4)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_ulysses_sends_what_its_docstring_says(
+def test_ulysses_sends_what_is_said_and_planned(
     on_ranks: OnRanks, kv_heads: int, replicas: int, dtype: torch.dtype
 ) -> None:
     answers = on_ranks(ulysses_bytes, kv_heads, dtype)[4:]
+    sent = [sum(there_or_back) for there_or_back in zip(*answers, strict=True)]
     E, rows = dtype.itemsize, T * 2 * 3 // 4  # T B (U - 1) / U
     summed = 4 if replicas > kv_heads else E
-    assert sum(forward for forward, _ in answers) == rows * ((2 * 8 + 2 * replicas) * D * E + 4 * 8)
-    assert sum(backward for _, backward in answers) == rows * (2 * 8 * D * E + 4 * 8 + 2 * replicas * D * summed)
+    assert sent[0] == rows * ((2 * 8 + 2 * replicas) * D * E + 4 * 8)
+    assert sent[1] == rows * (2 * 8 * D * E + 4 * 8 + 2 * replicas * D * summed)
+    # The planner's ranks wait for the wire alone, here a byte a second.
+    run = Run(LlamaConfig(64, 8 * D, 1, 8, kv_heads, 64), batch=2, tokens=T, precision=str(dtype).split(".")[1])
+    wire = Link("slow", latency=0.0, bandwidth=1.0)
+    cluster = Cluster(DEVICES["H100"], 4, 4, wire, wire)
+    planned = attention_time(run, Mixture(context=4, strategy="ulysses", layout="contiguous"), cluster)
+    assert [4 * max(one.waiting) for one in planned] == pytest.approx(sent)

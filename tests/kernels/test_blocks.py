@@ -544,6 +544,10 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     "no block kept": (lambda: masks.top_blocks(q4, q4, 0), "keep is .* 1 or more: got 0"),
     "half a block kept": (lambda: masks.top_blocks(q4, q4, 1.5), "keep is a whole number.*got 1.5"),  # type: ignore[arg-type]
     "half a key": (lambda: masks.dilated(1.5, 1, 8), "width is a whole number.*got 1.5"),  # type: ignore[arg-type]
+    "a share that is a word": (lambda: masks.random_blocks(8, "x"), "0 < share <= 1.*share='x'"),  # type: ignore[arg-type]
+    "a share for each head": (lambda: masks.random_blocks(8, SQUARE), "0 < share <= 1.*share=tensor"),  # type: ignore[arg-type]
+    "blocks chosen by a list": (lambda: masks.top_blocks(q4, [1], 1), r"q \(1, 4, 8, 16\), k list"),  # type: ignore[arg-type]
+    "a bound for each query": (lambda: masks.causal(torch.arange(2)), r"whole numbers or None: got hi=tensor"),  # type: ignore[arg-type]
     "a seed too long": (lambda: masks.random_blocks(8, 0.5, seed=2**70), "a seed of 64 bits.*seed=1180"),
     "a block size with a point": (lambda: Blocks.of(CAUSAL, 8, 8, block=128.0), r"block=128\.0"),  # type: ignore[arg-type]
     "squares of nothing": (
@@ -592,7 +596,8 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     "a slice before the start": (lambda: PER_HEAD.slice(range(8), range(-2, 3)), r"0 to 7: got range\(-2, 3\)"),
     "rows sliced past the end": (lambda: masks.documents([4, 4]).slice(range(8), range(9)), "0 to 7: got"),
     "a slice by a tensor": (lambda: PER_HEAD.slice(q4, range(8)), "by a range"),  # type: ignore[arg-type]
-    "no picture": (lambda: PER_HEAD.draw(0), "1 or more characters wide: got 0"),
+    "no picture": (lambda: PER_HEAD.draw(0), "width is a whole number, 1 or more: got 0"),
+    "a picture as wide as a word": (lambda: PER_HEAD.draw("x"), "width is a whole number, 1 or more: got 'x'"),  # type: ignore[arg-type]
     "bands of no length": (lambda: Band(0, 1) | Band(5, 6), "before they are known"),
     "the fused CPU kernel": (
         lambda: attention(q4, q4, q4, mask=masks.streaming(1, 2, 8), backend="cpu"),

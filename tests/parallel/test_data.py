@@ -378,7 +378,8 @@ def test_a_failure_is_named_on_every_rank(on_ranks, kind: str) -> None:
 def test_bad_arguments_are_named() -> None:
     arguments: list[tuple[dict[str, Any], str]] = [
         ({"mode": "bucket"}, "naive, flat, overlapped, bucketed"),
-        ({"bucket_mb": 0}, "must be positive"),
+        ({"bucket_mb": 0}, "must be a positive number: got 0"),
+        ({"bucket_mb": "x"}, "must be a positive number: got 'x'"),
         ({"op": "max"}, '"mean" or "sum"'),
     ]
     for kwargs, says in arguments:
