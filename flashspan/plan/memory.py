@@ -115,9 +115,10 @@ def ledger(run: Run, mixture: Mixture) -> Ledger:
     tokens = run.batch * run.tokens / gradient_ranks
     layer_parameters = (model.num_matrix_parameters - model.vocab_size * model.width) / model.num_layers / tensor
 
-    per_layer = activations_per_token(run, tensor)
+    kv_heads = kept_kv_heads(run, mixture)
+    per_layer = activations_per_token(run, tensor, kv_heads)
     residual = 0.0 if mixture.offload else float(big * model.width)
-    attention = small * model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads) / tensor
+    attention = small * model.head_dim * (2 * model.num_heads + 2 * kv_heads) / tensor
     attention += 4.0 * model.num_heads / tensor
     kept = {
         "none": per_layer,
@@ -143,10 +144,16 @@ def ledger(run: Run, mixture: Mixture) -> Ledger:
     return Ledger(held, held, moments, activations, casts, buffers(run, mixture), logits, gathered)
 
 
-def activations_per_token(run: Run, tensor: int = 1) -> float:
-    """Bytes one layer keeps for backward, per token."""
+def kept_kv_heads(run: Run, mixture: Mixture) -> int:
+    """Key heads kept for backward, per token: ulysses gives each rank one at least, so some are kept several times."""
+    split = mixture.tensor * mixture.context if mixture.strategy == "ulysses" else 1
+    return max(run.model.num_kv_heads, split)
+
+
+def activations_per_token(run: Run, tensor: int, kv_heads: int) -> float:
+    """Bytes one layer keeps for backward, per token, with so many key heads."""
     model, small = run.model, run.itemsize
-    queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    queries, keys = model.num_heads * model.head_dim, kv_heads * model.head_dim
     # Each of two norms keeps its input (and, unfused, that input normalised) and a scale.
     norms = 2 * (float(run.wide) * model.width * (1 if run.fused_norms else 2) + 4)
     # What enters the products: cast by each of them apart under autocast (q, k, v; gate, up), else once per norm.
@@ -170,7 +177,7 @@ def buffers(run: Run, mixture: Mixture) -> float:
         return 0.0
     model, small = run.model, run.itemsize
     tokens = run.batch / mixture.num_batch * run.tokens / mixture.context
-    kv = 2 * tokens * model.num_kv_heads / mixture.tensor * model.head_dim
+    kv = 2 * tokens * kept_kv_heads(run, mixture) / mixture.tensor * model.head_dim
     q = tokens * model.num_heads / mixture.tensor * model.head_dim
     if mixture.strategy == "gather":
         return (mixture.context - 1) * kv * (small + 4)

@@ -273,6 +273,19 @@ def test_the_fit_of_a_wire_is_the_wire() -> None:
     assert link.bandwidth == pytest.approx(2e9)
 
 
+def test_ulysses_keeps_a_key_head_on_every_rank() -> None:
+    model = preset("llama-3-8b")  # 32 heads on 8
+    run = Run(model, 1, 2**17)
+    held = {
+        (num, strategy): ledger(run, Mixture(context=num, strategy=strategy)).activations
+        for num in (8, 32)
+        for strategy in ("ring", "ulysses")
+    }
+    assert held[8, "ulysses"] == held[8, "ring"]
+    more = model.num_layers * 2 * (32 - 8) * model.head_dim * 2  # bytes a token: k and v of 24 heads more
+    assert held[32, "ulysses"] - held[32, "ring"] == pytest.approx(2**17 / 32 * more)
+
+
 def test_recomputing_trades_time_for_memory() -> None:
     run, cluster = Run(preset("llama-3-8b"), 1, 16384), make_cluster("H200", 1)
     kinds = ("none", "attention", "full")
