@@ -50,7 +50,9 @@ def test_a_launch_wants_the_kernel_of_its_types_alignment_and_constants() -> Non
         (lambda x: x[:, :, :1], True),
         (lambda x: torch.zeros(512).half().as_strided((1, 8, 1, 64), (512, 64, 2**23, 1)), True),  # one row: no step
         (lambda x: x[..., 1:17], False),  # begins between 16 bytes
-        (lambda x: x[:1].expand(2, -1, -1, -1), False),  # no step at all
+        (lambda x: x[:1].expand(2, -1, -1, -1), True),  # one for all sequences
+        (lambda x: x[:, :1].expand(-1, 3, -1, -1), True),  # or all heads
+        (lambda x: x[:, :, :1].expand(-1, -1, 40, -1), False),  # one row for all: everybody would read it at a time
         (lambda x: x.transpose(2, 3), False),
     ],
 )
