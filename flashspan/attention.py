@@ -19,6 +19,7 @@ from flashspan.arguments import (
     check_inputs,
     check_unchanged,
     dense_rows,
+    device_type,
     draw_seed,
     mask_versions,
     resolve_mask,
@@ -340,5 +341,5 @@ _AS_IT_IS = nullcontext()
 
 def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """Sums inside an implementation are float32 and stay so."""
-    device = x.device.type
+    device = device_type(x)
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _AS_IT_IS
