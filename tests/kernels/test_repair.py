@@ -52,8 +52,13 @@ def ordinary(x: Inputs, mask: Mask, into: Carry, carry: bool) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("carry", [False, True])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "carry"),
+    [
+        *((name, True) for name in CASES),
+        *(pytest.param(name, False, marks=[pytest.mark.slow] if "parts" in name else []) for name in CASES),
+    ],
+)
 def test_flagged_rows_are_the_ordinary_kernel_s_and_others_stay(name: str, carry: bool) -> None:
     shape, mask = CASES[name]
     x = make_inputs(shape, seed=1)

@@ -34,8 +34,18 @@ def losses(config: TrainConfig, scale: float | None = None) -> tuple[list[float]
     return curve, trainer.scale, {param.dtype for param in trainer.parts.names}
 
 
-@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
-@pytest.mark.parametrize("options", [["--parallel.context=2"], ["--parallel.shard=2", "--parallel.context=1"]])
+SHARDED = ["--parallel.shard=2", "--parallel.context=1"]
+
+
+@pytest.mark.parametrize(
+    ("precision", "options"),
+    [
+        ("bfloat16", ["--parallel.context=2"]),
+        ("float16", SHARDED),
+        pytest.param("bfloat16", SHARDED, marks=pytest.mark.slow),
+        pytest.param("float16", ["--parallel.context=2"], marks=pytest.mark.slow),
+    ],
+)
 def test_16_bit_products_follow_the_float32_curve(
     on_ranks: OnRanks, config_of: ConfigOf, precision: str, options: list[str]
 ) -> None:
