@@ -88,7 +88,7 @@ class Sizes:
 
 FULL = Sizes(preset("llama-3.2-1b"), {"train8k": 8192, "train32k": 32768})
 TINY = Sizes(
-    preset("tiny", width=64, ffn_width=192, num_layers=2, tie_embeddings=True), {"train8k": 32, "train32k": 96}, 24, 6
+    preset("tiny", width=32, ffn_width=64, num_layers=2, tie_embeddings=True), {"train8k": 32, "train32k": 96}, 24, 6
 )
 
 
