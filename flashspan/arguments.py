@@ -21,9 +21,8 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, scale: float | None = None) -> None:
     """One ValueError for anything attention cannot mean: the rule, the values, the remedy."""
-    tensors = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
-    if not tensors or not q.layout == k.layout == v.layout == torch.strided:
-        kinds = [x.layout if isinstance(x, Tensor) else type(x).__name__ for x in (q, k, v)]
+    kinds = [x.layout if isinstance(x, Tensor) else type(x).__name__ for x in (q, k, v)]
+    if kinds != [torch.strided] * 3:
         raise ValueError(
             f"q, k and v must be dense tensors: got {', '.join(map(str, kinds))}; use torch.as_tensor or .to_dense()"
         )
@@ -31,8 +30,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, scale: f
     def shapes() -> str:
         return f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
 
-    of_q, of_k = q.shape, k.shape
-    if not len(of_q) == len(of_k) == v.dim() == 4:
+    if not q.dim() == k.dim() == v.dim() == 4:
         raise ValueError(f"q, k and v must be [batch, heads, tokens, head size]: {shapes()}; unsqueeze what is missing")
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v must share a dtype: got {q.dtype}, {k.dtype}, {v.dtype}; cast with .to(q.dtype)")
@@ -43,9 +41,9 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, scale: f
         raise ValueError(
             f"q, k and v must be on one device: got {q.device}, {k.device}, {v.device}; move them with .to(q.device)"
         )
-    batch, heads, _, head_dim = of_q
-    kv_batch, kv_heads, _, kv_head_dim = of_k
-    if of_k != v.shape:
+    batch, heads, _, head_dim = q.shape
+    kv_batch, kv_heads, _, kv_head_dim = k.shape
+    if k.shape != v.shape:
         raise ValueError(f"k and v must have one shape: {shapes()}")
     if batch != kv_batch:
         raise ValueError(f"q and k must have the same batch: {shapes()}; expand the smaller one")
@@ -192,14 +190,9 @@ def dense_rows(x: Tensor) -> Tensor:
     return x[tuple(once)].contiguous().expand(x.shape)
 
 
-def device_type(x: Tensor) -> str:
-    """The name of its kind of device. PyTorch makes a new string at each asking: it takes longer than a check."""
-    return "cuda" if x.is_cuda else x.device.type
-
-
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under autocast, float32 tensors in its dtype."""
-    device = device_type(tensors[0]) if isinstance(tensors[0], Tensor) else "meta"
+    device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "meta"
     if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)

@@ -19,7 +19,6 @@ from flashspan.arguments import (
     check_inputs,
     check_unchanged,
     dense_rows,
-    device_type,
     draw_seed,
     mask_versions,
     resolve_mask,
@@ -341,5 +340,5 @@ _AS_IT_IS = nullcontext()
 
 def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """Sums inside an implementation are float32 and stay so."""
-    device = device_type(x)
+    device = x.device.type
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _AS_IT_IS

@@ -344,7 +344,7 @@ def test_tiles_of_a_full_mask_are_cut_into_parts(num_queries: int, num_keys: int
 
     q, k, v, dout = x = tensors(random.Random(head_dim), 1, 4, 2, num_queries, num_keys, head_dim)
     rows, sums = torch.zeros(4, -(-num_queries // 128) * 128, device="cuda"), [t.float() for t in (q, k, v)]
-    counter = new_counter(q)
+    counter = new_counter(q.device)
     launch = backward_launch(dout, q, k, v, rows, rows, EVERYTHING, 1.0, *sums, True, counter, counter)
     assert launch.constants["CUT"]
     assert launch.arguments[-1] > 1, "parts"

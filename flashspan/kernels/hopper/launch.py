@@ -55,13 +55,13 @@ def forward(
     B, H, T, D = q.shape
     if carry is None:
         out = q.new_empty_strided((B, H, T, D), (T * H * D, D, H * D, 1), dtype=out_dtype)
-        lse = q.new_empty(B, H, T, dtype=torch.float32)
+        lse = q.new_empty((B, H, T), dtype=torch.float32)
     else:
         out, lse = aligned(carry.out), carry.lse.float().contiguous()
-    bad = q.new_empty(B, H, -(-T // 64), dtype=torch.int32)
+    bad = lse.new_empty((B, H, -(-T // 64)), dtype=torch.int32)
     kind, numbers, tables = mask.to(q.device).pack()
-    with on(q):
-        tensors = (q, k, v, *tables, out, lse, bad, new_counter(q))
+    with on(q.device):
+        tensors = (q, k, v, *tables, out, lse, bad, new_counter(q.device))
         made = 4 if carry is None else 2
         done = replay(_forward_launches, tensors, made, kind, tuple(numbers), scale, carry is not None, out.dtype)
     if done:
@@ -97,7 +97,7 @@ def forward_launch(
     """What forward launches first, as data. `counter` is of `new_counter`'s making."""
     B, H, T, D = q.shape
     K, S = k.shape[1], k.shape[2]
-    counter = new_counter(q) if counter is None else counter
+    counter = new_counter(q.device) if counter is None else counter
     if isinstance(mask, Blocks):
         return lists_forward_launch(q, k, v, out, lse, bad, mask, scale, carry, counter)
     table, start, end, _, _, rows_stride, _, lo, hi, _ = mask_arguments(mask, T, S, bad)
@@ -215,9 +215,9 @@ def backward(
     summed = not (accumulate or two_passes)
     sums = q.new_empty((rows * block_dim(D) // 256, 256), dtype=torch.float32) if summed else dq
     kind, numbers, tables = mask.to(q.device).pack()
-    with on(q):
+    with on(q.device):
         given = (dout, q, k, v, lse.contiguous(), delta.contiguous(), dq, dk, dv, *tables)
-        tensors = (*given, minus_lse, minus_delta, sums, states, new_counter(q))
+        tensors = (*given, minus_lse, minus_delta, sums, states, new_counter(q.device))
         done = replay(_backward_launches, tensors, 5, kind, tuple(numbers), scale, accumulate, two_passes)
     if done:
         return

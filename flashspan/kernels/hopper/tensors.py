@@ -76,12 +76,12 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
-def new_counter(x: Tensor) -> Tensor:
-    """Zeros for a launch on x's device to count with. It leaves zeros behind, and launches of one stream follow one
-    another: each stream has its own."""
-    if not x.is_cuda or torch.cuda.is_current_stream_capturing():
-        return torch.zeros(4, dtype=torch.int32, device=x.device)  # a graph's own: it may run beside anything
-    return _zeros(x.device, driver.active.get_current_stream(x.get_device()))
+def new_counter(device: torch.device) -> Tensor:
+    """Zeros for a launch to count with. It leaves zeros behind, and launches of one stream follow one another: each
+    stream has its own."""
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(4, dtype=torch.int32, device=device)  # a graph's own: it may run beside anything
+    return _zeros(device, driver.active.get_current_stream(device.index))
 
 
 @cache

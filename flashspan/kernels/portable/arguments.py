@@ -144,11 +144,11 @@ def near(x: Tensor) -> Tensor:
     return x if x.stride(2) * 256 < 2**31 else x.contiguous()
 
 
-def on(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device; make it the tensor's own."""
-    if not x.is_cuda or x.get_device() == torch.cuda.current_device():
+def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device; make it the tensors' own."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
         return _HERE
-    return torch.cuda.device(x.device)
+    return torch.cuda.device(device)
 
 
 _HERE = contextlib.nullcontext()

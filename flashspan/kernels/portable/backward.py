@@ -178,7 +178,7 @@ def backward(
     """See contract.py."""
     dout, q, k, v = near(dout), near(q), near(k), near(v)
     lse, delta = lse.contiguous(), delta.contiguous()
-    with on(q):
+    with on(q.device):
         for launch in backward_launches(
             dout, q, k, v, lse, delta, mask, scale, dq, dk, dv, accumulate, dropout
         ).values():

@@ -34,7 +34,7 @@ def row_delta(dout: Tensor, out: Tensor) -> Tensor:
     """float32 [B, H, T]."""
     delta = out.new_empty(out.shape[:3], dtype=torch.float32)
     if out.numel():
-        with on(out):
+        with on(out.device):
             replay(_launches, (dout, out, delta), 1)
     return delta
 

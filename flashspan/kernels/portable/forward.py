@@ -141,7 +141,7 @@ def forward(
         lse = carry.lse.float().contiguous()
     if q.numel() == 0:
         return Carry(out, lse)
-    with on(q):
+    with on(q.device):
         forward_launch(q, k, v, out, lse, mask, scale, carry is not None, dropout)()
     return Carry(out, lse)
 

@@ -288,7 +288,7 @@ def map_dense(visible: Tensor, block: tuple[int, int]) -> tuple[Lists, Lists, Te
 
     None where two tiles have one hash. While it is made, it takes a quarter of the tensor's memory.
     """
-    with on(visible):
+    with on(visible.device):
         making = Making(visible, block)
         making.classify_launch()()
         making.settle_launch()()

@@ -61,7 +61,7 @@ def find_runs(visible: Tensor) -> tuple[Tensor, Tensor] | None:
     """start, end (tiling.py) of bool [B, T, S], none of them 0 long, of any strides."""
     start, end = (visible.new_empty(visible.shape[:2], dtype=torch.int32) for _ in range(2))
     found = visible.new_zeros(1, dtype=torch.int32)
-    with on(visible):
+    with on(visible.device):
         runs_launch(visible, start, end, found)()
         return None if found.item() else (start, end)
 

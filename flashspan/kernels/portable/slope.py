@@ -55,7 +55,7 @@ def slope_in_place(logits: Tensor, targets: Tensor, *, ignored: int) -> tuple[Te
     logits = logits.contiguous()
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     if logits.numel():
-        with on(logits):
+        with on(logits.device):
             slope_kernel[(len(logits),)](
                 logits, targets.contiguous(), losses, ignored, logits.shape[1], LANES=32 * WARPS, EACH=PER_THREAD,
                 num_warps=WARPS,
