@@ -9,7 +9,7 @@ import importlib.util
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -114,7 +114,13 @@ def _read_parquet(part: Part, field: str) -> Iterator[str]:
         raise ValueError(
             f"{part.source} has no column {field!r}: it has {', '.join(file.schema_arrow.names)}; name one with --field"
         )
-    for number, value in enumerate(file.read_row_group(part.begin, columns=[field]).column(0)):
+    try:
+        values = file.read_row_group(part.begin, columns=[field]).column(0)
+    except (ValueError, OSError) as error:  # pyarrow's are both, of several lines, and may name no file
+        raise ValueError(
+            f"row group {part.begin} of {part.source} cannot be read: {' '.join(str(error).split())}; fetch it again"
+        ) from error
+    for number, value in enumerate(values):
         try:
             text = _text_of(value.as_py())
         except ValueError as error:  # of bytes that are no UTF-8, too
@@ -145,17 +151,16 @@ def _text_of(value: Any) -> str:
     return value
 
 
-@cache
+@lru_cache(maxsize=1)  # parts of a file come one after another, and of many files not all may be open
 def _open_parquet(path: str) -> Any:
     if importlib.util.find_spec("pyarrow") is None:
         raise ValueError(f"{path}: Parquet files need pyarrow: pip install 'flashspan[parquet]'")
-    from pyarrow import ArrowInvalid
     from pyarrow.parquet import ParquetFile
 
     try:
         return ParquetFile(path)
-    except ArrowInvalid as error:
-        raise ValueError(f"{path} is not a Parquet file: {error}") from error
+    except (ValueError, OSError) as error:  # as above
+        raise ValueError(f"{path} is not a Parquet file: {' '.join(str(error).split())}") from error
 
 
 @cache

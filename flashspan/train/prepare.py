@@ -135,9 +135,13 @@ def corpus() -> Iterator[str]:
 
 
 def encode(texts: Iterable[str], coder: Tokenizer) -> Iterator[Sequence[int]]:
-    """The tokens of each document, and its end; one without text is none."""
+    """Runs of tokens: each document's, and its end; one without text is none."""
     for text in filter(None, texts):
-        yield coder.encode(text) + ([coder.end] if coder.end >= 0 else [])
+        # Words end where a tokenizer says, but bytes anywhere: a list of a long text's takes many times its memory.
+        step = BLOCK if isinstance(coder, ByteTokenizer) else len(text)
+        yield from (coder.encode(text[at : at + step]) for at in range(0, len(text), step))
+        if coder.end >= 0:
+            yield [coder.end]
 
 
 @contextmanager

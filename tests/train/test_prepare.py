@@ -91,6 +91,13 @@ def test_line_ends_of_text_files_become_newlines(tmp_path: Path) -> None:
     assert read_texts(tmp_path / "out") == ["one\ntwo\n"]
 
 
+def test_a_long_text_is_made_into_bytes_a_piece_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "BLOCK", 4)
+    runs = list(command.encode(["one ünd twö", "", "3"], ByteTokenizer()))
+    assert max(map(len, runs)) <= 2 * 4  # characters of two bytes at most
+    assert [token for run in runs for token in run] == [*"one ünd twö".encode(), 256, *b"3", 256]
+
+
 def test_processes_write_what_one_writes(lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "PART_BYTES", 2000)
     (tmp_path / "book.txt").write_text("A whole book.")
@@ -201,6 +208,29 @@ def test_parquet_is_read_by_row_group(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.table({"text": ["a", None]}), tmp_path / "holes.parquet")
     with pytest.raises(ValueError, match=r"in row 1 of row group 0: a NoneType is no text; repair or drop it"):
         prepare([str(tmp_path / "holes.parquet")], folder=str(tmp_path / "out"), processes=1)
+    torn = bytearray((tmp_path / "texts.parquet").read_bytes())
+    about = 8 + int.from_bytes(torn[-8:-4], "little")  # what the file says of itself is at its end
+    torn[4:-about] = bytes(len(torn) - about - 4)
+    (tmp_path / "torn.parquet").write_bytes(torn)
+    with pytest.raises(ValueError, match=r"row group 0 of .*torn\.parquet cannot be read: .*; fetch it again"):
+        prepare([str(tmp_path / "torn.parquet")], folder=str(tmp_path / "out"), processes=1)
+    torn[-100:-8] = b"\xff" * 92
+    (tmp_path / "lost.parquet").write_bytes(torn)
+    with pytest.raises(ValueError, match=r"lost\.parquet is not a Parquet file: "):
+        prepare([str(tmp_path / "lost.parquet")], folder=str(tmp_path / "out"), processes=1)
+
+
+def test_any_number_of_parquet_files_are_read(tmp_path: Path) -> None:
+    """More than a process may have open."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    for number, text in enumerate(TEXTS[:9]):
+        parquet.write_table(pyarrow.table({"text": [text]}), tmp_path / f"{number}.parquet")
+    before = len(os.listdir("/proc/self/fd"))
+    prepare(sorted(map(str, tmp_path.glob("*.parquet"))), folder=str(tmp_path / "out"), processes=1)
+    assert read_texts(tmp_path / "out") == TEXTS[:9]
+    assert len(os.listdir("/proc/self/fd")) <= before + 1
 
 
 def test_bytes_in_parquet_that_are_no_text_are_named(tmp_path: Path) -> None:
