@@ -1,8 +1,10 @@
 """The command line: what it prints, and what it says to bad input."""
 
 import os
+import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import get_args
 
@@ -13,6 +15,8 @@ from flashspan.bench.tables import Table, show_tables
 from flashspan.cli import BENCHES, CLOSED_PIPE, COMMANDS, Command, flowing, main
 from flashspan.context.layout import LAYOUTS
 from flashspan.context.strategy import STRATEGIES
+
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize("words", [["--help"], *([name, "--help"] for name in COMMANDS)], ids=" ".join)
@@ -145,3 +149,26 @@ def test_a_reader_that_leaves_a_table_is_no_error(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(sys, "stdout", pipe)
         monkeypatch.setattr(check, "check", lambda: show_tables([Table("a", ("b",), (("c",),))]))
         assert main(["check"]) == CLOSED_PIPE
+
+
+INTERRUPTED = """
+import os, signal, sys
+
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+{entry}
+sys.exit(main())
+"""
+
+
+def test_ctrl_c_during_the_imports_leaves_no_traceback() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
+    module, function = scripts["flashspan"].split(":")
+    code = INTERRUPTED.format(entry=f"from {module} import {function} as main")
+    done = subprocess.run([sys.executable, "-c", code, "plan", "tiny"], cwd=ROOT, capture_output=True, check=False)
+    assert done.stderr == b""
+    assert done.returncode == -signal.SIGINT
