@@ -22,11 +22,12 @@ from flashspan.model.huggingface import read_json
 from flashspan.train.checkpoint import newest, refuse_damaged
 from flashspan.train.config import LONGEST
 from flashspan.train.data import ByteTokenizer, Tokenizer, load_tokenizer
+from flashspan.train.meeting import from_first
 from flashspan.train.run import raise_plainly
 
 from .decode import decode
 from .sample import Sampling
-from .split import Split
+from .split import Split, check_length
 
 AROUND = 32
 """Tokens of a prompt that may change how those after it are written."""
@@ -120,9 +121,12 @@ def talk(
     silent = split and dist.get_rank() > 0
     say = (lambda text: None) if silent else (lambda text: print(text, end="", flush=True))
     batch = 1 if split else batch
-    for texts in (prompts[i : i + batch] for i in range(0, len(prompts), batch)):
+    encoded = [coder.encode(text) or [max(0, coder.end)] for text in prompts]
+    if split:  # all of a file, before the first of it is printed
+        check_length(min(map(len, encoded)), dist.get_world_size())
+    for i in range(0, len(prompts), batch):
         begin, count = time.perf_counter(), 0
-        starts = [coder.encode(text) or [max(0, coder.end)] for text in texts]
+        texts, starts = prompts[i : i + batch], encoded[i : i + batch]
         context = Split(context_parallel(dist.group.WORLD, timeout=LONGEST), dist.group.WORLD) if split else None
         tokens = decode(model, starts, num_tokens, sampling=sampling, seed=seed, ends=ends, context=context)
         if len(texts) > 1:
@@ -145,16 +149,8 @@ def load(
 ) -> tuple[Llama, Tokenizer, frozenset[int]]:
     """The model of a training run, one of its checkpoints, or a Hugging Face folder; its tokenizer; and the tokens
     that end a text."""
-    path = Path(folder)
-    if not path.is_dir():
-        raise ValueError(f"{path} is not a folder: give a training run (runs/tiny) or a Hugging Face folder")
-    if not (path / "config.json").exists():
-        found = newest(path)
-        if found is None:
-            raise ValueError(f"no whole checkpoint in {path}: give a training run (runs/tiny) or a Hugging Face folder")
-        path = found
-    else:
-        refuse_damaged(path)
+    # Ranks that chose each for itself could find different checkpoints of a run that goes on.
+    path = from_first(lambda: _choose(folder)) if dist.is_initialized() else _choose(folder)
     model = load_llama(path, attention=attention, dtype=dtype, device=device).eval()
     coder = load_tokenizer(tokenizer or _find_tokenizer(path, model.config.vocab_size))
     if coder.vocab_size > model.config.vocab_size:
@@ -163,6 +159,20 @@ def load(
             f"{model.config.vocab_size}; give --tokenizer"
         )
     return model, coder, _find_ends(path, coder, model.config.vocab_size)
+
+
+def _choose(folder: str | Path) -> Path:
+    """The folder whose weights are meant: a run's newest whole checkpoint, or this one."""
+    path = Path(folder)
+    if not path.is_dir():
+        raise ValueError(f"{path} is not a folder: give a training run (runs/tiny) or a Hugging Face folder")
+    if (path / "config.json").exists():
+        refuse_damaged(path)
+        return path
+    found = newest(path)
+    if found is None:
+        raise ValueError(f"no whole checkpoint in {path}: give a training run (runs/tiny) or a Hugging Face folder")
+    return found
 
 
 def stream(tokens: Iterable[torch.Tensor | list[int]], coder: Tokenizer, prompt: Sequence[int] = ()) -> Iterator[str]:

@@ -37,11 +37,7 @@ class Split:
             raise ValueError(
                 f"a split context takes prompts of one length: got {lengths.tolist()}; decode them one after another"
             )
-        if length < self.attend.num_ranks:
-            raise ValueError(
-                f"a split context needs a prompt of at least one token a rank: got {length} tokens on "
-                f"{self.attend.num_ranks} ranks; use fewer ranks"
-            )
+        check_length(length, self.attend.num_ranks)
         placement = self.attend.placement(length)
         room = max(placement.sizes) + -(-(capacity - length) // self.attend.num_ranks)
         self.caches = [SplitCache(self.attend, self.group, room) for _ in model.layers]
@@ -62,6 +58,15 @@ class Split:
             cache.keeps = self.position % self.attend.num_ranks == self.attend.rank
         self.position += 1
         return model(tokens, positions, attends=self.caches)[:, -1]
+
+
+def check_length(length: int, num_ranks: int) -> None:
+    """ValueError where a prompt has fewer tokens than there are ranks to hold them."""
+    if length < num_ranks:
+        raise ValueError(
+            f"a split context needs a prompt of at least one token a rank: got {length} tokens on {num_ranks} ranks; "
+            "use fewer ranks"
+        )
 
 
 class SplitCache(Cache):

@@ -34,12 +34,12 @@ from flashspan.parallel import (
     submesh,
     vocabulary_parallel_cross_entropy,
 )
-from flashspan.parallel.checkpoint import full_tensor, shard_like
+from flashspan.parallel.checkpoint import full_tensor
 from flashspan.parallel.collectives import local_part
 
 from .checkpoint import refuse_damaged
 from .config import OptimizerSection, TrainConfig
-from .meeting import from_each
+from .meeting import from_each, from_first
 from .offload import on_host
 
 # One exchange before the three projections of attention and one before the two of the feed-forward.
@@ -118,7 +118,7 @@ def build(config: TrainConfig, shape: LlamaConfig, mesh: DeviceMesh, device: tor
     `pattern` is the mask by which a balanced layout evens the work. All ranks refuse a checkpoint of another model.
     """
     if config.model.load:  # before anything is built: what a stranger's config.json claims must have its weights
-        refuse_damaged(config.model.load)
+        from_first(lambda: refuse_damaged(config.model.load))  # to hash is to read all of it: one rank does
         check_config(config.model.load, shape)
     degree = {axis: mesh[axis].size() for axis in ("data", "shard", "context", "tensor")}
     attend = None
@@ -213,16 +213,20 @@ def fill(model: Llama, config: TrainConfig, device: torch.device, *, reads: bool
         old = wanted[name]
         assert old is not None
         local = value.to(device, dtype).contiguous()
-        made: Tensor = local
-        if isinstance(old, DTensor):
-            made = DTensor.from_local(
-                local, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
-            )
-        owners[old] = nn.Parameter(made)
+        owners[old] = nn.Parameter(_as_part(old, local))
     for module, key in places.values():  # tied weights have two places and one owner
         old = module._parameters[key]
         assert old is not None
         module._parameters[key] = owners[old]
+
+
+def _as_part(param: Tensor, local: Tensor) -> Tensor:
+    """This rank's part of a tensor that is split as a parameter is; the whole of one that is not."""
+    if not isinstance(param, DTensor):
+        return local
+    return DTensor.from_local(
+        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
 
 
 def _slots(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
@@ -341,7 +345,7 @@ def _gather(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
 
 
 def load_optimizer_state(parts: Parts, state: Mapping[str, Tensor]) -> None:
-    """Take this rank's share of a whole state."""
+    """Take this rank's share of a whole state, and a copy: of what is mapped, nothing else is read or held."""
     order = _in_order(parts)
     numbers = {parts.names[param]: i for i, param in enumerate(order)}
     entries: dict[int, dict[str, Any]] = {i: {} for i in range(len(order))}
@@ -361,11 +365,15 @@ def load_optimizer_state(parts: Parts, state: Mapping[str, Tensor]) -> None:
     ]
     if not isinstance(parts.optimizer, ShardedOptimizer):
         entries = {
-            i: {k: shard_like(order[i], v) if v.shape == order[i].shape else v for k, v in entry.items()}
+            i: {k: _share(order[i], v) if v.shape == order[i].shape else v.clone() for k, v in entry.items()}
             for i, entry in entries.items()
             if entry
         }
     parts.optimizer.load_state_dict({"state": entries, "param_groups": described})
+
+
+def _share(param: Tensor, whole: Tensor) -> Tensor:
+    return _as_part(param, whole[local_slices(param) or ...].to(param.device, copy=True))
 
 
 def _in_order(parts: Parts) -> list[nn.Parameter]:

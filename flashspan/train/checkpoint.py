@@ -157,19 +157,23 @@ def damage(path: Path) -> str | None:
         return str(error)
 
 
-def read(path: str | Path, *, optimizer: bool = True) -> State:
-    """A checkpoint's state, by our names. A tied head appears under both of its names."""
+def read(path: str | Path, *, model: bool = True, optimizer: bool = True) -> State:
+    """A checkpoint's state, by our names. A tied head appears under both of its names.
+
+    Tensors are the mapped files: what is not looked at is not read, and the disk keeps a dropped checkpoint's space as
+    long as they live.
+    """
     path = Path(path)
     about = read_json(path / "state.json")
     config = read_config(path)
-    model = dict(read_weights(path, config))
-    if config.tie_embeddings:
-        model["head.weight"] = model["embed.weight"]
+    weights = dict(read_weights(path, config)) if model else {}
+    if model and config.tie_embeddings:
+        weights["head.weight"] = weights["embed.weight"]
     moments: dict[str, Tensor] = {}
     if optimizer:
         read_header(path / "optimizer.safetensors")
         moments = load_file(path / "optimizer.safetensors")
-    return State(int(about["step"]), config, model, moments, about["order"], about["extra"])
+    return State(int(about["step"]), config, weights, moments, about["order"], about["extra"])
 
 
 def hash_file(path: Path) -> str:

@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from flashspan.kernels.masks import Mask, Rows
 from flashspan.model import IGNORE
-from flashspan.parallel import build_mesh, clip_factor, clip_grad_norm, grad_norm, load_full_state_dict, submesh
+from flashspan.model.huggingface import load_into
+from flashspan.parallel import build_mesh, clip_factor, clip_grad_norm, grad_norm, submesh
 
 from . import checkpoint
 from .build import build, load_optimizer_state, model_state, optimizer_state
@@ -267,8 +268,8 @@ class Trainer:
         path = from_first(lambda: self._choose(notes, held))
         if path is None:
             return
-        state = checkpoint.read(path)
-        load_full_state_dict(self.parts.model, state.model)
+        state = checkpoint.read(path, model=False)
+        load_into(self.parts.model, path)
         load_optimizer_state(self.parts, state.optimizer)
         self.step = state.step
         # Another precision's scale says nothing of this one's.
@@ -305,7 +306,7 @@ class Trainer:
 
     def _misfit(self, path: Path) -> str | None:
         """Why a checkpoint is not of this run."""
-        state = checkpoint.read(path, optimizer=False)
+        state = checkpoint.read(path, model=False, optimizer=False)
         if state.config != self.shape:
             return f"{path} is a checkpoint of another model: {state.config}, not {self.shape}; choose another folder"
         ours = self._order()

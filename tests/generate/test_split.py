@@ -17,6 +17,7 @@ from flashspan.generate import Sampling, Split, command, decode, generate
 from flashspan.generate.command import stream, talk
 from flashspan.launch import Ranks
 from flashspan.model import Llama, LlamaConfig, preset, save_llama
+from flashspan.train import checkpoint
 from flashspan.train.config import LONGEST
 from flashspan.train.data import ByteTokenizer
 from tests.generate.test_generate import CONFIGS, draw_prompt, make
@@ -56,24 +57,34 @@ def test_a_split_context_gives_the_tokens_of_one_device(
     assert max(held) <= -(-(length + 19) // 3) + 2
 
 
-def talk_aloud(folder: str) -> str:
-    """What this rank prints."""
-    said = io.StringIO()
+def talk_aloud(folder: str, prompts: list[str]) -> tuple[str, str]:
+    """What this rank prints, and the error it ends with."""
+    said, fault = io.StringIO(), ""
     with contextlib.redirect_stdout(said):
-        talk(folder, ["Hear me", "Speak"], 9, Sampling(0), 0, "", "cpu", "float32")
-    return said.getvalue()
+        try:
+            talk(folder, prompts, 9, Sampling(0), 0, "", "cpu", "float32")
+        except ValueError as error:
+            fault = str(error)
+    return said.getvalue(), fault
 
 
 def test_the_first_rank_prints_what_all_say(ranks: Ranks, tmp_path: Path) -> None:
     model = Llama(preset("tiny"), attention=attention)
     model.initialize(0)
-    save_llama(model, tmp_path)
-    first, *others = ranks.run(talk_aloud, str(tmp_path))
-    assert others == ["", ""]
+    for step in (1, 2):  # a run, of which the newest checkpoint is damaged
+        path = checkpoint.write(tmp_path, checkpoint.State(step, model.config, model.state_dict(), {}, {}))
+    (path / "state.json").unlink()
+    (first, _), *others = ranks.run(talk_aloud, str(tmp_path), ["Hear me", "Speak"])
+    assert others == [("", "")] * 2
+    assert first.count("step-00000002 is damaged (state.json is missing); using the one before it") == 1
     coder = ByteTokenizer()
     for prompt in ("Hear me", "Speak"):
         want = "".join(stream(decode(model, coder.encode(prompt), 9, sampling=Sampling(0)), coder))
         assert f"{prompt}{want}\n[9 tokens, " in first
+    # Before the first of a file is decoded, not when its turn comes.
+    for said, fault in ranks.run(talk_aloud, str(path.parent / "step-00000001"), ["Hear me", "me"]):
+        assert said == ""
+        assert "prompt of at least one token a rank: got 2 tokens on 3 ranks; use fewer ranks" in fault
 
 
 def test_ranks_wait_for_whoever_holds_the_screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -216,6 +217,12 @@ def test_every_rank_refuses_a_checkpoint_of_another_model(
         assert "rope_theta is 10000.0, not 123.0" in said
 
 
+def build_and_count(config: TrainConfig) -> tuple[str, int]:
+    """What `build_another` says, and how many files this rank has hashed."""
+    with mock.patch.object(checkpoint, "hash_file", wraps=checkpoint.hash_file) as counted:
+        return build_another(config), counted.call_count
+
+
 def test_a_damaged_checkpoint_is_no_beginning(
     on_ranks: Callable[..., list[Any]], config_of: Callable[..., TrainConfig], tmp_path: Path
 ) -> None:
@@ -225,8 +232,10 @@ def test_a_damaged_checkpoint_is_no_beginning(
     path = checkpoint.write(tmp_path, checkpoint.State(7, model.config, model.state_dict(), {}, {}))
     weights = path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4] + b"\x01\x02\x03\x04")
-    for said in on_ranks(2, build_another, config_of(f"--model.load={path}", "--parallel.data=2")):
+    answers = on_ranks(2, build_and_count, config_of(f"--model.load={path}", "--parallel.data=2"))
+    for said, _ in answers:
         assert "step-00000007 is damaged (the hash of model.safetensors does not hold)" in said
+    assert [count > 0 for _, count in answers] == [True, False]  # the others would read every byte again
 
 
 def evaluate(config: TrainConfig) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -82,13 +83,30 @@ def test_a_run_resumes_on_another_mixture_with_the_same_data(on_ranks: OnRanks, 
     on_ranks(2, run_rank, config)
     want = weights(config)
     folder = Path(config.checkpoint.folder)
-    mixtures = [layout for name, layout in LAYOUTS.items() if "16-bit" not in name]
-    for num_ranks, options in [(1, []), *mixtures]:
+    both = (4, ["--parallel.shard=2", "--parallel.tensor=2", "--parallel.context=1"])
+    for num_ranks, options in [(1, []), LAYOUTS["2 data x 2 context"], LAYOUTS["2 fully sharded"], both]:
         shutil.rmtree(checkpoint.checkpoints(folder)[-1])
         on_ranks(num_ranks, run_rank, config_of("--checkpoint.every=3", "--checkpoint.keep=9", *options))
         got = weights(config)
         for key, value in want.items():
             assert (got[key] - value).norm() <= 2e-4 * value.norm().clamp(min=1e-6), (key, options)
+
+
+def resume(config: TrainConfig) -> tuple[int, list[str]]:
+    """The step at which a rank goes on, and what it holds of the checkpoint's files."""
+    trainer = Trainer(config)
+    with contextlib.ExitStack() as held:
+        trainer._resume([], held)
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return trainer.step, [line for line in maps if config.checkpoint.folder in line]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_resumed_run_lets_go_of_the_checkpoint(on_ranks: OnRanks, config_of: ConfigOf, num_ranks: int) -> None:
+    """Or the disk would not get its space back when that is dropped."""
+    config = config_of("--train.steps=1", f"--parallel.shard={num_ranks}", "--parallel.context=1")
+    on_ranks(num_ranks, run_rank, config)
+    assert on_ranks(num_ranks, resume, config) == [(1, [])] * num_ranks
 
 
 def damage_one(path: Path, how: str) -> None:
