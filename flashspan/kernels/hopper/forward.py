@@ -180,6 +180,9 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
         mbarrier.wait(full.index(stage), phase)
         zero = gl.zeros([BM, BN], gl.float32, layout=SL)
         s = warpgroup_mma(q, k_s.index(stage).reshape((BN, BD)).permute((1, 0)), zero, use_acc=False, is_async=True)
+        if QS == 2:  # the output before has left through the other Q's place by now
+            tma.store_wait(0)
+            mbarrier.arrive(q_empty.index(1 - room), count=1, pred=turn > 0)
         s = warpgroup_mma_wait(0, deps=(s,))
         if LISTS:
             if edges > 0:
@@ -274,12 +277,14 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
                 send_off(desc_out, i_b, i_h, m0, o, q_s.index(room * 2 + WG), False, False, spare_s.index(WG))
             else:
                 send_off(desc_out, i_b, i_h, m0, o, q_s.index(room * 2 + WG), False)
-        tma.store_wait(0)
-        mbarrier.arrive(q_empty.index(room), count=1)
+        if QS == 1:  # else that is waited for when the next tile's scores have started
+            tma.store_wait(0)
+            mbarrier.arrive(q_empty.index(room), count=1)
         turn += 1
         room, phase = buffer_of(turn, QS)
         mbarrier.wait(q_full.index(room), phase)
         tile = told(tile_s.index(turn & 3), 4)
+    tma.store_wait(0)
 
 
 @gluon.jit
