@@ -19,8 +19,9 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any
@@ -51,7 +52,7 @@ class Ranks:
             raise ValueError(f"a process group needs at least 1 rank: got {num_ranks}")
         # Forking from a server that has imported torch, and run nothing, makes a rank in milliseconds.
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        start_fork_server(PRELOAD)
         threads = threads or max(1, (os.cpu_count() or 1) // num_ranks)
         self.num_ranks = num_ranks
         self._folder = tempfile.mkdtemp(prefix="flashspan-ranks-")
@@ -129,6 +130,21 @@ class Ranks:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close(force=kind is not None)
+
+
+def start_fork_server(modules: list[str], *, blocked: Iterable[signal.Signals] = (signal.SIGINT,)) -> None:
+    """Start the process that others are forked from, unless it is there, with these signals blocked in it and in them.
+
+    Ctrl-C reaches every process of a terminal. The one that starts the others answers it, and ends them: the server
+    would answer with a traceback of what it was importing.
+    """
+    forkserver.set_forkserver_preload(modules)
+    resource_tracker.ensure_running()  # it unblocks these signals when it starts
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _serve(

@@ -1,13 +1,17 @@
 """Ranks on this machine: they run, they report, they end."""
 
 import os
+import signal
 import time
+from multiprocessing import forkserver
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from flashspan.launch import RankError, Ranks
+from flashspan import launch
+from flashspan.launch import RankError, Ranks, start_fork_server
 
 
 def add(value: float) -> float:
@@ -74,6 +78,15 @@ def test_a_stall_is_named_and_ended() -> None:
 def test_a_death_is_named() -> None:
     with pytest.raises(RankError, match="the process of rank 1 died"), Ranks(2) as ranks:
         ranks.run(die_on_one)
+
+
+def test_ctrl_c_waits_while_the_fork_server_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reaches every process of a terminal: whoever started the server answers, and no import with a traceback."""
+    seen: list[set[Any]] = []
+    monkeypatch.setattr(forkserver, "ensure_running", lambda: seen.append(signal.pthread_sigmask(signal.SIG_BLOCK, [])))
+    start_fork_server(launch.PRELOAD)
+    assert seen == [{signal.SIGINT}]
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 def test_no_ranks_is_refused() -> None:

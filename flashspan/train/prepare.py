@@ -15,9 +15,10 @@ import multiprocessing as mp
 import os
 import shlex
 import shutil
+import signal
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from functools import cache
@@ -28,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from flashspan.folders import make_folder
-from flashspan.launch import _die_with
+from flashspan.launch import _die_with, start_fork_server
 
 from . import documents
 from .checkpoint import alone_in
@@ -176,8 +177,13 @@ def encode_parts(parts: Sequence[documents.Part], work: Path, tokenizer: str, fi
                 advance(part.size)
             return files
         with _pool(min(processes, len(todo))) as pool:
-            jobs = {pool.submit(encode_part, part, file, tokenizer, field): part for part, file in todo}
             try:
+                # This starts the processes, on a thread, which Ctrl-C does not interrupt: one that was caught half
+                # started would come when this one had gone, and say so in a traceback.
+                with ThreadPoolExecutor(1) as starter:
+                    args = (tokenizer, field)
+                    begun = starter.submit(lambda: {pool.submit(encode_part, *job, *args): job[0] for job in todo})
+                    jobs = begun.result()
                 for job in as_completed(jobs):
                     job.result()
                     advance(jobs[job].size)
@@ -271,13 +277,15 @@ def _describe_tokenizer(name: str) -> Any:
 
 def _pool(processes: int) -> Executor:
     """Processes that die with this one."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    return ProcessPoolExecutor(processes, context, _begin, (os.getpid(),))
+    start_fork_server([__name__])
+    return ProcessPoolExecutor(processes, mp.get_context("forkserver"), _begin, (os.getpid(),))
 
 
 def _begin(parent: int) -> None:
     _die_with(parent)
+    # Ctrl-C ends a process at once, and in silence: its part is made again.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
 
 

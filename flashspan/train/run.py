@@ -17,14 +17,13 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from flashspan.folders import make_folder
-from flashspan.launch import PRELOAD, RankError, Ranks
+from flashspan.launch import PRELOAD, RankError, Ranks, start_fork_server
 
 from .checkpoint import last_step
 from .config import LONGEST, TrainConfig, describe_options, parse
@@ -134,7 +133,9 @@ def _start(config: TrainConfig, num_ranks: int) -> str:
             f"{num_ranks} ranks need as many GPUs: found {_num_gpus(config)}; or use --parallel.device cpu"
         )
     make_folder(config.checkpoint.folder, "--checkpoint.folder")
-    _start_fork_server()
+    # The ranks inherit the block: a signal to the whole group, which reaches them and the server too, waits for them to
+    # be ready to save. torch._dynamo: an optimizer of PyTorch's brings it along, and it takes a second.
+    start_fork_server([*PRELOAD, "torch._dynamo", __name__], blocked=STOPS)
     with (
         _signals_passed_on() as pass_to,
         Ranks(num_ranks, backend=backend, timeout=config.parallel.timeout) as ranks,
@@ -146,22 +147,6 @@ def _start(config: TrainConfig, num_ranks: int) -> str:
             raise_plainly(error)
             print(error, file=sys.stderr)
             return "failed"
-
-
-def _start_fork_server() -> None:
-    """Start the process that ranks are forked from, with the signals blocked that ask a run to stop.
-
-    A signal to the whole group reaches it too, and ranks die with it. They inherit the block, so that a signal waits
-    for them to be ready to save.
-    """
-    # torch._dynamo: an optimizer of PyTorch's brings it along, and it takes a second.
-    forkserver.set_forkserver_preload([*PRELOAD, "torch._dynamo", __name__])
-    resource_tracker.ensure_running()  # it unblocks these signals when it starts
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 @contextlib.contextmanager

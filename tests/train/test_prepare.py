@@ -98,6 +98,12 @@ def test_a_long_text_is_made_into_bytes_a_piece_at_a_time(monkeypatch: pytest.Mo
     assert [token for run in runs for token in run] == [*"one ünd twö".encode(), 256, *b"3", 256]
 
 
+def test_ctrl_c_ends_the_processes_that_encode_without_a_word() -> None:
+    with command._pool(1) as pool:
+        assert pool.submit(signal.getsignal, signal.SIGINT).result() == signal.SIG_DFL
+        assert not pool.submit(signal.pthread_sigmask, signal.SIG_BLOCK, []).result()
+
+
 def test_processes_write_what_one_writes(lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "PART_BYTES", 2000)
     (tmp_path / "book.txt").write_text("A whole book.")
