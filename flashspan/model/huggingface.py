@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,8 @@ def save_state(
         files.append("model.safetensors.index.json")
     dtype = str(next(iter(shards[0].values())).dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(describe_config(config, dtype), indent=2))
+    for file in files:  # the library lets nobody but the owner read what it writes
+        shutil.copymode(folder / "config.json", folder / file)
     return [*files, "config.json"]
 
 

@@ -63,6 +63,7 @@ def write(folder: str | Path, state: State, *, keep: int = 2) -> Path:
         save_file({name: value.contiguous() for name, value in state.optimizer.items()}, half / "optimizer.safetensors")
         about = {"format": 1, "step": state.step, "order": dict(state.order), "extra": dict(state.extra)}
         (half / "state.json").write_text(json.dumps(about, indent=2))
+        shutil.copymode(half / "state.json", half / "optimizer.safetensors")  # which is the owner's alone otherwise
         files = sorted(path.name for path in half.iterdir())
         manifest = {name: {"bytes": (half / name).stat().st_size, "blake2b": hash_file(half / name)} for name in files}
         (half / "manifest.json").write_text(json.dumps(manifest, indent=2))

@@ -80,14 +80,14 @@ class Trainer:
             # Attention costs what a shorter causal sequence's would, if its pattern shows less.
             seen = round(visible_share(self.pattern, config.data.sequence) * config.data.sequence)
             flops = self.shape.flops_per_token(seen) * config.train.batch * config.data.sequence
-            saved = self.step
+            saved, scaled = self.step, (self.scale, self.steady)
             how = DONE
             while self.step < config.train.steps:
                 begin = time.perf_counter()
                 with name_the_silent(f"step {self.step + 1}"):
                     loss, norm, lr, stop = self.take_step(asked)
                 if not (math.isfinite(loss) and math.isfinite(norm)):
-                    if self.scale > 1.0:
+                    if config.train.precision == "float16" and self.scale >= 1.0:
                         display.say(f"step {self.step + 1}: float16 overflow, again with the loss scale {self.scale:g}")
                         if not stop:
                             continue
@@ -97,8 +97,10 @@ class Trainer:
                         f"step {self.step + 1}: loss {loss}, gradient norm {norm}: not finite; stopping before the "
                         "update, with the state as it was. Lower optimizer.lr, or look at the data of this step"
                     )
+                    self.scale, self.steady = scaled  # no scale helps: the state before the step has its own
                     how = NOT_FINITE
                     break
+                scaled = self.scale, self.steady
                 seconds = time.perf_counter() - begin
                 speed = config.train.batch * config.data.sequence / seconds
                 mfu = flops / seconds / peak

@@ -167,6 +167,8 @@ def test_a_reader_leaves_what_is_being_written(tmp_path: Path) -> None:
     assert half.exists()
     checkpoint.clear_unfinished(tmp_path)
     assert not half.exists()
+    (tmp_path / "new").touch()  # who may read this may read a checkpoint
+    assert {path.stat().st_mode for path in whole.iterdir()} == {(tmp_path / "new").stat().st_mode}
 
 
 def test_a_disk_that_fills_while_tensors_are_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,6 +224,28 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_with_the_state_before_it(
     assert path is not None
     assert checkpoint.read(path).step == 1
     assert len(read_metrics(Path(config.checkpoint.folder) / "metrics.jsonl")) == 1
+
+
+def run_poisoned(config: TrainConfig) -> tuple[str, list[float]]:
+    """How a float16 run ends whose weights are not finite, and the loss scales that it tried."""
+    trainer, tried = Trainer(config), []
+    trainer.scale = 4.0
+    trainer.parts.model.norm.weight.data.fill_(float("nan"))
+    take_step = trainer.take_step
+
+    def count(asked: list[int]) -> Any:
+        tried.append(trainer.scale)
+        return take_step(asked)
+
+    trainer.take_step = count  # type: ignore[method-assign]
+    return trainer.run(), tried
+
+
+def test_a_loss_that_no_scale_makes_finite_leaves_the_scale_as_it_was(on_ranks: OnRanks, config_of: ConfigOf) -> None:
+    config = config_of("--train.precision=float16", "--train.batch=1", "--data.sequence=15", "--parallel.context=1")
+    assert on_ranks(1, run_poisoned, config) == [(NOT_FINITE, [4.0, 2.0, 1.0])]
+    (path,) = checkpoint.checkpoints(config.checkpoint.folder)
+    assert checkpoint.read(path).extra["scale"] == 4.0
 
 
 @pytest.mark.parametrize(
