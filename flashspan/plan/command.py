@@ -15,7 +15,7 @@ from flashspan.folders import make_folder
 from flashspan.model import preset
 
 from .calibrate import Measurement, calibrate
-from .devices import Cluster, Device, Link, make_cluster
+from .devices import Cluster, Device, Link, is_named, make_cluster
 from .draw import draw_scaling, draw_simulation, written_to
 from .memory import Run
 from .search import Answer, grown, longest, rank, scaling
@@ -55,7 +55,8 @@ def plan(
         tokens: in each sample.
         batch: samples per step, over all devices.
         devices: how many, at most a million.
-        device: H200, H100, H800, A100, B200, L40, RTX4090, RTX4050, cpu-core, or one of your table.
+        device: H200, H200-NVL, H100, H100-NVL, H100-PCIe, H800, A100, B200, L40S, L40, RTX4090, RTX4050, cpu-core, or
+            one of your table.
         per_node: devices in a node.
         link: inside a node; the device's usual one unless given.
         network: between nodes.
@@ -108,11 +109,12 @@ def show(answers: Sequence[Answer], run: Run, cluster: Cluster) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(width=1000)  # the table takes what it needs: cut to a narrow terminal it would lose digits
+    console = Console()
     unit, size = memory_unit(answers)
     table = Table(title="fastest first", title_justify="left")
     for heading in ("mixture", f"{unit}/device", "s/step", "tokens/s", "MFU", "attention", "waiting", "wire"):
-        table.add_column(heading, justify="left" if heading == "mixture" else "right")
+        numbers = heading != "mixture"
+        table.add_column(heading, justify="right" if numbers else "left", no_wrap=numbers)
     for answer in answers:
         time = answer.time
         table.add_row(
@@ -123,6 +125,11 @@ def show(answers: Sequence[Answer], run: Run, cluster: Cluster) -> None:
             f"{answer.mfu(run, cluster):.0%}",
             *(f"{part / time.total:.0%}" for part in (time.attention, time.waiting, time.wire)),
         )
+    room, wide = console.width, Console(width=1000)
+    if console.is_terminal and wide.measure(table).maximum > room:
+        # Rules' room goes to the mixtures, which are folded: numbers never are.
+        table.box, table.pad_edge = None, False
+    console.width = max(wide.measure(table).minimum if console.is_terminal else 1000, room)
     console.print(table)
     best = answers[0]
     seen = {name: value / size for name, value in best.memory.items() if value >= 0.005 * size}  # not 0.00
@@ -207,10 +214,7 @@ def check_devices(measured: Collection[str], planned: Device, folder: Path) -> N
     if len(measured) > 1:
         raise ValueError(f"{folder} has rows of several devices, {', '.join(sorted(measured))}: give each a folder")
     for name in measured:
-        # A row has the whole name, "NVIDIA GeForce RTX 4090" for RTX4090; that of a CPU counts its cores.
-        short = planned.name.lower().replace(" ", "")
-        same = "cores" in name if short.startswith("cpu") else short in name.lower().replace(" ", "")
-        if not same:
+        if not is_named(planned.name, name):
             raise ValueError(
                 f"--calibrate needs rows of the device that is planned for, {planned.name}: those in {folder} are of "
                 f"{name}; measure on {planned.name}, plan for the device of the rows, or leave --calibrate out"
@@ -231,8 +235,14 @@ def measurements(rows: Sequence[dict[str, Any]]) -> list[Measurement]:
         if row.get("what") != "model" or row.get("impl") != "flashspan, eager" or "preset" not in more:
             continue
         if row["kind"] in ("forward", "backward", "optimizer"):
-            fused = "cores" not in row["device"]
-            run = Run(preset(more["preset"]), more["batch"], more["tokens"], row["dtype"], fused_norms=fused)
+            run = Run(
+                preset(more["preset"]),
+                more["batch"],
+                more["tokens"],
+                row["dtype"],
+                fused_norms="cores" not in row["device"],
+                plain_loss=True,
+            )
             # Not the median: what disturbs a host makes times longer, never shorter.
             found.append(Measurement(run, row["kind"], row["p20_ms"] / 1e3))
     return found

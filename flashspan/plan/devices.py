@@ -84,10 +84,14 @@ class Link:
 # Bandwidths of links are what point-to-point transfers reach, about 80% of one direction's data sheet.
 DEVICES = {
     "H200": Device("H200", 989e12, 67e12, 141e9, 4.8e12),
+    "H200-NVL": Device("H200-NVL", 835e12, 60e12, 141e9, 4.8e12),
     "H100": Device("H100", 989e12, 67e12, 80e9, 3.35e12),
+    "H100-NVL": Device("H100-NVL", 835e12, 60e12, 94e9, 3.9e12),
+    "H100-PCIe": Device("H100-PCIe", 756e12, 51e12, 80e9, 2.0e12),
     "H800": Device("H800", 989e12, 67e12, 80e9, 3.35e12),
     "A100": Device("A100", 312e12, 19.5e12, 80e9, 2.0e12, forward_share=0.62, backward_share=0.52),
     "B200": Device("B200", 2250e12, 80e12, 180e9, 8.0e12),
+    "L40S": Device("L40S", 362e12, 91e12, 48e9, 0.86e12),
     "L40": Device("L40", 181e12, 90e12, 48e9, 0.86e12),
     "RTX4090": Device("RTX4090", 165e12, 82e12, 24e9, 1.0e12),
     "RTX4050": Device("RTX4050", 36e12, 9e12, 6e9, 0.19e12),
@@ -105,12 +109,17 @@ LINKS = {
     "ethernet-100g": Link("ethernet-100g", 30e-6, 10e9),
     "loopback": Link("loopback", 200e-6, 1.5e9),
 }
+# Cards' bridges join two or four of them, so what all of a node share is the bus.
 USUAL_LINK = {
     "H200": "nvlink-h100",
+    "H200-NVL": "pcie5",
     "H100": "nvlink-h100",
+    "H100-NVL": "pcie5",
+    "H100-PCIe": "pcie5",
     "H800": "nvlink-h800",
     "A100": "nvlink-a100",
     "B200": "nvlink-b200",
+    "L40S": "pcie4",
     "L40": "pcie4",
     "RTX4090": "pcie4",
     "RTX4050": "pcie4",
@@ -192,6 +201,22 @@ def load_table(path: Path | None = None) -> tuple[dict[str, Device], dict[str, L
     if data:
         raise ValueError(f"{path} may have the sections devices and links: got {', '.join(data)}")
     return devices, links
+
+
+def is_named(device: str, whole: str) -> bool:
+    """Whether RTX4090 is the short name of "NVIDIA GeForce RTX 4090", or cpu-core of "x86_64, 2 cores".
+
+    An H100 PCIe is no H100: where names that begin alike are in the table, the longest counts.
+    """
+    if device.startswith("cpu"):
+        return "cores" in whole
+    words = _plain(whole)
+    longer = [_plain(name) for name in DEVICES if name != device and _plain(name).startswith(_plain(device))]
+    return _plain(device) in words and not any(name in words for name in longer)
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace(" ", "").replace("-", "")
 
 
 def _make(kind: type[Any], name: str, values: Any, base: Any, path: Path) -> Any:

@@ -62,6 +62,7 @@ class Run:
     precision: str = "bfloat16"  # of the products
     weights: str = "float32"  # of weights, gradients and moments
     fused_norms: bool = True  # a GPU's norm keeps its input; the CPU's keeps the normalised input too
+    plain_loss: bool = False  # as `bench model` has it: operators, where training has a kernel on a GPU
 
     def __post_init__(self) -> None:
         if self.batch < 1 or self.tokens < 1:
@@ -69,6 +70,10 @@ class Run:
         for name in ("precision", "weights"):
             if getattr(self, name) not in ("float32", "bfloat16", "float16"):
                 raise ValueError(f"{name} must be float32, bfloat16 or float16: got {getattr(self, name)!r}")
+
+    def fused_loss(self, tensor: int) -> bool:
+        """Whether a kernel writes the logits' gradients over them: on a GPU, where the vocabulary is not split."""
+        return self.fused_norms and not self.plain_loss and tensor == 1
 
     @property
     def itemsize(self) -> int:
@@ -138,6 +143,8 @@ def ledger(run: Run, mixture: Mixture) -> Ledger:
     numbers = min(tokens, chunk_rows(model.vocab_size, small)) * vocabulary
     # Of a part of them, the slopes are made in float32: three at a time and what is the target's, and a wide copy.
     wide = min(numbers, max(PART_NUMBERS, vocabulary)) * 4 * (3.25 if small == 4 else 4.25)
+    if run.fused_loss(tensor):
+        wide = 0.0
     head = 4.0 * vocabulary * model.width  # the head's gradient, made with the loss
     logits = small * numbers + wide + head
     gathered = big * (2 * layer_parameters + vocabulary * model.width) if split > 1 else 0.0

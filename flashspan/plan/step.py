@@ -101,7 +101,7 @@ def step_time(run: Run, mixture: Mixture, cluster: Cluster) -> StepTime:
 
     products = 2 * tokens * layer_parameters / speed
     loss = 6 * tokens * head_parameters / speed  # both gradients are made in forward
-    loss += tokens * model.vocab_size / mixture.tensor * moved_per_logit(run) / traffic
+    loss += tokens * model.vocab_size / mixture.tensor * moved_per_logit(run, mixture.tensor) / traffic
     moving = tokens * model.num_layers * moved_per_token(run, mixture.tensor) / traffic
     casting = 6 * layer_parameters / traffic if small == 2 else 0.0
     layers_forward = products + moving + casting + model.num_layers * attend_forward.seconds
@@ -157,9 +157,11 @@ def moved_per_token(run: Run, tensor: int) -> float:
     return norms + casts + rotation + additions + gate
 
 
-def moved_per_logit(run: Run) -> float:
+def moved_per_logit(run: Run, tensor: int) -> float:
     """Bytes that the loss, uncompiled, reads and writes for a logit between its products. A test counts them."""
     small = run.itemsize
+    if run.fused_loss(tensor):
+        return 3.0 * small  # read for the sum and for the gradient, which takes its place
     exponents = 4 * 6  # the largest, differences to it, their exponentials in place, and the sum
     slope = 4 * 9  # a difference, its exponential, less one at the target, times whether it counts
     target = 1 + 1 + 4  # whether it is one, and that as a number

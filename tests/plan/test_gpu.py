@@ -9,7 +9,7 @@ import torch
 
 from flashspan.bench.study import bench_in_turns
 from flashspan.plan import Mixture, ledger
-from flashspan.plan.devices import DEVICES, make_cluster
+from flashspan.plan.devices import DEVICES, is_named, make_cluster
 from tests.plan.twelve import measure, off, parse, ratios, table, to_json
 
 
@@ -22,7 +22,7 @@ def test_memory_and_calibrated_time_on_12_configurations() -> None:
     pytest -s -m gpu tests/plan/test_gpu.py
     """
     name = torch.cuda.get_device_name()
-    device = next((known for known in DEVICES if known in name), "H100")
+    device = next((known for known in DEVICES if is_named(known, name)), "H100")
     samples, peaks = measure()
     memory = {case: ledger(parse(case), Mixture()).peak / peak for case, peak in peaks.items()}
     time = ratios(make_cluster(device, 1), samples)

@@ -11,16 +11,19 @@ from typing import Any
 import pytest
 import torch
 
+from flashspan.bench.memory import peak_of
 from flashspan.bench.model import Setting, Stepper, peak_bytes
 from flashspan.cli import main
 from flashspan.context.schedule import Shape
 from flashspan.model import LlamaConfig, preset
+from flashspan.model.loss import linear_cross_entropy, slope_in_parts
 from flashspan.plan import Mixture, Run, ledger, longest, rank, simulate, step_time
 from flashspan.plan.calibrate import Measurement, calibrate, fit_link, predict
-from flashspan.plan.command import calibrated
-from flashspan.plan.devices import Cluster, load_table, make_cluster
-from flashspan.plan.search import divisors, fits, mixtures, scaling
-from flashspan.plan.step import schedules
+from flashspan.plan.command import calibrated, show
+from flashspan.plan.devices import DEVICES, LINKS, USUAL_LINK, Cluster, is_named, load_table, make_cluster
+from flashspan.plan.search import Answer, divisors, fits, mixtures, scaling
+from flashspan.plan.step import moved_per_logit, schedules
+from flashspan.train.metrics import PEAKS
 
 ROOT = Path(__file__).parent.parent.parent
 MODELS = (
@@ -224,6 +227,10 @@ def wire(device: str, ranks: int = 2, gb_per_s: float = 2.5) -> dict[str, Any]:
         ("H100", "x86_64, 2 cores", False),
         ("H100", "NVIDIA H200", False),
         ("cpu-core", "NVIDIA H200", False),
+        ("H100-PCIe", "NVIDIA H100 PCIe", True),
+        ("H100", "NVIDIA H100 80GB HBM3", True),
+        ("H100", "NVIDIA H100 PCIe", False),
+        ("L40", "NVIDIA L40S", False),
     ],
 )
 def test_a_device_is_calibrated_by_its_own_rows_only(
@@ -295,6 +302,38 @@ def test_recomputing_trades_time_for_memory() -> None:
     assert time == sorted(time)
 
 
+def test_plans_and_runs_know_the_same_peaks() -> None:
+    for name, peak in PEAKS.items():
+        whole = f"NVIDIA GeForce RTX {name}" if name.isdigit() else f"NVIDIA {name}"
+        assert [device.flops for device in DEVICES.values() if is_named(device.name, whole)] == [peak], name
+    assert set(USUAL_LINK) == set(DEVICES)
+    assert set(USUAL_LINK.values()) <= set(LINKS)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_planner_knows_what_the_loss_holds(fused: bool) -> None:
+    model, num = LlamaConfig(3000, 16, 2, 4, 4, 64), 256
+    x, weight = torch.randn(num, model.width), torch.randn(model.vocab_size, model.width, requires_grad=True)
+    targets = torch.randint(model.vocab_size, (num,))
+
+    def in_place(logits: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.empty(len(logits)), logits  # what the kernel allocates
+
+    slope = in_place if fused else slope_in_parts
+    measured, _ = peak_of(lambda: linear_cross_entropy(x, weight, targets, slope=slope), torch.device("cpu"))
+    run = Run(model, 1, num, "float32", plain_loss=not fused)
+    assert ledger(run, Mixture()).logits == pytest.approx(measured, rel=0.03)
+    if fused:  # not without a GPU, nor with the vocabulary split
+        assert ledger(replace(run, fused_norms=False), Mixture()).logits > 2 * measured
+        assert not run.fused_loss(tensor=2)
+
+
+def test_the_kernel_of_the_loss_takes_what_it_took_on_an_h200() -> None:
+    run, device = Run(preset("llama-3-8b"), 1, 4096), DEVICES["H200"]
+    moved = run.tokens * run.model.vocab_size * moved_per_logit(run, 1)
+    assert 1e3 * moved / (device.bandwidth * device.traffic_share) == pytest.approx(0.78, rel=0.15)  # portable/slope.py
+
+
 def test_users_extend_the_table(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text(
@@ -341,6 +380,27 @@ def test_the_command_ranks_and_draws(tmp_path: Path, capsys: pytest.CaptureFixtu
     for part in ("mixtures fit", "Longest context", "GB per device", "context"):
         assert part in text
     assert "<svg" in (tmp_path / "plan-timeline.svg").read_text()
+
+
+def test_the_table_fits_a_terminal_and_keeps_its_digits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, cluster = Run(preset("llama-3-8b"), 8, 131072), make_cluster("H100", 8)
+    mixture = Mixture(2, 2, 2, strategy="ulysses", layout="contiguous", recompute="attention")
+    answer = Answer(mixture, ledger(run, mixture), step_time(run, mixture, cluster))
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    found = []
+    for terminal in ("", "1"):
+        monkeypatch.setenv("FORCE_COLOR", terminal)
+        show([answer, answer], run, cluster)
+        text = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+        found.append(text[: text.index("Best, ")])
+    whole, cut = found  # to a file a line is a line, however long
+    assert max(map(len, whole.splitlines())) > 130
+    assert max(map(len, cut.splitlines())) <= 80
+    words = [re.findall(r"[^\W_]\S*", table) for table in found]
+    assert sorted(words[0]) == sorted(words[1])
 
 
 def test_small_models_are_shown_in_a_unit_that_shows_something(capsys: pytest.CaptureFixture[str]) -> None:

@@ -165,5 +165,5 @@ def test_the_planner_knows_how_many_bytes_the_loss_moves(dtype: torch.dtype) -> 
     x, weight = torch.randn(512, 8, requires_grad=True), torch.randn(5000, 8, requires_grad=True)
     with Count() as found, torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         linear_cross_entropy(x, weight, torch.randint(5000, (512,)))
-    precision = str(dtype).removeprefix("torch.")
-    assert found.moved / (512 * 5000) == pytest.approx(moved_per_logit(Run(CONFIG, 1, 512, precision)), rel=0.02)
+    run = Run(CONFIG, 1, 512, str(dtype).removeprefix("torch."), plain_loss=True)
+    assert found.moved / (512 * 5000) == pytest.approx(moved_per_logit(run, 1), rel=0.02)

@@ -50,7 +50,7 @@ Samples = dict[str, dict[str, list[float]]]
 def parse(case: str) -> Run:
     model, size, dtype = case.split()
     batch, tokens = size.split("x") if "x" in size else (BATCH, size)
-    return Run(preset(model), int(batch), int(tokens), dtype)
+    return Run(preset(model), int(batch), int(tokens), dtype, plain_loss=True)
 
 
 def measure(cases: Iterable[str] = MEASURED) -> tuple[Samples, dict[str, float]]:
