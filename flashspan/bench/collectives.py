@@ -154,5 +154,5 @@ def bench_collectives(
         outcome = sweep.run(jobs, path, again=again, title="collectives")
     finally:
         pool.close()
-    show_tables([table(outcome.rows)], f"{outcome.num_measured} measured, rows in {path}")
+    show_tables([table(outcome.rows)], outcome.note(path))
     return 0

@@ -262,6 +262,6 @@ def bench_context(
         outcome = sweep.run(jobs, path, again=again, title="context")
     finally:
         pool.close()
-    note = f"{outcome.num_measured} measured, rows in {path}; `flashspan report {folder}` makes a page of them"
+    note = f"{outcome.note(path)}; `flashspan report {folder}` makes a page of them"
     show_tables([table(outcome.rows)], note)
     return 0

@@ -350,8 +350,9 @@ def of_model(rows: Sequence[Row]) -> list[str]:
             twins = [b for b in filter(two, step) if _twin(a, b, label)]
             ratios += [a.p50_ms / b.p50_ms for b in twins[:1]]
         if ratios:
-            spread = f" to {max(ratios):.2f}, on {len(ratios)} configurations" if len(ratios) > 1 else ""
-            found.append(f"{label}: a training step's speed is times {min(ratios):.2f}{spread}.")
+            several = len(ratios) > 1
+            most, where = (f" to {max(ratios):.2f}", f", on {len(ratios)} configurations") if several else ("", "")
+            found.append(f"{label}: a training step is {min(ratios):.2f}{most} times as fast{where}.")
     return found
 
 

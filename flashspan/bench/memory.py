@@ -83,6 +83,14 @@ def free_bytes(device_type: str) -> float | None:
     return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)
 
 
+def check_room(needed: float, device: torch.device) -> None:
+    """Refuse what a CPU's memory cannot hold before it is tried. A GPU's allocator says so itself; a CPU's may hand out
+    memory that is not there, and the system then kills the process."""
+    free = free_bytes(device.type) if device.type == "cpu" else None
+    if free is not None and needed > free:
+        raise MemoryError(f"{needed / 2**30:.1f} GiB are needed, and {free / 2**30:.1f} are there")
+
+
 def fill(timeline: Timeline, profiler: Any, device: torch.device) -> None:
     """Read a profile taken with `memory=True`."""
     events = sorted(profiler.kineto_results.events(), key=lambda event: event.start_ns())

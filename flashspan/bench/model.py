@@ -23,6 +23,7 @@ from flashspan.bench.clock import timed
 from flashspan.bench.record import Row
 from flashspan.bench.tables import Table, pivot, show_tables
 from flashspan.model import Llama, LlamaConfig, preset
+from flashspan.plan import Mixture, Run, ledger
 
 KINDS = ("inference", "forward", "backward", "optimizer", "training")
 ATTENTIONS: dict[str, Callable[..., Any]] = {"flashspan": attention, "plain": ranges.in_parts}
@@ -111,6 +112,13 @@ def peak_bytes(stepper: Stepper, call: Callable[[], None]) -> float:
     return held + memory.peak_of(call, stepper.device)[0]
 
 
+def needed_bytes(setting: Setting) -> float:
+    """Of a training step on a CPU, about: the planner's count and, of plain attention, the scores that layers keep."""
+    run = Run(preset(setting.preset), setting.batch, setting.tokens, setting.dtype, fused_norms=False)
+    kept = run.model.num_layers * run.model.num_heads if setting.attention == "plain" else 0
+    return ledger(run, Mixture()).peak + float(kept * run.batch * run.tokens**2 * run.itemsize)
+
+
 def time_phases(stepper: Stepper, warmup: int, steps: int) -> dict[str, list[float]]:
     """Milliseconds of every measured run of each phase."""
     phases: dict[str, list[float]] = {kind: [] for kind in KINDS}
@@ -125,6 +133,7 @@ def time_phases(stepper: Stepper, warmup: int, steps: int) -> dict[str, list[flo
 
 def measure(setting: Setting, device: torch.device, what: str = "model") -> list[Row]:
     """A row for every phase."""
+    memory.check_room(needed_bytes(setting), device)
     stepper = Stepper(setting, device)
     phases = time_phases(stepper, setting.warmup, setting.steps)
     peaks = {"training": peak_bytes(stepper, stepper.train)}
@@ -174,8 +183,14 @@ def table(rows: Sequence[Row]) -> Table:
         line=lambda row: (row.shape, row.impl, row.dtype),
         names=("model", "implementation", "dtype"),
         column=lambda row: row.kind,
-        cell=lambda row: f"{row.mean_ms:.4g} ± {row.std_ms:.2g}",
+        cell=lambda row: f"{_rounded(row.mean_ms, 4)} ± {_rounded(row.std_ms, 2)}",
     )
+
+
+def _rounded(value: float, digits: int) -> str:
+    """So many digits, and more where that would take a power of ten."""
+    text = f"{value:.{digits}g}"
+    return f"{value:,.0f}" if "e+" in text else text
 
 
 def bench_model(
@@ -238,7 +253,7 @@ def bench_model(
     study = len(warmups) > 1
     path = folder / "model.jsonl"
     outcome = sweep.run([job(s, place, fresh=study) for s in settings], path, again=again, title="model")
-    show_tables([table(outcome.rows)], f"{outcome.num_measured} measured, rows in {path}")
+    show_tables([table(outcome.rows)], outcome.note(path))
     return 0
 
 

@@ -20,11 +20,10 @@ from flashspan.bench import memory as memories
 from flashspan.bench import precision as precisions
 from flashspan.bench import ranges, record, sweep, trace
 from flashspan.bench.clock import synchronise, timed
-from flashspan.bench.model import ATTENTIONS, Setting, Stepper
+from flashspan.bench.model import ATTENTIONS, Setting, Stepper, needed_bytes
 from flashspan.bench.plots import to_svg
 from flashspan.bench.tables import show_tables
 from flashspan.model import preset as find_preset
-from flashspan.plan import Mixture, Run, ledger
 
 PARTS = ("attention scores", "attention softmax", "attention values")
 FOLDER = Path("runs/profile")
@@ -169,7 +168,7 @@ def profile(
     find_preset(preset)
     stem = f"{preset}-{batch}x{tokens}-{dtype}-{attention}"
     try:
-        check_memory(setting, place)
+        memories.check_room(needed_bytes(setting), place)
         (_draw_memory if memory else _summarise)(setting, place, folder, stem)
     except Exception as error:  # of several kinds; sizes past 64 bits overflow before memory is asked for
         if not (sweep.is_out_of_memory(error) or "overflow" in str(error).lower()):
@@ -179,17 +178,6 @@ def profile(
             f"{place.type}; give fewer --tokens or --batch, or a smaller --preset"
         ) from error
     return 0
-
-
-def check_memory(setting: Setting, device: torch.device) -> None:
-    """Refuse what a CPU's memory cannot hold before it is tried. A GPU's allocator says so itself; a CPU's may hand out
-    memory that is not there, and the system then kills the process."""
-    if device.type != "cpu":
-        return
-    run = Run(find_preset(setting.preset), setting.batch, setting.tokens, setting.dtype, fused_norms=False)
-    needed, free = ledger(run, Mixture()).peak, memories.free_bytes(device.type)
-    if free is not None and needed > free:
-        raise MemoryError(f"a training step needs {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} are there")
 
 
 def _summarise(setting: Setting, device: torch.device, folder: Path, stem: str) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from flashspan.attention import attention
-from flashspan.bench import record, sweep
+from flashspan.bench import memory, record, sweep
 from flashspan.bench.clock import in_turns, timed
 from flashspan.bench.record import Row
 from flashspan.bench.tables import Table, pivot, show_tables
@@ -54,6 +54,7 @@ def footprint(batch: int, tokens: int, head_dim: int, itemsize: int) -> float:
 def eager_rows(tokens: int, head_dim: int, impls: Sequence[str], repeats: int, device: torch.device) -> list[Row]:
     """Forward and backward of plain attention, eager and compiled in turns, synchronised each time, and the memory in
     use before backward."""
+    memory.check_room(footprint(BATCH, tokens, head_dim, 4), device)
     calls: dict[str, Callable[..., Tensor]] = dict.fromkeys(impls, plain)
     if "compiled" in impls:
         torch._dynamo.reset()
@@ -108,6 +109,8 @@ def _eager_row(
 
 def flash_rows(tokens: int, head_dim: int, dtype: str, impls: Sequence[str], device: torch.device) -> list[Row]:
     """Forward, backward and both of implementations that take turns, batch 1, one head, causal."""
+    if "pytorch" in impls:
+        memory.check_room(footprint(1, tokens, head_dim, getattr(torch, dtype).itemsize), device)
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(1, tokens, head_dim, device=device, dtype=getattr(torch, dtype)) for _ in range(4))
     for x in (q, k, v):
@@ -317,5 +320,5 @@ def bench_study(
     path = folder / "study.jsonl"
     outcome = sweep.run(jobs(which, lengths, head_dims, place, repeats), path, again=again, title=which)
     shown = [table(outcome.rows)] + ([memory_table(outcome.rows)] if which == "eager" else [])
-    show_tables(shown, f"{outcome.num_measured} measured, rows in {path}")
+    show_tables(shown, outcome.note(path))
     return 0

@@ -50,14 +50,16 @@ class Job:
     part: Callable[[Sequence[Row]], Job] | None = None
 
     @property
-    def num_impls(self) -> int:
-        return len({row.impl for row in self.expected})
+    def num_in_turns(self) -> int:
+        """How many take turns in it; 1 where none do."""
+        return len({name_of(row) for row in self.expected}) if self.part else 1
 
     @property
     def name(self) -> str:
-        if self.num_impls == 1:
+        if self.num_in_turns == 1:
             return name_of(self.expected[0])
-        return name_of(replace(self.expected[-1], impl=f"{self.num_impls} in turns"))
+        widest = max(self.expected, key=lambda row: row.ranks)  # one device may be among them
+        return name_of(replace(widest, impl=f"{self.num_in_turns} in turns"))
 
 
 def name_of(row: Row) -> str:
@@ -73,7 +75,13 @@ class Outcome:
     rows: list[Row]
     num_measured: int
     num_left: int
+    num_known: int = 0  # before it began
     seconds: dict[str, float] = field(default_factory=dict)  # of each kind of measurement
+
+    def note(self, path: Path) -> str:
+        """What was done, in words."""
+        known = f", {self.num_known} there already (--again measures those anew)" if self.num_known else ""
+        return f"{self.num_measured} measured{known}, rows in {path}"
 
 
 class OutOfTime(Exception):
@@ -99,7 +107,7 @@ def run(
     record.append([], path)  # a folder that cannot be written to is found before anything is measured
     begin = time.monotonic()
     wanted = {row.key for job in jobs for row in job.expected}
-    total, missing, done = sum(job.num_impls for job in jobs), sum(job.num_impls for job in todo), 0
+    total, missing, done = sum(job.num_in_turns for job in jobs), sum(job.num_in_turns for job in todo), 0
     spent: dict[str, float] = defaultdict(float)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console()
@@ -118,12 +126,13 @@ def run(
             record.append(rows, path)
             spent[job.expected[0].what] += time.monotonic() - started
             known |= {row.key: row for row in rows}
-            done += job.num_impls
+            done += job.num_in_turns
             failed = {(row.impl, row.status): row for row in reversed(rows) if not row.ok}
             for row in reversed(failed.values()):
                 console.print(f"{name_of(row)}: {row.status}", markup=False, highlight=False, soft_wrap=True)
-            bar.advance(task, job.num_impls)
-    return Outcome([row for key, row in known.items() if key in wanted], done, missing - done, dict(spent))
+            bar.advance(task, job.num_in_turns)
+    about = [row for key, row in known.items() if key in wanted]
+    return Outcome(about, done, missing - done, total - missing, dict(spent))
 
 
 def left(jobs: Sequence[Job], path: Path) -> list[Job]:

@@ -84,8 +84,12 @@ def test_a_sweep_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert ran == ["a", "b", "b", "c"]
     assert [row.status for row in outcome.rows] == ["ok", "out of memory", "failed: 'no'"]
     assert [left.name for left in sweep.left(jobs, path)] == [jobs[2].name]  # a failure may have been a passing one
-    assert sweep.run(jobs, path).num_measured == 1
-    assert sweep.run(jobs, path, again=True).num_measured == 3
+    outcome = sweep.run(jobs, path)
+    assert outcome.num_measured == 1
+    assert outcome.note(path) == f"1 measured, 2 there already (--again measures those anew), rows in {path}"
+    outcome = sweep.run(jobs, path, again=True)
+    assert outcome.num_measured == 3
+    assert outcome.note(path) == f"3 measured, rows in {path}"
     assert sweep.run([job("d")], path, seconds=-1.0).num_left == 1
 
 

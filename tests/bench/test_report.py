@@ -553,7 +553,8 @@ def test_attention_and_models_are_compared_on_one_device_only() -> None:
     assert "ours runs at 2.00 times the speed of the fastest other on 1 shapes" in found[0]
     step = replace(rows()[0], what="model", kind="training", impl="flashspan, eager")
     assert "autocast" not in find([step, replace(step, dtype="bfloat16", device="new")])[0]
-    assert "autocast" in find([step, replace(step, dtype="bfloat16")])[0]
+    half = replace(step, dtype="bfloat16", p50_ms=step.p50_ms / 2)
+    assert find([step, half])[0] == "bfloat16 autocast: a training step is 2.00 times as fast."
 
 
 def test_our_own_variants_are_not_others() -> None:
@@ -612,6 +613,8 @@ def test_models_are_a_line_each_from_the_smallest_on() -> None:
     assert cells[0][3:] == ["10 ± 0.5", "11 ± 0.5", "12 ± 0.5", "13 ± 0.5", "14 ± 0.5", "2,048"]
     by_model = {line[0]: line for line in cells}
     assert by_model["xl 4x128"][-2:] == ["OOM", ""]
+    slow = replace(found[0], mean_ms=12345.6, std_ms=678.9)
+    assert model.table([slow]).cells[0][3] == "12,346 ± 679"  # and not 1.235e+04 ± 6.8e+02
     assert by_model["2.7B 4x128"][3:5] == ["", "11 ± 0.5"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flashspan.bench import collectives, context, context_rank, model, record, study, sweep, tables
+from flashspan.bench import collectives, context, context_rank, memory, model, record, study, sweep, tables
 from flashspan.bench.context import KINDS, Pool
 from flashspan.bench.context_rank import ALONE, Workload
 from flashspan.bench.model import Setting
 from flashspan.cli import main
 from flashspan.launch import RankError
+from flashspan.model import preset
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +128,8 @@ def test_one_device_takes_turns_with_the_most_ranks_whole_and_for_weak_scaling(t
     ]
     record.append(rows[0][:4], path)  # cut short: one device with fewer tokens is left, and is not the other one
     left = sweep.left(jobs[:1], path)
+    assert [job.num_in_turns for job in (*jobs, *left)] == [3, 2, 1]
+    assert jobs[0].name == "context 1x32, 4/2 heads, 64 tokens 3 in turns float32 on 4 ranks"
     assert [{(row.impl, row.shape) for row in job.expected} for job in left] == [
         {(ALONE, "1x32, 4/2 heads, 16 tokens")}
     ]
@@ -217,6 +221,28 @@ def test_ours_and_plain_attention_take_turns_and_do_not_cost_each_other(
     assert {(row.impl, row.status) for row in outcome.rows} == {("flashspan", "ok"), ("pytorch", record.OUT_OF_MEMORY)}
     assert not sweep.left([job], tmp_path / "study.jsonl")
     assert {row.impl for row in job.part(job.expected[3:]).expected} == {"pytorch"}
+
+
+def test_what_a_cpu_cannot_hold_is_recorded_and_not_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A CPU may hand out memory that is not there, and the system then ends the process, and with it the sweep."""
+    monkeypatch.setattr(memory, "free_bytes", lambda _: 20e3)
+    place, some = record.find_device("cpu"), partial(Setting, "tiny", 1, 16, warmup=0, steps=1)
+    jobs = [
+        *study.jobs("eager", (64,), (16,), place, 1),
+        *study.jobs("flash", (64,), (16,), place, 1)[1:],
+        model.job(some(), place),
+    ]
+    outcome = sweep.run(jobs, tmp_path / "rows.jsonl")
+    assert {(row.impl, row.status) for row in outcome.rows} == {
+        ("eager", record.OUT_OF_MEMORY),
+        ("compiled", record.OUT_OF_MEMORY),
+        ("pytorch", record.OUT_OF_MEMORY),
+        ("flashspan", "ok"),
+        ("flashspan, eager", record.OUT_OF_MEMORY),
+    }
+    config = preset("tiny")
+    scores = model.needed_bytes(some(attention="plain")) - model.needed_bytes(some())
+    assert scores == config.num_layers * config.num_heads * 16**2 * 4
 
 
 def test_collectives_are_measured_and_fitted(pool: Pool) -> None:
