@@ -20,6 +20,7 @@ from typing import Annotated, Any, get_type_hints
 import tyro
 from tyro.conf import Positional
 
+import flashspan
 from flashspan.stdout import be_silent
 
 
@@ -133,6 +134,9 @@ def _run(words: list[str]) -> int:
         return _choose(BENCHES, words[1:], "flashspan bench", "Measure and record.")
     if words[:2] == ["plan", "draw"]:
         return _call(PLAN_DRAW, words[2:], "flashspan plan draw")
+    if words == ["--version"]:
+        print(f"flashspan {flashspan.__version__}")
+        return 0
     about = "FlashAttention that spans devices: train with it, run it, check it, measure it."
     return _choose(COMMANDS, words, "flashspan", about)
 

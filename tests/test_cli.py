@@ -31,6 +31,12 @@ def test_help_explains_every_command(words: list[str], capsys: pytest.CaptureFix
     assert words[0] == "--help" or "--" in text
 
 
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"flashspan {declared}\n"
+
+
 @pytest.mark.parametrize("words", [["--help"], ["bench", "--help"]], ids=" ".join)
 def test_a_list_of_commands_imports_none_of_them(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

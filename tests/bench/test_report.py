@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from flashspan import masks
-from flashspan.bench import attention, data, findings, leaderboard, model, record, sparse, sweep
+from flashspan.bench import attention, data, findings, leaderboard, model, plots, record, sparse, sweep
 from flashspan.bench import report as report_module
 from flashspan.bench.context import make_row
 from flashspan.bench.context_rank import ALONE, Workload
@@ -169,6 +169,11 @@ def test_a_second_sweep_does_not_change_what_is_said_of_the_first(tmp_path: Path
     assert {"latency.svg", "latency-2.svg", "latency-3.svg", "ring.svg", "ring-forward.svg"} <= drawn
     text = (tmp_path / "report.html").read_text()
     assert text.count("one device against every strategy: ") == 3
+
+
+def test_an_axis_of_ranks_has_whole_ones() -> None:
+    axes = plots.lines({"ring": [(1, 1.0), (2, 1.6)]}, title="scaling", x="ranks", y="speed").axes[0]
+    assert all(tick == int(tick) for tick in axes.get_xticks())
 
 
 def test_a_row_of_weak_scaling_is_the_one_device_of_a_shorter_sequence() -> None:
