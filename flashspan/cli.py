@@ -6,7 +6,6 @@ import ast
 import functools
 import importlib
 import inspect
-import os
 import re
 import shutil
 import signal
@@ -158,7 +157,6 @@ def _call(command: Command, words: list[str], prog: str) -> int:
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; bad input prints one line and exits with 2, Ctrl-C and SIGTERM one and 130."""
     words = sys.argv[1:] if arguments is None else arguments
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler prints a line when it starts and when it stops
     before = signal.getsignal(signal.SIGTERM)
     try:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that ranks and folders are cleared away

@@ -5,6 +5,7 @@ On a GPU these are kernels and their GPU time; on the CPU, operators and the tim
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +43,7 @@ class Kernel:
 def profiled(device: torch.device, *, memory: bool = False) -> profile:
     """PyTorch's profiler of what runs on a device: what torch.profiler wraps. The first use of that wrapper imports
     torch._dynamo, which takes a second or two in every process."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it prints a line when it starts and when it stops
     return profile(use_kineto=True, use_device="cuda" if device.type == "cuda" else None, profile_memory=memory)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,13 @@ from flashspan.bench import memory, precision, ranges, trace
 from flashspan.bench.model import Setting, Stepper
 from flashspan.bench.profile import residual_mib
 from flashspan.cli import main
+
+
+def test_the_profiler_is_quiet_whoever_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in ranks, and under `python -m flashspan.bench.ring_cpu`: it reads this when it first starts."""
+    monkeypatch.delenv("KINETO_LOG_LEVEL", raising=False)
+    trace.profiled(torch.device("cpu"))
+    assert os.environ["KINETO_LOG_LEVEL"] == "99"
 
 
 def test_the_summary_answers_and_the_trace_opens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
