@@ -18,22 +18,8 @@ from typing import Any
 
 import torch
 
+from flashspan.plan.devices import DEVICES, is_named
 from flashspan.stdout import be_silent
-
-# Dense 16-bit peaks of the devices' data sheets, operations per second. The first that is in a device's name counts, so
-# a name comes before those it begins with.
-PEAKS = {
-    "H200 NVL": 835e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "B200": 2250e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "4090": 165e12,
-}
 
 
 @dataclass(frozen=True)
@@ -252,7 +238,7 @@ def peak_flops(device: torch.device, num_ranks: int) -> float:
     """Operations per second all ranks could do: the GPUs' data sheet, or a core's best product times the cores."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-        return num_ranks * next((peak for key, peak in PEAKS.items() if key in name), float("nan"))
+        return num_ranks * next((known.flops for known in DEVICES.values() if is_named(known.name, name)), float("nan"))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # threads that wait for each other on a busy machine would measure the waiting
     a = torch.randn(256, 256)

@@ -118,6 +118,8 @@ def test_a_run_from_the_first_step_keeps_the_curves_before_it(
         ("NVIDIA H200 NVL", 835e12),
         ("NVIDIA L40S", 362e12),
         ("NVIDIA L40", 181e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA GeForce RTX 4090", 165e12),
     ],
 )
 def test_a_card_has_the_peak_of_its_own_data_sheet(monkeypatch: pytest.MonkeyPatch, name: str, peak: float) -> None:
