@@ -161,7 +161,8 @@ def random_blocks(
     if not isinstance(share, (float, Real)) or not 0.0 < share <= 1.0 or not -(2**63) <= seed < 2**64:
         raise ValueError(f"random_blocks takes 0 < share <= 1 and a seed of 64 bits: got {share=}, {seed=}")
     num = -(-num_tokens // size)
-    scores = torch.rand(num_heads, num, num, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+    random = torch.Generator("cpu").manual_seed(seed)
+    scores = torch.rand(num_heads, num, num, generator=random, dtype=torch.float32, device="cpu")
     chosen = _best(scores, max(1, round(share * num)), causal)
     mask = Blocks.from_coarse(chosen.to(device), num_tokens, num_tokens, size=size)
     return mask & Band(None, 0) if causal else mask

@@ -29,7 +29,7 @@ LONG = 2
 """A line this many times as long as the mean is visited before all others, of all heads."""
 
 Rule: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Who sees whom: (b, h, i, j) int32, which broadcast to [1, 1, rows, columns], to bool."""
+"""Who sees whom: (b, h, i, j) int32, which broadcast to [rows, columns], to bool."""
 
 Look: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """The contents of some tiles: numbers (b, h, i, j) of maps and blocks, each [n], to bool [n, block_q, block_k]."""
@@ -252,6 +252,6 @@ def touched(grid: Tensor, positions: Tensor, block: int, dim: int) -> Tensor:
     """For each block of a slice's positions, whether any source block it takes from is True: that axis anew."""
     num = -(-len(positions) // block)
     owner = torch.arange(len(positions), device=grid.device) // block
-    touches = torch.zeros(num, grid.shape[dim], device=grid.device)
+    touches = torch.zeros(num, grid.shape[dim], dtype=torch.float32, device=grid.device)
     touches[owner, positions // block] = 1.0
     return (torch.movedim(grid.float(), dim, -1) @ touches.mT > 0).movedim(-1, dim)

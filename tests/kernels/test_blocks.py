@@ -15,7 +15,7 @@ from torch import Tensor
 from flashspan import attention, explain, masks
 from flashspan.kernels import bits, making, reference
 from flashspan.kernels.blocks import Blocks
-from flashspan.kernels.masks import CAUSAL, EVERYTHING, NOTHING, Band, Rows, count, dense, unpack
+from flashspan.kernels.masks import CAUSAL, EVERYTHING, NOTHING, Band, Mask, Rows, count, dense, unpack
 from flashspan.kernels.portable import mapping
 from flashspan.kernels.portable.runs import find_runs as find_runs_by_kernels
 from flashspan.kernels.tiling import check_block, find_runs
@@ -469,6 +469,24 @@ def test_patterns_of_blocks_hold_as_many_as_they_say() -> None:
     assert kinds.sum(-1).tolist() == [2, 2, 2, 2]
     assert kinds[:, 2].all()
     assert kinds.diagonal().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_a_mask_is_the_same_whatever_the_default_dtype(dtype: torch.dtype) -> None:
+    """Made, sliced as ranks do, and drawn at random from a seed."""
+
+    def some() -> list[Mask]:
+        mask = masks.bigbird(700, window=40, num_global=9, num_random=1) | masks.random_blocks(700, 0.3, seed=3)
+        q = torch.randn(1, 1, 700, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+        return [mask, ~mask, mask.slice(range(0, 700, 3), range(50, 600)), masks.top_blocks(q, q, 2)]
+
+    want = some()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        assert some() == want
+    finally:
+        torch.set_default_dtype(before)
 
 
 def test_a_block_of_its_own_is_chosen_whatever_the_scores() -> None:
