@@ -223,7 +223,14 @@ class Blocks:
         '#' everything visible, '+' something, '.' nothing.
         """
         (width,) = check_whole(1, width=width)
-        kinds = self.kinds()[0, 0].cpu()
+        grid, kinds = self.grid()[0, 0], self.kinds()[0, 0]
+        # A tile that reaches past the end has bits even if all pairs it has are visible.
+        whole = Blocks.of(EVERYTHING, self.num_queries, self.num_keys, block=self.block, device=self.device)
+        ends = whole.grid()[0, 0]
+        i, j = ((grid >= 0) & (ends >= 0)).nonzero().T
+        same = (self.bits[grid[i, j]] == whole.bits[ends[i, j]]).flatten(1).all(1)
+        kinds[i[same], j[same]] = FULL
+        kinds = kinds.cpu()
         step = max(1, -(-max(kinds.shape) // width))
         lines = []
         for top in range(0, kinds.shape[0], step):

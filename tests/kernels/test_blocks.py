@@ -104,6 +104,16 @@ def test_a_map_says_what_the_mask_says() -> None:
     assert pickle.loads(pickle.dumps(mask)) == mask
 
 
+def test_a_picture_shows_what_is_visible() -> None:
+    """Also at the ends, where a tile has fewer pairs; several tiles to a character."""
+    for number in range(24):
+        visible, block = random_mask(number), check_block(EDGES[number % 4])
+        first, picture = lift(visible)[0, 0], Blocks.from_dense(visible, block=block).draw(1 + number % 3).split("\n")
+        step = -(-max(-(-n // b) for n, b in zip(first.shape, block, strict=True)) // (1 + number % 3))
+        rows = [row.split(step * block[1], 1) for row in first.split(step * block[0])]
+        assert picture == ["".join("#" if x.all() else "+" if x.any() else "." for x in row) for row in rows]
+
+
 def test_a_mask_may_lie_anywhere_in_memory() -> None:
     flat = torch.rand(3 + 200 * 256) < 0.5
     for visible in (
