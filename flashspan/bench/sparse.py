@@ -4,7 +4,7 @@ flashspan bench sparse --rows hopper                # five sparse rows; also: se
 flashspan bench sparse --rows sweep --no-others     # ours alone: a minute in place of ten
 flashspan bench sparse --page                       # docs/benchmarks/sparse.md and sparse.png from the rows
 
-Rows are appended to docs/benchmarks/sparse.csv.
+Rows are appended to docs/benchmarks/sparse.csv, those of build to masks.jsonl beside it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashspan import attention, masks
-from flashspan.bench import record
+from flashspan.bench import memory, record
 from flashspan.bench.clock import timed
-from flashspan.bench.tables import Table
+from flashspan.bench.tables import Table, show_tables
 from flashspan.kernels import reference
 from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.masks import Mask, count
@@ -30,6 +30,8 @@ from flashspan.kernels.tiling import Rule
 
 PASSES = ("forward", "backward")
 PATH = Path("docs/benchmarks/sparse.csv")
+MASKS = "masks.jsonl"
+"""Beside it: how long maps take to make."""
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -230,22 +232,35 @@ def compare(rows: list[record.Row]) -> None:
             print(f"    {ours} beside flex: forward {ratios[0]:.2f}x, backward {ratios[1]:.2f}x", flush=True)
 
 
-def build() -> None:
-    """How long maps take to make: from a rule 64k x 64k, and from a tensor beside reading it."""
+def build(path: Path, device: torch.device, tokens: int = 65536, dense: int = 16384) -> list[record.Row]:
+    """How long maps take to make: from a rule, the first time and again, and from a tensor beside reading it."""
     rule: Rule = lambda b, h, i, j: (i >= j) & (i - j < 4096)  # noqa: E731
-    for attempt in ("first", "again"):
-        torch.cuda.reset_peak_memory_stats()
-        spent, mask = timed(lambda: Blocks.from_rule(rule, 65536, 65536, device="cuda"), torch.device("cuda"))
-        peak = torch.cuda.max_memory_allocated() / 2**20
-        print(f"rule, 65536 x 65536, {attempt}: {spent / 1e3:.3f} s, peak {peak:.0f} MiB: {mask}")
-    visible = torch.rand(16384, 16384, device="cuda") < 0.5
-    from triton.testing import do_bench
+    half = torch.rand(dense, dense, device=device, generator=torch.Generator(device).manual_seed(0)) < 0.5
+    triangle = torch.ones(dense, dense, dtype=torch.bool, device=device).tril()
+    by_rule = partial(Blocks.from_rule, rule, tokens, tokens, device=device)
+    jobs: list[tuple[str, str, int, Callable[[], object]]] = [
+        (f"{tokens}x{tokens} window 4096", "from_rule, first", 1, by_rule),
+        (f"{tokens}x{tokens} window 4096", "from_rule", 5, by_rule),
+        (f"{dense}x{dense} all tiles partial", "from_dense", 9, lambda: Blocks.from_dense(half)),
+        (f"{dense}x{dense} causal", "from_dense", 9, lambda: Blocks.from_dense(triangle)),
+        (f"{dense}x{dense} causal", "reading it", 9, lambda: triangle.any().item()),
+    ]
+    where, rows = record.environment(device), []
+    for shape, impl, repeats, call in jobs:
+        if repeats > 1:
+            call()
+        times = [timed(call, device)[0] for _ in range(repeats)]
+        peak = memory.peak_of(call, device)[0] / 2**20
+        what: dict[str, Any] = {"what": "masks", "shape": shape, "impl": impl, "kind": "build", "dtype": "bool"}
+        rows.append(record.row(where, **what, samples_ms=times, peak_mib=peak))
+    record.append(rows, path)
+    return rows
 
-    made, read = do_bench(lambda: Blocks.from_dense(visible)), do_bench(lambda: visible.any())
-    print(f"tensor, 16384 x 16384, all tiles partial: {made:.2f} ms; reading it: {read:.2f} ms")
-    visible = torch.ones(16384, 16384, dtype=torch.bool, device="cuda").tril()
-    made = do_bench(lambda: Blocks.from_dense(visible))
-    print(f"tensor, 16384 x 16384, causal: {made:.2f} ms; reading it: {read:.2f} ms")
+
+def build_table(rows: Sequence[record.Row]) -> Table:
+    """A line for each way of making a map."""
+    cells = tuple((row.shape, row.impl, f"{row.p50_ms:.2f}", f"{row.peak_mib:.0f}") for row in rows)
+    return Table("How long maps take to make", ("map", "made by", "ms", "peak MiB"), cells, num_names=2)
 
 
 def write_page(rows: list[record.Row], path: Path) -> None:
@@ -277,6 +292,9 @@ def write_page(rows: list[record.Row], path: Path) -> None:
         lines.append(f"| {shape} | " + " | ".join([*cells, ratio]) + " |")
     for table in efficiency(rows):
         lines += ["", f"{table.title}:", "", table.markdown().rstrip()]
+    if path.with_name(MASKS).exists():
+        table = build_table(record.newest(record.read(path.with_name(MASKS))))
+        lines += ["", f"{table.title} (`--rows build`):", "", table.markdown().rstrip()]
     picture = path.with_suffix(".png")
     if plot(rows, picture):
         lines += ["", f"![time against sparsity]({picture.name})"]
@@ -355,7 +373,7 @@ def bench_sparse(
 ) -> int:
     """Block-sparse attention beside compiled FlexAttention, dense causal and PyTorch's with the mask as a tensor.
 
-    Rows are appended to docs/benchmarks/sparse.csv and printed.
+    Rows are appended to docs/benchmarks/sparse.csv (those of build to masks.jsonl beside it) and printed.
 
     Args:
         rows: hopper, five sparse masks at 16k and 32k tokens; seed, 128 tokens; sweep, 128 to 64k tokens and 0 to 98 %
@@ -368,5 +386,5 @@ def bench_sparse(
         return 0
     run(list(CASES) if rows == "all" else [rows] if rows in CASES else [], others=others)
     if rows in ("build", "all"):
-        build()
+        show_tables([build_table(build(PATH.with_name(MASKS), torch.device("cuda")))])
     return 0

@@ -40,6 +40,16 @@ def test_the_page_and_its_plot_come_from_the_rows(tmp_path: Path) -> None:
     assert (tmp_path / "sparse.png").stat().st_size > 5000
 
 
+def test_how_long_maps_take_to_make_is_recorded_and_shown(tmp_path: Path) -> None:
+    made = sparse.build(tmp_path / sparse.MASKS, torch.device("cpu"), tokens=512, dense=256)
+    assert [row.impl for row in made] == ["from_rule, first", "from_rule", "from_dense", "from_dense", "reading it"]
+    assert all(row.p50_ms > 0 for row in made)
+    sparse.write_page(rows(), tmp_path / "sparse.csv")
+    page = (tmp_path / "sparse.md").read_text()
+    assert "| map | made by | ms | peak MiB |" in page
+    assert page.count("| 256x256 causal | from_dense |") == 1
+
+
 def test_the_sweep_begins_with_the_dense_kernel() -> None:
     """What all others of its length are measured against."""
     cases = [make for make in sparse.sweep_cases() if make.args[-2:] == (65536, 128)]  # type: ignore[attr-defined]
