@@ -17,6 +17,7 @@ from torch import Tensor
 from flashspan.kernels.contract import Carry
 from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band, Mask, Rows
 from flashspan.kernels.patterns import documents, ragged
+from flashspan.kernels.portable import arguments
 from flashspan.kernels.portable.arguments import Launch, _Plan
 
 KERNEL = SimpleNamespace(arg_names=["x", "stride", "T", "scale", "BLOCK"], do_not_specialize=["T"])
@@ -39,6 +40,24 @@ def test_a_launch_wants_the_kernel_of_its_types_alignment_and_constants() -> Non
         key(x, 16, 100, 0.5, 64),
     ):
         assert other != first
+
+
+def test_lengths_without_end_are_not_all_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Kernel(SimpleNamespace):
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *_, **__: "compiled"
+
+    class OnGpu(Tensor):
+        is_cuda = True
+
+    kernel, x = Kernel(**vars(KERNEL)), torch.zeros(64).as_subclass(OnGpu)
+    monkeypatch.setattr(arguments, "JITFunction", Kernel)
+    monkeypatch.setattr(arguments, "_PLANS", {})
+    monkeypatch.setattr(arguments, "KEPT_KINDS", 5, raising=False)
+    for stride in range(20):
+        assert Launch(kernel, (1,), (x, stride, 100, 0.5), {"BLOCK": 32})() == "compiled"
+        (plan,) = arguments._PLANS.values()
+        assert 1 <= len(plan.compiled) <= 5
 
 
 @pytest.mark.parametrize(

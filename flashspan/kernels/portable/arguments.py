@@ -18,6 +18,9 @@ from flashspan.kernels.masks import Band, Mask, Rows
 
 LOG2E = math.log2(math.e)
 
+KEPT_KINDS = 1024
+"""How many kinds of launch of a kernel are remembered; then it starts afresh. Strides are of a kind: so is a length."""
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -42,6 +45,8 @@ class Launch:
         key = plan.key(self)
         found = plan.compiled.get(key)
         if found is None or watched():
+            if len(plan.compiled) >= KEPT_KINDS:
+                plan.compiled.clear()
             found = plan.compiled[key] = self.kernel[self.grid](*self.arguments, **self.constants)
             return found
         stream = driver.active.get_current_stream(first.device.index)
