@@ -1,7 +1,9 @@
 """The public face: a drop-in for SDPA, its errors, and how it lives with compile, autocast and checkpointing."""
 
 import math
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -180,6 +182,17 @@ def test_numbers_may_be_of_numpy() -> None:
     for p, seed in ((0.25, 2**63 - 1), (0.5, 7)):
         mine = attention(q, k, v, dropout=np.float32(p), seed=np.int64(seed))
         assert torch.equal(mine, attention(q, k, v, dropout=p, seed=seed))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_scale_too_small_for_float32_is_as_good_as_none(dtype: torch.dtype) -> None:
+    x = inputs(*[(1, 2, 40, 8)] * 3, dtype=dtype)
+    wanted = attention(*x, causal=True, scale=0.0)
+    (last,) = gradients(wanted, *x)[2:]
+    for scale in (1e-300, 1e-46):
+        out = attention(*x, causal=True, scale=scale)
+        assert torch.equal(out, wanted)
+        assert torch.equal(gradients(out, *x)[2], last)
 
 
 def test_lse_is_returned_and_differentiable() -> None:
@@ -516,3 +529,57 @@ def test_repeatable_gradients_stay_on_hopper(monkeypatch: pytest.MonkeyPatch) ->
     finally:
         torch.use_deterministic_algorithms(False)
         dispatch._choose.cache_clear()
+
+
+@pytest.mark.parametrize("missing", [("barrier", "thread_barrier"), ("NVMMASharedLayout",)])
+def test_a_release_of_triton_with_other_names_is_left_to_the_portable_kernels(
+    monkeypatch: pytest.MonkeyPatch, missing: tuple[str, ...]
+) -> None:
+    pytest.importorskip("flashspan.kernels.hopper")
+    from triton.experimental.gluon import language
+
+    for name in [name for name in sys.modules if name.startswith("flashspan.kernels.hopper")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in missing:
+        monkeypatch.delattr(language, name, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.version, "hip", None)
+    x: Any = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat16, shape=(1, 2, 37, 64))
+    dispatch._choose.cache_clear()
+    try:
+        choice = dispatch.choose(x, x, x, mask=masks.causal())
+    finally:
+        dispatch._choose.cache_clear()
+    assert choice.name == "portable"
+    assert missing[-1] in choice.reasons["hopper"]
+
+
+def test_a_compiler_that_fails_is_replaced_and_a_device_that_does_is_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    hopper = pytest.importorskip("flashspan.kernels.hopper")
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    (tmp_path / "kernel.ttir").write_text("no such instruction")
+
+    def compiler_fails(*_: object, **__: object) -> None:
+        triton.compile(str(tmp_path / "kernel.ttir"), target=GPUTarget("cuda", 90, 32))
+
+    def device_fails(*_: object, **__: object) -> None:
+        raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+
+    served: list[str] = []
+    monkeypatch.setattr(dispatch, "FAILED", {})
+    monkeypatch.setattr(hopper.portable, "forward", lambda *_, **__: served.append("forward"))
+    monkeypatch.setattr(hopper.portable, "backward", lambda *_, **__: served.append("backward"))
+    q = torch.zeros(1, 1, 8, 64)
+    for name, call in (("forward", hopper.forward), ("backward", hopper.backward)):
+        monkeypatch.setattr(hopper.launch, name, device_fails)
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            call(q, q, q)
+        assert not dispatch.FAILED
+        monkeypatch.setattr(hopper.launch, name, compiler_fails)
+        call(q, q, q)
+        assert served.pop() == name
+        assert "could not be compiled here: RuntimeError" in dispatch.FAILED.pop("hopper")

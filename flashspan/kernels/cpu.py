@@ -2,8 +2,8 @@
 
 The operator has two masks that cost nothing, none and top-left causal, and takes a dense one. So a mask is cut into
 strips of query rows, most of which need no dense mask (see Note [Strips]); the others are drawn CHUNK rows at a time
-over the keys they reach, and a window costs time and memory linear in T. Dropout, a scale that is not positive (the
-operator scales its own masking -inf) and non-finite keys or values behind a mask go to `tiled`.
+over the keys they reach, and a window costs time and memory linear in T. Dropout, a scale that is not positive in
+float32 (the operator scales its own masking -inf) and non-finite keys or values behind a mask go to `tiled`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from flashspan.kernels.masks import Band, Mask, Rows
 CHUNK = 256  # rows that share one drawn mask
 SHORT = 64  # runs of rows shorter than this are drawn together: a call each would cost more
 TEMPORARY = 2**17  # elements of one temporary tensor, which limit how many heads one call takes
+LEAST_SCALE = torch.finfo(torch.float32).tiny  # below it a number may be 0 in float32
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -44,7 +45,7 @@ def forward(
     """See contract.py. Rows that one call serves are computed in q's dtype if that is the output's, all others in
     float32 (float64 when q is)."""
     strips = _cut(mask, q, k)
-    if dropout is not None or scale <= 0 or _may_leak(strips, k, v):
+    if dropout is not None or scale < LEAST_SCALE or _may_leak(strips, k, v):
         return tiled.forward(q, k, v, mask=mask, scale=scale, carry=carry, out_dtype=out_dtype, dropout=dropout)
     work = torch.promote_types(q.dtype, torch.float32)
     out_dtype = work if work == torch.float64 else out_dtype
@@ -94,7 +95,7 @@ def backward(
     """See contract.py. Computes in float32 (float64 when q is): in 16 bits the operator would round delta as well, and
     be a fifth faster at best."""
     strips = _cut(mask, q, k)
-    if dropout is not None or scale <= 0 or _may_leak(strips, k, v):
+    if dropout is not None or scale < LEAST_SCALE or _may_leak(strips, k, v):
         serve = functools.partial(tiled.backward, dout, q, k, v, lse, delta, mask=mask, scale=scale, dropout=dropout)
         serve(dq=dq, dk=dk, dv=dv, accumulate=accumulate)
         return

@@ -107,8 +107,8 @@ def _repeatable(call: Call) -> str | None:
 def _has_gluon() -> str | None:
     try:
         importlib.import_module("flashspan.kernels.hopper")
-    except ImportError as error:
-        return f"cannot be imported with this release of Triton: {error}"
+    except Exception as error:  # a name may be gone, but also take other arguments or be something else
+        return f"cannot be imported with this release of Triton: {type(error).__name__}: {error}"
     return None
 
 

@@ -1,8 +1,8 @@
 """The few names of Gluon that its releases spell differently, or do not export at all, and the instructions it has no
 name for.
 
-Everything else the kernels use is the same in Triton 3.6 and 3.7. Importing this raises ImportError on a release that
-has neither spelling: dispatch then leaves the work to the portable kernels.
+Everything else the kernels use is the same in Triton 3.6 and 3.7. Importing this fails on a release that has neither
+spelling: dispatch then leaves the work to the portable kernels.
 """
 
 from __future__ import annotations
