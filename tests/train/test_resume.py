@@ -84,7 +84,8 @@ def test_a_run_resumes_on_another_mixture_with_the_same_data(on_ranks: OnRanks, 
     want = weights(config)
     folder = Path(config.checkpoint.folder)
     both = (4, ["--parallel.shard=2", "--parallel.tensor=2", "--parallel.context=1"])
-    for num_ranks, options in [(1, []), LAYOUTS["2 data x 2 context"], LAYOUTS["2 fully sharded"], both]:
+    mixtures = [layout for name, layout in LAYOUTS.items() if "16-bit" not in name]
+    for num_ranks, options in [(1, []), *mixtures, both]:
         shutil.rmtree(checkpoint.checkpoints(folder)[-1])
         on_ranks(num_ranks, run_rank, config_of("--checkpoint.every=3", "--checkpoint.keep=9", *options))
         got = weights(config)
