@@ -78,14 +78,19 @@ def test_a_resumed_run_ends_with_the_same_bits(on_ranks: OnRanks, config_of: Con
     assert steps == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_run_resumes_on_another_mixture_with_the_same_data(on_ranks: OnRanks, config_of: ConfigOf) -> None:
+MIXTURES = [(1, []), *(layout for name, layout in LAYOUTS.items() if "16-bit" not in name)]
+BOTH = (4, ["--parallel.shard=2", "--parallel.tensor=2", "--parallel.context=1"])
+
+
+@pytest.mark.parametrize("mixtures", [MIXTURES, pytest.param([BOTH], marks=pytest.mark.slow)], ids=["each", "two axes"])
+def test_a_run_resumes_on_another_mixture_with_the_same_data(
+    on_ranks: OnRanks, config_of: ConfigOf, mixtures: list[tuple[int, list[str]]]
+) -> None:
     config = config_of("--checkpoint.every=3", "--checkpoint.keep=9", "--parallel.context=2")
     on_ranks(2, run_rank, config)
     want = weights(config)
     folder = Path(config.checkpoint.folder)
-    both = (4, ["--parallel.shard=2", "--parallel.tensor=2", "--parallel.context=1"])
-    mixtures = [layout for name, layout in LAYOUTS.items() if "16-bit" not in name]
-    for num_ranks, options in [(1, []), *mixtures, both]:
+    for num_ranks, options in mixtures:
         shutil.rmtree(checkpoint.checkpoints(folder)[-1])
         on_ranks(num_ranks, run_rank, config_of("--checkpoint.every=3", "--checkpoint.keep=9", *options))
         got = weights(config)
