@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -551,3 +552,34 @@ def test_a_release_of_triton_with_other_names_is_left_to_the_portable_kernels(
         dispatch._choose.cache_clear()
     assert choice.name == "portable"
     assert missing[-1] in choice.reasons["hopper"]
+
+
+def test_a_compiler_that_fails_is_replaced_and_a_device_that_does_is_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    hopper = pytest.importorskip("flashspan.kernels.hopper")
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    (tmp_path / "kernel.ttir").write_text("no such instruction")
+
+    def compiler_fails(*_: object, **__: object) -> None:
+        triton.compile(str(tmp_path / "kernel.ttir"), target=GPUTarget("cuda", 90, 32))
+
+    def device_fails(*_: object, **__: object) -> None:
+        raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+
+    served: list[str] = []
+    monkeypatch.setattr(dispatch, "FAILED", {})
+    monkeypatch.setattr(hopper.portable, "forward", lambda *_, **__: served.append("forward"))
+    monkeypatch.setattr(hopper.portable, "backward", lambda *_, **__: served.append("backward"))
+    q = torch.zeros(1, 1, 8, 64)
+    for name, call in (("forward", hopper.forward), ("backward", hopper.backward)):
+        monkeypatch.setattr(hopper.launch, name, device_fails)
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            call(q, q, q)
+        assert not dispatch.FAILED
+        monkeypatch.setattr(hopper.launch, name, compiler_fails)
+        call(q, q, q)
+        assert served.pop() == name
+        assert "could not be compiled here: RuntimeError" in dispatch.FAILED.pop("hopper")

@@ -14,10 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from flashspan.kernels import portable, reference
 from flashspan.kernels.contract import Carry
 from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band, Mask, Rows
 from flashspan.kernels.patterns import documents, ragged
+from flashspan.kernels.portable import arguments
 from flashspan.kernels.portable.arguments import Launch, _Plan
+from flashspan.kernels.portable.delta import row_delta
 
 KERNEL = SimpleNamespace(arg_names=["x", "stride", "T", "scale", "BLOCK"], do_not_specialize=["T"])
 
@@ -39,6 +42,24 @@ def test_a_launch_wants_the_kernel_of_its_types_alignment_and_constants() -> Non
         key(x, 16, 100, 0.5, 64),
     ):
         assert other != first
+
+
+def test_lengths_without_end_are_not_all_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Kernel(SimpleNamespace):
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *_, **__: "compiled"
+
+    class OnGpu(Tensor):
+        is_cuda = True
+
+    kernel, x = Kernel(**vars(KERNEL)), torch.zeros(64).as_subclass(OnGpu)
+    monkeypatch.setattr(arguments, "JITFunction", Kernel)
+    monkeypatch.setattr(arguments, "_PLANS", {})
+    monkeypatch.setattr(arguments, "KEPT_KINDS", 5, raising=False)
+    for stride in range(20):
+        assert Launch(kernel, (1,), (x, stride, 100, 0.5), {"BLOCK": 32})() == "compiled"
+        (plan,) = arguments._PLANS.values()
+        assert 1 <= len(plan.compiled) <= 5
 
 
 @pytest.mark.parametrize(
@@ -316,6 +337,34 @@ def test_sequences_may_lie_two_to_the_31_numbers_apart() -> None:
         1, 1, 128, 1.0, D=64, BD=64, BM=32, BLOCK=128, CLAIMED=False,
     )  # fmt: skip
     assert dq[1].eq(1.0).all()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel is compiled here, not interpreted")
+def test_no_kernel_is_given_rows_too_far_apart_for_its_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of [T, B, H, D], as some store it, with B * H * D from 2^23 on: here from 32 on."""
+    monkeypatch.setattr(arguments, "FAR", 32)
+    launch = Launch.__call__
+
+    def checked(self: Launch) -> Any:
+        tensors = [x for x in self.arguments if isinstance(x, Tensor) and x.dim() == 4]
+        assert all(x.stride(2) < 32 for x in tensors), self.kernel
+        return launch(self)
+
+    monkeypatch.setattr(Launch, "__call__", checked)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(9, 2, 1, 16, generator=generator).permute(1, 2, 0, 3) for _ in range(4))
+    into = [torch.ones(9, 2, 1, 16).permute(1, 2, 0, 3) for _ in range(3)]
+    wanted = [x.clone() for x in into]
+    carry = Carry(torch.zeros(9, 2, 1, 16).permute(1, 2, 0, 3), torch.full((2, 1, 9), -torch.inf))
+    out, lse = portable.forward(q, k, v, mask=CAUSAL, scale=0.25, carry=carry)
+    delta = row_delta(dout, out)
+    right = reference.forward(q, k, v, mask=CAUSAL, scale=0.25)
+    for mine, other in zip((out, lse, delta), (*right, (dout * right.out).sum(-1)), strict=True):
+        assert torch.allclose(mine, other, atol=1e-5)
+    for (dq, dk, dv), serve in ((into, portable.backward), (wanted, reference.backward)):
+        serve(dout, q, k, v, lse, delta, mask=CAUSAL, scale=0.25, dq=dq, dk=dk, dv=dv, accumulate=True)
+    for mine, other in zip(into, wanted, strict=True):
+        assert torch.allclose(mine, other, atol=1e-5)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel is compiled here, not interpreted")

@@ -5,9 +5,11 @@ Where they cannot be compiled the portable kernels serve, this call and all that
 
 from __future__ import annotations
 
+from traceback import walk_tb
 from typing import Any
 
 from torch import Tensor
+from triton.compiler import compile as triton_compile
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
@@ -25,7 +27,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Carry:
     """See contract.py."""
     try:
         return launch.forward(q, k, v, **rest)
-    except UNUSABLE as error:
+    except Exception as error:
         _retire(error)
         return portable.forward(q, k, v, **rest)
 
@@ -34,10 +36,15 @@ def backward(*inputs: Tensor, repeatable: bool = False, **rest: Any) -> None:
     """See contract.py; `repeatable` asks for gradients that repeat bit for bit."""
     try:
         launch.backward(*inputs, repeatable=repeatable, **rest)
-    except UNUSABLE as error:
+    except Exception as error:
         _retire(error)
         portable.backward(*inputs, **rest)
 
 
 def _retire(error: Exception) -> None:
+    """Raise what does not say so. A pass of the compiler that fails is a mere RuntimeError, as a failure of the device
+    is, which no other kernel would survive: where it was raised tells them apart."""
+    compiling = any(frame.f_code is triton_compile.__code__ for frame, _ in walk_tb(error.__traceback__))
+    if not (compiling or isinstance(error, UNUSABLE)):
+        raise error
     dispatch.retire("hopper", f"could not be compiled here: {type(error).__name__}: {error}"[:500])

@@ -18,6 +18,9 @@ from flashspan.kernels.masks import Band, Mask, Rows
 
 LOG2E = math.log2(math.e)
 
+KEPT_KINDS = 1024
+"""How many kinds of launch of a kernel are remembered; then it starts afresh. Strides are of a kind: so is a length."""
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -42,6 +45,8 @@ class Launch:
         key = plan.key(self)
         found = plan.compiled.get(key)
         if found is None or watched():
+            if len(plan.compiled) >= KEPT_KINDS:
+                plan.compiled.clear()
             found = plan.compiled[key] = self.kernel[self.grid](*self.arguments, **self.constants)
             return found
         stream = driver.active.get_current_stream(first.device.index)
@@ -139,9 +144,18 @@ def precision(q: Tensor) -> str:
     return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
+FAR = 2**31 // 256
+"""How far apart the rows of a tile are too far for the kernels' 32-bit offsets inside it."""
+
+
+def is_near(x: Tensor) -> bool:
+    """Whether the kernels reach all rows of a tile."""
+    return x.stride(2) < FAR or x.shape[2] == 1
+
+
 def near(x: Tensor) -> Tensor:
-    """x, or a copy where a tile's rows lie too far apart for the kernels' 32-bit offsets inside a tile."""
-    return x if x.stride(2) * 256 < 2**31 else x.contiguous()
+    """x, or a copy that is near."""
+    return x if is_near(x) else x.contiguous()
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:

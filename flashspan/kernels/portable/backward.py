@@ -178,11 +178,13 @@ def backward(
     """See contract.py."""
     dout, q, k, v = near(dout), near(q), near(k), near(v)
     lse, delta = lse.contiguous(), delta.contiguous()
+    into = near(dq), near(dk), near(dv)
     with on(q.device):
-        for launch in backward_launches(
-            dout, q, k, v, lse, delta, mask, scale, dq, dk, dv, accumulate, dropout
-        ).values():
+        for launch in backward_launches(dout, q, k, v, lse, delta, mask, scale, *into, accumulate, dropout).values():
             launch()
+    for given, made in zip((dq, dk, dv), into, strict=True):
+        if made is not given:
+            given.copy_(made)
 
 
 def backward_launches(
