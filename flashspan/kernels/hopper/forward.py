@@ -190,7 +190,8 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
             mbarrier.arrive(empty.index(stage), count=1)
         else:
             mbarrier.arrive(empty.index(stage), count=1)
-            s = _hide(s, r_start, r_end, (last - 1) * BN, EDGES)
+            if (last > f_hi) | (last <= f_lo):  # if not behind a branch, ptxas compares early and spills predicates
+                s = _hide(s, r_start, r_end, (last - 1) * BN, EDGES)
         m, alpha = _raise(s, m, scale)
         p = gl.exp2(s * scale - m[:, None])
         l = _sum(p)
@@ -249,10 +250,16 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
         # who may see it; and so are those whose sums overflowed. Nearly always there are none.
         l = total(l, m)
         finite = (gl.sum(o, 1) + gl.convert_layout(l, RO, assert_trivial=True)) * 0.0 == 0.0
-        wrong = gl.max(gl.where(finite | (m0 + gl.arange(0, BM, layout=RO) >= T), 0, 1), 0)
-        gl.store(bad + i_bh.to(gl.int64) * gl.cdiv(T, BM) + m0 // BM, wrong, mask=m0 < T)
+        wrong = gl.where(finite | (m0 + gl.arange(0, BM, layout=RO) >= T), 0, 1)
+        p_bad = bad + i_bh.to(gl.int64) * gl.cdiv(T, BM) + m0 // BM
         if CARRY:  # which the portable kernel will want as it was: past the end nothing is written
+            wrong = gl.max(wrong, 0)
+            gl.store(p_bad, wrong, mask=m0 < T)
             m0 = gl.where(wrong == 0, m0, T)
+        else:  # a byte of the mark for each warp, so that they need not meet
+            wrong = gl.max(wrong.reshape((4, BM // 4)), 1)
+            p_byte = p_bad.to(gl.pointer_type(gl.int8), bitcast=True) + gl.arange(0, 4, layout=wrong.type.layout)
+            gl.store(p_byte, wrong.to(gl.int8), mask=m0 < T)
         o_m = m0 + gl.arange(0, BM, layout=RL)
         p_lse = lse + i_bh.to(gl.int64) * T
         if LATE:
