@@ -48,6 +48,9 @@ WORK = ".preparing"
 VALIDATION = 0.1
 BLOCK = 2**24
 """Tokens in memory at a time, where they are made or copied."""
+PIECE, NEAR, TRIES = 2**20, 2**10, 16
+"""Characters that a tokenizer.json encodes at a time: it keeps a hundred bytes for each of their tokens. How many it is
+shown on either side of where a text might be cut, and how many such places until it is left whole."""
 REMEDY = "free some, and the same command goes on, or choose another with --folder"
 CORPUS = resources.files("flashspan.train") / "corpus"
 
@@ -138,11 +141,35 @@ def corpus() -> Iterator[str]:
 def encode(texts: Iterable[str], coder: Tokenizer) -> Iterator[Sequence[int]]:
     """Runs of tokens: each document's, and its end; one without text is none."""
     for text in filter(None, texts):
-        # Words end where a tokenizer says, but bytes anywhere: a list of a long text's takes many times its memory.
-        step = BLOCK if isinstance(coder, ByteTokenizer) else len(text)
-        yield from (coder.encode(text[at : at + step]) for at in range(0, len(text), step))
+        if isinstance(coder, ByteTokenizer):  # a list of a long text's bytes takes many times its memory
+            yield from (coder.encode(text[at : at + BLOCK]) for at in range(0, len(text), BLOCK))
+        else:
+            yield from _encode_pieces(text, coder)
         if coder.end >= 0:
             yield [coder.end]
+
+
+def _encode_pieces(text: str, coder: Tokenizer) -> Iterator[Sequence[int]]:
+    """The tokens of a text, of a long one a piece at a time: the same as of the whole."""
+    begin, before = 0, len(coder.encode("")) if len(text) > PIECE else 0  # what it puts before every text
+    while begin < len(text):
+        end = _end_of_piece(text, begin + PIECE, coder, before)
+        tokens = coder.encode(text[begin:end])
+        yield tokens[before:] if begin else tokens
+        begin = end
+
+
+def _end_of_piece(text: str, at: int, coder: Tokenizer, before: int) -> int:
+    """The end of a line, from `at` on, behind which the tokenizer begins afresh: of what is near it makes the same,
+    together and apart. That of the text if there is none, as with those that begin every text with a space."""
+    for _ in range(TRIES):
+        at = text.find("\n", at) + 1
+        if not at:
+            break
+        left, right = text[max(0, at - NEAR) : at], text[at : at + NEAR]
+        if coder.encode(left + right) == [*coder.encode(left), *coder.encode(right)[before:]]:
+            return at
+    return len(text)
 
 
 @contextmanager

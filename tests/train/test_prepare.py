@@ -16,10 +16,12 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from tokenizers import Tokenizer as Fast
+from tokenizers import models, pre_tokenizers, processors, trainers
 
 from flashspan.cli import main
 from flashspan.train import checkpoint, documents, prepare
-from flashspan.train.data import ByteTokenizer, open_tokens
+from flashspan.train.data import ByteTokenizer, load_tokenizer, open_tokens
 
 command = importlib.import_module("flashspan.train.prepare")  # its name in the package is the function's
 TEXTS = [f"{i}: " + "wörd " * (i * 7 % 23) for i in range(300)]
@@ -96,6 +98,25 @@ def test_a_long_text_is_made_into_bytes_a_piece_at_a_time(monkeypatch: pytest.Mo
     runs = list(command.encode(["one ünd twö", "", "3"], ByteTokenizer()))
     assert max(map(len, runs)) <= 2 * 4  # characters of two bytes at most
     assert [token for run in runs for token in run] == [*"one ünd twö".encode(), 256, *b"3", 256]
+
+
+@pytest.mark.parametrize("afresh", [True, False], ids=["begins afresh at lines", "begins with a space"])
+def test_a_long_text_is_encoded_a_piece_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, afresh: bool
+) -> None:
+    """Not every tokenizer may be cut short at the end of a line: the tokens are those of the whole text anyway."""
+    fast = Fast(models.BPE(unk_token="?"))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False) if afresh else pre_tokenizers.Metaspace()
+    text = "\n".join(command.corpus())[:20_000]
+    fast.train_from_iterator([text], trainers.BpeTrainer(vocab_size=400, special_tokens=["?", "<s>"]))
+    fast.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", 1)])
+    fast.save(str(tmp_path / "tokenizer.json"))
+    coder = load_tokenizer(str(tmp_path))
+    monkeypatch.setattr(command, "PIECE", 300)
+    monkeypatch.setattr(command, "NEAR", 50)
+    runs = list(command.encode([text], coder))
+    assert [token for run in runs for token in run] == coder.encode(text)
+    assert (len(runs) > 20) == afresh
 
 
 def test_ctrl_c_ends_the_processes_that_encode_without_a_word() -> None:
