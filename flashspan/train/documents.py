@@ -1,13 +1,13 @@
 """Documents in files, cut into parts that any process can read alone: text, JSONL, Parquet, Hugging Face datasets.
 
-How inputs are cut depends on the inputs alone, never on who reads them.
+How inputs are cut depends on the inputs, and for text on the tokenizer, never on who reads them.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -15,11 +15,14 @@ from typing import Any, BinaryIO
 
 PART_BYTES = 2**22
 PART_ROWS = 2**12
+NEAR, LINE, TRIES = 2**10, 2**16, 16
+"""Where a text may be cut: how many bytes are looked at on either side, how long a line may be, how many are tried."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some documents of one source: a text file, bytes of a JSONL file, a row group of Parquet, rows of a dataset."""
+    """Some documents of one source: bytes of a JSONL file, a row group of Parquet, rows of a dataset; or some bytes of
+    a text file, which is one document."""
 
     kind: str
     source: str
@@ -40,10 +43,54 @@ def identify(inputs: Sequence[str], dataset: str, split: str) -> list[Any]:
 
 
 def read(part: Part, field: str) -> Iterator[str]:
-    """The documents of a part."""
-    return {"text": _read_text, "lines": _read_lines, "parquet": _read_parquet, "dataset": _read_dataset}[part.kind](
-        part, field
-    )
+    """The documents of a part that is not of a text file."""
+    return {"lines": _read_lines, "parquet": _read_parquet, "dataset": _read_dataset}[part.kind](part, field)
+
+
+def read_text(part: Part, may_cut: Callable[[str, str], bool]) -> tuple[str, bool, bool]:
+    """What a part of a text file is, whether the file begins with it, and whether it ends with it.
+
+    It begins and ends with a line, between what is near of which `may_cut`; where there is no such line near, a part is
+    empty, and the one before it longer. As Python reads text, CRLF becomes LF; the mark that Windows puts before a
+    text is none of it.
+    """
+    size, end, at = Path(part.source).stat().st_size, None, part.end
+    with open(part.source, "rb") as stream:
+        begin = _find_cut(stream, part.begin, size, may_cut)
+        if begin is None:
+            return "", False, False
+        while end is None:
+            end, at = size if at >= size else _find_cut(stream, at, size, may_cut), at + PART_BYTES
+        stream.seek(begin)
+        data = stream.read(end - begin)
+    try:
+        text = data.decode("utf-8" if begin else "utf-8-sig")
+    except UnicodeDecodeError as error:
+        where = f"byte {begin + error.start:,}, {data[error.start]:#x}"
+        raise ValueError(f"{part.source} is not UTF-8 text: {where}, is {error.reason}; convert it") from error
+    return _with_newlines(text), begin == 0, end == size
+
+
+def _find_cut(stream: BinaryIO, at: int, size: int, may_cut: Callable[[str, str], bool]) -> int | None:
+    """The end of the first line from byte `at` on behind which the text may be cut; None if there is none near."""
+    if at == 0:
+        return 0
+    stream.seek(at)
+    for _ in range(TRIES):
+        ended = stream.readline(LINE).endswith(b"\n")
+        here = stream.tell()
+        if not ended or here >= min(at + PART_BYTES, size):
+            return None
+        stream.seek(max(0, here - NEAR))
+        around = stream.read(min(NEAR, here)), stream.read(NEAR)  # which may begin or end within a character
+        if may_cut(*(_with_newlines(near.decode(errors="ignore")) for near in around)):
+            return here
+        stream.seek(here)
+    return None
+
+
+def _with_newlines(text: str) -> str:
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _cut_file(path: Path) -> list[Part]:
@@ -51,10 +98,9 @@ def _cut_file(path: Path) -> list[Part]:
         raise ValueError(f"{path} is missing" if not path.exists() else f"{path} is not a file: name the files in it")
     size, suffix = path.stat().st_size, path.suffix.lower()
     if suffix in (".txt", ".md", ""):
-        return [Part("text", str(path), 0, size, size)]
+        return _cut_bytes("text", path, size)
     if suffix == ".jsonl":
-        starts = range(0, size, PART_BYTES)
-        return [Part("lines", str(path), at, min(at + PART_BYTES, size), min(PART_BYTES, size - at)) for at in starts]
+        return _cut_bytes("lines", path, size)
     if suffix == ".parquet":
         about = _open_parquet(str(path)).metadata
         groups = [about.row_group(i) for i in range(about.num_row_groups)]
@@ -62,19 +108,16 @@ def _cut_file(path: Path) -> list[Part]:
     raise ValueError(f"{path}: .txt, .jsonl and .parquet files are read; convert {path.suffix} files first")
 
 
+def _cut_bytes(kind: str, path: Path, size: int) -> list[Part]:
+    ends = [(at, min(at + PART_BYTES, size)) for at in range(0, size, PART_BYTES)]
+    return [Part(kind, str(path), begin, end, end - begin) for begin, end in ends]
+
+
 def _cut_dataset(name: str, split: str) -> list[Part]:
     num_rows = len(_open_dataset(name, split)) if name else 0
     starts = range(0, num_rows, PART_ROWS)
     source = json.dumps([name, split])
     return [Part("dataset", source, at, min(at + PART_ROWS, num_rows), min(PART_ROWS, num_rows - at)) for at in starts]
-
-
-def _read_text(part: Part, field: str) -> Iterator[str]:
-    """A whole file; as Python reads text, CRLF becomes LF. The mark that Windows puts before a text is none of it."""
-    try:
-        yield Path(part.source).read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{part.source} is not UTF-8 text: {error}") from error
 
 
 def _read_lines(part: Part, field: str) -> Iterator[str]:

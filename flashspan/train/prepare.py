@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -48,9 +48,8 @@ WORK = ".preparing"
 VALIDATION = 0.1
 BLOCK = 2**24
 """Tokens in memory at a time, where they are made or copied."""
-PIECE, NEAR, TRIES = 2**20, 2**10, 16
-"""Characters that a tokenizer.json encodes at a time: it keeps a hundred bytes for each of their tokens. How many it is
-shown on either side of where a text might be cut, and how many such places until it is left whole."""
+PIECE = 2**20
+"""Characters that a tokenizer.json encodes at a time: it keeps hundreds of bytes for each of their tokens."""
 REMEDY = "free some, and the same command goes on, or choose another with --folder"
 CORPUS = resources.files("flashspan.train") / "corpus"
 
@@ -141,33 +140,51 @@ def corpus() -> Iterator[str]:
 def encode(texts: Iterable[str], coder: Tokenizer) -> Iterator[Sequence[int]]:
     """Runs of tokens: each document's, and its end; one without text is none."""
     for text in filter(None, texts):
-        if isinstance(coder, ByteTokenizer):  # a list of a long text's bytes takes many times its memory
-            yield from (coder.encode(text[at : at + BLOCK]) for at in range(0, len(text), BLOCK))
-        else:
-            yield from _encode_pieces(text, coder)
+        yield from _encode_pieces(text, coder, True)
         if coder.end >= 0:
             yield [coder.end]
 
 
-def _encode_pieces(text: str, coder: Tokenizer) -> Iterator[Sequence[int]]:
-    """The tokens of a text, of a long one a piece at a time: the same as of the whole."""
-    begin, before = 0, len(coder.encode("")) if len(text) > PIECE else 0  # what it puts before every text
+def encode_text(part: documents.Part, coder: Tokenizer) -> Iterator[Sequence[int]]:
+    """Runs of tokens of a part of a text file, and that document's end with its last: together, those of the whole."""
+    text, first, last = documents.read_text(part, partial(_begins_afresh, coder))
+    yield from _encode_pieces(text, coder, first)
+    if last and text and coder.end >= 0:
+        yield [coder.end]
+
+
+def _begins_afresh(coder: Tokenizer, left: str, right: str) -> bool:
+    """Whether a tokenizer makes the same of two texts, together and apart: not if it begins every text with a space."""
+    if isinstance(coder, ByteTokenizer):
+        return True
+    return coder.encode(left + right) == [*coder.encode(left), *coder.encode(right)[_before(coder) :]]
+
+
+def _before(coder: Tokenizer) -> int:
+    """How many tokens a tokenizer puts before every text."""
+    return len(coder.encode(""))
+
+
+def _encode_pieces(text: str, coder: Tokenizer, first: bool) -> Iterator[Sequence[int]]:
+    """The tokens of a text, of a long one a piece at a time; unless it is the `first` of a document, without those that
+    come before every text."""
+    if isinstance(coder, ByteTokenizer):  # a list of a long text's bytes takes many times its memory
+        yield from (coder.encode(text[at : at + BLOCK]) for at in range(0, len(text), BLOCK))
+        return
+    begin = 0
     while begin < len(text):
-        end = _end_of_piece(text, begin + PIECE, coder, before)
-        tokens = coder.encode(text[begin:end])
-        yield tokens[before:] if begin else tokens
-        begin = end
+        end = _end_of_piece(text, begin + PIECE, coder)
+        yield coder.encode(text[begin:end])[0 if first else _before(coder) :]
+        begin, first = end, False
 
 
-def _end_of_piece(text: str, at: int, coder: Tokenizer, before: int) -> int:
-    """The end of a line, from `at` on, behind which the tokenizer begins afresh: of what is near it makes the same,
-    together and apart. That of the text if there is none, as with those that begin every text with a space."""
-    for _ in range(TRIES):
+def _end_of_piece(text: str, at: int, coder: Tokenizer) -> int:
+    """The end of the first line, from `at` on, behind which the tokenizer begins afresh; or of the text."""
+    for _ in range(documents.TRIES):
         at = text.find("\n", at) + 1
         if not at:
             break
-        left, right = text[max(0, at - NEAR) : at], text[at : at + NEAR]
-        if coder.encode(left + right) == [*coder.encode(left), *coder.encode(right)[before:]]:
+        if _begins_afresh(coder, text[max(0, at - documents.NEAR) : at], text[at : at + documents.NEAR]):
             return at
     return len(text)
 
@@ -230,7 +247,8 @@ def encode_part(part: documents.Part, file: Path, tokenizer: str, field: str) ->
     coder = _tokenizer(tokenizer)
     half = file.with_name(f"{file.name}.writing")
     with half.open("wb") as stream:
-        for tokens in encode(documents.read(part, field), coder):
+        text = part.kind == "text"
+        for tokens in encode_text(part, coder) if text else encode(documents.read(part, field), coder):
             stream.write(np.asarray(tokens, dtype=token_dtype(coder)).tobytes())
         stream.flush()
         os.fsync(stream.fileno())  # or a power cut could leave a name without bytes, which counts as made

@@ -93,6 +93,24 @@ def test_line_ends_of_text_files_become_newlines(tmp_path: Path) -> None:
     assert read_texts(tmp_path / "out") == ["one\ntwo\n"]
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_long_text_file_is_one_document_whoever_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int
+) -> None:
+    text = "".join(f"{'wörd ' * (i * 7 % 23)}{i}\n" for i in range(400)) + "z" * 3000 + "\nand no last newline"
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    monkeypatch.setattr(documents, "PART_BYTES", 1000)
+    prepare([str(tmp_path / "a.txt")], folder=str(tmp_path / "out"), validation=0, processes=processes)
+    assert read_texts(tmp_path / "out") == [text]
+
+
+def test_bytes_that_are_no_text_are_named_by_their_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_bytes(b"line\n" * 300 + b"\xff" + b"line\n" * 300)
+    monkeypatch.setattr(documents, "PART_BYTES", 1000)
+    with pytest.raises(ValueError, match=r"a\.txt is not UTF-8 text: byte 1,500, 0xff, is invalid start byte; convert"):
+        prepare([str(tmp_path / "a.txt")], folder=str(tmp_path / "out"), processes=1)
+
+
 def test_a_long_text_is_made_into_bytes_a_piece_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "BLOCK", 4)
     runs = list(command.encode(["one ünd twö", "", "3"], ByteTokenizer()))
@@ -113,10 +131,19 @@ def test_a_long_text_is_encoded_a_piece_at_a_time(
     fast.save(str(tmp_path / "tokenizer.json"))
     coder = load_tokenizer(str(tmp_path))
     monkeypatch.setattr(command, "PIECE", 300)
-    monkeypatch.setattr(command, "NEAR", 50)
+    monkeypatch.setattr(documents, "NEAR", 50)
     runs = list(command.encode([text], coder))
     assert [token for run in runs for token in run] == coder.encode(text)
     assert (len(runs) > 20) == afresh
+
+    # And side by side, from a file whose lines end as Windows ends them, in parts of which some are empty.
+    (tmp_path / "long.txt").write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
+    monkeypatch.setattr(documents, "PART_BYTES", 700)
+    parts = documents.cut([str(tmp_path / "long.txt")])
+    assert len(parts) > 20
+    runs = [[token for run in command.encode_text(part, coder) for token in run] for part in parts]
+    assert [token for run in runs for token in run] == coder.encode(text)
+    assert (sum(map(bool, runs)) > 15) == afresh
 
 
 def test_ctrl_c_ends_the_processes_that_encode_without_a_word() -> None:
