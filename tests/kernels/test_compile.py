@@ -3,16 +3,18 @@
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 PROGRAM = """
 import json, sys, torch
 from flashspan.kernels.compile import compile_launch, shipped_launches
-made, dtype, head_dim = sys.argv[1], getattr(torch, sys.argv[2]), int(sys.argv[3])
-cost = compile_launch(shipped_launches(dtype, head_dim)[made])
-wide, narrow = cost.instructions["HGMMA"], cost.instructions["HMMA"]
-print(json.dumps([cost.spilled_bytes, cost.shared_bytes, wide, narrow, cost.warnings]))
+for made, dtype, head_dim in json.loads(sys.argv[1]):
+    cost = compile_launch(shipped_launches(getattr(torch, dtype), head_dim)[made])
+    wide, narrow = cost.instructions["HGMMA"], cost.instructions["HMMA"]
+    print(json.dumps([cost.spilled_bytes, cost.shared_bytes, wide, narrow, cost.warnings]))
 """
 # Each takes seconds: CI compiles the tiles users meet most, `-m slow` all of them.
 COMMON = [("out", "bfloat16", 128), ("dk dv", "bfloat16", 128), ("dk dv", "bfloat16", 64), ("dq", "bfloat16", 64)]
@@ -25,18 +27,24 @@ REST = [
 ]
 
 
-def check(made: str, dtype: str, head_dim: int) -> None:
-    # A process of its own: this one runs Triton's interpreter, and the compiler may abort.
-    command = [sys.executable, "-c", PROGRAM, made, dtype, str(head_dim)]
+def check(*tiles: tuple[str, str, int]) -> None:
+    for (made, dtype, head_dim), line in zip(tiles, compile_apart(PROGRAM, tiles), strict=True):
+        spilled, shared, wide, narrow, warnings = line
+        assert spilled == 0, (made, dtype, head_dim)
+        assert shared <= 232448, "a Hopper block has 227 KiB of shared memory"
+        assert wide + narrow > 0, "the products must run on the tensor cores"
+        if dtype == "bfloat16":  # float32's small tiles use the narrow instruction
+            assert wide > 0, "16-bit products must use the warpgroup's instruction"
+        assert not [line for line in warnings if "serialized" in line]
+
+
+def compile_apart(program: str, kernels: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """What a program prints of each of these, in a process of its own: this one runs Triton's interpreter, and the
+    compiler may abort."""
+    command = [sys.executable, "-c", program, json.dumps(kernels)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=_compiling(), check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    spilled, shared, wide, narrow, warnings = json.loads(done.stdout)
-    assert spilled == 0
-    assert shared <= 232448, "a Hopper block has 227 KiB of shared memory"
-    assert wide + narrow > 0, "the products must run on the tensor cores"
-    if dtype == "bfloat16":  # float32's small tiles use the narrow instruction
-        assert wide > 0, "16-bit products must use the warpgroup's instruction"
-    assert not [line for line in warnings if "serialized" in line]
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def _compiling() -> dict[str, str]:
@@ -45,15 +53,14 @@ def _compiling() -> dict[str, str]:
     return {**os.environ, "TRITON_INTERPRET": "0"}
 
 
-@pytest.mark.parametrize(("made", "dtype", "head_dim"), COMMON)
-def test_common_tiles_compile_without_spills(made: str, dtype: str, head_dim: int) -> None:
-    check(made, dtype, head_dim)
+def test_common_tiles_compile_without_spills() -> None:
+    check(*COMMON)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("made", "dtype", "head_dim"), REST)
 def test_every_tile_compiles_without_spills(made: str, dtype: str, head_dim: int) -> None:
-    check(made, dtype, head_dim)
+    check((made, dtype, head_dim))
 
 
 def test_help_is_shown_and_nothing_compiled(
@@ -130,12 +137,13 @@ masks = {
     "window": {"mask": Band(-100, 0)},
     "rows": {"mask": documents([1000, 3096])},
 }
-kind, head_dim, dtype, mask, carry = sys.argv[1], int(sys.argv[2]), getattr(torch, sys.argv[3]), *sys.argv[4:]
-launch = hopper_launches(dtype, head_dim, **masks[mask], carry=carry == "carry")[kind]
-cost = compile_launch(launch)
-# Where scores are hidden each is compared and chosen; choices alone are of numbers that change places on their way out.
-whole = [loop["LDL"] + loop["STL"] for loop in cost.loops if min(loop["FSEL"], loop["ISETP"]) < 32]
-print(json.dumps([cost.spilled_bytes, whole, cost.shared_bytes, cost.instructions["HGMMA"], cost.warnings]))
+for kind, head_dim, dtype, mask, carry in json.loads(sys.argv[1]):
+    launch = hopper_launches(getattr(torch, dtype), head_dim, **masks[mask], carry=carry == "carry")[kind]
+    cost = compile_launch(launch)
+    # Where scores are hidden each is compared and chosen; choices alone are of numbers that change places on their way
+    # out.
+    whole = [loop["LDL"] + loop["STL"] for loop in cost.loops if min(loop["FSEL"], loop["ISETP"]) < 32]
+    print(json.dumps([cost.spilled_bytes, whole, cost.shared_bytes, cost.instructions["HGMMA"], cost.warnings]))
 """
 PLAIN = [
     ("forward", 128, "bfloat16", "causal", "plain"),
@@ -169,28 +177,28 @@ the repeatable pass with a table and sums, as Triton 3.6 compiles it, 604 bytes 
 is made by turns and added: 5 to 10% faster than without, and spilled once a tile."""
 
 
-def check_hopper(kind: str, head_dim: int, dtype: str, mask: str, carry: str) -> None:
-    command = [sys.executable, "-c", HOPPER, kind, str(head_dim), dtype, mask, carry]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=_compiling(), check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    spilled, whole, shared, wide, warnings = json.loads(done.stdout)
-    assert kind not in ("forward", "backward", "queries") or len(whole) == 2, (
-        "two warpgroups walk blocks without a mask"
-    )
-    # Nothing is spilled there; two numbers at most at 256, and in the repeatable pass as Triton 3.6 compiles it.
-    assert max(whole, default=0) <= (2 if head_dim == 256 or kind == "keys" else 0)
-    assert spilled <= max(ALLOWED[carry], NAMED.get((kind, head_dim), 0), NAMED.get((kind, head_dim, mask), 0))
-    assert shared <= 232448, "a Hopper block has 227 KiB of shared memory"
-    assert wide > 0, "the products must use the warpgroup's instruction"
-    assert not [line for line in warnings if "serialized" in line]
+Hopper = tuple[str, int, str, str, str]
 
 
-@pytest.mark.parametrize(("kind", "head_dim", "dtype", "mask", "carry"), PLAIN)
-def test_the_hopper_kernels_compile(kind: str, head_dim: int, dtype: str, mask: str, carry: str) -> None:
-    check_hopper(kind, head_dim, dtype, mask, carry)
+def check_hopper(*kernels: Hopper) -> None:
+    for (kind, head_dim, _, mask, carry), line in zip(kernels, compile_apart(HOPPER, kernels), strict=True):
+        spilled, whole, shared, wide, warnings = line
+        assert kind not in ("forward", "backward", "queries") or len(whole) == 2, (
+            "two warpgroups walk blocks without a mask"
+        )
+        # Nothing is spilled there; two numbers at most at 256, and in the repeatable pass as Triton 3.6 compiles it.
+        assert max(whole, default=0) <= (2 if head_dim == 256 or kind == "keys" else 0)
+        assert spilled <= max(ALLOWED[carry], NAMED.get((kind, head_dim), 0), NAMED.get((kind, head_dim, mask), 0))
+        assert shared <= 232448, "a Hopper block has 227 KiB of shared memory"
+        assert wide > 0, "the products must use the warpgroup's instruction"
+        assert not [line for line in warnings if "serialized" in line]
+
+
+def test_the_hopper_kernels_compile() -> None:
+    check_hopper(*PLAIN)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "head_dim", "dtype", "mask", "carry"), [x for x in ALL if x not in PLAIN])
-def test_every_hopper_kernel_compiles(kind: str, head_dim: int, dtype: str, mask: str, carry: str) -> None:
-    check_hopper(kind, head_dim, dtype, mask, carry)
+@pytest.mark.parametrize("kernel", [x for x in ALL if x not in PLAIN])
+def test_every_hopper_kernel_compiles(kernel: Hopper) -> None:
+    check_hopper(kernel)
