@@ -168,13 +168,15 @@ ALLOWED = {"plain": 300, "carry": 500}
 NAMED = {
     ("backward", 64): 650,
     ("forward", 256): 600,
+    ("forward", 256, "rows"): 650,
     ("keys", 64): 480,
     ("keys", 64, "rows"): 620,
     ("backward", 128, "rows"): 750,
 }
 """Those that may spill more there, up to this. At 64, where lse is added after the product: 2% faster than without; in
 the repeatable pass with a table and sums, as Triton 3.6 compiles it, 604 bytes once a tile. At 128, where a table's dQ
-is made by turns and added: 5 to 10% faster than without, and spilled once a tile."""
+is made by turns and added: 5 to 10% faster than without, and spilled once a tile. At 256, a table and a carry as Triton
+3.7 compiles them, 640 bytes once a tile: the first block is masked behind a branch, which is faster everywhere else."""
 
 
 Hopper = tuple[str, int, str, str, str]
