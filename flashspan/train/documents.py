@@ -64,11 +64,11 @@ def read_text(part: Part, may_cut: Callable[[str, str], bool]) -> tuple[str, boo
         stream.seek(begin)
         data = stream.read(end - begin)
     try:
-        text = data.decode("utf-8" if begin else "utf-8-sig")
+        text = data.decode()
     except UnicodeDecodeError as error:
         where = f"byte {begin + error.start:,}, {data[error.start]:#x}"
         raise ValueError(f"{part.source} is not UTF-8 text: {where}, is {error.reason}; convert it") from error
-    return _with_newlines(text), begin == 0, end == size
+    return _with_newlines(text if begin else text.removeprefix("\ufeff")), begin == 0, end == size
 
 
 def _find_cut(stream: BinaryIO, at: int, size: int, may_cut: Callable[[str, str], bool]) -> int | None:

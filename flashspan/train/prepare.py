@@ -245,10 +245,10 @@ def encode_parts(parts: Sequence[documents.Part], work: Path, tokenizer: str, fi
 def encode_part(part: documents.Part, file: Path, tokenizer: str, field: str) -> None:
     """One part's tokens into a file that appears whole or not at all."""
     coder = _tokenizer(tokenizer)
+    runs = encode_text(part, coder) if part.kind == "text" else encode(documents.read(part, field), coder)
     half = file.with_name(f"{file.name}.writing")
     with half.open("wb") as stream:
-        text = part.kind == "text"
-        for tokens in encode_text(part, coder) if text else encode(documents.read(part, field), coder):
+        for tokens in runs:
             stream.write(np.asarray(tokens, dtype=token_dtype(coder)).tobytes())
         stream.flush()
         os.fsync(stream.fileno())  # or a power cut could leave a name without bytes, which counts as made

@@ -143,7 +143,7 @@ def same_to_the_bit(one: Blocks, two: Blocks) -> bool:
     return numbers == wanted and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize("numbers", [range(12), pytest.param(range(12, 40), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("numbers", [range(24), pytest.param(range(24, 40), marks=pytest.mark.slow)])
 def test_kernels_make_the_same_map_to_the_bit(numbers: range) -> None:
     """As PyTorch's operators do, of a tensor on the CPU."""
     for number in numbers:

@@ -56,7 +56,7 @@ def ordinary(x: Inputs, mask: Mask, into: Carry, carry: bool) -> None:
     ("name", "carry"),
     [
         *((name, True) for name in CASES),
-        *(pytest.param(name, False, marks=[pytest.mark.slow] if name != "band" else []) for name in CASES),
+        *(pytest.param(name, False, marks=[pytest.mark.slow] if "parts" in name else []) for name in CASES),
     ],
 )
 def test_flagged_rows_are_the_ordinary_kernel_s_and_others_stay(name: str, carry: bool) -> None:

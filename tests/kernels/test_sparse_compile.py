@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 
 from tests.kernels.test_compile import COMMON, REST, compile_apart
@@ -61,11 +56,7 @@ print(json.dumps([(cost.spilled_bytes, cost.registers, cost.shared_bytes) for co
 
 @pytest.mark.slow
 def test_the_making_of_a_map_compiles_without_spills() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-c", MAPPING]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    *costs, fences = json.loads(done.stdout)
+    [[*costs, fences]] = compile_apart(MAPPING, [])
     assert [spilled for spilled, _, _ in costs] == [0] * 8
     assert all(registers <= 64 for _, registers, _ in costs[:2]), "few enough for the reading to hide its latency"
     assert all(shared <= 16384 for _, _, shared in costs)

@@ -105,9 +105,9 @@ def test_a_long_text_file_is_one_document_whoever_reads_it(
 
 
 def test_bytes_that_are_no_text_are_named_by_their_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a.txt").write_bytes(b"line\n" * 300 + b"\xff" + b"line\n" * 300)
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + b"line\n" * 300 + b"\xff" + b"line\n" * 300)
     monkeypatch.setattr(documents, "PART_BYTES", 1000)
-    with pytest.raises(ValueError, match=r"a\.txt is not UTF-8 text: byte 1,500, 0xff, is invalid start byte; convert"):
+    with pytest.raises(ValueError, match=r"a\.txt is not UTF-8 text: byte 1,503, 0xff, is invalid start byte; convert"):
         prepare([str(tmp_path / "a.txt")], folder=str(tmp_path / "out"), processes=1)
 
 
