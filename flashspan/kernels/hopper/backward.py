@@ -38,7 +38,7 @@ from flashspan.kernels.hopper.backward_feed import feed, feed_lists, hear
 from flashspan.kernels.hopper.dq import add_dq, add_dq_lists, dq_place, leave_dq, start_dq
 from flashspan.kernels.hopper.names import barrier, held, here_and_now
 from flashspan.kernels.hopper.shared import clean_pair, send_off
-from flashspan.kernels.hopper.walk import bounds, find_list, hide, nth
+from flashspan.kernels.hopper.walk import bounds, find_list, hide, hide_outside, nth
 
 
 @gluon.jit
@@ -102,9 +102,8 @@ def _step(
                 s = hide(s, words_s.index(stage * 2 + WG), half)
         else:
             m0, lower, upper = shown
-            o_m = here_and_now(0) + gl.arange(0, BM, layout=gl.SliceLayout(0, SL))
-            seen = (o_m[None, :] >= (lower - m0)[:, None]) & (o_m[None, :] < (upper - m0)[:, None])
-            s = gl.where(seen, s, float("-inf"))
+            if m0 < T:  # which it is: see hide_outside
+                s = hide_outside(s, lower - m0, upper - m0, True)
     p = gl.exp2(s)
     pd = gl.convert_layout(p.to(dtype), PL, assert_trivial=True)
     # dV at once: the tensor cores have it to do while dS is made and written.

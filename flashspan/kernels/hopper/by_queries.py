@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flashspan.kernels.hopper.names import here_and_now
 from flashspan.kernels.hopper.shared import clean, send_off
-from flashspan.kernels.hopper.walk import blocks, bounds, nth, place
+from flashspan.kernels.hopper.walk import blocks, bounds, hide_outside, nth, place
 
 
 @gluon.jit
@@ -65,10 +65,11 @@ def _feed_keys(desc, buffers, bars, numbers, rows, tables, C: gl.constexpr):
 
 @gluon.jit
 def _query_step(
-    W: gl.constexpr, MASKED: gl.constexpr, j, shown, dq, minus_lse, minus_delta, buffers, bars, numbers,
+    W: gl.constexpr, MASKED: gl.constexpr, j, shown, q, dq, minus_lse, minus_delta, buffers, bars, numbers,
     C: gl.constexpr,
 ):  # fmt: skip
-    """Tile j of keys: its part of dQ. If it is masked, `shown` is its first key and each query's interval."""
+    """Tile j of keys: its part of dQ. If it is masked, `shown` is its first key and each query's interval. With heads
+    of 64 q is in registers: there is room for it, and shared memory is read less."""
     q_s, do_s, k_s, v_s = buffers
     q_full, do_full, k_full, k_empty, v_full, v_empty = bars
     H, G, T, S, Tp, lo, hi, scale, sm_scale, section = numbers
@@ -81,7 +82,8 @@ def _query_step(
     stage = j & 1
     phase = (j >> 1) & 1
     k = k_s.index(stage).reshape((BN, BD))
-    q = q_s.index(here_and_now(W)).reshape((BM, BD))
+    if BD > 64:
+        q = q_s.index(here_and_now(W)).reshape((BM, BD))
     do = do_s.index(here_and_now(W)).reshape((BM, BD))
     VS: gl.constexpr = v_s.shape[0]
     v_stage = j & (VS - 1) if VS > 1 else here_and_now(0)
@@ -97,9 +99,8 @@ def _query_step(
         n0, lower, upper = shown
         if HIDDEN:  # a key with inf or NaN in it gives every query such a score
             wrong = gl.max(gl.max(gl.where(s * 0.0 == 0.0, 0, 1), 1), 0)
-        o_n = here_and_now(0) + gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
-        seen = (o_n[None, :] >= (lower - n0)[:, None]) & (o_n[None, :] < (upper - n0)[:, None])
-        s = gl.where(seen, s, float("-inf"))
+        if n0 < S:  # which it is: see hide_outside
+            s = hide_outside(s, lower - n0, upper - n0, True)
     p = gl.exp2(s * scale + minus_lse[:, None])
     # A branch, or ptxas would move the wait for dP before the exp2's: K has long been here.
     mbarrier.wait(k_full.index(stage), phase)
@@ -142,11 +143,14 @@ def _queries(W: gl.constexpr, desc, buffers, bars, numbers, rows, tables, C: gl.
     minus_delta = gl.load(p_delta + row + o_m)
     dq = gl.zeros([BM, BD], gl.float32, layout=C[5])
     mbarrier.wait(q_full, 0)
+    q = q_s.index(W).reshape((BM, BD))
+    if BD == 64:
+        q = q.load(gl.DotOperandLayout(0, C[4], 2))
     for j in range(edges):
         seen = (nth(j, k_first, f_lo, f_hi, k_end) * BN, lower, upper)
-        dq = _query_step(W, True, j, seen, dq, minus_lse, minus_delta, buffers, bars, numbers, C)
+        dq = _query_step(W, True, j, seen, q, dq, minus_lse, minus_delta, buffers, bars, numbers, C)
     for j in range(edges, n):
-        dq = _query_step(W, False, j, (), dq, minus_lse, minus_delta, buffers, bars, numbers, C)
+        dq = _query_step(W, False, j, (), q, dq, minus_lse, minus_delta, buffers, bars, numbers, C)
     send_off(desc_dq, i_b, i_h, m0, dq * sm_scale, q_s.index(W), C[3])
     tma.store_wait(0)
 

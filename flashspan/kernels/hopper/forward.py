@@ -31,20 +31,25 @@ from flashspan.kernels.hopper.carry import LEAST, blend, each, join, load_carry,
 from flashspan.kernels.hopper.forward_feed import buffer_of, feed, feed_lists, hear
 from flashspan.kernels.hopper.names import here_and_now, rescale
 from flashspan.kernels.hopper.shared import arrived, halves, send, send_off
-from flashspan.kernels.hopper.walk import blocks, bounds, hide, place, told
+from flashspan.kernels.hopper.walk import blocks, bounds, hide, hide_outside, place, told
 
 LAG = gl.constexpr(8.0)
 """How far, in powers of 2, scores may exceed what is subtracted from them where that is looked at."""
 
 
 @gluon.jit
-def _hide(s, start, end, n0, EDGES: gl.constexpr):
-    """Scores of keys from n0 on, -inf where a row does not see the key."""
-    o_n = here_and_now(0) + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
-    seen = o_n[None, :] < (end - n0)[:, None]
-    if EDGES == 2:
-        seen = seen & (o_n[None, :] >= (start - n0)[:, None])
-    return gl.where(seen, s, float("-inf"))
+def _hide(s, start, end, n0, EDGES: gl.constexpr, WORDS: gl.constexpr):
+    """Scores of keys from n0 on, -inf where a row does not see the key: by WORDS or, as is faster but with heads of 64,
+    by comparing."""
+    if WORDS:
+        s = hide_outside(s, start - n0, end - n0, EDGES == 2)
+    else:
+        o_n = here_and_now(0) + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
+        seen = o_n[None, :] < (end - n0)[:, None]
+        if EDGES == 2:
+            seen = seen & (o_n[None, :] >= (start - n0)[:, None])
+        s = gl.where(seen, s, float("-inf"))
+    return s
 
 
 @gluon.jit
@@ -95,7 +100,7 @@ def _step(
             if LISTS:
                 s = hide(s, words_s.index(stage * 2 + WG), 0)
             else:
-                s = _hide(s, r_start, r_end, n0, EDGES)
+                s = _hide(s, r_start, r_end, n0, EDGES, BD == 64)
     if RAISE:
         m, alpha = _raise(s, m, scale)
         l = l * each(alpha, l)
@@ -190,8 +195,8 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
             mbarrier.arrive(empty.index(stage), count=1)
         else:
             mbarrier.arrive(empty.index(stage), count=1)
-            if (last > f_hi) | (last <= f_lo):  # if not behind a branch, ptxas compares early and spills predicates
-                s = _hide(s, r_start, r_end, (last - 1) * BN, EDGES)
+            if (last > f_hi) | (last <= f_lo):
+                s = _hide(s, r_start, r_end, (last - 1) * BN, EDGES, BD == 64)
         m, alpha = _raise(s, m, scale)
         p = gl.exp2(s * scale - m[:, None])
         l = _sum(p)
@@ -222,7 +227,8 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
                 p, m, l, o = _step(WG, False, pair + i, (), p, m, l, o, rows, memory, scale, C)
             if EDGES == 2:
                 for i in range(gl.maximum(near, last - f_lo), n):
-                    shown = (True, r_start, r_end, (last - 1 - i) * BN)
+                    at = last - 1 - i  # always at an edge, but it must be behind a branch: see hide_outside
+                    shown = ((at >= f_hi) | (at < f_lo), r_start, r_end, at * BN)
                     p, m, l, o = _step(WG, True, pair + i, shown, p, m, l, o, rows, memory, scale, C)
         else:
             for i in range(1, n):

@@ -84,6 +84,14 @@ def prefetch(p):
 
 
 @gluon.jit
+def ones(first, size):
+    """Words of which so many bits, from this one on, are 1; neither number is negative, both may be past 32."""
+    return gl.inline_asm_elementwise(
+        "bmsk.clamp.b32 $0, $1, $2;", "=r,r,r", [first, size], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
 def held(x):
     """x, float32, in registers of its own from here on."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)

@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from flashspan.kernels.hopper.names import barrier
+from flashspan.kernels.hopper.names import barrier, ones
 
 
 @gluon.jit
@@ -185,16 +185,43 @@ def load_words(desc, word, bar, words_s, stage, masked):
 def hide(s, words_s, half):
     """Scores [64, columns], -inf where a block's words [64, 4] hide them: 128 columns, or this half of them."""
     ROWS: gl.constexpr = s.shape[0]
-    COLUMNS: gl.constexpr = s.shape[1]
-    SL: gl.constexpr = s.type.layout
     # A thread has two rows, eight apart, as wgmma leaves them, and all words of them.
     WL: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0], [0, 1], [0, 2]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [ROWS, 4]
     )
     words = words_s._reinterpret(gl.int32, [ROWS, 4], gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])).load(WL)
-    if COLUMNS == 64:
+    if s.shape[1] == 64:
         low, high = gl.split(gl.permute(gl.reshape(words, [ROWS, 2, 2]), [0, 2, 1]))
         words = gl.where(half == 0, low, high)
+    return _show(s, words)
+
+
+@gluon.jit
+def hide_outside(s, start, end, BOTH: gl.constexpr):
+    """Scores, -inf outside of each row's interval of columns, or from its end on unless BOTH. Words made of the ends
+    cost half of what comparing each column with them does.
+
+    Behind a branch: otherwise ptxas finds out who sees what while the scores are made, and has to keep it somewhere.
+    """
+    COLUMNS: gl.constexpr = s.shape[1]
+    L: gl.constexpr = gl.SliceLayout(2, gl.reshape(s, [s.shape[0], COLUMNS // 32, 32]).type.layout)
+    RL: gl.constexpr = gl.SliceLayout(1, L)
+    o = gl.arange(0, COLUMNS // 32, layout=gl.SliceLayout(0, L))[None, :] * 32
+    size = gl.maximum(gl.convert_layout(end, RL, assert_trivial=True)[:, None] - o, 0)
+    if BOTH:
+        first = gl.maximum(gl.convert_layout(start, RL, assert_trivial=True)[:, None] - o, 0)
+        size = gl.maximum(size - first, 0)
+    else:
+        first = gl.zeros_like(size)
+    return _show(s, ones(first, size))
+
+
+@gluon.jit
+def _show(s, words):
+    """Scores, -inf where the bit of a column in its row's words is 0."""
+    ROWS: gl.constexpr = s.shape[0]
+    COLUMNS: gl.constexpr = s.shape[1]
+    SL: gl.constexpr = s.type.layout
     scores = gl.reshape(s, [ROWS, COLUMNS // 32, 32])
     L: gl.constexpr = scores.type.layout
     words = gl.convert_layout(words, gl.SliceLayout(2, L), assert_trivial=True)[:, :, None]
