@@ -14,21 +14,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from .agree import raise_together
+from .collectives import is_dtensor
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """The whole of a DTensor; a plain tensor is whole already. A collective on the DTensor's mesh."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+    return (tensor.full_tensor() if is_dtensor(tensor) else tensor).detach()
 
 
 def shard_like(reference: Tensor, whole: Tensor) -> Tensor:
     """`whole`, split as `reference` is. Every rank has the whole already, so nothing is sent."""
-    if not isinstance(reference, DTensor):
+    if not is_dtensor(reference):
         return whole
+    from torch.distributed.tensor import distribute_tensor
+
     mesh = reference.device_mesh
     return distribute_tensor(whole.to(reference.device), mesh, reference.placements, src_data_rank=None)
 

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+
+from .collectives import is_dtensor
 
 _Split = tuple[DeviceMesh | None, tuple[int, ...]]
 
@@ -42,7 +43,7 @@ def clip_grad_norm(params: Tensor | Iterable[Tensor], max_norm: float, *, norm_t
     params = _once_each(params)
     norm, factor = clip_factor(params, max_norm, norm_type=norm_type)
     grads = [param.grad for param in params if param.grad is not None]
-    for (device, dtype), alike in _alike([g.to_local() if isinstance(g, DTensor) else g for g in grads]).items():
+    for (device, dtype), alike in _alike([g.to_local() if is_dtensor(g) else g for g in grads]).items():
         if dtype.itemsize > 2:
             torch._foreach_mul_(alike, factor.to(device, dtype))
         else:  # one by one: together they would be multiplied by a factor rounded to 16 bits
@@ -66,7 +67,7 @@ def _once_each(params: Tensor | Iterable[Tensor]) -> list[Tensor]:
 
 
 def _split_of(param: Tensor) -> _Split:
-    if not isinstance(param, DTensor):
+    if not is_dtensor(param):
         return None, ()
     # Not is_shard(): FSDP2 over tensor parallelism makes a strided shard, which says no to that.
     whole = [placement.is_replicate() or placement.is_partial() for placement in param.placements]
@@ -75,8 +76,10 @@ def _split_of(param: Tensor) -> _Split:
 
 def _whole_or_shard(grad: Tensor) -> Tensor:
     """This rank's part of a gradient; one that is still a sum over ranks to be made is made whole first."""
-    if not isinstance(grad, DTensor):
+    if not is_dtensor(grad):
         return grad
+    from torch.distributed.tensor import Replicate
+
     placements = [Replicate() if placement.is_partial() else placement for placement in grad.placements]
     return grad.redistribute(placements=placements).to_local()
 

@@ -16,12 +16,16 @@ less, or nothing.
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
 
 # Renamed in torch 2.13; the old name warns there and the new one does not exist before.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -60,9 +64,15 @@ def chunk_range(size: int, num_ranks: int, rank: int) -> tuple[int, int]:
     return min(size, rank * step), min(size, (rank + 1) * step)
 
 
+def is_dtensor(tensor: object) -> TypeIs[DTensor]:
+    """Whether it is a DTensor. To import them takes most of a second of every command; whoever has one has done so."""
+    tensors = sys.modules.get("torch.distributed.tensor")
+    return tensors is not None and isinstance(tensor, tensors.DTensor)
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor: itself, or a DTensor's shard, sharing memory and outside autograd."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    return (tensor.to_local() if is_dtensor(tensor) else tensor).detach()
 
 
 def copy(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -31,11 +31,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import Node
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from .agree import raise_together, require_same
-from .collectives import local_part, sum_in_rank_order
+from .collectives import is_dtensor, local_part, sum_in_rank_order
 
 Mode = Literal["naive", "flat", "overlapped", "bucketed"]
 
@@ -361,8 +360,10 @@ def _pack(params: list[nn.Parameter], cap: float, num_ranks: int) -> list[_Bucke
 
 def _wrap_like(param: Tensor, local: Tensor) -> Tensor:
     """`local`, as a gradient of the parameter's kind: a DTensor's gradient is a DTensor."""
-    if not isinstance(param, DTensor):
+    if not is_dtensor(param):
         return local
+    from torch.distributed.tensor import DTensor
+
     mesh, placements = param.device_mesh, param.placements
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=param.shape, stride=param.stride())
 

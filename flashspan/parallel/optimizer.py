@@ -16,12 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
 from .agree import raise_together, require_same
 from .checkpoint import full_tensor, shard_like
-from .collectives import local_part
+from .collectives import is_dtensor, local_part
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -234,7 +233,7 @@ def _chunk(params: list[Tensor], cap: float) -> list[list[Tensor]]:
     for param in params:
         local = local_part(param)
         # One mesh too: an optimizer that steps many parameters in one call cannot mix them.
-        this = (param.dtype, param.device, param.device_mesh if isinstance(param, DTensor) else None)
+        this = (param.dtype, param.device, param.device_mesh if is_dtensor(param) else None)
         if this != kind or size + local.nbytes > cap:
             chunks.append([])
             kind, size = this, 0

@@ -7,17 +7,27 @@ optimizer = torch.optim.AdamW(model.parameters())                # after: the pa
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from .collectives import local_part
 from .mesh import submesh
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+    from typing_extensions import TypeIs
+
+
+def is_fully_sharded(module: object) -> TypeIs[FSDPModule]:
+    """Whether FSDP2 holds it, which is imported with the first that it does: see `is_dtensor`."""
+    sharding = sys.modules.get("torch.distributed.fsdp")
+    return sharding is not None and isinstance(module, sharding.FSDPModule)
 
 
 def apply_fully_sharded(
@@ -36,6 +46,8 @@ def apply_fully_sharded(
     model. Computes in `param_dtype` and reduces in `reduce_dtype`, while the split parameters keep theirs. Every model
     starts from the first rank's weights. `op` says what gradients become over all gradient ranks, as in DataParallel.
     """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
     if mesh.mesh_dim_names is None or "shard" not in mesh.mesh_dim_names:
         raise ValueError(f"a mesh from build_mesh is needed, with a shard axis: got {mesh.mesh_dim_names}")
     group = submesh(mesh, "gradient").get_group()
@@ -51,6 +63,6 @@ def apply_fully_sharded(
     for module in [*blocks, model]:
         fully_shard(module, mesh=over, mp_policy=policy, reshard_after_forward=reshard_after_forward)
         if op == "sum":
-            assert isinstance(module, FSDPModule)
+            assert is_fully_sharded(module)
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no sum that multiplies as it goes

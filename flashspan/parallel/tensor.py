@@ -17,22 +17,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from .collectives import add, chunk_range, collect, copy, gather, scatter
+from .collectives import add, chunk_range, collect, copy, gather, is_dtensor, scatter
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 Style = Literal["column", "column-gathered", "column-entered", "row", "vocabulary", "norm", "norm-entering", "whole"]
 
 
 def shard_parameter(param: Tensor, mesh: DeviceMesh, dim: int) -> nn.Parameter:
     """The first rank's parameter, split along `dim` over a one-axis mesh. A collective."""
+    from torch.distributed.tensor import DTensor, Shard
+
     whole = _first_rank_of(param, mesh)
     begin, end = chunk_range(whole.shape[dim], mesh.size(), mesh.get_local_rank())
     local = whole.narrow(dim, begin, end - begin).clone(memory_format=torch.contiguous_format)
@@ -45,6 +49,8 @@ def share_parameter(param: Tensor, mesh: DeviceMesh) -> nn.Parameter:
 
     Optimizers that step many parameters in one call refuse a mixture of plain ones and DTensors.
     """
+    from torch.distributed.tensor import DTensor, Replicate
+
     whole = DTensor.from_local(_first_rank_of(param, mesh), mesh, [Replicate()], run_check=False)
     return nn.Parameter(whole, requires_grad=param.requires_grad)
 
@@ -139,7 +145,7 @@ def apply_replicated(
     only the module's class changes, to one whose forward sees plain tensors. Calls with one `shared` dictionary keep
     tied parameters tied.
     """
-    if any(isinstance(p, DTensor) for p in module._parameters.values()):
+    if any(is_dtensor(p) for p in module._parameters.values()):
         raise ValueError(f"this {type(module).__name__} is already held in parallel: name it in the plan once")
     base: Any = type(module)
 
@@ -194,7 +200,7 @@ def apply_tensor_parallel(
     rest = {
         name: part
         for name, part in module.named_modules()
-        if any(p is not None and not isinstance(p, DTensor) for p in part._parameters.values())
+        if any(p is not None and not is_dtensor(p) for p in part._parameters.values())
     }
     if sequence_dim is not None and rest:
         raise ValueError(
@@ -275,8 +281,7 @@ def _first_rank_of(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
 
 def _local(param: Tensor) -> Tensor:
     """This rank's part of a parameter; its gradient is held the same way."""
-    assert isinstance(param, DTensor)
-    return param.to_local()
+    return cast("DTensor", param).to_local()
 
 
 def _once(param: Tensor, mesh: DeviceMesh, dim: int | None, shared: dict[Tensor, nn.Parameter]) -> nn.Parameter:
@@ -284,8 +289,9 @@ def _once(param: Tensor, mesh: DeviceMesh, dim: int | None, shared: dict[Tensor,
     if param not in shared:
         shared[param] = share_parameter(param, mesh) if dim is None else shard_parameter(param, mesh, dim)
     held = shared[param]
-    assert isinstance(held, DTensor)
-    if held.placements != ((Replicate(),) if dim is None else (Shard(dim),)):
+    assert is_dtensor(held)
+    (placement,) = held.placements
+    if not (placement.is_replicate() if dim is None else placement.is_shard(dim)):
         raise ValueError(
             "weights shared by two layers must be split the same way: name both in the plan, as vocabulary and column"
         )

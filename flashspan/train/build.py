@@ -14,8 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from flashspan.attention import attention
@@ -35,7 +33,8 @@ from flashspan.parallel import (
     vocabulary_parallel_cross_entropy,
 )
 from flashspan.parallel.checkpoint import full_tensor
-from flashspan.parallel.collectives import local_part
+from flashspan.parallel.collectives import is_dtensor, local_part
+from flashspan.parallel.sharded import is_fully_sharded
 
 from .checkpoint import refuse_damaged
 from .config import OptimizerSection, TrainConfig
@@ -106,7 +105,7 @@ class Parts:
     @contextlib.contextmanager
     def without_sync(self, quiet: bool) -> Iterator[None]:
         """Backward passes inside keep their gradients to this rank, if `quiet`."""
-        if isinstance(self.runner, FSDPModule):
+        if is_fully_sharded(self.runner):
             self.runner.set_requires_gradient_sync(not quiet)
         with self.runner.no_sync() if quiet and isinstance(self.runner, DataParallel) else contextlib.nullcontext():
             yield
@@ -200,7 +199,7 @@ def fill(model: Llama, config: TrainConfig, device: torch.device, *, reads: bool
     def weights() -> Iterator[tuple[str, Tensor]]:
         if not reads:
             for name, param in model.named_parameters():
-                local = param.to_local() if isinstance(param, DTensor) else param
+                local = param.to_local() if is_dtensor(param) else param
                 yield name, torch.empty(local.shape, dtype=dtype, device=device)
             return
         if config.model.load:
@@ -222,8 +221,10 @@ def fill(model: Llama, config: TrainConfig, device: torch.device, *, reads: bool
 
 def _as_part(param: Tensor, local: Tensor) -> Tensor:
     """This rank's part of a tensor that is split as a parameter is; the whole of one that is not."""
-    if not isinstance(param, DTensor):
+    if not is_dtensor(param):
         return local
+    from torch.distributed.tensor import DTensor
+
     return DTensor.from_local(
         local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
     )

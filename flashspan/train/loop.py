@@ -17,12 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from flashspan.kernels.masks import Mask, Rows
 from flashspan.model import IGNORE
 from flashspan.model.huggingface import load_into
 from flashspan.parallel import build_mesh, clip_factor, clip_grad_norm, grad_norm, submesh
+from flashspan.parallel.collectives import is_dtensor
 
 from . import checkpoint
 from .build import build, load_optimizer_state, model_state, optimizer_state
@@ -387,7 +387,7 @@ def _device(config: TrainConfig) -> torch.device:
 def _is_guarded(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer itself does nothing where its found_inf says so: it can be launched while the host does not
     know yet, and the device need not wait for the host to find out."""
-    whole = not any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
+    whole = not any(is_dtensor(p) for group in optimizer.param_groups for p in group["params"])
     return type(optimizer) is torch.optim.AdamW and bool(optimizer.defaults["fused"]) and whole
 
 

@@ -55,6 +55,13 @@ def test_a_bare_run_learns_and_leaves_a_model_to_talk_to(
     assert [path.name for path in checkpoints(folder)] == ["step-00000006", "step-00000008", "step-00000010"]
 
 
+def test_a_command_starts_without_what_only_split_weights_need() -> None:
+    code = "import sys, flashspan.train.run; print(*sys.modules, sep='\\n')"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True).stdout
+    assert "flashspan.train.build" in said.split()
+    assert not {"torch.distributed.tensor", "torch.distributed.fsdp"} & {*said.split()}
+
+
 @pytest.mark.parametrize("how", [DONE, STOPPED, NOT_SAVED, "failed"])
 def test_a_command_that_starts_anew_is_not_said_to_go_on(config_of: Callable[..., TrainConfig], how: str) -> None:
     assert "the same command with --checkpoint.resume true " in run._farewell(
