@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .collectives import is_dtensor
+from .collectives import is_dtensor, local_part
 
 _Split = tuple[DeviceMesh | None, tuple[int, ...]]
 
@@ -43,7 +43,7 @@ def clip_grad_norm(params: Tensor | Iterable[Tensor], max_norm: float, *, norm_t
     params = _once_each(params)
     norm, factor = clip_factor(params, max_norm, norm_type=norm_type)
     grads = [param.grad for param in params if param.grad is not None]
-    for (device, dtype), alike in _alike([g.to_local() if is_dtensor(g) else g for g in grads]).items():
+    for (device, dtype), alike in _alike([local_part(grad) for grad in grads]).items():
         if dtype.itemsize > 2:
             torch._foreach_mul_(alike, factor.to(device, dtype))
         else:  # one by one: together they would be multiplied by a factor rounded to 16 bits

@@ -75,6 +75,14 @@ def local_part(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if is_dtensor(tensor) else tensor).detach()
 
 
+def part_like(tensor: Tensor, local: Tensor) -> Tensor:
+    """`local` as this rank's part of what is split as a tensor is: a DTensor where that is one, else itself."""
+    if not is_dtensor(tensor):
+        return local
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return type(tensor).from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
 def copy(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """x, unchanged; its gradient is summed over the group."""
     return _Copy.apply(x, group)

@@ -34,7 +34,7 @@ from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
 from .agree import raise_together, require_same
-from .collectives import is_dtensor, local_part, sum_in_rank_order
+from .collectives import local_part, part_like, sum_in_rank_order
 
 Mode = Literal["naive", "flat", "overlapped", "bucketed"]
 
@@ -330,7 +330,7 @@ class _Bucket:
             )
         if grad.data_ptr() != view.data_ptr() or grad.stride() != view.stride():
             view.copy_(grad)
-            param.grad = _wrap_like(param, view)
+            param.grad = part_like(param, view)
         self.absent[slot] = 0.0
         self.awaited.discard(slot)
 
@@ -356,16 +356,6 @@ def _pack(params: list[nn.Parameter], cap: float, num_ranks: int) -> list[_Bucke
         bucket.append(param)
         current[kind] = (bucket, size + local.nbytes)
     return [_Bucket(bucket, num_ranks) for bucket in filled]
-
-
-def _wrap_like(param: Tensor, local: Tensor) -> Tensor:
-    """`local`, as a gradient of the parameter's kind: a DTensor's gradient is a DTensor."""
-    if not is_dtensor(param):
-        return local
-    from torch.distributed.tensor import DTensor
-
-    mesh, placements = param.device_mesh, param.placements
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=param.shape, stride=param.stride())
 
 
 def _accumulates(leaf: Node) -> bool:

@@ -33,7 +33,7 @@ from flashspan.parallel import (
     vocabulary_parallel_cross_entropy,
 )
 from flashspan.parallel.checkpoint import full_tensor
-from flashspan.parallel.collectives import is_dtensor, local_part
+from flashspan.parallel.collectives import local_part, part_like
 from flashspan.parallel.sharded import is_fully_sharded
 
 from .checkpoint import refuse_damaged
@@ -199,8 +199,7 @@ def fill(model: Llama, config: TrainConfig, device: torch.device, *, reads: bool
     def weights() -> Iterator[tuple[str, Tensor]]:
         if not reads:
             for name, param in model.named_parameters():
-                local = param.to_local() if is_dtensor(param) else param
-                yield name, torch.empty(local.shape, dtype=dtype, device=device)
+                yield name, torch.empty(local_part(param).shape, dtype=dtype, device=device)
             return
         if config.model.load:
             yield from read_weights(config.model.load, model.config, part=part)
@@ -212,22 +211,11 @@ def fill(model: Llama, config: TrainConfig, device: torch.device, *, reads: bool
         old = wanted[name]
         assert old is not None
         local = value.to(device, dtype).contiguous()
-        owners[old] = nn.Parameter(_as_part(old, local))
+        owners[old] = nn.Parameter(part_like(old, local))
     for module, key in places.values():  # tied weights have two places and one owner
         old = module._parameters[key]
         assert old is not None
         module._parameters[key] = owners[old]
-
-
-def _as_part(param: Tensor, local: Tensor) -> Tensor:
-    """This rank's part of a tensor that is split as a parameter is; the whole of one that is not."""
-    if not is_dtensor(param):
-        return local
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
-        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-    )
 
 
 def _slots(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
@@ -374,7 +362,7 @@ def load_optimizer_state(parts: Parts, state: Mapping[str, Tensor]) -> None:
 
 
 def _share(param: Tensor, whole: Tensor) -> Tensor:
-    return _as_part(param, whole[local_slices(param) or ...].to(param.device, copy=True))
+    return part_like(param, whole[local_slices(param) or ...].to(param.device, copy=True))
 
 
 def _in_order(parts: Parts) -> list[nn.Parameter]:

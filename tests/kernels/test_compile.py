@@ -142,9 +142,8 @@ for kind, head_dim, dtype, mask, carry in json.loads(sys.argv[1]):
     cost = compile_launch(launch)
     # Where scores are hidden each is compared, or its bit looked at, and chosen; choices alone are of numbers that
     # change places on their way out.
-    looked = [max(loop["ISETP"], loop["LOP3"]) for loop in cost.loops]
-    shown = [min(loop["FSEL"], looks) < 32 for loop, looks in zip(cost.loops, looked, strict=True)]
-    whole = [loop["LDL"] + loop["STL"] for loop, all_of_it in zip(cost.loops, shown, strict=True) if all_of_it]
+    hides = [min(loop["FSEL"], max(loop["ISETP"], loop["LOP3"])) >= 32 for loop in cost.loops]
+    whole = [loop["LDL"] + loop["STL"] for loop, hidden in zip(cost.loops, hides) if not hidden]
     print(json.dumps([cost.spilled_bytes, whole, cost.shared_bytes, cost.instructions["HGMMA"], cost.warnings]))
 """
 PLAIN = [

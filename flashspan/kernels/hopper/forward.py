@@ -39,8 +39,8 @@ LAG = gl.constexpr(8.0)
 
 @gluon.jit
 def _hide(s, start, end, n0, EDGES: gl.constexpr, WORDS: gl.constexpr):
-    """Scores of keys from n0 on, -inf where a row does not see the key: by WORDS or, as is faster but with heads of 64,
-    by comparing."""
+    """Scores of keys from n0 on, -inf where a row does not see the key: by WORDS, which is faster with heads of 64, or
+    by comparing, with larger ones."""
     if WORDS:
         s = hide_outside(s, start - n0, end - n0, EDGES == 2)
     else:
