@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime.errors import PTXASError
 
-from flashspan.kernels import portable, reference
+from flashspan.kernels import dispatch, portable, reference
+from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.contract import Carry
 from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band, Mask, Rows
-from flashspan.kernels.patterns import documents, ragged
+from flashspan.kernels.patterns import documents, ragged, random_blocks
 from flashspan.kernels.portable import arguments
 from flashspan.kernels.portable.arguments import Launch, _Plan
 from flashspan.kernels.portable.delta import row_delta
@@ -46,8 +48,8 @@ def test_a_launch_wants_the_kernel_of_its_types_alignment_and_constants() -> Non
 
 def test_lengths_without_end_are_not_all_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     class Kernel(SimpleNamespace):
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            return lambda *_, **__: "compiled"
+        def warmup(self, *_: Any, **__: Any) -> Any:
+            return SimpleNamespace(run=print)
 
     class OnGpu(Tensor):
         is_cuda = True
@@ -57,7 +59,7 @@ def test_lengths_without_end_are_not_all_remembered(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(arguments, "_PLANS", {})
     monkeypatch.setattr(arguments, "KEPT_KINDS", 5, raising=False)
     for stride in range(20):
-        assert Launch(kernel, (1,), (x, stride, 100, 0.5), {"BLOCK": 32})() == "compiled"
+        assert Launch(kernel, (1,), (x, stride, 100, 0.5), {"BLOCK": 32}).compiled().run is print
         (plan,) = arguments._PLANS.values()
         assert 1 <= len(plan.compiled) <= 5
 
@@ -100,7 +102,8 @@ class Gpu:
         monkeypatch.setattr(replay, "driver", SimpleNamespace(active=stream))
         monkeypatch.setattr(replay, "_KNOWN", {})
         monkeypatch.setattr(self.nvidia, "make_tensordesc_arg", self.encode)
-        monkeypatch.setattr(Launch, "__call__", lambda launch: self.launch(launch))
+        monkeypatch.setattr(Launch, "compiled", lambda launch: self.compiled(launch))
+        monkeypatch.setattr(Launch, "start", lambda launch, compiled: self.start(launch, compiled))
         monkeypatch.setattr(self.hopper, "replay", self.replay)
 
     def encode(self, descriptor: Any, metadata: Any) -> list[Any]:
@@ -113,9 +116,7 @@ class Gpu:
         flat = [*first, *(last if isinstance(last, (list, tuple)) else [last])]  # some releases take a list
         self.seen.append([x.data_ptr() if isinstance(x, Tensor) else x for x in flat])
 
-    def launch(self, launch: Launch) -> Any:
-        """Through all of the Python in Triton's launcher: what every other way must do too."""
-        self.plain += 1
+    def compiled(self, launch: Launch) -> Any:
         kinds = ["tensordesc<fp16[1]>" if hasattr(x, "block_shape") else "i32" for x in launch.arguments]
         metadata = [f"descriptor {i}" for i in range(sum(kind != "i32" for kind in kinds))]
         run = object.__new__(self.nvidia.CudaLauncher)
@@ -128,12 +129,15 @@ class Gpu:
         tensors = [x for x in launch.arguments if isinstance(x, Tensor)]
         function = (launch.kernel.__name__, *(x.data_ptr() & 15 for x in tensors))
         target = SimpleNamespace(target=SimpleNamespace(backend="cuda"))
-        compiled = SimpleNamespace(run=run, function=function, packed_metadata=(4, 1, 0), metadata=target)
-        run(
-            *(*launch.grid, 1, 1)[:3], 7, function, (4, 1, 0), None, None, None, *launch.arguments,
+        return SimpleNamespace(run=run, function=function, packed_metadata=(4, 1, 0), metadata=target)
+
+    def start(self, launch: Launch, compiled: Any) -> None:
+        """Through all of the Python in Triton's launcher: what every other way must do too."""
+        self.plain += 1
+        compiled.run(
+            *(*launch.grid, 1, 1)[:3], 7, compiled.function, (4, 1, 0), None, None, None, *launch.arguments,
             *launch.constexprs(),
         )  # fmt: skip
-        return compiled
 
     def replay(self, make: Any, tensors: Any, made: int, *what: Any) -> bool:
         self.seen = []
@@ -235,6 +239,32 @@ def test_replaying_keeps_no_tensor_and_not_everything(gpu: Gpu, monkeypatch: pyt
     assert all(len(d) <= 3 for known in gpu.module._KNOWN.values() for again in known for *_, d in again.descriptors)
 
 
+def test_no_kernel_of_a_call_runs_before_all_of_them_are_compiled(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Of a pass that adds to what it is given, what came before one that fails would be added twice.
+    hopper = pytest.importorskip("flashspan.kernels.hopper")
+    compiled = Launch.compiled
+
+    def some_fail(launch: Launch) -> Any:
+        if launch.kernel.__name__ == "queries_kernel":
+            raise PTXASError("no")
+        return compiled(launch)
+
+    monkeypatch.setattr(Launch, "compiled", some_fail)
+    served: list[str] = []
+    monkeypatch.setattr(portable, "backward", lambda *_, **__: served.append("portable"))
+    monkeypatch.setattr(dispatch, "FAILED", {})
+    x = [torch.zeros(1, 2, 70, 64).half() for _ in range(4)]
+    rows, into = torch.zeros(1, 2, 70), [torch.zeros(1, 2, 70, 64) for _ in range(3)]
+    before = gpu.plain
+    hopper.backward(
+        x[3], *x[:3], rows, rows, mask=CAUSAL, scale=0.125, dq=into[0], dk=into[1], dv=into[2], accumulate=True,
+        repeatable=True,
+    )  # fmt: skip
+    assert served == ["portable"]
+    assert gpu.plain == before
+    assert "hopper" in dispatch.FAILED
+
+
 def test_an_address_is_described_once(gpu: Gpu) -> None:
     x = [torch.zeros(1, 2, 70, 64).half() for _ in range(3)]
     kept = gpu.hopper.forward(*x, mask=EVERYTHING, scale=0.125)
@@ -334,7 +364,7 @@ def test_sequences_may_lie_two_to_the_31_numbers_apart() -> None:
     dq[1] = 7.0
     launch.cast_kernel[(1, 2)](
         torch.ones(64, 256), torch.zeros(2, dtype=torch.int32), dq, *(step // 8 for step in dq.stride()[:3]),
-        1, 1, 128, 1.0, D=64, BD=64, BM=32, BLOCK=128, CLAIMED=False,
+        1, 1, 128, 1.0, D=64, BD=64, BM=32, BLOCK=128, CLAIMED=0,
     )  # fmt: skip
     assert dq[1].eq(1.0).all()
 
@@ -343,14 +373,14 @@ def test_sequences_may_lie_two_to_the_31_numbers_apart() -> None:
 def test_no_kernel_is_given_rows_too_far_apart_for_its_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of [T, B, H, D], as some store it, with B * H * D from 2^23 on: here from 32 on."""
     monkeypatch.setattr(arguments, "FAR", 32)
-    launch = Launch.__call__
+    start = Launch.start
 
-    def checked(self: Launch) -> Any:
+    def checked(self: Launch, compiled: Any) -> None:
         tensors = [x for x in self.arguments if isinstance(x, Tensor) and x.dim() == 4]
         assert all(x.stride(2) < 32 for x in tensors), self.kernel
-        return launch(self)
+        start(self, compiled)
 
-    monkeypatch.setattr(Launch, "__call__", checked)
+    monkeypatch.setattr(Launch, "start", checked)
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(9, 2, 1, 16, generator=generator).permute(1, 2, 0, 3) for _ in range(4))
     into = [torch.ones(9, 2, 1, 16).permute(1, 2, 0, 3) for _ in range(3)]
@@ -368,9 +398,12 @@ def test_no_kernel_is_given_rows_too_far_apart_for_its_offsets(monkeypatch: pyte
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel is compiled here, not interpreted")
-@pytest.mark.parametrize(("head_dim", "wide", "block"), [(64, 64, 128), (40, 64, 128), (128, 128, 64), (72, 128, 64)])
+@pytest.mark.parametrize(
+    ("head_dim", "wide", "block", "claimed"),
+    [(64, 64, 128, 128), (40, 64, 128, 128), (128, 128, 64, 64), (72, 128, 64, 64), (128, 128, 64, 128)],
+)
 def test_sums_of_dq_lie_as_products_leave_them_and_the_cast_puts_them_right(
-    head_dim: int, wide: int, block: int
+    head_dim: int, wide: int, block: int, claimed: int
 ) -> None:
     launch = pytest.importorskip("flashspan.kernels.hopper.launch")
     heads, queries, padded = 3, 200, 256
@@ -381,11 +414,36 @@ def test_sums_of_dq_lie_as_products_leave_them_and_the_cast_puts_them_right(
     parts = rows.view(heads, padded // block, block // 64, 4, 2, 8, wide // 64, 8, 4, 2)
     sums = parts.permute(0, 1, 2, 6, 7, 3, 5, 8, 4, 9).reshape(-1, 256)
     dq = torch.full((1, heads, queries, head_dim), float("nan"), dtype=torch.bfloat16)
-    states = torch.ones(heads * padded // block, dtype=torch.int32)
+    states = torch.ones(heads * padded // claimed, dtype=torch.int32)
     states[1] = 0  # nobody has added there
-    rows.view(-1, block, wide)[1] = 0
+    rows.view(-1, claimed, wide)[1] = 0
     launch.cast_kernel[(-(-queries // 32), heads)](
         sums, states, dq, *(step // 8 for step in dq.stride()[:3]), heads, queries, padded, 2.0, D=head_dim, BD=wide,
-        BM=32, BLOCK=block, CLAIMED=True,
+        BM=32, BLOCK=block, CLAIMED=claimed,
     )  # fmt: skip
     assert torch.equal(dq[0], (rows[:, :queries, :head_dim] * 2).bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("mask", "head_dim", "claimed"),
+    [
+        (random_blocks(1024, 0.5), 128, 128),
+        (random_blocks(1024, 0.5), 64, 128),
+        (Band(-255, 0), 128, 64),
+        (Band(-255, 0), 64, 128),
+        (Band(-8191, 0), 128, 0),
+    ],
+)
+def test_who_clears_the_states_of_sums_and_who_casts_them_agree_on_the_rows_of_a_state(
+    mask: Mask, head_dim: int, claimed: int
+) -> None:
+    launch = pytest.importorskip("flashspan.kernels.hopper.launch")
+    tokens = 1024 if isinstance(mask, Blocks) else 16384
+    kind, numbers, tables = mask.to("meta").pack()
+    x = torch.empty(1, 2, tokens, head_dim, device="meta", dtype=torch.bfloat16)
+    rows = torch.empty(2 * tokens, device="meta")
+    sums = torch.empty(2 * tokens * head_dim // 256, 256, device="meta")
+    tensors = (*[x] * 4, rows, rows, *[x] * 3, *tables, rows, rows, sums, rows.int(), rows[:4].int())
+    prepare, _, finish = launch._backward_launches(tensors, kind, tuple(numbers), 1.0, False, False)
+    assert (prepare.constants["STATES"], finish.constants["CLAIMED"]) == (claimed and 128 // claimed, claimed)
+    assert bool(prepare.constants["CLEAR"]) != bool(claimed)

@@ -83,40 +83,44 @@ def leave_dq(WG: gl.constexpr, WHOLE: gl.constexpr, count, dq, buffers, bars, sm
 
 
 @gluon.jit
-def _add(desc_dq, b, h, m0, row, states, count, buffers, bars, C: gl.constexpr):
-    """Add the dQ that arrives as this number, of queries from m0 on, which is `row` among those of all heads.
-
-    CLAIM: nobody has cleared the sums. Whoever is the first to come to a block of them stores instead of adding, and
-    those who come before it is done wait for it. A block's state is 0, then 1 while the first stores, then 2.
-    """
-    q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s, spare_s = buffers
-    kv_full, kv_empty, full, empty, ds_full, dq_full, dq_empty = bars
-    ADD: gl.constexpr = C[4]
-    CLAIM: gl.constexpr = C[11]
-    p_state = states + row // C[0]
-    if ADD:
-        where = [b, h, m0, 0]
-    else:
-        where = [row // (dq_s.shape[2] // q_s.shape[4]), 0]
-    if CLAIM:
+def _claim(p_state):
+    """Ask whether somebody has been at sums of dQ that nobody has cleared: 2, or 0 to the first, who stores instead of
+    adding and then says so (`_settle`). Meanwhile their state is 1, and whoever comes waits."""
+    state = gl.atomic_cas(p_state, 0, 1, sem="acquire")
+    while state == 1:
         state = gl.atomic_cas(p_state, 0, 1, sem="acquire")
-        while state == 1:
-            state = gl.atomic_cas(p_state, 0, 1, sem="acquire")
-        fence_copies()
-    else:
-        state = 2
-    slot, phase = dq_place(count, dq_full.shape[0])
-    mbarrier.wait(dq_full.index(slot), phase)
-    dq = dq_s.index(slot)
+    fence_copies()
+    return state
+
+
+@gluon.jit
+def _settle(p_state, state):
+    """Let others add to what was stored."""
     if state == 0:
-        tma.async_copy_shared_to_global(desc_dq, where, dq)
         all_written()
         fence_copies()
         barrier()
         gl.atomic_xchg(p_state, 2, sem="release")
+
+
+@gluon.jit
+def _add(desc_dq, b, h, m0, row, state, count, buffers, bars, C: gl.constexpr):
+    """Add the dQ that arrives as this number, of queries from m0 on, which is `row` among those of all heads; store it
+    if the state is 0."""
+    q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s, spare_s = buffers
+    kv_full, kv_empty, full, empty, ds_full, dq_full, dq_empty = bars
+    ADD: gl.constexpr = C[4]
+    if ADD:
+        where = [b, h, m0, 0]
     else:
-        reduce_add(desc_dq, where, dq)
-        tma.store_wait(0)
+        where = [row // (dq_s.shape[2] // q_s.shape[4]), 0]
+    slot, phase = dq_place(count, dq_full.shape[0])
+    mbarrier.wait(dq_full.index(slot), phase)
+    if state == 0:
+        tma.async_copy_shared_to_global(desc_dq, where, dq_s.index(slot))
+    else:
+        reduce_add(desc_dq, where, dq_s.index(slot))
+    tma.store_wait(0)
     mbarrier.arrive(dq_empty.index(slot), count=1)
 
 
@@ -137,6 +141,7 @@ def add_dq(desc, buffers, bars, numbers, tables, work, C: gl.constexpr):
     H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section = numbers
     num_tiles, whole, parts, counter, states, work_s, work_full = work
     BM: gl.constexpr = C[0]
+    CLAIM: gl.constexpr = C[11]
     DROPPED: gl.constexpr = 0 if C[13] else 1  # of each tile
     turn = 0
     count = 0
@@ -149,7 +154,12 @@ def add_dq(desc, buffers, bars, numbers, tables, work, C: gl.constexpr):
             i_h = i_k * G + j // n
             m0 = nth(j % n, first, f_lo, f_hi, end) * BM
             row = (i_b * H + i_h) * Tp + m0
-            _add(desc_dq, i_b, i_h, m0, row, states, count + DROPPED + j, buffers, bars, C)
+            if CLAIM:
+                state = _claim(states + row // BM)
+                _add(desc_dq, i_b, i_h, m0, row, state, count + DROPPED + j, buffers, bars, C)
+                _settle(states + row // BM, state)
+            else:
+                _add(desc_dq, i_b, i_h, m0, row, 2, count + DROPPED + j, buffers, bars, C)
         count += n * G + DROPPED
         turn += 1
         tile, i_b, i_k, n0, first, f_lo, f_hi, end = hear(turn, work, 1)
@@ -165,7 +175,7 @@ def add_dq_lists(desc, buffers, bars, numbers, tables, work, C: gl.constexpr):
     num_tiles, whole, parts, counter, states, work_s, work_full = work
     desc_words, words_s, maps = tables
     BM: gl.constexpr = C[0]
-    SPLIT: gl.constexpr = 128 // BM
+    CLAIM: gl.constexpr = C[11]
     turn = 0
     count = 0
     tile, i_b, i_k, n0, line, n_first, edges_first, _ = hear(turn, work, 1)
@@ -173,11 +183,18 @@ def add_dq_lists(desc, buffers, bars, numbers, tables, work, C: gl.constexpr):
         for g in range(G):
             i_h = i_k * G + g
             begin, end, n, edges = find_list(maps, i_b, i_h, line)
-            for j in range(n * SPLIT):
-                block, word = find_block(maps, begin, end, j // SPLIT, edges)
-                m0 = block * 128 + j % SPLIT * BM
-                row = (i_b * H + i_h) * Tp + m0
-                _add(desc_dq, i_b, i_h, m0, row, states, count, buffers, bars, C)
-                count += 1
+            for j in range(n):
+                block, word = find_block(maps, begin, end, j, edges)
+                row = (i_b * H + i_h) * Tp + block * 128
+                p_state = states + row // 128
+                state = 2
+                if CLAIM:  # all of the block at once: between its parts nobody else is waited for
+                    state = _claim(p_state)
+                for part in gl.static_range(128 // BM):
+                    m0 = block * 128 + part * BM
+                    _add(desc_dq, i_b, i_h, m0, row + part * BM, state, count, buffers, bars, C)
+                    count += 1
+                if CLAIM:
+                    _settle(p_state, state)
         turn += 1
         tile, i_b, i_k, n0, line, n_first, edges_first, _ = hear(turn, work, 1)

@@ -132,7 +132,7 @@ def rows_kernel(
     STATES: tl.constexpr,
 ):  # fmt: skip
     """-lse in the unit backward wants and -delta of a head, its rows padded to Tp. So many numbers of sums a row are
-    set to 0, and the STATES of so many blocks of them."""
+    set to 0, and so many STATES of BLOCK rows."""
     i_bh = tl.program_id(1).to(tl.int64)
     m0 = tl.program_id(0) * BLOCK
     o = m0 + tl.arange(0, BLOCK)
@@ -157,8 +157,8 @@ def cast_kernel(
     sums, states, dq, s_b, s_h, s_t, H, T, Tp, scale, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
     BLOCK: tl.constexpr, CLAIMED: tl.constexpr,
 ):  # fmt: skip
-    """dq = sums * scale in dq's dtype; strides of dq in units of 8 elements. If CLAIMED, blocks of sums have a state,
-    and where it is 0 nobody has ever added.
+    """dq = sums * scale in dq's dtype; strides of dq in units of 8 elements. If CLAIMED, so many rows of sums share a
+    state, and where it is 0 nobody has ever added.
 
     Sums lie in blocks of BLOCK rows, as products leave them in registers. A warpgroup has 64 rows and 64 columns, a
     warp 16 of the rows, a thread of 8 columns two in each of two rows, 8 apart.
@@ -170,7 +170,7 @@ def cast_kernel(
     o_d = tl.arange(0, BD)
     here = (m0 + o_m < T)[:, None] & (o_d < D)[None, :]
     row = i_bh.to(tl.int64) * Tp + m0
-    some = tl.load(states + row // BLOCK) != 0 if CLAIMED else True
+    some = tl.load(states + row // CLAIMED) != 0 if CLAIMED else True
     p_sums = sums + row // BLOCK * (BLOCK * BD) + m0 % BLOCK // 64 * 4096 + m0 % 64 // 16 * 128
     o = tl.arange(0, BM * BD)
     b = tl.load(p_sums + o // (8 * BM) * 512 + o % (8 * BM), mask=some, other=0.0)
@@ -248,14 +248,15 @@ def _backward_launches(
         passes = list(two_pass_launches(*given, dq, dk, dv, accumulate, states, counter))
     else:
         passes = [backward_launch(*given, sums, dk, dv, accumulate, states, counter)]
-    claimed = passes[0].constants.get("CLAIM", False)
     block = BACKWARD[wide].block_q if summed else 0
+    grain = 128 if isinstance(mask, Blocks) else block
+    claimed = grain if passes[0].constants.get("CLAIM", False) else 0
     prepare = Launch(
         rows_kernel,
         (triton.cdiv(padded, 128), B * H),
         (lse, delta, minus_lse, minus_delta, sums, states, T, padded, lse_unit(wide, scale)),
         {
-            "CLEAR": wide if summed and not claimed else 0, "BLOCK": 128, "STATES": 128 // block if claimed else 0,
+            "CLEAR": wide if summed and not claimed else 0, "BLOCK": 128, "STATES": 128 // claimed if claimed else 0,
         },
     )  # fmt: skip
     if not summed:

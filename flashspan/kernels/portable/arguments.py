@@ -35,26 +35,40 @@ class Launch:
     arguments: tuple[Any, ...]
     constants: dict[str, Any]
 
-    def __call__(self) -> Any:
-        """Launch on the current device. Returns the compiled kernel, or None where Triton's interpreter runs it."""
-        first = next(x for x in self.arguments if isinstance(x, Tensor))
-        if not (first.is_cuda and isinstance(self.kernel, JITFunction)):  # interpreted
-            self.kernel[self.grid](*self.arguments, **self.constants)
+    def __call__(self) -> None:
+        """Launch on the current device."""
+        self.start(self.compiled())
+
+    def compiled(self) -> Any:
+        """The kernel as it is compiled for these arguments and the current device, and loaded there: what can go wrong
+        before it runs goes wrong here. None where Triton's interpreter runs it."""
+        if not (self._first.is_cuda and isinstance(self.kernel, JITFunction)):
             return None
         plan = _PLANS.get(id(self.kernel)) or _PLANS.setdefault(id(self.kernel), _Plan.of(self))
         key = plan.key(self)
         found = plan.compiled.get(key)
-        if found is None or watched():
+        if found is None:
             if len(plan.compiled) >= KEPT_KINDS:
                 plan.compiled.clear()
-            found = plan.compiled[key] = self.kernel[self.grid](*self.arguments, **self.constants)
-            return found
-        stream = driver.active.get_current_stream(first.device.index)
-        found.run(
-            *(*self.grid, 1, 1)[:3], stream, found.function, found.packed_metadata, None, None, None,
+            found = self.kernel.warmup(*self.arguments, grid=self.grid, **self.constants)
+            assert callable(found.run)  # asking for it loads the kernel
+            plan.compiled[key] = found
+        return found
+
+    def start(self, compiled: Any) -> None:
+        """Launch what `compiled` gave."""
+        if compiled is None or watched():
+            self.kernel[self.grid](*self.arguments, **self.constants)
+            return
+        stream = driver.active.get_current_stream(self._first.device.index)
+        compiled.run(
+            *(*self.grid, 1, 1)[:3], stream, compiled.function, compiled.packed_metadata, None, None, None,
             *self.arguments, *self.constexprs(),
         )  # fmt: skip
-        return found
+
+    @property
+    def _first(self) -> Tensor:
+        return next(x for x in self.arguments if isinstance(x, Tensor))
 
     def constexprs(self) -> list[Any]:
         """The constants that are the kernel's own parameters, which stand behind the arguments, in its order."""
