@@ -139,11 +139,11 @@ class Gpu:
             *launch.constexprs(),
         )  # fmt: skip
 
-    def replay(self, make: Any, tensors: Any, made: int, *what: Any) -> bool:
+    def replay(self, make: Any, given: Any, tables: Any, made: Any, *what: Any) -> bool:
         self.seen = []
-        done = self.module.replay(make, tensors, made, *what)
+        done = self.module.replay(make, given, tables, made, *what)
         replayed, plain, self.seen = self.seen, self.plain, []
-        for launch in make(tensors, *what) or ():
+        for launch in make((*given, *tables.tensors, *made), *tables.what, *what) or ():
             launch()
         self.plain = plain
         assert replayed == self.seen
@@ -263,6 +263,22 @@ def test_no_kernel_of_a_call_runs_before_all_of_them_are_compiled(gpu: Gpu, monk
     assert served == ["portable"]
     assert gpu.plain == before
     assert "hopper" in dispatch.FAILED
+
+
+def test_a_mask_is_looked_at_once_and_forgotten_with_it() -> None:
+    replay = pytest.importorskip("flashspan.kernels.portable.replay")
+    one, other = documents([40, 30]), documents([20, 50])
+    tables = replay.tables_of(one)
+    assert replay.tables_of(one) is tables
+    assert replay.tables_of(other) is not tables
+    assert replay.tables_of(other) == tables, "what was made for one serves for the other"
+    assert replay.tables_of(other).addresses != tables.addresses
+    assert tables != replay.tables_of(CAUSAL)
+    assert tables != replay.tables_of(documents([40, 31]))
+    place = id(one)
+    del one, tables
+    gc.collect()
+    assert place not in replay._TABLES
 
 
 def test_an_address_is_described_once(gpu: Gpu) -> None:

@@ -34,7 +34,7 @@ from flashspan.kernels.hopper.two_pass import two_pass_launches
 from flashspan.kernels.masks import Band, Mask, Rows, unpack
 from flashspan.kernels.portable.arguments import LOG2E, Launch, mask_arguments, on
 from flashspan.kernels.portable.forward import forward_launch as repair_launch
-from flashspan.kernels.portable.replay import replay
+from flashspan.kernels.portable.replay import replay, tables_of
 
 
 def forward(
@@ -59,11 +59,11 @@ def forward(
     else:
         out, lse = aligned(carry.out), carry.lse.float().contiguous()
     bad = lse.new_empty((B, H, -(-T // 64)), dtype=torch.int32)
-    kind, numbers, tables = mask.to(q.device).pack()
+    tables = tables_of(mask.to(q.device))
     with on(q.device):
-        tensors = (q, k, v, *tables, out, lse, bad, new_counter(q.device))
-        made = 4 if carry is None else 2
-        done = replay(_forward_launches, tensors, made, kind, tuple(numbers), scale, carry is not None, out.dtype)
+        made = (out, lse, bad, new_counter(q.device))
+        steps = None if carry is None else out.stride()  # of another's making
+        done = replay(_forward_launches, (q, k, v), tables, made, scale, steps, out.dtype)
     if done:
         return Carry(out, lse)
     q, k, v = aligned(q), aligned(k), aligned(v)
@@ -71,13 +71,18 @@ def forward(
 
 
 def _forward_launches(
-    tensors: Sequence[Tensor], kind: str, numbers: tuple[int, ...], scale: float, carry: bool, out_dtype: torch.dtype
+    tensors: Sequence[Tensor],
+    kind: str,
+    numbers: tuple[int, ...],
+    scale: float,
+    carry_steps: tuple[int, ...] | None,
+    out_dtype: torch.dtype,
 ) -> list[Launch] | None:
     """The kernel and, where keys are hidden, the portable one for blocks of rows it found bad; None if not aligned."""
     q, k, v, *tables, out, lse, bad, counter = tensors
     if not all(is_aligned(x) for x in (q, k, v)):
         return None
-    mask = unpack(kind, numbers, tables)
+    mask, carry = unpack(kind, numbers, tables), carry_steps is not None
     launch = forward_launch(q, k, v, out, lse, bad, mask, scale, carry, counter)
     return [launch, repair_launch(q, k, v, out, lse, mask, scale, carry, None, only=bad)]
 
@@ -214,20 +219,20 @@ def backward(
     states = lse.new_empty(rows // 64, dtype=torch.int32)
     summed = not (accumulate or two_passes)
     sums = q.new_empty((rows * block_dim(D) // 256, 256), dtype=torch.float32) if summed else dq
-    kind, numbers, tables = mask.to(q.device).pack()
+    tables = tables_of(mask.to(q.device))
     with on(q.device):
-        given = (dout, q, k, v, lse.contiguous(), delta.contiguous(), dq, dk, dv, *tables)
-        tensors = (*given, minus_lse, minus_delta, sums, states, new_counter(q.device))
-        done = replay(_backward_launches, tensors, 5, kind, tuple(numbers), scale, accumulate, two_passes)
+        given = (dout, q, k, v, lse.contiguous(), delta.contiguous(), dq, dk, dv)
+        made = (minus_lse, minus_delta, sums, states, new_counter(q.device))
+        done = replay(_backward_launches, given, tables, made, scale, accumulate, two_passes)
     if done:
         return
     dout, q, k, v = aligned(dout), aligned(q), aligned(k), aligned(v)
-    made = [x if is_aligned(x) else torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (dq, dk, dv)]
+    into = [x if is_aligned(x) else torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (dq, dk, dv)]
     backward(
-        dout, q, k, v, lse, delta, mask=mask, scale=scale, dq=made[0], dk=made[1], dv=made[2], accumulate=accumulate,
+        dout, q, k, v, lse, delta, mask=mask, scale=scale, dq=into[0], dk=into[1], dv=into[2], accumulate=accumulate,
         repeatable=repeatable,
     )  # fmt: skip
-    for x, y in zip((dq, dk, dv), made, strict=True):
+    for x, y in zip((dq, dk, dv), into, strict=True):
         if x is not y:
             x.add_(y) if accumulate else x.copy_(y)
 

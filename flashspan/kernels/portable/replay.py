@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -18,23 +19,77 @@ import triton
 from torch import Tensor
 from triton.runtime import driver
 
+from flashspan.kernels.masks import Mask
 from flashspan.kernels.portable.arguments import Launch, watched
 
 KEPT_CALLS, KEPT_ADDRESSES = 128, 256
 """How many kinds of call are remembered, and addresses for each descriptor of one; then it starts afresh."""
 
 
-def replay(make: Callable[..., Sequence[Launch] | None], tensors: Sequence[Tensor], made: int, *what: Hashable) -> bool:
+class Tables:
+    """A mask as a call passes it on: kind and numbers, and tensors, which are looked at once, not in every call."""
+
+    def __init__(self, mask: Mask | None = None) -> None:
+        kind, numbers, tensors = ("", [], []) if mask is None else mask.pack()
+        self.what = () if mask is None else (kind, tuple(numbers))
+        self.tensors = tuple(tensors)
+        self.addresses = [x.data_ptr() for x in tensors]
+        self.layout = (self.what, *[(x.shape, x.stride(), x.dtype, x.data_ptr() & 15) for x in tensors])
+        self._hash = hash(self.layout)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def bare(self) -> Tables:
+        """The same without the tensors, to remember."""
+        bare = copy.copy(self)
+        bare.tensors, bare.addresses = (), []
+        return bare
+
+    def __eq__(self, other: object) -> bool:
+        """Whether what is made for one serves for the other."""
+        return isinstance(other, Tables) and self.layout == other.layout
+
+
+NO_TABLES = Tables()
+_TABLES: dict[int, tuple[weakref.ref[Mask], Tables]] = {}
+
+
+def tables_of(mask: Mask) -> Tables:
+    """Those of a mask, which must be where the call is; kept as long as the mask is."""
+    place = id(mask)
+    known = _TABLES.get(place)
+    if known is not None and known[0]() is mask:
+        return known[1]
+    tables = Tables(mask)
+    _TABLES[place] = weakref.ref(mask, lambda gone: _forget(place, gone)), tables
+    return tables
+
+
+def _forget(place: int, gone: weakref.ref[Mask]) -> None:
+    if (known := _TABLES.get(place)) is not None and known[0] is gone:
+        del _TABLES[place]
+
+
+def replay(
+    make: Callable[..., Sequence[Launch] | None],
+    given: Sequence[Tensor],
+    tables: Tables,
+    made: Sequence[Tensor],
+    *what: Hashable,
+) -> bool:
     """Launch what make(tensors, *what) gives, in order, on the tensors' device, which is the current one. False if it
-    gives None: such tensors it does not serve.
+    gives None: such tensors it does not serve. The tensors are those given, the tables' and those made for this call,
+    and what the tables are comes before `what`.
 
     `make` must be a function of `what`, the layouts of the tensors and whether each falls on 16 bytes, and its launches
-    must name no other tensors. The last `made` were made for this call: their layouts follow from the rest and `what`.
+    must name no other tensors. The layouts of those made for the call must follow from the rest.
     """
-    device = tensors[0].device
-    addresses = [x.data_ptr() for x in tensors]
-    layouts = [(x.shape, x.stride(), x.dtype) for x in tensors[: len(tensors) - made]]
-    key = (make, what, device, *layouts, *[at & 15 for at in addresses])
+    device = given[0].device
+    ours, others = [x.data_ptr() for x in given], [x.data_ptr() for x in made]
+    layouts = [(x.shape, x.stride(), x.dtype) for x in given]
+    key = (make, tables, what, device, *layouts, *[at & 15 for at in ours], *[at & 15 for at in others])
+    addresses = [*ours, *tables.addresses, *others]
     known = _KNOWN.get(key)
     if known is not None and not watched():
         stream = driver.active.get_current_stream(device.index)
@@ -42,8 +97,8 @@ def replay(make: Callable[..., Sequence[Launch] | None], tensors: Sequence[Tenso
             again(addresses, stream)
         return True
     # A caller may pass one tensor twice and two the next time: each place gets an object of its own.
-    apart = [x.detach() for x in tensors]
-    launches = make(apart, *what)
+    apart = [x.detach() for x in (*given, *tables.tensors, *made)]
+    launches = make(apart, *tables.what, *what)
     if launches is None:
         return False
     # All compile before any runs: whoever serves instead of one that does not must find nothing done.
@@ -55,7 +110,7 @@ def replay(make: Callable[..., Sequence[Launch] | None], tensors: Sequence[Tenso
     if len(complete) == len(found):
         if len(_KNOWN) >= KEPT_CALLS:
             _KNOWN.clear()
-        _KNOWN[key] = complete
+        _KNOWN[(make, tables.bare(), *key[2:])] = complete
     return True
 
 
