@@ -1,6 +1,7 @@
 """Shared by all tests: without a GPU, Triton kernels run in its interpreter, which must be chosen before import."""
 
 import os
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +14,10 @@ if not torch.cuda.is_available():
 # Shapes are small and tests run beside one another: a second thread would mostly wait. What tests start inherits it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
+
+# A shell that runs us in the background has us, and all we start, ignore the Ctrl-C that tests send.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from flashspan import launch  # noqa: E402  (after the interpreter was chosen)
 
