@@ -210,7 +210,7 @@ def _error(shape: Shape, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> float:
 
 def table(rows: list[record.Row]) -> Table:
     """A line per shape and implementation, our speed against each."""
-    headings = ("shape", "implementation", "forward", "backward", "both", "ours is", "peak MiB")
+    headings = ("shape", "implementation", "forward", "backward", "both", "ours is", "error", "peak MiB")
     lines = []
     by = {(row.shape, row.impl, row.kind): row for row in rows}
     for shape, impl in dict.fromkeys((row.shape, row.impl) for row in rows):
@@ -218,7 +218,7 @@ def table(rows: list[record.Row]) -> Table:
         ours = by.get((shape, "flashspan", "both"))
         ratio = f"{cells[2].p50_ms / ours.p50_ms:.2f}x" if ours else ""
         times = [f"{cell.p50_ms:.3f} ({cell.tflops:.0f})" for cell in cells]
-        lines.append((shape, impl, *times, ratio, f"{cells[0].peak_mib:.0f}"))
+        lines.append((shape, impl, *times, ratio, f"{cells[0].error:.2e}", f"{cells[0].peak_mib:.0f}"))
     return Table("attention, bf16: median ms (TFLOP/s)", headings, tuple(lines), 2)
 
 
@@ -251,7 +251,26 @@ def markdown(rows: list[record.Row]) -> str:
         theirs = [by.get((shape, impl, "both")) for impl in others]
         cells += [f"{row.p50_ms / ours:.2f}x" if row else "-" for row in theirs]
         lines.append(f"| {shape} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", *error_lines(rows), ""])
+
+
+def error_lines(rows: list[record.Row]) -> list[str]:
+    """The errors of what was measured together with ours, as a table of the page."""
+    by = {(row.shape, row.impl): row for row in rows if row.kind == "forward"}
+    ours = {shape: row for (shape, impl), row in by.items() if impl == "flashspan"}
+    beside = {key: row for key, row in by.items() if key[0] in ours and row.commit == ours[key[0]].commit}
+    impls = list(dict.fromkeys(impl for _, impl in beside))
+    lines = [
+        "The output's error against float32 arithmetic, in 1e-3, over queries from the first to the last; of what was "
+        "measured at the same commit ([why ours is larger](../kernels.md#hopper-who-does-what)).",
+        "",
+        "| shape | " + " | ".join(impls) + " |",
+        "| --- " * (1 + len(impls)) + "|",
+    ]
+    for shape in ours:
+        found = [beside.get((shape, impl)) for impl in impls]
+        lines.append(f"| {shape} | " + " | ".join(f"{row.error * 1e3:.3f}" if row else "-" for row in found) + " |")
+    return lines
 
 
 def chart(rows: list[record.Row]) -> str:
