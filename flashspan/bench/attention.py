@@ -20,12 +20,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from flashspan import attention, masks
 from flashspan.bench import plots, record
 from flashspan.bench.tables import Table, show_tables
-from flashspan.kernels import reference
 from flashspan.kernels.masks import Mask, count
 
 PATH = Path("docs/benchmarks/attention.csv")
-ERROR_ROWS = 512
-"""How many queries of a shape, evenly spaced, the error is looked at on."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +175,8 @@ def measure(shape: Shape, name: str, attend: Attend, where: dict[str, Any]) -> l
     peak = (torch.cuda.max_memory_allocated() - before) / 2**20
     del grads
     with torch.no_grad():
-        error = _error(shape, q, k, v, out)
+        group = shape.H // shape.K
+        error = record.output_error(q[:1, :group], k[:1, :1], v[:1, :1], out[:1, :group], shape.mask())
     passes: dict[str, tuple[Callable[[], Any], float]] = {
         "forward": (lambda: attend(q, k, v), 1.0),
         "backward": (lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True), 2.5),
@@ -191,21 +189,6 @@ def measure(shape: Shape, name: str, attend: Attend, where: dict[str, Any]) -> l
         rows.append(record.Row(**where, shape=str(shape), impl=name, kind=kind, p20_ms=low, p50_ms=middle, p80_ms=high,
                                tflops=tflops, error=error, peak_mib=peak))  # fmt: skip
     return rows
-
-
-def _error(shape: Shape, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> float:
-    """The relative error of out against float32 arithmetic, on rows from the first to the last of one key head."""
-    rows = range(0, shape.T, -(-shape.T // ERROR_ROWS))
-    pick = torch.tensor(rows, device=q.device)
-    group = shape.H // shape.K
-    exact = reference.forward(
-        q[:1, :group, pick].float(),
-        k[:1, :1].float(),
-        v[:1, :1].float(),
-        mask=shape.mask().slice(rows, range(shape.T)),
-        scale=shape.D**-0.5,
-    ).out
-    return float((out[:1, :group, pick].float() - exact).norm() / exact.norm())
 
 
 def table(rows: list[record.Row]) -> Table:
@@ -262,7 +245,7 @@ def error_lines(rows: list[record.Row]) -> list[str]:
     impls = list(dict.fromkeys(impl for _, impl in beside))
     lines = [
         "The output's error against float32 arithmetic, in 1e-3, over queries from the first to the last; of what was "
-        "measured at the same commit ([why ours is larger](../kernels.md#hopper-who-does-what)).",
+        "measured at the same commit ([what ours comes from](../kernels.md#hopper-who-does-what)).",
         "",
         "| shape | " + " | ".join(impls) + " |",
         "| --- " * (1 + len(impls)) + "|",

@@ -23,12 +23,18 @@ from statistics import fmean, quantiles, stdev
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from flashspan.kernels import reference
+from flashspan.kernels.masks import Mask
 
 FOLDER = Path("runs/bench")
 """Where sweeps put their rows and `flashspan report` looks for them, unless told otherwise."""
 CSV_COLUMNS = 13
 CSV_BENCHES = ("attention", "leaderboard", "sparse")
 """Those that write NAME.csv: it has no column for `Row.what`, which is the name."""
+ERROR_ROWS = 512
+"""How many queries `output_error` looks at; of the first and last alone, those that see few keys hide the others."""
 OK, OUT_OF_MEMORY = "ok", "out of memory"
 POSITIVE = ("p20_ms", "p50_ms", "p80_ms", "mean_ms", "tflops")
 
@@ -176,6 +182,15 @@ def files_of(folder: Path) -> list[Path]:
 def newest(rows: Iterable[Row]) -> list[Row]:
     """The last row of each measurement, in the order in which measurements first came."""
     return list({item.key: item for item in rows}.values())
+
+
+@torch.no_grad()
+def output_error(q: Tensor, k: Tensor, v: Tensor, out: Tensor, mask: Mask) -> float:
+    """The relative error of an attention's output against float32 arithmetic, on queries evenly spaced over all."""
+    rows = range(0, q.shape[2], -(-q.shape[2] // ERROR_ROWS))
+    part, scale = mask.slice(rows, range(k.shape[2])), q.shape[3] ** -0.5
+    exact = reference.forward(q[:, :, :: rows.step].float(), k.float(), v.float(), mask=part, scale=scale).out
+    return float((out[:, :, :: rows.step].float() - exact).norm() / exact.norm())
 
 
 def environment(device: torch.device) -> dict[str, Any]:

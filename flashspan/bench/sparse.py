@@ -23,7 +23,6 @@ from flashspan import attention, masks
 from flashspan.bench import memory, record
 from flashspan.bench.clock import timed
 from flashspan.bench.tables import Table, show_tables
-from flashspan.kernels import reference
 from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.masks import Mask, count
 from flashspan.kernels.tiling import Rule
@@ -163,7 +162,7 @@ def measure(case: Case, name: str, attend: Attend, where: dict[str, Any], expect
     peak = (torch.cuda.max_memory_allocated() - before) / 2**20
     error = float("nan")
     if name != "flashspan causal":  # that one answers another question
-        error = forward_error(case, q, k, v, out)
+        error = record.output_error(q[:1, :1], k[:1, :1], v[:1, :1], out[:1, :1], case.mask)
         if not expected:
             expected.extend(grads)
         apart = max(float((a - b).float().norm() / b.float().norm()) for a, b in zip(grads, expected, strict=True))
@@ -181,18 +180,6 @@ def measure(case: Case, name: str, attend: Attend, where: dict[str, Any], expect
         what |= {"p20_ms": low, "p50_ms": middle, "p80_ms": high, "tflops": weight * pairs / middle / 1e9}
         rows.append(record.Row(**where, **what, error=error, peak_mib=peak))
     return rows
-
-
-@torch.no_grad()
-def forward_error(case: Case, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> float:
-    """The relative error of out against float32 arithmetic, on the first and the last rows of one head."""
-    edge = min(64, case.T // 2)
-    rows = [range(edge), range(case.T - edge, case.T)]
-    pick = torch.tensor([*rows[0], *rows[1]], device=q.device)
-    part = case.mask.slice(rows, range(case.T))
-    keys, values = (x[:1, :1].float() for x in (k, v))
-    exact = reference.forward(q[:1, :1, pick].float(), keys, values, mask=part, scale=case.D**-0.5).out
-    return float((out[:1, :1, pick].float() - exact).norm() / exact.norm())
 
 
 def run(names: Sequence[str], *, others: bool = True) -> list[record.Row]:

@@ -17,6 +17,9 @@ import torch
 
 from flashspan.bench import record, sweep, tables
 from flashspan.bench.record import Row
+from flashspan.kernels import reference
+from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band, Mask
+from flashspan.kernels.patterns import documents, random_blocks
 
 WHERE = {"device": "toy", "torch": "2", "triton": "3", "commit": "abc"}
 
@@ -233,3 +236,15 @@ def test_a_row_can_be_had_as_a_file_gives_it_back(tmp_path: Path) -> None:
     record.append(made, tmp_path / "rows.jsonl")
     assert repr(record.read(tmp_path / "rows.jsonl")) == repr([record.kept(row) for row in made])
     assert record.kept(made[0]) != made[0]
+
+
+@pytest.mark.parametrize("mask", [EVERYTHING, CAUSAL, Band(-99, 0), documents([300, 1001]), random_blocks(1301, 0.3)])
+def test_an_output_s_error_is_that_of_rows_from_the_first_to_the_last(mask: Mask) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, 1301, 16, generator=generator) for heads in (2, 1, 1))
+    out = reference.forward(q, k, v, mask=mask, scale=0.25).out
+    assert record.output_error(q, k, v, out, mask) < 1e-6
+    for rows in (slice(0, 3), slice(600, 603), slice(1296, 1299)):
+        worse = out.clone()
+        worse[:, :, rows] += 0.1 * out.norm() / 1301
+        assert record.output_error(q, k, v, worse, mask) > 1e-4

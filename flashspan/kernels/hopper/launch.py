@@ -254,7 +254,7 @@ def _backward_launches(
     else:
         passes = [backward_launch(*given, sums, dk, dv, accumulate, states, counter)]
     block = BACKWARD[wide].block_q if summed else 0
-    grain = 128 if isinstance(mask, Blocks) else block
+    grain = mask.block[0] if isinstance(mask, Blocks) else block  # rows of sums that are claimed together
     claimed = grain if passes[0].constants.get("CLAIM", False) else 0
     prepare = Launch(
         rows_kernel,

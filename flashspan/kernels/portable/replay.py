@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 from torch import Tensor
@@ -26,42 +26,32 @@ KEPT_CALLS, KEPT_ADDRESSES = 128, 256
 """How many kinds of call are remembered, and addresses for each descriptor of one; then it starts afresh."""
 
 
-class Tables:
+class Tables(NamedTuple):
     """A mask as a call passes it on: kind and numbers, and tensors, which are looked at once, not in every call."""
 
-    def __init__(self, mask: Mask | None = None) -> None:
-        kind, numbers, tensors = ("", [], []) if mask is None else mask.pack()
-        self.what = () if mask is None else (kind, tuple(numbers))
-        self.tensors = tuple(tensors)
-        self.addresses = [x.data_ptr() for x in tensors]
-        self.layout = (self.what, *[(x.shape, x.stride(), x.dtype, x.data_ptr() & 15) for x in tensors])
-        self._hash = hash(self.layout)
+    what: tuple[Hashable, ...] = ()
+    tensors: tuple[Tensor, ...] = ()
+    addresses: tuple[int, ...] = ()
+    layouts: tuple[Hashable, ...] = ()
 
-    def __hash__(self) -> int:
-        return self._hash
-
-    def bare(self) -> Tables:
-        """The same without the tensors, to remember."""
-        bare = copy.copy(self)
-        bare.tensors, bare.addresses = (), []
-        return bare
-
-    def __eq__(self, other: object) -> bool:
-        """Whether what is made for one serves for the other."""
-        return isinstance(other, Tables) and self.layout == other.layout
+    @classmethod
+    def of(cls, mask: Mask) -> Tables:
+        kind, numbers, tensors = mask.pack()
+        layouts = tuple((x.shape, x.stride(), x.dtype, x.data_ptr() & 15) for x in tensors)
+        return cls((kind, tuple(numbers)), tuple(tensors), tuple(x.data_ptr() for x in tensors), layouts)
 
 
-NO_TABLES = Tables()
 _TABLES: dict[int, tuple[weakref.ref[Mask], Tables]] = {}
 
 
 def tables_of(mask: Mask) -> Tables:
-    """Those of a mask, which must be where the call is; kept as long as the mask is."""
+    """Those of a mask, which must be where the call is; kept as long as the mask is. PyTorch's `WeakIdKeyDictionary`
+    does the same and takes six times as long."""
     place = id(mask)
     known = _TABLES.get(place)
     if known is not None and known[0]() is mask:
         return known[1]
-    tables = Tables(mask)
+    tables = Tables.of(mask)
     _TABLES[place] = weakref.ref(mask, lambda gone: _forget(place, gone)), tables
     return tables
 
@@ -88,7 +78,8 @@ def replay(
     device = given[0].device
     ours, others = [x.data_ptr() for x in given], [x.data_ptr() for x in made]
     layouts = [(x.shape, x.stride(), x.dtype) for x in given]
-    key = (make, tables, what, device, *layouts, *[at & 15 for at in ours], *[at & 15 for at in others])
+    aligned = [at & 15 for at in (*ours, *others)]
+    key = (make, tables.what, what, device, *layouts, tables.layouts, *aligned)
     addresses = [*ours, *tables.addresses, *others]
     known = _KNOWN.get(key)
     if known is not None and not watched():
@@ -110,7 +101,7 @@ def replay(
     if len(complete) == len(found):
         if len(_KNOWN) >= KEPT_CALLS:
             _KNOWN.clear()
-        _KNOWN[(make, tables.bare(), *key[2:])] = complete
+        _KNOWN[key] = complete
     return True
 
 
