@@ -147,8 +147,9 @@ def shipped_launches(dtype: torch.dtype, head_dim: int, **options: Any) -> dict[
 
 
 def hopper_launches(dtype: torch.dtype, head_dim: int, **options: Any) -> dict[str, Launch]:
-    """The launches of one call of the Hopper kernels on meta tensors: "forward" and its "repair", "backward" where
-    there is one in one pass, and "keys" and "queries", the two passes."""
+    """The launches of one call of the Hopper kernels on meta tensors: "finer" where V is made so, "forward" and its
+    "repair", "backward" where there is one in one pass, and "keys" and "queries", the two passes."""
+    from flashspan.kernels.hopper.finer import finer_launch, pays, room_for
     from flashspan.kernels.hopper.launch import forward_launch
     from flashspan.kernels.hopper.one_pass import backward_launch
     from flashspan.kernels.hopper.tensors import block_dim
@@ -163,7 +164,11 @@ def hopper_launches(dtype: torch.dtype, head_dim: int, **options: Any) -> dict[s
     k, v = (torch.empty(1, K, T, head_dim, dtype=dtype, device="meta") for _ in range(2))
     rows, bad = torch.empty(1, 8, T, device="meta"), torch.empty(1, 8, T // 64, dtype=torch.int32, device="meta")
     out, dq, dk, dv = (x.float() if carry else x for x in (q, q, k, v))
-    launches = {"forward": forward_launch(q, k, v, out, rows, bad, mask, 0.125, carry)}
+    launches, values = {}, v
+    if pays(q, k, mask):
+        values = room_for(v)
+        launches["finer"] = finer_launch(v, values)
+    launches["forward"] = forward_launch(q, k, values, out, rows, bad, mask, 0.125, carry)
     launches["repair"] = repair_launch(q, k, v, out, rows, mask, 0.125, carry, None, only=bad)
     given = (dout, q, k, v, rows.flatten(), rows.flatten(), mask, 0.125)
     counter = torch.empty(4, dtype=torch.int32, device="meta")

@@ -358,10 +358,23 @@ def tiles(mask: Band | Rows, num_queries: int, num_keys: int, block_q: int, bloc
 
 def count(mask: Mask, num_queries: int, num_keys: int) -> int:
     """How many (query, key) pairs are visible: the work of a tile, without drawing it."""
-    if not isinstance(mask, (Band, Rows)):
+    if isinstance(mask, Band):
+        lo, hi = mask.bounds(num_queries, num_keys)
+        return max(0, _behind(hi, num_queries, num_keys) - _behind(lo - 1, num_queries, num_keys))
+    if not isinstance(mask, Rows):
         return mask.count()
     start, end = mask.intervals(num_queries, num_keys)
     return int((end.long() - start.long()).clamp(min=0).sum())
+
+
+def _behind(hi: int, num_queries: int, num_keys: int) -> int:
+    """How many pairs have j - i <= hi: a query i sees hi + 1 + i keys, none if that is negative, all if it is more."""
+
+    def total(last: int) -> int:  # over all queries that would see up to so many
+        ramp = min(max(last, 0), num_keys)
+        return ramp * (ramp + 1) // 2 + max(last - num_keys, 0) * num_keys
+
+    return total(hi + num_queries) - total(hi)
 
 
 def is_empty(mask: Mask, num_queries: int, num_keys: int) -> bool:

@@ -414,6 +414,58 @@ def test_no_kernel_is_given_rows_too_far_apart_for_its_offsets(monkeypatch: pyte
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel is compiled here, not interpreted")
+@pytest.mark.parametrize("head_dim", [64, 40, 128])
+def test_v_in_float16_is_v_or_says_that_it_is_not(head_dim: int) -> None:
+    finer = pytest.importorskip("flashspan.kernels.hopper.finer")
+    generator = torch.Generator().manual_seed(0)
+    v = torch.randn(2, 70, 3, head_dim, generator=generator).bfloat16().transpose(1, 2)
+    v[0, 0, 0], v[0, 0, 1], v[0, 0, 2] = 0.0, 4080.0, -4096.0
+    v[0, 1, 69, :2] = torch.tensor([torch.inf, torch.nan])
+    v[1, 2, 5] *= 2.0**-20  # all of a key is small
+    v[1, 2, 6, 1:] *= 2.0**-12  # only some of it
+    fine = finer.room_for(v)
+    finer.finer_launch(v, fine)()
+    lost = fine.isnan().all(-1)
+    assert lost.nonzero().tolist() == [[0, 0, 2], [0, 1, 69], [1, 2, 5]]
+    assert torch.equal(fine.isnan().any(-1), lost)
+    found, wanted = fine[~lost].float() * finer.COARSER.value, v[~lost].float()
+    largest = wanted.abs().amax(-1, keepdim=True)
+    assert torch.equal(found[0], wanted[0])
+    assert ((found - wanted).abs() <= 2.0**-29).all()
+    assert torch.equal(found[wanted.abs() >= 2.0**-11], wanted[wanted.abs() >= 2.0**-11])
+    assert largest.max() == 4080.0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel is compiled here, not interpreted")
+def test_v_in_float16_repeats_what_v_repeats() -> None:
+    finer = pytest.importorskip("flashspan.kernels.hopper.finer")
+    v = torch.randn(2, 1, 40, 64, generator=torch.Generator().manual_seed(0)).bfloat16().expand(2, 4, 40, 64)
+    fine = finer.room_for(v)
+    finer.finer_launch(v, fine)()
+    assert fine.untyped_storage().nbytes() == 2 * 40 * 64 * 2
+    assert torch.equal(fine.float() * finer.COARSER.value, v.float())
+
+
+def test_v_in_float16_is_made_where_enough_queries_see_a_key() -> None:
+    finer = pytest.importorskip("flashspan.kernels.hopper.finer")
+
+    def pays(mask: Mask, tokens: int, head_dim: int, group: int = 1, dtype: torch.dtype = torch.bfloat16) -> bool:
+        q, k = (torch.empty(1, heads, tokens, head_dim, dtype=dtype, device="meta") for heads in (group, 1))
+        return finer.pays(q, k, mask)
+
+    assert pays(CAUSAL, 4096, 128)
+    assert pays(CAUSAL, 2048, 128, group=2)
+    assert pays(CAUSAL, 2048, 64)
+    assert pays(EVERYTHING, 2048, 128)
+    assert pays(documents([8192] * 4), 32768, 128)
+    assert not pays(CAUSAL, 2048, 128)
+    assert not pays(Band(-1023, 0), 65536, 128)
+    assert not pays(CAUSAL, 65536, 256)
+    assert not pays(CAUSAL, 65536, 128, dtype=torch.float16)
+    assert not pays(random_blocks(1024, 0.5), 1024, 128)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel is compiled here, not interpreted")
 @pytest.mark.parametrize(
     ("head_dim", "wide", "block", "claimed"),
     [(64, 64, 128, 128), (40, 64, 128, 128), (128, 128, 64, 64), (72, 128, 64, 64), (128, 128, 64, 128)],

@@ -6,7 +6,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashspan.kernels.hopper.names import here_and_now
+from flashspan.kernels.hopper.names import across, here_and_now
 
 LEAST = gl.constexpr(-(2.0**126))
 """What is subtracted from the scores of a row that has not seen any: not -inf, from which -inf cannot be subtracted."""
@@ -22,6 +22,20 @@ def total(l, like):
 def each(x, like):
     """x, a number a row, as a column beside `like`."""
     return gl.convert_layout(x, gl.SliceLayout(1, like.type.layout), assert_trivial=True)[:, None]
+
+
+@gluon.jit
+def times(x, a):
+    """x, in the registers of a product, times a, [rows, 4]."""
+    y = x.reshape((x.shape[0], x.shape[1] // 8, 4, 2))
+    y = y * across(a, y)
+    return gl.convert_layout(y.reshape(x.shape), x.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def rows_of(x, L: gl.constexpr):
+    """x, [rows, 4], in which the four of a row are the same, as a number a row."""
+    return gl.convert_layout(gl.max(x, 1), L, assert_trivial=True)
 
 
 @gluon.jit
@@ -58,13 +72,13 @@ def join(p, m, l, o, past):
     order they were asked for.
     """
     # Plus l * 0: not before the softmax is done, in the middle of which ptxas would otherwise wait.
-    past = past * 1.4426950408889634 + total(l, past) * 0.0
+    past = each(past * 1.4426950408889634 + total(l, past) * 0.0, l)
     top = gl.maximum(m, past)
     now = gl.exp2(m - top)
     past = gl.exp2(past - top)
     first = gl.arange(0, 4, layout=gl.SliceLayout(0, l.type.layout)) == 0
-    l = l * each(now, l) + gl.where(first[None, :], each(past, l), 0.0)
-    return p * now[:, None], top, l, o * each(past, o)
+    l = l * now + gl.where(first[None, :], past, 0.0)
+    return times(p, now), top, l, times(o, past)
 
 
 @gluon.jit

@@ -6,11 +6,16 @@ have one of the two to do. K of tile i and V of tile i - 1 travel as a pair unde
 the next pair, in the middle of an iteration, is also the branch that keeps ptxas from moving the softmax behind the
 products. Programs are persistent: while a tile's output is written, the next one's Q and first K are on their way.
 
-There is no running maximum. What a softmax subtracts from the scores need not be their maximum, only near enough that
-the exponentials are finite, and bfloat16 reaches as far as float32. So the maximum of the first blocks, until every row
-has seen something, serves for all whole blocks that follow: a score costs a multiply-add, exp2 and an addition. A
-row that later finds a score 2^127 times larger, e^88, overflows, which is seen at the end, and is left to the portable
-kernel. float16 reaches to 2^16 only: there the maximum is looked for in every block, and followed when it is far off.
+What a softmax subtracts from its scores need not be their maximum, and to look for that in every block is what takes
+longest. But exponentials are rounded to 16 bits before they meet V, and of a bfloat16's eight the largest needs none if
+it is 1. So there are three ways, and who launches chooses (C[12] and C[13]):
+
+- FINE: V comes in float16 (finer.py), exponentials have eleven bits, and the first block's maximum serves for all that
+  follow: a score costs a multiply-add, exp2 and an addition. Only if sums of a block come near what float16 holds does
+  a warp leave its loop, to make its rows smaller.
+- FOLLOW: V as it is; every block's maximum is followed. Where that is too little work for the first to pay.
+- Neither, for block maps: as FINE, in bfloat16, which reaches as far as float32. A row that later finds a score 2^127
+  times larger, e^88, overflows, which is seen at the end, and is left to the portable kernel.
 
 Outputs leave through Q's place, float32 ones in halves: where there is room (SPARE), the first through a place of its
 own. A carry comes the way the output leaves: its first half by the copy engine into that place, meanwhile, its second
@@ -27,14 +32,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from flashspan.kernels.hopper.carry import LEAST, blend, each, join, load_carry, total
+from flashspan.kernels.hopper.carry import LEAST, blend, each, join, load_carry, rows_of, times, total
+from flashspan.kernels.hopper.finer import COARSER
 from flashspan.kernels.hopper.forward_feed import buffer_of, feed, feed_lists, hear
-from flashspan.kernels.hopper.names import here_and_now, rescale
+from flashspan.kernels.hopper.names import across, all_below, here_and_now, rescale, watch
 from flashspan.kernels.hopper.shared import arrived, halves, send, send_off
 from flashspan.kernels.hopper.walk import blocks, bounds, hide, hide_outside, place, told
 
-LAG = gl.constexpr(8.0)
-"""How far, in powers of 2, scores may exceed what is subtracted from them where that is looked at."""
+UP = gl.constexpr(2)
+"""FINE: the power of 2 that the first maximum becomes. Below it float16 has 26 more, to the last of its own."""
+LAG = gl.constexpr(12.0)
+"""How far, in powers of 2, a masked block's scores may exceed what is subtracted unless every maximum is followed."""
+HIGH = gl.constexpr(2.0**15)
+"""FINE: sums of a thread's exponentials in a block that are made smaller. The largest of them is at most that."""
 
 
 @gluon.jit
@@ -53,14 +63,24 @@ def _hide(s, start, end, n0, EDGES: gl.constexpr, WORDS: gl.constexpr):
 
 
 @gluon.jit
-def _raise(s, m, scale):
-    """m, which is subtracted from the scores, from now on, and what becomes of sums of exponentials of the old one.
-
-    m follows the largest score only when that is LAG beyond it: what was summed need hardly ever be multiplied.
-    """
-    top = gl.max(s, 1) * scale
-    top = gl.where(top > m + LAG, top, m)
+def _raise(s, m, scale, C: gl.constexpr):
+    """m, [rows, 4], which is subtracted from the scores, from now on, and what becomes of sums of exponentials of the
+    old one. Unless each maximum is followed they need hardly ever be multiplied."""
+    top = each(gl.max(s, 1) * scale, m)
+    if C[13]:
+        top = gl.maximum(top, m)
+    else:
+        if C[12]:
+            top = top - UP
+        top = gl.where(top > m + LAG, top, m)
     return top, gl.exp2(m - top)
+
+
+@gluon.jit
+def _exponentials(s, m, scale):
+    x = s.reshape((s.shape[0], s.shape[1] // 8, 4, 2))
+    p = gl.exp2(x * scale - across(m, x))
+    return gl.convert_layout(p.reshape(s.shape), s.type.layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -73,7 +93,8 @@ def _sum(p):
 def _step(
     WG: gl.constexpr, EDGE: gl.constexpr, pair, shown, p, m, l, o, rows, memory, scale, C: gl.constexpr
 ):  # fmt: skip
-    """The scores of a block and the output of the one before, whose P is given. Returns P of this one, m, l and o.
+    """The scores of a block and the output of the one before, whose P is given. Returns P of this one, m, l, o and the
+    sums of P, each thread's.
 
     At an EDGE, `shown` says whether there is anything to hide and, without lists, each row's interval and the block's
     first key, and m is raised.
@@ -86,8 +107,8 @@ def _step(
     OL: gl.constexpr = C[8]
     LISTS: gl.constexpr = C[10]
     BD: gl.constexpr = k_s.shape[4]
-    dtype: gl.constexpr = k_s.dtype
-    RAISE: gl.constexpr = EDGE or dtype == gl.float16
+    dtype: gl.constexpr = v_s.dtype
+    RAISE: gl.constexpr = EDGE or C[13]
     stage, phase = buffer_of(pair, STAGES)
     after, phase = buffer_of(pair + 1, STAGES)
     pd = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, OL, 2), assert_trivial=True)
@@ -102,16 +123,48 @@ def _step(
             else:
                 s = _hide(s, r_start, r_end, n0, EDGES, BD == 64)
     if RAISE:
-        m, alpha = _raise(s, m, scale)
-        l = l * each(alpha, l)
-    p = gl.exp2(s * scale - m[:, None])
-    l = l + _sum(p)
+        m, alpha = _raise(s, m, scale, C)
+        l = l * alpha
+    p = _exponentials(s, m, scale)
+    sums = _sum(p)
+    l = l + sums
     mbarrier.wait(full.index(after), phase)
     # P goes through the wait with O: ptxas must not reuse the registers the product still reads.
     o, p = warpgroup_mma_wait(0, deps=(oa, p))
     mbarrier.arrive(empty.index(stage), count=1)
     if RAISE:
-        o = rescale(o, gl.convert_layout(alpha, gl.SliceLayout(1, OL), assert_trivial=True))
+        o = rescale(o, alpha)
+    return p, m, l, o, sums
+
+
+@gluon.jit
+def _lower(p, m, l, o, sums):
+    """P, m, l and o of rows whose sums are HIGH so much smaller, by a power of 2, that float16 holds their P again."""
+    top = each(gl.convert_layout(gl.max(sums, 1), gl.SliceLayout(1, m.type.layout), assert_trivial=True), m)
+    exponent = (top.to(gl.int32, bitcast=True) >> 23) & 255
+    down = gl.where(top >= HIGH, exponent - (127 + UP), 0)
+    alpha = ((127 - down) << 23).to(gl.float32, bitcast=True)
+    return times(p, alpha), m + down.to(gl.float32), l * alpha, times(o, alpha)
+
+
+@gluon.jit
+def _walk(WG: gl.constexpr, pair, begin, end, p, m, l, o, rows, memory, scale, C: gl.constexpr):
+    """The steps from begin to end, of whole blocks."""
+    if C[12]:
+        # The inner loop ends early for what hardly ever happens: a branch in it, jumped each time, takes 40 clocks.
+        i = begin
+        while i < end:
+            calm = True
+            sums = l
+            while (i < end) & calm:
+                p, m, l, o, sums = _step(WG, False, pair + i, (), p, m, l, o, rows, memory, scale, C)
+                sums, calm = all_below(sums, HIGH)
+                i += 1
+            if not calm:
+                p, m, l, o = _lower(p, m, l, o, sums)
+    else:
+        for i in range(begin, end):
+            p, m, l, o, sums = _step(WG, False, pair + i, (), p, m, l, o, rows, memory, scale, C)
     return p, m, l, o
 
 
@@ -133,7 +186,7 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
     SL: gl.constexpr = C[7]
     OL: gl.constexpr = C[8]
     BD: gl.constexpr = desc_q.block_type.shape[3]
-    dtype: gl.constexpr = desc_q.dtype
+    dtype: gl.constexpr = desc_v.dtype
     RL: gl.constexpr = gl.SliceLayout(1, SL)
     RO: gl.constexpr = gl.SliceLayout(1, OL)
     PL: gl.constexpr = gl.DotOperandLayout(0, OL, 2)
@@ -141,6 +194,7 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
     LISTS: gl.constexpr = C[10]
     SPARE: gl.constexpr = C[11]
     LATE: gl.constexpr = CARRY and SPARE
+    FINE: gl.constexpr = C[12]
     if LISTS:
         desc_words, words_s, maps = tables
         memory = (k_s, v_s, words_s, full, empty)
@@ -171,7 +225,8 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
             o, past = load_carry(outputs, i_bh, H, m0, T, D, BD, RL, OL)
         else:
             o = gl.zeros([BM, BD], gl.float32, layout=OL)
-        m = gl.full([BM], LEAST, gl.float32, layout=RL)
+        zero = gl.zeros([BM, BN], gl.float32, layout=SL)
+        m = _sum(zero) + LEAST
         if not LISTS:
             o_m = m0 + gl.arange(0, BM, layout=RL)
             r_start, r_end = bounds(o_m, T, S, lo, hi, p_start, p_end, TABLE)
@@ -183,7 +238,6 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
         # Block 0: there is no output to overlap with yet.
         stage, phase = buffer_of(pair, STAGES)
         mbarrier.wait(full.index(stage), phase)
-        zero = gl.zeros([BM, BN], gl.float32, layout=SL)
         s = warpgroup_mma(q, k_s.index(stage).reshape((BN, BD)).permute((1, 0)), zero, use_acc=False, is_async=True)
         if QS == 2:  # the output before has left through the other Q's place by now
             tma.store_wait(0)
@@ -197,8 +251,8 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
             mbarrier.arrive(empty.index(stage), count=1)
             if (last > f_hi) | (last <= f_lo):
                 s = _hide(s, r_start, r_end, (last - 1) * BN, EDGES, BD == 64)
-        m, alpha = _raise(s, m, scale)
-        p = gl.exp2(s * scale - m[:, None])
+        m, alpha = _raise(s, m, scale, C)
+        p = _exponentials(s, m, scale)
         l = _sum(p)
 
         stage, phase = buffer_of(pair + 1, STAGES)
@@ -208,9 +262,9 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
         rows = (q, zero)
         if LISTS:
             for i in range(1, gl.minimum(edges + 1, n)):
-                p, m, l, o = _step(WG, True, pair + i, (i < edges, 0, 0, 0), p, m, l, o, rows, memory, scale, C)
-            for i in range(gl.maximum(edges + 1, 1), n):
-                p, m, l, o = _step(WG, False, pair + i, (), p, m, l, o, rows, memory, scale, C)
+                p, m, l, o, sums = _step(WG, True, pair + i, (i < edges, 0, 0, 0), p, m, l, o, rows, memory, scale, C)
+            begin = gl.maximum(edges + 1, 1)
+            p, m, l, o = _walk(WG, pair, begin, n, p, m, l, o, rows, memory, scale, C)
         elif EDGES > 0:
             # Blocks that some rows do not see all of and, unless all saw something of block 0, the first that they do.
             near = last - f_hi + 1
@@ -222,17 +276,15 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
             for i in range(1, gl.minimum(near, n)):
                 at = last - 1 - i
                 shown = ((at >= f_hi) | (at < f_lo), r_start, r_end, at * BN)
-                p, m, l, o = _step(WG, True, pair + i, shown, p, m, l, o, rows, memory, scale, C)
-            for i in range(near, last - f_lo):
-                p, m, l, o = _step(WG, False, pair + i, (), p, m, l, o, rows, memory, scale, C)
+                p, m, l, o, sums = _step(WG, True, pair + i, shown, p, m, l, o, rows, memory, scale, C)
+            p, m, l, o = _walk(WG, pair, near, last - f_lo, p, m, l, o, rows, memory, scale, C)
             if EDGES == 2:
                 for i in range(gl.maximum(near, last - f_lo), n):
                     at = last - 1 - i  # always at an edge, but it must be behind a branch: see hide_outside
                     shown = ((at >= f_hi) | (at < f_lo), r_start, r_end, at * BN)
-                    p, m, l, o = _step(WG, True, pair + i, shown, p, m, l, o, rows, memory, scale, C)
+                    p, m, l, o, sums = _step(WG, True, pair + i, shown, p, m, l, o, rows, memory, scale, C)
         else:
-            for i in range(1, n):
-                p, m, l, o = _step(WG, False, pair + i, (), p, m, l, o, rows, memory, scale, C)
+            p, m, l, o = _walk(WG, pair, 1, n, p, m, l, o, rows, memory, scale, C)
 
         if LATE:
             mbarrier.arrive(q_read, count=1)
@@ -254,6 +306,7 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
         i_h = i_bh % H
         # A hidden key has probability 0, but 0 * NaN is NaN: rows with one are left to the portable kernel, which knows
         # who may see it; and so are those whose sums overflowed. Nearly always there are none.
+        m = rows_of(m, RL)
         l = total(l, m)
         finite = (gl.sum(o, 1) + gl.convert_layout(l, RO, assert_trivial=True)) * 0.0 == 0.0
         wrong = gl.where(finite | (m0 + gl.arange(0, BM, layout=RO) >= T), 0, 1)
@@ -271,6 +324,8 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
         if LATE:
             past = gl.load(p_lse + o_m, mask=o_m < T, other=float("-inf"))
             both, now, past = blend(m, l, past)
+            if FINE:
+                now = now * COARSER
             gl.store(p_lse + o_m, both * 0.6931471805599453, mask=o_m < T)
             left, right = halves(o * each(now, o))
             past = each(past, left)
@@ -284,7 +339,7 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
             nothing = l == 0.0
             l = gl.where(nothing, 1.0, l)
             gl.store(p_lse + o_m, gl.where(nothing, float("-inf"), (m + gl.log2(l)) * 0.6931471805599453), mask=o_m < T)
-            o = o * each(1.0 / l, o)
+            o = o * each((COARSER if FINE else 1.0) / l, o)
             # Q of this tile has been read for the last time: the output leaves through its place.
             if SPARE:
                 send_off(desc_out, i_b, i_h, m0, o, q_s.index(room * 2 + WG), False, False, spare_s.index(WG))
@@ -326,7 +381,7 @@ def _run(
     ML: gl.constexpr = mbarrier.MBarrierLayout()
     q_s = gl.allocate_shared_memory(desc_q.dtype, [QS * 2, 1, 1, BM, BD], desc_q.layout)
     k_s = gl.allocate_shared_memory(desc_q.dtype, [STAGES, 1, 1, BN, BD], desc_k.layout)
-    v_s = gl.allocate_shared_memory(desc_q.dtype, [STAGES, 1, 1, BN, BD], desc_v.layout)
+    v_s = gl.allocate_shared_memory(desc_v.dtype, [STAGES, 1, 1, BN, BD], desc_v.layout)
     # Outputs in float32 leave in halves: where there is room, the second need not wait for the first.
     SPARE: gl.constexpr = desc_out.dtype == gl.float32 and BD <= 128 and not LISTS
     spare_s = q_s
@@ -349,7 +404,11 @@ def _run(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
-    C: gl.constexpr = (BM, BN, STAGES, EDGES, TABLE, CARRY, D, SL, OL, QS, LISTS, SPARE)
+    FINE: gl.constexpr = desc_v.dtype != desc_k.dtype
+    if FINE:
+        watch()
+    FOLLOW: gl.constexpr = not FINE and (desc_v.dtype == gl.float16 or not LISTS)
+    C: gl.constexpr = (BM, BN, STAGES, EDGES, TABLE, CARRY, D, SL, OL, QS, LISTS, SPARE, FINE, FOLLOW)
     bars = (q_full, q_empty, full, empty, tile_s, work_s, q_read, past_full)
     job = (desc, (q_s, k_s, v_s, spare_s), bars, numbers, outputs, tables, C)
     if LISTS:

@@ -17,6 +17,7 @@ from torch import Tensor
 from flashspan.kernels import portable
 from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.contract import Carry, Dropout
+from flashspan.kernels.hopper.finer import finer_launch, pays, room_for
 from flashspan.kernels.hopper.forward import forward_kernel
 from flashspan.kernels.hopper.lists import lists_forward_launch, refusal
 from flashspan.kernels.hopper.one_pass import backward_launch
@@ -61,9 +62,10 @@ def forward(
     bad = lse.new_empty((B, H, -(-T // 64)), dtype=torch.int32)
     tables = tables_of(mask.to(q.device))
     with on(q.device):
-        made = (out, lse, bad, new_counter(q.device))
+        fine = (room_for(v),) if pays(q, k, mask) else ()
+        made = (out, lse, bad, new_counter(q.device), *fine)
         steps = None if carry is None else out.stride()  # of another's making
-        done = replay(_forward_launches, (q, k, v), tables, made, scale, steps, out.dtype)
+        done = replay(_forward_launches, (q, k, v), tables, made, scale, steps, out.dtype, bool(fine))
     if done:
         return Carry(out, lse)
     q, k, v = aligned(q), aligned(k), aligned(v)
@@ -77,14 +79,20 @@ def _forward_launches(
     scale: float,
     carry_steps: tuple[int, ...] | None,
     out_dtype: torch.dtype,
+    finer: bool,
 ) -> list[Launch] | None:
-    """The kernel and, where keys are hidden, the portable one for blocks of rows it found bad; None if not aligned."""
-    q, k, v, *tables, out, lse, bad, counter = tensors
+    """The kernel, before it what makes V finer and, where keys are hidden, the portable one for blocks of rows it found
+    bad; None if not aligned."""
+    q, k, v, *tables, out, lse, bad, counter = tensors[: len(tensors) - finer]
+    fine = tensors[len(tensors) - finer :]
     if not all(is_aligned(x) for x in (q, k, v)):
         return None
     mask, carry = unpack(kind, numbers, tables), carry_steps is not None
-    launch = forward_launch(q, k, v, out, lse, bad, mask, scale, carry, counter)
-    return [launch, repair_launch(q, k, v, out, lse, mask, scale, carry, None, only=bad)]
+    return [
+        *(finer_launch(v, x) for x in fine),
+        forward_launch(q, k, fine[0] if finer else v, out, lse, bad, mask, scale, carry, counter),
+        repair_launch(q, k, v, out, lse, mask, scale, carry, None, only=bad),
+    ]
 
 
 def forward_launch(

@@ -57,9 +57,42 @@ _OPERANDS = gl.constexpr(",".join(["=&f"] * 32 + ["f"] * 64))
 
 @gluon.jit
 def rescale(o, alpha):
-    """o * alpha[:, None], o an accumulator of a product. A warp whose alphas are all 1 branches around it."""
-    alpha, _ = gl.broadcast(alpha[:, None], o)
+    """o times alpha, [rows, 4], o an accumulator of a product. A warp whose alphas are all 1 branches around it."""
+    x = o.reshape((o.shape[0], o.shape[1] // 8, 4, 2))
+    alpha, _ = gl.broadcast(across(alpha, x), x)
+    alpha = gl.convert_layout(alpha.reshape(o.shape), o.type.layout, assert_trivial=True)
     return gl.inline_asm_elementwise(_RESCALING, _OPERANDS, [o, alpha], dtype=gl.float32, is_pure=True, pack=32)
+
+
+@gluon.jit
+def across(x, like):
+    """x, [rows, 4], a number for each of the four threads that share a row, beside `like`, [rows, eighths, 4, 2]."""
+    L: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, like.type.layout))
+    return gl.convert_layout(x, L, assert_trivial=True)[:, None, :, None]
+
+
+@gluon.jit
+def watch():
+    """What `all_below` needs, once in a kernel and before it."""
+    asm: gl.constexpr = ".reg .pred flashspan_some; mov.u32 $0, $1;"
+    gl.inline_asm_elementwise(asm, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def all_below(x, LIMIT: gl.constexpr):
+    """x, of which a thread has two numbers, and whether all of this warp's are below LIMIT: a scalar of which each warp
+    has its own. The language knows none such, so it goes from one piece of assembly to the next in a register that
+    `watch` declares. What depends on it must not meet other warps."""
+    some: gl.constexpr = """{ .reg .pred here;
+        setp.geu.f32 here, $2, $4;
+        setp.geu.or.f32 here, $3, $5, here;
+        vote.sync.any.pred flashspan_some, here, 0xffffffff;
+        mov.f32 $0, $2;
+        mov.f32 $1, $3; }"""
+    limit = gl.full(x.shape, LIMIT, gl.float32, layout=x.type.layout)
+    x = gl.inline_asm_elementwise(some, "=&f,=&f,f,f,f,f", [x, limit], dtype=gl.float32, is_pure=False, pack=2)
+    none: gl.constexpr = "selp.u32 $0, 0, 1, flashspan_some; or.b32 $0, $0, $1;"
+    return x, gl.inline_asm_elementwise(none, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1) != 0
 
 
 @gluon.jit

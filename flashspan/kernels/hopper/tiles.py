@@ -28,6 +28,10 @@ FORWARD = {64: Forward(128, 4, 2), 128: Forward(128, 2, 2), 256: Forward(64, 2, 
 BACKWARD = {64: Backward(128, 64), 128: Backward(64, 64)}
 """By padded head size. Past 128 dK and dV of two warpgroups no longer fit the registers: see two_pass.py."""
 
+FINER = {64: 1024, 128: 2048}
+"""By padded head size, how many queries must see a key, of all heads it serves, for forward to be faster with V in
+float16, which has to be made, than with a maximum that is followed."""
+
 WARPS = {"REGISTERS": 240, "FEED_REGISTERS": 24, "num_warps": 4}
 """Registers of a thread that multiplies and of one that feeds, and warps of a warpgroup: the same everywhere."""
 

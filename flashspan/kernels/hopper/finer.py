@@ -1,0 +1,79 @@
+"""V in float16, for the forward kernel for Hopper: exponentials that meet it have eleven bits instead of eight.
+
+A bfloat16 has the bits of a float16's, but not its range. So V is multiplied by a power of 2, and of a key whose
+numbers then are still too large, or so small that bits are lost, all become NaN: rows that see it are found bad, as
+those are that see NaN, and the portable kernel computes them from V itself.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flashspan.kernels.hopper.tensors import block_dim
+from flashspan.kernels.hopper.tiles import FINER
+from flashspan.kernels.masks import Band, Mask, Rows, count
+from flashspan.kernels.portable.arguments import Launch
+from flashspan.kernels.portable.common import load_tile
+
+COARSER = tl.constexpr(2.0**-4)
+"""V = float16's * this, of keys whose largest number is 0 or in LEAST .. MOST: exactly, but for numbers below 2^-21,
+which are off by up to 2^-29."""
+LEAST = tl.constexpr(2.0**-18)
+MOST = tl.constexpr(2.0**12 - 8)
+
+
+def pays(q: Tensor, k: Tensor, mask: Mask) -> bool:
+    """Whether forward is faster with V in float16 than with a maximum that is followed; where it is, it is also closer.
+    Not block maps, which do neither."""
+    if q.dtype != torch.bfloat16 or not isinstance(mask, Band | Rows):
+        return False
+    band = (mask.lo, mask.hi) if isinstance(mask, Band) else None
+    return _seen(band, q.shape[2], k.shape[2]) * (q.shape[1] // k.shape[1]) >= FINER.get(block_dim(q.shape[-1]), 2**62)
+
+
+@lru_cache(4096)
+def _seen(band: tuple[int | None, int | None] | None, num_queries: int, num_keys: int) -> int:
+    """How many queries see a key, on average: of a table of intervals nobody has looked into, a sixteenth."""
+    return num_queries // 16 if band is None else count(Band(*band), num_queries, num_keys) // num_keys
+
+
+@triton.jit(do_not_specialize=["s_b", "s_h", "s_t", "H", "S"])
+def finer_kernel(v, fine, s_b, s_h, s_t, H, S, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr):
+    """A block of keys of a head; strides of v in units of 8 elements."""
+    i_bh = tl.program_id(1)
+    n0 = tl.program_id(0) * BN
+    o_n, o_d = tl.arange(0, BN), tl.arange(0, BD)
+    p_v = v + (i_bh // H).to(tl.int64) * s_b * 8 + (i_bh % H).to(tl.int64) * s_h * 8
+    x = load_tile(p_v, n0, o_n, s_t * 8, S, D, BD, True).to(tl.float32)
+    size = tl.max(tl.abs(x), 1)
+    held = (size == 0) | ((size >= LEAST) & (size <= MOST))
+    y = tl.where(held[:, None], x / COARSER, float("nan")).to(tl.float16)
+    p_fine = fine + (i_bh.to(tl.int64) * S + n0) * D + (o_n[:, None] * D + o_d[None, :])
+    tl.store(p_fine, y, mask=(n0 + o_n < S)[:, None] & (o_d < D)[None, :])
+
+
+def room_for(v: Tensor) -> Tensor:
+    """Where v in float16 will be: what it repeats, without a copy, repeats there."""
+    return torch.empty(_distinct(v), dtype=torch.float16, device=v.device).expand(v.shape)
+
+
+def _distinct(v: Tensor) -> list[int]:
+    """The shape of what it repeats."""
+    return [size if step else 1 for size, step in zip(v.shape, v.stride(), strict=True)]
+
+
+def finer_launch(v: Tensor, fine: Tensor) -> Launch:
+    """What makes v finer, as data; `fine` is of `room_for`'s making."""
+    B, H, S, D = _distinct(v)
+    block = 32
+    return Launch(
+        finer_kernel,
+        (triton.cdiv(S, block), B * H),
+        (v, fine, *(step // 8 for step in v.stride()[:3]), H, S),
+        {"D": D, "BD": block_dim(D), "BN": block},
+    )
