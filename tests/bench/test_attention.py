@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashspan.bench import attention, host, leaderboard, record
+from flashspan.bench import attention, host, leaderboard, record, rounding
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -83,3 +83,25 @@ def test_the_cost_of_a_call_is_printed_for_each_way_in(
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 10
     assert all(float(line.split()[-2]) > 0 for line in lines)
+
+
+def test_errors_are_printed_for_whoever_can_run_here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rounding, "NAMES", ("sdpa-cudnn", "sdpa-flash", "flashspan"))
+    monkeypatch.setattr("sys.argv", ["rounding", "--tokens", "200", "--device", "cpu"])
+    rounding.main()
+    lines = capsys.readouterr().out.splitlines()
+    names = [
+        "1x2/2x200x64",
+        "sdpa-flash",
+        "flashspan",
+        "flashspan,",
+        "1x2/2x200x128",
+        "sdpa-flash",
+        "flashspan",
+        "flashspan,",
+    ]
+    assert [line.split()[0] for line in lines] == names
+    found = [[float(word) for word in line.split()[-4:]] for line in lines if line.startswith(" ")]
+    assert all(0.5 < error < 5 for errors in found for error in errors)
