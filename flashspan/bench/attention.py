@@ -238,8 +238,9 @@ def markdown(rows: list[record.Row]) -> str:
 
 
 def error_lines(rows: list[record.Row]) -> list[str]:
-    """The errors of the newest commit that ours were measured at, as a table of the page: others' code made others."""
-    commit = [row.commit for row in rows if row.impl == "flashspan"][-1]
+    """The errors of the newest commit whose run began at the beginning, as a table of the page: another's code made
+    others."""
+    commit = [row.commit for row in rows if row.impl == "flashspan" and row.shape == rows[0].shape][-1]
     by = {(row.shape, row.impl): row for row in rows if row.kind == "forward" and row.commit == commit}
     impls = list(dict.fromkeys(impl for _, impl in by))
     lines = [

@@ -136,6 +136,9 @@ masks = {
     "full": {"mask": EVERYTHING},
     "window": {"mask": Band(-100, 0)},
     "rows": {"mask": documents([1000, 3096])},
+    "short": {"mask": CAUSAL, "num_tokens": 1024},
+    "wide": {"mask": Band(-4095, 0), "num_tokens": 8192},
+    "long rows": {"mask": documents([16384, 16384]), "num_tokens": 32768},
 }
 for kind, head_dim, dtype, mask, carry in json.loads(sys.argv[1]):
     launch = hopper_launches(getattr(torch, dtype), head_dim, **masks[mask], carry=carry == "carry")[kind]
@@ -167,7 +170,14 @@ ALL = [
         ("bfloat16", "full", "carry"),
     )
     if (kind, head_dim) != ("backward", 256)
-] + [("backward", 128, "bfloat16", mask, "plain") for mask in ("long", "grouped")]
+]
+ALL += [("backward", 128, "bfloat16", mask, "plain") for mask in ("long", "grouped")]
+ALL += [
+    ("forward", head_dim, "bfloat16", mask, carry)
+    for head_dim in (64, 128)
+    for mask in ("short", "wide", "long rows")
+    for carry in ("plain", "carry")
+]
 ALLOWED = {"plain": 300, "carry": 500}
 """Bytes spilled outside the loops over whole blocks: once per tile, and in the blocks at a mask's edge."""
 NAMED = {

@@ -290,6 +290,17 @@ def test_values_that_differ_by_more_than_float16_holds(way: str, head_dim: int) 
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("place", [0, -1])
+def test_keys_that_weigh_little_beside_one_of_no_value(way: str, head_dim: int, place: int) -> None:
+    """The row is what the light ones say: weights of e^-14 of the largest, whichever block it is in."""
+    q, k, v, _ = tensors(random.Random(6), 1, 2, 2, 4096, 4096, head_dim)
+    q[..., 0], k[..., 0] = 8.0, 0.0
+    k[:, :, place, 0], v[:, :, place] = 14.0, 0.0
+    right = reference.forward(q.double(), k.double(), v.double(), mask=EVERYTHING, scale=0.125).out
+    assert relative(attention(q, k, v, scale=0.125, backend="hopper"), right) <= FORWARD_BOUND
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
 def test_rows_whose_scores_rise_late_and_not_all_at_once(way: str, head_dim: int) -> None:
     """Keys are walked from the last to the first: here the first have much larger scores, for some rows, by steps and
     in one leap, and all keys together outweigh the largest."""
@@ -304,6 +315,7 @@ def test_rows_whose_scores_rise_late_and_not_all_at_once(way: str, head_dim: int
         check([q, k, v, torch.randn_like(q)], mask, 0.125, 1, lse_bound=1e-4)
 
 
+@pytest.mark.usefixtures("way")
 def test_a_graph_can_hold_it() -> None:
     q, k, v, dout = tensors(random.Random(3), 1, 4, 4, 700, 700, 64)
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
@@ -325,6 +337,7 @@ def test_a_graph_can_hold_it() -> None:
         assert all(relative(a, b) <= 1e-4 for a, b in zip(kept, wanted, strict=True))
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_what_repeats_is_read_where_it_lies(head_dim: int) -> None:
     q, k, v, _ = tensors(random.Random(5), 2, 8, 1, 2000, 2000, head_dim)

@@ -1,8 +1,8 @@
 """V in float16, for the forward kernel for Hopper: exponentials that meet it have eleven bits instead of eight.
 
-A bfloat16 has the bits of a float16's, but not its range. So V is multiplied by a power of 2, and of a key whose
-numbers then are still too large, or so small that bits are lost, all become NaN: rows that see it are found bad, as
-those are that see NaN, and the portable kernel computes them from V itself.
+A float16 has all bits of a bfloat16, but not its range. So V is multiplied by a power of 2, and a key becomes NaN if
+its largest number then is still too large, or so small that bits are lost: rows that see it are found bad, as those are
+that see NaN, and the portable kernel computes them from V itself.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ def _seen(band: tuple[int | None, int | None] | None, num_queries: int, num_keys
 @triton.jit(do_not_specialize=["s_b", "s_h", "s_t", "H", "S"])
 def finer_kernel(v, fine, s_b, s_h, s_t, H, S, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr):
     """A block of keys of a head; strides of v in units of 8 elements."""
-    i_bh = tl.program_id(1)
-    n0 = tl.program_id(0) * BN
+    blocks = tl.cdiv(S, BN)
+    i_bh = tl.program_id(0) // blocks
+    n0 = tl.program_id(0) % blocks * BN
     o_n, o_d = tl.arange(0, BN), tl.arange(0, BD)
     p_v = v + (i_bh // H).to(tl.int64) * s_b * 8 + (i_bh % H).to(tl.int64) * s_h * 8
     x = load_tile(p_v, n0, o_n, s_t * 8, S, D, BD, True).to(tl.float32)
@@ -73,7 +74,7 @@ def finer_launch(v: Tensor, fine: Tensor) -> Launch:
     block = 32
     return Launch(
         finer_kernel,
-        (triton.cdiv(S, block), B * H),
+        (triton.cdiv(S, block) * B * H,),
         (v, fine, *(step // 8 for step in v.stride()[:3]), H, S),
         {"D": D, "BD": block_dim(D), "BN": block},
     )

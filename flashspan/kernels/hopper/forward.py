@@ -14,8 +14,8 @@ it is 1. So there are three ways, and who launches chooses (C[12] and C[13]):
   follow: a score costs a multiply-add, exp2 and an addition. Only if sums of a block come near what float16 holds does
   a warp leave its loop, to make its rows smaller.
 - FOLLOW: V as it is; every block's maximum is followed. Where that is too little work for the first to pay.
-- Neither, for block maps: as FINE, in bfloat16, which reaches as far as float32. A row that later finds a score 2^127
-  times larger, e^88, overflows, which is seen at the end, and is left to the portable kernel.
+- Neither, for block maps in bfloat16: as FINE, with V as it is, which reaches as far as float32. A row that later finds
+  a score 2^127 times larger, e^88, overflows, which is seen at the end, and is left to the portable kernel.
 
 Outputs leave through Q's place, float32 ones in halves: where there is room (SPARE), the first through a place of its
 own. A carry comes the way the output leaves: its first half by the copy engine into that place, meanwhile, its second
@@ -39,12 +39,14 @@ from flashspan.kernels.hopper.names import across, all_below, here_and_now, resc
 from flashspan.kernels.hopper.shared import arrived, halves, send, send_off
 from flashspan.kernels.hopper.walk import blocks, bounds, hide, hide_outside, place, told
 
-UP = gl.constexpr(2)
-"""FINE: the power of 2 that the first maximum becomes. Below it float16 has 26 more, to the last of its own."""
-LAG = gl.constexpr(12.0)
-"""How far, in powers of 2, a masked block's scores may exceed what is subtracted unless every maximum is followed."""
+UP = gl.constexpr(6)
+"""FINE: the power of 2 that the first maximum becomes. float16 has 30 more below it, the last ten with ever fewer bits,
+and nine above it until a row is HIGH."""
+LAG = gl.constexpr(8.0)
+"""How far, in powers of 2, the maximum of a masked block may exceed m, and UP in FINE, unless every one is followed."""
 HIGH = gl.constexpr(2.0**15)
-"""FINE: sums of a thread's exponentials in a block that are made smaller. The largest of them is at most that."""
+"""FINE: sums of a thread's exponentials in a block that are made smaller: none of them may pass 65504, nor 2^(UP + LAG)
+in masked blocks, which are not looked at."""
 
 
 @gluon.jit
@@ -140,7 +142,7 @@ def _step(
 @gluon.jit
 def _lower(p, m, l, o, sums):
     """P, m, l and o of rows whose sums are HIGH so much smaller, by a power of 2, that float16 holds their P again."""
-    top = each(gl.convert_layout(gl.max(sums, 1), gl.SliceLayout(1, m.type.layout), assert_trivial=True), m)
+    top = each(gl.max(sums, 1), m)
     exponent = (top.to(gl.int32, bitcast=True) >> 23) & 255
     down = gl.where(top >= HIGH, exponent - (127 + UP), 0)
     alpha = ((127 - down) << 23).to(gl.float32, bitcast=True)

@@ -1,8 +1,8 @@
 """The contract's two functions on the Hopper kernels: tensors into descriptors, numbers into arguments.
 
-Descriptors are made over the caller's own layout, so a transposed or a fused view costs no copy; rows and columns past
-the end read as zero and are not written, so any length and any head size does. Tiles were chosen by measurement on an
-H200 (docs/kernels.md).
+Descriptors are made over the caller's own layout, so a transposed or a fused view costs no copy of its own; rows and
+columns past the end read as zero and are not written, so any length and any head size does. Tiles were chosen by
+measurement on an H200 (docs/kernels.md).
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def _forward_launches(
 ) -> list[Launch] | None:
     """The kernel, before it what makes V finer and, where keys are hidden, the portable one for blocks of rows it found
     bad; None if not aligned."""
-    q, k, v, *tables, out, lse, bad, counter = tensors[: len(tensors) - finer]
-    fine = tensors[len(tensors) - finer :]
+    given, fine = (tensors[:-1], tensors[-1:]) if finer else (tensors, ())
+    q, k, v, *tables, out, lse, bad, counter = given
     if not all(is_aligned(x) for x in (q, k, v)):
         return None
     mask, carry = unpack(kind, numbers, tables), carry_steps is not None

@@ -82,7 +82,8 @@ def watch():
 def all_below(x, LIMIT: gl.constexpr):
     """x, of which a thread has two numbers, and whether all of this warp's are below LIMIT: a scalar of which each warp
     has its own. The language knows none such, so it goes from one piece of assembly to the next in a register that
-    `watch` declares. What depends on it must not meet other warps."""
+    `watch` declares. Whatever it decides, the warps of a group must go on to the same barriers and products in the same
+    order: a loop that ends early and begins again does that, if nothing between is one of them."""
     some: gl.constexpr = """{ .reg .pred here;
         setp.geu.f32 here, $2, $4;
         setp.geu.or.f32 here, $3, $5, here;
