@@ -238,8 +238,8 @@ def markdown(rows: list[record.Row]) -> str:
 
 
 def error_lines(rows: list[record.Row]) -> list[str]:
-    """The errors of the newest commit whose run began at the beginning, as a table of the page: another's code made
-    others."""
+    """The errors of the newest commit that was measured from the first shape on, as a table of the page: those of
+    another commit are of other code."""
     commit = [row.commit for row in rows if row.impl == "flashspan" and row.shape == rows[0].shape][-1]
     by = {(row.shape, row.impl): row for row in rows if row.kind == "forward" and row.commit == commit}
     impls = list(dict.fromkeys(impl for _, impl in by))

@@ -3,7 +3,7 @@
     python -m flashspan.bench.rounding --tokens 8192
 
 On random inputs, q multiplied by 1, 2, 4 and 8; in 1e-3 of the output, against float32 arithmetic. The table of
-docs/kernels.md, on whatever device there is; who cannot run there is left out.
+docs/kernels.md, on whatever device there is; who cannot run there says why.
 """
 
 from __future__ import annotations
@@ -37,18 +37,16 @@ def inputs(shape: Shape, sharp: float, device: torch.device) -> list[Tensor]:
     return [q * sharp, k, v]
 
 
-def errors(shape: Shape, device: torch.device) -> dict[str, list[float]]:
-    """Of each that can run here, one for each sharpness."""
-    found: dict[str, list[float]] = {}
-    for name, make in contenders(shape, device).items():
-        attend = make()
+def errors(shape: Shape, attend: Attend, device: torch.device) -> str:
+    """One for each sharpness, as text, or why it cannot run here."""
+    found = []
+    for sharp in SHARP:
+        q, k, v = inputs(shape, sharp, device)
         try:
-            for sharp in SHARP:
-                q, k, v = inputs(shape, sharp, device)
-                found.setdefault(name, []).append(record.output_error(q, k, v, attend(q, k, v), shape.mask()))
-        except (RuntimeError, ValueError):
-            found.pop(name, None)
-    return found
+            found.append(record.output_error(q, k, v, attend(q, k, v), shape.mask()))
+        except (RuntimeError, ValueError) as error:
+            return f"  {str(error).splitlines()[0]}"
+    return "".join(f"{error * 1e3:8.3f}" for error in found)
 
 
 def main() -> None:
@@ -59,8 +57,8 @@ def main() -> None:
     for head_dim, pattern in ((64, "full"), (128, "causal")):
         shape = Shape(1, 2, 2, options.tokens, head_dim, pattern)
         print(f"{shape}, error in 1e-3; q times " + ", ".join(f"{sharp:g}" for sharp in SHARP))
-        for name, values in errors(shape, torch.device(options.device)).items():
-            print(f"  {name:<22}" + "".join(f"{value * 1e3:8.3f}" for value in values), flush=True)
+        for name, make in contenders(shape, torch.device(options.device)).items():
+            print(f"  {name:<22}" + errors(shape, make(), torch.device(options.device)), flush=True)
 
 
 if __name__ == "__main__":

@@ -368,7 +368,7 @@ def count(mask: Mask, num_queries: int, num_keys: int) -> int:
 
 
 def _behind(hi: int, num_queries: int, num_keys: int) -> int:
-    """How many pairs have j - i <= hi: a query i sees hi + 1 + i keys, none if that is negative, all if it is more."""
+    """How many pairs have j - i <= hi: query i sees hi + 1 + i keys, none if that is negative, all if it is more."""
 
     def total(last: int) -> int:  # over all queries that would see up to so many
         ramp = min(max(last, 0), num_keys)

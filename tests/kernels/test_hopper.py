@@ -28,7 +28,7 @@ FORWARD_BOUND, GRADIENT_BOUND = 4e-3, 6e-3  # bfloat16 has eight bits; a float32
 
 
 WAYS = {"finer": 0, "followed": 2**62}
-"""How many queries must see a key for V to be made finer; else each maximum is followed (forward.py)."""
+"""How many queries must see a key for V to be made finer; else each maximum is followed (softmax.py)."""
 
 
 @pytest.fixture(params=WAYS)

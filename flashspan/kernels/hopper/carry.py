@@ -6,36 +6,11 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashspan.kernels.hopper.names import across, here_and_now
+from flashspan.kernels.hopper.names import here_and_now
+from flashspan.kernels.hopper.rows import each, times, total
 
 LEAST = gl.constexpr(-(2.0**126))
 """What is subtracted from the scores of a row that has not seen any: not -inf, from which -inf cannot be subtracted."""
-
-
-@gluon.jit
-def total(l, like):
-    """The sums of whole rows, laid out as `like`."""
-    return gl.convert_layout(gl.sum(l, 1), like.type.layout, assert_trivial=True)
-
-
-@gluon.jit
-def each(x, like):
-    """x, a number a row, as a column beside `like`."""
-    return gl.convert_layout(x, gl.SliceLayout(1, like.type.layout), assert_trivial=True)[:, None]
-
-
-@gluon.jit
-def times(x, a):
-    """x, in the registers of a product, times a, [rows, 4]."""
-    y = x.reshape((x.shape[0], x.shape[1] // 8, 4, 2))
-    y = y * across(a, y)
-    return gl.convert_layout(y.reshape(x.shape), x.type.layout, assert_trivial=True)
-
-
-@gluon.jit
-def rows_of(x, L: gl.constexpr):
-    """x, [rows, 4], in which the four of a row are the same, as a number a row."""
-    return gl.convert_layout(gl.max(x, 1), L, assert_trivial=True)
 
 
 @gluon.jit

@@ -7,16 +7,15 @@ that see NaN, and the portable kernel computes them from V itself.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.hopper.tensors import block_dim
 from flashspan.kernels.hopper.tiles import FINER
-from flashspan.kernels.masks import Band, Mask, Rows, count
+from flashspan.kernels.masks import Band, Mask, count
 from flashspan.kernels.portable.arguments import Launch
 from flashspan.kernels.portable.common import load_tile
 
@@ -30,16 +29,15 @@ MOST = tl.constexpr(2.0**12 - 8)
 def pays(q: Tensor, k: Tensor, mask: Mask) -> bool:
     """Whether forward is faster with V in float16 than with a maximum that is followed; where it is, it is also closer.
     Not block maps, which do neither."""
-    if q.dtype != torch.bfloat16 or not isinstance(mask, Band | Rows):
+    least = FINER.get(block_dim(q.shape[-1]))
+    if q.dtype != torch.bfloat16 or least is None or isinstance(mask, Blocks):
         return False
-    band = (mask.lo, mask.hi) if isinstance(mask, Band) else None
-    return _seen(band, q.shape[2], k.shape[2]) * (q.shape[1] // k.shape[1]) >= FINER.get(block_dim(q.shape[-1]), 2**62)
-
-
-@lru_cache(4096)
-def _seen(band: tuple[int | None, int | None] | None, num_queries: int, num_keys: int) -> int:
-    """How many queries see a key, on average: of a table of intervals nobody has looked into, a sixteenth."""
-    return num_queries // 16 if band is None else count(Band(*band), num_queries, num_keys) // num_keys
+    (_, H, T, _), (_, K, S, _) = q.shape, k.shape
+    if least > H // K * T:  # however many see a key
+        return False
+    # Nobody has looked into a table of intervals: of the queries a sixteenth.
+    seen = count(mask, T, S) // S if isinstance(mask, Band) else T // 16
+    return H // K * seen >= least
 
 
 @triton.jit(do_not_specialize=["s_b", "s_h", "s_t", "H", "S"])

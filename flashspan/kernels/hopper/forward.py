@@ -6,16 +6,7 @@ have one of the two to do. K of tile i and V of tile i - 1 travel as a pair unde
 the next pair, in the middle of an iteration, is also the branch that keeps ptxas from moving the softmax behind the
 products. Programs are persistent: while a tile's output is written, the next one's Q and first K are on their way.
 
-What a softmax subtracts from its scores need not be their maximum, and to look for that in every block is what takes
-longest. But exponentials are rounded to 16 bits before they meet V, and of a bfloat16's eight the largest needs none if
-it is 1. So there are three ways, and who launches chooses (C[12] and C[13]):
-
-- FINE: V comes in float16 (finer.py), exponentials have eleven bits, and the first block's maximum serves for all that
-  follow: a score costs a multiply-add, exp2 and an addition. Only if sums of a block come near what float16 holds does
-  a warp leave its loop, to make its rows smaller.
-- FOLLOW: V as it is; every block's maximum is followed. Where that is too little work for the first to pay.
-- Neither, for block maps in bfloat16: as FINE, with V as it is, which reaches as far as float32. A row that later finds
-  a score 2^127 times larger, e^88, overflows, which is seen at the end, and is left to the portable kernel.
+What the softmax subtracts, and that V may come in float16, is told in softmax.py.
 
 Outputs leave through Q's place, float32 ones in halves: where there is room (SPARE), the first through a place of its
 own. A carry comes the way the output leaves: its first half by the copy engine into that place, meanwhile, its second
@@ -32,21 +23,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from flashspan.kernels.hopper.carry import LEAST, blend, each, join, load_carry, rows_of, times, total
+from flashspan.kernels.hopper.carry import LEAST, blend, join, load_carry
 from flashspan.kernels.hopper.finer import COARSER
 from flashspan.kernels.hopper.forward_feed import buffer_of, feed, feed_lists, hear
-from flashspan.kernels.hopper.names import across, all_below, here_and_now, rescale, watch
+from flashspan.kernels.hopper.names import all_below, here_and_now, rescale, watch
+from flashspan.kernels.hopper.rows import each, rows_of, total
 from flashspan.kernels.hopper.shared import arrived, halves, send, send_off
+from flashspan.kernels.hopper.softmax import HIGH, exponentials, lower, rise, sums_of
 from flashspan.kernels.hopper.walk import blocks, bounds, hide, hide_outside, place, told
-
-UP = gl.constexpr(6)
-"""FINE: the power of 2 that the first maximum becomes. float16 has 30 more below it, the last ten with ever fewer bits,
-and nine above it until a row is HIGH."""
-LAG = gl.constexpr(8.0)
-"""How far, in powers of 2, the maximum of a masked block may exceed m, and UP in FINE, unless every one is followed."""
-HIGH = gl.constexpr(2.0**15)
-"""FINE: sums of a thread's exponentials in a block that are made smaller: none of them may pass 65504, nor 2^(UP + LAG)
-in masked blocks, which are not looked at."""
 
 
 @gluon.jit
@@ -62,33 +46,6 @@ def _hide(s, start, end, n0, EDGES: gl.constexpr, WORDS: gl.constexpr):
             seen = seen & (o_n[None, :] >= (start - n0)[:, None])
         s = gl.where(seen, s, float("-inf"))
     return s
-
-
-@gluon.jit
-def _raise(s, m, scale, C: gl.constexpr):
-    """m, [rows, 4], which is subtracted from the scores, from now on, and what becomes of sums of exponentials of the
-    old one. Unless each maximum is followed they need hardly ever be multiplied."""
-    top = each(gl.max(s, 1) * scale, m)
-    if C[13]:
-        top = gl.maximum(top, m)
-    else:
-        if C[12]:
-            top = top - UP
-        top = gl.where(top > m + LAG, top, m)
-    return top, gl.exp2(m - top)
-
-
-@gluon.jit
-def _exponentials(s, m, scale):
-    x = s.reshape((s.shape[0], s.shape[1] // 8, 4, 2))
-    p = gl.exp2(x * scale - across(m, x))
-    return gl.convert_layout(p.reshape(s.shape), s.type.layout, assert_trivial=True)
-
-
-@gluon.jit
-def _sum(p):
-    """Sums over the columns a thread has: [rows, 4], for the four threads that share a row."""
-    return gl.sum(gl.sum(p.reshape((p.shape[0], p.shape[1] // 8, 4, 2)), 3), 1)
 
 
 @gluon.jit
@@ -125,10 +82,10 @@ def _step(
             else:
                 s = _hide(s, r_start, r_end, n0, EDGES, BD == 64)
     if RAISE:
-        m, alpha = _raise(s, m, scale, C)
+        m, alpha = rise(s, m, scale, C[12], C[13])
         l = l * alpha
-    p = _exponentials(s, m, scale)
-    sums = _sum(p)
+    p = exponentials(s, m, scale)
+    sums = sums_of(p)
     l = l + sums
     mbarrier.wait(full.index(after), phase)
     # P goes through the wait with O: ptxas must not reuse the registers the product still reads.
@@ -137,16 +94,6 @@ def _step(
     if RAISE:
         o = rescale(o, alpha)
     return p, m, l, o, sums
-
-
-@gluon.jit
-def _lower(p, m, l, o, sums):
-    """P, m, l and o of rows whose sums are HIGH so much smaller, by a power of 2, that float16 holds their P again."""
-    top = each(gl.max(sums, 1), m)
-    exponent = (top.to(gl.int32, bitcast=True) >> 23) & 255
-    down = gl.where(top >= HIGH, exponent - (127 + UP), 0)
-    alpha = ((127 - down) << 23).to(gl.float32, bitcast=True)
-    return times(p, alpha), m + down.to(gl.float32), l * alpha, times(o, alpha)
 
 
 @gluon.jit
@@ -163,7 +110,7 @@ def _walk(WG: gl.constexpr, pair, begin, end, p, m, l, o, rows, memory, scale, C
                 sums, calm = all_below(sums, HIGH)
                 i += 1
             if not calm:
-                p, m, l, o = _lower(p, m, l, o, sums)
+                p, m, l, o = lower(p, m, l, o, sums)
     else:
         for i in range(begin, end):
             p, m, l, o, sums = _step(WG, False, pair + i, (), p, m, l, o, rows, memory, scale, C)
@@ -228,7 +175,7 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
         else:
             o = gl.zeros([BM, BD], gl.float32, layout=OL)
         zero = gl.zeros([BM, BN], gl.float32, layout=SL)
-        m = _sum(zero) + LEAST
+        m = sums_of(zero) + LEAST
         if not LISTS:
             o_m = m0 + gl.arange(0, BM, layout=RL)
             r_start, r_end = bounds(o_m, T, S, lo, hi, p_start, p_end, TABLE)
@@ -253,9 +200,9 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
             mbarrier.arrive(empty.index(stage), count=1)
             if (last > f_hi) | (last <= f_lo):
                 s = _hide(s, r_start, r_end, (last - 1) * BN, EDGES, BD == 64)
-        m, alpha = _raise(s, m, scale, C)
-        p = _exponentials(s, m, scale)
-        l = _sum(p)
+        m, alpha = rise(s, m, scale, C[12], C[13])
+        p = exponentials(s, m, scale)
+        l = sums_of(p)
 
         stage, phase = buffer_of(pair + 1, STAGES)
         mbarrier.wait(full.index(stage), phase)

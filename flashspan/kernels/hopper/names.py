@@ -13,6 +13,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from flashspan.kernels.hopper.rows import across
+
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 """All threads of this partition meet (3.7: barrier, 3.6: thread_barrier)."""
 
@@ -62,13 +64,6 @@ def rescale(o, alpha):
     alpha, _ = gl.broadcast(across(alpha, x), x)
     alpha = gl.convert_layout(alpha.reshape(o.shape), o.type.layout, assert_trivial=True)
     return gl.inline_asm_elementwise(_RESCALING, _OPERANDS, [o, alpha], dtype=gl.float32, is_pure=True, pack=32)
-
-
-@gluon.jit
-def across(x, like):
-    """x, [rows, 4], a number for each of the four threads that share a row, beside `like`, [rows, eighths, 4, 2]."""
-    L: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, like.type.layout))
-    return gl.convert_layout(x, L, assert_trivial=True)[:, None, :, None]
 
 
 @gluon.jit

@@ -1,0 +1,40 @@
+"""A number for each row, or [rows, 4], for each of the four threads that share one, beside tensors as products leave
+them in registers: nothing here moves from thread to thread, but to add up or compare those four."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def total(l, like):
+    """The sums of whole rows, laid out as `like`."""
+    return gl.convert_layout(gl.sum(l, 1), like.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def each(x, like):
+    """x, a number a row, as a column beside `like`."""
+    return gl.convert_layout(x, gl.SliceLayout(1, like.type.layout), assert_trivial=True)[:, None]
+
+
+@gluon.jit
+def across(x, like):
+    """x, [rows, 4], a number for each of the four threads that share a row, beside `like`, [rows, eighths, 4, 2]."""
+    L: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, like.type.layout))
+    return gl.convert_layout(x, L, assert_trivial=True)[:, None, :, None]
+
+
+@gluon.jit
+def times(x, a):
+    """x, in the registers of a product, times a, [rows, 4]."""
+    y = x.reshape((x.shape[0], x.shape[1] // 8, 4, 2))
+    y = y * across(a, y)
+    return gl.convert_layout(y.reshape(x.shape), x.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def rows_of(x, L: gl.constexpr):
+    """x, [rows, 4], in which the four of a row are the same, as a number a row."""
+    return gl.convert_layout(gl.max(x, 1), L, assert_trivial=True)
