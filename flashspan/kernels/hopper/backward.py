@@ -127,6 +127,8 @@ def _step(
         mbarrier.arrive(ds_full.index(slot), count=1)
     if TURNS:
         dv, pd = warpgroup_mma_wait(1, deps=(dva, pd))
+        if LISTS:  # dO has been read, and the next may come
+            mbarrier.arrive(empty.index(stage + STAGES), count=1)
         if count & 1 == WG:
             dqa = start_dq(WG, True, i - 1, buffers, bars, C)
             dk, dsd = warpgroup_mma_wait(1, deps=(dka, dsd))
@@ -141,11 +143,15 @@ def _step(
     elif BEHIND:
         dqa = start_dq(WG, False, i - 1, buffers, bars, C)
         dv, dk, pd, dsd = warpgroup_mma_wait(2, deps=(dva, dka, pd, dsd))
+        if LISTS:
+            mbarrier.arrive(empty.index(stage + STAGES), count=1)
         mbarrier.arrive(empty.index(stage), count=1)
         dq = warpgroup_mma_wait(0, deps=(dqa,))
         leave_dq(WG, False, count, dq, buffers, bars, sm_scale, C)
     else:
         dv, dk, pd, dsd = warpgroup_mma_wait(0, deps=(dva, dka, pd, dsd))
+        if LISTS:
+            mbarrier.arrive(empty.index(stage + STAGES), count=1)
         mbarrier.arrive(empty.index(stage), count=1)
     return dk, dv
 
@@ -195,7 +201,10 @@ def _multiply(WG: gl.constexpr, own, desc, buffers, bars, numbers, tables, work,
         dk = gl.zeros([BN, BD], gl.float32, layout=KL)
         dv = gl.zeros([BN, BD], gl.float32, layout=KL)
         mbarrier.wait(kv_full, turn & 1)
-        if HIDDEN:
+        if LISTS:  # full blocks hide nothing
+            if (edges > 0) | ((G > 1) & (maps[5] != 0)):
+                clean_pair(own_s, BN, BD, PEEL)
+        elif HIDDEN:
             clean_pair(own_s, BN, BD, PEEL)
         late = -1 if PEEL else turn  # the number of a dQ, less that of the block after it
         if PEEL:
@@ -307,7 +316,9 @@ def _run(
     work_full = gl.allocate_shared_memory(gl.int64, [4, 1], ML)
     work_s = gl.allocate_shared_memory(gl.int32, [32, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ML)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ML)
+    # Of a block map, whose blocks are waited for, dO's places are handed back before Q's: from STAGES on.
+    EMPTY: gl.constexpr = 2 * STAGES if LISTS else STAGES
+    empty = gl.allocate_shared_memory(gl.int64, [EMPTY, 1], ML)
     ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], ML)
     dq_full = gl.allocate_shared_memory(gl.int64, [PLACES, 1], ML)
     dq_empty = gl.allocate_shared_memory(gl.int64, [PLACES, 1], ML)
@@ -318,6 +329,7 @@ def _run(
         mbarrier.init(dq_empty.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
+    for i in gl.static_range(EMPTY):
         mbarrier.init(empty.index(i), count=2)
     for i in gl.static_range(2):
         mbarrier.init(ds_full.index(i), count=2)

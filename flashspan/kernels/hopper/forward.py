@@ -68,6 +68,7 @@ def _step(
     BD: gl.constexpr = k_s.shape[4]
     dtype: gl.constexpr = v_s.dtype
     RAISE: gl.constexpr = EDGE or C[13]
+    EARLY: gl.constexpr = C[14]
     stage, phase = buffer_of(pair, STAGES)
     after, phase = buffer_of(pair + 1, STAGES)
     pd = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, OL, 2), assert_trivial=True)
@@ -81,6 +82,8 @@ def _step(
                 s = hide(s, words_s.index(stage * 2 + WG), 0)
             else:
                 s = _hide(s, r_start, r_end, n0, EDGES, BD == 64)
+    if EARLY:  # K has been read, and the next may come
+        mbarrier.arrive(empty.index(stage + STAGES), count=1)
     if RAISE:
         m, alpha = rise(s, m, scale, C[12], C[13])
         l = l * alpha
@@ -144,6 +147,7 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
     SPARE: gl.constexpr = C[11]
     LATE: gl.constexpr = CARRY and SPARE
     FINE: gl.constexpr = C[12]
+    EARLY: gl.constexpr = C[14]
     if LISTS:
         desc_words, words_s, maps = tables
         memory = (k_s, v_s, words_s, full, empty)
@@ -196,8 +200,12 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
             if edges > 0:
                 s = hide(s, words_s.index(stage * 2 + WG), 0)
             mbarrier.arrive(empty.index(stage), count=1)
+            if EARLY:
+                mbarrier.arrive(empty.index(stage + STAGES), count=1)
         else:
             mbarrier.arrive(empty.index(stage), count=1)
+            if EARLY:
+                mbarrier.arrive(empty.index(stage + STAGES), count=1)
             if (last > f_hi) | (last <= f_lo):
                 s = _hide(s, r_start, r_end, (last - 1) * BN, EDGES, BD == 64)
         m, alpha = rise(s, m, scale, C[12], C[13])
@@ -240,6 +248,8 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
         stage, phase = buffer_of(pair + n, STAGES)
         pd = gl.convert_layout(p.to(dtype), PL, assert_trivial=True)
         o = warpgroup_mma(pd, v_s.index(stage).reshape((BN, BD)), o, is_async=True)
+        if EARLY:
+            mbarrier.arrive(empty.index(stage + STAGES), count=1)
         o = warpgroup_mma_wait(0, deps=(o,))
         mbarrier.arrive(empty.index(stage), count=1)
         pair += n + 1
@@ -339,7 +349,11 @@ def _run(
     q_full = gl.allocate_shared_memory(gl.int64, [QS, 1], ML)
     q_empty = gl.allocate_shared_memory(gl.int64, [QS, 1], ML)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ML)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ML)
+    FINE: gl.constexpr = desc_v.dtype != desc_k.dtype
+    # Whether K's places are handed back before V's, where blocks are waited for: from STAGES on.
+    EARLY: gl.constexpr = LISTS or (FINE and BD == 128)
+    PLACES: gl.constexpr = 2 * STAGES if EARLY else STAGES
+    empty = gl.allocate_shared_memory(gl.int64, [PLACES, 1], ML)
     tile_s = gl.allocate_shared_memory(gl.int32, [4, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     work_s = gl.allocate_shared_memory(gl.int32, [16, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     q_read = gl.allocate_shared_memory(gl.int64, [1], ML)
@@ -352,12 +366,12 @@ def _run(
         mbarrier.init(q_empty.index(i), count=2)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
+    for i in gl.static_range(PLACES):
         mbarrier.init(empty.index(i), count=2)
-    FINE: gl.constexpr = desc_v.dtype != desc_k.dtype
     if FINE:
         watch()
     FOLLOW: gl.constexpr = not FINE and (desc_v.dtype == gl.float16 or not LISTS)
-    C: gl.constexpr = (BM, BN, STAGES, EDGES, TABLE, CARRY, D, SL, OL, QS, LISTS, SPARE, FINE, FOLLOW)
+    C: gl.constexpr = (BM, BN, STAGES, EDGES, TABLE, CARRY, D, SL, OL, QS, LISTS, SPARE, FINE, FOLLOW, EARLY)
     bars = (q_full, q_empty, full, empty, tile_s, work_s, q_read, past_full)
     job = (desc, (q_s, k_s, v_s, spare_s), bars, numbers, outputs, tables, C)
     if LISTS:

@@ -30,6 +30,14 @@ def buffer_of(x, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def _wait(empty, stage, phase, EARLY: gl.constexpr, STAGES: gl.constexpr):
+    """Wait until both places of a pair are free."""
+    mbarrier.wait(empty.index(stage), phase ^ 1)
+    if EARLY:
+        mbarrier.wait(empty.index(stage + STAGES), phase ^ 1)
+
+
+@gluon.jit
 def _load(desc, b, h, row, bar, buffer):
     tma.async_copy_global_to_shared(desc, [b, h, row, 0], bar, buffer)
 
@@ -96,6 +104,7 @@ def feed(desc, buffers, bars, numbers, outputs, tables, C: gl.constexpr):
     AHEAD: gl.constexpr = C[5] and C[3] == 0  # tiles of one length want their carries at one time
     LATE: gl.constexpr = C[5] and C[11]  # at their end, not their beginning
     QS: gl.constexpr = C[9]
+    EARLY: gl.constexpr = C[14]
     pair = 0
     turn = 0
     tile = gl.program_id(0)
@@ -111,7 +120,7 @@ def feed(desc, buffers, bars, numbers, outputs, tables, C: gl.constexpr):
         n = last - first
         # The first K needs no Q: it is on its way while the tile before is finished.
         stage, phase = buffer_of(pair, STAGES)
-        mbarrier.wait(empty.index(stage), phase ^ 1)
+        _wait(empty, stage, phase, EARLY, STAGES)
         mbarrier.expect(full.index(stage), desc_k.block_type.nbytes)
         _load(desc_k, i_b, i_k, (last - 1) * BN, full.index(stage), k_s.index(stage))
         room, phase = buffer_of(turn, QS)
@@ -129,12 +138,14 @@ def feed(desc, buffers, bars, numbers, outputs, tables, C: gl.constexpr):
                 _fetch_carry(tile if LATE else after, outputs, numbers, C)
             stage, phase = buffer_of(pair + i, STAGES)
             row = (last - 1 - i) * BN
-            mbarrier.wait(empty.index(stage), phase ^ 1)
+            mbarrier.wait(empty.index(stage + (STAGES if EARLY else 0)), phase ^ 1)
             mbarrier.expect(full.index(stage), 2 * desc_k.block_type.nbytes)
             _load(desc_k, i_b, i_k, row, full.index(stage), k_s.index(stage))
+            if EARLY:
+                mbarrier.wait(empty.index(stage), phase ^ 1)
             _load(desc_v, i_b, i_k, row + BN, full.index(stage), v_s.index(stage))
         stage, phase = buffer_of(pair + n, STAGES)
-        mbarrier.wait(empty.index(stage), phase ^ 1)
+        _wait(empty, stage, phase, EARLY, STAGES)
         mbarrier.expect(full.index(stage), desc_v.block_type.nbytes)
         _load(desc_v, i_b, i_k, first * BN, full.index(stage), v_s.index(stage))
         if not AHEAD or n == 1:
@@ -167,6 +178,7 @@ def feed_lists(desc, buffers, bars, numbers, outputs, tables, C: gl.constexpr):
     BN: gl.constexpr = C[1]
     STAGES: gl.constexpr = C[2]
     QS: gl.constexpr = C[9]
+    EARLY: gl.constexpr = C[14]
     PAIR: gl.constexpr = 2 * desc_k.block_type.nbytes
     WORDS: gl.constexpr = 2 * desc_words.block_type.nbytes
     pair = 0
@@ -182,7 +194,7 @@ def feed_lists(desc, buffers, bars, numbers, outputs, tables, C: gl.constexpr):
         row = block * BN
         stage, phase = buffer_of(pair, STAGES)
         bar = full.index(stage)
-        mbarrier.wait(empty.index(stage), phase ^ 1)
+        _wait(empty, stage, phase, EARLY, STAGES)
         mbarrier.expect(bar, PAIR // 2, pred=edges == 0)
         mbarrier.expect(bar, PAIR // 2 + WORDS, pred=edges > 0)
         _load(desc_k, i_b, i_k, row, bar, k_s.index(stage))
@@ -200,11 +212,12 @@ def feed_lists(desc, buffers, bars, numbers, outputs, tables, C: gl.constexpr):
             row = block * BN
             stage, phase = buffer_of(pair + i, STAGES)
             bar = full.index(stage)
-            mbarrier.wait(empty.index(stage), phase ^ 1)
+            mbarrier.wait(empty.index(stage + STAGES), phase ^ 1)
             mbarrier.expect(bar, PAIR, pred=i >= edges)
             mbarrier.expect(bar, PAIR + WORDS, pred=i < edges)
             _load(desc_k, i_b, i_k, row, bar, k_s.index(stage))
             load_words(desc_words, word, bar, words_s, stage, i < edges)
+            mbarrier.wait(empty.index(stage), phase ^ 1)
             _load(desc_v, i_b, i_k, before, bar, v_s.index(stage))
         # The next tile is looked up here, not at the end: the others still have two blocks to do meanwhile.
         stage, phase = buffer_of(pair + n, STAGES)
@@ -213,7 +226,7 @@ def feed_lists(desc, buffers, bars, numbers, outputs, tables, C: gl.constexpr):
         tile = next_tile(counter)
         line, i_bh = find_line(gl.minimum(tile, num_tiles - 1), maps, num_heads, section, H, 1)
         begin, end, n, edges = find_list(maps, i_bh // H, i_bh % H, line)
-        mbarrier.wait(empty.index(stage), phase ^ 1)
+        _wait(empty, stage, phase, EARLY, STAGES)
         mbarrier.expect(full.index(stage), PAIR // 2)
         _load(desc_v, i_b, i_k, row, full.index(stage), v_s.index(stage))
     room, phase = buffer_of(turn, QS)
