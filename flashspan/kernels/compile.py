@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import itertools
 import re
 import subprocess
 import tempfile
@@ -41,6 +42,7 @@ class Cost:
     num_warps: int
     instructions: collections.Counter[str]
     loops: list[collections.Counter[str]]  # of the innermost that multiply, in the order of the code
+    bursts: list[int]  # in each of those, the most exponentials that follow one another
     warnings: list[str]
 
 
@@ -100,6 +102,9 @@ def _inspect(ptx: str, tools: Path, capability: int, metadata: Any) -> Cost:
         ).stderr
         sass = subprocess.run([tools / "nvdisasm", "-c", binary], capture_output=True, text=True, check=True).stdout
     names, loops = _instructions(sass)
+    bursts = [
+        max((len(list(run)) for name, run in itertools.groupby(loop) if name == "MUFU"), default=0) for loop in loops
+    ]
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
     registers = re.search(r"Used (\d+) registers", log)
     return Cost(
@@ -108,13 +113,14 @@ def _inspect(ptx: str, tools: Path, capability: int, metadata: Any) -> Cost:
         shared_bytes=metadata.shared,
         num_warps=metadata.num_warps,
         instructions=collections.Counter(names),
-        loops=loops,
+        loops=[collections.Counter(loop) for loop in loops],
+        bursts=bursts,
         warnings=[line for line in log.splitlines() if "warning" in line.lower() or "C75" in line],
     )
 
 
-def _instructions(sass: str) -> tuple[list[str], list[collections.Counter[str]]]:
-    """The names of all instructions, and how often each stands in the innermost loops that multiply."""
+def _instructions(sass: str) -> tuple[list[str], list[list[str]]]:
+    """The names of all instructions, and of those in each of the innermost loops that multiply."""
     names: list[str] = []
     labels: dict[str, int] = {}
     jumps: list[tuple[int, int]] = []
@@ -129,7 +135,7 @@ def _instructions(sass: str) -> tuple[list[str], list[collections.Counter[str]]]
             names.append(found[2])
     loops = [(a, b) for a, b in jumps if "HGMMA" in names[a : b + 1]]
     inner = [(a, b) for a, b in loops if not any((c, d) != (a, b) and a <= c and d <= b for c, d in loops)]
-    return names, [collections.Counter(names[a : b + 1]) for a, b in inner]
+    return names, [names[a : b + 1] for a, b in inner]
 
 
 def shipped_launches(dtype: torch.dtype, head_dim: int, **options: Any) -> dict[str, Launch]:
