@@ -19,7 +19,7 @@ torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-from flashspan import launch  # noqa: E402  (after the interpreter was chosen)
+from flashspan import again, launch  # noqa: E402  (after the interpreter was chosen)
 
 # Ranks are forked from a server: what it has imported, no rank of any test imports again.
 launch.PRELOAD += [
@@ -43,6 +43,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(skip_gpu)
         if "slow" in item.keywords and "slow" not in chosen:
             item.add_marker(skip_slow)
+
+
+@pytest.fixture(autouse=True)
+def _no_call_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test changes under a call, one like it before must not have settled."""
+    monkeypatch.setattr(again, "_KNOWN", {})
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,8 @@ ROOT = Path(__file__).parent.parent / "flashspan"
 ALLOWED = {
     "kernels": set(),
     "arguments": {"kernels"},
-    "attention": {"kernels", "arguments"},
+    "again": {"kernels"},
+    "attention": {"kernels", "arguments", "again"},
     "folders": set(),
     "launch": set(),
     "stdout": set(),

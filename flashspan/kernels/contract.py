@@ -18,6 +18,13 @@ Backward takes the lse and delta of the *whole* row, however many calls forward 
 adds into dq, dk and dv, which are float32; without, it overwrites them, in any floating dtype. A row whose lse is -inf
 has zero gradients.
 
+Two more functions it may have, for whoever can save something by them: `again` makes a forward for calls like one that
+was made (Again, below), and
+
+    backward_of_output(dout, q, k, v, out, lse, *, mask, scale, dq, dk, dv, dropout=None) -> None
+
+is backward without `accumulate`, of which the output is the whole row's and delta that of dout and it.
+
 Masked-out keys do not exist: a NaN in one of them reaches nobody. Nor, on the CPU, does a NaN in a query that sees no
 key. Dropout scales and drops probabilities, never lse.
 """
@@ -25,8 +32,9 @@ key. Dropout scales and drops probabilities, never lse.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -139,6 +147,12 @@ class LocalAttention(Protocol):
         accumulate: bool,
         dropout: Dropout | None = None,
     ) -> None: ...
+
+
+Again: TypeAlias = Callable[[Tensor, Tensor, Tensor, Mask], Carry | None]
+"""forward once more, of q, k, v and a mask that lie in memory as those of a call before, without asking what follows
+from that; None if it cannot this time. Made by again(q, k, v, *, mask, scale, out_dtype), which gives None if there was
+no such call."""
 
 
 def merge(total: Carry, part: Carry) -> None:

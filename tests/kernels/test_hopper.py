@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flashspan
-from flashspan import attention
+from flashspan import attention, masks
 from flashspan.kernels import reference
 from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.contract import Carry, row_delta
 from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band, Mask, Rows, dense
+from flashspan.kernels.patterns import random_blocks
 from tests.kernels.cases import relative
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -114,9 +115,17 @@ def check(
     hopper.backward(dout, q, k, v, right.lse, delta, **options, dq=fresh[0], dk=fresh[1], dv=fresh[2], accumulate=False)
     sums = tuple(torch.ones(t.shape, device="cuda") for t in (q, k, v))
     hopper.backward(dout, q, k, v, right.lse, delta, **options, dq=sums[0], dk=sums[1], dv=sums[2], accumulate=True)
+    # Of an output in 16 bits, whose delta is another where one key has all the weight: the same as from that delta.
+    out = right.out.to(q.dtype)
+    again, same = ([torch.full_like(t, torch.nan) for t in (q, k, v)] for _ in range(2))
+    hopper.backward_of_output(dout, q, k, v, out, right.lse, **options, dq=again[0], dk=again[1], dv=again[2])
+    given = (dout, q, k, v, right.lse, row_delta(dout, out))
+    hopper.backward(*given, **options, dq=same[0], dk=same[1], dv=same[2], accumulate=False)
     for name, a, b, want in zip(("dq", "dk", "dv"), fresh, sums, wanted, strict=True):
         assert relative(a, want, *wanted) <= GRADIENT_BOUND, name
         assert relative(b - 1, want, *wanted) <= GRADIENT_BOUND, name
+    for name, a, b in zip(("dq", "dk", "dv"), again, same, strict=True):
+        assert relative(a, b.float(), *wanted) <= 1e-3, f"{name} of the output"
 
 
 @pytest.mark.parametrize(
@@ -228,6 +237,35 @@ def test_a_nan_behind_the_mask_reaches_nobody_and_before_it_those_who_see_it(hea
             assert all(x[0, 1].isfinite().all() for x in (dq, dk, dv))
             with torch.no_grad():
                 hidden[0, 0, 300] = before
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.usefixtures("way")
+def test_a_call_like_one_before_is_as_right(head_dim: int) -> None:
+    documents = masks.documents([100, 157]) & CAUSAL
+    given = [EVERYTHING, CAUSAL, Band(-30, 5), documents, documents.to("cuda")]
+    for mask in given if head_dim == 256 else [*given, random_blocks(257, 0.5)]:
+        for call in range(4):
+            generator = torch.Generator("cuda").manual_seed(call)
+            heads = [torch.randn(1, n, 257, head_dim, device="cuda", generator=generator) for n in (4, 2, 2, 4)]
+            q, k, v, dout = (x.bfloat16() for x in heads)
+            if call == 2:  # the same steps, but not on 16 bytes
+                q = torch.cat([q.flatten()[:1], q.flatten()])[1:].view(q.shape)
+            leaves = [x.requires_grad_() for x in (q, k, v)]
+            out, lse = attention(*leaves, mask=mask, return_lse=True)
+            with torch.no_grad():
+                assert torch.equal(attention(*leaves, mask=mask), out)
+            exact = [x.detach().float().requires_grad_() for x in leaves]
+            right, right_lse = attention(*exact, mask=mask, return_lse=True, backend="reference")
+            assert relative(out, right) <= FORWARD_BOUND
+            assert (lse - right_lse).abs().max() <= 1e-5
+            of_both = call == 3  # a gradient of lse too
+            losses = [(a, b) if of_both else (a,) for a, b in ((out, lse), (right, right_lse))]
+            slopes = (dout, lse.detach()) if of_both else (dout,)
+            grads = torch.autograd.grad(losses[0], leaves, slopes)
+            wanted = torch.autograd.grad(losses[1], exact, [x.float() for x in slopes])
+            for name, got, want in zip(("dq", "dk", "dv"), grads, wanted, strict=True):
+                assert relative(got, want, *wanted) <= GRADIENT_BOUND, name
 
 
 def test_forward_repeats_bit_for_bit_and_gradients_where_asked() -> None:

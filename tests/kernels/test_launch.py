@@ -512,6 +512,38 @@ def test_who_clears_the_states_of_sums_and_who_casts_them_agree_on_the_rows_of_a
     rows = torch.empty(2 * tokens, device="meta")
     sums = torch.empty(2 * tokens * head_dim // 256, 256, device="meta")
     tensors = (*[x] * 4, rows, rows, *[x] * 3, *tables, rows, rows, sums, rows.int(), rows[:4].int())
-    prepare, _, finish = launch._backward_launches(tensors, kind, tuple(numbers), 1.0, False, False)
+    prepare, _, finish = launch._backward_launches(tensors, kind, tuple(numbers), 1.0, False, False, False)
     assert (prepare.constants["STATES"], finish.constants["CLAIMED"]) == (claimed and 128 // claimed, claimed)
     assert bool(prepare.constants["CLEAR"]) != bool(claimed)
+
+
+@pytest.mark.parametrize(("head_dim", "lengths"), [(64, (1, 2, 200)), (40, (2, 3, 129)), (128, (1, 1, 7))])
+def test_rows_are_prepared_alike_from_delta_and_from_the_output(
+    head_dim: int, lengths: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = pytest.importorskip("flashspan.kernels.hopper.launch")
+    monkeypatch.setattr(launch, "backward_launch", lambda *_: Launch(None, (), (), {}))
+    generator = torch.Generator().manual_seed(0)
+    B, H, T = lengths
+    q, dout = (torch.randn(B, H, T, head_dim, generator=generator).half() for _ in range(2))
+    out = torch.randn(B, T, H, head_dim, generator=generator).half().transpose(1, 2)
+    dout = dout[:1].expand(B, -1, -1, -1)
+    lse = torch.randn(B, H, T, generator=generator)
+    lse[0, 0, 0] = -torch.inf
+    out[0, 0, -1, 3] = torch.nan
+    padded, wide = -(-T // 128) * 128, 64 if head_dim <= 64 else 128
+    results = []
+    for of_output in (False, True):
+        minus_lse, minus_delta = (torch.full((B * H * padded,), 7.0) for _ in range(2))
+        sums = torch.ones(B * H * padded * wide // 256, 256)
+        states = torch.ones(B * H * padded // 64, dtype=torch.int32)
+        rows = out if of_output else row_delta(dout, out)
+        tensors = (dout, q, q, q, lse, rows, q, q, q, minus_lse, minus_delta, sums, states, states)
+        prepare = launch._backward_launches(tensors, "band", (-T, T), 0.5, False, False, of_output)[0]
+        prepare()
+        assert sums.abs().sum() == 0
+        results.append([x.view(B, H, padded)[:, :, :T] for x in (minus_lse, minus_delta)])
+    for of_delta, from_output in zip(*results, strict=True):
+        torch.testing.assert_close(from_output, of_delta, rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert torch.isnan(results[1][0][0, 0, -1])
+    assert results[1][1][0, 0, -1] == 0

@@ -14,10 +14,12 @@ from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from flashspan.kernels import dispatch, portable
-from flashspan.kernels.contract import Carry
+from flashspan.kernels.contract import Carry, row_delta
 from flashspan.kernels.hopper import launch
 
-__all__ = ["backward", "forward"]
+__all__ = ["again", "backward", "backward_of_output", "forward"]
+
+again = launch.again
 
 UNUSABLE = (CompilationError, OutOfResources, PTXASError)
 """What says that a kernel was not launched at all."""
@@ -39,6 +41,17 @@ def backward(*inputs: Tensor, repeatable: bool = False, **rest: Any) -> None:
     except Exception as error:
         _retire(error)
         portable.backward(*inputs, **rest)
+
+
+def backward_of_output(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, repeatable: bool = False, **rest: Any
+) -> None:
+    """See contract.py."""
+    try:
+        launch.backward(dout, q, k, v, lse, None, out=out, accumulate=False, repeatable=repeatable, **rest)
+    except Exception as error:
+        _retire(error)
+        portable.backward(dout, q, k, v, lse, row_delta(dout, out), accumulate=False, **rest)
 
 
 def _retire(error: Exception) -> None:

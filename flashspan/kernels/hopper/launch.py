@@ -13,10 +13,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import driver
 
 from flashspan.kernels import portable
 from flashspan.kernels.blocks import Blocks
-from flashspan.kernels.contract import Carry, Dropout
+from flashspan.kernels.contract import Again, Carry, Dropout, row_delta
 from flashspan.kernels.hopper.finer import finer_launch, pays, room_for
 from flashspan.kernels.hopper.forward import forward_kernel
 from flashspan.kernels.hopper.lists import lists_forward_launch, refusal
@@ -33,9 +34,10 @@ from flashspan.kernels.hopper.tensors import (
 from flashspan.kernels.hopper.tiles import BACKWARD, FORWARD, WARPS, lse_unit
 from flashspan.kernels.hopper.two_pass import two_pass_launches
 from flashspan.kernels.masks import Band, Mask, Rows, unpack
-from flashspan.kernels.portable.arguments import LOG2E, Launch, mask_arguments, on
+from flashspan.kernels.portable.arguments import LOG2E, Launch, mask_arguments, on, watched
+from flashspan.kernels.portable.common import load_tile
 from flashspan.kernels.portable.forward import forward_launch as repair_launch
-from flashspan.kernels.portable.replay import replay, tables_of
+from flashspan.kernels.portable.replay import recall, replay, tables_of
 
 
 def forward(
@@ -70,6 +72,34 @@ def forward(
         return Carry(out, lse)
     q, k, v = aligned(q), aligned(k), aligned(v)
     return forward(q, k, v, mask=mask, scale=scale, carry=carry, out_dtype=out_dtype)
+
+
+def again(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, out_dtype: torch.dtype) -> Again | None:
+    """See contract.py. None unless forward has been called so, without a carry."""
+    finer = pays(q, k, mask)
+    launches = recall(_forward_launches, (q, k, v), tables_of(mask), 4 + finer, scale, None, out_dtype, finer)
+    if launches is None:
+        return None
+    device, (B, H, T, D) = q.device, q.shape
+    steps = (T * H * D, D, H * D, 1)
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Carry | None:
+        given = [q.data_ptr(), k.data_ptr(), v.data_ptr()]
+        if (given[0] | given[1] | given[2]) & 15 or watched():
+            return None
+        with on(device):
+            out = q.new_empty_strided((B, H, T, D), steps, dtype=out_dtype)
+            lse = q.new_empty((B, H, T), dtype=torch.float32)
+            made = [out, lse, q.new_empty((B, H, -(-T // 64)), dtype=torch.int32), new_counter(device)]
+            if finer:
+                made.append(room_for(v))
+            addresses = [*given, *tables_of(mask).addresses, *[x.data_ptr() for x in made]]
+            stream = driver.active.get_current_stream(device.index)
+            for launch in launches:
+                launch(addresses, stream)
+        return Carry(out, lse)
+
+    return forward
 
 
 def _forward_launches(
@@ -139,18 +169,26 @@ def forward_launch(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["T", "Tp"])
+@triton.jit(do_not_specialize=["s_ob", "s_oh", "s_ot", "s_db", "s_dh", "s_dt", "H", "T", "Tp"])
 def rows_kernel(
-    lse, delta, minus_lse, minus_delta, sums, states, T, Tp, unit, CLEAR: tl.constexpr, BLOCK: tl.constexpr,
-    STATES: tl.constexpr,
+    lse, delta, out, dout, minus_lse, minus_delta, sums, states, s_ob, s_oh, s_ot, s_db, s_dh, s_dt, H, T, Tp, unit,
+    D: tl.constexpr, BD: tl.constexpr, CLEAR: tl.constexpr, BLOCK: tl.constexpr, STATES: tl.constexpr,
 ):  # fmt: skip
-    """-lse in the unit backward wants and -delta of a head, its rows padded to Tp. So many numbers of sums a row are
-    set to 0, and so many STATES of BLOCK rows."""
+    """-lse in the unit backward wants and -delta of a head, its rows padded to Tp; delta is that of out and dout if D,
+    their head size, is not 0, strides in units of 8 elements. So many numbers of sums a row are set to 0, and so many
+    STATES of BLOCK rows."""
     i_bh = tl.program_id(1).to(tl.int64)
     m0 = tl.program_id(0) * BLOCK
-    o = m0 + tl.arange(0, BLOCK)
+    o_r = tl.arange(0, BLOCK)
+    o = m0 + o_r
     b_lse = tl.load(lse + i_bh * T + o, mask=o < T, other=float("inf"))
-    b_delta = tl.load(delta + i_bh * T + o, mask=o < T, other=0.0)
+    if D:
+        i_b, i_h = i_bh // H, i_bh % H
+        b_out = load_tile(out + (i_b * s_ob + i_h * s_oh) * 8, m0, o_r, s_ot * 8, T, D, BD, True)
+        b_dout = load_tile(dout + (i_b * s_db + i_h * s_dh) * 8, m0, o_r, s_dt * 8, T, D, BD, True)
+        b_delta = tl.sum(b_out.to(tl.float32) * b_dout.to(tl.float32), 1)
+    else:
+        b_delta = tl.load(delta + i_bh * T + o, mask=o < T, other=0.0)
     # A row that saw nothing: its scores come out as -inf, its probabilities as 0.
     b_lse = tl.where(b_lse == float("-inf"), float("inf"), b_lse)
     # One that saw NaN: probabilities of NaN tell all it sees, and 0 * delta must not tell those it does not see.
@@ -199,7 +237,7 @@ def backward(
     k: Tensor,
     v: Tensor,
     lse: Tensor,
-    delta: Tensor,
+    delta: Tensor | None,
     *,
     mask: Mask,
     scale: float,
@@ -209,16 +247,18 @@ def backward(
     accumulate: bool,
     dropout: Dropout | None = None,
     repeatable: bool = False,
+    out: Tensor | None = None,
 ) -> None:
     """See contract.py. `repeatable`: in two passes, which add nothing in an order that might change. Masks whose
-    transpose is no interval, and block maps if repeatable, go to the portable kernels."""
+    transpose is no interval, and block maps if repeatable, go to the portable kernels. If `out` is given, delta is made
+    of it, and need not be."""
     B, H, T, D = q.shape
     whole = isinstance(mask, Band) or (isinstance(mask, Rows) and mask.convex)
     whole = whole or (isinstance(mask, Blocks) and not refusal(mask.block, D) and not repeatable)
     if not q.numel() or not k.numel() or scale <= 0 or not whole:
         portable.backward(
-            dout, q, k, v, lse, delta, mask=mask, scale=scale, dq=dq, dk=dk, dv=dv, accumulate=accumulate,
-            dropout=dropout,
+            dout, q, k, v, lse, _settled(delta, dout, out), mask=mask, scale=scale, dq=dq, dk=dk, dv=dv,
+            accumulate=accumulate, dropout=dropout,
         )  # fmt: skip
         return
     two_passes = repeatable or block_dim(D) not in BACKWARD
@@ -229,11 +269,13 @@ def backward(
     sums = q.new_empty((rows * block_dim(D) // 256, 256), dtype=torch.float32) if summed else dq
     tables = tables_of(mask.to(q.device))
     with on(q.device):
-        given = (dout, q, k, v, lse.contiguous(), delta.contiguous(), dq, dk, dv)
+        rows_of = out if out is not None and delta is None else _settled(delta, dout, out).contiguous()
+        given = (dout, q, k, v, lse.contiguous(), rows_of, dq, dk, dv)
         made = (minus_lse, minus_delta, sums, states, new_counter(q.device))
-        done = replay(_backward_launches, given, tables, made, scale, accumulate, two_passes)
+        done = replay(_backward_launches, given, tables, made, scale, accumulate, two_passes, delta is None)
     if done:
         return
+    delta = _settled(delta, dout, out)
     dout, q, k, v = aligned(dout), aligned(q), aligned(k), aligned(v)
     into = [x if is_aligned(x) else torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (dq, dk, dv)]
     backward(
@@ -245,13 +287,27 @@ def backward(
             x.add_(y) if accumulate else x.copy_(y)
 
 
+def _settled(delta: Tensor | None, dout: Tensor, out: Tensor | None) -> Tensor:
+    """delta, made if it has not been."""
+    if delta is not None:
+        return delta
+    assert out is not None, "backward takes delta, or the output to make it of"
+    return row_delta(dout, out)
+
+
 def _backward_launches(
-    tensors: Sequence[Tensor], kind: str, numbers: tuple[int, ...], scale: float, accumulate: bool, two_passes: bool
+    tensors: Sequence[Tensor],
+    kind: str,
+    numbers: tuple[int, ...],
+    scale: float,
+    accumulate: bool,
+    two_passes: bool,
+    of_output: bool,
 ) -> list[Launch] | None:
     """One that prepares rows, then the two passes, or the one and, if dq was not summed in place, a cast; None if not
-    aligned."""
+    aligned. If `of_output`, out stands in delta's place."""
     dout, q, k, v, lse, delta, dq, dk, dv, *tables, minus_lse, minus_delta, sums, states, counter = tensors
-    if not all(is_aligned(x) for x in (dout, q, k, v, dq, dk, dv)):
+    if not all(is_aligned(x) for x in (dout, q, k, v, dq, dk, dv, *([delta] if of_output else []))):
         return None
     mask = unpack(kind, numbers, tables)
     B, H, T, D = q.shape
@@ -267,9 +323,14 @@ def _backward_launches(
     prepare = Launch(
         rows_kernel,
         (triton.cdiv(padded, 128), B * H),
-        (lse, delta, minus_lse, minus_delta, sums, states, T, padded, lse_unit(wide, scale)),
+        (
+            lse, delta, delta, dout, minus_lse, minus_delta, sums, states,
+            *(step // 8 for x in (delta if of_output else dout, dout) for step in x.stride()[:3]), H, T, padded,
+            lse_unit(wide, scale),
+        ),
         {
-            "CLEAR": wide if summed and not claimed else 0, "BLOCK": 128, "STATES": 128 // claimed if claimed else 0,
+            "D": D if of_output else 0, "BD": wide, "CLEAR": wide if summed and not claimed else 0, "BLOCK": 128,
+            "STATES": 128 // claimed if claimed else 0, "num_warps": 8,
         },
     )  # fmt: skip
     if not summed:

@@ -77,9 +77,7 @@ def replay(
     """
     device = given[0].device
     ours, others = [x.data_ptr() for x in given], [x.data_ptr() for x in made]
-    layouts = [(x.shape, x.stride(), x.dtype) for x in given]
-    aligned = [at & 15 for at in (*ours, *others)]
-    key = (make, tables.what, what, device, *layouts, tables.layouts, *aligned)
+    key = _key(make, given, tables, [at & 15 for at in (*ours, *others)], what)
     addresses = [*ours, *tables.addresses, *others]
     known = _KNOWN.get(key)
     if known is not None and not watched():
@@ -103,6 +101,20 @@ def replay(
             _KNOWN.clear()
         _KNOWN[key] = complete
     return True
+
+
+def recall(
+    make: Callable[..., Any], given: Sequence[Tensor], tables: Tables, num_made: int, *what: Hashable
+) -> list[_Again] | None:
+    """What `replay` would launch, given so, where all addresses fall on 16 bytes; None if it has not been called so."""
+    return _KNOWN.get(_key(make, given, tables, [0] * (len(given) + num_made), what))
+
+
+def _key(
+    make: Callable[..., Any], given: Sequence[Tensor], tables: Tables, aligned: list[int], what: tuple[Hashable, ...]
+) -> tuple[Hashable, ...]:
+    layouts = [(x.shape, x.stride(), x.dtype) for x in given]
+    return make, tables.what, what, given[0].device, *layouts, tables.layouts, *aligned
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,143 @@
+"""Calls of a kind that has been seen before do what the first one did, without asking."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashspan import again, attention, masks
+from flashspan.kernels import cpu, dispatch
+from flashspan.kernels.contract import Carry
+from flashspan.kernels.masks import Mask
+
+
+class OnGpu(Tensor):
+    """A tensor that says it is on a GPU."""
+
+    is_cuda = True
+
+
+def tensors(*shape: int, count: int = 3) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape or (1, 2, 40, 16), generator=generator).as_subclass(OnGpu) for _ in range(count)]
+
+
+@pytest.fixture(autouse=True)
+def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(again, "PLAIN", {*again.PLAIN, OnGpu})
+
+
+def kind(q: Tensor, k: Tensor, v: Tensor, **changed: Any) -> Any:
+    given = {
+        "causal": False, "window": None, "mask": None, "scale": None, "dropout": 0.0, "backend": "auto",
+        "deterministic": False,
+    }  # fmt: skip
+    return again.kind_of(q, k, v, **(given | changed))
+
+
+def test_whatever_decides_a_call_is_part_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = tensors()
+    one = kind(q, k, v)
+    assert one is not None
+    assert one == kind(*tensors()), "numbers and addresses are not"
+    assert kind(q, k, v, mask=masks.window(3, 4)) == kind(q, k, v, mask=masks.window(3, 4)), "made anew in each call"
+    one_mask, another = masks.documents([20, 20]), masks.documents([20, 20])
+    apart = torch.randn(1, 40, 2, 16).as_subclass(OnGpu).transpose(1, 2)
+    kinds = [
+        one, kind(*tensors(1, 2, 41, 16)), kind(q.half(), k, v), kind(apart, k, v), kind(q, apart, v),
+        kind(q, k, v, causal=True), kind(q, k, v, causal=True, window=8), kind(q, k, v, mask=one_mask),
+        kind(q, k, v, mask=another), kind(q, k, v, mask=masks.causal()), kind(q, k, v, mask=masks.window(3, 4)),
+        kind(q, k, v, scale=0.5), kind(q, k, v, backend="reference"), kind(q, k, v, deterministic=True),
+    ]  # fmt: skip
+    torch.use_deterministic_algorithms(True)
+    kinds.append(kind(q, k, v))
+    torch.use_deterministic_algorithms(False)
+    monkeypatch.setattr(dispatch, "FAILED", {"hopper": "not here"})
+    kinds.append(kind(q, k, v))
+    assert None not in kinds
+    assert len(set(kinds)) == len(kinds)
+
+
+def test_nothing_is_remembered_where_a_call_has_more_to_do() -> None:
+    q, k, v = tensors()
+    assert kind(*torch.randn(3, 1, 2, 40, 16)) is None, "on the CPU"
+    assert kind([1.0], k, v) is None  # type: ignore[arg-type]
+    assert kind(q, k.as_subclass(Tensor).to_sparse(), v) is None
+    for changed in (
+        {"dropout": 0.1}, {"mask": torch.ones(40, 40, dtype=torch.bool)}, {"window": (3, 4)}, {"scale": torch.ones(1)},
+        {"mask": masks.documents([40]), "causal": True}, {"mask": masks.documents([40]), "window": 3},
+    ):  # fmt: skip
+        assert kind(q, k, v, **changed) is None, changed
+    assert kind(torch.randn(1, 2, 16, 40).as_subclass(OnGpu).transpose(2, 3), k, v) is None, "it is copied first"
+    torch.set_autocast_enabled("cuda", True)  # the context would not, without a GPU
+    try:
+        assert kind(q, k, v) is None
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+    assert torch.func.grad(lambda x: x.sum() * (kind(x, k, v) is None))(q).sum() > 0, "refused there"
+
+
+def test_a_mask_that_is_gone_is_not_taken_for_another() -> None:
+    q, k, v = tensors()
+    mask, other = masks.documents([20, 20]), masks.documents([10, 30])
+    found = kind(q, k, v, mask=mask)
+    again.remember(found, Local(), q, k, v, mask, mask, 0.25, "auto")
+    assert again.known(found, mask) is not None
+    assert again.known(found, other) is None, "whatever lies in its place now"
+    del mask
+    assert again.known(found, other) is None
+
+
+def test_kinds_without_end_are_not_all_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(again, "KEPT", 5)
+    for length in range(1, 20):
+        q, k, v = tensors(1, 1, length, 16)
+        again.remember(kind(q, k, v), Local(), q, k, v, None, masks.full(), 0.25, "auto")
+        assert 1 <= len(again._KNOWN) <= 5
+
+
+class Local:
+    """An implementation that can do a call again; `willing` says whether it does."""
+
+    def __init__(self) -> None:
+        self.calls, self.willing = 0, True
+        self.forward, self.backward = cpu.forward, cpu.backward
+
+    def again(self, *_: Tensor, mask: Mask, scale: float, out_dtype: torch.dtype) -> Any:
+        def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Carry | None:
+            self.calls += 1
+            return cpu.forward(q, k, v, mask=mask, scale=scale, out_dtype=out_dtype) if self.willing else None
+
+        return forward
+
+
+@pytest.mark.parametrize("willing", [True, False])
+@pytest.mark.parametrize("differentiated", [False, True])
+@pytest.mark.parametrize("way", ["full", "causal", "window", "documents", "band"])
+def test_the_second_call_does_what_the_first_did(
+    way: str, differentiated: bool, willing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = Local()
+    local.willing = willing
+    monkeypatch.setattr(dispatch, "_load", lambda name: local)
+    documents = masks.documents([15, 25])
+    ways: dict[str, dict[str, Any]] = {
+        "full": {}, "causal": {"causal": True, "scale": 0.3}, "window": {"causal": True, "window": 7},
+        "documents": {"mask": documents}, "band": {"mask": masks.window(3, 4)},
+    }  # fmt: skip
+    given = ways[way]
+    for call in range(3):
+        inputs = [x.requires_grad_(differentiated) for x in tensors(count=3 * (call + 1))[-3:]]
+        plain = [x.detach().as_subclass(Tensor).requires_grad_(differentiated) for x in inputs]
+        out, lse = attention(*inputs, **given, return_lse=True)
+        want, want_lse = attention(*plain, **given, return_lse=True)
+        assert local.calls == call
+        assert torch.equal(out.as_subclass(Tensor), want)
+        assert torch.equal(lse.as_subclass(Tensor), want_lse)
+        if differentiated:
+            got = torch.autograd.grad(out.sum(), inputs)
+            wanted = torch.autograd.grad(want.sum(), plain)
+            assert all(torch.equal(a.as_subclass(Tensor), b) for a, b in zip(got, wanted, strict=True))
