@@ -117,9 +117,10 @@ def attention(
     if again.plainly_eager(q, k, v):
         refuse_transforms()
         run = _Attend.apply if _differentiated(q, k, v) else _forward
+        # Before it is called: one that turns out not to compile has another serve, and is not there any more.
+        local = None if kind is None else dispatch.choose(q, k, v, mask=resolved, backend=backend).load()
         out, lse = run(q, k, v, resolved, scale, float(dropout), seeds, backend)
-        if kind is not None:
-            local = dispatch.choose(q, k, v, mask=resolved, backend=backend).load()
+        if kind is not None and local is not None:
             again.remember(kind, local, q, k, v, mask, resolved, scale, backend)
     else:
         out, lse = _attend(q, k, v, *resolved.pack(), scale, float(dropout), seeds, backend)

@@ -141,3 +141,27 @@ def test_the_second_call_does_what_the_first_did(
             got = torch.autograd.grad(out.sum(), inputs)
             wanted = torch.autograd.grad(want.sum(), plain)
             assert all(torch.equal(a.as_subclass(Tensor), b) for a, b in zip(got, wanted, strict=True))
+
+
+def test_an_implementation_that_turns_out_not_to_compile_loses_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing(Local):
+        def again(self, *_: Tensor, **__: Any) -> None:
+            return None
+
+    def forward(*inputs: Tensor, **rest: Any) -> Carry:
+        dispatch.retire("tiled", "could not be compiled here")
+        return cpu.forward(*inputs, **rest)
+
+    local = Failing()
+    local.forward = forward
+    monkeypatch.setattr(dispatch, "FAILED", {})
+    monkeypatch.setattr(dispatch, "_load", lambda name: local)
+    monkeypatch.setitem(dispatch.TABLE, "tiled", lambda call: dispatch.FAILED.get("tiled"))
+    try:
+        q, k, v = tensors()
+        assert torch.equal(attention(q, k, v, backend="tiled"), attention(q, k, v))
+        assert "tiled" in dispatch.FAILED
+        with pytest.raises(ValueError, match="could not be compiled here"):
+            attention(q, k, v, backend="tiled")
+    finally:
+        dispatch._choose.cache_clear()

@@ -547,3 +547,12 @@ def test_rows_are_prepared_alike_from_delta_and_from_the_output(
         torch.testing.assert_close(from_output, of_delta, rtol=1e-5, atol=1e-5, equal_nan=True)
     assert torch.isnan(results[1][0][0, 0, -1])
     assert results[1][1][0, 0, -1] == 0
+
+
+@pytest.mark.parametrize(("heads", "queries", "keys", "scale"), [(1, 1024, 0, 0.1), (8, 128, 0, 0.1), (0, 16, 16, 0.1)])
+def test_what_others_serve_is_not_done_again(heads: int, queries: int, keys: int, scale: float) -> None:
+    launch = pytest.importorskip("flashspan.kernels.hopper.launch")
+    q, k = (torch.zeros(1, heads, tokens, 64, dtype=torch.bfloat16) for tokens in (queries, keys))
+    assert launch.again(q, k, k, mask=EVERYTHING, scale=scale, out_dtype=q.dtype) is None
+    x = torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16)
+    assert launch.again(x, x, x, mask=EVERYTHING, scale=-scale, out_dtype=q.dtype) is None

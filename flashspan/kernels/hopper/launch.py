@@ -1,4 +1,4 @@
-"""The contract's two functions on the Hopper kernels: tensors into descriptors, numbers into arguments.
+"""The contract's functions on the Hopper kernels: tensors into descriptors, numbers into arguments.
 
 Descriptors are made over the caller's own layout, so a transposed or a fused view costs no copy of its own; rows and
 columns past the end read as zero and are not written, so any length and any head size does. Tiles were chosen by
@@ -75,7 +75,9 @@ def forward(
 
 
 def again(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, out_dtype: torch.dtype) -> Again | None:
-    """See contract.py. None unless forward has been called so, without a carry."""
+    """See contract.py. None unless forward has been called so, without a carry, and served itself."""
+    if not q.numel() or not k.shape[2] or scale <= 0:
+        return None
     finer = pays(q, k, mask)
     launches = recall(_forward_launches, (q, k, v), tables_of(mask), 4 + finer, scale, None, out_dtype, finer)
     if launches is None:
