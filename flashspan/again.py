@@ -41,13 +41,13 @@ class Known(NamedTuple):
 _KNOWN: dict[tuple[Hashable, ...], Known] = {}
 
 
-def plainly_eager(*tensors: Tensor) -> bool:
+def plainly_eager(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether nobody watches: no compiler, no dispatch mode, no tensor subclass, no mere shapes."""
     return (
         not torch.compiler.is_compiling()
         and not is_in_torch_dispatch_mode()
-        and {type(x) for x in tensors} <= PLAIN
-        and not tensors[0].is_meta
+        and (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN)
+        and not q.is_meta
     )
 
 
@@ -65,9 +65,7 @@ def kind_of(
 ) -> tuple[Hashable, ...] | None:
     """All that decides what a call does, but for the numbers in its tensors and whether it is differentiated. None
     where nothing is remembered: not on a GPU, somebody watches, or there is a mask to be made in each call."""
-    if torch.compiler.is_compiling() or not (isinstance(q, Tensor) and q.is_cuda) or torch.is_autocast_enabled("cuda"):
-        return None
-    if not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN) or is_in_torch_dispatch_mode():
+    if not (isinstance(q, Tensor) and q.is_cuda and plainly_eager(q, k, v)) or torch.is_autocast_enabled("cuda"):
         return None
     if not q.layout == k.layout == v.layout == torch.strided:
         return None

@@ -304,28 +304,18 @@ _attend.register_autograd(_differentiate_operator, setup_context=_save_operator)
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Mask,
-        scale: float,
-        dropout: float,
-        seed: Tensor | None,
-        backend: str,
-        once_more: Again | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = _forward(q, k, v, mask, scale, dropout, seed, backend, once_more)
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
+        out, lse = _forward(*given)
+        q, k, v, mask, scale, dropout, seed, backend, *_ = given
         ctx.save_for_backward(q, k, v, out, lse, seed)
-        ctx.rest = mask, mask_versions(mask), scale, dropout, backend
+        ctx.rest = len(given), mask, mask_versions(mask), scale, dropout, backend
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         q, k, v, out, lse, seed = ctx.saved_tensors
-        mask, versions, scale, dropout, backend = ctx.rest
+        num_given, mask, versions, scale, dropout, backend = ctx.rest
         check_unchanged(mask, versions)
         dout = torch.zeros_like(out) if dout is None else dense_rows(dout)
         given = (dout, dlse, q, k, v, out, lse)
@@ -333,7 +323,7 @@ class _Attend(torch.autograd.Function):
             grads = _attend_backward(*given, *mask.pack(), scale, dropout, seed, backend)
         else:
             grads = _backward(*given, mask, scale, dropout, seed, backend)
-        return (*grads, None, None, None, None, None, None)
+        return (*grads, *[None] * (num_given - len(grads)))
 
     jvp = staticmethod(refuse_forward_derivative)
 

@@ -130,7 +130,8 @@ def test_the_second_call_does_what_the_first_did(
     }  # fmt: skip
     given = ways[way]
     for call in range(3):
-        inputs = [x.requires_grad_(differentiated) for x in tensors(count=3 * (call + 1))[-3:]]
+        *inputs, dout = tensors(count=4 * (call + 1))[-4:]
+        inputs = [x.requires_grad_(differentiated) for x in inputs]
         plain = [x.detach().as_subclass(Tensor).requires_grad_(differentiated) for x in inputs]
         out, lse = attention(*inputs, **given, return_lse=True)
         want, want_lse = attention(*plain, **given, return_lse=True)
@@ -138,8 +139,8 @@ def test_the_second_call_does_what_the_first_did(
         assert torch.equal(out.as_subclass(Tensor), want)
         assert torch.equal(lse.as_subclass(Tensor), want_lse)
         if differentiated:
-            got = torch.autograd.grad(out.sum(), inputs)
-            wanted = torch.autograd.grad(want.sum(), plain)
+            got = torch.autograd.grad(out, inputs, dout)
+            wanted = torch.autograd.grad(want, plain, dout.as_subclass(Tensor))
             assert all(torch.equal(a.as_subclass(Tensor), b) for a, b in zip(got, wanted, strict=True))
 
 

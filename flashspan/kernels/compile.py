@@ -196,7 +196,8 @@ def main() -> None:
             cost = compile_launch(launch)
             print(
                 f"hopper {kind:9} d{head_dim:<4} registers {cost.registers:3} spilled {cost.spilled_bytes:4} "
-                f"shared {cost.shared_bytes:6} HGMMA {cost.instructions['HGMMA']}",
+                f"shared {cost.shared_bytes:6} HGMMA {cost.instructions['HGMMA']:3} "
+                f"exponentials in a row {max(cost.bursts, default=0)}",
                 *cost.warnings,
             )
     for (kind, size, head_dim), shape in TABLE.items():

@@ -57,8 +57,7 @@ def forward(
         return portable.forward(q, k, v, mask=mask, scale=scale, carry=carry, out_dtype=out_dtype, dropout=dropout)
     B, H, T, D = q.shape
     if carry is None:
-        out = q.new_empty_strided((B, H, T, D), (T * H * D, D, H * D, 1), dtype=out_dtype)
-        lse = q.new_empty((B, H, T), dtype=torch.float32)
+        out, lse = _new_carry(q, B, H, T, D, out_dtype)
     else:
         out, lse = aligned(carry.out), carry.lse.float().contiguous()
     bad = lse.new_empty((B, H, -(-T // 64)), dtype=torch.int32)
@@ -74,6 +73,12 @@ def forward(
     return forward(q, k, v, mask=mask, scale=scale, carry=carry, out_dtype=out_dtype)
 
 
+def _new_carry(q: Tensor, B: int, H: int, T: int, D: int, out_dtype: torch.dtype) -> Carry:
+    """Room for out, stored as [B, T, H, D] so that merging heads is a view, and for lse."""
+    out = q.new_empty_strided((B, H, T, D), (T * H * D, D, H * D, 1), dtype=out_dtype)
+    return Carry(out, q.new_empty((B, H, T), dtype=torch.float32))
+
+
 def again(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, out_dtype: torch.dtype) -> Again | None:
     """See contract.py. None unless forward has been called so, without a carry, and served itself."""
     if not q.numel() or not k.shape[2] or scale <= 0:
@@ -83,23 +88,21 @@ def again(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, out_dtyp
     if launches is None:
         return None
     device, (B, H, T, D) = q.device, q.shape
-    steps = (T * H * D, D, H * D, 1)
 
     def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Carry | None:
         given = [q.data_ptr(), k.data_ptr(), v.data_ptr()]
         if (given[0] | given[1] | given[2]) & 15 or watched():
             return None
         with on(device):
-            out = q.new_empty_strided((B, H, T, D), steps, dtype=out_dtype)
-            lse = q.new_empty((B, H, T), dtype=torch.float32)
-            made = [out, lse, q.new_empty((B, H, -(-T // 64)), dtype=torch.int32), new_counter(device)]
+            carry = _new_carry(q, B, H, T, D, out_dtype)
+            made = [*carry, q.new_empty((B, H, -(-T // 64)), dtype=torch.int32), new_counter(device)]
             if finer:
                 made.append(room_for(v))
             addresses = [*given, *tables_of(mask).addresses, *[x.data_ptr() for x in made]]
             stream = driver.active.get_current_stream(device.index)
             for launch in launches:
                 launch(addresses, stream)
-        return Carry(out, lse)
+        return carry
 
     return forward
 
