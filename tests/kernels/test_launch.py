@@ -378,7 +378,7 @@ def test_sequences_may_lie_two_to_the_31_numbers_apart() -> None:
     dq = torch.empty_strided((2, 1, 1, 64), (2**31, 64, 64, 1), dtype=torch.bfloat16)
     assert launch.is_aligned(dq)
     dq[1] = 7.0
-    launch.cast_kernel[(1, 2)](
+    launch.cast_kernel[(2,)](
         torch.ones(64, 256), torch.zeros(2, dtype=torch.int32), dq, *(step // 8 for step in dq.stride()[:3]),
         1, 1, 128, 1.0, D=64, BD=64, BM=32, BLOCK=128, CLAIMED=0,
     )  # fmt: skip
@@ -485,7 +485,7 @@ def test_sums_of_dq_lie_as_products_leave_them_and_the_cast_puts_them_right(
     states = torch.ones(heads * padded // claimed, dtype=torch.int32)
     states[1] = 0  # nobody has added there
     rows.view(-1, claimed, wide)[1] = 0
-    launch.cast_kernel[(-(-queries // 32), heads)](
+    launch.cast_kernel[(-(-queries // 32) * heads,)](
         sums, states, dq, *(step // 8 for step in dq.stride()[:3]), heads, queries, padded, 2.0, D=head_dim, BD=wide,
         BM=32, BLOCK=block, CLAIMED=claimed,
     )  # fmt: skip

@@ -77,15 +77,13 @@ def _load_keys(turn, desc, buffers, bars, b, h, n0, C: gl.constexpr):
 
 
 @gluon.jit
-def _load_queries(desc, buffers, bar, b, h, m0, row, stage, WITH_DO: gl.constexpr = True):
-    """Q, -lse, -delta and dO of a block of queries."""
+def _load_queries(desc, buffers, bar, b, h, m0, row, stage):
+    """Q, -lse and -delta of a block of queries."""
     desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d = desc
     q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s, spare_s = buffers
     tma.async_copy_global_to_shared(desc_l, [row], bar, l_s.index(stage))
     tma.async_copy_global_to_shared(desc_q, [b, h, m0, 0], bar, q_s.index(stage))
     tma.async_copy_global_to_shared(desc_d, [row], bar, d_s.index(stage))
-    if WITH_DO:
-        tma.async_copy_global_to_shared(desc_do, [b, h, m0, 0], bar, do_s.index(stage))
 
 
 @gluon.jit
@@ -133,6 +131,7 @@ def feed(desc, buffers, bars, numbers, tables, work, C: gl.constexpr):
             mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
             mbarrier.expect(bar, 2 * (desc_q.block_type.nbytes + desc_l.block_type.nbytes))
             _load_queries(desc, buffers, bar, i_b, i_h, m0, (i_b * H + i_h) * Tp + m0, stage)
+            tma.async_copy_global_to_shared(desc_do, [i_b, i_h, m0, 0], bar, buffers[1].index(stage))
             if j == 0:
                 _load_keys(turn, desc, buffers, bars, i_b, i_k, n0, C)
             i += 1
@@ -180,7 +179,7 @@ def feed_lists(desc, buffers, bars, numbers, tables, work, C: gl.constexpr):
                 tma.async_copy_global_to_shared(desc_do, [i_b, i_h, m0, 0], bar, buffers[1].index(stage))
                 mbarrier.wait(empty.index(stage), phase)
                 load_words(desc_words, word, bar, words_s, stage, masked)
-                _load_queries(desc, buffers, bar, i_b, i_h, m0, (i_b * H + i_h) * Tp + m0, stage, False)
+                _load_queries(desc, buffers, bar, i_b, i_h, m0, (i_b * H + i_h) * Tp + m0, stage)
                 if g + j == 0:
                     _load_keys(turn, desc, buffers, bars, i_b, i_k, n0, C)
                 i += 1

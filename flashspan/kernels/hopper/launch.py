@@ -176,24 +176,25 @@ def forward_launch(
 
 @triton.jit(do_not_specialize=["s_ob", "s_oh", "s_ot", "s_db", "s_dh", "s_dt", "H", "T", "Tp"])
 def rows_kernel(
-    lse, delta, out, dout, minus_lse, minus_delta, sums, states, s_ob, s_oh, s_ot, s_db, s_dh, s_dt, H, T, Tp, unit,
+    lse, source, dout, minus_lse, minus_delta, sums, states, s_ob, s_oh, s_ot, s_db, s_dh, s_dt, H, T, Tp, unit,
     D: tl.constexpr, BD: tl.constexpr, CLEAR: tl.constexpr, BLOCK: tl.constexpr, STATES: tl.constexpr,
 ):  # fmt: skip
-    """-lse in the unit backward wants and -delta of a head, its rows padded to Tp; delta is that of out and dout if D,
-    their head size, is not 0, strides in units of 8 elements. So many numbers of sums a row are set to 0, and so many
-    STATES of BLOCK rows."""
-    i_bh = tl.program_id(1).to(tl.int64)
-    m0 = tl.program_id(0) * BLOCK
+    """-lse in the unit backward wants and -delta of a head, its rows padded to Tp, a multiple of BLOCK. The source is
+    delta or, if D is not 0, the output of this head size that delta is made of, with dout; their strides in units of 8
+    elements. So many numbers of sums a row are set to 0, and so many STATES of BLOCK rows."""
+    num_blocks = Tp // BLOCK
+    i_bh = (tl.program_id(0) // num_blocks).to(tl.int64)
+    m0 = tl.program_id(0) % num_blocks * BLOCK
     o_r = tl.arange(0, BLOCK)
     o = m0 + o_r
     b_lse = tl.load(lse + i_bh * T + o, mask=o < T, other=float("inf"))
     if D:
         i_b, i_h = i_bh // H, i_bh % H
-        b_out = load_tile(out + (i_b * s_ob + i_h * s_oh) * 8, m0, o_r, s_ot * 8, T, D, BD, True)
+        b_out = load_tile(source + (i_b * s_ob + i_h * s_oh) * 8, m0, o_r, s_ot * 8, T, D, BD, True)
         b_dout = load_tile(dout + (i_b * s_db + i_h * s_dh) * 8, m0, o_r, s_dt * 8, T, D, BD, True)
         b_delta = tl.sum(b_out.to(tl.float32) * b_dout.to(tl.float32), 1)
     else:
-        b_delta = tl.load(delta + i_bh * T + o, mask=o < T, other=0.0)
+        b_delta = tl.load(source + i_bh * T + o, mask=o < T, other=0.0)
     # A row that saw nothing: its scores come out as -inf, its probabilities as 0.
     b_lse = tl.where(b_lse == float("-inf"), float("inf"), b_lse)
     # One that saw NaN: probabilities of NaN tell all it sees, and 0 * delta must not tell those it does not see.
@@ -219,9 +220,10 @@ def cast_kernel(
     Sums lie in blocks of BLOCK rows, as products leave them in registers. A warpgroup has 64 rows and 64 columns, a
     warp 16 of the rows, a thread of 8 columns two in each of two rows, 8 apart.
     """
-    i_bh = tl.program_id(1)
+    num_blocks = tl.cdiv(T, BM)
+    i_bh = tl.program_id(0) // num_blocks
     i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
-    m0 = tl.program_id(0) * BM
+    m0 = tl.program_id(0) % num_blocks * BM
     o_m = tl.arange(0, BM)
     o_d = tl.arange(0, BD)
     here = (m0 + o_m < T)[:, None] & (o_d < D)[None, :]
@@ -327,9 +329,9 @@ def _backward_launches(
     claimed = grain if passes[0].constants.get("CLAIM", False) else 0
     prepare = Launch(
         rows_kernel,
-        (triton.cdiv(padded, 128), B * H),
+        (padded // 128 * B * H,),
         (
-            lse, delta, delta, dout, minus_lse, minus_delta, sums, states,
+            lse, delta, dout, minus_lse, minus_delta, sums, states,
             *(step // 8 for x in (delta if of_output else dout, dout) for step in x.stride()[:3]), H, T, padded,
             lse_unit(wide, scale),
         ),
@@ -343,7 +345,7 @@ def _backward_launches(
     steps = [step // 8 for step in dq.stride()[:3]]
     finish = Launch(
         cast_kernel,
-        (triton.cdiv(T, 32), B * H),
+        (triton.cdiv(T, 32) * B * H,),
         (sums, states, dq, *steps, H, T, padded, scale),
         {"D": D, "BD": wide, "BM": 32, "BLOCK": block, "CLAIMED": claimed},
     )
