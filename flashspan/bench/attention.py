@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashspan import attention, masks
 from flashspan.bench import plots, record
+from flashspan.bench.clock import percentiles
 from flashspan.bench.tables import Table, show_tables
 from flashspan.kernels.masks import Mask, count
 
@@ -158,8 +159,6 @@ def _flex(shape: Shape) -> Attend:
 
 def measure(shape: Shape, name: str, attend: Attend, where: dict[str, Any]) -> list[record.Row]:
     """Rows of one implementation on one shape; one that cannot run there gives none."""
-    from triton.testing import do_bench
-
     generator = torch.Generator("cuda").manual_seed(0)
 
     def random(heads: int) -> Tensor:
@@ -184,7 +183,7 @@ def measure(shape: Shape, name: str, attend: Attend, where: dict[str, Any]) -> l
     }
     rows = []
     for kind, (call, weight) in passes.items():
-        low, middle, high = do_bench(call, warmup=50, rep=200, quantiles=[0.2, 0.5, 0.8])
+        low, middle, high = percentiles(call)
         tflops = weight * shape.flops() / middle / 1e9
         rows.append(record.Row(**where, shape=str(shape), impl=name, kind=kind, p20_ms=low, p50_ms=middle, p80_ms=high,
                                tflops=tflops, error=error, peak_mib=peak))  # fmt: skip

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from flashspan import attention, masks
 from flashspan.bench import memory, record
-from flashspan.bench.clock import timed
+from flashspan.bench.clock import percentiles, timed
 from flashspan.bench.tables import Table, show_tables
 from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.masks import Mask, count
@@ -149,8 +149,6 @@ def _sdpa(blocks: Blocks) -> Attend:
 
 def measure(case: Case, name: str, attend: Attend, where: dict[str, Any], expected: list[Tensor]) -> list[record.Row]:
     """Forward and backward rows of one implementation. `expected` receives the first one's gradients."""
-    from triton.testing import do_bench
-
     random = torch.Generator("cuda").manual_seed(0)
     size = (case.B, case.H, case.T, case.D)
     q, k, v, dout = (torch.randn(size, device="cuda", dtype=torch.bfloat16, generator=random) for _ in range(4))
@@ -175,7 +173,7 @@ def measure(case: Case, name: str, attend: Attend, where: dict[str, Any], expect
         ("forward", lambda: attend(*leaves), 1.0),
         ("backward", lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True), 2.5),
     ):
-        low, middle, high = do_bench(call, warmup=25, rep=100, quantiles=[0.2, 0.5, 0.8])
+        low, middle, high = percentiles(call)
         what: dict[str, Any] = {"what": "sparse", "shape": str(case), "impl": name, "kind": kind}
         what |= {"p20_ms": low, "p50_ms": middle, "p80_ms": high, "tflops": weight * pairs / middle / 1e9}
         rows.append(record.Row(**where, **what, error=error, peak_mib=peak))
