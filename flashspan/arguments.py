@@ -122,6 +122,12 @@ def mask_of(visible: Tensor, q: Tensor, num_queries: int, num_keys: int) -> Rows
             f"a mask tensor must be [T, S], [B, T, S], [H, T, S] or [B, H, T, S]: got {tuple(visible.shape)}"
         )
     check_dense(visible)
+    if visible.dim() == 3 and visible.shape[0] == q.shape[0] == q.shape[1] > 1:
+        raise ValueError(
+            f"a mask tensor of three dimensions is one for each sequence or one for each head, and q has as many of "
+            f"the one as of the other, {q.shape[0]}: got {tuple(visible.shape)}; say which by mask[:, None], each "
+            f"sequence, or mask[None], each head (as PyTorch reads it)"
+        )
     if visible.dim() == 3 and visible.shape[0] in (1, q.shape[0]):
         visible = visible[:, None]
     visible = visible[(None,) * (4 - visible.dim())]

@@ -93,9 +93,10 @@ def attention(
 
     causal: query i sees keys 0..i (counted from the start, as in PyTorch; `masks.causal(offset)` for the other way).
     window: an int w sees the w nearest keys on each side counting its own (with causal: the last w); or (left, right).
-    mask: a value of `flashspan.masks`, or a bool tensor [T, S], [B, T, S] or [B, H, T, S] (1 broadcasts; [H, T, S] if H
-    is not B). A tensor is read in every call: make it `masks.Blocks.from_dense(tensor)` once instead, and write
-    `blocks & masks.causal()` once instead of causal=True with blocks. `torch.compile(fullgraph=True)` demands both.
+    mask: a value of `flashspan.masks`, or a bool tensor [T, S], [B, T, S], [H, T, S] or [B, H, T, S] (1 broadcasts; of
+    three dimensions where B is not H). A tensor is read in every call: make it `masks.Blocks.from_dense(tensor)` once
+    instead, and write `blocks & masks.causal()` once instead of causal=True with blocks.
+    `torch.compile(fullgraph=True)` demands both.
     scale: 1 / sqrt(D) unless given. dropout: probability, decided by `seed` (or drawn from `generator`, or PyTorch's
     default) and the pair's position alone. float32 is true float32; `torch.set_float32_matmul_precision("high")` asks
     for tf32. backend: "auto", or an implementation by name; `explain` says which serves. deterministic: gradients that

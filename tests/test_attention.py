@@ -424,6 +424,10 @@ BAD = {
         lambda: attention(q4, q4, q4, mask=torch.ones(3, 5, 8, 8, dtype=torch.bool)),
         "broadcast to q's batch and heads",
     ),
+    "mask tensor of sequences or of heads": (
+        lambda: attention(*[torch.ones(3, 3, 8, 4)] * 3, mask=torch.ones(3, 8, 8, dtype=torch.bool)),
+        r"as many of the one as of the other, 3: got \(3, 8, 8\); say which by mask\[:, None\]",
+    ),
     "mask tensor on another device": (
         lambda: attention(q4, q4, q4, mask=torch.ones(8, 8, dtype=torch.bool, device="meta")),
         "on q's device",
