@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-LEAST_MS, LEAST_CALLS = 400, 20
+LEAST_MS, LEAST_CALLS = 200, 20
 
 K = TypeVar("K")
 T = TypeVar("T")

@@ -353,13 +353,13 @@ def test_rows_whose_scores_rise_late_and_not_all_at_once(way: str, head_dim: int
         check([q, k, v, torch.randn_like(q)], mask, 0.125, 1, lse_bound=1e-4)
 
 
-@pytest.mark.parametrize("repeatable", [False, True])
-def test_more_heads_than_a_grid_has_lines(repeatable: bool) -> None:
+@pytest.mark.parametrize("backend", ["hopper", "hopper.repeatable"])
+def test_more_heads_than_a_grid_has_lines(backend: str) -> None:
     """65,600 of them, in 4,100 short sequences: CUDA counts to 65,535 in all directions but the first."""
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v, dout = (torch.randn(4100, 16, 16, 64, device="cuda", generator=generator).bfloat16() for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = attention(q, k, v, causal=True, backend="hopper", deterministic=repeatable)
+    out = attention(q, k, v, causal=True, backend=backend)
     found = [out, *torch.autograd.grad(out, leaves, dout)]
     wide = [x.detach().float().requires_grad_() for x in leaves]
     right = F.scaled_dot_product_attention(*wide, is_causal=True)
