@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-LEAST_MS, LEAST_CALLS = 200, 20
+LEAST_MS, LEAST_CALLS, REST_S = 200, 20, 1.0
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -34,10 +34,12 @@ def timed(call: Callable[[], T], device: torch.device, *, together: bool = False
 
 def percentiles(call: Callable[[], object]) -> tuple[float, float, float]:
     """How long a call takes on a GPU, by triton's `do_bench`: the 20th, 50th and 80th percentile in milliseconds, over
-    LEAST_MS and LEAST_CALLS at least. What draws a chip's full power begins a fifth faster than it goes on."""
+    LEAST_MS and LEAST_CALLS at least: what draws a chip's full power begins a fifth faster than it goes on. After a
+    rest, or whatever was measured before, which has warmed the chip, would count."""
     from triton.testing import do_bench
 
     once, _ = timed(call, torch.device("cuda"))
+    time.sleep(REST_S)
     low, middle, high = do_bench(call, warmup=50, rep=max(LEAST_MS, LEAST_CALLS * once), quantiles=[0.2, 0.5, 0.8])
     return low, middle, high
 
