@@ -56,10 +56,9 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, scale: f
         raise ValueError(f"the key heads must divide the query heads: got {heads} query heads and {kv_heads} key heads")
     if not isinstance(dropout, (int, float, np.floating)) or not 0.0 <= dropout < 1.0:
         raise ValueError(f"dropout is a probability in [0, 1): got {dropout}")
+    number = float(scale) if isinstance(scale, (np.integer, np.floating)) else scale  # of few bits, it compares as such
     # math.isfinite would break a compiled graph. A tensor's gradient would be lost without a word.
-    if scale is not None and not (
-        isinstance(scale, (int, float, np.integer, np.floating)) and abs(scale) <= sys.float_info.max
-    ):
+    if scale is not None and not (isinstance(number, (int, float)) and abs(number) <= sys.float_info.max):
         remedy = "multiply q by a tensor" if isinstance(scale, Tensor) else "use None for 1 / sqrt(head size)"
         raise ValueError(f"scale must be a finite number: got {scale!r}; {remedy}")
 
@@ -138,7 +137,7 @@ def mask_of(visible: Tensor, q: Tensor, num_queries: int, num_keys: int) -> Rows
         )
     visible = visible.expand(-1, -1, -1, num_keys if visible.shape[3] == 1 else -1)
     rows = num_queries if visible.shape[2] == 1 else visible.shape[2]  # one row, a padding mask's, is looked at once
-    if visible.shape[1] == 1 or visible.stride(1) == 0:
+    if visible.shape[1] == 1 or (visible.shape[1] > 1 and visible.stride(1) == 0):
         runs = find_runs(visible[:, 0])
         if runs is not None:
             start, end = (x.expand(-1, rows)[0 if len(visible) == 1 else slice(None)] for x in runs)

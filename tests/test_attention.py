@@ -122,6 +122,13 @@ def test_any_length_even_none(T: int, S: int) -> None:
     assert all(x.grad is not None and x.grad.isfinite().all() for x in (q, k, v))
 
 
+def test_no_heads_and_a_mask_for_each() -> None:
+    q = torch.zeros(1, 0, 5, 4)
+    seen = torch.ones(1, 1, 5, 5, dtype=torch.bool)
+    for mask in (seen.expand(1, 0, 5, 5), seen.expand(1, 0, 5, 5).clone()):
+        assert attention(q, q, q, mask=mask).shape == q.shape
+
+
 @pytest.mark.parametrize("head_dim", [1, 64, 80, 96, 112, 128, 160, 192, 256])
 def test_every_head_size(head_dim: int) -> None:
     q, k, v = inputs(*[(1, 2, 33, head_dim)] * 3)
@@ -413,6 +420,10 @@ BAD = {
         lambda: attention(q4, q4, q4, scale=torch.ones((), requires_grad=True)),  # type: ignore[call-overload]
         "finite number: got tensor.*multiply q",
     ),
+    "scale beyond NumPy's floats": (
+        lambda: attention(q4, q4, q4, scale=np.float32("inf")),  # type: ignore[call-overload]
+        "finite number",
+    ),
     "scale beyond all floats": (lambda: attention(q4, q4, q4, scale=10**400), "finite number"),
     "mask of the wrong shape": (lambda: attention(q4, q4, q4, mask=masks.documents([5])), "5 queries and 5 keys"),
     "mask tensor of the wrong shape": (
@@ -447,6 +458,10 @@ BAD = {
     "more keys than there are": (lambda: masks.ragged([-1, 50], 40, 40), "0 to 40 keys"),
     "a slice that runs backwards": (lambda: masks.causal().slice(range(5, 0, -1), range(5, 0, -1)), "ascending"),
     "a slice by a slice": (lambda: masks.causal().slice(slice(3), range(5)), "several of them"),  # type: ignore[arg-type]
+    "an implementation without this dtype": (
+        lambda: attention(*[q4.double()] * 3, backend="portable"),
+        "portable' cannot serve this call: it (has no torch.float64 kernels|needs a GPU)",
+    ),
     "a list of heads": (
         lambda: masks.Blocks.from_dense(torch.eye(3, dtype=torch.bool).expand(4, 3, 3).clone()).heads([1]),  # type: ignore[arg-type]
         r"a range of neighbours.*got \[1\]",

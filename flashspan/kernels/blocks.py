@@ -223,6 +223,8 @@ class Blocks:
         '#' everything visible, '+' something, '.' nothing.
         """
         (width,) = check_whole(1, width=width)
+        if not self.num_batch * self.num_heads:
+            return ""
         grid, kinds = self.grid()[0, 0], self.kinds()[0, 0]
         # A tile that reaches past the end has bits even if all pairs it has are visible.
         whole = Blocks.of(EVERYTHING, self.num_queries, self.num_keys, block=self.block, device=self.device)

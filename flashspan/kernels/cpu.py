@@ -133,13 +133,16 @@ def _backward(
         if bool(blind.any()):  # they give nothing: exp(score - inf) = 0, but 0 * NaN is NaN
             q_rows, dout_rows = (x.masked_fill(blind[..., None], 0.0) for x in (q_rows, dout_rows))
             lse_rows, delta_rows = lse_rows.masked_fill(blind, torch.inf), delta_rows.masked_fill(blind, 0.0)
-        dout_rows, out_rows = _stand_in(dout_rows, delta_rows)
+        stand, out_rows = _stand_in(dout_rows, delta_rows)
         for part in parts:
             keys = slice(part.keys.start, part.keys.stop)
             k_part, v_part = k[sequence, :, keys].to(work), v[sequence, :, keys].to(work)
             options = {"attn_mask": part.draw(work), "scale": scale}
-            grads = _flash_backward(dout_rows, q_rows, k_part, v_part, out_rows, lse_rows, 0.0, part.causal, **options)
-            for total, where, grad in zip(sums, (rows, keys, keys), grads, strict=True):
+            given = (q_rows, k_part, v_part, out_rows, lse_rows, 0.0, part.causal)
+            dq, dk, dv = _flash_backward(stand, *given, **options)
+            if stand is not dout_rows:
+                dv = _flash_backward(dout_rows, *given, **options)[2]
+            for total, where, grad in zip(sums, (rows, keys, keys), (dq, dk, dv), strict=True):
                 if overwrite:
                     total.copy_(grad)
                 else:
@@ -302,7 +305,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, part: _Part, *, scale: float, dtype
 #
 # Where a square could underflow or overflow, the signs of dout times delta / sum(|dout|) do as well, one pass dearer.
 # And where dout is lost beside delta (0, while lse has a gradient), a constant row 2^60 times smaller than delta takes
-# its place, too small to change any sum by a rounding.
+# its place, too small to change dq or dk by a rounding. dv has nothing of delta in it: it is made of dout once more.
 
 
 def _stand_in(dout: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
@@ -316,6 +319,7 @@ def _stand_in(dout: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     size = dout.abs().sum(-1, keepdim=True)
     pivot = (delta.abs() * 2.0**-60).clamp(min=torch.finfo(dout.dtype).tiny)
     lost = (size < pivot) & ~nothing
-    dout = torch.where(lost, pivot, dout)
-    size = torch.where(lost, pivot * dout.shape[-1], size)
+    if bool(lost.any()):
+        dout = torch.where(lost, pivot, dout)
+        size = torch.where(lost, pivot * dout.shape[-1], size)
     return dout, dout.sign() * torch.where(nothing, 0.0, delta / size)

@@ -118,8 +118,9 @@ def _portable(call: Call) -> str | None:
     if call.device.type == "cpu":
         if not _interpreting():
             return "needs a GPU (or TRITON_INTERPRET=1, for debugging)"
-        return "has no bfloat16 in Triton's interpreter" if call.dtype == torch.bfloat16 else None
-    if call.device.type != "cuda":
+        if call.dtype == torch.bfloat16:
+            return "has no bfloat16 in Triton's interpreter"
+    elif call.device.type != "cuda":
         return f"needs a CUDA or ROCm device, not {call.device.type}"
     if call.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"has no {call.dtype} kernels"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import operator
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -35,6 +36,7 @@ UNBOUNDED = 2**62
 
 MADE_KEPT = 16
 """How many masks made from another it keeps: copies on devices, intersections."""
+_KEEPING = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -277,11 +279,14 @@ def made_once(kept: dict[object, Made], key: object, make: Callable[[], Made]) -
     """
     if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or is_in_torch_dispatch_mode():
         return make()
-    if key not in kept:
-        while len(kept) >= MADE_KEPT:
-            kept.pop(next(iter(kept)))
-        kept[key] = make()
-    return kept[key]
+    made = kept.get(key)
+    if made is None:
+        made = make()
+        with _KEEPING:  # other threads use this mask too
+            while len(kept) >= MADE_KEPT:
+                kept.pop(next(iter(kept)))
+            kept[key] = made
+    return made
 
 
 def whole_number(value: Any) -> int | None:

@@ -137,6 +137,7 @@ def longformer(
     """Global + window: neighbours up to `window` apart see each other; the first `num_global` tokens see, and are seen
     by, everyone."""
     num_tokens, window, num_global = check_whole(num_tokens=num_tokens, window=window, num_global=num_global)
+    num_global = min(num_global, num_tokens)
     seen = Rows(*_span(num_tokens, 0, num_global, device), num_tokens)
     everyone = torch.where(torch.arange(num_tokens, device=device) < num_global, num_tokens, 0)
     seeing = Rows(torch.zeros_like(everyone), everyone, num_tokens)

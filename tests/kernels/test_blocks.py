@@ -446,6 +446,10 @@ PATTERNS: dict[str, tuple[Callable[[], Blocks], Callable[[Tensor, Tensor], Tenso
         lambda: masks.longformer(300, window=20, num_global=7),
         lambda i, j: ((i - j).abs() <= 20) | (i < 7) | (j < 7),
     ),
+    "longformer that is all global": (
+        lambda: masks.longformer(300, window=1, num_global=10**20),
+        lambda i, j: (i >= 0) & (j >= 0),
+    ),
     "causal longformer": (
         lambda: masks.longformer(300, window=20, num_global=7, causal=True),
         lambda i, j: (i >= j) & ((i - j <= 20) | (i < 7) | (j < 7)),
@@ -458,6 +462,10 @@ def test_patterns_are_their_definitions(name: str) -> None:
     make, rule = PATTERNS[name]
     i = torch.arange(300)
     assert torch.equal(make().dense(), rule(i[:, None], i[None, :]))
+
+
+def test_a_picture_of_no_map_is_empty() -> None:
+    assert Blocks.from_dense(torch.ones(1, 0, 5, 7, dtype=torch.bool)).draw() == ""
 
 
 def test_patterns_of_blocks_hold_as_many_as_they_say() -> None:

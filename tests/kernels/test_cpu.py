@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flashspan import attention
 from flashspan.kernels import cpu, reference, tiled
 from flashspan.kernels.contract import LocalAttention, row_delta
 from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band, Mask, dense
@@ -97,6 +98,25 @@ def test_the_stand_in_output_recovers_delta(dout_power: int, delta_power: int, s
     got = (changed.double() * out).sum(-1)
     assert relative(got, delta, dout * 1e-10) <= 1e-6  # beside dout, a smaller delta is nothing
     assert bool(((changed - dout).abs() <= 1e-17 * delta.abs()[..., None] + 1e-37).all())
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-20, 1.0])
+@pytest.mark.parametrize("mask", [CAUSAL, EVERYTHING, documents([7, 20, 13])])
+def test_values_have_no_part_in_a_gradient_of_lse(mask: Mask, size: float) -> None:
+    """However large it is beside that of the output: rows whose own is lost beside it have another for dq and dk."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 2, 40, 16, generator=generator) for _ in range(4))
+    dout *= size
+    dout[:, :, ::3] = 0.0
+    dlse = torch.randn(1, 2, 40, generator=generator) * 1e15
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    found, wanted = (
+        torch.autograd.grad(attention(*leaves, mask=mask, return_lse=True, backend=name), leaves, (dout, dlse))
+        for name in ("cpu", "reference")
+    )
+    assert relative(found[2], wanted[2]) <= 1e-5 if size else not found[2].any()
+    assert relative(found[0], wanted[0]) <= 1e-5
+    assert relative(found[1], wanted[1]) <= 1e-5
 
 
 def test_heads_are_served_a_few_at_a_time() -> None:

@@ -1,6 +1,8 @@
 """Masks say the same drawn dense, sliced, composed, tiled, transposed and packed."""
 
+import random
 import sys
+import threading
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from flashspan.kernels.masks import (
     EMPTY,
     EVERYTHING,
     FULL,
+    MADE_KEPT,
     NOTHING,
     PARTIAL,
     Band,
@@ -212,3 +215,31 @@ def test_slices_simplify_to_the_cheapest_band() -> None:
 def test_what_is_not_a_mask_is_refused(make) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ValueError, match=r": got |this mask covers"):
         make()
+
+
+def test_threads_may_share_a_mask() -> None:
+    """What is made of it is kept with it, and others are dropped, in whatever order they come."""
+    mask, interval = documents([30, 50]), sys.getswitchinterval()
+    wrong: list[Exception] = []
+
+    def use(seed: int) -> None:
+        choice = random.Random(seed)
+        try:
+            for _ in range(400):
+                width = choice.randint(1, 4 * MADE_KEPT)
+                made = mask & Band(-width, 0)
+                assert isinstance(made, Rows)
+                assert made.start[79] == max(30, 79 - width)
+        except Exception as error:  # of a thread nobody else would hear of it
+            wrong.append(error)
+
+    threads = [threading.Thread(target=use, args=(seed,)) for seed in range(4)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not wrong
