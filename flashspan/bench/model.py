@@ -26,6 +26,7 @@ from flashspan.model import Llama, LlamaConfig, preset
 from flashspan.plan import Mixture, Run, ledger
 
 KINDS = ("inference", "forward", "backward", "optimizer", "training")
+FORWARD_ONLY = KINDS[:1]
 ATTENTIONS: dict[str, Callable[..., Any]] = {"flashspan": attention, "plain": ranges.in_parts}
 
 
@@ -112,34 +113,44 @@ def peak_bytes(stepper: Stepper, call: Callable[[], None]) -> float:
     return held + memory.peak_of(call, stepper.device)[0]
 
 
-def needed_bytes(setting: Setting) -> float:
-    """Of a training step on a CPU, about: the planner's count and, of plain attention, the scores that layers keep."""
+def needed_bytes(setting: Setting, kinds: Sequence[str] = KINDS) -> float:
+    """On a CPU, about: of a training step the planner's count and, of plain attention, the scores that layers keep; of
+    inference the weights, in two dtypes under autocast, and the scores of one layer."""
     run = Run(preset(setting.preset), setting.batch, setting.tokens, setting.dtype, fused_norms=False)
-    kept = run.model.num_layers * run.model.num_heads if setting.attention == "plain" else 0
-    return ledger(run, Mixture()).peak + float(kept * run.batch * run.tokens**2 * run.itemsize)
+    scores = run.model.num_heads * run.batch * run.tokens**2 * run.itemsize if setting.attention == "plain" else 0
+    if kinds == FORWARD_ONLY:
+        each = 4 if setting.dtype == "float32" else 4 + run.itemsize
+        return float(run.model.num_parameters * each + scores)
+    return ledger(run, Mixture()).peak + float(run.model.num_layers * scores)
 
 
-def time_phases(stepper: Stepper, warmup: int, steps: int) -> dict[str, list[float]]:
+def time_phases(stepper: Stepper, warmup: int, steps: int, kinds: Sequence[str]) -> dict[str, list[float]]:
     """Milliseconds of every measured run of each phase."""
-    phases: dict[str, list[float]] = {kind: [] for kind in KINDS}
     calls = (stepper.infer, stepper.forward, stepper.backward, stepper.update)
+    phases: dict[str, list[float]] = {kind: [] for kind in kinds}
     for number in range(warmup + steps):
-        parts = [timed(call, stepper.device)[0] for call in calls]
+        parts = {
+            kind: timed(call, stepper.device)[0] for kind, call in zip(KINDS, calls, strict=False) if kind in kinds
+        }
+        if "training" in kinds:
+            parts["training"] = parts["forward"] + parts["backward"] + parts["optimizer"]
         if number >= warmup:
-            for kind, value in zip(KINDS, [*parts, sum(parts[1:])], strict=True):
+            for kind, value in parts.items():
                 phases[kind].append(value)
     return phases
 
 
-def measure(setting: Setting, device: torch.device, what: str = "model") -> list[Row]:
-    """A row for every phase."""
-    memory.check_room(needed_bytes(setting), device)
+def measure(setting: Setting, device: torch.device, what: str = "model", kinds: Sequence[str] = KINDS) -> list[Row]:
+    """A row for every phase, or for inference alone."""
+    memory.check_room(needed_bytes(setting, kinds), device)
     stepper = Stepper(setting, device)
-    phases = time_phases(stepper, setting.warmup, setting.steps)
-    peaks = {"training": peak_bytes(stepper, stepper.train)}
-    stepper.optimizer.state.clear()  # inference holds no moments
+    phases = time_phases(stepper, setting.warmup, setting.steps, kinds)
+    peaks = {}
+    if "training" in kinds:
+        peaks["training"] = peak_bytes(stepper, stepper.train)
+        stepper.optimizer.state.clear()  # inference holds no moments
     peaks["inference"] = peak_bytes(stepper, stepper.infer)
-    return [make_row(setting, device, what, kind, phases[kind], peaks.get(kind)) for kind in KINDS]
+    return [make_row(setting, device, what, kind, phases[kind], peaks.get(kind)) for kind in kinds]
 
 
 def make_row(
@@ -156,7 +167,7 @@ def make_row(
     )  # fmt: skip
 
 
-def compile_layers(setting: Setting, device: torch.device) -> None:
+def compile_layers(setting: Setting, device: torch.device, kinds: Sequence[str]) -> None:
     """Leave on disk what a compiled model needs. Its layers share their graphs: two of them will do."""
     from torch._inductor import config
 
@@ -164,15 +175,16 @@ def compile_layers(setting: Setting, device: torch.device) -> None:
     with config.patch(autotune_local_cache=False):
         stepper = Stepper(setting, device, replace(preset(setting.preset), num_layers=2))
         stepper.infer()
-        stepper.train()
+        if "training" in kinds:
+            stepper.train()
 
 
-def job(setting: Setting, device: torch.device, *, fresh: bool = False) -> sweep.Job:
+def job(setting: Setting, device: torch.device, *, fresh: bool = False, kinds: Sequence[str] = KINDS) -> sweep.Job:
     """A job of a sweep; `fresh` ones, each in a process that has warmed up nothing, are the warm-up study."""
     what = "warm-up" if fresh else "model"
-    expected = tuple(make_row(setting, device, what, kind) for kind in KINDS)
-    ready = partial(compile_layers, setting, device) if setting.compiled else None
-    return sweep.Job(expected, partial(measure, setting, device, what), ready, None if fresh else "timed")
+    expected = tuple(make_row(setting, device, what, kind) for kind in kinds)
+    ready = partial(compile_layers, setting, device, kinds) if setting.compiled else None
+    return sweep.Job(expected, partial(measure, setting, device, what, kinds), ready, None if fresh else "timed")
 
 
 def table(rows: Sequence[Row]) -> Table:
@@ -203,6 +215,7 @@ def bench_model(
     compiled: bool = False,
     warmups: tuple[int, ...] = (5,),
     steps: int = 10,
+    forward_only: bool = False,
     device: str = "auto",
     folder: Path = record.FOLDER,
     again: bool = False,
@@ -223,6 +236,7 @@ def bench_model(
         compiled: with torch.compile too, beside eager.
         warmups: steps before those measured.
         steps: measured steps.
+        forward_only: inference alone, which fits where a training step does not.
         device: auto, cpu or cuda.
         folder: where the rows go.
         again: measure what is there, too.
@@ -252,7 +266,9 @@ def bench_model(
     ]
     study = len(warmups) > 1
     path = folder / "model.jsonl"
-    outcome = sweep.run([job(s, place, fresh=study) for s in settings], path, again=again, title="model")
+    kinds = FORWARD_ONLY if forward_only else KINDS
+    jobs = [job(setting, place, fresh=study, kinds=kinds) for setting in settings]
+    outcome = sweep.run(jobs, path, again=again, title="model")
     show_tables([table(outcome.rows)], outcome.note(path))
     return 0
 

@@ -166,6 +166,23 @@ def test_a_model_is_timed_phase_by_phase(tmp_path: Path) -> None:
     assert len(model.table(rows).cells) == 1
 
 
+def test_inference_alone_is_measured_where_a_step_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setting = Setting("tiny", 1, 16, attention="plain")
+    step, inference = model.needed_bytes(setting), model.needed_bytes(setting, model.FORWARD_ONLY)
+    assert inference < step / 2
+    monkeypatch.setattr(memory, "free_bytes", lambda _: (step + inference) / 2)
+    options = {"presets": ("tiny",), "tokens": (16,), "batch": 1, "dtypes": ("float32",), "attentions": ("plain",)}
+    shared: dict[str, Any] = {**options, "warmups": (0,), "steps": 2, "device": "cpu", "folder": tmp_path}
+    model.bench_model(**shared)
+    model.bench_model(**shared, forward_only=True, again=True)
+    rows = record.read(tmp_path / "model.jsonl")
+    assert [row.status for row in rows if row.kind == "inference"] == [record.OUT_OF_MEMORY, "ok"]
+    assert {row.kind for row in rows if row.ok} == {"inference"}
+    assert "inference" in capsys.readouterr().out
+
+
 def test_studies_know_what_plain_attention_needs(tmp_path: Path) -> None:
     place = record.find_device("cpu")
     plain = study.eager_rows(32, 16, ["eager"], 2, place)
