@@ -2,7 +2,7 @@
 
 flashspan train
 flashspan train configs/tiny.toml --parallel.data 2 --parallel.context 2
-torchrun --nproc-per-node 8 -m flashspan.train configs/llama-3.2-1b.toml
+torchrun --nproc-per-node 8 -m flashspan.train configs/llama-3.2-1b.toml --parallel.context 8
 """
 
 from __future__ import annotations

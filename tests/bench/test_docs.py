@@ -5,13 +5,18 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from flashspan import parallel
+from flashspan import attention, parallel
 from flashspan.bench import console
 from flashspan.cli import BENCHES, COMMANDS, main
+from flashspan.model import Llama
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 PAGES = [DOCS / "measuring.md", *sorted((DOCS / "asked").glob("*.md"))]
@@ -54,6 +59,27 @@ def test_plans_are_what_the_planner_says_today(
 def test_every_page_of_what_was_asked_can_be_found() -> None:
     text = (DOCS / "measuring.md").read_text(encoding="utf-8")
     assert all(f"](asked/{page.name})" in text for page in (DOCS / "asked").glob("*.md"))
+
+
+def run_the_model_of(code: str) -> float:
+    """How far the logits that a block of Python makes on this rank are from one device's."""
+    tokens = torch.arange(50).unsqueeze(0)
+    names: dict[str, Any] = {"group": dist.group.WORLD, "tokens": tokens}
+    with torch.no_grad():
+        exec(code, names)
+        one = Llama(names["model"].config, attention=attention)
+        one.load_state_dict(names["model"].state_dict())
+        wanted = names["attend"].shard(one.logits(one(tokens)), 1)
+    assert names["logits"].shape == wanted.shape
+    return float((names["logits"] - wanted).abs().max())
+
+
+def test_the_model_of_a_page_is_that_of_one_device(on_ranks: Callable[..., list[Any]]) -> None:
+    text = (DOCS / "asked" / "ring-attention-llama3.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    # The same weights on both ranks: the page leaves them as they are made.
+    code = code.replace("hidden = ", "model.initialize(0)\nhidden = ", 1)
+    assert max(on_ranks(2, run_the_model_of, code)) <= 1e-5
 
 
 def test_blocks_of_the_parallel_page_import_what_they_use() -> None:
