@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import multiprocessing as mp
 import os
+import select
 import shutil
 import signal
 import sys
@@ -191,7 +192,7 @@ def _work(pipe: Connection) -> None:
 
 
 def _die_with(parent: int) -> None:
-    """Ask Linux to end this process when its parent ends, and watch for it where Linux cannot know."""
+    """Ask Linux to end this process when the server that forked it ends, and watch for the end of whom it works for."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, here the fork server
     import threading
@@ -199,13 +200,23 @@ def _die_with(parent: int) -> None:
     server = os.getppid()
 
     def watch() -> None:
-        # A parent that nobody has waited for still has its number, but its fork server ends with it.
-        while os.getppid() == server != 1:
-            time.sleep(1.0)
-            try:
-                os.kill(parent, 0)
-            except OSError:
-                break
+        try:
+            ended = select.poll()
+            ended.register(os.pidfd_open(parent), select.POLLIN)
+            ended.poll()  # also of a parent that nobody has waited for, which still has its number
+        except ProcessLookupError:
+            pass
+        except (AttributeError, OSError):  # not Linux, or an old one
+            while os.getppid() == server != 1 and _exists(parent):
+                time.sleep(1.0)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def _exists(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except OSError:
+        return False
+    return True

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from multiprocessing import forkserver
 from typing import Any
@@ -73,6 +75,29 @@ def test_a_stall_is_named_and_ended() -> None:
     with pytest.raises(TimeoutError, match=r"ranks \[1\] did not finish within 1 s"):
         ranks.run(stall_on_one, timeout=1.0)
     assert all(gone(pid) for pid in pids)
+
+
+def test_ranks_end_with_a_parent_that_was_killed_and_that_nobody_waits_for() -> None:
+    program = """if __name__ == "__main__":
+        import os, time
+        from flashspan.launch import Ranks
+        ranks = Ranks(1)
+        print(*ranks.run(os.getpid), flush=True)
+        ranks.run(time.sleep, 50, timeout=60)"""
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    try:
+        assert parent.stdout is not None
+        rank = int(parent.stdout.readline())
+        parent.kill()
+        end = time.monotonic() + 10
+        while not gone(rank) and time.monotonic() < end:
+            time.sleep(0.1)
+        assert gone(rank)
+        assert gone(parent.pid)  # and not by a wait: its number is still taken
+        os.kill(parent.pid, 0)
+    finally:
+        parent.kill()
+        parent.communicate()
 
 
 def test_a_death_is_named() -> None:

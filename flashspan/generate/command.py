@@ -196,8 +196,9 @@ def stream(tokens: Iterable[torch.Tensor | list[int]], coder: Tokenizer, prompt:
 def read_prompts(file: str) -> list[str]:
     """The prompts in a file, one a line."""
     path = Path(file)
-    if not path.exists():
-        raise ValueError(f"{path} is missing: a file of prompts has one a line")
+    if not path.is_file() and not path.is_fifo():
+        fault = "is no file" if path.exists() else "is missing"
+        raise ValueError(f"{path} {fault}: a file of prompts has one a line")
     try:
         # Newlines alone: splitlines would cut a prompt at a form feed or U+2028 too.
         prompts = [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line]

@@ -50,6 +50,7 @@ class Sampling:
             falling, order = chances.sort(-1, descending=True)
             # A token stays if those likelier than it do not reach top_p yet; the likeliest always stays.
             surplus = falling.cumsum(-1) - falling >= self.top_p
+            surplus[..., 0] = False  # top_p may be 0 in float32
             chances = chances.masked_fill(surplus.scatter(-1, order, surplus), 0.0)
             chances = chances / chances.sum(-1, keepdim=True)
         return chances

@@ -69,8 +69,7 @@ def write(folder: str | Path, state: State, *, keep: int = 2) -> Path:
         (half / "manifest.json").write_text(json.dumps(manifest, indent=2))
         for path in [*half.iterdir(), half]:
             _flush(path)
-        if final.exists():
-            shutil.rmtree(final)
+        _remove(final)
         half.rename(final)
         _flush(folder)
     except BaseException as error:
@@ -80,8 +79,17 @@ def write(folder: str | Path, state: State, *, keep: int = 2) -> Path:
         raise
     kept = [path for path in checkpoints(folder) if path.name <= final.name][-keep:]
     for path in set(checkpoints(folder)) - set(kept):
-        shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            _remove(path)
     return final
+
+
+def _remove(path: Path) -> None:
+    """A checkpoint, or what stands in its place, if anything does."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def checkpoints(folder: str | Path) -> list[Path]:
@@ -112,7 +120,13 @@ def alone_in(folder: str | Path, option: str = "--checkpoint.folder") -> Iterato
     its process, whatever ends it: the file stays, and says nothing."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK).open("ab") as lock:  # an OSError here: nobody could write a checkpoint either
+    try:
+        lock = (folder / LOCK).open("ab")
+    except OSError as error:
+        raise ValueError(
+            f"the folder {folder} cannot be written to: {error.strerror} ({LOCK}); choose another with {option}"
+        ) from error
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

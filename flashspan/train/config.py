@@ -308,7 +308,7 @@ def read_toml(path: str | Path) -> dict[str, dict[str, Any]]:
         )
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, a number or a nesting beyond Python's
         raise ValueError(f"{path} is not TOML: {error}") from error
     for name, value in raw.items():
         if not isinstance(value, dict):

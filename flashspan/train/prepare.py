@@ -45,6 +45,8 @@ from .data import (
 )
 
 WORK = ".preparing"
+WHOLE = ".all"
+"""All tokens, before they are told apart: of a run that was killed, until the next."""
 VALIDATION = 0.1
 BLOCK = 2**24
 """Tokens in memory at a time, where they are made or copied."""
@@ -98,6 +100,7 @@ def prepare(
     out = Path(folder)
     with _named(out):
         if synthetic:
+            check_space(out, 2 * synthetic * token_dtype(coder).itemsize)  # all of them, then apart
             chance = np.random.default_rng(seed)
             sizes = (min(BLOCK, synthetic - at) for at in range(0, synthetic, BLOCK))
             counts = write_files(out, coder, (chance.integers(0, coder.vocab_size, n) for n in sizes), validation)
@@ -194,6 +197,7 @@ def workplace(folder: Path, plan: dict[str, Any]) -> Iterator[Path]:
     """A folder for finished parts, kept if this process is killed, taken up again by a run of the same plan."""
     created = not folder.exists()
     with alone_in(make_folder(folder, "--folder"), "--folder"):
+        (folder / WHOLE).unlink(missing_ok=True)
         work = folder / WORK
         note, text = work / "plan.json", json.dumps(plan)
         if not note.exists() or note.read_text(encoding="utf-8") != text:
@@ -259,7 +263,7 @@ def write_files(
     folder: Path, coder: Tokenizer, runs: Iterable[Sequence[int] | np.ndarray], validation: float
 ) -> tuple[int, int]:
     """Runs of tokens into train.bin and, from their end, val.bin; how many went into each."""
-    whole = folder / ".all"
+    whole = folder / WHOLE
     with alone_in(make_folder(folder, "--folder"), "--folder"):
         try:
             with whole.open("wb") as stream:
@@ -277,9 +281,7 @@ def join(folder: Path, coder: Tokenizer, files: Sequence[Path], validation: floa
     total = sum(sizes)
     if not total:
         raise ValueError("there is no text in the inputs, and a token file of nothing trains nothing: add some")
-    if shutil.disk_usage(folder).free < total * dtype.itemsize + 2 * HEADER_BYTES:
-        # An OSError, so that the encoded parts stay.
-        raise OSError(f"no space left for {total * dtype.itemsize:,} bytes in {folder}: {REMEDY}")
+    check_space(folder, total * dtype.itemsize)
     cut = first_held_out(total, validation)
     for name, begin, end in (("train.bin", 0, cut), ("val.bin", cut, total)):
         with write_tokens(folder / name, coder) as writer:
@@ -291,6 +293,13 @@ def join(folder: Path, coder: Tokenizer, files: Sequence[Path], validation: floa
                     writer.add(np.fromfile(file, dtype, count, offset=where * dtype.itemsize))
                 at += size
     return cut, total - cut
+
+
+def check_space(folder: Path, size: int) -> None:
+    """An OSError, so that what is encoded stays, where these bytes and two headers do not fit."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if shutil.disk_usage(there).free < size + 2 * HEADER_BYTES:
+        raise OSError(f"no space left for {size:,} bytes in {folder}: {REMEDY}")
 
 
 def first_held_out(num_tokens: int, validation: float) -> int:

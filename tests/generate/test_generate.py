@@ -112,6 +112,7 @@ def test_top_k_and_top_p_keep_the_likeliest() -> None:
     assert (Sampling(1.0, top_p=0.7).probabilities(logits) > 0).tolist() == [[True, False, True, False]]
     only = Sampling(1.0, top_p=0.6).probabilities(logits)
     assert only.tolist() == [[1.0, 0.0, 0.0, 0.0]]
+    assert torch.equal(Sampling(1.0, top_p=1e-50).probabilities(logits), only)
     counts = torch.zeros(4)
     generator = torch.Generator().manual_seed(0)
     for _ in range(2000):
@@ -182,6 +183,9 @@ def test_streamed_text_keeps_the_space_after_the_prompt(tmp_path: Path) -> None:
 def test_prompts_are_lines_and_nothing_else_is(tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_bytes("\ufeffone\fpage\r\n\ntwo\u2028lines\n".encode())
     assert read_prompts(str(tmp_path / "prompts.txt")) == ["one\fpage", "two\u2028lines"]
+    for name, fault in (("", "is no file"), ("none.txt", "is missing")):
+        with pytest.raises(ValueError, match=f"{fault}: a file of prompts has one a line"):
+            read_prompts(str(tmp_path / name))
 
 
 def test_the_command_continues_a_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

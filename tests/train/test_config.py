@@ -123,6 +123,13 @@ def test_a_folder_that_cannot_be_made_is_named_with_its_option(tmp_path: Path) -
         main(["--checkpoint.folder", str(tmp_path / "file" / "run"), "--parallel.device", "cpu"])
 
 
+def test_a_folder_that_cannot_be_written_to_is_named_with_its_option(tmp_path: Path) -> None:
+    (tmp_path / ".lock").mkdir()
+    match = r"cannot be written to: Is a directory \(\.lock\); choose another with --checkpoint\.folder"
+    with pytest.raises(ValueError, match=match):
+        main(["--checkpoint.folder", str(tmp_path), "--parallel.device", "cpu"])
+
+
 def test_the_packages_text_is_the_same_in_memory_and_in_a_file(corpus: Path) -> None:
     for held, name in zip(corpus_tokens(), ("train.bin", "val.bin"), strict=True):
         file = open_tokens(corpus.with_name(name))
@@ -154,6 +161,14 @@ def test_a_toml_key_nobody_knows_is_named(tmp_path: Path) -> None:
         parse([str(file)])
     file.write_text(f"[optimizer]\nlr = {10**400}\n")  # beyond any float
     with pytest.raises(ValueError, match=r"optimizer\.lr must be a number: got 1000"):
+        parse([str(file)])
+
+
+@pytest.mark.parametrize("text", ["[data]\ntrain = " + 3000 * "[", "[train]\nsteps = " + 5000 * "9", "[train", b"\xff"])
+def test_what_is_not_toml_is_named(tmp_path: Path, text: str | bytes) -> None:
+    file = tmp_path / "run.toml"
+    file.write_bytes(text.encode() if isinstance(text, str) else text)
+    with pytest.raises(ValueError, match=r"run\.toml is not TOML: "):
         parse([str(file)])
 
 

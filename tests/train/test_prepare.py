@@ -358,6 +358,21 @@ def test_two_at_once_in_one_folder_are_refused(lines: Path, tmp_path: Path) -> N
     assert prepare([str(lines)], folder=str(out), processes=1) == 0
 
 
+def test_more_tokens_than_fit_are_refused_before_any_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert main(["prepare", "--synthetic", "99999999999999", "--folder", str(out)]) == 2
+    assert f"no space left for 399,999,999,999,996 bytes in {out}: free some" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_what_a_killed_run_left_is_gone_after_the_next(lines: Path, tmp_path: Path) -> None:
+    (tmp_path / ".all").write_bytes(b"half of it")
+    assert prepare([str(lines)], folder=str(tmp_path), processes=1) == 0
+    assert not (tmp_path / ".all").exists()
+
+
 def test_a_full_disk_costs_no_part(
     lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

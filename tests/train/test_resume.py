@@ -548,8 +548,11 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused(on_ranks: OnRanks, c
         assert words in str(caught.value)
     assert (Path(config.checkpoint.folder) / "metrics.jsonl").read_bytes() == metrics
     assert checkpoint.checkpoints(config.checkpoint.folder) == [older, newer]
+    shutil.rmtree(newer)
+    newer.write_text("no folder at all")
     anew = replace(config, checkpoint=replace(config.checkpoint, resume=False))
     assert on_ranks(1, run_rank, anew) == [DONE]
+    assert newer.is_dir()
 
 
 def run_on_a_slow_disk(config: TrainConfig, call: str) -> str:
