@@ -71,6 +71,9 @@ class Ranks:
                 process.start()
                 self._processes.append(process)
                 there.close()
+        except EOFError as error:
+            self.close(force=True)
+            raise RankError("the process that ranks are forked from died") from error
         except BaseException:
             self.close(force=True)
             raise

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from multiprocessing import forkserver
+from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 import pytest
@@ -98,6 +99,15 @@ def test_ranks_end_with_a_parent_that_was_killed_and_that_nobody_waits_for() -> 
     finally:
         parent.kill()
         parent.communicate()
+
+
+def test_a_death_of_whom_ranks_are_forked_from_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(process: object) -> None:
+        raise EOFError("unexpected EOF")
+
+    monkeypatch.setattr(ForkServerProcess, "start", start)
+    with pytest.raises(RankError, match="forked from died"):
+        Ranks(2)
 
 
 def test_a_death_is_named() -> None:

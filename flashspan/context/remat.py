@@ -23,7 +23,7 @@ _current: ContextVar[Handler | None] = ContextVar("keep_attention", default=None
 
 def keep_attention() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """The `context_fn` of torch.utils.checkpoint (use_reentrant=False): a context to record in, and one to replay."""
-    tape: list[Kept] = []
+    tape: list[tuple[Kept, list[int]]] = []
     return Recording(tape), Replaying(tape)
 
 
@@ -34,16 +34,17 @@ def keep(compute: Callable[[], Kept]) -> Kept:
 
 
 class Recording(AbstractContextManager[None]):
-    """The block's first run: what is kept goes on the tape."""
+    """The block's first run: what is kept goes on the tape, and how often each of it has been written to."""
 
-    def __init__(self, tape: list[Kept]) -> None:
+    def __init__(self, tape: list[tuple[Kept, list[int]]]) -> None:
         self.tape = tape
         self.token: Token[Handler | None] | None = None
 
     def handler(self) -> Handler:
         def record(compute: Callable[[], Kept]) -> Kept:
-            self.tape.append(compute())
-            return self.tape[-1]
+            kept = compute()
+            self.tape.append((kept, [x._version for x in kept]))
+            return kept
 
         return record
 
@@ -60,4 +61,14 @@ class Replaying(Recording):
 
     def handler(self) -> Handler:
         tape = iter(self.tape)
-        return lambda compute: next(tape)
+
+        def replay(compute: Callable[[], Kept]) -> Kept:
+            kept, versions = next(tape)
+            if [x._version for x in kept] != versions:
+                raise RuntimeError(
+                    "attention's output was changed in place in a block that keeps it for its recomputation: make a "
+                    "new tensor of it (out * 2, not out.mul_(2)), or checkpoint the block without keep_attention"
+                )
+            return kept
+
+        return replay

@@ -71,9 +71,11 @@ def _misfit(targets: Mapping[str, Any], state: Mapping[str, Any]) -> str | None:
         complaints.append(f"missing {', '.join(missing)}")
     if extra := [name for name in state if name not in targets]:
         complaints.append(f"unexpected {', '.join(extra)}")
-    complaints += [
-        f"{name} is {tuple(state[name].shape)}, not {tuple(target.shape)}"
-        for name, target in targets.items()
-        if name in state and not _is_extra(name) and state[name].shape != target.shape
-    ]
+    for name, target in targets.items():
+        if name not in state or _is_extra(name):
+            continue
+        if not isinstance(state[name], Tensor):
+            complaints.append(f"{name} is of type {type(state[name]).__name__}, not a tensor")
+        elif state[name].shape != target.shape:
+            complaints.append(f"{name} is {tuple(state[name].shape)}, not {tuple(target.shape)}")
     return f"the state does not fit the module: {'; '.join(complaints)}" if complaints else None

@@ -39,7 +39,8 @@ def sum_in_rank_order(flat: Tensor, group: dist.ProcessGroup | None = None, *, d
     and an all-gather), and its result does not.
     """
     num_ranks = dist.get_world_size(group)
-    if num_ranks <= 2:  # two terms commute: any order is this order
+    # Two terms commute: any order is this order. But two of float16 may be too much for it, where their mean is not.
+    if num_ranks == 1 or (num_ranks == 2 and flat.dtype != torch.float16):
         dist.all_reduce(flat, group=group)
         flat /= divisor
         return

@@ -70,6 +70,7 @@ class ShardedOptimizer(Optimizer):
             mine = chunks[self._rank]
             inner = self._cls(mine, **self._kwargs) if mine else None
             if inner is not None:
+                self.state.update(inner.state)  # what some make when they are made
                 inner.state = self.state  # one dictionary for all: states are found by their parameter
             self._rounds.append(_Round(index, chunks, inner))
 

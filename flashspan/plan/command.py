@@ -18,7 +18,7 @@ from .calibrate import Measurement, calibrate
 from .devices import Cluster, Device, Link, is_named, make_cluster
 from .draw import draw_scaling, draw_simulation, written_to
 from .memory import Run
-from .search import Answer, grown, longest, rank, scaling
+from .search import Answer, grown, longest, mixtures, rank, scaling
 
 
 def plan(
@@ -80,6 +80,9 @@ def plan(
     if answers:
         show(answers[:top], run, cluster)
         print(f"{len(answers)} mixtures fit." if len(answers) > 1 else "1 mixture fits.")
+    elif next(mixtures(run, cluster), None) is None:
+        print(f"No mixture divides over {devices:,} devices: use fewer of them, or more samples or tokens.")
+        return 1
     else:
         print("No mixture fits: use more devices, fewer tokens or samples, or a smaller model.")
     most, mixture = longest(run, cluster)

@@ -12,8 +12,10 @@ from .step import StepTime, step_time
 
 # How the sequence may be split: contiguous shards only where the strategy balances them.
 WAYS = (("ring", "zigzag"), ("gather", "zigzag"), ("helper", "contiguous"), ("ulysses", "contiguous"))
-USUAL_CONTEXT = (64, 1024)
-"""Ranks that share a sequence, at most: the second only where nothing fits with the first."""
+USUAL_CONTEXT = (64, 256)
+"""Ranks that share a sequence, at most: the second only where nothing fits with the first. What a schedule takes to
+simulate grows with their square: at 256 a plan takes 20 seconds. No more than share the shortest sequence that
+`longest` looks at."""
 
 
 @dataclass(frozen=True)

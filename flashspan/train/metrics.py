@@ -11,6 +11,7 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -86,15 +87,16 @@ class Display:
             return
         folder.mkdir(parents=True, exist_ok=True)
         self._told = False
+        self._log: io.FileIO | None = None
         try:
             if start:
                 _drop_later(folder / "metrics.jsonl", start)
             elif aside := _set_aside(folder / "metrics.jsonl"):
                 self.say(f"the metrics.jsonl of an earlier run is kept as {aside}")
+            # No buffer: a line that the disk refuses must not come again with the next one, or when the file is closed.
+            self._log = (folder / "metrics.jsonl").open("ab", buffering=0)
         except OSError as error:
             self._tell(error)
-        # No buffer: a line that the disk refuses must not come again with the next one, or when the file is closed.
-        self._log = (folder / "metrics.jsonl").open("ab", buffering=0)
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -134,7 +136,8 @@ class Display:
         # The mfu of a device whose peak is not known is no number, which JSON has no word for.
         row = {key: value for key, value in row.items() if value == value}
         try:
-            _append(self._log, row)
+            if self._log is not None:
+                _append(self._log, row)
             if self._board is not None:
                 for key, value in row.items():
                     if key not in ("step", "time"):
@@ -159,14 +162,19 @@ class Display:
             self._bar = None
         if self._board is not None:
             self._board.close()
-        if self.active:
+        if self.active and self._log is not None:
             self._log.close()
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
     """The rows of a metrics.jsonl; a line that a kill cut short, or a disk spoiled, is passed over."""
+    return _rows(file.read_bytes().splitlines() if file.exists() else [])
+
+
+def _rows(lines: Iterable[bytes]) -> list[dict[str, Any]]:
+    """Those lines that are rows."""
     rows = []
-    for line in file.read_bytes().splitlines() if file.exists() else []:
+    for line in lines:
         with contextlib.suppress(ValueError):
             row = json.loads(line)
             if isinstance(row, dict) and isinstance(row.get("step"), int):
@@ -196,19 +204,17 @@ def _set_aside(file: Path) -> Path | None:
 
 
 def _drop_later(file: Path, start: int) -> None:
-    """Forget the rows of steps that will be taken again, so that a curve has each step once."""
+    """Forget the rows of steps that will be taken again, so that a curve has each step once, and half a line at the
+    end. The file is cut: for that no disk is too full."""
     if not file.exists():
         return
-    rows = [row for row in read_metrics(file) if row["step"] <= start]
-    half = file.with_name(f".{file.name}.writing")  # a kill or a full disk must not cost the rows that stay
-    try:
-        with half.open("w", encoding="utf-8") as stream:
-            stream.writelines(json.dumps(row) + "\n" for row in rows)
-            stream.flush()
-            os.fsync(stream.fileno())
-        half.replace(file)
-    finally:
-        half.unlink(missing_ok=True)
+    with file.open("r+b") as stream:
+        kept = 0
+        for line in stream:
+            if not line.endswith(b"\n") or any(row["step"] > start for row in _rows([line])):
+                break
+            kept += len(line)
+        stream.truncate(kept)
 
 
 def draw_loss(folder: Path) -> Path | None:

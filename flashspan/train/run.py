@@ -136,17 +136,17 @@ def _start(config: TrainConfig, num_ranks: int) -> str:
     # The ranks inherit the block: a signal to the whole group, which reaches them and the server too, waits for them to
     # be ready to save. torch._dynamo: an optimizer of PyTorch's brings it along, and it takes a second.
     start_fork_server([*PRELOAD, "torch._dynamo", __name__], blocked=STOPS)
-    with (
-        _signals_passed_on() as pass_to,
-        Ranks(num_ranks, backend=backend, timeout=config.parallel.timeout) as ranks,
-    ):
-        pass_to([process.pid for process in ranks._processes])
-        try:
+    try:
+        with (
+            _signals_passed_on() as pass_to,
+            Ranks(num_ranks, backend=backend, timeout=config.parallel.timeout) as ranks,
+        ):
+            pass_to([process.pid for process in ranks._processes])
             return ranks.run(run_rank, config, timeout=LONGEST)[0]
-        except RankError as error:
-            raise_plainly(error)
-            print(error, file=sys.stderr)
-            return "failed"
+    except RankError as error:
+        raise_plainly(error)
+        print(error, file=sys.stderr)
+        return "failed"
 
 
 @contextlib.contextmanager

@@ -86,6 +86,31 @@ def test_attention_is_not_run_twice(on_ranks: OnRanks, strategy: str) -> None:
             assert none[2] < kept[2] < plain[2]
 
 
+def write_into_what_is_kept(mode: str) -> str:
+    attend = attention_of(Case(4, "ring"), num_tokens=T)
+    if attend is None:
+        return ""
+    q, k, v = (attend.shard(torch.randn(1, H, T, D), 2) for _ in range(3))  # of layers that are not trained
+    weight = torch.ones(D, requires_grad=True)
+
+    def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, causal=True).mul_(3) * weight
+
+    options: dict[str, Any] = {"context_fn": keep_attention} if mode == "kept" else {}
+    y = checkpoint(block, q, k, v, use_reentrant=False, **options)
+    try:
+        y.sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    assert weight.grad is not None
+    return "right" if torch.allclose(weight.grad, y.detach().sum((0, 1, 2)), atol=1e-4) else "wrong"
+
+
+def test_what_is_kept_and_then_changed_is_not_used(on_ranks: OnRanks) -> None:
+    assert set(on_ranks(write_into_what_is_kept, "plain")[4:]) == {"right"}
+    assert all("changed in place" in said for said in on_ranks(write_into_what_is_kept, "kept")[4:])
+
+
 @pytest.mark.parametrize("strategy", ["ring", "gather", "helper", "double_ring"])
 def test_the_wire_carries_the_bytes_the_schedule_announces(on_ranks: OnRanks, strategy: str) -> None:
     survey = Survey(place("zigzag", T, 4), CAUSAL)

@@ -102,6 +102,17 @@ def test_a_sum_does_not_depend_on_how_it_was_packed(on_ranks, num_ranks: int, dt
         assert torch.equal(pieces, in_order)
 
 
+def _mean_of_large_halves() -> list[float]:
+    flat = torch.full((12,), 40000.0, dtype=torch.float16)
+    sum_in_rank_order(flat, None, divisor=dist.get_world_size())
+    return flat.tolist()
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_a_mean_of_float16_does_not_overflow_on_its_way(on_ranks, num_ranks: int) -> None:
+    assert on_ranks(num_ranks, _mean_of_large_halves) == [[40000.0] * 12] * num_ranks
+
+
 def _unused_and_state() -> tuple[bool, list[str], bool]:
     model = make("toy")
     wrapped = DataParallel(model)

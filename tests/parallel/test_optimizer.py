@@ -84,6 +84,23 @@ def test_any_optimizer_can_be_sharded(on_ranks, optimizer_cls: type[torch.optim.
         assert distance(weights, want) <= 1e-7
 
 
+def _reload_adagrad() -> bool:
+    """Of an optimizer whose state is there before its first step, one parameter of which has no gradient."""
+    params = [nn.Parameter(torch.ones(3, 3)) for _ in range(3)]
+    optimizer = ShardedOptimizer(params, torch.optim.Adagrad, lr=0.1)
+    for param in params[1:]:
+        param.grad = torch.ones(3, 3)
+    optimizer.step()
+    state = optimizer.state_dict()
+    torch.optim.Adagrad(params, lr=0.1).load_state_dict(state)
+    ShardedOptimizer(params, torch.optim.Adagrad, lr=0.1).load_state_dict(state)
+    return sorted(state["state"]) == [0, 1, 2]
+
+
+def test_a_state_made_before_the_first_step_is_saved_whole(on_ranks) -> None:
+    assert on_ranks(2, _reload_adagrad) == [True, True]
+
+
 def _matrices(sharded: bool) -> list[Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 5, bias=False), nn.Tanh(), nn.Linear(5, 5, bias=False))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -267,6 +268,10 @@ def _caught(kind: str, arguments: Any) -> str:
             state = {**full_state_dict(model), "surplus": torch.zeros(1), "up.bias": torch.zeros(3)}
             del state["down.weight"]
             load_full_state_dict(model, state if dist.get_rank() else full_state_dict(model))
+        if kind == "no tensor":
+            model = Language(8, 4, 4)
+            state = {**full_state_dict(model), "up.bias": [0.0] * 4, "down.weight": np.zeros((4, 4))}
+            load_full_state_dict(model, state if dist.get_rank() else full_state_dict(model))
     except ValueError as error:
         return str(error)
     return "no error"
@@ -290,6 +295,8 @@ def _caught(kind: str, arguments: Any) -> str:
             None,
             "rank 1: the state does not fit the module: missing down.weight; unexpected surplus; up.bias is",
         ),
+        ("no tensor", None, "down.weight is of type ndarray, not a tensor"),
+        ("no tensor", None, "up.bias is of type list, not a tensor"),
     ],
 )
 def test_a_misuse_is_named_on_every_rank(on_ranks, kind: str, arguments: Any, says: str) -> None:

@@ -138,6 +138,19 @@ def test_the_longest_context_fits_and_one_more_unit_does_not() -> None:
     assert not any(fits(more, m, cluster) for m in mixtures(more, cluster))
 
 
+def test_the_longest_context_is_found_where_nothing_but_many_ranks_can_share_it() -> None:
+    run, cluster = Run(preset("tiny"), 1, 4096), make_cluster("H100", 256, per_node=1)
+    assert {mixture.context for mixture in mixtures(run, cluster)} == {256}
+    assert longest(run, cluster)[0] >= 4096
+
+
+def test_more_devices_than_can_share_the_work_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "tiny", "--devices", "4096", "--batch", "1", "--tokens", "65536"]) == 1
+    said = capsys.readouterr().out
+    assert "No mixture divides over 4,096 devices: use fewer of them, or more samples or tokens." in said
+    assert "Longest context" not in said
+
+
 def test_more_devices_hold_more_and_the_curve_reaches_1024() -> None:
     run = Run(preset("llama-3.2-1b"), 8, 4096)
     assert longest(run, make_cluster("L40", 16))[0] > longest(run, make_cluster("L40", 8))[0]

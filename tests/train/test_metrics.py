@@ -72,22 +72,37 @@ def test_a_damaged_line_costs_itself(tmp_path: Path) -> None:
     assert steps(tmp_path) == [1, 3, 5]
 
 
-def test_rows_are_dropped_all_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_dropped_where_no_other_file_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "metrics.jsonl"
     with Display(tmp_path, 9, active=True) as display:
-        for step in (1, 2, 3):
+        for step in (1, 2, 3, 4):
             display.step(row(step))
+            display.evaluation(step, 1.0)
+    with file.open("ab") as stream:
+        stream.write(b'{"step": 5, "lo')
+    before, open_path = file.stat().st_ino, Path.open
 
-    def fail(handle: int) -> None:
-        raise OSError(28, "No space left on device")
+    def full(path: Path, mode: str = "r", *args: Any, **options: Any) -> Any:
+        if not path.exists():
+            raise OSError(28, "No space left on device", str(path))
+        return open_path(path, mode, *args, **options)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", fail)
-        with pytest.raises(OSError, match="No space"):
-            metrics._drop_later(tmp_path / "metrics.jsonl", 2)
-    assert steps(tmp_path) == [1, 2, 3]
-    metrics._drop_later(tmp_path / "metrics.jsonl", 2)
-    assert steps(tmp_path) == [1, 2]
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    monkeypatch.setattr(Path, "open", full)
+    with Display(tmp_path, 9, active=True, start=2) as display:
+        for step in (3, 4, 5):
+            display.step(row(step))
+    assert steps(tmp_path) == [1, 1, 2, 2, 3, 4, 5]  # and two losses of a validation
+    assert file.stat().st_ino == before
+
+
+def test_a_folder_that_takes_no_metrics_costs_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    with Display(tmp_path, 9, active=True, start=1) as display:
+        for step in (2, 3):
+            display.step(row(step))
+    told = capsys.readouterr().out
+    assert told.count("metrics were not written") == 1
+    assert "step 3" in told.replace("/9", "")
 
 
 def test_a_run_from_the_first_step_keeps_the_curves_before_it(
