@@ -11,6 +11,7 @@ import math
 import signal
 import time
 from collections.abc import Iterator, Sequence, Sized
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,11 @@ class Trainer:
             flops = self.shape.flops_per_token(seen) * config.train.batch * config.data.sequence
             saved, scaled = self.step, (self.scale, self.steady)
             how = DONE
+            every = config.train.evaluate_every
+            # A run that was asked to stop did not wait for the evaluation that was due.
+            due = self.validation is not None and every and 0 < self.step < config.train.steps and not self.step % every
+            if due and not from_first(partial(display.evaluated, self.step)):
+                self._evaluate(display)
             while self.step < config.train.steps:
                 begin = time.perf_counter()
                 with name_the_silent(f"step {self.step + 1}"):
@@ -105,11 +111,9 @@ class Trainer:
                 speed = config.train.batch * config.data.sequence / seconds
                 mfu = flops / seconds / peak
                 display.step(StepMetrics(self.step, loss, norm, lr, speed, mfu, memory_gib(self.device), seconds))
-                every = config.train.evaluate_every
                 last = self.step == config.train.steps
                 if self.validation is not None and every and (last or (self.step % every == 0 and not stop)):
-                    with name_the_silent(f"the evaluation after step {self.step}"):
-                        display.evaluation(self.step, self.evaluate())
+                    self._evaluate(display)
                 if config.checkpoint.every and self.step % config.checkpoint.every == 0:
                     self._save(writer, first)
                     saved = self.step
@@ -179,6 +183,10 @@ class Trainer:
         if config.train.precision == "float16":
             self._rescale(fine)
         return loss, norm, lr, stops > 0
+
+    def _evaluate(self, display: Display) -> None:
+        with name_the_silent(f"the evaluation after step {self.step}"):
+            display.evaluation(self.step, self.evaluate())
 
     @torch.no_grad()
     def evaluate(self) -> float:

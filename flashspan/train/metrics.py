@@ -130,6 +130,14 @@ class Display:
         self.say(f"step {step}  validation loss {loss:.4f}")
         self._record({"step": step, "validation_loss": loss})
 
+    def evaluated(self, step: int) -> bool:
+        """Whether the validation loss of a step is recorded, or cannot be."""
+        try:
+            rows = read_metrics(self.folder / "metrics.jsonl")
+        except OSError:
+            return True
+        return any(row["step"] == step and "validation_loss" in row for row in rows)
+
     def _record(self, row: dict[str, Any]) -> None:
         if not self.active:
             return

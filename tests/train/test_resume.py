@@ -530,6 +530,22 @@ def test_a_run_that_overflows_stops_when_asked(on_ranks: OnRanks, config_of: Con
     assert on_ranks(1, overflow_and_ask, config) == [(STOPPED, 1)]
 
 
+def run_until_asked(config: TrainConfig) -> str:
+    return Trainer(config).run([signal.SIGTERM])
+
+
+def test_a_stop_costs_no_evaluation(on_ranks: OnRanks, config_of: ConfigOf, corpus: Path) -> None:
+    """One that is due when the run is asked to stop is made up for when it goes on."""
+    validation = f"--data.validation={corpus.parent}"
+    config = config_of("--parallel.context=1", "--train.steps=3", "--train.evaluate_every=1", validation)
+    assert on_ranks(1, run_until_asked, config) == [STOPPED]
+    file = Path(config.checkpoint.folder) / "metrics.jsonl"
+    assert [row["step"] for row in read_metrics(file) if "validation_loss" in row] == []
+    assert on_ranks(1, run_rank, config) == [DONE]
+    assert [row["step"] for row in read_metrics(file) if "validation_loss" in row] == [1, 2, 3]
+    assert [row["step"] for row in read_metrics(file) if "loss" in row] == [1, 2, 3]
+
+
 def test_a_run_whose_checkpoints_are_all_damaged_is_refused(on_ranks: OnRanks, config_of: ConfigOf) -> None:
     config = config_of("--checkpoint.every=2", "--train.steps=4", "--parallel.context=1")
     on_ranks(1, run_rank, config)
@@ -626,7 +642,7 @@ def test_a_file_system_without_locks_takes_a_run(tmp_path: Path, monkeypatch: py
     with checkpoint.alone_in(tmp_path / "run"):
         pass
     (tmp_path / "other" / checkpoint.LOCK).mkdir(parents=True)  # what cannot be opened is another matter
-    with pytest.raises(OSError, match="Is a directory"), checkpoint.alone_in(tmp_path / "other"):
+    with pytest.raises(ValueError, match="Is a directory"), checkpoint.alone_in(tmp_path / "other"):
         pass
 
 
