@@ -359,11 +359,12 @@ def test_two_at_once_in_one_folder_are_refused(lines: Path, tmp_path: Path) -> N
 
 
 def test_more_tokens_than_fit_are_refused_before_any_is_made(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "out"
-    assert main(["prepare", "--synthetic", "99999999999999", "--folder", str(out)]) == 2
-    assert f"no space left for 399,999,999,999,996 bytes in {out}: free some" in capsys.readouterr().err
+    out, small = tmp_path / "out", shutil._ntuple_diskusage(10**6, 9, 10**4)  # type: ignore[attr-defined]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: small)
+    assert main(["prepare", "--synthetic", "9999", "--folder", str(out)]) == 2
+    assert f"no space left for 39,996 bytes in {out}: free some" in capsys.readouterr().err
     assert not out.exists()
 
 
