@@ -151,16 +151,22 @@ class Rows:
 
     start, end: [T], or [B, T] when each sequence of the batch has its own; `num_keys` is S. The transpose is kept
     beside them: query i in first[j] <= i < last[j] may see key j (`convex`: just those do; otherwise some do not).
+    `reach` is the power of 2 at or below the mean number of keys a query sees, or 0 where nobody has looked: enough to
+    choose a kernel by, and other documents of about that length are the same kind of call.
     A value: nothing changes it after it is made.
     """
 
-    def __init__(self, start: Tensor, end: Tensor, num_keys: int, *, convex: bool | None = None) -> None:
-        """`convex` is for intervals of this package's own making, clipped, settled and ascending (or not)."""
+    def __init__(
+        self, start: Tensor, end: Tensor, num_keys: int, *, convex: bool | None = None, reach: int | None = None
+    ) -> None:
+        """`convex` is for intervals of this package's own making, clipped, settled and ascending (or not); so is
+        `reach`, which is looked for where that waits for no device."""
         if convex is None:
             (num_keys,) = check_whole(num_keys=num_keys)
             start, end = _clean(start, end, num_keys)
             convex = bool((start.diff() >= 0).all() and (end.diff() >= 0).all())
         self.start, self.end, self.num_keys, self.convex = start, end, num_keys, convex
+        self.reach = _reach(start, end) if reach is None else reach
         self.first, self.last = _transpose(start, end, num_keys)
         self._made: dict[object, Rows] = {}
 
@@ -237,12 +243,14 @@ class Rows:
         eager = not torch.compiler.is_compiling()
         if eager and self.start.is_inference() and not torch.is_inference_mode_enabled():
             # Made in inference mode and now used to train: autograd cannot save such tensors.
-            return Rows(self.start.to(device).clone(), self.end.to(device).clone(), self.num_keys, convex=self.convex)
+            start, end = self.start.to(device).clone(), self.end.to(device).clone()
+            return Rows(start, end, self.num_keys, convex=self.convex, reach=self.reach)
         if self.start.device == device:
             return self
 
         def copy() -> Rows:
-            return Rows(self.start.to(device), self.end.to(device), self.num_keys, convex=self.convex)
+            start, end = self.start.to(device), self.end.to(device)
+            return Rows(start, end, self.num_keys, convex=self.convex, reach=self.reach)
 
         return made_once(self._made, device, copy)
 
@@ -250,7 +258,7 @@ class Rows:
         return {**vars(self), "_made": {}}
 
     def pack(self) -> tuple[str, list[int], list[Tensor]]:
-        return "rows", [self.num_keys, int(self.convex)], [self.start, self.end, self.first, self.last]
+        return "rows", [self.num_keys, int(self.convex), self.reach], [self.start, self.end, self.first, self.last]
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -329,10 +337,10 @@ def unpack(kind: str, numbers: Sequence[int], tensors: Sequence[Tensor]) -> Mask
         from flashspan.kernels.blocks import Blocks
 
         return Blocks.unpack(numbers, tensors)
-    num_keys, convex = numbers
     rows = object.__new__(Rows)
     rows.start, rows.end, rows.first, rows.last = tensors
-    rows.num_keys, rows.convex, rows._made = num_keys, bool(convex), {}
+    rows.num_keys, convex, rows.reach = numbers
+    rows.convex, rows._made = bool(convex), {}
     return rows
 
 
@@ -445,6 +453,14 @@ def place(positions: Positions, number: int | None = None) -> Tensor:
     if number is not None and parts and not 0 <= parts[0][0] <= parts[-1][-1] < number:
         raise ValueError(f"a mask of {number} positions is sliced by some of 0 to {number - 1}: got {positions}")
     return torch.from_numpy(np.concatenate([np.arange(p.start, p.stop, p.step) for p in parts] or [np.arange(0)]))
+
+
+def _reach(start: Tensor, end: Tensor) -> int:
+    """See Rows."""
+    if not start.is_cpu or not start.numel() or torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+        return 0
+    mean = int((end - start).clamp(min=0).sum()) // start.numel()
+    return 1 << mean.bit_length() >> 1
 
 
 def _cummax(x: Tensor) -> Tensor:

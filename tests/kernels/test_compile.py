@@ -135,7 +135,7 @@ masks = {
     "grouped": {"mask": CAUSAL, "num_key_heads": 2},
     "full": {"mask": EVERYTHING},
     "window": {"mask": Band(-100, 0)},
-    "rows": {"mask": documents([1000, 3096])},
+    "rows": {"mask": documents([1000] * 4 + [96])},
     "short": {"mask": CAUSAL, "num_tokens": 1024},
     "wide": {"mask": Band(-4095, 0), "num_tokens": 8192},
     "long rows": {"mask": documents([16384, 16384]), "num_tokens": 32768},
@@ -173,7 +173,8 @@ ALL = [
     )
     if (kind, head_dim) != ("backward", 256)
 ]
-ALL += [("backward", 128, "bfloat16", mask, "plain") for mask in ("long", "grouped")]
+ALL += [("backward", 128, "bfloat16", mask, "plain") for mask in ("long", "grouped", "rows")]
+ALL += [("forward", head_dim, "bfloat16", "rows", "plain") for head_dim in (64, 128)]
 ALL += [
     ("forward", head_dim, "bfloat16", mask, carry)
     for head_dim in (64, 128)

@@ -458,6 +458,11 @@ def test_v_in_float16_is_made_where_enough_queries_see_a_key() -> None:
     assert pays(CAUSAL, 2048, 64)
     assert pays(EVERYTHING, 2048, 128)
     assert pays(documents([8192] * 4), 32768, 128)
+    assert pays(documents([4096] * 8) & CAUSAL, 32768, 128)
+    assert not pays(documents([2048] * 16) & CAUSAL, 32768, 128)
+    for tokens in (16384, 32768):  # where nobody has looked
+        every = torch.arange(tokens, dtype=torch.int32)
+        assert pays(Rows(every, every + 1, tokens, convex=True, reach=0), tokens, 128) == (tokens == 32768)
     assert not pays(CAUSAL, 2048, 128)
     assert not pays(Band(-1023, 0), 65536, 128)
     assert not pays(CAUSAL, 65536, 256)

@@ -134,6 +134,16 @@ def test_a_mask_survives_packing_simplifying_and_slicing_to_itself(case: tuple[M
     mask.check(2, num_queries, num_keys)
 
 
+def test_a_table_knows_how_many_keys_a_query_sees_about_and_tells_its_copies() -> None:
+    for lengths, reach in (([64] * 4, 64), ([1, 63, 192], 128), ([0, 0], 0), ([1], 1)):
+        assert documents(lengths).reach == reach
+    mask = documents([256, 256]) & causal()
+    assert mask.reach == 128
+    assert ragged([512, 0], 256, 512).reach == 256
+    assert mask.to("meta").reach == unpack(*mask.to("meta").pack()).reach == 128
+    assert (mask.to("meta") & window(9, 0)).reach == 0  # nobody can look
+
+
 def test_patterns_draw_what_they_are_named_for() -> None:
     i, j = torch.arange(7)[:, None], torch.arange(9)
     assert torch.equal(dense(causal(), 7, 9), j <= i)

@@ -35,8 +35,10 @@ def pays(q: Tensor, k: Tensor, mask: Mask) -> bool:
     (_, H, T, _), (_, K, S, _) = q.shape, k.shape
     if least > H // K * T:  # however many see a key
         return False
-    # Nobody has looked into a table of intervals: of the queries a sixteenth.
-    seen = count(mask, T, S) // S if isinstance(mask, Band) else T // 16
+    if isinstance(mask, Band):
+        seen = count(mask, T, S) // S
+    else:  # where nobody has looked into a table of intervals: by a sixteenth of the queries
+        seen = mask.reach * T // S if mask.reach else T // 16
     return H // K * seen >= least
 
 
