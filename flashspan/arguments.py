@@ -89,12 +89,15 @@ def resolve_mask(
 
 def window_band(window: int | tuple[int, int]) -> Band:
     """The band that a window means; refuse what is no window."""
-    pair = (window - 1, window - 1) if isinstance(window, int) else window
-    if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(x, int) and x >= 0 for x in pair)):
+    width = masks.whole_number(window)
+    pair = window if width is None else (width - 1, width - 1)
+    sides = [masks.whole_number(x) for x in pair] if isinstance(pair, (tuple, list)) and len(pair) == 2 else []
+    found = [side for side in sides if side is not None and side >= 0]
+    if len(found) != 2:
         raise ValueError(
             f"a window is an int >= 1 or a pair (left, right) of ints >= 0: got {window!r}; use None for no window"
         )
-    left, right = pair
+    left, right = found
     return Band(-left, right)
 
 

@@ -17,6 +17,7 @@ from flashspan import again
 from flashspan.arguments import (
     autocast,
     check_inputs,
+    check_seed,
     check_unchanged,
     dense_rows,
     draw_seed,
@@ -110,6 +111,7 @@ def attention(
         return (out, lse) if return_lse else out
     q, k, v = autocast(q, k, v)
     check_inputs(q, k, v, dropout, scale)
+    check_seed(seed, generator)
     resolved = resolve_mask(q, k, causal=causal, window=window, mask=mask).to(q.device)
     scale = scale_of(q, scale)
     q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
@@ -136,13 +138,20 @@ def explain(
     causal: bool = False,
     window: int | tuple[int, int] | None = None,
     mask: Mask | Tensor | None = None,
+    scale: float | None = None,
     dropout: float = 0.0,
+    seed: int | None = None,
+    generator: torch.Generator | None = None,
+    return_lse: bool = False,
     backend: str = "auto",
     deterministic: bool = False,
 ) -> dispatch.Choice:
-    """Which implementation `attention` would use for this call, and why not the others. Print it."""
+    """Which implementation `attention` would use for this call, with the same arguments, and why not the others. Print
+    it. The numbers in tensors are not looked at: it may hand on a part of what it finds there (rows that see NaN, a
+    scale of 0 or less, gradients of intervals that do not ascend) to the next one that serves."""
     q, k, v = autocast(q, k, v)
-    check_inputs(q, k, v, dropout)
+    check_inputs(q, k, v, dropout, scale)
+    check_seed(seed, generator)
     resolved = resolve_mask(q, k, causal=causal, window=window, mask=mask)
     return dispatch.choose(q, k, v, mask=resolved, dropout=dropout > 0, backend=backend, deterministic=deterministic)
 

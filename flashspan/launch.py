@@ -3,8 +3,9 @@
     with Ranks(4) as ranks:
         results = ranks.run(fn, arg)      # fn(arg) on each rank; a list of 4 results
 
-Under torchrun the ranks exist already and nothing here is needed. Rendezvous is a file and gloo binds to loopback, so
-no port is chosen and nothing listens beyond this machine. Ranks die with their parent, whatever kills it.
+Under torchrun the ranks exist already and nothing here is needed. Rendezvous is a file, and gloo and NCCL bind to
+loopback unless told otherwise (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), so no port is chosen and nothing listens beyond
+this machine. Ranks die with their parent, whatever kills it.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ class Ranks:
         if not self._processes:
             raise RuntimeError("these ranks have ended: an earlier call failed or close() was called")
         for pipe in self._pipes:
-            pipe.send((fn, args))
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a rank that has died: said below
+                pipe.send((fn, args))
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
         deadline = time.monotonic() + timeout
@@ -168,7 +170,7 @@ def _serve(
         os._exit(1)
     sys.path[:] = path
     torch.set_num_threads(threads)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    stay_on_this_machine()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
     if backend == "nccl":
         torch.cuda.set_device(rank)
@@ -179,6 +181,13 @@ def _serve(
     except (EOFError, OSError, KeyboardInterrupt):  # whoever sent work is gone, or about to go and to say so
         os._exit(1)
     dist.destroy_process_group()
+
+
+def stay_on_this_machine() -> None:
+    """Groups made in this process from now on listen on loopback alone, unless the environment says otherwise."""
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, loopback)
 
 
 def _work(pipe: Connection) -> None:

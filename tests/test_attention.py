@@ -1,5 +1,6 @@
 """The public face: a drop-in for SDPA, its errors, and how it lives with compile, autocast and checkpointing."""
 
+import inspect
 import math
 import sys
 from collections.abc import Callable
@@ -19,7 +20,7 @@ import flashspan
 from flashspan import attention, explain, masks
 from flashspan.arguments import dense_rows
 from flashspan.context import context_parallel
-from flashspan.kernels import dispatch
+from flashspan.kernels import dispatch, patterns
 
 
 def inputs(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
@@ -331,8 +332,11 @@ def test_a_mask_first_used_in_inference_mode_still_trains() -> None:
     with torch.inference_mode():
         made = masks.documents([20, 20])
         attention(q, k, v, mask=kept, causal=True)
+    dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(1))
+    wanted = torch.autograd.grad(attention(q, k, v, mask=masks.documents([20, 20]), causal=True), (q, k, v), dout)
     for mask in (kept, made):
-        attention(q, k, v, mask=mask, causal=True).sum().backward()
+        grads = torch.autograd.grad(attention(q, k, v, mask=mask, causal=True), (q, k, v), dout)
+        assert all(torch.equal(a, b) for a, b in zip(grads, wanted, strict=True))
 
 
 def test_masks_copy_and_travel_without_what_was_made_of_them() -> None:
@@ -446,6 +450,8 @@ BAD = {
     "not a mask": (lambda: attention(q4, q4, q4, mask="causal"), "made by flashspan.masks"),  # type: ignore[arg-type]
     "negative window": (lambda: attention(q4, q4, q4, window=-1), "window is an int >= 1"),
     "window of a float": (lambda: attention(q4, q4, q4, window=2.5), "got 2.5"),  # type: ignore[call-overload]
+    "window of a bool": (lambda: attention(q4, q4, q4, window=True), "got True"),
+    "seed of a text": (lambda: attention(q4, q4, q4, seed="x"), "whole number: got 'x'"),  # type: ignore[call-overload]
     "window of three": (lambda: attention(q4, q4, q4, window=(1, 2, 3)), "pair"),  # type: ignore[call-overload]
     "seed of a float": (
         lambda: attention(q4, q4, q4, dropout=0.1, seed=1.5),  # type: ignore[call-overload]
@@ -511,6 +517,26 @@ def test_explain_says_who_serves_and_why_not_the_others() -> None:
     text = str(flashspan.explain(*inputs(*[(1, 2, 9, 8)] * 3), causal=True, dropout=0.1))
     assert "serves float32 on cpu, head size 8, Band mask, dropout" in text
     assert "no counter-based dropout" in text
+
+
+def test_explain_takes_what_attention_takes() -> None:
+    wanted, found = (list(inspect.signature(f).parameters) for f in (attention, flashspan.explain))
+    assert found == wanted
+
+
+def test_masks_can_be_imported_by_name() -> None:
+    from flashspan.masks import Band, Rows, causal
+
+    assert causal() == Band(None, 0)
+    assert isinstance(masks.documents([3]), Rows)
+    assert set(masks.__all__) == {*patterns.__all__, "Band", "Rows"}
+
+
+def test_a_window_is_any_whole_number() -> None:
+    q, k, v = inputs(*[(1, 2, 9, 8)] * 3)
+    wanted = attention(q, k, v, window=3)
+    assert torch.equal(attention(q, k, v, window=np.int64(3)), wanted)  # type: ignore[call-overload]
+    assert torch.equal(attention(q, k, v, window=(np.int32(2), 2)), wanted)  # type: ignore[call-overload]
 
 
 def test_deterministic_travels_with_the_backend_name() -> None:

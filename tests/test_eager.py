@@ -76,12 +76,15 @@ def test_a_mask_changed_between_forward_and_backward_is_refused(kind: str, way: 
 def test_a_mask_changed_before_forward_or_after_backward_is_not_noticed() -> None:
     q, k, v = (x.requires_grad_() for x in inputs())
     mask = masks.documents([4, 5])
+    (wanted,) = torch.autograd.grad(attention(q, k, v, mask=masks.documents([4, 5])).square().sum(), q)
     for _ in range(2):
         mask.start.add_(0)
-        attention(q, k, v, mask=mask).square().sum().backward()
+        (found,) = torch.autograd.grad(attention(q, k, v, mask=mask).square().sum(), q)
+        assert torch.equal(found, wanted)
     with torch.inference_mode():  # whose tensors have no versions
         made = masks.documents([4, 5])
-    attention(q, k, v, mask=made).square().sum().backward()
+    (found,) = torch.autograd.grad(attention(q, k, v, mask=made).square().sum(), q)
+    assert torch.equal(found, wanted)
 
 
 def test_a_dispatch_mode_sees_the_operator() -> None:

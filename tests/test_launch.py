@@ -115,6 +115,17 @@ def test_a_death_is_named() -> None:
         ranks.run(die_on_one)
 
 
+def test_a_death_between_two_calls_is_named() -> None:
+    with Ranks(2) as ranks:
+        pids = ranks.run(process_id)
+        os.kill(pids[1], signal.SIGKILL)
+        while not gone(pids[1]):
+            time.sleep(0.01)
+        with pytest.raises(RankError, match="the process of rank 1 died"):
+            ranks.run(process_id)
+        assert gone(pids[0])
+
+
 def test_ctrl_c_waits_while_the_fork_server_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     """It reaches every process of a terminal: whoever started the server answers, and no import with a traceback."""
     seen: list[set[Any]] = []

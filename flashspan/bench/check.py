@@ -194,8 +194,8 @@ def refuse_many_ranks(ranks: int) -> None:
 
 def refuse_large_seed(seed: int) -> None:
     """What a generator cannot take, before ranks are started that would say so one by one."""
-    if not -(2**63) <= seed < 2**63:
-        raise ValueError(f"a seed is a number of 64 bits: got {seed}")
+    if not -(2**63) <= seed < 2**64:
+        raise ValueError(f"a seed is a number of 64 bits, -2**63 to 2**64 - 1: got {seed}")
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, get_args
@@ -26,7 +27,7 @@ from flashspan.bench import record
 from flashspan.bench.clock import timed
 from flashspan.bench.record import Row
 from flashspan.bench.tables import Table, make, show_tables
-from flashspan.context import ContextAttention, context_parallel
+from flashspan.context import context_parallel
 from flashspan.launch import Ranks
 from flashspan.parallel import (
     DataParallel,
@@ -173,7 +174,7 @@ def prepare(name: str, sizes: Transformer, batch: int, length: int) -> Contender
         apply_fully_sharded(model, build_mesh(shard=num_ranks), model.blocks)
     elif name == "context":
         ring = context_parallel(dist.group.WORLD, num_tokens=length)
-        model = Model(sizes, _ring_attend(ring))
+        model = Model(sizes, partial(ring, causal=True))
         running, mine = DataParallel(model, bucket_mb=BUCKET_MB, op="sum"), ring.shard(tokens, 1)
 
         def loss(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -195,15 +196,6 @@ def prepare(name: str, sizes: Transformer, batch: int, length: int) -> Contender
     if name == "sharded optimizer":
         return Contender(strategy, model, running, ShardedOptimizer(params, torch.optim.AdamW), mine, loss)
     return Contender(strategy, model, running, torch.optim.AdamW(params), mine, loss)
-
-
-def _ring_attend(ring: ContextAttention) -> Attend:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = ring(q, k, v, causal=True)
-        assert isinstance(out, Tensor)
-        return out
-
-    return attend
 
 
 def _hybrid_block(sizes: Transformer, mesh: DeviceMesh) -> HybridBlock:

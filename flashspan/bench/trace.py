@@ -15,8 +15,10 @@ from torch.autograd.profiler import profile
 
 PRODUCTS = ("gemm", "cutlass", "xmma", "wgmma", "aten::mm", "aten::bmm", "aten::addmm", "nvjet", "splitk", "cublas")
 FUSED = ("flash", "fmha", "scaled_dot_product", "sdpa")
-# Our attention kernels, some with sparse_ before; the last three prepare and finish a backward pass.
-OURS = tuple(f"{word}_kernel" for word in ("forward", "backward", "keys", "queries", "delta", "rows", "cast"))
+# Our attention kernels: those that multiply, and those that prepare, repair and finish for them.
+PASSES = ("forward", "backward", "keys", "queries", "repair")
+OURS = {f"{kind}{word}_kernel" for kind in ("", "sparse_", "lists_") for word in PASSES}
+OURS |= {f"{word}_kernel" for word in ("finer", "delta", "rows", "cast")}
 WIRE = ("nccl", "gloo", "c10d::", "record_param_comms")
 
 
@@ -32,7 +34,7 @@ class Kernel:
     def kind(self) -> str:
         """ "product", "attention", "wire" or "other"."""
         low = self.name.lower()
-        if low in OURS or low.removeprefix("sparse_") in OURS:
+        if low in OURS:
             return "attention"
         for kind, words in (("wire", WIRE), ("attention", FUSED), ("product", PRODUCTS)):
             if any(word in low for word in words):
@@ -47,18 +49,17 @@ def profiled(device: torch.device, *, memory: bool = False) -> profile:
     return profile(use_kineto=True, use_device="cuda" if device.type == "cuda" else None, profile_memory=memory)
 
 
-def kernels(profiler: Any, device: torch.device, span: tuple[int, int] | None = None) -> list[Kernel]:
-    """The kernels of a profile (of a span of it, in ns), the longest first."""
+def kernels(profiler: Any, device: torch.device) -> list[Kernel]:
+    """The kernels of a profile, the longest first."""
     found: dict[str, list[float]] = defaultdict(list)
     events = profiler.kineto_results.events()
     if device.type == "cuda":
         kind = torch._C._autograd.DeviceType.CUDA
-        inside = [e for e in events if e.device_type() == kind and e.duration_ns() and _within(e, span)]
-        for event in inside:
+        for event in (e for e in events if e.device_type() == kind and e.duration_ns()):
             if not event.is_user_annotation() and event.name() != "[memory]":
                 found[event.name()].append(event.duration_ns() / 1e6)
     else:
-        for name, own in _own_times(events, span):
+        for name, own in _own_times(events):
             found[name].append(own)
     listed = [Kernel(name, sum(times), len(times)) for name, times in found.items()]
     return sorted(listed, key=lambda kernel: -kernel.milliseconds)
@@ -78,7 +79,7 @@ def ranges_ms(profiler: Any, name: str, device: torch.device) -> list[float]:
     return [e.duration_ns() / 1e6 for e in events if e.name() == name and e.device_type() == kind]
 
 
-def _own_times(events: Any, span: tuple[int, int] | None) -> list[tuple[str, float]]:
+def _own_times(events: Any) -> list[tuple[str, float]]:
     """(operator, milliseconds it spent outside the operators it called), of every operator on every thread."""
     by_thread: dict[int, list[Any]] = defaultdict(list)
     for event in events:
@@ -91,8 +92,7 @@ def _own_times(events: Any, span: tuple[int, int] | None) -> list[tuple[str, flo
 
         def close(stack: list[list[Any]] = stack) -> None:
             event, _, own = stack.pop()
-            if _within(event, span):
-                result.append((event.name(), max(0.0, own) / 1e6))
+            result.append((event.name(), max(0.0, own) / 1e6))
 
         for event in ops:
             begin, end = event.start_ns(), event.start_ns() + event.duration_ns()
@@ -104,7 +104,3 @@ def _own_times(events: Any, span: tuple[int, int] | None) -> list[tuple[str, flo
         while stack:
             close()
     return result
-
-
-def _within(event: Any, span: tuple[int, int] | None) -> bool:
-    return span is None or span[0] <= event.start_ns() < span[1]

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import shutil
 import statistics
 import tempfile
@@ -49,6 +48,7 @@ from flashspan.bench import record, trace
 from flashspan.bench.clock import synchronise, timed
 from flashspan.bench.plain_llama import Baseline, load_baseline
 from flashspan.generate import Sampling, Whole, decode
+from flashspan.launch import stay_on_this_machine
 from flashspan.model import Llama, LlamaConfig, load_llama, preset, save_state
 from flashspan.train import parse
 from flashspan.train.data import ByteTokenizer, Samples, open_tokens, write_tokens
@@ -377,7 +377,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if alone:
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nothing listens beyond this machine
+        stay_on_this_machine()
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     bench = Bench(TINY if options.tiny else FULL, folder, device, profile=options.profile)

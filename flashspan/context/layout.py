@@ -129,9 +129,15 @@ def balanced(mask: Blocks) -> Callable[[int, int], Placement]:
             f'or layout="zigzag" for a causal mask'
         )
     work = mask.rows.visits().sum((0, 1)).cpu().numpy().astype(np.float64)
+    size, lengths = mask.block[0], (mask.num_queries, mask.num_keys)
 
+    # Layouts are kept by whoever places tokens: it must not hold on to the mask.
     def balanced_blocks(num_tokens: int, num_ranks: int) -> Placement:
-        mask.check(mask.num_batch, num_tokens, num_tokens)
+        if lengths != (num_tokens, num_tokens):
+            raise ValueError(
+                f"this layout was made from a mask of {lengths[0]} queries and {lengths[1]} keys: got a sequence of "
+                f"{num_tokens} tokens; make the mask for its length"
+            )
         blocks = range(len(work))
         runs = _bounds(len(work), num_ranks)
         halves = _bounds(len(work), 2 * num_ranks)
@@ -156,7 +162,6 @@ def balanced(mask: Blocks) -> Callable[[int, int], Placement]:
             busiest = max(work[part].sum() for part in owned)
             if busiest * EVEN < best[0] or (busiest < best[0] and best[0] > UNEVEN * mean):
                 best = busiest, owned
-        size = mask.block[0]
         parts = [[range(b * size, min((b + 1) * size, num_tokens)) for b in sorted(part)] for part in best[1]]
         return _placement(num_tokens, parts)
 

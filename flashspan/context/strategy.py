@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -64,6 +64,7 @@ def context_parallel(
     head_chunks: int | None = None,
     num_tokens: int | None = None,
     backend: str = "auto",
+    deterministic: bool = False,
     timeout: float = 300.0,
 ) -> ContextAttention:
     """Attention over the ranks of a group, each holding a part of the tokens: call it like `flashspan.attention`.
@@ -80,6 +81,7 @@ def context_parallel(
     they see a shape or a mask; otherwise (unless the mask knows) once per call, to learn the length. On gloo, ranks
     that call with different ones of several they have all seen wait for each other until the timeout; on NCCL they are
     not caught: their transfers will not fit one another.
+    backend, deterministic: as `flashspan.attention` takes them in each call.
     timeout: seconds to wait for a transfer (with NCCL the group's own timeout rules).
     """
     if strategy not in STRATEGIES:
@@ -102,6 +104,10 @@ def context_parallel(
         )
     if not callable(layout):
         check_name(layout)
+    if not isinstance(backend, str) or backend.removesuffix(dispatch.DETERMINISTIC) not in ("auto", *dispatch.TABLE):
+        raise ValueError(f"backend must be one of {', '.join(['auto', *dispatch.TABLE])}: got {backend!r}")
+    if deterministic:
+        backend = backend.removesuffix(dispatch.DETERMINISTIC) + dispatch.DETERMINISTIC
     outer: dist.ProcessGroup | None
     inner: dist.ProcessGroup | None
     if strategy == "hybrid":
@@ -158,6 +164,40 @@ class ContextAttention:
         self._cores: OrderedDict[Any, Core] = OrderedDict()
         self._digested: tuple[object, list[int], int] = (None, [], _digest(None))
 
+    @overload
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool = False,
+        window: int | tuple[int, int] | None = None,
+        mask: Mask | Tensor | None = None,
+        scale: float | None = None,
+        dropout: float = 0.0,
+        seed: int | None = None,
+        generator: torch.Generator | None = None,
+        return_lse: Literal[False] = False,
+    ) -> Tensor: ...
+
+    @overload
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool = False,
+        window: int | tuple[int, int] | None = None,
+        mask: Mask | Tensor | None = None,
+        scale: float | None = None,
+        dropout: float = 0.0,
+        seed: int | None = None,
+        generator: torch.Generator | None = None,
+        return_lse: Literal[True],
+    ) -> tuple[Tensor, Tensor]: ...
+
     def __call__(
         self,
         q: Tensor,
@@ -172,7 +212,7 @@ class ContextAttention:
         seed: int | None = None,
         generator: torch.Generator | None = None,
         return_lse: bool = False,
-    ) -> Any:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """This rank's rows of attention over all ranks' tokens: out, or with `return_lse` (out, lse).
 
         The arguments are those of `flashspan.attention`, q [B, H, T, D], k and v [B, K, T, D] being this rank's shard,

@@ -176,21 +176,29 @@ def _choose(folder: str | Path) -> Path:
 
 
 def stream(tokens: Iterable[torch.Tensor | list[int]], coder: Tokenizer, prompt: Sequence[int] = ()) -> Iterator[str]:
-    """Text for each token of the first row after a prompt, holding back what is not a whole character yet."""
+    """Text for each token of the first row after a prompt, holding back what is not a whole character yet; at
+    the end what is left of one."""
     if isinstance(coder, ByteTokenizer):
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for token in tokens:
             value = int(token[0])
             yield decoder.decode(bytes([value]) if value < coder.end else b"")
+        if rest := decoder.decode(b"", final=True):
+            yield rest
         return
     seen = list(prompt[-AROUND:])  # a token alone may lose the space before it, as the first of a text does
-    told = coder.decode(seen)
+    text = told = coder.decode(seen)
     for token in tokens:
         seen.append(int(token[0]))
         text = coder.decode(seen)
         piece = "" if text.endswith("\ufffd") else text[len(told) :]
         told += piece
+        if piece and len(seen) > 2 * AROUND:  # all from the start, for every token, would take ever longer
+            seen = seen[-AROUND:]
+            text = told = coder.decode(seen)
         yield piece
+    if rest := text[len(told) :]:
+        yield rest
 
 
 def read_prompts(file: str) -> list[str]:

@@ -321,11 +321,12 @@ class Blocks:
         return Blocks._examined(self.num_queries, self.num_keys, self.block, kinds, look)
 
     def _join(self, other: Mask, join: Callable[[Tensor, Tensor], Tensor], decides: int, yields: int) -> Blocks:
-        """`_combine`, kept where the other is small: `attention(mask=blocks, causal=True)` asks in every layer."""
+        """`_combine`, kept where the other is a band: `attention(mask=blocks, causal=True)` asks in every layer. Tables
+        are another in every batch, and would only be kept."""
         refuse_tensor(other)
         if not isinstance(other, (Band, Rows, Blocks)):
             return NotImplemented
-        if isinstance(other, Blocks):
+        if not isinstance(other, Band):
             return self._combine(other, join, decides, yields)
         return made_once(self._made, (decides, other), lambda: self._combine(other, join, decides, yields))
 

@@ -29,7 +29,7 @@ Positions: TypeAlias = range | Sequence[range]
 """Global positions of a slice's tokens: one range, or several, ascending and disjoint."""
 
 EMPTY, FULL, PARTIAL = 0, 1, 2
-"""What `tiles` says of a tile."""
+"""What a tile of a mask is."""
 
 UNBOUNDED = 2**62
 """A bound that no length reaches, and that a position can be added to in 64 bits."""
@@ -191,11 +191,11 @@ class Rows:
             return NOTHING
         i = torch.arange(num, device=self.start.device)
         # A band's ends clip to 0..num_keys, so only rows whose end lies inside tell what it is.
-        lo = _offset(self.start - i, self.start > 0)
-        hi = _offset(self.end - 1 - i, self.end < self.num_keys)
-        if lo is NotImplemented or hi is NotImplemented:
+        lo = _bound(self.start - i, self.start > 0)
+        hi = _bound(self.end - 1 - i, self.end < self.num_keys)
+        if len(lo) > 1 or len(hi) > 1:
             return self
-        band = Band(lo, hi).simplify(num, self.num_keys)
+        band = Band(*lo or (None,), *hi or (None,)).simplify(num, self.num_keys)
         start, end = (x.to(i.device) for x in band.intervals(num, self.num_keys))
         same = torch.equal(start, self.start) and torch.equal(end, self.end)
         return band if same else self
@@ -353,22 +353,6 @@ def dense(mask: Mask, num_queries: int, num_keys: int) -> Tensor:
     return (start[..., None] <= j) & (j < end[..., None])
 
 
-def tiles(mask: Band | Rows, num_queries: int, num_keys: int, block_q: int, block_k: int) -> Tensor:
-    """EMPTY, FULL or PARTIAL for each tile, uint8 [ceil(T / block_q), ceil(S / block_k)] (or [B, ...])."""
-    start, end = mask.intervals(num_queries, num_keys)
-    num_k = -(-num_keys // block_k)
-    left = torch.arange(num_k, device=start.device) * block_k
-    right = (left + block_k).clamp(max=num_keys)
-    rows = []
-    for top in range(0, num_queries, block_q):
-        s, e = start[..., top : top + block_q, None], end[..., top : top + block_q, None]
-        seen = ((s < right) & (e > left) & (s < e)).any(-2)
-        hit = ((s <= left) & (e >= right)).all(-2)
-        rows.append(torch.where(hit, FULL, torch.where(seen, PARTIAL, EMPTY)).to(torch.uint8))
-    shape = (*start.shape[:-1], 0, num_k)
-    return torch.stack(rows, -2) if rows else torch.zeros(shape, dtype=torch.uint8)
-
-
 def count(mask: Mask, num_queries: int, num_keys: int) -> int:
     """How many (query, key) pairs are visible: the work of a tile, without drawing it."""
     if isinstance(mask, Band):
@@ -388,15 +372,6 @@ def _behind(hi: int, num_queries: int, num_keys: int) -> int:
         return ramp * (ramp + 1) // 2 + max(last - num_keys, 0) * num_keys
 
     return total(hi + num_queries) - total(hi)
-
-
-def is_empty(mask: Mask, num_queries: int, num_keys: int) -> bool:
-    """Whether no query sees any key."""
-    if isinstance(mask, Band):
-        return mask.simplify(num_queries, num_keys) is NOTHING
-    if not isinstance(mask, Rows):
-        return mask.is_empty()
-    return bool((mask.start >= mask.end).all())
 
 
 def _blocks(rows: Rows) -> Blocks:
@@ -467,9 +442,7 @@ def _cummax(x: Tensor) -> Tensor:
     return x.cummax(-1).values if x.numel() else x
 
 
-def _offset(offsets: Tensor, informative: Tensor) -> int | None:
-    """The one value of the informative offsets; None if there are none, NotImplemented if they differ."""
+def _bound(offsets: Tensor, informative: Tensor) -> list[int]:
+    """The least and the greatest of the informative offsets, if there are any: one number if they are the same."""
     values = offsets[informative]
-    if not len(values):
-        return None
-    return int(values[0]) if bool((values == values[0]).all()) else NotImplemented
+    return sorted({int(values.min()), int(values.max())}) if len(values) else []

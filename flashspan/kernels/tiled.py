@@ -16,7 +16,8 @@ from torch import Tensor
 from flashspan.kernels.bits import unpack
 from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.contract import Carry, Dropout
-from flashspan.kernels.masks import FULL, PARTIAL, Mask, tiles
+from flashspan.kernels.masks import FULL, PARTIAL, Mask
+from flashspan.kernels.tiling import interval_kinds
 
 BLOCK_Q, BLOCK_K = 128, 128
 
@@ -149,10 +150,11 @@ class _Plan:
             self.kinds = mask.kinds()[0, 0]
             self.numbers: list[list[int]] = mask.grid()[0, 0].tolist()  # of partial tiles' bits
         else:
-            kinds = tiles(mask, num_queries, num_keys, BLOCK_Q, BLOCK_K)
+            start, end = (torch.atleast_2d(x.to(q.device)) for x in mask.intervals(num_queries, num_keys))
+            kinds = interval_kinds(start, end, num_keys, BLOCK_Q, BLOCK_K)
             # A tile on which the sequences of the batch differ is masked in all of them.
-            self.kinds = torch.where((kinds == kinds[0]).all(0), kinds[0], PARTIAL) if kinds.dim() == 3 else kinds
-            self.bounds = [x.to(q.device).view(-1, 1, 1, num_queries) for x in mask.intervals(num_queries, num_keys)]
+            self.kinds = torch.where((kinds == kinds[0]).all(0), kinds[0], PARTIAL)
+            self.bounds = [x[:, None, None] for x in (start, end)]
         self.q_tiles, self.k_tiles = _split(num_queries, self.block_q), _split(num_keys, self.block_k)
         self.finite = bool(k.isfinite().all() & v.isfinite().all())
 

@@ -28,15 +28,13 @@ AXES = ("data", "shard", "context", "tensor")
 DERIVED = {"batch": ("data", "shard"), "fully": ("shard", "context"), "gradient": ("data", "shard", "context")}
 
 
-def build_mesh(
-    *, data: int | None = None, shard: int = 1, context: int = 1, tensor: int = 1, device: str | None = None
-) -> DeviceMesh:
+def build_mesh(*, data: int | None = None, shard: int = 1, context: int = 1, tensor: int = 1) -> DeviceMesh:
     """The mesh of all ranks with axes data, shard, context, tensor, and batch, fully, gradient derived from them.
 
     `data=None` takes the ranks that the other degrees leave. A collective: every rank calls it.
     """
     degrees = resolve_degrees(dist.get_world_size(), data=data, shard=shard, context=context, tensor=tensor)
-    device = device or ("cuda" if dist.get_backend() == "nccl" and torch.cuda.is_available() else "cpu")
+    device = "cuda" if dist.get_backend() == "nccl" and torch.cuda.is_available() else "cpu"
     mesh = init_device_mesh(device, tuple(degrees[axis] for axis in AXES), mesh_dim_names=AXES)
     for name, axes in DERIVED.items():
         mesh[axes]._flatten(name)

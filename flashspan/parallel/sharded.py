@@ -37,7 +37,6 @@ def apply_fully_sharded(
     *,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = torch.float32,
-    reshard_after_forward: bool = True,
     op: Literal["mean", "sum"] = "mean",
 ) -> None:
     """Split every parameter over the mesh's shard and context axes, in place; copies along data. A collective.
@@ -61,7 +60,7 @@ def apply_fully_sharded(
     # A second axis makes FSDP2 keep copies along it.
     over = submesh(mesh, "data", "fully") if mesh["data"].size() > 1 else submesh(mesh, "fully")
     for module in [*blocks, model]:
-        fully_shard(module, mesh=over, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+        fully_shard(module, mesh=over, mp_policy=policy)
         if op == "sum":
             assert is_fully_sharded(module)
             module.set_gradient_divide_factor(1.0)

@@ -24,7 +24,6 @@ LAYER_OPERATORS = (60, 107)
 CAST_OPERATORS = (16, 26)  # more in a layer under autocast: weights and what enters the products, and their gradients
 OUTER_OPERATORS = (50, 15)  # the embedding, the rotation, the last norm and the loss
 ATTENTION_OPERATORS = (15, 25)  # what a call of our attention costs the host, in operators
-FORWARD, BACKWARD = "forward", "backward"
 
 
 @dataclass(frozen=True)

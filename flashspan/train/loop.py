@@ -44,7 +44,7 @@ class Trainer:
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
-        self.device = _device(config)
+        self.device = _device()
         degrees: dict[str, Any] = {**config.parallel.degrees(dist.get_world_size())}
         self.mesh = build_mesh(**degrees)
         self.shape = config.model.resolve()
@@ -386,7 +386,7 @@ def catch_signals() -> Iterator[list[int]]:
             signal.signal(kind, handler)
 
 
-def _device(config: TrainConfig) -> torch.device:
+def _device() -> torch.device:
     if dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
+from flashspan import kernels
 from flashspan.attention import attention
 from flashspan.bench import memory, precision, ranges, trace
 from flashspan.bench.model import Setting, Stepper
@@ -81,12 +83,19 @@ def test_kernels_are_told_apart() -> None:
         "flash_fwd_kernel": "attention",
         "forward_kernel": "attention",
         "sparse_keys_kernel": "attention",
+        "lists_backward_kernel": "attention",
         "delta_kernel": "attention",
         "layer_norm_backward_kernel": "other",
         "vectorized_elementwise_kernel": "other",
         "aten::_softmax": "other",
     }
     assert {name: trace.Kernel(name, 1.0, 1).kind for name in kinds} == kinds
+    # Every kernel there is: those that make masks and a loss's slopes are no attention.
+    sources = [path.read_text() for path in Path(kernels.__path__[0]).rglob("*.py")]
+    ours = {name for source in sources for name in re.findall(r"^def (\w+_kernel)\(", source, re.MULTILINE)}
+    rest = {f"{word}_kernel" for word in ("classify", "settle", "write", "runs", "slope")}
+    assert {name for name in ours if trace.Kernel(name, 1.0, 1).kind != "attention"} == rest
+    assert rest < ours
     listed = [trace.Kernel("aten::mm", 3.0, 2), trace.Kernel("aten::add", 1.0, 1)]
     assert trace.share(listed, "product") == 0.75
 

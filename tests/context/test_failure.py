@@ -18,8 +18,9 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from flashspan import attention
 from flashspan.context import STRATEGIES, Placement, context_parallel
 from flashspan.context.remat import keep_attention
+from flashspan.kernels import dispatch
 from flashspan.kernels.blocks import Blocks
-from flashspan.kernels.masks import Rows
+from flashspan.kernels.masks import CAUSAL, Rows
 from flashspan.kernels.patterns import documents, window
 from flashspan.launch import RankError, Ranks
 from tests.context.cases import Case, attention_of, group_of
@@ -414,6 +415,10 @@ def test_bad_arguments_are_refused() -> None:
             context_parallel(None, strategy="double_ring", sizes=sizes)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="unknown layout 'zigzg'; choose one of contiguous"):
         context_parallel(None, layout="zigzg")
+    with pytest.raises(ValueError, match=r"backend must be one of auto, .*: got 'cuda'"):
+        context_parallel(None, backend="cuda")
+    attend = context_parallel(None, deterministic=True)
+    assert dispatch.choose(*torch.ones(3, 1, 1, 1, 8), mask=CAUSAL, backend=attend.settings.backend).call.deterministic
     for tokens in (-3, 2.5, "9"):
         with pytest.raises(ValueError, match=f"0 or more tokens, or None to be asked for each time: got {tokens!r}"):
             context_parallel(None, num_tokens=tokens)  # type: ignore[arg-type]
@@ -534,6 +539,8 @@ def test_a_mask_made_in_inference_mode_still_trains() -> None:
     with torch.inference_mode():
         mask = documents([4, 5])
     attend = context_parallel(None)
-    attend(q, q, q, mask=mask).square().sum().backward()
+    (found,) = torch.autograd.grad(attend(q, q, q, mask=mask).square().sum(), q)
+    (wanted,) = torch.autograd.grad(attend(q, q, q, mask=documents([4, 5])).square().sum(), q)
+    assert torch.equal(found, wanted)
     with torch.inference_mode():
         attend(q, q, q, mask=mask)

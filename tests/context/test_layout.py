@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -123,6 +126,18 @@ def test_blocks_are_dealt_without_a_limit_where_the_limit_leaves_ranks_uneven() 
     placement = place(balanced(mask), 4196, 8)
     visits = [sum(work[block] for block in {p // 128 for p in placement.index(rank)}) for rank in range(8)]
     assert max(visits) <= 1.12 * sum(visits) / 8
+
+
+def test_a_layout_does_not_keep_the_mask_it_was_made_from() -> None:
+    mask = patterns.random_blocks(640, 0.5)
+    layout = balanced(mask)
+    place(layout, 640, 2)
+    with pytest.raises(ValueError, match="a mask of 640 queries and 640 keys: got a sequence of 600 tokens"):
+        place(layout, 600, 2)
+    gone = weakref.ref(mask)
+    del mask, layout
+    gc.collect()
+    assert gone() is None
 
 
 def test_dealing_without_a_limit_must_be_worth_the_memory() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flashspan import attention
 from flashspan.generate import Cache, Sampling, decode, generate, load
-from flashspan.generate.command import read_prompts, stream
+from flashspan.generate.command import AROUND, read_prompts, stream
 from flashspan.model import Llama, LlamaConfig, RopeScaling, preset, save_llama
 from flashspan.train import checkpoint
 from flashspan.train.data import ByteTokenizer, load_tokenizer
@@ -169,6 +169,7 @@ def test_streamed_text_holds_back_half_characters() -> None:
     pieces = list(stream((torch.tensor([t]) for t in coder.encode(text)), coder))
     assert "".join(pieces) == text
     assert len(pieces) == len(text.encode())
+    assert "".join(stream(([t] for t in coder.encode("a世")[:-1]), coder)) == "a\ufffd", "what is left is told"
 
 
 def test_streamed_text_keeps_the_space_after_the_prompt(tmp_path: Path) -> None:
@@ -178,6 +179,15 @@ def test_streamed_text_keeps_the_space_after_the_prompt(tmp_path: Path) -> None:
     coder = load_tokenizer(str(tmp_path))
     assert list(stream([[1], [1]], coder, [0] * 50)) == [" on", " on"]
     assert list(stream([[1], [1]], coder)) == ["on", " on"]
+    decoded = []
+
+    class Counting:
+        def decode(self, tokens: list[int]) -> str:
+            decoded.append(len(tokens))
+            return coder.decode(tokens)
+
+    assert "".join(stream([[1]] * 500, Counting())) == " ".join(["on"] * 500)
+    assert max(decoded) <= 2 * AROUND + 1, "a long text is not decoded from its start for every token"
 
 
 def test_prompts_are_lines_and_nothing_else_is(tmp_path: Path) -> None:

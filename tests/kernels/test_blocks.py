@@ -464,6 +464,14 @@ def test_patterns_are_their_definitions(name: str) -> None:
     assert torch.equal(make().dense(), rule(i[:, None], i[None, :]))
 
 
+def test_what_a_map_made_with_tables_is_not_kept() -> None:
+    mask = masks.random_blocks(256, 0.5)
+    for length in range(1, 30):
+        mask & masks.documents([length, 256 - length])
+    assert not mask._made
+    assert mask & masks.causal() is mask & masks.causal(), "every layer asks for this one"
+
+
 def test_a_picture_of_no_map_is_empty() -> None:
     assert Blocks.from_dense(torch.ones(1, 0, 5, 7, dtype=torch.bool)).draw() == ""
 

@@ -16,18 +16,16 @@ from flashspan.kernels.masks import (
     FULL,
     MADE_KEPT,
     NOTHING,
-    PARTIAL,
     Band,
     Mask,
     Positions,
     Rows,
     count,
     dense,
-    is_empty,
-    tiles,
     unpack,
 )
 from flashspan.kernels.patterns import causal, documents, prefix, ragged, window
+from flashspan.kernels.tiling import interval_kinds
 from tests.kernels.cases import examples, masks, positions
 
 num_tokens = st.integers(0, 40)
@@ -90,14 +88,15 @@ def test_tiles_and_counts_agree_with_the_drawn_mask(case: tuple[Mask, int, int],
     mask, num_queries, num_keys = case
     drawn = dense(mask, num_queries, num_keys)
     assert count(mask, num_queries, num_keys) == int(drawn.sum())
-    assert is_empty(mask, num_queries, num_keys) == (not bool(drawn.any()))
-    kinds = tiles(mask, num_queries, num_keys, block_q, block_k)
-    assert kinds.shape == (*drawn.shape[:-2], -(-num_queries // block_q), -(-num_keys // block_k))
+    start, end = (torch.atleast_2d(x) for x in mask.intervals(num_queries, num_keys))
+    kinds = interval_kinds(start, end, num_keys, block_q, block_k)
+    drawn = drawn if drawn.dim() == 3 else drawn[None]
+    assert kinds.shape == (len(drawn), -(-num_queries // block_q), -(-num_keys // block_k))
     for i in range(kinds.shape[-2]):
         for j in range(kinds.shape[-1]):
             tile = drawn[..., i * block_q : (i + 1) * block_q, j * block_k : (j + 1) * block_k].flatten(-2)
-            want = torch.where(tile.all(-1), FULL, torch.where(tile.any(-1), PARTIAL, EMPTY))
-            assert torch.equal(kinds[..., i, j].long(), want)
+            assert torch.equal(kinds[..., i, j] == FULL, tile.all(-1))
+            assert not (kinds[..., i, j] == EMPTY)[tile.any(-1)].any(), "what is left out is empty"
 
 
 def check_transpose(mask: Mask, num_queries: int, num_keys: int) -> None:

@@ -12,7 +12,7 @@ from flashspan.kernels.hopper.forward import lists_forward_kernel
 from flashspan.kernels.hopper.tensors import L2_BYTES, block_dim, describe, describe_sums, multiprocessors
 from flashspan.kernels.hopper.tiles import BACKWARD, FORWARD, WARPS, dq_turns
 from flashspan.kernels.portable.arguments import LOG2E, Launch
-from flashspan.kernels.tiling import Lists
+from flashspan.kernels.portable.sparse import maps
 
 BLOCK = (128, 128)
 """The one size of blocks these kernels walk: two warpgroups' rows."""
@@ -53,7 +53,7 @@ def lists_forward_launch(
         (
             describe(q, 1, 1, 64, wide), describe(k, 1, 1, 128, wide), describe(v, 1, 1, 128, wide),
             describe(out, 1, 1, 64, wide * 2 // out.itemsize), _describe_bits(mask.bits, mask), out, lse, bad,
-            *mask.rows.tensors, counter, *(step // 8 for step in out.stride()[:3]), *_maps(mask, mask.rows), H, group,
+            *mask.rows.tensors, counter, *(step // 8 for step in out.stride()[:3]), *maps(mask, mask.rows), H, group,
             T, S, scale * LOG2E, B * H, section * group, lines * B * H,
         ),
         {
@@ -94,7 +94,7 @@ def lists_backward_launch(
             describe_sums(sums, accumulate, tile.block_q, wide),
             *(describe(x, 1, 1, 64, wide * 2 // x.itemsize) for x in (dk, dv)), describe(minus_lse, tile.block_q),
             describe(minus_delta, tile.block_q), _describe_bits(mask.bits_t, mask), states, *mask.columns.tensors,
-            counter, *_maps(mask, mask.columns), H, K, H // K, T, S, minus_lse.numel() // (B * H), scale * LOG2E, scale,
+            counter, *maps(mask, mask.columns), H, K, H // K, T, S, minus_lse.numel() // (B * H), scale * LOG2E, scale,
             section, lines * B * K,
         ),
         {
@@ -108,9 +108,3 @@ def _describe_bits(bits: Tensor, mask: Blocks) -> TensorDescriptor:
     words = bits if bits.numel() else mask.rows.spans
     layout = gl.NVMMASharedLayout.get_default_for([WORDS], gl.int32)
     return TensorDescriptor(words, [words.numel()], [1], [WORDS], layout)
-
-
-def _maps(mask: Blocks, lists: Lists) -> tuple[int, int, int, int]:
-    """(maps from one sequence to the next, from one head to the next, lines, long lines)."""
-    batch, head = mask.num_heads if mask.num_batch > 1 else 0, 1 if mask.num_heads > 1 else 0
-    return batch, head, lists.spans.shape[2], lists.num_long

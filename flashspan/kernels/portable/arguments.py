@@ -152,7 +152,7 @@ def dropout_arguments(dropout: Dropout | None, q: Tensor) -> tuple[Tensor, Tenso
     )
 
 
-def precision(q: Tensor) -> str:
+def precision() -> str:
     """How float32 products are formed: as three tf32 products whose sum is as exact as float32, or as one where PyTorch
     was told that it may (`torch.set_float32_matmul_precision`)."""
     return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"

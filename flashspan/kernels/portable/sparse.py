@@ -277,11 +277,11 @@ def sparse_forward_launch(
         (_num_lines(mask.rows) * mask.block[0] // size.block_q * B * H,),
         (
             q, k, v, out, lse, *mask.rows.tensors, mask.bits, seed, qpos, kpos,
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *_maps(mask, mask.rows),
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *maps(mask, mask.rows),
             B, H, k.shape[1], T, k.shape[2], scale * LOG2E, *drop,
         ),
         {
-            **_constants(mask.block, dropout, q), "CARRY": carry, "NEGATIVE": scale < 0, **size.constants(D),
+            **_constants(mask.block, dropout), "CARRY": carry, "NEGATIVE": scale < 0, **size.constants(D),
         },
     )  # fmt: skip
     return launch if only is None else repair(launch, sparse_repair_kernel, only)
@@ -317,10 +317,10 @@ def sparse_backward_launches(
             (_num_lines(mask.columns) * mask.block[1] // size.block_k * B * K,),
             (
                 dout, q, k, v, lse, delta, dk, dv, *mask.columns.tensors, mask.bits_t, seed, qpos, kpos,
-                *inputs, *dk.stride()[:3], *dv.stride()[:3], *_maps(mask, mask.columns), *numbers,
+                *inputs, *dk.stride()[:3], *dv.stride()[:3], *maps(mask, mask.columns), *numbers,
             ),
             {
-                **_constants(mask.block[::-1], dropout, q), "ADD": accumulate, "DK": "dk" in made, "DV": "dv" in made,
+                **_constants(mask.block[::-1], dropout), "ADD": accumulate, "DK": "dk" in made, "DV": "dv" in made,
                 "GROUP": H // K, "ES": size.edge_stages, **size.constants(D),
             },
         )  # fmt: skip
@@ -332,10 +332,10 @@ def sparse_backward_launches(
             (_num_lines(mask.rows) * mask.block[0] // size.block_q * B * H,),
             (
                 dout, q, k, v, lse, delta, dq, *mask.rows.tensors, mask.bits, seed, qpos, kpos,
-                *inputs, *dq.stride()[:3], *_maps(mask, mask.rows), *numbers,
+                *inputs, *dq.stride()[:3], *maps(mask, mask.rows), *numbers,
             ),
             {
-                **_constants(mask.block, dropout, q), "ADD": accumulate, **constants,
+                **_constants(mask.block, dropout), "ADD": accumulate, **constants,
                 "EC": min(size.edge_slice, constants["BC"]),
             },
         )  # fmt: skip
@@ -346,18 +346,18 @@ def _num_lines(lists: Lists) -> int:
     return lists.spans.shape[2]
 
 
-def _maps(mask: Blocks, lists: Lists) -> tuple[int, int, int, int]:
+def maps(mask: Blocks, lists: Lists) -> tuple[int, int, int, int]:
     """(maps from one sequence to the next, from one head to the next, lines, long lines)."""
     batch, head = mask.num_heads if mask.num_batch > 1 else 0, 1 if mask.num_heads > 1 else 0
     return batch, head, _num_lines(lists), lists.num_long
 
 
-def _constants(block: tuple[int, int], dropout: Dropout | None, q: Tensor) -> dict[str, Any]:
+def _constants(block: tuple[int, int], dropout: Dropout | None) -> dict[str, Any]:
     """Compile-time arguments all passes share; `block` is the tile's edge along the line, and the other."""
     return {
         "LINE": block[0],
         "OTHER": block[1],
         "DROPOUT": dropout is not None,
         "POSITIONS": dropout is not None and dropout.q_positions is not None,
-        "PRECISION": precision(q),
+        "PRECISION": precision(),
     }

@@ -1,0 +1,36 @@
+"""Masks to give to `attention(mask=...)`: `Band`, `Rows` and `Blocks`, and ready patterns that are one of the three."""
+
+from flashspan.kernels.blocks import Blocks
+from flashspan.kernels.masks import Band, Rows
+from flashspan.kernels.patterns import (
+    bigbird,
+    causal,
+    dilated,
+    documents,
+    full,
+    longformer,
+    prefix,
+    ragged,
+    random_blocks,
+    streaming,
+    top_blocks,
+    window,
+)
+
+__all__ = [
+    "Band",
+    "Blocks",
+    "Rows",
+    "bigbird",
+    "causal",
+    "dilated",
+    "documents",
+    "full",
+    "longformer",
+    "prefix",
+    "ragged",
+    "random_blocks",
+    "streaming",
+    "top_blocks",
+    "window",
+]
