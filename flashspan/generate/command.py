@@ -6,6 +6,7 @@ flashspan generate runs/tiny --prompt "KASIMIR:" --tokens 200
 from __future__ import annotations
 
 import codecs
+import itertools
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -27,7 +28,7 @@ from flashspan.train.run import raise_plainly
 
 from .decode import decode
 from .sample import Sampling
-from .split import Split, check_length
+from .split import Split
 
 AROUND = 32
 """Tokens of a prompt that may change how those after it are written."""
@@ -62,7 +63,7 @@ def generate(
         temperature: 0 always takes the likeliest token; 1 draws as the model believes.
         top_k: draw from the k likeliest only; 0 for all.
         top_p: draw from the likeliest that make up this much probability.
-        seed: of the draws.
+        seed: of the draws, the same for every prompt of a file: each says what it would say alone.
         ranks: devices (or CPU processes) that share the context, each holding a part of its keys and values.
         tokenizer: "bytes" or a tokenizer.json; unless given, the one the run was trained with or the folder holds.
         device: cpu, cuda, or auto.
@@ -71,6 +72,8 @@ def generate(
     sampling = Sampling(temperature, top_k, top_p)
     if tokens < 1 or batch < 1:
         raise ValueError(f"tokens and batch must be at least 1: got {tokens} and {batch}")
+    if ranks < 1:
+        raise ValueError(f"--ranks must be 1 or more: got {ranks}")
     if prompt and file:
         raise ValueError(f"give --prompt or --file, not both: got {prompt!r} and {file}; add the prompt to the file")
     if not -(2**63) <= seed < 2**64:
@@ -83,24 +86,30 @@ def generate(
     gpus = torch.cuda.device_count() if device != "cpu" else 0
     if device == "cuda" and gpus < ranks:
         raise ValueError(f"{ranks} ranks on CUDA need as many GPUs: found {gpus}; use --device cpu")
-    if ranks == 1:
-        try:
-            talk(folder, prompts, tokens, sampling, seed, tokenizer, "cuda" if gpus else "cpu", dtype, batch)
-        except KeyboardInterrupt:  # someone has read enough
-            print()
-            return 130
-        return 0
+    where = "cuda" if gpus >= ranks else "cpu"
+    try:
+        if ranks == 1:
+            talk(folder, prompts, tokens, sampling, seed, tokenizer, where, dtype, batch)
+        else:
+            backend = "nccl" if where == "cuda" else "gloo"
+            _talk_on_ranks(ranks, backend, folder, prompts, tokens, sampling, seed, tokenizer, where, dtype)
+    except KeyboardInterrupt:  # someone has read enough
+        print()
+        return 130
+    return 0
+
+
+def _talk_on_ranks(num_ranks: int, backend: str, *args: Any) -> None:
+    """`talk` on ranks that are started for it, and have ended when this returns or raises."""
     # No exchange times out: a pager or Ctrl-S may stop the first rank where it prints. One that dies is noticed anyway.
-    with Ranks(ranks, backend="nccl" if gpus >= ranks else "gloo", timeout=LONGEST) as pool:
-        where = "cuda" if gpus >= ranks else "cpu"
+    with Ranks(num_ranks, backend=backend, timeout=LONGEST) as pool:
         try:
-            pool.run(talk, folder, prompts, tokens, sampling, seed, tokenizer, where, dtype, timeout=LONGEST)
+            pool.run(talk, *args, timeout=LONGEST)
         except RankError as error:
             if "\nBrokenPipeError: " in str(error):
                 raise BrokenPipeError from error
             raise_plainly(error)
             raise
-    return 0
 
 
 def talk(
@@ -122,12 +131,10 @@ def talk(
     say = (lambda text: None) if silent else (lambda text: print(text, end="", flush=True))
     batch = 1 if split else batch
     encoded = [coder.encode(text) or [max(0, coder.end)] for text in prompts]
-    if split:  # all of a file, before the first of it is printed
-        check_length(min(map(len, encoded)), dist.get_world_size())
     for i in range(0, len(prompts), batch):
         begin, count = time.perf_counter(), 0
         texts, starts = prompts[i : i + batch], encoded[i : i + batch]
-        context = Split(context_parallel(dist.group.WORLD, timeout=LONGEST), dist.group.WORLD) if split else None
+        context = Split(context_parallel(dist.group.WORLD, timeout=LONGEST)) if split else None
         tokens = decode(model, starts, num_tokens, sampling=sampling, seed=seed, ends=ends, context=context)
         if len(texts) > 1:
             drawn = torch.stack(list(tokens), 1).tolist()  # [B, n]
@@ -136,10 +143,12 @@ def talk(
                 say(text + "".join(stream(([token] for token in row), coder, start)) + "\n")
                 count += len(row)
         else:
-            for piece in stream(tokens, coder, starts[0]):
+            prefix, counter = texts[0], itertools.count()
+            for piece in stream((token for token, _ in zip(tokens, counter, strict=False)), coder, starts[0]):
                 # The prompt comes with the first token: if it is refused, the error stands alone.
-                say(piece if count else texts[0] + piece)
-                count += 1
+                say(prefix + piece)
+                prefix = ""
+            count = next(counter)  # of tokens: after the last of them a piece may come of what was held back
             say("\n")
         say(f"[{count} tokens, {count / (time.perf_counter() - begin):.1f} a second]\n")
 
@@ -211,7 +220,10 @@ def read_prompts(file: str) -> list[str]:
         # Newlines alone: splitlines would cut a prompt at a form feed or U+2028 too.
         prompts = [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line]
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
+        raise ValueError(
+            f"{path} is not UTF-8 text: byte {error.start} is 0x{error.object[error.start]:02x}; convert it to UTF-8, "
+            "with iconv say"
+        ) from error
     if not prompts:
         raise ValueError(f"{path} has no prompts: write one a line")
     return prompts

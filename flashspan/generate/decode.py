@@ -36,6 +36,8 @@ def decode(
     sampling = sampling or Sampling()
     device = model.embed.weight.device
     tokens, lengths = _pad(prompt)
+    if not len(tokens):
+        raise ValueError(f"decoding needs one prompt or more: got a tensor of {list(tokens.shape)}; give it a row")
     if int(lengths.min()) == 0:
         raise ValueError("a prompt needs at least one token: give some text to go on from")
     if int(tokens.min()) < 0 or int(tokens.max()) >= model.config.vocab_size:

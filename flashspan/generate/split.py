@@ -2,7 +2,7 @@
 device could hold.
 
     attend = context_parallel(group, layout="zigzag", strategy="ring")
-    tokens = decode(model, prompt, 100, context=Split(attend, group))      # on every rank, the same prompt
+    tokens = decode(model, prompt, 100, context=Split(attend))      # on every rank, the same prompt
 
 The prompt goes through the ring, a part on each rank. After it every rank works on the same new token: each attends to
 the keys it holds, and the partial results are weighted by their log-sum-exp and added, in float32.
@@ -24,10 +24,13 @@ from .cache import Cache
 
 
 class Split:
-    """The context of a group of ranks. New tokens are kept by one rank after another."""
+    """The context of a group of ranks. New tokens are kept by one rank after another.
+
+    group: all ranks of `attend`, in its order. Unless given, its own group, or for a mesh of two dimensions the world.
+    """
 
     def __init__(self, attend: ContextAttention, group: dist.ProcessGroup | None = None) -> None:
-        self.attend, self.group = attend, group
+        self.attend, self.group = attend, _group_of(attend, group)
         self.caches: list[SplitCache] = []
 
     def begin(self, model: Llama, tokens: Tensor, lengths: Tensor, capacity: int) -> Tensor:
@@ -37,7 +40,6 @@ class Split:
             raise ValueError(
                 f"a split context takes prompts of one length: got {lengths.tolist()}; decode them one after another"
             )
-        check_length(length, self.attend.num_ranks)
         placement = self.attend.placement(length)
         room = max(placement.sizes) + -(-(capacity - length) // self.attend.num_ranks)
         self.caches = [SplitCache(self.attend, self.group, room) for _ in model.layers]
@@ -46,9 +48,12 @@ class Split:
         for cache in self.caches:
             cache.filled = True
         # The last token's hidden state is on the rank that holds the last position.
-        owner = next(rank for rank, part in enumerate(placement.ranges) if part[-1][-1] == length - 1)
-        last = hidden[:, -1].contiguous()
-        dist.broadcast(last, group=self.group, group_src=owner)
+        owner = next(rank for rank, part in enumerate(placement.ranges) if part and part[-1][-1] == length - 1)
+        # The others may hold no token at all: 5 tokens in zigzag on 4 ranks are 1, 2, 0 and 2.
+        holds = owner == self.attend.rank
+        last = hidden[:, -1].contiguous() if holds else hidden.new_empty(len(tokens), hidden.shape[2])
+        if self.group is not None:
+            dist.broadcast(last, group=self.group, group_src=owner)
         return last
 
     def extend(self, model: Llama, tokens: Tensor) -> Tensor:
@@ -60,13 +65,21 @@ class Split:
         return model(tokens, positions, attends=self.caches)[:, -1]
 
 
-def check_length(length: int, num_ranks: int) -> None:
-    """ValueError where a prompt has fewer tokens than there are ranks to hold them."""
-    if length < num_ranks:
+def _group_of(attend: ContextAttention, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The group of all ranks of an attention; None for one rank, which has nobody to talk to."""
+    if group is None:
+        wires = [wire for wire in (attend.outer, attend.inner) if wire.num_ranks > 1]
+        if not wires:
+            return None
+        # A mesh of two dimensions has a group for each of its rows and columns, and none for all of it.
+        group = wires[0].group if len(wires) == 1 else dist.group.WORLD
+    place = dist.get_rank(group), dist.get_world_size(group)
+    if place != (attend.rank, attend.num_ranks):
         raise ValueError(
-            f"a split context needs a prompt of at least one token a rank: got {length} tokens on {num_ranks} ranks; "
-            "use fewer ranks"
+            f"a split context needs the ranks of its attention, in its order: got rank {place[0]} of {place[1]} in the "
+            f"group, rank {attend.rank} of {attend.num_ranks} in the attention; pass group=, one of those ranks"
         )
+    return group if attend.num_ranks > 1 else None
 
 
 class SplitCache(Cache):
@@ -84,10 +97,10 @@ class SplitCache(Cache):
         nothing = k[:, :, :0]
         keys, values = self.append(k, v) if self.keeps else self.append(nothing, nothing)
         out, lse = attention(q, keys, values, return_lse=True)
-        return merge(out, lse, self.group).to(q.dtype)
+        return out if self.group is None else merge(out, lse, self.group).to(q.dtype)
 
 
-def merge(out: Tensor, lse: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def merge(out: Tensor, lse: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Attention over all ranks' keys from each rank's part: out [B, H, T, D], lse [B, H, T]. float32."""
     peak = lse.clone()
     dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)

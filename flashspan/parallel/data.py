@@ -409,18 +409,33 @@ def _compare(was: _Signature, now: _Signature) -> str | None:
 
 
 def _clone_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """A second group of the same ranks, backend and timeout."""
+    """A second group of the same ranks, backend and timeout. A collective of these ranks alone."""
     original = group or dist.group.WORLD
     assert original is not None
+    ranks = dist.get_process_group_ranks(original)
+    alone = len(ranks) < dist.get_world_size()  # ranks outside the group do not call this
+    if alone:
+        _require_like_numbers_of_groups(ranks, original)
     timeout = getattr(getattr(original._get_backend(_device_of(original)), "options", None), "_timeout", None)
-    clone = dist.new_group(
-        dist.get_process_group_ranks(original),
-        timeout=timeout,
-        backend=dist.get_backend(original),
-        use_local_synchronization=True,
-    )
+    clone = dist.new_group(ranks, timeout=timeout, backend=dist.get_backend(original), use_local_synchronization=alone)
     assert isinstance(clone, dist.ProcessGroup)
     return clone
+
+
+def _require_like_numbers_of_groups(ranks: list[int], group: dist.ProcessGroup) -> None:
+    """ValueError on every rank unless all are in as many groups. A collective.
+
+    torch names a group that its ranks make without the others by how many groups a rank is in, and ranks that have
+    different names for it wait for each other until the timeout.
+    """
+    numbers = [0] * len(ranks)
+    dist.all_gather_object(numbers, len(dist.distributed_c10d._world.pg_names), group=group)
+    if len(set(numbers)) > 1:
+        counts = ", ".join(f"{number} on rank {rank}" for rank, number in zip(ranks, numbers, strict=True))
+        raise ValueError(
+            f"data parallelism over a part of the ranks needs these to be in as many groups each: got {counts}; wrap "
+            "the model before making groups that only some of them are in, or take all groups from one mesh"
+        )
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -223,6 +224,41 @@ def test_ctrl_c_ends_the_text_without_a_traceback(tmp_path: Path, monkeypatch: p
     assert generate(str(tmp_path), prompt="a") == 130
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ctrl_c_ends_the_line_of_a_text(tmp_path: Path, ranks: int) -> None:
+    model = Llama(preset("tiny", num_layers=1), attention=attention)
+    model.initialize(0)
+    save_llama(model, tmp_path)
+    words = ["generate", str(tmp_path), "--prompt", "one\ntwo", "--tokens", "100000", "--device", "cpu"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "flashspan.cli", *words, "--ranks", str(ranks)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        bufsize=0,  # communicate would not see what readline had read ahead
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"one\n"
+            process.send_signal(signal.SIGINT)
+            said, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    assert said.startswith(b"two")
+    assert said.endswith(b"\n")
+    assert b"flashspan: " not in said, "someone has read enough: there is nothing to say"
+
+
+def test_what_is_left_of_a_character_is_no_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_llama(Llama(preset("tiny", num_layers=1), attention=attention), tmp_path)
+    half = [torch.tensor([byte]) for byte in "a世".encode()[:-1]]
+    monkeypatch.setattr("flashspan.generate.command.decode", lambda *args, **rest: iter(half))
+    generate(str(tmp_path), prompt="Hear me")
+    assert capsys.readouterr().out.startswith("Hear mea\ufffd\n[3 tokens, ")
+
+
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json", "manifest.json"])
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path, file: str) -> None:
     model = Llama(preset("tiny", num_layers=1), attention=attention)
@@ -279,6 +315,8 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
         list(decode(model, [3, 67], 2))
     with pytest.raises(ValueError, match="at least one token"):
         list(decode(model, [], 2))
+    with pytest.raises(ValueError, match=r"decoding needs one prompt or more: got a tensor of \[0, 3\]; give"):
+        list(decode(model, torch.zeros(0, 3, dtype=torch.int64), 2))
     with pytest.raises(ValueError, match=r"top_p in \(0, 1\]: got temperature 1.0, top_k 0, top_p 0.0"):
         Sampling(1.0, top_p=0.0)
     with pytest.raises(ValueError, match=r"temperature must be 0 or at least 1e-06: got 1.4.*e-45; use 0"):
@@ -293,10 +331,13 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no whole checkpoint in"):
         generate(str(tmp_path), prompt="a")
     (tmp_path / "prompts.txt").write_bytes(b"\xff")
-    with pytest.raises(ValueError, match=r"prompts.txt is not UTF-8 text"):
+    with pytest.raises(ValueError, match="txt is not UTF-8 text: byte 0 is 0xff; convert it to UTF-8, with iconv"):
         generate(str(tmp_path), file=str(tmp_path / "prompts.txt"))
     with pytest.raises(ValueError, match="give --prompt or --file, not both"):
         generate(str(tmp_path), prompt="a", file=str(tmp_path / "prompts.txt"))
+    for ranks in (0, -1):
+        with pytest.raises(ValueError, match=f"--ranks must be 1 or more: got {ranks}"):
+            generate(str(tmp_path), prompt="a", ranks=ranks)
     with pytest.raises(ValueError, match="99 ranks on CUDA need as many GPUs"):
         generate(str(tmp_path), prompt="a", ranks=99, device="cuda")
     save_llama(model, tmp_path)

@@ -10,13 +10,14 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from flashspan import attention
-from flashspan.context import context_parallel
+from flashspan.context import LAYOUTS, context_parallel
 from flashspan.generate import Sampling, Split, command, decode, generate
 from flashspan.generate.command import stream, talk
 from flashspan.launch import Ranks
-from flashspan.model import Llama, LlamaConfig, preset, save_llama
+from flashspan.model import Llama, LlamaConfig, preset
 from flashspan.train import checkpoint
 from flashspan.train.config import LONGEST
 from flashspan.train.data import ByteTokenizer
@@ -57,6 +58,85 @@ def test_a_split_context_gives_the_tokens_of_one_device(
     assert max(held) <= -(-(length + 19) // 3) + 2
 
 
+def differing(num_tokens: int) -> list[tuple[str, int]]:
+    """Layouts and lengths of prompts whose continuation on this group is not that of one device."""
+    model, wrong = make(CONFIGS["llama-3"]), []
+    for length in range(1, 2 * dist.get_world_size() + 1):
+        prompt = draw_prompt(2, length)
+        want = [token.tolist() for token in decode(model, prompt, num_tokens, sampling=Sampling(0))]
+        for layout in LAYOUTS:
+            context = Split(context_parallel(dist.group.WORLD, layout=layout, timeout=20))
+            got = [token.tolist() for token in decode(model, prompt, num_tokens, sampling=Sampling(0), context=context)]
+            if got != want:
+                wrong.append((layout, length))
+    return wrong
+
+
+def test_ranks_without_a_token_of_the_prompt_take_part(on_ranks) -> None:
+    """Zigzag deals 5 tokens to 4 ranks as 1, 2, 0, 2; of 1 token, three ranks of any layout have none."""
+    assert on_ranks(4, differing, 7) == [[]] * 4
+
+
+def continue_by_pairs(pass_group: bool) -> tuple[list[int], list[int]]:
+    """What one device and what this rank's pair of ranks says after a prompt that is the pair's own."""
+    pair, model = dist.get_rank() // 2, make(CONFIGS["llama-2"])
+    group = [dist.new_group([0, 1]), dist.new_group([2, 3])][pair]
+    attend = context_parallel(group, timeout=20)
+    prompt = draw_prompt(2, 9)[pair]
+    context = Split(attend, group) if pass_group else Split(attend)
+    want, got = (decode(model, prompt, 6, sampling=Sampling(0), context=c) for c in (None, context))
+    return [int(token) for token in want], [int(token) for token in got]
+
+
+@pytest.mark.parametrize("pass_group", [False, True])
+def test_groups_beside_each_other_keep_to_themselves(on_ranks, pass_group: bool) -> None:
+    first, *_, last = said = on_ranks(4, continue_by_pairs, pass_group)
+    assert all(got == want for want, got in said)
+    assert first != last
+
+
+def split_over_a_mesh() -> tuple[list[int], list[int], list[str]]:
+    """What one device and what a mesh of two dimensions says; and the errors of groups that are not the attention's."""
+    model, prompt = make(CONFIGS["llama-2"]), draw_prompt(9)
+    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]])
+    attend = context_parallel(mesh, strategy="hybrid", timeout=20)
+    want, got = (decode(model, prompt, 6, sampling=Sampling(0), context=c) for c in (None, Split(attend)))
+    columns_first = DeviceMesh("cpu", [[0, 2], [1, 3]])
+    pair = context_parallel(mesh.get_group(1), timeout=20)
+    faults = []
+    for other, group in (
+        (pair, dist.group.WORLD),
+        (context_parallel(None), dist.group.WORLD),
+        (context_parallel(columns_first, strategy="hybrid", timeout=20), None),
+    ):
+        try:
+            Split(other, group)
+            faults.append("")
+        except ValueError as error:
+            faults.append(str(error))
+    return [int(token) for token in want], [int(token) for token in got], faults
+
+
+def test_a_mesh_is_split_over_the_world_and_other_groups_are_refused(on_ranks) -> None:
+    told = on_ranks(4, split_over_a_mesh)
+    for rank, (want, got, faults) in enumerate(told):
+        assert got == want
+        assert f"got rank {rank} of 4 in the group, rank {rank % 2} of 2 in the attention; pass group=" in faults[0]
+        assert f"got rank {rank} of 4 in the group, rank 0 of 1 in the attention" in faults[1]
+    # Ranks 0 and 3 are in the same place of either order; 1 and 2 are not.
+    assert "got rank 1 of 4 in the group, rank 2 of 4 in the attention; pass group=" in told[1][2][2]
+    assert "got rank 2 of 4 in the group, rank 1 of 4 in the attention; pass group=" in told[2][2][2]
+
+
+def test_one_rank_needs_no_process_group() -> None:
+    model, prompt = make(CONFIGS["tied"]), draw_prompt(2, 5)
+    want, got = (
+        [token.tolist() for token in decode(model, prompt, 9, sampling=Sampling(0), context=context)]
+        for context in (None, Split(context_parallel(None)))
+    )
+    assert got == want
+
+
 def talk_aloud(folder: str, prompts: list[str]) -> tuple[str, str]:
     """What this rank prints, and the error it ends with."""
     said, fault = io.StringIO(), ""
@@ -74,17 +154,13 @@ def test_the_first_rank_prints_what_all_say(ranks: Ranks, tmp_path: Path) -> Non
     for step in (1, 2):  # a run, of which the newest checkpoint is damaged
         path = checkpoint.write(tmp_path, checkpoint.State(step, model.config, model.state_dict(), {}, {}))
     (path / "state.json").unlink()
-    (first, _), *others = ranks.run(talk_aloud, str(tmp_path), ["Hear me", "Speak"])
+    (first, _), *others = ranks.run(talk_aloud, str(tmp_path), ["Hear me", "I"])
     assert others == [("", "")] * 2
     assert first.count("step-00000002 is damaged (state.json is missing); using the one before it") == 1
     coder = ByteTokenizer()
-    for prompt in ("Hear me", "Speak"):
+    for prompt in ("Hear me", "I"):  # 7 tokens, and fewer than there are ranks
         want = "".join(stream(decode(model, coder.encode(prompt), 9, sampling=Sampling(0)), coder))
         assert f"{prompt}{want}\n[9 tokens, " in first
-    # Before the first of a file is decoded, not when its turn comes.
-    for said, fault in ranks.run(talk_aloud, str(path.parent / "step-00000001"), ["Hear me", "me"]):
-        assert said == ""
-        assert "prompt of at least one token a rank: got 2 tokens on 3 ranks; use fewer ranks" in fault
 
 
 def test_ranks_wait_for_whoever_holds_the_screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,9 +168,3 @@ def test_ranks_wait_for_whoever_holds_the_screen(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(command, "Ranks", pool := mock.MagicMock())
     assert generate(str(tmp_path), prompt="Hear me", ranks=2, device="cpu") == 0
     assert pool.call_args.kwargs["timeout"] == LONGEST
-
-
-def test_a_prompt_shorter_than_the_ranks_is_named(tmp_path: Path) -> None:
-    save_llama(Llama(preset("tiny"), attention=attention), tmp_path)
-    with pytest.raises(ValueError, match="got 1 tokens on 2 ranks; use fewer ranks"):
-        generate(str(tmp_path), prompt="H", tokens=3, ranks=2)

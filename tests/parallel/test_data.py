@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from flashspan.launch import Ranks
 from flashspan.parallel.collectives import sum_in_rank_order
 from flashspan.parallel.data import DataParallel, Mode
 from tests.parallel.models import batch, distance, make
@@ -384,6 +385,36 @@ def test_a_failure_is_named_on_every_rank(on_ranks, kind: str) -> None:
     texts = on_ranks(3, _caught, kind)
     for text in texts:
         assert all(part in text for part in FAILURES[kind]), text
+
+
+def _wrap_beside_a_pair(ranks: list[int] | None) -> str:
+    """The first gradient, or the error, of a model wrapped over the world or over these ranks, where ranks 0 and 1 are
+    in a group that rank 2 is not in."""
+    dist.new_group([0, 1])  # on every rank, as torch asks
+    group = None if ranks is None else dist.new_group(ranks)
+    if ranks is not None and dist.get_rank() not in ranks:
+        return ""
+    try:
+        wrapped = DataParallel(nn.Linear(2, 2), group=group)
+    except ValueError as error:
+        return str(error)
+    wrapped(torch.full((1, 2), float(dist.get_rank()))).sum().backward()
+    return str(wrapped.module.weight.grad[0, 0].item())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "want"),
+    [
+        (None, ["1.0", "1.0", "1.0"]),
+        ([0, 1], ["0.5", "0.5", ""]),
+        ([1, 2], ["", *["in as many groups each: got 3 on rank 1, 2 on rank 2; wrap the model before"] * 2]),
+    ],
+)
+def test_ranks_in_unlike_numbers_of_groups_never_wait_in_vain(ranks: list[int] | None, want: list[str]) -> None:
+    """torch names a group that not all ranks make by the number of groups a rank is in: unlike ones never meet."""
+    with Ranks(3, threads=1, timeout=10) as pool:
+        told = pool.run(_wrap_beside_a_pair, ranks, timeout=40)
+    assert all(text in said for text, said in zip(want, told, strict=True)), told
 
 
 def test_bad_arguments_are_named() -> None:
