@@ -99,9 +99,11 @@ def attention(
     instead, and write `blocks & masks.causal()` once instead of causal=True with blocks.
     `torch.compile(fullgraph=True)` demands both.
     scale: 1 / sqrt(D) unless given. dropout: probability, decided by `seed` (or drawn from `generator`, or PyTorch's
-    default) and the pair's position alone. float32 is true float32; `torch.set_float32_matmul_precision("high")` asks
-    for tf32. backend: "auto", or an implementation by name; `explain` says which serves. deterministic: gradients that
-    repeat bit for bit (the output always does); `torch.use_deterministic_algorithms(True)` asks for it everywhere.
+    default) and the pair's position alone. Under activation checkpointing leave `generator` out: forward runs again,
+    and PyTorch takes its default one back for that, but no other. float32 is true float32;
+    `torch.set_float32_matmul_precision("high")` asks for tf32. backend: "auto", or an implementation by name; `explain`
+    says which serves. deterministic: gradients that repeat bit for bit (the output always does);
+    `torch.use_deterministic_algorithms(True)` asks for it everywhere.
     """
     kind = again.kind_of(q, k, v, causal, window, mask, scale, dropout, backend, deterministic)
     if (found := again.known(kind, mask)) is not None:

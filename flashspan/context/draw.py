@@ -9,7 +9,7 @@ matplotlib is imported when a picture is made, not before.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,7 +28,7 @@ COLOURS = {
     "dq": "#f58518",
     "dkv": "#e45756",
 }
-IDLE = "#eeeeee"
+WORK, IDLE = "#54a24b", "#e2e2e2"
 LABELLED = 16
 
 
@@ -43,7 +43,7 @@ def draw_timeline(schedule: Schedule, path: str | Path | None = None) -> Figure:
     from matplotlib.colors import to_rgba
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
-    from matplotlib.patches import Rectangle
+    from matplotlib.patches import Patch, Rectangle
 
     num_ranks, num_steps = schedule.num_ranks, schedule.num_steps
     labelled = num_ranks <= LABELLED
@@ -61,7 +61,7 @@ def draw_timeline(schedule: Schedule, path: str | Path | None = None) -> Figure:
             left = float(step)
             for tile in schedule.program(rank)[step].tiles:
                 width = 0.8 * tile.pairs / float(busiest[step])
-                shade = to_rgba("#54a24b", 0.45 + 0.55 * tile.pairs / float(busiest.max()))
+                shade = to_rgba(WORK, 0.45 + 0.55 * tile.pairs / float(busiest.max()))
                 boxes.append(Rectangle((left, rank - 0.3), width, 0.6, facecolor=shade, edgecolor="white", lw=0.6))
                 if labelled:
                     text = f"{tile.q}·{tile.k}"
@@ -74,9 +74,9 @@ def draw_timeline(schedule: Schedule, path: str | Path | None = None) -> Figure:
         x, y, x1, y1 = np.array(found, dtype=float).T
         how = {"angles": "xy", "scale_units": "xy", "scale": 1, "width": 0.011, "units": "inches", "headwidth": 7}
         axes.quiver(x, y, x1 - x, y1 - y, color=COLOURS[kind], alpha=0.7, zorder=2, rasterized=not labelled, **how)
-    lines = [Line2D([], [], color=COLOURS[kind], label=kind) for kind in kinds]
-    if lines:
-        axes.legend(handles=lines, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    told: list[Any] = [Patch(color=WORK, label="computing: q rank·kv rank"), Patch(color=IDLE, label="waiting")]
+    told += [Line2D([], [], color=COLOURS[kind], label=f"sending {kind}") for kind in kinds]
+    axes.legend(handles=told, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     axes.set(
         xlim=(-0.1, num_steps),
         ylim=(num_ranks - 0.5, -0.5),
@@ -85,7 +85,7 @@ def draw_timeline(schedule: Schedule, path: str | Path | None = None) -> Figure:
         yticks=range(0, num_ranks, 1 if labelled else 8),
         xticks=[step + 0.4 for step in range(0, num_steps, 1 if labelled else 8)],
         xticklabels=range(0, num_steps, 1 if labelled else 8),
-        title=f"{schedule.name}, {'backward' if schedule.is_backward else 'forward'}: queries·keys",
+        title=f"{schedule.name}, {'backward' if schedule.is_backward else 'forward'}",
     )
     for side in ("top", "right", "left", "bottom"):
         axes.spines[side].set_visible(False)

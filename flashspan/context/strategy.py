@@ -217,7 +217,7 @@ class ContextAttention:
 
         The arguments are those of `flashspan.attention`, q [B, H, T, D], k and v [B, K, T, D] being this rank's shard,
         the same T tokens of each, and the mask the whole sequence's. Dropout drops what one device would with the same
-        seed; without a seed, the one that rank 0 draws.
+        seed; without a seed, the one that rank 0 draws (under activation checkpointing not by a generator: see there).
         """
         refuse_transforms()
         q, k, v = autocast(q, k, v)
@@ -300,8 +300,9 @@ class ContextAttention:
             if window is not None:
                 window_band(window)
             if isinstance(mask, Tensor):
-                num = max(mask.shape[-2:], default=0)  # of the whole sequence; 1 broadcasts
-                num = self.settings.num_tokens or num if num == 1 else num
+                num = 0 if 0 in mask.shape[-2:] else max(mask.shape[-2:], default=0)  # of all tokens; 1 broadcasts
+                declared = self.settings.num_tokens
+                num = num if num != 1 or declared is None else declared
                 mask = mask_of(mask, q, num, num)
         except ValueError as error:  # perhaps on this rank alone: all hear of it, and raise it
             self._compare(dict.fromkeys(COMPARED, 0), 0, str(error))

@@ -534,6 +534,12 @@ def test_a_changed_mask_is_refused_where_forward_is_run_again(context_fn: Any) -
         out.sum().backward()
 
 
+def test_a_padding_mask_of_no_tokens_is_one() -> None:
+    q, padding = torch.randn(2, 2, 0, 4), torch.ones(2, 1, 1, 0, dtype=torch.bool)
+    for declared in (None, 0):
+        assert context_parallel(None, num_tokens=declared)(q, q, q, mask=padding).shape == (2, 2, 0, 4)
+
+
 def test_a_mask_made_in_inference_mode_still_trains() -> None:
     q = torch.randn(1, 2, 9, 8, requires_grad=True)
     with torch.inference_mode():
