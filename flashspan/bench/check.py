@@ -164,8 +164,8 @@ def check(
         finally:
             dist.destroy_process_group()
     else:
-        refuse_many_ranks(ranks)
-        cuda = 1 <= ranks <= torch.cuda.device_count()
+        refuse_ranks(ranks)
+        cuda = ranks <= torch.cuda.device_count()
         needed, free = problem.needed_bytes(1 if cuda else ranks), free_bytes("cuda" if cuda else "cpu")
         if free is not None and needed > free:
             raise ValueError(
@@ -181,8 +181,10 @@ def check(
     return 0 if all(result.passes(dtype, tokens) for result in results) else 1
 
 
-def refuse_many_ranks(ranks: int) -> None:
-    """More processes than this machine can serve, before any is started."""
+def refuse_ranks(ranks: int) -> None:
+    """None, or more processes than this machine can serve, before any is started."""
+    if ranks < 1:
+        raise ValueError(f"--ranks must be 1 or more: got {ranks}")
     cores = os.cpu_count() or 1
     most = max(FEW_RANKS, RANKS_PER_CORE * cores)
     if ranks > most:

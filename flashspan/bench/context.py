@@ -1,6 +1,7 @@
 """`flashspan bench context`: one device against every strategy and layout, on 1 to 8 ranks, with a LLaMA around them.
 
 flashspan bench context --quick          # two minutes on two cores; then `flashspan report`
+flashspan bench context --preset llama-2-7b --ranks 1 2 4 --tokens 8192 --dtype bfloat16      # on four GPUs
 
 Each measurement is of the whole model, forward and forward + backward. What the computing and the wire of a step, each
 measured alone (`context_rank.py`), sum to beyond the step itself was hidden.
@@ -19,6 +20,7 @@ import torch
 
 from flashspan.bench import record, sweep
 from flashspan.bench.context_rank import ALONE, Entry, Measured, Workload, run_on_rank
+from flashspan.bench.memory import free_bytes
 from flashspan.bench.record import Row
 from flashspan.bench.tables import Table, make, show_tables
 from flashspan.context.layout import LAYOUTS
@@ -34,8 +36,9 @@ QUICK_CASES = (
     ("helper", "contiguous"),
     ("ulysses", "contiguous"),
 )
-FULL: dict[str, Any] = {"ranks": (1, 2, 4, 8), "tokens": 4096, "width": 512, "layers": 4, "repeats": 5}
-QUICK: dict[str, Any] = {"ranks": (1, 2), "tokens": 1024, "width": 256, "layers": 2, "repeats": 3}
+HEADS = {"heads": 8, "kv_heads": 2}
+FULL: dict[str, Any] = {"ranks": (1, 2, 4, 8), "tokens": 4096, "width": 512, "layers": 4, **HEADS, "repeats": 5}
+QUICK: dict[str, Any] = {"ranks": (1, 2), "tokens": 1024, "width": 256, "layers": 2, **HEADS, "repeats": 3}
 """What is measured unless told otherwise, without --quick and with it."""
 KINDS = ("forward", "forward+backward")
 
@@ -207,15 +210,31 @@ def table(rows: Sequence[Row], of_what: str = "") -> Table:
     )
 
 
+def refuse_large_model(work: Workload, ranks: int, device_type: str) -> None:
+    """What memory cannot hold whatever the tokens, before any rank is started; and sizes that are impossible.
+
+    Every rank has the whole model: attention is what is split. On a CPU the ranks share one memory.
+    """
+    needed = 8.0 * work.config().num_parameters * (1 if device_type == "cuda" else ranks)
+    free = free_bytes(device_type)
+    if free is not None and needed > free:
+        name = str(work).rsplit(", ", 1)[0]
+        raise ValueError(
+            f"every rank has the whole model: {name} on {ranks} ranks needs {needed / 2**30:.1f} GiB for its weights "
+            f"and gradients, and {free / 2**30:.1f} are there; use fewer --ranks or a smaller model, or a GPU per rank"
+        )
+
+
 def bench_context(
     *,
     quick: bool = False,
     ranks: tuple[int, ...] | None = None,
     tokens: int | None = None,
+    preset: str | None = None,
     width: int | None = None,
     layers: int | None = None,
-    heads: int = 8,
-    kv_heads: int = 2,
+    heads: int | None = None,
+    kv_heads: int | None = None,
     dtype: str = "float32",
     repeats: int | None = None,
     folder: Path = record.FOLDER,
@@ -232,10 +251,12 @@ def bench_context(
             two cores.
         ranks: the numbers of ranks, each 1 to 8; unless given 1 2 4 8, with --quick 1 2.
         tokens: length of the whole sequence; unless given 4096, with --quick 1024.
+        preset: a model by name, for instance llama-2-7b or llama-3.2-1b, vocabulary and all, in place of the four
+            sizes below.
         width: of the model; unless given 512, with --quick 256.
         layers: of the model; unless given 4, with --quick 2.
-        heads: query heads.
-        kv_heads: key and value heads.
+        heads: query heads; unless given 8.
+        kv_heads: key and value heads; unless given 2.
         dtype: float32, or bfloat16 for autocast.
         repeats: timed steps of each; unless given 5, with --quick 3.
         folder: where the rows go.
@@ -244,8 +265,6 @@ def bench_context(
     usual = QUICK if quick else FULL
     ranks = usual["ranks"] if ranks is None else ranks
     tokens = usual["tokens"] if tokens is None else tokens
-    width = usual["width"] if width is None else width
-    layers = usual["layers"] if layers is None else layers
     repeats = usual["repeats"] if repeats is None else repeats
     if not ranks or not all(1 <= num <= 8 for num in ranks):
         raise ValueError(f"bench context runs on 1 to 8 ranks: got {' '.join(map(str, ranks)) or 'none'}")
@@ -253,15 +272,25 @@ def bench_context(
         raise ValueError(f"bench context needs 2 tokens per rank and 1 repeat or more: got {tokens} and {repeats}")
     if dtype not in ("float32", "bfloat16", "float16"):
         raise ValueError(f"dtype must be float32, bfloat16 or float16: got {dtype!r}")
-    work = Workload(width, layers, heads, kv_heads, tokens, dtype)
-    work.config()  # refuses impossible sizes
-    pool = Pool("cuda" if torch.cuda.device_count() >= max(ranks) else "cpu", max(ranks))
+    sizes = {"width": width, "layers": layers, "heads": heads, "kv_heads": kv_heads}
+    given = {name: value for name, value in sizes.items() if value is not None}
+    if preset is None:
+        chosen = usual | given
+        work = Workload(chosen["width"], chosen["layers"], chosen["heads"], chosen["kv_heads"], tokens, dtype)
+    elif not given:
+        work = Workload.of_preset(preset, tokens, dtype)
+    else:
+        options = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in given.items())
+        raise ValueError(f"--preset {preset} gives all sizes of the model: leave out {options}, or --preset")
+    device_type = "cuda" if torch.cuda.device_count() >= max(ranks) else "cpu"
+    refuse_large_model(work, max(ranks), device_type)
+    pool = Pool(device_type, max(ranks))
     path = folder / "context.jsonl"
     try:
         jobs = jobs_of(work, QUICK_CASES if quick else ALL_CASES, sorted(set(ranks)), repeats, pool)
         outcome = sweep.run(jobs, path, again=again, title="context")
     finally:
         pool.close()
-    note = f"{outcome.note(path)}; `flashspan report {folder}` makes a page of them"
+    note = f"{outcome.note(path)}, {len(KINDS)} for each; `flashspan report {folder}` makes a page of them"
     show_tables([table(outcome.rows)], note)
     return 0

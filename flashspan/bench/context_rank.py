@@ -23,7 +23,7 @@ from flashspan.bench.check import over_all_ranks
 from flashspan.bench.clock import in_turns, timed
 from flashspan.context.strategy import ContextAttention
 from flashspan.kernels.contract import Carry, LocalAttention
-from flashspan.model import Llama, LlamaConfig
+from flashspan.model import Llama, LlamaConfig, preset
 from flashspan.train.metrics import peak_flops
 
 ALONE = "one device"
@@ -32,7 +32,7 @@ ALONE = "one device"
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and the tokens it sees, all ranks together."""
+    """A model and the tokens it sees, all ranks together: a preset, or these sizes with a small vocabulary."""
 
     width: int
     num_layers: int
@@ -40,11 +40,20 @@ class Workload:
     num_kv_heads: int
     tokens: int
     dtype: str
+    preset: str | None = None
+
+    @classmethod
+    def of_preset(cls, name: str, tokens: int, dtype: str) -> Workload:
+        sizes = preset(name)
+        return cls(sizes.width, sizes.num_layers, sizes.num_heads, sizes.num_kv_heads, tokens, dtype, name)
 
     def __str__(self) -> str:
-        return f"{self.num_layers}x{self.width}, {self.num_heads}/{self.num_kv_heads} heads, {self.tokens} tokens"
+        sizes = f"{self.num_layers}x{self.width}, {self.num_heads}/{self.num_kv_heads} heads"
+        return f"{self.preset or sizes}, {self.tokens} tokens"
 
     def config(self) -> LlamaConfig:
+        if self.preset is not None:
+            return preset(self.preset)
         return LlamaConfig(
             512, self.width, self.num_layers, self.num_heads, self.num_kv_heads, 64 * ((8 * self.width // 3 + 63) // 64)
         )

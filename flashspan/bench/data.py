@@ -1,6 +1,8 @@
-"""One training step under every strategy of `flashspan.parallel`, on 2 to 4 ranks of this machine, in one run.
+"""One training step under every strategy of `flashspan.parallel`, on 1 to 8 ranks of this machine, in one run.
 
     flashspan bench data --ranks 2 4         # appends rows to data.jsonl, prints tables
+
+Ranks are GPUs where there are enough of them for all that is asked for, and processes on the CPU otherwise.
 
 All strategies take turns, step by step and in changing order, so that whatever else the machine does hits them equally.
 They share the global batch: data strategies split its samples, context its sequences, tensor strategies the layers.
@@ -10,7 +12,7 @@ They share the global batch: data strategies split its samples, context its sequ
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -23,8 +25,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flashspan.attention import attention
-from flashspan.bench import record
-from flashspan.bench.clock import timed
+from flashspan.bench import record, trace
+from flashspan.bench.clock import synchronise, timed
 from flashspan.bench.record import Row
 from flashspan.bench.tables import Table, make, show_tables
 from flashspan.context import context_parallel
@@ -46,7 +48,14 @@ SIZES = Transformer(num_layers=6, width=256, num_heads=8, num_kv_heads=4, ffn_wi
 LENGTH = 128
 WINDOW = 32
 BUCKET_MB = 4.0  # in proportion to a model this small; the default suits larger ones
+PROFILED = 3  # steps, apart from those that are timed: a profiler slows the host down
 MIB = 2**20
+WIRE = (
+    "wire ms and hidden: on the CPU, of those that reduce gradients by DataParallel (naive to bucketed, sharded "
+    "optimizer, context) that reduction alone, and the part of it before backward ended; of the others, and of all on "
+    "GPUs, every collective of a profiled step, waiting included, and the part in which the rank also computed. "
+    "The two kinds of hidden do not compare."
+)
 
 SPLIT: dict[str, Style] = {
     "embed": "vocabulary",
@@ -64,10 +73,6 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-
-def _windowed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return attention(q, k, v, causal=True, window=WINDOW)
 
 
 class Block(nn.Module):
@@ -131,6 +136,14 @@ class Contender:
         self.loss(self.running(self.tokens), self.tokens).backward()
         self.optimizer.step()
 
+    def watch(self, device: torch.device) -> tuple[float, float]:
+        """The wire's milliseconds in a profiled step, and the fraction of them that computing hid."""
+        dist.barrier()
+        with trace.profiled(device) as profiler:
+            self.step()
+            synchronise(device)
+        return wire_of(profiler.kineto_results.events(), device)
+
     def ledger(self) -> Ledger:
         """Of a step taken for the purpose."""
         self.optimizer.zero_grad()
@@ -153,12 +166,19 @@ CONTENDERS = (
 )
 
 
-def prepare(name: str, sizes: Transformer, batch: int, length: int) -> Contender:
+def prepare(
+    name: str,
+    sizes: Transformer,
+    batch: int,
+    length: int,
+    window: int = WINDOW,
+    device: torch.device = torch.device("cpu"),  # noqa: B008 - a constant
+) -> Contender:
     """A contender by name, with `batch` sequences per rank. A collective."""
     num_ranks, rank = dist.get_world_size(), dist.get_rank()
     torch.manual_seed(0)
-    model = Model(sizes, _causal)
-    tokens = torch.randint(sizes.vocab_size, (batch * num_ranks, length))
+    model = Model(sizes, _causal).to(device)
+    tokens = torch.randint(sizes.vocab_size, (batch * num_ranks, length)).to(device)
     running: nn.Module = model
     strategy: Strategy = "data"
     loss: Callable[[Tensor, Tensor], Tensor] = _loss
@@ -174,7 +194,7 @@ def prepare(name: str, sizes: Transformer, batch: int, length: int) -> Contender
         apply_fully_sharded(model, build_mesh(shard=num_ranks), model.blocks)
     elif name == "context":
         ring = context_parallel(dist.group.WORLD, num_tokens=length)
-        model = Model(sizes, partial(ring, causal=True))
+        model = Model(sizes, partial(ring, causal=True)).to(device)
         running, mine = DataParallel(model, bucket_mb=BUCKET_MB, op="sum"), ring.shard(tokens, 1)
 
         def loss(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -184,7 +204,7 @@ def prepare(name: str, sizes: Transformer, batch: int, length: int) -> Contender
         strategy, mine = ("tensor and sequence" if sequence else "tensor"), tokens
         mesh = build_mesh(tensor=num_ranks)["tensor"]
         if name == "hybrid":
-            model.blocks = nn.ModuleList([_hybrid_block(sizes, mesh) for _ in model.blocks])
+            model.blocks = nn.ModuleList([_hybrid_block(sizes, window, mesh, device) for _ in model.blocks])
         plan = {k: v for k, v in SPLIT.items() if name != "hybrid" or not k.startswith("blocks")}
         apply_tensor_parallel(model, mesh, plan, sequence_dim=1 if sequence else None)
 
@@ -198,15 +218,31 @@ def prepare(name: str, sizes: Transformer, batch: int, length: int) -> Contender
     return Contender(strategy, model, running, torch.optim.AdamW(params), mine, loss)
 
 
-def _hybrid_block(sizes: Transformer, mesh: DeviceMesh) -> HybridBlock:
+def _hybrid_block(sizes: Transformer, window: int, mesh: DeviceMesh, device: torch.device) -> HybridBlock:
     return HybridBlock(
         sizes.width,
         sizes.num_heads,
         sizes.ffn_width,
-        attention=_windowed,
+        attention=partial(attention, causal=True, window=window),
         mesh=mesh,
         num_kv_heads=sizes.num_kv_heads,
+        device=device,
     )
+
+
+def sizes_of(width: int, layers: int, heads: int, kv_heads: int) -> Transformer:
+    """The model of these sizes, its MLP 8/3 as wide; refuses what cannot be."""
+    given = {"--width": width, "--layers": layers, "--heads": heads, "--kv-heads": kv_heads}
+    for name, value in given.items():
+        if value < 1:
+            raise ValueError(f"{name} must be 1 or more: got {value}")
+    if width % heads or heads % kv_heads or width // heads > 256:
+        raise ValueError(
+            "heads must divide the width, and kv heads the heads, and a head has 256 features at most: "
+            f"got width {width}, {heads} heads and {kv_heads} kv heads; change --width, --heads or --kv-heads"
+        )
+    ffn_width = 16 * -(-8 * width // (3 * 16))
+    return replace(SIZES, width=width, num_layers=layers, num_heads=heads, num_kv_heads=kv_heads, ffn_width=ffn_width)
 
 
 def fitting(names: Sequence[str], num_ranks: int, sizes: Transformer = SIZES) -> list[str]:
@@ -216,23 +252,39 @@ def fitting(names: Sequence[str], num_ranks: int, sizes: Transformer = SIZES) ->
     if not found:
         raise ValueError(
             f"tensor parallelism needs a number of ranks that divides the {sizes.num_kv_heads} kv heads: "
-            f"got {num_ranks} for {', '.join(names)}; use other ranks, or measure other strategies too"
+            f"got {num_ranks} for {', '.join(names)}; use other --ranks or --kv-heads, or measure other strategies too"
         )
     return found
 
 
+def shape_of(sizes: Transformer, window: int, batch: int, length: int) -> str:
+    """What rows call these sizes. Heads and window are named where they are not the usual ones, which earlier rows did
+    not name."""
+    usual = (sizes.num_heads, sizes.num_kv_heads, window) == (SIZES.num_heads, SIZES.num_kv_heads, WINDOW)
+    named = "" if usual else f", {sizes.num_heads}/{sizes.num_kv_heads} heads, window {window},"
+    return f"{sizes.num_layers}x{sizes.width}{named} {batch}x{length} per rank"
+
+
 def measure_ranks(
-    num_ranks: int, names: Sequence[str], *, rounds: int, batch: int, length: int = LENGTH, sizes: Transformer = SIZES
+    num_ranks: int,
+    names: Sequence[str],
+    *,
+    rounds: int,
+    batch: int,
+    length: int = LENGTH,
+    window: int = WINDOW,
+    sizes: Transformer = SIZES,
+    device_type: str = "cpu",
 ) -> list[Row]:
     """Rows for the named contenders that fit so many ranks, measured in turns on ranks started for it.
 
     Times are a step's, the slowest rank's; memory is rank 0's.
     """
     names = fitting(names, num_ranks, sizes)
-    with Ranks(num_ranks, timeout=300) as ranks:
-        results = ranks.run(_take_turns, names, sizes, batch, length, rounds, timeout=1800)
-    shape = f"{sizes.num_layers}x{sizes.width} {batch}x{length} per rank"
-    where = record.environment(torch.device("cpu"))
+    with Ranks(num_ranks, backend="nccl" if device_type == "cuda" else "gloo", timeout=300) as ranks:
+        results = ranks.run(_take_turns, names, sizes, batch, length, window, rounds, device_type, timeout=1800)
+    shape = shape_of(sizes, window, batch, length)
+    where = record.environment(torch.device(device_type))
     rows = []
     for name in names:
         first = results[0][name]
@@ -250,8 +302,8 @@ def measure_ranks(
                 samples_ms=[max(times) for times in zip(*(r[name]["steps"] for r in results), strict=True)],
                 peak_mib=ledger.total / MIB,
                 more={
-                    "communication_ms": 1e3 * first["communication"],  # of gradients, where we do it
-                    "hidden": first["hidden"],  # the fraction of it that backward hid
+                    "communication_ms": first["communication"],  # WIRE says of what
+                    "hidden": first["hidden"],  # the fraction of it that computing hid
                     "parameters_mib": ledger.parameters / MIB,
                     "gradients_mib": ledger.gradients / MIB,
                     "optimizer_mib": ledger.optimizer / MIB,
@@ -263,9 +315,12 @@ def measure_ranks(
     return rows
 
 
-def _take_turns(names: list[str], sizes: Transformer, batch: int, length: int, rounds: int) -> dict[str, Any]:
+def _take_turns(
+    names: list[str], sizes: Transformer, batch: int, length: int, window: int, rounds: int, device_type: str
+) -> dict[str, Any]:
     """On each rank: steps of all contenders in turns; what each took, and what it holds."""
-    contenders = {name: prepare(name, sizes, batch, length) for name in names}
+    device = torch.device(device_type, torch.cuda.current_device() if device_type == "cuda" else 0)
+    contenders = {name: prepare(name, sizes, batch, length, window, device) for name in names}
     ledgers = {name: contender.ledger() for name, contender in contenders.items()}  # also the first warm-up
     steps: dict[str, list[float]] = {name: [] for name in names}
     traffic: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
@@ -273,22 +328,65 @@ def _take_turns(names: list[str], sizes: Transformer, batch: int, length: int, r
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
             contender = contenders[name]
-            elapsed, _ = timed(contender.step, torch.device("cpu"), together=True)
+            elapsed, _ = timed(contender.step, device, together=True)
             if turn:  # the first is for warming up
                 steps[name].append(elapsed)
-                if isinstance(contender.running, DataParallel):
+                # On a GPU its clock, the host's, would count how long it takes to launch a reduction.
+                if isinstance(contender.running, DataParallel) and device.type == "cpu":
                     spent = contender.running.traffic
-                    traffic[name].append((spent.communication, spent.hidden))
+                    traffic[name].append((1e3 * spent.communication, spent.hidden))
+    for name in names:  # after all that is timed
+        if not traffic[name]:
+            traffic[name] = [contenders[name].watch(device) for _ in range(PROFILED)]
     return {
         name: {
             "strategy": contenders[name].strategy,
             "steps": steps[name],
             "ledger": ledgers[name],
-            "communication": median(c for c, _ in traffic[name]) if traffic[name] else float("nan"),
-            "hidden": median(h for _, h in traffic[name]) if traffic[name] else float("nan"),
+            "communication": median(c for c, _ in traffic[name]),
+            "hidden": median(h for _, h in traffic[name]),
         }
         for name in names
     }
+
+
+def wire_of(events: Sequence[Any], device: torch.device) -> tuple[float, float]:
+    """Of a profile: milliseconds in which anything was on the wire, and the fraction of them in which this rank also
+    computed; nan where no collective was seen. What waits for another rank counts as the wire."""
+    kinds = torch._C._autograd.DeviceType
+    cuda = device.type == "cuda"
+    seen = [e for e in events if e.duration_ns() and e.device_type() == (kinds.CUDA if cuda else kinds.CPU)]
+    if cuda:
+        kernels = [e for e in seen if not e.is_user_annotation() and e.name() != "[memory]"]
+        wire = [e for e in kernels if "nccl" in e.name().lower()]
+        computing = [e for e in kernels if "nccl" not in e.name().lower()]
+    else:
+        wire = [e for e in seen if e.name().startswith("gloo:")]
+        # An operator that calls others may wait inside one: those that call none compute.
+        ops = [e for e in seen if e.name().startswith(("aten::", "flashspan::"))]
+        ops.sort(key=lambda e: (e.start_thread_id(), e.start_ns(), -e.duration_ns()))
+        followed = zip(ops, [*ops[1:], None], strict=True)
+        computing = [op for op, after in followed if after is None or not _encloses(op, after)]
+    spans, busy = ([(e.start_ns(), e.start_ns() + e.duration_ns()) for e in chosen] for chosen in (wire, computing))
+    if not spans:
+        return float("nan"), float("nan")
+    both = _covered(spans) + _covered(busy) - _covered([*spans, *busy])
+    return _covered(spans) / 1e6, both / _covered(spans)
+
+
+def _encloses(outer: Any, inner: Any) -> bool:
+    """Whether of two events in order the second began within the first, on the same thread."""
+    same = outer.start_thread_id() == inner.start_thread_id()
+    return same and inner.start_ns() < outer.start_ns() + outer.duration_ns()
+
+
+def _covered(spans: Sequence[tuple[int, int]]) -> int:
+    """How long at least one of these spans lasted."""
+    total, until = 0, 0
+    for begin, end in sorted(spans):
+        total += max(0, end - max(begin, until))
+        until = max(until, end)
+    return total
 
 
 def _loss(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -328,18 +426,31 @@ def bench_data(
     ranks: tuple[int, ...] = (2, 4),
     rounds: int = 15,
     batch: int = 1,
+    tokens: int = LENGTH,
+    width: int = SIZES.width,
+    layers: int = SIZES.num_layers,
+    heads: int = SIZES.num_heads,
+    kv_heads: int = SIZES.num_kv_heads,
+    window: int = WINDOW,
     only: tuple[str, ...] = CONTENDERS,
     folder: Path = record.FOLDER,
 ) -> int:
     """A training step under every strategy of data, optimizer, context and tensor parallelism, in one run.
 
-    Time, the part of the gradients' communication that backward hides, and the memory of a rank by kind. Rows go to
-    FOLDER/data.jsonl.
+    Time, the wire and the part of it that computing hides, and the memory of a rank by kind. Runs on GPUs
+    where there are as many as the largest number of ranks; without enough GPUs it measures processes on the CPU. Rows
+    go to FOLDER/data.jsonl.
 
     Args:
-        ranks: the numbers of ranks.
+        ranks: the numbers of ranks, each 1 to 8.
         rounds: timed steps of each.
         batch: sequences per rank.
+        tokens: of each sequence.
+        width: of the model.
+        layers: of the model.
+        heads: query heads.
+        kv_heads: key and value heads.
+        window: how many keys a query of hybrid sees.
         only: the strategies to measure.
         folder: where the rows go.
     """
@@ -349,13 +460,27 @@ def bench_data(
     if not ranks or min(ranks) < 1 or max(ranks) > 8 or rounds < 2 or batch < 1:
         shown = " ".join(map(str, ranks)) or "none"
         raise ValueError(f"bench data needs 1 to 8 ranks, 2 rounds and 1 sequence: got {shown}, {rounds} and {batch}")
+    sizes = sizes_of(width, layers, heads, kv_heads)
+    if window < 1:
+        raise ValueError(f"--window must be 1 or more: got {window}")
+    if tokens < 2 * max(ranks):
+        raise ValueError(f"bench data needs 2 tokens per rank or more: got {tokens} tokens on {max(ranks)} ranks")
+    if "tensor and sequence" in only and any(tokens % num_ranks for num_ranks in ranks):
+        raise ValueError(
+            "with tensor and sequence the --tokens must divide by the ranks: "
+            f"got {tokens} tokens on {' '.join(map(str, ranks))} ranks; use others, or leave it out of --only"
+        )
     for num_ranks in ranks:
-        fitting(only, num_ranks)  # refused before anything is measured
+        fitting(only, num_ranks, sizes)  # refused before anything is measured
+    device_type = "cuda" if torch.cuda.device_count() >= max(ranks) else "cpu"
     path = folder / "data.jsonl"
     record.append([], path)  # a folder that cannot be written to is found before anything is measured
     for num_ranks in ranks:
-        rows = measure_ranks(num_ranks, only, rounds=rounds, batch=batch)
+        rows = measure_ranks(
+            num_ranks, only, rounds=rounds, batch=batch, length=tokens, window=window, sizes=sizes,
+            device_type=device_type,
+        )  # fmt: skip
         record.append(rows, path)
         show_tables([table(rows)])
-    print(f"rows in {path}")
+    print(f"{WIRE}\nrows in {path}")
     return 0

@@ -18,9 +18,9 @@ from flashspan.bench.sparse import bench_sparse
 from flashspan.bench.tables import MODEL_SHAPE
 
 SPARSE_CASES = {
-    "hopper": r"\d+x\d+x16384x.*|.* (window 4096|documents \d+)",
-    "seed": r".* band \d+",
-    "sweep": r"\d+x\d+x(?!16384x)\d+x\d+ (full|random .*)",
+    "hopper": r"1x\d+x16384x.*|1x.* (window 4096|documents \d+)",
+    "seed": r"4x8x.*",
+    "sweep": r"1x\d+x(?!16384x)\d+x\d+ (full|random .*)",
     "window": r".* window 1024",
 }
 """What the shapes look like that each --rows of `bench sparse` measures; the window of 16,384 tokens is of two."""
@@ -60,6 +60,8 @@ def context_command(rows: Sequence[Row]) -> str:
     if sizes is not None:
         names = ("layers", "width", "heads", "kv_heads", "tokens")
         options |= dict(zip(names, map(int, sizes.groups()), strict=True))
+    elif named := re.fullmatch(r"(\S+), (\d+) tokens", rows[0].shape):
+        options |= {"preset": named[1], "tokens": int(named[2])}
     options["repeats"] = only(row.more.get("repeats") for row in rows)
     cases = {" ".join(case) for case in QUICK_CASES}
     done = {row.impl for row in rows} - {ALONE}

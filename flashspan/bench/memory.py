@@ -10,6 +10,7 @@ The profiler sees what PyTorch's allocators hand out, inside operators too, so t
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 T = TypeVar("T")
+LARGEST = 12
+"""How many of the largest allocations a timeline names, those of one size in one range taken together."""
 
 
 @dataclass
@@ -35,7 +38,7 @@ class Timeline:
     times: list[float] = field(default_factory=list)
     allocated: list[float] = field(default_factory=list)
     phases: list[tuple[str, float, float]] = field(default_factory=list)  # name, begin, end
-    largest: list[tuple[float, str]] = field(default_factory=list)  # bytes, the range that asked for them
+    largest: list[tuple[float, str, int]] = field(default_factory=list)  # bytes, the range that asked, how often
 
     @property
     def peak(self) -> float:
@@ -103,19 +106,20 @@ def fill(timeline: Timeline, profiler: Any, device: torch.device) -> None:
     spans = [(e.name(), e.start_ns(), e.start_ns() + e.duration_ns()) for e in host]
     named = [span for span in spans if not span[0].startswith(("aten::", "cuda", "void ")) and span[2] > span[1]]
     total = timeline.held
-    asked: list[tuple[float, str]] = []
+    asked: Counter[tuple[float, str]] = Counter()
     kind = torch._C._autograd.DeviceType.CUDA if device.type == "cuda" else cpu
     memory = [event for event in events if event.name() == "[memory]" and event.device_type() == kind]
-    big = sorted((event.nbytes() for event in memory if event.nbytes() > 0), reverse=True)[:8]
+    sizes = sorted({event.nbytes() for event in memory if event.nbytes() > 0}, reverse=True)[:LARGEST]
     for event in memory:
         total += event.nbytes()
         timeline.times.append((event.start_ns() - begin) / 1e6)
         timeline.allocated.append(total)
-        if big and event.nbytes() >= big[-1]:
+        if sizes and event.nbytes() >= sizes[-1]:
             inside = [s for s in named if s[1] <= event.start_ns() <= s[2]]
             path = " > ".join(s[0] for s in sorted(inside, key=lambda s: s[1] - s[2])[:4])
-            asked.append((float(event.nbytes()), path))
-    timeline.largest = sorted(asked, reverse=True)[:8]
+            asked[float(event.nbytes()), path] += 1
+    in_order = sorted(asked.items(), key=lambda one: (-one[0][0], -one[1], one[0][1]))
+    timeline.largest = [(size, path, number) for (size, path), number in in_order[:LARGEST]]
     timeline.phases = [(name, (s - begin) / 1e6, (e - begin) / 1e6) for name, s, e in spans if name in PHASES]
 
 

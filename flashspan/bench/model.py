@@ -125,13 +125,17 @@ def needed_bytes(setting: Setting, kinds: Sequence[str] = KINDS) -> float:
 
 
 def time_phases(stepper: Stepper, warmup: int, steps: int, kinds: Sequence[str]) -> dict[str, list[float]]:
-    """Milliseconds of every measured run of each phase."""
-    calls = (stepper.infer, stepper.forward, stepper.backward, stepper.update)
+    """Milliseconds of every measured run of each phase. Inference comes last: of a step without warm-up, what is slow
+    the first time is a part of training then."""
+    calls = {
+        "forward": stepper.forward,
+        "backward": stepper.backward,
+        "optimizer": stepper.update,
+        "inference": stepper.infer,
+    }
     phases: dict[str, list[float]] = {kind: [] for kind in kinds}
     for number in range(warmup + steps):
-        parts = {
-            kind: timed(call, stepper.device)[0] for kind, call in zip(KINDS, calls, strict=False) if kind in kinds
-        }
+        parts = {kind: timed(call, stepper.device)[0] for kind, call in calls.items() if kind in kinds}
         if "training" in kinds:
             parts["training"] = parts["forward"] + parts["backward"] + parts["optimizer"]
         if number >= warmup:

@@ -25,7 +25,7 @@ from flashspan.bench.plots import to_svg
 from flashspan.bench.tables import show_tables
 from flashspan.model import preset as find_preset
 
-PARTS = ("attention scores", "attention softmax", "attention values")
+PARTS = ("attention scores", "attention scale and mask", "attention softmax", "attention values")
 FOLDER = Path("runs/profile")
 
 
@@ -48,28 +48,28 @@ class Summary:
         others = [k for k in self.kernels if k.kind == "other"][:3]
         lines = [
             f"{self.name}: {self.wall_ms:.4g} ms on the clock, {busy:.4g} ms in kernels.",
-            f"  Longest: {top.name[:90]}, {top.milliseconds:.4g} ms in {top.count} calls "
+            f"  Longest: {top.short}, {top.milliseconds:.4g} ms in {top.count} calls "
             f"({top.milliseconds / busy:.0%} of the kernels' time).",
             f"  Matrix products take {trace.share(self.kernels, 'product'):.0%}, fused attention "
             f"{trace.share(self.kernels, 'attention'):.0%}, everything else {trace.share(self.kernels, 'other'):.0%}.",
         ]
         if others:
-            listed = "; ".join(f"{k.name[:60]} {k.milliseconds / busy:.0%}" for k in others)
+            listed = "; ".join(f"{k.short} {k.milliseconds / busy:.0%}" for k in others)
             lines.append(f"  Of the rest, the longest: {listed}.")
         if all(part in self.parts for part in PARTS):
-            products = self.parts[PARTS[0]] + self.parts[PARTS[2]]
-            softmax = self.parts[PARTS[1]]
+            scores, prepared, softmax, values = (self.parts[part] for part in PARTS)
+            products = scores + values
             lines.append(
-                f"  In attention, softmax takes {softmax:.4g} ms and the two products (with scaling and mask) "
-                f"{products:.4g} ms: {softmax / products:.2f} of their time, for about "
-                f"{self.flop_ratio:.3f} of their operations."
+                f"  In attention, softmax takes {softmax:.4g} ms and the two products {products:.4g} ms: "
+                f"{softmax / products:.2f} of their time, for about {flop_ratio(self.head_dim):.3f} of their "
+                f"operations. Scaling and mask take {prepared:.4g} ms."
             )
         return lines
 
-    @property
-    def flop_ratio(self) -> float:
-        """Operations of softmax (about 5 per score) over those of the products (4 d per score)."""
-        return 5.0 / (4.0 * self.head_dim)
+
+def flop_ratio(head_dim: int) -> float:
+    """Operations of softmax (about 5 per score) over those of the two products (4 d per score)."""
+    return 5.0 / (4.0 * head_dim)
 
 
 def run_profile(setting: Setting, device: torch.device, *, training: bool, trace_path: Path | None = None) -> Summary:
@@ -206,8 +206,9 @@ def _draw_memory(setting: Setting, device: torch.device, folder: Path, stem: str
         peaks = ", ".join(f"{phase} {timeline.peak_of(phase) / 2**20:,.1f}" for phase in ranges.PHASES[1:]
                           if timeline.peak_of(phase))  # fmt: skip
         print(f"{name}: held before {timeline.held / 2**20:,.1f} MiB, peak {timeline.peak / 2**20:,.1f} MiB ({peaks})")
-        for size, where in timeline.largest[:3]:
-            print(f"  {size / 2**20:,.1f} MiB allocated in {where or 'a part without a name'}")
+        for size, where, number in timeline.largest[:3]:
+            times = f"{number} x " if number > 1 else ""
+            print(f"  {times}{size / 2**20:,.1f} MiB allocated in {where or 'a part without a name'}")
         print(f"  drawn: {path}" + (f"; history: {snapshot}" if device.type == "cuda" else ""))
     print(f"One residual-stream tensor in float32: {setting.batch} x {setting.tokens} x "
           f"{find_preset(setting.preset).width} x 4 bytes = {residual_mib(setting):.2f} MiB.")  # fmt: skip

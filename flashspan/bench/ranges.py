@@ -71,10 +71,12 @@ def in_parts(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, mask: Any
     """Attention the plain way, scores and all, with a range on each part. q [B, H, T, D], k and v [B, K, S, D]."""
     if mask is not None:
         raise ValueError("attention in parts knows causal masks only: drop mask=, or use flashspan.attention")
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, 1) if group > 1 else x for x in (k, v))
     with span("attention scores"):
-        group = q.shape[1] // k.shape[1]
-        k, v = (x.repeat_interleave(group, 1) if group > 1 else x for x in (k, v))
-        scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+        scores = q @ k.transpose(-2, -1)
+    with span("attention scale and mask"):
+        scores = scores / math.sqrt(q.shape[-1])
         if causal:
             visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
             scores = scores.masked_fill(~visible, -math.inf)

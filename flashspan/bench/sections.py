@@ -351,6 +351,7 @@ def of_data(rows: Sequence[Row]) -> Section | None:
     names = ("communication_ms", "hidden", "parameters_mib", "gradients_mib", "optimizer_mib", "activations_mib")
     columns: dict[str, Callable[[Row], object]] = {
         "strategy": lambda row: row.impl,
+        "layers x width, sequences": lambda row: row.shape,
         "ranks": lambda row: row.ranks,
         "ms": lambda row: row.p50_ms if row.ok else row.status,
     }
@@ -362,12 +363,20 @@ def of_data(rows: Sequence[Row]) -> Section | None:
             "bench data",
             bench_data,
             ranks=every(row.ranks for row in here),
-            batch=only(int(read[1]) for row in here if (read := re.search(r" (\d+)x\d+ per rank$", row.shape))),
+            **(_data_sizes(only(row.shape for row in here)) or {}),
             only=tuple(name for name in CONTENDERS if any(row.impl == name for row in here)) or None,
         )
         section.commands.append(made_by)
         section.tables.append(make(f"a step{where}", here, columns))
     return section
+
+
+def _data_sizes(shape: str | None) -> dict[str, int] | None:
+    """The options of `bench data` that a shape tells."""
+    form = r"(\d+)x(\d+)(?:, (\d+)/(\d+) heads, window (\d+),)? (\d+)x(\d+) per rank"
+    read = re.fullmatch(form, shape or "")
+    names = ("layers", "width", "heads", "kv_heads", "window", "batch", "tokens")
+    return read and {name: int(value) for name, value in zip(names, read.groups(), strict=True) if value is not None}
 
 
 def of_schedules(rows: Sequence[Row]) -> Section | None:

@@ -10,7 +10,7 @@ Rows are appended to docs/benchmarks/sparse.csv, those of build to masks.jsonl b
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -79,9 +79,29 @@ def full(T: int, D: int) -> Case:
     return Case("full", T, D, masks.full(), lambda b, h, i, j: i - i == j - j)
 
 
-def seed_case() -> Case:
-    """The case the project was first measured with: 4 x 8 heads, 128 tokens, 32 neighbours to each side."""
-    return Case("band 32", 128, 64, masks.window(32), lambda b, h, i, j: (i - j).abs() <= 32, B=4, H=8)
+def band(width: int, T: int, D: int) -> Case:
+    """So many neighbours to each side."""
+    return Case(f"band {width}", T, D, masks.window(width), lambda b, h, i, j: (i - j).abs() <= width)
+
+
+def strided(width: int, step: int, T: int, D: int) -> Case:
+    """Every `step`-th key behind a query, `width` of them."""
+
+    def rule(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (i >= j) & ((i - j) % step == 0) & (i - j < width * step)
+
+    return Case(f"strided {width} by {step}", T, D, masks.dilated(width, step, T), rule)
+
+
+def seed_cases() -> list[Callable[[], Case]]:
+    """What the project was first measured with, 4 x 8 heads: a band, from 128 tokens on, and other patterns at 4096."""
+    first = [partial(band, 32, T, 64) for T in (128, 1024, 2048, 4096)]
+    more = [partial(random_blocks, 0.1, 4096, 64), partial(documents, 8, 4096, 64), partial(strided, 32, 16, 4096, 64)]
+    return [partial(_with_heads, make, 4, 8) for make in (*first, *more)]
+
+
+def _with_heads(make: Callable[[], Case], B: int, H: int) -> Case:
+    return replace(make(), B=B, H=H)
 
 
 def hopper_cases() -> list[Callable[[], Case]]:
@@ -109,7 +129,7 @@ def window_cases() -> list[Callable[[], Case]]:
 
 CASES: dict[str, Callable[[], list[Callable[[], Case]]]] = {
     "hopper": hopper_cases,
-    "seed": lambda: [seed_case],
+    "seed": seed_cases,
     "sweep": sweep_cases,
     "window": window_cases,
 }
@@ -361,8 +381,8 @@ def bench_sparse(
     Rows are appended to docs/benchmarks/sparse.csv (those of build to masks.jsonl beside it) and printed.
 
     Args:
-        rows: hopper, five sparse masks at 16k and 32k tokens; seed, 128 tokens; sweep, 128 to 64k tokens and 0 to 98 %
-            of the blocks left out; window, 8k to 256k tokens; build, how long masks take to make; or all of them.
+        rows: hopper, five sparse masks at 16k and 32k tokens; seed, seven at 128 to 4096; sweep, 128 to 64k tokens and
+            0 to 98 % of the blocks left out; window, 8k to 256k tokens; build, how long masks take to make; or all.
         others: FlexAttention, dense causal and PyTorch's as well, up to 32k tokens; compiling them takes longest.
         page: write docs/benchmarks/sparse.md and its plot from the rows instead of measuring.
     """

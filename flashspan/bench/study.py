@@ -67,7 +67,7 @@ def eager_rows(tokens: int, head_dim: int, impls: Sequence[str], repeats: int, d
     def turn(call: Callable[..., Tensor]) -> tuple[float, float, float]:
         """Milliseconds of forward and of backward, and bytes between them: when it is over, nothing of it is left."""
         forward, out = timed(partial(call, q, k, v), device)
-        held = torch.cuda.memory_allocated(device) if device.type == "cuda" else _saved_bytes(q, k, v, dout, out)
+        held = torch.cuda.memory_allocated(device) if device.type == "cuda" else saved_bytes(tokens, head_dim)
         backward, _ = timed(partial(out.backward, dout), device)
         q.grad = k.grad = v.grad = None
         return forward, backward, held
@@ -83,9 +83,10 @@ def eager_rows(tokens: int, head_dim: int, impls: Sequence[str], repeats: int, d
     return rows
 
 
-def _saved_bytes(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor) -> float:
-    """What is alive between the passes on a device that does not tell: inputs, output, softmax."""
-    return float(q.nbytes + k.nbytes + v.nbytes + dout.nbytes + out.nbytes + q.shape[0] * q.shape[1] ** 2 * q.itemsize)
+def saved_bytes(tokens: int, head_dim: int) -> float:
+    """What tensors take between the passes, and all there is to say on a device that does not tell: q, k, v, the output
+    and its gradient, and the softmax."""
+    return 4.0 * BATCH * (5 * tokens * head_dim + tokens**2)
 
 
 def _eager_row(
@@ -319,6 +320,7 @@ def bench_study(
         raise ValueError(f"a study needs 1 repeat or more: got {repeats}")
     path = folder / "study.jsonl"
     outcome = sweep.run(jobs(which, lengths, head_dims, place, repeats), path, again=again, title=which)
-    shown = [table(outcome.rows)] + ([memory_table(outcome.rows)] if which == "eager" else [])
+    measured = which == "eager" and place.type == "cuda"  # a CPU's would be sums of shapes
+    shown = [table(outcome.rows)] + ([memory_table(outcome.rows)] if measured else [])
     show_tables(shown, outcome.note(path))
     return 0

@@ -5,7 +5,9 @@ On a GPU these are kernels and their GPU time; on the CPU, operators and the tim
 
 from __future__ import annotations
 
+import bisect
 import os
+import re
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +21,8 @@ FUSED = ("flash", "fmha", "scaled_dot_product", "sdpa")
 PASSES = ("forward", "backward", "keys", "queries", "repair")
 OURS = {f"{kind}{word}_kernel" for kind in ("", "sparse_", "lists_") for word in PASSES}
 OURS |= {f"{word}_kernel" for word in ("finer", "delta", "rows", "cast")}
+INSIDE = r"\b\w+(?:Functor\w*|Ops|_kernel\w*|_cuda)\b"
+GENERAL = ("BinaryFunctor", "AUnaryFunctor", "BUnaryFunctor", "gpu_kernel_impl", "gpu_kernel_impl_nocast")
 WIRE = ("nccl", "gloo", "c10d::", "record_param_comms")
 
 
@@ -40,6 +44,19 @@ class Kernel:
             if any(word in low for word in words):
                 return kind
         return "other"
+
+    @property
+    def short(self) -> str:
+        """A name to read: of a product its layout and tile, of PyTorch's general kernels what they compute."""
+        if found := re.search(r"(sm\d+)_xmma_gemm_\w+?_([nt]{2})_\w+?tilesize(\d+x\d+)", self.name):
+            return f"{found[1]} gemm {found[2]} {found[3]}"
+        if found := re.search(r"cutlass_\w+|nvjet_\w+", self.name):
+            return found[0]
+        bare = re.sub(r"^void |\(anonymous namespace\)::|at::native::", "", self.name)
+        outer = re.match(r"[\w:]*", bare)
+        name = outer[0] if outer else ""
+        inner = [word for word in re.findall(INSIDE, bare[len(name) :]) if word not in GENERAL]
+        return f"{name} ({inner[-1]})" if inner else name or bare
 
 
 def profiled(device: torch.device, *, memory: bool = False) -> profile:
@@ -72,11 +89,18 @@ def share(listed: list[Kernel], *kinds: str) -> float:
 
 
 def ranges_ms(profiler: Any, name: str, device: torch.device) -> list[float]:
-    """Milliseconds that each range of this name lasted on the device: on a GPU from its first kernel to its last."""
+    """Milliseconds of each range of this name: on a GPU those of its kernels, without the gaps between them."""
     kinds = torch._C._autograd.DeviceType
     kind = kinds.CUDA if device.type == "cuda" else kinds.CPU
-    events = profiler.kineto_results.events()
-    return [e.duration_ns() / 1e6 for e in events if e.name() == name and e.device_type() == kind]
+    events = [e for e in profiler.kineto_results.events() if e.device_type() == kind and e.duration_ns()]
+    spans = [(e.start_ns(), e.duration_ns()) for e in events if e.name() == name]
+    if device.type != "cuda":
+        return [duration / 1e6 for _, duration in spans]
+    work = (e for e in events if not e.is_user_annotation() and e.name() != "[memory]")
+    ran = sorted((e.start_ns(), e.duration_ns()) for e in work)
+    starts = [start for start, _ in ran]
+    inside = [slice(bisect.bisect_left(starts, start), bisect.bisect_left(starts, start + d)) for start, d in spans]
+    return [sum(duration for _, duration in ran[part]) / 1e6 for part in inside]
 
 
 def _own_times(events: Any) -> list[tuple[str, float]]:

@@ -31,6 +31,12 @@ def in_order(row: Row) -> tuple[float, ...]:
     return (row.more.get("head_dim", 0), row.more.get("tokens", 0), model_size(row)[0])
 
 
+def same_visit(*rows: Row) -> bool:
+    """Whether these were measured with the same code: on another day, on another host, a small model's step may take
+    half as long again."""
+    return len({row.commit for row in rows}) == 1
+
+
 class Writer:
     """Makes the page. A section says what is missing of it, and which command would give it."""
 
@@ -112,12 +118,14 @@ class Writer:
     def _warmup(self, rows: Sequence[Row]) -> None:
         self.table(model.table(rows))
         first = {row.more["warmup"]: row for row in rows if row.kind == "training" and row.ok}
-        if 0 in first and 5 in first:
-            cold, warm = first[0], first[5]
+        if {0, 1, 2, 5} <= first.keys():
+            mean, spread = ([getattr(first[n], name) for n in (0, 1, 2, 5)] for name in ("mean_ms", "std_ms"))
             self.say(
-                f"Without warm-up the mean training step is {cold.mean_ms / warm.mean_ms:.2f} times that after five, "
-                f"and its deviation {cold.std_ms / warm.std_ms:.0f} times as large: the first step loads kernels, "
-                "chooses algorithms and fills the allocator's cache. What one or two steps leave over is in their rows."
+                f"Without warm-up the mean training step is {mean[0] / mean[3]:.2f} times that after five, and its "
+                f"deviation {spread[0] / spread[3]:.0f} times as large: the first step loads kernels, chooses "
+                f"algorithms and fills the allocator's cache. After one step the mean is {mean[1] / mean[3]:.2f} times "
+                f"it and after two {mean[2] / mean[3]:.2f} times, with {spread[1] / spread[3]:.1f} and "
+                f"{spread[2] / spread[3]:.1f} times its deviation: what is left is how evenly the host launches."
             )
 
     def _profiles(self, rows: Sequence[Row]) -> None:
@@ -125,7 +133,7 @@ class Writer:
 
         def top(row: Row) -> str:
             name, time, count = row.more["top"][0]
-            return f"{name[:48]}: {time:.3g} ms, {count} calls"
+            return f"{name}: {time:.3g} ms, {count} calls"
 
         self.table(
             make(
@@ -158,19 +166,41 @@ class Writer:
                 f"(b, d) Matrix products take {low['inference']} to {high['inference']} of inference and "
                 f"{low['training']} to {high['training']} of a training step with AdamW."
             )
-        others = dict.fromkeys(name[:60] for row in done for name, _ in row.more["others"][:2])
-        if others:
-            self.say(f"(c) Besides products, the longest are: {'; '.join(list(others)[:5])}.")
+            self._say_which_kernels(done)
         parts = [row for row in done if row.kind == "inference" and set(profile.PARTS) <= row.more["parts"].keys()]
         if parts:
-            found = []
+            found, prepared = [], []
             for row in parts:
-                p = row.more["parts"]
-                found.append(p["attention softmax"] / (p["attention scores"] + p["attention values"]))
+                scores, scaled, softmax, values = (row.more["parts"][part] for part in profile.PARTS)
+                found.append(softmax / (scores + values))
+                prepared.append(scaled / (scores + values))
+            operations = [profile.flop_ratio(row.more["head_dim"]) for row in parts]
             self.say(
-                f"(e) In attention, softmax takes {min(found):.2f} to {max(found):.2f} of the time of the two products "
-                "(with scaling and mask), for a small part of their operations: it is bound by memory."
+                f"(e) In attention, softmax takes {min(found):.2f} to {max(found):.2f} of the time of the two "
+                f"products, for {min(operations):.3f} to {max(operations):.3f} of their operations: it is bound by "
+                f"memory. So are scaling and mask, which take {min(prepared):.2f} to {max(prepared):.2f} of it."
             )
+
+    def _say_which_kernels(self, rows: Sequence[Row]) -> None:
+        """The longest kernel of inference and of training, and what else there is."""
+        longest = {(row.shape, row.kind): row.more["top"][0][0] for row in rows}
+        both = [shape for shape, kind in longest if kind == "inference" and (shape, "training") in longest]
+        same = [shape for shape in both if longest[shape, "inference"] == longest[shape, "training"]]
+        products = all("gemm" in name for name in longest.values())
+        self.say(
+            f"(b) In {len(same)} of {len(both)} cases inference and a training step have the same longest kernel."
+            + (" It is a product everywhere." if products else "")
+        )
+        for kind in PASSES:
+            shares: dict[str, list[float]] = {}
+            for row in rows:
+                if row.kind == kind:
+                    for name, time in row.more["others"]:
+                        shares.setdefault(name, []).append(time / row.more["busy_ms"])
+            most = sorted(shares, key=lambda name: -max(shares[name]))[:5]
+            listed = "; ".join(f"{name} up to {max(shares[name]):.0%}" for name in most)
+            part = "(c) Besides products, in inference" if kind == "inference" else "(d) And in a training step"
+            self.say(f"{part}: {listed}.")
 
     def _precision(self, rows: Sequence[Row]) -> None:
         more = rows[-1].more
@@ -199,13 +229,14 @@ class Writer:
         )
         gains = []
         for name in SIZES:
-            both = {r.dtype: r.mean_ms for r in rows if r.kind == "training" and r.ok and r.more["preset"] == name}
-            if len(both) == 2:
-                gains.append((both["float32"] / both["bfloat16"], name))
+            both = {r.dtype: r for r in rows if r.kind == "training" and r.ok and r.more["preset"] == name}
+            if len(both) == 2 and same_visit(*both.values()):
+                gains.append((both["float32"].p50_ms / both["bfloat16"].p50_ms, name))
         if gains:
+            listed = ", ".join(f"{gain:.2f} ({name})" for gain, name in gains)
             self.say(
-                f"A training step in bfloat16 is {min(gains)[0]:.2f} ({min(gains)[1]}) to {max(gains)[0]:.2f} "
-                f"({max(gains)[1]}) times as fast: the larger the products, the more of the time they are."
+                f"A training step in bfloat16 is so many times as fast: {listed}. It is the products that gain; a step "
+                "that waits for the host, as those of small models do, gains nothing."
             )
 
     def _memory(self, rows: Sequence[Row]) -> None:
@@ -240,7 +271,7 @@ class Writer:
         )
         if "inference" in drawn and (largest := drawn["inference"].more["timeline"]["largest"]):
             listed = "; ".join(
-                dict.fromkeys(f"{size / 2**20:.1f} MiB in {where or 'no range'}" for size, where in largest)
+                f"{number} x {size / 2**20:.1f} MiB in {where or 'no range'}" for size, where, number in largest[:8]
             )
             self.say(f"(e) The largest allocations of inference: {listed}.")
 
@@ -272,17 +303,20 @@ class Writer:
         lost = sorted(
             (row for row in rows if row.status == record.OUT_OF_MEMORY), key=lambda r: r.more["footprint_mib"]
         )
-        if lost:
-            self.say(
-                f"The smallest that runs out of memory is {lost[0].shape}: plain attention needs "
-                f"{lost[0].more['footprint_mib'] / 1024:.1f} GiB there, four squares of scores and their gradients."
-            )
-        else:
-            worst = max(rows, key=lambda r: r.more["footprint_mib"])
-            self.say(
-                f"Nothing ran out of memory: the largest, {worst.shape}, is {worst.more['footprint_mib'] / 1024:.0f} "
-                "GiB of plain attention."
-            )
+        least = min((row for row in rows if row.ok), key=lambda row: row.peak_mib)
+        held = study.saved_bytes(least.more["tokens"], least.more["head_dim"]) / 2**20
+        self.say(
+            f"The smallest number, {least.peak_mib:.0f} MiB at {least.shape}, is of {held:.1f} MiB of tensors: the "
+            "rest is the workspace of the libraries, and in every number."
+        )
+        told = lost[0] if lost else max(rows, key=lambda row: row.more["footprint_mib"])
+        T, d, gib = told.more["tokens"], told.more["head_dim"], told.more["footprint_mib"] / 1024
+        what = "The smallest that runs out of memory is" if lost else "Nothing ran out of memory. The largest is"
+        self.say(
+            f"{what} {told.shape}: plain attention needs {study.BATCH} x (4 x {T}² + 8 x {T} x {d}) x 4 bytes = "
+            f"{gib:.1f} GiB there, scores and softmax with a gradient each, which are squares, and q, k, v and the "
+            "output with theirs."
+        )
         self.say(
             "What is kept for backward grows with the square of the length; attention that recomputes tiles of the "
             "scores from the saved log-sum-exp keeps none of it."
@@ -291,7 +325,7 @@ class Writer:
     def _compiled(self, rows: Sequence[Row]) -> None:
         """Beside the same settings, eager."""
         same = {(row.shape, row.dtype) for row in rows}
-        beside = self.pick("model", "forward", "training", test=lambda r: (r.shape, r.dtype) in same)
+        beside = self.pick("model", *PASSES, test=lambda r: (r.shape, r.dtype) in same)
         self.say(f"Milliseconds in {' and '.join(sorted({row.dtype for row in rows}))}, plain attention:")
         self.table(
             pivot(
@@ -303,16 +337,16 @@ class Writer:
                 cell=lambda row: row.mean_ms,
             )
         )
-        for kind in ("forward", "training"):
-            times = {(row.impl, row.shape): row.mean_ms for row in beside if row.kind == kind and row.ok}
+        for kind in PASSES:
+            found = {(row.impl, row.shape): row for row in beside if row.kind == kind and row.ok}
             gains = [
-                (times[EAGER, shape] / compiled, shape.split()[0])
-                for (impl, shape), compiled in times.items()
-                if impl == COMPILED and (EAGER, shape) in times
+                (found[EAGER, shape].p50_ms / compiled.p50_ms, shape.split()[0])
+                for (impl, shape), compiled in found.items()
+                if impl == COMPILED and (EAGER, shape) in found and same_visit(found[EAGER, shape], compiled)
             ]
             if gains:
                 (least, slow), (most, fast) = min(gains), max(gains)
-                what = "Forward" if kind == "forward" else "A training step"
+                what = "Forward" if kind == "inference" else "A training step"
                 self.say(f"{what} is {least:.2f} ({slow}) to {most:.2f} ({fast}) times as fast compiled.")
         self.say(
             "The compiler fuses what lies between products (norms, rotations, SwiGLU, softmax), whose time goes into "
@@ -356,11 +390,15 @@ class Writer:
                 )
             )
         self._say_what_no_job_measures(steps)
-        times = {(row.shape, row.more["attention"]): row.mean_ms for row in steps if row.ok}
-        gains = [times[shape, "plain"] / t for (shape, kind), t in times.items()
-                 if kind == "flashspan" and (shape, "plain") in times]  # fmt: skip
+        found = {(row.shape, row.more["attention"]): row for row in steps if row.ok}
+        gains = [
+            (found[shape, "plain"].p50_ms / ours.p50_ms, shape)
+            for (shape, kind), ours in found.items()
+            if kind == "flashspan" and (shape, "plain") in found and same_visit(found[shape, "plain"], ours)
+        ]
         if gains:
-            self.say(f"With our attention a step is {min(gains):.2f} to {max(gains):.2f} times as fast.")
+            (least, slow), (most, fast) = min(gains), max(gains)
+            self.say(f"With our attention a step is {least:.2f} ({slow}) to {most:.2f} ({fast}) times as fast.")
 
     def _say_what_no_job_measures(self, steps: Sequence[Row]) -> None:
         """Why cells of the tables of `_lengths` are empty, other than those that are to be measured yet."""

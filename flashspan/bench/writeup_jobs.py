@@ -88,14 +88,16 @@ def profile_job(setting: Setting, kind: str, device: torch.device) -> sweep.Job:
 
 def profile_row(setting: Setting, kind: str, device: torch.device, summary: profile.Summary | None = None) -> Row:
     """A row of `profile_job`, with or without its findings."""
-    more: dict[str, object] = {"preset": setting.preset, "tokens": setting.tokens}
+    more: dict[str, object] = {"preset": setting.preset, "tokens": setting.tokens, "names": "short"}
     if summary is not None:
         more |= {
             "product_share": trace.share(summary.kernels, "product"),
             "other_share": trace.share(summary.kernels, "other"),
-            "top": [[k.name[:100], k.milliseconds, k.count] for k in summary.kernels[:5]],
-            "others": [[k.name[:100], k.milliseconds] for k in summary.kernels if k.kind == "other"][:4],
+            "busy_ms": sum(k.milliseconds for k in summary.kernels),
+            "top": [[k.short, k.milliseconds, k.count] for k in summary.kernels[:5]],
+            "others": [[k.short, k.milliseconds] for k in summary.kernels if k.kind == "other"][:8],
             "parts": summary.parts,
+            "head_dim": summary.head_dim,
         }
     return record.row(
         record.environment(device), what="profile", shape=setting.shape, impl=setting.impl, kind=kind,
@@ -116,7 +118,7 @@ def timeline_job(setting: Setting, kind: str, device: torch.device) -> sweep.Job
 
 def timeline_row(setting: Setting, kind: str, device: torch.device, timeline: memory.Timeline | None = None) -> Row:
     """A row of `timeline_job`, with or without its timeline."""
-    more: dict[str, object] = {"preset": setting.preset, "tokens": setting.tokens}
+    more: dict[str, object] = {"preset": setting.preset, "tokens": setting.tokens, "largest": "with how often"}
     if timeline is not None:
         more["timeline"] = asdict(memory.thin(timeline))
     return record.row(

@@ -5,13 +5,18 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
+from flashspan import attention
 from flashspan.bench import attend as program
 from flashspan.bench.attend import Job, attend, make_inputs, needed_bytes, row_error
+from flashspan.bench.check import over_all_ranks
 from flashspan.bench.memory import free_bytes, peak_of
+from flashspan.kernels import cpu
 
 
 @pytest.mark.timeout(60)
@@ -47,6 +52,35 @@ def test_the_sample_is_the_same_on_any_number_of_devices(capsys: pytest.CaptureF
         line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("Output"))
         samples.append([float(x) for x in line.split(":")[1].split()])
     assert samples[0] == pytest.approx(samples[1], abs=2e-6)
+
+
+def used_dtypes(job: Job) -> tuple[set[torch.dtype], set[torch.dtype]]:
+    """On a rank: what one device by itself computes in, and what the ranks do, in calls like those that are timed."""
+    found: list[torch.dtype] = []
+    flash = cpu._flash
+
+    def note(q: torch.Tensor, *args: Any, **rest: Any) -> Any:
+        found.append(q.dtype)
+        return flash(q, *args, **rest)
+
+    setattr(cpu, "_flash", note)  # noqa: B010 - the original has a type of its own
+    try:
+        whole = make_inputs(job, torch.device("cpu"))
+        attention(*whole, causal=job.causal)
+        alone = len(found)
+        together = over_all_ranks(job.strategy, job.layout, "cpu", num_tokens=job.seq_len)
+        together(*(together.shard(x, 2) for x in whole), causal=job.causal)
+    finally:
+        cpu._flash = flash
+    return set(found[:alone]), set(found[alone:])
+
+
+def test_one_device_and_the_ranks_compute_alike(on_ranks: Callable[..., list[Any]]) -> None:
+    """Else their speedup is that of one arithmetic over another, where a CPU has no products of bfloat16."""
+    job = Job(301, 16, "ring", "zigzag", True, 2, 1, "bfloat16", 0, "cpu")
+    for alone, together in on_ranks(2, used_dtypes, job):
+        assert alone
+        assert alone == together
 
 
 def test_a_wrong_output_is_noticed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -113,7 +113,7 @@ def test_bad_arguments_are_refused() -> None:
         check(kv_heads=3)
     with pytest.raises(ValueError, match="dtype must be one of float32, bfloat16, float16: got 'int8'"):
         check(dtype="int8")
-    with pytest.raises(ValueError, match="at least 1 rank: got 0"):
+    with pytest.raises(ValueError, match="--ranks must be 1 or more: got 0"):
         check(ranks=0)
     with pytest.raises(ValueError, match=r"on 3 ranks need about [\d.]+ GiB, and [\d.]+ are there; lower --tokens"):
         check(ranks=3, tokens=10**9)

@@ -58,8 +58,37 @@ def test_a_timeline_counts_every_byte() -> None:
     assert timeline.allocated[-1] == 100 + 2000
     assert timeline.peak_of("forward") == timeline.peak
     assert timeline.peak_of("backward") == 0
-    assert timeline.largest[0] == (4000.0, "forward")
+    assert timeline.largest == [(4000.0, "forward", 1), (2000.0, "forward", 1)]
     del b
+
+
+def test_equally_large_allocations_are_counted_where_they_were_asked_for() -> None:
+    kept = []
+    with memory.watch(torch.device("cpu")) as timeline:
+        for name, number in (("one", 3), ("two", 5)):
+            with ranges.span(name):
+                kept += [torch.empty(1000) for _ in range(number)]
+    assert timeline.largest == [(4000.0, "two", 5), (4000.0, "one", 3)]
+
+
+def test_kernels_have_names_to_read() -> None:
+    native, anonymous = "void at::native::", "(anonymous namespace)::"
+    names = {
+        "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x64x8_stage3_warpsize2x2x1": "sm80 gemm tn 128x64",
+        "void cutlass::Kernel2<cutlass_80_simt_sgemm_nt_align1>(x)": "cutlass_80_simt_sgemm_nt_align1",
+        f"{native}vectorized_elementwise_kernel<4, at::native::BinaryFunctor<float, float, float, "
+        "at::native::binary_internal::MulFunctor<float> >, std::array<char*, 3ul> >": (
+            "vectorized_elementwise_kernel (MulFunctor)"
+        ),
+        f"{native}elementwise_kernel<128, 2, at::native::gpu_kernel_impl_nocast<at::native::{anonymous}"
+        "masked_fill_kernel(at::TensorIterator&)::{lambda()#1}>>": "elementwise_kernel (masked_fill_kernel)",
+        f"{native}{anonymous}multi_tensor_apply_kernel<at::native::{anonymous}FusedOptimizerTensorListMetadata<4>, "
+        f"at::native::{anonymous}FusedAdamMathFunctor<float, 4>>": "multi_tensor_apply_kernel (FusedAdamMathFunctor)",
+        f"void {anonymous}softmax_warp_forward<float, float, float, 8, false, false>(float*)": "softmax_warp_forward",
+        "aten::mm": "aten::mm",
+        "Memcpy DtoD (Device -> Device)": "Memcpy",
+    }
+    assert {name: trace.Kernel(name, 1.0, 1).short for name in names} == names
 
 
 def test_attention_in_parts_is_attention() -> None:

@@ -441,7 +441,7 @@ def test_data_parallelism_of_two_machines_is_listed_apart() -> None:
     assert re.findall(TIME, tables[f"a step, {WHERE['device']}"]) == ["7.250"]
     assert re.findall(TIME, tables["a step, H200"]) == ["1.250", "2.250"]
     common = "flashspan bench data --ranks 2 {}--only 'torch DDP'"
-    assert commands(text) == [common.format("--batch 2 "), common.format("")]  # the GPU's were two commands
+    assert commands(text) == [common.format("--layers 2 --width 64 --batch 2 "), common.format("")]  # the GPU's were two commands
 
 
 def test_a_command_that_would_be_refused_is_not_shown() -> None:
@@ -508,7 +508,7 @@ def test_the_command_of_data_parallelism_is_the_one_that_made_it(
 ) -> None:
     asked: list[Any] = []
 
-    def measure(num_ranks: int, only: Sequence[str], *, rounds: int, batch: int) -> list[Row]:
+    def measure(num_ranks: int, only: Sequence[str], *, batch: int, **_: Any) -> list[Row]:
         asked.append((num_ranks, only, batch))
         return record.read(Path(__file__).parents[2] / "docs" / "benchmarks" / "data.jsonl")
 

@@ -299,6 +299,35 @@ def test_given_options_win_over_those_of_quick(
     assert most == {" ".join(case) for case in context.QUICK_CASES}
 
 
+def test_a_preset_is_measured_as_it_is_and_its_rows_name_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(context, "Pool", Picky)
+    words = ["bench", "context", "--quick", "--preset", "tiny", "--tokens", "64", "--folder", str(tmp_path)]
+    assert main(words) == 0
+    rows = record.read(tmp_path / "context.jsonl")
+    assert {row.shape for row in rows} == {"tiny, 64 tokens", "tiny, 32 tokens"}
+    # A row for each pass of the six of --quick, and of one device on all and on half of the tokens.
+    assert len(rows) == 16
+    said = capsys.readouterr().out
+    assert "8 measured" in said
+    assert "context.jsonl, 2 for each; " in said
+    # Vocabulary, feed-forward and tied embeddings are the preset's too, not made up from its width.
+    for name in ("llama-2-7b", "llama-3.2-1b"):
+        assert Workload.of_preset(name, 8, "float32").config() == preset(name)
+
+
+def test_a_preset_that_memory_cannot_hold_is_refused_before_ranks_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(context, "Pool", lambda *_: pytest.fail("ranks were wanted"))
+    monkeypatch.setattr(context, "free_bytes", lambda _: 2.0**34)
+    assert main(["bench", "context", "--preset", "llama-2-7b", "--ranks", "1", "4"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "llama-2-7b on 4 ranks needs 200.8 GiB for its weights and gradients, and 16.0 are there" in said
+    assert "use fewer --ranks or a smaller model" in said
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_new_user_gets_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -324,6 +353,8 @@ def test_a_new_user_gets_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[
             "2 tokens per rank and 1 repeat or more: got 3 and 0",
         ),
         (["context", "--quick", "--width", "30"], "must divide"),
+        (["context", "--preset", "llama-2-7"], "did you mean 'llama-2-7b'"),
+        (["context", "--preset", "tiny", "--width", "64", "--heads", "4"], "leave out --width 64 --heads 4"),
         (["model", "--presets"], "one model or more, for instance small: got none"),
         (["model", "--attentions"], "attentions may be flashspan, plain: got none"),
         (["model", "--presets", "smal"], "did you mean 'small'"),
@@ -340,6 +371,12 @@ def test_a_new_user_gets_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["data", "--only", "fastest"], "a contender is one of"),
         (["data", "--folder", "/dev/null/x"], "rows cannot be written to /dev/null/x/data.jsonl"),
         (["data", "--ranks", "2", "--only"], "hybrid: got none"),
+        (["data", "--width", "250"], "heads must divide the width, and kv heads the heads, and a head has"),
+        (["data", "--kv-heads", "3"], "8 heads and 3 kv heads"),
+        (["data", "--layers", "0"], "--layers must be 1 or more: got 0"),
+        (["data", "--window", "0"], "--window must be 1 or more: got 0"),
+        (["data", "--ranks", "4", "--tokens", "7"], "2 tokens per rank or more: got 7 tokens on 4 ranks"),
+        (["data", "--tokens", "129"], "--tokens must divide by the ranks: got 129 tokens on 2 4 ranks"),
         (["data", "--ranks", "2", "3", "--only", "tensor"], "divides the 4 kv heads: got 3 for tensor"),
     ],
 )

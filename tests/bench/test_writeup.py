@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashspan.bench import precision, record, study, writeup, writeup_jobs
+from flashspan.bench import precision, profile, record, study, writeup, writeup_jobs
 from flashspan.bench.record import Row
 
 ROOT = Path(__file__).parent.parent.parent
@@ -20,12 +20,12 @@ def made_up(row: Row, number: int) -> Row:
     """An expected row as if it had been measured."""
     more = dict(row.more)
     if row.what == "profile":
-        parts = {"attention scores": 2.0, "attention softmax": 1.0, "attention values": 2.0}
+        parts = dict(zip(profile.PARTS, (2.0, 3.0, 1.0, 2.0), strict=True))
         more |= {"product_share": 0.7, "other_share": 0.3, "top": [["gemm", 3.0, 12]], "parts": parts}
-        more["others"] = [["elementwise", 1.0], ["reduce", 0.5]]
+        more |= {"others": [["elementwise", 1.0], ["reduce", 0.5]], "busy_ms": 10.0, "head_dim": 64}
     if row.what == "memory":
         phases = [["forward", 0.0, 1.0], ["backward", 1.0, 3.0]]
-        largest = [[2.0**21, "forward > layer"]]
+        largest = [[2.0**21, "forward > layer", 3]]
         more["timeline"] = {
             "held": 1.0,
             "times": [0.0, 2.0],
@@ -68,11 +68,14 @@ def test_with_all_rows_every_question_is_answered(tmp_path: Path) -> None:
         "Backward takes",
         "Without warm-up",
         "Matrix products take 70%",
-        "softmax takes 0.25",
+        "In 20 of 20 cases inference and a training step have the same longest kernel. It is a product everywhere",
+        "(c) Besides products, in inference: elementwise up to 10%; reduce up to 5%.",
+        "softmax takes 0.25 to 0.25 of the time of the two products, for 0.020 to 0.020 of their operations",
+        "So are scaling and mask, which take 0.75 to 0.75 of it",
         "A training step in bfloat16",
         "4 x 512 x 2560 x 4 / 1024² = 20 MiB",
         "Peaks of the phases of a training step: forward 0.0 GiB, backward 1.0 GiB",
-        "The largest allocations of inference: 2.0 MiB in forward > layer",
+        "The largest allocations of inference: 3 x 2.0 MiB in forward > layer",
         "The smallest that runs out of memory is 8x16384x16",
         "With our attention a step is",
         "asks for them: flashspan attention at 512 tokens, plain attention at 4096 and 16384 tokens.",

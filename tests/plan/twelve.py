@@ -61,8 +61,8 @@ def measure(cases: Iterable[str] = MEASURED) -> tuple[Samples, dict[str, float]]
         run = parse(case)
         setting = Setting(case.split()[0], run.batch, run.tokens, run.precision)
         stepper = Stepper(setting, torch.device("cuda"))
-        times = time_phases(stepper, WARMUP, STEPS)
-        samples[case] = {kind: times[kind] for kind in (*KINDS, "training")}
+        times = time_phases(stepper, WARMUP, STEPS, (*KINDS, "training"))
+        samples[case] = times
         peaks[case] = peak_bytes(stepper, stepper.train)
         del stepper
         gc.collect()
