@@ -1,9 +1,11 @@
-"""The text that comes with the package: short tales from a small grammar of our own, always the same ones.
+"""Prints the text that comes with the package: short tales from a small grammar of our own, always the same ones.
 
 python examples/tales.py > flashspan/train/corpus/tales.txt
 """
 
+import argparse
 import random
+import signal
 
 R = random.Random(7)
 who = [
@@ -241,9 +243,16 @@ def tale():
     return "\n\n".join(parts)
 
 
-out, size = [], 0
-while size < 240_000:
-    t = tale()
-    out.append(t)
-    size += len(t) + 5
-print("\n\n* * *\n\n".join(out))
+def book():
+    out, size = [], 0
+    while size < 240_000:
+        t = tale()
+        out.append(t)
+        size += len(t) + 5
+    return "\n\n* * *\n\n".join(out)
+
+
+if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` has read enough: end, as any command does
+    print(book())

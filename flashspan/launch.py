@@ -79,6 +79,11 @@ class Ranks:
             self.close(force=True)
             raise
 
+    @property
+    def pids(self) -> list[int]:
+        """The processes' numbers in rank order; none once the ranks have ended."""
+        return [process.pid for process in self._processes]
+
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
         """fn(*args) on every rank; a list of what each returned. A failure on any raises RankError and ends all."""
         if not self._processes:
@@ -165,7 +170,7 @@ def _serve(
     path: list[str],
 ) -> None:
     """The life of one rank: join the group, run what arrives, leave."""
-    _die_with(parent)
+    die_with(parent)
     if not os.path.isdir(folder):  # it was given up before it began
         os._exit(1)
     sys.path[:] = path
@@ -203,7 +208,7 @@ def _work(pipe: Connection) -> None:
             pipe.send((False, f"the result of {fn.__name__} could not be sent back: {error}"))
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
     """Ask Linux to end this process when the server that forked it ends, and watch for the end of whom it works for."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, here the fork server

@@ -61,7 +61,7 @@ def on_ranks() -> Iterator[Callable[..., list[Any]]]:
         runs[num_ranks] += 1
         if num_ranks in pools and runs[num_ranks] % RUNS == 0:
             pools[num_ranks].close()
-        if num_ranks not in pools or not pools[num_ranks]._processes:
+        if num_ranks not in pools or not pools[num_ranks].pids:
             pools[num_ranks] = launch.Ranks(num_ranks, threads=1, timeout=30)
         return pools[num_ranks].run(fn, *args, timeout=timeout)
 

@@ -27,7 +27,7 @@ from flashspan.bench.check import (
     relative,
     why_more,
 )
-from flashspan.bench.clock import timed
+from flashspan.bench.clock import here, timed
 from flashspan.bench.memory import free_bytes, peak_of
 from flashspan.context.layout import LAYOUTS
 from flashspan.context.strategy import STRATEGIES
@@ -163,7 +163,7 @@ def needed_bytes(job: Job, num_devices: int) -> int:
 @torch.no_grad()
 def run_on_rank(job: Job) -> Answer:
     """On a rank: the timed call, and on rank 0 the same on one device and the error of a sample of rows."""
-    device = torch.device(job.device_type, torch.cuda.current_device() if job.device_type == "cuda" else 0)
+    device = here(job.device_type)
     whole = make_inputs(job, device)
     attend = over_all_ranks(job.strategy, job.layout, job.device_type, num_tokens=job.seq_len)
     q, k, v = (attend.shard(x, 2) for x in whole)

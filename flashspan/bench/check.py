@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from flashspan.bench.clock import here
 from flashspan.bench.memory import free_bytes
 from flashspan.context.layout import LAYOUTS
 from flashspan.context.strategy import STRATEGIES, ContextAttention, context_parallel
@@ -215,7 +216,7 @@ def waiting(what: str) -> Iterator[None]:
 
 def run_on_rank(problem: Problem, device_type: str) -> list[Result]:
     """On a rank: every case, forward and backward. Rank 0 returns the errors, of the whole tensors; others nothing."""
-    device = torch.device(device_type, torch.cuda.current_device() if device_type == "cuda" else 0)
+    device = here(device_type)
     inputs = problem.inputs(device)
     exact = truth(problem, inputs) if dist.get_rank() == 0 else []
     results = []

@@ -32,6 +32,11 @@ def timed(call: Callable[[], T], device: torch.device, *, together: bool = False
     return 1e3 * (time.perf_counter() - begin), result
 
 
+def here(device_type: str) -> torch.device:
+    """The device of this type that this rank uses."""
+    return torch.device(device_type, torch.cuda.current_device() if device_type == "cuda" else 0)
+
+
 def percentiles(call: Callable[[], object]) -> tuple[float, float, float]:
     """How long a call takes on a GPU, by triton's `do_bench`: the 20th, 50th and 80th percentile in milliseconds, over
     LEAST_MS and LEAST_CALLS at least: what draws a chip's full power begins a fifth faster than it goes on. After a

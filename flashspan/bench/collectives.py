@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flashspan.bench import record, sweep
-from flashspan.bench.clock import timed
+from flashspan.bench.clock import here, timed
 from flashspan.bench.context import Pool
 from flashspan.bench.record import Row
 from flashspan.bench.tables import Table, make, show_tables
@@ -60,7 +60,7 @@ def _newer(name: str, older: Callable[..., Any]) -> Callable[..., Any]:
 
 def run_on_rank(name: str, sizes: Sequence[int], repeats: int, device_type: str) -> dict[int, list[float]]:
     """On a rank: milliseconds of every run, by size."""
-    device = torch.device(device_type, torch.cuda.current_device() if device_type == "cuda" else 0)
+    device = here(device_type)
     found = {}
     for size in sizes:
         call = operation(name, torch.zeros(size // 4, device=device))

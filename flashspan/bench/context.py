@@ -104,7 +104,7 @@ class Pool:
         self.ranks: Ranks | None = None
 
     def get(self, num: int) -> Ranks:
-        if self.ranks is not None and (self.ranks.num_ranks != num or not self.ranks._processes):
+        if self.ranks is not None and (self.ranks.num_ranks != num or not self.ranks.pids):
             self.close()
         if self.ranks is None:
             backend = "nccl" if self.device_type == "cuda" else "gloo"

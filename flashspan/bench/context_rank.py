@@ -20,7 +20,7 @@ from torch import Tensor
 from flashspan.attention import attention
 from flashspan.bench import memory, trace
 from flashspan.bench.check import over_all_ranks
-from flashspan.bench.clock import in_turns, timed
+from flashspan.bench.clock import here, in_turns, timed
 from flashspan.context.strategy import ContextAttention
 from flashspan.kernels.contract import Carry, LocalAttention
 from flashspan.model import Llama, LlamaConfig, preset
@@ -173,7 +173,7 @@ def run_on_rank(
     entries: Sequence[Entry], kinds: Sequence[str], repeats: int, device_type: str
 ) -> dict[Entry, dict[str, Measured]]:
     """On a rank: what is measured of each, by pass. All of it takes turns: passes, their computing and their wire."""
-    device = torch.device(device_type, torch.cuda.current_device() if device_type == "cuda" else 0)
+    device = here(device_type)
     torch.manual_seed(0)
     config, longest = entries[0][0].config(), max(work.tokens for work, _ in entries)
     tokens = torch.randint(config.vocab_size, (1, longest), device=device)

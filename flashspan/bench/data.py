@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flashspan.attention import attention
 from flashspan.bench import record, trace
-from flashspan.bench.clock import synchronise, timed
+from flashspan.bench.clock import here, synchronise, timed
 from flashspan.bench.record import Row
 from flashspan.bench.tables import Table, make, show_tables
 from flashspan.context import context_parallel
@@ -319,7 +319,7 @@ def _take_turns(
     names: list[str], sizes: Transformer, batch: int, length: int, window: int, rounds: int, device_type: str
 ) -> dict[str, Any]:
     """On each rank: steps of all contenders in turns; what each took, and what it holds."""
-    device = torch.device(device_type, torch.cuda.current_device() if device_type == "cuda" else 0)
+    device = here(device_type)
     contenders = {name: prepare(name, sizes, batch, length, window, device) for name in names}
     ledgers = {name: contender.ledger() for name, contender in contenders.items()}  # also the first warm-up
     steps: dict[str, list[float]] = {name: [] for name in names}

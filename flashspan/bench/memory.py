@@ -13,7 +13,6 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -21,6 +20,7 @@ import torch
 from flashspan.bench.clock import synchronise
 from flashspan.bench.ranges import PHASES
 from flashspan.bench.trace import profiled
+from flashspan.plan.devices import available_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -77,13 +77,7 @@ def peak_of(call: Callable[[], T], device: torch.device) -> tuple[float, T]:
 
 def free_bytes(device_type: str) -> float | None:
     """Memory there is to use, of a GPU or of this machine; None where the system does not tell."""
-    if device_type == "cuda":
-        return float(torch.cuda.get_device_properties(0).total_memory)
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)
+    return float(torch.cuda.get_device_properties(0).total_memory) if device_type == "cuda" else available_bytes()
 
 
 def check_room(needed: float, device: torch.device) -> None:

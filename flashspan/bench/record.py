@@ -1,7 +1,7 @@
 """One row per measurement, of whatever kind; tables, plots and pages are made from rows, never typed.
 
     append(rows, Path("runs/bench/model.jsonl"))      # every field; a .csv keeps its thirteen columns
-    rows = read_folder(Path("runs/bench"))            # newest row of each measurement last
+    rows = newest(read(Path("runs/bench/model.jsonl")))
 
 A row is written when it is measured, so a sweep that is killed loses nothing; a line cut short by the kill is passed
 over. `Row.key` says what was measured where: a sweep that is run again skips the keys that are there.
@@ -156,21 +156,6 @@ def kept(item: Row) -> Row:
 def read(path: Path) -> list[Row]:
     """The rows of a file that `append` wrote; what another version wrote is refused."""
     return _read_csv(path) if path.suffix == ".csv" else _read_lines(path)
-
-
-def read_folder(folder: Path) -> list[Row]:
-    """The rows of the files of a folder."""
-    if not folder.is_dir():
-        if folder.exists():
-            raise ValueError(f"{folder} is no folder: give the one that holds it, {folder.parent}")
-        raise ValueError(f"no folder {folder}: measure first, for instance with `flashspan bench context --quick`")
-    rows = [item for file in files_of(folder) for item in read(file)]
-    if not rows:
-        raise ValueError(
-            f"no rows in {folder}: it needs .jsonl files that `flashspan bench` wrote; "
-            "measure first, for instance with `flashspan bench context --quick`"
-        )
-    return rows
 
 
 def files_of(folder: Path) -> list[Path]:

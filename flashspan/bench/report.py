@@ -9,6 +9,7 @@ import html
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from flashspan.bench import record
 from flashspan.bench.findings import check, current, find
@@ -84,6 +85,16 @@ def _write(path: Path, text: str, option: str) -> None:
         raise ValueError(f"{path} cannot be written: {error.strerror}; give another {option}") from error
 
 
+def _refuse_empty(folder: Path) -> NoReturn:
+    """What is wrong with a folder that has no rows."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is no folder: give the one that holds it, {folder.parent}")
+    fault = f"no rows in {folder}: it needs .jsonl files that `flashspan bench` wrote" if folder.exists() else ""
+    raise ValueError(
+        f"{fault or f'no folder {folder}'}; measure first, for instance with `flashspan bench context --quick`"
+    )
+
+
 def read(folder: Path) -> tuple[list[Row], list[str]]:
     """The rows of a folder, and what is said of its files that hold others: more programs than ours write .jsonl."""
     rows, others = list[Row](), list[str]()
@@ -94,7 +105,7 @@ def read(folder: Path) -> tuple[list[Row], list[str]]:
             line = re.search(r", (line \d+),", str(error))
             others.append(f"{file}{f' ({line[1]})' if line else ''}")
     if not others:
-        return rows or record.read_folder(folder), []  # without rows it says what is wrong with the folder
+        return rows or _refuse_empty(folder), []
     listed = "; ".join(others[:4]) + (f"; and {len(others) - 4} more" if len(others) > 4 else "")
     only_ours = f"only rows of this version of `flashspan bench` are read, and these files hold others: {listed}"
     if not rows:

@@ -90,12 +90,12 @@ def _hopper(call: Call) -> str | None:
         return "has no dropout"
     if call.deterministic:
         return "adds dq in no fixed order"
-    missing = _has_gluon()
-    if missing is None and call.block is not None:
+    fault = _fault_of_gluon()
+    if fault is None and call.block is not None:
         from flashspan.kernels.hopper.lists import refusal
 
         return refusal(call.block, call.head_dim)
-    return missing
+    return fault
 
 
 def _repeatable(call: Call) -> str | None:
@@ -104,7 +104,7 @@ def _repeatable(call: Call) -> str | None:
     return _hopper(replace(call, deterministic=False))
 
 
-def _has_gluon() -> str | None:
+def _fault_of_gluon() -> str | None:
     try:
         importlib.import_module("flashspan.kernels.hopper")
     except Exception as error:  # a name may be gone, but also take other arguments or be something else

@@ -245,3 +245,12 @@ def _find(name: str, known: Mapping[str, object], kind: str) -> str:
     close = difflib.get_close_matches(name, known, 1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     raise ValueError(f"unknown {kind} {name!r}: {hint}choose one of {', '.join(known)}, or add it with --table FILE")
+
+
+def available_bytes() -> float | None:
+    """Memory of this machine that processes can still have; None where the system does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)

@@ -32,6 +32,8 @@ from flashspan.model import LlamaConfig, read_config, read_weights, save_state
 from flashspan.model.huggingface import read_header, read_json
 
 PREFIX, WRITING, LOCK = "step-", ".writing-", ".lock"
+FORMAT = 1
+"""Of state.json and the names of the tensors; another one's are not guessed at."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ def write(folder: str | Path, state: State, *, keep: int = 2) -> Path:
         half.mkdir()
         save_state(state.model, state.config, half)
         save_file({name: value.contiguous() for name, value in state.optimizer.items()}, half / "optimizer.safetensors")
-        about = {"format": 1, "step": state.step, "order": dict(state.order), "extra": dict(state.extra)}
+        about = {"format": FORMAT, "step": state.step, "order": dict(state.order), "extra": dict(state.extra)}
         (half / "state.json").write_text(json.dumps(about, indent=2))
         shutil.copymode(half / "state.json", half / "optimizer.safetensors")  # which is the owner's alone otherwise
         files = sorted(path.name for path in half.iterdir())
@@ -180,6 +182,11 @@ def read(path: str | Path, *, model: bool = True, optimizer: bool = True) -> Sta
     """
     path = Path(path)
     about = read_json(path / "state.json")
+    if about.get("format") != FORMAT:
+        raise ValueError(
+            f"{path} is a checkpoint of format {about.get('format')}, and this flashspan reads {FORMAT}: use the "
+            "version that wrote it, or take its weights along with --model.load into another checkpoint.folder"
+        )
     config = read_config(path)
     weights = dict(read_weights(path, config)) if model else {}
     if model and config.tie_embeddings:

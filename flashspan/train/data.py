@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from flashspan.model import IGNORE
+from flashspan.model.huggingface import read_json
 
 FORMAT = "flashspan tokens 1"
 HEADER_BYTES = 1024
@@ -95,6 +96,16 @@ class FileTokenizer:
 def load_tokenizer(name: str) -> Tokenizer:
     """The byte tokenizer for "bytes", else the tokenizer.json at this path."""
     return ByteTokenizer() if name == "bytes" else FileTokenizer(name)
+
+
+def tokenizer_of(folder: str | Path) -> str:
+    """The tokenizer that belongs to a folder of weights: its tokenizer.json, or the one that a checkpoint of ours
+    names; empty where it has neither."""
+    folder = Path(folder)
+    if (folder / "tokenizer.json").exists():
+        return str(folder / "tokenizer.json")
+    about = read_json(folder / "state.json") if (folder / "state.json").exists() else {}
+    return str(about.get("extra", {}).get("tokenizer", ""))
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,8 @@ def _with_newlines(text: str) -> str:
 
 def _cut_file(path: Path) -> list[Part]:
     if not path.is_file():
-        raise ValueError(f"{path} is missing" if not path.exists() else f"{path} is not a file: name the files in it")
+        missing = f"{path} is missing: name a .txt, .jsonl or .parquet file; a dataset is named with --dataset"
+        raise ValueError(f"{path} is not a file: name the files in it" if path.exists() else missing)
     size, suffix = path.stat().st_size, path.suffix.lower()
     if suffix in (".txt", ".md", ""):
         return _cut_bytes("text", path, size)

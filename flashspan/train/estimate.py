@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import torch
 
+from flashspan.plan.devices import available_bytes
 from flashspan.plan.memory import Ledger, Mixture, Run, ledger
 
 from .checkpoint import last_step
 from .config import TrainConfig
+from .loop import open_samples
 from .pattern import make_pattern, visible_share
 
 
 def describe_plan(config: TrainConfig, num_ranks: int) -> str:
-    """The model, the mesh, where the run stands and the bytes of one rank, in words."""
+    """The model, the mesh, the data, where the run stands and the bytes of one rank, in words."""
     shape = config.model.resolve()
     degrees = config.parallel.degrees(num_ranks)
     held = estimate(config, num_ranks)
@@ -21,6 +23,7 @@ def describe_plan(config: TrainConfig, num_ranks: int) -> str:
     lines = [
         f"model   {shape.num_parameters / 1e6:,.1f} M parameters, {shape.num_layers} layers of width {shape.width}",
         f"mesh    {' x '.join(f'{axis} {degree}' for axis, degree in degrees.items())} = {num_ranks} ranks",
+        describe_data(config),
         f"step    {config.train.batch} samples x {config.data.sequence} tokens = "
         f"{config.train.batch * config.data.sequence:,} tokens, {config.train.accumulate} backward passes",
         f"sight   {config.attention.pattern}: {share:.1%} of the pairs that causal attention sees",
@@ -32,6 +35,28 @@ def describe_plan(config: TrainConfig, num_ranks: int) -> str:
         "  process, Python and PyTorch included.",
     ]
     return "\n".join(lines)
+
+
+def describe_data(config: TrainConfig) -> str:
+    """The tokens to train on, beside how many the model has: fewer are no error, and not always meant."""
+    file = open_samples(config)[0].file
+    source = file.path if config.data.train else "the text in the package"
+    return (
+        f"data    {source}, {len(file.tokens):,} tokens of {file.tokenizer or 'an unnamed tokenizer'} "
+        f"({file.vocab_size:,}); the model has {config.model.resolve().vocab_size:,}"
+    )
+
+
+def lack_of_memory(config: TrainConfig, num_ranks: int, num_here: int) -> str | None:
+    """Why this machine's memory is too little for `num_here` of the ranks; None where it is not, or nobody knows."""
+    peak, free = estimate(config, num_ranks).peak, available_bytes()
+    if free is None or num_here * peak <= free:
+        return None
+    return (
+        f"the ranks on a CPU share its memory: {num_here} of about {peak / 2**30:,.1f} GiB each need "
+        f"{num_here * peak / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB are available; use fewer ranks, a smaller "
+        "train.batch or data.sequence, or a smaller model"
+    )
 
 
 def _standing(config: TrainConfig) -> str:

@@ -7,6 +7,7 @@ gradients are summed over data, shard and context ranks: so loss and gradient no
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import signal
 import time
@@ -45,6 +46,8 @@ class Trainer:
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
         self.device = _device()
+        if config.train.tf32:
+            torch.set_float32_matmul_precision("high")  # which our own kernels ask for too
         degrees: dict[str, Any] = {**config.parallel.degrees(dist.get_world_size())}
         self.mesh = build_mesh(**degrees)
         self.shape = config.model.resolve()
@@ -287,9 +290,19 @@ class Trainer:
             self.scale, self.steady = float(state.extra["scale"]), int(state.extra["steady"])
         if self.step < self.config.train.steps:
             notes.append(f"resuming {path} at step {self.step}")
+            notes += self._new_schedule(state.extra["config"])
         else:
             asked = self.config.train.steps
             notes.append(f"{path} is already at step {self.step} of the {asked} asked for: nothing to do")
+
+    def _new_schedule(self, before: dict[str, Any]) -> list[str]:
+        """A line where the run is to have another length than when it was saved: the rate falls over all of it."""
+        old, new = before["train"]["steps"], self.config.train.steps
+        if old == new:
+            return []
+        was = learning_rate(max(0, self.step - 1), old, OptimizerSection(**before["optimizer"]))
+        now = learning_rate(self.step, new, self.config.optimizer)
+        return [f"the learning rate follows the new {new} steps (there were {old}): {was:.1e} -> {now:.1e}"]
 
     def _choose(self, notes: list[str], held: contextlib.ExitStack) -> Path | None:
         """The checkpoint to go on from, None to begin; ValueError where those that are there cannot be used, or another
@@ -318,7 +331,13 @@ class Trainer:
         """Why a checkpoint is not of this run."""
         state = checkpoint.read(path, model=False, optimizer=False)
         if state.config != self.shape:
-            return f"{path} is a checkpoint of another model: {state.config}, not {self.shape}; choose another folder"
+            both = [(entry.name, getattr(state.config, entry.name), getattr(self.shape, entry.name))
+                    for entry in dataclasses.fields(self.shape)]  # fmt: skip
+            changed = [f"{name} was {theirs}, is {ours}" for name, theirs, ours in both if theirs != ours]
+            return (
+                f"{path} is a checkpoint of another model ({', '.join(changed)}): restore its sizes, choose another "
+                "checkpoint.folder, or start anew with --checkpoint.resume false"
+            )
         ours = self._order()
         # Before there were patterns, all runs were causal, and did not say so; nor which data of that length was read.
         unsaid = {"attention": str(AttentionSection()), "data": ours["data"], "tokenizer": ours["tokenizer"]}

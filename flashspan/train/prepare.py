@@ -29,10 +29,11 @@ from typing import Any
 import numpy as np
 
 from flashspan.folders import make_folder
-from flashspan.launch import _die_with, start_fork_server
+from flashspan.launch import die_with, start_fork_server
 
 from . import documents
 from .checkpoint import alone_in
+from .config import DataSection, ModelSection
 from .data import (
     HEADER_BYTES,
     ByteTokenizer,
@@ -118,8 +119,20 @@ def prepare(
         else:
             counts = write_files(out, coder, encode(corpus(), coder), validation)
     print(f"{counts[0]:,} tokens in {out / 'train.bin'}, {counts[1]:,} in {out / 'val.bin'}")
-    print(f"next: flashspan train --data.train {shlex.quote(str(out))} --checkpoint.folder runs/mine")
+    print(describe_next(out, coder, counts[0]))
     return 0
+
+
+def describe_next(folder: Path, coder: Tokenizer, num_tokens: int) -> str:
+    """The command that trains on what was written, with what the defaults are too long or too small for."""
+    if num_tokens < 2:
+        return "next: add text; a sample is at least 1 token and the one that follows it"
+    words = ["flashspan train --data.train", shlex.quote(str(folder)), "--checkpoint.folder runs/mine"]
+    if num_tokens <= DataSection().sequence:
+        words.append(f"--data.sequence {num_tokens - 1}")
+    if coder.vocab_size > ModelSection().resolve().vocab_size:
+        words.append(f"--model.vocab_size {coder.vocab_size}")
+    return f"next: {' '.join(words)}"
 
 
 @contextmanager
@@ -336,7 +349,7 @@ def _pool(processes: int) -> Executor:
 
 
 def _begin(parent: int) -> None:
-    _die_with(parent)
+    die_with(parent)
     # Ctrl-C ends a process at once, and in silence: its part is made again.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])

@@ -17,6 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,13 +26,16 @@ import torch.distributed as dist
 from flashspan.folders import make_folder
 from flashspan.launch import PRELOAD, RankError, Ranks, start_fork_server
 
-from .checkpoint import last_step
+from .checkpoint import checkpoints, last_step
 from .config import LONGEST, TrainConfig, describe_options, parse
-from .estimate import describe_plan
+from .data import TokenFile, load_tokenizer, tokenizer_of
+from .estimate import describe_data, describe_plan, lack_of_memory
 from .loop import DONE, NOT_FINITE, NOT_SAVED, STOPPED, STOPS, Trainer, catch_signals, open_samples
 from .metrics import say
 
 SLOW = 4.0  # times as long as in float32, and a product is worth a word
+LONG_ENOUGH, LARGEST = 0.05, 1024
+"""A product is timed that takes so many seconds, or is so wide: a smaller one is mostly the call, in any precision."""
 REPEAT = 1.0
 """Seconds in which a second signal is the first again: `timeout` sends it to its child, and to the child's group."""
 HELP = """usage: flashspan train [config.toml] [--section.key value ...] [--dry-run]
@@ -61,11 +65,19 @@ def train(config: TrainConfig, *, dry_run: bool = False) -> int:
     joined = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     num_ranks = int(os.environ["WORLD_SIZE"]) if joined else config.parallel.default_ranks(_num_gpus(config))
     check(config, num_ranks)
+    num_here = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)) if joined else num_ranks
+    # Of a GPU's memory its allocator tells; a CPU's is handed out though it is not there, and then a rank is killed.
+    lack = None if _num_gpus(config) else lack_of_memory(config, num_ranks, num_here)
     if dry_run:
         print(config.describe())
         print(describe_plan(config, num_ranks))
+        if lack:
+            print(f"warning: a run would be refused here: {lack}")
         return 0
+    if lack:
+        raise ValueError(lack)
     if not joined or os.environ["RANK"] == "0":
+        say(describe_data(config))
         warn_of_slow_products(config)
     how = _join(config) if joined else _start(config, num_ranks)
     if not joined or os.environ["RANK"] == "0":
@@ -95,27 +107,54 @@ def check(config: TrainConfig, num_ranks: int) -> None:
         )
     if config.train.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ValueError("train.tensorboard needs the tensorboard package: pip install tensorboard")
-    open_samples(config)
+    check_tokenizer(config, [samples.file for samples in open_samples(config) if samples is not None])
+
+
+def check_tokenizer(config: TrainConfig, files: Sequence[TokenFile]) -> None:
+    """Refuse data that another tokenizer made than the one beside the weights to load: the same numbers would mean
+    other words. Files know a tokenizer's name and size; the name is a path, and the same file may lie elsewhere."""
+    name = tokenizer_of(config.model.load) if config.model.load else ""
+    if not name:
+        return
+    # A checkpoint of ours names a file, which may be gone.
+    size = load_tokenizer(name).vocab_size if name == "bytes" or Path(name).exists() else None
+    for file in files:
+        differs = file.tokenizer != "" and (file.tokenizer == "bytes") != (name == "bytes")
+        if differs or size not in (None, file.vocab_size):
+            raise ValueError(
+                f"data must be made with the tokenizer of the model that model.load names: {file.path} has "
+                f"{file.vocab_size:,} tokens ({file.tokenizer or 'unnamed'}), {config.model.load} has "
+                f"{'others' if size is None else f'{size:,}'} ({name}); make it again with `flashspan prepare "
+                f"--tokenizer {shlex.quote(name)}`, or leave model.load out and begin with new weights"
+            )
 
 
 def warn_of_slow_products(config: TrainConfig) -> None:
     """Say so where 16 bits cost time: a CPU without such products takes a hundred times as long for them."""
     if config.train.precision == "float32" or _num_gpus(config):
         return
-    seconds = []
-    for dtype in (torch.float32, getattr(torch, config.train.precision)):
-        x = torch.ones(128, 128, dtype=dtype)
-        times = []
-        for _ in range(3):
-            begin = time.perf_counter()
-            x @ x
-            times.append(time.perf_counter() - begin)
-        seconds.append(min(times))
-    if (slower := seconds[1] / seconds[0]) > SLOW:
+    size, dtype = 128, getattr(torch, config.train.precision)
+    while (seconds := time_product(size, dtype)) < LONG_ENOUGH and size < LARGEST:
+        size *= 2
+    if (slower := seconds / time_product(size, torch.float32)) > SLOW:
         say(
-            f"this CPU takes {slower:.0f} times as long for a product in {config.train.precision} as for one in "
-            f"float32: --train.precision float32 is faster here"
+            f"this CPU takes at least {slower:.0f} times as long for a product in {config.train.precision} as for one "
+            f"in float32: --train.precision float32 is faster here"
         )
+
+
+def time_product(size: int, dtype: torch.dtype) -> float:
+    """Seconds of a product of two squares on one thread, as ranks that share a CPU have it: the best of three, or of
+    fewer where they are long."""
+    x, times = torch.ones(size, size, dtype=dtype), list[float]()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    while len(times) < 3 and sum(times) < LONG_ENOUGH:
+        begin = time.perf_counter()
+        x @ x
+        times.append(time.perf_counter() - begin)
+    torch.set_num_threads(threads)
+    return min(times)
 
 
 def run_rank(config: TrainConfig) -> str:
@@ -141,7 +180,7 @@ def _start(config: TrainConfig, num_ranks: int) -> str:
             _signals_passed_on() as pass_to,
             Ranks(num_ranks, backend=backend, timeout=config.parallel.timeout) as ranks,
         ):
-            pass_to([process.pid for process in ranks._processes])
+            pass_to(ranks.pids)
             return ranks.run(run_rank, config, timeout=LONGEST)[0]
     except RankError as error:
         raise_plainly(error)
@@ -212,8 +251,9 @@ def _num_gpus(config: TrainConfig) -> int:
 
 
 def _farewell(config: TrainConfig, how: str) -> str:
-    """What happened, what is where, and what to do next."""
+    """What happened, what is where, and what to do next. Of a run that failed early little is there, or nothing."""
     folder = config.checkpoint.folder
+    saved = bool(checkpoints(folder))
     again = "the same command" if config.checkpoint.resume else "the same command with --checkpoint.resume true"
     told = {
         DONE: "done",
@@ -222,7 +262,15 @@ def _farewell(config: TrainConfig, how: str) -> str:
         NOT_SAVED: f"ended, and the last checkpoint could not be written; {again} goes on from the one before",
         "failed": f"a rank failed; {again} goes on from the last checkpoint",
     }
-    lines = [told[how], f"  checkpoints, metrics.jsonl and loss.png are in {folder}"]
+    if not saved:
+        told[NOT_SAVED] = "ended, and its only checkpoint could not be written; the same command starts over"
+        told["failed"] = "a rank failed before the first checkpoint; the same command starts over"
+    there = ["checkpoints"] if saved else []
+    there += [name for name in ("metrics.jsonl", "loss.png") if (Path(folder) / name).exists()]
+    lines = [told[how]]
+    if there:
+        listed = " and ".join(filter(None, (", ".join(there[:-1]), there[-1])))
+        lines.append(f"  {listed} {'are' if saved or len(there) > 1 else 'is'} in {folder}")
     if how == DONE:
         prompt = "Once" if config.data.train else "KASIMIR:"
         more = 2 * max(config.train.steps, last_step(folder))  # the run may have been past the steps asked for

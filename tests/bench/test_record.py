@@ -15,7 +15,7 @@ from random import Random
 import pytest
 import torch
 
-from flashspan.bench import record, sweep, tables
+from flashspan.bench import record, report, sweep, tables
 from flashspan.bench.record import Row
 from flashspan.kernels import reference
 from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band, Mask
@@ -52,7 +52,7 @@ def test_a_line_cut_short_by_a_kill_costs_only_itself(tmp_path: Path) -> None:
 def test_rows_of_another_version_and_empty_folders_are_refused(tmp_path: Path) -> None:
     (tmp_path / "old.jsonl").write_text('{"speed": 3}\n')
     with pytest.raises(ValueError, match=r"old\.jsonl, line 1, does not hold a row of this version"):
-        record.read_folder(tmp_path)
+        record.read(tmp_path / "old.jsonl")
     record.append([make("a", [1.0], more={"x": 1})], tmp_path / "new.jsonl")
     line = (tmp_path / "new.jsonl").read_text()
     for old, new in (('"p50_ms": 1.0', '"p50_ms": "1"'), ('"p50_ms": 1.0', '"p50_ms": 0'), ('"ranks": 1', '"ranks": 0'),
@@ -63,9 +63,9 @@ def test_rows_of_another_version_and_empty_folders_are_refused(tmp_path: Path) -
     (tmp_path / "new.jsonl").unlink()
     (tmp_path / "old.jsonl").write_bytes(b"\xff\xfe\n")
     with pytest.raises(ValueError, match="no rows in"):
-        record.read_folder(tmp_path)
+        report.read(tmp_path)
     with pytest.raises(ValueError, match="no folder"):
-        record.read_folder(tmp_path / "nowhere")
+        report.read(tmp_path / "nowhere")
 
 
 def test_a_sweep_goes_on_where_it_stopped(tmp_path: Path) -> None:

@@ -441,7 +441,8 @@ def test_data_parallelism_of_two_machines_is_listed_apart() -> None:
     assert re.findall(TIME, tables[f"a step, {WHERE['device']}"]) == ["7.250"]
     assert re.findall(TIME, tables["a step, H200"]) == ["1.250", "2.250"]
     common = "flashspan bench data --ranks 2 {}--only 'torch DDP'"
-    assert commands(text) == [common.format("--layers 2 --width 64 --batch 2 "), common.format("")]  # the GPU's were two commands
+    sizes = "--layers 2 --width 64 --batch 2 "
+    assert commands(text) == [common.format(sizes), common.format("")]  # the GPU's were two commands
 
 
 def test_a_command_that_would_be_refused_is_not_shown() -> None:

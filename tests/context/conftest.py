@@ -16,7 +16,7 @@ def on_ranks() -> Iterator[Callable[..., list[Any]]]:
     pools: list[Ranks] = []
 
     def run(fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
-        if not pools or not pools[-1]._processes:
+        if not pools or not pools[-1].pids:
             pools.append(Ranks(8, threads=1, timeout=45))
         return pools[-1].run(fn, *args, timeout=timeout)
 

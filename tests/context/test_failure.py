@@ -390,7 +390,7 @@ def test_a_rank_that_dies_is_named() -> None:
     with pytest.raises(RankError, match="the process of rank 2 died"):
         ranks.run(lose_a_rank, "dies", "ring", timeout=40)
     assert time.monotonic() - started < 20
-    assert not ranks._processes, "no process is left"
+    assert not ranks.pids, "no process is left"
 
 
 @pytest.mark.parametrize("chunks", [0, -1, 1.5, True])

@@ -10,14 +10,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer as Fast
+from tokenizers import models
 
 from flashspan.model import Llama, preset, save_llama
 from flashspan.train import TrainConfig, parse, train
 from flashspan.train.config import CheckpointSection, OptimizerSection, build, describe_options, read_toml
-from flashspan.train.data import ByteTokenizer, open_tokens, write_tokens
+from flashspan.train.data import ByteTokenizer, FileTokenizer, Tokenizer, open_tokens, write_tokens
 from flashspan.train.loop import learning_rate, open_samples
 from flashspan.train.prepare import corpus_tokens
-from flashspan.train.run import main
+from flashspan.train.run import check, main
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -149,6 +151,57 @@ def test_a_validation_file_that_was_asked_for_is_used_or_refused(
         open_samples(config_of(f"--data.validation={tmp_path}"))
     shutil.copy(corpus, tmp_path / "train.bin")
     assert open_samples(config_of(f"--data.train={tmp_path}"))[1] is None  # beside it, and nobody asked
+
+
+def test_data_of_another_tokenizer_than_the_loaded_model_s_is_refused(
+    config_of: Callable[..., TrainConfig], tmp_path: Path
+) -> None:
+    def tokenizer(folder: str, num_words: int) -> FileTokenizer:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        words = models.WordLevel({f"w{i}": i for i in range(num_words)}, unk_token="w0")
+        Fast(words).save(str(tmp_path / folder / "tokenizer.json"))
+        return FileTokenizer(tmp_path / folder)
+
+    def check_with(coder: Tokenizer) -> None:
+        with write_tokens(tmp_path / "train.bin", coder) as writer:
+            writer.add([1, 2, 3] * 50)
+        check(config_of("--model.num_layers=0", "--model.width=0", "--model.ffn_width=0", *load), 1)
+
+    load = [f"--data.train={tmp_path}", f"--model.load={tmp_path / 'model'}"]
+    save_llama(Llama(preset("tiny", num_layers=1), attention=lambda *_: None), tmp_path / "model")
+    check_with(tokenizer("other", 100))  # nobody knows the model's
+    (tmp_path / "model" / "state.json").write_text('{"extra": {"tokenizer": "bytes"}}')
+    check_with(ByteTokenizer())
+    with pytest.raises(ValueError, match=r"has 100 tokens \(.*other.tokenizer\.json\), .*model has 257 \(bytes\); "):
+        check_with(tokenizer("other", 100))
+    (tmp_path / "model" / "state.json").write_text('{"extra": {"tokenizer": "gone/tokenizer.json"}}')
+    check_with(tokenizer("other", 100))
+    with pytest.raises(ValueError, match=r"has 257 tokens \(bytes\), .*model has others \(gone/tokenizer\.json\); "):
+        check_with(ByteTokenizer())
+    mine = tokenizer("model", 200)
+    check_with(mine)
+    check_with(tokenizer("copy", 200))
+    for coder, said in ((ByteTokenizer(), r"257 tokens \(bytes\)"), (tokenizer("other", 100), "100 tokens")):
+        with pytest.raises(
+            ValueError, match=rf"has {said}.* has 200 \(.*; make it again with `flashspan prepare --tok"
+        ):
+            check_with(coder)
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_a_run_says_what_it_trains_on(
+    config_of: Callable[..., TrainConfig],
+    corpus: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    dry_run: bool,
+) -> None:
+    monkeypatch.setattr("flashspan.train.run._start", lambda config, num_ranks: "done")
+    for options, source in (([], corpus), (["--data.train="], "the text in the package")):
+        train(config_of("--model.vocab_size=3000", *options), dry_run=dry_run)
+        num_tokens = len(open_tokens(corpus).tokens)
+        want = f"data    {source}, {num_tokens:,} tokens of bytes (257); the model has 3,000\n"
+        assert want in capsys.readouterr().out
 
 
 def test_a_toml_key_nobody_knows_is_named(tmp_path: Path) -> None:

@@ -180,6 +180,14 @@ def test_the_package_s_text_is_what_its_grammar_writes() -> None:
     assert made == "".join(corpus())
 
 
+def test_the_grammar_can_be_asked_for_help_and_read_in_part() -> None:
+    maker = f"{sys.executable} {Path(__file__).parent.parent.parent / 'examples' / 'tales.py'}"
+    for command, num_lines in ((f"{maker} --help", 12), (f"{maker} | head -1", 1)):
+        done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True, timeout=60)
+        assert 1 <= len(done.stdout.splitlines()) <= num_lines
+        assert not done.stderr
+
+
 @pytest.mark.parametrize("num_tokens", [1, 100, 5000, 600_000])
 def test_a_fingerprint_tells_data_apart(tmp_path: Path, num_tokens: int) -> None:
     tokens = [i * i % 251 for i in range(num_tokens)]

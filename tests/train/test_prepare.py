@@ -53,6 +53,31 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+@pytest.mark.parametrize("num_bytes", [2, 200, 3000])
+@pytest.mark.parametrize("tokenizer", ["bytes", "999 words"])
+def test_the_command_that_is_said_to_be_next_is_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], num_bytes: int, tokenizer: str
+) -> None:
+    (tmp_path / "a.txt").write_text("w " * (num_bytes // 2))
+    words = Fast(models.WordLevel({"w": 0, "x": 998}, unk_token="x"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    name = "bytes" if tokenizer == "bytes" else str(tmp_path)
+    assert main(["prepare", str(tmp_path / "a.txt"), "--folder", str(tmp_path / "data"), "--tokenizer", name]) == 0
+    said = capsys.readouterr().out.splitlines()[-1]
+    if tokenizer != "bytes" and num_bytes == 2:
+        assert said == "next: add text; a sample is at least 1 token and the one that follows it"
+    else:
+        assert main([*said.removeprefix("next: flashspan ").split(), "--parallel.device=cpu", "--dry-run"]) == 0
+        assert ("--data.sequence" in said) == (num_bytes < 3000)
+        assert ("--model.vocab_size 999" in said) == (tokenizer != "bytes")
+
+
+def test_a_file_that_is_missing_is_named_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"nosuch\.txt is missing: name a \.txt, \.jsonl or \.parquet file"):
+        prepare([str(tmp_path / "nosuch.txt")], folder=str(tmp_path / "out"))
+
+
 @pytest.mark.parametrize("size", [1, 100, 997, 2**22])
 def test_lines_belong_to_one_part_each(lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr(documents, "PART_BYTES", size)

@@ -259,7 +259,10 @@ def test_a_loss_that_no_scale_makes_finite_leaves_the_scale_as_it_was(on_ranks: 
     [
         ("--train.seed=5", "other samples or another attention .seed was 0, is 5"),
         ("--data.sequence=31", "sequence was 63, is 31"),
-        ("--model.num_layers=1", "a checkpoint of another model"),
+        (
+            "--model.num_layers=1",
+            r"a checkpoint of another model \(num_layers was 2, is 1\): restore its sizes, choose",
+        ),
         ("--attention.pattern=window --attention.window=9", r"attention was causal, is window\(window=9\)"),
     ],
 )
@@ -267,6 +270,39 @@ def test_a_checkpoint_of_another_run_is_refused(on_ranks: OnRanks, config_of: Co
     on_ranks(1, run_rank, config_of("--train.steps=1", "--parallel.context=1"))
     with pytest.raises(RankError, match=says):
         on_ranks(1, run_rank, config_of("--train.steps=1", "--parallel.context=1", *change.split()))
+
+
+def notes_of_resuming(config: TrainConfig) -> list[str]:
+    notes: list[str] = []
+    with contextlib.ExitStack() as held:
+        Trainer(config)._resume(notes, held)
+    return notes
+
+
+def test_a_run_of_more_steps_than_before_says_what_becomes_of_the_learning_rate(
+    on_ranks: OnRanks, config_of: ConfigOf
+) -> None:
+    options = ["--train.steps=2", "--parallel.context=1", "--optimizer.warmup=0"]
+    config = config_of(*options)
+    on_ranks(1, run_rank, config)
+    longer = config_of(*options, "--train.steps=5", "--optimizer.lr=1e-3")
+    (notes,) = on_ranks(1, notes_of_resuming, longer)
+    assert notes[1:] == ["the learning rate follows the new 5 steps (there were 2): 2.0e-04 -> 5.5e-04"]
+    (path,) = checkpoint.checkpoints(config.checkpoint.folder)
+    state = checkpoint.read(path)
+    shutil.rmtree(path)
+    checkpoint.write(config.checkpoint.folder, replace(state, step=1))
+    (notes,) = on_ranks(1, notes_of_resuming, config)
+    assert len(notes) == 1  # as long as it was
+
+
+def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
+    path = checkpoint.write(tmp_path, tiny_state(2))
+    assert checkpoint.read(path).step == 2
+    file = path / "state.json"
+    file.write_text(file.read_text().replace('"format": 1', '"format": 2'))
+    with pytest.raises(ValueError, match=r"a checkpoint of format 2, and this flashspan reads 1: use the version"):
+        checkpoint.read(path)
 
 
 def test_a_checkpoint_from_before_there_were_patterns_is_causal(on_ranks: OnRanks, config_of: ConfigOf) -> None:
@@ -316,7 +352,7 @@ def test_a_stalled_rank_is_named(config_of: ConfigOf, option: str, call: str, wh
 def kill_one(config: TrainConfig, rank: int, wait: Callable[[], None]) -> bool:
     """Run on 2 ranks and kill one when `wait` returns; whether the run was cut short."""
     with Ranks(2, threads=1, timeout=20) as ranks:
-        pid = ranks._processes[rank].pid
+        pid = ranks.pids[rank]
         over = threading.Event()
 
         def kill() -> None:

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from flashspan.generate import generate
-from flashspan.train import TrainConfig, run, train
+from flashspan.train import TrainConfig, estimate, run, train
 from flashspan.train.checkpoint import checkpoints
-from flashspan.train.loop import DONE, NOT_SAVED, STOPPED
+from flashspan.train.loop import DONE, NOT_SAVED, STOPPED, Trainer
 from flashspan.train.metrics import read_metrics
 
 
@@ -64,10 +65,28 @@ def test_a_command_starts_without_what_only_split_weights_need() -> None:
 
 @pytest.mark.parametrize("how", [DONE, STOPPED, NOT_SAVED, "failed"])
 def test_a_command_that_starts_anew_is_not_said_to_go_on(config_of: Callable[..., TrainConfig], how: str) -> None:
-    assert "the same command with --checkpoint.resume true " in run._farewell(
-        config_of("--checkpoint.resume=false"), how
-    )
+    config = config_of("--checkpoint.resume=false")
+    (Path(config.checkpoint.folder) / "step-00000001").mkdir(parents=True)
+    assert "the same command with --checkpoint.resume true " in run._farewell(config, how)
     assert "--checkpoint.resume" not in run._farewell(config_of(), how)
+
+
+@pytest.mark.parametrize("how", [NOT_SAVED, "failed"])
+def test_a_farewell_names_what_is_there(config_of: Callable[..., TrainConfig], how: str) -> None:
+    config = config_of()
+    folder = Path(config.checkpoint.folder)
+    for there, says in (
+        ("", ""),
+        ("metrics.jsonl", f"\n  metrics.jsonl is in {folder}"),
+        ("loss.png", f"\n  metrics.jsonl and loss.png are in {folder}"),
+    ):
+        (folder / there).mkdir(parents=True)
+        said = run._farewell(config, how)
+        assert said.endswith(f"the same command starts over{says}")
+    (folder / "step-00000001").mkdir()
+    said = run._farewell(config, how)
+    assert "the same command goes on from" in said
+    assert said.endswith(f"\n  checkpoints, metrics.jsonl and loss.png are in {folder}")
 
 
 def test_a_run_joins_the_ranks_of_torchrun(config_of: Callable[..., TrainConfig], tmp_path: Path) -> None:
@@ -105,6 +124,7 @@ def test_a_reader_that_leaves_does_not_end_the_run(
         assert process.stderr is not None
         try:
             if closed == "after the first step":
+                assert process.stdout.readline().startswith("data    ")
                 assert process.stdout.readline().startswith("step 1/3 loss")
             process.stdout.close()
             process.wait(timeout=60)
@@ -127,3 +147,55 @@ def test_a_cpu_without_16_bit_products_is_told(
     assert ("times as long for a product in bfloat16" in out) == said
     run.warn_of_slow_products(config_of())
     assert not "".join(capsys.readouterr())
+
+
+def test_slow_products_are_timed_where_the_call_costs_little(
+    config_of: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def seconds(size: int, dtype: torch.dtype) -> float:
+        return 1e-3 + (size / 128) ** 3 * (
+            2e-5 if dtype == torch.float32 else 4e-3
+        )  # 5 times as long at 128, 200 at last
+
+    monkeypatch.setattr(run, "time_product", seconds)
+    run.warn_of_slow_products(config_of("--train.precision=bfloat16"))
+    assert "this CPU takes at least 113 times as long" in capsys.readouterr().out  # at 512, a quarter of a second
+
+
+def test_ranks_that_the_memory_cannot_hold_are_refused(
+    config_of: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_of("--parallel.data=2", "--parallel.context=2")
+    peak = estimate.estimate(config, 4).peak
+    monkeypatch.setattr(run, "_start", lambda config, num_ranks: DONE)
+    monkeypatch.setattr(estimate, "available_bytes", lambda: 4 * peak - 1)
+    with pytest.raises(ValueError, match=r"4 of about .* GiB each need .* GiB, and .* are available; use fewer ranks"):
+        train(config)
+    assert not Path(config.checkpoint.folder).exists()
+    assert train(config, dry_run=True) == 0
+    said = capsys.readouterr().out
+    assert "  peak  " in said
+    assert "warning: a run would be refused here: the ranks on a CPU share its memory: 4 of " in said
+    for free in (4 * peak, None):
+        monkeypatch.setattr(estimate, "available_bytes", lambda free=free: free)
+        assert train(config) == 0
+        assert train(config, dry_run=True) == 0
+        assert "warning" not in capsys.readouterr().out
+    monkeypatch.undo()
+    free = estimate.available_bytes()
+    assert free is None or 2**20 < free < 2**50
+
+
+def precision_of(config: TrainConfig) -> str:
+    try:
+        Trainer(config)
+        return torch.get_float32_matmul_precision()
+    finally:
+        torch.set_float32_matmul_precision("highest")  # the process has other tests' runs before it
+
+
+@pytest.mark.parametrize(("tf32", "precision"), [("true", "high"), ("false", "highest")])
+def test_float32_products_are_tf32_where_asked(
+    on_ranks: Callable[..., list[Any]], config_of: Callable[..., TrainConfig], tf32: str, precision: str
+) -> None:
+    assert on_ranks(1, precision_of, config_of(f"--train.tf32={tf32}")) == [precision]
