@@ -279,7 +279,7 @@ def write_page(rows: list[record.Row], path: Path) -> None:
         f"{newest.device}, torch {newest.torch}, Triton {newest.triton}, bf16, by `flashspan bench sparse`; "
         "this page by the same with `--page`.",
         "Median milliseconds, forward / backward; shapes are batch x heads x tokens x head size. "
-        "The last column is FlexAttention's time over the better of ours, forward / backward. "
+        "The last column is FlexAttention's time over the better of ours, forward / backward, if measured together. "
         "Calls of less than about half a millisecond take as long as the host needs to launch them.",
         "",
         "| shape | " + " | ".join(impls) + " | vs flex |",
@@ -289,9 +289,11 @@ def write_page(rows: list[record.Row], path: Path) -> None:
         here = [i for i in impls if (shape, i, "forward") in by]
         times = {i: [by[shape, i, kind].p50_ms for kind in ("forward", "backward")] for i in here}
         cells = [" / ".join(f"{ms:.3f}" for ms in times[i]) if i in times else "-" for i in impls]
-        ours = [times[i] for i in ("flashspan intervals", "flashspan blocks") if i in times]
+        commits = {i: by[shape, i, "forward"].commit for i in here}
+        names = ("flashspan intervals", "flashspan blocks")
+        ours = [times[i] for i in names if i in times and commits[i] == commits.get("flex")]
         ratio = "-"
-        if "flex" in times and ours:
+        if ours:
             best = [min(ms) for ms in zip(*ours, strict=True)]
             ratio = " / ".join(f"{theirs / mine:.2f}x" for theirs, mine in zip(times["flex"], best, strict=True))
         lines.append(f"| {shape} | " + " | ".join([*cells, ratio]) + " |")
