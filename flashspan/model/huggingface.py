@@ -86,23 +86,6 @@ def load_llama(
     return model
 
 
-def load_into(model: Llama, folder: str | Path) -> None:
-    """Read a checkpoint's weights into a model on its device, whole or split: tensor parallel, fully sharded or both.
-
-    Of each tensor a rank reads the slices that it holds and nothing else, and sends nothing to another. A checkpoint of
-    another model is refused before anything is overwritten.
-    """
-    from torch.distributed.tensor import DTensor  # takes most of a second, of every command if it stood above
-
-    check_config(folder, model.config)
-    held = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, value in read_weights(folder, model.config, part=lambda name, _: local_slices(held[name])):
-            param = held[name]
-            local = param.to_local() if isinstance(param, DTensor) else param
-            local.copy_(value)
-
-
 def check_config(folder: str | Path, config: LlamaConfig) -> None:
     """Refuse a checkpoint whose config.json describes another model than this one, or than its weights.
 
@@ -115,23 +98,6 @@ def check_config(folder: str | Path, config: LlamaConfig) -> None:
             "make the model from read_config(folder), or choose another folder"
         )
     locate(folder, config)
-
-
-def local_slices(param: Tensor) -> tuple[slice, ...] | None:
-    """Where this rank's part of a split parameter lies in the whole one; None for all of it."""
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(param, DTensor):
-        return None
-    mesh, ranges = param.device_mesh, [(0, size) for size in param.shape]
-    cuts = [(axis, placed) for axis, placed in enumerate(param.placements) if hasattr(placed, "dim")]
-    # What is strided cuts the pieces that the other axes have made: so FSDP2 splits a tensor-parallel layer.
-    for axis, placed in sorted(cuts, key=lambda cut: hasattr(cut[1], "split_factor")):
-        begin, end = ranges[placed.dim]
-        step = -(-(end - begin) // mesh.size(axis))
-        first = min(end, begin + mesh.get_local_rank(axis) * step)
-        ranges[placed.dim] = (first, min(end, first + step))
-    return tuple(slice(*bounds) for bounds in ranges)
 
 
 def save_llama(

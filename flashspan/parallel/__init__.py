@@ -1,7 +1,7 @@
 """Everything that moves bytes, attention apart: meshes, data, tensor, optimizer and full sharding, clipping,
 checkpoints.
 
-Knows torch.distributed and nothing of attention or of any model.
+Knows torch.distributed, and nothing of attention but as a function it is handed (`HybridBlock`), nor of LLaMA.
 """
 
 from .checkpoint import full_state_dict, load_full_state_dict

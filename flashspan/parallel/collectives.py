@@ -84,6 +84,20 @@ def part_like(tensor: Tensor, local: Tensor) -> Tensor:
     return type(tensor).from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 
+def local_slices(tensor: Tensor) -> tuple[slice, ...] | None:
+    """Where this rank's part of a split tensor lies in the whole one; None for all of it."""
+    if not is_dtensor(tensor):
+        return None
+    mesh, ranges = tensor.device_mesh, [(0, size) for size in tensor.shape]
+    cuts = [(axis, placed) for axis, placed in enumerate(tensor.placements) if hasattr(placed, "dim")]
+    # What is strided cuts the pieces that the other axes have made: so FSDP2 splits a tensor-parallel layer.
+    for axis, placed in sorted(cuts, key=lambda cut: hasattr(cut[1], "split_factor")):
+        begin, end = ranges[placed.dim]
+        first, last = chunk_range(end - begin, mesh.size(axis), mesh.get_local_rank(axis))
+        ranges[placed.dim] = (begin + first, begin + last)
+    return tuple(slice(*bounds) for bounds in ranges)
+
+
 def copy(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """x, unchanged; its gradient is summed over the group."""
     return _Copy.apply(x, group)

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from flashspan.context.layout import Layout
 from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.masks import Mask
 from flashspan.model import IGNORE, Llama, LlamaConfig, initial_weight, read_weights
-from flashspan.model.huggingface import check_config, load_into, local_slices
+from flashspan.model.huggingface import check_config
 from flashspan.model.loss import slope_at_once
 from flashspan.parallel import (
     DataParallel,
@@ -33,7 +34,7 @@ from flashspan.parallel import (
     vocabulary_parallel_cross_entropy,
 )
 from flashspan.parallel.checkpoint import full_tensor
-from flashspan.parallel.collectives import local_part, part_like
+from flashspan.parallel.collectives import local_part, local_slices, part_like
 from flashspan.parallel.sharded import is_fully_sharded
 
 from .checkpoint import refuse_damaged
@@ -238,6 +239,19 @@ def fill_shards(objective: Objective, config: TrainConfig, device: torch.device)
         for name, param in model.named_parameters():
             whole = initial_weight(name, param.shape, model.config, config.train.seed)
             local_part(param).copy_(whole[local_slices(param) or ...])
+
+
+def load_into(model: Llama, folder: str | Path) -> None:
+    """Read a checkpoint's weights into a model on its device, whole or split: tensor parallel, fully sharded or both.
+
+    Of each tensor a rank reads the slices that it holds and nothing else, and sends nothing to another. A checkpoint of
+    another model is refused before anything is overwritten.
+    """
+    check_config(folder, model.config)
+    held = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, value in read_weights(folder, model.config, part=lambda name, _: local_slices(held[name])):
+            local_part(held[name]).copy_(value)
 
 
 def apply_recompute(model: Llama, mode: str, *, split: bool, offload: bool = False) -> None:

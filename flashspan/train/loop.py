@@ -22,12 +22,11 @@ from torch import Tensor
 
 from flashspan.kernels.masks import Mask, Rows
 from flashspan.model import IGNORE
-from flashspan.model.huggingface import load_into
 from flashspan.parallel import build_mesh, clip_factor, clip_grad_norm, grad_norm, submesh
 from flashspan.parallel.collectives import is_dtensor
 
 from . import checkpoint
-from .build import build, load_optimizer_state, model_state, optimizer_state
+from .build import build, load_into, load_optimizer_state, model_state, optimizer_state
 from .config import AttentionSection, OptimizerSection, TrainConfig
 from .data import Samples, TokenFile, open_tokens
 from .meeting import from_first, name_the_silent

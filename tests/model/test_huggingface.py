@@ -27,7 +27,7 @@ from flashspan.model import (
 )
 from flashspan.parallel import apply_fully_sharded, apply_tensor_parallel, build_mesh
 from flashspan.parallel.checkpoint import full_state_dict
-from flashspan.train.build import TENSOR_PLAN
+from flashspan.train.build import TENSOR_PLAN, load_into
 
 CONFIG = LlamaConfig(
     61, 32, 3, 4, 2, 48, rope_theta=5e5, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 64), norm_eps=1e-6, max_tokens=99
@@ -225,7 +225,7 @@ def test_a_checkpoint_of_another_model_changes_nothing(
     save_llama(other, tmp_path)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(ValueError, match=f"checkpoint of another model than the one it is to fill: {says}"):
-        huggingface.load_into(model, tmp_path)
+        load_into(model, tmp_path)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
@@ -236,7 +236,7 @@ def test_weights_of_another_shape_than_their_config_change_nothing(model: Llama,
     _edit(tmp_path, intermediate_size=48)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(ValueError, match="weights and config are of different models"):
-        huggingface.load_into(model, tmp_path)
+        load_into(model, tmp_path)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
@@ -244,7 +244,7 @@ def test_a_model_for_longer_contexts_takes_the_same_weights(model: Llama, tmp_pa
     save_llama(model, tmp_path)
     longer = Llama(replace(CONFIG, max_tokens=10 * CONFIG.max_tokens), attention=attention)
     longer.initialize(4)
-    huggingface.load_into(longer, tmp_path)
+    load_into(longer, tmp_path)
     assert all(torch.equal(value, longer.state_dict()[name]) for name, value in model.state_dict().items())
 
 
@@ -263,7 +263,7 @@ def load_split(folder: Path, degrees: dict[str, int], tokens: torch.Tensor) -> d
     read = {"bytes": 0}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(huggingface, "safe_open", lambda *args, **rest: CountedFile(read, *args, **rest))
-        huggingface.load_into(model, folder)
+        load_into(model, folder)
     held = sum(DTensor.to_local(p).nbytes for p in model.parameters())  # every one is split or copied
     with torch.no_grad():
         hidden = model(tokens)
