@@ -17,7 +17,7 @@ from flashspan.model import preset
 from .calibrate import Measurement, calibrate
 from .devices import Cluster, Device, Link, is_named, make_cluster
 from .draw import draw_scaling, draw_simulation, written_to
-from .memory import Run
+from .memory import Mixture, Run
 from .search import Answer, grown, longest, mixtures, rank, scaling
 
 
@@ -80,6 +80,7 @@ def plan(
     if answers:
         show(answers[:top], run, cluster)
         print(f"{len(answers)} mixtures fit." if len(answers) > 1 else "1 mixture fits.")
+        print(f"The best: {train_command(model, run, answers[0].mixture, per_node)}")
     elif next(mixtures(run, cluster), None) is None:
         print(f"No mixture divides over {devices:,} devices: use fewer of them, or more samples or tokens.")
         return 1
@@ -139,6 +140,28 @@ def show(answers: Sequence[Answer], run: Run, cluster: Cluster) -> None:
     parts = ", ".join(f"{name} {value:,.2f}" for name, value in seen.items())
     peak, most = best.memory.peak / size, cluster.device.memory / size
     print(f"Best, {unit} per device: {parts}; peak {peak:,.2f} of {most:,.0f}.")
+
+
+def train_command(model: str, run: Run, mixture: Mixture, per_node: int) -> str:
+    """The command that trains so."""
+    options: dict[str, object] = {
+        "model.preset": model,
+        "data.sequence": run.tokens,
+        "train.batch": run.batch,
+        "train.precision": run.precision,
+    }
+    degrees = {f"parallel.{name}": getattr(mixture, name) for name in ("data", "shard", "context", "tensor")}
+    # Of context ranks 0 is the default: those that are left.
+    options |= {name: degree for name, degree in degrees.items() if degree > 1 or name == "parallel.context"}
+    if mixture.context > 1:
+        options |= {"parallel.strategy": mixture.strategy, "parallel.layout": mixture.layout}
+    if mixture.strategy == "double_ring":
+        options["parallel.inner"] = per_node // mixture.tensor
+    if mixture.recompute != "none":
+        options["train.recompute"] = mixture.recompute
+    if mixture.sharded_optimizer:
+        options["optimizer.sharded"] = "true"
+    return " ".join(["flashspan train", *(f"--{name} {value}" for name, value in options.items())])
 
 
 def show_scaling(points: Sequence[tuple[int, Answer | None]], run: Run, cluster: Cluster) -> None:

@@ -19,10 +19,11 @@ from flashspan.model import LlamaConfig, preset
 from flashspan.model.loss import linear_cross_entropy, slope_in_parts
 from flashspan.plan import Mixture, Run, ledger, longest, rank, simulate, step_time
 from flashspan.plan.calibrate import Measurement, calibrate, fit_link, predict
-from flashspan.plan.command import calibrated, show
+from flashspan.plan.command import calibrated, show, train_command
 from flashspan.plan.devices import DEVICES, LINKS, USUAL_LINK, Cluster, load_table, make_cluster
 from flashspan.plan.search import Answer, divisors, fits, mixtures, scaling
 from flashspan.plan.step import moved_per_logit, schedules
+from flashspan.train import parse
 
 ROOT = Path(__file__).parent.parent.parent
 MODELS = (
@@ -388,7 +389,22 @@ def test_the_command_ranks_and_draws(tmp_path: Path, capsys: pytest.CaptureFixtu
     text = capsys.readouterr().out
     for part in ("mixtures fit", "Longest context", "GB per device", "context"):
         assert part in text
+    assert "The best: flashspan train --model.preset llama-3.2-1b --data.sequence 65536 --train.batch 1" in text
     assert "<svg" in (tmp_path / "plan-timeline.svg").read_text()
+
+
+def test_the_trainer_takes_the_command_of_every_mixture() -> None:
+    run, cluster = Run(preset("llama-3.2-1b"), 16, 65536, "bfloat16"), make_cluster("H100", 32, per_node=4)
+    seen = set()
+    for mixture in mixtures(run, cluster):
+        config = parse(train_command("llama-3.2-1b", run, mixture, 4).split()[2:])
+        degrees = config.parallel.degrees(32)
+        assert degrees == {name: getattr(mixture, name) for name in degrees}
+        assert (config.train.recompute, config.optimizer.sharded) == (mixture.recompute, mixture.sharded_optimizer)
+        if mixture.context > 1:
+            assert (config.parallel.strategy, config.parallel.layout) == (mixture.strategy, mixture.layout)
+            seen.add(mixture.strategy)
+    assert {"ring", "double_ring", "ulysses"} <= seen
 
 
 def test_the_table_fits_a_terminal_and_keeps_its_digits(
