@@ -137,12 +137,13 @@ def draw(timeline: Timeline, title: str) -> Figure:
     top = timeline.peak / 2**20
     for (name, begin, end), shade in zip(timeline.phases, _shades(timeline.phases), strict=True):
         axes.axvspan(begin, end, color=shade, alpha=0.25, linewidth=0)
-        axes.text((begin + end) / 2, 1.05 * top, name, ha="center", va="bottom", fontsize=8)
+        axes.text((begin + end) / 2, 1.12 * top, name, ha="center", va="bottom", fontsize=8)
     if mib:
         at = max(range(len(mib)), key=mib.__getitem__)
         axes.plot(timeline.times[at], mib[at], "o", color="#e45756", markersize=4)
-        axes.annotate(f"peak {top:,.0f} MiB", (timeline.times[at], mib[at]), xytext=(6, 4),
-                      textcoords="offset points", fontsize=8)  # fmt: skip
+        late = timeline.times[at] > timeline.times[-1] / 2
+        axes.annotate(f"peak {top:,.0f} MiB", (timeline.times[at], mib[at]), xytext=(-6 if late else 6, 4),
+                      textcoords="offset points", ha="right" if late else "left", fontsize=8)  # fmt: skip
     axes.set(xlabel="milliseconds", ylabel="MiB allocated", ylim=(0, 1.2 * max(top, 1e-6)), title=title)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)

@@ -249,9 +249,10 @@ class Writer:
             timeline = memory.Timeline(**drawn["training"].more["timeline"])
             peaks = {phase: timeline.peak_of(phase) / 2**30 for phase in ("forward", "backward", "optimizer")}
             listed = ", ".join(f"{phase} {peak:.1f} GiB" for phase, peak in peaks.items() if peak)
+            growing = ", which are more: memory grows on" if peaks["backward"] > peaks["forward"] else ""
             self.say(
-                f"(a) Forward piles up what backward needs and backward takes it down again, layer by layer, while "
-                f"gradients grow. Peaks of the phases of a training step: {listed}."
+                "(a) Forward piles up what backward needs, and backward frees it layer by layer while gradients "
+                f"come{growing}. Peaks of the phases of a training step: {listed}."
             )
         self.table(
             pivot(
