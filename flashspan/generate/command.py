@@ -22,7 +22,7 @@ from flashspan.model import Llama, load_llama
 from flashspan.model.huggingface import read_json
 from flashspan.train.checkpoint import newest, refuse_damaged
 from flashspan.train.config import LONGEST
-from flashspan.train.data import ByteTokenizer, Tokenizer, load_tokenizer
+from flashspan.train.data import ByteTokenizer, Tokenizer, load_tokenizer, tokenizer_of
 from flashspan.train.meeting import from_first
 from flashspan.train.run import raise_plainly
 
@@ -239,10 +239,10 @@ def _find_ends(path: Path, coder: Tokenizer, vocab_size: int) -> frozenset[int]:
 
 
 def _find_tokenizer(path: Path, vocab_size: int) -> str:
-    if (path / "tokenizer.json").exists():
-        return str(path / "tokenizer.json")
+    if name := tokenizer_of(path):
+        return name
     if (path / "state.json").exists():
-        return str(read_json(path / "state.json").get("extra", {}).get("tokenizer") or "bytes")
+        return "bytes"
     if vocab_size > ByteTokenizer.vocab_size:  # bytes would be read as words
         raise ValueError(
             f"{path} has no tokenizer.json, and its {vocab_size} tokens are more than bytes: name one with --tokenizer"

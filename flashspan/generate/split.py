@@ -77,7 +77,8 @@ def _group_of(attend: ContextAttention, group: dist.ProcessGroup | None) -> dist
     if place != (attend.rank, attend.num_ranks):
         raise ValueError(
             f"a split context needs the ranks of its attention, in its order: got rank {place[0]} of {place[1]} in the "
-            f"group, rank {attend.rank} of {attend.num_ranks} in the attention; pass group=, one of those ranks"
+            f"group, rank {attend.rank} of {attend.num_ranks} in the attention; pass group=, a group of just those, in "
+            "that order"
         )
     return group if attend.num_ranks > 1 else None
 

@@ -49,7 +49,7 @@ def forward(
         return tiled.forward(q, k, v, mask=mask, scale=scale, carry=carry, out_dtype=out_dtype, dropout=dropout)
     work = torch.promote_types(q.dtype, torch.float32)
     out_dtype = work if work == torch.float64 else out_dtype
-    if carry is None and _is_one_call(strips, q):
+    if carry is None and q.dtype == work and _is_one_call(strips, q):  # else a few heads' copies at a time
         part = strips[0].parts[0]
         out, lse = _attend(q, k, v, part, scale=scale, dtype=work)
         return Carry(out.to(out_dtype), lse.contiguous())

@@ -1,7 +1,6 @@
 """Hugging Face checkpoints, read and written: safetensors and JSON, by our own reading of both.
 
     model = load_llama("path/to/Llama-3.2-1B", attention=flashspan.attention)
-    load_into(model, "path/to/Llama-3.2-1B")     # a model that is split: each rank reads the slices it holds
     save_llama(model, "out")
 
 A folder from a stranger runs nothing here: no pickle is opened, config.json is read field by field, an index may name

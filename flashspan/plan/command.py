@@ -143,7 +143,7 @@ def show(answers: Sequence[Answer], run: Run, cluster: Cluster) -> None:
 
 
 def train_command(model: str, run: Run, mixture: Mixture, per_node: int) -> str:
-    """The command that trains so."""
+    """The command that trains so; of several nodes, on each of them."""
     options: dict[str, object] = {
         "model.preset": model,
         "data.sequence": run.tokens,
@@ -161,7 +161,10 @@ def train_command(model: str, run: Run, mixture: Mixture, per_node: int) -> str:
         options["train.recompute"] = mixture.recompute
     if mixture.sharded_optimizer:
         options["optimizer.sharded"] = "true"
-    return " ".join(["flashspan train", *(f"--{name} {value}" for name, value in options.items())])
+    start, nodes = "flashspan train", -(-mixture.num_devices // per_node)
+    if nodes > 1:
+        start = f"torchrun --nnodes {nodes} --nproc-per-node {per_node} -m flashspan.train"
+    return " ".join([start, *(f"--{name} {value}" for name, value in options.items())])
 
 
 def show_scaling(points: Sequence[tuple[int, Answer | None]], run: Run, cluster: Cluster) -> None:

@@ -295,12 +295,11 @@ class Trainer:
             notes.append(f"{path} is already at step {self.step} of the {asked} asked for: nothing to do")
 
     def _new_schedule(self, before: dict[str, Any]) -> list[str]:
-        """A line where the run is to have another length than when it was saved: the rate falls over all of it."""
+        """A line where the run is to have another length than when it was saved, and so another rate at this step."""
         old, new = before["train"]["steps"], self.config.train.steps
-        if old == new:
+        was, now = (learning_rate(self.step, steps, self.config.optimizer) for steps in (old, new))
+        if was == now:
             return []
-        was = learning_rate(max(0, self.step - 1), old, OptimizerSection(**before["optimizer"]))
-        now = learning_rate(self.step, new, self.config.optimizer)
         return [f"the learning rate follows the new {new} steps (there were {old}): {was:.1e} -> {now:.1e}"]
 
     def _choose(self, notes: list[str], held: contextlib.ExitStack) -> Path | None:

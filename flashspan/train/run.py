@@ -65,7 +65,8 @@ def train(config: TrainConfig, *, dry_run: bool = False) -> int:
     joined = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     num_ranks = int(os.environ["WORLD_SIZE"]) if joined else config.parallel.default_ranks(_num_gpus(config))
     check(config, num_ranks)
-    num_here = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)) if joined else num_ranks
+    # Whoever started ranks on several machines, and does not say how many on this one, is not second-guessed.
+    num_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if joined else num_ranks
     # Of a GPU's memory its allocator tells; a CPU's is handed out though it is not there, and then a rank is killed.
     lack = None if _num_gpus(config) else lack_of_memory(config, num_ranks, num_here)
     if dry_run:
@@ -116,8 +117,9 @@ def check_tokenizer(config: TrainConfig, files: Sequence[TokenFile]) -> None:
     name = tokenizer_of(config.model.load) if config.model.load else ""
     if not name:
         return
-    # A checkpoint of ours names a file, which may be gone.
-    size = load_tokenizer(name).vocab_size if name == "bytes" or Path(name).exists() else None
+    size = None
+    with contextlib.suppress(ValueError):  # a file that cannot be read; one that a checkpoint of ours names may be gone
+        size = load_tokenizer(name).vocab_size
     for file in files:
         differs = file.tokenizer != "" and (file.tokenizer == "bytes") != (name == "bytes")
         if differs or size not in (None, file.vocab_size):

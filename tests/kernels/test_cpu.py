@@ -86,6 +86,16 @@ def test_only_the_result_is_rounded_to_sixteen_bits(mask: Mask, dtype: torch.dty
         assert relative(got, want) <= 1.01 * relative(want.to(dtype), want)
 
 
+def test_a_few_heads_at_a_time_are_copied_to_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = make_inputs(Shape(1, 8, 8, 1024, 1024, 64), seed=1, dtype=torch.bfloat16)
+    called, attend = [], cpu._attend
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(cpu, "_attend", lambda q, *rest, **named: called.append(q.numel()) or attend(q, *rest, **named))
+    cpu.forward(x.q, x.k, x.v, mask=CAUSAL, scale=0.125, out_dtype=torch.bfloat16)
+    assert len(called) > 1
+    assert max(called) <= cpu.TEMPORARY
+
+
 @examples(60)
 @given(st.integers(-36, 30), st.integers(-36, 30), st.integers(0, 2**32))
 def test_the_stand_in_output_recovers_delta(dout_power: int, delta_power: int, seed: int) -> None:

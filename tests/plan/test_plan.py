@@ -397,7 +397,10 @@ def test_the_trainer_takes_the_command_of_every_mixture() -> None:
     run, cluster = Run(preset("llama-3.2-1b"), 16, 65536, "bfloat16"), make_cluster("H100", 32, per_node=4)
     seen = set()
     for mixture in mixtures(run, cluster):
-        config = parse(train_command("llama-3.2-1b", run, mixture, 4).split()[2:])
+        command = train_command("llama-3.2-1b", run, mixture, 4)
+        start = "torchrun --nnodes 8 --nproc-per-node 4 -m flashspan.train "
+        assert command.startswith(start)
+        config = parse(command.removeprefix(start).split())
         degrees = config.parallel.degrees(32)
         assert degrees == {name: getattr(mixture, name) for name in degrees}
         assert (config.train.recompute, config.optimizer.sharded) == (mixture.recompute, mixture.sharded_optimizer)

@@ -287,7 +287,10 @@ def test_a_run_of_more_steps_than_before_says_what_becomes_of_the_learning_rate(
     on_ranks(1, run_rank, config)
     longer = config_of(*options, "--train.steps=5", "--optimizer.lr=1e-3")
     (notes,) = on_ranks(1, notes_of_resuming, longer)
-    assert notes[1:] == ["the learning rate follows the new 5 steps (there were 2): 2.0e-04 -> 5.5e-04"]
+    assert notes[1:] == ["the learning rate follows the new 5 steps (there were 2): 1.0e-04 -> 5.5e-04"]
+    rising = config_of(*options, "--train.steps=5", "--optimizer.warmup=4")  # by the step alone
+    (notes,) = on_ranks(1, notes_of_resuming, rising)
+    assert len(notes) == 1
     (path,) = checkpoint.checkpoints(config.checkpoint.folder)
     state = checkpoint.read(path)
     shutil.rmtree(path)

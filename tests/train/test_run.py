@@ -176,6 +176,14 @@ def test_ranks_that_the_memory_cannot_hold_are_refused(
     said = capsys.readouterr().out
     assert "  peak  " in said
     assert "warning: a run would be refused here: the ranks on a CPU share its memory: 4 of " in said
+    with monkeypatch.context() as joined:  # ranks of a launcher that does not say how many are here
+        joined.setattr(run, "_join", lambda config: DONE)
+        for name, value in (("RANK", "0"), ("WORLD_SIZE", "4")):
+            joined.setenv(name, value)
+        assert train(config) == 0
+        joined.setenv("LOCAL_WORLD_SIZE", "4")
+        with pytest.raises(ValueError, match="4 of about"):
+            train(config)
     for free in (4 * peak, None):
         monkeypatch.setattr(estimate, "available_bytes", lambda free=free: free)
         assert train(config) == 0
