@@ -142,7 +142,7 @@ class Contender:
         with trace.profiled(device) as profiler:
             self.step()
             synchronise(device)
-        return wire_of(profiler.kineto_results.events(), device)
+        return trace.wire_of(profiler.kineto_results.events(), device)
 
     def ledger(self) -> Ledger:
         """Of a step taken for the purpose."""
@@ -348,45 +348,6 @@ def _take_turns(
         }
         for name in names
     }
-
-
-def wire_of(events: Sequence[Any], device: torch.device) -> tuple[float, float]:
-    """Of a profile: milliseconds in which anything was on the wire, and the fraction of them in which this rank also
-    computed; nan where no collective was seen. What waits for another rank counts as the wire."""
-    kinds = torch._C._autograd.DeviceType
-    cuda = device.type == "cuda"
-    seen = [e for e in events if e.duration_ns() and e.device_type() == (kinds.CUDA if cuda else kinds.CPU)]
-    if cuda:
-        kernels = [e for e in seen if not e.is_user_annotation() and e.name() != "[memory]"]
-        wire = [e for e in kernels if "nccl" in e.name().lower()]
-        computing = [e for e in kernels if "nccl" not in e.name().lower()]
-    else:
-        wire = [e for e in seen if e.name().startswith("gloo:")]
-        # An operator that calls others may wait inside one: those that call none compute.
-        ops = [e for e in seen if e.name().startswith(("aten::", "flashspan::"))]
-        ops.sort(key=lambda e: (e.start_thread_id(), e.start_ns(), -e.duration_ns()))
-        followed = zip(ops, [*ops[1:], None], strict=True)
-        computing = [op for op, after in followed if after is None or not _encloses(op, after)]
-    spans, busy = ([(e.start_ns(), e.start_ns() + e.duration_ns()) for e in chosen] for chosen in (wire, computing))
-    if not spans:
-        return float("nan"), float("nan")
-    both = _covered(spans) + _covered(busy) - _covered([*spans, *busy])
-    return _covered(spans) / 1e6, both / _covered(spans)
-
-
-def _encloses(outer: Any, inner: Any) -> bool:
-    """Whether of two events in order the second began within the first, on the same thread."""
-    same = outer.start_thread_id() == inner.start_thread_id()
-    return same and inner.start_ns() < outer.start_ns() + outer.duration_ns()
-
-
-def _covered(spans: Sequence[tuple[int, int]]) -> int:
-    """How long at least one of these spans lasted."""
-    total, until = 0, 0
-    for begin, end in sorted(spans):
-        total += max(0, end - max(begin, until))
-        until = max(until, end)
-    return total
 
 
 def _loss(logits: Tensor, tokens: Tensor) -> Tensor:

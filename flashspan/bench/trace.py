@@ -9,6 +9,7 @@ import bisect
 import os
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,10 +72,8 @@ def kernels(profiler: Any, device: torch.device) -> list[Kernel]:
     found: dict[str, list[float]] = defaultdict(list)
     events = profiler.kineto_results.events()
     if device.type == "cuda":
-        kind = torch._C._autograd.DeviceType.CUDA
-        for event in (e for e in events if e.device_type() == kind and e.duration_ns()):
-            if not event.is_user_annotation() and event.name() != "[memory]":
-                found[event.name()].append(event.duration_ns() / 1e6)
+        for event in _ran(events):
+            found[event.name()].append(event.duration_ns() / 1e6)
     else:
         for name, own in _own_times(events):
             found[name].append(own)
@@ -96,11 +95,55 @@ def ranges_ms(profiler: Any, name: str, device: torch.device) -> list[float]:
     spans = [(e.start_ns(), e.duration_ns()) for e in events if e.name() == name]
     if device.type != "cuda":
         return [duration / 1e6 for _, duration in spans]
-    work = (e for e in events if not e.is_user_annotation() and e.name() != "[memory]")
-    ran = sorted((e.start_ns(), e.duration_ns()) for e in work)
+    ran = sorted((e.start_ns(), e.duration_ns()) for e in _ran(events))
     starts = [start for start, _ in ran]
     inside = [slice(bisect.bisect_left(starts, start), bisect.bisect_left(starts, start + d)) for start, d in spans]
     return [sum(duration for _, duration in ran[part]) / 1e6 for part in inside]
+
+
+def wire_of(events: Sequence[Any], device: torch.device) -> tuple[float, float]:
+    """Of a profile: milliseconds in which anything was on the wire, and the fraction of them in which this rank also
+    computed; nan where no collective was seen. What waits for another rank counts as the wire."""
+    if device.type == "cuda":
+        kernels = _ran(events)
+        wire = [e for e in kernels if "nccl" in e.name().lower()]
+        computing = [e for e in kernels if "nccl" not in e.name().lower()]
+    else:
+        cpu = torch._C._autograd.DeviceType.CPU
+        seen = [e for e in events if e.duration_ns() and e.device_type() == cpu]
+        wire = [e for e in seen if e.name().startswith("gloo:")]
+        # An operator that calls others may wait inside one: those that call none compute.
+        ops = [e for e in seen if e.name().startswith(("aten::", "flashspan::"))]
+        ops.sort(key=lambda e: (e.start_thread_id(), e.start_ns(), -e.duration_ns()))
+        followed = zip(ops, [*ops[1:], None], strict=True)
+        computing = [op for op, after in followed if after is None or not _encloses(op, after)]
+    spans, busy = ([(e.start_ns(), e.start_ns() + e.duration_ns()) for e in chosen] for chosen in (wire, computing))
+    if not spans:
+        return float("nan"), float("nan")
+    both = _covered(spans) + _covered(busy) - _covered([*spans, *busy])
+    return _covered(spans) / 1e6, both / _covered(spans)
+
+
+def _encloses(outer: Any, inner: Any) -> bool:
+    """Whether of two events in order the second began within the first, on the same thread."""
+    same = outer.start_thread_id() == inner.start_thread_id()
+    return same and inner.start_ns() < outer.start_ns() + outer.duration_ns()
+
+
+def _covered(spans: Sequence[tuple[int, int]]) -> int:
+    """How long at least one of these spans lasted."""
+    total, until = 0, 0
+    for begin, end in sorted(spans):
+        total += max(0, end - max(begin, until))
+        until = max(until, end)
+    return total
+
+
+def _ran(events: Sequence[Any]) -> list[Any]:
+    """What a GPU did: kernels and copies, not the ranges around them."""
+    cuda = torch._C._autograd.DeviceType.CUDA
+    done = (e for e in events if e.device_type() == cuda and e.duration_ns())
+    return [e for e in done if not e.is_user_annotation() and e.name() != "[memory]"]
 
 
 def _own_times(events: Any) -> list[tuple[str, float]]:

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -164,40 +164,6 @@ class ContextAttention:
         self._cores: OrderedDict[Any, Core] = OrderedDict()
         self._digested: tuple[object, list[int], int] = (None, [], _digest(None))
 
-    @overload
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        causal: bool = False,
-        window: int | tuple[int, int] | None = None,
-        mask: Mask | Tensor | None = None,
-        scale: float | None = None,
-        dropout: float = 0.0,
-        seed: int | None = None,
-        generator: torch.Generator | None = None,
-        return_lse: Literal[False] = False,
-    ) -> Tensor: ...
-
-    @overload
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        causal: bool = False,
-        window: int | tuple[int, int] | None = None,
-        mask: Mask | Tensor | None = None,
-        scale: float | None = None,
-        dropout: float = 0.0,
-        seed: int | None = None,
-        generator: torch.Generator | None = None,
-        return_lse: Literal[True],
-    ) -> tuple[Tensor, Tensor]: ...
-
     def __call__(
         self,
         q: Tensor,
@@ -212,7 +178,7 @@ class ContextAttention:
         seed: int | None = None,
         generator: torch.Generator | None = None,
         return_lse: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Any:
         """This rank's rows of attention over all ranks' tokens: out, or with `return_lse` (out, lse).
 
         The arguments are those of `flashspan.attention`, q [B, H, T, D], k and v [B, K, T, D] being this rank's shard,

@@ -18,22 +18,6 @@ from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.masks import Band, Mask, Rows, check_whole
 from flashspan.kernels.tiling import check_block
 
-__all__ = [
-    "Blocks",
-    "bigbird",
-    "causal",
-    "dilated",
-    "documents",
-    "full",
-    "longformer",
-    "prefix",
-    "ragged",
-    "random_blocks",
-    "streaming",
-    "top_blocks",
-    "window",
-]
-
 
 def full() -> Band:
     """Every query sees every key."""

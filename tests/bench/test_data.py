@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashspan.bench import data, record
+from flashspan.bench import data, record, trace
 from flashspan.bench.data import CONTENDERS, bench_data, measure_ranks, prepare, shape_of, table
 from flashspan.parallel.memory import Transformer
 
@@ -50,9 +50,9 @@ def test_what_computing_hides_of_the_wire_is_read_from_a_profile() -> None:
     reduced = [Happened("gloo:all_reduce", 10, 30, 2), Happened("gloo:all_reduce", 20, 40, 3)]  # 30 ns together
     # One operator that waits inside, within it one that computes for 15 ns beside the wire, and one before.
     ops = [Happened("aten::linear", 0, 50), Happened("aten::mm", 5, 25), Happened("aten::add", 0, 5)]
-    spent, hidden = data.wire_of([*reduced, *ops], torch.device("cpu"))
+    spent, hidden = trace.wire_of([*reduced, *ops], torch.device("cpu"))
     assert (spent, hidden) == (30e-6, 0.5)
-    assert all(math.isnan(value) for value in data.wire_of(ops, torch.device("cpu")))
+    assert all(math.isnan(value) for value in trace.wire_of(ops, torch.device("cpu")))
 
 
 def test_the_table_in_docs_is_made_from_the_rows_there() -> None:

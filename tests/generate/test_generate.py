@@ -224,18 +224,20 @@ def test_ctrl_c_ends_the_text_without_a_traceback(tmp_path: Path, monkeypatch: p
     assert generate(str(tmp_path), prompt="a") == 130
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_ctrl_c_ends_the_line_of_a_text(tmp_path: Path, ranks: int) -> None:
+def start_talking(folder: Path, num_tokens: int, ranks: int, **options: int) -> subprocess.Popen[bytes]:
+    """The command with a tiny model, in a process of its own, going on from two lines."""
     model = Llama(preset("tiny", num_layers=1), attention=attention)
     model.initialize(0)
-    save_llama(model, tmp_path)
-    words = ["generate", str(tmp_path), "--prompt", "one\ntwo", "--tokens", "100000", "--device", "cpu"]
-    with subprocess.Popen(
-        [sys.executable, "-m", "flashspan.cli", *words, "--ranks", str(ranks)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        bufsize=0,  # communicate would not see what readline had read ahead
-    ) as process:
+    save_llama(model, folder)
+    words = ["generate", str(folder), "--prompt", "one\ntwo", "--tokens", str(num_tokens), "--device", "cpu"]
+    command = [sys.executable, "-m", "flashspan.cli", *words, "--ranks", str(ranks)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, **options)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ctrl_c_ends_the_line_of_a_text(tmp_path: Path, ranks: int) -> None:
+    # communicate would not see what readline had read ahead
+    with start_talking(tmp_path, 100_000, ranks, stderr=subprocess.STDOUT, bufsize=0) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == b"one\n"
@@ -278,15 +280,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, file: str) -> None:
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_reader_that_leaves_ends_the_text_quietly(tmp_path: Path, ranks: int) -> None:
-    model = Llama(preset("tiny", num_layers=1), attention=attention)
-    model.initialize(0)
-    save_llama(model, tmp_path)
-    words = ["generate", str(tmp_path), "--prompt", "one\ntwo", "--tokens", "3000", "--device", "cpu"]
-    with subprocess.Popen(
-        [sys.executable, "-m", "flashspan.cli", *words, "--ranks", str(ranks)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as process:
+    with start_talking(tmp_path, 3000, ranks, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         assert process.stdout.readline() == b"one\n"
