@@ -186,7 +186,9 @@ def run_on_rank(
         watched[entry] = {kind: contenders[entry].watch(kind) for kind in kinds}
         dist.barrier()
     nums = {contender.num_ranks for contender in contenders.values()}
-    flops = {num: peak_flops(device, num) if dist.get_rank() == 0 else float("nan") for num in nums}
+    flops = {
+        num: peak_flops(device, num, entries[0][0].dtype) if dist.get_rank() == 0 else float("nan") for num in nums
+    }
     clocks = {
         (entry, kind, name): partial(timed, call, device, together=True)
         for entry in entries

@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from flashspan.attention import attention
 from flashspan.bench import record, trace
 from flashspan.bench.clock import here, synchronise, timed
+from flashspan.bench.ledger import Ledger, Strategy, Transformer, measure, predict, record_activations
 from flashspan.bench.record import Row
 from flashspan.bench.tables import Table, make, show_tables
 from flashspan.context import context_parallel
@@ -41,7 +42,6 @@ from flashspan.parallel import (
     vocabulary_parallel_cross_entropy,
 )
 from flashspan.parallel.data import Mode
-from flashspan.parallel.memory import Ledger, Strategy, Transformer, measure, predict, record_activations
 from flashspan.parallel.tensor import Style
 
 SIZES = Transformer(num_layers=6, width=256, num_heads=8, num_kv_heads=4, ffn_width=688, vocab_size=4096)

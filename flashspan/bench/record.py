@@ -31,7 +31,7 @@ from flashspan.kernels.masks import Mask
 FOLDER = Path("runs/bench")
 """Where sweeps put their rows and `flashspan report` looks for them, unless told otherwise."""
 CSV_COLUMNS = 13
-CSV_BENCHES = ("attention", "leaderboard", "sparse")
+CSV_BENCHES = ("attention", "leaderboard", "sparse", "trainer")
 """Those that write NAME.csv: it has no column for `Row.what`, which is the name."""
 ERROR_ROWS = 512
 """How many queries `output_error` looks at; of the first and last alone, those that see few keys hide the others."""
@@ -218,6 +218,8 @@ def find_device(name: str) -> torch.device:
 
 
 def _read_csv(path: Path) -> list[Row]:
+    if path.stem not in CSV_BENCHES:
+        raise ValueError(f"a .csv of rows is named after its bench ({', '.join(CSV_BENCHES)}): got {path}")
     with path.open(newline="", encoding="utf-8") as file:
         reader = csv.reader(file)
         if next(reader, None) != _header():
@@ -231,8 +233,7 @@ def _read_csv(path: Path) -> list[Row]:
         ]
     except ValueError as error:
         raise ValueError(f"{path} does not hold rows of this version: {error}; measure again") from error
-    what = path.stem if path.stem in CSV_BENCHES else "attention"
-    return [Row(**values, what=what) for values in found]
+    return [Row(**values, what=path.stem) for values in found]
 
 
 def _read_lines(path: Path) -> list[Row]:

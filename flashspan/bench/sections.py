@@ -11,7 +11,7 @@ from typing import Any
 from flashspan import masks
 from flashspan.bench import context, model, plots
 from flashspan.bench.context_rank import ALONE
-from flashspan.bench.data import CONTENDERS, bench_data
+from flashspan.bench.data import CONTENDERS, WIRE, bench_data
 from flashspan.bench.findings import (
     SPARSE_OURS,
     Workload,
@@ -60,19 +60,21 @@ class Picture:
 
 @dataclass
 class Section:
-    """A part of the page: figures and tables, and the commands that made their rows."""
+    """A part of the page: figures and tables, the commands that made their rows, and what is to be said of them."""
 
     title: str
     commands: list[str] = field(default_factory=list)
     figures: list[Picture] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
+    note: str = ""
 
     def html(self) -> str:
         made = f"<p>Made by {_code(self.commands)}</p>" if self.commands else ""
         figures = "".join(figure.html() for figure in self.figures)
         grid = f'<div class="figures">{figures}</div>' if figures else ""
         tables = "".join(table.html() for table in self.tables)
-        return f"<section><h2>{html.escape(self.title)}</h2>{made}{grid}{tables}</section>"
+        note = f"<p>{html.escape(self.note)}</p>" if self.note else ""
+        return f"<section><h2>{html.escape(self.title)}</h2>{made}{grid}{tables}{note}</section>"
 
 
 def _code(commands: Sequence[str]) -> str:
@@ -261,19 +263,30 @@ def _time_over_share(rows: Sequence[Row], where: str) -> list[Picture]:
 
 def of_leaderboard(rows: Sequence[Row]) -> Section | None:
     """The course's test."""
-    mine = [row for row in rows if row.what == "leaderboard"]
-    if not mine:
+    return _listed([row for row in rows if row.what == "leaderboard"], "Leaderboard", "flashspan bench leaderboard")
+
+
+def of_trainer(rows: Sequence[Row]) -> Section | None:
+    """Our trainer and our decoding beside another library's."""
+    mine = [row for row in rows if row.what == "trainer"]
+    return _listed(mine, "Training and generating, beside transformers", "python -m flashspan.bench.train_gpu")
+
+
+def _listed(rows: Sequence[Row], title: str, made_by: str) -> Section | None:
+    """Rows as they are, a table for each place."""
+    if not rows:
         return None
     columns: dict[str, Callable[[Row], object]] = {
         "shape": lambda row: row.shape,
         "implementation": lambda row: row.impl,
+        "pass": lambda row: row.kind,
         "ms": lambda row: row.p50_ms,
         "TFLOP/s": lambda row: row.tflops,
         "error": lambda row: f"{row.error:.1e}" if row.error >= 0 else None,
         "peak MiB": lambda row: row.peak_mib,
     }
-    tables = [make(f"forward and backward{where}", here, columns) for where, here in by_place(mine).items()]
-    return Section("Leaderboard", ["flashspan bench leaderboard"], tables=tables)
+    tables = [make(f"median milliseconds{where}", here, columns) for where, here in by_place(rows).items()]
+    return Section(title, [made_by], tables=tables)
 
 
 def of_studies(rows: Sequence[Row]) -> Section | None:
@@ -348,16 +361,17 @@ def of_data(rows: Sequence[Row]) -> Section | None:
     mine = [row for row in rows if row.what == "data"]
     if not mine:
         return None
-    names = ("communication_ms", "hidden", "parameters_mib", "gradients_mib", "optimizer_mib", "activations_mib")
+    names = ("hidden", "parameters_mib", "gradients_mib", "optimizer_mib", "activations_mib")
     columns: dict[str, Callable[[Row], object]] = {
         "strategy": lambda row: row.impl,
         "layers x width, sequences": lambda row: row.shape,
         "ranks": lambda row: row.ranks,
         "ms": lambda row: row.p50_ms if row.ok else row.status,
+        "wire ms": lambda row: row.more.get("communication_ms"),
     }
     for name in names:
         columns[name.replace("_", " ")] = lambda row, name=name: row.more.get(name)  # type: ignore[misc]
-    section = Section("Data, optimizer and tensor parallelism")
+    section = Section("Data, optimizer and tensor parallelism", note=WIRE)
     for where, here in by_place(mine).items():
         made_by = command(
             "bench data",
@@ -416,6 +430,7 @@ SECTIONS: tuple[Callable[[Sequence[Row]], Section | None], ...] = (
     of_schedules,
     of_attention,
     of_leaderboard,
+    of_trainer,
     of_sparse,
     of_model,
     of_studies,

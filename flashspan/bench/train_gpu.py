@@ -364,7 +364,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m flashspan.bench.train_gpu", description=__doc__.split("\n\n")[0])
     parser.add_argument("--part", action="append", choices=("train8k", "train32k", "generate"), help="all unless given")
-    parser.add_argument("--file", type=Path, default=Path("docs/benchmarks/model.csv"), help="rows are appended to it")
+    parser.add_argument(
+        "--file", type=Path, default=Path("docs/benchmarks/trainer.csv"), help="rows are appended to it"
+    )
     parser.add_argument("--profile", action="store_true", help="show which kernels a step's time goes to")
     parser.add_argument("--tiny", action="store_true", help="a tiny model and short sequences: does it run?")
     options = parser.parse_args(arguments)

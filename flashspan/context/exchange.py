@@ -1,9 +1,9 @@
 """The wire: how parcels travel between the ranks of a group, and what is said when one does not arrive.
 
-A parcel is one flat byte buffer, so a transfer is one message whatever it holds, always contiguous, never empty. All
-parcels of a step are posted together, sends and receives, which cannot deadlock; peers are translated to global ranks,
-so sub-groups of a mesh work like the world. Gloo moves the bytes from its own threads and NCCL on its own stream; both
-keep going while the caller computes. A parcel's buffer belongs to the wire until `wait` returns.
+A parcel is one flat byte buffer, so a transfer is one message whatever it holds, always contiguous; an empty one does
+not travel. All parcels of a step are posted together, sends and receives, which cannot deadlock; peers are translated
+to global ranks, so sub-groups of a mesh work like the world. Gloo moves the bytes from its own threads and NCCL on its
+own stream; both keep going while the caller computes. A parcel's buffer belongs to the wire until `wait` returns.
 """
 
 from __future__ import annotations

@@ -35,14 +35,14 @@ class Whole:
     False) and replayed: one launch a token. So nothing in it is a number of the host's: positions are on the device.
     """
 
-    def __init__(self, attend: Callable[..., Any] = attention, *, graph: bool = True) -> None:
-        self.attend, self.graph = attend, graph
+    def __init__(self, *, graph: bool = True) -> None:
+        self.graph = graph
         self.caches: list[Cache] = []
         self._recorded: Recorded | None = None
 
     def begin(self, model: Llama, tokens: Tensor, lengths: Tensor, capacity: int) -> Tensor:
         """Prompts [B, T], of which row b has lengths[b] tokens and then anything; room for `capacity` tokens a row."""
-        self.caches = [Cache(self.attend, capacity) for _ in model.layers]
+        self.caches = [Cache(attention, capacity) for _ in model.layers]
         self._recorded = None
         self.capacity, self.longest = capacity, tokens.shape[1]
         self.ragged = int(lengths.min()) < self.longest

@@ -46,8 +46,8 @@ class Cost:
     warnings: list[str]
 
 
-def compile_launch(launch: Launch, capability: int = 90) -> Cost:
-    """Compile for sm_<capability>; the launch's tensors may be on the meta device."""
+def compile_launch(launch: Launch) -> Cost:
+    """Compile for sm_90; the launch's tensors may be on the meta device."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -68,9 +68,9 @@ def compile_launch(launch: Launch, capability: int = 90) -> Cost:
         if aligned:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = kind(function, signature, constants, attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    return _inspect(compiled.asm["ptx"], tools, capability, compiled.metadata)
+    return _inspect(compiled.asm["ptx"], tools, compiled.metadata)
 
 
 def _type_of(value: Any, constant: bool, free: bool) -> tuple[str, bool]:
@@ -89,13 +89,12 @@ def _type_of(value: Any, constant: bool, free: bool) -> tuple[str, bool]:
     return ("i32" if -(2**31) <= value < 2**31 else "i64" if value < 2**63 else "u64"), not free and value % 16 == 0
 
 
-def _inspect(ptx: str, tools: Path, capability: int, metadata: Any) -> Cost:
-    arch = f"sm_{capability}a" if capability == 90 else f"sm_{capability}"
+def _inspect(ptx: str, tools: Path, metadata: Any) -> Cost:
     with tempfile.TemporaryDirectory() as folder:
         code, binary = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
         code.write_text(ptx)
         log = subprocess.run(
-            [tools / "ptxas", "-v", f"--gpu-name={arch}", code, "-o", binary],
+            [tools / "ptxas", "-v", "--gpu-name=sm_90a", code, "-o", binary],
             capture_output=True,
             text=True,
             check=True,

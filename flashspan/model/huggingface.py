@@ -99,12 +99,9 @@ def check_config(folder: str | Path, config: LlamaConfig) -> None:
     locate(folder, config)
 
 
-def save_llama(
-    model: Llama, folder: str | Path, *, state: Mapping[str, Tensor] | None = None, shard_bytes: int = SHARD_BYTES
-) -> list[str]:
-    """Write config.json and the weights (the model's, or a state of its names), in shards; the names of the files."""
-    state = dict(model.state_dict() if state is None else state)
-    return save_state(state, model.config, folder, shard_bytes=shard_bytes)
+def save_llama(model: Llama, folder: str | Path, *, shard_bytes: int = SHARD_BYTES) -> list[str]:
+    """Write config.json and the model's weights, in shards; the names of the files."""
+    return save_state(model.state_dict(), model.config, folder, shard_bytes=shard_bytes)
 
 
 def save_state(

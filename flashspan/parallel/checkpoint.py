@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
@@ -47,12 +46,10 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def load_full_state_dict(
-    module: nn.Module, state: Mapping[str, Any], *, group: dist.ProcessGroup | None = None
-) -> None:
+def load_full_state_dict(module: nn.Module, state: Mapping[str, Any]) -> None:
     """Load the state of the unsplit module. Missing, extra or misshapen entries on any rank: a ValueError on all."""
     targets = module.state_dict(keep_vars=True)
-    raise_together(_misfit(targets, state), group)
+    raise_together(_misfit(targets, state))
     for name, target in targets.items():
         if not _is_extra(name):
             target.copy_(shard_like(target, state[name].to(dtype=target.dtype, device=target.device)))

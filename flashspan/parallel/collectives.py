@@ -1,5 +1,5 @@
-"""The collectives everything else is made of: a reduction whose result is reproducible, and four that
-differentiate.
+"""The collectives everything else is made of: a reduction whose result is reproducible, the first rank's
+tensors for all, and five that differentiate.
 
 Tensor parallelism needs two conjugate pairs (Megatron-LM's f and g, and their sequence-parallel forms):
 
@@ -17,6 +17,7 @@ less, or nothing.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,6 +53,17 @@ def sum_in_rank_order(flat: Tensor, group: dist.ProcessGroup | None = None, *, d
         total += term
     total /= divisor
     _all_gather_flat(flat, total.to(flat.dtype), group=group)
+
+
+def copy_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Overwrite tensors, or this rank's parts of them, with what the group's first rank holds. A collective."""
+    for tensor in tensors:
+        local = local_part(tensor)
+        if local.numel() and not local.is_meta:
+            whole = local.contiguous()
+            dist.broadcast(whole, group=group, group_src=0)
+            if whole.data_ptr() != local.data_ptr():
+                local.copy_(whole)
 
 
 def chunk_size(size: int, num_ranks: int) -> int:

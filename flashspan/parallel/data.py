@@ -34,7 +34,7 @@ from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
 from .agree import raise_together, require_same
-from .collectives import local_part, part_like, sum_in_rank_order
+from .collectives import copy_from_first, local_part, part_like, sum_in_rank_order
 
 Mode = Literal["naive", "flat", "overlapped", "bucketed"]
 
@@ -86,7 +86,7 @@ class DataParallel(nn.Module):
         # Reductions run beside backward, which may have collectives of its own: they need a group of their own.
         self._group = _clone_group(group)
         self._num_ranks = dist.get_world_size(self._group)
-        self._broadcast([*module.parameters(), *module.buffers()])
+        copy_from_first([*module.parameters(), *module.buffers()], self._group)
         self._signature = _signature(module)
         self._names: dict[Tensor, str] = {p: name for name, p in module.named_parameters()}
         stored = module.state_dict(keep_vars=True)
@@ -114,7 +114,7 @@ class DataParallel(nn.Module):
             self._require_whole()
             self._fault = _compare(self._signature, _signature(self.module))
             if self.training and self._stored_buffers:
-                self._broadcast(self._current_buffers())
+                copy_from_first(self._current_buffers(), self._group)
         out = self.module(*args, **kwargs)
         if synced:
             # Even a rank where no parameter gets a gradient must take part.
@@ -244,20 +244,19 @@ class DataParallel(nn.Module):
                 else:
                     self._put(bucket, slot)
             if bucket is self._buckets[-1] and self._fault is not None:
-                bucket.absent.fill_(float("nan"))
+                bucket.flags.fill_(float("nan"))
             self._launch()
         spent = [bucket.job.result() for bucket in self._buckets if bucket.job is not None]
         if hasattr(self, "_side"):
             torch.cuda.current_stream(self._side.device).wait_stream(self._side)
         self.traffic = Traffic(communication=sum(spent), exposed=time.perf_counter() - start)
-        everyone = 1.0 if self.op == "mean" else float(self._num_ranks)
         lacking: list[nn.Parameter] = []
         agreed = True
         for bucket in self._buckets:
-            for slot, (param, absent) in enumerate(zip(bucket.params, bucket.absent.tolist(), strict=True)):
-                if absent == everyone:
+            for slot, (param, (had, lacked)) in enumerate(zip(bucket.params, bucket.flags.tolist(), strict=True)):
+                if lacked and not had:
                     param.grad = None
-                elif absent != 0.0:
+                elif lacked:
                     agreed = False
                     if slot in bucket.left_out:
                         lacking.append(param)
@@ -286,31 +285,23 @@ class DataParallel(nn.Module):
             found.append(buffer)
         return found
 
-    def _broadcast(self, tensors: list[Tensor]) -> None:
-        """Overwrite the tensors with the first rank's."""
-        for tensor in tensors:
-            local = local_part(tensor)
-            if local.numel():
-                whole = local.contiguous()
-                dist.broadcast(whole, group=self._group, group_src=0)
-                if whole.data_ptr() != local.data_ptr():
-                    local.copy_(whole)
-
 
 class _Bucket:
-    """Gradients that travel together: one flat tensor, a view of it per parameter, and a 1 per gradient this
-    rank lacks.
+    """Gradients that travel together: one flat tensor, a view of it per parameter, and two flags per gradient: whether
+    this rank had it, whether this rank lacked it.
 
-    The ones are summed with the gradients, so that each rank learns how many ranks lacked each of them at no extra
-    cost.
+    Flags are summed with the gradients, so that each rank learns whether any rank had or lacked each of them at no
+    extra cost. Sums are only compared with 0: in 16 bits, 511 of 512 ranks would count as all.
     """
 
     def __init__(self, params: list[nn.Parameter], num_ranks: int) -> None:
         self.params = params
         sizes = [local_part(p).numel() for p in params]
-        used = sum(sizes) + len(params)
+        used = sum(sizes) + 2 * len(params)
         self.flat = local_part(params[0]).new_zeros(used + -used % num_ranks)
-        *pieces, self.absent, _ = self.flat.split([*sizes, len(params), self.flat.numel() - used])
+        *pieces, flags, _ = self.flat.split([*sizes, 2 * len(params), self.flat.numel() - used])
+        self.flags = flags.view(-1, 2)
+        self.had, self.lacked = self.flat.new_tensor([[1.0, 0.0], [0.0, 1.0]])
         self.views = [piece.view(local_part(p).shape) for piece, p in zip(pieces, params, strict=True)]
         self.reset()
 
@@ -331,15 +322,18 @@ class _Bucket:
         if grad.data_ptr() != view.data_ptr() or grad.stride() != view.stride():
             view.copy_(grad)
             param.grad = part_like(param, view)
-        self.absent[slot] = 0.0
+        self._flag(slot, had=True)
         self.awaited.discard(slot)
 
     def leave_out(self, slot: int) -> None:
         """Send zeros for a gradient this rank does not have."""
         self.views[slot].zero_()
-        self.absent[slot] = 1.0
+        self._flag(slot, had=False)
         self.awaited.discard(slot)
         self.left_out.add(slot)
+
+    def _flag(self, slot: int, *, had: bool) -> None:
+        self.flags[slot].copy_(self.had if had else self.lacked)
 
 
 def _pack(params: list[nn.Parameter], cap: float, num_ranks: int) -> list[_Bucket]:

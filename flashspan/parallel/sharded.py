@@ -12,11 +12,10 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .collectives import local_part
+from .collectives import copy_from_first
 from .mesh import submesh
 
 if TYPE_CHECKING:
@@ -36,13 +35,12 @@ def apply_fully_sharded(
     blocks: Iterable[nn.Module] = (),
     *,
     param_dtype: torch.dtype | None = None,
-    reduce_dtype: torch.dtype | None = torch.float32,
     op: Literal["mean", "sum"] = "mean",
 ) -> None:
     """Split every parameter over the mesh's shard and context axes, in place; copies along data. A collective.
 
     Each of `blocks` is gathered for its own forward and backward and then let go; what is in none of them, with the
-    model. Computes in `param_dtype` and reduces in `reduce_dtype`, while the split parameters keep theirs. Every model
+    model. Computes in `param_dtype` and reduces in float32, while the split parameters keep theirs. Every model
     starts from the first rank's weights. `op` says what gradients become over all gradient ranks, as in DataParallel.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -50,13 +48,8 @@ def apply_fully_sharded(
     if mesh.mesh_dim_names is None or "shard" not in mesh.mesh_dim_names:
         raise ValueError(f"a mesh from build_mesh is needed, with a shard axis: got {mesh.mesh_dim_names}")
     group = submesh(mesh, "gradient").get_group()
-    for tensor in [*model.parameters(), *model.buffers()]:
-        local = local_part(tensor)
-        whole = local.contiguous()
-        if whole.numel() and not whole.is_meta:
-            dist.broadcast(whole, group=group, group_src=0)
-            local.copy_(whole)
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    copy_from_first([*model.parameters(), *model.buffers()], group)
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
     # A second axis makes FSDP2 keep copies along it.
     over = submesh(mesh, "data", "fully") if mesh["data"].size() > 1 else submesh(mesh, "fully")
     for module in [*blocks, model]:

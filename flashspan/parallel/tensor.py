@@ -20,12 +20,11 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .collectives import add, chunk_range, collect, copy, gather, is_dtensor, scatter
+from .collectives import add, chunk_range, collect, copy, copy_from_first, gather, is_dtensor, scatter
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -274,8 +273,7 @@ def leave_parallel(x: Tensor, mesh: DeviceMesh, *, sequence_dim: int | None = No
 def _first_rank_of(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     """A contiguous copy of what the mesh's first rank holds; on the meta device, of its shape."""
     whole = tensor.detach().clone(memory_format=torch.contiguous_format)
-    if not whole.is_meta and whole.numel():
-        dist.broadcast(whole, group=mesh.get_group(), group_src=0)
+    copy_from_first([whole], mesh.get_group())
     return whole
 
 

@@ -10,6 +10,7 @@ from .devices import Cluster, Device, Link
 from .memory import Mixture, Run
 from .step import step_time
 
+ROUNDS = 8
 FITTED = ("product_share", "forward_share", "backward_share", "traffic_share", "launch")
 INERTIA = 0.05
 """What moving a number costs, against a measurement's error of the same factor: without it a number that the
@@ -29,7 +30,7 @@ class Measurement:
             raise ValueError(f"a measured time must be positive: got {self.seconds} s of {self.phase}; measure again")
 
 
-def calibrate(cluster: Cluster, measured: Sequence[Measurement], *, rounds: int = 8) -> Cluster:
+def calibrate(cluster: Cluster, measured: Sequence[Measurement]) -> Cluster:
     """The cluster with a device whose fractions make the squared relative errors least, near the given ones in doubt.
 
     Give the least of several samples: what disturbs a host makes times longer, never shorter.
@@ -39,7 +40,7 @@ def calibrate(cluster: Cluster, measured: Sequence[Measurement], *, rounds: int 
         raise ValueError("calibration needs measured rows of `flashspan bench model` on one device: got none")
     device, step = cluster.device, 2.0
     best = _error(cluster, device, measured)
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         for name in FITTED:
             for factor in (step, 1 / step, math.sqrt(step), 1 / math.sqrt(step)):
                 value = getattr(device, name) * factor

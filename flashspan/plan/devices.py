@@ -57,9 +57,11 @@ class Device:
         if not holds:
             raise ValueError(f"a device's {name} must be {rule}: {self.name} has {getattr(self, name)}")
 
-    def peak(self, itemsize: int) -> float:
-        """Operations per second of products of this element size."""
-        return self.flops if itemsize == 2 else self.flops32
+    def peak(self, itemsize: int, *, tf32: bool = False) -> float:
+        """Operations per second of products of this element size; tf32, of float32 cut short, has half of 16 bits'."""
+        if itemsize == 2:
+            return self.flops
+        return self.flops / 2 if tf32 else self.flops32
 
 
 @dataclass(frozen=True)

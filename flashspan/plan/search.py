@@ -88,8 +88,9 @@ def rank(run: Run, cluster: Cluster, *, most: int | None = None) -> list[Answer]
     return found[:most]
 
 
-def longest(run: Run, cluster: Cluster, *, unit: int = 1024) -> tuple[int, Mixture | None]:
-    """The most tokens per sample for which some mixture fits, to a `unit`, and one that does."""
+def longest(run: Run, cluster: Cluster) -> tuple[int, Mixture | None]:
+    """The most tokens per sample, in thousands of 1024, for which some mixture fits, and one that does."""
+    unit = 1024
 
     def one_that_fits(units: int) -> Mixture | None:
         longer = replace(run, tokens=units * unit)
@@ -109,14 +110,12 @@ def grown(run: Run, cluster: Cluster, num_devices: int) -> Run:
     return replace(run, batch=max(1, run.batch * num_devices // cluster.num_devices))
 
 
-def scaling(run: Run, cluster: Cluster, *, most: int = 1024) -> list[tuple[int, Answer | None]]:
-    """The best mixture on 1, 2, 4, ... devices, the batch growing with them (weak scaling)."""
+def scaling(run: Run, cluster: Cluster) -> list[tuple[int, Answer | None]]:
+    """The best mixture on 1, 2, 4, ... 1024 devices, the batch growing with them (weak scaling)."""
     points: list[tuple[int, Answer | None]] = []
-    num = 1
-    while num <= most:
+    for num in (2**power for power in range(11)):
         answers = rank(grown(run, cluster, num), cluster.resized(num), most=1)
         points.append((num, answers[0] if answers else None))
-        num *= 2
     return points
 
 

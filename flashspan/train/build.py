@@ -135,9 +135,9 @@ def build(config: TrainConfig, shape: LlamaConfig, mesh: DeviceMesh, device: tor
         reads = dist.get_rank(group) == 0
         # Those that do not read wait for those that do, for longer than an exchange may take if need be.
         from_each(lambda: fill(model, config, device, reads=reads))
-    # Tensor parallelism exchanges inside of what is compiled, where the graph then breaks.
     apply_recompute(model, config.train.recompute, split=attend is not None, offload=config.train.offload)
     if config.train.compile:
+        # Tensor parallelism exchanges inside of what is compiled, where the graph then breaks.
         apply_compile(model, whole=degree["tensor"] == 1)
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
         from flashspan.kernels.portable.slope import slope_in_place

@@ -79,7 +79,7 @@ class Trainer:
             writer = checkpoint.Writer(self.folder, keep=config.checkpoint.keep, anew=anew, say=display.say)
             for note in notes:
                 display.say(note)
-            peak = peak_flops(self.device, dist.get_world_size())
+            peak = peak_flops(self.device, dist.get_world_size(), config.train.precision)
             # Attention costs what a shorter causal sequence's would, if its pattern shows less.
             seen = round(visible_share(self.pattern, config.data.sequence) * config.data.sequence)
             flops = self.shape.flops_per_token(seen) * config.train.batch * config.data.sequence

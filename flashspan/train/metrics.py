@@ -248,11 +248,17 @@ def draw_loss(folder: Path) -> Path | None:
     return folder / "loss.png"
 
 
-def peak_flops(device: torch.device, num_ranks: int) -> float:
-    """Operations per second all ranks could do: the GPUs' data sheet, or a core's best product times the cores."""
+def peak_flops(device: torch.device, num_ranks: int, dtype: str) -> float:
+    """Operations per second all ranks could do in products of this dtype: the GPUs' data sheet, or a core's best
+    product times the cores."""
     if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        return num_ranks * next((known.flops for known in DEVICES.values() if is_named(known.name, name)), float("nan"))
+        name, tf32 = torch.cuda.get_device_name(device), torch.get_float32_matmul_precision() != "highest"
+        peaks = (
+            known.peak(4 if dtype == "float32" else 2, tf32=tf32)
+            for known in DEVICES.values()
+            if is_named(known.name, name)
+        )
+        return num_ranks * next(peaks, float("nan"))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # threads that wait for each other on a busy machine would measure the waiting
     a = torch.randn(256, 256)

@@ -13,15 +13,18 @@ ROOT = Path(__file__).parent.parent.parent
 
 def test_rows_come_back_as_they_were(tmp_path: Path) -> None:
     row = record.Row("a, gpu", "2.13", "3.7", "abc", "1x2", "ours", "forward", 1.0, 2.0, 3.0, 4.0, 1e-3, 5.0)
-    record.append([row], tmp_path / "rows.csv")
-    record.append([replace(row, kind="both")], tmp_path / "rows.csv")
-    assert record.read(tmp_path / "rows.csv") == [row, replace(row, kind="both")]
+    record.append([row], tmp_path / "attention.csv")
+    record.append([replace(row, kind="both")], tmp_path / "attention.csv")
+    assert record.read(tmp_path / "attention.csv") == [row, replace(row, kind="both")]
 
 
 def test_rows_of_another_version_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "rows.csv").write_text("device,speed\nx,1\n")
+    (tmp_path / "attention.csv").write_text("device,speed\nx,1\n")
     with pytest.raises(ValueError, match="does not hold rows of this version"):
-        record.read(tmp_path / "rows.csv")
+        record.read(tmp_path / "attention.csv")
+    (tmp_path / "attention.csv").rename(tmp_path / "mine.csv")
+    with pytest.raises(ValueError, match=r"named after its bench \(attention, leaderboard, sparse, trainer\): got "):
+        record.read(tmp_path / "mine.csv")
 
 
 def test_the_page_is_made_of_the_rows() -> None:

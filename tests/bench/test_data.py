@@ -10,7 +10,7 @@ import torch
 
 from flashspan.bench import data, record, trace
 from flashspan.bench.data import CONTENDERS, bench_data, measure_ranks, prepare, shape_of, table
-from flashspan.parallel.memory import Transformer
+from flashspan.bench.ledger import Transformer
 
 ROOT = Path(__file__).parent.parent.parent
 SIZES = Transformer(num_layers=2, width=32, num_heads=4, num_kv_heads=2, ffn_width=64, vocab_size=100)

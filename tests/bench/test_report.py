@@ -652,6 +652,7 @@ def test_sparse_masks_and_the_leaderboard_are_read_listed_drawn_and_spoken_of(
     record.append([*slow, *sparse_rows()], tmp_path / sparse.PATH.name)
     earlier, now = attended(16384, 5.25), attended(16384, 4.25)
     record.append([earlier, now], tmp_path / leaderboard.PATH.name)
+    record.append([replace(now, shape="1.24B 1x8192", kind="step", p50_ms=130.0)], tmp_path / "trainer.csv")
     assert main(["report", str(tmp_path)]) == 0
     found = capsys.readouterr().out
     assert (
@@ -676,8 +677,12 @@ def test_sparse_masks_and_the_leaderboard_are_read_listed_drawn_and_spoken_of(
     assert rates == [["blocks visited", "50%", "2%"], ["efficiency", "50% / 80%", "25% / 25%"]]
     _, _, tables = drawn_and_listed(text, "Leaderboard")
     [table] = tables.values()
-    assert [line[:3] for line in lines_of(table)[1:]] == [[now.shape, now.impl, "4.250"]]
+    assert [line[:4] for line in lines_of(table)[1:]] == [[now.shape, now.impl, now.kind, "4.250"]]
     assert commands(text)[0] == "flashspan bench leaderboard"
+    _, _, tables = drawn_and_listed(text, "Training and generating, beside transformers")
+    [table] = tables.values()
+    assert lines_of(table)[1][:4] == ["1.24B 1x8192", "flashspan", "step", "130.0"]
+    assert "python -m flashspan.bench.train_gpu" in text
     assert "Attention on one device" not in text
 
 

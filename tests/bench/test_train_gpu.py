@@ -18,8 +18,8 @@ def test_every_part_is_measured_and_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))  # C++ takes minutes
-    assert main(["--tiny", "--part", "train8k", "--part", "generate", "--file", str(tmp_path / "rows.csv")]) == 0
-    rows = {(row.kind, row.impl): row for row in record.read(tmp_path / "rows.csv")}
+    assert main(["--tiny", "--part", "train8k", "--part", "generate", "--file", str(tmp_path / "trainer.csv")]) == 0
+    rows = {(row.kind, row.impl): row for row in record.read(tmp_path / "trainer.csv")}
     theirs = next(impl for _, impl in rows if "SDPA" in impl)
     ours = "flashspan"
     assert set(rows) == {

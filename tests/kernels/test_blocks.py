@@ -441,6 +441,10 @@ def test_compiles_whole() -> None:
 
 PATTERNS: dict[str, tuple[Callable[[], Blocks], Callable[[Tensor, Tensor], Tensor]]] = {
     "dilated": (lambda: masks.dilated(5, 3, 300), lambda i, j: ((i - j) % 3 == 0) & (i >= j) & (i - j < 15)),
+    "dilated both ways": (
+        lambda: masks.dilated(5, 3, 300, causal=False),
+        lambda i, j: ((i - j) % 3 == 0) & ((i - j).abs() < 15),
+    ),
     "streaming": (lambda: masks.streaming(4, 50, 300), lambda i, j: (i >= j) & ((j < 4) | (i - j < 50))),
     "longformer": (
         lambda: masks.longformer(300, window=20, num_global=7),

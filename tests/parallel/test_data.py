@@ -365,6 +365,27 @@ def _caught(kind: str) -> str:
     return "no error"
 
 
+def _as_one_of_512(op: str, others_lack: bool) -> bool:
+    """Whether a bfloat16 gradient is kept on the one rank of 512 that has it, or has not."""
+    wrapped = DataParallel(nn.Linear(3, 2, bias=False).bfloat16(), "flat", op=op)
+    others = torch.tensor([0.0] * 6 + [511.0 * (not others_lack), 511.0 * others_lack])
+
+    def over_512(flat: Tensor, group: object, *, divisor: int) -> None:
+        flat.copy_((flat.float() + others) / (512 if op == "mean" else 1))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flashspan.parallel.data.sum_in_rank_order", over_512)
+        wrapped(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
+    return wrapped.module.weight.grad is not None
+
+
+@pytest.mark.parametrize("op", ["mean", "sum"])
+def test_one_gradient_among_512_ranks_is_seen_in_16_bits(op: str) -> None:
+    with Ranks(1) as ranks:
+        assert ranks.run(_as_one_of_512, op, True) == [True]
+        assert ranks.run(_as_one_of_512, op, False) == [True]
+
+
 FAILURES: dict[str, tuple[str, ...]] = {
     "different models": ("the model must be the same", "weight (6, 4)", "weight (5, 4)", "rank 2"),
     "missing gradient": ("ranks 0, 1: no gradient for unused", "on every rank or on none"),

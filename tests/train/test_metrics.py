@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from flashspan.plan.devices import DEVICES
 from flashspan.train import metrics
 from flashspan.train.metrics import Display, StepMetrics, describe, read_metrics
 
@@ -139,7 +140,19 @@ def test_a_run_from_the_first_step_keeps_the_curves_before_it(
 )
 def test_a_card_has_the_peak_of_its_own_data_sheet(monkeypatch: pytest.MonkeyPatch, name: str, peak: float) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    assert metrics.peak_flops(torch.device("cuda"), 2) == 2 * peak
+    assert metrics.peak_flops(torch.device("cuda"), 2, "bfloat16") == 2 * peak
+
+
+def test_float32_is_measured_by_the_peak_that_plan_counts_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    whole = metrics.peak_flops(torch.device("cuda"), 1, "float32")
+    assert whole == DEVICES["H200"].peak(4) < metrics.peak_flops(torch.device("cuda"), 1, "float16") / 10
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        assert metrics.peak_flops(torch.device("cuda"), 1, "float32") == pytest.approx(494.5e12)
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def test_a_number_that_is_none_is_left_out(tmp_path: Path) -> None:

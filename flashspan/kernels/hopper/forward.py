@@ -67,7 +67,9 @@ def _step(
     LISTS: gl.constexpr = C[10]
     BD: gl.constexpr = k_s.shape[4]
     dtype: gl.constexpr = v_s.dtype
-    RAISE: gl.constexpr = EDGE or C[13]
+    FINE: gl.constexpr = C[12]
+    FOLLOW: gl.constexpr = C[13]
+    RAISE: gl.constexpr = EDGE or FOLLOW
     EARLY: gl.constexpr = C[14]
     stage, phase = buffer_of(pair, STAGES)
     after, phase = buffer_of(pair + 1, STAGES)
@@ -85,7 +87,7 @@ def _step(
     if EARLY:  # K has been read, and the next may come
         mbarrier.arrive(empty.index(stage + STAGES), count=1)
     if RAISE:
-        m, alpha = rise(s, m, scale, C[12], C[13])
+        m, alpha = rise(s, m, scale, FINE, FOLLOW)
         l = l * alpha
     p = exponentials(s, m, scale)
     sums = sums_of(p)
@@ -102,7 +104,8 @@ def _step(
 @gluon.jit
 def _walk(WG: gl.constexpr, pair, begin, end, p, m, l, o, rows, memory, scale, C: gl.constexpr):
     """The steps from begin to end, of whole blocks."""
-    if C[12]:
+    FINE: gl.constexpr = C[12]
+    if FINE:
         # The inner loop ends early for what hardly ever happens: a branch in it, jumped each time, takes 40 clocks.
         i = begin
         while i < end:
@@ -208,7 +211,7 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
                 mbarrier.arrive(empty.index(stage + STAGES), count=1)
             if (last > f_hi) | (last <= f_lo):
                 s = _hide(s, r_start, r_end, (last - 1) * BN, EDGES, BD == 64)
-        m, alpha = rise(s, m, scale, C[12], C[13])
+        m, alpha = rise(s, m, scale, FINE, C[13])
         p = exponentials(s, m, scale)
         l = sums_of(p)
 

@@ -23,11 +23,11 @@ from flashspan.kernels.hopper.forward import forward_kernel
 from flashspan.kernels.hopper.lists import lists_forward_launch, refusal
 from flashspan.kernels.hopper.one_pass import backward_launch
 from flashspan.kernels.hopper.tensors import (
-    L2_BYTES,
     aligned,
     block_dim,
     describe,
     is_aligned,
+    key_heads_for_queries,
     multiprocessors,
     new_counter,
 )
@@ -156,8 +156,7 @@ def forward_launch(
     group = H // K
     tiles_per_head = triton.cdiv(T, 128)
     num_tiles, chip = tiles_per_head * B * H, multiprocessors(q.device)
-    # Key heads in flight together: those whose K and V fit the cache, but enough to occupy the chip.
-    section = min(B * K, max(1, L2_BYTES // (4 * S * wide), chip // (tiles_per_head * group)))
+    section = key_heads_for_queries(q, k, tiles_per_head)
     return Launch(
         forward_kernel,
         (min(num_tiles, chip),),

@@ -9,7 +9,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.hopper.backward import lists_backward_kernel
 from flashspan.kernels.hopper.forward import lists_forward_kernel
-from flashspan.kernels.hopper.tensors import L2_BYTES, block_dim, describe, describe_sums, multiprocessors
+from flashspan.kernels.hopper.tensors import (
+    block_dim,
+    describe,
+    describe_sums,
+    key_heads_for_keys,
+    key_heads_for_queries,
+    multiprocessors,
+)
 from flashspan.kernels.hopper.tiles import BACKWARD, FORWARD, WARPS, dq_turns
 from flashspan.kernels.portable.arguments import LOG2E, Launch
 from flashspan.kernels.portable.sparse import maps
@@ -45,8 +52,7 @@ def lists_forward_launch(
     K, S = k.shape[1], k.shape[2]
     wide, group = block_dim(D), H // K
     tile, lines, chip = FORWARD[wide], mask.rows.spans.shape[2], multiprocessors(q.device)
-    # Key heads in flight together: those whose K and V fit the cache, but enough to occupy the chip.
-    section = min(B * K, max(1, L2_BYTES // (4 * S * wide), chip // (lines * group)))
+    section = key_heads_for_queries(q, k, lines)
     return Launch(
         lists_forward_kernel,
         (min(lines * B * H, chip),),
@@ -83,8 +89,7 @@ def lists_backward_launch(
     K, S = k.shape[1], k.shape[2]
     wide, lines, chip = block_dim(D), mask.columns.spans.shape[2], multiprocessors(q.device)
     tile = BACKWARD[wide]
-    # A block of keys that serves a group of heads takes that much longer: more of them must start early.
-    section = min(B * K, max(1, chip * (H // K) // lines))
+    section = key_heads_for_keys(q, k, lines)
     return Launch(
         lists_backward_kernel,
         (min(lines * B * K, chip),),

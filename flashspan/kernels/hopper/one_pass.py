@@ -8,7 +8,7 @@ from torch import Tensor
 from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.hopper.backward import backward_kernel
 from flashspan.kernels.hopper.lists import lists_backward_launch
-from flashspan.kernels.hopper.tensors import block_dim, describe, describe_sums, multiprocessors
+from flashspan.kernels.hopper.tensors import block_dim, describe, describe_sums, key_heads_for_keys, multiprocessors
 from flashspan.kernels.hopper.tiles import BACKWARD, WARPS, dq_turns
 from flashspan.kernels.masks import Mask
 from flashspan.kernels.portable.arguments import LOG2E, Launch, mask_arguments
@@ -43,8 +43,7 @@ def backward_launch(
     tile = BACKWARD[wide]
     tiles_per_head, chip = triton.cdiv(S, 2 * tile.block_k), multiprocessors(q.device)
     num_tiles = tiles_per_head * B * K
-    # A block of keys that serves a group of heads takes that much longer: more of them must start early.
-    section = min(B * K, max(1, chip * (H // K) // tiles_per_head))
+    section = key_heads_for_keys(q, k, tiles_per_head)
     hidden = table or lo > 1 - T or hi < S - 1 or S % (2 * tile.block_k) > 0
     # Equally long tiles whose dK and dV are added: those left over after the last full round are cut by their queries.
     cut = accumulate and sums is not None and not hidden

@@ -71,6 +71,21 @@ def aligned(x: Tensor) -> Tensor:
 
 
 @cache
+def key_heads_for_queries(q: Tensor, k: Tensor, num_blocks: int) -> int:
+    """Key heads in flight together where a tile is one of a head's blocks of queries: those whose K and V fit the
+    cache, but enough to occupy the chip."""
+    B, K, S, D = k.shape
+    fit = L2_BYTES // (4 * S * block_dim(D))
+    return min(B * K, max(1, fit, multiprocessors(q.device) // (num_blocks * (q.shape[1] // K))))
+
+
+def key_heads_for_keys(q: Tensor, k: Tensor, num_blocks: int) -> int:
+    """The same where a tile is one of a head's blocks of keys: one that serves a group of heads takes that much longer,
+    and more of them must start early."""
+    B, K = k.shape[:2]
+    return min(B * K, max(1, multiprocessors(q.device) * (q.shape[1] // K) // num_blocks))
+
+
 def multiprocessors(device: torch.device) -> int:
     """How many programs run at once."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132

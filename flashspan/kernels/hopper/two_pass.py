@@ -23,7 +23,7 @@ from torch import Tensor
 from flashspan.kernels.hopper.by_keys import keys_kernel
 from flashspan.kernels.hopper.by_queries import queries_kernel
 from flashspan.kernels.hopper.one_pass import backward_launch
-from flashspan.kernels.hopper.tensors import L2_BYTES, block_dim, describe, multiprocessors
+from flashspan.kernels.hopper.tensors import block_dim, describe, key_heads_for_keys, key_heads_for_queries
 from flashspan.kernels.hopper.tiles import BACKWARD, WARPS
 from flashspan.kernels.masks import Mask
 from flashspan.kernels.portable.arguments import LOG2E, Launch, mask_arguments
@@ -49,7 +49,7 @@ def two_pass_launches(
     B, H, T, D = q.shape
     K, S = k.shape[1], k.shape[2]
     table, start, end, first, last, s_rows, s_columns, lo, hi, _ = mask_arguments(mask, T, S, minus_lse)
-    wide, chip = block_dim(D), multiprocessors(q.device)
+    wide = block_dim(D)
     # Keys of a tile: as many as fit beside Q and dO.
     block = 64 if wide == 256 else 128
     by_query = [describe(x, 1, 1, 64, wide) for x in (q, dout)]
@@ -63,8 +63,7 @@ def two_pass_launches(
         )
     else:
         num_blocks = triton.cdiv(S, block)
-        # A block of keys that serves a group of heads takes that much longer: more of them must start early.
-        section = min(B * K, max(1, chip * (H // K) // num_blocks))
+        section = key_heads_for_keys(q, k, num_blocks)
         by_keys = Launch(
             keys_kernel,
             (num_blocks * B * K,),
@@ -75,8 +74,7 @@ def two_pass_launches(
             constants,
         )  # fmt: skip
     num_blocks = triton.cdiv(T, 128)
-    # Key heads in flight together: those whose K and V fit the cache, but enough to occupy the chip.
-    section = min(B * K, max(1, L2_BYTES // (4 * S * wide), chip // (num_blocks * (H // K))))
+    section = key_heads_for_queries(q, k, num_blocks)
     by_queries = Launch(
         queries_kernel,
         (num_blocks * B * H,),

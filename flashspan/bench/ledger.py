@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .collectives import local_part
+from flashspan.parallel.collectives import local_part
 
 Strategy = Literal["data", "sharded optimizer", "fully sharded", "tensor", "tensor and sequence"]
 
@@ -68,10 +68,8 @@ class Ledger:
         return self.parameters + self.gradients + self.optimizer + self.activations
 
 
-def predict(
-    model: Transformer, strategy: Strategy, *, num_ranks: int, tokens: int, bytes_per_number: int = 4
-) -> Ledger:
-    """The ledger of one rank, in closed form."""
+def predict(model: Transformer, strategy: Strategy, *, num_ranks: int, tokens: int) -> Ledger:
+    """The ledger of one rank in float32, in closed form."""
     if strategy not in get_args(Strategy):
         raise ValueError(f"strategy must be one of {', '.join(get_args(Strategy))}: got {strategy!r}")
     tensor = num_ranks if strategy in ("tensor", "tensor and sequence") else 1
@@ -85,7 +83,7 @@ def predict(
     layer = 2 * norm + (attention + 4 * model.ffn_width) / tensor
     per_token = model.num_layers * layer + norm + model.vocab_size / tensor
     local_tokens = tokens if tensor > 1 else tokens / num_ranks
-    return Ledger(*(bytes_per_number * count for count in (held, held, moments, per_token * local_tokens)))
+    return Ledger(*(4 * count for count in (held, held, moments, per_token * local_tokens)))
 
 
 @contextlib.contextmanager
