@@ -19,9 +19,14 @@ MAX_HEAD_DIM = 256
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+def _kind(x: object) -> object:
+    """How a tensor is laid out, or what it is instead."""
+    return "nested" if isinstance(x, Tensor) and x.is_nested else getattr(x, "layout", type(x).__name__)
+
+
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, scale: float | None = None) -> None:
     """One ValueError for anything attention cannot mean: the rule, the values, the remedy."""
-    kinds = [x.layout if isinstance(x, Tensor) else type(x).__name__ for x in (q, k, v)]
+    kinds = [_kind(x) for x in (q, k, v)]
     if kinds != [torch.strided] * 3:
         raise ValueError(
             f"q, k and v must be dense tensors: got {', '.join(map(str, kinds))}; use torch.as_tensor or .to_dense()"

@@ -33,6 +33,8 @@ import torch.distributed as dist
 
 PRELOAD = ["flashspan.launch"]
 """What the server that ranks are forked from imports, unless it was started with more."""
+HERE = "flashspan/here"
+"""Where in the store a rank that has begun says so."""
 
 
 class RankError(RuntimeError):
@@ -180,12 +182,27 @@ def _serve(
     if backend == "nccl":
         torch.cuda.set_device(rank)
     store = dist.FileStore(os.path.join(folder, "rendezvous"), num_ranks)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout))
+    span = timedelta(seconds=timeout)
+    store.set(f"{HERE}/{rank}", "")
     try:
+        try:
+            dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=span)
+        except RuntimeError as error:
+            pipe.recv()
+            pipe.send((False, _who_did_not_come(store, num_ranks, timeout) or f"{error}"))
+            os._exit(1)
         _work(pipe)
     except (EOFError, OSError, KeyboardInterrupt):  # whoever sent work is gone, or about to go and to say so
         os._exit(1)
     dist.destroy_process_group()
+
+
+def _who_did_not_come(store: dist.Store, num_ranks: int, timeout: float) -> str | None:
+    """Which ranks had not begun when the others gave up waiting; None where all had."""
+    absent = [str(rank) for rank in range(num_ranks) if not store.check([f"{HERE}/{rank}"])]
+    if not absent:
+        return None
+    return f"rank {', '.join(absent)} did not start within {timeout:g} s and is stalled or dead"
 
 
 def stay_on_this_machine() -> None:

@@ -458,6 +458,7 @@ BAD = {
         "seed is a whole number",
     ),
     "dropout of nothing": (lambda: attention(q4, q4, q4, dropout=None), "probability"),  # type: ignore[call-overload]
+    "nested": (lambda: attention(torch.nested.nested_tensor([q4[0]]), q4, q4), "dense tensors: got nested"),
     "not a tensor": (lambda: attention(q4.numpy(), q4, q4), "dense tensors: got ndarray"),  # type: ignore[call-overload]
     "sparse": (lambda: attention(q4.to_sparse(), q4, q4), "to_dense"),
     "documents of half tokens": (lambda: masks.documents([1.5, 2.7]), "whole numbers"),  # type: ignore[list-item]

@@ -138,3 +138,14 @@ def test_ctrl_c_waits_while_the_fork_server_imports(monkeypatch: pytest.MonkeyPa
 def test_no_ranks_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1 rank"):
         Ranks(0)
+
+
+def test_ranks_that_never_began_are_named_by_those_that_waited() -> None:
+    store = dist.HashStore()
+    for rank in (0, 2):
+        store.set(f"{launch.HERE}/{rank}", "")
+    said = launch._who_did_not_come(store, 4, 6.0)
+    assert said == "rank 1, 3 did not start within 6 s and is stalled or dead"
+    for rank in (1, 3):
+        store.set(f"{launch.HERE}/{rank}", "")
+    assert launch._who_did_not_come(store, 4, 6.0) is None

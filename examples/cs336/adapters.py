@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -50,8 +51,8 @@ __all__ = [
 
 
 def get_flashattention_autograd_function_pytorch() -> type[torch.autograd.Function]:
-    """FlashAttention-2 in plain PyTorch: apply(q, k, v, is_causal=False) on [B, N, D]."""
-    return _flash_attention("tiled")
+    """FlashAttention-2 in plain PyTorch, its backward compiled: apply(q, k, v, is_causal=False) on [B, N, D]."""
+    return _flash_attention("tiled", compiled=True)
 
 
 def get_flashattention_autograd_function_triton() -> type[torch.autograd.Function]:
@@ -62,9 +63,28 @@ def get_flashattention_autograd_function_triton() -> type[torch.autograd.Functio
 get_flash_autograd_function_triton = get_flashattention_autograd_function_triton  # as the handout also calls it
 
 
+def gradients(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv by the handout's equations 13 to 19: the scores again, from what forward kept. For torch.compile."""
+    q, k, v, dout = (x.float() for x in (q, k, v, dout))
+    p = torch.exp(q @ k.mT * scale - lse[..., None])
+    if is_causal:
+        p = p.tril()
+    ds = p * (dout @ v.mT - delta[..., None]) * scale
+    return ds @ k, ds.mT @ q, p.mT @ dout
+
+
 @functools.cache
-def _flash_attention(name: str) -> type[torch.autograd.Function]:
-    """An autograd.Function on one implementation of flashspan.kernels; the course's [B, N, D] has one head."""
+def _compiled(device_type: str) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """On a CPU as it is: there a compilation takes longer than the course's tests."""
+    return torch.compile(gradients) if device_type == "cuda" else gradients
+
+
+@functools.cache
+def _flash_attention(name: str, *, compiled: bool = False) -> type[torch.autograd.Function]:
+    """An autograd.Function on one implementation of flashspan.kernels, or on its forward and a compiled backward; the
+    course's [B, N, D] has one head."""
     kernels: LocalAttention = importlib.import_module(f"flashspan.kernels.{name}")
     # The kernels are finished code: torch.compile may compile around them, and is kept from looking inside.
     attend, pull = torch.compiler.disable(kernels.forward), torch.compiler.disable(kernels.backward)
@@ -85,6 +105,10 @@ def _flash_attention(name: str) -> type[torch.autograd.Function]:
             q, k, v, out, lse = ctx.saved_tensors
             dout = douts[0].contiguous()  # that of a plain sum() has stride 0
             delta = row_delta(dout, out)
+            if compiled:
+                is_causal = ctx.mask is CAUSAL
+                found = _compiled(q.device.type)(dout, q, k, v, lse, delta, is_causal, ctx.scale)
+                return (*(grad.to(q.dtype) for grad in found), None)
             grads = [torch.empty_like(x) for x in (q, k, v)]
             dq, dk, dv = (x.unsqueeze(1) for x in grads)
             q, k, v, dout, lse, delta = (x.unsqueeze(1) for x in (q, k, v, dout, lse, delta))

@@ -262,7 +262,8 @@ def chart(rows: list[record.Row]) -> str:
     for (shape, impl), row in newest.items():
         groups.setdefault(shape, {})[impl] = row.tflops
     label = "attention, forward and backward"
-    return plots.to_svg(plots.bars(groups, title=f"{label}, bf16, {rows[-1].device}", x="TFLOP/s"), label)
+    # Two lines: beside the names of shapes, the width that is left is too little for one.
+    return plots.to_svg(plots.bars(groups, title=f"{label}\nbf16, {rows[-1].device}", x="TFLOP/s"), label)
 
 
 def bench_attention(*, quick: bool = False, shapes: tuple[str, ...] = (), only: tuple[str, ...] = ()) -> int:

@@ -257,7 +257,7 @@ def bench_context(
         layers: of the model; unless given 4, with --quick 2.
         heads: query heads; unless given 8.
         kv_heads: key and value heads; unless given 2.
-        dtype: float32, or bfloat16 for autocast.
+        dtype: float32, or bfloat16 or float16 for autocast.
         repeats: timed steps of each; unless given 5, with --quick 3.
         folder: where the rows go.
         again: measure what is there, too.

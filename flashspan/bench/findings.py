@@ -63,7 +63,7 @@ EXPECTED: dict[str, dict[str, Callable[[object], bool]]] = {
 
 SPARSE_SHAPE = re.compile(r"(\d+x){3}\d+ (random \d+%|(?!random).+)")
 SPARSE_OURS = ("flashspan intervals", "flashspan blocks")
-"""Ours on the mask in question: a row of the dense causal kernel beside them answers another."""
+"""Ours on the mask in question: rows of the dense kernel beside them answer another."""
 
 
 def check(rows: Sequence[Row]) -> None:

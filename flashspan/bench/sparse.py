@@ -1,4 +1,4 @@
-"""Block-sparse attention beside compiled FlexAttention, dense causal attention and PyTorch's with the mask as a tensor.
+"""Block-sparse attention beside compiled FlexAttention, dense attention and PyTorch's with the mask as a tensor.
 
 flashspan bench sparse --rows hopper                # five sparse rows; also: seed, sweep, window, build, all
 flashspan bench sparse --rows sweep --no-others     # ours alone: a minute in place of ten
@@ -31,6 +31,8 @@ PASSES = ("forward", "backward")
 PATH = Path("docs/benchmarks/sparse.csv")
 MASKS = "masks.jsonl"
 """Beside it: how long maps take to make."""
+DENSE = {"flashspan dense": masks.full(), "flashspan causal": masks.causal()}
+"""Ours without the mask, and with half of it: what leaving blocks out saves."""
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -148,7 +150,7 @@ def implementations(case: Case, *, others: bool) -> dict[str, Callable[[], Atten
     makers["flashspan blocks"] = ours(blocks)
     if others:
         makers["flex"] = lambda: _flex(case)
-        makers["flashspan causal"] = lambda: lambda q, k, v: attention(q, k, v, causal=True)
+        makers |= {name: ours(mask) for name, mask in DENSE.items() if mask != case.mask}
         makers["sdpa mask"] = lambda: _sdpa(blocks)
     return makers
 
@@ -179,7 +181,7 @@ def measure(case: Case, name: str, attend: Attend, where: dict[str, Any], expect
     grads = torch.autograd.grad(out, leaves, dout, retain_graph=True)
     peak = (torch.cuda.max_memory_allocated() - before) / 2**20
     error = float("nan")
-    if name != "flashspan causal":  # that one answers another question
+    if name not in DENSE:  # those answer another question
         error = record.output_error(q[:1, :1], k[:1, :1], v[:1, :1], out[:1, :1], case.mask)
         if not expected:
             expected.extend(grads)
@@ -187,7 +189,7 @@ def measure(case: Case, name: str, attend: Attend, where: dict[str, Any], expect
         if not (error < 1e-2 and apart < 2e-2):
             raise RuntimeError(f"wrong: out is {error:.1e} from float32, gradients {apart:.1e} from the first one's")
     del grads
-    pairs = case.T**2 / 2 * 4 * case.B * case.H * case.D if name == "flashspan causal" else case.flops()
+    flops = replace(case, mask=DENSE.get(name, case.mask)).flops()
     rows = []
     for kind, call, weight in (
         ("forward", lambda: attend(*leaves), 1.0),
@@ -195,7 +197,7 @@ def measure(case: Case, name: str, attend: Attend, where: dict[str, Any], expect
     ):
         low, middle, high = percentiles(call)
         what: dict[str, Any] = {"what": "sparse", "shape": str(case), "impl": name, "kind": kind}
-        what |= {"p20_ms": low, "p50_ms": middle, "p80_ms": high, "tflops": weight * pairs / middle / 1e9}
+        what |= {"p20_ms": low, "p50_ms": middle, "p80_ms": high, "tflops": weight * flops / middle / 1e9}
         rows.append(record.Row(**where, **what, error=error, peak_mib=peak))
     return rows
 
@@ -378,14 +380,14 @@ def bench_sparse(
     others: bool = True,
     page: bool = False,
 ) -> int:
-    """Block-sparse attention beside compiled FlexAttention, dense causal and PyTorch's with the mask as a tensor.
+    """Block-sparse attention beside compiled FlexAttention, dense attention and PyTorch's with the mask as a tensor.
 
     Rows are appended to docs/benchmarks/sparse.csv (those of build to masks.jsonl beside it) and printed.
 
     Args:
         rows: hopper, five sparse masks at 16k and 32k tokens; seed, seven at 128 to 4096; sweep, 128 to 64k tokens and
             0 to 98 % of the blocks left out; window, 8k to 256k tokens; build, how long masks take to make; or all.
-        others: FlexAttention, dense causal and PyTorch's as well, up to 32k tokens; compiling them takes longest.
+        others: FlexAttention, dense, causal and PyTorch's as well, up to 32k tokens; compiling them takes longest.
         page: write docs/benchmarks/sparse.md and its plot from the rows instead of measuring.
     """
     if page:

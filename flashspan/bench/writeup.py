@@ -1,4 +1,4 @@
-"""The write-up: its commands, and the page made from the rows that writeup_jobs.py measures.
+"""The write-up: its commands, and the page made from the rows that writeup_jobs.py and leaderboard.py measure.
 
     python -m flashspan.bench.writeup measure --minutes 8.5     # on the GPU, again and again until nothing is left
     python -m flashspan.bench.writeup write                     # docs/writeup.md from the rows
@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from flashspan.bench import memory, model, plots, profile, record, study, sweep, writeup_jobs
+from flashspan.bench import leaderboard, memory, model, plots, profile, record, study, sweep, writeup_jobs
 from flashspan.bench.record import Row
 from flashspan.bench.tables import Table, make, model_size, pivot
 from flashspan.bench.writeup_jobs import LARGEST, PASSES, SIZES
@@ -24,6 +26,10 @@ from flashspan.model import preset
 FOLDER = Path("docs/benchmarks/writeup")
 PAGE = Path("docs/writeup.md")
 EAGER, COMPILED = "plain, eager", "plain, compiled"
+DRAWN = (64, 128)  # head sizes of the figures
+APART = 0.1  # two times of the same settings that differ by more, as a share of the smaller, are told of
+STEADY = 0.05  # of the median, from the 20th to the 80th percentile: kernels repeat so well, a host's launches do not
+FILLING = 3.0  # times the time for twice the tokens: below that, it grows more like their number than its square
 
 
 def in_order(row: Row) -> tuple[float, ...]:
@@ -35,6 +41,39 @@ def same_visit(*rows: Row) -> bool:
     """Whether these were measured with the same code: on another day, on another host, a small model's step may take
     half as long again."""
     return len({row.commit for row in rows}) == 1
+
+
+def ends(found: Sequence[tuple[float, str]]) -> str:
+    """The least and the most of some ratios, each with what it is of."""
+    (least, lowest), (most, highest) = min(found), max(found)
+    return f"{least:.2f} ({lowest}) to {most:.2f} ({highest})"
+
+
+class Pair(NamedTuple):
+    """Ours and plain PyTorch on one cell of the flash study."""
+
+    ours: Row
+    theirs: Row
+
+    @property
+    def ratio(self) -> float:
+        """How many times as fast ours is."""
+        return self.theirs.p50_ms / self.ours.p50_ms
+
+    @property
+    def line(self) -> tuple[str, int]:
+        """The cells that differ in length alone share it."""
+        return self.ours.dtype, self.ours.more["head_dim"]
+
+    @property
+    def tokens(self) -> int:
+        return int(self.ours.more["tokens"])
+
+    @property
+    def bound_by(self) -> str:
+        """What our time is the time of."""
+        row = self.ours
+        return "kernels" if row.p80_ms - row.p20_ms <= STEADY * row.p50_ms else "launches"
 
 
 class Writer:
@@ -59,13 +98,12 @@ class Writer:
         (self.folder / name).write_text(plots.to_svg(figure, alt), encoding="utf-8")  # type: ignore[arg-type]
         self.say(f"![{alt}](benchmarks/writeup/{name})")
 
-    def section(self, title: str, parts: Sequence[str], write: Callable[[Sequence[Row]], None]) -> None:
+    def section(self, parts: Sequence[str], write: Callable[[Sequence[Row]], None]) -> None:
         jobs = list({job.expected[0].key: job for part in parts for job in self.parts[part]}.values())
         about = {row.subject for job in jobs for row in job.expected}
         rows = [row for row in self.rows if row.subject in about]
         known = {row.subject for row in rows if row.ok or row.status == record.OUT_OF_MEMORY}
         missing = [job.name for job in jobs if not all(row.subject in known for row in job.expected)]
-        self.say(f"## {title}")
         if not any(row.ok for row in rows):
             self.say("Not measured yet: `python -m flashspan.bench.writeup measure` on a GPU gives the rows.")
             return
@@ -84,11 +122,16 @@ class Writer:
             "rows by `python -m flashspan.bench.writeup measure --minutes 8.5`, run until nothing is left.",
         )
         for title, parts, write in self.outline():
-            self.section(title, parts, write)
+            self.say(f"## {title}")
+            if parts:
+                self.section(parts, write)
+            else:
+                write(self.rows)
         return "\n".join(self.lines).rstrip() + "\n"
 
     def outline(self) -> list[tuple[str, tuple[str, ...], Callable[[Sequence[Row]], None]]]:
-        """The page's sections in order: title, the parts of the sweep it is made from, who writes it."""
+        """The page's sections in order: title, the parts of the sweep it is made from (none: it has a command of its
+        own), who writes it."""
         return [
             ("1.1.3 Forward and backward of every size", ("sizes",), self._sizes),
             ("1.1.3 (c) Warm-up", ("warm-up",), self._warmup),
@@ -99,6 +142,7 @@ class Writer:
             ("1.2.1 Plain attention", ("attention",), self._eager),
             ("1.3.1 torch.compile", ("compiled",), self._compiled),
             ("1.3.2 (e) FlashAttention-2 beside PyTorch", ("flash",), self._flash),
+            ("1.3.3 Leaderboard", (), self._leaderboard),
             ("Longer contexts, and our attention in place of plain", ("lengths",), self._lengths),
         ]
 
@@ -108,11 +152,11 @@ class Writer:
         ratios = []
         for name in steps:
             found = {row.kind: row.mean_ms for row in rows if row.more["preset"] == name and row.ok}
-            ratios.append(found["backward"] / found["forward"])
+            ratios.append((found["backward"] / found["forward"], name))
         spread = max(row.std_ms / row.mean_ms for row in rows if row.ok)
         self.say(
-            f"Backward takes {min(ratios):.2f} to {max(ratios):.2f} times as long as forward. The largest standard "
-            f"deviation is {spread:.1%} of its mean."
+            f"Backward takes {ends(ratios)} times as long as forward. The largest standard deviation is "
+            f"{spread:.1%} of its mean."
         )
 
     def _warmup(self, rows: Sequence[Row]) -> None:
@@ -126,6 +170,24 @@ class Writer:
                 f"algorithms and fills the allocator's cache. After one step the mean is {mean[1] / mean[3]:.2f} times "
                 f"it and after two {mean[2] / mean[3]:.2f} times, with {spread[1] / spread[3]:.1f} and "
                 f"{spread[2] / spread[3]:.1f} times its deviation: what is left is how evenly the host launches."
+            )
+            self._say_other_minutes(first[5])
+
+    def _say_other_minutes(self, row: Row) -> None:
+        """Where the table of sizes has another time for the very settings of this training step: why."""
+        others = self.pick("model", row.kind, test=lambda r: r.ok and r.impl == EAGER)
+        found = [r for r in others if (r.shape, r.dtype) == (row.shape, row.dtype)]
+        profiles = self.pick("profile", row.kind, test=lambda r: r.ok and r.shape == row.shape)
+        busy = profiles[0].more["busy_ms"] if profiles else float("inf")
+        for other in found:
+            low, high = sorted((other.mean_ms, row.mean_ms))
+            if other.more["warmup"] != row.more["warmup"] or high - low <= APART * low:
+                continue
+            waits = f": a step that is bound by the host's launches, as its kernels take {busy:.1f} ms of it (1.1.4)"
+            self.say(
+                f"The table of sizes has {other.mean_ms:.2f} ms for the training step that has {row.mean_ms:.2f} here, "
+                f"with the same settings {'and' if same_visit(row, other) else 'but not'} the same commit, in "
+                f"another process and other minutes{waits if busy < low else ''}."
             )
 
     def _profiles(self, rows: Sequence[Row]) -> None:
@@ -155,10 +217,8 @@ class Writer:
         timed = {row.shape: row.mean_ms for row in self.pick("model", "inference") if row.dtype == "float32" and row.ok}
         pairs = [row for row in done if row.kind == "inference" and row.shape in timed]
         if pairs:
-            ratio = [row.p50_ms / timed[row.shape] for row in pairs]
-            self.say(
-                f"(a) Forward under the profiler takes {min(ratio):.2f} to {max(ratio):.2f} times the benched time."
-            )
+            ratios = [(row.p50_ms / timed[row.shape], row.shape) for row in pairs]
+            self.say(f"(a) Forward under the profiler takes {ends(ratios)} times the benched time.")
         ways = {kind: [r.more["product_share"] for r in done if r.kind == kind] for kind in ("inference", "training")}
         if all(ways.values()):
             low, high = ({k: f"{pick(v):.0%}" for k, v in ways.items()} for pick in (min, max))
@@ -220,7 +280,7 @@ class Writer:
         self.table(
             pivot(
                 "",
-                [row for row in rows if row.kind in ("forward", "backward")],
+                [row for row in rows if row.kind in ("forward", "backward", "training")],
                 line=lambda row: (row.more["preset"],),
                 names=("model",),
                 column=lambda row: f"{row.kind} {row.dtype}",
@@ -231,7 +291,7 @@ class Writer:
         for name in SIZES:
             both = {r.dtype: r for r in rows if r.kind == "training" and r.ok and r.more["preset"] == name}
             if len(both) == 2 and same_visit(*both.values()):
-                gains.append((both["float32"].p50_ms / both["bfloat16"].p50_ms, name))
+                gains.append((both["float32"].mean_ms / both["bfloat16"].mean_ms, name))
         if gains:
             listed = ", ".join(f"{gain:.2f} ({name})" for gain, name in gains)
             self.say(
@@ -341,14 +401,13 @@ class Writer:
         for kind in PASSES:
             found = {(row.impl, row.shape): row for row in beside if row.kind == kind and row.ok}
             gains = [
-                (found[EAGER, shape].p50_ms / compiled.p50_ms, shape.split()[0])
+                (found[EAGER, shape].mean_ms / compiled.mean_ms, shape.split()[0])
                 for (impl, shape), compiled in found.items()
                 if impl == COMPILED and (EAGER, shape) in found and same_visit(found[EAGER, shape], compiled)
             ]
             if gains:
-                (least, slow), (most, fast) = min(gains), max(gains)
                 what = "Forward" if kind == "inference" else "A training step"
-                self.say(f"{what} is {least:.2f} ({slow}) to {most:.2f} ({fast}) times as fast compiled.")
+                self.say(f"{what} is {ends(gains)} times as fast compiled.")
         self.say(
             "The compiler fuses what lies between products (norms, rotations, SwiGLU, softmax), whose time goes into "
             "reading and writing memory and, in small models, into launches. Attention alone is in the table of 1.2.1."
@@ -356,25 +415,97 @@ class Writer:
 
     def _flash(self, rows: Sequence[Row]) -> None:
         self.table(study.table(rows))
+        both = [row for row in rows if row.kind == "both" and row.ok]
         for dtype in ("bfloat16", "float32"):
-            both = [row for row in rows if row.kind == "both" and row.dtype == dtype and row.more["head_dim"] == 64]
-            series = plots.by(both, lambda r: r.impl, lambda r: r.more["tokens"], lambda r: r.p50_ms)
+            drawn = [row for row in both if row.dtype == dtype and row.more["head_dim"] in DRAWN]
+            series = plots.by(drawn, lambda r: f"{r.impl}, head size {r.more['head_dim']}",
+                              lambda r: r.more["tokens"], lambda r: r.p50_ms)  # fmt: skip
             if series:
-                figure = plots.lines(series, title=f"forward and backward, head size 64, {dtype}", x="tokens",
-                                     y="milliseconds", log_x=True, log_y=True)  # fmt: skip
+                figure = plots.lines(series, title=f"forward and backward, {dtype}", x="tokens", y="milliseconds",
+                                     log_x=True, log_y=True)  # fmt: skip
                 self.picture(f"flash-{dtype}.svg", figure, f"forward and backward over length, {dtype}")
-        ours = {(r.shape, r.dtype): r.p50_ms for r in rows if r.impl == "flashspan" and r.kind == "both" and r.ok}
-        ratios = {
-            (r.shape, r.dtype): r.p50_ms / ours[r.shape, r.dtype]
-            for r in rows
-            if r.impl == "pytorch" and r.kind == "both" and r.ok and (r.shape, r.dtype) in ours
-        }
-        if ratios:
-            best = max(ratios, key=lambda key: ratios[key])
+        theirs = {(row.shape, row.dtype): row for row in both if row.impl == "pytorch"}
+        pairs = [
+            Pair(row, theirs[row.shape, row.dtype])
+            for row in both
+            if row.impl == "flashspan" and (row.shape, row.dtype) in theirs
+        ]
+        if pairs:
+            found = [(pair.ratio, f"{pair.ours.shape} in {pair.ours.dtype}") for pair in pairs]
+            self.say(f"Both passes: ours is {ends(found)} times as fast.")
+            self._say_where_slower(pairs)
+
+    def _say_where_slower(self, pairs: Sequence[Pair]) -> None:
+        """The cells where PyTorch is ahead, by what our time is made of there, and why."""
+        slower = [pair for pair in pairs if pair.ratio < 1]
+        if not slower:
+            return
+        self.say(f"It is slower in {len(slower)} of {len(pairs)} cells:")
+        self.table(_slower_table(pairs))
+        if launched := [pair for pair in slower if pair.bound_by == "launches"]:
+            took, lengths = [pair.ours.p50_ms for pair in launched], [pair.tokens for pair in launched]
             self.say(
-                f"Both passes: ours is {min(ratios.values()):.2f} to {ratios[best]:.1f} times as fast, most at "
-                f"{best[0]} in {best[1]}."
+                f"Launches: from {min(lengths)} to {max(lengths)} tokens ours takes {min(took):.1f} to {max(took):.1f} "
+                f"ms in these cells whatever the length, and its times lie more than {STEADY:.0%} apart (20th to 80th "
+                "percentile): the host is timed there, not the chip, and who is ahead changes from length to length."
             )
+        if kept_busy := [pair for pair in slower if pair.bound_by == "kernels"]:
+            worst = min(kept_busy, key=lambda pair: pair.ratio)
+            self._say_why_kernels_are_slower(worst, [pair for pair in pairs if pair.bound_by == "kernels"])
+
+    def _say_why_kernels_are_slower(self, worst: Pair, pairs: Sequence[Pair]) -> None:
+        """How our kernels' time grows in the line of the worst cell, and what they reach with other head sizes."""
+        dtype, head_dim = worst.line
+        line = [pair for pair in pairs if pair.line == worst.line]
+        doubled = [(a, b) for a, b in pairwise(line) if b.tokens == 2 * a.tokens]
+        ours, theirs = ([late[i].p50_ms / early[i].p50_ms for early, late in doubled] for i in (0, 1))
+        if doubled and ours[0] < FILLING:
+            listed = [", ".join(f"{times:.2f}" for times in growth) for growth in (ours, theirs)]
+            self.say(
+                f"Kernels: with each doubling from {line[0].tokens} tokens on, {dtype} with head size {head_dim} takes "
+                f"us {listed[0]} times as long, and PyTorch {listed[1]} times. The pairs are four times as many: while "
+                "the blocks of our one head all run side by side, the longest is what is waited for; PyTorch's squares "
+                "fill the chip sooner."
+            )
+        if dtype == "float32":
+            longest = [pair for pair in pairs if pair.ours.dtype == dtype and pair.tokens == line[-1].tokens]
+            rates = ", ".join(f"{pair.ours.tflops:.0f} TFLOP/s (head size {pair.line[1]})" for pair in longest)
+            self.say(
+                f"With {line[-1].tokens} tokens our {dtype} runs at {rates}. Each of its products is made of three "
+                "tf32 ones, to be as exact as float32, and those of wide heads slice by slice, for want of registers "
+                "([float32](kernels.md#float32)). PyTorch's are no less exact: unless told to, it does not use tf32."
+            )
+
+    def _leaderboard(self, rows: Sequence[Row]) -> None:
+        """Rows of the course's test, which has a command of its own."""
+        found = [row for row in rows if row.what == "leaderboard" and row.ok]
+        command = "`flashspan bench leaderboard`"
+        if not found:
+            self.say(f"Not measured yet: {command} on a GPU gives the rows.")
+            return
+        self.table(
+            make(
+                "",
+                found,
+                {
+                    "implementation": lambda row: row.impl,
+                    "shape": lambda row: row.shape,
+                    "commit": lambda row: row.commit,
+                    "ms": lambda row: row.p50_ms,
+                    "20th to 80th percentile": lambda row: f"{row.p20_ms:.3f} to {row.p80_ms:.3f}",
+                    "TFLOP/s": lambda row: row.tflops,
+                    "error": lambda row: f"{row.error:.2e}",
+                },
+                3,
+            )
+        )
+        self.say(
+            f"{command} runs the course's test on {' and '.join(dict.fromkeys(row.device for row in found))}, where "
+            "the course has an H100: bfloat16, compiled, forward, the sum of the output as the loss, backward. "
+            "Milliseconds are the median of `do_bench` with the course's warm-up and repetitions. Untraced, the "
+            "compiler leaves our call as it is. The kernels are in Gluon, [a part of Triton](kernels.md). The error is "
+            "the output's, against float32 arithmetic."
+        )
 
     def _lengths(self, rows: Sequence[Row]) -> None:
         steps = [row for row in rows if row.kind == "training"]
@@ -393,13 +524,12 @@ class Writer:
         self._say_what_no_job_measures(steps)
         found = {(row.shape, row.more["attention"]): row for row in steps if row.ok}
         gains = [
-            (found[shape, "plain"].p50_ms / ours.p50_ms, shape)
+            (found[shape, "plain"].mean_ms / ours.mean_ms, shape)
             for (shape, kind), ours in found.items()
             if kind == "flashspan" and (shape, "plain") in found and same_visit(found[shape, "plain"], ours)
         ]
         if gains:
-            (least, slow), (most, fast) = min(gains), max(gains)
-            self.say(f"With our attention a step is {least:.2f} ({slow}) to {most:.2f} ({fast}) times as fast.")
+            self.say(f"With our attention a step is {ends(gains)} times as fast.")
 
     def _say_what_no_job_measures(self, steps: Sequence[Row]) -> None:
         """Why cells of the tables of `_lengths` are empty, other than those that are to be measured yet."""
@@ -418,10 +548,30 @@ class Writer:
             self.say(f"Empty cells were never measured, because no job of the sweep asks for them: {', '.join(parts)}.")
 
 
+def _slower_table(pairs: Sequence[Pair]) -> Table:
+    """Where ours is slower: a line per dtype, head size and what our time is made of."""
+    groups: dict[tuple[str, str, int], list[Pair]] = {}
+    for pair in sorted(pairs, key=lambda pair: (pair.bound_by == "kernels", *pair.line, pair.tokens)):
+        groups.setdefault((pair.bound_by, *pair.line), []).append(pair)
+    cells = []
+    for (by, dtype, head_dim), group in groups.items():
+        if lost := [pair for pair in group if pair.ratio < 1]:
+            ratios = [pair.ratio for pair in lost]
+            span = f"{min(ratios):.2f}" + (f" to {max(ratios):.2f}" if len(ratios) > 1 else "")
+            lengths = ", ".join(str(pair.tokens) for pair in lost)
+            cells.append((by, dtype, str(head_dim), f"{len(lost)} of {len(group)}", lengths, span))
+    return Table("", ("time of", "dtype", "head size", "slower", "at tokens", "times as fast"), tuple(cells), 3)
+
+
+def read_rows(folder: Path) -> list[Row]:
+    """Those of the sweep, and the leaderboard's, which lie beside the folder."""
+    files = (folder / "writeup.jsonl", folder.parent / leaderboard.PATH.name)
+    return [row for file in files if file.exists() for row in record.read(file)]
+
+
 def write(folder: Path, page: Path) -> None:
     """Make the page from the rows there are."""
-    file = folder / "writeup.jsonl"
-    rows = record.read(file) if file.exists() else []
+    rows = read_rows(folder)
     page.write_text(Writer(rows, folder).page(), encoding="utf-8")
     print(f"wrote {page} from {len(rows)} rows")
 

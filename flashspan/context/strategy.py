@@ -116,6 +116,11 @@ def context_parallel(
                 f"hybrid needs a DeviceMesh of two dimensions, (across, ulysses): got {group}; "
                 f'make one with init_device_mesh("cpu", (2, 4))'
             )
+        if not _is_grid(group.mesh):
+            raise ValueError(
+                f"hybrid needs a mesh whose rows list their ranks in one order, and whose columns do: got "
+                f"{group.mesh.tolist()}; number them as init_device_mesh does"
+            )
         outer, inner = group.get_group(0), group.get_group(1)
     else:
         if isinstance(group, DeviceMesh):
@@ -133,6 +138,12 @@ def context_parallel(
     num_tokens = None if num_tokens is None else int(num_tokens)
     settings = Settings(layout, strategy, schedule, tuple(sizes or ()), head_chunks, num_tokens, backend)
     return ContextAttention(outer_wire, GroupWire(inner, timeout=timeout), settings)
+
+
+def _is_grid(ranks: Tensor) -> bool:
+    """Whether the groups of a mesh's rows and columns, which have their ranks in ascending order, agree on places."""
+    rows, columns = ranks.argsort(1), ranks.argsort(0)
+    return bool((rows == rows[:1]).all() and (columns == columns[:, :1]).all())
 
 
 @dataclass(frozen=True)

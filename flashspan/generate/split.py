@@ -19,6 +19,7 @@ from torch import Tensor
 from flashspan.attention import attention
 from flashspan.context import ContextAttention
 from flashspan.model import Llama
+from flashspan.parallel.agree import raise_together
 
 from .cache import Cache
 
@@ -73,13 +74,16 @@ def _group_of(attend: ContextAttention, group: dist.ProcessGroup | None) -> dist
             return None
         # A mesh of two dimensions has a group for each of its rows and columns, and none for all of it.
         group = wires[0].group if len(wires) == 1 else dist.group.WORLD
-    place = dist.get_rank(group), dist.get_world_size(group)
+    place, fault = (dist.get_rank(group), dist.get_world_size(group)), None
     if place != (attend.rank, attend.num_ranks):
-        raise ValueError(
+        fault = (
             f"a split context needs the ranks of its attention, in its order: got rank {place[0]} of {place[1]} in the "
             f"group, rank {attend.rank} of {attend.num_ranks} in the attention; pass group=, a group of just those, in "
             "that order"
         )
+    if fault is not None and place[1] != attend.num_ranks:
+        raise ValueError(fault)  # on every rank of the attention; the group may have others, which are not here
+    raise_together(fault, group)
     return group if attend.num_ranks > 1 else None
 
 

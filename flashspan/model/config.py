@@ -31,6 +31,10 @@ class RopeScaling:
             )
 
 
+LARGEST = 2**28
+"""Of any size: a matrix of two of them has a number of bytes that computers can count."""
+
+
 @dataclass(frozen=True)
 class LlamaConfig:
     """A LLaMA's shape. `max_tokens` is what it was trained for: nothing here refuses more."""
@@ -50,8 +54,8 @@ class LlamaConfig:
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "width", "num_layers", "num_heads", "num_kv_heads", "ffn_width", "max_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1: got {getattr(self, name)}")
+            if not 1 <= getattr(self, name) <= LARGEST:
+                raise ValueError(f"{name} must be 1 to {LARGEST:,}: got {getattr(self, name)}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"the key heads must divide the query heads: got {self.num_heads} heads, {self.num_kv_heads} kv heads"

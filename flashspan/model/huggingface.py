@@ -60,6 +60,8 @@ LLAMA_3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_p
 MAX_JSON_BYTES = 16 * 2**20
 MAX_HEADER_BYTES = 100 * 2**20
 MAX_TENSORS = 100_000
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""What weights may be, as safetensors calls it."""
 SHARD_BYTES = 5 * 2**30
 
 Part = Callable[[str, torch.Size], tuple[slice, ...] | None]
@@ -169,6 +171,11 @@ def read_weights(folder: str | Path, config: LlamaConfig, *, part: Part | None =
                         f"{wanted[ours]} in {file} is {tuple(shape)}, not the {tuple(shapes[ours])} that config.json "
                         "implies: weights and config are of different models"
                     )
+                if (kind := stored.get_slice(wanted[ours]).get_dtype()) not in FLOATS:
+                    raise ValueError(
+                        f"{wanted[ours]} in {file} holds numbers of type {kind}: weights are {', '.join(FLOATS)}; "
+                        "fetch the checkpoint that was not quantized"
+                    )
     for file, ours_here in by_file.items():
         with safe_open(file, framework="pt") as stored:
             for ours in ours_here:
@@ -247,8 +254,8 @@ def read_header(file: Path) -> set[str]:
 
 def read_json(file: Path) -> dict[str, Any]:
     """A JSON object from a file of bounded size."""
-    if not file.exists():
-        raise ValueError(f"{file} is missing")
+    if not file.is_file():
+        raise ValueError(f"{file} is {'no file' if file.exists() else 'missing'}")
     if file.stat().st_size > MAX_JSON_BYTES:
         raise ValueError(f"{file} is {file.stat().st_size} bytes: at most {MAX_JSON_BYTES} are read")
     try:

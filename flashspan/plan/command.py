@@ -18,7 +18,7 @@ from .calibrate import Measurement, calibrate
 from .devices import Cluster, Device, Link, is_named, make_cluster
 from .draw import draw_scaling, draw_simulation, written_to
 from .memory import Mixture, Run
-from .search import Answer, grown, longest, mixtures, rank, scaling
+from .search import Answer, divisors, grown, longest, mixtures, rank, scaling
 
 
 def plan(
@@ -143,7 +143,10 @@ def show(answers: Sequence[Answer], run: Run, cluster: Cluster) -> None:
 
 
 def train_command(model: str, run: Run, mixture: Mixture, per_node: int) -> str:
-    """The command that trains so; of several nodes, on each of them."""
+    """The command that trains so; of several nodes, on each of them. Every node starts as many ranks: the nodes are the
+    fewest for which that can be."""
+    nodes = next(n for n in divisors(mixture.num_devices) if mixture.num_devices // n <= per_node)
+    per_node = mixture.num_devices // nodes
     options: dict[str, object] = {
         "model.preset": model,
         "data.sequence": run.tokens,
@@ -161,7 +164,7 @@ def train_command(model: str, run: Run, mixture: Mixture, per_node: int) -> str:
         options["train.recompute"] = mixture.recompute
     if mixture.sharded_optimizer:
         options["optimizer.sharded"] = "true"
-    start, nodes = "flashspan train", -(-mixture.num_devices // per_node)
+    start = "flashspan train"
     if nodes > 1:
         start = f"torchrun --nnodes {nodes} --nproc-per-node {per_node} -m flashspan.train"
     return " ".join([start, *(f"--{name} {value}" for name, value in options.items())])

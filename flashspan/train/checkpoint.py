@@ -71,9 +71,14 @@ def write(folder: str | Path, state: State, *, keep: int = 2) -> Path:
         (half / "manifest.json").write_text(json.dumps(manifest, indent=2))
         for path in [*half.iterdir(), half]:
             _flush(path)
-        _remove(final)
+        # One of the same step, of a run before it, stays until this one has its name.
+        aside = folder / f"{WRITING}{final.name}.before"
+        _remove(aside)
+        if final.exists() or final.is_symlink():
+            final.rename(aside)
         half.rename(final)
         _flush(folder)
+        _remove(aside)
     except BaseException as error:
         shutil.rmtree(half, ignore_errors=True)
         if isinstance(error, SafetensorError):  # a disk that fills while the tensors are written
@@ -142,7 +147,12 @@ def alone_in(folder: str | Path, option: str = "--checkpoint.folder") -> Iterato
 
 
 def clear_unfinished(folder: str | Path) -> None:
-    """Drop what an ended run was writing. Only for the run that writes here: a reader would take it from a live one."""
+    """Drop what an ended run was writing, and put back what it was about to replace. Only for the run that writes here:
+    a reader would take it from a live one."""
+    for path in Path(folder).glob(f"{WRITING}*.before"):
+        final = path.with_name(path.name.removeprefix(WRITING).removesuffix(".before"))
+        if not final.exists():
+            path.rename(final)
     for path in Path(folder).glob(f"{WRITING}*"):
         shutil.rmtree(path, ignore_errors=True)
 

@@ -118,6 +118,13 @@ class TokenFile:
     tokenizer: str
     end: int
 
+    def may_share_tokenizer(self, other: TokenFile) -> bool:
+        """Whether the same numbers may mean the same words. Files know a tokenizer's name and size; the name is a path,
+        and the same file may lie elsewhere. Of one without a name nobody knows."""
+        unnamed = not (self.tokenizer and other.tokenizer)
+        bytes_or_not = (self.tokenizer == "bytes") == (other.tokenizer == "bytes")
+        return unnamed or (bytes_or_not and self.vocab_size == other.vocab_size)
+
     @cached_property
     def fingerprint(self) -> str:
         """Tells these tokens from others, the same in memory and in a file. A small file is read whole; of a large one

@@ -11,10 +11,10 @@ import dataclasses
 import math
 import signal
 import time
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,7 @@ from .prepare import corpus_tokens
 DONE, STOPPED, NOT_FINITE, NOT_SAVED = "done", "stopped", "not finite", "not saved"
 STOPS = (signal.SIGTERM, signal.SIGINT)
 FIRST_SCALE, GROW_AFTER = 2.0**14, 200
+Batch: TypeAlias = tuple[Tensor, Tensor, Rows | None]
 
 
 class Trainer:
@@ -63,13 +64,16 @@ class Trainer:
         self.scale = FIRST_SCALE if config.train.precision == "float16" else 1.0
         self.steady = 0  # steps since the scale last changed
         self.step = 0
+        self.ahead: tuple[int, list[Batch]] | None = None  # a step and its samples, read while the one before ran
+        self.fault: str | None = None  # why those of the next step cannot be read
 
     def run(self, asked: Sequence[int] = ()) -> str:
         """Train to the last step, or until there is a signal in `asked`; how it ended."""
         config, first = self.config, dist.get_rank() == 0
         notes: list[str] = []
         with contextlib.ExitStack() as held:
-            self._resume(notes, held)
+            with name_the_silent("the reading of the checkpoint"):
+                self._resume(notes, held)
             display = held.enter_context(
                 Display(
                     self.folder, config.train.steps, active=first, tensorboard=config.train.tensorboard, start=self.step
@@ -86,8 +90,9 @@ class Trainer:
             saved, scaled = self.step, (self.scale, self.steady)
             how = DONE
             every = config.train.evaluate_every
-            # A run that was asked to stop did not wait for the evaluation that was due.
-            due = self.validation is not None and every and 0 < self.step < config.train.steps and not self.step % every
+            # A run that was asked to stop did not wait for the evaluation that was due, nor did one that was killed.
+            last = self.step >= config.train.steps
+            due = self.validation is not None and every and self.step and (last or not self.step % every)
             if due and not from_first(partial(display.evaluated, self.step)):
                 self._evaluate(display)
             while self.step < config.train.steps:
@@ -114,11 +119,11 @@ class Trainer:
                 mfu = flops / seconds / peak
                 display.step(StepMetrics(self.step, loss, norm, lr, speed, mfu, memory_gib(self.device), seconds))
                 last = self.step == config.train.steps
-                if self.validation is not None and every and (last or (self.step % every == 0 and not stop)):
-                    self._evaluate(display)
-                if config.checkpoint.every and self.step % config.checkpoint.every == 0:
+                if last or (config.checkpoint.every and self.step % config.checkpoint.every == 0):
                     self._save(writer, first)
                     saved = self.step
+                if self.validation is not None and every and (last or (self.step % every == 0 and not stop)):
+                    self._evaluate(display)
                 if stop and not last:
                     how = STOPPED
                     break
@@ -133,19 +138,23 @@ class Trainer:
                     display.say(f"loss.png was not written: {error}; the run is as it would be with it")
             if not kept:
                 how = NOT_SAVED
-            dist.barrier()
+            with name_the_silent("the end of the run"):
+                dist.barrier()
+        if self.fault is not None:
+            raise ValueError(f"{self.fault}; the run ended before step {self.step + 1}, with its state saved")
         return how
 
     def take_step(self, asked: Sized = ()) -> tuple[float, float, float, bool]:
         """One optimizer step: its loss, gradient norm and learning rate, and whether any rank was asked to stop before
         its gradients were there.
 
-        Where loss or norm is not finite nothing is updated, and the step is still to be taken.
+        Where loss or norm is not finite nothing is updated, and the step is still to be taken. Samples of the next step
+        that cannot be read on some rank count as asking to stop.
         """
         config = self.config
         self.parts.optimizer.zero_grad()
-        numbers = self._my_samples()
-        batches = [self._place(self.train, part) for part in numbers]
+        read = self.ahead[1] if self.ahead is not None and self.ahead[0] == self.step else self._read(self.step)
+        batches = [self._place(*batch) for batch in read]
         # At least 1: where documents are short a step may have nothing to predict, which is no loss and not 0 / 0.
         count = self._sum(torch.stack([(targets >= 0).sum() for _, targets, _ in batches]).sum()).clamp(min=1)
         local = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -155,8 +164,14 @@ class Trainer:
                     total = self.parts.runner(tokens, targets, self.positions, mask)
                 (total * (self.scale / count)).backward()
             local += total.detach()
+        if self.step + 1 < config.train.steps:
+            try:
+                self.ahead = self.step + 1, self._read(self.step + 1)
+            except (ValueError, OSError) as error:
+                self.fault = str(error)
+        stopping = len(asked) > 0 or self.fault is not None
         # Filled there, not copied: a copy would wait for all of backward, and the optimizer's launches for the copy.
-        sums = self._sum(torch.stack((local, torch.full_like(local, float(len(asked) > 0)))))
+        sums = self._sum(torch.stack((local, torch.full_like(local, float(stopping)))))
         params = list(self.parts.names)
         if self.scale != 1.0:
             for param in params:
@@ -199,7 +214,7 @@ class Trainer:
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for start in range(0, num_samples, self.batch_ranks):
             number = start + self.batch_rank
-            tokens, targets, mask = self._place(self.validation, [min(number, num_samples - 1)])
+            tokens, targets, mask = self._place(*self._prepare(self.validation, [min(number, num_samples - 1)]))
             if number >= num_samples:  # all ranks take part in each pass, and this one has no sample left
                 targets.fill_(IGNORE)
             with self._autocast():
@@ -209,24 +224,29 @@ class Trainer:
         total, count = self._sum(sums).tolist()
         return total / max(1.0, count)
 
-    def _my_samples(self) -> list[list[int]]:
-        """The global numbers of this step's samples that this rank reads, a list for each backward pass."""
+    def _read(self, step: int) -> list[Batch]:
+        """A step's samples that this rank reads, for each of its backward passes."""
         train = self.config.train
         each = train.batch // (train.accumulate * self.batch_ranks)
-        first = self.step * train.batch
+        first = step * train.batch
         starts = [first + (i * self.batch_ranks + self.batch_rank) * each for i in range(train.accumulate)]
-        return [list(range(start, start + each)) for start in starts]
+        return [self._prepare(self.train, range(start, start + each)) for start in starts]
 
-    def _place(self, samples: Samples, numbers: list[int]) -> tuple[Tensor, Tensor, Mask]:
-        """tokens and targets [B, T of this rank] on the device, and the mask of the whole sequence."""
+    def _prepare(self, samples: Samples, numbers: Iterable[int]) -> Batch:
+        """tokens and targets [B, T of this rank], and where each token's document lies; on the host, as the device may
+        be busy with the step before."""
         tokens, targets = samples.read(numbers)
-        mask = self.pattern
+        inside = None
         if samples.documents:
             first = samples.first_keys(tokens)
-            own = torch.arange(1, samples.sequence + 1).expand_as(first)
-            mask = mask & Rows(first, own, samples.sequence).to(self.device)
+            inside = Rows(first, torch.arange(1, samples.sequence + 1).expand_as(first), samples.sequence)
         if self.parts.attend is not None:
             tokens, targets = (self.parts.attend.shard(x, 1) for x in (tokens, targets))
+        return tokens, targets, inside
+
+    def _place(self, tokens: Tensor, targets: Tensor, inside: Rows | None) -> tuple[Tensor, Tensor, Mask]:
+        """The same on the device, with the mask of the whole sequence."""
+        mask = self.pattern if inside is None else self.pattern & inside.to(self.device)
         return tokens.to(self.device), targets.to(self.device), mask
 
     def _sum(self, values: Tensor) -> Tensor:
@@ -248,20 +268,6 @@ class Trainer:
             self.scale *= 2.0 if fine else 0.5
             self.steady = 0
 
-    def _order(self) -> dict[str, Any]:
-        """What decides which tokens a step reads, and which of them they see: a resumed run must agree."""
-        config = self.config
-        return {
-            "seed": config.train.seed,
-            "batch": config.train.batch,
-            "sequence": config.data.sequence,
-            "documents": config.data.documents,
-            "num_tokens": len(self.train.file.tokens),
-            "data": self.train.file.fingerprint,
-            "tokenizer": self.train.file.tokenizer,
-            "attention": str(config.attention),
-        }
-
     def _save(self, writer: checkpoint.Writer, first: bool) -> None:
         with name_the_silent(f"the checkpoint of step {self.step}"):
             from_first(writer.wait)  # for the state before: two at a time are more than memory may hold
@@ -273,7 +279,9 @@ class Trainer:
                 "tokenizer": self.train.file.tokenizer,
                 "config": self.config.as_dict(),
             }
-            writer.submit(checkpoint.State(self.step, self.shape, model, moments, self._order(), extra))
+            writer.submit(
+                checkpoint.State(self.step, self.shape, model, moments, order_of(self.config, self.train.file), extra)
+            )
 
     def _resume(self, notes: list[str], held: contextlib.ExitStack) -> None:
         """Go on from the newest whole checkpoint, of the first rank's choice, and keep the folder until `held` ends."""
@@ -315,7 +323,7 @@ class Trainer:
             return None
         path = checkpoint.newest(self.folder, say=notes.append)
         if path is not None:
-            if (fault := self._misfit(path)) is not None:
+            if (fault := misfit(path, self.config, self.train.file)) is not None:
                 raise ValueError(fault)
         elif lost := checkpoint.checkpoints(self.folder):
             faults = "; ".join(f"{each.name}: {checkpoint.damage(each)}" for each in lost)
@@ -325,29 +333,44 @@ class Trainer:
             )
         return path
 
-    def _misfit(self, path: Path) -> str | None:
-        """Why a checkpoint is not of this run."""
-        state = checkpoint.read(path, model=False, optimizer=False)
-        if state.config != self.shape:
-            both = [(entry.name, getattr(state.config, entry.name), getattr(self.shape, entry.name))
-                    for entry in dataclasses.fields(self.shape)]  # fmt: skip
-            changed = [f"{name} was {theirs}, is {ours}" for name, theirs, ours in both if theirs != ours]
-            return (
-                f"{path} is a checkpoint of another model ({', '.join(changed)}): restore its sizes, choose another "
-                "checkpoint.folder, or start anew with --checkpoint.resume false"
-            )
-        ours = self._order()
-        # Before there were patterns, all runs were causal, and did not say so; nor which data of that length was read.
-        unsaid = {"attention": str(AttentionSection()), "data": ours["data"], "tokenizer": ours["tokenizer"]}
-        theirs = {**unsaid, **state.order}
-        changed = [f"{key} was {theirs.get(key)}, is {ours[key]}" for key in ours if ours[key] != theirs.get(key)]
-        if changed:
-            return (
-                f"{path} is of a run with other samples or another attention ({', '.join(changed)}): restore them, "
-                "choose another checkpoint.folder (--model.load takes the weights along), or start anew with "
-                "--checkpoint.resume false"
-            )
-        return None
+
+def order_of(config: TrainConfig, file: TokenFile) -> dict[str, Any]:
+    """What decides which tokens a step reads, and which of them they see: a resumed run must agree."""
+    return {
+        "seed": config.train.seed,
+        "batch": config.train.batch,
+        "sequence": config.data.sequence,
+        "documents": config.data.documents,
+        "num_tokens": len(file.tokens),
+        "data": file.fingerprint,
+        "tokenizer": file.tokenizer,
+        "attention": str(config.attention),
+    }
+
+
+def misfit(path: Path, config: TrainConfig, file: TokenFile) -> str | None:
+    """Why a checkpoint is not of the run that a config describes, on the data in a file."""
+    state, shape = checkpoint.read(path, model=False, optimizer=False), config.model.resolve()
+    if state.config != shape:
+        both = [(entry.name, getattr(state.config, entry.name), getattr(shape, entry.name))
+                for entry in dataclasses.fields(shape)]  # fmt: skip
+        changed = [f"{name} was {theirs}, is {ours}" for name, theirs, ours in both if theirs != ours]
+        return (
+            f"{path} is a checkpoint of another model ({', '.join(changed)}): restore its sizes, choose another "
+            "checkpoint.folder, or start anew with --checkpoint.resume false"
+        )
+    ours = order_of(config, file)
+    # Before there were patterns, all runs were causal, and did not say so; nor which data of that length was read.
+    unsaid = {"attention": str(AttentionSection()), "data": ours["data"], "tokenizer": ours["tokenizer"]}
+    theirs = {**unsaid, **state.order}
+    changed = [f"{key} was {theirs.get(key)}, is {ours[key]}" for key in ours if ours[key] != theirs.get(key)]
+    if changed:
+        return (
+            f"{path} is of a run with other samples or another attention ({', '.join(changed)}): restore them, "
+            "choose another checkpoint.folder (--model.load takes the weights along), or start anew with "
+            "--checkpoint.resume false"
+        )
+    return None
 
 
 def open_samples(config: TrainConfig) -> tuple[Samples, Samples | None]:
@@ -370,11 +393,20 @@ def open_samples(config: TrainConfig) -> tuple[Samples, Samples | None]:
                 f"({part.tokenizer}), the model {vocab_size}; prepare it with the model's tokenizer, or set "
                 f"model.vocab_size to {part.vocab_size}"
             )
+    if held_out is not None and not file.may_share_tokenizer(held_out):
+        raise ValueError(
+            f"training and validation data must be made with one tokenizer: {file.path} has {file.vocab_size:,} tokens "
+            f"({file.tokenizer}), {held_out.path} {held_out.vocab_size:,} ({held_out.tokenizer}); prepare both by one "
+            "command, or give another data.validation"
+        )
     options = (config.data.sequence, config.train.seed, config.data.documents)
     # One that lies beside the training file may be too short for a sample; one that was asked for may not.
     if held_out is not None and len(held_out.tokens) <= config.data.sequence and not config.data.validation:
         held_out = None
-    return Samples(file, *options), None if held_out is None else Samples(held_out, *options)
+    validation = None if held_out is None else Samples(held_out, *options)
+    if validation is not None and config.train.evaluate_every:
+        validation.read(range(min(config.train.evaluate_samples, validation.num_windows)))  # damage is told now
+    return Samples(file, *options), validation
 
 
 def learning_rate(step: int, num_steps: int, options: OptimizerSection) -> float:

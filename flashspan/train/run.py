@@ -29,8 +29,9 @@ from flashspan.launch import PRELOAD, RankError, Ranks, start_fork_server
 from .checkpoint import checkpoints, last_step
 from .config import LONGEST, TrainConfig, describe_options, parse
 from .data import TokenFile, load_tokenizer, tokenizer_of
-from .estimate import describe_data, describe_plan, lack_of_memory
+from .estimate import describe_data, describe_plan, lack_of_disk, lack_of_memory
 from .loop import DONE, NOT_FINITE, NOT_SAVED, STOPPED, STOPS, Trainer, catch_signals, open_samples
+from .meeting import name_the_silent
 from .metrics import say
 
 SLOW = 4.0  # times as long as in float32, and a product is worth a word
@@ -68,7 +69,7 @@ def train(config: TrainConfig, *, dry_run: bool = False) -> int:
     # Whoever started ranks on several machines, and does not say how many on this one, is not second-guessed.
     num_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if joined else num_ranks
     # Of a GPU's memory its allocator tells; a CPU's is handed out though it is not there, and then a rank is killed.
-    lack = None if _num_gpus(config) else lack_of_memory(config, num_ranks, num_here)
+    lack = (None if _num_gpus(config) else lack_of_memory(config, num_ranks, num_here)) or lack_of_disk(config)
     if dry_run:
         print(config.describe())
         print(describe_plan(config, num_ranks))
@@ -164,7 +165,9 @@ def run_rank(config: TrainConfig) -> str:
     warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # pages of it, where a CPU has no such products
     with catch_signals() as asked:
         torch.manual_seed(config.train.seed)
-        return Trainer(config).run(asked)
+        with name_the_silent("the making of the model"):
+            trainer = Trainer(config)
+        return trainer.run(asked)
 
 
 def _start(config: TrainConfig, num_ranks: int) -> str:

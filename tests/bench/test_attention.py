@@ -2,11 +2,12 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from flashspan.bench import attention, host, leaderboard, record, rounding
+from flashspan.bench import attention, host, leaderboard, plots, record, rounding
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -42,6 +43,17 @@ def test_the_picture_shows_every_implementation() -> None:
     picture = attention.chart(rows)
     assert all(f">{row.impl}<" in picture for row in rows)
     assert (ROOT / attention.PATH).with_suffix(".svg").exists()
+
+
+def test_the_title_of_the_picture_lies_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr(plots, "to_svg", lambda figure, label: figures.append(figure) or "")
+    attention.chart(record.read(ROOT / attention.PATH))
+    (figure,) = figures
+    figure.draw_without_rendering()
+    title, whole = figure.axes[0].title.get_window_extent(), figure.bbox
+    assert "NVIDIA" in figure.axes[0].get_title()
+    assert whole.x0 <= title.x0 < title.x1 <= whole.x1
 
 
 def test_shapes_are_read_as_they_are_written() -> None:

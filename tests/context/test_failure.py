@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from flashspan import attention
@@ -397,6 +398,31 @@ def test_a_rank_that_dies_is_named() -> None:
 def test_heads_come_in_whole_chunks(chunks: Any) -> None:
     with pytest.raises(ValueError, match=f"1 or more chunks, or None to choose: got {chunks}"):
         context_parallel(None, head_chunks=chunks)
+
+
+def _over(ranks: list[list[int]]) -> str | float:
+    """Hybrid over a mesh in this order: what was said against it, or how far its output is from one rank's."""
+    mesh = DeviceMesh("cpu", ranks)
+    try:
+        attend = context_parallel(mesh, strategy="hybrid", layout="contiguous")
+    except ValueError as error:
+        return str(error)
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 4, 16, 8).unbind(0)
+    mine = attend(*(attend.shard(x, 2) for x in (q, k, v)), causal=True)
+    return float((mine - attend.shard(attention(q, k, v, causal=True), 2)).abs().max())
+
+
+def test_a_mesh_whose_rows_disagree_about_places_is_refused() -> None:
+    with Ranks(4, threads=1, timeout=20) as ranks:
+        for order in ([[1, 0], [2, 3]], [[0, 3], [2, 1]]):
+            for said in ranks.run(_over, order):
+                assert said == (
+                    f"hybrid needs a mesh whose rows list their ranks in one order, and whose columns do: got {order}; "
+                    "number them as init_device_mesh does"
+                )
+        for order in ([[0, 1], [2, 3]], [[0, 2], [1, 3]], [[3, 1], [2, 0]]):
+            assert max(ranks.run(_over, order)) < 1e-5
 
 
 def test_bad_arguments_are_refused() -> None:

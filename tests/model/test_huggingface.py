@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
 from flashspan import attention
@@ -111,6 +112,8 @@ def _edit(folder: Path, **changes: Any) -> None:
         ({"rope_theta": float("inf")}, r"config\.json: rope_theta must be positive .* both finite: got inf"),
         ({"rope_theta": 10**400}, r"config\.json: int too large"),
         ({"rms_norm_eps": float("inf")}, r"config\.json: .* norm_eps at least 0, both finite: got 500000\.0 and inf"),
+        ({"intermediate_size": 2**62}, r"config\.json: ffn_width must be 1 to 268,435,456: got 4611686018427387904"),
+        ({"vocab_size": 2**70}, r"config\.json: vocab_size must be 1 to 268,435,456"),
         ({"intermediate_size": 47}, "weights and config are of different models"),
     ],
 )
@@ -126,7 +129,7 @@ def test_a_claim_of_many_layers_builds_none(
     model: Llama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_bytes: int
 ) -> None:
     save_llama(model, tmp_path, shard_bytes=shard_bytes)
-    _edit(tmp_path, num_hidden_layers=10**9)
+    _edit(tmp_path, num_hidden_layers=10**8)
     monkeypatch.setattr(huggingface, "Llama", lambda *args, **rest: pytest.fail("it was built"))
     monkeypatch.setattr(huggingface, "names", lambda config: pytest.fail("its layers were named"))
     claimed = read_config(tmp_path)
@@ -135,8 +138,27 @@ def test_a_claim_of_many_layers_builds_none(
         lambda: list(read_weights(tmp_path, claimed)),
         lambda: huggingface.check_config(tmp_path, claimed),
     ):
-        with pytest.raises(ValueError, match=r"config\.json says 1000000000 layers and the weights have 3"):
+        with pytest.raises(ValueError, match=r"config\.json says 100000000 layers and the weights have 3"):
             load()
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float8_e4m3fn])
+def test_weights_that_are_no_floating_point_numbers_are_refused(
+    model: Llama, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    save_llama(model, tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file({name: value.to(dtype) for name, value in load_file(file).items()}, file)
+    with pytest.raises(ValueError, match=r"holds numbers of type \w+: weights are F64, F32, F16, BF16; fetch"):
+        load_llama(tmp_path, attention=attention)
+
+
+def test_a_folder_in_place_of_a_config_is_named(model: Llama, tmp_path: Path) -> None:
+    save_llama(model, tmp_path)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(ValueError, match=r"config\.json is no file"):
+        load_llama(tmp_path, attention=attention)
 
 
 def test_a_tensor_that_is_missing_is_named(model: Llama, tmp_path: Path) -> None:
@@ -296,6 +318,9 @@ class CountedSlice:
 
     def get_shape(self) -> list[int]:
         return self.view.get_shape()
+
+    def get_dtype(self) -> str:
+        return self.view.get_dtype()
 
     def __getitem__(self, part: Any) -> torch.Tensor:
         value: torch.Tensor = self.view[part]

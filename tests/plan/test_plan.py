@@ -393,6 +393,14 @@ def test_the_command_ranks_and_draws(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "<svg" in (tmp_path / "plan-timeline.svg").read_text()
 
 
+@pytest.mark.parametrize(
+    ("devices", "start"), [(12, "--nnodes 2 --nproc-per-node 6"), (7, "--nnodes 7 --nproc-per-node 1")]
+)
+def test_nodes_that_are_not_full_start_equally_many(devices: int, start: str) -> None:
+    command = train_command("tiny", Run(preset("tiny"), devices, 64), Mixture(data=devices), 8 if devices == 12 else 4)
+    assert command.startswith(f"torchrun {start} -m flashspan.train ")
+
+
 def test_the_trainer_takes_the_command_of_every_mixture() -> None:
     run, cluster = Run(preset("llama-3.2-1b"), 16, 65536, "bfloat16"), make_cluster("H100", 32, per_node=4)
     seen = set()

@@ -7,19 +7,21 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer as Fast
 from tokenizers import models
 
+from flashspan.launch import Ranks
 from flashspan.model import Llama, preset, save_llama
 from flashspan.train import TrainConfig, parse, train
 from flashspan.train.config import CheckpointSection, OptimizerSection, build, describe_options, read_toml
 from flashspan.train.data import ByteTokenizer, FileTokenizer, Tokenizer, open_tokens, write_tokens
 from flashspan.train.loop import learning_rate, open_samples
 from flashspan.train.prepare import corpus_tokens
-from flashspan.train.run import check, main
+from flashspan.train.run import check, main, run_rank
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -264,6 +266,36 @@ def test_a_dry_run_says_where_the_run_stands(
         (Path(config.checkpoint.folder) / f"step-{step:08}").mkdir(parents=True)
     assert train(config, dry_run=True) == 0
     assert f"run     {says.format(folder=config.checkpoint.folder)}\n" in capsys.readouterr().out
+
+
+def test_a_dry_run_refuses_what_the_run_would(config_of: Callable[..., TrainConfig], tmp_path: Path) -> None:
+    config = config_of("--parallel.context=1", "--train.steps=1")
+    with Ranks(1) as ranks:
+        ranks.run(run_rank, config)
+    assert train(config_of("--parallel.context=1"), dry_run=True) == 0
+    with pytest.raises(ValueError, match=r"is a checkpoint of another model .*width was 48, is 64"):
+        train(config_of("--parallel.context=1", "--model.width=64"), dry_run=True)
+    with pytest.raises(ValueError, match=r"is of a run with other samples .*seed was 0, is 7"):
+        train(config_of("--parallel.context=1", "--train.seed=7"), dry_run=True)
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(ValueError, match=r"checkpoint\.folder .*file is a file: choose another"):
+        train(config_of(f"--checkpoint.folder={file}"), dry_run=True)
+
+
+def test_a_disk_too_small_for_a_checkpoint_is_told_before(
+    config_of: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_of("--checkpoint.folder=runs/of/mine")
+    needed = 3 * 4 * config.model.resolve().num_parameters
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=needed - 1))
+    with pytest.raises(ValueError, match=r"a checkpoint takes .* MB, and runs/of/mine has room for .* MB: make room"):
+        train(config)
+    assert train(config, dry_run=True) == 0
+    assert "warning: a run would be refused here: a checkpoint takes" in capsys.readouterr().out
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=needed))
+    assert train(config, dry_run=True) == 0
+    assert "warning" not in capsys.readouterr().out
 
 
 def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,7 +32,7 @@ from flashspan.launch import RankError, Ranks
 from flashspan.model import Llama, preset, save_llama
 from flashspan.train import TrainConfig, checkpoint, loop, meeting
 from flashspan.train.config import AttentionSection
-from flashspan.train.data import ByteTokenizer, write_tokens
+from flashspan.train.data import HEADER_BYTES, ByteTokenizer, Samples, open_tokens, write_tokens
 from flashspan.train.loop import DONE, NOT_FINITE, NOT_SAVED, STOPPED, Trainer
 from flashspan.train.metrics import read_metrics
 from flashspan.train.run import run_rank
@@ -352,6 +352,27 @@ def test_a_stalled_rank_is_named(config_of: ConfigOf, option: str, call: str, wh
         ranks.run(stall, config, 1, call, timeout=60)
 
 
+def stall_at_the_start(config: TrainConfig) -> str:
+    meeting.PATIENCE = 1.0
+    real = loop.build
+
+    def late(*args: Any) -> Any:
+        if dist.get_rank() == 1:
+            time.sleep(60)
+        return real(*args)
+
+    with mock.patch.object(loop, "build", late):
+        return run_rank(config)
+
+
+def test_a_rank_that_stalls_before_the_first_step_is_named(config_of: ConfigOf) -> None:
+    with (
+        Ranks(2, threads=1, timeout=3) as ranks,
+        pytest.raises(RankError, match="rank 1 did not answer in the making of the model and is stalled or dead"),
+    ):
+        ranks.run(stall_at_the_start, config_of("--parallel.context=2", "--parallel.timeout=3"), timeout=60)
+
+
 def kill_one(config: TrainConfig, rank: int, wait: Callable[[], None]) -> bool:
     """Run on 2 ranks and kill one when `wait` returns; whether the run was cut short."""
     with Ranks(2, threads=1, timeout=20) as ranks:
@@ -498,6 +519,86 @@ def test_a_stopped_run_ends_with_the_same_bits(config_of: ConfigOf, on_ranks: On
     assert 1 <= checkpoint.read(path).step < 30
     on_ranks(2, run_rank, config)
     assert_same_bits(weights(config), weights(whole))
+
+
+def spoil(file: Path, where: int) -> None:
+    """Put a number that is no token into a file of them."""
+    with file.open("r+b") as stream:
+        stream.seek(HEADER_BYTES + 2 * where)
+        stream.write((60000).to_bytes(2, "little"))
+
+
+def test_damage_that_a_run_comes_upon_ends_it_with_its_state_saved(
+    on_ranks: OnRanks, config_of: ConfigOf, corpus: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "data" / "train.bin"
+    file.parent.mkdir()
+    shutil.copy(corpus, file)
+    config = config_of("--parallel.data=2", "--parallel.context=1", f"--data.train={file}", "--checkpoint.every=0")
+    spoil(file, Samples(open_tokens(file), 63, config.train.seed).window(3 * 4 + 2))  # of the fourth step, on one rank
+    with pytest.raises(RankError, match=r"holds number 60000; .* ended before step 4, with its state saved") as told:
+        on_ranks(2, run_rank, config)
+    assert "rank 0" not in str(told.value)
+    path = checkpoint.newest(config.checkpoint.folder)
+    assert path is not None
+    assert checkpoint.read(path).step == 3
+
+
+def test_damage_in_what_a_run_is_evaluated_on_is_told_before_it(
+    config_of: ConfigOf, corpus: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "val.bin"
+    shutil.copy(corpus.with_name("val.bin"), file)
+    spoil(file, 5)
+    with pytest.raises(ValueError, match=r"val\.bin is damaged: .* holds number 60000"):
+        loop.open_samples(config_of(f"--data.validation={file}", "--train.evaluate_every=2"))
+
+
+def test_validation_data_of_another_tokenizer_is_refused(config_of: ConfigOf, tmp_path: Path) -> None:
+    coder = ByteTokenizer()
+    coder.name, coder.vocab_size = "words/tokenizer.json", 300
+    with write_tokens(tmp_path / "val.bin", coder) as writer:
+        writer.add(range(200))
+    options = (f"--data.validation={tmp_path / 'val.bin'}", "--model.vocab_size=300")
+    with pytest.raises(ValueError, match=r"one tokenizer: .*257 tokens \(bytes\), .* 300 \(words/tokenizer\.json\)"):
+        loop.open_samples(config_of(*options))
+
+
+def test_the_evaluation_that_a_kill_cut_off_is_made_up_for(on_ranks: OnRanks, config_of: ConfigOf) -> None:
+    config = config_of("--parallel.context=1", "--train.steps=2", "--train.evaluate_every=9")
+    on_ranks(1, run_rank, config)
+    file = Path(config.checkpoint.folder) / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    assert "validation_loss" in lines[-1]
+    file.write_text("".join(lines[:-1]))
+    on_ranks(1, run_rank, config)
+    assert file.read_text().splitlines(keepends=True) == lines
+    on_ranks(1, run_rank, config)
+    assert file.read_text().splitlines(keepends=True) == lines
+
+
+def test_a_checkpoint_replaced_by_one_of_the_same_step_is_there_until_then(tmp_path: Path) -> None:
+    path = checkpoint.write(tmp_path, tiny_state(2))
+    before = (path / "manifest.json").read_text()
+    whole = Path.rename
+
+    def killed(self: Path, target: Path) -> Path:
+        if target == path and not self.name.endswith(".before"):
+            raise KeyboardInterrupt
+        return whole(self, target)
+
+    with (
+        mock.patch.object(Path, "rename", killed),
+        mock.patch.object(shutil, "rmtree"),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        checkpoint.write(tmp_path, tiny_state(2))
+    assert checkpoint.checkpoints(tmp_path) == []
+    checkpoint.clear_unfinished(tmp_path)
+    assert checkpoint.newest(tmp_path) == path
+    assert (path / "manifest.json").read_text() == before
+    checkpoint.write(tmp_path, tiny_state(2))
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
 @pytest.mark.parametrize(("before", "after"), [("float16", "float32"), ("float32", "float16")])
