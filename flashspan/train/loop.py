@@ -63,7 +63,7 @@ class Trainer:
         self.guarded = _is_guarded(self.parts.optimizer)
         self.scale = FIRST_SCALE if config.train.precision == "float16" else 1.0
         self.steady = 0  # steps since the scale last changed
-        self.step = 0
+        self.step = self.saved = 0
         self.ahead: tuple[int, list[Batch]] | None = None  # a step and its samples, read while the one before ran
         self.fault: str | None = None  # why those of the next step cannot be read
 
@@ -83,52 +83,12 @@ class Trainer:
             writer = checkpoint.Writer(self.folder, keep=config.checkpoint.keep, anew=anew, say=display.say)
             for note in notes:
                 display.say(note)
-            peak = peak_flops(self.device, dist.get_world_size(), config.train.precision)
-            # Attention costs what a shorter causal sequence's would, if its pattern shows less.
-            seen = round(visible_share(self.pattern, config.data.sequence) * config.data.sequence)
-            flops = self.shape.flops_per_token(seen) * config.train.batch * config.data.sequence
-            saved, scaled = self.step, (self.scale, self.steady)
-            how = DONE
-            every = config.train.evaluate_every
             # A run that was asked to stop did not wait for the evaluation that was due, nor did one that was killed.
-            last = self.step >= config.train.steps
-            due = self.validation is not None and every and self.step and (last or not self.step % every)
-            if due and not from_first(partial(display.evaluated, self.step)):
+            if self._is_evaluated() and not from_first(partial(display.evaluated, self.step)):
                 self._evaluate(display)
-            while self.step < config.train.steps:
-                begin = time.perf_counter()
-                with name_the_silent(f"step {self.step + 1}"):
-                    loss, norm, lr, stop = self.take_step(asked)
-                if not (math.isfinite(loss) and math.isfinite(norm)):
-                    if config.train.precision == "float16" and self.scale >= 1.0:
-                        display.say(f"step {self.step + 1}: float16 overflow, again with the loss scale {self.scale:g}")
-                        if not stop:
-                            continue
-                        how = STOPPED
-                        break
-                    display.say(
-                        f"step {self.step + 1}: loss {loss}, gradient norm {norm}: not finite; stopping before the "
-                        "update, with the state as it was. Lower optimizer.lr, or look at the data of this step"
-                    )
-                    self.scale, self.steady = scaled  # no scale helps: the state before the step has its own
-                    how = NOT_FINITE
-                    break
-                scaled = self.scale, self.steady
-                seconds = time.perf_counter() - begin
-                speed = config.train.batch * config.data.sequence / seconds
-                mfu = flops / seconds / peak
-                display.step(StepMetrics(self.step, loss, norm, lr, speed, mfu, memory_gib(self.device), seconds))
-                last = self.step == config.train.steps
-                if last or (config.checkpoint.every and self.step % config.checkpoint.every == 0):
-                    self._save(writer, first)
-                    saved = self.step
-                if self.validation is not None and every and (last or (self.step % every == 0 and not stop)):
-                    self._evaluate(display)
-                if stop and not last:
-                    how = STOPPED
-                    break
-            if saved != self.step or not self.step:
-                self._save(writer, first)
+            how = self._take_steps(display, writer, asked)
+            if self.saved != self.step or not self.step:
+                self._save(writer)
             with name_the_silent(f"the checkpoint of step {self.step}"):
                 kept = from_first(writer.wait)
             if first:
@@ -136,13 +96,56 @@ class Trainer:
                     draw_loss(self.folder)
                 except OSError as error:
                     display.say(f"loss.png was not written: {error}; the run is as it would be with it")
-            if not kept:
-                how = NOT_SAVED
             with name_the_silent("the end of the run"):
                 dist.barrier()
         if self.fault is not None:
-            raise ValueError(f"{self.fault}; the run ended before step {self.step + 1}, with its state saved")
-        return how
+            saved = "with its state saved" if kept else "and its state could not be saved"
+            raise ValueError(f"{self.fault}; the run ended before step {self.step + 1}, {saved}")
+        return how if kept else NOT_SAVED
+
+    def _take_steps(self, display: Display, writer: checkpoint.Writer, asked: Sequence[int]) -> str:
+        """The steps that are left, shown, saved and evaluated when it is time to; how they ended."""
+        config = self.config
+        peak = peak_flops(self.device, dist.get_world_size(), config.train.precision)
+        # Attention costs what a shorter causal sequence's would, if its pattern shows less.
+        seen = round(visible_share(self.pattern, config.data.sequence) * config.data.sequence)
+        flops = self.shape.flops_per_token(seen) * config.train.batch * config.data.sequence
+        scaled = self.scale, self.steady
+        while self.step < config.train.steps:
+            begin = time.perf_counter()
+            with name_the_silent(f"step {self.step + 1}"):
+                loss, norm, lr, stop = self.take_step(asked)
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                if config.train.precision == "float16" and self.scale >= 1.0:
+                    display.say(f"step {self.step + 1}: float16 overflow, again with the loss scale {self.scale:g}")
+                    if stop:
+                        return STOPPED
+                    continue
+                display.say(
+                    f"step {self.step + 1}: loss {loss}, gradient norm {norm}: not finite; stopping before the "
+                    "update, with the state as it was. Lower optimizer.lr, or look at the data of this step"
+                )
+                self.scale, self.steady = scaled  # no scale helps: the state before the step has its own
+                return NOT_FINITE
+            scaled = self.scale, self.steady
+            seconds = time.perf_counter() - begin
+            speed = config.train.batch * config.data.sequence / seconds
+            mfu = flops / seconds / peak
+            display.step(StepMetrics(self.step, loss, norm, lr, speed, mfu, memory_gib(self.device), seconds))
+            last = self.step == config.train.steps
+            if last or (config.checkpoint.every and self.step % config.checkpoint.every == 0):
+                self._save(writer)
+            if self._is_evaluated() and (last or not stop):
+                self._evaluate(display)
+            if stop and not last:
+                return STOPPED
+        return DONE
+
+    def _is_evaluated(self) -> bool:
+        """Whether an evaluation belongs to the step that was taken last."""
+        train = self.config.train
+        every = train.evaluate_every if self.validation is not None else 0
+        return self.step > 0 and every > 0 and (self.step >= train.steps or self.step % every == 0)
 
     def take_step(self, asked: Sized = ()) -> tuple[float, float, float, bool]:
         """One optimizer step: its loss, gradient norm and learning rate, and whether any rank was asked to stop before
@@ -268,7 +271,8 @@ class Trainer:
             self.scale *= 2.0 if fine else 0.5
             self.steady = 0
 
-    def _save(self, writer: checkpoint.Writer, first: bool) -> None:
+    def _save(self, writer: checkpoint.Writer) -> None:
+        first = dist.get_rank() == 0
         with name_the_silent(f"the checkpoint of step {self.step}"):
             from_first(writer.wait)  # for the state before: two at a time are more than memory may hold
             model, moments = model_state(self.parts, keep=first), optimizer_state(self.parts, keep=first)
@@ -279,9 +283,9 @@ class Trainer:
                 "tokenizer": self.train.file.tokenizer,
                 "config": self.config.as_dict(),
             }
-            writer.submit(
-                checkpoint.State(self.step, self.shape, model, moments, order_of(self.config, self.train.file), extra)
-            )
+            order = order_of(self.config, self.train.file)
+            writer.submit(checkpoint.State(self.step, self.shape, model, moments, order, extra))
+        self.saved = self.step
 
     def _resume(self, notes: list[str], held: contextlib.ExitStack) -> None:
         """Go on from the newest whole checkpoint, of the first rank's choice, and keep the folder until `held` ends."""
@@ -291,7 +295,7 @@ class Trainer:
         state = checkpoint.read(path, model=False)
         load_into(self.parts.model, path)
         load_optimizer_state(self.parts, state.optimizer)
-        self.step = state.step
+        self.step = self.saved = state.step
         # Another precision's scale says nothing of this one's.
         if self.config.train.precision == state.extra["config"]["train"]["precision"] == "float16":
             self.scale, self.steady = float(state.extra["scale"]), int(state.extra["steady"])

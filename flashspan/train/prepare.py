@@ -350,9 +350,10 @@ def _pool(processes: int) -> Executor:
 
 def _begin(parent: int) -> None:
     die_with(parent)
-    # Ctrl-C ends a process at once, and in silence: its part is made again.
+    # Ctrl-C ends a process at once, and in silence: its part is made again. What is blocked depends on who started the
+    # server: a training run blocks both.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT, signal.SIGTERM])
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
 
 
