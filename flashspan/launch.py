@@ -33,12 +33,21 @@ import torch.distributed as dist
 
 PRELOAD = ["flashspan.launch"]
 """What the server that ranks are forked from imports, unless it was started with more."""
+LONGEST = 1e6
+"""Seconds that anything may be waited for; timers count milliseconds in 32 bits and hold little more."""
 HERE = "flashspan/here"
 """Where in the store a rank that has begun says so."""
 
 
 class RankError(RuntimeError):
     """A function raised on a rank; the message carries the rank's number and its traceback."""
+
+
+def raise_plainly(error: RankError) -> None:
+    """Where ranks failed of bad input and all say the same: that, as a ValueError, without their tracebacks."""
+    faults = {line for line in str(error).splitlines() if line.startswith("ValueError: ")}
+    if len(faults) == 1:
+        raise ValueError(faults.pop().removeprefix("ValueError: ")) from error
 
 
 class Ranks:

@@ -17,14 +17,12 @@ import torch.distributed as dist
 
 from flashspan.attention import attention
 from flashspan.context import context_parallel
-from flashspan.launch import RankError, Ranks
+from flashspan.launch import LONGEST, RankError, Ranks, raise_plainly
 from flashspan.model import Llama, load_llama
 from flashspan.model.huggingface import read_json
 from flashspan.train.checkpoint import newest, refuse_damaged
-from flashspan.train.config import LONGEST
 from flashspan.train.data import ByteTokenizer, Tokenizer, load_tokenizer, tokenizer_of
 from flashspan.train.meeting import from_first
-from flashspan.train.run import raise_plainly
 
 from .decode import decode
 from .sample import Sampling

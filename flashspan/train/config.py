@@ -18,11 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from flashspan.launch import LONGEST
 from flashspan.model import LlamaConfig, preset, read_config
 from flashspan.parallel.mesh import resolve_degrees
-
-LONGEST = 1e6
-"""Seconds; timers count milliseconds in 32 bits and hold little more."""
 
 
 def option(default: Any, text: str) -> Any:

@@ -24,10 +24,10 @@ import torch
 import torch.distributed as dist
 
 from flashspan.folders import make_folder
-from flashspan.launch import PRELOAD, RankError, Ranks, start_fork_server
+from flashspan.launch import LONGEST, PRELOAD, RankError, Ranks, raise_plainly, start_fork_server
 
 from .checkpoint import checkpoints, last_step
-from .config import LONGEST, TrainConfig, describe_options, parse
+from .config import TrainConfig, describe_options, parse
 from .data import TokenFile, load_tokenizer, tokenizer_of
 from .estimate import describe_data, describe_plan, lack_of_disk, lack_of_memory
 from .loop import DONE, NOT_FINITE, NOT_SAVED, STOPPED, STOPS, Trainer, catch_signals, open_samples
@@ -223,13 +223,6 @@ def _signals_passed_on() -> Iterator[Callable[[list[int]], None]]:
     finally:
         for kind, handler in before.items():
             signal.signal(kind, handler)
-
-
-def raise_plainly(error: RankError) -> None:
-    """Where ranks failed of bad input and all say the same: that, as a ValueError, without their tracebacks."""
-    faults = {line for line in str(error).splitlines() if line.startswith("ValueError: ")}
-    if len(faults) == 1:
-        raise ValueError(faults.pop().removeprefix("ValueError: ")) from error
 
 
 def _join(config: TrainConfig) -> str:

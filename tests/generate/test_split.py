@@ -16,10 +16,9 @@ from flashspan import attention
 from flashspan.context import LAYOUTS, context_parallel
 from flashspan.generate import Sampling, Split, command, decode, generate
 from flashspan.generate.command import stream, talk
-from flashspan.launch import Ranks
+from flashspan.launch import LONGEST, Ranks
 from flashspan.model import Llama, LlamaConfig, preset
 from flashspan.train import checkpoint
-from flashspan.train.config import LONGEST
 from flashspan.train.data import ByteTokenizer
 from tests.generate.test_generate import CONFIGS, draw_prompt, make
 
