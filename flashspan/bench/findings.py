@@ -337,6 +337,18 @@ def of_sparse(rows: Sequence[Row]) -> list[str]:
     return [f"Block-sparse attention, ours against FlexAttention on {number} masks: {', '.join(passes)}."]
 
 
+def of_trainer(rows: Sequence[Row]) -> list[str]:
+    """Our trainer and our decoding against another library's, by pass."""
+    mine = [row for row in rows if row.what == "trainer" and row.ok and row.p50_ms > 0]
+    times = {(row.device, row.shape, row.kind, row.impl): row.p50_ms for row in mine}
+    ratios: dict[str, list[str]] = {}
+    for (device, shape, kind, impl), theirs in times.items():
+        ours = times.get((device, shape, kind, "flashspan"))
+        if ours and not impl.startswith("flashspan"):
+            ratios.setdefault(impl, []).append(f"{theirs / ours:.2f} in {kind} of {shape}")
+    return [f"Training and generating, times as fast as {impl}: {', '.join(each)}." for impl, each in ratios.items()]
+
+
 def of_model(rows: Sequence[Row]) -> list[str]:
     """What autocast and the compiler bring to a training step."""
     step = [row for row in rows if row.what == "model" and row.kind == "training" and row.ok and row.p50_ms > 0]
@@ -416,7 +428,7 @@ def of_earlier(rows: Sequence[Row], kept: Sequence[Row]) -> list[str]:
 def find(rows: Sequence[Row], kept: Sequence[Row] | None = None) -> list[str]:
     """All findings, the most telling first. `kept` is current(rows), from who has it."""
     kept = current(rows) if kept is None else kept
-    parts = (of_noise, of_context, of_attention, of_sparse, of_model, of_collectives, of_memory)
+    parts = (of_noise, of_context, of_attention, of_sparse, of_trainer, of_model, of_collectives, of_memory)
     found = [text for part in parts for text in part(kept)] + of_earlier(rows, kept)
     failed = [row for row in kept if row.status.startswith("failed")]
     if failed:

@@ -652,7 +652,8 @@ def test_sparse_masks_and_the_leaderboard_are_read_listed_drawn_and_spoken_of(
     record.append([*slow, *sparse_rows()], tmp_path / sparse.PATH.name)
     earlier, now = attended(16384, 5.25), attended(16384, 4.25)
     record.append([earlier, now], tmp_path / leaderboard.PATH.name)
-    record.append([replace(now, shape="1.24B 1x8192", kind="step", p50_ms=130.0)], tmp_path / "trainer.csv")
+    step = replace(now, shape="1.24B 1x8192", kind="step", p50_ms=130.0)
+    record.append([replace(step, impl="another", p50_ms=195.0), step], tmp_path / "trainer.csv")
     assert main(["report", str(tmp_path)]) == 0
     found = capsys.readouterr().out
     assert (
@@ -661,6 +662,7 @@ def test_sparse_masks_and_the_leaderboard_are_read_listed_drawn_and_spoken_of(
         "(1x16x16384x64 random 10%) times as fast."
     ) in found
     assert "the fastest other" not in found
+    assert "Training and generating, times as fast as another: 1.50 in step of 1.24B 1x8192." in found
     text = (tmp_path / "report.html").read_text()
     captions, made_by, tables = drawn_and_listed(text, "Block-sparse attention")
     assert captions == ["Median time. Ideal: that of the dense kernel at 8,192 tokens, times the share."]
@@ -681,7 +683,7 @@ def test_sparse_masks_and_the_leaderboard_are_read_listed_drawn_and_spoken_of(
     assert commands(text)[0] == "flashspan bench leaderboard"
     _, _, tables = drawn_and_listed(text, "Training and generating, beside transformers")
     [table] = tables.values()
-    assert lines_of(table)[1][:4] == ["1.24B 1x8192", "flashspan", "step", "130.0"]
+    assert lines_of(table)[2][:4] == ["1.24B 1x8192", "flashspan", "step", "130.0"]
     assert "python -m flashspan.bench.train_gpu" in text
     assert "Attention on one device" not in text
 
