@@ -67,7 +67,7 @@ def gradients(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv by the handout's equations 13 to 19: the scores again, from what forward kept. For torch.compile."""
-    q, k, v, dout = (x.float() for x in (q, k, v, dout))
+    q, k, v, dout = (x.to(lse.dtype) for x in (q, k, v, dout))  # float32 at least
     p = torch.exp(q @ k.mT * scale - lse[..., None])
     if is_causal:
         p = p.tril()

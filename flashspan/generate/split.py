@@ -68,7 +68,8 @@ class Split:
 
 def _group_of(attend: ContextAttention, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """The group of all ranks of an attention; None for one rank, which has nobody to talk to."""
-    if group is None:
+    given = group is not None
+    if not given:
         wires = [wire for wire in (attend.outer, attend.inner) if wire.num_ranks > 1]
         if not wires:
             return None
@@ -81,9 +82,10 @@ def _group_of(attend: ContextAttention, group: dist.ProcessGroup | None) -> dist
             f"group, rank {attend.rank} of {attend.num_ranks} in the attention; pass group=, a group of just those, in "
             "that order"
         )
-    if fault is not None and place[1] != attend.num_ranks:
-        raise ValueError(fault)  # on every rank of the attention; the group may have others, which are not here
-    raise_together(fault, group)
+    if not given and place[1] == attend.num_ranks:
+        raise_together(fault, group)
+    elif fault is not None:  # the group may have ranks that are not here, and would be waited for
+        raise ValueError(fault)
     return group if attend.num_ranks > 1 else None
 
 

@@ -89,7 +89,7 @@ def rank(run: Run, cluster: Cluster, *, most: int | None = None) -> list[Answer]
 
 
 def longest(run: Run, cluster: Cluster) -> tuple[int, Mixture | None]:
-    """The most tokens per sample, in thousands of 1024, for which some mixture fits, and one that does."""
+    """The most tokens per sample, a multiple of 1024, for which some mixture fits, and one that does."""
     unit = 1024
 
     def one_that_fits(units: int) -> Mixture | None:

@@ -31,7 +31,7 @@ from torch import Tensor
 from flashspan.model import LlamaConfig, read_config, read_weights, save_state
 from flashspan.model.huggingface import read_header, read_json
 
-PREFIX, WRITING, LOCK = "step-", ".writing-", ".lock"
+PREFIX, WRITING, BEFORE, LOCK = "step-", ".writing-", ".before", ".lock"
 FORMAT = 1
 """Of state.json and the names of the tensors; another one's are not guessed at."""
 
@@ -53,11 +53,11 @@ def write(folder: str | Path, state: State, *, keep: int = 2) -> Path:
     are damaged, or of a run that was started anew. Blocks until it is on disk; OSError where it cannot be."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    needed = 1.02 * sum(value.nbytes for value in (*state.model.values(), *state.optimizer.values())) + 2**20
+    needed = needed_bytes(sum(value.nbytes for value in (*state.model.values(), *state.optimizer.values())))
     if (free := shutil.disk_usage(folder).free) < needed:
         raise OSError(f"no space left: a checkpoint takes {needed / 1e6:,.1f} MB and {folder} has {free / 1e6:,.1f} MB")
     final = folder / f"{PREFIX}{state.step:08}"
-    half = folder / f"{WRITING}{final.name}"
+    half, aside = folder / f"{WRITING}{final.name}", folder / f"{WRITING}{final.name}{BEFORE}"
     shutil.rmtree(half, ignore_errors=True)
     try:
         half.mkdir()
@@ -71,24 +71,28 @@ def write(folder: str | Path, state: State, *, keep: int = 2) -> Path:
         (half / "manifest.json").write_text(json.dumps(manifest, indent=2))
         for path in [*half.iterdir(), half]:
             _flush(path)
-        # One of the same step, of a run before it, stays until this one has its name.
-        aside = folder / f"{WRITING}{final.name}.before"
         _remove(aside)
-        if final.exists() or final.is_symlink():
-            final.rename(aside)
+        if os.path.lexists(final):
+            final.rename(aside)  # it stays until this one has its name
         half.rename(final)
         _flush(folder)
-        _remove(aside)
     except BaseException as error:
         shutil.rmtree(half, ignore_errors=True)
+        if os.path.lexists(aside) and not os.path.lexists(final):
+            aside.rename(final)
         if isinstance(error, SafetensorError):  # a disk that fills while the tensors are written
             raise OSError(str(error)) from error
         raise
     kept = [path for path in checkpoints(folder) if path.name <= final.name][-keep:]
-    for path in set(checkpoints(folder)) - set(kept):
+    for path in (set(checkpoints(folder)) - set(kept)) | {aside}:
         with contextlib.suppress(OSError):
             _remove(path)
     return final
+
+
+def needed_bytes(tensors: float) -> float:
+    """What a checkpoint takes on a disk, by the bytes of its tensors."""
+    return 1.02 * tensors + 2**20
 
 
 def _remove(path: Path) -> None:
@@ -106,7 +110,12 @@ def checkpoints(folder: str | Path) -> list[Path]:
 
 def last_step(folder: str | Path) -> int:
     """The step that the last checkpoint in a folder is named after, whole or not; 0 where there is none."""
-    return max((int(path.name.removeprefix(PREFIX)) for path in checkpoints(folder)), default=0)
+    return max(map(step_of, checkpoints(folder)), default=0)
+
+
+def step_of(path: Path) -> int:
+    """The step that a checkpoint is named after."""
+    return int(path.name.removeprefix(PREFIX))
 
 
 def newest(folder: str | Path, *, say: Callable[[str], None] = print) -> Path | None:
@@ -149,12 +158,13 @@ def alone_in(folder: str | Path, option: str = "--checkpoint.folder") -> Iterato
 def clear_unfinished(folder: str | Path) -> None:
     """Drop what an ended run was writing, and put back what it was about to replace. Only for the run that writes here:
     a reader would take it from a live one."""
-    for path in Path(folder).glob(f"{WRITING}*.before"):
-        final = path.with_name(path.name.removeprefix(WRITING).removesuffix(".before"))
-        if not final.exists():
+    for path in Path(folder).glob(f"{WRITING}*{BEFORE}"):
+        final = path.with_name(path.name.removeprefix(WRITING).removesuffix(BEFORE))
+        if not os.path.lexists(final):
             path.rename(final)
     for path in Path(folder).glob(f"{WRITING}*"):
-        shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            _remove(path)
 
 
 def refuse_damaged(path: str | Path) -> None:
@@ -164,8 +174,8 @@ def refuse_damaged(path: str | Path) -> None:
         raise ValueError(f"{path} is damaged ({fault}): give another checkpoint, or the run's folder {path.parent}")
 
 
-def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint folder, in words; None if every hash holds."""
+def damage(path: Path, *, hashes: bool = True) -> str | None:
+    """What is wrong with a checkpoint folder, in words; None if every hash holds, or without hashes every size."""
     try:
         manifest = read_json(path / "manifest.json")
         for name, about in manifest.items():
@@ -176,7 +186,7 @@ def damage(path: Path) -> str | None:
                 return f"{name} is missing"
             if file.stat().st_size != about["bytes"]:
                 return f"{name} has {file.stat().st_size} of {about['bytes']} bytes"
-            if hash_file(file) != about["blake2b"]:
+            if hashes and hash_file(file) != about["blake2b"]:
                 return f"the hash of {name} does not hold"
         lacking = {"state.json", "config.json", "optimizer.safetensors"} - set(manifest)
         return f"{', '.join(sorted(lacking))} is missing" if lacking else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import torch
 from flashspan.plan.devices import available_bytes
 from flashspan.plan.memory import Ledger, Mixture, Run, ledger
 
-from .checkpoint import checkpoints, last_step
+from .checkpoint import checkpoints, damage, last_step, needed_bytes, step_of
 from .config import TrainConfig
 from .loop import misfit, open_samples
 from .pattern import make_pattern, visible_share
@@ -69,7 +68,7 @@ def lack_of_disk(config: TrainConfig) -> str | None:
     while not place.exists():
         place = place.parent
     # Weights and two moments of each.
-    needed = 3 * config.model.resolve().num_parameters * getattr(torch, config.train.weights).itemsize
+    needed = needed_bytes(3 * config.model.resolve().num_parameters * getattr(torch, config.train.weights).itemsize)
     if (free := shutil.disk_usage(place).free) >= needed:
         return None
     return (
@@ -79,20 +78,21 @@ def lack_of_disk(config: TrainConfig) -> str | None:
 
 
 def _standing(config: TrainConfig) -> str:
-    """Where a run in this folder would begin, by the checkpoints' names: to hash them takes as long as to read them.
-    ValueError where the last one is of another run."""
-    folder, step, asked = config.checkpoint.folder, last_step(config.checkpoint.folder), config.train.steps
+    """Where a run in this folder would begin, by the checkpoints' names and sizes: to hash them takes as long as to
+    read them. ValueError where the last one is of another run."""
+    folder, asked = config.checkpoint.folder, config.train.steps
     if Path(folder).exists() and not Path(folder).is_dir():
         raise ValueError(f"the checkpoint.folder {folder} is a file: choose another with --checkpoint.folder")
+    whole = [path for path in checkpoints(folder) if damage(path, hashes=False) is None]
+    if config.checkpoint.resume and whole:
+        fault = misfit(whole[-1], config, open_samples(config)[0].file)
+        if fault is not None:
+            raise ValueError(fault)
+    step = step_of(whole[-1]) if whole else last_step(folder)
     if not step:
         return f"from step 0 to {asked}, in {folder}"
     if not config.checkpoint.resume:
         return f"from step 0 to {asked}, in place of the run at step {step} in {folder}"
-    fault = None
-    with contextlib.suppress(ValueError, OSError, KeyError):  # damaged: a run would look for the one before it
-        fault = misfit(checkpoints(folder)[-1], config, open_samples(config)[0].file)
-    if fault is not None:
-        raise ValueError(fault)
     if step >= asked:
         return f"already at step {step} of the {asked} asked for in {folder}: nothing to do"
     return f"from step {step}, where it stands in {folder}, to {asked}"

@@ -29,7 +29,7 @@ from . import checkpoint
 from .build import build, load_into, load_optimizer_state, model_state, optimizer_state
 from .config import AttentionSection, OptimizerSection, TrainConfig
 from .data import Samples, TokenFile, open_tokens
-from .meeting import from_first, name_the_silent
+from .meeting import from_each, from_first, name_the_silent
 from .metrics import Display, StepMetrics, draw_loss, memory_gib, peak_flops
 from .pattern import make_pattern, visible_share
 from .prepare import corpus_tokens
@@ -97,11 +97,14 @@ class Trainer:
                 except OSError as error:
                     display.say(f"loss.png was not written: {error}; the run is as it would be with it")
             with name_the_silent("the end of the run"):
-                dist.barrier()
+                from_each(partial(self._tell_fault, kept))
+        return how if kept else NOT_SAVED
+
+    def _tell_fault(self, kept: bool) -> None:
+        """ValueError where the next step's samples could not be read."""
         if self.fault is not None:
             saved = "with its state saved" if kept else "and its state could not be saved"
             raise ValueError(f"{self.fault}; the run ended before step {self.step + 1}, {saved}")
-        return how if kept else NOT_SAVED
 
     def _take_steps(self, display: Display, writer: checkpoint.Writer, asked: Sequence[int]) -> str:
         """The steps that are left, shown, saved and evaluated when it is time to; how they ended."""
@@ -213,7 +216,7 @@ class Trainer:
         """The loss on the first samples of the validation file."""
         assert self.validation is not None
         self.parts.runner.eval()
-        num_samples = min(self.config.train.evaluate_samples, self.validation.num_windows)
+        num_samples = num_evaluated(self.config, self.validation)
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for start in range(0, num_samples, self.batch_ranks):
             number = start + self.batch_rank
@@ -407,10 +410,12 @@ def open_samples(config: TrainConfig) -> tuple[Samples, Samples | None]:
     # One that lies beside the training file may be too short for a sample; one that was asked for may not.
     if held_out is not None and len(held_out.tokens) <= config.data.sequence and not config.data.validation:
         held_out = None
-    validation = None if held_out is None else Samples(held_out, *options)
-    if validation is not None and config.train.evaluate_every:
-        validation.read(range(min(config.train.evaluate_samples, validation.num_windows)))  # damage is told now
-    return Samples(file, *options), validation
+    return Samples(file, *options), None if held_out is None else Samples(held_out, *options)
+
+
+def num_evaluated(config: TrainConfig, validation: Samples) -> int:
+    """How many samples an evaluation takes, from the first on."""
+    return min(config.train.evaluate_samples, validation.num_windows)
 
 
 def learning_rate(step: int, num_steps: int, options: OptimizerSection) -> float:

@@ -30,7 +30,7 @@ from .checkpoint import checkpoints, last_step
 from .config import TrainConfig, describe_options, parse
 from .data import TokenFile, load_tokenizer, tokenizer_of
 from .estimate import describe_data, describe_plan, lack_of_disk, lack_of_memory
-from .loop import DONE, NOT_FINITE, NOT_SAVED, STOPPED, STOPS, Trainer, catch_signals, open_samples
+from .loop import DONE, NOT_FINITE, NOT_SAVED, STOPPED, STOPS, Trainer, catch_signals, num_evaluated, open_samples
 from .meeting import name_the_silent
 from .metrics import say
 
@@ -69,7 +69,10 @@ def train(config: TrainConfig, *, dry_run: bool = False) -> int:
     # Whoever started ranks on several machines, and does not say how many on this one, is not second-guessed.
     num_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if joined else num_ranks
     # Of a GPU's memory its allocator tells; a CPU's is handed out though it is not there, and then a rank is killed.
-    lack = (None if _num_gpus(config) else lack_of_memory(config, num_ranks, num_here)) or lack_of_disk(config)
+    lack = None if _num_gpus(config) else lack_of_memory(config, num_ranks, num_here)
+    first = not joined or os.environ["RANK"] == "0"
+    if first and last_step(config.checkpoint.folder) < config.train.steps:  # who writes checkpoints, if there are any
+        lack = lack or lack_of_disk(config)
     if dry_run:
         print(config.describe())
         print(describe_plan(config, num_ranks))
@@ -78,11 +81,11 @@ def train(config: TrainConfig, *, dry_run: bool = False) -> int:
         return 0
     if lack:
         raise ValueError(lack)
-    if not joined or os.environ["RANK"] == "0":
+    if first:
         say(describe_data(config))
         warn_of_slow_products(config)
     how = _join(config) if joined else _start(config, num_ranks)
-    if not joined or os.environ["RANK"] == "0":
+    if first:
         say(_farewell(config, how))
     return 0 if how in (DONE, STOPPED) else 1
 
@@ -109,7 +112,11 @@ def check(config: TrainConfig, num_ranks: int) -> None:
         )
     if config.train.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ValueError("train.tensorboard needs the tensorboard package: pip install tensorboard")
-    check_tokenizer(config, [samples.file for samples in open_samples(config) if samples is not None])
+    train, validation = open_samples(config)
+    if validation is not None and config.train.evaluate_every:
+        for number in range(num_evaluated(config, validation)):
+            validation.read([number])  # damage is told now, not when there are steps to lose
+    check_tokenizer(config, [samples.file for samples in (train, validation) if samples is not None])
 
 
 def check_tokenizer(config: TrainConfig, files: Sequence[TokenFile]) -> None:

@@ -234,11 +234,6 @@ def test_tables_are_in_the_order_of_tokens_and_sizes_whenever_rows_were_measured
     assert re.findall(r"^\| (\S+) \| (\d+) \|", lengths, re.MULTILINE) == 2 * wanted
 
 
-def test_the_page_in_docs_is_the_one_the_rows_make(tmp_path: Path) -> None:
-    rows = writeup.read_rows(ROOT / writeup.FOLDER)
-    assert (ROOT / writeup.PAGE).read_text(encoding="utf-8") == writeup.Writer(rows, tmp_path).page()
-
-
 @pytest.mark.parametrize(("here", "told"), [(2.0, True), (0.92, False), (1.08, False)])
 def test_two_times_of_the_same_settings_are_explained_if_they_differ(tmp_path: Path, here: float, told: bool) -> None:
     warmups = [replace(row, mean_ms=here) for row in rows_of("warm-up")]

@@ -213,6 +213,23 @@ def check_hopper(*kernels: Hopper) -> None:
         assert not [line for line in warnings if "serialized" in line]
 
 
+KEPT = """
+import gc, json, torch, weakref
+from flashspan.kernels.compile import hopper_launches
+launches = hopper_launches(torch.bfloat16, 128)
+described = [weakref.ref(x.base) for launch in launches.values() for x in launch.arguments if hasattr(x, "base")]
+del launches
+gc.collect()
+print(json.dumps([len(described), sum(tensor() is not None for tensor in described)]))
+"""
+
+
+def test_what_is_worked_out_for_a_launch_keeps_no_tensor_alive() -> None:
+    [(described, kept)] = compile_apart(KEPT, [])
+    assert described > 20
+    assert kept == 0
+
+
 def test_the_hopper_kernels_compile() -> None:
     check_hopper(*PLAIN)
 

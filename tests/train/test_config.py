@@ -16,7 +16,7 @@ from tokenizers import models
 
 from flashspan.launch import Ranks
 from flashspan.model import Llama, preset, save_llama
-from flashspan.train import TrainConfig, parse, train
+from flashspan.train import TrainConfig, checkpoint, parse, train
 from flashspan.train.config import CheckpointSection, OptimizerSection, build, describe_options, read_toml
 from flashspan.train.data import ByteTokenizer, FileTokenizer, Tokenizer, open_tokens, write_tokens
 from flashspan.train.loop import learning_rate, open_samples
@@ -275,6 +275,8 @@ def test_a_dry_run_refuses_what_the_run_would(config_of: Callable[..., TrainConf
     assert train(config_of("--parallel.context=1"), dry_run=True) == 0
     with pytest.raises(ValueError, match=r"is a checkpoint of another model .*width was 48, is 64"):
         train(config_of("--parallel.context=1", "--model.width=64"), dry_run=True)
+    last = checkpoint.checkpoints(config.checkpoint.folder)[-1]
+    (last.with_name("step-00000002")).mkdir()  # of which nothing was written, so that the one before it counts
     with pytest.raises(ValueError, match=r"is of a run with other samples .*seed was 0, is 7"):
         train(config_of("--parallel.context=1", "--train.seed=7"), dry_run=True)
     file = tmp_path / "file"
@@ -287,7 +289,7 @@ def test_a_disk_too_small_for_a_checkpoint_is_told_before(
     config_of: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = config_of("--checkpoint.folder=runs/of/mine")
-    needed = 3 * 4 * config.model.resolve().num_parameters
+    needed = checkpoint.needed_bytes(3 * 4 * config.model.resolve().num_parameters)
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=needed - 1))
     with pytest.raises(ValueError, match=r"a checkpoint takes .* MB, and runs/of/mine has room for .* MB: make room"):
         train(config)

@@ -28,14 +28,14 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from flashspan.attention import attention
-from flashspan.launch import RankError, Ranks
+from flashspan.launch import RankError, Ranks, raise_plainly
 from flashspan.model import Llama, preset, save_llama
 from flashspan.train import TrainConfig, checkpoint, loop, meeting
 from flashspan.train.config import AttentionSection
 from flashspan.train.data import HEADER_BYTES, ByteTokenizer, Samples, open_tokens, write_tokens
 from flashspan.train.loop import DONE, NOT_FINITE, NOT_SAVED, STOPPED, Trainer
 from flashspan.train.metrics import read_metrics
-from flashspan.train.run import run_rank
+from flashspan.train.run import check, run_rank
 
 OnRanks = Callable[..., list[Any]]
 ConfigOf = Callable[..., TrainConfig]
@@ -536,9 +536,11 @@ def test_damage_that_a_run_comes_upon_ends_it_with_its_state_saved(
     shutil.copy(corpus, file)
     config = config_of("--parallel.data=2", "--parallel.context=1", f"--data.train={file}", "--checkpoint.every=0")
     spoil(file, Samples(open_tokens(file), 63, config.train.seed).window(3 * 4 + 2))  # of the fourth step, on one rank
-    with pytest.raises(RankError, match=r"holds number 60000; .* ended before step 4, with its state saved") as told:
+    with pytest.raises(RankError) as told:
         on_ranks(2, run_rank, config)
-    assert "rank 0" not in str(told.value)
+    assert "rank 0" in str(told.value)  # who read the others' tokens ends as they do
+    with pytest.raises(ValueError, match=r"holds number 60000; .* ended before step 4, with its state saved"):
+        raise_plainly(told.value)
     path = checkpoint.newest(config.checkpoint.folder)
     assert path is not None
     assert checkpoint.read(path).step == 3
@@ -551,7 +553,7 @@ def test_damage_in_what_a_run_is_evaluated_on_is_told_before_it(
     shutil.copy(corpus.with_name("val.bin"), file)
     spoil(file, 5)
     with pytest.raises(ValueError, match=r"val\.bin is damaged: .* holds number 60000"):
-        loop.open_samples(config_of(f"--data.validation={file}", "--train.evaluate_every=2"))
+        check(config_of(f"--data.validation={file}", "--train.evaluate_every=2", "--parallel.context=1"), 1)
 
 
 def test_validation_data_of_another_tokenizer_is_refused(config_of: ConfigOf, tmp_path: Path) -> None:
@@ -580,13 +582,21 @@ def test_the_evaluation_that_a_kill_cut_off_is_made_up_for(on_ranks: OnRanks, co
 def test_a_checkpoint_replaced_by_one_of_the_same_step_is_there_until_then(tmp_path: Path) -> None:
     path = checkpoint.write(tmp_path, tiny_state(2))
     before = (path / "manifest.json").read_text()
-    whole = Path.rename
+    rename = Path.rename
 
     def killed(self: Path, target: Path) -> Path:
-        if target == path and not self.name.endswith(".before"):
+        if target == path:
             raise KeyboardInterrupt
-        return whole(self, target)
+        return rename(self, target)
 
+    def refused(self: Path, target: Path) -> Path:
+        if target == path and not self.name.endswith(checkpoint.BEFORE):
+            raise PermissionError
+        return rename(self, target)
+
+    with mock.patch.object(Path, "rename", refused), pytest.raises(PermissionError):
+        checkpoint.write(tmp_path, tiny_state(2))
+    assert checkpoint.newest(tmp_path) == path
     with (
         mock.patch.object(Path, "rename", killed),
         mock.patch.object(shutil, "rmtree"),

@@ -70,7 +70,6 @@ def aligned(x: Tensor) -> Tensor:
     return x if is_aligned(x) else x.contiguous().clone() if x.is_contiguous() else x.contiguous()
 
 
-@cache
 def key_heads_for_queries(q: Tensor, k: Tensor, num_blocks: int) -> int:
     """Key heads in flight together where a tile is one of a head's blocks of queries: those whose K and V fit the
     cache, but enough to occupy the chip."""
@@ -86,6 +85,7 @@ def key_heads_for_keys(q: Tensor, k: Tensor, num_blocks: int) -> int:
     return min(B * K, max(1, multiprocessors(q.device) * (q.shape[1] // K) // num_blocks))
 
 
+@cache
 def multiprocessors(device: torch.device) -> int:
     """How many programs run at once."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
