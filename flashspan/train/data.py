@@ -118,12 +118,12 @@ class TokenFile:
     tokenizer: str
     end: int
 
-    def may_share_tokenizer(self, other: TokenFile) -> bool:
-        """Whether the same numbers may mean the same words. Files know a tokenizer's name and size; the name is a path,
-        and the same file may lie elsewhere. Of one without a name nobody knows."""
-        unnamed = not (self.tokenizer and other.tokenizer)
-        bytes_or_not = (self.tokenizer == "bytes") == (other.tokenizer == "bytes")
-        return unnamed or (bytes_or_not and self.vocab_size == other.vocab_size)
+    def may_be_of(self, tokenizer: str, vocab_size: int | None) -> bool:
+        """Whether a tokenizer may have made these tokens, of whose name and size nothing or None is known. The name is
+        a path, and the same file may lie elsewhere: only bytes are told from others by it."""
+        named = self.tokenizer != "" and tokenizer != ""
+        differs = named and (self.tokenizer == "bytes") != (tokenizer == "bytes")
+        return not differs and vocab_size in (None, self.vocab_size)
 
     @cached_property
     def fingerprint(self) -> str:

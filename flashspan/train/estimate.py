@@ -12,8 +12,8 @@ from flashspan.plan.memory import Ledger, Mixture, Run, ledger
 
 from .checkpoint import checkpoints, damage, last_step, needed_bytes, step_of
 from .config import TrainConfig
-from .loop import misfit, open_samples
 from .pattern import make_pattern, visible_share
+from .samples import misfit, open_samples
 
 
 def describe_plan(config: TrainConfig, num_ranks: int) -> str:

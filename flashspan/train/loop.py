@@ -7,7 +7,6 @@ gradients are summed over data, shard and context ranks: so loss and gradient no
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import signal
 import time
@@ -27,12 +26,12 @@ from flashspan.parallel.collectives import is_dtensor
 
 from . import checkpoint
 from .build import build, load_into, load_optimizer_state, model_state, optimizer_state
-from .config import AttentionSection, OptimizerSection, TrainConfig
-from .data import Samples, TokenFile, open_tokens
+from .config import OptimizerSection, TrainConfig
+from .data import Samples
 from .meeting import from_each, from_first, name_the_silent
 from .metrics import Display, StepMetrics, draw_loss, memory_gib, peak_flops
 from .pattern import make_pattern, visible_share
-from .prepare import corpus_tokens
+from .samples import misfit, num_evaluated, open_samples, order_of
 
 DONE, STOPPED, NOT_FINITE, NOT_SAVED = "done", "stopped", "not finite", "not saved"
 STOPS = (signal.SIGTERM, signal.SIGINT)
@@ -339,83 +338,6 @@ class Trainer:
                 "checkpoint.folder, or start over from step 0, in their place, with --checkpoint.resume false"
             )
         return path
-
-
-def order_of(config: TrainConfig, file: TokenFile) -> dict[str, Any]:
-    """What decides which tokens a step reads, and which of them they see: a resumed run must agree."""
-    return {
-        "seed": config.train.seed,
-        "batch": config.train.batch,
-        "sequence": config.data.sequence,
-        "documents": config.data.documents,
-        "num_tokens": len(file.tokens),
-        "data": file.fingerprint,
-        "tokenizer": file.tokenizer,
-        "attention": str(config.attention),
-    }
-
-
-def misfit(path: Path, config: TrainConfig, file: TokenFile) -> str | None:
-    """Why a checkpoint is not of the run that a config describes, on the data in a file."""
-    state, shape = checkpoint.read(path, model=False, optimizer=False), config.model.resolve()
-    if state.config != shape:
-        both = [(entry.name, getattr(state.config, entry.name), getattr(shape, entry.name))
-                for entry in dataclasses.fields(shape)]  # fmt: skip
-        changed = [f"{name} was {theirs}, is {ours}" for name, theirs, ours in both if theirs != ours]
-        return (
-            f"{path} is a checkpoint of another model ({', '.join(changed)}): restore its sizes, choose another "
-            "checkpoint.folder, or start anew with --checkpoint.resume false"
-        )
-    ours = order_of(config, file)
-    # Before there were patterns, all runs were causal, and did not say so; nor which data of that length was read.
-    unsaid = {"attention": str(AttentionSection()), "data": ours["data"], "tokenizer": ours["tokenizer"]}
-    theirs = {**unsaid, **state.order}
-    changed = [f"{key} was {theirs.get(key)}, is {ours[key]}" for key in ours if ours[key] != theirs.get(key)]
-    if changed:
-        return (
-            f"{path} is of a run with other samples or another attention ({', '.join(changed)}): restore them, "
-            "choose another checkpoint.folder (--model.load takes the weights along), or start anew with "
-            "--checkpoint.resume false"
-        )
-    return None
-
-
-def open_samples(config: TrainConfig) -> tuple[Samples, Samples | None]:
-    """The samples of a run and those it is evaluated on, checked against the model's vocabulary."""
-    held_out: TokenFile | None
-    if config.data.train:
-        file = open_tokens(config.data.train)
-        beside = file.path.with_name("val.bin")
-        held_out = open_tokens(beside) if beside.exists() and not config.data.validation else None
-    else:
-        file, held_out = corpus_tokens()
-    if config.data.validation:
-        chosen = Path(config.data.validation)
-        held_out = open_tokens(chosen / "val.bin" if chosen.is_dir() else chosen)
-    vocab_size = config.model.resolve().vocab_size
-    for part in (file, held_out):
-        if part is not None and part.vocab_size > vocab_size:
-            raise ValueError(
-                f"the data's vocabulary must fit the model's: {part.path} has {part.vocab_size} tokens "
-                f"({part.tokenizer}), the model {vocab_size}; prepare it with the model's tokenizer, or set "
-                f"model.vocab_size to {part.vocab_size}"
-            )
-    if held_out is not None and not file.may_share_tokenizer(held_out):
-        raise ValueError(
-            f"training and validation data must be made with one tokenizer: {file.path} has {file.vocab_size:,} tokens "
-            f"({file.tokenizer}), {held_out.path} {held_out.vocab_size:,} ({held_out.tokenizer}); prepare both by one "
-            "command, or give another data.validation"
-        )
-    options = (config.data.sequence, config.train.seed, config.data.documents)
-    # One that lies beside the training file may be too short for a sample; one that was asked for may not.
-    if held_out is not None and len(held_out.tokens) <= config.data.sequence and not config.data.validation:
-        held_out = None
-    return Samples(file, *options), None if held_out is None else Samples(held_out, *options)
-
-
-def num_evaluated(config: TrainConfig, validation: Samples) -> int:
-    """How many samples an evaluation takes, from the first on."""
-    return min(config.train.evaluate_samples, validation.num_windows)
 
 
 def learning_rate(step: int, num_steps: int, options: OptimizerSection) -> float:

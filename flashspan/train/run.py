@@ -30,9 +30,10 @@ from .checkpoint import checkpoints, last_step
 from .config import TrainConfig, describe_options, parse
 from .data import TokenFile, load_tokenizer, tokenizer_of
 from .estimate import describe_data, describe_plan, lack_of_disk, lack_of_memory
-from .loop import DONE, NOT_FINITE, NOT_SAVED, STOPPED, STOPS, Trainer, catch_signals, num_evaluated, open_samples
+from .loop import DONE, NOT_FINITE, NOT_SAVED, STOPPED, STOPS, Trainer, catch_signals
 from .meeting import name_the_silent
 from .metrics import say
+from .samples import num_evaluated, open_samples
 
 SLOW = 4.0  # times as long as in float32, and a product is worth a word
 LONG_ENOUGH, LARGEST = 0.05, 1024
@@ -112,16 +113,16 @@ def check(config: TrainConfig, num_ranks: int) -> None:
         )
     if config.train.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ValueError("train.tensorboard needs the tensorboard package: pip install tensorboard")
-    train, validation = open_samples(config)
+    samples, validation = open_samples(config)
     if validation is not None and config.train.evaluate_every:
         for number in range(num_evaluated(config, validation)):
             validation.read([number])  # damage is told now, not when there are steps to lose
-    check_tokenizer(config, [samples.file for samples in (train, validation) if samples is not None])
+    check_tokenizer(config, [samples.file, *([] if validation is None else [validation.file])])
 
 
 def check_tokenizer(config: TrainConfig, files: Sequence[TokenFile]) -> None:
     """Refuse data that another tokenizer made than the one beside the weights to load: the same numbers would mean
-    other words. Files know a tokenizer's name and size; the name is a path, and the same file may lie elsewhere."""
+    other words."""
     name = tokenizer_of(config.model.load) if config.model.load else ""
     if not name:
         return
@@ -129,8 +130,7 @@ def check_tokenizer(config: TrainConfig, files: Sequence[TokenFile]) -> None:
     with contextlib.suppress(ValueError):  # a file that cannot be read; one that a checkpoint of ours names may be gone
         size = load_tokenizer(name).vocab_size
     for file in files:
-        differs = file.tokenizer != "" and (file.tokenizer == "bytes") != (name == "bytes")
-        if differs or size not in (None, file.vocab_size):
+        if not file.may_be_of(name, size):
             raise ValueError(
                 f"data must be made with the tokenizer of the model that model.load names: {file.path} has "
                 f"{file.vocab_size:,} tokens ({file.tokenizer or 'unnamed'}), {config.model.load} has "

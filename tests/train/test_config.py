@@ -19,9 +19,10 @@ from flashspan.model import Llama, preset, save_llama
 from flashspan.train import TrainConfig, checkpoint, parse, train
 from flashspan.train.config import CheckpointSection, OptimizerSection, build, describe_options, read_toml
 from flashspan.train.data import ByteTokenizer, FileTokenizer, Tokenizer, open_tokens, write_tokens
-from flashspan.train.loop import learning_rate, open_samples
+from flashspan.train.loop import learning_rate
 from flashspan.train.prepare import corpus_tokens
 from flashspan.train.run import check, main, run_rank
+from flashspan.train.samples import open_samples
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -36,6 +36,7 @@ from flashspan.train.data import HEADER_BYTES, ByteTokenizer, Samples, open_toke
 from flashspan.train.loop import DONE, NOT_FINITE, NOT_SAVED, STOPPED, Trainer
 from flashspan.train.metrics import read_metrics
 from flashspan.train.run import check, run_rank
+from flashspan.train.samples import open_samples
 
 OnRanks = Callable[..., list[Any]]
 ConfigOf = Callable[..., TrainConfig]
@@ -563,7 +564,7 @@ def test_validation_data_of_another_tokenizer_is_refused(config_of: ConfigOf, tm
         writer.add(range(200))
     options = (f"--data.validation={tmp_path / 'val.bin'}", "--model.vocab_size=300")
     with pytest.raises(ValueError, match=r"one tokenizer: .*257 tokens \(bytes\), .* 300 \(words/tokenizer\.json\)"):
-        loop.open_samples(config_of(*options))
+        open_samples(config_of(*options))
 
 
 def test_the_evaluation_that_a_kill_cut_off_is_made_up_for(on_ranks: OnRanks, config_of: ConfigOf) -> None:
