@@ -47,14 +47,24 @@ class Cost:
 
 
 def compile_launch(launch: Launch) -> Cost:
-    """Compile for sm_90; the launch's tensors may be on the meta device."""
+    """Compile for sm_90 and look at what came out."""
+    import triton
+
+    compiled = compile_for(launch, "cuda", 90)
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    return _inspect(compiled.asm["ptx"], tools, compiled.metadata)
+
+
+def compile_for(launch: Launch, kind: str, architecture: int | str) -> Any:
+    """Compile for an NVIDIA GPU ("cuda", 90) or one of AMD's ("hip", "gfx942"); the launch's tensors may be on the meta
+    device. Of what Triton gives, `metadata.shared` is the shared memory of a program."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
 
     function = launch.kernel
-    kind = GluonASTSource if function.is_gluon() else ASTSource
+    source_of = GluonASTSource if function.is_gluon() else ASTSource
     signature: dict[str, str] = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
@@ -67,10 +77,9 @@ def compile_launch(launch: Launch) -> Cost:
             constants[(index,)] = value
         if aligned:
             attributes[(index,)] = [["tt.divisibility", 16]]
-    source = kind(function, signature, constants, attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    return _inspect(compiled.asm["ptx"], tools, compiled.metadata)
+    source = source_of(function, signature, constants, attributes)
+    target = GPUTarget(kind, architecture, 32 if kind == "cuda" else 64)
+    return triton.compile(source, target=target, options=options)
 
 
 def _type_of(value: Any, constant: bool, free: bool) -> tuple[str, bool]:

@@ -122,6 +122,9 @@ def _portable(call: Call) -> str | None:
             return "has no bfloat16 in Triton's interpreter"
     elif call.device.type != "cuda":
         return f"needs a CUDA or ROCm device, not {call.device.type}"
+    elif torch.version.hip is None and torch.cuda.get_device_capability(call.device) < (8, 0):
+        major, minor = torch.cuda.get_device_capability(call.device)
+        return f"needs Triton, which serves sm_80 and later, not sm_{major}{minor}"
     if call.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"has no {call.dtype} kernels"
     return None

@@ -1,4 +1,4 @@
-"""Every shipped kernel compiles for sm_90 without a GPU. The portable ones spill nothing, the Hopper ones little."""
+"""Every shipped kernel compiles without a GPU. For sm_90 portable ones spill nothing in 16 bits, Hopper's little."""
 
 import json
 import subprocess
@@ -22,15 +22,24 @@ REST = [
     *[("dq", "bfloat16", 128), ("out", "bfloat16", 64)],
     *[(made, "bfloat16", size) for size in (16, 32) for made in ("out", "dk dv", "dq")],
     *[(made, "bfloat16", 256) for made in ("out", "dk", "dv", "dq")],
-    *[(made, "float32", size) for size in (16, 32, 64) for made in ("out", "dk dv", "dq")],
-    *[(made, "float32", size) for size in (128, 256) for made in ("out", "dk", "dv", "dq")],
+    *[(made, "float32", size) for size in (16, 32, 64, 128) for made in ("out", "dk dv", "dq")],
+    *[(made, "float32", 256) for made in ("out", "dk", "dv", "dq")],
 ]
+SPILLED = {64: 320, 128: 3400, 256: 4000}
+"""Bytes, in float32: the three parts of each number take the registers. Smaller tiles have them, and are 1.2 to 4 times
+as slow (docs/kernels.md)."""
+
+
+def allowed(tile: tuple[str, str, int]) -> int:
+    """Bytes that a pass may spill."""
+    _, dtype, head_dim = tile
+    return SPILLED.get(head_dim, 0) if dtype == "float32" else 0
 
 
 def check(*tiles: tuple[str, str, int]) -> None:
     for (made, dtype, head_dim), line in zip(tiles, compile_apart(PROGRAM, tiles), strict=True):
         spilled, shared, wide, narrow, warnings = line
-        assert spilled == 0, (made, dtype, head_dim)
+        assert spilled <= allowed((made, dtype, head_dim)), (made, dtype, head_dim)
         assert shared <= 232448, "a Hopper block has 227 KiB of shared memory"
         assert wide + narrow > 0, "the products must run on the tensor cores"
         if dtype == "bfloat16":  # float32's small tiles use the narrow instruction
@@ -77,10 +86,51 @@ def test_help_is_shown_and_nothing_compiled(
 
 
 def test_the_lists_above_are_the_whole_table() -> None:
-    from flashspan.kernels.portable.tiles import TABLE
+    from flashspan.kernels.portable.tiles import SMALL, TABLE
 
     listed = {(made, 2 if dtype == "bfloat16" else 4, size) for made, dtype, size in COMMON + REST}
     assert listed == set(TABLE)
+    assert set(SMALL) <= set(TABLE)
+
+
+ELSEWHERE = """
+import json, sys, torch
+from flashspan.kernels.blocks import Blocks
+from flashspan.kernels.compile import compile_for, shipped_launches
+from flashspan.kernels.contract import Dropout
+from flashspan.kernels.masks import CAUSAL
+from flashspan.kernels.portable import arguments, tiles
+positions = torch.empty(4096, dtype=torch.int32, device="meta")
+dropout = Dropout(0.1, torch.empty(1, dtype=torch.int64, device="meta"), positions, positions)
+maps = {"mask": Blocks.of(CAUSAL, 4096, 4096), "carry": True, "dropout": dropout}
+for kind, architecture, options, made, dtype, head_dim in json.loads(sys.argv[1]):
+    torch.version.hip = "here" if kind == "hip" else None
+    arguments.is_small = tiles.is_small = lambda device: architecture != 100
+    launches = shipped_launches(getattr(torch, dtype), head_dim, **(maps if options == "maps" else {}))
+    print(json.dumps(compile_for(launches[made], kind, architecture).metadata.shared))
+"""
+ROOM = {("cuda", 80): 163, ("cuda", 89): 99, ("cuda", 100): 227, ("cuda", 120): 99, ("hip", "gfx942"): 64}
+"""KiB of shared memory that a program may have: of an A100, an RTX 4090 or L4, a B200, an RTX 5090, an MI300."""
+
+
+def check_fits(kind: str, architecture: int | str, options: str, *tiles: tuple[str, str, int]) -> None:
+    asked = [(kind, architecture, options, *tile) for tile in tiles]
+    for tile, shared in zip(asked, compile_apart(ELSEWHERE, asked), strict=True):
+        assert shared <= ROOM[kind, architecture] * 1024, tile
+
+
+def test_heads_of_128_fit_a_small_gpu() -> None:
+    check_fits("cuda", 89, "", *[(made, "bfloat16", 128) for made in ("out", "dk dv", "dq")])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", ["", "maps"])
+@pytest.mark.parametrize(("kind", "architecture"), ROOM)
+@pytest.mark.parametrize(("made", "dtype", "head_dim"), COMMON + REST)
+def test_every_tile_fits_every_gpu(
+    made: str, dtype: str, head_dim: int, kind: str, architecture: int | str, options: str
+) -> None:
+    check_fits(kind, architecture, options, (made, dtype, head_dim))
 
 
 TIGHTEST = """

@@ -20,7 +20,7 @@ from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.contract import Carry
 from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band, Mask, Rows
 from flashspan.kernels.patterns import documents, ragged, random_blocks
-from flashspan.kernels.portable import arguments
+from flashspan.kernels.portable import arguments, tiles
 from flashspan.kernels.portable.arguments import Launch, _Plan
 from flashspan.kernels.portable.delta import row_delta
 
@@ -562,3 +562,31 @@ def test_what_others_serve_is_not_done_again(shape: tuple[int, int, int], num_ke
     k = q.new_zeros(1, key_heads, num_keys, 64)
     assert launch.again(q, k, k, mask=EVERYTHING, scale=0.1, out_dtype=q.dtype) is None
     assert launch.again(x, x, x, mask=EVERYTHING, scale=-0.1, out_dtype=q.dtype) is None
+
+
+@pytest.mark.parametrize(
+    ("room", "hip", "small", "products"),
+    [
+        (227, None, False, "bf16x6"),
+        (163, None, True, "tf32x3"),
+        (99, None, True, "tf32x3"),
+        (64, "6.4", True, "bf16x6"),
+    ],
+)
+def test_a_gpu_gets_tiles_that_fit_it_and_products_it_has(
+    monkeypatch: pytest.MonkeyPatch, room: int, hip: str | None, small: bool, products: str
+) -> None:
+    """On GPUs that are not here."""
+    utils = SimpleNamespace(get_device_properties=lambda index: {"max_shared_mem": room * 1024})
+    monkeypatch.setattr(tiles, "driver", SimpleNamespace(active=SimpleNamespace(utils=utils)))
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(arguments.knobs.runtime, "interpret", False)
+    device = torch.device("cuda", 0)
+    q: Any = SimpleNamespace(device=device, shape=(1, 1, 9, 128), element_size=lambda: 2)
+    tiles.is_small.cache_clear()
+    try:
+        for bits in (False, True):
+            assert tiles.tile("dq", q, bits=bits) == (tiles.SMALL if small else tiles.TABLE)["dq", 2, 128]
+        assert arguments.precision(device) == products
+    finally:
+        tiles.is_small.cache_clear()

@@ -213,7 +213,7 @@ def backward_launches(
     numbers = (H, K, T, S, lo, hi, scale * LOG2E, scale, *drop)
     constants = {
         "TABLE": table, "ADD": accumulate, "DROPOUT": dropout is not None,
-        "POSITIONS": dropout is not None and dropout.q_positions is not None, "PRECISION": precision(),
+        "POSITIONS": dropout is not None and dropout.q_positions is not None, "PRECISION": precision(q.device),
     }  # fmt: skip
     launches = {}
     for made, size in key_passes(q, dropout=dropout is not None).items() if k.numel() else ():

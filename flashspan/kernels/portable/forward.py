@@ -177,7 +177,7 @@ def forward_launch(
         {
             "TABLE": table, "CARRY": carry, "DROPOUT": dropout is not None,
             "POSITIONS": dropout is not None and dropout.q_positions is not None, "NEGATIVE": scale < 0,
-            "PRECISION": precision(), **size.constants(D),
+            "PRECISION": precision(q.device), **size.constants(D),
         },
     )  # fmt: skip
     return launch if only is None else repair(launch, repair_kernel, only)

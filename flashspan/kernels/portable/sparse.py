@@ -281,7 +281,7 @@ def sparse_forward_launch(
             B, H, k.shape[1], T, k.shape[2], scale * LOG2E, *drop,
         ),
         {
-            **_constants(mask.block, dropout), "CARRY": carry, "NEGATIVE": scale < 0, **size.constants(D),
+            **_constants(q, mask.block, dropout), "CARRY": carry, "NEGATIVE": scale < 0, **size.constants(D),
         },
     )  # fmt: skip
     return launch if only is None else repair(launch, sparse_repair_kernel, only)
@@ -320,7 +320,7 @@ def sparse_backward_launches(
                 *inputs, *dk.stride()[:3], *dv.stride()[:3], *maps(mask, mask.columns), *numbers,
             ),
             {
-                **_constants(mask.block[::-1], dropout), "ADD": accumulate, "DK": "dk" in made, "DV": "dv" in made,
+                **_constants(q, mask.block[::-1], dropout), "ADD": accumulate, "DK": "dk" in made, "DV": "dv" in made,
                 "GROUP": H // K, "ES": size.edge_stages, **size.constants(D),
             },
         )  # fmt: skip
@@ -335,7 +335,7 @@ def sparse_backward_launches(
                 *inputs, *dq.stride()[:3], *maps(mask, mask.rows), *numbers,
             ),
             {
-                **_constants(mask.block, dropout), "ADD": accumulate, **constants,
+                **_constants(q, mask.block, dropout), "ADD": accumulate, **constants,
                 "EC": min(size.edge_slice, constants["BC"]),
             },
         )  # fmt: skip
@@ -352,12 +352,12 @@ def maps(mask: Blocks, lists: Lists) -> tuple[int, int, int, int]:
     return batch, head, _num_lines(lists), lists.num_long
 
 
-def _constants(block: tuple[int, int], dropout: Dropout | None) -> dict[str, Any]:
+def _constants(q: Tensor, block: tuple[int, int], dropout: Dropout | None) -> dict[str, Any]:
     """Compile-time arguments all passes share; `block` is the tile's edge along the line, and the other."""
     return {
         "LINE": block[0],
         "OTHER": block[1],
         "DROPOUT": dropout is not None,
         "POSITIONS": dropout is not None and dropout.q_positions is not None,
-        "PRECISION": precision(),
+        "PRECISION": precision(q.device),
     }

@@ -2,14 +2,17 @@
 
 A row: (what the pass makes, bytes per element, padded head size) -> block of queries, block of keys, width of the tiles
 at the edge of a mask, warps, pipeline stages, and how much of a head is multiplied at a time. Measured on an H200
-(docs/kernels.md).
+(docs/kernels.md); for GPUs with less shared memory chosen by compiling for them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
+import torch
 from torch import Tensor
+from triton.runtime import driver
 
 
 @dataclass(frozen=True)
@@ -48,34 +51,33 @@ TABLE: dict[tuple[str, int, int], Tile] = {
     ("out", 2, 64): Tile(128, 128, 64, 8, 3),
     ("out", 2, 128): Tile(128, 64, 64, 8, 4),
     ("out", 2, 256): Tile(128, 32, 16, 8, 3),
-    ("out", 4, 16): Tile(128, 64, 32, 8, 2),
-    ("out", 4, 32): Tile(128, 64, 32, 8, 2),
-    ("out", 4, 64): Tile(128, 64, 32, 8, 2),
-    ("out", 4, 128): Tile(64, 32, 32, 8, 2, 32),
-    ("out", 4, 256): Tile(32, 32, 32, 8, 1, 32),
+    ("out", 4, 16): Tile(64, 64, 32, 4, 1),
+    ("out", 4, 32): Tile(64, 64, 32, 4, 1),
+    ("out", 4, 64): Tile(64, 64, 32, 4, 1),
+    ("out", 4, 128): Tile(64, 64, 32, 4, 1),
+    ("out", 4, 256): Tile(128, 64, 32, 8, 1, 64),
     ("dk dv", 2, 16): Tile(64, 64, 64, 4, 3),
     ("dk dv", 2, 32): Tile(64, 64, 64, 4, 3),
     ("dk dv", 2, 64): Tile(64, 64, 64, 4, 3),
     ("dk dv", 2, 128): Tile(64, 128, 64, 8, 3, edge_stages=2),
     ("dk", 2, 256): Tile(32, 128, 32, 8, 2),
     ("dv", 2, 256): Tile(32, 128, 32, 8, 3),
-    ("dk dv", 4, 16): Tile(32, 64, 32, 4, 2),
-    ("dk dv", 4, 32): Tile(32, 64, 32, 4, 2),
-    ("dk dv", 4, 64): Tile(32, 64, 32, 4, 1, 32),
-    ("dk", 4, 128): Tile(32, 64, 32, 4, 1, 32),
-    ("dv", 4, 128): Tile(32, 64, 32, 4, 1, 32),
-    ("dk", 4, 256): Tile(32, 32, 32, 8, 1, 32),
-    ("dv", 4, 256): Tile(32, 32, 32, 8, 1, 32),
+    ("dk dv", 4, 16): Tile(64, 64, 32, 4, 1),
+    ("dk dv", 4, 32): Tile(64, 64, 32, 4, 1),
+    ("dk dv", 4, 64): Tile(64, 128, 32, 8, 1),
+    ("dk dv", 4, 128): Tile(32, 128, 32, 8, 1),
+    ("dk", 4, 256): Tile(32, 128, 32, 8, 1, 64),
+    ("dv", 4, 256): Tile(32, 128, 32, 8, 1, 64),
     ("dq", 2, 16): Tile(64, 64, 64, 4, 3),
     ("dq", 2, 32): Tile(64, 64, 64, 4, 3),
     ("dq", 2, 64): Tile(64, 64, 64, 4, 3),
     ("dq", 2, 128): Tile(128, 64, 32, 8, 3),
     ("dq", 2, 256): Tile(128, 32, 16, 8, 2),
-    ("dq", 4, 16): Tile(64, 32, 32, 4, 2),
-    ("dq", 4, 32): Tile(64, 32, 32, 4, 2),
-    ("dq", 4, 64): Tile(64, 32, 32, 4, 2),
-    ("dq", 4, 128): Tile(64, 32, 32, 4, 1, 32),
-    ("dq", 4, 256): Tile(32, 32, 32, 8, 1, 32),
+    ("dq", 4, 16): Tile(64, 64, 32, 4, 1),
+    ("dq", 4, 32): Tile(64, 64, 32, 4, 1),
+    ("dq", 4, 64): Tile(64, 64, 32, 4, 1),
+    ("dq", 4, 128): Tile(128, 32, 32, 8, 1),
+    ("dq", 4, 256): Tile(128, 32, 32, 8, 1, 64),
 }
 
 BITS: dict[tuple[str, int, int], Tile] = {
@@ -89,6 +91,35 @@ DROPOUT: dict[tuple[str, int, int], Tile] = {
 }
 """Tiles under dropout where its hashes do."""
 
+SMALL: dict[tuple[str, int, int], Tile] = {
+    ("out", 2, 64): Tile(128, 64, 32, 8, 3),
+    ("out", 2, 128): Tile(64, 64, 32, 4, 2),
+    ("out", 2, 256): Tile(64, 32, 32, 8, 2),
+    ("out", 4, 16): Tile(128, 64, 32, 8, 2),
+    ("out", 4, 32): Tile(128, 64, 32, 8, 2),
+    ("out", 4, 64): Tile(64, 32, 32, 4, 2),
+    ("out", 4, 128): Tile(64, 32, 32, 8, 2, 32),
+    ("out", 4, 256): Tile(32, 32, 32, 8, 1, 32),
+    ("dk dv", 2, 128): Tile(64, 64, 32, 4, 2),
+    ("dk", 2, 256): Tile(32, 64, 32, 8, 1),
+    ("dv", 2, 256): Tile(32, 64, 32, 8, 2),
+    ("dk dv", 4, 16): Tile(32, 64, 32, 4, 2),
+    ("dk dv", 4, 32): Tile(32, 64, 32, 4, 2),
+    ("dk dv", 4, 64): Tile(32, 64, 32, 4, 1, 32),
+    ("dk dv", 4, 128): Tile(32, 64, 32, 8, 1, 32),
+    ("dk", 4, 256): Tile(32, 32, 32, 8, 1, 32),
+    ("dv", 4, 256): Tile(32, 32, 32, 8, 1, 32),
+    ("dq", 2, 128): Tile(64, 64, 32, 4, 2),
+    ("dq", 2, 256): Tile(64, 32, 32, 8, 1),
+    ("dq", 4, 16): Tile(64, 32, 32, 4, 2),
+    ("dq", 4, 32): Tile(64, 32, 32, 4, 2),
+    ("dq", 4, 64): Tile(64, 32, 32, 4, 2),
+    ("dq", 4, 128): Tile(64, 32, 32, 4, 1, 32),
+    ("dq", 4, 256): Tile(32, 32, 32, 8, 1, 32),
+}
+"""Tiles of GPUs that `is_small`: 99 KiB hold them, on AMD's 64. In float32 the parts of a number would not fit their
+registers either."""
+
 
 def block_dim(head_dim: int) -> int:
     """The head size as a kernel holds it: the next power of two, 16 at least."""
@@ -98,8 +129,16 @@ def block_dim(head_dim: int) -> int:
 def tile(made: str, q: Tensor, *, bits: bool = False, dropout: bool = False) -> Tile:
     """The tile sizes of the pass that makes "out", "dq", "dk", "dv" or "dk dv", for inputs like q (and block maps)."""
     key = (made, q.element_size(), block_dim(q.shape[-1]))
-    tables = [TABLE] + [BITS] * bits + [DROPOUT] * dropout
+    tables = [TABLE] + [BITS] * bits + [DROPOUT] * dropout + [SMALL] * is_small(q.device)
     return next(table[key] for table in reversed(tables) if key in table)
+
+
+@cache
+def is_small(device: torch.device) -> bool:
+    """Whether a GPU has less shared memory than TABLE's tiles take: all but those of datacenters since Hopper."""
+    if device.type != "cuda":
+        return False
+    return bool(driver.active.utils.get_device_properties(device.index)["max_shared_mem"] < 227 * 1024)
 
 
 def key_passes(q: Tensor, *, bits: bool = False, dropout: bool = False) -> dict[str, Tile]:
