@@ -126,13 +126,15 @@ def mask_of(visible: Tensor, q: Tensor, num_queries: int, num_keys: int) -> Rows
         )
     if visible.dim() not in (2, 3, 4):
         raise ValueError(
-            f"a mask tensor must be [T, S], [B, T, S], [H, T, S] or [B, H, T, S]: got {tuple(visible.shape)}"
+            f"a mask tensor must be [T, S], [B, T, S], [H, T, S] or [B, H, T, S]: got {tuple(visible.shape)}; use "
+            f".view or .reshape"
         )
     check_dense(visible)
+    given = tuple(visible.shape)
     if visible.dim() == 3 and visible.shape[0] == q.shape[0] == q.shape[1] > 1:
         raise ValueError(
             f"a mask tensor of three dimensions is one for each sequence or one for each head, and q has as many of "
-            f"the one as of the other, {q.shape[0]}: got {tuple(visible.shape)}; say which by mask[:, None], each "
+            f"the one as of the other, {q.shape[0]}: got {given}; say which by mask[:, None], each "
             f"sequence, or mask[None], each head (as PyTorch reads it)"
         )
     if visible.dim() == 3 and visible.shape[0] in (1, q.shape[0]):
@@ -140,9 +142,11 @@ def mask_of(visible: Tensor, q: Tensor, num_queries: int, num_keys: int) -> Rows
     visible = visible[(None,) * (4 - visible.dim())]
     if visible.shape[0] not in (1, q.shape[0]) or visible.shape[1] not in (1, q.shape[1]):
         raise ValueError(
-            f"a mask tensor must broadcast to q's batch and heads, [{q.shape[0]}, {q.shape[1]}, T, S]: "
-            f"got {tuple(visible.shape)}"
+            f"a mask tensor must broadcast to q's batch and heads, [{q.shape[0]}, {q.shape[1]}, T, S]: got {given}; "
+            f"give each sequence and head its own, or all of them one, [T, S]"
         )
+    if visible.stride(0) == 0:  # the same for every sequence: one is looked at
+        visible = visible[:1]
     visible = visible.expand(-1, -1, -1, num_keys if visible.shape[3] == 1 else -1)
     rows = num_queries if visible.shape[2] == 1 else visible.shape[2]  # one row, a padding mask's, is looked at once
     if visible.shape[1] == 1 or (visible.shape[1] > 1 and visible.stride(1) == 0):

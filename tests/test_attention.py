@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flashspan
 from flashspan import attention, explain, masks
-from flashspan.arguments import dense_rows
+from flashspan.arguments import dense_rows, mask_of
 from flashspan.context import context_parallel
 from flashspan.kernels import dispatch, patterns
 
@@ -577,6 +577,31 @@ def test_repeatable_gradients_stay_on_hopper(monkeypatch: pytest.MonkeyPatch) ->
     finally:
         torch.use_deterministic_algorithms(False)
         dispatch._choose.cache_clear()
+
+
+def test_one_mask_for_all_sequences_stays_one() -> None:
+    q = torch.empty(16, 2, 9, 8, device="meta")
+    visible = torch.ones(9, 9, dtype=torch.bool).tril()
+    for given in (visible, visible.expand(16, 1, 9, 9), visible.expand(16, 2, 9, 9)):
+        found = mask_of(given, q, 9, 9)
+        assert isinstance(found, masks.Rows)
+        assert found.start.shape == (9,)
+
+
+@pytest.mark.parametrize(("capability", "name"), [((7, 5), "tiled"), ((8, 9), "portable"), ((12, 0), "portable")])
+def test_a_gpu_that_triton_does_not_serve_gets_plain_pytorch(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], name: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", None)
+    x: Any = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.float16, shape=(1, 2, 37, 64))
+    dispatch._choose.cache_clear()
+    try:
+        choice = dispatch.choose(x, x, x, mask=masks.causal())
+    finally:
+        dispatch._choose.cache_clear()
+    assert choice.name == name
+    assert name == "portable" or "sm_80 and later, not sm_75" in choice.reasons["portable"]
 
 
 @pytest.mark.parametrize("missing", [("barrier", "thread_barrier"), ("NVMMASharedLayout",)])

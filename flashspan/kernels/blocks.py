@@ -349,7 +349,7 @@ class Blocks:
         if any(a != b and 1 not in (a, b) for a, b in pairs):
             raise ValueError(
                 f"masks compose when their maps broadcast: got {self.num_batch} x {self.num_heads} and "
-                f"{second.num_batch} x {second.num_heads} maps of batch and heads"
+                f"{second.num_batch} x {second.num_heads} maps of batch and heads; make both for as many, or one"
             )
         one, two = torch.broadcast_tensors(self.grid(), second.grid())
         first_kinds, second_kinds = torch.broadcast_tensors(self.kinds(), second.kinds())

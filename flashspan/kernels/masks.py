@@ -110,14 +110,27 @@ class Band:
 
     def __or__(self, other: Mask) -> Mask:
         refuse_tensor(other)
-        if isinstance(other, Band):
+        if not isinstance(other, Band):
+            return other | self
+        for one, rest in ((self, other), (other, self)):
+            if one._sees_nothing():
+                return rest
+        both = self & other
+        assert isinstance(both, Band)
+        if both.lo is not None and both.hi is not None and both.lo > both.hi + 1:
             raise ValueError(
-                f"a band fits any lengths, and so cannot be joined before they are known: got {self} | {other}; "
-                f"write Blocks.of(first, num_queries, num_keys) | second"
+                f"bands that do not meet are blocks, and so cannot be joined before the lengths are known: "
+                f"got {self} | {other}; write Blocks.of(first, num_queries, num_keys) | second"
             )
-        return other | self
+        lo = None if self.lo is None or other.lo is None else min(self.lo, other.lo)
+        hi = None if self.hi is None or other.hi is None else max(self.hi, other.hi)
+        return Band(lo, hi)
+
+    __rand__, __ror__ = __and__, __or__  # of a tensor, which is refused by name
 
     def __invert__(self) -> Band:
+        if self._sees_nothing():
+            return EVERYTHING
         if self.lo is not None and self.hi is not None:
             raise ValueError(
                 f"what lies around a band is blocks, and so cannot be made before the lengths are known: got ~{self}; "
@@ -133,6 +146,9 @@ class Band:
     def pack(self) -> tuple[str, list[int], list[Tensor]]:
         """Kind, numbers and tensors: an operator's schema can carry those, not objects. `unpack` is the inverse."""
         return "band", [*self._numbers()], []
+
+    def _sees_nothing(self) -> bool:
+        return self.lo is not None and self.hi is not None and self.lo > self.hi
 
     def _numbers(self) -> tuple[int, int]:
         """(lo, hi) as numbers within UNBOUNDED, which no bound at all is."""
@@ -219,13 +235,18 @@ class Rows:
             lengths = [(x.start.shape[-1], x.num_keys) for x in (self, other)]
             batches = {len(x.start) for x in (self, other) if x.start.dim() == 2}
             if lengths[0] != lengths[1] or len(batches - {1}) > 1:
-                raise ValueError(f"masks compose when they cover the same batch and lengths: got {self} and {other}")
+                raise ValueError(
+                    f"masks compose when they cover the same batch and lengths: got {self} and {other}; make both for "
+                    f"the lengths of q and k, or slice the longer one"
+                )
         return made_once(self._made, other, lambda: self._intersect(other))
 
     def __or__(self, other: Mask) -> Blocks:
         refuse_tensor(other)
         # Blocks decide the tile size: this mask has none of its own.
         return _blocks(self) | other if isinstance(other, (Band, Rows)) else other | self
+
+    __rand__, __ror__ = __and__, __or__  # of a tensor, which is refused by name
 
     def __invert__(self) -> Blocks:
         return ~_blocks(self)

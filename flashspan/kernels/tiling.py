@@ -99,8 +99,12 @@ def ask(rule: Rule, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     if seen.device != i.device:
         raise ValueError(f"{where} on {i.device}: got an answer on {seen.device}; make what it looks up live there")
     shape = (len(i), j.shape[1])
-    if seen.dim() > 2 or any(a not in (1, b) for a, b in zip(seen.shape[::-1], shape[::-1], strict=False)):
-        raise ValueError(f"{where} and returns a tensor that does too: got {tuple(seen.shape)}")
+    vague = seen.dim() == 1 and seen.numel() > 1  # the queries' or the keys'?
+    if seen.dim() > 2 or vague or any(a not in (1, b) for a, b in zip(seen.shape, shape, strict=False)):
+        raise ValueError(
+            f"{where} and returns a tensor that does too: got {tuple(seen.shape)}; leave i [queries, 1] and "
+            f"j [1, keys] as they are"
+        )
     return seen.expand(shape)
 
 

@@ -252,3 +252,25 @@ def test_threads_may_share_a_mask() -> None:
     finally:
         sys.setswitchinterval(interval)
     assert not wrong
+
+
+BOUNDS = [(None, None), (0, -1), (None, 0), (2, None), (-3, 1), (1, 4), (2, 2), (-6, -2)]
+
+
+@pytest.mark.parametrize("second", BOUNDS)
+@pytest.mark.parametrize("first", BOUNDS)
+def test_bands_that_meet_are_joined_and_what_lies_around_one_is_known(
+    first: tuple[int | None, int | None], second: tuple[int | None, int | None]
+) -> None:
+    """A slice may come out as a band that sees nothing, or everything: that composes as any other does."""
+    one, two = Band(*first), Band(*second)
+    try:
+        joined = one | two
+    except ValueError:
+        assert first != (0, -1) != second
+        gaps = [(a[1], b[0]) for a, b in ((first, second), (second, first))]
+        assert any(end is not None and begin is not None and end + 1 < begin for end, begin in gaps)
+    else:
+        assert torch.equal(dense(joined, 7, 9), dense(one, 7, 9) | dense(two, 7, 9))
+    if None in first or first == (0, -1):
+        assert torch.equal(dense(~one, 7, 9), ~dense(one, 7, 9))
