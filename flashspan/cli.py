@@ -6,6 +6,7 @@ import ast
 import functools
 import importlib
 import inspect
+import os
 import re
 import shutil
 import signal
@@ -157,6 +158,8 @@ def _call(command: Command, words: list[str], prog: str) -> int:
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; bad input prints one line and exits with 2, Ctrl-C and SIGTERM one and 130."""
     words = sys.argv[1:] if arguments is None else arguments
+    if sys.stdout is None:  # closed by who started this, `>&-`: nobody will read
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
     before = signal.getsignal(signal.SIGTERM)
     try:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that ranks and folders are cleared away

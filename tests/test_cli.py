@@ -147,6 +147,15 @@ def test_a_reader_that_leaves_is_no_error(words: list[str]) -> None:
     assert process.returncode == 141
 
 
+def test_no_stdout_is_no_error() -> None:
+    """`>&-`: a scheduler may start a command without one."""
+    command = [sys.executable, "-m", "flashspan.cli", "plan", "tiny"]
+    done = subprocess.run(
+        ["sh", "-c", '"$@" >&-', "sh", *command], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_a_reader_that_leaves_a_table_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """A table is printed by a library that has its own way to leave."""
     given, taken = os.pipe()

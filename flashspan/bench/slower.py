@@ -78,9 +78,9 @@ def _why_kernels(worst: Pair, pairs: Sequence[Pair]) -> list[str]:
         longest = [pair for pair in pairs if pair.ours.dtype == dtype and pair.tokens == line[-1].tokens]
         rates = ", ".join(f"{pair.ours.tflops:.0f} TFLOP/s (head size {pair.line[1]})" for pair in longest)
         said.append(
-            f"With {line[-1].tokens} tokens our {dtype} runs at {rates}. Each of its products is made of three "
-            "tf32 ones, to be as exact as float32, and those of wide heads slice by slice, for want of registers "
-            "([float32](kernels.md#float32)). PyTorch's are no less exact: unless told to, it does not use tf32."
+            f"With {line[-1].tokens} tokens our {dtype} runs at {rates}. Each of its products is made of six "
+            "bfloat16 ones, to be as exact as float32 ([float32](kernels.md#float32)). PyTorch's are no less exact: "
+            "unless told to, it does not use tf32."
         )
     return said
 

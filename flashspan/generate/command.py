@@ -56,7 +56,7 @@ def generate(
         folder: a training run, one of its checkpoints, or a Hugging Face folder.
         prompt: the text to continue.
         file: a file of prompts, one a line, in place of a prompt.
-        batch: how many prompts of a file are decoded at once.
+        batch: how many prompts of a file are decoded at once; over several ranks it is one.
         tokens: how many to add.
         temperature: 0 always takes the likeliest token; 1 draws as the model believes.
         top_k: draw from the k likeliest only; 0 for all.

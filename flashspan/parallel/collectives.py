@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,6 +54,13 @@ def sum_in_rank_order(flat: Tensor, group: dist.ProcessGroup | None = None, *, d
         total += term
     total /= divisor
     _all_gather_flat(flat, total.to(flat.dtype), group=group)
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """How long a group's exchanges may take; None where its backend does not say."""
+    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    found = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
+    return found if isinstance(found, timedelta) else None
 
 
 def copy_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:

@@ -34,7 +34,7 @@ from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
 from .agree import raise_together, require_same
-from .collectives import copy_from_first, local_part, part_like, sum_in_rank_order
+from .collectives import copy_from_first, local_part, part_like, sum_in_rank_order, timeout_of
 
 Mode = Literal["naive", "flat", "overlapped", "bucketed"]
 
@@ -410,7 +410,7 @@ def _clone_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     alone = len(ranks) < dist.get_world_size()  # ranks outside the group do not call this
     if alone:
         _require_like_numbers_of_groups(ranks, original)
-    timeout = getattr(getattr(original._get_backend(_device_of(original)), "options", None), "_timeout", None)
+    timeout = timeout_of(original)
     clone = dist.new_group(ranks, timeout=timeout, backend=dist.get_backend(original), use_local_synchronization=alone)
     assert isinstance(clone, dist.ProcessGroup)
     return clone
@@ -430,7 +430,3 @@ def _require_like_numbers_of_groups(ranks: list[int], group: dist.ProcessGroup) 
             f"data parallelism over a part of the ranks needs these to be in as many groups each: got {counts}; wrap "
             "the model before making groups that only some of them are in, or take all groups from one mesh"
         )
-
-
-def _device_of(group: dist.ProcessGroup) -> torch.device:
-    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")

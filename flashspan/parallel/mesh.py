@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from .collectives import timeout_of
+
 AXES = ("data", "shard", "context", "tensor")
 DERIVED = {"batch": ("data", "shard"), "fully": ("shard", "context"), "gradient": ("data", "shard", "context")}
 
@@ -38,7 +40,20 @@ def build_mesh(*, data: int | None = None, shard: int = 1, context: int = 1, ten
     mesh = init_device_mesh(device, tuple(degrees[axis] for axis in AXES), mesh_dim_names=AXES)
     for name, axes in DERIVED.items():
         mesh[axes]._flatten(name)
+    for name in (*AXES, *DERIVED):
+        wait_like_the_world(submesh(mesh, name))
     return mesh
+
+
+def wait_like_the_world(mesh: DeviceMesh) -> None:
+    """Let the groups of a mesh's axes wait for a rank as long as the group of all ranks does, and not for the ten or
+    thirty minutes with which torch makes them: a stalled rank is to be noticed by all in one time."""
+    world = dist.group.WORLD
+    assert world is not None
+    timeout = timeout_of(world)
+    if timeout is not None:
+        for group in mesh.get_all_groups():
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def submesh(mesh: DeviceMesh, *names: str) -> DeviceMesh:

@@ -84,9 +84,11 @@ def write(folder: str | Path, state: State, *, keep: int = 2) -> Path:
             raise OSError(str(error)) from error
         raise
     kept = [path for path in checkpoints(folder) if path.name <= final.name][-keep:]
-    for path in (set(checkpoints(folder)) - set(kept)) | {aside}:
-        with contextlib.suppress(OSError):
-            _remove(path)
+    with contextlib.suppress(OSError):
+        _remove(aside)
+    for path in set(checkpoints(folder)) - set(kept):
+        with contextlib.suppress(OSError):  # by another name first: a half of one would look damaged
+            _remove(path.rename(folder / f"{WRITING}{path.name}"))
     return final
 
 
@@ -119,13 +121,21 @@ def step_of(path: Path) -> int:
 
 
 def newest(folder: str | Path, *, say: Callable[[str], None] = print) -> Path | None:
-    """The newest whole checkpoint; each damaged one is named and passed over. None where there is none."""
+    """The newest whole checkpoint; each damaged one is named and passed over. None where there is none.
+
+    The run that writes them may go on meanwhile: one that it dropped while it was read is not damaged, there are newer
+    ones.
+    """
     found = checkpoints(folder)
     while found:
         path = found.pop()
         fault = damage(path)
         if fault is None:
             return path
+        now = checkpoints(folder)
+        if path not in now and now:
+            found = now
+            continue
         say(f"{path} is damaged ({fault}); {'using the one before it' if found else 'there is none before it'}")
     return None
 

@@ -144,7 +144,9 @@ class OptimizerSection:
     beta2: float = option(0.95, "")
     eps: float = option(1e-8, "")
     clip: float = option(1.0, "the largest gradient norm; 0: no clipping")
-    sharded: bool = option(False, "split the optimizer's state over ranks (ZeRO-1)")
+    sharded: bool = option(
+        False, "split the optimizer's state over ranks (ZeRO-1), which parallel.shard does in any case"
+    )
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,7 @@ class ParallelSection:
     )
     inner: int = option(0, "of the context ranks, those of one node (double_ring) or one exchange of heads (hybrid)")
     layout: Literal["zigzag", "striped", "contiguous", "balanced"] = option(
-        "zigzag", "who holds which tokens; balanced: blocks of them, by the work of the attention's pattern"
+        "zigzag", "who holds which tokens; balanced: blocks of 128, by the work of the attention's pattern"
     )
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto: the GPUs if there are any")
     timeout: float = option(300.0, "seconds before a stalled exchange is an error")

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from importlib import resources
 from pathlib import Path
@@ -32,7 +32,7 @@ from flashspan.folders import make_folder
 from flashspan.launch import die_with, start_fork_server
 
 from . import documents
-from .checkpoint import alone_in
+from .checkpoint import LOCK, alone_in
 from .config import DataSection, ModelSection
 from .data import (
     HEADER_BYTES,
@@ -220,7 +220,11 @@ def workplace(folder: Path, plan: dict[str, Any]) -> Iterator[Path]:
         try:
             yield work
         except ValueError:  # the inputs are at fault, and will be others
-            shutil.rmtree(folder if created else work)
+            shutil.rmtree(work)
+            if created:
+                (folder / LOCK).unlink(missing_ok=True)
+                with suppress(OSError):  # somebody has put something there meanwhile
+                    folder.rmdir()
             raise
         shutil.rmtree(work)
 

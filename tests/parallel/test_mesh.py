@@ -3,7 +3,9 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from flashspan.parallel.mesh import build_mesh, resolve_degrees, submesh
+from flashspan.parallel.collectives import timeout_of
+from flashspan.parallel.data import _clone_group
+from flashspan.parallel.mesh import AXES, DERIVED, build_mesh, resolve_degrees, submesh
 
 
 def test_data_takes_what_the_other_degrees_leave() -> None:
@@ -49,3 +51,20 @@ def test_groups_are_the_ranks_that_differ_along_their_axes_only(on_ranks) -> Non
     assert [g["fully"] for g in groups] == [[0, 1, 2, 3]] * 4
     assert [g["batch"] for g in groups] == [[0, 2], [1, 3], [0, 2], [1, 3]]
     assert on_ranks(1, _groups, {}) == [{name: [0] for name in groups[0]}]
+
+
+def _patience(degrees: dict[str, int]) -> set[object]:
+    mesh = build_mesh(**degrees)
+    groups = [submesh(mesh, name).get_group() for name in (*AXES, *DERIVED)]
+    return {timeout_of(group) for group in [*groups, _clone_group(groups[-1])]}
+
+
+def _world_patience() -> object:
+    assert dist.group.WORLD is not None
+    return timeout_of(dist.group.WORLD)
+
+
+def test_every_group_waits_as_long_as_that_of_all_ranks(on_ranks) -> None:
+    """A stalled rank is noticed by those that share an axis with it, too, and not after half an hour."""
+    world = on_ranks(4, _world_patience)
+    assert on_ranks(4, _patience, {"data": 2, "tensor": 2}) == [{found} for found in world]

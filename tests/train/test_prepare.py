@@ -13,6 +13,7 @@ import time
 from concurrent.futures import Executor, Future
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -214,6 +215,25 @@ def test_a_run_that_was_cut_short_makes_only_what_is_missing(
     with pytest.raises(ValueError, match=r"line 1 is not a JSON object with 'body': it has text; .* with --field"):
         prepare([str(lines)], folder=str(tmp_path / "cut"), field="body", processes=1)
     assert files(tmp_path / "cut") == files(tmp_path / "whole")
+
+
+def test_bad_input_takes_nothing_along_that_others_put_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n[]\n')
+    for notes in ([], ["notes.txt"]):
+        folder = tmp_path / f"new{len(notes)}"
+        real = command.encode_part
+
+        def encode(*args: Any, folder: Path = folder, notes: list[str] = notes, real: Any = real) -> None:
+            for name in notes:
+                (folder / name).write_text("mine")
+            real(*args)
+
+        monkeypatch.setattr(command, "encode_part", encode)
+        with pytest.raises(ValueError, match="line 2 is not a JSON object"):
+            prepare([str(tmp_path / "a.jsonl")], folder=str(folder), processes=1)
+        monkeypatch.setattr(command, "encode_part", real)
+        assert [path.name for path in folder.glob("*")] == notes
+        assert folder.exists() == bool(notes)
 
 
 def test_a_part_is_on_the_disk_before_it_counts(lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

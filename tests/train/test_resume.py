@@ -167,6 +167,32 @@ def test_the_first_checkpoint_of_a_run_started_anew_replaces_all_before_it(tmp_p
         assert [path.name for path in checkpoint.checkpoints(tmp_path)] == [f"step-{step:08}" for step in want]
 
 
+def test_a_reader_of_a_run_that_goes_on_finds_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a run drops while it is read is not damaged: there is a newer one."""
+    checkpoint.write(tmp_path, tiny_state(2), keep=1)
+    real, steps, said = checkpoint.damage, iter([4, 6]), list[str]()
+
+    def read_slowly(path: Path) -> str | None:
+        for step in steps:
+            checkpoint.write(tmp_path, tiny_state(step), keep=1)
+            break
+        return real(path)
+
+    monkeypatch.setattr(checkpoint, "damage", read_slowly)
+    assert checkpoint.newest(tmp_path, say=said.append) == tmp_path / "step-00000006"
+    assert said == []
+
+
+def test_a_checkpoint_goes_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of one would look damaged to a reader."""
+    old, seen = checkpoint.write(tmp_path, tiny_state(2), keep=1), list[bool]()
+    real = checkpoint._remove
+    monkeypatch.setattr(checkpoint, "_remove", lambda path: (seen.append(old.exists()), real(path)))
+    checkpoint.write(tmp_path, tiny_state(4), keep=1)
+    assert seen[-1] is False
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000004"]
+
+
 def test_a_reader_leaves_what_is_being_written(tmp_path: Path) -> None:
     whole, half = checkpoint.write(tmp_path, tiny_state(2)), tmp_path / ".writing-step-00000004"
     half.mkdir()
