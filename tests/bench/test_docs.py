@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from flashspan import attention, parallel
-from flashspan.bench import console
+from flashspan.bench import console, record
 from flashspan.cli import BENCHES, COMMANDS, main
 from flashspan.model import Llama
 
@@ -100,6 +100,20 @@ def test_the_sparse_page_names_the_rows_there_are() -> None:
         said = re.search(rf"those of `{name}`: .*?(\d+) to (\d+) tokens", text)
         assert said is not None
         assert (int(said[1]), int(said[2])) == (lengths[0], lengths[-1])
+
+
+def test_the_compare_mode_is_shown_as_it_was_measured() -> None:
+    text = (DOCS / "asked" / "ring-attention-llama3.md").read_text(encoding="utf-8")
+    measured = record.newest(record.read(DOCS / "benchmarks" / "context.jsonl"))
+    rows = [row for row in measured if row.kind == "forward+backward" and row.more["scaling"] == "strong"]
+    (one,) = (row for row in rows if row.ranks == 1)
+    assert len(rows) == 7
+    for row in rows:
+        more = row.more
+        cells = [row.impl, f"{row.ranks}", f"{row.p50_ms:,.0f}", f"{more['tokens_per_second']:,.0f}"]
+        cells += [f"{one.p50_ms / row.p50_ms:.2f}x", f"{more['mfu']:.0%}", f"{more['product_share']:.0%}"]
+        cells += [f"{more['wire_to_computing']:.2f}", f"{row.peak_mib:,.0f}"]
+        assert f"| {' | '.join(cells)} |" in text
 
 
 def test_a_block_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
