@@ -63,6 +63,7 @@ class Trainer:
         self.scale = FIRST_SCALE if config.train.precision == "float16" else 1.0
         self.steady = 0  # steps since the scale last changed
         self.step = self.saved = 0
+        self.saved_at = math.inf  # when what the run goes on from was saved
         self.ahead: tuple[int, list[Batch]] | None = None  # a step and its samples, read while the one before ran
         self.fault: str | None = None  # why those of the next step cannot be read
 
@@ -75,7 +76,12 @@ class Trainer:
                 self._resume(notes, held)
             display = held.enter_context(
                 Display(
-                    self.folder, config.train.steps, active=first, tensorboard=config.train.tensorboard, start=self.step
+                    self.folder,
+                    config.train.steps,
+                    active=first,
+                    tensorboard=config.train.tensorboard,
+                    start=self.step,
+                    saved=self.saved_at,
                 )
             )
             anew = not config.checkpoint.resume
@@ -284,6 +290,7 @@ class Trainer:
                 "steady": self.steady,
                 "tokenizer": self.train.file.tokenizer,
                 "config": self.config.as_dict(),
+                "time": time.time(),
             }
             order = order_of(self.config, self.train.file)
             writer.submit(checkpoint.State(self.step, self.shape, model, moments, order, extra))
@@ -298,6 +305,7 @@ class Trainer:
         load_into(self.parts.model, path)
         load_optimizer_state(self.parts, state.optimizer)
         self.step = self.saved = state.step
+        self.saved_at = float(state.extra.get("time", math.inf))
         # Another precision's scale says nothing of this one's.
         if self.config.train.precision == state.extra["config"]["train"]["precision"] == "float16":
             self.scale, self.steady = float(state.extra["scale"]), int(state.extra["steady"])

@@ -7,6 +7,7 @@ import errno
 import io
 import itertools
 import json
+import math
 import os
 import resource
 import sys
@@ -78,8 +79,16 @@ class Display:
     """The first rank's screen and files; every other rank has one that is silent."""
 
     def __init__(
-        self, folder: Path, num_steps: int, *, active: bool, tensorboard: bool = False, start: int = 0
+        self,
+        folder: Path,
+        num_steps: int,
+        *,
+        active: bool,
+        tensorboard: bool = False,
+        start: int = 0,
+        saved: float = math.inf,
     ) -> None:
+        """`start`: the step that the run goes on from, whose state was `saved` at that time."""
         self.folder, self.num_steps, self.active = folder, num_steps, active
         self._bar: Any = None
         self._board: Any = None
@@ -90,6 +99,8 @@ class Display:
         self._log: io.FileIO | None = None
         try:
             if start:
+                if aside := _put_back(folder / "metrics.jsonl", saved):
+                    self.say(f"the metrics.jsonl of a run that left no checkpoint is kept as {aside}")
                 _drop_later(folder / "metrics.jsonl", start)
             elif aside := _set_aside(folder / "metrics.jsonl"):
                 self.say(f"the metrics.jsonl of an earlier run is kept as {aside}")
@@ -209,6 +220,26 @@ def _set_aside(file: Path) -> Path | None:
         return None
     names = (file.with_name(f"{file.stem}-{number}{file.suffix}") for number in itertools.count(1))
     return file.rename(next(name for name in names if not name.exists()))
+
+
+def _put_back(file: Path, saved: float) -> Path | None:
+    """Where the rows are of a run that was started anew and left no checkpoint, which then are later than the one that
+    is gone on from: set them aside, and put back those that it had set aside. The name of its own now, or None."""
+    if not _began_after(file, saved):
+        return None
+    numbers = [path.stem.removeprefix(f"{file.stem}-") for path in file.parent.glob(f"{file.stem}-*{file.suffix}")]
+    kept = [file.with_name(f"{file.stem}-{n}{file.suffix}") for n in sorted(filter(str.isdigit, numbers), key=int)]
+    aside = _set_aside(file)
+    for path in reversed(kept):
+        if not _began_after(path, saved):
+            path.rename(file)
+            break
+    return aside
+
+
+def _began_after(file: Path, saved: float) -> bool:
+    times = (row.get("time") for row in read_metrics(file))
+    return next((time > saved for time in times if isinstance(time, float)), False)
 
 
 def _drop_later(file: Path, start: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -122,6 +123,25 @@ def test_a_run_from_the_first_step_keeps_the_curves_before_it(
         pass
     assert steps(tmp_path) == [1]
     assert len(list(tmp_path.iterdir())) == 3  # a run that goes on has one curve
+
+
+def test_a_run_goes_on_with_its_own_curve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Others were started anew meanwhile, twice, and ended before their first checkpoint."""
+    with Display(tmp_path, 9, active=True) as display:
+        for step in (1, 2, 3):
+            display.step(row(step))
+    saved = time.time()
+    for steps_of_a_run in ((1, 2), (1, 2, 3, 4)):
+        with Display(tmp_path, 9, active=True) as display:
+            for step in steps_of_a_run:
+                display.step(row(step))
+    for _ in range(2):  # a second time there is nothing to put back
+        with Display(tmp_path, 9, active=True, start=2, saved=saved) as display:
+            display.step(row(3))
+        assert steps(tmp_path) == [1, 2, 3]
+        others = [[each["step"] for each in read_metrics(path)] for path in sorted(tmp_path.glob("metrics-*.jsonl"))]
+        assert others == [[1, 2], [1, 2, 3, 4]]
+    assert capsys.readouterr().out.count("of a run that left no checkpoint is kept as") == 1
 
 
 @pytest.mark.parametrize(
