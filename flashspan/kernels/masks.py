@@ -126,7 +126,11 @@ class Band:
         hi = None if self.hi is None or other.hi is None else max(self.hi, other.hi)
         return Band(lo, hi)
 
-    __rand__, __ror__ = __and__, __or__  # of a tensor, which is refused by name
+    def __rand__(self, other: object) -> Any:
+        refuse_tensor(other)
+        return NotImplemented
+
+    __ror__ = __rand__
 
     def __invert__(self) -> Band:
         if self._sees_nothing():
@@ -246,7 +250,11 @@ class Rows:
         # Blocks decide the tile size: this mask has none of its own.
         return _blocks(self) | other if isinstance(other, (Band, Rows)) else other | self
 
-    __rand__, __ror__ = __and__, __or__  # of a tensor, which is refused by name
+    def __rand__(self, other: object) -> Any:
+        refuse_tensor(other)
+        return NotImplemented
+
+    __ror__ = __rand__
 
     def __invert__(self) -> Blocks:
         return ~_blocks(self)

@@ -126,7 +126,7 @@ def newest(folder: str | Path, *, say: Callable[[str], None] = print) -> Path | 
     The run that writes them may go on meanwhile: one that it dropped while it was read is not damaged, there are newer
     ones.
     """
-    found = checkpoints(folder)
+    found, named = checkpoints(folder), set[Path]()
     while found:
         path = found.pop()
         fault = damage(path)
@@ -134,8 +134,9 @@ def newest(folder: str | Path, *, say: Callable[[str], None] = print) -> Path | 
             return path
         now = checkpoints(folder)
         if path not in now and now:
-            found = now
+            found = [other for other in now if other not in named]
             continue
+        named.add(path)
         say(f"{path} is damaged ({fault}); {'using the one before it' if found else 'there is none before it'}")
     return None
 

@@ -320,6 +320,11 @@ def test_masks_join_only_masks() -> None:
         with pytest.raises(TypeError, match="unsupported operand"):
             one & two
     for mask in (blocks, CAUSAL, masks.documents([8])):
+        for one, two in ((mask, None), (None, mask), (mask, 3), (3, mask)):
+            with pytest.raises(TypeError, match="unsupported operand"):
+                one & two
+            with pytest.raises(TypeError, match="unsupported operand"):
+                one | two
         for join in (operator.and_, operator.or_):
             with pytest.raises(TypeError, match=r"got a tensor \(8, 8\) of torch.bool; use Blocks.from_dense"):
                 join(mask, tensor)

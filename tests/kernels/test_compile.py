@@ -26,8 +26,8 @@ REST = [
     *[(made, "float32", 256) for made in ("out", "dk", "dv", "dq")],
 ]
 SPILLED = {64: 320, 128: 3400, 256: 4000}
-"""Bytes, in float32: the three parts of each number take the registers. Smaller tiles have them, and are 1.2 to 4 times
-as slow (docs/kernels.md)."""
+"""Bytes, in float32: the three parts of each number take the registers. Tiles that spill nothing are slower
+(docs/kernels.md)."""
 
 
 def allowed(tile: tuple[str, str, int]) -> int:

@@ -8,7 +8,7 @@ import random
 import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -582,11 +582,19 @@ def test_a_gpu_gets_tiles_that_fit_it_and_products_it_has(
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(arguments.knobs.runtime, "interpret", False)
     device = torch.device("cuda", 0)
-    q: Any = SimpleNamespace(device=device, shape=(1, 1, 9, 128), element_size=lambda: 2)
+    q, wide = (
+        cast(Any, SimpleNamespace(device=device, shape=(1, 1, 9, head_dim), element_size=lambda: 2))
+        for head_dim in (128, 256)
+    )
+    before = torch.get_float32_matmul_precision()
     tiles.is_small.cache_clear()
     try:
-        for bits in (False, True):
-            assert tiles.tile("dq", q, bits=bits) == (tiles.SMALL if small else tiles.TABLE)["dq", 2, 128]
+        assert tiles.tile("dq", wide, bits=True) == (tiles.SMALL if small else tiles.BITS)["dq", 2, 256]
+        assert tiles.tile("dk dv", q, dropout=True) == (tiles.SMALL if small else tiles.DROPOUT)["dk dv", 2, 128]
+        assert tiles.tile("dk dv", q) == (tiles.SMALL if small else tiles.TABLE)["dk dv", 2, 128]
         assert arguments.precision(device) == products
+        torch.set_float32_matmul_precision("high")
+        assert arguments.precision(device) == (products if hip else "tf32")
     finally:
+        torch.set_float32_matmul_precision(before)
         tiles.is_small.cache_clear()

@@ -159,7 +159,7 @@ def precision(device: torch.device) -> str:
     (`torch.set_float32_matmul_precision`)."""
     if knobs.runtime.interpret:
         return "ieee"  # it multiplies as it is, and knows fewer names
-    if torch.version.hip is not None:
+    if torch.version.hip is not None:  # the only one of these that all of AMD's have
         return "bf16x6"
     if torch.get_float32_matmul_precision() != "highest":
         return "tf32"

@@ -117,8 +117,7 @@ SMALL: dict[tuple[str, int, int], Tile] = {
     ("dq", 4, 128): Tile(64, 32, 32, 4, 1, 32),
     ("dq", 4, 256): Tile(32, 32, 32, 8, 1, 32),
 }
-"""Tiles of GPUs that `is_small`: 99 KiB hold them, on AMD's 64. In float32 the parts of a number would not fit their
-registers either."""
+"""Tiles of GPUs that `is_small`: 99 KiB hold them, on AMD's 64."""
 
 
 def block_dim(head_dim: int) -> int:
