@@ -3,10 +3,12 @@
 import inspect
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -560,23 +562,31 @@ def test_deterministic_travels_with_the_backend_name() -> None:
         attention(q, k, v, causal=True, backend="hopper", deterministic=True)
 
 
-def test_repeatable_gradients_stay_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU that is not here: what is asked for decides, by argument or for the whole process."""
-    pytest.importorskip("flashspan.kernels.hopper")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.version, "hip", None)
-    x: Any = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat16, shape=(1, 2, 37, 64))
+@contextmanager
+def input_on(capability: tuple[int, int]) -> Iterator[Any]:
+    """What looks like a tensor on an NVIDIA GPU that is not here; whatever is chosen for it is forgotten again."""
     dispatch._choose.cache_clear()
     try:
+        with (
+            mock.patch.object(torch.cuda, "get_device_capability", return_value=capability),
+            mock.patch.object(torch.version, "hip", None),
+        ):
+            yield SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat16, shape=(1, 2, 37, 64))
+    finally:
+        dispatch._choose.cache_clear()
+
+
+def test_repeatable_gradients_stay_on_hopper(request: pytest.FixtureRequest) -> None:
+    """What is asked for decides, by argument or for the whole process."""
+    pytest.importorskip("flashspan.kernels.hopper")
+    request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
+    with input_on((9, 0)) as x:
         assert dispatch.choose(x, x, x, mask=masks.causal()).name == "hopper"
         asked = dispatch.choose(x, x, x, mask=masks.causal(), deterministic=True)
         assert (asked.name, asked.reasons["hopper"]) == ("hopper.repeatable", "adds dq in no fixed order")
         torch.use_deterministic_algorithms(True)
         assert dispatch.choose(x, x, x, mask=masks.causal()).name == "hopper.repeatable"
         assert dispatch.choose(x, x, x, mask=masks.causal(), dropout=True).name == "portable"
-    finally:
-        torch.use_deterministic_algorithms(False)
-        dispatch._choose.cache_clear()
 
 
 def test_one_mask_for_all_sequences_stays_one() -> None:
@@ -589,17 +599,9 @@ def test_one_mask_for_all_sequences_stays_one() -> None:
 
 
 @pytest.mark.parametrize(("capability", "name"), [((7, 5), "tiled"), ((8, 9), "portable"), ((12, 0), "portable")])
-def test_a_gpu_that_triton_does_not_serve_gets_plain_pytorch(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], name: str
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.version, "hip", None)
-    x: Any = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.float16, shape=(1, 2, 37, 64))
-    dispatch._choose.cache_clear()
-    try:
+def test_a_gpu_that_triton_does_not_serve_gets_plain_pytorch(capability: tuple[int, int], name: str) -> None:
+    with input_on(capability) as x:
         choice = dispatch.choose(x, x, x, mask=masks.causal())
-    finally:
-        dispatch._choose.cache_clear()
     assert choice.name == name
     assert name == "portable" or "sm_80 and later, not sm_75" in choice.reasons["portable"]
 
@@ -615,14 +617,8 @@ def test_a_release_of_triton_with_other_names_is_left_to_the_portable_kernels(
         monkeypatch.delitem(sys.modules, name)
     for name in missing:
         monkeypatch.delattr(language, name, raising=False)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.version, "hip", None)
-    x: Any = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat16, shape=(1, 2, 37, 64))
-    dispatch._choose.cache_clear()
-    try:
+    with input_on((9, 0)) as x:
         choice = dispatch.choose(x, x, x, mask=masks.causal())
-    finally:
-        dispatch._choose.cache_clear()
     assert choice.name == "portable"
     assert missing[-1] in choice.reasons["hopper"]
 

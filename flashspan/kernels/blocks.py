@@ -22,6 +22,7 @@ from torch import Tensor
 
 from flashspan.kernels import bits as packed
 from flashspan.kernels import making
+from flashspan.kernels.intervals import Positions, place
 from flashspan.kernels.masks import (
     EMPTY,
     EVERYTHING,
@@ -30,11 +31,9 @@ from flashspan.kernels.masks import (
     PARTIAL,
     Band,
     Mask,
-    Positions,
     Rows,
     check_whole,
     made_once,
-    place,
     refuse_tensor,
 )
 from flashspan.kernels.tiling import (

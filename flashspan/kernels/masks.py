@@ -4,29 +4,27 @@
 causal, sliding-window, prefix and packed-document attention, and any slice of them under any layout, are one of the
 two: a slice of a band by ranges of one step is a band, every other slice of ascending positions is rows. Both say, per
 query, *one interval of keys*: that is all a kernel needs to know. Any other mask is `Blocks` (blocks.py): lists of
-tiles. Masks compose with `&`, `|` and `~`; the last two give blocks, except of a band with one bound.
+tiles. Masks compose with `&`, `|` and `~`; the last two give blocks, except `|` of bands that meet and `~` of one with
+one bound.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import operator
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from flashspan.kernels.intervals import Positions, clean, extremes, one_range, place, reach_of, settle, transpose
+
 if TYPE_CHECKING:
     from flashspan.kernels.blocks import Blocks
-
-Positions: TypeAlias = range | Sequence[range]
-"""Global positions of a slice's tokens: one range, or several, ascending and disjoint."""
 
 EMPTY, FULL, PARTIAL = 0, 1, 2
 """What a tile of a mask is."""
@@ -37,6 +35,21 @@ UNBOUNDED = 2**62
 MADE_KEPT = 16
 """How many masks made from another it keeps: copies on devices, intersections."""
 _KEEPING = threading.Lock()
+
+
+def refuse_tensor(other: object) -> None:
+    """Say how a tensor is joined with a mask, before `&` or `|` asks the tensor."""
+    if isinstance(other, Tensor):
+        raise TypeError(
+            f"unsupported operand for & and |: masks compose with masks, got a tensor {tuple(other.shape)} of "
+            f"{other.dtype}; use Blocks.from_dense(tensor)"
+        )
+
+
+def _refuse_left(mask: Mask, other: object) -> Any:
+    """`other & mask` where the other is no mask."""
+    refuse_tensor(other)
+    return NotImplemented
 
 
 @dataclass(frozen=True)
@@ -69,7 +82,7 @@ class Band:
 
     def slice(self, q: Positions, k: Positions) -> Mask:
         """The same visibility in a slice's coordinates: local query a is global q[a], local key b is global k[b]."""
-        q, k = _one_range(q), _one_range(k)
+        q, k = one_range(q), one_range(k)
         if (
             isinstance(q, range)
             and isinstance(k, range)
@@ -126,11 +139,7 @@ class Band:
         hi = None if self.hi is None or other.hi is None else max(self.hi, other.hi)
         return Band(lo, hi)
 
-    def __rand__(self, other: object) -> Any:
-        refuse_tensor(other)
-        return NotImplemented
-
-    __ror__ = __rand__
+    __rand__ = __ror__ = _refuse_left
 
     def __invert__(self) -> Band:
         if self._sees_nothing():
@@ -183,11 +192,11 @@ class Rows:
         `reach`, which is looked for where that waits for no device."""
         if convex is None:
             (num_keys,) = check_whole(num_keys=num_keys)
-            start, end = _clean(start, end, num_keys)
+            start, end = clean(start, end, num_keys)
             convex = bool((start.diff() >= 0).all() and (end.diff() >= 0).all())
         self.start, self.end, self.num_keys, self.convex = start, end, num_keys, convex
-        self.reach = _reach(start, end) if reach is None else reach
-        self.first, self.last = _transpose(start, end, num_keys)
+        self.reach = reach_of(start, end) if reach is None else reach
+        self.first, self.last = transpose(start, end, num_keys)
         self._made: dict[object, Rows] = {}
 
     def intervals(self, num_queries: int, num_keys: int) -> tuple[Tensor, Tensor]:
@@ -211,8 +220,8 @@ class Rows:
             return NOTHING
         i = torch.arange(num, device=self.start.device)
         # A band's ends clip to 0..num_keys, so only rows whose end lies inside tell what it is.
-        lo = _bound(self.start - i, self.start > 0)
-        hi = _bound(self.end - 1 - i, self.end < self.num_keys)
+        lo = extremes(self.start - i, self.start > 0)
+        hi = extremes(self.end - 1 - i, self.end < self.num_keys)
         if len(lo) > 1 or len(hi) > 1:
             return self
         band = Band(*lo or (None,), *hi or (None,)).simplify(num, self.num_keys)
@@ -250,18 +259,14 @@ class Rows:
         # Blocks decide the tile size: this mask has none of its own.
         return _blocks(self) | other if isinstance(other, (Band, Rows)) else other | self
 
-    def __rand__(self, other: object) -> Any:
-        refuse_tensor(other)
-        return NotImplemented
-
-    __ror__ = __rand__
+    __rand__ = __ror__ = _refuse_left
 
     def __invert__(self) -> Blocks:
         return ~_blocks(self)
 
     def _intersect(self, other: Band | Rows) -> Rows:
         start, end = (x.to(self.start.device) for x in other.intervals(self.start.shape[-1], self.num_keys))
-        start, end = _settle(torch.maximum(self.start, start), torch.minimum(self.end, end))
+        start, end = settle(torch.maximum(self.start, start), torch.minimum(self.end, end))
         # Ascending bounds stay ascending under all three: no need to look at the data again.
         convex = self.convex and (isinstance(other, Band) or other.convex)
         return Rows(start, end, self.num_keys, convex=convex)
@@ -348,15 +353,6 @@ def check_whole(least: int | None = 0, **values: Any) -> list[int]:
     return found
 
 
-def refuse_tensor(other: object) -> None:
-    """Say how a tensor is joined with a mask, before `&` or `|` asks the tensor."""
-    if isinstance(other, Tensor):
-        raise TypeError(
-            f"unsupported operand for & and |: masks compose with masks, got a tensor {tuple(other.shape)} of "
-            f"{other.dtype}; use Blocks.from_dense(tensor)"
-        )
-
-
 def unpack(kind: str, numbers: Sequence[int], tensors: Sequence[Tensor]) -> Mask:
     """The mask that `pack` took apart."""
     if kind == "band":
@@ -407,71 +403,3 @@ def _blocks(rows: Rows) -> Blocks:
     from flashspan.kernels.blocks import Blocks
 
     return Blocks.of(rows, rows.start.shape[-1], rows.num_keys)
-
-
-def _clean(start: Tensor, end: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
-    """A user's intervals, checked, as int32 within 0..num_keys, and ascending where they can be."""
-    for name, bound in (("start", start), ("end", end)):
-        if not isinstance(bound, Tensor) or bound.dtype.is_floating_point or bound.dtype == torch.bool:
-            raise ValueError(f"Rows needs integer tensors of shape [T] or [B, T]: got {name}={bound!r}")
-    if start.shape != end.shape or start.dim() not in (1, 2) or start.device != end.device:
-        raise ValueError(
-            f"Rows needs start and end of one shape, [T] or [B, T], on one device: "
-            f"got {tuple(start.shape)} on {start.device} and {tuple(end.shape)} on {end.device}"
-        )
-    return _settle(start.long().clamp(0, num_keys).int(), end.long().clamp(0, num_keys).int())
-
-
-def _settle(start: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
-    """The same intervals with every empty row where the rows before it end: one way to write each mask."""
-    # An empty row may sit anywhere; there it keeps the intervals ascending if anything does.
-    empty = start >= end
-    reach = _cummax(torch.where(empty, 0, end))
-    return torch.where(empty, reach, start).contiguous(), torch.where(empty, reach, end).contiguous()
-
-
-def _transpose(start: Tensor, end: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
-    """first, last [.., S]: the first query whose end lies past key j; one after the last that starts by it."""
-    reach = _cummax(end)
-    ahead = -_cummax(-start.flip(-1)).flip(-1)  # the least start from here on
-    keys = torch.arange(num_keys, dtype=torch.int32, device=start.device)
-    keys = keys.expand(*start.shape[:-1], num_keys).contiguous()
-    first = torch.searchsorted(reach, keys, right=True).int()
-    return first, torch.searchsorted(ahead.contiguous(), keys, right=True).int()
-
-
-def _one_range(positions: Positions) -> Positions:
-    return positions[0] if isinstance(positions, (list, tuple)) and len(positions) == 1 else positions
-
-
-def place(positions: Positions, number: int | None = None) -> Tensor:
-    """Positions as an int64 tensor; refuse what is not ascending, for which a slice would not be an interval, and what
-    lies outside of the number there are."""
-    parts = [positions] if isinstance(positions, range) else positions
-    if not isinstance(parts, (list, tuple)) or not all(isinstance(part, range) for part in parts):
-        raise ValueError(f"a mask is sliced by a range or several of them: got {positions!r}; write range(start, stop)")
-    parts = [part for part in parts if len(part)]
-    bad = any(part.step < 1 for part in parts) or any(a[-1] >= b[0] for a, b in itertools.pairwise(parts))
-    if bad:
-        raise ValueError(f"a mask is sliced by ascending positions: got {positions}")
-    if number is not None and parts and not 0 <= parts[0][0] <= parts[-1][-1] < number:
-        raise ValueError(f"a mask of {number} positions is sliced by some of 0 to {number - 1}: got {positions}")
-    return torch.from_numpy(np.concatenate([np.arange(p.start, p.stop, p.step) for p in parts] or [np.arange(0)]))
-
-
-def _reach(start: Tensor, end: Tensor) -> int:
-    """See Rows."""
-    if not start.is_cpu or not start.numel() or torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
-        return 0
-    mean = int((end - start).clamp(min=0).sum()) // start.numel()
-    return 1 << mean.bit_length() >> 1
-
-
-def _cummax(x: Tensor) -> Tensor:
-    return x.cummax(-1).values if x.numel() else x
-
-
-def _bound(offsets: Tensor, informative: Tensor) -> list[int]:
-    """The least and the greatest of the informative offsets, if there are any: one number if they are the same."""
-    values = offsets[informative]
-    return sorted({int(values.min()), int(values.max())}) if len(values) else []

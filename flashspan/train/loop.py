@@ -63,7 +63,6 @@ class Trainer:
         self.scale = FIRST_SCALE if config.train.precision == "float16" else 1.0
         self.steady = 0  # steps since the scale last changed
         self.step = self.saved = 0
-        self.saved_at = math.inf  # when what the run goes on from was saved
         self.ahead: tuple[int, list[Batch]] | None = None  # a step and its samples, read while the one before ran
         self.fault: str | None = None  # why those of the next step cannot be read
 
@@ -73,7 +72,7 @@ class Trainer:
         notes: list[str] = []
         with contextlib.ExitStack() as held:
             with name_the_silent("the reading of the checkpoint"):
-                self._resume(notes, held)
+                saved = self._resume(notes, held)
             display = held.enter_context(
                 Display(
                     self.folder,
@@ -81,7 +80,7 @@ class Trainer:
                     active=first,
                     tensorboard=config.train.tensorboard,
                     start=self.step,
-                    saved=self.saved_at,
+                    saved=saved,
                 )
             )
             anew = not config.checkpoint.resume
@@ -296,16 +295,16 @@ class Trainer:
             writer.submit(checkpoint.State(self.step, self.shape, model, moments, order, extra))
         self.saved = self.step
 
-    def _resume(self, notes: list[str], held: contextlib.ExitStack) -> None:
-        """Go on from the newest whole checkpoint, of the first rank's choice, and keep the folder until `held` ends."""
+    def _resume(self, notes: list[str], held: contextlib.ExitStack) -> float:
+        """Go on from the newest whole checkpoint, of the first rank's choice, and keep the folder until `held` ends.
+        When that was saved, if it was."""
         path = from_first(lambda: self._choose(notes, held))
         if path is None:
-            return
+            return math.inf
         state = checkpoint.read(path, model=False)
         load_into(self.parts.model, path)
         load_optimizer_state(self.parts, state.optimizer)
         self.step = self.saved = state.step
-        self.saved_at = float(state.extra.get("time", math.inf))
         # Another precision's scale says nothing of this one's.
         if self.config.train.precision == state.extra["config"]["train"]["precision"] == "float16":
             self.scale, self.steady = float(state.extra["scale"]), int(state.extra["steady"])
@@ -315,6 +314,7 @@ class Trainer:
         else:
             asked = self.config.train.steps
             notes.append(f"{path} is already at step {self.step} of the {asked} asked for: nothing to do")
+        return float(state.extra.get("time", math.inf))
 
     def _new_schedule(self, before: dict[str, Any]) -> list[str]:
         """A line where the run is to have another length than when it was saved, and so another rate at this step."""

@@ -223,23 +223,21 @@ def _set_aside(file: Path) -> Path | None:
 
 
 def _put_back(file: Path, saved: float) -> Path | None:
-    """Where the rows are of a run that was started anew and left no checkpoint, which then are later than the one that
-    is gone on from: set them aside, and put back those that it had set aside. The name of its own now, or None."""
-    if not _began_after(file, saved):
+    """Where the rows are of a run that was started anew and left no checkpoint, and so began when the one that goes on
+    had been saved: set them aside, and put back those of that one. What they are called now, or None."""
+    if _began(file) <= saved:
         return None
-    numbers = [path.stem.removeprefix(f"{file.stem}-") for path in file.parent.glob(f"{file.stem}-*{file.suffix}")]
-    kept = [file.with_name(f"{file.stem}-{n}{file.suffix}") for n in sorted(filter(str.isdigit, numbers), key=int)]
+    older = [path for path in file.parent.glob(f"{file.stem}-*{file.suffix}") if _began(path) <= saved]
     aside = _set_aside(file)
-    for path in reversed(kept):
-        if not _began_after(path, saved):
-            path.rename(file)
-            break
+    if older:
+        max(older, key=_began).rename(file)
     return aside
 
 
-def _began_after(file: Path, saved: float) -> bool:
+def _began(file: Path) -> float:
+    """When the first of a file's rows was written, as far as they say."""
     times = (row.get("time") for row in read_metrics(file))
-    return next((time > saved for time in times if isinstance(time, float)), False)
+    return next((time for time in times if isinstance(time, float)), -math.inf)
 
 
 def _drop_later(file: Path, start: int) -> None:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from flashspan.kernels.intervals import Positions
 from flashspan.kernels.masks import (
     EMPTY,
     EVERYTHING,
@@ -18,7 +19,6 @@ from flashspan.kernels.masks import (
     NOTHING,
     Band,
     Mask,
-    Positions,
     Rows,
     count,
     dense,

@@ -1,0 +1,84 @@
+"""Intervals of keys, one for each query, as tensors, and the positions that a slice of them is taken by."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+Positions: TypeAlias = range | Sequence[range]
+"""Global positions of a slice's tokens: one range, or several, ascending and disjoint."""
+
+
+def place(positions: Positions, number: int | None = None) -> Tensor:
+    """Positions as an int64 tensor; refuse what is not ascending, for which a slice would not be an interval, and what
+    lies outside of the number there are."""
+    parts = [positions] if isinstance(positions, range) else positions
+    if not isinstance(parts, (list, tuple)) or not all(isinstance(part, range) for part in parts):
+        raise ValueError(f"a mask is sliced by a range or several of them: got {positions!r}; write range(start, stop)")
+    parts = [part for part in parts if len(part)]
+    bad = any(part.step < 1 for part in parts) or any(a[-1] >= b[0] for a, b in itertools.pairwise(parts))
+    if bad:
+        raise ValueError(f"a mask is sliced by ascending positions: got {positions}")
+    if number is not None and parts and not 0 <= parts[0][0] <= parts[-1][-1] < number:
+        raise ValueError(f"a mask of {number} positions is sliced by some of 0 to {number - 1}: got {positions}")
+    return torch.from_numpy(np.concatenate([np.arange(p.start, p.stop, p.step) for p in parts] or [np.arange(0)]))
+
+
+def one_range(positions: Positions) -> Positions:
+    """A range for several that are one."""
+    return positions[0] if isinstance(positions, (list, tuple)) and len(positions) == 1 else positions
+
+
+def clean(start: Tensor, end: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
+    """A user's intervals, checked, as int32 within 0..num_keys, and ascending where they can be."""
+    for name, bound in (("start", start), ("end", end)):
+        if not isinstance(bound, Tensor) or bound.dtype.is_floating_point or bound.dtype == torch.bool:
+            raise ValueError(f"Rows needs integer tensors of shape [T] or [B, T]: got {name}={bound!r}")
+    if start.shape != end.shape or start.dim() not in (1, 2) or start.device != end.device:
+        raise ValueError(
+            f"Rows needs start and end of one shape, [T] or [B, T], on one device: "
+            f"got {tuple(start.shape)} on {start.device} and {tuple(end.shape)} on {end.device}"
+        )
+    return settle(start.long().clamp(0, num_keys).int(), end.long().clamp(0, num_keys).int())
+
+
+def settle(start: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+    """The same intervals with every empty row where the rows before it end: one way to write each mask."""
+    # An empty row may sit anywhere; there it keeps the intervals ascending if anything does.
+    empty = start >= end
+    reach = _cummax(torch.where(empty, 0, end))
+    return torch.where(empty, reach, start).contiguous(), torch.where(empty, reach, end).contiguous()
+
+
+def transpose(start: Tensor, end: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
+    """first, last [.., S]: the first query whose end lies past key j; one after the last that starts by it."""
+    reach = _cummax(end)
+    ahead = -_cummax(-start.flip(-1)).flip(-1)  # the least start from here on
+    keys = torch.arange(num_keys, dtype=torch.int32, device=start.device)
+    keys = keys.expand(*start.shape[:-1], num_keys).contiguous()
+    first = torch.searchsorted(reach, keys, right=True).int()
+    return first, torch.searchsorted(ahead.contiguous(), keys, right=True).int()
+
+
+def reach_of(start: Tensor, end: Tensor) -> int:
+    """The power of 2 at or below the mean length, or 0 where that would wait for a device or nobody may look."""
+    if not start.is_cpu or not start.numel() or torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+        return 0
+    mean = int((end - start).clamp(min=0).sum()) // start.numel()
+    return 1 << mean.bit_length() >> 1
+
+
+def extremes(offsets: Tensor, informative: Tensor) -> list[int]:
+    """The least and the greatest of the informative offsets, if there are any: one number if they are the same."""
+    values = offsets[informative]
+    return sorted({int(values.min()), int(values.max())}) if len(values) else []
+
+
+def _cummax(x: Tensor) -> Tensor:
+    return x.cummax(-1).values if x.numel() else x
