@@ -29,6 +29,22 @@ Attend = Callable[..., Any]
 """attention(q [B, H, T, D], k, v [B, K, S, D], *, causal or mask) -> [B, H, T, D]."""
 
 
+class RMSNorm(nn.RMSNorm):
+    """Each row over the root of its mean square, times a weight: PyTorch's one kernel, or spelled out for a compiler.
+
+    Spelled out, the roots are a tensor of their own: kept, they spare whoever makes the rest again a look at each row.
+    """
+
+    eps: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            return super().forward(x)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        inverse = (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        return (wide * inverse * self.weight).to(torch.promote_types(x.dtype, self.weight.dtype))
+
+
 class Attention(nn.Module):
     """The projections around grouped-query attention with rotary positions."""
 
@@ -42,17 +58,14 @@ class Attention(nn.Module):
         self.output = nn.Linear(query_width, config.width, bias=False)
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What to attend with: q [B, H, T, D]; k, v [B, K, T, D]."""
-        q, k, v = (self._heads(project(x)) for project in (self.query, self.key, self.value))
+        """What to attend with, a token's heads side by side: q [B, T, H, D]; k, v [B, T, K, D]."""
+        # As many heads as the features at hand: the layers may have been split.
+        q, k, v = (linear(x).unflatten(-1, (-1, self.head_dim)) for linear in (self.query, self.key, self.value))
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
     def merge(self, mixed: Tensor) -> Tensor:
         """The attention's [B, H, T, D] as an addition to the residual, [B, T, E]."""
         return self.output(mixed.transpose(1, 2).flatten(2))
-
-    def _heads(self, x: Tensor) -> Tensor:
-        # As many heads as the features at hand: the layers may have been split.
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, T, H D] -> [B, H, T, D]
 
 
 class FeedForward(nn.Module):
@@ -77,18 +90,20 @@ class Block(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.attention_norm = RMSNorm(config.width, eps=config.norm_eps)
         self.attention = Attention(config)
-        self.ffn_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.ffn_norm = RMSNorm(config.width, eps=config.norm_eps)
         self.ffn = FeedForward(config)
 
     def forward(self, x: Tensor, turn: Rotation, mask: Any, attend: Attend) -> Tensor:
-        q, k, v = self.before(x, turn.cos, turn.sin)
+        # Turned here and not inside: a compiled function wants the gradients of its outputs in their own order, and
+        # attention's are in the order that its inputs had.
+        q, k, v = (each.transpose(1, 2) for each in self.before(x, turn.cos, turn.sin))
         sight = {"causal": True} if mask is None else {"mask": mask}
         return self.after(x, attend(q, k, v, **sight))
 
     def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of x."""
+        """Queries, keys and values of x, [B, T, heads, D]."""
         return self.attention.project(self.attention_norm(x), cos, sin)
 
     def after(self, x: Tensor, mixed: Tensor) -> Tensor:
@@ -106,7 +121,7 @@ class Llama(nn.Module):
         self.slope: Slope = slope_in_parts
         self.embed = nn.Embedding(config.vocab_size, config.width)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.norm = RMSNorm(config.width, eps=config.norm_eps)
         self.head = nn.Linear(config.width, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.head.weight = self.embed.weight

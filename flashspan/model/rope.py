@@ -13,7 +13,7 @@ from .config import LlamaConfig, RopeScaling
 
 @dataclass(frozen=True)
 class Rotation:
-    """cos and sin of each token's angles, float32 [.., T, D / 2], for `rotate`.
+    """cos and sin of each token's angles, float32 [.., T, 1, D / 2], for `rotate`.
 
     An object and not two tensors, so that nothing on the way (mixed precision, say) rounds the angles.
     """
@@ -23,17 +23,15 @@ class Rotation:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (d, d + D / 2) of x [B, H, T, D], in the order of published weights: in float32, then as x."""
+    """Rotate the pairs (d, d + D / 2) of x [B, T, H, D], in the order of published weights: in float32, then as x."""
     left, right = x.chunk(2, -1)  # times a float32 they are float32
     turned = (left * cos - right * sin, right * cos + left * sin)
     return torch.cat([half.to(x.dtype) for half in turned], -1)
 
 
 def rotation(positions: Tensor, config: LlamaConfig) -> Rotation:
-    """The rotation of tokens at these positions, [T] or [B, T] (then one axis is added for the heads)."""
-    angles = positions.unsqueeze(-1).float() * frequencies(config, positions.device)
-    if positions.dim() == 2:
-        angles = angles.unsqueeze(1)  # [B, 1, T, D / 2]
+    """The rotation of tokens at these positions, [T] or [B, T]; all heads of a token share it."""
+    angles = positions.reshape(*positions.shape, 1, 1).float() * frequencies(config, positions.device)
     return Rotation(angles.cos(), angles.sin())
 
 

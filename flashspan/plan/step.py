@@ -150,7 +150,7 @@ def moved_per_token(run: Run, tensor: int) -> float:
     rows = model.head_dim * (model.num_heads + model.num_kv_heads) / tensor
     norms = 2 * (8 * model.width)
     casts = 5 * (4 + small) * model.width if small == 2 else 0
-    rotation = rows * (2 * small + 6 * 4)
+    rotation = rows * (2 * small + 4 * 4)
     additions = 2 * (8 + small) * model.width
     gate = 5 * small * model.ffn_width / tensor
     return norms + casts + rotation + additions + gate

@@ -140,7 +140,7 @@ def build(config: TrainConfig, shape: LlamaConfig, mesh: DeviceMesh, device: tor
     if config.train.compile:
         # Tensor parallelism exchanges inside of what is compiled, where the graph then breaks.
         apply_compile(model, whole=degree["tensor"] == 1)
-    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+    if device.type == "cuda" and _has_triton():
         from flashspan.kernels.portable.slope import slope_in_place
 
         model.slope = partial(slope_in_place, ignored=IGNORE)
@@ -301,7 +301,10 @@ def _keep_local_attention() -> Any:
 
 def _keep_products() -> Any:
     aten = torch.ops.aten
-    return create_selective_checkpoint_contexts([aten.mm.default, aten.addmm.default, aten.bmm.default])
+    # And the roots of norms, a number a row: with them nothing that is made again has to look at a whole row first.
+    return create_selective_checkpoint_contexts(
+        [aten.mm.default, aten.addmm.default, aten.bmm.default, aten.rsqrt.default]
+    )
 
 
 def make_optimizer(
@@ -317,11 +320,20 @@ def make_optimizer(
         {"params": [p for p in names if p.dim() < 2], "weight_decay": 0.0},
     ]
     kwargs: dict[str, Any] = {"lr": options.lr, "betas": (options.beta1, options.beta2), "eps": options.eps}
+    adamw: type[torch.optim.AdamW] = torch.optim.AdamW
     if device.type == "cuda":
         kwargs["fused"] = True
+        if _has_triton():
+            from .adamw import AdamW
+
+            adamw = AdamW
     if sharded is not None:
-        return sharded(groups, torch.optim.AdamW, group=group, **kwargs)
-    return torch.optim.AdamW(groups, **kwargs)
+        return sharded(groups, adamw, group=group, **kwargs)
+    return adamw(groups, **kwargs)
+
+
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def model_state(parts: Parts, *, keep: bool) -> dict[str, Tensor]:

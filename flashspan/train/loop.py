@@ -37,6 +37,9 @@ DONE, STOPPED, NOT_FINITE, NOT_SAVED = "done", "stopped", "not finite", "not sav
 STOPS = (signal.SIGTERM, signal.SIGINT)
 FIRST_SCALE, GROW_AFTER = 2.0**14, 200
 Batch: TypeAlias = tuple[Tensor, Tensor, Rows | None]
+"""tokens and targets [B, T of this rank] on the host, and where each token's document lies."""
+Placed: TypeAlias = tuple[Tensor, Tensor, Mask]
+"""The same on the device, with the mask of the whole sequence."""
 
 
 class Trainer:
@@ -63,7 +66,8 @@ class Trainer:
         self.scale = FIRST_SCALE if config.train.precision == "float16" else 1.0
         self.steady = 0  # steps since the scale last changed
         self.step = self.saved = 0
-        self.ahead: tuple[int, list[Batch]] | None = None  # a step and its samples, read while the one before ran
+        # A step, its samples and how many targets all ranks have, made ready while the one before runs.
+        self.ahead: tuple[int, list[Placed], Tensor] | None = None
         self.fault: str | None = None  # why those of the next step cannot be read
 
     def run(self, asked: Sequence[int] = ()) -> str:
@@ -161,12 +165,8 @@ class Trainer:
         Where loss or norm is not finite nothing is updated, and the step is still to be taken. Samples of the next step
         that cannot be read on some rank count as asking to stop.
         """
-        config = self.config
-        self.parts.optimizer.zero_grad()
-        read = self.ahead[1] if self.ahead is not None and self.ahead[0] == self.step else self._read(self.step)
-        batches = [self._place(*batch) for batch in read]
-        # At least 1: where documents are short a step may have nothing to predict, which is no loss and not 0 / 0.
-        count = self._sum(torch.stack([(targets >= 0).sum() for _, targets, _ in batches]).sum()).clamp(min=1)
+        config, optimizer = self.config, self.parts.optimizer
+        batches, count = self._begin()
         local = torch.zeros((), dtype=torch.float64, device=self.device)
         for i, (tokens, targets, mask) in enumerate(batches):
             with self.parts.without_sync(i < len(batches) - 1):
@@ -174,42 +174,64 @@ class Trainer:
                     total = self.parts.runner(tokens, targets, self.positions, mask)
                 (total * (self.scale / count)).backward()
             local += total.detach()
+        following: list[Batch] = []
         if self.step + 1 < config.train.steps:
             try:
-                self.ahead = self.step + 1, self._read(self.step + 1)
+                following = self._read(self.step + 1)
             except (ValueError, OSError) as error:
                 self.fault = str(error)
         stopping = len(asked) > 0 or self.fault is not None
-        # Filled there, not copied: a copy would wait for all of backward, and the optimizer's launches for the copy.
-        sums = self._sum(torch.stack((local, torch.full_like(local, float(stopping)))))
-        params = list(self.parts.names)
-        if self.scale != 1.0:
-            for param in params:
-                if param.grad is not None:
-                    param.grad.div_(self.scale)
-        clip = config.optimizer.clip
-        if clip and self.guarded:  # the optimizer divides gradients as it reads them
-            norms, factor = clip_factor(params, clip)
-            self.parts.optimizer.grad_scale = factor.reciprocal().float()  # type: ignore[attr-defined]
-        else:
-            norms = clip_grad_norm(params, clip) if clip else grad_norm(params)
+        mine = (local, self._number(float(stopping)), self._number(_num_targets(following)))
+        sums = self._sum(torch.stack(mine))
+        norms = self._clip()
         lr = learning_rate(self.step, config.train.steps, config.optimizer)
-        for group in self.parts.optimizer.param_groups:
+        for group in optimizer.param_groups:
             group["lr"] = lr
         results = torch.stack((sums[0] / count, sums[1], norms.to(sums.dtype)))
         if self.guarded:
-            self.parts.optimizer.found_inf = (~results.isfinite().all()).float()  # type: ignore[attr-defined]
-            self.parts.optimizer.step()
+            optimizer.found_inf = (~results.isfinite().all()).float()  # type: ignore[attr-defined]
+            optimizer.step()
+            optimizer.zero_grad()
+        # What the next step begins with, before the host waits: once it knows, the device has nothing else to do.
+        placed = [self._place(*batch) for batch in following]
+        self.ahead = (self.step + 1, placed, sums[2]) if placed else None
         # The one moment at which the host waits for the device.
         loss, stops, norm = results.tolist()
         fine = math.isfinite(loss) and math.isfinite(norm)
+        if not self.guarded:
+            if fine:
+                optimizer.step()
+            optimizer.zero_grad()
         if fine:
-            if not self.guarded:
-                self.parts.optimizer.step()
             self.step += 1
         if config.train.precision == "float16":
             self._rescale(fine)
         return loss, norm, lr, stops > 0
+
+    def _begin(self) -> tuple[list[Placed], Tensor]:
+        """The step's samples, and how many targets they have on all ranks."""
+        if self.ahead is not None and self.ahead[0] == self.step:
+            _, batches, count = self.ahead
+        else:
+            read = self._read(self.step)
+            batches, count = [self._place(*batch) for batch in read], self._sum(self._number(_num_targets(read)))
+        # At least 1: where documents are short a step may have nothing to predict, which is no loss and not 0 / 0.
+        return batches, count.clamp(min=1)
+
+    def _clip(self) -> Tensor:
+        """The norm of the gradients, which are clipped here, or by an optimizer that divides them as it reads them."""
+        params, clip = list(self.parts.names), self.config.optimizer.clip
+        if self.scale != 1.0:
+            for param in params:
+                if param.grad is not None:
+                    param.grad.div_(self.scale)
+        if not clip:
+            return grad_norm(params)
+        if not self.guarded:
+            return clip_grad_norm(params, clip)
+        norm, factor = clip_factor(params, clip)
+        self.parts.optimizer.grad_scale = factor.reciprocal().float()  # type: ignore[attr-defined]
+        return norm
 
     def _evaluate(self, display: Display) -> None:
         with name_the_silent(f"the evaluation after step {self.step}"):
@@ -243,8 +265,7 @@ class Trainer:
         return [self._prepare(self.train, range(start, start + each)) for start in starts]
 
     def _prepare(self, samples: Samples, numbers: Iterable[int]) -> Batch:
-        """tokens and targets [B, T of this rank], and where each token's document lies; on the host, as the device may
-        be busy with the step before."""
+        """Samples as this rank sees them, on the host: the device may be busy with the step before."""
         tokens, targets = samples.read(numbers)
         inside = None
         if samples.documents:
@@ -252,12 +273,17 @@ class Trainer:
             inside = Rows(first, torch.arange(1, samples.sequence + 1).expand_as(first), samples.sequence)
         if self.parts.attend is not None:
             tokens, targets = (self.parts.attend.shard(x, 1) for x in (tokens, targets))
+        if self.device.type == "cuda":  # from there they are copied without waiting for what the device has to do
+            tokens, targets = tokens.pin_memory(), targets.pin_memory()
         return tokens, targets, inside
 
-    def _place(self, tokens: Tensor, targets: Tensor, inside: Rows | None) -> tuple[Tensor, Tensor, Mask]:
-        """The same on the device, with the mask of the whole sequence."""
+    def _place(self, tokens: Tensor, targets: Tensor, inside: Rows | None) -> Placed:
         mask = self.pattern if inside is None else self.pattern & inside.to(self.device)
-        return tokens.to(self.device), targets.to(self.device), mask
+        return tokens.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True), mask
+
+    def _number(self, value: float) -> Tensor:
+        """A number on the device, filled there and not copied: a copy would wait for all that the device has to do."""
+        return torch.full((), value, dtype=torch.float64, device=self.device)
 
     def _sum(self, values: Tensor) -> Tensor:
         """Numbers summed over all ranks that hold different tokens, float64; tensor ranks hold the same."""
@@ -374,6 +400,10 @@ def catch_signals() -> Iterator[list[int]]:
             signal.signal(kind, handler)
 
 
+def _num_targets(batches: Iterable[Batch]) -> int:
+    return sum(int((targets >= 0).sum()) for _, targets, _ in batches)
+
+
 def _device() -> torch.device:
     if dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
@@ -384,7 +414,7 @@ def _is_guarded(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer itself does nothing where its found_inf says so: it can be launched while the host does not
     know yet, and the device need not wait for the host to find out."""
     whole = not any(is_dtensor(p) for group in optimizer.param_groups for p in group["params"])
-    return type(optimizer) is torch.optim.AdamW and bool(optimizer.defaults["fused"]) and whole
+    return isinstance(optimizer, torch.optim.AdamW) and bool(optimizer.defaults["fused"]) and whole
 
 
 def _size_and_rank(mesh: Any) -> tuple[int, int]:

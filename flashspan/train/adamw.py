@@ -1,0 +1,46 @@
+"""torch.optim.AdamW, its work done by one launch where that can be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashspan.kernels.portable.adamw import adamw, fits
+
+
+class AdamW(torch.optim.AdamW):
+    """torch.optim.AdamW(fused=True), with the same state: one launch, unless some tensor is split or out of line."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient; with `found_inf` not 0, none."""
+        parts: list[tuple[dict[str, Any], list[list[Tensor]]]] = []
+        for group in self.param_groups:
+            lists: list[list[Tensor]] = [[] for _ in range(6)]
+            self._init_group(group, *lists)
+            params, grads, means, squares, _, steps = lists
+            if params:
+                parts.append((group, [params, grads, means, squares, steps]))
+        plain = all(fits(*lists[:4]) and not (group["amsgrad"] or group["maximize"]) for group, lists in parts)
+        if closure is not None or not plain:
+            return super().step(closure)
+        for group, lists in parts:
+            steps = lists[-1]
+            found = getattr(self, "found_inf", None)
+            found = torch.zeros_like(steps[0]) if found is None else found
+            scale = getattr(self, "grad_scale", None)
+            torch._foreach_add_(steps, 1)
+            adamw(
+                *lists,
+                lr=group["lr"],
+                betas=group["betas"],
+                eps=group["eps"],
+                decay=group["weight_decay"],
+                divisor=torch.ones_like(steps[0]) if scale is None else scale,
+                skip=found,
+            )
+            torch._foreach_sub_(steps, [found] * len(steps))
+        return None
