@@ -21,7 +21,7 @@ the head's. So the peak, at the end of forward, is about 16 GiB at 8k and 35 GiB
 
 Time at 8k: 61 TFLOP of products at 680 TFLOP/s are 89 ms; attention (15 TFLOP, scores computed again in backward) is 43
 ms at 355 TFLOP/s and 33 at 470; what lies between is 2 GB a layer, 8 ms in all if fused; the loss's own passes 4, AdamW
-6, which clips as it reads, the norm for it 1, waiting 3: 145 to 155 ms. At 32k products are 358 ms, attention is 690 at
+4, which clips as it reads, the norm for it 1, waiting 3: 137 to 150 ms. At 32k products are 358 ms, attention is 690 at
 355 TFLOP/s, 525 at 470, 440 at 560, and the rest 50.
 """
 
@@ -57,6 +57,8 @@ from flashspan.train.loop import Trainer
 OURS = ("--train.precision=bfloat16", "--train.recompute=elementwise", "--train.compile=true", "--optimizer.lr=2e-5")
 MODES = {"flashspan": "bfloat16", "flashspan, mixed": "float32"}
 CLIP, BETAS, EPS = 1.0, (0.9, 0.95), 1e-8
+STEPS = 8
+"""Measured of each: the first few are up to 1% slower than those after them."""
 
 
 @dataclass(frozen=True)
@@ -127,25 +129,24 @@ class Bench:
         """Steps of theirs, then of ours in each mode."""
         num_tokens = self.sizes.train[part]
         flops = self.sizes.shape.flops_per_token(num_tokens) * num_tokens
-        repeat = 3 if num_tokens > 16384 else 6
         theirs = load_baseline(self.folder / "model", self.device)
         name, step = theirs.name, self._their_step(theirs, num_tokens)
         del theirs
-        first, seconds, peak = self._measure(step, repeat, name)
+        first, seconds, peak = self._measure(step, name)
         self._keep(Measured(part, name, seconds, peak, num_tokens, flops, 0.0))
         del step
         for name in modes:
             clear(self.device)  # of the one before
             found = None
             try:
-                found = self._measure(self._our_step(num_tokens, MODES[name]), repeat, name)
+                found = self._measure(self._our_step(num_tokens, MODES[name]), name)
             except torch._dynamo.exc.TorchDynamoException:  # say why, then measure what can be measured
                 traceback.print_exc()
             if found is None:
                 clear(self.device)
                 step = self._our_step(num_tokens, MODES[name], "--train.compile=false")
                 name += ", not compiled"
-                found = self._measure(step, repeat, name)
+                found = self._measure(step, name)
                 del step
             loss, seconds, peak = found
             self._keep(Measured(part, name, seconds, peak, num_tokens, flops, abs(loss / first - 1)))
@@ -211,12 +212,12 @@ class Bench:
 
         return step
 
-    def _measure(self, step: Callable[[], float], repeat: int, name: str) -> tuple[float, list[float], int]:
-        """The first loss, the seconds of `repeat` steps after two to warm up, and the peak of those."""
+    def _measure(self, step: Callable[[], float], name: str) -> tuple[float, list[float], int]:
+        """The first loss, the seconds of STEPS steps after two to warm up, and the peak of those."""
         spent, (first, _) = timed(lambda: (step(), step()), self.device)
         print(f"{name}: {spent / 1e3:.1f} s to warm up", flush=True)
         reset_peak(self.device)
-        seconds = [timed(step, self.device)[0] / 1e3 for _ in range(repeat)]
+        seconds = [timed(step, self.device)[0] / 1e3 for _ in range(STEPS)]
         peak = peak_bytes(self.device)
         if self.profile and self.device.type == "cuda":
             self._show(step, name)

@@ -42,7 +42,7 @@ class RMSNorm(nn.RMSNorm):
             return super().forward(x)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         inverse = (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()
-        return (wide * inverse * self.weight).to(torch.promote_types(x.dtype, self.weight.dtype))
+        return (wide * inverse * self.weight).to(x.dtype)
 
 
 class Attention(nn.Module):

@@ -1,4 +1,4 @@
-"""torch.optim.AdamW, its work done by one launch where that can be."""
+"""torch.optim.AdamW, with one launch for a group of parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flashspan.kernels.portable.adamw import adamw, fits
 
 
 class AdamW(torch.optim.AdamW):
-    """torch.optim.AdamW(fused=True), with the same state: one launch, unless some tensor is split or out of line."""
+    """torch.optim.AdamW(fused=True), with the same state: a launch a group, where `fits` and the options allow it."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -24,14 +24,12 @@ class AdamW(torch.optim.AdamW):
             params, grads, means, squares, _, steps = lists
             if params:
                 parts.append((group, [params, grads, means, squares, steps]))
-        plain = all(fits(*lists[:4]) and not (group["amsgrad"] or group["maximize"]) for group, lists in parts)
-        if closure is not None or not plain:
+        if closure is not None or not all(_is_plain(group) and fits(*lists[:4]) for group, lists in parts):
             return super().step(closure)
+        scale, guard = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         for group, lists in parts:
             steps = lists[-1]
-            found = getattr(self, "found_inf", None)
-            found = torch.zeros_like(steps[0]) if found is None else found
-            scale = getattr(self, "grad_scale", None)
+            found = torch.zeros_like(steps[0]) if guard is None else guard
             torch._foreach_add_(steps, 1)
             adamw(
                 *lists,
@@ -44,3 +42,7 @@ class AdamW(torch.optim.AdamW):
             )
             torch._foreach_sub_(steps, [found] * len(steps))
         return None
+
+
+def _is_plain(group: dict[str, Any]) -> bool:
+    return group["fused"] and isinstance(group["lr"], float) and not (group["amsgrad"] or group["maximize"])

@@ -301,7 +301,7 @@ def _keep_local_attention() -> Any:
 
 def _keep_products() -> Any:
     aten = torch.ops.aten
-    # And the roots of norms, a number a row: with them nothing that is made again has to look at a whole row first.
+    # And the roots of compiled norms, a number a row: what is made again need not look at a whole row first.
     return create_selective_checkpoint_contexts(
         [aten.mm.default, aten.addmm.default, aten.bmm.default, aten.rsqrt.default]
     )

@@ -10,16 +10,15 @@ import contextlib
 import math
 import signal
 import time
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flashspan.kernels.masks import Mask, Rows
 from flashspan.model import IGNORE
 from flashspan.parallel import build_mesh, clip_factor, clip_grad_norm, grad_norm, submesh
 from flashspan.parallel.collectives import is_dtensor
@@ -27,7 +26,7 @@ from flashspan.parallel.collectives import is_dtensor
 from . import checkpoint
 from .build import build, load_into, load_optimizer_state, model_state, optimizer_state
 from .config import OptimizerSection, TrainConfig
-from .data import Samples
+from .feed import Batch, Feed, Placed, num_targets
 from .meeting import from_each, from_first, name_the_silent
 from .metrics import Display, StepMetrics, draw_loss, memory_gib, peak_flops
 from .pattern import make_pattern, visible_share
@@ -36,10 +35,6 @@ from .samples import misfit, num_evaluated, open_samples, order_of
 DONE, STOPPED, NOT_FINITE, NOT_SAVED = "done", "stopped", "not finite", "not saved"
 STOPS = (signal.SIGTERM, signal.SIGINT)
 FIRST_SCALE, GROW_AFTER = 2.0**14, 200
-Batch: TypeAlias = tuple[Tensor, Tensor, Rows | None]
-"""tokens and targets [B, T of this rank] on the host, and where each token's document lies."""
-Placed: TypeAlias = tuple[Tensor, Tensor, Mask]
-"""The same on the device, with the mask of the whole sequence."""
 
 
 class Trainer:
@@ -53,21 +48,25 @@ class Trainer:
         degrees: dict[str, Any] = {**config.parallel.degrees(dist.get_world_size())}
         self.mesh = build_mesh(**degrees)
         self.shape = config.model.resolve()
-        self.batch_ranks, self.batch_rank = _size_and_rank(submesh(self.mesh, "batch"))
         self.num_tensor = self.mesh["tensor"].size()
         self.folder = Path(config.checkpoint.folder)
         self.train, self.validation = open_samples(config)
         self.pattern = make_pattern(config.attention, config.data.sequence, self.device)
         self.parts = build(config, self.shape, self.mesh, self.device, self.pattern)
+        batch, attend = submesh(self.mesh, "batch"), self.parts.attend
+        self.feed = Feed(config, batch.get_local_rank(), batch.size(), attend, self.pattern, self.device)
         self.positions = torch.arange(config.data.sequence, device=self.device)
-        if self.parts.attend is not None:
-            self.positions = self.parts.attend.positions(config.data.sequence, self.device)
+        if attend is not None:
+            self.positions = attend.positions(config.data.sequence, self.device)
         self.guarded = _is_guarded(self.parts.optimizer)
+        # Whether no other rank takes part in forward.
+        self.alone = all(self.mesh[axis].size() == 1 for axis in ("shard", "context", "tensor"))
         self.scale = FIRST_SCALE if config.train.precision == "float16" else 1.0
         self.steady = 0  # steps since the scale last changed
         self.step = self.saved = 0
         # A step, its samples and how many targets all ranks have, made ready while the one before runs.
         self.ahead: tuple[int, list[Placed], Tensor] | None = None
+        self.begun: Tensor | None = None  # the loss of the first of those samples, if its forward has been launched
         self.fault: str | None = None  # why those of the next step cannot be read
 
     def run(self, asked: Sequence[int] = ()) -> str:
@@ -92,7 +91,7 @@ class Trainer:
             for note in notes:
                 display.say(note)
             # A run that was asked to stop did not wait for the evaluation that was due, nor did one that was killed.
-            if self._is_evaluated() and not from_first(partial(display.evaluated, self.step)):
+            if self._is_evaluated(self.step) and not from_first(partial(display.evaluated, self.step)):
                 self._evaluate(display)
             how = self._take_steps(display, writer, asked)
             if self.saved != self.step or not self.step:
@@ -144,19 +143,23 @@ class Trainer:
             mfu = flops / seconds / peak
             display.step(StepMetrics(self.step, loss, norm, lr, speed, mfu, memory_gib(self.device), seconds))
             last = self.step == config.train.steps
-            if last or (config.checkpoint.every and self.step % config.checkpoint.every == 0):
+            if self._is_saved(self.step):
                 self._save(writer)
-            if self._is_evaluated() and (last or not stop):
+            if self._is_evaluated(self.step) and (last or not stop):
                 self._evaluate(display)
             if stop and not last:
                 return STOPPED
         return DONE
 
-    def _is_evaluated(self) -> bool:
-        """Whether an evaluation belongs to the step that was taken last."""
+    def _is_evaluated(self, step: int) -> bool:
+        """Whether an evaluation comes after this many steps."""
         train = self.config.train
         every = train.evaluate_every if self.validation is not None else 0
-        return self.step > 0 and every > 0 and (self.step >= train.steps or self.step % every == 0)
+        return step > 0 and every > 0 and (step >= train.steps or step % every == 0)
+
+    def _is_saved(self, step: int) -> bool:
+        every = self.config.checkpoint.every
+        return step == self.config.train.steps or (every > 0 and step % every == 0)
 
     def take_step(self, asked: Sized = ()) -> tuple[float, float, float, bool]:
         """One optimizer step: its loss, gradient norm and learning rate, and whether any rank was asked to stop before
@@ -168,20 +171,20 @@ class Trainer:
         config, optimizer = self.config, self.parts.optimizer
         batches, count = self._begin()
         local = torch.zeros((), dtype=torch.float64, device=self.device)
-        for i, (tokens, targets, mask) in enumerate(batches):
+        for i, batch in enumerate(batches):
             with self.parts.without_sync(i < len(batches) - 1):
-                with self._autocast():
-                    total = self.parts.runner(tokens, targets, self.positions, mask)
+                total = self._forward(batch) if self.begun is None else self.begun
+                self.begun = None
                 (total * (self.scale / count)).backward()
             local += total.detach()
         following: list[Batch] = []
         if self.step + 1 < config.train.steps:
             try:
-                following = self._read(self.step + 1)
+                following = self.feed.read(self.train, self.step + 1)
             except (ValueError, OSError) as error:
                 self.fault = str(error)
         stopping = len(asked) > 0 or self.fault is not None
-        mine = (local, self._number(float(stopping)), self._number(_num_targets(following)))
+        mine = (local, self._number(float(stopping)), self._number(num_targets(following)))
         sums = self._sum(torch.stack(mine))
         norms = self._clip()
         lr = learning_rate(self.step, config.train.steps, config.optimizer)
@@ -193,11 +196,19 @@ class Trainer:
             optimizer.step()
             optimizer.zero_grad()
         # What the next step begins with, before the host waits: once it knows, the device has nothing else to do.
-        placed = [self._place(*batch) for batch in following]
+        placed = [self.feed.place(*batch) for batch in following]
         self.ahead = (self.step + 1, placed, sums[2]) if placed else None
+        wait = self._bring(results)
+        # An optimizer that heeds the results has made its step, or none: the host need not know to go on.
+        between = self._is_saved(self.step + 1) or self._is_evaluated(self.step + 1)
+        if placed and self.guarded and self.alone and not (stopping or between):
+            with self.parts.without_sync(len(placed) > 1):
+                self.begun = self._forward(placed[0])
         # The one moment at which the host waits for the device.
-        loss, stops, norm = results.tolist()
+        loss, stops, norm = wait()
         fine = math.isfinite(loss) and math.isfinite(norm)
+        if not fine or stops > 0:
+            self.begun = None
         if not self.guarded:
             if fine:
                 optimizer.step()
@@ -213,13 +224,14 @@ class Trainer:
         if self.ahead is not None and self.ahead[0] == self.step:
             _, batches, count = self.ahead
         else:
-            read = self._read(self.step)
-            batches, count = [self._place(*batch) for batch in read], self._sum(self._number(_num_targets(read)))
+            read = self.feed.read(self.train, self.step)
+            batches, count = [self.feed.place(*batch) for batch in read], self._sum(self._number(num_targets(read)))
         # At least 1: where documents are short a step may have nothing to predict, which is no loss and not 0 / 0.
         return batches, count.clamp(min=1)
 
     def _clip(self) -> Tensor:
-        """The norm of the gradients, which are clipped here, or by an optimizer that divides them as it reads them."""
+        """The norm of the gradients, free of the loss's scale; they are clipped here, or by an optimizer that divides
+        them as it reads them."""
         params, clip = list(self.parts.names), self.config.optimizer.clip
         if self.scale != 1.0:
             for param in params:
@@ -244,42 +256,38 @@ class Trainer:
         self.parts.runner.eval()
         num_samples = num_evaluated(self.config, self.validation)
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for start in range(0, num_samples, self.batch_ranks):
-            number = start + self.batch_rank
-            tokens, targets, mask = self._place(*self._prepare(self.validation, [min(number, num_samples - 1)]))
+        for start in range(0, num_samples, self.feed.num_ranks):
+            number = start + self.feed.rank
+            batch = self.feed.prepare(self.validation, [min(number, num_samples - 1)])
+            tokens, targets, mask = self.feed.place(*batch)
             if number >= num_samples:  # all ranks take part in each pass, and this one has no sample left
                 targets.fill_(IGNORE)
-            with self._autocast():
-                sums[0] += self.parts.runner(tokens, targets, self.positions, mask)
+            sums[0] += self._forward((tokens, targets, mask))
             sums[1] += (targets >= 0).sum()
         self.parts.runner.train()
         total, count = self._sum(sums).tolist()
         return total / max(1.0, count)
 
-    def _read(self, step: int) -> list[Batch]:
-        """A step's samples that this rank reads, for each of its backward passes."""
-        train = self.config.train
-        each = train.batch // (train.accumulate * self.batch_ranks)
-        first = step * train.batch
-        starts = [first + (i * self.batch_ranks + self.batch_rank) * each for i in range(train.accumulate)]
-        return [self._prepare(self.train, range(start, start + each)) for start in starts]
+    def _forward(self, batch: Placed) -> Tensor:
+        """The sum of the losses of this rank's tokens."""
+        tokens, targets, mask = batch
+        with self._autocast():
+            loss: Tensor = self.parts.runner(tokens, targets, self.positions, mask)
+        return loss
 
-    def _prepare(self, samples: Samples, numbers: Iterable[int]) -> Batch:
-        """Samples as this rank sees them, on the host: the device may be busy with the step before."""
-        tokens, targets = samples.read(numbers)
-        inside = None
-        if samples.documents:
-            first = samples.first_keys(tokens)
-            inside = Rows(first, torch.arange(1, samples.sequence + 1).expand_as(first), samples.sequence)
-        if self.parts.attend is not None:
-            tokens, targets = (self.parts.attend.shard(x, 1) for x in (tokens, targets))
-        if self.device.type == "cuda":  # from there they are copied without waiting for what the device has to do
-            tokens, targets = tokens.pin_memory(), targets.pin_memory()
-        return tokens, targets, inside
+    def _bring(self, values: Tensor) -> Callable[[], list[float]]:
+        """Have values sent to the host; what to call for them, which does not wait for what is launched after this."""
+        host = values.to("cpu", non_blocking=True)
+        if self.device.type != "cuda":
+            return host.tolist
+        here = torch.cuda.Event()
+        here.record()
 
-    def _place(self, tokens: Tensor, targets: Tensor, inside: Rows | None) -> Placed:
-        mask = self.pattern if inside is None else self.pattern & inside.to(self.device)
-        return tokens.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True), mask
+        def wait() -> list[float]:
+            here.synchronize()
+            return host.tolist()
+
+        return wait
 
     def _number(self, value: float) -> Tensor:
         """A number on the device, filled there and not copied: a copy would wait for all that the device has to do."""
@@ -400,10 +408,6 @@ def catch_signals() -> Iterator[list[int]]:
             signal.signal(kind, handler)
 
 
-def _num_targets(batches: Iterable[Batch]) -> int:
-    return sum(int((targets >= 0).sum()) for _, targets, _ in batches)
-
-
 def _device() -> torch.device:
     if dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
@@ -415,7 +419,3 @@ def _is_guarded(optimizer: torch.optim.Optimizer) -> bool:
     know yet, and the device need not wait for the host to find out."""
     whole = not any(is_dtensor(p) for group in optimizer.param_groups for p in group["params"])
     return isinstance(optimizer, torch.optim.AdamW) and bool(optimizer.defaults["fused"]) and whole
-
-
-def _size_and_rank(mesh: Any) -> tuple[int, int]:
-    return mesh.size(), mesh.get_local_rank()

@@ -119,10 +119,10 @@ def test_kernels_are_told_apart() -> None:
         "aten::_softmax": "other",
     }
     assert {name: trace.Kernel(name, 1.0, 1).kind for name in kinds} == kinds
-    # Every kernel there is: those that make masks and a loss's slopes are no attention.
+    # Every kernel there is: those that make masks, a loss's slopes and an optimizer's step are no attention.
     sources = [path.read_text() for path in Path(kernels.__path__[0]).rglob("*.py")]
     ours = {name for source in sources for name in re.findall(r"^def (\w+_kernel)\(", source, re.MULTILINE)}
-    rest = {f"{word}_kernel" for word in ("classify", "settle", "write", "runs", "slope")}
+    rest = {f"{word}_kernel" for word in ("classify", "settle", "write", "runs", "slope", "adamw")}
     assert {name for name in ours if trace.Kernel(name, 1.0, 1).kind != "attention"} == rest
     assert rest < ours
     listed = [trace.Kernel("aten::mm", 3.0, 2), trace.Kernel("aten::add", 1.0, 1)]

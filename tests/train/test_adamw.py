@@ -1,17 +1,19 @@
-"""AdamW in one launch against PyTorch's: in the interpreter, and on a GPU."""
+"""AdamW in a launch against PyTorch's: in the interpreter, and on a GPU."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from flashspan.kernels.portable.adamw import BLOCK, fits
+from flashspan import train
+from flashspan.kernels.portable.adamw import BLOCK, adamw, fits
 from flashspan.train.adamw import AdamW
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
-OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "fused": True}
 SIZES = [(BLOCK + 16,), (16,), (3, 2 * BLOCK), (BLOCK,)]
 
 
@@ -23,7 +25,7 @@ def take_steps(optimizer: type[torch.optim.AdamW], dtype: torch.dtype, shapes: l
     """Parameters, their moments and counts after four steps, of which the third is skipped; float64."""
     generator = torch.Generator().manual_seed(0)
     params = [nn.Parameter(torch.randn(*shape, generator=generator).to(DEVICE, dtype)) for shape in shapes]
-    made = optimizer(groups(params), **OPTIONS)  # type: ignore[arg-type]
+    made = optimizer(groups(params), lr=1e-2, betas=(0.9, 0.95), fused=True)
     made.grad_scale = torch.full((), 4.0, device=DEVICE)  # type: ignore[attr-defined]
     for step in range(4):
         for param in params:
@@ -41,10 +43,21 @@ def is_near(got: Tensor, want: Tensor, dtype: torch.dtype) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shapes", [SIZES, [(7,), (3, 5), (BLOCK + 1,), (16,)]], ids=["fit", "odd"])
-def test_one_launch_takes_the_steps_of_pytorch_s_optimizer(dtype: torch.dtype, shapes: list[tuple[int, ...]]) -> None:
+@pytest.mark.parametrize(("shapes", "launches"), [(SIZES, 8), ([(7,), (3, 5), (BLOCK + 1,), (16,)], 0)])
+def test_a_launch_a_group_takes_the_steps_of_pytorch_s_optimizer(
+    dtype: torch.dtype, shapes: list[tuple[int, ...]], launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = 0
+
+    def count(*args: Any, **kwargs: Any) -> None:
+        nonlocal calls
+        calls += 1
+        adamw(*args, **kwargs)
+
+    monkeypatch.setattr(train.adamw, "adamw", count)
     for got, want in zip(take_steps(AdamW, dtype, shapes), take_steps(torch.optim.AdamW, dtype, shapes), strict=True):
         assert is_near(got, want, dtype)
+    assert calls == launches
 
 
 def test_a_step_without_a_scale_or_a_guard() -> None:
@@ -53,6 +66,13 @@ def test_a_step_without_a_scale_or_a_guard() -> None:
     AdamW([param], lr=0.5, weight_decay=0.1, fused=True).step()
     # Of a first step the update is the learning rate, whatever the gradient.
     assert torch.allclose(param, torch.full_like(param, 1 - 0.5 * 0.1 - 0.5))
+
+
+def test_a_rate_that_is_a_tensor_is_left_to_pytorch() -> None:
+    param = nn.Parameter(torch.ones(64, device=DEVICE))
+    param.grad = torch.ones_like(param)
+    AdamW([param], lr=torch.tensor(0.5), weight_decay=0.0, fused=True).step()
+    assert torch.allclose(param, torch.full_like(param, 0.5))
 
 
 def test_what_does_not_fit() -> None:

@@ -82,17 +82,20 @@ def compiled_losses(config: TrainConfig) -> tuple[list[float], float, set[torch.
         return losses(config)
 
 
-def kept_numbers(config: TrainConfig) -> tuple[int, int]:
-    """Numbers that a compiled layer keeps for backward, and one that is not: weights aside, each storage once."""
+def kept_numbers(config: TrainConfig) -> tuple[int, int, int]:
+    """Numbers that a compiled layer keeps for backward, and one that is not: weights aside, each storage once. And
+    tensors of float32 with a number a row that the first keeps."""
     with quick_compiler():
         layers = Trainer(config).parts.model.layers
-    found = []
+    found, roots = [], 0
     x = torch.randn(1, 63, config.model.resolve().width, dtype=torch.bfloat16, requires_grad=True)
     turn = rotation(torch.arange(63), config.model.resolve())
     for run in (layers[0].forward, Block(config.model.resolve()).bfloat16()):
         kept: dict[int, int] = {}
 
         def pack(value: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
+            nonlocal roots
+            roots += not found and value.dtype == torch.float32 and value.shape == (1, 63, 1)
             if value.dtype == torch.bfloat16 and not isinstance(value, torch.nn.Parameter) and 63 in value.shape:
                 kept[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes() // 2
             return value
@@ -100,17 +103,18 @@ def kept_numbers(config: TrainConfig) -> tuple[int, int]:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
             run(x, turn, None, attention)
         found.append(sum(kept.values()))
-    return found[0], found[1]
+    return found[0], found[1], roots
 
 
 def test_elementwise_recomputing_keeps_products_and_attention_alone(on_ranks: OnRanks, config_of: ConfigOf) -> None:
     options = ["--train.recompute=elementwise", "--train.compile=true", "--train.precision=bfloat16"]
     config = config_of(*options, "--train.weights=bfloat16", "--parallel.context=1")
     shape = config.model.resolve()
-    got, everything = on_ranks(1, kept_numbers, config)[0]
+    got, everything, roots = on_ranks(1, kept_numbers, config)[0]
     heads = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
     assert got == 63 * (2 * shape.width + heads + 2 * shape.ffn_width)
     assert got < 0.8 * everything
+    assert roots == 2
 
 
 @pytest.mark.parametrize("options", [["--train.recompute=elementwise"], ["--train.recompute=full"], []])

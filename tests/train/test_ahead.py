@@ -1,0 +1,95 @@
+"""A step that begins before the host knows how the one before it ended: the same bits, and nothing to take back."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashspan.parallel.collectives import local_part
+from flashspan.train import TrainConfig
+from flashspan.train.loop import DONE, NOT_FINITE, STOPPED, Trainer
+
+OnRanks = Callable[..., list[Any]]
+ConfigOf = Callable[..., TrainConfig]
+ALONE = ["--parallel.context=1"]
+
+
+def a_trainer(config: TrainConfig, *, guarded: bool) -> Trainer:
+    """One whose optimizer can do nothing by itself where results are not finite, which on the CPU is not the rule."""
+    trainer = Trainer(config)
+    groups = [{**group} for group in trainer.parts.optimizer.param_groups]
+    for group in groups:
+        group.update(fused=True, foreach=None)
+    trainer.parts.optimizer = torch.optim.AdamW(groups, fused=True)
+    trainer.guarded = guarded
+    return trainer
+
+
+def train(config: TrainConfig, guarded: bool, scale: float | None) -> tuple[list[float], int, int, list[Tensor]]:
+    """The loss of each attempt, how many there were and were begun early, and the weights."""
+    trainer = a_trainer(config, guarded=guarded)
+    trainer.scale = trainer.scale if scale is None else scale
+    losses, early = [], 0
+    while trainer.step < config.train.steps:
+        losses.append(trainer.take_step()[0])
+        early += trainer.begun is not None
+    return losses, len(losses), early, [local_part(param).detach() for param in trainer.parts.names]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "options", "scale", "early"),
+    [
+        (1, ALONE, None, 5),
+        (1, [*ALONE, "--train.accumulate=2"], None, 5),
+        (1, [*ALONE, "--checkpoint.every=2", "--train.evaluate_every=3"], None, 2),  # not after 2, 3, 4 and the last
+        (1, [*ALONE, "--train.precision=float16", "--train.steps=3"], 2.0**19, 2),
+        (2, [*ALONE, "--parallel.data=2"], None, 5),
+        (2, ["--parallel.context=2"], None, 0),
+    ],
+)
+def test_a_step_that_begins_early_changes_no_bit(
+    on_ranks: OnRanks, config_of: ConfigOf, num_ranks: int, options: list[str], scale: float | None, early: int
+) -> None:
+    config = config_of("--train.steps=6", *options)
+    steps = config.train.steps
+    for got, want in zip(
+        *(on_ranks(num_ranks, train, config, guarded, scale) for guarded in (True, False)), strict=True
+    ):
+        assert str(got[0]) == str(want[0])  # of which some may be nan
+        assert (got[1] > steps) == (scale is not None)
+        assert (got[2], want[2]) == (early, 0)
+        assert all(torch.equal(a, b) for a, b in zip(got[3], want[3], strict=True))
+
+
+def run(config: TrainConfig, spoil: int, ask: int) -> tuple[str, int, bool]:
+    """How a run ends whose loss is not finite in one step, and which is asked to stop in another."""
+    trainer = a_trainer(config, guarded=True)
+    asked: list[int] = []
+    forward, take_step, numbers = trainer._forward, trainer.take_step, itertools.count(1)
+
+    def spoiled(batch: Any) -> Tensor:
+        return forward(batch) * (float("nan") if next(numbers) == spoil else 1.0)
+
+    def take(asked: Any) -> Any:
+        asked += [1] * (trainer.step + 1 == ask)
+        return take_step(asked)
+
+    trainer._forward = spoiled  # type: ignore[method-assign]
+    trainer.take_step = take  # type: ignore[method-assign, assignment]
+    how = trainer.run(asked)
+    return how, trainer.step, trainer.begun is None
+
+
+@pytest.mark.parametrize(
+    ("spoil", "ask", "how", "steps"), [(0, 0, DONE, 6), (0, 3, STOPPED, 3), (3, 0, NOT_FINITE, 2), (3, 2, STOPPED, 2)]
+)
+def test_what_was_begun_early_is_dropped(
+    on_ranks: OnRanks, config_of: ConfigOf, spoil: int, ask: int, how: str, steps: int
+) -> None:
+    config = config_of("--train.steps=6", *ALONE, "--train.evaluate_every=0")
+    assert on_ranks(1, run, config, spoil, ask) == [(how, steps, True)]
