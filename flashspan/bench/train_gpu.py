@@ -44,7 +44,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flashspan.attention import attention
-from flashspan.bench import record, trace
+from flashspan.bench import record, trace, trainer
 from flashspan.bench.clock import synchronise, timed
 from flashspan.bench.plain_llama import Baseline, load_baseline
 from flashspan.generate import Sampling, Whole, decode
@@ -365,9 +365,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m flashspan.bench.train_gpu", description=__doc__.split("\n\n")[0])
     parser.add_argument("--part", action="append", choices=("train8k", "train32k", "generate"), help="all unless given")
-    parser.add_argument(
-        "--file", type=Path, default=Path("docs/benchmarks/trainer.csv"), help="rows are appended to it"
-    )
+    parser.add_argument("--file", type=Path, default=trainer.PATH, help="rows are appended to it")
     parser.add_argument("--profile", action="store_true", help="show which kernels a step's time goes to")
     parser.add_argument("--tiny", action="store_true", help="a tiny model and short sequences: does it run?")
     options = parser.parse_args(arguments)
@@ -400,6 +398,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         if bench.results:
             record.append(bench.rows(), options.file)
+            if options.file == trainer.PATH:
+                trainer.write()
             print(f"\n{bench.table()}\nrows are in {options.file}")
         shutil.rmtree(folder, ignore_errors=True)
         if alone:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashspan.bench import record
+from flashspan.bench import record, trainer
 from flashspan.bench.plain_llama import PlainLlama, load_baseline
 from flashspan.bench.train_gpu import TINY, main, random_weights
 from flashspan.model import save_state
@@ -33,6 +33,13 @@ def test_every_part_is_measured_and_recorded(
     said = capsys.readouterr().out
     assert "x their speed (asked 1.25:" in said
     assert "decode" in said
+
+
+def test_the_page_is_made_of_the_rows() -> None:
+    path = Path(__file__).parents[2] / trainer.PATH
+    page = path.with_suffix(".md").read_text()
+    assert page == trainer.markdown(record.read(path))
+    assert page.count("| a training step |") >= 5  # two of 32k, three of 8k
 
 
 def test_the_plain_baseline_is_transformers(tmp_path: Path) -> None:
