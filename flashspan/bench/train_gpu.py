@@ -19,10 +19,10 @@ is computed there anyway. 16 layers: 6.3 GiB at 8k tokens, 25 GiB at 32k. Weight
 (2.3 GiB) come while activations go. The loss holds 1 GiB of logits, in whose place their gradients come, and 1 GiB of
 the head's. So the peak, at the end of forward, is about 16 GiB at 8k and 35 GiB at 32k.
 
-Time at 8k: 61 TFLOP of products at 680 TFLOP/s are 89 ms; attention (15 TFLOP, scores computed again in backward) is 43
-ms at 355 TFLOP/s and 33 at 470; what lies between is 2 GB a layer, 8 ms in all if fused; the loss's own passes 4, AdamW
-4, which clips as it reads, the norm for it 1, waiting 3: 137 to 150 ms. At 32k products are 358 ms, attention is 690 at
-355 TFLOP/s, 525 at 470, 440 at 560, and the rest 50.
+Time at 8k: 61 TFLOP of products at 710 TFLOP/s are 86 ms; attention (15 TFLOP, scores computed again in backward) is 30
+at 510; what lies between is 2 GB a layer, 8 ms in all if fused; the loss's own passes 3, AdamW 4, which clips as it
+reads, the norm for it 1, waiting 2: 134 ms. At 32k products are 330 ms at 735 TFLOP/s, attention is 464 at 530, and the
+rest 58.
 """
 
 from __future__ import annotations

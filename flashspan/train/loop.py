@@ -59,7 +59,7 @@ class Trainer:
         if attend is not None:
             self.positions = attend.positions(config.data.sequence, self.device)
         self.guarded = _is_guarded(self.parts.optimizer)
-        # Whether no other rank takes part in forward.
+        # Whether no other rank takes part in forward. (In data parallelism it would if the model had buffers.)
         self.alone = all(self.mesh[axis].size() == 1 for axis in ("shard", "context", "tensor"))
         self.scale = FIRST_SCALE if config.train.precision == "float16" else 1.0
         self.steady = 0  # steps since the scale last changed
@@ -120,9 +120,10 @@ class Trainer:
         # Attention costs what a shorter causal sequence's would, if its pattern shows less.
         seen = round(visible_share(self.pattern, config.data.sequence) * config.data.sequence)
         flops = self.shape.flops_per_token(seen) * config.train.batch * config.data.sequence
-        scaled = self.scale, self.steady
+        scaled, end = (self.scale, self.steady), 0.0
         while self.step < config.train.steps:
-            begin = time.perf_counter()
+            # A step that was begun runs while the one before it is shown.
+            begin = time.perf_counter() if self.begun is None else end
             with name_the_silent(f"step {self.step + 1}"):
                 loss, norm, lr, stop = self.take_step(asked)
             if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -138,7 +139,8 @@ class Trainer:
                 self.scale, self.steady = scaled  # no scale helps: the state before the step has its own
                 return NOT_FINITE
             scaled = self.scale, self.steady
-            seconds = time.perf_counter() - begin
+            end = time.perf_counter()
+            seconds = end - begin
             speed = config.train.batch * config.data.sequence / seconds
             mfu = flops / seconds / peak
             display.step(StepMetrics(self.step, loss, norm, lr, speed, mfu, memory_gib(self.device), seconds))
@@ -166,7 +168,8 @@ class Trainer:
         its gradients were there.
 
         Where loss or norm is not finite nothing is updated, and the step is still to be taken. Samples of the next step
-        that cannot be read on some rank count as asking to stop.
+        that cannot be read on some rank count as asking to stop. That step's forward may have been launched when this
+        returns, with the weights as they are (`begun`).
         """
         config, optimizer = self.config, self.parts.optimizer
         batches, count = self._begin()
@@ -202,9 +205,10 @@ class Trainer:
         # An optimizer that heeds the results has made its step, or none: the host need not know to go on.
         between = self._is_saved(self.step + 1) or self._is_evaluated(self.step + 1)
         if placed and self.guarded and self.alone and not (stopping or between):
-            with self.parts.without_sync(len(placed) > 1):
+            # Memory that is not there is missed again, and told, when it is that step's turn.
+            with self.parts.without_sync(len(placed) > 1), contextlib.suppress(torch.OutOfMemoryError):
                 self.begun = self._forward(placed[0])
-        # The one moment at which the host waits for the device.
+        # The one moment at which the host waits for the device, where there are neither documents nor data ranks.
         loss, stops, norm = wait()
         fine = math.isfinite(loss) and math.isfinite(norm)
         if not fine or stops > 0:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from flashspan.parallel.collectives import local_part
@@ -64,7 +66,7 @@ def test_a_step_that_begins_early_changes_no_bit(
 
 
 def run(config: TrainConfig, spoil: int, ask: int) -> tuple[str, int, bool]:
-    """How a run ends whose loss is not finite in one step, and which is asked to stop in another."""
+    """How a run ends whose loss is not finite in one step, and whose last rank is asked to stop in another."""
     trainer = a_trainer(config, guarded=True)
     asked: list[int] = []
     forward, take_step, numbers = trainer._forward, trainer.take_step, itertools.count(1)
@@ -73,7 +75,7 @@ def run(config: TrainConfig, spoil: int, ask: int) -> tuple[str, int, bool]:
         return forward(batch) * (float("nan") if next(numbers) == spoil else 1.0)
 
     def take(asked: Any) -> Any:
-        asked += [1] * (trainer.step + 1 == ask)
+        asked += [1] * (trainer.step + 1 == ask and dist.get_rank() == dist.get_world_size() - 1)
         return take_step(asked)
 
     trainer._forward = spoiled  # type: ignore[method-assign]
@@ -83,10 +85,32 @@ def run(config: TrainConfig, spoil: int, ask: int) -> tuple[str, int, bool]:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "ask", "how", "steps"), [(0, 0, DONE, 6), (0, 3, STOPPED, 3), (3, 0, NOT_FINITE, 2), (3, 2, STOPPED, 2)]
+    ("num_ranks", "spoil", "ask", "how", "steps"),
+    [(1, 0, 0, DONE, 6), (1, 3, 0, NOT_FINITE, 2), (1, 3, 2, STOPPED, 2), (2, 0, 3, STOPPED, 3)],
 )
 def test_what_was_begun_early_is_dropped(
-    on_ranks: OnRanks, config_of: ConfigOf, spoil: int, ask: int, how: str, steps: int
+    on_ranks: OnRanks, config_of: ConfigOf, num_ranks: int, spoil: int, ask: int, how: str, steps: int
 ) -> None:
-    config = config_of("--train.steps=6", *ALONE, "--train.evaluate_every=0")
-    assert on_ranks(1, run, config, spoil, ask) == [(how, steps, True)]
+    config = config_of("--train.steps=6", *ALONE, f"--parallel.data={num_ranks}", "--train.evaluate_every=0")
+    assert on_ranks(num_ranks, run, config, spoil, ask) == num_ranks * [(how, steps, True)]
+
+
+def run_out(config: TrainConfig) -> list[int]:
+    """Which step it was that memory did not suffice for, and AdamW's count, where the third forward never fits."""
+    trainer = a_trainer(config, guarded=True)
+    forward, numbers = trainer._forward, itertools.count(1)
+
+    def short(batch: Any) -> Tensor:
+        if next(numbers) >= 3:
+            raise torch.OutOfMemoryError
+        return forward(batch)
+
+    trainer._forward = short  # type: ignore[method-assign]
+    with contextlib.suppress(torch.OutOfMemoryError):
+        while True:
+            trainer.take_step()
+    return [trainer.step + 1, *{int(state["step"]) for state in trainer.parts.optimizer.state.values()}]
+
+
+def test_memory_that_is_not_there_is_missed_by_the_step_itself(on_ranks: OnRanks, config_of: ConfigOf) -> None:
+    assert on_ranks(1, run_out, config_of("--train.steps=6", *ALONE)) == [[3, 2]]
