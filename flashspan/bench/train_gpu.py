@@ -1,6 +1,6 @@
 """Our trainer and our decoding beside transformers + SDPA, in one run on one GPU, on the Llama-3.2-1B shape.
 
-    python -m flashspan.bench.train_gpu --profile                    # all parts, about 4 minutes on an H200
+    python -m flashspan.bench.train_gpu --profile                    # all parts, about 3 minutes on an H200
     python -m flashspan.bench.train_gpu --part train8k               # or train32k, or generate
     python -m flashspan.bench.train_gpu --tiny                       # a tiny model, on the CPU too: does it run?
 

@@ -55,9 +55,9 @@ def _num_tokens(shape: str) -> int:
     return int(shape.partition(" 1x")[2].split()[0])
 
 
-def write(path: Path = PATH) -> None:
-    """The page beside the rows."""
-    path.with_suffix(".md").write_text(markdown(record.read(path)), encoding="utf-8")
+def write() -> None:
+    """The page, from the recorded rows."""
+    PATH.with_suffix(".md").write_text(markdown(record.read(PATH)), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -160,6 +160,7 @@ class Trainer:
         return step > 0 and every > 0 and (step >= train.steps or step % every == 0)
 
     def _is_saved(self, step: int) -> bool:
+        """Whether a checkpoint does."""
         every = self.config.checkpoint.every
         return step == self.config.train.steps or (every > 0 and step % every == 0)
 

@@ -22,7 +22,7 @@ ALONE = ["--parallel.context=1"]
 
 
 def a_trainer(config: TrainConfig, *, guarded: bool) -> Trainer:
-    """One whose optimizer can do nothing by itself where results are not finite, which on the CPU is not the rule."""
+    """One whose optimizer, if guarded, itself makes no step where results are not finite, as GPUs' do."""
     trainer = Trainer(config)
     groups = [{**group} for group in trainer.parts.optimizer.param_groups]
     for group in groups:
