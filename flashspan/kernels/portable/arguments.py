@@ -15,7 +15,6 @@ from triton.runtime.jit import JITFunction
 
 from flashspan.kernels.contract import Dropout
 from flashspan.kernels.masks import Band, Mask, Rows
-from flashspan.kernels.portable.tiles import is_small
 
 LOG2E = math.log2(math.e)
 
@@ -151,19 +150,6 @@ def dropout_arguments(dropout: Dropout | None, q: Tensor) -> tuple[Tensor, Tenso
         dropout.first,
         stride,
     )
-
-
-def precision(device: torch.device) -> str:
-    """How float32 products are formed: as six of the three bfloat16 parts of each number, or as three of its two tf32
-    parts, whose sums are as exact as float32; or as one of tf32 where PyTorch was told that it may
-    (`torch.set_float32_matmul_precision`)."""
-    if knobs.runtime.interpret:
-        return "ieee"  # it multiplies as it is, and knows fewer names
-    if torch.version.hip is not None:  # the only one of these that all of AMD's have
-        return "bf16x6"
-    if torch.get_float32_matmul_precision() != "highest":
-        return "tf32"
-    return "tf32x3" if is_small(device) else "bf16x6"
 
 
 FAR = 2**31 // 256

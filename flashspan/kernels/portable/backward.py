@@ -15,7 +15,7 @@ from torch import Tensor
 from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.contract import Dropout
 from flashspan.kernels.masks import Mask
-from flashspan.kernels.portable.arguments import LOG2E, Launch, dropout_arguments, mask_arguments, near, on, precision
+from flashspan.kernels.portable.arguments import LOG2E, Launch, dropout_arguments, mask_arguments, near, on
 from flashspan.kernels.portable.common import (
     block_interval,
     edge_tile,
@@ -28,7 +28,7 @@ from flashspan.kernels.portable.common import (
 )
 from flashspan.kernels.portable.sparse import sparse_backward_launches
 from flashspan.kernels.portable.steps import column_words, keys_step, load_lse, queries_step, row_words
-from flashspan.kernels.portable.tiles import key_passes, tile
+from flashspan.kernels.portable.tiles import key_passes, precision, tile
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from torch import Tensor
 from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.contract import Carry, Dropout
 from flashspan.kernels.masks import Mask
-from flashspan.kernels.portable.arguments import LOG2E, Launch, dropout_arguments, mask_arguments, near, on, precision
+from flashspan.kernels.portable.arguments import LOG2E, Launch, dropout_arguments, mask_arguments, near, on
 from flashspan.kernels.portable.common import block_interval, edge_tile, load_tile, query_block
 from flashspan.kernels.portable.sparse import sparse_forward_launch
 from flashspan.kernels.portable.steps import (
@@ -27,7 +27,7 @@ from flashspan.kernels.portable.steps import (
     repair,
     row_words,
 )
-from flashspan.kernels.portable.tiles import tile
+from flashspan.kernels.portable.tiles import precision, tile
 
 FREE = ["T", "S", "lo", "hi", "first", "batch_stride", "threshold"]
 """Arguments by whose value no kernel is compiled anew."""

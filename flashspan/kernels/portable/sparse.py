@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.contract import Dropout
-from flashspan.kernels.portable.arguments import LOG2E, Launch, dropout_arguments, precision
+from flashspan.kernels.portable.arguments import LOG2E, Launch, dropout_arguments
 from flashspan.kernels.portable.common import first_block, load_tile, next_line, store_tile, unknown_zero
 from flashspan.kernels.portable.steps import (
     column_words,
@@ -31,7 +31,7 @@ from flashspan.kernels.portable.steps import (
     repair,
     row_words,
 )
-from flashspan.kernels.portable.tiles import key_passes, tile
+from flashspan.kernels.portable.tiles import key_passes, precision, tile
 from flashspan.kernels.tiling import Lists
 
 FREE = ["T", "S", "num_lines", "num_long", "s_mb", "s_mh", "stream", "batch_stride", "threshold"]

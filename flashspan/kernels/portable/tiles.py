@@ -1,4 +1,5 @@
-"""Tile sizes, chosen once by measurement and kept in a table, so that nothing is tuned at start-up.
+"""Tile sizes, chosen once by measurement and kept in a table, so that nothing is tuned at start-up, and how float32
+is multiplied in them.
 
 A row: (what the pass makes, bytes per element, padded head size) -> block of queries, block of keys, width of the tiles
 at the edge of a mask, warps, pipeline stages, and how much of a head is multiplied at a time. Measured on an H200
@@ -12,6 +13,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from triton import knobs
 from triton.runtime import driver
 
 
@@ -91,6 +93,16 @@ DROPOUT: dict[tuple[str, int, int], Tile] = {
 }
 """Tiles under dropout where its hashes do."""
 
+TF32: dict[tuple[str, int, int], Tile] = {
+    ("out", 4, 64): Tile(128, 64, 32, 8, 3),
+    ("out", 4, 128): Tile(128, 32, 32, 8, 3),
+    ("dk dv", 4, 128): Tile(64, 128, 32, 8, 1),
+    ("dq", 4, 32): Tile(64, 64, 32, 4, 2),
+    ("dq", 4, 64): Tile(128, 64, 32, 8, 2),
+    ("dq", 4, 128): Tile(128, 64, 32, 8, 1),
+}
+"""Tiles of float32 by one product of tf32, which takes a third of the registers of six; not measured for block maps."""
+
 SMALL: dict[tuple[str, int, int], Tile] = {
     ("out", 2, 64): Tile(128, 64, 32, 8, 3),
     ("out", 2, 128): Tile(64, 64, 32, 4, 2),
@@ -120,6 +132,19 @@ SMALL: dict[tuple[str, int, int], Tile] = {
 """Tiles of GPUs that `is_small`: 99 KiB hold them, on AMD's 64."""
 
 
+def precision(device: torch.device) -> str:
+    """How float32 products are formed: as six of the three bfloat16 parts of each number, or as three of its two tf32
+    parts, whose sums are as exact as float32; or as one of tf32 where PyTorch was told that it may
+    (`torch.set_float32_matmul_precision`)."""
+    if knobs.runtime.interpret:
+        return "ieee"  # it multiplies as it is, and knows fewer names
+    if torch.version.hip is not None:  # the only one of these that all of AMD's have
+        return "bf16x6"
+    if torch.get_float32_matmul_precision() != "highest":
+        return "tf32"
+    return "tf32x3" if is_small(device) else "bf16x6"
+
+
 def block_dim(head_dim: int) -> int:
     """The head size as a kernel holds it: the next power of two, 16 at least."""
     return max(16, 1 << (head_dim - 1).bit_length())
@@ -128,8 +153,9 @@ def block_dim(head_dim: int) -> int:
 def tile(made: str, q: Tensor, *, bits: bool = False, dropout: bool = False) -> Tile:
     """The tile sizes of the pass that makes "out", "dq", "dk", "dv" or "dk dv", for inputs like q (and block maps)."""
     key = (made, q.element_size(), block_dim(q.shape[-1]))
-    tables = [TABLE] + [BITS] * bits + [DROPOUT] * dropout + [SMALL] * is_small(q.device)
-    return next(table[key] for table in reversed(tables) if key in table)
+    loose = precision(q.device) == "tf32" and not bits
+    kinds = [(SMALL, is_small(q.device)), (DROPOUT, dropout), (BITS, bits), (TF32, loose), (TABLE, True)]
+    return next(table[key] for table, applies in kinds if applies and key in table)
 
 
 @cache
