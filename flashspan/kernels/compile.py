@@ -166,6 +166,7 @@ def hopper_launches(dtype: torch.dtype, head_dim: int, **options: Any) -> dict[s
     from flashspan.kernels.hopper.finer import finer_launch, pays, room_for
     from flashspan.kernels.hopper.launch import forward_launch
     from flashspan.kernels.hopper.one_pass import backward_launch
+    from flashspan.kernels.hopper.parts import new_rows
     from flashspan.kernels.hopper.tensors import block_dim
     from flashspan.kernels.hopper.tiles import BACKWARD
     from flashspan.kernels.hopper.two_pass import two_pass_launches
@@ -184,7 +185,7 @@ def hopper_launches(dtype: torch.dtype, head_dim: int, **options: Any) -> dict[s
         launches["finer"] = finer_launch(v, values)
     launches["forward"] = forward_launch(q, k, values, out, rows, bad, mask, 0.125, carry)
     launches["repair"] = repair_launch(q, k, v, out, rows, mask, 0.125, carry, None, only=bad)
-    given = (dout, q, k, v, rows.flatten(), rows.flatten(), mask, 0.125)
+    given = (dout, q, k, v, new_rows(q), new_rows(q), mask, 0.125)
     counter = torch.empty(4, dtype=torch.int32, device="meta")
     if block_dim(head_dim) in BACKWARD:
         sums = q.float() if carry else torch.empty(q.numel() // 256, 256, device="meta")

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from flashspan.kernels.portable.tiles import TF32
+
 PROGRAM = """
 import json, sys, torch
 from flashspan.kernels.compile import compile_launch, shipped_launches
@@ -16,6 +18,7 @@ for made, dtype, head_dim in json.loads(sys.argv[1]):
     wide, narrow = cost.instructions["HGMMA"], cost.instructions["HMMA"]
     print(json.dumps([cost.spilled_bytes, cost.shared_bytes, wide, narrow, cost.warnings]))
 """
+LOOSE = 'import torch; torch.set_float32_matmul_precision("high")'
 # Each takes seconds: CI compiles the tiles users meet most, `-m slow` all of them.
 COMMON = [("out", "bfloat16", 128), ("dk dv", "bfloat16", 128), ("dk dv", "bfloat16", 64), ("dq", "bfloat16", 64)]
 REST = [
@@ -67,6 +70,15 @@ def test_common_tiles_compile_without_spills() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("made", "head_dim"), [(made, head_dim) for made, _, head_dim in TF32])
+def test_tiles_of_tf32_compile(made: str, head_dim: int) -> None:
+    ((spilled, shared, wide, _, _),) = compile_apart(LOOSE + PROGRAM, [(made, "float32", head_dim)])
+    assert spilled <= (500 if (made, head_dim) == ("dk dv", 128) else 0)
+    assert shared <= 232448
+    assert wide > 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("made", "dtype", "head_dim"), REST)
 def test_every_tile_compiles_without_spills(made: str, dtype: str, head_dim: int) -> None:
     check((made, dtype, head_dim))
@@ -90,7 +102,7 @@ def test_the_lists_above_are_the_whole_table() -> None:
 
     listed = {(made, 2 if dtype == "bfloat16" else 4, size) for made, dtype, size in COMMON + REST}
     assert listed == set(TABLE)
-    assert set(SMALL) <= set(TABLE)
+    assert set(SMALL) | set(TF32) <= set(TABLE)
 
 
 ELSEWHERE = """
@@ -99,13 +111,13 @@ from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.compile import compile_for, shipped_launches
 from flashspan.kernels.contract import Dropout
 from flashspan.kernels.masks import CAUSAL
-from flashspan.kernels.portable import arguments, tiles
+from flashspan.kernels.portable import tiles
 positions = torch.empty(4096, dtype=torch.int32, device="meta")
 dropout = Dropout(0.1, torch.empty(1, dtype=torch.int64, device="meta"), positions, positions)
 maps = {"mask": Blocks.of(CAUSAL, 4096, 4096), "carry": True, "dropout": dropout}
 for kind, architecture, options, made, dtype, head_dim in json.loads(sys.argv[1]):
     torch.version.hip = "here" if kind == "hip" else None
-    arguments.is_small = tiles.is_small = lambda device: architecture != 100
+    tiles.is_small = lambda device: architecture != 100
     launches = shipped_launches(getattr(torch, dtype), head_dim, **(maps if options == "maps" else {}))
     print(json.dumps(compile_for(launches[made], kind, architecture).metadata.shared))
 """
@@ -239,8 +251,8 @@ NAMED = {
     ("forward", 256, "rows"): 600,
 }
 """Those that may spill more there, up to this: of a mask that is a table, with a carry or adding into sums, 520 to 580
-bytes once a tile. It is faster so: at 64 because lse is added after the product, at 128 because dQ is made by turns, at
-256 because the first block is masked behind a branch."""
+bytes once a tile. It is faster so: at 64 because a block has 128 queries, at 128 because dQ is made by turns, at 256
+because the first block is masked behind a branch."""
 
 
 Hopper = tuple[str, int, str, str, str]

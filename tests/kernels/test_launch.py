@@ -316,12 +316,14 @@ def backward_launch_of(
     mask: Mask, num_queries: int, num_keys: int, head_dim: int, *, add: bool, dq: bool, key_heads: int = 4
 ) -> Launch:
     one_pass = pytest.importorskip("flashspan.kernels.hopper.one_pass")
+    from flashspan.kernels.hopper.parts import new_rows
+
     q = torch.empty(1, 4, num_queries, head_dim, dtype=torch.bfloat16, device="meta")
     k = torch.empty(1, key_heads, num_keys, head_dim, dtype=torch.bfloat16, device="meta")
-    rows = torch.empty(4, -(-num_queries // 128) * 128, device="meta")
+    rows = new_rows(q)
     counter = torch.empty(4, dtype=torch.int32, device="meta")
     made = [x.float() if add else x for x in (k, k)]
-    sums = None if not dq else q.float() if add else torch.empty(rows.numel() * head_dim // 256, 256, device="meta")
+    sums = None if not dq else q.float() if add else torch.empty(len(rows) * head_dim // 256, 256, device="meta")
     return one_pass.backward_launch(q, q, k, k, rows, rows, mask, 1.0, sums, *made, add, counter, counter)
 
 
@@ -526,7 +528,10 @@ def test_who_clears_the_states_of_sums_and_who_casts_them_agree_on_the_rows_of_a
 def test_rows_are_prepared_alike_from_delta_and_from_the_output(
     head_dim: int, lengths: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And are what they should be, to the last bit of float32, where they are kept in three parts as well."""
     launch = pytest.importorskip("flashspan.kernels.hopper.launch")
+    from flashspan.kernels.hopper.parts import new_rows
+
     monkeypatch.setattr(launch, "backward_launch", lambda *_: Launch(None, (), (), {}))
     generator = torch.Generator().manual_seed(0)
     B, H, T = lengths
@@ -539,7 +544,8 @@ def test_rows_are_prepared_alike_from_delta_and_from_the_output(
     padded, wide = -(-T // 128) * 128, 64 if head_dim <= 64 else 128
     results = []
     for of_output in (False, True):
-        minus_lse, minus_delta = (torch.full((B * H * padded,), 7.0) for _ in range(2))
+        minus_lse, minus_delta = (new_rows(q).fill_(7.0) for _ in range(2))
+        assert minus_lse.dim() == (2 if wide == 64 else 1)
         sums = torch.ones(B * H * padded * wide // 256, 256)
         states = torch.ones(B * H * padded // 64, dtype=torch.int32)
         rows = out if of_output else row_delta(dout, out)
@@ -547,11 +553,14 @@ def test_rows_are_prepared_alike_from_delta_and_from_the_output(
         prepare = launch._backward_launches(tensors, "band", (-T, T), 0.5, False, False, of_output)[0]
         prepare()
         assert sums.abs().sum() == 0
-        results.append([x.view(B, H, padded)[:, :, :T] for x in (minus_lse, minus_delta)])
+        results.append([x.float().view(B, H, padded, -1).sum(-1)[:, :, :T] for x in (minus_lse, minus_delta)])
     for of_delta, from_output in zip(*results, strict=True):
         torch.testing.assert_close(from_output, of_delta, rtol=1e-5, atol=1e-5, equal_nan=True)
     assert torch.isnan(results[1][0][0, 0, -1])
     assert results[1][1][0, 0, -1] == 0
+    assert results[1][0][0, 0, 0] == -torch.inf
+    exact = (lse * -2.0)[..., 1:-1]  # by a scale of 1/2: exact
+    torch.testing.assert_close(results[0][0][..., 1:-1], exact, rtol=2**-23, atol=0)
 
 
 @pytest.mark.parametrize(("shape", "num_keys"), [((1, 1, 1024), 0), ((8, 1, 128), 0), ((0, 0, 16), 16)])
@@ -582,9 +591,9 @@ def test_a_gpu_gets_tiles_that_fit_it_and_products_it_has(
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(arguments.knobs.runtime, "interpret", False)
     device = torch.device("cuda", 0)
-    q, wide = (
-        cast(Any, SimpleNamespace(device=device, shape=(1, 1, 9, head_dim), element_size=lambda: 2))
-        for head_dim in (128, 256)
+    q, wide, exact = (
+        cast(Any, SimpleNamespace(device=device, shape=(1, 1, 9, head_dim), element_size=lambda size=size: size))
+        for head_dim, size in ((128, 2), (256, 2), (128, 4))
     )
     before = torch.get_float32_matmul_precision()
     tiles.is_small.cache_clear()
@@ -592,9 +601,13 @@ def test_a_gpu_gets_tiles_that_fit_it_and_products_it_has(
         assert tiles.tile("dq", wide, bits=True) == (tiles.SMALL if small else tiles.BITS)["dq", 2, 256]
         assert tiles.tile("dk dv", q, dropout=True) == (tiles.SMALL if small else tiles.DROPOUT)["dk dv", 2, 128]
         assert tiles.tile("dk dv", q) == (tiles.SMALL if small else tiles.TABLE)["dk dv", 2, 128]
-        assert arguments.precision(device) == products
+        assert tiles.precision(device) == products
+        own = tiles.SMALL if small else tiles.TABLE
+        assert tiles.tile("dq", exact) == own["dq", 4, 128]
         torch.set_float32_matmul_precision("high")
-        assert arguments.precision(device) == (products if hip else "tf32")
+        assert tiles.precision(device) == (products if hip else "tf32")
+        assert tiles.tile("dq", exact) == (own if small else tiles.TF32)["dq", 4, 128]
+        assert tiles.tile("dq", exact, bits=True) == own["dq", 4, 128]
     finally:
         torch.set_float32_matmul_precision(before)
         tiles.is_small.cache_clear()

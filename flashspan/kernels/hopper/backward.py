@@ -3,8 +3,10 @@
 A tile is a block of 128 keys: K and V stay in shared memory, dK and dV in registers, and the queries that see it pass
 by, for every query head that shares it. Two warpgroups of 64 keys each multiply; one warp loads Q, dO and the rows' two
 numbers; one adds finished blocks of dQ into global float32 through the copy engine. Everything is transposed, keys down
-and queries across, so that P and dS are already in the registers dV and dK want them in. The accumulators of dP start
-at -delta, and those of S at -lse where that saves registers, which saves the subtractions.
+and queries across, so that P and dS are already in the registers dV and dK want them in. The accumulators of S start at
+-lse and those of dP at -delta, which saves the subtractions. All of a column start at the same number: to load it takes
+a turn at shared memory for each register of each warp, so where there is room (heads of 64) it is a product's result,
+of ones and the number's three bfloat16 parts.
 
 While one warpgroup computes exponentials the other must keep the tensor cores busy: a warp that starts a product waits
 until most of it is done. So they may drift apart, by up to a block. All they share is dQ, summed over the keys of both,
@@ -37,6 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from flashspan.kernels.hopper.backward_feed import feed, feed_lists, hear
 from flashspan.kernels.hopper.dq import add_dq, add_dq_lists, dq_place, leave_dq, start_dq
 from flashspan.kernels.hopper.names import barrier, held, here_and_now
+from flashspan.kernels.hopper.parts import DEPTH
 from flashspan.kernels.hopper.shared import clean_pair, send_off
 from flashspan.kernels.hopper.walk import bounds, find_list, hide, hide_outside, nth
 
@@ -64,8 +67,7 @@ def _step(
     TURNS: gl.constexpr = BEHIND and not MASKED and C[15] > 0
     PLACES: gl.constexpr = dq_full.shape[0]
     BD: gl.constexpr = q_s.shape[4]
-    LATE: gl.constexpr = BD == 64  # see tiles.lse_unit
-    EARLY: gl.constexpr = LATE and DQ and not C[4]  # where there are registers for it
+    BY_PRODUCT: gl.constexpr = len(l_s.shape) == 3  # see parts.py
     PL: gl.constexpr = gl.DotOperandLayout(0, KL, 2)
     dtype: gl.constexpr = q_s.dtype
     stage = i & (STAGES - 1)
@@ -76,25 +78,22 @@ def _step(
     k = own_s.index(here_and_now(0)).reshape((BN, BD))
     v = own_s.index(here_and_now(1)).reshape((BN, BD))
     zero = gl.zeros([BN, BM], gl.float32, layout=SL)
-    if not LATE:
-        s, _ = gl.broadcast(l_s.index(stage).load(gl.SliceLayout(0, SL))[None, :], zero)
-    dp, _ = gl.broadcast(d_s.index(stage).load(gl.SliceLayout(0, SL))[None, :], zero)
-    # Before the first product starts: ptxas would wait for that one before it touched the registers of another.
-    dp = held(dp)
-    if LATE:
-        sa = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-    else:
+    if BY_PRODUCT:
+        ones = gl.full([BN, DEPTH], 1.0, gl.bfloat16, layout=gl.DotOperandLayout(0, SL, 2))
+        s = warpgroup_mma(ones, l_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
         sa = warpgroup_mma(k, q.permute((1, 0)), s, is_async=True)
-    dpa = warpgroup_mma(v, do.permute((1, 0)), dp, is_async=True)
-    if EARLY:
-        minus_lse = l_s.index(stage).load(gl.SliceLayout(0, SL))
-    s = warpgroup_mma_wait(1, deps=(sa,))
-    if LATE and not EARLY:
-        minus_lse = l_s.index(stage).load(gl.SliceLayout(0, SL))
-    if LATE:
-        s = s * scale + minus_lse[None, :]
+        dp = warpgroup_mma(ones, d_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+        dpa = warpgroup_mma(v, do.permute((1, 0)), dp, is_async=True)
+        s = warpgroup_mma_wait(2, deps=(sa,))
     else:
-        s = s * scale
+        s, _ = gl.broadcast(l_s.index(stage).load(gl.SliceLayout(0, SL))[None, :], zero)
+        dp, _ = gl.broadcast(d_s.index(stage).load(gl.SliceLayout(0, SL))[None, :], zero)
+        # Before the first product starts: ptxas would wait for that one before it touched the registers of another.
+        dp = held(dp)
+        sa = warpgroup_mma(k, q.permute((1, 0)), s, is_async=True)
+        dpa = warpgroup_mma(v, do.permute((1, 0)), dp, is_async=True)
+        s = warpgroup_mma_wait(1, deps=(sa,))
+    s = s * scale
     if MASKED:
         if LISTS:
             words_s, half, some = shown
@@ -113,7 +112,10 @@ def _step(
         mbarrier.wait(dq_full.index(dq_slot), dq_phase)
     else:  # a branch, or ptxas would move the wait for dP before the exp2's
         mbarrier.wait(full.index(stage), (i // STAGES) & 1)
-    dp, p = warpgroup_mma_wait(1, deps=(dpa, p))
+    if BY_PRODUCT:  # whose registers must not be reused before
+        dp, p, ones = warpgroup_mma_wait(1, deps=(dpa, p, ones))
+    else:
+        dp, p = warpgroup_mma_wait(1, deps=(dpa, p))
     ds = (p * dp).to(dtype)
     if DQ:
         if FIRST:  # dK of the tile before may still be leaving through this place
@@ -302,8 +304,8 @@ def _run(
     PLACES: gl.constexpr = TURNS if TURNS else 1
     SHAPE: gl.constexpr = desc_dq.block_type.shape
     dq_s = gl.allocate_shared_memory(gl.float32, [PLACES] + SHAPE, desc_dq.layout)  # noqa: RUF005
-    l_s = gl.allocate_shared_memory(gl.float32, [STAGES, BM], desc_l.layout)
-    d_s = gl.allocate_shared_memory(gl.float32, [STAGES, BM], desc_l.layout)
+    l_s = gl.allocate_shared_memory(desc_l.dtype, [STAGES] + desc_l.block_type.shape, desc_l.layout)  # noqa: RUF005
+    d_s = gl.allocate_shared_memory(desc_d.dtype, [STAGES] + desc_d.block_type.shape, desc_d.layout)  # noqa: RUF005
     PEEL: gl.constexpr = DQ and (BD > 64 or LISTS)
     # Where there is room, dV has a place of its own to leave through. Where it is added that is slower.
     SPARE: gl.constexpr = PEEL and not LISTS and not ADD and PLACES == 1

@@ -77,13 +77,22 @@ def _load_keys(turn, desc, buffers, bars, b, h, n0, C: gl.constexpr):
 
 
 @gluon.jit
+def _load_rows(desc, row, bar, buffer):
+    """A number of each row from this one on, whole or in parts."""
+    if len(desc.block_type.shape) == 2:
+        tma.async_copy_global_to_shared(desc, [row, 0], bar, buffer)
+    else:
+        tma.async_copy_global_to_shared(desc, [row], bar, buffer)
+
+
+@gluon.jit
 def _load_queries(desc, buffers, bar, b, h, m0, row, stage):
     """Q, -lse and -delta of a block of queries."""
     desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d = desc
     q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s, spare_s = buffers
-    tma.async_copy_global_to_shared(desc_l, [row], bar, l_s.index(stage))
+    _load_rows(desc_l, row, bar, l_s.index(stage))
     tma.async_copy_global_to_shared(desc_q, [b, h, m0, 0], bar, q_s.index(stage))
-    tma.async_copy_global_to_shared(desc_d, [row], bar, d_s.index(stage))
+    _load_rows(desc_d, row, bar, d_s.index(stage))
 
 
 @gluon.jit

@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashspan.kernels.hopper.names import here_and_now
+from flashspan.kernels.hopper.parts import load_rows
 from flashspan.kernels.hopper.shared import clean, send_off
 from flashspan.kernels.hopper.walk import blocks, bounds, hide_outside, nth, place
 
@@ -136,11 +137,9 @@ def _queries(W: gl.constexpr, desc, buffers, bars, numbers, rows, tables, C: gl.
     edges = n - (f_hi - f_lo)
     o_m = m0 + gl.arange(0, BM, layout=gl.SliceLayout(1, C[4]))
     lower, upper = bounds(o_m, T, S, lo, hi, start + i_b * s_rows, end + i_b * s_rows, C[2])
-    row = (i_b * H + i_h).to(gl.int64) * Tp
-    minus_lse = gl.load(p_lse + row + o_m)
-    if BD > 64:  # see tiles.lse_unit
-        minus_lse = minus_lse * scale
-    minus_delta = gl.load(p_delta + row + o_m)
+    row = (i_b * H + i_h).to(gl.int64) * Tp + o_m
+    minus_lse = load_rows(p_lse, row) * scale
+    minus_delta = load_rows(p_delta, row)
     dq = gl.zeros([BM, BD], gl.float32, layout=C[5])
     mbarrier.wait(q_full, 0)
     q = q_s.index(W).reshape((BM, BD))

@@ -22,6 +22,7 @@ from flashspan.kernels.hopper.finer import finer_launch, pays, room_for
 from flashspan.kernels.hopper.forward import forward_kernel
 from flashspan.kernels.hopper.lists import lists_forward_launch, refusal
 from flashspan.kernels.hopper.one_pass import backward_launch
+from flashspan.kernels.hopper.parts import new_rows, store_rows
 from flashspan.kernels.hopper.tensors import (
     aligned,
     block_dim,
@@ -31,7 +32,7 @@ from flashspan.kernels.hopper.tensors import (
     multiprocessors,
     new_counter,
 )
-from flashspan.kernels.hopper.tiles import BACKWARD, FORWARD, WARPS, lse_unit
+from flashspan.kernels.hopper.tiles import BACKWARD, FORWARD, WARPS
 from flashspan.kernels.hopper.two_pass import two_pass_launches
 from flashspan.kernels.masks import Band, Mask, Rows, unpack
 from flashspan.kernels.portable.arguments import LOG2E, Launch, mask_arguments, on, watched
@@ -178,9 +179,9 @@ def rows_kernel(
     lse, source, dout, minus_lse, minus_delta, sums, states, s_ob, s_oh, s_ot, s_db, s_dh, s_dt, H, T, Tp, unit,
     D: tl.constexpr, BD: tl.constexpr, CLEAR: tl.constexpr, BLOCK: tl.constexpr, STATES: tl.constexpr,
 ):  # fmt: skip
-    """-lse in the unit backward wants and -delta of a head, its rows padded to Tp, a multiple of BLOCK. The source is
-    delta or, if D is not 0, the output of this head size that delta is made of, with dout; their strides in units of 8
-    elements. So many numbers of sums a row are set to 0, and so many STATES of BLOCK rows."""
+    """-lse, in the unit of products of q and k, and -delta of a head, its rows padded to Tp, a multiple of BLOCK. The
+    source is delta or, if D is not 0, the output of this head size that delta is made of, with dout; their strides in
+    units of 8 elements. So many numbers of sums a row are set to 0, and so many STATES of BLOCK rows."""
     num_blocks = Tp // BLOCK
     i_bh = (tl.program_id(0) // num_blocks).to(tl.int64)
     m0 = tl.program_id(0) % num_blocks * BLOCK
@@ -199,8 +200,8 @@ def rows_kernel(
     # One that saw NaN: probabilities of NaN tell all it sees, and 0 * delta must not tell those it does not see.
     b_lse = tl.where((b_delta * 0.0 == 0.0) | (b_lse == float("inf")), b_lse, float("nan"))
     b_delta = tl.where(b_delta * 0.0 == 0.0, b_delta, 0.0)
-    tl.store(minus_lse + i_bh * Tp + o, -b_lse * unit, mask=o < Tp)
-    tl.store(minus_delta + i_bh * Tp + o, -b_delta, mask=o < Tp)
+    store_rows(minus_lse, i_bh * Tp + o, -b_lse * unit)
+    store_rows(minus_delta, i_bh * Tp + o, -b_delta)
     if CLEAR:
         tl.store(sums + (i_bh * Tp + m0) * CLEAR + tl.arange(0, BLOCK * CLEAR), tl.zeros([BLOCK * CLEAR], tl.float32))
     if STATES:
@@ -268,8 +269,8 @@ def backward(
         )  # fmt: skip
         return
     two_passes = repeatable or block_dim(D) not in BACKWARD
-    rows = B * H * -(-T // 128) * 128
-    minus_lse, minus_delta = lse.new_empty(rows), lse.new_empty(rows)
+    minus_lse, minus_delta = new_rows(q), new_rows(q)
+    rows = len(minus_lse)
     states = lse.new_empty(rows // 64, dtype=torch.int32)
     summed = not (accumulate or two_passes)
     sums = q.new_empty((rows * block_dim(D) // 256, 256), dtype=torch.float32) if summed else dq
@@ -317,7 +318,7 @@ def _backward_launches(
         return None
     mask = unpack(kind, numbers, tables)
     B, H, T, D = q.shape
-    padded, wide, summed = minus_lse.numel() // (B * H), block_dim(D), not (accumulate or two_passes)
+    padded, wide, summed = len(minus_lse) // (B * H), block_dim(D), not (accumulate or two_passes)
     given = (dout, q, k, v, minus_lse, minus_delta, mask, scale)
     if two_passes:
         passes = list(two_pass_launches(*given, dq, dk, dv, accumulate, states, counter))
@@ -332,7 +333,7 @@ def _backward_launches(
         (
             lse, delta, dout, minus_lse, minus_delta, sums, states,
             *(step // 8 for x in (delta if of_output else dout, dout) for step in x.stride()[:3]), H, T, padded,
-            lse_unit(wide, scale),
+            1 / scale,
         ),
         {
             "D": D if of_output else 0, "BD": wide, "CLEAR": wide if summed and not claimed else 0, "BLOCK": 128,

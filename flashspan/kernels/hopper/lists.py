@@ -97,9 +97,10 @@ def lists_backward_launch(
             describe(q, 1, 1, tile.block_q, wide), describe(dout, 1, 1, tile.block_q, wide),
             describe(k, 1, 1, 64, wide), describe(v, 1, 1, 64, wide),
             describe_sums(sums, accumulate, tile.block_q, wide),
-            *(describe(x, 1, 1, 64, wide * 2 // x.itemsize) for x in (dk, dv)), describe(minus_lse, tile.block_q),
-            describe(minus_delta, tile.block_q), _describe_bits(mask.bits_t, mask), states, *mask.columns.tensors,
-            counter, *maps(mask, mask.columns), H, K, H // K, T, S, minus_lse.numel() // (B * H), scale * LOG2E, scale,
+            *(describe(x, 1, 1, 64, wide * 2 // x.itemsize) for x in (dk, dv)),
+            *(describe(x, tile.block_q, *x.shape[1:]) for x in (minus_lse, minus_delta)),
+            _describe_bits(mask.bits_t, mask), states, *mask.columns.tensors,
+            counter, *maps(mask, mask.columns), H, K, H // K, T, S, len(minus_lse) // (B * H), scale * LOG2E, scale,
             section, lines * B * K,
         ),
         {

@@ -62,8 +62,8 @@ def backward_launch(
             describe(k, 1, 1, tile.block_k, wide), describe(v, 1, 1, tile.block_k, wide),
             describe_sums(q if sums is None else sums, sums is None or accumulate, tile.block_q, wide),
             *(describe(x, 1, 1, tile.block_k, wide * 2 // x.itemsize) for x in (dk, dv)),
-            describe(minus_lse, tile.block_q), describe(minus_delta, tile.block_q), states, first, last, counter,
-            s_columns, H, K, H // K, T, S, minus_lse.numel() // (B * H), lo, hi, scale * LOG2E, scale, section,
+            *(describe(x, tile.block_q, *x.shape[1:]) for x in (minus_lse, minus_delta)), states, first, last, counter,
+            s_columns, H, K, H // K, T, S, len(minus_lse) // (B * H), lo, hi, scale * LOG2E, scale, section,
             num_tiles, whole, parts,
         ),
         {

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flashspan.kernels.portable.arguments import LOG2E
-
 
 @dataclass(frozen=True)
 class Forward:
@@ -34,12 +32,6 @@ float16, which has to be made, than with a maximum that is followed."""
 
 WARPS = {"REGISTERS": 240, "FEED_REGISTERS": 24, "num_warps": 4}
 """Registers of a thread that multiplies and of one that feeds, and warps of a warpgroup: the same everywhere."""
-
-
-def lse_unit(wide: int, scale: float) -> float:
-    """What lse is multiplied by for backward: where registers are short, accumulators of scores start from it, in their
-    unit; at a padded head size of 64 it is subtracted in base 2, before exp2."""
-    return LOG2E if wide == 64 else 1 / scale
 
 
 def dq_turns(wide: int, claimed: bool, far_and_grouped: bool = False) -> int:
