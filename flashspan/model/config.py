@@ -86,7 +86,7 @@ class LlamaConfig:
         embedding = 0 if self.tie_embeddings else self.vocab_size * self.width
         return self.num_matrix_parameters + embedding + (2 * self.num_layers + 1) * self.width
 
-    def flops_per_token(self, num_tokens: int) -> float:
+    def flops_per_token(self, num_tokens: float) -> float:
         """Multiplications and additions of a training step per token of causal sequences this long."""
         scores = self.num_layers * self.num_heads * self.head_dim * num_tokens  # half of the square is hidden
         return 6.0 * (self.num_matrix_parameters + scores)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from flashspan.context import ContextAttention
-from flashspan.kernels.masks import Mask, Rows
+from flashspan.kernels.masks import Band, Mask, Rows, count
 
 from .config import TrainConfig
 from .data import Samples
@@ -52,6 +53,26 @@ class Feed:
         if self.device.type == "cuda":  # from there they are copied without waiting for what the device has to do
             tokens, targets = tokens.pin_memory(), targets.pin_memory()
         return tokens, targets, inside
+
+    def num_pairs(self, batches: Iterable[Batch]) -> int:
+        """(query, key) pairs that are visible in these samples, of whole sequences even where context ranks split them.
+        Of a map over documents no more than this: nobody counts what is in both."""
+        size, total = self.config.data.sequence, 0
+        for tokens, _, inside in batches:
+            seen = self._shown * len(tokens)
+            if inside is not None and isinstance(self.pattern, Band):
+                start, end = self.pattern.intervals(size, size)
+                reach = torch.minimum(end, inside.end) - torch.maximum(start, inside.start)
+                seen = int(reach.clamp(min=0).sum())
+            elif inside is not None:
+                seen = min(seen, count(inside, size, size))
+            total += seen
+        return total
+
+    @cached_property
+    def _shown(self) -> int:
+        """Pairs that the pattern shows of one sequence; to count those of a map waits for the device."""
+        return count(self.pattern, self.config.data.sequence, self.config.data.sequence)
 
     def place(self, tokens: Tensor, targets: Tensor, inside: Rows | None) -> Placed:
         """A batch on the device. Where there are documents the host waits for it: their table is ordinary memory."""

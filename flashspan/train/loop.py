@@ -29,7 +29,7 @@ from .config import OptimizerSection, TrainConfig
 from .feed import Batch, Feed, Placed, num_targets
 from .meeting import from_each, from_first, name_the_silent
 from .metrics import Display, StepMetrics, draw_loss, memory_gib, peak_flops
-from .pattern import make_pattern, visible_share
+from .pattern import make_pattern
 from .samples import misfit, num_evaluated, open_samples, order_of
 
 DONE, STOPPED, NOT_FINITE, NOT_SAVED = "done", "stopped", "not finite", "not saved"
@@ -64,8 +64,10 @@ class Trainer:
         self.scale = FIRST_SCALE if config.train.precision == "float16" else 1.0
         self.steady = 0  # steps since the scale last changed
         self.step = self.saved = 0
-        # A step, its samples and how many targets all ranks have, made ready while the one before runs.
+        # A step, its samples, and how many targets and visible pairs those of all ranks have, made ready while the one
+        # before runs.
         self.ahead: tuple[int, list[Placed], Tensor] | None = None
+        self.num_pairs = 0.0  # of the last step
         self.begun: Tensor | None = None  # the loss of the first of those samples, if its forward has been launched
         self.fault: str | None = None  # why those of the next step cannot be read
 
@@ -117,9 +119,7 @@ class Trainer:
         """The steps that are left, shown, saved and evaluated when it is time to; how they ended."""
         config = self.config
         peak = peak_flops(self.device, dist.get_world_size(), config.train.precision)
-        # Attention costs what a shorter causal sequence's would, if its pattern shows less.
-        seen = round(visible_share(self.pattern, config.data.sequence) * config.data.sequence)
-        flops = self.shape.flops_per_token(seen) * config.train.batch * config.data.sequence
+        num_tokens = config.train.batch * config.data.sequence
         scaled, end = (self.scale, self.steady), 0.0
         while self.step < config.train.steps:
             # A step that was begun runs while the one before it is shown.
@@ -141,9 +141,11 @@ class Trainer:
             scaled = self.scale, self.steady
             end = time.perf_counter()
             seconds = end - begin
-            speed = config.train.batch * config.data.sequence / seconds
-            mfu = flops / seconds / peak
-            display.step(StepMetrics(self.step, loss, norm, lr, speed, mfu, memory_gib(self.device), seconds))
+            # Attention costs what that of a shorter causal sequence would, if its pattern or its documents show less.
+            seen = 2 * self.num_pairs / (config.train.batch * (config.data.sequence + 1))
+            flops = self.shape.flops_per_token(seen) * num_tokens
+            speed, mfu, memory = num_tokens / seconds, flops / seconds / peak, memory_gib(self.device)
+            display.step(StepMetrics(self.step, loss, norm, lr, speed, mfu, memory, seconds))
             last = self.step == config.train.steps
             if self._is_saved(self.step):
                 self._save(writer)
@@ -173,7 +175,7 @@ class Trainer:
         returns, with the weights as they are (`begun`).
         """
         config, optimizer = self.config, self.parts.optimizer
-        batches, count = self._begin()
+        batches, (count, num_pairs) = self._begin()
         local = torch.zeros((), dtype=torch.float64, device=self.device)
         for i, batch in enumerate(batches):
             with self.parts.without_sync(i < len(batches) - 1):
@@ -188,20 +190,20 @@ class Trainer:
             except (ValueError, OSError) as error:
                 self.fault = str(error)
         stopping = len(asked) > 0 or self.fault is not None
-        mine = (local, self._number(float(stopping)), self._number(num_targets(following)))
+        mine = (local, self._number(float(stopping)), *self._counts(following))
         sums = self._sum(torch.stack(mine))
         norms = self._clip()
         lr = learning_rate(self.step, config.train.steps, config.optimizer)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        results = torch.stack((sums[0] / count, sums[1], norms.to(sums.dtype)))
+        results = torch.stack((sums[0] / count, sums[1], norms.to(sums.dtype), num_pairs))
         if self.guarded:
             optimizer.found_inf = (~results.isfinite().all()).float()  # type: ignore[attr-defined]
             optimizer.step()
             optimizer.zero_grad()
         # What the next step begins with, before the host waits: once it knows, the device has nothing else to do.
         placed = [self.feed.place(*batch) for batch in following]
-        self.ahead = (self.step + 1, placed, sums[2]) if placed else None
+        self.ahead = (self.step + 1, placed, sums[2:]) if placed else None
         wait = self._bring(results)
         # An optimizer that heeds the results has made its step, or none: the host need not know to go on.
         between = self._is_saved(self.step + 1) or self._is_evaluated(self.step + 1)
@@ -210,7 +212,7 @@ class Trainer:
             with self.parts.without_sync(len(placed) > 1), contextlib.suppress(torch.OutOfMemoryError):
                 self.begun = self._forward(placed[0])
         # The one moment at which the host waits for the device, where there are neither documents nor data ranks.
-        loss, stops, norm = wait()
+        loss, stops, norm, self.num_pairs = wait()
         fine = math.isfinite(loss) and math.isfinite(norm)
         if not fine or stops > 0:
             self.begun = None
@@ -225,14 +227,19 @@ class Trainer:
         return loss, norm, lr, stops > 0
 
     def _begin(self) -> tuple[list[Placed], Tensor]:
-        """The step's samples, and how many targets they have on all ranks."""
+        """The step's samples, and how many targets and visible pairs there are on all ranks."""
         if self.ahead is not None and self.ahead[0] == self.step:
-            _, batches, count = self.ahead
+            _, batches, counts = self.ahead
         else:
             read = self.feed.read(self.train, self.step)
-            batches, count = [self.feed.place(*batch) for batch in read], self._sum(self._number(num_targets(read)))
+            batches, counts = [self.feed.place(*batch) for batch in read], self._sum(torch.stack(self._counts(read)))
         # At least 1: where documents are short a step may have nothing to predict, which is no loss and not 0 / 0.
-        return batches, count.clamp(min=1)
+        return batches, counts.clamp(min=1)
+
+    def _counts(self, batches: list[Batch]) -> tuple[Tensor, Tensor]:
+        """This rank's share of the targets and the visible pairs of these samples."""
+        pairs = self.feed.num_pairs(batches) / self.mesh["context"].size()  # context ranks read the same samples
+        return self._number(num_targets(batches)), self._number(pairs)
 
     def _clip(self) -> Tensor:
         """The norm of the gradients, free of the loss's scale; they are clipped here, or by an optimizer that divides

@@ -16,7 +16,9 @@ from flashspan import attention, masks
 from flashspan.model import Llama, huggingface, read_weights, save_llama
 from flashspan.parallel import build_mesh
 from flashspan.train import TrainConfig, build, checkpoint
+from flashspan.train.data import ByteTokenizer
 from flashspan.train.loop import Trainer
+from flashspan.train.samples import open_samples
 
 MIXTURES = {
     "4 context": ["--parallel.context=4"],
@@ -51,6 +53,13 @@ def take_steps(config: TrainConfig) -> list[tuple[float, float]]:
     return [trainer.take_step()[:2] for _ in range(config.train.steps)]
 
 
+def count_and_take_steps(config: TrainConfig) -> tuple[list[tuple[float, float]], list[float]]:
+    """The same, and how many pairs of a query and a key each step's attention is said to compute."""
+    trainer = Trainer(config)
+    steps = [(trainer.take_step()[:2], trainer.num_pairs) for _ in range(config.train.steps)]
+    return [curve for curve, _ in steps], [num_pairs for _, num_pairs in steps]
+
+
 def assert_same_curve(got: list[Any], want: list[Any], bound: float) -> None:
     assert len(got) == len(want) > 0
     for (loss, norm), (right, right_norm) in zip(got, want, strict=True):
@@ -75,12 +84,19 @@ def test_every_mixture_shows_the_loss_of_one_device(
 def test_documents_are_apart_however_the_sequence_is_split(
     on_ranks: Callable[..., list[Any]], config_of: Callable[..., TrainConfig], speeches: Path
 ) -> None:
-    data = f"--data.train={speeches}"
-    want = on_ranks(1, take_steps, config_of(data, "--data.documents=true"))[0]
-    for got in on_ranks(4, take_steps, config_of(data, "--data.documents=true", *MIXTURES["2 data x 2 context"])):
+    """And what the steps are said to compute, by which a device's use is shown, is what they do."""
+    data = [f"--data.train={speeches}", "--data.documents=true"]
+    ((want, num_pairs),) = on_ranks(1, count_and_take_steps, config_of(*data))
+    tokens, _ = open_samples(config_of(*data))[0].read(range(4))  # of the first step
+    past = [(row[:i] == ByteTokenizer().end).nonzero() for row in tokens for i in range(63)]
+    begins = [int(ends[-1]) + 1 if len(ends) else 0 for ends in past]
+    assert num_pairs[0] == sum(i % 63 - begin + 1 for i, begin in enumerate(begins)) < 4 * 63 * 64 / 2
+    for got, counted in on_ranks(4, count_and_take_steps, config_of(*data, *MIXTURES["2 data x 2 context"])):
         assert_same_curve(got, want, 2e-5)
-    seen_whole = on_ranks(1, take_steps, config_of(data))[0]
+        assert counted == num_pairs
+    ((seen_whole, num_pairs),) = on_ranks(1, count_and_take_steps, config_of(data[0]))
     assert abs(seen_whole[-1][0] - want[-1][0]) > 1.5e-4  # past the bound above
+    assert set(num_pairs) == {4 * 63 * 64 / 2}
 
 
 def plan_and_take_steps(config: TrainConfig) -> tuple[list[tuple[float, float]], int]:
