@@ -87,6 +87,7 @@ def test_nan_does_not_pass() -> None:
             assert not Result("ring", "zigzag", *values).passes("float32")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(90)
 def test_under_torchrun_it_joins_the_ranks(tmp_path: Path) -> None:
     arguments = "check(tokens=30, heads=2, kv_heads=1, head_dim=8, strategy='helper')"
@@ -120,7 +121,9 @@ def test_bad_arguments_are_refused() -> None:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize(("kind", "after"), [(signal.SIGTERM, 0.2), (signal.SIGINT, 5.0)])
+@pytest.mark.parametrize(
+    ("kind", "after"), [(signal.SIGTERM, 0.2), pytest.param(signal.SIGINT, 5.0, marks=pytest.mark.slow)]
+)
 def test_stopping_it_says_so_and_leaves_nothing_behind(kind: signal.Signals, after: float, tmp_path: Path) -> None:
     """While ranks are started, and while they work; a terminal's Ctrl-C reaches them too."""
     command = [sys.executable, "-m", "flashspan.cli", "check", "--ranks", "2", "--tokens", "20000"]

@@ -25,7 +25,7 @@ def check(on_ranks: OnRanks, cases: list[Case], forward: float = 1e-5, backward:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_parallel_matches_one_device(on_ranks: OnRanks, strategy: str, ranks: int) -> None:
     """All layouts and masks, odd lengths, groups of queries, on sub-groups whose ranks are not the world's."""
     if strategy == "hybrid" and ranks % 2:

@@ -234,7 +234,7 @@ def start_talking(folder: Path, num_tokens: int, ranks: int, **options: int) -> 
     return subprocess.Popen(command, stdout=subprocess.PIPE, **options)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_ctrl_c_ends_the_line_of_a_text(tmp_path: Path, ranks: int) -> None:
     # communicate would not see what readline had read ahead
     with start_talking(tmp_path, 100_000, ranks, stderr=subprocess.STDOUT, bufsize=0) as process:

@@ -55,8 +55,9 @@ def ordinary(x: Inputs, mask: Mask, into: Carry, carry: bool) -> None:
 @pytest.mark.parametrize(
     ("name", "carry"),
     [
-        *((name, True) for name in CASES),
-        *(pytest.param(name, False, marks=[pytest.mark.slow] if "parts" in name else []) for name in CASES),
+        pytest.param(name, carry, marks=[pytest.mark.slow] if "parts" in name else [])
+        for carry in (True, False)
+        for name in CASES
     ],
 )
 def test_flagged_rows_are_the_ordinary_kernel_s_and_others_stay(name: str, carry: bool) -> None:
@@ -81,7 +82,7 @@ def test_flagged_rows_are_the_ordinary_kernel_s_and_others_stay(name: str, carry
 
 
 @interpreted
-@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("sparse", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_few_programs_look_at_any_number_of_flags(sparse: bool) -> None:
     heads = 10000
     x = make_inputs(Shape(1, heads, 1, 1, 5, 16), seed=2)
@@ -125,6 +126,7 @@ def compiles(kind: str, head_dim: int, carry: str) -> None:
     assert not [warning for warning in warnings if "serialized" in warning]
 
 
+@pytest.mark.slow
 def test_it_compiles() -> None:
     compiles("band", 128, "plain")
 

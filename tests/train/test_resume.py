@@ -392,6 +392,7 @@ def stall_at_the_start(config: TrainConfig) -> str:
         return run_rank(config)
 
 
+@pytest.mark.slow
 def test_a_rank_that_stalls_before_the_first_step_is_named(config_of: ConfigOf) -> None:
     with (
         Ranks(2, threads=1, timeout=3) as ranks,
