@@ -10,16 +10,15 @@ The page says only what rows say; what is not measured yet is named as missing, 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-
-import torch
 
 from flashspan.bench import leaderboard, memory, model, plots, profile, record, study, sweep, writeup_jobs
 from flashspan.bench.record import Row
 from flashspan.bench.slower import Pair, where_slower
-from flashspan.bench.tables import Table, make, model_size, pivot
+from flashspan.bench.tables import Table, make, pivot
 from flashspan.bench.writeup_jobs import LARGEST, PASSES, SIZES
+from flashspan.bench.writeup_page import Page, Section, ends, same_visit
 from flashspan.model import preset
 
 FOLDER = Path("docs/benchmarks/writeup")
@@ -29,79 +28,10 @@ DRAWN = (64, 128)  # head sizes of the figures
 APART = 0.1  # two times of the same settings that differ by more, as a share of the smaller, are told of
 
 
-def in_order(row: Row) -> tuple[float, ...]:
-    """By head size in studies, by tokens, by model: parts share jobs, so the order of measuring is none to read."""
-    return (row.more.get("head_dim", 0), row.more.get("tokens", 0), model_size(row)[0])
+class Writer(Page):
+    """What each section says."""
 
-
-def same_visit(*rows: Row) -> bool:
-    """Whether these were measured with the same code: on another day, on another host, a small model's step may take
-    half as long again."""
-    return len({row.commit for row in rows}) == 1
-
-
-def ends(found: Sequence[tuple[float, str]]) -> str:
-    """The least and the most of some ratios, each with what it is of."""
-    (least, lowest), (most, highest) = min(found), max(found)
-    return f"{least:.2f} ({lowest}) to {most:.2f} ({highest})"
-
-
-class Writer:
-    """Makes the page. A section says what is missing of it, and which command would give it."""
-
-    def __init__(self, rows: Sequence[Row], folder: Path) -> None:
-        self.rows, self.folder = sorted(record.newest(rows), key=in_order), folder
-        self.lines: list[str] = []
-        self.parts = writeup_jobs.sections(torch.device("cpu"))  # for what they measure, wherever that was done
-
-    def pick(self, what: str, *kinds: str, test: Callable[[Row], bool] = lambda row: True) -> list[Row]:
-        return [row for row in self.rows if row.what == what and (not kinds or row.kind in kinds) and test(row)]
-
-    def say(self, *text: str) -> None:
-        self.lines += [*text, ""]
-
-    def table(self, table: Table) -> None:
-        self.say(table.markdown().strip())
-
-    def picture(self, name: str, figure: object, alt: str) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / name).write_text(plots.to_svg(figure, alt), encoding="utf-8")  # type: ignore[arg-type]
-        self.say(f"![{alt}](benchmarks/writeup/{name})")
-
-    def section(self, parts: Sequence[str], write: Callable[[Sequence[Row]], None]) -> None:
-        jobs = list({job.expected[0].key: job for part in parts for job in self.parts[part]}.values())
-        about = {row.subject for job in jobs for row in job.expected}
-        rows = [row for row in self.rows if row.subject in about]
-        known = {row.subject for row in rows if row.ok or row.status == record.OUT_OF_MEMORY}
-        missing = [job.name for job in jobs if not all(row.subject in known for row in job.expected)]
-        if not any(row.ok for row in rows):
-            self.say("Not measured yet: `python -m flashspan.bench.writeup measure` on a GPU gives the rows.")
-            return
-        write(rows)
-        if missing:
-            named = "; ".join(missing[:4]) + ("; ..." if len(missing) > 4 else "")
-            self.say(f"Not measured yet: {len(missing)} of {len(jobs)} jobs of this section ({named}).")
-
-    def page(self) -> str:
-        places = dict.fromkeys(f"{row.device}, torch {row.torch}, Triton {row.triton}" for row in self.rows)
-        self.say(
-            "# Write-up",
-            "",
-            "Answers to the written questions of CS336's assignment 2 (systems), from measured rows: "
-            f"{'; '.join(places) or 'none yet'}. Made by `python -m flashspan.bench.writeup write`; "
-            "rows by `python -m flashspan.bench.writeup measure --minutes 8.5`, run until nothing is left.",
-        )
-        for title, parts, write in self.outline():
-            self.say(f"## {title}")
-            if parts:
-                self.section(parts, write)
-            else:
-                write(self.rows)
-        return "\n".join(self.lines).rstrip() + "\n"
-
-    def outline(self) -> list[tuple[str, tuple[str, ...], Callable[[Sequence[Row]], None]]]:
-        """The page's sections in order: title, the parts of the sweep it is made from (none: it has a command of its
-        own), who writes it."""
+    def outline(self) -> list[Section]:
         return [
             ("1.1.3 Forward and backward of every size", ("sizes",), self._sizes),
             ("1.1.3 (c) Warm-up", ("warm-up",), self._warmup),

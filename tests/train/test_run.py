@@ -106,8 +106,9 @@ def test_a_run_joins_the_ranks_of_torchrun(config_of: Callable[..., TrainConfig]
     assert [path.name for path in checkpoints(config.checkpoint.folder)] == ["step-00000002"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("closed", ["before the first line", "after the first step"])
+@pytest.mark.parametrize(
+    "closed", [pytest.param("before the first line", marks=pytest.mark.slow), "after the first step"]
+)
 def test_a_reader_that_leaves_does_not_end_the_run(
     config_of: Callable[..., TrainConfig], tmp_path: Path, closed: str
 ) -> None:
