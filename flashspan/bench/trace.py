@@ -16,7 +16,10 @@ from typing import Any
 import torch
 from torch.autograd.profiler import profile
 
-PRODUCTS = ("gemm", "cutlass", "xmma", "wgmma", "aten::mm", "aten::bmm", "aten::addmm", "nvjet", "splitk", "cublas")
+PRODUCTS = (
+    *("gemm", "cutlass", "xmma", "wgmma", "nvjet", "splitk", "cublas"),
+    *("aten::mm", "aten::bmm", "aten::addmm", "_product_kernel"),
+)
 FUSED = ("flash", "fmha", "scaled_dot_product", "sdpa")
 # Our attention kernels: those that multiply, and those that prepare, repair and finish for them.
 PASSES = ("forward", "backward", "keys", "queries", "repair")

@@ -14,15 +14,15 @@ start from one checkpoint, so the first losses can be compared. Kept in which dt
 
 Note [Where memory and time go]
 A token of a layer keeps, in bfloat16: its input (4 KB), q, k and v (6), the attention's output (4), the output
-product (4), gate and up (32): 50 KB; norms, rotations and SwiGLU are made again in backward, where they fuse with what
-is computed there anyway. 16 layers: 6.3 GiB at 8k tokens, 25 GiB at 32k. Weights and moments are 6.9 GiB; gradients
-(2.3 GiB) come while activations go. The loss holds 1 GiB of logits, in whose place their gradients come, and 1 GiB of
-the head's. So the peak, at the end of forward, is about 16 GiB at 8k and 35 GiB at 32k.
+product (4), gate and up (32): 50 KB; norms and SwiGLU are made again in backward, inside what needs them. 16 layers:
+6.3 GiB at 8k tokens, 25 GiB at 32k. Weights and moments are 6.9 GiB; gradients (2.3 GiB) come while activations go. The
+loss holds 2 GiB of logits, in whose place their gradients come, and 1 GiB of the head's. So the peak, at the end of
+forward, is about 16 GiB at 8k and 35 GiB at 32k.
 
-Time at 8k: 61 TFLOP of products at 710 TFLOP/s are 86 ms; attention (15 TFLOP, scores computed again in backward) is 30
-at 510; what lies between is 2 GB a layer, 8 ms in all if fused; the loss's own passes 3, AdamW 4, which clips as it
-reads, the norm for it 1, waiting 2: 134 ms. At 32k products are 330 ms at 735 TFLOP/s, attention is 464 at 530, and the
-rest 58.
+Time at 8k: 61 TFLOP of products, with what follows them in the same kernels, are 87 ms; attention (15 TFLOP, scores
+computed again in backward) is 30 at 510 TFLOP/s; norms and rotations of gradients are 3, the loss's and the embedding's
+own passes 4, AdamW 4, which clips as it reads, the norm for it 1, waiting 4: 133 ms. At 32k products are 354 ms, at 690
+TFLOP/s, attention is 465 at 530, and the rest 27.
 """
 
 from __future__ import annotations

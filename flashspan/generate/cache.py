@@ -107,8 +107,9 @@ class Cache:
         self._room: Tensor | None = None  # [2, B, K, capacity, D]
         self._aim: tuple[Tensor, masks.Rows] | None = None
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **sight: Any) -> Tensor:
-        """q [B, H, T, D]; k, v [B, K, T, D] of T new tokens, which see each other causally and all before them."""
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, mask: Any = None) -> Tensor:
+        """q [B, H, T, D]; k, v [B, K, T, D] of T new tokens, which see each other causally and all before them,
+        whatever a model asks for."""
         if self._aim is not None:
             return self._extend(q, k, v, *self._aim)
         before = self.length

@@ -96,7 +96,7 @@ class SplitCache(Cache):
         super().__init__(attend, capacity)
         self.group, self.filled, self.keeps = group, False, False
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **sight: Any) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, mask: Any = None) -> Tensor:
         """The prompt's part first; then one new token at a time, of which the keeping rank keeps k and v."""
         if not self.filled:
             self.append(k, v)

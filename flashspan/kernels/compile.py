@@ -174,7 +174,7 @@ def hopper_launches(dtype: torch.dtype, head_dim: int, **options: Any) -> dict[s
     from flashspan.kernels.portable.forward import forward_launch as repair_launch
 
     mask, carry = options.get("mask", CAUSAL), options.get("carry", False)
-    T, K = options.get("num_tokens", 4096), options.get("num_key_heads", 8)
+    T, K, scale = options.get("num_tokens", 4096), options.get("num_key_heads", 8), options.get("scale", 0.125)
     q, dout = (torch.empty(1, 8, T, head_dim, dtype=dtype, device="meta") for _ in range(2))
     k, v = (torch.empty(1, K, T, head_dim, dtype=dtype, device="meta") for _ in range(2))
     rows, bad = torch.empty(1, 8, T, device="meta"), torch.empty(1, 8, T // 64, dtype=torch.int32, device="meta")
@@ -183,15 +183,35 @@ def hopper_launches(dtype: torch.dtype, head_dim: int, **options: Any) -> dict[s
     if pays(q, k, mask):
         values = room_for(v)
         launches["finer"] = finer_launch(v, values)
-    launches["forward"] = forward_launch(q, k, values, out, rows, bad, mask, 0.125, carry)
-    launches["repair"] = repair_launch(q, k, v, out, rows, mask, 0.125, carry, None, only=bad)
-    given = (dout, q, k, v, new_rows(q), new_rows(q), mask, 0.125)
+    launches["forward"] = forward_launch(q, k, values, out, rows, bad, mask, scale, carry)
+    launches["repair"] = repair_launch(q, k, v, out, rows, mask, scale, carry, None, only=bad)
+    given = (dout, q, k, v, new_rows(q), new_rows(q), mask, scale)
     counter = torch.empty(4, dtype=torch.int32, device="meta")
     if block_dim(head_dim) in BACKWARD:
         sums = q.float() if carry else torch.empty(q.numel() // 256, 256, device="meta")
         launches["backward"] = backward_launch(*given, sums, dk, dv, carry, counter, counter)
     launches["keys"], launches["queries"] = two_pass_launches(*given, dq, dk, dv, carry, counter, counter)
     return launches
+
+
+def product_launches(dtype: torch.dtype, head_dim: int) -> dict[str, Launch]:
+    """The launches of a layer's products, with what follows them, on meta tensors."""
+    from flashspan.kernels.hopper.gated import gated_backward_launch, gated_launch
+    from flashspan.kernels.hopper.projection import projection_launch
+    from flashspan.kernels.hopper.residual import sum_launch
+
+    M, E, F = 4096, 2048, 8192
+    narrow, wide, weight, turned = (
+        torch.empty(*shape, dtype=dtype, device="meta") for shape in ((M, E), (M, F), (F, E), (E, F))
+    )
+    angles = torch.empty(M, head_dim // 2, device="meta")
+    return {
+        "projection": projection_launch(narrow, (turned[:, :E],) * 3, angles, angles, 0.125, (narrow,) * 3),
+        "gated": gated_launch(narrow, weight, weight, (wide,) * 3),
+        "gated backward": gated_backward_launch(narrow, turned, wide, wide, (wide,) * 3),
+        "residual": sum_launch(narrow, narrow, [(wide, turned)], turned=True),
+        "gradients": sum_launch(narrow, None, [(wide, weight)] * 3, turned=False),
+    }
 
 
 def main() -> None:
@@ -209,6 +229,13 @@ def main() -> None:
                 f"exponentials in a row {max(cost.bursts, default=0)}",
                 *cost.warnings,
             )
+    for kind, launch in product_launches(torch.bfloat16, 128).items():
+        cost = compile_launch(launch)
+        print(
+            f"hopper {kind:14} registers {cost.registers:3} spilled {cost.spilled_bytes:4} "
+            f"shared {cost.shared_bytes:6} HGMMA {cost.instructions['HGMMA']:3}",
+            *cost.warnings,
+        )
     for (kind, size, head_dim), shape in TABLE.items():
         dtype = torch.bfloat16 if size == 2 else torch.float32
         cost = compile_launch(shipped_launches(dtype, head_dim)[kind])

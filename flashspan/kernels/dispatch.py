@@ -72,12 +72,19 @@ def retire(name: str, reason: str) -> None:
     _choose.cache_clear()
 
 
-def _hopper(call: Call) -> str | None:
-    if call.device.type != "cuda" or torch.version.hip is not None:
-        return f"needs a Hopper GPU (sm_90), not {call.device.type}"
-    major, minor = torch.cuda.get_device_capability(call.device)
+def no_hopper(device: torch.device) -> str | None:
+    """Why kernels written in Gluon cannot run on a device; None if they can."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"needs a Hopper GPU (sm_90), not {device.type}"
+    major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) != (9, 0):
         return f"needs a Hopper GPU (sm_90), not sm_{major}{minor}"
+    return _fault_of_gluon()
+
+
+def _hopper(call: Call) -> str | None:
+    if (fault := no_hopper(call.device)) is not None:
+        return fault
     if "hopper" in FAILED:
         return FAILED["hopper"]
     if call.dtype not in (torch.float16, torch.bfloat16):
@@ -90,12 +97,11 @@ def _hopper(call: Call) -> str | None:
         return "has no dropout"
     if call.deterministic:
         return "adds dq in no fixed order"
-    fault = _fault_of_gluon()
-    if fault is None and call.block is not None:
+    if call.block is not None:
         from flashspan.kernels.hopper.lists import refusal
 
         return refusal(call.block, call.head_dim)
-    return fault
+    return None
 
 
 def _repeatable(call: Call) -> str | None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,19 @@ from .loss import Slope, linear_cross_entropy, slope_in_parts
 from .rope import Rotation, rotate, rotation
 
 Attend = Callable[..., Any]
-"""attention(q [B, H, T, D], k, v [B, K, S, D], *, causal or mask) -> [B, H, T, D]."""
+"""attention(q [B, H, T, D], k, v [B, K, S, D], *, causal or mask, scale with `Products`) -> [B, H, T, D]."""
+
+
+class Products(NamedTuple):
+    """A layer's products with what follows them, where someone who knows the device has one kernel for each."""
+
+    project: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    """(x, Wq, Wk, Wv, cos, sin) -> q and k, rotated, and v, [B, T, heads, D]; q so large that attention has `scale`."""
+    add_product: Callable[..., Tensor]
+    """(x, a, W) -> x + a W^T."""
+    feed_forward: Callable[..., Tensor]
+    """(x, normed, Wg, Wu, Wd) -> x + (silu(normed Wg^T) * (normed Wu^T)) Wd^T."""
+    scale: float
 
 
 class RMSNorm(nn.RMSNorm):
@@ -51,6 +63,7 @@ class Attention(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
+        self.products: Products | None = None
         query_width, key_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.query = nn.Linear(config.width, query_width, bias=False)
         self.key = nn.Linear(config.width, key_width, bias=False)
@@ -59,13 +72,19 @@ class Attention(nn.Module):
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What to attend with, a token's heads side by side: q [B, T, H, D]; k, v [B, T, K, D]."""
+        if self.products is not None:
+            weights = (self.query.weight, self.key.weight, self.value.weight)
+            return self.products.project(x, *weights, cos, sin)
         # As many heads as the features at hand: the layers may have been split.
         q, k, v = (linear(x).unflatten(-1, (-1, self.head_dim)) for linear in (self.query, self.key, self.value))
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
-    def merge(self, mixed: Tensor) -> Tensor:
-        """The attention's [B, H, T, D] as an addition to the residual, [B, T, E]."""
-        return self.output(mixed.transpose(1, 2).flatten(2))
+    def merge(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """x [B, T, E] with what the attention found, [B, H, T, D], added."""
+        mixed = mixed.transpose(1, 2).flatten(2)
+        if self.products is not None:
+            return self.products.add_product(x, mixed, self.output.weight)
+        return x + self.output(mixed)
 
 
 class FeedForward(nn.Module):
@@ -73,12 +92,16 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
+        self.products: Products | None = None
         self.gate = nn.Linear(config.width, config.ffn_width, bias=False)
         self.up = nn.Linear(config.width, config.ffn_width, bias=False)
         self.down = nn.Linear(config.ffn_width, config.width, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+    def forward(self, x: Tensor, normed: Tensor) -> Tensor:
+        """x with what is made of it, normalised, added."""
+        if self.products is not None:
+            return self.products.feed_forward(x, normed, self.gate.weight, self.up.weight, self.down.weight)
+        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
 
 
 class Block(nn.Module):
@@ -99,8 +122,10 @@ class Block(nn.Module):
         # Turned here and not inside: a compiled function wants the gradients of its outputs in their own order, and
         # attention's are in the order that its inputs had.
         q, k, v = (each.transpose(1, 2) for each in self.before(x, turn.cos, turn.sin))
-        sight = {"causal": True} if mask is None else {"mask": mask}
-        return self.after(x, attend(q, k, v, **sight))
+        options: dict[str, Any] = {"causal": True} if mask is None else {"mask": mask}
+        if self.attention.products is not None:
+            options["scale"] = self.attention.products.scale
+        return self.after(x, attend(q, k, v, **options))
 
     def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of x, [B, T, heads, D]."""
@@ -108,8 +133,8 @@ class Block(nn.Module):
 
     def after(self, x: Tensor, mixed: Tensor) -> Tensor:
         """x with what the attention found, and then what the feed-forward makes of it, added."""
-        x = x + self.attention.merge(mixed)
-        return x + self.ffn(self.ffn_norm(x))
+        x = self.attention.merge(x, mixed)
+        return self.ffn(x, self.ffn_norm(x))
 
 
 class Llama(nn.Module):
@@ -146,6 +171,12 @@ class Llama(nn.Module):
         for index, layer in enumerate(self.layers):
             x = layer(x, turn, mask, self.attend if attends is None else attends[index])
         return self.norm(x)
+
+    def use(self, products: Products) -> None:
+        """Have all layers make their products so. In place."""
+        layer: Any
+        for layer in self.layers:
+            layer.attention.products = layer.ffn.products = products
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., E] -> [..., V]."""

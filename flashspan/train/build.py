@@ -38,6 +38,7 @@ from flashspan.parallel.collectives import local_part, local_slices, part_like
 from flashspan.parallel.mesh import wait_like_the_world
 from flashspan.parallel.sharded import is_fully_sharded
 
+from . import products
 from .checkpoint import refuse_damaged
 from .config import OptimizerSection, TrainConfig
 from .meeting import from_each, from_first
@@ -136,10 +137,19 @@ def build(config: TrainConfig, shape: LlamaConfig, mesh: DeviceMesh, device: tor
         reads = dist.get_rank(group) == 0
         # Those that do not read wait for those that do, for longer than an exchange may take if need be.
         from_each(lambda: fill(model, config, device, reads=reads))
-    apply_recompute(model, config.train.recompute, split=attend is not None, offload=config.train.offload)
+    if degree["tensor"] == 1:
+        served = products.serves(shape, device, config.train.precision)
+        if all(from_each(lambda: served)):  # or queries of some would be in another unit than those of others
+            model.use(products.PRODUCTS)
+    options = config.train
+    # A layer is compiled in one piece if it is all of tensors: an exchange is not, nor what goes to the host, nor are
+    # documents, that change.
+    whole = options.compile and degree["tensor"] == 1 and attend is None
+    whole = whole and not (options.offload or config.data.documents)
+    apply_recompute(model, options.recompute, split=attend is not None, offload=options.offload, whole=whole)
     if config.train.compile:
         # Tensor parallelism exchanges inside of what is compiled, where the graph then breaks.
-        apply_compile(model, whole=degree["tensor"] == 1)
+        apply_compile(model, whole=whole, unbroken=degree["tensor"] == 1)
     if device.type == "cuda" and _has_triton():
         from flashspan.kernels.portable.slope import slope_in_place
 
@@ -256,7 +266,7 @@ def load_into(model: Llama, folder: str | Path) -> None:
             local_part(held[name]).copy_(value)
 
 
-def apply_recompute(model: Llama, mode: str, *, split: bool, offload: bool = False) -> None:
+def apply_recompute(model: Llama, mode: str, *, split: bool, offload: bool = False, whole: bool = False) -> None:
     """Make activations again in backward: everything in a layer, all but the attention's output, or only what costs
     next to nothing (norms, rotations, SwiGLU), keeping products and attention. In place.
 
@@ -264,7 +274,9 @@ def apply_recompute(model: Llama, mode: str, *, split: bool, offload: bool = Fal
     """
     layer: Any
     for layer in model.layers:
-        if mode == "elementwise":
+        if mode == "elementwise" and whole:
+            layer.forward = _again(layer.forward, _keep_products)
+        elif mode == "elementwise":
             layer.before, layer.after = (_again(run, _keep_products) for run in (layer.before, layer.after))
         elif mode == "attention":
             layer.forward = _again(layer.forward, keep_attention if split else _keep_local_attention)
@@ -274,16 +286,19 @@ def apply_recompute(model: Llama, mode: str, *, split: bool, offload: bool = Fal
             layer.forward = on_host(layer.forward)
 
 
-def apply_compile(model: Llama, *, whole: bool) -> None:
+def apply_compile(model: Llama, *, whole: bool, unbroken: bool) -> None:
     """Let torch.compile fuse what lies between the products and around the attention: one graph of each kind, which all
-    layers share. In place. `whole`: refuse a graph that breaks."""
+    layers share. In place. `whole`: with the attention. `unbroken`: refuse a graph that breaks."""
     # What is kept is decided above; the advice the compiler gives about it is for other models.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     layer: Any
     for layer in model.layers:
-        layer.before, layer.after = (
-            torch.compile(run, fullgraph=whole, dynamic=False) for run in (layer.before, layer.after)
-        )
+        if whole:
+            layer.forward = torch.compile(layer.forward, fullgraph=unbroken, dynamic=False)
+        else:
+            layer.before, layer.after = (
+                torch.compile(run, fullgraph=unbroken, dynamic=False) for run in (layer.before, layer.after)
+            )
 
 
 def _again(run: Callable[..., Any], contexts: Callable[[], Any] | None) -> Callable[..., Any]:
@@ -300,10 +315,13 @@ def _keep_local_attention() -> Any:
 
 
 def _keep_products() -> Any:
-    aten = torch.ops.aten
+    aten, ours = torch.ops.aten, torch.ops.flashspan
     # And the roots of compiled norms, a number a row: what is made again need not look at a whole row first.
     return create_selective_checkpoint_contexts(
-        [aten.mm.default, aten.addmm.default, aten.bmm.default, aten.rsqrt.default]
+        [
+            *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.rsqrt.default),
+            *(ours.project.default, ours.add_product.default, ours.feed_forward.default, ours.attend.default),
+        ]
     )
 
 

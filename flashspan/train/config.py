@@ -127,7 +127,7 @@ class TrainSection:
         "none", "in backward: nothing, whole layers, all but attention, or only norms, rotations and SwiGLU"
     )
     offload: bool = option(False, "what recomputing keeps of each layer's input waits in the host's memory")
-    compile: bool = option(False, "torch.compile the parts of a layer around its attention, and the loss")
+    compile: bool = option(False, "torch.compile layers, in one piece where nothing is exchanged inside, and the loss")
     tf32: bool = option(False, "float32 products of a GPU with numbers cut to 10 bits behind the point: faster")
     evaluate_every: int = option(40, "steps between losses on the validation file; 0: never")
     evaluate_samples: int = option(32, "samples in such a loss")

@@ -187,7 +187,7 @@ def test_the_tightest_pass_never_spills(asked: str) -> None:
 
 
 HOPPER = """
-import json, sys, torch
+import json, math, sys, torch
 from flashspan.kernels.compile import compile_launch, hopper_launches
 from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band
 from flashspan.kernels.patterns import documents
@@ -201,6 +201,8 @@ masks = {
     "short": {"mask": CAUSAL, "num_tokens": 1024},
     "wide": {"mask": Band(-4095, 0), "num_tokens": 8192},
     "long rows": {"mask": documents([16384, 16384]), "num_tokens": 32768},
+    "unit": {"mask": CAUSAL, "num_key_heads": 2, "scale": math.log(2)},
+    "unit window": {"mask": Band(-100, 0), "scale": math.log(2)},
 }
 for kind, head_dim, dtype, mask, carry in json.loads(sys.argv[1]):
     launch = hopper_launches(getattr(torch, dtype), head_dim, **masks[mask], carry=carry == "carry")[kind]
@@ -217,8 +219,8 @@ PLAIN = [
     ("finer", 128, "bfloat16", "causal", "plain"),
     ("forward", 128, "bfloat16", "causal", "plain"),
     ("forward", 64, "bfloat16", "window", "carry"),
+    ("forward", 64, "bfloat16", "unit", "plain"),
     ("backward", 128, "bfloat16", "causal", "plain"),
-    ("keys", 256, "bfloat16", "causal", "plain"),
 ]
 ALL = [
     (kind, head_dim, dtype, mask, carry)
@@ -237,6 +239,12 @@ ALL = [
 ]
 ALL += [("backward", 128, "bfloat16", mask, "plain") for mask in ("long", "grouped", "rows")]
 ALL += [("forward", head_dim, "bfloat16", "rows", "plain") for head_dim in (64, 128)]
+ALL += [
+    (kind, 64, "bfloat16", mask, carry)
+    for kind in ("forward", "backward")
+    for mask in ("unit", "unit window")
+    for carry in ("plain", "carry")
+]
 ALL += [
     ("forward", head_dim, "bfloat16", mask, carry)
     for head_dim in (64, 128)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 
 import pytest
@@ -26,6 +27,8 @@ pytestmark = [
     pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU"),
 ]
 FORWARD_BOUND, GRADIENT_BOUND = 4e-3, 6e-3  # bfloat16 has eight bits; a float32 truth
+UNIT = math.log(2)
+"""The scale by which scores are exponents of 2 as they are (parts.py)."""
 
 
 WAYS = {"finer": 0, "followed": 2**62}
@@ -140,11 +143,13 @@ def test_random_shapes(head_dim: int, number: int, repeatable: bool, monkeypatch
         monkeypatch.setitem(FINER, head_dim, choice.choice(list(WAYS.values())) if head_dim <= 128 else 2**62)
         T, S = (int(5000 ** choice.random()) for _ in range(2))
         K, group, B = choice.choice((1, 2, 3)), choice.choice((1, 1, 2, 4)), choice.choice((1, 1, 2, 3))
-        x = tensors(choice, B, K * group, K, T, S, head_dim)
+        x, scale = tensors(choice, B, K * group, K, T, S, head_dim), head_dim**-0.5
+        if head_dim == 64 and choice.random() < 0.3:
+            x[0], scale = x[0] * (scale / UNIT), UNIT
         mask = some_mask(choice, T, S)
         pieces = choice.choice((1, 1, 2)) if S > 1 else 1
         try:
-            check(x, mask, head_dim**-0.5, pieces, repeatable)
+            check(x, mask, scale, pieces, repeatable)
         except AssertionError as error:
             raise AssertionError(f"B {B}, K {K} x {group}, T {T}, S {S}, {mask}, {pieces} pieces") from error
 
@@ -171,7 +176,10 @@ def test_scores_far_apart(head_dim: int, dtype: torch.dtype) -> None:
         for mask, pieces in ((CAUSAL, 1), (EVERYTHING, 1), (Band(-300, 200), 3)):
             x = tensors(random.Random(3), 1, 4, 2, 701, 903, head_dim, dtype)
             # Scores are that much larger, and so is what float32 loses of them.
-            check(x, mask, spread * head_dim**-0.5, pieces, lse_bound=1e-5 * spread)
+            scale = spread * head_dim**-0.5
+            check(x, mask, scale, pieces, lse_bound=1e-5 * spread)
+            if head_dim == 64:
+                check([x[0] * (scale / UNIT), *x[1:]], mask, UNIT, pieces, lse_bound=1e-5 * spread)
 
 
 @pytest.mark.parametrize(("dtype", "size", "score"), [(torch.bfloat16, 8.0, -160.0), (torch.float16, 1.0, -20.0)])
@@ -351,6 +359,8 @@ def test_rows_whose_scores_rise_late_and_not_all_at_once(way: str, head_dim: int
     k[:, 1, 700, 0] = 32.0
     for mask in (CAUSAL, EVERYTHING):
         check([q, k, v, torch.randn_like(q)], mask, 0.125, 1, lse_bound=1e-4)
+        if head_dim == 64:
+            check([q * (0.125 / UNIT), k, v, torch.randn_like(q)], mask, UNIT, 1, lse_bound=1e-4)
 
 
 @pytest.mark.parametrize("backend", ["hopper", "hopper.repeatable"])

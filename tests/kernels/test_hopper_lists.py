@@ -52,11 +52,11 @@ def compiles(which: str, head_dim: int) -> None:
 
 
 def test_backward_compiles() -> None:
-    compiles("backward", 128)
+    compiles("backward", 64)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("which", "head_dim"), [("forward", 64), ("forward", 128), ("backward", 64)])
+@pytest.mark.parametrize(("which", "head_dim"), [("forward", 64), ("forward", 128), ("backward", 128)])
 def test_the_others_compile(which: str, head_dim: int) -> None:
     compiles(which, head_dim)
 

@@ -463,7 +463,9 @@ def test_help_names_the_command_that_draws(capsys: pytest.CaptureFixture[str]) -
     ("words", "name"),
     [
         (["draw", "--ranks", "2", "--tokens", "64"], "ring-zigzag-2-timeline.svg"),
-        (["tiny", "--tokens", "256", "--devices", "2", "--scale"], "plan-scaling.svg"),
+        pytest.param(
+            ["tiny", "--tokens", "256", "--devices", "2", "--scale"], "plan-scaling.svg", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_folder_that_takes_no_pictures_is_explained(

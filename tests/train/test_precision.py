@@ -164,9 +164,11 @@ def test_bfloat16_weights_learn(on_ranks: OnRanks, config_of: ConfigOf) -> None:
     assert got[-1] < got[0] - 0.3
 
 
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", ["full", "attention"])
-def test_offloading_changes_no_bit(on_ranks: OnRanks, config_of: ConfigOf, mode: str) -> None:
+def test_offloading_changes_no_bit(on_ranks: OnRanks, config_of: ConfigOf, mode: str, compiled: bool) -> None:
     sizes = ["--data.sequence=1000", "--train.steps=2", "--train.batch=2"]  # large enough to be moved
+    sizes.append(f"--train.compile={str(compiled).lower()}")
     config = config_of(*sizes, f"--train.recompute={mode}", "--train.offload=true")
     assert 2 * 1000 * config.model.resolve().width > SMALL
     assert on_ranks(1, losses, config)[0][0] == on_ranks(1, losses, config_of(*sizes))[0][0]

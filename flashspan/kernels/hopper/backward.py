@@ -65,6 +65,7 @@ def _step(
     DQ: gl.constexpr = C[10]
     BEHIND: gl.constexpr = DQ and not FIRST
     TURNS: gl.constexpr = BEHIND and not MASKED and C[15] > 0
+    UNIT: gl.constexpr = C[16]
     PLACES: gl.constexpr = dq_full.shape[0]
     BD: gl.constexpr = q_s.shape[4]
     BY_PRODUCT: gl.constexpr = len(l_s.shape) == 3  # see parts.py
@@ -93,7 +94,8 @@ def _step(
         sa = warpgroup_mma(k, q.permute((1, 0)), s, is_async=True)
         dpa = warpgroup_mma(v, do.permute((1, 0)), dp, is_async=True)
         s = warpgroup_mma_wait(1, deps=(sa,))
-    s = s * scale
+    if not UNIT:
+        s = s * scale
     if MASKED:
         if LISTS:
             words_s, half, some = shown
@@ -283,7 +285,7 @@ def _second(desc, buffers, bars, numbers, tables, work, C: gl.constexpr):
 def _run(
     desc, numbers, tables, num_tiles, whole, parts, counter, states, STAGES: gl.constexpr, TABLE: gl.constexpr,
     ADD: gl.constexpr, HIDDEN: gl.constexpr, LISTS: gl.constexpr, DQ: gl.constexpr, CLAIM: gl.constexpr,
-    CUT: gl.constexpr, TURNS: gl.constexpr, REGISTERS: gl.constexpr, FEED_REGISTERS: gl.constexpr,
+    CUT: gl.constexpr, TURNS: gl.constexpr, UNIT: gl.constexpr, REGISTERS: gl.constexpr, FEED_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Buffers and barriers, and who does what."""
     desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d = desc
@@ -337,7 +339,7 @@ def _run(
         mbarrier.init(ds_full.index(i), count=2)
     for i in gl.static_range(4):
         mbarrier.init(work_full.index(i), count=1)
-    C: gl.constexpr = (BM, BN, STAGES, TABLE, ADD, HIDDEN, SL, KL, QL, LISTS, DQ, CLAIM, CUT, PEEL, SPARE, TURNS)
+    C: gl.constexpr = (BM, BN, STAGES, TABLE, ADD, HIDDEN, SL, KL, QL, LISTS, DQ, CLAIM, CUT, PEEL, SPARE, TURNS, UNIT)
     job = (
         desc,
         (q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s, spare_s),
@@ -371,15 +373,16 @@ def backward_kernel(
     desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d, states, first, last, counter,
     s_columns, H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section, num_tiles, whole, parts, STAGES: gl.constexpr,
     TABLE: gl.constexpr, ADD: gl.constexpr, HIDDEN: gl.constexpr, DQ: gl.constexpr, CLAIM: gl.constexpr,
-    CUT: gl.constexpr, TURNS: gl.constexpr, REGISTERS: gl.constexpr, FEED_REGISTERS: gl.constexpr,
+    CUT: gl.constexpr, TURNS: gl.constexpr, UNIT: gl.constexpr, REGISTERS: gl.constexpr, FEED_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Tp: how far apart the heads' rows lie in lse and delta. Blocks of K, V, dK and dV are those of a warpgroup. If
     they are CUT, tiles before `whole` are whole and all others one of so many parts. TURNS: 0, or how many places there
-    are for dQ made whole."""
+    are for dQ made whole. UNIT: the scale is 1, and nothing is multiplied by it."""
     _run(
         (desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d),
         (H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section), (first, last, s_columns), num_tiles, whole,
-        parts, counter, states, STAGES, TABLE, ADD, HIDDEN, False, DQ, CLAIM, CUT, TURNS, REGISTERS, FEED_REGISTERS,
+        parts, counter, states, STAGES, TABLE, ADD, HIDDEN, False, DQ, CLAIM, CUT, TURNS, UNIT, REGISTERS,
+        FEED_REGISTERS,
     )  # fmt: skip
 
 
@@ -404,5 +407,5 @@ def lists_backward_kernel(
     _run(
         (desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d),
         (H, K, G, T, S, Tp, 0, 0, scale, sm_scale, section), (desc_words, words_s, maps), num_tiles, num_tiles,
-        1, counter, states, STAGES, False, ADD, True, True, True, CLAIM, False, TURNS, REGISTERS, FEED_REGISTERS,
+        1, counter, states, STAGES, False, ADD, True, True, True, CLAIM, False, TURNS, False, REGISTERS, FEED_REGISTERS,
     )  # fmt: skip

@@ -21,12 +21,19 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from flashspan.kernels.hopper.carry import LEAST, blend, join, load_carry
 from flashspan.kernels.hopper.finer import COARSER
 from flashspan.kernels.hopper.forward_feed import buffer_of, feed, feed_lists, hear
 from flashspan.kernels.hopper.names import all_below, here_and_now, rescale, watch
+from flashspan.kernels.hopper.parts import DEPTH, parts_of
 from flashspan.kernels.hopper.rows import each, rows_of, total
 from flashspan.kernels.hopper.shared import arrived, halves, send, send_off
 from flashspan.kernels.hopper.softmax import HIGH, exponentials, lower, rise, sums_of
@@ -58,8 +65,8 @@ def _step(
     At an EDGE, `shown` says whether there is anything to hide and, without lists, each row's interval and the block's
     first key, and m is raised.
     """
-    q, zero = rows
-    k_s, v_s, words_s, full, empty = memory
+    q, zero = rows[0], rows[1]
+    k_s, v_s, words_s, ones_s, full, empty = memory
     BN: gl.constexpr = C[1]
     STAGES: gl.constexpr = C[2]
     EDGES: gl.constexpr = C[3]
@@ -74,7 +81,13 @@ def _step(
     stage, phase = buffer_of(pair, STAGES)
     after, phase = buffer_of(pair + 1, STAGES)
     pd = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, OL, 2), assert_trivial=True)
-    sa = warpgroup_mma(q, k_s.index(stage).reshape((BN, BD)).permute((1, 0)), zero, use_acc=False, is_async=True)
+    k = k_s.index(stage).reshape((BN, BD)).permute((1, 0))
+    LESS: gl.constexpr = C[15] and not EDGE
+    if LESS:  # scores less m: see parts.py
+        sa = warpgroup_mma(rows[2], ones_s.permute((1, 0)), zero, use_acc=False, is_async=True)
+        sa = warpgroup_mma(q, k, sa, is_async=True)
+    else:
+        sa = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
     oa = warpgroup_mma(pd, v_s.index(stage).reshape((BN, BD)), o, is_async=True)
     s = warpgroup_mma_wait(1, deps=(sa,))
     if EDGE:
@@ -89,7 +102,10 @@ def _step(
     if RAISE:
         m, alpha = rise(s, m, scale, FINE, FOLLOW)
         l = l * alpha
-    p = exponentials(s, m, scale)
+    if LESS:
+        p = gl.exp2(s)
+    else:
+        p = exponentials(s, m, scale)
     sums = sums_of(p)
     l = l + sums
     mbarrier.wait(full.index(after), phase)
@@ -104,19 +120,29 @@ def _step(
 @gluon.jit
 def _walk(WG: gl.constexpr, pair, begin, end, p, m, l, o, rows, memory, scale, C: gl.constexpr):
     """The steps from begin to end, of whole blocks."""
+    SL: gl.constexpr = C[7]
     FINE: gl.constexpr = C[12]
+    UNIT: gl.constexpr = C[15]
     if FINE:
         # The inner loop ends early for what hardly ever happens: a branch in it, jumped each time, takes 40 clocks.
         i = begin
+        if UNIT:
+            minus_m = parts_of(-m, SL)
         while i < end:
             calm = True
             sums = l
             while (i < end) & calm:
-                p, m, l, o, sums = _step(WG, False, pair + i, (), p, m, l, o, rows, memory, scale, C)
+                if UNIT:
+                    less = (rows[0], rows[1], minus_m)
+                    p, m, l, o, sums = _step(WG, False, pair + i, (), p, m, l, o, less, memory, scale, C)
+                else:
+                    p, m, l, o, sums = _step(WG, False, pair + i, (), p, m, l, o, rows, memory, scale, C)
                 sums, calm = all_below(sums, HIGH)
                 i += 1
             if not calm:
                 p, m, l, o = lower(p, m, l, o, sums)
+                if UNIT:
+                    minus_m = parts_of(-m, SL)
     else:
         for i in range(begin, end):
             p, m, l, o, sums = _step(WG, False, pair + i, (), p, m, l, o, rows, memory, scale, C)
@@ -127,7 +153,7 @@ def _walk(WG: gl.constexpr, pair, begin, end, p, m, l, o, rows, memory, scale, C
 def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C: gl.constexpr):
     """A consumer warpgroup: 64 queries of each tile."""
     desc_q, desc_k, desc_v, desc_out = desc
-    q_s, k_s, v_s, spare_s = buffers
+    q_s, k_s, v_s, spare_s, ones_s = buffers
     q_full, q_empty, full, empty, tile_s, work_s, q_read, past_full = bars
     H, G, T, S, lo, hi, scale, num_heads, num_blocks, section, num_tiles, counter = numbers
     out, lse, bad, s_ob, s_oh, s_ot = outputs
@@ -153,10 +179,10 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
     EARLY: gl.constexpr = C[14]
     if LISTS:
         desc_words, words_s, maps = tables
-        memory = (k_s, v_s, words_s, full, empty)
+        memory = (k_s, v_s, words_s, ones_s, full, empty)
     else:
         start, end, s_rows = tables
-        memory = (k_s, v_s, None, full, empty)
+        memory = (k_s, v_s, None, ones_s, full, empty)
     pair = 0
     turn = 0
     mbarrier.wait(q_full.index(0), 0)
@@ -330,7 +356,7 @@ def _second(desc, buffers, bars, numbers, outputs, tables, C: gl.constexpr):
 @gluon.jit
 def _run(
     desc, numbers, outputs, tables, D: gl.constexpr, STAGES: gl.constexpr, QS: gl.constexpr,
-    EDGES: gl.constexpr, TABLE: gl.constexpr, CARRY: gl.constexpr, LISTS: gl.constexpr,
+    EDGES: gl.constexpr, TABLE: gl.constexpr, CARRY: gl.constexpr, LISTS: gl.constexpr, UNIT: gl.constexpr,
     REGISTERS: gl.constexpr, FEED_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Buffers and barriers, and who does what."""
@@ -373,10 +399,17 @@ def _run(
         mbarrier.init(empty.index(i), count=2)
     if FINE:
         watch()
+    ones_s = q_s  # which is not read then
+    if UNIT:
+        EL: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, DEPTH], desc_q.dtype)
+        ones_s = gl.allocate_shared_memory(desc_q.dtype, [BN, DEPTH], EL)
+        L: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
+        ones_s.store(gl.full([BN, DEPTH], 1.0, desc_q.dtype, layout=L))
+        fence_async_shared()
     FOLLOW: gl.constexpr = not FINE and (desc_v.dtype == gl.float16 or not LISTS)
-    C: gl.constexpr = (BM, BN, STAGES, EDGES, TABLE, CARRY, D, SL, OL, QS, LISTS, SPARE, FINE, FOLLOW, EARLY)
+    C: gl.constexpr = (BM, BN, STAGES, EDGES, TABLE, CARRY, D, SL, OL, QS, LISTS, SPARE, FINE, FOLLOW, EARLY, UNIT)
     bars = (q_full, q_empty, full, empty, tile_s, work_s, q_read, past_full)
-    job = (desc, (q_s, k_s, v_s, spare_s), bars, numbers, outputs, tables, C)
+    job = (desc, (q_s, k_s, v_s, spare_s, ones_s), bars, numbers, outputs, tables, C)
     if LISTS:
         gl.warp_specialize([(_first, job), (_second, job), (feed_lists, job)], [4, 1], [REGISTERS, FEED_REGISTERS])
     else:
@@ -390,16 +423,17 @@ NUMBERS = ["s_ob", "s_oh", "s_ot", "s_rows", "H", "G", "T", "S", "lo", "hi", "nu
 def forward_kernel(
     desc_q, desc_k, desc_v, desc_out, out, lse, bad, start, end, counter, s_ob, s_oh, s_ot, s_rows, H, G, T, S, lo, hi,
     scale, num_heads, section, num_tiles, D: gl.constexpr, STAGES: gl.constexpr, QS: gl.constexpr,
-    EDGES: gl.constexpr, TABLE: gl.constexpr, CARRY: gl.constexpr,
+    EDGES: gl.constexpr, TABLE: gl.constexpr, CARRY: gl.constexpr, UNIT: gl.constexpr,
     REGISTERS: gl.constexpr, FEED_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Strides of out come in units of 8 elements: the compiler then knows they are divisible, whatever the length."""
+    """Strides of out come in units of 8 elements: the compiler then knows they are divisible, whatever the length.
+    UNIT: scores are exponents of 2 as they are, and what is subtracted from them is part of their product."""
     num_blocks = gl.cdiv(T, desc_q.block_type.shape[2] * 2)
     _run(
         (desc_q, desc_k, desc_v, desc_out),
         (H, G, T, S, lo, hi, scale, num_heads, num_blocks, section, num_tiles, counter),
         (out, lse, bad, s_ob, s_oh, s_ot), (start, end, s_rows),
-        D, STAGES, QS, EDGES, TABLE, CARRY, False, REGISTERS, FEED_REGISTERS,
+        D, STAGES, QS, EDGES, TABLE, CARRY, False, UNIT, REGISTERS, FEED_REGISTERS,
     )  # fmt: skip
 
 
@@ -419,5 +453,5 @@ def lists_forward_kernel(
         (desc_q, desc_k, desc_v, desc_out),
         (H, G, T, S, 0, 0, scale, num_heads, num_lines, section, num_tiles, counter),
         (out, lse, bad, s_ob, s_oh, s_ot), (desc_words, words_s, maps),
-        D, STAGES, 2, 2, False, CARRY, True, REGISTERS, FEED_REGISTERS,
+        D, STAGES, 2, 2, False, CARRY, True, False, REGISTERS, FEED_REGISTERS,
     )  # fmt: skip

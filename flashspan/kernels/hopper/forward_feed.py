@@ -93,7 +93,7 @@ def _load_half(desc_out, b, h, m0, HALF: gl.constexpr, bar, rooms, first):
 def feed(desc, buffers, bars, numbers, outputs, tables, C: gl.constexpr):
     """The producer warp: Q of each tile, then the pairs (K_i, V_i-1), walking keys from the last block to the first."""
     desc_q, desc_k, desc_v, desc_out = desc
-    q_s, k_s, v_s, spare_s = buffers
+    q_s, k_s, v_s, spare_s, ones_s = buffers
     q_full, q_empty, full, empty, tile_s, work_s, q_read, past_full = bars
     H, G, T, S, lo, hi, scale, num_heads, num_blocks, section, num_tiles, counter = numbers
     start, end, s_rows = tables
@@ -170,7 +170,7 @@ def feed(desc, buffers, bars, numbers, outputs, tables, C: gl.constexpr):
 def feed_lists(desc, buffers, bars, numbers, outputs, tables, C: gl.constexpr):
     """The producer warp of a block map: as `feed`, of the blocks its lists name."""
     desc_q, desc_k, desc_v, desc_out = desc
-    q_s, k_s, v_s, spare_s = buffers
+    q_s, k_s, v_s, spare_s, ones_s = buffers
     q_full, q_empty, full, empty, tile_s, work_s, q_read, past_full = bars
     H, G, T, S, lo, hi, scale, num_heads, num_blocks, section, num_tiles, counter = numbers
     desc_words, words_s, maps = tables

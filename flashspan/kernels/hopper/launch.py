@@ -22,7 +22,7 @@ from flashspan.kernels.hopper.finer import finer_launch, pays, room_for
 from flashspan.kernels.hopper.forward import forward_kernel
 from flashspan.kernels.hopper.lists import lists_forward_launch, refusal
 from flashspan.kernels.hopper.one_pass import backward_launch
-from flashspan.kernels.hopper.parts import new_rows, store_rows
+from flashspan.kernels.hopper.parts import is_unit, new_rows, store_rows
 from flashspan.kernels.hopper.tensors import (
     aligned,
     block_dim,
@@ -169,7 +169,7 @@ def forward_launch(
         ),
         {
             "D": D, "STAGES": tile.stages, "QS": tile.queries, "EDGES": edges, "TABLE": table,
-            "CARRY": carry, **WARPS,
+            "CARRY": carry, "UNIT": is_unit(q, scale) and v.dtype != q.dtype, **WARPS,
         },
     )  # fmt: skip
 

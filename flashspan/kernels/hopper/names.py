@@ -124,3 +124,27 @@ def ones(first, size):
 def held(x):
     """x, float32, in registers of its own from here on."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+_ROUND_BFLOAT16 = gl.constexpr("""{ .reg .b32 both;
+    cvt.rn.bf16x2.f32 both, $3, $2;
+    shl.b32 $0, both, 16;
+    and.b32 $1, both, 0xffff0000; }""")
+_ROUND_FLOAT16 = gl.constexpr("""{ .reg .b32 both; .reg .b16 low, high;
+    cvt.rn.f16x2.f32 both, $3, $2;
+    mov.b32 {low, high}, both;
+    cvt.f32.f16 $0, low;
+    cvt.f32.f16 $1, high; }""")
+
+
+@gluon.jit
+def rounded(x, dtype: gl.constexpr):
+    """x, float32, as dtype holds it, in float32 still: two at a time, which the compiler does not think of."""
+    asm: gl.constexpr = _ROUND_BFLOAT16 if dtype == gl.bfloat16 else _ROUND_FLOAT16
+    return gl.inline_asm_elementwise(asm, "=f,=f,f,f", [x], dtype=gl.float32, is_pure=True, pack=2)
+
+
+@gluon.jit
+def reciprocal(x):
+    """1 / x, to the last bit or the one before it."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)

@@ -8,6 +8,7 @@ from torch import Tensor
 from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.hopper.backward import backward_kernel
 from flashspan.kernels.hopper.lists import lists_backward_launch
+from flashspan.kernels.hopper.parts import is_unit
 from flashspan.kernels.hopper.tensors import block_dim, describe, describe_sums, key_heads_for_keys, multiprocessors
 from flashspan.kernels.hopper.tiles import BACKWARD, WARPS, dq_turns
 from flashspan.kernels.masks import Mask
@@ -69,6 +70,7 @@ def backward_launch(
         {
             "STAGES": 2, "TABLE": table, "ADD": accumulate,
             "HIDDEN": hidden, "DQ": sums is not None, "CLAIM": claim, "CUT": cut,
-            "TURNS": 0 if sums is None else dq_turns(wide, claim, far and H > K), **WARPS,
+            "TURNS": 0 if sums is None else dq_turns(wide, claim, far and H > K),
+            "UNIT": is_unit(q, scale), **WARPS,
         },
     )  # fmt: skip

@@ -1,5 +1,9 @@
-"""A number of each query as backward reads it, -lse or -delta: in float32 or, with heads of 64, as its three bfloat16
-parts, which lie in a row with zeros behind them so that a product with ones adds them up, in every row of a tile."""
+"""A number of each query as its three bfloat16 parts, zeros behind them: a product with ones, of the least depth, adds
+them up and leaves the sum all over a row or column of scores, from where the product of q and k goes on.
+
+With heads of 64 that is how backward begins with -lse and -delta, and forward, where the scale leaves scores as they
+are (`is_unit`), with what the softmax subtracts. Larger heads have no room for it: -lse and -delta are float32.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,17 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flashspan.kernels.hopper.rows import rows_of
 from flashspan.kernels.hopper.tensors import block_dim
+from flashspan.kernels.portable.arguments import LOG2E
 
 DEPTH = tl.constexpr(16)
 """Of the least product there is."""
+
+
+def is_unit(q: Tensor, scale: float) -> bool:
+    """Whether scores of such heads, times this scale of nats, are exponents of 2 without being multiplied."""
+    return block_dim(q.shape[-1]) == 64 and scale * LOG2E == 1.0
 
 
 def new_rows(q: Tensor) -> Tensor:
@@ -49,3 +60,16 @@ def load_rows(place, o):
         p = place + o * DEPTH
         x = gl.load(p).to(gl.float32) + gl.load(p + 1).to(gl.float32) + gl.load(p + 2).to(gl.float32)
     return x
+
+
+@gluon.jit
+def parts_of(x, L: gl.constexpr):
+    """x, [rows, 4], in which the four of a row are the same, as the left operand of a product with ones whose result
+    has layout L."""
+    A: gl.constexpr = gl.DotOperandLayout(0, L, 2)
+    x = rows_of(x, gl.SliceLayout(1, A))[:, None]
+    c = gl.arange(0, DEPTH, layout=gl.SliceLayout(0, A))[None, :]
+    high = x.to(gl.bfloat16).to(gl.float32)
+    middle = (x - high).to(gl.bfloat16).to(gl.float32)
+    rest = gl.where(c == 1, middle, gl.where(c == 2, x - high - middle, 0.0))
+    return gl.where(c == 0, high, rest).to(gl.bfloat16)

@@ -5,8 +5,8 @@ longest. But exponentials are rounded to 16 bits before they meet V, and of a bf
 it is 1. So there are three ways, and who launches chooses (FINE and FOLLOW):
 
 - FINE: V comes in float16 (finer.py), exponentials have eleven bits, and the first block's maximum serves for all that
-  follow: a score costs a multiply-add, exp2 and an addition. Only if sums of a block come near what float16 holds does
-  a warp leave its loop, to make its rows smaller.
+  follow: a score costs a multiply-add (none where `parts.is_unit`), exp2 and an addition. Only if sums of a block come
+  near what float16 holds does a warp leave its loop, to make its rows smaller.
 - FOLLOW: V as it is; every block's maximum is followed. Where that is too little work for the first to pay.
 - Neither, for block maps in bfloat16: as FINE, with V as it is, which reaches as far as float32. A row that later finds
   a score 2^127 times larger, e^88, overflows, which is seen at the end, and is left to the portable kernel.

@@ -68,7 +68,8 @@ class Launch:
 
     @property
     def _first(self) -> Tensor:
-        return next(x for x in self.arguments if isinstance(x, Tensor))
+        found = (x if isinstance(x, Tensor) else getattr(x, "base", None) for x in self.arguments)
+        return next(x for x in found if x is not None)
 
     def constexprs(self) -> list[Any]:
         """The constants that are the kernel's own parameters, which stand behind the arguments, in its order."""
@@ -108,7 +109,7 @@ class _Plan:
         x = launch.arguments
         wide = [i for i in self.free if not -0x80000000 <= x[i] < 0x80000000]
         return (
-            x[self.tensors[0]].device.index,
+            launch._first.device.index,
             *launch.constants.values(),
             *[(x[i].dtype, x[i].data_ptr() & 15) for i in self.tensors],
             *[x[i] for i in self.fixed],
