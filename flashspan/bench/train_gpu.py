@@ -365,7 +365,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m flashspan.bench.train_gpu", description=__doc__.split("\n\n")[0])
     parser.add_argument("--part", action="append", choices=("train8k", "train32k", "generate"), help="all unless given")
-    parser.add_argument("--file", type=Path, default=trainer.PATH, help="rows are appended to it")
+    parser.add_argument(
+        "--file", type=Path, help=f"rows are appended to it: {trainer.PATH}, of --tiny none, unless given"
+    )
     parser.add_argument("--profile", action="store_true", help="show which kernels a step's time goes to")
     parser.add_argument("--tiny", action="store_true", help="a tiny model and short sequences: does it run?")
     options = parser.parse_args(arguments)
@@ -373,6 +375,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if device.type == "cpu" and not options.tiny:
         raise ValueError("this benchmark needs a CUDA device: none is here; --tiny runs on the CPU")
     parts = options.part or ["train8k", "train32k", "generate"]
+    file = options.file or (None if options.tiny else trainer.PATH)
     folder = Path(tempfile.mkdtemp(prefix="flashspan-bench-"))
     alone = not dist.is_initialized()
     if alone:
@@ -397,10 +400,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             clear(device)
     finally:
         if bench.results:
-            record.append(bench.rows(), options.file)
-            if options.file == trainer.PATH:
+            print(f"\n{bench.table()}")
+            if file is not None:
+                record.append(bench.rows(), file)
+                print(f"rows are in {file}")
+            if file == trainer.PATH:
                 trainer.write()
-            print(f"\n{bench.table()}\nrows are in {options.file}")
         shutil.rmtree(folder, ignore_errors=True)
         if alone:
             dist.destroy_process_group()

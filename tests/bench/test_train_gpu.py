@@ -35,6 +35,12 @@ def test_every_part_is_measured_and_recorded(
     assert "decode" in said
 
 
+def test_what_is_tiny_stays_out_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer, "PATH", tmp_path / "trainer.csv")
+    assert main(["--tiny", "--part", "generate"]) == 0
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_page_is_made_of_the_rows() -> None:
     path = Path(__file__).parents[2] / trainer.PATH
     page = path.with_suffix(".md").read_text()
