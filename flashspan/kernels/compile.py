@@ -220,22 +220,17 @@ def main() -> None:
     from flashspan.kernels.hopper.tiles import FORWARD
     from flashspan.kernels.portable.tiles import TABLE
 
-    for head_dim in FORWARD:
-        for kind, launch in hopper_launches(torch.bfloat16, head_dim).items():
+    tables = {f"d{head_dim}": hopper_launches(torch.bfloat16, head_dim) for head_dim in FORWARD}
+    tables["a layer's"] = product_launches(torch.bfloat16, 128)
+    for of, launches in tables.items():
+        for kind, launch in launches.items():
             cost = compile_launch(launch)
             print(
-                f"hopper {kind:9} d{head_dim:<4} registers {cost.registers:3} spilled {cost.spilled_bytes:4} "
+                f"hopper {kind:14} {of:9} registers {cost.registers:3} spilled {cost.spilled_bytes:4} "
                 f"shared {cost.shared_bytes:6} HGMMA {cost.instructions['HGMMA']:3} "
                 f"exponentials in a row {max(cost.bursts, default=0)}",
                 *cost.warnings,
             )
-    for kind, launch in product_launches(torch.bfloat16, 128).items():
-        cost = compile_launch(launch)
-        print(
-            f"hopper {kind:14} registers {cost.registers:3} spilled {cost.spilled_bytes:4} "
-            f"shared {cost.shared_bytes:6} HGMMA {cost.instructions['HGMMA']:3}",
-            *cost.warnings,
-        )
     for (kind, size, head_dim), shape in TABLE.items():
         dtype = torch.bfloat16 if size == 2 else torch.float32
         cost = compile_launch(shipped_launches(dtype, head_dim)[kind])

@@ -33,12 +33,13 @@ class Products(NamedTuple):
     """A layer's products with what follows them, where someone who knows the device has one kernel for each."""
 
     project: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    """(x, Wq, Wk, Wv, cos, sin) -> q and k, rotated, and v, [B, T, heads, D]; q so large that attention has `scale`."""
+    """(x, Wq, Wk, Wv, cos, sin) -> q and k, rotated, and v, [B, T, heads, D]; q in the unit that `scale` undoes."""
     add_product: Callable[..., Tensor]
     """(x, a, W) -> x + a W^T."""
     feed_forward: Callable[..., Tensor]
     """(x, normed, Wg, Wu, Wd) -> x + (silu(normed Wg^T) * (normed Wu^T)) Wd^T."""
     scale: float
+    """What attention is told, in place of 1 / sqrt(D), the rest of which is in q."""
 
 
 class RMSNorm(nn.RMSNorm):

@@ -288,13 +288,14 @@ def apply_recompute(model: Llama, mode: str, *, split: bool, offload: bool = Fal
 
 def apply_compile(model: Llama, *, whole: bool, unbroken: bool) -> None:
     """Let torch.compile fuse what lies between the products and around the attention: one graph of each kind, which all
-    layers share. In place. `whole`: with the attention. `unbroken`: refuse a graph that breaks."""
+    layers share. In place. `whole`: with the attention. `unbroken`, as those are: refuse a graph that
+    breaks."""
     # What is kept is decided above; the advice the compiler gives about it is for other models.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     layer: Any
     for layer in model.layers:
         if whole:
-            layer.forward = torch.compile(layer.forward, fullgraph=unbroken, dynamic=False)
+            layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=False)
         else:
             layer.before, layer.after = (
                 torch.compile(run, fullgraph=unbroken, dynamic=False) for run in (layer.before, layer.after)

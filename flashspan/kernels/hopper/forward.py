@@ -6,7 +6,7 @@ have one of the two to do. K of tile i and V of tile i - 1 travel as a pair unde
 the next pair, in the middle of an iteration, is also the branch that keeps ptxas from moving the softmax behind the
 products. Programs are persistent: while a tile's output is written, the next one's Q and first K are on their way.
 
-What the softmax subtracts, and that V may come in float16, is told in softmax.py.
+A step is in forward_steps.py; what the softmax subtracts, and that V may come in float16, is told in softmax.py.
 
 Outputs leave through Q's place, float32 ones in halves: where there is room (SPARE), the first through a place of its
 own. A carry comes the way the output leaves: its first half by the copy engine into that place, meanwhile, its second
@@ -32,121 +32,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from flashspan.kernels.hopper.carry import LEAST, blend, join, load_carry
 from flashspan.kernels.hopper.finer import COARSER
 from flashspan.kernels.hopper.forward_feed import buffer_of, feed, feed_lists, hear
-from flashspan.kernels.hopper.names import all_below, here_and_now, rescale, watch
-from flashspan.kernels.hopper.parts import DEPTH, parts_of
+from flashspan.kernels.hopper.forward_steps import hide_keys, step, walk_whole
+from flashspan.kernels.hopper.names import watch
+from flashspan.kernels.hopper.parts import DEPTH
 from flashspan.kernels.hopper.rows import each, rows_of, total
 from flashspan.kernels.hopper.shared import arrived, halves, send, send_off
-from flashspan.kernels.hopper.softmax import HIGH, exponentials, lower, rise, sums_of
-from flashspan.kernels.hopper.walk import blocks, bounds, hide, hide_outside, place, told
-
-
-@gluon.jit
-def _hide(s, start, end, n0, EDGES: gl.constexpr, WORDS: gl.constexpr):
-    """Scores of keys from n0 on, -inf where a row does not see the key: by WORDS, which is faster with heads of 64, or
-    by comparing, with larger ones."""
-    if WORDS:
-        s = hide_outside(s, start - n0, end - n0, EDGES == 2)
-    else:
-        o_n = here_and_now(0) + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
-        seen = o_n[None, :] < (end - n0)[:, None]
-        if EDGES == 2:
-            seen = seen & (o_n[None, :] >= (start - n0)[:, None])
-        s = gl.where(seen, s, float("-inf"))
-    return s
-
-
-@gluon.jit
-def _step(
-    WG: gl.constexpr, EDGE: gl.constexpr, pair, shown, p, m, l, o, rows, memory, scale, C: gl.constexpr
-):  # fmt: skip
-    """The scores of a block and the output of the one before, whose P is given. Returns P of this one, m, l, o and the
-    sums of P, each thread's.
-
-    At an EDGE, `shown` says whether there is anything to hide and, without lists, each row's interval and the block's
-    first key, and m is raised.
-    """
-    q, zero = rows[0], rows[1]
-    k_s, v_s, words_s, ones_s, full, empty = memory
-    BN: gl.constexpr = C[1]
-    STAGES: gl.constexpr = C[2]
-    EDGES: gl.constexpr = C[3]
-    OL: gl.constexpr = C[8]
-    LISTS: gl.constexpr = C[10]
-    BD: gl.constexpr = k_s.shape[4]
-    dtype: gl.constexpr = v_s.dtype
-    FINE: gl.constexpr = C[12]
-    FOLLOW: gl.constexpr = C[13]
-    RAISE: gl.constexpr = EDGE or FOLLOW
-    EARLY: gl.constexpr = C[14]
-    stage, phase = buffer_of(pair, STAGES)
-    after, phase = buffer_of(pair + 1, STAGES)
-    pd = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, OL, 2), assert_trivial=True)
-    k = k_s.index(stage).reshape((BN, BD)).permute((1, 0))
-    LESS: gl.constexpr = C[15] and not EDGE
-    if LESS:  # scores less m: see parts.py
-        sa = warpgroup_mma(rows[2], ones_s.permute((1, 0)), zero, use_acc=False, is_async=True)
-        sa = warpgroup_mma(q, k, sa, is_async=True)
-    else:
-        sa = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
-    oa = warpgroup_mma(pd, v_s.index(stage).reshape((BN, BD)), o, is_async=True)
-    s = warpgroup_mma_wait(1, deps=(sa,))
-    if EDGE:
-        masked, r_start, r_end, n0 = shown
-        if masked:
-            if LISTS:
-                s = hide(s, words_s.index(stage * 2 + WG), 0)
-            else:
-                s = _hide(s, r_start, r_end, n0, EDGES, BD == 64)
-    if EARLY:  # K has been read, and the next may come
-        mbarrier.arrive(empty.index(stage + STAGES), count=1)
-    if RAISE:
-        m, alpha = rise(s, m, scale, FINE, FOLLOW)
-        l = l * alpha
-    if LESS:
-        p = gl.exp2(s)
-    else:
-        p = exponentials(s, m, scale)
-    sums = sums_of(p)
-    l = l + sums
-    mbarrier.wait(full.index(after), phase)
-    # P goes through the wait with O: ptxas must not reuse the registers the product still reads.
-    o, p = warpgroup_mma_wait(0, deps=(oa, p))
-    mbarrier.arrive(empty.index(stage), count=1)
-    if RAISE:
-        o = rescale(o, alpha)
-    return p, m, l, o, sums
-
-
-@gluon.jit
-def _walk(WG: gl.constexpr, pair, begin, end, p, m, l, o, rows, memory, scale, C: gl.constexpr):
-    """The steps from begin to end, of whole blocks."""
-    SL: gl.constexpr = C[7]
-    FINE: gl.constexpr = C[12]
-    UNIT: gl.constexpr = C[15]
-    if FINE:
-        # The inner loop ends early for what hardly ever happens: a branch in it, jumped each time, takes 40 clocks.
-        i = begin
-        if UNIT:
-            minus_m = parts_of(-m, SL)
-        while i < end:
-            calm = True
-            sums = l
-            while (i < end) & calm:
-                if UNIT:
-                    less = (rows[0], rows[1], minus_m)
-                    p, m, l, o, sums = _step(WG, False, pair + i, (), p, m, l, o, less, memory, scale, C)
-                else:
-                    p, m, l, o, sums = _step(WG, False, pair + i, (), p, m, l, o, rows, memory, scale, C)
-                sums, calm = all_below(sums, HIGH)
-                i += 1
-            if not calm:
-                p, m, l, o = lower(p, m, l, o, sums)
-                if UNIT:
-                    minus_m = parts_of(-m, SL)
-    else:
-        for i in range(begin, end):
-            p, m, l, o, sums = _step(WG, False, pair + i, (), p, m, l, o, rows, memory, scale, C)
-    return p, m, l, o
+from flashspan.kernels.hopper.softmax import exponentials, rise, sums_of
+from flashspan.kernels.hopper.walk import blocks, bounds, hide, place, told
 
 
 @gluon.jit
@@ -236,7 +128,7 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
             if EARLY:
                 mbarrier.arrive(empty.index(stage + STAGES), count=1)
             if (last > f_hi) | (last <= f_lo):
-                s = _hide(s, r_start, r_end, (last - 1) * BN, EDGES, BD == 64)
+                s = hide_keys(s, r_start, r_end, (last - 1) * BN, EDGES, BD == 64)
         m, alpha = rise(s, m, scale, FINE, C[13])
         p = exponentials(s, m, scale)
         l = sums_of(p)
@@ -248,9 +140,9 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
         rows = (q, zero)
         if LISTS:
             for i in range(1, gl.minimum(edges + 1, n)):
-                p, m, l, o, sums = _step(WG, True, pair + i, (i < edges, 0, 0, 0), p, m, l, o, rows, memory, scale, C)
+                p, m, l, o, sums = step(WG, True, pair + i, (i < edges, 0, 0, 0), p, m, l, o, rows, memory, scale, C)
             begin = gl.maximum(edges + 1, 1)
-            p, m, l, o = _walk(WG, pair, begin, n, p, m, l, o, rows, memory, scale, C)
+            p, m, l, o = walk_whole(WG, pair, begin, n, p, m, l, o, rows, memory, scale, C)
         elif EDGES > 0:
             # Blocks that some rows do not see all of and, unless all saw something of block 0, the first that they do.
             near = last - f_hi + 1
@@ -262,15 +154,15 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
             for i in range(1, gl.minimum(near, n)):
                 at = last - 1 - i
                 shown = ((at >= f_hi) | (at < f_lo), r_start, r_end, at * BN)
-                p, m, l, o, sums = _step(WG, True, pair + i, shown, p, m, l, o, rows, memory, scale, C)
-            p, m, l, o = _walk(WG, pair, near, last - f_lo, p, m, l, o, rows, memory, scale, C)
+                p, m, l, o, sums = step(WG, True, pair + i, shown, p, m, l, o, rows, memory, scale, C)
+            p, m, l, o = walk_whole(WG, pair, near, last - f_lo, p, m, l, o, rows, memory, scale, C)
             if EDGES == 2:
                 for i in range(gl.maximum(near, last - f_lo), n):
                     at = last - 1 - i  # always at an edge, but it must be behind a branch: see hide_outside
                     shown = ((at >= f_hi) | (at < f_lo), r_start, r_end, at * BN)
-                    p, m, l, o, sums = _step(WG, True, pair + i, shown, p, m, l, o, rows, memory, scale, C)
+                    p, m, l, o, sums = step(WG, True, pair + i, shown, p, m, l, o, rows, memory, scale, C)
         else:
-            p, m, l, o = _walk(WG, pair, 1, n, p, m, l, o, rows, memory, scale, C)
+            p, m, l, o = walk_whole(WG, pair, 1, n, p, m, l, o, rows, memory, scale, C)
 
         if LATE:
             mbarrier.arrive(q_read, count=1)

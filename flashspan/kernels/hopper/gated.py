@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from triton import cdiv
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
@@ -26,19 +27,18 @@ from flashspan.kernels.hopper.product import (
     leave,
     locate,
     multiply,
-    parts,
     quarters,
     ready,
 )
 from flashspan.kernels.hopper.tensors import describe
-from flashspan.kernels.portable.arguments import Launch, on
+from flashspan.kernels.portable.arguments import LOG2E, Launch, on
 
-LOG2E = gl.constexpr(1.4426950408889634)
+MINUS_LOG2E = gl.constexpr(-LOG2E)
 
 
 @gluon.jit
 def _sigmoid(x):
-    return reciprocal(1.0 + gl.exp2(x * -LOG2E))
+    return reciprocal(1.0 + gl.exp2(x * MINUS_LOG2E))
 
 
 @gluon.jit
@@ -241,8 +241,8 @@ def gated_launch(x: Tensor, gate_weight: Tensor, up_weight: Tensor, outs: tuple[
     """gate, up and h [M, F] of x [M, E] and weights [F, E]."""
     weights = [describe(weight, COLUMNS // 2, DEPTH) for weight in (gate_weight, up_weight)]
     pieces = [describe(out, ROWS // 2, PIECE) for out in outs]
-    tiles = (parts(len(x), ROWS), parts(len(gate_weight), COLUMNS // 2))
-    numbers = (*tiles, parts(x.shape[1], DEPTH))
+    tiles = (cdiv(len(x), ROWS), cdiv(len(gate_weight), COLUMNS // 2))
+    numbers = (*tiles, cdiv(x.shape[1], DEPTH))
     return launch(gated_product_kernel, (describe(x, ROWS, DEPTH), *weights, *pieces, *numbers), x, tiles, STAGES=4)
 
 
@@ -252,8 +252,8 @@ def gated_backward_launch(
     """The gradients of gate and up and, again, h [M, F], of dy [M, E], a weight [E, F], gate and up."""
     operands = (describe(dy, ROWS, DEPTH), describe(weight, DEPTH, COLUMNS))
     pieces = [describe(x, ROWS // 2, PIECE) for x in (gate, up, *outs)]
-    tiles = (parts(len(dy), ROWS), parts(weight.shape[1], COLUMNS))
-    numbers = (*tiles, parts(dy.shape[1], DEPTH))
+    tiles = (cdiv(len(dy), ROWS), cdiv(weight.shape[1], COLUMNS))
+    numbers = (*tiles, cdiv(dy.shape[1], DEPTH))
     return launch(gated_backward_product_kernel, (*operands, *pieces, *numbers), dy, tiles, STAGES=3)
 
 

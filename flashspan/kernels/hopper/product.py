@@ -50,7 +50,8 @@ def locate(tile, num_rows, num_columns, GROUP: gl.constexpr):
 
 @gluon.jit
 def place_of(step, STAGES: gl.constexpr):
-    """Which place the step's operands are in, and the parity its barrier has when they are there."""
+    """Which place the step's operands are in, of any number of them, and the parity its barrier has when they are
+    there."""
     return step % STAGES, (step // STAGES) & 1
 
 
@@ -124,7 +125,8 @@ def barriers(STAGES: gl.constexpr):
 def ready(*tensors: Tensor) -> list[Tensor]:
     """Matrices of one dtype of 16 bits as the copy engine can read them: rows of whole 16 bytes, each in order."""
     assert {x.dtype for x in tensors} in ({torch.bfloat16}, {torch.float16}), [x.dtype for x in tensors]
-    return [x if x.is_contiguous() and x.data_ptr() % 16 == 0 else x.contiguous().clone() for x in tensors]
+    dense = [x.contiguous() for x in tensors]
+    return [x if x.data_ptr() % 16 == 0 else x.clone() for x in dense]
 
 
 NUMBERS = ["num_rows", "num_columns", "num_steps"]
@@ -135,8 +137,3 @@ def launch(kernel: Any, tensors: tuple[Any, ...], like: Tensor, tiles: tuple[int
     grid = (min(multiprocessors(like.device), tiles[0] * tiles[1]),)
     shape = {"GROUP": GROUP, "REGISTERS": 232, "FEED_REGISTERS": 40, "num_warps": 4}
     return Launch(kernel, grid, tensors, {**constants, **shape})
-
-
-def parts(size: int, width: int) -> int:
-    """Parts of this width, the last perhaps not whole."""
-    return -(-size // width)

@@ -7,6 +7,7 @@ two loads for each pair of them, of angles that all heads of a token share, and 
 from __future__ import annotations
 
 from torch import Tensor
+from triton import cdiv
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
@@ -22,7 +23,6 @@ from flashspan.kernels.hopper.product import (
     leave,
     locate,
     multiply,
-    parts,
     quarters,
     ready,
 )
@@ -184,9 +184,9 @@ def projection_launch(
     """q, k and v [M, heads * D] of x [M, E] and weights [heads * D, E], of angles [period, D / 2] for rows in turn."""
     operands = [describe(x, ROWS, DEPTH), *(describe(weight, COLUMNS, DEPTH) for weight in weights)]
     pieces = [describe(out, ROWS // 2, PIECE) for out in outs]
-    q_columns, k_columns = (parts(weight.shape[0], COLUMNS) for weight in weights[:2])
-    tiles = (parts(len(x), ROWS), q_columns + 2 * k_columns)
-    numbers = (len(cos), tiles[0], q_columns, k_columns, parts(x.shape[1], DEPTH))
+    q_columns, k_columns = (cdiv(weight.shape[0], COLUMNS) for weight in weights[:2])
+    tiles = (cdiv(len(x), ROWS), q_columns + 2 * k_columns)
+    numbers = (len(cos), tiles[0], q_columns, k_columns, cdiv(x.shape[1], DEPTH))
     arguments = (*operands, *pieces, cos, sin, unit, *numbers)
     return launch(projection_product_kernel, arguments, x, tiles, HEAD=2 * cos.shape[-1], STAGES=4)
 

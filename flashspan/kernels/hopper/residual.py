@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor
+from triton import cdiv
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
@@ -24,7 +25,6 @@ from flashspan.kernels.hopper.product import (
     leave,
     locate,
     multiply,
-    parts,
     quarters,
     ready,
 )
@@ -154,11 +154,11 @@ def sum_launch(out: Tensor, c: Tensor | None, pairs: Sequence[tuple[Tensor, Tens
     """out = c + the sum of a b, or a b^T if `turned`, over up to three pairs."""
     M, N = out.shape
     absent = [(*pairs[0], 0)] * (3 - len(pairs))
-    full = [(a, b, parts(a.shape[1], DEPTH)) for a, b in pairs] + absent
+    full = [(a, b, cdiv(a.shape[1], DEPTH)) for a, b in pairs] + absent
     shape = (COLUMNS, DEPTH) if turned else (DEPTH, COLUMNS)
     operands = [x for a, b, _ in full for x in (describe(a, ROWS, DEPTH), describe(b, *shape))]
     outs = [describe(x, ROWS // 2, PIECE) for x in (out if c is None else c, out)]
-    tiles = (parts(M, ROWS), parts(N, COLUMNS))
+    tiles = (cdiv(M, ROWS), cdiv(N, COLUMNS))
     numbers = (*tiles, *(num_steps for _, _, num_steps in full))
     stages = 4 if c is None else 3  # whose places c takes
     arguments = (*operands, *outs, *numbers)
