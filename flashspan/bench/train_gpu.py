@@ -21,8 +21,8 @@ forward, is about 16 GiB at 8k and 35 GiB at 32k.
 
 Time at 8k: 61 TFLOP of products, with what follows them in the same kernels, are 87 ms; attention (15 TFLOP, scores
 computed again in backward) is 30 at 510 TFLOP/s; norms and rotations of gradients are 3, the loss's and the embedding's
-own passes 4, AdamW 4, which clips as it reads, the norm for it 1, waiting 4: 133 ms. At 32k products are 354 ms, at 690
-TFLOP/s, attention is 465 at 530, and the rest 27.
+own passes 4, AdamW 4, which clips as it reads, the norm for it 1, waiting 4: 134 ms. At 32k products are 348 ms, at 700
+TFLOP/s, attention is 444 at 555, and the rest 31.
 """
 
 from __future__ import annotations

@@ -38,10 +38,12 @@ WAYS = {"finer": 0, "followed": 2**62}
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Of the two ways to round that heads up to 128 have, this one, whatever the shape."""
-    from flashspan.kernels.hopper.tiles import FINER
+    from flashspan.kernels.hopper.tiles import FINER, THREE_FROM
 
     for head_dim in FINER:
         monkeypatch.setitem(FINER, head_dim, WAYS[request.param])
+    for least in THREE_FROM:  # and by three warpgroups where there are such kernels
+        monkeypatch.setitem(THREE_FROM, least, 0)
     return str(request.param)
 
 
@@ -136,11 +138,13 @@ def check(
     [(64, 500, False), (128, 500, False), (64, 100, True), (128, 100, True), (256, 200, True)],
 )
 def test_random_shapes(head_dim: int, number: int, repeatable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from flashspan.kernels.hopper.tiles import FINER
+    from flashspan.kernels.hopper.tiles import FINER, THREE_FROM
 
-    choice = random.Random(head_dim)
+    choice, by_three = random.Random(head_dim), dict(THREE_FROM)
     for _ in range(number):
         monkeypatch.setitem(FINER, head_dim, choice.choice(list(WAYS.values())) if head_dim <= 128 else 2**62)
+        for least in THREE_FROM:
+            monkeypatch.setitem(THREE_FROM, least, choice.choice((0, by_three[least])))
         T, S = (int(5000 ** choice.random()) for _ in range(2))
         K, group, B = choice.choice((1, 2, 3)), choice.choice((1, 1, 2, 4)), choice.choice((1, 1, 2, 3))
         x, scale = tensors(choice, B, K * group, K, T, S, head_dim), head_dim**-0.5
@@ -493,7 +497,9 @@ def check_carry(got: Carry, right: Carry) -> None:
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
-@pytest.mark.parametrize(("num_queries", "num_keys"), [(4100, 1280), (4200, 8960), (8300, 9088)])
+@pytest.mark.parametrize(
+    ("num_queries", "num_keys"), [(4100, 1280), (4100, 1344), (4100, 1300), (4200, 8960), (8300, 9088)]
+)
 def test_tiles_of_a_full_mask_are_cut_into_parts(num_queries: int, num_keys: int, head_dim: int) -> None:
     """Where gradients are added: all tiles where there are fewer than multiprocessors, else those that are left over.
     The parts of one must not be shared by two, or left out."""

@@ -1,4 +1,4 @@
-"""Twenty odd shapes on the Hopper kernels, by themselves and under NVIDIA's compute-sanitizer, which sees every access
+"""Odd shapes on the Hopper kernels, by themselves and under NVIDIA's compute-sanitizer, which sees every access
 outside of what was allocated: `pytest -m gpu tests/kernels/test_odd_shapes.py`."""
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ SHAPES: list[tuple[int, int, int, int, int, int, Mask, int, bool]] = [
     (1, 4, 2, 768, 768, 128, random_blocks(768, 0.4), 1, False),
     (1, 2, 2, 1000, 1000, 64, random_blocks(1000, 0.3) & CAUSAL, 1, False),
     (1, 1, 1, 1537, 1537, 128, EVERYTHING, 1, False),
+    (1, 4, 1, 300, 1100, 64, EVERYTHING, 1, False),
+    (1, 4, 1, 1200, 1200, 64, CAUSAL, 1, False),
 ]
 
 

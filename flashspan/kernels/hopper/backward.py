@@ -1,17 +1,18 @@
 """The backward kernel for Hopper.
 
-A tile is a block of 128 keys: K and V stay in shared memory, dK and dV in registers, and the queries that see it pass
-by, for every query head that shares it. Two warpgroups of 64 keys each multiply; one warp loads Q, dO and the rows' two
-numbers; one adds finished blocks of dQ into global float32 through the copy engine. Everything is transposed, keys down
-and queries across, so that P and dS are already in the registers dV and dK want them in. The accumulators of S start at
--lse and those of dP at -delta, which saves the subtractions. All of a column start at the same number: to load it takes
-a turn at shared memory for each register of each warp, so where there is room (heads of 64) it is a product's result,
-of ones and the number's three bfloat16 parts.
+A tile is a block of keys, 64 for each of the warpgroups that multiply, two or three (WGS): K and V stay in shared
+memory, dK and dV in registers, and the queries that see it pass by, for every query head that shares it. One warp loads
+Q, dO and the rows' two numbers; one adds finished blocks of dQ into global float32 through the copy engine. Everything
+is transposed, keys down and queries across, so that P and dS are already in the registers dV and dK want them in. The
+accumulators of S start at -lse and those of dP at -delta, which saves the subtractions. All of a column start at the
+same number: to load it takes a turn at shared memory for each register of each warp, so where there is room (heads of
+64) it is a product's result, of ones and the number's three bfloat16 parts.
 
-While one warpgroup computes exponentials the other must keep the tensor cores busy: a warp that starts a product waits
-until most of it is done. So they may drift apart, by up to a block. All they share is dQ, summed over the keys of both,
-of the block before, whose dS the other has had time to write. Each makes half of every dQ or, by TURNS, every second
-one whole, for which shared memory is read less; there may then be two places for them on their way out (dq.py).
+While one warpgroup computes exponentials the others must keep the tensor cores busy: a warp that starts a product waits
+until most of it is done. So they may drift apart, by up to a block. All they share is dQ, summed over the keys of all,
+of the block before, whose dS the others have had time to write. Of two each makes half of every dQ or, by TURNS, every
+second one whole, for which shared memory is read less; there may then be two places for them on their way out (dq.py).
+Of three each makes every third, and hands the places of its dS back, of which there are four.
 
 Programs are persistent: a tile's dK and dV leave through the place of dS (dV through one of its own where there is
 room), so that the next one's K and V may come while they do, and its first Q and dO before. What the next tile is the
@@ -37,9 +38,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashspan.kernels.hopper.backward_feed import feed, feed_lists, hear
-from flashspan.kernels.hopper.dq import add_dq, add_dq_lists, dq_place, leave_dq, start_dq
+from flashspan.kernels.hopper.dq import add_dq, add_dq_lists, dq_place, ds_place, leave_dq, start_dq
 from flashspan.kernels.hopper.names import barrier, held, here_and_now
-from flashspan.kernels.hopper.parts import DEPTH
+from flashspan.kernels.hopper.parts import DEPTH, ones_of
 from flashspan.kernels.hopper.shared import clean_pair, send_off
 from flashspan.kernels.hopper.walk import bounds, find_list, hide, hide_outside, nth
 
@@ -53,8 +54,8 @@ def _step(
     before. If it is masked, `shown` says what is seen: the block's first row and each key's interval, or a map's words,
     which half of them it is and whether they are there."""
     own_s, ds_s = own
-    q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s, spare_s = buffers
-    kv_full, kv_empty, full, empty, ds_full, dq_full, dq_empty = bars
+    q_s, do_s, kv, all_ds, dq_s, l_s, d_s, spare_s, ones_s = buffers
+    kv_full, kv_empty, full, empty, ds_full, ds_empty, dq_full, dq_empty = bars
     H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section = numbers
     BM: gl.constexpr = C[0]
     BN: gl.constexpr = C[1]
@@ -66,13 +67,14 @@ def _step(
     BEHIND: gl.constexpr = DQ and not FIRST
     TURNS: gl.constexpr = BEHIND and not MASKED and C[15] > 0
     UNIT: gl.constexpr = C[16]
+    THREE: gl.constexpr = C[17] == 3
     PLACES: gl.constexpr = dq_full.shape[0]
     BD: gl.constexpr = q_s.shape[4]
     BY_PRODUCT: gl.constexpr = len(l_s.shape) == 3  # see parts.py
     PL: gl.constexpr = gl.DotOperandLayout(0, KL, 2)
     dtype: gl.constexpr = q_s.dtype
     stage = i & (STAGES - 1)
-    slot = i & 1
+    slot, phase = ds_place(i, ds_full.shape[0])
     mbarrier.wait(full.index(stage), (i // STAGES) & 1)
     q = q_s.index(stage).reshape((BM, BD))
     do = do_s.index(stage).reshape((BM, BD))
@@ -80,7 +82,10 @@ def _step(
     v = own_s.index(here_and_now(1)).reshape((BN, BD))
     zero = gl.zeros([BN, BM], gl.float32, layout=SL)
     if BY_PRODUCT:
-        ones = gl.full([BN, DEPTH], 1.0, gl.bfloat16, layout=gl.DotOperandLayout(0, SL, 2))
+        if THREE:  # who have no registers for it
+            ones = ones_s
+        else:
+            ones = gl.full([BN, DEPTH], 1.0, gl.bfloat16, layout=gl.DotOperandLayout(0, SL, 2))
         s = warpgroup_mma(ones, l_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
         sa = warpgroup_mma(k, q.permute((1, 0)), s, is_async=True)
         dp = warpgroup_mma(ones, d_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -109,12 +114,14 @@ def _step(
     pd = gl.convert_layout(p.to(dtype), PL, assert_trivial=True)
     # dV at once: the tensor cores have it to do while dS is made and written.
     dva = warpgroup_mma(pd, do, dv, is_async=True)
-    if BEHIND:  # both have written dQ of block i - 2, so neither reads its dS any more
+    if THREE:  # nobody reads what was there
+        mbarrier.wait(ds_empty.index(slot), phase ^ 1)
+    elif BEHIND:  # both have written dQ of block i - 2, so neither reads its dS any more
         dq_slot, dq_phase = dq_place(count - 1, PLACES)
         mbarrier.wait(dq_full.index(dq_slot), dq_phase)
     else:  # a branch, or ptxas would move the wait for dP before the exp2's
         mbarrier.wait(full.index(stage), (i // STAGES) & 1)
-    if BY_PRODUCT:  # whose registers must not be reused before
+    if BY_PRODUCT and not THREE:  # whose registers must not be reused before
         dp, p, ones = warpgroup_mma_wait(1, deps=(dpa, p, ones))
     else:
         dp, p = warpgroup_mma_wait(1, deps=(dpa, p))
@@ -129,7 +136,12 @@ def _step(
     if DQ:  # only now: the tensor cores have dK to do while dS is on its way
         fence_async_shared()
         mbarrier.arrive(ds_full.index(slot), count=1)
-    if TURNS:
+    if THREE:
+        dv, dk, pd, dsd = warpgroup_mma_wait(0, deps=(dva, dka, pd, dsd))
+        mbarrier.arrive(empty.index(stage), count=1)
+        if BEHIND:
+            _take_turn(WG, count, buffers, bars, sm_scale, C)
+    elif TURNS:
         dv, pd = warpgroup_mma_wait(1, deps=(dva, pd))
         if LISTS:  # dO has been read, and the next may come
             mbarrier.arrive(empty.index(stage + STAGES), count=1)
@@ -161,17 +173,30 @@ def _step(
 
 
 @gluon.jit
-def _multiply(WG: gl.constexpr, own, desc, buffers, bars, numbers, tables, work, C: gl.constexpr):
+def _take_turn(WG: gl.constexpr, count, buffers, bars, sm_scale, C: gl.constexpr):
+    """Of three warpgroups: make the dQ of this number, which is its block's, if it is this one's turn."""
+    kv_full, kv_empty, full, empty, ds_full, ds_empty, dq_full, dq_empty = bars
+    if count % 3 == WG:
+        dq = warpgroup_mma_wait(0, deps=(start_dq(WG, True, count, buffers, bars, C),))
+        slot, _ = ds_place(count, ds_full.shape[0])
+        mbarrier.arrive(ds_empty.index(slot), count=1)
+        leave_dq(WG, True, count, dq, buffers, bars, sm_scale, C)
+
+
+@gluon.jit
+def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, tables, work, C: gl.constexpr):
     """A warpgroup and its 64 keys of each tile.
 
-    dQ runs one block behind. The FIRST step of a tile has none to make. Heads of 64 are faster (by 6% at 16k tokens) if
-    it makes one all the same, of whatever lies there, which the warp that adds drops; else it is a step of its own.
+    dQ runs one block behind. The FIRST step of a tile has none to make. Two warpgroups with heads of 64 are faster (by
+    6% at 16k) if it makes one all the same, of whatever lies there, which the warp that adds drops; else it is a step
+    of its own.
     """
     desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d = desc
-    q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s, spare_s = buffers
-    kv_full, kv_empty, full, empty, ds_full, dq_full, dq_empty = bars
+    q_s, do_s, kv, ds, dq_s, l_s, d_s, spare_s, ones_s = buffers
+    kv_full, kv_empty, full, empty, ds_full, ds_empty, dq_full, dq_empty = bars
     H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section = numbers
     num_tiles, whole, parts, counter, states, work_s, work_full = work
+    own = (kv[WG], ds[WG])
     own_s, ds_s = own
     BM: gl.constexpr = C[0]
     BN: gl.constexpr = C[1]
@@ -185,6 +210,7 @@ def _multiply(WG: gl.constexpr, own, desc, buffers, bars, numbers, tables, work,
     PEEL: gl.constexpr = C[13]
     SPARE: gl.constexpr = C[14]
     BD: gl.constexpr = q_s.shape[4]
+    THREE: gl.constexpr = C[17] == 3
     SPLIT: gl.constexpr = 128 // BM
     turn = 0
     i = 0
@@ -249,17 +275,19 @@ def _multiply(WG: gl.constexpr, own, desc, buffers, bars, numbers, tables, work,
             n0 += WG * BN
         if SPARE:
             send_off(desc_dv, i_b, i_k, n0, dv, spare_s.index(WG), ADD)
-        if DQ:
+        if THREE:
+            _take_turn(WG, i - 1, buffers, bars, sm_scale, C)
+        elif DQ:
             dq = warpgroup_mma_wait(0, deps=(start_dq(WG, False, i - 1, buffers, bars, C),))
         mbarrier.arrive(kv_empty, count=1)
-        if DQ:  # neither reads dS any more: what is left leaves through its place
+        if DQ:  # nobody reads dS any more: what is left leaves through its place
             mbarrier.wait(kv_empty, turn & 1)
         if not PEEL:
             tile, i_b, i_k, n0, a, b, c, d = hear(turn, work, 4)
             n0 += WG * BN
         if not SPARE:
             send_off(desc_dv, i_b, i_k, n0, dv, ds_s, ADD)
-        if DQ:  # only now: the dQ before it is still being added
+        if DQ and not THREE:  # only now: the dQ before it is still being added
             leave_dq(WG, False, i + late, dq, buffers, bars, sm_scale, C)
         send_off(desc_dk, i_b, i_k, n0, dk * sm_scale, ds_s, ADD, SPARE)
         if not PEEL:  # else that is waited for where dS is written again
@@ -273,19 +301,25 @@ def _multiply(WG: gl.constexpr, own, desc, buffers, bars, numbers, tables, work,
 
 @gluon.jit
 def _first(desc, buffers, bars, numbers, tables, work, C: gl.constexpr):
-    _multiply(0, (buffers[2], buffers[4]), desc, buffers, bars, numbers, tables, work, C)
+    _multiply(0, desc, buffers, bars, numbers, tables, work, C)
 
 
 @gluon.jit
 def _second(desc, buffers, bars, numbers, tables, work, C: gl.constexpr):
-    _multiply(1, (buffers[3], buffers[5]), desc, buffers, bars, numbers, tables, work, C)
+    _multiply(1, desc, buffers, bars, numbers, tables, work, C)
+
+
+@gluon.jit
+def _third(desc, buffers, bars, numbers, tables, work, C: gl.constexpr):
+    _multiply(2, desc, buffers, bars, numbers, tables, work, C)
 
 
 @gluon.jit
 def _run(
     desc, numbers, tables, num_tiles, whole, parts, counter, states, STAGES: gl.constexpr, TABLE: gl.constexpr,
     ADD: gl.constexpr, HIDDEN: gl.constexpr, LISTS: gl.constexpr, DQ: gl.constexpr, CLAIM: gl.constexpr,
-    CUT: gl.constexpr, TURNS: gl.constexpr, UNIT: gl.constexpr, REGISTERS: gl.constexpr, FEED_REGISTERS: gl.constexpr,
+    CUT: gl.constexpr, TURNS: gl.constexpr, UNIT: gl.constexpr, WGS: gl.constexpr, REGISTERS: gl.constexpr,
+    FEED_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Buffers and barriers, and who does what."""
     desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d = desc
@@ -301,16 +335,23 @@ def _run(
     low_s = gl.allocate_shared_memory(dtype, [2, 1, 1, BN, BD], desc_k.layout)
     high_s = gl.allocate_shared_memory(dtype, [2, 1, 1, BN, BD], desc_k.layout)
     DL: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BM], dtype)
-    ds0_s = gl.allocate_shared_memory(dtype, [2, BN, BM], DL)
-    ds1_s = gl.allocate_shared_memory(dtype, [2, BN, BM], DL)
+    SLOTS: gl.constexpr = 4 if WGS == 3 else 2
+    ds0_s = gl.allocate_shared_memory(dtype, [SLOTS, BN, BM], DL)
+    ds1_s = gl.allocate_shared_memory(dtype, [SLOTS, BN, BM], DL)
+    kv = (low_s, high_s)
+    ds = (ds0_s, ds1_s)
+    if WGS == 3:
+        kv = (low_s, high_s, gl.allocate_shared_memory(dtype, [2, 1, 1, BN, BD], desc_k.layout))  # type: ignore[assignment]
+        ds = (ds0_s, ds1_s, gl.allocate_shared_memory(dtype, [SLOTS, BN, BM], DL))  # type: ignore[assignment]
     PLACES: gl.constexpr = TURNS if TURNS else 1
     SHAPE: gl.constexpr = desc_dq.block_type.shape
     dq_s = gl.allocate_shared_memory(gl.float32, [PLACES] + SHAPE, desc_dq.layout)  # noqa: RUF005
     l_s = gl.allocate_shared_memory(desc_l.dtype, [STAGES] + desc_l.block_type.shape, desc_l.layout)  # noqa: RUF005
     d_s = gl.allocate_shared_memory(desc_d.dtype, [STAGES] + desc_d.block_type.shape, desc_d.layout)  # noqa: RUF005
-    PEEL: gl.constexpr = DQ and (BD > 64 or LISTS)
+    PEEL: gl.constexpr = DQ and (BD > 64 or LISTS or WGS == 3)
     # Where there is room, dV has a place of its own to leave through. Where it is added that is slower.
     SPARE: gl.constexpr = PEEL and not LISTS and not ADD and PLACES == 1
+    gl.static_assert(WGS == 2 or not SPARE)
     spare_s = ds0_s
     if SPARE:
         spare_s = gl.allocate_shared_memory(dtype, [2, BN, BD], DL)
@@ -323,27 +364,37 @@ def _run(
     # Of a block map, whose blocks are waited for, dO's places are handed back before Q's: from STAGES on.
     EMPTY: gl.constexpr = 2 * STAGES if LISTS else STAGES
     empty = gl.allocate_shared_memory(gl.int64, [EMPTY, 1], ML)
-    ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], ML)
+    ds_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], ML)
+    ds_empty = ds_full
+    if WGS == 3:
+        ds_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], ML)
     dq_full = gl.allocate_shared_memory(gl.int64, [PLACES, 1], ML)
     dq_empty = gl.allocate_shared_memory(gl.int64, [PLACES, 1], ML)
     mbarrier.init(kv_full, count=1)
-    mbarrier.init(kv_empty, count=2)
+    mbarrier.init(kv_empty, count=WGS)
     for i in gl.static_range(PLACES):
-        mbarrier.init(dq_full.index(i), count=2)
+        mbarrier.init(dq_full.index(i), count=1 if WGS == 3 else 2)
         mbarrier.init(dq_empty.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
     for i in gl.static_range(EMPTY):
-        mbarrier.init(empty.index(i), count=2)
-    for i in gl.static_range(2):
-        mbarrier.init(ds_full.index(i), count=2)
+        mbarrier.init(empty.index(i), count=WGS)
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(ds_full.index(i), count=WGS)
+        if WGS == 3:
+            mbarrier.init(ds_empty.index(i), count=1)
     for i in gl.static_range(4):
         mbarrier.init(work_full.index(i), count=1)
-    C: gl.constexpr = (BM, BN, STAGES, TABLE, ADD, HIDDEN, SL, KL, QL, LISTS, DQ, CLAIM, CUT, PEEL, SPARE, TURNS, UNIT)
+    C: gl.constexpr = (
+        BM, BN, STAGES, TABLE, ADD, HIDDEN, SL, KL, QL, LISTS, DQ, CLAIM, CUT, PEEL, SPARE, TURNS, UNIT, WGS,
+    )  # fmt: skip
+    ones_s = l_s  # which is not read as such then
+    if WGS == 3:
+        ones_s = ones_of(BN)
     job = (
         desc,
-        (q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s, spare_s),
-        (kv_full, kv_empty, full, empty, ds_full, dq_full, dq_empty),
+        (q_s, do_s, kv, ds, dq_s, l_s, d_s, spare_s, ones_s),
+        (kv_full, kv_empty, full, empty, ds_full, ds_empty, dq_full, dq_empty),
         numbers,
         tables,
         (num_tiles, whole, parts, counter, states, work_s, work_full),
@@ -354,6 +405,12 @@ def _run(
             [(_first, job), (_second, job), (feed_lists, job), (add_dq_lists, job)],
             [4, 1, 1],
             [REGISTERS, FEED_REGISTERS, FEED_REGISTERS],
+        )
+    elif WGS == 3:
+        gl.warp_specialize(
+            [(_first, job), (_second, job), (_third, job), (feed, job), (add_dq, job)],
+            [4, 4, 1, 1],
+            [REGISTERS, REGISTERS, FEED_REGISTERS, FEED_REGISTERS],
         )
     elif not DQ:
         gl.warp_specialize([(_first, job), (_second, job), (feed, job)], [4, 1], [REGISTERS, FEED_REGISTERS])
@@ -373,7 +430,8 @@ def backward_kernel(
     desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d, states, first, last, counter,
     s_columns, H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section, num_tiles, whole, parts, STAGES: gl.constexpr,
     TABLE: gl.constexpr, ADD: gl.constexpr, HIDDEN: gl.constexpr, DQ: gl.constexpr, CLAIM: gl.constexpr,
-    CUT: gl.constexpr, TURNS: gl.constexpr, UNIT: gl.constexpr, REGISTERS: gl.constexpr, FEED_REGISTERS: gl.constexpr,
+    CUT: gl.constexpr, TURNS: gl.constexpr, UNIT: gl.constexpr, WGS: gl.constexpr, REGISTERS: gl.constexpr,
+    FEED_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Tp: how far apart the heads' rows lie in lse and delta. Blocks of K, V, dK and dV are those of a warpgroup. If
     they are CUT, tiles before `whole` are whole and all others one of so many parts. TURNS: 0, or how many places there
@@ -381,7 +439,7 @@ def backward_kernel(
     _run(
         (desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d),
         (H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section), (first, last, s_columns), num_tiles, whole,
-        parts, counter, states, STAGES, TABLE, ADD, HIDDEN, False, DQ, CLAIM, CUT, TURNS, UNIT, REGISTERS,
+        parts, counter, states, STAGES, TABLE, ADD, HIDDEN, False, DQ, CLAIM, CUT, TURNS, UNIT, WGS, REGISTERS,
         FEED_REGISTERS,
     )  # fmt: skip
 
@@ -407,5 +465,6 @@ def lists_backward_kernel(
     _run(
         (desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d),
         (H, K, G, T, S, Tp, 0, 0, scale, sm_scale, section), (desc_words, words_s, maps), num_tiles, num_tiles,
-        1, counter, states, STAGES, False, ADD, True, True, True, CLAIM, False, TURNS, False, REGISTERS, FEED_REGISTERS,
+        1, counter, states, STAGES, False, ADD, True, True, True, CLAIM, False, TURNS, False, 2, REGISTERS,
+        FEED_REGISTERS,
     )  # fmt: skip

@@ -65,15 +65,16 @@ def _line_work(tile, num_tiles, numbers, maps, KEYS: gl.constexpr):
 def _load_keys(turn, desc, buffers, bars, b, h, n0, C: gl.constexpr):
     """K and V of a tile, as soon as those of the one before are no longer read."""
     desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d = desc
-    q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s, spare_s = buffers
-    kv_full, kv_empty, full, empty, ds_full, dq_full, dq_empty = bars
+    q_s, do_s, kv, ds, dq_s, l_s, d_s, spare_s, ones_s = buffers
+    kv_full, kv_empty, full, empty, ds_full, ds_empty, dq_full, dq_empty = bars
     BN: gl.constexpr = C[1]
+    WGS: gl.constexpr = C[17]
     mbarrier.wait(kv_empty, (turn & 1) ^ 1)
-    mbarrier.expect(kv_full, 4 * desc_k.block_type.nbytes)
-    tma.async_copy_global_to_shared(desc_k, [b, h, n0, 0], kv_full, low_s.index(0))
-    tma.async_copy_global_to_shared(desc_k, [b, h, n0 + BN, 0], kv_full, high_s.index(0))
-    tma.async_copy_global_to_shared(desc_v, [b, h, n0, 0], kv_full, low_s.index(1))
-    tma.async_copy_global_to_shared(desc_v, [b, h, n0 + BN, 0], kv_full, high_s.index(1))
+    mbarrier.expect(kv_full, 2 * WGS * desc_k.block_type.nbytes)
+    for w in gl.static_range(WGS):
+        tma.async_copy_global_to_shared(desc_k, [b, h, n0 + w * BN, 0], kv_full, kv[w].index(0))
+    for w in gl.static_range(WGS):
+        tma.async_copy_global_to_shared(desc_v, [b, h, n0 + w * BN, 0], kv_full, kv[w].index(1))
 
 
 @gluon.jit
@@ -89,7 +90,7 @@ def _load_rows(desc, row, bar, buffer):
 def _load_queries(desc, buffers, bar, b, h, m0, row, stage):
     """Q, -lse and -delta of a block of queries."""
     desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d = desc
-    q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s, spare_s = buffers
+    q_s, do_s, kv, ds, dq_s, l_s, d_s, spare_s, ones_s = buffers
     _load_rows(desc_l, row, bar, l_s.index(stage))
     tma.async_copy_global_to_shared(desc_q, [b, h, m0, 0], bar, q_s.index(stage))
     _load_rows(desc_d, row, bar, d_s.index(stage))
@@ -102,16 +103,17 @@ def _tile_work(tile, numbers, tables, work, C: gl.constexpr):
     num_tiles, whole, parts, counter, states, work_s, work_full = work
     CUT: gl.constexpr = C[12]
     if not CUT:
-        return key_work(tile, num_tiles, numbers, tables, 2 * C[1], C[0], C[3], 1)
+        return key_work(tile, num_tiles, numbers, tables, C[17] * C[1], C[0], C[3], 1)
     late = gl.maximum(tile - whole, 0)
     i_b, i_k, n0, first, f_lo, f_hi, end = key_work(
-        gl.minimum(tile, whole) + late // parts, whole + (num_tiles - whole) // parts, numbers, tables, 2 * C[1], C[0],
-        C[3], 1,
+        gl.minimum(tile, whole) + late // parts, whole + (num_tiles - whole) // parts, numbers, tables, C[17] * C[1],
+        C[0], C[3], 1,
     )  # fmt: skip
     size = gl.where(tile < whole, end - first, gl.cdiv(end - first, parts))
     first += late % parts * size
     end = gl.minimum(first + size, end)
-    return i_b, i_k, n0, first, gl.maximum(f_lo, first), gl.minimum(f_hi, end), end
+    f_lo = gl.maximum(f_lo, first)
+    return i_b, i_k, n0, first, f_lo, gl.maximum(gl.minimum(f_hi, end), f_lo), end
 
 
 @gluon.jit
@@ -119,7 +121,7 @@ def feed(desc, buffers, bars, numbers, tables, work, C: gl.constexpr):
     """The loader warp: of each tile K and V, and Q, dO, -lse and -delta of each block of queries. The first of these
     need not wait for K and V, whose place is still read when theirs is free."""
     desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d = desc
-    kv_full, kv_empty, full, empty, ds_full, dq_full, dq_empty = bars
+    kv_full, kv_empty, full, empty, ds_full, ds_empty, dq_full, dq_empty = bars
     H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section = numbers
     num_tiles, whole, parts, counter, states, work_s, work_full = work
     BM: gl.constexpr = C[0]
@@ -155,7 +157,7 @@ def feed(desc, buffers, bars, numbers, tables, work, C: gl.constexpr):
 def feed_lists(desc, buffers, bars, numbers, tables, work, C: gl.constexpr):
     """The loader warp of a block map."""
     desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d = desc
-    kv_full, kv_empty, full, empty, ds_full, dq_full, dq_empty = bars
+    kv_full, kv_empty, full, empty, ds_full, ds_empty, dq_full, dq_empty = bars
     H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section = numbers
     num_tiles, whole, parts, counter, states, work_s, work_full = work
     desc_words, words_s, maps = tables

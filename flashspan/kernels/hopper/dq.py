@@ -1,4 +1,4 @@
-"""dQ in the backward kernel for Hopper: two warpgroups make it of the dS of both and hand it over by shared memory, and
+"""dQ in the backward kernel for Hopper: the warpgroups make it of the dS of all and hand it over by shared memory, and
 a warp of its own adds it into global float32."""
 
 from __future__ import annotations
@@ -22,40 +22,44 @@ def dq_place(count, PLACES: gl.constexpr):
 
 
 @gluon.jit
+def ds_place(i, SLOTS: gl.constexpr):
+    """The same of a block's dS, of 2 or 4 places."""
+    return i & (SLOTS - 1), (i >> (SLOTS // 2)) & 1
+
+
+@gluon.jit
 def start_dq(WG: gl.constexpr, WHOLE: gl.constexpr, i, buffers, bars, C: gl.constexpr):
-    """Start dQ of tile i, from the dS of both: all of it, or this warpgroup's half, 64 of its rows, or of its columns
+    """Start dQ of block i, from the dS of all: all of it, or this warpgroup's half, 64 of its rows, or of its columns
     where it has rows for one only."""
-    q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s, spare_s = buffers
-    kv_full, kv_empty, full, empty, ds_full, dq_full, dq_empty = bars
+    q_s, do_s, kv, ds, dq_s, l_s, d_s, spare_s, ones_s = buffers
+    kv_full, kv_empty, full, empty, ds_full, ds_empty, dq_full, dq_empty = bars
     BM: gl.constexpr = C[0]
     BN: gl.constexpr = C[1]
     QL: gl.constexpr = C[8]
     BD: gl.constexpr = q_s.shape[4]
-    slot = i & 1
-    mbarrier.wait(ds_full.index(slot), (i >> 1) & 1)
-    k0 = low_s.index(here_and_now(0)).reshape((BN, BD))
-    k1 = high_s.index(here_and_now(0)).reshape((BN, BD))
-    ds0 = ds0_s.index(slot)
-    ds1 = ds1_s.index(slot)
+    slot, phase = ds_place(i, ds_full.shape[0])
+    mbarrier.wait(ds_full.index(slot), phase)
     if WHOLE:
-        zero = gl.zeros([BM, BD], gl.float32, layout=C[7])
+        dq = gl.zeros([BM, BD], gl.float32, layout=C[7])
     else:
-        zero = gl.zeros([64, 64], gl.float32, layout=QL)
-        if BM == 64:
-            k0 = k0.slice(WG * (BD // 2), BD // 2, dim=1)
-            k1 = k1.slice(WG * (BD // 2), BD // 2, dim=1)
-        else:
-            ds0 = ds0.slice(WG * 64, 64, dim=1)
-            ds1 = ds1.slice(WG * 64, 64, dim=1)
-    dq = warpgroup_mma(ds0.permute((1, 0)), k0, zero, use_acc=False, is_async=True)
-    return warpgroup_mma(ds1.permute((1, 0)), k1, dq, is_async=True)
+        dq = gl.zeros([64, 64], gl.float32, layout=QL)
+    for w in gl.static_range(C[17]):
+        k = kv[w].index(here_and_now(0)).reshape((BN, BD))
+        part = ds[w].index(slot)
+        if not WHOLE:
+            if BM == 64:
+                k = k.slice(WG * (BD // 2), BD // 2, dim=1)
+            else:
+                part = part.slice(WG * 64, 64, dim=1)
+        dq = warpgroup_mma(part.permute((1, 0)), k, dq, use_acc=w > 0, is_async=True)
+    return dq
 
 
 @gluon.jit
 def leave_dq(WG: gl.constexpr, WHOLE: gl.constexpr, count, dq, buffers, bars, sm_scale, C: gl.constexpr):
     """Hand a dQ, the one of this number, or this half of it, to the warp that adds it."""
-    q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s, spare_s = buffers
-    kv_full, kv_empty, full, empty, ds_full, dq_full, dq_empty = bars
+    q_s, do_s, kv, ds, dq_s, l_s, d_s, spare_s, ones_s = buffers
+    kv_full, kv_empty, full, empty, ds_full, ds_empty, dq_full, dq_empty = bars
     BM: gl.constexpr = C[0]
     ADD: gl.constexpr = C[4]
     BD: gl.constexpr = q_s.shape[4]
@@ -75,7 +79,7 @@ def leave_dq(WG: gl.constexpr, WHOLE: gl.constexpr, count, dq, buffers, bars, sm
     else:  # 16 bytes of each thread after those of the thread before
         L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[2, 1, 0])
         GROUPS: gl.constexpr = dq.shape[1] // 8
-        tile = dq_s.index(slot)._reinterpret(gl.float32, [16 // GROUPS, GROUPS, 128, 4], L)
+        tile = dq_s.index(slot)._reinterpret(gl.float32, [BM * BD // (GROUPS * 512), GROUPS, 128, 4], L)
         tile = tile.index(here_and_now(0 if WHOLE else WG))
         tile.store(dq.reshape((4, 2, 8, GROUPS, 4, 2)).permute((3, 0, 2, 4, 1, 5)).reshape((GROUPS, 128, 4)))
     fence_async_shared()
@@ -107,8 +111,8 @@ def _settle(p_state, state):
 def _add(desc_dq, b, h, m0, row, state, count, buffers, bars, C: gl.constexpr):
     """Add the dQ that arrives as this number, of queries from m0 on, which is `row` among those of all heads; store it
     if the state is 0."""
-    q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s, spare_s = buffers
-    kv_full, kv_empty, full, empty, ds_full, dq_full, dq_empty = bars
+    q_s, do_s, kv, ds, dq_s, l_s, d_s, spare_s, ones_s = buffers
+    kv_full, kv_empty, full, empty, ds_full, ds_empty, dq_full, dq_empty = bars
     ADD: gl.constexpr = C[4]
     if ADD:
         where = [b, h, m0, 0]
@@ -136,8 +140,8 @@ def _drop(count, dq_full, dq_empty):
 def add_dq(desc, buffers, bars, numbers, tables, work, C: gl.constexpr):
     """The warp that adds each dQ into global float32."""
     desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d = desc
-    q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s, spare_s = buffers
-    kv_full, kv_empty, full, empty, ds_full, dq_full, dq_empty = bars
+    q_s, do_s, kv, ds, dq_s, l_s, d_s, spare_s, ones_s = buffers
+    kv_full, kv_empty, full, empty, ds_full, ds_empty, dq_full, dq_empty = bars
     H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section = numbers
     num_tiles, whole, parts, counter, states, work_s, work_full = work
     BM: gl.constexpr = C[0]
@@ -169,8 +173,8 @@ def add_dq(desc, buffers, bars, numbers, tables, work, C: gl.constexpr):
 def add_dq_lists(desc, buffers, bars, numbers, tables, work, C: gl.constexpr):
     """The same warp of a block map."""
     desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d = desc
-    q_s, do_s, low_s, high_s, ds0_s, ds1_s, dq_s, l_s, d_s, spare_s = buffers
-    kv_full, kv_empty, full, empty, ds_full, dq_full, dq_empty = bars
+    q_s, do_s, kv, ds, dq_s, l_s, d_s, spare_s, ones_s = buffers
+    kv_full, kv_empty, full, empty, ds_full, ds_empty, dq_full, dq_empty = bars
     H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section = numbers
     num_tiles, whole, parts, counter, states, work_s, work_full = work
     desc_words, words_s, maps = tables

@@ -1,10 +1,11 @@
 """The forward kernel for Hopper.
 
-One warp feeds K and V tiles through the copy engine; two warpgroups of 64 queries each multiply. A warpgroup starts the
-scores of tile i and the output of tile i - 1 together and computes the softmax between them, so the tensor cores always
-have one of the two to do. K of tile i and V of tile i - 1 travel as a pair under one barrier: the wait for
-the next pair, in the middle of an iteration, is also the branch that keeps ptxas from moving the softmax behind the
-products. Programs are persistent: while a tile's output is written, the next one's Q and first K are on their way.
+One warp feeds K and V tiles through the copy engine; two or three warpgroups (WGS) of 64 queries each multiply. Each
+starts the scores of tile i and the output of tile i - 1 together and computes the softmax between them, so the
+tensor cores always have one of the two to do. K of tile i and V of tile i - 1 travel as a pair under one barrier: the
+wait for the next pair, in the middle of an iteration, is also the branch that keeps ptxas from moving the softmax
+behind the products. Programs are persistent: while a tile's output is written, the next one's Q and first K are on
+their way.
 
 A step is in forward_steps.py; what the softmax subtracts, and that V may come in float16, is told in softmax.py.
 
@@ -22,7 +23,6 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -34,7 +34,7 @@ from flashspan.kernels.hopper.finer import COARSER
 from flashspan.kernels.hopper.forward_feed import buffer_of, feed, feed_lists, hear
 from flashspan.kernels.hopper.forward_steps import hide_keys, step, walk_whole
 from flashspan.kernels.hopper.names import watch
-from flashspan.kernels.hopper.parts import DEPTH
+from flashspan.kernels.hopper.parts import ones_of
 from flashspan.kernels.hopper.rows import each, rows_of, total
 from flashspan.kernels.hopper.shared import arrived, halves, send, send_off
 from flashspan.kernels.hopper.softmax import exponentials, rise, sums_of
@@ -69,6 +69,7 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
     LATE: gl.constexpr = CARRY and SPARE
     FINE: gl.constexpr = C[12]
     EARLY: gl.constexpr = C[14]
+    WGS: gl.constexpr = C[16]
     if LISTS:
         desc_words, words_s, maps = tables
         memory = (k_s, v_s, words_s, ones_s, full, empty)
@@ -82,17 +83,17 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
     while tile < num_tiles:
         if LISTS:
             line, i_bh, n, edges = hear(turn, work_s)
-            m0 = line * (2 * BM) + WG * BM
+            m0 = line * (WGS * BM) + WG * BM
         else:
             i_block, i_bh = place(tile, num_blocks, num_heads, section)
-            m0 = (num_blocks - 1 - i_block) * (2 * BM)
+            m0 = (num_blocks - 1 - i_block) * (WGS * BM)
             i_b = i_bh // H
             p_start = start + i_b * s_rows
             p_end = end + i_b * s_rows
             if TABLE:  # which only the feeding warp looks through
                 first, f_lo, f_hi, last = hear(turn, work_s)
             else:
-                first, f_lo, f_hi, last = blocks(m0, T, S, lo, hi, p_start, p_end, TABLE, 2 * BM, BN, 4)
+                first, f_lo, f_hi, last = blocks(m0, T, S, lo, hi, p_start, p_end, TABLE, WGS * BM, BN, 4)
             n = last - first
             m0 += WG * BM
         if CARRY and not LATE:
@@ -106,7 +107,7 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
             r_start, r_end = bounds(o_m, T, S, lo, hi, p_start, p_end, TABLE)
 
         room, _ = buffer_of(turn, QS)
-        q = q_s.index(room * 2 + WG).reshape((BM, BD))
+        q = q_s.index(room * WGS + WG).reshape((BM, BD))
         if BD == 64:  # there are registers for it, and shared memory is read less
             q = q.load(gl.DotOperandLayout(0, SL, 2))
         # Block 0: there is no output to overlap with yet.
@@ -147,8 +148,8 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
             # Blocks that some rows do not see all of and, unless all saw something of block 0, the first that they do.
             near = last - f_hi + 1
             if not TABLE:
-                top = (num_blocks - 1 - i_block) * (2 * BM)
-                seen = (top + hi >= (last - 1) * BN) & (top + 2 * BM - 1 + lo < gl.minimum(last * BN, S))
+                top = (num_blocks - 1 - i_block) * (WGS * BM)
+                seen = (top + hi >= (last - 1) * BN) & (top + WGS * BM - 1 + lo < gl.minimum(last * BN, S))
                 near -= seen.to(gl.int32)
             near = gl.maximum(near, 1)
             for i in range(1, gl.minimum(near, n)):
@@ -178,10 +179,10 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
         # Where it goes is worked out again: until here these numbers would only have held registers.
         if LISTS:
             line, i_bh, n, edges = hear(turn, work_s)
-            m0 = line * (2 * BM) + WG * BM
+            m0 = line * (WGS * BM) + WG * BM
         else:
             i_block, i_bh = place(told(tile_s.index(turn & 3), 4), num_blocks, num_heads, section)
-            m0 = (num_blocks - 1 - i_block) * (2 * BM) + WG * BM
+            m0 = (num_blocks - 1 - i_block) * (WGS * BM) + WG * BM
         i_b = i_bh // H
         i_h = i_bh % H
         # A hidden key has probability 0, but 0 * NaN is NaN: rows with one are left to the portable kernel, which knows
@@ -213,8 +214,8 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
             left = left + past * arrived(desc_out, spare_s.index(WG), left)
             send(desc_out, i_b, i_h, m0, 0, left, spare_s.index(WG), False, True)
             mbarrier.wait(past_full.index(1), turn & 1)
-            right = right + past * arrived(desc_out, q_s.index(room * 2 + WG), right)
-            send(desc_out, i_b, i_h, m0, BD // 2, right, q_s.index(room * 2 + WG), False, True)
+            right = right + past * arrived(desc_out, q_s.index(room * WGS + WG), right)
+            send(desc_out, i_b, i_h, m0, BD // 2, right, q_s.index(room * WGS + WG), False, True)
         else:
             nothing = l == 0.0
             l = gl.where(nothing, 1.0, l)
@@ -222,9 +223,9 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, outputs, tables, C
             o = o * each((COARSER if FINE else 1.0) / l, o)
             # Q of this tile has been read for the last time: the output leaves through its place.
             if SPARE:
-                send_off(desc_out, i_b, i_h, m0, o, q_s.index(room * 2 + WG), False, False, spare_s.index(WG))
+                send_off(desc_out, i_b, i_h, m0, o, q_s.index(room * WGS + WG), False, False, spare_s.index(WG))
             else:
-                send_off(desc_out, i_b, i_h, m0, o, q_s.index(room * 2 + WG), False)
+                send_off(desc_out, i_b, i_h, m0, o, q_s.index(room * WGS + WG), False)
         if QS == 1:  # else that is waited for when the next tile's scores have started
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index(room), count=1)
@@ -246,10 +247,15 @@ def _second(desc, buffers, bars, numbers, outputs, tables, C: gl.constexpr):
 
 
 @gluon.jit
+def _third(desc, buffers, bars, numbers, outputs, tables, C: gl.constexpr):
+    _multiply(2, desc, buffers, bars, numbers, outputs, tables, C)
+
+
+@gluon.jit
 def _run(
     desc, numbers, outputs, tables, D: gl.constexpr, STAGES: gl.constexpr, QS: gl.constexpr,
     EDGES: gl.constexpr, TABLE: gl.constexpr, CARRY: gl.constexpr, LISTS: gl.constexpr, UNIT: gl.constexpr,
-    REGISTERS: gl.constexpr, FEED_REGISTERS: gl.constexpr,
+    WGS: gl.constexpr, REGISTERS: gl.constexpr, FEED_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Buffers and barriers, and who does what."""
     desc_q, desc_k, desc_v, desc_out = desc
@@ -259,14 +265,14 @@ def _run(
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BD, 16])
     ML: gl.constexpr = mbarrier.MBarrierLayout()
-    q_s = gl.allocate_shared_memory(desc_q.dtype, [QS * 2, 1, 1, BM, BD], desc_q.layout)
+    q_s = gl.allocate_shared_memory(desc_q.dtype, [QS * WGS, 1, 1, BM, BD], desc_q.layout)
     k_s = gl.allocate_shared_memory(desc_q.dtype, [STAGES, 1, 1, BN, BD], desc_k.layout)
     v_s = gl.allocate_shared_memory(desc_v.dtype, [STAGES, 1, 1, BN, BD], desc_v.layout)
     # Outputs in float32 leave in halves: where there is room, the second need not wait for the first.
     SPARE: gl.constexpr = desc_out.dtype == gl.float32 and BD <= 128 and not LISTS
     spare_s = q_s
     if SPARE:
-        spare_s = gl.allocate_shared_memory(desc_q.dtype, [2, 1, 1, BM, BD], desc_q.layout)
+        spare_s = gl.allocate_shared_memory(desc_q.dtype, [WGS, 1, 1, BM, BD], desc_q.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [QS, 1], ML)
     q_empty = gl.allocate_shared_memory(gl.int64, [QS, 1], ML)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ML)
@@ -282,28 +288,31 @@ def _run(
     mbarrier.init(q_read, count=2)
     for i in gl.static_range(2):
         mbarrier.init(past_full.index(i), count=1)
+    gl.static_assert(WGS == 2 or not CARRY)
     for i in gl.static_range(QS):
         mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=2)
+        mbarrier.init(q_empty.index(i), count=WGS)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
     for i in gl.static_range(PLACES):
-        mbarrier.init(empty.index(i), count=2)
+        mbarrier.init(empty.index(i), count=WGS)
     if FINE:
         watch()
     ones_s = q_s  # which is not read then
     if UNIT:
-        EL: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, DEPTH], desc_q.dtype)
-        ones_s = gl.allocate_shared_memory(desc_q.dtype, [BN, DEPTH], EL)
-        L: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
-        ones_s.store(gl.full([BN, DEPTH], 1.0, desc_q.dtype, layout=L))
-        fence_async_shared()
+        ones_s = ones_of(BN)
     FOLLOW: gl.constexpr = not FINE and (desc_v.dtype == gl.float16 or not LISTS)
-    C: gl.constexpr = (BM, BN, STAGES, EDGES, TABLE, CARRY, D, SL, OL, QS, LISTS, SPARE, FINE, FOLLOW, EARLY, UNIT)
+    C: gl.constexpr = (BM, BN, STAGES, EDGES, TABLE, CARRY, D, SL, OL, QS, LISTS, SPARE, FINE, FOLLOW, EARLY, UNIT, WGS)
     bars = (q_full, q_empty, full, empty, tile_s, work_s, q_read, past_full)
     job = (desc, (q_s, k_s, v_s, spare_s, ones_s), bars, numbers, outputs, tables, C)
     if LISTS:
         gl.warp_specialize([(_first, job), (_second, job), (feed_lists, job)], [4, 1], [REGISTERS, FEED_REGISTERS])
+    elif WGS == 3:
+        gl.warp_specialize(
+            [(_first, job), (_second, job), (_third, job), (feed, job)],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, FEED_REGISTERS],
+        )
     else:
         gl.warp_specialize([(_first, job), (_second, job), (feed, job)], [4, 1], [REGISTERS, FEED_REGISTERS])
 
@@ -316,16 +325,16 @@ def forward_kernel(
     desc_q, desc_k, desc_v, desc_out, out, lse, bad, start, end, counter, s_ob, s_oh, s_ot, s_rows, H, G, T, S, lo, hi,
     scale, num_heads, section, num_tiles, D: gl.constexpr, STAGES: gl.constexpr, QS: gl.constexpr,
     EDGES: gl.constexpr, TABLE: gl.constexpr, CARRY: gl.constexpr, UNIT: gl.constexpr,
-    REGISTERS: gl.constexpr, FEED_REGISTERS: gl.constexpr,
+    WGS: gl.constexpr, REGISTERS: gl.constexpr, FEED_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Strides of out come in units of 8 elements: the compiler then knows they are divisible, whatever the length.
     UNIT: scores are exponents of 2 as they are, and what is subtracted from them is part of their product."""
-    num_blocks = gl.cdiv(T, desc_q.block_type.shape[2] * 2)
+    num_blocks = gl.cdiv(T, desc_q.block_type.shape[2] * WGS)
     _run(
         (desc_q, desc_k, desc_v, desc_out),
         (H, G, T, S, lo, hi, scale, num_heads, num_blocks, section, num_tiles, counter),
         (out, lse, bad, s_ob, s_oh, s_ot), (start, end, s_rows),
-        D, STAGES, QS, EDGES, TABLE, CARRY, False, UNIT, REGISTERS, FEED_REGISTERS,
+        D, STAGES, QS, EDGES, TABLE, CARRY, False, UNIT, WGS, REGISTERS, FEED_REGISTERS,
     )  # fmt: skip
 
 
@@ -345,5 +354,5 @@ def lists_forward_kernel(
         (desc_q, desc_k, desc_v, desc_out),
         (H, G, T, S, 0, 0, scale, num_heads, num_lines, section, num_tiles, counter),
         (out, lse, bad, s_ob, s_oh, s_ot), (desc_words, words_s, maps),
-        D, STAGES, 2, 2, False, CARRY, True, False, REGISTERS, FEED_REGISTERS,
+        D, STAGES, 2, 2, False, CARRY, True, False, 2, REGISTERS, FEED_REGISTERS,
     )  # fmt: skip

@@ -25,7 +25,7 @@ from flashspan.kernels.hopper.walk import (
 @gluon.jit
 def buffer_of(x, STAGES: gl.constexpr):
     """Pair (or tile) number x -> (its buffer, the parity its barrier has when it is full)."""
-    LOG: gl.constexpr = STAGES // 2  # of 1, 2 and 4
+    LOG: gl.constexpr = STAGES // 2 - STAGES // 8  # of 1, 2, 4 and 8
     return x & (STAGES - 1), (x >> LOG) & 1
 
 
@@ -105,17 +105,18 @@ def feed(desc, buffers, bars, numbers, outputs, tables, C: gl.constexpr):
     LATE: gl.constexpr = C[5] and C[11]  # at their end, not their beginning
     QS: gl.constexpr = C[9]
     EARLY: gl.constexpr = C[14]
+    WGS: gl.constexpr = C[16]
     pair = 0
     turn = 0
     tile = gl.program_id(0)
     while tile < num_tiles:
         i_block, i_bh = place(tile, num_blocks, num_heads, section)
-        m0 = (num_blocks - 1 - i_block) * (2 * BM)
+        m0 = (num_blocks - 1 - i_block) * (WGS * BM)
         i_b = i_bh // H
         i_h = i_bh % H
         i_k = i_h // G
         first, f_lo, f_hi, last = blocks(
-            m0, T, S, lo, hi, start + i_b * s_rows, end + i_b * s_rows, TABLE, 2 * BM, BN, 1
+            m0, T, S, lo, hi, start + i_b * s_rows, end + i_b * s_rows, TABLE, WGS * BM, BN, 1
         )
         n = last - first
         # The first K needs no Q: it is on its way while the tile before is finished.
@@ -128,9 +129,9 @@ def feed(desc, buffers, bars, numbers, outputs, tables, C: gl.constexpr):
         if TABLE:
             _say(turn, work_s, first, f_lo, f_hi, last)
         tell(tile_s.index(turn & 3), tile)
-        mbarrier.expect(q_full.index(room), 2 * desc_q.block_type.nbytes)
-        for w in gl.static_range(2):
-            _load(desc_q, i_b, i_h, m0 + w * BM, q_full.index(room), q_s.index(room * 2 + w))
+        mbarrier.expect(q_full.index(room), WGS * desc_q.block_type.nbytes)
+        for w in gl.static_range(WGS):
+            _load(desc_q, i_b, i_h, m0 + w * BM, q_full.index(room), q_s.index(room * WGS + w))
         after = tile
         for i in range(1, n):
             if AHEAD and i == gl.maximum(n - 8, 1):

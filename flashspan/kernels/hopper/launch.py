@@ -32,7 +32,7 @@ from flashspan.kernels.hopper.tensors import (
     multiprocessors,
     new_counter,
 )
-from flashspan.kernels.hopper.tiles import BACKWARD, FORWARD, WARPS
+from flashspan.kernels.hopper.tiles import BACKWARD, FORWARD, FORWARD_BY_THREE, enough_for_three, warps
 from flashspan.kernels.hopper.two_pass import two_pass_launches
 from flashspan.kernels.masks import Band, Mask, Rows, unpack
 from flashspan.kernels.portable.arguments import LOG2E, Launch, mask_arguments, on, watched
@@ -151,11 +151,13 @@ def forward_launch(
         return lists_forward_launch(q, k, v, out, lse, bad, mask, scale, carry, counter)
     table, start, end, _, _, rows_stride, _, lo, hi, _ = mask_arguments(mask, T, S, bad)
     wide = block_dim(D)
-    tile = FORWARD[wide]
+    many = enough_for_three(queries=T, seen=min(hi - lo + 1, S))
+    by_three = many and v.dtype != q.dtype and not (table or carry)
+    tile = FORWARD_BY_THREE.get(wide, FORWARD[wide]) if by_three else FORWARD[wide]
     # Whose keys are hidden: nobody's, those behind each query, or on both sides.
     edges = 2 if table or lo > 1 - T else 1 if hi < S - 1 else 0
     group = H // K
-    tiles_per_head = triton.cdiv(T, 128)
+    tiles_per_head = triton.cdiv(T, 64 * tile.warpgroups)
     num_tiles, chip = tiles_per_head * B * H, multiprocessors(q.device)
     section = key_heads_for_queries(q, k, tiles_per_head)
     return Launch(
@@ -169,7 +171,7 @@ def forward_launch(
         ),
         {
             "D": D, "STAGES": tile.stages, "QS": tile.queries, "EDGES": edges, "TABLE": table,
-            "CARRY": carry, "UNIT": is_unit(q, scale) and v.dtype != q.dtype, **WARPS,
+            "CARRY": carry, "UNIT": is_unit(q, scale) and v.dtype != q.dtype, **warps(tile.warpgroups),
         },
     )  # fmt: skip
 
@@ -324,7 +326,7 @@ def _backward_launches(
         passes = list(two_pass_launches(*given, dq, dk, dv, accumulate, states, counter))
     else:
         passes = [backward_launch(*given, sums, dk, dv, accumulate, states, counter)]
-    block = BACKWARD[wide].block_q if summed else 0
+    block = passes[0].arguments[0].block_shape[2] if summed else 0  # queries whose dQ is added together
     grain = mask.block[0] if isinstance(mask, Blocks) else block  # rows of sums that are claimed together
     claimed = grain if passes[0].constants.get("CLAIM", False) else 0
     prepare = Launch(

@@ -104,7 +104,7 @@ def lists_backward_launch(
             section, lines * B * K,
         ),
         {
-            "STAGES": 2, "ADD": accumulate, "CLAIM": not accumulate, "TURNS": dq_turns(wide, True), **WARPS,
+            "STAGES": 2, "ADD": accumulate, "CLAIM": not accumulate, "TURNS": dq_turns(2, wide, True), **WARPS,
         },
     )  # fmt: skip
 

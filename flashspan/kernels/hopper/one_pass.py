@@ -10,7 +10,7 @@ from flashspan.kernels.hopper.backward import backward_kernel
 from flashspan.kernels.hopper.lists import lists_backward_launch
 from flashspan.kernels.hopper.parts import is_unit
 from flashspan.kernels.hopper.tensors import block_dim, describe, describe_sums, key_heads_for_keys, multiprocessors
-from flashspan.kernels.hopper.tiles import BACKWARD, WARPS, dq_turns
+from flashspan.kernels.hopper.tiles import BACKWARD, BACKWARD_BY_THREE, dq_turns, enough_for_three, warps
 from flashspan.kernels.masks import Mask
 from flashspan.kernels.portable.arguments import LOG2E, Launch, mask_arguments
 
@@ -41,13 +41,15 @@ def backward_launch(
         )
     table, _, _, first, last, _, s_columns, lo, hi, _ = mask_arguments(mask, T, S, minus_lse)
     wide = block_dim(D)
-    tile = BACKWARD[wide]
-    tiles_per_head, chip = triton.cdiv(S, 2 * tile.block_k), multiprocessors(q.device)
+    by_three = sums is not None and not table and enough_for_three(keys=S)
+    tile = BACKWARD_BY_THREE.get(wide, BACKWARD[wide]) if by_three else BACKWARD[wide]
+    keys = tile.warpgroups * tile.block_k
+    tiles_per_head, chip = triton.cdiv(S, keys), multiprocessors(q.device)
     num_tiles = tiles_per_head * B * K
     section = key_heads_for_keys(q, k, tiles_per_head)
-    hidden = table or lo > 1 - T or hi < S - 1 or S % (2 * tile.block_k) > 0
+    masked = table or lo > 1 - T or hi < S - 1
     # Equally long tiles whose dK and dV are added: those left over after the last full round are cut by their queries.
-    cut = accumulate and sums is not None and not hidden
+    cut = accumulate and sums is not None and not masked
     parts = max(1, min(8, T // (16 * tile.block_q))) if cut else 1  # of about 16 blocks or more
     whole = num_tiles // chip * chip if parts > 1 else num_tiles
     num_tiles = whole + (num_tiles - whole) * parts
@@ -68,9 +70,9 @@ def backward_launch(
             num_tiles, whole, parts,
         ),
         {
-            "STAGES": 2, "TABLE": table, "ADD": accumulate,
-            "HIDDEN": hidden, "DQ": sums is not None, "CLAIM": claim, "CUT": cut,
-            "TURNS": 0 if sums is None else dq_turns(wide, claim, far and H > K),
-            "UNIT": is_unit(q, scale), **WARPS,
+            "STAGES": 2, "TABLE": table, "ADD": accumulate, "HIDDEN": masked or tile.warpgroups == 3 or S % keys > 0,
+            "DQ": sums is not None, "CLAIM": claim, "CUT": cut,
+            "TURNS": 0 if sums is None else dq_turns(tile.warpgroups, wide, claim, far and H > K),
+            "UNIT": is_unit(q, scale), **warps(tile.warpgroups),
         },
     )  # fmt: skip

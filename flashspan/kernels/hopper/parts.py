@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from flashspan.kernels.hopper.rows import rows_of
 from flashspan.kernels.hopper.tensors import block_dim
@@ -60,6 +61,17 @@ def load_rows(place, o):
         p = place + o * DEPTH
         x = gl.load(p).to(gl.float32) + gl.load(p + 1).to(gl.float32) + gl.load(p + 2).to(gl.float32)
     return x
+
+
+@gluon.jit
+def ones_of(ROWS: gl.constexpr):
+    """Ones in shared memory, the other operand of such a product."""
+    SHAPE: gl.constexpr = [ROWS, DEPTH]
+    ones_s = gl.allocate_shared_memory(gl.bfloat16, SHAPE, gl.NVMMASharedLayout.get_default_for(SHAPE, gl.bfloat16))
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
+    ones_s.store(gl.full(SHAPE, 1.0, gl.bfloat16, layout=L))
+    fence_async_shared()
+    return ones_s
 
 
 @gluon.jit

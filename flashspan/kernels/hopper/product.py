@@ -6,7 +6,7 @@ tensor cores are busy. The products themselves are as fast as cuBLAS's, whose ev
 multiplying is what costs.
 
 A program takes tile after tile, 128 rows by 256 columns. One warp feeds operands through the copy engine, 64 deep at a
-time, two warpgroups multiply 64 rows each, and send their part off in pieces of 64 columns. Rows and columns past the
+time, two warpgroups multiply 64 rows each, whose part leaves in pieces of 64 columns. Rows and columns past the
 end read as zero and are not written.
 
 This is what such kernels share; what they make of a tile is in gated.py, residual.py and projection.py.
@@ -136,4 +136,4 @@ def launch(kernel: Any, tensors: tuple[Any, ...], like: Tensor, tiles: tuple[int
     """A launch of programs that stay, over so many rows and columns of tiles."""
     grid = (min(multiprocessors(like.device), tiles[0] * tiles[1]),)
     shape = {"GROUP": GROUP, "REGISTERS": 232, "FEED_REGISTERS": 40, "num_warps": 4}
-    return Launch(kernel, grid, tensors, {**constants, **shape})
+    return Launch(kernel, grid, tensors, {**shape, **constants})

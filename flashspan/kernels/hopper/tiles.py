@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Forward:
-    """Keys per block, pairs of K and V and tiles of 128 queries in flight."""
+    """Warpgroups of 64 queries each, keys per block, pairs of K and V and tiles of queries in flight."""
 
+    warpgroups: int
     block_k: int
     stages: int
     queries: int
@@ -16,31 +17,53 @@ class Forward:
 
 @dataclass(frozen=True)
 class Backward:
-    """Queries per block, keys of each of the two warpgroups."""
+    """Warpgroups, queries per block, keys of each warpgroup."""
 
+    warpgroups: int
     block_q: int
     block_k: int
 
 
-FORWARD = {64: Forward(128, 4, 2), 128: Forward(128, 2, 2), 256: Forward(64, 2, 1)}
-BACKWARD = {64: Backward(128, 64), 128: Backward(64, 64)}
+FORWARD = {64: Forward(2, 128, 4, 2), 128: Forward(2, 128, 2, 2), 256: Forward(2, 64, 2, 1)}
+BACKWARD = {64: Backward(2, 128, 64), 128: Backward(2, 64, 64)}
 """By padded head size. Past 128 dK and dV of two warpgroups no longer fit the registers: see two_pass.py."""
+
+FORWARD_BY_THREE = {64: Forward(3, 64, 8, 2)}
+"""Where blocks are many and one like the other: of a band, without a carry, with V in float16. Shorter tiles, and tiles
+of 192 queries that two documents share, are slower so."""
+BACKWARD_BY_THREE = {64: Backward(3, 64, 64)}
+"""Of a band, where dQ is made in the same pass."""
+THREE_FROM = {"queries": 257, "seen": 1024, "keys": 257}
+"""From how many queries, and keys that one of them sees, forward is done by three, and from how many keys backward:
+with fewer, tiles of 192 are a third empty, or most blocks at an edge."""
 
 FINER = {64: 1024, 128: 2048}
 """By padded head size, how many queries must see a key, of all heads it serves, for forward to be faster with V in
 float16, which has to be made, than with a maximum that is followed."""
 
 WARPS = {"REGISTERS": 240, "FEED_REGISTERS": 24, "num_warps": 4}
-"""Registers of a thread that multiplies and of one that feeds, and warps of a warpgroup: the same everywhere."""
+"""Registers of a thread that multiplies, where two warpgroups do, and of one that feeds, and warps of a warpgroup."""
 
 
-def dq_turns(wide: int, claimed: bool, far_and_grouped: bool = False) -> int:
-    """How the two warpgroups of backward make dQ: 0, each half of every one; 1, by turns, each every second one whole;
-    2, the same, with two places for them on their way out.
+def warps(warpgroups: int) -> dict[str, int]:
+    """The same for kernels that let two warpgroups multiply, or three."""
+    return {**WARPS, "WGS": warpgroups, **({"REGISTERS": 160} if warpgroups == 3 else {})}
+
+
+def enough_for_three(**numbers: int) -> bool:
+    """Whether there are as many of each as THREE_FROM says."""
+    return all(number >= THREE_FROM[of] for of, number in numbers.items())
+
+
+def dq_turns(warpgroups: int, wide: int, claimed: bool, far_and_grouped: bool = False) -> int:
+    """How the warpgroups of backward make dQ: 0, two half of every one each; 1, by turns, each every second one whole;
+    2, the same, with two places for them on their way out, as three do.
 
     By turns shared memory is read less, of which heads of 64 have enough. Two places are faster only where sums of dQ
     are not claimed one by one; and if they are, turns are slower where grouped heads see all keys behind them.
     """
+    if warpgroups == 3:
+        return 2
     if wide == 64:
         return 0
     return 2 if not claimed else 0 if far_and_grouped else 1
