@@ -199,6 +199,7 @@ masks = {
     "window": {"mask": Band(-100, 0)},
     "rows": {"mask": documents([1000] * 4 + [96])},
     "short": {"mask": CAUSAL, "num_tokens": 1024},
+    "few": {"mask": CAUSAL, "num_tokens": 256, "num_key_heads": 1, "scale": math.log(2)},
     "wide": {"mask": Band(-4095, 0), "num_tokens": 8192},
     "long rows": {"mask": documents([16384, 16384]), "num_tokens": 32768},
     "unit": {"mask": CAUSAL, "num_key_heads": 2, "scale": math.log(2)},
@@ -252,6 +253,7 @@ ALL += [
     for mask in ("short", "wide", "long rows")
     for carry in ("plain", "carry")
 ]
+ALL += [(kind, 64, "bfloat16", "few", carry) for kind in ("forward", "backward") for carry in ("plain", "carry")]
 ALLOWED = {"plain": 300, "carry": 500}
 """Bytes spilled outside the loops over whole blocks: once per tile, and in the blocks at a mask's edge."""
 NAMED = {

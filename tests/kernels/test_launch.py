@@ -380,6 +380,44 @@ def test_dq_of_two_warpgroups_has_two_places_just_where_its_sums_are_not_claimed
         assert (launch.constants["CLAIM"], launch.constants["TURNS"]) == found
 
 
+@pytest.mark.parametrize(
+    ("mask", "queries", "keys", "head_dim", "forward", "backward"),
+    [
+        (CAUSAL, 4096, 4096, 64, 3, 3),
+        (CAUSAL, 4096, 4096, 40, 3, 3),
+        (CAUSAL, 4096, 4096, 128, 2, 2),
+        (EVERYTHING, 257, 1024, 64, 3, 3),
+        (EVERYTHING, 256, 1024, 64, 2, 3),
+        (EVERYTHING, 300, 1023, 64, 2, 3),
+        (EVERYTHING, 300, 256, 64, 2, 2),
+        (Band(-1023, 0), 4096, 4096, 64, 3, 3),
+        (Band(-1022, 0), 4096, 4096, 64, 2, 3),
+        (documents([2048, 2048]), 4096, 4096, 64, 2, 2),
+    ],
+)
+def test_three_warpgroups_multiply_where_blocks_are_many_and_alike(
+    mask: Mask, queries: int, keys: int, head_dim: int, forward: int, backward: int
+) -> None:
+    launch = pytest.importorskip("flashspan.kernels.hopper.launch")
+    from flashspan.kernels.hopper.finer import room_for
+
+    q = torch.empty(1, 4, queries, head_dim, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(1, 4, keys, head_dim, dtype=torch.bfloat16, device="meta")
+    rows = torch.empty(1, 4, queries, device="meta")
+    fine = room_for(k)
+    # V as it is, for maxima that are followed, and a carry's outputs are left to two.
+    for v, carry, found in ((fine, False, forward), (k, False, 2), (fine, True, 2)):
+        out = q.float() if carry else q
+        made = launch.forward_launch(q, k, v, out, rows, rows.int(), mask.to("meta"), 0.125, carry)
+        assert made.constants["WGS"] == found
+        num_tiles = made.arguments[-1]
+        assert num_tiles == 4 * -(-queries // (64 * found)), "each has 64 queries of a tile"
+    for dq, found in ((True, backward), (False, 2)):
+        made = backward_launch_of(mask, queries, keys, head_dim, add=False, dq=dq)
+        assert made.constants["WGS"] == found
+        assert made.arguments[-3] == 4 * -(-keys // (64 * found)), "each has 64 keys of a tile"
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel is compiled here, not interpreted")
 def test_sequences_may_lie_two_to_the_31_numbers_apart() -> None:
     launch = pytest.importorskip("flashspan.kernels.hopper.launch")

@@ -55,8 +55,7 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, tables, work, C: g
     kv_full, kv_empty, full, empty, ds_full, ds_empty, dq_full, dq_empty = bars
     H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section = numbers
     num_tiles, whole, parts, counter, states, work_s, work_full = work
-    own = (kv[WG], ds[WG])
-    own_s, ds_s = own
+    own_s, ds_s = kv[WG], ds[WG]
     BM: gl.constexpr = C[0]
     BN: gl.constexpr = C[1]
     TABLE: gl.constexpr = C[3]
@@ -99,12 +98,12 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, tables, work, C: g
         if PEEL:
             if LISTS:
                 shown = (words_s, 0, edges > 0)
-                dk, dv = step(WG, True, True, own, i, 0, shown, dk, dv, buffers, bars, numbers, C)
+                dk, dv = step(WG, True, True, i, 0, shown, dk, dv, buffers, bars, numbers, C)
             elif HIDDEN:
                 shown = (nth(0, t_first, f_lo, f_hi, t_end) * BM, lower, upper)
-                dk, dv = step(WG, True, True, own, i, 0, shown, dk, dv, buffers, bars, numbers, C)
+                dk, dv = step(WG, True, True, i, 0, shown, dk, dv, buffers, bars, numbers, C)
             else:
-                dk, dv = step(WG, False, True, own, i, 0, (), dk, dv, buffers, bars, numbers, C)
+                dk, dv = step(WG, False, True, i, 0, (), dk, dv, buffers, bars, numbers, C)
         for g in range(G):
             done = gl.where(g == 0, 1, 0) if PEEL else 0
             whole = done
@@ -114,19 +113,19 @@ def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, tables, work, C: g
                 for j in range(done, edges * SPLIT):
                     shown = (words_s, j % SPLIT, True)
                     dk, dv = step(
-                        WG, True, False, own, i + j, i + j + late, shown, dk, dv, buffers, bars, numbers, C
+                        WG, True, False, i + j, i + j + late, shown, dk, dv, buffers, bars, numbers, C
                     )  # fmt: skip
                 whole = gl.maximum(edges * SPLIT, done) if PEEL else edges * SPLIT
             elif HIDDEN:
                 for j in range(done, edges):
                     shown = (nth(j, t_first, f_lo, f_hi, t_end) * BM, lower, upper)
                     dk, dv = step(
-                        WG, True, False, own, i + j, i + j + late, shown, dk, dv, buffers, bars, numbers, C
+                        WG, True, False, i + j, i + j + late, shown, dk, dv, buffers, bars, numbers, C
                     )  # fmt: skip
                 whole = gl.maximum(edges, done) if PEEL else edges
             size = n * SPLIT if LISTS else n
             for j in range(whole, size):
-                dk, dv = step(WG, False, False, own, i + j, i + j + late, (), dk, dv, buffers, bars, numbers, C)
+                dk, dv = step(WG, False, False, i + j, i + j + late, (), dk, dv, buffers, bars, numbers, C)
             i += size
         # Where they go is heard again: until here these numbers would only have held registers.
         if PEEL:

@@ -31,14 +31,14 @@ def take_turn(WG: gl.constexpr, count, buffers, bars, sm_scale, C: gl.constexpr)
 
 @gluon.jit
 def step(
-    WG: gl.constexpr, MASKED: gl.constexpr, FIRST: gl.constexpr, own, i, count, shown, dk, dv, buffers, bars, numbers,
+    WG: gl.constexpr, MASKED: gl.constexpr, FIRST: gl.constexpr, i, count, shown, dk, dv, buffers, bars, numbers,
     C: gl.constexpr,
 ):  # fmt: skip
     """Block i of queries: dV and dK of it and, unless it is a tile's FIRST, the dQ of number `count`, of the block
     before. If it is masked, `shown` says what is seen: the block's first row and each key's interval, or a map's words,
     which half of them it is and whether they are there."""
-    own_s, ds_s = own
     q_s, do_s, kv, all_ds, dq_s, l_s, d_s, spare_s, ones_s = buffers
+    own_s, ds_s = kv[WG], all_ds[WG]
     kv_full, kv_empty, full, empty, ds_full, ds_empty, dq_full, dq_empty = bars
     H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section = numbers
     BM: gl.constexpr = C[0]

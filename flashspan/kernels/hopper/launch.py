@@ -32,7 +32,7 @@ from flashspan.kernels.hopper.tensors import (
     multiprocessors,
     new_counter,
 )
-from flashspan.kernels.hopper.tiles import BACKWARD, FORWARD, FORWARD_BY_THREE, enough_for_three, warps
+from flashspan.kernels.hopper.tiles import BACKWARD, forward_tile, warps
 from flashspan.kernels.hopper.two_pass import two_pass_launches
 from flashspan.kernels.masks import Band, Mask, Rows, unpack
 from flashspan.kernels.portable.arguments import LOG2E, Launch, mask_arguments, on, watched
@@ -151,9 +151,7 @@ def forward_launch(
         return lists_forward_launch(q, k, v, out, lse, bad, mask, scale, carry, counter)
     table, start, end, _, _, rows_stride, _, lo, hi, _ = mask_arguments(mask, T, S, bad)
     wide = block_dim(D)
-    many = enough_for_three(queries=T, seen=min(hi - lo + 1, S))
-    by_three = many and v.dtype != q.dtype and not (table or carry)
-    tile = FORWARD_BY_THREE.get(wide, FORWARD[wide]) if by_three else FORWARD[wide]
+    tile = forward_tile(wide, v.dtype != q.dtype and not (table or carry), T, min(hi - lo + 1, S))
     # Whose keys are hidden: nobody's, those behind each query, or on both sides.
     edges = 2 if table or lo > 1 - T else 1 if hi < S - 1 else 0
     group = H // K

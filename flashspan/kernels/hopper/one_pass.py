@@ -10,7 +10,7 @@ from flashspan.kernels.hopper.backward import backward_kernel
 from flashspan.kernels.hopper.lists import lists_backward_launch
 from flashspan.kernels.hopper.parts import is_unit
 from flashspan.kernels.hopper.tensors import block_dim, describe, describe_sums, key_heads_for_keys, multiprocessors
-from flashspan.kernels.hopper.tiles import BACKWARD, BACKWARD_BY_THREE, dq_turns, enough_for_three, warps
+from flashspan.kernels.hopper.tiles import backward_tile, dq_turns, warps
 from flashspan.kernels.masks import Mask
 from flashspan.kernels.portable.arguments import LOG2E, Launch, mask_arguments
 
@@ -41,8 +41,7 @@ def backward_launch(
         )
     table, _, _, first, last, _, s_columns, lo, hi, _ = mask_arguments(mask, T, S, minus_lse)
     wide = block_dim(D)
-    by_three = sums is not None and not table and enough_for_three(keys=S)
-    tile = BACKWARD_BY_THREE.get(wide, BACKWARD[wide]) if by_three else BACKWARD[wide]
+    tile = backward_tile(wide, sums is not None and not table, S)
     keys = tile.warpgroups * tile.block_k
     tiles_per_head, chip = triton.cdiv(S, keys), multiprocessors(q.device)
     num_tiles = tiles_per_head * B * K

@@ -50,9 +50,16 @@ def warps(warpgroups: int) -> dict[str, int]:
     return {**WARPS, "WGS": warpgroups, **({"REGISTERS": 160} if warpgroups == 3 else {})}
 
 
-def enough_for_three(**numbers: int) -> bool:
-    """Whether there are as many of each as THREE_FROM says."""
-    return all(number >= THREE_FROM[of] for of, number in numbers.items())
+def forward_tile(wide: int, alike: bool, queries: int, seen: int) -> Forward:
+    """By so many queries that see so many keys each, in blocks that are `alike` or not."""
+    many = queries >= THREE_FROM["queries"] and seen >= THREE_FROM["seen"]
+    return FORWARD_BY_THREE[wide] if wide in FORWARD_BY_THREE and alike and many else FORWARD[wide]
+
+
+def backward_tile(wide: int, alike: bool, keys: int) -> Backward:
+    """By so many keys, in blocks that are `alike` or not."""
+    many = keys >= THREE_FROM["keys"]
+    return BACKWARD_BY_THREE[wide] if wide in BACKWARD_BY_THREE and alike and many else BACKWARD[wide]
 
 
 def dq_turns(warpgroups: int, wide: int, claimed: bool, far_and_grouped: bool = False) -> int:
