@@ -1,7 +1,7 @@
-"""The hooks that the systems assignment of Stanford's CS336 tests, answered by flashspan.
+"""The functions that the tests of Stanford's CS336 assignment 2 (systems) call, implemented with flashspan.
 
-Copy this file and `_distributed.py` into the course's `tests/` folder, over its own `adapters.py`, with flashspan
-installed; its tests then run against this package.
+With flashspan installed, copy this one file over the course's `tests/adapters.py` and run its tests. The names of 2025
+(`get_ddp_individual_parameters`, `get_ddp_bucketed`) and of 2026 (`get_ddp`, `get_fsdp`) are both here.
 """
 
 from __future__ import annotations
@@ -9,45 +9,16 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from flashspan.kernels.contract import LocalAttention, row_delta
 from flashspan.kernels.masks import CAUSAL, EVERYTHING
-
-from ._distributed import (
-    ddp_bucketed_on_after_backward,
-    ddp_bucketed_on_train_batch_start,
-    ddp_individual_parameters_on_after_backward,
-    ddp_on_after_backward,
-    fsdp_gather_full_params,
-    fsdp_on_after_backward,
-    get_ddp,
-    get_ddp_bucketed,
-    get_ddp_individual_parameters,
-    get_fsdp,
-    get_sharded_optimizer,
-)
-
-__all__ = [
-    "ddp_bucketed_on_after_backward",
-    "ddp_bucketed_on_train_batch_start",
-    "ddp_individual_parameters_on_after_backward",
-    "ddp_on_after_backward",
-    "fsdp_gather_full_params",
-    "fsdp_on_after_backward",
-    "get_ddp",
-    "get_ddp_bucketed",
-    "get_ddp_individual_parameters",
-    "get_flash_autograd_function_triton",
-    "get_flashattention_autograd_function_pytorch",
-    "get_flashattention_autograd_function_triton",
-    "get_fsdp",
-    "get_sharded_optimizer",
-]
+from flashspan.parallel import DataParallel, ShardedOptimizer, apply_fully_sharded, build_mesh, full_state_dict
 
 
 def get_flashattention_autograd_function_pytorch() -> type[torch.autograd.Function]:
@@ -116,3 +87,116 @@ def _flash_attention(name: str, *, compiled: bool = False) -> type[torch.autogra
             return (*grads, None)
 
     return FlashAttention2
+
+
+def get_ddp(module: nn.Module) -> nn.Module:
+    """The module, with gradients averaged over ranks during backward."""
+    return DataParallel(module)
+
+
+def ddp_on_after_backward(ddp_model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Nothing to do: gradients are averaged when backward returns."""
+
+
+def get_ddp_individual_parameters(module: nn.Module) -> nn.Module:
+    """The module, with each parameter's gradient sent as soon as it is computed."""
+    return DataParallel(module, mode="overlapped")
+
+
+def ddp_individual_parameters_on_after_backward(ddp_model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Nothing to do: gradients are averaged when backward returns."""
+
+
+def get_ddp_bucketed(module: nn.Module, bucket_size_mb: float | None) -> nn.Module:
+    """The module, with gradients sent in buckets of at most this size; None means one bucket for all."""
+    return DataParallel(module, mode="bucketed", bucket_mb=float("inf") if bucket_size_mb is None else bucket_size_mb)
+
+
+def ddp_bucketed_on_after_backward(ddp_model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Nothing to do: gradients are averaged when backward returns."""
+
+
+def ddp_bucketed_on_train_batch_start(ddp_model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Nothing to prepare."""
+
+
+def get_fsdp(module: nn.Module, compute_dtype: torch.dtype | None = None) -> nn.Module:
+    """The module with its linear layers and embeddings sharded over all ranks; norms are replicated."""
+    return FullySharded(module, compute_dtype)
+
+
+def fsdp_on_after_backward(fsdp_model: FullySharded, optimizer: torch.optim.Optimizer) -> None:
+    """Average the gradients of replicated parameters; those of sharded ones are averaged during backward."""
+    fsdp_model.average_replicated()
+
+
+def fsdp_gather_full_params(fsdp_model: FullySharded) -> dict[str, Tensor]:
+    """The whole parameters by name, on every rank."""
+    whole = full_state_dict(fsdp_model.module)
+    return {name: whole[name] for name, _ in fsdp_model.module.named_parameters(remove_duplicate=False)}
+
+
+class FullySharded(nn.Module):
+    """A module under PyTorch's FSDP2, with the interface that the course tests: the optimizer updates the parameters
+    of `.module`, and every gradient has the shape and dtype of its parameter.
+
+    A layer with a matrix is sharded, gathered in `compute_dtype` and stored in its own dtype; its gradient is reduced
+    in float32. The parameters of other layers (norms) are plain tensors, the same on every rank. Each child module, and
+    each item of a ModuleList, is gathered alone.
+    """
+
+    def __init__(self, module: nn.Module, compute_dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.module = module
+        replicated: set[nn.Parameter] = set()
+        for layer in module.modules():
+            own = list(layer.parameters(recurse=False))
+            if all(param.dim() < 2 for param in own):
+                replicated.update(own)
+        self._replicated = [param for param in module.parameters() if param in replicated and param.requires_grad]
+        mesh = build_mesh(shard=dist.get_world_size())
+        blocks = _sharded_blocks(module, replicated)
+        apply_fully_sharded(module, mesh, blocks, param_dtype=compute_dtype, replicated=replicated)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def average_replicated(self) -> None:
+        """Average the gradients of replicated parameters over ranks, in one message. A collective.
+
+        Where only some ranks have a gradient the others count as 0; where no rank has one it stays None.
+        """
+        if not self._replicated:
+            return
+        present = torch.tensor([param.grad is not None for param in self._replicated], dtype=torch.float32)
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._replicated]
+        flat = torch.cat([present.to(grads[0].device), *(grad.flatten().float() for grad in grads)])
+        dist.all_reduce(flat)
+        present, *sums = flat.split([len(present), *(grad.numel() for grad in grads)])
+        for param, used, total in zip(self._replicated, present.tolist(), sums, strict=True):
+            if used:
+                param.grad = (total / dist.get_world_size()).view_as(param).to(param.dtype)
+
+
+def _sharded_blocks(module: nn.Module, replicated: set[nn.Parameter]) -> list[nn.Module]:
+    """The children to gather one at a time. A parameter that two of them share is gathered with the whole model."""
+    blocks = list(_callable_children(module))
+    sharded = [set(block.parameters()) - replicated for block in blocks]
+    shared = {param for i, mine in enumerate(sharded) for other in sharded[:i] for param in mine & other}
+    return [block for block, mine in zip(blocks, sharded, strict=True) if mine and not mine & shared]
+
+
+def _callable_children(module: nn.Module) -> Iterator[nn.Module]:
+    """The children of a module; of a container, which has no forward, its items."""
+    for child in module.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from _callable_children(child)
+        else:
+            yield child
+
+
+def get_sharded_optimizer(
+    params: Iterable[Any], optimizer_cls: type[torch.optim.Optimizer], **kwargs: Any
+) -> torch.optim.Optimizer:
+    """An `optimizer_cls` whose state is sharded over all ranks."""
+    return ShardedOptimizer(params, optimizer_cls, **kwargs)

@@ -8,7 +8,7 @@ optimizer = torch.optim.AdamW(model.parameters())                # after: the pa
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -36,12 +36,14 @@ def apply_fully_sharded(
     *,
     param_dtype: torch.dtype | None = None,
     op: Literal["mean", "sum"] = "mean",
+    replicated: Collection[nn.Parameter] = (),
 ) -> None:
     """Split every parameter over the mesh's shard and context axes, in place; copies along data. A collective.
 
     Each of `blocks` is gathered for its own forward and backward and then let go; what is in none of them, with the
     model. Computes in `param_dtype` and reduces in float32, while the split parameters keep theirs. Every model
     starts from the first rank's weights. `op` says what gradients become over all gradient ranks, as in DataParallel.
+    Parameters in `replicated` are not split and their gradients not reduced: that is left to the caller.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -53,7 +55,7 @@ def apply_fully_sharded(
     # A second axis makes FSDP2 keep copies along it.
     over = submesh(mesh, "data", "fully") if mesh["data"].size() > 1 else submesh(mesh, "fully")
     for module in [*blocks, model]:
-        fully_shard(module, mesh=over, mp_policy=policy)
+        fully_shard(module, mesh=over, mp_policy=policy, ignored_params=set(replicated))
         if op == "sum":
             assert is_fully_sharded(module)
             module.set_gradient_divide_factor(1.0)
