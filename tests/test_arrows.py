@@ -4,28 +4,28 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent / "flashspan"
-# A room -> the rooms it may import. Some rooms are single modules: `folders`, `launch`, `stdout`, `cli` and others.
+# A room -> the rooms it may import. Some rooms are single modules: `files`, `launch`, `stdout`, `cli` and others.
 ALLOWED = {
     "kernels": set(),
     "arguments": {"kernels"},
     "again": {"kernels"},
     "attention": {"kernels", "arguments", "again"},
     "masks": {"kernels"},
-    "folders": set(),
+    "files": set(),
     "launch": set(),
     "stdout": set(),
     "context": {"kernels", "arguments", "attention"},
     "parallel": set(),
-    "model": set(),
-    "plan": {"kernels", "context", "folders", "model"},
-    "train": {"kernels", "masks", "attention", "folders", "launch", "stdout", "context", "parallel", "model", "plan"},
-    "generate": {"kernels", "masks", "attention", "launch", "context", "parallel", "model", "train"},
+    "model": {"files"},
+    "plan": {"kernels", "context", "files", "model"},
+    "train": {"kernels", "masks", "attention", "files", "launch", "stdout", "context", "parallel", "model", "plan"},
+    "generate": {"files", "kernels", "masks", "attention", "launch", "context", "parallel", "model", "train"},
     "bench": {
         "kernels",
         "masks",
         "arguments",
         "attention",
-        "folders",
+        "files",
         "launch",
         "context",
         "parallel",

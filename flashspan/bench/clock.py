@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from typing import TypeVar
@@ -47,6 +48,21 @@ def percentiles(call: Callable[[], object]) -> tuple[float, float, float]:
     time.sleep(REST_S)
     low, middle, high = do_bench(call, warmup=50, rep=max(LEAST_MS, LEAST_CALLS * once), quantiles=[0.2, 0.5, 0.8])
     return low, middle, high
+
+
+def cpu_peak(num_ranks: int) -> float:
+    """Operations per second that this CPU's cores do at best, as far as ranks use them: one core's best matmul of
+    several, timed now, times the cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # threads that wait for each other on a busy machine would measure the waiting
+    a = torch.randn(512, 512)
+    best = float("inf")
+    for _ in range(12):
+        begin = time.perf_counter()
+        a @ a.T  # as a linear layer multiplies: some CPUs take half as long for it as for a @ a
+        best = min(best, time.perf_counter() - begin)
+    torch.set_num_threads(threads)
+    return 2 * 512**3 / best * min(num_ranks * threads, os.cpu_count() or 1)
 
 
 def in_turns(calls: Mapping[K, Callable[[], T]], rounds: int) -> dict[K, list[T]]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from flashspan.attention import attention
 from flashspan.bench import memory, trace
 from flashspan.bench.check import over_all_ranks
-from flashspan.bench.clock import here, in_turns, timed
+from flashspan.bench.clock import cpu_peak, here, in_turns, timed
 from flashspan.context.strategy import ContextAttention
 from flashspan.kernels.contract import Carry, LocalAttention
 from flashspan.model import Llama, LlamaConfig, preset
@@ -186,9 +186,10 @@ def run_on_rank(
         watched[entry] = {kind: contenders[entry].watch(kind) for kind in kinds}
         dist.barrier()
     nums = {contender.num_ranks for contender in contenders.values()}
-    flops = {
-        num: peak_flops(device, num, entries[0][0].dtype) if dist.get_rank() == 0 else float("nan") for num in nums
-    }
+    flops = dict.fromkeys(nums, float("nan"))
+    if dist.get_rank() == 0:
+        dtype, on_gpu = entries[0][0].dtype, device.type == "cuda"
+        flops = {num: peak_flops(device, num, dtype) if on_gpu else cpu_peak(num) for num in nums}
     clocks = {
         (entry, kind, name): partial(timed, call, device, together=True)
         for entry in entries

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashspan.files import MAX_LINES_BYTES, parse_json, read_bytes, require_file
 from flashspan.kernels import reference
 from flashspan.kernels.masks import Mask
 
@@ -155,6 +156,7 @@ def kept(item: Row) -> Row:
 
 def read(path: Path) -> list[Row]:
     """The rows of a file that `append` wrote; what another version wrote is refused."""
+    require_file(path)
     return _read_csv(path) if path.suffix == ".csv" else _read_lines(path)
 
 
@@ -239,9 +241,9 @@ def _read_csv(path: Path) -> list[Row]:
 def _read_lines(path: Path) -> list[Row]:
     names = {column.name: str(column.type) for column in fields(Row)}
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+    for number, line in enumerate(read_bytes(path, limit=MAX_LINES_BYTES).decode(errors="replace").splitlines(), 1):
         try:
-            values = json.loads(line)
+            values = parse_json(line)
         except ValueError:
             continue  # cut short by a kill
         differ = ["all"]

@@ -13,7 +13,7 @@ from flashspan.context.generators import GENERATORS
 from flashspan.context.layout import place
 from flashspan.context.survey import Survey
 from flashspan.context.verify import verify
-from flashspan.folders import make_folder
+from flashspan.files import make_folder
 from flashspan.plan.draw import written_to
 
 MOST_RANKS = 256

@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from flashspan.attention import attention
 from flashspan.context import context_parallel
+from flashspan.files import MAX_LINES_BYTES, read_bytes, read_json
 from flashspan.launch import LONGEST, RankError, Ranks, raise_plainly
 from flashspan.model import Llama, load_llama
-from flashspan.model.huggingface import read_json
 from flashspan.train.checkpoint import newest, refuse_damaged
 from flashspan.train.data import ByteTokenizer, Tokenizer, load_tokenizer, tokenizer_of
 from flashspan.train.meeting import from_first
@@ -211,12 +211,11 @@ def stream(tokens: Iterable[torch.Tensor | list[int]], coder: Tokenizer, prompt:
 def read_prompts(file: str) -> list[str]:
     """The prompts in a file, one a line."""
     path = Path(file)
-    if not path.is_file() and not path.is_fifo():
-        fault = "is no file" if path.exists() else "is missing"
-        raise ValueError(f"{path} {fault}: a file of prompts has one a line")
+    data = read_bytes(path, "a file of prompts has one per line", limit=MAX_LINES_BYTES)
     try:
         # Newlines alone: splitlines would cut a prompt at a form feed or U+2028 too.
-        prompts = [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line]
+        text = data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+        prompts = [line for line in text.split("\n") if line]
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{path} is not UTF-8 text: byte {error.start} is 0x{error.object[error.start]:02x}; convert it to UTF-8, "

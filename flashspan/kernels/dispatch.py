@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -67,7 +68,14 @@ FAILED: dict[str, str] = {}
 
 
 def retire(name: str, reason: str) -> None:
-    """Never choose an implementation again: it has failed here."""
+    """Never choose an implementation again in this process: it has failed here. Warns the first time."""
+    if name not in FAILED:
+        warnings.warn(
+            f"attention backend {name!r} is off for the rest of this process, and calls take the next one, which may "
+            f"be slower: it {reason}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     FAILED[name] = reason
     _choose.cache_clear()
 

@@ -1,7 +1,8 @@
 """LLaMA 2 and 3: told its attention and its positions, and nothing of devices."""
 
 from .config import PRESETS, LlamaConfig, RopeScaling, preset
-from .huggingface import load_llama, read_config, read_weights, save_llama, save_state
+from .huggingface import check_weights, load_llama, read_weights, save_llama, save_state
+from .huggingface_config import read_config
 from .llama import Llama, initial_weight
 from .loss import IGNORE, linear_cross_entropy
 
@@ -11,6 +12,7 @@ __all__ = [
     "Llama",
     "LlamaConfig",
     "RopeScaling",
+    "check_weights",
     "initial_weight",
     "linear_cross_entropy",
     "load_llama",

@@ -4,13 +4,16 @@
     save_llama(model, "out")
 
 A folder from a stranger runs nothing here: no pickle is opened, config.json is read field by field, an index may name
-only files beside it, and sizes are bounded before they are believed.
+only files in its own folder, and sizes are bounded before they are used. The weights must be those of the config, no
+fewer and no more.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -21,7 +24,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .config import LlamaConfig, RopeScaling
+from flashspan.files import read_json, require_file
+
+from .config import LlamaConfig
+from .huggingface_config import describe_config, read_config
 from .llama import Attend, Llama
 
 # Ours -> theirs; {} is a layer's number. One table serves reading and writing.
@@ -39,30 +45,17 @@ NAMES = {
     "norm.weight": "model.norm.weight",
     "head.weight": "lm_head.weight",
 }
-# config.json field -> ours. Fields not named here or below are not read.
-FIELDS = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "width",
-    "num_hidden_layers": "num_layers",
-    "num_attention_heads": "num_heads",
-    "num_key_value_heads": "num_kv_heads",
-    "intermediate_size": "ffn_width",
-    "head_dim": "head_dim",
-    "max_position_embeddings": "max_tokens",
-    "rms_norm_eps": "norm_eps",
-    "tie_word_embeddings": "tie_embeddings",
-}
-OPTIONAL = {"num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"}
-# Fields that would change what is computed: they may be absent or say this.
-REQUIRED_VALUES = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "quantization_config": None}
-LLAMA_3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-
-MAX_JSON_BYTES = 16 * 2**20
+IGNORED = (".rotary_emb.inv_freq",)
+"""Endings of stored tensors that are not weights: old versions of transformers wrote them, none reads them."""
 MAX_HEADER_BYTES = 100 * 2**20
 MAX_TENSORS = 100_000
 FLOATS = ("F64", "F32", "F16", "BF16")
 """What weights may be, as safetensors calls it."""
 SHARD_BYTES = 5 * 2**30
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+ROWS = 4096
+"""Rows of two matrices that are compared at a time."""
 
 Part = Callable[[str, torch.Size], tuple[slice, ...] | None]
 """part(name, whole shape) -> the slices of this parameter to read; None for all of it."""
@@ -77,10 +70,10 @@ def load_llama(
 ) -> Llama:
     """The model of a checkpoint folder, with its weights, in `dtype` (None: as stored)."""
     config = read_config(folder)
-    locate(folder, config)
+    # Before the model is built, even on the meta device: what config.json claims must have its weights.
+    weights = {name: value.to(device, dtype or value.dtype) for name, value in read_weights(folder, config)}
     with torch.device("meta"):
         model = Llama(config, attention=attention)
-    weights = {name: value.to(device, dtype or value.dtype) for name, value in read_weights(folder, config)}
     model.load_state_dict(weights, strict=not config.tie_embeddings, assign=True)
     if config.tie_embeddings:
         model.head.weight = model.embed.weight
@@ -88,7 +81,7 @@ def load_llama(
 
 
 def check_config(folder: str | Path, config: LlamaConfig) -> None:
-    """Refuse a checkpoint whose config.json describes another model than this one, or than its weights.
+    """Refuse a checkpoint whose config.json describes another model than this one, or than its weights. Reads headers.
 
     max_tokens may differ: nothing reads it.
     """
@@ -98,7 +91,7 @@ def check_config(folder: str | Path, config: LlamaConfig) -> None:
             f"{folder} is a checkpoint of another model than the one it is to fill: {'; '.join(differ)}; "
             "make the model from read_config(folder), or choose another folder"
         )
-    locate(folder, config)
+    check_weights(folder, config)
 
 
 def save_llama(model: Llama, folder: str | Path, *, shard_bytes: int = SHARD_BYTES) -> list[str]:
@@ -112,6 +105,8 @@ def save_state(
     """`save_llama` of whole tensors under our names, without a model."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    for stale in weight_files(folder):  # of a model saved here before, perhaps in more files
+        (folder / stale).unlink()
     shards: list[dict[str, Tensor]] = [{}]
     used = 0
     for name, theirs in names(config).items():
@@ -122,8 +117,7 @@ def save_state(
         shards[-1][theirs] = value
         used += value.nbytes
     files = [
-        "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
-        for i in range(len(shards))
+        SINGLE if len(shards) == 1 else f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))
     ]
     for file, shard in zip(files, shards, strict=True):
         save_file(shard, folder / file, metadata={"format": "pt"})
@@ -132,8 +126,8 @@ def save_state(
             "metadata": {"total_size": sum(value.nbytes for shard in shards for value in shard.values())},
             "weight_map": {name: file for file, shard in zip(files, shards, strict=True) for name in shard},
         }
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-        files.append("model.safetensors.index.json")
+        (folder / INDEX).write_text(json.dumps(index, indent=2))
+        files.append(INDEX)
     dtype = str(next(iter(shards[0].values())).dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(describe_config(config, dtype), indent=2))
     for file in files:  # the library lets nobody but the owner read what it writes
@@ -154,28 +148,9 @@ def names(config: LlamaConfig) -> dict[str, str]:
 
 def read_weights(folder: str | Path, config: LlamaConfig, *, part: Part | None = None) -> Iterator[tuple[str, Tensor]]:
     """(our name, tensor) of every parameter, one at a time; with `part`, only those slices leave the disk."""
-    where = locate(folder, config)
+    # All are checked before the first is read: a model must not be left with half of another's weights.
+    shapes, by_file = check_weights(folder, config)
     wanted = names(config)
-    with torch.device("meta"):
-        shapes = {name: value.shape for name, value in Llama(config, attention=lambda *_: None).state_dict().items()}
-    by_file: dict[Path, list[str]] = {}
-    for ours, file in where.items():
-        by_file.setdefault(file, []).append(ours)
-    # All shapes before the first tensor: a model must not be left with half of another's weights.
-    for file, ours_here in by_file.items():
-        with safe_open(file, framework="pt") as stored:
-            for ours in ours_here:
-                shape = torch.Size(stored.get_slice(wanted[ours]).get_shape())
-                if shape != shapes[ours]:
-                    raise ValueError(
-                        f"{wanted[ours]} in {file} is {tuple(shape)}, not the {tuple(shapes[ours])} that config.json "
-                        "implies: weights and config are of different models"
-                    )
-                if (kind := stored.get_slice(wanted[ours]).get_dtype()) not in FLOATS:
-                    raise ValueError(
-                        f"{wanted[ours]} in {file} holds numbers of type {kind}: weights are {', '.join(FLOATS)}; "
-                        "fetch the checkpoint that was not quantized"
-                    )
     for file, ours_here in by_file.items():
         with safe_open(file, framework="pt") as stored:
             for ours in ours_here:
@@ -183,8 +158,41 @@ def read_weights(folder: str | Path, config: LlamaConfig, *, part: Part | None =
                 yield ours, view[slices] if slices is not None else view[:]
 
 
+def check_weights(folder: str | Path, config: LlamaConfig) -> tuple[dict[str, torch.Size], dict[Path, list[str]]]:
+    """ValueError unless a folder holds the weights of this model: their names, shapes and types. Reads headers only.
+
+    Returns the shape of each parameter, and which of them each file holds, by our names.
+    """
+    by_file: dict[Path, list[str]] = {}
+    for ours, file in locate(folder, config).items():
+        by_file.setdefault(file, []).append(ours)
+    with torch.device("meta"):
+        shapes = {name: value.shape for name, value in Llama(config, attention=lambda *_: None).state_dict().items()}
+    wanted = names(config)
+    for file, ours_here in by_file.items():
+        with safe_open(file, framework="pt") as stored:
+            for ours in ours_here:
+                _check_tensor(stored.get_slice(wanted[ours]), shapes[ours], f"{wanted[ours]} in {file}")
+    return shapes, by_file
+
+
+def _check_tensor(stored: Any, shape: torch.Size, name: str) -> None:
+    """ValueError unless a stored tensor has this shape and holds floating-point numbers."""
+    if (found := torch.Size(stored.get_shape())) != shape:
+        raise ValueError(
+            f"{name} is {tuple(found)}, not the {tuple(shape)} that config.json implies: weights and config are of "
+            "different models"
+        )
+    if (kind := stored.get_dtype()) not in FLOATS:
+        raise ValueError(
+            f"{name} holds numbers of type {kind}: weights are {', '.join(FLOATS)}; "
+            "fetch the checkpoint that was not quantized"
+        )
+
+
 def locate(folder: str | Path, config: LlamaConfig) -> dict[str, Path]:
-    """Which file holds each parameter of a model, by our names. Weights of more or fewer layers are refused.
+    """Which file holds each parameter of a model, by our names. ValueError where one is missing, or one is not of this
+    model: a bias, say, without which the model would compute something else.
 
     This reads names only, and comes before a model is built: else a number in config.json could ask for any memory.
     """
@@ -197,29 +205,56 @@ def locate(folder: str | Path, config: LlamaConfig) -> dict[str, Path]:
         )
     wanted = names(config)
     if missing := [theirs for theirs in wanted.values() if theirs not in held]:
-        raise ValueError(f"{folder} lacks {len(missing)} tensors that its config implies: {', '.join(missing[:5])}")
+        raise ValueError(f"{folder} lacks {len(missing)} tensors that its config implies: {_listed(missing)}")
+    extra = set(held) - set(wanted.values())
+    if config.tie_embeddings and NAMES["head.weight"] in extra:
+        _require_tied(held)
+        extra.remove(NAMES["head.weight"])
+    if extra := {name for name in extra if not name.endswith(IGNORED)}:
+        raise ValueError(
+            f"{folder} holds {len(extra)} tensors that a LLaMA of its config.json does not have: "
+            f"{_listed(sorted(extra))}; without them it would compute something else, so check model_type"
+        )
     return {ours: held[theirs] for ours, theirs in wanted.items()}
+
+
+def _listed(tensors: list[str]) -> str:
+    return ", ".join(tensors[:5]) + (", ..." if len(tensors) > 5 else "")
+
+
+def _require_tied(held: Mapping[str, Path]) -> None:
+    """ValueError where a stored head is not the embedding that config.json says it is."""
+    embed, head = NAMES["embed.weight"], NAMES["head.weight"]
+    with safe_open(held[embed], framework="pt") as first, safe_open(held[head], framework="pt") as second:
+        left, right = first.get_slice(embed), second.get_slice(head)
+        same = (left.get_shape(), left.get_dtype()) == (right.get_shape(), right.get_dtype())
+        rows = left.get_shape()[0] if same else 0
+        same = same and all(torch.equal(left[i : i + ROWS], right[i : i + ROWS]) for i in range(0, rows, ROWS))
+    if not same:
+        raise ValueError(
+            f"{held[head].parent}: config.json says that the head is the embedding (tie_word_embeddings), and the "
+            f"weights hold another {head}; set tie_word_embeddings to false to use it, or remove the tensor"
+        )
 
 
 def find_tensors(folder: str | Path) -> dict[str, Path]:
     """Which file of a checkpoint folder holds each tensor, by their names; every header is checked."""
     folder = Path(folder)
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if index.exists():
-        files = read_json(index).get("weight_map")
-        if not isinstance(files, dict) or not 0 < len(files) <= MAX_TENSORS:
-            raise ValueError(f"{index} needs a weight_map of 1 to {MAX_TENSORS} tensors")
-        for file in set(map(str, files.values())):
-            if Path(file).name != file or not file.endswith(".safetensors") or "\\" in file or file.startswith("."):
-                raise ValueError(
-                    f"{index} may name only .safetensors files beside it: got {file!r}; do not trust this checkpoint"
-                )
+    index, single = folder / INDEX, folder / SINGLE
+    if os.path.lexists(index):
+        listed = read_index(index)
+        if os.path.lexists(single):
+            raise ValueError(f"{folder} holds two sets of weights, {SINGLE} and {INDEX}: remove the wrong one")
         found: dict[str, Path] = {}
-        for file in sorted(set(files.values())):
-            held = read_header(folder / file)
-            found |= {name: folder / file for name, named in files.items() if named == file and name in held}
+        for file in sorted(set(listed.values())):
+            for name in read_header(folder / file):
+                if listed.get(name) != file:
+                    raise ValueError(
+                        f"{index} and the files do not agree on which of them holds {name}; fetch all again"
+                    )
+                found[name] = folder / file
         return found
-    if single.exists():
+    if os.path.lexists(single):
         return dict.fromkeys(read_header(single), single)
     pickles = [path.name for path in folder.glob("*") if path.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl")]
     if pickles:
@@ -227,14 +262,30 @@ def find_tensors(folder: str | Path) -> dict[str, Path]:
             f"{folder} holds its weights as a pickle ({pickles[0]}), which can run any code when opened: "
             "it is refused; get the safetensors files, or convert them where you trust their origin"
         )
-    raise ValueError(f"no checkpoint in {folder}: expected model.safetensors or model.safetensors.index.json")
+    raise ValueError(f"no checkpoint in {folder}: expected {SINGLE} or {INDEX}")
+
+
+def read_index(file: Path) -> dict[str, str]:
+    """Which file of its folder an index says holds each tensor."""
+    found = read_json(file).get("weight_map")
+    if not isinstance(found, dict) or not 0 < len(found) <= MAX_TENSORS:
+        raise ValueError(f"{file} needs a weight_map of 1 to {MAX_TENSORS} tensors")
+    for name in set(map(str, found.values())):
+        if Path(name).name != name or not name.endswith(".safetensors") or "\\" in name or name.startswith("."):
+            raise ValueError(
+                f"{file} may name only .safetensors files in its own folder: got {name!r}; do not trust this checkpoint"
+            )
+    return found
+
+
+def weight_files(folder: Path) -> list[str]:
+    """The names of the files in a folder that hold weights, or say where they are, as `find_tensors` reads them."""
+    return sorted(path.name for path in folder.iterdir() if WEIGHTS.fullmatch(path.name))
 
 
 def read_header(file: Path) -> set[str]:
     """The names of the tensors in a safetensors file, once its header is known to be sane and its length right."""
-    if not file.exists():
-        raise ValueError(f"{file} is missing: the checkpoint is incomplete; fetch it again")
-    size = file.stat().st_size
+    size = require_file(file, "the checkpoint is incomplete; fetch it again").stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
     if not 2 <= length <= min(MAX_HEADER_BYTES, max(0, size - 8)):
@@ -250,78 +301,3 @@ def read_header(file: Path) -> set[str]:
     if len(found) > MAX_TENSORS:
         raise ValueError(f"{file} holds {len(found)} tensors: at most {MAX_TENSORS} are read")
     return found
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object from a file of bounded size."""
-    if not file.is_file():
-        raise ValueError(f"{file} is {'no file' if file.exists() else 'missing'}")
-    if file.stat().st_size > MAX_JSON_BYTES:
-        raise ValueError(f"{file} is {file.stat().st_size} bytes: at most {MAX_JSON_BYTES} are read")
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{file} must hold a JSON object: got a {type(found).__name__}")
-    return found
-
-
-def read_config(folder: str | Path) -> LlamaConfig:
-    """The config of a checkpoint folder: the fields we know, and a refusal of any that would change the model."""
-    file = Path(folder) / "config.json"
-    raw = read_json(file)
-    if raw.get("model_type") != "llama":
-        raise ValueError(f"{file} must describe a llama: got model_type {raw.get('model_type')!r}")
-    for field, needed in REQUIRED_VALUES.items():
-        if raw.get(field, needed) != needed:
-            raise ValueError(f"{file} asks for {field}={raw[field]!r}: only {needed!r} is supported")
-    if missing := [field for field in FIELDS if field not in OPTIONAL and field not in raw]:
-        raise ValueError(f"{file} lacks {', '.join(missing)}")
-    values: dict[str, Any] = {ours: raw[theirs] for theirs, ours in FIELDS.items() if raw.get(theirs) is not None}
-    values.setdefault("num_kv_heads", values["num_heads"])
-    values.setdefault("norm_eps", 1e-6)  # what transformers reads into a file that does not say
-    for name, value in values.items():
-        kind: Any = bool if name == "tie_embeddings" else (int, float) if name == "norm_eps" else int
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise ValueError(f"{file}: {name} cannot be {value!r}")
-    # One dictionary in newer files; a number and a dictionary in older ones.
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise ValueError(f"{file}: the rope settings must be an object, got {rope!r}")
-    theta = rope.get("rope_theta", raw.get("rope_theta"))
-    rope = {**rope, "rope_theta": 10000.0 if theta is None else theta}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise ValueError(f"{file} asks for rope type {kind!r}: default and llama3 are supported")
-    needed = ("rope_theta", *(LLAMA_3_ROPE if kind == "llama3" else ()))
-    if missing := [repr(key) for key in needed if key not in rope]:
-        raise ValueError(f"{file}: rope settings of type {kind} are incomplete: {', '.join(missing)} is missing")
-    for key in needed:
-        if not isinstance(rope[key], (int, float)) or isinstance(rope[key], bool):
-            raise ValueError(f"{file}: {key} must be a number, got {rope[key]!r}")
-    try:
-        values |= {"rope_theta": float(rope["rope_theta"]), "norm_eps": float(values["norm_eps"])}
-        if kind == "llama3":
-            factor, low, high, original = (rope[key] for key in LLAMA_3_ROPE)
-            values["rope_scaling"] = RopeScaling(float(factor), float(low), float(high), int(original))
-        return LlamaConfig(**values)
-    except (ValueError, OverflowError) as error:  # OverflowError: an integer beyond any float
-        raise ValueError(f"{file}: {error}") from error
-
-
-def describe_config(config: LlamaConfig, dtype: str = "float32") -> dict[str, Any]:
-    """The config.json that `transformers` (any version) and `read_config` understand."""
-    raw: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
-    raw |= {theirs: getattr(config, ours) for theirs, ours in FIELDS.items()}
-    raw |= {"attention_bias": False, "mlp_bias": False, "torch_dtype": dtype, "rope_theta": config.rope_theta}
-    raw["rope_scaling"] = None
-    if config.rope_scaling is not None:
-        values = (
-            config.rope_scaling.factor,
-            config.rope_scaling.low_freq_factor,
-            config.rope_scaling.high_freq_factor,
-            config.rope_scaling.original_max_tokens,
-        )
-        raw["rope_scaling"] = {"rope_type": "llama3", **dict(zip(LLAMA_3_ROPE, values, strict=True))}
-    return raw

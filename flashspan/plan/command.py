@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flashspan.folders import make_folder
+from flashspan.files import MAX_LINES_BYTES, make_folder, parse_json, read_bytes
 from flashspan.model import preset
 
 from .calibrate import Measurement, calibrate
@@ -225,17 +225,15 @@ def calibrated(cluster: Cluster, folder: Path) -> Cluster:
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:
     """The JSON objects of a folder's .jsonl files, a line each."""
-    import json
-
     rows = []
     for file in sorted(folder.glob("*.jsonl")) if folder.is_dir() else []:
         try:
-            lines = file.read_text(encoding="utf-8").splitlines()
+            lines = read_bytes(file, limit=MAX_LINES_BYTES).decode().splitlines()
         except UnicodeDecodeError as error:
             raise ValueError(f"{file} is not text in UTF-8, as rows are: {error}; move it away") from error
         for line in lines:
             try:
-                rows.append(json.loads(line))
+                rows.append(parse_json(line))
             except ValueError:
                 continue  # cut short by a kill
     return [row for row in rows if isinstance(row, dict)]

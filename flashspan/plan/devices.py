@@ -18,11 +18,12 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from flashspan.files import parse_toml, read_bytes
 
 MOST_DEVICES = 10**6
 """In a cluster: beyond any that exists, and few enough for the search over mixtures to end."""
@@ -188,11 +189,10 @@ def load_table(path: Path | None = None) -> tuple[dict[str, Device], dict[str, L
     devices, links = dict(DEVICES), dict(LINKS)
     if path is None:
         return devices, links
-    if not path.exists():
-        raise ValueError(f"{path} is missing: give --table a TOML file of devices and links, or leave it out")
+    text = read_bytes(path, "give --table a TOML file of devices and links, or leave it out")
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        data = parse_toml(text.decode())
+    except ValueError as error:  # not UTF-8, or not TOML
         raise ValueError(f"{path} is not a TOML file of devices and links: {error}") from error
     for section, kind, known in (("devices", Device, devices), ("links", Link, links)):
         entries = data.pop(section, {})

@@ -33,7 +33,6 @@ from flashspan.parallel import (
     submesh,
     vocabulary_parallel_cross_entropy,
 )
-from flashspan.parallel.checkpoint import full_tensor
 from flashspan.parallel.collectives import local_part, local_slices, part_like
 from flashspan.parallel.mesh import wait_like_the_world
 from flashspan.parallel.sharded import is_fully_sharded
@@ -353,64 +352,3 @@ def make_optimizer(
 
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
-
-
-def model_state(parts: Parts, *, keep: bool) -> dict[str, Tensor]:
-    """The whole weights on the CPU of the ranks that `keep` them, nothing on the others. A collective."""
-    return _gather(parts.model.state_dict(), keep)
-
-
-def optimizer_state(parts: Parts, *, keep: bool) -> dict[str, Tensor]:
-    """The whole state of the optimizer, `<what>/<parameter>` -> tensor, as `model_state`. A collective."""
-    order = _in_order(parts)
-    if isinstance(parts.optimizer, ShardedOptimizer):
-        entries = parts.optimizer.state_dict()["state"]
-    else:
-        entries = {i: parts.optimizer.state.get(p, {}) for i, p in enumerate(order)}
-    flat = {f"{key}/{parts.names[p]}": v for i, p in enumerate(order) for key, v in entries[i].items()}
-    return _gather(flat, keep)
-
-
-def _gather(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
-    whole = {}
-    for name, value in tensors.items():
-        gathered = full_tensor(value)
-        if keep:
-            whole[name] = gathered.cpu().clone()
-    return whole
-
-
-def load_optimizer_state(parts: Parts, state: Mapping[str, Tensor]) -> None:
-    """Take this rank's share of a whole state, and a copy: of what is mapped, nothing else is read or held."""
-    order = _in_order(parts)
-    numbers = {parts.names[param]: i for i, param in enumerate(order)}
-    entries: dict[int, dict[str, Any]] = {i: {} for i in range(len(order))}
-    for name, value in state.items():
-        key, _, owner = name.partition("/")
-        if owner not in numbers:
-            raise ValueError(f"the checkpoint's optimizer knows {owner!r}, the model does not: is it of another model?")
-        entries[numbers[owner]][key] = value
-    groups = parts.optimizer.param_groups
-    counts = [len(group["params"]) for group in groups]
-    described = [
-        {
-            **{k: v for k, v in group.items() if k != "params"},
-            "params": list(range(sum(counts[:i]), sum(counts[: i + 1]))),
-        }
-        for i, group in enumerate(groups)
-    ]
-    if not isinstance(parts.optimizer, ShardedOptimizer):
-        entries = {
-            i: {k: _share(order[i], v) if v.shape == order[i].shape else v.clone() for k, v in entry.items()}
-            for i, entry in entries.items()
-            if entry
-        }
-    parts.optimizer.load_state_dict({"state": entries, "param_groups": described})
-
-
-def _share(param: Tensor, whole: Tensor) -> Tensor:
-    return part_like(param, whole[local_slices(param) or ...].to(param.device, copy=True))
-
-
-def _in_order(parts: Parts) -> list[nn.Parameter]:
-    return [param for group in parts.optimizer.param_groups for param in group["params"]]

@@ -22,14 +22,15 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from flashspan.files import read_json
 from flashspan.model import LlamaConfig, read_config, read_weights, save_state
-from flashspan.model.huggingface import read_header, read_json
+from flashspan.model.huggingface import INDEX, SINGLE, read_header, read_index, weight_files
 
 PREFIX, WRITING, BEFORE, LOCK = "step-", ".writing-", ".before", ".lock"
 FORMAT = 1
@@ -148,22 +149,34 @@ def alone_in(folder: str | Path, option: str = "--checkpoint.folder") -> Iterato
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        lock = (folder / LOCK).open("ab")
+        lock = os.fdopen(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK), "rb")  # a pipe would block
     except OSError as error:
         raise ValueError(
             f"the folder {folder} cannot be written to: {error.strerror} ({LOCK}); choose another with {option}"
         ) from error
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(
-                f"one run at a time writes to a folder: another is at work in {folder}; wait for it, stop it, or "
-                f"choose another with {option}"
-            ) from error
-        except OSError:  # a file system without locks: two runs go unnoticed there, which is no reason to refuse one
-            pass
+        _lock(lock, folder, option)
         yield
+
+
+def refuse_used(folder: str | Path, option: str = "--checkpoint.folder") -> None:
+    """ValueError where another run holds a folder; writes nothing."""
+    file = Path(folder) / LOCK
+    if file.is_file():
+        with file.open("rb") as lock:
+            _lock(lock, Path(folder), option)
+
+
+def _lock(lock: BinaryIO, folder: Path, option: str) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ValueError(
+            f"one run at a time writes to a folder: another is at work in {folder}; wait for it, stop it, or "
+            f"choose another with {option}"
+        ) from error
+    except OSError:  # a file system without locks: two runs go unnoticed there, which is no reason to refuse one
+        pass
 
 
 def clear_unfinished(folder: str | Path) -> None:
@@ -185,24 +198,47 @@ def refuse_damaged(path: str | Path) -> None:
         raise ValueError(f"{path} is damaged ({fault}): give another checkpoint, or the run's folder {path.parent}")
 
 
-def damage(path: Path, *, hashes: bool = True) -> str | None:
-    """What is wrong with a checkpoint folder, in words; None if every hash holds, or without hashes every size."""
+def damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint folder, in words; None if it is whole: every file that `read` opens is in its
+    manifest, and every hash of the manifest holds."""
     try:
         manifest = read_json(path / "manifest.json")
         for name, about in manifest.items():
             file = path / name
             if Path(name).name != name:
                 return f"its manifest names {name!r}"
-            if not file.exists():
-                return f"{name} is missing"
+            if not file.is_file():
+                return f"{name} is {'not a regular file' if os.path.lexists(file) else 'missing'}"
             if file.stat().st_size != about["bytes"]:
                 return f"{name} has {file.stat().st_size} of {about['bytes']} bytes"
-            if hashes and hash_file(file) != about["blake2b"]:
-                return f"the hash of {name} does not hold"
-        lacking = {"state.json", "config.json", "optimizer.safetensors"} - set(manifest)
-        return f"{', '.join(sorted(lacking))} is missing" if lacking else None
+            if hash_file(file) != about["blake2b"]:
+                return f"the hash of {name} does not match its manifest"
+        if unlisted := sorted(_files_to_read(path) - set(manifest)):
+            return f"{', '.join(unlisted)} is missing from its manifest"
+        about = read_json(path / "state.json")
+        if about.get("format") == FORMAT and (fault := _fault_of_state(about, path)):
+            return fault
     except (ValueError, OSError, KeyError, TypeError) as error:
         return str(error)
+    return None
+
+
+def _files_to_read(path: Path) -> set[str]:
+    """The files of a checkpoint that `read` opens: which those are must not depend on what a manifest lists."""
+    files = {"state.json", "config.json", "optimizer.safetensors", *weight_files(path)}
+    if INDEX in files:
+        return files | set(read_index(path / INDEX).values())
+    return files | {SINGLE}
+
+
+def _fault_of_state(about: dict[str, Any], path: Path) -> str | None:
+    """What is wrong with the content of a state.json of this format."""
+    for name, kind in (("step", int), ("order", dict), ("extra", dict)):
+        if not isinstance(about.get(name), kind):
+            return f"state.json says {name} is {about.get(name)!r}"
+    if path in checkpoints(path.parent) and step_of(path) != about["step"]:
+        return f"its name says step {step_of(path)}, its state.json step {about['step']}"
+    return None
 
 
 def read(path: str | Path, *, model: bool = True, optimizer: bool = True) -> State:
@@ -218,6 +254,8 @@ def read(path: str | Path, *, model: bool = True, optimizer: bool = True) -> Sta
             f"{path} is a checkpoint of format {about.get('format')}, and this flashspan reads {FORMAT}: use the "
             "version that wrote it, or take its weights along with --model.load into another checkpoint.folder"
         )
+    if (fault := _fault_of_state(about, path)) is not None:
+        raise ValueError(f"{path} is damaged: {fault}")
     config = read_config(path)
     weights = dict(read_weights(path, config)) if model else {}
     if model and config.tie_embeddings:
@@ -226,7 +264,7 @@ def read(path: str | Path, *, model: bool = True, optimizer: bool = True) -> Sta
     if optimizer:
         read_header(path / "optimizer.safetensors")
         moments = load_file(path / "optimizer.safetensors")
-    return State(int(about["step"]), config, weights, moments, about["order"], about["extra"])
+    return State(about["step"], config, weights, moments, about["order"], about["extra"])
 
 
 def hash_file(path: Path) -> str:

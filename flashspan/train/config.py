@@ -12,12 +12,12 @@ import difflib
 import json
 import math
 import shlex
-import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from flashspan.files import parse_toml, read_bytes
 from flashspan.launch import LONGEST
 from flashspan.model import LlamaConfig, preset, read_config
 from flashspan.parallel.mesh import resolve_degrees
@@ -232,6 +232,8 @@ class TrainConfig:
             value = getattr(getattr(self, section), name)
             if not value >= least:
                 raise ValueError(f"{key} must be at least {least}: got {value}")
+            if isinstance(value, int) and value > MOST:
+                raise ValueError(f"{key} must be at most {MOST:,}: got {value:,}")
         for key, (rule, holds) in RULES.items():
             section, name = key.split(".")
             value = getattr(getattr(self, section), name)
@@ -300,16 +302,15 @@ class Typed(str):
 def read_toml(path: str | Path) -> dict[str, dict[str, Any]]:
     """A TOML file of sections."""
     path = Path(path)
-    if not path.exists():
-        raise ValueError(f"{path} is missing: give a TOML file, or options only")
     if path.is_dir():
         raise ValueError(
             f"a config is a TOML file: got the folder {path}; to go on with a run that is in it, "
             f"use --checkpoint.folder {shlex.quote(str(path))}"
         )
+    data = read_bytes(path, "give a TOML file, or options only")
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, a number or a nesting beyond Python's
+        raw = parse_toml(data.decode("utf-8-sig"))
+    except ValueError as error:  # not TOML, not UTF-8, a number or a nesting beyond Python's
         raise ValueError(f"{path} is not TOML: {error}") from error
     for name, value in raw.items():
         if not isinstance(value, dict):
@@ -342,6 +343,8 @@ def describe_options() -> str:
     return "\n".join(lines)
 
 
+MOST = 10**12
+"""The largest count in a config: of steps, tokens, samples or ranks."""
 SEED = ("a number of 64 bits, -2**63 to 2**64 - 1", lambda x: -(2**63) <= x < 2**64)
 RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "train.seed": SEED,

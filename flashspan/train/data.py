@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flashspan.files import parse_json, read_json, require_file
 from flashspan.model import IGNORE
-from flashspan.model.huggingface import read_json
 
 FORMAT = "flashspan tokens 1"
 HEADER_BYTES = 1024
@@ -61,12 +62,9 @@ class FileTokenizer:
 
         path = Path(path)
         path = path / "tokenizer.json" if path.is_dir() else path
-        if not path.exists():
-            raise ValueError(f"{path} is missing: give a tokenizer.json, or the word bytes")
-        try:
+        require_file(path, "give a tokenizer.json, or the word bytes")
+        with _library_faults(f"{path} is not a tokenizer.json of the tokenizers library"):
             self._fast = Fast.from_file(str(path))
-        except Exception as error:  # the library raises nothing more particular
-            raise ValueError(f"{path} is not a tokenizer.json of the tokenizers library: {error}") from error
         # A file may tell the library to cut every text to some length, or to fill it up: for batches, not for us.
         self._fast.no_truncation()
         self._fast.no_padding()
@@ -79,18 +77,49 @@ class FileTokenizer:
         self.end = next((token for token in ends if token is not None), -1)
 
     def encode(self, text: str) -> list[int]:
-        try:
+        remedy = "give one that knows every character, or the word bytes"
+        with _library_faults(f"{self.name} cannot encode a text", remedy):
             found = self._fast.encode(text)
-        except Exception as error:  # the library raises nothing more particular
-            raise ValueError(
-                f"{self.name} cannot encode a text: {error}; give one that knows every character, or the word bytes"
-            ) from error
         # Some files end every text: here whoever writes a document does that, and a prompt is to go on.
         ended = bool(found.ids) and found.ids[-1] == self.end and found.special_tokens_mask[-1]
         return found.ids[:-1] if ended else found.ids
 
     def decode(self, tokens: Iterable[int]) -> str:
-        return self._fast.decode(list(tokens))
+        with _library_faults(f"{self.name} cannot decode tokens"):
+            return self._fast.decode(list(tokens))
+
+
+@contextmanager
+def _library_faults(what: str, remedy: str = "give another tokenizer.json") -> Iterator[None]:
+    """Failures of the tokenizers library as a ValueError of one line.
+
+    It raises plain Exceptions. A panic of its Rust code, of a pattern that backtracks without end for instance, is no
+    Exception at all, and prints a page to the standard error stream before it is raised: nothing is printed here.
+    """
+    try:
+        with _silent_stderr():
+            yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"{what}: {' '.join(str(error).split())}; {remedy}") from error
+
+
+@contextmanager
+def _silent_stderr() -> Iterator[None]:
+    """Nothing that native code writes to the standard error stream is seen."""
+    try:
+        kept = os.dup(2)
+    except OSError:  # it is closed
+        yield
+        return
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -105,7 +134,8 @@ def tokenizer_of(folder: str | Path) -> str:
     if (folder / "tokenizer.json").exists():
         return str(folder / "tokenizer.json")
     about = read_json(folder / "state.json") if (folder / "state.json").exists() else {}
-    return str(about.get("extra", {}).get("tokenizer", ""))
+    extra = about.get("extra")
+    return str(extra.get("tokenizer", "")) if isinstance(extra, dict) else ""
 
 
 @dataclass(frozen=True)
@@ -199,21 +229,26 @@ class TokenWriter:
 def open_tokens(path: str | Path) -> TokenFile:
     """Map a token file, once its header and its length agree."""
     path = Path(path)
-    if path.is_dir():
-        path = path / "train.bin"
-    if not path.exists():
-        raise ValueError(f"there is no {path}: make it with `flashspan prepare`, or name another")
+    path = path / "train.bin" if path.is_dir() else path
+    require_file(path, "make it with `flashspan prepare`, or name another")
     with path.open("rb") as stream:
         head = stream.read(HEADER_BYTES)
     try:
-        header = json.loads(head.split(b"\n", 1)[0])
+        header = parse_json(head.split(b"\n", 1)[0], strict=True)
         if header["format"] != FORMAT or header["dtype"] not in ("uint16", "uint32"):
             raise KeyError("format")
-        num_tokens, vocab_size, end = (int(header[key]) for key in ("num_tokens", "vocab_size", "end"))
+        num_tokens, vocab_size, end = (header[key] for key in ("num_tokens", "vocab_size", "end"))
+        if not all(type(number) is int for number in (num_tokens, vocab_size, end)):
+            raise TypeError("a count is not a whole number")
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} is not a token file: no {FORMAT!r} header; make it with `flashspan prepare`"
         ) from error
+    if num_tokens < 0 or vocab_size < 1 or not -1 <= end < vocab_size:
+        raise ValueError(
+            f"{path} is damaged: its header says {num_tokens} tokens of a vocabulary of {vocab_size}, where {end} ends "
+            "a document; make it again"
+        )
     dtype = np.dtype(header["dtype"]).newbyteorder("<")
     expected, size = HEADER_BYTES + num_tokens * dtype.itemsize, path.stat().st_size
     if size != expected:

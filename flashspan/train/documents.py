@@ -13,6 +13,8 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from flashspan.files import parse_json
+
 PART_BYTES = 2**22
 PART_ROWS = 2**12
 NEAR, LINE, TRIES = 2**10, 2**16, 16
@@ -132,11 +134,11 @@ def _read_lines(part: Part, field: str) -> Iterator[str]:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = parse_json(line)
                 text = _text_of(row[field])
             except KeyError:
                 fault = f"it has {', '.join(row) or 'nothing'}; name the key of its text with --field"
-            except (ValueError, TypeError, RecursionError) as error:
+            except (ValueError, TypeError) as error:
                 fault = f"{error}; repair or drop it"
             else:
                 yield text

@@ -10,10 +10,14 @@ import torch
 from flashspan.plan.devices import available_bytes
 from flashspan.plan.memory import Ledger, Mixture, Run, ledger
 
-from .checkpoint import checkpoints, damage, last_step, needed_bytes, step_of
+from .checkpoint import checkpoints, last_step, needed_bytes, refuse_used, step_of
 from .config import TrainConfig
 from .pattern import make_pattern, visible_share
-from .samples import misfit, open_samples
+from .resume import choose
+from .samples import open_samples
+
+PROCESS_BYTES = 64 * 2**20
+"""What a rank on a CPU holds besides its tensors and what it shares with the others, at least."""
 
 
 def describe_plan(config: TrainConfig, num_ranks: int) -> str:
@@ -52,7 +56,7 @@ def describe_data(config: TrainConfig) -> str:
 
 def lack_of_memory(config: TrainConfig, num_ranks: int, num_here: int) -> str | None:
     """Why this machine's memory is too little for `num_here` of the ranks; None where it is not, or nobody knows."""
-    peak, free = estimate(config, num_ranks).peak, available_bytes()
+    peak, free = estimate(config, num_ranks).peak + PROCESS_BYTES, available_bytes()
     if free is None or num_here * peak <= free:
         return None
     return (
@@ -78,24 +82,21 @@ def lack_of_disk(config: TrainConfig) -> str | None:
 
 
 def _standing(config: TrainConfig) -> str:
-    """Where a run in this folder would begin, by the checkpoints' names and sizes: to hash them takes as long as to
-    read them. ValueError where the last one is of another run."""
+    """Where a run in this folder would begin. ValueError where the run would be refused."""
     folder, asked = config.checkpoint.folder, config.train.steps
     if Path(folder).exists() and not Path(folder).is_dir():
         raise ValueError(f"the checkpoint.folder {folder} is a file: choose another with --checkpoint.folder")
-    whole = [path for path in checkpoints(folder) if damage(path, hashes=False) is None]
-    if config.checkpoint.resume and whole:
-        fault = misfit(whole[-1], config, open_samples(config)[0].file)
-        if fault is not None:
-            raise ValueError(fault)
-    step = step_of(whole[-1]) if whole else last_step(folder)
-    if not step:
-        return f"from step 0 to {asked}, in {folder}"
-    if not config.checkpoint.resume:
-        return f"from step 0 to {asked}, in place of the run at step {step} in {folder}"
+    refuse_used(folder)
+    notes: list[str] = []
+    path = choose(config, open_samples(config)[0].file, say=notes.append)
+    lines = [f"        {note}" for note in notes]
+    if path is None:
+        place = f"in place of the run at step {last_step(folder)} in" if checkpoints(folder) else "in"
+        return "\n".join([f"from step 0 to {asked}, {place} {folder}", *lines])
+    step = step_of(path)
     if step >= asked:
-        return f"already at step {step} of the {asked} asked for in {folder}: nothing to do"
-    return f"from step {step}, where it stands in {folder}, to {asked}"
+        return "\n".join([f"already at step {step} of the {asked} asked for in {folder}: nothing to do", *lines])
+    return "\n".join([f"from step {step}, where it stands in {folder}, to {asked}", *lines])
 
 
 def estimate(config: TrainConfig, num_ranks: int) -> Ledger:

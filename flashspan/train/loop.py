@@ -23,14 +23,15 @@ from flashspan.model import IGNORE
 from flashspan.parallel import build_mesh, clip_factor, clip_grad_norm, grad_norm, submesh
 from flashspan.parallel.collectives import is_dtensor
 
-from . import checkpoint
-from .build import build, load_into, load_optimizer_state, model_state, optimizer_state
+from . import checkpoint, resume
+from .build import build, load_into
 from .config import OptimizerSection, TrainConfig
 from .feed import Batch, Feed, Placed, num_targets
 from .meeting import from_each, from_first, name_the_silent
 from .metrics import Display, StepMetrics, draw_loss, memory_gib, peak_flops
 from .pattern import make_pattern
-from .samples import misfit, num_evaluated, open_samples, order_of
+from .samples import num_evaluated, open_samples, order_of
+from .state import load_optimizer_state, model_state, optimizer_state
 
 DONE, STOPPED, NOT_FINITE, NOT_SAVED = "done", "stopped", "not finite", "not saved"
 STOPS = (signal.SIGTERM, signal.SIGINT)
@@ -371,27 +372,10 @@ class Trainer:
         return [f"the learning rate follows the new {new} steps (there were {old}): {was:.1e} -> {now:.1e}"]
 
     def _choose(self, notes: list[str], held: contextlib.ExitStack) -> Path | None:
-        """The checkpoint to go on from, None to begin; ValueError where those that are there cannot be used, or another
-        run uses them."""
+        """The checkpoint to resume from, once no other run uses the folder and what one left half written is gone."""
         held.enter_context(checkpoint.alone_in(self.folder))
         checkpoint.clear_unfinished(self.folder)
-        if not self.config.checkpoint.resume:
-            if checkpoint.checkpoints(self.folder):
-                notes.append(
-                    f"starting anew: the first checkpoint will replace those of the run before it in {self.folder}"
-                )
-            return None
-        path = checkpoint.newest(self.folder, say=notes.append)
-        if path is not None:
-            if (fault := misfit(path, self.config, self.train.file)) is not None:
-                raise ValueError(fault)
-        elif lost := checkpoint.checkpoints(self.folder):
-            faults = "; ".join(f"{each.name}: {checkpoint.damage(each)}" for each in lost)
-            raise ValueError(
-                f"every checkpoint in {self.folder} is damaged ({faults}): restore one, choose another "
-                "checkpoint.folder, or start over from step 0, in their place, with --checkpoint.resume false"
-            )
-        return path
+        return resume.choose(self.config, self.train.file, say=notes.append)
 
 
 def learning_rate(step: int, num_steps: int, options: OptimizerSection) -> float:

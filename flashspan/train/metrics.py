@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from flashspan.files import parse_json
 from flashspan.plan.devices import DEVICES, is_named
 from flashspan.stdout import be_silent
 
@@ -43,12 +44,14 @@ MOST_BESIDE = 999
 
 
 def describe(metrics: StepMetrics, num_steps: int) -> str:
-    """A step as a line of at most 79 characters, each field where it was in the line before."""
+    """A step as a line of at most 79 characters, each field where it was in the line before. Where the device's peak is
+    not known, without mfu."""
+    mfu = "" if math.isnan(metrics.mfu) else f"mfu {_fit(100 * metrics.mfu, 3)}% "
     total = f"/{num_steps}" if num_steps <= MOST_BESIDE else ""
     return (
         f"step {metrics.step:>{len(str(num_steps))}}{total} loss {_fit(metrics.loss, 6)} "
         f"grad_norm {_fit(metrics.grad_norm, 5)} {_shorten(metrics.tokens_per_second)} tokens/s "
-        f"mfu {_fit(100 * metrics.mfu, 3)}% memory {_fit(metrics.memory_gib, 4)}GiB"
+        f"{mfu}memory {_fit(metrics.memory_gib, 4)}GiB"
     )
 
 
@@ -105,7 +108,7 @@ class Display:
             elif aside := _set_aside(folder / "metrics.jsonl"):
                 self.say(f"the metrics.jsonl of an earlier run is kept as {aside}")
             # No buffer: a line that the disk refuses must not come again with the next one, or when the file is closed.
-            self._log = (folder / "metrics.jsonl").open("ab", buffering=0)
+            self._log = _open_log(folder / "metrics.jsonl")
         except OSError as error:
             self._tell(error)
         if tensorboard:
@@ -185,9 +188,16 @@ class Display:
             self._log.close()
 
 
+def _open_log(file: Path) -> io.FileIO:
+    """A file of rows to append to; OSError for a pipe, which would block until someone reads it."""
+    if file.exists() and not file.is_file():
+        raise OSError(f"{file} is not a regular file")
+    return file.open("ab", buffering=0)
+
+
 def read_metrics(file: Path) -> list[dict[str, Any]]:
     """The rows of a metrics.jsonl; a line that a kill cut short, or a disk spoiled, is passed over."""
-    return _rows(file.read_bytes().splitlines() if file.exists() else [])
+    return _rows(file.read_bytes().splitlines() if file.is_file() else [])
 
 
 def _rows(lines: Iterable[bytes]) -> list[dict[str, Any]]:
@@ -195,7 +205,7 @@ def _rows(lines: Iterable[bytes]) -> list[dict[str, Any]]:
     rows = []
     for line in lines:
         with contextlib.suppress(ValueError):
-            row = json.loads(line)
+            row = parse_json(line)
             if isinstance(row, dict) and isinstance(row.get("step"), int):
                 rows.append(row)
     return rows
@@ -216,7 +226,7 @@ def _append(log: io.FileIO, row: dict[str, Any]) -> None:
 
 def _set_aside(file: Path) -> Path | None:
     """Rename a file of rows to the first numbered name that is free, which is returned; None where there are none."""
-    if not file.exists() or not file.stat().st_size:
+    if not file.is_file() or not file.stat().st_size:
         return None
     names = (file.with_name(f"{file.stem}-{number}{file.suffix}") for number in itertools.count(1))
     return file.rename(next(name for name in names if not name.exists()))
@@ -243,7 +253,7 @@ def _began(file: Path) -> float:
 def _drop_later(file: Path, start: int) -> None:
     """Forget the rows of steps that will be taken again, so that a curve has each step once, and half a line at the
     end. The file is cut: for that no disk is too full."""
-    if not file.exists():
+    if not file.is_file():
         return
     with file.open("r+b") as stream:
         kept = 0
@@ -278,26 +288,19 @@ def draw_loss(folder: Path) -> Path | None:
 
 
 def peak_flops(device: torch.device, num_ranks: int, dtype: str) -> float:
-    """Operations per second all ranks could do in products of this dtype: the GPUs' data sheet, or a core's best
-    product times the cores."""
-    if device.type == "cuda":
-        name, tf32 = torch.cuda.get_device_name(device), torch.get_float32_matmul_precision() != "highest"
-        peaks = (
-            known.peak(4 if dtype == "float32" else 2, tf32=tf32)
-            for known in DEVICES.values()
-            if is_named(known.name, name)
-        )
-        return num_ranks * next(peaks, float("nan"))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # threads that wait for each other on a busy machine would measure the waiting
-    a = torch.randn(512, 512)
-    best = float("inf")
-    for _ in range(12):
-        begin = time.perf_counter()
-        a @ a.T  # as a linear layer multiplies: some CPUs take half as long for it as for a @ a
-        best = min(best, time.perf_counter() - begin)
-    torch.set_num_threads(threads)
-    return 2 * 512**3 / best * min(num_ranks * threads, os.cpu_count() or 1)
+    """Operations per second that all ranks' GPUs could do in matmuls of this dtype, by their data sheet.
+
+    nan where that is not known. On a CPU it never is: a peak timed on a busy machine would differ from run to run.
+    """
+    if device.type != "cuda":
+        return math.nan
+    name, tf32 = torch.cuda.get_device_name(device), torch.get_float32_matmul_precision() != "highest"
+    peaks = (
+        known.peak(4 if dtype == "float32" else 2, tf32=tf32)
+        for known in DEVICES.values()
+        if is_named(known.name, name)
+    )
+    return num_ranks * next(peaks, math.nan)
 
 
 def memory_gib(device: torch.device) -> float:

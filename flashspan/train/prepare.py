@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from flashspan.folders import make_folder
+from flashspan.files import make_folder
 from flashspan.launch import die_with, start_fork_server
 
 from . import documents

@@ -23,10 +23,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flashspan.folders import make_folder
+from flashspan.files import make_folder
 from flashspan.launch import LONGEST, PRELOAD, RankError, Ranks, raise_plainly, start_fork_server
+from flashspan.model.huggingface import check_config
 
-from .checkpoint import checkpoints, last_step
+from .checkpoint import checkpoints, last_step, refuse_damaged
 from .config import TrainConfig, describe_options, parse
 from .data import TokenFile, load_tokenizer, tokenizer_of
 from .estimate import describe_data, describe_plan, lack_of_disk, lack_of_memory
@@ -62,7 +63,7 @@ def train(config: TrainConfig, *, dry_run: bool = False) -> int:
     """Train as the config says; 0 when it is done or was asked to stop, with the state saved.
 
     Under torchrun this is one of the ranks; otherwise it starts them. With `dry_run` the config, the mesh and an
-    estimate of the memory are printed, and nothing is started or written.
+    estimate of the memory are printed, and nothing is started or written. It refuses what the run would.
     """
     joined = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     num_ranks = int(os.environ["WORLD_SIZE"]) if joined else config.parallel.default_ranks(_num_gpus(config))
@@ -75,13 +76,14 @@ def train(config: TrainConfig, *, dry_run: bool = False) -> int:
     if first and last_step(config.checkpoint.folder) < config.train.steps:  # who writes checkpoints, if there are any
         lack = lack or lack_of_disk(config)
     if dry_run:
+        if config.model.load:
+            refuse_damaged(config.model.load)  # in a run the first rank does: it reads the whole file
         print(config.describe())
         print(describe_plan(config, num_ranks))
-        if lack:
-            print(f"warning: a run would be refused here: {lack}")
-        return 0
     if lack:
         raise ValueError(lack)
+    if dry_run:
+        return 0
     if first:
         say(describe_data(config))
         warn_of_slow_products(config)
@@ -113,6 +115,8 @@ def check(config: TrainConfig, num_ranks: int) -> None:
         )
     if config.train.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ValueError("train.tensorboard needs the tensorboard package: pip install tensorboard")
+    if config.model.load:
+        check_config(config.model.load, shape)
     samples, validation = open_samples(config)
     if validation is not None and config.train.evaluate_every:
         for number in range(num_evaluated(config, validation)):

@@ -1,13 +1,11 @@
-"""Which samples a run reads, and whether a checkpoint is of a run that reads them."""
+"""Which samples a run reads."""
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
-from . import checkpoint
-from .config import AttentionSection, TrainConfig
+from .config import TrainConfig
 from .data import Samples, TokenFile, open_tokens
 from .prepare import corpus_tokens
 
@@ -62,28 +60,3 @@ def order_of(config: TrainConfig, file: TokenFile) -> dict[str, Any]:
         "tokenizer": file.tokenizer,
         "attention": str(config.attention),
     }
-
-
-def misfit(path: Path, config: TrainConfig, file: TokenFile) -> str | None:
-    """Why a checkpoint is not of the run that a config describes, on the data in a file."""
-    state, shape = checkpoint.read(path, model=False, optimizer=False), config.model.resolve()
-    if state.config != shape:
-        both = [(entry.name, getattr(state.config, entry.name), getattr(shape, entry.name))
-                for entry in dataclasses.fields(shape)]  # fmt: skip
-        changed = [f"{name} was {theirs}, is {ours}" for name, theirs, ours in both if theirs != ours]
-        return (
-            f"{path} is a checkpoint of another model ({', '.join(changed)}): restore its sizes, choose another "
-            "checkpoint.folder, or start anew with --checkpoint.resume false"
-        )
-    ours = order_of(config, file)
-    # Before there were patterns, all runs were causal, and did not say so; nor which data of that length was read.
-    unsaid = {"attention": str(AttentionSection()), "data": ours["data"], "tokenizer": ours["tokenizer"]}
-    theirs = {**unsaid, **state.order}
-    changed = [f"{key} was {theirs.get(key)}, is {ours[key]}" for key in ours if ours[key] != theirs.get(key)]
-    if changed:
-        return (
-            f"{path} is of a run with other samples or another attention ({', '.join(changed)}): restore them, "
-            "choose another checkpoint.folder (--model.load takes the weights along), or start anew with "
-            "--checkpoint.resume false"
-        )
-    return None

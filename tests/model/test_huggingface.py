@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from flashspan import attention
@@ -98,22 +102,33 @@ def _edit(folder: Path, **changes: Any) -> None:
     ("changes", "says"),
     [
         ({"model_type": "gpt2"}, "must describe a llama: got model_type 'gpt2'"),
-        ({"hidden_act": "gelu"}, "asks for hidden_act='gelu'"),
-        ({"attention_bias": True}, "asks for attention_bias=True"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "asks for rope type 'yarn'"),
+        ({"hidden_act": "gelu"}, "hidden_act .*'gelu'"),
+        ({"attention_bias": True}, "attention_bias .*True"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn'"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "of type llama3 are incomplete: 'factor'"),
         ({"hidden_size": "32"}, "width cannot be '32'"),
         ({"num_key_value_heads": 3}, "the key heads must divide the query heads"),
         ({"num_hidden_layers": 4}, "config.json says 4 layers and the weights have 3"),
         ({"num_hidden_layers": 2}, "config.json says 2 layers and the weights have 3"),
-        ({"rope_scaling": "llama3"}, r"config\.json: the rope settings must be an object, got 'llama3'"),
-        ({"rope_scaling": [8.0]}, r"config\.json: the rope settings must be an object, got \[8\.0\]"),
+        ({"rope_scaling": "llama3"}, r"config\.json: rope_scaling .*'llama3'"),
+        ({"rope_scaling": [8.0]}, r"config\.json: rope_scaling .*\[8\.0\]"),
         ({"rope_theta": "abc"}, r"config\.json: rope_theta must be a number, got 'abc'"),
-        ({"rope_theta": float("inf")}, r"config\.json: rope_theta must be positive .* both finite: got inf"),
+        ({"rope_theta": float("inf")}, r"config\.json .*Infinity"),
         ({"rope_theta": 10**400}, r"config\.json: int too large"),
-        ({"rms_norm_eps": float("inf")}, r"config\.json: .* norm_eps at least 0, both finite: got 500000\.0 and inf"),
+        ({"rms_norm_eps": float("inf")}, r"config\.json .*Infinity"),
         ({"intermediate_size": 2**62}, r"config\.json: ffn_width must be 1 to 268,435,456: got 4611686018427387904"),
         ({"vocab_size": 2**70}, r"config\.json: vocab_size must be 1 to 268,435,456"),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"vocab_size": None, "num_hidden_layers": None}, "vocab_size, num_hidden_layers"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor .*0.5"),
+        ({"sliding_window": 4096}, "sliding_window .*4096"),
+        ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "rope_type .*default.* and .*llama3"),
+        ({"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": None}, "rope_theta .*10000.* and 500000"),
+        ({"rope_scaling": {"rope_type": "default", "type": "linear"}}, "two types"),
+        ({"rope_scaling": None, "rope_parameters": {"partial_rotary_factor": 0.25}}, "part of each head"),
+        ({"rope_scaling": {"rope_type": "default", "mscale": 0.7}}, "mscale"),
         ({"intermediate_size": 47}, "weights and config are of different models"),
     ],
 )
@@ -157,7 +172,7 @@ def test_a_folder_in_place_of_a_config_is_named(model: Llama, tmp_path: Path) ->
     save_llama(model, tmp_path)
     (tmp_path / "config.json").unlink()
     (tmp_path / "config.json").mkdir()
-    with pytest.raises(ValueError, match=r"config\.json is no file"):
+    with pytest.raises(ValueError, match=r"config\.json is a folder"):
         load_llama(tmp_path, attention=attention)
 
 
@@ -167,7 +182,7 @@ def test_a_tensor_that_is_missing_is_named(model: Llama, tmp_path: Path) -> None
     index = json.loads(file.read_text())
     del index["weight_map"]["model.layers.1.mlp.up_proj.weight"]
     file.write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=r"lacks 1 tensors that its config implies: model\.layers\.1\.mlp\.up_proj"):
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj"):
         load_llama(tmp_path, attention=attention)
 
 
@@ -193,7 +208,96 @@ def test_an_index_that_points_elsewhere_is_refused(model: Llama, tmp_path: Path,
     index = json.loads(file.read_text())
     index["weight_map"]["lm_head.weight"] = name
     file.write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=r"may name only \.safetensors files beside it"):
+    with pytest.raises(ValueError, match=re.escape(repr(name))):
+        load_llama(tmp_path, attention=attention)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"partial_rotary_factor": 1.0},
+        {"sliding_window": None},
+        {"sliding_window": 4096, "use_sliding_window": False},
+        {"layer_types": ["full_attention"] * 3},
+        {"mlp_bias": None, "attention_dropout": 0.0, "use_cache": True, "pretraining_tp": 1},
+        {"rope_parameters": {"rope_theta": 5e5}},
+    ],
+    ids=str,
+)
+def test_a_field_that_says_nothing_is_accepted(model: Llama, tmp_path: Path, changes: dict[str, Any]) -> None:
+    save_llama(model, tmp_path)
+    if "rope_parameters" in changes:  # which agrees with the older fields
+        old = json.loads((tmp_path / "config.json").read_text())["rope_scaling"]
+        changes = {"rope_parameters": {**changes["rope_parameters"], **old}}
+    _edit(tmp_path, **changes)
+    assert read_config(tmp_path) == CONFIG
+
+
+def _rewrite(folder: Path, **tensors: Tensor) -> None:
+    """Add tensors to a folder's one weight file, or replace them."""
+    file = folder / "model.safetensors"
+    save_file({**load_file(file), **{name.replace("__", "."): value for name, value in tensors.items()}}, file)
+
+
+def test_a_stored_head_that_is_not_the_embedding_is_refused(tmp_path: Path) -> None:
+    tied = replace(CONFIG, tie_embeddings=True)
+    tied_model = Llama(tied, attention=attention)
+    tied_model.initialize(3)
+    save_llama(tied_model, tmp_path)
+    embedding = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    _rewrite(tmp_path, lm_head__weight=embedding.clone())
+    same = load_llama(tmp_path, attention=attention)
+    assert torch.equal(same.head.weight, embedding)
+    other = embedding.clone()
+    other[-1, -1] += 1.0
+    _rewrite(tmp_path, lm_head__weight=other)
+    with pytest.raises(ValueError, match=r"lm_head\.weight"):
+        load_llama(tmp_path, attention=attention)
+    _edit(tmp_path, tie_word_embeddings=False)  # the remedy that the message names
+    assert torch.equal(load_llama(tmp_path, attention=attention).head.weight, other)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.self_attn.q_proj.bias", "model.layers.0.self_attn.q_norm.weight", "x"]
+)
+def test_a_tensor_that_the_model_does_not_have_is_refused(model: Llama, tmp_path: Path, name: str) -> None:
+    save_llama(model, tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file({**load_file(file), name: torch.zeros(3)}, file)
+    with pytest.raises(ValueError, match=re.escape(name)):
+        load_llama(tmp_path, attention=attention)
+
+
+def test_frequencies_that_old_files_store_are_passed_over(model: Llama, tmp_path: Path) -> None:
+    save_llama(model, tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file({**load_file(file), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, file)
+    assert torch.equal(load_llama(tmp_path, attention=attention).head.weight, model.head.weight)
+
+
+def test_a_model_saved_over_another_leaves_none_of_its_files(model: Llama, tmp_path: Path) -> None:
+    save_llama(model, tmp_path, shard_bytes=9000)
+    with torch.no_grad():
+        model.head.weight += 1.0
+    written = save_llama(model, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(written)
+    assert torch.equal(load_llama(tmp_path, attention=attention).head.weight, model.head.weight)
+
+
+def test_two_sets_of_weights_in_one_folder_are_refused(model: Llama, tmp_path: Path) -> None:
+    save_llama(model, tmp_path / "one")
+    save_llama(model, tmp_path / "many", shard_bytes=9000)
+    shutil.copy(tmp_path / "one" / "model.safetensors", tmp_path / "many")
+    with pytest.raises(ValueError, match="two sets of weights"):
+        load_llama(tmp_path / "many", attention=attention)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_pipe_in_place_of_a_file_is_refused(model: Llama, tmp_path: Path, name: str) -> None:
+    save_llama(model, tmp_path)
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ValueError, match=f"{name} is not a regular file"):
         load_llama(tmp_path, attention=attention)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +15,7 @@ import pytest
 from tokenizers import Tokenizer as Fast
 from tokenizers import models
 
+from flashspan import attention
 from flashspan.launch import Ranks
 from flashspan.model import Llama, preset, save_llama
 from flashspan.train import TrainConfig, checkpoint, parse, train
@@ -22,7 +24,7 @@ from flashspan.train.data import ByteTokenizer, FileTokenizer, Tokenizer, open_t
 from flashspan.train.loop import learning_rate
 from flashspan.train.prepare import corpus_tokens
 from flashspan.train.run import check, main, run_rank
-from flashspan.train.samples import open_samples
+from flashspan.train.samples import open_samples, order_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -74,7 +76,7 @@ def test_a_described_config_is_that_config(tmp_path: Path) -> None:
         (["--train.offload"], "got train.recompute none; set it to"),
         (["--model.vocab_size", "100"], "the data's vocabulary must fit the model's"),
         (["--data.sequence", "1000000"], "a sample takes 1000001 tokens"),
-        (["--data.train", "nowhere.bin"], "there is no nowhere.bin: make it with `flashspan prepare`"),
+        (["--data.train", "nowhere.bin"], "nowhere.bin is missing: make it with `flashspan prepare`"),
         (["--train.seed", str(2**64)], "train.seed must be a number of 64 bits"),
         (["--model.load", "nowhere"], "nowhere/config.json is missing; of a run of ours give a checkpoint"),
         (["--checkpoint.folder", "--train.steps", "3"], "--checkpoint.folder needs a value: got none"),
@@ -263,10 +265,18 @@ def test_a_dry_run_says_where_the_run_stands(
     config_of: Callable[..., TrainConfig], capsys: pytest.CaptureFixture[str], options: list[str], says: str
 ) -> None:
     config = config_of(*options)
-    for step in (90, 130):
-        (Path(config.checkpoint.folder) / f"step-{step:08}").mkdir(parents=True)
+    _leave_checkpoints(config, 90, 130)
     assert train(config, dry_run=True) == 0
     assert f"run     {says.format(folder=config.checkpoint.folder)}\n" in capsys.readouterr().out
+
+
+def _leave_checkpoints(config: TrainConfig, *steps: int) -> list[Path]:
+    """Checkpoints of a config's run, at these steps."""
+    shape, (samples, _) = config.model.resolve(), open_samples(config)
+    extra = {"scale": 1.0, "steady": 0, "tokenizer": "bytes", "config": config.as_dict()}
+    weights, order = Llama(shape, attention=attention).state_dict(), order_of(config, samples.file)
+    states = [checkpoint.State(step, shape, weights, {}, order, extra) for step in steps]
+    return [checkpoint.write(config.checkpoint.folder, state, keep=len(steps)) for state in states]
 
 
 def test_a_dry_run_refuses_what_the_run_would(config_of: Callable[..., TrainConfig], tmp_path: Path) -> None:
@@ -286,6 +296,74 @@ def test_a_dry_run_refuses_what_the_run_would(config_of: Callable[..., TrainConf
         train(config_of(f"--checkpoint.folder={file}"), dry_run=True)
 
 
+def _spoil_weights(folder: Path, how: str) -> None:
+    """Damage a Hugging Face folder so that no run can begin with it."""
+    file = folder / "model.safetensors"
+    data = file.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    if how == "pickle":
+        file.rename(folder / "pytorch_model.bin")
+        return
+    if how == "traversal":
+        index = {"weight_map": dict.fromkeys(header, "../model.safetensors")}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        return
+    names = [name for name in header if name != "__metadata__"]
+    if how == "overlap":
+        header[names[1]]["data_offsets"] = header[names[0]]["data_offsets"]
+    elif how == "shape":
+        header[names[0]]["shape"] = header[names[0]]["shape"][::-1]
+    elif how == "bias":
+        header["model.layers.0.self_attn.q_proj.bias"] = header.pop(names[0])
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
+
+
+@pytest.mark.parametrize("how", ["pickle", "traversal", "overlap", "shape", "bias"])
+def test_a_dry_run_refuses_weights_that_the_run_would(
+    config_of: Callable[..., TrainConfig], tmp_path: Path, how: str
+) -> None:
+    save_llama(Llama(config_of().model.resolve(), attention=attention), tmp_path / "weights")
+    given = [f"--model.load={tmp_path / 'weights'}", *(f"--model.{n}=0" for n in ("num_layers", "width", "ffn_width"))]
+    assert train(config_of(*given), dry_run=True) == 0
+    _spoil_weights(tmp_path / "weights", how)
+    with pytest.raises(ValueError, match=r"safetensors|pickle|tensors"):
+        train(config_of(*given), dry_run=True)
+
+
+def test_a_dry_run_refuses_a_checkpoint_that_a_run_would_not_load(config_of: Callable[..., TrainConfig]) -> None:
+    config = config_of()
+    path = _leave_checkpoints(config, 3)[0]
+    given = [f"--model.load={path}", *(f"--model.{n}=0" for n in ("num_layers", "width", "ffn_width"))]
+    other = f"--checkpoint.folder={path.parent}-other"
+    assert train(config_of(*given, other), dry_run=True) == 0
+    data = bytearray((path / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (path / "model.safetensors").write_bytes(data)
+    for options in ([*given, other], []):  # as first weights, and as the state to resume from
+        with pytest.raises(ValueError, match=r"model\.safetensors"):
+            train(config_of(*options), dry_run=True)
+
+
+def test_a_dry_run_refuses_a_folder_that_is_in_use(config_of: Callable[..., TrainConfig]) -> None:
+    config = config_of()
+    with checkpoint.alone_in(config.checkpoint.folder), pytest.raises(ValueError, match="another is at work"):
+        train(config, dry_run=True)
+    assert train(config, dry_run=True) == 0
+
+
+@pytest.mark.parametrize("option", ["train.steps", "train.batch", "parallel.ranks", "checkpoint.every"])
+def test_a_count_beyond_any_run_is_refused(option: str) -> None:
+    with pytest.raises(ValueError, match=option):
+        parse([f"--{option}={10**30}"])
+
+
+def test_more_ranks_than_a_machine_holds_are_refused(config_of: Callable[..., TrainConfig]) -> None:
+    with pytest.raises(ValueError, match="memory"):
+        train(config_of("--parallel.ranks=100000"), dry_run=True)
+
+
 def test_a_disk_too_small_for_a_checkpoint_is_told_before(
     config_of: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -294,11 +372,11 @@ def test_a_disk_too_small_for_a_checkpoint_is_told_before(
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=needed - 1))
     with pytest.raises(ValueError, match=r"a checkpoint takes .* MB, and runs/of/mine has room for .* MB: make room"):
         train(config)
-    assert train(config, dry_run=True) == 0
-    assert "warning: a run would be refused here: a checkpoint takes" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="a checkpoint takes"):
+        train(config, dry_run=True)
+    assert "memory" in capsys.readouterr().out  # the plan is printed all the same
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=needed))
     assert train(config, dry_run=True) == 0
-    assert "warning" not in capsys.readouterr().out
 
 
 def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,11 +14,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Fast
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from flashspan import masks
-from flashspan.train.data import ByteTokenizer, Samples, load_tokenizer, open_tokens, permute, write_tokens
+from flashspan.train.data import (
+    HEADER_BYTES,
+    ByteTokenizer,
+    Samples,
+    load_tokenizer,
+    open_tokens,
+    permute,
+    write_tokens,
+)
 from flashspan.train.prepare import corpus, prepare
 
 command = importlib.import_module("flashspan.train.prepare")  # its name in the package is the function's
@@ -115,6 +125,56 @@ def test_a_damaged_token_file_is_named(tmp_path: Path, damage: str) -> None:
     path.write_bytes({"truncated": data[:-3], "longer": data + b"x", "not ours": b"x" * 2000, "empty": b""}[damage])
     with pytest.raises(ValueError, match=r"train\.bin is (truncated or damaged|not a token file)"):
         open_tokens(path)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        '"num_tokens": Infinity',
+        '"num_tokens": 1e999',
+        '"vocab_size": 0',
+        '"vocab_size": true',
+        '"end": 257',
+        '"end": -2',
+    ],
+)
+def test_a_header_that_no_tokenizer_writes_is_refused(tmp_path: Path, field: str) -> None:
+    path = make(tmp_path / "train.bin", list(range(100)))
+    name = field.split(":")[0]
+    data = path.read_bytes()
+    header = re.sub(rf"{name}: -?\d+", field, data[:HEADER_BYTES].decode().rstrip())
+    path.write_bytes(header.encode().ljust(HEADER_BYTES) + data[HEADER_BYTES:])
+    with pytest.raises(ValueError, match=r"train\.bin is (damaged|not a token file)"):
+        open_tokens(path)
+
+
+@pytest.mark.parametrize("header", [b"[" * 1024, b'{"a":' * 204 + b"1234"])
+def test_a_header_of_brackets_is_refused(tmp_path: Path, header: bytes) -> None:
+    path = tmp_path / "train.bin"
+    path.write_bytes(header)
+    with pytest.raises(ValueError, match=r"train\.bin is not a token file"):
+        open_tokens(path)
+
+
+def test_a_pipe_is_no_token_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "train.bin")
+    for path in (tmp_path, tmp_path / "train.bin"):
+        with pytest.raises(ValueError, match="not a regular file"):
+            open_tokens(path)
+
+
+def test_a_tokenizer_whose_pattern_backtracks_is_refused_in_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fast = Fast(models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))
+    fast.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+    fast.save(str(tmp_path / "tokenizer.json"))
+    coder = load_tokenizer(str(tmp_path))
+    assert coder.encode("a") == [1]
+    with pytest.raises(ValueError, match=r"tokenizer\.json cannot encode"):
+        coder.encode("a" * 40 + "b")
+    os.write(2, b"still here")
+    assert capfd.readouterr().err == "still here"  # no page of the library's own
 
 
 @pytest.mark.parametrize("name", ["missing.txt", "bad.jsonl", "data.parquet", "latin.txt"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -203,12 +204,19 @@ def test_a_step_is_one_line_of_a_terminal_with_each_field_in_its_place(num_steps
         replace(usual, step=1, loss=11.762, grad_norm=0.0531, tokens_per_second=12.0, mfu=0.0004, memory_gib=0.004),
         replace(usual, loss=0.00004, grad_norm=99.9996, tokens_per_second=999_999.0, mfu=0.0996, memory_gib=9.999),
         replace(usual, loss=9.99999, grad_norm=4e7, tokens_per_second=9_999_999.0, mfu=1.0, memory_gib=139.12),
-        replace(usual, loss=123.4567, tokens_per_second=999.9, mfu=float("nan"), memory_gib=1500.0),
+        replace(usual, loss=123.4567, tokens_per_second=999.9, mfu=0.5, memory_gib=1500.0),
     ]
     lines = [describe(row, num_steps) for row in rows]
     assert max(map(len, lines)) <= 79
     assert len({tuple(line.index(name) for name in NAMES) for line in lines}) == 1
     assert "loss 5.6057 grad_norm 1.010 4.50k tokens/s mfu 7.9% memory 0.33GiB" in lines[0]
+    unknown = describe(replace(usual, mfu=float("nan")), num_steps)
+    assert "mfu" not in unknown
+    assert "nan" not in unknown
+
+
+def test_a_cpu_has_no_peak_that_changes_from_run_to_run() -> None:
+    assert math.isnan(metrics.peak_flops(torch.device("cpu"), 4, "float32"))
 
 
 def test_a_run_says_how_many_steps_it_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -102,7 +102,7 @@ def test_half_a_character_is_named_with_its_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "fault"), [('{"text": null}', "a NoneType is no text; repair or drop it"), ("[" * 200_000, "recursion")]
+    ("row", "fault"), [('{"text": null}', "a NoneType is no text; repair or drop it"), ("[" * 200_000, "nested")]
 )
 def test_a_row_that_is_no_text_is_named_by_its_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: str, fault: str

@@ -735,7 +735,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused(on_ranks: OnRanks, c
         on_ranks(1, run_rank, config)
     for words in (
         "every checkpoint in",
-        "step-00000002: the hash of optimizer.safetensors does not hold",
+        "step-00000002: the hash of optimizer.safetensors does not match",
         "step-00000004: optimizer.safetensors is missing",
         "--checkpoint.resume false",
     ):

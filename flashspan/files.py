@@ -1,0 +1,114 @@
+"""Files and folders that commands read and write, checked before their content is used."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import time
+import tomllib
+from pathlib import Path
+from typing import Any, NoReturn
+
+MAX_TEXT_BYTES = 16 * 2**20
+"""The largest JSON or TOML file that is read."""
+MAX_LINES_BYTES = 2**28
+"""The largest file of rows or prompts, one per line, that is read."""
+PIPE_SECONDS = 3.0
+"""How long a named pipe may have no writer."""
+
+
+def make_folder(path: str | Path, option: str) -> Path:
+    """Create the folder if it is missing; ValueError naming the option to change where that fails."""
+    path = Path(path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"the folder {path} cannot be made: {error.strerror}; choose another with {option}") from error
+    return path
+
+
+def require_file(path: str | Path, remedy: str = "") -> Path:
+    """The path of a regular file. ValueError for anything else: a pipe or a device would block, or never end."""
+    path = Path(path)
+    remedy = f": {remedy}" if remedy else ""
+    try:
+        if path.is_file():
+            return path
+        kind = "is missing" if not os.path.lexists(path) else "is not a regular file"
+    except (OSError, ValueError) as error:  # a name that is too long, a loop of links, a null byte
+        raise ValueError(f"{str(path)[:200]!r} cannot be opened: {error}{remedy}") from error
+    raise ValueError(f"{path} {'is a folder, not a file' if path.is_dir() else kind}{remedy}")
+
+
+def read_bytes(path: str | Path, remedy: str = "", *, limit: int = MAX_TEXT_BYTES) -> bytes:
+    """A small file, or what is written to a pipe such as `<(command)`: at most `limit` bytes."""
+    path = Path(path)
+    if path.is_fifo():
+        return _read_pipe(path, limit)
+    size = require_file(path, remedy).stat().st_size
+    if size > limit:
+        _refuse_size(path, f"{size:,}", limit)
+    return path.read_bytes()
+
+
+def _read_pipe(path: Path, limit: int) -> bytes:
+    """Everything a writer puts into a pipe. One that nobody writes to is refused instead of waited for."""
+    data, deadline, written = bytearray(), time.monotonic() + PIPE_SECONDS, False
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        while True:
+            try:
+                piece = os.read(handle, 2**16)
+            except BlockingIOError:  # a writer is there, and has written nothing yet
+                written = True
+                select.select([handle], [], [])
+                continue
+            data += piece
+            if len(data) > limit:
+                _refuse_size(path, f"more than {limit:,}", limit)
+            if not piece and (written or data):
+                return bytes(data)
+            if not piece and time.monotonic() > deadline:
+                raise ValueError(f"{path} is a pipe that nothing writes to: give a file, or start the writer first")
+            if not piece:
+                time.sleep(0.02)
+    finally:
+        os.close(handle)
+
+
+def _refuse_size(path: Path, size: str, limit: int) -> NoReturn:
+    raise ValueError(f"{path} has {size} bytes: at most {limit:,} are read")
+
+
+def parse_json(text: str | bytes, *, strict: bool = False) -> Any:
+    """A JSON value. ValueError also for brackets nested deeper than Python reads; if `strict`, for NaN and Infinity,
+    which Python writes and JSON does not have."""
+    try:
+        return json.loads(text, parse_constant=_refuse_constant if strict else None)
+    except RecursionError as error:
+        raise ValueError("its brackets are nested too deeply") from error
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """A TOML document. ValueError also for brackets nested deeper than Python reads."""
+    try:
+        return tomllib.loads(text)
+    except RecursionError as error:
+        raise ValueError("its brackets are nested too deeply") from error
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def read_json(path: str | Path, remedy: str = "") -> dict[str, Any]:
+    """The JSON object in a small regular file."""
+    data = read_bytes(require_file(path, remedy))
+    try:
+        found = parse_json(data.decode("utf-8"), strict=True)
+    except ValueError as error:  # not UTF-8, or not JSON
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} must hold a JSON object: got a {type(found).__name__}")
+    return found
