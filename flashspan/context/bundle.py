@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from flashspan.context.runs import Runs
+
+Fields: TypeAlias = Sequence[tuple[tuple[int, ...], torch.dtype]]
+"""The shapes and dtypes of tensors that share a buffer."""
 
 
 class Bundle(NamedTuple):
@@ -18,6 +21,7 @@ class Bundle(NamedTuple):
     rows: Runs
     fields: tuple[Tensor, ...]
     buffer: Tensor | None = None
+    lent: bool = False  # the buffer is the wire's
 
     def take(self, rows: range | Runs) -> tuple[Tensor, ...]:
         """Views of what is held from the first to the last of these rows."""
@@ -64,13 +68,14 @@ def allocate(
     rows: Runs,
     dtype: torch.dtype,
     sums: torch.dtype,
-    shelf: Shelf,
+    source: Shelf | Tensor,
 ) -> Bundle:
-    """Room for some rows of a kind (see schedule.Kind); sizes are (B, H, K, D), `sums` the dtype of what is summed."""
+    """Room for some rows of a kind (see schedule.Kind); sizes are (B, H, K, D), `sums` the dtype of what is summed.
+    The buffer is taken from a shelf, or given."""
     B, H, K, D = sizes
     n = len(rows)
     queries, keys, row = (B, H, n, D), (B, K, n, D), (B, H, n)
-    shapes: dict[str, list[tuple[tuple[int, ...], torch.dtype]]] = {
+    shapes: dict[str, Fields] = {
         "kv": [(keys, dtype)] * 2,
         "dkv": [(keys, sums)] * 2,
         "q": [(queries, dtype)],
@@ -78,15 +83,15 @@ def allocate(
         "carry": [(queries, sums), (row, sums)],
         "rows": [(queries, dtype)] * 2 + [(row, sums)] * 2,
     }
-    fields, buffer = lay_out(shapes[kind], shelf)
-    return Bundle(rows, fields, buffer)
+    fields, buffer = lay_out(shapes[kind], source)
+    return Bundle(rows, fields, buffer, lent=isinstance(source, Tensor))
 
 
-def lay_out(shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], shelf: Shelf) -> tuple[tuple[Tensor, ...], Tensor]:
+def lay_out(shapes: Fields, source: Shelf | Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
     """Uninitialised tensors one after another in one byte buffer, and the buffer. Those of larger elements come first:
     so each begins at a multiple of its element size."""
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in shapes]
-    buffer = shelf.take(sum(sizes))
+    buffer = source if isinstance(source, Tensor) else source.take(sum(sizes))
     order = sorted(range(len(shapes)), key=lambda i: -shapes[i][1].itemsize)
     parts = dict(zip(order, buffer.split([sizes[i] for i in order]), strict=True))
     return tuple(parts[i].view(dtype).view(shape) for i, (shape, dtype) in enumerate(shapes)), buffer

@@ -10,14 +10,20 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from flashspan.context.bundle import Shelf
+from flashspan.context.landing import Arrival, Landings, land
+
+CPU = torch.device("cpu")
+Landing: TypeAlias = Callable[[], Landings]
 
 
 class ExchangeError(RuntimeError):
@@ -44,11 +50,19 @@ class Wire(Protocol):
 
     rank: int
     num_ranks: int
-    bytes_sent: int
 
-    def begin(self, what: str, call: int = 0) -> None:
+    @property
+    def bytes_sent(self) -> int:
+        """What this rank has sent so far."""
+        ...
+
+    def begin(self, what: str, call: int = 0, *, device: torch.device = CPU, landings: Landing | None = None) -> None:
         """A walk of this name begins, and what is posted until its end belongs to it. `call` is a number that ranks
-        share if their masks and options are the same."""
+        share if their masks and options are the same; `landings` says where parcels may land, if a wire asks."""
+        ...
+
+    def room(self, key: Any) -> Tensor | None:
+        """Where a parcel of this walk must land, until the walk is done with it; None where any buffer will do."""
         ...
 
     def end(self) -> None:
@@ -106,7 +120,7 @@ class GroupWire:
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
-    def begin(self, what: str, call: int = 0) -> None:
+    def begin(self, what: str, call: int = 0, *, device: torch.device = CPU, landings: Landing | None = None) -> None:
         if self.num_ranks == 1:
             return
         if self._tag:
@@ -119,6 +133,18 @@ class GroupWire:
 
     def end(self) -> None:
         self._tag = 0
+
+    def global_rank(self, rank: int) -> int:
+        """A rank of this group among all processes."""
+        return self._global[rank]
+
+    @property
+    def tag(self) -> int:
+        """A number above 0 that ranks share if they are in the same walk of the same call."""
+        return self._tag
+
+    def room(self, key: Any) -> Tensor | None:
+        return None
 
     def post(self, parcels: Sequence[Parcel]) -> None:
         for slow in (False, True):
@@ -201,8 +227,11 @@ class LocalWire:
         self.bytes_sent = 0
         self._posted = shared.posted
 
-    def begin(self, what: str, call: int = 0) -> None:
+    def begin(self, what: str, call: int = 0, *, device: torch.device = CPU, landings: Landing | None = None) -> None:
         pass
+
+    def room(self, key: Any) -> Tensor | None:
+        return None
 
     def end(self) -> None:
         pass
@@ -221,16 +250,33 @@ class LocalWire:
             self._posted[parcel.key] = parcel.buffer.clone()
 
 
-def all_to_all(wire: Wire, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], label: str, call: int = 0) -> None:
-    """Send `outgoing[r]` (bytes) to each rank r, and fill `incoming[r]` with what r sent."""
-    parcels = []
-    for peer in range(wire.num_ranks):
+def all_to_all(
+    wire: Wire,
+    outgoing: Sequence[Tensor],
+    num_bytes: Callable[[int, int], int],
+    shelf: Shelf,
+    label: str,
+    call: int = 0,
+) -> list[Tensor]:
+    """Send `outgoing[r]` (bytes) to each rank r, and return what each sent here, which may be overwritten by the next
+    walk. `num_bytes(src, dst)` is the size of each message, the same on every rank."""
+    ranks, pairs = range(wire.num_ranks), [(src, dst) for src in range(wire.num_ranks) for dst in range(wire.num_ranks)]
+
+    def landings() -> Landings:
+        return land(Arrival((label, *pair), *pair, num_bytes(*pair), 0, 1) for pair in pairs if pair[0] != pair[1])
+
+    wire.begin(label, call, device=shelf.device, landings=landings)
+    parcels, incoming = [], []
+    for peer in ranks:
         if peer == wire.rank:
+            incoming.append(shelf.take(0))
             continue
+        place = wire.room((label, peer, wire.rank))
+        incoming.append(shelf.take(num_bytes(peer, wire.rank)) if place is None else place)
         for src, dst, buffer in ((wire.rank, peer, outgoing[peer]), (peer, wire.rank, incoming[peer])):
             parcels.append(Parcel(src, dst, (label, src, dst), buffer, f"{label} from rank {src} to rank {dst}"))
-    wire.begin(label, call)
     wire.post(parcels)
     for parcel in parcels:
         wire.wait(parcel)
     wire.end()
+    return incoming

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,9 +19,10 @@ from torch import Tensor
 
 from flashspan.context.bundle import Bundle, Shelf, allocate
 from flashspan.context.exchange import Parcel, Wire
+from flashspan.context.landing import Landings, arrivals, land
 from flashspan.context.layout import Placement, cut
 from flashspan.context.runs import Runs
-from flashspan.context.schedule import Item, Schedule, Tile, Transfer, head_chunk, reverse
+from flashspan.context.schedule import Item, Schedule, Shape, Tile, Transfer, head_chunk, reverse
 from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.contract import Dropout, LocalAttention
 from flashspan.kernels.masks import Mask
@@ -40,6 +41,17 @@ class Plan:
     @cached_property
     def backward(self) -> Schedule:
         return reverse(self.forward)
+
+    @cached_property
+    def _landings(self) -> dict[tuple[bool, Shape], Landings]:
+        return {}
+
+    def landings(self, schedule: Schedule, shape: Shape) -> Landings:
+        """Where this plan's transfers land, forward or backward, worked out once."""
+        key = (schedule.is_backward, shape)
+        if key not in self._landings:
+            self._landings[key] = land(arrivals(schedule, lambda t: shape.bytes(t, schedule.num_chunks)))
+        return self._landings[key]
 
     @cached_property
     def _masks(self) -> dict[tuple[object, ...], Mask]:
@@ -175,7 +187,7 @@ class Walk(ABC):
             del arrived
             parcels = []
             for transfer in step.posts:
-                bundle = self._outgoing(transfer) if transfer.src == self.rank else self._room(transfer)
+                bundle = self._outgoing(transfer) if transfer.src == self.rank else self._incoming(transfer)
                 assert bundle.buffer is not None
                 label = f"{transfer} (step {number} of {self.name})"
                 slow = transfer.end - transfer.start > 1
@@ -190,9 +202,11 @@ class Walk(ABC):
             yield
 
     def release(self, bundle: Bundle) -> None:
-        """Put a bundle's buffer on the shelf, unless it is still on its way or held for a later step."""
+        """Put a bundle's buffer on the shelf, unless it is the wire's, still on its way or held for a later step."""
         held = [*self.copies.values(), *(other for _, other in self.under_way.values())]
-        if bundle.buffer is not None and not any(other.buffer is bundle.buffer for other in held):
+        if bundle.buffer is None or any(other.buffer is bundle.buffer for other in held):
+            return
+        if not bundle.lent:
             self.shelf.put(bundle.buffer)
 
     def _last_uses(self) -> dict[int, list[Item]]:
@@ -218,14 +232,21 @@ class Walk(ABC):
             held = self.hold(*transfer.item)
         if held.buffer is not None and held.rows == transfer.rows:
             return held
-        packed = self._room(transfer)
+        packed = self.make(transfer.kind, transfer.rows, transfer.chunk)
         for places, sources in zip(packed.runs(transfer.rows), held.runs(transfer.rows), strict=True):
             for place, source in zip(places, sources, strict=True):
                 place.copy_(source)
         return packed
 
-    def _room(self, transfer: Transfer) -> Bundle:
-        return self.make(transfer.kind, transfer.rows, transfer.chunk)
+    def _incoming(self, transfer: Transfer) -> Bundle:
+        """Room for what a transfer brings, where the wire wants it."""
+        return self.make(transfer.kind, transfer.rows, transfer.chunk, source=self.wire.room(transfer))
+
+    @property
+    def shape(self) -> Shape:
+        """What turns this call's rows into bytes."""
+        B, H, _, D = self.call.q.shape
+        return Shape(B, H, self.call.k.shape[1], D, self.call.q.element_size())
 
     def hold(self, kind: str, owner: int, chunk: int) -> Bundle:
         """The bundle this rank has of an owner's tensors: its own, or a copy."""
@@ -239,12 +260,16 @@ class Walk(ABC):
         k, v = held.take(tile.k_rows)
         return k, v, held.rows.within(tile.k_rows)
 
-    def make(self, kind: str, rows: Runs, chunk: int, sums: torch.dtype | None = None) -> Bundle:
-        """Uninitialised room for some rows of a kind; `sums` is the dtype of what is summed, if not float32."""
+    def make(
+        self, kind: str, rows: Runs, chunk: int, sums: torch.dtype | None = None, source: Tensor | None = None
+    ) -> Bundle:
+        """Uninitialised room for some rows of a kind; `sums` is the dtype of what is summed, if not float32, and
+        `source` the buffer, if not one from the shelf."""
         B, H, _, D = self.call.q.shape
         K = len(head_chunk(self.call.k.shape[1], chunk, self.schedule.num_chunks))
         H = H // max(1, self.call.k.shape[1]) * K
-        return allocate(kind, (B, H, K, D), rows, self.call.q.dtype, sums or self.exact, self.shelf)
+        dtypes = self.call.q.dtype, sums or self.exact
+        return allocate(kind, (B, H, K, D), rows, *dtypes, self.shelf if source is None else source)
 
     def heads(self, x: Tensor, chunk: int) -> Tensor:
         """The heads of a chunk, of a tensor with H or K heads."""
@@ -270,7 +295,8 @@ class Walk(ABC):
 
 def run(walk: Walk) -> Any:
     """One rank's walk, to its end: what its `finish` returns."""
-    walk.wire.begin(walk.name, walk.plan.call)
+    landings = partial(walk.plan.landings, walk.schedule, walk.shape)
+    walk.wire.begin(walk.name, walk.plan.call, device=walk.call.q.device, landings=landings)
     for _ in walk.steps():
         pass
     made = walk.finish()

@@ -146,7 +146,7 @@ class Shape:
     def bytes(self, transfer: Transfer, num_chunks: int = 1) -> int:
         """What a transfer puts on the wire: per row and head, D elements per field (float32 for sums), 4 per lse."""
         kv_heads = len(head_chunk(self.num_kv_heads, transfer.chunk, num_chunks))
-        heads = kv_heads * (self.num_heads // self.num_kv_heads)
+        heads = kv_heads * (self.num_heads // max(1, self.num_kv_heads))
         exact = max(4, self.itemsize)  # sums travel in float32, or float64 where the inputs are
         element, row = self.head_dim * self.itemsize, self.head_dim * exact
         per_row = {

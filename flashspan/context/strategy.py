@@ -36,12 +36,14 @@ from flashspan.arguments import (
     window_band,
 )
 from flashspan.attention import refuse_transforms
+from flashspan.context.bundle import Fields
 from flashspan.context.core import Attend, Core, Options, Scheduled
 from flashspan.context.exchange import GroupWire
 from flashspan.context.execute import Plan
 from flashspan.context.generators import GENERATORS, in_chunks
 from flashspan.context.layout import Layout, Placement, check_name, contiguous, deal, place
 from flashspan.context.survey import Survey
+from flashspan.context.symmetric import TRANSPORTS, SymmetricWire, Transport
 from flashspan.context.ulysses import Ulysses, share_heads, trade
 from flashspan.kernels import dispatch
 from flashspan.kernels.blocks import Blocks
@@ -65,6 +67,7 @@ def context_parallel(
     num_tokens: int | None = None,
     backend: str = "auto",
     deterministic: bool = False,
+    transport: Transport = "auto",
     timeout: float = 300.0,
 ) -> ContextAttention:
     """Attention over the ranks of a group, each holding a part of the tokens: call it like `flashspan.attention`.
@@ -82,6 +85,8 @@ def context_parallel(
     that call with different ones of several they have all seen wait for each other until the timeout; on NCCL they are
     not caught: their transfers will not fit one another.
     backend, deterministic: as `flashspan.attention` takes them in each call.
+    transport: how parcels travel. "symmetric": as copies into the receiver's memory, on one host; "group": by the
+    process group; "auto": symmetric between GPUs of one host, the group elsewhere. `attend.transport(device)` tells.
     timeout: seconds to wait for a transfer (with NCCL the group's own timeout rules).
     """
     if strategy not in STRATEGIES:
@@ -102,6 +107,8 @@ def context_parallel(
         raise ValueError(
             f"a timeout is a number of seconds above 0, and finite: got {timeout!r}; use 1e6 for many days"
         )
+    if transport not in TRANSPORTS:
+        raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}: got {transport!r}")
     if not callable(layout):
         check_name(layout)
     if not isinstance(backend, str) or backend.removesuffix(dispatch.DETERMINISTIC) not in ("auto", *dispatch.TABLE):
@@ -137,7 +144,8 @@ def context_parallel(
         )
     num_tokens = None if num_tokens is None else int(num_tokens)
     settings = Settings(layout, strategy, schedule, tuple(sizes or ()), head_chunks, num_tokens, backend)
-    return ContextAttention(outer_wire, GroupWire(inner, timeout=timeout), settings)
+    inner_wire = GroupWire(inner, timeout=timeout)
+    return ContextAttention(SymmetricWire(outer_wire, transport), SymmetricWire(inner_wire, transport), settings)
 
 
 def _is_grid(ranks: Tensor) -> bool:
@@ -167,7 +175,7 @@ class Settings:
 class ContextAttention:
     """Attention over a group: this is `rank` of `num_ranks`, and holds `placement(num_tokens).ranges[rank]`."""
 
-    def __init__(self, outer: GroupWire, inner: GroupWire, settings: Settings) -> None:
+    def __init__(self, outer: SymmetricWire, inner: SymmetricWire, settings: Settings) -> None:
         self.outer, self.inner, self.settings = outer, inner, settings
         self.rank = outer.rank * inner.num_ranks + inner.rank
         self.num_ranks = outer.num_ranks * inner.num_ranks
@@ -244,6 +252,11 @@ class ContextAttention:
         row = torch.cat(_share(self.inner, x, rows[self.outer.rank]))
         whole = torch.cat(_share(self.outer, row, [sum(sizes) for sizes in rows]))
         return placement.unshard(whole.split(sizes), 0).movedim(0, dim)
+
+    def transport(self, device: torch.device | str) -> str:
+        """How parcels of tensors on this device travel, and why. The first time, all ranks must ask."""
+        wires = [wire for wire in (self.outer, self.inner) if wire.num_ranks > 1]
+        return "; ".join(dict.fromkeys(str(wire.reach(torch.device(device))) for wire in wires)) or "none: one rank"
 
     @property
     def bytes_sent(self) -> int:
@@ -401,9 +414,12 @@ class Dispatched:
         choice.load().backward(dout, q, k, v, lse, delta, **rest)
 
 
-def _share(wire: GroupWire, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+def _share(wire: SymmetricWire, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     """Every rank's x [n, ...], of which these are the sizes n, in rank order."""
-    shapes = [[((size, *x.shape[1:]), x.dtype)] for size in sizes]
+
+    def shapes(src: int, dst: int) -> Fields:
+        return [((sizes[src], *x.shape[1:]), x.dtype)]
+
     return [part for (part,) in trade(wire, [(x,)] * wire.num_ranks, shapes, "shards to be joined")]
 
 

@@ -7,13 +7,14 @@ not share theirs evenly, kv heads are replicated as `repeat_interleave` would, a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from flashspan.context.bundle import Shelf, lay_out
+from flashspan.context.bundle import Fields, Shelf, lay_out
 from flashspan.context.core import Core, Gradients, Options, Saved
 from flashspan.context.exchange import Wire, all_to_all
 from flashspan.context.layout import Placement
@@ -127,40 +128,49 @@ class Ulysses:
     ) -> tuple[Tensor, ...]:
         """Each x [B, heads, T_rank, ...] as [B, my heads, T, ...]; `heads[rank]` gives that rank's, for each x."""
         outgoing = [tuple(x[:, list(chosen)] for x, chosen in zip(xs, theirs, strict=True)) for theirs in heads]
-        mine = heads[self.wire.rank]
-        shapes = [
-            [((len(x), len(chosen), size, *x.shape[3:]), x.dtype) for x, chosen in zip(xs, mine, strict=True)]
-            for size in self.row.sizes
-        ]
+
+        def shapes(src: int, dst: int) -> Fields:
+            size = self.row.sizes[src]
+            return [((len(x), len(h), size, *x.shape[3:]), x.dtype) for x, h in zip(xs, heads[dst], strict=True)]
+
         parts = trade(self.wire, outgoing, shapes, label, self.call)
         return tuple(self.row.unshard(part, 2) for part in zip(*parts, strict=True))
 
     def _to_tokens(self, xs: Sequence[Tensor], heads: Sequence[Sequence[int]], label: str) -> list[tuple[Tensor, ...]]:
         """Each x [B, my heads, T, ...] as every rank's [B, its heads, T_rank, ...]; `heads[rank]` counts them."""
         outgoing = [tuple(self.row.shard(x, 2, rank) for x in xs) for rank in range(self.wire.num_ranks)]
-        size = self.row.sizes[self.wire.rank]
-        shapes = [
-            [((len(x), num, size, *x.shape[3:]), x.dtype) for x, num in zip(xs, theirs, strict=True)]
-            for theirs in heads
-        ]
+
+        def shapes(src: int, dst: int) -> Fields:
+            size = self.row.sizes[dst]
+            return [((len(x), num, size, *x.shape[3:]), x.dtype) for x, num in zip(xs, heads[src], strict=True)]
+
         return trade(self.wire, outgoing, shapes, label, self.call)
 
 
 def trade(
     wire: Wire,
     outgoing: Sequence[tuple[Tensor, ...]],
-    shapes: Sequence[Sequence[tuple[tuple[int, ...], torch.dtype]]],
+    shapes: Callable[[int, int], Fields],
     label: str,
     call: int = 0,
 ) -> list[tuple[Tensor, ...]]:
-    """Send `outgoing[rank]` to each rank and return what each sent here, of these shapes. Mine come back as given."""
+    """Send `outgoing[rank]` to each rank and return what each sent here; mine comes back as given.
+
+    `shapes(src, dst)` are the tensors that one rank sends another. What comes back may be overwritten by the next walk.
+    """
     device = outgoing[0][0].device
+
+    def num_bytes(src: int, dst: int) -> int:
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes(src, dst))
+
     buffers = []
     for rank, xs in enumerate(outgoing):
-        fields, buffer = lay_out([(tuple(x.shape), x.dtype) for x in xs if rank != wire.rank], Shelf(device))
+        fields, buffer = lay_out(shapes(wire.rank, rank) if rank != wire.rank else [], Shelf(device))
         for field, x in zip(fields, xs, strict=False):
             field.copy_(x)
         buffers.append(buffer)
-    room = [lay_out(shape if rank != wire.rank else [], Shelf(device)) for rank, shape in enumerate(shapes)]
-    all_to_all(wire, buffers, [buffer for _, buffer in room], label, call)
-    return [outgoing[rank] if rank == wire.rank else fields for rank, (fields, _) in enumerate(room)]
+    incoming = all_to_all(wire, buffers, num_bytes, Shelf(device), label, call)
+    return [
+        xs if rank == wire.rank else lay_out(shapes(rank, wire.rank), incoming[rank])[0]
+        for rank, xs in enumerate(outgoing)
+    ]

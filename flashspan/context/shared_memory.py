@@ -1,0 +1,126 @@
+"""Memory of the host that other processes write to: peer_memory's protocol without a GPU.
+
+Lanes are threads here, so the same protocol of flags runs on any Linux machine, with real races. An arena is an
+anonymous file that the others open through /proc: nothing is left behind, whatever kills the ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flashspan.context.exchange import ExchangeError
+from flashspan.context.peer_memory import COMPUTE, FAST, SLOW
+
+SPIN, NAP = 200, 1e-4
+"""A wait looks this often without a pause, then again and again after so many seconds."""
+
+
+class HostPeerMemory:
+    """An arena in memory that processes of this host share. Making one is collective over `group`."""
+
+    def __init__(self, group: dist.ProcessGroup, num_flags: int, num_bytes: int, timeout: float) -> None:
+        self.timeout = timeout
+        base = -(-4 * num_flags // 256) * 256
+        size = base + max(1, num_bytes)
+        self._file = os.memfd_create("flashspan")
+        os.ftruncate(self._file, size)
+        files: list[str] = [""] * dist.get_world_size(group)
+        dist.all_gather_object(files, f"/proc/{os.getpid()}/fd/{self._file}", group=group)
+        arenas = [torch.from_file(file, shared=True, size=size, dtype=torch.uint8) for file in files]
+        dist.barrier(group)  # all have opened all
+        os.close(self._file)
+        self._flags = [arena[:base].view(torch.int32).numpy() for arena in arenas]
+        self._data = [arena[base:] for arena in arenas]
+        self._rank = dist.get_rank(group)
+        self._lanes = {lane: Lane() for lane in (FAST, SLOW)}
+        self._problem = ""
+
+    def view(self, offset: int, num_bytes: int) -> Tensor:
+        return self._data[self._rank][offset : offset + num_bytes]
+
+    def follow(self, lane: str) -> None:
+        """Nothing to do: what the caller computes on a CPU is done when it returns."""
+
+    def copy(self, lane: str, rank: int, offset: int, buffer: Tensor) -> None:
+        self._do(lane, lambda: self._data[rank][offset : offset + len(buffer)].copy_(buffer))
+
+    def signal(self, lane: str, rank: int, flag: int, tag: int) -> None:
+        def write() -> None:
+            self._flags[rank][flag] = tag
+
+        self._do(lane, write)
+
+    def wait(self, lane: str, flag: int, tag: int, label: str) -> None:
+        def look() -> None:
+            flags = self._flags[self._rank]
+            for _ in range(SPIN):
+                if flags[flag] == tag:
+                    return
+            deadline = time.monotonic() + self.timeout
+            while flags[flag] != tag:
+                if time.monotonic() > deadline:
+                    self._problem = self._problem or label
+                    raise ExchangeError(label)
+                time.sleep(NAP)
+
+        self._do(lane, look)
+
+    def mark(self, lane: str) -> threading.Event:
+        mark = threading.Event()
+        self._lanes[lane].add(mark)
+        return mark
+
+    def join(self, mark: threading.Event) -> None:
+        if not mark.wait(2 * self.timeout):  # the lane itself gives up after one
+            self._problem = self._problem or f"a transfer did not end within {2 * self.timeout:g} s"
+        self.check()
+
+    def check(self) -> None:
+        if self._problem:
+            raise ExchangeError(self._problem)
+
+    def close(self) -> None:
+        for lane in self._lanes.values():
+            lane.close()
+
+    def _do(self, lane: str, operation: Callable[[], object]) -> None:
+        if lane == COMPUTE:
+            operation()
+        else:
+            self._lanes[lane].add(operation)
+
+
+class Lane:
+    """A thread that carries out operations in order and sets marks between them. After a failure only marks are set."""
+
+    def __init__(self) -> None:
+        self._operations: queue.SimpleQueue[Callable[[], object] | threading.Event | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def add(self, operation: Callable[[], object] | threading.Event) -> None:
+        self._operations.put(operation)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="flashspan lane", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        self._operations.put(None)
+
+    def _run(self) -> None:
+        failed = False
+        while (operation := self._operations.get()) is not None:
+            if isinstance(operation, threading.Event):
+                operation.set()
+            elif not failed:
+                try:
+                    operation()
+                except ExchangeError:
+                    failed = True

@@ -1,0 +1,273 @@
+"""Transfers as copies into the receiver's memory, for ranks that reach each other's: one GPU, NVLink, one host.
+
+A transfer takes two flags. When the receiver posts it, its compute lane says "ready" to the sender: whatever used the
+parcel's place before has been computed. The sender's transfer lane waits for that, copies, and says "arrived"; the
+receiver's compute lane waits for that. The host waits for nothing. A flag is set to a number of the walk, so what
+belongs to another call, or to an earlier one, is never taken for this one's.
+
+Each flag belongs to a pair of ranks, a direction and a parcel's number between them. So a rank that is ahead, by one
+walk or several, cannot overwrite a flag that is still waited for: it got ahead by receiving what that wait is for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flashspan.context import peer_memory
+from flashspan.context.exchange import CPU, GroupWire, Landing, Parcel
+from flashspan.context.landing import Landings
+from flashspan.context.peer_memory import COMPUTE, FAST, SLOW, CudaPeerMemory, PeerMemory
+from flashspan.context.shared_memory import HostPeerMemory
+
+Transport: TypeAlias = Literal["auto", "symmetric", "group"]
+TRANSPORTS = ("auto", "symmetric", "group")
+READY, ARRIVED = 0, 1
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Whose memory this rank writes to: ranks of the group in ascending order, itself included, and why these."""
+
+    ranks: tuple[int, ...]
+    reason: str
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+@dataclass(eq=False)
+class Arena:
+    """The memory of ranks that reach each other, and how much of it there is."""
+
+    memory: PeerMemory
+    num_bytes: int
+    num_parcels: int
+
+
+class SymmetricWire:
+    """A wire that copies to the ranks within reach and leaves the rest to the group's.
+
+    Whom it reaches is settled in the first walk, of which all ranks are part. The arena grows when a walk needs more
+    than any before: that synchronises the device, and happens once per plan at most.
+    """
+
+    def __init__(self, group: GroupWire, transport: Transport) -> None:
+        self.by_group, self.transport = group, transport
+        self.rank, self.num_ranks, self.group = group.rank, group.num_ranks, group.group
+        self._reaches: dict[torch.device, Reach] = {}
+        self._arenas: dict[torch.device, Arena] = {}
+        self._control: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._bytes_copied = 0
+        self._device, self._landings = CPU, Landings({}, {}, 0, 0)
+        self._marks: dict[Parcel, Any] = {}
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._bytes_copied + self.by_group.bytes_sent
+
+    def agree(self, row: Sequence[int]) -> list[list[int]]:
+        """Every rank's row of numbers, in rank order."""
+        return self.by_group.agree(row)
+
+    def reach(self, device: torch.device) -> Reach:
+        """Who is within reach for tensors on this device, and why. The first time, all ranks must ask."""
+        if device not in self._reaches:
+            self._reaches[device] = find_reach(self.by_group, self.transport, device)
+        return self._reaches[device]
+
+    def begin(self, what: str, call: int = 0, *, device: torch.device = CPU, landings: Landing | None = None) -> None:
+        self.by_group.begin(what, call)
+        self._device = device
+        if len(self.reach(device).ranks) > 1:
+            assert landings is not None
+            self._landings = landings()
+            self._grow(device)
+
+    def end(self) -> None:
+        self.by_group.end()
+
+    def room(self, key: Any) -> Tensor | None:
+        src = key.src if hasattr(key, "src") else key[1]
+        if src not in self._within:
+            return None
+        place = self._landings.places[key]
+        return self._memory.view(place.start, len(place))
+
+    def post(self, parcels: Sequence[Parcel]) -> None:
+        mine = [p for p in parcels if self._copies(p)]
+        self.by_group.post([p for p in parcels if p.src not in self._within or p.dst not in self._within])
+        if not mine:
+            return
+        memory, tag, lanes = self._memory, self.by_group.tag, set()
+        memory.check()
+        for parcel in mine:
+            if parcel.dst == self.rank:
+                flag = self._flag(READY, self.rank, parcel)
+                memory.signal(COMPUTE, self._index(parcel.src), flag, tag)
+        for parcel in mine:
+            if parcel.src != self.rank:
+                continue
+            lane = SLOW if parcel.slow else FAST
+            if lane not in lanes:
+                memory.follow(lane)
+                lanes.add(lane)
+            memory.wait(lane, self._flag(READY, parcel.dst, parcel), tag, self._complain(parcel))
+            memory.copy(lane, self._index(parcel.dst), self._landings.places[parcel.key].start, parcel.buffer)
+            memory.signal(lane, self._index(parcel.dst), self._flag(ARRIVED, self.rank, parcel), tag)
+            self._marks[parcel] = memory.mark(lane)
+            self._bytes_copied += parcel.buffer.numel()
+
+    def wait(self, parcel: Parcel) -> None:
+        if parcel in self._marks:
+            self._memory.join(self._marks.pop(parcel))
+        elif self._copies(parcel):
+            flag = self._flag(ARRIVED, parcel.src, parcel)
+            self._memory.wait(COMPUTE, flag, self.by_group.tag, self._complain(parcel))
+        else:
+            self.by_group.wait(parcel)
+
+    @property
+    def _within(self) -> tuple[int, ...]:
+        ranks = self._reaches[self._device].ranks
+        return ranks if len(ranks) > 1 else ()
+
+    @property
+    def _memory(self) -> PeerMemory:
+        return self._arenas[self._device].memory
+
+    def _copies(self, parcel: Parcel) -> bool:
+        """Whether a parcel goes by a copy; an empty one does not go at all."""
+        return parcel.src in self._within and parcel.dst in self._within and parcel.buffer.numel() > 0
+
+    def _index(self, rank: int) -> int:
+        """A rank's number among those within reach."""
+        return self._within.index(rank)
+
+    def _flag(self, side: int, writer: int, parcel: Parcel) -> int:
+        """The flag that `writer` sets for a parcel, in the memory of its other end."""
+        num_parcels = self._arenas[self._device].num_parcels
+        pair = side * len(self._within) + self._index(writer)
+        return pair * num_parcels + self._landings.numbers[parcel.key]
+
+    def _grow(self, device: torch.device) -> None:
+        """Make sure that the arena has room for the walk that begins."""
+        arena, needs = self._arenas.get(device), self._landings
+        if arena is not None and needs.num_bytes <= arena.num_bytes and needs.num_parcels <= arena.num_parcels:
+            return
+        num_bytes = max(needs.num_bytes, arena.num_bytes if arena else 0)
+        num_parcels = 1 << (max(needs.num_parcels, arena.num_parcels if arena else 1) - 1).bit_length()
+        if arena is not None:
+            arena.memory.close()
+            del self._arenas[device], arena
+        ranks = self._reaches[device].ranks
+        group = self._control_group(ranks)
+        dist.barrier(group)  # nobody copies into the old one any more
+        memory: PeerMemory
+        num_flags = 2 * len(ranks) * num_parcels
+        if device.type == "cuda":
+            memory = CudaPeerMemory(group, device, num_flags, num_bytes, self.by_group.timeout)
+        else:
+            memory = HostPeerMemory(group, num_flags, num_bytes, self.by_group.timeout)
+        self._arenas[device] = Arena(memory, num_bytes, num_parcels)
+
+    def _control_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """A group of the ranks within reach in which the hosts talk to each other, by gloo."""
+        if ranks not in self._control:
+            assert self.group is not None
+            if len(ranks) == self.num_ranks and "gloo" in dist.get_backend(self.group):
+                self._control[ranks] = self.group
+            else:
+                members = [dist.get_global_rank(self.group, rank) for rank in ranks]
+                self._control[ranks] = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        return self._control[ranks]
+
+    def _complain(self, parcel: Parcel) -> str:
+        peer = parcel.dst if parcel.src == self.rank else parcel.src
+        return (
+            f"rank {self.rank} of {self.num_ranks} waited {self.by_group.timeout:g} s for {parcel.label}: rank {peer} "
+            f"(global rank {self.by_group.global_rank(peer)}) has died, stalled or makes other calls"
+        )
+
+
+def find_reach(group: GroupWire, transport: Transport, device: torch.device) -> Reach:
+    """Whose memory each rank can write to; collective. ValueError on every rank where `symmetric` cannot be had."""
+    alone = Reach((group.rank,), "")
+    if group.num_ranks == 1 or transport == "group":
+        return Reach(alone.ranks, "group: as asked for" if transport == "group" else "group: one rank")
+    if device.type == "cpu" and transport == "auto":
+        return Reach(alone.ranks, f"group: the tensors are on CPUs ({dist.get_backend(group.group)})")
+    fault = _missing(device)
+    host = _digest(f"{_host()}")
+    gpu = _digest(str(torch.cuda.get_device_properties(device).uuid)) if device.type == "cuda" else 0
+    rows = group.agree([host, gpu, int(bool(fault))])
+    unreachable = _unreachable([row[1] for row in rows], device)
+    blocked = [row[0] for row in group.agree([unreachable])]
+    ranks = tuple(rank for rank, row in enumerate(rows) if row[0] == host)
+    gpus = [row[1] for row in rows]
+    shared = device.type == "cuda" and len({gpus[rank] for rank in ranks}) < len(ranks)
+    hosts = len({row[0] for row in rows})
+    if any(row[2] for row in rows):
+        rank = next(rank for rank, row in enumerate(rows) if row[2])
+        problem = fault or f"rank {rank} lacks what this rank has: run the same torch and driver on every rank"
+    elif any(blocked):
+        rank = next(rank for rank, peer in enumerate(blocked) if peer)
+        problem = f"the GPU of rank {rank} has no peer access to that of rank {blocked[rank] - 1}"
+    elif hosts > 1 and transport == "symmetric":
+        problem = f"the ranks are on {hosts} hosts, and copies do not leave one"
+    else:
+        problem = "" if len(ranks) > 1 else "no other rank is on this host"
+    if problem and transport == "symmetric":
+        raise ValueError(f"transport='symmetric' cannot serve: {problem}; or use transport='auto'")
+    if problem:
+        if group.rank == 0 and hosts == 1:
+            warnings.warn(f"attention sends by the process group: {problem}", stacklevel=2)
+        return Reach(alone.ranks, f"group: {problem}")
+    if shared:
+        peer_memory.allow_shared_gpu()
+    where = "one GPU" if shared and len(set(gpus)) == 1 else "one host"
+    rest = "" if hosts == 1 else f", and the group's {dist.get_backend(group.group)} between {hosts} hosts"
+    return Reach(ranks, f"symmetric: {len(ranks)} ranks on {where} copy into each other's memory{rest}")
+
+
+def _missing(device: torch.device) -> str:
+    """Why this process cannot share memory; empty if it can."""
+    if device.type == "cuda":
+        return peer_memory.missing()
+    return "" if sys.platform == "linux" and hasattr(os, "memfd_create") else "memory of a CPU is shared on Linux alone"
+
+
+def _host() -> str:
+    """What tells this host, or this container of a host, from others."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()} {socket.gethostname()}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _unreachable(gpus: Sequence[int], device: torch.device) -> int:
+    """1 + the first rank whose GPU this process sees and cannot reach; 0 if there is none."""
+    if device.type != "cuda":
+        return 0
+    mine = device.index if device.index is not None else torch.cuda.current_device()
+    seen = {_digest(str(torch.cuda.get_device_properties(i).uuid)): i for i in range(torch.cuda.device_count())}
+    for rank, gpu in enumerate(gpus):
+        other = seen.get(gpu, mine)
+        if other != mine and not torch.cuda.can_device_access_peer(mine, other):
+            return rank + 1
+    return 0
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")

@@ -1,0 +1,197 @@
+"""Transfers as copies into the receiver's memory, between processes of this machine, on the CPU."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from flashspan.context import LAYOUTS, STRATEGIES, context_parallel, symmetric
+from flashspan.context.exchange import GroupWire
+from flashspan.context.generators import GENERATORS
+from flashspan.context.landing import Arrival, arrivals, land
+from flashspan.context.layout import place
+from flashspan.context.schedule import Schedule, Shape, reverse
+from flashspan.context.survey import Survey
+from flashspan.kernels.masks import CAUSAL
+from flashspan.launch import RankError, Ranks
+from tests.context.cases import MASKS, Case, run_cases
+from tests.context.disturbed import disturbances
+from tests.context.test_strategies import check
+
+OnRanks = Callable[..., list[Any]]
+SYMMETRIC = {"transport": "symmetric"}
+
+
+def cases_of(ranks: int, strategy: str) -> list[Case]:
+    """Each mask with one layout, each layout with the mask that matters most, few tokens, uneven heads."""
+    layouts = itertools.cycle(LAYOUTS)
+    cases = [Case(ranks, strategy, next(layouts), mask, T=45 + 2 * ranks, options=SYMMETRIC) for mask in MASKS]
+    cases += [Case(ranks, strategy, layout, "causal documents", options=SYMMETRIC) for layout in LAYOUTS]
+    cases += [Case(ranks, strategy, next(layouts), T=T, options=SYMMETRIC) for T in (0, 1, 3, 7)]
+    heads = ((6, 6), (6, 3), (5, 1), (2, 1))
+    return cases + [Case(ranks, strategy, heads=h, kv_heads=kv, T=19, options=SYMMETRIC) for h, kv in heads]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("ranks", [4, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+def test_copies_match_one_device(on_ranks: OnRanks, strategy: str, ranks: int) -> None:
+    if strategy == "hybrid" and ranks % 2:
+        pytest.skip("a 2-D mesh with 2 columns has an even number of ranks")
+    check(on_ranks, cases_of(ranks, strategy))
+
+
+def run_disturbed(cases: list[Case], seed: int) -> tuple[list[Any], int]:
+    """On a rank: the cases, all with delays of its own, and how many these were."""
+    with disturbances(seed * 64 + dist.get_rank()) as arenas:
+        return run_cases(cases), sum(arena.delays for arena in arenas)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_delays_and_poisoned_buffers_change_no_bit(on_ranks: OnRanks, strategy: str) -> None:
+    pairs = zip(LAYOUTS, ("causal", "causal documents", "window"), strict=True)
+    cases = [Case(4, strategy, layout, mask, options=SYMMETRIC) for layout, mask in pairs]
+    quiet = on_ranks(run_cases, cases)
+    for seed in range(2):
+        disturbed = on_ranks(run_disturbed, cases, seed)
+        assert sum(delays for _, delays in disturbed) > 20
+        for mine, (others, _) in zip(quiet[4:], disturbed[4:], strict=True):
+            for a, b in zip(mine, others, strict=True):
+                assert all(np.array_equal(x, y, equal_nan=True) for x, y in zip(a, b, strict=True))
+
+
+def reach_of_two_hosts(group: GroupWire, transport: str, device: torch.device) -> symmetric.Reach:
+    """As if each two neighbours of a group were on a host of their own."""
+    if group.num_ranks == 1:
+        return symmetric.Reach((0,), "")
+    first = group.rank // 2 * 2
+    return symmetric.Reach((first, first + 1), "symmetric: inside a host")
+
+
+def run_on_two_hosts(cases: list[Case]) -> list[Any]:
+    with mock.patch.object(symmetric, "find_reach", reach_of_two_hosts):
+        return run_cases(cases)
+
+
+def test_ranks_of_two_hosts_copy_inside_each_and_send_between_them(on_ranks: OnRanks) -> None:
+    cases = [Case(4, strategy, options={"head_chunks": 1}) for strategy in STRATEGIES if strategy != "hybrid"]
+    by_group = on_ranks(run_cases, cases)
+    mixed = on_ranks(run_on_two_hosts, cases)
+    for mine, others in zip(mixed[4:], by_group[4:], strict=True):
+        for a, b in zip(mine, others, strict=True):
+            assert all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def host_of_this_rank() -> str:
+    return f"host {dist.get_rank() // 2}"
+
+
+def refuse_two_hosts() -> str:
+    with mock.patch.object(symmetric, "_host", host_of_this_rank):
+        attend = context_parallel(dist.group.WORLD, transport="symmetric")
+        try:
+            attend(*(torch.randn(1, 1, 2, 8) for _ in range(3)))
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def test_symmetric_across_hosts_is_refused_on_every_rank(on_ranks: OnRanks) -> None:
+    assert all("4 hosts" in text and "transport='auto'" in text for text in on_ranks(refuse_two_hosts))
+
+
+def test_an_unknown_transport_is_refused() -> None:
+    with pytest.raises(ValueError, match="transport must be one of auto, symmetric, group: got 'nvlink'"):
+        context_parallel(None, transport="nvlink")  # type: ignore[arg-type]
+
+
+def stall(dies: bool) -> None:
+    """On a rank: the last one computes nothing the second time."""
+    attend = context_parallel(dist.group.WORLD, transport="symmetric", timeout=2.0, num_tokens=64)
+    q, k, v = (torch.randn(1, 2, 16, 8) for _ in range(3))
+    attend(q, k, v)
+    if dist.get_rank() == 3:
+        if dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(8.0)
+    attend(q, k, v)
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_rank_that_stalls_or_dies_is_named(dies: bool) -> None:
+    begun = time.monotonic()
+    with Ranks(4, threads=1, timeout=30) as ranks, pytest.raises(RankError, match="rank 3"):
+        ranks.run(stall, dies, timeout=30.0)
+    assert time.monotonic() - begun < 25
+
+
+def schedules(num_ranks: int) -> list[Schedule]:
+    options: dict[str, Any] = {"double_ring": {"sizes": (2, num_ranks // 2)}}
+    survey = Survey(place("zigzag", 1000, num_ranks), CAUSAL)
+    made = [generate(survey, **options.get(name, {})) for name, generate in GENERATORS.items()]
+    return made + [reverse(schedule) for schedule in made]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8, 32])
+def test_places_in_use_at_the_same_time_do_not_overlap(num_ranks: int) -> None:
+    shape = Shape(1, 4, 2, 64, 2)
+    for schedule in schedules(num_ranks):
+        found = arrivals(schedule, shape.bytes)
+        landings = land(found)
+        by_rank: dict[int, list[Arrival]] = {}
+        for one in found:
+            by_rank.setdefault(one.dst, []).append(one)
+        for mine in by_rank.values():
+            for a, b in itertools.combinations(mine, 2):
+                if a.start < b.free and b.start < a.free:
+                    one, other = landings.places[a.key], landings.places[b.key]
+                    assert one.stop <= other.start or other.stop <= one.start
+        assert landings.num_bytes >= max(len(place) for place in landings.places.values())
+
+
+def test_a_ring_needs_room_for_three_parcels_however_long_it_is() -> None:
+    shape = Shape(1, 4, 2, 64, 2)
+    for num_ranks in (4, 16, 64):
+        schedule = GENERATORS["ring"](Survey(place("zigzag", 64 * 32, num_ranks), CAUSAL))
+        largest = max(shape.bytes(t) for t in schedule.transfers)
+        assert land(arrivals(schedule, shape.bytes)).num_bytes <= 3 * largest
+
+
+def test_places_are_random_arrivals_apart() -> None:
+    draw = random.Random(0)
+    for _ in range(50):
+        found = []
+        for key in range(40):
+            start = draw.randrange(20)
+            found.append(Arrival(key, 0, 1, draw.randrange(1, 5000), start, start + draw.randrange(1, 6)))
+        landings = land(found)
+        for a, b in itertools.combinations(found, 2):
+            if a.start < b.free and b.start < a.free:
+                one, other = landings.places[a.key], landings.places[b.key]
+                assert one.stop <= other.start or other.stop <= one.start
+
+
+def count_arenas() -> list[int]:
+    """On a rank: mapped arenas after attention over longer and longer sequences."""
+    attend = context_parallel(dist.group.WORLD, transport="symmetric")
+    counts = []
+    for tokens in (8, 64, 256):
+        attend(*(torch.randn(1, 2, tokens, 8) for _ in range(3)), causal=True)
+        with open("/proc/self/maps") as file:
+            counts.append(sum("memfd:flashspan" in line for line in file))
+    return counts
+
+
+def test_an_arena_that_grows_leaves_nothing_of_the_old_one(on_ranks: OnRanks) -> None:
+    for counts in on_ranks(count_arenas):
+        assert counts == [8, 8, 8]
