@@ -21,6 +21,7 @@ import tyro
 from tyro.conf import Positional
 
 import flashspan
+from flashspan.launch import RankError
 from flashspan.stdout import be_silent
 
 
@@ -156,7 +157,7 @@ def _call(command: Command, words: list[str], prog: str) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; bad input prints one line and exits with 2, Ctrl-C and SIGTERM one and 130."""
+    """Entry point. Bad input prints one line and exits with 2, a failed rank with 1, Ctrl-C and SIGTERM with 130."""
     words = sys.argv[1:] if arguments is None else arguments
     if sys.stdout is None:  # closed by who started this, `>&-`: nobody will read
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
@@ -177,6 +178,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:  # OSError: a file or folder that cannot be read or written, a full disk
         print(f"flashspan: {error}", file=sys.stderr)
         return 2
+    except RankError as error:
+        print(f"flashspan: {error.report}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("flashspan: stopped; what was written stays", file=sys.stderr)
         return 130

@@ -22,6 +22,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -31,23 +32,58 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from flashspan import scratch
+
 PRELOAD = ["flashspan.launch"]
 """What the server that ranks are forked from imports, unless it was started with more."""
 LONGEST = 1e6
 """Seconds that anything may be waited for; timers count milliseconds in 32 bits and hold little more."""
+NO_SERVER = "the process that ranks are forked from died"
 HERE = "flashspan/here"
 """Where in the store a rank that has begun says so."""
 
 
+@dataclass(frozen=True)
+class RankFailure:
+    """Why one rank's function did not return."""
+
+    rank: int
+    error: str  # "ValueError: ...", or how the process ended
+    traceback: str = ""  # empty where it would say no more than `error`
+    died: bool = False
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {self.traceback or self.error}"
+
+
 class RankError(RuntimeError):
-    """A function raised on a rank; the message carries the rank's number and its traceback."""
+    """Ranks failed. The message has the number and the traceback of each, `first` is the one that failed first: the
+    others usually fail in turn, of a broken connection."""
+
+    def __init__(self, message: str, first: RankFailure | None = None) -> None:
+        super().__init__(message)
+        self.first = first
+
+    @property
+    def cause(self) -> str:
+        """Why the first of them failed, in one line."""
+        return self.first.error if self.first else str(self)
+
+    @property
+    def report(self) -> str:
+        """The cause, with its traceback where there is one."""
+        return str(self.first) if self.first and self.first.traceback else self.cause
+
+
+class SilentRank(RuntimeError):
+    """Ranks waited for another that neither came nor said why."""
 
 
 def raise_plainly(error: RankError) -> None:
-    """Where ranks failed of bad input and all say the same: that, as a ValueError, without their tracebacks."""
-    faults = {line for line in str(error).splitlines() if line.startswith("ValueError: ")}
-    if len(faults) == 1:
-        raise ValueError(faults.pop().removeprefix("ValueError: ")) from error
+    """Where ranks failed because of bad input: that, as a ValueError, without their tracebacks."""
+    kind, _, text = error.cause.partition(": ")
+    if kind == "ValueError":
+        raise ValueError(text) from error
 
 
 class Ranks:
@@ -68,7 +104,7 @@ class Ranks:
         start_fork_server(PRELOAD)
         threads = threads or max(1, (os.cpu_count() or 1) // num_ranks)
         self.num_ranks = num_ranks
-        self._folder = tempfile.mkdtemp(prefix="flashspan-ranks-")
+        self._folder = tempfile.mkdtemp(prefix="ranks-", dir=scratch.folder())
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         try:
@@ -83,9 +119,9 @@ class Ranks:
                 process.start()
                 self._processes.append(process)
                 there.close()
-        except EOFError as error:
+        except (EOFError, ConnectionError) as error:
             self.close(force=True)
-            raise RankError("the process that ranks are forked from died") from error
+            raise RankError(NO_SERVER) from error
         except BaseException:
             self.close(force=True)
             raise
@@ -103,7 +139,7 @@ class Ranks:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a rank that has died: said below
                 pipe.send((fn, args))
         results: dict[int, Any] = {}
-        failures: dict[int, str] = {}
+        failures: dict[int, RankFailure] = {}  # in the order in which they come
         deadline = time.monotonic() + timeout
         while len(results) + len(failures) < self.num_ranks:
             waiting = [rank for rank in range(self.num_ranks) if rank not in results and rank not in failures]
@@ -115,18 +151,21 @@ class Ranks:
                 raise TimeoutError(f"ranks {waiting} did not finish within {timeout:g} s; all ranks were ended")
             for rank in (rank for rank in waiting if self._pipes[rank] in ready):
                 try:
-                    ok, value = self._pipes[rank].recv()
+                    answer = self._pipes[rank].recv()
                 except (EOFError, ConnectionResetError):
-                    ok, value = False, f"the process of rank {rank} died"
-                if ok:
-                    results[rank] = value
+                    how = _how_it_ended(self._processes[rank])
+                    answer = RankFailure(rank, f"the process of rank {rank} died: {how}", died=True)
+                if isinstance(answer, RankFailure):
+                    failures[rank] = answer
+                    # The others usually fail in turn, of a broken connection; give them a moment to say so, unless a
+                    # dead process has said enough.
+                    deadline = min(deadline, time.monotonic() + (0.5 if answer.died else 5.0))
                 else:
-                    failures[rank] = value
-                    # The others usually fail in turn, of a broken connection; give them a moment to say so.
-                    deadline = min(deadline, time.monotonic() + 5.0)
+                    (results[rank],) = answer
         if failures:
             self.close(force=True)
-            raise RankError("\n".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items())))
+            message = "\n".join(str(failures[rank]) for rank in sorted(failures))
+            raise RankError(message, min(failures.values(), key=lambda failure: not failure.died))
         return [results[rank] for rank in range(self.num_ranks)]
 
     def close(self, *, force: bool = False) -> None:
@@ -140,6 +179,8 @@ class Ranks:
             if process.is_alive():
                 process.kill()
                 process.join()
+            if force:
+                _wait_for_end(process.pid)
         for pipe in self._pipes:
             pipe.close()
         self._processes, self._pipes = [], []
@@ -164,7 +205,8 @@ def start_fork_server(modules: list[str], *, blocked: Iterable[signal.Signals] =
     resource_tracker.ensure_running()  # it unblocks these signals when it starts
     before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     try:
-        forkserver.ensure_running()
+        with scratch.removed_by_fork_server():
+            forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -198,9 +240,9 @@ def _serve(
             dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=span)
         except RuntimeError as error:
             pipe.recv()
-            pipe.send((False, _who_did_not_come(store, num_ranks, timeout) or f"{error}"))
+            pipe.send(RankFailure(rank, _who_did_not_come(store, num_ranks, timeout) or f"{error}"))
             os._exit(1)
-        _work(pipe)
+        _work(rank, pipe)
     except (EOFError, OSError, KeyboardInterrupt):  # whoever sent work is gone, or about to go and to say so
         os._exit(1)
     dist.destroy_process_group()
@@ -221,17 +263,44 @@ def stay_on_this_machine() -> None:
         os.environ.setdefault(name, loopback)
 
 
-def _work(pipe: Connection) -> None:
+def _work(rank: int, pipe: Connection) -> None:
     while (work := pipe.recv()) is not None:
         fn, args = work
+        answer: tuple[Any] | RankFailure
         try:
-            answer = (True, fn(*args))
-        except Exception:  # the parent reports it, whatever it is
-            answer = (False, traceback.format_exc())
+            answer = (fn(*args),)
+        except SilentRank as error:
+            answer = RankFailure(rank, str(error))
+        except Exception as error:  # the parent reports it, whatever it is
+            text = "".join(traceback.format_exception_only(error)).strip()
+            answer = RankFailure(rank, text, traceback.format_exc())
         try:
             pipe.send(answer)
         except Exception as error:  # a result that cannot travel
-            pipe.send((False, f"the result of {fn.__name__} could not be sent back: {error}"))
+            pipe.send(RankFailure(rank, f"the result of {fn.__name__} could not be sent back: {error}"))
+
+
+def _how_it_ended(process: Any) -> str:
+    process.join(2.0)
+    code = process.exitcode
+    if code is None:
+        return "it does not answer"
+    if code == 255:  # what multiprocessing says where it cannot know
+        return NO_SERVER
+    if code >= 0:
+        return f"exit code {code}"
+    names = {signal.value: signal.name for signal in signal.Signals}
+    return f"killed by {names.get(-code, f'signal {-code}')}"
+
+
+def _wait_for_end(process: int, seconds: float = 10.0) -> None:
+    """Return when a process that was killed is gone: until then it holds its locks. Where the fork server died too,
+    multiprocessing does not know."""
+    with contextlib.suppress(AttributeError, OSError):  # not Linux; gone
+        ended, handle = select.poll(), os.pidfd_open(process)
+        ended.register(handle, select.POLLIN)
+        ended.poll(1000 * seconds)
+        os.close(handle)
 
 
 def die_with(parent: int) -> None:

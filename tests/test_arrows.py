@@ -12,7 +12,8 @@ ALLOWED = {
     "attention": {"kernels", "arguments", "again"},
     "masks": {"kernels"},
     "files": set(),
-    "launch": set(),
+    "launch": {"scratch"},
+    "scratch": set(),
     "stdout": set(),
     "context": {"kernels", "arguments", "attention"},
     "parallel": set(),
@@ -34,7 +35,7 @@ ALLOWED = {
         "generate",
         "plan",
     },
-    "cli": {"stdout", "bench", "train", "generate", "plan"},
+    "cli": {"launch", "stdout", "bench", "train", "generate", "plan"},
     "__init__": {"masks", "attention"},
 }
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from flashspan import launch
-from flashspan.launch import RankError, Ranks, start_fork_server
+from flashspan.launch import RankError, Ranks, SilentRank, start_fork_server
 
 
 def add(value: float) -> float:
@@ -149,3 +149,49 @@ def test_ranks_that_never_began_are_named_by_those_that_waited() -> None:
     for rank in (1, 3):
         store.set(f"{launch.HERE}/{rank}", "")
     assert launch._who_did_not_come(store, 4, 6.0) is None
+
+
+def kill_on_one() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def fail_on_all() -> None:
+    raise ValueError("no luck here")
+
+
+def say_who_is_silent() -> None:
+    raise SilentRank("rank 7 did not answer")
+
+
+def test_the_first_cause_is_told_in_one_line() -> None:
+    for fn, cause in (
+        (kill_on_one, "the process of rank 1 died: killed by SIGKILL"),
+        (die_on_one, "the process of rank 1 died: exit code 3"),
+        (say_who_is_silent, "rank 7 did not answer"),
+    ):
+        with pytest.raises(RankError) as caught, Ranks(2) as ranks:
+            ranks.run(fn)
+        assert caught.value.cause == caught.value.report == cause
+    with pytest.raises(RankError) as caught, Ranks(2) as ranks:
+        ranks.run(fail_on_all)
+    assert caught.value.cause == "ValueError: no luck here"
+    assert "Traceback" in caught.value.report
+    with pytest.raises(ValueError, match=r"^no luck here$"):
+        launch.raise_plainly(caught.value)
+
+
+def test_a_death_is_told_at_once_and_its_peers_have_ended() -> None:
+    ranks, begin = Ranks(2), time.monotonic()
+    pids = ranks.pids
+    with pytest.raises(RankError):
+        ranks.run(stall_or_die)
+    assert time.monotonic() - begin < 10
+    assert all(gone(pid) for pid in pids)
+
+
+def stall_or_die() -> None:
+    if dist.get_rank() == 0:
+        time.sleep(60)
+    os._exit(3)

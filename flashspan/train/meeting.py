@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from flashspan.context.exchange import ExchangeError
+from flashspan.launch import SilentRank
 
 PATIENCE = 4.0
 """Seconds that a rank which failed waits for the others to fail too."""
@@ -46,10 +47,6 @@ def from_each(job: Callable[[], Any]) -> list[Any]:
     return [result for result, _ in ended]
 
 
-class SilentRank(RuntimeError):
-    """Ranks waited for another that neither came nor said why."""
-
-
 @contextlib.contextmanager
 def name_the_silent(when: str) -> Iterator[None]:
     """Where an exchange fails or times out, say which ranks did not fail with this one: those it was waiting for.
@@ -72,7 +69,8 @@ def name_the_silent(when: str) -> Iterator[None]:
         if not silent:
             raise
         who = ", ".join(map(str, silent))
-        raise SilentRank(f"rank {who} did not answer in {when} and is stalled or dead; first sign: {error}") from error
+        sign = str(error).partition("\n")[0]
+        raise SilentRank(f"rank {who} did not answer in {when} and is stalled or dead; first sign: {sign}") from error
 
 
 def _is_of_exchange(error: Exception) -> bool:

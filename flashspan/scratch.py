@@ -1,0 +1,78 @@
+"""A scratch folder for the processes of one command: sockets and the file by which ranks find each other.
+
+The process that made it removes it at its end. Where that process is killed, the fork server does, which imports this
+module and ends with its clients. Where both are killed, the next command does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import multiprocessing.process
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import BinaryIO
+
+PREFIX, LOCK = "flashspan-run-", "lock"
+VARIABLE = "FLASHSPAN_SCRATCH"
+"""The folder that a fork server removes at its end: set only while one is started."""
+FRESH = 60.0
+"""Seconds after which a folder without a lock is not one that is being made."""
+
+_held: dict[int, tuple[Path, BinaryIO]] = {}  # by process: a forked child must not take its parent's for its own
+
+
+def folder() -> Path:
+    """This process's scratch folder, made at the first call. multiprocessing puts its sockets there too."""
+    if os.getpid() not in _held:
+        clear_stale()
+        path = Path(tempfile.mkdtemp(prefix=PREFIX))
+        lock = (path / "new").open("wb")
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        (path / "new").rename(path / LOCK)  # a lock that has its name is held, or its process has ended
+        _held[os.getpid()] = path, lock
+        # multiprocessing would make a folder of its own, pymp-*, which stays when this process is killed.
+        multiprocessing.process.current_process()._config["tempdir"] = str(path)  # type: ignore[attr-defined]
+        _remove_at_exit(path)
+    return _held[os.getpid()][0]
+
+
+@contextlib.contextmanager
+def removed_by_fork_server() -> Iterator[None]:
+    """A fork server that is started inside this block removes the scratch folder when it ends."""
+    os.environ[VARIABLE] = str(folder())
+    try:
+        yield
+    finally:
+        del os.environ[VARIABLE]
+
+
+def clear_stale() -> None:
+    """Remove the scratch folders of processes that were killed: those whose lock is free."""
+    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            about = path.lstat()
+            if not path.is_dir() or path.is_symlink() or about.st_uid != os.getuid():
+                continue
+            try:
+                with (path / LOCK).open("rb") as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except FileNotFoundError:
+                if time.time() - about.st_mtime < FRESH:
+                    continue
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_at_exit(path: str | Path) -> None:
+    """Not at the end of a process forked from this one. After everything else: sockets may be in use until then."""
+    Finalize(None, shutil.rmtree, args=(path,), kwargs={"ignore_errors": True}, exitpriority=-200)
+
+
+if VARIABLE in os.environ:  # this is a fork server
+    _remove_at_exit(os.environ.pop(VARIABLE))
