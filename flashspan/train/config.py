@@ -132,6 +132,7 @@ class TrainSection:
     evaluate_every: int = option(40, "steps between losses on the validation file; 0: never")
     evaluate_samples: int = option(32, "samples in such a loss")
     tensorboard: bool = option(False, "write TensorBoard events too")
+    max_restarts: int = option(3, "restarts after the failure of a rank, in one command; under torchrun its own option")
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,9 @@ class ParallelSection:
 @dataclass(frozen=True)
 class CheckpointSection:
     folder: str = option("runs/tiny", "everything the run writes")
-    every: int = option(40, "steps between checkpoints; 0: only the last")
+    every: int = option(40, "steps between checkpoints; 0: only the last, and those of checkpoint.minutes")
+    minutes: float = option(0.0, "longest time between checkpoints, in minutes; 0: no limit")
+    grace: float = option(0.0, "seconds to save and exit after SIGTERM or Ctrl-C; 0: no limit")
     keep: int = option(2, "how many to keep")
     resume: bool = option(True, "go on from the newest whole checkpoint in the folder")
 
@@ -224,6 +227,7 @@ class TrainConfig:
             "parallel.tensor": 1,
             "parallel.inner": 0,
             "parallel.timeout": 1,
+            "train.max_restarts": 0,
             "checkpoint.every": 0,
             "checkpoint.keep": 1,
         }
@@ -356,6 +360,8 @@ RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "optimizer.beta2": ("at least 0 and less than 1", lambda x: 0 <= x < 1),
     "optimizer.eps": ("finite and greater than 0", lambda x: 0 < x < math.inf),
     "parallel.timeout": (f"at most {LONGEST:.0f} seconds, or no timer holds it", lambda x: x <= LONGEST),
+    "checkpoint.minutes": ("finite and at least 0", lambda x: 0 <= x < math.inf),
+    "checkpoint.grace": (f"at least 0 and at most {LONGEST:.0f} seconds", lambda x: 0 <= x <= LONGEST),
     "checkpoint.folder": ("the name of a folder", lambda x: bool(x.strip())),
 }
 """What a value must be beyond a least one."""

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-import signal
 import time
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,6 @@ from .samples import num_evaluated, open_samples, order_of
 from .state import load_optimizer_state, model_state, optimizer_state
 
 DONE, STOPPED, NOT_FINITE, NOT_SAVED = "done", "stopped", "not finite", "not saved"
-STOPS = (signal.SIGTERM, signal.SIGINT)
 FIRST_SCALE, GROW_AFTER = 2.0**14, 200
 
 
@@ -65,6 +63,8 @@ class Trainer:
         self.scale = FIRST_SCALE if config.train.precision == "float16" else 1.0
         self.steady = 0  # steps since the scale last changed
         self.step = self.saved = 0
+        self.saved_at = time.monotonic()
+        self.overdue = False  # whether the last save is checkpoint.minutes ago, by the clock of the first rank
         # A step, its samples, and how many targets and visible pairs those of all ranks have, made ready while the one
         # before runs.
         self.ahead: tuple[int, list[Placed], Tensor] | None = None
@@ -101,7 +101,7 @@ class Trainer:
                 self._save(writer)
             with name_the_silent(f"the checkpoint of step {self.step}"):
                 kept = from_first(writer.wait)
-            if first:
+            if first and not (how == STOPPED and config.checkpoint.grace):  # then the time is for the state
                 try:
                     draw_loss(self.folder)
                 except OSError as error:
@@ -148,7 +148,7 @@ class Trainer:
             speed, mfu, memory = num_tokens / seconds, flops / seconds / peak, memory_gib(self.device)
             display.step(StepMetrics(self.step, loss, norm, lr, speed, mfu, memory, seconds))
             last = self.step == config.train.steps
-            if self._is_saved(self.step):
+            if self.overdue or self._is_saved(self.step):
                 self._save(writer)
             if self._is_evaluated(self.step) and (last or not stop):
                 self._evaluate(display)
@@ -166,6 +166,11 @@ class Trainer:
         """Whether a checkpoint does."""
         every = self.config.checkpoint.every
         return step == self.config.train.steps or (every > 0 and step % every == 0)
+
+    def _is_overdue(self) -> bool:
+        """Whether this is the first rank, and a checkpoint is due by its clock: the others are told with the loss."""
+        minutes = self.config.checkpoint.minutes
+        return 0 < minutes <= (time.monotonic() - self.saved_at) / 60 and dist.get_rank() == 0
 
     def take_step(self, asked: Sized = ()) -> tuple[float, float, float, bool]:
         """One optimizer step: its loss, gradient norm and learning rate, and whether any rank was asked to stop before
@@ -191,20 +196,21 @@ class Trainer:
             except (ValueError, OSError) as error:
                 self.fault = str(error)
         stopping = len(asked) > 0 or self.fault is not None
-        mine = (local, self._number(float(stopping)), *self._counts(following))
+        flags = self._number(float(stopping)), self._number(float(self._is_overdue()))
+        mine = (local, *flags, *self._counts(following))
         sums = self._sum(torch.stack(mine))
         norms = self._clip()
         lr = learning_rate(self.step, config.train.steps, config.optimizer)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        results = torch.stack((sums[0] / count, sums[1], norms.to(sums.dtype), num_pairs))
+        results = torch.stack((sums[0] / count, sums[1], sums[2], norms.to(sums.dtype), num_pairs))
         if self.guarded:
             optimizer.found_inf = (~results.isfinite().all()).float()  # type: ignore[attr-defined]
             optimizer.step()
             optimizer.zero_grad()
         # What the next step begins with, before the host waits: once it knows, the device has nothing else to do.
         placed = [self.feed.place(*batch) for batch in following]
-        self.ahead = (self.step + 1, placed, sums[2:]) if placed else None
+        self.ahead = (self.step + 1, placed, sums[3:]) if placed else None
         wait = self._bring(results)
         # An optimizer that heeds the results has made its step, or none: the host need not know to go on.
         between = self._is_saved(self.step + 1) or self._is_evaluated(self.step + 1)
@@ -213,7 +219,8 @@ class Trainer:
             with self.parts.without_sync(len(placed) > 1), contextlib.suppress(torch.OutOfMemoryError):
                 self.begun = self._forward(placed[0])
         # The one moment at which the host waits for the device, where there are neither documents nor data ranks.
-        loss, stops, norm, self.num_pairs = wait()
+        loss, stops, overdue, norm, self.num_pairs = wait()
+        self.overdue = overdue > 0
         fine = math.isfinite(loss) and math.isfinite(norm)
         if not fine or stops > 0:
             self.begun = None
@@ -340,7 +347,7 @@ class Trainer:
             }
             order = order_of(self.config, self.train.file)
             writer.submit(checkpoint.State(self.step, self.shape, model, moments, order, extra))
-        self.saved = self.step
+        self.saved, self.saved_at = self.step, time.monotonic()
 
     def _resume(self, notes: list[str], held: contextlib.ExitStack) -> float:
         """Go on from the newest whole checkpoint, of the first rank's choice, and keep the folder until `held` ends.
@@ -352,6 +359,7 @@ class Trainer:
         load_into(self.parts.model, path)
         load_optimizer_state(self.parts, state.optimizer)
         self.step = self.saved = state.step
+        self.saved_at = time.monotonic()
         # Another precision's scale says nothing of this one's.
         if self.config.train.precision == state.extra["config"]["train"]["precision"] == "float16":
             self.scale, self.steady = float(state.extra["scale"]), int(state.extra["steady"])
@@ -384,24 +392,6 @@ def learning_rate(step: int, num_steps: int, options: OptimizerSection) -> float
         return options.lr * (step + 1) / options.warmup
     done = (step - options.warmup) / max(1, num_steps - 1 - options.warmup)
     return options.lr * (options.final_lr + (1 - options.final_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
-
-
-@contextlib.contextmanager
-def catch_signals() -> Iterator[list[int]]:
-    """SIGTERM and SIGINT to a rank, kept until the step has ended, and those that came while they were blocked.
-
-    However many come: a signal to the whole group of processes reaches a rank twice, by itself and passed on. Whoever
-    started the ranks counts, and ends them.
-    """
-    asked: list[int] = []
-    before = {kind: signal.signal(kind, lambda kind, frame: asked.append(kind)) for kind in STOPS}
-    blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
-    try:
-        yield asked
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        for kind, handler in before.items():
-            signal.signal(kind, handler)
 
 
 def _device() -> torch.device:

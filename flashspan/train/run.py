@@ -11,36 +11,37 @@ import contextlib
 import importlib.util
 import os
 import shlex
-import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from flashspan.files import make_folder
-from flashspan.launch import LONGEST, PRELOAD, RankError, Ranks, raise_plainly, start_fork_server
+from flashspan.launch import LONGEST, PRELOAD, RankError, Ranks, SilentRank, raise_plainly, start_fork_server
 from flashspan.model.huggingface import check_config
 
 from .checkpoint import checkpoints, last_step, refuse_damaged
 from .config import TrainConfig, describe_options, parse
 from .data import TokenFile, load_tokenizer, tokenizer_of
 from .estimate import describe_data, describe_plan, lack_of_disk, lack_of_memory
-from .loop import DONE, NOT_FINITE, NOT_SAVED, STOPPED, STOPS, Trainer, catch_signals
+from .loop import DONE, NOT_FINITE, NOT_SAVED, STOPPED, Trainer
 from .meeting import name_the_silent
 from .metrics import say
+from .restart import Attempts
 from .samples import num_evaluated, open_samples
+from .stop import STOPS, catch_signals, deadline, pass_signals_on
 
 SLOW = 4.0  # times as long as in float32, and a product is worth a word
 LONG_ENOUGH, LARGEST = 0.05, 1024
 """A product is timed that takes so many seconds, or is so wide: a smaller one is mostly the call, in any precision."""
-REPEAT = 1.0
-"""Seconds in which a second signal is the first again: `timeout` sends it to its child, and to the child's group."""
+FAILED, LATE = "failed", "late"
+"""How a run ends whose ranks fail, and one that is asked to stop and cannot save within `checkpoint.grace`."""
 HELP = """usage: flashspan train [config.toml] [--section.key value ...] [--dry-run]
 
 With no arguments: trains a tiny LLaMA on the text in the package, on 4 CPU ranks in a zigzag ring (or the GPUs here).
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str] = ()) -> int:
 
 
 def train(config: TrainConfig, *, dry_run: bool = False) -> int:
-    """Train as the config says; 0 when it is done or was asked to stop, with the state saved.
+    """Train as the config says; 0 when it is done or was asked to stop, with the state saved, and else 1.
 
     Under torchrun this is one of the ranks; otherwise it starts them. With `dry_run` the config, the mesh and an
     estimate of the memory are printed, and nothing is started or written. It refuses what the run would.
@@ -171,10 +172,10 @@ def time_product(size: int, dtype: torch.dtype) -> float:
     return min(times)
 
 
-def run_rank(config: TrainConfig) -> str:
-    """One rank's whole run, in a process group that exists."""
+def run_rank(config: TrainConfig, on_signal: Callable[[], None] = lambda: None) -> str:
+    """One rank's whole run, in a process group that exists. `on_signal` is called when it is asked to stop."""
     warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # pages of it, where a CPU has no such products
-    with catch_signals() as asked:
+    with catch_signals(on_signal) as asked:
         torch.manual_seed(config.train.seed)
         with name_the_silent("the making of the model"):
             trainer = Trainer(config)
@@ -188,52 +189,29 @@ def _start(config: TrainConfig, num_ranks: int) -> str:
             f"{num_ranks} ranks need as many GPUs: found {_num_gpus(config)}; or use --parallel.device cpu"
         )
     make_folder(config.checkpoint.folder, "--checkpoint.folder")
-    # The ranks inherit the block: a signal to the whole group, which reaches them and the server too, waits for them to
-    # be ready to save. torch._dynamo: an optimizer of PyTorch's brings it along, and it takes a second.
-    start_fork_server([*PRELOAD, "torch._dynamo", __name__], blocked=STOPS)
-    try:
-        with (
-            _signals_passed_on() as pass_to,
-            Ranks(num_ranks, backend=backend, timeout=config.parallel.timeout) as ranks,
-        ):
-            pass_to(ranks.pids)
-            return ranks.run(run_rank, config, timeout=LONGEST)[0]
-    except RankError as error:
-        raise_plainly(error)
-        print(error, file=sys.stderr)
-        return "failed"
-
-
-@contextlib.contextmanager
-def _signals_passed_on() -> Iterator[Callable[[list[int]], None]]:
-    """The first SIGTERM or SIGINT goes to the ranks, once there are any, and they save; one after that, and not at once
-    after it, is a KeyboardInterrupt here, which ends them."""
-    pids: list[int] = []
-    first: list[float] = []
-
-    def pass_on(kind: int, frame: Any) -> None:
-        if first and time.monotonic() - first[0] > REPEAT:
-            raise KeyboardInterrupt
-        if not first:
-            first.append(time.monotonic())
-            send()
-
-    def send() -> None:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
-
-    def pass_to(ranks: list[int]) -> None:
-        pids.extend(ranks)
-        if first:
-            send()
-
-    before = {kind: signal.signal(kind, pass_on) for kind in STOPS}
-    try:
-        yield pass_to
-    finally:
-        for kind, handler in before.items():
-            signal.signal(kind, handler)
+    attempts = Attempts(config)
+    with pass_signals_on(config.checkpoint.grace) as stop:
+        while True:
+            try:
+                # The ranks inherit the block: a signal to the whole group, which reaches them and the server too, waits
+                # for them to be ready to save. torch._dynamo: an optimizer of PyTorch's brings it along, and it takes a
+                # second.
+                start_fork_server([*PRELOAD, "torch._dynamo", __name__], blocked=STOPS)
+                with Ranks(num_ranks, backend=backend, timeout=config.parallel.timeout) as ranks:
+                    stop.pass_to(ranks.pids)
+                    return ranks.run(run_rank, attempts.config, timeout=LONGEST)[0]
+            except RankError as error:
+                if stop.late:
+                    return LATE
+                raise_plainly(error)
+                failure = error
+            refusal = "while it was stopping" if stop.asked else attempts.restart()
+            if failure.report != failure.cause:
+                print(failure.report, file=sys.stderr)
+            if refusal:
+                print(f"flashspan: step {attempts.failed_at}: {failure.cause}; {refusal}", file=sys.stderr)
+                return FAILED
+            say(f"step {attempts.failed_at}: {failure.cause}; {attempts.describe()}")
 
 
 def _join(config: TrainConfig) -> str:
@@ -245,9 +223,20 @@ def _join(config: TrainConfig) -> str:
         timeout = timedelta(seconds=config.parallel.timeout)
         dist.init_process_group("nccl" if gpus else "gloo", timeout=timeout)
     try:
-        return run_rank(config)
+        with deadline(config.checkpoint.grace, partial(_end_late, config)) as start_clock:
+            return run_rank(config, start_clock)
+    except SilentRank as error:
+        print(f"flashspan: {error}", file=sys.stderr)
+        return FAILED
     finally:
         dist.destroy_process_group()
+
+
+def _end_late(config: TrainConfig) -> None:
+    """End this rank, which torchrun started, in a step that takes longer than there is time."""
+    if dist.get_rank() == 0:
+        say(_farewell(config, LATE))
+    os._exit(1)
 
 
 def _num_gpus(config: TrainConfig) -> int:
@@ -260,20 +249,23 @@ def _num_gpus(config: TrainConfig) -> int:
 
 
 def _farewell(config: TrainConfig, how: str) -> str:
-    """What happened, what is where, and what to do next. Of a run that failed early little is there, or nothing."""
+    """What happened, what is where, and what to do next. After a run that failed early little is there, or nothing."""
     folder = config.checkpoint.folder
     saved = bool(checkpoints(folder))
     again = "the same command" if config.checkpoint.resume else "the same command with --checkpoint.resume true"
+    late = f"stopped as asked, but the state could not be saved within checkpoint.grace {config.checkpoint.grace:g} s"
     told = {
         DONE: "done",
-        STOPPED: f"stopped as asked, state saved; {again} goes on",
+        STOPPED: f"stopped as asked, state saved; {again} resumes",
         NOT_FINITE: "stopped: loss or gradients were not finite; the state before that step is saved",
-        NOT_SAVED: f"ended, and the last checkpoint could not be written; {again} goes on from the one before",
-        "failed": f"a rank failed; {again} goes on from the last checkpoint",
+        NOT_SAVED: f"ended, and the last checkpoint could not be written; {again} resumes from the one before",
+        FAILED: f"a rank failed; {again} resumes from the last checkpoint",
+        LATE: f"{late}; {again} resumes from the last checkpoint, step {last_step(folder)}",
     }
     if not saved:
         told[NOT_SAVED] = "ended, and its only checkpoint could not be written; the same command starts over"
-        told["failed"] = "a rank failed before the first checkpoint; the same command starts over"
+        told[FAILED] = "a rank failed before the first checkpoint; the same command starts over"
+        told[LATE] = f"{late}; there is no checkpoint, the same command starts over"
     there = ["checkpoints"] if saved else []
     there += [name for name in ("metrics.jsonl", "loss.png") if (Path(folder) / name).exists()]
     lines = [told[how]]

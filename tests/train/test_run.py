@@ -86,7 +86,7 @@ def test_a_farewell_names_what_is_there(config_of: Callable[..., TrainConfig], h
         assert said.endswith(f"the same command starts over{says}")
     (folder / "step-00000001").mkdir()
     said = run._farewell(config, how)
-    assert "the same command goes on from" in said
+    assert "the same command resumes from" in said
     assert said.endswith(f"\n  checkpoints, metrics.jsonl and loss.png are in {folder}")
 
 

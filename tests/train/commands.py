@@ -1,0 +1,83 @@
+"""`flashspan train` as a command with a temporary folder of its own: its processes, and what it leaves there. Linux."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from flashspan.train import TrainConfig
+
+PARENT, RANK, SERVER = "parent", "rank", "fork server"
+
+
+class Command:
+    """A running command. What it says goes to a file."""
+
+    def __init__(self, config: TrainConfig, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "run.toml").write_text(config.describe())
+        self.output = folder / "output"
+        # Short: names of sockets have at most 107 characters.
+        self._temporary = tempfile.TemporaryDirectory(prefix="fs", ignore_cleanup_errors=True)
+        self.temporary = Path(self._temporary.name)
+        self._mark = f"TMPDIR={self.temporary}".encode()
+        caches = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
+        with self.output.open("ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "flashspan.train", str(folder / "run.toml")],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **caches, "TMPDIR": str(self.temporary)},
+                start_new_session=True,
+            )
+
+    def find(self, kind: str) -> list[int]:
+        """The living processes of a kind, ranks in their order."""
+        if kind == PARENT:
+            return [self.process.pid] if self.process.poll() is None else []
+        servers = [pid for pid in self.processes() if _parent_of(pid) == self.process.pid and _is_server(pid)]
+        if kind == SERVER:
+            return servers
+        return sorted(pid for pid in self.processes() if _parent_of(pid) in servers)
+
+    def processes(self) -> list[int]:
+        """All that are alive, whoever started them: they inherit the name of the temporary folder."""
+        return [int(path.name) for path in Path("/proc").glob("[0-9]*") if self._mark in _read(path / "environ")]
+
+    def left(self, seconds: float = 10.0) -> list[str]:
+        """Processes and files that are still there after so many seconds; at once, where there are none."""
+        end = time.monotonic() + seconds
+        while True:
+            left = [f"process {pid}" for pid in self.processes()]
+            left += [str(path) for path in self.temporary.rglob("*")]
+            if not left or time.monotonic() > end:
+                return left
+            time.sleep(0.1)
+
+    def close(self) -> None:
+        """End all of its processes."""
+        for pid in self.processes():
+            os.kill(pid, signal.SIGKILL)
+        self.process.wait(20)
+        self._temporary.cleanup()
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:  # it has ended meanwhile
+        return b""
+
+
+def _parent_of(pid: int) -> int:
+    fields = _read(Path(f"/proc/{pid}/stat")).rpartition(b")")[2].split()
+    return int(fields[1]) if fields else 0
+
+
+def _is_server(pid: int) -> bool:
+    return b"multiprocessing.forkserver" in _read(Path(f"/proc/{pid}/cmdline"))

@@ -1,0 +1,141 @@
+"""Kills at random moments cost no bits, no process and no file. The campaign: `pytest -m campaign -s`."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashspan.train import TrainConfig, checkpoint
+from flashspan.train.loop import Trainer
+from flashspan.train.metrics import read_metrics
+from flashspan.train.run import run_rank
+from tests.train.commands import PARENT, RANK, SERVER, Command
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
+ConfigOf = Callable[..., TrainConfig]
+OPTIONS = (
+    "--parallel.ranks=2",
+    "--parallel.context=2",
+    "--checkpoint.every=2",
+    "--train.steps=60",
+    "--train.evaluate_every=20",
+    "--train.evaluate_samples=2",
+)
+
+
+def final_state(config: TrainConfig) -> dict[str, Tensor]:
+    path = checkpoint.newest(config.checkpoint.folder)
+    assert path is not None
+    state = checkpoint.read(path)
+    assert state.step == config.train.steps
+    return {**state.model, **state.optimizer}
+
+
+def check_run(config: TrainConfig, want: dict[str, Tensor]) -> None:
+    """A run that ended well has the bits of one that nobody disturbed, and each row once."""
+    got = final_state(config)
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    rows = read_metrics(Path(config.checkpoint.folder) / "metrics.jsonl")
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, config.train.steps + 1))
+    assert [row["step"] for row in rows if "validation_loss" in row] == [20, 40, 60]
+
+
+def wait_and_kill(command: Command, kind: str, rank: int, seconds: float) -> bool:
+    """Kill a process of this kind after so many seconds, or as soon as there is one; whether the run was killed."""
+    time.sleep(seconds)
+    while command.process.poll() is None:
+        if found := command.find(kind):
+            os.kill(found[rank % len(found)], signal.SIGKILL)
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def run_whole(config: TrainConfig, folder: Path) -> tuple[dict[str, Tensor], float]:
+    """What an undisturbed run ends with, and how long it takes."""
+    begin, command = time.monotonic(), Command(config, folder)
+    assert command.process.wait(100) == 0, command.output.read_text()
+    seconds = time.monotonic() - begin
+    assert command.left() == []
+    command.close()
+    return final_state(config), seconds
+
+
+@pytest.mark.parametrize(
+    ("num_kills", "num_restarted", "seed"),
+    [(1, 1, 4), pytest.param(100, 30, 0, marks=[pytest.mark.campaign, pytest.mark.timeout(7200)])],
+    ids=["sample", "campaign"],
+)
+def test_kills_at_random_moments_cost_nothing(
+    config_of: ConfigOf, tmp_path: Path, num_kills: int, num_restarted: int, seed: int
+) -> None:
+    """The first `num_restarted` kills, of ranks and the fork server, are of runs that restart by themselves."""
+    chance = random.Random(seed)
+    want, whole_seconds = run_whole(config_of(*OPTIONS, f"--checkpoint.folder={tmp_path / 'whole'}"), tmp_path)
+    kills = runs = 0
+    while kills < num_kills:
+        automatic, folder = kills < num_restarted, tmp_path / str(runs)
+        config = config_of(*OPTIONS, f"--checkpoint.folder={folder}", f"--train.max_restarts={3 * automatic}")
+        finished = False
+        while not finished:
+            kind = chance.choice([RANK, SERVER] if automatic else [PARENT, RANK, SERVER])
+            rank, moment = chance.randrange(2), chance.uniform(0, whole_seconds)
+            command = Command(config, tmp_path)
+            killed = wait_and_kill(command, kind, rank, moment)
+            code = command.process.wait(100)
+            left, finished = command.left(), code == 0
+            kills += killed
+            print(f"seed {seed} run {runs} kill {kills}: {kind} {rank} at {moment:.2f} s, exit code {code}", flush=True)
+            command.close()
+            assert left == []
+            assert finished or (killed and not automatic), command.output.read_text()
+        check_run(config, want)
+        shutil.rmtree(folder)
+        runs += 1
+
+
+def resident_at(config: TrainConfig, steps: tuple[int, ...]) -> list[int]:
+    """A run, and the resident bytes of this rank after these steps."""
+    seen: list[int] = []
+    take_step = Trainer.take_step
+
+    def take_and_see(self: Trainer, asked: Any = ()) -> Any:
+        result = take_step(self, asked)
+        if self.step in steps:
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            seen.append(pages * os.sysconf("SC_PAGE_SIZE"))
+        return result
+
+    Trainer.take_step = take_and_see  # type: ignore[method-assign]
+    try:
+        run_rank(config)
+    finally:
+        Trainer.take_step = take_step  # type: ignore[method-assign]
+    return seen
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("axis", ["context", "shard", "data"])
+def test_a_thousand_steps_take_no_more_memory(
+    on_ranks: Callable[..., list[Any]], config_of: ConfigOf, axis: str
+) -> None:
+    degrees = {"context": 1, axis: 2}
+    options = [f"--parallel.{name}={value}" for name, value in degrees.items()]
+    steps = ("--train.steps=1000", "--train.evaluate_every=50", "--train.evaluate_samples=4", "--checkpoint.every=50")
+    marks = tuple(range(100, 1001, 100))
+    for rank, seen in enumerate(on_ranks(2, resident_at, config_of(*options, *steps), marks, timeout=1000)):
+        print(f"{axis}, rank {rank}: MiB resident after each 100 steps:", *(round(x / 2**20, 1) for x in seen))
+        assert seen[-1] <= 1.01 * seen[0]
