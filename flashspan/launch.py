@@ -91,11 +91,18 @@ class Ranks:
 
     A function must be importable by name (defined at the top of a module). Each rank gets `threads` CPU threads
     (by default its share of the machine). A collective that stalls raises on its rank after `timeout` seconds; a call
-    of `run` that outlasts its own timeout kills every rank and raises TimeoutError.
+    of `run` that outlasts its own timeout kills every rank and raises TimeoutError. With `share_gpu` all ranks use the
+    first GPU, and gloo: NCCL refuses two ranks on one.
     """
 
     def __init__(
-        self, num_ranks: int, *, backend: str = "gloo", threads: int | None = None, timeout: float = 60.0
+        self,
+        num_ranks: int,
+        *,
+        backend: str = "gloo",
+        threads: int | None = None,
+        timeout: float = 60.0,
+        share_gpu: bool = False,
     ) -> None:
         if num_ranks < 1:
             raise ValueError(f"a process group needs at least 1 rank: got {num_ranks}")
@@ -104,6 +111,8 @@ class Ranks:
         start_fork_server(PRELOAD)
         threads = threads or max(1, (os.cpu_count() or 1) // num_ranks)
         self.num_ranks = num_ranks
+        if share_gpu and backend != "gloo":
+            raise ValueError(f"ranks that share a GPU need the gloo backend: got {backend!r}")
         self._folder = tempfile.mkdtemp(prefix="ranks-", dir=scratch.folder())
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
@@ -111,9 +120,10 @@ class Ranks:
             for rank in range(num_ranks):
                 here, there = context.Pipe()
                 self._pipes.append(here)
+                rest = (self._folder, threads)
                 process = context.Process(
                     target=_serve,
-                    args=(rank, num_ranks, backend, self._folder, threads, timeout, there, os.getpid(), sys.path),
+                    args=(rank, num_ranks, backend, share_gpu, *rest, timeout, there, os.getpid(), sys.path),
                     daemon=True,
                 )
                 process.start()
@@ -215,6 +225,7 @@ def _serve(
     rank: int,
     num_ranks: int,
     backend: str,
+    share_gpu: bool,
     folder: str,
     threads: int,
     timeout: float,
@@ -230,8 +241,8 @@ def _serve(
     torch.set_num_threads(threads)
     stay_on_this_machine()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
-    if backend == "nccl":
-        torch.cuda.set_device(rank)
+    if backend == "nccl" or share_gpu:
+        torch.cuda.set_device(0 if share_gpu else rank)
     store = dist.FileStore(os.path.join(folder, "rendezvous"), num_ranks)
     span = timedelta(seconds=timeout)
     store.set(f"{HERE}/{rank}", "")

@@ -28,7 +28,7 @@ from flashspan.bench.check import (
     why_more,
 )
 from flashspan.bench.clock import here, timed
-from flashspan.bench.memory import free_bytes, peak_of
+from flashspan.bench.memory import free_bytes, peak_of, refuse_shared_gpu
 from flashspan.context.layout import LAYOUTS
 from flashspan.context.strategy import STRATEGIES
 from flashspan.kernels import reference
@@ -81,6 +81,7 @@ def attend(
     layout: Layout = "zigzag",
     dtype: Dtype = "float32",
     seed: int = 0,
+    share_gpu: bool = False,
 ) -> int:
     """Run attention over 1 to 8 devices and show that it is right.
 
@@ -100,6 +101,7 @@ def attend(
         layout: which device holds which tokens.
         dtype: of q, k and v.
         seed: of the random inputs.
+        share_gpu: all devices are ranks on the first GPU, to try and debug parallel code with one.
     """
     kv_heads = heads if kv_heads is None else kv_heads
     if not 1 <= num_devices <= MAX_DEVICES:
@@ -115,18 +117,21 @@ def attend(
     for (name, choices), value in zip(known.items(), (strategy, layout, dtype), strict=True):
         if value not in choices:
             raise ValueError(f"{name} must be one of {', '.join(choices)}: got {value!r}")
-    gpus = torch.cuda.device_count() >= num_devices
+    gpus = share_gpu or torch.cuda.device_count() >= num_devices
     job = Job(seq_len, head_dim, strategy, layout, causal, heads, kv_heads, dtype, seed, "cuda" if gpus else "cpu")
+    if share_gpu:
+        refuse_shared_gpu(num_devices, needed_bytes(job, 1), "lower N, T, D or the heads")
     needed, free = needed_bytes(job, num_devices), free_bytes(job.device_type)
     needs = f"attend {num_devices} {seq_len} {head_dim} needs about {needed / 2**30:.1f} GiB of memory"
     if free is not None and needed > free:
         raise ValueError(f"{needs}, and {free / 2**30:.1f} are there: lower T, D or the heads")
-    where = "GPUs" if gpus else f"CPU processes on {os.cpu_count()} cores"
+    where = "ranks on one GPU" if share_gpu else "GPUs" if gpus else f"CPU processes on {os.cpu_count()} cores"
     print("FlashAttention across devices, forward")
     print(f"Devices: {num_devices} ({where}), sequence length T: {seq_len}, head dim D: {head_dim}")
     print(f"Heads: {heads} on {kv_heads} kv heads, {'causal' if causal else 'full'}, {dtype}, {strategy}, {layout}\n")
     try:
-        with Ranks(num_devices, backend="nccl" if gpus else "gloo", timeout=120) as ranks:
+        backend = "nccl" if gpus and not share_gpu else "gloo"
+        with Ranks(num_devices, backend=backend, timeout=120, share_gpu=share_gpu) as ranks:
             answers: list[Answer] = ranks.run(run_on_rank, job, timeout=900)
     except RankError as error:
         if sweep.is_out_of_memory(error):

@@ -2,6 +2,7 @@
 
 flashspan check                                              every strategy and layout on 4 ranks
 flashspan check --ranks 4 --strategy ring --layout zigzag --tokens 1000
+flashspan check --ranks 4 --share-gpu                        4 ranks on one GPU
 torchrun --nproc-per-node 8 -m flashspan.cli check           joins the ranks that torchrun started
 """
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from flashspan.bench.clock import here
-from flashspan.bench.memory import free_bytes
+from flashspan.bench.memory import free_bytes, refuse_shared_gpu
 from flashspan.context.layout import LAYOUTS
 from flashspan.context.strategy import STRATEGIES, ContextAttention, context_parallel
 from flashspan.kernels import tiled
@@ -100,6 +101,7 @@ class Result:
     dq: float
     dk: float
     dv: float
+    transport: str = ""
 
     def passes(self, dtype: str, tokens: int = 1) -> bool:
         forward, backward = at_length(BOUNDS[dtype], dtype, tokens)
@@ -119,6 +121,7 @@ def check(
     causal: bool = True,
     dtype: Dtype = "float32",
     seed: int = 0,
+    share_gpu: bool = False,
 ) -> int:
     """Prove on this machine that parallel attention equals serial attention.
 
@@ -139,6 +142,7 @@ def check(
         causal: each token sees only itself and those before it.
         dtype: of q, k and v.
         seed: of the random inputs.
+        share_gpu: all ranks on the first GPU, to try and debug parallel code with one.
     """
     if dtype not in BOUNDS:
         raise ValueError(f"dtype must be one of {', '.join(BOUNDS)}: got {dtype!r}")
@@ -148,6 +152,8 @@ def check(
         raise ValueError(f"check needs 1 or more tokens and a head size of 1 to 256: got {tokens} and {head_dim}")
     refuse_large_seed(seed)
     joined = dist.is_torchelastic_launched()
+    if joined and share_gpu:
+        raise ValueError("--share-gpu starts its own ranks: leave torchrun out, or --share-gpu")
     if joined:
         cuda = torch.cuda.is_available()
         dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=120))
@@ -166,7 +172,9 @@ def check(
             dist.destroy_process_group()
     else:
         refuse_ranks(ranks)
-        cuda = ranks <= torch.cuda.device_count()
+        cuda = share_gpu or ranks <= torch.cuda.device_count()
+        if share_gpu:
+            refuse_shared_gpu(ranks, problem.needed_bytes(1), "lower --ranks, --tokens or the heads")
         needed, free = problem.needed_bytes(1 if cuda else ranks), free_bytes("cuda" if cuda else "cpu")
         if free is not None and needed > free:
             raise ValueError(
@@ -175,7 +183,8 @@ def check(
                 "the heads or --ranks"
             )
         what = f"{len(cases)} {'case' if len(cases) == 1 else 'cases'} on {ranks} ranks"
-        with waiting(what), Ranks(ranks, backend="nccl" if cuda else "gloo", timeout=120) as pool:
+        backend = "nccl" if cuda and not share_gpu else "gloo"
+        with waiting(what), Ranks(ranks, backend=backend, timeout=120, share_gpu=share_gpu) as pool:
             results = pool.run(run_on_rank, problem, "cuda" if cuda else "cpu", timeout=900)[0]
     if results:  # on rank 0 only
         print_table(problem, ranks, results)
@@ -223,6 +232,7 @@ def run_on_rank(problem: Problem, device_type: str) -> list[Result]:
     for strategy, layout in problem.cases:
         attend = over_all_ranks(strategy, layout, device_type, num_tokens=problem.tokens)
         q, k, v, dout = (attend.shard(x, 2) for x in inputs)
+        transport = attend.transport(device)
         leaves = [x.requires_grad_() for x in (q, k, v)]
         out = attend(*leaves, causal=problem.causal)
         out.backward(dout)
@@ -233,7 +243,8 @@ def run_on_rank(problem: Problem, device_type: str) -> list[Result]:
             sizes = [one if one.norm() > NOTHING * largest.norm() else largest for one in exact[1:]]
             pairs = zip(whole, exact, [exact[0], *sizes], strict=True)
             errors = [relative(mine, one, size) for mine, one, size in pairs]
-            results.append(Result(strategy, layout, *errors))
+            out_error, dq, dk, dv = errors
+            results.append(Result(strategy, layout, out_error, dq, dk, dv, transport))
     return results
 
 
@@ -253,6 +264,7 @@ def over_all_ranks(strategy: str, layout: str, device_type: str, **options: Any)
     world = dist.get_world_size()
     group: Any = dist.group.WORLD
     if strategy == "hybrid":
+        device_type = device_type if dist.get_backend() == "nccl" else "cpu"
         group = init_device_mesh(device_type, (world // 2, 2) if world % 2 == 0 else (world, 1))
     elif strategy == "double_ring":
         nodes = max(n for n in range(1, math.isqrt(world) + 1) if world % n == 0)
@@ -272,6 +284,8 @@ def print_table(problem: Problem, ranks: int, results: list[Result]) -> None:
         f"{ranks} ranks against one device in float64: {problem.tokens} tokens, {problem.heads} heads on "
         f"{problem.kv_heads} kv heads of {problem.head_dim}, {kind}, {problem.dtype}"
     )
+    for transport in dict.fromkeys(result.transport for result in results):
+        print(f"transport: {transport}")
     why = why_more(problem.dtype, problem.tokens)
     print(f"relative errors; allowed: out {forward:g}, gradients {backward:g}{why}\n")
     print(f"{'strategy':<12} {'layout':<11} " + " ".join(f"{name:>9}" for name in ("out", "dq", "dk", "dv")))

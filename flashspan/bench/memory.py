@@ -75,6 +75,22 @@ def peak_of(call: Callable[[], T], device: torch.device) -> tuple[float, T]:
     return timeline.peak, result
 
 
+CONTEXT = 600 * 2**20
+"""Bytes of a GPU's memory that each process takes before its first tensor, about."""
+
+
+def refuse_shared_gpu(num_ranks: int, num_bytes: float, remedy: str) -> None:
+    """ValueError where ranks that share a GPU, each with so many bytes, do not fit in it, or where there is none."""
+    if not torch.cuda.is_available():
+        raise ValueError("--share-gpu needs a GPU: found none; without it, ranks are CPU processes")
+    needed, total = num_ranks * (num_bytes + CONTEXT), free_bytes("cuda")
+    if total is not None and needed > total:
+        raise ValueError(
+            f"{num_ranks} ranks that share a GPU need about {needed / 2**30:.1f} GiB, and it has {total / 2**30:.1f}; "
+            f"{remedy}"
+        )
+
+
 def free_bytes(device_type: str) -> float | None:
     """Memory there is to use, of a GPU or of this machine; None where the system does not tell."""
     return float(torch.cuda.get_device_properties(0).total_memory) if device_type == "cuda" else available_bytes()

@@ -41,6 +41,11 @@ def sum_in_rank_order(flat: Tensor, group: dist.ProcessGroup | None = None, *, d
     and an all-gather), and its result does not.
     """
     num_ranks = dist.get_world_size(group)
+    if flat.is_cuda and num_ranks > 1 and dist.get_backend(group) == "gloo":  # ranks share a GPU: gloo moves CPU memory
+        host = flat.cpu()
+        sum_in_rank_order(host, group, divisor=divisor)
+        flat.copy_(host)
+        return
     # Two terms commute: any order is this order. But two of float16 may be too much for it, where their mean is not.
     if num_ranks == 1 or (num_ranks == 2 and flat.dtype != torch.float16):
         dist.all_reduce(flat, group=group)

@@ -165,6 +165,7 @@ class ParallelSection:
         "zigzag", "who holds which tokens; balanced: blocks of 128, by the work of the attention's pattern"
     )
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto: the GPUs if there are any")
+    share_gpu: bool = option(False, "all ranks on the first GPU, to develop parallel runs with one")
     timeout: float = option(300.0, "seconds before a stalled exchange is an error")
 
     def degrees(self, world_size: int) -> dict[str, int]:

@@ -56,11 +56,14 @@ def describe_data(config: TrainConfig) -> str:
 
 def lack_of_memory(config: TrainConfig, num_ranks: int, num_here: int) -> str | None:
     """Why this machine's memory is too little for `num_here` of the ranks; None where it is not, or nobody knows."""
-    peak, free = estimate(config, num_ranks).peak + PROCESS_BYTES, available_bytes()
+    peak = estimate(config, num_ranks).peak + PROCESS_BYTES
+    where, free = "a CPU", available_bytes()
+    if config.parallel.share_gpu:
+        where, free = "one GPU", float(torch.cuda.get_device_properties(0).total_memory)
     if free is None or num_here * peak <= free:
         return None
     return (
-        f"the ranks on a CPU share its memory: {num_here} of about {peak / 2**30:,.1f} GiB each need "
+        f"the ranks on {where} share its memory: {num_here} of about {peak / 2**30:,.1f} GiB each need "
         f"{num_here * peak / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB are available; use fewer ranks, a smaller "
         "train.batch or data.sequence, or a smaller model"
     )

@@ -41,7 +41,7 @@ class Trainer:
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
-        self.device = _device()
+        self.device = _device(config)
         if config.train.tf32:
             torch.set_float32_matmul_precision("high")  # which our own kernels ask for too
         degrees: dict[str, Any] = {**config.parallel.degrees(dist.get_world_size())}
@@ -394,8 +394,8 @@ def learning_rate(step: int, num_steps: int, options: OptimizerSection) -> float
     return options.lr * (options.final_lr + (1 - options.final_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
 
 
-def _device() -> torch.device:
-    if dist.get_backend() == "nccl":
+def _device(config: TrainConfig) -> torch.device:
+    if dist.get_backend() == "nccl" or config.parallel.share_gpu:
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 

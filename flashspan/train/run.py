@@ -68,11 +68,12 @@ def train(config: TrainConfig, *, dry_run: bool = False) -> int:
     """
     joined = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     num_ranks = int(os.environ["WORLD_SIZE"]) if joined else config.parallel.default_ranks(_num_gpus(config))
-    check(config, num_ranks)
+    check(config, num_ranks, joined)
     # Whoever started ranks on several machines, and does not say how many on this one, is not second-guessed.
     num_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if joined else num_ranks
     # Of a GPU's memory its allocator tells; a CPU's is handed out though it is not there, and then a rank is killed.
-    lack = None if _num_gpus(config) else lack_of_memory(config, num_ranks, num_here)
+    has_own = _num_gpus(config) and not config.parallel.share_gpu
+    lack = None if has_own else lack_of_memory(config, num_ranks, num_here)
     first = not joined or os.environ["RANK"] == "0"
     if first and last_step(config.checkpoint.folder) < config.train.steps:  # who writes checkpoints, if there are any
         lack = lack or lack_of_disk(config)
@@ -94,7 +95,7 @@ def train(config: TrainConfig, *, dry_run: bool = False) -> int:
     return 0 if how in (DONE, STOPPED) else 1
 
 
-def check(config: TrainConfig, num_ranks: int) -> None:
+def check(config: TrainConfig, num_ranks: int, joined: bool = False) -> None:
     """Refuse, before anything is started or written, what could not run."""
     degrees = config.parallel.degrees(num_ranks)
     shape = config.model.resolve()
@@ -109,6 +110,11 @@ def check(config: TrainConfig, num_ranks: int) -> None:
         raise ValueError(
             f"parallel.tensor must divide the heads and the kv heads: got {shape.num_heads} and {shape.num_kv_heads} "
             f"heads on {degrees['tensor']} ranks; use a smaller degree"
+        )
+    if config.parallel.share_gpu and (joined or degrees["shard"] > 1 or degrees["tensor"] > 1):
+        raise ValueError(
+            "parallel.share_gpu serves the data and context degrees, of ranks that flashspan starts: got "
+            + ("ranks of torchrun" if joined else f"shard {degrees['shard']}, tensor {degrees['tensor']}")
         )
     if config.parallel.inner and degrees["context"] % config.parallel.inner:
         raise ValueError(
@@ -183,7 +189,8 @@ def run_rank(config: TrainConfig, on_signal: Callable[[], None] = lambda: None) 
 
 
 def _start(config: TrainConfig, num_ranks: int) -> str:
-    backend = "nccl" if _num_gpus(config) else "gloo"
+    share_gpu = config.parallel.share_gpu
+    backend = "nccl" if _num_gpus(config) and not share_gpu else "gloo"
     if backend == "nccl" and num_ranks > _num_gpus(config):
         raise ValueError(
             f"{num_ranks} ranks need as many GPUs: found {_num_gpus(config)}; or use --parallel.device cpu"
@@ -197,7 +204,8 @@ def _start(config: TrainConfig, num_ranks: int) -> str:
                 # for them to be ready to save. torch._dynamo: an optimizer of PyTorch's brings it along, and it takes a
                 # second.
                 start_fork_server([*PRELOAD, "torch._dynamo", __name__], blocked=STOPS)
-                with Ranks(num_ranks, backend=backend, timeout=config.parallel.timeout) as ranks:
+                timeout = config.parallel.timeout
+                with Ranks(num_ranks, backend=backend, timeout=timeout, share_gpu=share_gpu) as ranks:
                     stop.pass_to(ranks.pids)
                     return ranks.run(run_rank, attempts.config, timeout=LONGEST)[0]
             except RankError as error:
@@ -240,6 +248,10 @@ def _end_late(config: TrainConfig) -> None:
 
 
 def _num_gpus(config: TrainConfig) -> int:
+    if config.parallel.share_gpu and (config.parallel.device == "cpu" or not torch.cuda.is_available()):
+        raise ValueError(
+            "parallel.share_gpu needs a GPU, and there is none here or parallel.device is cpu: leave it out"
+        )
     if config.parallel.device == "cpu":
         return 0
     found = torch.cuda.device_count()

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from flashspan.context.layout import Layout, Placement, deal, place
 from flashspan.context.strategy import ContextAttention, context_parallel
 from flashspan.kernels import reference
+from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.contract import Dropout, row_delta
 from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band, Mask
 from flashspan.kernels.patterns import documents, prefix, ragged
@@ -34,7 +35,17 @@ def make_mask(name: str, T: int) -> Mask:
         "prefix": lambda: prefix(T // 2, T),
         "ragged": lambda: ragged([T // 2, T], T, T),
         "nothing": lambda: Band(5 * T, None),
+        "blocks": lambda: random_blocks(T),
     }[name]()
+
+
+def random_blocks(T: int) -> Mask:
+    """A block map: a third of the 16 x 16 blocks, and the causal half of those on the diagonal."""
+    num = -(-T // 16)
+    chosen = torch.rand(num, num, generator=torch.Generator().manual_seed(T)) < 0.3
+    seen = chosen.repeat_interleave(16, 0).repeat_interleave(16, 1)[:T, :T]
+    near = torch.block_diag(*[torch.ones(16, 16).tril()] * num)[:T, :T].bool()
+    return Blocks.from_dense(seen | near)
 
 
 def blocks_of_five(num_tokens: int, num_ranks: int) -> Placement:
@@ -58,6 +69,7 @@ class Case:
     batch: int = 2
     dtype: torch.dtype = torch.float32
     dropout: float = 0.0
+    device: str = "cpu"
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -110,13 +122,14 @@ def run_cases(cases: list[Case]) -> list[Any]:
         if attend is None:
             results.append(None)
             continue
-        q, k, v, dout, dlse = (attend.shard(x, 2) for x in case.inputs())
+        q, k, v, dout, dlse = (attend.shard(x, 2).to(case.device) for x in case.inputs())
         leaves = [x.requires_grad_() for x in (q, k, v)]
-        out, lse = attend(q, k, v, mask=make_mask(case.mask, case.T), dropout=case.dropout, seed=7, return_lse=True)
+        mask = make_mask(case.mask, case.T)
+        out, lse = attend(q, k, v, mask=mask, dropout=case.dropout, seed=7, return_lse=True)
         assert out.dtype == case.dtype
         finite = lse.isfinite()
         torch.autograd.backward([out, lse], [dout, torch.where(finite, dlse, 0.0)])
-        results.append([x.detach().double().numpy() for x in (out, lse, *(leaf.grad for leaf in leaves))])
+        results.append([x.detach().double().cpu().numpy() for x in (out, lse, *(leaf.grad for leaf in leaves))])
     return results
 
 

@@ -1,0 +1,96 @@
+"""Canaries: the names of torch and of the CUDA driver that `peer_memory` uses are there and take what it gives them."""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import sys
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric
+
+from flashspan.context import peer_memory
+from flashspan.context.exchange import ExchangeError
+from flashspan.launch import Ranks
+
+
+def test_symmetric_memory_has_empty_and_rendezvous() -> None:
+    assert "device" in str(inspect.signature(symmetric.empty)) or callable(symmetric.empty)
+    assert list(inspect.signature(symmetric.rendezvous).parameters) == ["tensor", "group"]
+
+
+@pytest.mark.parametrize("name", ["rank", "world_size", "buffer_ptrs", "get_buffer"])
+def test_a_rendezvous_gives_what_is_read_from_it(name: str) -> None:
+    assert hasattr(torch._C._distributed_c10d._SymmetricMemory, name)
+
+
+def test_a_process_group_has_a_name() -> None:
+    assert hasattr(dist.ProcessGroup, "group_name")
+
+
+@pytest.mark.gpu
+def test_the_driver_waits_and_writes() -> None:
+    driver, word = peer_memory.Driver(), torch.zeros(4, dtype=torch.int32, device="cuda")
+    waits, writes = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    driver.wait(waits, word.data_ptr() + 4, 7)
+    time.sleep(0.05)
+    assert not waits.query()
+    driver.write(writes, word.data_ptr() + 4, 7)
+    waits.synchronize()
+    assert word.tolist() == [0, 7, 0, 0]
+
+
+def make_arena() -> list[int]:
+    """On a rank: an arena, a copy to each rank, and what came."""
+    device = torch.device("cuda", 0)
+    peer_memory.allow_shared_gpu()
+    assert dist.group.WORLD is not None
+    memory = peer_memory.CudaPeerMemory(dist.group.WORLD, device, 8, 4096, 30.0)
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    sent = torch.full((256,), rank + 1, dtype=torch.uint8, device=device)
+    for peer in range(num_ranks):
+        memory.follow(peer_memory.FAST)
+        memory.copy(peer_memory.FAST, peer, 256 * rank, sent)
+        memory.signal(peer_memory.FAST, peer, rank, 99)
+    for peer in range(num_ranks):
+        memory.wait(peer_memory.COMPUTE, peer, 99, "a test")
+    memory.check()
+    return [int(memory.view(256 * peer, 256).float().mean()) for peer in range(num_ranks)]
+
+
+@pytest.mark.gpu
+def test_an_arena_takes_copies_from_all() -> None:
+    with Ranks(4, threads=1, timeout=60, share_gpu=True) as ranks:
+        assert ranks.run(make_arena) == [[1, 2, 3, 4]] * 4
+
+
+def test_an_error_raised_in_another_thread_reaches_it() -> None:
+    assert hasattr(ctypes.pythonapi, "PyThreadState_SetAsyncExc"), sys.implementation
+    found: list[str] = []
+    begun = threading.Event()
+
+    def work() -> None:
+        try:
+            begun.set()
+            while True:
+                time.sleep(0.01)
+        except ExchangeError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    begun.wait()
+    assert thread.ident is not None
+    peer_memory.raise_in(thread.ident, lambda: ExchangeError("rank 3 has stalled"))
+    thread.join(10.0)
+    assert found == ["rank 3 has stalled"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a driver is there")
+def test_without_a_driver_the_reason_is_said() -> None:
+    assert "driver" in peer_memory.missing()
