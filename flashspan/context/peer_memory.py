@@ -1,9 +1,13 @@
-"""Memory of a GPU that other processes write to, and the signals by which they say so.
+"""Memory of a GPU that other processes write to, and the flags by which they say so.
 
-Each rank has one arena: flags, 32 bits each, and behind them room for data. torch's symmetric memory allocates it and
-maps every other rank's. The CUDA driver's stream operations set a flag and wait for one on the device, without the host
-and without a multiprocessor. A kernel that spins on a flag would do too, but where processes share a GPU it keeps the
-others from running: 5.8 ms for a round trip of two ranks on an H200, against 14 us with the driver's operations.
+Each rank has an arena for data: torch's symmetric memory allocates it and maps every other rank's. The CUDA driver's
+stream operations set a flag and wait for one on the device, without a multiprocessor and without the host. A kernel
+that spins on a flag would do too, but where processes share a GPU it keeps the others from running: a round trip of two
+ranks on an H200 takes 5.8 ms that way, and 19 us with the driver's operations.
+
+Flags lie in host memory that all ranks have mapped. In the GPU's own memory a round trip would take 14 us; but then
+only a stream could release a wait that has timed out, and CUDA may put that stream behind the one that waits, in the
+same hardware queue (seen on an H200).
 
 This is the one file that touches torch.distributed._symmetric_memory (read in torch 2.11 and 2.13) and the driver.
 tests/context/test_peer_memory.py has a canary for each name.
@@ -17,21 +21,20 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from flashspan.context.exchange import ExchangeError
+from flashspan.context.shared_memory import COMPUTE, FAST, LANES, SLOW, share
 
-COMPUTE, FAST, SLOW = "compute", "fast", "slow"
-"""Lanes: sequences of operations that are carried out in order. The caller's own, and two for transfers."""
 SHARE_GPU = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 """The environment variable with which torch lets several ranks share a GPU."""
 POLL = 0.1
 """Seconds between two looks of the watchdog."""
+WORD = 2**32
 
 
 class PeerMemory(Protocol):
@@ -91,39 +94,48 @@ def missing() -> str:
 
 
 class Driver:
-    """cuStreamWaitValue32 and cuStreamWriteValue32."""
+    """The driver's stream operations, and host memory as the device sees it."""
 
     def __init__(self) -> None:
         library = ctypes.CDLL("libcuda.so.1")
-        self._wait, self._write = library.cuStreamWaitValue32_v2, library.cuStreamWriteValue32_v2
-        for function in (self._wait, self._write):
-            function.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
-            function.restype = ctypes.c_int
+        address, stream, word = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint32
+        self._wait = _function(library, "cuStreamWaitValue32_v2", stream, address, word, ctypes.c_uint)
+        self._write = _function(library, "cuStreamWriteValue32_v2", stream, address, word, ctypes.c_uint)
+        self._register = _function(library, "cuMemHostRegister_v2", address, ctypes.c_size_t, ctypes.c_uint)
+        self._unregister = _function(library, "cuMemHostUnregister", address)
+        self._device_address = _function(
+            library, "cuMemHostGetDevicePointer_v2", ctypes.POINTER(ctypes.c_uint64), address, ctypes.c_uint
+        )
 
     def wait(self, stream: torch.cuda.Stream, address: int, value: int) -> None:
         """The stream goes on when the word at this address equals `value`."""
-        self._check(self._wait(stream.cuda_stream, address, value, 1), "cuStreamWaitValue32")
+        equal = 1
+        _check(self._wait(stream.cuda_stream, address, value, equal), "cuStreamWaitValue32")
 
     def write(self, stream: torch.cuda.Stream, address: int, value: int) -> None:
         """Write a word, after all earlier writes of the stream."""
-        self._check(self._write(stream.cuda_stream, address, value, 0), "cuStreamWriteValue32")
+        _check(self._write(stream.cuda_stream, address, value, 0), "cuStreamWriteValue32")
 
-    @staticmethod
-    def _check(code: int, name: str) -> None:
-        if code:
-            raise RuntimeError(f"{name} failed: CUDA driver error {code}")
+    def register(self, memory: Tensor) -> int:
+        """Let devices reach host memory; its address for them."""
+        for_all_contexts, mapped, found = 1, 2, ctypes.c_uint64()
+        _check(self._register(memory.data_ptr(), memory.nbytes, for_all_contexts | mapped), "cuMemHostRegister")
+        _check(self._device_address(ctypes.byref(found), memory.data_ptr(), 0), "cuMemHostGetDevicePointer")
+        return found.value
+
+    def unregister(self, memory: Tensor) -> None:
+        _check(self._unregister(memory.data_ptr()), "cuMemHostUnregister")
 
 
-@dataclass(eq=False)
-class Wait:
-    """A wait that is under way on a stream: its time runs from when `begun` has been reached."""
+def _function(library: ctypes.CDLL, name: str, *arguments: Any) -> Callable[..., int]:
+    function = getattr(library, name)
+    function.argtypes, function.restype = arguments, ctypes.c_int
+    return function
 
-    address: int
-    tag: int
-    label: str
-    begun: torch.cuda.Event
-    ended: torch.cuda.Event
-    since: float | None = None
+
+def _check(code: int, name: str) -> None:
+    if code:
+        raise RuntimeError(f"{name} failed: CUDA driver error {code}")
 
 
 class CudaPeerMemory:
@@ -134,25 +146,22 @@ class CudaPeerMemory:
     ) -> None:
         import torch.distributed._symmetric_memory as symmetric
 
-        self.device, self.timeout = device, timeout
-        self._base = -(-4 * num_flags // 256) * 256
-        size = self._base + num_bytes
+        self.device, self._driver = device, Driver()
         torch.cuda.synchronize(device)
-        arena = symmetric.empty(size, dtype=torch.uint8, device=device)
-        handle = symmetric.rendezvous(arena, group.group_name)
-        arena[: self._base].zero_()
-        torch.cuda.synchronize(device)
-        dist.barrier(group)  # no flag is set before all are zero
-        self._arena, self._handle = arena, handle
-        self._rank: int = handle.rank
-        self._addresses: list[int] = list(handle.buffer_ptrs)
-        self._peers = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(handle.world_size)]
-        self._driver = Driver()
+        self._arena = symmetric.empty(max(1, num_bytes), dtype=torch.uint8, device=device)
+        self._handle = symmetric.rendezvous(self._arena, group.group_name)
+        self._rank: int = self._handle.rank
+        ranks = range(self._handle.world_size)
+        self._peers = [self._handle.get_buffer(rank, self._arena.shape, torch.uint8) for rank in ranks]
+        self._words = share(group, 4 * (num_flags + len(LANES)))  # flags, and behind them the watchdog's marks
+        self._addresses = [self._driver.register(words) for words in self._words]
         self._streams = {lane: torch.cuda.Stream(device) for lane in (FAST, SLOW)}
-        self._watchdog = Watchdog(self._driver, device, timeout)
+        words = self._words[self._rank].view(torch.int32).numpy().view("uint32")
+        self._marks = {lane: self._addresses[self._rank] + 4 * (num_flags + i) for i, lane in enumerate(LANES)}
+        self._watchdog = Watchdog(words[:num_flags], words[num_flags:], timeout)
 
     def view(self, offset: int, num_bytes: int) -> Tensor:
-        return self._arena[self._base + offset : self._base + offset + num_bytes]
+        return self._arena[offset : offset + num_bytes]
 
     def stream(self, lane: str) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device) if lane == COMPUTE else self._streams[lane]
@@ -162,16 +171,18 @@ class CudaPeerMemory:
 
     def copy(self, lane: str, rank: int, offset: int, buffer: Tensor) -> None:
         with torch.cuda.stream(self.stream(lane)):
-            self._peers[rank][self._base + offset :][: len(buffer)].copy_(buffer, non_blocking=True)
+            self._peers[rank][offset : offset + len(buffer)].copy_(buffer, non_blocking=True)
 
     def signal(self, lane: str, rank: int, flag: int, tag: int) -> None:
         self._driver.write(self.stream(lane), self._addresses[rank] + 4 * flag, tag)
 
     def wait(self, lane: str, flag: int, tag: int, label: str) -> None:
-        stream, address = self.stream(lane), self._addresses[self._rank] + 4 * flag
-        begun = stream.record_event()
-        self._driver.wait(stream, address, tag)
-        self._watchdog.add(Wait(address, tag, label, begun, stream.record_event()))
+        self.check()
+        stream, mark = self.stream(lane), self._marks[lane]
+        begun = self._watchdog.add(Wait(lane, flag, tag, label))
+        self._driver.write(stream, mark, begun)
+        self._driver.wait(stream, self._addresses[self._rank] + 4 * flag, tag)
+        self._driver.write(stream, mark, (begun + 1) % WORD)
 
     def mark(self, lane: str) -> torch.cuda.Event:
         return self._streams[lane].record_event()
@@ -185,28 +196,48 @@ class CudaPeerMemory:
     def close(self) -> None:
         torch.cuda.synchronize(self.device)
         self._watchdog.close()
+        for words in self._words:
+            self._driver.unregister(words)
+
+
+class Wait(NamedTuple):
+    """A lane that waits for a flag to have a value; `label` is the error if it never does."""
+
+    lane: str
+    flag: int
+    tag: int
+    label: str
 
 
 class Watchdog:
     """Ends waits that outlast the timeout: a device that waits would hold up the host for ever, without a word.
 
-    When one does, all waits are released, so that the host comes back from whatever it waits for; before that, the
-    thread that made the arena is sent an ExchangeError, which it raises before it can use a result. Every later use
-    raises too.
+    Each lane writes a number when a wait begins, and the next when it ends; so a wait's time does not run while the
+    device is busy with what comes before. When one takes too long, the thread that made the arena is sent an
+    ExchangeError, which it raises before it can use a result, and waits are released, so that the host comes back from
+    whatever it waits for. Every later use raises too. The watchdog calls no CUDA function: one could wait for what it
+    is to release.
     """
 
-    def __init__(self, driver: Driver, device: torch.device, timeout: float) -> None:
-        self._driver, self._device, self._timeout = driver, device, timeout
-        self._waits: deque[Wait] = deque()
+    def __init__(self, flags: Any, marks: Any, timeout: float) -> None:
+        self._flags, self._marks, self._timeout = flags, dict(zip(LANES, range(len(LANES)), strict=True)), timeout
+        self._reached = marks  # by lane: even while it waits, odd while it does not
+        self._reached[:] = 1
+        self._next = dict.fromkeys(LANES, 2)
+        self._waits: dict[str, deque[tuple[int, Wait]]] = {lane: deque() for lane in LANES}
         self._owner = threading.get_ident()
         self._thread: threading.Thread | None = None
         self._problem, self._closed = "", False
 
-    def add(self, wait: Wait) -> None:
-        self._waits.append(wait)
+    def add(self, wait: Wait) -> int:
+        """The number that the wait's lane is to write when it begins; it writes the next one when it ends."""
+        begun = self._next[wait.lane]
+        self._next[wait.lane] = (begun + 2) % WORD
+        self._waits[wait.lane].append((begun, wait))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="flashspan watchdog", daemon=True)
             self._thread.start()
+        return begun
 
     def check(self) -> None:
         if self._problem:
@@ -216,32 +247,29 @@ class Watchdog:
         self._closed = True
 
     def _run(self) -> None:
-        torch.cuda.set_device(self._device)
-        while not self._problem and not self._closed:
+        since: dict[str, tuple[int, float]] = {}
+        while not self._closed:
             time.sleep(POLL)
-            self._forget_ended()
-            for wait in list(self._waits):
-                if wait.since is None:
-                    wait.since = time.monotonic() if wait.begun.query() else None
-                elif time.monotonic() - wait.since > self._timeout and not wait.ended.query():
-                    self._give_up(wait.label)
-                    break
+            for lane in LANES:
+                wait = self._current(lane)
+                reached = int(self._reached[self._marks[lane]])
+                if since.get(lane, (-1, 0.0))[0] != reached:
+                    since[lane] = reached, time.monotonic()
+                if wait is None:
+                    continue
+                late = time.monotonic() - since[lane][1] > self._timeout
+                if late and not self._problem:
+                    self._problem = wait.label
+                    raise_in(self._owner, lambda text=wait.label: ExchangeError(text))  # type: ignore[misc]
+                if self._problem:
+                    self._flags[wait.flag] = wait.tag
 
-    def _forget_ended(self) -> None:
-        while self._waits and self._waits[0].ended.query():
-            self._waits.popleft()
-
-    def _give_up(self, label: str) -> None:
-        self._problem = label
-        raise_in(self._owner, lambda: ExchangeError(label))
-        stream = torch.cuda.Stream(self._device)
-        while self._waits:
-            for wait in list(self._waits):
-                if wait.begun.query() and not wait.ended.query():
-                    self._driver.write(stream, wait.address, wait.tag)
-            stream.synchronize()
-            time.sleep(0.001)
-            self._forget_ended()
+    def _current(self, lane: str) -> Wait | None:
+        """What a lane waits for now, forgetting what it waited for before."""
+        reached, waits = int(self._reached[self._marks[lane]]), self._waits[lane]
+        while waits and waits[0][0] != reached and (reached - waits[0][0]) % WORD < WORD // 2:
+            waits.popleft()
+        return waits[0][1] if waits and waits[0][0] == reached else None
 
 
 def raise_in(thread: int, make: Callable[[], Exception]) -> None:

@@ -1,7 +1,6 @@
 """Memory of the host that other processes write to: peer_memory's protocol without a GPU.
 
-Lanes are threads here, so the same protocol of flags runs on any Linux machine, with real races. An arena is an
-anonymous file that the others open through /proc: nothing is left behind, whatever kills the ranks.
+Lanes are threads here, so the same protocol of flags runs on any Linux machine, with real races.
 """
 
 from __future__ import annotations
@@ -17,10 +16,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flashspan.context.exchange import ExchangeError
-from flashspan.context.peer_memory import COMPUTE, FAST, SLOW
+
+LANES = COMPUTE, FAST, SLOW = "compute", "fast", "slow"
+"""Sequences of operations that are carried out in order: the caller's own, and two for transfers."""
 
 SPIN, NAP = 200, 1e-4
 """A wait looks this often without a pause, then again and again after so many seconds."""
+
+
+def share(group: dist.ProcessGroup, num_bytes: int) -> list[Tensor]:
+    """Host memory of every rank of a group, zero at first, mapped by all of them. A collective.
+
+    It is an anonymous file that the others open through /proc: nothing is left behind, whatever kills the ranks.
+    """
+    file = os.memfd_create("flashspan")
+    os.ftruncate(file, num_bytes)
+    paths: list[str] = [""] * dist.get_world_size(group)
+    dist.all_gather_object(paths, f"/proc/{os.getpid()}/fd/{file}", group=group)
+    shared = [torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8) for path in paths]
+    dist.barrier(group)  # all have opened all
+    os.close(file)
+    return shared
 
 
 class HostPeerMemory:
@@ -28,17 +44,8 @@ class HostPeerMemory:
 
     def __init__(self, group: dist.ProcessGroup, num_flags: int, num_bytes: int, timeout: float) -> None:
         self.timeout = timeout
-        base = -(-4 * num_flags // 256) * 256
-        size = base + max(1, num_bytes)
-        self._file = os.memfd_create("flashspan")
-        os.ftruncate(self._file, size)
-        files: list[str] = [""] * dist.get_world_size(group)
-        dist.all_gather_object(files, f"/proc/{os.getpid()}/fd/{self._file}", group=group)
-        arenas = [torch.from_file(file, shared=True, size=size, dtype=torch.uint8) for file in files]
-        dist.barrier(group)  # all have opened all
-        os.close(self._file)
-        self._flags = [arena[:base].view(torch.int32).numpy() for arena in arenas]
-        self._data = [arena[base:] for arena in arenas]
+        self._flags = [words.view(torch.int32).numpy() for words in share(group, 4 * num_flags)]
+        self._data = share(group, max(1, num_bytes))
         self._rank = dist.get_rank(group)
         self._lanes = {lane: Lane() for lane in (FAST, SLOW)}
         self._problem = ""

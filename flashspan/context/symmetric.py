@@ -27,8 +27,8 @@ from torch import Tensor
 from flashspan.context import peer_memory
 from flashspan.context.exchange import CPU, GroupWire, Landing, Parcel
 from flashspan.context.landing import Landings
-from flashspan.context.peer_memory import COMPUTE, FAST, SLOW, CudaPeerMemory, PeerMemory
-from flashspan.context.shared_memory import HostPeerMemory
+from flashspan.context.peer_memory import CudaPeerMemory, PeerMemory
+from flashspan.context.shared_memory import COMPUTE, FAST, SLOW, HostPeerMemory
 
 Transport: TypeAlias = Literal["auto", "symmetric", "group"]
 TRANSPORTS = ("auto", "symmetric", "group")

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from flashspan.context import bundle, symmetric
-from flashspan.context.peer_memory import COMPUTE, CudaPeerMemory
-from flashspan.context.shared_memory import HostPeerMemory
+from flashspan.context.peer_memory import CudaPeerMemory
+from flashspan.context.shared_memory import COMPUTE, HostPeerMemory
 
 LONGEST = 0.003  # seconds of one delay
 CYCLES = 1.8e9  # of a GPU in a second, about

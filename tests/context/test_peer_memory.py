@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ import torch.distributed._symmetric_memory as symmetric
 
 from flashspan.context import peer_memory
 from flashspan.context.exchange import ExchangeError
+from flashspan.context.shared_memory import COMPUTE, FAST, LANES
 from flashspan.launch import Ranks
 
 
@@ -54,11 +56,11 @@ def make_arena() -> list[int]:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     sent = torch.full((256,), rank + 1, dtype=torch.uint8, device=device)
     for peer in range(num_ranks):
-        memory.follow(peer_memory.FAST)
-        memory.copy(peer_memory.FAST, peer, 256 * rank, sent)
-        memory.signal(peer_memory.FAST, peer, rank, 99)
+        memory.follow(FAST)
+        memory.copy(FAST, peer, 256 * rank, sent)
+        memory.signal(FAST, peer, rank, 99)
     for peer in range(num_ranks):
-        memory.wait(peer_memory.COMPUTE, peer, 99, "a test")
+        memory.wait(COMPUTE, peer, 99, "a test")
     memory.check()
     return [int(memory.view(256 * peer, 256).float().mean()) for peer in range(num_ranks)]
 
@@ -89,6 +91,40 @@ def test_an_error_raised_in_another_thread_reaches_it() -> None:
     peer_memory.raise_in(thread.ident, lambda: ExchangeError("rank 3 has stalled"))
     thread.join(10.0)
     assert found == ["rank 3 has stalled"]
+
+
+def test_a_wait_that_outlasts_the_timeout_is_released_and_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watchdog sees only numbers that lanes write: here the test writes them in a lane's place."""
+    monkeypatch.setattr(peer_memory, "POLL", 0.01)
+    flags, marks = np.zeros(4, dtype=np.uint32), np.zeros(len(LANES), dtype=np.uint32)
+    found: list[str] = []
+
+    def work() -> None:
+        watchdog = peer_memory.Watchdog(flags, marks, 0.3)
+        first = watchdog.add(peer_memory.Wait(COMPUTE, 1, 77, "this one ends"))
+        second = watchdog.add(peer_memory.Wait(COMPUTE, 2, 78, "rank 3 has stalled"))
+        marks[LANES.index(COMPUTE)] = first
+        time.sleep(0.2)
+        marks[LANES.index(COMPUTE)] = first + 1
+        time.sleep(0.2)  # busy with something else: no wait's time runs
+        marks[LANES.index(COMPUTE)] = second
+        try:
+            time.sleep(0.2)
+            assert not flags.any()
+            while True:
+                time.sleep(0.01)
+        except ExchangeError as error:
+            found.append(str(error))
+        time.sleep(0.05)
+        with pytest.raises(ExchangeError, match="rank 3 has stalled"):
+            watchdog.check()
+        watchdog.close()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(20.0)
+    assert found == ["rank 3 has stalled"]
+    assert flags.tolist() == [0, 0, 78, 0]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a driver is there")

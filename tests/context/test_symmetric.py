@@ -194,4 +194,4 @@ def count_arenas() -> list[int]:
 
 def test_an_arena_that_grows_leaves_nothing_of_the_old_one(on_ranks: OnRanks) -> None:
     for counts in on_ranks(count_arenas):
-        assert counts == [8, 8, 8]
+        assert counts == [16, 16, 16]

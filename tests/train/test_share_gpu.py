@@ -53,4 +53,4 @@ def test_sharing_a_gpu_needs_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("degree", ["shard", "tensor"])
 def test_degrees_that_gloo_cannot_serve_on_a_gpu_are_refused(tmp_path: Path, degree: str) -> None:
     with pytest.raises(ValueError, match="data and context degrees"):
-        train(config_of(tmp_path, f"--parallel.{degree}=2"))
+        train(config_of(tmp_path, f"--parallel.{degree}=2", "--parallel.ranks=2"))
