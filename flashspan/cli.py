@@ -117,6 +117,7 @@ BENCHES = {
     "sparse": Command("bench.sparse", "bench_sparse"),
     "model": Command("bench.model", "bench_model"),
     "context": Command("bench.context", "bench_context"),
+    "ring": Command("bench.ring", "bench_ring"),
     "study": Command("bench.study", "bench_study", {"which": None}),
     "collectives": Command("bench.collectives", "bench_collectives"),
     "data": Command("bench.data", "bench_data"),

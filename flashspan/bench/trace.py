@@ -75,7 +75,7 @@ def kernels(profiler: Any, device: torch.device) -> list[Kernel]:
     found: dict[str, list[float]] = defaultdict(list)
     events = profiler.kineto_results.events()
     if device.type == "cuda":
-        for event in _ran(events):
+        for event in ran(events):
             found[event.name()].append(event.duration_ns() / 1e6)
     else:
         for name, own in _own_times(events):
@@ -98,17 +98,17 @@ def ranges_ms(profiler: Any, name: str, device: torch.device) -> list[float]:
     spans = [(e.start_ns(), e.duration_ns()) for e in events if e.name() == name]
     if device.type != "cuda":
         return [duration / 1e6 for _, duration in spans]
-    ran = sorted((e.start_ns(), e.duration_ns()) for e in _ran(events))
-    starts = [start for start, _ in ran]
+    kernels = sorted((e.start_ns(), e.duration_ns()) for e in ran(events))
+    starts = [start for start, _ in kernels]
     inside = [slice(bisect.bisect_left(starts, start), bisect.bisect_left(starts, start + d)) for start, d in spans]
-    return [sum(duration for _, duration in ran[part]) / 1e6 for part in inside]
+    return [sum(duration for _, duration in kernels[part]) / 1e6 for part in inside]
 
 
 def wire_of(events: Sequence[Any], device: torch.device) -> tuple[float, float]:
     """Of a profile: milliseconds in which anything was on the wire, and the fraction of them in which this rank also
     computed; nan where no collective was seen. What waits for another rank counts as the wire."""
     if device.type == "cuda":
-        kernels = _ran(events)
+        kernels = ran(events)
         wire = [e for e in kernels if "nccl" in e.name().lower()]
         computing = [e for e in kernels if "nccl" not in e.name().lower()]
     else:
@@ -142,7 +142,7 @@ def _covered(spans: Sequence[tuple[int, int]]) -> int:
     return total
 
 
-def _ran(events: Sequence[Any]) -> list[Any]:
+def ran(events: Sequence[Any]) -> list[Any]:
     """What a GPU did: kernels and copies, not the ranges around them."""
     cuda = torch._C._autograd.DeviceType.CUDA
     done = (e for e in events if e.device_type() == cuda and e.duration_ns())
