@@ -13,6 +13,7 @@ two ranks, they are nearest to ranks with a GPU of their own:
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -75,10 +76,20 @@ class Walk:
         return [span for span in self.spans if not span.is_copy]
 
     @property
+    def tiles(self) -> list[Span]:
+        """The kernels that compute tiles: those that take a tenth of the longest one's time or more."""
+        attention = [span for span in self.kernels if trace.Kernel(span.name, 0.0, 1).kind == "attention"]
+        longest = max((span.end - span.begin for span in attention), default=0.0)
+        return [span for span in attention if span.end - span.begin >= longest / 10]
+
+    @property
     def gaps(self) -> list[float]:
-        """Microseconds without a kernel, between each kernel and the next."""
+        """Microseconds without a kernel, between each kernel and the next, from the first tile to the last."""
+        if not self.tiles:
+            return []
+        first, last = self.tiles[0].begin, self.tiles[-1].end
         until, found = 0.0, []
-        for one, after in pairwise(self.kernels):
+        for one, after in pairwise(span for span in self.kernels if first <= span.begin < last):
             until = max(until, one.end)
             found.append(max(0.0, after.begin - until))
         return found
@@ -130,7 +141,8 @@ def bench_ring(
     with Ranks(ranks, backend="gloo" if share_gpu else "nccl", timeout=120, share_gpu=share_gpu) as pool:
         walks: list[dict[str, Walk]] = pool.run(run_on_rank, shape, timeout=300)
     named = [(rank, kind, walk) for rank, both in enumerate(walks) for kind, walk in both.items()]
-    rows = [row_of(shape, kind, rank, walk, ranks, share_gpu) for rank, kind, walk in named]
+    where = record.environment(torch.device("cuda"))
+    rows = [row_of(where, shape, kind, rank, walk, ranks, share_gpu) for rank, kind, walk in named]
     record.append(rows, folder / "ring.jsonl")
     (folder / "ring.svg").write_text(plots.to_svg(draw(shape, walks), "Timeline of a ring"), encoding="utf-8")
     print(f"{shape}, {ranks} ranks\ntransport: {walks[0]['forward'].transport}\n")
@@ -165,6 +177,7 @@ def run_on_rank(shape: Shape) -> dict[str, Walk]:
                 out = attend(q, k, v, causal=shape.causal)
             else:
                 out.backward(torch.ones_like(out))
+            ended = time.time_ns()
             torch.cuda.synchronize()
         events = list(profiler.kineto_results.events())
         ran = sorted(trace.ran(events), key=lambda event: event.start_ns())
@@ -172,13 +185,14 @@ def run_on_rank(shape: Shape) -> dict[str, Walk]:
             Span(e.name(), e.start_ns() / 1e3, (e.start_ns() + e.duration_ns()) / 1e3, e.name().startswith("Memcpy"))
             for e in ran
         ]
-        # The last wait is this function's own.
-        waits = sorted((e.start_ns(), e.name()) for e in events if e.name() in WAITS)[:-1]
+        waits = sorted((e.start_ns(), e.name()) for e in events if e.name() in WAITS and e.start_ns() < ended)
         found[kind] = Walk(tuple(spans), tuple(name for _, name in waits), attend.transport(device))
     return found
 
 
-def row_of(shape: Shape, kind: str, rank: int, walk: Walk, ranks: int, share_gpu: bool) -> record.Row:
+def row_of(
+    where: dict[str, Any], shape: Shape, kind: str, rank: int, walk: Walk, ranks: int, share_gpu: bool
+) -> record.Row:
     """A walk as a row."""
     gaps = walk.gaps
     share = os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
@@ -194,7 +208,6 @@ def row_of(shape: Shape, kind: str, rank: int, walk: Walk, ranks: int, share_gpu
         "mps_percentage": share or "",
     }
     span_ms = (max(s.end for s in walk.spans) - min(s.begin for s in walk.spans)) / 1e3
-    where = record.environment(torch.device("cuda"))
     return record.row(
         where, what="ring", shape=str(shape), impl=f"rank {rank}", kind=kind, dtype="bfloat16", samples_ms=[span_ms],
         ranks=ranks, more=more,

@@ -19,6 +19,7 @@ import ctypes
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -106,6 +107,10 @@ class Driver:
         self._device_address = _function(
             library, "cuMemHostGetDevicePointer_v2", ctypes.POINTER(ctypes.c_uint64), address, ctypes.c_uint
         )
+        many, size, place = ctypes.c_void_p, ctypes.c_size_t, ctypes.POINTER(CopyAttributes)
+        arguments = (many, many, many, size, place, many, size, stream)
+        name = "cuMemcpyBatchAsync_v2"
+        self._copy = _function(library, name, *arguments) if hasattr(library, name) else None
 
     def wait(self, stream: torch.cuda.Stream, address: int, value: int) -> None:
         """The stream goes on when the word at this address equals `value`."""
@@ -126,6 +131,24 @@ class Driver:
     def unregister(self, memory: Tensor) -> None:
         _check(self._unregister(memory.data_ptr()), "cuMemHostUnregister")
 
+    def copy(self, stream: torch.cuda.Stream, to: Tensor, source: Tensor) -> None:
+        """Copy bytes by a copy engine. A plain copy inside a GPU is a kernel, which waits for a multiprocessor."""
+        if self._copy is None:  # CUDA 12
+            with torch.cuda.stream(stream):
+                to.copy_(source, non_blocking=True)
+            return
+        attributes = CopyAttributes(order=1, flags=1)  # in the stream's order; overlap with what computes
+        places = [(ctypes.c_uint64 * 1)(x.data_ptr()) for x in (to, source)]
+        sizes, first = (ctypes.c_size_t * 1)(source.nbytes), (ctypes.c_size_t * 1)(0)
+        code = self._copy(*places, sizes, 1, ctypes.byref(attributes), first, 1, stream.cuda_stream)
+        _check(code, "cuMemcpyBatchAsync")
+
+
+class CopyAttributes(ctypes.Structure):
+    """CUmemcpyAttributes: the two locations are hints, of type and number, which device memory does without."""
+
+    _fields_ = (("order", ctypes.c_int), ("hints", ctypes.c_int * 4), ("flags", ctypes.c_uint))
+
 
 def _function(library: ctypes.CDLL, name: str, *arguments: Any) -> Callable[..., int]:
     function = getattr(library, name)
@@ -139,10 +162,19 @@ def _check(code: int, name: str) -> None:
 
 
 class CudaPeerMemory:
-    """An arena in a GPU's memory. Making one is collective over `group`, whose backend must have a CPU barrier."""
+    """An arena in a GPU's memory. Making one is collective over `group`, whose backend must have a CPU barrier.
+
+    `caller` is the thread that learns of a wait that has timed out: the one that uses results.
+    """
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, num_flags: int, num_bytes: int, timeout: float
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        num_flags: int,
+        num_bytes: int,
+        timeout: float,
+        caller: int,
     ) -> None:
         import torch.distributed._symmetric_memory as symmetric
 
@@ -158,7 +190,11 @@ class CudaPeerMemory:
         self._streams = {lane: torch.cuda.Stream(device) for lane in (FAST, SLOW)}
         words = self._words[self._rank].view(torch.int32).numpy().view("uint32")
         self._marks = {lane: self._addresses[self._rank] + 4 * (num_flags + i) for i, lane in enumerate(LANES)}
-        self._watchdog = Watchdog(words[:num_flags], words[num_flags:], timeout)
+        self._watchdog = Watchdog(words[:num_flags], words[num_flags:], timeout, caller)
+        # Host memory that is unmapped while it is registered spoils its address for whatever is mapped there next.
+        parts = (self._driver, device, self._watchdog, self._words)
+        self._finalizer = weakref.finalize(self, _give_up_arena, *parts)
+        self._finalizer.atexit = False
 
     def view(self, offset: int, num_bytes: int) -> Tensor:
         return self._arena[offset : offset + num_bytes]
@@ -170,8 +206,7 @@ class CudaPeerMemory:
         self._streams[lane].wait_stream(torch.cuda.current_stream(self.device))
 
     def copy(self, lane: str, rank: int, offset: int, buffer: Tensor) -> None:
-        with torch.cuda.stream(self.stream(lane)):
-            self._peers[rank][offset : offset + len(buffer)].copy_(buffer, non_blocking=True)
+        self._driver.copy(self.stream(lane), self._peers[rank][offset : offset + len(buffer)], buffer)
 
     def signal(self, lane: str, rank: int, flag: int, tag: int) -> None:
         self._driver.write(self.stream(lane), self._addresses[rank] + 4 * flag, tag)
@@ -194,10 +229,14 @@ class CudaPeerMemory:
         self._watchdog.check()
 
     def close(self) -> None:
-        torch.cuda.synchronize(self.device)
-        self._watchdog.close()
-        for words in self._words:
-            self._driver.unregister(words)
+        self._finalizer()
+
+
+def _give_up_arena(driver: Driver, device: torch.device, watchdog: Watchdog, words: list[Tensor]) -> None:
+    torch.cuda.synchronize(device)
+    watchdog.close()
+    for one in words:
+        driver.unregister(one)
 
 
 class Wait(NamedTuple):
@@ -213,19 +252,19 @@ class Watchdog:
     """Ends waits that outlast the timeout: a device that waits would hold up the host for ever, without a word.
 
     Each lane writes a number when a wait begins, and the next when it ends; so a wait's time does not run while the
-    device is busy with what comes before. When one takes too long, the thread that made the arena is sent an
+    device is busy with what comes before. When one takes too long, the caller's thread is sent an
     ExchangeError, which it raises before it can use a result, and waits are released, so that the host comes back from
     whatever it waits for. Every later use raises too. The watchdog calls no CUDA function: one could wait for what it
     is to release.
     """
 
-    def __init__(self, flags: Any, marks: Any, timeout: float) -> None:
+    def __init__(self, flags: Any, marks: Any, timeout: float, caller: int) -> None:
         self._flags, self._marks, self._timeout = flags, dict(zip(LANES, range(len(LANES)), strict=True)), timeout
         self._reached = marks  # by lane: even while it waits, odd while it does not
         self._reached[:] = 1
         self._next = dict.fromkeys(LANES, 2)
         self._waits: dict[str, deque[tuple[int, Wait]]] = {lane: deque() for lane in LANES}
-        self._owner = threading.get_ident()
+        self._caller = caller
         self._thread: threading.Thread | None = None
         self._problem, self._closed = "", False
 
@@ -260,7 +299,7 @@ class Watchdog:
                 late = time.monotonic() - since[lane][1] > self._timeout
                 if late and not self._problem:
                     self._problem = wait.label
-                    raise_in(self._owner, lambda text=wait.label: ExchangeError(text))  # type: ignore[misc]
+                    raise_in(self._caller, lambda text=wait.label: ExchangeError(text))  # type: ignore[misc]
                 if self._problem:
                     self._flags[wait.flag] = wait.tag
 

@@ -15,6 +15,7 @@ import hashlib
 import os
 import socket
 import sys
+import threading
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -69,6 +70,7 @@ class SymmetricWire:
         self._arenas: dict[torch.device, Arena] = {}
         self._control: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._bytes_copied = 0
+        self._caller = threading.get_ident()  # backward runs on a thread of autograd's, which nobody waits for
         self._device, self._landings = CPU, Landings({}, {}, 0, 0)
         self._marks: dict[Parcel, Any] = {}
 
@@ -176,7 +178,7 @@ class SymmetricWire:
         memory: PeerMemory
         num_flags = 2 * len(ranks) * num_parcels
         if device.type == "cuda":
-            memory = CudaPeerMemory(group, device, num_flags, num_bytes, self.by_group.timeout)
+            memory = CudaPeerMemory(group, device, num_flags, num_bytes, self.by_group.timeout, self._caller)
         else:
             memory = HostPeerMemory(group, num_flags, num_bytes, self.by_group.timeout)
         self._arenas[device] = Arena(memory, num_bytes, num_parcels)

@@ -52,7 +52,7 @@ def make_arena() -> list[int]:
     device = torch.device("cuda", 0)
     peer_memory.allow_shared_gpu()
     assert dist.group.WORLD is not None
-    memory = peer_memory.CudaPeerMemory(dist.group.WORLD, device, 8, 4096, 30.0)
+    memory = peer_memory.CudaPeerMemory(dist.group.WORLD, device, 8, 4096, 30.0, threading.get_ident())
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     sent = torch.full((256,), rank + 1, dtype=torch.uint8, device=device)
     for peer in range(num_ranks):
@@ -100,7 +100,7 @@ def test_a_wait_that_outlasts_the_timeout_is_released_and_raised(monkeypatch: py
     found: list[str] = []
 
     def work() -> None:
-        watchdog = peer_memory.Watchdog(flags, marks, 0.3)
+        watchdog = peer_memory.Watchdog(flags, marks, 0.3, threading.get_ident())
         first = watchdog.add(peer_memory.Wait(COMPUTE, 1, 77, "this one ends"))
         second = watchdog.add(peer_memory.Wait(COMPUTE, 2, 78, "rank 3 has stalled"))
         marks[LANES.index(COMPUTE)] = first
