@@ -11,6 +11,7 @@ from flashspan.bench.check import Layout
 from flashspan.context.draw import draw_ownership, draw_timeline
 from flashspan.context.generators import GENERATORS
 from flashspan.context.layout import place
+from flashspan.context.schedule import reverse
 from flashspan.context.survey import Survey
 from flashspan.context.verify import verify
 from flashspan.files import make_folder
@@ -59,6 +60,7 @@ def draw(
     options = {"sizes": sizes} if sizes else {}
     schedule = GENERATORS[strategy](survey, **options)
     verify(schedule, survey)
+    verify(reverse(schedule), survey)
     out = make_folder(folder, "--folder")
     stem = f"{strategy}-{layout}-{ranks}"
     timeline, ownership = out / f"{stem}-timeline.svg", out / f"{stem}-mask.svg"

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,21 @@ class Parcel:
     buffer: Tensor
     label: str
     slow: bool = False
+
+
+class Sent(Protocol):
+    """What `in_batches` asks of a parcel."""
+
+    @property
+    def slow(self) -> bool: ...
+
+
+SentT = TypeVar("SentT", bound=Sent)
+
+
+def in_batches(parcels: Sequence[SentT]) -> tuple[list[SentT], list[SentT]]:
+    """What a step posts, as the two batches that it is posted in: first the fast ones, then the slow ones."""
+    return [p for p in parcels if not p.slow], [p for p in parcels if p.slow]
 
 
 class Wire(Protocol):
@@ -116,9 +131,9 @@ class GroupWire:
     @property
     def device(self) -> torch.device:
         """Where small tensors for collectives of this group live."""
-        if self.group is not None and dist.get_backend(self.group) == "nccl":
-            return torch.device("cuda", torch.cuda.current_device())
-        return torch.device("cpu")
+        if self.group is None or "cpu:" in dist.get_backend_config(self.group):
+            return torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device())
 
     def begin(self, what: str, call: int = 0, *, device: torch.device = CPU, landings: Landing | None = None) -> None:
         if self.num_ranks == 1:
@@ -147,9 +162,8 @@ class GroupWire:
         return None
 
     def post(self, parcels: Sequence[Parcel]) -> None:
-        for slow in (False, True):
-            # Empty parcels do not travel, and both sides know.
-            self._post([p for p in parcels if p.slow == slow and p.buffer.numel()], self._slow if slow else self.group)
+        for batch, group in zip(in_batches(parcels), (self.group, self._slow), strict=True):
+            self._post([p for p in batch if p.buffer.numel()], group)  # empty ones do not travel: both ends know
 
     def _post(self, parcels: Sequence[Parcel], group: dist.ProcessGroup | None) -> None:
         if not parcels:
@@ -250,6 +264,12 @@ class LocalWire:
             self._posted[parcel.key] = parcel.buffer.clone()
 
 
+def all_pairs(rank: int, num_ranks: int) -> list[tuple[int, int]]:
+    """(src, dst) of what a rank sends and receives in an all-to-all, in the order in which it posts them."""
+    peers = [peer for peer in range(num_ranks) if peer != rank]
+    return [pair for peer in peers for pair in ((rank, peer), (peer, rank))]
+
+
 def all_to_all(
     wire: Wire,
     outgoing: Sequence[Tensor],
@@ -260,21 +280,23 @@ def all_to_all(
 ) -> list[Tensor]:
     """Send `outgoing[r]` (bytes) to each rank r, and return what each sent here, which may be overwritten by the next
     walk. `num_bytes(src, dst)` is the size of each message, the same on every rank."""
-    ranks, pairs = range(wire.num_ranks), [(src, dst) for src in range(wire.num_ranks) for dst in range(wire.num_ranks)]
 
     def landings() -> Landings:
-        return land(Arrival((label, *pair), *pair, num_bytes(*pair), 0, 1) for pair in pairs if pair[0] != pair[1])
+        pairs = [pair for rank in range(wire.num_ranks) for pair in all_pairs(rank, wire.num_ranks) if pair[1] == rank]
+        return land(Arrival((label, *pair), *pair, num_bytes(*pair), 0, 1) for pair in pairs)
+
+    def room(src: int) -> Tensor:
+        if src == wire.rank:
+            return shelf.take(0)
+        place = wire.room((label, src, wire.rank))
+        return shelf.take(num_bytes(src, wire.rank)) if place is None else place
 
     wire.begin(label, call, device=shelf.device, landings=landings)
-    parcels, incoming = [], []
-    for peer in ranks:
-        if peer == wire.rank:
-            incoming.append(shelf.take(0))
-            continue
-        place = wire.room((label, peer, wire.rank))
-        incoming.append(shelf.take(num_bytes(peer, wire.rank)) if place is None else place)
-        for src, dst, buffer in ((wire.rank, peer, outgoing[peer]), (peer, wire.rank, incoming[peer])):
-            parcels.append(Parcel(src, dst, (label, src, dst), buffer, f"{label} from rank {src} to rank {dst}"))
+    incoming = [room(src) for src in range(wire.num_ranks)]
+    parcels = []
+    for src, dst in all_pairs(wire.rank, wire.num_ranks):
+        buffer = outgoing[dst] if src == wire.rank else incoming[src]
+        parcels.append(Parcel(src, dst, (label, src, dst), buffer, f"{label} from rank {src} to rank {dst}"))
     wire.post(parcels)
     for parcel in parcels:
         wire.wait(parcel)

@@ -190,8 +190,7 @@ class Walk(ABC):
                 bundle = self._outgoing(transfer) if transfer.src == self.rank else self._incoming(transfer)
                 assert bundle.buffer is not None
                 label = f"{transfer} (step {number} of {self.name})"
-                slow = transfer.end - transfer.start > 1
-                parcels.append(Parcel(transfer.src, transfer.dst, transfer, bundle.buffer, label, slow))
+                parcels.append(Parcel(transfer.src, transfer.dst, transfer, bundle.buffer, label, transfer.slow))
                 self.under_way[transfer] = parcels[-1], bundle
             self.wire.post(parcels)
             for tile in step.tiles:

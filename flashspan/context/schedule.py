@@ -32,6 +32,10 @@ Item: TypeAlias = tuple[str, int, int]
 """What a rank can hold: (kind, owner, chunk)."""
 
 
+class ScheduleError(AssertionError):
+    """A schedule that does not compute attention, or that a network cannot run."""
+
+
 class Tile(NamedTuple):
     """In `step`, `rank` lets the queries of `q` (these local rows) attend to the keys of `k`; `pairs` are visible.
 
@@ -68,6 +72,11 @@ class Transfer(NamedTuple):
     def item(self) -> Item:
         """What it brings."""
         return self.kind, self.owner, self.chunk
+
+    @property
+    def slow(self) -> bool:
+        """Whether it has several steps to travel, and may be overtaken."""
+        return self.end - self.start > 1
 
     def __str__(self) -> str:
         return f"{self.kind} of rank {self.owner} from rank {self.src} to rank {self.dst}"
