@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import cache
 from typing import Any
 
@@ -18,6 +19,7 @@ from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.contract import Dropout, row_delta
 from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band, Mask
 from flashspan.kernels.patterns import documents, prefix, ragged
+from tests.context import nccl_like
 
 MASKS = ("full", "causal", "window", "both sides", "documents", "causal documents", "prefix", "ragged")
 
@@ -70,6 +72,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     dropout: float = 0.0
     device: str = "cpu"
+    network: str | None = None  # the backend of its groups; None is the world's
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -85,24 +88,38 @@ class Case:
 
 
 @cache
-def group_of(num_ranks: int, name: str = "") -> dist.ProcessGroup | None:
+def group_of(num_ranks: int, name: str = "", network: str | None = None) -> dist.ProcessGroup | None:
     """The *last* ranks of the world as a group, whose global ranks are therefore not its own."""
     world = dist.get_world_size()
-    return dist.new_group(list(range(world - num_ranks, world)))  # type: ignore[no-any-return]
+    return new_group(list(range(world - num_ranks, world)), network)
+
+
+def new_group(ranks: list[int], network: str | None, timeout: float = 20.0) -> dist.ProcessGroup | None:
+    if network == nccl_like.NAME:
+        nccl_like.register()
+    return dist.new_group(ranks, timedelta(seconds=timeout), network)  # type: ignore[no-any-return]
 
 
 @cache
-def mesh_of(num_ranks: int) -> DeviceMesh:
+def mesh_of(num_ranks: int, network: str | None = None) -> DeviceMesh | None:
     """The last ranks as a 2-D mesh, ranks / 2 by 2."""
     world = dist.get_world_size()
     mesh = torch.arange(world - num_ranks, world).view(-1, 2)
-    return DeviceMesh("cpu", mesh)
+    if network is None:
+        return DeviceMesh("cpu", mesh)
+    groups = [[new_group(ranks, network) for ranks in lines.tolist()] for lines in (mesh.T, mesh)]
+    if dist.get_rank() < world - num_ranks:
+        return None
+    row, column = divmod(dist.get_rank() - world + num_ranks, 2)
+    mine = [groups[0][column], groups[1][row]]
+    return DeviceMesh.from_group(mine, "cpu", mesh, mesh_dim_names=("across", "ulysses"))
 
 
 def attention_of(case: Case, **more: Any) -> ContextAttention | None:
     """The case's attention, on its ranks; None elsewhere (where groups are still made: making them is collective)."""
-    group: Any = mesh_of(case.ranks) if case.strategy == "hybrid" else group_of(case.ranks)
-    slow = group_of(case.ranks, "slow") if case.options.get("two_groups") else None
+    network = case.network
+    group: Any = mesh_of(case.ranks, network) if case.strategy == "hybrid" else group_of(case.ranks, "", network)
+    slow = group_of(case.ranks, "slow", network) if case.options.get("two_groups") else None
     if dist.get_rank() < dist.get_world_size() - case.ranks:
         return None
     options = {"timeout": 30.0, **case.options, **more}

@@ -49,6 +49,7 @@ def test_nccl_can_run_chunks_of_heads(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("mask", [EVERYTHING, CAUSAL, window(40), documents([100, 700])], ids=str)
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 @pytest.mark.parametrize("name", sorted(generators.GENERATORS))
@@ -254,7 +255,7 @@ def fault(made: Programs) -> str:
 
 
 @given(any_programs())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_the_proof_says_what_happens_when_the_programs_are_carried_out(made: Programs) -> None:
     found = fault(made)
     if "circle" in found:
