@@ -12,10 +12,11 @@ of its messages. So there are two things to prove, for the programs of all ranks
 2. The graph of what waits for what (batches on all communicators, and the ranks' steps that post them) has no cycle.
    Then no order in which batches complete can block a rank.
 
-`programs` lists the batches that `GroupWire` posts, and both take the batches from the same functions. Without a group
-for slow transfers a rank runs all its batches in the order in which it posts them, so that case also covers a GPU that
-has room for one communicator's kernel at a time. Collectives need no proof here: every rank of the group calls them in
-the same order, between walks.
+`programs` lists the batches that `GroupWire` posts, and both take the batches from the same functions. (The wire leaves
+out empty messages, at both ends: that changes no order and adds no wait.) Without a group for slow transfers a rank
+runs all its batches in the order in which it posts them, so that case also covers a GPU that runs the kernels of two
+communicators one at a time, in that order. Collectives need no proof here: every rank of the group calls them in the
+same order, between walks.
 """
 
 from __future__ import annotations
@@ -92,13 +93,12 @@ def programs(schedule: Schedule, num_ulysses: int = 1, *, slow_group: bool = Fal
 def _walk(schedule: Schedule, rank: int, where: str, slow_group: bool) -> Iterator[Stage]:
     communicators = ("group" + where, ("slow group" if slow_group else "group") + where)
     for number, step in enumerate(schedule.program(rank)):
-        for verb, transfers, steps in (
-            ("posts", step.posts, [t.start for t in step.posts]),
-            ("waits for", step.waits, [t.end for t in step.waits]),
-        ):
-            for t, due in zip(transfers, steps, strict=True):
-                if due != number:
-                    raise ScheduleError(f"rank {rank} {verb} {t} in step {number}, and should in step {due}")
+        for t in step.posts:
+            if t.start != number:
+                raise ScheduleError(f"rank {rank} posts {t} in step {number}: it starts in step {t.start}")
+        for t in step.waits:
+            if t.end != number:
+                raise ScheduleError(f"rank {rank} waits for {t} in step {number}: it ends in step {t.end}")
         parts = zip(communicators, in_batches(step.posts), strict=True)
         yield Stage(step.waits, [Batch(communicator, rank, part) for communicator, part in parts if part])
 
@@ -139,20 +139,20 @@ def _posts(programs: Sequence[Sequence[Stage]]) -> Iterator[_Post]:
 
 def _check_waits(programs: Sequence[Sequence[Stage]], posts: Sequence[_Post]) -> None:
     """A rank posts its own messages, each once, and waits for each of them once."""
-    open_: list[dict[int, Message]] = [{} for _ in programs]
+    pending: list[dict[int, Message]] = [{} for _ in programs]
     for post in posts:
         for message in post.batch.messages:
             if post.batch.rank not in (message.src, message.dst) or message.src == message.dst:
                 raise ScheduleError(f"{post} holds {message}, of which it is no end")
-            if id(message) in open_[post.program]:
+            if id(message) in pending[post.program]:
                 raise ScheduleError(f"{post} holds {message} a second time")
-            open_[post.program][id(message)] = message
+            pending[post.program][id(message)] = message
     for number, program in enumerate(programs):
         for position, stage in enumerate(program):
             for message in stage.waits:
-                if open_[number].pop(id(message), None) is None:
+                if pending[number].pop(id(message), None) is None:
                     raise ScheduleError(f"rank {number} waits in step {position} for {message}, which it does not post")
-        for message in open_[number].values():
+        for message in pending[number].values():
             raise ScheduleError(f"rank {number} posts {message} and never waits for it")
 
 
