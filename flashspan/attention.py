@@ -26,7 +26,7 @@ from flashspan.arguments import (
     scale_of,
 )
 from flashspan.kernels import dispatch, masks
-from flashspan.kernels.contract import Again, Dropout, row_delta
+from flashspan.kernels.contract import Again, Dropout, kept_dtype, row_delta
 from flashspan.kernels.masks import Mask
 
 
@@ -128,7 +128,7 @@ def attention(
         if kind is not None and local is not None:
             again.remember(kind, local, q, k, v, mask, resolved, scale, backend)
     else:
-        out, lse = _attend(q, k, v, *resolved.pack(), scale, float(dropout), seeds, backend)
+        out, lse, _ = _attend(q, k, v, *resolved.pack(), scale, float(dropout), seeds, backend)
     return (out, lse) if return_lse else out
 
 
@@ -168,25 +168,27 @@ def _forward(
     seed: Tensor | None,
     backend: str,
     once_more: Again | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
+    """out, in q's dtype or the one asked for, and lse."""
     if once_more is not None and (carry := once_more(q, k, v, mask)) is not None:
         return carry
     drop = None if seed is None else Dropout(dropout, seed)
     local = dispatch.choose(q, k, v, mask=mask, dropout=drop, backend=backend).load()
     with _no_autocast(q):
-        out, lse = local.forward(q, k, v, mask=mask, scale=scale, out_dtype=q.dtype, dropout=drop)
+        out, lse = local.forward(q, k, v, mask=mask, scale=scale, out_dtype=out_dtype or q.dtype, dropout=drop)
     _, H, T, D = q.shape
     if out.stride() != (T * H * D, D, H * D, 1):
-        out = _outputs(q)[0].copy_(out)
+        out = _room(q, out.dtype).copy_(out)
     exact = torch.float64 if q.dtype == torch.float64 else torch.float32
     return out, lse if lse.dtype == exact else lse.to(exact)
 
 
-def _outputs(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for the output, stored as [B, T, H, D] so that merging heads is a view, and for lse."""
+def _room(q: Tensor, dtype: torch.dtype) -> Tensor:
+    """Room for an output, stored as [B, T, H, D] so that merging heads is a view."""
     B, H, T, D = q.shape
-    exact = torch.promote_types(q.dtype, torch.float32)
-    return q.new_empty(B, T, H, D).transpose(1, 2), q.new_empty(B, H, T, dtype=exact)
+    return q.new_empty(B, T, H, D, dtype=dtype).transpose(1, 2)
 
 
 def _backward(
@@ -232,14 +234,19 @@ def _attend(
     dropout: float,
     seed: Tensor | None,
     backend: str,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out, lse, and the output as backward wants it: empty where that is `out` itself."""
     mask = masks.unpack(mask_kind, mask_numbers, mask_tensors)
-    return _forward(q, k, v, mask, scale, dropout, seed, backend)
+    kept, lse = _forward(q, k, v, mask, scale, dropout, seed, backend, out_dtype=kept_dtype(q))
+    out = kept.to(q.dtype)
+    return out, lse, q.new_empty(0) if kept is out else kept
 
 
 @_attend.register_fake
-def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return _outputs(q)
+def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+    kept = q.new_empty(0) if kept_dtype(q) == q.dtype else _room(q, kept_dtype(q))
+    return _room(q, q.dtype), lse, kept
 
 
 @torch.library.custom_op("flashspan::attend_backward", mutates_args=())
@@ -296,15 +303,16 @@ def refuse_transforms() -> None:
         )
 
 
-def _save_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     q, k, v, ctx.kind, ctx.numbers, tensors, ctx.scale, ctx.dropout, seed, ctx.backend = inputs
-    ctx.save_for_backward(q, k, v, *output, seed, *tensors)
+    out, lse, kept = output
+    ctx.save_for_backward(q, k, v, out if kept.dtype == out.dtype else kept, lse, seed, *tensors)
     ctx.set_materialize_grads(False)
 
 
-def _differentiate_operator(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+def _differentiate_operator(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Any, ...]:
     q, k, v, out, lse, seed, *tensors = ctx.saved_tensors
-    dout = torch.zeros_like(out) if dout is None else dense_rows(dout)
+    dout = torch.zeros_like(out, dtype=q.dtype) if dout is None else dense_rows(dout)
     grads = _attend_backward(
         dout, dlse, q, k, v, out, lse, ctx.kind, ctx.numbers, tensors, ctx.scale, ctx.dropout, seed, ctx.backend
     )
@@ -317,19 +325,19 @@ _attend.register_autograd(_differentiate_operator, setup_context=_save_operator)
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
-        out, lse = _forward(*given)
         q, k, v, mask, scale, dropout, seed, backend, *_ = given
+        out, lse = _forward(*given, out_dtype=kept_dtype(q))
         ctx.save_for_backward(q, k, v, out, lse, seed)
         ctx.rest = len(given), mask, mask_versions(mask), scale, dropout, backend
         ctx.set_materialize_grads(False)
-        return out, lse
+        return out.to(q.dtype), lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         q, k, v, out, lse, seed = ctx.saved_tensors
         num_given, mask, versions, scale, dropout, backend = ctx.rest
         check_unchanged(mask, versions)
-        dout = torch.zeros_like(out) if dout is None else dense_rows(dout)
+        dout = torch.zeros_like(out, dtype=q.dtype) if dout is None else dense_rows(dout)
         given = (dout, dlse, q, k, v, out, lse)
         if torch.is_grad_enabled():  # a graph of the gradients is wanted: the operator, in it, refuses the next ones
             grads = _attend_backward(*given, *mask.pack(), scale, dropout, seed, backend)

@@ -66,7 +66,7 @@ class Scheduled:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Carry, Saved]:
         call = Call(q, k, v, options.scale, options.dropout)
         out, lse = keep(lambda: run(ForwardWalk(self.plan, self.wire, self.local, call)))
-        return Carry(out, lse), (q, k, v, out, lse)
+        return Carry(out.to(q.dtype), lse), (q, k, v, out, lse)
 
     def backward(self, dout: Tensor, dlse: Tensor | None, saved: Saved, options: Options) -> Gradients:
         q, k, v, out, lse = saved

@@ -10,7 +10,7 @@ from flashspan.context.exchange import Wire
 from flashspan.context.execute import Call, Plan, Walk
 from flashspan.context.runs import Runs
 from flashspan.context.schedule import Item, Tile, Transfer
-from flashspan.kernels.contract import Carry, LocalAttention, merge
+from flashspan.kernels.contract import Carry, LocalAttention, kept_dtype, merge
 
 
 class ForwardWalk(Walk):
@@ -22,6 +22,7 @@ class ForwardWalk(Walk):
         # Rounding lse to float32 in each of a long ring's steps would show: on 64 ranks, 2.8 times the error of one.
         # CPU implementations carry on in the dtype they are given, GPU kernels want float32.
         self.carried = torch.float64 if call.q.device.type == "cpu" else self.exact
+        self.kept = kept_dtype(call.q)
         self.out: Tensor | None = None
         self.lse: Tensor | None = None
 
@@ -47,7 +48,7 @@ class ForwardWalk(Walk):
             mask=self.plan.tile_mask(tile, keys, q.device),
             scale=self.call.scale,
             carry=None if part is None else given,
-            out_dtype=q.dtype if part is None and tile.q == self.rank and self.parts[item] == 1 else self.exact,
+            out_dtype=self.kept if part is None and tile.q == self.rank and self.parts[item] == 1 else self.exact,
             dropout=self.drop(tile, keys),
         )
         if part is None:
@@ -71,11 +72,11 @@ class ForwardWalk(Walk):
 
     def settle(self, item: Item) -> None:
         carry = self.carries.pop(item) if item in self.carries else self._blank(item)
-        self.out = self.settled(self.out, carry.out, item[2], self.call.q.dtype)
+        self.out = self.settled(self.out, carry.out, item[2], self.kept)
         self.lse = self.settled(self.lse, carry.lse, item[2], self.exact)
 
     def finish(self) -> Carry:
-        """out [B, H, T, D] in q's dtype, lse [B, H, T]."""
+        """out [B, H, T, D] as backward wants it (`kept_dtype`), lse [B, H, T]."""
         for chunk in range(self.schedule.num_chunks):
             if ("carry", self.rank, chunk) not in self.parts:  # no query here sees any key
                 self.settle(("carry", self.rank, chunk))

@@ -166,6 +166,16 @@ def merge(total: Carry, part: Carry) -> None:
     total.lse.copy_(lse)
 
 
+def kept_dtype(q: Tensor) -> torch.dtype:
+    """The dtype in which the output is kept for backward: at least float32 on a CPU, q's own elsewhere.
+
+    An output rounded to 16 bits makes delta wrong by as much, and gradients up to 4 times as wrong as their own
+    rounding where the softmax is sharp. PyTorch's GPU kernels accept this and so do ours; its CPU path with dropout
+    does not. See docs/numerics.md.
+    """
+    return torch.promote_types(q.dtype, torch.float32) if q.device.type == "cpu" else q.dtype
+
+
 def row_delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
     """rowsum(dout * out) in float32 [B, H, T] (float64 stays): the one number a row's backward needs of its output.
 
