@@ -14,18 +14,25 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flashspan.context.layout import Layout, Placement, deal, place
 from flashspan.context.strategy import ContextAttention, context_parallel
-from flashspan.kernels import reference
+from flashspan.kernels import promise
 from flashspan.kernels.blocks import Blocks
-from flashspan.kernels.contract import Dropout, row_delta
+from flashspan.kernels.contract import Dropout
 from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band, Mask
 from flashspan.kernels.patterns import documents, prefix, ragged
 from tests.context import nccl_like
 
+RESULTS = ("out", "lse", "dq", "dk", "dv")
 MASKS = ("full", "causal", "window", "both sides", "documents", "causal documents", "prefix", "ragged")
 
 
-def make_mask(name: str, T: int) -> Mask:
+def make_mask(name: str, T: int, heads: int = 1) -> Mask | Tensor:
     """Masks that a tile can lose all of its rows to, and documents whose borders fall inside shards."""
+    if name in DRAWN:
+        generator = torch.Generator().manual_seed(T)
+        visible = torch.rand(1, heads if name == "block map heads" else 1, T, T, generator=generator) < 0.3
+        visible[..., T // 2 :, : T // 3] = True
+        visible[..., : T // 3, T // 2 :] = False
+        return visible if name == "bool" else Blocks.from_dense(visible, block=64)
     lengths = [T // 3, 0, T // 5, T - T // 3 - T // 5]
     return {
         "full": lambda: EVERYTHING,
@@ -37,17 +44,10 @@ def make_mask(name: str, T: int) -> Mask:
         "prefix": lambda: prefix(T // 2, T),
         "ragged": lambda: ragged([T // 2, T], T, T),
         "nothing": lambda: Band(5 * T, None),
-        "blocks": lambda: random_blocks(T),
     }[name]()
 
 
-def random_blocks(T: int) -> Mask:
-    """A block map: a third of the 16 x 16 blocks, and the causal half of those on the diagonal."""
-    num = -(-T // 16)
-    chosen = torch.rand(num, num, generator=torch.Generator().manual_seed(T)) < 0.3
-    seen = chosen.repeat_interleave(16, 0).repeat_interleave(16, 1)[:T, :T]
-    near = torch.block_diag(*[torch.ones(16, 16).tril()] * num)[:T, :T].bool()
-    return Blocks.from_dense(seen | near)
+DRAWN = ("bool", "block map", "block map heads")
 
 
 def blocks_of_five(num_tokens: int, num_ranks: int) -> Placement:
@@ -71,9 +71,15 @@ class Case:
     batch: int = 2
     dtype: torch.dtype = torch.float32
     dropout: float = 0.0
+    sharpness: float = 1.0  # the scale, times sqrt(D)
+    seed: int = 0
     device: str = "cpu"
     network: str | None = None  # the backend of its groups; None is the world's
     options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def scale(self) -> float:
+        return self.sharpness * self.D**-0.5
 
     @property
     def id(self) -> str:
@@ -81,7 +87,7 @@ class Case:
 
     def inputs(self) -> tuple[Tensor, ...]:
         """q, k, v, dout, dlse of the whole sequence."""
-        make = torch.Generator().manual_seed(self.T * 31 + self.heads)
+        make = torch.Generator().manual_seed(self.T * 31 + self.heads + 10_000 * self.seed)
         shapes = [(self.batch, h, self.T, self.D) for h in (self.heads, self.kv_heads, self.kv_heads, self.heads)]
         q, k, v, dout = (torch.randn(shape, generator=make).to(self.dtype) for shape in shapes)
         return q, k, v, dout, torch.randn(shapes[0][:3], generator=make)
@@ -141,8 +147,8 @@ def run_cases(cases: list[Case]) -> list[Any]:
             continue
         q, k, v, dout, dlse = (attend.shard(x, 2).to(case.device) for x in case.inputs())
         leaves = [x.requires_grad_() for x in (q, k, v)]
-        mask = make_mask(case.mask, case.T)
-        out, lse = attend(q, k, v, mask=mask, dropout=case.dropout, seed=7, return_lse=True)
+        mask = make_mask(case.mask, case.T, case.heads)
+        out, lse = attend(q, k, v, mask=mask, scale=case.scale, dropout=case.dropout, seed=7, return_lse=True)
         assert out.dtype == case.dtype
         finite = lse.isfinite()
         torch.autograd.backward([out, lse], [dout, torch.where(finite, dlse, 0.0)])
@@ -150,19 +156,12 @@ def run_cases(cases: list[Case]) -> list[Any]:
     return results
 
 
-def truth(case: Case) -> list[Tensor]:
-    """out, lse, dq, dk, dv of one device in float64."""
-    q, k, v, dout, dlse = (x.double() for x in case.inputs())
-    mask, scale = make_mask(case.mask, case.T), case.D**-0.5
+def truth(case: Case) -> promise.Answer:
+    """What one device gives, in float64."""
+    q, k, v, dout, dlse = case.inputs()
     drop = Dropout(case.dropout, torch.tensor([7])) if case.dropout else None
-    out, lse = reference.forward(q, k, v, mask=mask, scale=scale, dropout=drop)
-    delta = row_delta(dout, out) - torch.where(lse.isfinite(), dlse, 0.0)
-    grads = [torch.zeros_like(x) for x in (q, k, v)]
-    dq, dk, dv = grads
-    reference.backward(
-        dout, q, k, v, lse, delta, mask=mask, scale=scale, dq=dq, dk=dk, dv=dv, accumulate=False, dropout=drop
-    )
-    return [out, lse, *grads]
+    mask = make_mask(case.mask, case.T, case.heads)
+    return promise.solve(q, k, v, dout, mask=mask, scale=case.scale, dropout=drop, dlse=dlse)
 
 
 def join(case: Case, answers: list[Any]) -> list[Tensor]:
@@ -179,8 +178,10 @@ def join(case: Case, answers: list[Any]) -> list[Tensor]:
 def errors(case: Case, answers: list[Any]) -> list[float]:
     """Relative error of out, lse, dq, dk, dv (lse: absolute); infinite where a row's emptiness is not told."""
     found = []
-    for index, (mine, exact) in enumerate(zip(join(case, answers), truth(case), strict=True)):
-        if index == 1:
+    results = truth(case).results
+    for name, mine in zip(RESULTS, join(case, answers), strict=True):
+        exact = results[name]
+        if name == "lse":
             if not torch.equal(mine.isfinite(), exact.isfinite()):
                 return [float("inf")]
             finite = exact.isfinite()
@@ -189,3 +190,8 @@ def errors(case: Case, answers: list[Any]) -> list[float]:
             scale = float(exact.norm())
             found.append(float((mine - exact).norm()) / scale if scale else float(mine.norm()))
     return found
+
+
+def ratios(case: Case, answers: list[Any]) -> dict[str, float]:
+    """The error of each result over what the promise allows."""
+    return truth(case).ratios(case.dtype, **dict(zip(RESULTS, join(case, answers), strict=True)))

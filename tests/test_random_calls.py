@@ -1,0 +1,262 @@
+"""Random calls of `attention` against float64: shapes, masks, strides, dtypes, scales, dropout and gradients of lse.
+
+pytest -m "campaign and not gpu" -s tests/test_random_calls.py    # 2,000 calls, a minute
+pytest -m "campaign and gpu" -s tests/test_random_calls.py        # 1,000 calls on a GPU
+
+What a mask shows is drawn here by rules of its own, from the definition of each mask.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashspan import attention, masks
+from flashspan.kernels import promise
+from flashspan.kernels.contract import Dropout
+from tests.kernels.cases import Watched
+
+LENGTHS = (0, 1, 1, 2, 3, 17, 31, 64, 65, 100, 127, 129, 200, 257)
+HEADS = ((1, 1), (2, 1), (2, 2), (6, 2), (5, 1), (4, 4))
+SCALES = (1.0, 1.0, 1.0, 0.1, 3.0, 10.0, 40.0, -1.0, 0.0)  # times 1 / sqrt(head size): from flat to saturated
+LAYOUTS = ("contiguous", "transposed", "fused", "expanded", "columns")
+MASKS = (
+    *("full", "causal", "causal", "offset", "window", "causal window", "pair", "documents", "causal documents"),
+    *("ragged", "prefix", "rows", "bool", "bool batch", "bool heads", "bool causal", "block map", "block map heads"),
+)
+
+
+@dataclass(frozen=True)
+class Classes:
+    """What calls are drawn from. A GPU kernel is compiled for each head size, dtype and kind of mask."""
+
+    head_dims: Sequence[int] = range(1, 257)
+    dtypes: Sequence[torch.dtype] = (torch.float32, torch.float32, torch.float16, torch.bfloat16, torch.float64)
+    backends: Sequence[str] = ("auto",) * 8 + ("tiled", "reference")
+    masks: Sequence[str] = MASKS
+    lengths: Sequence[int] = LENGTHS
+    watched: float = 0.1  # how many calls go through the operator
+    device: str = "cpu"
+
+
+CPU = Classes()
+INTERPRETED = Classes((1, 8, 20), (torch.float32, torch.float16), ("portable",), lengths=(0, 1, 2, 17, 40), watched=0.0)
+GPU = Classes(
+    head_dims=(40, 64, 128),
+    dtypes=(torch.bfloat16, torch.bfloat16, torch.float16, torch.float32),
+    backends=("auto",) * 6 + ("portable",),
+    masks=("full", "causal", "causal window", "causal documents", "rows", "bool", "block map heads"),
+    lengths=(*LENGTHS, 513, 1000, 2047),
+    watched=0.0,
+    device="cuda",
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call; printed, it says what is needed to make it again."""
+
+    seed: int
+    B: int
+    H: int
+    K: int
+    T: int
+    S: int
+    D: int
+    dtype: torch.dtype
+    mask: str
+    sharpness: float
+    dropout: float
+    with_dlse: bool
+    layouts: tuple[str, ...]
+    shift: float  # of v: a common part, which cancels in gradients
+    backend: str
+    watched: bool
+    device: str = field(repr=False, default="cpu")
+
+
+def draw(seed: int, classes: Classes = CPU) -> Call:
+    pick = random.Random(seed)
+    (H, K), mask, T = pick.choice(HEADS), pick.choice(classes.masks), pick.choice(classes.lengths)
+    return Call(
+        seed=seed,
+        B=pick.choice((1, 1, 2, 3)),
+        H=H,
+        K=K,
+        T=T,
+        S=T if mask == "prefix" or pick.random() < 0.5 else pick.choice(classes.lengths),
+        D=pick.choice(classes.head_dims),
+        dtype=pick.choice(classes.dtypes),
+        mask=mask,
+        sharpness=pick.choice(SCALES),
+        dropout=pick.choice((0.0, 0.0, 0.1, 0.5)),
+        with_dlse=pick.random() < 0.4,
+        layouts=tuple(pick.choice(LAYOUTS) for _ in range(4)),
+        shift=pick.choice((0.0, 0.0, 0.0, 30.0)),
+        backend=pick.choice(classes.backends),
+        watched=pick.random() < classes.watched,
+        device=classes.device,
+    )
+
+
+def make(shape: tuple[int, ...], layout: str, generator: torch.Generator) -> Tensor:
+    """Random numbers [batch, heads, tokens, size] that lie in memory as the layout says."""
+    B, H, T, D = shape
+    if layout == "transposed":
+        return torch.randn(B, T, H, D, generator=generator).transpose(1, 2)
+    if layout == "fused":
+        return torch.randn(B, T, H + 2, D + 3, generator=generator)[:, :, 1 : H + 1, 2 : D + 2].transpose(1, 2)
+    if layout == "expanded":
+        return torch.randn(1, H, T, D, generator=generator).expand(shape)
+    if layout == "columns":
+        return torch.randn(B, H, D, T, generator=generator).mT
+    return torch.randn(shape, generator=generator)
+
+
+def split(total: int, parts: int, pick: random.Random) -> list[int]:
+    cuts = sorted(pick.randint(0, total) for _ in range(parts - 1))
+    return [b - a for a, b in zip([0, *cuts], [*cuts, total], strict=True)]
+
+
+def make_mask(call: Call) -> tuple[dict[str, Any], Tensor]:
+    """The arguments that say it, and what they show: bool [B or 1, H or 1, T, S]."""
+    pick, B, H, T, S = random.Random(call.seed + 1), call.B, call.H, call.T, call.S
+    generator = torch.Generator().manual_seed(call.seed + 1)
+    i, j = torch.arange(T)[:, None], torch.arange(S)
+    causal, everything = j <= i, torch.ones(T, S, dtype=torch.bool)
+    kind, width, offset = call.mask, pick.randint(1, 70), pick.randint(-20, 60)
+
+    def dense(*lead: int) -> Tensor:
+        return torch.rand(*lead, T, S, generator=generator) < pick.choice((0.02, 0.5, 0.95))
+
+    def documents() -> tuple[list[int], list[int], Tensor]:
+        q, k = split(T, 4, pick), split(S, 4, pick)
+        if T == S and pick.random() < 0.7:
+            k = q
+        numbers = [torch.repeat_interleave(torch.arange(4), torch.tensor(lengths)) for lengths in (q, k)]
+        return q, k, numbers[0][:, None] == numbers[1]
+
+    if kind == "full":
+        return {}, everything[None, None]
+    if kind == "causal":
+        return {"causal": True}, causal[None, None]
+    if kind == "offset":
+        return {"mask": masks.causal(offset)}, (j <= i + offset)[None, None]
+    if kind == "window":
+        return {"window": width}, ((i - j).abs() < width)[None, None]
+    if kind == "causal window":
+        return {"causal": True, "window": width}, (causal & (i - j < width))[None, None]
+    if kind == "pair":
+        return {"window": (width, width // 3)}, ((j >= i - width) & (j <= i + width // 3))[None, None]
+    if kind in ("documents", "causal documents"):
+        q, k, same = documents()
+        if kind == "documents":
+            return {"mask": masks.documents(q, k)}, same[None, None]
+        return {"mask": masks.documents(q, k), "causal": True}, (same & causal)[None, None]
+    if kind == "ragged":
+        lengths = torch.tensor([pick.randint(0, S) for _ in range(B)])
+        return {"mask": masks.ragged(lengths, T, S)}, (j < lengths[:, None, None])[:, None].expand(B, 1, T, S)
+    if kind == "prefix":
+        length = pick.randint(0, T)
+        return {"mask": masks.prefix(length, T)}, (causal | (j < length))[None, None]
+    if kind == "rows":
+        start, end = torch.randint(0, S + 1, (2, T), generator=generator)
+        return {"mask": masks.Rows(start, end, S)}, ((start[:, None] <= j) & (j < end[:, None]))[None, None]
+    if kind in ("block map", "block map heads"):
+        visible = dense(B, H) if kind == "block map heads" else dense(1, 1)
+        for b, h in ((b, h) for b in range(visible.shape[0]) for h in range(visible.shape[1])):
+            visible[b, h, :, pick.randint(0, S) :] = False  # some tiles are empty, and some rows
+            visible[b, h, : pick.randint(0, T), : pick.randint(0, S)] = True  # and some full
+        return {"mask": masks.Blocks.from_dense(visible, block=pick.choice((64, 128)))}, visible
+    visible = dense(*{"bool batch": (B, 1), "bool heads": (1, H)}.get(kind, (1, 1)))
+    if kind == "bool causal":
+        return {"mask": visible[0, 0], "causal": True}, visible & causal
+    return {"mask": visible[0, 0] if kind == "bool" else visible}, visible
+
+
+def run(call: Call) -> dict[str, float]:
+    """Each result's error over the one allowed."""
+    generator = torch.Generator().manual_seed(call.seed)
+    shapes = [(call.B, heads, n, call.D) for heads, n in ((call.H, call.T), *[(call.K, call.S)] * 2, (call.H, call.T))]
+    tensors = [make(shape, layout, generator) for shape, layout in zip(shapes, call.layouts, strict=True)]
+    tensors[2] = tensors[2] + call.shift if call.shift else tensors[2]
+    q, k, v, dout = (x.to(call.device, call.dtype) for x in tensors)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    scale = call.sharpness * call.D**-0.5
+    told, visible = make_mask(call)
+    told = {name: x.to(call.device) if hasattr(x, "to") else x for name, x in told.items()}
+    exact = torch.promote_types(call.dtype, torch.float32)
+    dlse = torch.randn(call.B, call.H, call.T, generator=generator).to(call.device, exact) if call.with_dlse else None
+    with Watched() if call.watched else nullcontext():
+        out, lse = attention(
+            q, k, v, **told, scale=scale, dropout=call.dropout, seed=call.seed, backend=call.backend, return_lse=True
+        )
+    if dlse is None:
+        grads = torch.autograd.grad(out, (q, k, v), dout)
+    else:
+        grads = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
+    assert out.dtype == call.dtype
+    assert lse.dtype == exact
+    rounded = call.dtype.itemsize == 2 and (call.device == "cuda" or call.backend == "portable")
+    drop = Dropout(call.dropout, torch.tensor([call.seed], device=call.device)) if call.dropout else None
+    answer = promise.solve(q, k, v, dout, mask=visible, scale=scale, dropout=drop, dlse=dlse, rounded=rounded)
+    results = dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), strict=True))
+    return answer.ratios(call.dtype, **results)
+
+
+def search(first: int, count: int, classes: Classes) -> None:
+    """That many calls, counted from a seed. Prints the worst, and fails with every one that is over its promise."""
+    worst: dict[tuple[str, str], tuple[float, int]] = {}
+    spent: Counter[str] = Counter()
+    known: set[object] = set()
+    broken = []
+    begin = time.perf_counter()
+    for seed in range(first, first + count):
+        call = draw(seed, classes)
+        start = time.perf_counter()
+        found = run(call)
+        kind = (call.D, call.dtype, call.mask, call.backend, call.dropout > 0, call.with_dlse)
+        spent["calls like one before" if kind in known else "first calls of their kind"] += time.perf_counter() - start
+        known.add(kind)
+        for name, ratio in found.items():
+            key = str(call.dtype).removeprefix("torch."), name
+            worst[key] = max(worst.get(key, (0.0, 0)), (ratio, seed))
+            if not ratio <= 1.0:
+                broken.append(f"{name} {ratio:.3g} times what is allowed: {call}")
+    for (dtype, name), (ratio, seed) in sorted(worst.items()):
+        print(f"{dtype:<9} {name:<4} at most {ratio:.3f} of what is allowed (seed {seed})")
+    print(f"{count} calls, seeds {first} to {first + count - 1}, {time.perf_counter() - begin:.0f} s:", dict(spent))
+    assert not broken, f"{len(broken)} over the promise:\n" + "\n".join(broken[:20])
+
+
+def test_random_calls_keep_the_promise() -> None:
+    search(0, 30, CPU)
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(1800)
+def test_two_thousand_random_calls() -> None:
+    search(10_000, 2000, CPU)
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is chosen where there is no GPU")
+def test_interpreted_kernels() -> None:
+    search(20_000, 50, INTERPRETED)
+
+
+@pytest.mark.campaign
+@pytest.mark.gpu
+@pytest.mark.timeout(1800)
+def test_a_thousand_random_calls_on_a_gpu() -> None:
+    search(30_000, 1000, GPU)
