@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import pytest
@@ -25,9 +26,11 @@ from flashspan.kernels import promise
 from flashspan.kernels.contract import Dropout
 from tests.kernels.cases import Watched
 
+DTYPES = (torch.float32, torch.float32, torch.float16, torch.bfloat16, torch.float64)
 LENGTHS = (0, 1, 1, 2, 3, 17, 31, 64, 65, 100, 127, 129, 200, 257)
 HEADS = ((1, 1), (2, 1), (2, 2), (6, 2), (5, 1), (4, 4))
 SCALES = (1.0, 1.0, 1.0, 0.1, 3.0, 10.0, 40.0, -1.0, 0.0)  # times 1 / sqrt(head size): from flat to saturated
+SIZES = (1.0, 1.0, 1.0, 1e-12, 1e6)
 LAYOUTS = ("contiguous", "transposed", "fused", "expanded", "columns")
 MASKS = (
     *("full", "causal", "causal", "offset", "window", "causal window", "pair", "documents", "causal documents"),
@@ -39,8 +42,7 @@ MASKS = (
 class Classes:
     """What calls are drawn from. A GPU kernel is compiled for each head size, dtype and kind of mask."""
 
-    head_dims: Sequence[int] = range(1, 257)
-    dtypes: Sequence[torch.dtype] = (torch.float32, torch.float32, torch.float16, torch.bfloat16, torch.float64)
+    types: Sequence[tuple[torch.dtype, int]] = tuple(product(DTYPES, range(1, 257)))  # and head sizes
     backends: Sequence[str] = ("auto",) * 8 + ("tiled", "reference")
     masks: Sequence[str] = MASKS
     lengths: Sequence[int] = LENGTHS
@@ -49,11 +51,15 @@ class Classes:
 
 
 CPU = Classes()
-INTERPRETED = Classes((1, 8, 20), (torch.float32, torch.float16), ("portable",), lengths=(0, 1, 2, 17, 40), watched=0.0)
+INTERPRETED = Classes(
+    types=tuple(product((torch.float32, torch.float16), (1, 8, 20))),
+    backends=("portable",),
+    lengths=(0, 1, 2, 17, 40),
+    watched=0.0,
+)
 GPU = Classes(
-    head_dims=(40, 64, 128),
-    dtypes=(torch.bfloat16, torch.bfloat16, torch.float16, torch.float32),
-    backends=("auto",) * 6 + ("portable",),
+    types=((torch.bfloat16, 64), (torch.bfloat16, 128), (torch.float16, 64), (torch.float32, 40)),
+    backends=("auto",),
     masks=("full", "causal", "causal window", "causal documents", "rows", "bool", "block map heads"),
     lengths=(*LENGTHS, 513, 1000, 2047),
     watched=0.0,
@@ -79,6 +85,7 @@ class Call:
     with_dlse: bool
     layouts: tuple[str, ...]
     shift: float  # of v: a common part, which cancels in gradients
+    sizes: tuple[float, float]  # of v, and of dout and dlse
     backend: str
     watched: bool
     device: str = field(repr=False, default="cpu")
@@ -87,6 +94,7 @@ class Call:
 def draw(seed: int, classes: Classes = CPU) -> Call:
     pick = random.Random(seed)
     (H, K), mask, T = pick.choice(HEADS), pick.choice(classes.masks), pick.choice(classes.lengths)
+    dtype, head_dim = pick.choice(classes.types)
     return Call(
         seed=seed,
         B=pick.choice((1, 1, 2, 3)),
@@ -94,32 +102,39 @@ def draw(seed: int, classes: Classes = CPU) -> Call:
         K=K,
         T=T,
         S=T if mask == "prefix" or pick.random() < 0.5 else pick.choice(classes.lengths),
-        D=pick.choice(classes.head_dims),
-        dtype=pick.choice(classes.dtypes),
+        D=head_dim,
+        dtype=dtype,
         mask=mask,
         sharpness=pick.choice(SCALES),
         dropout=pick.choice((0.0, 0.0, 0.1, 0.5)),
         with_dlse=pick.random() < 0.4,
         layouts=tuple(pick.choice(LAYOUTS) for _ in range(4)),
         shift=pick.choice((0.0, 0.0, 0.0, 30.0)),
+        sizes=(pick.choice(SIZES), pick.choice(SIZES)) if dtype != torch.float16 else (1.0, 1.0),
         backend=pick.choice(classes.backends),
         watched=pick.random() < classes.watched,
         device=classes.device,
     )
 
 
-def make(shape: tuple[int, ...], layout: str, generator: torch.Generator) -> Tensor:
-    """Random numbers [batch, heads, tokens, size] that lie in memory as the layout says."""
-    B, H, T, D = shape
+def make(call: Call, which: int, generator: torch.Generator) -> Tensor:
+    """q, k, v or dout, lying in memory as the call's layout for it says."""
+    B, H, T, D = call.B, call.K if which in (1, 2) else call.H, call.S if which in (1, 2) else call.T, call.D
+    layout = call.layouts[which]
+
+    def numbers(*shape: int) -> Tensor:
+        x = torch.randn(shape, generator=generator) + (call.shift if which == 2 else 0.0)
+        return (x * (1.0, 1.0, *call.sizes)[which]).to(call.device, call.dtype)
+
     if layout == "transposed":
-        return torch.randn(B, T, H, D, generator=generator).transpose(1, 2)
+        return numbers(B, T, H, D).transpose(1, 2)
     if layout == "fused":
-        return torch.randn(B, T, H + 2, D + 3, generator=generator)[:, :, 1 : H + 1, 2 : D + 2].transpose(1, 2)
+        return numbers(B, T, H + 2, D + 3)[:, :, 1 : H + 1, 2 : D + 2].transpose(1, 2)
     if layout == "expanded":
-        return torch.randn(1, H, T, D, generator=generator).expand(shape)
+        return numbers(1, H, T, D).expand(B, H, T, D)
     if layout == "columns":
-        return torch.randn(B, H, D, T, generator=generator).mT
-    return torch.randn(shape, generator=generator)
+        return numbers(B, H, D, T).mT
+    return numbers(B, H, T, D)
 
 
 def split(total: int, parts: int, pick: random.Random) -> list[int]:
@@ -186,16 +201,15 @@ def make_mask(call: Call) -> tuple[dict[str, Any], Tensor]:
 def run(call: Call) -> dict[str, float]:
     """Each result's error over the one allowed."""
     generator = torch.Generator().manual_seed(call.seed)
-    shapes = [(call.B, heads, n, call.D) for heads, n in ((call.H, call.T), *[(call.K, call.S)] * 2, (call.H, call.T))]
-    tensors = [make(shape, layout, generator) for shape, layout in zip(shapes, call.layouts, strict=True)]
-    tensors[2] = tensors[2] + call.shift if call.shift else tensors[2]
-    q, k, v, dout = (x.to(call.device, call.dtype) for x in tensors)
+    q, k, v, dout = (make(call, which, generator) for which in range(4))
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     scale = call.sharpness * call.D**-0.5
     told, visible = make_mask(call)
     told = {name: x.to(call.device) if hasattr(x, "to") else x for name, x in told.items()}
     exact = torch.promote_types(call.dtype, torch.float32)
-    dlse = torch.randn(call.B, call.H, call.T, generator=generator).to(call.device, exact) if call.with_dlse else None
+    dlse = None
+    if call.with_dlse:
+        dlse = call.sizes[1] * torch.randn(call.B, call.H, call.T, generator=generator).to(call.device, exact)
     with Watched() if call.watched else nullcontext():
         out, lse = attention(
             q, k, v, **told, scale=scale, dropout=call.dropout, seed=call.seed, backend=call.backend, return_lse=True

@@ -107,6 +107,7 @@ def test_error_does_not_grow_with_ranks(on_ranks: OnRanks) -> None:
 
 def test_half_precision(on_ranks: OnRanks) -> None:
     cases = [Case(4, strategy, dtype=dtype) for strategy in STRATEGIES for dtype in (torch.bfloat16, torch.float16)]
+    cases += [Case(4, strategy, dtype=torch.float16, dropout=0.2, sharpness=5.0) for strategy in STRATEGIES]
     check(on_ranks, cases)
 
 
