@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import select
+import stat
 import time
 import tomllib
 from pathlib import Path
@@ -23,9 +25,32 @@ def make_folder(path: str | Path, option: str) -> Path:
     path = Path(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"the folder {path} cannot be made: {error.strerror}; choose another with {option}") from error
+    except (OSError, ValueError) as error:  # ValueError: a null byte in its name
+        raise _no_folder(path, error, option) from error
     return path
+
+
+def check_folder(path: str | Path, option: str) -> None:
+    """ValueError where `make_folder` would fail, as far as that shows without making the folder."""
+    path = Path(path).absolute()
+    try:
+        for place in (path, *path.parents):
+            try:
+                place.lstat()
+            except FileNotFoundError:
+                continue
+            if not stat.S_ISDIR(place.stat().st_mode):  # of a link, where it leads
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+            if not os.access(place, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            return
+    except (OSError, ValueError) as error:
+        raise _no_folder(path, error, option) from error
+
+
+def _no_folder(path: Path, error: OSError | ValueError, option: str) -> ValueError:
+    why = error.strerror if isinstance(error, OSError) else error
+    return ValueError(f"the folder {str(path)[:200]} cannot be made: {why}; choose another with {option}")
 
 
 def require_file(path: str | Path, remedy: str = "") -> Path:
@@ -83,9 +108,11 @@ def _refuse_size(path: Path, size: str, limit: int) -> NoReturn:
 
 def parse_json(text: str | bytes, *, strict: bool = False) -> Any:
     """A JSON value. ValueError also for brackets nested deeper than Python reads; if `strict`, for NaN and Infinity,
-    which Python writes and JSON does not have."""
+    which Python writes and JSON does not have, and for an object with two values of one name."""
     try:
-        return json.loads(text, parse_constant=_refuse_constant if strict else None)
+        if strict:
+            return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_refuse_doubles)
+        return json.loads(text)
     except RecursionError as error:
         raise ValueError("its brackets are nested too deeply") from error
 
@@ -100,6 +127,14 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
+
+
+def _refuse_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is set twice")
+    return found
 
 
 def read_json(path: str | Path, remedy: str = "") -> dict[str, Any]:

@@ -34,16 +34,15 @@ RUNS = 12  # then ranks are renewed: they keep every group they made, and gloo's
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave GPU tests out where there is no GPU, and slow ones and campaigns unless `-m` asks for them."""
+    """Leave GPU tests out where there is no GPU, and slow tests and campaigns unless `-m` asks for them."""
     chosen = config.getoption("markexpr")
     skip_gpu = pytest.mark.skip(reason="needs a CUDA device")
-    skip = {name: pytest.mark.skip(reason=f"{name}: run with -m {name}") for name in ("slow", "campaign")}
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(skip_gpu)
-        for name, mark in skip.items():
-            if name in item.keywords and name not in chosen:
-                item.add_marker(mark)
+        for name in ("slow", "campaign"):
+            if item.get_closest_marker(name) and name not in chosen:
+                item.add_marker(pytest.mark.skip(reason=f"{name}: run with -m {name}"))
 
 
 @pytest.fixture(autouse=True)

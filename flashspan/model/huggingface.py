@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from flashspan.files import read_json, require_file
+from flashspan.manifest import MANIFEST, find_damage, write_manifest
 
 from .config import LlamaConfig
 from .huggingface_config import describe_config, read_config
@@ -67,8 +68,14 @@ def load_llama(
     attention: Attend,
     dtype: torch.dtype | None = torch.float32,
     device: torch.device | str = "cpu",
+    verify: bool = True,
 ) -> Llama:
-    """The model of a checkpoint folder, with its weights, in `dtype` (None: as stored)."""
+    """The model of a checkpoint folder, with its weights, in `dtype` (None: as stored).
+
+    `verify`: compare the files with their hashes, where the folder has a manifest.json. It reads them all once more.
+    """
+    if verify:
+        refuse_damaged_weights(folder)
     config = read_config(folder)
     # Before the model is built, even on the meta device: what config.json claims must have its weights.
     weights = {name: value.to(device, dtype or value.dtype) for name, value in read_weights(folder, config)}
@@ -95,14 +102,16 @@ def check_config(folder: str | Path, config: LlamaConfig) -> None:
 
 
 def save_llama(model: Llama, folder: str | Path, *, shard_bytes: int = SHARD_BYTES) -> list[str]:
-    """Write config.json and the model's weights, in shards; the names of the files."""
-    return save_state(model.state_dict(), model.config, folder, shard_bytes=shard_bytes)
+    """Write config.json, the model's weights, in shards, and a manifest of their hashes; the names of the files."""
+    files = save_state(model.state_dict(), model.config, folder, shard_bytes=shard_bytes)
+    write_manifest(Path(folder), files)
+    return [*files, MANIFEST]
 
 
 def save_state(
     state: Mapping[str, Tensor], config: LlamaConfig, folder: str | Path, *, shard_bytes: int = SHARD_BYTES
 ) -> list[str]:
-    """`save_llama` of whole tensors under our names, without a model."""
+    """`save_llama` of whole tensors under our names, without a model or a manifest."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for stale in weight_files(folder):  # of a model saved here before, perhaps in more files
@@ -281,6 +290,28 @@ def read_index(file: Path) -> dict[str, str]:
 def weight_files(folder: Path) -> list[str]:
     """The names of the files in a folder that hold weights, or say where they are, as `find_tensors` reads them."""
     return sorted(path.name for path in folder.iterdir() if WEIGHTS.fullmatch(path.name))
+
+
+def files_to_read(folder: Path) -> set[str]:
+    """The names of the files of a folder that its model is read from."""
+    files = {"config.json", *weight_files(folder)}
+    return files | (set(read_index(folder / INDEX).values()) if INDEX in files else {SINGLE})
+
+
+def refuse_damaged_weights(folder: str | Path) -> None:
+    """ValueError where a folder has a manifest.json and its files are not as that says, or the model's are not listed.
+    A folder that another program wrote has none, and passes."""
+    folder = Path(folder)
+    if not os.path.lexists(folder / MANIFEST):
+        return
+    try:
+        fault = find_damage(folder, files_to_read(folder))
+    except (ValueError, OSError) as error:
+        fault = str(error)
+    if fault:
+        raise ValueError(
+            f"{folder} is damaged ({fault}): restore it, or remove {MANIFEST} if the files were changed on purpose"
+        )
 
 
 def read_header(file: Path) -> set[str]:

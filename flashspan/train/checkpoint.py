@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,10 +29,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from flashspan.files import read_json
+from flashspan.manifest import find_damage, write_manifest
 from flashspan.model import LlamaConfig, read_config, read_weights, save_state
-from flashspan.model.huggingface import INDEX, SINGLE, read_header, read_index, weight_files
+from flashspan.model.huggingface import files_to_read, read_header, refuse_damaged_weights
 
 PREFIX, WRITING, BEFORE, LOCK = "step-", ".writing-", ".before", ".lock"
+NAME = re.compile(rf"{PREFIX}([0-9]+)")
 FORMAT = 1
 """Of state.json and the names of the tensors; another one's are not guessed at."""
 
@@ -67,9 +69,7 @@ def write(folder: str | Path, state: State, *, keep: int = 2) -> Path:
         about = {"format": FORMAT, "step": state.step, "order": dict(state.order), "extra": dict(state.extra)}
         (half / "state.json").write_text(json.dumps(about, indent=2))
         shutil.copymode(half / "state.json", half / "optimizer.safetensors")  # which is the owner's alone otherwise
-        files = sorted(path.name for path in half.iterdir())
-        manifest = {name: {"bytes": (half / name).stat().st_size, "blake2b": hash_file(half / name)} for name in files}
-        (half / "manifest.json").write_text(json.dumps(manifest, indent=2))
+        write_manifest(half, sorted(path.name for path in half.iterdir()))
         for path in [*half.iterdir(), half]:
             _flush(path)
         _remove(aside)
@@ -84,7 +84,7 @@ def write(folder: str | Path, state: State, *, keep: int = 2) -> Path:
         if isinstance(error, SafetensorError):  # a disk that fills while the tensors are written
             raise OSError(str(error)) from error
         raise
-    kept = [path for path in checkpoints(folder) if path.name <= final.name][-keep:]
+    kept = [path for path in checkpoints(folder) if path == final or step_of(path) < state.step][-keep:]
     with contextlib.suppress(OSError):
         _remove(aside)
     for path in set(checkpoints(folder)) - set(kept):
@@ -107,8 +107,9 @@ def _remove(path: Path) -> None:
 
 
 def checkpoints(folder: str | Path) -> list[Path]:
-    """The checkpoints in a folder, oldest first, whole or not."""
-    return sorted(path for path in Path(folder).glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit())
+    """The checkpoints in a folder, by the steps that they are named after, whole or not."""
+    found = (path for path in Path(folder).glob(f"{PREFIX}*") if NAME.fullmatch(path.name))
+    return sorted(found, key=lambda path: (step_of(path), path.name))
 
 
 def last_step(folder: str | Path) -> int:
@@ -122,12 +123,15 @@ def step_of(path: Path) -> int:
 
 
 def newest(folder: str | Path, *, say: Callable[[str], None] = print) -> Path | None:
-    """The newest whole checkpoint; each damaged one is named and passed over. None where there is none.
+    """The newest whole checkpoint; each that is damaged, or has another name, is said to be passed over. None where
+    there is none.
 
     The run that writes them may go on meanwhile: one that it dropped while it was read is not damaged, there are newer
     ones.
     """
     found, named = checkpoints(folder), set[Path]()
+    for path in sorted(set(Path(folder).glob(f"{PREFIX}*")) - set(found)):
+        say(f"{path} is passed over: the name of a checkpoint is {PREFIX} and a number")
     while found:
         path = found.pop()
         fault = damage(path)
@@ -192,9 +196,11 @@ def clear_unfinished(folder: str | Path) -> None:
 
 
 def refuse_damaged(path: str | Path) -> None:
-    """ValueError for a folder of weights that is a checkpoint of ours and not whole; others have no hashes to hold."""
+    """ValueError for a folder of weights that is not as it was written: by its manifest, which a stranger's lacks."""
     path = Path(path)
-    if any((path / name).exists() for name in ("manifest.json", "state.json")) and (fault := damage(path)):
+    if not os.path.lexists(path / "state.json"):
+        refuse_damaged_weights(path)
+    elif fault := damage(path):
         raise ValueError(f"{path} is damaged ({fault}): give another checkpoint, or the run's folder {path.parent}")
 
 
@@ -202,33 +208,15 @@ def damage(path: Path) -> str | None:
     """What is wrong with a checkpoint folder, in words; None if it is whole: every file that `read` opens is in its
     manifest, and every hash of the manifest holds."""
     try:
-        manifest = read_json(path / "manifest.json")
-        for name, about in manifest.items():
-            file = path / name
-            if Path(name).name != name:
-                return f"its manifest names {name!r}"
-            if not file.is_file():
-                return f"{name} is {'not a regular file' if os.path.lexists(file) else 'missing'}"
-            if file.stat().st_size != about["bytes"]:
-                return f"{name} has {file.stat().st_size} of {about['bytes']} bytes"
-            if hash_file(file) != about["blake2b"]:
-                return f"the hash of {name} does not match its manifest"
-        if unlisted := sorted(_files_to_read(path) - set(manifest)):
-            return f"{', '.join(unlisted)} is missing from its manifest"
+        # Which files are read must not depend on what a manifest lists.
+        if fault := find_damage(path, {"state.json", "optimizer.safetensors", *files_to_read(path)}):
+            return fault
         about = read_json(path / "state.json")
         if about.get("format") == FORMAT and (fault := _fault_of_state(about, path)):
             return fault
-    except (ValueError, OSError, KeyError, TypeError) as error:
+    except (ValueError, OSError) as error:
         return str(error)
     return None
-
-
-def _files_to_read(path: Path) -> set[str]:
-    """The files of a checkpoint that `read` opens: which those are must not depend on what a manifest lists."""
-    files = {"state.json", "config.json", "optimizer.safetensors", *weight_files(path)}
-    if INDEX in files:
-        return files | set(read_index(path / INDEX).values())
-    return files | {SINGLE}
 
 
 def _fault_of_state(about: dict[str, Any], path: Path) -> str | None:
@@ -265,11 +253,6 @@ def read(path: str | Path, *, model: bool = True, optimizer: bool = True) -> Sta
         read_header(path / "optimizer.safetensors")
         moments = load_file(path / "optimizer.safetensors")
     return State(about["step"], config, weights, moments, about["order"], about["extra"])
-
-
-def hash_file(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=20)).hexdigest()
 
 
 class Writer:

@@ -159,12 +159,28 @@ class TokenFile:
     def fingerprint(self) -> str:
         """Tells these tokens from others, the same in memory and in a file. A small file is read whole; of a large one
         evenly spaced runs, first and last among them, so that a terabyte costs no more than a few hundred pages."""
-        last = max(0, len(self.tokens) - RUN)
-        starts = np.unique(np.linspace(0, last, NUM_RUNS).astype(np.int64))
         digest = hashlib.blake2b(f"{len(self.tokens)} {self.vocab_size} {self.end}".encode(), digest_size=16)
-        for start in starts:
-            digest.update(self.tokens[start : start + RUN].astype("<u4").tobytes())
+        for run in self._runs():
+            digest.update(run.astype("<u4").tobytes())
         return digest.hexdigest()
+
+    def check(self) -> None:
+        """ValueError where one of the tokens that a fingerprint reads is not in the vocabulary."""
+        for run in self._runs():
+            self.check_tokens(run)
+
+    def check_tokens(self, tokens: np.ndarray) -> None:
+        """ValueError where one of these tokens is not in the vocabulary."""
+        if len(tokens) and (largest := int(tokens.max())) >= self.vocab_size:
+            raise ValueError(
+                f"{self.path} is damaged: its header says {self.vocab_size} tokens and it holds number {largest}; "
+                "make it again"
+            )
+
+    def _runs(self) -> Iterator[np.ndarray]:
+        last = max(0, len(self.tokens) - RUN)
+        for start in np.unique(np.linspace(0, last, NUM_RUNS).astype(np.int64)):
+            yield self.tokens[start : start + RUN]
 
 
 @contextmanager
@@ -289,12 +305,9 @@ class Samples:
     def read(self, numbers: Iterable[int]) -> tuple[Tensor, Tensor]:
         """tokens and targets, int64 [B, T]: targets are the tokens one later, shifted here, before any split."""
         rows = [np.asarray(self.file.tokens[at : at + self.sequence + 1]) for at in map(self.window, numbers)]
-        whole = torch.from_numpy(np.stack(rows).astype(np.int64))
-        if (largest := int(whole.max())) >= self.file.vocab_size:
-            raise ValueError(
-                f"{self.file.path} is damaged: its header says {self.file.vocab_size} tokens and it holds number "
-                f"{largest}; make it again"
-            )
+        stacked = np.stack(rows)
+        self.file.check_tokens(stacked)
+        whole = torch.from_numpy(stacked.astype(np.int64))
         tokens, targets = whole[:, :-1], whole[:, 1:].clone()
         if self.documents:
             targets[tokens == self.file.end] = IGNORE

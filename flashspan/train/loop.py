@@ -357,7 +357,7 @@ class Trainer:
             return math.inf
         state = checkpoint.read(path, model=False)
         load_into(self.parts.model, path)
-        load_optimizer_state(self.parts, state.optimizer)
+        load_optimizer_state(self.parts, state.optimizer, state.step)
         self.step = self.saved = state.step
         self.saved_at = time.monotonic()
         # Another precision's scale says nothing of this one's.

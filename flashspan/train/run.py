@@ -125,6 +125,7 @@ def check(config: TrainConfig, num_ranks: int, joined: bool = False) -> None:
     if config.model.load:
         check_config(config.model.load, shape)
     samples, validation = open_samples(config)
+    samples.file.check()
     if validation is not None and config.train.evaluate_every:
         for number in range(num_evaluated(config, validation)):
             validation.read([number])  # damage is told now, not when there are steps to lose

@@ -43,8 +43,9 @@ def _gather(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
     return whole
 
 
-def load_optimizer_state(parts: Parts, state: Mapping[str, Tensor]) -> None:
-    """Take this rank's share of a whole state, and a copy: of what is mapped, nothing else is read or held."""
+def load_optimizer_state(parts: Parts, state: Mapping[str, Tensor], step: int) -> None:
+    """Take this rank's share of a whole state, saved after `step` steps, and a copy: of what is mapped, nothing else is
+    read or held. ValueError where it is not the state of this model at that step."""
     order = _in_order(parts)
     numbers = {parts.names[param]: i for i, param in enumerate(order)}
     entries: dict[int, dict[str, Any]] = {i: {} for i in range(len(order))}
@@ -59,9 +60,16 @@ def load_optimizer_state(parts: Parts, state: Mapping[str, Tensor]) -> None:
                 f"{', '.join(MOMENTS)} of the parameter's shape, and a step"
             )
         entries[numbers[owner]][key] = value
-    if partial := [name for name, i in numbers.items() if entries[i] and len(entries[i]) != len(MOMENTS) + 1]:
+    if partial := [name for name, i in numbers.items() if len(entries[i]) != (len(MOMENTS) + 1 if step else 0)]:
         raise ValueError(
-            f"the checkpoint's optimizer lacks a part of the state of {partial[0]}; use another checkpoint"
+            f"the checkpoint's optimizer does not hold the state of {partial[0]} after {step} steps; use another "
+            "checkpoint"
+        )
+    made = {float(value["step"]) for value in entries.values() if value}
+    if made - {float(torch.tensor(float(step)))}:  # AdamW counts in float32
+        raise ValueError(
+            f"the checkpoint's optimizer has made {', '.join(f'{count:g}' for count in sorted(made))} steps and its "
+            f"state.json says {step}: its files are of different checkpoints; use another"
         )
     groups = parts.optimizer.param_groups
     counts = [len(group["params"]) for group in groups]

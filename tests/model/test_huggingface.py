@@ -29,6 +29,7 @@ from flashspan.model import (
     read_config,
     read_weights,
     save_llama,
+    save_state,
 )
 from flashspan.parallel import apply_fully_sharded, apply_tensor_parallel, build_mesh
 from flashspan.parallel.checkpoint import full_state_dict
@@ -92,6 +93,11 @@ def test_only_the_slices_asked_for_are_read(model: Llama, tmp_path: Path) -> Non
         assert torch.equal(parts[name], value[1:5])
 
 
+def write_strange(model: Llama, folder: Path, **options: Any) -> list[str]:
+    """A folder without a manifest, as other programs write one."""
+    return save_state(model.state_dict(), model.config, folder, **options)
+
+
 def _edit(folder: Path, **changes: Any) -> None:
     raw = json.loads((folder / "config.json").read_text())
     raw |= changes
@@ -133,7 +139,7 @@ def _edit(folder: Path, **changes: Any) -> None:
     ],
 )
 def test_a_config_we_cannot_honour_is_refused(model: Llama, tmp_path: Path, changes: dict[str, Any], says: str) -> None:
-    save_llama(model, tmp_path)
+    write_strange(model, tmp_path)
     _edit(tmp_path, **changes)
     with pytest.raises(ValueError, match=says):
         load_llama(tmp_path, attention=attention)
@@ -143,7 +149,7 @@ def test_a_config_we_cannot_honour_is_refused(model: Llama, tmp_path: Path, chan
 def test_a_claim_of_many_layers_builds_none(
     model: Llama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_bytes: int
 ) -> None:
-    save_llama(model, tmp_path, shard_bytes=shard_bytes)
+    write_strange(model, tmp_path, shard_bytes=shard_bytes)
     _edit(tmp_path, num_hidden_layers=10**8)
     monkeypatch.setattr(huggingface, "Llama", lambda *args, **rest: pytest.fail("it was built"))
     monkeypatch.setattr(huggingface, "names", lambda config: pytest.fail("its layers were named"))
@@ -161,7 +167,7 @@ def test_a_claim_of_many_layers_builds_none(
 def test_weights_that_are_no_floating_point_numbers_are_refused(
     model: Llama, tmp_path: Path, dtype: torch.dtype
 ) -> None:
-    save_llama(model, tmp_path)
+    write_strange(model, tmp_path)
     file = tmp_path / "model.safetensors"
     save_file({name: value.to(dtype) for name, value in load_file(file).items()}, file)
     with pytest.raises(ValueError, match=r"holds numbers of type \w+: weights are F64, F32, F16, BF16; fetch"):
@@ -169,7 +175,7 @@ def test_weights_that_are_no_floating_point_numbers_are_refused(
 
 
 def test_a_folder_in_place_of_a_config_is_named(model: Llama, tmp_path: Path) -> None:
-    save_llama(model, tmp_path)
+    write_strange(model, tmp_path)
     (tmp_path / "config.json").unlink()
     (tmp_path / "config.json").mkdir()
     with pytest.raises(ValueError, match=r"config\.json is a folder"):
@@ -177,7 +183,7 @@ def test_a_folder_in_place_of_a_config_is_named(model: Llama, tmp_path: Path) ->
 
 
 def test_a_tensor_that_is_missing_is_named(model: Llama, tmp_path: Path) -> None:
-    save_llama(model, tmp_path, shard_bytes=9000)
+    write_strange(model, tmp_path, shard_bytes=9000)
     file = tmp_path / "model.safetensors.index.json"
     index = json.loads(file.read_text())
     del index["weight_map"]["model.layers.1.mlp.up_proj.weight"]
@@ -187,7 +193,7 @@ def test_a_tensor_that_is_missing_is_named(model: Llama, tmp_path: Path) -> None
 
 
 def test_older_and_newer_rope_fields_mean_the_same(model: Llama, tmp_path: Path) -> None:
-    save_llama(model, tmp_path)
+    write_strange(model, tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
     _edit(
         tmp_path,
@@ -203,7 +209,7 @@ def test_older_and_newer_rope_fields_mean_the_same(model: Llama, tmp_path: Path)
     "name", ["../model.safetensors", "/etc/passwd", "a/b.safetensors", "model.bin", ".safetensors"]
 )
 def test_an_index_that_points_elsewhere_is_refused(model: Llama, tmp_path: Path, name: str) -> None:
-    save_llama(model, tmp_path, shard_bytes=9000)
+    write_strange(model, tmp_path, shard_bytes=9000)
     file = tmp_path / "model.safetensors.index.json"
     index = json.loads(file.read_text())
     index["weight_map"]["lm_head.weight"] = name
@@ -225,7 +231,7 @@ def test_an_index_that_points_elsewhere_is_refused(model: Llama, tmp_path: Path,
     ids=str,
 )
 def test_a_field_that_says_nothing_is_accepted(model: Llama, tmp_path: Path, changes: dict[str, Any]) -> None:
-    save_llama(model, tmp_path)
+    write_strange(model, tmp_path)
     if "rope_parameters" in changes:  # which agrees with the older fields
         old = json.loads((tmp_path / "config.json").read_text())["rope_scaling"]
         changes = {"rope_parameters": {**changes["rope_parameters"], **old}}
@@ -243,7 +249,7 @@ def test_a_stored_head_that_is_not_the_embedding_is_refused(tmp_path: Path) -> N
     tied = replace(CONFIG, tie_embeddings=True)
     tied_model = Llama(tied, attention=attention)
     tied_model.initialize(3)
-    save_llama(tied_model, tmp_path)
+    write_strange(tied_model, tmp_path)
     embedding = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
     _rewrite(tmp_path, lm_head__weight=embedding.clone())
     same = load_llama(tmp_path, attention=attention)
@@ -261,7 +267,7 @@ def test_a_stored_head_that_is_not_the_embedding_is_refused(tmp_path: Path) -> N
     "name", ["model.layers.1.self_attn.q_proj.bias", "model.layers.0.self_attn.q_norm.weight", "x"]
 )
 def test_a_tensor_that_the_model_does_not_have_is_refused(model: Llama, tmp_path: Path, name: str) -> None:
-    save_llama(model, tmp_path)
+    write_strange(model, tmp_path)
     file = tmp_path / "model.safetensors"
     save_file({**load_file(file), name: torch.zeros(3)}, file)
     with pytest.raises(ValueError, match=re.escape(name)):
@@ -269,24 +275,24 @@ def test_a_tensor_that_the_model_does_not_have_is_refused(model: Llama, tmp_path
 
 
 def test_frequencies_that_old_files_store_are_passed_over(model: Llama, tmp_path: Path) -> None:
-    save_llama(model, tmp_path)
+    write_strange(model, tmp_path)
     file = tmp_path / "model.safetensors"
     save_file({**load_file(file), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, file)
     assert torch.equal(load_llama(tmp_path, attention=attention).head.weight, model.head.weight)
 
 
 def test_a_model_saved_over_another_leaves_none_of_its_files(model: Llama, tmp_path: Path) -> None:
-    save_llama(model, tmp_path, shard_bytes=9000)
+    write_strange(model, tmp_path, shard_bytes=9000)
     with torch.no_grad():
         model.head.weight += 1.0
-    written = save_llama(model, tmp_path)
+    written = write_strange(model, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(written)
     assert torch.equal(load_llama(tmp_path, attention=attention).head.weight, model.head.weight)
 
 
 def test_two_sets_of_weights_in_one_folder_are_refused(model: Llama, tmp_path: Path) -> None:
-    save_llama(model, tmp_path / "one")
-    save_llama(model, tmp_path / "many", shard_bytes=9000)
+    write_strange(model, tmp_path / "one")
+    write_strange(model, tmp_path / "many", shard_bytes=9000)
     shutil.copy(tmp_path / "one" / "model.safetensors", tmp_path / "many")
     with pytest.raises(ValueError, match="two sets of weights"):
         load_llama(tmp_path / "many", attention=attention)
@@ -294,15 +300,37 @@ def test_two_sets_of_weights_in_one_folder_are_refused(model: Llama, tmp_path: P
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
 def test_a_pipe_in_place_of_a_file_is_refused(model: Llama, tmp_path: Path, name: str) -> None:
-    save_llama(model, tmp_path)
+    write_strange(model, tmp_path)
     (tmp_path / name).unlink()
     os.mkfifo(tmp_path / name)
     with pytest.raises(ValueError, match=f"{name} is not a regular file"):
         load_llama(tmp_path, attention=attention)
 
 
+@pytest.mark.parametrize("shard_bytes", [2**30, 9000])
+def test_a_flipped_byte_of_a_folder_of_ours_is_noticed(model: Llama, tmp_path: Path, shard_bytes: int) -> None:
+    files = save_llama(model, tmp_path, shard_bytes=shard_bytes)
+    assert len(files) >= (3 if shard_bytes == 2**30 else 5)
+    for name in set(files) - {"manifest.json"}:
+        data = bytearray((tmp_path / name).read_bytes())
+        for at in (len(data) - 2, len(data) // 2):
+            (tmp_path / name).write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+            with pytest.raises(ValueError, match=rf"is damaged \(.*{name} "):
+                load_llama(tmp_path, attention=attention)
+        (tmp_path / name).write_bytes(data)
+    assert load_llama(tmp_path, attention=attention).config == model.config
+
+
+def test_a_field_that_is_set_twice_is_refused(model: Llama, tmp_path: Path) -> None:
+    write_strange(model, tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text('{"rms_norm_eps": 0.5, ' + file.read_text()[1:])
+    with pytest.raises(ValueError, match=r"rms_norm_eps.* is set twice"):
+        load_llama(tmp_path, attention=attention)
+
+
 def test_a_pickle_is_never_opened(model: Llama, tmp_path: Path) -> None:
-    save_llama(model, tmp_path)
+    write_strange(model, tmp_path)
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
     with pytest.raises(ValueError, match=r"a pickle \(pytorch_model.bin\), which can run any code when opened"):
@@ -311,7 +339,7 @@ def test_a_pickle_is_never_opened(model: Llama, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["truncated", "huge header", "garbage", "empty"])
 def test_a_damaged_file_is_named(model: Llama, tmp_path: Path, damage: str) -> None:
-    save_llama(model, tmp_path)
+    write_strange(model, tmp_path)
     file = tmp_path / "model.safetensors"
     data = file.read_bytes()
     damaged = {
@@ -326,7 +354,7 @@ def test_a_damaged_file_is_named(model: Llama, tmp_path: Path, damage: str) -> N
 
 
 def test_a_missing_shard_is_named(model: Llama, tmp_path: Path) -> None:
-    files = save_llama(model, tmp_path, shard_bytes=9000)
+    files = write_strange(model, tmp_path, shard_bytes=9000)
     (tmp_path / files[1]).unlink()
     with pytest.raises(ValueError, match=f"{files[1]} is missing"):
         load_llama(tmp_path, attention=attention)
@@ -348,7 +376,7 @@ def test_a_checkpoint_of_another_model_changes_nothing(
 ) -> None:
     other = Llama(replace(CONFIG, **changes), attention=attention)
     other.initialize(4)
-    save_llama(other, tmp_path)
+    write_strange(other, tmp_path)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(ValueError, match=f"checkpoint of another model than the one it is to fill: {says}"):
         load_into(model, tmp_path)
@@ -358,7 +386,7 @@ def test_a_checkpoint_of_another_model_changes_nothing(
 def test_weights_of_another_shape_than_their_config_change_nothing(model: Llama, tmp_path: Path) -> None:
     other = Llama(replace(CONFIG, ffn_width=40), attention=attention)
     other.initialize(4)
-    save_llama(other, tmp_path, shard_bytes=9000)
+    write_strange(other, tmp_path, shard_bytes=9000)
     _edit(tmp_path, intermediate_size=48)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(ValueError, match="weights and config are of different models"):
@@ -367,7 +395,7 @@ def test_weights_of_another_shape_than_their_config_change_nothing(model: Llama,
 
 
 def test_a_model_for_longer_contexts_takes_the_same_weights(model: Llama, tmp_path: Path) -> None:
-    save_llama(model, tmp_path)
+    write_strange(model, tmp_path)
     longer = Llama(replace(CONFIG, max_tokens=10 * CONFIG.max_tokens), attention=attention)
     longer.initialize(4)
     load_into(longer, tmp_path)
@@ -446,7 +474,7 @@ class CountedSlice:
 def test_each_rank_reads_the_slices_it_holds(tmp_path: Path, degrees: dict[str, int], tied: bool) -> None:
     model = Llama(replace(CONFIG, tie_embeddings=tied), attention=attention)  # 61 words: an odd row
     model.initialize(3)
-    save_llama(model, tmp_path, shard_bytes=9000)
+    write_strange(model, tmp_path, shard_bytes=9000)
     tokens = torch.randint(61, (2, 9), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         hidden = model(tokens)

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from flashspan.manifest import write_manifest
 from flashspan.model import Llama, preset
+from flashspan.model.huggingface import weight_files
 from flashspan.train import checkpoint
 from flashspan.train.checkpoint import State, damage
 
@@ -21,7 +23,7 @@ def write(folder: Path, step: int, shard_bytes: int = 2**30) -> Path:
     model.initialize(step)
     path = checkpoint.write(folder, State(step, config, model.state_dict(), {}, {}, {}), keep=9)
     if shard_bytes < 2**30:  # as a larger model is written
-        for name in checkpoint.weight_files(path):
+        for name in weight_files(path):
             (path / name).unlink()
         checkpoint.save_state(model.state_dict(), config, path, shard_bytes=shard_bytes)
         sign(path)
@@ -30,9 +32,7 @@ def write(folder: Path, step: int, shard_bytes: int = 2**30) -> Path:
 
 def sign(path: Path, *left_out: str) -> None:
     """Write a manifest that fits the files, without some of them."""
-    names = [file.name for file in path.iterdir() if file.name not in ("manifest.json", *left_out)]
-    about = {n: {"bytes": (path / n).stat().st_size, "blake2b": checkpoint.hash_file(path / n)} for n in names}
-    (path / "manifest.json").write_text(json.dumps(about))
+    write_manifest(path, (file.name for file in path.iterdir() if file.name not in ("manifest.json", *left_out)))
 
 
 @pytest.mark.parametrize("shard_bytes", [2**30, 100_000])
@@ -61,7 +61,7 @@ def test_a_flipped_byte_that_no_manifest_lists_is_noticed(tmp_path: Path) -> Non
 
 def test_weights_that_the_manifest_does_not_list_are_no_second_choice(tmp_path: Path) -> None:
     path = write(tmp_path / "one", 3)
-    for name in checkpoint.weight_files(many := write(tmp_path / "many", 3, 100_000)):
+    for name in weight_files(many := write(tmp_path / "many", 3, 100_000)):
         shutil.copy(many / name, path)
     assert damage(path) is not None
 
@@ -81,6 +81,12 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
     "no extra": lambda path: edit_state(path, extra=None),
     "a manifest of nothing": lambda path: (path / "manifest.json").write_text("{}"),
     "a manifest of brackets": lambda path: (path / "manifest.json").write_text("[" * 100_000),
+    "a manifest without sizes": lambda path: (path / "manifest.json").write_text(
+        json.dumps({file.name: {} for file in path.iterdir()})
+    ),
+    "a manifest with a name twice": lambda path: (path / "manifest.json").write_text(
+        '{"state.json": 1, ' + (path / "manifest.json").read_text()[1:]
+    ),
     "a manifest of words": lambda path: (path / "manifest.json").write_text('{"state.json": "fine"}'),
     "no manifest": lambda path: (path / "manifest.json").unlink(),
 }
@@ -106,3 +112,21 @@ def test_a_file_of_another_checkpoint_is_noticed(tmp_path: Path) -> None:
         assert damage(first) is not None, name
         (first / name).write_bytes(kept)
     assert damage(first) is None
+
+
+def test_checkpoints_are_in_the_order_of_their_steps(tmp_path: Path) -> None:
+    """Whatever the names' lengths: a folder that was renamed by hand, or a step of nine digits."""
+    for step in (99_999_998, 99_999_999, 100_000_000, 100_000_001):
+        write(tmp_path, step)
+    (tmp_path / "step-99999998").rename(tmp_path / "step-099999998")
+    assert [checkpoint.step_of(path) for path in checkpoint.checkpoints(tmp_path)] == [*range(99_999_998, 100_000_002)]
+    assert checkpoint.newest(tmp_path) == tmp_path / "step-100000001"
+
+
+def test_a_folder_of_another_name_is_said_to_be_passed_over(tmp_path: Path) -> None:
+    path, said = write(tmp_path, 3), list[str]()
+    for name in ("step-\u00b2", "step-3 (copy)"):  # the first is a digit to Python, and no number
+        shutil.copytree(path, tmp_path / name)
+    assert checkpoint.newest(tmp_path, say=said.append) == path
+    assert len(said) == 2
+    assert all("passed over" in text for text in said)

@@ -292,7 +292,7 @@ def test_a_dry_run_refuses_what_the_run_would(config_of: Callable[..., TrainConf
         train(config_of("--parallel.context=1", "--train.seed=7"), dry_run=True)
     file = tmp_path / "file"
     file.write_text("")
-    with pytest.raises(ValueError, match=r"checkpoint\.folder .*file is a file: choose another"):
+    with pytest.raises(ValueError, match=r"file cannot be made: Not a directory; choose another with"):
         train(config_of(f"--checkpoint.folder={file}"), dry_run=True)
 
 

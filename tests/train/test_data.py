@@ -18,6 +18,7 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, pro
 from tokenizers import Tokenizer as Fast
 
 from flashspan import masks
+from flashspan.train import parse
 from flashspan.train.data import (
     HEADER_BYTES,
     ByteTokenizer,
@@ -28,6 +29,7 @@ from flashspan.train.data import (
     write_tokens,
 )
 from flashspan.train.prepare import corpus, prepare
+from flashspan.train.run import train
 
 command = importlib.import_module("flashspan.train.prepare")  # its name in the package is the function's
 
@@ -258,3 +260,10 @@ def test_a_fingerprint_tells_data_apart(tmp_path: Path, num_tokens: int) -> None
     for place in (0, num_tokens - 1):
         other = [*tokens[:place], tokens[place] + 1, *tokens[place + 1 :]]
         assert open_tokens(make(tmp_path / "other.bin", other)).fingerprint != one.fingerprint
+
+
+def test_a_dry_run_finds_tokens_beyond_the_vocabulary(tmp_path: Path) -> None:
+    tokens = np.full(600, 65)
+    tokens[500] = 300
+    with pytest.raises(ValueError, match=r"t\.bin is damaged: its header says 257 tokens and it holds number 300"):
+        train(parse([f"--data.train={make(tmp_path / 't.bin', tokens)}", "--data.sequence=15"]), dry_run=True)

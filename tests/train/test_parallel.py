@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flashspan import attention, masks
+from flashspan import attention, manifest, masks
 from flashspan.model import Llama, huggingface, read_weights, save_llama
 from flashspan.parallel import build_mesh
 from flashspan.train import TrainConfig, build, checkpoint
@@ -235,7 +235,7 @@ def test_every_rank_refuses_a_checkpoint_of_another_model(
 
 def build_and_count(config: TrainConfig) -> tuple[str, int]:
     """What `build_another` says, and how many files this rank has hashed."""
-    with mock.patch.object(checkpoint, "hash_file", wraps=checkpoint.hash_file) as counted:
+    with mock.patch.object(manifest, "hash_file", wraps=manifest.hash_file) as counted:
         return build_another(config), counted.call_count
 
 

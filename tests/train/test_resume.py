@@ -29,6 +29,7 @@ from torch import Tensor
 
 from flashspan.attention import attention
 from flashspan.launch import RankError, Ranks, raise_plainly
+from flashspan.manifest import write_manifest
 from flashspan.model import Llama, preset, save_llama
 from flashspan.train import TrainConfig, checkpoint, loop, meeting
 from flashspan.train.config import AttentionSection
@@ -114,6 +115,16 @@ def test_a_resumed_run_lets_go_of_the_checkpoint(on_ranks: OnRanks, config_of: C
     config = config_of("--train.steps=1", f"--parallel.shard={num_ranks}", "--parallel.context=1")
     on_ranks(num_ranks, run_rank, config)
     assert on_ranks(num_ranks, resume, config) == [(1, [])] * num_ranks
+
+
+def test_moments_of_another_step_are_refused(on_ranks: OnRanks, config_of: ConfigOf) -> None:
+    config = config_of("--checkpoint.every=2", "--train.steps=4", "--parallel.context=1")
+    on_ranks(1, run_rank, config)
+    older, newer = checkpoint.checkpoints(config.checkpoint.folder)
+    shutil.copy(older / "optimizer.safetensors", newer)
+    write_manifest(newer, [path.name for path in newer.iterdir() if path.name != "manifest.json"])
+    with pytest.raises(RankError, match=r"has made 2 steps and its state\.json says 4"):
+        on_ranks(1, resume, config)
 
 
 def damage_one(path: Path, how: str) -> None:
