@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import importlib
 import inspect
+import io
 import os
 import re
 import shutil
 import signal
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -125,6 +127,8 @@ BENCHES = {
 PLAN_DRAW = Command("bench.schedule", "draw")
 
 CLOSED_PIPE = 141  # what a shell says of a command that wrote to one: 128 and SIGPIPE
+MOST_SHOWN = 1000
+"""Characters of an error that are printed: it may name a value of any length."""
 
 
 def _run(words: list[str]) -> int:
@@ -149,12 +153,44 @@ def _choose(commands: dict[str, Command], words: list[str], prog: str, about: st
         return _call(commands[words[0]], words[1:], f"{prog} {words[0]}")
     whole = words[:1] == ["--tyro-print-completion"]  # a shell wants their options too
     functions = {name: command.bring() if whole else command.listed() for name, command in commands.items()}
-    return int(tyro.extras.subcommand_cli_from_dict(functions, args=words, prog=prog, description=about) or 0)
+    with _one_line_errors(prog):
+        tyro.extras.subcommand_cli_from_dict(functions, args=words, prog=prog, description=about)
+    return 0
 
 
 def _call(command: Command, words: list[str], prog: str) -> int:
     function = command.bring()
-    return int(tyro.cli(function, args=words, prog=prog, description=described(function.__doc__)) or 0)
+
+    @functools.wraps(function)
+    def prepared(*args: Any, **options: Any) -> Callable[[], Any]:
+        return functools.partial(function, *args, **options)
+
+    prepared.__annotations__ = {**function.__annotations__, "return": Any}
+    with _one_line_errors(prog):
+        run: Any = tyro.cli(prepared, args=words, prog=prog, description=described(function.__doc__))
+    return int(run() or 0)
+
+
+@contextlib.contextmanager
+def _one_line_errors(prog: str) -> Iterator[None]:
+    """ValueError of one line in place of the box that tyro draws on stderr for options it cannot read."""
+    box = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(box):
+            yield
+    except SystemExit as end:
+        if not end.code or not box.getvalue():
+            raise
+        raise ValueError(f"{_first_part(box.getvalue())}; see {prog} --help") from None
+
+
+def _first_part(box: str) -> str:
+    """The text in a box, without its title and what comes after a rule. Where the terminal has no lines to draw a box
+    with, the title has a line and a rule of its own."""
+    lines = [line.strip("│ ") for line in box.splitlines() if not line.startswith(("╭", "╰"))]
+    parts = [" ".join(part.split()) for part in re.split(r"^[─-]+$", "\n".join(lines), flags=re.MULTILINE)]
+    text = parts[0] if "╭" in box or len(parts) == 1 else parts[1]
+    return f"{text[:1].lower()}{text[1:]}".rstrip(".")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -177,7 +213,8 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         return CLOSED_PIPE  # a table met it, and has made stdout lead nowhere
     except (ValueError, OSError) as error:  # OSError: a file or folder that cannot be read or written, a full disk
-        print(f"flashspan: {error}", file=sys.stderr)
+        text = " ".join(str(error).split())  # a name of a file, or a value, may hold line breaks
+        print(f"flashspan: {text[:MOST_SHOWN]}{'...' if len(text) > MOST_SHOWN else ''}", file=sys.stderr)
         return 2
     except RankError as error:
         print(f"flashspan: {error.report}", file=sys.stderr)

@@ -39,6 +39,8 @@ PRELOAD = ["flashspan.launch"]
 LONGEST = 1e6
 """Seconds that anything may be waited for; timers count milliseconds in 32 bits and hold little more."""
 NO_SERVER = "the process that ranks are forked from died"
+RANKS_PER_CORE, FEW_RANKS = 8, 64
+"""How many processes a command starts on a CPU, at most: so many for each core, or so many in any case."""
 HERE = "flashspan/here"
 """Where in the store a rank that has begun says so."""
 
@@ -84,6 +86,19 @@ def raise_plainly(error: RankError) -> None:
     kind, _, text = error.cause.partition(": ")
     if kind == "ValueError":
         raise ValueError(text) from error
+
+
+def check_num_ranks(ranks: int, command: str) -> None:
+    """ValueError for no ranks, or for more processes than this machine can serve, before any is started."""
+    if ranks < 1:
+        raise ValueError(f"--ranks must be 1 or more: got {ranks}")
+    cores = os.cpu_count() or 1
+    most = max(FEW_RANKS, RANKS_PER_CORE * cores)
+    if ranks > most:
+        raise ValueError(
+            f"{command} starts a process for each rank, at most {FEW_RANKS} or {RANKS_PER_CORE} for each core: got "
+            f"{ranks} on {cores} cores; use --ranks {most} or fewer"
+        )
 
 
 class Ranks:

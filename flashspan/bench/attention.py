@@ -282,6 +282,8 @@ def bench_attention(*, quick: bool = False, shapes: tuple[str, ...] = (), only: 
     from rich.console import Console
     from rich.progress import track
 
+    if quick and shapes:
+        raise ValueError("--quick measures the first two shapes, --shapes those named: got both; leave one out")
     chosen = [Shape.parse(words) for words in shapes] or list(SHAPES[:2] if quick else SHAPES)
     known = list(dict.fromkeys(name for shape in chosen for name in implementations(shape)))
     if strange := [name for name in only if name not in known]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -27,7 +26,7 @@ from flashspan.context.layout import LAYOUTS
 from flashspan.context.strategy import STRATEGIES, ContextAttention, context_parallel
 from flashspan.kernels import promise
 from flashspan.kernels.masks import CAUSAL, EVERYTHING
-from flashspan.launch import Ranks
+from flashspan.launch import Ranks, check_num_ranks
 
 Strategy: TypeAlias = Literal["ring", "double_ring", "gather", "helper", "ulysses", "hybrid"]
 Layout: TypeAlias = Literal["contiguous", "zigzag", "striped"]
@@ -39,10 +38,6 @@ BOUNDS = {"float32": (promise.FORWARD, promise.GRADIENT), "bfloat16": (1e-2, 2e-
 LONG = 131072
 """Tokens beyond which float32 is allowed ten times as much. The longer a sum is, the more it rounds, and the smaller is
 the mean that attention makes of it: at 2**20 tokens without a mask, one device by itself has an error of 1.4e-6."""
-
-RANKS_PER_CORE, FEW_RANKS = 8, 64
-"""Processes that check starts at most: so many for each core, and on any machine these few, which two cores still serve
-(a strategy and layout in a minute and a half)."""
 
 
 def is_long(dtype: str, tokens: int) -> bool:
@@ -167,7 +162,7 @@ def check(
         finally:
             dist.destroy_process_group()
     else:
-        refuse_ranks(ranks)
+        check_num_ranks(ranks, "check")
         cuda = share_gpu or ranks <= torch.cuda.device_count()
         if share_gpu:
             refuse_shared_gpu(ranks, problem.needed_bytes(1), "lower --ranks, --tokens or the heads")
@@ -185,19 +180,6 @@ def check(
     if results:  # on rank 0 only
         print_table(problem, ranks, results)
     return 0 if all(result.passes(dtype, tokens) for result in results) else 1
-
-
-def refuse_ranks(ranks: int) -> None:
-    """None, or more processes than this machine can serve, before any is started."""
-    if ranks < 1:
-        raise ValueError(f"--ranks must be 1 or more: got {ranks}")
-    cores = os.cpu_count() or 1
-    most = max(FEW_RANKS, RANKS_PER_CORE * cores)
-    if ranks > most:
-        raise ValueError(
-            f"check starts a process for each rank, at most {FEW_RANKS} or {RANKS_PER_CORE} for each core: got {ranks} "
-            f"on {cores} cores; use --ranks {most} or fewer, or more machines by torchrun"
-        )
 
 
 def refuse_large_seed(seed: int) -> None:

@@ -11,9 +11,18 @@ import torch
 import torch.distributed as dist
 
 LEAST_MS, LEAST_CALLS, REST_S = 200, 20, 1.0
+MOST_REPEATS = 1_000_000
+"""How many runs a benchmark may be asked for: more would never end."""
 
 K = TypeVar("K")
 T = TypeVar("T")
+
+
+def check_repeats(least: int, **counts: int) -> None:
+    """ValueError unless each number of runs, by its option's name, is `least` or more and can come to an end."""
+    for name, count in counts.items():
+        if not least <= count <= MOST_REPEATS:
+            raise ValueError(f"{name} must be {least:,} to {MOST_REPEATS:,}: got {count}")
 
 
 def synchronise(device: torch.device) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flashspan.bench import record, sweep
-from flashspan.bench.clock import here, timed
+from flashspan.bench.clock import check_repeats, here, timed
 from flashspan.bench.context import Pool
 from flashspan.bench.record import Row
 from flashspan.bench.tables import Table, make, show_tables
@@ -144,8 +144,7 @@ def bench_collectives(
             "sizes must be two or more multiples of 4, 4 bytes per rank at least: "
             f"got {' '.join(map(str, sizes)) or 'none'} on {max(ranks)} ranks"
         )
-    if repeats < 1:
-        raise ValueError(f"repeats must be 1 or more: got {repeats}")
+    check_repeats(1, repeats=repeats)
     pool = Pool("cuda" if torch.cuda.device_count() >= max(ranks) else "cpu", max(ranks))
     where = record.environment(torch.device(pool.device_type))
     path = folder / "collectives.jsonl"

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from flashspan.bench import record, sweep
+from flashspan.bench.clock import check_repeats
 from flashspan.bench.context_rank import ALONE, Entry, Measured, Workload, run_on_rank
 from flashspan.bench.memory import free_bytes
 from flashspan.bench.record import Row
@@ -268,8 +269,9 @@ def bench_context(
     repeats = usual["repeats"] if repeats is None else repeats
     if not ranks or not all(1 <= num <= 8 for num in ranks):
         raise ValueError(f"bench context runs on 1 to 8 ranks: got {' '.join(map(str, ranks)) or 'none'}")
-    if tokens < 2 * max(ranks) or repeats < 1:
-        raise ValueError(f"bench context needs 2 tokens per rank and 1 repeat or more: got {tokens} and {repeats}")
+    if tokens < 2 * max(ranks):
+        raise ValueError(f"bench context needs 2 tokens per rank: got {tokens} tokens on {max(ranks)} ranks")
+    check_repeats(1, repeats=repeats)
     if dtype not in ("float32", "bfloat16", "float16"):
         raise ValueError(f"dtype must be float32, bfloat16 or float16: got {dtype!r}")
     sizes = {"width": width, "layers": layers, "heads": heads, "kv_heads": kv_heads}

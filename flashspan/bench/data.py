@@ -26,8 +26,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flashspan.attention import attention
 from flashspan.bench import record, trace
-from flashspan.bench.clock import here, synchronise, timed
+from flashspan.bench.clock import check_repeats, here, synchronise, timed
 from flashspan.bench.ledger import Ledger, Strategy, Transformer, measure, predict, record_activations
+from flashspan.bench.memory import free_bytes
 from flashspan.bench.record import Row
 from flashspan.bench.tables import Table, make, show_tables
 from flashspan.context import context_parallel
@@ -166,6 +167,16 @@ CONTENDERS = (
 )
 
 
+SPLIT_BY: dict[str, Strategy] = {
+    "sharded optimizer": "sharded optimizer",
+    "fully sharded": "fully sharded",
+    "tensor": "tensor",
+    "tensor and sequence": "tensor and sequence",
+    "hybrid": "tensor",
+}
+"""What splits the memory of the contenders; that of the others is "data"."""
+
+
 def prepare(
     name: str,
     sizes: Transformer,
@@ -180,7 +191,7 @@ def prepare(
     model = Model(sizes, _causal).to(device)
     tokens = torch.randint(sizes.vocab_size, (batch * num_ranks, length)).to(device)
     running: nn.Module = model
-    strategy: Strategy = "data"
+    strategy = SPLIT_BY.get(name, "data")
     loss: Callable[[Tensor, Tensor], Tensor] = _loss
     mine = tokens.chunk(num_ranks)[rank]
     if name in get_args(Mode):
@@ -188,9 +199,8 @@ def prepare(
     elif name == "torch DDP":
         running = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=True)
     elif name == "sharded optimizer":
-        strategy, running = "sharded optimizer", DataParallel(model, bucket_mb=BUCKET_MB)
+        running = DataParallel(model, bucket_mb=BUCKET_MB)
     elif name == "fully sharded":
-        strategy = "fully sharded"
         apply_fully_sharded(model, build_mesh(shard=num_ranks), model.blocks)
     elif name == "context":
         ring = context_parallel(dist.group.WORLD, num_tokens=length)
@@ -201,7 +211,7 @@ def prepare(
             return _loss(logits, tokens) / num_ranks
     elif name in ("tensor", "tensor and sequence", "hybrid"):
         sequence = name == "tensor and sequence"
-        strategy, mine = ("tensor and sequence" if sequence else "tensor"), tokens
+        mine = tokens
         mesh = build_mesh(tensor=num_ranks)["tensor"]
         if name == "hybrid":
             model.blocks = nn.ModuleList([_hybrid_block(sizes, window, mesh, device) for _ in model.blocks])
@@ -255,6 +265,19 @@ def fitting(names: Sequence[str], num_ranks: int, sizes: Transformer = SIZES) ->
             f"got {num_ranks} for {', '.join(names)}; use other --ranks or --kv-heads, or measure other strategies too"
         )
     return found
+
+
+def refuse_large(names: Sequence[str], num_ranks: int, sizes: Transformer, tokens: int, device_type: str) -> None:
+    """ValueError for what a CPU's memory cannot hold, before ranks are started: each has all contenders at once."""
+    count = num_ranks * tokens  # of a step, over all ranks
+    needed = sum(predict(sizes, SPLIT_BY.get(name, "data"), num_ranks=num_ranks, tokens=count).total for name in names)
+    needed *= num_ranks
+    free = free_bytes(device_type) if device_type == "cpu" else None
+    if free is not None and needed > free:
+        raise ValueError(
+            f"bench data must fit in memory: {len(names)} strategies on {num_ranks} ranks need {needed / 2**30:,.1f} "
+            f"GiB, and {free / 2**30:,.1f} are there; measure fewer with --only, or a smaller model or --batch"
+        )
 
 
 def shape_of(sizes: Transformer, window: int, batch: int, length: int) -> str:
@@ -418,12 +441,17 @@ def bench_data(
     unknown = [name for name in only if name not in CONTENDERS]
     if unknown or not only:
         raise ValueError(f"a contender is one of {', '.join(CONTENDERS)}: got {', '.join(unknown) or 'none'}")
-    if not ranks or min(ranks) < 1 or max(ranks) > 8 or rounds < 2 or batch < 1:
+    if not ranks or min(ranks) < 1 or max(ranks) > 8 or batch < 1:
         shown = " ".join(map(str, ranks)) or "none"
-        raise ValueError(f"bench data needs 1 to 8 ranks, 2 rounds and 1 sequence: got {shown}, {rounds} and {batch}")
+        raise ValueError(f"bench data needs 1 to 8 ranks and 1 sequence: got {shown} ranks and {batch} sequences")
+    check_repeats(2, rounds=rounds)
     sizes = sizes_of(width, layers, heads, kv_heads)
     if window < 1:
         raise ValueError(f"--window must be 1 or more: got {window}")
+    if window != WINDOW and "hybrid" not in only:
+        raise ValueError(
+            f"--window is of the strategy hybrid: got {window} without it; leave it out, or add it to --only"
+        )
     if tokens < 2 * max(ranks):
         raise ValueError(f"bench data needs 2 tokens per rank or more: got {tokens} tokens on {max(ranks)} ranks")
     if "tensor and sequence" in only and any(tokens % num_ranks for num_ranks in ranks):
@@ -434,6 +462,8 @@ def bench_data(
     for num_ranks in ranks:
         fitting(only, num_ranks, sizes)  # refused before anything is measured
     device_type = "cuda" if torch.cuda.device_count() >= max(ranks) else "cpu"
+    for num_ranks in ranks:
+        refuse_large(fitting(only, num_ranks, sizes), num_ranks, sizes, batch * tokens, device_type)
     path = folder / "data.jsonl"
     record.append([], path)  # a folder that cannot be written to is found before anything is measured
     for num_ranks in ranks:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flashspan import attention
 from flashspan.bench import record
+from flashspan.bench.clock import check_repeats
 from flashspan.kernels.masks import CAUSAL
 
 PATH = Path("docs/benchmarks/leaderboard.csv")
@@ -44,6 +45,8 @@ def bench_leaderboard(*, rep: int = 10000, warmup: int = 1000) -> int:
         rep: milliseconds to measure for, each of two ways.
         warmup: milliseconds to warm up for.
     """
+    check_repeats(1, rep=rep)
+    check_repeats(0, warmup=warmup)
     if not torch.cuda.is_available():
         raise ValueError("bench leaderboard needs a CUDA device and none is present; `flashspan check` runs anywhere")
     for impl, call in (("flashspan", flash), ("flashspan untraced", untraced)):

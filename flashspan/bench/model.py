@@ -19,7 +19,7 @@ import torch
 
 from flashspan.attention import attention
 from flashspan.bench import memory, ranges, record, sweep
-from flashspan.bench.clock import timed
+from flashspan.bench.clock import check_repeats, timed
 from flashspan.bench.record import Row
 from flashspan.bench.tables import Table, pivot, show_tables
 from flashspan.model import Llama, LlamaConfig, preset
@@ -250,8 +250,12 @@ def bench_model(
         raise ValueError("presets must name one model or more, for instance small: got none")
     for name in presets:
         preset(name)  # refuses unknown ones
-    _check(tokens=tokens, batch=(batch,), steps=(steps,))
-    _check(0, warmups=warmups)
+    _check(tokens=tokens, batch=(batch,))
+    check_repeats(1, steps=steps)
+    if not warmups:
+        raise ValueError("warmups must name one number or more: got none")
+    for count in warmups:
+        check_repeats(0, warmups=count)
     for names, known, word in (
         (dtypes, ("float32", "bfloat16", "float16"), "dtypes"),
         (attentions, ATTENTIONS, "attentions"),
@@ -277,7 +281,7 @@ def bench_model(
     return 0
 
 
-def _check(least: int = 1, **numbers: Sequence[int]) -> None:
+def _check(**numbers: Sequence[int]) -> None:
     for name, values in numbers.items():
-        if not values or min(values) < least:
-            raise ValueError(f"{name} must be {least} or more: got {' '.join(map(str, values)) or 'none'}")
+        if not values or min(values) < 1:
+            raise ValueError(f"{name} must be 1 or more: got {' '.join(map(str, values)) or 'none'}")

@@ -19,7 +19,7 @@ import torch
 from flashspan.bench import memory as memories
 from flashspan.bench import precision as precisions
 from flashspan.bench import ranges, record, sweep, trace
-from flashspan.bench.clock import synchronise, timed
+from flashspan.bench.clock import check_repeats, synchronise, timed
 from flashspan.bench.model import ATTENTIONS, Setting, Stepper, needed_bytes
 from flashspan.bench.plots import to_svg
 from flashspan.bench.tables import show_tables
@@ -162,8 +162,9 @@ def profile(
         return 0
     if attention not in ATTENTIONS:
         raise ValueError(f"attention must be one of {', '.join(ATTENTIONS)}: got {attention!r}")
-    if tokens < 1 or batch < 1 or warmup < 0:
-        raise ValueError(f"tokens and batch must be 1 or more, warmup 0 or more: got {tokens}, {batch} and {warmup}")
+    if tokens < 1 or batch < 1:
+        raise ValueError(f"tokens and batch must be 1 or more: got {tokens} and {batch}")
+    check_repeats(0, warmup=warmup)
     setting = Setting(preset, batch, tokens, dtype, attention, compiled, warmup)
     find_preset(preset)
     stem = f"{preset}-{batch}x{tokens}-{dtype}-{attention}"

@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 
 from flashspan.bench import plots, record, trace
-from flashspan.bench.check import Layout, Strategy, over_all_ranks, refuse_ranks
+from flashspan.bench.check import Layout, Strategy, over_all_ranks
 from flashspan.bench.memory import refuse_shared_gpu
-from flashspan.launch import Ranks
+from flashspan.launch import Ranks, check_num_ranks
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -131,7 +131,7 @@ def bench_ring(
         share_gpu: all ranks on the first GPU.
         folder: folder for the rows and the picture.
     """
-    refuse_ranks(ranks)
+    check_num_ranks(ranks, "bench ring")
     shape = Shape(strategy, layout, tokens, heads, kv_heads, head_dim, causal)
     if share_gpu:
         refuse_shared_gpu(ranks, 40 * heads * tokens * head_dim, "lower --ranks, --tokens or --heads")

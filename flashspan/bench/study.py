@@ -21,7 +21,7 @@ from torch import Tensor
 
 from flashspan.attention import attention
 from flashspan.bench import memory, record, sweep
-from flashspan.bench.clock import in_turns, timed
+from flashspan.bench.clock import check_repeats, in_turns, timed
 from flashspan.bench.record import Row
 from flashspan.bench.tables import Table, pivot, show_tables
 
@@ -289,7 +289,7 @@ def bench_study(
     *,
     lengths: tuple[int, ...] = (),
     head_dims: tuple[int, ...] = HEAD_DIMS,
-    repeats: int = 100,
+    repeats: int | None = None,
     device: str = "auto",
     folder: Path = record.FOLDER,
     again: bool = False,
@@ -304,7 +304,7 @@ def bench_study(
         which: eager or flash.
         lengths: sequence lengths; all of the study on a GPU, 256 and 1024 on a CPU, unless given.
         head_dims: head sizes.
-        repeats: passes of the eager study.
+        repeats: passes of the eager study; 100 unless given.
         device: auto, cpu or cuda.
         folder: where the rows go.
         again: measure what is there, too.
@@ -316,8 +316,12 @@ def bench_study(
         raise ValueError(f"a study needs lengths of 1 or more: got {' '.join(map(str, lengths))}")
     if not head_dims or not all(1 <= d <= 256 for d in head_dims):
         raise ValueError(f"a study needs head sizes 1 to 256: got {' '.join(map(str, head_dims)) or 'none'}")
-    if repeats < 1:
-        raise ValueError(f"a study needs 1 repeat or more: got {repeats}")
+    if which == "flash" and repeats is not None:
+        raise ValueError(
+            f"--repeats belongs to the eager study: got {repeats} for flash, which times itself; leave it out"
+        )
+    repeats = 100 if repeats is None else repeats
+    check_repeats(1, repeats=repeats)
     path = folder / "study.jsonl"
     outcome = sweep.run(jobs(which, lengths, head_dims, place, repeats), path, again=again, title=which)
     measured = which == "eager" and place.type == "cuda"  # a CPU's would be sums of shapes

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from flashspan.attention import attention
 from flashspan.context import context_parallel
 from flashspan.files import MAX_LINES_BYTES, read_bytes, read_json
-from flashspan.launch import LONGEST, RankError, Ranks, raise_plainly
+from flashspan.launch import LONGEST, RankError, Ranks, check_num_ranks, raise_plainly
 from flashspan.model import Llama, load_llama
-from flashspan.train.checkpoint import newest, refuse_damaged
+from flashspan.train.checkpoint import checkpoints, newest, refuse_damaged
 from flashspan.train.data import ByteTokenizer, Tokenizer, load_tokenizer, tokenizer_of
 from flashspan.train.meeting import from_first
 
@@ -70,8 +70,6 @@ def generate(
     sampling = Sampling(temperature, top_k, top_p)
     if tokens < 1 or batch < 1:
         raise ValueError(f"tokens and batch must be at least 1: got {tokens} and {batch}")
-    if ranks < 1:
-        raise ValueError(f"--ranks must be 1 or more: got {ranks}")
     if prompt and file:
         raise ValueError(f"give --prompt or --file, not both: got {prompt!r} and {file}; add the prompt to the file")
     if not -(2**63) <= seed < 2**64:
@@ -84,6 +82,8 @@ def generate(
     gpus = torch.cuda.device_count() if device != "cpu" else 0
     if device == "cuda" and gpus < ranks:
         raise ValueError(f"{ranks} ranks on CUDA need as many GPUs: found {gpus}; use --device cpu")
+    check_num_ranks(ranks, "generate")
+    _require_weights(Path(folder))  # before ranks are started, which takes seconds
     where = "cuda" if gpus >= ranks else "cpu"
     try:
         if ranks == 1:
@@ -158,7 +158,7 @@ def load(
     that end a text."""
     # Ranks that chose each for itself could find different checkpoints of a run that goes on.
     path = from_first(lambda: _choose(folder)) if dist.is_initialized() else _choose(folder)
-    model = load_llama(path, attention=attention, dtype=dtype, device=device).eval()
+    model = load_llama(path, attention=attention, dtype=dtype, device=device, verify=False).eval()  # _choose did
     coder = load_tokenizer(tokenizer or _find_tokenizer(path, model.config.vocab_size))
     if coder.vocab_size > model.config.vocab_size:
         raise ValueError(
@@ -168,11 +168,22 @@ def load(
     return model, coder, _find_ends(path, coder, model.config.vocab_size)
 
 
+def _require_weights(path: Path) -> None:
+    """ValueError for what is no folder of weights and no training run."""
+    remedy = "give a training run (runs/tiny) or a Hugging Face folder"
+    try:
+        if not path.is_dir():
+            raise ValueError(f"{str(path)[:200]!r} is not a folder: {remedy}")
+        if not (path / "config.json").exists() and not checkpoints(path):
+            raise ValueError(f"no whole checkpoint in {path}: {remedy}")
+    except OSError as error:  # a name that is too long, a folder that may not be read
+        raise ValueError(f"{str(path)[:200]!r} cannot be opened: {error.strerror}; {remedy}") from error
+
+
 def _choose(folder: str | Path) -> Path:
     """The folder whose weights are meant: a run's newest whole checkpoint, or this one."""
     path = Path(folder)
-    if not path.is_dir():
-        raise ValueError(f"{path} is not a folder: give a training run (runs/tiny) or a Hugging Face folder")
+    _require_weights(path)
     if (path / "config.json").exists():
         refuse_damaged(path)
         return path

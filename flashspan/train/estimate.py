@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from flashspan.files import check_folder
 from flashspan.plan.devices import available_bytes
 from flashspan.plan.memory import Ledger, Mixture, Run, ledger
 
@@ -87,8 +88,7 @@ def lack_of_disk(config: TrainConfig) -> str | None:
 def _standing(config: TrainConfig) -> str:
     """Where a run in this folder would begin. ValueError where the run would be refused."""
     folder, asked = config.checkpoint.folder, config.train.steps
-    if Path(folder).exists() and not Path(folder).is_dir():
-        raise ValueError(f"the checkpoint.folder {folder} is a file: choose another with --checkpoint.folder")
+    check_folder(folder, "--checkpoint.folder")
     refuse_used(folder)
     notes: list[str] = []
     path = choose(config, open_samples(config)[0].file, say=notes.append)

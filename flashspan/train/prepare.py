@@ -96,6 +96,7 @@ def prepare(
     if synthetic and (inputs or dataset):
         names = ", ".join([*inputs, dataset] if dataset else inputs)
         raise ValueError(f"give files or --synthetic, not both: got {names} and {synthetic}; leave one out")
+    _refuse_unused(inputs, field, dataset, split, synthetic, seed)
     coder = load_tokenizer(tokenizer)
     make_header(coder, sys.maxsize)  # what would not fit is refused now, and not when all is encoded
     out = Path(folder)
@@ -121,6 +122,20 @@ def prepare(
     print(f"{counts[0]:,} tokens in {out / 'train.bin'}, {counts[1]:,} in {out / 'val.bin'}")
     print(describe_next(out, coder, counts[0]))
     return 0
+
+
+def _refuse_unused(inputs: Sequence[str], field: str, dataset: str, split: str, synthetic: int, seed: int) -> None:
+    """ValueError for an option that would do nothing with these inputs."""
+    if seed and not synthetic:
+        raise ValueError(f"--seed is of the random tokens of --synthetic: got {seed} without it; leave it out")
+    if split != "train" and not dataset:
+        raise ValueError(f"--split is of a --dataset: got {split!r} without one; leave it out")
+    if (
+        field != "text"
+        and not dataset
+        and all(Path(name).suffix.lower() not in (".jsonl", ".parquet") for name in inputs)
+    ):
+        raise ValueError(f"--field is of .jsonl and .parquet files and of a --dataset: got {field!r} without them")
 
 
 def describe_next(folder: Path, coder: Tokenizer, num_tokens: int) -> str:

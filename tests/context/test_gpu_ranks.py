@@ -26,7 +26,7 @@ from tests.context.cases import Case, errors, run_cases
 from tests.context.disturbed import disturbances
 
 pytestmark = pytest.mark.gpu
-MASKS = ("causal", "window", "documents", "blocks", "dropout")
+MASKS = ("causal", "window", "documents", "block map", "dropout")
 OnGpu = Callable[..., list[Any]]
 
 
