@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import io
 import json
 import math
 import os
@@ -124,7 +125,7 @@ def append(rows: Iterable[Row], path: Path) -> None:
     """Add rows to a .csv or .jsonl file, on disk when this returns."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = not path.exists() or not path.stat().st_size
+        fresh = not path.exists() or not require_file(path).stat().st_size  # a pipe would block
         cut = not fresh and not path.read_bytes().endswith(b"\n")  # a line that a kill cut short: begin a new one
         with path.open("a", newline="", encoding="utf-8") as file:
             if cut:
@@ -222,12 +223,15 @@ def find_device(name: str) -> torch.device:
 def _read_csv(path: Path) -> list[Row]:
     if path.stem not in CSV_BENCHES:
         raise ValueError(f"a .csv of rows is named after its bench ({', '.join(CSV_BENCHES)}): got {path}")
-    with path.open(newline="", encoding="utf-8") as file:
-        reader = csv.reader(file)
+    text = read_bytes(path, limit=MAX_LINES_BYTES).decode(errors="replace")
+    reader = csv.reader(io.StringIO(text, newline=""))
+    try:
         if next(reader, None) != _header():
             raise ValueError(f"{path} does not hold rows of this version: its first line must be {','.join(_header())}")
         columns = fields(Row)[:CSV_COLUMNS]
         lines = [line for line in reader if len(line) == CSV_COLUMNS]
+    except csv.Error as error:  # a field without end
+        raise ValueError(f"{path} does not hold rows of this version: {error}; measure again") from error
     numbers = {column.name for column in columns if column.type == "float"}
     try:
         found: list[dict[str, Any]] = [

@@ -228,7 +228,7 @@ def workplace(folder: Path, plan: dict[str, Any]) -> Iterator[Path]:
         (folder / WHOLE).unlink(missing_ok=True)
         work = folder / WORK
         note, text = work / "plan.json", json.dumps(plan)
-        if not note.exists() or note.read_text(encoding="utf-8") != text:
+        if not note.is_file() or note.read_bytes() != text.encode():
             shutil.rmtree(work, ignore_errors=True)
             work.mkdir()
             note.write_text(text, encoding="utf-8")

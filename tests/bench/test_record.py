@@ -248,3 +248,15 @@ def test_an_output_s_error_is_that_of_rows_from_the_first_to_the_last(mask: Mask
         worse = out.clone()
         worse[:, :, rows] += 0.1 * out.norm() / 1301
         assert record.output_error(q, k, v, worse, mask) > 1e-4
+
+
+def test_a_csv_with_a_field_without_end_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "attention.csv").write_text('"' + "x" * 200_000)
+    with pytest.raises(ValueError, match=r"attention\.csv does not hold rows of this version"):
+        record.read(tmp_path / "attention.csv")
+
+
+def test_rows_are_not_written_to_a_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "data.jsonl")
+    with pytest.raises(ValueError, match=r"data\.jsonl is not a regular file"):
+        record.append([], tmp_path / "data.jsonl")
