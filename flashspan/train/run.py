@@ -15,7 +15,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -36,6 +35,7 @@ from .metrics import say
 from .restart import Attempts
 from .samples import num_evaluated, open_samples
 from .stop import STOPS, catch_signals, deadline, pass_signals_on
+from .torchrun import join
 
 SLOW = 4.0  # times as long as in float32, and a product is worth a word
 LONG_ENOUGH, LARGEST = 0.05, 1024
@@ -228,17 +228,17 @@ def _join(config: TrainConfig) -> str:
     gpus = _num_gpus(config)
     if gpus:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    if not dist.is_initialized():
-        timeout = timedelta(seconds=config.parallel.timeout)
-        dist.init_process_group("nccl" if gpus else "gloo", timeout=timeout)
     try:
+        if not dist.is_initialized():
+            join("nccl" if gpus else "gloo", config.parallel.timeout)
         with deadline(config.checkpoint.grace, partial(_end_late, config)) as start_clock:
             return run_rank(config, start_clock)
     except SilentRank as error:
         print(f"flashspan: {error}", file=sys.stderr)
         return FAILED
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _end_late(config: TrainConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -27,7 +28,7 @@ class Command:
         self.temporary = Path(self._temporary.name)
         self._mark = f"TMPDIR={self.temporary}".encode()
         caches = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
-        with self.output.open("ab") as output:
+        with self.output.open("wb") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "flashspan.train", str(folder / "run.toml")],
                 stdout=output,
@@ -35,6 +36,11 @@ class Command:
                 env={**os.environ, **caches, "TMPDIR": str(self.temporary)},
                 start_new_session=True,
             )
+
+    def last_step(self) -> int:
+        """The last step that the command has shown."""
+        steps = re.findall(r"^step +(\d+)/\d+ loss", self.output.read_text(), re.MULTILINE)
+        return int(steps[-1]) if steps else 0
 
     def find(self, kind: str) -> list[int]:
         """The living processes of a kind, ranks in their order."""

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,13 @@ from tests.train.commands import PARENT, RANK, SERVER, Command
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
 ConfigOf = Callable[..., TrainConfig]
+STEPS = 24
 OPTIONS = (
     "--parallel.ranks=2",
     "--parallel.context=2",
     "--checkpoint.every=2",
-    "--train.steps=60",
-    "--train.evaluate_every=20",
+    f"--train.steps={STEPS}",
+    "--train.evaluate_every=8",
     "--train.evaluate_samples=2",
 )
 
@@ -49,28 +51,47 @@ def check_run(config: TrainConfig, want: dict[str, Tensor]) -> None:
     assert all(torch.equal(got[name], want[name]) for name in want)
     rows = read_metrics(Path(config.checkpoint.folder) / "metrics.jsonl")
     assert [row["step"] for row in rows if "loss" in row] == list(range(1, config.train.steps + 1))
-    assert [row["step"] for row in rows if "validation_loss" in row] == [20, 40, 60]
+    assert [row["step"] for row in rows if "validation_loss" in row] == [8, 16, 24]
 
 
-def wait_and_kill(command: Command, kind: str, rank: int, seconds: float) -> bool:
-    """Kill a process of this kind after so many seconds, or as soon as there is one; whether the run was killed."""
-    time.sleep(seconds)
-    while command.process.poll() is None:
-        if found := command.find(kind):
-            os.kill(found[rank % len(found)], signal.SIGKILL)
-            return True
-        time.sleep(0.02)
-    return False
+@dataclass(frozen=True)
+class Kill:
+    """Which process is killed, and when: so many seconds after the start, or after a step is shown."""
+
+    kind: str
+    rank: int
+    step: int
+    seconds: float
+
+    @classmethod
+    def draw(cls, chance: random.Random, kinds: list[str], startup: float) -> Kill:
+        kind, rank, begins = chance.choice(kinds), chance.randrange(2), chance.random() < 0.3
+        step, seconds = chance.randint(1, STEPS), chance.uniform(0, startup if begins else 0.1)
+        return cls(kind, rank, 0 if begins else step, seconds)
+
+    def wait_and_do(self, command: Command) -> bool:
+        """Whether a process was killed before the run had ended."""
+        while command.process.poll() is None and command.last_step() < self.step:
+            time.sleep(0.005)
+        time.sleep(self.seconds)
+        while command.process.poll() is None:
+            if found := command.find(self.kind):
+                os.kill(found[self.rank % len(found)], signal.SIGKILL)
+                return True
+            time.sleep(0.02)
+        return False
 
 
 def run_whole(config: TrainConfig, folder: Path) -> tuple[dict[str, Tensor], float]:
-    """What an undisturbed run ends with, and how long it takes."""
+    """What an undisturbed run ends with, and how long it takes to begin."""
     begin, command = time.monotonic(), Command(config, folder)
+    while not command.last_step() and command.process.poll() is None:
+        time.sleep(0.05)
+    startup = time.monotonic() - begin
     assert command.process.wait(100) == 0, command.output.read_text()
-    seconds = time.monotonic() - begin
     assert command.left() == []
     command.close()
-    return final_state(config), seconds
+    return final_state(config), startup
 
 
 @pytest.mark.parametrize(
@@ -83,21 +104,20 @@ def test_kills_at_random_moments_cost_nothing(
 ) -> None:
     """The first `num_restarted` kills, of ranks and the fork server, are of runs that restart by themselves."""
     chance = random.Random(seed)
-    want, whole_seconds = run_whole(config_of(*OPTIONS, f"--checkpoint.folder={tmp_path / 'whole'}"), tmp_path)
+    want, startup = run_whole(config_of(*OPTIONS, f"--checkpoint.folder={tmp_path / 'whole'}"), tmp_path)
     kills = runs = 0
     while kills < num_kills:
         automatic, folder = kills < num_restarted, tmp_path / str(runs)
         config = config_of(*OPTIONS, f"--checkpoint.folder={folder}", f"--train.max_restarts={3 * automatic}")
         finished = False
         while not finished:
-            kind = chance.choice([RANK, SERVER] if automatic else [PARENT, RANK, SERVER])
-            rank, moment = chance.randrange(2), chance.uniform(0, whole_seconds)
+            kill = Kill.draw(chance, [RANK, SERVER] if automatic else [PARENT, RANK, SERVER], startup)
             command = Command(config, tmp_path)
-            killed = wait_and_kill(command, kind, rank, moment)
+            killed = kill.wait_and_do(command)
             code = command.process.wait(100)
             left, finished = command.left(), code == 0
             kills += killed
-            print(f"seed {seed} run {runs} kill {kills}: {kind} {rank} at {moment:.2f} s, exit code {code}", flush=True)
+            print(f"seed {seed} run {runs} kills {kills}: {kill}, {killed=}, exit code {code}", flush=True)
             command.close()
             assert left == []
             assert finished or (killed and not automatic), command.output.read_text()
