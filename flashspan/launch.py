@@ -69,7 +69,10 @@ class RankError(RuntimeError):
     @property
     def cause(self) -> str:
         """Why the first of them failed, in one line."""
-        return self.first.error if self.first else str(self)
+        if self.first is None:
+            return str(self)
+        text = self.first.error.partition("\n")[0]
+        return f"rank {self.first.rank}: {text}" if self.first.traceback else text
 
     @property
     def report(self) -> str:
@@ -83,9 +86,8 @@ class SilentRank(RuntimeError):
 
 def raise_plainly(error: RankError) -> None:
     """Where ranks failed because of bad input: that, as a ValueError, without their tracebacks."""
-    kind, _, text = error.cause.partition(": ")
-    if kind == "ValueError":
-        raise ValueError(text) from error
+    if error.first is not None and error.first.error.startswith("ValueError: "):
+        raise ValueError(error.first.error.removeprefix("ValueError: ")) from error
 
 
 def check_num_ranks(ranks: int, command: str) -> None:

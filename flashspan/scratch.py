@@ -39,7 +39,8 @@ def folder() -> Path:
         _held[os.getpid()] = path, lock
         # multiprocessing would make a folder of its own, pymp-*, which stays when this process is killed.
         multiprocessing.process.current_process()._config["tempdir"] = str(path)  # type: ignore[attr-defined]
-        _remove_at_exit(path)
+        # Not in a process forked from this one. After everything else: sockets may be in use until then.
+        Finalize(None, shutil.rmtree, args=(path,), kwargs={"ignore_errors": True}, exitpriority=-200)
     return _held[os.getpid()][0]
 
 
@@ -69,10 +70,11 @@ def clear_stale() -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _remove_at_exit(path: str | Path) -> None:
-    """Not at the end of a process forked from this one. After everything else: sockets may be in use until then."""
-    Finalize(None, shutil.rmtree, args=(path,), kwargs={"ignore_errors": True}, exitpriority=-200)
+def _end_server(path: str) -> None:
+    """Remove the folder and end at once: to unload PyTorch takes seconds on a busy machine."""
+    shutil.rmtree(path, ignore_errors=True)
+    os._exit(0)
 
 
 if VARIABLE in os.environ:  # this is a fork server
-    _remove_at_exit(os.environ.pop(VARIABLE))
+    Finalize(None, _end_server, args=(os.environ.pop(VARIABLE),), exitpriority=-200)

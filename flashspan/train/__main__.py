@@ -9,3 +9,6 @@ try:
 except (ValueError, OSError) as error:
     print(f"flashspan: {error}", file=sys.stderr)
     sys.exit(2)
+except KeyboardInterrupt:
+    print("flashspan: stopped; what was written stays", file=sys.stderr)
+    sys.exit(130)

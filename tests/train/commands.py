@@ -59,7 +59,7 @@ class Command:
         """Processes and files that are still there after so many seconds; at once, where there are none."""
         end = time.monotonic() + seconds
         while True:
-            left = [f"process {pid}" for pid in self.processes()]
+            left = [f"process {pid}: {_read(Path(f'/proc/{pid}/cmdline'))[:150]!r}" for pid in self.processes()]
             left += [str(path) for path in self.temporary.rglob("*")]
             if not left or time.monotonic() > end:
                 return left

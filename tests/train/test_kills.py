@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashspan.train import TrainConfig, checkpoint
+from flashspan.train import TrainConfig, checkpoint, train
 from flashspan.train.loop import Trainer
 from flashspan.train.metrics import read_metrics
 from flashspan.train.run import run_rank
@@ -26,6 +26,8 @@ from tests.train.commands import PARENT, RANK, SERVER, Command
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
 ConfigOf = Callable[..., TrainConfig]
 STEPS = 24
+STARTUP = 4.0
+"""Seconds in which a command begins, about."""
 OPTIONS = (
     "--parallel.ranks=2",
     "--parallel.context=2",
@@ -64,9 +66,9 @@ class Kill:
     seconds: float
 
     @classmethod
-    def draw(cls, chance: random.Random, kinds: list[str], startup: float) -> Kill:
+    def draw(cls, chance: random.Random, kinds: list[str]) -> Kill:
         kind, rank, begins = chance.choice(kinds), chance.randrange(2), chance.random() < 0.3
-        step, seconds = chance.randint(1, STEPS), chance.uniform(0, startup if begins else 0.1)
+        step, seconds = chance.randint(1, STEPS), chance.uniform(0, STARTUP if begins else 0.1)
         return cls(kind, rank, 0 if begins else step, seconds)
 
     def wait_and_do(self, command: Command) -> bool:
@@ -82,36 +84,32 @@ class Kill:
         return False
 
 
-def run_whole(config: TrainConfig, folder: Path) -> tuple[dict[str, Tensor], float]:
-    """What an undisturbed run ends with, and how long it takes to begin."""
-    begin, command = time.monotonic(), Command(config, folder)
-    while not command.last_step() and command.process.poll() is None:
-        time.sleep(0.05)
-    startup = time.monotonic() - begin
-    assert command.process.wait(100) == 0, command.output.read_text()
-    assert command.left() == []
-    command.close()
-    return final_state(config), startup
+CAMPAIGN = [pytest.mark.campaign, pytest.mark.timeout(7200)]
 
 
 @pytest.mark.parametrize(
-    ("num_kills", "num_restarted", "seed"),
-    [(1, 1, 4), pytest.param(100, 30, 0, marks=[pytest.mark.campaign, pytest.mark.timeout(7200)])],
-    ids=["sample", "campaign"],
+    ("num_kills", "automatic", "seed"),
+    [
+        pytest.param(1, True, 4, id="sample"),
+        pytest.param(30, True, 0, id="restarted", marks=CAMPAIGN),
+        pytest.param(70, False, 1, id="run again", marks=CAMPAIGN),
+    ],
 )
 def test_kills_at_random_moments_cost_nothing(
-    config_of: ConfigOf, tmp_path: Path, num_kills: int, num_restarted: int, seed: int
+    config_of: ConfigOf, tmp_path: Path, num_kills: int, automatic: bool, seed: int
 ) -> None:
-    """The first `num_restarted` kills, of ranks and the fork server, are of runs that restart by themselves."""
+    """Ranks and the fork server of runs that restart by themselves; or those and the command, run again by hand."""
     chance = random.Random(seed)
-    want, startup = run_whole(config_of(*OPTIONS, f"--checkpoint.folder={tmp_path / 'whole'}"), tmp_path)
+    whole = config_of(*OPTIONS, f"--checkpoint.folder={tmp_path / 'whole'}")
+    assert train(whole) == 0
+    want = final_state(whole)
     kills = runs = 0
     while kills < num_kills:
-        automatic, folder = kills < num_restarted, tmp_path / str(runs)
+        folder = tmp_path / str(runs)
         config = config_of(*OPTIONS, f"--checkpoint.folder={folder}", f"--train.max_restarts={3 * automatic}")
         finished = False
         while not finished:
-            kill = Kill.draw(chance, [RANK, SERVER] if automatic else [PARENT, RANK, SERVER], startup)
+            kill = Kill.draw(chance, [RANK, SERVER] if automatic else [PARENT, RANK, SERVER])
             command = Command(config, tmp_path)
             killed = kill.wait_and_do(command)
             code = command.process.wait(100)
