@@ -161,7 +161,9 @@ def truth(case: Case) -> promise.Answer:
     q, k, v, dout, dlse = case.inputs()
     drop = Dropout(case.dropout, torch.tensor([7])) if case.dropout else None
     mask = make_mask(case.mask, case.T, case.heads)
-    return promise.solve(q, k, v, dout, mask=mask, scale=case.scale, dropout=drop, dlse=dlse)
+    return promise.solve(
+        q, k, v, dout, mask=mask, scale=case.scale, dropout=drop, dlse=dlse, rounded=case.device == "cuda"
+    )
 
 
 def join(case: Case, answers: list[Any]) -> list[Tensor]:

@@ -103,7 +103,7 @@ def compare_posts(cases: list[Case]) -> list[str]:
         assert attend is not None
         groups = {"group": attend.outer.group}
         if case.options.get("two_groups"):
-            groups["slow group"] = attend.outer._slow
+            groups["slow group"] = attend.outer.by_group._slow
         began = {name: len(group.batches) for name, group in groups.items()}
         q, k, v, dout, _ = (attend.shard(x, 2) for x in case.inputs())
         attend(q.requires_grad_(), k, v, causal=True).backward(dout)
