@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flashspan.attention import attention
 from flashspan.context import ContextAttention
+from flashspan.context.combine import combine
 from flashspan.model import Llama
 from flashspan.parallel.agree import raise_together
 
@@ -43,7 +44,7 @@ class Split:
             )
         placement = self.attend.placement(length)
         room = max(placement.sizes) + -(-(capacity - length) // self.attend.num_ranks)
-        self.caches = [SplitCache(self.attend, self.group, room) for _ in model.layers]
+        self.caches = [SplitCache(self.attend, room) for _ in model.layers]
         mine = self.attend.shard(tokens, 1)
         hidden = model(mine, self.attend.positions(length, tokens.device), attends=self.caches)
         for cache in self.caches:
@@ -92,9 +93,9 @@ def _group_of(attend: ContextAttention, group: dist.ProcessGroup | None) -> dist
 class SplitCache(Cache):
     """One layer's attention over what all ranks hold of it."""
 
-    def __init__(self, attend: ContextAttention, group: dist.ProcessGroup | None, capacity: int) -> None:
+    def __init__(self, attend: ContextAttention, capacity: int) -> None:
         super().__init__(attend, capacity)
-        self.group, self.filled, self.keeps = group, False, False
+        self.ranks, self.filled, self.keeps = attend, False, False
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, mask: Any = None) -> Tensor:
         """The prompt's part first; then one new token at a time, of which the keeping rank keeps k and v."""
@@ -104,14 +105,4 @@ class SplitCache(Cache):
         nothing = k[:, :, :0]
         keys, values = self.append(k, v) if self.keeps else self.append(nothing, nothing)
         out, lse = attention(q, keys, values, return_lse=True)
-        return out if self.group is None else merge(out, lse, self.group).to(q.dtype)
-
-
-def merge(out: Tensor, lse: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Attention over all ranks' keys from each rank's part: out [B, H, T, D], lse [B, H, T]. float32."""
-    peak = lse.clone()
-    dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
-    weight = (lse - peak).exp().unsqueeze(-1)  # a rank without keys has lse -inf and weighs nothing
-    sums = torch.cat((out.float() * weight, weight), -1).contiguous()
-    dist.all_reduce(sums, group=group)
-    return sums[..., :-1] / sums[..., -1:]
+        return combine(self.ranks, out, lse).to(q.dtype)

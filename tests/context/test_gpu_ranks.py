@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -155,6 +157,40 @@ def test_a_rank_that_stalls_or_dies_is_named_and_leaves_nothing(how: str, step: 
         ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"], capture_output=True, text=True, check=False
     )
     assert not set(apps.stdout.split()) & {str(pid) for pid in pids}
+
+
+def call_for_ever() -> None:
+    """On a rank: attention, forward and backward, until something ends it."""
+    attend = context_parallel(dist.group.WORLD, timeout=4.0, num_tokens=512)
+    size = 512 // dist.get_world_size()
+    q, k, v = (torch.randn(1, 2, size, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    while True:
+        out = attend(q, k, v, causal=True)
+        out.backward(out.detach())
+        torch.cuda.synchronize()
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("seed", range(50))
+def test_a_rank_killed_or_stopped_at_a_random_moment_is_named(seed: int) -> None:
+    """SIGKILL ends a rank, SIGSTOP stalls it; the others wait for it on the device."""
+    draw, before = random.Random(seed), set(os.listdir("/dev/shm"))
+    how, victim = draw.choice([signal.SIGKILL, signal.SIGSTOP]), draw.randrange(2)
+    with Ranks(2, threads=1, timeout=30, share_gpu=True) as ranks:
+        pids = ranks.pids
+        delay = 8.0 + 8.0 * draw.random()
+        timer = threading.Timer(delay, os.kill, (pids[victim], how))
+        timer.start()
+        begun = time.monotonic()
+        with pytest.raises(RankError, match=rf"rank {victim}\b"):
+            ranks.run(call_for_ever, timeout=60.0)
+        assert time.monotonic() - begun < delay + 4.0 + 15.0
+    deadline = time.monotonic() + 10.0
+    while (left := [pid for pid in pids if os.path.exists(f"/proc/{pid}")]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left
+    assert set(os.listdir("/dev/shm")) <= before
 
 
 def transport_of() -> str:

@@ -165,5 +165,6 @@ def test_the_first_rank_prints_what_all_say(ranks: Ranks, tmp_path: Path) -> Non
 def test_ranks_wait_for_whoever_holds_the_screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pager or Ctrl-S stops the first rank where it prints, and Ctrl-Z all of them, for as long as a user likes."""
     monkeypatch.setattr(command, "Ranks", pool := mock.MagicMock())
+    (tmp_path / "config.json").write_text("{}")  # only ranks read it
     assert generate(str(tmp_path), prompt="Hear me", ranks=2, device="cpu") == 0
     assert pool.call_args.kwargs["timeout"] == LONGEST

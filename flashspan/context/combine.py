@@ -1,0 +1,34 @@
+"""Partial attention over what each rank holds, combined: the split cache of `generate`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashspan.context.bundle import Fields
+from flashspan.context.strategy import ContextAttention
+from flashspan.context.symmetric import SymmetricWire
+from flashspan.context.ulysses import trade
+from flashspan.kernels.contract import Carry, merge
+
+
+def combine(attend: ContextAttention, out: Tensor, lse: Tensor) -> Tensor:
+    """Attention of the same queries over all ranks' keys, from each rank's part: out [B, H, T, D], lse [B, H, T].
+
+    float32, and the same bits on every rank: parts are added in the order of the ranks.
+    """
+    part = Carry(out.float(), lse.float())
+    for wire in (attend.inner, attend.outer):
+        part = _combine(wire, part)
+    return part.out
+
+
+def _combine(wire: SymmetricWire, part: Carry) -> Carry:
+    if wire.num_ranks == 1:
+        return part
+    fields: Fields = [(tuple(x.shape), x.dtype) for x in part]
+    parts = trade(wire, [tuple(part)] * wire.num_ranks, lambda src, dst: fields, "partial results")
+    total = Carry(torch.zeros_like(part.out), torch.full_like(part.lse, -torch.inf))
+    for one in parts:
+        merge(total, Carry(*one))
+    return total
