@@ -21,6 +21,7 @@ from typing import BinaryIO
 PREFIX, LOCK = "flashspan-run-", "lock"
 VARIABLE = "FLASHSPAN_SCRATCH"
 """The folder that a fork server removes at its end: set only while one is started."""
+LONGEST_PLACE = 107 - len(f"/{PREFIX}12345678/listener-12345678")
 FRESH = 60.0
 """Seconds after which a folder without a lock is not one that is being made."""
 
@@ -31,7 +32,7 @@ def folder() -> Path:
     """This process's scratch folder, made at the first call. multiprocessing puts its sockets there too."""
     if os.getpid() not in _held:
         clear_stale()
-        path = Path(tempfile.mkdtemp(prefix=PREFIX))
+        path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_places()[-1]))
         lock = (path / "new").open("wb")
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -54,9 +55,15 @@ def removed_by_fork_server() -> Iterator[None]:
         del os.environ[VARIABLE]
 
 
+def _places() -> list[Path]:
+    """Where scratch folders may be; the last is where a new one is made. A socket's path has at most 107 characters."""
+    place = Path(tempfile.gettempdir())
+    return [place] if len(os.fsencode(place)) <= LONGEST_PLACE else [place, Path("/tmp")]
+
+
 def clear_stale() -> None:
     """Remove the scratch folders of processes that were killed: those whose lock is free."""
-    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+    for path in (path for place in _places() for path in place.glob(f"{PREFIX}*")):
         with contextlib.suppress(OSError):
             about = path.lstat()
             if not path.is_dir() or path.is_symlink() or about.st_uid != os.getuid():

@@ -116,3 +116,12 @@ def test_multiprocessing_keeps_its_sockets_in_the_scratch_folder() -> None:
     """A canary for a name of multiprocessing's own: `_config["tempdir"]`."""
     folder = scratch.folder()
     assert get_temp_dir() == str(folder)
+
+
+def test_a_long_temporary_folder_leaves_room_for_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A socket's path has at most 107 characters, however long the name of the temporary folder is."""
+    for length in (10, 66, 67, 68, 100, 200):
+        place = Path("/" + "x" * (length - 1))
+        monkeypatch.setattr(scratch.tempfile, "tempdir", str(place))
+        *_, chosen = scratch._places()
+        assert len(str(chosen / f"{scratch.PREFIX}12345678" / "listener-12345678")) <= 107

@@ -86,7 +86,7 @@ def join(
             "mfu": speed / parts[0].peak_flops, "product_share": parts[0].product_share, "computing_ms": computing,
             "wire_ms": wire, "wire_to_computing": wire / computing,
             "hidden": hidden_share(computing, wire, whole),
-            "imbalance": computing * len(parts) / sum(p.computing for p in parts),
+            "transport": parts[0].transport, "imbalance": computing * len(parts) / sum(p.computing for p in parts),
             "peak_mib_by_rank": [round(p.peak_mib, 1) for p in parts], "bytes_by_rank": [p.sent for p in parts],
         },
     )  # fmt: skip

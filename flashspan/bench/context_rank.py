@@ -112,6 +112,7 @@ class Measured:
     sent: float
     product_share: float
     peak_flops: float
+    transport: str = ""  # how parcels travelled, and why
 
 
 class Contender:
@@ -179,11 +180,13 @@ def run_on_rank(
     tokens = torch.randint(config.vocab_size, (1, longest), device=device)
     with device:
         model = Llama(config, attention=attention)
-    contenders, watched = {}, {}
+    contenders, watched, transports = {}, {}, {}
     for entry in entries:  # before the next one is there: a GPU's peak counts all that is held
         work, case = entry
         contenders[entry] = Contender(case, work, model, tokens[:, : work.tokens])
         watched[entry] = {kind: contenders[entry].watch(kind) for kind in kinds}
+        attend = contenders[entry].attend
+        transports[entry] = attend.transport(device) if attend else ""
         dist.barrier()
     nums = {contender.num_ranks for contender in contenders.values()}
     flops = dict.fromkeys(nums, float("nan"))
@@ -202,7 +205,8 @@ def run_on_rank(
         steps = times[entry, kind, "step"]
         computing = median(times.get((entry, kind, "computing"), steps))
         wire = median(times.get((entry, kind, "wire"), [0.0]))
-        return Measured(steps, computing, wire, *watched[entry][kind], flops[contenders[entry].num_ranks])
+        transport = transports[entry]
+        return Measured(steps, computing, wire, *watched[entry][kind], flops[contenders[entry].num_ranks], transport)
 
     return {entry: {kind: measured(entry, kind) for kind in kinds} for entry in entries}
 

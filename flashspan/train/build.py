@@ -187,6 +187,7 @@ def split_attention(config: TrainConfig, mesh: DeviceMesh, pattern: Mask) -> Con
         layout=layout,
         strategy=parallel.strategy,
         num_tokens=num_tokens,
+        transport=parallel.transport,
         timeout=parallel.timeout,
         **options,
     )

@@ -165,6 +165,9 @@ class ParallelSection:
         "zigzag", "who holds which tokens; balanced: blocks of 128, by the work of the attention's pattern"
     )
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto: the GPUs if there are any")
+    transport: Literal["auto", "symmetric", "group"] = option(
+        "auto", "how attention's transfers travel: copies into the receiver's memory, or by the process group"
+    )
     share_gpu: bool = option(False, "all ranks on the first GPU, to develop parallel runs with one")
     timeout: float = option(300.0, "seconds before a stalled exchange is an error")
 

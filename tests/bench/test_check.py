@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -124,14 +125,15 @@ def test_bad_arguments_are_refused() -> None:
 @pytest.mark.parametrize(
     ("kind", "after"), [(signal.SIGTERM, 0.2), pytest.param(signal.SIGINT, 5.0, marks=pytest.mark.slow)]
 )
-def test_stopping_it_says_so_and_leaves_nothing_behind(kind: signal.Signals, after: float, tmp_path: Path) -> None:
+def test_stopping_it_says_so_and_leaves_nothing_behind(kind: signal.Signals, after: float) -> None:
     """While ranks are started, and while they work; a terminal's Ctrl-C reaches them too."""
     command = [sys.executable, "-m", "flashspan.cli", "check", "--ranks", "2", "--tokens", "20000"]
-    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    environment = {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
-    while not list(tmp_path.glob("flashspan-ranks-*")):
+    while not list(folder.glob("flashspan-run-*/ranks-*")):
         assert process.poll() is None, process.stderr and process.stderr.read()
         time.sleep(0.1)
     time.sleep(after)
@@ -140,4 +142,5 @@ def test_stopping_it_says_so_and_leaves_nothing_behind(kind: signal.Signals, aft
     assert process.returncode == 130
     assert "Traceback" not in said, said
     assert said.strip().splitlines()[-1] == "flashspan: stopped; what was written stays"
-    assert not list(tmp_path.glob("flashspan-ranks-*"))
+    assert not list(folder.iterdir())
+    folder.rmdir()
