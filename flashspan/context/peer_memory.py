@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flashspan.context.exchange import ExchangeError
-from flashspan.context.shared_memory import COMPUTE, FAST, LANES, SLOW, share
+from flashspan.context.shared_memory import COMPUTE, FAST, LANES, SLOW, raise_together, share
 
 SHARE_GPU = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 """The environment variable with which torch lets several ranks share a GPU."""
@@ -180,8 +180,17 @@ class CudaPeerMemory:
 
         self.device, self._driver = device, Driver()
         torch.cuda.synchronize(device)
-        self._arena = symmetric.empty(max(1, num_bytes), dtype=torch.uint8, device=device)
-        self._handle = symmetric.rendezvous(self._arena, group.group_name)
+        problem: Exception | None = None
+        try:
+            self._arena = symmetric.empty(max(1, num_bytes), dtype=torch.uint8, device=device)
+        except RuntimeError as error:
+            problem = error
+        raise_together(group, problem)
+        try:
+            self._handle = symmetric.rendezvous(self._arena, group.group_name)
+        except RuntimeError as error:
+            problem = error
+        raise_together(group, problem)
         self._rank: int = self._handle.rank
         ranks = range(self._handle.world_size)
         self._peers = [self._handle.get_buffer(rank, self._arena.shape, torch.uint8) for rank in ranks]

@@ -24,18 +24,45 @@ SPIN, NAP = 200, 1e-4
 """A wait looks this often without a pause, then again and again after so many seconds."""
 
 
+class NotShared(RuntimeError):
+    """Memory could not be shared, on this rank or on another: raised on all ranks together."""
+
+
+def raise_together(group: dist.ProcessGroup, problem: Exception | None) -> None:
+    """NotShared on every rank of a group, naming the first that has a problem, if any has one. A collective."""
+    rank = dist.get_rank(group)
+    mine = "" if problem is None else f"rank {rank} failed: {str(problem).splitlines()[0][:200]}"
+    problems: list[str] = [""] * dist.get_world_size(group)
+    dist.all_gather_object(problems, mine, group=group)
+    for text in problems:
+        if text:
+            raise NotShared(text) from problem
+
+
 def share(group: dist.ProcessGroup, num_bytes: int) -> list[Tensor]:
     """Host memory of every rank of a group, zero at first, mapped by all of them. A collective.
 
     It is an anonymous file that the others open through /proc: nothing is left behind, whatever kills the ranks.
     """
-    file = os.memfd_create("flashspan")
-    os.ftruncate(file, num_bytes)
+    file, path, shared = -1, "", list[Tensor]()
+    problem: Exception | None = None
+    try:
+        file = os.memfd_create("flashspan")
+        os.ftruncate(file, num_bytes)
+        path = f"/proc/{os.getpid()}/fd/{file}"
+    except OSError as error:
+        problem = error
+    raise_together(group, problem)
     paths: list[str] = [""] * dist.get_world_size(group)
-    dist.all_gather_object(paths, f"/proc/{os.getpid()}/fd/{file}", group=group)
-    shared = [torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8) for path in paths]
-    dist.barrier(group)  # all have opened all
-    os.close(file)
+    dist.all_gather_object(paths, path, group=group)
+    try:
+        shared = [torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8) for path in paths]
+    except RuntimeError as error:  # another container, another user
+        problem = error
+    try:
+        raise_together(group, problem)  # and no file is closed before all have opened it
+    finally:
+        os.close(file)
     return shared
 
 

@@ -29,7 +29,7 @@ from flashspan.context import peer_memory
 from flashspan.context.exchange import CPU, GroupWire, Landing, Parcel
 from flashspan.context.landing import Landings
 from flashspan.context.peer_memory import CudaPeerMemory, PeerMemory
-from flashspan.context.shared_memory import COMPUTE, FAST, SLOW, HostPeerMemory
+from flashspan.context.shared_memory import COMPUTE, FAST, SLOW, HostPeerMemory, NotShared
 
 Transport: TypeAlias = Literal["auto", "symmetric", "group"]
 TRANSPORTS = ("auto", "symmetric", "group")
@@ -177,11 +177,27 @@ class SymmetricWire:
         dist.barrier(group)  # nobody copies into the old one any more
         memory: PeerMemory
         num_flags = 2 * len(ranks) * num_parcels
-        if device.type == "cuda":
-            memory = CudaPeerMemory(group, device, num_flags, num_bytes, self.by_group.timeout, self._caller)
-        else:
-            memory = HostPeerMemory(group, num_flags, num_bytes, self.by_group.timeout)
+        try:
+            if device.type == "cuda":
+                memory = CudaPeerMemory(group, device, num_flags, num_bytes, self.by_group.timeout, self._caller)
+            else:
+                memory = HostPeerMemory(group, num_flags, num_bytes, self.by_group.timeout)
+        except NotShared as error:
+            self._do_without(device, str(error))
+            return
         self._arenas[device] = Arena(memory, num_bytes, num_parcels)
+
+    def _do_without(self, device: torch.device, problem: str) -> None:
+        """Leave everything to the group from now on, or raise where it cannot carry these tensors or was not wanted."""
+        backend = dist.get_backend(self.group)
+        if self.transport == "symmetric" or (device.type == "cuda" and backend != "nccl"):
+            raise ValueError(
+                f"ranks could not share {self._landings.num_bytes / 2**20:,.1f} MiB of memory: {problem}; use "
+                f"transport='group', or a smaller batch or sequence"
+            )
+        self._reaches[device] = Reach((self.rank,), f"group: memory could not be shared, {problem}")
+        if self.rank == 0:
+            warnings.warn(f"attention sends by the process group: memory could not be shared, {problem}", stacklevel=2)
 
     def _control_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         """A group of the ranks within reach in which the hosts talk to each other, by gloo."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import random
 import signal
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -113,6 +115,37 @@ def test_symmetric_across_hosts_is_refused_on_every_rank(on_ranks: OnRanks) -> N
 def test_an_unknown_transport_is_refused() -> None:
     with pytest.raises(ValueError, match="transport must be one of auto, symmetric, group: got 'nvlink'"):
         context_parallel(None, transport="nvlink")  # type: ignore[arg-type]
+
+
+def without_memory(transport: str) -> tuple[str, str]:
+    """On a rank: one of them cannot make a file. What attention says, and how it travels then."""
+    attend = context_parallel(dist.group.WORLD, transport=transport)  # type: ignore[arg-type]
+    failing = mock.Mock(side_effect=OSError("no memory is left"))
+    reach = reach_of_two_hosts if transport == "auto" else symmetric.find_reach
+    with (
+        mock.patch.object(symmetric, "find_reach", reach),
+        mock.patch("os.memfd_create", failing) if dist.get_rank() == 3 else contextlib.nullcontext(),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        try:
+            attend(*(torch.ones(1, 1, 4, 8) for _ in range(3)))
+        except ValueError as error:
+            return str(error), ""
+        return "", attend.transport("cpu")
+
+
+def test_ranks_that_cannot_share_memory_send_by_the_group(on_ranks: OnRanks) -> None:
+    """Both ranks of that host do, and the others copy."""
+    found = on_ranks(without_memory, "auto")
+    assert {error for error, _ in found} == {""}
+    assert all("rank 1 failed: no memory is left" in how for _, how in found[2:4])
+    assert all("inside a host" in how for _, how in found[:2] + found[4:])
+
+
+def test_symmetric_alone_is_refused_where_memory_cannot_be_shared(on_ranks: OnRanks) -> None:
+    found = on_ranks(without_memory, "symmetric")
+    assert all("rank 3 failed: no memory is left" in error and "transport='group'" in error for error, _ in found)
 
 
 def stall(dies: bool) -> None:
