@@ -125,6 +125,7 @@ BENCHES = {
     "data": Command("bench.data", "bench_data"),
 }
 PLAN_DRAW = Command("bench.schedule", "draw")
+PREFLIGHT = Command("bench.preflight", "preflight")
 
 CLOSED_PIPE = 141  # what a shell says of a command that wrote to one: 128 and SIGPIPE
 MOST_SHOWN = 1000
@@ -140,6 +141,9 @@ def _run(words: list[str]) -> int:
         return _choose(BENCHES, words[1:], "flashspan bench", "Measure and record.")
     if words[:2] == ["plan", "draw"]:
         return _call(PLAN_DRAW, words[2:], "flashspan plan draw")
+    if words[:1] == ["check"] and "--preflight" in words:
+        rest = [word for word in words[1:] if word != "--preflight"]
+        return _call(PREFLIGHT, rest, "flashspan check --preflight")
     if words == ["--version"]:
         print(f"flashspan {flashspan.__version__}")
         return 0

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import forkserver, resource_tracker
@@ -220,6 +220,26 @@ class Ranks:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close(force=kind is not None)
+
+
+@contextlib.contextmanager
+def joined(timeout: float) -> Iterator[str]:
+    """The group of the ranks that torchrun started, of which this is one, and their type of device: "cuda" with NCCL,
+    each rank on a GPU of its own, or "cpu" with gloo."""
+    cuda = torch.cuda.is_available()
+    if cuda:
+        place, found = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+        if place >= found:
+            raise ValueError(
+                f"each rank needs a GPU of its own: got {found} for rank {place} of this host; "
+                f"use --nproc-per-node {found}"
+            )
+        torch.cuda.set_device(place)
+    dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout))
+    try:
+        yield "cuda" if cuda else "cpu"
+    finally:
+        dist.destroy_process_group()
 
 
 def start_fork_server(modules: list[str], *, blocked: Iterable[signal.Signals] = (signal.SIGINT,)) -> None:

@@ -49,6 +49,7 @@ ALLOWED = {
         "plan",
     },
     "cli": {"launch", "stdout", "bench", "train", "generate", "plan"},
+    "check": {"cli"},
     "__init__": {"masks", "attention"},
 }
 

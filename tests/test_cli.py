@@ -19,10 +19,12 @@ from flashspan.context.strategy import STRATEGIES
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("words", [["--help"], *([name, "--help"] for name in COMMANDS)], ids=" ".join)
+@pytest.mark.parametrize(
+    "words", [["--help"], *([name, "--help"] for name in COMMANDS), ["check", "--preflight", "--help"]], ids=" ".join
+)
 def test_help_explains_every_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     try:
-        code = main(words)
+        code = main(" ".join(words).split())
     except SystemExit as end:
         code = int(end.code or 0)
     text = capsys.readouterr().out
@@ -119,6 +121,7 @@ def test_a_picture_that_is_refused_leaves_no_other(tmp_path: Path, capsys: pytes
         (["bench", "attention", "--shapes", "1,1,1,64,16,documents 0"], "numbers from 1"),
         (["bench", "attention", "--shapes", "1,3,2,64,16,causal"], "a divisor of the heads"),
         (["check", "--ranks", "0"], "--ranks must be 1 or more: got 0"),
+        (["check", "--preflight", "--ranks", "0"], "--ranks must be 1 or more: got 0"),
         (["check", "--ranks", "100000"], "at most 64 or 8 for each core: got 100000"),
         (["plan", "draw", "--ranks", "0"], "at least 1 rank"),
         (["plan", "draw", "--ranks", "100000"], "at most 256 ranks"),

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from flashspan import launch
-from flashspan.launch import RankError, Ranks, SilentRank, start_fork_server
+from flashspan.launch import RankError, Ranks, SilentRank, joined, start_fork_server
 
 
 def add(value: float) -> float:
@@ -50,6 +50,22 @@ def gone(pid: int) -> bool:
         return True
     with open(f"/proc/{pid}/stat") as file:
         return file.read().split()[2] == "Z"
+
+
+def test_ranks_of_torchrun_take_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, timeout: calls.append(backend))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("left"))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with joined(timeout=9) as device_type:
+        assert device_type == "cuda"
+    assert calls == [1, "nccl", "left"]
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(ValueError, match="got 2 for rank 2 of this host; use --nproc-per-node 2"), joined(timeout=9):
+        pass
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])

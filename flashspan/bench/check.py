@@ -3,7 +3,8 @@
 flashspan check                                              every strategy and layout on 4 ranks
 flashspan check --ranks 4 --strategy ring --layout zigzag --tokens 1000
 flashspan check --ranks 4 --share-gpu                        4 ranks on one GPU
-torchrun --nproc-per-node 8 -m flashspan.cli check           joins the ranks that torchrun started
+torchrun --nproc-per-node 8 -m flashspan.check               joins the ranks that torchrun started
+flashspan check --preflight                                  links, overlap and one strategy: see preflight.py
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -26,7 +26,7 @@ from flashspan.context.layout import LAYOUTS
 from flashspan.context.strategy import STRATEGIES, ContextAttention, context_parallel
 from flashspan.kernels import promise
 from flashspan.kernels.masks import CAUSAL, EVERYTHING
-from flashspan.launch import Ranks, check_num_ranks
+from flashspan.launch import Ranks, check_num_ranks, joined
 
 Strategy: TypeAlias = Literal["ring", "double_ring", "gather", "helper", "ulysses", "hybrid"]
 Layout: TypeAlias = Literal["contiguous", "zigzag", "striped"]
@@ -120,6 +120,9 @@ def check(
     the errors of out, dq, dk and dv with a verdict. Exit code 1 on failure. With no arguments: every strategy and
     layout.
 
+    With --preflight it checks one strategy, measures the links between the ranks, and names slow ones, in about a
+    minute; flashspan check --preflight --help lists its options.
+
     Example: flashspan check --ranks 4 --strategy ring --layout zigzag --tokens 1000
 
     Args:
@@ -142,13 +145,7 @@ def check(
     if tokens < 1 or not 1 <= head_dim <= 256:
         raise ValueError(f"check needs 1 or more tokens and a head size of 1 to 256: got {tokens} and {head_dim}")
     refuse_large_seed(seed)
-    joined = dist.is_torchelastic_launched()
-    if joined and share_gpu:
-        raise ValueError("--share-gpu starts its own ranks: leave torchrun out, or --share-gpu")
-    if joined:
-        cuda = torch.cuda.is_available()
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=120))
-        ranks = dist.get_world_size()
+    by_torchrun = under_torchrun(share_gpu)
     cases = [(s, l) for s in STRATEGIES for l in LAYOUTS if strategy in (None, s) and layout in (None, l)]
     if not cases:
         raise ValueError(
@@ -156,11 +153,10 @@ def check(
             f"got {strategy!r} and {layout!r}"
         )
     problem = Problem(tuple(cases), tokens, heads, kv_heads, head_dim, causal, dtype, seed)
-    if joined:
-        try:
-            results = run_on_rank(problem, "cuda" if cuda else "cpu")
-        finally:
-            dist.destroy_process_group()
+    if by_torchrun:
+        with joined(timeout=120) as device_type:
+            ranks = dist.get_world_size()
+            results = run_on_rank(problem, device_type)
     else:
         check_num_ranks(ranks, "check")
         cuda = share_gpu or ranks <= torch.cuda.device_count()
@@ -180,6 +176,14 @@ def check(
     if results:  # on rank 0 only
         print_table(problem, ranks, results)
     return 0 if all(result.passes(dtype, tokens) for result in results) else 1
+
+
+def under_torchrun(share_gpu: bool) -> bool:
+    """Whether torchrun started this process as one of its ranks."""
+    started = dist.is_torchelastic_launched()
+    if started and share_gpu:
+        raise ValueError("--share-gpu starts its own ranks: leave torchrun out, or --share-gpu")
+    return started
 
 
 def refuse_large_seed(seed: int) -> None:
@@ -209,18 +213,26 @@ def run_on_rank(problem: Problem, device_type: str) -> list[Result]:
     results = []
     for strategy, layout in problem.cases:
         attend = over_all_ranks(strategy, layout, device_type, num_tokens=problem.tokens)
-        q, k, v, dout = (attend.shard(x, 2) for x in inputs)
         transport = attend.transport(device)
-        leaves = [x.requires_grad_() for x in (q, k, v)]
-        out = attend(*leaves, causal=problem.causal)
-        out.backward(dout)
-        parts = [out, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
-        whole = [attend.unshard(x, 2) for x in parts]
-        if exact is not None:
-            names = ("out", "dq", "dk", "dv")
-            out_error, dq, dk, dv = (relative(mine, exact, name) for name, mine in zip(names, whole, strict=True))
-            results.append(Result(strategy, layout, out_error, dq, dk, dv, transport))
+        errors = compare(attend, problem, inputs, exact)
+        if errors:
+            results.append(Result(strategy, layout, *errors, transport))
     return results
+
+
+def compare(
+    attend: ContextAttention, problem: Problem, inputs: list[Tensor], exact: promise.Answer | None
+) -> tuple[float, float, float, float] | None:
+    """Forward and backward on all ranks of `attend`; where `exact` is given, the errors of out, dq, dk and dv."""
+    q, k, v, dout = (attend.shard(x, 2) for x in inputs)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = attend(*leaves, causal=problem.causal)
+    out.backward(dout)
+    whole_out, *grads = (attend.unshard(x, 2) for x in (out, *(leaf.grad for leaf in leaves if leaf.grad is not None)))
+    if exact is None:
+        return None
+    dq, dk, dv = (relative(grad, exact, name) for name, grad in zip(("dq", "dk", "dv"), grads, strict=True))
+    return relative(whole_out, exact, "out"), dq, dk, dv
 
 
 def truth(problem: Problem, inputs: list[Tensor]) -> promise.Answer:
@@ -238,7 +250,7 @@ def over_all_ranks(strategy: str, layout: str, device_type: str, **options: Any)
         group = init_device_mesh(device_type, (world // 2, 2) if world % 2 == 0 else (world, 1))
     elif strategy == "double_ring":
         nodes = max(n for n in range(1, math.isqrt(world) + 1) if world % n == 0)
-        options["sizes"] = (nodes, world // nodes)
+        options.setdefault("sizes", (nodes, world // nodes))
     return context_parallel(group, strategy=strategy, layout=layout, **options)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,23 @@ def timed(call: Callable[[], T], device: torch.device, *, together: bool = False
     result = call()
     synchronise(device)
     return 1e3 * (time.perf_counter() - begin), result
+
+
+def mark(device: torch.device) -> Any:
+    """This moment of the device's work, for `between`."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def between(begin: Any, end: Any) -> float:
+    """Seconds from one mark to another; waits until a GPU has reached both."""
+    if isinstance(end, float):
+        return float(end - begin)
+    end.synchronize()
+    return 1e-3 * float(begin.elapsed_time(end))
 
 
 def here(device_type: str) -> torch.device:
