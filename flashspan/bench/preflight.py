@@ -63,6 +63,8 @@ from flashspan.train.meeting import name_the_silent
 
 SLOW = 0.5
 """Of the speed of the others, or of what the planner expects: less is a fault."""
+BUSY = 0.2
+"""The same inside a host where ranks share its cores or its GPU, and make each other's links slow by turns."""
 HIDDEN = 0.5
 """The least part of a ring's transfers that attention must hide, on GPUs of their own."""
 PATIENCE = 60.0
@@ -209,6 +211,8 @@ def _measure(job: Job, device: torch.device) -> Report:
     options |= {"transport": job.transport, "timeout": PATIENCE}
     if job.strategy == "double_ring" and (num_hosts := even_hosts(hosts)) > 1:
         options["sizes"] = (num_hosts, world // num_hosts)
+    if job.strategy == "double_ring" and dist.get_backend() == "nccl":
+        options["slow_group"] = dist.new_group()  # so that its two levels overlap
     attend = over_all_ranks(job.strategy, job.layout, device.type, **options)
     transport = attend.transport(device)
     parity = errors(attend)
@@ -218,7 +222,7 @@ def _measure(job: Job, device: torch.device) -> Report:
         return report
 
     def suspects(links: Sequence[Link]) -> list[Link]:
-        return [link for link, _ in slow_links(links, hosts)]
+        return [link for link, _ in slow_links(report, links)]
 
     links = measure_links(attend, pairs_of(attend, problem.tokens), device, suspects)
     step = measure_empty_step(attend, device)
@@ -248,15 +252,17 @@ def plan(report: Report, attend: ContextAttention, overlap: Overlap) -> Planned 
     return Planned(device, link, max(walked.computing), walked.seconds)
 
 
-def slow_links(links: Sequence[Link], hosts: Sequence[str]) -> list[tuple[Link, float]]:
-    """Links slower than half the median of the others of their kind (inside a host, between hosts), and that median."""
+def slow_links(report: Report, links: Sequence[Link]) -> list[tuple[Link, float]]:
+    """Links much slower than the median of the others of their kind (inside a host, between hosts), and that median."""
+    hosts = report.hosts
     slow = []
     for inside in (True, False):
+        least = BUSY if inside and not report.own_gpus else SLOW
         some = [link for link in links if (hosts[link.src] == hosts[link.dst]) == inside]
         for link in some:
             others = [other.bandwidth for other in some if other is not link]
             usual = statistics.median(others) if others else link.bandwidth
-            if not link.bandwidth >= SLOW * usual:
+            if not link.bandwidth >= least * usual:
                 slow.append((link, usual))
     return slow
 
@@ -282,7 +288,7 @@ def judge(report: Report) -> list[str]:
         for link in report.links
         if not link.intact
     ]
-    slow = slow_links(report.links, hosts)
+    slow = slow_links(report, report.links)
     for link, usual in slow[:LISTED]:
         faults.append(
             f"{_name(link, hosts)}: {link.bandwidth / 1e9:.3g} GB/s, others {usual / 1e9:.3g}; {_remedy(report, link)}"

@@ -78,6 +78,15 @@ def test_a_slow_link_is_named_with_its_hosts_and_nothing_else() -> None:
     assert "nvlink" in fault
 
 
+def test_ranks_that_share_cores_make_links_slow_by_turns() -> None:
+    one = report(device="cpu")
+    assert judge(replace(one, links=changed(one.links, (1, 0), bandwidth=100e9))) == []
+    (fault,) = judge(replace(one, links=changed(one.links, (1, 0), bandwidth=50e9)))
+    assert fault.startswith("rank 1 -> rank 0 (both on host a): 50 GB/s, others 350; ")
+    (fault,) = judge(replace(one, links=changed(one.links, (1, 2), bandwidth=11e9)))
+    assert "GLOO_SOCKET_IFNAME" in fault
+
+
 def test_a_rank_at_which_many_links_are_slow_is_named() -> None:
     one = report(16)
     slow = tuple(replace(x, bandwidth=5e9) if 3 in (x.src, x.dst) else x for x in one.links)
@@ -154,10 +163,13 @@ def test_hosts_are_counted_if_ranks_divide_over_them() -> None:
     assert even_hosts("abab") == even_hosts("aab") == even_hosts("aaaa") == 1
 
 
+HERE = Report(JOB, 12, "cpu", "group", ("a",) * 3, GOOD, (GOOD,) * 3)
+
+
 def slow_wait(wire: GroupWire, parcel: Parcel) -> None:
     WAIT(wire, parcel)
     if parcel.dst == wire.rank and parcel.key[-1] == 0:  # the first of PARCELS
-        time.sleep(0.1 if (parcel.src, parcel.dst) == (1, 2) else 0.02)
+        time.sleep(0.2 if (parcel.src, parcel.dst) == (1, 2) else 0.01)
 
 
 def spoiling_wait(wire: GroupWire, parcel: Parcel) -> None:
@@ -176,7 +188,7 @@ def links_with(wait: Callable[..., None]) -> list[Link]:
             attend,
             pairs_of(attend, 12),
             CPU,
-            lambda some: [link for link, _ in slow_links(some, "aaa")],
+            lambda some: [link for link, _ in slow_links(HERE, some)],
             num_bytes=4096,
         )
 
@@ -185,7 +197,7 @@ def links_with(wait: Callable[..., None]) -> list[Link]:
 def test_a_link_slowed_down_is_named_and_no_other(on_ranks: OnRanks) -> None:
     for found in on_ranks(3, links_with, slow_wait):
         assert len(found) == 6
-        assert [(link.src, link.dst) for link, _ in slow_links(found, "aaa")] == [(1, 2)]
+        assert [(link.src, link.dst) for link, _ in slow_links(HERE, found)] == [(1, 2)]
         assert all(link.intact for link in found)
 
 
