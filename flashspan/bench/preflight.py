@@ -11,6 +11,7 @@ names the ranks and links that are wrong or slow. Exit code 1 if there are any.
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from collections import Counter
 from collections.abc import Sequence
@@ -109,11 +110,10 @@ def preflight(
         cause = error.report if isinstance(error, RankError) else str(error)
         print(f"verdict: FAILED, the preflight did not end: {cause}", flush=True)
         return 1
-    if report is None:  # rank 0 prints
-        return 0
     faults = judge(report)
-    print_report(report, faults)
-    return 1 if faults else 0
+    if not by_torchrun or os.environ["RANK"] == "0":
+        print_report(report, faults)
+    return 1 if faults else 0  # on every rank: each node's torchrun fails, and what follows it there does not start
 
 
 def _start(job: Job, num_ranks: int, cuda: bool) -> Report:
@@ -127,18 +127,17 @@ def _start(job: Job, num_ranks: int, cuda: bool) -> Report:
     return report
 
 
-def _join(job: Job) -> Report | None:
+def _join(job: Job) -> Report:
     with joined(timeout=PATIENCE) as device_type:
         first = dist.get_rank() == 0
         with waiting(f"preflight of {dist.get_world_size()} ranks") if first else contextlib.nullcontext():
             return run_on_rank(job, device_type)
 
 
-def run_on_rank(job: Job, device_type: str) -> Report | None:
-    """On a rank: all measurements. Rank 0 returns the report."""
+def run_on_rank(job: Job, device_type: str) -> Report:
+    """On a rank: all measurements, of all ranks."""
     with name_the_silent("the preflight"):
-        report = _measure(job, here(device_type))
-    return report if dist.get_rank() == 0 else None
+        return _measure(job, here(device_type))
 
 
 def _measure(job: Job, device: torch.device) -> Report:
