@@ -173,7 +173,8 @@ def _measure(job: Job, device: torch.device) -> Report:
     step = measure_empty_step(attend, device)
     overlap = measure_overlap(attend, device, dtype, HEAD_DIM)
     planned = plan(report, attend, overlap)
-    return replace(report, links=tuple(links), empty_step=step, overlap=overlap, planned=planned)
+    transport = attend.transport(device)  # once more: ranks that fail to share memory fall back to the group
+    return replace(report, transport=transport, links=tuple(links), empty_step=step, overlap=overlap, planned=planned)
 
 
 def even_hosts(hosts: Sequence[str]) -> int:
