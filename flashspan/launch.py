@@ -128,6 +128,8 @@ class Ranks:
         start_fork_server(PRELOAD)
         threads = threads or max(1, (os.cpu_count() or 1) // num_ranks)
         self.num_ranks = num_ranks
+        if share_gpu and not torch.cuda.is_available():
+            raise ValueError("ranks that share a GPU need one: found none")
         if share_gpu and backend != "gloo":
             raise ValueError(f"ranks that share a GPU need the gloo backend: got {backend!r}")
         self._folder = tempfile.mkdtemp(prefix="ranks-", dir=scratch.folder())

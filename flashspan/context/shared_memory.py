@@ -9,6 +9,7 @@ import os
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -71,11 +72,16 @@ class HostPeerMemory:
 
     def __init__(self, group: dist.ProcessGroup, num_flags: int, num_bytes: int, timeout: float) -> None:
         self.timeout = timeout
-        self._flags = [words.view(torch.int32).numpy() for words in share(group, 4 * num_flags)]
-        self._data = share(group, max(1, num_bytes))
+        with torch.inference_mode(False):  # lanes, which are threads, write to it outside of any such mode
+            self._flags = [words.view(torch.int32).numpy() for words in share(group, 4 * num_flags)]
+            self._data = share(group, max(1, num_bytes))
         self._rank = dist.get_rank(group)
         self._lanes = {lane: Lane() for lane in (FAST, SLOW)}
+        self._finalizer = weakref.finalize(self, _close_lanes, list(self._lanes.values()))
         self._problem = ""
+
+    def begin(self) -> None:
+        """Nothing to do: walks of a CPU are in the order of the calls."""
 
     def view(self, offset: int, num_bytes: int) -> Tensor:
         return self._data[self._rank][offset : offset + num_bytes]
@@ -114,16 +120,17 @@ class HostPeerMemory:
 
     def join(self, mark: threading.Event) -> None:
         if not mark.wait(2 * self.timeout):  # the lane itself gives up after one
-            self._problem = self._problem or f"a transfer did not end within {2 * self.timeout:g} s"
+            self._problem = self._problem or f"an earlier transfer did not end within {2 * self.timeout:g} s"
         self.check()
 
     def check(self) -> None:
+        for lane in self._lanes.values():
+            self._problem = self._problem or lane.problem
         if self._problem:
             raise ExchangeError(self._problem)
 
     def close(self) -> None:
-        for lane in self._lanes.values():
-            lane.close()
+        self._finalizer()
 
     def _do(self, lane: str, operation: Callable[[], object]) -> None:
         if lane == COMPUTE:
@@ -132,12 +139,18 @@ class HostPeerMemory:
             self._lanes[lane].add(operation)
 
 
+def _close_lanes(lanes: list[Lane]) -> None:
+    for lane in lanes:
+        lane.close()
+
+
 class Lane:
     """A thread that carries out operations in order and sets marks between them. After a failure only marks are set."""
 
     def __init__(self) -> None:
         self._operations: queue.SimpleQueue[Callable[[], object] | threading.Event | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self.problem = ""
 
     def add(self, operation: Callable[[], object] | threading.Event) -> None:
         self._operations.put(operation)
@@ -149,12 +162,14 @@ class Lane:
         self._operations.put(None)
 
     def _run(self) -> None:
-        failed = False
         while (operation := self._operations.get()) is not None:
             if isinstance(operation, threading.Event):
                 operation.set()
-            elif not failed:
+            elif not self.problem:
                 try:
                     operation()
-                except ExchangeError:
-                    failed = True
+                except ExchangeError as error:
+                    self.problem = str(error)
+                except Exception as error:  # raised by `check`
+                    self.problem = f"a transfer failed: {error}"
+            del operation  # what it holds, it holds no longer than it runs

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -205,6 +206,7 @@ class ContextAttention:
         seed; without a seed, the one that rank 0 draws (under activation checkpointing not by a generator: see there).
         """
         refuse_transforms()
+        self.outer.caller = self.inner.caller = threading.get_ident()
         q, k, v = autocast(q, k, v)
         core = self._core(q, k, v, causal, window, mask, scale, dropout, seed, generator)
         q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
@@ -315,7 +317,22 @@ class ContextAttention:
         self._cores.move_to_end(key)
         return self._cores[key]
 
+    def _require_symmetric(self, device: torch.device) -> None:
+        """The same ValueError on every rank where symmetric memory was asked for and some ranks cannot have it."""
+        if self.outer.transport != "symmetric":
+            return
+        problem = ""
+        for wire in (self.outer, self.inner):
+            try:
+                wire.reach(device)
+            except ValueError as error:
+                problem = problem or str(error)
+        for row in self._gather(_encode(problem)):
+            if text := _decode(row):
+                raise ValueError(text)
+
     def _build(self, mask: Mask, num_tokens: int, num_heads: int, k: Tensor, call: int) -> Core:
+        self._require_symmetric(k.device)
         settings, U, num_kv_heads = self.settings, self.inner.num_ranks, k.shape[1]
         outer = place(settings.layout, num_tokens, self.outer.num_ranks) if self.outer.num_ranks > 1 else None
         rows = outer or contiguous(num_tokens, 1)

@@ -19,6 +19,7 @@ import threading
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flashspan.context import peer_memory
-from flashspan.context.exchange import CPU, GroupWire, Landing, Parcel
+from flashspan.context.exchange import CPU, ExchangeError, GroupWire, Landing, Parcel
 from flashspan.context.landing import Landings
 from flashspan.context.peer_memory import CudaPeerMemory, PeerMemory
 from flashspan.context.shared_memory import COMPUTE, FAST, SLOW, HostPeerMemory, NotShared
@@ -70,7 +71,9 @@ class SymmetricWire:
         self._arenas: dict[torch.device, Arena] = {}
         self._control: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._bytes_copied = 0
-        self._caller = threading.get_ident()  # backward runs on a thread of autograd's, which nobody waits for
+        self.caller = threading.get_ident()
+        """The thread that uses results; backward itself runs on a thread of autograd."""
+        self._walks = self._tag = 0
         self._device, self._landings = CPU, Landings({}, {}, 0, 0)
         self._marks: dict[Parcel, Any] = {}
 
@@ -89,12 +92,22 @@ class SymmetricWire:
         return self._reaches[device]
 
     def begin(self, what: str, call: int = 0, *, device: torch.device = CPU, landings: Landing | None = None) -> None:
+        self._device, ranks = device, self.reach(device).ranks
         self.by_group.begin(what, call)
-        self._device = device
-        if len(self.reach(device).ranks) > 1:
-            assert landings is not None
-            self._landings = landings()
+        if len(ranks) == 1:
+            return
+        assert landings is not None
+        self._landings = landings()
+        try:
             self._grow(device)
+        except ValueError:  # on all ranks, before anything was sent
+            self.by_group.end()
+            raise
+        # Flags are compared with this: the walk's number, so that the last 4,095 cannot be mistaken, and what it is.
+        self._walks += 1
+        self._tag = 1 + (self._walks % 2**12 << 18 | self.by_group.tag % 2**18)
+        if device in self._arenas:
+            self._memory.begin()
 
     def end(self) -> None:
         self.by_group.end()
@@ -111,7 +124,7 @@ class SymmetricWire:
         self.by_group.post([p for p in parcels if p.src not in self._within or p.dst not in self._within])
         if not mine:
             return
-        memory, tag, lanes = self._memory, self.by_group.tag, set()
+        memory, tag, lanes = self._memory, self._tag, set()
         memory.check()
         for parcel in mine:
             if parcel.dst == self.rank:
@@ -135,7 +148,7 @@ class SymmetricWire:
             self._memory.join(self._marks.pop(parcel))
         elif self._copies(parcel):
             flag = self._flag(ARRIVED, parcel.src, parcel)
-            self._memory.wait(COMPUTE, flag, self.by_group.tag, self._complain(parcel))
+            self._memory.wait(COMPUTE, flag, self._tag, self._complain(parcel))
         else:
             self.by_group.wait(parcel)
 
@@ -174,14 +187,20 @@ class SymmetricWire:
             del self._arenas[device], arena
         ranks = self._reaches[device].ranks
         group = self._control_group(ranks)
-        dist.barrier(group)  # nobody copies into the old one any more
+        timeout = self.by_group.timeout
+        try:  # after this no rank copies into the old arena
+            dist.monitored_barrier(group, timedelta(seconds=timeout), wait_all_ranks=True)
+        except RuntimeError as error:
+            raise ExchangeError(
+                f"rank {self.rank} of {self.num_ranks} waited {timeout:g} s to share memory with the others: {error}"
+            ) from error
         memory: PeerMemory
         num_flags = 2 * len(ranks) * num_parcels
         try:
             if device.type == "cuda":
-                memory = CudaPeerMemory(group, device, num_flags, num_bytes, self.by_group.timeout, self._caller)
+                memory = CudaPeerMemory(group, device, num_flags, num_bytes, timeout, lambda: self.caller)
             else:
-                memory = HostPeerMemory(group, num_flags, num_bytes, self.by_group.timeout)
+                memory = HostPeerMemory(group, num_flags, num_bytes, timeout)
         except NotShared as error:
             self._do_without(device, str(error))
             return
@@ -189,15 +208,17 @@ class SymmetricWire:
 
     def _do_without(self, device: torch.device, problem: str) -> None:
         """Leave everything to the group from now on, or raise where it cannot carry these tensors or was not wanted."""
-        backend = dist.get_backend(self.group)
-        if self.transport == "symmetric" or (device.type == "cuda" and backend != "nccl"):
+        size = f"{self._landings.num_bytes / 2**20:,.1f} MiB"
+        if self.transport == "symmetric":
             raise ValueError(
-                f"ranks could not share {self._landings.num_bytes / 2**20:,.1f} MiB of memory: {problem}; use "
-                f"transport='group', or a smaller batch or sequence"
+                f"ranks could not share {size} of memory: {problem}; use transport='group', or a smaller batch or "
+                f"sequence"
             )
-        self._reaches[device] = Reach((self.rank,), f"group: memory could not be shared, {problem}")
-        if self.rank == 0:
-            warnings.warn(f"attention sends by the process group: memory could not be shared, {problem}", stacklevel=2)
+        refuse_gpu_without_nccl(self.by_group, device)
+        first = self._reaches[device].ranks[0]
+        self._reaches[device] = Reach((self.rank,), f"group: {size} of memory could not be shared, {problem}")
+        if self.rank == first:
+            warnings.warn(f"attention uses the process group: memory could not be shared, {problem}", stacklevel=2)
 
     def _control_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         """A group of the ranks within reach in which the hosts talk to each other, by gloo."""
@@ -207,14 +228,36 @@ class SymmetricWire:
                 self._control[ranks] = self.group
             else:
                 members = [dist.get_global_rank(self.group, rank) for rank in ranks]
-                self._control[ranks] = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+                self._control[ranks] = _gloo_group(tuple(members), self.by_group.timeout)
         return self._control[ranks]
 
     def _complain(self, parcel: Parcel) -> str:
         peer = parcel.dst if parcel.src == self.rank else parcel.src
         return (
             f"rank {self.rank} of {self.num_ranks} waited {self.by_group.timeout:g} s for {parcel.label}: rank {peer} "
-            f"(global rank {self.by_group.global_rank(peer)}) has died, stalled or makes other calls"
+            f"(global rank {self.by_group.global_rank(peer)}) has died, has stalled or made another call"
+        )
+
+
+_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # by global ranks: a group has threads and sockets of its own
+
+
+def _gloo_group(members: tuple[int, ...], timeout: float) -> dist.ProcessGroup:
+    """A gloo group of these ranks, the same one each time they are asked for. A collective of theirs."""
+    known = _groups.get(members)
+    if known is None or known not in dist.distributed_c10d._world.pg_map:  # never made, or destroyed since
+        span = timedelta(seconds=timeout)
+        known = dist.new_group(list(members), timeout=span, backend="gloo", use_local_synchronization=True)
+        _groups[members] = known
+    return known
+
+
+def refuse_gpu_without_nccl(group: GroupWire, device: torch.device) -> None:
+    """ValueError where a group would have to send a GPU's tensors and cannot."""
+    if device.type == "cuda" and group.num_ranks > 1 and "nccl" not in dist.get_backend_config(group.group):
+        raise ValueError(
+            f"a process group with the backend {dist.get_backend(group.group)} cannot send tensors of a GPU: make it "
+            f"with nccl, or use transport='auto' on ranks of one host"
         )
 
 
@@ -222,34 +265,46 @@ def find_reach(group: GroupWire, transport: Transport, device: torch.device) -> 
     """Whose memory each rank can write to; collective. ValueError on every rank where `symmetric` cannot be had."""
     alone = Reach((group.rank,), "")
     if group.num_ranks == 1 or transport == "group":
-        return Reach(alone.ranks, "group: as asked for" if transport == "group" else "group: one rank")
+        refuse_gpu_without_nccl(group, device)
+        return Reach(alone.ranks, "group: requested" if transport == "group" else "group: one rank")
     if device.type == "cpu" and transport == "auto":
         return Reach(alone.ranks, f"group: the tensors are on CPUs ({dist.get_backend(group.group)})")
-    fault = _missing(device)
-    host = _digest(f"{_host()}")
-    gpu = _digest(str(torch.cuda.get_device_properties(device).uuid)) if device.type == "cuda" else 0
+    gpu, fault, late = 0, "", ""
+    try:  # an error of one rank alone would leave the others waiting
+        fault = _missing(device)
+        gpu = _digest(str(torch.cuda.get_device_properties(device).uuid)) if device.type == "cuda" else 0
+    except RuntimeError as error:
+        fault = str(error)
+    host = _digest(_host())
     rows = group.agree([host, gpu, int(bool(fault))])
-    unreachable = _unreachable([row[1] for row in rows], device)
-    blocked = [row[0] for row in group.agree([unreachable])]
+    unreachable = 0
+    try:
+        unreachable = _unreachable([row[1] for row in rows], device)
+    except RuntimeError as error:
+        late = str(error)
+    answers = group.agree([unreachable, int(bool(late))])
+    blocked = [row[0] for row in answers]
+    lacking = [row[2] or answer[1] for row, answer in zip(rows, answers, strict=True)]
     ranks = tuple(rank for rank, row in enumerate(rows) if row[0] == host)
     gpus = [row[1] for row in rows]
     shared = device.type == "cuda" and len({gpus[rank] for rank in ranks}) < len(ranks)
     hosts = len({row[0] for row in rows})
-    if any(row[2] for row in rows):
-        rank = next(rank for rank, row in enumerate(rows) if row[2])
-        problem = fault or f"rank {rank} lacks what this rank has: run the same torch and driver on every rank"
+    if any(lacking):
+        rank = next(rank for rank, lacks in enumerate(lacking) if lacks)
+        problem = fault or late or f"rank {rank} cannot; its own message says why"
     elif any(blocked):
         rank = next(rank for rank, peer in enumerate(blocked) if peer)
         problem = f"the GPU of rank {rank} has no peer access to that of rank {blocked[rank] - 1}"
     elif hosts > 1 and transport == "symmetric":
-        problem = f"the ranks are on {hosts} hosts, and copies do not leave one"
+        problem = f"the ranks are on {hosts} hosts, and symmetric memory works within one"
     else:
         problem = "" if len(ranks) > 1 else "no other rank is on this host"
     if problem and transport == "symmetric":
-        raise ValueError(f"transport='symmetric' cannot serve: {problem}; or use transport='auto'")
+        raise ValueError(f"transport='symmetric' is not available: {problem}; use transport='auto'")
     if problem:
+        refuse_gpu_without_nccl(group, device)
         if group.rank == 0 and hosts == 1:
-            warnings.warn(f"attention sends by the process group: {problem}", stacklevel=2)
+            warnings.warn(f"attention uses the process group: {problem}", stacklevel=2)
         return Reach(alone.ranks, f"group: {problem}")
     if shared:
         peer_memory.allow_shared_gpu()
@@ -262,14 +317,18 @@ def _missing(device: torch.device) -> str:
     """Why this process cannot share memory; empty if it can."""
     if device.type == "cuda":
         return peer_memory.missing()
-    return "" if sys.platform == "linux" and hasattr(os, "memfd_create") else "memory of a CPU is shared on Linux alone"
+    return (
+        ""
+        if sys.platform == "linux" and hasattr(os, "memfd_create")
+        else "sharing CPU memory between processes needs Linux"
+    )
 
 
 def _host() -> str:
     """What tells this host, or this container of a host, from others."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
-            return f"{file.read().strip()} {socket.gethostname()}"
+            return f"{file.read().strip()} {socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return socket.gethostname()
 

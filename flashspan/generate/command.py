@@ -128,11 +128,12 @@ def talk(
     silent = split and dist.get_rank() > 0
     say = (lambda text: None) if silent else (lambda text: print(text, end="", flush=True))
     batch = 1 if split else batch
+    attend = context_parallel(dist.group.WORLD, timeout=LONGEST) if split else None
     encoded = [coder.encode(text) or [max(0, coder.end)] for text in prompts]
     for i in range(0, len(prompts), batch):
         begin, count = time.perf_counter(), 0
         texts, starts = prompts[i : i + batch], encoded[i : i + batch]
-        context = Split(context_parallel(dist.group.WORLD, timeout=LONGEST)) if split else None
+        context = None if attend is None else Split(attend)
         tokens = decode(model, starts, num_tokens, sampling=sampling, seed=seed, ends=ends, context=context)
         if len(texts) > 1:
             drawn = torch.stack(list(tokens), 1).tolist()  # [B, n]

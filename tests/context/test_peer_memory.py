@@ -15,8 +15,11 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 
 from flashspan.context import peer_memory
+from flashspan.context import watchdog as watchdogs
+from flashspan.context.cuda_driver import Driver
 from flashspan.context.exchange import ExchangeError
 from flashspan.context.shared_memory import COMPUTE, FAST, LANES
+from flashspan.context.watchdog import Wait, Watchdog
 from flashspan.launch import Ranks
 
 
@@ -36,7 +39,7 @@ def test_a_process_group_has_a_name() -> None:
 
 @pytest.mark.gpu
 def test_the_driver_waits_and_writes() -> None:
-    driver, word = peer_memory.Driver(), torch.zeros(4, dtype=torch.int32, device="cuda")
+    driver, word = Driver(), torch.zeros(4, dtype=torch.int32, device="cuda")
     waits, writes = torch.cuda.Stream(), torch.cuda.Stream()
     torch.cuda.synchronize()
     driver.wait(waits, word.data_ptr() + 4, 7)
@@ -52,7 +55,8 @@ def make_arena() -> list[int]:
     device = torch.device("cuda", 0)
     peer_memory.allow_shared_gpu()
     assert dist.group.WORLD is not None
-    memory = peer_memory.CudaPeerMemory(dist.group.WORLD, device, 8, 4096, 30.0, threading.get_ident())
+    caller = threading.get_ident()
+    memory = peer_memory.CudaPeerMemory(dist.group.WORLD, device, 8, 4096, 30.0, lambda: caller)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     sent = torch.full((256,), rank + 1, dtype=torch.uint8, device=device)
     for peer in range(num_ranks):
@@ -88,21 +92,23 @@ def test_an_error_raised_in_another_thread_reaches_it() -> None:
     thread.start()
     begun.wait()
     assert thread.ident is not None
-    peer_memory.raise_in(thread.ident, lambda: ExchangeError("rank 3 has stalled"))
+    watchdogs.raise_in(thread.ident, lambda: ExchangeError("rank 3 has stalled"))
     thread.join(10.0)
     assert found == ["rank 3 has stalled"]
 
 
 def test_a_wait_that_outlasts_the_timeout_is_released_and_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     """The watchdog sees only numbers that lanes write: here the test writes them in a lane's place."""
-    monkeypatch.setattr(peer_memory, "POLL", 0.01)
-    flags, marks = np.zeros(4, dtype=np.uint32), np.zeros(len(LANES), dtype=np.uint32)
+    monkeypatch.setattr(watchdogs, "POLL", 0.01)
+    words = [np.zeros(Watchdog.num_words(4), dtype=np.uint32) for _ in range(3)]
+    flags, marks = words[1][:4], words[1][4:-1]
     found: list[str] = []
 
     def work() -> None:
-        watchdog = peer_memory.Watchdog(flags, marks, 0.3, threading.get_ident())
-        first = watchdog.add(peer_memory.Wait(COMPUTE, 1, 77, "this one ends"))
-        second = watchdog.add(peer_memory.Wait(COMPUTE, 2, 78, "rank 3 has stalled"))
+        caller = threading.get_ident()
+        watchdog = Watchdog(words, 1, 4, 0.3, lambda: caller)
+        first = watchdog.add(Wait(COMPUTE, 1, 77, "this one ends"))
+        second = watchdog.add(Wait(COMPUTE, 2, 78, "rank 3 has stalled"))
         marks[LANES.index(COMPUTE)] = first
         time.sleep(0.2)
         marks[LANES.index(COMPUTE)] = first + 1
@@ -125,6 +131,7 @@ def test_a_wait_that_outlasts_the_timeout_is_released_and_raised(monkeypatch: py
     thread.join(20.0)
     assert found == ["rank 3 has stalled"]
     assert flags.tolist() == [0, 0, 78, 0]
+    assert [int(one[-1]) for one in words] == [2, 2, 2]  # the other ranks are told who gave up
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a driver is there")
