@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent.parent
 SIZES = Transformer(num_layers=2, width=32, num_heads=4, num_kv_heads=2, ffn_width=64, vocab_size=100)
 
 
+@pytest.mark.slow
 def test_every_contender_is_measured_in_one_run(tmp_path: Path) -> None:
     rows = measure_ranks(2, CONTENDERS, rounds=3, batch=1, length=16, sizes=SIZES)
     assert [row.impl for row in rows] == list(CONTENDERS)
