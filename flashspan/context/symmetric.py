@@ -224,7 +224,7 @@ class SymmetricWire:
         """A group of the ranks within reach in which the hosts talk to each other, by gloo."""
         if ranks not in self._control:
             assert self.group is not None
-            if len(ranks) == self.num_ranks and "gloo" in dist.get_backend(self.group):
+            if len(ranks) == self.num_ranks and dist.get_backend(self.group) == "gloo":
                 self._control[ranks] = self.group
             else:
                 members = [dist.get_global_rank(self.group, rank) for rank in ranks]
@@ -254,7 +254,7 @@ def _gloo_group(members: tuple[int, ...], timeout: float) -> dist.ProcessGroup:
 
 def refuse_gpu_without_nccl(group: GroupWire, device: torch.device) -> None:
     """ValueError where a group would have to send a GPU's tensors and cannot."""
-    if device.type == "cuda" and group.num_ranks > 1 and "nccl" not in dist.get_backend_config(group.group):
+    if device.type == "cuda" and group.num_ranks > 1 and "cuda:gloo" in dist.get_backend_config(group.group):
         raise ValueError(
             f"a process group with the backend {dist.get_backend(group.group)} cannot send tensors of a GPU: make it "
             f"with nccl, or use transport='auto' on ranks of one host"

@@ -145,6 +145,19 @@ def test_an_arena_made_in_inference_mode_serves_training(on_ranks: OnRanks) -> N
     assert all(on_ranks(attend_in_inference_mode))
 
 
+def send_from_a_gpu_by_gloo() -> str:
+    attend = context_parallel(dist.group.WORLD, transport="group")
+    try:
+        attend.transport("cuda")
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_tensors_of_a_gpu_are_not_given_to_gloo(on_ranks: OnRanks) -> None:
+    assert all("backend gloo cannot send tensors of a GPU" in text for text in on_ranks(send_from_a_gpu_by_gloo))
+
+
 def refuse_hybrid(case: Case) -> str:
     """On a rank: the last is on another host, which only its row and its column of the mesh can tell."""
     with mock.patch.object(symmetric, "_host", lambda: str(dist.get_rank() == 7)):  # noqa: PT008 - asked on each rank
