@@ -30,7 +30,7 @@ from flashspan.kernels.masks import CAUSAL
 from flashspan.launch import RankError, Ranks
 from tests.context.cases import MASKS, Case, run_cases
 from tests.context.disturbed import disturbances
-from tests.context.fake_gpu import fake_gpu
+from tests.context.fake_gpu import Stream, fake_gpu
 from tests.context.test_strategies import check
 
 OnRanks = Callable[..., list[Any]]
@@ -68,6 +68,22 @@ def test_the_memory_of_a_gpu_is_used_in_an_order_that_ends(on_ranks: OnRanks, st
     for mine, others in zip(on_ranks(run_on_fake_gpu, cases), by_group, strict=True):
         for a, b in zip(mine, others, strict=True):
             assert all(np.array_equal(x, y, equal_nan=True) for x, y in zip(a, b, strict=True))
+
+
+def call_on_two_streams() -> bool:
+    """On a rank: whether a call on a second stream waits for the first call's, whose places it uses again."""
+    attend = context_parallel(dist.group.WORLD, transport="symmetric")
+    q = torch.ones(1, 1, 2, 8)
+    with fake_gpu() as first:
+        attend(q, q, q)
+        second = Stream()
+        with mock.patch.object(torch.cuda, "current_stream", return_value=second):
+            attend(q, q, q)
+        return first in second.waited_for
+
+
+def test_a_call_on_another_stream_follows_the_one_before(on_ranks: OnRanks) -> None:
+    assert all(on_ranks(call_on_two_streams))
 
 
 def run_disturbed(cases: list[Case], seed: int) -> tuple[list[Any], int]:
