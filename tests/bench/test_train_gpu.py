@@ -14,6 +14,7 @@ from flashspan.bench.train_gpu import TINY, main, random_weights
 from flashspan.model import save_state
 
 
+@pytest.mark.slow
 def test_every_part_is_measured_and_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

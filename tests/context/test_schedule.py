@@ -56,7 +56,7 @@ def test_any_schedule_computes_attention(problem: tuple[Survey, Schedule]) -> No
 
 
 @given(problems())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=90, deadline=None)
 def test_the_survey_counts_what_the_drawn_mask_shows(problem: tuple[Survey, Schedule]) -> None:
     survey, _ = problem
     placement, num = survey.placement, survey.placement.num_tokens

@@ -90,7 +90,7 @@ CAMPAIGN = [pytest.mark.campaign, pytest.mark.timeout(7200)]
 @pytest.mark.parametrize(
     ("num_kills", "automatic", "seed"),
     [
-        pytest.param(1, True, 4, id="sample"),
+        pytest.param(1, True, 4, id="sample", marks=pytest.mark.slow),
         pytest.param(30, True, 0, id="restarted", marks=CAMPAIGN),
         pytest.param(70, False, 1, id="run again", marks=CAMPAIGN),
     ],

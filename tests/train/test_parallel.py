@@ -125,7 +125,9 @@ SPLITS = {
 }
 
 
-@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize(
+    "name", ["longformer", pytest.param("bigbird, documents", marks=pytest.mark.slow), "window, documents"]
+)
 def test_a_pattern_shows_the_loss_of_one_device(
     on_ranks: Callable[..., list[Any]], config_of: Callable[..., TrainConfig], speeches: Path, name: str
 ) -> None:

@@ -100,7 +100,9 @@ def test_a_compiled_layer_keeps_them_alone(on_ranks: OnRanks, config_of: ConfigO
 @pytest.mark.parametrize(
     "options",
     [
-        ["--train.compile=true", "--train.recompute=elementwise", "--parallel.context=2"],
+        pytest.param(
+            ["--train.compile=true", "--train.recompute=elementwise", "--parallel.context=2"], marks=pytest.mark.slow
+        ),
         pytest.param(["--train.recompute=full", "--parallel.data=2", "--parallel.context=1"], marks=pytest.mark.slow),
         ["--parallel.shard=2", "--parallel.context=1", "--train.compile=true", "--train.recompute=elementwise"],
     ],
