@@ -40,7 +40,7 @@ LONGEST = 1e6
 """Seconds that anything may be waited for; timers count milliseconds in 32 bits and hold little more."""
 NO_SERVER = "the process that ranks are forked from died"
 RANKS_PER_CORE, FEW_RANKS = 8, 64
-"""How many processes a command starts on a CPU, at most: so many for each core, or so many in any case."""
+"""The most processes that a command starts on a CPU: RANKS_PER_CORE for each core, or FEW_RANKS if that is more."""
 HERE = "flashspan/here"
 """Where in the store a rank that has begun says so."""
 
@@ -123,15 +123,15 @@ class Ranks:
     ) -> None:
         if num_ranks < 1:
             raise ValueError(f"a process group needs at least 1 rank: got {num_ranks}")
+        if share_gpu and backend != "gloo":
+            raise ValueError(f"ranks that share a GPU need the gloo backend: got {backend!r}")
+        if share_gpu and not torch.cuda.is_available():
+            raise ValueError("ranks that share a GPU need one: found none")
         # Forking from a server that has imported torch, and run nothing, makes a rank in milliseconds.
         context = mp.get_context("forkserver")
         start_fork_server(PRELOAD)
         threads = threads or max(1, (os.cpu_count() or 1) // num_ranks)
         self.num_ranks = num_ranks
-        if share_gpu and not torch.cuda.is_available():
-            raise ValueError("ranks that share a GPU need one: found none")
-        if share_gpu and backend != "gloo":
-            raise ValueError(f"ranks that share a GPU need the gloo backend: got {backend!r}")
         self._folder = tempfile.mkdtemp(prefix="ranks-", dir=scratch.folder())
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
@@ -139,11 +139,9 @@ class Ranks:
             for rank in range(num_ranks):
                 here, there = context.Pipe()
                 self._pipes.append(here)
-                rest = (self._folder, threads)
+                group = (rank, num_ranks, backend, share_gpu, self._folder)
                 process = context.Process(
-                    target=_serve,
-                    args=(rank, num_ranks, backend, share_gpu, *rest, timeout, there, os.getpid(), sys.path),
-                    daemon=True,
+                    target=_serve, args=(*group, threads, timeout, there, os.getpid(), sys.path), daemon=True
                 )
                 process.start()
                 self._processes.append(process)

@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flashspan.bench.clock import between, in_turns, mark, synchronise, timed
+from flashspan.bench.context_rank import Switch
 from flashspan.context.exchange import Parcel
 from flashspan.context.generators import GENERATORS
 from flashspan.context.landing import Arrival, Landings, land
@@ -27,7 +29,6 @@ from flashspan.context.schedule import Schedule, Shape, reverse
 from flashspan.context.strategy import ContextAttention
 from flashspan.context.survey import Survey
 from flashspan.context.symmetric import SymmetricWire
-from flashspan.kernels.contract import Carry, Dropout
 from flashspan.kernels.masks import CAUSAL, Mask
 
 MESSAGE = {"cuda": 32 * 2**20, "cpu": 2**20}
@@ -69,7 +70,7 @@ class Link:
 class Overlap:
     """Seconds of one forward pass: its attention with no transfers, by rank; its transfers with no attention; and both.
 
-    They were measured on so many tokens of this shape, on which attention takes a little longer than the transfers.
+    Measured with this shape and number of tokens, for which attention takes a little longer than the transfers.
     """
 
     attention: tuple[float, ...]
@@ -204,8 +205,8 @@ def measure_links(
     num_bytes: int | None = None,
     again: int = 2,
 ) -> list[Link]:
-    """Every link of these pairs, on every rank. A link among the `suspects` is measured up to so many times `again`, as
-    it was, with all others of its distance: a busy machine makes any link slow for a moment."""
+    """Every link of these pairs, on every rank. A link among the `suspects` is measured again, up to `again` times and
+    with all others of its distance: a busy machine makes any link slow for a moment."""
     size = num_bytes or MESSAGE[device.type]
     wires = (attend.outer, attend.inner)
     rounds = [rounds_of(some, wire.num_ranks) for some, wire in zip(pairs, wires, strict=True)]
@@ -295,45 +296,6 @@ def measure_empty_step(attend: ContextAttention, device: torch.device) -> float:
     return max(from_all(seconds))
 
 
-class NoAttention:
-    """An implementation of attention that computes nothing: what is left of a pass is its transfers."""
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        mask: Mask,
-        scale: float,
-        carry: Carry | None = None,
-        out_dtype: torch.dtype = torch.float32,
-        dropout: Dropout | None = None,
-    ) -> Carry:
-        if carry is not None:
-            return carry
-        return Carry(q.new_empty((*q.shape[:3], v.shape[3]), dtype=out_dtype), q.new_empty(q.shape[:3]).float())
-
-    def backward(self, *tensors: Tensor, **rest: Any) -> None:
-        raise AssertionError("only forward passes are timed")
-
-
-class NoTransfers:
-    """A wire that carries nothing: what is left of a pass is its attention, over whatever the buffers hold."""
-
-    def __init__(self, wire: SymmetricWire) -> None:
-        self._wire = wire
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._wire, name)
-
-    def post(self, parcels: Sequence[Parcel]) -> None:
-        pass
-
-    def wait(self, parcel: Parcel) -> None:
-        pass
-
-
 def measure_overlap(
     attend: ContextAttention, device: torch.device, dtype: torch.dtype, head_dim: int, *, rounds: int = ROUNDS
 ) -> Overlap:
@@ -360,19 +322,23 @@ def _time_passes(
     """Seconds of attention on each rank, of transfers, and of both: of each rank the best of several rounds."""
     settings = replace(attend.settings, num_tokens=shard * attend.num_ranks)
     q = torch.randn((_batch(device, dtype, head_dim, shard), NUM_HEADS, shard, head_dim), device=device).to(dtype)
-    still: list[Any] = [NoTransfers(wire) for wire in (attend.outer, attend.inner)]
-    ways = {
-        "attention": ContextAttention(still[0], still[1], settings),
-        "transfers": ContextAttention(attend.outer, attend.inner, settings),
-        "both": ContextAttention(attend.outer, attend.inner, settings),
+    way = ContextAttention(attend.outer, attend.inner, settings)
+    way.local = attend.local
+    switch = Switch(way)
+
+    def call() -> None:
+        way(q, q, q)
+
+    ways: dict[str, Callable[[], None]] = {
+        "attention": partial(switch.without, "sends", call),
+        "transfers": partial(switch.without, "computes", call),
+        "both": call,
     }
-    ways["attention"].local = ways["both"].local = attend.local
-    ways["transfers"].local = NoAttention()
 
-    def time_one(way: ContextAttention) -> Callable[[], float]:
-        return lambda: 1e-3 * timed(lambda: way(q, q, q), device, together=True)[0]
+    def time_one(run: Callable[[], None]) -> Callable[[], float]:
+        return lambda: 1e-3 * timed(run, device, together=True)[0]
 
-    calls: Mapping[str, Callable[[], float]] = {name: time_one(way) for name, way in ways.items()}
+    calls: Mapping[str, Callable[[], float]] = {name: time_one(run) for name, run in ways.items()}
     with torch.no_grad():
         in_turns(calls, 1)  # plans are made, and kernels
         found = {name: from_all(min(times)) for name, times in in_turns(calls, rounds).items()}
@@ -381,6 +347,6 @@ def _time_passes(
 
 def from_all(value: T) -> tuple[T, ...]:
     """What every rank gives, in rank order."""
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, value)
-    return tuple(told)
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return tuple(values)

@@ -80,7 +80,7 @@ CONTEXT = 600 * 2**20
 
 
 def refuse_shared_gpu(num_ranks: int, num_bytes: float, remedy: str) -> None:
-    """ValueError where ranks that share a GPU, each with so many bytes, do not fit in it, or where there is none."""
+    """ValueError if there is no GPU, or if ranks that share it, each with this many bytes, do not fit in it."""
     if not torch.cuda.is_available():
         raise ValueError("--share-gpu needs a GPU: found none; without it, ranks are CPU processes")
     needed, total = num_ranks * (num_bytes + CONTEXT), free_bytes("cuda")

@@ -2,9 +2,9 @@
 
     flashspan bench ring --ranks 2 --share-gpu
 
-Each rank profiles one walk, forward and backward. The rows are in docs/benchmarks/ring.jsonl, the picture beside them.
-Ranks that share a GPU take turns with it unless MPS runs; with MPS, and half of the GPU's multiprocessors for each of
-two ranks, they are nearest to ranks with a GPU of their own:
+Each rank profiles one walk, forward and backward. Rows go to docs/benchmarks/ring.jsonl, the picture to ring.svg in the
+same folder. Ranks that share a GPU take turns with it unless MPS runs; with MPS, and half of the GPU's multiprocessors
+for each of two ranks, they are nearest to ranks with a GPU of their own:
 
     nvidia-cuda-mps-control -d
     CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=50 flashspan bench ring --ranks 2 --share-gpu

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from flashspan.bench.clock import in_turns, synchronise, timed
+from flashspan.context.dispatched import Dispatched
 from flashspan.context.exchange import LocalWires
 from flashspan.context.execute import Call, Plan, simulate
 from flashspan.context.generators import GENERATORS
 from flashspan.context.layout import place
 from flashspan.context.passes import BackwardWalk, ForwardWalk
-from flashspan.context.strategy import Dispatched
 from flashspan.context.survey import Survey
 from flashspan.kernels.contract import Carry, LocalAttention, row_delta
 from flashspan.kernels.masks import CAUSAL, EVERYTHING, Mask

@@ -32,7 +32,7 @@ class Driver:
         self._copy = _function(library, name, *arguments) if hasattr(library, name) else None
 
     def wait(self, stream: torch.cuda.Stream, address: int, value: int) -> None:
-        """The stream goes on when the word at this address equals `value`."""
+        """The stream continues when the word at this address equals `value`."""
         equal = 1
         _check(self._wait(stream.cuda_stream, address, value, equal), "cuStreamWaitValue32")
 

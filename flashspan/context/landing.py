@@ -31,10 +31,11 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Landings:
-    """For each parcel's key: its place in the receiver's memory, in bytes, and its number among those that the same
-    sender sends the same receiver. `num_bytes` and `num_parcels` are the most that any rank, any pair needs."""
+    """For each parcel's key: its place in the receiver's memory, in bytes, its sender, and its number among those that
+    this sender sends this receiver. `num_bytes` and `num_parcels` are the most that any rank, any pair needs."""
 
     places: dict[Hashable, range]
+    senders: dict[Hashable, int]
     numbers: dict[Hashable, int]
     num_bytes: int
     num_parcels: int
@@ -43,11 +44,13 @@ class Landings:
 def land(arrivals: Iterable[Arrival]) -> Landings:
     """Places by first fit, in the order in which parcels are posted: the same on every rank."""
     places: dict[Hashable, range] = {}
+    senders: dict[Hashable, int] = {}
     numbers: dict[Hashable, int] = {}
     pairs: Counter[tuple[int, int]] = Counter()
     taken: dict[int, list[tuple[int, int, int]]] = defaultdict(list)  # of each rank: (begin, end, free), ascending
     num_bytes = 0
     for arrival in sorted(arrivals, key=lambda one: one.start):  # stable: in the schedule's order within a step
+        senders[arrival.key] = arrival.src
         numbers[arrival.key] = pairs[arrival.src, arrival.dst]
         pairs[arrival.src, arrival.dst] += 1
         live = [place for place in taken[arrival.dst] if place[2] > arrival.start]
@@ -59,7 +62,7 @@ def land(arrivals: Iterable[Arrival]) -> Landings:
         places[arrival.key] = range(begin, begin + arrival.num_bytes)
         taken[arrival.dst] = sorted([*live, (begin, begin + size, max(arrival.free, arrival.start + 1))])
         num_bytes = max(num_bytes, begin + size)
-    return Landings(places, numbers, num_bytes, max(pairs.values(), default=0))
+    return Landings(places, senders, numbers, num_bytes, max(pairs.values(), default=0))
 
 
 def arrivals(schedule: Schedule, num_bytes: Callable[[Transfer], int]) -> list[Arrival]:

@@ -56,7 +56,7 @@ class PeerMemory(Protocol):
         ...
 
     def wait(self, lane: str, flag: int, tag: int, label: str) -> None:
-        """The lane goes on when this rank's flag has this value; `label` says what is missing if it never does."""
+        """The lane continues when this rank's flag has this value; `label` is the error if it never does."""
         ...
 
     def mark(self, lane: str) -> Any:
@@ -64,7 +64,7 @@ class PeerMemory(Protocol):
         ...
 
     def join(self, mark: Any) -> None:
-        """The compute lane goes on when a mark has been reached."""
+        """The compute lane continues when a mark has been reached."""
         ...
 
     def check(self) -> None:
@@ -72,7 +72,7 @@ class PeerMemory(Protocol):
         ...
 
     def close(self) -> None:
-        """Give the arena up, when all ranks are done with it."""
+        """Release the arena; no rank may use it afterwards."""
         ...
 
 
@@ -95,7 +95,7 @@ def missing() -> str:
 class CudaPeerMemory:
     """An arena in a GPU's memory. Making one is collective over `group`, whose backend must have a CPU barrier.
 
-    `caller` says which thread is told of a wait that has timed out: the one that uses results.
+    `caller` returns the thread that gets the error of a wait that has timed out: the one that uses results.
     """
 
     def __init__(
@@ -198,5 +198,5 @@ def _give_up_arena(driver: Driver, device: torch.device, watchdog: Watchdog, wor
 
 
 def allow_shared_gpu() -> None:
-    """Let several ranks share a GPU, for development and tests: symmetric memory then does without multicast."""
+    """Let several ranks share a GPU, for development and tests: symmetric memory then does not use multicast."""
     os.environ[SHARE_GPU] = "1"

@@ -22,7 +22,7 @@ LANES = COMPUTE, FAST, SLOW = "compute", "fast", "slow"
 """Sequences of operations that are carried out in order: the caller's own, and two for transfers."""
 
 SPIN, NAP = 200, 1e-4
-"""A wait looks this often without a pause, then again and again after so many seconds."""
+"""A wait reads its flag this many times without a pause, then once per this many seconds."""
 
 
 class NotShared(RuntimeError):

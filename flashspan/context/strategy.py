@@ -7,7 +7,6 @@ out = attend(q, k, v, causal=True)                     # this rank's rows of wha
 
 from __future__ import annotations
 
-import hashlib
 import math
 import threading
 from collections import OrderedDict
@@ -37,8 +36,10 @@ from flashspan.arguments import (
     window_band,
 )
 from flashspan.attention import refuse_transforms
+from flashspan.context.agreement import COMPARED, decode, digest, encode
 from flashspan.context.bundle import Fields
 from flashspan.context.core import Attend, Core, Options, Scheduled
+from flashspan.context.dispatched import Dispatched
 from flashspan.context.exchange import GroupWire
 from flashspan.context.execute import Plan
 from flashspan.context.generators import GENERATORS, in_chunks
@@ -48,7 +49,7 @@ from flashspan.context.symmetric import TRANSPORTS, SymmetricWire, Transport
 from flashspan.context.ulysses import Ulysses, share_heads, trade
 from flashspan.kernels import dispatch
 from flashspan.kernels.blocks import Blocks
-from flashspan.kernels.contract import Carry, Dropout, LocalAttention
+from flashspan.kernels.contract import Dropout, LocalAttention
 from flashspan.kernels.masks import EVERYTHING, Mask, Rows
 
 STRATEGIES = (*GENERATORS, "ulysses", "hybrid")
@@ -182,7 +183,7 @@ class ContextAttention:
         self.num_ranks = outer.num_ranks * inner.num_ranks
         self.local: LocalAttention = Dispatched(settings.backend)
         self._cores: OrderedDict[Any, Core] = OrderedDict()
-        self._digested: tuple[object, list[int], int] = (None, [], _digest(None))
+        self._digested: tuple[object, list[int], int] = (None, [], digest(None))
 
     def __call__(
         self,
@@ -242,7 +243,7 @@ class ContextAttention:
     def unshard(self, x: Tensor, dim: int) -> Tensor:
         """The whole tensor from all ranks' parts, on every rank. Not differentiable."""
         x = x.detach().movedim(dim, 0)
-        told = self._gather([len(x), _digest((x.dtype, x.shape[1:]))])
+        told = self._gather([len(x), digest((x.dtype, x.shape[1:]))])
         if len({kind for _, kind in told}) > 1:
             raise ValueError(
                 f"all ranks must agree on the dtype of what is joined, and on its shape but for dimension {dim}: "
@@ -300,7 +301,7 @@ class ContextAttention:
             self._compare(dict.fromkeys(COMPARED, 0), 0, str(error))
         num_tokens = mask.num_keys if isinstance(mask, (Rows, Blocks)) else self.settings.num_tokens
         if self._digested[0] is not mask:  # the layers of a model share one mask: look through it once
-            self._digested = mask, mask_versions(mask) if isinstance(mask, (Rows, Blocks)) else [], _digest(mask)
+            self._digested = mask, mask_versions(mask) if isinstance(mask, (Rows, Blocks)) else [], digest(mask)
         elif isinstance(mask, (Rows, Blocks)):
             check_unchanged(mask, self._digested[1])
         rest = (causal, window, self._digested[2], scale_of(q, scale), dropout, seed is None)
@@ -311,7 +312,7 @@ class ContextAttention:
         if key not in self._cores:
             whole = [x.new_empty((*x.shape[:2], num_tokens, x.shape[3]), device="meta") for x in (q, k)]
             resolved = resolve_mask(*whole, causal=causal, window=window, mask=mask)
-            self._cores[key] = self._build(resolved, num_tokens, q.shape[1], k, _digest(rest))
+            self._cores[key] = self._build(resolved, num_tokens, q.shape[1], k, digest(rest))
             if len(self._cores) > PLANS_KEPT:
                 self._cores.popitem(last=False)
         self._cores.move_to_end(key)
@@ -327,8 +328,8 @@ class ContextAttention:
                 wire.reach(device)
             except ValueError as error:
                 problem = problem or str(error)
-        for row in self._gather(_encode(problem)):
-            if text := _decode(row):
+        for row in self._gather(encode(problem)):
+            if text := decode(row):
                 raise ValueError(text)
 
     def _build(self, mask: Mask, num_tokens: int, num_heads: int, k: Tensor, call: int) -> Core:
@@ -364,21 +365,21 @@ class ContextAttention:
         except ValueError as error:
             problem = str(error)
         mine = {
-            "strategy, layout or options": _digest(self.settings.names()),
+            "strategy, layout or options": digest(self.settings.names()),
             "batch": q.shape[0],
             "query heads": q.shape[1],
             "kv heads": k.shape[1],
             "head size": q.shape[3],
             "dtype": FLOATS.index(q.dtype),
-            "causal, window, mask, scale, dropout or seed": _digest(rest),
+            "causal, window, mask, scale, dropout or seed": digest(rest),
         }
         return self._compare(mine, q.shape[2], problem)
 
     def _compare(self, mine: dict[str, int], num_mine: int, problem: str) -> int:
         """`_agree`, of what this rank calls with, how many tokens it has and what it already knows to be wrong."""
-        rows = self._gather([*mine.values(), num_mine, *_encode(problem)])
+        rows = self._gather([*mine.values(), num_mine, *encode(problem)])
         for rank, row in enumerate(rows):
-            if text := _decode(row[len(COMPARED) + 1 :]):
+            if text := decode(row[len(COMPARED) + 1 :]):
                 raise ValueError(f"rank {rank}: {text}")
         for name, values in zip(COMPARED, zip(*rows, strict=True), strict=False):
             if len(set(values)) > 1:
@@ -405,32 +406,6 @@ class ContextAttention:
         return rows
 
 
-@dataclass(frozen=True)
-class Dispatched:
-    """LocalAttention that asks, for every tile, which implementation serves it."""
-
-    backend: str = "auto"
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        mask: Mask,
-        scale: float,
-        carry: Carry | None = None,
-        out_dtype: torch.dtype = torch.float32,
-        dropout: Dropout | None = None,
-    ) -> Carry:
-        local = dispatch.choose(q, k, v, mask=mask, dropout=dropout, backend=self.backend).load()
-        return local.forward(q, k, v, mask=mask, scale=scale, carry=carry, out_dtype=out_dtype, dropout=dropout)
-
-    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, **rest: Any) -> None:
-        choice = dispatch.choose(q, k, v, mask=rest["mask"], dropout=rest["dropout"], backend=self.backend)
-        choice.load().backward(dout, q, k, v, lse, delta, **rest)
-
-
 def _share(wire: SymmetricWire, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     """Every rank's x [n, ...], of which these are the sizes n, in rank order."""
 
@@ -438,34 +413,3 @@ def _share(wire: SymmetricWire, x: Tensor, sizes: Sequence[int]) -> list[Tensor]
         return [((sizes[src], *x.shape[1:]), x.dtype)]
 
     return [part for (part,) in trade(wire, [(x,)] * wire.num_ranks, shapes, "shards to be joined")]
-
-
-COMPARED = (
-    "strategy, layout or options",
-    "batch",
-    "query heads",
-    "kv heads",
-    "head size",
-    "dtype",
-    "causal, window, mask, scale, dropout or seed",
-)
-TEXT = 64  # numbers that carry an error message, 7 bytes each
-
-
-def _digest(value: object) -> int:
-    """A number that is the same on every rank for the same settings or mask, at least 2**40."""
-    data = repr(value).encode()
-    if isinstance(value, Rows):
-        data += value.start.cpu().numpy().tobytes() + value.end.cpu().numpy().tobytes()
-    if isinstance(value, Blocks):
-        data += value.digest()
-    return 2**40 + int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "big")
-
-
-def _encode(text: str) -> list[int]:
-    data = text.encode()[: 7 * TEXT].ljust(7 * TEXT, b"\0")
-    return [int.from_bytes(data[i : i + 7], "big") for i in range(0, len(data), 7)]
-
-
-def _decode(numbers: Sequence[int]) -> str:
-    return b"".join(number.to_bytes(7, "big") for number in numbers).rstrip(b"\0").decode(errors="replace")

@@ -39,7 +39,7 @@ READY, ARRIVED = 0, 1
 
 @dataclass(frozen=True)
 class Reach:
-    """Whose memory this rank writes to: ranks of the group in ascending order, itself included, and why these."""
+    """The ranks whose memory this rank writes to, in ascending order, itself included, and the reason."""
 
     ranks: tuple[int, ...]
     reason: str
@@ -60,8 +60,8 @@ class Arena:
 class SymmetricWire:
     """A wire that copies to the ranks within reach and leaves the rest to the group's.
 
-    Whom it reaches is settled in the first walk, of which all ranks are part. The arena grows when a walk needs more
-    than any before: that synchronises the device, and happens once per plan at most.
+    Which ranks it reaches is settled in the first walk, which all ranks take part in. The arena grows when a walk needs
+    more than any before: that synchronises the device, and happens twice per plan at most, forward and backward.
     """
 
     def __init__(self, group: GroupWire, transport: Transport) -> None:
@@ -74,7 +74,7 @@ class SymmetricWire:
         self.caller = threading.get_ident()
         """The thread that uses results; backward itself runs on a thread of autograd."""
         self._walks = self._tag = 0
-        self._device, self._landings = CPU, Landings({}, {}, 0, 0)
+        self._device, self._landings = CPU, Landings({}, {}, {}, 0, 0)
         self._marks: dict[Parcel, Any] = {}
 
     @property
@@ -86,7 +86,7 @@ class SymmetricWire:
         return self.by_group.agree(row)
 
     def reach(self, device: torch.device) -> Reach:
-        """Who is within reach for tensors on this device, and why. The first time, all ranks must ask."""
+        """The ranks within reach for tensors on this device, and the reason. The first time, all ranks must ask."""
         if device not in self._reaches:
             self._reaches[device] = find_reach(self.by_group, self.transport, device)
         return self._reaches[device]
@@ -113,8 +113,7 @@ class SymmetricWire:
         self.by_group.end()
 
     def room(self, key: Any) -> Tensor | None:
-        src = key.src if hasattr(key, "src") else key[1]
-        if src not in self._within:
+        if not self._within or self._landings.senders[key] not in self._within:
             return None
         place = self._landings.places[key]
         return self._memory.view(place.start, len(place))
@@ -137,7 +136,7 @@ class SymmetricWire:
             if lane not in lanes:
                 memory.follow(lane)
                 lanes.add(lane)
-            memory.wait(lane, self._flag(READY, parcel.dst, parcel), tag, self._complain(parcel))
+            memory.wait(lane, self._flag(READY, parcel.dst, parcel), tag, self._timeout_message(parcel))
             memory.copy(lane, self._index(parcel.dst), self._landings.places[parcel.key].start, parcel.buffer)
             memory.signal(lane, self._index(parcel.dst), self._flag(ARRIVED, self.rank, parcel), tag)
             self._marks[parcel] = memory.mark(lane)
@@ -148,7 +147,7 @@ class SymmetricWire:
             self._memory.join(self._marks.pop(parcel))
         elif self._copies(parcel):
             flag = self._flag(ARRIVED, parcel.src, parcel)
-            self._memory.wait(COMPUTE, flag, self._tag, self._complain(parcel))
+            self._memory.wait(COMPUTE, flag, self._tag, self._timeout_message(parcel))
         else:
             self.by_group.wait(parcel)
 
@@ -202,12 +201,12 @@ class SymmetricWire:
             else:
                 memory = HostPeerMemory(group, num_flags, num_bytes, timeout)
         except NotShared as error:
-            self._do_without(device, str(error))
+            self._fall_back(device, str(error))
             return
         self._arenas[device] = Arena(memory, num_bytes, num_parcels)
 
-    def _do_without(self, device: torch.device, problem: str) -> None:
-        """Leave everything to the group from now on, or raise where it cannot carry these tensors or was not wanted."""
+    def _fall_back(self, device: torch.device, problem: str) -> None:
+        """Use the group from now on; raise if it cannot send these tensors, or if `symmetric` was asked for."""
         size = f"{self._landings.num_bytes / 2**20:,.1f} MiB"
         if self.transport == "symmetric":
             raise ValueError(
@@ -221,7 +220,7 @@ class SymmetricWire:
             warnings.warn(f"attention uses the process group: memory could not be shared, {problem}", stacklevel=2)
 
     def _control_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """A group of the ranks within reach in which the hosts talk to each other, by gloo."""
+        """A gloo group of the ranks within reach, for what their processes exchange on the CPU."""
         if ranks not in self._control:
             assert self.group is not None
             if len(ranks) == self.num_ranks and dist.get_backend(self.group) == "gloo":
@@ -231,7 +230,7 @@ class SymmetricWire:
                 self._control[ranks] = _gloo_group(tuple(members), self.by_group.timeout)
         return self._control[ranks]
 
-    def _complain(self, parcel: Parcel) -> str:
+    def _timeout_message(self, parcel: Parcel) -> str:
         peer = parcel.dst if parcel.src == self.rank else parcel.src
         return (
             f"rank {self.rank} of {self.num_ranks} waited {self.by_group.timeout:g} s for {parcel.label}: rank {peer} "
@@ -262,7 +261,7 @@ def refuse_gpu_without_nccl(group: GroupWire, device: torch.device) -> None:
 
 
 def find_reach(group: GroupWire, transport: Transport, device: torch.device) -> Reach:
-    """Whose memory each rank can write to; collective. ValueError on every rank where `symmetric` cannot be had."""
+    """The ranks whose memory this rank can write to. A collective; ValueError if `symmetric` is not available."""
     alone = Reach((group.rank,), "")
     if group.num_ranks == 1 or transport == "group":
         refuse_gpu_without_nccl(group, device)
@@ -279,7 +278,7 @@ def find_reach(group: GroupWire, transport: Transport, device: torch.device) -> 
     rows = group.agree([host, gpu, int(bool(fault))])
     unreachable = 0
     try:
-        unreachable = _unreachable([row[1] for row in rows], device)
+        unreachable = _first_unreachable([row[1] for row in rows], device)
     except RuntimeError as error:
         late = str(error)
     answers = group.agree([unreachable, int(bool(late))])
@@ -333,7 +332,7 @@ def _host() -> str:
         return socket.gethostname()
 
 
-def _unreachable(gpus: Sequence[int], device: torch.device) -> int:
+def _first_unreachable(gpus: Sequence[int], device: torch.device) -> int:
     """1 + the first rank whose GPU this process sees and cannot reach; 0 if there is none."""
     if device.type != "cuda":
         return 0

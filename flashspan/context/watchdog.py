@@ -27,13 +27,13 @@ class Wait(NamedTuple):
 
 
 class Watchdog:
-    """Ends waits that outlast the timeout: a device that waits would hold up the host for ever, without a word.
+    """Ends waits that outlast the timeout: a device that waits would block the host forever, without a message.
 
     Each lane writes a number when a wait begins, and the next when it ends; so a wait's time does not run while the
-    device is busy with what comes before. When one takes too long, all ranks are told; the caller's thread of each is
-    sent an ExchangeError, which it raises before it can use a result; and then waits are released, so that the host
-    comes back from whatever it waits for. Every later use raises too. The watchdog calls no CUDA function: one could
-    wait for what it is to release.
+    device is busy with what comes before. When one takes too long, the watchdog sets a word in every rank's memory.
+    Each rank's watchdog sends an ExchangeError to its caller's thread, which raises it before it can use a result. Then
+    waits are released, so that the host returns from the call that blocks it. Every later use raises too. The watchdog
+    calls no CUDA function: one could wait for what it is to release.
 
     `words` are every rank's shared memory, uint32: flags, a mark for each lane, and a word that says who gave up.
     """
@@ -94,7 +94,7 @@ class Watchdog:
                 self._give_up(f"rank {first - 1} of those on this host waited too long for another, and gave up")
 
     def _give_up(self, problem: str) -> None:
-        """Tell the caller and all ranks, and leave them time to hear it: what is sent from now on is no result."""
+        """Notify the caller and all ranks, and give them time to read it: what is sent from now on is not a result."""
         self._problem = problem
         for word in self._gave_up:
             if not word[0]:

@@ -42,7 +42,7 @@ class Attempts:
             return f"not restarted: the attempt before failed at step {failed_at} too"
         self.restarts += 1
         self._began = time.time()
-        # A run that was to start anew resumes from what it has saved itself, not from what it found.
+        # A run that was to start from step 0 resumes from what it has saved itself, not from what it found.
         if _stamps(self._folder) - self._found:
             self.config = dataclasses.replace(
                 self.config, checkpoint=dataclasses.replace(self.config.checkpoint, resume=True)
