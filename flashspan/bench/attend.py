@@ -100,7 +100,7 @@ def attend(
         layout: which device holds which tokens.
         dtype: of q, k and v.
         seed: of the random inputs.
-        share_gpu: all devices are ranks on the first GPU, to try and debug parallel code with one.
+        share_gpu: all ranks on the first GPU, to develop and debug parallel code with one GPU.
     """
     kv_heads = heads if kv_heads is None else kv_heads
     if not 1 <= num_devices <= MAX_DEVICES:

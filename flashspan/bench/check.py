@@ -136,7 +136,7 @@ def check(
         causal: each token sees only itself and those before it.
         dtype: of q, k and v.
         seed: of the random inputs.
-        share_gpu: all ranks on the first GPU, to try and debug parallel code with one.
+        share_gpu: all ranks on the first GPU, to develop and debug parallel code with one GPU.
     """
     if dtype not in BOUNDS:
         raise ValueError(f"dtype must be one of {', '.join(BOUNDS)}: got {dtype!r}")

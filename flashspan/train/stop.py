@@ -61,7 +61,7 @@ def deadline(seconds: float, late: Callable[[], None]) -> Iterator[Callable[[], 
 
 
 class Stop:
-    """Whether the command was asked to stop, and the ranks that have to hear of it."""
+    """Whether the command was asked to stop, and the ranks that the signal is passed on to."""
 
     def __init__(self) -> None:
         self.asked = self.late = False
