@@ -166,7 +166,8 @@ class ParallelSection:
     )
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto: the GPUs if there are any")
     transport: Literal["auto", "symmetric", "group"] = option(
-        "auto", "how attention sends data between ranks: copies into the receiver's memory (symmetric), or the process group"
+        "auto",
+        "how attention sends data between ranks: copies into the receiver's memory (symmetric), or the process group",
     )
     share_gpu: bool = option(False, "all ranks on the first GPU, to develop and debug parallel runs with one GPU")
     timeout: float = option(300.0, "seconds before a stalled exchange is an error")
