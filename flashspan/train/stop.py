@@ -19,8 +19,8 @@ REPEAT = 1.0
 def catch_signals(on_signal: Callable[[], None] = lambda: None) -> Iterator[list[int]]:
     """SIGTERM and SIGINT to a rank, kept until the step has ended, and those that came while they were blocked.
 
-    However many come: a signal to the whole group of processes reaches a rank twice, by itself and passed on. The process that
-    started the ranks counts, and ends them. `on_signal` is called inside the handler.
+    However many come: a signal to the whole group of processes reaches a rank twice, by itself and passed on. The
+    process that started the ranks counts, and ends them. `on_signal` is called inside the handler.
     """
     asked: list[int] = []
 
