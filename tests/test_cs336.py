@@ -14,6 +14,7 @@ from torch import Tensor
 from examples.cs336 import adapters
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 FUNCTIONS = {
     "pytorch": adapters.get_flashattention_autograd_function_pytorch,
     "triton": adapters.get_flashattention_autograd_function_triton,

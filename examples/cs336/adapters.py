@@ -75,7 +75,7 @@ def _flash_attention(name: str, *, compiled: bool = False) -> type[torch.autogra
         def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
             q, k, v, out, lse = ctx.saved_tensors
             dout = douts[0].contiguous()  # that of a plain sum() has stride 0
-            delta = row_delta(dout, out)
+            delta = row_delta(dout.unsqueeze(1), out.unsqueeze(1)).squeeze(1)
             if compiled:
                 is_causal = ctx.mask is CAUSAL
                 found = _compiled(q.device.type)(dout, q, k, v, lse, delta, is_causal, ctx.scale)
