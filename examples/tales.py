@@ -1,6 +1,6 @@
 """Prints the text that comes with the package: short tales from a small grammar of our own, always the same ones.
 
-python examples/tales.py > flashspan/train/corpus/tales.txt
+python examples/tales.py > flashspan/data/corpus/tales.txt
 """
 
 import argparse

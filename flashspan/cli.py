@@ -24,7 +24,7 @@ from tyro.conf import Positional
 
 import flashspan
 from flashspan.launch import RankError
-from flashspan.stdout import be_silent
+from flashspan.stdout import discard_output
 
 
 def bench() -> int:
@@ -105,7 +105,7 @@ class Command:
 COMMANDS = {
     "train": Command("cli", "train"),
     "generate": Command("generate.command", "generate", {"folder": None}),
-    "prepare": Command("train.prepare", "prepare", {"inputs": None}),
+    "prepare": Command("data.prepare", "prepare", {"inputs": None}),
     "attend": Command("bench.attend", "attend", {"num_devices": "N", "seq_len": "T", "head_dim": "D"}),
     "check": Command("bench.check", "check"),
     "plan": Command("plan.command", "plan", {"model": None}),
@@ -210,7 +210,7 @@ def main(arguments: list[str] | None = None) -> int:
         finally:
             sys.stdout.flush()  # here, where a closed pipe is met
     except BrokenPipeError:  # whoever was reading, `| head` say, has read enough
-        be_silent()
+        discard_output()
         return CLOSED_PIPE
     except SystemExit as end:
         if not isinstance(end.__context__, BrokenPipeError):

@@ -6,7 +6,7 @@ import os
 import sys
 
 
-def be_silent() -> None:
+def discard_output() -> None:
     """Let stdout lead nowhere. What it still holds goes there too, or Python's last flush would fail aloud."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())

@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from flashspan.checkpoint.sharded import full_state_dict
 from flashspan.kernels.contract import LocalAttention, row_delta
 from flashspan.kernels.masks import CAUSAL, EVERYTHING
-from flashspan.parallel import DataParallel, ShardedOptimizer, apply_fully_sharded, build_mesh, full_state_dict
+from flashspan.parallel import DataParallel, ShardedOptimizer, apply_fully_sharded, build_mesh
 
 
 def get_flashattention_autograd_function_pytorch() -> type[torch.autograd.Function]:

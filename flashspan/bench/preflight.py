@@ -57,7 +57,7 @@ from flashspan.kernels.masks import EVERYTHING
 from flashspan.launch import RankError, Ranks, SilentRank, check_num_ranks, joined, raise_plainly
 from flashspan.plan.devices import DEVICES, is_named, make_cluster
 from flashspan.plan.simulate import simulate
-from flashspan.train.meeting import name_the_silent
+from flashspan.train.silent_ranks import report_silent_ranks
 
 PATIENCE = 60.0
 """Seconds before a transfer that does not arrive is an error that names its rank."""
@@ -136,7 +136,7 @@ def _join(job: Job) -> Report:
 
 def run_on_rank(job: Job, device_type: str) -> Report:
     """On a rank: all measurements, of all ranks."""
-    with name_the_silent("the preflight"):
+    with report_silent_ranks("the preflight"):
         return _measure(job, here(device_type))
 
 

@@ -47,11 +47,13 @@ from flashspan.attention import attention
 from flashspan.bench import record, trace, trainer
 from flashspan.bench.clock import synchronise, timed
 from flashspan.bench.plain_llama import Baseline, load_baseline
+from flashspan.data.samples import Samples
+from flashspan.data.tokenizer import ByteTokenizer
+from flashspan.data.tokens import open_tokens, write_tokens
 from flashspan.generate import Sampling, Whole, decode
 from flashspan.launch import stay_on_this_machine
 from flashspan.model import Llama, LlamaConfig, load_llama, preset, save_state
 from flashspan.train import parse
-from flashspan.train.data import ByteTokenizer, Samples, open_tokens, write_tokens
 from flashspan.train.loop import Trainer
 
 OURS = ("--train.precision=bfloat16", "--train.recompute=elementwise", "--train.compile=true", "--optimizer.lr=2e-5")

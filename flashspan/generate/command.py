@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 
 from flashspan.attention import attention
+from flashspan.checkpoint.format import checkpoints, newest, refuse_damaged
 from flashspan.context import context_parallel
+from flashspan.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, tokenizer_of
 from flashspan.files import MAX_LINES_BYTES, read_bytes, read_json
 from flashspan.launch import LONGEST, RankError, Ranks, check_num_ranks, raise_plainly
 from flashspan.model import Llama, load_llama
-from flashspan.train.checkpoint import checkpoints, newest, refuse_damaged
-from flashspan.train.data import ByteTokenizer, Tokenizer, load_tokenizer, tokenizer_of
-from flashspan.train.meeting import from_first
+from flashspan.parallel.agreement import from_first
 
 from .decode import decode
 from .sample import Sampling

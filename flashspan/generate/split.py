@@ -20,7 +20,7 @@ from flashspan.attention import attention
 from flashspan.context import ContextAttention
 from flashspan.context.combine import combine
 from flashspan.model import Llama
-from flashspan.parallel.agree import raise_together
+from flashspan.parallel.agreement import raise_together
 
 from .cache import Cache
 

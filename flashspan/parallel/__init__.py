@@ -4,7 +4,6 @@ checkpoints.
 Knows torch.distributed, and nothing of attention but as a function it is handed (`HybridBlock`), nor of LLaMA.
 """
 
-from .checkpoint import full_state_dict, load_full_state_dict
 from .clip import clip_factor, clip_grad_norm, grad_norm
 from .data import DataParallel
 from .hybrid import HybridBlock
@@ -27,9 +26,7 @@ __all__ = [
     "build_mesh",
     "clip_factor",
     "clip_grad_norm",
-    "full_state_dict",
     "grad_norm",
-    "load_full_state_dict",
     "submesh",
     "vocabulary_parallel_cross_entropy",
 ]

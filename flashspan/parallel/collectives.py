@@ -234,3 +234,18 @@ class _Collect(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None, None]:
         begin, _ = chunk_range(dout.shape[ctx.dim], dist.get_world_size(ctx.group), dist.get_rank(ctx.group))
         return dout.narrow(ctx.dim, begin, ctx.length), None, None, None
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The whole of a DTensor; a plain tensor is whole already. A collective on the DTensor's mesh."""
+    return (tensor.full_tensor() if is_dtensor(tensor) else tensor).detach()
+
+
+def shard_like(reference: Tensor, whole: Tensor) -> Tensor:
+    """`whole`, split as `reference` is. Every rank has the whole already, so nothing is sent."""
+    if not is_dtensor(reference):
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh = reference.device_mesh
+    return distribute_tensor(whole.to(reference.device), mesh, reference.placements, src_data_rank=None)

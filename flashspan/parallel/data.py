@@ -33,7 +33,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
-from .agree import raise_together, require_same
+from .agreement import raise_together, require_same
 from .collectives import copy_from_first, local_part, part_like, sum_in_rank_order, timeout_of
 
 Mode = Literal["naive", "flat", "overlapped", "bucketed"]

@@ -17,41 +17,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .collectives import add, chunk_range, collect, copy, copy_from_first, gather, is_dtensor, scatter
+from .collectives import collect, copy, is_dtensor
+from .placement import (
+    enter_parallel,
+    first_rank_of,
+    leave_parallel,
+    local_of,
+    shard_parameter,
+    share_parameter,
+    split_once,
+)
+from .vocabulary import VocabularyParallelEmbedding
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+    pass
 
 Style = Literal["column", "column-gathered", "column-entered", "row", "vocabulary", "norm", "norm-entering", "whole"]
-
-
-def shard_parameter(param: Tensor, mesh: DeviceMesh, dim: int) -> nn.Parameter:
-    """The first rank's parameter, split along `dim` over a one-axis mesh. A collective."""
-    from torch.distributed.tensor import DTensor, Shard
-
-    whole = _first_rank_of(param, mesh)
-    begin, end = chunk_range(whole.shape[dim], mesh.size(), mesh.get_local_rank())
-    local = whole.narrow(dim, begin, end - begin).clone(memory_format=torch.contiguous_format)
-    split = DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=whole.stride())
-    return nn.Parameter(split, requires_grad=param.requires_grad)
-
-
-def share_parameter(param: Tensor, mesh: DeviceMesh) -> nn.Parameter:
-    """The first rank's parameter, whole on every rank, a DTensor as the split ones are. A collective.
-
-    Optimizers that step many parameters in one call refuse a mixture of plain ones and DTensors.
-    """
-    from torch.distributed.tensor import DTensor, Replicate
-
-    whole = DTensor.from_local(_first_rank_of(param, mesh), mesh, [Replicate()], run_check=False)
-    return nn.Parameter(whole, requires_grad=param.requires_grad)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -85,8 +73,8 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.enter:
             x = enter_parallel(x, self.mesh, sequence_dim=self.sequence_dim)
-        bias = None if self.bias is None else _local(self.bias)
-        y = F.linear(x, _local(self.weight), bias)
+        bias = None if self.bias is None else local_of(self.bias)
+        y = F.linear(x, local_of(self.weight), bias)
         return collect(y, -1, self.out_features, self.mesh.get_group()) if self.gather_output else y
 
     def extra_repr(self) -> str:
@@ -118,11 +106,11 @@ class RowParallelLinear(nn.Module):
         self.bias = share_parameter(dense.bias, mesh) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        y = leave_parallel(F.linear(x, _local(self.weight)), self.mesh, sequence_dim=self.sequence_dim)
+        y = leave_parallel(F.linear(x, local_of(self.weight)), self.mesh, sequence_dim=self.sequence_dim)
         if self.bias is None:
             return y
         # A rank that holds part of the sequence sees part of the bias's gradient.
-        bias = _local(self.bias)
+        bias = local_of(self.bias)
         return y + (bias if self.sequence_dim is None else copy(bias, self.mesh.get_group()))
 
     def extra_repr(self) -> str:
@@ -149,7 +137,7 @@ def apply_replicated(
     base: Any = type(module)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        seen = {name: _local(p) for name, p in self._parameters.items() if p is not None}
+        seen = {name: local_of(p) for name, p in self._parameters.items() if p is not None}
         if sequence_dim is not None:
             seen = {name: copy(p, mesh.get_group()) for name, p in seen.items()}
         self.__dict__.update(seen)  # found before the parameters of the same names
@@ -163,7 +151,7 @@ def apply_replicated(
     shared = {} if shared is None else shared
     for name, param in list(module._parameters.items()):
         if param is not None:
-            module._parameters[name] = _once(param, mesh, None, shared)
+            module._parameters[name] = split_once(param, mesh, None, shared)
     module.__class__ = type(f"Replicated{base.__name__}", (base,), {"forward": forward})
 
 
@@ -209,7 +197,7 @@ def apply_tensor_parallel(
     for part in rest.values():
         apply_replicated(part, mesh, shared=shared)
     for buffer in module.buffers():
-        buffer.copy_(_first_rank_of(buffer, mesh))
+        buffer.copy_(first_rank_of(buffer, mesh))
 
 
 def _parallel_form(
@@ -221,8 +209,6 @@ def _parallel_form(
     shared: dict[Tensor, nn.Parameter],
 ) -> nn.Module:
     """What takes a submodule's place under a plan: itself, changed, or a split layer with its weights."""
-    from .vocabulary import VocabularyParallelEmbedding
-
     if style in ("norm", "norm-entering", "whole"):
         dim = None if style == "whole" else sequence_dim
         apply_replicated(old, mesh, sequence_dim=dim, enter=style == "norm-entering", shared=shared)
@@ -233,64 +219,19 @@ def _parallel_form(
         if old.padding_idx is not None or old.max_norm is not None or old.sparse or old.scale_grad_by_freq:
             raise ValueError(f"{name!r} has padding_idx, max_norm, sparse or scale_grad_by_freq: vocabulary has none")
         new = VocabularyParallelEmbedding(old.num_embeddings, old.embedding_dim, **split)
-        new.weight = _once(old.weight, mesh, 0, shared)
+        new.weight = split_once(old.weight, mesh, 0, shared)
     elif style == "row" and type(old) is nn.Linear:
         new = RowParallelLinear(old.in_features, old.out_features, old.bias is not None, **split)
-        new.weight = _once(old.weight, mesh, 1, shared)
-        new.bias = None if old.bias is None else _once(old.bias, mesh, None, shared)
+        new.weight = split_once(old.weight, mesh, 1, shared)
+        new.bias = None if old.bias is None else split_once(old.bias, mesh, None, shared)
     elif style in ("column", "column-gathered", "column-entered") and type(old) is nn.Linear:
         split |= {"enter": style != "column-entered", "gather_output": style == "column-gathered"}
         new = ColumnParallelLinear(old.in_features, old.out_features, old.bias is not None, **split)
-        new.weight = _once(old.weight, mesh, 0, shared)
-        new.bias = None if old.bias is None else _once(old.bias, mesh, 0, shared)
+        new.weight = split_once(old.weight, mesh, 0, shared)
+        new.bias = None if old.bias is None else split_once(old.bias, mesh, 0, shared)
     else:
         raise ValueError(
             f"{style!r} does not apply to {name!r}, a {type(old).__name__}: column and row split an nn.Linear, "
             "vocabulary an nn.Embedding; norm, norm-entering and whole take anything"
         )
     return new.train(old.training)
-
-
-def enter_parallel(x: Tensor, mesh: DeviceMesh, *, sequence_dim: int | None = None) -> Tensor:
-    """The input of column layers: x, or with a sequence dimension, all ranks' slices of it; gradients are summed."""
-    if sequence_dim is None:
-        return copy(x, mesh.get_group())
-    return gather(x, sequence_dim, x.shape[sequence_dim] * mesh.size(), mesh.get_group())
-
-
-def leave_parallel(x: Tensor, mesh: DeviceMesh, *, sequence_dim: int | None = None) -> Tensor:
-    """The output of row layers: the sum over ranks, or with a sequence dimension, this rank's slice of it."""
-    if sequence_dim is None:
-        return add(x, mesh.get_group())
-    if x.shape[sequence_dim] % mesh.size():
-        raise ValueError(
-            f"sequence parallelism needs a length divisible by the tensor degree: got {x.shape[sequence_dim]} tokens "
-            f"on {mesh.size()} ranks; pad the sequence or leave sequence_dim=None"
-        )
-    return scatter(x, sequence_dim, mesh.get_group())
-
-
-def _first_rank_of(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """A contiguous copy of what the mesh's first rank holds; on the meta device, of its shape."""
-    whole = tensor.detach().clone(memory_format=torch.contiguous_format)
-    copy_from_first([whole], mesh.get_group())
-    return whole
-
-
-def _local(param: Tensor) -> Tensor:
-    """This rank's part of a parameter; its gradient is held the same way."""
-    return cast("DTensor", param).to_local()
-
-
-def _once(param: Tensor, mesh: DeviceMesh, dim: int | None, shared: dict[Tensor, nn.Parameter]) -> nn.Parameter:
-    """A parameter split along `dim`, or whole: the same object each time, so that tied weights stay tied."""
-    if param not in shared:
-        shared[param] = share_parameter(param, mesh) if dim is None else shard_parameter(param, mesh, dim)
-    held = shared[param]
-    assert is_dtensor(held)
-    (placement,) = held.placements
-    if not (placement.is_replicate() if dim is None else placement.is_shard(dim)):
-        raise ValueError(
-            "weights shared by two layers must be split the same way: name both in the plan, as vocabulary and column"
-        )
-    return held

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .collectives import chunk_range
-from .tensor import _local, leave_parallel, shard_parameter
+from .placement import leave_parallel, local_of, shard_parameter
 
 
 class VocabularyParallelEmbedding(nn.Module):
@@ -40,7 +40,7 @@ class VocabularyParallelEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         _require_tokens(tokens, self.num_embeddings)
-        weight = _local(self.weight)
+        weight = local_of(self.weight)
         begin, end = chunk_range(self.num_embeddings, self.mesh.size(), self.mesh.get_local_rank())
         if begin == end:  # more ranks than words: nothing to look up, but the weight stays in the graph
             found = weight.new_zeros(*tokens.shape, self.embedding_dim) + weight.sum()

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from flashspan.attention import attention
+from flashspan.checkpoint.format import refuse_damaged
 from flashspan.context import ContextAttention, balanced, context_parallel, keep_attention
 from flashspan.context.layout import Layout
 from flashspan.kernels.blocks import Blocks
@@ -33,14 +34,13 @@ from flashspan.parallel import (
     submesh,
     vocabulary_parallel_cross_entropy,
 )
+from flashspan.parallel.agreement import from_each, from_first
 from flashspan.parallel.collectives import local_part, local_slices, part_like
 from flashspan.parallel.mesh import wait_like_the_world
 from flashspan.parallel.sharded import is_fully_sharded
 
 from . import products
-from .checkpoint import refuse_damaged
 from .config import OptimizerSection, TrainConfig
-from .meeting import from_each, from_first
 from .offload import on_host
 
 # One exchange before the three projections of attention and one before the two of the feed-forward.

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from flashspan.data.samples import DEFAULT_PRESET, DEFAULT_SEQUENCE
 from flashspan.files import parse_toml, read_bytes
 from flashspan.launch import LONGEST
 from flashspan.model import LlamaConfig, preset, read_config
@@ -30,7 +31,7 @@ def option(default: Any, text: str) -> Any:
 
 @dataclass(frozen=True)
 class ModelSection:
-    preset: str = option("tiny", "a model by name: tiny, small, ..., llama-3.2-1b")
+    preset: str = option(DEFAULT_PRESET, "a model by name: tiny, small, ..., llama-3.2-1b")
     load: str = option("", "a Hugging Face folder to take the shape and first weights from, in place of a preset")
     vocab_size: int = option(0, "0: the preset's")
     width: int = option(0, "0: the preset's")
@@ -64,7 +65,7 @@ class DataSection:
     validation: str = option(
         "", "a token file, or the folder that holds a val.bin; empty: val.bin beside the training file, if it is there"
     )
-    sequence: int = option(256, "tokens in a sample")
+    sequence: int = option(DEFAULT_SEQUENCE, "tokens in a sample")
     documents: bool = option(False, "attention stays inside a document, and no token predicts the next document")
 
 

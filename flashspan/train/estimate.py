@@ -7,15 +7,16 @@ from pathlib import Path
 
 import torch
 
+from flashspan.checkpoint.format import checkpoints, last_step, needed_bytes, step_of
 from flashspan.files import check_folder
+from flashspan.lock import refuse_used
 from flashspan.plan.devices import available_bytes
 from flashspan.plan.memory import Ledger, Mixture, Run, ledger
 
-from .checkpoint import checkpoints, last_step, needed_bytes, refuse_used, step_of
 from .config import TrainConfig
+from .dataset import open_samples
 from .pattern import make_pattern, visible_share
 from .resume import choose
-from .samples import open_samples
 
 PROCESS_BYTES = 64 * 2**20
 """What a rank on a CPU holds besides its tensors and what it shares with the others, at least."""

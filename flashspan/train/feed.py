@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from flashspan.context import ContextAttention
+from flashspan.data.samples import Samples
 from flashspan.kernels.masks import Band, Mask, Rows, count
 
 from .config import TrainConfig
-from .data import Samples
 
 Batch: TypeAlias = tuple[Tensor, Tensor, Rows | None]
 """tokens and targets [B, T of this rank] on the host, and where each token's document lies."""

@@ -18,19 +18,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flashspan.checkpoint import format as checkpoint
+from flashspan.checkpoint.state import load_optimizer_state, model_state, optimizer_state
+from flashspan.checkpoint.writer import Writer
+from flashspan.lock import alone_in
 from flashspan.model import IGNORE
 from flashspan.parallel import build_mesh, clip_factor, clip_grad_norm, grad_norm, submesh
+from flashspan.parallel.agreement import from_each, from_first
 from flashspan.parallel.collectives import is_dtensor
 
-from . import checkpoint, resume
+from . import resume
 from .build import build, load_into
 from .config import OptimizerSection, TrainConfig
+from .dataset import num_evaluated, open_samples, order_of
 from .feed import Batch, Feed, Placed, num_targets
-from .meeting import from_each, from_first, name_the_silent
 from .metrics import Display, StepMetrics, draw_loss, memory_gib, peak_flops
 from .pattern import make_pattern
-from .samples import num_evaluated, open_samples, order_of
-from .state import load_optimizer_state, model_state, optimizer_state
+from .silent_ranks import report_silent_ranks
 
 DONE, STOPPED, NOT_FINITE, NOT_SAVED = "done", "stopped", "not finite", "not saved"
 FIRST_SCALE, GROW_AFTER = 2.0**14, 200
@@ -77,7 +81,7 @@ class Trainer:
         config, first = self.config, dist.get_rank() == 0
         notes: list[str] = []
         with contextlib.ExitStack() as held:
-            with name_the_silent("the reading of the checkpoint"):
+            with report_silent_ranks("the reading of the checkpoint"):
                 saved = self._resume(notes, held)
             display = held.enter_context(
                 Display(
@@ -90,7 +94,7 @@ class Trainer:
                 )
             )
             anew = not config.checkpoint.resume
-            writer = checkpoint.Writer(self.folder, keep=config.checkpoint.keep, anew=anew, say=display.say)
+            writer = Writer(self.folder, keep=config.checkpoint.keep, anew=anew, say=display.say)
             for note in notes:
                 display.say(note)
             # A run that was asked to stop did not wait for the evaluation that was due, nor did one that was killed.
@@ -99,14 +103,14 @@ class Trainer:
             how = self._take_steps(display, writer, asked)
             if self.saved != self.step or not self.step:
                 self._save(writer)
-            with name_the_silent(f"the checkpoint of step {self.step}"):
+            with report_silent_ranks(f"the checkpoint of step {self.step}"):
                 kept = from_first(writer.wait)
             if first and not (how == STOPPED and config.checkpoint.grace):  # then the time is for the state
                 try:
                     draw_loss(self.folder)
                 except OSError as error:
                     display.say(f"loss.png was not written: {error}; the run is as it would be with it")
-            with name_the_silent("the end of the run"):
+            with report_silent_ranks("the end of the run"):
                 from_each(partial(self._tell_fault, kept))
         return how if kept else NOT_SAVED
 
@@ -116,7 +120,7 @@ class Trainer:
             saved = "with its state saved" if kept else "and its state could not be saved"
             raise ValueError(f"{self.fault}; the run ended before step {self.step + 1}, {saved}")
 
-    def _take_steps(self, display: Display, writer: checkpoint.Writer, asked: Sequence[int]) -> str:
+    def _take_steps(self, display: Display, writer: Writer, asked: Sequence[int]) -> str:
         """The steps that are left, shown, saved and evaluated when it is time to; how they ended."""
         config = self.config
         peak = peak_flops(self.device, dist.get_world_size(), config.train.precision)
@@ -125,7 +129,7 @@ class Trainer:
         while self.step < config.train.steps:
             # A step that was begun runs while the one before it is shown.
             begin = time.perf_counter() if self.begun is None else end
-            with name_the_silent(f"step {self.step + 1}"):
+            with report_silent_ranks(f"step {self.step + 1}"):
                 loss, norm, lr, stop = self.take_step(asked)
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 if config.train.precision == "float16" and self.scale >= 1.0:
@@ -266,7 +270,7 @@ class Trainer:
         return norm
 
     def _evaluate(self, display: Display) -> None:
-        with name_the_silent(f"the evaluation after step {self.step}"):
+        with report_silent_ranks(f"the evaluation after step {self.step}"):
             display.evaluation(self.step, self.evaluate())
 
     @torch.no_grad()
@@ -332,9 +336,9 @@ class Trainer:
             self.scale *= 2.0 if fine else 0.5
             self.steady = 0
 
-    def _save(self, writer: checkpoint.Writer) -> None:
+    def _save(self, writer: Writer) -> None:
         first = dist.get_rank() == 0
-        with name_the_silent(f"the checkpoint of step {self.step}"):
+        with report_silent_ranks(f"the checkpoint of step {self.step}"):
             from_first(writer.wait)  # for the state before: two at a time are more than memory may hold
             model, moments = model_state(self.parts, keep=first), optimizer_state(self.parts, keep=first)
         if first:
@@ -381,7 +385,7 @@ class Trainer:
 
     def _choose(self, notes: list[str], held: contextlib.ExitStack) -> Path | None:
         """The checkpoint to resume from, once no other run uses the folder and what one left half written is gone."""
-        held.enter_context(checkpoint.alone_in(self.folder))
+        held.enter_context(alone_in(self.folder))
         checkpoint.clear_unfinished(self.folder)
         return resume.choose(self.config, self.train.file, say=notes.append)
 

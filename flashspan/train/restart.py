@@ -6,7 +6,8 @@ import dataclasses
 import time
 from pathlib import Path
 
-from . import checkpoint
+from flashspan.checkpoint import format as checkpoint
+
 from .config import TrainConfig
 from .metrics import read_metrics
 

@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from . import checkpoint
+from flashspan.checkpoint import format as checkpoint
+from flashspan.data.tokens import TokenFile
+
 from .config import AttentionSection, TrainConfig
-from .data import TokenFile
-from .samples import order_of
+from .dataset import order_of
 
 
 def choose(config: TrainConfig, file: TokenFile, *, say: Callable[[str], None]) -> Path | None:

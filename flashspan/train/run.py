@@ -21,19 +21,20 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from flashspan.checkpoint.format import checkpoints, last_step, refuse_damaged
+from flashspan.data.tokenizer import load_tokenizer, tokenizer_of
+from flashspan.data.tokens import TokenFile
 from flashspan.files import make_folder
 from flashspan.launch import LONGEST, PRELOAD, RankError, Ranks, SilentRank, raise_plainly, start_fork_server
 from flashspan.model.huggingface import check_config
 
-from .checkpoint import checkpoints, last_step, refuse_damaged
 from .config import TrainConfig, describe_options, parse
-from .data import TokenFile, load_tokenizer, tokenizer_of
+from .dataset import num_evaluated, open_samples
 from .estimate import describe_data, describe_plan, lack_of_disk, lack_of_memory
 from .loop import DONE, NOT_FINITE, NOT_SAVED, STOPPED, Trainer
-from .meeting import name_the_silent
 from .metrics import say
 from .restart import Attempts
-from .samples import num_evaluated, open_samples
+from .silent_ranks import report_silent_ranks
 from .stop import STOPS, catch_signals, deadline, pass_signals_on
 from .torchrun import join
 
@@ -184,7 +185,7 @@ def run_rank(config: TrainConfig, on_signal: Callable[[], None] = lambda: None) 
     warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # pages of it, where a CPU has no such products
     with catch_signals(on_signal) as asked:
         torch.manual_seed(config.train.seed)
-        with name_the_silent("the making of the model"):
+        with report_silent_ranks("the making of the model"):
             trainer = Trainer(config)
         return trainer.run(asked)
 

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from flashspan.attention import attention
+from flashspan.checkpoint.state import model_state, optimizer_state
 from flashspan.generate import command
 from flashspan.launch import stay_on_this_machine
 from flashspan.manifest import write_manifest
@@ -34,7 +35,6 @@ from flashspan.model import Llama, load_llama, save_state
 from flashspan.train import TrainConfig, parse
 from flashspan.train.loop import Trainer
 from flashspan.train.run import run_rank, train
-from flashspan.train.state import model_state, optimizer_state
 
 SEED, NUM_CASES, NUM_SAMPLED = 35, 300, 12
 LIMIT_S = 5

@@ -16,11 +16,11 @@ from tokenizers import decoders, models
 from torch import Tensor
 
 from flashspan import attention
+from flashspan.checkpoint import format as checkpoint
+from flashspan.data.tokenizer import ByteTokenizer, load_tokenizer
 from flashspan.generate import Cache, Sampling, decode, generate, load
 from flashspan.generate.command import AROUND, read_prompts, stream
 from flashspan.model import Llama, LlamaConfig, RopeScaling, preset, save_llama, save_state
-from flashspan.train import checkpoint
-from flashspan.train.data import ByteTokenizer, load_tokenizer
 
 CONFIGS = {
     "llama-2": LlamaConfig(67, 32, 2, 4, 4, 48),

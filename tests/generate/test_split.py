@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from flashspan import attention
+from flashspan.checkpoint import format as checkpoint
 from flashspan.context import LAYOUTS, context_parallel
+from flashspan.data.tokenizer import ByteTokenizer
 from flashspan.generate import Sampling, Split, command, decode, generate
 from flashspan.generate.command import stream, talk
 from flashspan.launch import LONGEST, Ranks
 from flashspan.model import Llama, LlamaConfig, preset
-from flashspan.train import checkpoint
-from flashspan.train.data import ByteTokenizer
 from tests.generate.test_generate import CONFIGS, draw_prompt, make
 
 

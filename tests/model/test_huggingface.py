@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from flashspan import attention
+from flashspan.checkpoint.sharded import full_state_dict
 from flashspan.launch import Ranks
 from flashspan.model import (
     Llama,
@@ -32,7 +33,6 @@ from flashspan.model import (
     save_state,
 )
 from flashspan.parallel import apply_fully_sharded, apply_tensor_parallel, build_mesh
-from flashspan.parallel.checkpoint import full_state_dict
 from flashspan.train.build import TENSOR_PLAN, load_into
 
 CONFIG = LlamaConfig(

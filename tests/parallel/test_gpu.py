@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flashspan.checkpoint.sharded import full_state_dict
 from flashspan.launch import Ranks
 from flashspan.parallel import (
     ColumnParallelLinear,
@@ -17,7 +18,6 @@ from flashspan.parallel import (
     apply_fully_sharded,
     build_mesh,
     clip_grad_norm,
-    full_state_dict,
     vocabulary_parallel_cross_entropy,
 )
 from tests.parallel.models import distance

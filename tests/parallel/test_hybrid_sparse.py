@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flashspan import attention, masks
-from flashspan.parallel import HybridBlock, build_mesh, full_state_dict, load_full_state_dict
-from flashspan.parallel.checkpoint import full_tensor
+from flashspan.checkpoint.sharded import full_state_dict, load_full_state_dict
+from flashspan.parallel import HybridBlock, build_mesh
+from flashspan.parallel.collectives import full_tensor
 from tests.parallel.models import distance
 
 HEADS, TOKENS = 4, 150

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from flashspan.checkpoint.sharded import full_state_dict, load_full_state_dict
 from flashspan.parallel import (
     DataParallel,
     HybridBlock,
@@ -19,13 +20,10 @@ from flashspan.parallel import (
     apply_tensor_parallel,
     build_mesh,
     clip_grad_norm,
-    full_state_dict,
     grad_norm,
-    load_full_state_dict,
     submesh,
 )
-from flashspan.parallel.checkpoint import full_tensor
-from flashspan.parallel.collectives import local_part
+from flashspan.parallel.collectives import full_tensor, local_part
 from tests.parallel.models import distance
 
 PLAN: dict[str, Any] = {"*.up": "column", "*.down": "row"}

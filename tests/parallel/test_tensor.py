@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from flashspan.parallel.checkpoint import full_state_dict, full_tensor, load_full_state_dict
+from flashspan.checkpoint.sharded import full_state_dict, load_full_state_dict
+from flashspan.parallel.collectives import full_tensor
 from flashspan.parallel.data import DataParallel
 from flashspan.parallel.tensor import ColumnParallelLinear, RowParallelLinear, apply_tensor_parallel
 from flashspan.parallel.vocabulary import VocabularyParallelEmbedding, vocabulary_parallel_cross_entropy

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from flashspan.data.prepare import VALIDATION, encode, write_files
+from flashspan.data.prepare import corpus as texts
+from flashspan.data.tokenizer import ByteTokenizer
 from flashspan.train import TrainConfig, parse
-from flashspan.train.data import ByteTokenizer
-from flashspan.train.prepare import VALIDATION, encode, write_files
-from flashspan.train.prepare import corpus as texts
 
 
 @pytest.fixture(scope="session")

@@ -16,15 +16,18 @@ from tokenizers import Tokenizer as Fast
 from tokenizers import models
 
 from flashspan import attention
+from flashspan.checkpoint import format as checkpoint
+from flashspan.data.prepare import corpus_tokens
+from flashspan.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
+from flashspan.data.tokens import open_tokens, write_tokens
 from flashspan.launch import Ranks
+from flashspan.lock import alone_in
 from flashspan.model import Llama, preset, save_llama
-from flashspan.train import TrainConfig, checkpoint, parse, train
+from flashspan.train import TrainConfig, parse, train
 from flashspan.train.config import CheckpointSection, OptimizerSection, build, describe_options, read_toml
-from flashspan.train.data import ByteTokenizer, FileTokenizer, Tokenizer, open_tokens, write_tokens
+from flashspan.train.dataset import open_samples, order_of
 from flashspan.train.loop import learning_rate
-from flashspan.train.prepare import corpus_tokens
 from flashspan.train.run import check, main, run_rank
-from flashspan.train.samples import open_samples, order_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -348,7 +351,7 @@ def test_a_dry_run_refuses_a_checkpoint_that_a_run_would_not_load(config_of: Cal
 
 def test_a_dry_run_refuses_a_folder_that_is_in_use(config_of: Callable[..., TrainConfig]) -> None:
     config = config_of()
-    with checkpoint.alone_in(config.checkpoint.folder), pytest.raises(ValueError, match="another is at work"):
+    with alone_in(config.checkpoint.folder), pytest.raises(ValueError, match="another is at work"):
         train(config, dry_run=True)
     assert train(config, dry_run=True) == 0
 

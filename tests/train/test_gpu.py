@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from flashspan import attention
+from flashspan.checkpoint import format as checkpoint
 from flashspan.generate import Sampling, Whole, decode
 from flashspan.model import Llama, preset
-from flashspan.train import TrainConfig, checkpoint, train
+from flashspan.train import TrainConfig, train
 from flashspan.train.metrics import read_metrics
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]

@@ -17,7 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashspan.train import TrainConfig, checkpoint, train
+from flashspan.checkpoint import format as checkpoint
+from flashspan.train import TrainConfig, train
 from flashspan.train.loop import Trainer
 from flashspan.train.metrics import read_metrics
 from flashspan.train.run import run_rank

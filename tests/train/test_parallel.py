@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 
 from flashspan import attention, manifest, masks
+from flashspan.checkpoint import format as checkpoint
+from flashspan.data.tokenizer import ByteTokenizer
 from flashspan.model import Llama, huggingface, read_weights, save_llama
 from flashspan.parallel import build_mesh
-from flashspan.train import TrainConfig, build, checkpoint
-from flashspan.train.data import ByteTokenizer
+from flashspan.train import TrainConfig, build
+from flashspan.train.dataset import open_samples
 from flashspan.train.loop import Trainer
-from flashspan.train.samples import open_samples
 
 MIXTURES = {
     "4 context": ["--parallel.context=4"],

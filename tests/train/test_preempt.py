@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from flashspan.train import TrainConfig, checkpoint, run, train
+from flashspan.checkpoint import format as checkpoint
+from flashspan.train import TrainConfig, run, train
 from flashspan.train.loop import DONE, Trainer
 from flashspan.train.stop import catch_signals
 

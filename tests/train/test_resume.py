@@ -28,16 +28,22 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from flashspan.attention import attention
+from flashspan.checkpoint import format as checkpoint
+from flashspan.checkpoint.writer import Writer
+from flashspan.data.samples import Samples
+from flashspan.data.tokenizer import ByteTokenizer
+from flashspan.data.tokens import HEADER_BYTES, open_tokens, write_tokens
 from flashspan.launch import RankError, Ranks, raise_plainly
+from flashspan.lock import LOCK, alone_in
 from flashspan.manifest import write_manifest
 from flashspan.model import Llama, preset, save_llama
-from flashspan.train import TrainConfig, checkpoint, loop, meeting
+from flashspan.parallel import agreement
+from flashspan.train import TrainConfig, loop, silent_ranks
 from flashspan.train.config import AttentionSection
-from flashspan.train.data import HEADER_BYTES, ByteTokenizer, Samples, open_tokens, write_tokens
+from flashspan.train.dataset import open_samples
 from flashspan.train.loop import DONE, NOT_FINITE, NOT_SAVED, STOPPED, Trainer
 from flashspan.train.metrics import read_metrics
 from flashspan.train.run import check, run_rank
-from flashspan.train.samples import open_samples
 
 OnRanks = Callable[..., list[Any]]
 ConfigOf = Callable[..., TrainConfig]
@@ -171,7 +177,7 @@ def test_a_run_started_anew_keeps_its_own_checkpoints(tmp_path: Path) -> None:
 def test_the_first_checkpoint_of_a_run_started_anew_replaces_all_before_it(tmp_path: Path) -> None:
     for step in (20, 40):
         checkpoint.write(tmp_path, tiny_state(step))
-    writer = checkpoint.Writer(tmp_path, keep=2, anew=True)
+    writer = Writer(tmp_path, keep=2, anew=True)
     for step, want in ((40, [40]), (60, [40, 60])):  # 20 is of the run before
         writer.submit(tiny_state(step))
         assert writer.wait()
@@ -220,7 +226,7 @@ def test_a_disk_that_fills_while_tensors_are_written_is_told(tmp_path: Path, mon
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
     said: list[str] = []
-    writer = checkpoint.Writer(tmp_path, keep=1, say=said.append)
+    writer = Writer(tmp_path, keep=1, say=said.append)
     monkeypatch.setattr(checkpoint, "save_file", fail)
     writer.submit(tiny_state(3))
     assert not writer.wait()
@@ -238,7 +244,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_others(
     state = checkpoint.read(path)
     later = checkpoint.State(3, state.config, state.model, state.optimizer, state.order, state.extra)
     said: list[str] = []
-    writer = checkpoint.Writer(config.checkpoint.folder, keep=1, say=said.append)
+    writer = Writer(config.checkpoint.folder, keep=1, say=said.append)
 
     def fail(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -361,7 +367,7 @@ def test_a_checkpoint_from_before_there_were_patterns_is_causal(on_ranks: OnRank
 
 def stall(config: TrainConfig, rank: int, call: str) -> None:
     """A run in which one rank sleeps in this call after its second step, and the other does not wait long for it."""
-    meeting.PATIENCE = 1.0
+    silent_ranks.PATIENCE = 1.0
     trainer = Trainer(config)
     real = getattr(trainer, call)
 
@@ -392,7 +398,7 @@ def test_a_stalled_rank_is_named(config_of: ConfigOf, option: str, call: str, wh
 
 
 def stall_at_the_start(config: TrainConfig) -> str:
-    meeting.PATIENCE = 1.0
+    silent_ranks.PATIENCE = 1.0
     real = loop.build
 
     def late(*args: Any) -> Any:
@@ -778,7 +784,7 @@ def run_on_a_slow_disk(config: TrainConfig, call: str) -> str:
         return real(*args, **options)
 
     with (
-        mock.patch.object(meeting, "MEET", 0.01),
+        mock.patch.object(agreement, "MEET", 0.01),
         mock.patch.object(dist, "all_gather_object", count),
         mock.patch(call, slow),
     ):
@@ -787,7 +793,7 @@ def run_on_a_slow_disk(config: TrainConfig, call: str) -> str:
 
 def test_a_disk_slower_than_an_exchange_may_be_costs_no_run(on_ranks: OnRanks, config_of: ConfigOf) -> None:
     options = ["--parallel.context=2", "--checkpoint.every=1"]
-    for num_steps, call in ((2, "flashspan.train.checkpoint.write"), (3, "flashspan.train.checkpoint.damage")):
+    for num_steps, call in ((2, "flashspan.checkpoint.format.write"), (3, "flashspan.checkpoint.format.damage")):
         config = config_of(*options, f"--train.steps={num_steps}")
         assert on_ranks(2, run_on_a_slow_disk, config, call) == [DONE] * 2
 
@@ -804,7 +810,7 @@ def test_a_slow_load_costs_no_run(on_ranks: OnRanks, config_of: ConfigOf, tmp_pa
 
 def test_two_runs_in_one_folder_are_refused(on_ranks: OnRanks, config_of: ConfigOf) -> None:
     config = config_of("--parallel.context=1", "--train.steps=2")
-    with checkpoint.alone_in(config.checkpoint.folder), pytest.raises(RankError) as caught:
+    with alone_in(config.checkpoint.folder), pytest.raises(RankError) as caught:
         on_ranks(1, run_rank, config)
     assert f"another is at work in {config.checkpoint.folder}" in str(caught.value)
     assert "--checkpoint.folder" in str(caught.value)
@@ -816,12 +822,12 @@ def test_a_killed_run_holds_its_folder_no_longer(config_of: ConfigOf, tmp_path: 
     config = config_of("--parallel.context=2", "--train.steps=500", "--checkpoint.every=0")
     process = start(config, tmp_path / "run.toml")
     wait_for(process, 1)
-    with pytest.raises(ValueError, match="another is at work"), checkpoint.alone_in(config.checkpoint.folder):
+    with pytest.raises(ValueError, match="another is at work"), alone_in(config.checkpoint.folder):
         pass
     process.kill()
     process.wait(20)
     process.communicate(timeout=20)  # the ranks, which look every second whether their parent is there, have ended too
-    with checkpoint.alone_in(config.checkpoint.folder):
+    with alone_in(config.checkpoint.folder):
         pass
 
 
@@ -830,10 +836,10 @@ def test_a_file_system_without_locks_takes_a_run(tmp_path: Path, monkeypatch: py
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", fail)
-    with checkpoint.alone_in(tmp_path / "run"):
+    with alone_in(tmp_path / "run"):
         pass
-    (tmp_path / "other" / checkpoint.LOCK).mkdir(parents=True)  # what cannot be opened is another matter
-    with pytest.raises(ValueError, match="Is a directory"), checkpoint.alone_in(tmp_path / "other"):
+    (tmp_path / "other" / LOCK).mkdir(parents=True)  # what cannot be opened is another matter
+    with pytest.raises(ValueError, match="Is a directory"), alone_in(tmp_path / "other"):
         pass
 
 

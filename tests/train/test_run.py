@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from flashspan.checkpoint.format import checkpoints
 from flashspan.generate import generate
 from flashspan.train import TrainConfig, estimate, run, train
-from flashspan.train.checkpoint import checkpoints
 from flashspan.train.loop import DONE, NOT_SAVED, STOPPED, Trainer
 from flashspan.train.metrics import read_metrics
 

@@ -30,20 +30,13 @@ import numpy as np
 
 from flashspan.files import make_folder
 from flashspan.launch import die_with, start_fork_server
+from flashspan.lock import LOCK, alone_in
+from flashspan.model import preset
 
 from . import documents
-from .checkpoint import LOCK, alone_in
-from .config import DataSection, ModelSection
-from .data import (
-    HEADER_BYTES,
-    ByteTokenizer,
-    TokenFile,
-    Tokenizer,
-    load_tokenizer,
-    make_header,
-    token_dtype,
-    write_tokens,
-)
+from .samples import DEFAULT_PRESET, DEFAULT_SEQUENCE
+from .tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from .tokens import HEADER_BYTES, TokenFile, make_header, token_dtype, write_tokens
 
 WORK = ".preparing"
 WHOLE = ".all"
@@ -54,7 +47,7 @@ BLOCK = 2**24
 PIECE = 2**20
 """Characters that a tokenizer.json encodes at a time: it keeps hundreds of bytes for each of their tokens."""
 REMEDY = "free some, and the same command goes on, or choose another with --folder"
-CORPUS = resources.files("flashspan.train") / "corpus"
+CORPUS = resources.files("flashspan.data") / "corpus"
 
 
 def prepare(
@@ -143,9 +136,9 @@ def describe_next(folder: Path, coder: Tokenizer, num_tokens: int) -> str:
     if num_tokens < 2:
         return "next: add text; a sample is at least 1 token and the one that follows it"
     words = ["flashspan train --data.train", shlex.quote(str(folder)), "--checkpoint.folder runs/mine"]
-    if num_tokens <= DataSection().sequence:
+    if num_tokens <= DEFAULT_SEQUENCE:
         words.append(f"--data.sequence {num_tokens - 1}")
-    if coder.vocab_size > ModelSection().resolve().vocab_size:
+    if coder.vocab_size > preset(DEFAULT_PRESET).vocab_size:
         words.append(f"--model.vocab_size {coder.vocab_size}")
     return f"next: {' '.join(words)}"
 

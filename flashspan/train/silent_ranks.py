@@ -1,12 +1,10 @@
-"""Where the ranks of a run wait for one another: for a disk, and for one that never comes."""
+"""Which ranks an exchange was waiting for when it failed."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any
+from collections.abc import Iterator
 
 import torch.distributed as dist
 
@@ -15,40 +13,10 @@ from flashspan.launch import SilentRank
 
 PATIENCE = 4.0
 """Seconds that a rank which failed waits for the others to fail too."""
-MEET = 0.25
-"""Seconds between two meetings of ranks that wait for a disk."""
-
-
-def from_first(job: Callable[[], Any]) -> Any:
-    """What `job` returns on the first rank, on every rank. A collective, as `from_each`."""
-    return from_each(job if dist.get_rank() == 0 else lambda: None)[0]
-
-
-def from_each(job: Callable[[], Any]) -> list[Any]:
-    """What each rank's `job` returns, by rank, on every rank; one's ValueError or OSError is a ValueError on all.
-
-    A collective. The jobs run on threads, and the ranks meet until all have ended: a disk may take longer than an
-    exchange may.
-    """
-    mine: tuple[Any, str | None] | None = None
-    ended: list[Any] = [None] * dist.get_world_size()
-    with ThreadPoolExecutor(1, "flashspan-job") as lane:
-        running = lane.submit(job)
-        while None in ended:
-            if mine is None and wait([running], MEET).done:
-                try:
-                    mine = (running.result(), None)
-                except (ValueError, OSError) as error:
-                    mine = (None, str(error))
-            dist.all_gather_object(ended, mine)
-    for _, fault in ended:
-        if fault is not None:
-            raise ValueError(fault)
-    return [result for result, _ in ended]
 
 
 @contextlib.contextmanager
-def name_the_silent(when: str) -> Iterator[None]:
+def report_silent_ranks(when: str) -> Iterator[None]:
     """Where an exchange fails or times out, say which ranks did not fail with this one: those it was waiting for.
 
     Every rank that fails leaves a note in the group's store; who has left none after a while is stalled or dead.

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from flashspan.data.prepare import corpus_tokens
+from flashspan.data.samples import Samples
+from flashspan.data.tokens import TokenFile, open_tokens
+
 from .config import TrainConfig
-from .data import Samples, TokenFile, open_tokens
-from .prepare import corpus_tokens
 
 
 def open_samples(config: TrainConfig) -> tuple[Samples, Samples | None]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import torch.distributed as dist
@@ -37,3 +38,35 @@ def require_same(what: str, parts: Sequence[Any], group: dist.ProcessGroup | Non
 
 def _name_ranks(ranks: list[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+MEET = 0.25
+"""Seconds between two meetings of ranks that wait for a disk."""
+
+
+def from_first(job: Callable[[], Any]) -> Any:
+    """What `job` returns on the first rank, on every rank. A collective, as `from_each`."""
+    return from_each(job if dist.get_rank() == 0 else lambda: None)[0]
+
+
+def from_each(job: Callable[[], Any]) -> list[Any]:
+    """What each rank's `job` returns, by rank, on every rank; one's ValueError or OSError is a ValueError on all.
+
+    A collective. The jobs run on threads, and the ranks meet until all have ended: a disk may take longer than an
+    exchange may.
+    """
+    mine: tuple[Any, str | None] | None = None
+    ended: list[Any] = [None] * dist.get_world_size()
+    with ThreadPoolExecutor(1, "flashspan-job") as lane:
+        running = lane.submit(job)
+        while None in ended:
+            if mine is None and wait([running], MEET).done:
+                try:
+                    mine = (running.result(), None)
+                except (ValueError, OSError) as error:
+                    mine = (None, str(error))
+            dist.all_gather_object(ended, mine)
+    for _, fault in ended:
+        if fault is not None:
+            raise ValueError(fault)
+    return [result for result, _ in ended]

@@ -21,10 +21,12 @@ from tokenizers import Tokenizer as Fast
 from tokenizers import models, pre_tokenizers, processors, trainers
 
 from flashspan.cli import main
-from flashspan.train import checkpoint, documents, prepare
-from flashspan.train.data import ByteTokenizer, load_tokenizer, open_tokens
+from flashspan.data import documents, prepare
+from flashspan.data.tokenizer import ByteTokenizer, load_tokenizer
+from flashspan.data.tokens import open_tokens
+from flashspan.lock import LOCK, alone_in
 
-command = importlib.import_module("flashspan.train.prepare")  # its name in the package is the function's
+command = importlib.import_module("flashspan.data.prepare")  # its name in the package is the function's
 TEXTS = [f"{i}: " + "wörd " * (i * 7 % 23) for i in range(300)]
 
 
@@ -185,7 +187,7 @@ def test_processes_write_what_one_writes(lines: Path, tmp_path: Path, monkeypatc
     for processes in (1, 2):
         assert prepare(inputs, folder=str(tmp_path / str(processes)), processes=processes) == 0
     assert files(tmp_path / "1") == files(tmp_path / "2")
-    assert set(files(tmp_path / "1")) == {checkpoint.LOCK, "train.bin", "val.bin"}
+    assert set(files(tmp_path / "1")) == {LOCK, "train.bin", "val.bin"}
     assert read_texts(tmp_path / "1") == [*TEXTS, "A whole book."]
 
 
@@ -246,8 +248,8 @@ def test_a_part_is_on_the_disk_before_it_counts(lines: Path, tmp_path: Path, mon
 
 SLOWLY = """
 import importlib, sys, time
-from flashspan.train import documents, prepare
-command = importlib.import_module("flashspan.train.prepare")
+from flashspan.data import documents, prepare
+command = importlib.import_module("flashspan.data.prepare")
 documents.PART_BYTES = 2000
 real = command.encode_part
 def slow(*args):
@@ -393,7 +395,7 @@ def test_no_text_leaves_the_old_files(lines: Path, tmp_path: Path, capsys: pytes
 
 def test_two_at_once_in_one_folder_are_refused(lines: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with checkpoint.alone_in(out):
+    with alone_in(out):
         (out / ".preparing").mkdir()
         (out / ".preparing" / "00000000").write_bytes(b"of the first")
         for inputs in ([str(lines)], []):

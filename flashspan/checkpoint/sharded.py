@@ -15,23 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
-from .agree import raise_together
-from .collectives import is_dtensor
-
-
-def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole of a DTensor; a plain tensor is whole already. A collective on the DTensor's mesh."""
-    return (tensor.full_tensor() if is_dtensor(tensor) else tensor).detach()
-
-
-def shard_like(reference: Tensor, whole: Tensor) -> Tensor:
-    """`whole`, split as `reference` is. Every rank has the whole already, so nothing is sent."""
-    if not is_dtensor(reference):
-        return whole
-    from torch.distributed.tensor import distribute_tensor
-
-    mesh = reference.device_mesh
-    return distribute_tensor(whole.to(reference.device), mesh, reference.placements, src_data_rank=None)
+from flashspan.parallel.agreement import raise_together
+from flashspan.parallel.collectives import full_tensor, shard_like
 
 
 def full_state_dict(module: nn.Module) -> dict[str, Any]:

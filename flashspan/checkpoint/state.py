@@ -3,34 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from flashspan.parallel import ShardedOptimizer
-from flashspan.parallel.checkpoint import full_tensor
-from flashspan.parallel.collectives import local_slices, part_like
-
-from .build import Parts
+from flashspan.parallel.collectives import full_tensor, local_slices, part_like
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """What AdamW keeps of each parameter, besides a step."""
 
 
-def model_state(parts: Parts, *, keep: bool) -> dict[str, Tensor]:
+class Trained(Protocol):
+    """What training changes: a model, its optimizer, and the name of each parameter."""
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+
+    @property
+    def names(self) -> Mapping[nn.Parameter, str]: ...
+
+
+def model_state(trained: Trained, *, keep: bool) -> dict[str, Tensor]:
     """The whole weights on the CPU of the ranks that `keep` them, nothing on the others. A collective."""
-    return _gather(parts.model.state_dict(), keep)
+    return _gather(trained.model.state_dict(), keep)
 
 
-def optimizer_state(parts: Parts, *, keep: bool) -> dict[str, Tensor]:
+def optimizer_state(trained: Trained, *, keep: bool) -> dict[str, Tensor]:
     """The whole state of the optimizer, `<what>/<parameter>` -> tensor, as `model_state`. A collective."""
-    order = _in_order(parts)
-    if isinstance(parts.optimizer, ShardedOptimizer):
-        entries = parts.optimizer.state_dict()["state"]
+    order = _in_order(trained)
+    if isinstance(trained.optimizer, ShardedOptimizer):
+        entries = trained.optimizer.state_dict()["state"]
     else:
-        entries = {i: parts.optimizer.state.get(p, {}) for i, p in enumerate(order)}
-    flat = {f"{key}/{parts.names[p]}": v for i, p in enumerate(order) for key, v in entries[i].items()}
+        entries = {i: trained.optimizer.state.get(p, {}) for i, p in enumerate(order)}
+    flat = {f"{key}/{trained.names[p]}": v for i, p in enumerate(order) for key, v in entries[i].items()}
     return _gather(flat, keep)
 
 
@@ -43,11 +53,11 @@ def _gather(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
     return whole
 
 
-def load_optimizer_state(parts: Parts, state: Mapping[str, Tensor], step: int) -> None:
+def load_optimizer_state(trained: Trained, state: Mapping[str, Tensor], step: int) -> None:
     """Take this rank's share of a whole state, saved after `step` steps, and a copy: of what is mapped, nothing else is
     read or held. ValueError where it is not the state of this model at that step."""
-    order = _in_order(parts)
-    numbers = {parts.names[param]: i for i, param in enumerate(order)}
+    order = _in_order(trained)
+    numbers = {trained.names[param]: i for i, param in enumerate(order)}
     entries: dict[int, dict[str, Any]] = {i: {} for i in range(len(order))}
     for name, value in state.items():
         key, _, owner = name.partition("/")
@@ -71,7 +81,7 @@ def load_optimizer_state(parts: Parts, state: Mapping[str, Tensor], step: int) -
             f"the checkpoint's optimizer has made {', '.join(f'{count:g}' for count in sorted(made))} steps and its "
             f"state.json says {step}: its files are of different checkpoints; use another"
         )
-    groups = parts.optimizer.param_groups
+    groups = trained.optimizer.param_groups
     counts = [len(group["params"]) for group in groups]
     described = [
         {
@@ -80,18 +90,18 @@ def load_optimizer_state(parts: Parts, state: Mapping[str, Tensor], step: int) -
         }
         for i, group in enumerate(groups)
     ]
-    if not isinstance(parts.optimizer, ShardedOptimizer):
+    if not isinstance(trained.optimizer, ShardedOptimizer):
         entries = {
             i: {k: _share(order[i], v) if v.shape == order[i].shape else v.clone() for k, v in entry.items()}
             for i, entry in entries.items()
             if entry
         }
-    parts.optimizer.load_state_dict({"state": entries, "param_groups": described})
+    trained.optimizer.load_state_dict({"state": entries, "param_groups": described})
 
 
 def _share(param: Tensor, whole: Tensor) -> Tensor:
     return part_like(param, whole[local_slices(param) or ...].to(param.device, copy=True))
 
 
-def _in_order(parts: Parts) -> list[nn.Parameter]:
-    return [param for group in parts.optimizer.param_groups for param in group["params"]]
+def _in_order(trained: Trained) -> list[nn.Parameter]:
+    return [param for group in trained.optimizer.param_groups for param in group["params"]]

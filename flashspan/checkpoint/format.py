@@ -13,16 +13,14 @@ A folder is written under another name, flushed to the disk, and renamed. The ne
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -33,7 +31,7 @@ from flashspan.manifest import find_damage, write_manifest
 from flashspan.model import LlamaConfig, read_config, read_weights, save_state
 from flashspan.model.huggingface import files_to_read, read_header, refuse_damaged_weights
 
-PREFIX, WRITING, BEFORE, LOCK = "step-", ".writing-", ".before", ".lock"
+PREFIX, WRITING, BEFORE = "step-", ".writing-", ".before"
 NAME = re.compile(rf"{PREFIX}([0-9]+)")
 FORMAT = 1
 """Of state.json and the names of the tensors; another one's are not guessed at."""
@@ -146,43 +144,6 @@ def newest(folder: str | Path, *, say: Callable[[str], None] = print) -> Path | 
     return None
 
 
-@contextlib.contextmanager
-def alone_in(folder: str | Path, option: str = "--checkpoint.folder") -> Iterator[None]:
-    """Hold a folder for one run; ValueError, naming the option to change, where another holds it. The hold ends with
-    its process, whatever ends it: the file stays, and says nothing."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        lock = os.fdopen(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK), "rb")  # a pipe would block
-    except OSError as error:
-        raise ValueError(
-            f"the folder {folder} cannot be written to: {error.strerror} ({LOCK}); choose another with {option}"
-        ) from error
-    with lock:
-        _lock(lock, folder, option)
-        yield
-
-
-def refuse_used(folder: str | Path, option: str = "--checkpoint.folder") -> None:
-    """ValueError where another run holds a folder; writes nothing."""
-    file = Path(folder) / LOCK
-    if file.is_file():
-        with file.open("rb") as lock:
-            _lock(lock, Path(folder), option)
-
-
-def _lock(lock: BinaryIO, folder: Path, option: str) -> None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise ValueError(
-            f"one run at a time writes to a folder: another is at work in {folder}; wait for it, stop it, or "
-            f"choose another with {option}"
-        ) from error
-    except OSError:  # a file system without locks: two runs go unnoticed there, which is no reason to refuse one
-        pass
-
-
 def clear_unfinished(folder: str | Path) -> None:
     """Drop what an ended run was writing, and put back what it was about to replace. Only for the run that writes here:
     a reader would take it from a live one."""
@@ -253,37 +214,6 @@ def read(path: str | Path, *, model: bool = True, optimizer: bool = True) -> Sta
         read_header(path / "optimizer.safetensors")
         moments = load_file(path / "optimizer.safetensors")
     return State(about["step"], config, weights, moments, about["order"], about["extra"])
-
-
-class Writer:
-    """Writes checkpoints on a thread of its own, one at a time; a failure is told, and nothing older is touched."""
-
-    def __init__(
-        self, folder: str | Path, *, keep: int, anew: bool = False, say: Callable[[str], None] = print
-    ) -> None:
-        """`anew`: what is in the folder is of another run, and goes when the first state is on the disk."""
-        self.folder, self.keep, self.anew, self.say = Path(folder), keep, anew, say
-        self._lane = ThreadPoolExecutor(1, "flashspan-checkpoint")
-        self._job: Future[Path] | None = None
-
-    def submit(self, state: State) -> None:
-        """Write this state, after the one before it."""
-        self.wait()
-        self._job = self._lane.submit(write, self.folder, state, keep=1 if self.anew else self.keep)
-
-    def wait(self) -> bool:
-        """Wait for the last state; whether it is on the disk."""
-        if self._job is None:
-            return True
-        try:
-            self._job.result()
-        except OSError as error:
-            self.say(f"the checkpoint was not written: {error}; earlier ones are as they were")
-            return False
-        finally:
-            self._job = None
-        self.anew = False
-        return True
 
 
 def _flush(path: Path) -> None:

@@ -18,20 +18,14 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, pro
 from tokenizers import Tokenizer as Fast
 
 from flashspan import masks
+from flashspan.data.prepare import corpus, prepare
+from flashspan.data.samples import Samples, permute
+from flashspan.data.tokenizer import ByteTokenizer, load_tokenizer
+from flashspan.data.tokens import HEADER_BYTES, open_tokens, write_tokens
 from flashspan.train import parse
-from flashspan.train.data import (
-    HEADER_BYTES,
-    ByteTokenizer,
-    Samples,
-    load_tokenizer,
-    open_tokens,
-    permute,
-    write_tokens,
-)
-from flashspan.train.prepare import corpus, prepare
 from flashspan.train.run import train
 
-command = importlib.import_module("flashspan.train.prepare")  # its name in the package is the function's
+command = importlib.import_module("flashspan.data.prepare")  # its name in the package is the function's
 
 
 def make(path: Path, tokens: list[int]) -> Path:

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from flashspan.checkpoint import format as checkpoint
+from flashspan.checkpoint.format import State, damage
 from flashspan.manifest import write_manifest
 from flashspan.model import Llama, preset
 from flashspan.model.huggingface import weight_files
-from flashspan.train import checkpoint
-from flashspan.train.checkpoint import State, damage
 
 
 def write(folder: Path, step: int, shard_bytes: int = 2**30) -> Path:

@@ -1,0 +1,1 @@
+"""Text to tokens to samples: tokenizers, the token file, `flashspan prepare`, and which tokens a step reads."""
