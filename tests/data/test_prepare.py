@@ -21,7 +21,8 @@ from tokenizers import Tokenizer as Fast
 from tokenizers import models, pre_tokenizers, processors, trainers
 
 from flashspan.cli import main
-from flashspan.data import documents, prepare
+from flashspan.data import documents
+from flashspan.data.prepare import prepare
 from flashspan.data.tokenizer import ByteTokenizer, load_tokenizer
 from flashspan.data.tokens import open_tokens
 from flashspan.lock import LOCK, alone_in
@@ -248,7 +249,8 @@ def test_a_part_is_on_the_disk_before_it_counts(lines: Path, tmp_path: Path, mon
 
 SLOWLY = """
 import importlib, sys, time
-from flashspan.data import documents, prepare
+from flashspan.data import documents
+from flashspan.data.prepare import prepare
 command = importlib.import_module("flashspan.data.prepare")
 documents.PART_BYTES = 2000
 real = command.encode_part
