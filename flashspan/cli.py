@@ -36,7 +36,7 @@ def bench() -> int:
 
 
 def train() -> int:
-    """Train a LLaMA, from scratch or a checkpoint, with any mixture of data, context, tensor and sharded parallelism.
+    """Train a LLaMA, from scratch or a checkpoint, with any mix of data, context, tensor and sharded parallelism.
 
     With no arguments: a tiny model on the text in the package, on 4 CPU ranks in a zigzag ring (or the GPUs here).
     Takes a TOML file and --section.key value; flashspan train --help lists the keys.

@@ -75,7 +75,7 @@ def join(
     """One row from every rank's numbers: the slowest rank's times, the largest rank's memory."""
     parts = parts[:1] if case[0] == ALONE else parts
     steps = [max(times) for times in zip(*(part.steps for part in parts), strict=True)]
-    computing, wire = max(p.computing for p in parts), max(p.wire for p in parts)
+    computing, wire = max(p.computing for p in parts), max(p.communication for p in parts)
     whole = median(steps)
     speed = work.tflop(kind) * 1e15 / whole  # operations per second
     return make_row(

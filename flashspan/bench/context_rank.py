@@ -1,6 +1,6 @@
 """What `flashspan bench context` measures on a rank: steps of a LLaMA, its attention split or on one device.
 
-What the wire costs is measured, not guessed: the same step with the wire switched off is the computing, the same
+What communication costs is measured, not guessed: the same step with transfers switched off is the computing, the same
 attention calls with the computing switched off are the communication. What is compared takes turns, step by step, so
 that whatever else the machine does hits all of it alike.
 """
@@ -68,15 +68,15 @@ Entry: TypeAlias = tuple[Workload, tuple[str, str]]
 
 
 class Switch:
-    """LocalAttention and wires that can be switched off: then they return at once, with room and nothing in it."""
+    """LocalAttention and transports that can be switched off: then they return at once, with room and nothing in it."""
 
     def __init__(self, attend: ContextAttention) -> None:
         self.computes = self.sends = True
         self.local: LocalAttention = attend.local
         attend.local = self
-        for wire in {id(w): w for w in (attend.outer, attend.inner)}.values():
-            setattr(wire, "post", self._gate(wire.post))  # noqa: B010 - a method of one object
-            setattr(wire, "wait", self._gate(wire.wait))  # noqa: B010
+        for transport in {id(w): w for w in (attend.outer, attend.inner)}.values():
+            setattr(transport, "post", self._gate(transport.post))  # noqa: B010 - a method of one object
+            setattr(transport, "wait", self._gate(transport.wait))  # noqa: B010
 
     def _gate(self, call: Callable[[Any], None]) -> Callable[[Any], None]:
         return lambda argument: call(argument) if self.sends else None
@@ -107,12 +107,12 @@ class Measured:
 
     steps: list[float]
     computing: float
-    wire: float
+    communication: float
     peak_mib: float
     sent: float
     product_share: float
     peak_flops: float
-    transport: str = ""  # how parcels travelled, and why
+    transport: str = ""  # how messages travelled, and why
 
 
 class Contender:
@@ -144,7 +144,7 @@ class Contender:
             model.zero_grad()
 
     def turns(self, kind: str) -> dict[str, Callable[[], None]]:
-        """What is timed: the step, the step without its wire, its attention without computing."""
+        """What is timed: the step, the step without its transfers, its attention without computing."""
         step = partial(self.step, kind)
         if self.attend is None or self.switch is None:
             return {"step": step}
@@ -173,7 +173,7 @@ class Contender:
 def run_on_rank(
     entries: Sequence[Entry], kinds: Sequence[str], repeats: int, device_type: str
 ) -> dict[Entry, dict[str, Measured]]:
-    """On a rank: what is measured of each, by pass. All of it takes turns: passes, their computing and their wire."""
+    """On a rank: what is measured of each, by pass. Passes, their computing and their communication take turns."""
     device = here(device_type)
     torch.manual_seed(0)
     config, longest = entries[0][0].config(), max(work.tokens for work, _ in entries)
@@ -204,9 +204,11 @@ def run_on_rank(
     def measured(entry: Entry, kind: str) -> Measured:
         steps = times[entry, kind, "step"]
         computing = median(times.get((entry, kind, "computing"), steps))
-        wire = median(times.get((entry, kind, "wire"), [0.0]))
+        communication = median(times.get((entry, kind, "wire"), [0.0]))
         transport = transports[entry]
-        return Measured(steps, computing, wire, *watched[entry][kind], flops[contenders[entry].num_ranks], transport)
+        return Measured(
+            steps, computing, communication, *watched[entry][kind], flops[contenders[entry].num_ranks], transport
+        )
 
     return {entry: {kind: measured(entry, kind) for kind in kinds} for entry in entries}
 

@@ -52,9 +52,10 @@ BUCKET_MB = 4.0  # in proportion to a model this small; the default suits larger
 PROFILED = 3  # steps, apart from those that are timed: a profiler slows the host down
 MIB = 2**20
 WIRE = (
-    "wire ms and hidden: on the CPU, of those that reduce gradients by DataParallel (naive to bucketed, sharded "
-    "optimizer, context) that reduction alone, and the part of it before backward ended; of the others, and of all on "
-    "GPUs, every collective of a profiled step, waiting included, and the part in which the rank also computed. "
+    "communication ms and hidden: on the CPU, for those that reduce gradients by DataParallel (naive to bucketed, "
+    "sharded optimizer, context), that reduction alone, and the part of it before backward ended; for the others, and "
+    "for all on GPUs, every collective of a profiled step, waiting included, and the part in which the rank also "
+    "computed. "
     "The two kinds of hidden do not compare."
 )
 
@@ -138,7 +139,7 @@ class Contender:
         self.optimizer.step()
 
     def watch(self, device: torch.device) -> tuple[float, float]:
-        """The wire's milliseconds in a profiled step, and the fraction of them that computing hid."""
+        """The milliseconds of communication in a profiled step, and the fraction of them that computing hid."""
         dist.barrier()
         with trace.profiled(device) as profiler:
             self.step()
@@ -394,7 +395,7 @@ def table(rows: Sequence[Row]) -> Table:
             "/ best": lambda row: row.p50_ms / best,
             "p20": lambda row: row.p20_ms,
             "p80": lambda row: row.p80_ms,
-            "wire ms": more("communication_ms"),
+            "communication ms": more("communication_ms"),
             "hidden": more("hidden"),
             "parameters": more("parameters_mib"),
             "gradients": more("gradients_mib"),
@@ -421,7 +422,7 @@ def bench_data(
 ) -> int:
     """A training step under every strategy of data, optimizer, context and tensor parallelism, in one run.
 
-    Time, the wire and the part of it that computing hides, and the memory of a rank by kind. Runs on GPUs
+    Time, communication and the part of it that computing hides, and the memory of a rank by kind. Runs on GPUs
     where there are as many as the largest number of ranks; without enough GPUs it measures processes on the CPU. Rows
     go to FOLDER/data.jsonl.
 

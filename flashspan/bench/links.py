@@ -1,7 +1,7 @@
-"""What the wires of an attention carry: the bandwidth of each link, the time of an empty step, and how much of the
+"""What the transports of an attention carry: the bandwidth of each link, the time of an empty step, and how much of the
 transfers attention hides.
 
-Everything goes through the wires that the attention itself uses, posted and waited for as its own parcels are, so
+Everything goes through the transports that the attention itself uses, posted and waited for as its own messages are, so
 copies between GPUs, NCCL and gloo are each measured as they serve.
 """
 
@@ -21,24 +21,24 @@ from torch import Tensor
 
 from flashspan.bench.clock import between, in_turns, mark, synchronise, timed
 from flashspan.bench.context_rank import Switch
-from flashspan.context.exchange import Parcel
 from flashspan.context.generators import GENERATORS
-from flashspan.context.landing import Arrival, Landings, land
 from flashspan.context.layout import place
 from flashspan.context.schedule import Schedule, Shape, reverse
+from flashspan.context.slots import Receive, SlotPlan, assign_slots
 from flashspan.context.strategy import ContextAttention
-from flashspan.context.survey import Survey
-from flashspan.context.symmetric import SymmetricWire
+from flashspan.context.symmetric import SymmetricTransport
+from flashspan.context.transport import Message
+from flashspan.context.visibility import Visibility
 from flashspan.kernels.masks import CAUSAL, Mask
 
-MESSAGE = {"cuda": 32 * 2**20, "cpu": 2**20}
-"""Bytes of a parcel, about a shard of keys and values, by type of device."""
-PARCELS = 4
-"""Parcels that a link carries in one measurement, posted together."""
+MESSAGE_BYTES = {"cuda": 32 * 2**20, "cpu": 2**20}
+"""Bytes of a message, about a shard of keys and values, by type of device."""
+MESSAGES = 4
+"""Messages that a link carries in one measurement, posted together."""
 REPEATS, LINKS_S = 5, 15.0
 """Measurements of each link, of which the fastest counts, and the seconds that all of them may take."""
 EMPTY, EMPTY_STEPS = 256, 20
-"""Bytes of a parcel that takes no time but its latency, and the steps with one that are timed in a row."""
+"""Bytes of a message that takes no time but its latency, and the steps with one that are timed in a row."""
 EVERY_PAIR = 16
 """Ranks up to which every ordered pair is measured; beyond, those that the strategy uses."""
 NUM_HEADS, ROUNDS, SPARE = 8, 5, 1.25
@@ -53,14 +53,14 @@ Pair: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True)
 class Link:
-    """One direction between two ranks (global numbers), measured while every rank of its wire sent and received.
+    """One direction between two ranks (global numbers), measured while every rank of its transport sent and received.
 
-    `wire` is the attention's: 0 the outer, 1 the inner. `shift` is how far apart the two are on it.
+    `level` is that of the attention's transport: 0 the outer, 1 the inner. `shift` is how far apart the two are on it.
     """
 
     src: int
     dst: int
-    wire: int
+    level: int
     shift: int
     bandwidth: float  # bytes per second
     intact: bool = True  # what arrived is what was sent
@@ -87,7 +87,7 @@ class Overlap:
 
 
 class Passage(NamedTuple):
-    """When a rank's parcels were posted, when all it receives had arrived, when all it sends had left too; and whether
+    """When a rank's messages were posted, when all it receives had arrived, when all it sends had left too; and whether
     what arrived was intact."""
 
     posted: Any
@@ -102,7 +102,7 @@ class End:
 
     src: int
     dst: int
-    wire: int
+    level: int
     shift: int
     sent: float = math.inf
     received: float = math.inf
@@ -110,47 +110,47 @@ class End:
 
 
 class Traffic:
-    """Parcels between the ranks of a wire, sent from the same buffers again and again."""
+    """Messages between the ranks of a transport, sent from the same buffers again and again."""
 
-    def __init__(self, wire: SymmetricWire, device: torch.device, num_bytes: int, num_parcels: int) -> None:
-        self.wire, self.device, self.num_bytes, self.num_parcels = wire, device, num_bytes, num_parcels
-        self.outgoing = self._content(wire.rank)
-        self.spare = [torch.empty_like(self.outgoing) for _ in range(num_parcels)]
-        self._landings: dict[tuple[Pair, ...], Landings] = {}
+    def __init__(self, transport: SymmetricTransport, device: torch.device, num_bytes: int, num_messages: int) -> None:
+        self.transport, self.device, self.num_bytes, self.num_messages = transport, device, num_bytes, num_messages
+        self.outgoing = self._content(transport.rank)
+        self.spare = [torch.empty_like(self.outgoing) for _ in range(num_messages)]
+        self._slots: dict[tuple[Pair, ...], SlotPlan] = {}
 
     def send(self, pairs: Sequence[Pair], *, compare: bool = False) -> Passage:
         """Send along these (src, dst), of which each rank is in two at most. `compare` what arrives with what was sent.
 
-        Every rank of the wire makes this call.
+        Every rank of the transport makes this call.
         """
-        wire, numbers = self.wire, range(self.num_parcels)
-        wire.begin("preflight", device=self.device, landings=lambda: self._land(tuple(pairs)))
-        arriving: list[Parcel] = []
-        leaving: list[Parcel] = []
-        parcels: list[Parcel] = []
+        transport, numbers = self.transport, range(self.num_messages)
+        transport.begin("preflight", device=self.device, slots=lambda: self._land(tuple(pairs)))
+        arriving: list[Message] = []
+        leaving: list[Message] = []
+        messages: list[Message] = []
         for src, dst in pairs:
-            if wire.rank not in (src, dst):
+            if transport.rank not in (src, dst):
                 continue
             for i in numbers:
                 key, buffer = ("link", src, dst, i), self.outgoing
-                if dst == wire.rank:
-                    room = wire.room(key)
+                if dst == transport.rank:
+                    room = transport.receive_buffer(key)
                     buffer = self.spare[i] if room is None else room
-                label = f"parcel {i} from rank {src} to rank {dst} (preflight)"
-                parcels.append(Parcel(src, dst, key, buffer, label))
-                (arriving if dst == wire.rank else leaving).append(parcels[-1])
-        for parcel in arriving if compare else []:
-            parcel.buffer.zero_()
+                label = f"message {i} from rank {src} to rank {dst} (preflight)"
+                messages.append(Message(src, dst, key, buffer, label))
+                (arriving if dst == transport.rank else leaving).append(messages[-1])
+        for message in arriving if compare else []:
+            message.buffer.zero_()
         posted = mark(self.device)
-        wire.post(parcels)
-        for parcel in arriving:
-            wire.wait(parcel)
+        transport.post(messages)
+        for message in arriving:
+            transport.wait(message)
         arrived = mark(self.device)
-        for parcel in leaving:
-            wire.wait(parcel)
+        for message in leaving:
+            transport.wait(message)
         left = mark(self.device)
         intact = all(torch.equal(p.buffer, self._content(p.src)) for p in arriving) if compare else True
-        wire.end()
+        transport.end()
         return Passage(posted, arrived, left, intact)
 
     def _content(self, rank: int) -> Tensor:
@@ -158,32 +158,32 @@ class Traffic:
         numbers = torch.arange(rank, rank + self.num_bytes, dtype=torch.int32, device=self.device)
         return (1 + numbers % 251).to(torch.uint8)
 
-    def _land(self, pairs: tuple[Pair, ...]) -> Landings:
-        if pairs not in self._landings:
-            keys = [("link", *pair, i) for pair in pairs for i in range(self.num_parcels)]
-            self._landings[pairs] = land(Arrival(key, key[1], key[2], self.num_bytes, 0, 1) for key in keys)
-        return self._landings[pairs]
+    def _land(self, pairs: tuple[Pair, ...]) -> SlotPlan:
+        if pairs not in self._slots:
+            keys = [("link", *pair, i) for pair in pairs for i in range(self.num_messages)]
+            self._slots[pairs] = assign_slots(Receive(key, key[1], key[2], self.num_bytes, 0, 1) for key in keys)
+        return self._slots[pairs]
 
 
 def schedule_of(attend: ContextAttention, num_tokens: int, mask: Mask) -> Schedule:
-    """What the outer wire of an attention is used by."""
+    """What the outer transport of an attention is used by."""
     settings = attend.settings
     options = {"sizes": settings.sizes} if settings.schedule == "double_ring" else {}
     return GENERATORS[settings.schedule](
-        Survey(place(settings.layout, num_tokens, attend.outer.num_ranks), mask), **options
+        Visibility(place(settings.layout, num_tokens, attend.outer.num_ranks), mask), **options
     )
 
 
 def pairs_of(attend: ContextAttention, num_tokens: int) -> list[set[Pair]]:
-    """The ordered pairs of ranks to measure, of the outer and the inner wire: those that the strategy sends along, and
-    of few ranks all."""
+    """The ordered pairs of ranks to measure, of the outer and the inner transport: those the strategy sends along, or
+    all pairs if there are few ranks."""
     found: list[set[Pair]] = [set(), set()]
     if attend.outer.num_ranks > 1:
         forward = schedule_of(attend, num_tokens, CAUSAL)
         found[0] = {(t.src, t.dst) for schedule in (forward, reverse(forward)) for t in schedule.transfers}
-    for pairs, wire in zip(found, (attend.outer, attend.inner), strict=True):
-        if wire is attend.inner or attend.num_ranks <= EVERY_PAIR:  # heads are traded between all
-            ranks = range(wire.num_ranks)
+    for pairs, transport in zip(found, (attend.outer, attend.inner), strict=True):
+        if transport is attend.inner or attend.num_ranks <= EVERY_PAIR:  # heads are traded between all
+            ranks = range(transport.num_ranks)
             pairs |= {(src, dst) for src in ranks for dst in ranks if src != dst}
     return found
 
@@ -207,10 +207,14 @@ def measure_links(
 ) -> list[Link]:
     """Every link of these pairs, on every rank. A link among the `suspects` is measured again, up to `again` times and
     with all others of its distance: a busy machine makes any link slow for a moment."""
-    size = num_bytes or MESSAGE[device.type]
-    wires = (attend.outer, attend.inner)
-    rounds = [rounds_of(some, wire.num_ranks) for some, wire in zip(pairs, wires, strict=True)]
-    traffic = {which: Traffic(wire, device, size, PARCELS) for which, wire in enumerate(wires) if wire.num_ranks > 1}
+    size = num_bytes or MESSAGE_BYTES[device.type]
+    transports = (attend.outer, attend.inner)
+    rounds = [rounds_of(some, transport.num_ranks) for some, transport in zip(pairs, transports, strict=True)]
+    traffic = {
+        which: Traffic(transport, device, size, MESSAGES)
+        for which, transport in enumerate(transports)
+        if transport.num_ranks > 1
+    }
     budget = LINKS_S / max(1, sum(map(len, rounds)))
     best: dict[Pair, Link] = {}
     todo = {(which, shift) for which, some in enumerate(rounds) for shift in some}
@@ -220,12 +224,12 @@ def measure_links(
             for which, shift in sorted(todo)
             for end in see_ends(traffic[which], which, shift, rounds[which][shift], budget)
         ]
-        for link in join_ends([end for some in from_all(ends) for end in some], PARCELS * size, device.type):
+        for link in join_ends([end for some in from_all(ends) for end in some], MESSAGES * size, device.type):
             old = best.get((link.src, link.dst), link)
             best[link.src, link.dst] = replace(
                 link, bandwidth=max(link.bandwidth, old.bandwidth), intact=link.intact and old.intact
             )
-        todo = {(link.wire, link.shift) for link in suspects(list(best.values()))}
+        todo = {(link.level, link.shift) for link in suspects(list(best.values()))}
         if not todo:
             break
     return [best[pair] for pair in sorted(best)]
@@ -234,12 +238,12 @@ def measure_links(
 def see_ends(traffic: Traffic, which: int, shift: int, pairs: Sequence[Pair], budget: float) -> list[End]:
     """What this rank sees of these pairs, which send at once: the fastest of several times, after one that is compared
     and not timed."""
-    wire, began = traffic.wire, time.perf_counter()
+    transport, began = traffic.transport, time.perf_counter()
     intact = traffic.send(pairs, compare=True).intact
     received = sent = math.inf
     for number in range(REPEATS):
         spent = int(1e6 * (time.perf_counter() - began))
-        slowest = max(row[0] for row in wire.agree([spent]))  # also lets all begin together
+        slowest = max(row[0] for row in transport.agree([spent]))  # also lets all begin together
         if number and slowest > 1e6 * budget:
             break
         passage = traffic.send(pairs)
@@ -247,10 +251,10 @@ def see_ends(traffic: Traffic, which: int, shift: int, pairs: Sequence[Pair], bu
         sent = min(sent, between(passage.posted, passage.left))
     ends = []
     for src, dst in pairs:
-        link = wire.by_group.global_rank(src), wire.by_group.global_rank(dst), which, shift
-        if src == wire.rank:
+        link = transport.by_group.global_rank(src), transport.by_group.global_rank(dst), which, shift
+        if src == transport.rank:
             ends.append(End(*link, sent=sent))
-        if dst == wire.rank:
+        if dst == transport.rank:
             ends.append(End(*link, received=received, intact=intact))
     return ends
 
@@ -259,7 +263,7 @@ def join_ends(ends: Iterable[End], num_bytes: int, device_type: str) -> list[Lin
     """Links from what their two ends saw.
 
     NCCL answers for what a rank sends and receives together, so a slow link makes both its ends slow in both
-    directions. Only for that link itself do both ends see it: its time is the lesser of the two. On CPUs each parcel
+    directions. Only for that link itself do both ends see it: its time is the lesser of the two. On CPUs each message
     has an answer of its own, and the receiver's alone counts: the sender's socket takes bytes before they travel.
     """
     found: dict[Pair, list[End]] = defaultdict(list)
@@ -271,22 +275,22 @@ def join_ends(ends: Iterable[End], num_bytes: int, device_type: str) -> list[Lin
         if device_type == "cuda":
             seconds = min([seconds, *(end.sent for end in some)])
         intact = all(end.intact for end in some)
-        links.append(Link(src, dst, some[0].wire, some[0].shift, num_bytes / seconds, intact))
+        links.append(Link(src, dst, some[0].level, some[0].shift, num_bytes / seconds, intact))
     return links
 
 
 def measure_empty_step(attend: ContextAttention, device: torch.device) -> float:
-    """Seconds of a step round the ring whose parcels are nearly empty, of the slowest rank."""
+    """Seconds of a step round the ring whose messages are nearly empty, of the slowest rank."""
     seconds = 0.0
-    for wire in (attend.outer, attend.inner):
-        if wire.num_ranks == 1:
+    for transport in (attend.outer, attend.inner):
+        if transport.num_ranks == 1:
             continue
-        pairs = [(rank, (rank + 1) % wire.num_ranks) for rank in range(wire.num_ranks)]
-        traffic = Traffic(wire, device, EMPTY, 1)
+        pairs = [(rank, (rank + 1) % transport.num_ranks) for rank in range(transport.num_ranks)]
+        traffic = Traffic(transport, device, EMPTY, 1)
         traffic.send(pairs)
         times = []
         for _ in range(REPEATS):
-            wire.agree([0])
+            transport.agree([0])
             begin = time.perf_counter()
             for _ in range(EMPTY_STEPS):
                 traffic.send(pairs)
@@ -312,8 +316,8 @@ def measure_overlap(
 
 
 def _batch(device: torch.device, dtype: torch.dtype, head_dim: int, shard: int) -> int:
-    """Samples whose keys and values of a shard are a parcel of the usual size."""
-    return max(1, MESSAGE[device.type] // (2 * NUM_HEADS * head_dim * shard * dtype.itemsize))
+    """Samples whose keys and values of a shard are a message of the usual size."""
+    return max(1, MESSAGE_BYTES[device.type] // (2 * NUM_HEADS * head_dim * shard * dtype.itemsize))
 
 
 def _time_passes(

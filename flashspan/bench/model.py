@@ -23,7 +23,7 @@ from flashspan.bench.clock import check_repeats, timed
 from flashspan.bench.record import Row
 from flashspan.bench.tables import Table, pivot, show_tables
 from flashspan.model import Llama, LlamaConfig, preset
-from flashspan.plan import Mixture, Run, ledger
+from flashspan.plan import ParallelConfig, Run, ledger
 
 KINDS = ("inference", "forward", "backward", "optimizer", "training")
 FORWARD_ONLY = KINDS[:1]
@@ -121,7 +121,7 @@ def needed_bytes(setting: Setting, kinds: Sequence[str] = KINDS) -> float:
     if kinds == FORWARD_ONLY:
         each = 4 if setting.dtype == "float32" else 4 + run.itemsize
         return float(run.model.num_parameters * each + scores)
-    return ledger(run, Mixture()).peak + float(run.model.num_layers * scores)
+    return ledger(run, ParallelConfig()).peak + float(run.model.num_layers * scores)
 
 
 def time_phases(stepper: Stepper, warmup: int, steps: int, kinds: Sequence[str]) -> dict[str, list[float]]:

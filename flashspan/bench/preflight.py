@@ -36,8 +36,8 @@ from flashspan.bench.check import (
 )
 from flashspan.bench.clock import here
 from flashspan.bench.links import (
-    MESSAGE,
-    PARCELS,
+    MESSAGE_BYTES,
+    MESSAGES,
     Link,
     Overlap,
     from_all,
@@ -49,10 +49,10 @@ from flashspan.bench.links import (
 )
 from flashspan.bench.memory import refuse_shared_gpu
 from flashspan.bench.verdict import Job, Planned, Report, judge, print_report, slow_links
-from flashspan.context.exchange import ExchangeError
 from flashspan.context.layout import LAYOUTS
 from flashspan.context.strategy import STRATEGIES, ContextAttention, context_parallel
-from flashspan.context.symmetric import TRANSPORTS, Transport
+from flashspan.context.symmetric import TRANSPORTS, TransportName
+from flashspan.context.transport import ExchangeError
 from flashspan.kernels.masks import EVERYTHING
 from flashspan.launch import RankError, Ranks, SilentRank, check_num_ranks, joined, raise_plainly
 from flashspan.plan.devices import DEVICES, is_named, make_cluster
@@ -70,7 +70,7 @@ def preflight(
     strategy: Strategy = "ring",
     layout: Layout = "zigzag",
     dtype: Dtype | None = None,
-    transport: Transport = "auto",
+    transport: TransportName = "auto",
     share_gpu: bool = False,
 ) -> int:
     """Check a cluster before a long run: results, links and overlap, in about a minute.
@@ -119,7 +119,7 @@ def preflight(
 def _start(job: Job, num_ranks: int, cuda: bool) -> Report:
     check_num_ranks(num_ranks, "check")
     if job.share_gpu:
-        refuse_shared_gpu(num_ranks, 6 * PARCELS * MESSAGE["cuda"], "lower --ranks")
+        refuse_shared_gpu(num_ranks, 6 * MESSAGES * MESSAGE_BYTES["cuda"], "lower --ranks")
     backend = "nccl" if cuda and not job.share_gpu else "gloo"
     pool = Ranks(num_ranks, backend=backend, timeout=PATIENCE, share_gpu=job.share_gpu)
     with waiting(f"preflight of {num_ranks} ranks"), pool:

@@ -2,7 +2,7 @@
 
     flashspan bench ring --ranks 2 --share-gpu
 
-Each rank profiles one walk, forward and backward. Rows go to docs/benchmarks/ring.jsonl, the picture to ring.svg in the
+Each rank profiles one pass, forward and backward. Rows go to docs/benchmarks/ring.jsonl, the picture to ring.svg in the
 same folder. Ranks that share a GPU take turns with it unless MPS runs; with MPS, and half of the GPU's multiprocessors
 for each of two ranks, they are nearest to ranks with a GPU of their own:
 
@@ -64,8 +64,8 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Walk:
-    """One profiled walk of a rank."""
+class PassProfile:
+    """A profiled pass of a rank."""
 
     spans: tuple[Span, ...]
     host_waits: tuple[str, ...]
@@ -139,15 +139,15 @@ def bench_ring(
         raise ValueError(f"bench ring needs a GPU for each of {ranks} ranks: found {torch.cuda.device_count()}; "
                          f"--share-gpu puts all on one")  # fmt: skip
     with Ranks(ranks, backend="gloo" if share_gpu else "nccl", timeout=120, share_gpu=share_gpu) as pool:
-        walks: list[dict[str, Walk]] = pool.run(run_on_rank, shape, timeout=300)
-    named = [(rank, kind, walk) for rank, both in enumerate(walks) for kind, walk in both.items()]
+        profiles: list[dict[str, PassProfile]] = pool.run(run_on_rank, shape, timeout=300)
+    named = [(rank, kind, profile) for rank, both in enumerate(profiles) for kind, profile in both.items()]
     where = record.environment(torch.device("cuda"))
-    rows = [row_of(where, shape, kind, rank, walk, ranks, share_gpu) for rank, kind, walk in named]
+    rows = [row_of(where, shape, kind, rank, profile, ranks, share_gpu) for rank, kind, profile in named]
     record.append(rows, folder / "ring.jsonl")
-    (folder / "ring.svg").write_text(plots.to_svg(draw(shape, walks), "Timeline of a ring"), encoding="utf-8")
-    print(f"{shape}, {ranks} ranks\ntransport: {walks[0]['forward'].transport}\n")
+    (folder / "ring.svg").write_text(plots.to_svg(draw(shape, profiles), "Timeline of a ring"), encoding="utf-8")
+    print(f"{shape}, {ranks} ranks\ntransport: {profiles[0]['forward'].transport}\n")
     print(
-        f"{'rank':>4} {'pass':<9} {'walk ms':>8} {'kernels':>8} {'longest gap us':>15} {'copies hidden':>14} host waits"
+        f"{'rank':>4} {'pass':<9} {'pass ms':>8} {'kernels':>8} {'longest gap us':>15} {'copies hidden':>14} host waits"
     )
     for row in rows:
         more = row.more
@@ -157,7 +157,7 @@ def bench_ring(
     return 0
 
 
-def run_on_rank(shape: Shape) -> dict[str, Walk]:
+def run_on_rank(shape: Shape) -> dict[str, PassProfile]:
     """On a rank: forward and backward, profiled after a few that warm up."""
     device = torch.device("cuda", torch.cuda.current_device())
     attend = over_all_ranks(shape.strategy, shape.layout, "cuda", num_tokens=shape.tokens * dist.get_world_size())
@@ -186,49 +186,49 @@ def run_on_rank(shape: Shape) -> dict[str, Walk]:
             for e in ran
         ]
         waits = sorted((e.start_ns(), e.name()) for e in events if e.name() in WAITS and e.start_ns() < ended)
-        found[kind] = Walk(tuple(spans), tuple(name for _, name in waits), attend.transport(device))
+        found[kind] = PassProfile(tuple(spans), tuple(name for _, name in waits), attend.transport(device))
     return found
 
 
 def row_of(
-    where: dict[str, Any], shape: Shape, kind: str, rank: int, walk: Walk, ranks: int, share_gpu: bool
+    where: dict[str, Any], shape: Shape, kind: str, rank: int, profile: PassProfile, ranks: int, share_gpu: bool
 ) -> record.Row:
-    """A walk as a row."""
-    gaps = walk.gaps
+    """A profiled pass as a row."""
+    gaps = profile.gaps
     share = os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
     more: dict[str, Any] = {
         "rank": rank,
-        "kernels": len(walk.kernels),
-        "copies": sum(span.is_copy for span in walk.spans),
+        "kernels": len(profile.kernels),
+        "copies": sum(span.is_copy for span in profile.spans),
         "longest_gap_us": max(gaps, default=0.0),
-        "hidden": walk.hidden,
-        "host_waits": ", ".join(walk.host_waits),
-        "transport": walk.transport,
+        "hidden": profile.hidden,
+        "host_waits": ", ".join(profile.host_waits),
+        "transport": profile.transport,
         "share_gpu": share_gpu,
         "mps_percentage": share or "",
     }
-    span_ms = (max(s.end for s in walk.spans) - min(s.begin for s in walk.spans)) / 1e3
+    span_ms = (max(s.end for s in profile.spans) - min(s.begin for s in profile.spans)) / 1e3
     return record.row(
         where, what="ring", shape=str(shape), impl=f"rank {rank}", kind=kind, dtype="bfloat16", samples_ms=[span_ms],
         ranks=ranks, more=more,
     )  # fmt: skip
 
 
-def draw(shape: Shape, walks: list[dict[str, Walk]]) -> Figure:
+def draw(shape: Shape, profiles: list[dict[str, PassProfile]]) -> Figure:
     """Kernels and copies of each rank over time, forward above and backward below."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 1.6 + 0.9 * len(walks)), layout="constrained")
+    figure = Figure(figsize=(9, 1.6 + 0.9 * len(profiles)), layout="constrained")
     for axes, kind in zip(figure.subplots(2, 1), ("forward", "backward"), strict=True):
-        first = min(span.begin for both in walks for span in both[kind].spans)
-        for rank, both in enumerate(walks):
+        first = min(span.begin for both in profiles for span in both[kind].spans)
+        for rank, both in enumerate(profiles):
             for span in both[kind].spans:
                 attention = trace.Kernel(span.name, 0.0, 1).kind == "attention"
                 colour = plots.COLOURS[1] if span.is_copy else plots.COLOURS[0 if attention else 7]
                 place = (2 * rank + span.is_copy - 0.4, 0.8)
                 bar = [((span.begin - first) / 1e3, (span.end - span.begin) / 1e3)]
                 axes.broken_barh(bar, place, facecolors=colour, edgecolor="white", linewidth=0.3)
-        labels = [f"rank {rank} {lane}" for rank in range(len(walks)) for lane in ("kernels", "copies")]
+        labels = [f"rank {rank} {lane}" for rank in range(len(profiles)) for lane in ("kernels", "copies")]
         axes.set_yticks(range(len(labels)), labels, fontsize=8)
         axes.invert_yaxis()
         axes.set_title(f"{kind}, {shape}", fontsize=9)

@@ -12,8 +12,8 @@ from flashspan.context.draw import draw_ownership, draw_timeline
 from flashspan.context.generators import GENERATORS
 from flashspan.context.layout import place
 from flashspan.context.schedule import reverse
-from flashspan.context.survey import Survey
 from flashspan.context.verify import verify
+from flashspan.context.visibility import Visibility
 from flashspan.files import make_folder
 from flashspan.plan.draw import written_to
 
@@ -56,16 +56,16 @@ def draw(
     if (strategy == "double_ring") != (sizes is not None):
         raise ValueError(f"double_ring, and no other, takes --sizes NODES RANKS_PER_NODE: got {sizes} for {strategy}")
     rows = torch.empty(1, 1, tokens, 1, device="meta")
-    survey = Survey(place(layout, tokens, ranks), resolve_mask(rows, rows, causal=causal, window=window))
+    visibility = Visibility(place(layout, tokens, ranks), resolve_mask(rows, rows, causal=causal, window=window))
     options = {"sizes": sizes} if sizes else {}
-    schedule = GENERATORS[strategy](survey, **options)
-    verify(schedule, survey)
-    verify(reverse(schedule), survey)
+    schedule = GENERATORS[strategy](visibility, **options)
+    verify(schedule, visibility)
+    verify(reverse(schedule), visibility)
     out = make_folder(folder, "--folder")
     stem = f"{strategy}-{layout}-{ranks}"
     timeline, ownership = out / f"{stem}-timeline.svg", out / f"{stem}-mask.svg"
     with written_to(out, "--folder"):
-        draw_ownership(schedule, survey, ownership)  # first: it refuses long sequences
+        draw_ownership(schedule, visibility, ownership)  # first: it refuses long sequences
         draw_timeline(schedule, timeline)
     print(f"{strategy} on {ranks} ranks, {layout}: {schedule.num_steps} steps, {len(schedule.transfers)} transfers")
     print(f"busiest rank: {schedule.balance:.3f}x the mean")

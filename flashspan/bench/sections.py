@@ -39,7 +39,7 @@ from flashspan.bench.tables import Table, make, model_size, pivot, show
 from flashspan.context.draw import draw_ownership, draw_timeline
 from flashspan.context.generators import GENERATORS
 from flashspan.context.layout import LAYOUTS, place
-from flashspan.context.survey import Survey
+from flashspan.context.visibility import Visibility
 
 MOST_DRAWN = 32
 """Ranks whose schedule can be read in a picture."""
@@ -367,7 +367,7 @@ def of_data(rows: Sequence[Row]) -> Section | None:
         "layers x width, sequences": lambda row: row.shape,
         "ranks": lambda row: row.ranks,
         "ms": lambda row: row.p50_ms if row.ok else row.status,
-        "wire ms": lambda row: row.more.get("communication_ms"),
+        "communication ms": lambda row: row.more.get("communication_ms"),
     }
     for name in names:
         columns[name.replace("_", " ")] = lambda row, name=name: row.more.get(name)  # type: ignore[misc]
@@ -408,13 +408,13 @@ def of_schedules(rows: Sequence[Row]) -> Section | None:
     best = min((row for row in ranked if row.ranks == most), key=lambda row: row.p50_ms / row.more["tokens"])
     strategy, layout = known[best.impl]
     tokens = min(512, best.more["tokens"])
-    survey = Survey(place(layout, tokens, most), masks.causal())
-    schedule = GENERATORS[strategy](survey)
+    visibility = Visibility(place(layout, tokens, most), masks.causal())
+    schedule = GENERATORS[strategy](visibility)
     made_by = f"flashspan plan draw --strategy {strategy} --layout {layout} --ranks {most} --tokens {tokens}"
     figures = [
         _picture(draw_timeline(schedule), f"{best.impl}: boxes compute, arrows travel.", made_by),
         _picture(
-            draw_ownership(schedule, survey), f"{best.impl}: who computes which pair of the causal mask.", made_by
+            draw_ownership(schedule, visibility), f"{best.impl}: who computes which pair of the causal mask.", made_by
         ),
     ]
     return Section("The schedule", [made_by], figures)

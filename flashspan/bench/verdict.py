@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from flashspan.bench.check import BOUNDS, Layout, Result, Strategy, at_length
 from flashspan.bench.links import EVERY_PAIR, Link, Overlap
-from flashspan.context.symmetric import Transport
+from flashspan.context.symmetric import TransportName
 from flashspan.plan.devices import Link as LinkKind
 
 SLOW = 0.5
@@ -29,7 +29,7 @@ class Job:
     strategy: Strategy
     layout: Layout
     dtype: str
-    transport: Transport
+    transport: TransportName
     share_gpu: bool
 
 

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from flashspan.bench.clock import in_turns, synchronise, timed
 from flashspan.context.dispatched import Dispatched
-from flashspan.context.exchange import LocalWires
 from flashspan.context.execute import Call, Plan, simulate
 from flashspan.context.generators import GENERATORS
 from flashspan.context.layout import place
-from flashspan.context.passes import BackwardWalk, ForwardWalk
-from flashspan.context.survey import Survey
+from flashspan.context.passes import BackwardPass, ForwardPass
+from flashspan.context.transport import LocalTransports
+from flashspan.context.visibility import Visibility
 from flashspan.kernels.contract import Carry, LocalAttention, row_delta
 from flashspan.kernels.masks import CAUSAL, EVERYTHING, Mask
 
@@ -77,20 +77,22 @@ def walk(inputs: list[Tensor], mask: Mask, num_ranks: int, *, strategy: str, lay
     """All ranks' steps, one after another."""
     q, k, v, dout = inputs
     placement = place(layout, q.shape[2], num_ranks)
-    plan = Plan(placement, mask, GENERATORS[strategy](Survey(placement, mask)))
+    plan = Plan(placement, mask, GENERATORS[strategy](Visibility(placement, mask)))
     watch = Stopwatch(Dispatched(backend), q.device)
     parts = [[placement.shard(x, 2, rank) for rank in range(num_ranks)] for x in (q, k, v, dout)]
     calls = [Call(parts[0][r], parts[1][r], parts[2][r], q.shape[3] ** -0.5) for r in range(num_ranks)]
     ranks = range(num_ranks)
 
     def once() -> tuple[float, float]:
-        wires = LocalWires(num_ranks).wires
+        transports = LocalTransports(num_ranks).transports
         watch.run_ahead()
-        carries = simulate([ForwardWalk(plan, wires[r], watch, calls[r]) for r in ranks])
+        carries = simulate([ForwardPass(plan, transports[r], watch, calls[r]) for r in ranks])
         forward = watch.milliseconds()
         deltas = [row_delta(parts[3][r], carries[r].out) for r in ranks]
         watch.run_ahead()
-        simulate([BackwardWalk(plan, wires[r], watch, calls[r], parts[3][r], carries[r].lse, deltas[r]) for r in ranks])
+        simulate(
+            [BackwardPass(plan, transports[r], watch, calls[r], parts[3][r], carries[r].lse, deltas[r]) for r in ranks]
+        )
         return forward, watch.milliseconds()
 
     return once

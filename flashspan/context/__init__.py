@@ -1,7 +1,7 @@
-"""Attention across devices: who holds which tokens, who computes what when, and the wire between them."""
+"""Attention across devices: who holds which tokens, who computes what when, and the transport between them."""
 
 from flashspan.context.layout import LAYOUTS, Placement, balanced, place
-from flashspan.context.remat import keep_attention
+from flashspan.context.recompute import keep_attention
 from flashspan.context.strategy import STRATEGIES, ContextAttention, context_parallel
 
 __all__ = [

@@ -21,7 +21,7 @@ class Bundle(NamedTuple):
     rows: Runs
     fields: tuple[Tensor, ...]
     buffer: Tensor | None = None
-    lent: bool = False  # the buffer is the wire's
+    borrowed: bool = False  # the buffer is the transport's
 
     def take(self, rows: range | Runs) -> tuple[Tensor, ...]:
         """Views of what is held from the first to the last of these rows."""
@@ -37,10 +37,10 @@ class Bundle(NamedTuple):
             field.zero_()
 
 
-class Shelf:
+class BufferPool:
     """Buffers that are done with, for those who need one next.
 
-    A walk needs a few of like size at any time. Freed and asked for again, each may be cut from another place: on a CPU
+    A pass needs a few of like size at any time. Freed and asked for again, each may be cut from another place: on a CPU
     that left the process half as large again as what it held.
     """
 
@@ -68,10 +68,10 @@ def allocate(
     rows: Runs,
     dtype: torch.dtype,
     sums: torch.dtype,
-    source: Shelf | Tensor,
+    source: BufferPool | Tensor,
 ) -> Bundle:
     """Room for some rows of a kind (see schedule.Kind); sizes are (B, H, K, D), `sums` the dtype of what is summed.
-    The buffer is taken from a shelf, or given."""
+    The buffer is taken from a pool, or given."""
     B, H, K, D = sizes
     n = len(rows)
     queries, keys, row = (B, H, n, D), (B, K, n, D), (B, H, n)
@@ -84,10 +84,10 @@ def allocate(
         "rows": [(queries, dtype)] * 2 + [(row, sums)] * 2,
     }
     fields, buffer = lay_out(shapes[kind], source)
-    return Bundle(rows, fields, buffer, lent=isinstance(source, Tensor))
+    return Bundle(rows, fields, buffer, borrowed=isinstance(source, Tensor))
 
 
-def lay_out(shapes: Fields, source: Shelf | Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+def lay_out(shapes: Fields, source: BufferPool | Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
     """Uninitialised tensors one after another in one byte buffer, and the buffer. Those of larger elements come first:
     so each begins at a multiple of its element size."""
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in shapes]

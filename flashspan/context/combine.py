@@ -7,8 +7,8 @@ from torch import Tensor
 
 from flashspan.context.bundle import Fields
 from flashspan.context.strategy import ContextAttention
-from flashspan.context.symmetric import SymmetricWire
-from flashspan.context.ulysses import trade
+from flashspan.context.symmetric import SymmetricTransport
+from flashspan.context.ulysses import all_to_all_tensors
 from flashspan.kernels.contract import Carry, merge
 
 
@@ -20,16 +20,18 @@ def combine(attend: ContextAttention, out: Tensor, lse: Tensor) -> Tensor:
     if attend.num_ranks == 1:
         return out
     part = Carry(out.float(), lse.float())
-    for wire in (attend.inner, attend.outer):
-        part = _combine(wire, part)
+    for transport in (attend.inner, attend.outer):
+        part = _combine(transport, part)
     return part.out
 
 
-def _combine(wire: SymmetricWire, part: Carry) -> Carry:
-    if wire.num_ranks == 1:
+def _combine(transport: SymmetricTransport, part: Carry) -> Carry:
+    if transport.num_ranks == 1:
         return part
     fields: Fields = [(tuple(x.shape), x.dtype) for x in part]
-    parts = trade(wire, [tuple(part)] * wire.num_ranks, lambda src, dst: fields, "partial results")
+    parts = all_to_all_tensors(
+        transport, [tuple(part)] * transport.num_ranks, lambda src, dst: fields, "partial results"
+    )
     total = Carry(torch.zeros_like(part.out), torch.full_like(part.lse, -torch.inf))
     for one in parts:
         merge(total, Carry(*one))

@@ -1,6 +1,6 @@
 """Attention of one rank's shard as two functions and the autograd.Function over them.
 
-A core is anything with `forward` and `backward`: `Scheduled` walks a schedule, `Ulysses` wraps another core. They are
+A core is anything with `forward` and `backward`: `Scheduled` runs a schedule, `Ulysses` wraps another core. They are
 plain functions of tensors so that they nest, and so that what is summed can stay float32 between them.
 """
 
@@ -14,10 +14,10 @@ from torch import Tensor
 
 from flashspan.arguments import check_unchanged, dense_rows, mask_versions
 from flashspan.attention import refuse_forward_derivative, refuse_second_derivative
-from flashspan.context.exchange import Wire
 from flashspan.context.execute import Call, Plan, run
-from flashspan.context.passes import BackwardWalk, ForwardWalk
-from flashspan.context.remat import keep
+from flashspan.context.passes import BackwardPass, ForwardPass
+from flashspan.context.recompute import keep
+from flashspan.context.transport import Transport
 from flashspan.kernels.contract import Carry, Dropout, LocalAttention, row_delta
 from flashspan.kernels.masks import Mask
 
@@ -56,7 +56,7 @@ class Scheduled:
     """The executor as a core."""
 
     plan: Plan
-    wire: Wire
+    transport: Transport
     local: LocalAttention
 
     @property
@@ -65,14 +65,14 @@ class Scheduled:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Carry, Saved]:
         call = Call(q, k, v, options.scale, options.dropout)
-        out, lse = keep(lambda: run(ForwardWalk(self.plan, self.wire, self.local, call)))
+        out, lse = keep(lambda: run(ForwardPass(self.plan, self.transport, self.local, call)))
         return Carry(out.to(q.dtype), lse), (q, k, v, out, lse)
 
     def backward(self, dout: Tensor, dlse: Tensor | None, saved: Saved, options: Options) -> Gradients:
         q, k, v, out, lse = saved
         delta = row_delta(dout, out, dlse)
         call = Call(q, k, v, options.scale, options.dropout, options.partial)
-        return run(BackwardWalk(self.plan, self.wire, self.local, call, dout, lse, delta))
+        return run(BackwardPass(self.plan, self.transport, self.local, call, dout, lse, delta))
 
 
 class Final(torch.autograd.Function):

@@ -1,7 +1,7 @@
 """Pictures of a schedule: who computes and sends what when, and who owns which tile of the mask.
 
     draw_timeline(schedule, "ring.svg")
-    draw_ownership(schedule, survey, "ring-tiles.svg")
+    draw_ownership(schedule, visibility, "ring-tiles.svg")
 
 matplotlib is imported when a picture is made, not before.
 """
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flashspan.context.schedule import Schedule
-from flashspan.context.survey import Survey
+from flashspan.context.visibility import Visibility
 from flashspan.kernels.masks import dense
 
 if TYPE_CHECKING:
@@ -92,17 +92,17 @@ def draw_timeline(schedule: Schedule, path: str | Path | None = None) -> Figure:
     return _save(figure, path)
 
 
-def draw_ownership(schedule: Schedule, survey: Survey, path: str | Path | None = None) -> Figure:
+def draw_ownership(schedule: Schedule, visibility: Visibility, path: str | Path | None = None) -> Figure:
     """The mask, query position by key position, each visible pair in the colour of the rank that computes it."""
     import matplotlib
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    placement, num = survey.placement, survey.placement.num_tokens
+    placement, num = visibility.placement, visibility.placement.num_tokens
     if num > 4096:
         raise ValueError(f"a picture of the mask is num_tokens squared: got {num}, draw 4096 or fewer")
-    visible = dense(survey.mask, num, num).reshape(-1, num, num).any(0).cpu().numpy()
+    visible = dense(visibility.mask, num, num).reshape(-1, num, num).any(0).cpu().numpy()
     owner = np.full((num, num), -1)
     for tile in schedule.tiles:
         rows = placement.index(tile.q)[tile.q_rows.start : tile.q_rows.stop]

@@ -1,7 +1,7 @@
-"""The one executor: walks any schedule, forward and backward, over any wire, with any implementation of attention.
+"""The one executor: runs any schedule, forward and backward, over any transport, with any implementation of attention.
 
-A walk is a generator that yields after each step. One process of a group runs its own to the end; a simulation steps
-the walks of all ranks in turn (`simulate`). Everything that is summed, carries and gradients, stays float32 (float64
+A pass is a generator that yields after each step. One process of a group runs its own to the end; a simulation steps
+the passes of all ranks in turn (`simulate`). Everything that is summed, carries and gradients, stays float32 (float64
 where the inputs are) until it is complete.
 """
 
@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashspan.context.bundle import Bundle, Shelf, allocate
-from flashspan.context.exchange import Parcel, Wire
-from flashspan.context.landing import Landings, arrivals, land
+from flashspan.context.bundle import BufferPool, Bundle, allocate
 from flashspan.context.layout import Placement, cut
 from flashspan.context.runs import Runs
 from flashspan.context.schedule import Item, Schedule, Shape, Tile, Transfer, head_chunk, reverse
+from flashspan.context.slots import SlotPlan, assign_slots, receives
+from flashspan.context.transport import Message, Transport
 from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.contract import Dropout, LocalAttention
 from flashspan.kernels.masks import Mask
@@ -43,15 +43,15 @@ class Plan:
         return reverse(self.forward)
 
     @cached_property
-    def _landings(self) -> dict[tuple[bool, Shape], Landings]:
+    def _slots(self) -> dict[tuple[bool, Shape], SlotPlan]:
         return {}
 
-    def landings(self, schedule: Schedule, shape: Shape) -> Landings:
+    def slots(self, schedule: Schedule, shape: Shape) -> SlotPlan:
         """Where this plan's transfers land, forward or backward, worked out once."""
         key = (schedule.is_backward, shape)
-        if key not in self._landings:
-            self._landings[key] = land(arrivals(schedule, lambda t: shape.bytes(t, schedule.num_chunks)))
-        return self._landings[key]
+        if key not in self._slots:
+            self._slots[key] = assign_slots(receives(schedule, lambda t: shape.bytes(t, schedule.num_chunks)))
+        return self._slots[key]
 
     @cached_property
     def _masks(self) -> dict[tuple[object, ...], Mask]:
@@ -98,18 +98,18 @@ class Call(NamedTuple):
     partial: bool = False
 
 
-class Walk(ABC):
+class Pass(ABC):
     """One rank's way through a schedule. Subclasses say what they own, what they compute, and what arrivals mean."""
 
-    def __init__(self, plan: Plan, schedule: Schedule, wire: Wire, local: LocalAttention, call: Call) -> None:
-        self.plan, self.schedule, self.wire, self.local, self.call = plan, schedule, wire, local, call
-        self.rank = wire.rank
+    def __init__(self, plan: Plan, schedule: Schedule, transport: Transport, local: LocalAttention, call: Call) -> None:
+        self.plan, self.schedule, self.transport, self.local, self.call = plan, schedule, transport, local, call
+        self.rank = transport.rank
         self.name = f"{schedule.name} {'backward' if schedule.is_backward else 'forward'}"
         self.all_rows = Runs.of(range(call.q.shape[2]))
         self.exact = torch.promote_types(call.q.dtype, torch.float32)
-        self.shelf = Shelf(call.q.device)
+        self.pool = BufferPool(call.q.device)
         self.copies: dict[Item, Bundle] = {}
-        self.under_way: dict[Transfer, tuple[Parcel, Bundle]] = {}
+        self.in_flight: dict[Transfer, tuple[Message, Bundle]] = {}
         self.parts: dict[Item, int] = defaultdict(int)  # tiles and arrivals that are still to come, of each result
         self.onward: dict[Item, Runs] = {}  # the rows of results that leave this rank
         for step in schedule.program(self.rank):
@@ -168,13 +168,13 @@ class Walk(ABC):
         return self.all_rows if item[1] == self.rank else self.onward[item]
 
     def steps(self) -> Iterator[None]:
-        """Walk: in each step wait, post, compute, let go."""
+        """Run the pass: in each step wait, post, compute, let go."""
         last_use = self._last_uses()
         for number, step in enumerate(self.schedule.program(self.rank)):
             arrived = []
             for transfer in step.waits:
-                parcel, bundle = self.under_way.pop(transfer)
-                self.wire.wait(parcel)
+                message, bundle = self.in_flight.pop(transfer)
+                self.transport.wait(message)
                 if transfer.dst == self.rank:
                     arrived.append((transfer, bundle))
                 else:
@@ -185,14 +185,14 @@ class Walk(ABC):
                 else:
                     self.arrive(transfer, bundle)
             del arrived
-            parcels = []
+            messages = []
             for transfer in step.posts:
                 bundle = self._outgoing(transfer) if transfer.src == self.rank else self._incoming(transfer)
                 assert bundle.buffer is not None
                 label = f"{transfer} (step {number} of {self.name})"
-                parcels.append(Parcel(transfer.src, transfer.dst, transfer, bundle.buffer, label, transfer.slow))
-                self.under_way[transfer] = parcels[-1], bundle
-            self.wire.post(parcels)
+                messages.append(Message(transfer.src, transfer.dst, transfer, bundle.buffer, label, transfer.slow))
+                self.in_flight[transfer] = messages[-1], bundle
+            self.transport.post(messages)
             for tile in step.tiles:
                 self.compute(tile)
             for item in last_use.get(number, ()):
@@ -201,12 +201,12 @@ class Walk(ABC):
             yield
 
     def release(self, bundle: Bundle) -> None:
-        """Put a bundle's buffer on the shelf, unless it is the wire's, still on its way or held for a later step."""
-        held = [*self.copies.values(), *(other for _, other in self.under_way.values())]
+        """Return a bundle's buffer to the pool, unless it belongs to the transport, is in flight or is used later."""
+        held = [*self.copies.values(), *(other for _, other in self.in_flight.values())]
         if bundle.buffer is None or any(other.buffer is bundle.buffer for other in held):
             return
-        if not bundle.lent:
-            self.shelf.put(bundle.buffer)
+        if not bundle.borrowed:
+            self.pool.put(bundle.buffer)
 
     def _last_uses(self) -> dict[int, list[Item]]:
         """Which copies are used for the last time in each step."""
@@ -238,8 +238,8 @@ class Walk(ABC):
         return packed
 
     def _incoming(self, transfer: Transfer) -> Bundle:
-        """Room for what a transfer brings, where the wire wants it."""
-        return self.make(transfer.kind, transfer.rows, transfer.chunk, source=self.wire.room(transfer))
+        """Room for what a transfer brings, where the transport wants it."""
+        return self.make(transfer.kind, transfer.rows, transfer.chunk, source=self.transport.receive_buffer(transfer))
 
     @property
     def shape(self) -> Shape:
@@ -263,12 +263,12 @@ class Walk(ABC):
         self, kind: str, rows: Runs, chunk: int, sums: torch.dtype | None = None, source: Tensor | None = None
     ) -> Bundle:
         """Uninitialised room for some rows of a kind; `sums` is the dtype of what is summed, if not float32, and
-        `source` the buffer, if not one from the shelf."""
+        `source` the buffer, if not one from the pool."""
         B, H, _, D = self.call.q.shape
         K = len(head_chunk(self.call.k.shape[1], chunk, self.schedule.num_chunks))
         H = H // max(1, self.call.k.shape[1]) * K
         dtypes = self.call.q.dtype, sums or self.exact
-        return allocate(kind, (B, H, K, D), rows, *dtypes, self.shelf if source is None else source)
+        return allocate(kind, (B, H, K, D), rows, *dtypes, self.pool if source is None else source)
 
     def heads(self, x: Tensor, chunk: int) -> Tensor:
         """The heads of a chunk, of a tensor with H or K heads."""
@@ -292,19 +292,19 @@ class Walk(ABC):
         )
 
 
-def run(walk: Walk) -> Any:
-    """One rank's walk, to its end: what its `finish` returns."""
-    landings = partial(walk.plan.landings, walk.schedule, walk.shape)
-    walk.wire.begin(walk.name, walk.plan.call, device=walk.call.q.device, landings=landings)
-    for _ in walk.steps():
+def run(pass_: Pass) -> Any:
+    """One rank's pass, to its end: what its `finish` returns."""
+    slots = partial(pass_.plan.slots, pass_.schedule, pass_.shape)
+    pass_.transport.begin(pass_.name, pass_.plan.call, device=pass_.call.q.device, slots=slots)
+    for _ in pass_.steps():
         pass
-    made = walk.finish()
-    walk.wire.end()
+    made = pass_.finish()
+    pass_.transport.end()
     return made
 
 
-def simulate(walks: Sequence[Walk]) -> list[Any]:
-    """The walks of all ranks in one process, over LocalWires: every rank takes a step before any takes the next."""
-    for _ in zip(*(walk.steps() for walk in walks), strict=True):
+def simulate(passes: Sequence[Pass]) -> list[Any]:
+    """All ranks' passes in one process, over LocalTransports: every rank runs a step before any runs the next."""
+    for _ in zip(*(pass_.steps() for pass_ in passes), strict=True):
         pass
-    return [walk.finish() for walk in walks]
+    return [pass_.finish() for pass_ in passes]

@@ -1,10 +1,12 @@
-"""The strategies: each turns a survey (who needs which keys) into a schedule. Pure Python, no processes, no tensors.
+"""The strategies: each turns a `Visibility` (which rank needs which keys) into a schedule.
+
+Pure Python: no processes, no tensors.
 
 All of them leave out tiles with nothing visible, and of what is sent every row that nobody further on needs: a window
 of w tokens stops a ring after the ranks it touches, and sends those w tokens rather than the shard; of a block map, the
 blocks of keys that somebody further on sees. A transfer's bytes are its rows times `kv` (or what it holds) below.
 
-Bytes below are for one forward (then backward) walk over all ranks, full mask, no head chunks, T tokens on N ranks;
+Bytes below are for one forward (then backward) pass over all ranks, full mask, no head chunks, T tokens on N ranks;
 kv = 2 * B * K * D * itemsize per token, dkv the same in float32.
 """
 
@@ -15,44 +17,44 @@ from dataclasses import replace
 
 from flashspan.context.runs import Runs, union
 from flashspan.context.schedule import Schedule, Tile, Transfer
-from flashspan.context.survey import Survey
+from flashspan.context.visibility import Visibility
 
 
-def ring(survey: Survey) -> Schedule:
+def ring(visibility: Visibility) -> Schedule:
     """Keys and values go round; in step s a rank computes with those of the rank s places before it.
 
     Bytes: T (N - 1) kv forward; T (N - 1) (kv + dkv) backward. What a rank computed with its own keys stays at home, so
     gradients make N - 1 hops like the keys: N - 2 behind them, and one home.
     """
-    return _rings(survey, (1, survey.num_ranks), "ring")
+    return _rings(visibility, (1, visibility.num_ranks), "ring")
 
 
-def double_ring(survey: Survey, sizes: Sequence[int]) -> Schedule:
+def double_ring(visibility: Visibility, sizes: Sequence[int]) -> Schedule:
     """Two levels, `sizes` = (nodes, ranks per node), ranks of a node being neighbours.
 
     Keys go round inside a node; meanwhile, and for as long, they are on their way to the same place in the next node.
     Gradients gather inside each node, then go home once. Bytes: T (N - 1) kv forward and T (N - 1) kv backward like the
     ring, of which only T (nodes - 1) between nodes; gradients T (N - 1) dkv, as many hops between nodes.
     """
-    if len(sizes) != 2 or min(sizes) < 1 or sizes[0] * sizes[1] != survey.num_ranks:
+    if len(sizes) != 2 or min(sizes) < 1 or sizes[0] * sizes[1] != visibility.num_ranks:
         raise ValueError(
             f"double_ring needs sizes (nodes, ranks per node) whose product is the number of ranks: "
-            f"got {tuple(sizes)} for {survey.num_ranks} ranks"
+            f"got {tuple(sizes)} for {visibility.num_ranks} ranks"
         )
-    return _rings(survey, (sizes[0], sizes[1]), "double_ring")
+    return _rings(visibility, (sizes[0], sizes[1]), "double_ring")
 
 
-def _rings(survey: Survey, sizes: tuple[int, int], name: str) -> Schedule:
+def _rings(visibility: Visibility, sizes: tuple[int, int], name: str) -> Schedule:
     nodes, inner = sizes
 
     def at(owner: int, a: int, b: int) -> int:
         """Where the owner's keys are, a nodes and b places on."""
         return (owner // inner + a) % nodes * inner + (owner % inner + b) % inner
 
-    ranks = range(survey.num_ranks)
+    ranks = range(visibility.num_ranks)
     # Only the distances at which somebody computes are steps; the first, own keys, always is.
     distances = [(a, b) for a in range(nodes) for b in range(inner)]
-    used = [d for d in distances if d == (0, 0) or any(survey.pairs[at(o, *d), o] for o in ranks)]
+    used = [d for d in distances if d == (0, 0) or any(visibility.pairs[at(o, *d), o] for o in ranks)]
     tiles, transfers = [], []
     for owner in ranks:
         branches: list[list[Tile]] = []  # per node that needs these keys: its tiles, in order
@@ -60,13 +62,13 @@ def _rings(survey: Survey, sizes: tuple[int, int], name: str) -> Schedule:
             branch = []
             for step, (distance, b) in enumerate(used):
                 rank = at(owner, a, b)
-                if distance == a and survey.pairs[rank, owner]:
-                    branch.append(_tile(survey, step, rank, rank, owner))
+                if distance == a and visibility.pairs[rank, owner]:
+                    branch.append(_tile(visibility, step, rank, rank, owner))
             if branch:
                 branches.append(branch)
             tiles += branch
         transfers += _spread(owner, branches, inner)
-    return Schedule(name, survey.num_ranks, tuple(tiles), tuple(transfers))
+    return Schedule(name, visibility.num_ranks, tuple(tiles), tuple(transfers))
 
 
 def _spread(owner: int, branches: list[list[Tile]], inner: int) -> list[Transfer]:
@@ -99,23 +101,23 @@ def _spread(owner: int, branches: list[list[Tile]], inner: int) -> list[Transfer
     return transfers
 
 
-def gather(survey: Survey) -> Schedule:
+def gather(visibility: Visibility) -> Schedule:
     """Everyone fetches what they need from its owners, all at once, while computing with what they have.
 
     Bytes: T (N - 1) kv forward; T (N - 1) (kv + dkv) backward, in which every partial gradient goes straight home.
     Holds everybody's keys; `in_chunks` bounds the memory.
     """
     tiles, transfers = [], []
-    for q in range(survey.num_ranks):
-        for distance in range(survey.num_ranks):  # each starts with another peer: no one is asked by all at once
-            k = (q - distance) % survey.num_ranks
-            if not survey.pairs[q, k]:
+    for q in range(visibility.num_ranks):
+        for distance in range(visibility.num_ranks):  # each starts with another peer: no one is asked by all at once
+            k = (q - distance) % visibility.num_ranks
+            if not visibility.pairs[q, k]:
                 continue
-            tile = _tile(survey, 0 if q == k else 1, q, q, k)
+            tile = _tile(visibility, 0 if q == k else 1, q, q, k)
             tiles.append(tile)
             if q != k:
                 transfers.append(Transfer(0, 1, k, q, "kv", k, tile.k_rows, back=k))
-    return Schedule("gather", survey.num_ranks, tuple(tiles), tuple(transfers))
+    return Schedule("gather", visibility.num_ranks, tuple(tiles), tuple(transfers))
 
 
 def in_chunks(schedule: Schedule, num_chunks: int) -> Schedule:
@@ -135,7 +137,7 @@ def in_chunks(schedule: Schedule, num_chunks: int) -> Schedule:
     return replace(schedule, tiles=tuple(tiles), transfers=tuple(transfers), num_chunks=num_chunks)
 
 
-def helper(survey: Survey) -> Schedule:
+def helper(visibility: Visibility) -> Schedule:
     """Causal balance without permuting tokens (DistFlashAttn): idle ranks compute for busy ones.
 
     In step s ranks r and r - s meet at r, for s up to N / 2: r computes its own queries with the fetched keys, and the
@@ -147,17 +149,17 @@ def helper(survey: Survey) -> Schedule:
     and M by helpers (W + M = N (N - 1) / 2, halves counted as such): n (W kv + M (q + carry)) forward, of which the
     halved tiles send kv whole; n (W (kv + dkv) + M (rows + dq)) backward.
     """
-    num = survey.num_ranks
+    num = visibility.num_ranks
     tiles, transfers = [], []
     for rank in range(num):
-        tiles += [_tile(survey, 0, rank, rank, rank)] if survey.pairs[rank, rank] else []
+        tiles += [_tile(visibility, 0, rank, rank, rank)] if visibility.pairs[rank, rank] else []
         for step in range(1, num // 2 + 1):
             other = (rank - step) % num
-            own = _tile(survey, step, rank, rank, other, half=0 if 2 * step == num else None)
+            own = _tile(visibility, step, rank, rank, other, half=0 if 2 * step == num else None)
             if own.pairs:
                 tiles.append(own)
                 transfers.append(Transfer(step - 1, step, other, rank, "kv", other, own.k_rows, back=other))
-            helped = _tile(survey, step, rank, other, rank, half=1 if 2 * step == num else None)
+            helped = _tile(visibility, step, rank, other, rank, half=1 if 2 * step == num else None)
             if helped.pairs:
                 tiles.append(helped)
                 rows = Runs.of(helped.q_rows)
@@ -174,11 +176,11 @@ GENERATORS: dict[str, Callable[..., Schedule]] = {
 }
 
 
-def _tile(survey: Survey, step: int, rank: int, q: int, k: int, *, half: int | None = None) -> Tile:
+def _tile(visibility: Visibility, step: int, rank: int, q: int, k: int, *, half: int | None = None) -> Tile:
     """The visible part of tile (q, k), or of the upper (0) or lower (1) half of its visible rows."""
-    box = survey.box(q, k)
+    box = visibility.box(q, k)
     if half is not None:
         middle = (box.q_rows.start + box.q_rows.stop + 1) // 2
         rows = range(box.q_rows.start, middle) if half == 0 else range(middle, box.q_rows.stop)
-        box = survey.box(q, k, rows)
+        box = visibility.box(q, k, rows)
     return Tile(step, rank, q, k, box.q_rows, box.k_rows, box.pairs)

@@ -12,11 +12,11 @@ of its messages. So there are two things to prove, for the programs of all ranks
 2. The graph of what waits for what (batches on all communicators, and the ranks' steps that post them) has no cycle.
    Then no order in which batches complete can block a rank.
 
-`programs` lists the batches that `GroupWire` posts, and both take the batches from the same functions. (The wire leaves
-out empty messages, at both ends: that changes no order and adds no wait.) Without a group for slow transfers a rank
-runs all its batches in the order in which it posts them, so that case also covers a GPU that runs the kernels of two
-communicators one at a time, in that order. Collectives need no proof here: every rank of the group calls them in the
-same order, between walks.
+`programs` lists the batches that `GroupTransport` posts, and both take the batches from the same functions. (The
+transport omits empty messages at both ends: that changes no order and adds no wait.) Without a group for slow transfers
+a rank runs all its batches in the order in which it posts them. That case also covers a GPU that runs the kernels of
+two communicators one at a time, in that order. Collectives need no proof here: every rank of the group calls them in
+the same order, between passes.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from flashspan.context.exchange import all_pairs, in_batches
 from flashspan.context.schedule import Schedule, ScheduleError
+from flashspan.context.transport import all_pairs, in_batches
 
 
-class Message(Protocol):
+class Endpoints(Protocol):
     """One send and one receive. Ranks are those of the communicator; `str` names it in errors."""
 
     @property
@@ -39,7 +39,7 @@ class Message(Protocol):
     def dst(self) -> int: ...
 
 
-class Trade(NamedTuple):
+class AllToAllMessage(NamedTuple):
     """A message of an all-to-all."""
 
     src: int
@@ -57,13 +57,13 @@ class Batch:
 
     communicator: str
     rank: int
-    messages: Sequence[Message]
+    messages: Sequence[Endpoints]
 
 
 class Stage(NamedTuple):
     """A part of one rank's program: wait for these messages, then post these batches."""
 
-    waits: Sequence[Message]
+    waits: Sequence[Endpoints]
     batches: Sequence[Batch]
 
 
@@ -82,15 +82,15 @@ def programs(schedule: Schedule, num_ulysses: int = 1, *, slow_group: bool = Fal
     ranks = [(row, column) for row in range(schedule.num_ranks) for column in range(num_ulysses)]
     return [
         [
-            *_trade(f"row {row}", column, num_ulysses, "heads"),
-            *_walk(schedule, row, f" of column {column}" if num_ulysses > 1 else "", slow_group),
-            *_trade(f"row {row}", column, num_ulysses, "tokens"),
+            *_all_to_all(f"row {row}", column, num_ulysses, "heads"),
+            *_steps(schedule, row, f" of column {column}" if num_ulysses > 1 else "", slow_group),
+            *_all_to_all(f"row {row}", column, num_ulysses, "tokens"),
         ]
         for row, column in ranks
     ]
 
 
-def _walk(schedule: Schedule, rank: int, where: str, slow_group: bool) -> Iterator[Stage]:
+def _steps(schedule: Schedule, rank: int, where: str, slow_group: bool) -> Iterator[Stage]:
     communicators = ("group" + where, ("slow group" if slow_group else "group") + where)
     for number, step in enumerate(schedule.program(rank)):
         for t in step.posts:
@@ -103,9 +103,9 @@ def _walk(schedule: Schedule, rank: int, where: str, slow_group: bool) -> Iterat
         yield Stage(step.waits, [Batch(communicator, rank, part) for communicator, part in parts if part])
 
 
-def _trade(row: str, rank: int, num_ranks: int, name: str) -> Iterator[Stage]:
+def _all_to_all(row: str, rank: int, num_ranks: int, name: str) -> Iterator[Stage]:
     """An all-to-all: post everything, then wait for everything."""
-    messages = [Trade(src, dst, name) for src, dst in all_pairs(rank, num_ranks)]
+    messages = [AllToAllMessage(src, dst, name) for src, dst in all_pairs(rank, num_ranks)]
     if messages:
         batches = [Batch(row, rank, part) for part in in_batches(messages) if part]
         yield from (Stage((), batches), Stage(messages, ()))
@@ -139,7 +139,7 @@ def _posts(programs: Sequence[Sequence[Stage]]) -> Iterator[_Post]:
 
 def _check_waits(programs: Sequence[Sequence[Stage]], posts: Sequence[_Post]) -> None:
     """A rank posts its own messages, each once, and waits for each of them once."""
-    pending: list[dict[int, Message]] = [{} for _ in programs]
+    pending: list[dict[int, Endpoints]] = [{} for _ in programs]
     for post in posts:
         for message in post.batch.messages:
             if post.batch.rank not in (message.src, message.dst) or message.src == message.dst:
@@ -158,8 +158,8 @@ def _check_waits(programs: Sequence[Sequence[Stage]], posts: Sequence[_Post]) ->
 
 def _matched(posts: Sequence[_Post]) -> list[tuple[int, int]]:
     """The pairs of batches, by number, that have the two ends of a message: matched in order, as NCCL does."""
-    sends: dict[tuple[str, int, int], list[tuple[int, Message]]] = defaultdict(list)
-    receives: dict[tuple[str, int, int], list[tuple[int, Message]]] = defaultdict(list)
+    sends: dict[tuple[str, int, int], list[tuple[int, Endpoints]]] = defaultdict(list)
+    receives: dict[tuple[str, int, int], list[tuple[int, Endpoints]]] = defaultdict(list)
     for number, (_, _, batch) in enumerate(posts):
         for message in batch.messages:
             ends = sends if message.src == batch.rank else receives
@@ -173,7 +173,7 @@ def _matched(posts: Sequence[_Post]) -> list[tuple[int, int]]:
     return pairs
 
 
-def _mismatch(communicator: str, src: int, dst: int, sent: list[Message], received: list[Message]) -> str:
+def _mismatch(communicator: str, src: int, dst: int, sent: list[Endpoints], received: list[Endpoints]) -> str:
     """The first fault between two ranks, in words."""
     for message in sent:
         if message not in received:

@@ -1,4 +1,4 @@
-"""The two passes as walks: forward gathers carries, backward gathers gradients. What differs between them is here."""
+"""The forward and the backward pass. Forward accumulates carries, backward accumulates gradients."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import torch
 from torch import Tensor
 
 from flashspan.context.bundle import Bundle
-from flashspan.context.exchange import Wire
-from flashspan.context.execute import Call, Plan, Walk
+from flashspan.context.execute import Call, Pass, Plan
 from flashspan.context.runs import Runs
 from flashspan.context.schedule import Item, Tile, Transfer
+from flashspan.context.transport import Transport
 from flashspan.kernels.contract import Carry, LocalAttention, kept_dtype, merge
 
 
-class ForwardWalk(Walk):
+class ForwardPass(Pass):
     """Gathers this rank's out and lse, and helpers' carries on their way home."""
 
-    def __init__(self, plan: Plan, wire: Wire, local: LocalAttention, call: Call) -> None:
-        super().__init__(plan, plan.forward, wire, local, call)
+    def __init__(self, plan: Plan, transport: Transport, local: LocalAttention, call: Call) -> None:
+        super().__init__(plan, plan.forward, transport, local, call)
         self.carries: dict[Item, Carry] = {}
         # Rounding lse to float32 in each of a long ring's steps would show: on 64 ranks, 2.8 times the error of one.
         # CPU implementations carry on in the dtype they are given, GPU kernels want float32.
@@ -90,13 +90,20 @@ class ForwardWalk(Walk):
         return Carry(out.zero_(), lse.fill_(-torch.inf).to(self.carried))
 
 
-class BackwardWalk(Walk):
+class BackwardPass(Pass):
     """Gathers gradients: this rank's own, and those of others' queries and keys on their way home."""
 
     def __init__(
-        self, plan: Plan, wire: Wire, local: LocalAttention, call: Call, dout: Tensor, lse: Tensor, delta: Tensor
+        self,
+        plan: Plan,
+        transport: Transport,
+        local: LocalAttention,
+        call: Call,
+        dout: Tensor,
+        lse: Tensor,
+        delta: Tensor,
     ) -> None:
-        super().__init__(plan, plan.backward, wire, local, call)
+        super().__init__(plan, plan.backward, transport, local, call)
         self.dout, self.lse, self.delta = dout, lse.to(self.exact), delta.to(self.exact)
         self.totals: dict[Item, Bundle] = {}
         dtype = self.exact if call.partial else call.q.dtype

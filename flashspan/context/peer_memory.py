@@ -36,7 +36,7 @@ class PeerMemory(Protocol):
     """One rank's arena and its way to the others'. Ranks are numbers within `group`."""
 
     def begin(self) -> None:
-        """A walk begins: after what the compute lane of the walk before has been given, whichever stream that was."""
+        """A pass begins: after what the compute lane of the pass before has been given, whichever stream that was."""
         ...
 
     def view(self, offset: int, num_bytes: int) -> Tensor:

@@ -153,7 +153,7 @@ class Shape:
     itemsize: int
 
     def bytes(self, transfer: Transfer, num_chunks: int = 1) -> int:
-        """What a transfer puts on the wire: per row and head, D elements per field (float32 for sums), 4 per lse."""
+        """The bytes a transfer sends: per row and head, D elements per field (float32 for sums), 4 per lse."""
         kv_heads = len(head_chunk(self.num_kv_heads, transfer.chunk, num_chunks))
         heads = kv_heads * (self.num_heads // max(1, self.num_kv_heads))
         exact = max(4, self.itemsize)  # sums travel in float32, or float64 where the inputs are
@@ -170,7 +170,7 @@ class Shape:
 
 
 def bytes_sent(schedule: Schedule, shape: Shape) -> list[int]:
-    """What each rank puts on the wire in one walk of the schedule."""
+    """The bytes each rank sends in one pass of the schedule."""
     sent = [0] * schedule.num_ranks
     for transfer in schedule.transfers:
         sent[transfer.src] += shape.bytes(transfer, schedule.num_chunks)

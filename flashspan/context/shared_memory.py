@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flashspan.context.exchange import ExchangeError
+from flashspan.context.transport import ExchangeError
 
 LANES = COMPUTE, FAST, SLOW = "compute", "fast", "slow"
 """Sequences of operations that are carried out in order: the caller's own, and two for transfers."""
@@ -81,7 +81,7 @@ class HostPeerMemory:
         self._problem = ""
 
     def begin(self) -> None:
-        """Nothing to do: walks of a CPU are in the order of the calls."""
+        """Nothing to do: passes of a CPU are in the order of the calls."""
 
     def view(self, offset: int, num_bytes: int) -> Tensor:
         return self._data[self._rank][offset : offset + num_bytes]

@@ -40,13 +40,13 @@ from flashspan.context.agreement import COMPARED, decode, digest, encode
 from flashspan.context.bundle import Fields
 from flashspan.context.core import Attend, Core, Options, Scheduled
 from flashspan.context.dispatched import Dispatched
-from flashspan.context.exchange import GroupWire
 from flashspan.context.execute import Plan
 from flashspan.context.generators import GENERATORS, in_chunks
 from flashspan.context.layout import Layout, Placement, check_name, contiguous, deal, place
-from flashspan.context.survey import Survey
-from flashspan.context.symmetric import TRANSPORTS, SymmetricWire, Transport
-from flashspan.context.ulysses import Ulysses, share_heads, trade
+from flashspan.context.symmetric import TRANSPORTS, SymmetricTransport, TransportName
+from flashspan.context.transport import GroupTransport
+from flashspan.context.ulysses import Ulysses, all_to_all_tensors, share_heads
+from flashspan.context.visibility import Visibility
 from flashspan.kernels import dispatch
 from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.contract import Dropout, LocalAttention
@@ -54,7 +54,7 @@ from flashspan.kernels.masks import EVERYTHING, Mask, Rows
 
 STRATEGIES = (*GENERATORS, "ulysses", "hybrid")
 PLANS_KEPT = 32
-MESSAGE = 2**20  # bytes of keys and values in one transfer between CPUs, unless `head_chunks` says otherwise
+MESSAGE_BYTES = 2**20  # bytes of keys and values in one transfer between CPUs, unless `head_chunks` says otherwise
 
 
 def context_parallel(
@@ -69,7 +69,7 @@ def context_parallel(
     num_tokens: int | None = None,
     backend: str = "auto",
     deterministic: bool = False,
-    transport: Transport = "auto",
+    transport: TransportName = "auto",
     timeout: float = 300.0,
 ) -> ContextAttention:
     """Attention over the ranks of a group, each holding a part of the tokens: call it like `flashspan.attention`.
@@ -87,7 +87,7 @@ def context_parallel(
     that call with different ones of several they have all seen wait for each other until the timeout; on NCCL they are
     not caught: their transfers will not fit one another.
     backend, deterministic: as `flashspan.attention` takes them in each call.
-    transport: how parcels travel. "symmetric": as copies into the receiver's memory, on one host; "group": by the
+    transport: how messages travel. "symmetric": as copies into the receiver's memory, on one host; "group": by the
     process group; "auto": symmetric between GPUs of one host, the group elsewhere. `attend.transport(device)` tells.
     timeout: seconds to wait for a transfer (with NCCL the group's own timeout rules).
     """
@@ -137,17 +137,19 @@ def context_parallel(
                 raise ValueError(f"{strategy} needs a group or a mesh of one dimension: got {group}; slice it by name")
             group = group.get_group()
         outer, inner = (None, group) if strategy == "ulysses" else (group, None)
-    outer_wire = GroupWire(outer, slow_group=slow_group, timeout=timeout)
+    outer_transport = GroupTransport(outer, slow_group=slow_group, timeout=timeout)
     pair = isinstance(sizes, Sequence) and len(sizes) == 2 and all(isinstance(n, Integral) and n > 0 for n in sizes)
-    if sizes is not None and not (pair and math.prod(sizes) == outer_wire.num_ranks):
+    if sizes is not None and not (pair and math.prod(sizes) == outer_transport.num_ranks):
         raise ValueError(
             f"double_ring's sizes are 1 or more each, (nodes, ranks per node), and multiply to the number of ranks: "
-            f"got {sizes!r} for {outer_wire.num_ranks} ranks"
+            f"got {sizes!r} for {outer_transport.num_ranks} ranks"
         )
     num_tokens = None if num_tokens is None else int(num_tokens)
     settings = Settings(layout, strategy, schedule, tuple(sizes or ()), head_chunks, num_tokens, backend)
-    inner_wire = GroupWire(inner, timeout=timeout)
-    return ContextAttention(SymmetricWire(outer_wire, transport), SymmetricWire(inner_wire, transport), settings)
+    inner_transport = GroupTransport(inner, timeout=timeout)
+    return ContextAttention(
+        SymmetricTransport(outer_transport, transport), SymmetricTransport(inner_transport, transport), settings
+    )
 
 
 def _is_grid(ranks: Tensor) -> bool:
@@ -177,7 +179,7 @@ class Settings:
 class ContextAttention:
     """Attention over a group: this is `rank` of `num_ranks`, and holds `placement(num_tokens).ranges[rank]`."""
 
-    def __init__(self, outer: SymmetricWire, inner: SymmetricWire, settings: Settings) -> None:
+    def __init__(self, outer: SymmetricTransport, inner: SymmetricTransport, settings: Settings) -> None:
         self.outer, self.inner, self.settings = outer, inner, settings
         self.rank = outer.rank * inner.num_ranks + inner.rank
         self.num_ranks = outer.num_ranks * inner.num_ranks
@@ -257,13 +259,16 @@ class ContextAttention:
         return placement.unshard(whole.split(sizes), 0).movedim(0, dim)
 
     def transport(self, device: torch.device | str) -> str:
-        """How parcels of tensors on this device travel, and why. The first time, all ranks must ask."""
-        wires = [wire for wire in (self.outer, self.inner) if wire.num_ranks > 1]
-        return "; ".join(dict.fromkeys(str(wire.reach(torch.device(device))) for wire in wires)) or "none: one rank"
+        """How messages of tensors on this device travel, and why. The first time, all ranks must ask."""
+        transports = [transport for transport in (self.outer, self.inner) if transport.num_ranks > 1]
+        return (
+            "; ".join(dict.fromkeys(str(transport.reach(torch.device(device))) for transport in transports))
+            or "none: one rank"
+        )
 
     @property
     def bytes_sent(self) -> int:
-        """What this rank has put on the wire so far, handshakes aside."""
+        """The bytes of data this rank has sent so far."""
         return self.outer.bytes_sent + self.inner.bytes_sent
 
     def _core(
@@ -323,9 +328,9 @@ class ContextAttention:
         if self.outer.transport != "symmetric":
             return
         problem = ""
-        for wire in (self.outer, self.inner):
+        for transport in (self.outer, self.inner):
             try:
-                wire.reach(device)
+                transport.reach(device)
             except ValueError as error:
                 problem = problem or str(error)
         for row in self._gather(encode(problem)):
@@ -343,12 +348,12 @@ class ContextAttention:
             share = share_heads(num_heads, num_kv_heads, U)[self.inner.rank]
             kv_heads = len(share.kv)
             mask = mask.heads(share.q) if isinstance(mask, Blocks) else mask
-        schedule = GENERATORS[settings.schedule](Survey(rows, mask), **options)
+        schedule = GENERATORS[settings.schedule](Visibility(rows, mask), **options)
         head_chunks = settings.head_chunks
         if head_chunks is None:
             shard = -(-num_tokens // self.outer.num_ranks)
             head = 2 * k.shape[0] * shard * k.shape[3] * k.element_size()
-            head_chunks = 1 if k.is_cuda or self.outer.num_ranks == 1 else kv_heads * head // MESSAGE
+            head_chunks = 1 if k.is_cuda or self.outer.num_ranks == 1 else kv_heads * head // MESSAGE_BYTES
         schedule = in_chunks(schedule, max(1, min(head_chunks, kv_heads)))
         core: Core = Scheduled(Plan(rows, mask, schedule, max(1, kv_heads), call), self.outer, self.local)
         if U > 1:
@@ -406,10 +411,12 @@ class ContextAttention:
         return rows
 
 
-def _share(wire: SymmetricWire, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+def _share(transport: SymmetricTransport, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     """Every rank's x [n, ...], of which these are the sizes n, in rank order."""
 
     def shapes(src: int, dst: int) -> Fields:
         return [((sizes[src], *x.shape[1:]), x.dtype)]
 
-    return [part for (part,) in trade(wire, [(x,)] * wire.num_ranks, shapes, "shards to be joined")]
+    return [
+        part for (part,) in all_to_all_tensors(transport, [(x,)] * transport.num_ranks, shapes, "shards to be joined")
+    ]

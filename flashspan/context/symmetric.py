@@ -1,12 +1,12 @@
 """Transfers as copies into the receiver's memory, for ranks that reach each other's: one GPU, NVLink, one host.
 
 A transfer takes two flags. When the receiver posts it, its compute lane says "ready" to the sender: whatever used the
-parcel's place before has been computed. The sender's transfer lane waits for that, copies, and says "arrived"; the
-receiver's compute lane waits for that. The host waits for nothing. A flag is set to a number of the walk, so what
+message's place before has been computed. The sender's transfer lane waits for that, copies, and says "arrived"; the
+receiver's compute lane waits for that. The host waits for nothing. A flag is set to a number of the pass, so what
 belongs to another call, or to an earlier one, is never taken for this one's.
 
-Each flag belongs to a pair of ranks, a direction and a parcel's number between them. So a rank that is ahead, by one
-walk or several, cannot overwrite a flag that is still waited for: it got ahead by receiving what that wait is for.
+Each flag belongs to a pair of ranks, a direction and a message's number between them. So a rank that is ahead, by one
+pass or several, cannot overwrite a flag that is still waited for: it got ahead by receiving what that wait is for.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flashspan.context import peer_memory
-from flashspan.context.exchange import CPU, ExchangeError, GroupWire, Landing, Parcel
-from flashspan.context.landing import Landings
 from flashspan.context.peer_memory import CudaPeerMemory, PeerMemory
 from flashspan.context.shared_memory import COMPUTE, FAST, SLOW, HostPeerMemory, NotShared
+from flashspan.context.slots import SlotPlan
+from flashspan.context.transport import CPU, ExchangeError, GroupTransport, MakeSlots, Message
 
-Transport: TypeAlias = Literal["auto", "symmetric", "group"]
+TransportName: TypeAlias = Literal["auto", "symmetric", "group"]
 TRANSPORTS = ("auto", "symmetric", "group")
 READY, ARRIVED = 0, 1
 
@@ -54,17 +54,17 @@ class Arena:
 
     memory: PeerMemory
     num_bytes: int
-    num_parcels: int
+    num_messages: int
 
 
-class SymmetricWire:
-    """A wire that copies to the ranks within reach and leaves the rest to the group's.
+class SymmetricTransport:
+    """A transport that copies to the ranks within reach and leaves the rest to the group's.
 
-    Which ranks it reaches is settled in the first walk, which all ranks take part in. The arena grows when a walk needs
+    Which ranks it reaches is settled in the first pass, which all ranks take part in. The arena grows when a pass needs
     more than any before: that synchronises the device, and happens twice per plan at most, forward and backward.
     """
 
-    def __init__(self, group: GroupWire, transport: Transport) -> None:
+    def __init__(self, group: GroupTransport, transport: TransportName) -> None:
         self.by_group, self.transport = group, transport
         self.rank, self.num_ranks, self.group = group.rank, group.num_ranks, group.group
         self._reaches: dict[torch.device, Reach] = {}
@@ -74,8 +74,8 @@ class SymmetricWire:
         self.caller = threading.get_ident()
         """The thread that uses results; backward itself runs on a thread of autograd."""
         self._walks = self._tag = 0
-        self._device, self._landings = CPU, Landings({}, {}, {}, 0, 0)
-        self._marks: dict[Parcel, Any] = {}
+        self._device, self._slots = CPU, SlotPlan({}, {}, {}, 0, 0)
+        self._marks: dict[Message, Any] = {}
 
     @property
     def bytes_sent(self) -> int:
@@ -91,19 +91,19 @@ class SymmetricWire:
             self._reaches[device] = find_reach(self.by_group, self.transport, device)
         return self._reaches[device]
 
-    def begin(self, what: str, call: int = 0, *, device: torch.device = CPU, landings: Landing | None = None) -> None:
+    def begin(self, what: str, call: int = 0, *, device: torch.device = CPU, slots: MakeSlots | None = None) -> None:
         self._device, ranks = device, self.reach(device).ranks
         self.by_group.begin(what, call)
         if len(ranks) == 1:
             return
-        assert landings is not None
-        self._landings = landings()
+        assert slots is not None
+        self._slots = slots()
         try:
             self._grow(device)
         except ValueError:  # on all ranks, before anything was sent
             self.by_group.end()
             raise
-        # Flags are compared with this: the walk's number, so that the last 4,095 cannot be mistaken, and what it is.
+        # Flags are compared with this: the pass's number, so that the last 4,095 cannot be mistaken, and what it is.
         self._walks += 1
         self._tag = 1 + (self._walks % 2**12 << 18 | self.by_group.tag % 2**18)
         if device in self._arenas:
@@ -112,44 +112,44 @@ class SymmetricWire:
     def end(self) -> None:
         self.by_group.end()
 
-    def room(self, key: Any) -> Tensor | None:
-        if not self._within or self._landings.senders[key] not in self._within:
+    def receive_buffer(self, key: Any) -> Tensor | None:
+        if not self._within or self._slots.senders[key] not in self._within:
             return None
-        place = self._landings.places[key]
+        place = self._slots.ranges[key]
         return self._memory.view(place.start, len(place))
 
-    def post(self, parcels: Sequence[Parcel]) -> None:
-        mine = [p for p in parcels if self._copies(p)]
-        self.by_group.post([p for p in parcels if p.src not in self._within or p.dst not in self._within])
+    def post(self, messages: Sequence[Message]) -> None:
+        mine = [p for p in messages if self._copies(p)]
+        self.by_group.post([p for p in messages if p.src not in self._within or p.dst not in self._within])
         if not mine:
             return
         memory, tag, lanes = self._memory, self._tag, set()
         memory.check()
-        for parcel in mine:
-            if parcel.dst == self.rank:
-                flag = self._flag(READY, self.rank, parcel)
-                memory.signal(COMPUTE, self._index(parcel.src), flag, tag)
-        for parcel in mine:
-            if parcel.src != self.rank:
+        for message in mine:
+            if message.dst == self.rank:
+                flag = self._flag(READY, self.rank, message)
+                memory.signal(COMPUTE, self._index(message.src), flag, tag)
+        for message in mine:
+            if message.src != self.rank:
                 continue
-            lane = SLOW if parcel.slow else FAST
+            lane = SLOW if message.slow else FAST
             if lane not in lanes:
                 memory.follow(lane)
                 lanes.add(lane)
-            memory.wait(lane, self._flag(READY, parcel.dst, parcel), tag, self._timeout_message(parcel))
-            memory.copy(lane, self._index(parcel.dst), self._landings.places[parcel.key].start, parcel.buffer)
-            memory.signal(lane, self._index(parcel.dst), self._flag(ARRIVED, self.rank, parcel), tag)
-            self._marks[parcel] = memory.mark(lane)
-            self._bytes_copied += parcel.buffer.numel()
+            memory.wait(lane, self._flag(READY, message.dst, message), tag, self._timeout_message(message))
+            memory.copy(lane, self._index(message.dst), self._slots.ranges[message.key].start, message.buffer)
+            memory.signal(lane, self._index(message.dst), self._flag(ARRIVED, self.rank, message), tag)
+            self._marks[message] = memory.mark(lane)
+            self._bytes_copied += message.buffer.numel()
 
-    def wait(self, parcel: Parcel) -> None:
-        if parcel in self._marks:
-            self._memory.join(self._marks.pop(parcel))
-        elif self._copies(parcel):
-            flag = self._flag(ARRIVED, parcel.src, parcel)
-            self._memory.wait(COMPUTE, flag, self._tag, self._timeout_message(parcel))
+    def wait(self, message: Message) -> None:
+        if message in self._marks:
+            self._memory.join(self._marks.pop(message))
+        elif self._copies(message):
+            flag = self._flag(ARRIVED, message.src, message)
+            self._memory.wait(COMPUTE, flag, self._tag, self._timeout_message(message))
         else:
-            self.by_group.wait(parcel)
+            self.by_group.wait(message)
 
     @property
     def _within(self) -> tuple[int, ...]:
@@ -160,27 +160,27 @@ class SymmetricWire:
     def _memory(self) -> PeerMemory:
         return self._arenas[self._device].memory
 
-    def _copies(self, parcel: Parcel) -> bool:
-        """Whether a parcel goes by a copy; an empty one does not go at all."""
-        return parcel.src in self._within and parcel.dst in self._within and parcel.buffer.numel() > 0
+    def _copies(self, message: Message) -> bool:
+        """Whether a message goes by a copy; an empty one does not go at all."""
+        return message.src in self._within and message.dst in self._within and message.buffer.numel() > 0
 
     def _index(self, rank: int) -> int:
         """A rank's number among those within reach."""
         return self._within.index(rank)
 
-    def _flag(self, side: int, writer: int, parcel: Parcel) -> int:
-        """The flag that `writer` sets for a parcel, in the memory of its other end."""
-        num_parcels = self._arenas[self._device].num_parcels
+    def _flag(self, side: int, writer: int, message: Message) -> int:
+        """The flag that `writer` sets for a message, in the memory of its other end."""
+        num_messages = self._arenas[self._device].num_messages
         pair = side * len(self._within) + self._index(writer)
-        return pair * num_parcels + self._landings.numbers[parcel.key]
+        return pair * num_messages + self._slots.numbers[message.key]
 
     def _grow(self, device: torch.device) -> None:
-        """Make sure that the arena has room for the walk that begins."""
-        arena, needs = self._arenas.get(device), self._landings
-        if arena is not None and needs.num_bytes <= arena.num_bytes and needs.num_parcels <= arena.num_parcels:
+        """Make sure that the arena has room for the pass that begins."""
+        arena, needs = self._arenas.get(device), self._slots
+        if arena is not None and needs.num_bytes <= arena.num_bytes and needs.num_messages <= arena.num_messages:
             return
         num_bytes = max(needs.num_bytes, arena.num_bytes if arena else 0)
-        num_parcels = 1 << (max(needs.num_parcels, arena.num_parcels if arena else 1) - 1).bit_length()
+        num_messages = 1 << (max(needs.num_messages, arena.num_messages if arena else 1) - 1).bit_length()
         if arena is not None:
             arena.memory.close()
             del self._arenas[device], arena
@@ -194,7 +194,7 @@ class SymmetricWire:
                 f"rank {self.rank} of {self.num_ranks} waited {timeout:g} s to share memory with the others: {error}"
             ) from error
         memory: PeerMemory
-        num_flags = 2 * len(ranks) * num_parcels
+        num_flags = 2 * len(ranks) * num_messages
         try:
             if device.type == "cuda":
                 memory = CudaPeerMemory(group, device, num_flags, num_bytes, timeout, lambda: self.caller)
@@ -203,11 +203,11 @@ class SymmetricWire:
         except NotShared as error:
             self._fall_back(device, str(error))
             return
-        self._arenas[device] = Arena(memory, num_bytes, num_parcels)
+        self._arenas[device] = Arena(memory, num_bytes, num_messages)
 
     def _fall_back(self, device: torch.device, problem: str) -> None:
         """Use the group from now on; raise if it cannot send these tensors, or if `symmetric` was asked for."""
-        size = f"{self._landings.num_bytes / 2**20:,.1f} MiB"
+        size = f"{self._slots.num_bytes / 2**20:,.1f} MiB"
         if self.transport == "symmetric":
             raise ValueError(
                 f"ranks could not share {size} of memory: {problem}; use transport='group', or a smaller batch or "
@@ -230,10 +230,10 @@ class SymmetricWire:
                 self._control[ranks] = _gloo_group(tuple(members), self.by_group.timeout)
         return self._control[ranks]
 
-    def _timeout_message(self, parcel: Parcel) -> str:
-        peer = parcel.dst if parcel.src == self.rank else parcel.src
+    def _timeout_message(self, message: Message) -> str:
+        peer = message.dst if message.src == self.rank else message.src
         return (
-            f"rank {self.rank} of {self.num_ranks} waited {self.by_group.timeout:g} s for {parcel.label}: rank {peer} "
+            f"rank {self.rank} of {self.num_ranks} waited {self.by_group.timeout:g} s for {message.label}: rank {peer} "
             f"(global rank {self.by_group.global_rank(peer)}) has died, has stalled or made another call"
         )
 
@@ -251,7 +251,7 @@ def _gloo_group(members: tuple[int, ...], timeout: float) -> dist.ProcessGroup:
     return known
 
 
-def refuse_gpu_without_nccl(group: GroupWire, device: torch.device) -> None:
+def refuse_gpu_without_nccl(group: GroupTransport, device: torch.device) -> None:
     """ValueError where a group would have to send a GPU's tensors and cannot."""
     if device.type == "cuda" and group.num_ranks > 1 and "cuda:gloo" in dist.get_backend_config(group.group):
         raise ValueError(
@@ -260,7 +260,7 @@ def refuse_gpu_without_nccl(group: GroupWire, device: torch.device) -> None:
         )
 
 
-def find_reach(group: GroupWire, transport: Transport, device: torch.device) -> Reach:
+def find_reach(group: GroupTransport, transport: TransportName, device: torch.device) -> Reach:
     """The ranks whose memory this rank can write to. A collective; ValueError if `symmetric` is not available."""
     alone = Reach((group.rank,), "")
     if group.num_ranks == 1 or transport == "group":

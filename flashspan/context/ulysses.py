@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from flashspan.context.bundle import Fields, Shelf, lay_out
+from flashspan.context.bundle import BufferPool, Fields, lay_out
 from flashspan.context.core import Core, Gradients, Options, Saved
-from flashspan.context.exchange import Wire, all_to_all
 from flashspan.context.layout import Placement
-from flashspan.context.remat import keep
+from flashspan.context.recompute import keep
+from flashspan.context.transport import Transport, all_to_all
 from flashspan.kernels.contract import Carry
 from flashspan.kernels.masks import Mask
 
@@ -63,7 +63,7 @@ class Ulysses:
     """A core around another: `row` places the group's tokens on its ranks, `inner` attends with all of them."""
 
     inner: Core
-    wire: Wire
+    transport: Transport
     row: Placement
     call: int = 0  # the same on all ranks that make the same call
 
@@ -72,7 +72,7 @@ class Ulysses:
         return self.inner.mask
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Carry, Saved]:
-        shares = share_heads(q.shape[1], k.shape[1], self.wire.num_ranks)
+        shares = share_heads(q.shape[1], k.shape[1], self.transport.num_ranks)
         heads = [(share.q, share.kv, share.kv) for share in shares]
         q, k, v = self._to_heads((q, k, v), heads, "q, k, v for their heads")
         exact = torch.promote_types(q.dtype, torch.float32)
@@ -89,7 +89,7 @@ class Ulysses:
         return Carry(*keep(back)), saved
 
     def backward(self, dout: Tensor, dlse: Tensor | None, saved: Saved, options: Options) -> Gradients:
-        shares = share_heads(dout.shape[1], options.num_kv_heads, self.wire.num_ranks)
+        shares = share_heads(dout.shape[1], options.num_kv_heads, self.transport.num_ranks)
         exact = torch.promote_types(dout.dtype, torch.float32)
         dlse = dout.new_zeros(dout.shape[:-1], dtype=exact) if dlse is None else dlse.to(exact)
         heads = [(share.q, share.q) for share in shares]
@@ -115,7 +115,7 @@ class Ulysses:
 
     def _inner_options(self, options: Options, shares: Sequence[Share]) -> Options:
         """The inner call's: this rank's kv heads, and dropout told where its query heads begin among all."""
-        share, num_heads = shares[self.wire.rank], shares[-1].q.stop
+        share, num_heads = shares[self.transport.rank], shares[-1].q.stop
         dropout = options.dropout
         if dropout is not None:
             stride = num_heads if dropout.batch_stride is None else dropout.batch_stride
@@ -133,22 +133,22 @@ class Ulysses:
             size = self.row.sizes[src]
             return [((len(x), len(h), size, *x.shape[3:]), x.dtype) for x, h in zip(xs, heads[dst], strict=True)]
 
-        parts = trade(self.wire, outgoing, shapes, label, self.call)
+        parts = all_to_all_tensors(self.transport, outgoing, shapes, label, self.call)
         return tuple(self.row.unshard(part, 2) for part in zip(*parts, strict=True))
 
     def _to_tokens(self, xs: Sequence[Tensor], heads: Sequence[Sequence[int]], label: str) -> list[tuple[Tensor, ...]]:
         """Each x [B, my heads, T, ...] as every rank's [B, its heads, T_rank, ...]; `heads[rank]` counts them."""
-        outgoing = [tuple(self.row.shard(x, 2, rank) for x in xs) for rank in range(self.wire.num_ranks)]
+        outgoing = [tuple(self.row.shard(x, 2, rank) for x in xs) for rank in range(self.transport.num_ranks)]
 
         def shapes(src: int, dst: int) -> Fields:
             size = self.row.sizes[dst]
             return [((len(x), num, size, *x.shape[3:]), x.dtype) for x, num in zip(xs, heads[src], strict=True)]
 
-        return trade(self.wire, outgoing, shapes, label, self.call)
+        return all_to_all_tensors(self.transport, outgoing, shapes, label, self.call)
 
 
-def trade(
-    wire: Wire,
+def all_to_all_tensors(
+    transport: Transport,
     outgoing: Sequence[tuple[Tensor, ...]],
     shapes: Callable[[int, int], Fields],
     label: str,
@@ -156,7 +156,7 @@ def trade(
 ) -> list[tuple[Tensor, ...]]:
     """Send `outgoing[rank]` to each rank and return what each sent here; mine comes back as given.
 
-    `shapes(src, dst)` are the tensors that one rank sends another. What comes back may be overwritten by the next walk.
+    `shapes(src, dst)` are the tensors that one rank sends another. What comes back may be overwritten by the next pass.
     """
     device = outgoing[0][0].device
 
@@ -165,12 +165,12 @@ def trade(
 
     buffers = []
     for rank, xs in enumerate(outgoing):
-        fields, buffer = lay_out(shapes(wire.rank, rank) if rank != wire.rank else [], Shelf(device))
+        fields, buffer = lay_out(shapes(transport.rank, rank) if rank != transport.rank else [], BufferPool(device))
         for field, x in zip(fields, xs, strict=False):
             field.copy_(x)
         buffers.append(buffer)
-    incoming = all_to_all(wire, buffers, num_bytes, Shelf(device), label, call)
+    incoming = all_to_all(transport, buffers, num_bytes, BufferPool(device), label, call)
     return [
-        xs if rank == wire.rank else lay_out(shapes(rank, wire.rank), incoming[rank])[0]
+        xs if rank == transport.rank else lay_out(shapes(rank, transport.rank), incoming[rank])[0]
         for rank, xs in enumerate(outgoing)
     ]

@@ -1,7 +1,7 @@
 """Proof that a schedule computes attention: by walking it with sets in place of tensors, no processes needed.
 
-    verify(schedule, survey)               # raises ScheduleError, or says nothing
-    verify(reverse(schedule), survey)      # backward too
+    verify(schedule, visibility)               # raises ScheduleError, or says nothing
+    verify(reverse(schedule), visibility)      # backward too
 
 What is proved: every visible pair is computed exactly once, and nothing invisible is; whatever a rank computes with or
 sends, it holds; every carry and every gradient arrives home exactly once and complete; nothing is sent that nobody
@@ -18,18 +18,18 @@ from itertools import pairwise
 from flashspan.context.order import check_order
 from flashspan.context.runs import Runs, union
 from flashspan.context.schedule import Item, Schedule, ScheduleError, Tile, Transfer
-from flashspan.context.survey import Survey
+from flashspan.context.visibility import Visibility
 
 
-def verify(schedule: Schedule, survey: Survey) -> None:
-    """Raise ScheduleError unless this schedule is attention under the survey's mask, without waste or deadlock."""
-    check_coverage(schedule, survey)
+def verify(schedule: Schedule, visibility: Visibility) -> None:
+    """Raise ScheduleError unless this schedule is attention under the visibility's mask, without waste or deadlock."""
+    check_coverage(schedule, visibility)
     check_flow(schedule)
     check_economy(schedule)
     check_order(schedule)
 
 
-def check_coverage(schedule: Schedule, survey: Survey) -> None:
+def check_coverage(schedule: Schedule, visibility: Visibility) -> None:
     """Each visible pair in exactly one tile, for each chunk of heads."""
     tiles: dict[tuple[int, int, int], list[Tile]] = defaultdict(list)
     for tile in schedule.tiles:
@@ -41,16 +41,16 @@ def check_coverage(schedule: Schedule, survey: Survey) -> None:
                 raise ScheduleError(f"{a} and {b} compute the same rows")
         whole = len(parts) == 1
         for tile in parts:
-            box = survey.box(q, k) if whole else survey.box(q, k, tile.q_rows)
+            box = visibility.box(q, k) if whole else visibility.box(q, k, tile.q_rows)
             if not box.pairs:
                 raise ScheduleError(f"{tile} computes nothing visible")
             exact = (box.pairs, box.q_rows, box.k_rows) == (tile.pairs, tile.q_rows, tile.k_rows)
             if not exact:
                 raise ScheduleError(f"{tile} is not the visible part, {box}")
         total = sum(tile.pairs for tile in parts)
-        if total != survey.pairs[q, k]:
-            raise ScheduleError(f"tile ({q}, {k}) has {survey.pairs[q, k]} pairs, {total} computed")
-    visible = int((survey.pairs > 0).sum())
+        if total != visibility.pairs[q, k]:
+            raise ScheduleError(f"tile ({q}, {k}) has {visibility.pairs[q, k]} pairs, {total} computed")
+    visible = int((visibility.pairs > 0).sum())
     for chunk in range(schedule.num_chunks):
         done = sum(1 for key in tiles if key[0] == chunk)
         if done != visible:
@@ -79,7 +79,7 @@ def check_flow(schedule: Schedule) -> None:
     query, result = ("rows", "dq") if schedule.is_backward else ("q", "carry")
     held: list[dict[Item, Runs]] = [{} for _ in range(schedule.num_ranks)]
     sums: list[dict[Item, Sum]] = [{} for _ in range(schedule.num_ranks)]
-    moving: dict[int, Sum] = {}  # sums on the wire, by transfer
+    moving: dict[int, Sum] = {}  # sums on the transport, by transfer
     starts: dict[int, list[Transfer]] = defaultdict(list)
     ends: dict[int, list[Transfer]] = defaultdict(list)
     tiles: dict[int, list[tuple[int, Tile]]] = defaultdict(list)

@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from flashspan.context.exchange import ExchangeError
 from flashspan.context.shared_memory import LANES
+from flashspan.context.transport import ExchangeError
 
 POLL, DRAIN = 0.1, 1e-4
 """Seconds between two looks: while all is well, and while waits are released, one after another."""

@@ -71,11 +71,11 @@ def _group_of(attend: ContextAttention, group: dist.ProcessGroup | None) -> dist
     """The group of all ranks of an attention; None for one rank, which has nobody to talk to."""
     given = group is not None
     if not given:
-        wires = [wire for wire in (attend.outer, attend.inner) if wire.num_ranks > 1]
-        if not wires:
+        transports = [transport for transport in (attend.outer, attend.inner) if transport.num_ranks > 1]
+        if not transports:
             return None
         # A mesh of two dimensions has a group for each of its rows and columns, and none for all of it.
-        group = wires[0].group if len(wires) == 1 else dist.group.WORLD
+        group = transports[0].group if len(transports) == 1 else dist.group.WORLD
     place, fault = (dist.get_rank(group), dist.get_world_size(group)), None
     if place != (attend.rank, attend.num_ranks):
         fault = (

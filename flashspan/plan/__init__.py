@@ -1,7 +1,7 @@
 """Memory and time of a run before it is launched: a cost model over the schedules that the executor runs."""
 
 from .devices import Cluster, Device, Link, load_table
-from .memory import Ledger, Mixture, Run, ledger
+from .memory import Ledger, ParallelConfig, Run, ledger
 from .search import Answer, longest, rank
 from .simulate import Simulation, simulate
 from .step import StepTime, step_time
@@ -12,7 +12,7 @@ __all__ = [
     "Device",
     "Ledger",
     "Link",
-    "Mixture",
+    "ParallelConfig",
     "Run",
     "Simulation",
     "StepTime",

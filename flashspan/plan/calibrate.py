@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from .devices import Cluster, Device, Link
-from .memory import Mixture, Run
+from .memory import ParallelConfig, Run
 from .step import step_time
 
 ROUNDS = 8
@@ -56,7 +56,7 @@ def calibrate(cluster: Cluster, measured: Sequence[Measurement]) -> Cluster:
 
 def predict(cluster: Cluster, run: Run, phase: str) -> float:
     """The planner's seconds of a phase on one device."""
-    return float(getattr(step_time(run, Mixture(), cluster.resized(1)), phase))
+    return float(getattr(step_time(run, ParallelConfig(), cluster.resized(1)), phase))
 
 
 def _error(cluster: Cluster, device: Device, measured: Sequence[Measurement]) -> float:

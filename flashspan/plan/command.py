@@ -1,4 +1,4 @@
-"""`flashspan plan`: will it fit, how fast will it be, and which mixture of parallelism is best.
+"""`flashspan plan`: will it fit, how fast will it be, and which parallelism config is best.
 
 flashspan plan llama-3-8b --tokens 131072 --batch 8 --devices 64 --device H100
 flashspan plan draw --ranks 8 --strategy helper --layout contiguous             one schedule, as pictures
@@ -17,8 +17,8 @@ from flashspan.model import preset
 from .calibrate import Measurement, calibrate
 from .devices import Cluster, Device, Link, is_named, make_cluster
 from .draw import draw_scaling, draw_simulation, written_to
-from .memory import Mixture, Run
-from .search import Answer, divisors, grown, longest, mixtures, rank, scaling
+from .memory import ParallelConfig, Run
+from .search import Answer, divisors, grown, longest, parallel_configs, rank, scaling
 
 
 def plan(
@@ -38,9 +38,9 @@ def plan(
     folder: Path | None = None,
     calibrate: Path | None = None,
 ) -> int:
-    """Memory and time of a training run before it is launched, for every mixture of parallelism that fits.
+    """Memory and time of a training run before it is launched, for every parallelism config that fits.
 
-    Prints the mixtures, fastest first, with the memory of one device and the time of a step; what the best one holds;
+    Prints the configs, fastest first, with the memory of one device and the time of a step; what the best one holds;
     and the longest context that fits. The time of attention is that of the schedule the executor would run.
 
     Example: flashspan plan llama-3-8b --tokens 131072 --batch 8 --devices 64 --device H100
@@ -62,13 +62,13 @@ def plan(
         network: between nodes.
         precision: float32, bfloat16 or float16; weights stay float32.
         table: a TOML file with more devices and links.
-        top: how many mixtures to show.
-        scale: also the best mixture on 1 to 1,024 devices, the batch growing with them.
+        top: how many parallelism configs to show.
+        scale: also the best parallelism config on 1 to 1,024 devices, the batch growing with them.
         folder: where to draw the best schedule's timeline, and with scale the curve, as SVG.
         calibrate: a folder of rows measured on this device (bench model, bench collectives) to take its speeds from.
     """
     if top < 1:
-        raise ValueError(f"top must be 1 or more mixtures to show: got {top}")
+        raise ValueError(f"top must be 1 or more parallelism configs to show: got {top}")
     cluster = make_cluster(device, devices, per_node=per_node, inside=link, between=network, table=table)
     run = Run(preset(model), batch, tokens, precision, fused_norms=not device.startswith("cpu"))
     if calibrate is not None:
@@ -79,18 +79,18 @@ def plan(
     print(f"{model}, {samples} of {counted(tokens, 'token')}, on {devices} x {device} ({links})")
     if answers:
         show(answers[:top], run, cluster)
-        print(f"{len(answers)} mixtures fit." if len(answers) > 1 else "1 mixture fits.")
-        print(f"The best: {train_command(model, run, answers[0].mixture, per_node)}")
-    elif next(mixtures(run, cluster), None) is None:
-        print(f"No mixture divides over {devices:,} devices: use fewer of them, or more samples or tokens.")
+        print(f"{len(answers)} parallelism configs fit." if len(answers) > 1 else "1 parallelism config fits.")
+        print(f"The best: {train_command(model, run, answers[0].parallel, per_node)}")
+    elif next(parallel_configs(run, cluster), None) is None:
+        print(f"No parallelism config divides over {devices:,} devices: use fewer of them, or more samples or tokens.")
         return 1
     else:
-        print("No mixture fits: use more devices, fewer tokens or samples, or a smaller model.")
-    most, mixture = longest(run, cluster)
-    if mixture is None:
+        print("No parallelism config fits: use more devices, fewer tokens or samples, or a smaller model.")
+    most, parallel = longest(run, cluster)
+    if parallel is None:
         print(f"Longest context at {samples}: not even 1,024 tokens fit.")
     else:
-        print(f"Longest context at {samples}: {most:,} tokens ({mixture}).")
+        print(f"Longest context at {samples}: {most:,} tokens ({parallel}).")
     points = scaling(run, cluster) if scale else []
     if points:
         show_scaling(points, run, cluster)
@@ -109,29 +109,29 @@ def memory_unit(answers: Sequence[Answer]) -> tuple[str, float]:
 
 
 def show(answers: Sequence[Answer], run: Run, cluster: Cluster) -> None:
-    """The table of mixtures, and the ledger of the best."""
+    """The table of parallelism configs, and the ledger of the best."""
     from rich.console import Console
     from rich.table import Table
 
     console = Console()
     unit, size = memory_unit(answers)
     table = Table(title="fastest first", title_justify="left")
-    for heading in ("mixture", f"{unit}/device", "s/step", "tokens/s", "MFU", "attention", "waiting", "wire"):
-        numbers = heading != "mixture"
-        table.add_column(heading, justify="right" if numbers else "left", no_wrap=numbers)
+    table.add_column("parallelism config")
+    for heading in (f"{unit}/device", "s/step", "tokens/s", "MFU", "attention", "waiting", "communication"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for answer in answers:
         time = answer.time
         table.add_row(
-            str(answer.mixture),
+            str(answer.parallel),
             f"{answer.memory.peak / size:,.1f}",
             f"{time.total:.3g}" if time.total < 999.5 else f"{time.total:,.0f}",
             f"{answer.tokens_per_second(run):,.0f}",
             f"{answer.mfu(run, cluster):.0%}",
-            *(f"{part / time.total:.0%}" for part in (time.attention, time.waiting, time.wire)),
+            *(f"{part / time.total:.0%}" for part in (time.attention, time.waiting, time.communication)),
         )
     room, wide = console.width, Console(width=1000)
     if console.is_terminal and wide.measure(table).maximum > room:
-        # Rules' room goes to the mixtures, which are folded: numbers never are.
+        # Rules' room goes to the parallelism configs, which are folded: numbers never are.
         table.box, table.pad_edge = None, False
     console.width = max(wide.measure(table).minimum if console.is_terminal else 1000, room)
     console.print(table)
@@ -142,27 +142,27 @@ def show(answers: Sequence[Answer], run: Run, cluster: Cluster) -> None:
     print(f"Best, {unit} per device: {parts}; peak {peak:,.2f} of {most:,.0f}.")
 
 
-def train_command(model: str, run: Run, mixture: Mixture, per_node: int) -> str:
+def train_command(model: str, run: Run, parallel: ParallelConfig, per_node: int) -> str:
     """The command that trains so; of several nodes, on each of them. Every node starts as many ranks: the nodes are the
     fewest for which that can be."""
-    nodes = next(n for n in divisors(mixture.num_devices) if mixture.num_devices // n <= per_node)
-    per_node = mixture.num_devices // nodes
+    nodes = next(n for n in divisors(parallel.num_devices) if parallel.num_devices // n <= per_node)
+    per_node = parallel.num_devices // nodes
     options: dict[str, object] = {
         "model.preset": model,
         "data.sequence": run.tokens,
         "train.batch": run.batch,
         "train.precision": run.precision,
     }
-    degrees = {f"parallel.{name}": getattr(mixture, name) for name in ("data", "shard", "context", "tensor")}
+    degrees = {f"parallel.{name}": getattr(parallel, name) for name in ("data", "shard", "context", "tensor")}
     # Of context ranks 0 is the default: those that are left.
     options |= {name: degree for name, degree in degrees.items() if degree > 1 or name == "parallel.context"}
-    if mixture.context > 1:
-        options |= {"parallel.strategy": mixture.strategy, "parallel.layout": mixture.layout}
-    if mixture.strategy == "double_ring":
-        options["parallel.inner"] = per_node // mixture.tensor
-    if mixture.recompute != "none":
-        options["train.recompute"] = mixture.recompute
-    if mixture.sharded_optimizer:
+    if parallel.context > 1:
+        options |= {"parallel.strategy": parallel.strategy, "parallel.layout": parallel.layout}
+    if parallel.strategy == "double_ring":
+        options["parallel.inner"] = per_node // parallel.tensor
+    if parallel.recompute != "none":
+        options["train.recompute"] = parallel.recompute
+    if parallel.sharded_optimizer:
         options["optimizer.sharded"] = "true"
     start = "flashspan train"
     if nodes > 1:
@@ -171,20 +171,20 @@ def train_command(model: str, run: Run, mixture: Mixture, per_node: int) -> str:
 
 
 def show_scaling(points: Sequence[tuple[int, Answer | None]], run: Run, cluster: Cluster) -> None:
-    """The best mixture on each number of devices."""
-    print("Devices, best mixture, tokens/s per device (the batch grows with the devices):")
+    """The best parallelism config on each number of devices."""
+    print("Devices, best parallelism config, tokens/s per device (the batch grows with the devices):")
     for num, answer in points:
         if answer is None:
             print(f"{num:>6}  nothing fits")
             continue
         speed = answer.tokens_per_second(grown(run, cluster, num)) / num
-        print(f"{num:>6}  {speed:>10,.0f}  {answer.mixture}")
+        print(f"{num:>6}  {speed:>10,.0f}  {answer.parallel}")
 
 
 def write_pictures(folder: Path, answers: Sequence[Answer], run: Run, cluster: Cluster, points: Any) -> None:
-    """The timeline of the fastest mixture whose attention is a schedule, and the curve."""
+    """The timeline of the fastest parallelism config whose attention is a schedule, and the curve."""
     make_folder(folder, "--folder")
-    scheduled = [a.mixture for a in answers if a.mixture.context > 1 and a.mixture.strategy != "ulysses"]
+    scheduled = [a.parallel for a in answers if a.parallel.context > 1 and a.parallel.strategy != "ulysses"]
     with written_to(folder, "--folder"):
         if scheduled:
             draw_simulation(run, scheduled[0], cluster, folder / "plan-timeline.svg")
@@ -199,12 +199,12 @@ def calibrated(cluster: Cluster, folder: Path) -> Cluster:
     good = [row for row in read_rows(folder) if row.get("status") == "ok"]
     names = ("what", "shape", "impl", "kind", "dtype", "ranks", "device")
     good = list({tuple(str(row.get(name)) for name in names): row for row in good}.values())  # the newest of each
-    wires = [row for row in good if row.get("what") == "collective" and row.get("impl") == "send-receive"]
+    collectives = [row for row in good if row.get("what") == "collective" and row.get("impl") == "send-receive"]
     models = [row for row in good if row.get("what") == "model"]
-    check_devices({str(row.get("device")) for row in (*models, *wires)}, cluster.device, folder)
+    check_devices({str(row.get("device")) for row in (*models, *collectives)}, cluster.device, folder)
     try:
         measured = measurements(models)
-        links = [(link_of(row), row["ranks"]) for row in wires]
+        links = [(link_of(row), row["ranks"]) for row in collectives]
         # Every size has the fit of all sizes. The most ranks are most like a node; of equals, the last measured.
         link, ranks = max(reversed(links), key=lambda pair: pair[1], default=(cluster.inside, 0))
     except (KeyError, TypeError) as error:
@@ -218,8 +218,8 @@ def calibrated(cluster: Cluster, folder: Path) -> Cluster:
         raise ValueError(f"no rows to calibrate from in {folder}: run `flashspan bench model` there first")
     if measured:
         cluster = calibrate(cluster, measured)
-    wire = f"the link of {ranks} ranks" if links else "no link"
-    print(f"Calibrated from {len(measured)} times and {wire} in {folder}.")
+    source = f"the link of {ranks} ranks" if links else "no link"
+    print(f"Calibrated from {len(measured)} times and {source} in {folder}.")
     return replace(cluster, inside=link)
 
 
@@ -252,7 +252,7 @@ def check_devices(measured: Collection[str], planned: Device, folder: Path) -> N
 
 
 def link_of(row: dict[str, Any]) -> Link:
-    """The wire that a row of `bench collectives` was measured on."""
+    """The link that a row of `bench collectives` was measured on."""
     fit = row["more"]
     return Link("measured", fit["alpha_us"] / 1e6, fit["gb_per_s"] * 1e9)
 

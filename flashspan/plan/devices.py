@@ -26,7 +26,7 @@ from typing import Any
 from flashspan.files import parse_toml, read_bytes
 
 MOST_DEVICES = 10**6
-"""In a cluster: beyond any that exists, and few enough for the search over mixtures to end."""
+"""In a cluster: beyond any that exists, and few enough for the search over parallelism configs to end."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """A wire out of one device: a transfer takes latency + bytes / bandwidth."""
+    """A link out of one device: a transfer takes latency + bytes / bandwidth."""
 
     name: str
     latency: float

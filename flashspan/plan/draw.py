@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from .devices import Cluster
-from .memory import Mixture, Run
+from .memory import ParallelConfig, Run
 from .search import Answer, grown
 from .step import attention_time
 
@@ -24,12 +24,12 @@ def written_to(folder: Path, option: str) -> Iterator[None]:
         raise ValueError(f"pictures cannot be written to {folder}: {why}; choose another with {option}") from error
 
 
-def draw_simulation(run: Run, mixture: Mixture, cluster: Cluster, path: Path) -> None:
+def draw_simulation(run: Run, parallel: ParallelConfig, cluster: Cluster, path: Path) -> None:
     """One layer's attention, forward then backward: a lane per rank (the first 16), boxes where it computes."""
     from matplotlib.figure import Figure
 
-    forward, backward = attention_time(run, mixture, cluster)
-    lanes = min(mixture.context, MOST_LANES)
+    forward, backward = attention_time(run, parallel, cluster)
+    lanes = min(parallel.context, MOST_LANES)
     figure = Figure(figsize=(9, 1.2 + 0.3 * lanes), layout="constrained")
     axes = figure.subplots()
     for simulation, offset, colour in ((forward, 0.0, "#54a24b"), (backward, forward.seconds, "#4c78a8")):
@@ -44,7 +44,7 @@ def draw_simulation(run: Run, mixture: Mixture, cluster: Cluster, path: Path) ->
         xlabel="milliseconds",
         ylabel="rank",
         yticks=range(lanes),
-        title=f"one layer's attention, {mixture.strategy} {mixture.layout} on {mixture.context}: forward (green), "
+        title=f"one layer's attention, {parallel.strategy} {parallel.layout} on {parallel.context}: forward (green), "
         f"backward (blue); waiting {waiting / total:.0%}",
     )
     axes.title.set_fontsize(10)
@@ -64,7 +64,7 @@ def draw_scaling(points: Sequence[tuple[int, Answer | None]], run: Run, cluster:
     axes = figure.subplots()
     if speeds:
         first = speeds[0]
-        axes.plot(*zip(*speeds, strict=True), "o-", color="#4c78a8", label="best mixture")
+        axes.plot(*zip(*speeds, strict=True), "o-", color="#4c78a8", label="best parallelism config")
         ideal = [(num, first[1] * num / first[0]) for num, _ in speeds]
         axes.plot(*zip(*ideal, strict=True), "--", color="#999999", label="ideal")
         axes.set_xscale("log", base=2)

@@ -1,6 +1,7 @@
 """Memory of one device in a training step of a LLaMA, in closed form: what is held all along, and what at its peak.
 
-    held = ledger(Run(preset("llama-3-8b"), batch=8, tokens=131072, precision="bfloat16"), Mixture(context=8, shard=8))
+    run = Run(preset("llama-3-8b"), batch=8, tokens=131072, precision="bfloat16")
+    held = ledger(run, ParallelConfig(context=8, shard=8))
     held.peak
 
 It counts what `flashspan.model` keeps for backward, tensor by tensor; a test compares it with what autograd keeps.
@@ -18,7 +19,7 @@ Recompute = Literal["none", "full", "attention", "elementwise"]
 
 
 @dataclass(frozen=True)
-class Mixture:
+class ParallelConfig:
     """Degrees of parallelism, which multiply to the number of devices, and what goes with them."""
 
     data: int = 1
@@ -108,21 +109,21 @@ class Ledger:
         return [(field.name, getattr(self, field.name)) for field in fields(self)]
 
 
-def ledger(run: Run, mixture: Mixture) -> Ledger:
+def ledger(run: Run, parallel: ParallelConfig) -> Ledger:
     """What one device holds."""
-    model, small, big, tensor = run.model, run.itemsize, run.wide, mixture.tensor
-    split = mixture.shard * mixture.context if mixture.shard > 1 else 1
+    model, small, big, tensor = run.model, run.itemsize, run.wide, parallel.tensor
+    split = parallel.shard * parallel.context if parallel.shard > 1 else 1
     norms = (2 * model.num_layers + 1) * model.width
     whole = (model.num_parameters - norms) / tensor + norms
     held = big * whole / split
-    gradient_ranks = mixture.num_batch * mixture.context
-    moments = 2 * held / (gradient_ranks if mixture.sharded_optimizer and split == 1 else 1)
+    gradient_ranks = parallel.num_batch * parallel.context
+    moments = 2 * held / (gradient_ranks if parallel.sharded_optimizer and split == 1 else 1)
     tokens = run.batch * run.tokens / gradient_ranks
     layer_parameters = (model.num_matrix_parameters - model.vocab_size * model.width) / model.num_layers / tensor
 
-    kv_heads = kept_kv_heads(run, mixture)
+    kv_heads = kept_kv_heads(run, parallel)
     per_layer = activations_per_token(run, tensor, kv_heads)
-    residual = 0.0 if mixture.offload else float(big * model.width)
+    residual = 0.0 if parallel.offload else float(big * model.width)
     attention = small * model.head_dim * (2 * model.num_heads + 2 * kv_heads) / tensor
     attention += 4.0 * model.num_heads / tensor
     kept = {
@@ -130,10 +131,10 @@ def ledger(run: Run, mixture: Mixture) -> Ledger:
         "full": residual,
         "attention": residual + attention,
         "elementwise": (big + small) * model.width + attention + small * 2 * model.ffn_width / tensor,
-    }[mixture.recompute]
+    }[parallel.recompute]
     activations = tokens * (model.num_layers * kept + final_per_token(run))
-    casts = 0.0 if small == big or mixture.recompute != "none" else 2.0 * model.num_layers * layer_parameters
-    if mixture.recompute != "none":  # one layer at a time, again
+    casts = 0.0 if small == big or parallel.recompute != "none" else 2.0 * model.num_layers * layer_parameters
+    if parallel.recompute != "none":  # one layer at a time, again
         activations += tokens * per_layer
         casts = 0.0 if small == big else 2.0 * layer_parameters
     if split > 1:
@@ -148,12 +149,12 @@ def ledger(run: Run, mixture: Mixture) -> Ledger:
     head = 4.0 * vocabulary * model.width  # the head's gradient, made with the loss
     logits = small * numbers + wide + head
     gathered = big * (2 * layer_parameters + vocabulary * model.width) if split > 1 else 0.0
-    return Ledger(held, held, moments, activations, casts, buffers(run, mixture), logits, gathered)
+    return Ledger(held, held, moments, activations, casts, buffers(run, parallel), logits, gathered)
 
 
-def kept_kv_heads(run: Run, mixture: Mixture) -> int:
+def kept_kv_heads(run: Run, parallel: ParallelConfig) -> int:
     """Key heads kept for backward, per token: ulysses gives each rank one at least, so some are kept several times."""
-    split = mixture.tensor * mixture.context if mixture.strategy == "ulysses" else 1
+    split = parallel.tensor * parallel.context if parallel.strategy == "ulysses" else 1
     return max(run.model.num_kv_heads, split)
 
 
@@ -178,18 +179,18 @@ def final_per_token(run: Run) -> float:
     return norm + (run.wide + run.itemsize) * run.model.width + 8
 
 
-def buffers(run: Run, mixture: Mixture) -> float:
+def buffers(run: Run, parallel: ParallelConfig) -> float:
     """Keys and values of others, and gradients of them, that a device holds at most."""
-    if mixture.context == 1:
+    if parallel.context == 1:
         return 0.0
     model, small = run.model, run.itemsize
-    tokens = run.batch / mixture.num_batch * run.tokens / mixture.context
-    kv = 2 * tokens * kept_kv_heads(run, mixture) / mixture.tensor * model.head_dim
-    q = tokens * model.num_heads / mixture.tensor * model.head_dim
-    if mixture.strategy == "gather":
-        return (mixture.context - 1) * kv * (small + 4)
-    if mixture.strategy == "ulysses":
+    tokens = run.batch / parallel.num_batch * run.tokens / parallel.context
+    kv = 2 * tokens * kept_kv_heads(run, parallel) / parallel.tensor * model.head_dim
+    q = tokens * model.num_heads / parallel.tensor * model.head_dim
+    if parallel.strategy == "gather":
+        return (parallel.context - 1) * kv * (small + 4)
+    if parallel.strategy == "ulysses":
         return (2 * q + 2 * kv) * small + q * small
-    if mixture.strategy == "helper":
+    if parallel.strategy == "helper":
         return 2 * kv * (small + 4) + 2 * q * (2 * small + 4)
     return 2 * kv * (small + 4)  # one in use, one arriving; their gradients, one hop behind

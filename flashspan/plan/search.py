@@ -1,4 +1,4 @@
-"""Every mixture of parallelism that fits, ranked by time; the longest context that fits."""
+"""Every parallelism config that fits, ranked by time; the longest context that fits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from .devices import Cluster
-from .memory import Ledger, Mixture, Run, ledger
+from .memory import Ledger, ParallelConfig, Run, ledger
 from .step import StepTime, step_time
 
 # How the sequence may be split: contiguous shards only where the strategy balances them.
@@ -20,9 +20,9 @@ simulate grows with their square: at 256 a plan takes 20 seconds. No more than s
 
 @dataclass(frozen=True)
 class Answer:
-    """A mixture that fits: its memory and its time."""
+    """A parallelism config that fits: its memory and its time."""
 
-    mixture: Mixture
+    parallel: ParallelConfig
     memory: Ledger
     time: StepTime
 
@@ -35,7 +35,7 @@ class Answer:
         return work / self.time.total / (cluster.device.peak(run.itemsize) * cluster.num_devices)
 
 
-def mixtures(run: Run, cluster: Cluster, most_context: int = USUAL_CONTEXT[-1]) -> Iterator[Mixture]:
+def parallel_configs(run: Run, cluster: Cluster, most_context: int = USUAL_CONTEXT[-1]) -> Iterator[ParallelConfig]:
     """All that the model, the batch and the tokens allow on exactly this many devices."""
     num, model = cluster.num_devices, run.model
     for tensor in divisors(num):
@@ -48,10 +48,10 @@ def mixtures(run: Run, cluster: Cluster, most_context: int = USUAL_CONTEXT[-1]) 
             if run.batch % rest:
                 continue
             for shard in divisors(rest):
-                yield from _variants(run, cluster, Mixture(rest // shard, shard, context, tensor))
+                yield from _variants(run, cluster, ParallelConfig(rest // shard, shard, context, tensor))
 
 
-def _variants(run: Run, cluster: Cluster, base: Mixture) -> Iterator[Mixture]:
+def _variants(run: Run, cluster: Cluster, base: ParallelConfig) -> Iterator[ParallelConfig]:
     ways = WAYS if base.context > 1 else (("ring", "zigzag"),)
     inner = cluster.per_node // base.tensor
     if inner > 1 and base.context > inner and base.context % inner == 0:
@@ -72,29 +72,29 @@ def _variants(run: Run, cluster: Cluster, base: Mixture) -> Iterator[Mixture]:
                 )
 
 
-def fits(run: Run, mixture: Mixture, cluster: Cluster) -> bool:
+def fits(run: Run, parallel: ParallelConfig, cluster: Cluster) -> bool:
     """Whether a device's memory suffices."""
-    return ledger(run, mixture).peak <= cluster.device.memory - cluster.device.reserve
+    return ledger(run, parallel).peak <= cluster.device.memory - cluster.device.reserve
 
 
 def rank(run: Run, cluster: Cluster, *, most: int | None = None) -> list[Answer]:
-    """All mixtures that fit, the fastest first; of equals, the one that holds least."""
+    """All parallelism configs that fit, the fastest first; of equals, the one that holds least."""
     found: list[Answer] = []
     for most_context in USUAL_CONTEXT:
         if not found:
-            fitting = [m for m in mixtures(run, cluster, most_context) if fits(run, m, cluster)]
+            fitting = [m for m in parallel_configs(run, cluster, most_context) if fits(run, m, cluster)]
             found = [Answer(m, ledger(run, m), step_time(run, m, cluster)) for m in fitting]
     found.sort(key=lambda answer: (answer.time.total, answer.memory.peak))
     return found[:most]
 
 
-def longest(run: Run, cluster: Cluster) -> tuple[int, Mixture | None]:
-    """The most tokens per sample, a multiple of 1024, for which some mixture fits, and one that does."""
+def longest(run: Run, cluster: Cluster) -> tuple[int, ParallelConfig | None]:
+    """The most tokens per sample, a multiple of 1024, for which some parallelism config fits, and one that does."""
     unit = 1024
 
-    def one_that_fits(units: int) -> Mixture | None:
+    def one_that_fits(units: int) -> ParallelConfig | None:
         longer = replace(run, tokens=units * unit)
-        return next((m for m in mixtures(longer, cluster) if fits(longer, m, cluster)), None)
+        return next((m for m in parallel_configs(longer, cluster) if fits(longer, m, cluster)), None)
 
     low, high = 0, 1
     while high < 2**24 and one_that_fits(high):
@@ -111,7 +111,7 @@ def grown(run: Run, cluster: Cluster, num_devices: int) -> Run:
 
 
 def scaling(run: Run, cluster: Cluster) -> list[tuple[int, Answer | None]]:
-    """The best mixture on 1, 2, 4, ... 1024 devices, the batch growing with them (weak scaling)."""
+    """The best parallelism config on 1, 2, 4, ... 1024 devices, the batch growing with them (weak scaling)."""
     points: list[tuple[int, Answer | None]] = []
     for num in (2**power for power in range(11)):
         answers = rank(grown(run, cluster, num), cluster.resized(num), most=1)

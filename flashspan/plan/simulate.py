@@ -1,4 +1,4 @@
-"""The time of a schedule: the object the executor runs, walked with a clock in place of tensors.
+"""The time of a schedule: the object that the executor runs, run here with a clock in place of tensors.
 
 Every rank has one compute queue and, for each direction, one port: transfers out of a rank leave one after another, and
 so do those that arrive. A step waits for the transfers that end in it, posts those that start in it, and computes its
@@ -19,7 +19,7 @@ BLOCK = 128
 
 @dataclass(frozen=True)
 class Simulation:
-    """Seconds: until the last rank is done, each rank's computing, and each rank's waiting for the wire."""
+    """Seconds: until the last rank is done, and each rank's computing and waiting for transfers."""
 
     seconds: float
     computing: tuple[float, ...]
@@ -42,7 +42,7 @@ def simulate(
     num_batch: float = 1.0,
     merges: bool = False,
 ) -> Simulation:
-    """Walk all ranks' programs. Rank r of the schedule is device r * stride of the cluster.
+    """Run all ranks' programs. Rank r of the schedule is device r * stride of the cluster.
 
     Every row of the schedule stands for `scale` tokens, and every call for `num_batch` samples.
     `merges` is for kernels that cannot continue a carry (not ours): every partial result is one more pass over memory.

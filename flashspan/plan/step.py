@@ -1,4 +1,4 @@
-"""The time of a training step: products, attention by its schedule, operators that move memory, and the wire."""
+"""The time of a training step: products, attention by its schedule, operators that move memory, and communication."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 from flashspan.context.generators import GENERATORS
 from flashspan.context.layout import place
 from flashspan.context.schedule import Schedule, Shape, reverse
-from flashspan.context.survey import Survey
 from flashspan.context.ulysses import bytes_per_token, share_heads
+from flashspan.context.visibility import Visibility
 from flashspan.kernels.masks import CAUSAL
 from flashspan.model import LlamaConfig
 
 from .devices import Cluster
-from .memory import Mixture, Run
+from .memory import ParallelConfig, Run
 from .simulate import Simulation, simulate
 
-SURVEYED = 64  # tokens per rank that a schedule is made for; longer shards are the same schedule, scaled
+SCHEDULED = 64  # tokens per rank that a schedule is made for; longer shards are the same schedule, scaled
 # Operators that PyTorch dispatches in forward and in backward: each takes the host's time, a view nearly as much as a
 # kernel. A test counts them in the model.
 LAYER_OPERATORS = (60, 107)
@@ -33,42 +33,46 @@ class StepTime:
     forward: float
     backward: float
     optimizer: float
-    wire: float  # beyond attention's, and not hidden
+    communication: float  # beyond attention's, and not hidden
     attention: float  # in forward and backward, waiting included
     waiting: float  # of it, the slowest rank's for keys and values
 
     @property
     def total(self) -> float:
-        return self.forward + self.backward + self.optimizer + self.wire
+        return self.forward + self.backward + self.optimizer + self.communication
 
 
 @functools.lru_cache(maxsize=256)
 def schedules(strategy: str, layout: str, tokens: int, num_ranks: int, inner: int) -> tuple[Schedule, Schedule]:
     """The forward and backward schedule of causal attention, as the executor would run it."""
-    survey = Survey(place(layout, tokens, num_ranks), CAUSAL)
+    visibility = Visibility(place(layout, tokens, num_ranks), CAUSAL)
     options = {"sizes": (num_ranks // inner, inner)} if strategy == "double_ring" else {}
-    forward = GENERATORS[strategy](survey, **options)
+    forward = GENERATORS[strategy](visibility, **options)
     return forward, reverse(forward)
 
 
-def attention_time(run: Run, mixture: Mixture, cluster: Cluster) -> tuple[Simulation, Simulation]:
+def attention_time(run: Run, parallel: ParallelConfig, cluster: Cluster) -> tuple[Simulation, Simulation]:
     """One layer's attention, forward and backward, on one group of devices."""
     # What it does not depend on is made the same, so that it is simulated once.
-    samples = run.batch / mixture.num_batch
-    alike = Mixture(context=mixture.context, tensor=mixture.tensor, strategy=mixture.strategy, layout=mixture.layout)
+    samples = run.batch / parallel.num_batch
+    alike = ParallelConfig(
+        context=parallel.context, tensor=parallel.tensor, strategy=parallel.strategy, layout=parallel.layout
+    )
     return _attention_time(replace(run, batch=1), samples, alike, cluster.resized(alike.num_devices))
 
 
 @functools.lru_cache(maxsize=1024)
-def _attention_time(run: Run, samples: float, mixture: Mixture, cluster: Cluster) -> tuple[Simulation, Simulation]:
-    model, num = run.model, mixture.context
-    heads = max(1, model.num_heads // mixture.tensor)
-    kv_heads = max(1, model.num_kv_heads // mixture.tensor)
+def _attention_time(
+    run: Run, samples: float, parallel: ParallelConfig, cluster: Cluster
+) -> tuple[Simulation, Simulation]:
+    model, num = run.model, parallel.context
+    heads = max(1, model.num_heads // parallel.tensor)
+    kv_heads = max(1, model.num_kv_heads // parallel.tensor)
     exchanges = (0.0, 0.0)  # forward and backward
-    strategy, layout = mixture.strategy, mixture.layout
+    strategy, layout = parallel.strategy, parallel.layout
     if strategy == "ulysses" and num > 1:
         # Each rank computes its heads of the whole sequence; q, k, v go there and out comes back.
-        shares, link = share_heads(heads, kv_heads, num), cluster.slowest(num, mixture.tensor)
+        shares, link = share_heads(heads, kv_heads, num), cluster.slowest(num, parallel.tensor)
         there, back = (
             2 * link.latency * num + samples * run.tokens / num * sent / link.bandwidth
             for sent in bytes_per_token(shares, model.head_dim, run.itemsize)
@@ -78,30 +82,32 @@ def _attention_time(run: Run, samples: float, mixture: Mixture, cluster: Cluster
         heads, kv_heads, num = len(busiest.q), len(busiest.kv), 1
         strategy, layout = "ring", "contiguous"
     shape = Shape(1, heads, kv_heads, model.head_dim, run.itemsize)
-    surveyed = min(run.tokens, SURVEYED * num)
-    inner = max(1, min(num, cluster.per_node // mixture.tensor))
+    scheduled = min(run.tokens, SCHEDULED * num)
+    inner = max(1, min(num, cluster.per_node // parallel.tensor))
     found = []
-    for schedule, exchange in zip(schedules(strategy, layout, surveyed, num, inner), exchanges, strict=True):
-        one = simulate(schedule, shape, cluster, stride=mixture.tensor, scale=run.tokens / surveyed, num_batch=samples)
+    for schedule, exchange in zip(schedules(strategy, layout, scheduled, num, inner), exchanges, strict=True):
+        one = simulate(
+            schedule, shape, cluster, stride=parallel.tensor, scale=run.tokens / scheduled, num_batch=samples
+        )
         found.append(one.delayed(exchange))
     return found[0], found[1]
 
 
-def step_time(run: Run, mixture: Mixture, cluster: Cluster) -> StepTime:
-    """The step of one device among `mixture.num_devices`."""
+def step_time(run: Run, parallel: ParallelConfig, cluster: Cluster) -> StepTime:
+    """The step of one device among `parallel.num_devices`."""
     model, device, small = run.model, cluster.device, run.itemsize
-    gradient_ranks = mixture.num_batch * mixture.context
+    gradient_ranks = parallel.num_batch * parallel.context
     tokens = run.batch * run.tokens / gradient_ranks
-    layer_parameters = (model.num_matrix_parameters - model.vocab_size * model.width) / mixture.tensor
-    head_parameters = model.vocab_size * model.width / mixture.tensor
+    layer_parameters = (model.num_matrix_parameters - model.vocab_size * model.width) / parallel.tensor
+    head_parameters = model.vocab_size * model.width / parallel.tensor
     speed = device.peak(small) * device.product_share
     traffic = device.bandwidth * device.traffic_share
-    attend_forward, attend_backward = attention_time(run, mixture, cluster)
+    attend_forward, attend_backward = attention_time(run, parallel, cluster)
 
     products = 2 * tokens * layer_parameters / speed
     loss = 6 * tokens * head_parameters / speed  # both gradients are made in forward
-    loss += tokens * model.vocab_size / mixture.tensor * moved_per_logit(run, mixture.tensor) / traffic
-    moving = tokens * model.num_layers * moved_per_token(run, mixture.tensor) / traffic
+    loss += tokens * model.vocab_size / parallel.tensor * moved_per_logit(run, parallel.tensor) / traffic
+    moving = tokens * model.num_layers * moved_per_token(run, parallel.tensor) / traffic
     casting = 6 * layer_parameters / traffic if small == 2 else 0.0
     layers_forward = products + moving + casting + model.num_layers * attend_forward.seconds
     host_forward, host_backward = host_time(run, device.launch)
@@ -109,24 +115,26 @@ def step_time(run: Run, mixture: Mixture, cluster: Cluster) -> StepTime:
     layers_backward = 2 * products + 2 * moving + model.num_layers * attend_backward.seconds
     # Gradients of cast weights are cast back.
     layers_backward += casting
-    if mixture.recompute == "full":
+    if parallel.recompute == "full":
         layers_backward += layers_forward
         host_backward += host_forward
-    elif mixture.recompute == "attention":
+    elif parallel.recompute == "attention":
         layers_backward += layers_forward - model.num_layers * attend_forward.seconds
         host_backward += host_forward
     backward = max(layers_backward, host_backward)
 
-    held = model.num_parameters / mixture.tensor
-    split = mixture.shard * mixture.context if mixture.shard > 1 else 1
-    mine = held / split / (gradient_ranks if mixture.sharded_optimizer and split == 1 else 1)
+    held = model.num_parameters / parallel.tensor
+    split = parallel.shard * parallel.context if parallel.shard > 1 else 1
+    mine = held / split / (gradient_ranks if parallel.sharded_optimizer and split == 1 else 1)
     # The host goes through all parameters, about an operator's time each, before it launches the one kernel.
     optimizer = 28 * mine / traffic + device.launch * num_tensors(model)
-    wire = gradient_wire(mixture, cluster, 4 * held, forward, backward)
-    wire += tensor_wire(mixture, cluster, model.num_layers * tokens * model.width * small, model.num_layers)
+    communication = gradient_communication(parallel, cluster, 4 * held, forward, backward)
+    communication += tensor_communication(
+        parallel, cluster, model.num_layers * tokens * model.width * small, model.num_layers
+    )
     attention = model.num_layers * (attend_forward.seconds + attend_backward.seconds)
     waiting = model.num_layers * (max(attend_forward.waiting) + max(attend_backward.waiting))
-    return StepTime(forward, backward, optimizer, wire, attention, waiting)
+    return StepTime(forward, backward, optimizer, communication, attention, waiting)
 
 
 def host_time(run: Run, launch: float) -> tuple[float, float]:
@@ -169,24 +177,26 @@ def moved_per_logit(run: Run, tensor: int) -> float:
     return float(exponents + slope + target + back + casts)
 
 
-def gradient_wire(mixture: Mixture, cluster: Cluster, gradient: float, forward: float, backward: float) -> float:
+def gradient_communication(
+    parallel: ParallelConfig, cluster: Cluster, gradient: float, forward: float, backward: float
+) -> float:
     """Seconds of gradient (and, sharded, weight) exchange that computing does not hide."""
-    ranks = mixture.num_batch * mixture.context
+    ranks = parallel.num_batch * parallel.context
     if ranks == 1:
         return 0.0
-    link = cluster.slowest(ranks, mixture.tensor)
+    link = cluster.slowest(ranks, parallel.tensor)
     part = (ranks - 1) / ranks * gradient / link.bandwidth
-    if mixture.shard > 1:  # weights gathered twice, gradients scattered once
+    if parallel.shard > 1:  # weights gathered twice, gradients scattered once
         gather, scatter = part + ranks * link.latency, part + ranks * link.latency
         return max(0.0, gather - forward) + max(0.0, gather + scatter - backward)
-    extra = part if mixture.sharded_optimizer else 0.0  # updated weights go back out
+    extra = part if parallel.sharded_optimizer else 0.0  # updated weights go back out
     return max(0.0, 2 * part - backward) + 2 * ranks * link.latency + extra
 
 
-def tensor_wire(mixture: Mixture, cluster: Cluster, rows: float, num_layers: int) -> float:
+def tensor_communication(parallel: ParallelConfig, cluster: Cluster, rows: float, num_layers: int) -> float:
     """Two all-reduces of a layer's rows forward and two backward, which nothing hides."""
-    if mixture.tensor == 1:
+    if parallel.tensor == 1:
         return 0.0
-    link = cluster.slowest(mixture.tensor)
-    part = 2 * (mixture.tensor - 1) / mixture.tensor * rows / link.bandwidth
+    link = cluster.slowest(parallel.tensor)
+    part = 2 * (parallel.tensor - 1) / parallel.tensor * rows / link.bandwidth
     return 4 * (part + num_layers * 2 * link.latency)

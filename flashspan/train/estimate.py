@@ -11,7 +11,7 @@ from flashspan.checkpoint.format import checkpoints, last_step, needed_bytes, st
 from flashspan.files import check_folder
 from flashspan.lock import refuse_used
 from flashspan.plan.devices import available_bytes
-from flashspan.plan.memory import Ledger, Mixture, Run, ledger
+from flashspan.plan.memory import Ledger, ParallelConfig, Run, ledger
 
 from .config import TrainConfig
 from .dataset import open_samples
@@ -117,7 +117,7 @@ def estimate(config: TrainConfig, num_ranks: int) -> Ledger:
         config.train.weights,
         fused_norms=on_gpu,
     )
-    mixture = Mixture(
+    parallel = ParallelConfig(
         **degrees,
         strategy=config.parallel.strategy,
         layout=config.parallel.layout,
@@ -125,4 +125,4 @@ def estimate(config: TrainConfig, num_ranks: int) -> Ledger:
         sharded_optimizer=config.optimizer.sharded,
         offload=config.train.offload,
     )
-    return ledger(run, mixture)
+    return ledger(run, parallel)

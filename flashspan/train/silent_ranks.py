@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 
-from flashspan.context.exchange import ExchangeError
+from flashspan.context.transport import ExchangeError
 from flashspan.launch import SilentRank
 
 PATIENCE = 4.0

@@ -22,12 +22,12 @@ import torch.distributed as dist
 
 from flashspan.bench import links, preflight
 from flashspan.bench.check import Result, over_all_ranks
-from flashspan.bench.links import PARCELS, End, Link, Overlap, join_ends, measure_links, pairs_of, rounds_of
+from flashspan.bench.links import MESSAGES, End, Link, Overlap, join_ends, measure_links, pairs_of, rounds_of
 from flashspan.bench.preflight import even_hosts
 from flashspan.bench.verdict import LISTED, Job, Planned, Report, judge, print_report, slow_links
-from flashspan.context.exchange import GroupWire, Parcel
 from flashspan.context.schedule import Shape
 from flashspan.context.strategy import Dispatched, context_parallel
+from flashspan.context.transport import GroupTransport, Message
 from flashspan.kernels.contract import Carry
 from flashspan.launch import RankError
 from flashspan.plan.devices import LINKS
@@ -168,24 +168,24 @@ def test_hosts_are_counted_if_ranks_divide_over_them() -> None:
 HERE = Report(JOB, 12, "cpu", "group", ("a",) * 3, GOOD, (GOOD,) * 3)
 
 
-def slow_wait(wire: GroupWire, parcel: Parcel) -> None:
-    WAIT(wire, parcel)
-    if parcel.dst == wire.rank and parcel.key[-1] == 0:  # the first of PARCELS
-        time.sleep(0.2 if (parcel.src, parcel.dst) == (1, 2) else 0.01)
+def slow_wait(transport: GroupTransport, message: Message) -> None:
+    WAIT(transport, message)
+    if message.dst == transport.rank and message.key[-1] == 0:  # the first of MESSAGES
+        time.sleep(0.2 if (message.src, message.dst) == (1, 2) else 0.01)
 
 
-def spoiling_wait(wire: GroupWire, parcel: Parcel) -> None:
-    WAIT(wire, parcel)
-    if (parcel.src, parcel.dst, parcel.key[-1]) == (2, 0, PARCELS - 1) and wire.rank == 0:
-        parcel.buffer[-1] += 1
+def spoiling_wait(transport: GroupTransport, message: Message) -> None:
+    WAIT(transport, message)
+    if (message.src, message.dst, message.key[-1]) == (2, 0, MESSAGES - 1) and transport.rank == 0:
+        message.buffer[-1] += 1
 
 
-WAIT = GroupWire.wait
+WAIT = GroupTransport.wait
 
 
 def links_with(wait: Callable[..., None]) -> list[Link]:
     attend = over_all_ranks("ring", "zigzag", "cpu", num_tokens=12)
-    with mock.patch.object(GroupWire, "wait", wait), mock.patch.object(links, "REPEATS", 3):
+    with mock.patch.object(GroupTransport, "wait", wait), mock.patch.object(links, "REPEATS", 3):
         return measure_links(
             attend,
             pairs_of(attend, 12),
@@ -221,7 +221,7 @@ def measured(job: Job, broken: int | None = None) -> Report:
         stack.enter_context(mock.patch.object(preflight, "measure_links", return_value=[]))
         stack.enter_context(mock.patch.object(preflight, "measure_overlap", return_value=None))
     with stack:
-        stack.enter_context(mock.patch.dict(links.MESSAGE, {"cpu": 2**16}))
+        stack.enter_context(mock.patch.dict(links.MESSAGE_BYTES, {"cpu": 2**16}))
         stack.enter_context(mock.patch.object(Dispatched, "forward", forward))
         stack.enter_context(mock.patch.object(links, "LINKS_S", 0.5))
         return preflight.run_on_rank(job, "cpu")

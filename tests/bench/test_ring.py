@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from flashspan.bench import plots, record
-from flashspan.bench.ring import Shape, Span, Walk, bench_ring, draw, row_of
+from flashspan.bench.ring import PassProfile, Shape, Span, bench_ring, draw, row_of
 
 SHAPE = Shape("ring", "zigzag", 1024, 4, 2, 64, True)
-WALK = Walk(
+PROFILE = PassProfile(
     (
         Span("forward_kernel", 0.0, 100.0, False),
         Span("Memcpy DtoD", 20.0, 60.0, True),
@@ -28,21 +28,21 @@ WALK = Walk(
 
 def test_gaps_are_times_without_a_kernel() -> None:
     """Between tiles, that is: what follows the last one is no gap between steps."""
-    assert WALK.gaps == [5.0, 30.0, 0.0]
+    assert PROFILE.gaps == [5.0, 30.0, 0.0]
 
 
 def test_copies_are_hidden_behind_kernels() -> None:
-    assert WALK.hidden == pytest.approx(50 / 60)
+    assert PROFILE.hidden == pytest.approx(50 / 60)
 
 
 def test_a_row_has_what_the_table_shows() -> None:
-    row = row_of(record.environment(torch.device("cpu")), SHAPE, "forward", 1, WALK, 2, True)
+    row = row_of(record.environment(torch.device("cpu")), SHAPE, "forward", 1, PROFILE, 2, True)
     assert (row.more["longest_gap_us"], row.more["kernels"], row.more["copies"]) == (30.0, 5, 2)
     assert row.p50_ms == pytest.approx(0.41)
 
 
 def test_the_picture_has_every_rank() -> None:
-    svg = plots.to_svg(draw(SHAPE, [{"forward": WALK, "backward": WALK}] * 2), "a ring")
+    svg = plots.to_svg(draw(SHAPE, [{"forward": PROFILE, "backward": PROFILE}] * 2), "a ring")
     assert all(f"rank {rank} {lane}" in svg for rank in (0, 1) for lane in ("kernels", "copies"))
 
 
@@ -53,7 +53,7 @@ def test_without_gpus_it_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_the_host_waits_for_nothing_in_a_walk(tmp_path: Path) -> None:
+def test_the_host_waits_for_nothing_in_a_pass(tmp_path: Path) -> None:
     assert bench_ring(ranks=2, tokens=2048, heads=4, kv_heads=2, head_dim=64, share_gpu=True, folder=tmp_path) == 0
     rows = record.read(tmp_path / "ring.jsonl")
     assert len(rows) == 4

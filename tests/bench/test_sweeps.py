@@ -85,7 +85,7 @@ def test_noise_is_not_told_as_hidden() -> None:
 
 
 def test_what_is_compared_takes_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that grows busy slows one device, a strategy, its computing and its wire alike, as often each."""
+    """A machine that becomes busy slows one device, a strategy, its computing and its communication equally often."""
     clock = iter(range(1, 100))
     monkeypatch.setattr(context_rank, "timed", lambda call, *_, **__: (float(next(clock)), call()))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -96,8 +96,8 @@ def test_what_is_compared_takes_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         dist.destroy_process_group()
     alone, ring, weak = (found[entry]["forward"] for entry in entries)
-    assert (alone.steps, alone.computing, alone.wire) == ([1.0, 6.0, 11.0], 6.0, 0.0)
-    assert (ring.steps, ring.computing, ring.wire) == ([2.0, 7.0, 12.0], 8.0, 9.0)
+    assert (alone.steps, alone.computing, alone.communication) == ([1.0, 6.0, 11.0], 6.0, 0.0)
+    assert (ring.steps, ring.computing, ring.communication) == ([2.0, 7.0, 12.0], 8.0, 9.0)
     assert weak.steps == [5.0, 10.0, 15.0]
     assert weak.peak_mib < alone.peak_mib
 

@@ -57,13 +57,13 @@ class Disturbed:
 
 @contextlib.contextmanager
 def disturbances(seed: int) -> Iterator[list[Disturbed]]:
-    """On a rank: all arenas made meanwhile are disturbed, and buffers on the shelf hold NaN. Yields those arenas."""
+    """On a rank: all arenas made meanwhile are disturbed, and buffers in the pool hold NaN. Yields those arenas."""
     draw = random.Random(seed)
-    put = bundle.Shelf.put
+    put = bundle.BufferPool.put
     made: list[Disturbed] = []
 
-    def poisoned(shelf: bundle.Shelf, buffer: Tensor) -> None:
-        put(shelf, buffer.fill_(0xFF))
+    def poisoned(pool: bundle.BufferPool, buffer: Tensor) -> None:
+        put(pool, buffer.fill_(0xFF))
 
     def wrapped(kind: type) -> Any:
         def make(*args: Any) -> Disturbed:
@@ -75,6 +75,6 @@ def disturbances(seed: int) -> Iterator[list[Disturbed]]:
     with (
         mock.patch.object(symmetric, "HostPeerMemory", wrapped(HostPeerMemory)),
         mock.patch.object(symmetric, "CudaPeerMemory", wrapped(CudaPeerMemory)),
-        mock.patch.object(bundle.Shelf, "put", poisoned),
+        mock.patch.object(bundle.BufferPool, "put", poisoned),
     ):
         yield made

@@ -16,13 +16,13 @@ from flashspan.context.generators import GENERATORS, gather, in_chunks, ring
 from flashspan.context.layout import LAYOUTS, place
 from flashspan.context.runs import Runs, union
 from flashspan.context.schedule import Shape, bytes_sent, reverse
-from flashspan.context.survey import Survey
 from flashspan.context.verify import ScheduleError, verify
+from flashspan.context.visibility import Visibility
 from flashspan.kernels import patterns
 from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.masks import CAUSAL, Band, Mask, dense
 from tests.context.cases import group_of
-from tests.context.test_execute import make, one_device, walk_all
+from tests.context.test_execute import make, one_device, run_all
 
 T = 150
 LONG = 700
@@ -54,15 +54,15 @@ SMALL: dict[str, Callable[[], Blocks]] = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("make_mask", [lambda: holes(2, 1), squares], ids=["holes", "squares"])
-def test_a_survey_counts_and_frames_what_is_visible(layout: str, make_mask: Callable[[], Blocks]) -> None:
+def test_visibility_counts_and_frames_what_is_visible(layout: str, make_mask: Callable[[], Blocks]) -> None:
     mask = make_mask()
     placement = place(layout, mask.num_keys, 5)
-    survey = Survey(placement, mask)
+    visibility = Visibility(placement, mask)
     drawn = mask.dense().view(-1, mask.num_keys, mask.num_keys).numpy()
     for q in range(5):
         for k in range(5):
             tile = drawn[:, placement.index(q)][:, :, placement.index(k)]
-            box = survey.box(q, k)
+            box = visibility.box(q, k)
             (rows,) = tile.any((0, 2)).nonzero()
             assert box.pairs == tile.sum()
             assert box.k_rows == seen_rows(tile, placement.index(k) // 64)
@@ -70,7 +70,7 @@ def test_a_survey_counts_and_frames_what_is_visible(layout: str, make_mask: Call
                 assert box.q_rows == range(0)
                 continue
             assert box.q_rows == range(rows[0], rows[-1] + 1)
-            half = survey.box(q, k, range(5, 17))
+            half = visibility.box(q, k, range(5, 17))
             assert half.pairs == tile[:, 5:17].sum()
             assert half.k_rows == seen_rows(tile[:, 5:17], placement.index(k) // 64)
             assert not half.pairs or set(half.q_rows) <= set(range(5, 17))
@@ -88,16 +88,16 @@ def test_a_key_block_is_sent_only_towards_those_who_see_it(layout: str) -> None:
     """`gather` sends each rank its own, a ring to each rank what it and those behind it see."""
     mask, num = squares(), 4
     placement = place(layout, LONG, num)
-    survey, drawn = Survey(placement, mask), mask.dense().numpy()
+    visibility, drawn = Visibility(placement, mask), mask.dense().numpy()
     wanted = {
         (q, k): seen_rows(drawn[np.ix_(placement.index(q), placement.index(k))][None], placement.index(k) // 64)
         for q in range(num)
         for k in range(num)
     }
-    sent = {(t.dst, t.owner): t.rows for t in gather(survey).transfers}
+    sent = {(t.dst, t.owner): t.rows for t in gather(visibility).transfers}
     assert sent == {(q, k): rows for (q, k), rows in wanted.items() if q != k and len(rows)}
     assert any(len(rows.parts) > 1 for rows in sent.values())
-    for t in ring(survey).transfers:
+    for t in ring(visibility).transfers:
         behind = [wanted[(t.owner + d) % num, t.owner] for d in range((t.dst - t.owner) % num, num)]
         assert t.rows == union(behind)
 
@@ -105,10 +105,10 @@ def test_a_key_block_is_sent_only_towards_those_who_see_it(layout: str) -> None:
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("strategy", ["ring", "gather", "helper"])
 def test_the_proof_notices_a_gap_that_is_sent_and_a_block_that_is_not(strategy: str, backward: bool) -> None:
-    survey = Survey(place("zigzag", LONG, 4), squares())
-    schedule = GENERATORS[strategy](survey)
+    visibility = Visibility(place("zigzag", LONG, 4), squares())
+    schedule = GENERATORS[strategy](visibility)
     schedule = reverse(schedule) if backward else schedule
-    verify(schedule, survey)
+    verify(schedule, visibility)
     transfers = list(schedule.transfers)
     for kind in ("kv", "dkv") if backward else ("kv",):
         number = next(i for i, t in enumerate(transfers) if t.kind == kind and len(t.rows.parts) > 1)
@@ -116,16 +116,16 @@ def test_the_proof_notices_a_gap_that_is_sent_and_a_block_that_is_not(strategy: 
         for rows in (Runs.of(range(one.rows.start, one.rows.stop)), Runs(one.rows.parts[1:])):
             wrong = [*transfers[:number], one._replace(rows=rows), *transfers[number + 1 :]]
             with pytest.raises(ScheduleError):
-                verify(replace(schedule, transfers=tuple(wrong)), survey)
+                verify(replace(schedule, transfers=tuple(wrong)), visibility)
 
 
 def test_halves_count_every_map() -> None:
     """A part of which all maps show everything still counts once for each of them: helper's halves add up."""
     mask = Blocks.from_dense(torch.ones(3, 20, 20, dtype=torch.bool))
-    survey = Survey(place("contiguous", 20, 2), mask)
-    assert survey.box(1, 0, range(4)).pairs == 3 * 4 * 10
-    assert survey.box(1, 0, range(0)).pairs == 0
-    verify(GENERATORS["helper"](survey), survey)
+    visibility = Visibility(place("contiguous", 20, 2), mask)
+    assert visibility.box(1, 0, range(4)).pairs == 3 * 4 * 10
+    assert visibility.box(1, 0, range(0)).pairs == 0
+    verify(GENERATORS["helper"](visibility), visibility)
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -137,12 +137,12 @@ def test_any_map_over_simulated_ranks(name: str, strategy: str) -> None:
     exact = one_device(mask, xs)
     whole_blocks = strategy in ("gather", "double_ring")
     layout = "zigzag" if name == "squares" else balanced(mask) if whole_blocks else "striped"
-    survey = Survey(place(layout, mask.num_keys, 4), mask)
+    visibility = Visibility(place(layout, mask.num_keys, 4), mask)
     sizes = {"sizes": (2, 2)} if strategy == "double_ring" else {}
-    schedule = in_chunks(GENERATORS[strategy](survey, **sizes), 2)
-    verify(schedule, survey)
-    verify(reverse(schedule), survey)
-    mine, sent = walk_all(schedule, survey, xs)
+    schedule = in_chunks(GENERATORS[strategy](visibility, **sizes), 2)
+    verify(schedule, visibility)
+    verify(reverse(schedule), visibility)
+    mine, sent = run_all(schedule, visibility, xs)
     for a, b in zip(mine, exact, strict=True):
         assert float((a - b).norm()) <= 2e-6 * float(b.norm())
     shape = Shape(num_batch=2, num_heads=4, num_kv_heads=2, head_dim=8, itemsize=4)
@@ -176,8 +176,8 @@ def test_a_layout_made_from_the_mask_evens_the_work(name: str) -> None:
     owned = [{run.start // 128 + i for run in part for i in range(-(-len(run) // 128))} for part in placement.ranges]
     visits = [sum(work[b] for b in part) for part in owned]
     assert max(visits) <= 1.15 * sum(visits) / 8
-    schedule = gather(survey := Survey(placement, mask))
-    verify(schedule, survey)
+    schedule = gather(visibility := Visibility(placement, mask))
+    verify(schedule, visibility)
     assert schedule.balance <= 1.15
 
 
@@ -190,8 +190,8 @@ def test_bytes_fall_with_the_mask() -> None:
         "documents": Blocks.of(patterns.documents([1024] * 8), n, n),
     }.items():
         for strategy in (ring, gather):
-            survey = Survey(place("contiguous", n, 8), mask)
-            sent[name, strategy.__name__] = sum(bytes_sent(strategy(survey), shape))
+            visibility = Visibility(place("contiguous", n, 8), mask)
+            sent[name, strategy.__name__] = sum(bytes_sent(strategy(visibility), shape))
     for strategy in ("ring", "gather"):
         assert sent["documents", strategy] == 0  # every document lives on one rank
         assert sent["streaming", strategy] < 0.15 * sent["everything", strategy]
@@ -201,8 +201,8 @@ def test_bytes_fall_with_the_mask() -> None:
     # Each block of queries sees 3 of 64 blocks of keys: of 7/8 of those that others hold, each rank fetches its own.
     chosen = dense(mask := patterns.random_blocks(n, 3 / 64), n, n)[::128, ::128].view(8, 8, 8, 8).any(1)
     blocks = sum(int(chosen[q, k].sum()) for q in range(8) for k in range(8) if q != k)
-    survey = Survey(place("contiguous", n, 8), mask)
-    assert sum(bytes_sent(gather(survey), shape)) == 2 * 8 * 64 * 2 * 128 * blocks
+    visibility = Visibility(place("contiguous", n, 8), mask)
+    assert sum(bytes_sent(gather(visibility), shape)) == 2 * 8 * 64 * 2 * 128 * blocks
     assert blocks < 0.35 * 7 * 64
 
 

@@ -13,15 +13,15 @@ from flashspan.context import generators
 from flashspan.context.draw import draw_ownership, draw_timeline
 from flashspan.context.layout import place
 from flashspan.context.schedule import reverse
-from flashspan.context.survey import Survey
+from flashspan.context.visibility import Visibility
 from flashspan.kernels.masks import CAUSAL
 from flashspan.kernels.patterns import random_blocks
 
 
 @pytest.mark.parametrize("name", ["ring", "helper"])
 def test_pictures_are_drawn(name: str, tmp_path: Path) -> None:
-    survey = Survey(place("contiguous", 64, 4), CAUSAL)
-    schedule = generators.GENERATORS[name](survey)
+    visibility = Visibility(place("contiguous", 64, 4), CAUSAL)
+    schedule = generators.GENERATORS[name](visibility)
     for kind, direction in (("svg", schedule), ("png", reverse(schedule))):
         path = tmp_path / f"timeline.{kind}"
         figure = draw_timeline(direction, path)
@@ -29,15 +29,15 @@ def test_pictures_are_drawn(name: str, tmp_path: Path) -> None:
         (axes,) = figure.axes
         assert len(axes.texts) == len(schedule.tiles)  # labels
         assert sum(x.N for x in axes.collections if isinstance(x, Quiver)) == len(direction.transfers)  # arrows
-    figure = draw_ownership(schedule, survey, tmp_path / "tiles.svg")
+    figure = draw_ownership(schedule, visibility, tmp_path / "tiles.svg")
     image = figure.axes[0].images[0].get_array()
-    assert image.count() == survey.pairs.sum()
+    assert image.count() == visibility.pairs.sum()
     for rank in range(4):
         assert (image == rank).sum() == schedule.work()[rank]
 
 
 def test_many_ranks_are_drawn_soon(tmp_path: Path) -> None:
-    schedule = generators.ring(Survey(place("zigzag", 640, 64), CAUSAL))
+    schedule = generators.ring(Visibility(place("zigzag", 640, 64), CAUSAL))
     path = tmp_path / "timeline.svg"
     (axes,) = draw_timeline(schedule, path).axes
     assert not axes.texts
@@ -45,16 +45,16 @@ def test_many_ranks_are_drawn_soon(tmp_path: Path) -> None:
 
 
 def test_a_block_map_is_drawn_like_any_mask() -> None:
-    survey = Survey(place("zigzag", 300, 4), random_blocks(300, 0.3, size=16))
-    schedule = generators.gather(survey)
-    image = draw_ownership(schedule, survey).axes[0].images[0].get_array()
+    visibility = Visibility(place("zigzag", 300, 4), random_blocks(300, 0.3, size=16))
+    schedule = generators.gather(visibility)
+    image = draw_ownership(schedule, visibility).axes[0].images[0].get_array()
     assert [(image == rank).sum() for rank in range(4)] == schedule.work()
 
 
 def test_a_mask_too_large_to_draw_is_refused() -> None:
-    survey = Survey(place("contiguous", 5000, 2), CAUSAL)
+    visibility = Visibility(place("contiguous", 5000, 2), CAUSAL)
     with pytest.raises(ValueError, match="got 5000, draw 4096 or fewer"):
-        draw_ownership(generators.ring(survey), survey)
+        draw_ownership(generators.ring(visibility), visibility)
 
 
 def test_matplotlib_is_not_imported_until_it_draws() -> None:

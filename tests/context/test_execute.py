@@ -1,4 +1,4 @@
-"""The executor without processes: the walks of all ranks, taken in turn over wires in memory."""
+"""The executor without processes: the passes of all ranks, taken in turn over transports in memory."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from flashspan.context import generators
-from flashspan.context.bundle import Shelf
-from flashspan.context.exchange import LocalWire, LocalWires, Parcel
+from flashspan.context.bundle import BufferPool
 from flashspan.context.execute import Call, Plan, simulate
 from flashspan.context.layout import LAYOUTS, place
-from flashspan.context.passes import BackwardWalk, ForwardWalk
+from flashspan.context.passes import BackwardPass, ForwardPass
 from flashspan.context.schedule import Schedule, Shape, bytes_sent
-from flashspan.context.survey import Survey
+from flashspan.context.transport import LocalTransport, LocalTransports, Message
+from flashspan.context.visibility import Visibility
 from flashspan.kernels import reference, tiled
 from flashspan.kernels.contract import Carry, LocalAttention, merge, row_delta
 from flashspan.kernels.masks import CAUSAL, Mask
@@ -25,23 +25,23 @@ from tests.context.cases import MASKS, make_mask
 SCALE = 0.3
 
 
-def walk_all(
-    schedule: Schedule, survey: Survey, xs: list[Tensor], local: LocalAttention = reference
+def run_all(
+    schedule: Schedule, visibility: Visibility, xs: list[Tensor], local: LocalAttention = reference
 ) -> tuple[list[Tensor], list[int]]:
     """out, dq, dk, dv of all ranks joined, and the bytes each rank sent."""
-    placement, num = survey.placement, survey.num_ranks
-    plan = Plan(placement, survey.mask, schedule, xs[1].shape[1])
-    wires = LocalWires(num).wires
+    placement, num = visibility.placement, visibility.num_ranks
+    plan = Plan(placement, visibility.mask, schedule, xs[1].shape[1])
+    transports = LocalTransports(num).transports
     q, k, v, dout = ([placement.shard(x, 2, rank) for rank in range(num)] for x in xs)
     calls = [Call(*parts, SCALE) for parts in zip(q, k, v, strict=True)]
     ranks = range(num)
-    carries = simulate([ForwardWalk(plan, wires[r], local, calls[r]) for r in ranks])
+    carries = simulate([ForwardPass(plan, transports[r], local, calls[r]) for r in ranks])
     deltas = [row_delta(dout[r], carries[r].out) for r in ranks]
-    walks = [BackwardWalk(plan, wires[r], local, calls[r], dout[r], carries[r].lse, deltas[r]) for r in ranks]
-    grads = simulate(walks)
-    assert not any(walk.copies or walk.totals for walk in walks), "a walk keeps what it is done with"
+    passes = [BackwardPass(plan, transports[r], local, calls[r], dout[r], carries[r].lse, deltas[r]) for r in ranks]
+    grads = simulate(passes)
+    assert not any(pass_.copies or pass_.totals for pass_ in passes), "a pass keeps what it is done with"
     parts = zip(*((carry.out, *grad) for carry, grad in zip(carries, grads, strict=True)), strict=True)
-    return [placement.unshard(part, 2) for part in parts], [wire.bytes_sent for wire in wires]
+    return [placement.unshard(part, 2) for part in parts], [transport.bytes_sent for transport in transports]
 
 
 def one_device(mask: Mask, xs: list[Tensor]) -> list[Tensor]:
@@ -72,8 +72,8 @@ def test_many_ranks_are_as_exact_as_one(name: str, many_ranks: int) -> None:
     exact = one_device(mask, xs)
     found = {}
     for num in (1, many_ranks):
-        survey = Survey(place("zigzag", 300, num), mask)
-        mine, _ = walk_all(generators.GENERATORS[name](survey), survey, xs)
+        visibility = Visibility(place("zigzag", 300, num), mask)
+        mine, _ = run_all(generators.GENERATORS[name](visibility), visibility, xs)
         found[num] = [relative(a, b) for a, b in zip(mine, exact, strict=True)]
     assert found[many_ranks][0] <= 1e-5
     assert max(found[many_ranks][1:]) <= 1e-4
@@ -93,14 +93,14 @@ def test_any_mask_over_simulated_ranks(name: str, mask: str) -> None:
     """And every byte sent is one the schedule announced."""
     xs = make(53)
     for layout in LAYOUTS:
-        survey = Survey(place(layout, 53, 6), make_mask(mask, 53))
+        visibility = Visibility(place(layout, 53, 6), make_mask(mask, 53))
         sizes = {"sizes": (2, 3)} if name == "double_ring" else {}
-        schedule = generators.in_chunks(generators.GENERATORS[name](survey, **sizes), 2)
-        mine, sent = walk_all(schedule, survey, xs)
-        for a, b in zip(mine, one_device(survey.mask, xs), strict=True):
+        schedule = generators.in_chunks(generators.GENERATORS[name](visibility, **sizes), 2)
+        mine, sent = run_all(schedule, visibility, xs)
+        for a, b in zip(mine, one_device(visibility.mask, xs), strict=True):
             assert relative(a, b) <= 2e-6, (layout, mask)
         shape = Shape(num_batch=2, num_heads=4, num_kv_heads=2, head_dim=8, itemsize=4)
-        plan = Plan(survey.placement, survey.mask, schedule)
+        plan = Plan(visibility.placement, visibility.mask, schedule)
         totals = zip(bytes_sent(plan.forward, shape), bytes_sent(plan.backward, shape), strict=True)
         assert sent == [forward + backward for forward, backward in totals]
 
@@ -108,18 +108,18 @@ def test_any_mask_over_simulated_ranks(name: str, mask: str) -> None:
 def test_buffers_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many chunks of heads there are, a rank makes room for a few transfers and then for no more."""
     made: list[int] = []
-    take = Shelf.take
+    take = BufferPool.take
 
-    def count(shelf: Shelf, size: int) -> Tensor:
-        kept = len(shelf._free)
-        buffer = take(shelf, size)
-        if len(shelf._free) == kept:
+    def count(pool: BufferPool, size: int) -> Tensor:
+        kept = len(pool._free)
+        buffer = take(pool, size)
+        if len(pool._free) == kept:
             made.append(size)
         return buffer
 
-    monkeypatch.setattr(Shelf, "take", count)
-    survey = Survey(place("zigzag", 64, 8), CAUSAL)
-    walk_all(generators.in_chunks(generators.ring(survey), 4), survey, make(64, 8, 4))
+    monkeypatch.setattr(BufferPool, "take", count)
+    visibility = Visibility(place("zigzag", 64, 8), CAUSAL)
+    run_all(generators.in_chunks(generators.ring(visibility), 4), visibility, make(64, 8, 4))
     chunk = 2 * 2 * 8 * 8 * 4  # B, keys and values, a shard's tokens, D, float32; of one head
     assert max(made) == chunk
     # Forward: two copies of keys and what is packed. Backward: the same, and the gradients of three copies.
@@ -129,37 +129,37 @@ def test_buffers_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", sorted(generators.GENERATORS))
 def test_a_buffer_on_the_shelf_is_nobodys(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever puts one there is done with it: ruined while it lies there, it ruins no result."""
-    put = Shelf.put
+    put = BufferPool.put
 
-    def ruin(shelf: Shelf, buffer: Tensor) -> None:
-        put(shelf, buffer)
-        pointers = [storage.data_ptr() for storage in shelf._free]
+    def ruin(pool: BufferPool, buffer: Tensor) -> None:
+        put(pool, buffer)
+        pointers = [storage.data_ptr() for storage in pool._free]
         assert len(set(pointers)) == len(pointers), "a buffer was put back twice"
-        torch.empty(0, dtype=torch.uint8).set_(shelf._free[-1]).fill_(255)  # NaN, in every dtype
+        torch.empty(0, dtype=torch.uint8).set_(pool._free[-1]).fill_(255)  # NaN, in every dtype
 
-    monkeypatch.setattr(Shelf, "put", ruin)
+    monkeypatch.setattr(BufferPool, "put", ruin)
     xs = make(53)
     for layout in LAYOUTS:
-        survey = Survey(place(layout, 53, 4), CAUSAL)
+        visibility = Visibility(place(layout, 53, 4), CAUSAL)
         sizes = {"sizes": (2, 2)} if name == "double_ring" else {}
-        schedule = generators.in_chunks(generators.GENERATORS[name](survey, **sizes), 2)
-        mine, _ = walk_all(schedule, survey, xs)
+        schedule = generators.in_chunks(generators.GENERATORS[name](visibility, **sizes), 2)
+        mine, _ = run_all(schedule, visibility, xs)
         for a, b in zip(mine, one_device(CAUSAL, xs), strict=True):
             assert relative(a, b) <= 2e-6, layout
 
 
 def test_one_rank_is_one_call() -> None:
     """World size 1 takes the same path: one tile, no transfer, and gradients written in their final dtype."""
-    survey = Survey(place("zigzag", 40, 1), CAUSAL)
-    schedule = generators.ring(survey)
+    visibility = Visibility(place("zigzag", 40, 1), CAUSAL)
+    schedule = generators.ring(visibility)
     assert len(schedule.tiles) == 1
     assert not schedule.transfers
-    plan = Plan(survey.placement, survey.mask, schedule)
-    (wire,) = LocalWires(1).wires
+    plan = Plan(visibility.placement, visibility.mask, schedule)
+    (transport,) = LocalTransports(1).transports
     q, k, v, dout = (x.bfloat16() for x in make(40))
     call = Call(q, k, v, SCALE)
-    (carry,) = simulate([ForwardWalk(plan, wire, tiled, call)])
-    (grads,) = simulate([BackwardWalk(plan, wire, tiled, call, dout, carry.lse, row_delta(dout, carry.out))])
+    (carry,) = simulate([ForwardPass(plan, transport, tiled, call)])
+    (grads,) = simulate([BackwardPass(plan, transport, tiled, call, dout, carry.lse, row_delta(dout, carry.out))])
     assert all(x.dtype == torch.bfloat16 for x in grads)
     alone = tiled.forward(q, k, v, mask=CAUSAL, scale=SCALE)
     assert torch.equal(carry.out, alone.out)
@@ -167,9 +167,9 @@ def test_one_rank_is_one_call() -> None:
 
 def test_one_launch_per_step_whatever_the_layout() -> None:
     """A rank computes each step's tile in one call, and off the diagonal of a zigzag ring nothing is masked."""
-    survey = Survey(place("zigzag", 64, 4), CAUSAL)
-    schedule = generators.ring(survey)
-    plan = Plan(survey.placement, survey.mask, schedule)
+    visibility = Visibility(place("zigzag", 64, 4), CAUSAL)
+    schedule = generators.ring(visibility)
+    plan = Plan(visibility.placement, visibility.mask, schedule)
     for rank in range(4):
         steps = schedule.program(rank)
         assert [len(step.tiles) for step in steps] == [1] * 4
@@ -181,15 +181,15 @@ def test_transfers_are_under_way_while_a_step_computes() -> None:
     """What the next step needs is posted before this step's tile, and waited for after it."""
     events: list[str] = []
 
-    class Wire(LocalWire):
-        def post(self, parcels: Sequence[Parcel]) -> None:
-            events.extend(f"post {p.key.owner}" for p in parcels if p.dst == self.rank)
-            super().post(parcels)
+    class Transport(LocalTransport):
+        def post(self, messages: Sequence[Message]) -> None:
+            events.extend(f"post {p.key.owner}" for p in messages if p.dst == self.rank)
+            super().post(messages)
 
-        def wait(self, parcel: Parcel) -> None:
-            if parcel.dst == self.rank:
-                events.append(f"wait {parcel.key.owner}")
-            super().wait(parcel)
+        def wait(self, message: Message) -> None:
+            if message.dst == self.rank:
+                events.append(f"wait {message.key.owner}")
+            super().wait(message)
 
     class Local:
         backward = staticmethod(reference.backward)
@@ -198,26 +198,26 @@ def test_transfers_are_under_way_while_a_step_computes() -> None:
             events.append("compute")
             return reference.forward(*args, **rest)
 
-    survey = Survey(place("zigzag", 24, 3), CAUSAL)
-    plan = Plan(survey.placement, CAUSAL, generators.ring(survey))
-    shared = LocalWires(3)
-    wires: list[LocalWire] = [Wire(shared, 0, 3), *shared.wires[1:]]
-    parts = [[survey.placement.shard(x, 2, rank) for x in make(24)[:3]] for rank in range(3)]
+    visibility = Visibility(place("zigzag", 24, 3), CAUSAL)
+    plan = Plan(visibility.placement, CAUSAL, generators.ring(visibility))
+    shared = LocalTransports(3)
+    transports: list[LocalTransport] = [Transport(shared, 0, 3), *shared.transports[1:]]
+    parts = [[visibility.placement.shard(x, 2, rank) for x in make(24)[:3]] for rank in range(3)]
     locals_: list[LocalAttention] = [Local(), reference, reference]
-    simulate([ForwardWalk(plan, wires[r], locals_[r], Call(*parts[r], SCALE)) for r in range(3)])
+    simulate([ForwardPass(plan, transports[r], locals_[r], Call(*parts[r], SCALE)) for r in range(3)])
     assert events == ["post 2", "compute", "wait 2", "post 1", "compute", "wait 1", "compute"]
 
 
 def test_views_of_a_fused_projection_need_no_copy_by_the_caller() -> None:
     fused = torch.randn(2, 53, 3, 4, 8)  # [B, T, qkv, H, D]
     q, k, v = fused.permute(2, 0, 3, 1, 4)
-    survey = Survey(place("contiguous", 53, 4), CAUSAL)
-    plan = Plan(survey.placement, CAUSAL, generators.ring(survey))
-    wires = LocalWires(4).wires
-    runs = [run for (run,) in survey.placement.ranges]
+    visibility = Visibility(place("contiguous", 53, 4), CAUSAL)
+    plan = Plan(visibility.placement, CAUSAL, generators.ring(visibility))
+    transports = LocalTransports(4).transports
+    runs = [run for (run,) in visibility.placement.ranges]
     calls = [Call(*(x[:, :, run.start : run.stop] for x in (q, k, v)), SCALE) for run in runs]
     assert not calls[0].q.is_contiguous()
-    carries = simulate([ForwardWalk(plan, wires[r], reference, calls[r]) for r in range(4)])
+    carries = simulate([ForwardPass(plan, transports[r], reference, calls[r]) for r in range(4)])
     exact = reference.forward(q.double(), k.double(), v.double(), mask=CAUSAL, scale=SCALE).out
     assert relative(torch.cat([carry.out for carry in carries], 2), exact) < 1e-6
 
@@ -225,8 +225,8 @@ def test_views_of_a_fused_projection_need_no_copy_by_the_caller() -> None:
 def test_nan_behind_the_mask_reaches_nobody() -> None:
     xs = make(48)
     xs[1][:, :, 40:], xs[2][:, :, 40:] = torch.nan, torch.nan  # keys that only the last 8 queries see
-    survey = Survey(place("zigzag", 48, 4), CAUSAL)
-    (out, *_), _ = walk_all(generators.ring(survey), survey, xs)
+    visibility = Visibility(place("zigzag", 48, 4), CAUSAL)
+    (out, *_), _ = run_all(generators.ring(visibility), visibility, xs)
     assert out[:, :, :40].isfinite().all()
     assert out[:, :, 40:].isnan().all()
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from flashspan import attention
 from flashspan.context import STRATEGIES, Placement, context_parallel
-from flashspan.context.remat import keep_attention
+from flashspan.context.recompute import keep_attention
 from flashspan.kernels import dispatch
 from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.masks import CAUSAL, Rows
@@ -311,7 +311,7 @@ def leave_out(what: str, strategy: str) -> list[str]:
 def test_a_rank_that_leaves_out_a_pass_gives_nobody_numbers(what: str, strategy: str) -> None:
     """Its next pass would meet the others' last one, of the same sizes."""
     if (what, strategy) == ("breaks off", "ulysses"):
-        pytest.skip("it walks over no outer wire")
+        pytest.skip("it uses no outer transport")
     with Ranks(2, threads=1, timeout=20) as ranks:
         answers = ranks.run(leave_out, what, strategy, timeout=40)
     assert all(answers)

@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flashspan.context import LAYOUTS, STRATEGIES, exchange
+from flashspan.context import LAYOUTS, STRATEGIES
+from flashspan.context import transport as transports
 from flashspan.context.core import Scheduled
 from flashspan.context.order import programs
 from flashspan.context.strategy import context_parallel
@@ -109,8 +110,8 @@ def compare_posts(cases: list[Case]) -> list[str]:
         attend(q.requires_grad_(), k, v, causal=True).backward(dout)
         (core,) = attend._cores.values()
         core = core if isinstance(core, Scheduled) else core.inner
-        walks = [programs(s, slow_group=len(groups) > 1) for s in (core.plan.forward, core.plan.backward)]
-        batches = [batch for walk in walks for stage in walk[attend.outer.rank] for batch in stage.batches]
+        passes = [programs(s, slow_group=len(groups) > 1) for s in (core.plan.forward, core.plan.backward)]
+        batches = [batch for pass_ in passes for stage in pass_[attend.outer.rank] for batch in stage.batches]
         for name, group in groups.items():
             posted = [[(m.src, m.dst) for m in batch] for batch in group.batches[began[name] :]]
             proved = [[(m.src, m.dst) for m in batch.messages] for batch in batches if batch.communicator == name]
@@ -137,21 +138,21 @@ def test_a_split_context_gives_the_tokens_of_one_device(on_four: OnRanks) -> Non
 
 
 def post_in_another_order(me: int) -> str:
-    """What a rank of `helper` says when rank 1 posts a step's parcels backwards."""
+    """What a rank of `helper` says when rank 1 posts a step's messages backwards."""
     group = fresh(num_ranks=2)
     if group is None:
         return ""
     attend = context_parallel(group, strategy="helper")
     q, k, v = (attend.shard(x, 2) for x in Case(2).inputs()[:3])
-    right = exchange.in_batches
+    right = transports.in_batches
     if me == 1:
-        exchange.in_batches = lambda parcels: tuple(part[::-1] for part in right(parcels))
+        transports.in_batches = lambda messages: tuple(part[::-1] for part in right(messages))
     try:
         attend(q, k, v)
-    except exchange.ExchangeError as error:
+    except transports.ExchangeError as error:
         return str(error)
     finally:
-        exchange.in_batches = right
+        transports.in_batches = right
     return ""
 
 
@@ -276,7 +277,7 @@ def out_of_place(me: int) -> Any:
 
 
 def serves_small_collectives(me: int) -> Any:
-    return exchange.GroupWire(fresh()).agree([me])
+    return transports.GroupTransport(fresh()).agree([me])
 
 
 def call(fn: Callable[[int], Any]) -> Any:
@@ -312,10 +313,10 @@ def test_what_nccl_would_hang_of_or_get_wrong_is_an_error(on_four: OnRanks) -> N
 def test_small_collectives_live_where_the_group_serves(on_four: OnRanks, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the devices it names: a group made without naming a backend is of "undefined", on GPUs too."""
     assert on_four(call, serves_small_collectives) == [[[0], [1], [2], [3]]] * 4
-    wire = exchange.GroupWire(None)
-    assert wire.device.type == "cpu"
-    wire.group = object()  # type: ignore[assignment]
+    transport = transports.GroupTransport(None)
+    assert transport.device.type == "cpu"
+    transport.group = object()  # type: ignore[assignment]
     for served, device in (("cuda:nccl", "cuda"), ("cpu:gloo,cuda:nccl", "cpu"), ("cpu:gloo", "cpu")):
         monkeypatch.setattr(dist, "get_backend_config", lambda group, served=served: served)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        assert wire.device.type == device
+        assert transport.device.type == device

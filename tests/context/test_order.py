@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from flashspan.context import generators
 from flashspan.context.layout import LAYOUTS, place
-from flashspan.context.order import Batch, Message, Stage, Trade, check_order, programs, prove
+from flashspan.context.order import AllToAllMessage, Batch, Endpoints, Stage, check_order, programs, prove
 from flashspan.context.schedule import Schedule, ScheduleError, reverse
-from flashspan.context.survey import Survey
 from flashspan.context.verify import verify
+from flashspan.context.visibility import Visibility
 from flashspan.kernels.masks import CAUSAL, EVERYTHING, Mask
 from tests.context.cases import make_mask
 
@@ -24,10 +24,10 @@ Programs = list[list[Stage]]
 
 
 def schedule_of(name: str, num_ranks: int, layout: str = "zigzag", mask: Mask = CAUSAL) -> Schedule:
-    survey = Survey(place(layout, 16 * num_ranks, num_ranks), mask)
+    visibility = Visibility(place(layout, 16 * num_ranks, num_ranks), mask)
     inner = next(n for n in (8, 4, 2, 1) if num_ranks % n == 0)
     options = {"sizes": (num_ranks // inner, inner)} if name == "double_ring" else {}
-    return generators.GENERATORS[name](survey, **options)
+    return generators.GENERATORS[name](visibility, **options)
 
 
 @pytest.mark.parametrize("name", sorted(generators.GENERATORS))
@@ -71,15 +71,15 @@ def test_nccl_can_run_ulysses_and_hybrids(name: str, rows: int, columns: int) ->
     assert len(programs(schedule, columns)) == rows * columns
 
 
-def stages(*parts: tuple[Sequence[Message], Sequence[Batch]]) -> list[Stage]:
+def stages(*parts: tuple[Sequence[Endpoints], Sequence[Batch]]) -> list[Stage]:
     return [Stage(waits, batches) for waits, batches in parts]
 
 
-def on(rank: int, *messages: Message, group: str = "group") -> list[Batch]:
+def on(rank: int, *messages: Endpoints, group: str = "group") -> list[Batch]:
     return [Batch(group, rank, messages)]
 
 
-def changed(programs: Programs, rank: int, number: int, messages: Sequence[Message], waits: bool = True) -> Programs:
+def changed(programs: Programs, rank: int, number: int, messages: Sequence[Endpoints], waits: bool = True) -> Programs:
     """The programs, but for what a rank posts in the first batch of a step: these messages, and waits for no other."""
     stage = programs[rank][number]
     program = list(programs[rank])
@@ -115,13 +115,13 @@ def test_a_missing_receive_or_send_is_found_and_named(name: str) -> None:
 
 
 def test_a_message_on_another_communicator_is_found() -> None:
-    message = Trade(0, 1, "keys")
+    message = AllToAllMessage(0, 1, "keys")
     with pytest.raises(ScheduleError, match=r"on group, rank 0 sends keys.*, which rank 1 does not receive"):
         prove([stages(((), on(0, message)), ([message], ())), stages(((), on(1, message, group="b")), ([message], ()))])
 
 
 def test_messages_are_posted_and_awaited_once_by_their_ends() -> None:
-    message = Trade(0, 1, "keys")
+    message = AllToAllMessage(0, 1, "keys")
     post, wait = ((), on(0, message)), ([message], ())
     for program, rule in (
         (stages(post), "never waits"),
@@ -134,7 +134,7 @@ def test_messages_are_posted_and_awaited_once_by_their_ends() -> None:
 
 
 def test_a_cycle_of_ranks_that_wait_before_they_post_is_named() -> None:
-    forth, back = Trade(0, 1, "forth"), Trade(1, 0, "back")
+    forth, back = AllToAllMessage(0, 1, "forth"), AllToAllMessage(1, 0, "back")
     left = stages(((), on(0, forth)), ([forth], on(0, back)), ([back], ()))
     right = stages(((), on(1, back)), ([back], on(1, forth)), ([forth], ()))
     with pytest.raises(ScheduleError) as error:
@@ -146,7 +146,7 @@ def test_a_cycle_of_ranks_that_wait_before_they_post_is_named() -> None:
 
 def test_a_cycle_of_batches_alone_is_found() -> None:
     """Three ranks wait for nothing until all is posted, but each has its batches in another order."""
-    ring = [Trade(rank, (rank + 1) % 3, "keys") for rank in range(3)]
+    ring = [AllToAllMessage(rank, (rank + 1) % 3, "keys") for rank in range(3)]
     alone = [
         stages(((), on(rank, ring[rank])), ((), on(rank, ring[rank - 1])), ([ring[rank], ring[rank - 1]], ()))
         for rank in range(3)
@@ -157,7 +157,7 @@ def test_a_cycle_of_batches_alone_is_found() -> None:
 
 
 def test_a_cycle_over_two_communicators_is_found() -> None:
-    keys, sums = Trade(0, 1, "keys"), Trade(0, 1, "sums")
+    keys, sums = AllToAllMessage(0, 1, "keys"), AllToAllMessage(0, 1, "sums")
     one = [
         stages(((), on(0, keys)), ([keys], on(0, sums, group="slow")), ([sums], ())),
         stages(((), on(1, sums, group="slow")), ([sums], on(1, keys)), ([keys], ())),
@@ -178,14 +178,14 @@ def test_a_cycle_over_two_communicators_is_found() -> None:
 
 
 def test_the_proof_of_a_schedule_includes_the_order() -> None:
-    survey = Survey(place("zigzag", 64, 4), EVERYTHING)
-    schedule = generators.ring(survey)
+    visibility = Visibility(place("zigzag", 64, 4), EVERYTHING)
+    schedule = generators.ring(visibility)
     ranks = list(schedule.programs)
     step = ranks[1][0]
     ranks[1] = (step._replace(posts=step.posts[1:]), *ranks[1][1:])
     vars(schedule)["programs"] = tuple(ranks)
     with pytest.raises(ScheduleError, match="rank 1 waits in step 1 for"):
-        verify(schedule, survey)
+        verify(schedule, visibility)
 
 
 def can_run(programs: Programs) -> bool:
@@ -196,7 +196,7 @@ def can_run(programs: Programs) -> bool:
     queues: dict[tuple[int, str], list[Batch]] = defaultdict(list)
     places, ended = [0] * len(programs), set()
 
-    def active(message: Message, end: int) -> bool:
+    def active(message: Endpoints, end: int) -> bool:
         heads = [queue[0] for queue in queues.values() if queue and queue[0].rank == end]
         return (message, end) in ended or any(message in batch.messages for batch in heads)
 
@@ -222,11 +222,13 @@ def any_programs(draw: st.DrawFn) -> Programs:
     """Up to 4 ranks that pass up to 8 messages in batches and steps of any kind, on two communicators."""
     num_ranks = draw(st.integers(2, 4))
     made: Programs = [[] for _ in range(num_ranks)]
-    posted: list[list[Message]] = [[] for _ in range(num_ranks)]
+    posted: list[list[Endpoints]] = [[] for _ in range(num_ranks)]
     messages = []
     for number in range(draw(st.integers(1, 8))):
         src, away = draw(st.integers(0, num_ranks - 1)), draw(st.integers(1, num_ranks - 1))
-        messages.append((Trade(src, (src + away) % num_ranks, f"message {number}"), draw(st.sampled_from("ab"))))
+        messages.append(
+            (AllToAllMessage(src, (src + away) % num_ranks, f"message {number}"), draw(st.sampled_from("ab")))
+        )
     for rank in range(num_ranks):
         mine = [(m, group) for m, group in messages if rank in (m.src, m.dst)]
         mine = draw(st.permutations(mine)) if draw(st.booleans()) else mine

@@ -17,8 +17,8 @@ import torch.distributed._symmetric_memory as symmetric
 from flashspan.context import peer_memory
 from flashspan.context import watchdog as watchdogs
 from flashspan.context.cuda_driver import Driver
-from flashspan.context.exchange import ExchangeError
 from flashspan.context.shared_memory import COMPUTE, FAST, LANES
+from flashspan.context.transport import ExchangeError
 from flashspan.context.watchdog import Wait, Watchdog
 from flashspan.launch import Ranks
 

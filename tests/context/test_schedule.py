@@ -14,21 +14,21 @@ from flashspan.context import generators
 from flashspan.context.layout import LAYOUTS, place
 from flashspan.context.runs import Runs, union
 from flashspan.context.schedule import Schedule, Shape, bytes_sent, reverse
-from flashspan.context.survey import Survey
 from flashspan.context.verify import ScheduleError, verify
+from flashspan.context.visibility import Visibility
 from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band, Mask, dense
 from flashspan.kernels.patterns import documents, prefix, window
 
-Generator = Callable[[Survey], Schedule]
+Generator = Callable[[Visibility], Schedule]
 
 
-def prove(schedule: Schedule, survey: Survey) -> None:
-    verify(schedule, survey)
-    verify(reverse(schedule), survey)
+def prove(schedule: Schedule, visibility: Visibility) -> None:
+    verify(schedule, visibility)
+    verify(reverse(schedule), visibility)
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[Survey, Schedule]:
+def problems(draw: st.DrawFn) -> tuple[Visibility, Schedule]:
     """Any generator on any layout, mask and number of ranks."""
     num_ranks, num_tokens = draw(st.integers(1, 9)), draw(st.integers(0, 40))
     low, high = draw(st.one_of(st.none(), st.integers(-30, 30))), draw(st.one_of(st.none(), st.integers(-30, 30)))
@@ -37,39 +37,39 @@ def problems(draw: st.DrawFn) -> tuple[Survey, Schedule]:
         cuts = sorted(draw(st.lists(st.integers(0, num_tokens), max_size=4)))
         lengths = [b - a for a, b in zip([0, *cuts], [*cuts, num_tokens], strict=True)]
         mask = documents(lengths) & mask
-    survey = Survey(place(draw(st.sampled_from(sorted(LAYOUTS))), num_tokens, num_ranks), mask)
+    visibility = Visibility(place(draw(st.sampled_from(sorted(LAYOUTS))), num_tokens, num_ranks), mask)
     name = draw(st.sampled_from(sorted(generators.GENERATORS)))
     if name == "double_ring":
         nodes = draw(st.sampled_from([n for n in range(1, num_ranks + 1) if num_ranks % n == 0]))
-        schedule = generators.double_ring(survey, (nodes, num_ranks // nodes))
+        schedule = generators.double_ring(visibility, (nodes, num_ranks // nodes))
     else:
-        schedule = generators.GENERATORS[name](survey)
-    return survey, generators.in_chunks(schedule, draw(st.integers(1, 3)))
+        schedule = generators.GENERATORS[name](visibility)
+    return visibility, generators.in_chunks(schedule, draw(st.integers(1, 3)))
 
 
 @given(problems())
 @settings(max_examples=1500, deadline=None)
-def test_any_schedule_computes_attention(problem: tuple[Survey, Schedule]) -> None:
-    survey, schedule = problem
-    prove(schedule, survey)
-    assert sum(schedule.work()) == survey.pairs.sum() * schedule.num_chunks
+def test_any_schedule_computes_attention(problem: tuple[Visibility, Schedule]) -> None:
+    visibility, schedule = problem
+    prove(schedule, visibility)
+    assert sum(schedule.work()) == visibility.pairs.sum() * schedule.num_chunks
 
 
 @given(problems())
 @settings(max_examples=90, deadline=None)
-def test_the_survey_counts_what_the_drawn_mask_shows(problem: tuple[Survey, Schedule]) -> None:
-    survey, _ = problem
-    placement, num = survey.placement, survey.placement.num_tokens
-    drawn = dense(survey.mask, num, num).numpy()
-    for q in range(survey.num_ranks):
-        for k in range(survey.num_ranks):
+def test_visibility_counts_what_the_drawn_mask_shows(problem: tuple[Visibility, Schedule]) -> None:
+    visibility, _ = problem
+    placement, num = visibility.placement, visibility.placement.num_tokens
+    drawn = dense(visibility.mask, num, num).numpy()
+    for q in range(visibility.num_ranks):
+        for k in range(visibility.num_ranks):
             tile = drawn[np.ix_(placement.index(q), placement.index(k))]
-            box = survey.box(q, k)
+            box = visibility.box(q, k)
             assert box.pairs == tile.sum()
             if box.pairs:
                 rows = np.nonzero(tile.any(1))[0]
                 assert (box.q_rows, box.k_rows) == (range(rows[0], rows[-1] + 1), Runs.where(tile.any(0)))
-            half = survey.box(q, k, range(len(tile) // 2, len(tile)))
+            half = visibility.box(q, k, range(len(tile) // 2, len(tile)))
             assert half.pairs == tile[len(tile) // 2 :].sum()
 
 
@@ -78,17 +78,17 @@ LARGE: list[tuple[str, int, str, Mask, Generator]] = [
     ("helper", 96, "contiguous", CAUSAL, generators.helper),
     ("gather", 96, "zigzag", documents([3000, 5000, 100, 4700]) & CAUSAL, generators.gather),
     ("ring", 256, "zigzag", window(70), generators.ring),
-    ("double_ring", 96, "striped", window(200), lambda survey: generators.double_ring(survey, (12, 8))),
+    ("double_ring", 96, "striped", window(200), lambda visibility: generators.double_ring(visibility, (12, 8))),
     ("ring", 96, "zigzag", CAUSAL, generators.ring),
 ]
 
 
 @pytest.mark.parametrize(("name", "num_ranks", "layout", "mask", "generate"), LARGE)
 def test_many_ranks(name: str, num_ranks: int, layout: str, mask: Mask, generate: Generator) -> None:
-    survey = Survey(place(layout, 12800, num_ranks), mask)
-    schedule = generate(survey)
+    visibility = Visibility(place(layout, 12800, num_ranks), mask)
+    schedule = generate(visibility)
     assert schedule.name == name
-    prove(schedule, survey)
+    prove(schedule, visibility)
 
 
 @pytest.mark.slow
@@ -97,9 +97,9 @@ def test_many_ranks(name: str, num_ranks: int, layout: str, mask: Mask, generate
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 @pytest.mark.parametrize("name", sorted(generators.GENERATORS))
 def test_all_of_256_ranks(name: str, layout: str, mask: Mask) -> None:
-    survey = Survey(place(layout, 12800, 256), mask)
+    visibility = Visibility(place(layout, 12800, 256), mask)
     sizes = {"sizes": (32, 8)} if name == "double_ring" else {}
-    prove(generators.GENERATORS[name](survey, **sizes), survey)
+    prove(generators.GENERATORS[name](visibility, **sizes), visibility)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 8, 9, 16, 33, 64, 100, 256])
@@ -111,15 +111,15 @@ def test_causal_work_is_balanced(num_ranks: int) -> None:
         ("striped", generators.ring, 1.02),
         ("contiguous", generators.helper, 1.10 if num_ranks >= 8 else 1.5),
     ):
-        survey = Survey(place(layout, num_tokens, num_ranks), CAUSAL)
-        work = generate(survey).work() if layout == "contiguous" else survey.pairs.sum(1).tolist()
+        visibility = Visibility(place(layout, num_tokens, num_ranks), CAUSAL)
+        work = generate(visibility).work() if layout == "contiguous" else visibility.pairs.sum(1).tolist()
         assert max(work) <= bound * sum(work) / num_ranks, layout
 
 
 def test_a_window_stops_the_ring_and_sends_only_its_tokens() -> None:
-    survey = Survey(place("contiguous", 8 * 64, 8), Band(-9, 0))
-    schedule = generators.ring(survey)
-    prove(schedule, survey)
+    visibility = Visibility(place("contiguous", 8 * 64, 8), Band(-9, 0))
+    schedule = generators.ring(visibility)
+    prove(schedule, visibility)
     assert schedule.num_steps == 2
     assert [len(t.rows) for t in schedule.transfers] == [9] * 7
 
@@ -140,35 +140,35 @@ def test_runs_are_sets_of_rows(sets: list[set[int]], first: int, last: int) -> N
 
 def test_a_window_in_a_zigzag_sends_both_edges_of_a_shard_and_nothing_between() -> None:
     """The neighbour in a zigzag sees the head of a rank's first run and the tail of its second."""
-    survey = Survey(place("zigzag", 8 * 64, 8), Band(-9, 9))
-    schedule = generators.gather(survey)
-    prove(schedule, survey)
+    visibility = Visibility(place("zigzag", 8 * 64, 8), Band(-9, 9))
+    schedule = generators.gather(visibility)
+    prove(schedule, visibility)
     (one,) = [t.rows for t in schedule.transfers if (t.src, t.dst) == (5, 4)]
     assert one == Runs.of(range(9), range(55, 64))
 
 
 def test_a_causal_ring_sends_no_key_to_those_before_it() -> None:
-    survey = Survey(place("contiguous", 64, 8), CAUSAL)
-    assert all(t.dst > t.owner for t in generators.ring(survey).transfers)
+    visibility = Visibility(place("contiguous", 64, 8), CAUSAL)
+    assert all(t.dst > t.owner for t in generators.ring(visibility).transfers)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 5, 8])
 def test_bytes_are_those_of_the_docstrings(num_ranks: int) -> None:
     """Full mask: every token's keys reach all others once, and as many gradients come home."""
     n, shape = 16, Shape(num_batch=2, num_heads=6, num_kv_heads=3, head_dim=8, itemsize=2)
-    survey = Survey(place("zigzag", n * num_ranks, num_ranks), EVERYTHING)
+    visibility = Visibility(place("zigzag", n * num_ranks, num_ranks), EVERYTHING)
     kv, dkv = 2 * 2 * 3 * 8 * 2, 2 * 2 * 3 * 8 * 4
     tokens = n * num_ranks * (num_ranks - 1)
     sizes = (num_ranks // 2, 2) if num_ranks % 2 == 0 else (num_ranks, 1)
     for schedule in (
-        generators.ring(survey),
-        generators.gather(survey),
-        generators.double_ring(survey, sizes),
-        generators.in_chunks(generators.ring(survey), 3),
+        generators.ring(visibility),
+        generators.gather(visibility),
+        generators.double_ring(visibility, sizes),
+        generators.in_chunks(generators.ring(visibility), 3),
     ):
         assert sum(bytes_sent(schedule, shape)) == tokens * kv
         assert sum(bytes_sent(reverse(schedule), shape)) == tokens * (kv + dkv)
-    double = generators.double_ring(survey, sizes)
+    double = generators.double_ring(visibility, sizes)
     between = [t for t in double.transfers if t.src // sizes[1] != t.dst // sizes[1]]
     assert sum(len(t.rows) for t in between) == n * num_ranks * (sizes[0] - 1)
     back = [t for t in reverse(double).transfers if t.kind == "dkv" and t.src // sizes[1] != t.dst // sizes[1]]
@@ -178,7 +178,7 @@ def test_bytes_are_those_of_the_docstrings(num_ranks: int) -> None:
 @pytest.mark.parametrize("num_ranks", [2, 5, 8])
 def test_helper_bytes_are_those_of_the_docstring(num_ranks: int) -> None:
     n, shape = 16, Shape(num_batch=2, num_heads=6, num_kv_heads=3, head_dim=8, itemsize=2)
-    schedule = generators.helper(Survey(place("contiguous", n * num_ranks, num_ranks), CAUSAL))
+    schedule = generators.helper(Visibility(place("contiguous", n * num_ranks, num_ranks), CAUSAL))
     kv, dkv = 2 * 2 * 3 * 8 * 2, 2 * 2 * 3 * 8 * 4
     q, carry, rows, dq = 2 * 6 * 8 * 2, 2 * 6 * (8 + 1) * 4, 2 * 6 * (2 * 8 * 2 + 2 * 4), 2 * 6 * 8 * 4
     pairs = num_ranks * (num_ranks - 1) // 2
@@ -235,31 +235,31 @@ DEFECTS = (
 @pytest.mark.parametrize("name", ["ring", "gather", "helper"])
 @pytest.mark.parametrize("backward", [False, True])
 def test_the_proof_fails_for_broken_schedules(which: str, name: str, backward: bool) -> None:
-    survey = Survey(place("contiguous", 40, 5), CAUSAL)
-    schedule = generators.GENERATORS[name](survey)
+    visibility = Visibility(place("contiguous", 40, 5), CAUSAL)
+    schedule = generators.GENERATORS[name](visibility)
     schedule = reverse(schedule) if backward else schedule
-    verify(schedule, survey)
+    verify(schedule, visibility)
     with pytest.raises(ScheduleError):
-        verify(broken(schedule, which), survey)
+        verify(broken(schedule, which), visibility)
 
 
 def test_a_gradient_left_behind_is_noticed() -> None:
-    survey = Survey(place("zigzag", 40, 4), CAUSAL)
-    schedule = reverse(generators.ring(survey))
+    visibility = Visibility(place("zigzag", 40, 4), CAUSAL)
+    schedule = reverse(generators.ring(visibility))
     transfers = [t for t in schedule.transfers if not (t.kind == "dkv" and t.dst == t.owner == 2)]
     with pytest.raises(ScheduleError, match="left behind"):
-        verify(replace(schedule, transfers=tuple(transfers)), survey)
+        verify(replace(schedule, transfers=tuple(transfers)), visibility)
 
 
 def test_prefix_masks_are_pruned_too() -> None:
-    survey = Survey(place("contiguous", 64, 8), prefix(16, 64))
-    prove(generators.ring(survey), survey)
-    assert all(t.dst > t.owner or t.owner < 2 for t in generators.ring(survey).transfers)
+    visibility = Visibility(place("contiguous", 64, 8), prefix(16, 64))
+    prove(generators.ring(visibility), visibility)
+    assert all(t.dst > t.owner or t.owner < 2 for t in generators.ring(visibility).transfers)
 
 
 def test_bad_sizes_are_refused() -> None:
-    survey = Survey(place("contiguous", 64, 8), CAUSAL)
+    visibility = Visibility(place("contiguous", 64, 8), CAUSAL)
     with pytest.raises(ValueError, match=r"product is the number of ranks: got \(3, 2\) for 8 ranks"):
-        generators.double_ring(survey, (3, 2))
+        generators.double_ring(visibility, (3, 2))
     with pytest.raises(ValueError, match="1 or more chunks: got 0"):
-        generators.in_chunks(generators.ring(survey), 0)
+        generators.in_chunks(generators.ring(visibility), 0)

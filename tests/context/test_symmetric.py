@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 
 from flashspan.context import LAYOUTS, STRATEGIES, context_parallel, symmetric
-from flashspan.context.exchange import ExchangeError, GroupWire
 from flashspan.context.generators import GENERATORS
-from flashspan.context.landing import Arrival, arrivals, land
 from flashspan.context.layout import place
 from flashspan.context.schedule import Schedule, Shape, reverse
-from flashspan.context.survey import Survey
+from flashspan.context.slots import Receive, assign_slots, receives
+from flashspan.context.transport import ExchangeError, GroupTransport
+from flashspan.context.visibility import Visibility
 from flashspan.kernels.masks import CAUSAL
 from flashspan.launch import RankError, Ranks
 from tests.context.cases import MASKS, Case, run_cases
@@ -105,7 +105,7 @@ def test_delays_and_poisoned_buffers_change_no_bit(on_ranks: OnRanks, strategy: 
                 assert all(np.array_equal(x, y, equal_nan=True) for x, y in zip(a, b, strict=True))
 
 
-def reach_of_two_hosts(group: GroupWire, transport: str, device: torch.device) -> symmetric.Reach:
+def reach_of_two_hosts(group: GroupTransport, transport: str, device: torch.device) -> symmetric.Reach:
     """As if each two neighbours of a group were on a host of their own."""
     if group.num_ranks == 1:
         return symmetric.Reach((0,), "")
@@ -303,8 +303,8 @@ def test_a_rank_that_stalls_or_dies_is_named(dies: bool) -> None:
 
 def schedules(num_ranks: int) -> list[Schedule]:
     options: dict[str, Any] = {"double_ring": {"sizes": (2, num_ranks // 2)}}
-    survey = Survey(place("zigzag", 1000, num_ranks), CAUSAL)
-    made = [generate(survey, **options.get(name, {})) for name, generate in GENERATORS.items()]
+    visibility = Visibility(place("zigzag", 1000, num_ranks), CAUSAL)
+    made = [generate(visibility, **options.get(name, {})) for name, generate in GENERATORS.items()]
     return made + [reverse(schedule) for schedule in made]
 
 
@@ -312,25 +312,25 @@ def schedules(num_ranks: int) -> list[Schedule]:
 def test_places_in_use_at_the_same_time_do_not_overlap(num_ranks: int) -> None:
     shape = Shape(1, 4, 2, 64, 2)
     for schedule in schedules(num_ranks):
-        found = arrivals(schedule, shape.bytes)
-        landings = land(found)
-        by_rank: dict[int, list[Arrival]] = {}
+        found = receives(schedule, shape.bytes)
+        slots = assign_slots(found)
+        by_rank: dict[int, list[Receive]] = {}
         for one in found:
             by_rank.setdefault(one.dst, []).append(one)
         for mine in by_rank.values():
             for a, b in itertools.combinations(mine, 2):
                 if a.start < b.free and b.start < a.free:
-                    one, other = landings.places[a.key], landings.places[b.key]
+                    one, other = slots.ranges[a.key], slots.ranges[b.key]
                     assert one.stop <= other.start or other.stop <= one.start
-        assert landings.num_bytes >= max(len(place) for place in landings.places.values())
+        assert slots.num_bytes >= max(len(place) for place in slots.ranges.values())
 
 
-def test_a_ring_needs_room_for_three_parcels_however_long_it_is() -> None:
+def test_a_ring_needs_room_for_three_messages_however_long_it_is() -> None:
     shape = Shape(1, 4, 2, 64, 2)
     for num_ranks in (4, 16, 64):
-        schedule = GENERATORS["ring"](Survey(place("zigzag", 64 * 32, num_ranks), CAUSAL))
+        schedule = GENERATORS["ring"](Visibility(place("zigzag", 64 * 32, num_ranks), CAUSAL))
         largest = max(shape.bytes(t) for t in schedule.transfers)
-        assert land(arrivals(schedule, shape.bytes)).num_bytes <= 3 * largest
+        assert assign_slots(receives(schedule, shape.bytes)).num_bytes <= 3 * largest
 
 
 def test_places_are_random_arrivals_apart() -> None:
@@ -339,11 +339,11 @@ def test_places_are_random_arrivals_apart() -> None:
         found = []
         for key in range(40):
             start = draw.randrange(20)
-            found.append(Arrival(key, 0, 1, draw.randrange(1, 5000), start, start + draw.randrange(1, 6)))
-        landings = land(found)
+            found.append(Receive(key, 0, 1, draw.randrange(1, 5000), start, start + draw.randrange(1, 6)))
+        slots = assign_slots(found)
         for a, b in itertools.combinations(found, 2):
             if a.start < b.free and b.start < a.free:
-                one, other = landings.places[a.key], landings.places[b.key]
+                one, other = slots.ranges[a.key], slots.ranges[b.key]
                 assert one.stop <= other.start or other.stop <= one.start
 
 

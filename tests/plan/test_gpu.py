@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flashspan.bench.study import bench_in_turns
-from flashspan.plan import Mixture, ledger
+from flashspan.plan import ParallelConfig, ledger
 from flashspan.plan.devices import DEVICES, is_named, make_cluster
 from tests.plan.twelve import measure, off, parse, ratios, table, to_json
 
@@ -24,7 +24,7 @@ def test_memory_and_calibrated_time_on_12_configurations() -> None:
     name = torch.cuda.get_device_name()
     device = next((known for known in DEVICES if is_named(known, name)), "H100")
     samples, peaks = measure()
-    memory = {case: ledger(parse(case), Mixture()).peak / peak for case, peak in peaks.items()}
+    memory = {case: ledger(parse(case), ParallelConfig()).peak / peak for case, peak in peaks.items()}
     time = ratios(make_cluster(device, 1), samples)
     print(f"\n{table(time, memory, samples)}\n{to_json(samples)}")  # pytest shows it with -s, and where the test fails
     assert not (wrong := off(memory, 0.10)), f"planned over measured memory: {wrong}"

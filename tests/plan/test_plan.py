@@ -17,11 +17,11 @@ from flashspan.cli import main
 from flashspan.context.schedule import Shape
 from flashspan.model import LlamaConfig, preset
 from flashspan.model.loss import linear_cross_entropy, slope_in_parts
-from flashspan.plan import Mixture, Run, ledger, longest, rank, simulate, step_time
+from flashspan.plan import ParallelConfig, Run, ledger, longest, rank, simulate, step_time
 from flashspan.plan.calibrate import Measurement, calibrate, fit_link, predict
 from flashspan.plan.command import calibrated, show, train_command
 from flashspan.plan.devices import DEVICES, LINKS, USUAL_LINK, Cluster, load_table, make_cluster
-from flashspan.plan.search import Answer, divisors, fits, mixtures, scaling
+from flashspan.plan.search import Answer, divisors, fits, parallel_configs, scaling
 from flashspan.plan.step import moved_per_logit, schedules
 from flashspan.train import parse
 
@@ -53,7 +53,7 @@ def test_memory_is_within_a_tenth_of_the_measured_peak(
     stepper = Stepper(Setting("tiny", *batch_tokens, dtype), torch.device("cpu"), model)
     stepper.train()  # gives the optimizer its state
     measured = peak_bytes(stepper, stepper.train)
-    predicted = ledger(Run(model, *batch_tokens, dtype, fused_norms=False), Mixture()).peak
+    predicted = ledger(Run(model, *batch_tokens, dtype, fused_norms=False), ParallelConfig()).peak
     assert abs(predicted / measured - 1) < 0.10
 
 
@@ -106,7 +106,7 @@ def test_scaled_rows_cost_what_the_rows_they_stand_for_cost() -> None:
         assert guess == pytest.approx(exact, rel=0.03)
 
 
-def test_a_slow_wire_shows_as_waiting() -> None:
+def test_a_slow_link_shows_as_waiting() -> None:
     shape = Shape(1, 8, 8, 64, 2)
     fast = make_cluster("H100", 8)
     slow = replace(fast, inside=replace(fast.inside, bandwidth=1e9))
@@ -116,39 +116,39 @@ def test_a_slow_wire_shows_as_waiting() -> None:
     assert max(late.waiting) > 10 * max(late.computing)
 
 
-def test_every_mixture_uses_all_devices_and_fits() -> None:
+def test_every_parallel_config_uses_all_devices_and_fits() -> None:
     run, cluster = Run(preset("llama-3.2-1b"), 8, 8192), make_cluster("H100", 16)
     answers = rank(run, cluster)
     assert len(answers) > 50
     assert [a.time.total for a in answers] == sorted(a.time.total for a in answers)
     limit = cluster.device.memory - cluster.device.reserve
     for answer in answers:
-        assert answer.mixture.num_devices == 16
+        assert answer.parallel.num_devices == 16
         assert answer.memory.peak <= limit
         assert 0 < answer.mfu(run, cluster) < 1
-    chosen = {a.mixture for a in answers}
-    assert all(m in chosen or not fits(run, m, cluster) for m in mixtures(run, cluster, 64))
+    chosen = {a.parallel for a in answers}
+    assert all(m in chosen or not fits(run, m, cluster) for m in parallel_configs(run, cluster, 64))
 
 
 def test_the_longest_context_fits_and_one_more_unit_does_not() -> None:
     run, cluster = Run(preset("llama-3.2-1b"), 1, 1), make_cluster("L40", 4)
-    tokens, mixture = longest(run, cluster)
-    assert mixture is not None
-    assert fits(replace(run, tokens=tokens), mixture, cluster)
+    tokens, parallel = longest(run, cluster)
+    assert parallel is not None
+    assert fits(replace(run, tokens=tokens), parallel, cluster)
     more = replace(run, tokens=tokens + 1024)
-    assert not any(fits(more, m, cluster) for m in mixtures(more, cluster))
+    assert not any(fits(more, m, cluster) for m in parallel_configs(more, cluster))
 
 
 def test_the_longest_context_is_found_where_nothing_but_many_ranks_can_share_it() -> None:
     run, cluster = Run(preset("tiny"), 1, 4096), make_cluster("H100", 256, per_node=1)
-    assert {mixture.context for mixture in mixtures(run, cluster)} == {256}
+    assert {parallel.context for parallel in parallel_configs(run, cluster)} == {256}
     assert longest(run, cluster)[0] >= 4096
 
 
 def test_more_devices_than_can_share_the_work_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "tiny", "--devices", "4096", "--batch", "1", "--tokens", "65536"]) == 1
     said = capsys.readouterr().out
-    assert "No mixture divides over 4,096 devices: use fewer of them, or more samples or tokens." in said
+    assert "No parallelism config divides over 4,096 devices: use fewer of them, or more samples or tokens." in said
     assert "Longest context" not in said
 
 
@@ -222,7 +222,7 @@ def test_calibration_refuses_rows_it_cannot_use(
     assert message in capsys.readouterr().err
 
 
-def wire(device: str, ranks: int = 2, gb_per_s: float = 2.5) -> dict[str, Any]:
+def link_row(device: str, ranks: int = 2, gb_per_s: float = 2.5) -> dict[str, Any]:
     """A row of `bench collectives`."""
     return {
         "what": "collective", "impl": "send-receive", "status": "ok", "device": device, "shape": "1024 bytes",
@@ -253,7 +253,7 @@ def test_a_device_is_calibrated_by_its_own_rows_only(
         "what": "model", "impl": "flashspan, eager", "kind": "forward", "status": "ok", "device": measured,
         "dtype": "float32", "p20_ms": 5.0, "more": {"preset": "tiny", "batch": 1, "tokens": 64},
     }  # fmt: skip
-    (tmp_path / "rows.jsonl").write_text(json.dumps(model if what == "model" else wire(measured)))
+    (tmp_path / "rows.jsonl").write_text(json.dumps(model if what == "model" else link_row(measured)))
     words = ["plan", "tiny", "--tokens", "64", "--devices", "1", "--device", planned, "--calibrate", str(tmp_path)]
     assert main(words) == (0 if accepted else 2)
     message = f"planned for, {planned}: those in {tmp_path} are of {measured}; measure on {planned}"
@@ -262,13 +262,13 @@ def test_a_device_is_calibrated_by_its_own_rows_only(
 
 def test_transfers_of_another_device_than_the_models_are_refused(tmp_path: Path) -> None:
     model = {"what": "model", "status": "ok", "device": "NVIDIA H100"}
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, (model, wire("x86_64, 2 cores")))))
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, (model, link_row("x86_64, 2 cores")))))
     with pytest.raises(ValueError, match="several devices, NVIDIA H100, x86_64, 2 cores: give each a folder"):
         calibrated(make_cluster("H100", 8), tmp_path)
 
 
 def test_the_link_is_that_of_the_most_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [wire("NVIDIA H100", ranks, speed) for ranks, speed in ((2, 90.0), (4, 80.0), (3, 70.0))]
+    rows = [link_row("NVIDIA H100", ranks, speed) for ranks, speed in ((2, 90.0), (4, 80.0), (3, 70.0))]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     cluster = make_cluster("H100", 8)
     found = calibrated(cluster, tmp_path)
@@ -286,7 +286,7 @@ def test_a_file_that_is_not_utf8_is_named(tmp_path: Path, capsys: pytest.Capture
         assert f"{tmp_path / named} is not" in capsys.readouterr().err
 
 
-def test_the_fit_of_a_wire_is_the_wire() -> None:
+def test_the_fit_of_a_link_is_the_link() -> None:
     sizes = [1e3, 1e4, 1e6, 1e8]
     link = fit_link("x", sizes, [5e-6 + size / 2e9 for size in sizes])
     assert link.latency == pytest.approx(5e-6)
@@ -297,7 +297,7 @@ def test_ulysses_keeps_a_key_head_on_every_rank() -> None:
     model = preset("llama-3-8b")  # 32 heads on 8
     run = Run(model, 1, 2**17)
     held = {
-        (num, strategy): ledger(run, Mixture(context=num, strategy=strategy)).activations
+        (num, strategy): ledger(run, ParallelConfig(context=num, strategy=strategy)).activations
         for num in (8, 32)
         for strategy in ("ring", "ulysses")
     }
@@ -309,8 +309,8 @@ def test_ulysses_keeps_a_key_head_on_every_rank() -> None:
 def test_recomputing_trades_time_for_memory() -> None:
     run, cluster = Run(preset("llama-3-8b"), 1, 16384), make_cluster("H200", 1)
     kinds = ("none", "attention", "full")
-    memory = [ledger(run, Mixture(recompute=kind)).activations for kind in kinds]  # type: ignore[arg-type]
-    time = [step_time(run, Mixture(recompute=kind), cluster).total for kind in kinds]  # type: ignore[arg-type]
+    memory = [ledger(run, ParallelConfig(recompute=kind)).activations for kind in kinds]  # type: ignore[arg-type]
+    time = [step_time(run, ParallelConfig(recompute=kind), cluster).total for kind in kinds]  # type: ignore[arg-type]
     assert memory == sorted(memory, reverse=True)
     assert time == sorted(time)
 
@@ -332,9 +332,9 @@ def test_the_planner_knows_what_the_loss_holds(fused: bool) -> None:
     slope = in_place if fused else slope_in_parts
     measured, _ = peak_of(lambda: linear_cross_entropy(x, weight, targets, slope=slope), torch.device("cpu"))
     run = Run(model, 1, num, "float32", plain_loss=not fused)
-    assert ledger(run, Mixture()).logits == pytest.approx(measured, rel=0.03)
+    assert ledger(run, ParallelConfig()).logits == pytest.approx(measured, rel=0.03)
     if fused:  # not without a GPU, nor with the vocabulary split
-        assert ledger(replace(run, fused_norms=False), Mixture()).logits > 2 * measured
+        assert ledger(replace(run, fused_norms=False), ParallelConfig()).logits > 2 * measured
         assert not run.fused_loss(tensor=2)
 
 
@@ -387,7 +387,7 @@ def test_the_command_ranks_and_draws(tmp_path: Path, capsys: pytest.CaptureFixtu
     words = ["plan", "llama-3.2-1b", "--tokens", "65536", "--devices", "8", "--device", "L40", "--batch", "1"]
     assert main([*words, "--folder", str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    for part in ("mixtures fit", "Longest context", "GB per device", "context"):
+    for part in ("parallelism configs fit", "Longest context", "GB per device", "context"):
         assert part in text
     assert "The best: flashspan train --model.preset llama-3.2-1b --data.sequence 65536 --train.batch 1" in text
     assert "<svg" in (tmp_path / "plan-timeline.svg").read_text()
@@ -397,24 +397,26 @@ def test_the_command_ranks_and_draws(tmp_path: Path, capsys: pytest.CaptureFixtu
     ("devices", "start"), [(12, "--nnodes 2 --nproc-per-node 6"), (7, "--nnodes 7 --nproc-per-node 1")]
 )
 def test_nodes_that_are_not_full_start_equally_many(devices: int, start: str) -> None:
-    command = train_command("tiny", Run(preset("tiny"), devices, 64), Mixture(data=devices), 8 if devices == 12 else 4)
+    command = train_command(
+        "tiny", Run(preset("tiny"), devices, 64), ParallelConfig(data=devices), 8 if devices == 12 else 4
+    )
     assert command.startswith(f"torchrun {start} -m flashspan.train ")
 
 
-def test_the_trainer_takes_the_command_of_every_mixture() -> None:
+def test_the_trainer_takes_the_command_of_every_parallel_config() -> None:
     run, cluster = Run(preset("llama-3.2-1b"), 16, 65536, "bfloat16"), make_cluster("H100", 32, per_node=4)
     seen = set()
-    for mixture in mixtures(run, cluster):
-        command = train_command("llama-3.2-1b", run, mixture, 4)
+    for parallel in parallel_configs(run, cluster):
+        command = train_command("llama-3.2-1b", run, parallel, 4)
         start = "torchrun --nnodes 8 --nproc-per-node 4 -m flashspan.train "
         assert command.startswith(start)
         config = parse(command.removeprefix(start).split())
         degrees = config.parallel.degrees(32)
-        assert degrees == {name: getattr(mixture, name) for name in degrees}
-        assert (config.train.recompute, config.optimizer.sharded) == (mixture.recompute, mixture.sharded_optimizer)
-        if mixture.context > 1:
-            assert (config.parallel.strategy, config.parallel.layout) == (mixture.strategy, mixture.layout)
-            seen.add(mixture.strategy)
+        assert degrees == {name: getattr(parallel, name) for name in degrees}
+        assert (config.train.recompute, config.optimizer.sharded) == (parallel.recompute, parallel.sharded_optimizer)
+        if parallel.context > 1:
+            assert (config.parallel.strategy, config.parallel.layout) == (parallel.strategy, parallel.layout)
+            seen.add(parallel.strategy)
     assert {"ring", "double_ring", "ulysses"} <= seen
 
 
@@ -422,8 +424,8 @@ def test_the_table_fits_a_terminal_and_keeps_its_digits(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, cluster = Run(preset("llama-3-8b"), 8, 131072), make_cluster("H100", 8)
-    mixture = Mixture(2, 2, 2, strategy="ulysses", layout="contiguous", recompute="attention")
-    answer = Answer(mixture, ledger(run, mixture), step_time(run, mixture, cluster))
+    parallel = ParallelConfig(2, 2, 2, strategy="ulysses", layout="contiguous", recompute="attention")
+    answer = Answer(parallel, ledger(run, parallel), step_time(run, parallel, cluster))
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm")
     found = []

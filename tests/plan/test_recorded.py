@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from flashspan.bench.model import Setting, Stepper
 from flashspan.model import LlamaConfig
 from flashspan.model.loss import linear_cross_entropy
-from flashspan.plan import Mixture, Run, ledger, step_time
+from flashspan.plan import ParallelConfig, Run, ledger, step_time
 from flashspan.plan.devices import make_cluster
 from flashspan.plan.step import (
     CAST_OPERATORS,
@@ -65,10 +65,10 @@ def test_the_12_to_measure_are_bound_by_the_device_and_differ(samples: Samples) 
     seconds = {}
     for case in MEASURED:
         run = parse(case)
-        seconds[case] = step_time(run, Mixture(), none).total
+        seconds[case] = step_time(run, ParallelConfig(), none).total
         assert seconds[case] > 0.06, case
-        assert 1 - seconds[case] / step_time(run, Mixture(), slow).total < 0.10, f"{case} waits for the host"
-        assert ledger(run, Mixture()).peak < 100 * 2**30, case
+        assert 1 - seconds[case] / step_time(run, ParallelConfig(), slow).total < 0.10, f"{case} waits for the host"
+        assert ledger(run, ParallelConfig()).peak < 100 * 2**30, case
     # A sample is inference, which takes about a third of a step, and the step.
     assert (WARMUP + STEPS) * 4 / 3 * sum(seconds.values()) < 60
     models, _, dtypes = (set(words) for words in zip(*(case.split() for case in MEASURED), strict=True))

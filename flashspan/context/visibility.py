@@ -46,10 +46,10 @@ class View(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Survey:
+class Visibility:
     """Pairs and bounding boxes of all tiles of `mask` under `placement`.
 
-    A mask that differs along the batch or the heads is surveyed as the union of its maps; pairs count them all.
+    A mask that differs along the batch or the heads is scheduled as the union of its maps; pairs count them all.
     """
 
     placement: Placement

@@ -13,13 +13,13 @@ from torch.utils.checkpoint import checkpoint
 from flashspan.context import keep_attention
 from flashspan.context.generators import GENERATORS
 from flashspan.context.layout import place
-from flashspan.context.passes import BackwardWalk, ForwardWalk
+from flashspan.context.passes import BackwardPass, ForwardPass
 from flashspan.context.schedule import Shape, bytes_sent, reverse
 from flashspan.context.strategy import ContextAttention
-from flashspan.context.survey import Survey
+from flashspan.context.visibility import Visibility
 from flashspan.kernels.masks import CAUSAL
 from flashspan.model import LlamaConfig
-from flashspan.plan import Mixture, Run
+from flashspan.plan import ParallelConfig, Run
 from flashspan.plan.devices import DEVICES, Cluster, Link
 from flashspan.plan.step import attention_time
 from tests.context.cases import Case, attention_of
@@ -47,29 +47,29 @@ def network(attend: ContextAttention, x: Tensor, mode: str) -> Tensor:
 
 
 def count(strategy: str, mode: str) -> tuple[int, int, int, Any] | None:
-    """On a rank: forward walks, backward walks, bytes sent, and the gradient of one training step."""
+    """On a rank: forward passes, backward passes, bytes sent, and the gradient of one training step."""
     attend = attention_of(Case(4, strategy), num_tokens=T)
     if attend is None:
         return None
-    walks = {"forward": 0, "backward": 0}
+    passes = {"forward": 0, "backward": 0}
 
     def counted(kind: type, name: str) -> Callable[..., Any]:
         original = kind.steps  # type: ignore[attr-defined]
 
         def steps(self: Any) -> Any:
-            walks[name] += 1
+            passes[name] += 1
             return original(self)
 
         return steps
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ForwardWalk, "steps", counted(ForwardWalk, "forward"))
-        patch.setattr(BackwardWalk, "steps", counted(BackwardWalk, "backward"))
+        patch.setattr(ForwardPass, "steps", counted(ForwardPass, "forward"))
+        patch.setattr(BackwardPass, "steps", counted(BackwardPass, "backward"))
         x = attend.shard(torch.randn(1, H, T, D, generator=torch.Generator().manual_seed(2)), 2).requires_grad_()
         y = network(attend, x, mode)
         y.backward(attend.shard(torch.randn(1, H, T, D, generator=torch.Generator().manual_seed(3)), 2))
     assert x.grad is not None
-    return walks["forward"], walks["backward"], attend.bytes_sent, x.grad.numpy()
+    return passes["forward"], passes["backward"], attend.bytes_sent, x.grad.numpy()
 
 
 @pytest.mark.parametrize("strategy", ["ring", "helper", "hybrid"])
@@ -112,10 +112,10 @@ def test_what_is_kept_and_then_changed_is_not_used(on_ranks: OnRanks) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ring", "gather", "helper", "double_ring"])
-def test_the_wire_carries_the_bytes_the_schedule_announces(on_ranks: OnRanks, strategy: str) -> None:
-    survey = Survey(place("zigzag", T, 4), CAUSAL)
+def test_the_transport_carries_the_bytes_the_schedule_announces(on_ranks: OnRanks, strategy: str) -> None:
+    visibility = Visibility(place("zigzag", T, 4), CAUSAL)
     sizes = {"sizes": (2, 2)} if strategy == "double_ring" else {}
-    schedule = GENERATORS[strategy](survey, **sizes)
+    schedule = GENERATORS[strategy](visibility, **sizes)
     shape = Shape(num_batch=1, num_heads=H, num_kv_heads=H, head_dim=D, itemsize=4)
     expected = zip(bytes_sent(schedule, shape), bytes_sent(reverse(schedule), shape), strict=True)
     sent = [answer[2] for answer in on_ranks(count, strategy, "none")[4:]]
@@ -145,9 +145,9 @@ def test_ulysses_sends_what_is_said_and_planned(
     summed = 4 if replicas > kv_heads else E
     assert sent[0] == rows * ((2 * 8 + 2 * replicas) * D * E + 4 * 8)
     assert sent[1] == rows * (2 * 8 * D * E + 4 * 8 + 2 * replicas * D * summed)
-    # The planner's ranks wait for the wire alone, here a byte a second.
+    # The planner's ranks wait for the link alone, here a byte a second.
     run = Run(LlamaConfig(64, 8 * D, 1, 8, kv_heads, 64), batch=2, tokens=T, precision=str(dtype).split(".")[1])
-    wire = Link("slow", latency=0.0, bandwidth=1.0)
-    cluster = Cluster(DEVICES["H100"], 4, 4, wire, wire)
-    planned = attention_time(run, Mixture(context=4, strategy="ulysses", layout="contiguous"), cluster)
+    link = Link("slow", latency=0.0, bandwidth=1.0)
+    cluster = Cluster(DEVICES["H100"], 4, 4, link, link)
+    planned = attention_time(run, ParallelConfig(context=4, strategy="ulysses", layout="contiguous"), cluster)
     assert [4 * max(one.waiting) for one in planned] == pytest.approx(sent)

@@ -1,0 +1,309 @@
+"""Transports: how messages travel between the ranks of a group, and what is said when one does not arrive.
+
+A message is one flat byte buffer, so a transfer is one message whatever it holds, always contiguous; an empty one does
+not travel. All messages of a step are posted together, sends and receives, which cannot deadlock; peers are translated
+to global ranks, so sub-groups of a mesh work like the world. Gloo moves the bytes from its own threads and NCCL on its
+own stream; both keep going while the caller computes. A message's buffer belongs to the transport until `wait` returns.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flashspan.context.bundle import BufferPool
+from flashspan.context.slots import Receive, SlotPlan, assign_slots
+
+CPU = torch.device("cpu")
+MakeSlots: TypeAlias = Callable[[], SlotPlan]
+
+
+class ExchangeError(RuntimeError):
+    """A transfer did not complete: names the rank that waited, its peer, the step and what was on its way."""
+
+
+@dataclass(eq=False)
+class Message:
+    """One message: `buffer` is uint8 [n]; `key` is the same on both sides and unlike any other message's of a pass.
+
+    A slow one has several steps to travel; it must not hold up those that are posted after it.
+    """
+
+    src: int
+    dst: int
+    key: Any
+    buffer: Tensor
+    label: str
+    slow: bool = False
+
+
+class Sent(Protocol):
+    """What `in_batches` asks of a message."""
+
+    @property
+    def slow(self) -> bool: ...
+
+
+SentT = TypeVar("SentT", bound=Sent)
+
+
+def in_batches(messages: Sequence[SentT]) -> tuple[list[SentT], list[SentT]]:
+    """What a step posts, as the two batches that it is posted in: first the fast ones, then the slow ones."""
+    return [p for p in messages if not p.slow], [p for p in messages if p.slow]
+
+
+class Transport(Protocol):
+    """What a pass asks of the outside world."""
+
+    rank: int
+    num_ranks: int
+
+    @property
+    def bytes_sent(self) -> int:
+        """What this rank has sent so far."""
+        ...
+
+    def begin(self, what: str, call: int = 0, *, device: torch.device = CPU, slots: MakeSlots | None = None) -> None:
+        """A pass of this name begins, and what is posted until its end belongs to it. `call` is a number that ranks
+        share if their masks and options are the same; `slots` says where messages may land, if a transport asks."""
+        ...
+
+    def receive_buffer(self, key: Any) -> Tensor | None:
+        """Where a message of this pass must land, until the pass is done with it; None where any buffer will do."""
+        ...
+
+    def end(self) -> None:
+        """It has come to its end."""
+        ...
+
+    def post(self, messages: Sequence[Message]) -> None:
+        """Start these messages together; every rank posts its ends in the same order."""
+        ...
+
+    def wait(self, message: Message) -> None:
+        """Return when a posted message has been sent, or has arrived."""
+        ...
+
+
+class GroupTransport:
+    """A process group as a transport. `None` is a group of one: it has nobody to send to.
+
+    NCCL sends in the order it is asked to: `slow_group`, another of the same ranks, lets slow messages be overtaken.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        *,
+        slow_group: dist.ProcessGroup | None = None,
+        timeout: float = 300.0,
+    ) -> None:
+        for one in (group, slow_group):
+            if one is not None and dist.get_rank(one) < 0:
+                raise ValueError(
+                    f"attention over a group is made by the ranks of the group: rank {dist.get_rank()} is none of "
+                    f"them; make it on those alone, or give this rank a group of its own"
+                )
+        self.group = group
+        self.timeout = timeout
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.num_ranks = 1 if group is None else dist.get_world_size(group)
+        self.bytes_sent = 0
+        self._global = [0] if group is None else dist.get_process_group_ranks(group)
+        if slow_group is not None and dist.get_process_group_ranks(slow_group) != self._global:
+            raise ValueError(
+                f"a slow group has the ranks of the group, in its order: got "
+                f"{dist.get_process_group_ranks(slow_group)} beside {self._global}; make both from one list of ranks"
+            )
+        self._works: dict[Message, dist.Work] = {}
+        self._slow = slow_group or group
+        self._begun: Counter[str] = Counter()  # passes by name
+        self._tag = 0  # of the pass that is under way; 0 between them
+
+    @property
+    def device(self) -> torch.device:
+        """Where small tensors for collectives of this group live."""
+        if self.group is None or "cpu:" in dist.get_backend_config(self.group):
+            return torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def begin(self, what: str, call: int = 0, *, device: torch.device = CPU, slots: MakeSlots | None = None) -> None:
+        if self.num_ranks == 1:
+            return
+        if self._tag:
+            raise ExchangeError(
+                f"an earlier call of rank {self.rank} of {self.num_ranks} ended in the middle, and what it left under "
+                f"way would be taken for this one's: end the run, or make a new group and a new attention over it"
+            )
+        self._begun[what] += 1
+        self._tag = 1 + zlib.crc32(f"{what} {self._begun[what]} {call}".encode()) // 4
+
+    def end(self) -> None:
+        self._tag = 0
+
+    def global_rank(self, rank: int) -> int:
+        """A rank of this group among all processes."""
+        return self._global[rank]
+
+    @property
+    def tag(self) -> int:
+        """A number above 0 that ranks share if they are in the same pass of the same call."""
+        return self._tag
+
+    def receive_buffer(self, key: Any) -> Tensor | None:
+        return None
+
+    def post(self, messages: Sequence[Message]) -> None:
+        for batch, group in zip(in_batches(messages), (self.group, self._slow), strict=True):
+            self._post([p for p in batch if p.buffer.numel()], group)  # empty ones do not travel: both ends know
+
+    def _post(self, messages: Sequence[Message], group: dist.ProcessGroup | None) -> None:
+        if not messages:
+            return
+        ops = []
+        for message in messages:
+            sends = message.src == self.rank
+            peer = self._global[message.dst if sends else message.src]
+            # Gloo gives a pass only what has its tag: nothing of a rank that left a pass out, or that has another
+            # mask, is mistaken for it. What came with the right tag and another size would end the process.
+            ops.append(dist.P2POp(dist.isend if sends else dist.irecv, message.buffer, peer, group, tag=self._tag))
+            self.bytes_sent += message.buffer.numel() if sends else 0
+        try:
+            works = dist.batch_isend_irecv(ops)
+        except RuntimeError as error:
+            raise ExchangeError(self._complain(messages[0], "could not post", error)) from error
+        # NCCL answers for the whole batch at once, gloo for each message.
+        works = works if len(works) == len(messages) else works[:1] * len(messages)
+        self._works.update(zip(messages, works, strict=True))
+
+    def wait(self, message: Message) -> None:
+        work = self._works.pop(message, None)
+        if work is None:
+            return
+        try:
+            if message.buffer.device.type == "cpu":
+                work.wait(timedelta(seconds=self.timeout))
+            else:
+                work.wait()  # orders the streams; the group's own watchdog keeps the time
+        except RuntimeError as error:
+            raise ExchangeError(self._complain(message, f"waited up to {self.timeout:g} s for", error)) from error
+
+    def agree(self, row: Sequence[int]) -> list[list[int]]:
+        """Every rank's row of numbers, in rank order. As a group's first collective it also connects its ranks."""
+        if self.group is None or self.num_ranks == 1:
+            return [list(row)]
+        mine = torch.tensor(row, dtype=torch.int64, device=self.device)
+        rows = mine.new_empty(self.num_ranks, len(row))
+        try:
+            for group in dict.fromkeys((self.group, self._slow)):  # in the same order on every rank
+                work = dist.all_gather([*rows], mine, group=group, async_op=True)
+                if self.device.type == "cpu":
+                    work.wait(timedelta(seconds=self.timeout))
+                else:
+                    work.wait()
+        except RuntimeError as error:
+            raise ExchangeError(
+                f"rank {self.rank} of {self.num_ranks} waited up to {self.timeout:g} s for all ranks to call "
+                f"attention; every rank of the group must make the same calls: {error}"
+            ) from error
+        return rows.tolist()
+
+    def _complain(self, message: Message, what: str, error: RuntimeError) -> str:
+        peer = message.dst if message.src == self.rank else message.src
+        return (
+            f"rank {self.rank} of {self.num_ranks} {what} {message.label}: rank {peer} (global rank "
+            f"{self._global[peer]}) has died, stalled or makes other calls: {error}"
+        )
+
+
+class LocalTransports:
+    """Transports between the ranks of one process, for tests and for timing kernels without communication."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.posted: dict[Any, Tensor] = {}
+        self.transports = [LocalTransport(self, rank, num_ranks) for rank in range(num_ranks)]
+
+
+class LocalTransport:
+    """One rank's end. A message is copied when either side waits for it, so a buffer changed too early shows."""
+
+    def __init__(self, shared: LocalTransports, rank: int, num_ranks: int) -> None:
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.bytes_sent = 0
+        self._posted = shared.posted
+
+    def begin(self, what: str, call: int = 0, *, device: torch.device = CPU, slots: MakeSlots | None = None) -> None:
+        pass
+
+    def receive_buffer(self, key: Any) -> Tensor | None:
+        return None
+
+    def end(self) -> None:
+        pass
+
+    def post(self, messages: Sequence[Message]) -> None:
+        for message in messages:
+            if message.src == self.rank:
+                assert message.key not in self._posted, f"{message.label} was posted twice"
+                self._posted[message.key] = message.buffer
+                self.bytes_sent += message.buffer.numel()
+
+    def wait(self, message: Message) -> None:
+        if message.dst == self.rank:
+            message.buffer.copy_(self._posted.pop(message.key))
+        elif message.key in self._posted:  # from here on the sender may use its buffer again
+            self._posted[message.key] = message.buffer.clone()
+
+
+def all_pairs(rank: int, num_ranks: int) -> list[tuple[int, int]]:
+    """(src, dst) of what a rank sends and receives in an all-to-all, in the order in which it posts them."""
+    peers = [peer for peer in range(num_ranks) if peer != rank]
+    return [pair for peer in peers for pair in ((rank, peer), (peer, rank))]
+
+
+def all_to_all(
+    transport: Transport,
+    outgoing: Sequence[Tensor],
+    num_bytes: Callable[[int, int], int],
+    pool: BufferPool,
+    label: str,
+    call: int = 0,
+) -> list[Tensor]:
+    """Send `outgoing[r]` (bytes) to each rank r, and return what each sent here, which may be overwritten by the next
+    pass. `num_bytes(src, dst)` is the size of each message, the same on every rank."""
+
+    def slots() -> SlotPlan:
+        pairs = [
+            pair
+            for rank in range(transport.num_ranks)
+            for pair in all_pairs(rank, transport.num_ranks)
+            if pair[1] == rank
+        ]
+        return assign_slots(Receive((label, *pair), *pair, num_bytes(*pair), 0, 1) for pair in pairs)
+
+    def room(src: int) -> Tensor:
+        if src == transport.rank:
+            return pool.take(0)
+        place = transport.receive_buffer((label, src, transport.rank))
+        return pool.take(num_bytes(src, transport.rank)) if place is None else place
+
+    transport.begin(label, call, device=pool.device, slots=slots)
+    incoming = [room(src) for src in range(transport.num_ranks)]
+    messages = []
+    for src, dst in all_pairs(transport.rank, transport.num_ranks):
+        buffer = outgoing[dst] if src == transport.rank else incoming[src]
+        messages.append(Message(src, dst, (label, src, dst), buffer, f"{label} from rank {src} to rank {dst}"))
+    transport.post(messages)
+    for message in messages:
+        transport.wait(message)
+    transport.end()
+    return incoming
