@@ -1,4 +1,4 @@
-"""Attention across devices: who holds which tokens, who computes what when, and the transport between them."""
+"""Attention across devices: layouts of tokens, schedules of tiles and transfers, and the transports that send them."""
 
 from flashspan.context.layout import LAYOUTS, Placement, balanced, place
 from flashspan.context.recompute import keep_attention

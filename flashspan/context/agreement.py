@@ -1,4 +1,4 @@
-"""What ranks compare before they call attention together: masks and settings as numbers, and error messages."""
+"""What ranks compare before a call to attention: masks and settings as numbers, and error messages."""
 
 from __future__ import annotations
 

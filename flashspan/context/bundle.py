@@ -1,4 +1,4 @@
-"""What travels in one message: a few tensors over one byte buffer."""
+"""The content of one message: a few tensors in one byte buffer."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ Fields: TypeAlias = Sequence[tuple[tuple[int, ...], torch.dtype]]
 
 
 class Bundle(NamedTuple):
-    """Tensors that hold the same local rows, each [B, heads, rows, ...]; `buffer` backs them if they can be sent."""
+    """Tensors of the same local rows, each [B, heads, rows, ...]; `buffer` is their memory if they can be sent."""
 
     rows: Runs
     fields: tuple[Tensor, ...]
     buffer: Tensor | None = None
-    borrowed: bool = False  # the buffer is the transport's
+    borrowed: bool = False  # the buffer belongs to the transport
 
     def take(self, rows: range | Runs) -> tuple[Tensor, ...]:
-        """Views of what is held from the first to the last of these rows."""
+        """Views from the first to the last of these rows."""
         first, last = self.rows.below(rows.start), self.rows.below(rows.stop)
         return tuple(field[:, :, first:last] for field in self.fields)
 
     def runs(self, rows: Runs) -> Iterator[tuple[Tensor, ...]]:
-        """Views of just these rows, run by run: mostly there is one."""
+        """Views of exactly these rows, run by run: usually there is one run."""
         return map(self.take, rows.parts)
 
     def clear(self) -> None:
@@ -38,10 +38,10 @@ class Bundle(NamedTuple):
 
 
 class BufferPool:
-    """Buffers that are done with, for those who need one next.
+    """Buffers to reuse.
 
-    A pass needs a few of like size at any time. Freed and asked for again, each may be cut from another place: on a CPU
-    that left the process half as large again as what it held.
+    A pass needs a few buffers of similar size at any time. Freeing and reallocating them fragments memory: on a CPU the
+    process grew to 1.5 times the memory it used.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -49,7 +49,7 @@ class BufferPool:
         self._free: list[torch.UntypedStorage] = []
 
     def take(self, size: int) -> Tensor:
-        """Uninitialised bytes: the smallest buffer that will do, or a new one."""
+        """Uninitialised bytes: the smallest free buffer that is large enough, or a new one."""
         fitting = [storage for storage in self._free if storage.nbytes() >= size]
         if not fitting:
             return torch.empty(size, dtype=torch.uint8, device=self.device)
@@ -58,7 +58,7 @@ class BufferPool:
         return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage, 0, (size,), (1,))
 
     def put(self, buffer: Tensor) -> None:
-        """Nobody reads or writes this buffer any longer."""
+        """Return a buffer that is no longer read or written."""
         self._free.append(buffer.untyped_storage())
 
 
@@ -70,8 +70,10 @@ def allocate(
     sums: torch.dtype,
     source: BufferPool | Tensor,
 ) -> Bundle:
-    """Room for some rows of a kind (see schedule.Kind); sizes are (B, H, K, D), `sums` the dtype of what is summed.
-    The buffer is taken from a pool, or given."""
+    """Uninitialised tensors for these rows of a kind (see schedule.Kind).
+
+    sizes: (B, H, K, D); sums: the dtype of carries and gradients; source: the buffer, or the pool to take it from.
+    """
     B, H, K, D = sizes
     n = len(rows)
     queries, keys, row = (B, H, n, D), (B, K, n, D), (B, H, n)
@@ -88,8 +90,8 @@ def allocate(
 
 
 def lay_out(shapes: Fields, source: BufferPool | Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Uninitialised tensors one after another in one byte buffer, and the buffer. Those of larger elements come first:
-    so each begins at a multiple of its element size."""
+    """Uninitialised tensors, one after another in one byte buffer, and the buffer. Tensors with larger elements come
+    first, so that each begins at a multiple of its element size."""
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in shapes]
     buffer = source if isinstance(source, Tensor) else source.take(sum(sizes))
     order = sorted(range(len(shapes)), key=lambda i: -shapes[i][1].itemsize)

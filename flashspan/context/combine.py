@@ -1,4 +1,4 @@
-"""Partial attention over what each rank holds, combined: the split cache of `generate`."""
+"""Combine partial attention over the keys of each rank: the sharded KV cache of `generate`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from flashspan.kernels.contract import Carry, merge
 
 
 def combine(attend: ContextAttention, out: Tensor, lse: Tensor) -> Tensor:
-    """Attention of the same queries over all ranks' keys, from each rank's part: out [B, H, T, D], lse [B, H, T].
+    """Attention over all ranks' keys, from each rank's partial result for the same queries: out [B, H, T, D], lse
+    [B, H, T].
 
-    float32, and the same bits on every rank: parts are added in the order of the ranks.
+    The result is float32 and has the same bits on every rank: parts are merged in rank order.
     """
     if attend.num_ranks == 1:
         return out

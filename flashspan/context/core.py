@@ -1,7 +1,7 @@
-"""Attention of one rank's shard as two functions and the autograd.Function over them.
+"""Attention of one rank's shard: a forward and a backward function, and the autograd.Function that calls them.
 
-A core is anything with `forward` and `backward`: `Scheduled` runs a schedule, `Ulysses` wraps another core. They are
-plain functions of tensors so that they nest, and so that what is summed can stay float32 between them.
+A core is any object with `forward` and `backward`: `Scheduled` runs a schedule, `Ulysses` wraps another core. Both are
+plain functions of tensors, so that cores nest and sums stay float32 between them.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 
 class Options(NamedTuple):
-    """What a call needs besides tensors, in backward too."""
+    """The arguments of a call, except its tensors; forward and backward use the same."""
 
     scale: float
     num_kv_heads: int
     dropout: Dropout | None = None
-    partial: bool = False  # gradients of k and v will be summed with others': keep them float32
+    partial: bool = False  # gradients of k and v are summed with other ranks' later: keep them float32
 
 
 class Core(Protocol):
@@ -39,11 +39,11 @@ class Core(Protocol):
 
     @property
     def mask(self) -> Mask:
-        """Whatever it is made for."""
+        """The mask of this core's attention."""
         ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Carry, Saved]:
-        """out in q's dtype and lse, and what backward wants to be given."""
+        """out in q's dtype and lse, and the tensors that backward needs."""
         ...
 
     def backward(self, dout: Tensor, dlse: Tensor | None, saved: Saved, options: Options) -> Gradients:
@@ -76,7 +76,7 @@ class Scheduled:
 
 
 class Final(torch.autograd.Function):
-    """dq, dk and dv as they are: in a graph of gradients, whoever goes on to what they depend on is refused."""
+    """The identity on dq, dk and dv; a derivative of them, taken through a graph of gradients, is refused."""
 
     @staticmethod
     def forward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor, *depends_on: Tensor | None) -> Gradients:
@@ -91,9 +91,9 @@ class Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, core: Core, options: Options) -> tuple[Tensor, Tensor]:
         carry, saved = core.forward(q, k, v, options)
-        # Handed out as new views: what the caller gets must not be the object that is kept, on the tape or here.
+        # New views: autograd must not return the same tensor objects that are saved here or on the recompute tape.
         out, lse = carry.out.view_as(carry.out), carry.lse.view_as(carry.lse)
-        with torch.enable_grad():  # for `Final`: empty, they keep the way back to q, k and v but not their memory
+        with torch.enable_grad():  # for `Final`: empty views that keep the graph of q, k and v, but not their memory
             to_q, to_k, to_v = (x[:0].clone() for x in (q, k, v))
         ctx.save_for_backward(to_q, to_k, to_v, *saved)
         ctx.core, ctx.options, ctx.shape, ctx.versions = core, options, q.shape, mask_versions(core.mask)
@@ -107,7 +107,7 @@ class Attend(torch.autograd.Function):
         with torch.no_grad():
             rows = saved[0].new_zeros(ctx.shape) if dout is None else dense_rows(dout)
             grads = [grad.to(to_q.dtype) for grad in ctx.core.backward(rows, dlse, tuple(saved), ctx.options)]
-        if torch.is_grad_enabled():  # a graph of the gradients is wanted: in it, the next ones are refused
+        if torch.is_grad_enabled():  # create_graph=True: a second derivative is refused in that graph
             grads = Final.apply(*grads, dout, dlse, to_q, to_k, to_v)
         return (*grads, None, None)
 

@@ -1,4 +1,4 @@
-"""Operations of the CUDA driver that torch does not offer: flags that streams wait for, and copies by a copy engine.
+"""Operations of the CUDA driver that torch does not expose: flags that streams wait for, and copy-engine copies.
 
 tests/context/test_peer_memory.py calls each on a GPU.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Driver:
-    """The driver's stream operations, and host memory as the device sees it."""
+    """The driver's stream operations, and host memory mapped for the device."""
 
     def __init__(self) -> None:
         library = ctypes.CDLL("libcuda.so.1")
@@ -41,7 +41,7 @@ class Driver:
         _check(self._write(stream.cuda_stream, address, value, 0), "cuStreamWriteValue32")
 
     def register(self, memory: Tensor) -> int:
-        """Let devices reach host memory; its address for them."""
+        """Map host memory for devices, and return its device address."""
         for_all_contexts, mapped, found = 1, 2, ctypes.c_uint64()
         _check(self._register(memory.data_ptr(), memory.nbytes, for_all_contexts | mapped), "cuMemHostRegister")
         _check(self._device_address(ctypes.byref(found), memory.data_ptr(), 0), "cuMemHostGetDevicePointer")
@@ -51,12 +51,12 @@ class Driver:
         _check(self._unregister(memory.data_ptr()), "cuMemHostUnregister")
 
     def copy(self, stream: torch.cuda.Stream, to: Tensor, source: Tensor) -> None:
-        """Copy bytes by a copy engine. A plain copy inside a GPU is a kernel, which waits for a multiprocessor."""
+        """Copy bytes with a copy engine. A plain copy inside a GPU is a kernel, which waits for a multiprocessor."""
         if self._copy is None:  # CUDA 12
             with torch.cuda.stream(stream):
                 to.copy_(source, non_blocking=True)
             return
-        attributes = CopyAttributes(order=1, flags=1)  # in the stream's order; overlap with what computes
+        attributes = CopyAttributes(order=1, flags=1)  # in stream order; overlap with kernels
         places = [(ctypes.c_uint64 * 1)(x.data_ptr()) for x in (to, source)]
         sizes, first = (ctypes.c_size_t * 1)(source.nbytes), (ctypes.c_size_t * 1)(0)
         code = self._copy(*places, sizes, 1, ctypes.byref(attributes), first, 1, stream.cuda_stream)
@@ -64,7 +64,7 @@ class Driver:
 
 
 class CopyAttributes(ctypes.Structure):
-    """CUmemcpyAttributes: the two locations are hints, of type and number, which device memory does without."""
+    """CUmemcpyAttributes. The two locations (type and number) are hints that device memory does not need."""
 
     _fields_ = (("order", ctypes.c_int), ("hints", ctypes.c_int * 4), ("flags", ctypes.c_uint))
 

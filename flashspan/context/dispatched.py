@@ -1,4 +1,4 @@
-"""LocalAttention of the implementation that serves each tile."""
+"""LocalAttention that chooses the implementation for each tile."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flashspan.kernels.masks import Mask
 
 @dataclass(frozen=True)
 class Dispatched:
-    """LocalAttention that asks, for every tile, which implementation serves it."""
+    """LocalAttention that chooses, for every tile, the implementation that runs it."""
 
     backend: str = "auto"
 

@@ -1,9 +1,9 @@
-"""Pictures of a schedule: who computes and sends what when, and who owns which tile of the mask.
+"""Pictures of a schedule: a timeline of tiles and transfers, and the mask coloured by the rank that computes it.
 
     draw_timeline(schedule, "ring.svg")
     draw_ownership(schedule, visibility, "ring-tiles.svg")
 
-matplotlib is imported when a picture is made, not before.
+matplotlib is imported when a picture is drawn.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ LABELLED = 16
 def draw_timeline(schedule: Schedule, path: str | Path | None = None) -> Figure:
     """One lane per rank, one column per step: boxes compute (queries·keys; darker: more pairs), arrows are transfers.
 
-    A box is as wide as its work over that of the step's busiest rank: the grey rest of the column is waiting. An arrow
-    begins where its transfer is posted and ends where it is needed, so those that pass under a box are hidden by it.
-    Past `LABELLED` ranks lanes are narrow, boxes have no names, and all is drawn in pixels.
+    The width of a box is its work relative to the busiest rank of the step: the grey rest of the column is waiting. An
+    arrow begins where its transfer is posted and ends where it is needed: computation hides the part of it that lies under a box.
+    With more than `LABELLED` ranks, lanes are narrow, boxes have no labels, and the picture is rasterized.
     """
     from matplotlib.collections import PatchCollection
     from matplotlib.colors import to_rgba
@@ -69,14 +69,14 @@ def draw_timeline(schedule: Schedule, path: str | Path | None = None) -> Figure:
                 left += width
     axes.add_collection(PatchCollection(boxes, match_original=True, zorder=1, rasterized=not labelled))
     kinds = dict.fromkeys(transfer.kind for transfer in schedule.transfers)
-    for kind in kinds:  # all arrows of a kind at once: one by one, those of 64 ranks take a minute
+    for kind in kinds:  # one call per kind: drawn one by one, the arrows of 64 ranks take a minute
         found = [(x.start, x.src, x.end, x.dst) for x in schedule.transfers if x.kind == kind]
         x, y, x1, y1 = np.array(found, dtype=float).T
         how = {"angles": "xy", "scale_units": "xy", "scale": 1, "width": 0.011, "units": "inches", "headwidth": 7}
         axes.quiver(x, y, x1 - x, y1 - y, color=COLOURS[kind], alpha=0.7, zorder=2, rasterized=not labelled, **how)
-    told: list[Any] = [Patch(color=WORK, label="computing: q rank·kv rank"), Patch(color=IDLE, label="waiting")]
-    told += [Line2D([], [], color=COLOURS[kind], label=f"sending {kind}") for kind in kinds]
-    axes.legend(handles=told, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    legend: list[Any] = [Patch(color=WORK, label="computing: q rank·kv rank"), Patch(color=IDLE, label="waiting")]
+    legend += [Line2D([], [], color=COLOURS[kind], label=f"sending {kind}") for kind in kinds]
+    axes.legend(handles=legend, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     axes.set(
         xlim=(-0.1, num_steps),
         ylim=(num_ranks - 0.5, -0.5),
@@ -93,7 +93,7 @@ def draw_timeline(schedule: Schedule, path: str | Path | None = None) -> Figure:
 
 
 def draw_ownership(schedule: Schedule, visibility: Visibility, path: str | Path | None = None) -> Figure:
-    """The mask, query position by key position, each visible pair in the colour of the rank that computes it."""
+    """The mask, query position by key position; the colour of a visible pair is the rank that computes it."""
     import matplotlib
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
@@ -101,7 +101,7 @@ def draw_ownership(schedule: Schedule, visibility: Visibility, path: str | Path 
 
     placement, num = visibility.placement, visibility.placement.num_tokens
     if num > 4096:
-        raise ValueError(f"a picture of the mask is num_tokens squared: got {num}, draw 4096 or fewer")
+        raise ValueError(f"a picture of the mask has num_tokens squared points: got {num} tokens; draw 4096 or fewer")
     visible = dense(visibility.mask, num, num).reshape(-1, num, num).any(0).cpu().numpy()
     owner = np.full((num, num), -1)
     for tile in schedule.tiles:
@@ -120,7 +120,7 @@ def draw_ownership(schedule: Schedule, visibility: Visibility, path: str | Path 
         vmax=schedule.num_ranks - 0.5,
         interpolation="nearest",
     )
-    axes.set(xlabel="key position", ylabel="query position", title=f"{schedule.name}: who computes which pair")
+    axes.set(xlabel="key position", ylabel="query position", title=f"{schedule.name}: the rank that computes each pair")
     patches = [Patch(color=colours[rank], label=f"rank {rank}") for rank in range(min(schedule.num_ranks, 20))]
     axes.legend(handles=patches, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     return _save(figure, path)

@@ -93,15 +93,15 @@ def test_large_shards_go_in_chunks_of_heads_by_default(on_ranks: OnRanks) -> Non
 def count_chunks(messages: list[int]) -> list[int]:
     """On a rank: the number of chunks a call is split into when this much is a message."""
     found = []
-    usual = strategies.MESSAGE
-    for strategies.MESSAGE in messages:
+    usual = strategies.MESSAGE_BYTES
+    for strategies.MESSAGE_BYTES in messages:
         attend = attention_of(Case(4))
         if attend is not None:
             q, k, v = (attend.shard(x, 2) for x in Case(4).inputs()[:3])
             attend(q, k, v, causal=True)
             (core,) = attend._cores.values()
             found.append(core.plan.forward.num_chunks)
-    strategies.MESSAGE = usual
+    strategies.MESSAGE_BYTES = usual
     return found
 
 
