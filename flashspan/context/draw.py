@@ -36,8 +36,8 @@ def draw_timeline(schedule: Schedule, path: str | Path | None = None) -> Figure:
     """One lane per rank, one column per step: boxes compute (queries·keys; darker: more pairs), arrows are transfers.
 
     The width of a box is its work relative to the busiest rank of the step: the grey rest of the column is waiting. An
-    arrow begins where its transfer is posted and ends where it is needed: computation hides the part of it that lies under a box.
-    With more than `LABELLED` ranks, lanes are narrow, boxes have no labels, and the picture is rasterized.
+    arrow begins where its transfer is posted and ends where it is needed: the part under a box is hidden by
+    computation. With more than `LABELLED` ranks, lanes are narrow, boxes have no labels, and the picture is rasterized.
     """
     from matplotlib.collections import PatchCollection
     from matplotlib.colors import to_rgba

@@ -1,8 +1,8 @@
-"""The one executor: runs any schedule, forward and backward, over any transport, with any implementation of attention.
+"""The executor: runs any schedule, forward and backward, over any transport, with any implementation of attention.
 
-A pass is a generator that yields after each step. One process of a group runs its own to the end; a simulation steps
-the passes of all ranks in turn (`simulate`). Everything that is summed, carries and gradients, stays float32 (float64
-where the inputs are) until it is complete.
+`Pass.steps` is a generator that yields after each step. A process of a group runs its own pass to the end; `simulate`
+runs the passes of all ranks, step by step, in one process. All sums (carries and gradients) stay float32, or float64
+for float64 inputs, until they are complete.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from flashspan.kernels.masks import Mask
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A schedule bound to a placement and a mask: all of a call that does not depend on its tensors."""
+    """A schedule with its placement and mask: everything of a call that does not depend on its tensors."""
 
     placement: Placement
     mask: Mask
     forward: Schedule
-    num_kv_heads: int = 1  # of a call; only a mask that differs from head to head needs to know
-    call: int = 0  # the same on all ranks that make the same call
+    num_kv_heads: int = 1  # of a call; used only for a mask that differs between heads
+    call: int = 0  # equal on all ranks that make the same call
 
     @cached_property
     def backward(self) -> Schedule:
@@ -47,7 +47,7 @@ class Plan:
         return {}
 
     def slots(self, schedule: Schedule, shape: Shape) -> SlotPlan:
-        """Where this plan's transfers land, forward or backward, worked out once."""
+        """The receive slots of this plan's transfers, forward or backward, computed once."""
         key = (schedule.is_backward, shape)
         if key not in self._slots:
             self._slots[key] = assign_slots(receives(schedule, lambda t: shape.bytes(t, schedule.num_chunks)))
@@ -62,7 +62,7 @@ class Plan:
         return {}
 
     def tile_mask(self, tile: Tile, keys: Runs, device: torch.device) -> Mask:
-        """The mask in the coordinates of a tile that is given these rows of keys, sliced once."""
+        """The mask in the coordinates of a tile and these rows of keys, sliced once."""
         mask = self.mask
         by_head = isinstance(mask, Blocks) and mask.num_heads > 1
         key = (tile.q, tile.k, tile.q_rows, keys, tile.chunk if by_head else 0, device)
@@ -85,9 +85,9 @@ class Plan:
 
 
 class Call(NamedTuple):
-    """One rank's side of a call: q [B, H, T, D], k and v [B, K, T, D] of its own T tokens.
+    """One rank's arguments of a call: q [B, H, T, D], k and v [B, K, T, D] of its own T tokens.
 
-    `partial` says that these gradients of k and v are to be summed with others: then they stay float32.
+    partial: the gradients of k and v are summed with other ranks' later, so they stay float32.
     """
 
     q: Tensor
@@ -99,7 +99,7 @@ class Call(NamedTuple):
 
 
 class Pass(ABC):
-    """One rank's way through a schedule. Subclasses say what they own, what they compute, and what arrivals mean."""
+    """One rank's pass over a schedule. Subclasses define its tensors, its tiles, and how received results are added."""
 
     def __init__(self, plan: Plan, schedule: Schedule, transport: Transport, local: LocalAttention, call: Call) -> None:
         self.plan, self.schedule, self.transport, self.local, self.call = plan, schedule, transport, local, call
@@ -110,8 +110,8 @@ class Pass(ABC):
         self.pool = BufferPool(call.q.device)
         self.copies: dict[Item, Bundle] = {}
         self.in_flight: dict[Transfer, tuple[Message, Bundle]] = {}
-        self.parts: dict[Item, int] = defaultdict(int)  # tiles and arrivals that are still to come, of each result
-        self.onward: dict[Item, Runs] = {}  # the rows of results that leave this rank
+        self.parts: dict[Item, int] = defaultdict(int)  # tiles and received parts still to be added to each result
+        self.forwarded: dict[Item, Runs] = {}  # the rows of results that this rank sends
         for step in schedule.program(self.rank):
             for tile in step.tiles:
                 for kind, owner in (("carry", tile.q), ("dq", tile.q), ("dkv", tile.k)):
@@ -120,40 +120,40 @@ class Pass(ABC):
                 if t.dst == self.rank:
                     self.parts[t.item] += 1
                 else:
-                    self.onward[t.item] = t.rows
+                    self.forwarded[t.item] = t.rows
 
     @abstractmethod
     def own(self, kind: str) -> tuple[Tensor, ...]:
         """This rank's own tensors of a kind, all heads and rows."""
 
     @abstractmethod
-    def arrive(self, transfer: Transfer, bundle: Bundle) -> None:
-        """Take in a result (a carry or a gradient) that came."""
+    def add_received(self, transfer: Transfer, bundle: Bundle) -> None:
+        """Add a received result (a carry or a gradient)."""
 
     @abstractmethod
     def result(self, transfer: Transfer) -> Bundle:
-        """Give out a result that is complete here and goes on."""
+        """Return a result that is complete on this rank and is sent to the next."""
 
     @abstractmethod
     def compute(self, tile: Tile) -> None:
-        """Compute a tile from the copies that are here, and add what it gives to its results."""
+        """Compute a tile from the copies on this rank, and add it to its results."""
 
     @abstractmethod
-    def settle(self, item: Item) -> None:
-        """Bring a complete result of this rank's own into its final dtype and place."""
+    def finalize(self, item: Item) -> None:
+        """Write a complete result of this rank in its final dtype and place."""
 
     @abstractmethod
     def finish(self) -> Any:
-        """What is this rank's own when all steps are done."""
+        """The results of this rank, after all steps."""
 
     def add_part(self, item: Item) -> None:
-        """Note that a tile or an arrival has been added to a result."""
+        """Record that a tile or a received part has been added to a result."""
         self.parts[item] -= 1
         if not self.parts[item] and item[1] == self.rank:
-            self.settle(item)
+            self.finalize(item)
 
-    def settled(self, whole: Tensor | None, part: Tensor, chunk: int, dtype: torch.dtype) -> Tensor:
-        """`whole` (all heads; made here the first time) with a chunk's part in it."""
+    def with_chunk(self, whole: Tensor | None, part: Tensor, chunk: int, dtype: torch.dtype) -> Tensor:
+        """`whole` (all heads; allocated for the first chunk) with a chunk's heads written to it."""
         if self.schedule.num_chunks == 1:
             return part.to(dtype)
         if whole is None:
@@ -164,11 +164,11 @@ class Pass(ABC):
         return whole
 
     def rows(self, item: Item) -> Runs:
-        """The local rows a result covers here: all of one's own, what goes on of others'."""
-        return self.all_rows if item[1] == self.rank else self.onward[item]
+        """The local rows of a result: all rows of this rank's own, the rows that are sent of another's."""
+        return self.all_rows if item[1] == self.rank else self.forwarded[item]
 
     def steps(self) -> Iterator[None]:
-        """Run the pass: in each step wait, post, compute, let go."""
+        """Run the pass: each step waits, posts, computes and releases buffers."""
         last_use = self._last_uses()
         for number, step in enumerate(self.schedule.program(self.rank)):
             arrived = []
@@ -183,7 +183,7 @@ class Pass(ABC):
                 if transfer.kind in ("kv", "q", "rows"):
                     self.copies[transfer.item] = bundle
                 else:
-                    self.arrive(transfer, bundle)
+                    self.add_received(transfer, bundle)
             del arrived
             messages = []
             for transfer in step.posts:
@@ -224,7 +224,7 @@ class Pass(ABC):
         return uses
 
     def _outgoing(self, transfer: Transfer) -> Bundle:
-        """What a transfer sends, in one buffer: the held one as it is, or a packed part."""
+        """The send buffer of a transfer: the bundle as it is held, or the transfer's rows of it, packed."""
         if transfer.kind in ("carry", "dkv", "dq"):
             held = self.result(transfer)
         else:
@@ -232,29 +232,29 @@ class Pass(ABC):
         if held.buffer is not None and held.rows == transfer.rows:
             return held
         packed = self.make(transfer.kind, transfer.rows, transfer.chunk)
-        for places, sources in zip(packed.runs(transfer.rows), held.runs(transfer.rows), strict=True):
-            for place, source in zip(places, sources, strict=True):
-                place.copy_(source)
+        for targets, sources in zip(packed.runs(transfer.rows), held.runs(transfer.rows), strict=True):
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source)
         return packed
 
     def _incoming(self, transfer: Transfer) -> Bundle:
-        """Room for what a transfer brings, where the transport wants it."""
+        """The receive buffer of a transfer, in its slot if the transport has one."""
         return self.make(transfer.kind, transfer.rows, transfer.chunk, source=self.transport.receive_buffer(transfer))
 
     @property
     def shape(self) -> Shape:
-        """What turns this call's rows into bytes."""
+        """The sizes that turn this call's rows into bytes."""
         B, H, _, D = self.call.q.shape
         return Shape(B, H, self.call.k.shape[1], D, self.call.q.element_size())
 
     def hold(self, kind: str, owner: int, chunk: int) -> Bundle:
-        """The bundle this rank has of an owner's tensors: its own, or a copy."""
+        """An owner's tensors as held on this rank: its own, or a copy."""
         if owner != self.rank:
             return self.copies[kind, owner, chunk]
         return Bundle(self.all_rows, tuple(self.heads(x, chunk) for x in self.own(kind)))
 
     def keys(self, tile: Tile) -> tuple[Tensor, Tensor, Runs]:
-        """k and v for a tile, as they are held from its first key to its last, and the rows that these are."""
+        """k and v of a tile, from its first key to its last as held here, and their rows."""
         held = self.hold("kv", tile.k, tile.chunk)
         k, v = held.take(tile.k_rows)
         return k, v, held.rows.within(tile.k_rows)
@@ -262,8 +262,8 @@ class Pass(ABC):
     def make(
         self, kind: str, rows: Runs, chunk: int, sums: torch.dtype | None = None, source: Tensor | None = None
     ) -> Bundle:
-        """Uninitialised room for some rows of a kind; `sums` is the dtype of what is summed, if not float32, and
-        `source` the buffer, if not one from the pool."""
+        """Uninitialised tensors for these rows of a kind. sums: the dtype of carries and gradients, if not float32;
+        source: the buffer, if not one from the pool."""
         B, H, _, D = self.call.q.shape
         K = len(head_chunk(self.call.k.shape[1], chunk, self.schedule.num_chunks))
         H = H // max(1, self.call.k.shape[1]) * K
@@ -276,8 +276,8 @@ class Pass(ABC):
         group = x.shape[1] // max(1, self.call.k.shape[1])
         return x[:, chosen.start * group : chosen.stop * group]
 
-    def drop(self, tile: Tile, keys: Runs) -> Dropout | None:
-        """Dropout told where in the whole a tile lies that is given these rows of keys."""
+    def dropout_of(self, tile: Tile, keys: Runs) -> Dropout | None:
+        """The dropout of a tile with these rows of keys: with their global positions and heads."""
         if self.call.dropout is None:
             return None
         num_heads, num_kv_heads = self.call.q.shape[1], self.call.k.shape[1]
@@ -293,14 +293,14 @@ class Pass(ABC):
 
 
 def run(pass_: Pass) -> Any:
-    """One rank's pass, to its end: what its `finish` returns."""
+    """Run one rank's pass to its end, and return its results."""
     slots = partial(pass_.plan.slots, pass_.schedule, pass_.shape)
     pass_.transport.begin(pass_.name, pass_.plan.call, device=pass_.call.q.device, slots=slots)
     for _ in pass_.steps():
         pass
-    made = pass_.finish()
+    results = pass_.finish()
     pass_.transport.end()
-    return made
+    return results
 
 
 def simulate(passes: Sequence[Pass]) -> list[Any]:

@@ -2,9 +2,9 @@
 
 Pure Python: no processes, no tensors.
 
-All of them leave out tiles with nothing visible, and of what is sent every row that nobody further on needs: a window
-of w tokens stops a ring after the ranks it touches, and sends those w tokens rather than the shard; of a block map, the
-blocks of keys that somebody further on sees. A transfer's bytes are its rows times `kv` (or what it holds) below.
+No strategy computes tiles without visible pairs, or sends rows that no later rank needs: a window of w tokens stops a
+ring after the ranks it reaches, and sends those w tokens instead of the shard; for a block map, only the blocks of keys
+that are visible later are sent. A transfer's bytes are its rows times `kv` (or its kind's size) below.
 
 Bytes below are for one forward (then backward) pass over all ranks, full mask, no head chunks, T tokens on N ranks;
 kv = 2 * B * K * D * itemsize per token, dkv the same in float32.
@@ -21,20 +21,21 @@ from flashspan.context.visibility import Visibility
 
 
 def ring(visibility: Visibility) -> Schedule:
-    """Keys and values go round; in step s a rank computes with those of the rank s places before it.
+    """Keys and values move around a ring; in step s a rank computes with the keys of the rank s places before it.
 
-    Bytes: T (N - 1) kv forward; T (N - 1) (kv + dkv) backward. What a rank computed with its own keys stays at home, so
-    gradients make N - 1 hops like the keys: N - 2 behind them, and one home.
+    Bytes: T (N - 1) kv forward; T (N - 1) (kv + dkv) backward. The gradient from a rank's own keys is not sent, so
+    gradients make N - 1 hops like the keys: N - 2 one step behind them, and one to their owner.
     """
     return _rings(visibility, (1, visibility.num_ranks), "ring")
 
 
 def double_ring(visibility: Visibility, sizes: Sequence[int]) -> Schedule:
-    """Two levels, `sizes` = (nodes, ranks per node), ranks of a node being neighbours.
+    """A ring on two levels, `sizes` = (nodes, ranks per node); the ranks of a node are consecutive.
 
-    Keys go round inside a node; meanwhile, and for as long, they are on their way to the same place in the next node.
-    Gradients gather inside each node, then go home once. Bytes: T (N - 1) kv forward and T (N - 1) kv backward like the
-    ring, of which only T (nodes - 1) between nodes; gradients T (N - 1) dkv, as many hops between nodes.
+    Keys move around a ring inside each node; during those steps they are also sent to the same place in the next node.
+    Gradients are summed inside each node, then sent to their owner once. Bytes: T (N - 1) kv forward and T (N - 1) kv
+    backward, like the ring, of which only T (nodes - 1) kv between nodes; gradients T (N - 1) dkv, with as many hops
+    between nodes.
     """
     if len(sizes) != 2 or min(sizes) < 1 or sizes[0] * sizes[1] != visibility.num_ranks:
         raise ValueError(
@@ -48,11 +49,11 @@ def _rings(visibility: Visibility, sizes: tuple[int, int], name: str) -> Schedul
     nodes, inner = sizes
 
     def at(owner: int, a: int, b: int) -> int:
-        """Where the owner's keys are, a nodes and b places on."""
+        """The rank that has the owner's keys after a nodes and b places."""
         return (owner // inner + a) % nodes * inner + (owner % inner + b) % inner
 
     ranks = range(visibility.num_ranks)
-    # Only the distances at which somebody computes are steps; the first, own keys, always is.
+    # Only distances at which a rank computes are steps; the first, a rank's own keys, always is.
     distances = [(a, b) for a in range(nodes) for b in range(inner)]
     used = [d for d in distances if d == (0, 0) or any(visibility.pairs[at(o, *d), o] for o in ranks)]
     tiles, transfers = [], []
@@ -72,44 +73,44 @@ def _rings(visibility: Visibility, sizes: tuple[int, int], name: str) -> Schedul
 
 
 def _spread(owner: int, branches: list[list[Tile]], inner: int) -> list[Transfer]:
-    """How one rank's keys reach all who need them: from node to node by each node's head, and inside, hand to hand."""
+    """The transfers of one rank's keys: from node to node between head ranks, and around each node from its head."""
     transfers = []
-    ahead = Runs()  # rows that nodes further on need, known from the last node back
+    later = Runs()  # rows that later nodes need, computed from the last node backwards
     for i in reversed(range(len(branches))):
-        at_home = branches[i][0].rank // inner == owner // inner
+        is_local = branches[i][0].rank // inner == owner // inner
         path = [tile for tile in branches[i] if tile.rank != owner]
-        head = owner if at_home else path[0].rank
+        head = owner if is_local else path[0].rank
         needed = Runs()
         for j in reversed(range(len(path))):
             tile = path[j]
             is_head = tile.rank == head
-            needed = union([needed, tile.k_rows, ahead if is_head else Runs()])
-            onward = path[j + 1].rank if j + 1 < len(path) else head
+            needed = union([needed, tile.k_rows, later if is_head else Runs()])
+            next_rank = path[j + 1].rank if j + 1 < len(path) else head
             if is_head:
-                # The head's copy comes from the previous node's, and has had since that one's arrival to travel.
+                # The head's copy is sent by the previous node's head, as soon as that one has it.
                 before = branches[i - 1][0] if i else None
                 if before is None or before.rank // inner == owner // inner:
                     src, start = owner, 0
                 else:
                     src, start = before.rank, before.step
-                onward = owner
+                next_rank = owner
             else:
                 src, start = (path[j - 1].rank if j else head), tile.step - 1
-            transfers.append(Transfer(start, tile.step, src, tile.rank, "kv", owner, needed, back=onward))
-        if not at_home:
-            ahead = needed
+            transfers.append(Transfer(start, tile.step, src, tile.rank, "kv", owner, needed, back=next_rank))
+        if not is_local:
+            later = needed
     return transfers
 
 
 def gather(visibility: Visibility) -> Schedule:
-    """Everyone fetches what they need from its owners, all at once, while computing with what they have.
+    """Each rank receives all the keys it needs from their owners at once, while it computes with its own keys.
 
-    Bytes: T (N - 1) kv forward; T (N - 1) (kv + dkv) backward, in which every partial gradient goes straight home.
-    Holds everybody's keys; `in_chunks` bounds the memory.
+    Bytes: T (N - 1) kv forward; T (N - 1) (kv + dkv) backward, where every partial gradient is sent directly to its
+    owner. A rank holds the keys of all ranks; `in_chunks` bounds the memory.
     """
     tiles, transfers = [], []
     for q in range(visibility.num_ranks):
-        for distance in range(visibility.num_ranks):  # each starts with another peer: no one is asked by all at once
+        for distance in range(visibility.num_ranks):  # each starts with another peer: not all send to one rank at once
             k = (q - distance) % visibility.num_ranks
             if not visibility.pairs[q, k]:
                 continue
@@ -121,13 +122,13 @@ def gather(visibility: Visibility) -> Schedule:
 
 
 def in_chunks(schedule: Schedule, num_chunks: int) -> Schedule:
-    """The same schedule for one chunk of heads after another: buffers are that much smaller, messages more.
+    """The same schedule for one chunk of heads after another: buffers are smaller, messages more numerous.
 
-    A chunk's first transfers travel while the one before computes its last tiles, so nothing is waited for in between.
+    A chunk's first transfers overlap with the last tiles of the previous chunk, so there is no wait between chunks.
     """
     if num_chunks < 1:
-        raise ValueError(f"heads are split into 1 or more chunks: got {num_chunks}")
-    # Compute steps follow one another without a gap; what is still travelling ends in the next chunk's steps.
+        raise ValueError(f"num_chunks must be 1 or more: got {num_chunks}")
+    # Compute steps follow one another without a gap; transfers in flight end in the next chunk's steps.
     stride = max((tile.step for tile in schedule.tiles), default=0)
     tiles, transfers = [], []
     for chunk in range(num_chunks):
@@ -140,14 +141,14 @@ def in_chunks(schedule: Schedule, num_chunks: int) -> Schedule:
 def helper(visibility: Visibility) -> Schedule:
     """Causal balance without permuting tokens (DistFlashAttn): idle ranks compute for busy ones.
 
-    In step s ranks r and r - s meet at r, for s up to N / 2: r computes its own queries with the fetched keys, and the
-    fetched queries with its own keys, whose carry it sends back. Under a causal mask on contiguous shards exactly one
-    of the two exists, so every rank computes one tile per step. At s = N / 2 a pair would meet twice; each side takes
-    half of the query rows.
+    In step s, for s up to N / 2, rank r receives from rank r - s: it computes its own queries with the received keys,
+    and the received queries with its own keys, and sends the carry of the latter back. Under a causal mask on
+    contiguous shards exactly one of the two tiles exists, so every rank computes one tile per step. At s = N / 2 a pair
+    of ranks would compute the same tile twice; each takes half of the query rows.
 
     Bytes, causal on equal contiguous shards of n = T / N tokens: with W tiles computed by the owners of their queries
-    and M by helpers (W + M = N (N - 1) / 2, halves counted as such): n (W kv + M (q + carry)) forward, of which the
-    halved tiles send kv whole; n (W (kv + dkv) + M (rows + dq)) backward.
+    and M by helpers (W + M = N (N - 1) / 2, a half tile counts one half): n (W kv + M (q + carry)) forward, where half
+    tiles send all of kv; n (W (kv + dkv) + M (rows + dq)) backward.
     """
     num = visibility.num_ranks
     tiles, transfers = [], []

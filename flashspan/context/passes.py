@@ -14,13 +14,13 @@ from flashspan.kernels.contract import Carry, LocalAttention, kept_dtype, merge
 
 
 class ForwardPass(Pass):
-    """Gathers this rank's out and lse, and helpers' carries on their way home."""
+    """Accumulates this rank's out and lse, and the carries it computes for other ranks."""
 
     def __init__(self, plan: Plan, transport: Transport, local: LocalAttention, call: Call) -> None:
         super().__init__(plan, plan.forward, transport, local, call)
         self.carries: dict[Item, Carry] = {}
-        # Rounding lse to float32 in each of a long ring's steps would show: on 64 ranks, 2.8 times the error of one.
-        # CPU implementations carry on in the dtype they are given, GPU kernels want float32.
+        # Rounding lse to float32 in each step of a long ring is visible: 2.8 times the error of one rank on 64 ranks.
+        # CPU implementations continue a carry in its dtype, GPU kernels need float32.
         self.carried = torch.float64 if call.q.device.type == "cpu" else self.exact
         self.kept = kept_dtype(call.q)
         self.out: Tensor | None = None
@@ -49,17 +49,17 @@ class ForwardPass(Pass):
             scale=self.call.scale,
             carry=None if part is None else given,
             out_dtype=self.kept if part is None and tile.q == self.rank and self.parts[item] == 1 else self.exact,
-            dropout=self.drop(tile, keys),
+            dropout=self.dropout_of(tile, keys),
         )
         if part is None:
             self.carries[item] = Carry(carry.out, carry.lse.to(self.carried))
         else:
             for old, new in zip(part, carry, strict=True):
-                if old.data_ptr() != new.data_ptr():  # an implementation need not work in place
+                if old.data_ptr() != new.data_ptr():  # an implementation may return new tensors
                     old.copy_(new)
         self.add_part(item)
 
-    def arrive(self, transfer: Transfer, bundle: Bundle) -> None:
+    def add_received(self, transfer: Transfer, bundle: Bundle) -> None:
         item = transfer.item
         if item not in self.carries:
             self.carries[item] = self._blank(item)
@@ -70,28 +70,28 @@ class ForwardPass(Pass):
     def result(self, transfer: Transfer) -> Bundle:
         return Bundle(transfer.rows, self.carries.pop(transfer.item))
 
-    def settle(self, item: Item) -> None:
+    def finalize(self, item: Item) -> None:
         carry = self.carries.pop(item) if item in self.carries else self._blank(item)
-        self.out = self.settled(self.out, carry.out, item[2], self.kept)
-        self.lse = self.settled(self.lse, carry.lse, item[2], self.exact)
+        self.out = self.with_chunk(self.out, carry.out, item[2], self.kept)
+        self.lse = self.with_chunk(self.lse, carry.lse, item[2], self.exact)
 
     def finish(self) -> Carry:
-        """out [B, H, T, D] as backward wants it (`kept_dtype`), lse [B, H, T]."""
+        """out [B, H, T, D] in the dtype that backward needs (`kept_dtype`), lse [B, H, T]."""
         for chunk in range(self.schedule.num_chunks):
             if ("carry", self.rank, chunk) not in self.parts:  # no query here sees any key
-                self.settle(("carry", self.rank, chunk))
+                self.finalize(("carry", self.rank, chunk))
         assert self.out is not None
         assert self.lse is not None
         return Carry(self.out, self.lse)
 
     def _blank(self, item: Item) -> Carry:
-        """A carry that has seen no key."""
+        """The carry of no keys: out 0, lse -inf."""
         out, lse = self.make("carry", self.rows(item), item[2]).fields
         return Carry(out.zero_(), lse.fill_(-torch.inf).to(self.carried))
 
 
 class BackwardPass(Pass):
-    """Gathers gradients: this rank's own, and those of others' queries and keys on their way home."""
+    """Accumulates gradients: of this rank's tensors, and of other ranks' queries and keys."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class BackwardPass(Pass):
         self.dout, self.lse, self.delta = dout, lse.to(self.exact), delta.to(self.exact)
         self.totals: dict[Item, Bundle] = {}
         dtype = self.exact if call.partial else call.q.dtype
-        # What this rank answers with, all heads, in its final dtype.
+        # The gradients of this rank, all heads, in their final dtype.
         self.grads = {
             "dq": (call.q.new_empty(call.q.shape),),
             "dkv": tuple(x.new_empty(x.shape, dtype=dtype) for x in (call.k, call.v)),
@@ -124,7 +124,7 @@ class BackwardPass(Pass):
         items: list[Item] = [("dq", tile.q, tile.chunk), ("dkv", tile.k, tile.chunk)]
         first = not any(item in self.totals for item in items)
         covers = [self.rows(item) for item in items] == [Runs.of(tile.q_rows), keys]
-        # What one tile gives whole is written, not added, and if nothing else is to come it needs no float32.
+        # A sum's first tile, if it covers all rows, is written, not added; a sum with no other term needs no float32.
         writes = first and covers
         only = writes and all(self.parts[item] == 1 and item[1] == self.rank for item in items)
         dtype = q.dtype if only and not self.call.partial else self.exact
@@ -134,7 +134,7 @@ class BackwardPass(Pass):
             elif item not in self.totals:
                 self.totals[item] = self._zeros(item)
         (dq,) = self.totals[items[0]].take(tile.q_rows)
-        # The copy of the keys and the gradient under way may differ in what they hold for others in the tile's gaps.
+        # The copy of the keys and its gradient may hold different rows in the gaps of this tile, for other ranks.
         total = self.totals[items[1]]
         room = total if total.rows.within(keys) == keys else self._zeros(items[1], keys)
         dk, dv = room.take(keys)
@@ -151,14 +151,14 @@ class BackwardPass(Pass):
             dk=dk,
             dv=dv,
             accumulate=not writes,
-            dropout=self.drop(tile, keys),
+            dropout=self.dropout_of(tile, keys),
         )
         if room is not total:
             self._add(total, room, tile.k_rows)
         for item in items:
             self.add_part(item)
 
-    def arrive(self, transfer: Transfer, bundle: Bundle) -> None:
+    def add_received(self, transfer: Transfer, bundle: Bundle) -> None:
         item = transfer.item
         if item not in self.totals and self.rows(item) == bundle.rows:
             self.totals[item] = bundle
@@ -171,7 +171,7 @@ class BackwardPass(Pass):
     def result(self, transfer: Transfer) -> Bundle:
         return self.totals.pop(transfer.item)
 
-    def settle(self, item: Item) -> None:
+    def finalize(self, item: Item) -> None:
         bundle = self.totals.pop(item) if item in self.totals else self._zeros(item)
         for whole, part in zip(self.grads[item[0]], bundle.fields, strict=True):
             place = self.heads(whole, item[2])
@@ -184,25 +184,25 @@ class BackwardPass(Pass):
         for chunk in range(self.schedule.num_chunks):
             for kind in ("dq", "dkv"):
                 if (kind, self.rank, chunk) not in self.parts:
-                    self.settle((kind, self.rank, chunk))
+                    self.finalize((kind, self.rank, chunk))
         (dq,), (dk, dv) = self.grads["dq"], self.grads["dkv"]
         return dq, dk, dv
 
     def _room_for(self, item: Item, dtype: torch.dtype) -> Bundle:
-        """Room for a total: this rank's own grows in its final place, if it is summed in its final dtype."""
+        """Memory for a sum: a sum of this rank in its final dtype is accumulated in its final place."""
         kind, owner, chunk = item
         if owner != self.rank or self.grads[kind][0].dtype != dtype:
             return self.make(kind, self.rows(item), chunk, dtype)
         return Bundle(self.rows(item), tuple(self.heads(x, chunk) for x in self.grads[kind]))
 
     def _zeros(self, item: Item, rows: Runs | None = None) -> Bundle:
-        """A total of nothing yet, or a part of one, of these rows."""
+        """A sum, or these rows of one, filled with zeros."""
         bundle = self._room_for(item, self.exact) if rows is None else self.make(item[0], rows, item[2])
         bundle.clear()
         return bundle
 
     def _add(self, total: Bundle, part: Bundle, rows: Runs) -> None:
-        """Add these rows of a part, which is then done with."""
+        """Add these rows of a part, and release the part."""
         for sums, terms in zip(total.runs(rows), part.runs(rows), strict=True):
             for whole, term in zip(sums, terms, strict=True):
                 whole.add_(term)

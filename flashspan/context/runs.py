@@ -1,6 +1,6 @@
-"""Some rows of a shard, as runs: what a tile looks at, what a transfer brings, what a buffer holds.
+"""A set of rows of a shard, as runs: the rows of a tile, a transfer or a buffer.
 
-Mostly it is one run. A sparse mask leaves gaps, rows that nobody further on asks for, and these are not sent.
+Usually it is one run. A sparse mask has gaps: rows that no later rank needs, which are not sent.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _start = attrgetter("start")
 
 @dataclass(frozen=True)
 class Runs:
-    """Rows in ascending runs, each non-empty and of step 1, none touching the next: equal sets are equal values."""
+    """Rows as ascending runs, non-empty, of step 1 and not adjacent: equal sets are equal values."""
 
     parts: tuple[range, ...] = ()
 
     @staticmethod
     def of(*parts: range) -> Runs:
         """The rows of any of these runs."""
-        if len(parts) == 1:  # nearly always
+        if len(parts) == 1:  # the usual case
             return Runs(parts if len(parts[0]) else ())
         joined: list[range] = []
         for part in sorted((part for part in parts if len(part)), key=_start):
@@ -51,16 +51,16 @@ class Runs:
         return self.parts[-1].stop if self.parts else 0
 
     def __len__(self) -> int:
-        """How many rows."""
+        """The number of rows."""
         return sum(map(len, self.parts))
 
     @cached_property
     def _before(self) -> list[int]:
-        """How many rows lie before each run."""
+        """The number of rows before each run."""
         return list(accumulate(map(len, self.parts[:-1]), initial=0))
 
     def below(self, row: int) -> int:
-        """How many of these rows lie below a row: its place, if it is one of them."""
+        """The number of these rows below a row: its index, if it is one of them."""
         number = bisect_right(self.parts, row, key=_start) - 1
         if number < 0:
             return 0
@@ -68,7 +68,7 @@ class Runs:
         return self._before[number] + min(row - part.start, len(part))
 
     def within(self, span: range | Runs) -> Runs:
-        """Those from the first to the last row of another set, gaps in it or not."""
+        """The rows between the first and the last row of another set, including those in its gaps."""
         cut = (range(max(part.start, span.start), min(part.stop, span.stop)) for part in self.parts)
         return Runs(tuple(part for part in cut if len(part)))
 

@@ -1,10 +1,10 @@
-"""A schedule is data: which rank computes which tile in which step, and what travels between ranks meanwhile.
+"""A schedule is data: which rank computes which tile in which step, and the transfers between ranks.
 
-A step, on every rank, is: wait for the transfers that end here; post those that start here; compute the tiles. A
-transfer that starts in step s and ends in step s + 1 therefore travels under step s's computation. Both of its ends are
-one object, so what one rank sends is what the other expects, in the same order.
+In a step, every rank waits for the transfers that end in the step, posts those that start in it, and computes its
+tiles. A transfer that starts in step s and ends in step s + 1 therefore overlaps with the computation of step s. One
+object describes both ends of a transfer, so one rank sends what the other expects, in the same order.
 
-The same object is walked by the executor, proved by `verify`, costed by a planner and drawn. `generators` makes it;
+The executor runs the schedule, `verify` proves it, the planner simulates it and `draw` draws it. `generators` makes it;
 `reverse` derives the backward pass.
 """
 
@@ -18,18 +18,18 @@ from typing import Literal, NamedTuple, TypeAlias
 from flashspan.context.runs import Runs, union
 
 Kind: TypeAlias = Literal["kv", "q", "carry", "rows", "dkv", "dq"]
-"""What a transfer holds of its owner's tokens:
+"""The tensors of a transfer, for its owner's tokens:
 
 kv      keys and values, in their dtype
-q       queries, to be helped with
-carry   the helper's float32 out and lse of those queries, going home to be merged
-rows    queries, dout, lse and delta: what a helper needs in backward
-dkv     float32 gradients of keys and values, on their way home
-dq      a helper's float32 gradient of the queries, going home
+q       queries, sent to a helper
+carry   the helper's float32 out and lse of those queries, sent back to be merged
+rows    queries, dout, lse and delta, sent to a helper in backward
+dkv     float32 gradients of keys and values, sent towards their owner
+dq      a helper's float32 gradient of the queries, sent back
 """
 
 Item: TypeAlias = tuple[str, int, int]
-"""What a rank can hold: (kind, owner, chunk)."""
+"""The key of tensors on a rank: (kind, owner, chunk)."""
 
 
 class ScheduleError(AssertionError):
@@ -37,9 +37,9 @@ class ScheduleError(AssertionError):
 
 
 class Tile(NamedTuple):
-    """In `step`, `rank` lets the queries of `q` (these local rows) attend to the keys of `k`; `pairs` are visible.
+    """In `step`, `rank` computes attention of q's queries (`q_rows`) over k's keys; `pairs` pairs are visible.
 
-    `k_rows` are the keys it needs. It may be given those in their gaps too, which the mask hides.
+    `k_rows` are the keys it needs. It may also receive the keys in their gaps, which the mask hides.
     """
 
     step: int
@@ -53,9 +53,9 @@ class Tile(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """Local rows of `owner`'s tokens go from `src` to `dst`: posted in step `start`, there when step `end` begins.
+    """Send local rows of `owner`'s tokens from `src` to `dst`: posted in step `start`, awaited in step `end`.
 
-    `back` is for copies of keys and values: the rank to which the gradient gathered with this copy goes on.
+    `back`, for keys and values, is the rank to which the gradient of this copy is sent.
     """
 
     start: int
@@ -70,12 +70,12 @@ class Transfer(NamedTuple):
 
     @property
     def item(self) -> Item:
-        """What it brings."""
+        """The key of its tensors on the receiving rank."""
         return self.kind, self.owner, self.chunk
 
     @property
     def slow(self) -> bool:
-        """Whether it has several steps to travel, and may be overtaken."""
+        """Whether it has several steps to arrive, so that later transfers may overtake it."""
         return self.end - self.start > 1
 
     def __str__(self) -> str:
@@ -83,7 +83,7 @@ class Transfer(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One rank's part of a step: `waits` end here, `posts` start here (both in an order all ranks share)."""
+    """One rank's part of a step: `waits` end in it, `posts` start in it; both in the same order on all ranks."""
 
     waits: tuple[Transfer, ...]
     posts: tuple[Transfer, ...]
@@ -92,7 +92,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """Tiles and transfers of all ranks. Heads are split into `num_chunks` chunks, each tile and transfer for one."""
+    """Tiles and transfers of all ranks. Heads are split into `num_chunks` chunks; each tile and transfer is for one."""
 
     name: str
     num_ranks: int
@@ -125,7 +125,7 @@ class Schedule:
         )
 
     def work(self) -> list[int]:
-        """Visible pairs each rank computes (times chunks, which split heads evenly)."""
+        """The visible pairs that each rank computes, counted once per chunk of heads."""
         work = [0] * self.num_ranks
         for tile in self.tiles:
             work[tile.rank] += tile.pairs
@@ -144,7 +144,7 @@ def _grid(num_ranks: int, num_steps: int) -> list[list[list]]:
 
 @dataclass(frozen=True)
 class Shape:
-    """What turns a schedule's rows into bytes."""
+    """The sizes that turn a schedule's rows into bytes."""
 
     num_batch: int
     num_heads: int
@@ -156,7 +156,7 @@ class Shape:
         """The bytes a transfer sends: per row and head, D elements per field (float32 for sums), 4 per lse."""
         kv_heads = len(head_chunk(self.num_kv_heads, transfer.chunk, num_chunks))
         heads = kv_heads * (self.num_heads // max(1, self.num_kv_heads))
-        exact = max(4, self.itemsize)  # sums travel in float32, or float64 where the inputs are
+        exact = max(4, self.itemsize)  # sums are sent in float32, or float64 for float64 inputs
         element, row = self.head_dim * self.itemsize, self.head_dim * exact
         per_row = {
             "kv": kv_heads * 2 * element,
@@ -183,12 +183,13 @@ def head_chunk(num_kv_heads: int, chunk: int, num_chunks: int) -> range:
 
 
 def reverse(schedule: Schedule) -> Schedule:
-    """The backward pass: the same tiles in the same steps, the same copies, and gradients on their way home.
+    """The backward pass: the same tiles in the same steps, the same copies, and transfers of gradients to their
+    owners.
 
-    Keys and values travel again. A copy's gradient leaves for `back` when the copy's last tile is done and everything
-    that comes through this rank has arrived: in a ring, one hop behind the copy, and one last hop home. It is given as
-    many steps to travel as its copy was. A helper's queries bring dout, lse and delta; in place of its carry, dq goes
-    home.
+    Keys and values are sent a second time. A copy's gradient is sent to `back` when the copy's last tile is computed
+    and all gradients that arrive on this rank have been added: in a ring, one hop behind the copy, and one last hop to
+    the owner. It has as many steps to arrive as its copy had. A helper receives dout, lse and delta with the queries,
+    and sends dq back in place of the carry.
     """
     transfers = []
     for transfer in schedule.transfers:
@@ -207,18 +208,18 @@ def reverse(schedule: Schedule) -> Schedule:
     for tile in schedule.tiles:
         needed[tile.rank, tile.k, tile.chunk].append(tile.k_rows)
 
-    # A copy's gradient waits for those that come through it, so copies are taken in the order gradients reach them.
+    # A gradient is sent after those that are added to it, so copies are visited in the order in which gradients arrive.
     copies = {(t.dst, t.owner, t.chunk): t for t in schedule.transfers if t.kind == "kv"}
-    feeders: dict[tuple[int, int, int], list[tuple[int, int, int]]] = defaultdict(list)
+    sources: dict[tuple[int, int, int], list[tuple[int, int, int]]] = defaultdict(list)
     for key, copy in copies.items():
         if copy.back != copy.owner:
-            feeders[copy.back, copy.owner, copy.chunk].append(key)
+            sources[copy.back, copy.owner, copy.chunk].append(key)
     sent: dict[tuple[int, int, int], Transfer | None] = {}
 
     def send(key: tuple[int, int, int]) -> None:
         rank, owner, chunk = key
         copy = copies[key]
-        incoming = [sent[feeder] for feeder in feeders[key]]
+        incoming = [sent[source] for source in sources[key]]
         arrived = [t for t in incoming if t is not None]
         rows = union([*needed[key], *(t.rows for t in arrived)])
         if not len(rows):
@@ -227,15 +228,15 @@ def reverse(schedule: Schedule) -> Schedule:
         start = max([last_tile[key].step + 1 if key in last_tile else 0] + [t.end for t in arrived])
         sent[key] = Transfer(start, start + copy.end - copy.start, rank, copy.back, "dkv", owner, rows, chunk)
 
-    pending = {key: len(feeders[key]) for key in copies}
+    pending = {key: len(sources[key]) for key in copies}
     ready = [key for key, count in pending.items() if not count]
-    for key in ready:  # grows as it goes
+    for key in ready:  # the loop appends to it
         send(key)
-        onward = (copies[key].back, key[1], key[2])
-        if onward in pending:
-            pending[onward] -= 1
-            if not pending[onward]:
-                ready.append(onward)
+        next_key = (copies[key].back, key[1], key[2])
+        if next_key in pending:
+            pending[next_key] -= 1
+            if not pending[next_key]:
+                ready.append(next_key)
     assert len(ready) == len(copies), "gradients run in a circle"
     transfers += [transfer for transfer in sent.values() if transfer is not None]
     return replace(schedule, transfers=tuple(transfers), is_backward=True)

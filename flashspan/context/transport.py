@@ -1,9 +1,9 @@
-"""Transports: how messages travel between the ranks of a group, and what is said when one does not arrive.
+"""Transports: how messages are sent between the ranks of a group, and the error when one does not arrive.
 
-A message is one flat byte buffer, so a transfer is one message whatever it holds, always contiguous; an empty one does
-not travel. All messages of a step are posted together, sends and receives, which cannot deadlock; peers are translated
-to global ranks, so sub-groups of a mesh work like the world. Gloo moves the bytes from its own threads and NCCL on its
-own stream; both keep going while the caller computes. A message's buffer belongs to the transport until `wait` returns.
+A message is one flat byte buffer, so every transfer is one contiguous message; empty messages are not sent. All sends
+and receives of a step are posted together, which cannot deadlock. Peers are translated to global ranks, so sub-groups
+of a mesh work like the world group. Gloo sends from its own threads and NCCL on its own stream: both overlap with the
+caller's computation. A message's buffer belongs to the transport until `wait` returns.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ MakeSlots: TypeAlias = Callable[[], SlotPlan]
 
 
 class ExchangeError(RuntimeError):
-    """A transfer did not complete: names the rank that waited, its peer, the step and what was on its way."""
+    """A transfer did not complete: names the rank that waited, its peer, the step and the transfer."""
 
 
 @dataclass(eq=False)
 class Message:
-    """One message: `buffer` is uint8 [n]; `key` is the same on both sides and unlike any other message's of a pass.
+    """One message: `buffer` is uint8 [n]; `key` is equal on both ranks and unique within a pass.
 
-    A slow one has several steps to travel; it must not hold up those that are posted after it.
+    A slow message has several steps to arrive; it must not delay messages that are posted after it.
     """
 
     src: int
@@ -46,7 +46,7 @@ class Message:
 
 
 class Sent(Protocol):
-    """What `in_batches` asks of a message."""
+    """The part of a message that `in_batches` needs."""
 
     @property
     def slow(self) -> bool: ...
@@ -56,47 +56,48 @@ SentT = TypeVar("SentT", bound=Sent)
 
 
 def in_batches(messages: Sequence[SentT]) -> tuple[list[SentT], list[SentT]]:
-    """What a step posts, as the two batches that it is posted in: first the fast ones, then the slow ones."""
+    """The messages of a step as the two batches in which they are posted: the fast ones, then the slow ones."""
     return [p for p in messages if not p.slow], [p for p in messages if p.slow]
 
 
 class Transport(Protocol):
-    """What a pass asks of the outside world."""
+    """How one rank sends and receives. A pass (forward, backward or one all-to-all) is `begin`, messages, `end`."""
 
     rank: int
     num_ranks: int
 
     @property
     def bytes_sent(self) -> int:
-        """What this rank has sent so far."""
+        """The bytes that this rank has sent so far."""
         ...
 
     def begin(self, what: str, call: int = 0, *, device: torch.device = CPU, slots: MakeSlots | None = None) -> None:
-        """A pass of this name begins, and what is posted until its end belongs to it. `call` is a number that ranks
-        share if their masks and options are the same; `slots` says where messages may land, if a transport asks."""
+        """Begin a pass of this name: all messages posted until `end` belong to it. `call` is a number that is equal on
+        ranks with the same masks and options; `slots` makes the slot plan, for a transport that needs one."""
         ...
 
     def receive_buffer(self, key: Any) -> Tensor | None:
-        """Where a message of this pass must land, until the pass is done with it; None where any buffer will do."""
+        """The buffer into which a message of this pass must be received; None if any buffer will do."""
         ...
 
     def end(self) -> None:
-        """It has come to its end."""
+        """End the pass."""
         ...
 
     def post(self, messages: Sequence[Message]) -> None:
-        """Start these messages together; every rank posts its ends in the same order."""
+        """Start these sends and receives together; every rank posts them in the same order."""
         ...
 
     def wait(self, message: Message) -> None:
-        """Return when a posted message has been sent, or has arrived."""
+        """Wait until a posted message has been sent, or has arrived."""
         ...
 
 
 class GroupTransport:
-    """A process group as a transport. `None` is a group of one: it has nobody to send to.
+    """A process group as a transport. `None` is a group of one rank, which sends nothing.
 
-    NCCL sends in the order it is asked to: `slow_group`, another of the same ranks, lets slow messages be overtaken.
+    NCCL sends in the order of the posts: with `slow_group`, a second group of the same ranks, fast messages can
+    overtake slow ones.
     """
 
     def __init__(
@@ -109,8 +110,8 @@ class GroupTransport:
         for one in (group, slow_group):
             if one is not None and dist.get_rank(one) < 0:
                 raise ValueError(
-                    f"attention over a group is made by the ranks of the group: rank {dist.get_rank()} is none of "
-                    f"them; make it on those alone, or give this rank a group of its own"
+                    f"only ranks of a group can make attention over it: rank {dist.get_rank()} is not in the group; "
+                    f"call it on those ranks only, or give this rank a group of its own"
                 )
         self.group = group
         self.timeout = timeout
@@ -120,17 +121,17 @@ class GroupTransport:
         self._global = [0] if group is None else dist.get_process_group_ranks(group)
         if slow_group is not None and dist.get_process_group_ranks(slow_group) != self._global:
             raise ValueError(
-                f"a slow group has the ranks of the group, in its order: got "
-                f"{dist.get_process_group_ranks(slow_group)} beside {self._global}; make both from one list of ranks"
+                f"a slow group must have the ranks of the group, in the same order: got "
+                f"{dist.get_process_group_ranks(slow_group)} for the group {self._global}; make both from one list"
             )
         self._works: dict[Message, dist.Work] = {}
         self._slow = slow_group or group
         self._begun: Counter[str] = Counter()  # passes by name
-        self._tag = 0  # of the pass that is under way; 0 between them
+        self._tag = 0  # of the current pass; 0 between passes
 
     @property
     def device(self) -> torch.device:
-        """Where small tensors for collectives of this group live."""
+        """The device of small tensors for collectives of this group."""
         if self.group is None or "cpu:" in dist.get_backend_config(self.group):
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())
@@ -140,8 +141,8 @@ class GroupTransport:
             return
         if self._tag:
             raise ExchangeError(
-                f"an earlier call of rank {self.rank} of {self.num_ranks} ended in the middle, and what it left under "
-                f"way would be taken for this one's: end the run, or make a new group and a new attention over it"
+                f"an earlier call of rank {self.rank} of {self.num_ranks} failed before its end, and its messages "
+                f"could be mistaken for those of this one: end the run, or make a new group and a new attention over it"
             )
         self._begun[what] += 1
         self._tag = 1 + zlib.crc32(f"{what} {self._begun[what]} {call}".encode()) // 4
@@ -150,12 +151,12 @@ class GroupTransport:
         self._tag = 0
 
     def global_rank(self, rank: int) -> int:
-        """A rank of this group among all processes."""
+        """The global rank of a rank of this group."""
         return self._global[rank]
 
     @property
     def tag(self) -> int:
-        """A number above 0 that ranks share if they are in the same pass of the same call."""
+        """A number above 0 that is equal on ranks in the same pass of the same call."""
         return self._tag
 
     def receive_buffer(self, key: Any) -> Tensor | None:
@@ -163,7 +164,7 @@ class GroupTransport:
 
     def post(self, messages: Sequence[Message]) -> None:
         for batch, group in zip(in_batches(messages), (self.group, self._slow), strict=True):
-            self._post([p for p in batch if p.buffer.numel()], group)  # empty ones do not travel: both ends know
+            self._post([p for p in batch if p.buffer.numel()], group)  # both ranks know which are empty
 
     def _post(self, messages: Sequence[Message], group: dist.ProcessGroup | None) -> None:
         if not messages:
@@ -172,15 +173,15 @@ class GroupTransport:
         for message in messages:
             sends = message.src == self.rank
             peer = self._global[message.dst if sends else message.src]
-            # Gloo gives a pass only what has its tag: nothing of a rank that left a pass out, or that has another
-            # mask, is mistaken for it. What came with the right tag and another size would end the process.
+            # Gloo matches tags: a message of another pass, from a rank that skipped a pass or has another mask, is not
+            # received here. A message with this tag and another size would end the process.
             ops.append(dist.P2POp(dist.isend if sends else dist.irecv, message.buffer, peer, group, tag=self._tag))
             self.bytes_sent += message.buffer.numel() if sends else 0
         try:
             works = dist.batch_isend_irecv(ops)
         except RuntimeError as error:
-            raise ExchangeError(self._complain(messages[0], "could not post", error)) from error
-        # NCCL answers for the whole batch at once, gloo for each message.
+            raise ExchangeError(self._error_message(messages[0], "could not post", error)) from error
+        # NCCL returns one work for the whole batch, gloo one for each message.
         works = works if len(works) == len(messages) else works[:1] * len(messages)
         self._works.update(zip(messages, works, strict=True))
 
@@ -192,12 +193,12 @@ class GroupTransport:
             if message.buffer.device.type == "cpu":
                 work.wait(timedelta(seconds=self.timeout))
             else:
-                work.wait()  # orders the streams; the group's own watchdog keeps the time
+                work.wait()  # orders the streams; the timeout is that of the group's own watchdog
         except RuntimeError as error:
-            raise ExchangeError(self._complain(message, f"waited up to {self.timeout:g} s for", error)) from error
+            raise ExchangeError(self._error_message(message, f"waited up to {self.timeout:g} s for", error)) from error
 
     def agree(self, row: Sequence[int]) -> list[list[int]]:
-        """Every rank's row of numbers, in rank order. As a group's first collective it also connects its ranks."""
+        """Every rank's row of numbers, in rank order. A group's first collective also connects its ranks."""
         if self.group is None or self.num_ranks == 1:
             return [list(row)]
         mine = torch.tensor(row, dtype=torch.int64, device=self.device)
@@ -216,11 +217,11 @@ class GroupTransport:
             ) from error
         return rows.tolist()
 
-    def _complain(self, message: Message, what: str, error: RuntimeError) -> str:
+    def _error_message(self, message: Message, what: str, error: RuntimeError) -> str:
         peer = message.dst if message.src == self.rank else message.src
         return (
             f"rank {self.rank} of {self.num_ranks} {what} {message.label}: rank {peer} (global rank "
-            f"{self._global[peer]}) has died, stalled or makes other calls: {error}"
+            f"{self._global[peer]}) has died, has stalled or makes other calls: {error}"
         )
 
 
@@ -233,7 +234,8 @@ class LocalTransports:
 
 
 class LocalTransport:
-    """One rank's end. A message is copied when either side waits for it, so a buffer changed too early shows."""
+    """One rank's transport. A message is copied when either rank waits for it: a buffer changed too early gives wrong
+    results."""
 
     def __init__(self, shared: LocalTransports, rank: int, num_ranks: int) -> None:
         self.rank = rank
@@ -260,12 +262,12 @@ class LocalTransport:
     def wait(self, message: Message) -> None:
         if message.dst == self.rank:
             message.buffer.copy_(self._posted.pop(message.key))
-        elif message.key in self._posted:  # from here on the sender may use its buffer again
+        elif message.key in self._posted:  # after this the sender may reuse its buffer
             self._posted[message.key] = message.buffer.clone()
 
 
 def all_pairs(rank: int, num_ranks: int) -> list[tuple[int, int]]:
-    """(src, dst) of what a rank sends and receives in an all-to-all, in the order in which it posts them."""
+    """(src, dst) of the messages of a rank in an all-to-all, in the order in which it posts them."""
     peers = [peer for peer in range(num_ranks) if peer != rank]
     return [pair for peer in peers for pair in ((rank, peer), (peer, rank))]
 
@@ -278,8 +280,8 @@ def all_to_all(
     label: str,
     call: int = 0,
 ) -> list[Tensor]:
-    """Send `outgoing[r]` (bytes) to each rank r, and return what each sent here, which may be overwritten by the next
-    pass. `num_bytes(src, dst)` is the size of each message, the same on every rank."""
+    """Send `outgoing[r]` (bytes) to each rank r, and return the bytes received from each rank. The next pass may
+    overwrite them. `num_bytes(src, dst)` is the size of each message, the same on every rank."""
 
     def slots() -> SlotPlan:
         pairs = [
@@ -290,14 +292,14 @@ def all_to_all(
         ]
         return assign_slots(Receive((label, *pair), *pair, num_bytes(*pair), 0, 1) for pair in pairs)
 
-    def room(src: int) -> Tensor:
+    def receive_buffer(src: int) -> Tensor:
         if src == transport.rank:
             return pool.take(0)
-        place = transport.receive_buffer((label, src, transport.rank))
-        return pool.take(num_bytes(src, transport.rank)) if place is None else place
+        buffer = transport.receive_buffer((label, src, transport.rank))
+        return pool.take(num_bytes(src, transport.rank)) if buffer is None else buffer
 
     transport.begin(label, call, device=pool.device, slots=slots)
-    incoming = [room(src) for src in range(transport.num_ranks)]
+    incoming = [receive_buffer(src) for src in range(transport.num_ranks)]
     messages = []
     for src, dst in all_pairs(transport.rank, transport.num_ranks):
         buffer = outgoing[dst] if src == transport.rank else incoming[src]
