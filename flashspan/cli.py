@@ -28,7 +28,8 @@ from flashspan.stdout import discard_output
 
 
 def bench() -> int:
-    """Measure and record: attention, leaderboard, sparse, model, context, study, collectives, data.
+    """Measure and record: attention, leaderboard, sparse, model, context, study, collectives, data,
+    training and others.
 
     Each has its own options: flashspan bench NAME --help. Rows go to a folder, and flashspan report makes a page of it.
     """
@@ -106,26 +107,33 @@ COMMANDS = {
     "train": Command("cli", "train"),
     "generate": Command("generate.command", "generate", {"folder": None}),
     "prepare": Command("data.prepare", "prepare", {"inputs": None}),
-    "attend": Command("bench.attend", "attend", {"num_devices": "N", "seq_len": "T", "head_dim": "D"}),
-    "check": Command("bench.check", "check"),
+    "attend": Command("commands.attend", "attend", {"num_devices": "N", "seq_len": "T", "head_dim": "D"}),
+    "check": Command("commands.check", "check"),
     "plan": Command("plan.command", "plan", {"model": None}),
     "bench": Command("cli", "bench"),
-    "profile": Command("bench.profile", "profile"),
-    "report": Command("bench.report", "report", {"folder": None}),
+    "profile": Command("commands.profile", "profile"),
+    "report": Command("bench.report.page", "report", {"folder": None}),
 }
 BENCHES = {
-    "attention": Command("bench.attention", "bench_attention"),
-    "leaderboard": Command("bench.leaderboard", "bench_leaderboard"),
-    "sparse": Command("bench.sparse", "bench_sparse"),
-    "model": Command("bench.model", "bench_model"),
-    "context": Command("bench.context", "bench_context"),
-    "ring": Command("bench.ring", "bench_ring"),
-    "study": Command("bench.study", "bench_study", {"which": None}),
-    "collectives": Command("bench.collectives", "bench_collectives"),
-    "data": Command("bench.data", "bench_data"),
+    "attention": Command("bench.suites.attention", "bench_attention"),
+    "leaderboard": Command("bench.suites.leaderboard", "bench_leaderboard"),
+    "sparse": Command("bench.suites.sparse", "bench_sparse"),
+    "model": Command("bench.suites.model", "bench_model"),
+    "context": Command("bench.suites.context", "bench_context"),
+    "ring": Command("bench.suites.ring", "bench_ring"),
+    "study": Command("bench.suites.study", "bench_study", {"which": None}),
+    "collectives": Command("bench.suites.collectives", "bench_collectives"),
+    "data": Command("bench.suites.data", "bench_data"),
+    "training": Command("bench.suites.training", "bench_training"),
+    "host": Command("bench.suites.host", "bench_host"),
+    "rounding": Command("bench.suites.rounding", "bench_rounding"),
+    "cpu-ring": Command("bench.suites.cpu_ring", "bench_cpu_ring"),
+    "single-device-ring": Command("bench.suites.single_device_ring", "bench_single_device_ring"),
+    "masks": Command("bench.report.mask_pictures", "bench_masks", {"folder": None}),
+    "console": Command("bench.report.console", "bench_console", {"pages": None}),
 }
-PLAN_DRAW = Command("bench.schedule", "draw")
-PREFLIGHT = Command("bench.preflight", "preflight")
+PLAN_DRAW = Command("commands.draw", "draw")
+PREFLIGHT = Command("commands.preflight", "preflight")
 
 CLOSED_PIPE = 141  # what a shell says of a command that wrote to one: 128 and SIGPIPE
 MOST_SHOWN = 1000

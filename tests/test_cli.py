@@ -10,9 +10,9 @@ from typing import get_args
 
 import pytest
 
-from flashspan.bench import check
-from flashspan.bench.tables import Table, show_tables
+from flashspan.bench.report.tables import Table, show_tables
 from flashspan.cli import BENCHES, CLOSED_PIPE, COMMANDS, Command, flowing, main
+from flashspan.commands import check
 from flashspan.context.layout import LAYOUTS
 from flashspan.context.strategy import STRATEGIES
 

@@ -7,7 +7,7 @@ from multiprocessing import forkserver
 import pytest
 
 from flashspan import launch
-from flashspan.bench import sweep
+from flashspan.bench.measure import sweep
 
 
 @pytest.fixture

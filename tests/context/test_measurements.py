@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from flashspan.bench.ring_cpu import compare
-from flashspan.bench.walk import Stopwatch, in_turn, step, walk
+from flashspan.bench.suites.cpu_ring import compare
+from flashspan.bench.suites.single_device_ring import Stopwatch, all_steps, in_turn, one_step
 from flashspan.kernels.contract import Carry
 from flashspan.kernels.masks import CAUSAL
 from flashspan.launch import Ranks
@@ -39,7 +39,7 @@ def test_a_rank_holds_little_more_than_its_share() -> None:
 @pytest.mark.parametrize("strategy", ["ring", "helper"])
 def test_all_ranks_of_a_ring_can_be_timed_on_one_device(strategy: str) -> None:
     inputs = [torch.randn(1, 2, 96, 16) for _ in range(4)]
-    once = walk(inputs, CAUSAL, 4, strategy=strategy, layout="zigzag", backend="tiled")
+    once = all_steps(inputs, CAUSAL, 4, strategy=strategy, layout="zigzag", backend="tiled")
     assert min(once()) > 0
 
 
@@ -60,7 +60,7 @@ def test_one_step_of_a_ring_can_be_timed(carried: bool, monkeypatch: pytest.Monk
     monkeypatch.setattr(Stopwatch, "forward", watch_forward)
     monkeypatch.setattr(Stopwatch, "backward", watch_backward)
     inputs = [torch.randn(1, 2, 96, 16, dtype=torch.bfloat16) for _ in range(4)]
-    once = step(inputs, CAUSAL, carried=carried, backend="tiled")
+    once = one_step(inputs, CAUSAL, carried=carried, backend="tiled")
     assert min(min(once()) for _ in range(3)) > 0
     assert seen == [(carried, torch.float32 if carried else torch.bfloat16)] * 6
 

@@ -7,7 +7,7 @@ from statistics import median
 import pytest
 import torch
 
-from flashspan.bench.study import bench_in_turns
+from flashspan.bench.suites.study import bench_in_turns
 from flashspan.plan import ParallelConfig, ledger
 from flashspan.plan.devices import DEVICES, is_named, make_cluster
 from tests.plan.twelve import measure, off, parse, ratios, table, to_json

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from flashspan.bench.memory import peak_of
-from flashspan.bench.model import Setting, Stepper, peak_bytes
+from flashspan.bench.measure.memory import peak_of
+from flashspan.bench.suites.model import Setting, Stepper, peak_bytes
 from flashspan.cli import main
 from flashspan.context.schedule import Shape
 from flashspan.model import LlamaConfig, preset

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from flashspan.bench.model import Setting, Stepper
+from flashspan.bench.suites.model import Setting, Stepper
 from flashspan.model import LlamaConfig
 from flashspan.model.loss import linear_cross_entropy
 from flashspan.plan import ParallelConfig, Run, ledger, step_time

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 
 import torch
 
-from flashspan.bench.model import Setting, Stepper, peak_bytes, time_phases
+from flashspan.bench.suites.model import Setting, Stepper, peak_bytes, time_phases
 from flashspan.model import preset
 from flashspan.plan import Cluster, Run
 from flashspan.plan.calibrate import Measurement, calibrate, predict

@@ -1,0 +1,1 @@
+"""What is made of measured rows: tables, plots, findings, pages."""

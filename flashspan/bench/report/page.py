@@ -1,0 +1,142 @@
+"""`flashspan report DIR`: one HTML file from the rows of a folder, readable anywhere and needing nothing.
+
+flashspan report runs/bench
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from flashspan.bench.measure import record
+from flashspan.bench.measure.record import Row
+from flashspan.bench.report.findings import check, current, find
+from flashspan.bench.report.sections import SECTIONS, Section
+
+STYLE = """
+:root { color-scheme: light; }
+* { box-sizing: border-box; }
+body { font: 16px/1.5 system-ui, sans-serif; color: #1b1f24; background: #fff; margin: 0 auto; padding: 1rem;
+  max-width: 72rem; }
+h1 { font-size: 1.6rem; line-height: 1.2; } h2 { font-size: 1.25rem; margin-top: 2.2rem; }
+.findings { background: #f3f6fa; border-left: 4px solid #4c78a8; padding: .6rem 1rem; }
+.findings li { margin: .35rem 0; }
+.figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 24rem), 1fr)); gap: 1rem; }
+figure { margin: 0; } figure svg { width: 100%; height: auto; display: block; }
+figcaption, caption { font-size: .85rem; color: #57606a; text-align: left; }
+caption { padding-bottom: .3rem; }
+code { font-size: .85rem; background: #f3f6fa; padding: .1em .3em; border-radius: 3px; overflow-wrap: anywhere; }
+.scroll { overflow-x: auto; margin: 1rem 0; }
+table { border-collapse: collapse; font-size: .85rem; }
+th, td { padding: .25rem .45rem; border-bottom: 1px solid #d8dee4; text-align: left; white-space: nowrap; }
+.number { text-align: right; font-variant-numeric: tabular-nums; }
+thead th { border-bottom: 2px solid #57606a; }
+@media (max-width: 30rem) { body { padding: .7rem; } th, td { padding: .2rem .4rem; } }
+@media print { body { max-width: none; font-size: 10pt; } .scroll { overflow: visible; }
+  table { font-size: 7pt; } th, td { padding: 1pt 3pt; }
+  figure, tr { break-inside: avoid; } h2 { break-after: avoid; } }
+"""
+
+
+def contents(rows: Sequence[Row]) -> tuple[list[str], list[Section]]:
+    """What stands on the page: its findings and its sections."""
+    shown = current(rows)
+    check(shown)
+    sections = [section for make_section in SECTIONS if (section := make_section(shown)) is not None]
+    return find(rows, shown), sections
+
+
+def page(findings: Sequence[str], sections: Sequence[Section], title: str = "flashspan: measured") -> str:
+    """The whole document."""
+    listed = "".join(f"<li>{html.escape(text)}</li>" for text in findings)
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{html.escape(title)}</title><style>{STYLE}</style></head><body>"
+        f"<h1>{html.escape(title)}</h1>"
+        f'<section class="findings"><h2>Findings</h2><ul>{listed}</ul></section>'
+        + "".join(section.html() for section in sections)
+        + "</body></html>\n"
+    )
+
+
+def write_figures(sections: Sequence[Section], folder: Path) -> list[Path]:
+    """Every figure of the page as a file of its own."""
+    written, names = list[Path](), list[str]()
+    for section in sections:
+        for figure in section.figures:
+            label = figure.svg.split('aria-label="', 1)[1].split(":", 1)[0]
+            name = "-".join("".join(c if c.isalnum() else " " for c in label).split()).lower()
+            names.append(name)
+            times = names.count(name)  # more than one: the same figure of another workload
+            written.append(folder / f"{name}{f'-{times}' if times > 1 else ''}.svg")
+            _write(written[-1], figure.svg, "--figures")
+    return written
+
+
+def _write(path: Path, text: str, option: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error.strerror}; give another {option}") from error
+
+
+def _refuse_empty(folder: Path) -> NoReturn:
+    """What is wrong with a folder that has no rows."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is no folder: give the one that holds it, {folder.parent}")
+    fault = f"no rows in {folder}: it needs .jsonl files that `flashspan bench` wrote" if folder.exists() else ""
+    raise ValueError(
+        f"{fault or f'no folder {folder}'}; measure first, for instance with `flashspan bench context --quick`"
+    )
+
+
+def read(folder: Path) -> tuple[list[Row], list[str]]:
+    """The rows of a folder, and what is said of its files that hold others: more programs than ours write .jsonl."""
+    rows, others = list[Row](), list[str]()
+    for file in record.files_of(folder):
+        try:
+            rows += record.read(file)
+        except ValueError as error:
+            line = re.search(r", (line \d+),", str(error))
+            others.append(f"{file}{f' ({line[1]})' if line else ''}")
+    if not others:
+        return rows or _refuse_empty(folder), []
+    listed = "; ".join(others[:4]) + (f"; and {len(others) - 4} more" if len(others) > 4 else "")
+    only_ours = f"only rows of this version of `flashspan bench` are read, and these files hold others: {listed}"
+    if not rows:
+        raise ValueError(
+            f"no rows in {folder}: {only_ours}; measure first, for instance with `flashspan bench context --quick`"
+        )
+    return rows, [f"Left out: {only_ours}. Move them away, or measure again."]
+
+
+def report(folder: Path = record.FOLDER, *, output: Path | None = None, figures: Path | None = None) -> int:
+    """Make one self-contained HTML page from the rows that `flashspan bench` left in a folder.
+
+    It opens with findings in plain words, computed from the rows: what bounds the run, how it scales, what to change
+    first; then tables and plots, each with the command that made it. No scripts, nothing from elsewhere.
+
+    Example: flashspan bench context --quick && flashspan report
+
+    Args:
+        folder: where the rows are.
+        output: the file to write; FOLDER/report.html unless given.
+        figures: a folder for the figures as SVG files, too.
+    """
+    rows, left_out = read(folder)
+    path = output or folder / "report.html"
+    findings, sections = contents(rows)
+    findings += left_out
+    _write(path, page(findings, sections), "--output")
+    files = write_figures(sections, figures) if figures is not None else []
+    for text in findings:
+        print(f"- {text}")
+    print(f"wrote {path} ({path.stat().st_size / 1024:.0f} KiB) from {len(rows)} rows")
+    if files:
+        print(f"and {len(files)} figures in {figures}")
+    return 0

@@ -1,0 +1,440 @@
+"""The sections of a report: what is drawn and listed of each bench's rows, and the commands that made them."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from flashspan import masks
+from flashspan.bench.measure.record import Row
+from flashspan.bench.report import plots
+from flashspan.bench.report.commands import (
+    attention_command,
+    collectives_commands,
+    command,
+    context_command,
+    device_of,
+    every,
+    model_commands,
+    only,
+    sparse_commands,
+)
+from flashspan.bench.report.findings import (
+    SPARSE_OURS,
+    Workload,
+    against_flex,
+    by_place,
+    setting_of,
+    split,
+    workloads,
+)
+from flashspan.bench.report.tables import Table, make, model_size, pivot, show
+from flashspan.bench.suites import context, model
+from flashspan.bench.suites.context_rank import ALONE
+from flashspan.bench.suites.data import CONTENDERS, WIRE, bench_data
+from flashspan.bench.suites.sparse import PASSES, by_share, efficiency, pair
+from flashspan.bench.suites.study import bench_study
+from flashspan.context.draw import draw_ownership, draw_timeline
+from flashspan.context.generators import GENERATORS
+from flashspan.context.layout import LAYOUTS, place
+from flashspan.context.visibility import Visibility
+
+MOST_DRAWN = 32
+"""Ranks whose schedule can be read in a picture."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure, what it shows, and the commands that made its rows."""
+
+    svg: str
+    caption: str
+    commands: list[str]
+
+    def html(self) -> str:
+        caption = f"{html.escape(self.caption)} {_code(self.commands)}".rstrip()
+        return f"<figure>{self.svg}<figcaption>{caption}</figcaption></figure>"
+
+
+@dataclass
+class Section:
+    """A part of the page: figures and tables, the commands that made their rows, and what is to be said of them."""
+
+    title: str
+    commands: list[str] = field(default_factory=list)
+    figures: list[Picture] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
+    note: str = ""
+
+    def html(self) -> str:
+        made = f"<p>Made by {_code(self.commands)}</p>" if self.commands else ""
+        figures = "".join(figure.html() for figure in self.figures)
+        grid = f'<div class="figures">{figures}</div>' if figures else ""
+        tables = "".join(table.html() for table in self.tables)
+        note = f"<p>{html.escape(self.note)}</p>" if self.note else ""
+        return f"<section><h2>{html.escape(self.title)}</h2>{made}{grid}{tables}{note}</section>"
+
+
+def _code(commands: Sequence[str]) -> str:
+    return " and ".join(f"<code>{html.escape(line)}</code>" for line in dict.fromkeys(commands))
+
+
+def of_environment(rows: Sequence[Row]) -> Section:
+    """Where the rows were measured."""
+    places = dict.fromkeys((row.device, row.torch, row.triton, row.commit) for row in rows)
+    counts = [sum((r.device, r.torch, r.triton, r.commit) == place for r in rows) for place in places]
+    cells = tuple((*place, str(count)) for place, count in zip(places, counts, strict=True))
+    table = Table("where and with what", ("device", "torch", "triton", "commit", "rows"), cells, 4)
+    return Section("Environment", tables=[table])
+
+
+def of_context(rows: Sequence[Row]) -> Section | None:
+    """One device against every strategy."""
+    mine = [row for row in rows if row.what == "context"]
+    if not mine:
+        return None
+    section = Section("Across devices")
+    times = {(setting_of(row), row.shape, row.impl, row.ranks, row.kind): row.p50_ms for row in mine if row.ok}
+    sweeps = workloads(mine)
+    for work in sweeps:
+        setting, shape = setting_of(work.whole[0]), work.whole[0].shape
+        made_by = context_command([row for row in mine if (setting_of(row), row.shape) == (setting, shape)])
+        section.commands.append(made_by)
+        of_what = f" {work.name}." if len(sweeps) > 1 else ""
+        last = [row for row in work.whole if row.ranks in (1, work.most)]
+        names = {f"{row.impl}{f' on {work.most}' if row.impl != ALONE else ''}": row for row in last}
+        latency = {
+            name: {
+                kind: times.get((setting_of(row), row.shape, row.impl, row.ranks, kind), 0.0) for kind in context.KINDS
+            }
+            for name, row in names.items()
+        }
+        speed = {name: {"tokens/s": row.more["tokens_per_second"]} for name, row in names.items()}
+        held = {name: {"MiB": row.peak_mib} for name, row in names.items()}
+        parts = {name: dict(vars(shares)) for name, row in names.items() if (shares := split(row))}
+        drawn = [
+            (plots.bars(latency, title="latency", x="milliseconds"), "Median time of a pass."),
+            (plots.bars(speed, title="throughput", x="tokens per second"), "Forward and backward."),
+            (plots.bars(held, title="peak memory of a rank", x="MiB"), "Forward and backward."),
+        ]
+        if parts:
+            words = "Products, operators that move memory, waiting for the wire, waiting for the busiest rank."
+            drawn.append((plots.bars(parts, title="where the time goes", x="milliseconds", stacked=True), words))
+        if work.alone is not None and work.most > 1:
+            words = "Operations per second of all ranks together over those of one device."
+            drawn.append((_scaling(work, work.alone), words))
+        section.figures += [_picture(figure, f"{caption}{of_what}", made_by) for figure, caption in drawn]
+    settings = list(dict.fromkeys(setting_of(row) for row in mine))
+    for setting in settings:
+        chosen = [row for row in mine if setting_of(row) == setting]
+        name = ", ".join([setting.model, *setting.differs(settings)])
+        section.tables.append(context.table(chosen, f": {name}" if len(settings) > 1 else ""))
+    if not sweeps:  # none was done: each begins with the whole of its tokens
+        section.commands.append(context_command([row for row in mine if row.shape == mine[0].shape]))
+    return section
+
+
+def _scaling(work: Workload, alone: Row) -> Any:
+    """Speed per rank over ranks."""
+    series: dict[str, list[tuple[float, float]]] = {}
+    for impl in dict.fromkeys(row.impl for row in work.whole if row.impl != ALONE):
+        points = [(row.ranks, row.tflops / alone.tflops) for row in work.whole if row.impl == impl]
+        series[impl] = [(1.0, 1.0), *points]
+    if 1 in work.grown:
+        small = work.grown[1].tflops
+        series["weak: ring zigzag"] = [(ranks, row.tflops / small) for ranks, row in sorted(work.grown.items())]
+    ideal = [(1, 1), (work.most, work.most)]
+    return plots.lines(series, title="scaling", x="ranks", y="speed against one device", ideal=ideal)
+
+
+def of_model(rows: Sequence[Row]) -> Section | None:
+    """Training steps of models."""
+    mine = [row for row in rows if row.what in ("model", "warm-up")]
+    if not mine:
+        return None
+    section = Section("Models")
+    for where, measured in by_place(mine).items():
+        here = sorted(measured, key=_model_order)
+        made_by = model_commands(here)
+        section.commands += made_by
+        step: dict[str, dict[str, float]] = {f"{row.shape} {row.dtype} {row.impl}": {} for row in here if row.ok}
+        for row in here:
+            if row.ok and row.kind in ("forward", "backward", "optimizer"):
+                step[f"{row.shape} {row.dtype} {row.impl}"][row.kind] = row.p50_ms
+        if step and len(step) <= 24:
+            figure = plots.bars(step, title="a training step", x="milliseconds", stacked=True)
+            words = f"Median time of forward, backward and optimizer{where}."
+            section.figures.append(_picture(figure, words, *made_by))
+        section.tables.append(model_table(here, where))
+    return section
+
+
+def _model_order(row: Row) -> tuple[object, ...]:
+    """By model, tokens, dtype and implementation; then the warm-up study by its steps, and passes as they follow."""
+    passes = {kind: place for place, kind in enumerate(model.KINDS)}
+    impl = ", ".join(row.impl.split(", ")[:2])
+    return (
+        *model_size(row), row.shape, row.dtype, impl, row.what, row.more.get("warmup") or 0,
+        passes.get(row.kind, len(passes)),
+    )  # fmt: skip
+
+
+def model_table(rows: Sequence[Row], where: str) -> Table:
+    """A line per configuration: mean and deviation of every pass, and the memory of a training step."""
+    timed = [row for row in rows if not row.ok or row.mean_ms + row.std_ms > 0]  # not nan, which has no place
+    table = model.table(timed)
+    steps = [row for row in rows if row.ok and row.kind == "training"]
+    peaks = {f"{row.shape} {row.impl} {row.dtype}": row.peak_mib for row in steps}
+    cells = tuple((*line, show(peaks.get(" ".join(line[: table.num_names])))) for line in table.cells)
+    title = f"mean ± standard deviation, milliseconds, and the peak of training{where}"
+    return Table(title, (*table.headings, "peak MiB"), cells, table.num_names)
+
+
+def of_attention(rows: Sequence[Row]) -> Section | None:
+    """Kernels on one device."""
+    mine = [row for row in rows if row.what == "attention"]
+    if not mine:
+        return None
+    section = Section("Attention on one device")
+    for where, here in by_place(mine).items():
+        section.commands.append(attention_command(here))
+        table = pivot(
+            f"median milliseconds, both passes{where}",
+            [row for row in here if row.kind == "both"],
+            line=lambda row: (row.shape,),
+            names=("shape",),
+            column=lambda row: row.impl,
+            cell=lambda row: row.p50_ms,
+        )
+        section.tables.append(table)
+    return section
+
+
+def of_sparse(rows: Sequence[Row]) -> Section | None:
+    """Kernels under sparse masks."""
+    mine = [row for row in rows if row.what == "sparse"]
+    if not mine:
+        return None
+    section = Section("Block-sparse attention")
+    for where, here in by_place(mine).items():
+        section.commands += sparse_commands(here)
+        section.figures += _time_over_share(here, where)
+        section.tables.append(sparse_table(here, where))
+        section.tables += efficiency(here, where)
+    return section
+
+
+def sparse_table(rows: Sequence[Row], where: str) -> Table:
+    """A line per mask: ours, FlexAttention, and its time over the better of ours."""
+    times = {(row.shape, row.impl, row.kind): row.p50_ms for row in rows if row.ok}
+    ratios = {(shape, kind): ratio for (_, shape, kind), ratio in against_flex(rows).items()}
+    impls = [impl for impl in (*SPARSE_OURS, "flex") if any(row.impl == impl for row in rows)]
+    cells = []
+    for shape in dict.fromkeys(row.shape for row in rows):
+        both = [[times.get((shape, impl, kind)) for kind in PASSES] for impl in impls]
+        gains = [f"{ratios[shape, kind]:.2f}x" if (shape, kind) in ratios else "" for kind in PASSES]
+        cells.append((shape, *(pair(*map(show, one)) for one in both), pair(*gains)))
+    title = f"median milliseconds, forward / backward{where}; vs flex: its time over the better of ours"
+    return Table(title, ("shape", *impls, "vs flex"), tuple(cells))
+
+
+def _time_over_share(rows: Sequence[Row], where: str) -> list[Picture]:
+    """The sweep, drawn where a length has the dense kernel and two shares or more."""
+    lengths: dict[int, dict[float, Row]] = {}
+    for (tokens, share, kind), row in sorted(by_share([row for row in rows if row.ok]).items()):
+        if kind == "forward" and row.p50_ms > 0:
+            lengths.setdefault(tokens, {})[share] = row
+    lengths = {tokens: found for tokens, found in lengths.items() if 1.0 in found and len(found) > 2}
+    if not lengths:
+        return []
+    longest = max(lengths)
+    dense = lengths[longest][1.0].p50_ms
+    figure = plots.lines(
+        {f"{tokens:,} tokens": [(s, row.p50_ms) for s, row in found.items()] for tokens, found in lengths.items()},
+        title="forward over the share of blocks", x="share of the 128 x 128 blocks that is visited", y="milliseconds",
+        log_x=True, log_y=True, ideal=[(share, share * dense) for share in lengths[longest]],
+    )  # fmt: skip
+    words = f"Median time{where}. Ideal: that of the dense kernel at {longest:,} tokens, times the share."
+    drawn = [row for found in lengths.values() for row in found.values()]
+    return [_picture(figure, words, *sparse_commands(drawn))]
+
+
+def of_leaderboard(rows: Sequence[Row]) -> Section | None:
+    """The course's test."""
+    return _listed([row for row in rows if row.what == "leaderboard"], "Leaderboard", "flashspan bench leaderboard")
+
+
+def of_trainer(rows: Sequence[Row]) -> Section | None:
+    """Our trainer and our decoding beside another library's."""
+    mine = [row for row in rows if row.what == "trainer"]
+    return _listed(mine, "Training and generating, beside transformers", "flashspan bench training")
+
+
+def _listed(rows: Sequence[Row], title: str, made_by: str) -> Section | None:
+    """Rows as they are, a table for each place."""
+    if not rows:
+        return None
+    columns: dict[str, Callable[[Row], object]] = {
+        "shape": lambda row: row.shape,
+        "implementation": lambda row: row.impl,
+        "pass": lambda row: row.kind,
+        "ms": lambda row: row.p50_ms,
+        "TFLOP/s": lambda row: row.tflops,
+        "error": lambda row: f"{row.error:.1e}" if row.error >= 0 else None,
+        "peak MiB": lambda row: row.peak_mib,
+    }
+    tables = [make(f"median milliseconds{where}", here, columns) for where, here in by_place(rows).items()]
+    return Section(title, [made_by], tables=tables)
+
+
+def of_studies(rows: Sequence[Row]) -> Section | None:
+    """The sweeps over length and head size."""
+    mine = [row for row in rows if row.what.startswith("study")]
+    if not mine:
+        return None
+    section = Section("Attention over lengths and head sizes")
+    for where, here in by_place(mine).items():
+        for what in dict.fromkeys(row.what for row in here):
+            chosen = [row for row in here if row.what == what]
+            section.tables.append(study_table(chosen, f"{what}{where}"))
+            made_by = command(
+                f"bench {what}",
+                bench_study,
+                lengths=every(row.more.get("tokens") for row in chosen),
+                head_dims=every(row.more.get("head_dim") for row in chosen),
+                repeats=only(row.more.get("repeats") for row in chosen),
+                device=device_of(chosen),
+            )
+            section.commands.append(made_by)
+            forward = [row for row in chosen if row.kind == "forward" and row.more.get("head_dim") == 64]
+            series = plots.by(forward, lambda r: f"{r.impl} {r.dtype}", lambda r: r.more["tokens"], lambda r: r.p50_ms)
+            if series:
+                figure = plots.lines(
+                    series, title=f"{what}: forward, head size 64", x="tokens", y="milliseconds", log_x=True, log_y=True
+                )
+                section.figures.append(_picture(figure, f"Median time{where}.", made_by))
+    return section
+
+
+def study_table(rows: Sequence[Row], title: str) -> Table:
+    """A line per shape and dtype; a column per implementation and pass."""
+    return pivot(
+        f"{title}: median milliseconds",
+        rows,
+        line=lambda row: (row.shape, row.dtype),
+        names=("shape", "dtype"),
+        column=lambda row: f"{row.impl} {row.kind}",
+        cell=lambda row: row.p50_ms,
+    )
+
+
+def of_collectives(rows: Sequence[Row]) -> Section | None:
+    """The wire."""
+    mine = [row for row in rows if row.what == "collective"]
+    if not mine:
+        return None
+    section = Section("The wire")
+    columns: dict[str, Callable[[Row], object]] = {
+        "primitive": lambda row: row.impl,
+        "ranks": lambda row: row.ranks,
+        "bytes": lambda row: f"{row.bytes:,.0f}" if row.bytes > 0 else "",
+        "ms": lambda row: row.p50_ms if row.ok else row.status,
+        "GB/s": lambda row: row.more.get("gb_per_s_measured"),
+        "fit: µs": lambda row: row.more.get("alpha_us"),
+        "fit: GB/s": lambda row: row.more.get("gb_per_s"),
+    }
+    for where, here in by_place(mine).items():
+        made_by = collectives_commands(here)
+        section.commands += made_by
+        series = plots.by(here, lambda r: f"{r.impl}, {r.ranks} ranks", lambda r: r.bytes, lambda r: r.p50_ms)
+        if series:
+            figure = plots.lines(series, title="collectives", x="bytes", y="milliseconds", log_x=True, log_y=True)
+            section.figures.append(_picture(figure, f"Median time{where}.", *made_by))
+        section.tables.append(make(f"collectives{where}", here, columns))
+    return section
+
+
+def of_data(rows: Sequence[Row]) -> Section | None:
+    """Data parallelism and its kin."""
+    mine = [row for row in rows if row.what == "data"]
+    if not mine:
+        return None
+    names = ("hidden", "parameters_mib", "gradients_mib", "optimizer_mib", "activations_mib")
+    columns: dict[str, Callable[[Row], object]] = {
+        "strategy": lambda row: row.impl,
+        "layers x width, sequences": lambda row: row.shape,
+        "ranks": lambda row: row.ranks,
+        "ms": lambda row: row.p50_ms if row.ok else row.status,
+        "communication ms": lambda row: row.more.get("communication_ms"),
+    }
+    for name in names:
+        columns[name.replace("_", " ")] = lambda row, name=name: row.more.get(name)  # type: ignore[misc]
+    section = Section("Data, optimizer and tensor parallelism", note=WIRE)
+    for where, here in by_place(mine).items():
+        made_by = command(
+            "bench data",
+            bench_data,
+            ranks=every(row.ranks for row in here),
+            **(_data_sizes(only(row.shape for row in here)) or {}),
+            only=tuple(name for name in CONTENDERS if any(row.impl == name for row in here)) or None,
+        )
+        section.commands.append(made_by)
+        section.tables.append(make(f"a step{where}", here, columns))
+    return section
+
+
+def _data_sizes(shape: str | None) -> dict[str, int] | None:
+    """The options of `bench data` that a shape tells."""
+    form = r"(\d+)x(\d+)(?:, (\d+)/(\d+) heads, window (\d+),)? (\d+)x(\d+) per rank"
+    read = re.fullmatch(form, shape or "")
+    names = ("layers", "width", "heads", "kv_heads", "window", "batch", "tokens")
+    return read and {name: int(value) for name, value in zip(names, read.groups(), strict=True) if value is not None}
+
+
+def of_schedules(rows: Sequence[Row]) -> Section | None:
+    """The best schedule as a timeline, and who computes which part of the mask."""
+    known = {f"{strategy} {layout}": (strategy, layout) for strategy in GENERATORS for layout in LAYOUTS}
+    ranked = [
+        row
+        for row in rows
+        if row.what == "context" and row.kind == context.KINDS[1] and row.ok and row.impl in known
+        if not row.impl.startswith("double_ring") and 2 <= row.ranks <= MOST_DRAWN
+    ]
+    if not ranked:
+        return None
+    most = max(row.ranks for row in ranked)
+    best = min((row for row in ranked if row.ranks == most), key=lambda row: row.p50_ms / row.more["tokens"])
+    strategy, layout = known[best.impl]
+    tokens = min(512, best.more["tokens"])
+    visibility = Visibility(place(layout, tokens, most), masks.causal())
+    schedule = GENERATORS[strategy](visibility)
+    made_by = f"flashspan plan draw --strategy {strategy} --layout {layout} --ranks {most} --tokens {tokens}"
+    figures = [
+        _picture(draw_timeline(schedule), f"{best.impl}: boxes compute, arrows travel.", made_by),
+        _picture(
+            draw_ownership(schedule, visibility), f"{best.impl}: who computes which pair of the causal mask.", made_by
+        ),
+    ]
+    return Section("The schedule", [made_by], figures)
+
+
+def _picture(figure: Any, caption: str, *made_by: str) -> Picture:
+    return Picture(plots.to_svg(figure, f"{figure.axes[0].get_title()}: {caption}"), caption, list(made_by))
+
+
+SECTIONS: tuple[Callable[[Sequence[Row]], Section | None], ...] = (
+    of_environment,
+    of_context,
+    of_schedules,
+    of_attention,
+    of_leaderboard,
+    of_trainer,
+    of_sparse,
+    of_model,
+    of_studies,
+    of_collectives,
+    of_data,
+)

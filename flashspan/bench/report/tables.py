@@ -1,0 +1,150 @@
+"""Tables from rows: one set of columns, shown in a terminal, as Markdown or as HTML."""
+
+from __future__ import annotations
+
+import html
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flashspan.bench.measure.record import Row
+from flashspan.model import preset
+
+MODEL_SHAPE = re.compile(r"(?P<preset>\S+) (?P<batch>\d+)x(?P<tokens>\d+)")
+"""How rows of models write their shape."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A title, headings and cells of text; the first `num_names` columns are words, the others numbers."""
+
+    title: str
+    headings: tuple[str, ...]
+    cells: tuple[tuple[str, ...], ...]
+    num_names: int = 1
+
+    def rich(self) -> Any:
+        from rich.table import Table as Rich
+        from rich.text import Text
+
+        shown = Rich()
+        for i, heading in enumerate(self.headings):
+            shown.add_column(Text(heading), justify="left" if i < self.num_names else "right", no_wrap=True)
+        for line in self.cells:
+            shown.add_row(*(Text(cell) for cell in line))
+        return shown
+
+    def width(self, columns: Iterable[int]) -> int:
+        """Characters that these columns take in a terminal."""
+        from rich.cells import cell_len
+
+        lines = (self.headings, *self.cells)
+        return 1 + sum(3 + max(cell_len(line[i]) for line in lines) for i in columns)
+
+    def parts(self, width: int) -> list[Table]:
+        """The same in tables that are no wider, where that can be: each has the names, and some of the numbers."""
+        names = list(range(self.num_names))
+        groups = [names]
+        for i in range(self.num_names, len(self.headings)):
+            if groups[-1] != names and self.width([*groups[-1], i]) > width:
+                groups.append(names)
+            groups[-1] = [*groups[-1], i]
+        return [
+            Table(
+                "continued" if number else self.title,
+                tuple(self.headings[i] for i in group),
+                tuple(tuple(line[i] for i in group) for line in self.cells),
+                self.num_names,
+            )
+            for number, group in enumerate(groups)
+        ]
+
+    def markdown(self) -> str:
+        rule = ["---" if i < self.num_names else "---:" for i in range(len(self.headings))]
+        lines = [self.headings, rule, *self.cells]
+        return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
+
+    def html(self) -> str:
+        def line(cells: Sequence[str], tag: str) -> str:
+            kinds = ["" if i < self.num_names else ' class="number"' for i in range(len(cells))]
+            inside = "".join(f"<{tag}{k}>{html.escape(c)}</{tag}>" for k, c in zip(kinds, cells, strict=True))
+            return f"<tr>{inside}</tr>"
+
+        body = "\n".join(line(cells, "td") for cells in self.cells)
+        return (
+            f'<div class="scroll"><table><caption>{html.escape(self.title)}</caption>'
+            f"<thead>{line(self.headings, 'th')}</thead><tbody>\n{body}\n</tbody></table></div>"
+        )
+
+
+def show_tables(tables: Iterable[Table], note: str = "") -> None:
+    """Print tables, and a line below: in parts where the terminal is narrower; in a file a line is a line."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console()
+    room = console.width
+    for table in tables:
+        for part in table.parts(room) if console.is_terminal else [table]:
+            console.width = max(room, part.width(range(len(part.headings))))
+            # Above the table and no part of it: there it would be folded where the columns are narrow.
+            console.print(Text(part.title, style="italic"), soft_wrap=not console.is_terminal)
+            console.print(part.rich())
+    if note:
+        console.print(note, soft_wrap=True)
+
+
+def make(title: str, rows: Iterable[Row], columns: dict[str, Callable[[Row], object]], num_names: int = 1) -> Table:
+    """A line per row, a cell per column."""
+    cells = tuple(tuple(show(cell(row)) for cell in columns.values()) for row in rows)
+    return Table(title, tuple(columns), cells, num_names)
+
+
+def pivot(
+    title: str,
+    rows: Iterable[Row],
+    *,
+    line: Callable[[Row], tuple[object, ...]],
+    names: Sequence[str],
+    column: Callable[[Row], object],
+    cell: Callable[[Row], object],
+) -> Table:
+    """A line for every value of `line`, a column for every value of `column`; a row that failed shows its status."""
+    found: dict[tuple[str, ...], dict[str, str]] = {}
+    headings: dict[str, None] = {}
+    for row in rows:
+        heading = show(column(row))
+        headings[heading] = None
+        shown = show(cell(row)) if row.ok else short_status(row)
+        found.setdefault(tuple(show(part) for part in line(row)), {})[heading] = shown
+    cells = tuple((*key, *(values.get(heading, "") for heading in headings)) for key, values in found.items())
+    return Table(title, (*names, *headings), cells, len(names))
+
+
+def model_size(row: Row) -> tuple[float, int]:
+    """Parameters and tokens of a model's row, to sort by; a model that is none of ours comes last."""
+    read = MODEL_SHAPE.fullmatch(row.shape)
+    if read is None:
+        return math.inf, 0
+    try:
+        return preset(read["preset"]).num_parameters, int(read["tokens"])
+    except ValueError:  # the preset of another version
+        return math.inf, int(read["tokens"])
+
+
+def short_status(row: Row) -> str:
+    return "OOM" if row.status == "out of memory" else row.status.split(":")[0]
+
+
+def show(value: object) -> str:
+    """A number with about four digits, a word as it is, nothing for what is not known."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return ""
+    if isinstance(value, float):
+        if value == 0 or abs(value) >= 1e7 or abs(value) < 1e-3:
+            return f"{value:.3g}"
+        digits = max(0, 3 - math.floor(math.log10(abs(value))))
+        return f"{value:,.{min(digits, 3)}f}"
+    return str(value)

@@ -1,0 +1,59 @@
+"""The page of docs/benchmarks/trainer.csv, which `flashspan bench training` writes after its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from flashspan.bench.measure import record
+from flashspan.bench.measure.record import Row
+
+PATH = Path("docs/benchmarks/trainer.csv")
+WORDS = {"step": "a training step", "prefill": "a prompt", "decode": "new tokens, one after another"}
+
+
+def markdown(rows: Iterable[Row]) -> str:
+    """What was measured last of each kind and length: theirs, and ours of the same run."""
+    runs: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        if not row.impl.startswith("flashspan"):  # theirs comes first
+            runs[row.kind, row.shape] = []
+        runs[row.kind, row.shape].append(row)
+    where = next(iter(runs.values()))[0]
+    lines = [
+        "# Training and generating, measured",
+        "",
+        f"{where.device}, torch {where.torch}, Triton {where.triton}, bf16, one sequence, the shape of Llama-3.2-1B;",
+        "rows and page made by `flashspan bench training`. Median milliseconds; ours is what `flashspan train` and",
+        "`flashspan generate` run. Mixed: weights, gradients and moments in float32, where theirs have 16 bits. What",
+        "stands together is of one run, whose commit is in trainer.csv.",
+        "",
+        "| what | tokens | by | ms | tokens/s | GiB | times as fast | times the memory |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for kind, words in WORDS.items():
+        shapes = [shape for each, shape in runs if each == kind]
+        for shape in sorted(shapes, key=_num_tokens):
+            theirs, *ours = runs[kind, shape]
+            lines.append(_line(words, theirs, "- | -"))
+            for row in ours:
+                beside = f"{theirs.p50_ms / row.p50_ms:.2f} | {row.peak_mib / theirs.peak_mib:.2f}"
+                lines.append(_line(words, row, beside))
+    return "\n".join(lines) + "\n"
+
+
+def _line(words: str, row: Row, beside: str) -> str:
+    tokens, speed = row.shape.partition(" 1x")[2], 1e3 * _num_tokens(row.shape) / row.p50_ms
+    return (
+        f"| {words} | {tokens} | {row.impl} | {row.p50_ms:.1f} | {speed:,.0f} | {row.peak_mib / 1024:.1f} | {beside} |"
+    )
+
+
+def _num_tokens(shape: str) -> int:
+    """Of "1.24B 1x255 after 8192", 255."""
+    return int(shape.partition(" 1x")[2].split()[0])
+
+
+def write() -> None:
+    """The page, from the recorded rows."""
+    PATH.with_suffix(".md").write_text(markdown(record.read(PATH)), encoding="utf-8")

@@ -1,0 +1,322 @@
+"""Our attention beside PyTorch's, on one GPU, in one run: forward, backward and both.
+
+flashspan bench attention            # appends rows to docs/benchmarks/attention.csv and prints a table
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from flashspan import attention, masks
+from flashspan.bench.measure import record
+from flashspan.bench.measure.clock import percentiles
+from flashspan.bench.report import plots
+from flashspan.bench.report.tables import Table, show_tables
+from flashspan.kernels.masks import Mask, count
+
+PATH = Path("docs/benchmarks/attention.csv")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One row of the benchmark. The pattern is "full", "causal", "window W" or "documents N", the last two causal."""
+
+    B: int
+    H: int
+    K: int
+    T: int
+    D: int
+    pattern: str
+
+    @classmethod
+    def parse(cls, words: str) -> Shape:
+        """ "1,16,16,16384,128,causal": batch, heads, key heads, tokens, head size, pattern."""
+        kinds = ("full", "causal", "window", "documents")
+        try:
+            B, H, K, T, D, pattern = words.split(",")
+            kind, *size = pattern.split()
+            shape = cls(int(B), int(H), int(K), int(T), int(D), pattern)
+            numbers = (shape.B, shape.H, shape.K, shape.T, shape.D, *map(int, size))
+            if kind in kinds and len(size) == (kind in kinds[2:]) and min(numbers) >= 1 and shape.H % shape.K == 0:
+                return shape
+        except ValueError:
+            pass
+        raise ValueError(
+            "a shape is batch,heads,key heads,tokens,head size,pattern: numbers from 1, the key heads a divisor of the "
+            f"heads, and a pattern full, causal, 'window W' or 'documents N'; got {words!r}; for example "
+            "1,32,8,8192,128,causal"
+        )
+
+    def __str__(self) -> str:
+        return f"{self.B}x{self.H}/{self.K}x{self.T}x{self.D} {self.pattern}"
+
+    @property
+    def size(self) -> int:
+        """W or N of the pattern."""
+        return int(self.pattern.split()[1])
+
+    def mask(self) -> Mask:
+        if self.pattern == "full":
+            return masks.full()
+        if self.pattern == "causal":
+            return masks.causal()
+        if self.pattern.startswith("window"):
+            return masks.window(self.size - 1, 0)
+        return masks.documents([self.T // self.size] * self.size) & masks.causal()
+
+    def flops(self) -> float:
+        """Of one forward: two products over the visible pairs, the diagonal counted as half as usual."""
+        pairs = self.T**2 / 2 if self.pattern == "causal" else count(self.mask(), self.T, self.T)
+        return 4 * self.B * self.H * self.D * pairs
+
+
+SHAPES = (
+    Shape(1, 16, 16, 16384, 64, "causal"),
+    Shape(1, 16, 16, 16384, 64, "full"),
+    Shape(1, 16, 16, 16384, 128, "causal"),
+    Shape(1, 16, 16, 16384, 128, "full"),
+    Shape(1, 32, 8, 8192, 128, "causal"),
+    Shape(1, 8, 8, 65536, 128, "causal"),
+    Shape(8, 16, 16, 2048, 128, "causal"),
+    Shape(1, 8, 8, 8192, 256, "causal"),
+    Shape(1, 16, 16, 16384, 128, "window 1024"),
+    Shape(1, 16, 16, 32768, 128, "window 4096"),
+    Shape(1, 16, 16, 32768, 128, "documents 16"),
+)
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def implementations(shape: Shape) -> dict[str, Callable[[], Attend]]:
+    """Name -> a function that makes attention on q, k, v for this shape."""
+    mask = shape.mask()
+    makers: dict[str, Callable[[], Attend]] = {
+        "flashspan": lambda: lambda q, k, v: attention(q, k, v, mask=mask),
+        "flashspan-portable": lambda: lambda q, k, v: attention(q, k, v, mask=mask, backend="portable"),
+        "flashspan-repeatable": lambda: lambda q, k, v: attention(q, k, v, mask=mask, deterministic=True),
+    }
+    if shape.pattern in ("full", "causal"):
+        makers["sdpa-flash"] = lambda: _sdpa(shape, SDPBackend.FLASH_ATTENTION)
+        makers["sdpa-cudnn"] = lambda: _sdpa(shape, SDPBackend.CUDNN_ATTENTION)
+    makers["flex"] = lambda: _flex(shape)
+    if shape.pattern in ("full", "causal"):
+        for name, module in (("flash-attn-4", "flash_attn.cute.interface"), ("flash-attn-3", "flash_attn_interface")):
+            if _importable(module):
+                makers[name] = lambda module=module: _flash(shape, module)  # type: ignore[misc]
+    return makers
+
+
+def _importable(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:  # its parent is not there
+        return False
+
+
+def _flash(shape: Shape, module: str) -> Attend:
+    """A flash-attn release: [B, T, H, D] in and out, some with lse beside it."""
+    function = importlib.import_module(module).flash_attn_func
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = function(*(x.transpose(1, 2) for x in (q, k, v)), causal=shape.pattern == "causal")
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+    return attend
+
+
+def _sdpa(shape: Shape, backend: SDPBackend) -> Attend:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            causal = shape.pattern == "causal"
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=shape.H != shape.K)
+
+    return attend
+
+
+def _flex(shape: Shape) -> Attend:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    torch._dynamo.reset()  # past its limit of recompilations it would quietly run uncompiled
+    compiled: Any = torch.compile(flex_attention, dynamic=False)
+    rules: dict[str, Callable[..., Any]] = {
+        "causal": lambda b, h, i, j: i >= j,
+        "window": lambda b, h, i, j: (i >= j) & (i - j < shape.size),
+        "documents": lambda b, h, i, j: (i >= j) & (i // (shape.T // shape.size) == j // (shape.T // shape.size)),
+    }
+    rule = rules.get(shape.pattern.split()[0])
+    block_mask = rule and create_block_mask(rule, None, None, shape.T, shape.T, device="cuda")
+    return lambda q, k, v: compiled(q, k, v, block_mask=block_mask, enable_gqa=shape.H != shape.K)
+
+
+def measure(shape: Shape, name: str, attend: Attend, where: dict[str, Any]) -> list[record.Row]:
+    """Rows of one implementation on one shape; one that cannot run there gives none."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def random(heads: int) -> Tensor:
+        size = (shape.B, heads, shape.T, shape.D)
+        return torch.randn(size, device="cuda", dtype=torch.bfloat16, generator=generator)
+
+    q, k, v = (random(heads).requires_grad_() for heads in (shape.H, shape.K, shape.K))
+    dout = random(shape.H)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = attend(q, k, v)
+    grads = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+    peak = (torch.cuda.max_memory_allocated() - before) / 2**20
+    del grads
+    with torch.no_grad():
+        group = shape.H // shape.K
+        error = record.output_error(q[:1, :group], k[:1, :1], v[:1, :1], out[:1, :group], shape.mask())
+    passes: dict[str, tuple[Callable[[], Any], float]] = {
+        "forward": (lambda: attend(q, k, v), 1.0),
+        "backward": (lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True), 2.5),
+        "both": (lambda: torch.autograd.grad(attend(q, k, v), (q, k, v), dout), 3.5),
+    }
+    rows = []
+    for kind, (call, weight) in passes.items():
+        low, middle, high = percentiles(call)
+        tflops = weight * shape.flops() / middle / 1e9
+        rows.append(record.Row(**where, shape=str(shape), impl=name, kind=kind, p20_ms=low, p50_ms=middle, p80_ms=high,
+                               tflops=tflops, error=error, peak_mib=peak))  # fmt: skip
+    return rows
+
+
+def table(rows: list[record.Row]) -> Table:
+    """A line per shape and implementation, our speed against each."""
+    headings = ("shape", "implementation", "forward", "backward", "both", "ours is", "error", "peak MiB")
+    lines = []
+    by = {(row.shape, row.impl, row.kind): row for row in rows}
+    for shape, impl in dict.fromkeys((row.shape, row.impl) for row in rows):
+        cells = [by[shape, impl, kind] for kind in ("forward", "backward", "both")]
+        ours = by.get((shape, "flashspan", "both"))
+        ratio = f"{cells[2].p50_ms / ours.p50_ms:.2f}x" if ours else ""
+        times = [f"{cell.p50_ms:.3f} ({cell.tflops:.0f})" for cell in cells]
+        lines.append((shape, impl, *times, ratio, f"{cells[0].error:.2e}", f"{cells[0].peak_mib:.0f}"))
+    return Table("attention, bf16: median ms (TFLOP/s)", headings, tuple(lines), 2)
+
+
+def markdown(rows: list[record.Row]) -> str:
+    """The newest row of each measurement as a page: median milliseconds, and how much faster ours is at both passes."""
+    by = {(row.shape, row.impl, row.kind): row for row in rows}
+    newest = rows[-1]
+    impls = list(dict.fromkeys(row.impl for row in rows))
+    others = [impl for impl in impls if impl != "flashspan"]
+    lines = [
+        "# Attention, measured",
+        "",
+        f"{newest.device}, torch {newest.torch}, Triton {newest.triton}, bf16, made by `flashspan bench attention`; "
+        "this page by the same with `--page`.",
+        "Median milliseconds, forward / backward / both; shapes are batch x heads/kv heads x tokens x head size. "
+        "The last columns are their time over ours, both passes: above 1 ours is faster. "
+        "Each cell is the newest of its kind; attention.csv names its commit, and rows of one run stand together.",
+        "",
+        "![TFLOP/s of each implementation](attention.svg)",
+        "",
+        "| shape | " + " | ".join(impls) + " | " + " | ".join(f"vs {impl}" for impl in others) + " |",
+        "| --- " * (1 + len(impls) + len(others)) + "|",
+    ]
+    for shape in dict.fromkeys(row.shape for row in rows):
+        cells = []
+        for impl in impls:
+            found = [by.get((shape, impl, kind)) for kind in ("forward", "backward", "both")]
+            cells.append(" / ".join(f"{row.p50_ms:.3f}" for row in found if row) or "-")
+        ours = by[shape, "flashspan", "both"].p50_ms
+        theirs = [by.get((shape, impl, "both")) for impl in others]
+        cells += [f"{row.p50_ms / ours:.2f}x" if row else "-" for row in theirs]
+        lines.append(f"| {shape} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", *error_lines(rows), ""])
+
+
+def error_lines(rows: list[record.Row]) -> list[str]:
+    """The errors of the newest commit that was measured from the first shape on, as a table of the page: those of
+    another commit are of other code."""
+    commit = [row.commit for row in rows if row.impl == "flashspan" and row.shape == rows[0].shape][-1]
+    by = {(row.shape, row.impl): row for row in rows if row.kind == "forward" and row.commit == commit}
+    impls = list(dict.fromkeys(impl for _, impl in by))
+    lines = [
+        "The output's error against float32 arithmetic, in 1e-3, over queries from the first to the last; of what was "
+        "measured at the newest commit ([what ours comes from](../kernels.md#hopper-who-does-what)).",
+        "",
+        "| shape | " + " | ".join(impls) + " |",
+        "| --- " * (1 + len(impls)) + "|",
+    ]
+    for shape in dict.fromkeys(shape for shape, _ in by):
+        found = [by.get((shape, impl)) for impl in impls]
+        lines.append(f"| {shape} | " + " | ".join(f"{row.error * 1e3:.3f}" if row else "-" for row in found) + " |")
+    return lines
+
+
+def chart(rows: list[record.Row]) -> str:
+    """Forward and backward together in TFLOP/s, a bar per implementation, as SVG."""
+    newest = {(row.shape, row.impl): row for row in rows if row.kind == "both"}
+    groups: dict[str, dict[str, float]] = {}
+    for (shape, impl), row in newest.items():
+        groups.setdefault(shape, {})[impl] = row.tflops
+    label = "attention, forward and backward"
+    # Two lines: beside the names of shapes, the width that is left is too little for one.
+    return plots.to_svg(plots.bars(groups, title=f"{label}\nbf16, {rows[-1].device}", x="TFLOP/s"), label)
+
+
+def bench_attention(
+    *, quick: bool = False, shapes: tuple[str, ...] = (), only: tuple[str, ...] = (), page: bool = False
+) -> int:
+    """Our kernels beside PyTorch's (and flash-attn's, if installed), forward, backward and both, on a CUDA device.
+
+    Rows are appended to docs/benchmarks/attention.csv and printed as a table.
+
+    Example: flashspan bench attention --shapes 1,32,8,8192,128,causal --only flashspan sdpa-cudnn
+
+    Args:
+        quick: the first two shapes only.
+        shapes: batch,heads,key heads,tokens,head size,pattern each; the pattern is full, causal, "window W" or
+            "documents N".
+        only: these implementations.
+        page: write docs/benchmarks/attention.md and its plot from the rows instead of measuring.
+    """
+    if page:
+        write()
+        return 0
+    from rich.console import Console
+    from rich.progress import track
+
+    if quick and shapes:
+        raise ValueError("--quick measures the first two shapes, --shapes those named: got both; leave one out")
+    chosen = [Shape.parse(words) for words in shapes] or list(SHAPES[:2] if quick else SHAPES)
+    known = list(dict.fromkeys(name for shape in chosen for name in implementations(shape)))
+    if strange := [name for name in only if name not in known]:
+        raise ValueError(f"only takes names of implementations, {', '.join(known)}: got {', '.join(strange)}")
+    if not torch.cuda.is_available():
+        raise ValueError("bench attention needs a CUDA device and none is present; `flashspan check` runs anywhere")
+    where = record.environment(torch.device("cuda"))
+    console = Console()
+    rows: list[record.Row] = []
+    for shape in track(chosen, description="shapes", console=console):
+        for name, make in implementations(shape).items():
+            if only and name not in only:
+                continue
+            try:
+                measured = measure(shape, name, make(), where)
+            except (RuntimeError, torch.cuda.OutOfMemoryError) as error:
+                console.print(f"{name} on {shape}: {str(error).splitlines()[0]}")
+                continue
+            record.append(measured, PATH)
+            rows += measured
+    show_tables([table(rows)], f"{len(rows)} rows appended to {PATH}")
+    return 0
+
+
+def write() -> None:
+    """The page and the picture, from the recorded rows."""
+    rows = record.read(PATH)
+    PATH.with_suffix(".md").write_text(markdown(rows))
+    PATH.with_suffix(".svg").write_text(chart(rows))

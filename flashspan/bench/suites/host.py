@@ -1,0 +1,81 @@
+"""What a call costs the host: calls are queued without waiting for the device, on tensors so small that it keeps up.
+
+    flashspan bench host --calls 500
+
+The least of twenty rounds, in which all take turns, beside PyTorch's own attention. On a CPU, where nothing is queued,
+it is the whole call. A backward runs in a thread of autograd's, and waking that one and this again may take longer than
+the rest: "one thread" is without.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flashspan import attention, masks
+from flashspan.bench.measure.clock import check_repeats, default_device
+
+
+def microseconds(
+    cases: dict[str, Callable[[], object]], calls: int, device: torch.device, rounds: int = 20
+) -> dict[str, float]:
+    """Name -> microseconds of one call, the least of the rounds. In turns: whoever else keeps this machine busy does so
+    in some rounds, not in all of one name's."""
+    least = dict.fromkeys(cases, float("inf"))
+    for number in range(rounds + 1):  # the first compiles and warms up
+        for name, call in cases.items():
+            started = time.perf_counter()
+            for _ in range(calls):
+                call()
+            spent = (time.perf_counter() - started) / calls * 1e6
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            if number:
+                least[name] = min(least[name], spent)
+    return least
+
+
+def cases(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:
+    """Name -> a call to time; the last six record what a backward needs, and the last four run it."""
+    gq, gk, gv = (x.clone().requires_grad_() for x in (q, k, v))
+    dout = torch.randn_like(q)
+
+    def differentiate(out: Tensor, threads: bool = True) -> object:
+        with torch.autograd.set_multithreading_enabled(threads):
+            return torch.autograd.grad(out, (gq, gk, gv), dout)
+
+    documents = masks.documents([q.shape[2] // 2] * 2)
+    return {
+        "forward, full": lambda: attention(q, k, v),
+        "forward, causal": lambda: attention(q, k, v, causal=True),
+        "forward, documents": lambda: attention(q, k, v, mask=documents),
+        "SDPA, causal": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        "forward with grad, causal": lambda: attention(gq, gk, gv, causal=True),
+        "SDPA with grad, causal": lambda: F.scaled_dot_product_attention(gq, gk, gv, is_causal=True),
+        "both, causal": lambda: differentiate(attention(gq, gk, gv, causal=True)),
+        "SDPA both, causal": lambda: differentiate(F.scaled_dot_product_attention(gq, gk, gv, is_causal=True)),
+        "both, one thread": lambda: differentiate(attention(gq, gk, gv, causal=True), False),
+        "SDPA both, one thread": lambda: differentiate(
+            F.scaled_dot_product_attention(gq, gk, gv, is_causal=True), False
+        ),
+    }
+
+
+def bench_host(*, calls: int = 100, device: str = "") -> int:
+    """What one call of attention costs the host, in microseconds: this library and PyTorch.
+
+    Args:
+        calls: calls in a round.
+        device: cuda or cpu; a GPU where there is one unless given.
+    """
+    check_repeats(1, calls=calls)
+    where = default_device(device)
+    dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
+    q, k, v = (torch.randn(1, 2, 128, 128, device=where, dtype=dtype) for _ in range(3))
+    for name, least in microseconds(cases(q, k, v), calls, where).items():
+        print(f"{name:<26} {least:7.1f} us")
+    return 0

@@ -1,0 +1,287 @@
+"""`flashspan bench model`: forward, backward and optimizer of a training step, for presets, lengths and precisions.
+
+    flashspan bench model --presets small medium --tokens 128 256 --dtypes float32 bfloat16
+    flashspan bench model --presets small --warmups 0 1 2 5      # each in a process of its own: the warm-up study
+
+Every phase is timed by itself, with the device idle before and after: w warm-up steps, then n measured ones; a row has
+their mean and standard deviation beside the percentiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flashspan.attention import attention
+from flashspan.bench.measure import memory, ranges, record, sweep
+from flashspan.bench.measure.clock import check_repeats, timed
+from flashspan.bench.measure.record import Row
+from flashspan.bench.report.tables import Table, pivot, show_tables
+from flashspan.model import Llama, LlamaConfig, preset
+from flashspan.plan import ParallelConfig, Run, ledger
+
+KINDS = ("inference", "forward", "backward", "optimizer", "training")
+FORWARD_ONLY = KINDS[:1]
+ATTENTIONS: dict[str, Callable[..., Any]] = {"flashspan": attention, "plain": ranges.in_parts}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One configuration. `attention` is "flashspan", or "plain": scores, softmax and product as PyTorch operators."""
+
+    preset: str
+    batch: int
+    tokens: int
+    dtype: str = "float32"
+    attention: str = "flashspan"
+    compiled: bool = False
+    warmup: int = 5
+    steps: int = 10
+
+    @property
+    def impl(self) -> str:
+        return f"{self.attention}, {'compiled' if self.compiled else 'eager'}"
+
+    @property
+    def shape(self) -> str:
+        return f"{self.preset} {self.batch}x{self.tokens}"
+
+
+class Stepper:
+    """A model, an optimizer and a batch, stepped phase by phase."""
+
+    def __init__(self, setting: Setting, device: torch.device, config: LlamaConfig | None = None) -> None:
+        torch.manual_seed(0)
+        self.setting, self.device = setting, device
+        config = config or preset(setting.preset)
+        with device:
+            self.model = Llama(config, attention=ATTENTIONS[setting.attention])
+            self.tokens = torch.randint(config.vocab_size, (setting.batch, setting.tokens))
+        self.targets = self.tokens.roll(-1, 1)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=device.type == "cuda")
+        if setting.compiled:
+            torch._dynamo.reset()  # what earlier configurations compiled would count against its limit
+            for layer in self.model.layers:
+                layer.compile()
+        self.loss: torch.Tensor | None = None
+
+    def infer(self) -> None:
+        with torch.no_grad():
+            self.forward()
+        self.loss = None
+
+    def forward(self) -> None:
+        with self._autocast(), ranges.span("forward"):
+            self.loss = self.model.loss(self.model(self.tokens), self.targets) / self.tokens.numel()
+
+    def backward(self) -> None:
+        assert self.loss is not None
+        with ranges.span("backward"):
+            self.loss.backward()
+        self.loss = None
+
+    def update(self) -> None:
+        with ranges.span("optimizer"):
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def train(self) -> None:
+        self.forward()
+        self.backward()
+        self.update()
+
+    def held(self) -> float:
+        """Bytes of weights, gradients, optimizer state and tokens."""
+        state = [v for entry in self.optimizer.state.values() for v in entry.values() if torch.is_tensor(v)]
+        tensors = {t.data_ptr(): t.nbytes for t in [*self.model.parameters(), *state, self.tokens, self.targets]}
+        return float(sum(tensors.values()))
+
+    def _autocast(self) -> torch.autocast:
+        dtype = getattr(torch, self.setting.dtype)
+        return torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)
+
+
+def peak_bytes(stepper: Stepper, call: Callable[[], None]) -> float:
+    """The most bytes allocated at once in a call, with what the model holds."""
+    cuda = stepper.device.type == "cuda"
+    held = torch.cuda.memory_allocated(stepper.device) if cuda else stepper.held()
+    return held + memory.peak_of(call, stepper.device)[0]
+
+
+def needed_bytes(setting: Setting, kinds: Sequence[str] = KINDS) -> float:
+    """On a CPU, about: of a training step the planner's count and, of plain attention, the scores that layers keep; of
+    inference the weights, in two dtypes under autocast, and the scores of one layer."""
+    run = Run(preset(setting.preset), setting.batch, setting.tokens, setting.dtype, fused_norms=False)
+    scores = run.model.num_heads * run.batch * run.tokens**2 * run.itemsize if setting.attention == "plain" else 0
+    if kinds == FORWARD_ONLY:
+        each = 4 if setting.dtype == "float32" else 4 + run.itemsize
+        return float(run.model.num_parameters * each + scores)
+    return ledger(run, ParallelConfig()).peak + float(run.model.num_layers * scores)
+
+
+def time_phases(stepper: Stepper, warmup: int, steps: int, kinds: Sequence[str]) -> dict[str, list[float]]:
+    """Milliseconds of every measured run of each phase. Inference comes last: of a step without warm-up, what is slow
+    the first time is a part of training then."""
+    calls = {
+        "forward": stepper.forward,
+        "backward": stepper.backward,
+        "optimizer": stepper.update,
+        "inference": stepper.infer,
+    }
+    phases: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for number in range(warmup + steps):
+        parts = {kind: timed(call, stepper.device)[0] for kind, call in calls.items() if kind in kinds}
+        if "training" in kinds:
+            parts["training"] = parts["forward"] + parts["backward"] + parts["optimizer"]
+        if number >= warmup:
+            for kind, value in parts.items():
+                phases[kind].append(value)
+    return phases
+
+
+def measure(setting: Setting, device: torch.device, what: str = "model", kinds: Sequence[str] = KINDS) -> list[Row]:
+    """A row for every phase, or for inference alone."""
+    memory.check_room(needed_bytes(setting, kinds), device)
+    stepper = Stepper(setting, device)
+    phases = time_phases(stepper, setting.warmup, setting.steps, kinds)
+    peaks = {}
+    if "training" in kinds:
+        peaks["training"] = peak_bytes(stepper, stepper.train)
+        stepper.optimizer.state.clear()  # inference holds no moments
+    peaks["inference"] = peak_bytes(stepper, stepper.infer)
+    return [make_row(setting, device, what, kind, phases[kind], peaks.get(kind)) for kind in kinds]
+
+
+def make_row(
+    setting: Setting, device: torch.device, what: str, kind: str, samples: Sequence[float] = (), peak: Any = None
+) -> Row:
+    """A row of this bench, with or without times."""
+    step = preset(setting.preset).flops_per_token(setting.tokens) * setting.batch * setting.tokens / 1e12
+    parts = {"inference": 1 / 3, "forward": 1 / 3, "backward": 2 / 3, "training": 1.0}
+    impl = setting.impl if what == "model" else f"{setting.impl}, {setting.warmup} warm-ups"
+    return record.row(
+        record.environment(device), what=what, shape=setting.shape, impl=impl, kind=kind, dtype=setting.dtype,
+        samples_ms=samples, tflop=step * parts.get(kind, float("nan")),
+        peak_mib=float("nan") if peak is None else peak / 2**20, more=asdict(setting),
+    )  # fmt: skip
+
+
+def compile_layers(setting: Setting, device: torch.device, kinds: Sequence[str]) -> None:
+    """Leave on disk what a compiled model needs. Its layers share their graphs: two of them will do."""
+    from torch._inductor import config
+
+    # Which of its kernels is fastest the compiler finds out again where it is measured: here others use the device.
+    with config.patch(autotune_local_cache=False):
+        stepper = Stepper(setting, device, replace(preset(setting.preset), num_layers=2))
+        stepper.infer()
+        if "training" in kinds:
+            stepper.train()
+
+
+def job(setting: Setting, device: torch.device, *, fresh: bool = False, kinds: Sequence[str] = KINDS) -> sweep.Job:
+    """A job of a sweep; `fresh` ones, each in a process that has warmed up nothing, are the warm-up study."""
+    what = "warm-up" if fresh else "model"
+    expected = tuple(make_row(setting, device, what, kind) for kind in kinds)
+    ready = partial(compile_layers, setting, device, kinds) if setting.compiled else None
+    return sweep.Job(expected, partial(measure, setting, device, what, kinds), ready, None if fresh else "timed")
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """A line per configuration, a column per phase: mean ± standard deviation."""
+    return pivot(
+        "milliseconds, mean ± standard deviation",
+        rows,
+        line=lambda row: (row.shape, row.impl, row.dtype),
+        names=("model", "implementation", "dtype"),
+        column=lambda row: row.kind,
+        cell=lambda row: f"{_rounded(row.mean_ms, 4)} ± {_rounded(row.std_ms, 2)}",
+    )
+
+
+def _rounded(value: float, digits: int) -> str:
+    """So many digits, and more where that would take a power of ten."""
+    text = f"{value:.{digits}g}"
+    return f"{value:,.0f}" if "e+" in text else text
+
+
+def bench_model(
+    *,
+    presets: tuple[str, ...] = ("small",),
+    tokens: tuple[int, ...] = (128,),
+    batch: int = 4,
+    dtypes: tuple[str, ...] = ("float32", "bfloat16"),
+    attentions: tuple[str, ...] = ("flashspan",),
+    compiled: bool = False,
+    warmups: tuple[int, ...] = (5,),
+    steps: int = 10,
+    forward_only: bool = False,
+    device: str = "auto",
+    folder: Path = record.FOLDER,
+    again: bool = False,
+) -> int:
+    """Time forward, backward and optimizer of training steps; mean, deviation and peak memory.
+
+    Appends rows to FOLDER/model.jsonl. With several --warmups each configuration runs in a process of its own, once
+    for each number of warm-up steps: the warm-up study.
+
+    Example: flashspan bench model --presets small medium --tokens 128 256 --compiled
+
+    Args:
+        presets: models by name: tiny, small, medium, large, xl, 2.7B, llama-3.2-1b, ...
+        tokens: context lengths.
+        batch: samples per step.
+        dtypes: float32, and bfloat16 for autocast.
+        attentions: flashspan, or plain (scores, softmax, product).
+        compiled: with torch.compile too, beside eager.
+        warmups: steps before those measured.
+        steps: measured steps.
+        forward_only: inference alone, which fits where a training step does not.
+        device: auto, cpu or cuda.
+        folder: where the rows go.
+        again: measure what is there, too.
+    """
+    place = record.find_device(device)
+    if not presets:
+        raise ValueError("presets must name one model or more, for instance small: got none")
+    for name in presets:
+        preset(name)  # refuses unknown ones
+    _check(tokens=tokens, batch=(batch,))
+    check_repeats(1, steps=steps)
+    if not warmups:
+        raise ValueError("warmups must name one number or more: got none")
+    for count in warmups:
+        check_repeats(0, warmups=count)
+    for names, known, word in (
+        (dtypes, ("float32", "bfloat16", "float16"), "dtypes"),
+        (attentions, ATTENTIONS, "attentions"),
+    ):
+        unknown = [name for name in names if name not in known]
+        if unknown or not names:
+            raise ValueError(f"{word} may be {', '.join(known)}: got {', '.join(unknown) or 'none'}")
+    settings = [
+        Setting(name, batch, length, dtype, attend, comp, warmup, steps)
+        for name in presets
+        for length in tokens
+        for dtype in dtypes
+        for attend in attentions
+        for comp in ((False, True) if compiled else (False,))
+        for warmup in warmups
+    ]
+    study = len(warmups) > 1
+    path = folder / "model.jsonl"
+    kinds = FORWARD_ONLY if forward_only else KINDS
+    jobs = [job(setting, place, fresh=study, kinds=kinds) for setting in settings]
+    outcome = sweep.run(jobs, path, again=again, title="model")
+    show_tables([table(outcome.rows)], outcome.note(path))
+    return 0
+
+
+def _check(**numbers: Sequence[int]) -> None:
+    for name, values in numbers.items():
+        if not values or min(values) < 1:
+            raise ValueError(f"{name} must be 1 or more: got {' '.join(map(str, values)) or 'none'}")

@@ -1,0 +1,65 @@
+"""The error of a bfloat16 output by how much of a row's weight few keys have, ours beside PyTorch's.
+
+    flashspan bench rounding --tokens 8192
+
+On random inputs, q multiplied by 1, 2, 4 and 8; in 1e-3 of the output, against float32 arithmetic. The table of
+docs/kernels.md, on whatever device there is; who cannot run there says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from flashspan import attention, masks
+from flashspan.bench.measure import record
+from flashspan.bench.measure.clock import default_device
+from flashspan.bench.suites.attention import Attend, Shape, implementations
+
+SHARP = (1.0, 2.0, 4.0, 8.0)
+NAMES = ("sdpa-cudnn", "sdpa-flash", "flashspan", "flashspan-portable")
+
+
+def contenders(shape: Shape, device: torch.device) -> dict[str, Callable[[], Attend]]:
+    """Name -> a function that makes attention: a block map of the same pairs is ours, and rounded in another way."""
+    makers = implementations(shape)
+    blocks = masks.Blocks.of(shape.mask(), shape.T, shape.T).to(device)
+    return {name: makers[name] for name in NAMES} | {"flashspan, block map": lambda: partial(attention, mask=blocks)}
+
+
+def inputs(shape: Shape, sharp: float, device: torch.device) -> list[Tensor]:
+    generator = torch.Generator(device).manual_seed(0)
+    size = (shape.B, shape.H, shape.T, shape.D)
+    q, k, v = (torch.randn(size, device=device, generator=generator).bfloat16() for _ in range(3))
+    return [q * sharp, k, v]
+
+
+def errors(shape: Shape, attend: Attend, device: torch.device) -> str:
+    """One for each sharpness, as text, or why it cannot run here."""
+    found = []
+    for sharp in SHARP:
+        q, k, v = inputs(shape, sharp, device)
+        try:
+            found.append(record.output_error(q, k, v, attend(q, k, v), shape.mask()))
+        except (RuntimeError, ValueError) as error:
+            return f"  {str(error).splitlines()[0]}"
+    return "".join(f"{error * 1e3:8.3f}" for error in found)
+
+
+def bench_rounding(*, tokens: int = 8192, device: str = "") -> int:
+    """The error of a bfloat16 output, by how much of a row's weight a few keys have: this library and PyTorch.
+
+    Args:
+        tokens: queries and keys.
+        device: cuda or cpu; a GPU where there is one unless given.
+    """
+    where = default_device(device)
+    for head_dim, pattern in ((64, "full"), (128, "causal")):
+        shape = Shape(1, 2, 2, tokens, head_dim, pattern)
+        print(f"{shape}, error in 1e-3; q times " + ", ".join(f"{sharp:g}" for sharp in SHARP))
+        for name, make in contenders(shape, where).items():
+            print(f"  {name:<22}" + errors(shape, make(), where), flush=True)
+    return 0

@@ -1,0 +1,419 @@
+"""Our trainer and our decoding beside transformers + SDPA, in one run on one GPU, on the Llama-3.2-1B shape.
+
+    flashspan bench training --profile                    # all parts, about 3 minutes on an H200
+    flashspan bench training --part train8k               # or train32k, or generate
+    flashspan bench training --tiny                       # a tiny model, on the CPU too: does it run?
+
+Ours is `Trainer.take_step`, what `flashspan train` calls, with the options in OURS: data from a token file, the loss on
+the device, clipping, fused AdamW. Theirs is forward, backward, clipping at the same norm and the same fused AdamW. Both
+start from one checkpoint, so the first losses can be compared. Kept in which dtype:
+
+    theirs              weights, gradients, moments bfloat16; norms in float32; logits bfloat16, then float32
+    flashspan           weights, gradients, moments bfloat16; norms in float32; logits bfloat16, a chunk at a time
+    flashspan, mixed    weights, gradients, moments float32; products bfloat16 (autocast)
+
+Note [Where memory and time go]
+A token of a layer keeps, in bfloat16: its input (4 KB), q, k and v (6), the attention's output (4), the output
+product (4), gate and up (32): 50 KB; norms and SwiGLU are made again in backward, inside what needs them. 16 layers:
+6.3 GiB at 8k tokens, 25 GiB at 32k. Weights and moments are 6.9 GiB; gradients (2.3 GiB) come while activations go. The
+loss holds 2 GiB of logits, in whose place their gradients come, and 1 GiB of the head's. So the peak, at the end of
+forward, is about 16 GiB at 8k and 35 GiB at 32k.
+
+Time at 8k: 61 TFLOP of products, with what follows them in the same kernels, are 87 ms; attention (15 TFLOP, scores
+computed again in backward) is 30 at 510 TFLOP/s; norms and rotations of gradients are 3, the loss's and the embedding's
+own passes 4, AdamW 4, which clips as it reads, the norm for it 1, waiting 4: 134 ms. At 32k products are 348 ms, at 700
+TFLOP/s, attention is 444 at 555, and the rest 31.
+"""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import statistics
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flashspan.attention import attention
+from flashspan.bench.measure import record, trace
+from flashspan.bench.measure.clock import synchronise, timed
+from flashspan.bench.report import training as page
+from flashspan.bench.suites.plain_llama import Baseline, load_baseline
+from flashspan.data.samples import Samples
+from flashspan.data.tokenizer import ByteTokenizer
+from flashspan.data.tokens import open_tokens, write_tokens
+from flashspan.generate import Sampling, Whole, decode
+from flashspan.launch import stay_on_this_machine
+from flashspan.model import Llama, LlamaConfig, load_llama, preset, save_state
+from flashspan.train import parse
+from flashspan.train.loop import Trainer
+
+OURS = ("--train.precision=bfloat16", "--train.recompute=elementwise", "--train.compile=true", "--optimizer.lr=2e-5")
+MODES = {"flashspan": "bfloat16", "flashspan, mixed": "float32"}
+CLIP, BETAS, EPS = 1.0, (0.9, 0.95), 1e-8
+STEPS = 8
+"""Measured of each: the first few are up to 1% slower than those after them."""
+
+Part: TypeAlias = Literal["train8k", "train32k", "generate"]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What is asked of a part: our speed over theirs at least, our memory over theirs at most, GiB at most."""
+
+    speed: float
+    memory: float | None = None
+    gib: float | None = None
+
+
+FIGURES = {
+    "train8k": Figure(1.25, 0.6),
+    "train32k": Figure(1.4, 0.45, 45.0),
+    "prefill": Figure(1.0),
+    "decode": Figure(1.0),
+}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The model and the lengths, in tokens."""
+
+    shape: LlamaConfig
+    train: dict[str, int]
+    prompt: int = 8192
+    new: int = 256
+
+
+FULL = Sizes(preset("llama-3.2-1b"), {"train8k": 8192, "train32k": 32768})
+TINY = Sizes(
+    preset("tiny", width=32, ffn_width=64, num_layers=2, tie_embeddings=True), {"train8k": 32, "train32k": 96}, 24, 6
+)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One implementation's part: seconds of each repetition, bytes at the peak, tokens and operations of one."""
+
+    part: str
+    name: str
+    seconds: list[float]
+    peak: int
+    tokens: int
+    flops: float
+    error: float  # of the first loss (training) or of the logits (prefill), relative to theirs
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+
+class Bench:
+    """The measurements of one run, in a folder of its own."""
+
+    def __init__(self, sizes: Sizes, folder: Path, device: torch.device, *, profile: bool = False) -> None:
+        self.sizes, self.folder, self.device, self.profile = sizes, folder, device, profile
+        self.results: list[Measured] = []
+        save_state(random_weights(sizes.shape, device), sizes.shape, folder / "model")
+        coder = ByteTokenizer()
+        coder.vocab_size = sizes.shape.vocab_size
+        noise = torch.randint(sizes.shape.vocab_size, (4 * max(sizes.train.values()) + 1,)).numpy()
+        with write_tokens(folder / "data" / "train.bin", coder) as writer:
+            writer.add(noise)
+        self.noise = torch.from_numpy(open_tokens(folder / "data").tokens.astype("int64"))
+
+    def train(self, part: str, modes: Sequence[str]) -> None:
+        """Steps of theirs, then of ours in each mode."""
+        num_tokens = self.sizes.train[part]
+        flops = self.sizes.shape.flops_per_token(num_tokens) * num_tokens
+        theirs = load_baseline(self.folder / "model", self.device)
+        name, step = theirs.name, self._their_step(theirs, num_tokens)
+        del theirs
+        first, seconds, peak = self._measure(step, name)
+        self._keep(Measured(part, name, seconds, peak, num_tokens, flops, 0.0))
+        del step
+        for name in modes:
+            clear(self.device)  # of the one before
+            found = None
+            try:
+                found = self._measure(self._our_step(num_tokens, MODES[name]), name)
+            except torch._dynamo.exc.TorchDynamoException:  # say why, then measure what can be measured
+                traceback.print_exc()
+            if found is None:
+                clear(self.device)
+                step = self._our_step(num_tokens, MODES[name], "--train.compile=false")
+                name += ", not compiled"
+                found = self._measure(step, name)
+                del step
+            loss, seconds, peak = found
+            self._keep(Measured(part, name, seconds, peak, num_tokens, flops, abs(loss / first - 1)))
+        clear(self.device)
+
+    def generate(self) -> None:
+        """A prompt, then one token after another, greedily; once to warm up, then measured."""
+        prompt = self.noise[: self.sizes.prompt].unsqueeze(0).to(self.device)
+        theirs = load_baseline(self.folder / "model", self.device)
+        theirs.model.eval()
+        with torch.inference_mode():
+            logits = theirs.extend(prompt, None)[0]  # and let go of the cache, which would count below
+        self._generate(theirs.name, partial(self._their_decode, theirs, prompt), 0.0)
+        del theirs
+        clear(self.device)
+        model = load_llama(self.folder / "model", attention=attention, dtype=torch.bfloat16, device=self.device).eval()
+        with torch.inference_mode():
+            ours = model.logits(model(prompt)[:, -1])
+        error = float((ours.float() - logits.float()).norm() / logits.float().norm())
+        try:
+            self._generate("flashspan", partial(self._our_decode, model, prompt, graph=True), error)
+        except RuntimeError as problem:  # a kernel that cannot be recorded: say so, and measure it launched
+            print(f"flashspan's decoding could not be recorded as a CUDA graph: {problem}")
+            self._generate("flashspan", partial(self._our_decode, model, prompt, graph=False), error)
+        del model
+        clear(self.device)
+
+    def _our_step(self, num_tokens: int, weights: str, *more: str) -> Callable[[], float]:
+        options = [
+            f"--model.load={self.folder / 'model'}",
+            f"--data.train={self.folder / 'data'}",
+            f"--data.sequence={num_tokens}",
+            "--train.batch=1",
+            f"--train.weights={weights}",
+            f"--checkpoint.folder={self.folder / 'run'}",
+            "--parallel.context=1",
+            f"--parallel.device={self.device.type}",
+            f"--optimizer.clip={CLIP}",
+            *OURS,
+            *more,
+        ]
+        print("flashspan train", " ".join(options), flush=True)
+        trainer = Trainer(parse(options))
+        return lambda: trainer.take_step()[0]
+
+    def _their_step(self, theirs: Baseline, num_tokens: int) -> Callable[[], float]:
+        params = list(theirs.model.parameters())
+        optimizer = torch.optim.AdamW(
+            params, lr=2e-5, betas=BETAS, eps=EPS, weight_decay=0.1, fused=self.device.type == "cuda"
+        )
+        theirs.model.train()
+        samples = Samples(open_tokens(self.folder / "data"), num_tokens, seed=0)
+        taken = iter(range(1000))
+
+        def step() -> float:
+            optimizer.zero_grad()
+            tokens, targets = (x.to(self.device) for x in samples.read([next(taken)]))
+            loss = theirs.loss(tokens, targets)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(params, CLIP)
+            optimizer.step()
+            return float(loss.detach())
+
+        return step
+
+    def _measure(self, step: Callable[[], float], name: str) -> tuple[float, list[float], int]:
+        """The first loss, the seconds of STEPS steps after two to warm up, and the peak of those."""
+        spent, (first, _) = timed(lambda: (step(), step()), self.device)
+        print(f"{name}: {spent / 1e3:.1f} s to warm up", flush=True)
+        reset_peak(self.device)
+        seconds = [timed(step, self.device)[0] / 1e3 for _ in range(STEPS)]
+        peak = peak_bytes(self.device)
+        if self.profile and self.device.type == "cuda":
+            self._show(step, name)
+        return first, seconds, peak
+
+    def _show(self, step: Callable[[], float], name: str) -> None:
+        """Which kernels a step's time goes to."""
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            step()
+            synchronise(self.device)
+        kernels = trace.kernels(seen.profiler, self.device)
+        print(f"{name}: {sum(kernel.milliseconds for kernel in kernels):.1f} ms of kernels in a step")
+        for kernel in kernels[:14]:
+            print(f"  {kernel.milliseconds:8.2f} ms {kernel.count:5} x  {kernel.name[:100]}")
+
+    def _their_decode(self, theirs: Baseline, prompt: Tensor) -> tuple[float, float]:
+        """Seconds of the prompt and of the tokens after it. Nobody waits for a token here, as generate() would."""
+        state: tuple[Tensor, Any] = (prompt, None)
+
+        def extend(times: int) -> None:
+            nonlocal state
+            for _ in range(times):
+                logits, cache = theirs.extend(*state)
+                state = logits.argmax(-1, keepdim=True), cache
+
+        with torch.inference_mode():
+            first, rest = (timed(partial(extend, times), self.device)[0] for times in (1, self.sizes.new - 1))
+        return first / 1e3, rest / 1e3
+
+    def _our_decode(self, model: Llama, prompt: Tensor, *, graph: bool) -> tuple[float, float]:
+        """The same of `decode`, recording the graph included."""
+        tokens = decode(model, prompt, self.sizes.new, sampling=Sampling(0), context=Whole(graph=graph))
+        first, _ = timed(lambda: next(tokens), self.device)
+        rest, _ = timed(lambda: sum(1 for _ in tokens), self.device)
+        return first / 1e3, rest / 1e3
+
+    def _generate(self, name: str, run: Callable[[], tuple[float, float]], error: float) -> None:
+        run()
+        reset_peak(self.device)
+        prompts, rest = zip(*(run() for _ in range(3)), strict=True)
+        peak, shape, new = peak_bytes(self.device), self.sizes.shape, self.sizes.new - 1
+        forward = shape.flops_per_token(self.sizes.prompt) / 3
+        self._keep(
+            Measured("prefill", name, list(prompts), peak, self.sizes.prompt, forward * self.sizes.prompt, error)
+        )
+        self._keep(Measured("decode", name, list(rest), peak, new, forward * new, 0.0))
+
+    def _keep(self, measured: Measured) -> None:
+        self.results.append(measured)
+        print(f"{measured.part} {measured.name}: {describe(measured)}", flush=True)
+
+    def rows(self) -> list[record.Row]:
+        """The measurements as rows of a benchmark file."""
+        model = f"{self.sizes.shape.num_parameters / 1e9:.2f}B"
+        around = record.environment(self.device)
+        rows = []
+        for m in self.results:
+            shape = f"{model} 1x{m.tokens}" + (f" after {self.sizes.prompt}" if m.part == "decode" else "")
+            kind = "step" if m.part.startswith("train") else m.part
+            rows.append(
+                record.row(
+                    around,
+                    what="trainer",
+                    shape=shape,
+                    impl=m.name,
+                    kind=kind,
+                    dtype="bfloat16",
+                    samples_ms=[1e3 * seconds for seconds in m.seconds],
+                    tflop=m.flops / 1e12,
+                    error=m.error,
+                    peak_mib=m.peak / 2**20,
+                )
+            )
+        return rows
+
+    def table(self) -> str:
+        """Every measurement beside theirs, and whether the figure is met."""
+        lines = []
+        for part in dict.fromkeys(m.part for m in self.results):
+            theirs, *ours = (m for m in self.results if m.part == part)
+            lines.append(f"{part}\n  {theirs.name:<30} {describe(theirs)}")
+            for m in ours:
+                speed, asked = theirs.median / m.median, FIGURES[part]
+                verdicts = [f"{speed:.2f}x their speed (asked {asked.speed}: {told(speed >= asked.speed)})"]
+                if asked.memory is not None and theirs.peak:
+                    memory = m.peak / theirs.peak
+                    verdicts.append(
+                        f"{memory:.2f}x their memory (asked {asked.memory}: {told(memory <= asked.memory)})"
+                    )
+                if asked.gib is not None and m.peak:
+                    verdicts.append(f"asked {asked.gib:g} GiB: {told(m.peak / 2**30 <= asked.gib)}")
+                lines += [f"  {m.name:<30} {describe(m)}", f"  {'':<30} {', '.join(verdicts)}"]
+        return "\n".join(lines)
+
+
+def describe(m: Measured) -> str:
+    """A measurement in a line."""
+    return (
+        f"{m.median * 1e3:9.1f} ms  {m.tokens / m.median:10,.0f} tokens/s  {m.flops / m.median / 1e12:6.1f} TFLOP/s  "
+        f"{m.peak / 2**30:6.2f} GiB  error {m.error:.1e}"
+    )
+
+
+def told(met: bool) -> str:
+    return "met" if met else "MISSED"
+
+
+def random_weights(shape: LlamaConfig, device: torch.device) -> dict[str, Tensor]:
+    """bfloat16 weights of a model, drawn where it is fast."""
+    with torch.device("meta"):
+        model = Llama(shape, attention=attention)
+    generator = torch.Generator(device).manual_seed(0)
+    return {
+        name: torch.ones(p.shape, dtype=torch.bfloat16)
+        if p.dim() == 1
+        else torch.empty(p.shape, device=device).normal_(0, 0.02, generator=generator).bfloat16().cpu()
+        for name, p in model.named_parameters()
+    }
+
+
+def reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most that was allocated since `reset_peak`; 0 on the CPU, where nobody counts."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
+def clear(device: torch.device) -> None:
+    """Let go of a model that nobody holds any more."""
+    torch._dynamo.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        left = torch.cuda.memory_allocated(device)
+        if left > 2**28:
+            print(f"warning: {left / 2**30:.2f} GiB of an earlier part are still held", flush=True)
+
+
+def bench_training(
+    part: tuple[Part, ...] = (), *, file: Path | None = None, profile: bool = False, tiny: bool = False
+) -> int:
+    """Training steps and generation against transformers with SDPA, on one GPU and the shape of Llama-3.2-1B.
+
+    Appends rows to docs/benchmarks/trainer.csv and writes the page next to it. About 3 minutes on an H200.
+
+    Args:
+        part: parts to measure; all unless given.
+        file: file that rows are appended to; docs/benchmarks/trainer.csv unless given, none with --tiny.
+        profile: show which kernels a step's time goes to.
+        tiny: a tiny model and short sequences, to see whether the benchmark runs; on the CPU too.
+    """
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cpu" and not tiny:
+        raise ValueError("bench training needs a CUDA device and none is present; --tiny runs on the CPU")
+    parts = part or get_args(Part)
+    file = file or (None if tiny else page.PATH)
+    folder = Path(tempfile.mkdtemp(prefix="flashspan-bench-"))
+    alone = not dist.is_initialized()
+    if alone:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        stay_on_this_machine()
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    bench = Bench(TINY if tiny else FULL, folder, device, profile=profile)
+    failed = False
+    try:
+        for name in parts:
+            try:
+                if name == "generate":
+                    bench.generate()
+                else:
+                    # A second kind of weights costs another compilation: at the shorter length only.
+                    bench.train(name, list(MODES) if name == "train8k" else ["flashspan"])
+            except Exception:  # the other parts are measured all the same
+                traceback.print_exc()
+                failed = True
+            clear(device)
+    finally:
+        if bench.results:
+            print(f"\n{bench.table()}")
+            if file is not None:
+                record.append(bench.rows(), file)
+                print(f"rows are in {file}")
+            if file == page.PATH:
+                page.write()
+        shutil.rmtree(folder, ignore_errors=True)
+        if alone:
+            dist.destroy_process_group()
+    return int(failed)

@@ -1,0 +1,1 @@
+"""What a subcommand does that is neither training, generation nor a benchmark."""

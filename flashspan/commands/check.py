@@ -1,0 +1,265 @@
+"""`flashspan check`: proof, on the user's own machine, that attention across ranks equals attention on one device.
+
+flashspan check                                              every strategy and layout on 4 ranks
+flashspan check --ranks 4 --strategy ring --layout zigzag --tokens 1000
+flashspan check --ranks 4 --share-gpu                        4 ranks on one GPU
+torchrun --nproc-per-node 8 -m flashspan.check               joins the ranks that torchrun started
+flashspan check --preflight                                  links, overlap and one strategy: see preflight.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flashspan.bench.measure.clock import here
+from flashspan.bench.measure.memory import free_bytes, refuse_shared_gpu
+from flashspan.bench.measure.strategies import Layout, Strategy, over_all_ranks
+from flashspan.context.layout import LAYOUTS
+from flashspan.context.strategy import STRATEGIES, ContextAttention
+from flashspan.kernels import promise
+from flashspan.kernels.masks import CAUSAL, EVERYTHING
+from flashspan.launch import Ranks, check_num_ranks, joined
+
+Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
+"""What commands offer; a test holds these to STRATEGIES, LAYOUTS and BOUNDS."""
+
+BOUNDS = {"float32": (promise.FORWARD, promise.GRADIENT), "bfloat16": (1e-2, 2e-2), "float16": (2e-3, 4e-3)}
+"""Largest error allowed of out, and of dq, dk and dv, relative to what `promise.Answer.size` says."""
+LONG = 131072
+"""Tokens beyond which float32 is allowed ten times as much. The longer a sum is, the more it rounds, and the smaller is
+the mean that attention makes of it: at 2**20 tokens without a mask, one device by itself has an error of 1.4e-6."""
+
+
+def is_long(dtype: str, tokens: int) -> bool:
+    return dtype == "float32" and tokens > LONG
+
+
+def at_length(bounds: tuple[float, float], dtype: str, tokens: int) -> tuple[float, float]:
+    """What is allowed of so many tokens, from what is allowed of few."""
+    forward, backward = bounds
+    return (10 * forward, 10 * backward) if is_long(dtype, tokens) else bounds
+
+
+def why_more(dtype: str, tokens: int) -> str:
+    """For the output: why more than the promise is allowed, where it is."""
+    return f"; ten times that of {LONG:,} tokens, as longer sums round more" if is_long(dtype, tokens) else ""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is computed: by each of `cases`, (strategy, layout), and once in float64 by one device."""
+
+    cases: tuple[tuple[str, str], ...]
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    causal: bool
+    dtype: str
+    seed: int
+
+    def needed_bytes(self, ranks: int) -> int:
+        """What all ranks hold at least: every one the inputs, and the first the same and the answers in float64."""
+        numbers = 2 * (self.heads + self.kv_heads) * self.tokens * self.head_dim
+        return numbers * (ranks * getattr(torch, self.dtype).itemsize + 2 * torch.float64.itemsize)
+
+    def inputs(self, device: torch.device) -> list[Tensor]:
+        """q, k, v and dout of the whole sequence, the same on every rank."""
+        generator = torch.Generator().manual_seed(self.seed)
+        heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        shapes = [(1, num, self.tokens, self.head_dim) for num in heads]
+        dtype = getattr(torch, self.dtype)
+        return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+
+
+@dataclass(frozen=True)
+class Result:
+    """Relative errors against float64 (`promise.Answer.size`), Frobenius norms."""
+
+    strategy: str
+    layout: str
+    out: float
+    dq: float
+    dk: float
+    dv: float
+    transport: str = ""
+
+    def passes(self, dtype: str, tokens: int = 1) -> bool:
+        forward, backward = at_length(BOUNDS[dtype], dtype, tokens)
+        # Each compared by itself: NaN passes no comparison, but hides in a maximum.
+        return self.out <= forward and all(error <= backward for error in (self.dq, self.dk, self.dv))
+
+
+def check(
+    *,
+    ranks: int = 4,
+    strategy: Strategy | None = None,
+    layout: Layout | None = None,
+    tokens: int = 1000,
+    heads: int = 8,
+    kv_heads: int = 2,
+    head_dim: int = 64,
+    causal: bool = True,
+    dtype: Dtype = "float32",
+    seed: int = 0,
+    share_gpu: bool = False,
+) -> int:
+    """Prove on this machine that parallel attention equals serial attention.
+
+    Spawns the ranks (or joins them, under torchrun), runs the strategy and one device on the same inputs, and prints
+    the errors of out, dq, dk and dv with a verdict. Exit code 1 on failure. With no arguments: every strategy and
+    layout.
+
+    With --preflight it checks one strategy, measures the links between the ranks, and names slow ones, in about a
+    minute; flashspan check --preflight --help lists its options.
+
+    Example: flashspan check --ranks 4 --strategy ring --layout zigzag --tokens 1000
+
+    Args:
+        ranks: how many ranks to spawn: at most 64, or 8 for each core.
+        strategy: one strategy; all of them unless given.
+        layout: one layout; all that fit unless given.
+        tokens: length of the whole sequence; need not divide by the ranks.
+        heads: query heads.
+        kv_heads: key and value heads.
+        head_dim: size of each head.
+        causal: each token sees only itself and those before it.
+        dtype: of q, k and v.
+        seed: of the random inputs.
+        share_gpu: all ranks on the first GPU, to develop and debug parallel code with one GPU.
+    """
+    if dtype not in BOUNDS:
+        raise ValueError(f"dtype must be one of {', '.join(BOUNDS)}: got {dtype!r}")
+    if heads < 1 or kv_heads < 1 or heads % kv_heads:
+        raise ValueError(f"the kv heads must divide the query heads: got {heads} query heads and {kv_heads} kv heads")
+    if tokens < 1 or not 1 <= head_dim <= 256:
+        raise ValueError(f"check needs 1 or more tokens and a head size of 1 to 256: got {tokens} and {head_dim}")
+    refuse_large_seed(seed)
+    by_torchrun = under_torchrun(share_gpu)
+    cases = [(s, l) for s in STRATEGIES for l in LAYOUTS if strategy in (None, s) and layout in (None, l)]
+    if not cases:
+        raise ValueError(
+            f"strategy must be one of {', '.join(STRATEGIES)} and layout one of {', '.join(LAYOUTS)}: "
+            f"got {strategy!r} and {layout!r}"
+        )
+    problem = Problem(tuple(cases), tokens, heads, kv_heads, head_dim, causal, dtype, seed)
+    if by_torchrun:
+        with joined(timeout=120) as device_type:
+            ranks = dist.get_world_size()
+            results = run_on_rank(problem, device_type)
+    else:
+        check_num_ranks(ranks, "check")
+        cuda = share_gpu or ranks <= torch.cuda.device_count()
+        if share_gpu:
+            refuse_shared_gpu(ranks, problem.needed_bytes(1), "lower --ranks, --tokens or the heads")
+        needed, free = problem.needed_bytes(1 if cuda else ranks), free_bytes("cuda" if cuda else "cpu")
+        if free is not None and needed > free:
+            raise ValueError(
+                f"check must fit in memory: {tokens} tokens, {heads} heads on {kv_heads} kv heads of {head_dim} on "
+                f"{ranks} ranks need about {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} are there; lower --tokens, "
+                "the heads or --ranks"
+            )
+        what = f"{len(cases)} {'case' if len(cases) == 1 else 'cases'} on {ranks} ranks"
+        backend = "nccl" if cuda and not share_gpu else "gloo"
+        with waiting(what), Ranks(ranks, backend=backend, timeout=120, share_gpu=share_gpu) as pool:
+            results = pool.run(run_on_rank, problem, "cuda" if cuda else "cpu", timeout=900)[0]
+    if results:  # on rank 0 only
+        print_table(problem, ranks, results)
+    return 0 if all(result.passes(dtype, tokens) for result in results) else 1
+
+
+def under_torchrun(share_gpu: bool) -> bool:
+    """Whether torchrun started this process as one of its ranks."""
+    started = dist.is_torchelastic_launched()
+    if started and share_gpu:
+        raise ValueError("--share-gpu starts its own ranks: leave torchrun out, or --share-gpu")
+    return started
+
+
+def refuse_large_seed(seed: int) -> None:
+    """What a generator cannot take, before ranks are started that would say so one by one."""
+    if not -(2**63) <= seed < 2**64:
+        raise ValueError(f"a seed is a number of 64 bits, -2**63 to 2**64 - 1: got {seed}")
+
+
+@contextlib.contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """On a terminal: what is being done, and for how long it has been."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns, console = (SpinnerColumn(), TextColumn(what), TimeElapsedColumn()), Console(stderr=True)
+    # Elsewhere it would leave an empty line.
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        bar.add_task(what)
+        yield
+
+
+def run_on_rank(problem: Problem, device_type: str) -> list[Result]:
+    """On a rank: every case, forward and backward. Rank 0 returns the errors, of the whole tensors; others nothing."""
+    device = here(device_type)
+    inputs = problem.inputs(device)
+    exact = truth(problem, inputs) if dist.get_rank() == 0 else None
+    results = []
+    for strategy, layout in problem.cases:
+        attend = over_all_ranks(strategy, layout, device_type, num_tokens=problem.tokens)
+        transport = attend.transport(device)
+        errors = compare(attend, problem, inputs, exact)
+        if errors:
+            results.append(Result(strategy, layout, *errors, transport))
+    return results
+
+
+def compare(
+    attend: ContextAttention, problem: Problem, inputs: list[Tensor], exact: promise.Answer | None
+) -> tuple[float, float, float, float] | None:
+    """Forward and backward on all ranks of `attend`; where `exact` is given, the errors of out, dq, dk and dv."""
+    q, k, v, dout = (attend.shard(x, 2) for x in inputs)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = attend(*leaves, causal=problem.causal)
+    out.backward(dout)
+    whole_out, *grads = (attend.unshard(x, 2) for x in (out, *(leaf.grad for leaf in leaves if leaf.grad is not None)))
+    if exact is None:
+        return None
+    dq, dk, dv = (relative(grad, exact, name) for name, grad in zip(("dq", "dk", "dv"), grads, strict=True))
+    return relative(whole_out, exact, "out"), dq, dk, dv
+
+
+def truth(problem: Problem, inputs: list[Tensor]) -> promise.Answer:
+    """What one device gives, in float64."""
+    mask, scale = CAUSAL if problem.causal else EVERYTHING, 1.0 / math.sqrt(problem.head_dim)
+    return promise.solve(*inputs, mask=mask, scale=scale)
+
+
+def relative(mine: Tensor, exact: promise.Answer, name: str) -> float:
+    """The norm of one result's error, over the size that the promise compares it with."""
+    return float((mine.double() - exact.results[name]).norm()) / exact.size(name)
+
+
+def print_table(problem: Problem, ranks: int, results: list[Result]) -> None:
+    kind = "causal" if problem.causal else "full"
+    forward, backward = at_length(BOUNDS[problem.dtype], problem.dtype, problem.tokens)
+    print(
+        f"{ranks} ranks against one device in float64: {problem.tokens} tokens, {problem.heads} heads on "
+        f"{problem.kv_heads} kv heads of {problem.head_dim}, {kind}, {problem.dtype}"
+    )
+    for transport in dict.fromkeys(result.transport for result in results):
+        print(f"transport: {transport}")
+    why = why_more(problem.dtype, problem.tokens)
+    print(f"relative errors; allowed: out {forward:g}, gradients {backward:g}{why}\n")
+    print(f"{'strategy':<12} {'layout':<11} " + " ".join(f"{name:>9}" for name in ("out", "dq", "dk", "dv")))
+    for result in results:
+        values = [value for value in asdict(result).values() if isinstance(value, float)]
+        verdict = "ok" if result.passes(problem.dtype, problem.tokens) else "WRONG"
+        cells = " ".join(f"{value:9.1e}" for value in values)
+        print(f"{result.strategy:<12} {result.layout:<11} {cells}  {verdict}")
+    wrong = sum(not result.passes(problem.dtype, problem.tokens) for result in results)
+    print(f"\n{'parallel equals serial' if not wrong else f'{wrong} of {len(results)} FAILED'}")

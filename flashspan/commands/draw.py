@@ -1,0 +1,73 @@
+"""`flashspan plan draw`: the timeline of a schedule and the ownership of the mask, as pictures."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from flashspan.arguments import resolve_mask
+from flashspan.bench.measure.strategies import Layout
+from flashspan.context.draw import draw_ownership, draw_timeline
+from flashspan.context.generators import GENERATORS
+from flashspan.context.layout import place
+from flashspan.context.schedule import reverse
+from flashspan.context.verify import verify
+from flashspan.context.visibility import Visibility
+from flashspan.files import make_folder
+from flashspan.plan.draw import written_to
+
+MOST_RANKS = 256
+"""Lanes of a picture: its boxes are as many as ranks times steps, and these take half a minute."""
+
+
+def draw(
+    *,
+    ranks: int = 8,
+    strategy: Literal["ring", "double_ring", "gather", "helper"] = "ring",
+    layout: Layout = "zigzag",
+    sizes: tuple[int, int] | None = None,
+    tokens: int = 2048,
+    causal: bool = True,
+    window: int | None = None,
+    folder: str = ".",
+) -> int:
+    """See a schedule before it runs: two pictures.
+
+    The timeline of the schedule (compute, transfers and waiting of every rank) and who computes which part of the
+    mask, as SVG.
+
+    Example: flashspan plan draw --ranks 8 --strategy helper --layout contiguous
+
+    Args:
+        ranks: how many ranks share the sequence.
+        strategy: how keys and values travel between ranks.
+        layout: which rank holds which tokens.
+        sizes: nodes and ranks per node, for double_ring.
+        tokens: length of the whole sequence, at most 4096 for the picture of the mask.
+        causal: each token sees only itself and those before it.
+        window: each token sees this many tokens, itself included.
+        folder: where the pictures go.
+    """
+    if ranks < 1 or tokens < 1:
+        raise ValueError(f"a schedule needs at least 1 rank and 1 token: got {ranks} ranks and {tokens} tokens")
+    if ranks > MOST_RANKS:
+        raise ValueError(f"a picture shows at most {MOST_RANKS} ranks: got {ranks}; draw fewer")
+    if (strategy == "double_ring") != (sizes is not None):
+        raise ValueError(f"double_ring, and no other, takes --sizes NODES RANKS_PER_NODE: got {sizes} for {strategy}")
+    rows = torch.empty(1, 1, tokens, 1, device="meta")
+    visibility = Visibility(place(layout, tokens, ranks), resolve_mask(rows, rows, causal=causal, window=window))
+    options = {"sizes": sizes} if sizes else {}
+    schedule = GENERATORS[strategy](visibility, **options)
+    verify(schedule, visibility)
+    verify(reverse(schedule), visibility)
+    out = make_folder(folder, "--folder")
+    stem = f"{strategy}-{layout}-{ranks}"
+    timeline, ownership = out / f"{stem}-timeline.svg", out / f"{stem}-mask.svg"
+    with written_to(out, "--folder"):
+        draw_ownership(schedule, visibility, ownership)  # first: it refuses long sequences
+        draw_timeline(schedule, timeline)
+    print(f"{strategy} on {ranks} ranks, {layout}: {schedule.num_steps} steps, {len(schedule.transfers)} transfers")
+    print(f"busiest rank: {schedule.balance:.3f}x the mean")
+    print(f"wrote {timeline} and {ownership}")
+    return 0

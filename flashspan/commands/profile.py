@@ -1,0 +1,215 @@
+"""`flashspan profile`: where the time and the memory of a step go.
+
+    flashspan profile --preset small --tokens 256 --attention plain        # a summary and a trace for Perfetto
+    flashspan profile --preset small --memory                              # the active memory over time, drawn
+    nsys profile flashspan profile --preset small                          # the same ranges, as NVTX
+
+Ranges are on every part: warm-up, forward, backward, optimizer; each module; scores, softmax and values of plain
+attention. The summary answers the usual questions by itself, for inference and for a training step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from flashspan.bench.measure import memory as memories
+from flashspan.bench.measure import precision as precisions
+from flashspan.bench.measure import ranges, record, sweep, trace
+from flashspan.bench.measure.clock import check_repeats, synchronise, timed
+from flashspan.bench.report.plots import to_svg
+from flashspan.bench.report.tables import show_tables
+from flashspan.bench.suites.model import ATTENTIONS, Setting, Stepper, needed_bytes
+from flashspan.model import preset as find_preset
+
+PARTS = ("attention scores", "attention scale and mask", "attention softmax", "attention values")
+FOLDER = Path("runs/profile")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a profile of a pass says: milliseconds until the device was done, its kernels, plain attention's parts."""
+
+    name: str
+    wall_ms: float
+    kernels: list[trace.Kernel]
+    parts: dict[str, float]
+    head_dim: int
+
+    def words(self) -> list[str]:
+        """The questions one asks of a profile, answered."""
+        if not self.kernels:
+            return [f"{self.name}: nothing was recorded."]
+        top = self.kernels[0]
+        busy = sum(kernel.milliseconds for kernel in self.kernels)
+        others = [k for k in self.kernels if k.kind == "other"][:3]
+        lines = [
+            f"{self.name}: {self.wall_ms:.4g} ms on the clock, {busy:.4g} ms in kernels.",
+            f"  Longest: {top.short}, {top.milliseconds:.4g} ms in {top.count} calls "
+            f"({top.milliseconds / busy:.0%} of the kernels' time).",
+            f"  Matrix products take {trace.share(self.kernels, 'product'):.0%}, fused attention "
+            f"{trace.share(self.kernels, 'attention'):.0%}, everything else {trace.share(self.kernels, 'other'):.0%}.",
+        ]
+        if others:
+            listed = "; ".join(f"{k.short} {k.milliseconds / busy:.0%}" for k in others)
+            lines.append(f"  Of the rest, the longest: {listed}.")
+        if all(part in self.parts for part in PARTS):
+            scores, prepared, softmax, values = (self.parts[part] for part in PARTS)
+            products = scores + values
+            lines.append(
+                f"  In attention, softmax takes {softmax:.4g} ms and the two products {products:.4g} ms: "
+                f"{softmax / products:.2f} of their time, for about {flop_ratio(self.head_dim):.3f} of their "
+                f"operations. Scaling and mask take {prepared:.4g} ms."
+            )
+        return lines
+
+
+def flop_ratio(head_dim: int) -> float:
+    """Operations of softmax (about 5 per score) over those of the two products (4 d per score)."""
+    return 5.0 / (4.0 * head_dim)
+
+
+def run_profile(setting: Setting, device: torch.device, *, training: bool, trace_path: Path | None = None) -> Summary:
+    """Warm up, then profile one inference or one training step."""
+    stepper = Stepper(setting, device)
+    step = stepper.train if training else stepper.infer
+    with ranges.span("warm-up"):
+        for _ in range(setting.warmup):
+            step()
+    synchronise(device)
+    with trace.profiled(device) as profiler, ranges.named(stepper.model):
+        wall_ms, _ = timed(step, device)
+    if trace_path is not None:
+        try:
+            trace_path.parent.mkdir(parents=True, exist_ok=True)
+            trace_path.unlink(missing_ok=True)
+            profiler.export_chrome_trace(str(trace_path))
+            if not trace_path.exists():  # of a full disk the profiler says nothing
+                raise OSError("is there no space left?")
+        except (OSError, RuntimeError) as error:
+            raise ValueError(f"the trace cannot be written to {trace_path}: {error}; give another --folder") from error
+    parts = {part: sum(found) for part in PARTS if (found := trace.ranges_ms(profiler, part, device))}
+    name, head_dim = "training step" if training else "inference", find_preset(setting.preset).head_dim
+    return Summary(name, wall_ms, trace.kernels(profiler, device), parts, head_dim)
+
+
+def memory_timeline(setting: Setting, device: torch.device, *, training: bool, snapshot: Path | None = None) -> Any:
+    """The active memory of one step, phases marked; on a GPU also the history for pytorch.org/memory_viz."""
+    stepper = Stepper(setting, device)
+    step = stepper.train if training else stepper.infer
+    for _ in range(max(1, setting.warmup)):
+        step()
+    synchronise(device)
+    history = device.type == "cuda" and snapshot is not None
+    if history:
+        torch.cuda.memory._record_memory_history(max_entries=1_000_000)
+    held = stepper.held() if device.type == "cpu" else float(torch.cuda.memory_allocated(device))
+    with memories.watch(device, held=held) as timeline, ranges.named(stepper.model):
+        step()
+    if history:
+        torch.cuda.memory._dump_snapshot(str(snapshot))
+        torch.cuda.memory._record_memory_history(enabled=None)
+    return timeline
+
+
+def residual_mib(setting: Setting) -> float:
+    """One tensor of the residual stream in float32: batch x tokens x width x 4 bytes, in MiB."""
+    return setting.batch * setting.tokens * find_preset(setting.preset).width * 4 / 2**20
+
+
+def profile(
+    *,
+    preset: str = "tiny",
+    tokens: int = 128,
+    batch: int = 4,
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+    attention: str = "plain",
+    compiled: bool = False,
+    warmup: int = 3,
+    memory: bool = False,
+    precision: bool = False,
+    device: str = "auto",
+    folder: Path = FOLDER,
+) -> int:
+    """Where the time of a step goes, by kernel and by part; with --memory, where its memory goes.
+
+    Profiles an inference and a training step with named ranges on every part, prints a summary that answers the usual
+    questions, and writes traces for Perfetto (ui.perfetto.dev). The same ranges are NVTX: run it under nsys profile.
+
+    Example: flashspan profile --preset small --tokens 256
+
+    Args:
+        preset: a model by name: tiny, small, medium, large, xl, 2.7B, ...
+        tokens: context length.
+        batch: samples.
+        dtype: float32, or a 16-bit one for autocast.
+        attention: plain (scores, softmax and values as parts) or flashspan (one fused kernel).
+        compiled: torch.compile the layers.
+        warmup: steps before the profiled one.
+        memory: draw the active memory over time instead, for inference and for a training step.
+        precision: print the mixed precision study instead.
+        device: auto, cpu or cuda.
+        folder: where traces and pictures go.
+    """
+    if memory and precision:
+        raise ValueError("--memory and --precision are each shown instead of the times: got both; run one at a time")
+    place = record.find_device(device)
+    if precision:
+        show_tables(precisions.tables(place))
+        return 0
+    if attention not in ATTENTIONS:
+        raise ValueError(f"attention must be one of {', '.join(ATTENTIONS)}: got {attention!r}")
+    if tokens < 1 or batch < 1:
+        raise ValueError(f"tokens and batch must be 1 or more: got {tokens} and {batch}")
+    check_repeats(0, warmup=warmup)
+    setting = Setting(preset, batch, tokens, dtype, attention, compiled, warmup)
+    find_preset(preset)
+    stem = f"{preset}-{batch}x{tokens}-{dtype}-{attention}"
+    try:
+        memories.check_room(needed_bytes(setting), place)
+        (_draw_memory if memory else _summarise)(setting, place, folder, stem)
+    except Exception as error:  # of several kinds; sizes past 64 bits overflow before memory is asked for
+        if not (sweep.is_out_of_memory(error) or "overflow" in str(error).lower()):
+            raise
+        raise ValueError(
+            f"a step must fit in the memory of the device: {setting.shape} with {attention} attention does not on "
+            f"{place.type}; give fewer --tokens or --batch, or a smaller --preset"
+        ) from error
+    return 0
+
+
+def _summarise(setting: Setting, device: torch.device, folder: Path, stem: str) -> None:
+    summaries = []
+    for training in (False, True):
+        path = folder / f"{stem}-{'training' if training else 'inference'}.trace.json"
+        summaries.append(run_profile(setting, device, training=training, trace_path=path))
+        print("\n".join(summaries[-1].words()))
+        print(f"  Trace: {path}")
+    one, two = (trace.share(s.kernels, "product", "attention") for s in summaries)
+    print(f"Products and fused attention take {one:.0%} of inference and {two:.0%} of a training step.")
+
+
+def _draw_memory(setting: Setting, device: torch.device, folder: Path, stem: str) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"pictures cannot be written to {folder}: {error.strerror}; give another --folder") from error
+    for training in (False, True):
+        name = "training" if training else "inference"
+        snapshot = folder / ("memory_snapshot.pickle" if training else "memory_snapshot_inference.pickle")
+        timeline = memory_timeline(setting, device, training=training, snapshot=snapshot)
+        path = folder / f"{stem}-memory-{name}.svg"
+        title = f"{setting.shape} {setting.dtype}: active memory, {name}"
+        path.write_text(to_svg(memories.draw(timeline, title), title), encoding="utf-8")
+        peaks = ", ".join(f"{phase} {timeline.peak_of(phase) / 2**20:,.1f}" for phase in ranges.PHASES[1:]
+                          if timeline.peak_of(phase))  # fmt: skip
+        print(f"{name}: held before {timeline.held / 2**20:,.1f} MiB, peak {timeline.peak / 2**20:,.1f} MiB ({peaks})")
+        for size, where, number in timeline.largest[:3]:
+            times = f"{number} x " if number > 1 else ""
+            print(f"  {times}{size / 2**20:,.1f} MiB allocated in {where or 'a part without a name'}")
+        print(f"  drawn: {path}" + (f"; history: {snapshot}" if device.type == "cuda" else ""))
+    print(f"One residual-stream tensor in float32: {setting.batch} x {setting.tokens} x "
+          f"{find_preset(setting.preset).width} x 4 bytes = {residual_mib(setting):.2f} MiB.")  # fmt: skip
