@@ -84,7 +84,7 @@ class SilentRank(RuntimeError):
     """Ranks waited for another that neither came nor said why."""
 
 
-def raise_plainly(error: RankError) -> None:
+def raise_user_error(error: RankError) -> None:
     """Where ranks failed because of bad input: that, as a ValueError, without their tracebacks."""
     if error.first is not None and error.first.error.startswith("ValueError: "):
         raise ValueError(error.first.error.removeprefix("ValueError: ")) from error

@@ -14,7 +14,7 @@ LOCK = ".lock"
 
 
 @contextlib.contextmanager
-def alone_in(folder: str | Path, option: str = "--checkpoint.folder") -> Iterator[None]:
+def locked_folder(folder: str | Path, option: str = "--checkpoint.folder") -> Iterator[None]:
     """Hold a folder for one run; ValueError, naming the option to change, where another holds it. The hold ends with
     its process, whatever ends it: the file stays, and says nothing."""
     folder = Path(folder)
@@ -30,7 +30,7 @@ def alone_in(folder: str | Path, option: str = "--checkpoint.folder") -> Iterato
         yield
 
 
-def refuse_used(folder: str | Path, option: str = "--checkpoint.folder") -> None:
+def refuse_locked(folder: str | Path, option: str = "--checkpoint.folder") -> None:
     """ValueError where another run holds a folder; writes nothing."""
     file = Path(folder) / LOCK
     if file.is_file():

@@ -195,7 +195,7 @@ def test_the_first_cause_is_told_in_one_line() -> None:
     assert caught.value.cause in ("rank 0: ValueError: no luck here", "rank 1: ValueError: no luck here")
     assert "Traceback" in caught.value.report
     with pytest.raises(ValueError, match=r"^no luck here$"):
-        launch.raise_plainly(caught.value)
+        launch.raise_user_error(caught.value)
 
 
 def test_a_death_is_told_at_once_and_its_peers_have_ended() -> None:

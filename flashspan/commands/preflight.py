@@ -43,7 +43,7 @@ from flashspan.context.strategy import STRATEGIES, ContextAttention, context_par
 from flashspan.context.symmetric import TRANSPORTS, TransportName
 from flashspan.context.transport import ExchangeError
 from flashspan.kernels.masks import EVERYTHING
-from flashspan.launch import RankError, Ranks, SilentRank, check_num_ranks, joined, raise_plainly
+from flashspan.launch import RankError, Ranks, SilentRank, check_num_ranks, joined, raise_user_error
 from flashspan.plan.devices import DEVICES, is_named, make_cluster
 from flashspan.plan.simulate import simulate
 from flashspan.train.silent_ranks import report_silent_ranks
@@ -95,7 +95,7 @@ def preflight(
         report = _join(job) if by_torchrun else _start(job, num_ranks, cuda)
     except (RankError, SilentRank, ExchangeError, TimeoutError) as error:
         if isinstance(error, RankError):
-            raise_plainly(error)
+            raise_user_error(error)
         cause = error.report if isinstance(error, RankError) else str(error)
         print(f"verdict: FAILED, the preflight did not end: {cause}", flush=True)
         return 1

@@ -30,7 +30,7 @@ import numpy as np
 
 from flashspan.files import make_folder
 from flashspan.launch import die_with, start_fork_server
-from flashspan.lock import LOCK, alone_in
+from flashspan.lock import LOCK, locked_folder
 from flashspan.model import preset
 
 from . import documents
@@ -217,7 +217,7 @@ def _end_of_piece(text: str, at: int, coder: Tokenizer) -> int:
 def workplace(folder: Path, plan: dict[str, Any]) -> Iterator[Path]:
     """A folder for finished parts, kept if this process is killed, taken up again by a run of the same plan."""
     created = not folder.exists()
-    with alone_in(make_folder(folder, "--folder"), "--folder"):
+    with locked_folder(make_folder(folder, "--folder"), "--folder"):
         (folder / WHOLE).unlink(missing_ok=True)
         work = folder / WORK
         note, text = work / "plan.json", json.dumps(plan)
@@ -289,7 +289,7 @@ def write_files(
 ) -> tuple[int, int]:
     """Runs of tokens into train.bin and, from their end, val.bin; how many went into each."""
     whole = folder / WHOLE
-    with alone_in(make_folder(folder, "--folder"), "--folder"):
+    with locked_folder(make_folder(folder, "--folder"), "--folder"):
         try:
             with whole.open("wb") as stream:
                 for run in runs:

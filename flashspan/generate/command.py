@@ -20,7 +20,7 @@ from flashspan.checkpoint.format import checkpoints, newest, refuse_damaged
 from flashspan.context import context_parallel
 from flashspan.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, tokenizer_of
 from flashspan.files import MAX_LINES_BYTES, read_bytes, read_json
-from flashspan.launch import LONGEST, RankError, Ranks, check_num_ranks, raise_plainly
+from flashspan.launch import LONGEST, RankError, Ranks, check_num_ranks, raise_user_error
 from flashspan.model import Llama, load_llama
 from flashspan.parallel.agreement import from_first
 
@@ -106,7 +106,7 @@ def _talk_on_ranks(num_ranks: int, backend: str, *args: Any) -> None:
         except RankError as error:
             if "\nBrokenPipeError: " in str(error):
                 raise BrokenPipeError from error
-            raise_plainly(error)
+            raise_user_error(error)
             raise
 
 

@@ -9,7 +9,7 @@ import torch
 
 from flashspan.checkpoint.format import checkpoints, last_step, needed_bytes, step_of
 from flashspan.files import check_folder
-from flashspan.lock import refuse_used
+from flashspan.lock import refuse_locked
 from flashspan.plan.devices import available_bytes
 from flashspan.plan.memory import Ledger, ParallelConfig, Run, ledger
 
@@ -90,7 +90,7 @@ def _standing(config: TrainConfig) -> str:
     """Where a run in this folder would begin. ValueError where the run would be refused."""
     folder, asked = config.checkpoint.folder, config.train.steps
     check_folder(folder, "--checkpoint.folder")
-    refuse_used(folder)
+    refuse_locked(folder)
     notes: list[str] = []
     path = choose(config, open_samples(config)[0].file, say=notes.append)
     lines = [f"        {note}" for note in notes]

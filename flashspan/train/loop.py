@@ -21,17 +21,17 @@ from torch import Tensor
 from flashspan.checkpoint import format as checkpoint
 from flashspan.checkpoint.state import load_optimizer_state, model_state, optimizer_state
 from flashspan.checkpoint.writer import Writer
-from flashspan.lock import alone_in
+from flashspan.lock import locked_folder
 from flashspan.model import IGNORE
 from flashspan.parallel import build_mesh, clip_factor, clip_grad_norm, grad_norm, submesh
 from flashspan.parallel.agreement import from_each, from_first
 from flashspan.parallel.collectives import is_dtensor
 
 from . import resume
+from .batches import Batch, Feed, Placed, num_targets
 from .build import build, load_into
 from .config import OptimizerSection, TrainConfig
 from .dataset import num_evaluated, open_samples, order_of
-from .feed import Batch, Feed, Placed, num_targets
 from .metrics import Display, StepMetrics, draw_loss, memory_gib, peak_flops
 from .pattern import make_pattern
 from .silent_ranks import report_silent_ranks
@@ -385,7 +385,7 @@ class Trainer:
 
     def _choose(self, notes: list[str], held: contextlib.ExitStack) -> Path | None:
         """The checkpoint to resume from, once no other run uses the folder and what one left half written is gone."""
-        held.enter_context(alone_in(self.folder))
+        held.enter_context(locked_folder(self.folder))
         checkpoint.clear_unfinished(self.folder)
         return resume.choose(self.config, self.train.file, say=notes.append)
 

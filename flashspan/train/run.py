@@ -25,7 +25,7 @@ from flashspan.checkpoint.format import checkpoints, last_step, refuse_damaged
 from flashspan.data.tokenizer import load_tokenizer, tokenizer_of
 from flashspan.data.tokens import TokenFile
 from flashspan.files import make_folder
-from flashspan.launch import LONGEST, PRELOAD, RankError, Ranks, SilentRank, raise_plainly, start_fork_server
+from flashspan.launch import LONGEST, PRELOAD, RankError, Ranks, SilentRank, raise_user_error, start_fork_server
 from flashspan.model.huggingface import check_config
 
 from .config import TrainConfig, describe_options, parse
@@ -34,8 +34,8 @@ from .estimate import describe_data, describe_plan, lack_of_disk, lack_of_memory
 from .loop import DONE, NOT_FINITE, NOT_SAVED, STOPPED, Trainer
 from .metrics import say
 from .restart import Attempts
+from .signals import STOPS, catch_signals, deadline, pass_signals_on
 from .silent_ranks import report_silent_ranks
-from .stop import STOPS, catch_signals, deadline, pass_signals_on
 from .torchrun import join
 
 SLOW = 4.0  # times as long as in float32, and a product is worth a word
@@ -92,7 +92,7 @@ def train(config: TrainConfig, *, dry_run: bool = False) -> int:
         warn_of_slow_products(config)
     how = _join(config) if joined else _start(config, num_ranks)
     if first:
-        say(_farewell(config, how))
+        say(_summary(config, how))
     return 0 if how in (DONE, STOPPED) else 1
 
 
@@ -213,7 +213,7 @@ def _start(config: TrainConfig, num_ranks: int) -> str:
             except RankError as error:
                 if stop.late:
                     return LATE
-                raise_plainly(error)
+                raise_user_error(error)
                 failure = error
             refusal = "while it was stopping" if stop.asked else attempts.restart()
             if failure.report != failure.cause:
@@ -245,7 +245,7 @@ def _join(config: TrainConfig) -> str:
 def _end_late(config: TrainConfig) -> None:
     """End this rank, which torchrun started, in a step that takes longer than there is time."""
     if dist.get_rank() == 0:
-        say(_farewell(config, LATE))
+        say(_summary(config, LATE))
     os._exit(1)
 
 
@@ -262,7 +262,7 @@ def _num_gpus(config: TrainConfig) -> int:
     return found
 
 
-def _farewell(config: TrainConfig, how: str) -> str:
+def _summary(config: TrainConfig, how: str) -> str:
     """What happened, what is where, and what to do next. After a run that failed early little is there, or nothing."""
     folder = config.checkpoint.folder
     saved = bool(checkpoints(folder))

@@ -25,7 +25,7 @@ from flashspan.data import documents
 from flashspan.data.prepare import prepare
 from flashspan.data.tokenizer import ByteTokenizer, load_tokenizer
 from flashspan.data.tokens import open_tokens
-from flashspan.lock import LOCK, alone_in
+from flashspan.lock import LOCK, locked_folder
 
 command = importlib.import_module("flashspan.data.prepare")  # its name in the package is the function's
 TEXTS = [f"{i}: " + "wörd " * (i * 7 % 23) for i in range(300)]
@@ -397,7 +397,7 @@ def test_no_text_leaves_the_old_files(lines: Path, tmp_path: Path, capsys: pytes
 
 def test_two_at_once_in_one_folder_are_refused(lines: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with alone_in(out):
+    with locked_folder(out):
         (out / ".preparing").mkdir()
         (out / ".preparing" / "00000000").write_bytes(b"of the first")
         for inputs in ([str(lines)], []):

@@ -21,7 +21,7 @@ from flashspan.data.prepare import corpus_tokens
 from flashspan.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from flashspan.data.tokens import open_tokens, write_tokens
 from flashspan.launch import Ranks
-from flashspan.lock import alone_in
+from flashspan.lock import locked_folder
 from flashspan.model import Llama, preset, save_llama
 from flashspan.train import TrainConfig, parse, train
 from flashspan.train.config import CheckpointSection, OptimizerSection, build, describe_options, read_toml
@@ -351,7 +351,7 @@ def test_a_dry_run_refuses_a_checkpoint_that_a_run_would_not_load(config_of: Cal
 
 def test_a_dry_run_refuses_a_folder_that_is_in_use(config_of: Callable[..., TrainConfig]) -> None:
     config = config_of()
-    with alone_in(config.checkpoint.folder), pytest.raises(ValueError, match="another is at work"):
+    with locked_folder(config.checkpoint.folder), pytest.raises(ValueError, match="another is at work"):
         train(config, dry_run=True)
     assert train(config, dry_run=True) == 0
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from flashspan.checkpoint import format as checkpoint
 from flashspan.train import TrainConfig, run, train
 from flashspan.train.loop import DONE, Trainer
-from flashspan.train.stop import catch_signals
+from flashspan.train.signals import catch_signals
 
 OnRanks = Callable[..., list[Any]]
 ConfigOf = Callable[..., TrainConfig]

@@ -33,8 +33,8 @@ from flashspan.checkpoint.writer import Writer
 from flashspan.data.samples import Samples
 from flashspan.data.tokenizer import ByteTokenizer
 from flashspan.data.tokens import HEADER_BYTES, open_tokens, write_tokens
-from flashspan.launch import RankError, Ranks, raise_plainly
-from flashspan.lock import LOCK, alone_in
+from flashspan.launch import RankError, Ranks, raise_user_error
+from flashspan.lock import LOCK, locked_folder
 from flashspan.manifest import write_manifest
 from flashspan.model import Llama, preset, save_llama
 from flashspan.parallel import agreement
@@ -587,7 +587,7 @@ def test_damage_that_a_run_comes_upon_ends_it_with_its_state_saved(
         on_ranks(2, run_rank, config)
     assert "rank 0" in str(told.value)  # who read the others' tokens ends as they do
     with pytest.raises(ValueError, match=r"holds number 60000; .* ended before step 4, with its state saved"):
-        raise_plainly(told.value)
+        raise_user_error(told.value)
     path = checkpoint.newest(config.checkpoint.folder)
     assert path is not None
     assert checkpoint.read(path).step == 3
@@ -810,7 +810,7 @@ def test_a_slow_load_costs_no_run(on_ranks: OnRanks, config_of: ConfigOf, tmp_pa
 
 def test_two_runs_in_one_folder_are_refused(on_ranks: OnRanks, config_of: ConfigOf) -> None:
     config = config_of("--parallel.context=1", "--train.steps=2")
-    with alone_in(config.checkpoint.folder), pytest.raises(RankError) as caught:
+    with locked_folder(config.checkpoint.folder), pytest.raises(RankError) as caught:
         on_ranks(1, run_rank, config)
     assert f"another is at work in {config.checkpoint.folder}" in str(caught.value)
     assert "--checkpoint.folder" in str(caught.value)
@@ -822,12 +822,12 @@ def test_a_killed_run_holds_its_folder_no_longer(config_of: ConfigOf, tmp_path: 
     config = config_of("--parallel.context=2", "--train.steps=500", "--checkpoint.every=0")
     process = start(config, tmp_path / "run.toml")
     wait_for(process, 1)
-    with pytest.raises(ValueError, match="another is at work"), alone_in(config.checkpoint.folder):
+    with pytest.raises(ValueError, match="another is at work"), locked_folder(config.checkpoint.folder):
         pass
     process.kill()
     process.wait(20)
     process.communicate(timeout=20)  # the ranks, which look every second whether their parent is there, have ended too
-    with alone_in(config.checkpoint.folder):
+    with locked_folder(config.checkpoint.folder):
         pass
 
 
@@ -836,10 +836,10 @@ def test_a_file_system_without_locks_takes_a_run(tmp_path: Path, monkeypatch: py
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", fail)
-    with alone_in(tmp_path / "run"):
+    with locked_folder(tmp_path / "run"):
         pass
     (tmp_path / "other" / LOCK).mkdir(parents=True)  # what cannot be opened is another matter
-    with pytest.raises(ValueError, match="Is a directory"), alone_in(tmp_path / "other"):
+    with pytest.raises(ValueError, match="Is a directory"), locked_folder(tmp_path / "other"):
         pass
 
 

@@ -68,8 +68,8 @@ def test_a_command_starts_without_what_only_split_weights_need() -> None:
 def test_a_command_that_starts_anew_is_not_said_to_go_on(config_of: Callable[..., TrainConfig], how: str) -> None:
     config = config_of("--checkpoint.resume=false")
     (Path(config.checkpoint.folder) / "step-00000001").mkdir(parents=True)
-    assert "the same command with --checkpoint.resume true " in run._farewell(config, how)
-    assert "--checkpoint.resume" not in run._farewell(config_of(), how)
+    assert "the same command with --checkpoint.resume true " in run._summary(config, how)
+    assert "--checkpoint.resume" not in run._summary(config_of(), how)
 
 
 @pytest.mark.parametrize("how", [NOT_SAVED, "failed"])
@@ -82,10 +82,10 @@ def test_a_farewell_names_what_is_there(config_of: Callable[..., TrainConfig], h
         ("loss.png", f"\n  metrics.jsonl and loss.png are in {folder}"),
     ):
         (folder / there).mkdir(parents=True)
-        said = run._farewell(config, how)
+        said = run._summary(config, how)
         assert said.endswith(f"the same command starts over{says}")
     (folder / "step-00000001").mkdir()
-    said = run._farewell(config, how)
+    said = run._summary(config, how)
     assert "the same command resumes from" in said
     assert said.endswith(f"\n  checkpoints, metrics.jsonl and loss.png are in {folder}")
 

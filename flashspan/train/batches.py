@@ -1,4 +1,4 @@
-"""What a rank is fed: its part of each step's samples, prepared on the host and placed on the device."""
+"""What a rank reads: its part of the samples of each step, prepared on the host and placed on the device."""
 
 from __future__ import annotations
 
