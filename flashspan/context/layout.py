@@ -1,14 +1,14 @@
-"""Who owns which tokens: index arithmetic, for any number of tokens on any number of ranks.
+"""Which rank owns which tokens: index arithmetic, for any number of tokens on any number of ranks.
 
-A layout deals the positions 0..T-1 out to ranks; `place` says it in ranges. Every rank's positions ascend, which is
-what makes the tile of any (query rank, key rank) pair of a mask one mask again: one kernel launch per step, never a
-loop over sub-tiles. Shards differ in size where they must, and may be empty: 3 tokens on 4 ranks is an ordinary case.
+A layout assigns the positions 0..T-1 to ranks; `place` returns them as ranges. The positions of a rank ascend, so every
+(query rank, key rank) tile of a mask is one mask: one kernel launch per step, without a loop over sub-tiles. Shard
+sizes may differ, and shards may be empty: 3 tokens on 4 ranks is an ordinary case.
 
     contiguous   0 0 0 1 1 1 2 2 2          one run per rank
-    zigzag       0 1 2 2 1 0                a run from each end: causal work is even
+    zigzag       0 1 2 2 1 0                two runs, one from each end: causal work is even
     striped      0 1 2 0 1 2 0 1 2          every N-th token: causal work is even
 
-`balanced(mask)` is a layout made from a block map: whole blocks of queries, dealt so that the work is even.
+`balanced(mask)` is a layout made from a block map: whole blocks of queries, assigned so that the work is even.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Placement:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """How many tokens each rank owns."""
+        """The number of tokens of each rank."""
         return tuple(sum(map(len, part)) for part in self.ranges)
 
     def positions(self, rank: int, device: torch.device | str = "cpu") -> Tensor:
-        """The global positions of a rank's tokens, int64 [T_rank]. They travel with the tokens (RoPE wants them)."""
+        """The global positions of a rank's tokens, int64 [T_rank]; RoPE needs them."""
         return torch.from_numpy(self.index(rank)).to(device)
 
     def index(self, rank: int) -> np.ndarray:
@@ -93,7 +93,7 @@ def contiguous(num_tokens: int, num_ranks: int) -> Placement:
 
 
 def zigzag(num_tokens: int, num_ranks: int) -> Placement:
-    """Of 2N runs, rank r owns the r-th and the r-th from the end: an early and a late one."""
+    """Rank r owns two of 2N runs, the r-th and the r-th from the end: an early and a late one."""
     bounds = _bounds(num_tokens, 2 * num_ranks)
     return _placement(num_tokens, [[bounds[r], bounds[2 * num_ranks - 1 - r]] for r in range(num_ranks)])
 
@@ -104,23 +104,26 @@ def striped(num_tokens: int, num_ranks: int) -> Placement:
 
 
 EVEN = 1.05
-"""Busiest rank over the mean that is good enough to look no further."""
+"""Busiest rank over the mean below which no other assignment is tried."""
 
 UNEVEN = 1.15
-"""Busiest rank over the mean above which work matters more than how many tokens a rank has to keep."""
+"""Busiest rank over the mean above which even work matters more than an even number of tokens."""
 
 
 def balanced(mask: Blocks) -> Callable[[int, int], Placement]:
-    """A layout for the block map `mask`: every rank owns whole blocks, which visit about as many tiles as another's.
+    """A layout for the block map `mask`: every rank owns whole blocks of queries, with about the same number of tiles.
 
-    Of four ways, the first that is even within 5 %, else the most even: in order (neighbours stay together, so the
-    least is sent); a run from each end; long blocks dealt out, as many blocks to each rank; long blocks dealt out, and
-    the others in order as far as each rank has room, which leaves ranks with unequal numbers of tokens.
+    Four assignments are tried in this order; the first within 5 % of even work is used, otherwise the most even one:
 
-    A fifth deals all blocks out, the longest first, however many a rank gets of them. What a rank keeps in memory
-    follows from its tokens, so it is taken only where it is more even than the others by 5 %, or where it is more even
-    and they all leave the busiest rank above 1.15 times the mean. No way divides a block, so one that is more than a
-    rank's share of the work by itself sets how even the ranks can be.
+    1. blocks in order: neighbours stay together, so the fewest bytes are sent;
+    2. a run of blocks from each end;
+    3. the longest blocks first, each to the least busy rank, the same number of blocks on each rank;
+    4. long blocks to the least busy ranks and the others in order, with different numbers of tokens per rank.
+
+    A fifth assigns all blocks, the longest first, with any number of blocks per rank. A rank's memory depends on its
+    number of tokens, so the fifth is used only if it is more even than the others by 5 %, or if it is more even and the
+    others leave the busiest rank above 1.15 times the mean. Blocks are not divided, so a block with more than a rank's
+    share of the work limits how even the ranks can be.
     """
     if not isinstance(mask, Blocks):
         make = "Blocks.from_dense(mask)" if isinstance(mask, Tensor) else "Blocks.of(mask, T, T)"
@@ -131,7 +134,7 @@ def balanced(mask: Blocks) -> Callable[[int, int], Placement]:
     work = mask.rows.visits().sum((0, 1)).cpu().numpy().astype(np.float64)
     size, lengths = mask.block[0], (mask.num_queries, mask.num_keys)
 
-    # Layouts are kept by whoever places tokens: it must not hold on to the mask.
+    # Layouts are cached by `place`: the function must not keep a reference to the mask.
     def balanced_blocks(num_tokens: int, num_ranks: int) -> Placement:
         if lengths != (num_tokens, num_tokens):
             raise ValueError(
@@ -141,16 +144,16 @@ def balanced(mask: Blocks) -> Callable[[int, int], Placement]:
         blocks = range(len(work))
         runs = _bounds(len(work), num_ranks)
         halves = _bounds(len(work), 2 * num_ranks)
-        ways: list[Callable[[], list[list[int]]]] = [
+        assignments: list[Callable[[], list[list[int]]]] = [
             lambda: [list(run) for run in runs],
             lambda: [[*halves[r], *halves[2 * num_ranks - 1 - r]] for r in range(num_ranks)],
-            lambda: _deal_out(work, blocks, [len(run) for run in runs]),
+            lambda: _assign_longest_first(work, blocks, [len(run) for run in runs]),
             lambda: _fill(work, num_ranks),
         ]
         mean = work.sum() / num_ranks
         best: tuple[float, list[list[int]]] | None = None
-        for way in ways:
-            owned = way()
+        for assign in assignments:
+            owned = assign()
             busiest = max(work[part].sum() for part in owned)
             if best is None or busiest < best[0]:
                 best = busiest, owned
@@ -158,20 +161,20 @@ def balanced(mask: Blocks) -> Callable[[int, int], Placement]:
                 break
         assert best is not None
         if best[0] > EVEN * mean:
-            owned = _deal_out(work, blocks, [len(work)] * num_ranks)
+            owned = _assign_longest_first(work, blocks, [len(work)] * num_ranks)
             busiest = max(work[part].sum() for part in owned)
             if busiest * EVEN < best[0] or (busiest < best[0] and best[0] > UNEVEN * mean):
                 best = busiest, owned
         parts = [[range(b * size, min((b + 1) * size, num_tokens)) for b in sorted(part)] for part in best[1]]
         return _placement(num_tokens, parts)
 
-    # Ranks compare layouts by name: the same mask must give the same one, another mask another.
+    # Ranks compare layouts by name: equal masks must give equal names, different masks different ones.
     balanced_blocks.__qualname__ = f"balanced({mask.digest().hex()})"
     return balanced_blocks
 
 
-def _deal_out(work: np.ndarray, blocks: Sequence[int], room: Sequence[int]) -> list[list[int]]:
-    """Blocks to ranks, the longest first, each to the rank with the least work that has room for one more."""
+def _assign_longest_first(work: np.ndarray, blocks: Sequence[int], room: Sequence[int]) -> list[list[int]]:
+    """Assign blocks to ranks, the longest first, each to the rank with the least work that has room for it."""
     owned: list[list[int]] = [[] for _ in room]
     load = np.zeros(len(room))
     for block in sorted(blocks, key=lambda b: -work[b]):
@@ -183,13 +186,13 @@ def _deal_out(work: np.ndarray, blocks: Sequence[int], room: Sequence[int]) -> l
 
 
 def _fill(work: np.ndarray, num_ranks: int) -> list[list[int]]:
-    """Blocks longer than a quarter of a rank's share dealt out, then the others in order up to each rank's share."""
+    """Assign blocks longer than a quarter of a rank's share, then the others in order up to each rank's share."""
     share = work.sum() / num_ranks
     long = [b for b in range(len(work)) if work[b] > share / 4]
-    owned = _deal_out(work, long, [len(work)] * num_ranks)
+    owned = _assign_longest_first(work, long, [len(work)] * num_ranks)
     rest = [b for b in range(len(work)) if work[b] <= share / 4]
     room = np.maximum(share - np.array([work[part].sum() for part in owned]), 0)
-    # A block goes to the rank in whose stretch of the remaining work its middle lies.
+    # A block goes to the rank whose part of the remaining work contains the block's middle.
     ends = room.cumsum() / max(room.sum(), 1e-30) * work[rest].sum()
     middles = work[rest].cumsum() - work[rest] / 2
     for block, rank in zip(rest, np.searchsorted(ends, middles).clip(max=num_ranks - 1), strict=True):
@@ -206,9 +209,9 @@ LAYOUTS: dict[str, Callable[[int, int], Placement]] = {
 
 @lru_cache(maxsize=64)
 def place(layout: Layout, num_tokens: int, num_ranks: int) -> Placement:
-    """Who owns which of these tokens."""
+    """The placement of these tokens by this layout."""
     if num_tokens < 0 or num_ranks < 1:
-        raise ValueError(f"a layout deals 0 or more tokens to 1 or more ranks: got {num_tokens} on {num_ranks}")
+        raise ValueError(f"a layout needs 0 or more tokens and 1 or more ranks: got {num_tokens} and {num_ranks}")
     if callable(layout):
         return _checked(layout(num_tokens, num_ranks), num_tokens, num_ranks)
     check_name(layout)
@@ -216,7 +219,7 @@ def place(layout: Layout, num_tokens: int, num_ranks: int) -> Placement:
 
 
 def check_name(layout: str) -> None:
-    """Refuse what is no layout's name."""
+    """ValueError unless this is the name of a layout."""
     if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(
             f"unknown layout {layout!r}; choose one of {', '.join(LAYOUTS)}, or give a function such as "
@@ -225,14 +228,14 @@ def check_name(layout: str) -> None:
 
 
 def _checked(answer: object, num_tokens: int, num_ranks: int) -> Placement:
-    """What a layout of the user's own answered: refused if a rank would compute with tokens that are not its own."""
-    asked = f"a layout deals {num_tokens} tokens to {num_ranks} ranks"
+    """The result of a user's layout function; ValueError unless every token is on exactly one rank."""
+    asked = f"a layout assigns {num_tokens} tokens to {num_ranks} ranks"
     if not isinstance(answer, Placement):
-        raise ValueError(f"{asked} and returns a Placement: got {type(answer).__name__}; return Placement(...)")
+        raise ValueError(f"{asked} and must return a Placement: got {type(answer).__name__}; return Placement(...)")
     if (answer.num_tokens, answer.num_ranks) != (num_tokens, num_ranks):
         raise ValueError(
             f"{asked}: got a Placement of {answer.num_tokens} tokens to {answer.num_ranks} ranks; "
-            f"make it from the two numbers that the layout is called with"
+            f"make it from the layout's two arguments, num_tokens and num_ranks"
         )
     held = np.zeros(num_tokens, np.int32)
     for rank, ranges in enumerate(answer.ranges):
@@ -242,22 +245,22 @@ def _checked(answer: object, num_tokens: int, num_ranks: int) -> Placement:
                 continue
             if not isinstance(run, range) or run.step < 1 or not last < run[0] <= run[-1] < num_tokens:
                 raise ValueError(
-                    f"{asked}, each rank's as ranges that ascend within 0 to {num_tokens - 1}: got {run!r} for "
-                    f"rank {rank}; give each rank a tuple of ranges, and sort what a rank holds"
+                    f"{asked}, as ranges that ascend within 0 to {num_tokens - 1} on each rank: got {run!r} for "
+                    f"rank {rank}; give each rank a tuple of ranges in ascending order"
                 )
             held[run.start : run.stop : run.step] += 1
             last = run[-1]
     wrong = np.flatnonzero(held != 1)
     if len(wrong):
         raise ValueError(
-            f"{asked}, each token to one of them: got {held[wrong[0]]} ranks that hold token {wrong[0]}, and "
-            f"{len(wrong)} tokens that are not held once; let the ranks' ranges divide range({num_tokens})"
+            f"{asked}, each token to exactly one: got {held[wrong[0]]} ranks for token {wrong[0]}, and {len(wrong)} "
+            f"such tokens; divide range({num_tokens}) among the ranks"
         )
     return _placement(num_tokens, answer.ranges)
 
 
 def deal(placement: Placement, num_parts: int) -> Placement:
-    """Each rank's tokens split, in order, over `num_parts` ranks: rank (r, j) is r * num_parts + j."""
+    """Split each rank's tokens, in order, over `num_parts` ranks: rank (r, j) is r * num_parts + j."""
     ranges = []
     for part, size in zip(placement.ranges, placement.sizes, strict=True):
         ranges += [cut(part, Runs.of(run)) for run in _bounds(size, num_parts)]

@@ -1,16 +1,16 @@
-"""Proof that NCCL can run what a schedule posts: every receive gets the right message, and no rank waits forever.
+"""Proof that NCCL can run a schedule: every receive matches the right send, and no deadlock is possible.
 
     check_order(schedule)                   # raises ScheduleError, or returns
     check_order(schedule, num_ulysses=8)    # hybrid: this schedule on the columns of a mesh with 8 columns
 
 NCCL has no tags. On one communicator, the n-th receive of a rank from a peer takes the peer's n-th send to that rank.
-What a rank posts together on a communicator is one batch. Batches of a communicator run on each rank one after another:
-a batch begins when the one before has ended, and ends when every peer has begun the batch with the other end of each
-of its messages. So there are two things to prove, for the programs of all ranks together:
+The messages that a rank posts together on a communicator are one batch. Batches of a communicator run one after another
+on each rank: a batch begins when the previous one has ended, and ends when, for each of its messages, the peer has
+begun the batch with the other end. Two statements are proved about the programs of all ranks:
 
 1. On each communicator, both ends of every pair post the same messages in the same order.
-2. The graph of what waits for what (batches on all communicators, and the ranks' steps that post them) has no cycle.
-   Then no order in which batches complete can block a rank.
+2. The wait graph (of the batches on all communicators, and the ranks' steps that post them) has no cycle. Then no order
+   in which batches complete can block a rank.
 
 `programs` lists the batches that `GroupTransport` posts, and both take the batches from the same functions. (The
 transport omits empty messages at both ends: that changes no order and adds no wait.) Without a group for slow transfers
@@ -31,7 +31,7 @@ from flashspan.context.transport import all_pairs, in_batches
 
 
 class Endpoints(Protocol):
-    """One send and one receive. Ranks are those of the communicator; `str` names it in errors."""
+    """The two ends of a message: its ranks in the communicator. Errors name it by `str`."""
 
     @property
     def src(self) -> int: ...
@@ -53,7 +53,7 @@ class AllToAllMessage(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """What a rank posts together on a communicator, in which it has this rank."""
+    """The messages that a rank posts together on a communicator; `rank` is its rank there."""
 
     communicator: str
     rank: int
@@ -75,9 +75,9 @@ def check_order(schedule: Schedule, num_ulysses: int = 1) -> None:
 
 
 def programs(schedule: Schedule, num_ulysses: int = 1, *, slow_group: bool = False) -> list[list[Stage]]:
-    """The program of every rank: a rank of the schedule, or with ulysses a rank of a mesh, row by row.
+    """The program of every rank of the schedule, or with ulysses of every rank of the mesh, row by row.
 
-    Each column of the mesh runs the schedule; each row trades tokens for heads before it, and heads for tokens after.
+    Each column of the mesh runs the schedule; each row exchanges tokens for heads before it, and back after it.
     """
     ranks = [(row, column) for row in range(schedule.num_ranks) for column in range(num_ulysses)]
     return [
@@ -104,7 +104,7 @@ def _steps(schedule: Schedule, rank: int, where: str, slow_group: bool) -> Itera
 
 
 def _all_to_all(row: str, rank: int, num_ranks: int, name: str) -> Iterator[Stage]:
-    """An all-to-all: post everything, then wait for everything."""
+    """An all-to-all: post all messages, then wait for all."""
     messages = [AllToAllMessage(src, dst, name) for src, dst in all_pairs(rank, num_ranks)]
     if messages:
         batches = [Batch(row, rank, part) for part in in_batches(messages) if part]
@@ -112,14 +112,14 @@ def _all_to_all(row: str, rank: int, num_ranks: int, name: str) -> Iterator[Stag
 
 
 def prove(programs: Sequence[Sequence[Stage]]) -> None:
-    """Raise ScheduleError unless these programs of all ranks match in order and cannot deadlock."""
+    """Raise ScheduleError unless the programs of all ranks match in order and cannot deadlock."""
     posts = list(_posts(programs))
     _check_waits(programs, posts)
     _check_cycles(programs, posts, _matched(posts))
 
 
 class _Post(NamedTuple):
-    """A batch, and who posts it: by number of the program and of its stage."""
+    """A batch, and the numbers of the program and the stage that post it."""
 
     program: int
     stage: int
@@ -130,7 +130,7 @@ class _Post(NamedTuple):
 
 
 def _posts(programs: Sequence[Sequence[Stage]]) -> Iterator[_Post]:
-    """All batches, each rank's in the order in which it posts them."""
+    """All batches; those of a rank are in the order in which it posts them."""
     for number, program in enumerate(programs):
         for position, stage in enumerate(program):
             for batch in stage.batches:
@@ -138,14 +138,14 @@ def _posts(programs: Sequence[Sequence[Stage]]) -> Iterator[_Post]:
 
 
 def _check_waits(programs: Sequence[Sequence[Stage]], posts: Sequence[_Post]) -> None:
-    """A rank posts its own messages, each once, and waits for each of them once."""
+    """Check that each rank posts only its own messages, each once, and waits for each once."""
     pending: list[dict[int, Endpoints]] = [{} for _ in programs]
     for post in posts:
         for message in post.batch.messages:
             if post.batch.rank not in (message.src, message.dst) or message.src == message.dst:
-                raise ScheduleError(f"{post} holds {message}, of which it is no end")
+                raise ScheduleError(f"{post} has {message}, which this rank neither sends nor receives")
             if id(message) in pending[post.program]:
-                raise ScheduleError(f"{post} holds {message} a second time")
+                raise ScheduleError(f"{post} has {message} a second time")
             pending[post.program][id(message)] = message
     for number, program in enumerate(programs):
         for position, stage in enumerate(program):
@@ -157,7 +157,7 @@ def _check_waits(programs: Sequence[Sequence[Stage]], posts: Sequence[_Post]) ->
 
 
 def _matched(posts: Sequence[_Post]) -> list[tuple[int, int]]:
-    """The pairs of batches, by number, that have the two ends of a message: matched in order, as NCCL does."""
+    """The pairs of batches, by number, with the two ends of a message, matched in order as NCCL does."""
     sends: dict[tuple[str, int, int], list[tuple[int, Endpoints]]] = defaultdict(list)
     receives: dict[tuple[str, int, int], list[tuple[int, Endpoints]]] = defaultdict(list)
     for number, (_, _, batch) in enumerate(posts):
@@ -174,7 +174,7 @@ def _matched(posts: Sequence[_Post]) -> list[tuple[int, int]]:
 
 
 def _mismatch(communicator: str, src: int, dst: int, sent: list[Endpoints], received: list[Endpoints]) -> str:
-    """The first fault between two ranks, in words."""
+    """The first mismatch between two ranks, as text."""
     for message in sent:
         if message not in received:
             return f"on {communicator}, rank {src} sends {message}, which rank {dst} does not receive"
@@ -191,15 +191,15 @@ def _mismatch(communicator: str, src: int, dst: int, sent: list[Endpoints], rece
 def _check_cycles(
     programs: Sequence[Sequence[Stage]], posts: Sequence[_Post], pairs: Sequence[tuple[int, int]]
 ) -> None:
-    """No cycle among these events: a batch begins (2 per batch: even), it ends (odd), a rank reaches a stage."""
-    first = []  # the event of each program's stage 0
+    """Check for cycles among these events: a batch begins (even), it ends (odd), a rank reaches a stage."""
+    first = []  # by program: the event of its stage 0
     num_events = 2 * len(posts)
     for program in programs:
         first.append(num_events)
         num_events += len(program)
     causes: list[list[int]] = [[] for _ in range(num_events)]
 
-    holder: list[dict[int, int]] = [{} for _ in programs]  # the batch of each message, by program
+    holder: list[dict[int, int]] = [{} for _ in programs]  # by program: the batch of each message
     before: dict[tuple[str, int], int] = {}  # a rank's latest batch on a communicator
     for number, post in enumerate(posts):
         begins, ends = 2 * number, 2 * number + 1
@@ -225,7 +225,7 @@ def _check_cycles(
         for cause in events:
             effects[cause].append(event)
     ready = [event for event in range(num_events) if not missing[event]]
-    for event in ready:  # grows as it goes
+    for event in ready:  # the loop appends to it
         for effect in effects[event]:
             missing[effect] -= 1
             if not missing[effect]:
@@ -233,7 +233,7 @@ def _check_cycles(
     if len(ready) == num_events:
         return
 
-    # Each event that is left has a cause that is left: follow causes until one comes again.
+    # Each event that is left has a cause that is left: follow causes until an event repeats.
     path = [next(event for event in range(num_events) if missing[event])]
     while path[-1] not in path[:-1]:
         path.append(next(cause for cause in causes[path[-1]] if missing[cause]))
@@ -245,4 +245,4 @@ def _check_cycles(
             rank = max(number for number, start in enumerate(first) if start <= event)
             names.append(f"rank {rank}'s step {event - first[rank]}")
     cycle = [name for name, last in zip(names, [None, *names], strict=False) if name != last]
-    raise ScheduleError(f"ranks wait for each other in a circle: {', which waits for '.join(cycle)}")
+    raise ScheduleError(f"ranks wait for each other in a cycle: {', which waits for '.join(cycle)}")

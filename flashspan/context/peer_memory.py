@@ -1,15 +1,15 @@
-"""Memory of a GPU that other processes write to, and the flags by which they say so.
+"""GPU memory that other processes write to, and the flags that signal their writes.
 
-Each rank has an arena for data: torch's symmetric memory allocates it and maps every other rank's. The CUDA driver's
-stream operations set a flag and wait for one on the device, without a multiprocessor and without the host. A kernel
-that spins on a flag would do too, but where processes share a GPU it keeps the others from running: a round trip of two
-ranks on an H200 takes 5.8 ms that way, and 19 us with the driver's operations.
+Each rank has an arena for data: torch's symmetric memory allocates it and maps the arenas of the other ranks. The CUDA
+driver's stream operations set flags and wait for flags on the device, without a multiprocessor and without the host. A
+kernel that spins on a flag also works, but where processes share a GPU it keeps the others from running: a round trip
+of two ranks on an H200 takes 5.8 ms with such kernels, and 19 us with the driver's operations.
 
-Flags lie in host memory that all ranks have mapped. In the GPU's own memory a round trip would take 14 us; but then
-only a stream could release a wait that has timed out, and CUDA may put that stream behind the one that waits, in the
-same hardware queue (seen on an H200).
+Flags are in host memory that all ranks map. In GPU memory a round trip takes 14 us; but then only a stream could
+release a wait that has timed out, and CUDA may put that stream behind the waiting one in the same hardware queue
+(observed on an H200).
 
-This is the one file that touches torch.distributed._symmetric_memory (read in torch 2.11 and 2.13);
+This is the only file that uses torch.distributed._symmetric_memory (read in torch 2.11 and 2.13);
 tests/context/test_peer_memory.py has a canary for each name.
 """
 
@@ -29,34 +29,34 @@ from flashspan.context.shared_memory import COMPUTE, FAST, LANES, SLOW, raise_to
 from flashspan.context.watchdog import WORD, Wait, Watchdog
 
 SHARE_GPU = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
-"""The environment variable with which torch lets several ranks share a GPU."""
+"""The environment variable that lets several ranks share a GPU in torch."""
 
 
 class PeerMemory(Protocol):
-    """One rank's arena and its way to the others'. Ranks are numbers within `group`."""
+    """One rank's arena and its access to the other arenas. Ranks are those of `group`."""
 
     def begin(self) -> None:
-        """A pass begins: after what the compute lane of the pass before has been given, whichever stream that was."""
+        """Begin a pass, ordered after the compute lane of the previous pass, even if that was another stream."""
         ...
 
     def view(self, offset: int, num_bytes: int) -> Tensor:
-        """Some of this rank's data, uint8."""
+        """A part of this rank's arena, uint8."""
         ...
 
     def follow(self, lane: str) -> None:
-        """What this lane is given from now on begins after what the compute lane has been given so far."""
+        """Order later operations of this lane after the operations queued on the compute lane so far."""
         ...
 
     def copy(self, lane: str, rank: int, offset: int, buffer: Tensor) -> None:
-        """Copy a buffer into another rank's data."""
+        """Copy a buffer into another rank's arena."""
         ...
 
     def signal(self, lane: str, rank: int, flag: int, tag: int) -> None:
-        """Set a flag of another rank, visible after all that the lane did before."""
+        """Set a flag of another rank, visible after all earlier operations of the lane."""
         ...
 
     def wait(self, lane: str, flag: int, tag: int, label: str) -> None:
-        """The lane continues when this rank's flag has this value; `label` is the error if it never does."""
+        """Let the lane wait until this rank's flag has this value; `label` is the error message if it times out."""
         ...
 
     def mark(self, lane: str) -> Any:
@@ -64,7 +64,7 @@ class PeerMemory(Protocol):
         ...
 
     def join(self, mark: Any) -> None:
-        """The compute lane continues when a mark has been reached."""
+        """Let the compute lane wait for a mark."""
         ...
 
     def check(self) -> None:
@@ -77,7 +77,7 @@ class PeerMemory(Protocol):
 
 
 def missing() -> str:
-    """Why symmetric memory cannot be had from this torch and driver; empty if it can."""
+    """Why this torch or driver has no symmetric memory; empty if both do."""
     try:
         import torch.distributed._symmetric_memory as symmetric
     except ImportError as error:
@@ -93,9 +93,9 @@ def missing() -> str:
 
 
 class CudaPeerMemory:
-    """An arena in a GPU's memory. Making one is collective over `group`, whose backend must have a CPU barrier.
+    """An arena in a GPU's memory. The constructor is a collective over `group`, whose backend needs a CPU barrier.
 
-    `caller` returns the thread that gets the error of a wait that has timed out: the one that uses results.
+    `caller` returns the thread that uses results: it gets the error of a wait that has timed out.
     """
 
     def __init__(
@@ -143,9 +143,9 @@ class CudaPeerMemory:
         self._marks = {lane: marks + 4 * i for i, lane in enumerate(LANES)}
         views = [words.view(torch.int32).numpy().view("uint32") for words in self._words]
         self._watchdog = Watchdog(views, self._rank, num_flags, timeout, caller)
-        # Host memory that is unmapped while it is registered spoils its address for whatever is mapped there next.
+        # Unregister host memory before it is unmapped: otherwise memory mapped there later cannot be registered.
         parts = (self._driver, device, self._watchdog, self._words)
-        self._finalizer = weakref.finalize(self, _give_up_arena, *parts)
+        self._finalizer = weakref.finalize(self, _release_arena, *parts)
         self._finalizer.atexit = False
 
     def begin(self) -> None:
@@ -190,7 +190,7 @@ class CudaPeerMemory:
         self._finalizer()
 
 
-def _give_up_arena(driver: Driver, device: torch.device, watchdog: Watchdog, words: list[Tensor]) -> None:
+def _release_arena(driver: Driver, device: torch.device, watchdog: Watchdog, words: list[Tensor]) -> None:
     torch.cuda.synchronize(device)
     watchdog.close()
     for one in words:

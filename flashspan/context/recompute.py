@@ -1,11 +1,11 @@
-"""Checkpointing that never runs attention's forward twice.
+"""Activation checkpointing that does not run attention's forward twice.
 
     from torch.utils.checkpoint import checkpoint
     y = checkpoint(block, x, use_reentrant=False, context_fn=keep_attention)
 
-Activation checkpointing throws a block's activations away and recomputes them in backward; with attention across
-devices that would send every key round the ring once more. Here attention's out and lse are kept, 1 + 1/D times its
-output, and handed back when the block is recomputed; everything else is recomputed as usual.
+Activation checkpointing discards a block's activations and recomputes them in backward; with attention across devices
+that sends every key around the ring a second time. Here attention's out and lse, 1 + 1/D times the size of its output,
+are kept and reused when the block is recomputed; everything else is recomputed as usual.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def keep_attention() -> tuple[AbstractContextManager[None], AbstractContextManag
 
 
 def keep(compute: Callable[[], Kept]) -> Kept:
-    """compute(), or what it returned when the block ran for the first time."""
+    """compute(), or its result from the first run of the block."""
     handler = _current.get()
     return compute() if handler is None else handler(compute)
 
 
 class Recording(AbstractContextManager[None]):
-    """The block's first run: what is kept goes on the tape, and how often each of it has been written to."""
+    """The first run of a block: results are recorded on the tape, with the version counters of their tensors."""
 
     def __init__(self, tape: list[tuple[Kept, list[int]]]) -> None:
         self.tape = tape
@@ -57,7 +57,7 @@ class Recording(AbstractContextManager[None]):
 
 
 class Replaying(Recording):
-    """The block's recomputation: each time it is entered the tape plays from its beginning."""
+    """The recomputation of a block: replays the tape from its beginning each time the context is entered."""
 
     def handler(self) -> Handler:
         tape = iter(self.tape)
@@ -66,8 +66,8 @@ class Replaying(Recording):
             kept, versions = next(tape)
             if [x._version for x in kept] != versions:
                 raise RuntimeError(
-                    "attention's output was changed in place in a block that keeps it for its recomputation: make a "
-                    "new tensor of it (out * 2, not out.mul_(2)), or checkpoint the block without keep_attention"
+                    "attention's output was changed in place, but its block keeps it for recomputation: make a new "
+                    "tensor (out * 2, not out.mul_(2)), or checkpoint the block without keep_attention"
                 )
             return kept
 

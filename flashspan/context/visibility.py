@@ -1,7 +1,7 @@
-"""What a mask asks of a placement: for every (query rank, key rank), how many pairs are visible and where they lie.
+"""The visible pairs of a mask under a placement: their number and bounding box for every (query rank, key rank) tile.
 
-Generators read it to leave out what nobody needs; the verifier reads it to prove that they did. No device, no process:
-256 ranks take a moment.
+Generators use it to omit tiles and rows that are not needed; the verifier uses it to prove that they do. It needs no
+device and no process: 256 ranks take a moment.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from flashspan.kernels.tiling import VISIBLE
 
 @dataclass(frozen=True)
 class Box:
-    """The visible part of a tile: `pairs` pairs, all of these local rows of the queries and of the keys.
+    """The visible part of a tile: `pairs` pairs, within these local rows of the queries and of the keys.
 
     Query rows are those from the first to the last that sees a key. Key rows are those that a query sees, so they may
-    have gaps; of a block map, gaps are whole blocks of keys, so that what is left keeps its place in them.
+    have gaps; in a block map, gaps are whole blocks of keys, so that the other rows keep their place in their block.
     """
 
     pairs: int
@@ -38,7 +38,7 @@ NOTHING = Box(0, range(0), Runs())
 
 
 class View(NamedTuple):
-    """What some queries see of some ranks' keys: pairs int64 [ranks], and which rows of either take part in any."""
+    """The visible pairs of some queries and some ranks' keys: pairs int64 [ranks], and the rows in any of them."""
 
     pairs: np.ndarray
     rows: np.ndarray  # bool [ranks, query rows]
@@ -47,9 +47,9 @@ class View(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Visibility:
-    """Pairs and bounding boxes of all tiles of `mask` under `placement`.
+    """Visible pairs and bounding boxes of all tiles of `mask` under `placement`.
 
-    A mask that differs along the batch or the heads is scheduled as the union of its maps; pairs count them all.
+    If the mask differs along the batch or the heads, a box is that of the union, and pairs are summed.
     """
 
     placement: Placement
@@ -88,13 +88,13 @@ class Visibility:
         return np.stack(frames).reshape(num, num, 6)
 
     def _look(self, q: int, ranks: range, q_rows: range) -> View:
-        """What these queries of one rank see of the keys of some ranks."""
+        """The keys of some ranks that these queries of one rank see."""
         if isinstance(self.mask, Blocks):
             return self._look_at_tiles(self.mask, q, ranks, q_rows)
         index = self.placement.index(q)[q_rows.start : q_rows.stop]
         low, high = (self._below(bound[:, index], ranks) for bound in self._intervals)  # [B, rows, ranks]
         seen = np.maximum(high - low, 0)
-        # Where more intervals have begun than ended, a key is seen; an empty one ends where it begins.
+        # A key is visible where more intervals have begun than ended; an empty interval ends where it begins.
         width = max(self.placement.sizes) + 1
         low += np.arange(len(ranks)) * width
         begun, ended = (np.bincount(x.ravel(), minlength=len(ranks) * width) for x in (low, low + seen))
@@ -120,7 +120,7 @@ class Visibility:
 
     @cached_property
     def _counts(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of a block map: how many keys of each rank every query sees, and how many queries see every key, [T, N]."""
+        """For a block map: how many keys of each rank every query sees, and how many queries see every key, [T, N]."""
         assert isinstance(self.mask, Blocks)
         owner = np.zeros((self.placement.num_tokens, self.num_ranks), np.float32)
         for rank in range(self.num_ranks):
@@ -129,7 +129,7 @@ class Visibility:
 
     @cached_property
     def _intervals(self) -> tuple[np.ndarray, np.ndarray]:
-        """The keys each query sees in global positions, [B or 1, T]."""
+        """The interval of keys that each query sees, in global positions, [B or 1, T]."""
         num = self.placement.num_tokens
         assert not isinstance(self.mask, Blocks)
         start, end = self.mask.intervals(num, num)
@@ -147,7 +147,7 @@ class Visibility:
         return table[0], table[1], table[2]
 
     def _below(self, x: np.ndarray, ranks: range) -> np.ndarray:
-        """How many of each key rank's tokens lie below these global positions, [*x.shape, ranks]."""
+        """The number of each key rank's tokens below these global positions, [*x.shape, ranks]."""
         start, step, length = (table[ranks.start : ranks.stop] for table in self._runs)
         count = (x[..., None, None] - start + step - 1) // step
         return np.clip(count, 0, length).sum(-1)
@@ -180,9 +180,9 @@ def _by_block(owner: np.ndarray, block: int) -> torch.Tensor:
 
 
 def _whole_blocks(seen: np.ndarray, blocks: np.ndarray) -> np.ndarray:
-    """Rows of a shard, in these blocks of keys, from the first to the last that is seen, less blocks of which none is.
+    """Rows of a shard from the first to the last visible one, without the blocks of keys that have no visible row.
 
-    Rows between those that are seen stay: left out, they would move every later row to another place in its block.
+    Hidden rows of a block with visible rows are kept: without them, later rows would change place in their block.
     """
     (found,) = seen.nonzero()
     kept = np.isin(blocks, blocks[found])

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashspan.context import context_parallel
-from flashspan.context.layout import LAYOUTS, Placement, _deal_out, balanced, contiguous, cut, deal, place
+from flashspan.context.layout import LAYOUTS, Placement, _assign_longest_first, balanced, contiguous, cut, deal, place
 from flashspan.context.runs import Runs
 from flashspan.kernels import patterns
 from flashspan.kernels.blocks import Blocks
@@ -96,18 +96,18 @@ def test_a_layout_of_ones_own_may_leave_ranks_and_ranges_empty() -> None:
 
 
 BAD: dict[str, tuple[object, str]] = {
-    "nothing": (None, "deals 200 tokens to 2 ranks and returns a Placement: got NoneType"),
-    "ranges alone": (((range(100),), (range(100, 200),)), "returns a Placement: got tuple"),
+    "nothing": (None, "assigns 200 tokens to 2 ranks and must return a Placement: got NoneType"),
+    "ranges alone": (((range(100),), (range(100, 200),)), "return a Placement: got tuple"),
     "another number of ranks": (contiguous(200, 3), "to 2 ranks: got a Placement of 200 tokens to 3 ranks"),
     "another number of tokens": (contiguous(150, 2), "200 tokens .* got a Placement of 150 tokens"),
     "two owners, and none": (
         Placement(200, ((range(100),), (range(50, 150),))),
-        "got 2 ranks that hold token 50, and 100 tokens that are not held once",
+        "got 2 ranks for token 50, and 100 such tokens",
     ),
-    "no owner": (Placement(200, ((range(0, 200, 2),), ())), "got 0 ranks that hold token 1, and 100 tokens"),
+    "no owner": (Placement(200, ((range(0, 200, 2),), ())), "got 0 ranks for token 1, and 100 such tokens"),
     "past the end": (Placement(200, ((range(100),), (range(100, 201),))), r"within 0 to 199: got .* for rank 1"),
     "before the start": (Placement(200, ((range(-1, 99),), (range(99, 200),))), "within 0 to 199: got .* for rank 0"),
-    "backwards": (Placement(200, ((range(99, -1, -1),), (range(100, 200),))), "that ascend .* sort what a rank holds"),
+    "backwards": (Placement(200, ((range(99, -1, -1),), (range(100, 200),))), "that ascend .* in ascending order"),
     "out of order": (Placement(200, ((range(100, 200), range(50)), (range(50, 100),))), "that ascend .* for rank 0"),
     "no ranges": (Placement(200, (([0, 1],), (range(2, 200),))), "as ranges that ascend"),  # type: ignore[arg-type]
 }
@@ -146,6 +146,6 @@ def test_dealing_without_a_limit_must_be_worth_the_memory() -> None:
     mask = Blocks.from_coarse(torch.arange(15) < visits[:, None], 960, 960, size=64, block=64)
     placement = place(balanced(mask), 960, 3)
     owned = [placement.index(rank)[::64] // 64 for rank in range(3)]
-    dealt = _deal_out(visits.numpy().astype(float), range(15), [15] * 3)
+    dealt = _assign_longest_first(visits.numpy().astype(float), range(15), [15] * 3)
     assert max(int(visits[part].sum()) for part in dealt) == 29
     assert max(int(visits[part].sum()) for part in owned) == 30

@@ -127,7 +127,7 @@ def test_messages_are_posted_and_awaited_once_by_their_ends() -> None:
         (stages(post), "never waits"),
         (stages(post, wait, wait), "which it does not post"),
         (stages(post, post, wait), "a second time"),
-        (stages(((), on(2, message)), wait), "of which it is no end"),
+        (stages(((), on(2, message)), wait), "which this rank neither sends nor receives"),
     ):
         with pytest.raises(ScheduleError, match=rule):
             prove([program])
