@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
-from flashspan.parallel.agreement import raise_together
+from flashspan.agreement import raise_together
 from flashspan.parallel.collectives import full_tensor, shard_like
 
 

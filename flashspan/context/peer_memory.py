@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flashspan.context.cuda_driver import Driver
-from flashspan.context.shared_memory import COMPUTE, FAST, LANES, SLOW, raise_together, share
+from flashspan.context.shared_memory import COMPUTE, FAST, LANES, SLOW, raise_not_shared, share
 from flashspan.context.watchdog import WORD, Wait, Watchdog
 
 SHARE_GPU = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
@@ -118,7 +118,7 @@ class CudaPeerMemory:
                 self._arena = symmetric.empty(max(1, num_bytes), dtype=torch.uint8, device=device)
         except (RuntimeError, OSError, AttributeError) as error:
             problem = error
-        raise_together(group, problem)
+        raise_not_shared(group, problem)
         self._words = share(group, 4 * Watchdog.num_words(num_flags))
         self._rank, self._addresses = dist.get_rank(group), list[int]()
         try:
@@ -132,7 +132,7 @@ class CudaPeerMemory:
         except RuntimeError as error:
             problem = error
         try:
-            raise_together(group, problem)
+            raise_not_shared(group, problem)
         except BaseException:
             for words, _ in zip(self._words, self._addresses, strict=False):
                 self._driver.unregister(words)

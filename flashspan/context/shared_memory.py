@@ -1,6 +1,6 @@
-"""Memory of the host that other processes write to: peer_memory's protocol without a GPU.
+"""Host memory that other processes write to: the protocol of peer_memory without a GPU.
 
-Lanes are threads here, so the same protocol of flags runs on any Linux machine, with real races.
+Lanes are threads here, so the protocol of flags runs on any Linux machine, with real races.
 """
 
 from __future__ import annotations
@@ -16,34 +16,33 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flashspan.agreement import raise_together
 from flashspan.context.transport import ExchangeError
 
 LANES = COMPUTE, FAST, SLOW = "compute", "fast", "slow"
-"""Sequences of operations that are carried out in order: the caller's own, and two for transfers."""
+"""Lanes run operations in order, like streams: the caller's own, and two for transfers."""
 
 SPIN, NAP = 200, 1e-4
-"""A wait reads its flag this many times without a pause, then once per this many seconds."""
+"""A wait reads its flag SPIN times without a pause, then once every NAP seconds."""
 
 
 class NotShared(RuntimeError):
-    """Memory could not be shared, on this rank or on another: raised on all ranks together."""
+    """Memory could not be shared, on this rank or another: raised on all ranks together."""
 
 
-def raise_together(group: dist.ProcessGroup, problem: Exception | None) -> None:
-    """NotShared on every rank of a group, naming the first that has a problem, if any has one. A collective."""
-    rank = dist.get_rank(group)
-    mine = "" if problem is None else f"rank {rank} failed: {str(problem).splitlines()[0][:200]}"
-    problems: list[str] = [""] * dist.get_world_size(group)
-    dist.all_gather_object(problems, mine, group=group)
-    for text in problems:
-        if text:
-            raise NotShared(text) from problem
+def raise_not_shared(group: dist.ProcessGroup, problem: Exception | None) -> None:
+    """NotShared on every rank of a group if any rank has a problem. A collective."""
+    fault = None if problem is None else str(problem).splitlines()[0][:200]
+    try:
+        raise_together(fault, group, NotShared)
+    except NotShared as error:
+        raise error from problem
 
 
 def share(group: dist.ProcessGroup, num_bytes: int) -> list[Tensor]:
-    """Host memory of every rank of a group, zero at first, mapped by all of them. A collective.
+    """Host memory of every rank of a group, zero at first and mapped by all of them. A collective.
 
-    It is an anonymous file that the others open through /proc: nothing is left behind, whatever kills the ranks.
+    It is an anonymous file that the other ranks open through /proc: nothing remains when the ranks are killed.
     """
     file, path, shared = -1, "", list[Tensor]()
     problem: Exception | None = None
@@ -53,7 +52,7 @@ def share(group: dist.ProcessGroup, num_bytes: int) -> list[Tensor]:
         path = f"/proc/{os.getpid()}/fd/{file}"
     except OSError as error:
         problem = error
-    raise_together(group, problem)
+    raise_not_shared(group, problem)
     paths: list[str] = [""] * dist.get_world_size(group)
     dist.all_gather_object(paths, path, group=group)
     try:
@@ -61,18 +60,18 @@ def share(group: dist.ProcessGroup, num_bytes: int) -> list[Tensor]:
     except RuntimeError as error:  # another container, another user
         problem = error
     try:
-        raise_together(group, problem)  # and no file is closed before all have opened it
+        raise_not_shared(group, problem)  # and no file is closed before all have opened it
     finally:
         os.close(file)
     return shared
 
 
 class HostPeerMemory:
-    """An arena in memory that processes of this host share. Making one is collective over `group`."""
+    """An arena in memory that processes of this host share. The constructor is a collective over `group`."""
 
     def __init__(self, group: dist.ProcessGroup, num_flags: int, num_bytes: int, timeout: float) -> None:
         self.timeout = timeout
-        with torch.inference_mode(False):  # lanes, which are threads, write to it outside of any such mode
+        with torch.inference_mode(False):  # the lanes' threads write to it outside of inference mode
             self._flags = [words.view(torch.int32).numpy() for words in share(group, 4 * num_flags)]
             self._data = share(group, max(1, num_bytes))
         self._rank = dist.get_rank(group)
@@ -81,13 +80,13 @@ class HostPeerMemory:
         self._problem = ""
 
     def begin(self) -> None:
-        """Nothing to do: passes of a CPU are in the order of the calls."""
+        """Nothing to do: on a CPU, passes run in the order of the calls."""
 
     def view(self, offset: int, num_bytes: int) -> Tensor:
         return self._data[self._rank][offset : offset + num_bytes]
 
     def follow(self, lane: str) -> None:
-        """Nothing to do: what the caller computes on a CPU is done when it returns."""
+        """Nothing to do: a computation on a CPU has ended when its call returns."""
 
     def copy(self, lane: str, rank: int, offset: int, buffer: Tensor) -> None:
         self._do(lane, lambda: self._data[rank][offset : offset + len(buffer)].copy_(buffer))
@@ -99,7 +98,7 @@ class HostPeerMemory:
         self._do(lane, write)
 
     def wait(self, lane: str, flag: int, tag: int, label: str) -> None:
-        def look() -> None:
+        def poll() -> None:
             flags = self._flags[self._rank]
             for _ in range(SPIN):
                 if flags[flag] == tag:
@@ -111,7 +110,7 @@ class HostPeerMemory:
                     raise ExchangeError(label)
                 time.sleep(NAP)
 
-        self._do(lane, look)
+        self._do(lane, poll)
 
     def mark(self, lane: str) -> threading.Event:
         mark = threading.Event()
@@ -119,7 +118,7 @@ class HostPeerMemory:
         return mark
 
     def join(self, mark: threading.Event) -> None:
-        if not mark.wait(2 * self.timeout):  # the lane itself gives up after one
+        if not mark.wait(2 * self.timeout):  # the lane itself times out after one timeout
             self._problem = self._problem or f"an earlier transfer did not end within {2 * self.timeout:g} s"
         self.check()
 
@@ -145,7 +144,7 @@ def _close_lanes(lanes: list[Lane]) -> None:
 
 
 class Lane:
-    """A thread that carries out operations in order and sets marks between them. After a failure only marks are set."""
+    """A thread that runs operations in order and sets marks between them. After a failure it only sets marks."""
 
     def __init__(self) -> None:
         self._operations: queue.SimpleQueue[Callable[[], object] | threading.Event | None] = queue.SimpleQueue()
@@ -172,4 +171,4 @@ class Lane:
                     self.problem = str(error)
                 except Exception as error:  # raised by `check`
                     self.problem = f"a transfer failed: {error}"
-            del operation  # what it holds, it holds no longer than it runs
+            del operation  # release its tensors before the next wait

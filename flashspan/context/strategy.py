@@ -1,18 +1,15 @@
-"""context_parallel: names in, an attention callable over a group out.
+"""context_parallel: attention over the ranks of a group, as a callable.
 
 attend = context_parallel(group, layout="zigzag", strategy="ring")
-q, k, v = (attend.shard(x, 2) for x in (q, k, v))      # or deal the tokens out before the model
-out = attend(q, k, v, causal=True)                     # this rank's rows of what one device would compute
+q, k, v = (attend.shard(x, 2) for x in (q, k, v))      # or split the tokens before the model
+out = attend(q, k, v, causal=True)                     # this rank's rows of the result on one device
 """
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -42,8 +39,10 @@ from flashspan.context.core import Attend, Core, Options, Scheduled
 from flashspan.context.dispatched import Dispatched
 from flashspan.context.execute import Plan
 from flashspan.context.generators import GENERATORS, in_chunks
-from flashspan.context.layout import Layout, Placement, check_name, contiguous, deal, place
-from flashspan.context.symmetric import TRANSPORTS, SymmetricTransport, TransportName
+from flashspan.context.layout import Layout, Placement, contiguous, deal, place
+from flashspan.context.settings import STRATEGIES as STRATEGIES
+from flashspan.context.settings import Settings
+from flashspan.context.symmetric import SymmetricTransport, TransportName
 from flashspan.context.transport import GroupTransport
 from flashspan.context.ulysses import Ulysses, all_to_all_tensors, share_heads
 from flashspan.context.visibility import Visibility
@@ -52,7 +51,6 @@ from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.contract import Dropout, LocalAttention
 from flashspan.kernels.masks import EVERYTHING, Mask, Rows
 
-STRATEGIES = (*GENERATORS, "ulysses", "hybrid")
 PLANS_KEPT = 32
 MESSAGE_BYTES = 2**20  # bytes of keys and values in one transfer between CPUs, unless `head_chunks` says otherwise
 
@@ -74,49 +72,32 @@ def context_parallel(
 ) -> ContextAttention:
     """Attention over the ranks of a group, each holding a part of the tokens: call it like `flashspan.attention`.
 
-    group: a process group, a mesh of one dimension, or for `hybrid` a mesh of two, (across, ulysses); None is one rank.
-    layout: "contiguous", "zigzag", "striped", or a function of (num_tokens, num_ranks) such as `balanced(mask)` gives.
-    strategy: "ring", "double_ring" (with sizes=(nodes, ranks per node)), "gather", "helper", "ulysses", or "hybrid":
-    ulysses along the mesh's second dimension and `across`, one of the others, along its first.
-    slow_group: for double_ring on NCCL, a second group of the same ranks, by which keys travel between nodes while the
-    first is busy inside them.
-    head_chunks: work through the heads in this many chunks; transfer buffers shrink by as much. By default one chunk on
-    GPUs, and on CPUs as many as leave each transfer a MiB of keys and values: there, more chunks cost nothing else.
-    num_tokens: the length of the whole sequence, if it is always the same. Then ranks compare notes only the first time
-    they see a shape or a mask; otherwise (unless the mask knows) once per call, to learn the length. On gloo, ranks
-    that call with different ones of several they have all seen wait for each other until the timeout; on NCCL they are
-    not caught: their transfers will not fit one another.
-    backend, deterministic: as `flashspan.attention` takes them in each call.
-    transport: how messages travel. "symmetric": as copies into the receiver's memory, on one host; "group": by the
-    process group; "auto": symmetric between GPUs of one host, the group elsewhere. `attend.transport(device)` tells.
-    timeout: seconds to wait for a transfer (with NCCL the group's own timeout rules).
+    Args:
+        group: A process group, a mesh of one dimension, or for `hybrid` a mesh of two, (across, ulysses). None is one
+            rank.
+        layout: "contiguous", "zigzag", "striped", or a function of (num_tokens, num_ranks), such as `balanced(mask)`.
+        strategy: "ring", "double_ring" (with `sizes`), "gather", "helper", "ulysses", or "hybrid": ulysses along the
+            mesh's second dimension, and the strategy `across` along its first.
+        sizes: For double_ring, (nodes, ranks per node).
+        slow_group: For double_ring on NCCL, a second group of the same ranks. It sends keys between nodes while the
+            first group sends inside the nodes.
+        across: For hybrid, the strategy along the mesh's first dimension.
+        head_chunks: Compute the heads in this many chunks; transfer buffers become smaller by this factor. Default: one
+            chunk on GPUs; on CPUs as many as make each transfer about a MiB of keys and values, at no other cost.
+        num_tokens: The length of the whole sequence, if it is always the same. Then ranks compare a call only the first
+            time they see its shape or mask. Otherwise they gather the length in each call, unless the mask has it.
+            Ranks that then make different calls, of shapes they have all seen, wait until the timeout on gloo; NCCL
+            does not detect it, and their transfers do not match.
+        backend: As in `flashspan.attention`.
+        deterministic: As in `flashspan.attention`.
+        transport: How messages are sent. "symmetric": as copies into the receiver's memory, on one host; "group": by
+            the process group; "auto": symmetric between GPUs of one host, otherwise the group. See
+            `attend.transport(device)`.
+        timeout: Seconds to wait for a transfer (with NCCL, the group's own timeout applies).
     """
-    if strategy not in STRATEGIES:
-        raise ValueError(f"unknown strategy {strategy!r}; choose one of {', '.join(STRATEGIES)}")
-    schedule = {"hybrid": across, "ulysses": "ring"}.get(strategy, strategy)
-    if strategy == "hybrid" and (not isinstance(across, str) or across not in GENERATORS):
-        raise ValueError(f"hybrid works across rows with one of {', '.join(GENERATORS)}: got across={across!r}")
-    if (sizes is not None) != (schedule == "double_ring"):
-        raise ValueError(
-            f"sizes=(nodes, ranks per node) is needed by double_ring and only by it: got sizes={sizes} "
-            f"with strategy={strategy!r}"
-        )
-    if head_chunks is not None and (type(head_chunks) is not int or head_chunks < 1):
-        raise ValueError(f"heads are worked through in 1 or more chunks, or None to choose: got {head_chunks!r}")
-    if num_tokens is not None and (not isinstance(num_tokens, Integral) or num_tokens < 0):
-        raise ValueError(f"a sequence has 0 or more tokens, or None to be asked for each time: got {num_tokens!r}")
-    if not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
-        raise ValueError(
-            f"a timeout is a number of seconds above 0, and finite: got {timeout!r}; use 1e6 for many days"
-        )
-    if transport not in TRANSPORTS:
-        raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}: got {transport!r}")
-    if not callable(layout):
-        check_name(layout)
-    if not isinstance(backend, str) or backend.removesuffix(dispatch.DETERMINISTIC) not in ("auto", *dispatch.TABLE):
-        raise ValueError(f"backend must be one of {', '.join(['auto', *dispatch.TABLE])}: got {backend!r}")
-    if deterministic:
-        backend = backend.removesuffix(dispatch.DETERMINISTIC) + dispatch.DETERMINISTIC
+    settings = Settings(
+        layout, strategy, across, sizes, head_chunks, num_tokens, backend, deterministic, transport, timeout
+    )
     outer: dist.ProcessGroup | None
     inner: dist.ProcessGroup | None
     if strategy == "hybrid":
@@ -127,7 +108,7 @@ def context_parallel(
             )
         if not _is_grid(group.mesh):
             raise ValueError(
-                f"hybrid needs a mesh whose rows list their ranks in one order, and whose columns do: got "
+                f"hybrid needs a mesh with the same order of ranks in every row, and in every column: got "
                 f"{group.mesh.tolist()}; number them as init_device_mesh does"
             )
         outer, inner = group.get_group(0), group.get_group(1)
@@ -138,14 +119,7 @@ def context_parallel(
             group = group.get_group()
         outer, inner = (None, group) if strategy == "ulysses" else (group, None)
     outer_transport = GroupTransport(outer, slow_group=slow_group, timeout=timeout)
-    pair = isinstance(sizes, Sequence) and len(sizes) == 2 and all(isinstance(n, Integral) and n > 0 for n in sizes)
-    if sizes is not None and not (pair and math.prod(sizes) == outer_transport.num_ranks):
-        raise ValueError(
-            f"double_ring's sizes are 1 or more each, (nodes, ranks per node), and multiply to the number of ranks: "
-            f"got {sizes!r} for {outer_transport.num_ranks} ranks"
-        )
-    num_tokens = None if num_tokens is None else int(num_tokens)
-    settings = Settings(layout, strategy, schedule, tuple(sizes or ()), head_chunks, num_tokens, backend)
+    settings.check_sizes(outer_transport.num_ranks)
     inner_transport = GroupTransport(inner, timeout=timeout)
     return ContextAttention(
         SymmetricTransport(outer_transport, transport), SymmetricTransport(inner_transport, transport), settings
@@ -153,37 +127,19 @@ def context_parallel(
 
 
 def _is_grid(ranks: Tensor) -> bool:
-    """Whether the groups of a mesh's rows and columns, which have their ranks in ascending order, agree on places."""
+    """Whether the order of ranks is the same in all rows, and in all columns; a group's own order is ascending."""
     rows, columns = ranks.argsort(1), ranks.argsort(0)
     return bool((rows == rows[:1]).all() and (columns == columns[:, :1]).all())
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What was asked of `context_parallel`."""
-
-    layout: Layout
-    strategy: str
-    schedule: str
-    sizes: tuple[int, ...]
-    head_chunks: int | None
-    num_tokens: int | None
-    backend: str
-
-    def names(self) -> tuple[object, ...]:
-        """What ranks compare: a function by its name, since its address is another in every process."""
-        layout = self.layout if isinstance(self.layout, str) else getattr(self.layout, "__qualname__", "a function")
-        return (layout, *(getattr(self, field.name) for field in fields(self) if field.name != "layout"))
-
-
 class ContextAttention:
-    """Attention over a group: this is `rank` of `num_ranks`, and holds `placement(num_tokens).ranges[rank]`."""
+    """Attention over a group: this is `rank` of `num_ranks`, with the tokens `placement(num_tokens).ranges[rank]`."""
 
     def __init__(self, outer: SymmetricTransport, inner: SymmetricTransport, settings: Settings) -> None:
         self.outer, self.inner, self.settings = outer, inner, settings
         self.rank = outer.rank * inner.num_ranks + inner.rank
         self.num_ranks = outer.num_ranks * inner.num_ranks
-        self.local: LocalAttention = Dispatched(settings.backend)
+        self.local: LocalAttention = Dispatched(settings.dispatched)
         self._cores: OrderedDict[Any, Core] = OrderedDict()
         self._digested: tuple[object, list[int], int] = (None, [], digest(None))
 
@@ -204,9 +160,9 @@ class ContextAttention:
     ) -> Any:
         """This rank's rows of attention over all ranks' tokens: out, or with `return_lse` (out, lse).
 
-        The arguments are those of `flashspan.attention`, q [B, H, T, D], k and v [B, K, T, D] being this rank's shard,
-        the same T tokens of each, and the mask the whole sequence's. Dropout drops what one device would with the same
-        seed; without a seed, the one that rank 0 draws (under activation checkpointing not by a generator: see there).
+        The arguments are those of `flashspan.attention`. q [B, H, T, D], k and v [B, K, T, D] are this rank's shards of
+        the same T tokens; the mask is that of the whole sequence. Dropout drops the same elements as one device with
+        the same seed; without a seed, rank 0 draws it (see `flashspan.attention` about generators and checkpointing).
         """
         refuse_transforms()
         self.outer.caller = self.inner.caller = threading.get_ident()
@@ -219,16 +175,16 @@ class ContextAttention:
             if seed is None:
                 seeds.fill_(self._gather([int(seeds)])[0][0])
             drop = Dropout(float(dropout), seeds)
-        with torch.autocast(q.device.type, enabled=False):  # sums inside are float32 and stay so
+        with torch.autocast(q.device.type, enabled=False):  # sums stay float32
             out, lse = Attend.apply(q, k, v, core, Options(scale_of(q, scale), k.shape[1], drop))
         return (out, lse) if return_lse else out
 
     def __deepcopy__(self, memo: object) -> ContextAttention:
-        """Itself: a copy of a model attends over the same group."""
+        """Itself: a copy of a model uses the same group."""
         return self
 
     def placement(self, num_tokens: int) -> Placement:
-        """Who holds which tokens of a sequence of this length."""
+        """The tokens of each rank, for a sequence of this length."""
         outer, inner = self.outer.num_ranks, self.inner.num_ranks
         if outer == 1:
             return place(self.settings.layout, num_tokens, inner)
@@ -239,27 +195,27 @@ class ContextAttention:
         return self.placement(num_tokens).positions(self.rank, device)
 
     def shard(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's part of a whole tensor."""
+        """This rank's shard of a whole tensor."""
         return self.placement(x.shape[dim]).shard(x, dim, self.rank)
 
     def unshard(self, x: Tensor, dim: int) -> Tensor:
-        """The whole tensor from all ranks' parts, on every rank. Not differentiable."""
+        """The whole tensor from all ranks' shards, on every rank. Not differentiable."""
         x = x.detach().movedim(dim, 0)
-        told = self._gather([len(x), digest((x.dtype, x.shape[1:]))])
-        if len({kind for _, kind in told}) > 1:
+        gathered = self._gather([len(x), digest((x.dtype, x.shape[1:]))])
+        if len({kind for _, kind in gathered}) > 1:
             raise ValueError(
-                f"all ranks must agree on the dtype of what is joined, and on its shape but for dimension {dim}: "
+                f"all ranks must agree on the dtype of the shards, and on their shape except in dimension {dim}: "
                 f"rank {self.rank} has {x.dtype} and {tuple(x.movedim(0, dim).shape)}"
             )
-        sizes = [size for size, _ in told]
+        sizes = [size for size, _ in gathered]
         placement = self.placement(sum(sizes))
         rows = [sizes[i : i + self.inner.num_ranks] for i in range(0, len(sizes), self.inner.num_ranks)]
-        row = torch.cat(_share(self.inner, x, rows[self.outer.rank]))
-        whole = torch.cat(_share(self.outer, row, [sum(sizes) for sizes in rows]))
+        row = torch.cat(_all_gather(self.inner, x, rows[self.outer.rank]))
+        whole = torch.cat(_all_gather(self.outer, row, [sum(sizes) for sizes in rows]))
         return placement.unshard(whole.split(sizes), 0).movedim(0, dim)
 
     def transport(self, device: torch.device | str) -> str:
-        """How messages of tensors on this device travel, and why. The first time, all ranks must ask."""
+        """The transport for tensors on this device, and the reason. A collective at the first call."""
         transports = [transport for transport in (self.outer, self.inner) if transport.num_ranks > 1]
         return (
             "; ".join(dict.fromkeys(str(transport.reach(torch.device(device))) for transport in transports))
@@ -284,7 +240,7 @@ class ContextAttention:
         seed: int | None,
         generator: torch.Generator | None,
     ) -> Core:
-        """The core that serves this call, made when all ranks agree on what is called."""
+        """The core for this call. A new one is made after all ranks have agreed on the call."""
         window = tuple(window) if isinstance(window, list) else window
         try:
             check_inputs(q, k, v, dropout, scale)
@@ -302,10 +258,10 @@ class ContextAttention:
                 declared = self.settings.num_tokens
                 num = num if num != 1 or declared is None else declared
                 mask = mask_of(mask, q, num, num)
-        except ValueError as error:  # perhaps on this rank alone: all hear of it, and raise it
+        except ValueError as error:  # perhaps on this rank only: all ranks raise it
             self._compare(dict.fromkeys(COMPARED, 0), 0, str(error))
         num_tokens = mask.num_keys if isinstance(mask, (Rows, Blocks)) else self.settings.num_tokens
-        if self._digested[0] is not mask:  # the layers of a model share one mask: look through it once
+        if self._digested[0] is not mask:  # the layers of a model share one mask: hash it once
             self._digested = mask, mask_versions(mask) if isinstance(mask, (Rows, Blocks)) else [], digest(mask)
         elif isinstance(mask, (Rows, Blocks)):
             check_unchanged(mask, self._digested[1])
@@ -324,7 +280,7 @@ class ContextAttention:
         return self._cores[key]
 
     def _require_symmetric(self, device: torch.device) -> None:
-        """The same ValueError on every rank where symmetric memory was asked for and some ranks cannot have it."""
+        """The same ValueError on every rank, if transport is `symmetric` and a rank cannot use it."""
         if self.outer.transport != "symmetric":
             return
         problem = ""
@@ -342,7 +298,7 @@ class ContextAttention:
         settings, U, num_kv_heads = self.settings, self.inner.num_ranks, k.shape[1]
         outer = place(settings.layout, num_tokens, self.outer.num_ranks) if self.outer.num_ranks > 1 else None
         rows = outer or contiguous(num_tokens, 1)
-        options = {"sizes": settings.sizes} if settings.schedule == "double_ring" else {}
+        options = {"sizes": tuple(settings.sizes or ())} if settings.schedule == "double_ring" else {}
         kv_heads = 0
         if num_kv_heads:
             share = share_heads(num_heads, num_kv_heads, U)[self.inner.rank]
@@ -362,15 +318,15 @@ class ContextAttention:
         return core
 
     def _agree(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, rest: str, dropout: float) -> int:
-        """The number of tokens of all ranks together; the same ValueError on every rank if they are not one call."""
+        """The number of tokens of all ranks; the same ValueError on every rank if their calls differ."""
         problem = ""
-        try:  # on the way, a backend that cannot serve would leave the others waiting
+        try:  # later, the other ranks would wait for a rank whose backend refuses the call
             mask = EVERYTHING if mask is None else mask
-            dispatch.choose(q, k, v, mask=mask, dropout=dropout > 0, backend=self.settings.backend)
+            dispatch.choose(q, k, v, mask=mask, dropout=dropout > 0, backend=self.settings.dispatched)
         except ValueError as error:
             problem = str(error)
         mine = {
-            "strategy, layout or options": digest(self.settings.names()),
+            "strategy, layout or options": digest(self.settings.compared()),
             "batch": q.shape[0],
             "query heads": q.shape[1],
             "kv heads": k.shape[1],
@@ -381,7 +337,7 @@ class ContextAttention:
         return self._compare(mine, q.shape[2], problem)
 
     def _compare(self, mine: dict[str, int], num_mine: int, problem: str) -> int:
-        """`_agree`, of what this rank calls with, how many tokens it has and what it already knows to be wrong."""
+        """`_agree`, from the compared values, number of tokens and error of this rank."""
         rows = self._gather([*mine.values(), num_mine, *encode(problem)])
         for rank, row in enumerate(rows):
             if text := decode(row[len(COMPARED) + 1 :]):
@@ -397,7 +353,7 @@ class ContextAttention:
         expected = self.placement(num_tokens).sizes
         if sizes != expected:
             raise ValueError(
-                f"layout {self.settings.layout!r} deals {num_tokens} tokens out as {expected}: "
+                f"layout {self.settings.layout!r} splits {num_tokens} tokens into shards of {expected}: "
                 f"got shards of {sizes} tokens; split them with attend.shard or attend.positions"
             )
         return num_tokens
@@ -411,12 +367,10 @@ class ContextAttention:
         return rows
 
 
-def _share(transport: SymmetricTransport, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Every rank's x [n, ...], of which these are the sizes n, in rank order."""
+def _all_gather(transport: SymmetricTransport, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """Every rank's x [n, ...] in rank order; `sizes` are the n."""
 
     def shapes(src: int, dst: int) -> Fields:
         return [((sizes[src], *x.shape[1:]), x.dtype)]
 
-    return [
-        part for (part,) in all_to_all_tensors(transport, [(x,)] * transport.num_ranks, shapes, "shards to be joined")
-    ]
+    return [part for (part,) in all_to_all_tensors(transport, [(x,)] * transport.num_ranks, shapes, "shards to join")]

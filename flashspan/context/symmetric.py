@@ -1,12 +1,12 @@
-"""Transfers as copies into the receiver's memory, for ranks that reach each other's: one GPU, NVLink, one host.
+"""Transfers as copies into the receiver's memory, for ranks that can access it: on one GPU, over NVLink, on one host.
 
-A transfer takes two flags. When the receiver posts it, its compute lane says "ready" to the sender: whatever used the
-message's place before has been computed. The sender's transfer lane waits for that, copies, and says "arrived"; the
-receiver's compute lane waits for that. The host waits for nothing. A flag is set to a number of the pass, so what
-belongs to another call, or to an earlier one, is never taken for this one's.
+Each message uses two flags. When the receiver posts it, its compute lane sets "ready" on the sender: earlier uses of
+the message's slot have been computed. The sender's transfer lane waits for "ready", copies, and sets "arrived" on the
+receiver, whose compute lane waits for it. The host does not wait. Flags are set to the number of the pass, so the flags
+of another call, or of an earlier pass, do not match.
 
-Each flag belongs to a pair of ranks, a direction and a message's number between them. So a rank that is ahead, by one
-pass or several, cannot overwrite a flag that is still waited for: it got ahead by receiving what that wait is for.
+A flag belongs to a pair of ranks, a direction and a message number. A rank that is one or several passes ahead cannot
+overwrite a flag that its peer still waits for: to get ahead, it had to receive the message that follows that wait.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ READY, ARRIVED = 0, 1
 
 @dataclass(frozen=True)
 class Reach:
-    """The ranks whose memory this rank writes to, in ascending order, itself included, and the reason."""
+    """The ranks whose memory this rank can write to (ascending, with itself), and the reason."""
 
     ranks: tuple[int, ...]
     reason: str
@@ -50,7 +50,7 @@ class Reach:
 
 @dataclass(eq=False)
 class Arena:
-    """The memory of ranks that reach each other, and how much of it there is."""
+    """Memory shared by the ranks within reach, and its size."""
 
     memory: PeerMemory
     num_bytes: int
@@ -58,10 +58,10 @@ class Arena:
 
 
 class SymmetricTransport:
-    """A transport that copies to the ranks within reach and leaves the rest to the group's.
+    """A transport that copies to ranks within reach, and uses the process group for the others.
 
-    Which ranks it reaches is settled in the first pass, which all ranks take part in. The arena grows when a pass needs
-    more than any before: that synchronises the device, and happens twice per plan at most, forward and backward.
+    The first pass, in which all ranks take part, determines the reach. The arena is replaced when a pass needs a larger
+    one: that synchronises the device, and happens at most twice per plan, in forward and in backward.
     """
 
     def __init__(self, group: GroupTransport, transport: TransportName) -> None:
@@ -72,8 +72,8 @@ class SymmetricTransport:
         self._control: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._bytes_copied = 0
         self.caller = threading.get_ident()
-        """The thread that uses results; backward itself runs on a thread of autograd."""
-        self._walks = self._tag = 0
+        """The thread that uses results; backward runs on an autograd thread."""
+        self._passes = self._tag = 0
         self._device, self._slots = CPU, SlotPlan({}, {}, {}, 0, 0)
         self._marks: dict[Message, Any] = {}
 
@@ -86,7 +86,7 @@ class SymmetricTransport:
         return self.by_group.agree(row)
 
     def reach(self, device: torch.device) -> Reach:
-        """The ranks within reach for tensors on this device, and the reason. The first time, all ranks must ask."""
+        """The ranks within reach for tensors on this device, and the reason. A collective at the first call."""
         if device not in self._reaches:
             self._reaches[device] = find_reach(self.by_group, self.transport, device)
         return self._reaches[device]
@@ -100,12 +100,12 @@ class SymmetricTransport:
         self._slots = slots()
         try:
             self._grow(device)
-        except ValueError:  # on all ranks, before anything was sent
+        except ValueError:  # on all ranks, before any message was sent
             self.by_group.end()
             raise
-        # Flags are compared with this: the pass's number, so that the last 4,095 cannot be mistaken, and what it is.
-        self._walks += 1
-        self._tag = 1 + (self._walks % 2**12 << 18 | self.by_group.tag % 2**18)
+        # The value of flags: the number of the pass, distinct from the last 4,095, and a hash of its name and call.
+        self._passes += 1
+        self._tag = 1 + (self._passes % 2**12 << 18 | self.by_group.tag % 2**18)
         if device in self._arenas:
             self._memory.begin()
 
@@ -161,21 +161,21 @@ class SymmetricTransport:
         return self._arenas[self._device].memory
 
     def _copies(self, message: Message) -> bool:
-        """Whether a message goes by a copy; an empty one does not go at all."""
+        """Whether a message is copied; empty messages are not sent."""
         return message.src in self._within and message.dst in self._within and message.buffer.numel() > 0
 
     def _index(self, rank: int) -> int:
-        """A rank's number among those within reach."""
+        """A rank's index among those within reach."""
         return self._within.index(rank)
 
     def _flag(self, side: int, writer: int, message: Message) -> int:
-        """The flag that `writer` sets for a message, in the memory of its other end."""
+        """The number of the flag that `writer` sets for a message, in its peer's memory."""
         num_messages = self._arenas[self._device].num_messages
         pair = side * len(self._within) + self._index(writer)
         return pair * num_messages + self._slots.numbers[message.key]
 
     def _grow(self, device: torch.device) -> None:
-        """Make sure that the arena has room for the pass that begins."""
+        """Make the arena large enough for the pass that begins."""
         arena, needs = self._arenas.get(device), self._slots
         if arena is not None and needs.num_bytes <= arena.num_bytes and needs.num_messages <= arena.num_messages:
             return
@@ -187,7 +187,7 @@ class SymmetricTransport:
         ranks = self._reaches[device].ranks
         group = self._control_group(ranks)
         timeout = self.by_group.timeout
-        try:  # after this no rank copies into the old arena
+        try:  # after the barrier no rank copies into the old arena
             dist.monitored_barrier(group, timedelta(seconds=timeout), wait_all_ranks=True)
         except RuntimeError as error:
             raise ExchangeError(
@@ -206,7 +206,7 @@ class SymmetricTransport:
         self._arenas[device] = Arena(memory, num_bytes, num_messages)
 
     def _fall_back(self, device: torch.device, problem: str) -> None:
-        """Use the group from now on; raise if it cannot send these tensors, or if `symmetric` was asked for."""
+        """Use the group from now on; ValueError if it cannot send these tensors, or if transport is `symmetric`."""
         size = f"{self._slots.num_bytes / 2**20:,.1f} MiB"
         if self.transport == "symmetric":
             raise ValueError(
@@ -220,7 +220,7 @@ class SymmetricTransport:
             warnings.warn(f"attention uses the process group: memory could not be shared, {problem}", stacklevel=2)
 
     def _control_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """A gloo group of the ranks within reach, for what their processes exchange on the CPU."""
+        """A gloo group of the ranks within reach, for objects that their processes exchange on the CPU."""
         if ranks not in self._control:
             assert self.group is not None
             if len(ranks) == self.num_ranks and dist.get_backend(self.group) == "gloo":
@@ -238,13 +238,15 @@ class SymmetricTransport:
         )
 
 
-_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # by global ranks: a group has threads and sockets of its own
+_groups: dict[
+    tuple[int, ...], dist.ProcessGroup
+] = {}  # by global ranks: each group has threads and sockets, so groups are reused
 
 
 def _gloo_group(members: tuple[int, ...], timeout: float) -> dist.ProcessGroup:
-    """A gloo group of these ranks, the same one each time they are asked for. A collective of theirs."""
+    """A gloo group of these ranks, made once. A collective of these ranks."""
     known = _groups.get(members)
-    if known is None or known not in dist.distributed_c10d._world.pg_map:  # never made, or destroyed since
+    if known is None or known not in dist.distributed_c10d._world.pg_map:  # not made yet, or destroyed
         span = timedelta(seconds=timeout)
         known = dist.new_group(list(members), timeout=span, backend="gloo", use_local_synchronization=True)
         _groups[members] = known
@@ -252,10 +254,10 @@ def _gloo_group(members: tuple[int, ...], timeout: float) -> dist.ProcessGroup:
 
 
 def refuse_gpu_without_nccl(group: GroupTransport, device: torch.device) -> None:
-    """ValueError where a group would have to send a GPU's tensors and cannot."""
+    """ValueError if a group would have to send tensors on a GPU and cannot."""
     if device.type == "cuda" and group.num_ranks > 1 and "cuda:gloo" in dist.get_backend_config(group.group):
         raise ValueError(
-            f"a process group with the backend {dist.get_backend(group.group)} cannot send tensors of a GPU: make it "
+            f"a process group with the backend {dist.get_backend(group.group)} cannot send tensors on a GPU: make it "
             f"with nccl, or use transport='auto' on ranks of one host"
         )
 
@@ -268,8 +270,8 @@ def find_reach(group: GroupTransport, transport: TransportName, device: torch.de
         return Reach(alone.ranks, "group: requested" if transport == "group" else "group: one rank")
     if device.type == "cpu" and transport == "auto":
         return Reach(alone.ranks, f"group: the tensors are on CPUs ({dist.get_backend(group.group)})")
-    gpu, fault, late = 0, "", ""
-    try:  # an error of one rank alone would leave the others waiting
+    gpu, fault, peer_fault = 0, "", ""
+    try:  # the other ranks would wait for a rank that raises here
         fault = _missing(device)
         gpu = _digest(str(torch.cuda.get_device_properties(device).uuid)) if device.type == "cuda" else 0
     except RuntimeError as error:
@@ -280,17 +282,17 @@ def find_reach(group: GroupTransport, transport: TransportName, device: torch.de
     try:
         unreachable = _first_unreachable([row[1] for row in rows], device)
     except RuntimeError as error:
-        late = str(error)
-    answers = group.agree([unreachable, int(bool(late))])
-    blocked = [row[0] for row in answers]
-    lacking = [row[2] or answer[1] for row, answer in zip(rows, answers, strict=True)]
+        peer_fault = str(error)
+    peers = group.agree([unreachable, int(bool(peer_fault))])
+    blocked = [row[0] for row in peers]
+    lacking = [row[2] or peer[1] for row, peer in zip(rows, peers, strict=True)]
     ranks = tuple(rank for rank, row in enumerate(rows) if row[0] == host)
     gpus = [row[1] for row in rows]
     shared = device.type == "cuda" and len({gpus[rank] for rank in ranks}) < len(ranks)
     hosts = len({row[0] for row in rows})
     if any(lacking):
         rank = next(rank for rank, lacks in enumerate(lacking) if lacks)
-        problem = fault or late or f"rank {rank} cannot; its own message says why"
+        problem = fault or peer_fault or f"rank {rank} cannot use it; see the error of that rank"
     elif any(blocked):
         rank = next(rank for rank, peer in enumerate(blocked) if peer)
         problem = f"the GPU of rank {rank} has no peer access to that of rank {blocked[rank] - 1}"
@@ -316,15 +318,13 @@ def _missing(device: torch.device) -> str:
     """Why this process cannot share memory; empty if it can."""
     if device.type == "cuda":
         return peer_memory.missing()
-    return (
-        ""
-        if sys.platform == "linux" and hasattr(os, "memfd_create")
-        else "sharing CPU memory between processes needs Linux"
-    )
+    if sys.platform == "linux" and hasattr(os, "memfd_create"):
+        return ""
+    return "sharing CPU memory between processes needs Linux"
 
 
 def _host() -> str:
-    """What tells this host, or this container of a host, from others."""
+    """A text that identifies this host, or this container on a host."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{file.read().strip()} {socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
@@ -333,7 +333,7 @@ def _host() -> str:
 
 
 def _first_unreachable(gpus: Sequence[int], device: torch.device) -> int:
-    """1 + the first rank whose GPU this process sees and cannot reach; 0 if there is none."""
+    """1 + the first rank whose GPU is visible here but not accessible as a peer; 0 if there is none."""
     if device.type != "cuda":
         return 0
     mine = device.index if device.index is not None else torch.cuda.current_device()

@@ -1,8 +1,9 @@
-"""Ulysses: trade tokens for heads, attend to the whole (or longer) sequence, and trade back.
+"""Ulysses: all-to-all from tokens to heads, attention over the group's tokens, and all-to-all back.
 
-Every rank of the group holds a part of the tokens and all heads; for the inner attention it holds all the group's
-tokens and a part of the heads. Query heads may be uneven. Where ranks outnumber kv heads, or a rank's query heads do
-not share theirs evenly, kv heads are replicated as `repeat_interleave` would, and their gradients summed in float32.
+Every rank of the group holds a part of the tokens and all heads; the inner attention runs on all the group's tokens and
+a part of the heads. The numbers of query heads may differ. If there are more ranks than kv heads, or a rank's query
+heads do not divide evenly over its kv heads, kv heads are replicated as by `repeat_interleave`, and their gradients are
+summed in float32.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from flashspan.kernels.masks import Mask
 
 @dataclass(frozen=True)
 class Share:
-    """One rank's heads: query heads `q`, and the kv head behind each K/V it is given (repeats are replicas)."""
+    """One rank's heads: query heads `q`, and the kv heads it receives (repeated numbers are replicas)."""
 
     q: range
     kv: tuple[int, ...]
 
 
 def share_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> list[Share]:
-    """Who gets which heads. Whole groups of query heads where there are enough kv heads, else query heads evenly."""
+    """The heads of each rank: whole groups of query heads if there are enough kv heads, else query heads evenly."""
     group = num_heads // max(1, num_kv_heads)
     units, per_unit = (num_kv_heads, group) if num_kv_heads >= num_ranks else (num_heads, 1)
     shares = []
@@ -46,7 +47,7 @@ def share_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> list[Share
 
 
 def bytes_per_token(shares: Sequence[Share], head_dim: int, itemsize: int) -> tuple[float, float]:
-    """Bytes that all ranks together send for each of their tokens, forward and backward, if each has as many of them.
+    """Bytes that all ranks together send per token, forward and backward, if each rank has equally many tokens.
 
     With U ranks and K' kv heads, replicas counted: forward (U - 1) / U * ((2 H + 2 K') D E + 4 H), backward
     (U - 1) / U * (2 H D E + 4 H + 2 K' D E'), where E' is that of float32 if replicas are summed, else E = itemsize.
@@ -60,12 +61,12 @@ def bytes_per_token(shares: Sequence[Share], head_dim: int, itemsize: int) -> tu
 
 @dataclass(frozen=True, eq=False)
 class Ulysses:
-    """A core around another: `row` places the group's tokens on its ranks, `inner` attends with all of them."""
+    """A core around another: `row` places the group's tokens on its ranks, `inner` attends over all of them."""
 
     inner: Core
     transport: Transport
     row: Placement
-    call: int = 0  # the same on all ranks that make the same call
+    call: int = 0  # equal on all ranks that make the same call
 
     @property
     def mask(self) -> Mask:
@@ -99,7 +100,7 @@ class Ulysses:
             dq, dk, dv = self.inner.backward(dout, dlse, saved, inner_options)
         else:
             dq, dk, dv = (torch.empty_like(x) for x in saved[:3])
-        # A gradient that is complete travels in its final dtype; one that is still to be summed, in float32.
+        # A complete gradient is sent in its final dtype; one that is still to be summed, in float32.
         kv_dtype = exact if inner_options.partial else dout.dtype
         sizes = [(len(share.q), len(share.kv), len(share.kv)) for share in shares]
         grads = (dq.to(dout.dtype), dk.to(kv_dtype), dv.to(kv_dtype))
@@ -114,7 +115,7 @@ class Ulysses:
         return dq, dk, dv
 
     def _inner_options(self, options: Options, shares: Sequence[Share]) -> Options:
-        """The inner call's: this rank's kv heads, and dropout told where its query heads begin among all."""
+        """The options of the inner call: this rank's kv heads, and dropout with the number of its first query head."""
         share, num_heads = shares[self.transport.rank], shares[-1].q.stop
         dropout = options.dropout
         if dropout is not None:
@@ -154,9 +155,9 @@ def all_to_all_tensors(
     label: str,
     call: int = 0,
 ) -> list[tuple[Tensor, ...]]:
-    """Send `outgoing[rank]` to each rank and return what each sent here; mine comes back as given.
+    """Send `outgoing[rank]` to each rank, and return the tensors from each rank; this rank's own are not copied.
 
-    `shapes(src, dst)` are the tensors that one rank sends another. What comes back may be overwritten by the next pass.
+    `shapes(src, dst)` are the shapes and dtypes that src sends to dst. The next pass may overwrite received tensors.
     """
     device = outgoing[0][0].device
 

@@ -1,12 +1,12 @@
-"""Proof that a schedule computes attention: by walking it with sets in place of tensors, no processes needed.
+"""Proof that a schedule computes attention: runs it with sets in place of tensors, without processes.
 
-    verify(schedule, visibility)               # raises ScheduleError, or says nothing
-    verify(reverse(schedule), visibility)      # backward too
+    verify(schedule, visibility)               # raises ScheduleError, or returns
+    verify(reverse(schedule), visibility)      # the backward pass
 
-What is proved: every visible pair is computed exactly once, and nothing invisible is; whatever a rank computes with or
-sends, it holds; every carry and every gradient arrives home exactly once and complete; nothing is sent that nobody
-uses. `order` proves that NCCL can run it: both ends of each pair of ranks post the same messages in the same order, and
-no order of completion deadlocks.
+It proves that every visible pair is computed exactly once, and no hidden one; that a rank holds the tensors it computes
+with and sends; that every carry and every gradient reaches its owner exactly once and complete; and that all rows that
+are sent are used. `order` proves that NCCL can run it: both ends of each pair of ranks post the same messages in the
+same order, and no order of completion deadlocks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flashspan.context.visibility import Visibility
 
 
 def verify(schedule: Schedule, visibility: Visibility) -> None:
-    """Raise ScheduleError unless this schedule is attention under the visibility's mask, without waste or deadlock."""
+    """Raise ScheduleError unless this schedule computes attention under the mask, without waste or deadlock."""
     check_coverage(schedule, visibility)
     check_flow(schedule)
     check_economy(schedule)
@@ -30,7 +30,7 @@ def verify(schedule: Schedule, visibility: Visibility) -> None:
 
 
 def check_coverage(schedule: Schedule, visibility: Visibility) -> None:
-    """Each visible pair in exactly one tile, for each chunk of heads."""
+    """Check that each visible pair is in exactly one tile, for each chunk of heads."""
     tiles: dict[tuple[int, int, int], list[Tile]] = defaultdict(list)
     for tile in schedule.tiles:
         tiles[tile.chunk, tile.q, tile.k].append(tile)
@@ -54,18 +54,18 @@ def check_coverage(schedule: Schedule, visibility: Visibility) -> None:
     for chunk in range(schedule.num_chunks):
         done = sum(1 for key in tiles if key[0] == chunk)
         if done != visible:
-            raise ScheduleError(f"chunk {chunk} leaves visible tiles out")
+            raise ScheduleError(f"chunk {chunk} omits visible tiles")
 
 
 @dataclass
 class Sum:
-    """A carry or a gradient in the making: which tiles it holds (by number) and the rows they touch."""
+    """A partial carry or gradient: the numbers of the tiles added to it, and their rows."""
 
     tiles: set[int]
     rows: Runs
 
     def add(self, other: Sum) -> Sum:
-        # The larger set grows, so that a gradient that gathers along a ring is not copied at every hop.
+        # Add to the larger set, so that a gradient summed along a ring is not copied at every hop.
         large, small = (self, other) if len(self.tiles) >= len(other.tiles) else (other, self)
         if not large.tiles.isdisjoint(small.tiles):
             raise ScheduleError(f"tiles {large.tiles & small.tiles} are counted twice")
@@ -75,11 +75,11 @@ class Sum:
 
 
 def check_flow(schedule: Schedule) -> None:
-    """Whatever is used is held; carries and gradients come home once and complete. Walks all ranks, step by step."""
+    """Check, step by step, that ranks hold what they use, and that sums reach their owners once and complete."""
     query, result = ("rows", "dq") if schedule.is_backward else ("q", "carry")
     held: list[dict[Item, Runs]] = [{} for _ in range(schedule.num_ranks)]
     sums: list[dict[Item, Sum]] = [{} for _ in range(schedule.num_ranks)]
-    moving: dict[int, Sum] = {}  # sums on the transport, by transfer
+    moving: dict[int, Sum] = {}  # sums in flight, by transfer
     starts: dict[int, list[Transfer]] = defaultdict(list)
     ends: dict[int, list[Transfer]] = defaultdict(list)
     tiles: dict[int, list[tuple[int, Tile]]] = defaultdict(list)
@@ -102,16 +102,16 @@ def check_flow(schedule: Schedule) -> None:
             if t.kind in (result, "dkv"):
                 add(t.dst, t.item, moving.pop(id(t)))
             elif t.item in held[t.dst]:
-                raise ScheduleError(f"{t} brings a second copy")
+                raise ScheduleError(f"{t} sends a second copy")
             else:
                 held[t.dst][t.item] = t.rows
         for t in starts[step]:
             if t.kind in (result, "dkv"):
                 if t.src == t.owner or t.item not in sums[t.src]:
-                    raise ScheduleError(f"{t} in step {step} has nothing to bring home")
+                    raise ScheduleError(f"{t} in step {step} has no sum to send")
                 moving[id(t)] = sums[t.src].pop(t.item)
                 if moving[id(t)].rows != t.rows:
-                    raise ScheduleError(f"{t} brings rows {t.rows}, not {moving[id(t)].rows}")
+                    raise ScheduleError(f"{t} sends rows {t.rows}, not {moving[id(t)].rows}")
             elif not has(t.src, t.item, t.rows):
                 raise ScheduleError(f"{t} in step {step} sends what rank {t.src} does not hold")
         for number, tile in tiles[step]:
@@ -125,14 +125,14 @@ def check_flow(schedule: Schedule) -> None:
     for rank, mine in enumerate(sums):
         for kind, owner, _ in mine:
             if rank != owner:
-                raise ScheduleError(f"{kind} of rank {owner} is left behind on rank {rank}")
+                raise ScheduleError(f"{kind} of rank {owner} is still on rank {rank} at the end")
     gathered = sum(len(part.tiles) for mine in sums for part in mine.values())
     if gathered != len(schedule.tiles) * (2 if schedule.is_backward else 1):
-        raise ScheduleError(f"{len(schedule.tiles)} tiles were computed, {gathered} results came home")
+        raise ScheduleError(f"{len(schedule.tiles)} tiles were computed, {gathered} results reached their owners")
 
 
 def check_economy(schedule: Schedule) -> None:
-    """A copy holds exactly the rows that its rank computes with or passes on."""
+    """Check that a copy has exactly the rows that its rank computes with or forwards."""
     used: dict[tuple[int, Item], list[Runs]] = defaultdict(list)
     for tile in schedule.tiles:
         used[tile.rank, ("kv", tile.k, tile.chunk)].append(tile.k_rows)
@@ -144,4 +144,4 @@ def check_economy(schedule: Schedule) -> None:
         if t.kind in ("kv", "q", "rows"):
             needed = union(used[t.dst, t.item])
             if needed != t.rows:
-                raise ScheduleError(f"{t} brings rows {t.rows}, of which {needed} are used")
+                raise ScheduleError(f"{t} sends rows {t.rows}, of which {needed} are used")

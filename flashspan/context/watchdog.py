@@ -1,4 +1,4 @@
-"""The end of waits that outlast their timeout, on streams that nothing else could release."""
+"""Timeouts for waits on device streams, which nothing else can release."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from flashspan.context.shared_memory import LANES
 from flashspan.context.transport import ExchangeError
 
 POLL, DRAIN = 0.1, 1e-4
-"""Seconds between two looks: while all is well, and while waits are released, one after another."""
+"""Seconds between two polls: usually, and while timed-out waits are released one after another."""
 WORD = 2**32
 
 
 class Wait(NamedTuple):
-    """A lane that waits for a flag to have a value; `label` is the error if it never does."""
+    """A lane waits until a flag has the value `tag`; `label` is the error message if it times out."""
 
     lane: str
     flag: int
@@ -27,15 +27,15 @@ class Wait(NamedTuple):
 
 
 class Watchdog:
-    """Ends waits that outlast the timeout: a device that waits would block the host forever, without a message.
+    """Releases waits that exceed the timeout: a waiting device would block the host forever, without a message.
 
-    Each lane writes a number when a wait begins, and the next when it ends; so a wait's time does not run while the
-    device is busy with what comes before. When one takes too long, the watchdog sets a word in every rank's memory.
-    Each rank's watchdog sends an ExchangeError to its caller's thread, which raises it before it can use a result. Then
-    waits are released, so that the host returns from the call that blocks it. Every later use raises too. The watchdog
-    calls no CUDA function: one could wait for what it is to release.
+    Each lane writes a number when a wait begins, and the next number when it ends, so the time of a wait does not
+    include earlier work of the device. When a wait takes too long, the watchdog sets a word in every rank's memory. The
+    watchdog of each rank raises an ExchangeError in its caller's thread, before that thread can use a result. Then it
+    releases the waits, so that a blocked call of the host returns. Every later use raises too. The watchdog calls no
+    CUDA function, because one could block on the wait that it must release.
 
-    `words` are every rank's shared memory, uint32: flags, a mark for each lane, and a word that says who gave up.
+    words: every rank's shared memory, uint32: flags, a mark for each lane, and 1 + the rank whose wait timed out first.
     """
 
     def __init__(
@@ -43,8 +43,8 @@ class Watchdog:
     ) -> None:
         mine = words[rank]
         self._flags, self._reached = mine[:num_flags], mine[num_flags : num_flags + len(LANES)]
-        self._reached[:] = 1  # by lane: even while it waits, odd while it does not
-        self._gave_up = [one[num_flags + len(LANES) :] for one in words]  # by rank: 1 + the rank that gave up first
+        self._reached[:] = 1  # by lane: even while it waits, odd otherwise
+        self._timed_out = [one[num_flags + len(LANES) :] for one in words]  # by rank: 1 + the first that timed out
         self._rank, self._timeout = rank, timeout
         self._next = dict.fromkeys(LANES, 2)
         self._waits: dict[str, deque[tuple[int, Wait]]] = {lane: deque() for lane in LANES}
@@ -54,11 +54,11 @@ class Watchdog:
 
     @staticmethod
     def num_words(num_flags: int) -> int:
-        """How many words of shared memory each rank needs."""
+        """The number of words of shared memory that each rank needs."""
         return num_flags + len(LANES) + 1
 
     def add(self, wait: Wait) -> int:
-        """The number that the wait's lane is to write when it begins; it writes the next one when it ends."""
+        """The number that the lane must write when the wait begins; it must write the next one when the wait ends."""
         begun = self._next[wait.lane]
         self._next[wait.lane] = (begun + 2) % WORD
         self._waits[wait.lane].append((begun, wait))
@@ -69,7 +69,7 @@ class Watchdog:
 
     def check(self) -> None:
         if self._problem:
-            # The error may still be on its way to the caller's thread: there it must not be raised a second time.
+            # The error may still be pending in the caller's thread: cancel it, so that it is not raised twice.
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._caller()), None)
             raise ExchangeError(self._problem)
 
@@ -87,16 +87,16 @@ class Watchdog:
                 if wait is None:
                     continue
                 if not self._problem and time.monotonic() - since[lane][1] > self._timeout:
-                    self._give_up(wait.label)
+                    self._report(wait.label)
                 if self._problem:
                     self._flags[wait.flag] = wait.tag
-            if not self._problem and (first := int(self._gave_up[self._rank][0])):
-                self._give_up(f"rank {first - 1} of those on this host waited too long for another, and gave up")
+            if not self._problem and (first := int(self._timed_out[self._rank][0])):
+                self._report(f"rank {first - 1} on this host waited for another rank until its timeout")
 
-    def _give_up(self, problem: str) -> None:
-        """Notify the caller and all ranks, and give them time to read it: what is sent from now on is not a result."""
+    def _report(self, problem: str) -> None:
+        """Report the timeout to the caller and all ranks, and give them time to read it before waits are released."""
         self._problem = problem
-        for word in self._gave_up:
+        for word in self._timed_out:
             if not word[0]:
                 word[0] = 1 + self._rank
         raise_in(self._caller(), lambda: ExchangeError(problem))
@@ -106,7 +106,7 @@ class Watchdog:
         return int(self._reached[LANES.index(lane)])
 
     def _current(self, lane: str) -> Wait | None:
-        """What a lane waits for now, forgetting what it waited for before."""
+        """The wait in which a lane is now; earlier waits are dropped."""
         reached, waits = self._mark(lane), self._waits[lane]
         while waits and waits[0][0] != reached and (reached - waits[0][0]) % WORD < WORD // 2:
             waits.popleft()
@@ -114,10 +114,10 @@ class Watchdog:
 
 
 def raise_in(thread: int, make: Callable[[], Exception]) -> None:
-    """Make a thread raise this exception as soon as it runs Python again."""
+    """Raise this exception in a thread, as soon as it runs Python code."""
 
     class Late(ExchangeError):
-        def __init__(self) -> None:  # Python makes the exception, from its class alone
+        def __init__(self) -> None:  # Python creates the exception from its class, without arguments
             super().__init__(*make().args)
 
     Late.__name__ = Late.__qualname__ = ExchangeError.__name__

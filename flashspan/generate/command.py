@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from flashspan.agreement import from_first
 from flashspan.attention import attention
 from flashspan.checkpoint.format import checkpoints, newest, refuse_damaged
 from flashspan.context import context_parallel
@@ -22,7 +23,6 @@ from flashspan.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, t
 from flashspan.files import MAX_LINES_BYTES, read_bytes, read_json
 from flashspan.launch import LONGEST, RankError, Ranks, check_num_ranks, raise_user_error
 from flashspan.model import Llama, load_llama
-from flashspan.parallel.agreement import from_first
 
 from .decode import decode
 from .sample import Sampling

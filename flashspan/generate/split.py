@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flashspan.agreement import raise_together
 from flashspan.attention import attention
 from flashspan.context import ContextAttention
 from flashspan.context.combine import combine
 from flashspan.model import Llama
-from flashspan.parallel.agreement import raise_together
 
 from .cache import Cache
 

@@ -33,7 +33,8 @@ from torch.autograd import Variable
 from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
-from .agreement import raise_together, require_same
+from flashspan.agreement import raise_together, require_same
+
 from .collectives import copy_from_first, local_part, part_like, sum_in_rank_order, timeout_of
 
 Mode = Literal["naive", "flat", "overlapped", "bucketed"]

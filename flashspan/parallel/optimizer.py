@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from flashspan.agreement import raise_together, require_same
 from flashspan.parallel.collectives import full_tensor, shard_like
 
-from .agreement import raise_together, require_same
 from .collectives import is_dtensor, local_part
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]

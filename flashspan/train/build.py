@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from flashspan.agreement import from_each, from_first
 from flashspan.attention import attention
 from flashspan.checkpoint.format import refuse_damaged
 from flashspan.context import ContextAttention, balanced, context_parallel, keep_attention
@@ -34,7 +35,6 @@ from flashspan.parallel import (
     submesh,
     vocabulary_parallel_cross_entropy,
 )
-from flashspan.parallel.agreement import from_each, from_first
 from flashspan.parallel.collectives import local_part, local_slices, part_like
 from flashspan.parallel.mesh import wait_like_the_world
 from flashspan.parallel.sharded import is_fully_sharded

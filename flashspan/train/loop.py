@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flashspan.agreement import from_each, from_first
 from flashspan.checkpoint import format as checkpoint
 from flashspan.checkpoint.state import load_optimizer_state, model_state, optimizer_state
 from flashspan.checkpoint.writer import Writer
 from flashspan.lock import locked_folder
 from flashspan.model import IGNORE
 from flashspan.parallel import build_mesh, clip_factor, clip_grad_norm, grad_norm, submesh
-from flashspan.parallel.agreement import from_each, from_first
 from flashspan.parallel.collectives import is_dtensor
 
 from . import resume

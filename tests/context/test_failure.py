@@ -82,7 +82,7 @@ EXPECTED = {
     "heads": r"agree on query heads: got \[4, 4, 4, 8\]",
     "kv": r"agree on kv heads: got \[2, 2, 2, 4\]",
     "D": r"agree on head size: got \[8, 8, 8, 16\]",
-    "tokens": r"deals 30 tokens out as \(7, 8, 8, 7\): got shards of \(6, 6, 6, 12\) tokens; split them with",
+    "tokens": r"splits 30 tokens into shards of \(7, 8, 8, 7\): got shards of \(6, 6, 6, 12\) tokens; split them with",
     "dtype": r"agree on dtype: got \[float32, float32, float32, bfloat16\] on ranks 0 to 3",
     "strategy": r"agree on strategy, layout or options; every rank must make the same call",
     "causal kind": r"agree on causal, window, mask, scale, dropout or seed",
@@ -219,7 +219,7 @@ def call_with_wrong_length() -> str | None:
     if attend is None:
         return None
     x = attend.shard(torch.ones(1, 2, 8, 4), 2)
-    with pytest.raises(ValueError, match=r"deals 16 tokens out as \(4, 4, 4, 4\): got shards of") as caught:
+    with pytest.raises(ValueError, match=r"splits 16 tokens into shards of \(4, 4, 4, 4\): got shards of") as caught:
         attend(x, x, x)
     return str(caught.value)
 
@@ -232,7 +232,7 @@ def join_what_differs() -> str | None:
     attend = attention_of(Case(4), timeout=10.0)
     if attend is None:
         return None
-    with pytest.raises(ValueError, match="agree on the dtype of what is joined, and on its shape but for dimension 1"):
+    with pytest.raises(ValueError, match="agree on the dtype of the shards, and on their shape except in dimension 1"):
         attend.unshard(torch.ones(2, 3, dtype=torch.bfloat16 if attend.rank else torch.float16), 1)
     with pytest.raises(ValueError, match=r"rank \d has torch.float32 and \((2|5), 3\)"):
         attend.unshard(torch.ones(2 if attend.rank else 5, 3), 1)
@@ -396,7 +396,7 @@ def test_a_rank_that_dies_is_named() -> None:
 
 @pytest.mark.parametrize("chunks", [0, -1, 1.5, True])
 def test_heads_come_in_whole_chunks(chunks: Any) -> None:
-    with pytest.raises(ValueError, match=f"1 or more chunks, or None to choose: got {chunks}"):
+    with pytest.raises(ValueError, match=f"head_chunks must be 1 or more.*: got {chunks}"):
         context_parallel(None, head_chunks=chunks)
 
 
@@ -418,7 +418,7 @@ def test_a_mesh_whose_rows_disagree_about_places_is_refused() -> None:
         for order in ([[1, 0], [2, 3]], [[0, 3], [2, 1]]):
             for said in ranks.run(_over, order):
                 assert said == (
-                    f"hybrid needs a mesh whose rows list their ranks in one order, and whose columns do: got {order}; "
+                    f"hybrid needs a mesh with the same order of ranks in every row, and in every column: got {order}; "
                     "number them as init_device_mesh does"
                 )
         for order in ([[0, 1], [2, 3]], [[0, 2], [1, 3]], [[3, 1], [2, 0]]):
@@ -444,17 +444,17 @@ def test_bad_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match=r"backend must be one of auto, .*: got 'cuda'"):
         context_parallel(None, backend="cuda")
     attend = context_parallel(None, deterministic=True)
-    assert dispatch.choose(*torch.ones(3, 1, 1, 1, 8), mask=CAUSAL, backend=attend.settings.backend).call.deterministic
+    choice = dispatch.choose(*torch.ones(3, 1, 1, 1, 8), mask=CAUSAL, backend=attend.settings.dispatched)
+    assert choice.call.deterministic
     for tokens in (-3, 2.5, "9"):
-        with pytest.raises(ValueError, match=f"0 or more tokens, or None to be asked for each time: got {tokens!r}"):
+        with pytest.raises(ValueError, match=f"num_tokens must be 0 or more.*: got {tokens!r}"):
             context_parallel(None, num_tokens=tokens)  # type: ignore[arg-type]
     for seconds in (0.0, -1.0, math.nan, math.inf, "9", None):
-        with pytest.raises(ValueError, match="a number of seconds above 0"):
+        with pytest.raises(ValueError, match="timeout must be above 0 seconds and finite"):
             context_parallel(None, timeout=seconds)  # type: ignore[arg-type]
     for across in ("ulysses", ["ring"], None):
-        with pytest.raises(
-            ValueError, match=re.escape(f"one of ring, double_ring, gather, helper: got across={across!r}")
-        ):
+        expected = re.escape(f"one of ring, double_ring, gather, helper for hybrid: got {across!r}")
+        with pytest.raises(ValueError, match=expected):
             context_parallel(None, strategy="hybrid", across=across)  # type: ignore[arg-type]
 
 

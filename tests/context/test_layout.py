@@ -105,8 +105,14 @@ BAD: dict[str, tuple[object, str]] = {
         "got 2 ranks for token 50, and 100 such tokens",
     ),
     "no owner": (Placement(200, ((range(0, 200, 2),), ())), "got 0 ranks for token 1, and 100 such tokens"),
-    "past the end": (Placement(200, ((range(100),), (range(100, 201),))), r"within 0 to 199: got .* for rank 1"),
-    "before the start": (Placement(200, ((range(-1, 99),), (range(99, 200),))), "within 0 to 199: got .* for rank 0"),
+    "past the end": (
+        Placement(200, ((range(100),), (range(100, 201),))),
+        r"within 0 to 199 .* got .* for rank 1",
+    ),
+    "before the start": (
+        Placement(200, ((range(-1, 99),), (range(99, 200),))),
+        "within 0 to 199 .* got .* for rank 0",
+    ),
     "backwards": (Placement(200, ((range(99, -1, -1),), (range(100, 200),))), "that ascend .* in ascending order"),
     "out of order": (Placement(200, ((range(100, 200), range(50)), (range(50, 100),))), "that ascend .* for rank 0"),
     "no ranges": (Placement(200, (([0, 1],), (range(2, 200),))), "as ranges that ascend"),  # type: ignore[arg-type]

@@ -139,7 +139,7 @@ def test_a_cycle_of_ranks_that_wait_before_they_post_is_named() -> None:
     right = stages(((), on(1, back)), ([back], on(1, forth)), ([forth], ()))
     with pytest.raises(ScheduleError) as error:
         prove([left, right])
-    assert "circle" in str(error.value)
+    assert "cycle" in str(error.value)
     for part in ("rank 0's step 1", "rank 1's step 1", "rank 0's batch of step 0 on group"):
         assert part in str(error.value)
 
@@ -151,7 +151,7 @@ def test_a_cycle_of_batches_alone_is_found() -> None:
         stages(((), on(rank, ring[rank])), ((), on(rank, ring[rank - 1])), ([ring[rank], ring[rank - 1]], ()))
         for rank in range(3)
     ]
-    with pytest.raises(ScheduleError, match="circle"):
+    with pytest.raises(ScheduleError, match="cycle"):
         prove(alone)
     prove([stages(((), on(r, ring[r], ring[r - 1])), ([ring[r], ring[r - 1]], ())) for r in range(3)])
 
@@ -162,7 +162,7 @@ def test_a_cycle_over_two_communicators_is_found() -> None:
         stages(((), on(0, keys)), ([keys], on(0, sums, group="slow")), ([sums], ())),
         stages(((), on(1, sums, group="slow")), ([sums], on(1, keys)), ([keys], ())),
     ]
-    with pytest.raises(ScheduleError, match="circle"):
+    with pytest.raises(ScheduleError, match="cycle"):
         prove(one)
     # Without the waits in between, two communicators may run in any order; one may not.
     for group in ("slow", "group"):
@@ -260,7 +260,7 @@ def fault(made: Programs) -> str:
 @settings(max_examples=200, deadline=None)
 def test_the_proof_says_what_happens_when_the_programs_are_carried_out(made: Programs) -> None:
     found = fault(made)
-    if "circle" in found:
+    if "cycle" in found:
         assert not can_run(made), found
     elif not found:
         assert can_run(made)

@@ -132,7 +132,7 @@ def test_a_wait_that_outlasts_the_timeout_is_released_and_raised(monkeypatch: py
     thread.join(20.0)
     assert found == ["rank 3 has stalled"]
     assert flags.tolist() == [0, 0, 78, 0]
-    assert [int(one[-1]) for one in words] == [2, 2, 2]  # the other ranks are told who gave up
+    assert [int(one[-1]) for one in words] == [2, 2, 2]  # the other ranks know which rank timed out
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a driver is there")

@@ -247,7 +247,7 @@ def test_a_gradient_left_behind_is_noticed() -> None:
     visibility = Visibility(place("zigzag", 40, 4), CAUSAL)
     schedule = reverse(generators.ring(visibility))
     transfers = [t for t in schedule.transfers if not (t.kind == "dkv" and t.dst == t.owner == 2)]
-    with pytest.raises(ScheduleError, match="left behind"):
+    with pytest.raises(ScheduleError, match="at the end"):
         verify(replace(schedule, transfers=tuple(transfers)), visibility)
 
 

@@ -171,7 +171,7 @@ def send_from_a_gpu_by_gloo() -> str:
 
 
 def test_tensors_of_a_gpu_are_not_given_to_gloo(on_ranks: OnRanks) -> None:
-    assert all("backend gloo cannot send tensors of a GPU" in text for text in on_ranks(send_from_a_gpu_by_gloo))
+    assert all("backend gloo cannot send tensors on a GPU" in text for text in on_ranks(send_from_a_gpu_by_gloo))
 
 
 def refuse_hybrid(case: Case) -> str:
@@ -272,13 +272,13 @@ def test_ranks_that_cannot_share_memory_send_by_the_group(on_ranks: OnRanks) -> 
     """Both ranks of that host do, and the others copy."""
     found = on_ranks(without_memory, "auto")
     assert {error for error, _ in found} == {""}
-    assert all("rank 1 failed: no memory is left" in how for _, how in found[2:4])
+    assert all("rank 1: no memory is left" in how for _, how in found[2:4])
     assert all("inside a host" in how for _, how in found[:2] + found[4:])
 
 
 def test_symmetric_alone_is_refused_where_memory_cannot_be_shared(on_ranks: OnRanks) -> None:
     found = on_ranks(without_memory, "symmetric")
-    assert all("rank 3 failed: no memory is left" in error and "transport='group'" in error for error, _ in found)
+    assert all("rank 3: no memory is left" in error and "transport='group'" in error for error, _ in found)
 
 
 def stall(dies: bool) -> None:
