@@ -1,4 +1,4 @@
-"""One rank's trouble, raised on every rank: the alternative is that the others wait for it until a timeout."""
+"""Errors of one rank, raised on every rank of a group: otherwise the others would wait for it until a timeout."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 import torch.distributed as dist
 
 
-def raise_together(fault: str | None, group: dist.ProcessGroup | None = None) -> None:
-    """ValueError on every rank of the group, naming each rank's fault, if any rank has one. A collective."""
+def raise_together(
+    fault: str | None, group: dist.ProcessGroup | None = None, error: type[Exception] = ValueError
+) -> None:
+    """Raise `error` on every rank of the group, with each rank's fault, if any rank has one. A collective."""
     faults: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(faults, fault, group=group)
     ranks_of: dict[str, list[int]] = {}
@@ -18,11 +20,11 @@ def raise_together(fault: str | None, group: dist.ProcessGroup | None = None) ->
         if text is not None:
             ranks_of.setdefault(text, []).append(rank)
     if ranks_of:
-        raise ValueError("; ".join(f"{_name_ranks(ranks)}: {text}" for text, ranks in ranks_of.items()))
+        raise error("; ".join(f"{_name_ranks(ranks)}: {text}" for text, ranks in ranks_of.items()))
 
 
 def require_same(what: str, parts: Sequence[Any], group: dist.ProcessGroup | None = None) -> None:
-    """ValueError on every rank, naming the first difference, unless all brought equal parts. A collective."""
+    """ValueError on every rank, with the first difference, unless all ranks pass equal parts. A collective."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, list(parts), group=group)
     for rank, theirs in enumerate(everyone):

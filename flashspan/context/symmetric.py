@@ -238,9 +238,7 @@ class SymmetricTransport:
         )
 
 
-_groups: dict[
-    tuple[int, ...], dist.ProcessGroup
-] = {}  # by global ranks: each group has threads and sockets, so groups are reused
+_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # by global ranks; reused, as each has threads and sockets
 
 
 def _gloo_group(members: tuple[int, ...], timeout: float) -> dist.ProcessGroup:

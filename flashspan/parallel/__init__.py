@@ -1,7 +1,7 @@
-"""Everything that moves bytes, attention apart: meshes, data, tensor, optimizer and full sharding, clipping,
+"""Parallelism other than attention's: meshes, data and tensor parallelism, sharded optimizers and models, clipping,
 checkpoints.
 
-Knows torch.distributed, and nothing of attention but as a function it is handed (`HybridBlock`), nor of LLaMA.
+It uses torch.distributed. It imports neither attention, which `HybridBlock` receives as a function, nor a model.
 """
 
 from .clip import clip_factor, clip_grad_norm, grad_norm

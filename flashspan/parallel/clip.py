@@ -1,4 +1,4 @@
-"""Gradient clipping by global norm, right however the gradients are split.
+"""Gradient clipping by global norm, for whole and for sharded gradients.
 
 A plain gradient is whole on every rank (it has been reduced over data and context) and counts once. A DTensor gradient
 (tensor parallel, FSDP2, or both) is summed over exactly the mesh axes along which it is split.
@@ -20,11 +20,11 @@ _Split = tuple[DeviceMesh | None, tuple[int, ...]]
 
 
 def grad_norm(params: Tensor | Iterable[Tensor], *, norm_type: float = 2.0) -> Tensor:
-    """The norm of all gradients as one vector, float32 or better, equal on every rank. A collective if any is split."""
+    """The norm of all gradients, at least float32, equal on every rank. A collective if any is sharded."""
     if not norm_type > 0:
-        raise ValueError(f"norm_type must be positive (2 for Euclid, inf for the largest): got {norm_type}")
-    params = _once_each(params)
-    # The ways of splitting are read off the parameters: they are the same on all ranks even where a gradient is not.
+        raise ValueError(f"norm_type must be positive (2 for the Euclidean norm, inf for the maximum): got {norm_type}")
+    params = _distinct(params)
+    # Take the split from the parameters: it is the same on all ranks, even if some ranks have no gradient.
     splits: dict[_Split, list[Tensor]] = {}
     for param in params:
         splits.setdefault(_split_of(param), [])
@@ -39,43 +39,43 @@ def grad_norm(params: Tensor | Iterable[Tensor], *, norm_type: float = 2.0) -> T
 
 @torch.no_grad()
 def clip_grad_norm(params: Tensor | Iterable[Tensor], max_norm: float, *, norm_type: float = 2.0) -> Tensor:
-    """Scale all gradients, in place, so that their norm is at most `max_norm`; the norm before. A collective."""
-    params = _once_each(params)
+    """Scale all gradients in place to a norm of at most `max_norm`; return the norm before. A collective."""
+    params = _distinct(params)
     norm, factor = clip_factor(params, max_norm, norm_type=norm_type)
     grads = [param.grad for param in params if param.grad is not None]
-    for (device, dtype), alike in _alike([local_part(grad) for grad in grads]).items():
+    for (device, dtype), group in _by_device_and_dtype([local_part(grad) for grad in grads]).items():
         if dtype.itemsize > 2:
-            torch._foreach_mul_(alike, factor.to(device, dtype))
-        else:  # one by one: together they would be multiplied by a factor rounded to 16 bits
-            for grad in alike:
+            torch._foreach_mul_(group, factor.to(device, dtype))
+        else:  # one by one: _foreach_mul_ would round the factor to 16 bits
+            for grad in group:
                 grad.mul_(factor.to(device))
     return norm
 
 
 @torch.no_grad()
 def clip_factor(params: Tensor | Iterable[Tensor], max_norm: float, *, norm_type: float = 2.0) -> tuple[Tensor, Tensor]:
-    """The norm of all gradients, and what to multiply them by so that it is at most `max_norm`. A collective."""
+    """The norm of all gradients, and the factor that reduces it to at most `max_norm`. A collective."""
     if not max_norm > 0:
         raise ValueError(f"max_norm must be positive: got {max_norm}")
     norm = grad_norm(params, norm_type=norm_type)
     return norm, (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
-def _once_each(params: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    """A list of the parameters; a tied one counts once, and one alone is a list of one."""
+def _distinct(params: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    """A list of the parameters, with tied ones once."""
     return [params] if isinstance(params, Tensor) else list(dict.fromkeys(params))
 
 
 def _split_of(param: Tensor) -> _Split:
     if not is_dtensor(param):
         return None, ()
-    # Not is_shard(): FSDP2 over tensor parallelism makes a strided shard, which says no to that.
+    # Not is_shard(): it is False for the strided shards of FSDP2 over tensor parallelism.
     whole = [placement.is_replicate() or placement.is_partial() for placement in param.placements]
     return param.device_mesh, tuple(axis for axis, is_whole in enumerate(whole) if not is_whole)
 
 
 def _whole_or_shard(grad: Tensor) -> Tensor:
-    """This rank's part of a gradient; one that is still a sum over ranks to be made is made whole first."""
+    """This rank's shard of a gradient; partial sums are reduced first."""
     if not is_dtensor(grad):
         return grad
     from torch.distributed.tensor import Replicate
@@ -85,22 +85,22 @@ def _whole_or_shard(grad: Tensor) -> Tensor:
 
 
 def _local_power(grads: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """Sum of |x|^p over this rank's elements, float64 where the device has it cheaply; for p = inf, the largest."""
+    """Sum of |x|^p over this rank's elements, or their maximum for p = inf; float64, on MPS float32."""
     wide = torch.float32 if device.type == "mps" else torch.float64
     grads = [grad for grad in grads if grad.numel()]
     if not grads:
         return torch.zeros((), device=device, dtype=wide)
-    # All of a kind at once: a launch for each of a model's tensors takes longer than the work.
+    # One call per device and dtype: a launch for each tensor of a model takes longer than the work.
     norms = torch.cat(
         [
-            torch.stack(torch._foreach_norm(alike, norm_type, _at_least_float32(dtype))).to(device, wide)
-            for (_, dtype), alike in _alike(grads).items()
+            torch.stack(torch._foreach_norm(group, norm_type, _at_least_float32(dtype))).to(device, wide)
+            for (_, dtype), group in _by_device_and_dtype(grads).items()
         ]
     )
     return norms.amax() if math.isinf(norm_type) else (norms**norm_type).sum()
 
 
-def _alike(tensors: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+def _by_device_and_dtype(tensors: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
     """Tensors by device and dtype."""
     found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for x in tensors:

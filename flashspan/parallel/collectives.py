@@ -1,17 +1,17 @@
-"""The collectives everything else is made of: a reduction whose result is reproducible, the first rank's
-tensors for all, and five that differentiate.
+"""The collectives of this package: a reproducible reduction, a broadcast from the first rank, and five differentiable
+ones.
 
 Tensor parallelism needs two conjugate pairs (Megatron-LM's f and g, and their sequence-parallel forms):
 
     forward                       backward
     copy:     x                   sum of the gradients over ranks
     add:      sum over ranks      the gradient
-    gather:   all slices          the sum's own slice      (all-gather / reduce-scatter)
-    scatter:  the sum's own slice all slices               (reduce-scatter / all-gather)
-    collect:  all slices          the gradient's own slice (for what every rank then uses alike)
+    gather:   all slices          own slice of the sum     (all-gather / reduce-scatter)
+    scatter:  own slice of sum    all slices               (reduce-scatter / all-gather)
+    collect:  all slices          own slice of the gradient (if every rank computes the same with them)
 
-A dimension is cut as `torch.chunk` cuts it (and as DTensor does): ceil(size / ranks) each, so the last ranks may hold
-less, or nothing.
+A dimension is split as by `torch.chunk` and DTensor: ceil(size / ranks) each, so the last ranks may have less, or
+nothing.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from typing_extensions import TypeIs
 
-# Renamed in torch 2.13; the old name warns there and the new one does not exist before.
+# Renamed in torch 2.13: there the old name warns; earlier releases do not have the new one.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def sum_in_rank_order(flat: Tensor, group: dist.ProcessGroup | None = None, *, divisor: int = 1) -> None:
-    """Sum [N] over ranks in place, each element as (x0 + x1) + x2 ..., in float32 or better. Ranks must divide N.
+    """Sum [N] over ranks in place, each element as (x0 + x1) + x2 ..., in at least float32. Ranks must divide N.
 
-    A ring all-reduce adds an element's terms in an order that depends on where the element lies in the buffer, so with
-    three ranks or more its result depends on how gradients were packed. This one moves the same bytes (an all-to-all
-    and an all-gather), and its result does not.
+    A ring all-reduce adds an element's terms in an order that depends on its place in the buffer, so with three ranks
+    or more the result depends on how gradients are packed. This function sends the same number of bytes (an all-to-all
+    and an all-gather), and its result does not depend on the packing.
     """
     num_ranks = dist.get_world_size(group)
-    if flat.is_cuda and num_ranks > 1 and dist.get_backend(group) == "gloo":  # ranks share a GPU: gloo moves CPU memory
+    if flat.is_cuda and num_ranks > 1 and dist.get_backend(group) == "gloo":  # ranks share a GPU: gloo sends CPU memory
         host = flat.cpu()
         sum_in_rank_order(host, group, divisor=divisor)
         flat.copy_(host)
         return
-    # Two terms commute: any order is this order. But two of float16 may be too much for it, where their mean is not.
+    # Two terms commute, so the order does not matter. But the sum of two float16 may overflow, their mean not.
     if num_ranks == 1 or (num_ranks == 2 and flat.dtype != torch.float16):
         dist.all_reduce(flat, group=group)
         flat /= divisor
@@ -62,14 +62,14 @@ def sum_in_rank_order(flat: Tensor, group: dist.ProcessGroup | None = None, *, d
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """How long a group's exchanges may take; None where its backend does not say."""
+    """The timeout of a group; None if its backend has none."""
     device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
     found = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
     return found if isinstance(found, timedelta) else None
 
 
 def copy_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Overwrite tensors, or this rank's parts of them, with what the group's first rank holds. A collective."""
+    """Overwrite tensors, or this rank's shards of them, with those of the group's first rank. A collective."""
     for tensor in tensors:
         local = local_part(tensor)
         if local.numel() and not local.is_meta:
@@ -80,29 +80,29 @@ def copy_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup | None =
 
 
 def chunk_size(size: int, num_ranks: int) -> int:
-    """How much of a dimension a rank holds, except the last ones, which may hold less."""
+    """The size of a rank's slice of a dimension; those of the last ranks may be smaller."""
     return -(-size // num_ranks)
 
 
 def chunk_range(size: int, num_ranks: int, rank: int) -> tuple[int, int]:
-    """Where a rank's part of a dimension begins and ends."""
+    """The begin and end of a rank's slice of a dimension."""
     step = chunk_size(size, num_ranks)
     return min(size, rank * step), min(size, (rank + 1) * step)
 
 
 def is_dtensor(tensor: object) -> TypeIs[DTensor]:
-    """Whether it is a DTensor. To import them takes most of a second of every command; whoever has one has done so."""
+    """Whether it is a DTensor. Does not import DTensor, which takes most of a second."""
     tensors = sys.modules.get("torch.distributed.tensor")
     return tensors is not None and isinstance(tensor, tensors.DTensor)
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor: itself, or a DTensor's shard, sharing memory and outside autograd."""
+    """The tensor on this rank: itself, or a DTensor's shard, detached and sharing memory."""
     return (tensor.to_local() if is_dtensor(tensor) else tensor).detach()
 
 
 def part_like(tensor: Tensor, local: Tensor) -> Tensor:
-    """`local` as this rank's part of what is split as a tensor is: a DTensor where that is one, else itself."""
+    """`local` as this rank's shard of a tensor sharded like `tensor`: a DTensor if that is one, else itself."""
     if not is_dtensor(tensor):
         return local
     mesh, placements = tensor.device_mesh, tensor.placements
@@ -134,7 +134,7 @@ def add(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def gather(x: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Tensor:
-    """All slices along `dim`, `size` in all, of which each rank holds one; the gradient is summed and cut."""
+    """All ranks' slices along `dim`, `size` in all; the gradient is summed, and this rank gets its slice."""
     return _Gather.apply(x, dim, size, group)
 
 
@@ -144,12 +144,12 @@ def scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def collect(x: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Tensor:
-    """All slices along `dim`, `size` in all, where every rank computes the same with them: the gradient is only cut."""
+    """All ranks' slices along `dim`, `size` in all. Ranks compute the same with them: the gradient is only sliced."""
     return _Collect.apply(x, dim, size, group)
 
 
 def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    # A clone: contiguous because gloo is silently wrong otherwise, fresh because it is written in place.
+    # A contiguous clone: gloo is silently wrong for other strides, and all_reduce writes in place.
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
@@ -158,24 +158,24 @@ def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def _all_gather(x: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Tensor:
     num_ranks = dist.get_world_size(group)
     step = chunk_size(size, num_ranks)
-    # Padded to equal slices, the cut dimension first: one contiguous message, and never an empty one.
+    # Padded to equal slices with `dim` first: one contiguous message, never an empty one.
     rows = x.movedim(dim, 0)
-    slot = x.new_zeros(step, *rows.shape[1:])
-    slot[: rows.shape[0]] = rows
-    slots = x.new_empty(num_ranks * step, *rows.shape[1:])
-    _all_gather_flat(slots, slot, group=group)
-    # Only the last slices are short, so the padding is all at the end. Contiguous: or each layer after it would copy.
-    return slots[:size].movedim(0, dim).contiguous()
+    mine = x.new_zeros(step, *rows.shape[1:])
+    mine[: rows.shape[0]] = rows
+    padded = x.new_empty(num_ranks * step, *rows.shape[1:])
+    _all_gather_flat(padded, mine, group=group)
+    # Only the last slices are short, so all padding is at the end. Contiguous, or each later layer would copy it.
+    return padded[:size].movedim(0, dim).contiguous()
 
 
 def _reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     size = x.shape[dim]
     rows = x.movedim(dim, 0)
-    slots = x.new_zeros(num_ranks * chunk_size(size, num_ranks), *rows.shape[1:])
-    slots[:size] = rows
-    terms = torch.empty_like(slots)
-    dist.all_to_all_single(terms, slots, group=group)
+    padded = x.new_zeros(num_ranks * chunk_size(size, num_ranks), *rows.shape[1:])
+    padded[:size] = rows
+    terms = torch.empty_like(padded)
+    dist.all_to_all_single(terms, padded, group=group)
     total = terms.view(num_ranks, -1, *rows.shape[1:]).sum(0)
     begin, end = chunk_range(size, num_ranks, rank)
     return total[: end - begin].movedim(0, dim).contiguous()

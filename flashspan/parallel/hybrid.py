@@ -1,10 +1,10 @@
-"""A transformer block of any attention and a tensor-parallel MLP, to drop into a model.
+"""A transformer block with any attention and tensor-parallel projections and MLP.
 
     block = HybridBlock(512, 8, 1536, attention=attend, mesh=mesh["tensor"])
     y = block(x)                                    # [B, T, E] -> [B, T, E]
 
-`attend(q, k, v)` takes and gives [B, H, T, D]: a sparse kernel, a ring over a context group, PyTorch's own. Here it
-gets this rank's heads.
+`attend(q, k, v)` has [B, H, T, D] inputs and output: a sparse kernel, a ring over a context group, or PyTorch's
+attention. It receives this rank's heads.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from .tensor import ColumnParallelLinear, RowParallelLinear, apply_replicated
 class HybridBlock(nn.Module):
     """x + output(attention(norm(x))), then x + down(silu(gate(norm(x))) * up(norm(x))). [B, T, E] -> [B, T, E].
 
-    Heads and features are split over the mesh; with `sequence_parallel`, so is what lies between: [B, T / ranks, E].
-    Further arguments of the call go to the attention. The weights are the mesh's first rank's.
+    Heads and features are split over the mesh; with `sequence_parallel`, so are the activations between the layers:
+    [B, T / ranks, E]. Other arguments of a call are passed to the attention. All ranks start with the weights of the
+    mesh's first rank.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class HybridBlock(nn.Module):
         row: dict[str, Any] = {"bias": False, "mesh": mesh, "sequence_dim": sequence_dim, **where}
         kv_width = num_kv_heads * self.head_size
         self.attention_norm = nn.RMSNorm(width, eps=1e-5, **where)
-        # One layer for queries, keys and values would need its rows in an order that depends on the degree.
+        # A fused layer for queries, keys and values would have an order of rows that depends on the degree.
         self.query = ColumnParallelLinear(width, width, **column)
         self.key = ColumnParallelLinear(width, kv_width, **column)
         self.value = ColumnParallelLinear(width, kv_width, **column)
@@ -73,7 +74,7 @@ class HybridBlock(nn.Module):
             apply_replicated(norm, mesh, sequence_dim=sequence_dim, enter=True)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        h = self.attention_norm(x)  # [B, T, E] also where x is a slice
+        h = self.attention_norm(x)  # [B, T, E], also if x is a slice
         q, k, v = (self._heads(project(h)) for project in (self.query, self.key, self.value))
         mixed = self.attention(q, k, v, *args, **kwargs)  # [B, H / ranks, T, D]
         x = x + self.output(mixed.transpose(1, 2).flatten(2))

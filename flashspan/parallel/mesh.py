@@ -1,18 +1,18 @@
-"""Degrees of parallelism in, one named DeviceMesh out.
+"""A DeviceMesh with named axes, from the degrees of parallelism.
 
     mesh = build_mesh(data=2, context=2, tensor=2)       # on 8 ranks
     mesh["tensor"].get_group()                           # the ranks that hold one layer together
     submesh(mesh, "gradient").get_group()                # the ranks over which gradients are summed
 
-Axes, from the farthest ranks to the nearest, because the inner ones talk the most:
+Axes, from the outermost to the innermost, which communicates most and so has the nearest ranks:
 
-    data     each holds the model (or its shards) and its own samples
-    shard    parameters, gradients and optimizer state are split (fully sharded); own samples
-    context  one sequence is split; same samples
+    data     the model (or its shards) is replicated; different samples
+    shard    parameters, gradients and optimizer state are sharded (fully sharded); different samples
+    context  each sequence is split; same samples
     tensor   each layer is split; same samples
 
-Derived: `batch` = data x shard (who reads different samples), `fully` = shard x context (over whom parameters are split
-when fully sharded), `gradient` = data x shard x context (over whom gradients and norms are summed).
+Derived axes: `batch` = data x shard (ranks with different samples), `fully` = shard x context (fully sharded parameters
+are split over it), `gradient` = data x shard x context (gradients and norms are summed over it).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DERIVED = {"batch": ("data", "shard"), "fully": ("shard", "context"), "gradient"
 def build_mesh(*, data: int | None = None, shard: int = 1, context: int = 1, tensor: int = 1) -> DeviceMesh:
     """The mesh of all ranks with axes data, shard, context, tensor, and batch, fully, gradient derived from them.
 
-    `data=None` takes the ranks that the other degrees leave. A collective: every rank calls it.
+    `data=None` is the number of ranks over the product of the other degrees. A collective of all ranks.
     """
     degrees = resolve_degrees(dist.get_world_size(), data=data, shard=shard, context=context, tensor=tensor)
     device = "cuda" if dist.get_backend() == "nccl" and torch.cuda.is_available() else "cpu"
@@ -41,13 +41,13 @@ def build_mesh(*, data: int | None = None, shard: int = 1, context: int = 1, ten
     for name, axes in DERIVED.items():
         mesh[axes]._flatten(name)
     for name in (*AXES, *DERIVED):
-        wait_like_the_world(submesh(mesh, name))
+        set_timeout_of_world(submesh(mesh, name))
     return mesh
 
 
-def wait_like_the_world(mesh: DeviceMesh) -> None:
-    """Let the groups of a mesh's axes wait for a rank as long as the group of all ranks does, and not for the ten or
-    thirty minutes with which torch makes them: a stalled rank is to be noticed by all in one time."""
+def set_timeout_of_world(mesh: DeviceMesh) -> None:
+    """Give the groups of a mesh's axes the timeout of the world group, in place of torch's default of ten or thirty
+    minutes, so that all groups notice a stalled rank at the same time."""
     world = dist.group.WORLD
     assert world is not None
     timeout = timeout_of(world)
@@ -57,7 +57,7 @@ def wait_like_the_world(mesh: DeviceMesh) -> None:
 
 
 def submesh(mesh: DeviceMesh, *names: str) -> DeviceMesh:
-    """`mesh[names]`, derived axes included, without the warning torch gives for those."""
+    """`mesh[names]`, also for derived axes, without torch's warning about those."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Slicing a flattened dim", category=UserWarning)
         return mesh[names]
@@ -66,7 +66,7 @@ def submesh(mesh: DeviceMesh, *names: str) -> DeviceMesh:
 def resolve_degrees(
     world_size: int, *, data: int | None = None, shard: int = 1, context: int = 1, tensor: int = 1
 ) -> dict[str, int]:
-    """All four degrees, whose product is the world size; ValueError, saying which would fit, if that cannot be."""
+    """All four degrees, whose product is the world size; ValueError, with degrees that fit, if that is impossible."""
     asked = {"data": data, "shard": shard, "context": context, "tensor": tensor}
     for axis, degree in asked.items():
         if degree is not None and (not isinstance(degree, int) or isinstance(degree, bool) or degree < 1):
@@ -84,7 +84,7 @@ def resolve_degrees(
 
 
 def _suggest(world_size: int, asked: dict[str, int | None]) -> str:
-    """Which single change would make the degrees fit."""
+    """Single changes that make the degrees fit, as text."""
     fits = []
     for axis, degree in asked.items():
         rest = math.prod(other or 1 for name, other in asked.items() if name != axis)

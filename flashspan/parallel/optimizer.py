@@ -1,10 +1,10 @@
-"""Optimizer state split over ranks (ZeRO stage 1): each rank keeps, and steps, its share of the parameters.
+"""Optimizer state sharded over ranks (ZeRO stage 1): each rank keeps, and steps, its share of the parameters.
 
     optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-4)
 
-Gradients must already be reduced. Whole parameters are dealt out, the largest first, each to the least loaded rank, so
-any optimizer that treats parameters one by one gives exactly its own result. A rank's share is stepped chunk by chunk,
-and each chunk travels to the other ranks while the next one is stepped.
+Gradients must already be reduced. Whole parameters are assigned to ranks, the largest first, each to the least loaded
+rank, so an optimizer that treats parameters one by one gives the same bits as without sharding. A rank steps its share
+chunk by chunk, and broadcasts each chunk while it steps the next one.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tenso
 
 
 class ShardedOptimizer(Optimizer):
-    """An `optimizer_cls(params, **kwargs)` whose state is split over the ranks of `group`.
+    """An `optimizer_cls(params, **kwargs)` with its state sharded over the ranks of `group`.
 
-    `state` holds this rank's share only. `state_dict()` is a collective: it returns the whole state on every rank, in
+    `state` is this rank's share only. `state_dict()` is a collective: it returns the whole state on every rank, in
     the format of `optimizer_cls`, and any number of ranks (or a plain `optimizer_cls`) can load it.
     """
 
@@ -50,18 +50,18 @@ class ShardedOptimizer(Optimizer):
         self._owner: dict[Tensor, int] = {}
         self._load = [0] * self._num_ranks
         self._rounds: list[_Round] = []
-        # An optimizer of nothing much, to learn the defaults that the class adds to our arguments.
+        # An optimizer of one number, to get the defaults that the class adds to these arguments.
         defaults = optimizer_cls([nn.Parameter(torch.zeros(1, 1))], **kwargs).defaults
         super().__init__(params, defaults)  # calls add_param_group
         shapes = [f"{tuple(p.shape)} {p.dtype}" for param_group in self.param_groups for p in param_group["params"]]
         require_same("the optimizer's parameters", shapes, group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Deal out one more group of parameters."""
+        """Assign one more group of parameters to ranks."""
         super().add_param_group(param_group)
         index = len(self.param_groups) - 1
         params = self.param_groups[index]["params"]
-        for param in sorted(params, key=lambda p: -p.numel()):  # stable: the same deal on every rank
+        for param in sorted(params, key=lambda p: -p.numel()):  # stable: the same order on every rank
             owner = self._load.index(min(self._load))
             self._owner[param] = owner
             self._load[owner] += param.numel()
@@ -71,27 +71,27 @@ class ShardedOptimizer(Optimizer):
             mine = chunks[self._rank]
             inner = self._cls(mine, **self._kwargs) if mine else None
             if inner is not None:
-                self.state.update(inner.state)  # what some make when they are made
-                inner.state = self.state  # one dictionary for all: states are found by their parameter
+                self.state.update(inner.state)  # some optimizers create state in the constructor
+                inner.state = self.state  # one dictionary for all, keyed by parameter
             self._rounds.append(_Round(index, chunks, inner))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step this rank's parameters and fetch the others'. A closure is evaluated once, before."""
+        """Step this rank's parameters and receive the others. A closure is evaluated once, before the step."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        flying: deque[_Flight] = deque()
+        in_flight: deque[_Broadcast] = deque()
         for round_ in self._rounds:
             round_.step(self.param_groups[round_.group_index])
-            flying.extend(
-                _Flight(chunk, owner, self._rank, self._group) for owner, chunk in enumerate(round_.chunks) if chunk
+            in_flight.extend(
+                _Broadcast(chunk, owner, self._rank, self._group) for owner, chunk in enumerate(round_.chunks) if chunk
             )
-            while len(flying) > 2 * self._num_ranks:  # bounds the memory of what is under way
-                flying.popleft().land()
-        while flying:
-            flying.popleft().land()
+            while len(in_flight) > 2 * self._num_ranks:  # bounds the memory of broadcasts in flight
+                in_flight.popleft().wait()
+        while in_flight:
+            in_flight.popleft().wait()
         return loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class ShardedOptimizer(Optimizer):
             for group in self.param_groups
         ]
         mine = {i: self._local_state(p) for i, p in enumerate(params) if self._owner[p] == self._rank}
-        # What each rank will send: small things as they are, tensors as their shape and type.
+        # The outlines of each rank's values: numbers as they are, tensors as shape and dtype.
         plan = {i: {key: _outline(value) for key, value in entry.items()} for i, entry in mine.items()}
         plans: list[Any] = [None] * self._num_ranks
         dist.all_gather_object(plans, plan, group=self._group)
@@ -120,8 +120,8 @@ class ShardedOptimizer(Optimizer):
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take this rank's share of a whole state. A state that does not fit, on any rank, is a ValueError on all."""
-        raise_together(self._misfit(state_dict), self._group)
+        """Load this rank's share of a whole state. ValueError on all ranks if it does not match on any."""
+        raise_together(self._mismatch(state_dict), self._group)
         for ours, theirs in zip(self.param_groups, state_dict["param_groups"], strict=True):
             ours.update({key: value for key, value in theirs.items() if key != "params"})
         index = {p: i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
@@ -132,7 +132,7 @@ class ShardedOptimizer(Optimizer):
             mine = round_.chunks[self._rank]
             share = {i: self._shard_state(p, state_dict["state"].get(index[p], {})) for i, p in enumerate(mine)}
             group = {k: v for k, v in self.param_groups[round_.group_index].items() if k != "params"}
-            # The optimizer's own loading knows which of its values follow the parameter's device and type.
+            # The optimizer's own load_state_dict moves the right values to the parameter's device and dtype.
             round_.inner.load_state_dict(
                 {"state": share, "param_groups": [{**group, "params": list(range(len(mine)))}]}
             )
@@ -156,8 +156,8 @@ class ShardedOptimizer(Optimizer):
         dist.broadcast(sent, group=self._group, group_src=owner)
         return sent.cpu().clone()
 
-    def _misfit(self, state_dict: dict[str, Any]) -> str | None:
-        """Why a state cannot be loaded here, in words; None if it can."""
+    def _mismatch(self, state_dict: dict[str, Any]) -> str | None:
+        """The reason why a state cannot be loaded on this rank; None if it can."""
         missing_parts = {"state", "param_groups"} - set(state_dict)
         if missing_parts:
             return (
@@ -192,8 +192,8 @@ class _Round:
             self.inner.step()
 
 
-class _Flight:
-    """A chunk of updated parameters on its way from its owner to everyone."""
+class _Broadcast:
+    """The broadcast of a chunk of updated parameters from its owner."""
 
     def __init__(self, chunk: list[Tensor], owner: int, rank: int, group: dist.ProcessGroup | None) -> None:
         self.targets = [local_part(p) for p in chunk]
@@ -206,7 +206,7 @@ class _Flight:
             dist.broadcast(self.flat, group=group, group_src=owner, async_op=True) if self.flat.numel() else None
         )
 
-    def land(self) -> None:
+    def wait(self) -> None:
         if self.work is not None:
             self.work.wait()
         if self.receiving:
@@ -215,7 +215,7 @@ class _Flight:
 
 
 class _Outline:
-    """The shape and type of a tensor that will be sent."""
+    """The shape and dtype of a tensor that will be sent."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
@@ -228,13 +228,13 @@ def _outline(value: Any) -> Any:
 
 
 def _chunk(params: list[Tensor], cap: float) -> list[list[Tensor]]:
-    """Parameters in their order, in runs of at most `cap` bytes (or one parameter), one type and device in each."""
+    """Parameters in order, in chunks of at most `cap` bytes (or one parameter) with the same dtype and device."""
     chunks: list[list[Tensor]] = []
     kind: Any = None
     size = 0
     for param in params:
         local = local_part(param)
-        # One mesh too: an optimizer that steps many parameters in one call cannot mix them.
+        # The same mesh too: an optimizer that steps many parameters in one call needs it.
         this = (param.dtype, param.device, param.device_mesh if is_dtensor(param) else None)
         if this != kind or size + local.nbytes > cap:
             chunks.append([])

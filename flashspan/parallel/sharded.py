@@ -1,8 +1,8 @@
-"""Fully sharded data parallelism: PyTorch's FSDP2 on our mesh, under tensor and context parallelism or by itself.
+"""Fully sharded data parallelism: PyTorch's FSDP2 on our mesh, alone or with tensor and context parallelism.
 
 apply_tensor_parallel(model, mesh["tensor"], plan)               # first, if at all
 apply_fully_sharded(model, mesh, model.layers, param_dtype=torch.bfloat16)
-optimizer = torch.optim.AdamW(model.parameters())                # after: the parameters are new
+optimizer = torch.optim.AdamW(model.parameters())                # afterwards, because the parameters are new tensors
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def is_fully_sharded(module: object) -> TypeIs[FSDPModule]:
-    """Whether FSDP2 holds it, which is imported with the first that it does: see `is_dtensor`."""
+    """Whether it is an FSDP2 module. Does not import FSDP2: see `is_dtensor`."""
     sharding = sys.modules.get("torch.distributed.fsdp")
     return sharding is not None and isinstance(module, sharding.FSDPModule)
 
@@ -38,12 +38,12 @@ def apply_fully_sharded(
     op: Literal["mean", "sum"] = "mean",
     replicated: Collection[nn.Parameter] = (),
 ) -> None:
-    """Split every parameter over the mesh's shard and context axes, in place; copies along data. A collective.
+    """Shard every parameter over the mesh's shard and context axes, in place; replicate along data. A collective.
 
-    Each of `blocks` is gathered for its own forward and backward and then let go; what is in none of them, with the
-    model. Computes in `param_dtype` and reduces in float32, while the split parameters keep theirs. Every model
-    starts from the first rank's weights. `op` says what gradients become over all gradient ranks, as in DataParallel.
-    Parameters in `replicated` are not split and their gradients not reduced: that is left to the caller.
+    Each of `blocks` is gathered for its forward and backward, and freed afterwards; other parameters are gathered with
+    the model. Computes in `param_dtype` and reduces in float32; sharded parameters keep their dtype. All ranks start
+    with the first rank's weights. `op` reduces gradients over all gradient ranks, as in DataParallel. Parameters in
+    `replicated` are not sharded, and their gradients are not reduced: the caller does that.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -52,11 +52,11 @@ def apply_fully_sharded(
     group = submesh(mesh, "gradient").get_group()
     copy_from_first([*model.parameters(), *model.buffers()], group)
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
-    # A second axis makes FSDP2 keep copies along it.
+    # FSDP2 replicates along the first of two axes.
     over = submesh(mesh, "data", "fully") if mesh["data"].size() > 1 else submesh(mesh, "fully")
     for module in [*blocks, model]:
         fully_shard(module, mesh=over, mp_policy=policy, ignored_params=set(replicated))
         if op == "sum":
             assert is_fully_sharded(module)
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no sum that multiplies as it goes
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor

@@ -9,8 +9,9 @@ or, on a model already built, from outside:
     apply_tensor_parallel(model, mesh["tensor"], {"layers.*.up": "column", "layers.*.down": "row"})
 
 Split weights are DTensors, so the whole ones can be saved and loaded at any degree (`checkpoint`), and FSDP2 can split
-them further. Sizes need not divide: DTensor cuts as `torch.chunk` does. With `sequence_dim`, what lies between the
-layers is split along that dimension, which must divide: column layers gather it, row layers and embeddings scatter it.
+them further. Sizes need not divide evenly: DTensor splits like `torch.chunk`. With `sequence_dim`, activations between
+the layers are split along that dimension, which must divide evenly: column layers gather it, row layers and embeddings
+scatter it.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ Style = Literal["column", "column-gathered", "column-entered", "row", "vocabular
 class ColumnParallelLinear(nn.Module):
     """A linear layer that computes this rank's share of the output features. [..., E] -> [..., F / ranks].
 
-    The weights are the first rank's. With `gather_output` the result is whole on every rank: [..., F]. Several layers
-    with one input share the work on it if `enter_parallel` is called before them and `enter=False` is given to each.
+    All ranks start with the first rank's weights. With `gather_output` the result is whole on every rank: [..., F].
+    Layers with the same input share its collective if `enter_parallel` is called before them and each has
+    `enter=False`.
     """
 
     def __init__(
@@ -82,9 +84,9 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """A linear layer fed this rank's share of the input features. [..., F / ranks] -> [..., E], the sum over ranks.
+    """A linear layer of this rank's share of the input features. [..., F / ranks] -> [..., E], the sum over ranks.
 
-    The weights are the first rank's; the bias is whole on every rank and added once, after the sum.
+    All ranks start with the first rank's weights; the bias is whole on every rank and added once, after the sum.
     """
 
     def __init__(
@@ -109,7 +111,7 @@ class RowParallelLinear(nn.Module):
         y = leave_parallel(F.linear(x, local_of(self.weight)), self.mesh, sequence_dim=self.sequence_dim)
         if self.bias is None:
             return y
-        # A rank that holds part of the sequence sees part of the bias's gradient.
+        # With a part of the sequence, a rank has a part of the bias's gradient.
         bias = local_of(self.bias)
         return y + (bias if self.sequence_dim is None else copy(bias, self.mesh.get_group()))
 
@@ -125,26 +127,26 @@ def apply_replicated(
     enter: bool = False,
     shared: dict[Tensor, nn.Parameter] | None = None,
 ) -> None:
-    """Hold a module's own parameters (a norm's) whole on every rank, as the first rank has them. A collective.
+    """Replicate a module's own parameters (of a norm, for example) from the first rank, in place. A collective.
 
-    With `sequence_dim` it runs on slices of the sequence, and its gradients are summed over ranks. With `enter` its
-    output goes through `enter_parallel`, for layers that do not do so themselves. In place, and under the same names:
-    only the module's class changes, to one whose forward sees plain tensors. Calls with one `shared` dictionary keep
-    tied parameters tied.
+    With `sequence_dim` the module runs on slices of the sequence, and its gradients are summed over ranks. With `enter`
+    its output is passed to `enter_parallel`, for column layers with `enter=False`. Names do not change; the module's
+    class is replaced by a subclass whose forward uses plain tensors. Calls with the same `shared` dictionary keep tied
+    parameters tied.
     """
     if any(is_dtensor(p) for p in module._parameters.values()):
-        raise ValueError(f"this {type(module).__name__} is already held in parallel: name it in the plan once")
+        raise ValueError(f"this {type(module).__name__} is already parallel: name it in the plan once")
     base: Any = type(module)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        seen = {name: local_of(p) for name, p in self._parameters.items() if p is not None}
+        local = {name: local_of(p) for name, p in self._parameters.items() if p is not None}
         if sequence_dim is not None:
-            seen = {name: copy(p, mesh.get_group()) for name, p in seen.items()}
-        self.__dict__.update(seen)  # found before the parameters of the same names
+            local = {name: copy(p, mesh.get_group()) for name, p in local.items()}
+        self.__dict__.update(local)  # attributes take precedence over the parameters of the same names
         try:
             out = base.forward(self, *args, **kwargs)
         finally:
-            for name in seen:
+            for name in local:
                 del self.__dict__[name]
         return enter_parallel(out, mesh, sequence_dim=sequence_dim) if enter else out
 
@@ -158,14 +160,14 @@ def apply_replicated(
 def apply_tensor_parallel(
     module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Style], *, sequence_dim: int | None = None
 ) -> None:
-    """Replace submodules, in place, by their split forms: `{"layers.*.attention.output": "row", ...}`. A collective.
+    """Replace submodules, in place, by parallel ones: `{"layers.*.attention.output": "row", ...}`. A collective.
 
     `column` and `row` split an nn.Linear, `column-gathered` also gathers its result, `vocabulary` splits an
-    nn.Embedding, `norm` marks what runs on slices of the sequence if there is a `sequence_dim`. Several column layers
-    fed by one norm cost one exchange, not one each, as `norm-entering` and `column-entered`: always use those two
-    together. `whole` marks what every rank computes alike, as does not being named; with a `sequence_dim` everything
-    must be named. In names `*` matches anything. Weights shared by two layers stay shared. All weights become the
-    first rank's, and DTensors.
+    nn.Embedding, and `norm` is for modules that run on slices of the sequence if there is a `sequence_dim`. If one norm
+    is the input of several column layers, `norm-entering` and `column-entered`, always used together, need one
+    collective in place of one per layer. `whole` is for modules that compute the same on every rank, which is also the
+    default; with a `sequence_dim` every module with parameters must be named. `*` in names matches any text. Tied
+    weights stay tied. All weights become DTensors with the first rank's values.
     """
     shared: dict[Tensor, nn.Parameter] = {}
     replaced: dict[nn.Module, nn.Module] = {}
@@ -192,7 +194,7 @@ def apply_tensor_parallel(
     if sequence_dim is not None and rest:
         raise ValueError(
             f"with a sequence_dim the plan must name every module with parameters: {', '.join(rest)} are missing; use "
-            "norm for what runs on slices of the sequence, whole for what runs on all of it"
+            "norm for modules on slices of the sequence, whole for modules on the whole sequence"
         )
     for part in rest.values():
         apply_replicated(part, mesh, shared=shared)
@@ -208,7 +210,7 @@ def _parallel_form(
     sequence_dim: int | None,
     shared: dict[Tensor, nn.Parameter],
 ) -> nn.Module:
-    """What takes a submodule's place under a plan: itself, changed, or a split layer with its weights."""
+    """The parallel module for a submodule: the same one, changed, or a split layer with its weights."""
     if style in ("norm", "norm-entering", "whole"):
         dim = None if style == "whole" else sequence_dim
         apply_replicated(old, mesh, sequence_dim=dim, enter=style == "norm-entering", shared=shared)

@@ -1,4 +1,4 @@
-"""The vocabulary split over ranks: an embedding and a cross entropy in which no rank ever holds whole logits.
+"""A vocabulary split over ranks: an embedding, and a cross entropy without whole logits on any rank.
 
 embed = VocabularyParallelEmbedding(V, E, mesh=mesh["tensor"])
 head = ColumnParallelLinear(E, V, bias=False, mesh=mesh["tensor"])
@@ -20,7 +20,7 @@ from .placement import leave_parallel, local_of, shard_parameter
 
 
 class VocabularyParallelEmbedding(nn.Module):
-    """An embedding of which each rank holds a range of the vocabulary. [B, T] -> [B, T, E], the sum over ranks."""
+    """An embedding with a range of the vocabulary on each rank. [B, T] -> [B, T, E], the sum over ranks."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class VocabularyParallelEmbedding(nn.Module):
         _require_tokens(tokens, self.num_embeddings)
         weight = local_of(self.weight)
         begin, end = chunk_range(self.num_embeddings, self.mesh.size(), self.mesh.get_local_rank())
-        if begin == end:  # more ranks than words: nothing to look up, but the weight stays in the graph
+        if begin == end:  # more ranks than tokens: nothing to look up, but the weight stays in the graph
             found = weight.new_zeros(*tokens.shape, self.embedding_dim) + weight.sum()
         else:
             elsewhere = (tokens < begin) | (tokens >= end)
@@ -59,14 +59,14 @@ def vocabulary_parallel_cross_entropy(
 ) -> Tensor:
     """The loss of each token, float32, 0 where ignored. [..., V / ranks], [...] -> [...].
 
-    `logits` is this rank's share of the vocabulary. Three numbers per token are exchanged: the largest logit, the sum
-    of exponentials, and the target's logit.
+    `logits` is this rank's range of the vocabulary. Three numbers per token are reduced: the largest logit, the sum of
+    exponentials, and the target's logit.
     """
     rank, num_ranks = mesh.get_local_rank(), mesh.size()
     begin, end = chunk_range(vocab_size, num_ranks, rank)
     if logits.shape != (*targets.shape, end - begin):
         raise ValueError(
-            f"rank {rank} of {num_ranks} must bring logits for words {begin} to {end} of {vocab_size}, one row per "
+            f"rank {rank} of {num_ranks} needs the logits of tokens {begin} to {end} of {vocab_size}, one row per "
             f"target: expected {(*targets.shape, end - begin)}, got {tuple(logits.shape)}"
         )
     _require_tokens(targets.masked_fill(targets == ignore_index, 0), vocab_size)
@@ -89,7 +89,7 @@ class _CrossEntropy(torch.autograd.Function):
         dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
         sums = torch.stack([(x - peak.unsqueeze(-1)).exp().sum(-1), chosen])
         dist.all_reduce(sums, group=group)
-        log_sum = sums[0].log()  # of exponentials below the peak: kept apart from it, because their sum would round
+        log_sum = sums[0].log()  # separate from the peak: added together, both would be rounded
         ignored = targets == ignore_index
         ctx.save_for_backward(logits, peak, log_sum, index, here, ignored)
         return (log_sum + (peak - sums[1])).masked_fill(ignored, 0.0)
@@ -105,7 +105,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _require_tokens(tokens: Tensor, vocab_size: int) -> None:
-    """Refuse tokens outside the vocabulary, which would otherwise be nobody's and silently give zeros."""
+    """ValueError for tokens outside the vocabulary, which would silently give zeros: no rank has them."""
     fine = ((tokens >= 0) & (tokens < vocab_size)).all()
     if fine.is_cuda:
         torch._assert_async(fine)  # without waiting for the device

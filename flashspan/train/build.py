@@ -36,7 +36,7 @@ from flashspan.parallel import (
     vocabulary_parallel_cross_entropy,
 )
 from flashspan.parallel.collectives import local_part, local_slices, part_like
-from flashspan.parallel.mesh import wait_like_the_world
+from flashspan.parallel.mesh import set_timeout_of_world
 from flashspan.parallel.sharded import is_fully_sharded
 
 from . import products
@@ -179,7 +179,7 @@ def split_attention(config: TrainConfig, mesh: DeviceMesh, pattern: Mask) -> Con
         sizes = (mesh.size() // parallel.inner, parallel.inner)
         if parallel.strategy == "hybrid":
             group = mesh._unflatten(0, sizes, ("across", "heads"))
-            wait_like_the_world(group)
+            set_timeout_of_world(group)
         else:
             options["sizes"] = sizes
     return context_parallel(

@@ -428,7 +428,7 @@ def _wrap_beside_a_pair(ranks: list[int] | None) -> str:
     [
         (None, ["1.0", "1.0", "1.0"]),
         ([0, 1], ["0.5", "0.5", ""]),
-        ([1, 2], ["", *["in as many groups each: got 3 on rank 1, 2 on rank 2; wrap the model before"] * 2]),
+        ([1, 2], ["", *["in equally many groups: got 3 on rank 1, 2 on rank 2; wrap the model before"] * 2]),
     ],
 )
 def test_ranks_in_unlike_numbers_of_groups_never_wait_in_vain(ranks: list[int] | None, want: list[str]) -> None:
