@@ -30,10 +30,12 @@ from flashspan.parallel.collectives import is_dtensor
 from . import resume
 from .batches import Batch, Feed, Placed, num_targets
 from .build import build, load_into
-from .config import OptimizerSection, TrainConfig
+from .config import TrainConfig
 from .dataset import num_evaluated, open_samples, order_of
+from .learning_rate import learning_rate
 from .metrics import Display, StepMetrics, draw_loss, memory_gib, peak_flops
 from .pattern import make_pattern
+from .run_ahead import RunAhead
 from .silent_ranks import report_silent_ranks
 
 DONE, STOPPED, NOT_FINITE, NOT_SAVED = "done", "stopped", "not finite", "not saved"
@@ -69,11 +71,8 @@ class Trainer:
         self.step = self.saved = 0
         self.saved_at = time.monotonic()
         self.overdue = False  # whether the last save is checkpoint.minutes ago, by the clock of the first rank
-        # A step, its samples, and how many targets and visible pairs those of all ranks have, made ready while the one
-        # before runs.
-        self.ahead: tuple[int, list[Placed], Tensor] | None = None
+        self.ahead = RunAhead()
         self.num_pairs = 0.0  # of the last step
-        self.begun: Tensor | None = None  # the loss of the first of those samples, if its forward has been launched
         self.fault: str | None = None  # why those of the next step cannot be read
 
     def run(self, asked: Sequence[int] = ()) -> str:
@@ -128,7 +127,7 @@ class Trainer:
         scaled, end = (self.scale, self.steady), 0.0
         while self.step < config.train.steps:
             # A step that was begun runs while the one before it is shown.
-            begin = time.perf_counter() if self.begun is None else end
+            begin = time.perf_counter() if not self.ahead.begun else end
             with report_silent_ranks(f"step {self.step + 1}"):
                 loss, norm, lr, stop = self.take_step(asked)
             if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -182,15 +181,15 @@ class Trainer:
 
         Where loss or norm is not finite nothing is updated, and the step is still to be taken. Samples of the next step
         that cannot be read on some rank count as asking to stop. That step's forward may have been launched when this
-        returns, with the weights as they are (`begun`).
+        returns, with the weights as they are (`RunAhead`).
         """
         config, optimizer = self.config, self.parts.optimizer
         batches, (count, num_pairs) = self._begin()
         local = torch.zeros((), dtype=torch.float64, device=self.device)
         for i, batch in enumerate(batches):
             with self.parts.without_sync(i < len(batches) - 1):
-                total = self._forward(batch) if self.begun is None else self.begun
-                self.begun = None
+                begun = self.ahead.take_loss()
+                total = self._forward(batch) if begun is None else begun
                 (total * (self.scale / count)).backward()
             local += total.detach()
         following: list[Batch] = []
@@ -214,20 +213,19 @@ class Trainer:
             optimizer.zero_grad()
         # What the next step begins with, before the host waits: once it knows, the device has nothing else to do.
         placed = [self.feed.place(*batch) for batch in following]
-        self.ahead = (self.step + 1, placed, sums[3:]) if placed else None
+        self.ahead.place(self.step + 1, placed, sums[3:])
         wait = self._bring(results)
         # An optimizer that heeds the results has made its step, or none: the host need not know to go on.
         between = self._is_saved(self.step + 1) or self._is_evaluated(self.step + 1)
         if placed and self.guarded and self.alone and not (stopping or between):
-            # Memory that is not there is missed again, and told, when it is that step's turn.
-            with self.parts.without_sync(len(placed) > 1), contextlib.suppress(torch.OutOfMemoryError):
-                self.begun = self._forward(placed[0])
+            with self.parts.without_sync(len(placed) > 1):
+                self.ahead.begin(self._forward)
         # The one moment at which the host waits for the device, where there are neither documents nor data ranks.
         loss, stops, overdue, norm, self.num_pairs = wait()
         self.overdue = overdue > 0
         fine = math.isfinite(loss) and math.isfinite(norm)
         if not fine or stops > 0:
-            self.begun = None
+            self.ahead.drop_loss()
         if not self.guarded:
             if fine:
                 optimizer.step()
@@ -240,12 +238,12 @@ class Trainer:
 
     def _begin(self) -> tuple[list[Placed], Tensor]:
         """The step's samples, and how many targets and visible pairs there are on all ranks."""
-        if self.ahead is not None and self.ahead[0] == self.step:
-            _, batches, counts = self.ahead
-        else:
+        ready = self.ahead.batches_of(self.step)
+        if ready is None:
             read = self.feed.read(self.train, self.step)
-            batches, counts = [self.feed.place(*batch) for batch in read], self._sum(torch.stack(self._counts(read)))
+            ready = [self.feed.place(*batch) for batch in read], self._sum(torch.stack(self._counts(read)))
         # At least 1: where documents are short a step may have nothing to predict, which is no loss and not 0 / 0.
+        batches, counts = ready
         return batches, counts.clamp(min=1)
 
     def _counts(self, batches: list[Batch]) -> tuple[Tensor, Tensor]:
@@ -388,14 +386,6 @@ class Trainer:
         held.enter_context(locked_folder(self.folder))
         checkpoint.clear_unfinished(self.folder)
         return resume.choose(self.config, self.train.file, say=notes.append)
-
-
-def learning_rate(step: int, num_steps: int, options: OptimizerSection) -> float:
-    """Rises over the warm-up, then half a cosine down to `final_lr` of the highest at the last step."""
-    if step < options.warmup:
-        return options.lr * (step + 1) / options.warmup
-    done = (step - options.warmup) / max(1, num_steps - 1 - options.warmup)
-    return options.lr * (options.final_lr + (1 - options.final_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
 
 
 def _device(config: TrainConfig) -> torch.device:

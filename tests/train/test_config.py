@@ -26,7 +26,7 @@ from flashspan.model import Llama, preset, save_llama
 from flashspan.train import TrainConfig, parse, train
 from flashspan.train.config import CheckpointSection, OptimizerSection, build, describe_options, read_toml
 from flashspan.train.dataset import open_samples, order_of
-from flashspan.train.loop import learning_rate
+from flashspan.train.learning_rate import learning_rate
 from flashspan.train.run import check, main, run_rank
 
 CONFIGS = Path(__file__).parents[2] / "configs"

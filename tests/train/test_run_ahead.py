@@ -39,7 +39,7 @@ def train(config: TrainConfig, guarded: bool, scale: float | None) -> tuple[list
     losses, early = [], 0
     while trainer.step < config.train.steps:
         losses.append(trainer.take_step()[0])
-        early += trainer.begun is not None
+        early += trainer.ahead.begun
     return losses, len(losses), early, [local_part(param).detach() for param in trainer.parts.names]
 
 
@@ -81,7 +81,7 @@ def run(config: TrainConfig, spoil: int, ask: int) -> tuple[str, int, bool]:
     trainer._forward = spoiled  # type: ignore[method-assign]
     trainer.take_step = take  # type: ignore[method-assign, assignment]
     how = trainer.run(asked)
-    return how, trainer.step, trainer.begun is None
+    return how, trainer.step, not trainer.ahead.begun
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,66 @@
+"""The next step, prepared while the device still runs the present one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .batches import Placed
+
+
+@dataclass
+class RunAhead:
+    """What is ready of the step after the present one: its samples, and perhaps the loss of the first of them.
+
+    State diagram::
+
+                   place                begin
+        EMPTY ----------------> PLACED ----------------> BEGUN
+          ^                       ^ |                      |
+          |                       | | batches_of           | take_loss (the step runs)
+          |                       | +--------> used        | drop_loss (not finite, or asked to stop)
+          |                       +------------------------+
+          +---- place(no samples): the last step, or samples that cannot be read
+
+    EMPTY: the step reads its own samples. PLACED: samples and counts are on the device. BEGUN: the forward of the first
+    samples has been launched with the present weights, before the host knows whether the step before it was finite. A
+    step that is tried again finds samples of another step here and reads its own.
+    """
+
+    step: int = -1
+    batches: list[Placed] = field(default_factory=list)
+    counts: Tensor | None = None
+    """Targets and visible pairs of these samples, on all ranks."""
+    loss: Tensor | None = None
+
+    @property
+    def begun(self) -> bool:
+        """Whether a forward has been launched whose loss nothing has taken yet."""
+        return self.loss is not None
+
+    def place(self, step: int, batches: list[Placed], counts: Tensor) -> None:
+        """Keep the samples of a step; none where there is no next step."""
+        self.step, self.batches, self.counts = step if batches else -1, batches, counts if batches else None
+
+    def begin(self, forward: Callable[[Placed], Tensor]) -> None:
+        """Launch the forward of the first samples. Where memory is lacking the step does it when its turn comes, and
+        reports the failure then."""
+        with contextlib.suppress(torch.OutOfMemoryError):
+            self.loss = forward(self.batches[0])
+
+    def batches_of(self, step: int) -> tuple[list[Placed], Tensor] | None:
+        """The samples of a step and their counts, if these are what is ready."""
+        return (self.batches, self.counts) if step == self.step and self.counts is not None else None
+
+    def take_loss(self) -> Tensor | None:
+        """The loss of the forward that was launched, once; None where none was."""
+        loss, self.loss = self.loss, None
+        return loss
+
+    def drop_loss(self) -> None:
+        """Forget a forward whose step will not be run as it was begun."""
+        self.loss = None
