@@ -1,4 +1,4 @@
-"""Memory and time of a run before it is launched: a cost model over the schedules that the executor runs."""
+"""Memory and time of a run before it is launched: a cost model of the schedules that the executor runs."""
 
 from .devices import Cluster, Device, Link, load_table
 from .memory import Ledger, ParallelConfig, Run, ledger

@@ -1,4 +1,4 @@
-"""A device's fractions from measurements: those for which the planner's times come nearest to the measured ones."""
+"""Fit a device's fractions to measurements: those with which the planner's times are nearest to measured ones."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .step import step_time
 ROUNDS = 8
 FITTED = ("product_share", "forward_share", "backward_share", "traffic_share", "launch")
 INERTIA = 0.05
-"""What moving a number costs, against a measurement's error of the same factor: without it a number that the
-measurements say little of, such as attention's share from short sequences, runs off to its bound."""
+"""The weight of a change of a number, relative to an error of a measurement by the same factor. Without it a number on
+which the measurements hardly depend, such as attention's share for short sequences, would move to its bound."""
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,16 @@ class Measurement:
 
     def __post_init__(self) -> None:
         if not 0 < self.seconds < math.inf:
-            raise ValueError(f"a measured time must be positive: got {self.seconds} s of {self.phase}; measure again")
+            raise ValueError(
+                f"a measured time must be positive: got {self.seconds} s for {self.phase}; repeat the measurement"
+            )
 
 
 def calibrate(cluster: Cluster, measured: Sequence[Measurement]) -> Cluster:
-    """The cluster with a device whose fractions make the squared relative errors least, near the given ones in doubt.
+    """The cluster with fractions of its device that minimise squared relative errors, and stay near the given ones.
 
-    Give the least of several samples: what disturbs a host makes times longer, never shorter.
-    A search by coordinates on a shrinking grid: a handful of numbers, each of which makes times rise or fall.
+    Pass the smallest of several samples: disturbances of a host make times longer, never shorter. The search goes by
+    coordinates on a shrinking grid, because times are monotonic in each number.
     """
     if not measured:
         raise ValueError("calibration needs measured rows of `flashspan bench model` on one device: got none")
@@ -55,19 +57,19 @@ def calibrate(cluster: Cluster, measured: Sequence[Measurement]) -> Cluster:
 
 
 def predict(cluster: Cluster, run: Run, phase: str) -> float:
-    """The planner's seconds of a phase on one device."""
+    """The planner's seconds for a phase on one device."""
     return float(getattr(step_time(run, ParallelConfig(), cluster.resized(1)), phase))
 
 
 def _error(cluster: Cluster, device: Device, measured: Sequence[Measurement]) -> float:
-    """Squared logarithms: of planned over measured times, and of what was moved from the cluster's own device."""
+    """Squared logarithms of planned over measured times, and of changed over given numbers of the device."""
     tried = replace(cluster, device=device)
     moved = sum(math.log(getattr(device, name) / getattr(cluster.device, name)) ** 2 for name in FITTED)
     return INERTIA * moved + sum(math.log(predict(tried, m.run, m.phase) / m.seconds) ** 2 for m in measured)
 
 
 def fit_link(name: str, sizes: Sequence[float], seconds: Sequence[float]) -> Link:
-    """The latency and bandwidth nearest to measured times: least squares of relative errors."""
+    """The latency and bandwidth with the least squares of relative errors to measured times."""
     if len(sizes) < 2 or len(sizes) != len(seconds):
         raise ValueError(f"a fit needs two or more sizes and as many times: got {len(sizes)} and {len(seconds)}")
     # Minimise sum((a + b x - t)^2 / t^2): a 2 x 2 system.

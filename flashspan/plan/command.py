@@ -1,4 +1,4 @@
-"""`flashspan plan`: will it fit, how fast will it be, and which parallelism config is best.
+"""`flashspan plan`: whether a run fits, how fast it is, and which parallelism config is best.
 
 flashspan plan llama-3-8b --tokens 131072 --batch 8 --devices 64 --device H100
 flashspan plan draw --ranks 8 --strategy helper --layout contiguous             one schedule, as pictures
@@ -40,32 +40,32 @@ def plan(
 ) -> int:
     """Memory and time of a training run before it is launched, for every parallelism config that fits.
 
-    Prints the configs, fastest first, with the memory of one device and the time of a step; what the best one holds;
-    and the longest context that fits. The time of attention is that of the schedule the executor would run.
+    Prints the configs, fastest first, with the memory of one device and the time of a step; the memory of the best one
+    by kind; and the longest context that fits. The time of attention is simulated from the schedule that would run.
 
     Example: flashspan plan llama-3-8b --tokens 131072 --batch 8 --devices 64 --device H100
 
-    `flashspan plan draw` needs no model: it draws a schedule of attention, who computes and sends what and when, as
-    two pictures. `flashspan plan draw --help` lists its options.
+    `flashspan plan draw` needs no model: it draws a schedule of attention as two pictures, a timeline of tiles and
+    transfers, and the tiles of each rank. `flashspan plan draw --help` lists its options.
 
     Example: flashspan plan draw --ranks 8 --strategy helper --layout contiguous
 
     Args:
-        model: a model by name: tiny, small, ..., llama-3-8b.
-        tokens: in each sample.
+        model: name of a model: tiny, small, ..., llama-3-8b.
+        tokens: tokens per sample.
         batch: samples per step, over all devices.
-        devices: how many, at most a million.
-        device: H200, H200-NVL, H100, H100-NVL, H100-PCIe, H800, A100, B200, L40S, L40, RTX4090, RTX4050, cpu-core, or
-            one of your table.
-        per_node: devices in a node.
-        link: inside a node; the device's usual one unless given.
-        network: between nodes.
-        precision: float32, bfloat16 or float16; weights stay float32.
-        table: a TOML file with more devices and links.
-        top: how many parallelism configs to show.
-        scale: also the best parallelism config on 1 to 1,024 devices, the batch growing with them.
-        folder: where to draw the best schedule's timeline, and with scale the curve, as SVG.
-        calibrate: a folder of rows measured on this device (bench model, bench collectives) to take its speeds from.
+        devices: number of devices, at most a million.
+        device: type of device: H200, H200-NVL, H100, H100-NVL, H100-PCIe, H800, A100, B200, L40S, L40, RTX4090,
+            RTX4050, cpu-core, or a device in --table.
+        per_node: number of devices in a node.
+        link: link inside a node; default: the usual one of the device.
+        network: link between nodes.
+        precision: dtype of matmuls: float32, bfloat16 or float16; weights stay float32.
+        table: TOML file with more devices and links.
+        top: number of parallelism configs to show.
+        scale: also show the best parallelism config on 1 to 1,024 devices, with the batch in proportion.
+        folder: folder for SVG pictures: the best schedule's timeline, and with --scale the scaling curve.
+        calibrate: folder of rows measured on this device (bench model, bench collectives), for its speeds.
     """
     if top < 1:
         raise ValueError(f"top must be 1 or more parallelism configs to show: got {top}")
@@ -104,12 +104,12 @@ def counted(number: int, noun: str) -> str:
 
 
 def memory_unit(answers: Sequence[Answer]) -> tuple[str, float]:
-    """The name and the bytes of the unit that memory is shown in: one in which the smallest does not round to 0."""
+    """The name and the bytes of the unit of memory: one in which the smallest value does not round to 0."""
     return ("GB", 1e9) if min(answer.memory.peak for answer in answers) >= 0.1e9 else ("MB", 1e6)
 
 
 def show(answers: Sequence[Answer], run: Run, cluster: Cluster) -> None:
-    """The table of parallelism configs, and the ledger of the best."""
+    """Print the table of parallelism configs, and the memory of the best by kind."""
     from rich.console import Console
     from rich.table import Table
 
@@ -131,7 +131,7 @@ def show(answers: Sequence[Answer], run: Run, cluster: Cluster) -> None:
         )
     room, wide = console.width, Console(width=1000)
     if console.is_terminal and wide.measure(table).maximum > room:
-        # Rules' room goes to the parallelism configs, which are folded: numbers never are.
+        # Without rules there is more space for the parallelism configs, which wrap; numbers do not.
         table.box, table.pad_edge = None, False
     console.width = max(wide.measure(table).minimum if console.is_terminal else 1000, room)
     console.print(table)
@@ -143,8 +143,8 @@ def show(answers: Sequence[Answer], run: Run, cluster: Cluster) -> None:
 
 
 def train_command(model: str, run: Run, parallel: ParallelConfig, per_node: int) -> str:
-    """The command that trains so; of several nodes, on each of them. Every node starts as many ranks: the nodes are the
-    fewest for which that can be."""
+    """The command that trains with this config, on every node. All nodes start equally many ranks; their number is the
+    smallest for which that is possible."""
     nodes = next(n for n in divisors(parallel.num_devices) if parallel.num_devices // n <= per_node)
     per_node = parallel.num_devices // nodes
     options: dict[str, object] = {
@@ -154,7 +154,7 @@ def train_command(model: str, run: Run, parallel: ParallelConfig, per_node: int)
         "train.precision": run.precision,
     }
     degrees = {f"parallel.{name}": getattr(parallel, name) for name in ("data", "shard", "context", "tensor")}
-    # Of context ranks 0 is the default: those that are left.
+    # The default of parallel.context is 0, all remaining ranks: always set it.
     options |= {name: degree for name, degree in degrees.items() if degree > 1 or name == "parallel.context"}
     if parallel.context > 1:
         options |= {"parallel.strategy": parallel.strategy, "parallel.layout": parallel.layout}
@@ -171,8 +171,8 @@ def train_command(model: str, run: Run, parallel: ParallelConfig, per_node: int)
 
 
 def show_scaling(points: Sequence[tuple[int, Answer | None]], run: Run, cluster: Cluster) -> None:
-    """The best parallelism config on each number of devices."""
-    print("Devices, best parallelism config, tokens/s per device (the batch grows with the devices):")
+    """Print the best parallelism config on each number of devices."""
+    print("Devices, best parallelism config, tokens/s per device (batch in proportion to devices):")
     for num, answer in points:
         if answer is None:
             print(f"{num:>6}  nothing fits")
@@ -182,7 +182,7 @@ def show_scaling(points: Sequence[tuple[int, Answer | None]], run: Run, cluster:
 
 
 def write_pictures(folder: Path, answers: Sequence[Answer], run: Run, cluster: Cluster, points: Any) -> None:
-    """The timeline of the fastest parallelism config whose attention is a schedule, and the curve."""
+    """Draw the timeline of the fastest parallelism config whose attention is a schedule, and the scaling curve."""
     make_folder(folder, "--folder")
     scheduled = [a.parallel for a in answers if a.parallel.context > 1 and a.parallel.strategy != "ulysses"]
     with written_to(folder, "--folder"):
@@ -195,7 +195,7 @@ def write_pictures(folder: Path, answers: Sequence[Answer], run: Run, cluster: C
 
 
 def calibrated(cluster: Cluster, folder: Path) -> Cluster:
-    """The cluster with speeds from the JSON lines that `flashspan bench` wrote, and a note of what was used."""
+    """The cluster with speeds from the JSON lines of `flashspan bench`; prints what was used."""
     good = [row for row in read_rows(folder) if row.get("status") == "ok"]
     names = ("what", "shape", "impl", "kind", "dtype", "ranks", "device")
     good = list({tuple(str(row.get(name)) for name in names): row for row in good}.values())  # the newest of each
@@ -205,7 +205,7 @@ def calibrated(cluster: Cluster, folder: Path) -> Cluster:
     try:
         measured = measurements(models)
         links = [(link_of(row), row["ranks"]) for row in collectives]
-        # Every size has the fit of all sizes. The most ranks are most like a node; of equals, the last measured.
+        # Every size has the fit of all sizes. Use the row with the most ranks, and of these the last one.
         link, ranks = max(reversed(links), key=lambda pair: pair[1], default=(cluster.inside, 0))
     except (KeyError, TypeError) as error:
         raise ValueError(
@@ -224,7 +224,7 @@ def calibrated(cluster: Cluster, folder: Path) -> Cluster:
 
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:
-    """The JSON objects of a folder's .jsonl files, a line each."""
+    """The JSON objects in a folder's .jsonl files, one per line."""
     rows = []
     for file in sorted(folder.glob("*.jsonl")) if folder.is_dir() else []:
         try:
@@ -235,30 +235,32 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
             try:
                 rows.append(parse_json(line))
             except ValueError:
-                continue  # cut short by a kill
+                continue  # truncated by a kill
     return [row for row in rows if isinstance(row, dict)]
 
 
 def check_devices(measured: Collection[str], planned: Device, folder: Path) -> None:
-    """Refuse rows of several devices, or of another than the planned one: its speeds would be theirs."""
+    """ValueError for rows of several devices, or of another device than the planned one."""
     if len(measured) > 1:
-        raise ValueError(f"{folder} has rows of several devices, {', '.join(sorted(measured))}: give each a folder")
+        raise ValueError(
+            f"{folder} has rows of several devices, {', '.join(sorted(measured))}: use one folder per device"
+        )
     for name in measured:
         if not is_named(planned.name, name):
             raise ValueError(
-                f"--calibrate needs rows of the device that is planned for, {planned.name}: those in {folder} are of "
-                f"{name}; measure on {planned.name}, plan for the device of the rows, or leave --calibrate out"
+                f"--calibrate needs rows of the planned device, {planned.name}: the rows in {folder} are of {name}; "
+                f"measure on {planned.name}, plan for the device of the rows, or omit --calibrate"
             )
 
 
 def link_of(row: dict[str, Any]) -> Link:
-    """The link that a row of `bench collectives` was measured on."""
+    """The link of a row of `bench collectives`."""
     fit = row["more"]
     return Link("measured", fit["alpha_us"] / 1e6, fit["gb_per_s"] * 1e9)
 
 
 def measurements(rows: Sequence[dict[str, Any]]) -> list[Measurement]:
-    """Rows of `bench model` with our attention, uncompiled, as the planner's runs."""
+    """The measurements in rows of `bench model` with our attention, uncompiled."""
     found = []
     for row in rows:
         more = row.get("more") or {}
@@ -273,6 +275,6 @@ def measurements(rows: Sequence[dict[str, Any]]) -> list[Measurement]:
                 fused_norms="cores" not in row["device"],
                 plain_loss=True,
             )
-            # Not the median: what disturbs a host makes times longer, never shorter.
+            # Not the median: disturbances of a host make times longer, never shorter.
             found.append(Measurement(run, row["kind"], row["p20_ms"] / 1e3))
     return found

@@ -1,4 +1,4 @@
-"""A small table of devices and links, which users extend with a TOML file of the same fields.
+"""A table of devices and links. Users add others in a TOML file with the same fields.
 
     [devices.my-gpu]
     flops = 200e12          # dense 16-bit operations per second, data sheet
@@ -9,8 +9,8 @@
     latency = 5e-6          # seconds
     bandwidth = 25e9        # bytes per second, one direction, of one device
 
-Data sheets say what cannot be exceeded; the fractions say how much of it real kernels reach. They are defaults from
-public measurements, and `calibrate` replaces them by measured ones.
+Data sheets give upper bounds; the fractions are the parts of them that kernels reach. Their defaults are from public
+measurements; `calibrate` replaces them by measured ones.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from typing import Any
 from flashspan.files import parse_toml, read_bytes
 
 MOST_DEVICES = 10**6
-"""In a cluster: beyond any that exists, and few enough for the search over parallelism configs to end."""
+"""The most devices in a cluster: more than any that exists, and few enough for the search to end."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """What one device can do, and how much of it kernels reach."""
+    """The peak rates of one device, and the fractions that kernels reach."""
 
     name: str
     flops: float
     flops32: float
     memory: float
     bandwidth: float
-    product_share: float = 0.70  # of flops, in large matrix products
+    product_share: float = 0.70  # of flops, in large matmuls
     forward_share: float = 0.50  # of flops, in attention forward over full tiles
     backward_share: float = 0.42  # of flops, in attention backward
-    traffic_share: float = 0.75  # of bandwidth, in operators that move memory
-    interference: float = 0.12  # of the speed, lost while a transfer is under way: its kernel takes multiprocessors
-    launch: float = 5e-6  # seconds that an operator takes the host, and so the device at least
-    reserve: float = 1.0e9  # bytes that the context, libraries and fragments take
+    traffic_share: float = 0.75  # of bandwidth, in memory-bound operators
+    interference: float = 0.12  # of the speed, lost during a transfer: its kernel uses multiprocessors
+    launch: float = 5e-6  # seconds of the host per operator, a lower bound on the device
+    reserve: float = 1.0e9  # bytes of the CUDA context, libraries and fragmentation
 
     def __post_init__(self) -> None:
         for name in ("flops", "flops32", "memory", "bandwidth", "launch"):
@@ -59,7 +59,7 @@ class Device:
             raise ValueError(f"a device's {name} must be {rule}: {self.name} has {getattr(self, name)}")
 
     def peak(self, itemsize: int, *, tf32: bool = False) -> float:
-        """Operations per second of products of this element size; tf32, of float32 cut short, has half of 16 bits'."""
+        """Peak FLOPS of matmuls with this element size; that of tf32 is half of that of 16 bits."""
         if itemsize == 2:
             return self.flops
         return self.flops / 2 if tf32 else self.flops32
@@ -112,7 +112,7 @@ LINKS = {
     "ethernet-100g": Link("ethernet-100g", 30e-6, 10e9),
     "loopback": Link("loopback", 200e-6, 1.5e9),
 }
-# Cards' bridges join two or four of them, so what all of a node share is the bus.
+# Bridges connect only two or four cards, so the link between all cards of a node is PCIe.
 USUAL_LINK = {
     "H200": "nvlink-h100",
     "H200-NVL": "pcie5",
@@ -143,7 +143,7 @@ class Cluster:
     def __post_init__(self) -> None:
         if self.num_devices < 1 or self.per_node < 1:
             raise ValueError(
-                f"a cluster has at least 1 device, and 1 per node: got {self.num_devices} and {self.per_node}"
+                f"a cluster needs 1 or more devices, and 1 or more per node: got {self.num_devices} and {self.per_node}"
             )
         if self.num_devices > MOST_DEVICES:
             raise ValueError(
@@ -151,11 +151,11 @@ class Cluster:
             )
 
     def link(self, first: int, second: int) -> Link:
-        """What connects two devices."""
+        """The link between two devices."""
         return self.inside if first // self.per_node == second // self.per_node else self.between
 
     def slowest(self, num: int, stride: int = 1) -> Link:
-        """What bounds a group of `num` devices that lie `stride` apart."""
+        """The slowest link in a group of `num` devices with this stride."""
         return self.inside if (num - 1) * stride + 1 <= self.per_node else self.between
 
     def resized(self, num_devices: int) -> Cluster:

@@ -1,4 +1,4 @@
-"""Pictures of a plan: the simulated timeline of its attention, and how it scales."""
+"""Pictures of a plan: the simulated timeline of its attention, and its scaling."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_LANES = 16
 
 @contextmanager
 def written_to(folder: Path, option: str) -> Iterator[None]:
-    """Around what writes pictures: a folder that takes none is a ValueError that names the option to change."""
+    """A context in which pictures are written: an OSError becomes a ValueError that names the option to change."""
     try:
         yield
     except OSError as error:
@@ -25,7 +25,7 @@ def written_to(folder: Path, option: str) -> Iterator[None]:
 
 
 def draw_simulation(run: Run, parallel: ParallelConfig, cluster: Cluster, path: Path) -> None:
-    """One layer's attention, forward then backward: a lane per rank (the first 16), boxes where it computes."""
+    """One layer's attention, forward then backward: a lane per rank (the first 16), boxes while it computes."""
     from matplotlib.figure import Figure
 
     forward, backward = attention_time(run, parallel, cluster)
@@ -55,7 +55,7 @@ def draw_simulation(run: Run, parallel: ParallelConfig, cluster: Cluster, path: 
 
 
 def draw_scaling(points: Sequence[tuple[int, Answer | None]], run: Run, cluster: Cluster, path: Path) -> None:
-    """Tokens per second of all devices over devices, beside the ideal line from the first point."""
+    """Tokens per second of all devices by number of devices, with the ideal line from the first point."""
     from matplotlib.figure import Figure
 
     found = [(num, answer) for num, answer in points if answer is not None]

@@ -1,10 +1,10 @@
-"""Memory of one device in a training step of a LLaMA, in closed form: what is held all along, and what at its peak.
+"""Memory of one device in a training step of a LLaMA, in closed form: by kind, and at its peak.
 
     run = Run(preset("llama-3-8b"), batch=8, tokens=131072, precision="bfloat16")
     held = ledger(run, ParallelConfig(context=8, shard=8))
     held.peak
 
-It counts what `flashspan.model` keeps for backward, tensor by tensor; a test compares it with what autograd keeps.
+It counts the tensors that `flashspan.model` saves for backward; a test compares it with what autograd saves.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Recompute = Literal["none", "full", "attention", "elementwise"]
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Degrees of parallelism, which multiply to the number of devices, and what goes with them."""
+    """Degrees of parallelism, which multiply to the number of devices, and the settings that depend on them."""
 
     data: int = 1
     shard: int = 1
@@ -30,7 +30,7 @@ class ParallelConfig:
     layout: str = "zigzag"
     recompute: Recompute = "none"
     sharded_optimizer: bool = False
-    offload: bool = False  # what recomputing keeps of a layer's input waits in the host's memory
+    offload: bool = False  # layer inputs saved for recomputation are moved to host memory
 
     @property
     def num_devices(self) -> int:
@@ -38,7 +38,7 @@ class ParallelConfig:
 
     @property
     def num_batch(self) -> int:
-        """Ranks that see different samples."""
+        """The number of ranks with different samples."""
         return self.data * self.shard
 
     def __str__(self) -> str:
@@ -55,25 +55,27 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class Run:
-    """What is trained: a model, samples per step over all devices, tokens per sample."""
+    """A training run: a model, samples per step over all devices, tokens per sample."""
 
     model: LlamaConfig
     batch: int
     tokens: int
-    precision: str = "bfloat16"  # of the products
+    precision: str = "bfloat16"  # of matmuls
     weights: str = "float32"  # of weights, gradients and moments
-    fused_norms: bool = True  # a GPU's norm keeps its input; the CPU's keeps the normalised input too
-    plain_loss: bool = False  # as `bench model` has it: operators, where training has a kernel on a GPU
+    fused_norms: bool = True  # a GPU's norm saves its input; the CPU's also saves the normalised input
+    plain_loss: bool = False  # as in `bench model`: PyTorch operators, where training uses a kernel on a GPU
 
     def __post_init__(self) -> None:
         if self.batch < 1 or self.tokens < 1:
-            raise ValueError(f"a run has 1 or more samples of 1 or more tokens: got {self.batch} of {self.tokens}")
+            raise ValueError(
+                f"a run needs 1 or more samples of 1 or more tokens: got {self.batch} samples of {self.tokens} tokens"
+            )
         for name in ("precision", "weights"):
             if getattr(self, name) not in ("float32", "bfloat16", "float16"):
                 raise ValueError(f"{name} must be float32, bfloat16 or float16: got {getattr(self, name)!r}")
 
     def fused_loss(self, tensor: int) -> bool:
-        """Whether a kernel writes the logits' gradients over them: on a GPU, where the vocabulary is not split."""
+        """Whether a kernel overwrites logits with their gradients: on a GPU, if the vocabulary is not split."""
         return self.fused_norms and not self.plain_loss and tensor == 1
 
     @property
@@ -82,35 +84,35 @@ class Run:
 
     @property
     def wide(self) -> int:
-        """Bytes of a weight, and of an element of what runs past the layers."""
+        """Bytes of a weight, and of an element of the residual stream."""
         return 4 if self.weights == "float32" else 2
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """Bytes on one device. Not all live at once: `peak` is the most that do."""
+    """Bytes on one device. Not all are allocated at the same time: `peak` is the maximum."""
 
     parameters: float
     gradients: float
     optimizer: float
-    activations: float  # kept for backward, when the last layer is done
-    casts: float  # 16-bit copies of weights, made for the products and kept for backward
-    buffers: float  # keys, values and their gradients on their way round
-    logits: float  # of the tokens whose loss is being computed, with their gradients
-    gathered: float  # weights of sharded layers, whole while they are used
+    activations: float  # saved for backward, after the last layer
+    casts: float  # 16-bit copies of weights, made for matmuls and saved for backward
+    buffers: float  # keys, values and their gradients from other ranks
+    logits: float  # of the tokens in the loss at one time, with their gradients
+    gathered: float  # whole weights of sharded layers, while they are used
 
     @property
     def peak(self) -> float:
-        """The larger of: the end of forward, when activations are most; the optimizer's step, when gradients are."""
-        passing = self.activations + self.casts + max(self.buffers, self.logits) + self.gathered
-        return self.parameters + self.optimizer + max(passing, self.gradients)
+        """The larger of the end of forward, with all activations, and the optimizer's step, with all gradients."""
+        temporary = self.activations + self.casts + max(self.buffers, self.logits) + self.gathered
+        return self.parameters + self.optimizer + max(temporary, self.gradients)
 
     def items(self) -> list[tuple[str, float]]:
         return [(field.name, getattr(self, field.name)) for field in fields(self)]
 
 
 def ledger(run: Run, parallel: ParallelConfig) -> Ledger:
-    """What one device holds."""
+    """The memory of one device."""
     model, small, big, tensor = run.model, run.itemsize, run.wide, parallel.tensor
     split = parallel.shard * parallel.context if parallel.shard > 1 else 1
     norms = (2 * model.num_layers + 1) * model.width
@@ -134,53 +136,53 @@ def ledger(run: Run, parallel: ParallelConfig) -> Ledger:
     }[parallel.recompute]
     activations = tokens * (model.num_layers * kept + final_per_token(run))
     casts = 0.0 if small == big or parallel.recompute != "none" else 2.0 * model.num_layers * layer_parameters
-    if parallel.recompute != "none":  # one layer at a time, again
+    if parallel.recompute != "none":  # one layer at a time is recomputed
         activations += tokens * per_layer
         casts = 0.0 if small == big else 2.0 * layer_parameters
     if split > 1:
-        casts = min(casts, 4.0 * layer_parameters)  # copies of gathered weights go with them
+        casts = min(casts, 4.0 * layer_parameters)  # casts of gathered weights are freed with them
 
     vocabulary = model.vocab_size / tensor
     numbers = min(tokens, chunk_rows(model.vocab_size, small)) * vocabulary
-    # Of a part of them, the slopes are made in float32: three at a time and what is the target's, and a wide copy.
+    # Gradients of a part of them are computed in float32: three tensors, the target's, and a float32 copy.
     wide = min(numbers, max(PART_NUMBERS, vocabulary)) * 4 * (3.25 if small == 4 else 4.25)
     if run.fused_loss(tensor):
         wide = 0.0
-    head = 4.0 * vocabulary * model.width  # the head's gradient, made with the loss
+    head = 4.0 * vocabulary * model.width  # the head's gradient, computed with the loss
     logits = small * numbers + wide + head
     gathered = big * (2 * layer_parameters + vocabulary * model.width) if split > 1 else 0.0
     return Ledger(held, held, moments, activations, casts, buffers(run, parallel), logits, gathered)
 
 
 def kept_kv_heads(run: Run, parallel: ParallelConfig) -> int:
-    """Key heads kept for backward, per token: ulysses gives each rank one at least, so some are kept several times."""
+    """Kv heads saved for backward, per token: ulysses gives each rank at least one, so some are replicated."""
     split = parallel.tensor * parallel.context if parallel.strategy == "ulysses" else 1
     return max(run.model.num_kv_heads, split)
 
 
 def activations_per_token(run: Run, tensor: int, kv_heads: int) -> float:
-    """Bytes one layer keeps for backward, per token, with so many key heads."""
+    """Bytes that one layer saves for backward, per token, with this number of kv heads."""
     model, small = run.model, run.itemsize
     queries, keys = model.num_heads * model.head_dim, kv_heads * model.head_dim
-    # Each of two norms keeps its input (and, unfused, that input normalised) and a scale.
+    # Each of two norms saves its input (and, unfused, the normalised input) and a scale.
     norms = 2 * (float(run.wide) * model.width * (1 if run.fused_norms else 2) + 4)
-    # What enters the products: cast by each of them apart under autocast (q, k, v; gate, up), else once per norm.
+    # Inputs of matmuls: under autocast, each of q, k, v, gate and up saves its own cast; otherwise one per norm.
     entering = small * model.width * (5 if small != run.wide else 2)
     inside = small * (2 * queries + 2 * keys) + 4.0 * model.num_heads  # q, k, v, out and the log-sum-exp
-    inside += 4 * small * model.ffn_width  # gate, its silu, up, their product
+    inside += 4 * small * model.ffn_width  # gate, silu(gate), up, silu(gate) * up
     if small != run.wide:
-        inside += small * queries  # out as the output product takes it
+        inside += small * queries  # out, cast for the output matmul
     return norms + entering + inside / tensor
 
 
 def final_per_token(run: Run) -> float:
-    """Bytes kept per token outside the layers: the last norm's, and the gradient that the loss leaves for it."""
+    """Bytes saved per token outside the layers: of the last norm, and its gradient from the loss."""
     norm = float(run.wide) * run.model.width * (1 if run.fused_norms else 2)
     return norm + (run.wide + run.itemsize) * run.model.width + 8
 
 
 def buffers(run: Run, parallel: ParallelConfig) -> float:
-    """Keys and values of others, and gradients of them, that a device holds at most."""
+    """The maximum of keys and values of other ranks, and their gradients, on a device."""
     if parallel.context == 1:
         return 0.0
     model, small = run.model, run.itemsize
@@ -193,4 +195,4 @@ def buffers(run: Run, parallel: ParallelConfig) -> float:
         return (2 * q + 2 * kv) * small + q * small
     if parallel.strategy == "helper":
         return 2 * kv * (small + 4) + 2 * q * (2 * small + 4)
-    return 2 * kv * (small + 4)  # one in use, one arriving; their gradients, one hop behind
+    return 2 * kv * (small + 4)  # one in use, one being received; their gradients, one hop behind

@@ -10,12 +10,12 @@ from .devices import Cluster
 from .memory import Ledger, ParallelConfig, Run, ledger
 from .step import StepTime, step_time
 
-# How the sequence may be split: contiguous shards only where the strategy balances them.
-WAYS = (("ring", "zigzag"), ("gather", "zigzag"), ("helper", "contiguous"), ("ulysses", "contiguous"))
+# Ways to split the sequence: contiguous shards only with strategies that balance them.
+SPLITS = (("ring", "zigzag"), ("gather", "zigzag"), ("helper", "contiguous"), ("ulysses", "contiguous"))
 USUAL_CONTEXT = (64, 256)
-"""Ranks that share a sequence, at most: the second only where nothing fits with the first. What a schedule takes to
-simulate grows with their square: at 256 a plan takes 20 seconds. No more than share the shortest sequence that
-`longest` looks at."""
+"""The maximum of context ranks: the second is tried if nothing fits with the first. The time to simulate a schedule
+grows with the square of its ranks: a plan with 256 takes 20 seconds. It is also the most that can share the
+shortest sequence of `longest`."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,13 @@ class Answer:
         return run.batch * run.tokens / self.time.total
 
     def mfu(self, run: Run, cluster: Cluster) -> float:
-        """Useful operations over what the devices could do."""
+        """Model FLOPS over the peak of the devices."""
         work = run.model.flops_per_token(run.tokens) * run.batch * run.tokens
         return work / self.time.total / (cluster.device.peak(run.itemsize) * cluster.num_devices)
 
 
 def parallel_configs(run: Run, cluster: Cluster, most_context: int = USUAL_CONTEXT[-1]) -> Iterator[ParallelConfig]:
-    """All that the model, the batch and the tokens allow on exactly this many devices."""
+    """All parallelism configs of the model, batch and tokens on exactly these devices."""
     num, model = cluster.num_devices, run.model
     for tensor in divisors(num):
         if model.num_kv_heads % tensor or tensor > cluster.per_node:
@@ -52,11 +52,11 @@ def parallel_configs(run: Run, cluster: Cluster, most_context: int = USUAL_CONTE
 
 
 def _variants(run: Run, cluster: Cluster, base: ParallelConfig) -> Iterator[ParallelConfig]:
-    ways = WAYS if base.context > 1 else (("ring", "zigzag"),)
+    splits = SPLITS if base.context > 1 else (("ring", "zigzag"),)
     inner = cluster.per_node // base.tensor
     if inner > 1 and base.context > inner and base.context % inner == 0:
-        ways = (*ways, ("double_ring", "zigzag"))
-    for strategy, layout in ways:
+        splits = (*splits, ("double_ring", "zigzag"))
+    for strategy, layout in splits:
         if strategy == "ulysses" and run.model.num_heads % (base.tensor * base.context):
             continue
         for recompute in ("none", "attention", "full"):
@@ -73,12 +73,12 @@ def _variants(run: Run, cluster: Cluster, base: ParallelConfig) -> Iterator[Para
 
 
 def fits(run: Run, parallel: ParallelConfig, cluster: Cluster) -> bool:
-    """Whether a device's memory suffices."""
+    """Whether the run fits into a device's memory."""
     return ledger(run, parallel).peak <= cluster.device.memory - cluster.device.reserve
 
 
 def rank(run: Run, cluster: Cluster, *, most: int | None = None) -> list[Answer]:
-    """All parallelism configs that fit, the fastest first; of equals, the one that holds least."""
+    """All parallelism configs that fit, sorted by time, then by memory."""
     found: list[Answer] = []
     for most_context in USUAL_CONTEXT:
         if not found:
@@ -89,7 +89,7 @@ def rank(run: Run, cluster: Cluster, *, most: int | None = None) -> list[Answer]
 
 
 def longest(run: Run, cluster: Cluster) -> tuple[int, ParallelConfig | None]:
-    """The most tokens per sample, a multiple of 1024, for which some parallelism config fits, and one that does."""
+    """The most tokens per sample, a multiple of 1024, with a parallelism config that fits, and that config."""
     unit = 1024
 
     def one_that_fits(units: int) -> ParallelConfig | None:
@@ -106,12 +106,12 @@ def longest(run: Run, cluster: Cluster) -> tuple[int, ParallelConfig | None]:
 
 
 def grown(run: Run, cluster: Cluster, num_devices: int) -> Run:
-    """The run on another number of devices, its batch in proportion."""
+    """The run on another number of devices, with the batch in proportion."""
     return replace(run, batch=max(1, run.batch * num_devices // cluster.num_devices))
 
 
 def scaling(run: Run, cluster: Cluster) -> list[tuple[int, Answer | None]]:
-    """The best parallelism config on 1, 2, 4, ... 1024 devices, the batch growing with them (weak scaling)."""
+    """The best parallelism config on 1, 2, 4, ... 1024 devices, with the batch in proportion (weak scaling)."""
     points: list[tuple[int, Answer | None]] = []
     for num in (2**power for power in range(11)):
         answers = rank(grown(run, cluster, num), cluster.resized(num), most=1)
@@ -120,6 +120,6 @@ def scaling(run: Run, cluster: Cluster) -> list[tuple[int, Answer | None]]:
 
 
 def divisors(number: int) -> list[int]:
-    """All of them, ascending: those up to the root, and their partners."""
+    """All divisors, ascending."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})

@@ -14,7 +14,7 @@ from flashspan.context.schedule import Schedule, Shape, Tile
 from .devices import Cluster, Device
 
 BLOCK = 128
-"""Query rows that a kernel treats together: along a mask's edge, whole blocks are computed for the part that shows."""
+"""Query rows in a block of a kernel: at a mask's edge, whole blocks are computed for their visible part."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Simulation:
     spans: tuple[tuple[int, int, float, float], ...]  # rank, step, begin, end of computing
 
     def delayed(self, seconds: float) -> Simulation:
-        """The same after an exchange that nothing hides."""
+        """The same with a wait of this time before it, on every rank."""
         waiting = tuple(wait + seconds for wait in self.waiting)
         return replace(self, seconds=self.seconds + seconds, waiting=waiting)
 
@@ -44,8 +44,8 @@ def simulate(
 ) -> Simulation:
     """Run all ranks' programs. Rank r of the schedule is device r * stride of the cluster.
 
-    Every row of the schedule stands for `scale` tokens, and every call for `num_batch` samples.
-    `merges` is for kernels that cannot continue a carry (not ours): every partial result is one more pass over memory.
+    Every row of the schedule represents `scale` tokens, and every call `num_batch` samples. `merges` is for kernels
+    that cannot continue a carry (not ours): each partial result adds a pass over memory.
     """
     num, device = schedule.num_ranks, cluster.device
     clock = [0.0] * num
@@ -53,7 +53,7 @@ def simulate(
     out_free, in_free = [0.0] * num, [0.0] * num
     arrival: dict[int, float] = {}
     spans = []
-    parts = [0] * num  # tiles that add to each rank's queries: one alone needs no float32 partial result
+    parts = [0] * num  # tiles of each rank's queries: a single one needs no float32 partial result
     for tile in schedule.tiles:
         parts[tile.q] += 1
     for step in range(schedule.num_steps):
@@ -61,7 +61,7 @@ def simulate(
             ready = max((arrival[id(t)] for t in schedule.programs[rank][step].waits), default=0.0)
             waiting[rank] += max(0.0, ready - clock[rank])
             clock[rank] = max(clock[rank], ready)
-        # Both ends have now come to this step: what they post may leave.
+        # All ranks have reached this step: transfers that they post can start.
         for rank in range(num):
             for transfer in schedule.programs[rank][step].posts:
                 if transfer.src != rank:
@@ -97,11 +97,11 @@ def tile_seconds(
     partial: bool,
     merges: bool = False,
 ) -> float:
-    """One tile on one device: its products; what each block of rows loads before them and stores after; a launch."""
+    """One tile on one device: its matmuls, the loads and stores of each block of rows, and a launch."""
     rows, columns, pairs = scale * len(tile.q_rows), scale * len(tile.k_rows), scale**2 * tile.pairs
     heads = num_batch * shape.num_batch * shape.num_heads / schedule.num_chunks
     kv_heads = num_batch * shape.num_batch * shape.num_kv_heads / schedule.num_chunks
-    # A mask's edge crosses the tile once: of the blocks it crosses, half is computed for nothing.
+    # A mask's edge crosses the tile once: half of the blocks that it crosses is computed but hidden.
     edge = min(rows, columns) * BLOCK / 2 if pairs < rows * columns else 0
     work = 4.0 * heads * shape.head_dim * min(pairs + edge, rows * columns)
     low, wide = shape.head_dim * shape.itemsize, shape.head_dim * max(4, shape.itemsize)
@@ -117,5 +117,5 @@ def tile_seconds(
         merged = heads * rows * (low + 2 * wide)
     if not (merges and partial):
         merged = 0.0
-    products = work / (device.peak(shape.itemsize) * share)
-    return products + (moved + merged) / (device.bandwidth * device.traffic_share) + device.launch
+    matmuls = work / (device.peak(shape.itemsize) * share)
+    return matmuls + (moved + merged) / (device.bandwidth * device.traffic_share) + device.launch

@@ -1,4 +1,4 @@
-"""The time of a training step: products, attention by its schedule, operators that move memory, and communication."""
+"""The time of a training step: matmuls, attention by its schedule, memory-bound operators, and communication."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from .devices import Cluster
 from .memory import ParallelConfig, Run
 from .simulate import Simulation, simulate
 
-SCHEDULED = 64  # tokens per rank that a schedule is made for; longer shards are the same schedule, scaled
-# Operators that PyTorch dispatches in forward and in backward: each takes the host's time, a view nearly as much as a
+SCHEDULED = 64  # the most tokens per rank in a schedule; for longer shards its result is scaled
+# Operators that PyTorch dispatches in forward and in backward: each takes time on the host, a view nearly as much as a
 # kernel. A test counts them in the model.
 LAYER_OPERATORS = (60, 107)
-CAST_OPERATORS = (16, 26)  # more in a layer under autocast: weights and what enters the products, and their gradients
+CAST_OPERATORS = (16, 26)  # more per layer under autocast: of weights, matmul inputs and their gradients
 OUTER_OPERATORS = (50, 15)  # the embedding, the rotation, the last norm and the loss
-ATTENTION_OPERATORS = (15, 25)  # what a call of our attention costs the host, in operators
+ATTENTION_OPERATORS = (15, 25)  # the host's time for a call of our attention, as a number of operators
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step. Parts that overlap are counted where they show."""
+    """Seconds of one step. Overlapped parts are counted once."""
 
     forward: float
     backward: float
     optimizer: float
-    communication: float  # beyond attention's, and not hidden
-    attention: float  # in forward and backward, waiting included
-    waiting: float  # of it, the slowest rank's for keys and values
+    communication: float  # without attention's, and not hidden by computation
+    attention: float  # forward and backward, with waiting
+    waiting: float  # the part of it in which the slowest rank waits for keys and values
 
     @property
     def total(self) -> float:
@@ -44,7 +44,7 @@ class StepTime:
 
 @functools.lru_cache(maxsize=256)
 def schedules(strategy: str, layout: str, tokens: int, num_ranks: int, inner: int) -> tuple[Schedule, Schedule]:
-    """The forward and backward schedule of causal attention, as the executor would run it."""
+    """The forward and backward schedule of causal attention, as the executor runs them."""
     visibility = Visibility(place(layout, tokens, num_ranks), CAUSAL)
     options = {"sizes": (num_ranks // inner, inner)} if strategy == "double_ring" else {}
     forward = GENERATORS[strategy](visibility, **options)
@@ -53,12 +53,12 @@ def schedules(strategy: str, layout: str, tokens: int, num_ranks: int, inner: in
 
 def attention_time(run: Run, parallel: ParallelConfig, cluster: Cluster) -> tuple[Simulation, Simulation]:
     """One layer's attention, forward and backward, on one group of devices."""
-    # What it does not depend on is made the same, so that it is simulated once.
+    # Only the fields that it depends on, so that equal cases are simulated once.
     samples = run.batch / parallel.num_batch
-    alike = ParallelConfig(
+    config = ParallelConfig(
         context=parallel.context, tensor=parallel.tensor, strategy=parallel.strategy, layout=parallel.layout
     )
-    return _attention_time(replace(run, batch=1), samples, alike, cluster.resized(alike.num_devices))
+    return _attention_time(replace(run, batch=1), samples, config, cluster.resized(config.num_devices))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -71,7 +71,7 @@ def _attention_time(
     exchanges = (0.0, 0.0)  # forward and backward
     strategy, layout = parallel.strategy, parallel.layout
     if strategy == "ulysses" and num > 1:
-        # Each rank computes its heads of the whole sequence; q, k, v go there and out comes back.
+        # Each rank computes its heads of the whole sequence: all-to-alls of q, k, v before, and of out after.
         shares, link = share_heads(heads, kv_heads, num), cluster.slowest(num, parallel.tensor)
         there, back = (
             2 * link.latency * num + samples * run.tokens / num * sent / link.bandwidth
@@ -104,15 +104,15 @@ def step_time(run: Run, parallel: ParallelConfig, cluster: Cluster) -> StepTime:
     traffic = device.bandwidth * device.traffic_share
     attend_forward, attend_backward = attention_time(run, parallel, cluster)
 
-    products = 2 * tokens * layer_parameters / speed
-    loss = 6 * tokens * head_parameters / speed  # both gradients are made in forward
+    matmuls = 2 * tokens * layer_parameters / speed
+    loss = 6 * tokens * head_parameters / speed  # both gradients are computed in forward
     loss += tokens * model.vocab_size / parallel.tensor * moved_per_logit(run, parallel.tensor) / traffic
-    moving = tokens * model.num_layers * moved_per_token(run, parallel.tensor) / traffic
+    memory_bound = tokens * model.num_layers * moved_per_token(run, parallel.tensor) / traffic
     casting = 6 * layer_parameters / traffic if small == 2 else 0.0
-    layers_forward = products + moving + casting + model.num_layers * attend_forward.seconds
+    layers_forward = matmuls + memory_bound + casting + model.num_layers * attend_forward.seconds
     host_forward, host_backward = host_time(run, device.launch)
     forward = max(layers_forward + loss, host_forward)
-    layers_backward = 2 * products + 2 * moving + model.num_layers * attend_backward.seconds
+    layers_backward = 2 * matmuls + 2 * memory_bound + model.num_layers * attend_backward.seconds
     # Gradients of cast weights are cast back.
     layers_backward += casting
     if parallel.recompute == "full":
@@ -126,7 +126,7 @@ def step_time(run: Run, parallel: ParallelConfig, cluster: Cluster) -> StepTime:
     held = model.num_parameters / parallel.tensor
     split = parallel.shard * parallel.context if parallel.shard > 1 else 1
     mine = held / split / (gradient_ranks if parallel.sharded_optimizer and split == 1 else 1)
-    # The host goes through all parameters, about an operator's time each, before it launches the one kernel.
+    # The host visits all parameters, about an operator's time each, before it launches one kernel.
     optimizer = 28 * mine / traffic + device.launch * num_tensors(model)
     communication = gradient_communication(parallel, cluster, 4 * held, forward, backward)
     communication += tensor_communication(
@@ -138,7 +138,7 @@ def step_time(run: Run, parallel: ParallelConfig, cluster: Cluster) -> StepTime:
 
 
 def host_time(run: Run, launch: float) -> tuple[float, float]:
-    """Seconds that the host takes to launch forward and backward: the device waits for it where its work is short."""
+    """Seconds that the host takes to launch forward and backward: short kernels wait for it."""
     casts = CAST_OPERATORS if run.itemsize != run.wide else (0, 0)
     per_layer = [sum(counts) for counts in zip(LAYER_OPERATORS, casts, ATTENTION_OPERATORS, strict=True)]
     forward, backward = (
@@ -148,12 +148,12 @@ def host_time(run: Run, launch: float) -> tuple[float, float]:
 
 
 def num_tensors(model: LlamaConfig) -> int:
-    """Parameters as the optimizer counts them: nine of a layer, the embedding, the last norm, and the head if apart."""
+    """Parameter tensors: nine per layer, the embedding, the last norm, and the head unless tied."""
     return 9 * model.num_layers + (2 if model.tie_embeddings else 3)
 
 
 def moved_per_token(run: Run, tensor: int) -> float:
-    """Bytes that a layer's norms, rotations, additions and gates read and write in forward, per token."""
+    """Bytes that a layer's norms, RoPE, additions and gates read and write in forward, per token."""
     model, small = run.model, run.itemsize
     rows = model.head_dim * (model.num_heads + model.num_kv_heads) / tensor
     norms = 2 * (8 * model.width)
@@ -165,22 +165,22 @@ def moved_per_token(run: Run, tensor: int) -> float:
 
 
 def moved_per_logit(run: Run, tensor: int) -> float:
-    """Bytes that the loss, uncompiled, reads and writes for a logit between its products. A test counts them."""
+    """Bytes that the uncompiled loss reads and writes per logit, outside its matmuls. A test counts them."""
     small = run.itemsize
     if run.fused_loss(tensor):
-        return 3.0 * small  # read for the sum and for the gradient, which takes its place
-    exponents = 4 * 6  # the largest, differences to it, their exponentials in place, and the sum
-    slope = 4 * 9  # a difference, its exponential, less one at the target, times whether it counts
-    target = 1 + 1 + 4  # whether it is one, and that as a number
-    back = 2 * small  # into the logits' place
+        return 3.0 * small  # read for the sum and for the gradient, which overwrites it
+    exponents = 4 * 6  # the maximum, differences to it, exponentials in place, and the sum
+    gradient = 4 * 9  # a difference, its exponential, minus one at the target, times the loss mask
+    target = 1 + 1 + 4  # a bool for the target, and its float
+    back = 2 * small  # written over the logits
     casts = 2 * (4 + small) if small == 2 else 0
-    return float(exponents + slope + target + back + casts)
+    return float(exponents + gradient + target + back + casts)
 
 
 def gradient_communication(
     parallel: ParallelConfig, cluster: Cluster, gradient: float, forward: float, backward: float
 ) -> float:
-    """Seconds of gradient (and, sharded, weight) exchange that computing does not hide."""
+    """Seconds of communicating gradients (and, if sharded, weights) that computation does not hide."""
     ranks = parallel.num_batch * parallel.context
     if ranks == 1:
         return 0.0
@@ -189,12 +189,12 @@ def gradient_communication(
     if parallel.shard > 1:  # weights gathered twice, gradients scattered once
         gather, scatter = part + ranks * link.latency, part + ranks * link.latency
         return max(0.0, gather - forward) + max(0.0, gather + scatter - backward)
-    extra = part if parallel.sharded_optimizer else 0.0  # updated weights go back out
+    extra = part if parallel.sharded_optimizer else 0.0  # updated weights are broadcast
     return max(0.0, 2 * part - backward) + 2 * ranks * link.latency + extra
 
 
 def tensor_communication(parallel: ParallelConfig, cluster: Cluster, rows: float, num_layers: int) -> float:
-    """Two all-reduces of a layer's rows forward and two backward, which nothing hides."""
+    """Seconds of two all-reduces of a layer's rows forward and two backward, not overlapped."""
     if parallel.tensor == 1:
         return 0.0
     link = cluster.slowest(parallel.tensor)

@@ -486,7 +486,7 @@ def test_a_folder_that_takes_no_pictures_is_explained(
         (["tiny", "--device", "H20"], "did you mean"),
         (["tiny", "--network", "string"], "unknown link"),
         (["tiny", "--tokens", "0"], "1 or more tokens"),
-        (["tiny", "--devices", "0"], "at least 1 device"),
+        (["tiny", "--devices", "0"], "1 or more devices"),
         (["tiny", "--devices", "1000000000000"], "at most 1,000,000 devices: got 1,000,000,000,000"),
         (["tiny", "--calibrate", "nowhere"], "no rows to calibrate"),
         (["tiny", "--table", "nowhere.toml"], "nowhere.toml is missing: give --table a TOML file"),
