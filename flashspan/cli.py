@@ -24,7 +24,7 @@ from tyro.conf import Positional
 
 import flashspan
 from flashspan.launch import RankError
-from flashspan.stdout import discard_output
+from flashspan.stdout import discard_stdout
 
 
 def bench() -> int:
@@ -218,7 +218,7 @@ def main(arguments: list[str] | None = None) -> int:
         finally:
             sys.stdout.flush()  # here, where a closed pipe is met
     except BrokenPipeError:  # whoever was reading, `| head` say, has read enough
-        discard_output()
+        discard_stdout()
         return CLOSED_PIPE
     except SystemExit as end:
         if not isinstance(end.__context__, BrokenPipeError):

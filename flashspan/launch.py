@@ -3,9 +3,9 @@
     with Ranks(4) as ranks:
         results = ranks.run(fn, arg)      # fn(arg) on each rank; a list of 4 results
 
-Under torchrun the ranks exist already and nothing here is needed. Rendezvous is a file, and gloo and NCCL bind to
-loopback unless told otherwise (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), so no port is chosen and nothing listens beyond
-this machine. Ranks die with their parent, whatever kills it.
+Under torchrun the ranks exist already, and this module is not needed. Rendezvous uses a file, and gloo and NCCL bind to
+loopback unless GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME is set, so no port is chosen and no socket listens beyond this
+machine. Ranks end when their parent ends, for any reason.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ import torch.distributed as dist
 from flashspan import scratch
 
 PRELOAD = ["flashspan.launch"]
-"""What the server that ranks are forked from imports, unless it was started with more."""
+"""The modules that the fork server of ranks imports, unless it was started with more."""
 LONGEST = 1e6
-"""Seconds that anything may be waited for; timers count milliseconds in 32 bits and hold little more."""
-NO_SERVER = "the process that ranks are forked from died"
+"""The longest wait in seconds; timers count milliseconds in 32 bits, which is little more."""
+NO_SERVER = "the fork server of the ranks died"
 RANKS_PER_CORE, FEW_RANKS = 8, 64
-"""The most processes that a command starts on a CPU: RANKS_PER_CORE for each core, or FEW_RANKS if that is more."""
+"""The most processes that a command starts on a CPU: RANKS_PER_CORE per core, or FEW_RANKS if that is more."""
 HERE = "flashspan/here"
-"""Where in the store a rank that has begun says so."""
+"""The prefix of the store's keys that ranks set when they start."""
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """Why one rank's function did not return."""
+    """The reason why one rank's function did not return."""
 
     rank: int
     error: str  # "ValueError: ...", or how the process ended
-    traceback: str = ""  # empty where it would say no more than `error`
+    traceback: str = ""  # empty if it adds nothing to `error`
     died: bool = False
 
     def __str__(self) -> str:
@@ -59,8 +59,8 @@ class RankFailure:
 
 
 class RankError(RuntimeError):
-    """Ranks failed. The message has the number and the traceback of each, `first` is the one that failed first: the
-    others usually fail in turn, of a broken connection."""
+    """Ranks failed. The message has the number and the traceback of each. `first` is the first failure: other ranks
+    usually fail later, from a broken connection."""
 
     def __init__(self, message: str, first: RankFailure | None = None) -> None:
         super().__init__(message)
@@ -68,7 +68,7 @@ class RankError(RuntimeError):
 
     @property
     def cause(self) -> str:
-        """Why the first of them failed, in one line."""
+        """The reason of the first failure, in one line."""
         if self.first is None:
             return str(self)
         text = self.first.error.partition("\n")[0]
@@ -76,22 +76,22 @@ class RankError(RuntimeError):
 
     @property
     def report(self) -> str:
-        """The cause, with its traceback where there is one."""
+        """The cause, with its traceback if there is one."""
         return str(self.first) if self.first and self.first.traceback else self.cause
 
 
 class SilentRank(RuntimeError):
-    """Ranks waited for another that neither came nor said why."""
+    """Ranks waited for another that neither arrived nor reported an error."""
 
 
 def raise_user_error(error: RankError) -> None:
-    """Where ranks failed because of bad input: that, as a ValueError, without their tracebacks."""
+    """Raise ValueError, without tracebacks of ranks, if the first failure is a ValueError (bad input)."""
     if error.first is not None and error.first.error.startswith("ValueError: "):
         raise ValueError(error.first.error.removeprefix("ValueError: ")) from error
 
 
 def check_num_ranks(ranks: int, command: str) -> None:
-    """ValueError for no ranks, or for more processes than this machine can serve, before any is started."""
+    """ValueError for no ranks, or for more processes than this machine can run, before any is started."""
     if ranks < 1:
         raise ValueError(f"--ranks must be 1 or more: got {ranks}")
     cores = os.cpu_count() or 1
@@ -106,10 +106,10 @@ def check_num_ranks(ranks: int, command: str) -> None:
 class Ranks:
     """`num_ranks` processes in one process group, kept alive to run any number of functions.
 
-    A function must be importable by name (defined at the top of a module). Each rank gets `threads` CPU threads
-    (by default its share of the machine). A collective that stalls raises on its rank after `timeout` seconds; a call
-    of `run` that outlasts its own timeout kills every rank and raises TimeoutError. With `share_gpu` all ranks use the
-    first GPU, and gloo: NCCL refuses two ranks on one.
+    A function must be importable by name (defined at the top of a module). Each rank has `threads` CPU threads (by
+    default its share of the machine). A collective that stalls raises on its rank after `timeout` seconds; a call of
+    `run` that exceeds its own timeout kills every rank and raises TimeoutError. With `share_gpu` all ranks use the
+    first GPU, and gloo: NCCL refuses two ranks on one GPU.
     """
 
     def __init__(
@@ -126,8 +126,8 @@ class Ranks:
         if share_gpu and backend != "gloo":
             raise ValueError(f"ranks that share a GPU need the gloo backend: got {backend!r}")
         if share_gpu and not torch.cuda.is_available():
-            raise ValueError("ranks that share a GPU need one: found none")
-        # Forking from a server that has imported torch, and run nothing, makes a rank in milliseconds.
+            raise ValueError("ranks that share a GPU need a GPU: found none")
+        # Forking from a server that has imported torch, and run no code, starts a rank in milliseconds.
         context = mp.get_context("forkserver")
         start_fork_server(PRELOAD)
         threads = threads or max(1, (os.cpu_count() or 1) // num_ranks)
@@ -155,18 +155,18 @@ class Ranks:
 
     @property
     def pids(self) -> list[int]:
-        """The processes' numbers in rank order; none once the ranks have ended."""
+        """The process ids in rank order; empty after the ranks have ended."""
         return [process.pid for process in self._processes]
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
-        """fn(*args) on every rank; a list of what each returned. A failure on any raises RankError and ends all."""
+        """Run fn(*args) on every rank; return the list of results. A failure raises RankError and ends all ranks."""
         if not self._processes:
             raise RuntimeError("these ranks have ended: an earlier call failed or close() was called")
         for pipe in self._pipes:
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a rank that has died: said below
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a rank that has died: reported below
                 pipe.send((fn, args))
         results: dict[int, Any] = {}
-        failures: dict[int, RankFailure] = {}  # in the order in which they come
+        failures: dict[int, RankFailure] = {}  # in the order of their arrival
         deadline = time.monotonic() + timeout
         while len(results) + len(failures) < self.num_ranks:
             waiting = [rank for rank in range(self.num_ranks) if rank not in results and rank not in failures]
@@ -184,8 +184,8 @@ class Ranks:
                     answer = RankFailure(rank, f"the process of rank {rank} died: {how}", died=True)
                 if isinstance(answer, RankFailure):
                     failures[rank] = answer
-                    # The others usually fail in turn, of a broken connection; give them a moment to say so, unless a
-                    # dead process has said enough.
+                    # Other ranks usually fail next, from a broken connection; wait briefly for their reports, and
+                    # less if a process has died, which is reason enough.
                     deadline = min(deadline, time.monotonic() + (0.5 if answer.died else 5.0))
                 else:
                     (results[rank],) = answer
@@ -196,7 +196,7 @@ class Ranks:
         return [results[rank] for rank in range(self.num_ranks)]
 
     def close(self, *, force: bool = False) -> None:
-        """End every rank; with force, at once."""
+        """End every rank; with force, immediately."""
         if not force:
             for pipe in self._pipes:
                 with contextlib.suppress(OSError):
@@ -224,8 +224,8 @@ class Ranks:
 
 @contextlib.contextmanager
 def joined(timeout: float) -> Iterator[str]:
-    """The group of the ranks that torchrun started, of which this is one, and their type of device: "cuda" with NCCL,
-    each rank on a GPU of its own, or "cpu" with gloo."""
+    """Join the process group of torchrun; yields the type of device: "cuda" with NCCL and a GPU per rank, or "cpu" with
+    gloo."""
     cuda = torch.cuda.is_available()
     if cuda:
         place, found = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
@@ -243,10 +243,10 @@ def joined(timeout: float) -> Iterator[str]:
 
 
 def start_fork_server(modules: list[str], *, blocked: Iterable[signal.Signals] = (signal.SIGINT,)) -> None:
-    """Start the process that others are forked from, unless it is there, with these signals blocked in it and in them.
+    """Start the fork server, unless it is running, with these signals blocked in it and in its children.
 
-    Ctrl-C reaches every process of a terminal. The one that starts the others answers it, and ends them: the server
-    would answer with a traceback of what it was importing.
+    Ctrl-C is sent to every process of a terminal. The parent handles it and ends the others; the fork server would
+    print a traceback of its imports.
     """
     forkserver.set_forkserver_preload(modules)
     resource_tracker.ensure_running()  # it unblocks these signals when it starts
@@ -270,13 +270,13 @@ def _serve(
     parent: int,
     path: list[str],
 ) -> None:
-    """The life of one rank: join the group, run what arrives, leave."""
+    """The main function of a rank: join the group, run functions, destroy the group."""
     die_with(parent)
-    if not os.path.isdir(folder):  # it was given up before it began
+    if not os.path.isdir(folder):  # the parent has already ended these ranks
         os._exit(1)
     sys.path[:] = path
     torch.set_num_threads(threads)
-    stay_on_this_machine()
+    use_loopback()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
     if backend == "nccl" or share_gpu:
         torch.cuda.set_device(0 if share_gpu else rank)
@@ -288,24 +288,24 @@ def _serve(
             dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=span)
         except RuntimeError as error:
             pipe.recv()
-            pipe.send(RankFailure(rank, _who_did_not_come(store, num_ranks, timeout) or f"{error}"))
+            pipe.send(RankFailure(rank, _absent_ranks(store, num_ranks, timeout) or f"{error}"))
             os._exit(1)
         _work(rank, pipe)
-    except (EOFError, OSError, KeyboardInterrupt):  # whoever sent work is gone, or about to go and to say so
+    except (EOFError, OSError, KeyboardInterrupt):  # the parent has ended, or is ending and reports it
         os._exit(1)
     dist.destroy_process_group()
 
 
-def _who_did_not_come(store: dist.Store, num_ranks: int, timeout: float) -> str | None:
-    """Which ranks had not begun when the others gave up waiting; None where all had."""
+def _absent_ranks(store: dist.Store, num_ranks: int, timeout: float) -> str | None:
+    """A message with the ranks that had not started when the others timed out; None if all had."""
     absent = [str(rank) for rank in range(num_ranks) if not store.check([f"{HERE}/{rank}"])]
     if not absent:
         return None
     return f"rank {', '.join(absent)} did not start within {timeout:g} s and is stalled or dead"
 
 
-def stay_on_this_machine() -> None:
-    """Groups made in this process from now on listen on loopback alone, unless the environment says otherwise."""
+def use_loopback() -> None:
+    """Let process groups listen on loopback only, unless the environment sets an interface."""
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, loopback)
@@ -319,12 +319,12 @@ def _work(rank: int, pipe: Connection) -> None:
             answer = (fn(*args),)
         except SilentRank as error:
             answer = RankFailure(rank, str(error))
-        except Exception as error:  # the parent reports it, whatever it is
+        except Exception as error:  # reported by the parent
             text = "".join(traceback.format_exception_only(error)).strip()
             answer = RankFailure(rank, text, traceback.format_exc())
         try:
             pipe.send(answer)
-        except Exception as error:  # a result that cannot travel
+        except Exception as error:  # a result that cannot be pickled
             pipe.send(RankFailure(rank, f"the result of {fn.__name__} could not be sent back: {error}"))
 
 
@@ -332,8 +332,8 @@ def _how_it_ended(process: Any) -> str:
     process.join(2.0)
     code = process.exitcode
     if code is None:
-        return "it does not answer"
-    if code == 255:  # what multiprocessing says where it cannot know
+        return "it does not respond"
+    if code == 255:  # multiprocessing's code for an unknown status
         return NO_SERVER
     if code >= 0:
         return f"exit code {code}"
@@ -342,9 +342,9 @@ def _how_it_ended(process: Any) -> str:
 
 
 def _wait_for_end(process: int, seconds: float = 10.0) -> None:
-    """Return when a process that was killed is gone: until then it holds its locks. Where the fork server died too,
-    multiprocessing does not know."""
-    with contextlib.suppress(AttributeError, OSError):  # not Linux; gone
+    """Wait until a killed process has ended: until then it holds its locks. If the fork server died too,
+    multiprocessing cannot wait for it."""
+    with contextlib.suppress(AttributeError, OSError):  # not Linux, or it has ended
         ended, handle = select.poll(), os.pidfd_open(process)
         ended.register(handle, select.POLLIN)
         ended.poll(1000 * seconds)
@@ -352,7 +352,7 @@ def _wait_for_end(process: int, seconds: float = 10.0) -> None:
 
 
 def die_with(parent: int) -> None:
-    """Ask Linux to end this process when the server that forked it ends, and watch for the end of whom it works for."""
+    """End this process when the fork server ends (by Linux) or when its parent ends (by a thread)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, here the fork server
     import threading
@@ -363,10 +363,10 @@ def die_with(parent: int) -> None:
         try:
             ended = select.poll()
             ended.register(os.pidfd_open(parent), select.POLLIN)
-            ended.poll()  # also of a parent that nobody has waited for, which still has its number
+            ended.poll()  # returns for a zombie too, which still has its process id
         except ProcessLookupError:
             pass
-        except (AttributeError, OSError):  # not Linux, or an old one
+        except (AttributeError, OSError):  # not Linux, or an old kernel
             while os.getppid() == server != 1 and _exists(parent):
                 time.sleep(1.0)
         os._exit(1)

@@ -1,7 +1,7 @@
-"""A scratch folder for the processes of one command: sockets and the file by which ranks find each other.
+"""A scratch folder for the processes of one command: sockets, and the rendezvous file of ranks.
 
-The process that made it removes it at its end. Where that process is killed, the fork server does, which imports this
-module and ends with its clients. Where both are killed, the next command does.
+The process that made it removes it at its end. If that process is killed, the fork server removes it: the fork server
+imports this module and ends with its clients. If both are killed, the next command removes it.
 """
 
 from __future__ import annotations
@@ -20,27 +20,28 @@ from typing import BinaryIO
 
 PREFIX, LOCK = "flashspan-run-", "lock"
 VARIABLE = "FLASHSPAN_SCRATCH"
-"""The folder that a fork server removes at its end: set only while one is started."""
+"""The environment variable with the folder that a fork server removes at its end: set only while it starts."""
 LONGEST_PLACE = 107 - len(f"/{PREFIX}12345678/listener-12345678")
 FRESH = 60.0
-"""Seconds after which a folder without a lock is not one that is being made."""
+"""Seconds during which a folder without a lock may still be under construction."""
 
-_held: dict[int, tuple[Path, BinaryIO]] = {}  # by process: a forked child must not take its parent's for its own
+# By process id: a forked child must not use its parent's folder as its own.
+_held: dict[int, tuple[Path, BinaryIO]] = {}
 
 
 def folder() -> Path:
-    """This process's scratch folder, made at the first call. multiprocessing puts its sockets there too."""
+    """This process's scratch folder, made at the first call. multiprocessing creates its sockets there too."""
     if os.getpid() not in _held:
         clear_stale()
         path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_places()[-1]))
         lock = (path / "new").open("wb")
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(lock, fcntl.LOCK_EX)
-        (path / "new").rename(path / LOCK)  # a lock that has its name is held, or its process has ended
+        (path / "new").rename(path / LOCK)  # a lock with this name is held, or its process has ended
         _held[os.getpid()] = path, lock
-        # multiprocessing would make a folder of its own, pymp-*, which stays when this process is killed.
+        # Otherwise multiprocessing makes a folder pymp-*, which remains when this process is killed.
         multiprocessing.process.current_process()._config["tempdir"] = str(path)  # type: ignore[attr-defined]
-        # Not in a process forked from this one. After everything else: sockets may be in use until then.
+        # Not run in forked processes. Runs last, because sockets may be in use until then.
         Finalize(None, shutil.rmtree, args=(path,), kwargs={"ignore_errors": True}, exitpriority=-200)
     return _held[os.getpid()][0]
 
@@ -56,13 +57,13 @@ def removed_by_fork_server() -> Iterator[None]:
 
 
 def _places() -> list[Path]:
-    """Where scratch folders may be; the last is where a new one is made. A socket's path has at most 107 characters."""
+    """The parents of scratch folders; new ones are made in the last. A socket's path has at most 107 characters."""
     place = Path(tempfile.gettempdir())
     return [place] if len(os.fsencode(place)) <= LONGEST_PLACE else [place, Path("/tmp")]
 
 
 def clear_stale() -> None:
-    """Remove the scratch folders of processes that were killed: those whose lock is free."""
+    """Remove the scratch folders of killed processes: those with a free lock."""
     for path in (path for place in _places() for path in place.glob(f"{PREFIX}*")):
         with contextlib.suppress(OSError):
             about = path.lstat()
@@ -78,7 +79,7 @@ def clear_stale() -> None:
 
 
 def _end_server(path: str) -> None:
-    """Remove the folder and end at once: to unload PyTorch takes seconds on a busy machine."""
+    """Remove the folder and end immediately: unloading PyTorch takes seconds on a busy machine."""
     shutil.rmtree(path, ignore_errors=True)
     os._exit(0)
 

@@ -1,4 +1,4 @@
-"""What to do when nobody reads stdout any more."""
+"""Handling of a closed stdout, such as after `| head`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 import sys
 
 
-def discard_output() -> None:
-    """Let stdout lead nowhere. What it still holds goes there too, or Python's last flush would fail aloud."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
+def discard_stdout() -> None:
+    """Redirect stdout to the null device, with its buffered text: otherwise Python's last flush prints an error."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)

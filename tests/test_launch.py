@@ -122,7 +122,7 @@ def test_a_death_of_whom_ranks_are_forked_from_is_named(monkeypatch: pytest.Monk
         raise EOFError("unexpected EOF")
 
     monkeypatch.setattr(ForkServerProcess, "start", start)
-    with pytest.raises(RankError, match="forked from died"):
+    with pytest.raises(RankError, match="the fork server of the ranks died"):
         Ranks(2)
 
 
@@ -160,11 +160,11 @@ def test_ranks_that_never_began_are_named_by_those_that_waited() -> None:
     store = dist.HashStore()
     for rank in (0, 2):
         store.set(f"{launch.HERE}/{rank}", "")
-    said = launch._who_did_not_come(store, 4, 6.0)
+    said = launch._absent_ranks(store, 4, 6.0)
     assert said == "rank 1, 3 did not start within 6 s and is stalled or dead"
     for rank in (1, 3):
         store.set(f"{launch.HERE}/{rank}", "")
-    assert launch._who_did_not_come(store, 4, 6.0) is None
+    assert launch._absent_ranks(store, 4, 6.0) is None
 
 
 def kill_on_one() -> None:

@@ -22,7 +22,7 @@ import torch
 
 from flashspan.files import parse_json
 from flashspan.plan.devices import DEVICES, is_named
-from flashspan.stdout import discard_output
+from flashspan.stdout import discard_stdout
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def say(text: str) -> None:
     try:
         print(text, flush=True)
     except OSError:
-        discard_output()
+        discard_stdout()
 
 
 class Display:

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from flashspan.attention import attention
 from flashspan.checkpoint.state import model_state, optimizer_state
 from flashspan.generate import command
-from flashspan.launch import stay_on_this_machine
+from flashspan.launch import use_loopback
 from flashspan.manifest import write_manifest
 from flashspan.model import Llama, load_llama, save_state
 from flashspan.train import TrainConfig, parse
@@ -45,7 +45,7 @@ STEPS = (2, 4)
 @pytest.fixture(scope="module")
 def alone() -> Iterator[None]:
     """A process group of this process alone, in which a run can be trained and resumed without starting ranks."""
-    stay_on_this_machine()
+    use_loopback()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

@@ -82,7 +82,7 @@ def refuse_in_3(config: TrainConfig, on_signal: Any = None) -> str:
     return fail(config, (3,), refuse)
 
 
-def discard_output(config: TrainConfig, on_signal: Any = None) -> str:
+def discard_stdout(config: TrainConfig, on_signal: Any = None) -> str:
     raise SilentRank("rank 1 did not answer in step 3 and is stalled or dead; first sign: timed out")
 
 
@@ -149,7 +149,7 @@ def test_bad_input_is_never_retried(config_of: ConfigOf, monkeypatch: pytest.Mon
 def test_a_stalled_rank_is_one_line(
     config_of: ConfigOf, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run, "run_rank", discard_output)
+    monkeypatch.setattr(run, "run_rank", discard_stdout)
     assert train(config_of(*OPTIONS, "--train.max_restarts=0")) == 1
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("flashspan: step 1: rank 1 did not answer in step 3")

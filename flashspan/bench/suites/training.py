@@ -51,7 +51,7 @@ from flashspan.data.samples import Samples
 from flashspan.data.tokenizer import ByteTokenizer
 from flashspan.data.tokens import open_tokens, write_tokens
 from flashspan.generate import Sampling, Whole, decode
-from flashspan.launch import stay_on_this_machine
+from flashspan.launch import use_loopback
 from flashspan.model import Llama, LlamaConfig, load_llama, preset, save_state
 from flashspan.train import parse
 from flashspan.train.loop import Trainer
@@ -388,7 +388,7 @@ def bench_training(
     if alone:
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        stay_on_this_machine()
+        use_loopback()
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     bench = Bench(TINY if tiny else FULL, folder, device, profile=profile)
