@@ -27,6 +27,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
+from flashspan import agreement
 from flashspan.attention import attention
 from flashspan.checkpoint import format as checkpoint
 from flashspan.checkpoint.writer import Writer
@@ -37,7 +38,6 @@ from flashspan.launch import RankError, Ranks, raise_user_error
 from flashspan.lock import LOCK, locked_folder
 from flashspan.manifest import write_manifest
 from flashspan.model import Llama, preset, save_llama
-from flashspan.parallel import agreement
 from flashspan.train import TrainConfig, loop, silent_ranks
 from flashspan.train.config import AttentionSection
 from flashspan.train.dataset import open_samples
