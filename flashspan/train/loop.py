@@ -64,8 +64,7 @@ class Trainer:
         if attend is not None:
             self.positions = attend.positions(config.data.sequence, self.device)
         self.guarded = _is_guarded(self.parts.optimizer)
-        # Whether no other rank takes part in forward. (In data parallelism it would if the model had buffers.)
-        self.alone = all(self.mesh[axis].size() == 1 for axis in ("shard", "context", "tensor"))
+        self.alone = all(self.mesh[axis].size() == 1 for axis in ("shard", "context", "tensor"))  # in forward
         self.scale = FIRST_SCALE if config.train.precision == "float16" else 1.0
         self.steady = 0  # steps since the scale last changed
         self.step = self.saved = 0

@@ -10,6 +10,7 @@ The profiler sees what PyTorch's allocators hand out, inside operators too, so t
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -170,3 +171,24 @@ def _shades(phases: Sequence[tuple[str, float, float]]) -> list[str]:
     colours = ("#eeca3b", "#72b7b2", "#f58518", "#b279a2")
     names = list(dict.fromkeys(name for name, _, _ in phases))
     return [colours[names.index(name) % len(colours)] for name, _, _ in phases]
+
+
+def reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most that was allocated since `reset_peak`; 0 on the CPU, where nobody counts."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
+def clear(device: torch.device) -> None:
+    """Let go of a model that nobody holds any more."""
+    torch._dynamo.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        left = torch.cuda.memory_allocated(device)
+        if left > 2**28:
+            print(f"warning: {left / 2**30:.2f} GiB of an earlier part are still held", flush=True)

@@ -6,12 +6,11 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 from flashspan.bench.measure import record
 from flashspan.bench.measure.record import OUT_OF_MEMORY, Row
 from flashspan.bench.report.tables import show
+from flashspan.bench.report.workloads import Workload, by_place, is_number, split, workloads
 from flashspan.bench.suites.context_rank import ALONE
 
 NOISE = 0.03
@@ -36,10 +35,6 @@ ADVICE_NOT_FASTER = {
 """Where splitting does not pay, more devices are no advice."""
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
-
-
 def _is_count(value: object) -> bool:
     return type(value) is int and value > 0
 
@@ -51,7 +46,7 @@ def _is_number_or_unknown(value: object) -> bool:
 EXPECTED: dict[str, dict[str, Callable[[object], bool]]] = {
     "context": {
         "tokens": _is_count,
-        **dict.fromkeys(("tokens_per_second", "computing_ms", "imbalance", "wire_ms", "wire_to_computing"), _is_number),
+        **dict.fromkeys(("tokens_per_second", "computing_ms", "imbalance", "wire_ms", "wire_to_computing"), is_number),
         **dict.fromkeys(("hidden", "mfu", "product_share", "threads", "repeats"), _is_number_or_unknown),
     },
     "model": dict.fromkeys(("warmup", "steps"), _is_number_or_unknown),
@@ -91,110 +86,6 @@ def current(rows: Sequence[Row]) -> list[Row]:
     upgrade left behind is not to be compared with what was measured after it."""
     last = {(row.what, row.shape, row.device): row.torch for row in rows}
     return [row for row in record.newest(rows) if row.torch == last[row.what, row.shape, row.device]]
-
-
-@dataclass(frozen=True)
-class Shares:
-    """The parts of a step, milliseconds: products, other operators, waiting for the wire, for the busiest rank."""
-
-    compute: float
-    memory: float
-    wire: float
-    imbalance: float
-
-    @property
-    def bound(self) -> str:
-        """The largest part."""
-        return max(vars(self), key=vars(self).__getitem__)
-
-    def words(self) -> str:
-        total = sum(vars(self).values())
-        names = {"compute": "products", "memory": "other operators", "wire": "the wire", "imbalance": "imbalance"}
-        return ", ".join(f"{names[name]} {100 * value / total:.0f}%" for name, value in vars(self).items())
-
-
-def split(row: Row) -> Shares | None:
-    """Where the time of a row of `bench context` went; None if its products were not told from other operators."""
-    share = row.more.get("product_share")
-    if not _is_number(share):
-        return None
-    slowest = min(row.more["computing_ms"], row.p50_ms)
-    mean = slowest / max(1.0, row.more["imbalance"])
-    products = mean * share
-    return Shares(products, mean - products, row.p50_ms - slowest, slowest - mean)
-
-
-@dataclass(frozen=True)
-class Workload:
-    """Rows of `bench context` that may be compared: forward and backward in one setting.
-
-    `whole`: the same tokens on any number of ranks. `grown`: the same tokens per rank, by the number of ranks.
-    """
-
-    name: str
-    whole: list[Row]
-    grown: dict[int, Row]
-
-    @property
-    def alone(self) -> Row | None:
-        return next((row for row in self.whole if row.impl == ALONE), None)
-
-    @property
-    def most(self) -> int:
-        return max(row.ranks for row in self.whole)
-
-
-class Setting(NamedTuple):
-    """What rows of `bench context` share if their speeds may be compared. Tokens and ranks may differ."""
-
-    model: str
-    dtype: str
-    device: str
-    torch: str
-    threads: int | None  # of a rank; None where it was not recorded
-
-    def differs(self, others: Sequence[Setting]) -> list[str]:
-        """In words, what beside the model tells it from others."""
-        threads = "threads unknown" if self.threads is None else f"threads per rank {self.threads}"
-        words = (self.model, self.dtype, self.device, f"torch {self.torch}", threads)
-        return [word for place, word in enumerate(words) if place and len({other[place] for other in others}) > 1]
-
-
-def setting_of(row: Row) -> Setting:
-    return Setting(row.shape.rsplit(", ", 1)[0], row.dtype, row.device, row.torch, row.more.get("threads"))
-
-
-def by_place(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows of each device and PyTorch apart, as in `Setting`; by what a title adds to tell one from the others."""
-    places = dict.fromkeys((row.device, row.torch) for row in rows)
-    devices, versions = {device for device, _ in places}, {version for _, version in places}
-    found = {}
-    for device, version in places:
-        told = (f", {device}" if len(devices) > 1 else "") + (f", torch {version}" if len(versions) > 1 else "")
-        found[told] = [row for row in rows if (row.device, row.torch) == (device, version)]
-    return found
-
-
-def workloads(rows: Sequence[Row]) -> list[Workload]:
-    """The sweeps that a folder holds: of different lengths or settings, each apart from the others."""
-    done = [row for row in rows if row.what == "context" and row.ok and row.kind == "forward+backward"]
-    # The mark only says for which lengths: a row of weak scaling may be a strong one of a shorter sequence.
-    keys = dict.fromkeys((r.shape, setting_of(r)) for r in done if r.more.get("scaling") == "strong")
-    settings = [setting for _, setting in keys]
-    found = []
-    for shape, setting in keys:
-        kin = [row for row in done if setting_of(row) == setting]
-        whole = [row for row in kin if row.shape == shape]
-        most = max(row.ranks for row in whole)
-        each = whole[0].more["tokens"] // most
-        grown = {
-            row.ranks: row
-            for row in kin
-            if row.impl == (ALONE if row.ranks == 1 else "ring zigzag")
-            and (row.shape == shape if row.ranks == most else row.more["tokens"] == each * row.ranks)
-        }
-        found.append(Workload(", ".join([shape, *setting.differs(settings)]), whole, grown))
-    return found
 
 
 def alike(one: float, other: float) -> bool:
@@ -391,7 +282,7 @@ def of_collectives(rows: Sequence[Row]) -> list[str]:
     for where, here in by_place([row for row in rows if row.what == "collective"]).items():
         fits = {}
         for row in here:
-            if _is_number(row.more.get("alpha_us")) and _is_number(row.more.get("gb_per_s")):
+            if is_number(row.more.get("alpha_us")) and is_number(row.more.get("gb_per_s")):
                 fits[row.impl, row.ranks] = row.more
         found += [
             f"{name} on {ranks} ranks{where}: {show(float(fit['alpha_us']))} µs and {show(float(fit['gb_per_s']))} "

@@ -14,7 +14,8 @@ from typing import NoReturn
 from flashspan.bench.measure import record
 from flashspan.bench.measure.record import Row
 from flashspan.bench.report.findings import check, current, find
-from flashspan.bench.report.sections import SECTIONS, Section
+from flashspan.bench.report.section import Section
+from flashspan.bench.report.sections import SECTIONS
 
 STYLE = """
 :root { color-scheme: light; }

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import html
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from flashspan import masks
@@ -22,19 +20,14 @@ from flashspan.bench.report.commands import (
     only,
     sparse_commands,
 )
-from flashspan.bench.report.findings import (
-    SPARSE_OURS,
-    Workload,
-    against_flex,
-    by_place,
-    setting_of,
-    split,
-    workloads,
-)
+from flashspan.bench.report.findings import SPARSE_OURS, against_flex
+from flashspan.bench.report.section import Picture, Section, make_picture
 from flashspan.bench.report.tables import Table, make, model_size, pivot, show
+from flashspan.bench.report.workloads import Workload, by_place, setting_of, split, workloads
 from flashspan.bench.suites import context, model
 from flashspan.bench.suites.context_rank import ALONE
-from flashspan.bench.suites.data import CONTENDERS, WIRE, bench_data
+from flashspan.bench.suites.data import WIRE, bench_data
+from flashspan.bench.suites.data_contenders import CONTENDERS
 from flashspan.bench.suites.sparse import PASSES, by_share, efficiency, pair
 from flashspan.bench.suites.study import bench_study
 from flashspan.context.draw import draw_ownership, draw_timeline
@@ -44,42 +37,6 @@ from flashspan.context.visibility import Visibility
 
 MOST_DRAWN = 32
 """Ranks whose schedule can be read in a picture."""
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A figure, what it shows, and the commands that made its rows."""
-
-    svg: str
-    caption: str
-    commands: list[str]
-
-    def html(self) -> str:
-        caption = f"{html.escape(self.caption)} {_code(self.commands)}".rstrip()
-        return f"<figure>{self.svg}<figcaption>{caption}</figcaption></figure>"
-
-
-@dataclass
-class Section:
-    """A part of the page: figures and tables, the commands that made their rows, and what is to be said of them."""
-
-    title: str
-    commands: list[str] = field(default_factory=list)
-    figures: list[Picture] = field(default_factory=list)
-    tables: list[Table] = field(default_factory=list)
-    note: str = ""
-
-    def html(self) -> str:
-        made = f"<p>Made by {_code(self.commands)}</p>" if self.commands else ""
-        figures = "".join(figure.html() for figure in self.figures)
-        grid = f'<div class="figures">{figures}</div>' if figures else ""
-        tables = "".join(table.html() for table in self.tables)
-        note = f"<p>{html.escape(self.note)}</p>" if self.note else ""
-        return f"<section><h2>{html.escape(self.title)}</h2>{made}{grid}{tables}{note}</section>"
-
-
-def _code(commands: Sequence[str]) -> str:
-    return " and ".join(f"<code>{html.escape(line)}</code>" for line in dict.fromkeys(commands))
 
 
 def of_environment(rows: Sequence[Row]) -> Section:
@@ -126,7 +83,7 @@ def of_context(rows: Sequence[Row]) -> Section | None:
         if work.alone is not None and work.most > 1:
             words = "Operations per second of all ranks together over those of one device."
             drawn.append((_scaling(work, work.alone), words))
-        section.figures += [_picture(figure, f"{caption}{of_what}", made_by) for figure, caption in drawn]
+        section.figures += [make_picture(figure, f"{caption}{of_what}", made_by) for figure, caption in drawn]
     settings = list(dict.fromkeys(setting_of(row) for row in mine))
     for setting in settings:
         chosen = [row for row in mine if setting_of(row) == setting]
@@ -167,7 +124,7 @@ def of_model(rows: Sequence[Row]) -> Section | None:
         if step and len(step) <= 24:
             figure = plots.bars(step, title="a training step", x="milliseconds", stacked=True)
             words = f"Median time of forward, backward and optimizer{where}."
-            section.figures.append(_picture(figure, words, *made_by))
+            section.figures.append(make_picture(figure, words, *made_by))
         section.tables.append(model_table(here, where))
     return section
 
@@ -259,7 +216,7 @@ def _time_over_share(rows: Sequence[Row], where: str) -> list[Picture]:
     )  # fmt: skip
     words = f"Median time{where}. Ideal: that of the dense kernel at {longest:,} tokens, times the share."
     drawn = [row for found in lengths.values() for row in found.values()]
-    return [_picture(figure, words, *sparse_commands(drawn))]
+    return [make_picture(figure, words, *sparse_commands(drawn))]
 
 
 def of_leaderboard(rows: Sequence[Row]) -> Section | None:
@@ -315,7 +272,7 @@ def of_studies(rows: Sequence[Row]) -> Section | None:
                 figure = plots.lines(
                     series, title=f"{what}: forward, head size 64", x="tokens", y="milliseconds", log_x=True, log_y=True
                 )
-                section.figures.append(_picture(figure, f"Median time{where}.", made_by))
+                section.figures.append(make_picture(figure, f"Median time{where}.", made_by))
     return section
 
 
@@ -352,7 +309,7 @@ def of_collectives(rows: Sequence[Row]) -> Section | None:
         series = plots.by(here, lambda r: f"{r.impl}, {r.ranks} ranks", lambda r: r.bytes, lambda r: r.p50_ms)
         if series:
             figure = plots.lines(series, title="collectives", x="bytes", y="milliseconds", log_x=True, log_y=True)
-            section.figures.append(_picture(figure, f"Median time{where}.", *made_by))
+            section.figures.append(make_picture(figure, f"Median time{where}.", *made_by))
         section.tables.append(make(f"collectives{where}", here, columns))
     return section
 
@@ -413,16 +370,12 @@ def of_schedules(rows: Sequence[Row]) -> Section | None:
     schedule = GENERATORS[strategy](visibility)
     made_by = f"flashspan plan draw --strategy {strategy} --layout {layout} --ranks {most} --tokens {tokens}"
     figures = [
-        _picture(draw_timeline(schedule), f"{best.impl}: boxes compute, arrows travel.", made_by),
-        _picture(
+        make_picture(draw_timeline(schedule), f"{best.impl}: boxes compute, arrows travel.", made_by),
+        make_picture(
             draw_ownership(schedule, visibility), f"{best.impl}: who computes which pair of the causal mask.", made_by
         ),
     ]
     return Section("The schedule", [made_by], figures)
-
-
-def _picture(figure: Any, caption: str, *made_by: str) -> Picture:
-    return Picture(plots.to_svg(figure, f"{figure.axes[0].get_title()}: {caption}"), caption, list(made_by))
 
 
 SECTIONS: tuple[Callable[[Sequence[Row]], Section | None], ...] = (

@@ -12,233 +12,34 @@ They share the global batch: data strategies split its samples, context its sequ
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any, get_args
+from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from flashspan.attention import attention
-from flashspan.bench.measure import record, trace
-from flashspan.bench.measure.clock import check_repeats, here, synchronise, timed
-from flashspan.bench.measure.ledger import Ledger, Strategy, Transformer, measure, predict, record_activations
+from flashspan.bench.measure import record
+from flashspan.bench.measure.clock import check_repeats, here, timed
+from flashspan.bench.measure.ledger import Ledger, Transformer, predict
 from flashspan.bench.measure.memory import free_bytes
 from flashspan.bench.measure.record import Row
 from flashspan.bench.report.tables import Table, make, show_tables
-from flashspan.context import context_parallel
+from flashspan.bench.suites.data_contenders import CONTENDERS, SIZES, SPLIT_BY, WINDOW, prepare
 from flashspan.launch import Ranks
 from flashspan.parallel import (
     DataParallel,
-    HybridBlock,
-    ShardedOptimizer,
-    apply_fully_sharded,
-    apply_tensor_parallel,
-    build_mesh,
-    vocabulary_parallel_cross_entropy,
 )
-from flashspan.parallel.data import Mode
-from flashspan.parallel.tensor import Style
 
-SIZES = Transformer(num_layers=6, width=256, num_heads=8, num_kv_heads=4, ffn_width=688, vocab_size=4096)
 LENGTH = 128
-WINDOW = 32
-BUCKET_MB = 4.0  # in proportion to a model this small; the default suits larger ones
 PROFILED = 3  # steps, apart from those that are timed: a profiler slows the host down
 MIB = 2**20
 WIRE = (
-    "communication ms and hidden: on the CPU, for those that reduce gradients by DataParallel (naive to bucketed, "
-    "sharded optimizer, context), that reduction alone, and the part of it before backward ended; for the others, and "
-    "for all on GPUs, every collective of a profiled step, waiting included, and the part in which the rank also "
-    "computed. "
+    "wire ms and hidden: on the CPU, of those that reduce gradients by DataParallel (naive to bucketed, sharded "
+    "optimizer, context) that reduction alone, and the part of it before backward ended; of the others, and of all on "
+    "GPUs, every collective of a profiled step, waiting included, and the part in which the rank also computed. "
     "The two kinds of hidden do not compare."
 )
-
-SPLIT: dict[str, Style] = {
-    "embed": "vocabulary",
-    "blocks.*_norm": "norm-entering",
-    **{f"blocks.*.{name}": "column-entered" for name in ("query", "key", "value", "gate", "up")},
-    "blocks.*.output": "row",
-    "blocks.*.down": "row",
-    "norm": "norm",
-    "head": "column",
-}
-
-
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-
-class Block(nn.Module):
-    """A pre-norm transformer block, told nothing of devices; the number of heads it sees is up to its projections."""
-
-    def __init__(self, sizes: Transformer, attend: Attend) -> None:
-        super().__init__()
-        self.attend = attend
-        self.head_size = sizes.width // sizes.num_heads
-        self.attention_norm = nn.RMSNorm(sizes.width, eps=1e-5)
-        self.query = nn.Linear(sizes.width, sizes.width, bias=False)
-        self.key = nn.Linear(sizes.width, sizes.kv_width, bias=False)
-        self.value = nn.Linear(sizes.width, sizes.kv_width, bias=False)
-        self.output = nn.Linear(sizes.width, sizes.width, bias=False)
-        self.ffn_norm = nn.RMSNorm(sizes.width, eps=1e-5)
-        self.gate = nn.Linear(sizes.width, sizes.ffn_width, bias=False)
-        self.up = nn.Linear(sizes.width, sizes.ffn_width, bias=False)
-        self.down = nn.Linear(sizes.ffn_width, sizes.width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.attention_norm(x)
-        q, k, v = (
-            project(h).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
-            for project in (self.query, self.key, self.value)
-        )
-        x = x + self.output(self.attend(q, k, v).transpose(1, 2).flatten(2))
-        h = self.ffn_norm(x)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))
-
-
-class Model(nn.Module):
-    """Embedding, blocks, norm and head: [B, T] -> [B, T, V]."""
-
-    def __init__(self, sizes: Transformer, attend: Attend) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(sizes.vocab_size, sizes.width)
-        self.blocks = nn.ModuleList([Block(sizes, attend) for _ in range(sizes.num_layers)])
-        self.norm = nn.RMSNorm(sizes.width, eps=1e-5)
-        self.head = nn.Linear(sizes.width, sizes.vocab_size, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-
-@dataclass
-class Contender:
-    """A strategy ready to step: what runs, what holds the parameters, and this rank's part of the batch."""
-
-    strategy: Strategy  # which ledger it keeps
-    model: nn.Module
-    running: nn.Module
-    optimizer: torch.optim.Optimizer
-    tokens: Tensor
-    loss: Callable[[Tensor, Tensor], Tensor]
-
-    def step(self) -> None:
-        self.optimizer.zero_grad()
-        self.loss(self.running(self.tokens), self.tokens).backward()
-        self.optimizer.step()
-
-    def watch(self, device: torch.device) -> tuple[float, float]:
-        """The milliseconds of communication in a profiled step, and the fraction of them that computing hid."""
-        dist.barrier()
-        with trace.profiled(device) as profiler:
-            self.step()
-            synchronise(device)
-        return trace.wire_of(profiler.kineto_results.events(), device)
-
-    def ledger(self) -> Ledger:
-        """Of a step taken for the purpose."""
-        self.optimizer.zero_grad()
-        with record_activations(self.model) as kept:
-            loss = self.loss(self.running(self.tokens), self.tokens)
-        loss.backward()
-        self.optimizer.step()
-        return measure(self.model, self.optimizer, kept)
-
-
-CONTENDERS = (
-    *get_args(Mode),
-    "torch DDP",
-    "sharded optimizer",
-    "fully sharded",
-    "context",
-    "tensor",
-    "tensor and sequence",
-    "hybrid",
-)
-
-
-SPLIT_BY: dict[str, Strategy] = {
-    "sharded optimizer": "sharded optimizer",
-    "fully sharded": "fully sharded",
-    "tensor": "tensor",
-    "tensor and sequence": "tensor and sequence",
-    "hybrid": "tensor",
-}
-"""What splits the memory of the contenders; that of the others is "data"."""
-
-
-def prepare(
-    name: str,
-    sizes: Transformer,
-    batch: int,
-    length: int,
-    window: int = WINDOW,
-    device: torch.device = torch.device("cpu"),  # noqa: B008 - a constant
-) -> Contender:
-    """A contender by name, with `batch` sequences per rank. A collective."""
-    num_ranks, rank = dist.get_world_size(), dist.get_rank()
-    torch.manual_seed(0)
-    model = Model(sizes, _causal).to(device)
-    tokens = torch.randint(sizes.vocab_size, (batch * num_ranks, length)).to(device)
-    running: nn.Module = model
-    strategy = SPLIT_BY.get(name, "data")
-    loss: Callable[[Tensor, Tensor], Tensor] = _loss
-    mine = tokens.chunk(num_ranks)[rank]
-    if name in get_args(Mode):
-        running = DataParallel(model, name, BUCKET_MB)  # type: ignore[arg-type]
-    elif name == "torch DDP":
-        running = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=True)
-    elif name == "sharded optimizer":
-        running = DataParallel(model, bucket_mb=BUCKET_MB)
-    elif name == "fully sharded":
-        apply_fully_sharded(model, build_mesh(shard=num_ranks), model.blocks)
-    elif name == "context":
-        ring = context_parallel(dist.group.WORLD, num_tokens=length)
-        model = Model(sizes, partial(ring, causal=True)).to(device)
-        running, mine = DataParallel(model, bucket_mb=BUCKET_MB, op="sum"), ring.shard(tokens, 1)
-
-        def loss(logits: Tensor, tokens: Tensor) -> Tensor:
-            return _loss(logits, tokens) / num_ranks
-    elif name in ("tensor", "tensor and sequence", "hybrid"):
-        sequence = name == "tensor and sequence"
-        mine = tokens
-        mesh = build_mesh(tensor=num_ranks)["tensor"]
-        if name == "hybrid":
-            model.blocks = nn.ModuleList([_hybrid_block(sizes, window, mesh, device) for _ in model.blocks])
-        plan = {k: v for k, v in SPLIT.items() if name != "hybrid" or not k.startswith("blocks")}
-        apply_tensor_parallel(model, mesh, plan, sequence_dim=1 if sequence else None)
-
-        def loss(logits: Tensor, tokens: Tensor) -> Tensor:
-            return vocabulary_parallel_cross_entropy(logits, tokens, vocab_size=sizes.vocab_size, mesh=mesh).mean()
-    else:
-        raise ValueError(f"a contender is one of {', '.join(CONTENDERS)}: got {name!r}")
-    params = list(model.parameters())
-    if name == "sharded optimizer":
-        return Contender(strategy, model, running, ShardedOptimizer(params, torch.optim.AdamW), mine, loss)
-    return Contender(strategy, model, running, torch.optim.AdamW(params), mine, loss)
-
-
-def _hybrid_block(sizes: Transformer, window: int, mesh: DeviceMesh, device: torch.device) -> HybridBlock:
-    return HybridBlock(
-        sizes.width,
-        sizes.num_heads,
-        sizes.ffn_width,
-        attention=partial(attention, causal=True, window=window),
-        mesh=mesh,
-        num_kv_heads=sizes.num_kv_heads,
-        device=device,
-    )
 
 
 def sizes_of(width: int, layers: int, heads: int, kv_heads: int) -> Transformer:
@@ -374,10 +175,6 @@ def _take_turns(
     }
 
 
-def _loss(logits: Tensor, tokens: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
-
-
 def table(rows: Sequence[Row]) -> Table:
     """Rows of one number of ranks."""
     rows = [record.kept(row) for row in rows]
@@ -395,7 +192,7 @@ def table(rows: Sequence[Row]) -> Table:
             "/ best": lambda row: row.p50_ms / best,
             "p20": lambda row: row.p20_ms,
             "p80": lambda row: row.p80_ms,
-            "communication ms": more("communication_ms"),
+            "wire ms": more("communication_ms"),
             "hidden": more("hidden"),
             "parameters": more("parameters_mib"),
             "gradients": more("gradients_mib"),
@@ -422,7 +219,7 @@ def bench_data(
 ) -> int:
     """A training step under every strategy of data, optimizer, context and tensor parallelism, in one run.
 
-    Time, communication and the part of it that computing hides, and the memory of a rank by kind. Runs on GPUs
+    Time, the wire and the part of it that computing hides, and the memory of a rank by kind. Runs on GPUs
     where there are as many as the largest number of ranks; without enough GPUs it measures processes on the CPU. Rows
     go to FOLDER/data.jsonl.
 

@@ -27,7 +27,6 @@ TFLOP/s, attention is 444 at 555, and the rest 31.
 
 from __future__ import annotations
 
-import gc
 import shutil
 import statistics
 import tempfile
@@ -45,6 +44,7 @@ from torch import Tensor
 from flashspan.attention import attention
 from flashspan.bench.measure import record, trace
 from flashspan.bench.measure.clock import synchronise, timed
+from flashspan.bench.measure.memory import clear, peak_bytes, reset_peak
 from flashspan.bench.report import training as page
 from flashspan.bench.suites.plain_llama import Baseline, load_baseline
 from flashspan.data.samples import Samples
@@ -342,27 +342,6 @@ def random_weights(shape: LlamaConfig, device: torch.device) -> dict[str, Tensor
         else torch.empty(p.shape, device=device).normal_(0, 0.02, generator=generator).bfloat16().cpu()
         for name, p in model.named_parameters()
     }
-
-
-def reset_peak(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def peak_bytes(device: torch.device) -> int:
-    """The most that was allocated since `reset_peak`; 0 on the CPU, where nobody counts."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-
-
-def clear(device: torch.device) -> None:
-    """Let go of a model that nobody holds any more."""
-    torch._dynamo.reset()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        left = torch.cuda.memory_allocated(device)
-        if left > 2**28:
-            print(f"warning: {left / 2**30:.2f} GiB of an earlier part are still held", flush=True)
 
 
 def bench_training(

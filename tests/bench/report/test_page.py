@@ -20,8 +20,9 @@ from flashspan.bench.measure import record, sweep
 from flashspan.bench.measure.record import Row
 from flashspan.bench.report import findings, plots
 from flashspan.bench.report import page as report_module
-from flashspan.bench.report.findings import find, split
+from flashspan.bench.report.findings import find
 from flashspan.bench.report.page import contents, report
+from flashspan.bench.report.workloads import split
 from flashspan.bench.suites import attention, data, leaderboard, model, sparse
 from flashspan.bench.suites.context import make_row
 from flashspan.bench.suites.context_rank import ALONE, Workload

@@ -11,7 +11,8 @@ import torch
 from flashspan.bench.measure import record, trace
 from flashspan.bench.measure.ledger import Transformer
 from flashspan.bench.suites import data
-from flashspan.bench.suites.data import CONTENDERS, bench_data, measure_ranks, prepare, shape_of, table
+from flashspan.bench.suites.data import bench_data, measure_ranks, shape_of, table
+from flashspan.bench.suites.data_contenders import CONTENDERS, prepare
 
 ROOT = Path(__file__).parents[3]
 SIZES = Transformer(num_layers=2, width=32, num_heads=4, num_kv_heads=2, ffn_width=64, vocab_size=100)
