@@ -229,12 +229,12 @@ def check_name(layout: str) -> None:
 
 def _checked(answer: object, num_tokens: int, num_ranks: int) -> Placement:
     """The result of a user's layout function; ValueError unless every token is on exactly one rank."""
-    asked = f"a layout assigns {num_tokens} tokens to {num_ranks} ranks"
+    rule = f"a layout assigns {num_tokens} tokens to {num_ranks} ranks"
     if not isinstance(answer, Placement):
-        raise ValueError(f"{asked} and must return a Placement: got {type(answer).__name__}; return Placement(...)")
+        raise ValueError(f"{rule} and must return a Placement: got {type(answer).__name__}; return Placement(...)")
     if (answer.num_tokens, answer.num_ranks) != (num_tokens, num_ranks):
         raise ValueError(
-            f"{asked}: got a Placement of {answer.num_tokens} tokens to {answer.num_ranks} ranks; "
+            f"{rule}: got a Placement of {answer.num_tokens} tokens to {answer.num_ranks} ranks; "
             f"make it from the layout's two arguments, num_tokens and num_ranks"
         )
     held = np.zeros(num_tokens, np.int32)
@@ -245,7 +245,7 @@ def _checked(answer: object, num_tokens: int, num_ranks: int) -> Placement:
                 continue
             if not isinstance(run, range) or run.step < 1 or not last < run[0] <= run[-1] < num_tokens:
                 raise ValueError(
-                    f"{asked}, as ranges that ascend within 0 to {num_tokens - 1} on each rank: got {run!r} for "
+                    f"{rule}, as ranges that ascend within 0 to {num_tokens - 1} on each rank: got {run!r} for "
                     f"rank {rank}; give each rank a tuple of ranges in ascending order"
                 )
             held[run.start : run.stop : run.step] += 1
@@ -253,7 +253,7 @@ def _checked(answer: object, num_tokens: int, num_ranks: int) -> Placement:
     wrong = np.flatnonzero(held != 1)
     if len(wrong):
         raise ValueError(
-            f"{asked}, each token to exactly one: got {held[wrong[0]]} ranks for token {wrong[0]}, and {len(wrong)} "
+            f"{rule}, each token to exactly one: got {held[wrong[0]]} ranks for token {wrong[0]}, and {len(wrong)} "
             f"such tokens; divide range({num_tokens}) among the ranks"
         )
     return _placement(num_tokens, answer.ranges)

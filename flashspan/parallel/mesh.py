@@ -67,31 +67,31 @@ def resolve_degrees(
     world_size: int, *, data: int | None = None, shard: int = 1, context: int = 1, tensor: int = 1
 ) -> dict[str, int]:
     """All four degrees, whose product is the world size; ValueError, with degrees that fit, if that is impossible."""
-    asked = {"data": data, "shard": shard, "context": context, "tensor": tensor}
-    for axis, degree in asked.items():
+    degrees = {"data": data, "shard": shard, "context": context, "tensor": tensor}
+    for axis, degree in degrees.items():
         if degree is not None and (not isinstance(degree, int) or isinstance(degree, bool) or degree < 1):
             raise ValueError(f"a degree must be an integer, at least 1: got {axis}={degree!r}")
-    product = math.prod(degree for degree in asked.values() if degree is not None)
+    product = math.prod(degree for degree in degrees.values() if degree is not None)
     if data is None and world_size % product == 0:
-        asked["data"] = world_size // product
+        degrees["data"] = world_size // product
         product = world_size
     if product != world_size:
-        given = " x ".join(f"{axis}={degree}" for axis, degree in asked.items() if degree is not None)
+        given = " x ".join(f"{axis}={degree}" for axis, degree in degrees.items() if degree is not None)
         raise ValueError(
-            f"the degrees must multiply to the {world_size} ranks: {given} = {product}; {_suggest(world_size, asked)}"
+            f"the degrees must multiply to the {world_size} ranks: {given} = {product}; {_suggest(world_size, degrees)}"
         )
-    return {axis: degree for axis, degree in asked.items() if degree is not None}
+    return {axis: degree for axis, degree in degrees.items() if degree is not None}
 
 
-def _suggest(world_size: int, asked: dict[str, int | None]) -> str:
+def _suggest(world_size: int, degrees: dict[str, int | None]) -> str:
     """Single changes that make the degrees fit, as text."""
     fits = []
-    for axis, degree in asked.items():
-        rest = math.prod(other or 1 for name, other in asked.items() if name != axis)
+    for axis, degree in degrees.items():
+        rest = math.prod(other or 1 for name, other in degrees.items() if name != axis)
         if degree is None or world_size % rest:
             continue
         left = world_size // rest
-        if asked["data"] is None and axis != "data":
+        if degrees["data"] is None and axis != "data":
             fits.append(f"{axis}={' or '.join(str(n) for n in range(1, left + 1) if left % n == 0)}")
         else:
             fits.append(f"{axis}={left}")

@@ -189,7 +189,7 @@ def load_table(path: Path | None = None) -> tuple[dict[str, Device], dict[str, L
     devices, links = dict(DEVICES), dict(LINKS)
     if path is None:
         return devices, links
-    text = read_bytes(path, "give --table a TOML file of devices and links, or leave it out")
+    text = read_bytes(path, "give --table a TOML file of devices and links, or omit it")
     try:
         data = parse_toml(text.decode())
     except ValueError as error:  # not UTF-8, or not TOML
@@ -250,7 +250,7 @@ def _find(name: str, known: Mapping[str, object], kind: str) -> str:
 
 
 def available_bytes() -> float | None:
-    """Memory of this machine that processes can still have; None where the system does not tell."""
+    """The available memory of this machine; None if the system does not report it."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

@@ -1,8 +1,8 @@
 """The time of a schedule: the object that the executor runs, run here with a clock in place of tensors.
 
-Every rank has one compute queue and, for each direction, one port: transfers out of a rank leave one after another, and
-so do those that arrive. A step waits for the transfers that end in it, posts those that start in it, and computes its
-tiles; a transfer travels from when both ends have posted it.
+Every rank has one compute queue and one port per direction: a rank sends one transfer at a time, and receives one at a
+time. A step waits for the transfers that end in it, posts those that start in it, and computes its tiles; a transfer
+begins when both ends have posted it.
 """
 
 from __future__ import annotations
