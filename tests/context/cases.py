@@ -1,4 +1,4 @@
-"""What the distributed tests run: cases as values, the function ranks run them with, and the float64 truth."""
+"""Cases of distributed tests as values, the function that ranks run them with, and the float64 reference."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MASKS = ("full", "causal", "window", "both sides", "documents", "causal document
 
 
 def make_mask(name: str, T: int, heads: int = 1) -> Mask | Tensor:
-    """Masks that a tile can lose all of its rows to, and documents whose borders fall inside shards."""
+    """Masks that hide all rows of some tiles, and documents with borders inside shards."""
     if name in DRAWN:
         generator = torch.Generator().manual_seed(T)
         visible = torch.rand(1, heads if name == "block map heads" else 1, T, T, generator=generator) < 0.3
@@ -51,14 +51,14 @@ DRAWN = ("bool", "block map", "block map heads")
 
 
 def blocks_of_five(num_tokens: int, num_ranks: int) -> Placement:
-    """A layout of one's own: blocks of five tokens dealt out in turn."""
+    """A user's layout: blocks of five tokens, assigned to ranks in turn."""
     runs = [range(i, min(i + 5, num_tokens)) for i in range(0, num_tokens, 5)]
     return Placement(num_tokens, tuple(tuple(runs[rank::num_ranks]) for rank in range(num_ranks)))
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call of a strategy, by `ranks` ranks."""
+    """One call of a strategy on `ranks` ranks."""
 
     ranks: int
     strategy: str = "ring"
@@ -157,7 +157,7 @@ def run_cases(cases: list[Case]) -> list[Any]:
 
 
 def truth(case: Case) -> promise.Answer:
-    """What one device gives, in float64."""
+    """The results on one device, in float64."""
     q, k, v, dout, dlse = case.inputs()
     drop = Dropout(case.dropout, torch.tensor([7])) if case.dropout else None
     mask = make_mask(case.mask, case.T, case.heads)
@@ -167,7 +167,7 @@ def truth(case: Case) -> promise.Answer:
 
 
 def join(case: Case, answers: list[Any]) -> list[Tensor]:
-    """The whole tensors from the ranks' answers to a case."""
+    """The whole tensors from the ranks' results of a case."""
     placement = place(case.layout, case.T, case.ranks)
     if case.strategy == "hybrid":
         placement = deal(place(case.layout, case.T, case.ranks // 2), 2)
@@ -178,7 +178,7 @@ def join(case: Case, answers: list[Any]) -> list[Tensor]:
 
 
 def errors(case: Case, answers: list[Any]) -> list[float]:
-    """Relative error of out, lse, dq, dk, dv (lse: absolute); infinite where a row's emptiness is not told."""
+    """Relative error of out, lse, dq, dk, dv (lse: absolute); infinite if rows without keys are not reported."""
     found = []
     results = truth(case).results
     for name, mine in zip(RESULTS, join(case, answers), strict=True):
@@ -195,5 +195,5 @@ def errors(case: Case, answers: list[Any]) -> list[float]:
 
 
 def ratios(case: Case, answers: list[Any]) -> dict[str, float]:
-    """The error of each result over what the promise allows."""
+    """The error of each result over its promised bound."""
     return truth(case).ratios(case.dtype, **dict(zip(RESULTS, join(case, answers), strict=True)))

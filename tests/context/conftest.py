@@ -1,4 +1,4 @@
-"""Eight ranks for a module's tests, started when first asked for. Smaller groups are their sub-groups."""
+"""Eight ranks for a module's tests, started at their first use. Smaller groups are sub-groups."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flashspan.launch import Ranks
 
 @pytest.fixture(scope="module")
 def on_ranks() -> Iterator[Callable[..., list[Any]]]:
-    """on_ranks(fn, *args): fn on each of 8 ranks, and what they returned."""
+    """on_ranks(fn, *args): run fn on each of 8 ranks, and return their results."""
     pools: list[Ranks] = []
 
     def run(fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:

@@ -21,7 +21,7 @@ CYCLES = 1.8e9  # of a GPU in a second, about
 
 
 class Disturbed:
-    """Peer memory with a random delay before every fourth operation or so, and places that hold NaN until written."""
+    """Peer memory with a random delay before about every fourth operation, and NaN in slots until they are written."""
 
     def __init__(self, memory: Any, draw: random.Random) -> None:
         self.memory, self.draw = memory, draw
@@ -57,7 +57,7 @@ class Disturbed:
 
 @contextlib.contextmanager
 def disturbances(seed: int) -> Iterator[list[Disturbed]]:
-    """On a rank: all arenas made meanwhile are disturbed, and buffers in the pool hold NaN. Yields those arenas."""
+    """On a rank: disturb all arenas made in this context, and fill pooled buffers with NaN. Yields those arenas."""
     draw = random.Random(seed)
     put = bundle.BufferPool.put
     made: list[Disturbed] = []

@@ -1,6 +1,6 @@
-"""A GPU made of host memory: what `CudaPeerMemory` asks of torch and of the driver, on a CPU.
+"""A GPU simulated in host memory: the functions of torch and of the driver that `CudaPeerMemory` uses, on a CPU.
 
-Streams carry their operations out at once. A wait spins, so an order of operations that a GPU could not run hangs here.
+Streams run their operations immediately. A wait spins, so an order of operations that a GPU could not run hangs here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LONGEST = 20.0  # seconds of a wait
 
 
 class Driver:
-    """The driver's operations on the words of host memory."""
+    """The driver's operations, on words in host memory."""
 
     def wait(self, stream: Any, address: int, value: int) -> None:
         deadline = time.monotonic() + LONGEST
@@ -62,7 +62,7 @@ class Stream:
 
 
 def rendezvous(arena: Tensor, name: str) -> SimpleNamespace:
-    """Every rank's arena, in memory that all have mapped."""
+    """Every rank's arena, in memory mapped by all ranks."""
     group = dist.distributed_c10d._resolve_process_group(name)
     arenas = share(group, arena.numel())
     arena.set_(arenas[dist.get_rank(group)])  # type: ignore[call-overload]
@@ -71,7 +71,7 @@ def rendezvous(arena: Tensor, name: str) -> SimpleNamespace:
 
 @contextlib.contextmanager
 def fake_gpu() -> Iterator[Stream]:
-    """On a rank: tensors of the CPU are copied as those of a GPU are. Yields the current stream."""
+    """On a rank: copy CPU tensors as if they were on a GPU. Yields the current stream."""
     import torch.distributed._symmetric_memory as real
 
     compute, made = Stream(), list[peer_memory.CudaPeerMemory]()
@@ -79,7 +79,7 @@ def fake_gpu() -> Iterator[Stream]:
     def make(group: Any, *arguments: Any) -> peer_memory.CudaPeerMemory:
         numbers = arguments[:3]
         memory = peer_memory.CudaPeerMemory(group, torch.device("cpu"), *numbers, lambda: 0)
-        memory._finalizer.detach()  # what it calls is real again by then
+        memory._finalizer.detach()  # its functions are the real ones by then
         made.append(memory)
         return memory
 

@@ -1,4 +1,4 @@
-"""A process group for tests that holds its ranks to NCCL's rules, on CPUs: real processes, gloo beneath.
+"""A process group for tests that enforces NCCL's rules on CPUs: real processes, over gloo.
 
     nccl_like.register()                                       # on every rank
     group = dist.new_group(ranks, backend="nccl_like")
@@ -62,7 +62,7 @@ def batch_isend_irecv(ops: list[dist.P2POp]) -> list[dist.Work]:
 
 
 class Call(dist.Work):  # type: ignore[misc]
-    """One batch or collective on its way."""
+    """One batch or collective in flight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,13 +82,13 @@ class Call(dist.Work):  # type: ignore[misc]
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """This rank's end of a message: the n-th from `src` to `dst`."""
+    """This rank's end of the n-th message from `src` to `dst`."""
 
     src: int
     dst: int
     count: int
     buffer: Tensor
-    posted: Tensor  # what the buffer held when it was posted
+    posted: Tensor  # the buffer's content at the post
 
     def __str__(self) -> str:
         return f"message {self.count} from rank {self.src} to rank {self.dst}"
@@ -165,7 +165,7 @@ class NcclLike(dist.ProcessGroup):  # type: ignore[misc]
         return self._enqueue(lambda: call(*args).wait(self.timeout))
 
     def _enqueue(self, what: Callable[[], Any]) -> Call:
-        call, mode = Call(), torch.is_inference_mode_enabled()  # the thread has a mode of its own
+        call, mode = Call(), torch.is_inference_mode_enabled()  # inference mode is per thread
 
         def run() -> None:
             with torch.inference_mode(mode):
@@ -175,7 +175,7 @@ class NcclLike(dist.ProcessGroup):  # type: ignore[misc]
         return call
 
     def _run(self) -> None:
-        """One call after another."""
+        """Run one call after another."""
         while (item := self._calls.get()) is not None:
             what, call = item
             try:
@@ -188,7 +188,7 @@ class NcclLike(dist.ProcessGroup):  # type: ignore[misc]
             call.ended.set()
 
     def _exchange(self, batch: list[Message], number: int) -> None:
-        """Meet the peers' batches, compare sizes, then let the bytes move."""
+        """Wait for the peers' batches, compare sizes, then send the bytes."""
         chance = random.Random(f"{self.seed} {self.group_name} {self.rank()} {number}")
         sides = [(m, *((m.dst, 0, 1) if m.src == self.rank() else (m.src, 1, 0))) for m in batch]
         self._delay(chance)
@@ -196,7 +196,7 @@ class NcclLike(dist.ProcessGroup):  # type: ignore[misc]
         theirs = [torch.zeros_like(size) for size in sizes]
         greetings = []
         for (m, peer, mine, other), size, answer in zip(sides, sizes, theirs, strict=True):
-            # Of a message's three gloo tags, the first two are for the sizes at either end.
+            # A message uses three gloo tags; the first two are for the sizes on both ranks.
             greetings.append(self._gloo.send([size], peer, 3 * m.count + mine))
             greetings.append(self._gloo.recv([answer], peer, 3 * m.count + other))
         deadline = time.monotonic() + self.timeout.total_seconds()
@@ -225,4 +225,4 @@ class NcclLike(dist.ProcessGroup):  # type: ignore[misc]
 
     def _delay(self, chance: random.Random) -> None:
         if self.seed is not None:
-            time.sleep(LONGEST * chance.random() ** 3)  # mostly short
+            time.sleep(LONGEST * chance.random() ** 3)  # usually short

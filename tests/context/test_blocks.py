@@ -1,4 +1,4 @@
-"""Block maps across ranks: only visible tiles are computed, only keys somebody sees are sent, work can be evened."""
+"""Block maps across ranks: only visible tiles are computed, only visible keys are sent, work can be balanced."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LONG = 700
 
 
 def holes(*shape: int) -> Blocks:
-    """Random pairs with a stretch nobody sees; maps of batch and heads as asked."""
+    """Random pairs with a range of hidden keys, and this number of maps for batch and heads."""
     visible = torch.rand(*shape, T, T, generator=torch.Generator().manual_seed(5)) < 0.1
     visible[..., 60:90] = False
     visible[..., 100:120, :] = False
@@ -37,7 +37,7 @@ def holes(*shape: int) -> Blocks:
 
 
 def squares() -> Blocks:
-    """A few blocks of keys for each block of queries: shards of which a rank needs blocks here and there."""
+    """A few blocks of keys for each block of queries: ranks need scattered blocks of each shard."""
     coarse = torch.rand(11, 11, generator=torch.Generator().manual_seed(3)) < 0.15
     return Blocks.from_coarse(coarse, LONG, LONG, size=64, block=64)
 
@@ -77,15 +77,15 @@ def test_visibility_counts_and_frames_what_is_visible(layout: str, make_mask: Ca
 
 
 def seen_rows(tile: np.ndarray, blocks: np.ndarray) -> Runs:
-    """From the first to the last key that is seen in a drawn tile, without the blocks of which none is."""
+    """From the first to the last visible key of a dense tile, without blocks that have no visible key."""
     columns = np.flatnonzero(tile.any((0, 1)))
     rows = [row for row in range(len(blocks)) if blocks[row] in blocks[columns]]
     return Runs.of(*(range(row, row + 1) for row in rows if columns[0] <= row <= columns[-1]))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_key_block_is_sent_only_towards_those_who_see_it(layout: str) -> None:
-    """`gather` sends each rank its own, a ring to each rank what it and those behind it see."""
+def test_a_key_block_is_sent_only_to_ranks_that_see_it(layout: str) -> None:
+    """`gather` sends each rank the blocks it needs, a ring the blocks that it and later ranks need."""
     mask, num = squares(), 4
     placement = place(layout, LONG, num)
     visibility, drawn = Visibility(placement, mask), mask.dense().numpy()
@@ -120,7 +120,7 @@ def test_the_proof_notices_a_gap_that_is_sent_and_a_block_that_is_not(strategy: 
 
 
 def test_halves_count_every_map() -> None:
-    """A part of which all maps show everything still counts once for each of them: helper's halves add up."""
+    """A part that is visible in all maps counts once for each: the two halves of helper add up."""
     mask = Blocks.from_dense(torch.ones(3, 20, 20, dtype=torch.bool))
     visibility = Visibility(place("contiguous", 20, 2), mask)
     assert visibility.box(1, 0, range(4)).pairs == 3 * 4 * 10
@@ -131,7 +131,7 @@ def test_halves_count_every_map() -> None:
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("strategy", sorted(GENERATORS))
 def test_any_map_over_simulated_ranks(name: str, strategy: str) -> None:
-    """Equal to one device, and every byte sent is one the schedule announced."""
+    """Equal to one device, and the bytes sent are those of the schedule."""
     mask = SMALL[name]()
     xs = make(mask.num_keys)
     exact = one_device(mask, xs)
@@ -166,8 +166,8 @@ PATTERNS: dict[str, Callable[[int], Mask]] = {
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-def test_a_layout_made_from_the_mask_evens_the_work(name: str) -> None:
-    """8 ranks: the busiest visits at most 1.15 times the mean's tiles, and computes as many times its pairs."""
+def test_a_layout_made_from_the_mask_balances_the_work(name: str) -> None:
+    """8 ranks: the busiest has at most 1.15 times the mean number of tiles, and of pairs."""
     n = 8000
     mask = Blocks.of(PATTERNS[name](n), n, n)
     placement = place(balanced(mask), n, 8)
@@ -195,10 +195,10 @@ def test_bytes_fall_with_the_mask() -> None:
     for strategy in ("ring", "gather"):
         assert sent["documents", strategy] == 0  # every document lives on one rank
         assert sent["streaming", strategy] < 0.15 * sent["everything", strategy]
-    # 4 sinks for each of the ranks that do not hold them, 511 keys for each but the first. The second rank has both
-    # from the first: those from the first to the last, without the three blocks of 128 between them.
+    # 4 sinks for each rank without them, 511 keys for each but the first rank. The second rank receives both from the
+    # first: the rows from the first to the last, without the three blocks of 128 between them.
     assert sent["streaming", "gather"] == 2 * 8 * 64 * 2 * (6 * 511 + 6 * 4 + 1024 - 3 * 128)
-    # Each block of queries sees 3 of 64 blocks of keys: of 7/8 of those that others hold, each rank fetches its own.
+    # Each block of queries sees 3 of 64 blocks of keys: each rank receives those of them (7/8) that other ranks have.
     chosen = dense(mask := patterns.random_blocks(n, 3 / 64), n, n)[::128, ::128].view(8, 8, 8, 8).any(1)
     blocks = sum(int(chosen[q, k].sum()) for q in range(8) for k in range(8) if q != k)
     visibility = Visibility(place("contiguous", n, 8), mask)
@@ -249,7 +249,7 @@ def test_four_ranks_equal_one(on_ranks: Callable[..., list[Any]]) -> None:
 
 
 def drop_on_four(strategy: str) -> Any:
-    """On a rank: the largest difference between dropout across ranks, of keys with gaps, and on one device."""
+    """On a rank: the largest difference from one device's dropout, for keys with gaps."""
     import torch.distributed as dist
 
     group = group_of(4)
@@ -263,5 +263,5 @@ def drop_on_four(strategy: str) -> Any:
 
 
 @pytest.mark.parametrize("strategy", ["ring", "gather"])
-def test_dropout_knows_where_the_keys_that_came_belong(on_ranks: Callable[..., list[Any]], strategy: str) -> None:
+def test_dropout_uses_the_positions_of_received_keys(on_ranks: Callable[..., list[Any]], strategy: str) -> None:
     assert max(on_ranks(drop_on_four, strategy)[4:]) < 1e-5

@@ -1,4 +1,4 @@
-"""Pictures show what the schedule holds."""
+"""Pictures show all tiles and transfers of a schedule."""
 
 from __future__ import annotations
 

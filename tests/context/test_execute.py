@@ -28,7 +28,7 @@ SCALE = 0.3
 def run_all(
     schedule: Schedule, visibility: Visibility, xs: list[Tensor], local: LocalAttention = reference
 ) -> tuple[list[Tensor], list[int]]:
-    """out, dq, dk, dv of all ranks joined, and the bytes each rank sent."""
+    """out, dq, dk, dv of all ranks joined, and the bytes that each rank sent."""
     placement, num = visibility.placement, visibility.num_ranks
     plan = Plan(placement, visibility.mask, schedule, xs[1].shape[1])
     transports = LocalTransports(num).transports
@@ -67,7 +67,7 @@ def relative(mine: Tensor, exact: Tensor) -> float:
     ("name", "many_ranks"), [("ring", 32), ("helper", 24), pytest.param("ring", 64, marks=pytest.mark.slow)]
 )
 def test_many_ranks_are_as_exact_as_one(name: str, many_ranks: int) -> None:
-    """float32, forward <= 1e-5 and gradients <= 1e-4; and within 1.5x of what one rank gives."""
+    """float32: forward <= 1e-5 and gradients <= 1e-4, and within 1.5x of one rank's error."""
     xs, mask = make(300), CAUSAL
     exact = one_device(mask, xs)
     found = {}
@@ -83,14 +83,14 @@ def test_many_ranks_are_as_exact_as_one(name: str, many_ranks: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "mask"),
-    [  # in CI those that deal tiles out in ways of their own, and of the others what is most used
+    [  # in CI, strategies with their own order of tiles, and the most used of the others
         pytest.param(name, mask, marks=() if name in ("ring", "helper") or "causal" in mask else pytest.mark.slow)
         for name in sorted(generators.GENERATORS)
         for mask in MASKS
     ],
 )
 def test_any_mask_over_simulated_ranks(name: str, mask: str) -> None:
-    """And every byte sent is one the schedule announced."""
+    """The bytes sent are those of the schedule, too."""
     xs = make(53)
     for layout in LAYOUTS:
         visibility = Visibility(place(layout, 53, 6), make_mask(mask, 53))
@@ -106,7 +106,7 @@ def test_any_mask_over_simulated_ranks(name: str, mask: str) -> None:
 
 
 def test_buffers_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many chunks of heads there are, a rank makes room for a few transfers and then for no more."""
+    """With any number of chunks of heads, a rank allocates a few buffers and then reuses them."""
     made: list[int] = []
     take = BufferPool.take
 
@@ -122,13 +122,13 @@ def test_buffers_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     run_all(generators.in_chunks(generators.ring(visibility), 4), visibility, make(64, 8, 4))
     chunk = 2 * 2 * 8 * 8 * 4  # B, keys and values, a shard's tokens, D, float32; of one head
     assert max(made) == chunk
-    # Forward: two copies of keys and what is packed. Backward: the same, and the gradients of three copies.
+    # Forward: two copies of keys and a packed buffer. Backward: the same, and the gradients of three copies.
     assert sum(made) <= 8 * 10 * chunk
 
 
 @pytest.mark.parametrize("name", sorted(generators.GENERATORS))
-def test_a_buffer_on_the_shelf_is_nobodys(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever puts one there is done with it: ruined while it lies there, it ruins no result."""
+def test_a_buffer_in_the_pool_is_not_in_use(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A buffer in the pool is not in use: overwriting it there changes no result."""
     put = BufferPool.put
 
     def ruin(pool: BufferPool, buffer: Tensor) -> None:
@@ -149,7 +149,7 @@ def test_a_buffer_on_the_shelf_is_nobodys(name: str, monkeypatch: pytest.MonkeyP
 
 
 def test_one_rank_is_one_call() -> None:
-    """World size 1 takes the same path: one tile, no transfer, and gradients written in their final dtype."""
+    """World size 1 uses the same code: one tile, no transfer, and gradients written in their final dtype."""
     visibility = Visibility(place("zigzag", 40, 1), CAUSAL)
     schedule = generators.ring(visibility)
     assert len(schedule.tiles) == 1
@@ -177,8 +177,8 @@ def test_one_launch_per_step_whatever_the_layout() -> None:
         assert [str(mask) for mask in masks] == ["Band(lo=None, hi=0)"] + ["Band(lo=None, hi=None)"] * 3
 
 
-def test_transfers_are_under_way_while_a_step_computes() -> None:
-    """What the next step needs is posted before this step's tile, and waited for after it."""
+def test_transfers_are_in_flight_while_a_step_computes() -> None:
+    """The next step's transfers are posted before this step's tile, and awaited after it."""
     events: list[str] = []
 
     class Transport(LocalTransport):
@@ -222,7 +222,7 @@ def test_views_of_a_fused_projection_need_no_copy_by_the_caller() -> None:
     assert relative(torch.cat([carry.out for carry in carries], 2), exact) < 1e-6
 
 
-def test_nan_behind_the_mask_reaches_nobody() -> None:
+def test_nan_in_hidden_keys_reaches_no_result() -> None:
     xs = make(48)
     xs[1][:, :, 40:], xs[2][:, :, 40:] = torch.nan, torch.nan  # keys that only the last 8 queries see
     visibility = Visibility(place("zigzag", 48, 4), CAUSAL)
@@ -232,7 +232,7 @@ def test_nan_behind_the_mask_reaches_nobody() -> None:
 
 
 def test_merging_is_exact_and_survives_empty_rows() -> None:
-    """Rows that neither, one, or both sides have seen keys for."""
+    """Rows with keys on neither side, on one side, and on both."""
     T, D = 4, 8
     q, k, v = (torch.randn(1, 1, n, D, dtype=torch.float64) for n in (T, 6, 6))
     blank = Carry(torch.zeros(1, 1, T, D).double(), torch.full((1, 1, T), -torch.inf).double())

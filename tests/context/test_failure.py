@@ -1,4 +1,4 @@
-"""What goes wrong is said on every rank, in time: disagreement before anything is sent, a lost rank by the timeout."""
+"""Errors are raised on every rank in time: for different calls before any transfer, for a lost rank by the timeout."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OnRanks = Callable[..., list[Any]]
 
 
 def disagree(kind: str) -> str | None:
-    """On a rank: the error of a call in which the group's last rank differs."""
+    """On a rank: the error of a call that is different on the group's last rank."""
     attend = attention_of(Case(4), timeout=10.0, backend="cpu" if kind == "backend" else "auto")
     if attend is None:
         return None
@@ -51,7 +51,7 @@ def disagree(kind: str) -> str | None:
         options["mask"] = torch.ones(3 if odd else 1, 1, 24, 24, dtype=torch.bool)
     if kind == "window kind":
         options["window"] = [[3], [3]] if odd else 3
-    if kind == "backend":  # every rank sees itself, and only the last would find that its tile is a list of tiles
+    if kind == "backend":  # every rank sees its own tokens; only the last would notice that its tile is a list of tiles
         owner = attend.placement(24).unshard([torch.full((6,), rank) for rank in range(4)], 0)
         seen = (owner[:, None] == owner) & ((owner < 3) | torch.ones(24, 24).tril().bool())
         options = {"mask": Blocks.from_dense(seen)}
@@ -115,7 +115,7 @@ def test_ranks_that_disagree_get_the_same_error(on_ranks: OnRanks, kind: str) ->
 
 
 def hand_over(kind: str) -> tuple[str, float] | None:
-    """On a rank: the error of a call with what is no mask, and how far the next call is from one device's."""
+    """On a rank: the error of a call with an invalid mask, and the next call's difference from one device."""
     case = Case(2)
     attend = attention_of(case, timeout=10.0)
     if attend is None:
@@ -152,7 +152,7 @@ HANDED_OVER = {
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", HANDED_OVER)
-def test_what_is_no_mask_is_refused_on_all_ranks_and_leaves_them_in_step(on_ranks: OnRanks, kind: str) -> None:
+def test_an_invalid_mask_is_refused_on_all_ranks_and_the_next_call_works(on_ranks: OnRanks, kind: str) -> None:
     answers = on_ranks(hand_over, kind)[6:]
     assert len({said for said, _ in answers}) == 1
     assert re.search(HANDED_OVER[kind], answers[0][0]), answers[0][0]
@@ -164,7 +164,7 @@ def halves_that_overlap(num_tokens: int, num_ranks: int) -> Placement:
 
 
 def deal_wrongly() -> str | None:
-    """On a rank: what is said of a layout that deals as many tokens as there are, but some of them twice."""
+    """On a rank: the error for a layout with the right number of tokens, but some of them twice."""
     attend = attention_of(Case(2, layout=halves_that_overlap), num_tokens=200, timeout=10.0)
     if attend is None:
         return None
@@ -180,7 +180,7 @@ def test_a_layout_that_deals_tokens_twice_is_refused_on_all_ranks(on_ranks: OnRa
 
 
 def intersect_in_two_ways() -> float | None:
-    """On a rank: how far attention is from one device's if the ranks make one mask, with empty rows, in two ways."""
+    """On a rank: the difference from one device if ranks make the same mask, with empty rows, in two ways."""
     attend = attention_of(Case(2), timeout=10.0)
     if attend is None:
         return None
@@ -197,7 +197,7 @@ def test_ranks_agree_on_a_mask_however_it_was_made(on_ranks: OnRanks) -> None:
 
 
 def calls_of_many_lengths(num_tokens: int | None) -> list[int] | None:
-    """On a rank: T = 7 and 8 look the same to rank 0 of a contiguous layout on 4 ranks, and yet are not."""
+    """On a rank: T = 7 and 8 give rank 0 of a contiguous layout on 4 ranks the same shard size."""
     attend = attention_of(Case(4, layout="contiguous"), num_tokens=num_tokens)
     if attend is None:
         return None
@@ -209,7 +209,7 @@ def calls_of_many_lengths(num_tokens: int | None) -> list[int] | None:
     return lengths
 
 
-def test_lengths_that_look_alike_on_one_rank_are_told_apart(on_ranks: OnRanks) -> None:
+def test_lengths_with_equal_shards_on_one_rank_are_distinguished(on_ranks: OnRanks) -> None:
     assert on_ranks(calls_of_many_lengths, None)[4:] == [[8, 7, 8, 7, 5, 8]] * 4
     assert on_ranks(calls_of_many_lengths, 8)[4:] == [[8, 8]] * 4
 
@@ -224,7 +224,7 @@ def call_with_wrong_length() -> str | None:
     return str(caught.value)
 
 
-def test_a_declared_length_is_held_to(on_ranks: OnRanks) -> None:
+def test_a_declared_length_is_checked(on_ranks: OnRanks) -> None:
     assert len(set(on_ranks(call_with_wrong_length)[4:])) == 1
 
 
@@ -244,7 +244,7 @@ def test_parts_that_differ_are_not_joined(on_ranks: OnRanks) -> None:
 
 
 def call_from_outside() -> str:
-    """On a rank: the error of an attention over a group that it is not in, or beside a slow group of fewer ranks."""
+    """On a rank: the error of an attention over a group without this rank, or with a slow group of fewer ranks."""
     few = group_of(4)
     outside = dist.get_rank() < 4
     with pytest.raises(ValueError) as caught:
@@ -252,7 +252,7 @@ def call_from_outside() -> str:
     return str(caught.value)
 
 
-def test_a_rank_outside_of_a_group_is_told_so(on_ranks: OnRanks) -> None:
+def test_a_rank_outside_of_a_group_gets_an_error(on_ranks: OnRanks) -> None:
     said = on_ranks(call_from_outside)
     for rank in range(4):
         assert f"rank {rank} is not in the group" in said[rank]
@@ -279,7 +279,7 @@ def distance(mine: Any, exact: Any) -> float:
 
 
 def leave_out(what: str, strategy: str) -> list[str]:
-    """On a rank: three steps, of which rank 1 leaves out a backward, or breaks off in the middle of one; the errors."""
+    """On a rank: the errors of three steps, in which rank 1 skips a backward, or fails in the middle of one."""
     attend = context_parallel(dist.group.WORLD, strategy=strategy, num_tokens=36, timeout=2.0)
     said = []
     for number in range(3):
@@ -308,8 +308,8 @@ def leave_out(what: str, strategy: str) -> list[str]:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("strategy", ["ring", "gather", "ulysses"])
 @pytest.mark.parametrize("what", ["leaves out", "breaks off"])
-def test_a_rank_that_leaves_out_a_pass_gives_nobody_numbers(what: str, strategy: str) -> None:
-    """Its next pass would meet the others' last one, of the same sizes."""
+def test_a_rank_that_skips_a_pass_gives_no_rank_wrong_numbers(what: str, strategy: str) -> None:
+    """Its next pass has the same sizes as the others' last one, and must not match it."""
     if (what, strategy) == ("breaks off", "ulysses"):
         pytest.skip("it uses no outer transport")
     with Ranks(2, threads=1, timeout=20) as ranks:
@@ -321,7 +321,7 @@ def test_a_rank_that_leaves_out_a_pass_gives_nobody_numbers(what: str, strategy:
 
 
 def call_otherwise(strategy: str) -> str:
-    """On a rank: two masks that all have used, then rank 1 takes the other. What is said of it."""
+    """On a rank: after calls with two masks, rank 1 uses the other mask. The error."""
     attend = context_parallel(dist.group.WORLD, layout="contiguous", strategy=strategy, num_tokens=8, timeout=0.5)
     x = torch.randn(1, 2, 4, 8)
     known = [documents([3, 5]), documents([2, 6])]
@@ -334,7 +334,7 @@ def call_otherwise(strategy: str) -> str:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("strategy", ["ring", "ulysses"])
-def test_ranks_that_call_with_other_known_masks_get_an_error_and_live(strategy: str) -> None:
+def test_ranks_that_call_with_different_known_masks_get_an_error_and_continue(strategy: str) -> None:
     with Ranks(2, threads=1, timeout=20) as ranks:
         for said in ranks.run(call_otherwise, strategy, timeout=40):
             assert "has died, stalled or makes other calls" in said
@@ -344,14 +344,14 @@ def test_an_attention_over_no_group_takes_what_one_device_takes() -> None:
     attend = context_parallel(None)
     assert copy.deepcopy({"attention": attend})["attention"] is attend
     x = torch.randn(1, 2, 9, 4)
-    for q, k in ((x, x), (x.bfloat16(), x), (x, x.bfloat16())):  # under autocast each is cast as one device casts it
+    for q, k in ((x, x), (x.bfloat16(), x), (x, x.bfloat16())):  # under autocast each is cast as on one device
         with torch.autocast("cpu", torch.bfloat16):
             assert torch.equal(attend(q, k, k, causal=True), attention(q, k, k, causal=True))
     assert torch.equal(attend(x, x, x, window=[3, 0]), attend(x, x, x, window=(3, 0)))  # type: ignore[arg-type]
 
 
 def lose_a_rank(how: str, strategy: str) -> tuple[float, str]:
-    """On a rank: attention twice; before the second, rank 2 dies or stalls. The others' error, and when."""
+    """On a rank: attention twice; before the second call, rank 2 dies or stalls. The others' error and its time."""
     attend = context_parallel(dist.group.WORLD, strategy=strategy, num_tokens=64, timeout=1.5)
     x = attend.shard(torch.randn(1, 4, 64, 8), 2)
     attend(x, x, x, causal=True)
@@ -380,7 +380,7 @@ def test_a_rank_that_stalls_is_named_within_the_timeout(strategy: str) -> None:
         assert "has died, stalled or makes other calls" in message
         if strategy != "ulysses":
             assert re.search(r"\(step \d of (ring|helper) forward\)", message), message
-    # The ranks that were to hear from rank 2 itself name it.
+    # The ranks that receive from rank 2 name it.
     assert any("rank 2 (global rank 2)" in message for _, message in told)
 
 
@@ -401,7 +401,7 @@ def test_heads_come_in_whole_chunks(chunks: Any) -> None:
 
 
 def _over(ranks: list[list[int]]) -> str | float:
-    """Hybrid over a mesh in this order: what was said against it, or how far its output is from one rank's."""
+    """Hybrid over a mesh with this order: its error, or the difference of its output from one rank's."""
     mesh = DeviceMesh("cpu", ranks)
     try:
         attend = context_parallel(mesh, strategy="hybrid", layout="contiguous")
@@ -474,7 +474,7 @@ def test_without_a_group_it_is_one_rank() -> None:
 
 
 def differentiate_twice(strategy: str) -> list[str] | None:
-    """On a rank: what is said of second derivatives by q, k, v and dout, which all have another way to the loss."""
+    """On a rank: the errors for second derivatives by q, k, v and dout, which all have another path to the loss."""
     attend = attention_of(Case(4, strategy))
     if attend is None:
         return None
@@ -483,7 +483,7 @@ def differentiate_twice(strategy: str) -> list[str] | None:
     for wanted in (q, k, v, dout, dlse):
         for x in (q, k, v, dout, dlse):
             x.requires_grad_(x is wanted)
-        q.requires_grad_()  # else there would be no first derivative
+        q.requires_grad_()  # otherwise there is no first derivative
         out, lse = attend(q, k, v, causal=True, return_lse=True)
         (plain,) = torch.autograd.grad([out, lse], q, [dout, dlse], retain_graph=True)
         (first,) = torch.autograd.grad([out, lse], q, [dout, dlse], create_graph=True)
@@ -511,7 +511,7 @@ def test_refusing_second_derivatives_keeps_no_memory() -> None:
 
 
 def change_the_mask(strategy: str, kind: str) -> str | None:
-    """On a rank: what backward says when the mask was written to after forward."""
+    """On a rank: the error of backward if the mask was changed after forward."""
     case = Case(4, strategy)
     attend = attention_of(case)
     if attend is None:
@@ -549,12 +549,12 @@ def test_a_mask_changed_between_two_calls_is_refused(kind: str) -> None:
 
 
 @pytest.mark.parametrize("context_fn", [noop_context_fn, keep_attention])
-def test_a_changed_mask_is_refused_where_forward_is_run_again(context_fn: Any) -> None:
+def test_a_changed_mask_is_refused_in_recomputation(context_fn: Any) -> None:
     q = torch.randn(1, 2, 9, 8, requires_grad=True)
     mask, other = documents([4, 5]), documents([3, 6])
     attend = context_parallel(None)
     out = checkpoint(lambda x: attend(x, x, x, mask=mask), q, use_reentrant=False, context_fn=context_fn)
-    attend(q, q, q, mask=other)  # so that the first is looked at again
+    attend(q, q, q, mask=other)  # so that the first is checked a second time
     mask.pack()[2][0].add_(0)
     with pytest.raises(RuntimeError, match="a mask is a value"):
         out.sum().backward()

@@ -51,7 +51,7 @@ def on_gpu() -> Any:
 def make_case(ranks: int, strategy: str, layout: str, mask: str, dtype: torch.dtype, **more: Any) -> Case:
     drop = 0.2 if mask == "dropout" else 0.0
     mask = "causal" if mask == "dropout" else mask
-    options = {"timeout": 250.0} | more.pop("options", {})  # a rank may compile a kernel that the others do not need
+    options = {"timeout": 250.0} | more.pop("options", {})  # a rank may compile a kernel that other ranks do not need
     sizes = {"T": 203, "heads": 4, "kv_heads": 2, "D": 64, "batch": 1} | more
     return Case(ranks, strategy, layout, mask, dtype=dtype, dropout=drop, device="cuda", options=options, **sizes)  # type: ignore[arg-type]
 
@@ -91,7 +91,7 @@ def test_every_strategy_layout_and_mask(on_gpu: OnGpu, ranks: int, dtype: torch.
 
 
 def run_disturbed(cases: list[Case], seeds: list[int]) -> tuple[int, int]:
-    """On a rank: the cases quietly, then with the delays of each seed: how many results differ, how many delays."""
+    """On a rank: the cases without, then with the delays of each seed: numbers of different results and of delays."""
     quiet = run_cases(cases)
     differing = delays = 0
     for seed in seeds:
@@ -103,7 +103,7 @@ def run_disturbed(cases: list[Case], seeds: list[int]) -> tuple[int, int]:
 
 
 def check_disturbed(on_gpu: OnGpu, ranks: int, num_seeds: int) -> None:
-    """Every strategy with gradients that repeat bit for bit, `num_seeds` times with other delays."""
+    """Every strategy with deterministic gradients, `num_seeds` times with different delays."""
     options = {"deterministic": True}
     layouts = itertools.cycle(LAYOUTS)
     cases = [make_case(ranks, s, next(layouts), "causal", torch.bfloat16, options=options) for s in STRATEGIES]
@@ -160,7 +160,7 @@ def test_a_rank_that_stalls_or_dies_is_named_and_leaves_nothing(how: str, step: 
 
 
 def call_for_ever() -> None:
-    """On a rank: attention, forward and backward, until something ends it."""
+    """On a rank: attention, forward and backward, until it fails."""
     attend = context_parallel(dist.group.WORLD, timeout=4.0, num_tokens=512)
     size = 512 // dist.get_world_size()
     q, k, v = (torch.randn(1, 2, size, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
@@ -174,7 +174,7 @@ def call_for_ever() -> None:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("seed", range(50))
 def test_a_rank_killed_or_stopped_at_a_random_moment_is_named(seed: int) -> None:
-    """SIGKILL ends a rank, SIGSTOP stalls it; the others wait for it on the device."""
+    """SIGKILL ends a rank, and SIGSTOP stalls it; the others wait for it on the device."""
     draw, before = random.Random(seed), set(os.listdir("/dev/shm"))
     how, victim = draw.choice([signal.SIGKILL, signal.SIGSTOP]), draw.randrange(2)
     with Ranks(2, threads=1, timeout=30, share_gpu=True) as ranks:

@@ -1,4 +1,4 @@
-"""Layouts deal out every token once, in order, for any length on any number of ranks."""
+"""Layouts assign every token once, in order, for any length on any number of ranks."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def test_zigzag_pairs_an_early_with_a_late_run() -> None:
         (range(2), range(14, 16)),
         (range(2, 4), range(12, 14)),
         (range(4, 6), range(10, 12)),
-        (range(6, 10),),  # the two runs in the middle touch
+        (range(6, 10),),  # the two runs in the middle are adjacent
     )
 
 
-def test_dealing_splits_each_shard_in_order() -> None:
+def test_deal_splits_each_shard_in_order() -> None:
     dealt = deal(place("zigzag", 16, 2), 2)
     assert dealt.ranges == ((range(4),), (range(12, 16),), (range(4, 8),), (range(8, 12),))
     assert deal(contiguous(7, 1), 3).sizes == (2, 2, 3)
@@ -89,7 +89,7 @@ def test_wrong_lengths_and_names_are_refused() -> None:
         place("zigzag", 8, 2).unshard([torch.zeros(5), torch.zeros(3)], 0)
 
 
-def test_a_layout_of_ones_own_may_leave_ranks_and_ranges_empty() -> None:
+def test_a_user_layout_may_have_empty_ranks_and_ranges() -> None:
     mine = Placement(7, ((range(0, 7, 2), range(7, 7)), (), (range(1, 7, 2),)))
     assert place(lambda n, k: mine, 7, 3).ranges == ((range(0, 7, 2),), (), (range(1, 7, 2),))
     assert place(lambda n, k: Placement(0, ((), ())), 0, 2).sizes == (0, 0)
@@ -120,13 +120,13 @@ BAD: dict[str, tuple[object, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_layout_of_ones_own_holds_every_token_once(name: str) -> None:
+def test_a_user_layout_has_every_token_once(name: str) -> None:
     answer, message = BAD[name]
     with pytest.raises(ValueError, match=message):
         place(lambda n, k: answer, 200, 2)  # type: ignore[arg-type, return-value]
 
 
-def test_blocks_are_dealt_without_a_limit_where_the_limit_leaves_ranks_uneven() -> None:
+def test_blocks_are_assigned_without_a_limit_if_ranks_are_uneven_with_it() -> None:
     mask = patterns.bigbird(4196, window=512, num_global=64, num_random=3)
     work = mask.rows.visits().sum((0, 1)).numpy()
     placement = place(balanced(mask), 4196, 8)
@@ -146,8 +146,8 @@ def test_a_layout_does_not_keep_the_mask_it_was_made_from() -> None:
     assert gone() is None
 
 
-def test_dealing_without_a_limit_must_be_worth_the_memory() -> None:
-    """Of this map it would gain 3 %, with the others at 1.06 times the mean."""
+def test_assignment_without_a_limit_must_be_worth_the_memory() -> None:
+    """For this map it would gain 3 %, with the others at 1.06 times the mean."""
     visits = torch.tensor([1, 1, 15, 12, 1, 11, 1, 1, 12, 13, 5, 1, 9, 1, 1])
     mask = Blocks.from_coarse(torch.arange(15) < visits[:, None], 960, 960, size=64, block=64)
     placement = place(balanced(mask), 960, 3)

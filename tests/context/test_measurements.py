@@ -1,4 +1,4 @@
-"""The scripts that measure rings run, and what they compare with gives the same answers."""
+"""The scripts that measure rings run, and their references give the same results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OnRanks = Callable[..., list[Any]]
 
 
 def test_our_ring_and_pytorchs_agree(on_ranks: OnRanks) -> None:
-    """An oracle of its own: `_templated_ring_attention`, forward and backward, on 8 ranks."""
+    """An independent reference: `_templated_ring_attention`, forward and backward, on 8 ranks."""
     for chunks in (None, 2):
         for answer in on_ranks(compare, 256, 2, 16, 1, chunks):
             assert max(answer["difference"]) < 2e-6
@@ -66,7 +66,7 @@ def test_one_step_of_a_ring_can_be_timed(carried: bool, monkeypatch: pytest.Monk
 
 
 def test_what_is_compared_runs_in_turn_and_counts_by_its_median() -> None:
-    """Each once to warm up, then a, b, a, b: one slow moment must not fall on one of them alone."""
+    """Each once to warm up, then a, b, a, b: a slow moment must not affect only one of them."""
     order: list[str] = []
     times = {"a": iter([90.0, 1.0, 2.0, 50.0]), "b": iter([90.0, 3.0, 70.0, 4.0])}
 

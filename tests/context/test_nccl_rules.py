@@ -1,4 +1,4 @@
-"""Every strategy runs on a network with NCCL's rules, and posts what the proof of its order is about."""
+"""Every strategy runs on a process group with NCCL's rules, and posts the batches of its proof."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def check(on_ranks: OnRanks, cases: list[Case], seed: int) -> None:
 
 
 def nccl(ranks: int, strategy: str, layout: str = "zigzag", mask: str = "causal", **rest: Any) -> list[Case]:
-    """The case; where a second group may be used, with and without it."""
+    """The case, with and without a second group if one may be used."""
     options = rest.pop("options", {})
     made = [Case(ranks, strategy, layout, mask, network=NAME, options=options, **rest)]
     if strategy == "double_ring":
@@ -57,7 +57,7 @@ def nccl(ranks: int, strategy: str, layout: str = "zigzag", mask: str = "causal"
 
 
 def test_every_strategy_matches_one_device(on_four: OnRanks) -> None:
-    """Forward and backward, with random delays; each with one of the layouts."""
+    """Forward and backward, with random delays, each strategy with one layout."""
     layouts = itertools.cycle(LAYOUTS)
     check(on_four, [case for strategy in STRATEGIES for case in nccl(4, strategy, next(layouts))], seed=1)
 
@@ -76,7 +76,7 @@ def test_every_strategy_layout_and_mask_matches_one_device(on_ranks: OnRanks, st
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(20))
 def test_random_calls_match_one_device(on_ranks: OnRanks, seed: int) -> None:
-    """Any strategy, layout, mask, length, heads and chunks of heads, each with random delays of its own."""
+    """Any strategy, layout, mask, length, heads and chunks of heads, with random delays."""
     chance = random.Random(seed)
     for _ in range(5):
         strategy = chance.choice(STRATEGIES)
@@ -97,7 +97,7 @@ SCHEDULED = [case for strategy in ("ring", "double_ring", "gather", "helper", "h
 
 
 def compare_posts(cases: list[Case]) -> list[str]:
-    """On a rank: of which cases the batches are not those of the proof."""
+    """On a rank: the cases whose batches differ from those of the proof."""
     wrong = []
     for case in cases:
         attend = attention_of(case)
@@ -138,7 +138,7 @@ def test_a_split_context_gives_the_tokens_of_one_device(on_four: OnRanks) -> Non
 
 
 def post_in_another_order(me: int) -> str:
-    """What a rank of `helper` says when rank 1 posts a step's messages backwards."""
+    """The error of a rank of `helper` if rank 1 posts a step's messages in reverse order."""
     group = fresh(num_ranks=2)
     if group is None:
         return ""
@@ -157,16 +157,16 @@ def post_in_another_order(me: int) -> str:
 
 
 def test_a_rank_that_posts_in_another_order_is_found(on_four: OnRanks) -> None:
-    """Of a step's keys and queries for one rank, each would be taken for the other."""
+    """A step's keys and queries for one rank would be swapped."""
     said = on_four(call, post_in_another_order)
     assert all(f"bytes on rank {rank} and" in said[rank] for rank in range(2)), said
 
 
-# What the network itself does: without its rules, the tests above would say little.
+# The process group itself: without its rules, the tests above would prove little.
 
 
 def fresh(timeout: float = 20.0, num_ranks: int = 4) -> Any:
-    """A group of the first ranks, connected, with this timeout from now on; elsewhere None."""
+    """A connected group of the first ranks with this timeout; None on other ranks."""
     NcclLike.seed = None
     group = new_group(list(range(num_ranks)), NAME)
     if dist.get_rank() >= num_ranks:
@@ -187,7 +187,7 @@ def batch(group: Any, *messages: tuple[int, int, torch.Tensor], tag: int = 0) ->
 
 
 def outcome(works: list[dist.Work]) -> str:
-    """What the first error says; nothing if there is none."""
+    """The text of the first error; empty if there is none."""
     try:
         for work in works:
             work.wait(timedelta(seconds=20))
@@ -201,7 +201,7 @@ def full(value: int, size: int = 4) -> torch.Tensor:
 
 
 def pair_in_order(me: int) -> Any:
-    """Rank 0 sends 1 then 2 to rank 1, with tags that say otherwise."""
+    """Rank 0 sends 1 then 2 to rank 1, with tags in the other order."""
     group = fresh()
     if me > 1:
         return [], "", []
@@ -230,14 +230,14 @@ def no_receive(me: int) -> Any:
 
 
 def a_circle(me: int) -> Any:
-    """Ranks in a ring, each with its two batches in another order."""
+    """Ranks in a ring, each with its two batches in a different order."""
     group = fresh(0.5)
     works = batch(group, (me, (me + 1) % 4, full(0))) + batch(group, ((me - 1) % 4, me, full(0)))
     return outcome(works)
 
 
 def late_batch(me: int) -> Any:
-    """Rank 0's second batch, to rank 1 which waits for it, ends after its first, for which rank 2 comes late."""
+    """Rank 0's second batch, for which rank 1 is ready, ends after its first, for which rank 2 is late."""
     group = fresh()
     if me == 2:
         time.sleep(0.5)
@@ -297,7 +297,7 @@ def test_a_batch_ends_after_those_before_it(on_four: OnRanks) -> None:
     assert on_four(call, late_batch) == [("", True, True), "", "", ""]
 
 
-def test_what_nccl_would_hang_of_or_get_wrong_is_an_error(on_four: OnRanks) -> None:
+def test_an_order_that_hangs_or_fails_on_nccl_is_an_error(on_four: OnRanks) -> None:
     first, second, *_ = on_four(call, other_sizes)
     assert "has 4 bytes on rank 0 and 5 on the other" in first
     assert "has 5 bytes on rank 1 and 4 on the other" in second
@@ -311,7 +311,7 @@ def test_what_nccl_would_hang_of_or_get_wrong_is_an_error(on_four: OnRanks) -> N
 
 
 def test_small_collectives_live_where_the_group_serves(on_four: OnRanks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the devices it names: a group made without naming a backend is of "undefined", on GPUs too."""
+    """By the devices of its config: a group made without a backend has the backend "undefined", on GPUs too."""
     assert on_four(call, serves_small_collectives) == [[[0], [1], [2], [3]]] * 4
     transport = transports.GroupTransport(None)
     assert transport.device.type == "cpu"

@@ -1,4 +1,4 @@
-"""NCCL can run every strategy; and programs that it cannot run are found, and what is wrong with them is named."""
+"""NCCL can run every strategy; programs that it cannot run are detected, with the reason."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def on(rank: int, *messages: Endpoints, group: str = "group") -> list[Batch]:
 
 
 def changed(programs: Programs, rank: int, number: int, messages: Sequence[Endpoints], waits: bool = True) -> Programs:
-    """The programs, but for what a rank posts in the first batch of a step: these messages, and waits for no other."""
+    """The programs, with these messages in the first batch of a rank's step, and no other waits."""
     stage = programs[rank][number]
     program = list(programs[rank])
     program[number] = stage._replace(batches=[replace(stage.batches[0], messages=messages), *stage.batches[1:]])
@@ -90,14 +90,14 @@ def changed(programs: Programs, rank: int, number: int, messages: Sequence[Endpo
     return [*programs[:rank], program, *programs[rank + 1 :]]
 
 
-def test_swapped_posts_are_found_and_named() -> None:
-    """A helper of two ranks is sent keys and queries together: received the other way round, each is the other."""
+def test_swapped_posts_are_reported() -> None:
+    """A helper of two ranks receives keys and queries together: in the other order they are swapped."""
     good = programs(schedule_of("helper", 2, mask=EVERYTHING))
     (batch,) = good[0][0].batches
     first, second, *rest = [m for m in batch.messages if m.dst == 0]
     assert not rest
     others = [m for m in batch.messages if m.dst != 0]
-    prove(changed(good, 0, 0, [*others, first, second]))  # sends and receives do not mind each other
+    prove(changed(good, 0, 0, [*others, first, second]))  # the order of sends relative to receives does not matter
     with pytest.raises(ScheduleError) as error:
         prove(changed(good, 0, 0, [*others, second, first]))
     found = f"message 0 from rank 1 to rank 0: rank 1 sends {first}, rank 0 receives {second}"
@@ -105,7 +105,7 @@ def test_swapped_posts_are_found_and_named() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(generators.GENERATORS))
-def test_a_missing_receive_or_send_is_found_and_named(name: str) -> None:
+def test_a_missing_receive_or_send_is_reported(name: str) -> None:
     good = programs(reverse(schedule_of(name, 4)))
     (batch,) = good[3][0].batches
     for lost in batch.messages:
@@ -114,7 +114,7 @@ def test_a_missing_receive_or_send_is_found_and_named(name: str) -> None:
             prove(changed(good, 3, 0, [m for m in batch.messages if m is not lost]))
 
 
-def test_a_message_on_another_communicator_is_found() -> None:
+def test_a_message_on_another_communicator_is_reported() -> None:
     message = AllToAllMessage(0, 1, "keys")
     with pytest.raises(ScheduleError, match=r"on group, rank 0 sends keys.*, which rank 1 does not receive"):
         prove([stages(((), on(0, message)), ([message], ())), stages(((), on(1, message, group="b")), ([message], ()))])
@@ -145,7 +145,7 @@ def test_a_cycle_of_ranks_that_wait_before_they_post_is_named() -> None:
 
 
 def test_a_cycle_of_batches_alone_is_found() -> None:
-    """Three ranks wait for nothing until all is posted, but each has its batches in another order."""
+    """Three ranks post everything before they wait, but each in a different order."""
     ring = [AllToAllMessage(rank, (rank + 1) % 3, "keys") for rank in range(3)]
     alone = [
         stages(((), on(rank, ring[rank])), ((), on(rank, ring[rank - 1])), ([ring[rank], ring[rank - 1]], ()))
@@ -189,9 +189,9 @@ def test_the_proof_of_a_schedule_includes_the_order() -> None:
 
 
 def can_run(programs: Programs) -> bool:
-    """Whether the rules of NCCL bring these programs, whose order matches, to their end: by carrying them out.
+    """Whether these programs, whose order matches, end under NCCL's rules: by running them.
 
-    Which batch ends first makes no difference: what may happen now may still happen later.
+    The order in which batches end does not matter: an event that is possible now stays possible.
     """
     queues: dict[tuple[int, str], list[Batch]] = defaultdict(list)
     places, ended = [0] * len(programs), set()
@@ -219,7 +219,7 @@ def can_run(programs: Programs) -> bool:
 
 @st.composite
 def any_programs(draw: st.DrawFn) -> Programs:
-    """Up to 4 ranks that pass up to 8 messages in batches and steps of any kind, on two communicators."""
+    """Up to 4 ranks with up to 8 messages in any batches and steps, on two communicators."""
     num_ranks = draw(st.integers(2, 4))
     made: Programs = [[] for _ in range(num_ranks)]
     posted: list[list[Endpoints]] = [[] for _ in range(num_ranks)]
@@ -248,7 +248,7 @@ def any_programs(draw: st.DrawFn) -> Programs:
 
 
 def fault(made: Programs) -> str:
-    """What the proof finds wrong with them."""
+    """The fault that the proof reports."""
     try:
         prove(made)
     except ScheduleError as error:
@@ -258,7 +258,7 @@ def fault(made: Programs) -> str:
 
 @given(any_programs())
 @settings(max_examples=200, deadline=None)
-def test_the_proof_says_what_happens_when_the_programs_are_carried_out(made: Programs) -> None:
+def test_the_proof_agrees_with_a_run_of_the_programs(made: Programs) -> None:
     found = fault(made)
     if "cycle" in found:
         assert not can_run(made), found

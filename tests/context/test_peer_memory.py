@@ -1,4 +1,4 @@
-"""Canaries: the names of torch and of the CUDA driver that `peer_memory` uses are there and take what it gives them."""
+"""Canaries: the names of torch and of the CUDA driver that `peer_memory` uses exist and accept its arguments."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_symmetric_memory_has_empty_and_rendezvous() -> None:
 
 
 @pytest.mark.parametrize("name", ["rank", "world_size", "buffer_ptrs", "get_buffer"])
-def test_a_rendezvous_gives_what_is_read_from_it(name: str) -> None:
+def test_a_rendezvous_has_the_attributes_that_are_read(name: str) -> None:
     assert hasattr(torch._C._distributed_c10d._SymmetricMemory, name)
 
 
@@ -52,7 +52,7 @@ def test_the_driver_waits_and_writes() -> None:
 
 
 def make_arena() -> list[int]:
-    """On a rank: an arena, a copy to each rank, and what came."""
+    """On a rank: an arena, a copy to each rank, and the received data."""
     device = torch.device("cuda", 0)
     peer_memory.allow_shared_gpu()
     assert dist.group.WORLD is not None
@@ -98,8 +98,8 @@ def test_an_error_raised_in_another_thread_reaches_it() -> None:
     assert found == ["rank 3 has stalled"]
 
 
-def test_a_wait_that_outlasts_the_timeout_is_released_and_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The watchdog sees only numbers that lanes write: here the test writes them in a lane's place."""
+def test_a_wait_that_exceeds_the_timeout_is_released_and_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watchdog reads numbers that lanes write: here the test writes them instead of a lane."""
     monkeypatch.setattr(watchdogs, "POLL", 0.01)
     words = [np.zeros(Watchdog.num_words(4), dtype=np.uint32) for _ in range(3)]
     flags, marks = words[1][:4], words[1][4:-1]
@@ -113,7 +113,7 @@ def test_a_wait_that_outlasts_the_timeout_is_released_and_raised(monkeypatch: py
         marks[LANES.index(COMPUTE)] = first
         time.sleep(0.2)
         marks[LANES.index(COMPUTE)] = first + 1
-        time.sleep(0.2)  # busy with something else: no wait's time runs
+        time.sleep(0.2)  # busy with other work: the time of the wait has not begun
         marks[LANES.index(COMPUTE)] = second
         try:
             time.sleep(0.2)
@@ -136,5 +136,5 @@ def test_a_wait_that_outlasts_the_timeout_is_released_and_raised(monkeypatch: py
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a driver is there")
-def test_without_a_driver_the_reason_is_said() -> None:
+def test_without_a_driver_the_reason_is_reported() -> None:
     assert "driver" in peer_memory.missing()

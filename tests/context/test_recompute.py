@@ -1,4 +1,4 @@
-"""Checkpointed with `keep_attention`, attention goes round once forward and once backward, never twice forward."""
+"""With `keep_attention`, a checkpointed ring runs once forward and once backward, never twice forward."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_attention_is_not_run_twice(on_ranks: OnRanks, strategy: str) -> None:
         assert torch.equal(torch.from_numpy(none[3]), torch.from_numpy(kept[3]))
         if strategy != "hybrid":
             assert kept[2] == none[2] < plain[2]
-        else:  # q, k and v are traded for heads again; out is not, nor does the ring turn
+        else:  # the all-to-all of q, k and v is repeated; that of out and the ring are not
             assert none[2] < kept[2] < plain[2]
 
 
@@ -106,13 +106,13 @@ def write_into_what_is_kept(mode: str) -> str:
     return "right" if torch.allclose(weight.grad, y.detach().sum((0, 1, 2)), atol=1e-4) else "wrong"
 
 
-def test_what_is_kept_and_then_changed_is_not_used(on_ranks: OnRanks) -> None:
+def test_a_kept_result_that_was_changed_is_refused(on_ranks: OnRanks) -> None:
     assert set(on_ranks(write_into_what_is_kept, "plain")[4:]) == {"right"}
     assert all("changed in place" in said for said in on_ranks(write_into_what_is_kept, "kept")[4:])
 
 
 @pytest.mark.parametrize("strategy", ["ring", "gather", "helper", "double_ring"])
-def test_the_transport_carries_the_bytes_the_schedule_announces(on_ranks: OnRanks, strategy: str) -> None:
+def test_the_transport_sends_the_bytes_of_the_schedule(on_ranks: OnRanks, strategy: str) -> None:
     visibility = Visibility(place("zigzag", T, 4), CAUSAL)
     sizes = {"sizes": (2, 2)} if strategy == "double_ring" else {}
     schedule = GENERATORS[strategy](visibility, **sizes)
@@ -136,7 +136,7 @@ def ulysses_bytes(kv_heads: int, dtype: torch.dtype) -> tuple[int, int] | None:
 
 @pytest.mark.parametrize(("kv_heads", "replicas"), [(8, 8), (4, 4), (2, 4), (1, 4)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_ulysses_sends_what_is_said_and_planned(
+def test_ulysses_sends_the_documented_and_planned_bytes(
     on_ranks: OnRanks, kv_heads: int, replicas: int, dtype: torch.dtype
 ) -> None:
     answers = on_ranks(ulysses_bytes, kv_heads, dtype)[4:]
@@ -145,7 +145,7 @@ def test_ulysses_sends_what_is_said_and_planned(
     summed = 4 if replicas > kv_heads else E
     assert sent[0] == rows * ((2 * 8 + 2 * replicas) * D * E + 4 * 8)
     assert sent[1] == rows * (2 * 8 * D * E + 4 * 8 + 2 * replicas * D * summed)
-    # The planner's ranks wait for the link alone, here a byte a second.
+    # The planner's ranks wait only for the link, here a byte per second.
     run = Run(LlamaConfig(64, 8 * D, 1, 8, kv_heads, 64), batch=2, tokens=T, precision=str(dtype).split(".")[1])
     link = Link("slow", latency=0.0, bandwidth=1.0)
     cluster = Cluster(DEVICES["H100"], 4, 4, link, link)

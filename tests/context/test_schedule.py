@@ -1,4 +1,4 @@
-"""Every schedule is proved, forward and backward, and the proof notices when a schedule is broken."""
+"""Every schedule is proved, forward and backward, and the proof fails for broken schedules."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_all_of_256_ranks(name: str, layout: str, mask: Mask) -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 8, 9, 16, 33, 64, 100, 256])
 def test_causal_work_is_balanced(num_ranks: int) -> None:
-    """Zigzag and striped within 2% of the mean, helpers on contiguous shards within 10% from 8 ranks on."""
+    """Zigzag and striped within 2% of the mean; helper on contiguous shards within 10% for 8 or more ranks."""
     num_tokens = 64 * num_ranks
     for layout, generate, bound in (
         ("zigzag", generators.ring, 1.02),
@@ -139,7 +139,7 @@ def test_runs_are_sets_of_rows(sets: list[set[int]], first: int, last: int) -> N
 
 
 def test_a_window_in_a_zigzag_sends_both_edges_of_a_shard_and_nothing_between() -> None:
-    """The neighbour in a zigzag sees the head of a rank's first run and the tail of its second."""
+    """The neighbour in a zigzag sees one end of a rank's first run and one of its second."""
     visibility = Visibility(place("zigzag", 8 * 64, 8), Band(-9, 9))
     schedule = generators.gather(visibility)
     prove(schedule, visibility)
@@ -154,7 +154,7 @@ def test_a_causal_ring_sends_no_key_to_those_before_it() -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 5, 8])
 def test_bytes_are_those_of_the_docstrings(num_ranks: int) -> None:
-    """Full mask: every token's keys reach all others once, and as many gradients come home."""
+    """Full mask: every token's keys reach all other ranks once, and as many gradients return."""
     n, shape = 16, Shape(num_batch=2, num_heads=6, num_kv_heads=3, head_dim=8, itemsize=2)
     visibility = Visibility(place("zigzag", n * num_ranks, num_ranks), EVERYTHING)
     kv, dkv = 2 * 2 * 3 * 8 * 2, 2 * 2 * 3 * 8 * 4
@@ -183,14 +183,14 @@ def test_helper_bytes_are_those_of_the_docstring(num_ranks: int) -> None:
     q, carry, rows, dq = 2 * 6 * 8 * 2, 2 * 6 * (8 + 1) * 4, 2 * 6 * (2 * 8 * 2 + 2 * 4), 2 * 6 * 8 * 4
     pairs = num_ranks * (num_ranks - 1) // 2
     halved = num_ranks // 2 if num_ranks % 2 == 0 else 0
-    far = sum(num_ranks - d for d in range(num_ranks // 2 + 1, num_ranks))  # tiles computed by helpers, whole
+    far = sum(num_ranks - d for d in range(num_ranks // 2 + 1, num_ranks))  # whole tiles computed by helpers
     own, helped = pairs - far, far + halved / 2
     assert sum(bytes_sent(schedule, shape)) == n * (own * kv + helped * (q + carry))
     assert sum(bytes_sent(reverse(schedule), shape)) == n * (own * (kv + dkv) + helped * (rows + dq))
 
 
 def broken(schedule: Schedule, which: str) -> Schedule:
-    """A schedule with one thing wrong with it."""
+    """A schedule with one fault."""
     tiles, transfers = list(schedule.tiles), list(schedule.transfers)
     last = max(range(len(transfers)), key=lambda i: transfers[i].start)
     if which == "a tile is missing":
@@ -243,7 +243,7 @@ def test_the_proof_fails_for_broken_schedules(which: str, name: str, backward: b
         verify(broken(schedule, which), visibility)
 
 
-def test_a_gradient_left_behind_is_noticed() -> None:
+def test_a_gradient_that_does_not_reach_its_owner_is_reported() -> None:
     visibility = Visibility(place("zigzag", 40, 4), CAUSAL)
     schedule = reverse(generators.ring(visibility))
     transfers = [t for t in schedule.transfers if not (t.kind == "dkv" and t.dst == t.owner == 2)]

@@ -37,11 +37,11 @@ def check(on_ranks: OnRanks, cases: list[Case]) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_parallel_matches_one_device(on_ranks: OnRanks, strategy: str, ranks: int) -> None:
-    """All layouts and masks, odd lengths, groups of queries, on sub-groups whose ranks are not the world's."""
+    """All layouts and masks, odd lengths, grouped queries, on sub-groups whose ranks differ from global ranks."""
     if strategy == "hybrid" and ranks % 2:
         pytest.skip("a 2-D mesh with 2 columns has an even number of ranks")
     layouts = itertools.cycle(LAYOUTS)
-    # Each mask with one layout at each size, and each layout with the two masks that matter most.
+    # Each mask with one layout at each size, and each layout with the two most important masks.
     cases = [Case(ranks, strategy, next(layouts), mask, T=45 + 2 * ranks) for mask in MASKS]
     cases += [Case(ranks, strategy, layout, mask) for layout in LAYOUTS for mask in ("causal", "causal documents")]
     check(on_ranks, cases)
@@ -49,7 +49,7 @@ def test_parallel_matches_one_device(on_ranks: OnRanks, strategy: str, ranks: in
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_any_length_and_any_heads(on_ranks: OnRanks, strategy: str) -> None:
-    """Fewer tokens than ranks, one token, none; query heads that ranks do not divide; one kv head for all."""
+    """Fewer tokens than ranks, one token, none; query heads not divisible by ranks; one kv head."""
     cases = [Case(4, strategy, layout, T=T) for T in (0, 1, 3, 7) for layout in LAYOUTS]
     cases += [
         Case(4, strategy, heads=heads, kv_heads=kv, T=19) for heads, kv in ((6, 6), (6, 3), (5, 1), (2, 1), (6, 2))
@@ -85,13 +85,13 @@ def test_head_chunks_change_nothing(on_ranks: OnRanks, strategy: str) -> None:
 
 
 def test_large_shards_go_in_chunks_of_heads_by_default(on_ranks: OnRanks) -> None:
-    """Never with less than MESSAGE bytes of keys and values to a transfer; here a head has 2048 bytes of them."""
+    """Never less than MESSAGE_BYTES of keys and values per transfer; here a head has 2048 bytes."""
     for answer in on_ranks(count_chunks, [2**20, 4096, 2048, 1])[4:]:
         assert answer == [1, 1, 2, 2]
 
 
 def count_chunks(messages: list[int]) -> list[int]:
-    """On a rank: the number of chunks a call is split into when this much is a message."""
+    """On a rank: the number of chunks of a call with this MESSAGE_BYTES."""
     found = []
     usual = strategies.MESSAGE_BYTES
     for strategies.MESSAGE_BYTES in messages:
@@ -122,7 +122,7 @@ def test_half_precision(on_ranks: OnRanks) -> None:
 
 
 def test_half_precision_results_are_rounded_once(on_ranks: OnRanks) -> None:
-    """Their errors are those of the exact results in 16 bits, also where the softmax is sharp and delta matters."""
+    """Errors are those of rounding exact results to 16 bits, also for a sharp softmax, where delta matters."""
     cases = [Case(4, strategy, dtype=torch.float16, dropout=0.2, sharpness=5.0) for strategy in STRATEGIES]
     answers = on_ranks(run_cases, cases)
     for index, case in enumerate(cases):
@@ -134,7 +134,7 @@ def test_half_precision_results_are_rounded_once(on_ranks: OnRanks) -> None:
                 assert float((mine - exact[name]).norm()) <= 1.05 * float(rounding), (case.id, name)
 
 
-def test_odd_numbers_of_16_bit_elements_travel(on_ranks: OnRanks) -> None:
+def test_odd_numbers_of_16_bit_elements_are_sent(on_ranks: OnRanks) -> None:
     cases = [
         Case(2, strategy, "contiguous", T=6, D=3, heads=2, kv_heads=2, batch=1, dtype=torch.bfloat16)
         for strategy in STRATEGIES
@@ -153,7 +153,7 @@ def test_float64_stays_float64(on_ranks: OnRanks) -> None:
     check(on_ranks, cases)
 
 
-def test_keys_may_travel_between_nodes_by_a_second_group(on_ranks: OnRanks) -> None:
+def test_keys_may_be_sent_between_nodes_by_a_second_group(on_ranks: OnRanks) -> None:
     options = {"two_groups": True, "sizes": (2, 4)}
     check(on_ranks, [Case(8, "double_ring", layout, options=options) for layout in LAYOUTS])
 
@@ -176,7 +176,7 @@ def attend_under_autocast() -> float | None:
     return float((mine - exact).abs().max())
 
 
-def test_the_truth_is_not_trivial() -> None:
-    """Errors are measured against something: gradients of random dout are of the size of their inputs."""
+def test_the_reference_is_not_trivial() -> None:
+    """Errors are relative to something: gradients of random dout have the size of their inputs."""
     for x in truth(Case(1)).results.values():
         assert 0.1 < float(x[x.isfinite()].std()) < 10

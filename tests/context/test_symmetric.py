@@ -38,7 +38,7 @@ SYMMETRIC = {"transport": "symmetric"}
 
 
 def cases_of(ranks: int, strategy: str) -> list[Case]:
-    """Each mask with one layout, each layout with the mask that matters most, few tokens, uneven heads."""
+    """Each mask with one layout, each layout with the most important mask, few tokens, uneven heads."""
     layouts = itertools.cycle(LAYOUTS)
     cases = [Case(ranks, strategy, next(layouts), mask, T=45 + 2 * ranks, options=SYMMETRIC) for mask in MASKS]
     cases += [Case(ranks, strategy, layout, "causal documents", options=SYMMETRIC) for layout in LAYOUTS]
@@ -61,8 +61,8 @@ def run_on_fake_gpu(cases: list[Case]) -> list[Any]:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_memory_of_a_gpu_is_used_in_an_order_that_ends(on_ranks: OnRanks, strategy: str) -> None:
-    """CudaPeerMemory itself, with a driver of host memory under it: the same bits as by the group."""
+def test_gpu_peer_memory_does_not_deadlock(on_ranks: OnRanks, strategy: str) -> None:
+    """CudaPeerMemory with a driver simulated in host memory: the same bits as with the group."""
     cases = [Case(8, strategy, layout, options=SYMMETRIC) for layout in LAYOUTS]
     by_group = on_ranks(run_cases, [replace(case, options={"transport": "group"}) for case in cases])
     for mine, others in zip(on_ranks(run_on_fake_gpu, cases), by_group, strict=True):
@@ -71,7 +71,7 @@ def test_the_memory_of_a_gpu_is_used_in_an_order_that_ends(on_ranks: OnRanks, st
 
 
 def call_on_two_streams() -> bool:
-    """On a rank: whether a call on a second stream waits for the first call's, whose places it uses again."""
+    """On a rank: whether a call on a second stream waits for the first call, whose slots it reuses."""
     attend = context_parallel(dist.group.WORLD, transport="symmetric")
     q = torch.ones(1, 1, 2, 8)
     with fake_gpu() as first:
@@ -87,7 +87,7 @@ def test_a_call_on_another_stream_follows_the_one_before(on_ranks: OnRanks) -> N
 
 
 def run_disturbed(cases: list[Case], seed: int) -> tuple[list[Any], int]:
-    """On a rank: the cases, all with delays of its own, and how many these were."""
+    """On a rank: the cases with random delays, and their number."""
     with disturbances(seed * 64 + dist.get_rank()) as arenas:
         return run_cases(cases), sum(arena.delays for arena in arenas)
 
@@ -106,7 +106,7 @@ def test_delays_and_poisoned_buffers_change_no_bit(on_ranks: OnRanks, strategy: 
 
 
 def reach_of_two_hosts(group: GroupTransport, transport: str, device: torch.device) -> symmetric.Reach:
-    """As if each two neighbours of a group were on a host of their own."""
+    """As if each pair of neighbours in a group were on a separate host."""
     if group.num_ranks == 1:
         return symmetric.Reach((0,), "")
     first = group.rank // 2 * 2
@@ -142,7 +142,7 @@ def refuse_two_hosts() -> str:
 
 
 def attend_in_inference_mode() -> bool:
-    """On a rank: in inference mode first, which makes the arena, then with gradients; equal to the group's bits."""
+    """On a rank: in inference mode, which makes the arena, then with gradients; the bits of the group."""
     results = []
     for transport in ("symmetric", "group"):
         attend = context_parallel(dist.group.WORLD, transport=transport, timeout=20.0)  # type: ignore[arg-type]
@@ -170,12 +170,12 @@ def send_from_a_gpu_by_gloo() -> str:
     return ""
 
 
-def test_tensors_of_a_gpu_are_not_given_to_gloo(on_ranks: OnRanks) -> None:
+def test_gpu_tensors_are_not_sent_by_gloo(on_ranks: OnRanks) -> None:
     assert all("backend gloo cannot send tensors on a GPU" in text for text in on_ranks(send_from_a_gpu_by_gloo))
 
 
 def refuse_hybrid(case: Case) -> str:
-    """On a rank: the last is on another host, which only its row and its column of the mesh can tell."""
+    """On a rank: the last rank is on another host, which only its row and its column of the mesh know."""
     with mock.patch.object(symmetric, "_host", lambda: str(dist.get_rank() == 7)):  # noqa: PT008 - asked on each rank
         try:
             run_cases([case])
@@ -190,7 +190,7 @@ def test_symmetric_on_a_part_of_a_mesh_is_refused_on_all_of_it(on_ranks: OnRanks
 
 
 def refuse_then_serve() -> tuple[str, bool]:
-    """On a rank: a first call that is refused leaves nothing behind that the second could trip over."""
+    """On a rank: a refused first call does not affect the second call."""
     attend = context_parallel(dist.group.WORLD, transport="symmetric")
     q = torch.ones(1, 1, 2, 8)
     text = ""
@@ -202,15 +202,15 @@ def refuse_then_serve() -> tuple[str, bool]:
     return text, bool(attend(q, q, q).isfinite().all())
 
 
-def test_a_call_after_one_that_was_refused_is_served(on_ranks: OnRanks) -> None:
+def test_a_call_after_a_refused_one_works(on_ranks: OnRanks) -> None:
     assert all("4 hosts" in text and served for text, served in on_ranks(refuse_then_serve))
 
 
 def come_late() -> str:
-    """On a rank: one does not come to where memory is shared."""
+    """On a rank: one rank does not take part when memory is shared."""
     attend = context_parallel(dist.group.WORLD, transport="symmetric", timeout=1.0, num_tokens=16)
     q = torch.ones(1, 1, 2, 8)
-    with mock.patch.object(attend, "_agree", return_value=16):  # or it would be noticed there
+    with mock.patch.object(attend, "_agree", return_value=16):  # otherwise it would be noticed there
         if dist.get_rank() == 5:
             time.sleep(3.0)
             return "late"
@@ -228,7 +228,7 @@ def test_a_rank_that_does_not_share_its_memory_is_noticed_in_time() -> None:
 
 
 def count_groups() -> list[int]:
-    """On a rank: process groups after each of three attentions over half of the ranks' memory."""
+    """On a rank: the number of process groups after each of three attentions over half of the ranks."""
     counts = []
     with mock.patch.object(symmetric, "find_reach", reach_of_two_hosts):
         for _ in range(3):
@@ -251,7 +251,7 @@ def test_an_unknown_transport_is_refused() -> None:
 
 
 def without_memory(transport: str) -> tuple[str, str]:
-    """On a rank: one of them cannot make a file. What attention says, and how it travels then."""
+    """On a rank: one rank cannot create a file. The warning of attention, and its transport."""
     attend = context_parallel(dist.group.WORLD, transport=transport)  # type: ignore[arg-type]
     failing = mock.Mock(side_effect=OSError("no memory is left"))
     reach = reach_of_two_hosts if transport == "auto" else symmetric.find_reach
@@ -269,7 +269,7 @@ def without_memory(transport: str) -> tuple[str, str]:
 
 
 def test_ranks_that_cannot_share_memory_send_by_the_group(on_ranks: OnRanks) -> None:
-    """Both ranks of that host do, and the others copy."""
+    """Both ranks of that host use the group, and the others copy."""
     found = on_ranks(without_memory, "auto")
     assert {error for error, _ in found} == {""}
     assert all("rank 1: no memory is left" in how for _, how in found[2:4])
@@ -282,7 +282,7 @@ def test_symmetric_alone_is_refused_where_memory_cannot_be_shared(on_ranks: OnRa
 
 
 def stall(dies: bool) -> None:
-    """On a rank: the last one computes nothing the second time."""
+    """On a rank: the last rank does not make the second call."""
     attend = context_parallel(dist.group.WORLD, transport="symmetric", timeout=1.0, num_tokens=64)
     q, k, v = (torch.randn(1, 2, 16, 8) for _ in range(3))
     attend(q, k, v)
@@ -309,7 +309,7 @@ def schedules(num_ranks: int) -> list[Schedule]:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8, 32])
-def test_places_in_use_at_the_same_time_do_not_overlap(num_ranks: int) -> None:
+def test_slots_in_use_at_the_same_time_do_not_overlap(num_ranks: int) -> None:
     shape = Shape(1, 4, 2, 64, 2)
     for schedule in schedules(num_ranks):
         found = receives(schedule, shape.bytes)
@@ -325,7 +325,7 @@ def test_places_in_use_at_the_same_time_do_not_overlap(num_ranks: int) -> None:
         assert slots.num_bytes >= max(len(place) for place in slots.ranges.values())
 
 
-def test_a_ring_needs_room_for_three_messages_however_long_it_is() -> None:
+def test_a_ring_of_any_length_needs_memory_for_three_messages() -> None:
     shape = Shape(1, 4, 2, 64, 2)
     for num_ranks in (4, 16, 64):
         schedule = GENERATORS["ring"](Visibility(place("zigzag", 64 * 32, num_ranks), CAUSAL))
@@ -333,7 +333,7 @@ def test_a_ring_needs_room_for_three_messages_however_long_it_is() -> None:
         assert assign_slots(receives(schedule, shape.bytes)).num_bytes <= 3 * largest
 
 
-def test_places_are_random_arrivals_apart() -> None:
+def test_slots_of_random_messages_do_not_overlap() -> None:
     draw = random.Random(0)
     for _ in range(50):
         found = []

@@ -1,4 +1,4 @@
-"""Small models, data and distances for the tests of `flashspan.parallel`."""
+"""Small models, data and error measures for the tests of `flashspan.parallel`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class Toy(nn.Module):
-    """Odd sizes, a bias, a frozen parameter, a buffer, and a parameter nothing uses."""
+    """Odd sizes, a bias, a frozen parameter, a buffer, and an unused parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Toy(nn.Module):
 
 
 class Tied(nn.Module):
-    """An embedding used again as the output layer."""
+    """An embedding tied to the output layer."""
 
     def __init__(self) -> None:
         super().__init__()

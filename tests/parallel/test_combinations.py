@@ -120,7 +120,7 @@ def _mixture(degrees: dict[str, int], engine: str, max_norm: float) -> tuple[lis
 
 @pytest.mark.parametrize("engine", ["data parallel", "fully sharded"])
 @pytest.mark.parametrize(("num_ranks", "degrees"), MESHES)
-def test_every_mixture_trains_and_clips_as_one_device_does(
+def test_every_combination_trains_and_clips_as_one_device_does(
     on_ranks, num_ranks: int, degrees: dict[str, int], engine: str
 ) -> None:
     want_norms, want = _alone(0.3)
@@ -145,7 +145,7 @@ def _reload(degrees: dict[str, int], engine: str, state: dict[str, Tensor]) -> d
 
 @pytest.mark.parametrize("engine", ["data parallel", "fully sharded"])
 @pytest.mark.parametrize(("num_ranks", "degrees"), MESHES)
-def test_a_whole_checkpoint_loads_under_every_mixture(
+def test_a_whole_checkpoint_loads_under_every_combination(
     on_ranks, num_ranks: int, degrees: dict[str, int], engine: str
 ) -> None:
     state = {name: torch.randn_like(value) for name, value in _model().state_dict().items()}
@@ -169,7 +169,7 @@ def _resume(degrees: dict[str, int], saved: dict[str, Any] | None, steps: range)
     return {"model": full_state_dict(model), "optimizer": optimizer.state_dict()}
 
 
-def test_training_resumes_under_another_mixture(on_ranks) -> None:
+def test_training_resumes_under_another_combination(on_ranks) -> None:
     _, want = _alone(0.3)
     saved = on_ranks(4, _resume, {"data": 2, "tensor": 2}, None, range(2))[3]
     assert all(type(v) is Tensor for entry in saved["optimizer"]["state"].values() for v in entry.values())
@@ -208,7 +208,7 @@ def test_norms_of_any_order_count_each_element_once(on_ranks) -> None:
         assert all(abs(got - want) <= 1e-6 * want for got, want in pairs)
 
 
-def test_a_parameter_alone_is_clipped_as_a_list_of_it() -> None:
+def test_a_single_parameter_is_clipped_like_a_list_of_it() -> None:
     param = nn.Parameter(torch.zeros(3, 2))
     param.grad = torch.full((3, 2), 2.0)
     assert grad_norm(param) == grad_norm([param])
@@ -312,7 +312,7 @@ def test_a_misuse_is_named(on_ranks, kind: str, says: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_clipping_rounds_once(dtype: torch.dtype) -> None:
-    """The factor is float32 or better, whatever the gradients are kept in."""
+    """The factor is at least float32, for gradients of any dtype."""
     torch.manual_seed(0)
     params = [nn.Parameter(torch.zeros(size, dtype=dtype)) for size in (40, 7, 0)]
     for param in params:

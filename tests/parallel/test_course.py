@@ -81,7 +81,7 @@ def _half() -> tuple[torch.dtype, torch.dtype]:
     return seen[0], next(iter(_hooks().fsdp_gather_full_params(wrapped).values())).dtype
 
 
-def test_fsdp_computes_in_the_asked_type_and_keeps_its_own(on_ranks) -> None:
+def test_fsdp_computes_in_the_given_dtype_and_keeps_its_own(on_ranks) -> None:
     assert on_ranks(2, _half) == [(torch.float16, torch.float32)] * 2
 
 
@@ -103,7 +103,7 @@ class Course(nn.Module):
 
 
 class Norm(nn.Module):
-    """RMSNorm that computes in float32, whatever it is given."""
+    """RMSNorm that computes in float32, for inputs of any dtype."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ def _make_course() -> Course:
 
 
 def _train_course(compute_dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Three steps of SGD as the course's FSDP test takes them, with its checks of every gradient on the way."""
+    """Three steps of SGD as in the course's FSDP test, with its checks of every gradient."""
     hooks, rank, num_ranks = _hooks(), dist.get_rank(), dist.get_world_size()
     wrapped = hooks.get_fsdp(_make_course(), compute_dtype=compute_dtype)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05)
@@ -164,7 +164,7 @@ def test_fsdp_as_the_course_of_2026_tests_it(on_ranks, compute_dtype: torch.dtyp
 
 
 class Choosy(nn.Module):
-    """Two norms in a container: `forward` uses one of them if asked to, the other never."""
+    """Two norms in a container: `forward` uses one of them on request, the other never."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class Choosy(nn.Module):
 
 
 def _unused_on_some_ranks() -> list[float | None]:
-    """The sums of both norms' gradients, where the first rank alone uses one of them."""
+    """The sums of both norms' gradients, if only the first rank uses one of them."""
     hooks = _hooks()
     wrapped = hooks.get_fsdp(Choosy())
     wrapped(torch.ones(2, 4), dist.get_rank() == 0).sum().backward()

@@ -1,4 +1,4 @@
-"""What DataParallel promises: training on ranks is training on the whole batch, however gradients travel."""
+"""DataParallel: training on ranks equals training on the whole batch, in all modes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _share(x: Tensor) -> Tensor:
 
 
 def _train(name: str, mode: Mode, op: str, size: int, steps: int = 10, accumulate: int = 1) -> list[Tensor]:
-    model = make(name, seed=dist.get_rank())  # different weights on each rank until the wrapper makes them one
+    model = make(name, seed=dist.get_rank())  # different weights on each rank until the wrapper makes them equal
     wrapped = DataParallel(model, mode, bucket_mb=0.0003, op=op)
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.02)
     for step in range(steps):
@@ -110,7 +110,7 @@ def _mean_of_large_halves() -> list[float]:
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)
-def test_a_mean_of_float16_does_not_overflow_on_its_way(on_ranks, num_ranks: int) -> None:
+def test_a_mean_of_float16_does_not_overflow(on_ranks, num_ranks: int) -> None:
     assert on_ranks(num_ranks, _mean_of_large_halves) == [[40000.0] * 12] * num_ranks
 
 
@@ -192,7 +192,7 @@ def test_a_changed_module_can_be_wrapped_again(on_ranks) -> None:
 
 
 def _after_an_exception(mode: Mode, again: bool) -> tuple[list[Tensor], list[Tensor]]:
-    """The gradients of a backward that comes after one that raised in the loss, before any gradient had left."""
+    """The gradients of a backward after one that raised in the loss, before any gradient was sent."""
     model = make("toy")
     wrapped = DataParallel(model, mode, op="sum")
     x, weight = map(_share, batch("toy", 0))
@@ -212,7 +212,7 @@ def _after_an_exception(mode: Mode, again: bool) -> tuple[list[Tensor], list[Ten
 
 
 def _with_whole_batch(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-    """The gradients there are, and those of the whole batch in one process."""
+    """The gradients, and those of the whole batch in one process."""
     whole = make("toy")
     x, weight = batch("toy", 0)
     (whole(x) * weight).sum().backward()
@@ -275,7 +275,7 @@ def test_a_backward_within_a_backward_is_part_of_it(on_ranks) -> None:
 
 
 def _penalized(mode: Mode) -> tuple[list[Tensor], list[Tensor], int]:
-    """Sums over an accumulated part and one with a gradient penalty; how many buckets travelled for autograd.grad."""
+    """Sums over an accumulated part and one with a gradient penalty; the buckets reduced for autograd.grad."""
 
     def loss(model: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
         x = x.clone().requires_grad_()
@@ -322,7 +322,7 @@ def test_a_wrapper_within_a_module_loads_what_it_saved(on_ranks, kind: str, pref
         assert loaded
 
 
-# Failures: the same words on every rank, and ranks that still work afterwards.
+# Failures: the same error on every rank, and ranks that still work afterwards.
 
 
 def _caught(kind: str) -> str:
@@ -366,7 +366,7 @@ def _caught(kind: str) -> str:
 
 
 def _as_one_of_512(op: str, others_lack: bool) -> bool:
-    """Whether a bfloat16 gradient is kept on the one rank of 512 that has it, or has not."""
+    """Whether a bfloat16 gradient is kept on the only rank of 512 that has it, or lacks it."""
     wrapped = DataParallel(nn.Linear(3, 2, bias=False).bfloat16(), "flat", op=op)
     others = torch.tensor([0.0] * 6 + [511.0 * (not others_lack), 511.0 * others_lack])
 
@@ -409,9 +409,9 @@ def test_a_failure_is_named_on_every_rank(on_ranks, kind: str) -> None:
 
 
 def _wrap_beside_a_pair(ranks: list[int] | None) -> str:
-    """The first gradient, or the error, of a model wrapped over the world or over these ranks, where ranks 0 and 1 are
+    """The first gradient, or the error, of a model wrapped over the world or over these ranks, if ranks 0 and 1 are
     in a group that rank 2 is not in."""
-    dist.new_group([0, 1])  # on every rank, as torch asks
+    dist.new_group([0, 1])  # on every rank, as torch requires
     group = None if ranks is None else dist.new_group(ranks)
     if ranks is not None and dist.get_rank() not in ranks:
         return ""
@@ -431,8 +431,8 @@ def _wrap_beside_a_pair(ranks: list[int] | None) -> str:
         ([1, 2], ["", *["in equally many groups: got 3 on rank 1, 2 on rank 2; wrap the model before"] * 2]),
     ],
 )
-def test_ranks_in_unlike_numbers_of_groups_never_wait_in_vain(ranks: list[int] | None, want: list[str]) -> None:
-    """torch names a group that not all ranks make by the number of groups a rank is in: unlike ones never meet."""
+def test_ranks_in_different_numbers_of_groups_get_an_error(ranks: list[int] | None, want: list[str]) -> None:
+    """torch names a group that not all ranks make by the number of a rank's groups: different names never match."""
     with Ranks(3, threads=1, timeout=10) as pool:
         told = pool.run(_wrap_beside_a_pair, ranks, timeout=40)
     assert all(text in said for text, said in zip(want, told, strict=True)), told

@@ -8,7 +8,7 @@ from flashspan.parallel.data import _clone_group
 from flashspan.parallel.mesh import AXES, DERIVED, build_mesh, resolve_degrees, submesh
 
 
-def test_data_takes_what_the_other_degrees_leave() -> None:
+def test_data_takes_the_remaining_ranks() -> None:
     assert resolve_degrees(24, context=3, tensor=2) == {"data": 4, "shard": 1, "context": 3, "tensor": 2}
     assert resolve_degrees(1) == {"data": 1, "shard": 1, "context": 1, "tensor": 1}
 
@@ -29,7 +29,7 @@ def test_data_takes_what_the_other_degrees_leave() -> None:
         (4, {"data": "2"}, "a degree must be an integer, at least 1: got data='2'"),
     ],
 )
-def test_degrees_that_do_not_fit_are_told_which_would(world_size: int, degrees: dict[str, int], says: str) -> None:
+def test_the_error_for_wrong_degrees_lists_some_that_fit(world_size: int, degrees: dict[str, int], says: str) -> None:
     with pytest.raises(ValueError, match="must") as error:
         resolve_degrees(world_size, **degrees)
     assert says in str(error.value)
@@ -64,7 +64,7 @@ def _world_patience() -> object:
     return timeout_of(dist.group.WORLD)
 
 
-def test_every_group_waits_as_long_as_that_of_all_ranks(on_ranks) -> None:
-    """A stalled rank is noticed by those that share an axis with it, too, and not after half an hour."""
+def test_every_group_has_the_timeout_of_the_world(on_ranks) -> None:
+    """Ranks that share an axis with a stalled rank notice it too, and not after half an hour."""
     world = on_ranks(4, _world_patience)
     assert on_ranks(4, _patience, {"data": 2, "tensor": 2}) == [{found} for found in world]

@@ -1,4 +1,4 @@
-"""What ShardedOptimizer promises: the optimizer's own result, a share of its state, and a checkpoint for any degree."""
+"""ShardedOptimizer: the plain optimizer's result, a share of its state, and a checkpoint for any degree."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ADAMW: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
 
 
 def _groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Matrices decayed, vectors not."""
+    """Weight decay for matrices, none for vectors."""
     params = [p for p in model.parameters() if p.requires_grad]
     return [
         {"params": [p for p in params if p.ndim > 1]},
@@ -85,7 +85,7 @@ def test_any_optimizer_can_be_sharded(on_ranks, optimizer_cls: type[torch.optim.
 
 
 def _reload_adagrad() -> bool:
-    """Of an optimizer whose state is there before its first step, one parameter of which has no gradient."""
+    """The optimizer has state before its first step, and one parameter has no gradient."""
     params = [nn.Parameter(torch.ones(3, 3)) for _ in range(3)]
     optimizer = ShardedOptimizer(params, torch.optim.Adagrad, lr=0.1)
     for param in params[1:]:
@@ -160,7 +160,7 @@ class _Layers(nn.Module):
 
 
 def _held() -> tuple[int, int]:
-    """Bytes of optimizer state this rank holds, and bytes of state in all."""
+    """Bytes of optimizer state on this rank, and in total."""
     model = _Layers()
     optimizer = ShardedOptimizer(_groups(model), torch.optim.AdamW)
     for p in model.parameters():
@@ -187,7 +187,7 @@ def _grow() -> list[Tensor]:
 
 
 def test_a_group_added_later_is_stepped_with_its_own_settings(on_ranks) -> None:
-    for num_ranks in (1, 4):  # with 4 ranks one holds nothing at all
+    for num_ranks in (1, 4):  # with 4 ranks one has no parameters
         for weights in on_ranks(num_ranks, _grow):
             assert [w.tolist() for w in weights] == [[2.5] * 3, [4.75] * 5, [1.75] * 2]
 

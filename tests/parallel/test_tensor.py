@@ -1,4 +1,4 @@
-"""What tensor parallelism promises: the dense layer's output and gradients, from parts, and its checkpoints."""
+"""Tensor parallelism: the dense layer's output and gradients, and its checkpoints."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _mesh() -> DeviceMesh:
 
 
 class Language(nn.Module):
-    """Embedding, one gated MLP with norms and biases, and a head: a model told nothing of devices."""
+    """Embedding, one gated MLP with norms and biases, and a head: a model without any parallelism."""
 
     def __init__(self, vocab: int, width: int, hidden: int, tied: bool = False) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def _split(sizes: tuple[int, int, int], tied: bool, length: int, kind: str) -> t
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("num_ranks", RANKS)
 def test_a_split_model_is_the_dense_model(on_ranks, num_ranks: int, tied: bool, kind: str) -> None:
-    sizes, length = (37, 10, 23), 12  # 37 words and 23 features divide by no number of ranks
+    sizes, length = (37, 10, 23), 12  # no number of ranks divides 37 tokens and 23 features
     want = _dense(sizes, tied, length)
     for got, width in on_ranks(num_ranks, _split, sizes, tied, length, kind):
         assert got.keys() == want.keys()
@@ -114,15 +114,15 @@ def test_weights_the_plan_does_not_name_stay_tied(on_ranks) -> None:
     assert on_ranks(2, _still_tied) == [True, True]
 
 
-def test_more_ranks_than_words_or_features_is_still_right(on_ranks) -> None:
-    sizes, length = (5, 16, 5), 4  # on 4 ranks: 2, 2, 1 and 0 words
+def test_more_ranks_than_tokens_or_features_is_still_right(on_ranks) -> None:
+    sizes, length = (5, 16, 5), 4  # on 4 ranks: 2, 2, 1 and 0 tokens
     want = _dense(sizes, False, length)
     for got, _ in on_ranks(4, _split, sizes, False, length, "plain"):
         assert max(distance([got[name]], [want[name]]) for name in want) <= 1e-6
 
 
 def _layers(in_features: int, out_features: int, shape: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
-    """Pairs (split, dense) of outputs and gradients for each layer class by itself."""
+    """Pairs (split, dense) of outputs and gradients for each layer class."""
     mesh, rank = _mesh(), dist.get_rank()
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(*shape, in_features, generator=generator)
@@ -210,7 +210,7 @@ def test_cross_entropy_of_large_logits(on_ranks, dtype: torch.dtype, bound: floa
 
 
 class Counting(nn.Linear):
-    """A layer with a state that is no parameter: a number, or a tensor."""
+    """A layer with extra state: a number, or a tensor."""
 
     def __init__(self, count: Any) -> None:
         super().__init__(4, 4)

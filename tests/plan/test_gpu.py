@@ -1,4 +1,4 @@
-"""On a GPU: the planner against what is measured there, and the harness against itself."""
+"""On a GPU: the planner against measurements, and the harness against itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.plan.twelve import measure, off, parse, ratios, table, to_json
 @pytest.mark.gpu
 @pytest.mark.timeout(600)
 def test_memory_and_calibrated_time_on_12_configurations() -> None:
-    """The 12 are bound by the device, because small ones wait for a host that does not repeat itself.
+    """The 12 are bound by the device, because small ones depend on the host, whose times vary.
 
     See Note [Why the 12 are large] in twelve.py. Alone on the GPU, with -s for the table and the rows:
     pytest -s -m gpu tests/plan/test_gpu.py
@@ -26,7 +26,7 @@ def test_memory_and_calibrated_time_on_12_configurations() -> None:
     samples, peaks = measure()
     memory = {case: ledger(parse(case), ParallelConfig()).peak / peak for case, peak in peaks.items()}
     time = ratios(make_cluster(device, 1), samples)
-    print(f"\n{table(time, memory, samples)}\n{to_json(samples)}")  # pytest shows it with -s, and where the test fails
+    print(f"\n{table(time, memory, samples)}\n{to_json(samples)}")  # pytest shows it with -s, and if the test fails
     assert not (wrong := off(memory, 0.10)), f"planned over measured memory: {wrong}"
     assert not (wrong := off(time, 0.15)), f"planned over measured time: {wrong}"
 

@@ -1,4 +1,4 @@
-"""The planner: its memory against what is measured, its time against published numbers, its bad input."""
+"""The planner: its memory against measurements, its time against published numbers, its bad input."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MODELS = (
 )
 LITTLE = (LlamaConfig(125, 32, 3, 4, 2, 64), LlamaConfig(500, 16, 2, 4, 4, 64))
 SIZES = ((1, 127), (2, 384))
-# A CPU without 16-bit products takes a minute for what it does in a second in float32.
+# Without 16-bit matmuls, a CPU takes a minute for a second of float32 work.
 CASES = [
     *((model, size, "float32") for model in MODELS for size in SIZES),
     *((model, size, "bfloat16") for model in LITTLE for size in SIZES),
@@ -58,7 +58,7 @@ def test_memory_is_within_a_tenth_of_the_measured_peak(
 
 
 def published() -> tuple[Cluster, Shape, float, float]:
-    """8 x H800 as ring-flash-attention's table used them: 8192 tokens a GPU, 32 heads on 8, and one GPU's own speed."""
+    """8 x H800 as in ring-flash-attention's table: 8192 tokens per GPU, 32 heads on 8, and the speed of one GPU."""
     cluster, shape = make_cluster("H800", 8), Shape(1, 32, 8, 128, 2)
     forward, both = 1 / 591.5, 1 / 154.7  # seconds of one GPU, from the table's "theoretic" column
     work = 4 * 32 * 128 * 8192**2 / 2
@@ -86,7 +86,7 @@ PUBLISHED = {"contiguous": 53.9, "striped": 82.9, "zigzag": 90.2}
 
 @pytest.mark.parametrize("layout", PUBLISHED)
 def test_efficiency_on_8_devices_is_near_the_published(layout: str) -> None:
-    # Those kernels return partial results, which are merged apart.
+    # Those kernels return partial results, which are merged separately.
     assert abs(efficiency(layout, merges=True) - PUBLISHED[layout]) < 10
 
 
@@ -98,7 +98,7 @@ def test_our_kernels_continue_a_carry_and_lose_less_and_the_page_says_how_much()
     assert all(efficiency(layout, merges=False) > efficiency(layout, merges=True) for layout in PUBLISHED)
 
 
-def test_scaled_rows_cost_what_the_rows_they_stand_for_cost() -> None:
+def test_scaled_rows_cost_as_much_as_the_rows_they_represent() -> None:
     cluster, shape = make_cluster("H100", 4), Shape(1, 8, 2, 128, 2)
     for layout in ("zigzag", "contiguous", "striped"):
         small, large = (schedules("ring", layout, tokens, 4, 4)[0] for tokens in (256, 8192))
@@ -139,7 +139,7 @@ def test_the_longest_context_fits_and_one_more_unit_does_not() -> None:
     assert not any(fits(more, m, cluster) for m in parallel_configs(more, cluster))
 
 
-def test_the_longest_context_is_found_where_nothing_but_many_ranks_can_share_it() -> None:
+def test_the_longest_context_is_found_if_only_many_ranks_can_share_it() -> None:
     run, cluster = Run(preset("tiny"), 1, 4096), make_cluster("H100", 256, per_node=1)
     assert {parallel.context for parallel in parallel_configs(run, cluster)} == {256}
     assert longest(run, cluster)[0] >= 4096
@@ -163,7 +163,7 @@ def test_more_devices_hold_more_and_the_curve_reaches_1024() -> None:
 def test_divisors_of_a_large_number_take_a_moment() -> None:
     for number in (1, 2, 12, 36, 97):
         assert divisors(number) == [d for d in range(1, number + 1) if number % d == 0]
-    assert len(divisors(10**12)) == 13 * 13  # 2^12 5^12; one by one they would take hours
+    assert len(divisors(10**12)) == 13 * 13  # 2^12 5^12; trying each number would take hours
 
 
 def test_calibration_finds_the_device_that_made_the_times() -> None:
@@ -293,7 +293,7 @@ def test_the_fit_of_a_link_is_the_link() -> None:
     assert link.bandwidth == pytest.approx(2e9)
 
 
-def test_ulysses_keeps_a_key_head_on_every_rank() -> None:
+def test_ulysses_saves_a_kv_head_on_every_rank() -> None:
     model = preset("llama-3-8b")  # 32 heads on 8
     run = Run(model, 1, 2**17)
     held = {
@@ -302,7 +302,7 @@ def test_ulysses_keeps_a_key_head_on_every_rank() -> None:
         for strategy in ("ring", "ulysses")
     }
     assert held[8, "ulysses"] == held[8, "ring"]
-    more = model.num_layers * 2 * (32 - 8) * model.head_dim * 2  # bytes a token: k and v of 24 heads more
+    more = model.num_layers * 2 * (32 - 8) * model.head_dim * 2  # bytes per token: k and v of 24 more heads
     assert held[32, "ulysses"] - held[32, "ring"] == pytest.approx(2**17 / 32 * more)
 
 
@@ -321,7 +321,7 @@ def test_every_device_has_a_usual_link() -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_the_planner_knows_what_the_loss_holds(fused: bool) -> None:
+def test_the_planner_counts_the_memory_of_the_loss(fused: bool) -> None:
     model, num = LlamaConfig(3000, 16, 2, 4, 4, 64), 256
     x, weight = torch.randn(num, model.width), torch.randn(model.vocab_size, model.width, requires_grad=True)
     targets = torch.randint(model.vocab_size, (num,))
@@ -338,7 +338,7 @@ def test_the_planner_knows_what_the_loss_holds(fused: bool) -> None:
         assert not run.fused_loss(tensor=2)
 
 
-def test_the_kernel_of_the_loss_takes_what_it_took_on_an_h200() -> None:
+def test_the_time_of_the_loss_kernel_is_that_of_an_h200() -> None:
     run, device = Run(preset("llama-3-8b"), 1, 4096), DEVICES["H200"]
     moved = run.tokens * run.model.vocab_size * moved_per_logit(run, 1)
     assert 1e3 * moved / (device.bandwidth * device.traffic_share) == pytest.approx(0.78, rel=0.15)  # portable/slope.py
@@ -376,7 +376,7 @@ def test_users_extend_the_table(tmp_path: Path) -> None:
         (f"[devices.H100]\nflops=1{'0' * 400}", "too large"),
     ],
 )
-def test_numbers_that_no_device_has_are_refused(entry: str, message: str, tmp_path: Path) -> None:
+def test_impossible_numbers_of_a_device_are_refused(entry: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text(entry)
     with pytest.raises(ValueError, match=f"{re.escape(str(file))}: .*{re.escape(message)}"):
@@ -396,7 +396,7 @@ def test_the_command_ranks_and_draws(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("devices", "start"), [(12, "--nnodes 2 --nproc-per-node 6"), (7, "--nnodes 7 --nproc-per-node 1")]
 )
-def test_nodes_that_are_not_full_start_equally_many(devices: int, start: str) -> None:
+def test_partly_used_nodes_start_equally_many_ranks(devices: int, start: str) -> None:
     command = train_command(
         "tiny", Run(preset("tiny"), devices, 64), ParallelConfig(data=devices), 8 if devices == 12 else 4
     )
@@ -434,14 +434,14 @@ def test_the_table_fits_a_terminal_and_keeps_its_digits(
         show([answer, answer], run, cluster)
         text = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
         found.append(text[: text.index("Best, ")])
-    whole, cut = found  # to a file a line is a line, however long
+    whole, cut = found  # in a file lines are not wrapped
     assert max(map(len, whole.splitlines())) > 130
     assert max(map(len, cut.splitlines())) <= 80
     words = [re.findall(r"[^\W_]\S*", table) for table in found]
     assert sorted(words[0]) == sorted(words[1])
 
 
-def test_small_models_are_shown_in_a_unit_that_shows_something(capsys: pytest.CaptureFixture[str]) -> None:
+def test_small_models_are_shown_in_mb(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "tiny", "--device", "cpu-core", "--devices", "4", "--tokens", "256", "--batch", "1"]) == 0
     text = capsys.readouterr().out
     assert "tiny, 1 sample of 256 tokens, on 4" in text
@@ -470,10 +470,10 @@ def test_help_names_the_command_that_draws(capsys: pytest.CaptureFixture[str]) -
         ),
     ],
 )
-def test_a_folder_that_takes_no_pictures_is_explained(
+def test_a_folder_that_is_not_writable_is_explained(
     words: list[str], name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / name).mkdir()  # in the way: permissions would not stop a root user's tests
+    (tmp_path / name).mkdir()  # a file in its place: permissions do not apply to root
     assert main(["plan", *words, "--folder", str(tmp_path)]) == 2
     said = f"flashspan: pictures cannot be written to {tmp_path}: Is a directory; choose another with --folder\n"
     assert capsys.readouterr().err == said

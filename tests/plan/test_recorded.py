@@ -1,4 +1,4 @@
-"""The planner's time against what an H200 took, and its counts against the model's operators.
+"""The planner's time against an H200's, and its counts against the model's operators.
 
 h200.json: small configurations; h200_large.json: the 12 that test_gpu.py measures.
 """
@@ -51,7 +51,7 @@ def test_calibrated_time_is_within_15_percent_on_12_configurations(file: str, ca
 
 
 @pytest.mark.parametrize("word", ["small", "medium", "large"])
-def test_a_model_left_out_of_the_calibration_is_planned_within_20_percent(samples: Samples, word: str) -> None:
+def test_a_model_outside_of_the_calibration_is_planned_within_20_percent(samples: Samples, word: str) -> None:
     used = [case for case in RECORDED if word not in case.split()]
     assert len(used) == 8
     assert not off(ratios(make_cluster("H200", 1), samples, used), 0.20)
@@ -59,7 +59,7 @@ def test_a_model_left_out_of_the_calibration_is_planned_within_20_percent(sample
 
 def test_the_12_to_measure_are_bound_by_the_device_and_differ(samples: Samples) -> None:
     cluster = calibrated(make_cluster("H200", 1), samples)
-    # A host half as fast as the recorded one, and one that takes no time.
+    # A host with half the recorded speed, and one that takes no time.
     slow, none = (replace(cluster, device=replace(cluster.device, launch=launch))
                   for launch in (2 * cluster.device.launch, 1e-15))  # fmt: skip
     seconds = {}
@@ -80,7 +80,7 @@ def test_the_12_to_measure_are_bound_by_the_device_and_differ(samples: Samples) 
 
 
 class Count(TorchDispatchMode):
-    """How many operators are dispatched, forward or backward, and the bytes moved by those that are no product."""
+    """The number of dispatched operators, forward or backward, and the bytes moved by those that are not matmuls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,14 +96,14 @@ class Count(TorchDispatchMode):
     def _moved(self, func: Any, tensors: list[Tensor]) -> int:
         name = func._opname
         if func.is_view or name in ("mm", "detach", "empty", "empty_like", "_unsafe_view", "gather"):
-            return 0  # a gather reads a target of each row, nothing more
-        if name == "logsumexp":  # on a GPU: the largest (a reading), differences (two), exponentials (two), sum (one)
+            return 0  # a gather reads only one target per row
+        if name == "logsumexp":  # on a GPU: maximum (one pass), differences (two), exponentials (two), sum (one)
             return 6 * tensors[0].nbytes
         return sum({id(tensor): tensor.nbytes for tensor in tensors}.values())
 
 
 class OneOperator(torch.autograd.Function):
-    """In the place of a GPU's norm: one operator forward, one backward."""
+    """Replaces a GPU's norm: one operator forward, one backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ class OneOperator(torch.autograd.Function):
 
 
 class NoAttention(torch.autograd.Function):
-    """Nothing: an attention's operators are counted apart."""
+    """No operators: those of attention are counted separately."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ class NoAttention(torch.autograd.Function):
 
 
 def count(num_layers: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Count, Count]:
-    """Of forward and of backward, loss included, of 128 tokens."""
+    """Forward and backward with the loss, for 128 tokens."""
     monkeypatch.setattr(nn.RMSNorm, "forward", lambda self, x: OneOperator.apply(x, self.weight))
     config = replace(CONFIG, num_layers=num_layers)
     stepper = Stepper(Setting("tiny", 2, 64, dtype), torch.device("cpu"), config)
@@ -142,7 +142,7 @@ def count(num_layers: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> tuple
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_planner_knows_how_many_operators_a_layer_launches(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_planner_counts_the_operators_of_a_layer(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     few, more = (count(num, dtype, monkeypatch) for num in (2, 3))
     for index, (two, three) in enumerate(zip(few, more, strict=True)):
         planned = LAYER_OPERATORS[index] + (CAST_OPERATORS[index] if dtype == "bfloat16" else 0)
@@ -152,7 +152,7 @@ def test_the_planner_knows_how_many_operators_a_layer_launches(dtype: str, monke
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_planner_knows_how_many_bytes_a_layer_moves(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_planner_counts_the_bytes_a_layer_moves(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     two, three = (sum(one.moved for one in count(num, dtype, monkeypatch)) for num in (2, 3))
     planned = 128 * 3 * moved_per_token(Run(CONFIG, 2, 64, dtype), 1)  # backward moves twice what forward does
     if dtype == "bfloat16":  # weights are cast, and their gradients back
@@ -161,7 +161,7 @@ def test_the_planner_knows_how_many_bytes_a_layer_moves(dtype: str, monkeypatch:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_planner_knows_how_many_bytes_the_loss_moves(dtype: torch.dtype) -> None:
+def test_the_planner_counts_the_bytes_the_loss_moves(dtype: torch.dtype) -> None:
     x, weight = torch.randn(512, 8, requires_grad=True), torch.randn(5000, 8, requires_grad=True)
     with Count() as found, torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         linear_cross_entropy(x, weight, torch.randint(5000, (512,)))

@@ -40,7 +40,7 @@ MEASURED = [
     "llama-3.2-1b 16x512 bfloat16",
     "llama-3.2-3b 2x4096 bfloat16",
 ]
-BATCH = 4  # of a case that says tokens only
+BATCH = 4  # for cases with tokens only
 WARMUP, STEPS = 3, 5
 KINDS = ("forward", "backward", "optimizer")
 Samples = dict[str, dict[str, list[float]]]
@@ -54,7 +54,7 @@ def parse(case: str) -> Run:
 
 
 def measure(cases: Iterable[str] = MEASURED) -> tuple[Samples, dict[str, float]]:
-    """Samples, and bytes at the peak."""
+    """Time samples, and peak bytes."""
     samples: Samples = {}
     peaks = {}
     for case in cases:
@@ -71,9 +71,9 @@ def measure(cases: Iterable[str] = MEASURED) -> tuple[Samples, dict[str, float]]
 
 
 def calibrated(cluster: Cluster, samples: Samples, used: Iterable[str] | None = None) -> Cluster:
-    """The cluster with the speeds that the phases of the cases used, or of all, tell.
+    """The cluster calibrated on the phases of these cases, or of all.
 
-    The least of the samples counts: what disturbs a host makes times longer, never shorter.
+    The smallest sample counts: disturbances of a host make times longer, never shorter.
     """
     cases = samples if used is None else used
     return calibrate(
@@ -82,19 +82,19 @@ def calibrated(cluster: Cluster, samples: Samples, used: Iterable[str] | None = 
 
 
 def ratios(cluster: Cluster, samples: Samples, used: Iterable[str] | None = None) -> dict[str, float]:
-    """Planned over measured time of every case's step, after calibration on the phases of those used."""
+    """Planned over measured step time of every case, after calibration on these cases."""
     found = calibrated(cluster, samples, used)
     planned = {case: 1e3 * predict(found, parse(case), "total") for case in samples}
     return {case: planned[case] / min(times["training"]) for case, times in samples.items()}
 
 
 def off(found: dict[str, float], bound: float) -> dict[str, float]:
-    """The ratios that are not within the bound of 1, for a message."""
+    """The ratios that differ from 1 by more than the bound, as text."""
     return {case: round(ratio, 3) for case, ratio in found.items() if abs(ratio - 1) >= bound}
 
 
 def table(time: dict[str, float], memory: dict[str, float], samples: Samples) -> str:
-    """Of every case: the step planned and measured, their ratio, and that of the memory."""
+    """For every case: the planned and measured step, their ratio, and the ratio of memory."""
     lines = [f"{'case':<30} {'planned ms':>10} {'measured ms':>11} {'ratio':>6} {'memory':>6}"]
     for case, ratio in time.items():
         step = min(samples[case]["training"])
@@ -103,7 +103,7 @@ def table(time: dict[str, float], memory: dict[str, float], samples: Samples) ->
 
 
 def to_json(samples: Samples) -> str:
-    """What a file such as h200.json holds."""
+    """The content of a file such as h200.json."""
     where = f"one {torch.cuda.get_device_name()}, torch {torch.__version__}; {STEPS} samples each"
     short = {case: {kind: [round(ms, 2) for ms in found] for kind, found in times.items()}
              for case, times in samples.items()}  # fmt: skip
