@@ -82,6 +82,7 @@ ALLOWED = {
         "plan",
         "bench",
     },
+    "integrations": {"kernels", "masks", "arguments", "attention"},
     "cli": {"launch", "stdout", "commands", "bench", "train", "generate", "plan"},
     "check": {"cli"},
     "__init__": {"masks", "attention"},
