@@ -284,7 +284,7 @@ def mask_of_tensor(given: Tensor, query: Tensor, num_keys: int) -> Mask:
     It is read once, however many layers use it."""
     if not isinstance(given, Tensor) or given.dim() != 4:
         found = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
-        raise ValueError(f"an attention mask given as a tensor must be [B, 1, T, S]: got {found}; unsqueeze it, or {OTHERWISE}")
+        raise ValueError(f"an attention mask given as a tensor must be [B, 1, T, S]: got {found}; or {OTHERWISE}")
     version = 0 if given.is_inference() else given._version
     known: tuple[int, Mask] | None = _READ.get(given)
     if known is not None and known[0] == version:
