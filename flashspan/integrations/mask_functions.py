@@ -62,7 +62,8 @@ class Grid:
         """Keys from `first` to `last` tokens after the query's own (negative: before); tensors are [T] or [B, T]."""
         if isinstance(self.q_offset, int) and not isinstance(first, Tensor) and not isinstance(last, Tensor):
             shift = self.q_offset - self.kv_offset
-            return Band(None if first is None else shift + first, None if last is None else shift + last)
+            band = Band(None if first is None else shift + first, None if last is None else shift + last)
+            return band.simplify(self.num_queries, self.num_keys)  # one query that continues a cache sees everything
         own = self.query - self.kv_offset
         start = own * 0 if first is None else own + first
         end = own * 0 + self.num_keys if last is None else own + last + 1

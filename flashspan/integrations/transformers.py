@@ -40,7 +40,7 @@ HARMLESS = frozenset(
     {
         "position_ids", "position_embeddings", "cache_position", "past_key_values", "use_cache", "layer_idx",
         "max_length_q", "max_length_k", "seq_idx", "num_items_in_batch", "output_hidden_states", "output_router_logits",
-        "return_dict", "labels", "deterministic", "token_type_ids", "mm_token_type_ids",
+        "return_dict", "labels", "shift_labels", "deterministic", "token_type_ids", "mm_token_type_ids",
     }
 )  # fmt: skip
 """Arguments that reach an attention function and do not change its result."""
