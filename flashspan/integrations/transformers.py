@@ -122,6 +122,14 @@ class SpanMask(BlockMask):
     def dim(self) -> int:
         return 4
 
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def __getattr__(self, name: str) -> Any:
+        if hasattr(Tensor, name) and not name.startswith("_"):
+            _refuse_computing(f"uses .{name} of")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     def contiguous(self) -> SpanMask:
         return self
 

@@ -463,7 +463,7 @@ def test_refuses_attention_weights_of_a_model() -> None:
 @pytest.mark.parametrize(
     "compute",
     [lambda m: torch.zeros(6, 6) + m, lambda m: m + 1.0, lambda m: torch.where(m, 0.0, -1.0), lambda m: ~m,
-     lambda m: m == 0, lambda m: m[0]],
+     lambda m: m == 0, lambda m: m[0], lambda m: m.dtype, lambda m: m.masked_fill(torch.ones(6, 6) > 0, 0)],
 )  # fmt: skip
 def test_refuses_models_that_compute_with_their_mask(compute: Any) -> None:
     with pytest.raises(ValueError, match="attention mask"):
