@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flashspan.context.cuda_driver import Driver
-from flashspan.context.shared_memory import COMPUTE, FAST, LANES, SLOW, raise_not_shared, share
+from flashspan.context.shared_memory import COMPUTE, FAST, LANES, SLOW, PeerProcesses, raise_not_shared, share
 from flashspan.context.watchdog import WORD, Wait, Watchdog
 
 SHARE_GPU = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
@@ -55,8 +55,8 @@ class PeerMemory(Protocol):
         """Set a flag of another rank, visible after all earlier operations of the lane."""
         ...
 
-    def wait(self, lane: str, flag: int, tag: int, label: str) -> None:
-        """Let the lane wait until this rank's flag has this value; `label` is the error message if it times out."""
+    def wait(self, lane: str, rank: int, flag: int, tag: int, label: str) -> None:
+        """Let the lane wait until `rank` sets this rank's flag to this value; `label` begins the error if it fails."""
         ...
 
     def mark(self, lane: str) -> Any:
@@ -68,7 +68,7 @@ class PeerMemory(Protocol):
         ...
 
     def check(self) -> None:
-        """Raise ExchangeError if a wait has timed out."""
+        """Raise ExchangeError if a wait has failed."""
         ...
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ def missing() -> str:
 class CudaPeerMemory:
     """An arena in a GPU's memory. The constructor is a collective over `group`, whose backend needs a CPU barrier.
 
-    `caller` returns the thread that uses results: it gets the error of a wait that has timed out.
+    `caller` returns the thread that uses results: it gets the error of a wait that has failed.
     """
 
     def __init__(
@@ -142,7 +142,8 @@ class CudaPeerMemory:
         marks = self._addresses[self._rank] + 4 * num_flags
         self._marks = {lane: marks + 4 * i for i, lane in enumerate(LANES)}
         views = [words.view(torch.int32).numpy().view("uint32") for words in self._words]
-        self._watchdog = Watchdog(views, self._rank, num_flags, timeout, caller)
+        processes = PeerProcesses(group)
+        self._watchdog = Watchdog(views, self._rank, num_flags, timeout, caller, processes.has_ended)
         # Unregister host memory before it is unmapped: otherwise memory mapped there later cannot be registered.
         parts = (self._driver, device, self._watchdog, self._words)
         self._finalizer = weakref.finalize(self, _release_arena, *parts)
@@ -169,10 +170,10 @@ class CudaPeerMemory:
     def signal(self, lane: str, rank: int, flag: int, tag: int) -> None:
         self._driver.write(self.stream(lane), self._addresses[rank] + 4 * flag, tag)
 
-    def wait(self, lane: str, flag: int, tag: int, label: str) -> None:
+    def wait(self, lane: str, rank: int, flag: int, tag: int, label: str) -> None:
         self.check()
         stream, mark = self.stream(lane), self._marks[lane]
-        begun = self._watchdog.add(Wait(lane, flag, tag, label))
+        begun = self._watchdog.add(Wait(lane, rank, flag, tag, label))
         self._driver.write(stream, mark, begun)
         self._driver.wait(stream, self._addresses[self._rank] + 4 * flag, tag)
         self._driver.write(stream, mark, (begun + 1) % WORD)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import queue
+import select
 import threading
 import time
 import weakref
@@ -22,8 +23,9 @@ from flashspan.context.transport import ExchangeError
 LANES = COMPUTE, FAST, SLOW = "compute", "fast", "slow"
 """Lanes run operations in order, like streams: the caller's own, and two for transfers."""
 
-SPIN, NAP = 200, 1e-4
-"""A wait reads its flag SPIN times without a pause, then once every NAP seconds."""
+SPIN, NAP, LOOK = 200, 1e-4, 0.05
+"""A wait reads its flag SPIN times without a pause, then once every NAP seconds, and every LOOK seconds checks whether
+the peer's process has ended."""
 
 
 class NotShared(RuntimeError):
@@ -66,11 +68,50 @@ def share(group: dist.ProcessGroup, num_bytes: int) -> list[Tensor]:
     return shared
 
 
+class PeerProcesses:
+    """The processes of a group's ranks, to notice at once when one ends. The constructor is a collective."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        pids = [0] * dist.get_world_size(group)
+        dist.all_gather_object(pids, os.getpid(), group=group)
+        self._files: list[int] = []
+        try:
+            for pid in pids:
+                self._files.append(os.pidfd_open(pid))
+        except (AttributeError, OSError):  # not Linux, or an old kernel: a wait ends at its timeout
+            _close_files(self._files)
+            self._files = []
+        weakref.finalize(self, _close_files, self._files)
+
+    def has_ended(self, rank: int) -> bool:
+        if not self._files:
+            return False
+        ended = select.poll()
+        ended.register(self._files[rank], select.POLLIN)
+        return bool(ended.poll(0))
+
+
+def _close_files(files: list[int]) -> None:
+    for file in files:
+        os.close(file)
+
+
+def died(label: str) -> str:
+    """The error of a wait whose peer's process has ended; `label` ends with the peer's name."""
+    return f"{label} has died"
+
+
+def timed_out(label: str, timeout: float) -> str:
+    """The error of a wait that exceeds the timeout."""
+    return f"{label} did not respond within {timeout:g} s: it has died, has stalled or made another call"
+
+
 class HostPeerMemory:
     """An arena in memory that processes of this host share. The constructor is a collective over `group`."""
 
     def __init__(self, group: dist.ProcessGroup, num_flags: int, num_bytes: int, timeout: float) -> None:
         self.timeout = timeout
+        self._processes = PeerProcesses(group)
         with torch.inference_mode(False):  # the lanes' threads write to it outside of inference mode
             self._flags = [words.view(torch.int32).numpy() for words in share(group, 4 * num_flags)]
             self._data = share(group, max(1, num_bytes))
@@ -97,17 +138,25 @@ class HostPeerMemory:
 
         self._do(lane, write)
 
-    def wait(self, lane: str, flag: int, tag: int, label: str) -> None:
+    def wait(self, lane: str, rank: int, flag: int, tag: int, label: str) -> None:
         def poll() -> None:
             flags = self._flags[self._rank]
             for _ in range(SPIN):
                 if flags[flag] == tag:
                     return
-            deadline = time.monotonic() + self.timeout
+            begun = look = time.monotonic()
             while flags[flag] != tag:
-                if time.monotonic() > deadline:
-                    self._problem = self._problem or label
-                    raise ExchangeError(label)
+                now, problem = time.monotonic(), ""
+                if now > begun + self.timeout:
+                    problem = timed_out(label, self.timeout)
+                elif now > look + LOOK:
+                    look = now
+                    # Read the flag after the process: it may have set the flag just before its end.
+                    if self._processes.has_ended(rank) and flags[flag] != tag:
+                        problem = died(label)
+                if problem:
+                    self._problem = self._problem or problem
+                    raise ExchangeError(problem)
                 time.sleep(NAP)
 
         self._do(lane, poll)

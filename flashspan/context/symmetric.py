@@ -136,7 +136,8 @@ class SymmetricTransport:
             if lane not in lanes:
                 memory.follow(lane)
                 lanes.add(lane)
-            memory.wait(lane, self._flag(READY, message.dst, message), tag, self._timeout_message(message))
+            flag = self._flag(READY, message.dst, message)
+            memory.wait(lane, self._index(message.dst), flag, tag, self._wait_label(message))
             memory.copy(lane, self._index(message.dst), self._slots.ranges[message.key].start, message.buffer)
             memory.signal(lane, self._index(message.dst), self._flag(ARRIVED, self.rank, message), tag)
             self._marks[message] = memory.mark(lane)
@@ -147,7 +148,7 @@ class SymmetricTransport:
             self._memory.join(self._marks.pop(message))
         elif self._copies(message):
             flag = self._flag(ARRIVED, message.src, message)
-            self._memory.wait(COMPUTE, flag, self._tag, self._timeout_message(message))
+            self._memory.wait(COMPUTE, self._index(message.src), flag, self._tag, self._wait_label(message))
         else:
             self.by_group.wait(message)
 
@@ -230,11 +231,12 @@ class SymmetricTransport:
                 self._control[ranks] = _gloo_group(tuple(members), self.by_group.timeout)
         return self._control[ranks]
 
-    def _timeout_message(self, message: Message) -> str:
+    def _wait_label(self, message: Message) -> str:
+        """The beginning of the error if a wait for this message fails."""
         peer = message.dst if message.src == self.rank else message.src
         return (
-            f"rank {self.rank} of {self.num_ranks} waited {self.by_group.timeout:g} s for {message.label}: rank {peer} "
-            f"(global rank {self.by_group.global_rank(peer)}) has died, has stalled or made another call"
+            f"rank {self.rank} of {self.num_ranks} waited for {message.label}: rank {peer} "
+            f"(global rank {self.by_group.global_rank(peer)})"
         )
 
 

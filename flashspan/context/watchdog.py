@@ -1,4 +1,4 @@
-"""Timeouts for waits on device streams, which nothing else can release."""
+"""Errors for waits on device streams, which nothing else can release."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from flashspan.context.shared_memory import LANES
+from flashspan.context.shared_memory import LANES, died, timed_out
 from flashspan.context.transport import ExchangeError
 
 POLL, DRAIN = 0.1, 1e-4
@@ -18,37 +18,46 @@ WORD = 2**32
 
 
 class Wait(NamedTuple):
-    """A lane waits until a flag has the value `tag`; `label` is the error message if it times out."""
+    """A lane waits until `rank` sets a flag to the value `tag`; `label` begins the error message if it fails."""
 
     lane: str
+    rank: int
     flag: int
     tag: int
     label: str
 
 
 class Watchdog:
-    """Releases waits that exceed the timeout: a waiting device would block the host forever, without a message.
+    """Releases waits that exceed the timeout, or whose peer's process has ended: otherwise the waiting device would
+    block the host forever, without a message.
 
     Each lane writes a number when a wait begins, and the next number when it ends, so the time of a wait does not
-    include earlier work of the device. When a wait takes too long, the watchdog sets a word in every rank's memory. The
+    include earlier work of the device. When a wait fails, the watchdog sets a word in every rank's memory. The
     watchdog of each rank raises an ExchangeError in its caller's thread, before that thread can use a result. Then it
     releases the waits, so that a blocked call of the host returns. Every later use raises too. The watchdog calls no
     CUDA function, because one could block on the wait that it must release.
 
-    words: every rank's shared memory, uint32: flags, a mark for each lane, and 1 + the rank whose wait timed out first.
+    words: every rank's shared memory, uint32: flags, a mark for each lane, and 1 + the first rank whose wait failed.
+    has_ended: whether a rank's process has ended.
     """
 
     def __init__(
-        self, words: Sequence[Any], rank: int, num_flags: int, timeout: float, caller: Callable[[], int]
+        self,
+        words: Sequence[Any],
+        rank: int,
+        num_flags: int,
+        timeout: float,
+        caller: Callable[[], int],
+        has_ended: Callable[[int], bool],
     ) -> None:
         mine = words[rank]
         self._flags, self._reached = mine[:num_flags], mine[num_flags : num_flags + len(LANES)]
         self._reached[:] = 1  # by lane: even while it waits, odd otherwise
-        self._timed_out = [one[num_flags + len(LANES) :] for one in words]  # by rank: 1 + the first that timed out
+        self._failed = [one[num_flags + len(LANES) :] for one in words]  # by rank: 1 + the first whose wait failed
         self._rank, self._timeout = rank, timeout
         self._next = dict.fromkeys(LANES, 2)
         self._waits: dict[str, deque[tuple[int, Wait]]] = {lane: deque() for lane in LANES}
-        self._caller = caller
+        self._caller, self._has_ended = caller, has_ended
         self._thread: threading.Thread | None = None
         self._problem, self._closed = "", False
 
@@ -86,17 +95,24 @@ class Watchdog:
                     since[lane] = reached, time.monotonic()
                 if wait is None:
                     continue
-                if not self._problem and time.monotonic() - since[lane][1] > self._timeout:
-                    self._report(wait.label)
+                if not self._problem and (problem := self._fault(wait, time.monotonic() - since[lane][1])):
+                    self._report(problem)
                 if self._problem:
                     self._flags[wait.flag] = wait.tag
-            if not self._problem and (first := int(self._timed_out[self._rank][0])):
-                self._report(f"rank {first - 1} on this host waited for another rank until its timeout")
+            if not self._problem and (first := int(self._failed[self._rank][0])):
+                self._report(f"rank {first - 1} on this host lost another rank")
+
+    def _fault(self, wait: Wait, seconds: float) -> str:
+        """The error of a wait after these seconds; empty if it may still end."""
+        # Read the flag after the process: it may have set the flag just before its end.
+        if self._has_ended(wait.rank) and self._flags[wait.flag] != wait.tag:
+            return died(wait.label)
+        return timed_out(wait.label, self._timeout) if seconds > self._timeout else ""
 
     def _report(self, problem: str) -> None:
-        """Report the timeout to the caller and all ranks, and give them time to read it before waits are released."""
+        """Report the failure to the caller and all ranks, and give them time to read it before waits are released."""
         self._problem = problem
-        for word in self._timed_out:
+        for word in self._failed:
             if not word[0]:
                 word[0] = 1 + self._rank
         raise_in(self._caller(), lambda: ExchangeError(problem))

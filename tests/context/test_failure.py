@@ -169,7 +169,7 @@ def deal_wrongly() -> str | None:
     if attend is None:
         return None
     x = torch.randn(1, 2, 100, 8)
-    with pytest.raises(ValueError, match="each token to one of them: got 2 ranks that hold token 50") as caught:
+    with pytest.raises(ValueError, match="each token to exactly one: got 2 ranks for token 50") as caught:
         attend(x, x, x, causal=True)
     return str(caught.value)
 
@@ -337,7 +337,7 @@ def call_otherwise(strategy: str) -> str:
 def test_ranks_that_call_with_different_known_masks_get_an_error_and_continue(strategy: str) -> None:
     with Ranks(2, threads=1, timeout=20) as ranks:
         for said in ranks.run(call_otherwise, strategy, timeout=40):
-            assert "has died, stalled or makes other calls" in said
+            assert "has died, has stalled or makes other calls" in said
 
 
 def test_an_attention_over_no_group_takes_what_one_device_takes() -> None:
@@ -377,7 +377,7 @@ def test_a_rank_that_stalls_is_named_within_the_timeout(strategy: str) -> None:
         assert re.search(r"rank \d of 4 (waited up to 1.5 s for|could not post) .* from rank \d to rank \d", message), (
             message
         )
-        assert "has died, stalled or makes other calls" in message
+        assert "has died, has stalled or makes other calls" in message
         if strategy != "ulysses":
             assert re.search(r"\(step \d of (ring|helper) forward\)", message), message
     # The ranks that receive from rank 2 name it.

@@ -65,7 +65,7 @@ def make_arena() -> list[int]:
         memory.copy(FAST, peer, 256 * rank, sent)
         memory.signal(FAST, peer, rank, 99)
     for peer in range(num_ranks):
-        memory.wait(COMPUTE, peer, 99, "a test")
+        memory.wait(COMPUTE, peer, peer, 99, "a test")
     memory.check()
     return [int(memory.view(256 * peer, 256).float().mean()) for peer in range(num_ranks)]
 
@@ -107,9 +107,9 @@ def test_a_wait_that_exceeds_the_timeout_is_released_and_raised(monkeypatch: pyt
 
     def work() -> None:
         caller = threading.get_ident()
-        watchdog = Watchdog(words, 1, 4, 0.3, lambda: caller)
-        first = watchdog.add(Wait(COMPUTE, 1, 77, "this one ends"))
-        second = watchdog.add(Wait(COMPUTE, 2, 78, "rank 3 has stalled"))
+        watchdog = Watchdog(words, 1, 4, 0.3, lambda: caller, lambda rank: False)
+        first = watchdog.add(Wait(COMPUTE, 0, 1, 77, "rank 0"))
+        second = watchdog.add(Wait(COMPUTE, 2, 2, 78, "rank 2"))
         marks[LANES.index(COMPUTE)] = first
         time.sleep(0.2)
         marks[LANES.index(COMPUTE)] = first + 1
@@ -123,14 +123,14 @@ def test_a_wait_that_exceeds_the_timeout_is_released_and_raised(monkeypatch: pyt
         except ExchangeError as error:
             found.append(str(error))
         time.sleep(0.05)
-        with pytest.raises(ExchangeError, match="rank 3 has stalled"):
+        with pytest.raises(ExchangeError, match="rank 2 did not respond"):
             watchdog.check()
         watchdog.close()
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join(20.0)
-    assert found == ["rank 3 has stalled"]
+    assert found == ["rank 2 did not respond within 0.3 s: it has died, has stalled or made another call"]
     assert flags.tolist() == [0, 0, 78, 0]
     assert [int(one[-1]) for one in words] == [2, 2, 2]  # the other ranks know which rank timed out
 

@@ -23,6 +23,7 @@ from flashspan.context import LAYOUTS, STRATEGIES, context_parallel, symmetric
 from flashspan.context.generators import GENERATORS
 from flashspan.context.layout import place
 from flashspan.context.schedule import Schedule, Shape, reverse
+from flashspan.context.shared_memory import COMPUTE, HostPeerMemory
 from flashspan.context.slots import Receive, assign_slots, receives
 from flashspan.context.transport import ExchangeError, GroupTransport
 from flashspan.context.visibility import Visibility
@@ -299,6 +300,28 @@ def test_a_rank_that_stalls_or_dies_is_named(dies: bool) -> None:
     with Ranks(4, threads=1, timeout=30) as ranks, pytest.raises(RankError, match="rank 3"):
         ranks.run(stall, dies, timeout=30.0)
     assert time.monotonic() - begun < 25
+
+
+def wait_for_the_dead() -> list[str]:
+    """On a rank: waits for a flag that is set, and for one that is not, of a rank that counts as dead."""
+    assert dist.group.WORLD is not None
+    memory = HostPeerMemory(dist.group.WORLD, 4, 1, 60.0)
+    rank = dist.get_rank()
+    found = [f"rank {peer} of {rank} has ended" for peer in range(8) if memory._processes.has_ended(peer)]
+    memory.signal(COMPUTE, rank, 1, 77)
+    with mock.patch.object(memory._processes, "has_ended", lambda peer: peer == 2):
+        memory.wait(COMPUTE, 2, 1, 77, "rank 2")
+        try:
+            memory.wait(COMPUTE, 2, 3, 78, "rank 2")
+        except ExchangeError as error:
+            found.append(str(error))
+    memory.close()
+    return found
+
+
+@pytest.mark.timeout(60)
+def test_a_wait_for_a_dead_rank_ends_before_the_timeout(on_ranks: OnRanks) -> None:
+    assert on_ranks(wait_for_the_dead) == [["rank 2 has died"]] * 8
 
 
 def schedules(num_ranks: int) -> list[Schedule]:
