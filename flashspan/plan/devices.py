@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -256,3 +257,19 @@ def available_bytes() -> float | None:
     except OSError:
         return None
     return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def free_gpu_bytes() -> float:
+    """The free memory of the first GPU, or its total memory without nvidia-smi.
+
+    torch.cuda.mem_get_info would create a CUDA context, of hundreds of MiB, in this process.
+    """
+    import torch
+
+    gpu = torch.cuda.get_device_properties(0)
+    command = ["nvidia-smi", f"--id=GPU-{gpu.uuid}", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        return float(found.stdout) * 2**20
+    except (OSError, subprocess.SubprocessError, ValueError):  # not installed, no such GPU (MIG), or no number
+        return float(gpu.total_memory)

@@ -10,7 +10,7 @@ import torch
 from flashspan.checkpoint.format import checkpoints, last_step, needed_bytes, step_of
 from flashspan.files import check_folder
 from flashspan.lock import refuse_locked
-from flashspan.plan.devices import available_bytes
+from flashspan.plan.devices import available_bytes, free_gpu_bytes
 from flashspan.plan.memory import Ledger, ParallelConfig, Run, ledger
 
 from .config import TrainConfig
@@ -61,7 +61,7 @@ def lack_of_memory(config: TrainConfig, num_ranks: int, num_here: int) -> str | 
     peak = estimate(config, num_ranks).peak + PROCESS_BYTES
     where, free = "a CPU", available_bytes()
     if config.parallel.share_gpu:
-        where, free = "one GPU", float(torch.cuda.get_device_properties(0).total_memory)
+        where, free = "one GPU", free_gpu_bytes()
     if free is None or num_here * peak <= free:
         return None
     return (

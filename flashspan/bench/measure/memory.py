@@ -21,7 +21,7 @@ import torch
 from flashspan.bench.measure.clock import synchronise
 from flashspan.bench.measure.ranges import PHASES
 from flashspan.bench.measure.trace import profiled
-from flashspan.plan.devices import available_bytes
+from flashspan.plan.devices import available_bytes, free_gpu_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -84,10 +84,10 @@ def refuse_shared_gpu(num_ranks: int, num_bytes: float, remedy: str) -> None:
     """ValueError if there is no GPU, or if ranks that share it, each with this many bytes, do not fit in it."""
     if not torch.cuda.is_available():
         raise ValueError("--share-gpu needs a GPU: found none; without it, ranks are CPU processes")
-    needed, total = num_ranks * (num_bytes + CONTEXT), free_bytes("cuda")
-    if total is not None and needed > total:
+    needed, free = num_ranks * (num_bytes + CONTEXT), free_gpu_bytes()
+    if needed > free:
         raise ValueError(
-            f"{num_ranks} ranks that share a GPU need about {needed / 2**30:.1f} GiB, and it has {total / 2**30:.1f}; "
+            f"{num_ranks} ranks that share a GPU need about {needed / 2**30:.1f} GiB: {free / 2**30:.1f} GiB are free; "
             f"{remedy}"
         )
 
