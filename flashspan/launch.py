@@ -11,10 +11,8 @@ machine. Ranks end when their parent ends, for any reason.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import multiprocessing as mp
 import os
-import select
 import shutil
 import signal
 import sys
@@ -26,13 +24,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from flashspan import scratch
+from flashspan.process import die_with, wait_for_end
 
 PRELOAD = ["flashspan.launch"]
 """The modules that the fork server of ranks imports, unless it was started with more."""
@@ -80,6 +79,22 @@ class RankError(RuntimeError):
         return str(self.first) if self.first and self.first.traceback else self.cause
 
 
+@dataclass(frozen=True)
+class Message:
+    """What a rank sends to the process that started it, before its function returns."""
+
+    value: Any
+
+
+_PARENT: list[Connection] = []
+"""In a rank: the pipe to the process that started it."""
+
+
+def send_to_parent(value: Any) -> None:
+    """Send a value from a rank to the `on_message` of the `Ranks.run` that called it."""
+    _PARENT[0].send(Message(value))
+
+
 class SilentRank(RuntimeError):
     """Ranks waited for another that neither arrived nor reported an error."""
 
@@ -109,7 +124,8 @@ class Ranks:
     A function must be importable by name (defined at the top of a module). Each rank has `threads` CPU threads (by
     default its share of the machine). A collective that stalls raises on its rank after `timeout` seconds; a call of
     `run` that exceeds its own timeout kills every rank and raises TimeoutError. With `share_gpu` all ranks use the
-    first GPU, and gloo: NCCL refuses two ranks on one GPU.
+    first GPU, and gloo: NCCL refuses two ranks on one GPU. With `own_functions` every function is one of this package,
+    and the ranks do not import the main script.
     """
 
     def __init__(
@@ -120,6 +136,7 @@ class Ranks:
         threads: int | None = None,
         timeout: float = 60.0,
         share_gpu: bool = False,
+        own_functions: bool = False,
     ) -> None:
         if num_ranks < 1:
             raise ValueError(f"a process group needs at least 1 rank: got {num_ranks}")
@@ -143,7 +160,8 @@ class Ranks:
                 process = context.Process(
                     target=_serve, args=(*group, threads, timeout, there, os.getpid(), sys.path), daemon=True
                 )
-                process.start()
+                with _without_main() if own_functions else contextlib.nullcontext():
+                    process.start()
                 self._processes.append(process)
                 there.close()
         except (EOFError, ConnectionError) as error:
@@ -158,8 +176,17 @@ class Ranks:
         """The process ids in rank order; empty after the ranks have ended."""
         return [process.pid for process in self._processes]
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
-        """Run fn(*args) on every rank; return the list of results. A failure raises RankError and ends all ranks."""
+    def run(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        timeout: float = 120.0,
+        on_message: Callable[[Any], None] = lambda value: None,
+    ) -> list[Any]:
+        """Run fn(*args) on every rank; return the list of results. A failure raises RankError and ends all ranks.
+
+        `on_message` is called here, in this process, with each value that a rank passes to `send_to_parent`.
+        """
         if not self._processes:
             raise RuntimeError("these ranks have ended: an earlier call failed or close() was called")
         for pipe in self._pipes:
@@ -182,6 +209,9 @@ class Ranks:
                 except (EOFError, ConnectionResetError):
                     how = _how_it_ended(self._processes[rank])
                     answer = RankFailure(rank, f"the process of rank {rank} died: {how}", died=True)
+                if isinstance(answer, Message):
+                    on_message(answer.value)
+                    continue
                 if isinstance(answer, RankFailure):
                     failures[rank] = answer
                     # Other ranks usually fail next, from a broken connection; wait briefly for their reports, and
@@ -207,7 +237,7 @@ class Ranks:
                 process.kill()
                 process.join()
             if force:
-                _wait_for_end(process.pid)
+                wait_for_end(process.pid)
         for pipe in self._pipes:
             pipe.close()
         self._processes, self._pipes = [], []
@@ -220,6 +250,20 @@ class Ranks:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close(force=kind is not None)
+
+
+# Note: the main script. multiprocessing has each new process import the main script again, under another name, in case
+# a function to run is defined there. A script that starts ranks outside of `if __name__ == "__main__":` would then
+# start ranks in each of them. Ranks that run functions of this package do not need the script.
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+    """Processes started in this block do not import the main script."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 @contextlib.contextmanager
@@ -312,6 +356,7 @@ def use_loopback() -> None:
 
 
 def _work(rank: int, pipe: Connection) -> None:
+    _PARENT[:] = [pipe]
     while (work := pipe.recv()) is not None:
         fn, args = work
         answer: tuple[Any] | RankFailure
@@ -339,44 +384,3 @@ def _how_it_ended(process: Any) -> str:
         return f"exit code {code}"
     names = {signal.value: signal.name for signal in signal.Signals}
     return f"killed by {names.get(-code, f'signal {-code}')}"
-
-
-def _wait_for_end(process: int, seconds: float = 10.0) -> None:
-    """Wait until a killed process has ended: until then it holds its locks. If the fork server died too,
-    multiprocessing cannot wait for it."""
-    with contextlib.suppress(AttributeError, OSError):  # not Linux, or it has ended
-        ended, handle = select.poll(), os.pidfd_open(process)
-        ended.register(handle, select.POLLIN)
-        ended.poll(1000 * seconds)
-        os.close(handle)
-
-
-def die_with(parent: int) -> None:
-    """End this process when the fork server ends (by Linux) or when its parent ends (by a thread)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, here the fork server
-    import threading
-
-    server = os.getppid()
-
-    def watch() -> None:
-        try:
-            ended = select.poll()
-            ended.register(os.pidfd_open(parent), select.POLLIN)
-            ended.poll()  # returns for a zombie too, which still has its process id
-        except ProcessLookupError:
-            pass
-        except (AttributeError, OSError):  # not Linux, or an old kernel
-            while os.getppid() == server != 1 and _exists(parent):
-                time.sleep(1.0)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def _exists(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except OSError:
-        return False
-    return True

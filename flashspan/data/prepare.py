@@ -29,9 +29,10 @@ from typing import Any
 import numpy as np
 
 from flashspan.files import make_folder
-from flashspan.launch import die_with, start_fork_server
+from flashspan.launch import start_fork_server
 from flashspan.lock import LOCK, locked_folder
 from flashspan.model import preset
+from flashspan.process import die_with
 
 from . import documents
 from .samples import DEFAULT_PRESET, DEFAULT_SEQUENCE

@@ -100,7 +100,7 @@ def generate(
 def _talk_on_ranks(num_ranks: int, backend: str, *args: Any) -> None:
     """`talk` on ranks that are started for it, and have ended when this returns or raises."""
     # No exchange times out: a pager or Ctrl-S may stop the first rank where it prints. One that dies is noticed anyway.
-    with Ranks(num_ranks, backend=backend, timeout=LONGEST) as pool:
+    with Ranks(num_ranks, backend=backend, timeout=LONGEST, own_functions=True) as pool:
         try:
             pool.run(talk, *args, timeout=LONGEST)
         except RankError as error:

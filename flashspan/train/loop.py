@@ -33,7 +33,7 @@ from .build import build, load_into
 from .config import TrainConfig
 from .dataset import num_evaluated, open_samples, order_of
 from .learning_rate import learning_rate
-from .metrics import Display, StepMetrics, draw_loss, memory_gib, peak_flops
+from .metrics import Display, Report, StepMetrics, draw_loss, memory_gib, peak_flops
 from .pattern import make_pattern
 from .run_ahead import RunAhead
 from .silent_ranks import report_silent_ranks
@@ -45,8 +45,8 @@ FIRST_SCALE, GROW_AFTER = 2.0**14, 200
 class Trainer:
     """One rank's part of a run."""
 
-    def __init__(self, config: TrainConfig) -> None:
-        self.config = config
+    def __init__(self, config: TrainConfig, report: Report | None = None) -> None:
+        self.config, self.report = config, report
         self.device = _device(config)
         if config.train.tf32:
             torch.set_float32_matmul_precision("high")  # which our own kernels ask for too
@@ -89,6 +89,7 @@ class Trainer:
                     tensorboard=config.train.tensorboard,
                     start=self.step,
                     saved=saved,
+                    report=self.report,
                 )
             )
             anew = not config.checkpoint.resume

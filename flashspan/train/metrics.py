@@ -12,11 +12,11 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -38,6 +38,9 @@ class StepMetrics:
     memory_gib: float
     seconds: float
 
+
+Report: TypeAlias = Callable[[StepMetrics], None]
+"""What is called with the metrics of each step."""
 
 MOST_BESIDE = 999
 """Runs of more steps do not say how many beside each: the line would be wider than a terminal of 80 columns."""
@@ -90,9 +93,10 @@ class Display:
         tensorboard: bool = False,
         start: int = 0,
         saved: float = math.inf,
+        report: Report | None = None,
     ) -> None:
         """`start`: the step that the run goes on from, whose state was `saved` at that time."""
-        self.folder, self.num_steps, self.active = folder, num_steps, active
+        self.folder, self.num_steps, self.active, self.report = folder, num_steps, active, report
         self._bar: Any = None
         self._board: Any = None
         if not active:
@@ -137,6 +141,8 @@ class Display:
     def step(self, metrics: StepMetrics) -> None:
         self.say(describe(metrics, self.num_steps))
         self._record({**asdict(metrics), "time": time.time()})
+        if self.active and self.report is not None:
+            self.report(metrics)
         if self._bar is not None:
             self._bar.update(self._task, completed=metrics.step)
 

@@ -25,14 +25,23 @@ from flashspan.checkpoint.format import checkpoints, last_step, refuse_damaged
 from flashspan.data.tokenizer import load_tokenizer, tokenizer_of
 from flashspan.data.tokens import TokenFile
 from flashspan.files import make_folder
-from flashspan.launch import LONGEST, PRELOAD, RankError, Ranks, SilentRank, raise_user_error, start_fork_server
+from flashspan.launch import (
+    LONGEST,
+    PRELOAD,
+    RankError,
+    Ranks,
+    SilentRank,
+    raise_user_error,
+    send_to_parent,
+    start_fork_server,
+)
 from flashspan.model.huggingface import check_config
 
 from .config import TrainConfig, describe_options, parse
 from .dataset import num_evaluated, open_samples
 from .estimate import describe_data, describe_plan, lack_of_disk, lack_of_memory
 from .loop import DONE, NOT_FINITE, NOT_SAVED, STOPPED, Trainer
-from .metrics import say
+from .metrics import Report, say
 from .restart import Attempts
 from .signals import STOPS, catch_signals, deadline, pass_signals_on
 from .silent_ranks import report_silent_ranks
@@ -62,10 +71,16 @@ def main(arguments: Sequence[str] = ()) -> int:
 
 
 def train(config: TrainConfig, *, dry_run: bool = False) -> int:
-    """Train as the config says; 0 when it is done or was asked to stop, with the state saved, and else 1.
+    """Train as the config says; 0 when it is done or was asked to stop, with the state saved, and else 1."""
+    return 0 if run(config, dry_run=dry_run) in (DONE, STOPPED) else 1
 
-    Under torchrun this is one of the ranks; otherwise it starts them. With `dry_run` the config, the mesh and an
-    estimate of the memory are printed, and nothing is started or written. It refuses what the run would.
+
+def run(config: TrainConfig, *, dry_run: bool = False, report: Report | None = None) -> str:
+    """Train as the config says, and how it ended: one of DONE, STOPPED, NOT_FINITE, NOT_SAVED, FAILED, LATE.
+
+    Under torchrun this is one of the ranks; otherwise it starts them. `report` is called in this process after each
+    step, under torchrun on the first rank. With `dry_run` the config, the mesh and an estimate of the memory are
+    printed, and nothing is started or written. It refuses what the run would.
     """
     joined = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     num_ranks = int(os.environ["WORLD_SIZE"]) if joined else config.parallel.default_ranks(_num_gpus(config))
@@ -86,14 +101,14 @@ def train(config: TrainConfig, *, dry_run: bool = False) -> int:
     if lack:
         raise ValueError(lack)
     if dry_run:
-        return 0
+        return DONE
     if first:
         say(describe_data(config))
         warn_of_slow_products(config)
-    how = _join(config) if joined else _start(config, num_ranks)
+    how = _join(config, report) if joined else _start(config, num_ranks, report)
     if first:
         say(_summary(config, how))
-    return 0 if how in (DONE, STOPPED) else 1
+    return how
 
 
 def check(config: TrainConfig, num_ranks: int, joined: bool = False) -> None:
@@ -180,17 +195,18 @@ def time_product(size: int, dtype: torch.dtype) -> float:
     return min(times)
 
 
-def run_rank(config: TrainConfig, on_signal: Callable[[], None] = lambda: None) -> str:
-    """One rank's whole run, in a process group that exists. `on_signal` is called when it is asked to stop."""
+def run_rank(config: TrainConfig, report: Report | None = None, on_signal: Callable[[], None] = lambda: None) -> str:
+    """One rank's whole run, in a process group that exists. The first rank calls `report` after each step; `on_signal`
+    is called when it is asked to stop."""
     warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # pages of it, where a CPU has no such products
     with catch_signals(on_signal) as asked:
         torch.manual_seed(config.train.seed)
         with report_silent_ranks("the making of the model"):
-            trainer = Trainer(config)
+            trainer = Trainer(config, report)
         return trainer.run(asked)
 
 
-def _start(config: TrainConfig, num_ranks: int) -> str:
+def _start(config: TrainConfig, num_ranks: int, report: Report | None) -> str:
     share_gpu = config.parallel.share_gpu
     backend = "nccl" if _num_gpus(config) and not share_gpu else "gloo"
     if backend == "nccl" and num_ranks > _num_gpus(config):
@@ -207,9 +223,14 @@ def _start(config: TrainConfig, num_ranks: int) -> str:
                 # second.
                 start_fork_server([*PRELOAD, "torch._dynamo", __name__], blocked=STOPS)
                 timeout = config.parallel.timeout
-                with Ranks(num_ranks, backend=backend, timeout=timeout, share_gpu=share_gpu) as ranks:
+                with Ranks(
+                    num_ranks, backend=backend, timeout=timeout, share_gpu=share_gpu, own_functions=True
+                ) as ranks:
                     stop.pass_to(ranks.pids)
-                    return ranks.run(run_rank, attempts.config, timeout=LONGEST)[0]
+                    if report is None:
+                        return ranks.run(run_rank, attempts.config, timeout=LONGEST)[0]
+                    send = send_to_parent
+                    return ranks.run(run_rank, attempts.config, send, timeout=LONGEST, on_message=report)[0]
             except RankError as error:
                 if stop.late:
                     return LATE
@@ -224,7 +245,7 @@ def _start(config: TrainConfig, num_ranks: int) -> str:
             say(f"step {attempts.failed_at}: {failure.cause}; {attempts.describe()}")
 
 
-def _join(config: TrainConfig) -> str:
+def _join(config: TrainConfig, report: Report | None) -> str:
     make_folder(config.checkpoint.folder, "--checkpoint.folder")
     gpus = _num_gpus(config)
     if gpus:
@@ -233,7 +254,7 @@ def _join(config: TrainConfig) -> str:
         if not dist.is_initialized():
             join("nccl" if gpus else "gloo", config.parallel.timeout)
         with deadline(config.checkpoint.grace, partial(_end_late, config)) as start_clock:
-            return run_rank(config, start_clock)
+            return run_rank(config, report, start_clock)
     except SilentRank as error:
         print(f"flashspan: {error}", file=sys.stderr)
         return FAILED

@@ -1,0 +1,156 @@
+"""`flashspan.train(...)`: the trainer as a function.
+
+result = flashspan.train(preset="tiny", steps=20, context=2)
+print(result.losses[-1], result.checkpoint)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flashspan.checkpoint.format import checkpoints
+
+from . import run
+from .config import SECTIONS, TrainConfig, build, read_toml
+from .metrics import StepMetrics, read_metrics
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a training run left behind.
+
+    Attributes:
+        status: "done", or why it ended earlier: "stopped" (SIGTERM or Ctrl-C, state saved), "not finite" (the loss or
+            the gradients), "not saved" (the last checkpoint could not be written).
+        folder: The folder of checkpoints and metrics.
+        checkpoint: The last checkpoint, a folder in the Hugging Face layout; None if there is none.
+        steps: The metrics of each step, those before a resumed checkpoint included.
+        validation: The validation loss by step.
+    """
+
+    status: str
+    folder: Path
+    checkpoint: Path | None
+    steps: list[StepMetrics]
+    validation: dict[int, float]
+
+    @property
+    def losses(self) -> list[float]:
+        """The training loss of each step."""
+        return [step.loss for step in self.steps]
+
+
+def train(
+    config: TrainConfig | Mapping[str, Any] | str | Path | None = None,
+    *,
+    callbacks: Iterable[Callable[[StepMetrics], object]] = (),
+    **overrides: Any,
+) -> TrainResult:
+    """Train a LLaMA on any number of devices, and return its metrics and the path of its checkpoint.
+
+    This call starts the ranks (one process each) and ends them; under torchrun this process is one of the ranks. It
+    runs in a plain script, with or without `if __name__ == "__main__":`, and in a notebook. The first rank prints a
+    line per step on standard output, which a notebook does not show: use a callback there.
+
+    Args:
+        config: A `TrainConfig`, the path of a TOML file, or a dictionary: of sections, as in a TOML file, or of
+            dotted keys, `{"optimizer.lr": 1e-3}`. By default the values of `flashspan train --help`.
+        callbacks: Functions called after each step with its `StepMetrics` (`step`, `loss`, `grad_norm`, `lr`,
+            `tokens_per_second`, `mfu`, `memory_gib`, `seconds`). They run in the calling process, in order, while the
+            next step runs; under torchrun on rank 0. An exception in a callback ends the run at once and is raised
+            here; the checkpoints saved so far remain.
+        **overrides: Config keys: `steps=20` where one section has the key, `train__seed=1` (section, two underscores,
+            key) where several have it. They take precedence over `config`.
+
+    Returns:
+        The result of the run.
+
+    Raises:
+        ValueError: For a config that cannot run, with the rule, the value and the remedy.
+        RuntimeError: If a rank failed, after `train.max_restarts` restarts.
+
+    Example:
+        ```python
+        import flashspan
+
+        result = flashspan.train(
+            preset="tiny", steps=20, context=2, callbacks=[lambda metrics: print(metrics.step, metrics.loss)]
+        )
+        print(result.losses[-1], result.checkpoint)
+        ```
+    """
+    whole = configure(config, overrides)
+    called = tuple(callbacks)
+
+    def report(metrics: StepMetrics) -> None:
+        for callback in called:
+            callback(metrics)
+
+    folder = Path(whole.checkpoint.folder)
+    status = run.run(whole, report=report if called else None)
+    if status in (run.FAILED, run.LATE):
+        raise RuntimeError(
+            f"training in {folder} ended early ({status}): the reason is on stderr; call again to resume"
+        )
+    saved = checkpoints(folder)
+    rows = read_metrics(folder / "metrics.jsonl")
+    names = {entry.name for entry in dataclasses.fields(StepMetrics)}
+    steps = [
+        StepMetrics(**{"mfu": float("nan"), **{name: value for name, value in row.items() if name in names}})
+        for row in rows
+        if "loss" in row
+    ]
+    validation = {row["step"]: row["validation_loss"] for row in rows if "validation_loss" in row}
+    return TrainResult(status, folder, saved[-1] if saved else None, steps, validation)
+
+
+def configure(config: TrainConfig | Mapping[str, Any] | str | Path | None, overrides: Mapping[str, Any]) -> TrainConfig:
+    """The config that `train` is called with."""
+    if isinstance(config, TrainConfig):
+        raw = config.as_dict()
+    elif isinstance(config, Mapping):
+        raw = {}
+        for name, value in config.items():
+            section, dot, key = name.partition(".")
+            if not dot and not isinstance(value, Mapping):
+                raise ValueError(
+                    f"a config dictionary has sections or dotted keys: got {name!r}; write {_whole(name)!r}, or pass "
+                    f"{name}= as a keyword"
+                )
+            raw.setdefault(section, {}).update({key: value} if dot else value)
+    elif config is None or isinstance(config, str | Path):
+        raw = {} if config is None else read_toml(config)
+    else:
+        raise ValueError(f"config must be a TrainConfig, a dictionary or the path of a TOML file: got {type(config)}")
+    for name, value in overrides.items():
+        section, _, key = _whole(name).partition(".")
+        raw.setdefault(section, {})[key] = str(value) if isinstance(value, Path) else value
+    return build(raw)
+
+
+def _whole(name: str) -> str:
+    """A keyword as a dotted key: train__seed -> train.seed, steps -> train.steps."""
+    if "__" in name:
+        section, _, key = name.partition("__")
+        return f"{section}.{key}"
+    sections = [
+        section for section, cls in SECTIONS.items() if name in {entry.name for entry in dataclasses.fields(cls)}
+    ]
+    if len(sections) > 1:
+        written = " or ".join(f"{section}__{name}" for section in sections)
+        raise ValueError(f"{name} is a key of {' and '.join(sections)}: write {written}")
+    if not sections:
+        close = difflib.get_close_matches(name, sorted({key for cls in SECTIONS.values() for key in _keys(cls)}), 1)
+        raise ValueError(
+            f"unknown key {name}: {f'did you mean {close[0]}?' if close else 'flashspan train --help lists the keys'}"
+        )
+    return f"{sections[0]}.{name}"
+
+
+def _keys(section: type) -> list[str]:
+    return [entry.name for entry in dataclasses.fields(section)]
