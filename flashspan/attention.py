@@ -84,26 +84,52 @@ def attention(
     backend: str = "auto",
     deterministic: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(q k^T * scale + mask) v, never drawing the [T, S] matrix.
+    """softmax(q k^T * scale + mask) v, exactly, without the [T, S] matrix; differentiable.
 
-    q [B, H, T, D]; k, v [B, K, S, D] with K dividing H (grouped queries; K/V are not expanded). Returns [B, H, T, D]
-    in q's dtype, laid out so that merging the heads is free; with `return_lse` also the float32 log-sum-exp [B, H, T],
-    itself differentiable (float64 for float64 inputs). A query that sees no key gets 0, and -inf.
+    It takes the place of `F.scaled_dot_product_attention`: is_causal -> causal, a bool attn_mask -> mask,
+    dropout_p -> dropout. `torch.compile(fullgraph=True)` needs a mask made before: `masks.Blocks.from_dense(tensor)`
+    in place of a tensor, `blocks & masks.causal()` in place of causal=True with blocks. float32 is true float32;
+    `torch.set_float32_matmul_precision("high")` asks for tf32.
 
-    In place of `F.scaled_dot_product_attention`: is_causal -> causal, a bool attn_mask -> mask, dropout_p -> dropout.
+    Args:
+        q: Queries [B, H, T, D].
+        k: Keys [B, K, S, D]; K divides H (grouped queries; keys and values are not expanded).
+        v: Values [B, K, S, D].
+        causal: Query i sees keys 0..i, counted from the start, as in PyTorch; `masks.causal(offset)` for another
+            alignment.
+        window: The number of nearest keys on each side that a query sees, its own included (with causal: the last
+            `window` keys); or (left, right).
+        mask: A value of `flashspan.masks`, or a bool tensor [T, S], [B, T, S], [H, T, S] or [B, H, T, S], in which 1
+            broadcasts (three dimensions are [H, T, S] if the first is not B). A tensor is read in every call.
+        scale: Factor of the scores; by default 1 / sqrt(D).
+        dropout: Probability with which a pair is dropped. Which pairs are dropped depends on the seed and the position
+            alone.
+        seed: Seed of the dropout. By default one is drawn from `generator`.
+        generator: Generator of that seed, by default PyTorch's. Leave it out under activation checkpointing: forward
+            runs twice there, and PyTorch restores only its default generator.
+        return_lse: Return the log-sum-exp of each query's scores too.
+        backend: "auto", or an implementation by name; `explain` lists them.
+        deterministic: Gradients that repeat bit for bit (the output always does).
+            `torch.use_deterministic_algorithms(True)` asks for it in all calls.
 
-    causal: query i sees keys 0..i (counted from the start, as in PyTorch; `masks.causal(offset)` for the other way).
-    window: an int w sees the w nearest keys on each side counting its own (with causal: the last w); or (left, right).
-    mask: a value of `flashspan.masks`, or a bool tensor [T, S], [B, T, S], [H, T, S] or [B, H, T, S] (1 broadcasts; of
-    three dimensions where B is not H). A tensor is read in every call: make it `masks.Blocks.from_dense(tensor)` once
-    instead, and write `blocks & masks.causal()` once instead of causal=True with blocks.
-    `torch.compile(fullgraph=True)` demands both.
-    scale: 1 / sqrt(D) unless given. dropout: probability, decided by `seed` (or drawn from `generator`, or PyTorch's
-    default) and the pair's position alone. Under activation checkpointing leave `generator` out: forward runs again,
-    and PyTorch takes its default one back for that, but no other. float32 is true float32;
-    `torch.set_float32_matmul_precision("high")` asks for tf32. backend: "auto", or an implementation by name; `explain`
-    says which serves. deterministic: gradients that repeat bit for bit (the output always does);
-    `torch.use_deterministic_algorithms(True)` asks for it everywhere.
+    Returns:
+        The output [B, H, T, D] in q's dtype, stored so that merging the heads is a view; with `return_lse` also the
+        float32 log-sum-exp [B, H, T], differentiable (float64 for float64 inputs). A query that sees no key gets
+        output 0 and log-sum-exp -inf.
+
+    Raises:
+        ValueError: For inputs that do not fit, with the rule, the values and the remedy.
+
+    Example:
+        ```python
+        import torch
+        from flashspan import attention, masks
+
+        q = torch.randn(1, 8, 1000, 64, requires_grad=True)
+        k, v = torch.randn(2, 1, 2, 1000, 64)
+        out = attention(q, k, v, mask=masks.documents([300, 700]) & masks.causal())
+        out.backward(torch.randn_like(out))
+        ```
     """
     kind = again.kind_of(q, k, v, causal, window, mask, scale, dropout, backend, deterministic)
     if (found := again.known(kind, mask)) is not None:
@@ -148,9 +174,17 @@ def explain(
     backend: str = "auto",
     deterministic: bool = False,
 ) -> dispatch.Choice:
-    """Which implementation `attention` would use for this call, with the same arguments, and why not the others. Print
-    it. The numbers in tensors are not looked at: it may hand on a part of what it finds there (rows that see NaN, a
-    scale of 0 or less, gradients of intervals that do not ascend) to the next one that serves."""
+    """Which implementation `attention` would use for this call, and why not the others.
+
+    It reads shapes, dtypes and devices, not the numbers: at run time an implementation may pass a case that it does not
+    serve (rows that see NaN, a scale of 0 or less, gradients of intervals that do not ascend) to the next one.
+
+    Returns:
+        The choice. Print it for one line per implementation. The arguments are those of `attention`.
+
+    Example:
+            print(explain(q, k, v, causal=True))
+    """
     q, k, v = autocast(q, k, v)
     check_inputs(q, k, v, dropout, scale)
     check_seed(seed, generator)

@@ -94,6 +94,18 @@ def context_parallel(
             the process group; "auto": symmetric between GPUs of one host, otherwise the group. See
             `attend.transport(device)`.
         timeout: Seconds to wait for a transfer (with NCCL, the group's own timeout applies).
+
+    Returns:
+        Attention to be called on every rank with this rank's part of q, k and v, and the other arguments of
+        `flashspan.attention`. `attend.shard(x, dim)` is this rank's part of a whole tensor.
+
+    Raises:
+        ValueError: For settings that do not fit one another or the group.
+
+    Example:
+            attend = context_parallel(dist.group.WORLD, layout="zigzag", strategy="ring")
+            q, k, v = (attend.shard(x, dim=2) for x in whole)
+            out = attend(q, k, v, causal=True)
     """
     settings = Settings(
         layout, strategy, across, sizes, head_chunks, num_tokens, backend, deterministic, transport, timeout

@@ -20,18 +20,47 @@ from flashspan.kernels.tiling import check_block
 
 
 def full() -> Band:
-    """Every query sees every key."""
+    """Every query sees every key.
+
+    Returns:
+        A band without bounds.
+
+    Example:
+            attention(q, k, v, mask=masks.full())
+    """
     return Band()
 
 
 def causal(offset: int = 0) -> Band:
-    """Query i sees keys up to i + offset. 0 aligns the first query with the first key (like PyTorch's `is_causal`);
-    num_keys - num_queries aligns the last with the last, as when the queries continue a cache."""
+    """Query i sees keys up to i + offset.
+
+    Args:
+        offset: 0 aligns the first query with the first key, like PyTorch's `is_causal`; num_keys - num_queries aligns
+            the last with the last, as when the queries continue a cache.
+
+    Returns:
+        A band.
+
+    Example:
+            attention(q, k, v, mask=masks.causal())
+    """
     return Band(None, offset)
 
 
 def window(left: int, right: int | None = None, *, offset: int = 0) -> Band:
-    """Query i sees keys from i - left to i + right (right = left unless given), shifted by offset."""
+    """Query i sees keys from i - left to i + right, shifted by offset.
+
+    Args:
+        left: Keys before the query, its own not counted.
+        right: Keys after the query; `left` unless given.
+        offset: Shift of the window.
+
+    Returns:
+        A band.
+
+    Example:
+            attention(q, k, v, mask=masks.window(255, 0))  # a query and the 255 keys before it
+    """
     left, right = check_whole(left=left, right=left if right is None else right)
     (offset,) = check_whole(None, offset=offset)
     return Band(offset - left, offset + right)
@@ -43,9 +72,18 @@ def documents(
     *,
     device: torch.device | str = "cpu",
 ) -> Rows:
-    """Packed documents: a query sees the keys of its own document only. Lengths may be 0.
+    """Packed documents: a query sees the keys of its own document only.
 
-    `key_lengths` is for documents whose queries are only a part of their keys; the two lists pair up.
+    Args:
+        lengths: Tokens of each document; 0 is allowed.
+        key_lengths: Keys of each document, where the queries are only a part of them; by default `lengths`.
+        device: Device of the mask.
+
+    Returns:
+        One interval of keys for each query.
+
+    Example:
+            attention(q, k, v, mask=masks.documents([300, 0, 700]) & masks.causal())
     """
     spans = _lengths(lengths)
     keys = spans if key_lengths is None else _lengths(key_lengths)
@@ -67,7 +105,21 @@ def ragged(
     query_lengths: Sequence[int] | Tensor | None = None,
     device: torch.device | str = "cpu",
 ) -> Rows:
-    """A padded batch: in sequence b only the first key_lengths[b] keys exist (and, if given, the first queries)."""
+    """A padded batch: in sequence b only the first key_lengths[b] keys exist.
+
+    Args:
+        key_lengths: Keys of each sequence.
+        num_queries: Padded number of queries.
+        num_keys: Padded number of keys.
+        query_lengths: Queries of each sequence; the others see no key. By default all exist.
+        device: Device of the mask.
+
+    Returns:
+        One interval of keys for each query of each sequence.
+
+    Example:
+            attention(q, k, v, mask=masks.ragged([512, 100], 512, 512))
+    """
     num_queries, num_keys = check_whole(num_queries=num_queries, num_keys=num_keys)
     lengths = _lengths(key_lengths)
     queries = torch.full_like(lengths, num_queries) if query_lengths is None else _lengths(query_lengths)
@@ -82,7 +134,19 @@ def ragged(
 
 
 def prefix(length: int, num_tokens: int, *, device: torch.device | str = "cpu") -> Mask:
-    """Prefix-LM: the first `length` tokens see each other both ways, the rest look back."""
+    """Prefix-LM: the first `length` tokens see one another in both directions, the rest is causal.
+
+    Args:
+        length: Tokens of the prefix.
+        num_tokens: Number of tokens: queries and keys.
+        device: Device of the mask.
+
+    Returns:
+        One interval of keys for each query.
+
+    Example:
+            attention(q, k, v, mask=masks.prefix(100, 1000))
+    """
     length, num_tokens = check_whole(length=length, num_tokens=num_tokens)
     if length > num_tokens:
         raise ValueError(f"a prefix has 0 to num_tokens tokens: got {length} of {num_tokens}")
@@ -93,7 +157,21 @@ def prefix(length: int, num_tokens: int, *, device: torch.device | str = "cpu") 
 def dilated(
     width: int, step: int, num_tokens: int, *, causal: bool = True, device: torch.device | str = "cpu"
 ) -> Blocks:
-    """A window with gaps: query i sees the `width` keys i, i - step, i - 2 step, ... (and, not causal, those ahead)."""
+    """A window with gaps: query i sees the `width` keys i, i - step, i - 2 step, ... (not causal: those after it too).
+
+    Args:
+        width: Number of keys, the query's own included.
+        step: Distance between two of them.
+        num_tokens: Number of tokens: queries and keys.
+        causal: Leave out the keys after the query.
+        device: Device of the mask.
+
+    Returns:
+        A block map.
+
+    Example:
+            attention(q, k, v, mask=masks.dilated(64, 4, 1000))
+    """
     width, step = check_whole(1, width=width, step=step)
     (num_tokens,) = check_whole(num_tokens=num_tokens)
     # Beyond the tokens there are, a longer reach or step changes nothing: both stay within 32 bits.
@@ -108,7 +186,20 @@ def dilated(
 
 
 def streaming(num_sinks: int, window: int, num_tokens: int, *, device: torch.device | str = "cpu") -> Blocks:
-    """Sink + window: a query sees the first `num_sinks` tokens and the last `window`, its own among them."""
+    """Attention sinks: a query sees the first `num_sinks` tokens and the last `window`, its own included.
+
+    Args:
+        num_sinks: First tokens that every query sees.
+        window: Last tokens that a query sees.
+        num_tokens: Number of tokens: queries and keys.
+        device: Device of the mask.
+
+    Returns:
+        A block map.
+
+    Example:
+            attention(q, k, v, mask=masks.streaming(4, 256, 1000))
+    """
     num_sinks, num_tokens = check_whole(num_sinks=num_sinks, num_tokens=num_tokens)
     (window,) = check_whole(1, window=window)
     sinks = Rows(*_span(num_tokens, 0, num_sinks, device), num_tokens) & Band(None, 0)
@@ -118,8 +209,22 @@ def streaming(num_sinks: int, window: int, num_tokens: int, *, device: torch.dev
 def longformer(
     num_tokens: int, *, window: int, num_global: int, causal: bool = False, device: torch.device | str = "cpu"
 ) -> Blocks:
-    """Global + window: neighbours up to `window` apart see each other; the first `num_global` tokens see, and are seen
-    by, everyone."""
+    """Global tokens and a window: tokens up to `window` apart see each other; the first `num_global` tokens see, and
+    are seen by, all.
+
+    Args:
+        num_tokens: Number of tokens: queries and keys.
+        window: Largest distance of two tokens that see each other.
+        num_global: First tokens that see, and are seen by, all.
+        causal: Leave out the keys after the query.
+        device: Device of the mask.
+
+    Returns:
+        A block map.
+
+    Example:
+            attention(q, k, v, mask=masks.longformer(1000, window=128, num_global=8))
+    """
     num_tokens, window, num_global = check_whole(num_tokens=num_tokens, window=window, num_global=num_global)
     num_global = min(num_global, num_tokens)
     seen = Rows(*_span(num_tokens, 0, num_global, device), num_tokens)
@@ -139,7 +244,23 @@ def random_blocks(
     causal: bool = False,
     device: torch.device | str = "cpu",
 ) -> Blocks:
-    """Each query block sees this share of the key blocks, drawn at random, its own always; for each head anew."""
+    """Each block of queries sees this share of the blocks of keys, chosen at random, and always its own.
+
+    Args:
+        num_tokens: Number of tokens: queries and keys.
+        share: Share of the blocks of keys, above 0 and at most 1.
+        seed: Random seed of the choice.
+        num_heads: Number of heads, each with its own choice; 1 for the same in all.
+        size: Tokens in a block.
+        causal: Leave out the keys after the query.
+        device: Device of the mask.
+
+    Returns:
+        A block map.
+
+    Example:
+            attention(q, k, v, mask=masks.random_blocks(4096, 0.25, seed=1))
+    """
     (num_tokens,) = check_whole(num_tokens=num_tokens)
     size, num_heads = check_whole(1, size=size, num_heads=num_heads)
     (seed,) = check_whole(None, seed=seed)
@@ -164,8 +285,24 @@ def bigbird(
     causal: bool = False,
     device: torch.device | str = "cpu",
 ) -> Blocks:
-    """BigBird: `longformer`, and for each query block up to `num_random` key blocks more (with `causal`, behind it):
-    those drawn may be among the blocks it sees anyway."""
+    """BigBird: `longformer`, and up to `num_random` random blocks of keys more for each block of queries.
+
+    Args:
+        num_tokens: Number of tokens: queries and keys.
+        window: Largest distance of two tokens that see each other.
+        num_global: First tokens that see, and are seen by, all.
+        num_random: Random blocks of keys; some may be visible already. With `causal`, blocks before the query's.
+        seed: Random seed of the choice.
+        size: Tokens in a block.
+        causal: Leave out the keys after the query.
+        device: Device of the mask.
+
+    Returns:
+        A block map.
+
+    Example:
+            attention(q, k, v, mask=masks.bigbird(4096, window=128, num_global=8, num_random=3))
+    """
     num_tokens, num_random = check_whole(num_tokens=num_tokens, num_random=num_random)
     (size,) = check_whole(1, size=size)
     num = -(-num_tokens // size)
@@ -175,8 +312,22 @@ def bigbird(
 
 
 def top_blocks(q: Tensor, k: Tensor, keep: int, *, causal: bool = False, block: int = 128) -> Blocks:
-    """Chosen from data: each query block of each head sees the `keep` key blocks whose mean key its mean query scores
-    highest, its own always. q [B, H, T, D], k [B, K, S, D]."""
+    """A mask from data: each block of queries of each head sees the `keep` blocks of keys whose mean key has the
+    highest score with its mean query, and always its own.
+
+    Args:
+        q: Queries [B, H, T, D].
+        k: Keys [B, K, S, D].
+        keep: Blocks of keys for each block of queries.
+        causal: Leave out the keys after the query.
+        block: Tokens in a block: 64 or 128.
+
+    Returns:
+        A block map, one for each sequence and head.
+
+    Example:
+            attention(q, k, v, mask=masks.top_blocks(q, k, keep=8, causal=True))
+    """
     edges = check_block(block)
     if edges[0] != edges[1]:
         raise ValueError(f"top_blocks chooses square blocks: got block={block!r}; use block=64 or block=128")
