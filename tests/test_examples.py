@@ -15,7 +15,15 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "examples"
-NAMES = ["ring_attention", "fine_tune", "custom_mask", "drop_in", "packed_documents", "custom_schedule"]
+NAMES = [
+    "ring_attention",
+    "fine_tune",
+    "custom_mask",
+    "drop_in",
+    "packed_documents",
+    "custom_schedule",
+    "transformers_drop_in",
+]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
