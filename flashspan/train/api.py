@@ -25,8 +25,8 @@ class TrainResult:
     """What a training run left behind.
 
     Attributes:
-        status: "done", or why it ended earlier: "stopped" (SIGTERM or Ctrl-C, state saved), "not finite" (the loss or
-            the gradients), "not saved" (the last checkpoint could not be written).
+        status: "done", or why it ended earlier: "stopped" (SIGTERM, state saved), "interrupted" (Ctrl-C, state saved),
+            "not finite" (the loss or the gradients), "not saved" (the last checkpoint could not be written).
         folder: The folder of checkpoints and metrics.
         checkpoint: The last checkpoint, a folder in the Hugging Face layout; None if there is none.
         steps: The metrics of each step, those before a resumed checkpoint included.

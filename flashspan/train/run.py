@@ -11,6 +11,7 @@ import contextlib
 import importlib.util
 import os
 import shlex
+import signal
 import sys
 import time
 import warnings
@@ -50,8 +51,8 @@ from .torchrun import join
 SLOW = 4.0  # times as long as in float32, and a product is worth a word
 LONG_ENOUGH, LARGEST = 0.05, 1024
 """A product is timed that takes so many seconds, or is so wide: a smaller one is mostly the call, in any precision."""
-FAILED, LATE = "failed", "late"
-"""How a run ends whose ranks fail, and one that is asked to stop and cannot save within `checkpoint.grace`."""
+FAILED, LATE, INTERRUPTED = "failed", "late", "interrupted"
+"""How a run ends if ranks fail, if it cannot save within `checkpoint.grace`, and after Ctrl-C with its state saved."""
 HELP = """usage: flashspan train [config.toml] [--section.key value ...] [--dry-run]
 
 With no arguments: trains a tiny LLaMA on the text in the package, on 4 CPU ranks in a zigzag ring (or the GPUs here).
@@ -71,12 +72,15 @@ def main(arguments: Sequence[str] = ()) -> int:
 
 
 def train(config: TrainConfig, *, dry_run: bool = False) -> int:
-    """Train as the config says; 0 when it is done or was asked to stop, with the state saved, and else 1."""
-    return 0 if run(config, dry_run=dry_run) in (DONE, STOPPED) else 1
+    """Train with this config and return the exit code: 0 after all steps; 143 or 130 if SIGTERM or Ctrl-C stopped the
+    run and its state is saved, so that a scheduler does not count it as complete; otherwise 1."""
+    codes = {DONE: 0, STOPPED: 128 + signal.SIGTERM, INTERRUPTED: 128 + signal.SIGINT}
+    return codes.get(run(config, dry_run=dry_run), 1)
 
 
 def run(config: TrainConfig, *, dry_run: bool = False, report: Report | None = None) -> str:
-    """Train as the config says, and how it ended: one of DONE, STOPPED, NOT_FINITE, NOT_SAVED, FAILED, LATE.
+    """Train as the config says, and how it ended: one of DONE, STOPPED, INTERRUPTED, NOT_FINITE, NOT_SAVED, FAILED,
+    LATE.
 
     Under torchrun this is one of the ranks; otherwise it starts them. `report` is called in this process after each
     step, under torchrun on the first rank. With `dry_run` the config, the mesh and an estimate of the memory are
@@ -228,9 +232,11 @@ def _start(config: TrainConfig, num_ranks: int, report: Report | None) -> str:
                 ) as ranks:
                     stop.pass_to(ranks.pids)
                     if report is None:
-                        return ranks.run(run_rank, attempts.config, timeout=LONGEST)[0]
-                    send = send_to_parent
-                    return ranks.run(run_rank, attempts.config, send, timeout=LONGEST, on_message=report)[0]
+                        how = ranks.run(run_rank, attempts.config, timeout=LONGEST)[0]
+                    else:
+                        send = send_to_parent
+                        how = ranks.run(run_rank, attempts.config, send, timeout=LONGEST, on_message=report)[0]
+                    return INTERRUPTED if how == STOPPED and stop.signal == signal.SIGINT else how
             except RankError as error:
                 if stop.late:
                     return LATE
@@ -291,7 +297,7 @@ def _summary(config: TrainConfig, how: str) -> str:
     late = f"stopped as asked, but the state could not be saved within checkpoint.grace {config.checkpoint.grace:g} s"
     told = {
         DONE: "done",
-        STOPPED: f"stopped as asked, state saved; {again} resumes",
+        **dict.fromkeys((STOPPED, INTERRUPTED), f"stopped as asked, state saved; {again} resumes"),
         NOT_FINITE: "stopped: loss or gradients were not finite; the state before that step is saved",
         NOT_SAVED: f"ended, and the last checkpoint could not be written; {again} resumes from the one before",
         FAILED: f"a rank failed; {again} resumes from the last checkpoint",

@@ -65,6 +65,8 @@ class Stop:
 
     def __init__(self) -> None:
         self.asked = self.late = False
+        self.signal = signal.SIGTERM
+        """The first signal, once the command was asked to stop."""
         self._pids: tuple[int, ...] = ()
 
     def pass_to(self, pids: Sequence[int]) -> None:
@@ -97,7 +99,7 @@ def pass_signals_on(grace: float) -> Iterator[Stop]:
                 raise KeyboardInterrupt
             if not first:
                 first.append(time.monotonic())
-                stop.asked = True
+                stop.asked, stop.signal = True, signal.Signals(kind)
                 start_clock()
                 stop.send(signal.SIGTERM)
 

@@ -106,7 +106,7 @@ def test_a_stop_within_the_time_saves(config_of: ConfigOf, capfd: pytest.Capture
     config = config_of("--parallel.ranks=1", "--checkpoint.every=0", "--train.steps=3000", "--checkpoint.grace=60")
     folder = Path(config.checkpoint.folder)
     terminate_when(folder / "metrics.jsonl", os.getpid())
-    assert train(config) == 0
+    assert train(config) == 128 + signal.SIGTERM
     assert "stopped as asked, state saved" in capfd.readouterr().out
     (step,) = steps_saved(config)
     assert 1 <= step < 3000

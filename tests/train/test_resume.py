@@ -507,7 +507,7 @@ def test_a_signal_saves_and_exits(config_of: ConfigOf, tmp_path: Path, kind: sig
     wait_for(process, 3)
     os.kill(process.pid, kind) if whom == "the parent" else os.killpg(process.pid, kind)
     rest, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, rest
+    assert process.returncode == 128 + kind, rest
     assert "stopped as asked, state saved" in rest
     path = checkpoint.newest(config.checkpoint.folder)
     assert path is not None
@@ -524,7 +524,7 @@ def test_a_signal_while_the_ranks_begin_is_kept_for_them(config_of: ConfigOf, tm
     time.sleep(0.5)
     os.killpg(process.pid, signal.SIGTERM)
     rest, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, rest
+    assert process.returncode == 128 + signal.SIGTERM, rest
     (path,) = checkpoint.checkpoints(config.checkpoint.folder)
     assert checkpoint.read(path).step == 1
 
