@@ -297,16 +297,15 @@ def mask_of_tensor(given: Tensor, query: Tensor, num_keys: int) -> Mask:
     known: tuple[int, Mask] | None = _READ.get(given)
     if known is not None and known[0] == version:
         return known[1]
-    visible = given
-    if given.dtype != torch.bool:
-        visible = given == 0
-        if not given.is_floating_point() or not bool(
-            (visible | (given <= max(HIDES, torch.finfo(given.dtype).min))).all()
-        ):
-            raise ValueError(
-                f'attn_implementation="{NAME}" does not serve an additive bias, only one that hides keys: got '
-                f"{given.dtype} values that are neither 0 nor below {HIDES:g}; {OTHERWISE}"
-            )
+    least = max(HIDES, torch.finfo(given.dtype).min) if given.is_floating_point() else 0
+    visible = given if given.dtype == torch.bool else given == 0
+    hides = given.dtype == torch.bool or (given.is_floating_point() and bool((visible | (given <= least)).all()))
+    if not hides or given.requires_grad:  # a learned bias may start at 0
+        learned = ", learned" if given.requires_grad else f" that are neither 0 nor below {HIDES:g}"
+        raise ValueError(
+            f'attn_implementation="{NAME}" does not serve an additive bias, only one that hides keys: got '
+            f"{given.dtype} values{learned}; {OTHERWISE}"
+        )
     mask = mask_of(visible, query, query.shape[2], num_keys)
     _READ[given] = version, mask
     return mask

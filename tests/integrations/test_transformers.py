@@ -414,6 +414,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"value_size": 4}, "keys of 8 and values of 4"),
     ({"size": 264, "key_size": 264, "value_size": 264}, "up to 256: got 264"),
     ({"attention_mask": torch.randn(1, 1, 6, 6)}, "additive bias"),
+    ({"attention_mask": torch.zeros(1, 1, 6, 6, requires_grad=True)}, "additive bias.*learned"),
+    ({"attention_mask": torch.zeros(1, 1, 6, 6, dtype=torch.long)}, "additive bias"),
     ({"attention_mask": torch.ones(1, 6)}, r"\[B, 1, T, S\].*\(1, 6\)"),
     ({"sliding_window": 3}, "sliding window of 3"),
     ({"cu_seq_lens_q": torch.tensor([0, 6])}, "cu_seq_lens_q"),
