@@ -1,15 +1,12 @@
 """More of transformers on attn_implementation="span": other decoders, encoders, cross attention, images. All slow."""
 
 import copy
-import os
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import transformers
+from torch import Tensor
 
 import flashspan.integrations.transformers as span
 

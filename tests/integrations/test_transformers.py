@@ -1,17 +1,16 @@
 """attn_implementation="span": tiny models of transformers give what eager attention gives, or a refusal by name."""
 
 import copy
-import os
+import runpy
 import types
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import transformers
+from torch import Tensor
 from transformers import masking_utils
 
 import flashspan.integrations.transformers as span
@@ -320,13 +319,13 @@ def read_random_masks(seed: int) -> None:
 
 
 def test_random_masks_of_transformers_are_read_exactly() -> None:
-    for seed in range(3):
+    for seed in range(2):
         read_random_masks(seed)
 
 
 @pytest.mark.campaign
 def test_any_mask_of_transformers_is_read_exactly() -> None:
-    for seed in range(3, 500):
+    for seed in range(2, 500):
         read_random_masks(seed)
 
 
@@ -477,3 +476,8 @@ def test_names_the_releases_it_works_with(version: str, monkeypatch: pytest.Monk
     monkeypatch.setattr("transformers.__version__", version)
     with pytest.raises(ValueError, match=rf"transformers 5\.17 or later, below 6: found {version}"):
         span.register()
+
+
+def test_the_example_prints_the_same_text(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(Path(__file__).parents[2] / "examples" / "transformers_drop_in.py"))
+    assert capsys.readouterr().out.endswith("\nthe same text\n")
