@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from flashspan import attention, masks
 from flashspan.bench.measure import record
 from flashspan.bench.measure.clock import percentiles
-from flashspan.bench.report import plots
+from flashspan.bench.report import plots, speed
 from flashspan.bench.report.tables import Table, show_tables
 from flashspan.kernels.masks import Mask, count
 
@@ -281,7 +281,7 @@ def bench_attention(
         shapes: batch,heads,key heads,tokens,head size,pattern each; the pattern is full, causal, "window W" or
             "documents N".
         only: these implementations.
-        page: write docs/benchmarks/attention.md and its plot from the rows instead of measuring.
+        page: write docs/benchmarks/attention.md, its plot and the README's picture from the rows instead of measuring.
     """
     if page:
         write()
@@ -316,7 +316,8 @@ def bench_attention(
 
 
 def write() -> None:
-    """The page and the picture, from the recorded rows."""
+    """The page, its plot and the README's picture, from the recorded rows."""
     rows = record.read(PATH)
     PATH.with_suffix(".md").write_text(markdown(rows))
     PATH.with_suffix(".svg").write_text(chart(rows))
+    PATH.with_name("speed.svg").write_text(speed.picture(rows))

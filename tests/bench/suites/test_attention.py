@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flashspan.bench.measure import record
-from flashspan.bench.report import plots
+from flashspan.bench.report import plots, speed
 from flashspan.bench.suites import attention, host, leaderboard, rounding
 
 ROOT = Path(__file__).parents[3]
@@ -45,6 +45,15 @@ def test_the_picture_shows_every_implementation() -> None:
     picture = attention.chart(rows)
     assert all(f">{row.impl}<" in picture for row in rows)
     assert (ROOT / attention.PATH).with_suffix(".svg").exists()
+
+
+def test_the_readme_picture_is_made_of_the_rows() -> None:
+    rows = record.read(ROOT / attention.PATH)
+    assert (ROOT / attention.PATH).with_name("speed.svg").read_text() == speed.picture(rows)
+    times = {(row.shape, row.impl): row.tflops for row in rows if row.kind == "both"}
+    for shape, title in speed.SHAPES.items():
+        drawn = {bar.label: bar.tflops for bar in speed.cases(rows)[title]}
+        assert drawn == {label: times[shape, name] for name, (label, _) in speed.IMPLEMENTATIONS.items()}
 
 
 def test_the_title_of_the_picture_lies_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
