@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from flashspan import masks
-from flashspan.attention import attention, explain
-
 if TYPE_CHECKING:  # the same names, found on first use by __getattr__
+    from flashspan import masks
+    from flashspan.attention import attention, explain
     from flashspan.context import context_parallel
     from flashspan.generate.api import generate
     from flashspan.train.api import train
@@ -16,15 +17,29 @@ if TYPE_CHECKING:  # the same names, found on first use by __getattr__
 __version__ = "0.1.0"
 __all__ = ["attention", "context_parallel", "explain", "generate", "masks", "train"]
 
+_HOMES = {"attention": "attention", "explain": "attention", "context_parallel": "context"}
+"""The modules of public functions. The other names are modules; two are callable, see callable_module.py."""
+
+
+class _Package(ModuleType):
+    """This package: `flashspan.attention` is the function, also after an import of the module of that name."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_module = name == "attention" and isinstance(value, ModuleType)
+        super().__setattr__(name, value.attention if is_module else value)
+
 
 def __getattr__(name: str) -> Any:
-    """The names that bring torch.distributed or the trainer with them: imported on first use."""
-    if name == "context_parallel":
-        return importlib.import_module("flashspan.context").context_parallel
-    if name in ("generate", "train"):
-        return importlib.import_module(f"flashspan.{name}")  # a package that can be called: see callable_module
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Import a public name on first use: `flashspan --help` must not wait for torch, whose import takes seconds."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"flashspan.{_HOMES.get(name, name)}")
+    globals()[name] = getattr(module, name) if name in _HOMES else module
+    return globals()[name]
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+sys.modules[__name__].__class__ = _Package

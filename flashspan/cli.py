@@ -1,10 +1,9 @@
-"""The `flashspan` command: which function serves which words. The functions, and what they say, are elsewhere."""
+"""The `flashspan` command: finds the function for a command line, parses its options and reports errors in one line."""
 
 from __future__ import annotations
 
-import ast
 import contextlib
-import functools
+import difflib
 import importlib
 import inspect
 import io
@@ -17,13 +16,13 @@ import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import tyro
 from tyro.conf import Positional
 
 import flashspan
-from flashspan.launch import RankError
+from flashspan.signatures import read_doc, read_signature
 from flashspan.stdout import discard_stdout
 
 
@@ -33,7 +32,7 @@ def bench() -> int:
 
     Each has its own options: flashspan bench NAME --help. Rows go to a folder, and flashspan report makes a page of it.
     """
-    raise AssertionError("main hands bench its own command line")
+    raise AssertionError("_run passes the words of bench on")
 
 
 def train() -> int:
@@ -42,38 +41,53 @@ def train() -> int:
     With no arguments: a tiny model on the text in the package, on 4 CPU ranks in a zigzag ring (or the GPUs here).
     Takes a TOML file and --section.key value; flashspan train --help lists the keys.
     """
-    raise AssertionError("main hands train its own command line")
+    raise AssertionError("_run passes the words of train on")
 
 
-def positional(function: Callable[..., Any], places: dict[str, str | None]) -> Callable[..., Any]:
-    """The same function with parameters given by place, each -> what help calls it: those who write it need not know
-    this library."""
-    hints: dict[str, Any] = get_type_hints(function)
-    for name, shown in places.items():
-        hints[name] = Annotated[Positional[hints[name]], tyro.conf.arg(metavar=shown)]  # type: ignore[valid-type, misc]
+METAVARS = {
+    "calibrate": "FOLDER",
+    "dataset": "NAME",
+    "field": "NAME",
+    "figures": "FOLDER",
+    "file": "FILE",
+    "folder": "FOLDER",
+    "inputs": "FILE ...",
+    "link": "NAME",
+    "model": "MODEL",
+    "output": "FILE",
+    "pages": "FILE ...",
+    "preset": "MODEL",
+    "presets": "MODEL [MODEL ...]",
+    "shapes": "SHAPE [SHAPE ...]",
+    "table": "FILE",
+    "tokenizer": "FILE",
+}
+"""What help calls the value of an option, by the option's name; `metavar_of` has the others."""
+OF_TYPE: dict[Any, str] = {int: "N", float: "X", str: "TEXT", Path: "FILE"}
 
-    @functools.wraps(function)
-    def wrapped(*args: Any, **options: Any) -> Any:
-        return function(*args, **options)
 
-    signature = inspect.signature(function)
-    parameters = [p.replace(annotation=hints[p.name]) for p in signature.parameters.values()]
-    wrapped.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    wrapped.__annotations__ = hints
-    wrapped.__doc__ = flowing(function.__doc__)
-    del wrapped.__wrapped__  # or the hints would be read from the original
-    return wrapped
+def metavar_of(name: str, kind: Any) -> str | None:
+    """What help calls the value of an option: `N` for a number, `{a,b}` for choices; None for a switch."""
+    if name in METAVARS:
+        return METAVARS[name]
+    parts = [part for part in get_args(kind) if part is not type(None)]
+    if get_origin(kind) is Literal:
+        return f"{{{','.join(map(str, parts))}}}"
+    if get_origin(kind) is tuple and parts:
+        each = metavar_of("", parts[0])
+        return f"{each} [{each} ...]" if parts[-1] is ... else " ".join(each for _ in parts if each)
+    return metavar_of("", parts[0]) if parts else OF_TYPE.get(kind)
 
 
 def flowing(doc: str | None) -> str:
-    """A docstring with each paragraph and each argument on a line: in help, breaks of the source would be breaks."""
+    """A docstring with each paragraph and each argument on one line: help would keep the line breaks of the source."""
     return re.sub(r"(?<=\S)\n(?=\S| {8})\s*", " ", inspect.cleandoc(doc or ""))
 
 
 def described(doc: str | None) -> str:
-    """What a docstring says of a whole command, no wider than the terminal: help folds all else, but not this.
+    """A command's description, wrapped at the width of the terminal: tyro wraps all other text, but not this.
 
-    It would join lines that begin with a letter, so those that go on are indented.
+    Continuation lines are indented, since tyro joins lines that begin with a letter.
     """
     width = shutil.get_terminal_size().columns
     paragraphs = flowing(doc).split("\n\nArgs:")[0].split("\n\n")
@@ -82,24 +96,53 @@ def described(doc: str | None) -> str:
 
 @dataclass(frozen=True)
 class Command:
-    """A function of a module: each imports much, and of most command lines one is wanted."""
+    """A function of a module. Help and parsing read its source (signatures.py); only the call imports the module."""
 
     module: str
     function: str
     places: dict[str, str | None] = field(default_factory=dict)
+    """Positional parameters, each with its name in help if that is not its metavar."""
 
     def bring(self) -> Callable[..., Any]:
-        function = getattr(importlib.import_module(f"flashspan.{self.module}"), self.function)
-        return positional(function, self.places)
+        """The function itself; the import may take seconds, and Ctrl-C then ends the process at once."""
+        before = signal.getsignal(signal.SIGINT)
+        if before is signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        module = importlib.import_module(f"flashspan.{self.module}")
+        signal.signal(signal.SIGINT, before)
+        function: Callable[..., Any] = getattr(module, self.function)
+        return function
+
+    def signature(self) -> Callable[..., dict[str, Any]]:
+        """A function with the signature and the docstring of the command, which returns its arguments."""
+        signature = read_signature(f"flashspan.{self.module}", self.function)
+
+        def arguments(*args: Any, **options: Any) -> dict[str, Any]:
+            return signature.bind(*args, **options).arguments
+
+        parameters = []
+        for name, parameter in signature.parameters.items():
+            kind = parameter.annotation
+            metavar = self.places.get(name) or metavar_of(name, kind)
+            if name in self.places:
+                kind = Positional[kind]  # type: ignore[misc, valid-type]
+                metavar = metavar if parameter.default is inspect.Parameter.empty else f"[{metavar}]"
+            hint: Any = Annotated[kind, tyro.conf.arg(metavar=metavar)]
+            parameters.append(parameter.replace(annotation=hint))
+        arguments.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        arguments.__annotations__ = {each.name: each.annotation for each in parameters} | {"return": dict[str, Any]}
+        arguments.__doc__ = self.doc()
+        return arguments
+
+    def doc(self) -> str:
+        return flowing(read_doc(f"flashspan.{self.module}", self.function))
 
     def listed(self) -> Callable[..., Any]:
-        """For a list of commands: nothing but the docstring, read without an import."""
-        source = Path(__file__).parent.joinpath(*self.module.split(".")).with_suffix(".py").read_text(encoding="utf-8")
-        nodes = (node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef))
+        """For a list of commands: the first paragraph of the docstring alone."""
 
         def listed() -> None: ...
 
-        listed.__doc__ = flowing(next(ast.get_docstring(node) for node in nodes if node.name == self.function))
+        listed.__doc__ = self.doc().partition("\n\n")[0]
         return listed
 
 
@@ -132,19 +175,20 @@ BENCHES = {
     "masks": Command("bench.report.mask_pictures", "bench_masks", {"folder": None}),
     "console": Command("bench.report.console", "bench_console", {"pages": None}),
 }
+TRAIN = Command("train.run", "main")
 PLAN_DRAW = Command("commands.draw", "draw")
 PREFLIGHT = Command("commands.preflight", "preflight")
 
-CLOSED_PIPE = 141  # what a shell says of a command that wrote to one: 128 and SIGPIPE
+CLOSED_PIPE = 141  # a shell's exit code for a command that wrote to a closed pipe: 128 + SIGPIPE
+SHELLS = ("bash", "zsh", "tcsh")
+"""Shells that `--completion` writes a script for."""
 MOST_SHOWN = 1000
-"""Characters of an error that are printed: it may name a value of any length."""
+"""Most characters printed of an error, which may quote a value of any length."""
 
 
 def _run(words: list[str]) -> int:
     if words[:1] == ["train"]:  # its keys have dots, and come from a file too
-        from flashspan.train import main as run
-
-        return run(words[1:])
+        return int(TRAIN.bring()(words[1:]))
     if words[:1] == ["bench"]:
         return _choose(BENCHES, words[1:], "flashspan bench", "Measure and record.")
     if words[:2] == ["plan", "draw"]:
@@ -152,7 +196,7 @@ def _run(words: list[str]) -> int:
     if words[:1] == ["check"] and "--preflight" in words:
         rest = [word for word in words[1:] if word != "--preflight"]
         return _call(PREFLIGHT, rest, "flashspan check --preflight")
-    if words == ["--version"]:
+    if words in (["--version"], ["-V"]):
         print(f"flashspan {flashspan.__version__}")
         return 0
     about = "FlashAttention that spans devices: train with it, run it, check it, measure it."
@@ -160,32 +204,33 @@ def _run(words: list[str]) -> int:
 
 
 def _choose(commands: dict[str, Command], words: list[str], prog: str, about: str) -> int:
-    """Run the command that the first word names, or list them all."""
+    """Run the command that the first word names, or list all commands."""
     if words and words[0] in commands:
         return _call(commands[words[0]], words[1:], f"{prog} {words[0]}")
-    whole = words[:1] == ["--tyro-print-completion"]  # a shell wants their options too
-    functions = {name: command.bring() if whole else command.listed() for name, command in commands.items()}
+    if words and not words[0].startswith("-"):
+        close = difflib.get_close_matches(words[0], commands, 1)
+        hint = f"did you mean {prog} {close[0]}?" if close else f"choose one of {', '.join(commands)}"
+        raise ValueError(f"unknown command {prog} {words[0]}: {hint} see {prog} --help")
+    whole = words[:1] == ["--completion"]  # a shell completes options too
+    if whole:
+        if len(words) != 2 or words[1] not in SHELLS:
+            raise ValueError(f"--completion takes one of {', '.join(SHELLS)}: got {words[1:]}; write --completion bash")
+        words = ["--tyro-print-completion", words[1]]
+    functions = {name: command.signature() if whole else command.listed() for name, command in commands.items()}
     with _one_line_errors(prog):
         tyro.extras.subcommand_cli_from_dict(functions, args=words, prog=prog, description=about)
     return 0
 
 
 def _call(command: Command, words: list[str], prog: str) -> int:
-    function = command.bring()
-
-    @functools.wraps(function)
-    def prepared(*args: Any, **options: Any) -> Callable[[], Any]:
-        return functools.partial(function, *args, **options)
-
-    prepared.__annotations__ = {**function.__annotations__, "return": Any}
     with _one_line_errors(prog):
-        run: Any = tyro.cli(prepared, args=words, prog=prog, description=described(function.__doc__))
-    return int(run() or 0)
+        options = tyro.cli(command.signature(), args=words, prog=prog, description=described(command.doc()))
+    return int(command.bring()(**options) or 0)
 
 
 @contextlib.contextmanager
 def _one_line_errors(prog: str) -> Iterator[None]:
-    """ValueError of one line in place of the box that tyro draws on stderr for options it cannot read."""
+    """Turn the box that tyro draws on stderr for options it cannot parse into a ValueError of one line."""
     box = io.StringIO()
     try:
         with contextlib.redirect_stderr(box):
@@ -197,8 +242,8 @@ def _one_line_errors(prog: str) -> Iterator[None]:
 
 
 def _first_part(box: str) -> str:
-    """The text in a box, without its title and what comes after a rule. Where the terminal has no lines to draw a box
-    with, the title has a line and a rule of its own."""
+    """The text in a box, without its title and without what follows a rule. In a terminal without box characters, the
+    title has a line and a rule of its own."""
     lines = [line.strip("│ ") for line in box.splitlines() if not line.startswith(("╭", "╰"))]
     parts = [" ".join(part.split()) for part in re.split(r"^[─-]+$", "\n".join(lines), flags=re.MULTILINE)]
     text = parts[0] if "╭" in box or len(parts) == 1 else parts[1]
@@ -208,27 +253,30 @@ def _first_part(box: str) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Entry point. Bad input prints one line and exits with 2, a failed rank with 1, Ctrl-C and SIGTERM with 130."""
     words = sys.argv[1:] if arguments is None else arguments
-    if sys.stdout is None:  # closed by who started this, `>&-`: nobody will read
+    if sys.stdout is None:  # closed by the parent process, `>&-`
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
     before = signal.getsignal(signal.SIGTERM)
     try:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that ranks and folders are cleared away
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that ranks and folders are cleaned up
         try:
             return _run(words)
         finally:
-            sys.stdout.flush()  # here, where a closed pipe is met
-    except BrokenPipeError:  # whoever was reading, `| head` say, has read enough
+            sys.stdout.flush()  # here, where BrokenPipeError is caught
+    except BrokenPipeError:  # the reader has ended, such as `| head`
         discard_stdout()
         return CLOSED_PIPE
     except SystemExit as end:
         if not isinstance(end.__context__, BrokenPipeError):
             raise
-        return CLOSED_PIPE  # a table met it, and has made stdout lead nowhere
+        return CLOSED_PIPE  # rich met it while printing a table, and has redirected stdout to the null device
     except (ValueError, OSError) as error:  # OSError: a file or folder that cannot be read or written, a full disk
         text = " ".join(str(error).split())  # a name of a file, or a value, may hold line breaks
         print(f"flashspan: {text[:MOST_SHOWN]}{'...' if len(text) > MOST_SHOWN else ''}", file=sys.stderr)
         return 2
-    except RankError as error:
+    except RuntimeError as error:
+        launch = sys.modules.get("flashspan.launch")  # not imported here: it needs torch, and --help does not
+        if launch is None or not isinstance(error, launch.RankError):
+            raise
         print(f"flashspan: {error.report}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -21,6 +21,7 @@ ALLOWED = {
     "callable_module": set(),
     "scratch": set(),
     "stdout": set(),
+    "signatures": set(),
     "context": {"kernels", "arguments", "attention", "agreement"},
     "parallel": {"agreement"},
     "model": {"files", "manifest"},
@@ -87,7 +88,8 @@ ALLOWED = {
         "bench",
     },
     "integrations": {"kernels", "masks", "arguments", "attention"},
-    "cli": {"launch", "stdout", "commands", "bench", "train", "generate", "plan"},
+    "cli": {"signatures", "stdout", "commands", "bench", "train", "generate", "plan"},
+    "__main__": {"cli"},
     "check": {"cli"},
     "__init__": {"masks", "attention", "context", "generate", "train"},
 }

@@ -1,20 +1,22 @@
 """The command line: what it prints, and what it says to bad input."""
 
+import inspect
 import os
 import signal
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import get_args
+from typing import get_args, get_type_hints
 
 import pytest
 
 from flashspan.bench.report.tables import Table, show_tables
-from flashspan.cli import BENCHES, CLOSED_PIPE, COMMANDS, Command, flowing, main
+from flashspan.cli import BENCHES, CLOSED_PIPE, COMMANDS, PLAN_DRAW, PREFLIGHT, Command, flowing, main
 from flashspan.commands import check
 from flashspan.context.layout import LAYOUTS
 from flashspan.context.strategy import STRATEGIES
+from flashspan.signatures import read_signature
 
 ROOT = Path(__file__).parent.parent
 
@@ -33,10 +35,65 @@ def test_help_explains_every_command(words: list[str], capsys: pytest.CaptureFix
     assert words[0] == "--help" or "--" in text
 
 
-def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("word", ["--version", "-V"])
+def test_the_version_is_the_packages(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
-    assert main(["--version"]) == 0
+    assert main([word]) == 0
     assert capsys.readouterr().out == f"flashspan {declared}\n"
+
+
+SLOW_IMPORTS = {"torch", "numpy", "triton", "matplotlib", "rich"}
+SLOW_HELP = {"bench data", "train"}
+"""Commands whose defaults cannot be read without torch."""
+HELPS = [[], *([name] for name in COMMANDS), *(["bench", name] for name in BENCHES)]
+HELPS_OF_ALL = """
+import sys
+from flashspan.cli import main
+for line in sys.argv[1:]:
+    try:
+        main([*line.split(), "--help"])
+    except SystemExit as end:
+        assert not end.code
+print("IMPORTED", *sys.modules)
+"""
+
+
+def test_help_and_version_need_no_torch() -> None:
+    """Importing torch takes seconds; help and version answer in under half a second of CPU time."""
+    lines = [" ".join(words) for words in HELPS if " ".join(words) not in SLOW_HELP]
+    command = [sys.executable, "-c", HELPS_OF_ALL, *lines]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert not SLOW_IMPORTS & set(done.stdout.rpartition("IMPORTED")[2].split())
+    command = [sys.executable, "-X", "importtime", "-m", "flashspan", "-V"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert done.stdout.startswith("flashspan ")
+    assert "flashspan.cli" in imported
+    assert not SLOW_IMPORTS & imported
+
+
+@pytest.mark.parametrize(
+    "command", [*COMMANDS.values(), *BENCHES.values(), PLAN_DRAW, PREFLIGHT], ids=lambda c: c.function
+)
+def test_a_signature_read_from_source_is_that_of_the_function(command: Command) -> None:
+    function = command.bring()
+    hints, read = get_type_hints(function), read_signature(f"flashspan.{command.module}", command.function)
+    assert {name: each.annotation for name, each in read.parameters.items()} == {
+        name: hint for name, hint in hints.items() if name != "return"
+    }
+    assert [(each.name, each.default, each.kind) for each in read.parameters.values()] == [
+        (each.name, each.default, each.kind) for each in inspect.signature(function).parameters.values()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"), [(["trian"], "flashspan train"), (["bench", "contxt"], "flashspan bench context")]
+)
+def test_a_command_that_is_almost_right_is_named(
+    words: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert f"did you mean {meant}?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["--help"], ["bench", "--help"]], ids=" ".join)
@@ -64,6 +121,15 @@ def test_help_is_no_wider_than_the_terminal(
     with pytest.raises(SystemExit, match="0"):
         main([*words, "--help"])
     assert max(map(len, capsys.readouterr().out.splitlines())) <= width
+
+
+def test_completion_offers_commands_and_their_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--completion", "bash"])
+    assert not end.value.code
+    script = capsys.readouterr().out
+    assert all(name in script for name in (*COMMANDS, "--prompt", "--kv-heads"))
+    assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
 
 
 def test_breaks_of_the_source_are_none_of_help() -> None:
@@ -134,6 +200,7 @@ def test_a_picture_that_is_refused_leaves_no_other(tmp_path: Path, capsys: pytes
         (["plan", "x\ny" * 5000], "unknown model 'x"),
         (["attend", "1"], "missing from flashspan attend"),
         (["bench", "nothing"], "see flashspan bench --help"),
+        (["--completion", "fish"], "bash"),
         (["generate", ".", "--ranks", "9"], "no whole checkpoint in ."),
         (["generate", ".", "--ranks", "100000"], "at most 64 or 8 for each core: got 100000"),
         (["bench", "study", "flash", "--repeats", "3"], "--repeats belongs to the eager study"),
@@ -183,7 +250,7 @@ def test_a_reader_that_leaves_a_table_is_no_error(monkeypatch: pytest.MonkeyPatc
     os.close(given)
     with os.fdopen(taken, "w") as pipe:
         monkeypatch.setattr(sys, "stdout", pipe)
-        monkeypatch.setattr(check, "check", lambda: show_tables([Table("a", ("b",), (("c",),))]))
+        monkeypatch.setattr(check, "check", lambda **_: show_tables([Table("a", ("b",), (("c",),))]))
         assert main(["check"]) == CLOSED_PIPE
 
 
