@@ -5,24 +5,18 @@ Where they cannot be compiled the portable kernels serve, this call and all that
 
 from __future__ import annotations
 
-from traceback import walk_tb
 from typing import Any
 
 from torch import Tensor
-from triton.compiler import compile as triton_compile
-from triton.compiler.errors import CompilationError
-from triton.runtime.errors import OutOfResources, PTXASError
 
 from flashspan.kernels import dispatch, portable
 from flashspan.kernels.contract import Carry, row_delta
 from flashspan.kernels.hopper import launch
+from flashspan.kernels.portable.faults import is_compile_error
 
 __all__ = ["again", "backward", "backward_of_output", "forward"]
 
 again = launch.again
-
-UNUSABLE = (CompilationError, OutOfResources, PTXASError)
-"""What says that a kernel was not launched at all."""
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Carry:
@@ -55,9 +49,7 @@ def backward_of_output(
 
 
 def _retire(error: Exception) -> None:
-    """Raise what does not say so. A pass of the compiler that fails is a mere RuntimeError, as a failure of the device
-    is, which no other kernel would survive: where it was raised tells them apart."""
-    compiling = any(frame.f_code is triton_compile.__code__ for frame, _ in walk_tb(error.__traceback__))
-    if not (compiling or isinstance(error, UNUSABLE)):
+    """Raise what does not say that nothing was launched."""
+    if not is_compile_error(error):
         raise error
     dispatch.retire("hopper", f"could not be compiled here: {type(error).__name__}: {error}"[:500])

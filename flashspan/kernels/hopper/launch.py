@@ -29,16 +29,17 @@ from flashspan.kernels.hopper.tensors import (
     describe,
     is_aligned,
     key_heads_for_queries,
-    multiprocessors,
     new_counter,
 )
 from flashspan.kernels.hopper.tiles import BACKWARD, forward_tile, warps
 from flashspan.kernels.hopper.two_pass import two_pass_launches
 from flashspan.kernels.masks import Band, Mask, Rows, unpack
+from flashspan.kernels.portable import decode
 from flashspan.kernels.portable.arguments import LOG2E, Launch, mask_arguments, on, watched
 from flashspan.kernels.portable.common import load_tile
 from flashspan.kernels.portable.forward import forward_launch as repair_launch
 from flashspan.kernels.portable.replay import recall, replay, tables_of
+from flashspan.kernels.portable.tiles import multiprocessors
 
 
 def forward(
@@ -54,7 +55,7 @@ def forward(
 ) -> Carry:
     """See contract.py. The carry is updated in place."""
     refused = isinstance(mask, Blocks) and refusal(mask.block, q.shape[-1])
-    if not q.numel() or not k.shape[2] or scale <= 0 or refused:
+    if not q.numel() or not k.shape[2] or scale <= 0 or refused or decode.takes(q, k, mask, dropout):
         return portable.forward(q, k, v, mask=mask, scale=scale, carry=carry, out_dtype=out_dtype, dropout=dropout)
     B, H, T, D = q.shape
     if carry is None:
@@ -84,6 +85,8 @@ def again(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, out_dtyp
     """See contract.py. None unless forward has been called so, without a carry, and served itself."""
     if not q.numel() or not k.shape[2] or scale <= 0:
         return None
+    if decode.takes(q, k, mask):
+        return decode.again(q, k, v, mask=mask, scale=scale, out_dtype=out_dtype)
     finer = pays(q, k, mask)
     launches = recall(_forward_launches, (q, k, v), tables_of(mask), 4 + finer, scale, None, out_dtype, finer)
     if launches is None:

@@ -11,6 +11,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 
+from flashspan.kernels.portable.tiles import multiprocessors
+
 L2_BYTES = 8 * 2**20
 """How much K and V the heads in flight may hold together: more than this and they push one another out of the cache."""
 
@@ -83,12 +85,6 @@ def key_heads_for_keys(q: Tensor, k: Tensor, num_blocks: int) -> int:
     and more of them must start early."""
     B, K = k.shape[:2]
     return min(B * K, max(1, multiprocessors(q.device) * (q.shape[1] // K) // num_blocks))
-
-
-@cache
-def multiprocessors(device: torch.device) -> int:
-    """How many programs run at once."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 def new_counter(device: torch.device) -> Tensor:

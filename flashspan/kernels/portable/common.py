@@ -46,17 +46,24 @@ def block_interval(
     behind it. Indices past num_i see nothing and hinder nobody. Without CONVEX intervals are only hulls: none is full.
     """
     b_start, b_end = interval(o_i, num_i, num_j, lo, hi, p_start, p_end, TABLE)
+    near, inside, full, full_end, outside = tiles_to_walk(b_start, b_end, o_i < num_i, num_j, CONVEX, BLOCK, EDGE)
+    return b_start, b_end, near, inside, full, full_end, outside
+
+
+@triton.jit
+def tiles_to_walk(b_start, b_end, m_i, num_j, CONVEX: tl.constexpr, BLOCK: tl.constexpr, EDGE: tl.constexpr):
+    """near, inside, full, full_end and outside of `block_interval`, of intervals that count where m_i is true."""
     near = (tl.min(b_start, 0) // EDGE) * EDGE
     far = tl.maximum(tl.max(b_end, 0), near)
-    full = tl.cdiv(tl.max(tl.where(o_i < num_i, b_start, 0), 0), EDGE) * EDGE
-    full_end = tl.min(tl.where(o_i < num_i, b_end, num_j), 0)
+    full = tl.cdiv(tl.max(tl.where(m_i, b_start, 0), 0), EDGE) * EDGE
+    full_end = tl.min(tl.where(m_i, b_end, num_j), 0)
     full_end = full + tl.maximum(full_end - full, 0) // BLOCK * BLOCK
     if full >= full_end or not CONVEX:  # everything is edge
         full = near + tl.cdiv(far - near, EDGE) * EDGE
         full_end = full
     inside = (full - near) // EDGE
     outside = tl.cdiv(tl.maximum(far - full_end, 0), EDGE)
-    return b_start, b_end, near, inside, full, full_end, outside
+    return near, inside, full, full_end, outside
 
 
 @triton.jit

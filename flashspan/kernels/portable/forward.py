@@ -15,6 +15,7 @@ from torch import Tensor
 from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.contract import Carry, Dropout
 from flashspan.kernels.masks import Mask
+from flashspan.kernels.portable import decode
 from flashspan.kernels.portable.arguments import LOG2E, Launch, dropout_arguments, mask_arguments, near, on
 from flashspan.kernels.portable.common import block_interval, edge_tile, load_tile, query_block
 from flashspan.kernels.portable.sparse import sparse_forward_launch
@@ -130,6 +131,10 @@ def forward(
     dropout: Dropout | None = None,
 ) -> Carry:
     """See contract.py. The carry is updated in place."""
+    if decode.takes(q, k, mask, dropout):
+        done = decode.forward(q, k, v, mask=mask, scale=scale, carry=carry, out_dtype=out_dtype)
+        if done is not None:
+            return done
     q, k, v = near(q), near(k), near(v)
     B, H, T, D = q.shape
     if carry is None:

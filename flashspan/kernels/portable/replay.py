@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import torch
 import triton
 from torch import Tensor
 from triton.runtime import driver
@@ -78,12 +79,9 @@ def replay(
     device = given[0].device
     ours, others = [x.data_ptr() for x in given], [x.data_ptr() for x in made]
     key = _key(make, given, tables, [at & 15 for at in (*ours, *others)], what)
-    addresses = [*ours, *tables.addresses, *others]
     known = _KNOWN.get(key)
     if known is not None and not watched():
-        stream = driver.active.get_current_stream(device.index)
-        for again in known:
-            again(addresses, stream)
+        _launch_at(known, [*ours, *tables.addresses, *others], device)
         return True
     # A caller may pass one tensor twice and two the next time: each place gets an object of its own.
     apart = [x.detach() for x in (*given, *tables.tensors, *made)]
@@ -108,6 +106,18 @@ def recall(
 ) -> list[_Again] | None:
     """What `replay` would launch, given so, where all addresses fall on 16 bytes; None if it has not been called so."""
     return _KNOWN.get(_key(make, given, tables, [0] * (len(given) + num_made), what))
+
+
+def launch_all(launches: list[_Again], given: Sequence[Tensor], tables: Tables, made: Sequence[Tensor]) -> None:
+    """Launch what `recall` gave, on other tensors."""
+    addresses = [*[x.data_ptr() for x in given], *tables.addresses, *[x.data_ptr() for x in made]]
+    _launch_at(launches, addresses, given[0].device)
+
+
+def _launch_at(launches: list[_Again], addresses: list[int], device: torch.device) -> None:
+    stream = driver.active.get_current_stream(device.index)
+    for launch in launches:
+        launch(addresses, stream)
 
 
 def _key(

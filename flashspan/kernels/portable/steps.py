@@ -42,11 +42,18 @@ def forward_begin(out, lse, m0, o_r, s_ot, T, D: tl.constexpr, BD: tl.constexpr,
 @triton.jit
 def forward_end(out, lse, m0, o_r, s_ot, T, b_acc, b_m, b_l, D: tl.constexpr, BD: tl.constexpr):
     """Write the rows' output and lse."""
+    b_out, b_lse = finished(b_acc, b_m, b_l)
+    store_tile(out, m0, o_r, s_ot, T, b_out, D, BD, False)
+    tl.store(lse + m0 + o_r, b_lse, mask=m0 + o_r < T)
+
+
+@triton.jit
+def finished(b_acc, b_m, b_l):
+    """The output and lse of rows, from their running output, maximum and sum."""
     b_empty = b_l == 0.0
     b_out = b_acc / tl.where(b_empty, 1.0, b_l)[:, None]
     b_lse = tl.where(b_empty, float("-inf"), b_m * 0.6931471805599453 + tl.log(tl.where(b_empty, 1.0, b_l)))
-    store_tile(out, m0, o_r, s_ot, T, b_out, D, BD, False)
-    tl.store(lse + m0 + o_r, b_lse, mask=m0 + o_r < T)
+    return b_out, b_lse
 
 
 @triton.jit
@@ -76,10 +83,12 @@ def forward_step(
     b_acc, b_m, b_l, b_q, p_q, m0, o_m, s_qt, T, p_k, p_v, n0, o_n, s_ks, s_vs, S, scale, b_start, b_end, b_row,
     column_word, p_kpos, threshold, gain, D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, MASKED: tl.constexpr,
     BITS: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr,
+    ALIKE: tl.constexpr = False,
 ):  # fmt: skip
     """Fold one tile of keys into the running softmax. Scores live in base 2: `scale` includes log2(e).
 
     A masked tile sees keys b_start <= j < b_end or, with BITS, those of the words at b_start, from column b_end on.
+    ALIKE: all rows see the same keys of it, which end at S.
     """
     o_k = n0 + o_n  # [BN]
     # [BM, BN]
@@ -112,7 +121,7 @@ def forward_step(
     # [BN, BD]
     b_v = load_tile(p_v, n0, o_n, s_vs, S, D, BD, MASKED)
     b_acc = b_acc * b_alpha[:, None]
-    if MASKED:
+    if MASKED and not ALIKE:
         # NaN in a value row must reach the queries that see it and no other: 0 * NaN would reach all.
         b_taint = tl.sum(b_v.to(tl.float32) * 0.0, 1)
         b_acc += tl.sum(tl.where(m_s, b_taint[None, :], 0.0), 1)[:, None]

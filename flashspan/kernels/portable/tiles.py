@@ -166,6 +166,12 @@ def is_small(device: torch.device) -> bool:
     return bool(driver.active.utils.get_device_properties(device.index)["max_shared_mem"] < 227 * 1024)
 
 
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """How many of them a GPU has; an H200's elsewhere."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
 def key_passes(q: Tensor, *, bits: bool = False, dropout: bool = False) -> dict[str, Tile]:
     """The passes over keys for inputs like q: one for dk and dv, or one for each."""
     fused = ("dk dv", q.element_size(), block_dim(q.shape[-1])) in TABLE

@@ -1,0 +1,321 @@
+"""Few queries over many keys (flash-decoding): the keys of a head are divided over programs.
+
+A program takes a part of the keys and all query heads that share them: its rows are pairs (query, head of the group),
+so each tile of keys is loaded once for all of them. It writes a partial output and lse in float32, which a second
+kernel combines. A part is a share of the keys that the program's own rows see: keys outside a window are never loaded,
+and where the number of keys is known on the device only, as inside a CUDA graph, all programs still share the work.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flashspan.kernels import dispatch
+from flashspan.kernels.contract import Again, Carry, Dropout
+from flashspan.kernels.masks import Band, Mask, Rows, unpack
+from flashspan.kernels.portable.arguments import LOG2E, Launch, mask_arguments, near, on, watched
+from flashspan.kernels.portable.common import edge_tile, interval, tiles_to_walk
+from flashspan.kernels.portable.faults import is_compile_error
+from flashspan.kernels.portable.replay import launch_all, recall, replay, tables_of
+from flashspan.kernels.portable.steps import finished, forward_step
+from flashspan.kernels.portable.tiles import Tile, block_dim, is_small, multiprocessors, precision
+
+FEW, MAX_ROWS, MAX_QUERIES = 16, 64, 128
+"""Up to FEW rows, pairs of a query and a head of the group, this file serves always; up to MAX_ROWS where there are
+many keys; with more rows, up to MAX_QUERIES queries, where there would be few programs otherwise."""
+
+RESIDENT = 2
+"""Programs that a multiprocessor runs at once."""
+
+UNIT = 8
+"""Strides are passed in units of so many elements, where it divides them all: Triton then knows that a thread can load
+16 bytes, and compiles no kernel anew for other strides."""
+
+SPLIT_FREE = [
+    *("s_qb", "s_qh", "s_qt", "s_kb", "s_kh", "s_ks", "s_vb", "s_vh", "s_vs", "s_ps", "s_pb", "s_ph", "s_pt"),
+    *("s_rows", "B", "H", "K", "T", "S", "num_blocks", "num_splits", "lo", "hi"),
+]
+COMBINE_FREE = ["s_ob", "s_oh", "s_ot", "H", "T", "num_rows", "num_splits"]
+
+
+@triton.jit(do_not_specialize=SPLIT_FREE)
+def split_kernel(
+    q, k, v, part, part_lse, start, end,
+    s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_ps, s_pb, s_ph, s_pt, s_rows,
+    B, H, K, T, S, num_blocks, num_splits, lo, hi, scale,
+    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TABLE: tl.constexpr, ONE: tl.constexpr,
+    NEGATIVE: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attention of BM rows of a key head over one part of their keys. ONE: there is one query, so that all rows see the
+    same keys."""
+    i = tl.program_id(0)
+    i_m, i = i % num_blocks, i // num_blocks  # blocks of rows that share keys run side by side
+    i_s, i = (i % num_splits).to(tl.int64), i // num_splits
+    i_b, i_k = (i // K).to(tl.int64), (i % K).to(tl.int64)
+    group = H // K
+    o_r = i_m * BM + tl.arange(0, BM)
+    o_t, o_h = o_r // group, i_k * group + o_r % group
+    o_d = tl.arange(0, BD)
+    m_row = o_t < T
+    m_tile = m_row[:, None] & (o_d < D)[None, :]
+
+    b_start, b_end = interval(o_t, T, S, lo, hi, start + i_b * s_rows, end + i_b * s_rows, TABLE)
+    first = tl.min(tl.where(b_start < b_end, b_start, S), 0)
+    if not ONE:
+        first = first // BN * BN
+    last = tl.max(tl.where(b_start < b_end, b_end, 0), 0)
+    share = tl.cdiv(tl.cdiv(tl.maximum(last - first, 0), num_splits), BN) * BN
+    begin = first + i_s.to(tl.int32) * share
+    stop = tl.minimum(begin + share, last)
+    b_start, b_end = tl.maximum(b_start, begin), tl.minimum(b_end, stop)
+
+    k += (i_b * s_kb + i_k * s_kh) * UNIT
+    v += (i_b * s_vb + i_k * s_vh) * UNIT
+    s_ks, s_vs = s_ks * UNIT, s_vs * UNIT
+    # [BM, BD]
+    p_q = q + (i_b * s_qb + o_h * s_qh + o_t.to(tl.int64) * s_qt)[:, None] * UNIT + o_d[None, :]
+    b_q = tl.load(p_q, mask=m_tile, other=0.0)
+    b_acc = tl.zeros([BM, BD], tl.float32)
+    b_m = tl.full([BM], float("-inf"), tl.float32)
+    b_l = tl.zeros([BM], tl.float32)
+    o_n = tl.arange(0, BN)
+    if ONE:
+        for n0 in range(begin, stop, BN):
+            b_acc, b_m, b_l = forward_step(
+                b_acc, b_m, b_l, b_q, q, 0, o_r, 0, T, k, v, n0, o_n, s_ks, s_vs, stop, scale, b_start, b_end, 0, 0, q,
+                0, 1.0, D, BD, BD, True, False, False, False, NEGATIVE, PRECISION, True,
+            )  # fmt: skip
+    else:
+        near, inside, full, full_end, outside = tiles_to_walk(b_start, b_end, m_row, S, True, BN, BN)
+        for n0 in range(full, full_end, BN):
+            b_acc, b_m, b_l = forward_step(
+                b_acc, b_m, b_l, b_q, q, 0, o_r, 0, T, k, v, n0, o_n, s_ks, s_vs, S, scale, b_start, b_end, 0, 0, q,
+                0, 1.0, D, BD, BD, False, False, False, False, NEGATIVE, PRECISION,
+            )  # fmt: skip
+        for i_tile in tl.range(0, inside + outside, num_stages=1):
+            n0 = edge_tile(i_tile, near, inside, full_end, BN)
+            b_acc, b_m, b_l = forward_step(
+                b_acc, b_m, b_l, b_q, q, 0, o_r, 0, T, k, v, n0, o_n, s_ks, s_vs, S, scale, b_start, b_end, 0, 0, q,
+                0, 1.0, D, BD, BD, True, False, False, False, NEGATIVE, PRECISION,
+            )  # fmt: skip
+
+    b_out, b_lse = finished(b_acc, b_m, b_l)
+    p_part = part + (i_s * s_ps + i_b * s_pb + o_h * s_ph + o_t.to(tl.int64) * s_pt)[:, None] * UNIT + o_d[None, :]
+    tl.store(p_part, b_out.to(part.dtype.element_ty), mask=m_tile)
+    tl.store(part_lse + ((i_s * B + i_b) * H + o_h) * T + o_t, b_lse, mask=m_row)
+
+
+@triton.jit(do_not_specialize=COMBINE_FREE)
+def combine_kernel(
+    part, part_lse, out, lse, s_ob, s_oh, s_ot, H, T, num_rows, num_splits,
+    D: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr, CARRY: tl.constexpr,
+):  # fmt: skip
+    """One row's output and lse from its parts, BS of them at a time, and from the carry."""
+    i = tl.program_id(0).to(tl.int64)
+    i_b, i_h, i_t = i // T // H, i // T % H, i % T
+    o_s, o_d = tl.arange(0, BS), tl.arange(0, BD)
+    out += i_b * s_ob + i_h * s_oh + i_t * s_ot
+    if CARRY:
+        m = tl.load(lse + i)
+        total = tl.where(m == float("-inf"), 0.0, 1.0)
+        b_acc = tl.load(out + o_d, mask=o_d < D, other=0.0)
+    else:
+        m = tl.full([], float("-inf"), tl.float32)
+        total = tl.zeros([], tl.float32)
+        b_acc = tl.zeros([BD], tl.float32)
+    for s0 in range(0, num_splits, BS):
+        row = (s0 + o_s).to(tl.int64) * num_rows + i
+        b_lse = tl.load(part_lse + row, mask=s0 + o_s < num_splits, other=float("-inf"))
+        # [BS, BD]
+        m_part = (b_lse != float("-inf"))[:, None] & (o_d < D)[None, :]
+        b_part = tl.load(part + row[:, None] * D + o_d[None, :], mask=m_part, other=0.0)
+        new = tl.maximum(m, tl.max(b_lse, 0))
+        shift = tl.where(new == float("-inf"), 0.0, new)
+        b_weight = tl.exp(b_lse - shift)
+        alpha = tl.exp(m - shift)
+        b_acc = b_acc * alpha + tl.sum(b_part * b_weight[:, None], 0)
+        total = total * alpha + tl.sum(b_weight, 0)
+        m = new
+    some = tl.where(total == 0.0, 1.0, total)
+    tl.store(out + o_d, (b_acc / some).to(out.dtype.element_ty), mask=o_d < D)
+    tl.store(lse + i, tl.where(total == 0.0, float("-inf"), m + tl.log(some)))
+
+
+def takes(q: Tensor, k: Tensor, mask: Mask, dropout: Dropout | None = None) -> bool:
+    """Whether keys are best divided: few queries, and more keys than one program should walk alone."""
+    if not isinstance(mask, (Band, Rows)) or dropout is not None or "decode" in dispatch.FAILED:
+        return False
+    (B, H, T, D), (K, S) = q.shape, k.shape[1:3]
+    if not q.numel() or not S:
+        return False
+    rows = T * (H // K)
+    if T == 1 or rows <= FEW:
+        return True
+    if q.dtype == torch.float32 and D > 128:  # takes more registers than there are
+        return False
+    few_programs = B * H * triton.cdiv(T, 128) < multiprocessors(q.device)
+    return S >= 8 * T and (rows <= MAX_ROWS or (T <= MAX_QUERIES and few_programs))
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, carry: Carry | None, out_dtype: torch.dtype
+) -> Carry | None:
+    """See contract.py. The carry is updated in place. None where a kernel cannot be compiled: then never again."""
+    q, k, v = near(q), near(k), near(v)
+    num_splits = count_splits(q, k, mask)
+    if carry is None:
+        made, steps = _room(q, out_dtype, num_splits), None
+    else:
+        out = near(carry.out if carry.out.stride(-1) == 1 else carry.out.contiguous())
+        made, steps = [out, carry.lse.float().contiguous(), *_parts(q, num_splits)], out.stride()
+    try:
+        with on(q.device):
+            tables = tables_of(mask.to(q.device))
+            replay(_launches, (q, k, v), tables, made, scale, steps, out_dtype, num_splits)
+    except Exception as error:
+        if not is_compile_error(error):
+            raise
+        dispatch.retire("decode", f"could not be compiled here: {type(error).__name__}: {error}"[:500])
+        return None
+    return Carry(made[0], made[1])
+
+
+def again(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, out_dtype: torch.dtype) -> Again | None:
+    """See contract.py."""
+    num_splits, device = count_splits(q, k, mask), q.device
+    launches = recall(_launches, (q, k, v), tables_of(mask), 4, scale, None, out_dtype, num_splits)
+    if launches is None:
+        return None
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Carry | None:
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 or watched():
+            return None
+        with on(device):
+            made = _room(q, out_dtype, num_splits)
+            launch_all(launches, (q, k, v), tables_of(mask), made)
+        return Carry(made[0], made[1])
+
+    return forward
+
+
+def _room(q: Tensor, out_dtype: torch.dtype, num_splits: int) -> list[Tensor]:
+    """Room for out, lse and their parts; one part alone is the output."""
+    B, H, T, D = q.shape
+    out = q.new_empty_strided((B, H, T, D), (T * H * D, D, H * D, 1), dtype=out_dtype)
+    lse = q.new_empty((B, H, T), dtype=torch.float32)
+    return [out, lse, *((out, lse) if num_splits == 1 else _parts(q, num_splits))]
+
+
+def _parts(q: Tensor, num_splits: int) -> tuple[Tensor, Tensor]:
+    return (
+        q.new_empty((num_splits, *q.shape), dtype=torch.float32),
+        q.new_empty((num_splits, *q.shape[:3]), dtype=torch.float32),
+    )
+
+
+def _launches(
+    tensors: Sequence[Tensor],
+    kind: str,
+    numbers: tuple[int, ...],
+    scale: float,
+    carry_steps: tuple[int, ...] | None,
+    out_dtype: torch.dtype,
+    num_splits: int,
+) -> list[Launch]:
+    """What forward launches, as data."""
+    q, k, v, *tables, out, lse, part, part_lse = tensors
+    mask, carry = unpack(kind, numbers, tables), carry_steps is not None
+    launches = [split_launch(q, k, v, part, part_lse, mask, scale)]
+    if num_splits > 1 or carry:
+        launches.append(combine_launch(part, part_lse, out, lse, carry))
+    return launches
+
+
+def split_launch(q: Tensor, k: Tensor, v: Tensor, part: Tensor, part_lse: Tensor, mask: Mask, scale: float) -> Launch:
+    """Into part [num_splits, B, H, T, D] and part_lse [num_splits, B, H, T], or, without the first dimension, into the
+    output itself."""
+    (B, H, T, D), (K, S) = q.shape, k.shape[1:3]
+    size = few_tile(T * (H // K), D, q.element_size(), q.device)
+    num_splits = 1 if part.dim() == 4 else len(part)
+    num_blocks = triton.cdiv(T * (H // K), size.block_q)
+    table, start, end, _, _, rows_stride, _, lo, hi, _ = mask_arguments(mask, T, S, q)
+    # Where there is one index there is no step.
+    steps = [
+        step if length > 1 else 0
+        for x in (q, k, v, part if part.dim() == 5 else part[None])
+        for length, step in zip(x.shape[:-1], x.stride()[:-1], strict=True)
+    ]
+    unit = UNIT if all(step % UNIT == 0 for step in steps) else 1
+    return Launch(
+        split_kernel,
+        (num_blocks * num_splits * B * K,),
+        (
+            q, k, v, part, part_lse, start, end, *(step // unit for step in steps), rows_stride,
+            B, H, K, T, S, num_blocks, num_splits, lo, hi, scale * LOG2E,
+        ),
+        {
+            "D": D, "BD": block_dim(D), "BM": size.block_q, "BN": size.block_k, "TABLE": table, "ONE": T == 1,
+            "NEGATIVE": scale < 0, "UNIT": unit, "PRECISION": precision(q.device), "num_warps": size.num_warps,
+            "num_stages": size.num_stages,
+        },
+    )  # fmt: skip
+
+
+def combine_launch(part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor, carry: bool) -> Launch:
+    """What combines the parts with one another and with the carry."""
+    num_splits, (_, H, T, D) = len(part), out.shape
+    few = num_splits <= 8
+    return Launch(
+        combine_kernel,
+        (lse.numel(),),
+        (part, part_lse, out, lse, *out.stride()[:3], H, T, lse.numel(), num_splits),
+        {"D": D, "BD": block_dim(D), "BS": 8 if few else 32, "CARRY": carry, "num_warps": 1 if few else 4},
+    )
+
+
+@lru_cache(4096)
+def few_tile(rows: int, head_dim: int, itemsize: int, device: torch.device) -> Tile:
+    """The tile sizes for so many rows of a key head."""
+    wide = block_dim(head_dim)
+    # K and V of a tile are 32 KiB together: three programs with one tile each on its way keep 96 KiB on their way.
+    block_k = max(32, min(128, 16384 // (wide * itemsize)))
+    num_stages = 2 if is_small(device) or (itemsize == 4 and wide == 256) else 3
+    if rows <= FEW:
+        return Tile(FEW, block_k, block_k, 8 if itemsize == 4 and wide == 256 else 4, num_stages)
+    block_k = min(block_k, 128 // itemsize)  # more takes more registers than there are
+    many = rows > 64 and itemsize == 2 and wide < 256 and not is_small(device)
+    return Tile(128 if many else 64, block_k, block_k, 8 if many or wide >= 128 else 4, num_stages)
+
+
+def count_splits(q: Tensor, k: Tensor, mask: Mask) -> int:
+    """How many parts the keys are divided into: what fills the GPU, decided by shapes alone."""
+    (B, H, T, D), (K, S) = q.shape, k.shape[1:3]
+    rows = T * (H // K)
+    size = few_tile(rows, D, q.element_size(), q.device)
+    rounds = 1
+    if isinstance(mask, Band):
+        lo, hi = mask.bounds(T, S)
+        S = max(1, min(S, hi - lo + T))
+    elif B > 1:  # sequences of any lengths: more parts than run at once let the short ones make room for the long
+        rounds = 4
+    streams = B * K * triton.cdiv(rows, size.block_q)
+    return fill(streams, triton.cdiv(S, size.block_k), rounds * RESIDENT * multiprocessors(q.device))
+
+
+@lru_cache(4096)
+def fill(num_streams: int, num_tiles: int, slots: int) -> int:
+    """The least number of parts of so many tiles that keeps a GPU nearly as busy as any number would. It runs `slots`
+    programs at once: after the last full round of them most slots may be empty."""
+    most = max(1, min(num_tiles // 2, 4 * slots // num_streams))
+    busy = []
+    for num_splits in range(1, most + 1):
+        rounds = num_streams * num_splits / slots
+        busy.append(rounds / math.ceil(rounds))
+    return 1 + next(i for i, share in enumerate(busy) if share >= 0.95 * max(busy))
