@@ -13,7 +13,7 @@ with tempfile.TemporaryDirectory() as temporary:
     folder = Path(temporary)
     small = {"data.sequence": 64, "train.batch": 4, "parallel.device": "cpu", "train.evaluate_every": 0}
 
-    first = flashspan.train(small, num_layers=1, steps=6, folder=folder / "first")
+    first = flashspan.train(small, num_layers=1, context=1, steps=6, folder=folder / "first")
     assert first.checkpoint is not None
 
     losses = []

@@ -35,7 +35,7 @@ def command_of(path: Path) -> list[str]:
 
 def start(command: list[str], folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0"}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=110)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=180)
 
 
 @pytest.fixture(scope="module")
