@@ -237,12 +237,12 @@ class _Collect(torch.autograd.Function):
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole of a DTensor; a plain tensor is whole already. A collective on the DTensor's mesh."""
+    """The whole tensor of a DTensor, or a plain tensor itself. A collective on the DTensor's mesh."""
     return (tensor.full_tensor() if is_dtensor(tensor) else tensor).detach()
 
 
 def shard_like(reference: Tensor, whole: Tensor) -> Tensor:
-    """`whole`, split as `reference` is. Every rank has the whole already, so nothing is sent."""
+    """`whole`, sharded like `reference`. Every rank has the whole tensor, so nothing is sent."""
     if not is_dtensor(reference):
         return whole
     from torch.distributed.tensor import distribute_tensor

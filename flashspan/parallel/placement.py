@@ -1,4 +1,4 @@
-"""Parameters that ranks split or share, and activations on their way into and out of the ranks that split them."""
+"""Placement of parameters (sharded or replicated), and the collectives before and after sharded layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def shard_parameter(param: Tensor, mesh: DeviceMesh, dim: int) -> nn.Parameter:
-    """The first rank's parameter, split along `dim` over a one-axis mesh. A collective."""
+    """The first rank's parameter, sharded along `dim` over a one-axis mesh. A collective."""
     from torch.distributed.tensor import DTensor, Shard
 
     whole = first_rank_of(param, mesh)
@@ -26,9 +26,9 @@ def shard_parameter(param: Tensor, mesh: DeviceMesh, dim: int) -> nn.Parameter:
 
 
 def share_parameter(param: Tensor, mesh: DeviceMesh) -> nn.Parameter:
-    """The first rank's parameter, whole on every rank, a DTensor as the split ones are. A collective.
+    """The first rank's parameter, replicated on every rank as a DTensor. A collective.
 
-    Optimizers that step many parameters in one call refuse a mixture of plain ones and DTensors.
+    Optimizers that step many parameters in one call refuse plain tensors together with DTensors.
     """
     from torch.distributed.tensor import DTensor, Replicate
 
@@ -37,38 +37,38 @@ def share_parameter(param: Tensor, mesh: DeviceMesh) -> nn.Parameter:
 
 
 def enter_parallel(x: Tensor, mesh: DeviceMesh, *, sequence_dim: int | None = None) -> Tensor:
-    """The input of column layers: x, or with a sequence dimension, all ranks' slices of it; gradients are summed."""
+    """The input of column layers: x, or with a sequence dimension, all ranks' slices; gradients are summed."""
     if sequence_dim is None:
         return copy(x, mesh.get_group())
     return gather(x, sequence_dim, x.shape[sequence_dim] * mesh.size(), mesh.get_group())
 
 
 def leave_parallel(x: Tensor, mesh: DeviceMesh, *, sequence_dim: int | None = None) -> Tensor:
-    """The output of row layers: the sum over ranks, or with a sequence dimension, this rank's slice of it."""
+    """The output of row layers: the sum over ranks, or with a sequence dimension, this rank's slice of the sum."""
     if sequence_dim is None:
         return add(x, mesh.get_group())
     if x.shape[sequence_dim] % mesh.size():
         raise ValueError(
             f"sequence parallelism needs a length divisible by the tensor degree: got {x.shape[sequence_dim]} tokens "
-            f"on {mesh.size()} ranks; pad the sequence or leave sequence_dim=None"
+            f"on {mesh.size()} ranks; pad the sequence or use sequence_dim=None"
         )
     return scatter(x, sequence_dim, mesh.get_group())
 
 
 def first_rank_of(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """A contiguous copy of what the mesh's first rank holds; on the meta device, of its shape."""
+    """A contiguous copy of the tensor on the mesh's first rank; on the meta device, an empty one of its shape."""
     whole = tensor.detach().clone(memory_format=torch.contiguous_format)
     copy_from_first([whole], mesh.get_group())
     return whole
 
 
 def local_of(param: Tensor) -> Tensor:
-    """This rank's part of a parameter; its gradient is held the same way."""
+    """This rank's shard of a parameter; its gradient is sharded in the same way."""
     return cast("DTensor", param).to_local()
 
 
 def split_once(param: Tensor, mesh: DeviceMesh, dim: int | None, shared: dict[Tensor, nn.Parameter]) -> nn.Parameter:
-    """A parameter split along `dim`, or whole: the same object each time, so that tied weights stay tied."""
+    """A parameter sharded along `dim`, or replicated; the same object at each call, so that tied weights stay tied."""
     if param not in shared:
         shared[param] = share_parameter(param, mesh) if dim is None else shard_parameter(param, mesh, dim)
     held = shared[param]

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -36,9 +36,6 @@ from .placement import (
     split_once,
 )
 from .vocabulary import VocabularyParallelEmbedding
-
-if TYPE_CHECKING:
-    pass
 
 Style = Literal["column", "column-gathered", "column-entered", "row", "vocabulary", "norm", "norm-entering", "whole"]
 

@@ -208,7 +208,7 @@ def broken(schedule: Schedule, which: str) -> Schedule:
         transfers.append(transfers[last])
     elif which == "a transfer to oneself":
         transfers[last] = transfers[last]._replace(dst=transfers[last].src)
-    elif which == "a transfer from nobody":
+    elif which == "a transfer from a rank without the data":
         transfers[last] = transfers[last]._replace(src=(transfers[last].src + 1) % schedule.num_ranks)
     elif which == "a transfer of too much":
         transfers[last] = transfers[last]._replace(rows=Runs.of(range(transfers[last].rows.stop + 1)))
@@ -225,7 +225,7 @@ DEFECTS = (
     "a transfer is missing",
     "a transfer twice",
     "a transfer to oneself",
-    "a transfer from nobody",
+    "a transfer from a rank without the data",
     "a transfer of too much",
     "a transfer that ends as it starts",
 )

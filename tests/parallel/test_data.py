@@ -408,7 +408,7 @@ def test_a_failure_is_named_on_every_rank(on_ranks, kind: str) -> None:
         assert all(part in text for part in FAILURES[kind]), text
 
 
-def _wrap_beside_a_pair(ranks: list[int] | None) -> str:
+def _wrap_with_a_pair_of_ranks(ranks: list[int] | None) -> str:
     """The first gradient, or the error, of a model wrapped over the world or over these ranks, if ranks 0 and 1 are
     in a group that rank 2 is not in."""
     dist.new_group([0, 1])  # on every rank, as torch requires
@@ -434,8 +434,8 @@ def _wrap_beside_a_pair(ranks: list[int] | None) -> str:
 def test_ranks_in_different_numbers_of_groups_get_an_error(ranks: list[int] | None, want: list[str]) -> None:
     """torch names a group that not all ranks make by the number of a rank's groups: different names never match."""
     with Ranks(3, threads=1, timeout=10) as pool:
-        told = pool.run(_wrap_beside_a_pair, ranks, timeout=40)
-    assert all(text in said for text, said in zip(want, told, strict=True)), told
+        found = pool.run(_wrap_with_a_pair_of_ranks, ranks, timeout=40)
+    assert all(text in said for text, said in zip(want, found, strict=True)), found
 
 
 def test_bad_arguments_are_named() -> None:
