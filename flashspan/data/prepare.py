@@ -22,7 +22,6 @@ from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from functools import cache, partial
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ from flashspan.process import die_with
 
 from . import documents
 from .samples import DEFAULT_PRESET, DEFAULT_SEQUENCE
-from .tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from .tokenizer import CORPUS, NAMED, ByteTokenizer, Tokenizer, load_tokenizer
 from .tokens import HEADER_BYTES, TokenFile, make_header, token_dtype, write_tokens
 
 WORK = ".preparing"
@@ -48,7 +47,8 @@ BLOCK = 2**24
 PIECE = 2**20
 """Characters that a tokenizer.json encodes at a time: it keeps hundreds of bytes for each of their tokens."""
 REMEDY = "free some, and the same command goes on, or choose another with --folder"
-CORPUS = resources.files("flashspan.data") / "corpus"
+BREAK = "\n\n* * *\n\n"
+"""Between two tales of the text in the package."""
 
 
 def prepare(
@@ -72,7 +72,7 @@ def prepare(
     Args:
         inputs: .txt, .jsonl and .parquet files.
         folder: where train.bin and val.bin go.
-        tokenizer: "bytes", or the path of a tokenizer.json.
+        tokenizer: "bytes", "tales" (that of the text in the package), or the path of a tokenizer.json.
         validation: the part of the tokens, from the end, that goes into val.bin.
         field: the key of the text in a line of JSON, or its column.
         dataset: a Hugging Face dataset, by name or a folder it was saved to, after the inputs.
@@ -156,10 +156,8 @@ def _named(folder: Path) -> Iterator[None]:
 
 
 def corpus() -> Iterator[str]:
-    """The documents that come with the package."""
-    for entry in sorted(CORPUS.iterdir(), key=lambda e: e.name):
-        if entry.name.endswith(".txt"):
-            yield entry.read_text(encoding="utf-8")
+    """The documents that come with the package: each tale is one."""
+    yield from (CORPUS / "tales.txt").read_text(encoding="utf-8").rstrip("\n").split(BREAK)
 
 
 def encode(texts: Iterable[str], coder: Tokenizer) -> Iterator[Sequence[int]]:
@@ -333,13 +331,15 @@ def first_held_out(num_tokens: int, validation: float) -> int:
     return num_tokens - int(num_tokens * validation)
 
 
+@cache
 def corpus_tokens() -> tuple[TokenFile, TokenFile]:
-    """The package's text to train on and to be evaluated on: what `flashspan prepare` writes of it, without a file."""
-    coder = ByteTokenizer()
+    """The package's text to train on and to be evaluated on: what `flashspan prepare --tokenizer tales` writes of it,
+    without a file."""
+    coder = load_tokenizer("tales")
     tokens = np.concatenate([np.asarray(run, dtype=token_dtype(coder)) for run in encode(corpus(), coder)])
     cut = first_held_out(len(tokens), VALIDATION)
     first, second = (
-        TokenFile(Path(str(CORPUS)), part, coder.vocab_size, coder.name, coder.end) for part in np.split(tokens, [cut])
+        TokenFile(CORPUS, part, coder.vocab_size, coder.name, coder.end) for part in np.split(tokens, [cut])
     )
     return first, second
 
@@ -349,7 +349,7 @@ _tokenizer = cache(load_tokenizer)
 
 def _describe_tokenizer(name: str) -> Any:
     """What changes when the tokenizer does."""
-    if name == "bytes":
+    if name in NAMED:
         return name
     path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
     return [str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from importlib import resources
 from pathlib import Path
 from typing import Protocol
 
@@ -12,6 +13,10 @@ from flashspan.files import read_json, require_file
 
 END = 256
 """The byte tokenizer's end of a document."""
+CORPUS = Path(str(resources.files("flashspan.data") / "corpus"))
+"""The folder of the text in the package and of the tokenizer made for it."""
+NAMED = ("bytes", "tales")
+"""The tokenizers in the package, which have a name on every machine; others are named by the path of their file."""
 
 
 class Tokenizer(Protocol):
@@ -54,7 +59,8 @@ class FileTokenizer:
         self._fast.no_padding()
         # Numbers may have gaps: what a model needs room for is the largest, not how many there are.
         self.vocab_size = max(self._fast.get_vocab().values(), default=-1) + 1
-        self.name = str(path.absolute())  # token files and checkpoints keep it, and are read from other folders too
+        # Token files and checkpoints keep the name, and are read from other folders too.
+        self.name = "tales" if path.parent == CORPUS else str(path.absolute())
         if not self.vocab_size:
             raise ValueError(f"{path} has no tokens: give another tokenizer.json, or the word bytes")
         ends = [self._fast.token_to_id(word) for word in ("</s>", "<|end_of_text|>", "<|endoftext|>")]
@@ -107,8 +113,9 @@ def _silent_stderr() -> Iterator[None]:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """The byte tokenizer for "bytes", else the tokenizer.json at this path."""
-    return ByteTokenizer() if name == "bytes" else FileTokenizer(name)
+    """The byte tokenizer for "bytes", that of the text in the package for "tales", else the tokenizer.json at this
+    path."""
+    return ByteTokenizer() if name == "bytes" else FileTokenizer(CORPUS if name == "tales" else name)
 
 
 def tokenizer_of(folder: str | Path) -> str:

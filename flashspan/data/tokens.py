@@ -18,7 +18,7 @@ import numpy as np
 
 from flashspan.files import parse_json, require_file
 
-from .tokenizer import Tokenizer
+from .tokenizer import NAMED, Tokenizer
 
 FORMAT = "flashspan tokens 1"
 HEADER_BYTES = 1024
@@ -37,9 +37,9 @@ class TokenFile:
 
     def may_be_of(self, tokenizer: str, vocab_size: int | None) -> bool:
         """Whether a tokenizer may have made these tokens, of whose name and size nothing or None is known. The name is
-        a path, and the same file may lie elsewhere: only bytes are told from others by it."""
-        named = self.tokenizer != "" and tokenizer != ""
-        differs = named and (self.tokenizer == "bytes") != (tokenizer == "bytes")
+        a path, and the same file may lie elsewhere: only the tokenizers in the package are told from others by it."""
+        names = {self.tokenizer, tokenizer}
+        differs = "" not in names and len(names) == 2 and bool(names & set(NAMED))
         return not differs and vocab_size in (None, self.vocab_size)
 
     @cached_property

@@ -1,6 +1,6 @@
 """`flashspan generate`: text from a checkpoint.
 
-flashspan generate runs/tiny --prompt "KASIMIR:" --tokens 200
+flashspan generate runs/tiny --prompt "One morning in March"
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def generate(
 ) -> int:
     """Continue a prompt, token by token, on the terminal.
 
-    Example: flashspan generate runs/tiny --prompt "KASIMIR:"
+    Example: flashspan generate runs/tiny --prompt "One morning in March"
 
     Args:
         folder: a training run, one of its checkpoints, or a Hugging Face folder.
@@ -63,7 +63,7 @@ def generate(
         top_p: draw from the likeliest that make up this much probability.
         seed: of the draws, the same for every prompt of a file: each says what it would say alone.
         ranks: devices (or CPU processes) that share the context, each holding a part of its keys and values.
-        tokenizer: "bytes" or a tokenizer.json; unless given, the one the run was trained with or the folder holds.
+        tokenizer: "bytes", "tales" or a tokenizer.json; unless given, the one of the run or the folder.
         device: cpu, cuda, or auto.
         dtype: of the weights.
     """

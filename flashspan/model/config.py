@@ -100,7 +100,7 @@ _LLAMA_3: dict[str, Any] = {"vocab_size": 128_256, "rope_theta": 500_000.0}
 _LLAMA_3_2: dict[str, Any] = {**_LLAMA_3, "max_tokens": 131_072, "tie_embeddings": True}
 
 PRESETS: dict[str, LlamaConfig] = {
-    "tiny": LlamaConfig(257, 128, 4, 4, 2, 384, max_tokens=512),
+    "tiny": LlamaConfig(1024, 128, 2, 4, 2, 384, max_tokens=512),
     "small": _course(768, 3072, 12, 12),
     "medium": _course(1024, 4096, 24, 16),
     "large": _course(1280, 5120, 36, 20),

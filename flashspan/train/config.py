@@ -49,7 +49,7 @@ class ModelSection:
         if not (Path(self.load) / "config.json").exists():
             raise ValueError(
                 f"model.load must be a Hugging Face folder: {Path(self.load) / 'config.json'} is missing; of a run of "
-                "ours give a checkpoint (runs/tiny/step-00000120), or leave it out for model.preset"
+                "ours give a checkpoint (runs/tiny/step-00000240), or leave it out for model.preset"
             )
         found = read_config(self.load)
         others = [f"model.{name} is {getattr(found, name)}, got {x}" for name, x in sizes.items()
@@ -116,7 +116,7 @@ class AttentionSection:
 
 @dataclass(frozen=True)
 class TrainSection:
-    steps: int = option(120, "optimizer steps in all")
+    steps: int = option(240, "optimizer steps in all")
     batch: int = option(12, "samples per step, over all ranks")
     accumulate: int = option(1, "backward passes per step, each on its part of the batch")
     seed: int = option(0, "of the first weights and of the order of the samples")
@@ -130,7 +130,7 @@ class TrainSection:
     offload: bool = option(False, "what recomputing keeps of each layer's input waits in the host's memory")
     compile: bool = option(False, "torch.compile layers, in one piece where nothing is exchanged inside, and the loss")
     tf32: bool = option(False, "float32 products of a GPU with numbers cut to 10 bits behind the point: faster")
-    evaluate_every: int = option(40, "steps between losses on the validation file; 0: never")
+    evaluate_every: int = option(80, "steps between losses on the validation file; 0: never")
     evaluate_samples: int = option(32, "samples in such a loss")
     tensorboard: bool = option(False, "write TensorBoard events too")
     max_restarts: int = option(3, "restarts after the failure of a rank, in one command; under torchrun its own option")
@@ -138,7 +138,7 @@ class TrainSection:
 
 @dataclass(frozen=True)
 class OptimizerSection:
-    lr: float = option(2e-3, "the highest learning rate")
+    lr: float = option(7e-3, "the highest learning rate")
     final_lr: float = option(0.1, "the last learning rate, as a part of the highest")
     warmup: int = option(10, "steps in which the rate rises from 0")
     weight_decay: float = option(0.1, "of matrices; norms have none")
@@ -196,7 +196,7 @@ class ParallelSection:
 @dataclass(frozen=True)
 class CheckpointSection:
     folder: str = option("runs/tiny", "everything the run writes")
-    every: int = option(40, "steps between checkpoints; 0: only the last, and those of checkpoint.minutes")
+    every: int = option(80, "steps between checkpoints; 0: only the last, and those of checkpoint.minutes")
     minutes: float = option(0.0, "longest time between checkpoints, in minutes; 0: no limit")
     grace: float = option(0.0, "seconds to save and exit after SIGTERM or Ctrl-C; 0: no limit")
     keep: int = option(2, "how many to keep")

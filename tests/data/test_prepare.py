@@ -58,12 +58,12 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("num_bytes", [2, 200, 3000])
-@pytest.mark.parametrize("tokenizer", ["bytes", "999 words"])
+@pytest.mark.parametrize("tokenizer", ["bytes", "1999 words"])
 def test_the_command_that_is_said_to_be_next_is_taken(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], num_bytes: int, tokenizer: str
 ) -> None:
     (tmp_path / "a.txt").write_text("w " * (num_bytes // 2))
-    words = Fast(models.WordLevel({"w": 0, "x": 998}, unk_token="x"))
+    words = Fast(models.WordLevel({"w": 0, "x": 1998}, unk_token="x"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.save(str(tmp_path / "tokenizer.json"))
     name = "bytes" if tokenizer == "bytes" else str(tmp_path)
@@ -74,7 +74,7 @@ def test_the_command_that_is_said_to_be_next_is_taken(
     else:
         assert main([*said.removeprefix("next: flashspan ").split(), "--parallel.device=cpu", "--dry-run"]) == 0
         assert ("--data.sequence" in said) == (num_bytes < 3000)
-        assert ("--model.vocab_size 999" in said) == (tokenizer != "bytes")
+        assert ("--model.vocab_size 1999" in said) == (tokenizer != "bytes")
 
 
 def test_a_file_that_is_missing_is_named_with_what_to_do(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def test_decoding_stops_when_every_row_has_ended() -> None:
 
 
 def test_a_folder_s_stop_tokens_end_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = Llama(preset("tiny"), attention=attention)
+    model = Llama(preset("tiny", vocab_size=257), attention=attention)
     model.initialize(0)
     save_state(model.state_dict(), model.config, tmp_path)  # a folder that we may edit: it has no manifest
     whole = [int(t) for t in decode(model, list(b"Hear me"), 12, sampling=Sampling(0))]
@@ -200,7 +200,7 @@ def test_prompts_are_lines_and_nothing_else_is(tmp_path: Path) -> None:
 
 
 def test_the_command_continues_a_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = Llama(preset("tiny"), attention=attention)
+    model = Llama(preset("tiny", vocab_size=257), attention=attention)
     model.initialize(0)
     save_llama(model, tmp_path / "model")
     assert generate(str(tmp_path / "model"), prompt="Hear me", tokens=12, seed=3) == 0
@@ -212,7 +212,7 @@ def test_the_command_continues_a_prompt(tmp_path: Path, capsys: pytest.CaptureFi
     said = capsys.readouterr().out
     assert said.startswith("one")
     assert "\ntwo" in said
-    assert load(tmp_path / "model")[0].config == preset("tiny")
+    assert load(tmp_path / "model")[0].config == preset("tiny", vocab_size=257)
 
 
 def test_ctrl_c_ends_the_text_without_a_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,13 +220,13 @@ def test_ctrl_c_ends_the_text_without_a_traceback(tmp_path: Path, monkeypatch: p
         raise KeyboardInterrupt
 
     monkeypatch.setattr("flashspan.generate.command.decode", interrupt)
-    save_llama(Llama(preset("tiny"), attention=attention), tmp_path)
+    save_llama(Llama(preset("tiny", vocab_size=257), attention=attention), tmp_path)
     assert generate(str(tmp_path), prompt="a") == 130
 
 
 def start_talking(folder: Path, num_tokens: int, ranks: int, **options: int) -> subprocess.Popen[bytes]:
     """The command with a tiny model, in a process of its own, going on from two lines."""
-    model = Llama(preset("tiny", num_layers=1), attention=attention)
+    model = Llama(preset("tiny", vocab_size=257, num_layers=1), attention=attention)
     model.initialize(0)
     save_llama(model, folder)
     words = ["generate", str(folder), "--prompt", "one\ntwo", "--tokens", str(num_tokens), "--device", "cpu"]
@@ -254,7 +254,7 @@ def test_ctrl_c_ends_the_line_of_a_text(tmp_path: Path, ranks: int) -> None:
 def test_what_is_left_of_a_character_is_no_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save_llama(Llama(preset("tiny", num_layers=1), attention=attention), tmp_path)
+    save_llama(Llama(preset("tiny", vocab_size=257, num_layers=1), attention=attention), tmp_path)
     half = [torch.tensor([byte]) for byte in "a世".encode()[:-1]]
     monkeypatch.setattr("flashspan.generate.command.decode", lambda *args, **rest: iter(half))
     generate(str(tmp_path), prompt="Hear me")
@@ -263,7 +263,7 @@ def test_what_is_left_of_a_character_is_no_token(
 
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json", "manifest.json"])
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path, file: str) -> None:
-    model = Llama(preset("tiny", num_layers=1), attention=attention)
+    model = Llama(preset("tiny", vocab_size=257, num_layers=1), attention=attention)
     model.initialize(0)
     path = checkpoint.write(tmp_path, checkpoint.State(7, model.config, model.state_dict(), {}, {}))
     assert load(path)[0].config == model.config
@@ -292,7 +292,7 @@ def test_a_reader_that_leaves_ends_the_text_quietly(tmp_path: Path, ranks: int) 
 def test_a_prompt_that_is_refused_is_not_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save_llama(Llama(preset("tiny", num_layers=1), attention=attention), tmp_path)
+    save_llama(Llama(preset("tiny", vocab_size=257, num_layers=1), attention=attention), tmp_path)
 
     def refuse(*args: object, **rest: object) -> None:
         raise ValueError("no")
@@ -383,7 +383,7 @@ def test_a_batch_goes_on_until_its_last_row_has_ended() -> None:
 
 
 def test_a_file_of_prompts_is_decoded_in_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = Llama(preset("tiny"), attention=attention)
+    model = Llama(preset("tiny", vocab_size=257), attention=attention)
     model.initialize(0)
     save_llama(model, tmp_path)
     (tmp_path / "prompts.txt").write_text("Hear me\nSpeak\nA much longer one\n")
