@@ -1,9 +1,11 @@
-"""Handling of a closed stdout, such as after `| head`."""
+"""Writing to stdout: a closed one, such as after `| head`, and long waits."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 
 
 def discard_stdout() -> None:
@@ -11,3 +13,27 @@ def discard_stdout() -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())
     os.close(null)
+
+
+def say(text: str) -> None:
+    """A line on stdout. Where it is refused (`| head` has read enough, a disk is full) this process says no more, and
+    goes on: a run is worth more than its lines."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        discard_stdout()
+
+
+@contextlib.contextmanager
+def waiting(text: str) -> Iterator[None]:
+    """Say what the command is doing until the block ends: on a terminal in a line that moves, counts seconds and then
+    goes away; elsewhere in a plain line."""
+    if not sys.stdout.isatty():
+        say(text)
+        yield
+        return
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), transient=True) as line:
+        line.add_task(text, total=None)
+        yield

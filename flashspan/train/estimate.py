@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -24,18 +25,12 @@ PROCESS_BYTES = 64 * 2**20
 
 def describe_plan(config: TrainConfig, num_ranks: int) -> str:
     """The model, the mesh, the data, where the run stands and the bytes of one rank, in words."""
-    shape = config.model.resolve()
-    degrees = config.parallel.degrees(num_ranks)
     held = estimate(config, num_ranks)
     num_tokens = config.data.sequence
     share = visible_share(make_pattern(config.attention, num_tokens, torch.device("cpu")), num_tokens)
     lines = [
-        f"model   {shape.num_parameters / 1e6:,.1f} M parameters, {shape.num_layers} layers of width {shape.width}",
-        f"mesh    {' x '.join(f'{axis} {degree}' for axis, degree in degrees.items())} = {num_ranks} ranks",
-        describe_data(config),
-        f"step    {config.train.batch} samples x {config.data.sequence} tokens = "
-        f"{config.train.batch * config.data.sequence:,} tokens, {config.train.accumulate} backward passes",
-        f"sight   {config.attention.pattern}: {share:.1%} of the pairs that causal attention sees",
+        describe_run(config, num_ranks),
+        f"pattern {config.attention.pattern}: {share:.1%} of the pairs that causal attention sees",
         f"run     {_standing(config)}",
         "memory  of one rank, MiB, about; not all of it is there at once:",
         *(f"  {name:<12} {size / 2**20:12,.1f}" for name, size in held.items()),
@@ -46,13 +41,40 @@ def describe_plan(config: TrainConfig, num_ranks: int) -> str:
     return "\n".join(lines)
 
 
+def describe_run(config: TrainConfig, num_ranks: int) -> str:
+    """The facts of a run that are known before its first step, one a line."""
+    shape, parallel, train = config.model.resolve(), config.parallel, config.train
+    degrees = parallel.degrees(num_ranks)
+    on_cpu = parallel.device == "cpu" or not torch.cuda.is_available()
+    devices = f"CPU processes on {os.cpu_count()} cores" if on_cpu else torch.cuda.get_device_name(0)
+    shared = "sharing 1 " if parallel.share_gpu else ""
+    context = "each rank has whole sequences"
+    if degrees["context"] > 1:
+        context = f"{parallel.strategy}, {parallel.layout} layout: {degrees['context']} ranks split each sequence"
+    passes = f" in {train.accumulate} backward passes" if train.accumulate > 1 else ""
+    times = [f"every {config.checkpoint.every} steps"] if config.checkpoint.every else []
+    times += [f"every {config.checkpoint.minutes:g} minutes"] if config.checkpoint.minutes else []
+    lines = {
+        "model": f"{shape.num_parameters / 1e6:,.2f} M parameters, {shape.num_layers} layers of width {shape.width}",
+        "devices": f"{num_ranks} {shared}{devices}",
+        "mesh": f"{' x '.join(f'{axis} {degree}' for axis, degree in degrees.items())} = {num_ranks} ranks",
+        "context": context,
+        "data": describe_data(config),
+        "steps": f"{train.steps:,}, each of {train.batch} samples x {config.data.sequence} tokens = "
+        f"{train.batch * config.data.sequence:,} tokens{passes}",
+        "saved": f"in {config.checkpoint.folder}, {', '.join([*times, 'at the end'])}",
+    }
+    return "\n".join(f"{name:<7} {text}" for name, text in lines.items())
+
+
 def describe_data(config: TrainConfig) -> str:
-    """The tokens to train on, beside how many the model has: fewer are no error, and not always meant."""
+    """The tokens to train on and their tokenizer. A vocabulary smaller than the model's is no error, and not always
+    meant."""
     file = open_samples(config)[0].file
     source = file.path if config.data.train else "the text in the package"
     return (
-        f"data    {source}, {len(file.tokens):,} tokens of {file.tokenizer or 'an unnamed tokenizer'} "
-        f"({file.vocab_size:,}); the model has {config.model.resolve().vocab_size:,}"
+        f"{source}, {len(file.tokens):,} tokens; tokenizer {file.tokenizer or 'without a name'} "
+        f"({file.vocab_size:,} tokens, the model has {config.model.resolve().vocab_size:,})"
     )
 
 

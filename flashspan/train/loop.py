@@ -99,7 +99,10 @@ class Trainer:
             # A run that was asked to stop did not wait for the evaluation that was due, nor did one that was killed.
             if self._is_evaluated(self.step) and not from_first(partial(display.evaluated, self.step)):
                 self._evaluate(display)
+            begun = self.step
             how = self._take_steps(display, writer, asked)
+            if self.step > begun:
+                display.now("writing the last checkpoint and loss.png")
             if self.saved != self.step or not self.step:
                 self._save(writer)
             with report_silent_ranks(f"the checkpoint of step {self.step}"):

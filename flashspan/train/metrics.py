@@ -22,7 +22,7 @@ import torch
 
 from flashspan.files import parse_json
 from flashspan.plan.devices import DEVICES, is_named
-from flashspan.stdout import discard_stdout
+from flashspan.stdout import say
 
 
 @dataclass(frozen=True)
@@ -46,16 +46,25 @@ MOST_BESIDE = 999
 """Runs of more steps do not say how many beside each: the line would be wider than a terminal of 80 columns."""
 
 
-def describe(metrics: StepMetrics, num_steps: int) -> str:
-    """A step as a line of at most 79 characters, each field where it was in the line before. Where the device's peak is
-    not known, without mfu."""
+def describe(metrics: StepMetrics, num_steps: int, left: float) -> str:
+    """A step as a line of at most 79 characters, each field where it was in the line before; `left` is in seconds.
+    Where the device's peak is not known, without mfu."""
     mfu = "" if math.isnan(metrics.mfu) else f"mfu {_fit(100 * metrics.mfu, 3)}% "
     total = f"/{num_steps}" if num_steps <= MOST_BESIDE else ""
     return (
-        f"step {metrics.step:>{len(str(num_steps))}}{total} loss {_fit(metrics.loss, 6)} "
-        f"grad_norm {_fit(metrics.grad_norm, 5)} {_shorten(metrics.tokens_per_second)} tokens/s "
-        f"{mfu}memory {_fit(metrics.memory_gib, 4)}GiB"
+        f"step {metrics.step:>{len(str(num_steps))}}{total} loss {_fit(metrics.loss, 6)} lr {metrics.lr:.1e} "
+        f"norm {_fit(metrics.grad_norm, 5)} {_shorten(metrics.tokens_per_second)} tok/s {mfu}left {_span(left)}"
     )
+
+
+def _span(seconds: float) -> str:
+    """A time in five characters: 12:05 (minutes and seconds), 3h05m, 27.8h or 12.3d."""
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes:>2}:{rest:02}"
+    if minutes < 600:
+        return f"{minutes // 60}h{minutes % 60:02}m"
+    return f"{_fit(minutes / 60, 4)}h" if minutes < 6000 else f"{_fit(minutes / 1440, 4)}d"
 
 
 def _fit(value: float, width: int) -> str:
@@ -70,15 +79,6 @@ def _shorten(value: float) -> str:
     """A number up to 10 million in five characters: 4499 as 4.50k."""
     size, unit = next((pair for pair in ((1e6, "M"), (1e3, "k")) if value >= pair[0]), (1.0, ""))
     return f"{_fit(value / size, 4)}{unit}".rjust(5)
-
-
-def say(text: str) -> None:
-    """A line on stdout. Where it is refused (`| head` has read enough, a disk is full) this process says no more, and
-    goes on: a run is worth more than its lines."""
-    try:
-        print(text, flush=True)
-    except OSError:
-        discard_stdout()
 
 
 class Display:
@@ -97,6 +97,8 @@ class Display:
     ) -> None:
         """`start`: the step that the run goes on from, whose state was `saved` at that time."""
         self.folder, self.num_steps, self.active, self.report = folder, num_steps, active, report
+        self._times: list[float] = []
+        """When the steps of this attempt ended."""
         self._bar: Any = None
         self._board: Any = None
         if not active:
@@ -121,9 +123,10 @@ class Display:
             # As in metrics.jsonl: steps that will be taken again are forgotten.
             self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1)
         if sys.stdout.isatty():
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
-            self._bar = Progress(TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+            self._bar = Progress(*columns)
             self._task = self._bar.add_task("training", total=num_steps, completed=start)
             self._bar.start()
         if start < num_steps and num_steps > MOST_BESIDE:
@@ -139,12 +142,28 @@ class Display:
             say(text)
 
     def step(self, metrics: StepMetrics) -> None:
-        self.say(describe(metrics, self.num_steps))
+        self._times.append(time.monotonic())
+        self.say(describe(metrics, self.num_steps, self._left(metrics)))
+        if len(self._times) == 2:  # when the moments of the optimizer are there
+            self.say(f"memory: {metrics.memory_gib:.2f} GiB at most on the first rank so far")
         self._record({**asdict(metrics), "time": time.time()})
         if self.active and self.report is not None:
             self.report(metrics)
         if self._bar is not None:
             self._bar.update(self._task, completed=metrics.step)
+
+    def _left(self, metrics: StepMetrics) -> float:
+        """Seconds to the last step, by all steps so far with what came between them."""
+        spans = len(self._times) - 1
+        each = (self._times[-1] - self._times[0]) / spans if spans else metrics.seconds
+        return each * (self.num_steps - metrics.step)
+
+    def now(self, text: str) -> None:
+        """Say what comes after the last step and takes a while: in the bar, where there is one."""
+        if self._bar is not None:
+            self._bar.update(self._task, description=text)
+        else:
+            self.say(text)
 
     def evaluation(self, step: int, loss: float) -> None:
         self.say(f"step {step}  validation loss {loss:.4f}")

@@ -37,12 +37,13 @@ from flashspan.launch import (
     start_fork_server,
 )
 from flashspan.model.huggingface import check_config
+from flashspan.stdout import say, waiting
 
 from .config import TrainConfig, describe_options, parse
 from .dataset import num_evaluated, open_samples
-from .estimate import describe_data, describe_plan, lack_of_disk, lack_of_memory
+from .estimate import describe_plan, describe_run, lack_of_disk, lack_of_memory
 from .loop import DONE, NOT_FINITE, NOT_SAVED, STOPPED, Trainer
-from .metrics import Report, say
+from .metrics import Report
 from .restart import Attempts
 from .signals import STOPS, catch_signals, deadline, pass_signals_on
 from .silent_ranks import report_silent_ranks
@@ -107,7 +108,7 @@ def run(config: TrainConfig, *, dry_run: bool = False, report: Report | None = N
     if dry_run:
         return DONE
     if first:
-        say(describe_data(config))
+        say(describe_run(config, num_ranks))
         warn_of_slow_products(config)
     how = _join(config, report) if joined else _start(config, num_ranks, report)
     if first:
@@ -225,12 +226,16 @@ def _start(config: TrainConfig, num_ranks: int, report: Report | None) -> str:
                 # The ranks inherit the block: a signal to the whole group, which reaches them and the server too, waits
                 # for them to be ready to save. torch._dynamo: an optimizer of PyTorch's brings it along, and it takes a
                 # second.
-                start_fork_server([*PRELOAD, "torch._dynamo", __name__], blocked=STOPS)
-                timeout = config.parallel.timeout
-                with Ranks(
-                    num_ranks, backend=backend, timeout=timeout, share_gpu=share_gpu, own_functions=True
-                ) as ranks:
-                    stop.pass_to(ranks.pids)
+                with contextlib.ExitStack() as held:
+                    with waiting(f"starting {num_ranks} ranks"):
+                        start_fork_server([*PRELOAD, "torch._dynamo", __name__], blocked=STOPS)
+                        timeout = config.parallel.timeout
+                        ranks = Ranks(
+                            num_ranks, backend=backend, timeout=timeout, share_gpu=share_gpu, own_functions=True
+                        )
+                        held.enter_context(ranks)
+                        stop.pass_to(ranks.pids)
+                        ranks.run(os.getpid, timeout=LONGEST)  # returns when all of them have met
                     if report is None:
                         how = ranks.run(run_rank, attempts.config, timeout=LONGEST)[0]
                     else:
@@ -314,7 +319,7 @@ def _summary(config: TrainConfig, how: str) -> str:
         listed = " and ".join(filter(None, (", ".join(there[:-1]), there[-1])))
         lines.append(f"  {listed} {'are' if saved or len(there) > 1 else 'is'} in {folder}")
     if how == DONE:
-        prompt = "Once" if config.data.train else "KASIMIR:"
+        prompt = "Once" if config.data.train else "One morning in March"
         more = 2 * max(config.train.steps, last_step(folder))  # the run may have been past the steps asked for
         lines += [
             f'  talk to it: flashspan generate {shlex.quote(folder)} --prompt "{prompt}"',

@@ -206,7 +206,7 @@ def test_a_run_says_what_it_trains_on(
     capsys: pytest.CaptureFixture[str],
     dry_run: bool,
 ) -> None:
-    monkeypatch.setattr("flashspan.train.run._start", lambda config, num_ranks: "done")
+    monkeypatch.setattr("flashspan.train.run._start", lambda config, num_ranks, report: "done")
     text = corpus_tokens()[0]
     for options, source, file in (
         ([], corpus, open_tokens(corpus)),

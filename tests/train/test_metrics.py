@@ -193,7 +193,7 @@ def test_tensorboard_forgets_the_steps_that_are_taken_again(tmp_path: Path, monk
     assert made == [{"purge_step": 5}]
 
 
-NAMES = ("step ", " loss ", " grad_norm ", " tokens/s ", " mfu ", " memory ")
+NAMES = ("step ", " loss ", " lr ", " norm ", " tok/s ", " mfu ", " left ")
 
 
 @pytest.mark.parametrize("num_steps", [7, 30, 999, 1000, 123_456])
@@ -206,11 +206,13 @@ def test_a_step_is_one_line_of_a_terminal_with_each_field_in_its_place(num_steps
         replace(usual, loss=9.99999, grad_norm=4e7, tokens_per_second=9_999_999.0, mfu=1.0, memory_gib=139.12),
         replace(usual, loss=123.4567, tokens_per_second=999.9, mfu=0.5, memory_gib=1500.0),
     ]
-    lines = [describe(row, num_steps) for row in rows]
+    spans = (45.2, 0.0, 3599.9, 3600.0, 1e5)
+    lines = [describe(row, num_steps, left) for row, left in zip(rows, spans, strict=True)]
     assert max(map(len, lines)) <= 79
     assert len({tuple(line.index(name) for name in NAMES) for line in lines}) == 1
-    assert "loss 5.6057 grad_norm 1.010 4.50k tokens/s mfu 7.9% memory 0.33GiB" in lines[0]
-    unknown = describe(replace(usual, mfu=float("nan")), num_steps)
+    assert "loss 5.6057 lr 1.0e-03 norm 1.010 4.50k tok/s mfu 7.9% left  0:45" in lines[0]
+    assert [line[-5:] for line in lines] == [" 0:45", " 0:00", "1h00m", "1h00m", "27.8h"]
+    unknown = describe(replace(usual, mfu=float("nan")), num_steps, 0.0)
     assert "mfu" not in unknown
     assert "nan" not in unknown
 
@@ -220,8 +222,8 @@ def test_a_cpu_has_no_peak_that_changes_from_run_to_run() -> None:
 
 
 def test_a_run_says_how_many_steps_it_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert describe(row(12), 130).startswith("step  12/130 loss")
-    assert describe(row(12), 1000).startswith("step   12 loss")
+    assert describe(row(12), 130, 0.0).startswith("step  12/130 loss")
+    assert describe(row(12), 1000, 0.0).startswith("step   12 loss")
     for num_steps, start, said in ((999, 0, ""), (1000, 0, "training to step 1000\n"), (1000, 1000, "")):
         with Display(tmp_path, num_steps, active=True, start=start):
             assert capsys.readouterr().out == said

@@ -125,8 +125,7 @@ def test_a_reader_that_leaves_does_not_end_the_run(
         assert process.stderr is not None
         try:
             if closed == "after the first step":
-                assert process.stdout.readline().startswith("data    ")
-                assert process.stdout.readline().startswith("step 1/3 loss")
+                assert any(line.startswith("step 1/3 loss") for line in process.stdout)
             process.stdout.close()
             process.wait(timeout=60)
         finally:
