@@ -175,7 +175,7 @@ BENCHES = {
     "masks": Command("bench.report.mask_pictures", "bench_masks", {"folder": None}),
     "console": Command("bench.report.console", "bench_console", {"pages": None}),
 }
-TRAIN = Command("train.run", "main")
+TRAIN, TRAIN_HELP = Command("train.run", "main"), Command("train.options", "show_help")
 PLAN_DRAW = Command("commands.draw", "draw")
 PREFLIGHT = Command("commands.preflight", "preflight")
 
@@ -188,7 +188,8 @@ MOST_SHOWN = 1000
 
 def _run(words: list[str]) -> int:
     if words[:1] == ["train"]:  # its keys have dots, and come from a file too
-        return int(TRAIN.bring()(words[1:]))
+        command = TRAIN_HELP if {"-h", "--help"} & set(words) else TRAIN
+        return int(command.bring()(*() if command is TRAIN_HELP else (words[1:],)))
     if words[:1] == ["bench"]:
         return _choose(BENCHES, words[1:], "flashspan bench", "Measure and record.")
     if words[:2] == ["plan", "draw"]:

@@ -35,8 +35,6 @@ from flashspan.process import die_with, wait_for_end
 
 PRELOAD = ["flashspan.launch"]
 """The modules that the fork server of ranks imports, unless it was started with more."""
-LONGEST = 1e6
-"""The longest wait in seconds; timers count milliseconds in 32 bits, which is little more."""
 NO_SERVER = "the fork server of the ranks died"
 RANKS_PER_CORE, FEW_RANKS = 8, 64
 """The most processes that a command starts on a CPU: RANKS_PER_CORE per core, or FEW_RANKS if that is more."""

@@ -10,6 +10,9 @@ import signal
 import sys
 import time
 
+LONGEST = 1e6
+"""The longest wait in seconds; timers count milliseconds in 32 bits, which is little more."""
+
 
 def wait_for_end(process: int, seconds: float = 10.0) -> None:
     """Wait until a killed process has ended: until then it holds its locks. If the fork server died too,

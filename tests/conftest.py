@@ -26,7 +26,7 @@ launch.PRELOAD += [
     "torch._dynamo",
     "torch.distributed.tensor.experimental",
     "torch.distributed.fsdp",
-    "flashspan.train",
+    "flashspan.train.run",
     "pytest",
 ]
 

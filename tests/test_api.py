@@ -103,7 +103,7 @@ def test_keywords_take_precedence_over_a_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "overrides", "message"),
     [
-        (None, {"warmups": 3}, "unknown key warmups: did you mean warmup"),
+        (None, {"warmups": 3}, "unknown key warmups: did you mean optimizer.warmup"),
         (None, {"train__stepz": 3}, "unknown key train.stepz"),
         (None, {"steps": "many"}, "train.steps must be a whole number: got 'many'"),
         ({"steps": 3}, {}, "write 'train.steps'"),

@@ -30,6 +30,7 @@ ALLOWED = {
     "plan": {"kernels", "context", "files", "model"},
     "train": {
         "callable_module",
+        "process",
         "agreement",
         "kernels",
         "masks",
@@ -54,6 +55,7 @@ ALLOWED = {
         "masks",
         "attention",
         "launch",
+        "process",
         "context",
         "parallel",
         "model",

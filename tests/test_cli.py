@@ -43,7 +43,7 @@ def test_the_version_is_the_packages(word: str, capsys: pytest.CaptureFixture[st
 
 
 SLOW_IMPORTS = {"torch", "numpy", "triton", "matplotlib", "rich"}
-SLOW_HELP = {"bench data", "train"}
+SLOW_HELP = {"bench data"}
 """Commands whose defaults cannot be read without torch."""
 HELPS = [[], *([name] for name in COMMANDS), *(["bench", name] for name in BENCHES)]
 HELPS_OF_ALL = """

@@ -34,7 +34,7 @@ from flashspan.model import preset
 from flashspan.process import die_with
 
 from . import documents
-from .samples import DEFAULT_PRESET, DEFAULT_SEQUENCE
+from .defaults import DEFAULT_PRESET, DEFAULT_SEQUENCE
 from .tokenizer import CORPUS, NAMED, ByteTokenizer, Tokenizer, load_tokenizer
 from .tokens import HEADER_BYTES, TokenFile, make_header, token_dtype, write_tokens
 

@@ -14,9 +14,6 @@ from flashspan.model import IGNORE
 
 from .tokens import TokenFile
 
-DEFAULT_PRESET, DEFAULT_SEQUENCE = "tiny", 256
-"""The model that `flashspan train` trains, and its tokens in a sample, unless told otherwise."""
-
 
 @dataclass(frozen=True)
 class Samples:

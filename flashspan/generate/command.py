@@ -21,8 +21,9 @@ from flashspan.checkpoint.format import checkpoints, newest, refuse_damaged
 from flashspan.context import context_parallel
 from flashspan.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, tokenizer_of
 from flashspan.files import MAX_LINES_BYTES, read_bytes, read_json
-from flashspan.launch import LONGEST, RankError, Ranks, check_num_ranks, raise_user_error
+from flashspan.launch import RankError, Ranks, check_num_ranks, raise_user_error
 from flashspan.model import Llama, load_llama
+from flashspan.process import LONGEST
 
 from .decode import decode
 from .sample import Sampling

@@ -1,10 +1,25 @@
 """Training: config, data, loop, checkpoints, metrics; composed from model, context and parallel."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from flashspan.callable_module import make_callable
 
-from .config import TrainConfig, parse
-from .run import main, train
+if TYPE_CHECKING:  # the same names, found on first use by __getattr__
+    from .config import TrainConfig
+    from .options import parse
+    from .run import main, train
 
 __all__ = ["TrainConfig", "main", "parse", "train"]
+
+_HOMES = {"TrainConfig": "config", "main": "run", "parse": "options", "train": "run"}
+"""The module of each public name. Those of run.py need torch; `flashspan train --help` does not."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
 
 make_callable(__name__)

@@ -7,7 +7,6 @@ print(result.losses[-1], result.checkpoint)
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +15,9 @@ from typing import Any
 from flashspan.checkpoint.format import checkpoints
 
 from . import run
-from .config import SECTIONS, TrainConfig, build, read_toml
+from .config import TrainConfig
 from .metrics import StepMetrics, read_metrics
+from .options import KEYS, build, read_toml, unknown_key
 
 
 @dataclass(frozen=True)
@@ -138,19 +138,10 @@ def _whole(name: str) -> str:
     if "__" in name:
         section, _, key = name.partition("__")
         return f"{section}.{key}"
-    sections = [
-        section for section, cls in SECTIONS.items() if name in {entry.name for entry in dataclasses.fields(cls)}
-    ]
-    if len(sections) > 1:
-        written = " or ".join(f"{section}__{name}" for section in sections)
-        raise ValueError(f"{name} is a key of {' and '.join(sections)}: write {written}")
-    if not sections:
-        close = difflib.get_close_matches(name, sorted({key for cls in SECTIONS.values() for key in _keys(cls)}), 1)
-        raise ValueError(
-            f"unknown key {name}: {f'did you mean {close[0]}?' if close else 'flashspan train --help lists the keys'}"
-        )
-    return f"{sections[0]}.{name}"
-
-
-def _keys(section: type) -> list[str]:
-    return [entry.name for entry in dataclasses.fields(section)]
+    keys = [key for key in KEYS if key.endswith(f".{name}")]
+    if len(keys) > 1:
+        written = " or ".join(key.replace(".", "__") for key in keys)
+        raise ValueError(f"{name} is a key of {len(keys)} sections: write {written}")
+    if not keys:
+        raise unknown_key(name)
+    return keys[0]

@@ -27,7 +27,6 @@ from flashspan.data.tokenizer import load_tokenizer, tokenizer_of
 from flashspan.data.tokens import TokenFile
 from flashspan.files import make_folder
 from flashspan.launch import (
-    LONGEST,
     PRELOAD,
     RankError,
     Ranks,
@@ -37,13 +36,15 @@ from flashspan.launch import (
     start_fork_server,
 )
 from flashspan.model.huggingface import check_config
+from flashspan.process import LONGEST
 from flashspan.stdout import say, waiting
 
-from .config import TrainConfig, describe_options, parse
+from .config import TrainConfig
 from .dataset import num_evaluated, open_samples
 from .estimate import describe_plan, describe_run, lack_of_disk, lack_of_memory
 from .loop import DONE, NOT_FINITE, NOT_SAVED, STOPPED, Trainer
 from .metrics import Report
+from .options import parse, show_help
 from .restart import Attempts
 from .signals import STOPS, catch_signals, deadline, pass_signals_on
 from .silent_ranks import report_silent_ranks
@@ -54,20 +55,13 @@ LONG_ENOUGH, LARGEST = 0.05, 1024
 """A product is timed that takes so many seconds, or is so wide: a smaller one is mostly the call, in any precision."""
 FAILED, LATE, INTERRUPTED = "failed", "late", "interrupted"
 """How a run ends if ranks fail, if it cannot save within `checkpoint.grace`, and after Ctrl-C with its state saved."""
-HELP = """usage: flashspan train [config.toml] [--section.key value ...] [--dry-run]
-
-With no arguments: trains a tiny LLaMA on the text in the package, on 4 CPU ranks in a zigzag ring (or the GPUs here).
-
-options, with their defaults:
-"""
 
 
 def main(arguments: Sequence[str] = ()) -> int:
     """The command: `[config.toml] [--section.key value ...] [--dry-run]`."""
     words = list(arguments)
     if {"-h", "--help"} & set(words):
-        print(HELP + describe_options(), end="")
-        return 0
+        return show_help()
     dry_run = "--dry-run" in words
     return train(parse([word for word in words if word != "--dry-run"]), dry_run=dry_run)
 

@@ -61,7 +61,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Sources:
     save_llama(model, folder / "signed")
     for command in (*COMMANDS.values(), *BENCHES.values(), PLAN_DRAW):
         importlib.import_module(f"flashspan.{command.module}")
-    importlib.import_module("flashspan.train")
+    importlib.import_module("flashspan.train.run")
     return Sources(folder)
 
 

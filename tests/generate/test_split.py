@@ -18,8 +18,9 @@ from flashspan.context import LAYOUTS, context_parallel
 from flashspan.data.tokenizer import ByteTokenizer
 from flashspan.generate import Sampling, Split, command, decode, generate
 from flashspan.generate.command import stream, talk
-from flashspan.launch import LONGEST, Ranks
+from flashspan.launch import Ranks
 from flashspan.model import Llama, LlamaConfig, preset
+from flashspan.process import LONGEST
 from tests.generate.test_generate import CONFIGS, draw_prompt, make
 
 

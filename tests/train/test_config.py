@@ -25,9 +25,10 @@ from flashspan.launch import Ranks
 from flashspan.lock import locked_folder
 from flashspan.model import Llama, preset, save_llama
 from flashspan.train import TrainConfig, parse, train
-from flashspan.train.config import CheckpointSection, OptimizerSection, build, describe_options, read_toml
+from flashspan.train.config import CheckpointSection, OptimizerSection
 from flashspan.train.dataset import open_samples, order_of
 from flashspan.train.learning_rate import learning_rate
+from flashspan.train.options import KEYS, SYNONYMS, build, read_toml
 from flashspan.train.run import check, main, run_rank
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -52,8 +53,17 @@ def test_a_described_config_is_that_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--train.step", "3"], "unknown key train.step: did you mean train.steps?"),
-        (["--trian.steps", "3"], "unknown section --trian: did you mean --train?"),
+        (["--train.step", "3"], "unknown key --train.step: did you mean --train.steps?"),
+        (["--trian.steps", "3"], "unknown key --trian.steps: did you mean --train.steps?"),
+        (["--lr", "1e-3"], "did you mean --optimizer.lr?"),
+        (["--seed", "1"], "did you mean --attention.seed or --train.seed?"),
+        (["--learning-rate=1"], "did you mean --optimizer.lr?"),
+        (["--batch_size", "8"], "did you mean --train.batch?"),
+        (["--train.seq_len", "8"], "did you mean --data.sequence?"),
+        (["--optimizer.steps", "8"], "did you mean --train.steps?"),
+        (["--warmpu", "8"], "did you mean --optimizer.warmup?"),
+        (["--zzz", "8"], "flashspan train --help lists the keys"),
+        (["--train.steps", "3", "4"], "got '4'; a TOML file comes before the options"),
         (["--train.steps", "many"], "train.steps must be a whole number: got 'many'"),
         (["--train.precision", "int8"], "train.precision must be one of float32, bfloat16, float16: got 'int8'"),
         (["--train.compile", "maybe"], "train.compile must be true or false: got 'maybe'"),
@@ -62,7 +72,7 @@ def test_a_described_config_is_that_config(tmp_path: Path) -> None:
         (["--train.steps", "3", "run.toml"], "got 'run.toml'; a TOML file comes before the options"),
         (
             ["."],
-            "a config is a TOML file: got the folder .; to go on with a run that is in it, use --checkpoint.folder .",
+            "a config is a TOML file: got the folder .; to resume the run in it, use --checkpoint.folder .",
         ),
         (["--model.preset", "tinny"], "did you mean 'tiny'"),
         (["--parallel.data", "3", "--train.batch", "7"], "use a multiple of 3"),
@@ -82,11 +92,11 @@ def test_a_described_config_is_that_config(tmp_path: Path) -> None:
         (["--data.sequence", "1000000"], "a sample takes 1000001 tokens"),
         (["--data.train", "nowhere.bin"], "nowhere.bin is missing: make it with `flashspan prepare`"),
         (["--train.seed", str(2**64)], "train.seed must be a number of 64 bits"),
-        (["--model.load", "nowhere"], "nowhere/config.json is missing; of a run of ours give a checkpoint"),
+        (["--model.load", "nowhere"], "nowhere/config.json is missing; give a checkpoint of a run"),
         (["--checkpoint.folder", "--train.steps", "3"], "--checkpoint.folder needs a value: got none"),
         (["--train.steps"], "--train.steps needs a value: got none; write --train.steps=VALUE"),
         (["--train.precision"], "--train.precision needs a value"),
-        (["--dryrun"], "unknown section --dryrun: did you mean --dry-run?"),
+        (["--dryrun"], "unknown key --dryrun: did you mean --dry-run?"),
         (["--parallel.timeout", "-1"], "parallel.timeout must be at least 1: got -1.0"),
         (["--parallel.timeout", "1e300"], "parallel.timeout must be at most 1000000 seconds, or no timer holds it"),
         (["--optimizer.lr", "inf"], "optimizer.lr must be finite: got inf; the default is 0.007"),
@@ -206,7 +216,7 @@ def test_a_run_says_what_it_trains_on(
     capsys: pytest.CaptureFixture[str],
     dry_run: bool,
 ) -> None:
-    monkeypatch.setattr("flashspan.train.run._start", lambda config, num_ranks, report: "done")
+    monkeypatch.setattr("flashspan.train.run._start", lambda *_: "done")
     text = corpus_tokens()[0]
     for options, source, file in (
         ([], corpus, open_tokens(corpus)),
@@ -392,8 +402,9 @@ def test_a_disk_too_small_for_a_checkpoint_is_told_before(
 def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     said = capsys.readouterr().out
-    assert said.count("  --") == len(describe_options().strip().replace("\n\n", "\n").splitlines())
-    assert "--optimizer.warmup" in said
+    named = [line.split()[0].removeprefix("--") for line in said.splitlines() if line.startswith("  --")]
+    assert named == list(KEYS)
+    assert all(entry.metadata["help"] for entry in KEYS.values())
 
 
 def test_the_learning_rate_rises_and_falls() -> None:
@@ -420,3 +431,8 @@ def test_a_loaded_model_has_its_own_sizes(tmp_path: Path) -> None:
     assert same.model.resolve() == config
     with pytest.raises(ValueError, match=rf"there model.width is {config.width}, got 48; leave that out"):
         parse(["--model.load", str(tmp_path), "--model.width", "48"]).model.resolve()
+
+
+def test_a_synonym_is_of_a_key_that_exists_and_is_none_itself() -> None:
+    assert set(SYNONYMS.values()) <= set(KEYS)
+    assert not set(SYNONYMS) & {key.rpartition(".")[2] for key in KEYS}
