@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +20,28 @@ from flashspan.kernels.tiling import find_runs
 
 MAX_HEAD_DIM = 256
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+OUR_NAMES = {
+    "is_causal": "causal=",
+    "attn_mask": "mask=, a bool tensor or a value of flashspan.masks",
+    "attention_mask": "mask=, a bool tensor or a value of flashspan.masks",
+    "attn_bias": "mask= if it only hides keys",
+    "dropout_p": "dropout=",
+    "softmax_scale": "scale=",
+    "sm_scale": "scale=",
+    "window_size": "window=",
+    "return_attn_probs": "return_lse=",
+    "enable_gqa": "no argument: k and v may have fewer heads than q",
+}
+"""What to use in place of arguments of PyTorch's and flash-attn's functions."""
+
+
+def unknown_argument(given: Mapping[str, object]) -> TypeError:
+    """The error for arguments that attention does not have."""
+    name = next(iter(given))
+    remedy = OUR_NAMES.get(name, "causal=, window=, mask=, scale=, dropout= and others, see help(flashspan.attention)")
+    return TypeError(f"attention has no argument {name}: use {remedy}")
 
 
 def _kind(x: object) -> object:
@@ -214,3 +239,12 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype == torch.float32 else x for x in tensors)
+
+
+_AS_IT_IS = nullcontext()
+
+
+def no_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Sums inside an implementation are float32 and stay so."""
+    device = x.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _AS_IT_IS

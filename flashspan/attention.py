@@ -6,7 +6,6 @@ fake implementation, so `torch.compile(fullgraph=True)`, autocast and activation
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NoReturn, overload
 
 import torch
@@ -22,8 +21,10 @@ from flashspan.arguments import (
     dense_rows,
     draw_seed,
     mask_versions,
+    no_autocast,
     resolve_mask,
     scale_of,
+    unknown_argument,
 )
 from flashspan.kernels import dispatch, masks
 from flashspan.kernels.contract import Again, Dropout, kept_dtype, row_delta
@@ -83,6 +84,7 @@ def attention(
     return_lse: bool = False,
     backend: str = "auto",
     deterministic: bool = False,
+    **unknown: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(q k^T * scale + mask) v, exactly, without the [T, S] matrix; differentiable.
 
@@ -102,15 +104,13 @@ def attention(
         mask: A value of `flashspan.masks`, or a bool tensor [T, S], [B, T, S], [H, T, S] or [B, H, T, S], in which 1
             broadcasts (three dimensions are [H, T, S] if the first is not B). A tensor is read in every call.
         scale: Factor of the scores; by default 1 / sqrt(D).
-        dropout: Probability with which a pair is dropped. Which pairs are dropped depends on the seed and the position
-            alone.
+        dropout: Probability that a pair is dropped, as decided by the seed and the pair's position alone.
         seed: Seed of the dropout. By default one is drawn from `generator`.
         generator: Generator of that seed, by default PyTorch's. Leave it out under activation checkpointing: forward
             runs twice there, and PyTorch restores only its default generator.
         return_lse: Return the log-sum-exp of each query's scores too.
         backend: "auto", or an implementation by name; `explain` lists them.
-        deterministic: Gradients that repeat bit for bit (the output always does).
-            `torch.use_deterministic_algorithms(True)` asks for it in all calls.
+        deterministic: Gradients that repeat bit for bit, as outputs do; or `torch.use_deterministic_algorithms(True)`.
 
     Returns:
         The output [B, H, T, D] in q's dtype, stored so that merging the heads is a view; with `return_lse` also the
@@ -131,6 +131,8 @@ def attention(
         out.backward(torch.randn_like(out))
         ```
     """
+    if unknown:
+        raise unknown_argument(unknown)
     kind = again.kind_of(q, k, v, causal, window, mask, scale, dropout, backend, deterministic)
     if (found := again.known(kind, mask)) is not None:
         known, resolved = found
@@ -173,6 +175,7 @@ def explain(
     return_lse: bool = False,
     backend: str = "auto",
     deterministic: bool = False,
+    **unknown: Any,
 ) -> dispatch.Choice:
     """Which implementation `attention` would use for this call, and why not the others.
 
@@ -185,6 +188,8 @@ def explain(
     Example:
             print(explain(q, k, v, causal=True))
     """
+    if unknown:
+        raise unknown_argument(unknown)
     q, k, v = autocast(q, k, v)
     check_inputs(q, k, v, dropout, scale)
     check_seed(seed, generator)
@@ -210,7 +215,7 @@ def _forward(
         return carry
     drop = None if seed is None else Dropout(dropout, seed)
     local = dispatch.choose(q, k, v, mask=mask, dropout=drop, backend=backend).load()
-    with _no_autocast(q):
+    with no_autocast(q):
         out, lse = local.forward(q, k, v, mask=mask, scale=scale, out_dtype=out_dtype or q.dtype, dropout=drop)
     _, H, T, D = q.shape
     if out.stride() != (T * H * D, D, H * D, 1):
@@ -244,7 +249,7 @@ def _backward(
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     into: dict[str, Any] = {"mask": mask, "scale": scale, "dq": dq, "dk": dk, "dv": dv, "dropout": drop}
     of_output = getattr(local, "backward_of_output", None)
-    with _no_autocast(q):
+    with no_autocast(q):
         if of_output is not None and dlse is None:
             of_output(dout, q, k, v, out, lse, **into)
         else:
@@ -386,12 +391,3 @@ def _differentiated(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether autograd must hear of this call, in whatever mode: backward or forward."""
     wanted = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     return wanted or forward_ad._current_level >= 0
-
-
-_AS_IT_IS = nullcontext()
-
-
-def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """Sums inside an implementation are float32 and stay so."""
-    device = x.device.type
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _AS_IT_IS

@@ -59,6 +59,8 @@ def test_the_names_of_sdpa_are_translated() -> None:
     for theirs in given:
         ours = {names[name]: value for name, value in theirs.items()}
         torch.testing.assert_close(attention(q, k, v, **ours), F.scaled_dot_product_attention(q, k, v, **theirs))
+        with pytest.raises(TypeError, match=rf"no argument {next(iter(theirs))}: use {next(iter(ours))}="):
+            attention(q, k, v, **theirs)
 
 
 def tables_of(page: Path) -> list[list[dict[str, str]]]:

@@ -30,6 +30,7 @@ from flashspan.arguments import (
     mask_versions,
     resolve_mask,
     scale_of,
+    unknown_argument,
     window_band,
 )
 from flashspan.attention import refuse_transforms
@@ -169,6 +170,7 @@ class ContextAttention:
         seed: int | None = None,
         generator: torch.Generator | None = None,
         return_lse: bool = False,
+        **unknown: Any,
     ) -> Any:
         """This rank's rows of attention over all ranks' tokens: out, or with `return_lse` (out, lse).
 
@@ -176,6 +178,8 @@ class ContextAttention:
         the same T tokens; the mask is that of the whole sequence. Dropout drops the same elements as one device with
         the same seed; without a seed, rank 0 draws it (see `flashspan.attention` about generators and checkpointing).
         """
+        if unknown:
+            raise unknown_argument(unknown)
         refuse_transforms()
         self.outer.caller = self.inner.caller = threading.get_ident()
         q, k, v = autocast(q, k, v)
