@@ -136,3 +136,11 @@ def test_generate_takes_a_model_in_memory() -> None:
     assert first == flashspan.generate(model, "Once", tokens=5, seed=1)
     with pytest.raises(ValueError, match="tokens must be at least 1: got 0"):
         flashspan.generate(model, tokens=0)
+
+
+def test_a_failed_run_is_an_exception(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from flashspan.train import run
+
+    monkeypatch.setattr(run, "run", lambda *args, **options: run.FAILED)
+    with pytest.raises(RuntimeError, match="failed"):
+        flashspan.train(folder=tmp_path / "run")

@@ -34,13 +34,18 @@ def test_every_link_of_every_page_resolves() -> None:
     assert not missing
 
 
-def test_every_documented_name_exists() -> None:
+def test_every_documented_name_exists_and_every_public_one_is_documented() -> None:
     import importlib
 
-    for name in re.findall(r"^::: (\S+)", (DOCS / "api.md").read_text(encoding="utf-8"), re.MULTILINE):
-        module, _, attribute = name.rpartition(".")
-        owner = importlib.import_module(module if attribute != "masks" else name)
-        assert attribute == "masks" or hasattr(owner, attribute), name
+    import flashspan
+
+    text = (DOCS / "api.md").read_text(encoding="utf-8")
+    names = [name.split(".") for name in re.findall(r"^::: (\S+)", text, re.MULTILINE)]
+    for *module, attribute in names:
+        assert hasattr(importlib.import_module(".".join(module)), attribute), attribute
+    assert {name for *_, name in names} >= set(flashspan.__all__)
+    patterns = re.findall(r"members: \[(full, .*)\]", text)[0].split(", ")
+    assert {*patterns, "Band", "Rows", "Blocks"} == set(flashspan.masks.__all__)
 
 
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
