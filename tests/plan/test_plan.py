@@ -256,14 +256,14 @@ def test_a_device_is_calibrated_by_its_own_rows_only(
     (tmp_path / "rows.jsonl").write_text(json.dumps(model if what == "model" else link_row(measured)))
     words = ["plan", "tiny", "--tokens", "64", "--devices", "1", "--device", planned, "--calibrate", str(tmp_path)]
     assert main(words) == (0 if accepted else 2)
-    message = f"planned for, {planned}: those in {tmp_path} are of {measured}; measure on {planned}"
+    message = f"the planned device, {planned}: the rows in {tmp_path} are of {measured}; measure on {planned}"
     assert (message in capsys.readouterr().err) != accepted
 
 
 def test_transfers_of_another_device_than_the_models_are_refused(tmp_path: Path) -> None:
     model = {"what": "model", "status": "ok", "device": "NVIDIA H100"}
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, (model, link_row("x86_64, 2 cores")))))
-    with pytest.raises(ValueError, match="several devices, NVIDIA H100, x86_64, 2 cores: give each a folder"):
+    with pytest.raises(ValueError, match="several devices, NVIDIA H100, x86_64, 2 cores: use one folder per device"):
         calibrated(make_cluster("H100", 8), tmp_path)
 
 
