@@ -163,6 +163,7 @@ def shipped_launches(dtype: torch.dtype, head_dim: int, **options: Any) -> dict[
 def hopper_launches(dtype: torch.dtype, head_dim: int, **options: Any) -> dict[str, Launch]:
     """The launches of one call of the Hopper kernels on meta tensors: "finer" where V is made so, "forward" and its
     "repair", "backward" where there is one in one pass, and "keys" and "queries", the two passes."""
+    from flashspan.kernels.blocks import Blocks
     from flashspan.kernels.hopper.finer import finer_launch, pays, room_for
     from flashspan.kernels.hopper.launch import forward_launch
     from flashspan.kernels.hopper.one_pass import backward_launch
@@ -190,6 +191,8 @@ def hopper_launches(dtype: torch.dtype, head_dim: int, **options: Any) -> dict[s
     if block_dim(head_dim) in BACKWARD:
         sums = q.float() if carry else torch.empty(q.numel() // 256, 256, device="meta")
         launches["backward"] = backward_launch(*given, sums, dk, dv, carry, counter, counter)
+    if isinstance(mask, Blocks):  # which have no backward in two passes
+        return launches
     launches["keys"], launches["queries"] = two_pass_launches(*given, dq, dk, dv, carry, counter, counter)
     return launches
 

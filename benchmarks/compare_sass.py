@@ -1,0 +1,234 @@
+"""Compare the machine code of every Hopper kernel in two checkouts, compiled for sm_90 on a machine without a GPU.
+
+    git worktree add ../before COMMIT
+    python benchmarks/compare_sass.py ../before .                  # every variant, about 15 minutes each the first time
+    python benchmarks/compare_sass.py ../before . --only 'forward d64'
+
+Each checkout builds its own launches (`flashspan.kernels.compile`), so module and constant names may differ between the
+two. A variant is equal when its SASS is the same after addresses, labels and register names are numbered in the order
+of their first use. What was compiled is kept under --cache, by a hash of the checkout's sources and Triton's release.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+MASKS: dict[str, dict[str, Any]] = {
+    "causal": {"mask": "causal"},
+    "full": {"mask": "full"},
+    "window": {"mask": "window"},
+    "rows": {"mask": "rows"},
+    "blocks": {"mask": "blocks"},
+    "long": {"mask": "causal", "num_tokens": 8192},
+    "grouped": {"mask": "causal", "num_key_heads": 2},
+    "short": {"mask": "causal", "num_tokens": 1024},
+    "few": {"mask": "causal", "num_tokens": 256, "num_key_heads": 1, "scale": 0.6931471805599453},
+    "wide": {"mask": "wide", "num_tokens": 8192},
+    "long rows": {"mask": "long rows", "num_tokens": 32768},
+    "unit": {"mask": "causal", "num_key_heads": 2, "scale": 0.6931471805599453},
+    "unit window": {"mask": "window", "scale": 0.6931471805599453},
+}
+
+
+def names() -> Iterator[str]:
+    """Every variant: kernel, head size, data type, mask, with a carry (or adding into gradients) or not."""
+    passes = ("forward", "backward", "keys", "queries")
+    for head_dim in (64, 128, 256):
+        for dtype, mask in (("bfloat16", "causal"), ("bfloat16", "full"), ("float16", "causal")):
+            yield from (f"{kind} d{head_dim} {dtype} {mask} plain" for kind in passes)
+        for mask in ("window", "rows", "causal", "full"):
+            yield from (f"{kind} d{head_dim} bfloat16 {mask} carry" for kind in passes)
+    for carry in ("plain", "carry"):
+        for head_dim in (64, 128):
+            yield from (f"{kind} d{head_dim} bfloat16 blocks {carry}" for kind in ("forward", "backward"))
+            yield from (f"forward d{head_dim} bfloat16 {mask} {carry}" for mask in ("short", "wide", "long rows"))
+        for mask in ("unit", "unit window", "few"):
+            yield from (f"{kind} d64 bfloat16 {mask} {carry}" for kind in ("forward", "backward"))
+    yield from (f"{kind} d{head_dim} bfloat16 rows plain" for head_dim in (64, 128) for kind in ("forward", "backward"))
+    yield from (f"backward d128 bfloat16 {mask} plain" for mask in ("long", "grouped"))
+    yield "forward d64 float16 blocks plain"
+    for kind in ("projection", "gated", "gated backward", "residual", "gradients"):
+        yield f"product {kind} d128 bfloat16"
+    yield "product projection d64 bfloat16"
+    yield "product residual d128 float16"
+
+
+def launch_of(name: str) -> Any:
+    """The launch of one variant, on meta tensors; None where there is none (one pass for heads of 256)."""
+    import torch
+
+    from flashspan.kernels.compile import hopper_launches, product_launches
+
+    if name.startswith("product "):
+        kind, head_dim, dtype = name.removeprefix("product ").rsplit(" ", 2)
+        return product_launches(getattr(torch, dtype), int(head_dim[1:]))[kind]
+    kind, head_dim, dtype, *mask, carry = name.split(" ")
+    options = dict(MASKS[" ".join(mask)])
+    options["mask"] = _mask(options["mask"])
+    launches = hopper_launches(getattr(torch, dtype), int(head_dim[1:]), **options, carry=carry == "carry")
+    return launches.get(kind)
+
+
+def _mask(name: str) -> Any:
+    from flashspan import masks
+    from flashspan.kernels.masks import CAUSAL, EVERYTHING
+
+    makers: dict[str, Callable[[], Any]] = {
+        "causal": lambda: CAUSAL,
+        "full": lambda: EVERYTHING,
+        "window": lambda: masks.Band(-100, 0),
+        "wide": lambda: masks.Band(-4095, 0),
+        "rows": lambda: masks.documents([1000] * 4 + [96]),
+        "long rows": lambda: masks.documents([16384, 16384]),
+        "blocks": lambda: masks.Blocks.of(CAUSAL, 4096, 4096).to("meta"),
+    }
+    return makers[name]()
+
+
+def compile_variants(folder: Path, wanted: list[str]) -> None:
+    """Compile variants of the checkout that is imported here, and keep what came out in a folder."""
+    import triton
+
+    from flashspan.kernels.compile import compile_for
+
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    for number, name in enumerate(wanted):
+        print(f"\r{number + 1}/{len(wanted)} {name:50}", end="", file=sys.stderr, flush=True)
+        launch = launch_of(name)
+        record: dict[str, Any] = {}
+        if launch is not None:
+            compiled = compile_for(launch, "cuda", 90)
+            record = _inspect(compiled.asm["cubin"], compiled.metadata.shared, tools)
+        (folder / name.replace(" ", "_")).write_text(json.dumps(record))
+    print(file=sys.stderr)
+
+
+def _inspect(cubin: bytes, shared: int, tools: Path) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as place:
+        file = Path(place) / "kernel.cubin"
+        file.write_bytes(cubin)
+        usage = _output(tools / "cuobjdump", "-res-usage", file)
+        code = _output(tools / "nvdisasm", "-c", file)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found, usage
+    sass = normalised(code)
+    local = sum(bool(re.search(r"\b(LDL|STL)\b", line)) for line in sass)
+    return {
+        "registers": int(found[1]),
+        "stack": int(found[2]),
+        "local": local,
+        "shared": shared,
+        "sass": sass,
+    }
+
+
+def _output(*command: Any) -> str:
+    return subprocess.run([str(x) for x in command], capture_output=True, text=True, check=True).stdout
+
+
+def normalised(code: str) -> list[str]:
+    """Instructions without addresses; registers, predicates and labels are numbered in the order of their first use."""
+    numbers: dict[str, dict[str, str]] = collections.defaultdict(dict)
+
+    def number(match: re.Match[str]) -> str:
+        kind = match[1]
+        return numbers[kind].setdefault(match[2], f"{kind}{len(numbers[kind])}")
+
+    lines = []
+    for line in code.splitlines():
+        if found := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*;)|^\s*(\.L_x_\d+:)", line):
+            text = found[1] or found[2]
+            lines.append(re.sub(r"(\.L_x_|\bUR|\bUP|\bR|\bP|\bB)(\d+)\b", number, text))
+    return lines
+
+
+def measure(checkout: Path, cache: Path, wanted: list[str]) -> dict[str, dict[str, Any]]:
+    """What every variant of a checkout costs, compiled in a process of its own unless it is known."""
+    import triton
+
+    sources = hashlib.sha256(triton.__version__.encode())
+    for file in sorted((checkout / "flashspan" / "kernels").rglob("*.py")):
+        sources.update(str(file.relative_to(checkout)).encode() + file.read_bytes())
+    folder = cache / sources.hexdigest()[:16]
+    folder.mkdir(parents=True, exist_ok=True)
+    missing = [name for name in wanted if not (folder / name.replace(" ", "_")).exists()]
+    if missing:
+        path = os.pathsep.join(x for x in (str(checkout), _path_to_triton()) if x)
+        environment = {
+            **os.environ,
+            "PYTHONPATH": path,
+            "TRITON_INTERPRET": "0",
+            "TRITON_CACHE_DIR": str(cache / "triton"),
+        }
+        command = [sys.executable, __file__, "--compile", str(folder), *missing]
+        subprocess.run(command, env=environment, cwd=checkout, check=True)
+    return {name: json.loads((folder / name.replace(" ", "_")).read_text()) for name in wanted}
+
+
+def _path_to_triton() -> str:
+    """Where this process found Triton, if it was told by PYTHONPATH."""
+    import triton
+
+    place = str(Path(triton.__file__).parents[1])
+    return place if place in os.environ.get("PYTHONPATH", "").split(os.pathsep) else ""
+
+
+def compare(name: str, before: dict[str, Any], after: dict[str, Any]) -> tuple[bool, str]:
+    """Whether the code is equal, and a line that says so or how it differs."""
+    if before == after:
+        return True, f"{name:50} equal" if before else f"{name:50} no such kernel"
+    if not before or not after:
+        return False, f"{name:50} only {'before' if before else 'after'}"
+    costs = [f"{key} {before[key]} -> {after[key]}" for key in before if key != "sass" and before[key] != after[key]]
+    counts = [collections.Counter(_opcode(line) for line in x["sass"]) for x in (before, after)]
+    changes = [
+        f"{op} {counts[1][op] - counts[0][op]:+}"
+        for op in sorted(counts[0] | counts[1])
+        if counts[0][op] != counts[1][op]
+    ]
+    lines = f"lines {len(before['sass'])} -> {len(after['sass'])}"
+    same = "same instructions in another order" if not changes else " ".join(changes)
+    worse = any(after[key] > before[key] for key in ("registers", "stack", "local", "shared"))
+    return False, f"{name:50} {'WORSE' if worse else 'differs'}: {', '.join([*costs, lines, same])}"
+
+
+def _opcode(line: str) -> str:
+    found = re.match(r"(?:@!?U?P[\dT]+ )?\s*([A-Z0-9_]+)", line)
+    return found[1] if found else "label"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("before", type=Path, nargs="?", help="checkout to compare with")
+    parser.add_argument("after", type=Path, nargs="?", help="changed checkout")
+    parser.add_argument("--only", default="", help="regular expression that names of variants must contain")
+    parser.add_argument(
+        "--cache", type=Path, default=Path.home() / ".cache" / "flashspan" / "sass", help="folder of results"
+    )
+    parser.add_argument("--compile", nargs="+", metavar="FOLDER VARIANT", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.compile:
+        compile_variants(Path(options.compile[0]), options.compile[1:])
+        return
+    if options.before is None or options.after is None:
+        parser.error("needs two checkouts: before and after")
+    wanted = [name for name in dict.fromkeys(names()) if re.search(options.only, name)]
+    sides = [measure(checkout.resolve(), options.cache, wanted) for checkout in (options.before, options.after)]
+    results = [compare(name, sides[0][name], sides[1][name]) for name in wanted]
+    print(*(line for _, line in results), sep="\n")
+    print(f"{sum(equal for equal, _ in results)} of {len(results)} equal")
+
+
+if __name__ == "__main__":
+    main()
