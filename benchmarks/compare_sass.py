@@ -6,7 +6,9 @@
 
 Each checkout builds its own launches (`flashspan.kernels.compile`), so module and constant names may differ between the
 two. A variant is equal when its SASS is the same after addresses, labels and register names are numbered in the order
-of their first use. What was compiled is kept under --cache, by a hash of the checkout's sources and Triton's release.
+of their first use. Line information is left out: with it, ptxas orders instructions by the numbers of source lines, and
+a comment changes the code. What was compiled is kept under --cache, by a hash of the checkout's sources and Triton's
+release.
 """
 
 from __future__ import annotations
@@ -169,6 +171,7 @@ def measure(checkout: Path, cache: Path, wanted: list[str]) -> dict[str, dict[st
             **os.environ,
             "PYTHONPATH": path,
             "TRITON_INTERPRET": "0",
+            "TRITON_DISABLE_LINE_INFO": "1",
             "TRITON_CACHE_DIR": str(cache / "triton"),
         }
         command = [sys.executable, __file__, "--compile", str(folder), *missing]

@@ -33,13 +33,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
-from flashspan.kernels.hopper.backward_feed import feed, feed_lists, hear
-from flashspan.kernels.hopper.backward_steps import step, take_turn
-from flashspan.kernels.hopper.dq import add_dq, add_dq_lists, leave_dq, start_dq
-from flashspan.kernels.hopper.names import barrier
+from flashspan.kernels.hopper.backward_main_loop import step, take_turn
+from flashspan.kernels.hopper.backward_producer import feed, feed_lists, hear
+from flashspan.kernels.hopper.dq_accumulate import add_dq, add_dq_lists, leave_dq, start_dq
+from flashspan.kernels.hopper.gluon_compat import barrier
+from flashspan.kernels.hopper.masking import bounds, find_list, nth
 from flashspan.kernels.hopper.parts import ones_of
-from flashspan.kernels.hopper.shared import clean_pair, send_off
-from flashspan.kernels.hopper.walk import bounds, find_list, nth
+from flashspan.kernels.hopper.shared_memory import clean_pair, send_off
 
 
 @gluon.jit

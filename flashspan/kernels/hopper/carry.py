@@ -6,8 +6,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashspan.kernels.hopper.names import here_and_now
-from flashspan.kernels.hopper.rows import each, times, total
+from flashspan.kernels.hopper.ptx import here_and_now
+from flashspan.kernels.hopper.row_values import each, times, total
 
 LEAST = gl.constexpr(-(2.0**126))
 """What is subtracted from the scores of a row that has not seen any: not -inf, from which -inf cannot be subtracted."""

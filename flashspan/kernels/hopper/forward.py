@@ -31,14 +31,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flashspan.kernels.hopper.carry import LEAST, blend, join, load_carry
 from flashspan.kernels.hopper.finer import COARSER
-from flashspan.kernels.hopper.forward_feed import buffer_of, feed, feed_lists, hear
-from flashspan.kernels.hopper.forward_steps import hide_keys, step, walk_whole
-from flashspan.kernels.hopper.names import watch
+from flashspan.kernels.hopper.forward_main_loop import step, walk_whole
+from flashspan.kernels.hopper.forward_producer import buffer_of, feed, feed_lists, hear
+from flashspan.kernels.hopper.masking import blocks, bounds, hide, hide_keys
 from flashspan.kernels.hopper.parts import ones_of
-from flashspan.kernels.hopper.rows import each, rows_of, total
-from flashspan.kernels.hopper.shared import arrived, halves, send, send_off
+from flashspan.kernels.hopper.ptx import watch
+from flashspan.kernels.hopper.row_values import each, rows_of, total
+from flashspan.kernels.hopper.scheduler import place, told
+from flashspan.kernels.hopper.shared_memory import arrived, halves, send, send_off
 from flashspan.kernels.hopper.softmax import exponentials, rise, sums_of
-from flashspan.kernels.hopper.walk import blocks, bounds, hide, place, told
 
 
 @gluon.jit

@@ -14,8 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from flashspan.kernels.hopper.names import reciprocal, rounded
-from flashspan.kernels.hopper.product import (
+from flashspan.kernels.hopper.matmul import (
     COLUMNS,
     DEPTH,
     NUMBERS,
@@ -30,6 +29,7 @@ from flashspan.kernels.hopper.product import (
     quarters,
     ready,
 )
+from flashspan.kernels.hopper.ptx import reciprocal, rounded
 from flashspan.kernels.hopper.tensors import describe
 from flashspan.kernels.portable.arguments import LOG2E, Launch, on
 

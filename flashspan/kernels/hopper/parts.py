@@ -15,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from flashspan.kernels.hopper.rows import rows_of
+from flashspan.kernels.hopper.row_values import rows_of
 from flashspan.kernels.hopper.tensors import block_dim
 from flashspan.kernels.portable.arguments import LOG2E
 

@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from flashspan.kernels.hopper.product import (
+from flashspan.kernels.hopper.matmul import (
     COLUMNS,
     DEPTH,
     PIECE,
@@ -26,7 +26,7 @@ from flashspan.kernels.hopper.product import (
     quarters,
     ready,
 )
-from flashspan.kernels.hopper.shared import halves
+from flashspan.kernels.hopper.shared_memory import halves
 from flashspan.kernels.hopper.tensors import describe
 from flashspan.kernels.portable.arguments import Launch, on
 

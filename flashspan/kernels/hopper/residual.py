@@ -13,8 +13,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from flashspan.kernels.hopper.names import barrier
-from flashspan.kernels.hopper.product import (
+from flashspan.kernels.hopper.gluon_compat import barrier
+from flashspan.kernels.hopper.matmul import (
     COLUMNS,
     DEPTH,
     PIECE,

@@ -17,7 +17,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashspan.kernels.hopper.rows import across, each, times
+from flashspan.kernels.hopper.row_values import across, each, times
 
 UP = gl.constexpr(6)
 """FINE: the power of 2 that the first maximum becomes. float16 has 30 more below it, the last ten with ever fewer bits,

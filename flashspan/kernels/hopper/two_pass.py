@@ -20,11 +20,11 @@ from __future__ import annotations
 import triton
 from torch import Tensor
 
-from flashspan.kernels.hopper.by_keys import keys_kernel
-from flashspan.kernels.hopper.by_queries import queries_kernel
 from flashspan.kernels.hopper.one_pass import backward_launch
 from flashspan.kernels.hopper.tensors import block_dim, describe, key_heads_for_keys, key_heads_for_queries
 from flashspan.kernels.hopper.tiles import BACKWARD, WARPS
+from flashspan.kernels.hopper.two_pass_dkv import keys_kernel
+from flashspan.kernels.hopper.two_pass_dq import queries_kernel
 from flashspan.kernels.masks import Mask
 from flashspan.kernels.portable.arguments import LOG2E, Launch, mask_arguments
 

@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
-from flashspan.kernels.hopper.names import barrier, reduce_add
+from flashspan.kernels.hopper.gluon_compat import barrier, reduce_add
 
 
 @gluon.jit

@@ -6,19 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from flashspan.kernels.hopper.walk import (
-    find_block,
-    find_line,
-    find_list,
-    key_work,
-    leave,
-    load_words,
-    next_tile,
-    nth,
-    put,
-    tell,
-    told,
-)
+from flashspan.kernels.hopper.masking import find_block, find_list, load_words, nth
+from flashspan.kernels.hopper.scheduler import find_line, key_work, leave, next_tile, put, tell, told
 
 
 @gluon.jit

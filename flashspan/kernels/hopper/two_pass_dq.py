@@ -11,10 +11,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashspan.kernels.hopper.names import here_and_now
+from flashspan.kernels.hopper.masking import blocks, bounds, hide_outside, nth
 from flashspan.kernels.hopper.parts import load_rows
-from flashspan.kernels.hopper.shared import clean, send_off
-from flashspan.kernels.hopper.walk import blocks, bounds, hide_outside, nth, place
+from flashspan.kernels.hopper.ptx import here_and_now
+from flashspan.kernels.hopper.scheduler import place
+from flashspan.kernels.hopper.shared_memory import clean, send_off
 
 
 @gluon.jit

@@ -12,10 +12,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashspan.kernels.hopper.dq import dq_place, ds_place, leave_dq, start_dq
-from flashspan.kernels.hopper.names import barrier, held, here_and_now
+from flashspan.kernels.hopper.dq_accumulate import dq_place, ds_place, leave_dq, start_dq
+from flashspan.kernels.hopper.gluon_compat import barrier
+from flashspan.kernels.hopper.masking import hide, hide_outside
 from flashspan.kernels.hopper.parts import DEPTH
-from flashspan.kernels.hopper.walk import hide, hide_outside
+from flashspan.kernels.hopper.ptx import held, here_and_now
 
 
 @gluon.jit

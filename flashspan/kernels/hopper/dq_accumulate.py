@@ -7,10 +7,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
-from flashspan.kernels.hopper.backward_feed import hear
-from flashspan.kernels.hopper.names import all_written, barrier, fence_copies, here_and_now, reduce_add
-from flashspan.kernels.hopper.shared import swap, swapped
-from flashspan.kernels.hopper.walk import find_block, find_list, nth
+from flashspan.kernels.hopper.backward_producer import hear
+from flashspan.kernels.hopper.gluon_compat import barrier, reduce_add
+from flashspan.kernels.hopper.masking import find_block, find_list, nth
+from flashspan.kernels.hopper.ptx import all_written, fence_copies, here_and_now
+from flashspan.kernels.hopper.shared_memory import swap, swapped
 
 
 @gluon.jit

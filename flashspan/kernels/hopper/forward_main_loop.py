@@ -6,26 +6,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from flashspan.kernels.hopper.forward_feed import buffer_of
-from flashspan.kernels.hopper.names import all_below, here_and_now, rescale
+from flashspan.kernels.hopper.forward_producer import buffer_of
+from flashspan.kernels.hopper.masking import hide, hide_keys
 from flashspan.kernels.hopper.parts import parts_of
+from flashspan.kernels.hopper.ptx import all_below, rescale
 from flashspan.kernels.hopper.softmax import HIGH, exponentials, lower, rise, sums_of
-from flashspan.kernels.hopper.walk import hide, hide_outside
-
-
-@gluon.jit
-def hide_keys(s, start, end, n0, EDGES: gl.constexpr, WORDS: gl.constexpr):
-    """Scores of keys from n0 on, -inf where a row does not see the key: by WORDS, which is faster with heads of 64, or
-    by comparing, with larger ones."""
-    if WORDS:
-        s = hide_outside(s, start - n0, end - n0, EDGES == 2)
-    else:
-        o_n = here_and_now(0) + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
-        seen = o_n[None, :] < (end - n0)[:, None]
-        if EDGES == 2:
-            seen = seen & (o_n[None, :] >= (start - n0)[:, None])
-        s = gl.where(seen, s, float("-inf"))
-    return s
 
 
 @gluon.jit

@@ -28,8 +28,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashspan.kernels.hopper.names import barrier
-from flashspan.kernels.hopper.shared import halves
+from flashspan.kernels.hopper.gluon_compat import barrier
+from flashspan.kernels.hopper.shared_memory import halves
 from flashspan.kernels.hopper.tensors import multiprocessors
 from flashspan.kernels.portable.arguments import Launch
 

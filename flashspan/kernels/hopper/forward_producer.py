@@ -6,20 +6,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from flashspan.kernels.hopper.names import prefetch
-from flashspan.kernels.hopper.walk import (
-    blocks,
-    find_block,
-    find_line,
-    find_list,
-    leave,
-    load_words,
-    next_tile,
-    place,
-    put,
-    tell,
-    told,
-)
+from flashspan.kernels.hopper.masking import blocks, find_block, find_list, load_words
+from flashspan.kernels.hopper.ptx import prefetch
+from flashspan.kernels.hopper.scheduler import find_line, leave, next_tile, place, put, tell, told
 
 
 @gluon.jit

@@ -1,32 +1,11 @@
-"""The few names of Gluon that its releases spell differently, or do not export at all, and the instructions it has no
-name for.
-
-Everything else the kernels use is the same in Triton 3.6 and 3.7. Importing this fails on a release that has neither
-spelling: dispatch then leaves the work to the portable kernels.
-"""
+"""Instructions of the GPU that Gluon has no name for, as inline assembly."""
 
 from __future__ import annotations
 
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
-from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from flashspan.kernels.hopper.rows import across
-
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-"""All threads of this partition meet (3.7: barrier, 3.6: thread_barrier)."""
-
-if not hasattr(tma, "async_copy_global_to_shared"):
-    raise ImportError("this Triton release names its asynchronous copies differently")
-
-
-@builtin
-def reduce_add(desc, coord, source, _semantic=None):
-    """Add a tile of shared memory into global memory by the copy engine; the public names stop at copying."""
-    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, source.handle)
+from flashspan.kernels.hopper.row_values import across
 
 
 @gluon.jit

@@ -11,9 +11,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashspan.kernels.hopper.names import here_and_now
-from flashspan.kernels.hopper.shared import clean, send_off
-from flashspan.kernels.hopper.walk import bounds, key_work, nth
+from flashspan.kernels.hopper.masking import bounds, nth
+from flashspan.kernels.hopper.ptx import here_and_now
+from flashspan.kernels.hopper.scheduler import key_work
+from flashspan.kernels.hopper.shared_memory import clean, send_off
 
 
 @gluon.jit
