@@ -1,14 +1,15 @@
 """Compare the machine code of every Hopper kernel in two checkouts, compiled for sm_90 on a machine without a GPU.
 
     git worktree add ../before COMMIT
-    python benchmarks/compare_sass.py ../before .                  # every variant, about 15 minutes each the first time
+    python benchmarks/compare_sass.py ../before .                  # every variant, some 15 minutes the first time
     python benchmarks/compare_sass.py ../before . --only 'forward d64'
 
 Each checkout builds its own launches (`flashspan.kernels.compile`), so module and constant names may differ between the
-two. A variant is equal when its SASS is the same after addresses, labels and register names are numbered in the order
-of their first use. Line information is left out: with it, ptxas orders instructions by the numbers of source lines, and
-a comment changes the code. What was compiled is kept under --cache, by a hash of the checkout's sources and Triton's
-release.
+two. A variant is equal when Triton's own representation (TTGIR), from which all else is made, is the same, and is then
+compiled no further unless --assemble says so. Where it differs, SASS is compared, after addresses, labels and register
+names are numbered in the order of their first use. Line information is left out: with it, ptxas orders instructions by
+the numbers of source lines, and a comment changes the code. What was compiled is kept under --cache, by a hash of the
+checkout's sources and Triton's release.
 """
 
 from __future__ import annotations
@@ -98,22 +99,38 @@ def _mask(name: str) -> Any:
     return makers[name]()
 
 
-def compile_variants(folder: Path, wanted: list[str]) -> None:
+class Stopped(Exception):
+    """Ends a compilation once its TTGIR is made."""
+
+
+def compile_variants(folder: Path, assemble: bool, wanted: list[str]) -> None:
     """Compile variants of the checkout that is imported here, and keep what came out in a folder."""
     import triton
+    from triton.backends.nvidia.compiler import CUDABackend
 
     from flashspan.kernels.compile import compile_for
 
+    def stop(*stage: Any, **_: Any) -> None:
+        raise Stopped(next(x for x in stage if hasattr(x, "str_nodebug")).str_nodebug())
+
+    if not assemble:
+        CUDABackend.make_llir = stop
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     for number, name in enumerate(wanted):
-        print(f"\r{number + 1}/{len(wanted)} {name:50}", end="", file=sys.stderr, flush=True)
+        print(f"{number + 1}/{len(wanted)} {name}", file=sys.stderr)
         launch = launch_of(name)
         record: dict[str, Any] = {}
         if launch is not None:
-            compiled = compile_for(launch, "cuda", 90)
-            record = _inspect(compiled.asm["cubin"], compiled.metadata.shared, tools)
-        (folder / name.replace(" ", "_")).write_text(json.dumps(record))
-    print(file=sys.stderr)
+            try:
+                compiled = compile_for(launch, "cuda", 90)
+                record = _inspect(compiled.asm["cubin"], compiled.metadata.shared, tools)
+            except Stopped as stopped:
+                record = {"ttgir": str(stopped)}
+        _file(folder, name, assemble).write_text(json.dumps(record))
+
+
+def _file(folder: Path, name: str, assemble: bool) -> Path:
+    return folder / f"{name.replace(' ', '_')}.{'sass' if assemble else 'ttgir'}"
 
 
 def _inspect(cubin: bytes, shared: int, tools: Path) -> dict[str, Any]:
@@ -155,8 +172,8 @@ def normalised(code: str) -> list[str]:
     return lines
 
 
-def measure(checkout: Path, cache: Path, wanted: list[str]) -> dict[str, dict[str, Any]]:
-    """What every variant of a checkout costs, compiled in a process of its own unless it is known."""
+def measure(checkout: Path, cache: Path, assemble: bool, wanted: list[str]) -> dict[str, dict[str, Any]]:
+    """What every variant of a checkout compiles to, in a process of its own unless it is known."""
     import triton
 
     sources = hashlib.sha256(triton.__version__.encode())
@@ -164,19 +181,20 @@ def measure(checkout: Path, cache: Path, wanted: list[str]) -> dict[str, dict[st
         sources.update(str(file.relative_to(checkout)).encode() + file.read_bytes())
     folder = cache / sources.hexdigest()[:16]
     folder.mkdir(parents=True, exist_ok=True)
-    missing = [name for name in wanted if not (folder / name.replace(" ", "_")).exists()]
+    missing = [name for name in wanted if not _file(folder, name, assemble).exists()]
     if missing:
-        path = os.pathsep.join(x for x in (str(checkout), _path_to_triton()) if x)
-        environment = {
-            **os.environ,
-            "PYTHONPATH": path,
-            "TRITON_INTERPRET": "0",
-            "TRITON_DISABLE_LINE_INFO": "1",
-            "TRITON_CACHE_DIR": str(cache / "triton"),
-        }
-        command = [sys.executable, __file__, "--compile", str(folder), *missing]
-        subprocess.run(command, env=environment, cwd=checkout, check=True)
-    return {name: json.loads((folder / name.replace(" ", "_")).read_text()) for name in wanted}
+        with tempfile.TemporaryDirectory() as empty:
+            environment = {
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(x for x in (str(checkout), _path_to_triton()) if x),
+                "TRITON_INTERPRET": "0",
+                "TRITON_DISABLE_LINE_INFO": "1",
+                "TRITON_CACHE_DIR": str(cache / "triton") if assemble else empty,
+            }
+            stage = "--assemble" if assemble else "--quick"
+            command = [sys.executable, __file__, stage, "--compile", str(folder), *missing]
+            subprocess.run(command, env=environment, cwd=checkout, check=True)
+    return {name: json.loads(_file(folder, name, assemble).read_text()) for name in wanted}
 
 
 def _path_to_triton() -> str:
@@ -190,7 +208,7 @@ def _path_to_triton() -> str:
 def compare(name: str, before: dict[str, Any], after: dict[str, Any]) -> tuple[bool, str]:
     """Whether the code is equal, and a line that says so or how it differs."""
     if before == after:
-        return True, f"{name:50} equal" if before else f"{name:50} no such kernel"
+        return True, f"{name:50} equal (SASS)" if before else f"{name:50} no such kernel"
     if not before or not after:
         return False, f"{name:50} only {'before' if before else 'after'}"
     costs = [f"{key} {before[key]} -> {after[key]}" for key in before if key != "sass" and before[key] != after[key]]
@@ -219,18 +237,33 @@ def main() -> None:
     parser.add_argument(
         "--cache", type=Path, default=Path.home() / ".cache" / "flashspan" / "sass", help="folder of results"
     )
+    parser.add_argument(
+        "--assemble", action="store_true", help="machine code of every variant, also of those equal before"
+    )
+    parser.add_argument("--quick", action="store_true", help="no machine code, also of those that differ")
     parser.add_argument("--compile", nargs="+", metavar="FOLDER VARIANT", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.compile:
-        compile_variants(Path(options.compile[0]), options.compile[1:])
+        compile_variants(Path(options.compile[0]), options.assemble, options.compile[1:])
         return
     if options.before is None or options.after is None:
         parser.error("needs two checkouts: before and after")
     wanted = [name for name in dict.fromkeys(names()) if re.search(options.only, name)]
-    sides = [measure(checkout.resolve(), options.cache, wanted) for checkout in (options.before, options.after)]
-    results = [compare(name, sides[0][name], sides[1][name]) for name in wanted]
-    print(*(line for _, line in results), sep="\n")
-    print(f"{sum(equal for equal, _ in results)} of {len(results)} equal")
+    checkouts = [checkout.resolve() for checkout in (options.before, options.after)]
+    lines, equal = [], 0
+    if not options.assemble:
+        before, after = (measure(checkout, options.cache, False, wanted) for checkout in checkouts)
+        same = [name for name in wanted if before[name] == after[name]]
+        lines += [f"{name:50} {'equal (TTGIR)' if before[name] else 'no such kernel'}" for name in same]
+        wanted, equal = [name for name in wanted if name not in same], len(same)
+    if options.quick:
+        lines += [f"{name:50} differs (TTGIR)" for name in wanted]
+    else:
+        before, after = (measure(checkout, options.cache, True, wanted) for checkout in checkouts)
+        results = [compare(name, before[name], after[name]) for name in wanted]
+        lines += [line for _, line in results]
+        equal += sum(same for same, _ in results)
+    print(*lines, f"{equal} of {len(lines)} equal", sep="\n")
 
 
 if __name__ == "__main__":

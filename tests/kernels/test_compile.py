@@ -214,7 +214,7 @@ for kind, head_dim, dtype, mask, carry in json.loads(sys.argv[1]):
     whole = [
         (loop["LDL"] + loop["STL"], burst) for loop, burst, hidden in zip(cost.loops, cost.bursts, hides) if not hidden
     ]
-    groups = launch.constants.get("WGS", 2)
+    groups = launch.constants.get("CONSUMERS", 2)
     print(json.dumps([cost.spilled_bytes, whole, groups, cost.shared_bytes, cost.instructions["HGMMA"], cost.warnings]))
 """
 PLAIN = [

@@ -511,7 +511,7 @@ def test_tiles_of_a_full_mask_are_cut_into_parts(num_queries: int, num_keys: int
     rows, sums = new_rows(q), [t.float() for t in (q, k, v)]
     counter = new_counter(q.device)
     launch = backward_launch(dout, q, k, v, rows, rows, EVERYTHING, 1.0, *sums, True, counter, counter)
-    assert launch.constants["CUT"]
+    assert launch.constants["SPLIT_TILES"]
     assert launch.arguments[-1] > 1, "parts"
     check(x, EVERYTHING, head_dim**-0.5, 1)
 

@@ -350,7 +350,7 @@ def test_only_full_masks_whose_gradients_are_added_are_cut_and_no_part_is_empty(
     for mask, add, dq in ((EVERYTHING, True, False), (EVERYTHING, False, True), (CAUSAL, True, True)):
         launch = backward_launch_of(mask, 40_000, 1280, head_dim, add=add, dq=dq)
         assert launch.arguments[-2:] == (4 * -(-1280 // (keys if dq else 128)), 1)
-        assert not launch.constants["CUT"]
+        assert not launch.constants["SPLIT_TILES"]
 
 
 @pytest.mark.parametrize(
@@ -377,7 +377,7 @@ def test_dq_of_two_warpgroups_has_two_places_just_where_its_sums_are_not_claimed
     three = 0 if isinstance(mask, Rows) else 2
     for head_dim, dq, found in ((128, True, (claimed, turns)), (64, True, (claimed, three)), (128, False, (False, 0))):
         launch = backward_launch_of(mask, length, length, head_dim, add=add, dq=dq, key_heads=key_heads)
-        assert (launch.constants["CLAIM"], launch.constants["TURNS"]) == found
+        assert (launch.constants["FIRST_STORES"], launch.constants["WHOLE_DQ_STAGES"]) == found
 
 
 @pytest.mark.parametrize(
@@ -409,12 +409,12 @@ def test_three_warpgroups_multiply_where_blocks_are_many_and_alike(
     for v, carry, found in ((fine, False, forward), (k, False, 2), (fine, True, 2)):
         out = q.float() if carry else q
         made = launch.forward_launch(q, k, v, out, rows, rows.int(), mask.to("meta"), 0.125, carry)
-        assert made.constants["WGS"] == found
+        assert made.constants["CONSUMERS"] == found
         num_tiles = made.arguments[-1]
         assert num_tiles == 4 * -(-queries // (64 * found)), "each has 64 queries of a tile"
     for dq, found in ((True, backward), (False, 2)):
         made = backward_launch_of(mask, queries, keys, head_dim, add=False, dq=dq)
-        assert made.constants["WGS"] == found
+        assert made.constants["CONSUMERS"] == found
         assert made.arguments[-3] == 4 * -(-keys // (64 * found)), "each has 64 keys of a tile"
 
 

@@ -1,30 +1,30 @@
 """The backward kernel for Hopper.
 
-A tile is a block of keys, 64 for each of the warpgroups that multiply, two or three (WGS): K and V stay in shared
-memory, dK and dV in registers, and the queries that see it pass by, for every query head that shares it. One warp loads
-Q, dO and the rows' two numbers; one adds finished blocks of dQ into global float32 through the copy engine. Everything
-is transposed, keys down and queries across, so that P and dS are already in the registers dV and dK want them in. The
-accumulators of S start at -lse and those of dP at -delta, which saves the subtractions. All of a column start at the
-same number: to load it takes a turn at shared memory for each register of each warp, so where there is room (heads of
-64) it is a product's result, of ones and the number's three bfloat16 parts.
+A tile is a block of keys, 64 for each of two or three consumer warpgroups: K and V stay in shared memory, dK and dV in
+registers, and the queries that see the keys pass by, for every query head that shares them. A producer warp loads Q,
+dO and two numbers of each row; another warp adds finished blocks of dQ into global float32 through the copy engine
+(dq_accumulate.py). Everything is transposed, keys down and queries across, so that P and dS are already in the
+registers dV and dK want them in. The accumulators of S start at -lse and those of dP at -delta, which saves the
+subtractions. All of a column start at the same number: loading it costs a read of shared memory for each register, so
+where there is room (heads of 64) it is the result of a matmul of ones and the number's three bfloat16 parts (parts.py).
 
-While one warpgroup computes exponentials the others must keep the tensor cores busy: a warp that starts a product waits
+While one consumer computes exponentials the others must keep the tensor cores busy: a warp that starts a matmul waits
 until most of it is done. So they may drift apart, by up to a block. All they share is dQ, summed over the keys of all,
-of the block before, whose dS the others have had time to write. Of two each makes half of every dQ or, by TURNS, every
-second one whole, for which shared memory is read less; there may then be two places for them on their way out (dq.py).
-Of three each makes every third, and hands the places of its dS back, of which there are four.
+of the block before, whose dS the others have had time to write. Of two each makes half of every dQ or, by turns, every
+second one whole, for which shared memory is read less (WHOLE_DQ_STAGES). Of three each makes every third, and hands the
+stages of its dS back, of which there are four.
 
-Programs are persistent: a tile's dK and dV leave through the place of dS (dV through one of its own where there is
-room), so that the next one's K and V may come while they do, and its first Q and dO before. What the next tile is the
-loading warp tells everybody. Where dK and dV are added and tiles are equally long, those left over after the last full
-round are cut into parts, by queries (CUT).
+Programs are persistent: a tile's dK and dV leave through the buffer of dS (dV through one of its own where there is
+room), so that the next one's K and V may come meanwhile, and its first Q and dO before. The producer publishes what
+the next tile is. Where gradients are accumulated and tiles are equally long, those after the last full round of
+programs are split by queries (SPLIT_TILES).
 
-Without DQ, for gradients that repeat (two_pass.py), dK and dV are all it makes, and the warpgroups share nothing.
+Without WITH_DQ, for gradients that repeat (two_pass.py), only dK and dV are made, and consumers share nothing.
 
-For a block map (LISTS) a tile's block of keys is a line of its transposed lists. A listed block of 128 queries is one
-block, or two where a block has 64; its bits come with Q and dO.
+For a block map a tile's block of keys is a line of its transposed lists. A listed block of 128 queries is one block, or
+two where a block has 64; its bits come with Q and dO.
 
-A step is in backward_steps.py.
+The constants are in config.py (BackwardConfig), a step is in backward_main_loop.py.
 """
 
 from __future__ import annotations
@@ -33,296 +33,312 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
-from flashspan.kernels.hopper.backward_main_loop import step, take_turn
-from flashspan.kernels.hopper.backward_producer import feed, feed_lists, hear
-from flashspan.kernels.hopper.dq_accumulate import add_dq, add_dq_lists, leave_dq, start_dq
+from flashspan.kernels.hopper.backward_main_loop import make_every_third_dq, step
+from flashspan.kernels.hopper.backward_producer import produce, produce_listed, published_work
+from flashspan.kernels.hopper.config import (
+    BackwardBarriers,
+    BackwardBuffers,
+    BackwardConfig,
+    BackwardSchedule,
+    BackwardSizes,
+    BackwardTensors,
+    BlockMask,
+    IntervalMask,
+)
+from flashspan.kernels.hopper.dq_accumulate import add_dq, add_dq_listed, hand_over_dq, start_dq
 from flashspan.kernels.hopper.gluon_compat import barrier
-from flashspan.kernels.hopper.masking import bounds, find_list, nth
+from flashspan.kernels.hopper.masking import find_list, intervals_of, nth_block
 from flashspan.kernels.hopper.parts import ones_of
-from flashspan.kernels.hopper.shared_memory import clean_pair, send_off
+from flashspan.kernels.hopper.shared_memory import clear_nonfinite_pair, store_output
 
-
-@gluon.jit
-def _multiply(WG: gl.constexpr, desc, buffers, bars, numbers, tables, work, C: gl.constexpr):
-    """A warpgroup and its 64 keys of each tile.
-
-    dQ runs one block behind. The FIRST step of a tile has none to make. Two warpgroups with heads of 64 are faster (by
-    6% at 16k) if it makes one all the same, of whatever lies there, which the warp that adds drops; else it is a step
-    of its own.
-    """
-    desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d = desc
-    q_s, do_s, kv, ds, dq_s, l_s, d_s, spare_s, ones_s = buffers
-    kv_full, kv_empty, full, empty, ds_full, ds_empty, dq_full, dq_empty = bars
-    H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section = numbers
-    num_tiles, whole, parts, counter, states, work_s, work_full = work
-    own_s, ds_s = kv[WG], ds[WG]
-    BM: gl.constexpr = C[0]
-    BN: gl.constexpr = C[1]
-    TABLE: gl.constexpr = C[3]
-    ADD: gl.constexpr = C[4]
-    HIDDEN: gl.constexpr = C[5]
-    SL: gl.constexpr = C[6]
-    KL: gl.constexpr = C[7]
-    LISTS: gl.constexpr = C[9]
-    DQ: gl.constexpr = C[10]
-    PEEL: gl.constexpr = C[13]
-    SPARE: gl.constexpr = C[14]
-    BD: gl.constexpr = q_s.shape[4]
-    THREE: gl.constexpr = C[17] == 3
-    SPLIT: gl.constexpr = 128 // BM
-    turn = 0
-    i = 0
-    tile, i_b, i_k, n0, a, b, c, d = hear(turn, work, 4)
-    while tile < num_tiles:
-        n0 += WG * BN
-        if LISTS:
-            desc_words, words_s, maps = tables
-            line, n, edges = a, b, c
-        else:
-            first, last, s_columns = tables
-            t_first, f_lo, f_hi, t_end = a, b, c, d
-            n = t_end - t_first
-            edges = n - (f_hi - f_lo)
-            o_n = n0 + gl.arange(0, BN, layout=gl.SliceLayout(1, SL))
-            lower, upper = bounds(o_n, S, T, -hi, -lo, first + i_b * s_columns, last + i_b * s_columns, TABLE)
-            upper = gl.where(o_n < S, upper, 0)  # where there is no key K is 0, and P might overflow
-        dk = gl.zeros([BN, BD], gl.float32, layout=KL)
-        dv = gl.zeros([BN, BD], gl.float32, layout=KL)
-        mbarrier.wait(kv_full, turn & 1)
-        if LISTS:  # full blocks hide nothing
-            if (edges > 0) | ((G > 1) & (maps[5] != 0)):
-                clean_pair(own_s, BN, BD, PEEL)
-        elif HIDDEN:
-            clean_pair(own_s, BN, BD, PEEL)
-        late = -1 if PEEL else turn  # the number of a dQ, less that of the block after it
-        if PEEL:
-            if LISTS:
-                shown = (words_s, 0, edges > 0)
-                dk, dv = step(WG, True, True, i, 0, shown, dk, dv, buffers, bars, numbers, C)
-            elif HIDDEN:
-                shown = (nth(0, t_first, f_lo, f_hi, t_end) * BM, lower, upper)
-                dk, dv = step(WG, True, True, i, 0, shown, dk, dv, buffers, bars, numbers, C)
-            else:
-                dk, dv = step(WG, False, True, i, 0, (), dk, dv, buffers, bars, numbers, C)
-        for g in range(G):
-            done = gl.where(g == 0, 1, 0) if PEEL else 0
-            whole = done
-            if LISTS:
-                if g > 0:
-                    _, _, n, edges = find_list(maps, i_b, i_k * G + g, line)
-                for j in range(done, edges * SPLIT):
-                    shown = (words_s, j % SPLIT, True)
-                    dk, dv = step(
-                        WG, True, False, i + j, i + j + late, shown, dk, dv, buffers, bars, numbers, C
-                    )  # fmt: skip
-                whole = gl.maximum(edges * SPLIT, done) if PEEL else edges * SPLIT
-            elif HIDDEN:
-                for j in range(done, edges):
-                    shown = (nth(j, t_first, f_lo, f_hi, t_end) * BM, lower, upper)
-                    dk, dv = step(
-                        WG, True, False, i + j, i + j + late, shown, dk, dv, buffers, bars, numbers, C
-                    )  # fmt: skip
-                whole = gl.maximum(edges, done) if PEEL else edges
-            size = n * SPLIT if LISTS else n
-            for j in range(whole, size):
-                dk, dv = step(WG, False, False, i + j, i + j + late, (), dk, dv, buffers, bars, numbers, C)
-            i += size
-        # Where they go is heard again: until here these numbers would only have held registers.
-        if PEEL:
-            tile, i_b, i_k, n0, a, b, c, d = hear(turn, work, 4)
-            n0 += WG * BN
-        if SPARE:
-            send_off(desc_dv, i_b, i_k, n0, dv, spare_s.index(WG), ADD)
-        if THREE:
-            take_turn(WG, i - 1, buffers, bars, sm_scale, C)
-        elif DQ:
-            dq = warpgroup_mma_wait(0, deps=(start_dq(WG, False, i - 1, buffers, bars, C),))
-        mbarrier.arrive(kv_empty, count=1)
-        if DQ:  # nobody reads dS any more: what is left leaves through its place
-            mbarrier.wait(kv_empty, turn & 1)
-        if not PEEL:
-            tile, i_b, i_k, n0, a, b, c, d = hear(turn, work, 4)
-            n0 += WG * BN
-        if not SPARE:
-            send_off(desc_dv, i_b, i_k, n0, dv, ds_s, ADD)
-        if DQ and not THREE:  # only now: the dQ before it is still being added
-            leave_dq(WG, False, i + late, dq, buffers, bars, sm_scale, C)
-        send_off(desc_dk, i_b, i_k, n0, dk * sm_scale, ds_s, ADD, SPARE)
-        if not PEEL:  # else that is waited for where dS is written again
-            tma.store_wait(0)
-            barrier()
-        turn += 1
-        tile, i_b, i_k, n0, a, b, c, d = hear(turn, work, 4)
-    if PEEL:
-        tma.store_wait(0)
-
-
-@gluon.jit
-def _first(desc, buffers, bars, numbers, tables, work, C: gl.constexpr):
-    _multiply(0, desc, buffers, bars, numbers, tables, work, C)
-
-
-@gluon.jit
-def _second(desc, buffers, bars, numbers, tables, work, C: gl.constexpr):
-    _multiply(1, desc, buffers, bars, numbers, tables, work, C)
-
-
-@gluon.jit
-def _third(desc, buffers, bars, numbers, tables, work, C: gl.constexpr):
-    _multiply(2, desc, buffers, bars, numbers, tables, work, C)
-
-
-@gluon.jit
-def _run(
-    desc, numbers, tables, num_tiles, whole, parts, counter, states, STAGES: gl.constexpr, TABLE: gl.constexpr,
-    ADD: gl.constexpr, HIDDEN: gl.constexpr, LISTS: gl.constexpr, DQ: gl.constexpr, CLAIM: gl.constexpr,
-    CUT: gl.constexpr, TURNS: gl.constexpr, UNIT: gl.constexpr, WGS: gl.constexpr, REGISTERS: gl.constexpr,
-    FEED_REGISTERS: gl.constexpr,
-):  # fmt: skip
-    """Buffers and barriers, and who does what."""
-    desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d = desc
-    BM: gl.constexpr = desc_q.block_type.shape[2]
-    BD: gl.constexpr = desc_q.block_type.shape[3]
-    BN: gl.constexpr = desc_k.block_type.shape[2]
-    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])  # S^T, dP^T [BN, BM]
-    KL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BD, 16])  # dK, dV [BN, BD]
-    QL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])  # half of dQ [BM, BD]
-    dtype: gl.constexpr = desc_q.dtype
-    q_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BM, BD], desc_q.layout)
-    do_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BM, BD], desc_do.layout)
-    low_s = gl.allocate_shared_memory(dtype, [2, 1, 1, BN, BD], desc_k.layout)
-    high_s = gl.allocate_shared_memory(dtype, [2, 1, 1, BN, BD], desc_k.layout)
-    DL: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BM], dtype)
-    SLOTS: gl.constexpr = 4 if WGS == 3 else 2
-    ds0_s = gl.allocate_shared_memory(dtype, [SLOTS, BN, BM], DL)
-    ds1_s = gl.allocate_shared_memory(dtype, [SLOTS, BN, BM], DL)
-    kv = (low_s, high_s)
-    ds = (ds0_s, ds1_s)
-    if WGS == 3:
-        kv = (low_s, high_s, gl.allocate_shared_memory(dtype, [2, 1, 1, BN, BD], desc_k.layout))  # type: ignore[assignment]
-        ds = (ds0_s, ds1_s, gl.allocate_shared_memory(dtype, [SLOTS, BN, BM], DL))  # type: ignore[assignment]
-    PLACES: gl.constexpr = TURNS if TURNS else 1
-    SHAPE: gl.constexpr = desc_dq.block_type.shape
-    dq_s = gl.allocate_shared_memory(gl.float32, [PLACES] + SHAPE, desc_dq.layout)  # noqa: RUF005
-    l_s = gl.allocate_shared_memory(desc_l.dtype, [STAGES] + desc_l.block_type.shape, desc_l.layout)  # noqa: RUF005
-    d_s = gl.allocate_shared_memory(desc_d.dtype, [STAGES] + desc_d.block_type.shape, desc_d.layout)  # noqa: RUF005
-    PEEL: gl.constexpr = DQ and (BD > 64 or LISTS or WGS == 3)
-    # Where there is room, dV has a place of its own to leave through. Where it is added that is slower.
-    SPARE: gl.constexpr = PEEL and not LISTS and not ADD and PLACES == 1
-    gl.static_assert(WGS == 2 or not SPARE)
-    spare_s = ds0_s
-    if SPARE:
-        spare_s = gl.allocate_shared_memory(dtype, [2, BN, BD], DL)
-    ML: gl.constexpr = mbarrier.MBarrierLayout()
-    kv_full = gl.allocate_shared_memory(gl.int64, [1], ML)
-    kv_empty = gl.allocate_shared_memory(gl.int64, [1], ML)
-    work_full = gl.allocate_shared_memory(gl.int64, [4, 1], ML)
-    work_s = gl.allocate_shared_memory(gl.int32, [32, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ML)
-    # Of a block map, whose blocks are waited for, dO's places are handed back before Q's: from STAGES on.
-    EMPTY: gl.constexpr = 2 * STAGES if LISTS else STAGES
-    empty = gl.allocate_shared_memory(gl.int64, [EMPTY, 1], ML)
-    ds_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], ML)
-    ds_empty = ds_full
-    if WGS == 3:
-        ds_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], ML)
-    dq_full = gl.allocate_shared_memory(gl.int64, [PLACES, 1], ML)
-    dq_empty = gl.allocate_shared_memory(gl.int64, [PLACES, 1], ML)
-    mbarrier.init(kv_full, count=1)
-    mbarrier.init(kv_empty, count=WGS)
-    for i in gl.static_range(PLACES):
-        mbarrier.init(dq_full.index(i), count=1 if WGS == 3 else 2)
-        mbarrier.init(dq_empty.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-    for i in gl.static_range(EMPTY):
-        mbarrier.init(empty.index(i), count=WGS)
-    for i in gl.static_range(SLOTS):
-        mbarrier.init(ds_full.index(i), count=WGS)
-        if WGS == 3:
-            mbarrier.init(ds_empty.index(i), count=1)
-    for i in gl.static_range(4):
-        mbarrier.init(work_full.index(i), count=1)
-    C: gl.constexpr = (
-        BM, BN, STAGES, TABLE, ADD, HIDDEN, SL, KL, QL, LISTS, DQ, CLAIM, CUT, PEEL, SPARE, TURNS, UNIT, WGS,
-    )  # fmt: skip
-    ones_s = l_s  # which is not read as such then
-    if WGS == 3:
-        ones_s = ones_of(BN)
-    job = (
-        desc,
-        (q_s, do_s, kv, ds, dq_s, l_s, d_s, spare_s, ones_s),
-        (kv_full, kv_empty, full, empty, ds_full, ds_empty, dq_full, dq_empty),
-        numbers,
-        tables,
-        (num_tiles, whole, parts, counter, states, work_s, work_full),
-        C,
-    )
-    if LISTS:
-        gl.warp_specialize(
-            [(_first, job), (_second, job), (feed_lists, job), (add_dq_lists, job)],
-            [4, 1, 1],
-            [REGISTERS, FEED_REGISTERS, FEED_REGISTERS],
-        )
-    elif WGS == 3:
-        gl.warp_specialize(
-            [(_first, job), (_second, job), (_third, job), (feed, job), (add_dq, job)],
-            [4, 4, 1, 1],
-            [REGISTERS, REGISTERS, FEED_REGISTERS, FEED_REGISTERS],
-        )
-    elif not DQ:
-        gl.warp_specialize([(_first, job), (_second, job), (feed, job)], [4, 1], [REGISTERS, FEED_REGISTERS])
-    else:
-        gl.warp_specialize(
-            [(_first, job), (_second, job), (feed, job), (add_dq, job)],
-            [4, 1, 1],
-            [REGISTERS, FEED_REGISTERS, FEED_REGISTERS],
-        )
-
-
-NUMBERS = ["s_columns", "H", "K", "G", "T", "S", "Tp", "lo", "hi", "section", "num_tiles", "whole", "parts"]
+NUMBERS = [
+    "s_columns", "H", "K", "G", "T", "S", "padded_T", "lo", "hi", "section", "num_tiles", "num_whole", "num_parts",
+]  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=NUMBERS)
 def backward_kernel(
-    desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d, states, first, last, counter,
-    s_columns, H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section, num_tiles, whole, parts, STAGES: gl.constexpr,
-    TABLE: gl.constexpr, ADD: gl.constexpr, HIDDEN: gl.constexpr, DQ: gl.constexpr, CLAIM: gl.constexpr,
-    CUT: gl.constexpr, TURNS: gl.constexpr, UNIT: gl.constexpr, WGS: gl.constexpr, REGISTERS: gl.constexpr,
-    FEED_REGISTERS: gl.constexpr,
+    desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_lse, desc_delta, dq_states, first, last, counter,
+    s_columns, H, K, G, T, S, padded_T, lo, hi, scale, sm_scale, section, num_tiles, num_whole, num_parts,
+    STAGES: gl.constexpr, TABLE: gl.constexpr, ACCUMULATE: gl.constexpr, HAS_EDGES: gl.constexpr,
+    WITH_DQ: gl.constexpr, FIRST_STORES: gl.constexpr, SPLIT_TILES: gl.constexpr, WHOLE_DQ_STAGES: gl.constexpr,
+    UNIT_SCALE: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Tp: how far apart the heads' rows lie in lse and delta. Blocks of K, V, dK and dV are those of a warpgroup. If
-    they are CUT, tiles before `whole` are whole and all others one of so many parts. TURNS: 0, or how many places there
-    are for dQ made whole. UNIT: the scale is 1, and nothing is multiplied by it."""
+    """dK, dV and dQ, for a mask of intervals. Blocks of K, V, dK and dV are those of a consumer."""
     _run(
-        (desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d),
-        (H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section), (first, last, s_columns), num_tiles, whole,
-        parts, counter, states, STAGES, TABLE, ADD, HIDDEN, False, DQ, CLAIM, CUT, TURNS, UNIT, WGS, REGISTERS,
-        FEED_REGISTERS,
+        BackwardTensors(desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_lse, desc_delta),
+        BackwardSizes(H, K, G, T, S, padded_T, lo, hi, scale, sm_scale, section),
+        IntervalMask(first, last, s_columns), num_tiles, num_whole, num_parts, counter, dq_states, STAGES, TABLE,
+        ACCUMULATE, HAS_EDGES, False, WITH_DQ, FIRST_STORES, SPLIT_TILES, WHOLE_DQ_STAGES, UNIT_SCALE, CONSUMERS,
+        REGISTERS, PRODUCER_REGISTERS,
     )  # fmt: skip
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "s_batch",
-        "s_head",
-        "num_lines",
-        "num_long",
-        *(x for x in NUMBERS if x not in ("s_columns", "lo", "hi", "whole", "parts")),
-    ]
-)
+LIST_NUMBERS = [
+    *("s_batch", "s_head", "num_lines", "num_long"),
+    *(x for x in NUMBERS if x not in ("s_columns", "lo", "hi", "num_whole", "num_parts")),
+]
+
+
+@gluon.jit(do_not_specialize=LIST_NUMBERS)
 def lists_backward_kernel(
-    desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d, desc_words, states, spans, index,
-    numbers, order, counter, s_batch, s_head, num_lines, num_long, H, K, G, T, S, Tp, scale, sm_scale, section,
-    num_tiles, STAGES: gl.constexpr, ADD: gl.constexpr, CLAIM: gl.constexpr, TURNS: gl.constexpr,
-    REGISTERS: gl.constexpr, FEED_REGISTERS: gl.constexpr,
+    desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_lse, desc_delta, desc_words, dq_states, spans,
+    index, numbers, order, counter, s_batch, s_head, num_lines, num_long, H, K, G, T, S, padded_T, scale, sm_scale,
+    section, num_tiles, STAGES: gl.constexpr, ACCUMULATE: gl.constexpr, FIRST_STORES: gl.constexpr,
+    WHOLE_DQ_STAGES: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """The same for the transposed lists and bits of a block map in blocks of 128 x 128."""
     words_s = gl.allocate_shared_memory(gl.int32, [STAGES * 2, 256], desc_words.layout)
-    maps = (spans, index, numbers, order, s_batch, s_head, num_lines, num_long)
     _run(
-        (desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d),
-        (H, K, G, T, S, Tp, 0, 0, scale, sm_scale, section), (desc_words, words_s, maps), num_tiles, num_tiles,
-        1, counter, states, STAGES, False, ADD, True, True, True, CLAIM, False, TURNS, False, 2, REGISTERS,
-        FEED_REGISTERS,
+        BackwardTensors(desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_lse, desc_delta),
+        BackwardSizes(H, K, G, T, S, padded_T, 0, 0, scale, sm_scale, section),
+        BlockMask(desc_words, words_s, spans, index, numbers, order, s_batch, s_head, num_lines, num_long), num_tiles,
+        num_tiles, 1, counter, dq_states, STAGES, False, ACCUMULATE, True, True, True, FIRST_STORES, False,
+        WHOLE_DQ_STAGES, False, 2, REGISTERS, PRODUCER_REGISTERS,
     )  # fmt: skip
+
+
+@gluon.jit
+def _run(
+    tensors, sizes, mask, num_tiles, num_whole, num_parts, counter, dq_states, STAGES: gl.constexpr,
+    TABLE: gl.constexpr, ACCUMULATE: gl.constexpr, HAS_EDGES: gl.constexpr, BLOCK_MAP: gl.constexpr,
+    WITH_DQ: gl.constexpr, FIRST_STORES: gl.constexpr, SPLIT_TILES: gl.constexpr, WHOLE_DQ_STAGES: gl.constexpr,
+    UNIT_SCALE: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Decide on the constants, allocate buffers and barriers, and start the partitions."""
+    desc_q, desc_k, desc_dq = tensors.desc_q, tensors.desc_k, tensors.desc_dq
+    desc_lse, desc_delta = tensors.desc_lse, tensors.desc_delta
+    BLOCK_Q: gl.constexpr = desc_q.block_type.shape[2]
+    BLOCK_D: gl.constexpr = desc_q.block_type.shape[3]
+    BLOCK_K: gl.constexpr = desc_k.block_type.shape[2]
+    FIRST_STEP_APART: gl.constexpr = WITH_DQ and (BLOCK_D > 64 or BLOCK_MAP or CONSUMERS == 3)
+    DQ_STAGES: gl.constexpr = WHOLE_DQ_STAGES if WHOLE_DQ_STAGES else 1
+    config = BackwardConfig(
+        BLOCK_Q=BLOCK_Q,
+        BLOCK_K=BLOCK_K,
+        BLOCK_D=BLOCK_D,
+        CONSUMERS=CONSUMERS,
+        STAGES=STAGES,
+        TABLE=TABLE,
+        BLOCK_MAP=BLOCK_MAP,
+        HAS_EDGES=HAS_EDGES,
+        WITH_DQ=WITH_DQ,
+        ACCUMULATE=ACCUMULATE,
+        FIRST_STORES=FIRST_STORES,
+        SPLIT_TILES=SPLIT_TILES,
+        FIRST_STEP_APART=FIRST_STEP_APART,
+        # Where dV is added a buffer of its own is slower.
+        DV_BUFFER=FIRST_STEP_APART and not BLOCK_MAP and not ACCUMULATE and DQ_STAGES == 1,
+        WHOLE_DQ_STAGES=WHOLE_DQ_STAGES,
+        UNIT_SCALE=UNIT_SCALE,
+        SCORES=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16]),
+        GRADIENTS=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16]),
+        HALF_DQ=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]),
+    )
+    dtype: gl.constexpr = desc_q.dtype
+    q_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_Q, BLOCK_D], desc_q.layout)
+    do_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_Q, BLOCK_D], tensors.desc_do.layout)
+    kv0_s = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_K, BLOCK_D], desc_k.layout)
+    kv1_s = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_K, BLOCK_D], desc_k.layout)
+    DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_Q], dtype)
+    DS_STAGES: gl.constexpr = 4 if CONSUMERS == 3 else 2
+    ds0_s = gl.allocate_shared_memory(dtype, [DS_STAGES, BLOCK_K, BLOCK_Q], DS)
+    ds1_s = gl.allocate_shared_memory(dtype, [DS_STAGES, BLOCK_K, BLOCK_Q], DS)
+    kv_s = (kv0_s, kv1_s)
+    ds_s = (ds0_s, ds1_s)
+    if CONSUMERS == 3:
+        kv_s = (kv0_s, kv1_s, gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_K, BLOCK_D], desc_k.layout))  # type: ignore[assignment]
+        ds_s = (ds0_s, ds1_s, gl.allocate_shared_memory(dtype, [DS_STAGES, BLOCK_K, BLOCK_Q], DS))  # type: ignore[assignment]
+    dq_s = gl.allocate_shared_memory(gl.float32, [DQ_STAGES] + desc_dq.block_type.shape, desc_dq.layout)  # noqa: RUF005
+    lse_s = gl.allocate_shared_memory(desc_lse.dtype, [STAGES] + desc_lse.block_type.shape, desc_lse.layout)  # noqa: RUF005
+    delta_s = gl.allocate_shared_memory(desc_delta.dtype, [STAGES] + desc_delta.block_type.shape, desc_delta.layout)  # noqa: RUF005
+    gl.static_assert(CONSUMERS == 2 or not config.DV_BUFFER)
+    dv_s = ds0_s  # not used as such unless there is room
+    if config.DV_BUFFER:
+        dv_s = gl.allocate_shared_memory(dtype, [2, BLOCK_K, BLOCK_D], DS)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    kv_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    kv_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    work_full = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
+    work_s = gl.allocate_shared_memory(gl.int32, [32, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    # Blocks of a block map are waited for: dO's stages are handed back before Q's.
+    EMPTY: gl.constexpr = 2 * STAGES if BLOCK_MAP else STAGES
+    empty = gl.allocate_shared_memory(gl.int64, [EMPTY, 1], BARRIER)
+    ds_full = gl.allocate_shared_memory(gl.int64, [DS_STAGES, 1], BARRIER)
+    ds_empty = ds_full  # not used as such unless there are three consumers
+    if CONSUMERS == 3:
+        ds_empty = gl.allocate_shared_memory(gl.int64, [DS_STAGES, 1], BARRIER)
+    dq_full = gl.allocate_shared_memory(gl.int64, [DQ_STAGES, 1], BARRIER)
+    dq_empty = gl.allocate_shared_memory(gl.int64, [DQ_STAGES, 1], BARRIER)
+    mbarrier.init(kv_full, count=1)
+    mbarrier.init(kv_empty, count=CONSUMERS)
+    for i in gl.static_range(DQ_STAGES):
+        mbarrier.init(dq_full.index(i), count=1 if CONSUMERS == 3 else 2)
+        mbarrier.init(dq_empty.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+    for i in gl.static_range(EMPTY):
+        mbarrier.init(empty.index(i), count=CONSUMERS)
+    for i in gl.static_range(DS_STAGES):
+        mbarrier.init(ds_full.index(i), count=CONSUMERS)
+        if CONSUMERS == 3:
+            mbarrier.init(ds_empty.index(i), count=1)
+    for i in gl.static_range(4):
+        mbarrier.init(work_full.index(i), count=1)
+    ones_s = lse_s  # not used as such unless there are three consumers
+    if CONSUMERS == 3:
+        ones_s = ones_of(BLOCK_K)
+    job = (
+        tensors,
+        BackwardBuffers(q_s, do_s, kv_s, ds_s, dq_s, lse_s, delta_s, dv_s, ones_s),
+        BackwardBarriers(kv_full, kv_empty, full, empty, ds_full, ds_empty, dq_full, dq_empty),
+        sizes,
+        mask,
+        BackwardSchedule(num_tiles, num_whole, num_parts, counter, dq_states, work_s, work_full),
+        config,
+    )
+    if BLOCK_MAP:
+        gl.warp_specialize(
+            [(_consumer0, job), (_consumer1, job), (produce_listed, job), (add_dq_listed, job)],
+            [4, 1, 1],
+            [REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    elif CONSUMERS == 3:
+        gl.warp_specialize(
+            [(_consumer0, job), (_consumer1, job), (_consumer2, job), (produce, job), (add_dq, job)],
+            [4, 4, 1, 1],
+            [REGISTERS, REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    elif not WITH_DQ:
+        gl.warp_specialize(
+            [(_consumer0, job), (_consumer1, job), (produce, job)], [4, 1], [REGISTERS, PRODUCER_REGISTERS]
+        )
+    else:
+        gl.warp_specialize(
+            [(_consumer0, job), (_consumer1, job), (produce, job), (add_dq, job)],
+            [4, 1, 1],
+            [REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        )
+
+
+@gluon.jit
+def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, mask, schedule, config):
+    """A consumer warpgroup and its 64 keys of each tile.
+
+    dQ runs one block behind: a tile's first step has none to make. Two consumers with heads of 64 are faster (by 6% at
+    16k) if it makes one all the same, of whatever lies there, which the adding warp drops; else (FIRST_STEP_APART) it
+    is a step of its own.
+    """
+    BLOCK_Q: gl.constexpr = config.BLOCK_Q
+    BLOCK_K: gl.constexpr = config.BLOCK_K
+    BLOCK_D: gl.constexpr = config.BLOCK_D
+    APART: gl.constexpr = config.FIRST_STEP_APART
+    THREE: gl.constexpr = config.CONSUMERS == 3
+    SPLIT: gl.constexpr = 128 // BLOCK_Q
+    G, T, S, sm_scale = sizes.G, sizes.T, sizes.S, sizes.sm_scale
+    kv_empty = barriers.kv_empty
+    turn = 0
+    i = 0
+    tile, i_b, i_k, n0, a, b, c, d = published_work(turn, schedule, 4)
+    while tile < schedule.num_tiles:
+        # Prologue: what the tile is, K and V.
+        n0 += WG * BLOCK_K
+        if config.BLOCK_MAP:
+            line, n, num_edges = a, b, c
+        else:
+            first, first_full, end_full, end = a, b, c, d
+            n = end - first
+            num_edges = n - (end_full - first_full)
+            o_n = n0 + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(1, config.SCORES))
+            p_start = mask.start + i_b * mask.stride
+            p_end = mask.end + i_b * mask.stride
+            lower, upper = intervals_of(o_n, S, T, -sizes.hi, -sizes.lo, p_start, p_end, config.TABLE)
+            upper = gl.where(o_n < S, upper, 0)  # where there is no key K is 0, and P might overflow
+        dk = gl.zeros([BLOCK_K, BLOCK_D], gl.float32, layout=config.GRADIENTS)
+        dv = gl.zeros([BLOCK_K, BLOCK_D], gl.float32, layout=config.GRADIENTS)
+        mbarrier.wait(barriers.kv_full, turn & 1)
+        if config.BLOCK_MAP:  # full blocks hide nothing
+            if (num_edges > 0) | ((G > 1) & (mask.stride_head != 0)):
+                clear_nonfinite_pair(buffers.kv_s[WG], BLOCK_K, BLOCK_D, APART)
+        elif config.HAS_EDGES:
+            clear_nonfinite_pair(buffers.kv_s[WG], BLOCK_K, BLOCK_D, APART)
+        # Main loop: blocks with hidden scores, then the others, for each head that shares the keys.
+        lead = -1 if APART else turn  # the number of a dQ, less that of the block after it
+        if APART:
+            if config.BLOCK_MAP:
+                dk, dv = step(WG, True, True, i, 0, (0, num_edges > 0), dk, dv, buffers, barriers, mask, sizes, config)
+            elif config.HAS_EDGES:
+                hidden = (nth_block(0, first, first_full, end_full, end) * BLOCK_Q, lower, upper)
+                dk, dv = step(WG, True, True, i, 0, hidden, dk, dv, buffers, barriers, mask, sizes, config)
+            else:
+                dk, dv = step(WG, False, True, i, 0, (), dk, dv, buffers, barriers, mask, sizes, config)
+        for g in range(G):
+            done = gl.where(g == 0, 1, 0) if APART else 0
+            full_from = done
+            if config.BLOCK_MAP:
+                if g > 0:
+                    _, _, n, num_edges = find_list(mask, i_b, i_k * G + g, line)
+                for j in range(done, num_edges * SPLIT):
+                    words = (j % SPLIT, True)
+                    dk, dv = step(
+                        WG, True, False, i + j, i + j + lead, words, dk, dv, buffers, barriers, mask, sizes, config
+                    )
+                full_from = gl.maximum(num_edges * SPLIT, done) if APART else num_edges * SPLIT
+            elif config.HAS_EDGES:
+                for j in range(done, num_edges):
+                    hidden = (nth_block(j, first, first_full, end_full, end) * BLOCK_Q, lower, upper)
+                    dk, dv = step(
+                        WG, True, False, i + j, i + j + lead, hidden, dk, dv, buffers, barriers, mask, sizes, config
+                    )
+                full_from = gl.maximum(num_edges, done) if APART else num_edges
+            size = n * SPLIT if config.BLOCK_MAP else n
+            for j in range(full_from, size):
+                dk, dv = step(WG, False, False, i + j, i + j + lead, (), dk, dv, buffers, barriers, mask, sizes, config)
+            i += size
+        # Epilogue: the last dQ, then dV and dK. Where they go is read again: until here these numbers would only have
+        # occupied registers.
+        if APART:
+            tile, i_b, i_k, n0, a, b, c, d = published_work(turn, schedule, 4)
+            n0 += WG * BLOCK_K
+        if config.DV_BUFFER:
+            store_output(tensors.desc_dv, i_b, i_k, n0, dv, buffers.dv_s.index(WG), config.ACCUMULATE)
+        if THREE:
+            make_every_third_dq(WG, i - 1, buffers, barriers, sm_scale, config)
+        elif config.WITH_DQ:
+            dq = warpgroup_mma_wait(0, deps=(start_dq(WG, False, i - 1, buffers, barriers, config),))
+        mbarrier.arrive(kv_empty, count=1)
+        if config.WITH_DQ:  # dS is no longer read: what is left leaves through its buffer
+            mbarrier.wait(kv_empty, turn & 1)
+        if not APART:
+            tile, i_b, i_k, n0, a, b, c, d = published_work(turn, schedule, 4)
+            n0 += WG * BLOCK_K
+        if not config.DV_BUFFER:
+            store_output(tensors.desc_dv, i_b, i_k, n0, dv, buffers.ds_s[WG], config.ACCUMULATE)
+        if config.WITH_DQ and not THREE:  # only now: the dQ before it is still being added
+            hand_over_dq(WG, False, i + lead, dq, buffers, barriers, sm_scale, config)
+        store_output(
+            tensors.desc_dk, i_b, i_k, n0, dk * sm_scale, buffers.ds_s[WG], config.ACCUMULATE, config.DV_BUFFER
+        )
+        if not APART:  # else that is waited for where dS is written again
+            tma.store_wait(0)
+            barrier()
+        turn += 1
+        tile, i_b, i_k, n0, a, b, c, d = published_work(turn, schedule, 4)
+    if APART:
+        tma.store_wait(0)
+
+
+@gluon.jit
+def _consumer0(tensors, buffers, barriers, sizes, mask, schedule, config):
+    _consume(0, tensors, buffers, barriers, sizes, mask, schedule, config)
+
+
+@gluon.jit
+def _consumer1(tensors, buffers, barriers, sizes, mask, schedule, config):
+    _consume(1, tensors, buffers, barriers, sizes, mask, schedule, config)
+
+
+@gluon.jit
+def _consumer2(tensors, buffers, barriers, sizes, mask, schedule, config):
+    _consume(2, tensors, buffers, barriers, sizes, mask, schedule, config)

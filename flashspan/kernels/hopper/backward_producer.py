@@ -1,4 +1,4 @@
-"""The warp that feeds the backward kernel for Hopper: K, V, Q and dO by the copy engine, and which tile is next."""
+"""The producer warp of the backward kernel for Hopper: it loads K, V, Q and dO and deals out tiles."""
 
 from __future__ import annotations
 
@@ -6,69 +6,73 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from flashspan.kernels.hopper.masking import find_block, find_list, load_words, nth
-from flashspan.kernels.hopper.scheduler import find_line, key_work, leave, next_tile, put, tell, told
+from flashspan.kernels.hopper.masking import find_block, find_list, load_words, nth_block
+from flashspan.kernels.hopper.scheduler import (
+    find_line,
+    load_number,
+    locate_keys,
+    next_tile,
+    publish_number,
+    reset_counter,
+    store_number,
+)
 
 
 @gluon.jit
-def hear(turn, work, WARPS: gl.constexpr):
-    """The tile of this turn and the seven numbers that say what it is, once the loader has told them."""
-    num_tiles, whole, parts, counter, states, work_s, work_full = work
+def published_work(turn, schedule, WARPS: gl.constexpr):
+    """This turn's tile and the seven numbers that say what it is, once the producer has published them."""
+    work_s = schedule.work_s
     slot = turn & 3
-    mbarrier.wait(work_full.index(slot), (turn >> 2) & 1)
+    mbarrier.wait(schedule.work_full.index(slot), (turn >> 2) & 1)
     slot *= 8
     return (
-        told(work_s.index(slot), WARPS),
-        told(work_s.index(slot + 1), WARPS),
-        told(work_s.index(slot + 2), WARPS),
-        told(work_s.index(slot + 3), WARPS),
-        told(work_s.index(slot + 4), WARPS),
-        told(work_s.index(slot + 5), WARPS),
-        told(work_s.index(slot + 6), WARPS),
-        told(work_s.index(slot + 7), WARPS),
+        load_number(work_s.index(slot), WARPS),
+        load_number(work_s.index(slot + 1), WARPS),
+        load_number(work_s.index(slot + 2), WARPS),
+        load_number(work_s.index(slot + 3), WARPS),
+        load_number(work_s.index(slot + 4), WARPS),
+        load_number(work_s.index(slot + 5), WARPS),
+        load_number(work_s.index(slot + 6), WARPS),
+        load_number(work_s.index(slot + 7), WARPS),
     )
 
 
 @gluon.jit
-def _say(turn, tile, what, work):
-    """Tell the others. They are never more than two turns behind, and there are four places."""
-    num_tiles, whole, parts, counter, states, work_s, work_full = work
+def _publish_work(turn, tile, work, schedule):
+    """Publish a tile. The others are never more than two turns behind, and there are four places."""
     slot = turn & 3
     for i in gl.static_range(7):
-        put(work_s.index(slot * 8 + 1 + i), what[i])
-    tell(work_s.index(slot * 8), tile)
-    mbarrier.arrive(work_full.index(slot), count=1)
+        store_number(schedule.work_s.index(slot * 8 + 1 + i), work[i])
+    publish_number(schedule.work_s.index(slot * 8), tile)
+    mbarrier.arrive(schedule.work_full.index(slot), count=1)
 
 
 @gluon.jit
-def _line_work(tile, num_tiles, numbers, maps, KEYS: gl.constexpr):
-    """A tile's batch, key head and first key, its line of a block map, how many blocks of queries the first of its
-    heads walks and how many of these, the first, have bits."""
-    H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section = numbers
-    line, i_bk = find_line(tile, maps, num_tiles // maps[6], section, K, G)
-    begin, end, n, edges = find_list(maps, i_bk // K, i_bk % K * G, line)
-    return i_bk // K, i_bk % K, line * KEYS, line, n, edges, 0
+def _line_work(tile, num_tiles, sizes, mask, KEYS: gl.constexpr):
+    """A tile's sequence, key head and first key, its line of a block map, how many blocks of queries the first of its
+    heads visits and how many of these, the first, are partial."""
+    line, i_bk = find_line(tile, mask, num_tiles // mask.num_lines, sizes.section, sizes.K, sizes.G)
+    begin, end, n, num_partial = find_list(mask, i_bk // sizes.K, i_bk % sizes.K * sizes.G, line)
+    return i_bk // sizes.K, i_bk % sizes.K, line * KEYS, line, n, num_partial, 0
 
 
 @gluon.jit
-def _load_keys(turn, desc, buffers, bars, b, h, n0, C: gl.constexpr):
+def _load_keys(turn, tensors, buffers, barriers, b, h, n0, config):
     """K and V of a tile, as soon as those of the one before are no longer read."""
-    desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d = desc
-    q_s, do_s, kv, ds, dq_s, l_s, d_s, spare_s, ones_s = buffers
-    kv_full, kv_empty, full, empty, ds_full, ds_empty, dq_full, dq_empty = bars
-    BN: gl.constexpr = C[1]
-    WGS: gl.constexpr = C[17]
-    mbarrier.wait(kv_empty, (turn & 1) ^ 1)
-    mbarrier.expect(kv_full, 2 * WGS * desc_k.block_type.nbytes)
-    for w in gl.static_range(WGS):
-        tma.async_copy_global_to_shared(desc_k, [b, h, n0 + w * BN, 0], kv_full, kv[w].index(0))
-    for w in gl.static_range(WGS):
-        tma.async_copy_global_to_shared(desc_v, [b, h, n0 + w * BN, 0], kv_full, kv[w].index(1))
+    kv_full = barriers.kv_full
+    mbarrier.wait(barriers.kv_empty, (turn & 1) ^ 1)
+    mbarrier.expect(kv_full, 2 * config.CONSUMERS * tensors.desc_k.block_type.nbytes)
+    for w in gl.static_range(config.CONSUMERS):
+        row = n0 + w * config.BLOCK_K
+        tma.async_copy_global_to_shared(tensors.desc_k, [b, h, row, 0], kv_full, buffers.kv_s[w].index(0))
+    for w in gl.static_range(config.CONSUMERS):
+        row = n0 + w * config.BLOCK_K
+        tma.async_copy_global_to_shared(tensors.desc_v, [b, h, row, 0], kv_full, buffers.kv_s[w].index(1))
 
 
 @gluon.jit
-def _load_rows(desc, row, bar, buffer):
-    """A number of each row from this one on, whole or in parts."""
+def _load_row_numbers(desc, row, bar, buffer):
+    """A number of each row from this one on, in float32 or in parts."""
     if len(desc.block_type.shape) == 2:
         tma.async_copy_global_to_shared(desc, [row, 0], bar, buffer)
     else:
@@ -76,115 +80,113 @@ def _load_rows(desc, row, bar, buffer):
 
 
 @gluon.jit
-def _load_queries(desc, buffers, bar, b, h, m0, row, stage):
+def _load_queries(tensors, buffers, bar, b, h, m0, row, stage):
     """Q, -lse and -delta of a block of queries."""
-    desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d = desc
-    q_s, do_s, kv, ds, dq_s, l_s, d_s, spare_s, ones_s = buffers
-    _load_rows(desc_l, row, bar, l_s.index(stage))
-    tma.async_copy_global_to_shared(desc_q, [b, h, m0, 0], bar, q_s.index(stage))
-    _load_rows(desc_d, row, bar, d_s.index(stage))
+    _load_row_numbers(tensors.desc_lse, row, bar, buffers.lse_s.index(stage))
+    tma.async_copy_global_to_shared(tensors.desc_q, [b, h, m0, 0], bar, buffers.q_s.index(stage))
+    _load_row_numbers(tensors.desc_delta, row, bar, buffers.delta_s.index(stage))
 
 
 @gluon.jit
-def _tile_work(tile, numbers, tables, work, C: gl.constexpr):
-    """What a tile is. If they are CUT, from number `whole` on each is one of so many parts, a share of its queries: of
-    equally long tiles those of the last round then keep all programs busy."""
-    num_tiles, whole, parts, counter, states, work_s, work_full = work
-    CUT: gl.constexpr = C[12]
-    if not CUT:
-        return key_work(tile, num_tiles, numbers, tables, C[17] * C[1], C[0], C[3], 1)
-    late = gl.maximum(tile - whole, 0)
-    i_b, i_k, n0, first, f_lo, f_hi, end = key_work(
-        gl.minimum(tile, whole) + late // parts, whole + (num_tiles - whole) // parts, numbers, tables, C[17] * C[1],
-        C[0], C[3], 1,
-    )  # fmt: skip
-    size = gl.where(tile < whole, end - first, gl.cdiv(end - first, parts))
-    first += late % parts * size
+def _interval_work(tile, sizes, mask, schedule, config):
+    """What a tile is. With SPLIT_TILES, each tile from number num_whole on is one of num_parts, a share of a tile's
+    queries: of tiles of equal length those of the last round then keep all programs busy."""
+    TILE_K: gl.constexpr = config.CONSUMERS * config.BLOCK_K
+    if not config.SPLIT_TILES:
+        return locate_keys(tile, schedule.num_tiles, sizes, mask, TILE_K, config.BLOCK_Q, config.TABLE, 1)
+    num_whole, num_parts = schedule.num_whole, schedule.num_parts
+    late = gl.maximum(tile - num_whole, 0)
+    i_b, i_k, n0, first, first_full, end_full, end = locate_keys(
+        gl.minimum(tile, num_whole) + late // num_parts,
+        num_whole + (schedule.num_tiles - num_whole) // num_parts,
+        sizes,
+        mask,
+        TILE_K,
+        config.BLOCK_Q,
+        config.TABLE,
+        1,
+    )
+    size = gl.where(tile < num_whole, end - first, gl.cdiv(end - first, num_parts))
+    first += late % num_parts * size
     end = gl.minimum(first + size, end)
-    f_lo = gl.maximum(f_lo, first)
-    return i_b, i_k, n0, first, f_lo, gl.maximum(gl.minimum(f_hi, end), f_lo), end
+    first_full = gl.maximum(first_full, first)
+    return i_b, i_k, n0, first, first_full, gl.maximum(gl.minimum(end_full, end), first_full), end
 
 
 @gluon.jit
-def feed(desc, buffers, bars, numbers, tables, work, C: gl.constexpr):
-    """The loader warp: of each tile K and V, and Q, dO, -lse and -delta of each block of queries. The first of these
-    need not wait for K and V, whose place is still read when theirs is free."""
-    desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d = desc
-    kv_full, kv_empty, full, empty, ds_full, ds_empty, dq_full, dq_empty = bars
-    H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section = numbers
-    num_tiles, whole, parts, counter, states, work_s, work_full = work
-    BM: gl.constexpr = C[0]
-    STAGES: gl.constexpr = C[2]
+def produce(tensors, buffers, barriers, sizes, mask, schedule, config):
+    """Load K and V of each tile, and Q, dO, -lse and -delta of each block of queries. The first of these need not wait
+    for K and V, whose buffer is still read when theirs is free."""
+    BLOCK_Q: gl.constexpr = config.BLOCK_Q
+    STAGES: gl.constexpr = config.STAGES
+    BYTES: gl.constexpr = 2 * (tensors.desc_q.block_type.nbytes + tensors.desc_lse.block_type.nbytes)
     turn = 0
     i = 0
     tile = gl.program_id(0)
-    what = _tile_work(tile, numbers, tables, work, C)
-    _say(turn, tile, what, work)
-    while tile < num_tiles:
-        i_b, i_k, n0, first, f_lo, f_hi, end = what
+    work = _interval_work(tile, sizes, mask, schedule, config)
+    _publish_work(turn, tile, work, schedule)
+    while tile < schedule.num_tiles:
+        i_b, i_k, n0, first, first_full, end_full, end = work
         n = end - first
-        for j in range(n * G):
-            i_h = i_k * G + j // n
-            m0 = nth(j % n, first, f_lo, f_hi, end) * BM
+        for j in range(n * sizes.G):
+            i_h = i_k * sizes.G + j // n
+            m0 = nth_block(j % n, first, first_full, end_full, end) * BLOCK_Q
             stage = i & (STAGES - 1)
-            bar = full.index(stage)
-            mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
-            mbarrier.expect(bar, 2 * (desc_q.block_type.nbytes + desc_l.block_type.nbytes))
-            _load_queries(desc, buffers, bar, i_b, i_h, m0, (i_b * H + i_h) * Tp + m0, stage)
-            tma.async_copy_global_to_shared(desc_do, [i_b, i_h, m0, 0], bar, buffers[1].index(stage))
+            bar = barriers.full.index(stage)
+            mbarrier.wait(barriers.empty.index(stage), ((i // STAGES) & 1) ^ 1)
+            mbarrier.expect(bar, BYTES)
+            row = (i_b * sizes.H + i_h) * sizes.padded_T + m0
+            _load_queries(tensors, buffers, bar, i_b, i_h, m0, row, stage)
+            tma.async_copy_global_to_shared(tensors.desc_do, [i_b, i_h, m0, 0], bar, buffers.do_s.index(stage))
             if j == 0:
-                _load_keys(turn, desc, buffers, bars, i_b, i_k, n0, C)
+                _load_keys(turn, tensors, buffers, barriers, i_b, i_k, n0, config)
             i += 1
-        tile = next_tile(counter)
-        what = _tile_work(gl.minimum(tile, num_tiles - 1), numbers, tables, work, C)
+        tile = next_tile(schedule.counter)
+        work = _interval_work(gl.minimum(tile, schedule.num_tiles - 1), sizes, mask, schedule, config)
         turn += 1
-        _say(turn, tile, what, work)
-    leave(counter)
+        _publish_work(turn, tile, work, schedule)
+    reset_counter(schedule.counter)
 
 
 @gluon.jit
-def feed_lists(desc, buffers, bars, numbers, tables, work, C: gl.constexpr):
-    """The loader warp of a block map."""
-    desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_l, desc_d = desc
-    kv_full, kv_empty, full, empty, ds_full, ds_empty, dq_full, dq_empty = bars
-    H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section = numbers
-    num_tiles, whole, parts, counter, states, work_s, work_full = work
-    desc_words, words_s, maps = tables
-    BM: gl.constexpr = C[0]
-    BN: gl.constexpr = C[1]
-    STAGES: gl.constexpr = C[2]
-    SPLIT: gl.constexpr = 128 // BM
-    QUERIES: gl.constexpr = 2 * (desc_q.block_type.nbytes + desc_l.block_type.nbytes)
-    WORDS: gl.constexpr = 2 * desc_words.block_type.nbytes
+def produce_listed(tensors, buffers, barriers, sizes, mask, schedule, config):
+    """The same for a block map: blocks are those of a line's lists, the partial ones first, with their bits."""
+    BLOCK_Q: gl.constexpr = config.BLOCK_Q
+    STAGES: gl.constexpr = config.STAGES
+    SPLIT: gl.constexpr = 128 // BLOCK_Q
+    BYTES: gl.constexpr = 2 * (tensors.desc_q.block_type.nbytes + tensors.desc_lse.block_type.nbytes)
+    WORDS: gl.constexpr = 2 * mask.desc_words.block_type.nbytes
+    num_tiles = schedule.num_tiles
     turn = 0
     i = 0
     tile = gl.program_id(0)
-    what = _line_work(tile, num_tiles, numbers, maps, 2 * BN)
-    _say(turn, tile, what, work)
+    work = _line_work(tile, num_tiles, sizes, mask, 2 * config.BLOCK_K)
+    _publish_work(turn, tile, work, schedule)
     while tile < num_tiles:
-        i_b, i_k, n0, line, n_first, edges_first, _ = what
-        for g in range(G):
-            i_h = i_k * G + g
-            begin, end, n, edges = find_list(maps, i_b, i_h, line)
+        i_b, i_k, n0, line, n_first, partial_first, _ = work
+        for g in range(sizes.G):
+            i_h = i_k * sizes.G + g
+            begin, end, n, num_partial = find_list(mask, i_b, i_h, line)
             for j in range(n * SPLIT):
-                block, word = find_block(maps, begin, end, j // SPLIT, edges)
-                m0 = block * 128 + j % SPLIT * BM
-                masked = j // SPLIT < edges
+                block, word = find_block(mask, begin, end, j // SPLIT, num_partial)
+                m0 = block * 128 + j % SPLIT * BLOCK_Q
+                partial = j // SPLIT < num_partial
                 stage = i & (STAGES - 1)
-                bar = full.index(stage)
+                bar = barriers.full.index(stage)
                 phase = ((i // STAGES) & 1) ^ 1
-                mbarrier.wait(empty.index(stage + STAGES), phase)
-                mbarrier.expect(bar, QUERIES, pred=j // SPLIT >= edges)
-                mbarrier.expect(bar, QUERIES + WORDS, pred=masked)
-                tma.async_copy_global_to_shared(desc_do, [i_b, i_h, m0, 0], bar, buffers[1].index(stage))
-                mbarrier.wait(empty.index(stage), phase)
-                load_words(desc_words, word, bar, words_s, stage, masked)
-                _load_queries(desc, buffers, bar, i_b, i_h, m0, (i_b * H + i_h) * Tp + m0, stage)
+                mbarrier.wait(barriers.empty.index(stage + STAGES), phase)
+                mbarrier.expect(bar, BYTES, pred=j // SPLIT >= num_partial)
+                mbarrier.expect(bar, BYTES + WORDS, pred=partial)
+                tma.async_copy_global_to_shared(tensors.desc_do, [i_b, i_h, m0, 0], bar, buffers.do_s.index(stage))
+                mbarrier.wait(barriers.empty.index(stage), phase)
+                load_words(mask, word, bar, stage, partial)
+                row = (i_b * sizes.H + i_h) * sizes.padded_T + m0
+                _load_queries(tensors, buffers, bar, i_b, i_h, m0, row, stage)
                 if g + j == 0:
-                    _load_keys(turn, desc, buffers, bars, i_b, i_k, n0, C)
+                    _load_keys(turn, tensors, buffers, barriers, i_b, i_k, n0, config)
                 i += 1
-        tile = next_tile(counter)
-        what = _line_work(gl.minimum(tile, num_tiles - 1), num_tiles, numbers, maps, 2 * BN)
+        tile = next_tile(schedule.counter)
+        work = _line_work(gl.minimum(tile, num_tiles - 1), num_tiles, sizes, mask, 2 * config.BLOCK_K)
         turn += 1
-        _say(turn, tile, what, work)
-    leave(counter)
+        _publish_work(turn, tile, work, schedule)
+    reset_counter(schedule.counter)

@@ -1,4 +1,4 @@
-"""How a carry joins the forward kernel for Hopper: before a tile's first block, by loads, or at its end, of what the
+"""How a carry joins the forward kernel for Hopper: before a tile's first block, by loads, or at its end, from what the
 copy engine has brought (see forward.py)."""
 
 from __future__ import annotations
@@ -6,20 +6,20 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashspan.kernels.hopper.ptx import here_and_now
-from flashspan.kernels.hopper.row_values import each, times, total
+from flashspan.kernels.hopper.ptx import opaque
+from flashspan.kernels.hopper.row_values import as_column, row_sums, scale_rows
 
-LEAST = gl.constexpr(-(2.0**126))
+LOWEST = gl.constexpr(-(2.0**126))
 """What is subtracted from the scores of a row that has not seen any: not -inf, from which -inf cannot be subtracted."""
 
 
 @gluon.jit
-def _rows(outputs, i_bh, H, m0, T, D: gl.constexpr, BD: gl.constexpr, L: gl.constexpr):
+def _carry_rows(outputs, i_bh, H, m0, T, D: gl.constexpr, BD: gl.constexpr, L: gl.constexpr):
     """Pointers to the 64 rows of out from m0 on, and which of them exist: [64, BD]."""
-    out, lse, bad, s_ob, s_oh, s_ot = outputs
-    o_r = here_and_now(0) + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
+    out, s_ob, s_oh, s_ot = outputs.out, outputs.stride_b, outputs.stride_h, outputs.stride_t
+    o_r = opaque(0) + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
     # Times 8: an opaque 0 alone would hide from the compiler that neighbours lie together.
-    o_d = here_and_now(0) * 8 + gl.arange(0, BD, layout=gl.SliceLayout(0, L))
+    o_d = opaque(0) * 8 + gl.arange(0, BD, layout=gl.SliceLayout(0, L))
     here = (m0 + o_r < T)[:, None]
     if D < BD:
         here = here & (o_d < D)[None, :]
@@ -32,36 +32,35 @@ def _rows(outputs, i_bh, H, m0, T, D: gl.constexpr, BD: gl.constexpr, L: gl.cons
 @gluon.jit
 def load_carry(outputs, i_bh, H, m0, T, D: gl.constexpr, BD: gl.constexpr, RL: gl.constexpr, OL: gl.constexpr):
     """The carry's 64 rows from m0 on: out and lse."""
-    out, lse, bad, s_ob, s_oh, s_ot = outputs
-    p_tile, here = _rows(outputs, i_bh, H, m0, T, D, BD, OL)
+    p_tile, here = _carry_rows(outputs, i_bh, H, m0, T, D, BD, OL)
     o = gl.load(p_tile, mask=here, other=0.0)
     o_m = m0 + gl.arange(0, 64, layout=RL)
-    return o, gl.load(lse + i_bh.to(gl.int64) * T + o_m, mask=o_m < T, other=float("-inf"))
+    return o, gl.load(outputs.lse + i_bh.to(gl.int64) * T + o_m, mask=o_m < T, other=float("-inf"))
 
 
 @gluon.jit
-def join(p, m, l, o, past):
+def join_first(p, m, l, o, past):
     """The carry's out and lse into the softmax of a first block. Returns p, m, l, o.
 
     Not the softmax's own start: it would have to wait for the lse, which arrives with the last of out, whatever the
     order they were asked for.
     """
     # Plus l * 0: not before the softmax is done, in the middle of which ptxas would otherwise wait.
-    past = each(past * 1.4426950408889634 + total(l, past) * 0.0, l)
+    past = as_column(past * 1.4426950408889634 + row_sums(l, past) * 0.0, l)
     top = gl.maximum(m, past)
     now = gl.exp2(m - top)
     past = gl.exp2(past - top)
     first = gl.arange(0, 4, layout=gl.SliceLayout(0, l.type.layout)) == 0
     l = l * now + gl.where(first[None, :], past, 0.0)
-    return times(p, now), top, l, times(o, past)
+    return scale_rows(p, now), top, l, scale_rows(o, past)
 
 
 @gluon.jit
-def blend(m, l, past):
+def join_last(m, l, past):
     """A row's sums and its carry's lse together: their lse in base 2, and what either's output is multiplied by."""
     mine = m + gl.log2(l)  # not l * exp2(m): a sum may be 2^127
     past = past * 1.4426950408889634
-    top = gl.maximum(gl.maximum(mine, past), LEAST)
+    top = gl.maximum(gl.maximum(mine, past), LOWEST)
     mine = gl.exp2(mine - top)
     past = gl.exp2(past - top)
     both = mine + past

@@ -1,4 +1,4 @@
-"""The steps of the forward kernel for Hopper, a block of keys each: at a mask's edge, or in a loop over whole ones."""
+"""The main loop of the forward kernel for Hopper: a consumer's steps, a block of keys each."""
 
 from __future__ import annotations
 
@@ -6,68 +6,61 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from flashspan.kernels.hopper.forward_producer import buffer_of
-from flashspan.kernels.hopper.masking import hide, hide_keys
+from flashspan.kernels.hopper.masking import hide_by_words, hide_keys
 from flashspan.kernels.hopper.parts import parts_of
 from flashspan.kernels.hopper.ptx import all_below, rescale
-from flashspan.kernels.hopper.softmax import HIGH, exponentials, lower, rise, sums_of
+from flashspan.kernels.hopper.scheduler import stage_and_phase
+from flashspan.kernels.hopper.softmax import SUM_LIMIT, exponentials, lower_maximum, partial_sums, raise_maximum
 
 
 @gluon.jit
 def step(
-    WG: gl.constexpr, EDGE: gl.constexpr, pair, shown, p, m, l, o, rows, memory, scale, C: gl.constexpr
+    WG: gl.constexpr, EDGE: gl.constexpr, pair, hidden, p, m, l, o, q, zero, minus_m, buffers, barriers, mask, scale,
+    config,
 ):  # fmt: skip
-    """The scores of a block and the output of the one before, whose P is given. Returns P of this one, m, l, o and the
-    sums of P, each thread's.
+    """The scores of a block and the output of the one before, whose P is given. Returns P of this block, m, l, o and
+    each thread's sums of P.
 
-    At an EDGE, `shown` says whether there is anything to hide and, without lists, each row's interval and the block's
-    first key, and m is raised. `rows` are Q, zeros and, elsewhere if UNIT, -m in parts.
+    At an EDGE m may be raised, and `hidden` says whether there is anything to hide and, unless the mask is a block map,
+    each row's interval and the block's first key. Elsewhere, with UNIT_SCALE, minus_m is -m as an operand of row_bias.
     """
-    q, zero = rows[0], rows[1]
-    k_s, v_s, words_s, ones_s, full, empty = memory
-    BN: gl.constexpr = C[1]
-    STAGES: gl.constexpr = C[2]
-    EDGES: gl.constexpr = C[3]
-    OL: gl.constexpr = C[8]
-    LISTS: gl.constexpr = C[10]
-    BD: gl.constexpr = k_s.shape[4]
-    dtype: gl.constexpr = v_s.dtype
-    FINE: gl.constexpr = C[12]
-    FOLLOW: gl.constexpr = C[13]
-    RAISE: gl.constexpr = EDGE or FOLLOW
-    EARLY: gl.constexpr = C[14]
-    stage, phase = buffer_of(pair, STAGES)
-    after, phase = buffer_of(pair + 1, STAGES)
-    pd = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, OL, 2), assert_trivial=True)
-    k = k_s.index(stage).reshape((BN, BD)).permute((1, 0))
-    LESS: gl.constexpr = C[15] and not EDGE
-    if LESS:  # scores less m: see parts.py
-        sa = warpgroup_mma(rows[2], ones_s.permute((1, 0)), zero, use_acc=False, is_async=True)
+    BLOCK_K: gl.constexpr = config.BLOCK_K
+    BLOCK_D: gl.constexpr = config.BLOCK_D
+    STAGES: gl.constexpr = config.STAGES
+    RAISE: gl.constexpr = EDGE or config.TRACK_MAXIMUM
+    SUBTRACTED: gl.constexpr = config.UNIT_SCALE and not EDGE
+    full, empty = barriers.full, barriers.empty
+    stage, phase = stage_and_phase(pair, STAGES)
+    after, phase = stage_and_phase(pair + 1, STAGES)
+    pd = gl.convert_layout(p.to(buffers.v_s.dtype), gl.DotOperandLayout(0, config.OUTPUT, 2), assert_trivial=True)
+    k = buffers.k_s.index(stage).reshape((BLOCK_K, BLOCK_D)).permute((1, 0))
+    if SUBTRACTED:  # scores less m: see parts.py
+        sa = warpgroup_mma(minus_m, buffers.ones_s.permute((1, 0)), zero, use_acc=False, is_async=True)
         sa = warpgroup_mma(q, k, sa, is_async=True)
     else:
         sa = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
-    oa = warpgroup_mma(pd, v_s.index(stage).reshape((BN, BD)), o, is_async=True)
+    oa = warpgroup_mma(pd, buffers.v_s.index(stage).reshape((BLOCK_K, BLOCK_D)), o, is_async=True)
     s = warpgroup_mma_wait(1, deps=(sa,))
     if EDGE:
-        masked, r_start, r_end, n0 = shown
-        if masked:
-            if LISTS:
-                s = hide(s, words_s.index(stage * 2 + WG), 0)
+        some, r_start, r_end, n0 = hidden
+        if some:
+            if config.BLOCK_MAP:
+                s = hide_by_words(s, mask.words_s.index(stage * 2 + WG), 0)
             else:
-                s = hide_keys(s, r_start, r_end, n0, EDGES, BD == 64)
-    if EARLY:  # K has been read, and the next may come
+                s = hide_keys(s, r_start, r_end, n0, config.HIDDEN_SIDES, BLOCK_D == 64)
+    if config.FREE_K_FIRST:  # K has been read, and the next may come
         mbarrier.arrive(empty.index(stage + STAGES), count=1)
     if RAISE:
-        m, alpha = rise(s, m, scale, FINE, FOLLOW)
+        m, alpha = raise_maximum(s, m, scale, config.FLOAT16_VALUES, config.TRACK_MAXIMUM)
         l = l * alpha
-    if LESS:
+    if SUBTRACTED:
         p = gl.exp2(s)
     else:
         p = exponentials(s, m, scale)
-    sums = sums_of(p)
+    sums = partial_sums(p)
     l = l + sums
     mbarrier.wait(full.index(after), phase)
-    # P goes through the wait with O: ptxas must not reuse the registers the product still reads.
+    # P goes through the wait with O: ptxas must not reuse the registers the matmul still reads.
     o, p = warpgroup_mma_wait(0, deps=(oa, p))
     mbarrier.arrive(empty.index(stage), count=1)
     if RAISE:
@@ -76,32 +69,49 @@ def step(
 
 
 @gluon.jit
-def walk_whole(WG: gl.constexpr, pair, begin, end, p, m, l, o, rows, memory, scale, C: gl.constexpr):
-    """The steps from begin to end, of whole blocks."""
-    SL: gl.constexpr = C[7]
-    FINE: gl.constexpr = C[12]
-    UNIT: gl.constexpr = C[15]
-    if FINE:
+def visit_full_blocks(
+    WG: gl.constexpr, pair, begin, end, p, m, l, o, q, zero, buffers, barriers, mask, scale, config
+):  # fmt: skip
+    """The steps from begin to end, of blocks without a hidden key."""
+    if config.FLOAT16_VALUES:
         # The inner loop ends early for what hardly ever happens: a branch in it, jumped each time, takes 40 clocks.
         i = begin
-        if UNIT:
-            minus_m = parts_of(-m, SL)
+        minus_m = ()
+        if config.UNIT_SCALE:
+            minus_m = parts_of(-m, config.SCORES)
         while i < end:
-            calm = True
+            small = True
             sums = l
-            while (i < end) & calm:
-                if UNIT:
-                    less = (rows[0], rows[1], minus_m)
-                    p, m, l, o, sums = step(WG, False, pair + i, (), p, m, l, o, less, memory, scale, C)
-                else:
-                    p, m, l, o, sums = step(WG, False, pair + i, (), p, m, l, o, rows, memory, scale, C)
-                sums, calm = all_below(sums, HIGH)
+            while (i < end) & small:
+                p, m, l, o, sums = step(
+                    WG, False, pair + i, (), p, m, l, o, q, zero, minus_m, buffers, barriers, mask, scale, config
+                )
+                sums, small = all_below(sums, SUM_LIMIT)
                 i += 1
-            if not calm:
-                p, m, l, o = lower(p, m, l, o, sums)
-                if UNIT:
-                    minus_m = parts_of(-m, SL)
+            if not small:
+                p, m, l, o = lower_maximum(p, m, l, o, sums)
+                if config.UNIT_SCALE:
+                    minus_m = parts_of(-m, config.SCORES)
     else:
         for i in range(begin, end):
-            p, m, l, o, sums = step(WG, False, pair + i, (), p, m, l, o, rows, memory, scale, C)
+            p, m, l, o, sums = step(
+                WG, False, pair + i, (), p, m, l, o, q, zero, (), buffers, barriers, mask, scale, config
+            )
+    return p, m, l, o
+
+
+@gluon.jit
+def visit_edge_blocks(
+    WG: gl.constexpr, pair, begin, end, blocks, r_start, r_end, o, m, p, l, q, zero, buffers, barriers, mask, scale,
+    config,
+):  # fmt: skip
+    """The steps from begin to end, of blocks with hidden keys. `blocks` are those of `visible_blocks`, last first."""
+    _, first_full, end_full, end_block = blocks
+    for i in range(begin, end):
+        at = end_block - 1 - i
+        # At the near edge always hidden, but that must stand behind a branch: see hide_outside.
+        hidden = ((at >= end_full) | (at < first_full), r_start, r_end, at * config.BLOCK_K)
+        p, m, l, o, sums = step(
+            WG, True, pair + i, hidden, p, m, l, o, q, zero, (), buffers, barriers, mask, scale, config
+        )
     return p, m, l, o

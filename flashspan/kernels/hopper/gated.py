@@ -29,7 +29,7 @@ from flashspan.kernels.hopper.matmul import (
     quarters,
     ready,
 )
-from flashspan.kernels.hopper.ptx import reciprocal, rounded
+from flashspan.kernels.hopper.ptx import reciprocal, round_to
 from flashspan.kernels.hopper.tensors import describe
 from flashspan.kernels.portable.arguments import LOG2E, Launch, on
 
@@ -62,8 +62,8 @@ def _forward(WG: gl.constexpr, desc, operands, rooms, bars, numbers, C: gl.const
         for i in gl.static_range(BN // PIECE):
             at = column + i * PIECE
             # Rounded first, as whoever makes h again will find them.
-            g = rounded(pieces[i], desc_gate.dtype)
-            u = rounded(pieces[i + 2], desc_up.dtype)
+            g = round_to(pieces[i], desc_gate.dtype)
+            u = round_to(pieces[i + 2], desc_up.dtype)
             # Three leave through two rooms: each waits for the one before the last.
             leave(desc_gate, row, at, g, rooms.index(WG * 2 + i % 2), 1)
             leave(desc_up, row, at, u, rooms.index(WG * 2 + (i + 1) % 2), 1)
@@ -106,7 +106,7 @@ def _second_forward(desc, operands, rooms, bars, numbers, C: gl.constexpr):
 @gluon.jit(do_not_specialize=NUMBERS)
 def gated_product_kernel(
     desc_a, desc_gate_weight, desc_up_weight, desc_gate, desc_up, desc_h, num_rows, num_columns, num_steps,
-    STAGES: gl.constexpr, GROUP: gl.constexpr, REGISTERS: gl.constexpr, FEED_REGISTERS: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     desc = (desc_a, desc_gate_weight, desc_up_weight, desc_gate, desc_up, desc_h)
     BM: gl.constexpr = desc_a.block_type.shape[0]
@@ -118,7 +118,7 @@ def gated_product_kernel(
     C: gl.constexpr = (GROUP,)
     job = (desc, (a_s, b_s), rooms, barriers(STAGES), (num_rows, num_columns, num_steps), C)
     gl.warp_specialize(
-        [(_first_forward, job), (_second_forward, job), (_forward_feed, job)], [4, 1], [REGISTERS, FEED_REGISTERS]
+        [(_first_forward, job), (_second_forward, job), (_forward_feed, job)], [4, 1], [REGISTERS, PRODUCER_REGISTERS]
     )
 
 
@@ -229,7 +229,7 @@ def _second_backward(desc, operands, dh_s, bars, numbers, outputs, C: gl.constex
 @gluon.jit(do_not_specialize=[*NUMBERS, "M", "eights"])
 def gated_backward_product_kernel(
     desc_a, desc_weight, gate, up, dgate, dup, h, M, eights, num_rows, num_columns, num_steps, PIECE: gl.constexpr,
-    STAGES: gl.constexpr, GROUP: gl.constexpr, REGISTERS: gl.constexpr, FEED_REGISTERS: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Rows of gate, up and what is made of them are so many eights: the compiler then knows they are aligned."""
     BM: gl.constexpr = desc_a.block_type.shape[0]
@@ -252,7 +252,7 @@ def gated_backward_product_kernel(
     gl.warp_specialize(
         [(_first_backward, job), (_second_backward, job), (_gradients, job), (_backward_feed, job)],
         [4, 2, 1],
-        [REGISTERS, FEED_REGISTERS, FEED_REGISTERS],
+        [REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
     )
 
 
@@ -275,7 +275,14 @@ def gated_backward_launch(
     numbers = (len(gate), gate.shape[1] // 8, *tiles, cdiv(dy.shape[1], DEPTH))
     arguments = (*operands, gate, up, *outs, *numbers)
     return launch(
-        gated_backward_product_kernel, arguments, dy, tiles, PIECE=PIECE, STAGES=3, REGISTERS=168, FEED_REGISTERS=168
+        gated_backward_product_kernel,
+        arguments,
+        dy,
+        tiles,
+        PIECE=PIECE,
+        STAGES=3,
+        REGISTERS=168,
+        PRODUCER_REGISTERS=168,
     )
 
 

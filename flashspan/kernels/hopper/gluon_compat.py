@@ -7,7 +7,7 @@ spelling; the portable kernels then serve.
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, dataclass_transform
 
 from triton._C.libtriton import ir
 from triton.experimental import gluon
@@ -33,18 +33,19 @@ def reduce_add(desc, coord, source, _semantic=None):
 _aggregate = getattr(gl, "aggregate", None) or core._aggregate
 
 
+@dataclass_transform()
 def aggregate(cls: type) -> Any:
     """A class of named values that kernels pass to their functions (3.6, 3.7: core._aggregate, later: gl.aggregate).
 
     Its constructor takes the fields by position or by name. A field is what its annotation says: gl.tensor,
-    gl.constexpr, gl.shared_memory_descriptor, a descriptor of the copy engine, or a tuple of classes.
+    gl.constexpr, gl.shared_memory_descriptor, a descriptor of the copy engine, or one of several.
     """
     kinds = inspect.get_annotations(cls, eval_str=True)
 
     @gluon.constexpr_function
     def initialize(self, *values, **named):
         for name, value in {**dict(zip(kinds, values, strict=False)), **named}.items():
-            setattr(self, name, gl.constexpr(value) if kinds[name] is gl.constexpr else value)
+            setattr(self, name, value if isinstance(value, core.base_value) else gl.constexpr(value))
 
     cls.__annotations__ = kinds
     cls.__init__ = initialize  # type: ignore[misc]

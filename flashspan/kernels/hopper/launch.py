@@ -171,8 +171,8 @@ def forward_launch(
             section * group, num_tiles,
         ),
         {
-            "D": D, "STAGES": tile.stages, "QS": tile.queries, "EDGES": edges, "TABLE": table,
-            "CARRY": carry, "UNIT": is_unit(q, scale) and v.dtype != q.dtype, **warps(tile.warpgroups),
+            "HEAD_DIM": D, "STAGES": tile.stages, "Q_STAGES": tile.queries, "HIDDEN_SIDES": edges, "TABLE": table,
+            "CARRY": carry, "UNIT_SCALE": is_unit(q, scale) and v.dtype != q.dtype, **warps(tile.warpgroups),
         },
     )  # fmt: skip
 
@@ -329,7 +329,7 @@ def _backward_launches(
         passes = [backward_launch(*given, sums, dk, dv, accumulate, states, counter)]
     block = passes[0].arguments[0].block_shape[2] if summed else 0  # queries whose dQ is added together
     grain = mask.block[0] if isinstance(mask, Blocks) else block  # rows of sums that are claimed together
-    claimed = grain if passes[0].constants.get("CLAIM", False) else 0
+    claimed = grain if passes[0].constants.get("FIRST_STORES", False) else 0
     prepare = Launch(
         rows_kernel,
         (padded // 128 * B * H,),

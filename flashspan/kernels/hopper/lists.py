@@ -63,7 +63,7 @@ def lists_forward_launch(
             T, S, scale * LOG2E, B * H, section * group, lines * B * H,
         ),
         {
-            "D": D, "STAGES": tile.stages, "CARRY": carry, **WARPS,
+            "HEAD_DIM": D, "STAGES": tile.stages, "CARRY": carry, **WARPS,
         },
     )  # fmt: skip
 
@@ -104,7 +104,8 @@ def lists_backward_launch(
             section, lines * B * K,
         ),
         {
-            "STAGES": 2, "ADD": accumulate, "CLAIM": not accumulate, "TURNS": dq_turns(2, wide, True), **WARPS,
+            "STAGES": 2, "ACCUMULATE": accumulate, "FIRST_STORES": not accumulate,
+            "WHOLE_DQ_STAGES": dq_turns(2, wide, True), **WARPS,
         },
     )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """Which blocks of the other axis a tile visits, and hiding the scores that a mask excludes.
 
-A mask of intervals gives two numbers for each index (`bounds`, `blocks`). A block map gives a list of blocks for each
-line of 128 indices (kernels/tiling.py), full blocks first, and the bits of the partial ones.
+A mask of intervals gives two numbers for each index (`intervals_of`, `visible_blocks`). A block map gives a list of
+blocks for each line of 128 indices, full blocks first, and the bits of the partial ones.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from flashspan.kernels.hopper.ptx import here_and_now, ones
+from flashspan.kernels.hopper.ptx import bit_range, opaque
 
 
 @gluon.jit
-def bounds(o_i, num_i, num_j, lo, hi, p_start, p_end, TABLE: gl.constexpr):
+def intervals_of(o_i, num_i, num_j, lo, hi, p_start, p_end, TABLE: gl.constexpr):
     """Each index's interval [start, end) on the other axis: by arithmetic for a band, from a table for rows."""
     if TABLE:
         start = gl.load(p_start + o_i, mask=o_i < num_i, other=0)
@@ -26,14 +26,14 @@ def bounds(o_i, num_i, num_j, lo, hi, p_start, p_end, TABLE: gl.constexpr):
 
 
 @gluon.jit
-def blocks(
+def visible_blocks(
     i0, num_i, num_j, lo, hi, p_start, p_end, TABLE: gl.constexpr, ROWS: gl.constexpr,
     BLOCK: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Blocks of the other axis that indices i0 .. i0 + ROWS - 1 walk: (first, first full, end of full, end).
+    """Blocks of the other axis that indices i0 .. i0 + ROWS - 1 visit: (first, first full, end of full, end).
 
-    A block is full when every index sees all of it. There is always at least one block to walk, so that nobody has to
-    treat a tile that sees nothing apart: its one block is masked out.
+    A block is full when every index sees all of it. There is always at least one block, so that a tile that sees
+    nothing needs no code of its own: its one block is hidden.
     """
     i1 = gl.minimum(i0 + ROWS, num_i) - 1
     if TABLE:
@@ -60,21 +60,20 @@ def blocks(
 
 
 @gluon.jit
-def nth(j, first, f_lo, f_hi, end):
-    """The j-th block to walk of those `blocks` names: the ones at the edges of the mask first, then the full ones."""
+def nth_block(j, first, f_lo, f_hi, end):
+    """The j-th block of those of `visible_blocks`: the ones at the edges of the mask first, then the full ones."""
     inside = f_lo - first
     edges = inside + end - f_hi
     return gl.where(j >= edges, f_lo + j - edges, gl.where(j < inside, first + j, f_hi + j - inside))
 
 
 @gluon.jit
-def find_list(maps, b, h, line):
-    """Of a line: where its list begins and ends, how many blocks to walk, and how many of them, the first, have bits.
+def find_list(mask, b, h, line):
+    """Where a line's list begins and ends, how many blocks to visit, and how many of these, the first, are partial.
 
-    Lists are walked from the end, where the partial blocks are. An empty one is one block, all of it hidden.
+    Lists are read from the end, where the partial blocks are. An empty one is one block, all of it hidden.
     """
-    spans, index, numbers, order, s_batch, s_head, num_lines, num_long = maps
-    p_span = spans + ((b * s_batch + h * s_head) * num_lines + line) * 3
+    p_span = mask.spans + ((b * mask.stride_batch + h * mask.stride_head) * mask.num_lines + line) * 3
     begin = gl.load(p_span)
     middle = gl.load(p_span + 1)
     end = gl.load(p_span + 2)
@@ -83,25 +82,26 @@ def find_list(maps, b, h, line):
 
 
 @gluon.jit
-def find_block(maps, begin, end, i, edges):
-    """The i-th block of a list, and where its words begin if i < edges: before all words, which read as 0, if empty."""
-    spans, index, numbers, order, s_batch, s_head, num_lines, num_long = maps
+def find_block(mask, begin, end, i, num_partial):
+    """The i-th block of a list and, if it is partial, where its words begin: for an empty list before all words, where
+    the copy engine reads 0."""
     at = end - 1 - i
     here = at >= begin
-    block = gl.load(index + at, mask=here, other=0)
-    number = gl.load(numbers + at, mask=here & (i < edges), other=-1)
+    block = gl.load(mask.index + at, mask=here, other=0)
+    number = gl.load(mask.numbers + at, mask=here & (i < num_partial), other=-1)
     return block, number * 512
 
 
 @gluon.jit
-def load_words(desc, word, bar, words_s, stage, masked):
+def load_words(mask, word, bar, stage, partial):
     """Load a partial block's words, 64 lines of 128 bits for each of two warpgroups."""
-    tma.async_copy_global_to_shared(desc, [word], bar, words_s.index(stage * 2), pred=masked)
-    tma.async_copy_global_to_shared(desc, [word + 256], bar, words_s.index(stage * 2 + 1), pred=masked)
+    desc, words_s = mask.desc_words, mask.words_s
+    tma.async_copy_global_to_shared(desc, [word], bar, words_s.index(stage * 2), pred=partial)
+    tma.async_copy_global_to_shared(desc, [word + 256], bar, words_s.index(stage * 2 + 1), pred=partial)
 
 
 @gluon.jit
-def hide(s, words_s, half):
+def hide_by_words(s, words_s, half):
     """Scores [64, columns], -inf where a block's words [64, 4] hide them: 128 columns, or this half of them."""
     ROWS: gl.constexpr = s.shape[0]
     # A thread has two rows, eight apart, as wgmma leaves them, and all words of them.
@@ -132,19 +132,19 @@ def hide_outside(s, start, end, BOTH: gl.constexpr):
         size = gl.maximum(size - first, 0)
     else:
         first = gl.zeros_like(size)
-    return _show(s, ones(first, size))
+    return _show(s, bit_range(first, size))
 
 
 @gluon.jit
-def hide_keys(s, start, end, n0, EDGES: gl.constexpr, WORDS: gl.constexpr):
+def hide_keys(s, start, end, n0, SIDES: gl.constexpr, WORDS: gl.constexpr):
     """Scores of keys from n0 on, -inf where a row does not see the key: by WORDS, which is faster with heads of 64, or
     by comparing, with larger ones."""
     if WORDS:
-        s = hide_outside(s, start - n0, end - n0, EDGES == 2)
+        s = hide_outside(s, start - n0, end - n0, SIDES == 2)
     else:
-        o_n = here_and_now(0) + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
+        o_n = opaque(0) + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
         seen = o_n[None, :] < (end - n0)[:, None]
-        if EDGES == 2:
+        if SIDES == 2:
             seen = seen & (o_n[None, :] >= (start - n0)[:, None])
         s = gl.where(seen, s, float("-inf"))
     return s

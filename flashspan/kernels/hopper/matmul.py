@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashspan.kernels.hopper.gluon_compat import barrier
-from flashspan.kernels.hopper.shared_memory import halves
+from flashspan.kernels.hopper.shared_memory import split_columns
 from flashspan.kernels.hopper.tensors import multiprocessors
 from flashspan.kernels.portable.arguments import Launch
 
@@ -94,9 +94,9 @@ def multiply(WG: gl.constexpr, a_s, b_s, full, empty, step, num_steps, TURNED: g
 @gluon.jit
 def quarters(x):
     """x, in the registers of a product, as four parts of a quarter of its columns each."""
-    left, right = halves(x)
-    a, b = halves(left)
-    c, d = halves(right)
+    left, right = split_columns(x)
+    a, b = split_columns(left)
+    c, d = split_columns(right)
     return a, b, c, d
 
 
@@ -135,5 +135,5 @@ NUMBERS = ["num_rows", "num_columns", "num_steps"]
 def launch(kernel: Any, tensors: tuple[Any, ...], like: Tensor, tiles: tuple[int, int], **constants: Any) -> Launch:
     """A launch of programs that stay, over so many rows and columns of tiles."""
     grid = (min(multiprocessors(like.device), tiles[0] * tiles[1]),)
-    shape = {"GROUP": GROUP, "REGISTERS": 232, "FEED_REGISTERS": 40, "num_warps": 4}
+    shape = {"GROUP": GROUP, "REGISTERS": 232, "PRODUCER_REGISTERS": 40, "num_warps": 4}
     return Launch(kernel, grid, tensors, {**shape, **constants})

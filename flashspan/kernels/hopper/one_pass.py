@@ -69,9 +69,10 @@ def backward_launch(
             num_tiles, whole, parts,
         ),
         {
-            "STAGES": 2, "TABLE": table, "ADD": accumulate, "HIDDEN": masked or tile.warpgroups == 3 or S % keys > 0,
-            "DQ": sums is not None, "CLAIM": claim, "CUT": cut,
-            "TURNS": 0 if sums is None else dq_turns(tile.warpgroups, wide, claim, far and H > K),
-            "UNIT": is_unit(q, scale), **warps(tile.warpgroups),
+            "STAGES": 2, "TABLE": table, "ACCUMULATE": accumulate,
+            "HAS_EDGES": masked or tile.warpgroups == 3 or S % keys > 0, "WITH_DQ": sums is not None,
+            "FIRST_STORES": claim, "SPLIT_TILES": cut,
+            "WHOLE_DQ_STAGES": 0 if sums is None else dq_turns(tile.warpgroups, wide, claim, far and H > K),
+            "UNIT_SCALE": is_unit(q, scale), **warps(tile.warpgroups),
         },
     )  # fmt: skip

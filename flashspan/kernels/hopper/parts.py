@@ -15,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from flashspan.kernels.hopper.row_values import rows_of
+from flashspan.kernels.hopper.row_values import one_per_row
 from flashspan.kernels.hopper.tensors import block_dim
 from flashspan.kernels.portable.arguments import LOG2E
 
@@ -79,7 +79,7 @@ def parts_of(x, L: gl.constexpr):
     """x, [rows, 4], in which the four of a row are the same, as the left operand of a product with ones whose result
     has layout L."""
     A: gl.constexpr = gl.DotOperandLayout(0, L, 2)
-    x = rows_of(x, gl.SliceLayout(1, A))[:, None]
+    x = one_per_row(x, gl.SliceLayout(1, A))[:, None]
     c = gl.arange(0, DEPTH, layout=gl.SliceLayout(0, A))[None, :]
     high = x.to(gl.bfloat16).to(gl.float32)
     middle = (x - high).to(gl.bfloat16).to(gl.float32)

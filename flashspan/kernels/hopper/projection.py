@@ -26,7 +26,7 @@ from flashspan.kernels.hopper.matmul import (
     quarters,
     ready,
 )
-from flashspan.kernels.hopper.shared_memory import halves
+from flashspan.kernels.hopper.shared_memory import split_columns
 from flashspan.kernels.hopper.tensors import describe
 from flashspan.kernels.portable.arguments import Launch, on
 
@@ -58,12 +58,12 @@ def _rotated(acc, row, angles, unit, HEAD: gl.constexpr):
     p_cos, p_sin, period = angles
     a, b, c, d = quarters(acc)
     if HEAD == 64:
-        a0, a1 = halves(a)
+        a0, a1 = split_columns(a)
         cos = _angles(p_cos, row, period, a0) * unit
         sin = _angles(p_sin, row, period, a0) * unit
-        b0, b1 = halves(b)
-        c0, c1 = halves(c)
-        d0, d1 = halves(d)
+        b0, b1 = split_columns(b)
+        c0, c1 = split_columns(c)
+        d0, d1 = split_columns(d)
         a0, a1 = _turn(a0, a1, cos, sin)
         b0, b1 = _turn(b0, b1, cos, sin)
         c0, c1 = _turn(c0, c1, cos, sin)
@@ -157,7 +157,7 @@ def _second(operands, outs, memory, bars, numbers, angles, C: gl.constexpr):
 def projection_product_kernel(
     desc_x, desc_wq, desc_wk, desc_wv, desc_q, desc_k, desc_v, cos, sin, unit, period, num_rows, q_columns, k_columns,
     num_steps, HEAD: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, REGISTERS: gl.constexpr,
-    FEED_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     BM: gl.constexpr = desc_x.block_type.shape[0]
     BK: gl.constexpr = desc_x.block_type.shape[1]
@@ -170,7 +170,7 @@ def projection_product_kernel(
     numbers = (num_rows, q_columns, k_columns, num_steps)
     outs = (desc_q, desc_k, desc_v)
     job = (operands, outs, (a_s, b_s, rooms), barriers(STAGES), numbers, (cos, sin, period, unit), C)
-    gl.warp_specialize([(_first, job), (_second, job), (_feed, job)], [4, 1], [REGISTERS, FEED_REGISTERS])
+    gl.warp_specialize([(_first, job), (_second, job), (_feed, job)], [4, 1], [REGISTERS, PRODUCER_REGISTERS])
 
 
 def projection_launch(

@@ -9,7 +9,7 @@ from flashspan.kernels.hopper.row_values import across
 
 
 @gluon.jit
-def here_and_now(x):
+def opaque(x):
     """x, a scalar, of which the compiler knows nothing: what is computed from it is not moved out of a loop, where it
     would only occupy registers."""
     return gl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
@@ -46,7 +46,7 @@ def rescale(o, alpha):
 
 
 @gluon.jit
-def watch():
+def declare_vote():
     """What `all_below` needs, once in a kernel and before it."""
     asm: gl.constexpr = ".reg .pred flashspan_some; mov.u32 $0, $1;"
     gl.inline_asm_elementwise(asm, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
@@ -71,14 +71,14 @@ def all_below(x, LIMIT: gl.constexpr):
 
 
 @gluon.jit
-def fence_copies():
+def fence_global():
     """Order what the copy engine does to global memory with what the threads do."""
     asm: gl.constexpr = "fence.proxy.async.global; mov.u32 $0, $1;"
     gl.inline_asm_elementwise(asm, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def all_written():
+def wait_for_writes():
     """Wait until what this warp gave the copy engine to store is written; `store_wait` waits until it is read."""
     asm: gl.constexpr = "cp.async.bulk.wait_group 0; mov.u32 $0, $1;"
     gl.inline_asm_elementwise(asm, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
@@ -92,7 +92,7 @@ def prefetch(p):
 
 
 @gluon.jit
-def ones(first, size):
+def bit_range(first, size):
     """Words of which so many bits, from this one on, are 1; neither number is negative, both may be past 32."""
     return gl.inline_asm_elementwise(
         "bmsk.clamp.b32 $0, $1, $2;", "=r,r,r", [first, size], dtype=gl.int32, is_pure=True, pack=1
@@ -100,7 +100,7 @@ def ones(first, size):
 
 
 @gluon.jit
-def held(x):
+def in_own_registers(x):
     """x, float32, in registers of its own from here on."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
 
@@ -117,7 +117,7 @@ _ROUND_FLOAT16 = gl.constexpr("""{ .reg .b32 both; .reg .b16 low, high;
 
 
 @gluon.jit
-def rounded(x, dtype: gl.constexpr):
+def round_to(x, dtype: gl.constexpr):
     """x, float32, as dtype holds it, in float32 still: two at a time, which the compiler does not think of."""
     asm: gl.constexpr = _ROUND_BFLOAT16 if dtype == gl.bfloat16 else _ROUND_FLOAT16
     return gl.inline_asm_elementwise(asm, "=f,=f,f,f", [x], dtype=gl.float32, is_pure=True, pack=2)

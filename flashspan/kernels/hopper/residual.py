@@ -124,7 +124,7 @@ def _second(operands, outs, memory, bars, numbers, C: gl.constexpr):
 def sum_product_kernel(
     desc_a1, desc_b1, desc_a2, desc_b2, desc_a3, desc_b3, desc_c, desc_out, num_rows, num_columns, num_steps1,
     num_steps2, num_steps3, TURNED: gl.constexpr, ADD: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    REGISTERS: gl.constexpr, FEED_REGISTERS: gl.constexpr,
+    REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     BM: gl.constexpr = desc_a1.block_type.shape[0]
     BK: gl.constexpr = desc_a1.block_type.shape[1]
@@ -147,7 +147,7 @@ def sum_product_kernel(
     operands = (desc_a1, desc_b1, desc_a2, desc_b2, desc_a3, desc_b3)
     numbers = (num_rows, num_columns, num_steps1, num_steps2, num_steps3)
     job = (operands, (desc_c, desc_out), (a_s, b_s, rooms), (full, empty, came), numbers, C)
-    gl.warp_specialize([(_first, job), (_second, job), (_feed, job)], [4, 1], [REGISTERS, FEED_REGISTERS])
+    gl.warp_specialize([(_first, job), (_second, job), (_feed, job)], [4, 1], [REGISTERS, PRODUCER_REGISTERS])
 
 
 def sum_launch(out: Tensor, c: Tensor | None, pairs: Sequence[tuple[Tensor, Tensor]], *, turned: bool) -> Launch:

@@ -8,13 +8,13 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def total(l, like):
+def row_sums(l, like):
     """The sums of whole rows, laid out as `like`."""
     return gl.convert_layout(gl.sum(l, 1), like.type.layout, assert_trivial=True)
 
 
 @gluon.jit
-def each(x, like):
+def as_column(x, like):
     """x, a number a row, as a column beside `like`."""
     return gl.convert_layout(x, gl.SliceLayout(1, like.type.layout), assert_trivial=True)[:, None]
 
@@ -27,7 +27,7 @@ def across(x, like):
 
 
 @gluon.jit
-def times(x, a):
+def scale_rows(x, a):
     """x, in the registers of a product, times a, [rows, 4]."""
     y = x.reshape((x.shape[0], x.shape[1] // 8, 4, 2))
     y = y * across(a, y)
@@ -35,6 +35,6 @@ def times(x, a):
 
 
 @gluon.jit
-def rows_of(x, L: gl.constexpr):
+def one_per_row(x, L: gl.constexpr):
     """x, [rows, 4], in which the four of a row are the same, as a number a row."""
     return gl.convert_layout(gl.max(x, 1), L, assert_trivial=True)

@@ -13,7 +13,7 @@ from flashspan.kernels.hopper.gluon_compat import barrier, reduce_add
 
 
 @gluon.jit
-def clean(x_s, BN: gl.constexpr, BD: gl.constexpr):
+def clear_nonfinite(x_s, BN: gl.constexpr, BD: gl.constexpr):
     """Set inf and NaN in shared memory to 0: a key that some query does not see must not reach it as 0 * NaN. Those who
     do see it have NaN from their lse or delta. For one warpgroup, 64 columns at a time for want of registers."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -34,7 +34,7 @@ def _either(a, b):
 
 
 @gluon.jit
-def clean_pair(own_s, BN: gl.constexpr, BD: gl.constexpr, PAIRS: gl.constexpr):
+def clear_nonfinite_pair(own_s, BN: gl.constexpr, BD: gl.constexpr, PAIRS: gl.constexpr):
     """Set inf and NaN of K and V to 0: a key that some query does not see must not reach it as 0 * NaN. Those who do
     see it have NaN from their lse or delta. In whatever order: each number is looked at by itself.
 
@@ -73,7 +73,7 @@ def _swapped(rows, columns):
 
 
 @gluon.jit
-def swapped(room, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+def swizzled(room, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """Float32 rows of the copy engine's, for those who `swap` theirs first.
 
     Stored from the registers of a product, as they are, rows 2i and 2i + 1 meet in the same banks of shared memory, and
@@ -84,7 +84,7 @@ def swapped(room, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def swap(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+def swizzle(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """x, float32 in the registers of a product, with columns c and c ^ 16 of odd rows in each other's place."""
     left, right = x.reshape((ROWS, COLUMNS // 32, 2, 16)).permute((0, 1, 3, 2)).split()
     L: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, left.type.layout))
@@ -94,20 +94,20 @@ def swap(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def halves(x):
+def split_columns(x):
     """x, in the registers of a product, as its left and its right columns."""
     return x.reshape((x.shape[0], 2, x.shape[1] // 2)).permute((0, 2, 1)).split()
 
 
 @gluon.jit
-def arrived(desc, room, like):
+def load_copied(desc, room, like):
     """What the copy engine has brought into this room, in the registers of `like`."""
     x_s = room._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
     return x_s.reshape((like.shape[0], like.shape[1])).load(like.type.layout)
 
 
 @gluon.jit
-def send(desc, b, h, row, column, x, room, ADD: gl.constexpr, FREE: gl.constexpr):
+def store_tile(desc, b, h, row, column, x, room, ADD: gl.constexpr, FREE: gl.constexpr):
     """Write a tile, or add it, by the copy engine, once it has read what left through this room before, unless it is
     FREE."""
     if not FREE:
@@ -116,7 +116,7 @@ def send(desc, b, h, row, column, x, room, ADD: gl.constexpr, FREE: gl.constexpr
     x_s = room._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
     # Not a forward's carry, which took 1% longer, nor heads of 256, for which there are no registers.
     if ADD and desc.dtype == gl.float32 and x.shape[1] <= 64:
-        swapped(room, x.shape[0], x.shape[1]).store(swap(x, x.shape[0], x.shape[1]))
+        swizzled(room, x.shape[0], x.shape[1]).store(swizzle(x, x.shape[0], x.shape[1]))
     else:
         x_s.reshape((x.shape[0], x.shape[1])).store(x.to(desc.dtype))
     fence_async_shared()
@@ -128,17 +128,17 @@ def send(desc, b, h, row, column, x, room, ADD: gl.constexpr, FREE: gl.constexpr
 
 
 @gluon.jit
-def send_off(desc, b, h, row, x, room, ADD: gl.constexpr, FREE: gl.constexpr = False, spare=None):
+def store_output(desc, b, h, row, x, room, ADD: gl.constexpr, FREE: gl.constexpr = False, spare=None):
     """Send off a finished tile through shared memory nobody uses any more; in float32 one half, then the other, which
     waits for the first unless there is a `spare` room. Until `tma.store_wait(0)` that memory is read. FREE: it is not
     being read now."""
     HALF: gl.constexpr = desc.block_type.shape[3]
     if x.shape[1] == HALF:
-        send(desc, b, h, row, 0, x, room, ADD, FREE)
+        store_tile(desc, b, h, row, 0, x, room, ADD, FREE)
     else:
-        left, right = halves(x)
-        send(desc, b, h, row, 0, left, room, ADD, FREE)
+        left, right = split_columns(x)
+        store_tile(desc, b, h, row, 0, left, room, ADD, FREE)
         if spare is None:
-            send(desc, b, h, row, HALF, right, room, ADD, False)
+            store_tile(desc, b, h, row, HALF, right, room, ADD, False)
         else:
-            send(desc, b, h, row, HALF, right, spare, ADD, True)
+            store_tile(desc, b, h, row, HALF, right, spare, ADD, True)

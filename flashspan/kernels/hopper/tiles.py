@@ -41,13 +41,13 @@ FINER = {64: 1024, 128: 2048}
 """By padded head size, how many queries must see a key, of all heads it serves, for forward to be faster with V in
 float16, which has to be made, than with a maximum that is followed."""
 
-WARPS = {"REGISTERS": 240, "FEED_REGISTERS": 24, "num_warps": 4}
+WARPS = {"REGISTERS": 240, "PRODUCER_REGISTERS": 24, "num_warps": 4}
 """Registers of a thread that multiplies, where two warpgroups do, and of one that feeds, and warps of a warpgroup."""
 
 
 def warps(warpgroups: int) -> dict[str, int]:
     """The same for kernels that let two warpgroups multiply, or three."""
-    return {**WARPS, "WGS": warpgroups, **({"REGISTERS": 160} if warpgroups == 3 else {})}
+    return {**WARPS, "CONSUMERS": warpgroups, **({"REGISTERS": 160} if warpgroups == 3 else {})}
 
 
 def forward_tile(wide: int, alike: bool, queries: int, seen: int) -> Forward:

@@ -56,7 +56,7 @@ def two_pass_launches(
     by_key = [describe(x, 1, 1, block, wide) for x in (k, v)]
     to_dq, to_dk, to_dv = (describe(x, 1, 1, 64, wide // (x.element_size() // 2)) for x in (dq, dk, dv))
     rows = len(minus_lse) // (B * H)
-    constants = {"TABLE": table, "ADD": accumulate, "HIDDEN": table or lo > 1 - T or hi < S - 1, **WARPS}
+    constants = {"TABLE": table, "ACCUMULATE": accumulate, "HAS_EDGES": table or lo > 1 - T or hi < S - 1, **WARPS}
     if wide in BACKWARD:
         by_keys = backward_launch(
             dout, q, k, v, minus_lse, minus_delta, mask, scale, None, dk, dv, accumulate, states, counter

@@ -11,212 +11,53 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashspan.kernels.hopper.masking import bounds, nth
-from flashspan.kernels.hopper.ptx import here_and_now
-from flashspan.kernels.hopper.scheduler import key_work
-from flashspan.kernels.hopper.shared_memory import clean, send_off
+from flashspan.kernels.hopper.config import (
+    BackwardSizes,
+    IntervalMask,
+    KeyPassBarriers,
+    KeyPassBuffers,
+    KeyPassTensors,
+    PassConfig,
+)
+from flashspan.kernels.hopper.masking import intervals_of, nth_block
+from flashspan.kernels.hopper.ptx import opaque
+from flashspan.kernels.hopper.scheduler import locate_keys
+from flashspan.kernels.hopper.shared_memory import clear_nonfinite, store_output
 
-
-@gluon.jit
-def _feed_queries(desc, buffers, bars, numbers, tables, C: gl.constexpr):
-    """The loader warp: K and V once, in the order they are needed, and (Q, -lse) and (dO, -delta) of each tile."""
-    desc_q, desc_do, desc_k, desc_v, desc_dk, desc_dv, desc_l, desc_d = desc
-    q_s, do_s, k_s, v_s, p_s, l_s, d_s = buffers
-    k_full, v_full, q_full, q_empty, do_full, do_empty, p_full, p_empty = bars
-    H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section = numbers
-    BM: gl.constexpr = C[0]
-    i_b, i_k, n0, first, f_lo, f_hi, end = key_work(
-        gl.program_id(0), gl.num_programs(0), numbers, tables, C[1], C[0], C[2], 1
-    )
-    mbarrier.expect(k_full, desc_k.block_type.nbytes)
-    tma.async_copy_global_to_shared(desc_k, [i_b, i_k, n0, 0], k_full, k_s.index(0))
-    n = end - first
-    for i in range(n * G):
-        i_h = i_k * G + i // n
-        m0 = nth(i % n, first, f_lo, f_hi, end) * BM
-        row = (i_b * H + i_h) * Tp + m0
-        stage = i & 1
-        phase = (i >> 1) & 1
-        mbarrier.wait(q_empty.index(stage), phase ^ 1)
-        mbarrier.expect(q_full.index(stage), desc_q.block_type.nbytes + desc_l.block_type.nbytes)
-        tma.async_copy_global_to_shared(desc_l, [row], q_full.index(stage), l_s.index(stage))
-        tma.async_copy_global_to_shared(desc_q, [i_b, i_h, m0, 0], q_full.index(stage), q_s.index(stage))
-        if i == 0:
-            mbarrier.expect(v_full, desc_v.block_type.nbytes)
-            tma.async_copy_global_to_shared(desc_v, [i_b, i_k, n0, 0], v_full, v_s.index(0))
-        mbarrier.wait(do_empty.index(stage), phase ^ 1)
-        mbarrier.expect(do_full.index(stage), desc_do.block_type.nbytes + desc_d.block_type.nbytes)
-        tma.async_copy_global_to_shared(desc_d, [row], do_full.index(stage), d_s.index(stage))
-        tma.async_copy_global_to_shared(desc_do, [i_b, i_h, m0, 0], do_full.index(stage), do_s.index(stage))
-
-
-@gluon.jit
-def _across(a_s, b_s, rows_s, stage, C: gl.constexpr):
-    """Start S^T or dP^T of a tile, accumulated onto its rows' numbers."""
-    BM: gl.constexpr = C[0]
-    BN: gl.constexpr = C[1]
-    SL: gl.constexpr = C[4]
-    BD: gl.constexpr = a_s.shape[4]
-    a = a_s.index(here_and_now(0)).reshape((BN, BD))
-    x, _ = gl.broadcast(
-        rows_s.index(stage).load(gl.SliceLayout(0, SL))[None, :], gl.zeros([BN, BM], gl.float32, layout=SL)
-    )
-    return warpgroup_mma(a, b_s.index(stage).reshape((BM, BD)).permute((1, 0)), x, is_async=True)
-
-
-@gluon.jit
-def _value_step(i, m0, masked, dv, lower, upper, buffers, bars, numbers, C: gl.constexpr):
-    """Tile i of queries, m0 its first row: P, handed on, and its part of dV."""
-    q_s, do_s, k_s, v_s, p_s, l_s, d_s = buffers
-    k_full, v_full, q_full, q_empty, do_full, do_empty, p_full, p_empty = bars
-    H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section = numbers
-    BM: gl.constexpr = C[0]
-    BN: gl.constexpr = C[1]
-    SL: gl.constexpr = C[4]
-    PL: gl.constexpr = gl.DotOperandLayout(0, C[5], 2)
-    BD: gl.constexpr = k_s.shape[4]
-    stage = i & 1
-    phase = (i >> 1) & 1
-    mbarrier.wait(q_full.index(stage), phase)
-    s = warpgroup_mma_wait(0, deps=(_across(k_s, q_s, l_s, stage, C),))
-    mbarrier.arrive(q_empty.index(stage), count=1)
-    if masked:
-        o_m = here_and_now(0) + gl.arange(0, BM, layout=gl.SliceLayout(0, SL))
-        seen = (o_m[None, :] >= (lower - m0)[:, None]) & (o_m[None, :] < (upper - m0)[:, None])
-        s = gl.where(seen, s, float("-inf"))
-    # Half of the exponentials are computed while the product of the other half is under way.
-    left, right = s.reshape((BN, 2, BM // 2)).permute((0, 2, 1)).split()
-    left = gl.exp2(left * scale)
-    pl = gl.convert_layout(left.to(k_s.dtype), PL, assert_trivial=True)
-    mbarrier.wait(do_full.index(stage), phase)
-    do = do_s.index(stage).reshape((BM, BD))
-    dva = warpgroup_mma(pl, do.slice(0, BM // 2), dv, is_async=True)
-    right = gl.exp2(right * scale)
-    pr = gl.convert_layout(right.to(k_s.dtype), PL, assert_trivial=True)
-    dva = warpgroup_mma(pr, do.slice(BM // 2, BM // 2), dva, is_async=True)
-    mbarrier.wait(p_empty, (i & 1) ^ 1)
-    p = gl.join(left, right).permute((0, 2, 1)).reshape((BN, BM))
-    p_s.store(gl.convert_layout(p, SL, assert_trivial=True))
-    mbarrier.arrive(p_full, count=1)
-    dv, pl, pr = warpgroup_mma_wait(0, deps=(dva, pl, pr))
-    mbarrier.arrive(do_empty.index(stage), count=1)
-    return dv
-
-
-@gluon.jit
-def _key_step(i, dk, buffers, bars, C: gl.constexpr):
-    """Tile i of queries: dS and its part of dK."""
-    q_s, do_s, k_s, v_s, p_s, l_s, d_s = buffers
-    k_full, v_full, q_full, q_empty, do_full, do_empty, p_full, p_empty = bars
-    BM: gl.constexpr = C[0]
-    SL: gl.constexpr = C[4]
-    PL: gl.constexpr = gl.DotOperandLayout(0, C[5], 2)
-    BD: gl.constexpr = k_s.shape[4]
-    stage = i & 1
-    phase = (i >> 1) & 1
-    mbarrier.wait(do_full.index(stage), phase)
-    dp = warpgroup_mma_wait(0, deps=(_across(v_s, do_s, d_s, stage, C),))
-    mbarrier.arrive(do_empty.index(stage), count=1)
-    mbarrier.wait(p_full, i & 1)
-    p = p_s.load(SL)
-    ds = gl.convert_layout((p * dp).to(k_s.dtype), PL, assert_trivial=True)
-    mbarrier.wait(q_full.index(stage), phase)
-    dka = warpgroup_mma(ds, q_s.index(stage).reshape((BM, BD)), dk, is_async=True)
-    mbarrier.arrive(p_empty, count=1)
-    dk, ds = warpgroup_mma_wait(0, deps=(dka, ds))
-    mbarrier.arrive(q_empty.index(stage), count=1)
-    return dk
-
-
-@gluon.jit
-def _values(desc, buffers, bars, numbers, tables, C: gl.constexpr):
-    """The warpgroup of dV."""
-    desc_q, desc_do, desc_k, desc_v, desc_dk, desc_dv, desc_l, desc_d = desc
-    q_s, do_s, k_s, v_s, p_s, l_s, d_s = buffers
-    k_full, v_full, q_full, q_empty, do_full, do_empty, p_full, p_empty = bars
-    H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section = numbers
-    first, last, s_columns = tables
-    BM: gl.constexpr = C[0]
-    BN: gl.constexpr = C[1]
-    BD: gl.constexpr = k_s.shape[4]
-    i_b, i_k, n0, t_first, f_lo, f_hi, t_end = key_work(
-        gl.program_id(0), gl.num_programs(0), numbers, tables, C[1], C[0], C[2], 4
-    )
-    n = t_end - t_first
-    edges = n - (f_hi - f_lo)
-    o_n = n0 + gl.arange(0, BN, layout=gl.SliceLayout(1, C[4]))
-    lower, upper = bounds(o_n, S, T, -hi, -lo, first + i_b * s_columns, last + i_b * s_columns, C[2])
-    dv = gl.zeros([BN, BD], gl.float32, layout=C[5])
-    mbarrier.wait(k_full, 0)
-    if C[6]:
-        clean(k_s.index(0).reshape((BN, BD)), BN, BD)
-    for g in range(G):
-        for j in range(n):
-            m0 = nth(j, t_first, f_lo, f_hi, t_end) * BM
-            dv = _value_step(g * n + j, m0, j < edges, dv, lower, upper, buffers, bars, numbers, C)
-    # Only this warpgroup reads K, and only the other V.
-    send_off(desc_dv, i_b, i_k, n0, dv, k_s.index(0), C[3])
-    tma.store_wait(0)
-
-
-@gluon.jit
-def _keys(desc, buffers, bars, numbers, tables, C: gl.constexpr):
-    """The warpgroup of dK."""
-    desc_q, desc_do, desc_k, desc_v, desc_dk, desc_dv, desc_l, desc_d = desc
-    q_s, do_s, k_s, v_s, p_s, l_s, d_s = buffers
-    k_full, v_full, q_full, q_empty, do_full, do_empty, p_full, p_empty = bars
-    H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section = numbers
-    BN: gl.constexpr = C[1]
-    BD: gl.constexpr = k_s.shape[4]
-    i_b, i_k, n0, t_first, f_lo, f_hi, t_end = key_work(
-        gl.program_id(0), gl.num_programs(0), numbers, tables, C[1], C[0], C[2], 4
-    )
-    dk = gl.zeros([BN, BD], gl.float32, layout=C[5])
-    mbarrier.wait(v_full, 0)
-    if C[6]:
-        clean(v_s.index(0).reshape((BN, BD)), BN, BD)
-    n = t_end - t_first
-    for g in range(G):
-        for j in range(n):
-            dk = _key_step(g * n + j, dk, buffers, bars, C)
-    send_off(desc_dk, i_b, i_k, n0, dk * sm_scale, v_s.index(0), C[3])
-    tma.store_wait(0)
-
-
-NUMBERS = ["s_columns", "H", "K", "G", "T", "S", "Tp", "lo", "hi", "section"]
+NUMBERS = ["s_columns", "H", "K", "G", "T", "S", "padded_T", "lo", "hi", "section"]
 
 
 @gluon.jit(do_not_specialize=NUMBERS)
 def keys_kernel(
-    desc_q, desc_do, desc_k, desc_v, desc_dk, desc_dv, desc_l, desc_d, first, last, s_columns, H, K, G, T, S, Tp, lo,
-    hi, scale, sm_scale, section, TABLE: gl.constexpr, ADD: gl.constexpr, HIDDEN: gl.constexpr,
-    REGISTERS: gl.constexpr, FEED_REGISTERS: gl.constexpr,
+    desc_q, desc_do, desc_k, desc_v, desc_dk, desc_dv, desc_lse, desc_delta, first, last, s_columns, H, K, G, T, S,
+    padded_T, lo, hi, scale, sm_scale, section, TABLE: gl.constexpr, ACCUMULATE: gl.constexpr, HAS_EDGES: gl.constexpr,
+    REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV. Tp: how far apart the heads' rows lie in lse and delta."""
-    BM: gl.constexpr = desc_q.block_type.shape[2]
-    BD: gl.constexpr = desc_q.block_type.shape[3]
-    BN: gl.constexpr = desc_k.block_type.shape[2]
-    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])  # S^T, dP^T [BN, BM]
-    KL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BD, 16])  # dK, dV [BN, BD]
-    # A thread of the second warpgroup reads what its peer in the first wrote: pairs of columns, eight rows at a time.
-    XL: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, order=[1, 0])
+    """dK and dV of a block of keys."""
+    BLOCK_Q: gl.constexpr = desc_q.block_type.shape[2]
+    BLOCK_D: gl.constexpr = desc_q.block_type.shape[3]
+    BLOCK_K: gl.constexpr = desc_k.block_type.shape[2]
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])  # S^T, dP^T [BLOCK_K, BLOCK_Q]
+    GRADIENTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])  # dK, dV [BLOCK_K, BLOCK_D]
+    # A thread of the second consumer reads what its peer in the first wrote: pairs of columns, eight rows at a time.
+    EXCHANGE: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, order=[1, 0])
     dtype: gl.constexpr = desc_q.dtype
-    q_s = gl.allocate_shared_memory(dtype, [2, 1, 1, BM, BD], desc_q.layout)
-    do_s = gl.allocate_shared_memory(dtype, [2, 1, 1, BM, BD], desc_do.layout)
-    k_s = gl.allocate_shared_memory(dtype, [1, 1, 1, BN, BD], desc_k.layout)
-    v_s = gl.allocate_shared_memory(dtype, [1, 1, 1, BN, BD], desc_v.layout)
-    p_s = gl.allocate_shared_memory(gl.float32, [BN, BM], XL)
-    l_s = gl.allocate_shared_memory(gl.float32, [2, BM], desc_l.layout)
-    d_s = gl.allocate_shared_memory(gl.float32, [2, BM], desc_d.layout)
-    ML: gl.constexpr = mbarrier.MBarrierLayout()
-    k_full = gl.allocate_shared_memory(gl.int64, [1], ML)
-    v_full = gl.allocate_shared_memory(gl.int64, [1], ML)
-    p_full = gl.allocate_shared_memory(gl.int64, [1], ML)
-    p_empty = gl.allocate_shared_memory(gl.int64, [1], ML)
-    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], ML)
-    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], ML)
-    do_full = gl.allocate_shared_memory(gl.int64, [2, 1], ML)
-    do_empty = gl.allocate_shared_memory(gl.int64, [2, 1], ML)
+    q_s = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_Q, BLOCK_D], desc_q.layout)
+    do_s = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_Q, BLOCK_D], desc_do.layout)
+    k_s = gl.allocate_shared_memory(dtype, [1, 1, 1, BLOCK_K, BLOCK_D], desc_k.layout)
+    v_s = gl.allocate_shared_memory(dtype, [1, 1, 1, BLOCK_K, BLOCK_D], desc_v.layout)
+    p_s = gl.allocate_shared_memory(gl.float32, [BLOCK_K, BLOCK_Q], EXCHANGE)
+    lse_s = gl.allocate_shared_memory(gl.float32, [2, BLOCK_Q], desc_lse.layout)
+    delta_s = gl.allocate_shared_memory(gl.float32, [2, BLOCK_Q], desc_delta.layout)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    k_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    p_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    p_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    do_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    do_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     mbarrier.init(k_full, count=1)
     mbarrier.init(v_full, count=1)
     mbarrier.init(p_full, count=1)
@@ -226,13 +67,186 @@ def keys_kernel(
         mbarrier.init(q_empty.index(i), count=2)
         mbarrier.init(do_full.index(i), count=1)
         mbarrier.init(do_empty.index(i), count=2)
-    C: gl.constexpr = (BM, BN, TABLE, ADD, SL, KL, HIDDEN)
+    config = PassConfig(BLOCK_Q, BLOCK_K, BLOCK_D, TABLE, ACCUMULATE, HAS_EDGES, SCORES, GRADIENTS)
     job = (
-        (desc_q, desc_do, desc_k, desc_v, desc_dk, desc_dv, desc_l, desc_d),
-        (q_s, do_s, k_s, v_s, p_s, l_s, d_s),
-        (k_full, v_full, q_full, q_empty, do_full, do_empty, p_full, p_empty),
-        (H, K, G, T, S, Tp, lo, hi, scale, sm_scale, section),
-        (first, last, s_columns),
-        C,
+        KeyPassTensors(desc_q, desc_do, desc_k, desc_v, desc_dk, desc_dv, desc_lse, desc_delta),
+        KeyPassBuffers(q_s, do_s, k_s, v_s, p_s, lse_s, delta_s),
+        KeyPassBarriers(k_full, v_full, q_full, q_empty, do_full, do_empty, p_full, p_empty),
+        BackwardSizes(H, K, G, T, S, padded_T, lo, hi, scale, sm_scale, section),
+        IntervalMask(first, last, s_columns),
+        config,
     )
-    gl.warp_specialize([(_values, job), (_keys, job), (_feed_queries, job)], [4, 1], [REGISTERS, FEED_REGISTERS])
+    gl.warp_specialize(
+        [(_consume_dv, job), (_consume_dk, job), (_produce, job)], [4, 1], [REGISTERS, PRODUCER_REGISTERS]
+    )
+
+
+@gluon.jit
+def _produce(tensors, buffers, barriers, sizes, mask, config):
+    """The producer warp: K and V once, in the order they are needed, and (Q, -lse) and (dO, -delta) of each tile."""
+    BLOCK_Q: gl.constexpr = config.BLOCK_Q
+    BLOCK_K: gl.constexpr = config.BLOCK_K
+    G = sizes.G
+    desc_delta, desc_do, desc_k, desc_lse, desc_q, desc_v = (
+        tensors.desc_delta,
+        tensors.desc_do,
+        tensors.desc_k,
+        tensors.desc_lse,
+        tensors.desc_q,
+        tensors.desc_v,
+    )
+    do_full, k_full, q_full, v_full = barriers.do_full, barriers.k_full, barriers.q_full, barriers.v_full
+    i_b, i_k, n0, first, first_full, end_full, end = locate_keys(
+        gl.program_id(0), gl.num_programs(0), sizes, mask, BLOCK_K, BLOCK_Q, config.TABLE, 1
+    )
+    mbarrier.expect(k_full, desc_k.block_type.nbytes)
+    tma.async_copy_global_to_shared(desc_k, [i_b, i_k, n0, 0], k_full, buffers.k_s.index(0))
+    n = end - first
+    for i in range(n * G):
+        i_h = i_k * G + i // n
+        m0 = nth_block(i % n, first, first_full, end_full, end) * BLOCK_Q
+        row = (i_b * sizes.H + i_h) * sizes.padded_T + m0
+        stage = i & 1
+        phase = (i >> 1) & 1
+        mbarrier.wait(barriers.q_empty.index(stage), phase ^ 1)
+        mbarrier.expect(q_full.index(stage), desc_q.block_type.nbytes + desc_lse.block_type.nbytes)
+        tma.async_copy_global_to_shared(desc_lse, [row], q_full.index(stage), buffers.lse_s.index(stage))
+        tma.async_copy_global_to_shared(desc_q, [i_b, i_h, m0, 0], q_full.index(stage), buffers.q_s.index(stage))
+        if i == 0:
+            mbarrier.expect(v_full, desc_v.block_type.nbytes)
+            tma.async_copy_global_to_shared(desc_v, [i_b, i_k, n0, 0], v_full, buffers.v_s.index(0))
+        mbarrier.wait(barriers.do_empty.index(stage), phase ^ 1)
+        mbarrier.expect(do_full.index(stage), desc_do.block_type.nbytes + desc_delta.block_type.nbytes)
+        tma.async_copy_global_to_shared(desc_delta, [row], do_full.index(stage), buffers.delta_s.index(stage))
+        tma.async_copy_global_to_shared(desc_do, [i_b, i_h, m0, 0], do_full.index(stage), buffers.do_s.index(stage))
+
+
+@gluon.jit
+def _start_scores(a_s, b_s, bias_s, stage, config):
+    """Start S^T or dP^T of a tile, accumulated onto its rows' numbers."""
+    BLOCK_Q: gl.constexpr = config.BLOCK_Q
+    BLOCK_K: gl.constexpr = config.BLOCK_K
+    BLOCK_D: gl.constexpr = config.BLOCK_D
+    a = a_s.index(opaque(0)).reshape((BLOCK_K, BLOCK_D))
+    x, _ = gl.broadcast(
+        bias_s.index(stage).load(gl.SliceLayout(0, config.SCORES))[None, :],
+        gl.zeros([BLOCK_K, BLOCK_Q], gl.float32, layout=config.SCORES),
+    )
+    return warpgroup_mma(a, b_s.index(stage).reshape((BLOCK_Q, BLOCK_D)).permute((1, 0)), x, is_async=True)
+
+
+@gluon.jit
+def _value_step(i, m0, masked, dv, lower, upper, buffers, barriers, sizes, config):
+    """Tile i of queries, m0 its first row: P, handed to the other consumer, and its part of dV."""
+    BLOCK_Q: gl.constexpr = config.BLOCK_Q
+    BLOCK_K: gl.constexpr = config.BLOCK_K
+    BLOCK_D: gl.constexpr = config.BLOCK_D
+    scale = sizes.scale
+    k_s = buffers.k_s
+    PL: gl.constexpr = gl.DotOperandLayout(0, config.GRADIENTS, 2)
+    stage = i & 1
+    phase = (i >> 1) & 1
+    mbarrier.wait(barriers.q_full.index(stage), phase)
+    s = warpgroup_mma_wait(0, deps=(_start_scores(k_s, buffers.q_s, buffers.lse_s, stage, config),))
+    mbarrier.arrive(barriers.q_empty.index(stage), count=1)
+    if masked:
+        o_m = opaque(0) + gl.arange(0, BLOCK_Q, layout=gl.SliceLayout(0, config.SCORES))
+        seen = (o_m[None, :] >= (lower - m0)[:, None]) & (o_m[None, :] < (upper - m0)[:, None])
+        s = gl.where(seen, s, float("-inf"))
+    # Half of the exponentials are computed while the matmul of the other half is under way.
+    left, right = s.reshape((BLOCK_K, 2, BLOCK_Q // 2)).permute((0, 2, 1)).split()
+    left = gl.exp2(left * scale)
+    pl = gl.convert_layout(left.to(k_s.dtype), PL, assert_trivial=True)
+    mbarrier.wait(barriers.do_full.index(stage), phase)
+    do = buffers.do_s.index(stage).reshape((BLOCK_Q, BLOCK_D))
+    dva = warpgroup_mma(pl, do.slice(0, BLOCK_Q // 2), dv, is_async=True)
+    right = gl.exp2(right * scale)
+    pr = gl.convert_layout(right.to(k_s.dtype), PL, assert_trivial=True)
+    dva = warpgroup_mma(pr, do.slice(BLOCK_Q // 2, BLOCK_Q // 2), dva, is_async=True)
+    mbarrier.wait(barriers.p_empty, (i & 1) ^ 1)
+    p = gl.join(left, right).permute((0, 2, 1)).reshape((BLOCK_K, BLOCK_Q))
+    buffers.p_s.store(gl.convert_layout(p, config.SCORES, assert_trivial=True))
+    mbarrier.arrive(barriers.p_full, count=1)
+    dv, pl, pr = warpgroup_mma_wait(0, deps=(dva, pl, pr))
+    mbarrier.arrive(barriers.do_empty.index(stage), count=1)
+    return dv
+
+
+@gluon.jit
+def _key_step(i, dk, buffers, barriers, config):
+    """Tile i of queries: dS and its part of dK."""
+    BLOCK_Q: gl.constexpr = config.BLOCK_Q
+    BLOCK_D: gl.constexpr = config.BLOCK_D
+    PL: gl.constexpr = gl.DotOperandLayout(0, config.GRADIENTS, 2)
+    stage = i & 1
+    phase = (i >> 1) & 1
+    mbarrier.wait(barriers.do_full.index(stage), phase)
+    dp = warpgroup_mma_wait(0, deps=(_start_scores(buffers.v_s, buffers.do_s, buffers.delta_s, stage, config),))
+    mbarrier.arrive(barriers.do_empty.index(stage), count=1)
+    mbarrier.wait(barriers.p_full, i & 1)
+    p = buffers.p_s.load(config.SCORES)
+    ds = gl.convert_layout((p * dp).to(buffers.k_s.dtype), PL, assert_trivial=True)
+    mbarrier.wait(barriers.q_full.index(stage), phase)
+    dka = warpgroup_mma(ds, buffers.q_s.index(stage).reshape((BLOCK_Q, BLOCK_D)), dk, is_async=True)
+    mbarrier.arrive(barriers.p_empty, count=1)
+    dk, ds = warpgroup_mma_wait(0, deps=(dka, ds))
+    mbarrier.arrive(barriers.q_empty.index(stage), count=1)
+    return dk
+
+
+@gluon.jit
+def _consume_dv(tensors, buffers, barriers, sizes, mask, config):
+    """The consumer that owns dV."""
+    BLOCK_Q: gl.constexpr = config.BLOCK_Q
+    BLOCK_K: gl.constexpr = config.BLOCK_K
+    BLOCK_D: gl.constexpr = config.BLOCK_D
+    k_s = buffers.k_s
+    i_b, i_k, n0, first, first_full, end_full, end = locate_keys(
+        gl.program_id(0), gl.num_programs(0), sizes, mask, BLOCK_K, BLOCK_Q, config.TABLE, 4
+    )
+    n = end - first
+    num_edges = n - (end_full - first_full)
+    o_n = n0 + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(1, config.SCORES))
+    lower, upper = intervals_of(
+        o_n,
+        sizes.S,
+        sizes.T,
+        -sizes.hi,
+        -sizes.lo,
+        mask.start + i_b * mask.stride,
+        mask.end + i_b * mask.stride,
+        config.TABLE,
+    )
+    dv = gl.zeros([BLOCK_K, BLOCK_D], gl.float32, layout=config.GRADIENTS)
+    mbarrier.wait(barriers.k_full, 0)
+    if config.HAS_EDGES:
+        clear_nonfinite(k_s.index(0).reshape((BLOCK_K, BLOCK_D)), BLOCK_K, BLOCK_D)
+    for g in range(sizes.G):
+        for j in range(n):
+            m0 = nth_block(j, first, first_full, end_full, end) * BLOCK_Q
+            dv = _value_step(g * n + j, m0, j < num_edges, dv, lower, upper, buffers, barriers, sizes, config)
+    # Only this consumer reads K, and only the other V.
+    store_output(tensors.desc_dv, i_b, i_k, n0, dv, k_s.index(0), config.ACCUMULATE)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _consume_dk(tensors, buffers, barriers, sizes, mask, config):
+    """The consumer that owns dK."""
+    BLOCK_Q: gl.constexpr = config.BLOCK_Q
+    BLOCK_K: gl.constexpr = config.BLOCK_K
+    BLOCK_D: gl.constexpr = config.BLOCK_D
+    v_s = buffers.v_s
+    i_b, i_k, n0, first, first_full, end_full, end = locate_keys(
+        gl.program_id(0), gl.num_programs(0), sizes, mask, BLOCK_K, BLOCK_Q, config.TABLE, 4
+    )
+    dk = gl.zeros([BLOCK_K, BLOCK_D], gl.float32, layout=config.GRADIENTS)
+    mbarrier.wait(barriers.v_full, 0)
+    if config.HAS_EDGES:
+        clear_nonfinite(v_s.index(0).reshape((BLOCK_K, BLOCK_D)), BLOCK_K, BLOCK_D)
+    n = end - first
+    for g in range(sizes.G):
+        for j in range(n):
+            dk = _key_step(g * n + j, dk, buffers, barriers, config)
+    store_output(tensors.desc_dk, i_b, i_k, n0, dk * sizes.sm_scale, v_s.index(0), config.ACCUMULATE)
+    tma.store_wait(0)

@@ -1,0 +1,341 @@
+"""What the kernels for Hopper hand to their partitions, as named values: constants, sizes, buffers, barriers, masks.
+
+A partition is what some of a program's warps do: a producer warp loads, consumer warpgroups of four warps multiply.
+Fields in capitals are known at compile time. A name that ends in _s is shared memory, desc_ a descriptor of the copy
+engine (TMA). Letters of sizes: H query heads, K key heads, G = H / K, T queries, S keys.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+from flashspan.kernels.hopper.gluon_compat import aggregate
+
+Shared: TypeAlias = gl.shared_memory_descriptor
+Descriptor: TypeAlias = tma.tensor_descriptor
+Number: TypeAlias = gl.tensor | gl.constexpr
+"""A number of the launch, or a constant in its place."""
+
+
+@aggregate
+class IntervalMask:
+    """Each index of one axis sees an interval of the other: by `lo` and `hi` of the sizes or, where the constant TABLE
+    is set, from two tables with a row for each sequence."""
+
+    start: gl.tensor  # first index seen [B, stride]
+    end: gl.tensor  # index after the last one seen
+    stride: Number  # from one sequence's row to the next; 0 where all share one
+
+
+@aggregate
+class BlockMask:
+    """A block map (`Blocks`) in blocks of 128 x 128: for each line of 128 indices a list of blocks."""
+
+    desc_words: Descriptor  # bits of partial blocks
+    words_s: Shared  # of each stage, 64 lines of 128 bits for each of two warpgroups
+    spans: gl.tensor  # of each line: where its list begins, where its partial blocks begin, where it ends
+    index: gl.tensor  # the listed blocks
+    numbers: gl.tensor  # of each listed block, which of the bits are its own
+    order: gl.tensor  # lines, longest first
+    stride_batch: Number
+    stride_head: Number
+    num_lines: gl.tensor
+    num_long: gl.tensor  # lines much longer than the mean, which come before all others
+
+
+@aggregate
+class ForwardConfig:
+    """Constants of a forward kernel."""
+
+    BLOCK_Q: gl.constexpr  # queries of a consumer in a tile: 64
+    BLOCK_K: gl.constexpr  # keys of a block
+    BLOCK_D: gl.constexpr  # head size as the kernel holds it: 64, 128 or 256
+    HEAD_DIM: gl.constexpr  # head size of the caller, at most BLOCK_D
+    CONSUMERS: gl.constexpr  # consumer warpgroups: 2, or 3 for heads of 64 and long bands
+    STAGES: gl.constexpr  # pairs (K of block i, V of block i - 1) in flight
+    Q_STAGES: gl.constexpr  # tiles of Q in flight: 2, or 1 where there is no room (heads of 256)
+    HIDDEN_SIDES: gl.constexpr  # keys the mask hides: 0 none, 1 those behind a row's interval, 2 those before it too
+    TABLE: gl.constexpr  # intervals come from tables, which only the producer looks through; else lo and hi
+    BLOCK_MAP: gl.constexpr  # the mask is a BlockMask, not an IntervalMask
+    CARRY: gl.constexpr  # out and lse continue a carry
+    CARRY_LAST: gl.constexpr  # the carry joins at a tile's end, by the copy engine: where output_s has room for it
+    OUTPUT_BUFFER: gl.constexpr  # half of a float32 output has a buffer of its own: heads up to 128, no block map
+    FLOAT16_VALUES: gl.constexpr  # V was converted from bfloat16 to float16: see softmax.py
+    TRACK_MAXIMUM: gl.constexpr  # the maximum of every block is followed: see softmax.py
+    FREE_K_FIRST: gl.constexpr  # K's stage is handed back before V's: where consumers wait for blocks
+    UNIT_SCALE: gl.constexpr  # scores are exponents of 2 as they are: the scale in base 2 is 1 (heads of 64)
+    SCORES: gl.constexpr  # layout of S and P [BLOCK_Q, BLOCK_K] in registers
+    OUTPUT: gl.constexpr  # layout of the output's accumulator [BLOCK_Q, BLOCK_D] in registers
+
+
+@aggregate
+class ForwardSizes:
+    """Numbers of a forward launch."""
+
+    H: gl.tensor
+    G: gl.tensor
+    T: gl.tensor
+    S: gl.tensor
+    lo: Number  # query i sees keys i + lo to i + hi, unless the mask is a table or a block map
+    hi: Number
+    scale: gl.tensor  # of scores, for exponents of 2
+    num_heads: gl.tensor  # of all sequences: B H
+    num_blocks: gl.tensor  # tiles of a head
+    section: gl.tensor  # heads computed at a time: their K and V fit into the L2 cache together
+    num_tiles: gl.tensor
+    counter: gl.tensor  # pointer: how many tiles were taken, how many programs have ended
+
+
+@aggregate
+class ForwardTensors:
+    """Descriptors."""
+
+    desc_q: Descriptor
+    desc_k: Descriptor
+    desc_v: Descriptor
+    desc_out: Descriptor
+
+
+@aggregate
+class ForwardBuffers:
+    """Shared memory. Stages come first in each shape."""
+
+    q_s: Shared  # [Q_STAGES * CONSUMERS, 1, 1, BLOCK_Q, BLOCK_D]
+    k_s: Shared  # [STAGES, 1, 1, BLOCK_K, BLOCK_D]
+    v_s: Shared
+    output_s: Shared  # [CONSUMERS, ...] half of a float32 output, if OUTPUT_BUFFER
+    ones_s: Shared  # operand of row_bias.py, if UNIT_SCALE
+
+
+@aggregate
+class ForwardBarriers:
+    """Barriers, and the numbers that the producer publishes under q_full."""
+
+    q_full: Shared  # of each Q stage
+    q_empty: Shared
+    full: Shared  # of each stage
+    empty: Shared  # of each stage; if FREE_K_FIRST of K's stages, behind them, too
+    tile_s: Shared  # of the last four tiles, the number
+    work_s: Shared  # and four numbers that say what it is
+    q_read: Shared  # Q was read for the last time, if CARRY_LAST
+    carry_full: Shared  # of each half of a carry, if CARRY_LAST
+
+
+@aggregate
+class ForwardOutputs:
+    """Pointers, and strides of out in units of 8 elements: the compiler then knows that 8 divides them."""
+
+    out: gl.tensor
+    lse: gl.tensor
+    invalid: gl.tensor  # a mark for each 64 rows: 0, or the portable kernel computes them again
+    stride_b: Number
+    stride_h: Number
+    stride_t: Number
+
+
+@aggregate
+class BackwardConfig:
+    """Constants of the backward kernel in one pass."""
+
+    BLOCK_Q: gl.constexpr  # queries of a block
+    BLOCK_K: gl.constexpr  # keys of a consumer in a tile: 64
+    BLOCK_D: gl.constexpr  # head size as the kernel holds it: 64 or 128
+    CONSUMERS: gl.constexpr  # consumer warpgroups: 2, or 3 for heads of 64 and a band
+    STAGES: gl.constexpr  # blocks of Q and dO in flight
+    TABLE: gl.constexpr  # intervals come from tables, which only the producer looks through; else lo and hi
+    BLOCK_MAP: gl.constexpr  # the mask is a BlockMask, not an IntervalMask
+    HAS_EDGES: gl.constexpr  # some blocks have scores to hide: of the mask, or of keys past the last
+    WITH_DQ: gl.constexpr  # dQ is made in the same pass; else gradients repeat: see two_pass.py
+    ACCUMULATE: gl.constexpr  # the gradients are added into the caller's float32
+    FIRST_STORES: gl.constexpr  # sums of dQ are not cleared: the first to arrive stores (where few keys are seen)
+    SPLIT_TILES: gl.constexpr  # tiles after the last full round are split by queries: of equal length, and ACCUMULATE
+    FIRST_STEP_APART: gl.constexpr  # a tile's first step, without dQ of a block before, is code of its own
+    DV_BUFFER: gl.constexpr  # dV has a buffer of its own to leave through: where there is room
+    WHOLE_DQ_STAGES: gl.constexpr  # 0: two consumers make half of each dQ; else whole ones by turns, so many in flight
+    UNIT_SCALE: gl.constexpr  # the scale in base 2 is 1: scores are not multiplied (heads of 64)
+    SCORES: gl.constexpr  # layout of S^T and dP^T [BLOCK_K, BLOCK_Q] in registers
+    GRADIENTS: gl.constexpr  # layout of dK and dV [BLOCK_K, BLOCK_D]
+    HALF_DQ: gl.constexpr  # layout of half of a dQ [64, 64]
+
+
+@aggregate
+class BackwardSizes:
+    """Numbers of a backward launch."""
+
+    H: gl.tensor
+    K: gl.tensor
+    G: gl.tensor
+    T: gl.tensor
+    S: gl.tensor
+    padded_T: gl.tensor  # rows of a head in lse and delta
+    lo: Number  # query i sees keys i + lo to i + hi, unless the mask is a table or a block map
+    hi: Number
+    scale: gl.tensor  # of scores, for exponents of 2
+    sm_scale: gl.tensor  # of scores, for exponents of e: of dQ and dK
+    section: gl.tensor  # key heads computed at a time
+
+
+@aggregate
+class BackwardTensors:
+    """Descriptors. lse and delta are negative, and float32 or three bfloat16 parts (row_bias.py)."""
+
+    desc_q: Descriptor
+    desc_do: Descriptor
+    desc_k: Descriptor
+    desc_v: Descriptor
+    desc_dq: Descriptor
+    desc_dk: Descriptor
+    desc_dv: Descriptor
+    desc_lse: Descriptor
+    desc_delta: Descriptor
+
+
+@aggregate
+class BackwardBuffers:
+    """Shared memory. Stages come first in each shape."""
+
+    q_s: Shared  # [STAGES, 1, 1, BLOCK_Q, BLOCK_D]
+    do_s: Shared
+    kv_s: gl.tuple  # of each consumer, K and V [2, 1, 1, BLOCK_K, BLOCK_D]
+    ds_s: gl.tuple  # of each consumer, dS^T [2 or 4, BLOCK_K, BLOCK_Q]
+    dq_s: Shared  # [1 or WHOLE_DQ_STAGES, ...] on its way to the adding warp
+    lse_s: Shared
+    delta_s: Shared
+    dv_s: Shared  # [2, BLOCK_K, BLOCK_D] if DV_BUFFER
+    ones_s: Shared  # operand of row_bias.py, if there are three consumers
+
+
+@aggregate
+class BackwardBarriers:
+    kv_full: Shared
+    kv_empty: Shared
+    full: Shared  # of each stage of Q, dO, lse and delta
+    empty: Shared  # of each stage; of a block map, dO's stages, which are handed back before Q's, behind them
+    ds_full: Shared  # of each stage of dS
+    ds_empty: Shared  # with three consumers
+    dq_full: Shared  # of each stage of dQ
+    dq_empty: Shared
+
+
+@aggregate
+class BackwardSchedule:
+    """What deals out tiles."""
+
+    num_tiles: gl.tensor
+    num_whole: Number  # if SPLIT_TILES, tiles from this one on are parts
+    num_parts: Number  # of a tile that is split
+    counter: gl.tensor  # pointer: how many tiles were taken, how many programs have ended
+    dq_states: gl.tensor  # pointer, if FIRST_STORES: of each block of dQ 0, 1 while the first stores, then 2
+    work_s: Shared  # of the last four tiles, the number and seven that say what it is
+    work_full: Shared  # barriers of these
+
+
+@aggregate
+class PassConfig:
+    """Constants of a pass of the backward in two passes (two_pass.py)."""
+
+    BLOCK_Q: gl.constexpr  # queries of a tile, or of a consumer: 64
+    BLOCK_K: gl.constexpr  # keys of a tile: 64 with heads of 256, else 128
+    BLOCK_D: gl.constexpr  # head size as the kernel holds it
+    TABLE: gl.constexpr  # intervals come from tables, else from lo and hi
+    ACCUMULATE: gl.constexpr  # the gradients are added into the caller's float32
+    HAS_EDGES: gl.constexpr  # some scores are hidden
+    SCORES: gl.constexpr  # layout of S and dP, or S^T and dP^T, in registers
+    GRADIENTS: gl.constexpr  # layout of dQ, or dK and dV
+
+
+@aggregate
+class KeyPassTensors:
+    """Descriptors. lse and delta are negative."""
+
+    desc_q: Descriptor
+    desc_do: Descriptor
+    desc_k: Descriptor
+    desc_v: Descriptor
+    desc_dk: Descriptor
+    desc_dv: Descriptor
+    desc_lse: Descriptor
+    desc_delta: Descriptor
+
+
+@aggregate
+class KeyPassBuffers:
+    """Shared memory. Stages come first in each shape."""
+
+    q_s: Shared  # [2, 1, 1, BLOCK_Q, BLOCK_D]
+    do_s: Shared
+    k_s: Shared  # [1, 1, 1, BLOCK_K, BLOCK_D]
+    v_s: Shared
+    p_s: Shared  # [BLOCK_K, BLOCK_Q] float32, from one consumer to the other
+    lse_s: Shared  # [2, BLOCK_Q]
+    delta_s: Shared
+
+
+@aggregate
+class KeyPassBarriers:
+    k_full: Shared
+    v_full: Shared
+    q_full: Shared  # of each stage, with lse
+    q_empty: Shared
+    do_full: Shared  # of each stage, with delta
+    do_empty: Shared
+    p_full: Shared
+    p_empty: Shared
+
+
+@aggregate
+class QueryPassTensors:
+    """Descriptors."""
+
+    desc_q: Descriptor
+    desc_do: Descriptor
+    desc_k: Descriptor
+    desc_v: Descriptor
+    desc_dq: Descriptor
+
+
+@aggregate
+class QueryPassBuffers:
+    """Shared memory. Stages or consumers come first in each shape."""
+
+    q_s: Shared  # [2, 1, 1, BLOCK_Q, BLOCK_D]
+    do_s: Shared
+    k_s: Shared  # [2, 1, 1, BLOCK_K, BLOCK_D]
+    v_s: Shared  # [1 or 2, ...]
+
+
+@aggregate
+class QueryPassBarriers:
+    q_full: Shared
+    do_full: Shared
+    k_full: Shared  # of each stage
+    k_empty: Shared
+    v_full: Shared
+    v_empty: Shared
+
+
+@aggregate
+class QueryPassSizes:
+    """Those of BackwardSizes, without K."""
+
+    H: gl.tensor
+    G: gl.tensor
+    T: gl.tensor
+    S: gl.tensor
+    padded_T: gl.tensor
+    lo: Number
+    hi: Number
+    scale: gl.tensor
+    sm_scale: gl.tensor
+    section: gl.tensor
+
+
+@aggregate
+class QueryPassRows:
+    """Pointers to -lse and -delta."""
+
+    minus_lse: gl.tensor
+    minus_delta: gl.tensor
