@@ -1,15 +1,12 @@
-"""Matrix products for Hopper with what follows them in a layer done on their way out.
+"""Matmuls for Hopper with an epilogue: what gated.py, residual.py and projection.py share.
 
-By itself each such thing (SwiGLU, rotations, a residual's sum) reads and writes whole tensors and computes next to
-nothing. Here it is done on what a product holds in its registers; what more it reads and writes goes by while the
-tensor cores are busy. The products themselves are as fast as cuBLAS's, whose every bit they have: at the power limit
-multiplying is what costs.
+By itself each of these epilogues (SwiGLU, rotations, a residual's sum) reads and writes whole tensors and computes next
+to nothing. Here it works on the accumulator in registers; what more it reads and writes goes by while the tensor cores
+are busy. The matmuls themselves are as fast as cuBLAS and equal to it bit for bit.
 
-A program takes tile after tile, 128 rows by 256 columns. One warp feeds operands through the copy engine, 64 deep at a
-time, two warpgroups multiply 64 rows each, whose part leaves in pieces of 64 columns. Rows and columns past the
-end read as zero and are not written.
-
-This is what such kernels share; what they make of a tile is in gated.py, residual.py and projection.py.
+A program computes tile after tile, 128 rows by 256 columns. A producer warp loads operands through the copy engine, 64
+deep at a time, two consumer warpgroups multiply 64 rows each and write them in pieces of 64 columns. Rows and columns
+past the end read as zero and are not written.
 """
 
 from __future__ import annotations
@@ -28,19 +25,47 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashspan.kernels.hopper.gluon_compat import barrier
+from flashspan.kernels.hopper.config import Shared
+from flashspan.kernels.hopper.gluon_compat import aggregate, barrier
 from flashspan.kernels.hopper.shared_memory import split_columns
 from flashspan.kernels.hopper.tensors import multiprocessors
 from flashspan.kernels.portable.arguments import Launch
 
 ROWS, COLUMNS, DEPTH, PIECE = 128, 256, 64, 64
-"""A tile, how much of its operands' depth is in one place of shared memory, and columns that leave together."""
+"""A tile, the depth of a stage of its operands, and columns that are written together."""
 GROUP = 16
-"""Tiles below one another that are under way together, so that what they read of the weights is read once."""
+"""Tiles below one another that are computed at a time, so that what they read of the weights is read once."""
+
+
+@aggregate
+class MatmulOperands:
+    """Shared memory of the operands: [STAGES, rows, depth] of A, and of B the same if TRANSPOSED, else
+    [STAGES, depth, columns]."""
+
+    a_s: Shared
+    b_s: Shared
+
+
+@aggregate
+class MatmulBarriers:
+    """Of each stage."""
+
+    full: Shared
+    empty: Shared
+
+
+@aggregate
+class MatmulSizes:
+    """Tiles of a launch, and steps of DEPTH."""
+
+    num_rows: gl.tensor
+    num_columns: gl.tensor
+    num_steps: gl.tensor
+    GROUP: gl.constexpr
 
 
 @gluon.jit
-def locate(tile, num_rows, num_columns, GROUP: gl.constexpr):
+def locate_tile(tile, num_rows, num_columns, GROUP: gl.constexpr):
     """The row and the column of a tile: all columns of GROUP rows, then the next rows."""
     first = tile // (GROUP * num_columns) * GROUP
     size = gl.minimum(num_rows - first, GROUP)
@@ -49,38 +74,56 @@ def locate(tile, num_rows, num_columns, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def place_of(step, STAGES: gl.constexpr):
-    """Which place the step's operands are in, of any number of them, and the parity its barrier has when they are
-    there."""
+def _stage_and_phase(step, STAGES: gl.constexpr):
+    """A step's stage, of any number of them, and the phase of its barriers."""
     return step % STAGES, (step // STAGES) & 1
 
 
 @gluon.jit
-def free_place(step, full, empty, STAGES: gl.constexpr, BYTES: gl.constexpr):
-    """Wait for the step's place, and say how much will come: the place and the barrier to tell."""
-    stage, phase = place_of(step, STAGES)
-    mbarrier.wait(empty.index(stage), phase ^ 1)
-    bar = full.index(stage)
+def free_stage(step, operands, barriers, BYTES: gl.constexpr):
+    """Wait until a step's stage is free and announce its bytes. Returns the stage and the barrier they arrive at."""
+    stage, phase = _stage_and_phase(step, operands.a_s.shape[0])
+    mbarrier.wait(barriers.empty.index(stage), phase ^ 1)
+    bar = barriers.full.index(stage)
     mbarrier.expect(bar, BYTES)
     return stage, bar
 
 
 @gluon.jit
-def multiply(WG: gl.constexpr, a_s, b_s, full, empty, step, num_steps, TURNED: gl.constexpr):
-    """The 64 rows of a tile that this warpgroup has, [64, 256] float32, over `num_steps` places. B comes as
-    [256, DEPTH] if TURNED, else as [DEPTH, 256]."""
+def load_steps(
+    desc_a, desc_b, num_steps, i_row, i_column, step, operands, barriers, TRANSPOSED: gl.constexpr
+):  # fmt: skip
+    """The producer's part of a tile: A and B of `num_steps` steps, from `step` on. Returns the next step."""
+    a_s, b_s = operands.a_s, operands.b_s
+    BM: gl.constexpr = a_s.shape[1]
+    BK: gl.constexpr = a_s.shape[2]
+    BN: gl.constexpr = b_s.shape[1] if TRANSPOSED else b_s.shape[2]
+    for i in range(num_steps):
+        stage, bar = free_stage(step + i, operands, barriers, (BM + BN) * BK * 2)
+        tma.async_copy_global_to_shared(desc_a, [i_row * BM, i * BK], bar, a_s.index(stage))
+        if TRANSPOSED:
+            tma.async_copy_global_to_shared(desc_b, [i_column * BN, i * BK], bar, b_s.index(stage))
+        else:
+            tma.async_copy_global_to_shared(desc_b, [i * BK, i_column * BN], bar, b_s.index(stage))
+    return step + num_steps
+
+
+@gluon.jit
+def multiply(WG: gl.constexpr, operands, barriers, step, num_steps, TRANSPOSED: gl.constexpr):
+    """The main loop of a consumer: its 64 rows of a tile, [64, 256] float32, over `num_steps` stages from `step` on."""
+    a_s, b_s, full, empty = operands.a_s, operands.b_s, barriers.full, barriers.empty
     STAGES: gl.constexpr = a_s.shape[0]
     BM: gl.constexpr = a_s.shape[1] // 2
-    BN: gl.constexpr = b_s.shape[1] if TURNED else b_s.shape[2]
+    BN: gl.constexpr = b_s.shape[1] if TRANSPOSED else b_s.shape[2]
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     acc = gl.zeros([BM, BN], gl.float32, layout=L)
     before = 0
     for i in range(num_steps):
-        stage, phase = place_of(step + i, STAGES)
+        stage, phase = _stage_and_phase(step + i, STAGES)
         mbarrier.wait(full.index(stage), phase)
         a = a_s.index(stage).slice(WG * BM, BM, dim=0)
         b = b_s.index(stage)
-        if TURNED:
+        if TRANSPOSED:
             b = b.permute((1, 0))
         acc = warpgroup_mma(a, b, acc, use_acc=i > 0, is_async=True)
         acc = warpgroup_mma_wait(1, deps=(acc,))
@@ -92,8 +135,8 @@ def multiply(WG: gl.constexpr, a_s, b_s, full, empty, step, num_steps, TURNED: g
 
 
 @gluon.jit
-def quarters(x):
-    """x, in the registers of a product, as four parts of a quarter of its columns each."""
+def split_quarters(x):
+    """An accumulator as four parts of a quarter of its columns each."""
     left, right = split_columns(x)
     a, b = split_columns(left)
     c, d = split_columns(right)
@@ -101,29 +144,29 @@ def quarters(x):
 
 
 @gluon.jit
-def leave(desc, row, column, x, room, BUSY: gl.constexpr):
-    """Send a piece off through a room, once no more than BUSY of those sent before are still being read."""
+def store_piece(desc, row, column, x, piece_s, BUSY: gl.constexpr):
+    """Write a piece by the copy engine through a buffer, once it is still reading at most BUSY of those before."""
     tma.store_wait(BUSY)
     barrier()
-    room.store(x.to(desc.dtype))
+    piece_s.store(x.to(desc.dtype))
     fence_async_shared()
     barrier()
-    tma.async_copy_shared_to_global(desc, [row, column], room)
+    tma.async_copy_shared_to_global(desc, [row, column], piece_s)
 
 
 @gluon.jit
-def barriers(STAGES: gl.constexpr):
-    """Of places for operands: that they are full, and that both warpgroups have read them."""
+def allocate_barriers(STAGES: gl.constexpr):
+    """The barriers of so many stages, initialised."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
-    return full, empty
+    return MatmulBarriers(full, empty)
 
 
-def ready(*tensors: Tensor) -> list[Tensor]:
-    """Matrices of one dtype of 16 bits as the copy engine can read them: rows of whole 16 bytes, each in order."""
+def readable(*tensors: Tensor) -> list[Tensor]:
+    """Matrices of one 16-bit dtype as the copy engine can read them: contiguous, beginning on 16 bytes."""
     assert {x.dtype for x in tensors} in ({torch.bfloat16}, {torch.float16}), [x.dtype for x in tensors]
     dense = [x.contiguous() for x in tensors]
     return [x if x.data_ptr() % 16 == 0 else x.clone() for x in dense]
@@ -132,8 +175,10 @@ def ready(*tensors: Tensor) -> list[Tensor]:
 NUMBERS = ["num_rows", "num_columns", "num_steps"]
 
 
-def launch(kernel: Any, tensors: tuple[Any, ...], like: Tensor, tiles: tuple[int, int], **constants: Any) -> Launch:
-    """A launch of programs that stay, over so many rows and columns of tiles."""
+def matmul_launch(
+    kernel: Any, tensors: tuple[Any, ...], like: Tensor, tiles: tuple[int, int], **constants: Any
+) -> Launch:
+    """A launch of persistent programs over so many rows and columns of tiles."""
     grid = (min(multiprocessors(like.device), tiles[0] * tiles[1]),)
     shape = {"GROUP": GROUP, "REGISTERS": 232, "PRODUCER_REGISTERS": 40, "num_warps": 4}
     return Launch(kernel, grid, tensors, {**shape, **constants})

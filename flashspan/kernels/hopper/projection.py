@@ -1,7 +1,7 @@
 """q, k and v of a layer in one product, for Hopper, q and k with their rotary positions, q times a unit.
 
-A tile is of one of the three. Whoever holds a head's columns d and d + D / 2 holds both in one thread: a rotation takes
-two loads for each pair of them, of angles that all heads of a token share, and no memory for anything between.
+A tile belongs to one of the three. One thread holds a head's columns d and d + D / 2: a rotation takes two loads for
+each pair of them, of angles that all heads of a token share, and no memory in between.
 """
 
 from __future__ import annotations
@@ -12,27 +12,94 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from flashspan.kernels.hopper.config import Descriptor, Shared
+from flashspan.kernels.hopper.gluon_compat import aggregate
 from flashspan.kernels.hopper.matmul import (
     COLUMNS,
     DEPTH,
     PIECE,
     ROWS,
-    barriers,
-    free_place,
-    launch,
-    leave,
-    locate,
+    allocate_barriers,
+    free_stage,
+    locate_tile,
+    matmul_launch,
     multiply,
-    quarters,
-    ready,
+    readable,
+    split_quarters,
+    store_piece,
 )
 from flashspan.kernels.hopper.shared_memory import split_columns
 from flashspan.kernels.hopper.tensors import describe
 from flashspan.kernels.portable.arguments import Launch, on
 
 
+@aggregate
+class ProjectionTensors:
+    """Descriptors: x, the three weights, and what is written."""
+
+    desc_x: Descriptor
+    desc_wq: Descriptor
+    desc_wk: Descriptor
+    desc_wv: Descriptor
+    desc_q: Descriptor
+    desc_k: Descriptor
+    desc_v: Descriptor
+
+
+@aggregate
+class ProjectionBuffers:
+    """Shared memory: stages of the operands, and pieces on their way out, two for each consumer."""
+
+    a_s: Shared
+    b_s: Shared
+    pieces_s: Shared
+
+
+@aggregate
+class ProjectionSizes:
+    """Tiles of a launch, steps of DEPTH, and constants."""
+
+    num_rows: gl.tensor
+    q_columns: gl.tensor
+    k_columns: gl.tensor
+    num_steps: gl.tensor
+    GROUP: gl.constexpr
+    HEAD_DIM: gl.constexpr
+
+
+@aggregate
+class Angles:
+    cos: gl.tensor  # pointers [period, HEAD_DIM / 2]
+    sin: gl.tensor
+    period: gl.tensor  # rows after which they repeat
+    unit: gl.tensor  # factor of q
+
+
+@gluon.jit(do_not_specialize=["period", "num_rows", "q_columns", "k_columns", "num_steps"])
+def projection_product_kernel(
+    desc_x, desc_wq, desc_wk, desc_wv, desc_q, desc_k, desc_v, cos, sin, unit, period, num_rows, q_columns, k_columns,
+    num_steps, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """q, k and v of x, q and k rotated, q times a unit."""
+    BM: gl.constexpr = desc_x.block_type.shape[0]
+    BK: gl.constexpr = desc_x.block_type.shape[1]
+    BN: gl.constexpr = desc_wq.block_type.shape[0]
+    a_s = gl.allocate_shared_memory(desc_x.dtype, [STAGES, BM, BK], desc_x.layout)
+    b_s = gl.allocate_shared_memory(desc_x.dtype, [STAGES, BN, BK], desc_wq.layout)
+    pieces_s = gl.allocate_shared_memory(desc_q.dtype, [4, BM // 2, desc_q.block_type.shape[1]], desc_q.layout)
+    job = (
+        ProjectionTensors(desc_x, desc_wq, desc_wk, desc_wv, desc_q, desc_k, desc_v),
+        ProjectionBuffers(a_s, b_s, pieces_s),
+        allocate_barriers(STAGES),
+        ProjectionSizes(num_rows, q_columns, k_columns, num_steps, GROUP, HEAD_DIM),
+        Angles(cos, sin, period, unit),
+    )
+    gl.warp_specialize([(_consumer0, job), (_consumer1, job), (_produce, job)], [4, 1], [REGISTERS, PRODUCER_REGISTERS])
+
+
 @gluon.jit
-def _turn(left, right, cos, sin):
+def _rotate(left, right, cos, sin):
     return left * cos - right * sin, right * cos + left * sin
 
 
@@ -44,7 +111,7 @@ def _together(left, right, like):
 
 
 @gluon.jit
-def _angles(p, row, period, like):
+def _load_angles(p, row, period, like):
     """cos or sin, [period, D / 2], of rows from this one on, in the registers of a product."""
     L: gl.constexpr = like.type.layout
     o_m = row + gl.arange(0, like.shape[0], layout=gl.SliceLayout(1, L))
@@ -53,124 +120,99 @@ def _angles(p, row, period, like):
 
 
 @gluon.jit
-def _rotated(acc, row, angles, unit, HEAD: gl.constexpr):
+def _rotated(acc, row, angles, unit, HEAD_DIM: gl.constexpr):
     """All heads of a tile rotated, times a unit, as four pieces."""
-    p_cos, p_sin, period = angles
-    a, b, c, d = quarters(acc)
-    if HEAD == 64:
+    p_cos, p_sin, period = angles.cos, angles.sin, angles.period
+    a, b, c, d = split_quarters(acc)
+    if HEAD_DIM == 64:
         a0, a1 = split_columns(a)
-        cos = _angles(p_cos, row, period, a0) * unit
-        sin = _angles(p_sin, row, period, a0) * unit
+        cos = _load_angles(p_cos, row, period, a0) * unit
+        sin = _load_angles(p_sin, row, period, a0) * unit
         b0, b1 = split_columns(b)
         c0, c1 = split_columns(c)
         d0, d1 = split_columns(d)
-        a0, a1 = _turn(a0, a1, cos, sin)
-        b0, b1 = _turn(b0, b1, cos, sin)
-        c0, c1 = _turn(c0, c1, cos, sin)
-        d0, d1 = _turn(d0, d1, cos, sin)
+        a0, a1 = _rotate(a0, a1, cos, sin)
+        b0, b1 = _rotate(b0, b1, cos, sin)
+        c0, c1 = _rotate(c0, c1, cos, sin)
+        d0, d1 = _rotate(d0, d1, cos, sin)
         a = _together(a0, a1, a)
         b = _together(b0, b1, b)
         c = _together(c0, c1, c)
         d = _together(d0, d1, d)
     else:
-        cos = _angles(p_cos, row, period, a) * unit
-        sin = _angles(p_sin, row, period, a) * unit
-        a, b = _turn(a, b, cos, sin)
-        c, d = _turn(c, d, cos, sin)
+        cos = _load_angles(p_cos, row, period, a) * unit
+        sin = _load_angles(p_sin, row, period, a) * unit
+        a, b = _rotate(a, b, cos, sin)
+        c, d = _rotate(c, d, cos, sin)
     return a, b, c, d
 
 
 @gluon.jit
-def _send(desc, row, column, pieces, rooms, WG: gl.constexpr):
+def _store(desc, row, column, pieces, pieces_s, WG: gl.constexpr):
     for i in gl.static_range(4):
-        leave(desc, row, column + i * rooms.shape[2], pieces[i], rooms.index(WG * 2 + i % 2), 1)
+        store_piece(desc, row, column + i * pieces_s.shape[2], pieces[i], pieces_s.index(WG * 2 + i % 2), 1)
 
 
 @gluon.jit
-def _project(WG: gl.constexpr, operands, outs, memory, bars, numbers, angles, C: gl.constexpr):
-    """A warpgroup's part of each tile."""
-    desc_q, desc_k, desc_v = outs
-    a_s, b_s, rooms = memory
-    full, empty = bars
-    num_rows, q_columns, k_columns, num_steps = numbers
-    BM: gl.constexpr = a_s.shape[1] // 2
-    BN: gl.constexpr = b_s.shape[1]
+def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, angles):
+    """A consumer's part of each tile."""
+    q_columns, k_columns = sizes.q_columns, sizes.k_columns
+    BM: gl.constexpr = buffers.a_s.shape[1] // 2
+    BN: gl.constexpr = buffers.b_s.shape[1]
     num_columns = q_columns + 2 * k_columns
     step = 0
-    for tile in range(gl.program_id(0), num_rows * num_columns, gl.num_programs(0)):
-        i_row, i_column = locate(tile, num_rows, num_columns, C[0])
+    for tile in range(gl.program_id(0), sizes.num_rows * num_columns, gl.num_programs(0)):
+        i_row, i_column = locate_tile(tile, sizes.num_rows, num_columns, sizes.GROUP)
         row = i_row * (2 * BM) + WG * BM
-        acc = multiply(WG, a_s, b_s, full, empty, step, num_steps, True)
-        step += num_steps
+        acc = multiply(WG, buffers, barriers, step, sizes.num_steps, True)
+        step += sizes.num_steps
         if i_column < q_columns + k_columns:
-            p_cos, p_sin, period, unit = angles
-            unit = gl.where(i_column < q_columns, unit, 1.0)
-            pieces = _rotated(acc, row, (p_cos, p_sin, period), unit, C[1])
+            unit = gl.where(i_column < q_columns, angles.unit, 1.0)
+            pieces = _rotated(acc, row, angles, unit, sizes.HEAD_DIM)
             if i_column < q_columns:
-                _send(desc_q, row, i_column * BN, pieces, rooms, WG)
+                _store(tensors.desc_q, row, i_column * BN, pieces, buffers.pieces_s, WG)
             else:
-                _send(desc_k, row, (i_column - q_columns) * BN, pieces, rooms, WG)
+                _store(tensors.desc_k, row, (i_column - q_columns) * BN, pieces, buffers.pieces_s, WG)
         else:
-            _send(desc_v, row, (i_column - q_columns - k_columns) * BN, quarters(acc), rooms, WG)
+            column = (i_column - q_columns - k_columns) * BN
+            _store(tensors.desc_v, row, column, split_quarters(acc), buffers.pieces_s, WG)
     tma.store_wait(0)
 
 
 @gluon.jit
-def _feed(operands, outs, memory, bars, numbers, angles, C: gl.constexpr):
-    """The warp that loads rows of x and of the weight that a tile is of."""
-    desc_x, desc_wq, desc_wk, desc_wv = operands
-    a_s, b_s, rooms = memory
-    full, empty = bars
-    num_rows, q_columns, k_columns, num_steps = numbers
+def _produce(tensors, buffers, barriers, sizes, angles):
+    """The producer warp: rows of x and of the weight of q, k or v."""
+    a_s, b_s = buffers.a_s, buffers.b_s
+    q_columns, k_columns = sizes.q_columns, sizes.k_columns
     BM: gl.constexpr = a_s.shape[1]
     BN: gl.constexpr = b_s.shape[1]
     BK: gl.constexpr = a_s.shape[2]
     num_columns = q_columns + 2 * k_columns
     step = 0
-    for tile in range(gl.program_id(0), num_rows * num_columns, gl.num_programs(0)):
-        i_row, i_column = locate(tile, num_rows, num_columns, C[0])
-        for i in range(num_steps):
-            stage, bar = free_place(step, full, empty, a_s.shape[0], (BM + BN) * BK * 2)
-            tma.async_copy_global_to_shared(desc_x, [i_row * BM, i * BK], bar, a_s.index(stage))
+    for tile in range(gl.program_id(0), sizes.num_rows * num_columns, gl.num_programs(0)):
+        i_row, i_column = locate_tile(tile, sizes.num_rows, num_columns, sizes.GROUP)
+        for i in range(sizes.num_steps):
+            stage, bar = free_stage(step, buffers, barriers, (BM + BN) * BK * 2)
+            tma.async_copy_global_to_shared(tensors.desc_x, [i_row * BM, i * BK], bar, a_s.index(stage))
             if i_column < q_columns:
-                tma.async_copy_global_to_shared(desc_wq, [i_column * BN, i * BK], bar, b_s.index(stage))
+                tma.async_copy_global_to_shared(tensors.desc_wq, [i_column * BN, i * BK], bar, b_s.index(stage))
             elif i_column < q_columns + k_columns:
                 at = (i_column - q_columns) * BN
-                tma.async_copy_global_to_shared(desc_wk, [at, i * BK], bar, b_s.index(stage))
+                tma.async_copy_global_to_shared(tensors.desc_wk, [at, i * BK], bar, b_s.index(stage))
             else:
                 at = (i_column - q_columns - k_columns) * BN
-                tma.async_copy_global_to_shared(desc_wv, [at, i * BK], bar, b_s.index(stage))
+                tma.async_copy_global_to_shared(tensors.desc_wv, [at, i * BK], bar, b_s.index(stage))
             step += 1
 
 
 @gluon.jit
-def _first(operands, outs, memory, bars, numbers, angles, C: gl.constexpr):
-    _project(0, operands, outs, memory, bars, numbers, angles, C)
+def _consumer0(tensors, buffers, barriers, sizes, angles):
+    _consume(0, tensors, buffers, barriers, sizes, angles)
 
 
 @gluon.jit
-def _second(operands, outs, memory, bars, numbers, angles, C: gl.constexpr):
-    _project(1, operands, outs, memory, bars, numbers, angles, C)
-
-
-@gluon.jit(do_not_specialize=["period", "num_rows", "q_columns", "k_columns", "num_steps"])
-def projection_product_kernel(
-    desc_x, desc_wq, desc_wk, desc_wv, desc_q, desc_k, desc_v, cos, sin, unit, period, num_rows, q_columns, k_columns,
-    num_steps, HEAD: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
-):  # fmt: skip
-    BM: gl.constexpr = desc_x.block_type.shape[0]
-    BK: gl.constexpr = desc_x.block_type.shape[1]
-    BN: gl.constexpr = desc_wq.block_type.shape[0]
-    a_s = gl.allocate_shared_memory(desc_x.dtype, [STAGES, BM, BK], desc_x.layout)
-    b_s = gl.allocate_shared_memory(desc_x.dtype, [STAGES, BN, BK], desc_wq.layout)
-    rooms = gl.allocate_shared_memory(desc_q.dtype, [4, BM // 2, desc_q.block_type.shape[1]], desc_q.layout)
-    C: gl.constexpr = (GROUP, HEAD)
-    operands = (desc_x, desc_wq, desc_wk, desc_wv)
-    numbers = (num_rows, q_columns, k_columns, num_steps)
-    outs = (desc_q, desc_k, desc_v)
-    job = (operands, outs, (a_s, b_s, rooms), barriers(STAGES), numbers, (cos, sin, period, unit), C)
-    gl.warp_specialize([(_first, job), (_second, job), (_feed, job)], [4, 1], [REGISTERS, PRODUCER_REGISTERS])
+def _consumer1(tensors, buffers, barriers, sizes, angles):
+    _consume(1, tensors, buffers, barriers, sizes, angles)
 
 
 def projection_launch(
@@ -188,7 +230,7 @@ def projection_launch(
     tiles = (cdiv(len(x), ROWS), q_columns + 2 * k_columns)
     numbers = (len(cos), tiles[0], q_columns, k_columns, cdiv(x.shape[1], DEPTH))
     arguments = (*operands, *pieces, cos, sin, unit, *numbers)
-    return launch(projection_product_kernel, arguments, x, tiles, HEAD=2 * cos.shape[-1], STAGES=4)
+    return matmul_launch(projection_product_kernel, arguments, x, tiles, HEAD_DIM=2 * cos.shape[-1], STAGES=4)
 
 
 def project(
@@ -196,7 +238,7 @@ def project(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q and k, rotated, q times unit, and v, [M, heads * D], of x [M, E]; cos and sin [period, D / 2], for rows in
     turn."""
-    x, wq, wk, wv = ready(x, *weights)
+    x, wq, wk, wv = readable(x, *weights)
     outs = (x.new_empty(len(x), len(wq)), x.new_empty(len(x), len(wk)), x.new_empty(len(x), len(wv)))
     if len(x):
         with on(x.device):
