@@ -158,6 +158,9 @@ def profile(
         raise ValueError("--memory and --precision are each shown instead of the times: got both; run one at a time")
     place = record.find_device(device)
     if precision:
+        given = (preset, tokens, batch, dtype, attention, compiled, warmup, folder)
+        if given != ("tiny", 128, 4, "float32", "plain", False, 3, FOLDER):
+            raise ValueError("--precision is a study of fixed sizes, which takes --device only: leave the others out")
         show_tables(precisions.tables(place))
         return 0
     if attention not in ATTENTIONS:

@@ -29,6 +29,8 @@ from .decode import decode
 from .sample import Sampling
 from .split import Split
 
+BATCH = 8
+"""Prompts of a file that are decoded together by default."""
 AROUND = 32
 """Tokens of a prompt that may change how those after it are written."""
 
@@ -38,7 +40,7 @@ def generate(
     *,
     prompt: str = "",
     file: str = "",
-    batch: int = 8,
+    batch: int | None = None,
     tokens: int = 200,
     temperature: float = 0.8,
     top_k: int = 0,
@@ -69,8 +71,10 @@ def generate(
         dtype: of the weights.
     """
     sampling = Sampling(temperature, top_k, top_p)
-    if tokens < 1 or batch < 1:
+    if tokens < 1 or (batch is not None and batch < 1):
         raise ValueError(f"tokens and batch must be at least 1: got {tokens} and {batch}")
+    if batch is not None and (not file or ranks > 1):
+        raise ValueError(f"--batch is for the prompts of a --file on one rank: got --batch {batch}; leave it out")
     if prompt and file:
         raise ValueError(f"give --prompt or --file, not both: got {prompt!r} and {file}; add the prompt to the file")
     if not -(2**63) <= seed < 2**64:
@@ -88,7 +92,7 @@ def generate(
     where = "cuda" if gpus >= ranks else "cpu"
     try:
         if ranks == 1:
-            talk(folder, prompts, tokens, sampling, seed, tokenizer, where, dtype, batch)
+            talk(folder, prompts, tokens, sampling, seed, tokenizer, where, dtype, batch or BATCH)
         else:
             backend = "nccl" if where == "cuda" else "gloo"
             _talk_on_ranks(ranks, backend, folder, prompts, tokens, sampling, seed, tokenizer, where, dtype)

@@ -429,6 +429,8 @@ def test_a_loaded_model_has_its_own_sizes(tmp_path: Path) -> None:
     save_llama(Llama(config, attention=lambda *_: None), tmp_path)
     same = parse(["--model.load", str(tmp_path), "--model.width", str(config.width)])
     assert same.model.resolve() == config
+    with pytest.raises(ValueError, match=r"num_layers is 1, got .*model\.preset small"):
+        parse(["--model.load", str(tmp_path), "--model.preset", "small"]).model.resolve()
     with pytest.raises(ValueError, match=rf"there model.width is {config.width}, got 48; leave that out"):
         parse(["--model.load", str(tmp_path), "--model.width", "48"]).model.resolve()
 

@@ -283,6 +283,8 @@ def bench_attention(
         only: these implementations.
         page: write docs/benchmarks/attention.md, its plot and the README's picture from the rows instead of measuring.
     """
+    if page and (quick or shapes or only):
+        raise ValueError("--page writes the page of all recorded rows: leave --quick, --shapes and --only out")
     if page:
         write()
         return 0

@@ -376,7 +376,7 @@ def plot(rows: list[record.Row], path: Path) -> bool:
 
 def bench_sparse(
     *,
-    rows: Literal["hopper", "seed", "sweep", "window", "build", "all"] = "hopper",
+    rows: Literal["hopper", "seed", "sweep", "window", "build", "all"] | None = None,
     others: bool = True,
     page: bool = False,
 ) -> int:
@@ -390,9 +390,12 @@ def bench_sparse(
         others: FlexAttention, dense, causal and PyTorch's as well, up to 32k tokens; compiling them takes longest.
         page: write docs/benchmarks/sparse.md and its plot from the rows instead of measuring.
     """
+    if page and (rows is not None or not others):
+        raise ValueError("--page writes the page of all recorded rows: leave --rows and --no-others out")
     if page:
         write_page(record.read(PATH), PATH)
         return 0
+    rows = rows or "hopper"
     run(list(CASES) if rows == "all" else [rows] if rows in CASES else [], others=others)
     if rows in ("build", "all"):
         show_tables([build_table(build(PATH.with_name(MASKS), torch.device("cuda")))])
