@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from flashspan.kernels import masks
-from flashspan.kernels.blocks import Blocks
-from flashspan.kernels.making import check_dense
-from flashspan.kernels.masks import Band, Mask, Rows
-from flashspan.kernels.tiling import find_runs
+from flashspan.kernels.masks import Band, Blocks, Mask, Rows
+from flashspan.kernels.masks.build import check_dense, find_runs
+from flashspan.kernels.masks.mask import whole_number
 
 MAX_HEAD_DIM = 256
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -110,18 +109,15 @@ def resolve_mask(
     check_mask(mask)
     if isinstance(mask, Tensor):
         mask = mask_of(mask, q, q.shape[2], k.shape[2])
-    if isinstance(mask, Blocks):
-        mask.check(q.shape[0], q.shape[2], k.shape[2], q.shape[1])
-    else:
-        mask.check(q.shape[0], q.shape[2], k.shape[2])
+    mask.check(q.shape[0], q.shape[2], k.shape[2], q.shape[1])
     return mask if result == masks.EVERYTHING else mask & result
 
 
 def window_band(window: int | tuple[int, int]) -> Band:
     """The band that a window means; refuse what is no window."""
-    width = masks.whole_number(window)
+    width = whole_number(window)
     pair = window if width is None else (width - 1, width - 1)
-    sides = [masks.whole_number(x) for x in pair] if isinstance(pair, (tuple, list)) and len(pair) == 2 else []
+    sides = [whole_number(x) for x in pair] if isinstance(pair, (tuple, list)) and len(pair) == 2 else []
     found = [side for side in sides if side is not None and side >= 0]
     if len(found) != 2:
         raise ValueError(

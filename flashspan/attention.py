@@ -6,13 +6,13 @@ fake implementation, so `torch.compile(fullgraph=True)`, autocast and activation
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flashspan import again
 from flashspan.arguments import (
     autocast,
     check_inputs,
@@ -26,8 +26,12 @@ from flashspan.arguments import (
     scale_of,
     unknown_argument,
 )
-from flashspan.kernels import dispatch, masks
-from flashspan.kernels.contract import Again, Dropout, kept_dtype, row_delta
+from flashspan.call_cache import Prepared, call_key, keep_call, kept_call, plainly_eager
+from flashspan.kernels import masks
+from flashspan.kernels.backends import Choice, Chosen, choose
+from flashspan.kernels.contract import Problem
+from flashspan.kernels.delta import kept_dtype, row_delta
+from flashspan.kernels.dropout import Dropout
 from flashspan.kernels.masks import Mask
 
 
@@ -133,50 +137,29 @@ def attention(
     """
     if unknown:
         raise unknown_argument(unknown)
-    kind = again.kind_of(q, k, v, causal, window, mask, scale, dropout, backend, deterministic)
-    if (found := again.known(kind, mask)) is not None:
-        known, resolved = found
-        run = _Attend.apply if _differentiated(q, k, v) else _forward
-        out, lse = run(q, k, v, resolved.to(q.device), known.scale, 0.0, None, known.backend, known.forward)
-        return (out, lse) if return_lse else out
-    q, k, v = autocast(q, k, v)
-    check_inputs(q, k, v, dropout, scale)
-    check_seed(seed, generator)
-    resolved = resolve_mask(q, k, causal=causal, window=window, mask=mask).to(q.device)
-    scale = scale_of(q, scale)
-    q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
-    seeds = draw_seed(q.device, seed, generator) if dropout > 0 else None
-    backend = f"{backend}{dispatch.DETERMINISTIC if deterministic else ''}"
-    if again.plainly_eager(q, k, v):
+    key = call_key(q, k, v, causal, window, mask, scale, dropout, backend, deterministic)
+    call = None if key is None else kept_call(key, mask, q.device)
+    kept = call is not None
+    if call is None:
+        q, k, v = autocast(q, k, v)
+        check_inputs(q, k, v, dropout, scale)
+        check_seed(seed, generator)
+        resolved = resolve_mask(q, k, causal=causal, window=window, mask=mask).to(q.device)
+        q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
+        drop = Dropout(float(dropout), draw_seed(q.device, seed, generator)) if dropout > 0 else None
+        call = Prepared(Problem(resolved, scale_of(q, scale), drop, bool(deterministic)), str(backend))
+        if not plainly_eager(q, k, v):
+            out, lse, _ = _attend(q, k, v, *_parts(call.problem), call.backend)
+            return (out, lse) if return_lse else out
         refuse_transforms()
-        run = _Attend.apply if _differentiated(q, k, v) else _forward
-        # Before it is called: one that turns out not to compile has another serve, and is not there any more.
-        local = None if kind is None else dispatch.choose(q, k, v, mask=resolved, backend=backend).load()
-        out, lse = run(q, k, v, resolved, scale, float(dropout), seeds, backend)
-        if kind is not None and local is not None:
-            again.remember(kind, local, q, k, v, mask, resolved, scale, backend)
-    else:
-        out, lse, _ = _attend(q, k, v, *resolved.pack(), scale, float(dropout), seeds, backend)
+    run = _Attend.apply if _differentiated(q, k, v) else _forward
+    out, lse = run(q, k, v, call)
+    if key is not None and not kept:
+        keep_call(key, call, q, k, v, mask)
     return (out, lse) if return_lse else out
 
 
-def explain(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    window: int | tuple[int, int] | None = None,
-    mask: Mask | Tensor | None = None,
-    scale: float | None = None,
-    dropout: float = 0.0,
-    seed: int | None = None,
-    generator: torch.Generator | None = None,
-    return_lse: bool = False,
-    backend: str = "auto",
-    deterministic: bool = False,
-    **unknown: Any,
-) -> dispatch.Choice:
+def explain(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Choice:
     """Which implementation `attention` would use for this call, and why not the others.
 
     It reads shapes, dtypes and devices, not the numbers: at run time an implementation may pass a case that it does not
@@ -188,35 +171,37 @@ def explain(
     Example:
             print(explain(q, k, v, causal=True))
     """
-    if unknown:
-        raise unknown_argument(unknown)
+    bound = _SIGNATURE.bind(q, k, v, **options)
+    bound.apply_defaults()
+    given = bound.arguments
+    if given["unknown"]:
+        raise unknown_argument(given["unknown"])
     q, k, v = autocast(q, k, v)
-    check_inputs(q, k, v, dropout, scale)
-    check_seed(seed, generator)
-    resolved = resolve_mask(q, k, causal=causal, window=window, mask=mask)
-    return dispatch.choose(q, k, v, mask=resolved, dropout=dropout > 0, backend=backend, deterministic=deterministic)
+    check_inputs(q, k, v, given["dropout"], given["scale"])
+    check_seed(given["seed"], given["generator"])
+    resolved = resolve_mask(q, k, causal=given["causal"], window=given["window"], mask=given["mask"])
+    dropout, deterministic = given["dropout"] > 0, bool(given["deterministic"])
+    return choose(q, resolved, dropout=dropout, deterministic=deterministic, backend=given["backend"])
+
+
+_SIGNATURE = inspect.signature(attention)
+explain.__signature__ = _SIGNATURE.replace(return_annotation=Choice)  # type: ignore[attr-defined]
 
 
 def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Mask,
-    scale: float,
-    dropout: float,
-    seed: Tensor | None,
-    backend: str,
-    once_more: Again | None = None,
+    call: Prepared,
     *,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out, in q's dtype or the one asked for, and lse."""
-    if once_more is not None and (carry := once_more(q, k, v, mask)) is not None:
+    problem, backend, repeat = call
+    if repeat is not None and (carry := repeat(q, k, v, problem.mask)) is not None:
         return carry
-    drop = None if seed is None else Dropout(dropout, seed)
-    local = dispatch.choose(q, k, v, mask=mask, dropout=drop, backend=backend).load()
     with no_autocast(q):
-        out, lse = local.forward(q, k, v, mask=mask, scale=scale, out_dtype=out_dtype or q.dtype, dropout=drop)
+        out, lse = Chosen(backend).forward(q, k, v, problem, out_dtype=out_dtype or q.dtype)
     _, H, T, D = q.shape
     if out.stride() != (T * H * D, D, H * D, 1):
         out = _room(q, out.dtype).copy_(out)
@@ -238,23 +223,30 @@ def _backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    mask: Mask,
-    scale: float,
-    dropout: float,
-    seed: Tensor | None,
+    problem: Problem,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    drop = None if seed is None else Dropout(dropout, seed)
-    local = dispatch.choose(q, k, v, mask=mask, dropout=drop, backend=backend).load()
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    into: dict[str, Any] = {"mask": mask, "scale": scale, "dq": dq, "dk": dk, "dv": dv, "dropout": drop}
-    of_output = getattr(local, "backward_of_output", None)
+    local, dq, dk, dv = Chosen(backend), torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     with no_autocast(q):
-        if of_output is not None and dlse is None:
-            of_output(dout, q, k, v, out, lse, **into)
+        if dlse is None:
+            local.backward_of_output(dout, q, k, v, out, lse, problem, dq=dq, dk=dk, dv=dv)
         else:
-            local.backward(dout, q, k, v, lse, row_delta(dout, out, dlse), accumulate=False, **into)
+            delta = row_delta(dout, out, dlse)
+            local.backward(dout, q, k, v, lse, delta, problem, dq=dq, dk=dk, dv=dv, accumulate=False)
     return dq, dk, dv
+
+
+def _parts(problem: Problem) -> tuple[Any, ...]:
+    """A problem as an operator's schema can carry it; `_whole` is the inverse."""
+    drop = problem.dropout
+    dropout = (0.0, None) if drop is None else (drop.p, drop.seed)
+    return *problem.mask.pack(), problem.scale, *dropout, problem.deterministic
+
+
+def _whole(
+    kind: str, numbers: list[int], tensors: list[Tensor], scale: float, p: float, seed: Tensor | None, repeats: bool
+) -> Problem:
+    return Problem(masks.unpack(kind, numbers, tensors), scale, None if seed is None else Dropout(p, seed), repeats)
 
 
 # Note: two ways in. The operator is what compilers, exporters and dispatch modes see; it costs them nothing, but eager
@@ -272,11 +264,12 @@ def _attend(
     scale: float,
     dropout: float,
     seed: Tensor | None,
+    deterministic: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse, and the output as backward wants it: empty where that is `out` itself."""
-    mask = masks.unpack(mask_kind, mask_numbers, mask_tensors)
-    kept, lse = _forward(q, k, v, mask, scale, dropout, seed, backend, out_dtype=kept_dtype(q))
+    problem = _whole(mask_kind, mask_numbers, mask_tensors, scale, dropout, seed, deterministic)
+    kept, lse = _forward(q, k, v, Prepared(problem, backend), out_dtype=kept_dtype(q))
     out = kept.to(q.dtype)
     return out, lse, q.new_empty(0) if kept is out else kept
 
@@ -303,10 +296,11 @@ def _attend_backward(
     scale: float,
     dropout: float,
     seed: Tensor | None,
+    deterministic: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    mask = masks.unpack(mask_kind, mask_numbers, mask_tensors)
-    return _backward(dout, dlse, q, k, v, out, lse, mask, scale, dropout, seed, backend)
+    problem = _whole(mask_kind, mask_numbers, mask_tensors, scale, dropout, seed, deterministic)
+    return _backward(dout, dlse, q, k, v, out, lse, problem, backend)
 
 
 @_attend_backward.register_fake
@@ -343,7 +337,7 @@ def refuse_transforms() -> None:
 
 
 def _save_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, k, v, ctx.kind, ctx.numbers, tensors, ctx.scale, ctx.dropout, seed, ctx.backend = inputs
+    q, k, v, ctx.kind, ctx.numbers, tensors, ctx.scale, ctx.dropout, seed, *ctx.rest = inputs
     out, lse, kept = output
     ctx.save_for_backward(q, k, v, out if kept.dtype == out.dtype else kept, lse, seed, *tensors)
     ctx.set_materialize_grads(False)
@@ -353,9 +347,9 @@ def _differentiate_operator(ctx: Any, dout: Tensor | None, dlse: Tensor | None, 
     q, k, v, out, lse, seed, *tensors = ctx.saved_tensors
     dout = torch.zeros_like(out, dtype=q.dtype) if dout is None else dense_rows(dout)
     grads = _attend_backward(
-        dout, dlse, q, k, v, out, lse, ctx.kind, ctx.numbers, tensors, ctx.scale, ctx.dropout, seed, ctx.backend
+        dout, dlse, q, k, v, out, lse, ctx.kind, ctx.numbers, tensors, ctx.scale, ctx.dropout, seed, *ctx.rest
     )
-    return (*grads, None, None, [None] * len(tensors), None, None, None, None)
+    return (*grads, None, None, [None] * len(tensors), None, None, None, None, None)
 
 
 _attend.register_autograd(_differentiate_operator, setup_context=_save_operator)
@@ -363,26 +357,25 @@ _attend.register_autograd(_differentiate_operator, setup_context=_save_operator)
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
-        q, k, v, mask, scale, dropout, seed, backend, *_ = given
-        out, lse = _forward(*given, out_dtype=kept_dtype(q))
-        ctx.save_for_backward(q, k, v, out, lse, seed)
-        ctx.rest = len(given), mask, mask_versions(mask), scale, dropout, backend
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Prepared) -> tuple[Tensor, Tensor]:
+        out, lse = _forward(q, k, v, call, out_dtype=kept_dtype(q))
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.call, ctx.versions = call, mask_versions(call.problem.mask)
         ctx.set_materialize_grads(False)
         return out.to(q.dtype), lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        q, k, v, out, lse, seed = ctx.saved_tensors
-        num_given, mask, versions, scale, dropout, backend = ctx.rest
-        check_unchanged(mask, versions)
+        q, k, v, out, lse = ctx.saved_tensors
+        problem, backend, _ = ctx.call
+        check_unchanged(problem.mask, ctx.versions)
         dout = torch.zeros_like(out, dtype=q.dtype) if dout is None else dense_rows(dout)
         given = (dout, dlse, q, k, v, out, lse)
         if torch.is_grad_enabled():  # a graph of the gradients is wanted: the operator, in it, refuses the next ones
-            grads = _attend_backward(*given, *mask.pack(), scale, dropout, seed, backend)
+            grads = _attend_backward(*given, *_parts(problem), backend)
         else:
-            grads = _backward(*given, mask, scale, dropout, seed, backend)
-        return (*grads, *[None] * (num_given - len(grads)))
+            grads = _backward(*given, problem, backend)
+        return (*grads, None)
 
     jvp = staticmethod(refuse_forward_derivative)
 

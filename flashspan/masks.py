@@ -1,8 +1,7 @@
 """Masks to give to `attention(mask=...)`: `Band`, `Rows` and `Blocks`, and ready patterns that are one of the three."""
 
-from flashspan.kernels.blocks import Blocks
-from flashspan.kernels.masks import Band, Rows
-from flashspan.kernels.patterns import (
+from flashspan.kernels.masks import Band, Blocks, Rows
+from flashspan.kernels.masks.patterns import (
     bigbird,
     causal,
     dilated,

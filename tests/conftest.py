@@ -19,7 +19,8 @@ torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-from flashspan import again, launch  # noqa: E402  (after the interpreter was chosen)
+from flashspan import launch  # noqa: E402  (after the interpreter was chosen)
+from flashspan.kernels.launch.cache import CACHE  # noqa: E402
 
 # Ranks are forked from a server: what it has imported, no rank of any test imports again.
 launch.PRELOAD += [
@@ -46,9 +47,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def _no_call_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_call_before() -> None:
     """What a test changes under a call, one like it before must not have settled."""
-    monkeypatch.setattr(again, "_KNOWN", {})
+    CACHE.clear()
 
 
 @pytest.fixture(scope="module")

@@ -3,9 +3,9 @@
 import inspect
 import math
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -22,7 +22,9 @@ import flashspan
 from flashspan import attention, explain, masks
 from flashspan.arguments import dense_rows, mask_of
 from flashspan.context import context_parallel
-from flashspan.kernels import dispatch, patterns
+from flashspan.kernels import backends, cpu
+from flashspan.kernels.failure import KernelFailed
+from flashspan.kernels.masks import patterns
 
 
 def inputs(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
@@ -285,7 +287,9 @@ def test_compiles_whole(mask: object) -> None:
 
 def test_operator_passes_opcheck() -> None:
     q, k, v = inputs(*[(1, 2, 9, 8)] * 3)
-    torch.library.opcheck(torch.ops.flashspan.attend.default, (q, k, v, "band", [-3, 0], [], 0.3, 0.0, None, "auto"))
+    torch.library.opcheck(
+        torch.ops.flashspan.attend.default, (q, k, v, "band", [-3, 0], [], 0.3, 0.0, None, False, "auto")
+    )
 
 
 def test_autocast_computes_in_its_dtype() -> None:
@@ -352,7 +356,7 @@ def test_masks_copy_and_travel_without_what_was_made_of_them() -> None:
         a & masks.causal(shift)
     assert copy.deepcopy(a) == a == pickle.loads(pickle.dumps(a))
     assert len(pickle.dumps(a)) == size
-    assert len(a._made) <= 16
+    assert len(a._derived) <= 16
 
 
 def test_windows_may_change_under_compile() -> None:
@@ -544,12 +548,12 @@ def test_a_window_is_any_whole_number() -> None:
     assert torch.equal(attention(q, k, v, window=(np.int32(2), 2)), wanted)  # type: ignore[call-overload]
 
 
-def test_deterministic_travels_with_the_backend_name() -> None:
+def test_deterministic_is_a_field_of_the_call() -> None:
     q, k, v = torch.randn(3, 1, 2, 37, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
     dout = torch.randn(1, 2, 37, 16, generator=torch.Generator().manual_seed(1))
     choice = flashspan.explain(q, k, v, causal=True, deterministic=True)
     assert choice.call.deterministic
-    assert "repeatable gradients" in str(choice)
+    assert "deterministic gradients" in str(choice)
     assert "Hopper" in choice.reasons["hopper"]
     plain, asked = (attention(q, k, v, causal=True, deterministic=flag) for flag in (False, True))
     for a, b in zip(
@@ -565,7 +569,7 @@ def test_deterministic_travels_with_the_backend_name() -> None:
 @contextmanager
 def input_on(capability: tuple[int, int]) -> Iterator[Any]:
     """What looks like a tensor on an NVIDIA GPU that is not here; whatever is chosen for it is forgotten again."""
-    dispatch._choose.cache_clear()
+    backends._choose.cache_clear()
     try:
         with (
             mock.patch.object(torch.cuda, "get_device_capability", return_value=capability),
@@ -573,7 +577,7 @@ def input_on(capability: tuple[int, int]) -> Iterator[Any]:
         ):
             yield SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat16, shape=(1, 2, 37, 64))
     finally:
-        dispatch._choose.cache_clear()
+        backends._choose.cache_clear()
 
 
 def test_repeatable_gradients_stay_on_hopper(request: pytest.FixtureRequest) -> None:
@@ -581,12 +585,15 @@ def test_repeatable_gradients_stay_on_hopper(request: pytest.FixtureRequest) -> 
     pytest.importorskip("flashspan.kernels.hopper")
     request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
     with input_on((9, 0)) as x:
-        assert dispatch.choose(x, x, x, mask=masks.causal()).name == "hopper"
-        asked = dispatch.choose(x, x, x, mask=masks.causal(), deterministic=True)
-        assert (asked.name, asked.reasons["hopper"]) == ("hopper.repeatable", "adds dq in no fixed order")
+        asked = backends.choose(x, masks.causal(), deterministic=True)
+        assert (asked.name, asked.call.deterministic) == ("hopper", True)
+        blocks = masks.random_blocks(37, 0.5)
+        assert backends.choose(x, blocks).name == "hopper"
+        asked = backends.choose(x, blocks, deterministic=True)
+        assert (asked.name, asked.reasons["hopper"]) == ("portable", "adds dq of block maps in no fixed order")
         torch.use_deterministic_algorithms(True)
-        assert dispatch.choose(x, x, x, mask=masks.causal()).name == "hopper.repeatable"
-        assert dispatch.choose(x, x, x, mask=masks.causal(), dropout=True).name == "portable"
+        assert backends.choose(x, blocks).name == "portable"
+        assert backends.choose(x, masks.causal(), dropout=True).name == "portable"
 
 
 def test_one_mask_for_all_sequences_stays_one() -> None:
@@ -601,7 +608,7 @@ def test_one_mask_for_all_sequences_stays_one() -> None:
 @pytest.mark.parametrize(("capability", "name"), [((7, 5), "tiled"), ((8, 9), "portable"), ((12, 0), "portable")])
 def test_a_gpu_that_triton_does_not_serve_gets_plain_pytorch(capability: tuple[int, int], name: str) -> None:
     with input_on(capability) as x:
-        choice = dispatch.choose(x, x, x, mask=masks.causal())
+        choice = backends.choose(x, masks.causal())
     assert choice.name == name
     assert name == "portable" or "sm_80 and later, not sm_75" in choice.reasons["portable"]
 
@@ -618,37 +625,55 @@ def test_a_release_of_triton_with_other_names_is_left_to_the_portable_kernels(
     for name in missing:
         monkeypatch.delattr(language, name, raising=False)
     with input_on((9, 0)) as x:
-        choice = dispatch.choose(x, x, x, mask=masks.causal())
+        choice = backends.choose(x, masks.causal())
     assert choice.name == "portable"
     assert missing[-1] in choice.reasons["hopper"]
 
 
-def test_a_compiler_that_fails_is_replaced_and_a_device_that_does_is_not(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_tiles_that_were_never_measured_on_a_gpu_are_told_so() -> None:
+    for name, told in (("NVIDIA H200", False), ("NVIDIA L4", True)):
+        with input_on((8, 9)) as x, mock.patch.object(torch.cuda, "get_device_name", return_value=name):
+            choice = backends.choose(x, masks.causal())
+            assert (name in str(choice.note), "never on this GPU" in str(choice)) == (told, told)
+
+
+def test_a_kernel_that_fails_to_compile_retires_its_backend_for_that_kind_of_call(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    hopper = pytest.importorskip("flashspan.kernels.hopper")
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    (tmp_path / "kernel.ttir").write_text("no such instruction")
-
-    def compiler_fails(*_: object, **__: object) -> None:
-        triton.compile(str(tmp_path / "kernel.ttir"), target=GPUTarget("cuda", 90, 32))
+    def fails(*_: object, **__: object) -> None:
+        raise KernelFailed("could not be compiled here: no such instruction")
 
     def device_fails(*_: object, **__: object) -> None:
         raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
 
-    served: list[str] = []
-    monkeypatch.setattr(dispatch, "FAILED", {})
-    monkeypatch.setattr(hopper.portable, "forward", lambda *_, **__: served.append("forward"))
-    monkeypatch.setattr(hopper.portable, "backward", lambda *_, **__: served.append("backward"))
-    q = torch.zeros(1, 1, 8, 64)
-    for name, call in (("forward", hopper.forward), ("backward", hopper.backward)):
-        monkeypatch.setattr(hopper.launch, name, device_fails)
+    q, k, v = inputs(*[(1, 2, 9, 8)] * 3)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    want = attention(q, k, v, causal=True)
+    dout = torch.randn(want.shape, generator=torch.Generator().manual_seed(0))
+    wanted = torch.autograd.grad(want, (q, k, v), dout, retain_graph=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(cpu, "backward", device_fails)
         with pytest.raises(RuntimeError, match="illegal memory access"):
-            call(q, q, q)
-        assert not dispatch.FAILED
-        monkeypatch.setattr(hopper.launch, name, compiler_fails)
-        call(q, q, q)
-        assert served.pop() == name
-        assert "could not be compiled here: RuntimeError" in dispatch.FAILED.pop("hopper")
+            torch.autograd.grad(want, (q, k, v), dout)
+    assert not backends.RETIRED
+    for name in ("forward", "backward"):
+        try:
+            with monkeypatch.context() as patch:
+                patch.setattr(cpu, name, fails)
+                with warnings.catch_warnings(record=True) as warned:
+                    warnings.simplefilter("always")
+                    out = attention(q, k, v, causal=True, backend="cpu")
+                    grads = torch.autograd.grad(out, (q, k, v), dout)
+                    assert torch.allclose(attention(q, k, v, causal=True), want, atol=1e-6)
+            (warning,) = warned
+            assert "'cpu' is off" in str(warning.message)
+            assert "no such instruction" in str(warning.message)
+            assert torch.allclose(out, want, atol=1e-6)
+            assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(grads, wanted, strict=True))
+            assert "no such instruction" in flashspan.explain(q, k, v, causal=True).reasons["cpu"]
+            with pytest.raises(ValueError, match="no such instruction"):
+                attention(q, k, v, causal=True, backend="cpu")
+            assert flashspan.explain(q, k, v, mask=masks.documents([4, 5])).name == "cpu", "another kind of call"
+        finally:
+            backends.RETIRED.clear()
+            backends._choose.cache_clear()

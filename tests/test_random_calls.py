@@ -23,7 +23,7 @@ from torch import Tensor
 
 from flashspan import attention, masks
 from flashspan.kernels import promise
-from flashspan.kernels.contract import Dropout
+from flashspan.kernels.dropout import Dropout
 from tests.kernels.cases import Watched
 
 DTYPES = (torch.float32, torch.float32, torch.float16, torch.bfloat16, torch.float64)

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flashspan.checkpoint.sharded import full_state_dict
-from flashspan.kernels.contract import LocalAttention, row_delta
+from flashspan.kernels.contract import LocalAttention, Problem
+from flashspan.kernels.delta import row_delta
 from flashspan.kernels.masks import CAUSAL, EVERYTHING
 from flashspan.parallel import DataParallel, ShardedOptimizer, apply_fully_sharded, build_mesh
 
@@ -64,10 +65,9 @@ def _flash_attention(name: str, *, compiled: bool = False) -> type[torch.autogra
     class FlashAttention2(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-            ctx.mask = CAUSAL if is_causal else EVERYTHING
-            ctx.scale = 1.0 / math.sqrt(q.shape[-1])
+            ctx.problem = Problem(CAUSAL if is_causal else EVERYTHING, 1.0 / math.sqrt(q.shape[-1]))
             heads = (x.unsqueeze(1) for x in (q, k, v))
-            out, lse = attend(*heads, mask=ctx.mask, scale=ctx.scale, out_dtype=q.dtype)
+            out, lse = attend(*heads, ctx.problem, out_dtype=q.dtype)
             out, lse = out.squeeze(1), lse.squeeze(1)
             ctx.save_for_backward(q, k, v, out, lse)
             return out
@@ -78,13 +78,13 @@ def _flash_attention(name: str, *, compiled: bool = False) -> type[torch.autogra
             dout = douts[0].contiguous()  # that of a plain sum() has stride 0
             delta = row_delta(dout.unsqueeze(1), out.unsqueeze(1)).squeeze(1)
             if compiled:
-                is_causal = ctx.mask is CAUSAL
-                found = _compiled(q.device.type)(dout, q, k, v, lse, delta, is_causal, ctx.scale)
+                problem = ctx.problem
+                found = _compiled(q.device.type)(dout, q, k, v, lse, delta, problem.mask is CAUSAL, problem.scale)
                 return (*(grad.to(q.dtype) for grad in found), None)
             grads = [torch.empty_like(x) for x in (q, k, v)]
             dq, dk, dv = (x.unsqueeze(1) for x in grads)
             q, k, v, dout, lse, delta = (x.unsqueeze(1) for x in (q, k, v, dout, lse, delta))
-            pull(dout, q, k, v, lse, delta, mask=ctx.mask, scale=ctx.scale, dq=dq, dk=dk, dv=dv, accumulate=False)
+            pull(dout, q, k, v, lse, delta, ctx.problem, dq=dq, dk=dk, dv=dv, accumulate=False)
             return (*grads, None)
 
     return FlashAttention2

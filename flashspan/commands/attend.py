@@ -23,6 +23,7 @@ from flashspan.commands.check import BOUNDS, Dtype, at_length, refuse_large_seed
 from flashspan.context.layout import LAYOUTS
 from flashspan.context.strategy import STRATEGIES
 from flashspan.kernels import reference
+from flashspan.kernels.contract import Problem
 from flashspan.kernels.masks import CAUSAL, EVERYTHING
 from flashspan.launch import RankError, Ranks
 
@@ -200,5 +201,5 @@ def row_error(job: Job, whole: list[Tensor], out: Tensor) -> float:
     q, k, v = (x.double() for x in whole)
     mask = (CAUSAL if job.causal else EVERYTHING).slice(rows, range(job.seq_len))
     scale = 1.0 / math.sqrt(job.head_dim)
-    exact = reference.forward(q[:, :, :: rows.step], k, v, mask=mask, scale=scale).out
+    exact = reference.forward(q[:, :, :: rows.step], k, v, Problem(mask, scale)).out
     return float((out[:, :, :: rows.step].double() - exact).norm() / exact.norm())

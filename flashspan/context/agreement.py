@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from flashspan.kernels.blocks import Blocks
-from flashspan.kernels.masks import Rows
+from flashspan.kernels.masks import Blocks, Rows
 
 COMPARED = (
     "strategy, layout or options",

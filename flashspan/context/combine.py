@@ -9,7 +9,8 @@ from flashspan.context.bundle import Fields
 from flashspan.context.strategy import ContextAttention
 from flashspan.context.symmetric import SymmetricTransport
 from flashspan.context.ulysses import all_to_all_tensors
-from flashspan.kernels.contract import Carry, merge
+from flashspan.kernels.contract import Carry
+from flashspan.kernels.merge import merge
 
 
 def combine(attend: ContextAttention, out: Tensor, lse: Tensor) -> Tensor:

@@ -18,7 +18,9 @@ from flashspan.context.execute import Call, Plan, run
 from flashspan.context.passes import BackwardPass, ForwardPass
 from flashspan.context.recompute import keep
 from flashspan.context.transport import Transport
-from flashspan.kernels.contract import Carry, Dropout, LocalAttention, row_delta
+from flashspan.kernels.contract import Carry, LocalAttention
+from flashspan.kernels.delta import row_delta
+from flashspan.kernels.dropout import Dropout
 from flashspan.kernels.masks import Mask
 
 Saved: TypeAlias = tuple[Tensor, ...]

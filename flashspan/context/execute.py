@@ -23,9 +23,9 @@ from flashspan.context.runs import Runs
 from flashspan.context.schedule import Item, Schedule, Shape, Tile, Transfer, head_chunk, reverse
 from flashspan.context.slots import SlotPlan, assign_slots, receives
 from flashspan.context.transport import Message, Transport
-from flashspan.kernels.blocks import Blocks
-from flashspan.kernels.contract import Dropout, LocalAttention
-from flashspan.kernels.masks import Mask
+from flashspan.kernels.contract import LocalAttention
+from flashspan.kernels.dropout import Dropout
+from flashspan.kernels.masks import Blocks, Mask
 
 
 @dataclass(frozen=True, eq=False)

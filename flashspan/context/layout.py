@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from flashspan.context.runs import Runs
-from flashspan.kernels.blocks import Blocks
+from flashspan.kernels.masks import Blocks
 
 Ranges: TypeAlias = tuple[range, ...]
 """Ascending positions as disjoint ranges, each non-empty."""

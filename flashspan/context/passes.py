@@ -10,7 +10,9 @@ from flashspan.context.execute import Call, Pass, Plan
 from flashspan.context.runs import Runs
 from flashspan.context.schedule import Item, Tile, Transfer
 from flashspan.context.transport import Transport
-from flashspan.kernels.contract import Carry, LocalAttention, kept_dtype, merge
+from flashspan.kernels.contract import Carry, LocalAttention, Problem
+from flashspan.kernels.delta import kept_dtype
+from flashspan.kernels.merge import merge
 
 
 class ForwardPass(Pass):
@@ -45,11 +47,9 @@ class ForwardPass(Pass):
             q,
             k,
             v,
-            mask=self.plan.tile_mask(tile, keys, q.device),
-            scale=self.call.scale,
+            Problem(self.plan.tile_mask(tile, keys, q.device), self.call.scale, self.dropout_of(tile, keys)),
             carry=None if part is None else given,
             out_dtype=self.kept if part is None and tile.q == self.rank and self.parts[item] == 1 else self.exact,
-            dropout=self.dropout_of(tile, keys),
         )
         if part is None:
             self.carries[item] = Carry(carry.out, carry.lse.to(self.carried))
@@ -145,13 +145,11 @@ class BackwardPass(Pass):
             v,
             lse,
             delta,
-            mask=self.plan.tile_mask(tile, keys, q.device),
-            scale=self.call.scale,
+            Problem(self.plan.tile_mask(tile, keys, q.device), self.call.scale, self.dropout_of(tile, keys)),
             dq=dq,
             dk=dk,
             dv=dv,
             accumulate=not writes,
-            dropout=self.dropout_of(tile, keys),
         )
         if room is not total:
             self._add(total, room, tile.k_rows)

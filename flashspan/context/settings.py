@@ -10,7 +10,7 @@ from numbers import Integral
 from flashspan.context.generators import GENERATORS
 from flashspan.context.layout import Layout, check_name
 from flashspan.context.symmetric import TRANSPORTS, TransportName
-from flashspan.kernels import dispatch
+from flashspan.kernels.backends import BACKENDS
 
 STRATEGIES = (*GENERATORS, "ulysses", "hybrid")
 
@@ -52,20 +52,14 @@ class Settings:
             raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}: got {self.transport!r}")
         if not callable(self.layout):
             check_name(self.layout)
-        backend, known = self.backend, ("auto", *dispatch.TABLE)
-        if not isinstance(backend, str) or backend.removesuffix(dispatch.DETERMINISTIC) not in known:
+        backend, known = self.backend, ("auto", *BACKENDS)
+        if not isinstance(backend, str) or backend not in known:
             raise ValueError(f"backend must be one of {', '.join(known)}: got {backend!r}")
 
     @property
     def schedule(self) -> str:
         """The strategy of the outer group, a key of GENERATORS."""
         return {"hybrid": self.across, "ulysses": "ring"}.get(self.strategy, self.strategy)
-
-    @property
-    def dispatched(self) -> str:
-        """The backend as `dispatch` takes it."""
-        suffix = dispatch.DETERMINISTIC
-        return self.backend.removesuffix(suffix) + suffix if self.deterministic else self.backend
 
     def check_sizes(self, num_ranks: int) -> None:
         """ValueError unless `sizes` are (nodes, ranks per node) of this many ranks."""
@@ -82,4 +76,5 @@ class Settings:
         layout = self.layout if isinstance(self.layout, str) else getattr(self.layout, "__qualname__", "a function")
         num_tokens = None if self.num_tokens is None else int(self.num_tokens)
         sizes = tuple(self.sizes or ())
-        return layout, self.strategy, self.schedule, sizes, self.head_chunks, num_tokens, self.dispatched
+        chosen = (self.backend, self.deterministic)
+        return layout, self.strategy, self.schedule, sizes, self.head_chunks, num_tokens, *chosen

@@ -37,7 +37,6 @@ from flashspan.attention import refuse_transforms
 from flashspan.context.agreement import COMPARED, decode, digest, encode
 from flashspan.context.bundle import Fields
 from flashspan.context.core import Attend, Core, Options, Scheduled
-from flashspan.context.dispatched import Dispatched
 from flashspan.context.execute import Plan
 from flashspan.context.generators import GENERATORS, in_chunks
 from flashspan.context.layout import Layout, Placement, contiguous, deal, place
@@ -47,10 +46,10 @@ from flashspan.context.symmetric import SymmetricTransport, TransportName
 from flashspan.context.transport import GroupTransport
 from flashspan.context.ulysses import Ulysses, all_to_all_tensors, share_heads
 from flashspan.context.visibility import Visibility
-from flashspan.kernels import dispatch
-from flashspan.kernels.blocks import Blocks
-from flashspan.kernels.contract import Dropout, LocalAttention
-from flashspan.kernels.masks import EVERYTHING, Mask, Rows
+from flashspan.kernels.backends import Chosen, choose
+from flashspan.kernels.contract import LocalAttention
+from flashspan.kernels.dropout import Dropout
+from flashspan.kernels.masks import EVERYTHING, Blocks, Mask, Rows
 
 PLANS_KEPT = 32
 MESSAGE_BYTES = 2**20  # bytes of keys and values in one transfer between CPUs, unless `head_chunks` says otherwise
@@ -152,7 +151,7 @@ class ContextAttention:
         self.outer, self.inner, self.settings = outer, inner, settings
         self.rank = outer.rank * inner.num_ranks + inner.rank
         self.num_ranks = outer.num_ranks * inner.num_ranks
-        self.local: LocalAttention = Dispatched(settings.dispatched)
+        self.local: LocalAttention = Chosen(settings.backend, settings.deterministic)
         self._cores: OrderedDict[Any, Core] = OrderedDict()
         self._digested: tuple[object, list[int], int] = (None, [], digest(None))
 
@@ -338,7 +337,8 @@ class ContextAttention:
         problem = ""
         try:  # later, the other ranks would wait for a rank whose backend refuses the call
             mask = EVERYTHING if mask is None else mask
-            dispatch.choose(q, k, v, mask=mask, dropout=dropout > 0, backend=self.settings.dispatched)
+            asked = self.settings
+            choose(q, mask, dropout=dropout > 0, deterministic=asked.deterministic, backend=asked.backend)
         except ValueError as error:
             problem = str(error)
         mine = {

@@ -15,10 +15,9 @@ import torch
 
 from flashspan.context.layout import Placement, cut
 from flashspan.context.runs import Runs
-from flashspan.kernels.bits import unpack
-from flashspan.kernels.blocks import Blocks
-from flashspan.kernels.masks import Mask
-from flashspan.kernels.tiling import VISIBLE
+from flashspan.kernels.masks import Blocks, Mask
+from flashspan.kernels.masks.bits import unpack
+from flashspan.kernels.masks.block_map import VISIBLE
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from flashspan.kernels import masks
-from flashspan.kernels.intervals import settle
+from flashspan.kernels.masks import Mask
+from flashspan.kernels.masks.intervals import settle
 from flashspan.masks import Band, Blocks, Rows
 
-Mask: TypeAlias = Band | Rows | Blocks
 MaskFunction: TypeAlias = Callable[..., Any]
 """(batch, head, query, key), index tensors that broadcast, to bool."""
 

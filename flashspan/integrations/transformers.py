@@ -28,8 +28,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from flashspan.arguments import mask_of
 from flashspan.attention import attention
-from flashspan.integrations.mask_functions import Grid, Mask, MaskFunction, Translator
+from flashspan.integrations.mask_functions import Grid, MaskFunction, Translator
 from flashspan.kernels import masks
+from flashspan.kernels.masks import Mask
 from flashspan.masks import Band, documents
 
 NAME = "span"

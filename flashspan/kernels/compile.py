@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashspan.kernels.portable.arguments import Launch
+from flashspan.kernels.launch.launch import Launch
 
 TYPES = {
     torch.float16: "fp16",
@@ -163,7 +163,6 @@ def shipped_launches(dtype: torch.dtype, head_dim: int, **options: Any) -> dict[
 def hopper_launches(dtype: torch.dtype, head_dim: int, **options: Any) -> dict[str, Launch]:
     """The launches of one call of the Hopper kernels on meta tensors: "finer" where V is made so, "forward" and its
     "repair", "backward" where there is one in one pass, and "keys" and "queries", the two passes."""
-    from flashspan.kernels.blocks import Blocks
     from flashspan.kernels.hopper.finer import finer_launch, pays, room_for
     from flashspan.kernels.hopper.launch import forward_launch
     from flashspan.kernels.hopper.one_pass import backward_launch
@@ -171,7 +170,7 @@ def hopper_launches(dtype: torch.dtype, head_dim: int, **options: Any) -> dict[s
     from flashspan.kernels.hopper.tensors import block_dim
     from flashspan.kernels.hopper.tiles import BACKWARD
     from flashspan.kernels.hopper.two_pass import two_pass_launches
-    from flashspan.kernels.masks import CAUSAL
+    from flashspan.kernels.masks import CAUSAL, Blocks
     from flashspan.kernels.portable.forward import forward_launch as repair_launch
 
     mask, carry = options.get("mask", CAUSAL), options.get("carry", False)

@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashspan.kernels import tiled
-from flashspan.kernels.contract import Carry, Dropout, merge
+from flashspan.kernels.contract import Carry, Problem
 from flashspan.kernels.masks import Band, Mask, Rows
+from flashspan.kernels.merge import merge
 
 CHUNK = 256  # rows that share one drawn mask
 SHORT = 64  # runs of rows shorter than this are drawn together: a call each would cost more
@@ -35,18 +36,16 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    problem: Problem,
     *,
-    mask: Mask,
-    scale: float,
     carry: Carry | None = None,
     out_dtype: torch.dtype = torch.float32,
-    dropout: Dropout | None = None,
 ) -> Carry:
     """See contract.py. Computes in float32 (float64 when q is): a CPU without products of 16 bits would take 5 to 100
     times as long in them."""
-    strips = _cut(mask, q, k)
-    if dropout is not None or scale < LEAST_SCALE or _may_leak(strips, k, v):
-        return tiled.forward(q, k, v, mask=mask, scale=scale, carry=carry, out_dtype=out_dtype, dropout=dropout)
+    strips, scale = _cut(problem.mask, q, k), problem.scale
+    if problem.dropout is not None or scale < LEAST_SCALE or _may_leak(strips, k, v):
+        return tiled.forward(q, k, v, problem, carry=carry, out_dtype=out_dtype)
     work = torch.promote_types(q.dtype, torch.float32)
     out_dtype = work if work == torch.float64 else out_dtype
     if carry is None and q.dtype == work and _is_one_call(strips, q):  # else a few heads' copies at a time
@@ -82,21 +81,18 @@ def backward(
     v: Tensor,
     lse: Tensor,
     delta: Tensor,
+    problem: Problem,
     *,
-    mask: Mask,
-    scale: float,
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
     accumulate: bool,
-    dropout: Dropout | None = None,
 ) -> None:
     """See contract.py. Computes in float32 (float64 when q is): in 16 bits the operator would round delta as well, and
     be a fifth faster at best."""
-    strips = _cut(mask, q, k)
-    if dropout is not None or scale < LEAST_SCALE or _may_leak(strips, k, v):
-        serve = functools.partial(tiled.backward, dout, q, k, v, lse, delta, mask=mask, scale=scale, dropout=dropout)
-        serve(dq=dq, dk=dk, dv=dv, accumulate=accumulate)
+    strips, scale = _cut(problem.mask, q, k), problem.scale
+    if problem.dropout is not None or scale < LEAST_SCALE or _may_leak(strips, k, v):
+        tiled.backward(dout, q, k, v, lse, delta, problem, dq=dq, dk=dk, dv=dv, accumulate=accumulate)
         return
     for heads, kv_heads in _head_groups(q, k):
         rows = (x[:, heads] for x in (dout, q, lse, delta))

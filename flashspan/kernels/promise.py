@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flashspan.kernels.contract import Dropout
+from flashspan.kernels.dropout import Dropout
 from flashspan.kernels.masks import Mask, dense
 
 FORWARD, GRADIENT = 1e-6, 1e-5

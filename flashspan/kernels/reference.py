@@ -8,25 +8,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashspan.kernels.contract import Carry, Dropout
-from flashspan.kernels.masks import Mask, dense
+from flashspan.kernels.contract import Carry, Problem
+from flashspan.kernels.dropout import Dropout
+from flashspan.kernels.masks import dense
 
 
 def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    problem: Problem,
     *,
-    mask: Mask,
-    scale: float,
     carry: Carry | None = None,
     out_dtype: torch.dtype = torch.float32,
-    dropout: Dropout | None = None,
 ) -> Carry:
     """See contract.py. Computes in float32, or float64 when q is float64."""
-    scores, visible = _scores(q, k, mask, scale)
+    scores, visible = _scores(q, k, problem)
     lse = _logsumexp(scores)
-    probs = _probabilities(scores, lse) * _survival(q, k, dropout)
+    probs = _probabilities(scores, lse) * _survival(q, k, problem.dropout)
     out = _weigh(probs, _expand(v, q).to(probs.dtype), visible)
     if carry is not None:
         # In float64, so that a merge rounds its result and nothing else: a long ring makes many.
@@ -44,24 +43,22 @@ def backward(
     v: Tensor,
     lse: Tensor,
     delta: Tensor,
+    problem: Problem,
     *,
-    mask: Mask,
-    scale: float,
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
     accumulate: bool,
-    dropout: Dropout | None = None,
 ) -> None:
     """See contract.py."""
     blind = (lse == -torch.inf)[..., None]  # a query that sees nothing does not exist, not even as 0 * NaN
     q, dout = q.masked_fill(blind, 0.0), dout.masked_fill(blind, 0.0)
-    scores, visible = _scores(q, k, mask, scale)
+    scores, visible = _scores(q, k, problem)
     probs = _probabilities(scores, lse.to(scores.dtype))
-    survival = _survival(q, k, dropout)
+    survival = _survival(q, k, problem.dropout)
     dout = dout.to(scores.dtype)
     dprobs = dout @ _expand(v, q).to(scores.dtype).mT * survival
-    dscores = torch.where(visible, probs * (dprobs - delta.to(scores.dtype)[..., None]), 0.0) * scale
+    dscores = torch.where(visible, probs * (dprobs - delta.to(scores.dtype)[..., None]), 0.0) * problem.scale
     for total, part in (
         (dq, _weigh(dscores, _expand(k, q).to(scores.dtype), visible)),
         (dk, _sum_groups(dscores.mT @ q.to(scores.dtype), k)),
@@ -73,13 +70,13 @@ def backward(
             total.copy_(part)
 
 
-def _scores(q: Tensor, k: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
+def _scores(q: Tensor, k: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
     """Scaled scores [B, H, T, S], -inf where invisible, and who is visible [1 or B, 1 or H, T, S]."""
     dtype = torch.promote_types(q.dtype, torch.float32)
-    visible = dense(mask.to(q.device), q.shape[-2], k.shape[-2]).to(q.device)
+    visible = dense(problem.mask.to(q.device), q.shape[-2], k.shape[-2]).to(q.device)
     if visible.dim() < 4:
         visible = visible[None, None] if visible.dim() == 2 else visible[:, None]
-    scores = q.to(dtype) @ _expand(k, q).to(dtype).mT * scale
+    scores = q.to(dtype) @ _expand(k, q).to(dtype).mT * problem.scale
     return torch.where(visible, scores, -torch.inf), visible
 
 

@@ -13,11 +13,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flashspan.kernels.bits import unpack
-from flashspan.kernels.blocks import Blocks
-from flashspan.kernels.contract import Carry, Dropout
-from flashspan.kernels.masks import FULL, PARTIAL, Mask
-from flashspan.kernels.tiling import interval_kinds
+from flashspan.kernels.contract import Carry, Problem
+from flashspan.kernels.dropout import Dropout
+from flashspan.kernels.masks import FULL, PARTIAL, Blocks, Mask
+from flashspan.kernels.masks.bits import unpack
+from flashspan.kernels.masks.build import interval_kinds
 
 BLOCK_Q, BLOCK_K = 128, 128
 
@@ -26,12 +26,10 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    problem: Problem,
     *,
-    mask: Mask,
-    scale: float,
     carry: Carry | None = None,
     out_dtype: torch.dtype = torch.float32,
-    dropout: Dropout | None = None,
 ) -> Carry:
     """Algorithm 1; see contract.py. Computes in float32, or float64 when q is float64.
 
@@ -43,12 +41,11 @@ def forward(
         carry = Carry(out, torch.full(q.shape[:-1], -torch.inf, dtype=work, device=q.device))
     if q.numel() == 0:
         return carry
-    if isinstance(mask, Blocks) and mask.num_batch * mask.num_heads > 1:
-        for one, b, h, kv, drop in _each_map(mask, q, k, dropout):
-            part = Carry(carry.out[b, h], carry.lse[b, h])
-            forward(q[b, h], k[b, kv], v[b, kv], mask=one, scale=scale, carry=part, dropout=drop)
+    if isinstance(problem.mask, Blocks) and problem.mask.num_batch * problem.mask.num_heads > 1:
+        for part, b, h, kv in _each_map(problem, problem.mask, q, k):
+            forward(q[b, h], k[b, kv], v[b, kv], part, carry=Carry(carry.out[b, h], carry.lse[b, h]))
         return carry
-    plan = _Plan(q, k, v, mask, dropout)
+    plan, scale = _Plan(q, k, v, problem.mask, problem.dropout), problem.scale
     q, out, lse = (_group(x, k) for x in (q, *carry))
     for i in plan.q_tiles:
         q_i = q[..., i, :].to(work)
@@ -80,14 +77,12 @@ def backward(
     v: Tensor,
     lse: Tensor,
     delta: Tensor,
+    problem: Problem,
     *,
-    mask: Mask,
-    scale: float,
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
     accumulate: bool,
-    dropout: Dropout | None = None,
 ) -> None:
     """Algorithm 2; see contract.py. dK and dV are finished one key tile at a time, dQ gathers over all of them."""
     work = torch.promote_types(q.dtype, torch.float32)
@@ -96,18 +91,18 @@ def backward(
             total.zero_()
     if q.numel() == 0:
         return
-    if isinstance(mask, Blocks) and mask.num_batch * mask.num_heads > 1:
+    if isinstance(problem.mask, Blocks) and problem.mask.num_batch * problem.mask.num_heads > 1:
         sums = [torch.zeros_like(x, dtype=work) for x in (dq, dk, dv)]
-        for one, b, h, kv, drop in _each_map(mask, q, k, dropout):
+        for part, b, h, kv in _each_map(problem, problem.mask, q, k):
             mine = [x[b, heads] for x, heads in zip(sums, (h, kv, kv), strict=True)]
             backward(
-                dout[b, h], q[b, h], k[b, kv], v[b, kv], lse[b, h], delta[b, h],
-                mask=one, scale=scale, dq=mine[0], dk=mine[1], dv=mine[2], accumulate=True, dropout=drop,
+                dout[b, h], q[b, h], k[b, kv], v[b, kv], lse[b, h], delta[b, h], part,
+                dq=mine[0], dk=mine[1], dv=mine[2], accumulate=True,
             )  # fmt: skip
-        for total, part in zip((dq, dk, dv), sums, strict=True):
-            total += part
+        for total, added in zip((dq, dk, dv), sums, strict=True):
+            total += added
         return
-    plan = _Plan(q, k, v, mask, dropout)
+    plan, scale = _Plan(q, k, v, problem.mask, problem.dropout), problem.scale
     blind = lse == -torch.inf
     if bool(blind.any()):  # a query that sees nothing does not exist, not even as 0 * NaN
         q, dout = (x.masked_fill(blind[..., None], 0.0) for x in (q, dout))
@@ -200,20 +195,19 @@ class _Plan:
         return torch.where(seen > 0, torch.nan, clean)
 
 
-def _each_map(
-    mask: Blocks, q: Tensor, k: Tensor, dropout: Dropout | None
-) -> Iterator[tuple[Blocks, slice, slice, slice, Dropout | None]]:
-    """Each map with the part of the batch, the query heads, the key heads and the dropout that it is for."""
+def _each_map(problem: Problem, mask: Blocks, q: Tensor, k: Tensor) -> Iterator[tuple[Problem, slice, slice, slice]]:
+    """The problem of each map, with the part of the batch, the query heads and the key heads that it is for."""
     num_heads, group = q.shape[1], q.shape[1] // max(1, k.shape[1])
     every = slice(None)
     for b in range(mask.num_batch):
         for h in range(mask.num_heads):
-            drop = dropout
+            dropout = problem.dropout
             if dropout is not None:
                 stride = num_heads if dropout.batch_stride is None else dropout.batch_stride
-                drop = replace(dropout, first=dropout.first + b * stride + h, batch_stride=stride)
+                dropout = replace(dropout, first=dropout.first + b * stride + h, batch_stride=stride)
             heads = (slice(h, h + 1), slice(h // group, h // group + 1)) if mask.num_heads > 1 else (every, every)
-            yield mask.map(b, h), slice(b, b + 1) if mask.num_batch > 1 else every, *heads, drop
+            part = problem._replace(mask=mask.map(b, h), dropout=dropout)
+            yield part, slice(b, b + 1) if mask.num_batch > 1 else every, *heads
 
 
 def _split(length: int, block: int) -> list[slice]:

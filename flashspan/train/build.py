@@ -22,8 +22,7 @@ from flashspan.attention import attention
 from flashspan.checkpoint.format import refuse_damaged
 from flashspan.context import ContextAttention, balanced, context_parallel, keep_attention
 from flashspan.context.layout import Layout
-from flashspan.kernels.blocks import Blocks
-from flashspan.kernels.masks import Mask
+from flashspan.kernels.masks import Blocks, Mask
 from flashspan.model import IGNORE, Llama, LlamaConfig, initial_weight, read_weights
 from flashspan.model.huggingface import check_config
 from flashspan.model.loss import slope_at_once

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashspan.kernels import dispatch
+from flashspan.kernels import backends
 from flashspan.model import LlamaConfig
 from flashspan.model.llama import Products
 from flashspan.model.rope import rotate
@@ -62,7 +62,7 @@ def serves(shape: LlamaConfig, device: torch.device, precision: str) -> bool:
         precision != "float32"
         and shape.head_dim in (64, 128)
         and all(width % 8 == 0 for width in widths)
-        and dispatch.no_hopper(device) is None
+        and backends.no_hopper(device) is None
         and _runs(device, getattr(torch, precision), shape.head_dim)
     )
 

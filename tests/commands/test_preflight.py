@@ -28,8 +28,9 @@ from flashspan.commands.check import Result
 from flashspan.commands.preflight import even_hosts
 from flashspan.commands.verdict import LISTED, Job, Planned, Report, judge, print_report, slow_links
 from flashspan.context.schedule import Shape
-from flashspan.context.strategy import Dispatched, context_parallel
+from flashspan.context.strategy import context_parallel
 from flashspan.context.transport import GroupTransport, Message
+from flashspan.kernels.backends import Chosen
 from flashspan.kernels.contract import Carry
 from flashspan.launch import RankError
 from flashspan.plan.devices import LINKS
@@ -214,17 +215,17 @@ def test_a_link_that_changes_a_byte_is_found(on_ranks: OnRanks) -> None:
 def measured(job: Job, broken: int | None = None) -> Report:
     """A preflight on small messages, of which one rank's kernels may be wrong."""
 
-    def forward(self: Dispatched, *tensors: Any, **rest: Any) -> Carry:
+    def forward(self: Chosen, *tensors: Any, **rest: Any) -> Carry:
         out, lse = right(self, *tensors, **rest)
         return Carry(out * (1.001 if dist.get_rank() == broken else 1.0), lse)
 
-    right, stack = Dispatched.forward, contextlib.ExitStack()
+    right, stack = Chosen.forward, contextlib.ExitStack()
     if broken is not None:
         stack.enter_context(mock.patch.object(preflight, "measure_links", return_value=[]))
         stack.enter_context(mock.patch.object(preflight, "measure_overlap", return_value=None))
     with stack:
         stack.enter_context(mock.patch.dict(links.MESSAGE_BYTES, {"cpu": 2**16}))
-        stack.enter_context(mock.patch.object(Dispatched, "forward", forward))
+        stack.enter_context(mock.patch.object(Chosen, "forward", forward))
         stack.enter_context(mock.patch.object(links, "LINKS_S", 0.5))
         return preflight.run_on_rank(job, "cpu")
 

@@ -18,8 +18,10 @@ from flashspan.context.schedule import Schedule, Shape, bytes_sent
 from flashspan.context.transport import LocalTransport, LocalTransports, Message
 from flashspan.context.visibility import Visibility
 from flashspan.kernels import reference, tiled
-from flashspan.kernels.contract import Carry, LocalAttention, merge, row_delta
+from flashspan.kernels.contract import Carry, LocalAttention, Problem
+from flashspan.kernels.delta import row_delta
 from flashspan.kernels.masks import CAUSAL, Mask
+from flashspan.kernels.merge import merge
 from tests.context.cases import MASKS, make_mask
 
 SCALE = 0.3
@@ -46,10 +48,10 @@ def run_all(
 
 def one_device(mask: Mask, xs: list[Tensor]) -> list[Tensor]:
     q, k, v, dout = (x.double() for x in xs)
-    out, lse = reference.forward(q, k, v, mask=mask, scale=SCALE)
+    out, lse = reference.forward(q, k, v, Problem(mask, SCALE))
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     reference.backward(
-        dout, q, k, v, lse, row_delta(dout, out), mask=mask, scale=SCALE, dq=dq, dk=dk, dv=dv, accumulate=False
+        dout, q, k, v, lse, row_delta(dout, out), Problem(mask, SCALE), dq=dq, dk=dk, dv=dv, accumulate=False
     )
     return [out, dq, dk, dv]
 
@@ -161,7 +163,7 @@ def test_one_rank_is_one_call() -> None:
     (carry,) = simulate([ForwardPass(plan, transport, tiled, call)])
     (grads,) = simulate([BackwardPass(plan, transport, tiled, call, dout, carry.lse, row_delta(dout, carry.out))])
     assert all(x.dtype == torch.bfloat16 for x in grads)
-    alone = tiled.forward(q, k, v, mask=CAUSAL, scale=SCALE)
+    alone = tiled.forward(q, k, v, Problem(CAUSAL, SCALE))
     assert torch.equal(carry.out, alone.out)
 
 
@@ -218,7 +220,7 @@ def test_views_of_a_fused_projection_need_no_copy_by_the_caller() -> None:
     calls = [Call(*(x[:, :, run.start : run.stop] for x in (q, k, v)), SCALE) for run in runs]
     assert not calls[0].q.is_contiguous()
     carries = simulate([ForwardPass(plan, transports[r], reference, calls[r]) for r in range(4)])
-    exact = reference.forward(q.double(), k.double(), v.double(), mask=CAUSAL, scale=SCALE).out
+    exact = reference.forward(q.double(), k.double(), v.double(), Problem(CAUSAL, SCALE)).out
     assert relative(torch.cat([carry.out for carry in carries], 2), exact) < 1e-6
 
 
@@ -238,9 +240,9 @@ def test_merging_is_exact_and_survives_empty_rows() -> None:
     blank = Carry(torch.zeros(1, 1, T, D).double(), torch.full((1, 1, T), -torch.inf).double())
     halves = []
     for part in (slice(0, 3), slice(3, 6)):
-        out, lse = reference.forward(q, k[:, :, part], v[:, :, part], mask=make_mask("full", T), scale=SCALE)
+        out, lse = reference.forward(q, k[:, :, part], v[:, :, part], Problem(make_mask("full", T), SCALE))
         halves.append(Carry(out.clone(), lse.clone()))
-    whole = reference.forward(q, k, v, mask=make_mask("full", T), scale=SCALE)
+    whole = reference.forward(q, k, v, Problem(make_mask("full", T), SCALE))
     total = Carry(blank.out.clone(), blank.lse.clone())
     merge(total, blank)
     assert torch.equal(total.out, blank.out)

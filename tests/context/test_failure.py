@@ -17,10 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flashspan import attention
 from flashspan.context import Placement, context_parallel
-from flashspan.kernels import dispatch
-from flashspan.kernels.blocks import Blocks
-from flashspan.kernels.masks import CAUSAL, Rows
-from flashspan.kernels.patterns import documents, window
+from flashspan.kernels.masks import Blocks, Rows
+from flashspan.kernels.masks.patterns import documents, window
 from flashspan.launch import RankError, Ranks
 from tests.context.cases import Case, attention_of, group_of
 
@@ -442,8 +440,7 @@ def test_bad_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match=r"backend must be one of auto, .*: got 'cuda'"):
         context_parallel(None, backend="cuda")
     attend = context_parallel(None, deterministic=True)
-    choice = dispatch.choose(*torch.ones(3, 1, 1, 1, 8), mask=CAUSAL, backend=attend.settings.dispatched)
-    assert choice.call.deterministic
+    assert attend.local.deterministic
     for tokens in (-3, 2.5, "9"):
         with pytest.raises(ValueError, match=f"num_tokens must be 0 or more.*: got {tokens!r}"):
             context_parallel(None, num_tokens=tokens)  # type: ignore[arg-type]

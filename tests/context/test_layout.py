@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 from flashspan.context import context_parallel
 from flashspan.context.layout import LAYOUTS, Placement, _assign_longest_first, balanced, contiguous, cut, deal, place
 from flashspan.context.runs import Runs
-from flashspan.kernels import patterns
-from flashspan.kernels.blocks import Blocks
-from flashspan.kernels.masks import CAUSAL
+from flashspan.kernels.masks import CAUSAL, Blocks, patterns
 
 ranks_and_tokens = st.tuples(st.integers(1, 9), st.integers(0, 60))
 

@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashspan.kernels import promise, reference
-from flashspan.kernels.contract import Dropout, row_delta
+from flashspan.kernels.contract import Problem
+from flashspan.kernels.delta import row_delta
+from flashspan.kernels.dropout import Dropout
 from flashspan.kernels.masks import Band, Mask, Positions, Rows
-from flashspan.kernels.patterns import documents, prefix, ragged
+from flashspan.kernels.masks.patterns import documents, prefix, ragged
 
 FORWARD_BOUND, GRADIENT_BOUND = promise.FORWARD, promise.GRADIENT  # of float32
 
@@ -169,26 +171,14 @@ class Answer:
 def solve(inputs: Inputs, mask: Mask, scale: float, dropout: Dropout | None = None) -> Answer:
     """The answer in float64, by the reference."""
     x = inputs.double()
-    out, lse = reference.forward(x.q, x.k, x.v, mask=mask, scale=scale, dropout=dropout)
+    out, lse = reference.forward(x.q, x.k, x.v, Problem(mask, scale, dropout))
     # sum (p v)^2, as attention with squared scores and values: p^2 = exp(2 score) / exp(2 lse)
-    squares, square_lse = reference.forward(x.q, x.k, x.v**2, mask=mask, scale=2 * scale, dropout=dropout)
+    squares, square_lse = reference.forward(x.q, x.k, x.v**2, Problem(mask, 2 * scale, dropout))
     spread = (squares * torch.exp(square_lse - 2 * lse.clamp(min=-1e30))[..., None]).sqrt()
     delta = row_delta(x.dout, out) - x.dlse
     dq, dk, dv = torch.zeros_like(x.q), torch.zeros_like(x.k), torch.zeros_like(x.v)
     reference.backward(
-        x.dout,
-        x.q,
-        x.k,
-        x.v,
-        lse,
-        delta,
-        mask=mask,
-        scale=scale,
-        dq=dq,
-        dk=dk,
-        dv=dv,
-        accumulate=True,
-        dropout=dropout,
+        x.dout, x.q, x.k, x.v, lse, delta, Problem(mask, scale, dropout), dq=dq, dk=dk, dv=dv, accumulate=True
     )
     return Answer(out, lse, delta, dq, dk, dv, spread)
 

@@ -107,9 +107,9 @@ def test_the_lists_above_are_the_whole_table() -> None:
 
 ELSEWHERE = """
 import json, sys, torch
-from flashspan.kernels.blocks import Blocks
+from flashspan.kernels.masks import Blocks
 from flashspan.kernels.compile import compile_for, shipped_launches
-from flashspan.kernels.contract import Dropout
+from flashspan.kernels.dropout import Dropout
 from flashspan.kernels.masks import CAUSAL
 from flashspan.kernels.portable import tiles
 positions = torch.empty(4096, dtype=torch.int32, device="meta")
@@ -147,11 +147,11 @@ def test_every_tile_fits_every_gpu(
 
 TIGHTEST = """
 import json, sys, torch
-from flashspan.kernels.blocks import Blocks
+from flashspan.kernels.masks import Blocks
 from flashspan.kernels.compile import compile_launch
-from flashspan.kernels.contract import Dropout
+from flashspan.kernels.dropout import Dropout
 from flashspan.kernels.masks import CAUSAL
-from flashspan.kernels.patterns import documents
+from flashspan.kernels.masks.patterns import documents
 from flashspan.kernels.portable.backward import backward_launches
 asked = sys.argv[1].split()
 mask = documents([1000, 3096]) if "rows" in asked else Blocks.of(CAUSAL, 4096, 4096) if "blocks" in asked else CAUSAL
@@ -190,7 +190,7 @@ HOPPER = """
 import json, math, sys, torch
 from flashspan.kernels.compile import compile_launch, hopper_launches
 from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band
-from flashspan.kernels.patterns import documents
+from flashspan.kernels.masks.patterns import documents
 masks = {
     "causal": {"mask": CAUSAL},
     "long": {"mask": CAUSAL, "num_tokens": 8192},

@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flashspan.kernels import cpu, portable, reference, tiled
-from flashspan.kernels.contract import Carry, Dropout, row_delta
+from flashspan.kernels.contract import Carry, Problem
+from flashspan.kernels.delta import row_delta
+from flashspan.kernels.dropout import Dropout
 from flashspan.kernels.masks import CAUSAL, EVERYTHING, NOTHING, Band, Mask, dense
-from flashspan.kernels.patterns import causal, documents, ragged, window
+from flashspan.kernels.masks.patterns import causal, documents, ragged, window
 from tests.kernels.cases import (
     FORWARD_BOUND,
     GRADIENT_BOUND,
@@ -78,8 +80,10 @@ def small_tiles() -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
-def attend(subject: Subject, x: Inputs, mask: Mask, scale: float, **options: Any) -> Carry:
-    return subject.module.forward(x.q, x.k, x.v, mask=mask, scale=scale, **options)
+def attend(
+    subject: Subject, x: Inputs, mask: Mask, scale: float, dropout: Dropout | None = None, **options: Any
+) -> Carry:
+    return subject.module.forward(x.q, x.k, x.v, Problem(mask, scale, dropout), **options)
 
 
 def pull(
@@ -102,13 +106,11 @@ def pull(
         x.v,
         answer.lse.to(dtype),
         answer.delta.to(dtype),
-        mask=mask,
-        scale=scale,
+        Problem(mask, scale, dropout),
         dq=into[0],
         dk=into[1],
         dv=into[2],
         accumulate=accumulate,
-        dropout=dropout,
     )
 
 
@@ -243,8 +245,7 @@ def test_sixteen_bits_are_no_worse_than_sdpa(
             x.v[:, :, keys],
             carry.lse,
             delta,
-            mask=tile,
-            scale=scale,
+            Problem(tile, scale),
             dq=grads[0],
             dk=grads[1][:, :, keys],
             dv=grads[2][:, :, keys],

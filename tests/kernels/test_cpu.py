@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 from flashspan import attention
 from flashspan.kernels import cpu, reference, tiled
-from flashspan.kernels.contract import LocalAttention, row_delta
+from flashspan.kernels.contract import LocalAttention, Problem
+from flashspan.kernels.delta import row_delta
 from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band, Mask, dense
-from flashspan.kernels.patterns import causal, documents, window
+from flashspan.kernels.masks.patterns import causal, documents, window
 from tests.kernels.cases import Shape, examples, make_inputs, masks, relative, shapes, solve
 
 
@@ -78,10 +79,10 @@ def test_only_the_result_is_rounded_to_sixteen_bits(mask: Mask, dtype: torch.dty
     """Partial outputs and sums of gradients are float32, however many calls they are made of."""
     x = make_inputs(Shape(1, 4, 2, 500, 500, 32), seed=1, dtype=dtype)
     answer = solve(x, mask, 0.2)
-    assert relative(cpu.forward(x.q, x.k, x.v, mask=mask, scale=0.2).out, answer.out) <= 1e-6
+    assert relative(cpu.forward(x.q, x.k, x.v, Problem(mask, 0.2)).out, answer.out) <= 1e-6
     dq, dk, dv = (torch.full_like(t, torch.nan) for t in (x.q, x.k, x.v))
     lse, delta = answer.lse.float(), answer.delta.float()
-    cpu.backward(x.dout, x.q, x.k, x.v, lse, delta, mask=mask, scale=0.2, dq=dq, dk=dk, dv=dv, accumulate=False)
+    cpu.backward(x.dout, x.q, x.k, x.v, lse, delta, Problem(mask, 0.2), dq=dq, dk=dk, dv=dv, accumulate=False)
     for got, want in ((dq, answer.dq), (dk, answer.dk), (dv, answer.dv)):
         assert relative(got, want) <= 1.01 * relative(want.to(dtype), want)
 
@@ -91,7 +92,7 @@ def test_a_few_heads_at_a_time_are_copied_to_float32(monkeypatch: pytest.MonkeyP
     called, attend = [], cpu._attend
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(cpu, "_attend", lambda q, *rest, **named: called.append(q.numel()) or attend(q, *rest, **named))
-    cpu.forward(x.q, x.k, x.v, mask=CAUSAL, scale=0.125, out_dtype=torch.bfloat16)
+    cpu.forward(x.q, x.k, x.v, Problem(CAUSAL, 0.125), out_dtype=torch.bfloat16)
     assert len(called) > 1
     assert max(called) <= cpu.TEMPORARY
 
@@ -153,12 +154,12 @@ def test_a_float64_lse_is_carried_on_unrounded(local: LocalAttention) -> None:
     x = make_inputs(Shape(1, 2, 2, 300, 300, 32), seed=3)
     answer = solve(x, EVERYTHING, 0.2)
     parts = [slice(i, i + 10) for i in range(0, 300, 10)]
-    carry = local.forward(x.q, x.k[:, :, parts[0]], x.v[:, :, parts[0]], mask=EVERYTHING, scale=0.2)
+    carry = local.forward(x.q, x.k[:, :, parts[0]], x.v[:, :, parts[0]], Problem(EVERYTHING, 0.2))
     carry = carry._replace(lse=carry.lse.double())
     for part in parts[1:]:
-        carry = local.forward(x.q, x.k[:, :, part], x.v[:, :, part], mask=EVERYTHING, scale=0.2, carry=carry)
+        carry = local.forward(x.q, x.k[:, :, part], x.v[:, :, part], Problem(EVERYTHING, 0.2), carry=carry)
     assert (carry.out.dtype, carry.lse.dtype) == (torch.float32, torch.float64)
-    whole = local.forward(x.q, x.k, x.v, mask=EVERYTHING, scale=0.2)
+    whole = local.forward(x.q, x.k, x.v, Problem(EVERYTHING, 0.2))
     for split, one, exact in zip(carry, whole, (answer.out, answer.lse), strict=True):
         assert relative(split, exact) <= 1.1 * relative(one, exact)
 
@@ -179,15 +180,15 @@ def test_within_a_tenth_of_sdpa(mask: Band) -> None:
     x = make_inputs(Shape(1, 8, 8, 2048, 2048, 64), seed=2)
     q, k, v = (t.clone().requires_grad_() for t in (x.q, x.k, x.v))
     dq, dk, dv = (torch.empty_like(t) for t in (x.q, x.k, x.v))
-    out, lse = cpu.forward(x.q, x.k, x.v, mask=mask, scale=0.125)
+    out, lse = cpu.forward(x.q, x.k, x.v, Problem(mask, 0.125))
     peer = F.scaled_dot_product_attention(q, k, v, is_causal=mask == CAUSAL)
 
     def backward() -> None:
         delta = row_delta(x.dout, out)
-        cpu.backward(x.dout, x.q, x.k, x.v, lse, delta, mask=mask, scale=0.125, dq=dq, dk=dk, dv=dv, accumulate=False)
+        cpu.backward(x.dout, x.q, x.k, x.v, lse, delta, Problem(mask, 0.125), dq=dq, dk=dk, dv=dv, accumulate=False)
 
     calls: dict[str, Callable[[], object]] = {
-        "forward": lambda: cpu.forward(x.q, x.k, x.v, mask=mask, scale=0.125),
+        "forward": lambda: cpu.forward(x.q, x.k, x.v, Problem(mask, 0.125)),
         "sdpa forward": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=mask == CAUSAL),
         "backward": backward,
         "sdpa backward": lambda: torch.autograd.grad(peer, (q, k, v), x.dout, retain_graph=True),

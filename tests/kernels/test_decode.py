@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from triton.compiler.errors import CompilationError
 
-from flashspan.kernels import dispatch, portable, promise
-from flashspan.kernels.contract import Carry
+from flashspan.kernels import portable, promise
+from flashspan.kernels.contract import Carry, Problem
+from flashspan.kernels.failure import KernelFailed
 from flashspan.kernels.masks import EVERYTHING, Band, Mask, Rows
-from flashspan.kernels.patterns import ragged
+from flashspan.kernels.masks.patterns import ragged
 from flashspan.kernels.portable import decode
 from tests.kernels.cases import Inputs, Shape, check_lse, make_inputs, relative, solve
 from tests.kernels.test_compile import compile_apart
@@ -28,7 +28,7 @@ def small_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def attend(x: Inputs, mask: Mask, *, scale: float = 0.3, carry: Carry | None = None) -> Carry:
     """By the kernels of this file, whichever would serve."""
     dtype = x.q.dtype if carry is None else torch.float32
-    done = decode.forward(x.q, x.k, x.v, mask=mask, scale=scale, carry=carry, out_dtype=dtype)
+    done = decode.forward(x.q, x.k, x.v, Problem(mask, scale), carry=carry, out_dtype=dtype)
     assert done is not None
     return done
 
@@ -146,13 +146,13 @@ def test_the_keys_are_divided_so_that_the_gpu_is_busy() -> None:
 @interpreted
 def test_what_does_not_compile_is_served_by_the_other_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*tensors: object) -> None:
-        raise CompilationError(None, None, "no such instruction")
+        raise KernelFailed("no such instruction")
 
     monkeypatch.setattr(decode, "replay", fail)
-    monkeypatch.setattr(dispatch, "FAILED", {})
+    monkeypatch.setattr(decode, "FAILED", [])
     x = make_inputs(Shape(1, 2, 1, 1, 100, 16), seed=6)
-    with pytest.warns(RuntimeWarning, match="decode"):
-        out, _ = portable.forward(x.q, x.k, x.v, mask=EVERYTHING, scale=0.3)
+    with pytest.warns(RuntimeWarning, match="few queries"):
+        out, _ = portable.forward(x.q, x.k, x.v, Problem(EVERYTHING, 0.3))
     assert relative(out, solve(x, EVERYTHING, 0.3).out) <= promise.FORWARD
     assert not decode.takes(x.q, x.k, EVERYTHING)
 
@@ -253,7 +253,7 @@ def test_a_cache_of_more_than_two_to_the_31_elements() -> None:
     S, D = 2**20 + 5, 128
     k = torch.randn(1, S, 17, D, device="cuda", dtype=torch.bfloat16).transpose(1, 2)  # 2.28e9 elements
     q = torch.randn(1, 17, 1, D, device="cuda", dtype=torch.bfloat16)
-    out = decode.forward(q, k, k, mask=EVERYTHING, scale=1.0, carry=None, out_dtype=torch.float32)
+    out = decode.forward(q, k, k, Problem(EVERYTHING, 1.0), carry=None, out_dtype=torch.float32)
     assert out is not None
     for head in (0, 16):
         weights = (k[0, head].double() @ q[0, head, 0].double()).softmax(0)

@@ -14,10 +14,10 @@ from torch import Tensor
 import flashspan
 from flashspan import attention, masks
 from flashspan.kernels import reference
-from flashspan.kernels.blocks import Blocks
-from flashspan.kernels.contract import Carry, row_delta
-from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band, Mask, Rows, dense
-from flashspan.kernels.patterns import random_blocks
+from flashspan.kernels.contract import Carry, Problem
+from flashspan.kernels.delta import row_delta
+from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band, Blocks, Mask, Rows, dense
+from flashspan.kernels.masks.patterns import random_blocks
 from tests.kernels.cases import relative
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -94,13 +94,20 @@ def check(
     q, k, v, dout = x
     mask = mask.to("cuda")
     full = [t.float() for t in x]
-    right = reference.forward(*full[:3], mask=mask, scale=scale)
+    right = reference.forward(*full[:3], Problem(mask, scale))
     wanted = tuple(torch.zeros_like(t) for t in full[:3])
     delta = row_delta(dout, right.out)
     reference.backward(
-        full[3], *full[:3], right.lse, delta, mask=mask, scale=scale,
-        dq=wanted[0], dk=wanted[1], dv=wanted[2], accumulate=True,
-    )  # fmt: skip
+        full[3],
+        *full[:3],
+        right.lse,
+        delta,
+        Problem(mask, scale),
+        dq=wanted[0],
+        dk=wanted[1],
+        dv=wanted[2],
+        accumulate=True,
+    )
 
     num_keys = k.shape[2]
     cuts = [num_keys * i // pieces for i in range(pieces + 1)]
@@ -108,7 +115,7 @@ def check(
     for a, b in itertools.pairwise(cuts):
         part = mask.slice(range(q.shape[2]), range(a, b)).to("cuda") if pieces > 1 else mask
         kind = torch.float32 if pieces > 1 else q.dtype
-        carry = hopper.forward(q, k[:, :, a:b], v[:, :, a:b], mask=part, scale=scale, carry=carry, out_dtype=kind)
+        carry = hopper.forward(q, k[:, :, a:b], v[:, :, a:b], Problem(part, scale), carry=carry, out_dtype=kind)
     assert carry is not None
     assert relative(carry.out, right.out) <= FORWARD_BOUND
     assert torch.equal(carry.lse.isinf(), right.lse.isinf())
@@ -116,16 +123,16 @@ def check(
     assert not carry.out[right.lse.isinf()].any()
 
     fresh = tuple(torch.full_like(t, torch.nan) for t in (q, k, v))
-    options = {"mask": mask, "scale": scale, "repeatable": repeatable}
-    hopper.backward(dout, q, k, v, right.lse, delta, **options, dq=fresh[0], dk=fresh[1], dv=fresh[2], accumulate=False)
+    problem = Problem(mask, scale, deterministic=repeatable)
+    hopper.backward(dout, q, k, v, right.lse, delta, problem, dq=fresh[0], dk=fresh[1], dv=fresh[2], accumulate=False)
     sums = tuple(torch.ones(t.shape, device="cuda") for t in (q, k, v))
-    hopper.backward(dout, q, k, v, right.lse, delta, **options, dq=sums[0], dk=sums[1], dv=sums[2], accumulate=True)
+    hopper.backward(dout, q, k, v, right.lse, delta, problem, dq=sums[0], dk=sums[1], dv=sums[2], accumulate=True)
     # Of an output in 16 bits, whose delta is another where one key has all the weight: the same as from that delta.
     out = right.out.to(q.dtype)
     again, same = ([torch.full_like(t, torch.nan) for t in (q, k, v)] for _ in range(2))
-    hopper.backward_of_output(dout, q, k, v, out, right.lse, **options, dq=again[0], dk=again[1], dv=again[2])
+    hopper.backward_of_output(dout, q, k, v, out, right.lse, problem, dq=again[0], dk=again[1], dv=again[2])
     given = (dout, q, k, v, right.lse, row_delta(dout, out))
-    hopper.backward(*given, **options, dq=same[0], dk=same[1], dv=same[2], accumulate=False)
+    hopper.backward(*given, problem, dq=same[0], dk=same[1], dv=same[2], accumulate=False)
     for name, a, b, want in zip(("dq", "dk", "dv"), fresh, sums, wanted, strict=True):
         assert relative(a, want, *wanted) <= GRADIENT_BOUND, name
         assert relative(b - 1, want, *wanted) <= GRADIENT_BOUND, name
@@ -235,7 +242,7 @@ def test_a_nan_behind_the_mask_reaches_nobody_and_before_it_those_who_see_it(hea
                 before = hidden[0, 0, 300].clone()
                 hidden[0, 0, 300] = value
             mask = Band(-150, 20)
-            out = attention(q, k, v, mask=mask, backend="hopper.repeatable" if repeatable else "hopper")
+            out = attention(q, k, v, mask=mask, backend="hopper", deterministic=repeatable)
             dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
             visible = dense(mask, 500, 500).cuda()
             sees = visible[:, 300]
@@ -293,7 +300,7 @@ def test_forward_repeats_bit_for_bit_and_gradients_where_asked() -> None:
         grads = again if grads is None else grads
         assert all(torch.equal(a, b) for a, b in zip(grads, again, strict=True))
     assert flashspan.explain(q, k, v, causal=True).name == "hopper"
-    assert flashspan.explain(q, k, v, causal=True, deterministic=True).name == "hopper.repeatable"
+    assert flashspan.explain(q, k, v, causal=True, deterministic=True).name == "hopper"
 
 
 @pytest.mark.parametrize(("sharp", "loose"), [(1.0, 1.1), (4.0, 1.5)])
@@ -302,7 +309,7 @@ def test_its_rounding_is_no_worse_than_pytorch_s(way: str, head_dim: int, sharp:
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v = (torch.randn(1, 2, 4096, head_dim, device="cuda", generator=generator).bfloat16() for _ in range(3))
     q = q * sharp
-    right = reference.forward(q.double(), k.double(), v.double(), mask=CAUSAL, scale=head_dim**-0.5).out
+    right = reference.forward(q.double(), k.double(), v.double(), Problem(CAUSAL, head_dim**-0.5)).out
     ours = relative(attention(q, k, v, causal=True, backend="hopper"), right)
     theirs = relative(F.scaled_dot_product_attention(q, k, v, is_causal=True), right)
     bound = (0.9 if sharp == 1 else 1.0) if way == "finer" and head_dim <= 128 else 1.01
@@ -325,7 +332,7 @@ def test_values_of_any_size(way: str, head_dim: int, size: float) -> None:
     q, k, v, _ = tensors(choice, 1, 2, 2, 900, 900, head_dim)
     v = (v * size).bfloat16()
     v[:, 1, 300:500] = 0.0
-    right = reference.forward(q.double(), k.double(), v.double(), mask=CAUSAL, scale=head_dim**-0.5).out
+    right = reference.forward(q.double(), k.double(), v.double(), Problem(CAUSAL, head_dim**-0.5)).out
     assert rowwise(attention(q, k, v, causal=True, backend="hopper"), right) <= 2e-2
 
 
@@ -335,7 +342,7 @@ def test_values_that_differ_by_more_than_float16_holds(way: str, head_dim: int) 
     q, k, v, _ = tensors(random.Random(2), 1, 2, 2, 900, 900, head_dim)
     for place, size in ((3, 1e-6), (130, 1e6), (131, 1e-9), (640, 1e9), (899, 1e30)):
         v[:, :, place] *= size
-    right = reference.forward(q.double(), k.double(), v.double(), mask=CAUSAL, scale=head_dim**-0.5).out
+    right = reference.forward(q.double(), k.double(), v.double(), Problem(CAUSAL, head_dim**-0.5)).out
     assert rowwise(attention(q, k, v, causal=True, backend="hopper"), right) <= 2e-2
 
 
@@ -346,7 +353,7 @@ def test_keys_that_weigh_little_beside_one_of_no_value(way: str, head_dim: int, 
     q, k, v, _ = tensors(random.Random(6), 1, 2, 2, 4096, 4096, head_dim)
     q[..., 0], k[..., 0] = 8.0, 0.0
     k[:, :, place, 0], v[:, :, place] = 14.0, 0.0
-    right = reference.forward(q.double(), k.double(), v.double(), mask=EVERYTHING, scale=0.125).out
+    right = reference.forward(q.double(), k.double(), v.double(), Problem(EVERYTHING, 0.125)).out
     assert relative(attention(q, k, v, scale=0.125, backend="hopper"), right) <= FORWARD_BOUND
 
 
@@ -367,13 +374,13 @@ def test_rows_whose_scores_rise_late_and_not_all_at_once(way: str, head_dim: int
             check([q * (0.125 / UNIT), k, v, torch.randn_like(q)], mask, UNIT, 1, lse_bound=1e-4)
 
 
-@pytest.mark.parametrize("backend", ["hopper", "hopper.repeatable"])
-def test_more_heads_than_a_grid_has_lines(backend: str) -> None:
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_more_heads_than_a_grid_has_lines(deterministic: bool) -> None:
     """65,600 of them, in 4,100 short sequences: CUDA counts to 65,535 in all directions but the first."""
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v, dout = (torch.randn(4100, 16, 16, 64, device="cuda", generator=generator).bfloat16() for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = attention(q, k, v, causal=True, backend=backend)
+    out = attention(q, k, v, causal=True, backend="hopper", deterministic=deterministic)
     found = [out, *torch.autograd.grad(out, leaves, dout)]
     wide = [x.detach().float().requires_grad_() for x in leaves]
     right = F.scaled_dot_product_attention(*wide, is_causal=True)
@@ -442,25 +449,24 @@ def test_a_new_length_compiles_nothing() -> None:
 
 
 def test_a_kernel_that_does_not_compile_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    from triton.runtime.errors import PTXASError
-
-    from flashspan.kernels import dispatch, hopper
+    from flashspan.kernels import backends, hopper
+    from flashspan.kernels.failure import KernelFailed
 
     def fail(*_: object, **__: object) -> None:
-        raise PTXASError("no such instruction")
+        raise KernelFailed("no such instruction")
 
-    monkeypatch.setattr(hopper.launch, "forward", fail)
+    monkeypatch.setattr(hopper, "forward", fail)
     q, k, v, _ = tensors(random.Random(5), 1, 2, 2, 100, 100, 64)
     try:
         out = attention(q, k, v, causal=True)
-        right = reference.forward(q.float(), k.float(), v.float(), mask=CAUSAL, scale=0.125)
+        right = reference.forward(q.float(), k.float(), v.float(), Problem(CAUSAL, 0.125))
         assert relative(out, right.out) <= FORWARD_BOUND
         choice = flashspan.explain(q, k, v, causal=True)
         assert choice.name == "portable"
         assert "no such instruction" in choice.reasons["hopper"]
     finally:
-        dispatch.FAILED.clear()
-        dispatch._choose.cache_clear()
+        backends.RETIRED.clear()
+        backends._choose.cache_clear()
 
 
 def follow(
@@ -471,7 +477,7 @@ def follow(
 
     q, k, v, _ = x
     scale = q.shape[-1] ** -0.5
-    right = reference.forward(q.float(), k.float(), v.float(), mask=mask, scale=scale)
+    right = reference.forward(q.float(), k.float(), v.float(), Problem(mask, scale))
     for index, value in (hidden or {}).items():
         k[:, :, index] = value
         v[:, :, index] = value
@@ -482,7 +488,7 @@ def follow(
     for a, b in itertools.pairwise(cuts):
         part = mask.slice(range(q.shape[2]), range(a, b)).to("cuda")
         carry = hopper.forward(
-            q, k[:, :, a:b], v[:, :, a:b], mask=part, scale=scale, carry=carry, out_dtype=torch.float32
+            q, k[:, :, a:b], v[:, :, a:b], Problem(part, scale), carry=carry, out_dtype=torch.float32
         )
     assert carry is not None
     return carry, right

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from flashspan import attention, explain, masks
 from flashspan.kernels import reference
-from flashspan.kernels.blocks import Blocks
-from flashspan.kernels.contract import Carry, row_delta
+from flashspan.kernels.contract import Carry, Problem
+from flashspan.kernels.delta import row_delta
+from flashspan.kernels.masks import Blocks
 from tests.kernels.cases import relative
 
 PROGRAM = """
 import json, sys, torch
-from flashspan.kernels.blocks import Blocks
+from flashspan.kernels.masks import Blocks
 from flashspan.kernels.compile import compile_launch
 from flashspan.kernels.hopper.lists import lists_backward_launch, lists_forward_launch
 from flashspan.kernels.hopper.parts import new_rows
@@ -103,18 +104,25 @@ def test_maps_of_heads_and_batches_match_the_reference(lead: tuple[int, ...], he
     )
     assert explain(q, k, v, mask=mask).name == "hopper"
     full, scale = [x.float() for x in (q, k, v, dout)], head_dim**-0.5
-    right = reference.forward(*full[:3], mask=mask, scale=scale)
+    right = reference.forward(*full[:3], Problem(mask, scale))
     delta = row_delta(dout, right.out)
     wanted = [torch.zeros_like(x) for x in full[:3]]
     reference.backward(
-        full[3], *full[:3], right.lse, delta, mask=mask, scale=scale, dq=wanted[0], dk=wanted[1], dv=wanted[2],
+        full[3],
+        *full[:3],
+        right.lse,
+        delta,
+        Problem(mask, scale),
+        dq=wanted[0],
+        dk=wanted[1],
+        dv=wanted[2],
         accumulate=True,
-    )  # fmt: skip
+    )
     half = mask.part(range(T), range(S // 2)), mask.part(range(T), range(S // 2, S))
     carry: Carry | None = None
     for part, keys in zip(half, (slice(S // 2), slice(S // 2, S)), strict=True):
-        carry = hopper.forward(q, k[:, :, keys], v[:, :, keys], mask=part, scale=scale, carry=carry)
-    once = hopper.forward(q, k, v, mask=mask, scale=scale, out_dtype=q.dtype)
+        carry = hopper.forward(q, k[:, :, keys], v[:, :, keys], Problem(part, scale), carry=carry)
+    once = hopper.forward(q, k, v, Problem(mask, scale), out_dtype=q.dtype)
     assert carry is not None
     for got in (carry, once):
         assert relative(got.out, right.out) <= 4e-3
@@ -125,9 +133,18 @@ def test_maps_of_heads_and_batches_match_the_reference(lead: tuple[int, ...], he
     sums = [torch.ones(x.shape, device="cuda") for x in (q, k, v)]
     for grads, accumulate in ((fresh, False), (sums, True)):
         hopper.backward(
-            dout, q, k, v, right.lse, delta, mask=mask, scale=scale, dq=grads[0], dk=grads[1], dv=grads[2],
+            dout,
+            q,
+            k,
+            v,
+            right.lse,
+            delta,
+            Problem(mask, scale),
+            dq=grads[0],
+            dk=grads[1],
+            dv=grads[2],
             accumulate=accumulate,
-        )  # fmt: skip
+        )
     for name, a, b, want in zip(("dq", "dk", "dv"), fresh, sums, wanted, strict=True):
         assert relative(a, want, *wanted) <= 6e-3, name
         assert relative(b - 1, want, *wanted) <= 6e-3, name

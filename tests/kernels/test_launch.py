@@ -1,67 +1,21 @@
-"""What decides which compiled kernel a launch wants, which tensors the copy engine takes, and that a launch replayed is
-the launch itself; no GPU needed."""
+"""Which launches the Hopper kernels make, and the small kernels around them; no GPU needed."""
 
 from __future__ import annotations
 
-import gc
 import random
-import weakref
-from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from triton.runtime.errors import PTXASError
 
-from flashspan.kernels import dispatch, portable, reference
-from flashspan.kernels.blocks import Blocks
-from flashspan.kernels.contract import Carry
-from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band, Mask, Rows
-from flashspan.kernels.patterns import documents, ragged, random_blocks
-from flashspan.kernels.portable import arguments, tiles
-from flashspan.kernels.portable.arguments import Launch, _Plan
+from flashspan.kernels import portable, reference
+from flashspan.kernels.contract import Carry, Problem
+from flashspan.kernels.launch.launch import Launch
+from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band, Blocks, Mask, Rows
+from flashspan.kernels.masks.patterns import documents, random_blocks
+from flashspan.kernels.portable import arguments
 from flashspan.kernels.portable.delta import row_delta
-
-KERNEL = SimpleNamespace(arg_names=["x", "stride", "T", "scale", "BLOCK"], do_not_specialize=["T"])
-
-
-def key(x: torch.Tensor, stride: int, length: int, scale: float, block: int) -> tuple[Any, ...]:
-    launch = Launch(KERNEL, (1,), (x, stride, length, scale), {"BLOCK": block})
-    return _Plan.of(launch).key(launch)
-
-
-def test_a_launch_wants_the_kernel_of_its_types_alignment_and_constants() -> None:
-    x = torch.zeros(64)
-    first = key(x, 16, 100, 0.5, 32)
-    assert first == key(x, 16, 7, 0.25, 32), "lengths and scales compile nothing"
-    for other in (
-        key(x.half(), 16, 100, 0.5, 32),
-        key(x[1:], 16, 100, 0.5, 32),
-        key(x, 1, 100, 0.5, 32),
-        key(x, 16, 2**31, 0.5, 32),
-        key(x, 16, 100, 0.5, 64),
-    ):
-        assert other != first
-
-
-def test_lengths_without_end_are_not_all_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Kernel(SimpleNamespace):
-        def warmup(self, *_: Any, **__: Any) -> Any:
-            return SimpleNamespace(run=print)
-
-    class OnGpu(Tensor):
-        is_cuda = True
-
-    kernel, x = Kernel(**vars(KERNEL)), torch.zeros(64).as_subclass(OnGpu)
-    monkeypatch.setattr(arguments, "JITFunction", Kernel)
-    monkeypatch.setattr(arguments, "_PLANS", {})
-    monkeypatch.setattr(arguments, "KEPT_KINDS", 5, raising=False)
-    for stride in range(20):
-        assert Launch(kernel, (1,), (x, stride, 100, 0.5), {"BLOCK": 32}).compiled().run is print
-        (plan,) = arguments._PLANS.values()
-        assert 1 <= len(plan.compiled) <= 5
 
 
 @pytest.mark.parametrize(
@@ -87,229 +41,6 @@ def test_what_the_copy_engine_takes_is_not_copied(view: Any, fits: bool) -> None
     assert (copy is x) is fits
     assert launch.is_aligned(copy)
     assert torch.equal(copy, x)
-
-
-class Gpu:
-    """Hopper launches on CPU tensors, each as the arguments that reach Triton's C function; checked at every replay."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.hopper = pytest.importorskip("flashspan.kernels.hopper.launch")
-        self.nvidia = pytest.importorskip("triton.backends.nvidia.driver")
-        from flashspan.kernels.portable import replay
-
-        self.module, self.seen, self.plain, self.encoded = replay, [], 0, 0
-        stream = SimpleNamespace(get_current_stream=lambda index: 7)
-        monkeypatch.setattr(replay, "driver", SimpleNamespace(active=stream))
-        monkeypatch.setattr(replay, "_KNOWN", {})
-        monkeypatch.setattr(self.nvidia, "make_tensordesc_arg", self.encode)
-        monkeypatch.setattr(Launch, "compiled", lambda launch: self.compiled(launch))
-        monkeypatch.setattr(Launch, "start", lambda launch, compiled: self.start(launch, compiled))
-        monkeypatch.setattr(self.hopper, "replay", self.replay)
-
-    def encode(self, descriptor: Any, metadata: Any) -> list[Any]:
-        self.encoded += 1
-        x = (descriptor.base.data_ptr(), *descriptor.shape, *descriptor.strides, *descriptor.block_shape, metadata)
-        return [x, *descriptor.shape, *descriptor.strides]
-
-    def c_function(self, *arguments: Any) -> None:
-        *first, last = arguments
-        flat = [*first, *(last if isinstance(last, (list, tuple)) else [last])]  # some releases take a list
-        self.seen.append([x.data_ptr() if isinstance(x, Tensor) else x for x in flat])
-
-    def compiled(self, launch: Launch) -> Any:
-        kinds = ["tensordesc<fp16[1]>" if hasattr(x, "block_shape") else "i32" for x in launch.arguments]
-        metadata = [f"descriptor {i}" for i in range(sum(kind != "i32" for kind in kinds))]
-        run = object.__new__(self.nvidia.CudaLauncher)
-        vars(run).update(
-            launch=self.nvidia.wrap_handle_tensordesc(self.c_function, dict(enumerate(kinds)), metadata), num_ctas=1,
-            launch_cooperative_grid=False, launch_pdl=True, arg_annotations=["a"], kernel_signature=b"s",
-            global_scratch_size=0, global_scratch_align=1, profile_scratch_size=0, profile_scratch_align=1,
-        )  # fmt: skip
-        # As Triton compiles another kernel where an address does not fall on 16 bytes.
-        tensors = [x for x in launch.arguments if isinstance(x, Tensor)]
-        function = (launch.kernel.__name__, *(x.data_ptr() & 15 for x in tensors))
-        target = SimpleNamespace(target=SimpleNamespace(backend="cuda"))
-        return SimpleNamespace(run=run, function=function, packed_metadata=(4, 1, 0), metadata=target)
-
-    def start(self, launch: Launch, compiled: Any) -> None:
-        """Through all of the Python in Triton's launcher: what every other way must do too."""
-        self.plain += 1
-        compiled.run(
-            *(*launch.grid, 1, 1)[:3], 7, compiled.function, (4, 1, 0), None, None, None, *launch.arguments,
-            *launch.constexprs(),
-        )  # fmt: skip
-
-    def replay(self, make: Any, given: Any, tables: Any, made: Any, *what: Any) -> bool:
-        self.seen = []
-        done = self.module.replay(make, given, tables, made, *what)
-        replayed, plain, self.seen = self.seen, self.plain, []
-        for launch in make((*given, *tables.tensors, *made), *tables.what, *what) or ():
-            launch()
-        self.plain = plain
-        assert replayed == self.seen
-        assert done is bool(replayed)
-        return done
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
-    with torch.no_grad():
-        yield Gpu(monkeypatch)
-
-
-def attend(gpu: Gpu, x: list[Tensor], mask: Mask, scale: float = 0.125, carried: bool = False) -> Carry:
-    """Forward and backward over q, k, v and dout."""
-    q, k, v, dout = x
-    carry = gpu.hopper.forward(q, k, v, mask=mask, scale=scale, out_dtype=torch.float32 if carried else q.dtype)
-    if carried:
-        carry = gpu.hopper.forward(q, k, v, mask=mask, scale=scale, carry=carry)
-    into = [torch.empty_like(y, dtype=torch.float32) if carried else torch.empty_like(y) for y in (q, k, v)]
-    for repeatable in (False, True):
-        gpu.hopper.backward(
-            dout, q, k, v, carry.lse, carry.lse.clone(), mask=mask, scale=scale,
-            dq=into[0], dk=into[1], dv=into[2], accumulate=carried, repeatable=repeatable,
-        )  # fmt: skip
-    return carry
-
-
-def some_tensor(choice: random.Random, heads: int, tokens: int) -> Tensor:
-    """Zeros [2, heads, tokens, 64], somewhere, in one of four layouts, the last of them not aligned."""
-    kind = choice.choice(("BHTD", "BTHD", "fused", "odd"))
-    if kind == "BHTD":
-        return torch.zeros(2, heads, tokens, 64).half()
-    if kind == "odd":
-        return torch.zeros(2 * heads * tokens * 64 + 1).half()[1:].view(2, heads, tokens, 64)
-    wide = torch.zeros(2, tokens, heads * 64 * (3 if kind == "fused" else 1)).half()
-    return wide[..., : heads * 64].unflatten(-1, (heads, 64)).transpose(1, 2)
-
-
-def test_a_launch_replayed_is_the_launch_itself(gpu: Gpu) -> None:
-    choice = random.Random(0)
-    odd = documents([20, 50])
-    odd.start, odd.end = (torch.cat([x[:1], x])[1:] for x in (odd.start, odd.end))  # not on 16 bytes
-    masks: list[Mask] = [
-        EVERYTHING,
-        CAUSAL,
-        Band(-9, 3),
-        Band(-9, 4),
-        documents([40, 30]),
-        odd,
-        ragged([30, 70], 70, 70),
-    ]
-    held: list[Any] = []
-    for _ in range(200):
-        kv_heads = choice.choice((1, 2))
-        x = [some_tensor(choice, heads, 70) for heads in (2, kv_heads, kv_heads, 2)]
-        if choice.random() < 0.3:
-            x[2] = x[1]
-        if choice.random() < 0.3 and kv_heads == 2:
-            x[1] = x[0]
-        held = [*held[-choice.randrange(4) :], attend(gpu, x, choice.choice(masks), choice.choice((0.125, 0.5)))]
-    gpu.module._KNOWN.clear()
-    for mask in masks:
-        for carried in (False, True):
-            x = [torch.zeros(2, 2, 70, 64).half() for _ in range(4)]
-            attend(gpu, x, mask, carried=carried)
-            before, x = gpu.plain, [y.clone() for y in x]
-            attend(gpu, x, mask, carried=carried)
-            assert gpu.plain == before, "a call of a known kind goes the short way"
-            x[1] = x[0]
-            attend(gpu, x, mask, carried=carried)
-            assert gpu.plain == before
-
-
-def test_replaying_keeps_no_tensor_and_not_everything(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    mask = Rows(torch.zeros(70).int(), torch.full((70,), 70).int(), 70)
-    x = [torch.zeros(1, 2, 70, 64).half() for _ in range(4)]
-    carry = attend(gpu, x, mask)
-    attend(gpu, x, mask)
-    gone = [weakref.ref(y.untyped_storage()) for y in (*x, *carry, mask.start)]
-    del x, carry, mask
-    gpu.seen = []
-    gc.collect()
-    assert not any(reference() for reference in gone)
-    monkeypatch.setattr(gpu.module, "KEPT_CALLS", 5)
-    monkeypatch.setattr(gpu.module, "KEPT_ADDRESSES", 3)
-    for tokens in range(1, 30):
-        attend(gpu, [torch.zeros(1, 2, tokens, 64).half() for _ in range(4)], CAUSAL)
-    held = [[torch.zeros(1, 2, 20, 64).half() for _ in range(4)] for _ in range(9)]
-    for x in held:
-        attend(gpu, x, CAUSAL)
-    assert len(gpu.module._KNOWN) <= 5
-    assert all(len(d) <= 3 for known in gpu.module._KNOWN.values() for again in known for *_, d in again.descriptors)
-
-
-def test_no_kernel_of_a_call_runs_before_all_of_them_are_compiled(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Of a pass that adds to what it is given, what came before one that fails would be added twice.
-    hopper = pytest.importorskip("flashspan.kernels.hopper")
-    compiled = Launch.compiled
-
-    def some_fail(launch: Launch) -> Any:
-        if launch.kernel.__name__ == "queries_kernel":
-            raise PTXASError("no")
-        return compiled(launch)
-
-    monkeypatch.setattr(Launch, "compiled", some_fail)
-    served: list[str] = []
-    monkeypatch.setattr(portable, "backward", lambda *_, **__: served.append("portable"))
-    monkeypatch.setattr(dispatch, "FAILED", {})
-    x = [torch.zeros(1, 2, 70, 64).half() for _ in range(4)]
-    rows, into = torch.zeros(1, 2, 70), [torch.zeros(1, 2, 70, 64) for _ in range(3)]
-    before = gpu.plain
-    hopper.backward(
-        x[3], *x[:3], rows, rows, mask=CAUSAL, scale=0.125, dq=into[0], dk=into[1], dv=into[2], accumulate=True,
-        repeatable=True,
-    )  # fmt: skip
-    assert served == ["portable"]
-    assert gpu.plain == before
-    assert "hopper" in dispatch.FAILED
-
-
-def test_a_mask_is_looked_at_once_and_forgotten_with_it() -> None:
-    replay = pytest.importorskip("flashspan.kernels.portable.replay")
-    one, other = documents([40, 30]), documents([20, 50])
-    tables = replay.tables_of(one)
-    assert replay.tables_of(one) is tables
-    assert replay.tables_of(other) is not tables
-    assert replay.tables_of(other).layouts == tables.layouts, "what was made for one serves for the other"
-    assert replay.tables_of(other).addresses != tables.addresses
-    assert replay.tables_of(CAUSAL).what != tables.what
-    assert replay.tables_of(documents([40, 31])).layouts != tables.layouts
-    place = id(one)
-    del one, tables
-    gc.collect()
-    assert place not in replay._TABLES
-
-
-def test_an_address_is_described_once(gpu: Gpu) -> None:
-    x = [torch.zeros(1, 2, 70, 64).half() for _ in range(3)]
-    kept = gpu.hopper.forward(*x, mask=EVERYTHING, scale=0.125)
-    held = []
-    for _ in range(2):
-        held.append(gpu.hopper.forward(*x, mask=EVERYTHING, scale=0.125))
-    again = gpu.module._KNOWN.popitem()[1][0]
-    addresses = {y.data_ptr() for y in (*x, kept.out, *(carry.out for carry in held))}
-    assert all(set(d) <= addresses for *_, d in again.descriptors)
-    assert [x[0].data_ptr()] == list(again.descriptors[0][2])
-
-
-def test_a_profiler_sees_every_launch(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    x = [torch.zeros(1, 2, 70, 64).half() for _ in range(4)]
-    attend(gpu, x, CAUSAL)
-    from triton import knobs
-
-    monkeypatch.setattr(knobs.runtime.launch_enter_hook, "calls", [lambda metadata: None])
-    before = gpu.plain
-    attend(gpu, x, CAUSAL)
-    assert gpu.plain == before + 8, "forward, its repair, rows, backward, cast; rows and the two passes"
-
-
-def test_releases_that_were_not_read_go_the_plain_way(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("triton.__version__", "3.99.0")
-    for _ in range(2):
-        before = gpu.plain
-        attend(gpu, [torch.zeros(1, 2, 70, 64).half() for _ in range(4)], CAUSAL)
-        assert gpu.plain == before + 8
 
 
 def backward_launch_of(
@@ -425,9 +156,20 @@ def test_sequences_may_lie_two_to_the_31_numbers_apart() -> None:
     assert launch.is_aligned(dq)
     dq[1] = 7.0
     launch.cast_kernel[(2,)](
-        torch.ones(64, 256), torch.zeros(2, dtype=torch.int32), dq, *(step // 8 for step in dq.stride()[:3]),
-        1, 1, 128, 1.0, D=64, BD=64, BM=32, BLOCK=128, CLAIMED=0,
-    )  # fmt: skip
+        torch.ones(64, 256),
+        torch.zeros(2, dtype=torch.int32),
+        dq,
+        *(step // 8 for step in dq.stride()[:3]),
+        1,
+        1,
+        128,
+        1.0,
+        D=64,
+        BD=64,
+        BM=32,
+        BLOCK=128,
+        CLAIMED=0,
+    )
     assert dq[1].eq(1.0).all()
 
 
@@ -448,13 +190,13 @@ def test_no_kernel_is_given_rows_too_far_apart_for_its_offsets(monkeypatch: pyte
     into = [torch.ones(9, 2, 1, 16).permute(1, 2, 0, 3) for _ in range(3)]
     wanted = [x.clone() for x in into]
     carry = Carry(torch.zeros(9, 2, 1, 16).permute(1, 2, 0, 3), torch.full((2, 1, 9), -torch.inf))
-    out, lse = portable.forward(q, k, v, mask=CAUSAL, scale=0.25, carry=carry)
+    out, lse = portable.forward(q, k, v, Problem(CAUSAL, 0.25), carry=carry)
     delta = row_delta(dout, out)
-    right = reference.forward(q, k, v, mask=CAUSAL, scale=0.25)
+    right = reference.forward(q, k, v, Problem(CAUSAL, 0.25))
     for mine, other in zip((out, lse, delta), (*right, (dout * right.out).sum(-1)), strict=True):
         assert torch.allclose(mine, other, atol=1e-5)
     for (dq, dk, dv), serve in ((into, portable.backward), (wanted, reference.backward)):
-        serve(dout, q, k, v, lse, delta, mask=CAUSAL, scale=0.25, dq=dq, dk=dk, dv=dv, accumulate=True)
+        serve(dout, q, k, v, lse, delta, Problem(CAUSAL, 0.25), dq=dq, dk=dk, dv=dv, accumulate=True)
     for mine, other in zip(into, wanted, strict=True):
         assert torch.allclose(mine, other, atol=1e-5)
 
@@ -537,9 +279,20 @@ def test_sums_of_dq_lie_as_products_leave_them_and_the_cast_puts_them_right(
     states[1] = 0  # nobody has added there
     rows.view(-1, claimed, wide)[1] = 0
     launch.cast_kernel[(-(-queries // 32) * heads,)](
-        sums, states, dq, *(step // 8 for step in dq.stride()[:3]), heads, queries, padded, 2.0, D=head_dim, BD=wide,
-        BM=32, BLOCK=block, CLAIMED=claimed,
-    )  # fmt: skip
+        sums,
+        states,
+        dq,
+        *(step // 8 for step in dq.stride()[:3]),
+        heads,
+        queries,
+        padded,
+        2.0,
+        D=head_dim,
+        BD=wide,
+        BM=32,
+        BLOCK=block,
+        CLAIMED=claimed,
+    )
     assert torch.equal(dq[0], (rows[:, :queries, :head_dim] * 2).bfloat16())
 
 
@@ -607,53 +360,3 @@ def test_rows_are_prepared_alike_from_delta_and_from_the_output(
     assert results[1][0][0, 0, 0] == -torch.inf
     exact = (lse * -2.0)[..., 1:-1]  # by a scale of 1/2: exact
     torch.testing.assert_close(results[0][0][..., 1:-1], exact, rtol=2**-23, atol=0)
-
-
-@pytest.mark.parametrize(("shape", "num_keys"), [((1, 1, 1024), 0), ((8, 1, 128), 0), ((0, 0, 16), 16)])
-def test_what_others_serve_is_not_done_again(shape: tuple[int, int, int], num_keys: int) -> None:
-    launch = pytest.importorskip("flashspan.kernels.hopper.launch")
-    heads, key_heads, num_queries = shape
-    q, x = (torch.zeros(1, n, t, 64, dtype=torch.bfloat16) for n, t in ((heads, num_queries), (1, 64)))
-    k = q.new_zeros(1, key_heads, num_keys, 64)
-    assert launch.again(q, k, k, mask=EVERYTHING, scale=0.1, out_dtype=q.dtype) is None
-    assert launch.again(x, x, x, mask=EVERYTHING, scale=-0.1, out_dtype=q.dtype) is None
-
-
-@pytest.mark.parametrize(
-    ("room", "hip", "small", "products"),
-    [
-        (227, None, False, "bf16x6"),
-        (163, None, True, "tf32x3"),
-        (99, None, True, "tf32x3"),
-        (64, "6.4", True, "bf16x6"),
-    ],
-)
-def test_a_gpu_gets_tiles_that_fit_it_and_products_it_has(
-    monkeypatch: pytest.MonkeyPatch, room: int, hip: str | None, small: bool, products: str
-) -> None:
-    """On GPUs that are not here."""
-    utils = SimpleNamespace(get_device_properties=lambda index: {"max_shared_mem": room * 1024})
-    monkeypatch.setattr(tiles, "driver", SimpleNamespace(active=SimpleNamespace(utils=utils)))
-    monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr(arguments.knobs.runtime, "interpret", False)
-    device = torch.device("cuda", 0)
-    q, wide, exact = (
-        cast(Any, SimpleNamespace(device=device, shape=(1, 1, 9, head_dim), element_size=lambda size=size: size))
-        for head_dim, size in ((128, 2), (256, 2), (128, 4))
-    )
-    before = torch.get_float32_matmul_precision()
-    tiles.is_small.cache_clear()
-    try:
-        assert tiles.tile("dq", wide, bits=True) == (tiles.SMALL if small else tiles.BITS)["dq", 2, 256]
-        assert tiles.tile("dk dv", q, dropout=True) == (tiles.SMALL if small else tiles.DROPOUT)["dk dv", 2, 128]
-        assert tiles.tile("dk dv", q) == (tiles.SMALL if small else tiles.TABLE)["dk dv", 2, 128]
-        assert tiles.precision(device) == products
-        own = tiles.SMALL if small else tiles.TABLE
-        assert tiles.tile("dq", exact) == own["dq", 4, 128]
-        torch.set_float32_matmul_precision("high")
-        assert tiles.precision(device) == (products if hip else "tf32")
-        assert tiles.tile("dq", exact) == (own if small else tiles.TF32)["dq", 4, 128]
-        assert tiles.tile("dq", exact, bits=True) == own["dq", 4, 128]
-    finally:
-        torch.set_float32_matmul_precision(before)
-        tiles.is_small.cache_clear()

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band, Mask, Rows
-from flashspan.kernels.patterns import documents, random_blocks
+from flashspan.kernels.masks.patterns import documents, random_blocks
 from tests.kernels.test_hopper import HOPPER, check, tensors
 
 pytestmark = [

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from flashspan.kernels import portable
-from flashspan.kernels.contract import Carry, Dropout
+from flashspan.kernels.contract import Carry, Problem
+from flashspan.kernels.dropout import Dropout
 from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band, Mask, Rows
-from flashspan.kernels.patterns import documents, ragged
+from flashspan.kernels.masks.patterns import documents, ragged
 from tests.kernels.cases import FORWARD_BOUND, GRADIENT_BOUND, Inputs, Shape, check_lse, make_inputs, relative, solve
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled here, not interpreted")
@@ -36,7 +37,7 @@ CASES: dict[str, tuple[Shape, Mask]] = {
 def forward(x: Inputs, mask: Mask, *, scale: float = 0.3, dropout: Dropout | None = None, parts: int = 1) -> Carry:
     """In one call, or in several over parts of the keys."""
     if parts == 1:
-        return portable.forward(x.q, x.k, x.v, mask=mask, scale=scale, out_dtype=x.q.dtype, dropout=dropout)
+        return portable.forward(x.q, x.k, x.v, Problem(mask, scale, dropout), out_dtype=x.q.dtype)
     T, S = x.q.shape[2], x.k.shape[2]
     carry = None
     for low in range(0, S, -(-S // parts)):
@@ -46,7 +47,7 @@ def forward(x: Inputs, mask: Mask, *, scale: float = 0.3, dropout: Dropout | Non
         )
         k, v = x.k[:, :, low : part.stop], x.v[:, :, low : part.stop]
         sliced = mask.slice(range(T), part)
-        carry = portable.forward(x.q, k, v, mask=sliced, scale=scale, carry=carry, dropout=drop)
+        carry = portable.forward(x.q, k, v, Problem(sliced, scale, drop), carry=carry)
     assert carry is not None
     return carry
 
@@ -57,9 +58,8 @@ def backward(
     grads = [torch.full_like(t, torch.nan) for t in (x.q, x.k, x.v)]
     dq, dk, dv = grads
     portable.backward(
-        x.dout, x.q, x.k, x.v, lse, delta,
-        mask=mask, scale=scale, dq=dq, dk=dk, dv=dv, accumulate=False, dropout=dropout,
-    )  # fmt: skip
+        x.dout, x.q, x.k, x.v, lse, delta, Problem(mask, scale, dropout), dq=dq, dk=dk, dv=dv, accumulate=False
+    )
     return grads
 
 
@@ -111,7 +111,7 @@ def test_gradients_add_into_what_is_there() -> None:
     start = [torch.randn_like(t) for t in (x.q, x.k, x.v)]
     dq, dk, dv = (t.clone() for t in start)
     lse, delta = right.lse.float(), right.delta.float()
-    portable.backward(x.dout, x.q, x.k, x.v, lse, delta, mask=mask, scale=0.3, dq=dq, dk=dk, dv=dv, accumulate=True)
+    portable.backward(x.dout, x.q, x.k, x.v, lse, delta, Problem(mask, 0.3), dq=dq, dk=dk, dv=dv, accumulate=True)
     for total, first, wanted in zip((dq, dk, dv), start, (right.dq, right.dk, right.dv), strict=True):
         assert relative(total, wanted + first) <= GRADIENT_BOUND
 

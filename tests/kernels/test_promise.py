@@ -12,10 +12,9 @@ from torch import Tensor
 
 from flashspan import attention
 from flashspan.kernels import promise
-from flashspan.kernels.blocks import Blocks
-from flashspan.kernels.contract import Dropout
-from flashspan.kernels.masks import CAUSAL, EVERYTHING, Mask, dense
-from flashspan.kernels.patterns import documents, ragged
+from flashspan.kernels.dropout import Dropout
+from flashspan.kernels.masks import CAUSAL, EVERYTHING, Blocks, Mask, dense
+from flashspan.kernels.masks.patterns import documents, ragged
 from tests.kernels.cases import Inputs, Shape, Watched, make_inputs
 from tests.kernels.cases import solve as solve_by_reference
 

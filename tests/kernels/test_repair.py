@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from flashspan.kernels import portable
-from flashspan.kernels.blocks import Blocks
-from flashspan.kernels.contract import Carry
-from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band, Mask
-from flashspan.kernels.patterns import documents, ragged
+from flashspan.kernels.contract import Carry, Problem
+from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band, Blocks, Mask
+from flashspan.kernels.masks.patterns import documents, ragged
 from flashspan.kernels.portable.forward import forward_launch
 from tests.kernels.cases import FORWARD_BOUND, Inputs, Shape, make_inputs, relative
 
@@ -77,7 +76,7 @@ def test_flagged_rows_are_the_ordinary_kernel_s_and_others_stay(name: str, carry
     for now, then, wanted in zip(made, before, right, strict=True):
         assert torch.equal(now[flagged], wanted[flagged])
         assert torch.equal(now[~flagged].nan_to_num(7), then[~flagged].nan_to_num(7))
-    plain = portable.forward(x.q, x.k, x.v, mask=mask, scale=0.3, carry=before if carry else None)
+    plain = portable.forward(x.q, x.k, x.v, Problem(mask, 0.3), carry=before if carry else None)
     assert relative(made.out[flagged], plain.out[flagged]) <= FORWARD_BOUND
 
 
@@ -93,7 +92,7 @@ def test_few_programs_look_at_any_number_of_flags(sparse: bool) -> None:
     out, lse = torch.full_like(x.q, torch.nan), torch.full((1, heads, 1), torch.nan)
     assert forward_launch(x.q, x.k, x.v, out, lse, mask, 0.3, False, None, only=flags).grid[0] <= 256
     launch(x, mask, Carry(out, lse), False, flags)
-    plain = portable.forward(x.q[:, flagged], x.k, x.v, mask=mask, scale=0.3)
+    plain = portable.forward(x.q[:, flagged], x.k, x.v, Problem(mask, 0.3))
     assert relative(out[:, flagged], plain.out) <= FORWARD_BOUND
     assert relative(lse[:, flagged], plain.lse) <= FORWARD_BOUND
     assert int(lse.isfinite().sum()) == int(out.isfinite().any(-1).sum()) == len(flagged)
@@ -101,10 +100,10 @@ def test_few_programs_look_at_any_number_of_flags(sparse: bool) -> None:
 
 PROGRAM = """
 import json, sys, torch
-from flashspan.kernels.blocks import Blocks
+from flashspan.kernels.masks import Blocks
 from flashspan.kernels.compile import compile_launch
 from flashspan.kernels.masks import CAUSAL
-from flashspan.kernels.patterns import documents
+from flashspan.kernels.masks.patterns import documents
 from flashspan.kernels.portable.forward import forward_launch
 kind, head_dim, carry = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "carry"
 mask = {"band": CAUSAL, "rows": documents([1000, 3096]), "blocks": Blocks.of(CAUSAL, 4096, 4096)}[kind]

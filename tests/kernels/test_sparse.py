@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from flashspan.kernels import portable
-from flashspan.kernels.blocks import Blocks
-from flashspan.kernels.contract import Dropout
-from flashspan.kernels.masks import CAUSAL, Band, Rows
+from flashspan.kernels.contract import Problem
+from flashspan.kernels.dropout import Dropout
+from flashspan.kernels.masks import CAUSAL, Band, Blocks, Rows
 from tests.kernels.cases import GRADIENT_BOUND, Shape, make_inputs, relative, solve
 from tests.kernels.test_portable import backward, check, forward
 
@@ -89,6 +89,6 @@ def test_gradients_add_into_what_is_there() -> None:
     start = [torch.randn_like(t) for t in (x.q, x.k, x.v)]
     dq, dk, dv = (t.clone() for t in start)
     lse, delta = right.lse.float(), right.delta.float()
-    portable.backward(x.dout, x.q, x.k, x.v, lse, delta, mask=mask, scale=0.3, dq=dq, dk=dk, dv=dv, accumulate=True)
+    portable.backward(x.dout, x.q, x.k, x.v, lse, delta, Problem(mask, 0.3), dq=dq, dk=dk, dv=dv, accumulate=True)
     for total, first, wanted in zip((dq, dk, dv), start, (right.dq, right.dk, right.dv), strict=True):
         assert relative(total, wanted + first) <= GRADIENT_BOUND

@@ -63,7 +63,7 @@ def test_operators_keep_their_word_to_compilers(operator: str) -> None:
 def test_where_a_compiler_fails_pytorch_serves(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(products.dispatch, "no_hopper", lambda _: None)
+    monkeypatch.setattr(products.backends, "no_hopper", lambda _: None)
     shape = preset("llama-3.2-1b")
     asked = products._runs
     asked.cache_clear()

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from flashspan.files import MAX_LINES_BYTES, parse_json, read_bytes, require_file
 from flashspan.kernels import reference
+from flashspan.kernels.contract import Problem
 from flashspan.kernels.masks import Mask
 
 FOLDER = Path("runs/bench")
@@ -177,7 +178,7 @@ def output_error(q: Tensor, k: Tensor, v: Tensor, out: Tensor, mask: Mask) -> fl
     """The relative error of an attention's output against float32 arithmetic, on queries evenly spaced over all."""
     rows = range(0, q.shape[2], -(-q.shape[2] // ERROR_ROWS))
     part, scale = mask.slice(rows, range(k.shape[2])), q.shape[3] ** -0.5
-    exact = reference.forward(q[:, :, :: rows.step].float(), k.float(), v.float(), mask=part, scale=scale).out
+    exact = reference.forward(q[:, :, :: rows.step].float(), k.float(), v.float(), Problem(part, scale)).out
     return float((out[:, :, :: rows.step].float() - exact).norm() / exact.norm())
 
 

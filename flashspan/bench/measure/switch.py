@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flashspan.context.strategy import ContextAttention
-from flashspan.kernels.contract import Carry, LocalAttention
+from flashspan.kernels.contract import Carry, LocalAttention, Problem
 
 
 class Switch:
@@ -34,9 +34,9 @@ class Switch:
         finally:
             setattr(self, which, True)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Carry:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, **rest: Any) -> Carry:
         if self.computes:
-            return self.local.forward(q, k, v, **rest)
+            return self.local.forward(q, k, v, problem, **rest)
         carry = rest.get("carry")
         exact = torch.promote_types(q.dtype, torch.float32)
         return carry or Carry(q.new_empty(q.shape, dtype=rest["out_dtype"]), q.new_empty(q.shape[:-1], dtype=exact))

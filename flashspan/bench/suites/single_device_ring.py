@@ -19,14 +19,15 @@ from torch import Tensor
 
 from flashspan.bench.measure.clock import check_repeats, default_device, in_turns, synchronise, timed
 from flashspan.bench.measure.strategies import Layout
-from flashspan.context.dispatched import Dispatched
 from flashspan.context.execute import Call, Plan, simulate
 from flashspan.context.generators import GENERATORS
 from flashspan.context.layout import place
 from flashspan.context.passes import BackwardPass, ForwardPass
 from flashspan.context.transport import LocalTransports
 from flashspan.context.visibility import Visibility
-from flashspan.kernels.contract import Carry, LocalAttention, row_delta
+from flashspan.kernels.backends import Chosen
+from flashspan.kernels.contract import Carry, LocalAttention, Problem
+from flashspan.kernels.delta import row_delta
 from flashspan.kernels.masks import CAUSAL, EVERYTHING, Mask
 
 
@@ -78,7 +79,7 @@ def all_steps(inputs: list[Tensor], mask: Mask, num_ranks: int, *, strategy: str
     q, k, v, dout = inputs
     placement = place(layout, q.shape[2], num_ranks)
     plan = Plan(placement, mask, GENERATORS[strategy](Visibility(placement, mask)))
-    watch = Stopwatch(Dispatched(backend), q.device)
+    watch = Stopwatch(Chosen(backend), q.device)
     parts = [[placement.shard(x, 2, rank) for rank in range(num_ranks)] for x in (q, k, v, dout)]
     calls = [Call(parts[0][r], parts[1][r], parts[2][r], q.shape[3] ** -0.5) for r in range(num_ranks)]
     ranks = range(num_ranks)
@@ -101,21 +102,21 @@ def all_steps(inputs: list[Tensor], mask: Mask, num_ranks: int, *, strategy: str
 def one_step(inputs: list[Tensor], mask: Mask, *, carried: bool, backend: str) -> Once:
     """One call: a ring's step if `carried`, which continues a carry and adds into gradients, else a plain call."""
     q, k, v, dout = inputs
-    given: dict[str, Any] = {"mask": mask, "scale": q.shape[3] ** -0.5, "dropout": None}
-    watch = Stopwatch(Dispatched(backend), q.device)
+    problem = Problem(mask, q.shape[3] ** -0.5)
+    watch = Stopwatch(Chosen(backend), q.device)
     dtype = torch.float32 if carried else q.dtype
     # Every call continues the one before, as every step of a ring does.
-    carry = watch.local.forward(q, k, v, **given, carry=None, out_dtype=dtype)
+    carry = watch.local.forward(q, k, v, problem, carry=None, out_dtype=dtype)
     lse, delta = carry.lse.clone(), row_delta(dout, carry.out)
     dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (q, k, v))
 
     def once() -> tuple[float, float]:
         nonlocal carry
         watch.run_ahead()
-        carry = watch.forward(q, k, v, **given, carry=carry if carried else None, out_dtype=dtype)
+        carry = watch.forward(q, k, v, problem, carry=carry if carried else None, out_dtype=dtype)
         forward = watch.milliseconds()
         watch.run_ahead()
-        watch.backward(dout, q, k, v, lse, delta, **given, dq=dq, dk=dk, dv=dv, accumulate=carried)
+        watch.backward(dout, q, k, v, lse, delta, problem, dq=dq, dk=dk, dv=dv, accumulate=carried)
         return forward, watch.milliseconds()
 
     return once

@@ -23,9 +23,8 @@ from flashspan import attention, masks
 from flashspan.bench.measure import memory, record
 from flashspan.bench.measure.clock import percentiles, timed
 from flashspan.bench.report.tables import Table, show_tables
-from flashspan.kernels.blocks import Blocks
-from flashspan.kernels.masks import Mask, count
-from flashspan.kernels.tiling import Rule
+from flashspan.kernels.masks import Blocks, Mask, count
+from flashspan.kernels.masks.build import Rule
 
 PASSES = ("forward", "backward")
 PATH = Path("docs/benchmarks/sparse.csv")

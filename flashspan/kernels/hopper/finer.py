@@ -12,11 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.hopper.tensors import block_dim
 from flashspan.kernels.hopper.tiles import FINER
-from flashspan.kernels.masks import Band, Mask, count
-from flashspan.kernels.portable.arguments import Launch
+from flashspan.kernels.launch.launch import Launch
+from flashspan.kernels.masks import Band, Mask, Rows, count
 from flashspan.kernels.portable.common import load_tile
 
 COARSER = tl.constexpr(2.0**-4)
@@ -30,7 +29,7 @@ def pays(q: Tensor, k: Tensor, mask: Mask) -> bool:
     """Whether forward is faster with V in float16 than with a maximum that is followed; where it is, it is also closer.
     Not block maps, which do neither."""
     least = FINER.get(block_dim(q.shape[-1]))
-    if q.dtype != torch.bfloat16 or least is None or isinstance(mask, Blocks):
+    if q.dtype != torch.bfloat16 or least is None or not isinstance(mask, (Band, Rows)):
         return False
     (_, H, T, _), (_, K, S, _) = q.shape, k.shape
     if least > H // K * T:  # however many see a key

@@ -36,7 +36,8 @@ from flashspan.kernels.hopper.matmul import (
 )
 from flashspan.kernels.hopper.ptx import reciprocal, round_to
 from flashspan.kernels.hopper.tensors import describe
-from flashspan.kernels.portable.arguments import LOG2E, Launch, on
+from flashspan.kernels.launch.launch import Launch, on
+from flashspan.kernels.portable.arguments import LOG2E
 
 MINUS_LOG2E = gl.constexpr(-LOG2E)
 

@@ -7,17 +7,16 @@ measurement on an H200 (docs/kernels.md).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime import driver
 
 from flashspan.kernels import portable
-from flashspan.kernels.blocks import Blocks
-from flashspan.kernels.contract import Again, Carry, Dropout, row_delta
+from flashspan.kernels.contract import Carry, Problem
+from flashspan.kernels.delta import row_delta
 from flashspan.kernels.hopper.finer import finer_launch, pays, room_for
 from flashspan.kernels.hopper.forward import forward_kernel
 from flashspan.kernels.hopper.lists import lists_forward_launch, refusal
@@ -33,12 +32,14 @@ from flashspan.kernels.hopper.tensors import (
 )
 from flashspan.kernels.hopper.tiles import BACKWARD, forward_tile, warps
 from flashspan.kernels.hopper.two_pass import two_pass_launches
-from flashspan.kernels.masks import Band, Mask, Rows, unpack
+from flashspan.kernels.launch import triton_abi
+from flashspan.kernels.launch.launch import Launch, on
+from flashspan.kernels.launch.replay import launch_all, recall, replay
+from flashspan.kernels.masks import Band, Blocks, Mask, Rows, unpack
 from flashspan.kernels.portable import decode
-from flashspan.kernels.portable.arguments import LOG2E, Launch, mask_arguments, on, watched
+from flashspan.kernels.portable.arguments import LOG2E, mask_arguments
 from flashspan.kernels.portable.common import load_tile
 from flashspan.kernels.portable.forward import forward_launch as repair_launch
-from flashspan.kernels.portable.replay import recall, replay, tables_of
 from flashspan.kernels.portable.tiles import multiprocessors
 
 
@@ -46,24 +47,23 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    problem: Problem,
     *,
-    mask: Mask,
-    scale: float,
     carry: Carry | None = None,
     out_dtype: torch.dtype = torch.float32,
-    dropout: Dropout | None = None,
 ) -> Carry:
     """See contract.py. The carry is updated in place."""
+    mask, scale = problem.mask, problem.scale
     refused = isinstance(mask, Blocks) and refusal(mask.block, q.shape[-1])
-    if not q.numel() or not k.shape[2] or scale <= 0 or refused or decode.takes(q, k, mask, dropout):
-        return portable.forward(q, k, v, mask=mask, scale=scale, carry=carry, out_dtype=out_dtype, dropout=dropout)
+    if not q.numel() or not k.shape[2] or scale <= 0 or refused or decode.takes(q, k, mask, problem.dropout):
+        return portable.forward(q, k, v, problem, carry=carry, out_dtype=out_dtype)
     B, H, T, D = q.shape
     if carry is None:
         out, lse = _new_carry(q, B, H, T, D, out_dtype)
     else:
         out, lse = aligned(carry.out), carry.lse.float().contiguous()
     bad = lse.new_empty((B, H, -(-T // 64)), dtype=torch.int32)
-    tables = tables_of(mask.to(q.device))
+    tables = mask.to(q.device).packed
     with on(q.device):
         fine = (room_for(v),) if pays(q, k, mask) else ()
         made = (out, lse, bad, new_counter(q.device), *fine)
@@ -72,7 +72,7 @@ def forward(
     if done:
         return Carry(out, lse)
     q, k, v = aligned(q), aligned(k), aligned(v)
-    return forward(q, k, v, mask=mask, scale=scale, carry=carry, out_dtype=out_dtype)
+    return forward(q, k, v, problem, carry=carry, out_dtype=out_dtype)
 
 
 def _new_carry(q: Tensor, B: int, H: int, T: int, D: int, out_dtype: torch.dtype) -> Carry:
@@ -81,31 +81,29 @@ def _new_carry(q: Tensor, B: int, H: int, T: int, D: int, out_dtype: torch.dtype
     return Carry(out, q.new_empty((B, H, T), dtype=torch.float32))
 
 
-def again(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, out_dtype: torch.dtype) -> Again | None:
-    """See contract.py. None unless forward has been called so, without a carry, and served itself."""
+def repeat_forward(
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, out_dtype: torch.dtype
+) -> Callable[..., Carry | None] | None:
+    """See backends.py. None unless forward has been called so, without a carry, and served itself."""
+    mask, scale = problem.mask, problem.scale
     if not q.numel() or not k.shape[2] or scale <= 0:
         return None
     if decode.takes(q, k, mask):
-        return decode.again(q, k, v, mask=mask, scale=scale, out_dtype=out_dtype)
+        return decode.repeat_forward(q, k, v, problem, out_dtype)
     finer = pays(q, k, mask)
-    launches = recall(_forward_launches, (q, k, v), tables_of(mask), 4 + finer, scale, None, out_dtype, finer)
+    launches = recall(_forward_launches, (q, k, v), mask.packed, 4 + finer, scale, None, out_dtype, finer)
     if launches is None:
         return None
     device, (B, H, T, D) = q.device, q.shape
 
     def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Carry | None:
-        given = [q.data_ptr(), k.data_ptr(), v.data_ptr()]
-        if (given[0] | given[1] | given[2]) & 15 or watched():
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 or triton_abi.is_watched():
             return None
         with on(device):
             carry = _new_carry(q, B, H, T, D, out_dtype)
-            made = [*carry, q.new_empty((B, H, -(-T // 64)), dtype=torch.int32), new_counter(device)]
-            if finer:
-                made.append(room_for(v))
-            addresses = [*given, *tables_of(mask).addresses, *[x.data_ptr() for x in made]]
-            stream = driver.active.get_current_stream(device.index)
-            for launch in launches:
-                launch(addresses, stream)
+            bad = q.new_empty((B, H, -(-T // 64)), dtype=torch.int32)
+            made = (*carry, bad, new_counter(device), *((room_for(v),) if finer else ()))
+            launch_all(launches, (q, k, v), mask.packed, made)
         return carry
 
     return forward
@@ -248,27 +246,23 @@ def backward(
     v: Tensor,
     lse: Tensor,
     delta: Tensor | None,
+    problem: Problem,
     *,
-    mask: Mask,
-    scale: float,
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
     accumulate: bool,
-    dropout: Dropout | None = None,
-    repeatable: bool = False,
     out: Tensor | None = None,
 ) -> None:
-    """See contract.py. `repeatable`: in two passes, which add nothing in an order that might change. Masks whose
-    transpose is no interval, and block maps if repeatable, go to the portable kernels. If `out` is given, delta is made
-    of it, and need not be."""
+    """See contract.py. Deterministic gradients take two passes, in which every sum has one order. Masks whose transpose
+    is no interval go to the portable kernels, and so do deterministic block maps. Given `out`, delta is made of it."""
+    mask, scale, repeatable = problem.mask, problem.scale, problem.deterministic
     B, H, T, D = q.shape
     whole = isinstance(mask, Band) or (isinstance(mask, Rows) and mask.convex)
     whole = whole or (isinstance(mask, Blocks) and not refusal(mask.block, D) and not repeatable)
     if not q.numel() or not k.numel() or scale <= 0 or not whole:
         portable.backward(
-            dout, q, k, v, lse, _settled(delta, dout, out), mask=mask, scale=scale, dq=dq, dk=dk, dv=dv,
-            accumulate=accumulate, dropout=dropout,
+            dout, q, k, v, lse, _settled(delta, dout, out), problem, dq=dq, dk=dk, dv=dv, accumulate=accumulate
         )  # fmt: skip
         return
     two_passes = repeatable or block_dim(D) not in BACKWARD
@@ -277,7 +271,7 @@ def backward(
     states = lse.new_empty(rows // 64, dtype=torch.int32)
     summed = not (accumulate or two_passes)
     sums = q.new_empty((rows * block_dim(D) // 256, 256), dtype=torch.float32) if summed else dq
-    tables = tables_of(mask.to(q.device))
+    tables = mask.to(q.device).packed
     with on(q.device):
         rows_of = out if out is not None and delta is None else _settled(delta, dout, out).contiguous()
         given = (dout, q, k, v, lse.contiguous(), rows_of, dq, dk, dv)
@@ -288,13 +282,17 @@ def backward(
     delta = _settled(delta, dout, out)
     dout, q, k, v = aligned(dout), aligned(q), aligned(k), aligned(v)
     into = [x if is_aligned(x) else torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (dq, dk, dv)]
-    backward(
-        dout, q, k, v, lse, delta, mask=mask, scale=scale, dq=into[0], dk=into[1], dv=into[2], accumulate=accumulate,
-        repeatable=repeatable,
-    )  # fmt: skip
+    backward(dout, q, k, v, lse, delta, problem, dq=into[0], dk=into[1], dv=into[2], accumulate=accumulate)
     for x, y in zip((dq, dk, dv), into, strict=True):
         if x is not y:
             x.add_(y) if accumulate else x.copy_(y)
+
+
+def backward_of_output(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: Problem, **into: Tensor
+) -> None:
+    """See contract.py."""
+    backward(dout, q, k, v, lse, None, problem, out=out, accumulate=False, **into)
 
 
 def _settled(delta: Tensor | None, dout: Tensor, out: Tensor | None) -> Tensor:

@@ -6,7 +6,6 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.hopper.backward import lists_backward_kernel
 from flashspan.kernels.hopper.forward import lists_forward_kernel
 from flashspan.kernels.hopper.tensors import (
@@ -18,7 +17,9 @@ from flashspan.kernels.hopper.tensors import (
     multiprocessors,
 )
 from flashspan.kernels.hopper.tiles import BACKWARD, FORWARD, WARPS, dq_turns
-from flashspan.kernels.portable.arguments import LOG2E, Launch
+from flashspan.kernels.launch.launch import Launch
+from flashspan.kernels.masks import Blocks
+from flashspan.kernels.portable.arguments import LOG2E
 from flashspan.kernels.portable.sparse import maps
 
 BLOCK = (128, 128)

@@ -29,7 +29,7 @@ from flashspan.kernels.hopper.config import Shared
 from flashspan.kernels.hopper.gluon_compat import aggregate, barrier
 from flashspan.kernels.hopper.shared_memory import split_columns
 from flashspan.kernels.hopper.tensors import multiprocessors
-from flashspan.kernels.portable.arguments import Launch
+from flashspan.kernels.launch.launch import Launch
 
 ROWS, COLUMNS, DEPTH, PIECE = 128, 256, 64, 64
 """A tile, the depth of a stage of its operands, and columns that are written together."""

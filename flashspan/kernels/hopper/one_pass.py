@@ -5,14 +5,14 @@ from __future__ import annotations
 import triton
 from torch import Tensor
 
-from flashspan.kernels.blocks import Blocks
 from flashspan.kernels.hopper.backward import backward_kernel
 from flashspan.kernels.hopper.lists import lists_backward_launch
 from flashspan.kernels.hopper.parts import is_unit
 from flashspan.kernels.hopper.tensors import block_dim, describe, describe_sums, key_heads_for_keys, multiprocessors
 from flashspan.kernels.hopper.tiles import backward_tile, dq_turns, warps
-from flashspan.kernels.masks import Mask
-from flashspan.kernels.portable.arguments import LOG2E, Launch, mask_arguments
+from flashspan.kernels.launch.launch import Launch
+from flashspan.kernels.masks import Blocks, Mask
+from flashspan.kernels.portable.arguments import LOG2E, mask_arguments
 
 
 def backward_launch(

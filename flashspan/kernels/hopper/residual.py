@@ -30,7 +30,7 @@ from flashspan.kernels.hopper.matmul import (
     store_piece,
 )
 from flashspan.kernels.hopper.tensors import describe
-from flashspan.kernels.portable.arguments import Launch, on
+from flashspan.kernels.launch.launch import Launch, on
 
 
 @aggregate

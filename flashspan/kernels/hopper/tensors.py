@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.runtime import driver
 
+from flashspan.kernels.launch.triton_abi import stream_of
 from flashspan.kernels.portable.tiles import multiprocessors
 
 L2_BYTES = 8 * 2**20
@@ -92,7 +92,7 @@ def new_counter(device: torch.device) -> Tensor:
     stream has its own."""
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return torch.zeros(4, dtype=torch.int32, device=device)  # a graph's own: it may run beside anything
-    return _zeros(device, driver.active.get_current_stream(device.index))
+    return _zeros(device, stream_of(device.index))
 
 
 @cache

@@ -25,8 +25,9 @@ from flashspan.kernels.hopper.tensors import block_dim, describe, key_heads_for_
 from flashspan.kernels.hopper.tiles import BACKWARD, WARPS
 from flashspan.kernels.hopper.two_pass_dkv import keys_kernel
 from flashspan.kernels.hopper.two_pass_dq import queries_kernel
+from flashspan.kernels.launch.launch import Launch
 from flashspan.kernels.masks import Mask
-from flashspan.kernels.portable.arguments import LOG2E, Launch, mask_arguments
+from flashspan.kernels.portable.arguments import LOG2E, mask_arguments
 
 
 def two_pass_launches(

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashspan.kernels.portable.arguments import on
+from flashspan.kernels.launch.launch import on
 
 BLOCK, WARPS = 4096, 4
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}

@@ -12,10 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashspan.kernels.blocks import Blocks
-from flashspan.kernels.contract import Dropout
-from flashspan.kernels.masks import Mask
-from flashspan.kernels.portable.arguments import LOG2E, Launch, dropout_arguments, mask_arguments, near, on
+from flashspan.kernels.contract import Problem
+from flashspan.kernels.dropout import Dropout
+from flashspan.kernels.launch.launch import Launch, on
+from flashspan.kernels.masks import Blocks, Mask
+from flashspan.kernels.portable.arguments import LOG2E, dropout_arguments, mask_arguments, near
 from flashspan.kernels.portable.common import (
     block_interval,
     edge_tile,
@@ -166,25 +167,24 @@ def backward(
     v: Tensor,
     lse: Tensor,
     delta: Tensor,
+    problem: Problem,
     *,
-    mask: Mask,
-    scale: float,
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
     accumulate: bool,
-    dropout: Dropout | None = None,
 ) -> None:
     """See contract.py."""
     dout, q, k, v = near(dout), near(q), near(k), near(v)
     lse, delta = lse.contiguous(), delta.contiguous()
     into = near(dq), near(dk), near(dv)
     with on(q.device):
-        for launch in backward_launches(dout, q, k, v, lse, delta, mask, scale, *into, accumulate, dropout).values():
+        given = (dout, q, k, v, lse, delta, problem.mask, problem.scale, *into, accumulate, problem.dropout)
+        for launch in backward_launches(*given).values():
             launch()
-    for given, made in zip((dq, dk, dv), into, strict=True):
-        if made is not given:
-            given.copy_(made)
+    for total, made in zip((dq, dk, dv), into, strict=True):
+        if made is not total:
+            total.copy_(made)
 
 
 def backward_launches(

@@ -192,7 +192,7 @@ def finite(b):
 
 @triton.jit
 def mix(x):
-    """contract.mix on uint32: a 32-bit integer hash with full avalanche."""
+    """dropout.mix on uint32: a 32-bit integer hash with full avalanche."""
     x = x ^ (x >> 16)
     x = x * 0x7FEB352D
     x = x ^ (x >> 15)

@@ -9,7 +9,8 @@ and where the number of keys is known on the device only, as inside a CUDA graph
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
@@ -17,13 +18,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashspan.kernels import dispatch
-from flashspan.kernels.contract import Again, Carry, Dropout
+from flashspan.kernels.contract import Carry, Problem
+from flashspan.kernels.dropout import Dropout
+from flashspan.kernels.failure import KernelFailed
+from flashspan.kernels.launch import triton_abi
+from flashspan.kernels.launch.launch import Launch, on
+from flashspan.kernels.launch.replay import launch_all, recall, replay
 from flashspan.kernels.masks import Band, Mask, Rows, unpack
-from flashspan.kernels.portable.arguments import LOG2E, Launch, mask_arguments, near, on, watched
+from flashspan.kernels.portable.arguments import LOG2E, mask_arguments, near
 from flashspan.kernels.portable.common import edge_tile, interval, tiles_to_walk
-from flashspan.kernels.portable.faults import is_compile_error
-from flashspan.kernels.portable.replay import launch_all, recall, replay, tables_of
 from flashspan.kernels.portable.steps import finished, forward_step
 from flashspan.kernels.portable.tiles import Tile, block_dim, is_small, multiprocessors, precision
 
@@ -33,6 +36,9 @@ many keys; with more rows, up to MAX_QUERIES queries, where there would be few p
 
 RESIDENT = 2
 """Programs that a multiprocessor runs at once."""
+
+FAILED: list[str] = []
+"""Why these kernels could not be compiled here, if so: then they are not tried again."""
 
 UNIT = 8
 """Strides are passed in units of so many elements, where it divides them all: Triton then knows that a thread can load
@@ -150,7 +156,7 @@ def combine_kernel(
 
 def takes(q: Tensor, k: Tensor, mask: Mask, dropout: Dropout | None = None) -> bool:
     """Whether keys are best divided: few queries, and more keys than one program should walk alone."""
-    if not isinstance(mask, (Band, Rows)) or dropout is not None or "decode" in dispatch.FAILED:
+    if not isinstance(mask, (Band, Rows)) or dropout is not None or FAILED:
         return False
     (B, H, T, D), (K, S) = q.shape, k.shape[1:3]
     if not q.numel() or not S:
@@ -165,10 +171,10 @@ def takes(q: Tensor, k: Tensor, mask: Mask, dropout: Dropout | None = None) -> b
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, carry: Carry | None, out_dtype: torch.dtype
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, *, carry: Carry | None, out_dtype: torch.dtype
 ) -> Carry | None:
     """See contract.py. The carry is updated in place. None where a kernel cannot be compiled: then never again."""
-    q, k, v = near(q), near(k), near(v)
+    mask, scale, (q, k, v) = problem.mask, problem.scale, (near(q), near(k), near(v))
     num_splits = count_splits(q, k, mask)
     if carry is None:
         made, steps = _room(q, out_dtype, num_splits), None
@@ -177,29 +183,31 @@ def forward(
         made, steps = [out, carry.lse.float().contiguous(), *_parts(q, num_splits)], out.stride()
     try:
         with on(q.device):
-            tables = tables_of(mask.to(q.device))
-            replay(_launches, (q, k, v), tables, made, scale, steps, out_dtype, num_splits)
-    except Exception as error:
-        if not is_compile_error(error):
-            raise
-        dispatch.retire("decode", f"could not be compiled here: {type(error).__name__}: {error}"[:500])
+            replay(_launches, (q, k, v), mask.to(q.device).packed, made, scale, steps, out_dtype, num_splits)
+    except KernelFailed as failure:
+        FAILED.append(str(failure))
+        warnings.warn(
+            f"the kernel for few queries is off, and others serve: it {failure}", RuntimeWarning, stacklevel=2
+        )
         return None
     return Carry(made[0], made[1])
 
 
-def again(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, out_dtype: torch.dtype) -> Again | None:
-    """See contract.py."""
-    num_splits, device = count_splits(q, k, mask), q.device
-    launches = recall(_launches, (q, k, v), tables_of(mask), 4, scale, None, out_dtype, num_splits)
+def repeat_forward(
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, out_dtype: torch.dtype
+) -> Callable[..., Carry | None] | None:
+    """See backends.py."""
+    num_splits, device, mask = count_splits(q, k, problem.mask), q.device, problem.mask
+    launches = recall(_launches, (q, k, v), mask.packed, 4, problem.scale, None, out_dtype, num_splits)
     if launches is None:
         return None
 
     def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Carry | None:
-        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 or watched():
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 or triton_abi.is_watched():
             return None
         with on(device):
             made = _room(q, out_dtype, num_splits)
-            launch_all(launches, (q, k, v), tables_of(mask), made)
+            launch_all(launches, (q, k, v), mask.packed, made)
         return Carry(made[0], made[1])
 
     return forward

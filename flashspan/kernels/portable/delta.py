@@ -9,9 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashspan.kernels.portable.arguments import Launch, is_near, near, on
+from flashspan.kernels.launch.launch import Launch, on
+from flashspan.kernels.launch.replay import replay
+from flashspan.kernels.masks.mask import Packed
+from flashspan.kernels.portable.arguments import is_near, near
 from flashspan.kernels.portable.common import load_tile
-from flashspan.kernels.portable.replay import Tables, replay
 from flashspan.kernels.portable.tiles import block_dim
 
 
@@ -35,7 +37,7 @@ def row_delta(dout: Tensor, out: Tensor) -> Tensor:
     delta = out.new_empty(out.shape[:3], dtype=torch.float32)
     if out.numel():
         with on(out.device):
-            done = replay(_launches, (dout, out), Tables(), (delta,))
+            done = replay(_launches, (dout, out), Packed(), (delta,))
         return delta if done else row_delta(near(dout), near(out))
     return delta
 

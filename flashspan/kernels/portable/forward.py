@@ -12,11 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashspan.kernels.blocks import Blocks
-from flashspan.kernels.contract import Carry, Dropout
-from flashspan.kernels.masks import Mask
+from flashspan.kernels.contract import Carry, Problem
+from flashspan.kernels.dropout import Dropout
+from flashspan.kernels.launch.launch import Launch, on
+from flashspan.kernels.masks import Blocks, Mask
 from flashspan.kernels.portable import decode
-from flashspan.kernels.portable.arguments import LOG2E, Launch, dropout_arguments, mask_arguments, near, on
+from flashspan.kernels.portable.arguments import LOG2E, dropout_arguments, mask_arguments, near
 from flashspan.kernels.portable.common import block_interval, edge_tile, load_tile, query_block
 from flashspan.kernels.portable.sparse import sparse_forward_launch
 from flashspan.kernels.portable.steps import (
@@ -123,16 +124,14 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    problem: Problem,
     *,
-    mask: Mask,
-    scale: float,
     carry: Carry | None = None,
     out_dtype: torch.dtype = torch.float32,
-    dropout: Dropout | None = None,
 ) -> Carry:
     """See contract.py. The carry is updated in place."""
-    if decode.takes(q, k, mask, dropout):
-        done = decode.forward(q, k, v, mask=mask, scale=scale, carry=carry, out_dtype=out_dtype)
+    if decode.takes(q, k, problem.mask, problem.dropout):
+        done = decode.forward(q, k, v, problem, carry=carry, out_dtype=out_dtype)
         if done is not None:
             return done
     q, k, v = near(q), near(k), near(v)
@@ -147,7 +146,7 @@ def forward(
     if q.numel() == 0:
         return Carry(out, lse)
     with on(q.device):
-        forward_launch(q, k, v, out, lse, mask, scale, carry is not None, dropout)()
+        forward_launch(q, k, v, out, lse, problem.mask, problem.scale, carry is not None, problem.dropout)()
     return Carry(out, lse)
 
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashspan.kernels.portable.arguments import on
+from flashspan.kernels.launch.launch import on
 
 WARPS, PER_THREAD = 16, 16
 """Of a program, and logits a thread reads at a time: of 128,256 in bfloat16, 0.78 ms for 4096 rows on an H200, where

@@ -14,9 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashspan.kernels.blocks import Blocks
-from flashspan.kernels.contract import Dropout
-from flashspan.kernels.portable.arguments import LOG2E, Launch, dropout_arguments
+from flashspan.kernels.dropout import Dropout
+from flashspan.kernels.launch.launch import Launch
+from flashspan.kernels.masks import Blocks
+from flashspan.kernels.masks.block_map import Lists
+from flashspan.kernels.portable.arguments import LOG2E, dropout_arguments
 from flashspan.kernels.portable.common import first_block, load_tile, next_line, store_tile, unknown_zero
 from flashspan.kernels.portable.steps import (
     column_words,
@@ -32,7 +34,6 @@ from flashspan.kernels.portable.steps import (
     row_words,
 )
 from flashspan.kernels.portable.tiles import key_passes, precision, tile
-from flashspan.kernels.tiling import Lists
 
 FREE = ["T", "S", "num_lines", "num_long", "s_mb", "s_mh", "stream", "batch_stride", "threshold"]
 """Arguments by whose value no kernel is compiled anew."""

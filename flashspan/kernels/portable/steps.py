@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashspan.kernels.portable.arguments import Launch
+from flashspan.kernels.launch.launch import Launch
 from flashspan.kernels.portable.common import (
     bit_tile,
     dropout_stream,

@@ -13,8 +13,8 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from triton import knobs
-from triton.runtime import driver
+
+from flashspan.kernels.launch import triton_abi
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def precision(device: torch.device) -> str:
     """How float32 products are formed: as six of the three bfloat16 parts of each number, or as three of its two tf32
     parts, whose sums are as exact as float32; or as one of tf32 where PyTorch was told that it may
     (`torch.set_float32_matmul_precision`)."""
-    if knobs.runtime.interpret:
+    if triton_abi.is_interpreting():
         return "ieee"  # it multiplies as it is, and knows fewer names
     if torch.version.hip is not None:  # the only one of these that all of AMD's have
         return "bf16x6"
@@ -163,7 +163,7 @@ def is_small(device: torch.device) -> bool:
     """Whether a GPU has less shared memory than TABLE's tiles take: all but those of datacenters since Hopper."""
     if device.type != "cuda":
         return False
-    return bool(driver.active.utils.get_device_properties(device.index)["max_shared_mem"] < 227 * 1024)
+    return triton_abi.shared_memory(device.index) < 227 * 1024
 
 
 @cache

@@ -20,8 +20,9 @@ from flashspan.bench.measure.record import Row
 from flashspan.bench.report import page as report
 from flashspan.bench.report import tables
 from flashspan.kernels import reference
+from flashspan.kernels.contract import Problem
 from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band, Mask
-from flashspan.kernels.patterns import documents, random_blocks
+from flashspan.kernels.masks.patterns import documents, random_blocks
 
 WHERE = {"device": "toy", "torch": "2", "triton": "3", "commit": "abc"}
 
@@ -244,7 +245,7 @@ def test_a_row_can_be_had_as_a_file_gives_it_back(tmp_path: Path) -> None:
 def test_an_output_s_error_is_that_of_rows_from_the_first_to_the_last(mask: Mask) -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, heads, 1301, 16, generator=generator) for heads in (2, 1, 1))
-    out = reference.forward(q, k, v, mask=mask, scale=0.25).out
+    out = reference.forward(q, k, v, Problem(mask, 0.25)).out
     assert record.output_error(q, k, v, out, mask) < 1e-6
     for rows in (slice(0, 3), slice(600, 603), slice(1296, 1299)):
         worse = out.clone()

@@ -6,7 +6,7 @@ and its hash is put in a table, at its leading bits or the next free place: the 
 distinct; lines are measured. Then the host waits, once, for the sizes of what it must allocate.
 `write`: a program for each line lists it, and one for each distinct tile writes its bits where they belong.
 
-The map is the one that tiling.py and bits.py make, to the bit. Whether one is needed at all, runs.py asks.
+The map is the one that block_map.py and bits.py make, to the bit. Whether one is needed, runs_triton.py finds out.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashspan.kernels import bits as packed
-from flashspan.kernels.portable.arguments import Launch, on
-from flashspan.kernels.tiling import HIDDEN, LONG, VISIBLE, Lists
+from flashspan.kernels.launch.launch import Launch, on
+from flashspan.kernels.masks import bits as packed
+from flashspan.kernels.masks.block_map import HIDDEN, LONG, VISIBLE, Lists
 
 EMPTY_TILE, FULL_TILE, LONG_LINE = tl.constexpr(HIDDEN), tl.constexpr(VISIBLE), tl.constexpr(LONG)
 
@@ -283,27 +283,27 @@ def write_kernel(
         write_bits(i - num_rows - num_columns, words, octets, tile_of, bits, bits_t, BM, BN)
 
 
-def map_dense(visible: Tensor, block: tuple[int, int]) -> tuple[Lists, Lists, Tensor, Tensor] | None:
+def build_dense(visible: Tensor, block: tuple[int, int]) -> tuple[Lists, Lists, Tensor, Tensor] | None:
     """Rows, columns, bits and transposed bits (blocks.py) of bool [B, H, T, S], none of them 0 long, of any strides.
 
     None where two tiles have one hash. While it is made, it takes a quarter of the tensor's memory.
     """
     with on(visible.device):
-        making = Making(visible, block)
-        making.classify_launch()()
-        making.settle_launch()()
-        visited, num_bits, differs, long_rows, long_columns = making.found.tolist()
+        building = Building(visible, block)
+        building.classify_launch()()
+        building.settle_launch()()
+        visited, num_bits, differs, long_rows, long_columns = building.found.tolist()
         if differs:
             return None
-        made = making.allocate((visited & 0xFFFFFFFF) + (visited >> 32), num_bits)
-        making.write_launch(*made)()
+        made = building.allocate((visited & 0xFFFFFFFF) + (visited >> 32), num_bits)
+        building.write_launch(*made)()
     row_index, row_tile, column_index, column_tile, bits, bits_t = made
-    rows = Lists(long_rows, making.row_spans, row_index, row_tile, making.row_order)
-    columns = Lists(long_columns, making.column_spans, column_index, column_tile, making.column_order)
+    rows = Lists(long_rows, building.row_spans, row_index, row_tile, building.row_order)
+    columns = Lists(long_columns, building.column_spans, column_index, column_tile, building.column_order)
     return rows, columns, bits, bits_t
 
 
-class Making:
+class Building:
     """A map under way: what one launch leaves to the next.
 
     words   int32 [tiles, 2, words of a tile]: a partial tile's bits as `classify` has them, by query and by key.

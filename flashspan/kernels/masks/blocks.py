@@ -20,36 +20,17 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from flashspan.kernels import bits as packed
-from flashspan.kernels import making
-from flashspan.kernels.intervals import Positions, place
-from flashspan.kernels.masks import (
-    EMPTY,
-    EVERYTHING,
-    FULL,
-    NOTHING,
-    PARTIAL,
-    Band,
-    Mask,
-    Rows,
-    check_whole,
-    made_once,
-    refuse_tensor,
-)
-from flashspan.kernels.tiling import (
-    HIDDEN,
-    VISIBLE,
-    Lists,
-    Look,
-    Rule,
-    block_positions,
-    check_block,
-    list_lines,
-    touched,
-)
+from flashspan.kernels.masks import bits as packed
+from flashspan.kernels.masks import build
+from flashspan.kernels.masks.band import EVERYTHING, NOTHING, Band
+from flashspan.kernels.masks.block_map import HIDDEN, VISIBLE, BlockMap, Lists, check_block, list_lines
+from flashspan.kernels.masks.build import Rule
+from flashspan.kernels.masks.intervals import Positions, place
+from flashspan.kernels.masks.mask import EMPTY, FULL, Mask, as_blocks, check_whole, refuse_tensor
+from flashspan.kernels.masks.rows import Rows
 
 
-class Blocks:
+class Blocks(Mask):
     """A block map. `rows` lists what each block of queries visits, `columns` what each block of keys does.
 
     bits [tiles, block_q, block_k / 32] are the partial tiles' (see bits.py), bits_t the same transposed. A value:
@@ -62,7 +43,7 @@ class Blocks:
     ) -> None:  # fmt: skip
         self.num_queries, self.num_keys, self.block = num_queries, num_keys, block
         self.rows, self.columns, self.bits, self.bits_t = rows, columns, bits, bits_t
-        self._made: dict[object, Blocks] = {}
+        self._derived = {}
         self._digest: bytes | None = None
 
     # How it is made.
@@ -70,11 +51,11 @@ class Blocks:
     @staticmethod
     def from_dense(visible: Tensor, *, block: int | tuple[int, int] = 128) -> Blocks:
         """From bool [T, S], [H, T, S] or [B, H, T, S]; sizes of 1 mean the same for all of the batch or the heads."""
-        visible, edges = making.check_dense(visible), check_block(block)
-        made = making.from_dense_on_gpu(visible, edges)
+        visible, edges = build.check_dense(visible), check_block(block)
+        made = build.from_dense_on_gpu(visible, edges)
         if made is not None:
             return Blocks(visible.shape[2], visible.shape[3], edges, *made)
-        return Blocks._of_map(*making.from_dense(visible, edges))
+        return Blocks.of_map(build.from_dense(visible, edges))
 
     @staticmethod
     def from_rule(
@@ -91,14 +72,14 @@ class Blocks:
 
         num_batch, num_heads: how many maps to make; 1 where the rule does not depend on b (or h).
         """
-        return Blocks._of_map(*making.from_rule(rule, num_queries, num_keys, num_batch, num_heads, block, device))
+        return Blocks.of_map(build.from_rule(rule, num_queries, num_keys, num_batch, num_heads, block, device))
 
     @staticmethod
     def from_coarse(
         coarse: Tensor, num_queries: int, num_keys: int, *, size: int | tuple[int, int] = 128, block: int = 128
     ) -> Blocks:
         """From bool [n, m], [H, n, m] or [B, H, n, m]: whether each size x size square of pairs is visible."""
-        return Blocks._of_map(*making.from_coarse(coarse, num_queries, num_keys, size, block))
+        return Blocks.of_map(build.from_coarse(coarse, num_queries, num_keys, size, block))
 
     @staticmethod
     def of(
@@ -122,7 +103,14 @@ class Blocks:
         if isinstance(mask, Rows):
             mask.check(mask.start.shape[0] if mask.start.dim() == 2 else 1, num_queries, num_keys)
         start, end = (x if device is None else x.to(device) for x in mask.intervals(num_queries, num_keys))
-        return Blocks._of_map(*making.from_intervals(start, end, num_keys, block))
+        return Blocks.of_map(build.from_intervals(start, end, num_keys, block))
+
+    @staticmethod
+    def of_map(made: BlockMap, bits_t: Tensor | None = None) -> Blocks:
+        """A grid's lists, with its bits."""
+        rows, columns = list_lines(made.grid), list_lines(made.grid.transpose(2, 3))
+        bits_t = packed.transpose(made.bits) if bits_t is None else bits_t
+        return Blocks(made.num_queries, made.num_keys, made.block, rows, columns, made.bits, bits_t)
 
     # What it is.
 
@@ -157,7 +145,7 @@ class Blocks:
         return sum(x.numel() * x.element_size() for x in tensors)
 
     def grid(self) -> Tensor:
-        """Each tile as int32 [B or 1, H or 1, query blocks, key blocks]: its bits' number, or VISIBLE, or HIDDEN."""
+        """The grid (block_map.py) that the lists are of."""
         num_k = self.columns.spans.shape[2]
         lines = self.rows.spans.view(-1, 3).long()
         grid = self.bits.new_full((len(lines), num_k), HIDDEN)
@@ -166,29 +154,18 @@ class Blocks:
         grid[line, self.rows.index.long()] = torch.where(full, VISIBLE, self.rows.tile).int()
         return grid.view(*self.rows.spans.shape[:3], num_k)
 
+    def block_map(self) -> BlockMap:
+        """This mask as a grid and bits."""
+        return BlockMap(self.num_queries, self.num_keys, self.block, self.grid(), self.bits)
+
     def kinds(self) -> Tensor:
         """EMPTY, FULL or PARTIAL for each tile, uint8 [B or 1, H or 1, query blocks, key blocks]."""
-        grid = self.grid()
-        return torch.where(grid == HIDDEN, EMPTY, torch.where(grid == VISIBLE, FULL, PARTIAL)).to(torch.uint8)
-
-    def look(self, grid: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        """Tiles of a grid as bool [n, block_q, block_k]."""
-        number = grid[b, h, i, j]
-        shown = (number == VISIBLE)[:, None, None].expand(-1, *self.block)
-        if not len(self.bits):
-            return shown
-        return torch.where((number >= 0)[:, None, None], packed.unpack(self.bits[number.clamp(min=0)]), shown)
+        return self.block_map().kinds()
 
     def dense(self) -> Tensor:
         """Drawn out: bool [T, S], or [B or 1, H or 1, T, S] where maps differ. For tests, pictures, small masks."""
-        grid = self.grid()
-        (num_b, num_h, num_q, num_k), (block_q, block_k) = grid.shape, self.block
-        drawn = torch.zeros(num_b, num_h, num_q, num_k, block_q, block_k, dtype=torch.bool, device=self.device)
-        for where in (grid != HIDDEN).nonzero().split(max(1, packed.CHUNK // (block_q * block_k))):
-            drawn[tuple(where.T)] = self.look(grid, *where.T)
-        drawn = drawn.transpose(3, 4).reshape(num_b, num_h, num_q * block_q, num_k * block_k)
-        drawn = drawn[:, :, : self.num_queries, : self.num_keys]
-        return drawn[0, 0] if num_b == num_h == 1 else drawn
+        drawn = self.block_map().dense()
+        return drawn[0, 0] if drawn.shape[:2] == (1, 1) else drawn
 
     def count(self) -> int:
         """How many pairs are visible, over all maps."""
@@ -205,7 +182,6 @@ class Blocks:
         return not len(self.rows.index)
 
     def check(self, num_batch: int, num_queries: int, num_keys: int, num_heads: int | None = None) -> None:
-        """Refuse queries, keys, a batch or heads this mask was not made for."""
         fits = (self.num_queries, self.num_keys) == (num_queries, num_keys) and self.num_batch in (1, num_batch)
         if not fits or (num_heads is not None and self.num_heads not in (1, num_heads)):
             maps = f" for a batch of {self.num_batch}" if self.num_batch > 1 else ""
@@ -242,34 +218,12 @@ class Blocks:
     # What is made of it.
 
     def slice(self, q: Positions, k: Positions) -> Mask:
-        """The same visibility in a slice's coordinates: local query a is global q[a], local key b is global k[b]."""
         return self.part(q, k).simplify()
 
     def part(self, q: Positions, k: Positions) -> Blocks:
         """`slice` as a block map with as many maps, whatever it shows."""
-        (block_q, block_k), grid = self.block, self.grid()
         rows, keys = (place(x, num).to(self.device) for x, num in ((q, self.num_queries), (k, self.num_keys)))
-        shown, holed = (
-            touched(touched(x, rows, block_q, 2), keys, block_k, 3) for x in (grid != HIDDEN, grid != VISIBLE)
-        )
-        kinds = torch.where(holed, torch.where(shown, PARTIAL, EMPTY), FULL).to(torch.uint8)
-        q_rows, k_rows = (block_positions(len(x), b, self.device) for x, b in ((rows, block_q), (keys, block_k)))
-
-        def look(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            row, key = q_rows[i], k_rows[j]  # [n, block]
-            exists = (row < len(rows))[:, :, None] & (key < len(keys))[:, None, :]
-            row, key = rows[row.clamp(max=len(rows) - 1)], keys[key.clamp(max=len(keys) - 1)]
-            number = grid[
-                b[:, None, None], h[:, None, None], (row // block_q)[:, :, None], (key // block_k)[:, None, :]
-            ]
-            seen = number == VISIBLE
-            if len(self.bits):
-                place = key % block_k
-                word = self.bits[number.clamp(min=0), (row % block_q)[:, :, None], (place // packed.WORD)[:, None, :]]
-                seen = seen | ((number >= 0) & ((word >> (place % packed.WORD).int()[:, None, :]) & 1).bool())
-            return seen & exists
-
-        return Blocks._examined(len(rows), len(keys), self.block, kinds, look)
+        return Blocks.of_map(self.block_map().slice(rows, keys))
 
     def simplify(self) -> Mask:
         """NOTHING or EVERYTHING where it is that, else itself."""
@@ -288,14 +242,14 @@ class Blocks:
             return self
         if not isinstance(chosen, range) or chosen.step != 1 or not 0 <= chosen.start <= chosen.stop <= self.num_heads:
             raise ValueError(f"heads are chosen by a range of neighbours within 0 to {self.num_heads}: got {chosen}")
-        return made_once(self._made, chosen, lambda: self._of_grid(self.grid()[:, chosen.start : chosen.stop]))
+        return self.derived(chosen, lambda: self._of_grid(self.grid()[:, chosen.start : chosen.stop]))
 
     def map(self, b: int, h: int) -> Blocks:
         """The one map of a sequence and a head."""
         if self.num_batch == self.num_heads == 1:
             return self
         b, h = b % self.num_batch, h % self.num_heads
-        return made_once(self._made, (b, h), lambda: self._of_grid(self.grid()[b : b + 1, h : h + 1]))
+        return self.derived((b, h), lambda: self._of_grid(self.grid()[b : b + 1, h : h + 1]))
 
     def __and__(self, other: Mask) -> Blocks:
         return self._join(other, torch.logical_and, EMPTY, FULL)
@@ -303,31 +257,18 @@ class Blocks:
     def __or__(self, other: Mask) -> Blocks:
         return self._join(other, torch.logical_or, FULL, EMPTY)
 
-    __rand__, __ror__ = __and__, __or__
-
     def __invert__(self) -> Blocks:
-        grid = self.grid()
-        kinds = torch.where(grid == HIDDEN, FULL, torch.where(grid == VISIBLE, EMPTY, PARTIAL)).to(torch.uint8)
-        q_rows, k_rows = (
-            block_positions(n, b, self.device)
-            for n, b in zip((self.num_queries, self.num_keys), self.block, strict=True)
-        )
-
-        def look(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            exists = (q_rows[i] < self.num_queries)[:, :, None] & (k_rows[j] < self.num_keys)[:, None, :]
-            return exists & ~self.look(grid, b, h, i, j)
-
-        return Blocks._examined(self.num_queries, self.num_keys, self.block, kinds, look)
+        return Blocks.of_map(self.block_map().invert())
 
     def _join(self, other: Mask, join: Callable[[Tensor, Tensor], Tensor], decides: int, yields: int) -> Blocks:
-        """`_combine`, kept where the other is a band: `attention(mask=blocks, causal=True)` asks in every layer. Tables
-        are another in every batch, and would only be kept."""
+        """`_combine`, kept where the other is a band: `attention(mask=blocks, causal=True)` asks in every layer. Rows
+        differ in every batch, and would only be kept."""
         refuse_tensor(other)
         if not isinstance(other, (Band, Rows, Blocks)):
             return NotImplemented
         if not isinstance(other, Band):
             return self._combine(other, join, decides, yields)
-        return made_once(self._made, (decides, other), lambda: self._combine(other, join, decides, yields))
+        return self.derived((decides, other), lambda: self._combine(other, join, decides, yields))
 
     def _combine(self, other: Mask, join: Callable[[Tensor, Tensor], Tensor], decides: int, yields: int) -> Blocks:
         """Both, tile by tile: `decides` in either is the result, `yields` leaves it to the other."""
@@ -350,33 +291,7 @@ class Blocks:
                 f"masks compose when their maps broadcast: got {self.num_batch} x {self.num_heads} and "
                 f"{second.num_batch} x {second.num_heads} maps of batch and heads; make both for as many, or one"
             )
-        one, two = torch.broadcast_tensors(self.grid(), second.grid())
-        first_kinds, second_kinds = torch.broadcast_tensors(self.kinds(), second.kinds())
-        decided = (first_kinds == decides) | (second_kinds == decides)
-        open_ = (first_kinds == yields) & (second_kinds == yields)
-        kinds = torch.where(decided, decides, torch.where(open_, yields, PARTIAL)).to(torch.uint8)
-
-        def look(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return join(self.look(one, b, h, i, j), second.look(two, b, h, i, j))
-
-        return Blocks._examined(self.num_queries, self.num_keys, self.block, kinds, look)
-
-    @staticmethod
-    def _of_map(
-        num_queries: int,
-        num_keys: int,
-        block: tuple[int, int],
-        grid: Tensor,
-        bits: Tensor,
-        bits_t: Tensor | None = None,
-    ) -> Blocks:
-        rows, columns = list_lines(grid), list_lines(grid.transpose(2, 3))
-        bits_t = packed.transpose(bits) if bits_t is None else bits_t
-        return Blocks(num_queries, num_keys, block, rows, columns, bits, bits_t)
-
-    @staticmethod
-    def _examined(num_queries: int, num_keys: int, block: tuple[int, int], kinds: Tensor, look: Look) -> Blocks:
-        return Blocks._of_map(*making.examined(num_queries, num_keys, block, kinds, look))
+        return Blocks.of_map(self.block_map().join(second.block_map(), join, decides, yields))
 
     def _of_grid(self, grid: Tensor) -> Blocks:
         """Some of these maps, with the bits they use."""
@@ -385,10 +300,10 @@ class Blocks:
             renumbered = self.bits.new_zeros(len(self.bits))
             renumbered[used.long()] = torch.arange(len(used), dtype=torch.int32, device=self.device)
             grid = torch.where(grid >= 0, renumbered[grid.clamp(min=0).long()], grid)
-        return Blocks._of_map(self.num_queries, self.num_keys, self.block, grid, self.bits[used], self.bits_t[used])
+        tiles = BlockMap(self.num_queries, self.num_keys, self.block, grid, self.bits[used])
+        return Blocks.of_map(tiles, self.bits_t[used])
 
     def to(self, device: torch.device | str) -> Blocks:
-        """This mask with its lists on a device; copied once."""
         device = torch.device(device)
         eager = not torch.compiler.is_compiling()
         inference = eager and self.bits.is_inference() and not torch.is_inference_mode_enabled()
@@ -405,18 +320,15 @@ class Blocks:
                 self.num_queries, self.num_keys, self.block, rows, columns, move(self.bits), move(self.bits_t)
             )
 
-        return copy() if inference else made_once(self._made, device, copy)
-
-    def __getstate__(self) -> dict[str, object]:
-        return {**vars(self), "_made": {}}
+        return copy() if inference else self.derived(device, copy)
 
     def pack(self) -> tuple[str, list[int], list[Tensor]]:
-        """Kind, numbers and tensors, for an operator's schema; `unpack` is the inverse."""
         numbers = [self.num_queries, self.num_keys, *self.block, self.rows.num_long, self.columns.num_long]
         return "blocks", numbers, [*self.rows.tensors, *self.columns.tensors, self.bits, self.bits_t]
 
     @staticmethod
     def unpack(numbers: Sequence[int], tensors: Sequence[Tensor]) -> Blocks:
+        """The inverse of `pack`."""
         num_queries, num_keys, block_q, block_k, long_rows, long_columns = numbers
         rows, columns = Lists(long_rows, *tensors[:4]), Lists(long_columns, *tensors[4:8])
         return Blocks(num_queries, num_keys, (block_q, block_k), rows, columns, *tensors[8:])
@@ -448,3 +360,8 @@ class Blocks:
             f"Blocks({maps}{self.num_queries} queries, {self.num_keys} keys, tiles of {self.block[0]}x{self.block[1]}: "
             f"{full} full, {len(self.rows.index) - full} partial, sparsity {self.sparsity:.1%})"
         )
+
+
+@as_blocks.register(Rows)
+def _(rows: Rows) -> Blocks:
+    return Blocks.of(rows, rows.start.shape[-1], rows.num_keys)

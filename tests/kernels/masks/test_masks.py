@@ -10,22 +10,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flashspan.kernels.intervals import Positions
 from flashspan.kernels.masks import (
     EMPTY,
     EVERYTHING,
     FULL,
-    MADE_KEPT,
     NOTHING,
     Band,
     Mask,
+    Positions,
     Rows,
     count,
     dense,
     unpack,
 )
-from flashspan.kernels.patterns import causal, documents, prefix, ragged, window
-from flashspan.kernels.tiling import interval_kinds
+from flashspan.kernels.masks.build import interval_kinds
+from flashspan.kernels.masks.mask import DERIVED_KEPT
+from flashspan.kernels.masks.patterns import causal, documents, prefix, ragged, window
 from tests.kernels.cases import examples, masks, positions
 
 num_tokens = st.integers(0, 40)
@@ -235,7 +235,7 @@ def test_threads_may_share_a_mask() -> None:
         choice = random.Random(seed)
         try:
             for _ in range(400):
-                width = choice.randint(1, 4 * MADE_KEPT)
+                width = choice.randint(1, 4 * DERIVED_KEPT)
                 made = mask & Band(-width, 0)
                 assert isinstance(made, Rows)
                 assert made.start[79] == max(30, 79 - width)

@@ -1,4 +1,4 @@
-"""Ready masks. Each returns a value of masks.py or blocks.py; compose them with `&`, `|` and `~`.
+"""Ready masks. Each returns a `Band`, `Rows` or `Blocks`; compose them with `&`, `|` and `~`.
 
 mask = documents([5, 3, 8]) & causal()
 mask = longformer(4096, window=256, num_global=16)
@@ -14,9 +14,11 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from flashspan.kernels.blocks import Blocks
-from flashspan.kernels.masks import Band, Mask, Rows, check_whole
-from flashspan.kernels.tiling import check_block
+from flashspan.kernels.masks.band import Band
+from flashspan.kernels.masks.block_map import check_block
+from flashspan.kernels.masks.blocks import Blocks
+from flashspan.kernels.masks.mask import Mask, check_whole
+from flashspan.kernels.masks.rows import Rows
 
 
 def full() -> Band:

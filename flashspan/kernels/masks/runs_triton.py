@@ -1,6 +1,6 @@
 """Whether each row of a bool tensor on a GPU sees one run of keys, and which, for one reading of the tensor.
 
-Where they do the mask is `Rows` and needs no block map (mapping.py).
+Where they do the mask is `Rows` and needs no block map (build_triton.py).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashspan.kernels.portable.arguments import Launch, on
-from flashspan.kernels.portable.mapping import as_quads, load_quads, pack_quads
+from flashspan.kernels.launch.launch import Launch, on
+from flashspan.kernels.masks.build_triton import as_quads, load_quads, pack_quads
 
 RUNS = {"ROWS": 8, "BLOCK": 1024}
 """How many rows a program looks for runs in, and how many of their keys together."""
@@ -58,7 +58,7 @@ def runs_kernel(
 
 
 def find_runs(visible: Tensor) -> tuple[Tensor, Tensor] | None:
-    """start, end (tiling.py) of bool [B, T, S], none of them 0 long, of any strides."""
+    """start, end (build.py) of bool [B, T, S], none of them 0 long, of any strides."""
     start, end = (visible.new_empty(visible.shape[:2], dtype=torch.int32) for _ in range(2))
     found = visible.new_zeros(1, dtype=torch.int32)
     with on(visible.device):

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from flashspan.train.adamw import AdamW
 from torch import Tensor, nn
 
 from flashspan import train
 from flashspan.kernels.portable.adamw import BLOCK, adamw, fits
-from flashspan.train.adamw import AdamW
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from flashspan import again, attention, masks
-from flashspan.kernels import cpu, dispatch
-from flashspan.kernels.contract import Carry
+from flashspan import attention, call_cache, masks
+from flashspan.kernels import backends, cpu
+from flashspan.kernels.contract import Carry, Problem
+from flashspan.kernels.launch import cache
 from flashspan.kernels.masks import Mask
 
 
@@ -27,7 +29,7 @@ def tensors(*shape: int, count: int = 3) -> list[Tensor]:
 
 @pytest.fixture(autouse=True)
 def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(again, "PLAIN", {*again.PLAIN, OnGpu})
+    monkeypatch.setattr(call_cache, "PLAIN", {*call_cache.PLAIN, OnGpu})
 
 
 def kind(q: Tensor, k: Tensor, v: Tensor, **changed: Any) -> Any:
@@ -35,10 +37,10 @@ def kind(q: Tensor, k: Tensor, v: Tensor, **changed: Any) -> Any:
         "causal": False, "window": None, "mask": None, "scale": None, "dropout": 0.0, "backend": "auto",
         "deterministic": False,
     }  # fmt: skip
-    return again.kind_of(q, k, v, **(given | changed))
+    return call_cache.call_key(q, k, v, **(given | changed))
 
 
-def test_whatever_decides_a_call_is_part_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whatever_decides_a_call_is_part_of_its_key() -> None:
     q, k, v = tensors()
     one = kind(q, k, v)
     assert one is not None
@@ -55,8 +57,6 @@ def test_whatever_decides_a_call_is_part_of_its_kind(monkeypatch: pytest.MonkeyP
     torch.use_deterministic_algorithms(True)
     kinds.append(kind(q, k, v))
     torch.use_deterministic_algorithms(False)
-    monkeypatch.setattr(dispatch, "FAILED", {"hopper": "not here"})
-    kinds.append(kind(q, k, v))
     assert None not in kinds
     assert len(set(kinds)) == len(kinds)
 
@@ -84,32 +84,48 @@ def test_a_mask_that_is_gone_is_not_taken_for_another() -> None:
     q, k, v = tensors()
     mask, other = masks.documents([20, 20]), masks.documents([10, 30])
     found = kind(q, k, v, mask=mask)
-    again.remember(found, Local(), q, k, v, mask, mask, 0.25, "auto")
-    assert again.known(found, mask) is not None
-    assert again.known(found, other) is None, "whatever lies in its place now"
-    del mask
-    assert again.known(found, other) is None
+    call_cache.keep_call(found, call_cache.Prepared(Problem(mask, 0.25), "auto"), q, k, v, mask)
+    kept = call_cache.kept_call(found, mask, q.device)
+    assert kept is not None
+    assert kept.problem.mask is mask
+    assert call_cache.kept_call(found, other, q.device) is None, "whatever lies in its place now"
+    del mask, kept
+    gc.collect()
+    assert call_cache.kept_call(found, other, q.device) is None
 
 
 def test_kinds_without_end_are_not_all_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(again, "KEPT", 5)
+    monkeypatch.setattr(cache, "KEPT", 5)
     for length in range(1, 20):
         q, k, v = tensors(1, 1, length, 16)
-        again.remember(kind(q, k, v), Local(), q, k, v, None, masks.full(), 0.25, "auto")
-        assert 1 <= len(again._KNOWN) <= 5
+        call_cache.keep_call(kind(q, k, v), call_cache.Prepared(Problem(masks.full(), 0.25), "auto"), q, k, v, None)
+        assert 1 <= len(cache.CACHE) <= 5
+
+
+def test_what_is_retired_is_forgotten_by_calls_that_were_prepared() -> None:
+    q, k, v = tensors()
+    call_cache.keep_call(kind(q, k, v), call_cache.Prepared(Problem(masks.full(), 0.25), "auto"), q, k, v, None)
+    assert call_cache.kept_call(kind(q, k, v), None, q.device) is not None
+    try:
+        with pytest.warns(RuntimeWarning, match="'tiled' is off"):
+            backends.retire(backends.choose(q, masks.full(), backend="tiled"), "could not be compiled here")
+        assert call_cache.kept_call(kind(q, k, v), None, q.device) is None
+    finally:
+        backends.RETIRED.clear()
+        backends.forget()
 
 
 class Local:
-    """An implementation that can do a call again; `willing` says whether it does."""
+    """An implementation that can repeat a forward pass; `willing` says whether it does."""
 
     def __init__(self) -> None:
         self.calls, self.willing = 0, True
         self.forward, self.backward = cpu.forward, cpu.backward
 
-    def again(self, *_: Tensor, mask: Mask, scale: float, out_dtype: torch.dtype) -> Any:
+    def repeat_forward(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, out_dtype: torch.dtype) -> Any:
         def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Carry | None:
             self.calls += 1
-            return cpu.forward(q, k, v, mask=mask, scale=scale, out_dtype=out_dtype) if self.willing else None
+            return cpu.forward(q, k, v, Problem(mask, problem.scale), out_dtype=out_dtype) if self.willing else None
 
         return forward
 
@@ -122,7 +138,7 @@ def test_the_second_call_does_what_the_first_did(
 ) -> None:
     local = Local()
     local.willing = willing
-    monkeypatch.setattr(dispatch, "_load", lambda name: local)
+    monkeypatch.setattr(backends, "_load", lambda backend: local)
     documents = masks.documents([15, 25])
     ways: dict[str, dict[str, Any]] = {
         "full": {}, "causal": {"causal": True, "scale": 0.3}, "window": {"causal": True, "window": 7},
@@ -142,29 +158,3 @@ def test_the_second_call_does_what_the_first_did(
             got = torch.autograd.grad(out, inputs, dout)
             wanted = torch.autograd.grad(want, plain, dout.as_subclass(Tensor))
             assert all(torch.equal(a.as_subclass(Tensor), b) for a, b in zip(got, wanted, strict=True))
-
-
-def test_an_implementation_that_turns_out_not_to_compile_loses_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Failing(Local):
-        def again(self, *_: Tensor, **__: Any) -> None:
-            return None
-
-    def forward(*inputs: Tensor, **rest: Any) -> Carry:
-        dispatch.retire("tiled", "could not be compiled here")
-        return cpu.forward(*inputs, **rest)
-
-    local = Failing()
-    local.forward = forward
-    monkeypatch.setattr(dispatch, "FAILED", {})
-    monkeypatch.setattr(dispatch, "_load", lambda name: local)
-    monkeypatch.setitem(dispatch.TABLE, "tiled", lambda call: dispatch.FAILED.get("tiled"))
-    try:
-        q, k, v = tensors()
-        with pytest.warns(RuntimeWarning, match="'tiled' is off .* could not be compiled here"):
-            served = attention(q, k, v, backend="tiled")
-        assert torch.equal(served, attention(q, k, v))
-        assert "tiled" in dispatch.FAILED
-        with pytest.raises(ValueError, match="could not be compiled here"):
-            attention(q, k, v, backend="tiled")
-    finally:
-        dispatch._choose.cache_clear()

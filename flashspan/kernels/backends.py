@@ -1,0 +1,286 @@
+"""The implementations of one device's attention as values, and which of them serves a call.
+
+`BACKENDS` are tried in order; the first that does not refuse serves. `backend=` names one instead. A backend whose
+kernels fail to compile or load here is retired for that kind of call, with one warning, and the next one serves.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from flashspan.kernels.contract import Carry, LocalAttention, Problem
+from flashspan.kernels.delta import row_delta
+from flashspan.kernels.failure import KernelFailed
+from flashspan.kernels.launch.cache import CACHE
+from flashspan.kernels.masks import Mask
+
+Result = TypeVar("Result")
+
+Repeat: TypeAlias = Callable[[Tensor, Tensor, Tensor, Mask], Carry | None]
+"""forward of q, k, v and a mask that lie in memory as those of a call before did; None if it cannot this time."""
+
+
+class Call(NamedTuple):
+    """What a choice depends on: everything but the data. Calls that are equal are of one kind."""
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    mask: str
+    dropout: bool
+    deterministic: bool = False
+    block: tuple[int, int] | None = None  # of a block map
+
+
+@dataclass(frozen=True)
+class Backend:
+    """An implementation: a module with the functions of `LocalAttention`."""
+
+    name: str
+    module: str
+    refuses: Callable[[Call], str | None]
+    """Why it cannot serve a call; None if it can."""
+    tuned_on: str | None = None
+    """The GPU on which its tile sizes were measured; None if it has none."""
+
+    def load(self) -> LocalAttention:
+        """The module; imported when first used, so that Triton is not needed until it is."""
+        return cast(LocalAttention, importlib.import_module(self.module))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backend that serves, and what each one said; prints as a small table."""
+
+    backend: Backend
+    call: Call
+    reasons: dict[str, str]
+
+    @property
+    def name(self) -> str:
+        return self.backend.name
+
+    def load(self) -> LocalAttention:
+        """The module that serves."""
+        return _load(self.backend)
+
+    @property
+    def note(self) -> str | None:
+        """That the tile sizes were never measured on this GPU, if so."""
+        tuned_on, device = self.backend.tuned_on, self.call.device
+        gpu = torch.cuda.get_device_name(device) if tuned_on and device.type == "cuda" else tuned_on
+        return None if gpu == tuned_on else f"its tile sizes were measured on an {tuned_on}, never on this GPU, {gpu}"
+
+    def __str__(self) -> str:
+        call = self.call
+        head = (
+            f"{self.name} serves {str(call.dtype).removeprefix('torch.')} on {call.device.type}, head size "
+            f"{call.head_dim}, {call.mask} mask{', dropout' if call.dropout else ''}"
+            f"{', deterministic gradients' if call.deterministic else ''}"
+        )
+        lines = [f"  {name:<18} {reason}" for name, reason in self.reasons.items()]
+        return "\n".join([head, *([f"  note: {self.note}"] if self.note else []), *lines])
+
+
+_load = cache(Backend.load)
+
+RETIRED: dict[tuple[str, Call], str] = {}
+"""Backends that could not be compiled or loaded on this machine, by the kind of call, and what went wrong."""
+
+
+def no_hopper(device: torch.device) -> str | None:
+    """Why kernels written in Gluon cannot run on a device; None if they can."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"needs a Hopper GPU (sm_90), not {device.type}"
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) != (9, 0):
+        return f"needs a Hopper GPU (sm_90), not sm_{major}{minor}"
+    return _fault_of_gluon()
+
+
+def _hopper(call: Call) -> str | None:
+    if (fault := no_hopper(call.device)) is not None:
+        return fault
+    if call.dtype not in (torch.float16, torch.bfloat16):
+        return f"has no {call.dtype} kernels"
+    if call.head_dim % 8:
+        return f"needs a head size divisible by 8, not {call.head_dim}"
+    if call.mask not in ("Band", "Rows", "Blocks"):
+        return f"has no {call.mask} masks"
+    if call.dropout:
+        return "has no dropout"
+    if call.block is not None:
+        if call.deterministic:
+            return "adds dq of block maps in no fixed order"
+        from flashspan.kernels.hopper.lists import refusal
+
+        return refusal(call.block, call.head_dim)
+    return None
+
+
+def _fault_of_gluon() -> str | None:
+    try:
+        importlib.import_module("flashspan.kernels.hopper")
+    except Exception as error:  # a name may be gone, but also take other arguments or be something else
+        return f"cannot be imported with this release of Triton: {type(error).__name__}: {error}"
+    return None
+
+
+def _portable(call: Call) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "needs Triton, which is not installed"
+    if call.device.type == "cpu":
+        from flashspan.kernels.launch import triton_abi
+
+        if not triton_abi.is_interpreting():
+            return "needs a GPU (or TRITON_INTERPRET=1, for debugging)"
+        if call.dtype == torch.bfloat16:
+            return "has no bfloat16 in Triton's interpreter"
+    elif call.device.type != "cuda":
+        return f"needs a CUDA or ROCm device, not {call.device.type}"
+    elif torch.version.hip is None and torch.cuda.get_device_capability(call.device) < (8, 0):
+        major, minor = torch.cuda.get_device_capability(call.device)
+        return f"needs Triton, which serves sm_80 and later, not sm_{major}{minor}"
+    if call.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"has no {call.dtype} kernels"
+    return None
+
+
+def _cpu(call: Call) -> str | None:
+    if call.device.type != "cpu":
+        return f"runs on the CPU, not on {call.device.type}"
+    if call.mask == "Blocks":
+        return "serves intervals of keys, not lists of tiles"
+    return "PyTorch's fused CPU attention has no counter-based dropout" if call.dropout else None
+
+
+def _nothing(call: Call) -> str | None:
+    return None
+
+
+BACKENDS = {
+    backend.name: backend
+    for backend in (
+        Backend("cpu", "flashspan.kernels.cpu", _cpu),
+        Backend("hopper", "flashspan.kernels.hopper", _hopper, "NVIDIA H200"),
+        Backend("portable", "flashspan.kernels.portable", _portable, "NVIDIA H200"),
+        Backend("tiled", "flashspan.kernels.tiled", _nothing),
+        Backend("reference", "flashspan.kernels.reference", _nothing),
+    )
+}
+
+
+def choose(
+    q: Tensor, mask: Mask, *, dropout: bool = False, deterministic: bool = False, backend: str = "auto"
+) -> Choice:
+    """The backend for inputs like q under a mask. ValueError when the one asked for cannot serve, saying which can.
+
+    `deterministic` asks for gradients that repeat bit for bit, as `torch.use_deterministic_algorithms` does.
+    """
+    return _choose(str(backend), _kind(q, mask, dropout, deterministic))
+
+
+def _kind(q: Tensor, mask: Mask, dropout: bool, deterministic: bool) -> Call:
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    block = getattr(mask, "block", None)
+    return Call(q.device, q.dtype, q.shape[-1], type(mask).__name__, dropout, deterministic, block)
+
+
+@cache
+def _choose(backend: str, call: Call) -> Choice:
+    refusals = {name: RETIRED.get((name, call)) or one.refuses(call) for name, one in BACKENDS.items()}
+    able = [name for name, refusal in refusals.items() if refusal is None]
+    if backend not in ("auto", *BACKENDS):
+        raise ValueError(
+            f"backend must be one of {', '.join(['auto', *BACKENDS])}: got {backend!r}; "
+            f"these would serve this call: {', '.join(able)}"
+        )
+    if backend != "auto" and refusals[backend] is not None:
+        raise ValueError(
+            f"backend {backend!r} cannot serve this call: it {refusals[backend]}; use one of: {', '.join(able)}"
+        )
+    # The interpreter is for debugging kernels: it serves when named.
+    fast = [name for name in able if (name, call.device.type) != ("portable", "cpu")]
+    name = fast[0] if backend == "auto" else backend
+    reasons = {other: refusal or "could serve" for other, refusal in refusals.items()}
+    reasons[name] = "chosen" if backend == "auto" else "chosen by name"
+    return Choice(BACKENDS[name], call, reasons)
+
+
+def retire(choice: Choice, reason: str) -> None:
+    """Never choose this backend again for this kind of call, and say so once."""
+    warnings.warn(
+        f"attention backend {choice.name!r} is off for calls of this kind, and the next one serves them, which may be "
+        f"slower: it {reason} ({str(choice).splitlines()[0]})",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    RETIRED[choice.name, choice.call] = reason
+    forget()
+
+
+def forget() -> None:
+    """Choose anew for every call, also for those prepared before."""
+    _choose.cache_clear()
+    CACHE.clear()
+
+
+class Chosen(NamedTuple):
+    """`LocalAttention` by the backend that serves each call."""
+
+    backend: str = "auto"
+    deterministic: bool = False
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, **rest: Any) -> Carry:
+        return self._serve(lambda local, problem: local.forward(q, k, v, problem, **rest), q, problem, True)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, problem: Problem, **rest: Any
+    ) -> None:
+        given = (dout, q, k, v, lse, delta)
+        self._serve(lambda local, problem: local.backward(*given, problem, **rest), q, problem)
+
+    def backward_of_output(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: Problem, **into: Tensor
+    ) -> None:
+        """backward without `accumulate`, where out is the whole row's and delta is that of dout and out."""
+
+        def serve(local: Any, problem: Problem) -> None:
+            of_output = getattr(local, "backward_of_output", None)
+            if of_output is not None:
+                of_output(dout, q, k, v, out, lse, problem, **into)
+            else:
+                local.backward(dout, q, k, v, lse, row_delta(dout, out), problem, accumulate=False, **into)
+
+        self._serve(serve, q, problem)
+
+    def repeat(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[bool, Repeat | None]:
+        """Whether the backend can repeat a forward pass (its module has `repeat_forward`), and that of such a call, in
+        q's dtype, if one was made."""
+        make = self._serve(lambda local, _: getattr(local, "repeat_forward", None), q, problem)
+        return make is not None, make and make(q, k, v, problem, q.dtype)
+
+    def _serve(
+        self, serve: Callable[[LocalAttention, Problem], Result], q: Tensor, problem: Problem, insist: bool = False
+    ) -> Result:
+        """By the backend asked for. If that was retired in forward, backward takes any; a new forward may `insist`."""
+        call = _kind(q, problem.mask, problem.dropout is not None, self.deterministic or problem.deterministic)
+        if call.deterministic != problem.deterministic:
+            problem = problem._replace(deterministic=True)
+        retired = RETIRED and not insist and (self.backend, call) in RETIRED
+        choice = _choose("auto" if retired else self.backend, call)
+        while True:
+            try:
+                return serve(choice.load(), problem)
+            except KernelFailed as failure:
+                retire(choice, str(failure))
+                choice = _choose("auto", call)

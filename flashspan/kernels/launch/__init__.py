@@ -1,0 +1,1 @@
+"""How kernels are launched: a launch as data (launch.py)."""

@@ -1,0 +1,141 @@
+"""Every name inside Triton that a launch uses beyond what Triton documents, in one place.
+
+They were read in the releases RELEASES. On another release launches go through Triton's own launcher, and one warning
+says what that costs. `NAMES` lists them for the tests, one by one.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable
+from traceback import walk_tb
+from types import SimpleNamespace
+from typing import Any
+
+import triton
+from triton import knobs
+from triton.compiler import compile as triton_compile
+from triton.compiler.errors import CompilationError
+from triton.runtime import driver
+from triton.runtime.errors import OutOfResources, PTXASError
+from triton.runtime.jit import JITFunction
+
+RELEASES = ("3.6", "3.7")
+
+NAMES = {
+    "triton.compiler": ["compile"],
+    "triton.compiler.errors": ["CompilationError"],
+    "triton.runtime.errors": ["OutOfResources", "PTXASError"],
+    "triton.runtime.jit": ["JITFunction.warmup"],
+    "triton.runtime.driver": ["DriverConfig.active"],
+    "triton.knobs": ["runtime.interpret", "runtime.launch_enter_hook", "runtime.launch_exit_hook"],
+    "triton.compiler.compiler": ["CompiledKernel.run"],
+    "triton.backends.nvidia.driver": ["CudaLauncher", "wrap_handle_tensordesc", "make_tensordesc_arg"],
+}
+"""Modules and the names in them."""
+
+ATTRIBUTES = {
+    "triton.compiler.compiler:CompiledKernel": ["function", "packed_metadata", "metadata"],
+    "triton.runtime.jit:JITFunction": ["arg_names", "do_not_specialize"],
+    "triton.backends.driver:GPUDriver": ["get_current_stream"],
+    "triton.backends.nvidia.driver:CudaUtils": ["get_device_properties"],
+    "triton.backends.nvidia.driver:CudaLauncher": [
+        *("launch", "global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl"),
+    ],
+}
+"""Classes and what their __init__ sets."""
+
+
+@functools.cache
+def is_known() -> bool:
+    """Whether this release's launcher was read; warns if not."""
+    known = ".".join(triton.__version__.split(".")[:2]) in RELEASES
+    if not known:
+        warnings.warn(
+            f"Triton {triton.__version__} is not one of the releases whose launcher was read ({', '.join(RELEASES)}): "
+            f"kernels go through Triton's own launcher, and a short call takes the host 2 to 5 times as long",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return known
+
+
+def is_kernel(x: object) -> bool:
+    """Whether it is compiled, not interpreted."""
+    return isinstance(x, JITFunction)
+
+
+def is_interpreting() -> bool:
+    """Whether Triton runs kernels in its interpreter, on CPU tensors."""
+    return bool(knobs.runtime.interpret)
+
+
+def is_watched() -> bool:
+    """Whether somebody, a profiler, listens to Triton's launches: they must all go Triton's way then."""
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", True) or getattr(leave, "calls", True))
+
+
+def is_of_the_compiler(error: Exception) -> bool:
+    """Whether a kernel failed to compile or load. A pass of the compiler that fails raises a mere RuntimeError, as the
+    device does when it fails and no kernel can run any more: where it was raised tells them apart."""
+    compiling = any(frame.f_code is triton_compile.__code__ for frame, _ in walk_tb(error.__traceback__))
+    return compiling or isinstance(error, (CompilationError, OutOfResources, PTXASError))
+
+
+def stream_of(device_index: int) -> int:
+    """The current stream of a GPU."""
+    return driver.active.get_current_stream(device_index)
+
+
+def shared_memory(device_index: int) -> int:
+    """How many bytes of shared memory a program may have."""
+    return driver.active.utils.get_device_properties(device_index)["max_shared_mem"]
+
+
+def compile_and_load(kernel: Any, arguments: tuple[Any, ...], grid: tuple[int, ...], constants: dict[str, Any]) -> Any:
+    """A kernel compiled for these arguments and the current device, and loaded there."""
+    compiled = kernel.warmup(*arguments, grid=grid, **constants)
+    _ = compiled.run  # asking for it loads the kernel
+    return compiled
+
+
+def run(compiled: Any, grid: tuple[int, ...], stream: int, arguments: list[Any]) -> None:
+    """Launch by the Python part of Triton's launcher alone."""
+    fixed = (compiled.function, compiled.packed_metadata, None, None, None)
+    compiled.run(*(*grid, 1, 1)[:3], stream, *fixed, *arguments)
+
+
+def c_launcher(compiled: Any, grid: tuple[int, ...]) -> tuple[Callable[[int, list[Any]], None], list[Any]] | None:
+    """Triton's C function for a compiled kernel, of a stream and the arguments, and what it knows of each descriptor.
+    None where it cannot be called alone: another vendor, a kernel that wants scratch memory, an unknown release."""
+    launcher = compiled.run
+    if compiled.metadata.target.backend != "cuda" or launcher.global_scratch_size or launcher.profile_scratch_size:
+        return None
+    launch, metadata = launcher.launch, []
+    if inspect.isfunction(launch):  # it lies within a Python function, which makes descriptors for it
+        cells = zip(launch.__code__.co_freevars, launch.__closure__ or (), strict=True)
+        within = {name: cell.cell_contents for name, cell in cells}
+        launch, metadata = within["launcher"], within["tensordesc_meta"]
+    if None in metadata:
+        return None
+    size = (*grid, 1, 1)[:3]
+    kernel = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl)
+    hooks, scratch, packed = (None, None, None), (None, None), compiled.packed_metadata
+    if triton.__version__.startswith("3.6."):
+        fixed: tuple[Any, ...] = (*kernel, *scratch, packed, *hooks)
+        return lambda stream, arguments: launch(*size, stream, *fixed, *arguments), metadata
+    if triton.__version__.startswith("3.7."):
+        fixed = (*kernel, packed, *hooks, *scratch, launcher.arg_annotations, launcher.kernel_signature)
+        return lambda stream, arguments: launch(*size, stream, *fixed, arguments), metadata
+    return None
+
+
+def encode_descriptor(form: Any, metadata: Any, address: int) -> Any:
+    """What the copy engine is told of a tensor at an address: the first of a descriptor's arguments."""
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    form.base = SimpleNamespace(data_ptr=lambda: address)
+    return make_tensordesc_arg(form, metadata)[0]

@@ -1,0 +1,30 @@
+"""Masks as values: who may look at whom, closed under slicing and composed with &, | and ~ (mask.py).
+
+A slice of a band by ranges of one step is a band, every other slice of ascending positions is rows, a slice of blocks
+is blocks. `&` of bands and rows stays one of them; `|` and `~` give blocks, except `|` of bands that meet and `~` of a
+band with one bound. Ready masks are in patterns.py.
+"""
+
+from flashspan.kernels.masks.band import CAUSAL, EVERYTHING, NOTHING, Band
+from flashspan.kernels.masks.blocks import Blocks
+from flashspan.kernels.masks.intervals import Positions
+from flashspan.kernels.masks.mask import EMPTY, FULL, PARTIAL, Mask
+from flashspan.kernels.masks.rows import Rows
+from flashspan.kernels.masks.views import count, dense, unpack
+
+__all__ = [
+    "CAUSAL",
+    "EMPTY",
+    "EVERYTHING",
+    "FULL",
+    "NOTHING",
+    "PARTIAL",
+    "Band",
+    "Blocks",
+    "Mask",
+    "Positions",
+    "Rows",
+    "count",
+    "dense",
+    "unpack",
+]

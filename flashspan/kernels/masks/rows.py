@@ -1,0 +1,159 @@
+"""`Rows`: query i sees key j when start[i] <= j < end[i].
+
+Packed documents, prefixes and padded batches are rows, and so are slices of bands and rows under any layout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flashspan.kernels.masks.band import NOTHING, Band
+from flashspan.kernels.masks.intervals import Positions, clean, extremes, place, reach_of, settle, transpose
+from flashspan.kernels.masks.mask import Mask, as_blocks, as_rows, check_whole, refuse_tensor
+
+
+class Rows(Mask):
+    """Key j is visible to query i when start[i] <= j < end[i].
+
+    start, end: [T], or [B, T] when each sequence of the batch has its own; `num_keys` is S. The transpose is kept
+    beside them: query i in first[j] <= i < last[j] may see key j (`convex`: just those do; otherwise some do not).
+    `reach` is the power of 2 at or below the mean number of keys a query sees, or 0 where it is unknown: enough to
+    choose a kernel by, and the same for other documents of about that length.
+    A value: nothing changes it after it is made.
+    """
+
+    def __init__(
+        self, start: Tensor, end: Tensor, num_keys: int, *, convex: bool | None = None, reach: int | None = None
+    ) -> None:
+        """`convex` and `reach` are given for intervals this package made: clipped and settled. Otherwise both are found
+        here, `reach` only where that waits for no device."""
+        if convex is None:
+            (num_keys,) = check_whole(num_keys=num_keys)
+            start, end = clean(start, end, num_keys)
+            convex = bool((start.diff() >= 0).all() and (end.diff() >= 0).all())
+        self.start, self.end, self.num_keys, self.convex = start, end, num_keys, convex
+        self.reach = reach_of(start, end) if reach is None else reach
+        self.first, self.last = transpose(start, end, num_keys)
+        self._derived = {}
+
+    def intervals(self, num_queries: int, num_keys: int) -> tuple[Tensor, Tensor]:
+        return self.start, self.end
+
+    def slice(self, q: Positions, k: Positions) -> Mask:
+        sizes = (self.start.shape[-1], self.num_keys)
+        rows, keys = (place(x, size).to(self.start.device) for x, size in zip((q, k), sizes, strict=True))
+        start = torch.searchsorted(keys, self.start[..., rows].long())
+        end = torch.searchsorted(keys, self.end[..., rows].long())
+        return Rows(start.int(), end.int(), len(keys)).simplify()
+
+    def simplify(self) -> Mask:
+        """The band that says the same, if there is one: its tiles need no table."""
+        if self.start.dim() > 1:
+            return self
+        num = len(self.start)
+        if bool((self.start >= self.end).all()):
+            return NOTHING
+        i = torch.arange(num, device=self.start.device)
+        # A band's ends clip to 0..num_keys, so only rows whose end lies inside tell what it is.
+        lo = extremes(self.start - i, self.start > 0)
+        hi = extremes(self.end - 1 - i, self.end < self.num_keys)
+        if len(lo) > 1 or len(hi) > 1:
+            return self
+        band = Band(*lo or (None,), *hi or (None,)).simplify(num, self.num_keys)
+        start, end = (x.to(i.device) for x in band.intervals(num, self.num_keys))
+        same = torch.equal(start, self.start) and torch.equal(end, self.end)
+        return band if same else self
+
+    def check(self, num_batch: int, num_queries: int, num_keys: int, num_heads: int | None = None) -> None:
+        batch = self.start.shape[0] if self.start.dim() == 2 else num_batch
+        if (self.start.shape[-1], self.num_keys) != (num_queries, num_keys) or batch not in (1, num_batch):
+            raise ValueError(
+                f"this mask covers {self.start.shape[-1]} queries and {self.num_keys} keys"
+                f"{f' of a batch of {batch}' if self.start.dim() == 2 else ''}: "
+                f"got q with {num_queries} and k with {num_keys} of a batch of {num_batch}; "
+                f"make the mask for these lengths, or slice it"
+            )
+
+    def __and__(self, other: Mask) -> Mask:
+        refuse_tensor(other)
+        if not isinstance(other, (Band, Rows)):
+            return other & self
+        if isinstance(other, Rows):
+            lengths = [(x.start.shape[-1], x.num_keys) for x in (self, other)]
+            batches = {len(x.start) for x in (self, other) if x.start.dim() == 2}
+            if lengths[0] != lengths[1] or len(batches - {1}) > 1:
+                raise ValueError(
+                    f"masks compose when they cover the same batch and lengths: got {self} and {other}; make both for "
+                    f"the lengths of q and k, or slice the longer one"
+                )
+        return self.derived(other, lambda: self._intersect(other))
+
+    def __or__(self, other: Mask) -> Mask:
+        refuse_tensor(other)
+        # Blocks decide the tile size: this mask has none of its own.
+        return as_blocks(self) | other if isinstance(other, (Band, Rows)) else other | self
+
+    def __invert__(self) -> Mask:
+        return ~as_blocks(self)
+
+    def _intersect(self, other: Band | Rows) -> Rows:
+        start, end = (x.to(self.start.device) for x in other.intervals(self.start.shape[-1], self.num_keys))
+        start, end = settle(torch.maximum(self.start, start), torch.minimum(self.end, end))
+        # Ascending bounds stay ascending under all three: no need to look at the data again.
+        convex = self.convex and (isinstance(other, Band) or other.convex)
+        return Rows(start, end, self.num_keys, convex=convex)
+
+    def to(self, device: torch.device | str) -> Rows:
+        device = torch.device(device)
+        eager = not torch.compiler.is_compiling()
+        if eager and self.start.is_inference() and not torch.is_inference_mode_enabled():
+            # Made in inference mode and now used to train: autograd cannot save such tensors.
+            start, end = self.start.to(device).clone(), self.end.to(device).clone()
+            return Rows(start, end, self.num_keys, convex=self.convex, reach=self.reach)
+        if self.start.device == device:
+            return self
+
+        def copy() -> Rows:
+            start, end = self.start.to(device), self.end.to(device)
+            return Rows(start, end, self.num_keys, convex=self.convex, reach=self.reach)
+
+        return self.derived(device, copy)
+
+    def pack(self) -> tuple[str, list[int], list[Tensor]]:
+        return "rows", [self.num_keys, int(self.convex), self.reach], [self.start, self.end, self.first, self.last]
+
+    @staticmethod
+    def unpack(numbers: Sequence[int], tensors: Sequence[Tensor]) -> Rows:
+        """The inverse of `pack`."""
+        rows = object.__new__(Rows)
+        rows.start, rows.end, rows.first, rows.last = tensors
+        rows.num_keys, convex, rows.reach = numbers
+        rows.convex, rows._derived = bool(convex), {}
+        return rows
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Rows)
+            and self.num_keys == other.num_keys
+            and torch.equal(self.start.cpu(), other.start.cpu())
+            and torch.equal(self.end.cpu(), other.end.cpu())
+        )
+
+    def __hash__(self) -> int:
+        data = self.start.cpu().numpy().tobytes() + self.end.cpu().numpy().tobytes()
+        return hash((hashlib.blake2b(data, digest_size=8).digest(), tuple(self.start.shape), self.num_keys))
+
+    def __repr__(self) -> str:
+        return f"Rows({'x'.join(map(str, self.start.shape))} queries, {self.num_keys} keys)"
+
+
+@as_rows.register(Band)
+def _(band: Band, q: Positions, k: Positions) -> Mask:
+    rows, keys = place(q), place(k)
+    lo, hi = band.numbers()
+    start, end = torch.searchsorted(keys, rows + lo), torch.searchsorted(keys, rows + hi, right=True)
+    return Rows(start.int(), end.int(), len(keys)).simplify()

@@ -1,0 +1,339 @@
+"""What decides which compiled kernel a launch wants, and that a launch repeated is the launch itself; no GPU needed."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+import warnings
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from triton.runtime.errors import PTXASError
+
+from flashspan.kernels.contract import Carry, Problem
+from flashspan.kernels.failure import KernelFailed
+from flashspan.kernels.launch import cache, replay, triton_abi
+from flashspan.kernels.launch.launch import Launch, _Places
+from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band, Mask, Rows
+from flashspan.kernels.masks.patterns import documents, ragged
+
+KERNEL = SimpleNamespace(arg_names=["x", "stride", "T", "scale", "BLOCK"], do_not_specialize=["T"])
+
+
+def key(x: torch.Tensor, stride: int, length: int, scale: float, block: int) -> tuple[Any, ...]:
+    launch = Launch(KERNEL, (1,), (x, stride, length, scale), {"BLOCK": block})
+    return _Places.of(launch).key(launch)
+
+
+def test_a_launch_wants_the_kernel_of_its_types_alignment_and_constants() -> None:
+    x = torch.zeros(64)
+    first = key(x, 16, 100, 0.5, 32)
+    assert first == key(x, 16, 7, 0.25, 32), "lengths and scales compile nothing"
+    for other in (
+        key(x.half(), 16, 100, 0.5, 32),
+        key(x[1:], 16, 100, 0.5, 32),
+        key(x, 1, 100, 0.5, 32),
+        key(x, 16, 2**31, 0.5, 32),
+        key(x, 16, 100, 0.5, 64),
+    ):
+        assert other != first
+
+
+def test_lengths_without_end_are_not_all_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Kernel(SimpleNamespace):
+        def warmup(self, *_: Any, **__: Any) -> Any:
+            return SimpleNamespace(run=print)
+
+    class OnGpu(Tensor):
+        is_cuda = True
+
+    kernel, x = Kernel(**vars(KERNEL)), torch.zeros(64).as_subclass(OnGpu)
+    monkeypatch.setattr(triton_abi, "JITFunction", Kernel)
+    monkeypatch.setattr(cache, "KEPT", 5)
+    for stride in range(20):
+        assert Launch(kernel, (1,), (x, stride, 100, 0.5), {"BLOCK": 32}).compiled().run is print
+        assert 1 <= len(cache.CACHE) <= 5
+
+
+class Gpu:
+    """Hopper launches on CPU tensors, each as the arguments that reach Triton's C function; checked at every replay."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.hopper = pytest.importorskip("flashspan.kernels.hopper.launch")
+        self.nvidia = pytest.importorskip("triton.backends.nvidia.driver")
+        self.seen, self.plain, self.encoded = [], 0, 0
+        monkeypatch.setattr(triton_abi, "stream_of", lambda index: 7)
+        monkeypatch.setattr(self.nvidia, "make_tensordesc_arg", self.encode)
+        monkeypatch.setattr(Launch, "compiled", lambda launch: self.compiled(launch))
+        monkeypatch.setattr(Launch, "start", lambda launch, compiled: self.start(launch, compiled))
+        monkeypatch.setattr(self.hopper, "replay", self.replay)
+
+    def encode(self, descriptor: Any, metadata: Any) -> list[Any]:
+        self.encoded += 1
+        x = (descriptor.base.data_ptr(), *descriptor.shape, *descriptor.strides, *descriptor.block_shape, metadata)
+        return [x, *descriptor.shape, *descriptor.strides]
+
+    def c_function(self, *arguments: Any) -> None:
+        *first, last = arguments
+        flat = [*first, *(last if isinstance(last, (list, tuple)) else [last])]  # some releases take a list
+        self.seen.append([x.data_ptr() if isinstance(x, Tensor) else x for x in flat])
+
+    def compiled(self, launch: Launch) -> Any:
+        kinds = ["tensordesc<fp16[1]>" if hasattr(x, "block_shape") else "i32" for x in launch.arguments]
+        metadata = [f"descriptor {i}" for i in range(sum(kind != "i32" for kind in kinds))]
+        run = object.__new__(self.nvidia.CudaLauncher)
+        vars(run).update(
+            launch=self.nvidia.wrap_handle_tensordesc(self.c_function, dict(enumerate(kinds)), metadata),
+            num_ctas=1,
+            launch_cooperative_grid=False,
+            launch_pdl=True,
+            arg_annotations=["a"],
+            kernel_signature=b"s",
+            global_scratch_size=0,
+            global_scratch_align=1,
+            profile_scratch_size=0,
+            profile_scratch_align=1,
+        )
+        # As Triton compiles another kernel where an address does not fall on 16 bytes.
+        tensors = [x for x in launch.arguments if isinstance(x, Tensor)]
+        function = (launch.kernel.__name__, *(x.data_ptr() & 15 for x in tensors))
+        target = SimpleNamespace(target=SimpleNamespace(backend="cuda"))
+        return SimpleNamespace(run=run, function=function, packed_metadata=(4, 1, 0), metadata=target)
+
+    def start(self, launch: Launch, compiled: Any) -> None:
+        """Through all of the Python in Triton's launcher: what every other way must do too."""
+        self.plain += 1
+        compiled.run(
+            *(*launch.grid, 1, 1)[:3],
+            7,
+            compiled.function,
+            (4, 1, 0),
+            None,
+            None,
+            None,
+            *launch.arguments,
+            *launch.constexprs(),
+        )
+
+    def replay(self, make: Any, given: Any, tables: Any, made: Any, *what: Any) -> bool:
+        self.seen = []
+        done = replay.replay(make, given, tables, made, *what)
+        replayed, plain, self.seen = self.seen, self.plain, []
+        for launch in make((*given, *tables.tensors, *made), *tables.what, *what) or ():
+            launch()
+        self.plain = plain
+        assert replayed == self.seen
+        assert done is bool(replayed)
+        return done
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
+    with torch.no_grad():
+        yield Gpu(monkeypatch)
+
+
+def attend(gpu: Gpu, x: list[Tensor], mask: Mask, scale: float = 0.125, carried: bool = False) -> Carry:
+    """Forward and backward over q, k, v and dout."""
+    q, k, v, dout = x
+    carry = gpu.hopper.forward(q, k, v, Problem(mask, scale), out_dtype=torch.float32 if carried else q.dtype)
+    if carried:
+        carry = gpu.hopper.forward(q, k, v, Problem(mask, scale), carry=carry)
+    into = [torch.empty_like(y, dtype=torch.float32) if carried else torch.empty_like(y) for y in (q, k, v)]
+    for repeatable in (False, True):
+        gpu.hopper.backward(
+            dout,
+            q,
+            k,
+            v,
+            carry.lse,
+            carry.lse.clone(),
+            Problem(mask, scale, deterministic=repeatable),
+            dq=into[0],
+            dk=into[1],
+            dv=into[2],
+            accumulate=carried,
+        )
+    return carry
+
+
+def some_tensor(choice: random.Random, heads: int, tokens: int) -> Tensor:
+    """Zeros [2, heads, tokens, 64], somewhere, in one of four layouts, the last of them not aligned."""
+    kind = choice.choice(("BHTD", "BTHD", "fused", "odd"))
+    if kind == "BHTD":
+        return torch.zeros(2, heads, tokens, 64).half()
+    if kind == "odd":
+        return torch.zeros(2 * heads * tokens * 64 + 1).half()[1:].view(2, heads, tokens, 64)
+    wide = torch.zeros(2, tokens, heads * 64 * (3 if kind == "fused" else 1)).half()
+    return wide[..., : heads * 64].unflatten(-1, (heads, 64)).transpose(1, 2)
+
+
+def test_a_launch_replayed_is_the_launch_itself(gpu: Gpu) -> None:
+    choice = random.Random(0)
+    odd = documents([20, 50])
+    odd.start, odd.end = (torch.cat([x[:1], x])[1:] for x in (odd.start, odd.end))  # not on 16 bytes
+    masks: list[Mask] = [
+        EVERYTHING,
+        CAUSAL,
+        Band(-9, 3),
+        Band(-9, 4),
+        documents([40, 30]),
+        odd,
+        ragged([30, 70], 70, 70),
+    ]
+    held: list[Any] = []
+    for _ in range(200):
+        kv_heads = choice.choice((1, 2))
+        x = [some_tensor(choice, heads, 70) for heads in (2, kv_heads, kv_heads, 2)]
+        if choice.random() < 0.3:
+            x[2] = x[1]
+        if choice.random() < 0.3 and kv_heads == 2:
+            x[1] = x[0]
+        held = [*held[-choice.randrange(4) :], attend(gpu, x, choice.choice(masks), choice.choice((0.125, 0.5)))]
+    cache.CACHE.clear()
+    for mask in masks:
+        for carried in (False, True):
+            x = [torch.zeros(2, 2, 70, 64).half() for _ in range(4)]
+            attend(gpu, x, mask, carried=carried)
+            before, x = gpu.plain, [y.clone() for y in x]
+            attend(gpu, x, mask, carried=carried)
+            assert gpu.plain == before, "a call of a known kind goes the short way"
+            x[1] = x[0]
+            attend(gpu, x, mask, carried=carried)
+            assert gpu.plain == before
+
+
+def test_replaying_keeps_no_tensor_and_not_everything(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = Rows(torch.zeros(70).int(), torch.full((70,), 70).int(), 70)
+    x = [torch.zeros(1, 2, 70, 64).half() for _ in range(4)]
+    carry = attend(gpu, x, mask)
+    attend(gpu, x, mask)
+    gone = [weakref.ref(y.untyped_storage()) for y in (*x, *carry, mask.start)]
+    del x, carry, mask
+    gpu.seen = []
+    gc.collect()
+    assert not any(reference() for reference in gone)
+    monkeypatch.setattr(cache, "KEPT", 5)
+    monkeypatch.setattr(replay, "KEPT_ADDRESSES", 3)
+    for tokens in range(1, 30):
+        attend(gpu, [torch.zeros(1, 2, tokens, 64).half() for _ in range(4)], CAUSAL)
+    held = [[torch.zeros(1, 2, 20, 64).half() for _ in range(4)] for _ in range(9)]
+    for x in held:
+        attend(gpu, x, CAUSAL)
+    assert 1 <= len(cache.CACHE) <= 5
+    assert all(len(d) <= 3 for known in cache.CACHE.values() for launch in known for *_, d in launch.descriptors)
+
+
+def test_no_kernel_of_a_call_runs_before_all_of_them_are_compiled(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Of a pass that adds to what it is given, what came before one that fails would be added twice.
+    hopper = pytest.importorskip("flashspan.kernels.hopper")
+    compiled = Launch.compiled
+
+    def some_fail(launch: Launch) -> Any:
+        if launch.kernel.__name__ == "queries_kernel":
+            raise KernelFailed("no")
+        return compiled(launch)
+
+    monkeypatch.setattr(Launch, "compiled", some_fail)
+    x = [torch.zeros(1, 2, 70, 64).half() for _ in range(4)]
+    rows, into = torch.zeros(1, 2, 70), [torch.zeros(1, 2, 70, 64) for _ in range(3)]
+    before, problem = gpu.plain, Problem(CAUSAL, 0.125, deterministic=True)
+    with pytest.raises(KernelFailed):
+        hopper.backward(x[3], *x[:3], rows, rows, problem, dq=into[0], dk=into[1], dv=into[2], accumulate=True)
+    assert gpu.plain == before
+
+
+def test_what_the_compiler_raises_is_told_from_what_the_device_raises(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    class OnGpu(Tensor):
+        is_cuda = True
+
+    (tmp_path / "kernel.ttir").write_text("no such instruction")
+
+    def a_pass_fails(*_: Any, **__: Any) -> None:
+        triton.compile(str(tmp_path / "kernel.ttir"), target=GPUTarget("cuda", 90, 32))
+
+    def ptxas_fails(*_: Any, **__: Any) -> None:
+        raise PTXASError("no such instruction")
+
+    def the_device_fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+
+    monkeypatch.setattr(triton_abi, "JITFunction", SimpleNamespace)
+    for warmup, error in ((a_pass_fails, KernelFailed), (ptxas_fails, KernelFailed), (the_device_fails, RuntimeError)):
+        kernel = SimpleNamespace(**vars(KERNEL), warmup=warmup)
+        with pytest.raises(RuntimeError) as caught:
+            Launch(kernel, (1,), (torch.zeros(64).as_subclass(OnGpu), 16, 100, 0.5), {"BLOCK": 32}).compiled()
+        assert type(caught.value) is error
+
+
+def test_a_mask_is_looked_at_once_and_forgotten_with_it() -> None:
+    one, other = documents([40, 30]), documents([20, 50])
+    assert one.packed is one.packed
+    assert other.packed.layouts == one.packed.layouts, "what was made for one serves for the other"
+    assert other.packed.addresses != one.packed.addresses
+    assert CAUSAL.packed.what != one.packed.what
+    assert documents([40, 31]).packed.layouts != one.packed.layouts
+    copied = copy.deepcopy(one)
+    assert copied.packed.addresses != one.packed.addresses, "a copy is asked anew"
+
+
+def test_an_address_is_described_once(gpu: Gpu) -> None:
+    x = [torch.zeros(1, 2, 70, 64).half() for _ in range(3)]
+    kept = gpu.hopper.forward(*x, Problem(EVERYTHING, 0.125))
+    held = []
+    for _ in range(2):
+        held.append(gpu.hopper.forward(*x, Problem(EVERYTHING, 0.125)))
+    launches = cache.CACHE.popitem()[1]
+    addresses = {y.data_ptr() for y in (*x, kept.out, *(carry.out for carry in held))}
+    assert all(set(d) <= addresses for *_, d in launches[0].descriptors)
+    assert [x[0].data_ptr()] == list(launches[0].descriptors[0][2])
+
+
+def test_a_profiler_sees_every_launch(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = [torch.zeros(1, 2, 70, 64).half() for _ in range(4)]
+    attend(gpu, x, CAUSAL)
+    from triton import knobs
+
+    monkeypatch.setattr(knobs.runtime.launch_enter_hook, "calls", [lambda metadata: None])
+    before = gpu.plain
+    attend(gpu, x, CAUSAL)
+    assert gpu.plain == before + 8, "forward, its repair, rows, backward, cast; rows and the two passes"
+
+
+def test_releases_that_were_not_read_go_the_plain_way(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triton.__version__", "3.99.0")
+    triton_abi.is_known.cache_clear()
+    try:
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                before = gpu.plain
+                attend(gpu, [torch.zeros(1, 2, 70, 64).half() for _ in range(4)], CAUSAL)
+                assert gpu.plain == before + 8
+        (warning,) = warned
+        assert "3.99.0" in str(warning.message)
+        assert "3.6, 3.7" in str(warning.message)
+    finally:
+        triton_abi.is_known.cache_clear()
+
+
+@pytest.mark.parametrize(("shape", "num_keys"), [((1, 1, 1024), 0), ((8, 1, 128), 0), ((0, 0, 16), 16)])
+def test_what_others_serve_is_not_done_again(shape: tuple[int, int, int], num_keys: int) -> None:
+    launch = pytest.importorskip("flashspan.kernels.hopper.launch")
+    heads, key_heads, num_queries = shape
+    q, x = (torch.zeros(1, n, t, 64, dtype=torch.bfloat16) for n, t in ((heads, num_queries), (1, 64)))
+    k = q.new_zeros(1, key_heads, num_keys, 64)
+    assert launch.repeat_forward(q, k, k, Problem(EVERYTHING, 0.1), q.dtype) is None
+    assert launch.repeat_forward(x, x, x, Problem(EVERYTHING, -0.1), q.dtype) is None

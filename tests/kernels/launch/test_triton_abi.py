@@ -1,0 +1,54 @@
+"""Every name inside Triton that launches use is there, and is what it was when it was read."""
+
+from __future__ import annotations
+
+import importlib
+import operator
+from typing import Any
+
+import pytest
+from triton.backends.nvidia import driver
+
+from flashspan.kernels.launch import triton_abi
+
+NAMES = [(module, name) for module, names in triton_abi.NAMES.items() for name in names]
+ATTRIBUTES = [(place, name) for place, names in triton_abi.ATTRIBUTES.items() for name in names]
+
+
+def find(module: str, name: str) -> Any:
+    return operator.attrgetter(name)(importlib.import_module(module))
+
+
+def sets(place: str, name: str) -> bool:
+    """Whether the __init__ of a class sets an attribute."""
+    return name in find(*place.split(":")).__init__.__code__.co_names
+
+
+@pytest.mark.parametrize(("module", "name"), NAMES)
+def test_a_name_is_there_and_missed_when_it_is_gone(module: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = find(module, name)
+    assert found is not None
+    *path, last = name.split(".")
+    owner = find(module, ".".join(path)) if path else importlib.import_module(module)
+    if last in vars(owner):
+        monkeypatch.delattr(owner, last)
+        with pytest.raises(AttributeError):
+            find(module, name)
+
+
+@pytest.mark.parametrize(("place", "name"), ATTRIBUTES)
+def test_an_attribute_is_set(place: str, name: str) -> None:
+    assert sets(place, name)
+    assert not sets(place, f"{name}_of_another_release")
+
+
+def test_descriptors_are_made_inside_a_closure_of_these_names() -> None:
+    wrapped = driver.wrap_handle_tensordesc(print, {0: "tensordesc<fp16[1]>"}, ["metadata"])
+    within = dict(zip(wrapped.__code__.co_freevars, (cell.cell_contents for cell in wrapped.__closure__), strict=True))
+    assert within["launcher"] is print
+    assert within["tensordesc_meta"] == ["metadata"]
+    assert driver.wrap_handle_tensordesc(print, {0: "i32"}, None) is print
+
+
+def test_this_release_was_read() -> None:
+    assert triton_abi.is_known()
