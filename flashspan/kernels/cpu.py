@@ -204,7 +204,7 @@ def _cut(mask: Mask, q: Tensor, k: Tensor) -> list[_Strip]:
         return []
     if isinstance(mask, Band):
         return _cut_band(mask, q.shape[2], k.shape[2])
-    assert isinstance(mask, Rows), "dispatch sends lists of tiles elsewhere"
+    assert isinstance(mask, Rows), "the chooser sends lists of tiles elsewhere"
     start, end = mask.start, mask.end
     if start.dim() == 1 or len(start) == 1:
         return list(_strips(start.view(-1), end.view(-1), slice(None)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -26,6 +25,8 @@ from flashspan.kernels.masks import Blocks, Mask
 from flashspan.model import IGNORE, Llama, LlamaConfig, initial_weight, read_weights
 from flashspan.model.huggingface import check_config
 from flashspan.model.loss import slope_at_once
+from flashspan.ops import cross_entropy
+from flashspan.ops.adamw import adamw_for
 from flashspan.parallel import (
     DataParallel,
     ShardedOptimizer,
@@ -148,10 +149,8 @@ def build(config: TrainConfig, shape: LlamaConfig, mesh: DeviceMesh, device: tor
     if config.train.compile:
         # Tensor parallelism exchanges inside of what is compiled, where the graph then breaks.
         apply_compile(model, whole=whole, unbroken=degree["tensor"] == 1)
-    if device.type == "cuda" and _has_triton():
-        from flashspan.kernels.portable.slope import slope_in_place
-
-        model.slope = partial(slope_in_place, ignored=IGNORE)
+    if cross_entropy.has_kernel(device):
+        model.slope = partial(cross_entropy.losses_and_gradients, ignored=IGNORE)
     elif config.train.compile:
         model.slope = torch.compile(slope_at_once, fullgraph=True, dynamic=False)
     objective = Objective(model, mesh["tensor"] if degree["tensor"] > 1 else None)
@@ -338,17 +337,9 @@ def make_optimizer(
         {"params": [p for p in names if p.dim() < 2], "weight_decay": 0.0},
     ]
     kwargs: dict[str, Any] = {"lr": options.lr, "betas": (options.beta1, options.beta2), "eps": options.eps}
-    adamw: type[torch.optim.AdamW] = torch.optim.AdamW
+    adamw = adamw_for(device)
     if device.type == "cuda":
         kwargs["fused"] = True
-        if _has_triton():
-            from .adamw import AdamW
-
-            adamw = AdamW
     if sharded is not None:
         return sharded(groups, adamw, group=group, **kwargs)
     return adamw(groups, **kwargs)
-
-
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from flashspan.train.adamw import AdamW
 from torch import Tensor, nn
 
-from flashspan import train
+from flashspan.kernels.portable import adamw as kernel
 from flashspan.kernels.portable.adamw import BLOCK, adamw, fits
+from flashspan.ops.adamw import AdamW
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -54,7 +54,7 @@ def test_a_launch_a_group_takes_the_steps_of_pytorch_s_optimizer(
         calls += 1
         adamw(*args, **kwargs)
 
-    monkeypatch.setattr(train.adamw, "adamw", count)
+    monkeypatch.setattr(kernel, "adamw", count)
     for got, want in zip(take_steps(AdamW, dtype, shapes), take_steps(torch.optim.AdamW, dtype, shapes), strict=True):
         assert is_near(got, want, dtype)
     assert calls == launches

@@ -42,35 +42,17 @@ def test_a_model_is_the_same_with_them(positions: Tensor) -> None:
         )
 
 
-@pytest.mark.parametrize("operator", ["project", "add_product", "feed_forward", "sum_of_products", "gated_backward"])
-def test_operators_keep_their_word_to_compilers(operator: str) -> None:
-    def make(*shape: int) -> Tensor:
-        return torch.randn(
-            *shape, dtype=torch.float64, requires_grad=operator not in ("sum_of_products", "gated_backward")
-        )
-
-    angles = torch.randn(5, 4, dtype=torch.float64)
-    arguments: dict[str, tuple[Any, ...]] = {
-        "project": (make(10, 6), make(16, 6), make(8, 6), make(8, 6), angles.cos(), angles.sin(), 0.3),
-        "add_product": (make(10, 6), make(10, 4), make(6, 4)),
-        "feed_forward": (make(10, 6), make(10, 6), make(9, 6), make(9, 6), make(6, 9)),
-        "sum_of_products": ([make(10, 6), make(10, 4)], [make(6, 3), make(4, 3)]),
-        "gated_backward": (make(10, 6), make(6, 9), make(10, 9), make(10, 9)),
-    }
-    torch.library.opcheck(getattr(torch.ops.flashspan, operator).default, arguments[operator])
-
-
 def test_where_a_compiler_fails_pytorch_serves(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(products.backends, "no_hopper", lambda _: None)
+    monkeypatch.setattr(products, "no_hopper", lambda _: None)
     shape = preset("llama-3.2-1b")
     asked = products._runs
     asked.cache_clear()
     assert products.serves(shape, torch.device("cpu"), "bfloat16")
     assert not products.serves(shape, torch.device("cpu"), "float32")
     asked.cache_clear()
-    monkeypatch.setattr(products, "_sum_of_products", lambda *_: 1 / 0)
+    monkeypatch.setattr(products, "linear_add", lambda *_: 1 / 0)
     assert not products.serves(shape, torch.device("cpu"), "bfloat16")
     assert "ZeroDivisionError" in caplog.text
     asked.cache_clear()

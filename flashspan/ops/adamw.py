@@ -1,0 +1,55 @@
+"""torch.optim.AdamW, with one launch for a group of parameters; its reference is PyTorch's own step."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class AdamW(torch.optim.AdamW):
+    """torch.optim.AdamW(fused=True), with the same state: a launch a group, where `fits` and the options allow it."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient; with `found_inf` not 0, none."""
+        from flashspan.kernels.portable.adamw import adamw, fits
+
+        parts: list[tuple[dict[str, Any], list[list[Tensor]]]] = []
+        for group in self.param_groups:
+            lists: list[list[Tensor]] = [[] for _ in range(6)]
+            self._init_group(group, *lists)
+            params, grads, means, squares, _, steps = lists
+            if params:
+                parts.append((group, [params, grads, means, squares, steps]))
+        if closure is not None or not all(_is_plain(group) and fits(*lists[:4]) for group, lists in parts):
+            return super().step(closure)
+        scale, guard = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        for group, lists in parts:
+            steps = lists[-1]
+            found = torch.zeros_like(steps[0]) if guard is None else guard
+            torch._foreach_add_(steps, 1)
+            adamw(
+                *lists,
+                lr=group["lr"],
+                betas=group["betas"],
+                eps=group["eps"],
+                decay=group["weight_decay"],
+                divisor=torch.ones_like(steps[0]) if scale is None else scale,
+                skip=found,
+            )
+            torch._foreach_sub_(steps, [found] * len(steps))
+        return None
+
+
+def _is_plain(group: dict[str, Any]) -> bool:
+    return group["fused"] and isinstance(group["lr"], float) and not (group["amsgrad"] or group["maximize"])
+
+
+def adamw_for(device: torch.device) -> type[torch.optim.AdamW]:
+    """The optimizer whose steps are fastest there."""
+    has_kernel = device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    return AdamW if has_kernel else torch.optim.AdamW

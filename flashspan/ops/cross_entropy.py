@@ -1,0 +1,33 @@
+"""Cross entropies of rows of logits and, in the logits' place, their gradients."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from torch import Tensor
+
+
+def has_kernel(device: torch.device) -> bool:
+    """Whether one kernel does it there."""
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+
+
+def losses_and_gradients(logits: Tensor, targets: Tensor, *, ignored: int) -> tuple[Tensor, Tensor]:
+    """Losses [n], float32 or wider, of logits [n, V], and their gradients, for which the logits may be used up.
+
+    A gradient is the probabilities, less one at the target; nothing in a row whose target is `ignored`.
+    """
+    if has_kernel(logits.device):
+        from flashspan.kernels.portable.slope import slope_in_place
+
+        return slope_in_place(logits, targets, ignored=ignored)
+    return reference(logits, targets, ignored=ignored)
+
+
+def reference(logits: Tensor, targets: Tensor, *, ignored: int) -> tuple[Tensor, Tensor]:
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    losses = torch.nn.functional.cross_entropy(wide, targets, ignore_index=ignored, reduction="none")
+    valid = (targets != ignored).unsqueeze(-1)
+    slopes = wide.softmax(-1).scatter_add(-1, targets.clamp(min=0).unsqueeze(-1), -valid.to(wide.dtype))
+    return losses, (slopes * valid).to(logits.dtype)

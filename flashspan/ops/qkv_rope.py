@@ -1,0 +1,89 @@
+"""Queries, keys and values of a layer in one kernel, queries and keys rotated (RoPE) on their way out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashspan.ops.choice import autocast, choose
+from flashspan.ops.linear_add import sum_of_products
+
+HEAD_DIMS = (64, 128)
+"""Head sizes the kernel rotates."""
+
+
+def qkv_rope(
+    x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, cos: Tensor, sin: Tensor, *, q_scale: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q and k, rotated, and v, [B, T, heads, D], of x [B, T, E] and weights [heads * D, E]; q times `q_scale`.
+
+    cos, sin: float32 [T, 1, D / 2] or [B, T, 1, D / 2], the angles of the pairs (d, d + D / 2).
+    """
+    x, wq, wk, wv = autocast(x, wq, wk, wv)
+    head_dim = 2 * cos.shape[-1]
+    rows = _project(x.flatten(0, 1), wq, wk, wv, cos.flatten(0, -2), sin.flatten(0, -2), q_scale)
+    q, k, v = (each.view(*x.shape[:2], each.shape[1] // head_dim, head_dim) for each in rows)
+    return q, k, v
+
+
+def reference(
+    x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, cos: Tensor, sin: Tensor, unit: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of rows x [M, E] and angles [period, D / 2], for rows in turn."""
+    q, k, v = (x @ weight.T for weight in (wq, wk, wv))
+    return _rotate(q, cos * unit, sin * unit), _rotate(k, cos, sin), v
+
+
+@torch.library.custom_op("flashspan::project", mutates_args=())
+def _project(
+    x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, cos: Tensor, sin: Tensor, unit: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return reference(x, wq, wk, wv, cos, sin, unit)
+
+
+@_project.register_kernel("cuda")
+def _(
+    x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, cos: Tensor, sin: Tensor, unit: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    def kernel() -> tuple[Tensor, Tensor, Tensor]:
+        from flashspan.kernels.hopper import projection
+
+        return projection.project(x, (wq, wk, wv), cos.contiguous(), sin.contiguous(), unit)
+
+    def plain() -> tuple[Tensor, Tensor, Tensor]:
+        return reference(x, wq, wk, wv, cos, sin, unit)
+
+    return choose("qkv_rope", kernel, plain, x, wq, wk, wv) if 2 * cos.shape[1] in HEAD_DIMS else plain()
+
+
+@_project.register_fake
+def _(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, cos: Tensor, sin: Tensor, unit: float) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(len(x), len(weight)) for weight in (wq, wk, wv))
+
+
+def _rotate(rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Heads of rows [M, heads * D] rotated by angles [period, D / 2], for rows in turn."""
+    head_dim = 2 * cos.shape[1]
+    heads = rows.view(len(rows) // max(1, len(cos)), len(cos), rows.shape[1] // head_dim, head_dim)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    left, right = heads.chunk(2, -1)  # times a float32 they are float32
+    turned = (left * cos - right * sin, right * cos + left * sin)
+    return torch.cat([half.to(rows.dtype) for half in turned], -1).view(rows.shape)
+
+
+def _keep_projection(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    *tensors, ctx.unit = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _project_backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
+    x, wq, wk, wv, cos, sin = ctx.saved_tensors
+    dq, dk, dv = dq.contiguous(), dk.contiguous(), dv.contiguous()
+    dq, dk = _rotate(dq, cos * ctx.unit, -sin * ctx.unit), _rotate(dk, cos, -sin)
+    dx = sum_of_products([dq, dk, dv], [wq, wk, wv])
+    return dx, dq.T @ x, dk.T @ x, dv.T @ x, None, None, None
+
+
+_project.register_autograd(_project_backward, setup_context=_keep_projection)
