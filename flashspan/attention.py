@@ -11,7 +11,6 @@ from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from flashspan.arguments import (
     autocast,
@@ -33,6 +32,7 @@ from flashspan.kernels.contract import Problem
 from flashspan.kernels.delta import kept_dtype, row_delta
 from flashspan.kernels.dropout import Dropout
 from flashspan.kernels.masks import Mask
+from flashspan.kernels.torch_private import has_tangents, is_transformed
 
 
 @overload
@@ -329,7 +329,7 @@ def refuse_forward_derivative(ctx: Any, *tangents: Any) -> NoReturn:
 
 def refuse_transforms() -> None:
     """Refuse a call inside a transform of torch.func, where neither way in (see the note) has a rule to follow."""
-    if torch._C._are_functorch_transforms_active():
+    if is_transformed():
         raise RuntimeError(
             "attention has no rules for the transforms of torch.func: got a call inside one of grad, vjp, jvp, vmap; "
             "use torch.autograd.grad or backward(), and a larger batch in place of vmap"
@@ -383,4 +383,4 @@ class _Attend(torch.autograd.Function):
 def _differentiated(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether autograd must hear of this call, in whatever mode: backward or forward."""
     wanted = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    return wanted or forward_ad._current_level >= 0
+    return wanted or has_tangents()

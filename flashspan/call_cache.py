@@ -14,13 +14,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from flashspan.kernels.backends import Chosen, Repeat
 from flashspan.kernels.contract import Problem
 from flashspan.kernels.launch.cache import CACHE
 from flashspan.kernels.masks import Band, Mask
+from flashspan.kernels.torch_private import has_tangents, is_in_torch_dispatch_mode, is_transformed
 
 PLAIN = {Tensor, torch.nn.Parameter}
 
@@ -71,7 +70,7 @@ def call_key(
         return None
     if not q.layout == k.layout == v.layout == torch.strided:
         return None
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+    if is_transformed() or has_tangents():
         return None
     if type(dropout) is not float or dropout or type(backend) is not str or type(causal) is not bool:
         return None

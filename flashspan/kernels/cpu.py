@@ -22,14 +22,12 @@ from flashspan.kernels import tiled
 from flashspan.kernels.contract import Carry, Problem
 from flashspan.kernels.masks import Band, Mask, Rows
 from flashspan.kernels.merge import merge
+from flashspan.kernels.torch_private import flash_cpu, flash_cpu_backward
 
 CHUNK = 256  # rows that share one drawn mask
 SHORT = 64  # runs of rows shorter than this are drawn together: a call each would cost more
 TEMPORARY = 2**17  # elements of one temporary tensor, which limit how many heads one call takes
 LEAST_SCALE = torch.finfo(torch.float32).tiny  # below it a number may be 0 in float32
-
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 def forward(
@@ -134,9 +132,9 @@ def _backward(
             k_part, v_part = k[sequence, :, keys].to(work), v[sequence, :, keys].to(work)
             options = {"attn_mask": part.draw(work), "scale": scale}
             given = (q_rows, k_part, v_part, out_rows, lse_rows, 0.0, part.causal)
-            dq, dk, dv = _flash_backward(stand, *given, **options)
+            dq, dk, dv = flash_cpu_backward(stand, *given, **options)
             if stand is not dout_rows:
-                dv = _flash_backward(dout_rows, *given, **options)[2]
+                dv = flash_cpu_backward(dout_rows, *given, **options)[2]
             for total, where, grad in zip(sums, (rows, keys, keys), (dq, dk, dv), strict=True):
                 if overwrite:
                     total.copy_(grad)
@@ -285,7 +283,7 @@ def _may_leak(strips: list[_Strip], k: Tensor, v: Tensor) -> bool:
 def _attend(q: Tensor, k: Tensor, v: Tensor, part: _Part, *, scale: float, dtype: torch.dtype) -> Carry:
     """One call: the rows q over one part of the keys, computed in dtype."""
     k, v = (x[:, :, part.keys.start : part.keys.stop].to(dtype) for x in (k, v))
-    out, lse = _flash(q.to(dtype), k, v, 0.0, part.causal, attn_mask=part.draw(dtype), scale=scale)
+    out, lse = flash_cpu(q.to(dtype), k, v, 0.0, part.causal, attn_mask=part.draw(dtype), scale=scale)
     if part.start is not None and part.end is not None:
         blind = part.start >= part.end
         if bool(blind.any()):  # the operator gives them an lse of 0, and NaN where their query is NaN

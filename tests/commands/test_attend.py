@@ -57,13 +57,13 @@ def test_the_sample_is_the_same_on_any_number_of_devices(capsys: pytest.CaptureF
 def used_dtypes(job: Job) -> tuple[set[torch.dtype], set[torch.dtype]]:
     """On a rank: what one device by itself computes in, and what the ranks do, in calls like those that are timed."""
     found: list[torch.dtype] = []
-    flash = cpu._flash
+    flash = cpu.flash_cpu
 
     def note(q: torch.Tensor, *args: Any, **rest: Any) -> Any:
         found.append(q.dtype)
         return flash(q, *args, **rest)
 
-    setattr(cpu, "_flash", note)  # noqa: B010 - the original has a type of its own
+    setattr(cpu, "flash_cpu", note)  # noqa: B010 - the original has a type of its own
     try:
         whole = make_inputs(job, torch.device("cpu"))
         attention(*whole, causal=job.causal)
@@ -71,7 +71,7 @@ def used_dtypes(job: Job) -> tuple[set[torch.dtype], set[torch.dtype]]:
         together = over_all_ranks(job.strategy, job.layout, "cpu", num_tokens=job.seq_len)
         together(*(together.shard(x, 2) for x in whole), causal=job.causal)
     finally:
-        cpu._flash = flash
+        cpu.flash_cpu = flash
     return set(found[:alone]), set(found[alone:])
 
 

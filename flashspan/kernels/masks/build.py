@@ -11,11 +11,11 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from flashspan.kernels.masks import bits as packed
 from flashspan.kernels.masks.block_map import BlockMap, Lists, block_positions, check_block, classify
 from flashspan.kernels.masks.mask import EMPTY, FULL, PARTIAL, check_whole
+from flashspan.kernels.torch_private import is_in_torch_dispatch_mode
 
 Rule: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Who sees whom: (b, h, i, j) int32, which broadcast to [rows, columns], to bool."""

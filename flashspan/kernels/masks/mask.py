@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from flashspan.kernels.masks.intervals import Positions
+from flashspan.kernels.torch_private import is_in_torch_dispatch_mode
 
 EMPTY, FULL, PARTIAL = 0, 1, 2
 """What a tile of a mask is."""

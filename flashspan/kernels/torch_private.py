@@ -1,0 +1,25 @@
+"""Every private name of PyTorch that attention on one device uses, as releases 2.11 to 2.13 have it.
+
+tests/kernels/test_torch_private.py has a test for each.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+__all__ = ["flash_cpu", "flash_cpu_backward", "has_tangents", "is_in_torch_dispatch_mode", "is_transformed"]
+
+flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+flash_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def is_transformed() -> bool:
+    """Whether this runs inside a transform of torch.func: grad, vjp, jvp, vmap."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def has_tangents() -> bool:
+    """Whether this runs inside a level of forward-mode derivatives."""
+    return forward_ad._current_level >= 0

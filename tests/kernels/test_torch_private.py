@@ -1,0 +1,55 @@
+"""The private names of PyTorch that attention uses do what they did when they were read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flashspan.kernels import torch_private
+
+
+def test_a_dispatch_mode_is_seen() -> None:
+    assert not torch_private.is_in_torch_dispatch_mode()
+    with TorchDispatchMode():
+        assert torch_private.is_in_torch_dispatch_mode()
+
+
+def test_a_transform_is_seen() -> None:
+    seen: list[bool] = []
+
+    def look(x: Tensor) -> Tensor:
+        seen.append(torch_private.is_transformed())
+        return x.sum()
+
+    look(torch.ones(2))
+    torch.func.grad(look)(torch.ones(2))
+    torch.func.vmap(look)(torch.ones(2, 2))
+    assert seen == [False, True, True]
+
+
+def test_a_level_of_forward_derivatives_is_seen() -> None:
+    assert not torch_private.has_tangents()
+    with forward_ad.dual_level():
+        assert torch_private.has_tangents()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_operators_of_cpus_take_and_give_what_they_did(causal: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(1, heads, 9, 16, generator=generator) for heads in (4, 2, 2, 4))
+    out, lse = torch_private.flash_cpu(q, k, v, 0.0, causal, attn_mask=None, scale=0.3)
+    grads = torch_private.flash_cpu_backward(dout, q, k, v, out, lse, 0.0, causal, attn_mask=None, scale=0.3)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    wide = [x.repeat_interleave(2, 1) for x in leaves[1:]]
+    want = F.scaled_dot_product_attention(leaves[0], *wide, is_causal=causal, scale=0.3)
+    scores = (q @ wide[0].mT * 0.3).masked_fill(
+        ~torch.ones(9, 9).tril().bool() if causal else torch.tensor(False), -torch.inf
+    )
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(lse, scores.logsumexp(-1))
+    for one, other in zip(grads, torch.autograd.grad(want, leaves, dout), strict=True):
+        torch.testing.assert_close(one, other)
