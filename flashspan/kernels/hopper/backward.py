@@ -48,7 +48,7 @@ from flashspan.kernels.hopper.config import (
 from flashspan.kernels.hopper.dq_accumulate import add_dq, add_dq_listed, hand_over_dq, start_dq
 from flashspan.kernels.hopper.gluon_compat import barrier
 from flashspan.kernels.hopper.masking import find_list, intervals_of, nth_block
-from flashspan.kernels.hopper.parts import ones_of
+from flashspan.kernels.hopper.parts import ones_operand
 from flashspan.kernels.hopper.shared_memory import clear_nonfinite_pair, store_output
 
 NUMBERS = [
@@ -188,7 +188,7 @@ def _run(
         mbarrier.init(work_full.index(i), count=1)
     ones_s = lse_s  # not used as such unless there are three consumers
     if CONSUMERS == 3:
-        ones_s = ones_of(BLOCK_K)
+        ones_s = ones_operand(BLOCK_K)
     job = (
         tensors,
         BackwardBuffers(q_s, do_s, kv_s, ds_s, dq_s, lse_s, delta_s, dv_s, ones_s),
@@ -251,9 +251,7 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, mask, schedule
             n = end - first
             num_edges = n - (end_full - first_full)
             o_n = n0 + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(1, config.SCORES))
-            p_start = mask.start + i_b * mask.stride
-            p_end = mask.end + i_b * mask.stride
-            lower, upper = intervals_of(o_n, S, T, -sizes.hi, -sizes.lo, p_start, p_end, config.TABLE)
+            lower, upper = intervals_of(o_n, S, T, -sizes.hi, -sizes.lo, mask, i_b, config.TABLE)
             upper = gl.where(o_n < S, upper, 0)  # where there is no key K is 0, and P might overflow
         dk = gl.zeros([BLOCK_K, BLOCK_D], gl.float32, layout=config.GRADIENTS)
         dv = gl.zeros([BLOCK_K, BLOCK_D], gl.float32, layout=config.GRADIENTS)

@@ -107,7 +107,7 @@ class ForwardBuffers:
     k_s: Shared  # [STAGES, 1, 1, BLOCK_K, BLOCK_D]
     v_s: Shared
     output_s: Shared  # [CONSUMERS, ...] half of a float32 output, if OUTPUT_BUFFER
-    ones_s: Shared  # operand of row_bias.py, if UNIT_SCALE
+    ones_s: Shared  # operand of parts.py, if UNIT_SCALE
 
 
 @aggregate
@@ -154,7 +154,9 @@ class BackwardConfig:
     SPLIT_TILES: gl.constexpr  # tiles after the last full round are split by queries: of equal length, and ACCUMULATE
     FIRST_STEP_APART: gl.constexpr  # a tile's first step, without dQ of a block before, is code of its own
     DV_BUFFER: gl.constexpr  # dV has a buffer of its own to leave through: where there is room
-    WHOLE_DQ_STAGES: gl.constexpr  # 0: two consumers make half of each dQ; else whole ones by turns, so many in flight
+    WHOLE_DQ_STAGES: (
+        gl.constexpr
+    )  # 0: two consumers make half of each dQ; else whole ones by turns, in this many buffers
     UNIT_SCALE: gl.constexpr  # the scale in base 2 is 1: scores are not multiplied (heads of 64)
     SCORES: gl.constexpr  # layout of S^T and dP^T [BLOCK_K, BLOCK_Q] in registers
     GRADIENTS: gl.constexpr  # layout of dK and dV [BLOCK_K, BLOCK_D]
@@ -180,7 +182,7 @@ class BackwardSizes:
 
 @aggregate
 class BackwardTensors:
-    """Descriptors. lse and delta are negative, and float32 or three bfloat16 parts (row_bias.py)."""
+    """Descriptors. lse and delta are negative, and float32 or three bfloat16 parts (parts.py)."""
 
     desc_q: Descriptor
     desc_do: Descriptor
@@ -205,7 +207,7 @@ class BackwardBuffers:
     lse_s: Shared
     delta_s: Shared
     dv_s: Shared  # [2, BLOCK_K, BLOCK_D] if DV_BUFFER
-    ones_s: Shared  # operand of row_bias.py, if there are three consumers
+    ones_s: Shared  # operand of parts.py, if there are three consumers
 
 
 @aggregate

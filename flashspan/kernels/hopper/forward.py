@@ -15,7 +15,7 @@ that buffer, its second into Q's as soon as Q has been read, and both join at th
 tile's first scores and joins after their softmax. The main loop is the same with and without one.
 
 Only the producer reads tables of intervals and the lists of a block map. It publishes which blocks there are, or how
-many and how many of them are partial, and loads the bits of these beside K.
+many and how many of them are partial, and loads the bits of these along with K.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from flashspan.kernels.hopper.finer import COARSER
 from flashspan.kernels.hopper.forward_main_loop import step, visit_edge_blocks, visit_full_blocks
 from flashspan.kernels.hopper.forward_producer import produce, produce_listed, published_work
 from flashspan.kernels.hopper.masking import hide_by_words, hide_keys, intervals_of, visible_blocks
-from flashspan.kernels.hopper.parts import ones_of
+from flashspan.kernels.hopper.parts import ones_operand
 from flashspan.kernels.hopper.ptx import declare_vote
 from flashspan.kernels.hopper.row_values import as_column, one_per_row, row_sums
 from flashspan.kernels.hopper.scheduler import load_number, stage_and_phase, tile_position
@@ -134,7 +134,7 @@ def _run(
         declare_vote()
     ones_s = q_s  # not used as such unless needed
     if UNIT_SCALE:
-        ones_s = ones_of(BLOCK_K)
+        ones_s = ones_operand(BLOCK_K)
     job = (tensors, ForwardBuffers(q_s, k_s, v_s, output_s, ones_s), barriers, sizes, outputs, mask, config)
     if BLOCK_MAP:
         gl.warp_specialize(
@@ -207,12 +207,10 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, outputs, mask,
             i_block, i_bh = tile_position(tile, sizes.num_blocks, sizes.num_heads, sizes.section)
             m0 = (sizes.num_blocks - 1 - i_block) * TILE_Q
             i_b = i_bh // H
-            p_start = mask.start + i_b * mask.stride
-            p_end = mask.end + i_b * mask.stride
             if config.TABLE:  # which only the producer looks through
                 blocks = published_work(turn, barriers)
             else:
-                blocks = visible_blocks(m0, T, S, sizes.lo, sizes.hi, p_start, p_end, config.TABLE, TILE_Q, BLOCK_K, 4)
+                blocks = visible_blocks(m0, T, S, sizes.lo, sizes.hi, mask, i_b, config.TABLE, TILE_Q, BLOCK_K, 4)
             first, first_full, end_full, end = blocks
             n = end - first
             m0 += WG * BLOCK_Q
@@ -224,7 +222,7 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, outputs, mask,
         m = partial_sums(zero) + LOWEST
         if not config.BLOCK_MAP:
             o_m = m0 + gl.arange(0, BLOCK_Q, layout=ROWS)
-            r_start, r_end = intervals_of(o_m, T, S, sizes.lo, sizes.hi, p_start, p_end, config.TABLE)
+            r_start, r_end = intervals_of(o_m, T, S, sizes.lo, sizes.hi, mask, i_b, config.TABLE)
 
         q_stage, _ = stage_and_phase(turn, config.Q_STAGES)
         q = buffers.q_s.index(q_stage * config.CONSUMERS + WG).reshape((BLOCK_Q, BLOCK_D))

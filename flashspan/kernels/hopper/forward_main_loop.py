@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from flashspan.kernels.hopper.masking import hide_by_words, hide_keys
-from flashspan.kernels.hopper.parts import parts_of
+from flashspan.kernels.hopper.parts import bias_operand
 from flashspan.kernels.hopper.ptx import all_below, rescale
 from flashspan.kernels.hopper.scheduler import stage_and_phase
 from flashspan.kernels.hopper.softmax import SUM_LIMIT, exponentials, lower_maximum, partial_sums, raise_maximum
@@ -22,7 +22,7 @@ def step(
     each thread's sums of P.
 
     At an EDGE m may be raised, and `hidden` says whether there is anything to hide and, unless the mask is a block map,
-    each row's interval and the block's first key. Elsewhere, with UNIT_SCALE, minus_m is -m as an operand of row_bias.
+    each row's interval and the block's first key. Elsewhere, with UNIT_SCALE, minus_m is -m as an operand of parts.py.
     """
     BLOCK_K: gl.constexpr = config.BLOCK_K
     BLOCK_D: gl.constexpr = config.BLOCK_D
@@ -78,7 +78,7 @@ def visit_full_blocks(
         i = begin
         minus_m = ()
         if config.UNIT_SCALE:
-            minus_m = parts_of(-m, config.SCORES)
+            minus_m = bias_operand(-m, config.SCORES)
         while i < end:
             small = True
             sums = l
@@ -91,7 +91,7 @@ def visit_full_blocks(
             if not small:
                 p, m, l, o = lower_maximum(p, m, l, o, sums)
                 if config.UNIT_SCALE:
-                    minus_m = parts_of(-m, config.SCORES)
+                    minus_m = bias_operand(-m, config.SCORES)
     else:
         for i in range(begin, end):
             p, m, l, o, sums = step(

@@ -119,7 +119,7 @@ def produce(tensors, buffers, barriers, sizes, outputs, mask, config):
         i_h = i_bh % sizes.H
         i_k = i_h // sizes.G
         first, first_full, end_full, end = visible_blocks(
-            m0, sizes.T, sizes.S, sizes.lo, sizes.hi, mask.start + i_b * mask.stride, mask.end + i_b * mask.stride,
+            m0, sizes.T, sizes.S, sizes.lo, sizes.hi, mask, i_b,
             config.TABLE, ROWS, BLOCK_K, 1,
         )  # fmt: skip
         n = end - first

@@ -1,7 +1,7 @@
-"""SwiGLU inside the products around it, for Hopper: silu(x Wg^T) * (x Wu^T), and the gradients of both.
+"""SwiGLU fused into the matmuls around it, for Hopper: silu(x Wg^T) * (x Wu^T), and the gradients of both.
 
 Forward a tile is 128 columns of gate and the same 128 of up, one below the other in shared memory. Backward it is 256
-columns of dh = dy Wd, in 16 bits as they would be anywhere. What follows takes half as long as the product: two
+columns of dh = dy Wd, in 16 bits as an unfused dh is. What follows takes half as long as the matmul: two
 warps of their own do it, while those that multiply are at the next tile.
 """
 
@@ -173,8 +173,8 @@ def gated_backward_product_kernel(
     desc_a, desc_weight, gate, up, dgate, dup, h, M, eights, num_rows, num_columns, num_steps, PIECE: gl.constexpr,
     STAGES: gl.constexpr, GROUP: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """The gradients of gate and up, and h again. Rows of these are so many eights: the compiler then knows they are
-    aligned."""
+    """The gradients of gate and up, and h again. Their rows have 8 * eights numbers: the compiler then knows they
+    are aligned."""
     BM: gl.constexpr = desc_a.block_type.shape[0]
     BK: gl.constexpr = desc_a.block_type.shape[1]
     BN: gl.constexpr = desc_weight.block_type.shape[1]

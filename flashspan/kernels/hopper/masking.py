@@ -14,9 +14,11 @@ from flashspan.kernels.hopper.ptx import bit_range, opaque
 
 
 @gluon.jit
-def intervals_of(o_i, num_i, num_j, lo, hi, p_start, p_end, TABLE: gl.constexpr):
+def intervals_of(o_i, num_i, num_j, lo, hi, mask, i_b, TABLE: gl.constexpr):
     """Each index's interval [start, end) on the other axis: by arithmetic for a band, from a table for rows."""
     if TABLE:
+        p_start = mask.start + i_b * mask.stride
+        p_end = mask.end + i_b * mask.stride
         start = gl.load(p_start + o_i, mask=o_i < num_i, other=0)
         end = gl.load(p_end + o_i, mask=o_i < num_i, other=0)
     else:
@@ -27,14 +29,16 @@ def intervals_of(o_i, num_i, num_j, lo, hi, p_start, p_end, TABLE: gl.constexpr)
 
 @gluon.jit
 def visible_blocks(
-    i0, num_i, num_j, lo, hi, p_start, p_end, TABLE: gl.constexpr, ROWS: gl.constexpr,
-    BLOCK: gl.constexpr, WARPS: gl.constexpr,
+    i0, num_i, num_j, lo, hi, mask, i_b, TABLE: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
     """Blocks of the other axis that indices i0 .. i0 + ROWS - 1 visit: (first, first full, end of full, end).
 
     A block is full when every index sees all of it. There is always at least one block, so that a tile that sees
     nothing needs no code of its own: its one block is hidden.
     """
+    p_start = mask.start + i_b * mask.stride
+    p_end = mask.end + i_b * mask.stride
     i1 = gl.minimum(i0 + ROWS, num_i) - 1
     if TABLE:
         WIDE: gl.constexpr = 256

@@ -156,7 +156,7 @@ def store_piece(desc, row, column, x, piece_s, BUSY: gl.constexpr):
 
 @gluon.jit
 def allocate_barriers(STAGES: gl.constexpr):
-    """The barriers of so many stages, initialised."""
+    """Barriers of each stage, initialised."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -178,7 +178,7 @@ NUMBERS = ["num_rows", "num_columns", "num_steps"]
 def matmul_launch(
     kernel: Any, tensors: tuple[Any, ...], like: Tensor, tiles: tuple[int, int], **constants: Any
 ) -> Launch:
-    """A launch of persistent programs over so many rows and columns of tiles."""
+    """A launch of persistent programs over these rows and columns of tiles."""
     grid = (min(multiprocessors(like.device), tiles[0] * tiles[1]),)
     shape = {"GROUP": GROUP, "REGISTERS": 232, "PRODUCER_REGISTERS": 40, "num_warps": 4}
     return Launch(kernel, grid, tensors, {**shape, **constants})

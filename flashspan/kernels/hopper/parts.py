@@ -1,8 +1,8 @@
-"""A number of each query as its three bfloat16 parts, zeros behind them: a product with ones, of the least depth, adds
-them up and leaves the sum all over a row or column of scores, from where the product of q and k goes on.
+"""A bias of each row of scores as three bfloat16 parts: a matmul of them with ones, of the least depth, writes their
+sum to all scores of the row, and the matmul of Q and K accumulates onto it.
 
-With heads of 64 that is how backward begins with -lse and -delta, and forward, where the scale leaves scores as they
-are (`is_unit`), with what the softmax subtracts. Larger heads have no room for it: -lse and -delta are float32.
+With heads of 64 backward starts from -lse and -delta that way, and forward, where the scale leaves scores as they are
+(`is_unit`), from what the softmax subtracts. Larger heads have no room for it: -lse and -delta are float32.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flashspan.kernels.hopper.tensors import block_dim
 from flashspan.kernels.portable.arguments import LOG2E
 
 DEPTH = tl.constexpr(16)
-"""Of the least product there is."""
+"""Depth of the least matmul there is: three parts and zeros."""
 
 
 def is_unit(q: Tensor, scale: float) -> bool:
@@ -53,7 +53,7 @@ def store_rows(place, o, x):
 
 
 @gluon.jit
-def load_rows(place, o):
+def load_bias(place, o):
     """The numbers of these rows."""
     if place.dtype.element_ty == gl.float32:
         x = gl.load(place + o)
@@ -64,8 +64,8 @@ def load_rows(place, o):
 
 
 @gluon.jit
-def ones_of(ROWS: gl.constexpr):
-    """Ones in shared memory, the other operand of such a product."""
+def ones_operand(ROWS: gl.constexpr):
+    """Ones in shared memory, the other operand of such a matmul."""
     SHAPE: gl.constexpr = [ROWS, DEPTH]
     ones_s = gl.allocate_shared_memory(gl.bfloat16, SHAPE, gl.NVMMASharedLayout.get_default_for(SHAPE, gl.bfloat16))
     L: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
@@ -75,8 +75,8 @@ def ones_of(ROWS: gl.constexpr):
 
 
 @gluon.jit
-def parts_of(x, L: gl.constexpr):
-    """x, [rows, 4], in which the four of a row are the same, as the left operand of a product with ones whose result
+def bias_operand(x, L: gl.constexpr):
+    """x, [rows, 4], in which the four of a row are the same, as the left operand of a matmul with ones whose result
     has layout L."""
     A: gl.constexpr = gl.DotOperandLayout(0, L, 2)
     x = one_per_row(x, gl.SliceLayout(1, A))[:, None]

@@ -1,4 +1,4 @@
-"""q, k and v of a layer in one product, for Hopper, q and k with their rotary positions, q times a unit.
+"""q, k and v of a layer in one matmul, for Hopper, q and k with their rotary positions, q times a unit.
 
 A tile belongs to one of the three. One thread holds a head's columns d and d + D / 2: a rotation takes two loads for
 each pair of them, of angles that all heads of a token share, and no memory in between.
@@ -112,7 +112,7 @@ def _together(left, right, like):
 
 @gluon.jit
 def _load_angles(p, row, period, like):
-    """cos or sin, [period, D / 2], of rows from this one on, in the registers of a product."""
+    """cos or sin, [period, D / 2], of rows from this one on, in the layout of an accumulator."""
     L: gl.constexpr = like.type.layout
     o_m = row + gl.arange(0, like.shape[0], layout=gl.SliceLayout(1, L))
     o_d = gl.arange(0, like.shape[1], layout=gl.SliceLayout(0, L))

@@ -16,7 +16,7 @@ def opaque(x):
 
 
 def _rescaling(elements: int) -> str:
-    """PTX of o = x * alpha, or o = x if the alphas of all the warp are 1, for so many numbers of a thread."""
+    """PTX of o = x * alpha, or o = x if all alphas of the warp are 1, for this many numbers of a thread."""
     out, x, alpha = ([f"${i * elements + j}" for j in range(elements)] for i in range(3))
     lines = [
         "{ .reg .pred some;",
@@ -38,7 +38,7 @@ _OPERANDS = gl.constexpr(",".join(["=&f"] * 32 + ["f"] * 64))
 
 @gluon.jit
 def rescale(o, alpha):
-    """o times alpha, [rows, 4], o an accumulator of a product. A warp whose alphas are all 1 branches around it."""
+    """o times alpha, [rows, 4], o an accumulator. A warp whose alphas are all 1 branches around it."""
     x = o.reshape((o.shape[0], o.shape[1] // 8, 4, 2))
     alpha, _ = gl.broadcast(across(alpha, x), x)
     alpha = gl.convert_layout(alpha.reshape(o.shape), o.type.layout, assert_trivial=True)
@@ -55,8 +55,8 @@ def declare_vote():
 @gluon.jit
 def all_below(x, LIMIT: gl.constexpr):
     """x, of which a thread has two numbers, and whether all of this warp's are below LIMIT: a scalar of which each warp
-    has its own. The language knows none such, so it goes from one piece of assembly to the next in a register that
-    `watch` declares. Whatever it decides, the warps of a group must go on to the same barriers and products in the same
+    has its own. Gluon has no such scalar, so it goes from one piece of assembly to the next in a register of
+    `declare_vote`. Whatever it decides, the warps of a group must arrive at the same barriers and matmuls in the same
     order: a loop that ends early and begins again does that, if nothing between is one of them."""
     some: gl.constexpr = """{ .reg .pred here;
         setp.geu.f32 here, $2, $4;
@@ -93,7 +93,7 @@ def prefetch(p):
 
 @gluon.jit
 def bit_range(first, size):
-    """Words of which so many bits, from this one on, are 1; neither number is negative, both may be past 32."""
+    """Words with `size` bits set, from bit `first` on; neither is negative, both may be past 32."""
     return gl.inline_asm_elementwise(
         "bmsk.clamp.b32 $0, $1, $2;", "=r,r,r", [first, size], dtype=gl.int32, is_pure=True, pack=1
     )

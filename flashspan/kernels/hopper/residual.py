@@ -1,4 +1,4 @@
-"""c + a1 b1 + a2 b2 + a3 b3 in one product, for Hopper: what joins a residual, or several gradients of one input.
+"""c + a1 b1 + a2 b2 + a3 b3 in one matmul, for Hopper: it adds a residual, or several gradients of one input.
 
 Sums are float32 until the end, and nothing on the way is written or read.
 """

@@ -1,5 +1,5 @@
-"""A number for each row, or [rows, 4], for each of the four threads that share one, beside tensors as products leave
-them in registers: nothing here moves from thread to thread, but to add up or compare those four."""
+"""A number for each row of an accumulator, or [rows, 4] for each of the four threads that share a row. Only sums and
+maxima of those four move numbers between threads."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ def row_sums(l, like):
 
 @gluon.jit
 def as_column(x, like):
-    """x, a number a row, as a column beside `like`."""
+    """x, a number a row, as a column that broadcasts to `like`."""
     return gl.convert_layout(x, gl.SliceLayout(1, like.type.layout), assert_trivial=True)[:, None]
 
 
 @gluon.jit
 def across(x, like):
-    """x, [rows, 4], a number for each of the four threads that share a row, beside `like`, [rows, eighths, 4, 2]."""
+    """x, [rows, 4], a number for each of the four threads that share a row, to broadcast to `like`, [rows, n, 4, 2]."""
     L: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, like.type.layout))
     return gl.convert_layout(x, L, assert_trivial=True)[:, None, :, None]
 
 
 @gluon.jit
 def scale_rows(x, a):
-    """x, in the registers of a product, times a, [rows, 4]."""
+    """x, an accumulator, times a, [rows, 4]."""
     y = x.reshape((x.shape[0], x.shape[1] // 8, 4, 2))
     y = y * across(a, y)
     return gl.convert_layout(y.reshape(x.shape), x.type.layout, assert_trivial=True)

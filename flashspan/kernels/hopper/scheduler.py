@@ -45,7 +45,7 @@ def publish_number(slot, x):
 
 @gluon.jit
 def load_number(slot, WARPS: gl.constexpr):
-    """Read a number from shared memory, by so many warps."""
+    """Read a number from shared memory, in a partition of this many warps."""
     return gl.max(slot.load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
 
 
@@ -77,9 +77,8 @@ def locate_keys(
     n0 = i_n * KEYS
     i_b = i_bk // K
     first, first_full, end_full, end = visible_blocks(
-        n0, S, sizes.T, -sizes.hi, -sizes.lo, mask.start + i_b * mask.stride, mask.end + i_b * mask.stride, TABLE, KEYS,
-        QUERIES, WARPS,
-    )  # fmt: skip
+        n0, S, sizes.T, -sizes.hi, -sizes.lo, mask, i_b, TABLE, KEYS, QUERIES, WARPS
+    )
     # Where keys end within the tile no block is full: what lies past the last key is hidden.
     return i_b, i_bk % K, n0, first, first_full, gl.where(n0 + KEYS > S, first_full, end_full), end
 

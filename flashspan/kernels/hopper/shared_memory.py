@@ -1,4 +1,4 @@
-"""What the kernels do with a tile in shared memory: clear it of NaN, send it off."""
+"""Tiles in shared memory: cleared of NaN, loaded into registers, written to global memory."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def clear_nonfinite_pair(own_s, BN: gl.constexpr, BD: gl.constexpr, PAIRS: gl.co
 
 
 @gluon.constexpr_function
-def _swapped(rows, columns):
+def _swizzled_layout(rows, columns):
     """The copy engine's layout of float32, in which where each 16 of 128 bytes lie depends on their row, except that in
     odd rows columns c and c ^ 16 have each other's place."""
     bases = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [1, 4 ^ 16], [2, 8], [4, 16]]
@@ -73,19 +73,18 @@ def _swapped(rows, columns):
 
 
 @gluon.jit
-def swizzled(room, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Float32 rows of the copy engine's, for those who `swap` theirs first.
+def swizzled(buffer, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """A buffer of float32 rows for the copy engine, to which `swizzle`d accumulators are stored.
 
-    Stored from the registers of a product, as they are, rows 2i and 2i + 1 meet in the same banks of shared memory, and
-    it takes twice as long.
+    Stored from an accumulator as it is, rows 2i and 2i + 1 meet in the same banks, and it takes twice as long.
     """
-    L: gl.constexpr = _swapped(ROWS, COLUMNS)
-    return room._reinterpret(gl.float32, [ROWS, COLUMNS], L)
+    L: gl.constexpr = _swizzled_layout(ROWS, COLUMNS)
+    return buffer._reinterpret(gl.float32, [ROWS, COLUMNS], L)
 
 
 @gluon.jit
 def swizzle(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """x, float32 in the registers of a product, with columns c and c ^ 16 of odd rows in each other's place."""
+    """x, a float32 accumulator, with columns c and c ^ 16 of odd rows in each other's place."""
     left, right = x.reshape((ROWS, COLUMNS // 32, 2, 16)).permute((0, 1, 3, 2)).split()
     L: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, left.type.layout))
     odd = (gl.arange(0, ROWS, layout=L) & 1 == 1)[:, None, None]
@@ -95,28 +94,28 @@ def swizzle(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def split_columns(x):
-    """x, in the registers of a product, as its left and its right columns."""
+    """An accumulator's left and right columns."""
     return x.reshape((x.shape[0], 2, x.shape[1] // 2)).permute((0, 2, 1)).split()
 
 
 @gluon.jit
-def load_copied(desc, room, like):
-    """What the copy engine has brought into this room, in the registers of `like`."""
-    x_s = room._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
+def load_copied(desc, buffer, like):
+    """What the copy engine has brought into a buffer, in the layout of `like`."""
+    x_s = buffer._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
     return x_s.reshape((like.shape[0], like.shape[1])).load(like.type.layout)
 
 
 @gluon.jit
-def store_tile(desc, b, h, row, column, x, room, ADD: gl.constexpr, FREE: gl.constexpr):
-    """Write a tile, or add it, by the copy engine, once it has read what left through this room before, unless it is
-    FREE."""
+def store_tile(desc, b, h, row, column, x, buffer, ADD: gl.constexpr, FREE: gl.constexpr):
+    """Write a tile, or add it, by the copy engine through a buffer, once what was there before has been read, unless it
+    is FREE."""
     if not FREE:
         tma.store_wait(0)
         barrier()
-    x_s = room._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
+    x_s = buffer._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
     # Not a forward's carry, which took 1% longer, nor heads of 256, for which there are no registers.
     if ADD and desc.dtype == gl.float32 and x.shape[1] <= 64:
-        swizzled(room, x.shape[0], x.shape[1]).store(swizzle(x, x.shape[0], x.shape[1]))
+        swizzled(buffer, x.shape[0], x.shape[1]).store(swizzle(x, x.shape[0], x.shape[1]))
     else:
         x_s.reshape((x.shape[0], x.shape[1])).store(x.to(desc.dtype))
     fence_async_shared()
@@ -128,17 +127,17 @@ def store_tile(desc, b, h, row, column, x, room, ADD: gl.constexpr, FREE: gl.con
 
 
 @gluon.jit
-def store_output(desc, b, h, row, x, room, ADD: gl.constexpr, FREE: gl.constexpr = False, spare=None):
-    """Send off a finished tile through shared memory nobody uses any more; in float32 one half, then the other, which
-    waits for the first unless there is a `spare` room. Until `tma.store_wait(0)` that memory is read. FREE: it is not
-    being read now."""
+def store_output(desc, b, h, row, x, buffer, ADD: gl.constexpr, FREE: gl.constexpr = False, second=None):
+    """Write a finished tile by the copy engine through a buffer; in float32 one half, then the other, which waits for
+    the first unless there is a `second` buffer. Until `tma.store_wait(0)` the buffers are read. FREE: they are not
+    read now."""
     HALF: gl.constexpr = desc.block_type.shape[3]
     if x.shape[1] == HALF:
-        store_tile(desc, b, h, row, 0, x, room, ADD, FREE)
+        store_tile(desc, b, h, row, 0, x, buffer, ADD, FREE)
     else:
         left, right = split_columns(x)
-        store_tile(desc, b, h, row, 0, left, room, ADD, FREE)
-        if spare is None:
-            store_tile(desc, b, h, row, HALF, right, room, ADD, False)
+        store_tile(desc, b, h, row, 0, left, buffer, ADD, FREE)
+        if second is None:
+            store_tile(desc, b, h, row, HALF, right, buffer, ADD, False)
         else:
-            store_tile(desc, b, h, row, HALF, right, spare, ADD, True)
+            store_tile(desc, b, h, row, HALF, right, second, ADD, True)

@@ -1,8 +1,8 @@
 """The backward of Hopper in two passes: for heads past 128, up to 256, and wherever gradients must repeat.
 
 At a head size of 256 dK and dV of 128 keys do not fit the registers, and with 64 keys a program would send a tile of dQ
-to global memory for every tile of queries it reads: 128 KB through the L2 cache for five products of 64 x 64 x 256,
-more than it can give. So there are two kernels, and seven products instead of five. Nothing is added from two sides:
+to global memory for every tile of queries it reads: 128 KB through the L2 cache for five matmuls of 64 x 64 x 256,
+more than it can give. So there are two kernels, and seven matmuls instead of five. Every sum has one order:
 gradients repeat bit for bit, at any head size.
 
 `keys_kernel` owns 64 keys. One warpgroup computes S^T and P and keeps dV; the other computes dP^T and dS and keeps dK;
@@ -12,7 +12,7 @@ are in the registers dV and dK want them in. Up to a head size of 128 the kernel
 `queries_kernel` owns 128 queries, 64 per warpgroup: Q and dO stay in shared memory, dQ in registers, K and V pass by.
 
 In both, one warp loads, and the two warpgroups keep the tensor cores busy by turns: what one computes between its
-products happens during the other's.
+matmuls happens during the other's.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def two_pass_launches(
     K, S = k.shape[1], k.shape[2]
     table, start, end, first, last, s_rows, s_columns, lo, hi, _ = mask_arguments(mask, T, S, minus_lse)
     wide = block_dim(D)
-    # Keys of a tile: as many as fit beside Q and dO.
+    # Keys of a tile: as many as fit with Q and dO.
     block = 64 if wide == 256 else 128
     by_query = [describe(x, 1, 1, 64, wide) for x in (q, dout)]
     by_key = [describe(x, 1, 1, block, wide) for x in (k, v)]

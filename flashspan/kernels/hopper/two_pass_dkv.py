@@ -213,8 +213,8 @@ def _consume_dv(tensors, buffers, barriers, sizes, mask, config):
         sizes.T,
         -sizes.hi,
         -sizes.lo,
-        mask.start + i_b * mask.stride,
-        mask.end + i_b * mask.stride,
+        mask,
+        i_b,
         config.TABLE,
     )
     dv = gl.zeros([BLOCK_K, BLOCK_D], gl.float32, layout=config.GRADIENTS)

@@ -21,7 +21,7 @@ from flashspan.kernels.hopper.config import (
     QueryPassTensors,
 )
 from flashspan.kernels.hopper.masking import hide_outside, intervals_of, nth_block, visible_blocks
-from flashspan.kernels.hopper.parts import load_rows
+from flashspan.kernels.hopper.parts import load_bias
 from flashspan.kernels.hopper.ptx import opaque
 from flashspan.kernels.hopper.scheduler import tile_position
 from flashspan.kernels.hopper.shared_memory import clear_nonfinite, store_output
@@ -93,8 +93,8 @@ def _find_work(sizes, mask, config, WARPS: gl.constexpr):
         sizes.S,
         sizes.lo,
         sizes.hi,
-        mask.start + i_b * mask.stride,
-        mask.end + i_b * mask.stride,
+        mask,
+        i_b,
         config.TABLE,
         ROWS,
         BLOCK_K,
@@ -203,13 +203,13 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, rows, mask, co
         sizes.S,
         sizes.lo,
         sizes.hi,
-        mask.start + i_b * mask.stride,
-        mask.end + i_b * mask.stride,
+        mask,
+        i_b,
         config.TABLE,
     )
     row = (i_b * sizes.H + i_h).to(gl.int64) * sizes.padded_T + o_m
-    minus_lse = load_rows(rows.minus_lse, row) * sizes.scale
-    minus_delta = load_rows(rows.minus_delta, row)
+    minus_lse = load_bias(rows.minus_lse, row) * sizes.scale
+    minus_delta = load_bias(rows.minus_delta, row)
     dq = gl.zeros([BLOCK_Q, BLOCK_D], gl.float32, layout=config.GRADIENTS)
     mbarrier.wait(barriers.q_full, 0)
     q = q_s.index(WG).reshape((BLOCK_Q, BLOCK_D))
