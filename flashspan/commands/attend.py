@@ -26,6 +26,7 @@ from flashspan.kernels import reference
 from flashspan.kernels.contract import Problem
 from flashspan.kernels.masks import CAUSAL, EVERYTHING
 from flashspan.launch import RankError, Ranks
+from flashspan.progress import progress
 
 MAX_DEVICES = 8
 CHECKED_ROWS = 256  # queries compared with float64, spread over the sequence
@@ -75,7 +76,7 @@ def attend(
     seed: int = 0,
     share_gpu: bool = False,
 ) -> int:
-    """Run attention over 1 to 8 devices and show that it is right.
+    """Run attention over 1 to 8 devices and compare it with one device.
 
     Prints the configuration, the first eight numbers of the output, the error against a float64 reference, and each
     device's time and peak memory. GPUs are used when there are enough of them, CPU processes otherwise.
@@ -83,17 +84,17 @@ def attend(
     Example: flashspan attend 4 2048 64 --causal
 
     Args:
-        num_devices: how many devices share the sequence, 1 to 8.
-        seq_len: tokens in the whole sequence; need not divide by the devices.
-        head_dim: size of each head, 1 to 256.
-        heads: attention heads.
-        kv_heads: key and value heads; as many as heads unless given.
-        causal: each token sees only itself and those before it.
-        strategy: how keys and values travel between devices.
-        layout: which device holds which tokens.
-        dtype: of q, k and v.
-        seed: of the random inputs.
-        share_gpu: all ranks on the first GPU, to develop and debug parallel code with one GPU.
+        num_devices: Number of devices that share the sequence, 1 to 8.
+        seq_len: Number of tokens in the whole sequence; it need not be divisible by the devices.
+        head_dim: Head size, 1 to 256.
+        heads: Number of query heads.
+        kv_heads: Number of key and value heads; by default as many as --heads.
+        causal: Causal mask.
+        strategy: Strategy of context parallelism.
+        layout: Assignment of tokens to devices.
+        dtype: Dtype of q, k and v.
+        seed: Random seed for the inputs.
+        share_gpu: All ranks on the first GPU, for development and debugging.
     """
     kv_heads = heads if kv_heads is None else kv_heads
     if not 1 <= num_devices <= MAX_DEVICES:
@@ -123,7 +124,10 @@ def attend(
     print(f"Heads: {heads} on {kv_heads} kv heads, {'causal' if causal else 'full'}, {dtype}, {strategy}, {layout}\n")
     try:
         backend = "nccl" if gpus and not share_gpu else "gloo"
-        with Ranks(num_devices, backend=backend, timeout=120, share_gpu=share_gpu) as ranks:
+        with (
+            progress(f"attention on {num_devices} devices"),
+            Ranks(num_devices, backend=backend, timeout=120, share_gpu=share_gpu) as ranks,
+        ):
             answers: list[Answer] = ranks.run(run_on_rank, job, timeout=900)
     except RankError as error:
         if sweep.is_out_of_memory(error):

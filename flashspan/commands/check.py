@@ -9,9 +9,7 @@ flashspan check --preflight                                  links, overlap and 
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Literal, TypeAlias
 
@@ -26,7 +24,8 @@ from flashspan.context.layout import LAYOUTS
 from flashspan.context.strategy import STRATEGIES, ContextAttention
 from flashspan.kernels import promise
 from flashspan.kernels.masks import CAUSAL, EVERYTHING
-from flashspan.launch import Ranks, check_num_ranks, joined
+from flashspan.launch import Ranks, check_num_ranks, joined, send_to_parent
+from flashspan.progress import progress
 
 Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 """What commands offer; a test holds these to STRATEGIES, LAYOUTS and BOUNDS."""
@@ -124,17 +123,17 @@ def check(
     Example: flashspan check --ranks 4 --strategy ring --layout zigzag --tokens 1000
 
     Args:
-        ranks: how many ranks to spawn: at most 64, or 8 for each core.
-        strategy: one strategy; all of them unless given.
-        layout: one layout; all that fit unless given.
-        tokens: length of the whole sequence; need not divide by the ranks.
-        heads: query heads.
-        kv_heads: key and value heads.
-        head_dim: size of each head.
-        causal: each token sees only itself and those before it.
-        dtype: of q, k and v.
-        seed: of the random inputs.
-        share_gpu: all ranks on the first GPU, to develop and debug parallel code with one GPU.
+        ranks: Number of ranks to start: at most 64, or 8 per core.
+        strategy: Strategy of context parallelism; all by default.
+        layout: Assignment of tokens to ranks; all that fit by default.
+        tokens: Number of tokens in the whole sequence; it need not be divisible by the ranks.
+        heads: Number of query heads.
+        kv_heads: Number of key and value heads.
+        head_dim: Head size.
+        causal: Causal mask.
+        dtype: Dtype of q, k and v.
+        seed: Random seed for the inputs.
+        share_gpu: All ranks on the first GPU, for development and debugging.
     """
     if dtype not in BOUNDS:
         raise ValueError(f"dtype must be one of {', '.join(BOUNDS)}: got {dtype!r}")
@@ -169,8 +168,12 @@ def check(
             )
         what = f"{len(cases)} {'case' if len(cases) == 1 else 'cases'} on {ranks} ranks"
         backend = "nccl" if cuda and not share_gpu else "gloo"
-        with waiting(what), Ranks(ranks, backend=backend, timeout=120, share_gpu=share_gpu) as pool:
-            results = pool.run(run_on_rank, problem, "cuda" if cuda else "cpu", timeout=900)[0]
+        with (
+            progress(what, len(cases)) as line,
+            Ranks(ranks, backend=backend, timeout=120, share_gpu=share_gpu) as pool,
+        ):
+            given = (problem, "cuda" if cuda else "cpu", True)
+            results = pool.run(run_on_rank, *given, timeout=900, on_message=lambda _: line.advance())[0]
     if results:  # on rank 0 only
         print_table(problem, ranks, results)
     return 0 if all(result.passes(dtype, tokens) for result in results) else 1
@@ -190,21 +193,9 @@ def refuse_large_seed(seed: int) -> None:
         raise ValueError(f"a seed is a number of 64 bits, -2**63 to 2**64 - 1: got {seed}")
 
 
-@contextlib.contextmanager
-def waiting(what: str) -> Iterator[None]:
-    """On a terminal: what is being done, and for how long it has been."""
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    columns, console = (SpinnerColumn(), TextColumn(what), TimeElapsedColumn()), Console(stderr=True)
-    # Elsewhere it would leave an empty line.
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        bar.add_task(what)
-        yield
-
-
-def run_on_rank(problem: Problem, device_type: str) -> list[Result]:
-    """On a rank: every case, forward and backward. Rank 0 returns the errors, of the whole tensors; others nothing."""
+def run_on_rank(problem: Problem, device_type: str, counted: bool = False) -> list[Result]:
+    """On a rank: every case, forward and backward. Rank 0 returns the errors of the whole tensors, and with `counted`
+    sends a message to the parent after each case; other ranks return nothing."""
     device = here(device_type)
     inputs = problem.inputs(device)
     exact = truth(problem, inputs) if dist.get_rank() == 0 else None
@@ -215,6 +206,8 @@ def run_on_rank(problem: Problem, device_type: str) -> list[Result]:
         errors = compare(attend, problem, inputs, exact)
         if errors:
             results.append(Result(strategy, layout, *errors, transport))
+            if counted:
+                send_to_parent(len(results))
     return results
 
 

@@ -32,7 +32,7 @@ def draw(
     window: int | None = None,
     folder: str = ".",
 ) -> int:
-    """See a schedule before it runs: two pictures.
+    """Draw a schedule before it runs, as two pictures.
 
     The timeline of the schedule (compute, transfers and waiting of every rank) and who computes which part of the
     mask, as SVG.
@@ -40,14 +40,14 @@ def draw(
     Example: flashspan plan draw --ranks 8 --strategy helper --layout contiguous
 
     Args:
-        ranks: how many ranks share the sequence.
-        strategy: how keys and values travel between ranks.
-        layout: which rank holds which tokens.
-        sizes: nodes and ranks per node, for double_ring.
-        tokens: length of the whole sequence, at most 4096 for the picture of the mask.
-        causal: each token sees only itself and those before it.
-        window: each token sees this many tokens, itself included.
-        folder: where the pictures go.
+        ranks: Number of ranks that share the sequence.
+        strategy: Strategy of context parallelism.
+        layout: Assignment of tokens to ranks.
+        sizes: Number of nodes and of ranks per node, for double_ring.
+        tokens: Number of tokens in the whole sequence, at most 4096 for the picture of the mask.
+        causal: Causal mask.
+        window: Number of tokens that a query sees, its own included.
+        folder: Folder for the pictures.
     """
     if ranks < 1 or tokens < 1:
         raise ValueError(f"a schedule needs at least 1 rank and 1 token: got {ranks} ranks and {tokens} tokens")

@@ -36,7 +36,7 @@ from flashspan.bench.measure.links import (
 )
 from flashspan.bench.measure.memory import refuse_shared_gpu
 from flashspan.bench.measure.strategies import Layout, Strategy, over_all_ranks
-from flashspan.commands.check import BOUNDS, Dtype, Problem, Result, compare, truth, under_torchrun, waiting
+from flashspan.commands.check import BOUNDS, Dtype, Problem, Result, compare, truth, under_torchrun
 from flashspan.commands.verdict import Job, Planned, Report, judge, print_report, slow_links
 from flashspan.context.layout import LAYOUTS
 from flashspan.context.strategy import STRATEGIES, ContextAttention, context_parallel
@@ -46,6 +46,7 @@ from flashspan.kernels.masks import EVERYTHING
 from flashspan.launch import RankError, Ranks, SilentRank, check_num_ranks, joined, raise_user_error
 from flashspan.plan.devices import DEVICES, is_named, make_cluster
 from flashspan.plan.simulate import simulate
+from flashspan.progress import progress
 from flashspan.train.silent_ranks import report_silent_ranks
 
 PATIENCE = 60.0
@@ -71,12 +72,12 @@ def preflight(
     Example: torchrun --nproc-per-node 8 -m flashspan.check --preflight
 
     Args:
-        ranks: ranks to start; by default one for each GPU, or 4 on CPUs. Under torchrun, the ranks are torchrun's.
-        strategy: strategy to check.
-        layout: layout to check.
-        dtype: of q, k and v; by default bfloat16 on GPUs and float32 on CPUs.
-        transport: symmetric (copies between GPUs of one host), group (NCCL or gloo), or auto.
-        share_gpu: all ranks on the first GPU.
+        ranks: Number of ranks to start; by default one per GPU, or 4 on CPUs. Under torchrun, torchrun's.
+        strategy: Strategy of context parallelism.
+        layout: Assignment of tokens to ranks.
+        dtype: Dtype of q, k and v; by default bfloat16 on GPUs and float32 on CPUs.
+        transport: Transport: symmetric (copies between GPUs of one host), group (NCCL or gloo), or auto.
+        share_gpu: All ranks on the first GPU, for development and debugging.
     """
     for name, value, choices in (
         ("strategy", strategy, STRATEGIES),
@@ -111,7 +112,7 @@ def _start(job: Job, num_ranks: int, cuda: bool) -> Report:
         refuse_shared_gpu(num_ranks, 6 * MESSAGES * MESSAGE_BYTES["cuda"], "lower --ranks")
     backend = "nccl" if cuda and not job.share_gpu else "gloo"
     pool = Ranks(num_ranks, backend=backend, timeout=PATIENCE, share_gpu=job.share_gpu)
-    with waiting(f"preflight of {num_ranks} ranks"), pool:
+    with progress(f"preflight of {num_ranks} ranks"), pool:
         report: Report = pool.run(run_on_rank, job, "cuda" if cuda else "cpu", timeout=600)[0]
     return report
 
@@ -119,7 +120,7 @@ def _start(job: Job, num_ranks: int, cuda: bool) -> Report:
 def _join(job: Job) -> Report:
     with joined(timeout=PATIENCE) as device_type:
         first = dist.get_rank() == 0
-        with waiting(f"preflight of {dist.get_world_size()} ranks") if first else contextlib.nullcontext():
+        with progress(f"preflight of {dist.get_world_size()} ranks") if first else contextlib.nullcontext():
             return run_on_rank(job, device_type)
 
 

@@ -24,6 +24,7 @@ from flashspan.bench.report.plots import to_svg
 from flashspan.bench.report.tables import show_tables
 from flashspan.bench.suites.model import ATTENTIONS, Setting, Stepper, needed_bytes
 from flashspan.model import preset as find_preset
+from flashspan.progress import progress
 
 PARTS = ("attention scores", "attention scale and mask", "attention softmax", "attention values")
 FOLDER = Path("runs/profile")
@@ -134,7 +135,7 @@ def profile(
     device: str = "auto",
     folder: Path = FOLDER,
 ) -> int:
-    """Where the time of a step goes, by kernel and by part; with --memory, where its memory goes.
+    """Show where the time of a step goes, by kernel and by part; with --memory, where its memory goes.
 
     Profiles an inference and a training step with named ranges on every part, prints a summary that answers the usual
     questions, and writes traces for Perfetto (ui.perfetto.dev). The same ranges are NVTX: run it under nsys profile.
@@ -142,17 +143,17 @@ def profile(
     Example: flashspan profile --preset small --tokens 256
 
     Args:
-        preset: a model by name: tiny, small, medium, large, xl, 2.7B, ...
-        tokens: context length.
-        batch: samples.
-        dtype: float32, or a 16-bit one for autocast.
-        attention: plain (scores, softmax and values as parts) or flashspan (one fused kernel).
-        compiled: torch.compile the layers.
-        warmup: steps before the profiled one.
-        memory: draw the active memory over time instead, for inference and for a training step.
-        precision: print the mixed precision study instead.
-        device: auto, cpu or cuda.
-        folder: where traces and pictures go.
+        preset: Name of a model: tiny, small, medium, large, xl, 2.7B, ...
+        tokens: Context length.
+        batch: Number of samples.
+        dtype: Dtype: float32, or a 16-bit one for autocast.
+        attention: Attention: plain (scores, softmax and values as parts) or flashspan (one fused kernel).
+        compiled: torch.compile for the layers.
+        warmup: Number of steps before the profiled one.
+        memory: Pictures of the active memory over time instead, for inference and for a training step.
+        precision: Mixed-precision study instead, at fixed sizes.
+        device: Device type: auto, cpu or cuda.
+        folder: Folder for traces and pictures.
     """
     if memory and precision:
         raise ValueError("--memory and --precision are each shown instead of the times: got both; run one at a time")
@@ -161,7 +162,9 @@ def profile(
         given = (preset, tokens, batch, dtype, attention, compiled, warmup, folder)
         if given != ("tiny", 128, 4, "float32", "plain", False, 3, FOLDER):
             raise ValueError("--precision is a study of fixed sizes, which takes --device only: leave the others out")
-        show_tables(precisions.tables(place))
+        with progress("precision study"):
+            tables = precisions.tables(place)
+        show_tables(tables)
         return 0
     if attention not in ATTENTIONS:
         raise ValueError(f"attention must be one of {', '.join(ATTENTIONS)}: got {attention!r}")
@@ -187,8 +190,10 @@ def profile(
 def _summarise(setting: Setting, device: torch.device, folder: Path, stem: str) -> None:
     summaries = []
     for training in (False, True):
-        path = folder / f"{stem}-{'training' if training else 'inference'}.trace.json"
-        summaries.append(run_profile(setting, device, training=training, trace_path=path))
+        name = "training" if training else "inference"
+        path = folder / f"{stem}-{name}.trace.json"
+        with progress(f"profile of {name}, {setting.shape}"):
+            summaries.append(run_profile(setting, device, training=training, trace_path=path))
         print("\n".join(summaries[-1].words()))
         print(f"  Trace: {path}")
     one, two = (trace.share(s.kernels, "product", "attention") for s in summaries)
@@ -203,7 +208,8 @@ def _draw_memory(setting: Setting, device: torch.device, folder: Path, stem: str
     for training in (False, True):
         name = "training" if training else "inference"
         snapshot = folder / ("memory_snapshot.pickle" if training else "memory_snapshot_inference.pickle")
-        timeline = memory_timeline(setting, device, training=training, snapshot=snapshot)
+        with progress(f"memory of {name}, {setting.shape}"):
+            timeline = memory_timeline(setting, device, training=training, snapshot=snapshot)
         path = folder / f"{stem}-memory-{name}.svg"
         title = f"{setting.shape} {setting.dtype}: active memory, {name}"
         path.write_text(to_svg(memories.draw(timeline, title), title), encoding="utf-8")

@@ -32,6 +32,7 @@ from flashspan.launch import start_fork_server
 from flashspan.lock import LOCK, locked_folder
 from flashspan.model import preset
 from flashspan.process import die_with
+from flashspan.progress import progress
 
 from . import documents
 from .defaults import DEFAULT_PRESET, DEFAULT_SEQUENCE
@@ -64,22 +65,22 @@ def prepare(
     synthetic: int = 0,
     seed: int = 0,
 ) -> int:
-    """Turn text into train.bin and val.bin; after a kill, the same command goes on.
+    """Encode text as train.bin and val.bin; after an interruption, the same command continues.
 
     Each .txt file, each line of a .jsonl file that is not blank and each row of a .parquet file is a document. In
     .txt files CRLF becomes LF. Without inputs: the text in the package.
 
     Args:
-        inputs: .txt, .jsonl and .parquet files.
-        folder: where train.bin and val.bin go.
-        tokenizer: "bytes", "tales" (that of the text in the package), or the path of a tokenizer.json.
-        validation: the part of the tokens, from the end, that goes into val.bin.
-        field: the key of the text in a line of JSON, or its column.
-        dataset: a Hugging Face dataset, by name or a folder it was saved to, after the inputs.
-        split: of the dataset.
-        processes: how many encode side by side; 0 for one a core.
-        synthetic: make this many random tokens instead, for profiling.
-        seed: of the random tokens.
+        inputs: Files: .txt, .jsonl and .parquet.
+        folder: Folder for train.bin and val.bin.
+        tokenizer: "bytes", "tales" (the one of the text in the package), or the path of a tokenizer.json.
+        validation: Share of the tokens, from the end, that goes into val.bin.
+        field: Key of the text in a JSON line, or its column in a .parquet file.
+        dataset: Hugging Face dataset, by name or as a saved folder, added after the inputs.
+        split: Split of the dataset.
+        processes: Number of processes that encode; 0 for one per core.
+        synthetic: Number of random tokens to write instead of text, for profiling.
+        seed: Random seed for --synthetic.
     """
     if not folder.strip():  # which would be the current folder
         raise ValueError(f"folder must be the name of a folder: got {folder!r}; the default is 'data'")
@@ -242,11 +243,11 @@ def encode_parts(parts: Sequence[documents.Part], work: Path, tokenizer: str, fi
     todo = [(part, file) for part, file in zip(parts, files, strict=True) if not file.exists()]
     if len(todo) < len(parts):
         print(f"going on: {len(parts) - len(todo):,} of {len(parts):,} parts are there")
-    with _progress(sum(part.size for part in parts), sum(part.size for part, _ in todo)) as advance:
+    with progress("encoding parts", len(parts), completed=len(parts) - len(todo)) as line:
         if min(processes, len(todo)) <= 1:
             for part, file in todo:
                 encode_part(part, file, tokenizer, field)
-                advance(part.size)
+                line.advance()
             return files
         with _pool(min(processes, len(todo))) as pool:
             try:
@@ -258,7 +259,7 @@ def encode_parts(parts: Sequence[documents.Part], work: Path, tokenizer: str, fi
                     jobs = begun.result()
                 for job in as_completed(jobs):
                     job.result()
-                    advance(jobs[job].size)
+                    line.advance()
             except BrokenProcessPool as error:
                 raise OSError(
                     "a process that encodes was killed, for want of memory perhaps; the same command goes on with what "
@@ -368,17 +369,3 @@ def _begin(parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT, signal.SIGTERM])
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-
-
-@contextmanager
-def _progress(total: int, left: int) -> Iterator[Any]:
-    """A function to call with what is done; a bar where there is a terminal."""
-    if not sys.stdout.isatty():
-        yield lambda size: None
-        return
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("encoding"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns) as bar:
-        task = bar.add_task("encoding", total=total, completed=total - left)
-        yield lambda size: bar.advance(task, size)

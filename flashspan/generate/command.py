@@ -6,6 +6,7 @@ flashspan generate runs/tiny --prompt "One morning in March"
 from __future__ import annotations
 
 import codecs
+import contextlib
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,6 +25,7 @@ from flashspan.files import MAX_LINES_BYTES, read_bytes, read_json
 from flashspan.launch import RankError, Ranks, check_num_ranks, raise_user_error
 from flashspan.model import Llama, load_llama
 from flashspan.process import LONGEST
+from flashspan.progress import progress
 
 from .decode import decode
 from .sample import Sampling
@@ -56,19 +58,19 @@ def generate(
     Example: flashspan generate runs/tiny --prompt "One morning in March"
 
     Args:
-        folder: a training run, one of its checkpoints, or a Hugging Face folder.
-        prompt: the text to continue.
-        file: a file of prompts, one a line, in place of a prompt.
-        batch: how many prompts of a file are decoded at once; over several ranks it is one.
-        tokens: how many to add.
-        temperature: 0 always takes the likeliest token; 1 draws as the model believes.
-        top_k: draw from the k likeliest only; 0 for all.
-        top_p: draw from the likeliest that make up this much probability.
-        seed: of the draws, the same for every prompt of a file: each says what it would say alone.
-        ranks: devices (or CPU processes) that share the context, each holding a part of its keys and values.
-        tokenizer: "bytes", "tales" or a tokenizer.json; unless given, the one of the run or the folder.
-        device: cpu, cuda, or auto.
-        dtype: of the weights.
+        folder: Training run, one of its checkpoints, or a Hugging Face folder.
+        prompt: Text to continue.
+        file: File of prompts, one per line, instead of --prompt.
+        batch: Number of prompts of a file that are decoded together, on one rank; 8 by default.
+        tokens: Number of tokens to generate.
+        temperature: Sampling temperature; 0 always takes the most probable token.
+        top_k: Number of most probable tokens to sample from; 0 for all.
+        top_p: Probability mass of the most probable tokens to sample from.
+        seed: Random seed for sampling, the same for each prompt of a file.
+        ranks: Number of devices (or CPU processes) that split the context; each holds a part of the KV cache.
+        tokenizer: "bytes", "tales" or a tokenizer.json; by default the tokenizer of the run or of the folder.
+        device: Device type; auto: GPUs if there are enough.
+        dtype: Dtype of the weights.
     """
     sampling = Sampling(temperature, top_k, top_p)
     if tokens < 1 or (batch is not None and batch < 1):
@@ -129,8 +131,9 @@ def talk(
     """Continue each prompt, or `batch` of them at a time, and print it, one alone as it comes; on the ranks of a group
     together, a prompt at a time, and the first prints."""
     split = dist.is_initialized() and dist.get_world_size() > 1
-    model, coder, ends = load(folder, tokenizer, device=device, dtype=getattr(torch, dtype))
     silent = split and dist.get_rank() > 0
+    with contextlib.nullcontext() if silent else progress(f"reading {folder}"):
+        model, coder, ends = load(folder, tokenizer, device=device, dtype=getattr(torch, dtype))
     say = (lambda text: None) if silent else (lambda text: print(text, end="", flush=True))
     batch = 1 if split else batch
     attend = context_parallel(dist.group.WORLD, timeout=LONGEST) if split else None

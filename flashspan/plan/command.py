@@ -13,6 +13,7 @@ from typing import Any
 
 from flashspan.files import MAX_LINES_BYTES, make_folder, parse_json, read_bytes
 from flashspan.model import preset
+from flashspan.progress import progress
 
 from .calibrate import Measurement, calibrate
 from .devices import Cluster, Device, Link, is_named, make_cluster
@@ -51,21 +52,21 @@ def plan(
     Example: flashspan plan draw --ranks 8 --strategy helper --layout contiguous
 
     Args:
-        model: name of a model: tiny, small, ..., llama-3-8b.
-        tokens: tokens per sample.
-        batch: samples per step, over all devices.
-        devices: number of devices, at most a million.
-        device: type of device: H200, H200-NVL, H100, H100-NVL, H100-PCIe, H800, A100, B200, L40S, L40, RTX4090,
+        model: Name of a model: tiny, small, ..., llama-3-8b.
+        tokens: Tokens per sample.
+        batch: Samples per step, over all devices.
+        devices: Number of devices, at most a million.
+        device: Type of device: H200, H200-NVL, H100, H100-NVL, H100-PCIe, H800, A100, B200, L40S, L40, RTX4090,
             RTX4050, cpu-core, or a device in --table.
-        per_node: number of devices in a node.
-        link: link inside a node; default: the usual one of the device.
-        network: link between nodes.
-        precision: dtype of matmuls: float32, bfloat16 or float16; weights stay float32.
+        per_node: Number of devices per node.
+        link: Link inside a node; by default the usual one of the device.
+        network: Link between nodes.
+        precision: Dtype of matmuls: float32, bfloat16 or float16; weights stay float32.
         table: TOML file with more devices and links.
-        top: number of parallelism configs to show.
-        scale: also show the best parallelism config on 1 to 1,024 devices, with the batch in proportion.
-        folder: folder for SVG pictures: the best schedule's timeline, and with --scale the scaling curve.
-        calibrate: folder of rows measured on this device (bench model, bench collectives), for its speeds.
+        top: Number of parallelism configs to show.
+        scale: Best parallelism config on 1 to 1,024 devices too, with the batch in proportion.
+        folder: Folder for SVG pictures: the timeline of the best schedule, and with --scale the scaling curve.
+        calibrate: Folder of rows measured on this device (bench model, bench collectives), for its speeds.
     """
     if top < 1:
         raise ValueError(f"top must be 1 or more parallelism configs to show: got {top}")
@@ -73,7 +74,8 @@ def plan(
     run = Run(preset(model), batch, tokens, precision, fused_norms=not device.startswith("cpu"))
     if calibrate is not None:
         cluster = calibrated(cluster, calibrate)
-    answers = rank(run, cluster)
+    with progress(f"plan of {model} on {devices:,} devices"):
+        answers = rank(run, cluster)
     links = f"{cluster.inside.name} inside nodes of {per_node}, {cluster.between.name} between"
     samples = counted(batch, "sample")
     print(f"{model}, {samples} of {counted(tokens, 'token')}, on {devices} x {device} ({links})")
@@ -86,12 +88,14 @@ def plan(
         return 1
     else:
         print("No parallelism config fits: use more devices, fewer tokens or samples, or a smaller model.")
-    most, parallel = longest(run, cluster)
+    with progress("longest context"):
+        most, parallel = longest(run, cluster)
     if parallel is None:
         print(f"Longest context at {samples}: not even 1,024 tokens fit.")
     else:
         print(f"Longest context at {samples}: {most:,} tokens ({parallel}).")
-    points = scaling(run, cluster) if scale else []
+    with progress("scaling"):
+        points = scaling(run, cluster) if scale else []
     if points:
         show_scaling(points, run, cluster)
     if folder is not None and answers:

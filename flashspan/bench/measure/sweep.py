@@ -29,6 +29,7 @@ import torch
 
 from flashspan.bench.measure import record
 from flashspan.bench.measure.record import OUT_OF_MEMORY, Row
+from flashspan.progress import progress
 
 START = "spawn"
 """How processes begin: with nothing of ours, so that a device we have touched is untouched there."""
@@ -98,9 +99,6 @@ def run(
     attempt: Callable[[Job], list[Row]] | None = None,
 ) -> Outcome:
     """Measure what the file does not hold yet (or everything, `again`); after `seconds` begin no further job."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
     attempt = attempt or attempt_here
     todo = list(jobs) if again else left(jobs, path)
     known = {row.key: row for row in record.read(path)} if path.exists() else {}
@@ -109,16 +107,12 @@ def run(
     wanted = {row.key for job in jobs for row in job.expected}
     total, missing, done = sum(job.num_in_turns for job in jobs), sum(job.num_in_turns for job in todo), 0
     spent: dict[str, float] = defaultdict(float)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console()
-    # In a file a bar that goes away again would leave an empty line.
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(title, total=total, completed=total - missing)
+    with progress(title, total, completed=total - missing) as line:
         for job in todo:
             started = time.monotonic()
             if seconds is not None and started - begin > seconds:
                 break
-            bar.update(task, description=job.name)
+            line.show(job.name)
             try:
                 rows = attempt(job)
             except OutOfTime:
@@ -129,8 +123,8 @@ def run(
             done += job.num_in_turns
             failed = {(row.impl, row.status): row for row in reversed(rows) if not row.ok}
             for row in reversed(failed.values()):
-                console.print(f"{name_of(row)}: {row.status}", markup=False, highlight=False, soft_wrap=True)
-            bar.advance(task, job.num_in_turns)
+                line.print(f"{name_of(row)}: {row.status}")
+            line.advance(job.num_in_turns)
     about = [row for key, row in known.items() if key in wanted]
     return Outcome(about, done, missing - done, total - missing, dict(spent))
 

@@ -58,7 +58,7 @@ def bench_masks(folder: Path = Path("docs/patterns")) -> int:
     """Draw the ready masks, one picture each, for docs/sparse.md.
 
     Args:
-        folder: where the pictures go.
+        folder: Folder for the pictures.
     """
     for path in draw(make_folder(folder, "the folder")):
         print(path)

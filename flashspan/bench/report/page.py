@@ -125,9 +125,9 @@ def report(folder: Path = record.FOLDER, *, output: Path | None = None, figures:
     Example: flashspan bench context --quick && flashspan report
 
     Args:
-        folder: where the rows are.
-        output: the file to write; FOLDER/report.html unless given.
-        figures: a folder for the figures as SVG files, too.
+        folder: Folder of the rows.
+        output: File to write; FOLDER/report.html by default.
+        figures: Folder for the figures as separate SVG files.
     """
     rows, left_out = read(folder)
     path = output or folder / "report.html"

@@ -23,6 +23,7 @@ from flashspan.bench.measure.clock import percentiles
 from flashspan.bench.report import plots, speed
 from flashspan.bench.report.tables import Table, show_tables
 from flashspan.kernels.masks import Mask, count
+from flashspan.progress import progress
 
 PATH = Path("docs/benchmarks/attention.csv")
 
@@ -277,20 +278,17 @@ def bench_attention(
     Example: flashspan bench attention --shapes 1,32,8,8192,128,causal --only flashspan sdpa-cudnn
 
     Args:
-        quick: the first two shapes only.
-        shapes: batch,heads,key heads,tokens,head size,pattern each; the pattern is full, causal, "window W" or
+        quick: First two shapes only.
+        shapes: Shapes, each batch,heads,key heads,tokens,head size,pattern; the pattern is full, causal, "window W" or
             "documents N".
-        only: these implementations.
-        page: write docs/benchmarks/attention.md, its plot and the README's picture from the rows instead of measuring.
+        only: Implementations to measure; all by default.
+        page: Page and plot in docs/benchmarks from the recorded rows, without measuring.
     """
     if page and (quick or shapes or only):
         raise ValueError("--page writes the page of all recorded rows: leave --quick, --shapes and --only out")
     if page:
         write()
         return 0
-    from rich.console import Console
-    from rich.progress import track
-
     if quick and shapes:
         raise ValueError("--quick measures the first two shapes, --shapes those named: got both; leave one out")
     chosen = [Shape.parse(words) for words in shapes] or list(SHAPES[:2] if quick else SHAPES)
@@ -300,19 +298,23 @@ def bench_attention(
     if not torch.cuda.is_available():
         raise ValueError("bench attention needs a CUDA device and none is present; `flashspan check` runs anywhere")
     where = record.environment(torch.device("cuda"))
-    console = Console()
     rows: list[record.Row] = []
-    for shape in track(chosen, description="shapes", console=console):
-        for name, make in implementations(shape).items():
-            if only and name not in only:
-                continue
+    cases = [
+        (shape, name, make)
+        for shape in chosen
+        for name, make in implementations(shape).items()
+        if not only or name in only
+    ]
+    with progress("bench attention", len(cases)) as line:
+        for shape, name, make in cases:
+            line.show(f"{name}, {shape}")
             try:
                 measured = measure(shape, name, make(), where)
+                record.append(measured, PATH)
+                rows += measured
             except (RuntimeError, torch.cuda.OutOfMemoryError) as error:
-                console.print(f"{name} on {shape}: {str(error).splitlines()[0]}")
-                continue
-            record.append(measured, PATH)
-            rows += measured
+                line.print(f"{name} on {shape}: {str(error).splitlines()[0]}")
+            line.advance()
     show_tables([table(rows)], f"{len(rows)} rows appended to {PATH}")
     return 0
 

@@ -131,11 +131,11 @@ def bench_collectives(
     """Latency and bandwidth of each primitive by size, and the fit that the planner uses.
 
     Args:
-        ranks: the numbers of ranks.
-        sizes: bytes that a rank puts in; multiples of 4.
-        repeats: timed runs of each.
-        folder: where the rows go.
-        again: measure what is there, too.
+        ranks: Numbers of ranks.
+        sizes: Bytes that each rank contributes; multiples of 4.
+        repeats: Number of timed runs.
+        folder: Folder for the rows.
+        again: Measure again what the folder already holds.
     """
     if not ranks or min(ranks) < 2 or max(ranks) > 64:
         raise ValueError(f"collectives need 2 to 64 ranks: got {' '.join(map(str, ranks)) or 'none'}")

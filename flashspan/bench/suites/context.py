@@ -248,20 +248,19 @@ def bench_context(
     it measures only what is missing. `flashspan report` makes a page of it.
 
     Args:
-        quick: six of the strategies and layouts and, unless given, a smaller model on 1 and 2 ranks; two minutes on
-            two cores.
-        ranks: the numbers of ranks, each 1 to 8; unless given 1 2 4 8, with --quick 1 2.
-        tokens: length of the whole sequence; unless given 4096, with --quick 1024.
-        preset: a model by name, for instance llama-2-7b or llama-3.2-1b, vocabulary and all, in place of the four
-            sizes below.
-        width: of the model; unless given 512, with --quick 256.
-        layers: of the model; unless given 4, with --quick 2.
-        heads: query heads; unless given 8.
-        kv_heads: key and value heads; unless given 2.
-        dtype: float32, or bfloat16 or float16 for autocast.
-        repeats: timed steps of each; unless given 5, with --quick 3.
-        folder: where the rows go.
-        again: measure what is there, too.
+        quick: Six of the strategies and layouts and, by default, a smaller model on 1 and 2 ranks; two minutes on two
+            cores.
+        ranks: Numbers of ranks, each 1 to 8; by default 1 2 4 8, with --quick 1 2.
+        tokens: Number of tokens in the whole sequence; by default 4096, with --quick 1024.
+        preset: Name of a model, such as llama-2-7b or llama-3.2-1b, instead of the four sizes below.
+        width: Hidden size; by default 512, with --quick 256.
+        layers: Number of layers; by default 4, with --quick 2.
+        heads: Number of query heads; by default 8.
+        kv_heads: Number of key and value heads; by default 2.
+        dtype: Dtype: float32, or bfloat16 or float16 for autocast.
+        repeats: Number of timed steps; by default 5, with --quick 3.
+        folder: Folder for the rows.
+        again: Measure again what the folder already holds.
     """
     usual = QUICK if quick else FULL
     ranks = usual["ranks"] if ranks is None else ranks

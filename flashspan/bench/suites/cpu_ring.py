@@ -20,6 +20,7 @@ from flashspan.bench.measure.clock import check_repeats, timed
 from flashspan.bench.measure.memory import peak_of
 from flashspan.context.strategy import context_parallel
 from flashspan.launch import Ranks, check_num_ranks
+from flashspan.progress import progress
 
 MIB = 2**20
 
@@ -100,16 +101,16 @@ def bench_cpu_ring(
     """A ring of CPU ranks against PyTorch's own ring with the same operator: time, memory and the difference.
 
     Args:
-        tokens: length of the sequence.
-        heads: query heads, and key and value heads.
-        head_dim: head size.
-        ranks: processes on this machine.
-        repeats: runs of each.
-        head_chunks: parts in which heads are sent; what context_parallel chooses unless given.
+        tokens: Number of tokens in the sequence.
+        heads: Number of query heads, and of key and value heads.
+        head_dim: Head size.
+        ranks: Number of processes on this machine.
+        repeats: Number of runs.
+        head_chunks: Number of parts in which heads are sent; by default chosen by context_parallel.
     """
     check_repeats(1, tokens=tokens, heads=heads, head_dim=head_dim, repeats=repeats)
     check_num_ranks(ranks, "ranks")
-    with Ranks(ranks, timeout=300) as pool:
+    with progress("bench cpu-ring"), Ranks(ranks, timeout=300) as pool:
         answers = pool.run(
             compare,
             tokens,

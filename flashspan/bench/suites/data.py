@@ -27,9 +27,8 @@ from flashspan.bench.measure.record import Row
 from flashspan.bench.report.tables import Table, make, show_tables
 from flashspan.bench.suites.data_contenders import CONTENDERS, SIZES, SPLIT_BY, WINDOW, prepare
 from flashspan.launch import Ranks
-from flashspan.parallel import (
-    DataParallel,
-)
+from flashspan.parallel import DataParallel
+from flashspan.progress import progress
 
 LENGTH = 128
 PROFILED = 3  # steps, apart from those that are timed: a profiler slows the host down
@@ -106,7 +105,9 @@ def measure_ranks(
     Times are a step's, the slowest rank's; memory is rank 0's.
     """
     names = fitting(names, num_ranks, sizes)
-    with Ranks(num_ranks, backend="nccl" if device_type == "cuda" else "gloo", timeout=300) as ranks:
+    backend = "nccl" if device_type == "cuda" else "gloo"
+    title = f"{len(names)} strategies on {num_ranks} ranks"
+    with progress(title), Ranks(num_ranks, backend=backend, timeout=300) as ranks:
         results = ranks.run(_take_turns, names, sizes, batch, length, window, rounds, device_type, timeout=1800)
     shape = shape_of(sizes, window, batch, length)
     where = record.environment(torch.device(device_type))
@@ -224,17 +225,17 @@ def bench_data(
     go to FOLDER/data.jsonl.
 
     Args:
-        ranks: the numbers of ranks, each 1 to 8.
-        rounds: timed steps of each.
-        batch: sequences per rank.
-        tokens: of each sequence.
-        width: of the model.
-        layers: of the model.
-        heads: query heads.
-        kv_heads: key and value heads.
-        window: how many keys a query of hybrid sees.
-        only: the strategies to measure.
-        folder: where the rows go.
+        ranks: Numbers of ranks, each 1 to 8.
+        rounds: Number of timed steps.
+        batch: Sequences per rank.
+        tokens: Tokens per sequence.
+        width: Hidden size.
+        layers: Number of layers.
+        heads: Number of query heads.
+        kv_heads: Number of key and value heads.
+        window: Number of keys that a query of hybrid sees.
+        only: Strategies to measure.
+        folder: Folder for the rows.
     """
     unknown = [name for name in only if name not in CONTENDERS]
     if unknown or not only:

@@ -69,8 +69,8 @@ def bench_host(*, calls: int = 100, device: str = "") -> int:
     """What one call of attention costs the host, in microseconds: this library and PyTorch.
 
     Args:
-        calls: calls in a round.
-        device: cuda or cpu; a GPU where there is one unless given.
+        calls: Number of calls per round.
+        device: Device type, cuda or cpu; by default a GPU if there is one.
     """
     check_repeats(1, calls=calls)
     where = default_device(device)

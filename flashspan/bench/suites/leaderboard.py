@@ -42,8 +42,8 @@ def bench_leaderboard(*, rep: int = 10000, warmup: int = 1000) -> int:
     """The course's leaderboard test, as it stands: compiled, 16 heads of 64 over 16,384 tokens, causal.
 
     Args:
-        rep: milliseconds to measure for, each of two ways.
-        warmup: milliseconds to warm up for.
+        rep: Milliseconds of measurement, for each of two ways.
+        warmup: Milliseconds of warm-up.
     """
     check_repeats(1, rep=rep)
     check_repeats(0, warmup=warmup)

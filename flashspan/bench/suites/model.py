@@ -232,18 +232,18 @@ def bench_model(
     Example: flashspan bench model --presets small medium --tokens 128 256 --compiled
 
     Args:
-        presets: models by name: tiny, small, medium, large, xl, 2.7B, llama-3.2-1b, ...
-        tokens: context lengths.
-        batch: samples per step.
-        dtypes: float32, and bfloat16 for autocast.
-        attentions: flashspan, or plain (scores, softmax, product).
-        compiled: with torch.compile too, beside eager.
-        warmups: steps before those measured.
-        steps: measured steps.
-        forward_only: inference alone, which fits where a training step does not.
-        device: auto, cpu or cuda.
-        folder: where the rows go.
-        again: measure what is there, too.
+        presets: Names of models: tiny, small, medium, large, xl, 2.7B, llama-3.2-1b, ...
+        tokens: Context lengths.
+        batch: Samples per step.
+        dtypes: Dtypes: float32, and bfloat16 for autocast.
+        attentions: Attention: flashspan, or plain (scores, softmax, values).
+        compiled: With torch.compile too.
+        warmups: Numbers of steps before the measured ones.
+        steps: Number of measured steps.
+        forward_only: Inference only, for models whose training step does not fit.
+        device: Device type: auto, cpu or cuda.
+        folder: Folder for the rows.
+        again: Measure again what the folder already holds.
     """
     place = record.find_device(device)
     if not presets:

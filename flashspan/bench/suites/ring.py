@@ -27,6 +27,7 @@ from flashspan.bench.measure.memory import refuse_shared_gpu
 from flashspan.bench.measure.strategies import Layout, Strategy, over_all_ranks
 from flashspan.bench.report import plots
 from flashspan.launch import Ranks, check_num_ranks
+from flashspan.progress import progress
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -121,16 +122,16 @@ def bench_ring(
     Example: flashspan bench ring --ranks 2 --share-gpu
 
     Args:
-        ranks: how many ranks to start.
-        tokens: tokens of each rank.
-        heads: query heads.
-        kv_heads: key and value heads.
-        head_dim: size of each head.
-        causal: each token sees only itself and those before it.
-        strategy: how keys and values travel between ranks.
-        layout: which rank holds which tokens.
-        share_gpu: all ranks on the first GPU.
-        folder: folder for the rows and the picture.
+        ranks: Number of ranks to start.
+        tokens: Tokens per rank.
+        heads: Number of query heads.
+        kv_heads: Number of key and value heads.
+        head_dim: Head size.
+        causal: Causal mask.
+        strategy: Strategy of context parallelism.
+        layout: Assignment of tokens to ranks.
+        share_gpu: All ranks on the first GPU, for development and debugging.
+        folder: Folder for the rows and the picture.
     """
     check_num_ranks(ranks, "bench ring")
     shape = Shape(strategy, layout, tokens, heads, kv_heads, head_dim, causal)
@@ -139,7 +140,8 @@ def bench_ring(
     elif torch.cuda.device_count() < ranks:
         raise ValueError(f"bench ring needs a GPU for each of {ranks} ranks: found {torch.cuda.device_count()}; "
                          f"--share-gpu puts all on one")  # fmt: skip
-    with Ranks(ranks, backend="gloo" if share_gpu else "nccl", timeout=120, share_gpu=share_gpu) as pool:
+    backend = "gloo" if share_gpu else "nccl"
+    with progress("bench ring"), Ranks(ranks, backend=backend, timeout=120, share_gpu=share_gpu) as pool:
         profiles: list[dict[str, PassProfile]] = pool.run(run_on_rank, shape, timeout=300)
     named = [(rank, kind, profile) for rank, both in enumerate(profiles) for kind, profile in both.items()]
     where = record.environment(torch.device("cuda"))

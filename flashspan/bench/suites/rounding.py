@@ -53,8 +53,8 @@ def bench_rounding(*, tokens: int = 8192, device: str = "") -> int:
     """The error of a bfloat16 output, by how much of a row's weight a few keys have: this library and PyTorch.
 
     Args:
-        tokens: queries and keys.
-        device: cuda or cpu; a GPU where there is one unless given.
+        tokens: Number of queries and keys.
+        device: Device type, cuda or cpu; by default a GPU if there is one.
     """
     where = default_device(device)
     for head_dim, pattern in ((64, "full"), (128, "causal")):

@@ -149,19 +149,19 @@ def bench_single_device_ring(
     """Kernel time of a ring on one device: the steps of all ranks one after another, against one call.
 
     Args:
-        tokens: length of the sequence.
-        heads: query heads.
-        kv_heads: key and value heads.
-        head_dim: head size.
-        ranks: ranks whose steps are run.
-        repeats: runs of each, of which the median counts.
-        strategy: schedule of the steps.
-        layout: which rank has which tokens.
-        step: one step of a ring in place of all ranks' steps.
-        full: a full mask in place of a causal one.
-        dtype: dtype of q, k and v.
-        backend: kernels to use.
-        device: cuda or cpu; a GPU where there is one unless given.
+        tokens: Number of tokens in the sequence.
+        heads: Number of query heads.
+        kv_heads: Number of key and value heads.
+        head_dim: Head size.
+        ranks: Number of ranks whose steps are run.
+        repeats: Number of runs, of which the median counts.
+        strategy: Schedule of the steps.
+        layout: Assignment of tokens to ranks.
+        step: One step of a ring instead of all ranks' steps.
+        full: Full mask instead of a causal one.
+        dtype: Dtype of q, k and v.
+        backend: Kernels to use.
+        device: Device type, cuda or cpu; by default a GPU if there is one.
     """
     check_repeats(1, tokens=tokens, heads=heads, kv_heads=kv_heads, head_dim=head_dim, ranks=ranks, repeats=repeats)
     where = default_device(device)

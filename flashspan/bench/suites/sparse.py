@@ -128,6 +128,7 @@ def window_cases() -> list[Callable[[], Case]]:
     return [partial(window, 1024, T, 128) for T in (8192, 16384, 32768, 65536, 131072, 262144)]
 
 
+Chosen: TypeAlias = Literal["hopper", "seed", "sweep", "window", "build", "all"]
 CASES: dict[str, Callable[[], list[Callable[[], Case]]]] = {
     "hopper": hopper_cases,
     "seed": seed_cases,
@@ -373,21 +374,17 @@ def plot(rows: list[record.Row], path: Path) -> bool:
     return True
 
 
-def bench_sparse(
-    *,
-    rows: Literal["hopper", "seed", "sweep", "window", "build", "all"] | None = None,
-    others: bool = True,
-    page: bool = False,
-) -> int:
+def bench_sparse(*, rows: Chosen | None = None, others: bool = True, page: bool = False) -> int:
     """Block-sparse attention beside compiled FlexAttention, dense attention and PyTorch's with the mask as a tensor.
 
     Rows are appended to docs/benchmarks/sparse.csv (those of build to masks.jsonl beside it) and printed.
 
     Args:
-        rows: hopper, five sparse masks at 16k and 32k tokens; seed, seven at 128 to 4096; sweep, 128 to 64k tokens and
-            0 to 98 % of the blocks left out; window, 8k to 256k tokens; build, how long masks take to make; or all.
-        others: FlexAttention, dense, causal and PyTorch's as well, up to 32k tokens; compiling them takes longest.
-        page: write docs/benchmarks/sparse.md and its plot from the rows instead of measuring.
+        rows: Rows to measure: hopper (the default), five sparse masks at 16k and 32k tokens; seed, seven at 128 to
+            4096; sweep, 128 to 64k tokens and 0 to 98 % of the blocks left out; window, 8k to 256k tokens; build, the
+            time to build masks; or all.
+        others: FlexAttention, dense, causal and PyTorch's attention too, up to 32k tokens.
+        page: Page and plot in docs/benchmarks from the recorded rows, without measuring.
     """
     if page and (rows is not None or not others):
         raise ValueError("--page writes the page of all recorded rows: leave --rows and --no-others out")

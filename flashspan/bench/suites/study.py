@@ -301,13 +301,13 @@ def bench_study(
     flash: batch 1, causal, bfloat16 and float32; our kernels and plain attention; forward, backward, both.
 
     Args:
-        which: eager or flash.
-        lengths: sequence lengths; all of the study on a GPU, 256 and 1024 on a CPU, unless given.
-        head_dims: head sizes.
-        repeats: passes of the eager study; 100 unless given.
-        device: auto, cpu or cuda.
-        folder: where the rows go.
-        again: measure what is there, too.
+        which: Study: eager or flash.
+        lengths: Sequence lengths; by default all of the study on a GPU, 256 and 1024 on a CPU.
+        head_dims: Head sizes.
+        repeats: Number of passes of the eager study; 100 by default.
+        device: Device type: auto, cpu or cuda.
+        folder: Folder for the rows.
+        again: Measure again what the folder already holds.
     """
     place = record.find_device(device)
     if not lengths:

@@ -352,10 +352,10 @@ def bench_training(
     Appends rows to docs/benchmarks/trainer.csv and writes the page next to it. About 3 minutes on an H200.
 
     Args:
-        part: parts to measure; all unless given.
-        file: file that rows are appended to; docs/benchmarks/trainer.csv unless given, none with --tiny.
-        profile: show which kernels a step's time goes to.
-        tiny: a tiny model and short sequences, to see whether the benchmark runs; on the CPU too.
+        part: Parts to measure; all by default.
+        file: File that rows are appended to; by default docs/benchmarks/trainer.csv, none with --tiny.
+        profile: Time of a step by kernel.
+        tiny: Tiny model and short sequences, to test the benchmark itself; on the CPU too.
     """
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cpu" and not tiny:
