@@ -61,7 +61,7 @@ def test_a_failure_is_an_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 
 def test_float32_is_allowed_what_the_readme_promises() -> None:
-    promise = re.search(r"\((\S+) of float64 forward, (\S+) in gradients\)", (ROOT / "README.md").read_text())
+    promise = re.search(r"float32 .*? (\S+) forward and (\S+) in gradients", (ROOT / "README.md").read_text())
     assert promise is not None
     assert BOUNDS["float32"] == (float(promise[1]), float(promise[2])) == (1e-6, 1e-5)
 

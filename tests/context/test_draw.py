@@ -53,7 +53,7 @@ def test_a_block_map_is_drawn_like_any_mask() -> None:
 
 def test_a_mask_too_large_to_draw_is_refused() -> None:
     visibility = Visibility(place("contiguous", 5000, 2), CAUSAL)
-    with pytest.raises(ValueError, match="got 5000 tokens; draw 4096 or fewer"):
+    with pytest.raises(ValueError, match=r"5000 .* 4096"):
         draw_ownership(generators.ring(visibility), visibility)
 
 

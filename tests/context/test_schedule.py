@@ -261,5 +261,5 @@ def test_bad_sizes_are_refused() -> None:
     visibility = Visibility(place("contiguous", 64, 8), CAUSAL)
     with pytest.raises(ValueError, match=r"product is the number of ranks: got \(3, 2\) for 8 ranks"):
         generators.double_ring(visibility, (3, 2))
-    with pytest.raises(ValueError, match="1 or more chunks: got 0"):
+    with pytest.raises(ValueError, match=r"num_chunks .* got 0"):
         generators.in_chunks(generators.ring(visibility), 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -256,14 +257,14 @@ def test_a_device_is_calibrated_by_its_own_rows_only(
     (tmp_path / "rows.jsonl").write_text(json.dumps(model if what == "model" else link_row(measured)))
     words = ["plan", "tiny", "--tokens", "64", "--devices", "1", "--device", planned, "--calibrate", str(tmp_path)]
     assert main(words) == (0 if accepted else 2)
-    message = f"the planned device, {planned}: the rows in {tmp_path} are of {measured}; measure on {planned}"
-    assert (message in capsys.readouterr().err) != accepted
+    said = capsys.readouterr().err
+    assert all(fact in said for fact in (f"{planned}:", str(tmp_path), f"of {measured};")) != accepted
 
 
 def test_transfers_of_another_device_than_the_models_are_refused(tmp_path: Path) -> None:
     model = {"what": "model", "status": "ok", "device": "NVIDIA H100"}
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, (model, link_row("x86_64, 2 cores")))))
-    with pytest.raises(ValueError, match="several devices, NVIDIA H100, x86_64, 2 cores: use one folder per device"):
+    with pytest.raises(ValueError, match="several devices, NVIDIA H100, x86_64, 2 cores"):
         calibrated(make_cluster("H100", 8), tmp_path)
 
 
@@ -405,8 +406,9 @@ def test_partly_used_nodes_start_equally_many_ranks(devices: int, start: str) ->
 
 def test_the_trainer_takes_the_command_of_every_parallel_config() -> None:
     run, cluster = Run(preset("llama-3.2-1b"), 16, 65536, "bfloat16"), make_cluster("H100", 32, per_node=4)
-    seen = set()
-    for parallel in parallel_configs(run, cluster):
+    seen, configs = set(), list(parallel_configs(run, cluster))
+    one_of_each = {(c.strategy, c.layout, c.recompute, c.sharded_optimizer): c for c in configs if c.context > 1}
+    for parallel in [*one_of_each.values(), *random.Random(0).sample(configs, 10)]:
         command = train_command("llama-3.2-1b", run, parallel, 4)
         start = "torchrun --nnodes 8 --nproc-per-node 4 -m flashspan.train "
         assert command.startswith(start)

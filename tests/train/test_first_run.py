@@ -65,7 +65,7 @@ def test_the_tokenizer_fits_the_first_model_and_loses_nothing() -> None:
 def test_the_first_command_says_what_it_is_about_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("flashspan.train.run._start", lambda config, num_ranks, report: "done")
+    monkeypatch.setattr("flashspan.train.run._start", lambda *_: "done")
     folder = tmp_path / "run"
     config = parse([f"--checkpoint.folder={folder}", "--parallel.device=cpu"])
     assert train(config) == 0

@@ -167,7 +167,7 @@ def test_ranks_that_the_memory_cannot_hold_are_refused(
 ) -> None:
     config = config_of("--parallel.data=2", "--parallel.context=2")
     need = estimate.estimate(config, 4).peak + estimate.PROCESS_BYTES
-    monkeypatch.setattr(run, "_start", lambda config, num_ranks: DONE)
+    monkeypatch.setattr(run, "_start", lambda *_: DONE)
     monkeypatch.setattr(estimate, "available_bytes", lambda: 4 * need - 1)
     with pytest.raises(ValueError, match=r"4 of about .* GiB each need .* GiB, and .* are available; use fewer ranks"):
         train(config)
@@ -176,7 +176,7 @@ def test_ranks_that_the_memory_cannot_hold_are_refused(
     assert "  peak  " in capsys.readouterr().out  # the dry run shows first what is refused
     assert not Path(config.checkpoint.folder).exists()
     with monkeypatch.context() as joined:  # ranks of a launcher that does not say how many are here
-        joined.setattr(run, "_join", lambda config: DONE)
+        joined.setattr(run, "_join", lambda *_: DONE)
         for name, value in (("RANK", "0"), ("WORLD_SIZE", "4")):
             joined.setenv(name, value)
         assert train(config) == 0

@@ -24,7 +24,7 @@ FUSED = ("flash", "fmha", "scaled_dot_product", "sdpa")
 # Our attention kernels: those that multiply, and those that prepare, repair and finish for them.
 PASSES = ("forward", "backward", "keys", "queries", "repair")
 OURS = {f"{kind}{word}_kernel" for kind in ("", "sparse_", "lists_") for word in PASSES}
-OURS |= {f"{word}_kernel" for word in ("finer", "delta", "rows", "cast")}
+OURS |= {f"{word}_kernel" for word in ("finer", "delta", "rows", "cast", "split", "combine")}
 INSIDE = r"\b\w+(?:Functor\w*|Ops|_kernel\w*|_cuda)\b"
 GENERAL = ("BinaryFunctor", "AUnaryFunctor", "BUnaryFunctor", "gpu_kernel_impl", "gpu_kernel_impl_nocast")
 WIRE = ("nccl", "gloo", "c10d::", "record_param_comms")

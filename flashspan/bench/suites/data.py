@@ -34,8 +34,8 @@ LENGTH = 128
 PROFILED = 3  # steps, apart from those that are timed: a profiler slows the host down
 MIB = 2**20
 WIRE = (
-    "wire ms and hidden: on the CPU, of those that reduce gradients by DataParallel (naive to bucketed, sharded "
-    "optimizer, context) that reduction alone, and the part of it before backward ended; of the others, and of all on "
+    "communication ms and hidden: on the CPU, of those that reduce gradients by DataParallel (naive to bucketed, "
+    "sharded optimizer, context) that reduction alone, and the part of it before backward ended; of the others, and of all on "
     "GPUs, every collective of a profiled step, waiting included, and the part in which the rank also computed. "
     "The two kinds of hidden do not compare."
 )
@@ -193,7 +193,7 @@ def table(rows: Sequence[Row]) -> Table:
             "/ best": lambda row: row.p50_ms / best,
             "p20": lambda row: row.p20_ms,
             "p80": lambda row: row.p80_ms,
-            "wire ms": more("communication_ms"),
+            "communication ms": more("communication_ms"),
             "hidden": more("hidden"),
             "parameters": more("parameters_mib"),
             "gradients": more("gradients_mib"),

@@ -17,6 +17,7 @@ from torch import Tensor
 from flashspan import attention, masks
 from flashspan.bench.measure import record
 from flashspan.bench.measure.clock import default_device
+from flashspan.bench.measure.memory import free_bytes
 from flashspan.bench.suites.attention import Attend, Shape, implementations
 
 SHARP = (1.0, 2.0, 4.0, 8.0)
@@ -49,6 +50,18 @@ def errors(shape: Shape, attend: Attend, device: torch.device) -> str:
     return "".join(f"{error * 1e3:8.3f}" for error in found)
 
 
+def check_tokens(tokens: int, device: torch.device) -> None:
+    """ValueError for numbers of tokens whose float32 inputs and output do not fit in memory."""
+    if tokens < 1:
+        raise ValueError(f"--tokens must be 1 or more: got {tokens}")
+    needed, free = 4 * 4 * 2 * 128 * tokens, free_bytes(device.type)  # 4 tensors, 4 bytes, 2 heads of 128
+    if free is not None and needed > free:
+        raise ValueError(
+            f"bench rounding must fit in memory: {tokens} tokens need {needed / 2**30:,.1f} GiB, "
+            f"and {free / 2**30:,.1f} are there; use fewer --tokens"
+        )
+
+
 def bench_rounding(*, tokens: int = 8192, device: str = "") -> int:
     """The error of a bfloat16 output, by how much of a row's weight a few keys have: this library and PyTorch.
 
@@ -57,6 +70,7 @@ def bench_rounding(*, tokens: int = 8192, device: str = "") -> int:
         device: Device type, cuda or cpu; by default a GPU if there is one.
     """
     where = default_device(device)
+    check_tokens(tokens, where)
     for head_dim, pattern in ((64, "full"), (128, "causal")):
         shape = Shape(1, 2, 2, tokens, head_dim, pattern)
         print(f"{shape}, error in 1e-3; q times " + ", ".join(f"{sharp:g}" for sharp in SHARP))
