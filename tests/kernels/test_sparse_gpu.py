@@ -7,12 +7,13 @@ import time
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.kernels.test_blocks import lift, random_mask, softmax_attention
 from torch import Tensor
 
 from flashspan import attention, explain, masks
 from flashspan.kernels.masks import Blocks, dense
 from tests.kernels.cases import FORWARD_BOUND, GRADIENT_BOUND
+from tests.kernels.masks.cases import lift, random_mask
+from tests.kernels.masks.test_blocks import softmax_attention
 from tests.kernels.test_gpu import inputs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]

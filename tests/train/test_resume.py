@@ -782,9 +782,7 @@ def run_on_a_slow_disk(config: TrainConfig, call: str) -> tuple[str, int]:
         while meetings.acquire(blocking=False):
             pass
         calls.append(call)
-        assert all(meetings.acquire(timeout=20) for _ in range(3)), (
-            "ranks wait for the disk"
-        )
+        assert all(meetings.acquire(timeout=20) for _ in range(3)), "ranks wait for the disk"
         return real(*args, **options)
 
     with (

@@ -9,7 +9,7 @@ import torch
 
 from flashspan.launch import Ranks
 from flashspan.train import TrainConfig
-from flashspan.train.config import parse
+from flashspan.train.options import parse
 from flashspan.train.run import train
 from tests.train.test_parallel import assert_same_curve, take_steps
 
