@@ -358,6 +358,8 @@ _attend.register_autograd(_differentiate_operator, setup_context=_save_operator)
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Prepared) -> tuple[Tensor, Tensor]:
+        if call.forward is None:
+            Chosen(call.backend).compile_backward(q, k, v, call.problem)
         out, lse = _forward(q, k, v, call, out_dtype=kept_dtype(q))
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.call, ctx.versions = call, mask_versions(call.problem.mask)

@@ -155,6 +155,7 @@ COMMANDS = {
     "plan": Command("plan.command", "plan", {"model": None}),
     "bench": Command("cli", "bench"),
     "profile": Command("commands.profile", "profile"),
+    "compile": Command("commands.compile", "compile_kernels", {"model": None}),
     "report": Command("bench.report.page", "report", {"folder": None}),
 }
 BENCHES = {

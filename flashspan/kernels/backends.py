@@ -21,7 +21,7 @@ from flashspan.kernels.contract import Carry, LocalAttention, Problem
 from flashspan.kernels.delta import row_delta
 from flashspan.kernels.failure import KernelFailed
 from flashspan.kernels.launch.cache import CACHE
-from flashspan.kernels.masks import Mask
+from flashspan.kernels.masks import Band, Mask, Rows
 
 Result = TypeVar("Result")
 
@@ -234,6 +234,25 @@ def forget() -> None:
     CACHE.clear()
 
 
+def backward_of_output(
+    local: Any,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    problem: Problem,
+    **into: Tensor,
+) -> None:
+    """By the module's own function, if it makes delta itself."""
+    of_output = getattr(local, "backward_of_output", None)
+    if of_output is not None:
+        of_output(dout, q, k, v, out, lse, problem, **into)
+    else:
+        local.backward(dout, q, k, v, lse, row_delta(dout, out), problem, accumulate=False, **into)
+
+
 class Chosen(NamedTuple):
     """`LocalAttention` by the backend that serves each call."""
 
@@ -254,14 +273,36 @@ class Chosen(NamedTuple):
     ) -> None:
         """backward without `accumulate`, where out is the whole row's and delta is that of dout and out."""
 
-        def serve(local: Any, problem: Problem) -> None:
-            of_output = getattr(local, "backward_of_output", None)
-            if of_output is not None:
-                of_output(dout, q, k, v, out, lse, problem, **into)
-            else:
-                local.backward(dout, q, k, v, lse, row_delta(dout, out), problem, accumulate=False, **into)
+        given = (dout, q, k, v, out, lse)
+        self._serve(lambda local, problem: backward_of_output(local, *given, problem, **into), q, problem)
 
-        self._serve(serve, q, problem)
+    def compile_backward(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> None:
+        """Start compiling what backward of such a call launches, while forward compiles; once for calls that are alike.
+        For intervals on a GPU: other calls compile when they come."""
+        mask, device = problem.mask, q.device
+        key = (
+            "backward ahead",
+            mask if isinstance(mask, Band) else type(mask),
+            *problem[1:],
+            q.dtype,
+            q.shape,
+            k.shape,
+        )
+        if device.type != "cuda" or not isinstance(mask, (Band, Rows)) or problem.dropout is not None or key in CACHE:
+            return
+        CACHE.keep(key, True)
+        from flashspan.kernels.launch.compiling import compile_ahead, launches_of
+
+        like_q, like_k, like_v = (torch.empty_like(x, device="meta") for x in (q, k, v))
+        lse = like_q.new_empty(q.shape[:3], dtype=torch.float32)
+        tensors, into = (like_q, like_q, like_k, like_v, like_q, lse), {"dq": like_q, "dk": like_k, "dv": like_v}
+
+        def start(local: Any, problem: Problem) -> None:
+            alike = problem._replace(mask=mask.to("meta"))
+            launches = launches_of(lambda: backward_of_output(local, *tensors, alike, **into))
+            compile_ahead(launches, device.index)
+
+        self._serve(start, q, problem)
 
     def repeat(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[bool, Repeat | None]:
         """Whether the backend can repeat a forward pass (its module has `repeat_forward`), and that of such a call, in

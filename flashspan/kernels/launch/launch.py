@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,9 @@ from torch import Tensor
 from flashspan.kernels.failure import KernelFailed
 from flashspan.kernels.launch import triton_abi
 from flashspan.kernels.launch.cache import CACHE
+
+RECORDED: ContextVar[list[Launch]] = ContextVar("RECORDED")
+"""Where launches on meta tensors go, which run nothing; set by compiling.py."""
 
 
 @dataclass(frozen=True)
@@ -28,19 +32,18 @@ class Launch:
     constants: dict[str, Any]
 
     def __call__(self) -> None:
-        """Launch on the current device."""
-        self.start(self.compiled())
+        """Launch on the current device; on meta tensors, only record the launch."""
+        if self.first.is_meta:
+            RECORDED.get().append(self)
+        else:
+            self.start(self.compiled())
 
     def compiled(self) -> Any:
         """The kernel as it is compiled for these arguments and the current device, and loaded there: what can go wrong
         before it runs goes wrong here, as KernelFailed. None where Triton's interpreter runs it."""
-        if not (self._first.is_cuda and triton_abi.is_kernel(self.kernel)):
+        if not self._is_compiled():
             return None
-        places = CACHE.get(("places", id(self.kernel)))
-        if places is None:
-            places = _Places.of(self)
-            CACHE.keep(("places", id(self.kernel)), places)
-        key = places.key(self)
+        key = self.key()
         found = CACHE.get(key)
         if found is None:
             try:
@@ -53,16 +56,37 @@ class Launch:
             CACHE.keep(key, found)
         return found
 
+    def is_missing(self) -> bool:
+        """Whether `compiled` would have to compile it, or read it from Triton's cache."""
+        return self._is_compiled() and self.key() not in CACHE
+
+    def key(self) -> tuple[Any, ...]:
+        """Equal for launches that want the same compiled kernel on the same device."""
+        places = CACHE.get(("places", id(self.kernel)))
+        if places is None:
+            places = _Places.of(self)
+            CACHE.keep(("places", id(self.kernel)), places)
+        return places.key(self)
+
     def start(self, compiled: Any) -> None:
         """Launch what `compiled` gave."""
         if compiled is None or triton_abi.is_watched() or not triton_abi.is_known():
             self.kernel[self.grid](*self.arguments, **self.constants)
             return
-        stream = triton_abi.stream_of(self._first.device.index)
+        stream = triton_abi.stream_of(self.first.device.index)
         triton_abi.run(compiled, self.grid, stream, [*self.arguments, *self.constexprs()])
 
+    def _is_compiled(self) -> bool:
+        return self.first.is_cuda and triton_abi.is_kernel(self.kernel)
+
     @property
-    def _first(self) -> Tensor:
+    def device_index(self) -> int | None:
+        """The index of the GPU it runs on."""
+        return self.first.device.index
+
+    @property
+    def first(self) -> Tensor:
+        """Its first tensor."""
         found = (x if isinstance(x, Tensor) else getattr(x, "base", None) for x in self.arguments)
         return next(x for x in found if x is not None)
 
@@ -93,13 +117,12 @@ class _Places:
         )
 
     def key(self, launch: Launch) -> tuple[Any, ...]:
-        """Equal for launches that want the same compiled kernel on the same device."""
         x = launch.arguments
         wide = [i for i in self.free if not -0x80000000 <= x[i] < 0x80000000]
         return (
             "compiled",
             id(launch.kernel),
-            launch._first.device.index,
+            launch.first.device.index,
             *launch.constants.values(),
             *[(x[i].dtype, x[i].data_ptr() & 15) for i in self.tensors],
             *[x[i] for i in self.fixed],
@@ -113,6 +136,11 @@ def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return _HERE
     return torch.cuda.device(device)
+
+
+def on_index(index: int | None) -> contextlib.AbstractContextManager[Any]:
+    """The same by a GPU's index; None changes nothing."""
+    return _HERE if index is None else torch.cuda.device(index)
 
 
 _HERE = contextlib.nullcontext()

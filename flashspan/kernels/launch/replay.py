@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flashspan.kernels.launch import triton_abi
 from flashspan.kernels.launch.cache import CACHE
+from flashspan.kernels.launch.compiling import launch_together
 from flashspan.kernels.launch.launch import Launch
 from flashspan.kernels.masks.mask import Packed
 
@@ -50,10 +51,9 @@ def replay(
     launches = make(apart, *tables.what, *what)
     if launches is None:
         return False
-    # All compile before any runs: whoever serves instead of one that does not must find nothing done.
-    kernels = [launch.compiled() for launch in launches]
-    for launch, kernel in zip(launches, kernels, strict=True):
-        launch.start(kernel)
+    kernels = launch_together(launches)
+    if not kernels:
+        return True
     found = [Prepared.of(launch, kernel, apart) for launch, kernel in zip(launches, kernels, strict=True)]
     complete = [prepared for prepared in found if prepared is not None]
     if len(complete) == len(found):

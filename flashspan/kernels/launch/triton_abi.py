@@ -16,6 +16,7 @@ from typing import Any
 
 import triton
 from triton import knobs
+from triton.backends.compiler import GPUTarget
 from triton.compiler import compile as triton_compile
 from triton.compiler.errors import CompilationError
 from triton.runtime import driver
@@ -29,8 +30,12 @@ NAMES = {
     "triton.compiler.errors": ["CompilationError"],
     "triton.runtime.errors": ["OutOfResources", "PTXASError"],
     "triton.runtime.jit": ["JITFunction.warmup"],
-    "triton.runtime.driver": ["DriverConfig.active"],
-    "triton.knobs": ["runtime.interpret", "runtime.launch_enter_hook", "runtime.launch_exit_hook"],
+    "triton.runtime.driver": ["DriverConfig.active", "DriverConfig.set_active"],
+    "triton.backends.compiler": ["GPUTarget"],
+    "triton.knobs": [
+        *("runtime.interpret", "runtime.launch_enter_hook", "runtime.launch_exit_hook"),
+        *("CompilationListener", "cache.dir"),
+    ],
     "triton.compiler.compiler": ["CompiledKernel.run"],
     "triton.backends.nvidia.driver": ["CudaLauncher", "wrap_handle_tensordesc", "make_tensordesc_arg"],
 }
@@ -95,11 +100,36 @@ def shared_memory(device_index: int) -> int:
     return driver.active.utils.get_device_properties(device_index)["max_shared_mem"]
 
 
+def compile_kernel(kernel: Any, arguments: tuple[Any, ...], grid: tuple[int, ...], constants: dict[str, Any]) -> Any:
+    """A kernel compiled for these arguments and the current device, or read from Triton's cache."""
+    return kernel.warmup(*arguments, grid=grid, **constants)
+
+
 def compile_and_load(kernel: Any, arguments: tuple[Any, ...], grid: tuple[int, ...], constants: dict[str, Any]) -> Any:
-    """A kernel compiled for these arguments and the current device, and loaded there."""
-    compiled = kernel.warmup(*arguments, grid=grid, **constants)
+    """The same, and loaded there."""
+    compiled = compile_kernel(kernel, arguments, grid, constants)
     _ = compiled.run  # asking for it loads the kernel
     return compiled
+
+
+def compile_for_architecture(architecture: int) -> None:
+    """From now on compile for an NVIDIA GPU of this compute capability (90 for 9.0), which need not be here."""
+    target = GPUTarget("cuda", architecture, 32)
+    driver.set_active(
+        SimpleNamespace(
+            get_current_device=lambda: 0, get_current_stream=lambda device: 0, get_current_target=lambda: target
+        )
+    )
+
+
+def count_compilations(count: Callable[[bool], None]) -> None:
+    """Call `count` after each compilation, with whether the kernel was in Triton's cache."""
+    knobs.compilation.listener = lambda *, cache_hit, **_: count(cache_hit)
+
+
+def cache_folder() -> str:
+    """Where Triton keeps compiled kernels."""
+    return knobs.cache.dir
 
 
 def run(compiled: Any, grid: tuple[int, ...], stream: int, arguments: list[Any]) -> None:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashspan.kernels.launch.launch import on
+from flashspan.kernels.launch.launch import Launch, on
 
 BLOCK, WARPS = 4096, 4
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -88,11 +88,17 @@ def adamw(
     count = torch.stack(list(steps)).double()
     beta1, beta2 = betas
     with on(device):
-        adamw_kernel[(len(owners),)](
-            host.to(device, non_blocking=True), owners, first_blocks, sizes, (lr / (1 - beta1**count)).float(),
-            (1 - beta2**count).sqrt().float(), divisor, skip, beta1, 1 - beta1, beta2, 1 - beta2, eps, 1 - lr * decay,
-            DTYPE=DTYPES[dtype], BLOCK=BLOCK, num_warps=WARPS,
-        )  # fmt: skip
+        numbers = (beta1, 1 - beta1, beta2, 1 - beta2, eps, 1 - lr * decay)
+        roots = (1 - beta2**count).sqrt().float()
+        addresses = host.to(device, non_blocking=True)
+        given = (addresses, owners, first_blocks, sizes, (lr / (1 - beta1**count)).float(), roots, divisor, skip)
+        adamw_launch(given, numbers, dtype)()
+
+
+def adamw_launch(tensors: tuple[Tensor, ...], numbers: tuple[float, ...], dtype: torch.dtype) -> Launch:
+    """What `adamw` launches, as data: a program for each of the owners."""
+    constants = {"DTYPE": DTYPES[dtype], "BLOCK": BLOCK, "num_warps": WARPS}
+    return Launch(adamw_kernel, (len(tensors[1]),), (*tensors, *numbers), constants)
 
 
 @lru_cache(16)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flashspan.kernels.contract import Problem
 from flashspan.kernels.dropout import Dropout
+from flashspan.kernels.launch.compiling import launch_together
 from flashspan.kernels.launch.launch import Launch, on
 from flashspan.kernels.masks import Blocks, Mask
 from flashspan.kernels.portable.arguments import LOG2E, dropout_arguments, mask_arguments, near
@@ -180,8 +181,7 @@ def backward(
     into = near(dq), near(dk), near(dv)
     with on(q.device):
         given = (dout, q, k, v, lse, delta, problem.mask, problem.scale, *into, accumulate, problem.dropout)
-        for launch in backward_launches(*given).values():
-            launch()
+        launch_together([*backward_launches(*given).values()])
     for total, made in zip((dq, dk, dv), into, strict=True):
         if made is not total:
             total.copy_(made)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashspan.kernels.launch.launch import on
+from flashspan.kernels.launch.launch import Launch, on
 
 WARPS, PER_THREAD = 16, 16
 """Of a program, and logits a thread reads at a time: of 128,256 in bfloat16, 0.78 ms for 4096 rows on an H200, where
@@ -56,8 +56,10 @@ def slope_in_place(logits: Tensor, targets: Tensor, *, ignored: int) -> tuple[Te
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     if logits.numel():
         with on(logits.device):
-            slope_kernel[(len(logits),)](
-                logits, targets.contiguous(), losses, ignored, logits.shape[1], LANES=32 * WARPS, EACH=PER_THREAD,
-                num_warps=WARPS,
-            )  # fmt: skip
+            Launch(
+                slope_kernel,
+                (len(logits),),
+                (logits, targets.contiguous(), losses, ignored, logits.shape[1]),
+                {"LANES": 32 * WARPS, "EACH": PER_THREAD, "num_warps": WARPS},
+            )()
     return losses, logits
