@@ -36,8 +36,8 @@ MIB = 2**20
 WIRE = (
     "communication ms and hidden: on the CPU, of those that reduce gradients by DataParallel (naive to bucketed, "
     "sharded optimizer, context) that reduction alone, and the part of it before backward ended; of the others, "
-    "and of all on GPUs, every collective of a profiled step, waiting included, and the part in which the rank also computed. "
-    "The two kinds of hidden do not compare."
+    "and of all on GPUs, every collective of a profiled step, waiting included, and the part in which the rank also "
+    "computed. The two kinds of hidden do not compare."
 )
 
 
