@@ -14,6 +14,7 @@ from traceback import walk_tb
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -95,9 +96,22 @@ def stream_of(device_index: int) -> int:
     return driver.active.get_current_stream(device_index)
 
 
-def shared_memory(device_index: int) -> int:
-    """How many bytes of shared memory a program may have."""
-    return driver.active.utils.get_device_properties(device_index)["max_shared_mem"]
+def shared_memory(device: torch.device) -> int:
+    """How many bytes of shared memory a program may have; meta tensors stand for a GPU of `architecture`."""
+    if device.type == "meta":
+        return 227 * 1024 if architecture(device) in (90, 100, 103) else 99 * 1024
+    return driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
+
+
+def architecture(device: torch.device) -> int:
+    """The compute capability of an NVIDIA GPU, 90 for 9.0; 0 of other devices. Meta tensors stand for the GPU that is
+    compiled for: the one asked for, else the one here, else a Hopper GPU."""
+    if device.type == "meta" and (_assumed or not torch.cuda.is_available()):
+        return _assumed[0] if _assumed else 90
+    if device.type not in ("cuda", "meta") or torch.version.hip is not None:
+        return 0
+    major, minor = torch.cuda.get_device_capability(None if device.type == "meta" else device)
+    return 10 * major + minor
 
 
 def compile_kernel(kernel: Any, arguments: tuple[Any, ...], grid: tuple[int, ...], constants: dict[str, Any]) -> Any:
@@ -112,8 +126,12 @@ def compile_and_load(kernel: Any, arguments: tuple[Any, ...], grid: tuple[int, .
     return compiled
 
 
+_assumed: list[int] = []  # the architecture to compile for in place of the GPU's
+
+
 def compile_for_architecture(architecture: int) -> None:
     """From now on compile for an NVIDIA GPU of this compute capability (90 for 9.0), which need not be here."""
+    _assumed[:] = [architecture]
     target = GPUTarget("cuda", architecture, 32)
     driver.set_active(
         SimpleNamespace(

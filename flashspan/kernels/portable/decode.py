@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashspan.kernels.contract import Carry, Problem
 from flashspan.kernels.dropout import Dropout
@@ -28,7 +29,7 @@ from flashspan.kernels.masks import Band, Mask, Rows, unpack
 from flashspan.kernels.portable.arguments import LOG2E, mask_arguments, near
 from flashspan.kernels.portable.common import edge_tile, interval, tiles_to_walk
 from flashspan.kernels.portable.steps import finished, forward_step
-from flashspan.kernels.portable.tiles import Tile, block_dim, is_small, multiprocessors, precision
+from flashspan.kernels.portable.tiles import Tile, block_dim, is_small, multiprocessors, precision, starts_early
 
 FEW, MAX_ROWS, MAX_QUERIES = 16, 64, 128
 """Up to FEW rows, pairs of a query and a head of the group, this file serves always; up to MAX_ROWS where there are
@@ -57,10 +58,12 @@ def split_kernel(
     s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_ps, s_pb, s_ph, s_pt, s_rows,
     B, H, K, T, S, num_blocks, num_splits, lo, hi, scale,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TABLE: tl.constexpr, ONE: tl.constexpr,
-    NEGATIVE: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    NEGATIVE: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Attention of BM rows of a key head over one part of their keys. ONE: there is one query, so that all rows see the
-    same keys."""
+    same keys. EARLY: the kernel that combines the parts may start now, and waits for them."""
+    if EARLY:
+        gdc_launch_dependents()
     i = tl.program_id(0)
     i_m, i = i % num_blocks, i // num_blocks  # blocks of rows that share keys run side by side
     i_s, i = (i % num_splits).to(tl.int64), i // num_splits
@@ -121,9 +124,11 @@ def split_kernel(
 @triton.jit(do_not_specialize=COMBINE_FREE)
 def combine_kernel(
     part, part_lse, out, lse, s_ob, s_oh, s_ot, H, T, num_rows, num_splits,
-    D: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr, CARRY: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr, CARRY: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One row's output and lse from its parts, BS of them at a time, and from the carry."""
+    if EARLY:
+        gdc_wait()
     i = tl.program_id(0).to(tl.int64)
     i_b, i_h, i_t = i // T // H, i // T % H, i % T
     o_s, o_d = tl.arange(0, BS), tl.arange(0, BD)
@@ -270,8 +275,8 @@ def split_launch(q: Tensor, k: Tensor, v: Tensor, part: Tensor, part_lse: Tensor
         ),
         {
             "D": D, "BD": block_dim(D), "BM": size.block_q, "BN": size.block_k, "TABLE": table, "ONE": T == 1,
-            "NEGATIVE": scale < 0, "UNIT": unit, "PRECISION": precision(q.device), "num_warps": size.num_warps,
-            "num_stages": size.num_stages,
+            "NEGATIVE": scale < 0, "UNIT": unit, "PRECISION": precision(q.device), "EARLY": starts_early(q.device),
+            "num_warps": size.num_warps, "num_stages": size.num_stages,
         },
     )  # fmt: skip
 
@@ -279,12 +284,13 @@ def split_launch(q: Tensor, k: Tensor, v: Tensor, part: Tensor, part_lse: Tensor
 def combine_launch(part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor, carry: bool) -> Launch:
     """What combines the parts with one another and with the carry."""
     num_splits, (_, H, T, D) = len(part), out.shape
-    few = num_splits <= 8
+    few, early = num_splits <= 8, starts_early(out.device)
+    options = {"num_warps": 1 if few else 4, **({"launch_pdl": True} if early else {})}
     return Launch(
         combine_kernel,
         (lse.numel(),),
         (part, part_lse, out, lse, *out.stride()[:3], H, T, lse.numel(), num_splits),
-        {"D": D, "BD": block_dim(D), "BS": 8 if few else 32, "CARRY": carry, "num_warps": 1 if few else 4},
+        {"D": D, "BD": block_dim(D), "BS": 8 if few else 32, "CARRY": carry, "EARLY": early, **options},
     )
 
 

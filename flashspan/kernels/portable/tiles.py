@@ -158,26 +158,22 @@ def tile(made: str, q: Tensor, *, bits: bool = False, dropout: bool = False) -> 
     return next(table[key] for table, applies in kinds if applies and key in table)
 
 
-def described(device: torch.device) -> torch.device:
-    """The GPU that meta tensors stand for: the current one, if there is one."""
-    if device.type == "meta" and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
-
-
 @cache
 def is_small(device: torch.device) -> bool:
     """Whether a GPU has less shared memory than TABLE's tiles take: all but those of datacenters since Hopper."""
-    device = described(device)
-    if device.type != "cuda":
-        return False
-    return triton_abi.shared_memory(device.index) < 227 * 1024
+    return device.type in ("cuda", "meta") and triton_abi.shared_memory(device) < 227 * 1024
+
+
+@cache
+def starts_early(device: torch.device) -> bool:
+    """Whether a kernel can start before the one before it has ended, and then wait for it (programmatic dependent
+    launch)."""
+    return not triton_abi.is_interpreting() and triton_abi.architecture(device) >= 90
 
 
 @cache
 def multiprocessors(device: torch.device) -> int:
     """How many of them a GPU has; an H200's elsewhere."""
-    device = described(device)
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
