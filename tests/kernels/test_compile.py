@@ -30,7 +30,7 @@ REST = [
 ]
 SPILLED = {64: 320, 128: 3400, 256: 4000}
 """Bytes, in float32: the three parts of each number take the registers. Tiles that spill nothing are slower
-(docs/kernels.md)."""
+(docs/log/portable.md)."""
 
 
 def allowed(tile: tuple[str, str, int]) -> int:
@@ -277,7 +277,7 @@ def check_hopper(*kernels: Hopper) -> None:
         )
         # Nothing is spilled there; two numbers at most at 256, and in the repeatable pass as Triton 3.6 compiles it.
         assert max([spills for spills, _ in whole], default=0) <= (2 if head_dim == 256 or kind == "keys" else 0)
-        # Exponentials among other instructions cost no time; 50 in a row made forward 5 to 7% slower (docs/kernels.md).
+        # Exponentials among other instructions cost no time; 50 in a row made forward 5 to 7% slower (docs/log/).
         if kind in ("forward", "backward") and head_dim <= 128 and carry == "plain":
             assert max(burst for _, burst in whole) <= 16
         assert spilled <= max(ALLOWED[carry], NAMED.get((kind, head_dim, mask), 0))

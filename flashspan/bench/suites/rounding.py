@@ -3,7 +3,7 @@
     flashspan bench rounding --tokens 8192
 
 On random inputs, q multiplied by 1, 2, 4 and 8; in 1e-3 of the output, against float32 arithmetic. The table of
-docs/kernels.md, on whatever device there is; who cannot run there says why.
+docs/numerics.md, on whatever device there is; who cannot run there says why.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Descriptors are made over the caller's own layout, so a transposed or a fused view costs no copy of its own; rows and
 columns past the end read as zero and are not written, so any length and any head size does. Tiles were chosen by
-measurement on an H200 (docs/kernels.md).
+measurement on an H200 (docs/log/).
 """
 
 from __future__ import annotations

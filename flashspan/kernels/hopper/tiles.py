@@ -1,4 +1,4 @@
-"""The sizes of the Hopper kernels' blocks, chosen by measurement on an H200 (docs/kernels.md)."""
+"""The sizes of the Hopper kernels' blocks, chosen by measurement on an H200 (docs/log/)."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@ is multiplied in them.
 
 A row: (what the pass makes, bytes per element, padded head size) -> block of queries, block of keys, width of the tiles
 at the edge of a mask, warps, pipeline stages, and how much of a head is multiplied at a time. Measured on an H200
-(docs/kernels.md); for GPUs with less shared memory chosen by compiling for them.
+(docs/log/portable.md); for GPUs with less shared memory chosen by compiling for them.
 """
 
 from __future__ import annotations
