@@ -56,6 +56,7 @@ METAVARS = {
     "model": "MODEL",
     "output": "FILE",
     "pages": "FILE ...",
+    "part": "I/N",
     "preset": "MODEL",
     "presets": "MODEL [MODEL ...]",
     "shapes": "SHAPE [SHAPE ...]",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -84,6 +86,40 @@ def percentiles(call: Callable[[], object]) -> tuple[float, float, float]:
     time.sleep(REST_S)
     low, middle, high = do_bench(call, warmup=50, rep=max(LEAST_MS, LEAST_CALLS * once), quantiles=[0.2, 0.5, 0.8])
     return low, middle, high
+
+
+def cold_samples(
+    calls: Mapping[K, Callable[[], object]],
+    rounds: int,
+    device: torch.device,
+    contexts: Mapping[K, Callable[[], AbstractContextManager[object]]],
+) -> dict[K, list[float]]:
+    """Milliseconds of each call, in turns, `rounds` times; on a GPU with L2 cleared before each, as `percentiles` does.
+
+    Each call runs in its context, which is entered before the time begins. Calls whose samples are to be compared
+    belong in one run: the chip's clock follows its power and heat.
+    """
+    flush = _cache_flusher(device)
+
+    def sample(name: K) -> tuple[object, object]:
+        with contexts[name]():
+            flush()
+            begin = mark(device)
+            calls[name]()
+            return begin, mark(device)
+
+    found = in_turns({name: partial(sample, name) for name in calls}, rounds)
+    return {name: [1e3 * between(begin, end) for begin, end in marks] for name, marks in found.items()}
+
+
+def _cache_flusher(device: torch.device) -> Callable[[], None]:
+    """A function that clears a GPU's L2 cache, by triton's means; on a CPU it does nothing."""
+    if device.type != "cuda":
+        return lambda: None
+    from triton.runtime import driver
+
+    cache = driver.active.get_empty_cache_for_benchmark()
+    return lambda: driver.active.clear_cache(cache)
 
 
 def cpu_peak(num_ranks: int) -> float:

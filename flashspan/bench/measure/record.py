@@ -1,6 +1,6 @@
 """One row per measurement, of whatever kind; tables, plots and pages are made from rows, never typed.
 
-    append(rows, Path("runs/bench/model.jsonl"))      # every field; a .csv keeps its thirteen columns
+    append(rows, Path("runs/bench/model.jsonl"))      # every field; a .csv keeps its columns
     rows = newest(read(Path("runs/bench/model.jsonl")))
 
 A row is written when it is measured, so a sweep that is killed loses nothing; a line cut short by the kill is passed
@@ -17,8 +17,8 @@ import math
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import Field, asdict, dataclass, field, fields
 from pathlib import Path
 from statistics import fmean, quantiles, stdev
 from typing import Any
@@ -34,8 +34,10 @@ from flashspan.kernels.masks import Mask
 FOLDER = Path("runs/bench")
 """Where sweeps put their rows and `flashspan report` looks for them, unless told otherwise."""
 CSV_COLUMNS = 13
-CSV_BENCHES = ("attention", "leaderboard", "sparse", "trainer")
+CSV_BENCHES = ("attention", "leaderboard", "random", "sparse", "trainer")
 """Those that write NAME.csv: it has no column for `Row.what`, which is the name."""
+CSV_MORE = {"random": ("status", "more")}
+"""Bench -> what its CSV has beyond the CSV_COLUMNS: it records failures, and what a shape was drawn from."""
 ERROR_ROWS = 512
 """How many queries `output_error` looks at; of the first and last alone, those that see few keys hide the others."""
 OK, OUT_OF_MEMORY = "ok", "out of memory"
@@ -59,7 +61,7 @@ class Row:
     tflops: float
     error: float  # relative to float32 arithmetic on the same inputs
     peak_mib: float  # attention: beyond the inputs; models: all that is allocated
-    # The thirteen above are the columns of a CSV; JSON lines have all.
+    # The thirteen above are the columns of a CSV (CSV_MORE: some have more); JSON lines have all.
     what: str = "attention"
     dtype: str = "bfloat16"
     ranks: int = 1
@@ -133,9 +135,10 @@ def append(rows: Iterable[Row], path: Path) -> None:
                 file.write("\n")
             if path.suffix == ".csv":
                 writer = csv.writer(file)
+                columns = _columns(path)
                 if fresh:
-                    writer.writerow(_header())
-                writer.writerows([_short(v) for v in list(asdict(row).values())[:CSV_COLUMNS]] for row in rows)
+                    writer.writerow(_header(path))
+                writer.writerows([_short(getattr(row, column.name)) for column in columns] for row in rows)
             else:
                 file.writelines(json.dumps(as_written(item), allow_nan=False) + "\n" for item in rows)
             file.flush()
@@ -227,20 +230,28 @@ def _read_csv(path: Path) -> list[Row]:
     text = read_bytes(path, limit=MAX_LINES_BYTES).decode(errors="replace")
     reader = csv.reader(io.StringIO(text, newline=""))
     try:
-        if next(reader, None) != _header():
-            raise ValueError(f"{path} does not hold rows of this version: its first line must be {','.join(_header())}")
-        columns = fields(Row)[:CSV_COLUMNS]
-        lines = [line for line in reader if len(line) == CSV_COLUMNS]
+        header, columns = _header(path), _columns(path)
+        if next(reader, None) != header:
+            raise ValueError(f"{path} does not hold rows of this version: its first line must be {','.join(header)}")
+        lines = [line for line in reader if len(line) == len(columns)]
     except csv.Error as error:  # a field without end
         raise ValueError(f"{path} does not hold rows of this version: {error}; measure again") from error
-    numbers = {column.name for column in columns if column.type == "float"}
+    parsers: dict[str, Callable[[str], Any]] = {"float": float, "str": str}
     try:
         found: list[dict[str, Any]] = [
-            {c.name: float(v) if c.name in numbers else v for c, v in zip(columns, line, strict=True)} for line in lines
+            {c.name: parsers.get(str(c.type), _parse_object)(v) for c, v in zip(columns, line, strict=True)}
+            for line in lines
         ]
     except ValueError as error:
         raise ValueError(f"{path} does not hold rows of this version: {error}; measure again") from error
     return [Row(**values, what=path.stem) for values in found]
+
+
+def _parse_object(text: str) -> dict[str, Any]:
+    values = parse_json(text)
+    if not isinstance(values, dict):
+        raise ValueError(f"a column that must be a JSON object holds {text[:40]!r}")
+    return values
 
 
 def _read_lines(path: Path) -> list[Row]:
@@ -279,11 +290,19 @@ def _fits(name: str, kind: str, value: object) -> bool:
     return isinstance(value, str if kind == "str" else dict)
 
 
-def _header() -> list[str]:
-    return ["pass" if column.name == "kind" else column.name for column in fields(Row)[:CSV_COLUMNS]]
+def _columns(path: Path) -> list[Field[Any]]:
+    """The fields of a row that this CSV keeps."""
+    further = CSV_MORE.get(path.stem, ())
+    return [column for number, column in enumerate(fields(Row)) if number < CSV_COLUMNS or column.name in further]
+
+
+def _header(path: Path) -> list[str]:
+    return ["pass" if column.name == "kind" else column.name for column in _columns(path)]
 
 
 def _short(value: object) -> object:
+    if isinstance(value, dict):
+        return json.dumps(_jsonable(value), allow_nan=False)
     return f"{value:.4g}" if isinstance(value, float) else value
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -88,6 +89,23 @@ def bars(groups: Mapping[str, Mapping[str, float]], *, title: str, x: str, stack
     axes.invert_yaxis()
     if len(names) > 1:
         figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    return figure
+
+
+def histogram(series: Mapping[str, Sequence[float]], edges: Sequence[float], *, title: str, x: str, y: str) -> Figure:
+    """How many values of each name lie in each bin, over a logarithmic axis; a line marks 1."""
+    figure, axes = _axes(title, x, y)
+    names = [_literal(name) for name in series]
+    if series:
+        axes.hist(list(series.values()), bins=list(edges), color=COLOURS[: len(series)], label=names)
+    axes.axvline(1, color="#999999", linestyle="--", linewidth=1)
+    axes.set_xscale("log", base=2)
+    ticks = [2.0**n for n in range(math.ceil(math.log2(edges[0])), math.floor(math.log2(edges[-1])) + 1)]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+    axes.locator_params(axis="y", integer=True)
+    if len(series) > 1:
+        figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
     return figure
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from flashspan import masks
 from flashspan.bench.measure.record import Row
-from flashspan.bench.report import plots
+from flashspan.bench.report import plots, random_page
 from flashspan.bench.report.commands import (
     attention_command,
     collectives_commands,
@@ -383,6 +383,7 @@ SECTIONS: tuple[Callable[[Sequence[Row]], Section | None], ...] = (
     of_context,
     of_schedules,
     of_attention,
+    random_page.section,
     of_leaderboard,
     of_trainer,
     of_sparse,

@@ -1,6 +1,7 @@
 """Our attention beside PyTorch's, on one GPU, in one run: forward, backward and both.
 
 flashspan bench attention            # appends rows to docs/benchmarks/attention.csv and prints a table
+flashspan bench attention --random 200 --seed 7  # random shapes: random_attention.py
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +21,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from flashspan import attention, masks
 from flashspan.bench.measure import record
 from flashspan.bench.measure.clock import percentiles
-from flashspan.bench.report import plots, speed
+from flashspan.bench.report import plots, random_page, speed
 from flashspan.bench.report.tables import Table, show_tables
+from flashspan.bench.suites.random_attention import PATH as RANDOM
+from flashspan.bench.suites.random_attention import bench_random
 from flashspan.kernels.masks import Mask, count
 from flashspan.progress import progress
 
@@ -269,23 +272,48 @@ def chart(rows: list[record.Row]) -> str:
 
 
 def bench_attention(
-    *, quick: bool = False, shapes: tuple[str, ...] = (), only: tuple[str, ...] = (), page: bool = False
+    *,
+    quick: bool = False,
+    shapes: tuple[str, ...] = (),
+    only: tuple[str, ...] = (),
+    random: int | None = None,
+    seed: int | None = None,
+    part: str | None = None,
+    flex: Literal["none", "some", "all"] | None = None,
+    page: bool = False,
 ) -> int:
     """Our kernels beside PyTorch's (and flash-attn's, if installed), forward, backward and both, on a CUDA device.
 
-    Rows are appended to docs/benchmarks/attention.csv and printed as a table.
+    Rows are appended to docs/benchmarks/attention.csv (of random shapes to random.csv) and printed as a table.
 
     Example: flashspan bench attention --shapes 1,32,8,8192,128,causal --only flashspan sdpa-cudnn
+
+    Example: flashspan bench attention --random 200 --seed 7
 
     Args:
         quick: First two shapes only.
         shapes: Shapes, each batch,heads,key heads,tokens,head size,pattern; the pattern is full, causal, "window W" or
             "documents N".
         only: Implementations to measure; all by default.
-        page: Page and plot in docs/benchmarks from the recorded rows, without measuring.
+        random: Number of random shapes to measure instead, each against the fastest of PyTorch's implementations.
+        seed: Seed of the random shapes; 0 by default.
+        part: Part I/N of the random shapes, for instance 1/4; all by default.
+        flex: Random shapes that compiled FlexAttention is measured on, seconds for each: some windows by default, none,
+            or all windows and causal shapes with fewer queries than keys.
+        page: Pages and plots in docs/benchmarks from the recorded rows, without measuring.
     """
-    if page and (quick or shapes or only):
-        raise ValueError("--page writes the page of all recorded rows: leave --quick, --shapes and --only out")
+    of_random = {"--seed": seed, "--part": part, "--flex": flex}
+    given = [name for name, value in of_random.items() if value is not None]
+    if page and (quick or shapes or only or random is not None or given):
+        raise ValueError(
+            "--page writes the pages of all recorded rows: leave --quick, --shapes, --only and --random out"
+        )
+    if random is None and given:
+        raise ValueError(f"only --random takes {', '.join(given)}: add --random N, or leave {', '.join(given)} out")
+    if random is not None and (quick or shapes or only):
+        raise ValueError("--random draws the shapes and measures all: leave --quick, --shapes and --only out")
+    if random is not None:
+        return bench_random(random, seed or 0, part, flex or "some")
     if page:
         write()
         return 0
@@ -320,8 +348,12 @@ def bench_attention(
 
 
 def write() -> None:
-    """The page, its plot and the README's picture, from the recorded rows."""
+    """The pages, their plots and the README's picture, from the recorded rows."""
     rows = record.read(PATH)
     PATH.with_suffix(".md").write_text(markdown(rows))
     PATH.with_suffix(".svg").write_text(chart(rows))
     PATH.with_name("speed.svg").write_text(speed.picture(rows))
+    if RANDOM.exists():
+        rows = record.read(RANDOM)
+        RANDOM.with_suffix(".md").write_text(random_page.markdown(rows))
+        RANDOM.with_suffix(".svg").write_text(random_page.chart(rows))

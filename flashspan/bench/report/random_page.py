@@ -1,0 +1,234 @@
+"""The page of attention on random shapes: how many times as fast ours is as the fastest of PyTorch's, by class.
+
+flashspan bench attention --page
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from flashspan.bench.measure import record
+from flashspan.bench.measure.record import Row
+from flashspan.bench.report import plots
+from flashspan.bench.report.section import Section
+from flashspan.bench.report.tables import Table
+
+OURS = "flashspan"
+KINDS = {"forward": "forward", "both": "forward and backward"}
+BEHIND = 0.95
+"""The ratio below which ours counts as slower."""
+NUM_WORST = 10
+MASKS_ONLY = "window, explicit masks only"
+"""The class of a window that was not measured with FlexAttention: no other contender skips what it does not see."""
+EDGES = tuple(2.0 ** (n / 8) for n in range(-8, 25))
+"""Edges of the histogram's bins: 1/2 to 8; what lies beyond is in the first and the last bin."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One pass on one shape: ours and the fastest of the others."""
+
+    ours: Row
+    theirs: Row
+    classes: tuple[str, ...]
+
+    @property
+    def ratio(self) -> float:
+        """Their time over ours: above 1 ours is faster."""
+        return self.theirs.p50_ms / self.ours.p50_ms
+
+    @property
+    def spread(self) -> float:
+        """The larger of the two distances from the 20th to the 80th percentile, relative to the median."""
+        return max((row.p80_ms - row.p20_ms) / row.p50_ms for row in (self.ours, self.theirs))
+
+    @property
+    def fair(self) -> bool:
+        """Whether one of the others can skip what the mask hides, if it hides anything."""
+        return MASKS_ONLY not in self.classes
+
+
+def latest(rows: Sequence[Row]) -> list[Row]:
+    """The rows of the newest row's device and PyTorch; of each shape those of its newest commit."""
+    place = (rows[-1].device, rows[-1].torch) if rows else ()
+    here = [row for row in rows if (row.device, row.torch) == place]
+    commits = {row.shape: row.commit for row in here}
+    return record.newest(row for row in here if row.commit == commits[row.shape])
+
+
+def compare(rows: Sequence[Row]) -> list[Comparison]:
+    """Every pass on every shape that ours and one of the others serve."""
+    by: dict[tuple[str, str], list[Row]] = {}
+    for row in latest(rows):
+        if row.ok:
+            by.setdefault((row.shape, row.kind), []).append(row)
+    found = []
+    for measured in by.values():
+        ours = [row for row in measured if row.impl == OURS]
+        theirs = [row for row in measured if row.impl != OURS]
+        if ours and theirs:
+            classes = tuple(ours[0].more["classes"])
+            if "window" in classes and not any(row.impl == "flex" for row in theirs):
+                classes = tuple(MASKS_ONLY if name == "window" else name for name in classes)
+            found.append(Comparison(ours[0], min(theirs, key=lambda row: row.p50_ms), classes))
+    return found
+
+
+def failures(rows: Sequence[Row]) -> list[Row]:
+    """One row of each shape on which ours failed."""
+    return list({row.shape: row for row in latest(rows) if row.impl == OURS and not row.ok}.values())
+
+
+def unserved(rows: Sequence[Row]) -> list[str]:
+    """The shapes that ours serves and no other does."""
+    newest = latest(rows)
+    others = {row.shape for row in newest if row.impl != OURS and row.ok}
+    return list(dict.fromkeys(row.shape for row in newest if row.impl == OURS and row.ok and row.shape not in others))
+
+
+def share_behind(ratios: Sequence[float]) -> float:
+    return sum(ratio < BEHIND for ratio in ratios) / len(ratios)
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """One line on one shape, as it is printed when it has been measured."""
+    row = rows[0]
+    line = f"{row.shape} [{', '.join(row.more['classes'])}]:"
+    if bad := [row for row in rows if not row.ok]:
+        return f"{line} {bad[0].impl} {bad[0].status}"
+    if not (found := compare(rows)):
+        return f"{line} {row.p50_ms:.3f} ms, and no contender serves it"
+    return f"{line} " + "; ".join(
+        f"{KINDS[each.ours.kind]} {each.ratio:.2f} ({each.ours.p50_ms:.3f} ms, {each.theirs.impl} "
+        f"{each.theirs.p50_ms:.3f})"
+        for each in found
+    )
+
+
+def class_table(rows: Sequence[Row]) -> Table:
+    """A line per class, most frequent first after the line of all; a shape is in several classes."""
+    found = compare(rows)
+    counts = Counter(name for each in found if each.ours.kind == "forward" for name in each.classes)
+    cells = []
+    for name in ("all", *(name for name, _ in counts.most_common())):
+        mine = [each for each in found if name in each.classes or (name == "all" and each.fair)]
+        cells.append((name, *_numbers(mine, "forward"), *_numbers(mine, "both")))
+    headings = ("class", *(f"{kind} {what}" for kind in KINDS for what in ("shapes", "median", "< 0.95", "lowest")))
+    return Table("their time over ours, by class", headings, tuple(cells))
+
+
+def _numbers(found: Sequence[Comparison], kind: str) -> tuple[str, ...]:
+    ratios = [each.ratio for each in found if each.ours.kind == kind]
+    if not ratios:
+        return ("0", "-", "-", "-")
+    return (str(len(ratios)), f"{median(ratios):.2f}", f"{share_behind(ratios):.0%}", f"{min(ratios):.2f}")
+
+
+def worst_table(found: Sequence[Comparison], kind: str) -> Table:
+    """The lowest ratios of a pass."""
+    headings = ("shape", "class", "backend", "fastest other", "ours ms", "theirs ms", "ratio", "spread")
+    chosen = sorted((each for each in found if each.ours.kind == kind), key=lambda each: each.ratio)[:NUM_WORST]
+    cells = tuple(
+        (
+            each.ours.shape,
+            ", ".join(each.classes),
+            str(each.ours.more.get("backend", "")),
+            each.theirs.impl,
+            f"{each.ours.p50_ms:.4g}",
+            f"{each.theirs.p50_ms:.4g}",
+            f"{each.ratio:.2f}",
+            f"{each.spread:.0%}",
+        )
+        for each in chosen
+    )
+    return Table(f"lowest ratios, {KINDS[kind]}", headings, cells, 4)
+
+
+def fastest_table(found: Sequence[Comparison]) -> Table:
+    """How often each contender is the fastest of the others."""
+    counts = Counter((each.theirs.impl, each.ours.kind) for each in found)
+    names = sorted({name for name, _ in counts}, key=lambda name: (-sum(counts[name, kind] for kind in KINDS), name))
+    cells = tuple((name, *(str(counts[name, kind]) for kind in KINDS)) for name in names)
+    return Table("fastest of the others", ("contender", *KINDS.values()), cells)
+
+
+def headline(found: Sequence[Comparison], kind: str) -> str:
+    fair = [each for each in found if each.fair and each.ours.kind == kind]
+    if not fair:
+        return f"- {KINDS[kind]}: not measured."
+    ratios = [each.ratio for each in fair]
+    faster = sum(ratio > 1 for ratio in ratios) / len(ratios)
+    return (
+        f"- {KINDS[kind]}, {len(ratios)} shapes: the median ratio is {median(ratios):.2f}; ours is faster on "
+        f"{faster:.0%}; the ratio is below {BEHIND} on {share_behind(ratios):.0%} and {min(ratios):.2f} at the lowest. "
+        f"The median spread of a time (20th to 80th percentile) is {median(each.spread for each in fair):.1%}."
+    )
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The page."""
+    newest, found = latest(rows), compare(rows)
+    last, num_shapes = newest[-1], len({row.shape for row in newest})
+    seeds = ", ".join(map(str, sorted({row.more["seed"] for row in newest})))
+    commits = ", ".join(sorted({row.commit for row in newest}))
+    left_out = sum(not each.fair and each.ours.kind == "forward" for each in found)
+    failed, alone = failures(rows), unserved(rows)
+    lines = [
+        "# Attention on random shapes, measured",
+        "",
+        f"{last.device}, torch {last.torch}, Triton {last.triton}, bf16, commit {commits}; {num_shapes} shapes of seed "
+        f"{seeds}, made by `flashspan bench attention --random N --seed S`; this page by `flashspan bench attention "
+        "--page`. [How shapes are drawn and what they are compared with](../measuring.md#random-shapes).",
+        "",
+        "The ratio is the time of the fastest of PyTorch's implementations over ours: above 1 ours is faster. "
+        "Shapes are batch x heads/key heads x queries x keys x head size; causal aligns the last query with the last "
+        "key.",
+        "",
+        *(headline(found, kind) for kind in KINDS),
+        f"- ours failed on {len(failed)} shapes; {len(alone)} have no contender.",
+        f"- {left_out} windows were not measured with FlexAttention; they are a class of their own, not part of these "
+        "numbers.",
+        "",
+        "![Histogram of the ratios](random.svg)",
+        "",
+    ]
+    lines += [f"- failed: {row.shape}: {row.status.removeprefix('failed: ')}" for row in failed]
+    lines += [f"- without a contender: {shape}" for shape in alone]
+    lines += [""] if failed or alone else []
+    fair = [each for each in found if each.fair]
+    tables = [class_table(rows), *(worst_table(fair, kind) for kind in KINDS), fastest_table(found)]
+    for table in tables:
+        lines += [f"## {table.title[:1].upper()}{table.title[1:]}", "", table.markdown()]
+    return "\n".join(lines)
+
+
+def chart(rows: Sequence[Row]) -> str:
+    """The histogram of the ratios, as SVG."""
+    fair = [each for each in compare(rows) if each.fair]
+    series = {name: [each.ratio for each in fair if each.ours.kind == kind] for kind, name in KINDS.items()}
+    label = "attention on random shapes"
+    inside = {name: [_inside(ratio) for ratio in ratios] for name, ratios in series.items() if ratios}
+    x = "time of the fastest of PyTorch's / ours"
+    figure = plots.histogram(inside, EDGES, title=f"{label}\nbf16, {rows[-1].device}", x=x, y="shapes")
+    return plots.to_svg(figure, label)
+
+
+def _inside(ratio: float) -> float:
+    """The ratio, or the nearest that the histogram shows."""
+    return min(max(ratio, EDGES[0]), math.nextafter(EDGES[-1], 0))
+
+
+def section(rows: Sequence[Row]) -> Section | None:
+    """The section of a report: the classes, and the commands that measured them."""
+    mine = [row for row in rows if row.what == "random"]
+    if not mine:
+        return None
+    most: dict[int, int] = {}
+    for row in latest(mine):
+        most[row.more["seed"]] = max(most.get(row.more["seed"], 0), row.more["number"] + 1)
+    made_by = [f"flashspan bench attention --random {number} --seed {seed}" for seed, number in most.items()]
+    return Section("Random shapes", commands=made_by, tables=[class_table(mine)])

@@ -1,0 +1,358 @@
+"""Our attention compared with the fastest of PyTorch's on shapes drawn at random, on one GPU, in one run.
+
+flashspan bench attention --random 200 --seed 7              # appends rows to docs/benchmarks/random.csv
+flashspan bench attention --random 200 --seed 7 --part 1/4   # every fourth shape, from the first
+flashspan bench attention --page                             # docs/benchmarks/random.md and random.svg from the rows
+
+Note: what is compared. The contenders are the fused backends of `F.scaled_dot_product_attention`: flash, cuDNN and
+efficient, with enable_gqa, or with expanded keys and values where enable_gqa is refused. They serve every shape without
+a mask and causal ones with T = S; flash and efficient also serve causal ones with T < S (`causal_lower_right`). cuDNN
+there, and cuDNN and efficient for windows, read an explicit mask, made before the measurement. FlexAttention is
+compiled for each shape (`--flex`), which takes seconds: by default for windows too large for an explicit mask, and for
+every fourth of the others. A contender whose output differs from float32 arithmetic by more than MOST_ERROR is refused;
+so is ours, as a failure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import warnings
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+
+from flashspan import attention, explain
+from flashspan.bench.measure import record
+from flashspan.bench.measure.clock import cold_samples
+from flashspan.bench.report import random_page
+from flashspan.bench.report.tables import show_tables
+from flashspan.bench.suites.random_shapes import RandomShape, check_draw, draw
+from flashspan.progress import progress
+
+PATH = Path("docs/benchmarks/random.csv")
+OURS = random_page.OURS
+BACKENDS = {
+    "sdpa-flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
+    "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+WITHOUT_MASKS = ("sdpa-flash",)
+"""Those that read no explicit mask."""
+LOWER_RIGHT = ("sdpa-flash", "sdpa-efficient")
+"""Those that serve `causal_lower_right` without an explicit mask."""
+MOST_PAIRS = 2**28
+"""Pairs in an explicit mask; FlexAttention, whose block mask is made from a bool one, may have 8 times as many."""
+MOST_EXPANDED = 16 * 2**30
+"""Bytes of expanded keys and values and their gradients."""
+MOST_ERROR = 1e-2
+"""Relative, of the last head against float32 arithmetic; bf16 outputs have 2e-3 to 4e-3."""
+BUDGET_MS, LEAST_ROUNDS, MOST_ROUNDS = 20.0, 5, 60
+"""Time of the samples of one implementation and one pass, and bounds on their number."""
+TRIALS, BEHIND = 2, 2.0
+"""Samples of each contender, after which those that take BEHIND times as long as the fastest one get no more."""
+FLEX_EVERY = 4
+"""The step by which windows that an explicit mask serves are chosen for FlexAttention, by default."""
+Flex = Literal["none", "some", "all"]
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Contender(NamedTuple):
+    """An implementation: `make` prepares it, and it is tried only where `instead_of` was refused."""
+
+    name: str
+    make: Callable[[], Attend]
+    backend: SDPBackend | None = None
+    instead_of: str = ""
+
+    def context(self) -> contextlib.AbstractContextManager[Any]:
+        """What the call must run in; it is entered before a measurement begins."""
+        return contextlib.nullcontext() if self.backend is None else sdpa_kernel(self.backend)
+
+
+class Inputs(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+
+
+class DeviceLost(Exception):
+    """The device answers no more, after a failure of this implementation: every later call would fail too."""
+
+    def __init__(self, name: str, refusal: str) -> None:
+        super().__init__(f"{name}: {refusal}")
+        self.name = name
+
+
+def contenders(
+    shape: RandomShape,
+    device: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    flex: bool = False,
+    backends: dict[str, SDPBackend] = BACKENDS,
+) -> list[Contender]:
+    """The implementations in PyTorch that may serve this shape (see the note)."""
+    found = []
+    for name, backend in backends.items():
+        masked = not shape.sees_all and not (shape.pattern == "causal" and (shape.T == shape.S or name in LOWER_RIGHT))
+        if masked and (name in WITHOUT_MASKS or shape.T * shape.S > MOST_PAIRS):
+            continue
+        name += "-mask" if masked else ""
+
+        def make(masked: bool = masked, expanded: bool = False) -> Attend:
+            return _sdpa(shape, bias_of(shape, device, dtype) if masked else None, expanded)
+
+        found.append(Contender(name, make, backend))
+        if shape.H != shape.K and 8 * shape.B * shape.H * shape.S * shape.D <= MOST_EXPANDED:
+            found.append(Contender(f"{name}-expanded", lambda make=make: make(expanded=True), backend, name))  # type: ignore[misc]
+    if flex and shape.T * shape.S <= 8 * MOST_PAIRS:
+        found.append(Contender("flex", lambda: _flex(shape, device)))
+    return found
+
+
+def bias_of(shape: RandomShape, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The mask as SDPA adds it to scores, [1, 1, T, S]: made once, where a bool one would be converted in each call."""
+    lo, hi = shape.mask().bounds(shape.T, shape.S)
+    distance = torch.arange(shape.S, device=device) - torch.arange(shape.T, device=device)[:, None]  # [T, S]
+    bias = torch.zeros(shape.T, shape.S, device=device, dtype=dtype)
+    return bias.masked_fill_((distance < lo) | (distance > hi), -math.inf)[None, None]
+
+
+def _sdpa(shape: RandomShape, bias: Tensor | None, expanded: bool) -> Attend:
+    whole = bias is not None or shape.sees_all  # needs no further mask
+    gqa = shape.H != shape.K and not expanded
+    attn_mask: Any = bias if whole or shape.T == shape.S else causal_lower_right(shape.T, shape.S)
+    causal = not whole and shape.T == shape.S
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if expanded:
+            k, v = (x[:, :, None].expand(-1, -1, shape.H // shape.K, -1, -1).flatten(1, 2) for x in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, is_causal=causal, enable_gqa=gqa)
+
+    return attend
+
+
+def _flex(shape: RandomShape, device: torch.device) -> Attend:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    torch._dynamo.reset()  # past its limit of recompilations it would run uncompiled, without an error
+    compiled: Any = torch.compile(flex_attention, dynamic=False)
+    lo, hi = shape.mask().bounds(shape.T, shape.S)
+
+    def rule(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (j - i >= lo) & (j - i <= hi)
+
+    masked = not shape.sees_all
+    block_mask = create_block_mask(rule, None, None, shape.T, shape.S, device=str(device)) if masked else None
+    return lambda q, k, v: compiled(q, k, v, block_mask=block_mask, enable_gqa=shape.H != shape.K)
+
+
+def passes(attend: Attend, inputs: Inputs) -> dict[str, Callable[[], object]]:
+    """Forward; and forward and backward, where q requires a gradient."""
+    q, k, v, dout = inputs
+    calls: dict[str, Callable[[], object]] = {"forward": lambda: attend(q, k, v)}
+    if q.requires_grad:
+        calls["both"] = lambda: torch.autograd.grad(attend(q, k, v), (q, k, v), dout)
+    return calls
+
+
+def prepare(contender: Contender, inputs: Inputs, shape: RandomShape) -> tuple[Attend, float, float]:
+    """Call it, with all passes: the function, its output's error and the MiB it allocated. It raises whatever the
+    contender raises, and ValueError for a wrong output."""
+    q, k, v, _ = inputs
+    before = torch.cuda.memory_allocated() if q.is_cuda else 0
+    if q.is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+    with contender.context():
+        attend = contender.make()
+        for call in passes(attend, inputs).values():
+            call()
+        peak = (torch.cuda.max_memory_allocated() - before) / 2**20 if q.is_cuda else math.nan
+        last_q, last_k, last_v, last_out = (x[-1:, -1:].detach() for x in (q, k, v, attend(q, k, v)))
+    error = record.output_error(last_q, last_k, last_v, last_out, shape.mask())
+    if not error <= MOST_ERROR:
+        raise ValueError(f"wrong output: its relative error is {error:.3g}, and may be {MOST_ERROR:g}")
+    return attend, error, peak
+
+
+def ready(
+    candidates: Iterable[Contender], inputs: Inputs, shape: RandomShape
+) -> tuple[dict[Contender, tuple[Attend, float, float]], dict[str, str]]:
+    """Those that serve the shape, each as `prepare` returns it; and why the others do not, by name."""
+    serving: dict[Contender, tuple[Attend, float, float]] = {}
+    refusals: dict[str, str] = {}
+    for contender in candidates:
+        if contender.instead_of and contender.instead_of not in refusals:
+            continue
+        try:
+            with warnings.catch_warnings():
+                if contender.name != OURS:  # PyTorch explains each refusal in several warnings
+                    warnings.simplefilter("ignore")
+                serving[contender] = prepare(contender, inputs, shape)
+        except Exception as error:
+            refusals[contender.name] = _one_line(error)
+            _check_device(inputs.q.device, contender.name, refusals[contender.name])
+    return serving, refusals
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def _check_device(device: torch.device, name: str, refusal: str) -> None:
+    """DeviceLost if a failure has made the device unusable, as an access outside of its memory does."""
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+    except Exception as error:
+        raise DeviceLost(name, refusal) from error
+
+
+def time_in_turns(
+    serving: dict[Contender, Attend], kind: str, inputs: Inputs, budget_ms: float = BUDGET_MS
+) -> dict[str, list[float]]:
+    """Milliseconds of one pass, by name. Ours and the contenders near the fastest one have all rounds of samples, in
+    turns, from cold caches; the slower ones have their trials."""
+    contexts = {contender.name: contender.context for contender in serving}
+    calls = {contender.name: passes(attend, inputs)[kind] for contender, attend in serving.items()}
+    device = inputs.q.device
+    trials = cold_samples(calls, TRIALS, device, contexts)
+    last = BEHIND * min((min(times) for name, times in trials.items() if name != OURS), default=0.0)
+    calls = {name: call for name, call in calls.items() if name == OURS or min(trials[name]) <= last}
+    mean = sum(min(trials[name]) for name in calls) / len(calls)
+    rounds = min(max(int(budget_ms / mean), LEAST_ROUNDS), MOST_ROUNDS)
+    return trials | cold_samples(calls, rounds, device, contexts)
+
+
+def measure(
+    shape: RandomShape,
+    where: dict[str, Any],
+    more: dict[str, Any],
+    *,
+    device: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
+    flex: bool = False,
+    backends: dict[str, SDPBackend] = BACKENDS,
+    budget_ms: float = BUDGET_MS,
+) -> list[record.Row]:
+    """Rows of ours and of all that serve the shape; of ours in any case, with its failure as status."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(heads: int, length: int) -> Tensor:
+        return torch.randn((shape.B, heads, length, shape.D), device=device, dtype=dtype, generator=generator)
+
+    sizes = ((shape.H, shape.T), (shape.K, shape.S), (shape.K, shape.S))
+    q, k, v = (random(*size).requires_grad_(shape.trains) for size in sizes)
+    inputs, mask = Inputs(q, k, v, random(shape.H, shape.T)), shape.mask()
+    ours = Contender(OURS, lambda: lambda q, k, v: attention(q, k, v, mask=mask))
+    others = contenders(shape, device, dtype, flex=flex, backends=backends)
+    serving, refusals = ready([ours, *others], inputs, shape)
+    more = {**more, "classes": list(shape.classes())}
+    ours_more = {**more, "backend": explain(q, k, v, mask=mask).name}
+    if not serving.keys() - {ours}:
+        ours_more["refusals"] = {name: why for name, why in refusals.items() if name != OURS}
+    named: dict[str, Any] = {"what": "random", "shape": str(shape), "dtype": str(dtype).removeprefix("torch.")}
+    rows = []
+    for kind, weight in (("forward", 1.0), ("both", 3.5))[: 1 + shape.trains]:
+        if OURS in refusals:
+            failed = f"failed: {refusals[OURS]}"
+            rows.append(record.row(where, **named, impl=OURS, kind=kind, status=failed, more=ours_more))
+        if not serving:
+            continue
+        times = time_in_turns({contender: found[0] for contender, found in serving.items()}, kind, inputs, budget_ms)
+        for contender, (_, error, peak) in serving.items():
+            rows.append(
+                record.row(
+                    where,
+                    **named,
+                    impl=contender.name,
+                    kind=kind,
+                    samples_ms=times[contender.name],
+                    tflop=weight * shape.flops() / 1e12,
+                    error=error,
+                    peak_mib=peak,
+                    more=ours_more if contender is ours else more,
+                )
+            )
+    return rows
+
+
+def chosen_part(part: str | None, number: int) -> range:
+    """The indices that "I/N" means of so many shapes: every Nth from the Ith, so that parts resemble each other."""
+    if part is None:
+        return range(number)
+    found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", part)
+    first, step = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not 1 <= first <= step <= number:
+        raise ValueError(f"--part is I/N with 1 <= I <= N <= {number}, the number of shapes: got {part!r}; write 1/4")
+    return range(first - 1, number, step)
+
+
+def flex_shapes(shapes: Collection[RandomShape], flex: Flex) -> set[RandomShape]:
+    """Those that FlexAttention is compiled for. some: windows too large for an explicit mask, and every fourth of the
+    other windows; all: windows, and causal shapes with T < S."""
+    if flex == "none":
+        return set()
+    if flex == "all":
+        return {shape for shape in shapes if not shape.sees_all and (shape.T < shape.S or "window" in shape.pattern)}
+    windows = [shape for shape in shapes if shape.pattern.startswith("window")]
+    large = {shape for shape in windows if shape.T * shape.S > MOST_PAIRS}
+    return large | set([shape for shape in windows if shape not in large][::FLEX_EVERY])
+
+
+def bench_random(number: int, seed: int = 0, part: str | None = None, flex: Flex = "some") -> int:
+    """Measure, append rows to PATH and print a table; 1 if ours failed on a shape."""
+    check_draw(number, seed)
+    indices = chosen_part(part, number)
+    if not torch.cuda.is_available():
+        raise ValueError("bench attention needs a CUDA device and none is present; `flashspan check` runs anywhere")
+    device = torch.device("cuda")
+    shapes, where = draw(number, seed), record.environment(device)
+    compiled = flex_shapes(shapes, flex)
+    rows: list[record.Row] = []
+    with progress("bench attention", len(indices)) as line:
+        for index in indices:
+            line.show(str(shapes[index]))
+            more = {"seed": seed, "number": index}
+            measured, lost = measure_or_fail(shapes[index], where, more, device=device, flex=shapes[index] in compiled)
+            record.append(measured, PATH)
+            rows += measured
+            line.print(f"{index + 1}/{number} {random_page.summary(measured)}")
+            line.advance()
+            if lost:
+                line.print("the device answers no more; measure the other shapes in a new process, with --part")
+                break
+    show_tables([random_page.class_table(rows)], f"{len(rows)} rows appended to {PATH}")
+    return 1 if random_page.failures(rows) else 0
+
+
+def measure_or_fail(
+    shape: RandomShape, where: dict[str, Any], more: dict[str, Any], *, device: torch.device, **options: Any
+) -> tuple[list[record.Row], bool]:
+    """The rows of `measure`, or a row that says why there are none; and whether the device answers no more."""
+    name, lost = OURS, False
+    try:
+        return measure(shape, where, more, device=device, **options), False
+    except DeviceLost as error:
+        name, reason, lost = error.name, str(error), True
+    except Exception as error:  # between the trial of each and the end: nothing says whose it is, so it is ours
+        reason = _one_line(error)
+        try:
+            _check_device(device, name, reason)
+        except DeviceLost:
+            lost = True
+    more = {**more, "classes": list(shape.classes())}
+    named: dict[str, Any] = {"what": "random", "shape": str(shape), "dtype": "bfloat16", "kind": "forward"}
+    return [record.row(where, **named, impl=name, status=f"failed: {reason}", more=more)], lost

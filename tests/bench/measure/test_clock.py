@@ -1,0 +1,27 @@
+"""Samples of several calls: in turns, each in its own context."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from flashspan.bench.measure.clock import cold_samples
+
+
+def test_calls_take_turns_each_in_its_own_context() -> None:
+    said: list[str] = []
+
+    @contextlib.contextmanager
+    def context(name: str) -> Iterator[None]:
+        said.append(f"{name} begins")
+        yield
+        said.append(f"{name} ends")
+
+    calls = {name: lambda name=name: said.append(name) for name in "ab"}
+    contexts = {name: lambda name=name: context(name) for name in "ab"}
+    times = cold_samples(calls, 3, torch.device("cpu"), contexts)
+    assert said == 3 * [word for name in "ab" for word in (f"{name} begins", name, f"{name} ends")]
+    assert {name: len(samples) for name, samples in times.items()} == {"a": 3, "b": 3}
+    assert all(sample >= 0 for samples in times.values() for sample in samples)
