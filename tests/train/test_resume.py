@@ -594,12 +594,12 @@ def test_damage_that_a_run_comes_upon_ends_it_with_its_state_saved(
     assert checkpoint.read(path).step == 3
 
 
-def test_damage_in_what_a_run_is_evaluated_on_is_told_before_it(
+def test_damaged_validation_data_is_refused_before_the_first_step(
     config_of: ConfigOf, corpus: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "val.bin"
     shutil.copy(corpus.with_name("val.bin"), file)
-    spoil(file, 5)
+    spoil(file, Samples(open_tokens(file), 63, TrainConfig().train.seed).window(5))
     with pytest.raises(ValueError, match=r"val\.bin is damaged: .* holds number 60000"):
         check(config_of(f"--data.validation={file}", "--train.evaluate_every=2", "--parallel.context=1"), 1)
 
