@@ -8,25 +8,22 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
-from flashspan.checkpoint import format as checkpoint
 from flashspan.launch import Ranks
 from flashspan.train import TrainConfig, train
 from flashspan.train.loop import Trainer
 from flashspan.train.metrics import read_metrics
 from flashspan.train.run import run_rank
+from tests.train.cases import ConfigOf, assert_same_bits, final_state
 from tests.train.commands import PARENT, RANK, SERVER, Command
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
-ConfigOf = Callable[..., TrainConfig]
 STEPS = 24
 STARTUP = 4.0
 """Seconds in which a command begins, about."""
@@ -40,19 +37,9 @@ OPTIONS = (
 )
 
 
-def final_state(config: TrainConfig) -> dict[str, Tensor]:
-    path = checkpoint.newest(config.checkpoint.folder)
-    assert path is not None
-    state = checkpoint.read(path)
-    assert state.step == config.train.steps
-    return {**state.model, **state.optimizer}
-
-
 def check_run(config: TrainConfig, want: dict[str, Tensor]) -> None:
-    """A run that ended well has the bits of one that nobody disturbed, and each row once."""
-    got = final_state(config)
-    assert got.keys() == want.keys()
-    assert all(torch.equal(got[name], want[name]) for name in want)
+    """A run that ended well has the bits of one that was not disturbed, and each row once."""
+    assert_same_bits(final_state(config), want)
     rows = read_metrics(Path(config.checkpoint.folder) / "metrics.jsonl")
     assert [row["step"] for row in rows if "loss" in row] == list(range(1, config.train.steps + 1))
     assert [row["step"] for row in rows if "validation_loss" in row] == [8, 16, 24]
