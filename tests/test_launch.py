@@ -1,5 +1,6 @@
 """Ranks on this machine: they run, they report, they end."""
 
+import json
 import os
 import signal
 import subprocess
@@ -39,6 +40,13 @@ def die_on_one() -> None:
         os._exit(3)
 
 
+def records_of(num_collectives: int) -> int:
+    """How many collectives PyTorch remembers after so many."""
+    for _ in range(num_collectives):
+        dist.all_reduce(torch.zeros(1))
+    return len(json.loads(torch._C._distributed_c10d._dump_fr_trace_json(includeCollectives=True))["entries"])
+
+
 def process_id() -> int:
     return os.getpid()
 
@@ -50,6 +58,21 @@ def gone(pid: int) -> bool:
         return True
     with open(f"/proc/{pid}/stat") as file:
         return file.read().split()[2] == "Z"
+
+
+def test_cpu_ranks_record_their_last_collectives_only() -> None:
+    """Or memory would grow for a thousand steps."""
+    with Ranks(1) as ranks:
+        assert ranks.run(records_of, launch.NUM_RECORDS + 10) == [launch.NUM_RECORDS]
+
+
+@pytest.mark.parametrize("name", sorted(launch.FLIGHT_RECORDER_NAMES))
+def test_the_size_of_the_flight_recorder_may_be_set(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    for each in launch.FLIGHT_RECORDER_NAMES:
+        monkeypatch.delenv(each, raising=False)
+    monkeypatch.setenv(name, "7")
+    launch.shorten_flight_recorder()
+    assert {key: os.environ[key] for key in launch.FLIGHT_RECORDER_NAMES if key in os.environ} == {name: "7"}
 
 
 def test_ranks_of_torchrun_take_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -254,9 +254,14 @@ def resumed(folder: Path) -> tuple[Any, list[str]]:
     return ({**state, "step": torch.tensor(trainer.step)}, notes)
 
 
-def generated(folder: Path) -> tuple[Any, list[str]]:
-    model, coder, ends = command.load(folder)
+def generated(folder: Path, tokenizer: str = "") -> tuple[Any, list[str]]:
+    model, coder, ends = command.load(folder, tokenizer)
     return {**model.state_dict(), "all": str((model.config, coder.name, sorted(ends)))}, []
+
+
+def generated_as_tales(folder: Path) -> tuple[Any, list[str]]:
+    """What a Hugging Face folder without a tokenizer generates with."""
+    return generated(folder, "tales")
 
 
 def loaded(folder: Path) -> tuple[Any, list[str]]:
@@ -321,7 +326,7 @@ def search(
     older = work / "older"
     shutil.copytree(originals.run / first, older / first)
     before = {load: load(older)[0] for load in (resumed, generated)}
-    hugging_face: dict[Load, Any] = {load: load(originals.single)[0] for load in (loaded, generated, begun)}
+    hugging_face: dict[Load, Any] = {load: load(originals.single)[0] for load in (loaded, generated_as_tales, begun)}
     direct: dict[Load, Any] = {load: load(originals.run / last)[0] for load in (loaded, generated, begun)}
     for case in range(num_cases):
         rng = random.Random(f"{SEED}/{case}")

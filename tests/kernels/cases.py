@@ -188,8 +188,8 @@ def relative(got: Tensor, want: Tensor, *beside: Tensor) -> float:
 
     A gradient may be 0 by cancellation alone (a query that sees one key has none): then its error is that of its terms.
     """
-    size = max([float(x.double().norm()) for x in (want, *beside)])
-    error = float((got.double() - want.double().to(got.device)).norm())
+    size = max([float(x.detach().double().norm()) for x in (want, *beside)])
+    error = float((got.detach().double() - want.detach().double().to(got.device)).norm())
     return error if size == 0 else error / size
 
 

@@ -105,7 +105,7 @@ def test_a_carry_continues_the_softmax(num_queries: int) -> None:
 
 @interpreted
 @pytest.mark.parametrize("num_queries", [1, 4])
-def test_nan_behind_the_mask_reaches_nobody_and_before_it_those_who_see_it(num_queries: int) -> None:
+def test_nan_in_a_key_reaches_only_the_queries_that_see_it(num_queries: int) -> None:
     x = make_inputs(Shape(1, 2, 1, num_queries, 290, 16), seed=5)
     mask = Band(20, 200)  # query i sees keys 20 + i to 200 + i
     clean = attend(x, mask)

@@ -18,6 +18,7 @@ from flashspan.kernels.contract import Carry, Problem
 from flashspan.kernels.delta import row_delta
 from flashspan.kernels.masks import Blocks
 from tests.kernels.cases import relative
+from tests.kernels.hopper_cases import ON_HOPPER
 
 PROGRAM = """
 import json, sys, torch
@@ -60,14 +61,6 @@ def test_backward_compiles() -> None:
 @pytest.mark.parametrize(("which", "head_dim"), [("forward", 64), ("forward", 128), ("backward", 128)])
 def test_the_others_compile(which: str, head_dim: int) -> None:
     compiles(which, head_dim)
-
-
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-ON_HOPPER = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU"),
-]
 
 
 def gpu_test(test: Callable[..., None]) -> Callable[..., None]:
@@ -152,7 +145,7 @@ def test_maps_of_heads_and_batches_match_the_reference(lead: tuple[int, ...], he
 
 @gpu_test
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_a_nan_behind_the_mask_reaches_nobody(head_dim: int) -> None:
+def test_nan_in_a_masked_key_reaches_no_result(head_dim: int) -> None:
     mask = Blocks.of(masks.window(150, 20), 500, 500).to("cuda")
     sees = mask.dense()[:, 300]
     generator = torch.Generator().manual_seed(1)

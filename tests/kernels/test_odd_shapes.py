@@ -15,13 +15,9 @@ import torch
 
 from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band, Mask, Rows
 from flashspan.kernels.masks.patterns import documents, random_blocks
-from tests.kernels.test_hopper import HOPPER, check, tensors
+from tests.kernels.hopper_cases import ON_HOPPER, check, tensors
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU"),
-]
+pytestmark = ON_HOPPER
 
 SANITIZER = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
 

@@ -116,7 +116,7 @@ def test_gradients_add_into_what_is_there() -> None:
         assert relative(total, wanted + first) <= GRADIENT_BOUND
 
 
-def test_a_nan_behind_the_mask_reaches_nobody_and_before_it_those_who_see_it() -> None:
+def test_nan_in_a_key_reaches_only_the_queries_that_see_it() -> None:
     x = make_inputs(Shape(1, 1, 1, 40, 40, 16), seed=8)
     clean = solve(x, CAUSAL, 0.3)
     for tensor, value in ((x.k, torch.nan), (x.v, torch.inf)):

@@ -69,7 +69,7 @@ def test_dropout_is_the_contract_s() -> None:
     check(make_inputs(Shape(1, 2, 1, 70, 70, 16), seed=4), scattered(1, 2, 70, 70), dropout=drop)
 
 
-def test_a_nan_behind_the_mask_reaches_nobody() -> None:
+def test_nan_in_a_masked_key_reaches_no_result() -> None:
     visible = torch.rand(70, 70, generator=random) < 0.5
     visible[:40, 25] = False
     mask, x = Blocks.from_dense(visible, block=64), make_inputs(Shape(1, 1, 1, 70, 70, 16), seed=8)

@@ -32,9 +32,12 @@ def a_trainer(config: TrainConfig, *, guarded: bool) -> Trainer:
     return trainer
 
 
-def train(config: TrainConfig, guarded: bool, scale: float | None) -> tuple[list[float], int, int, list[Tensor]]:
+def train(
+    config: TrainConfig, guarded: bool, scale: float | None, may_begin_early: bool = True
+) -> tuple[list[float], int, int, list[Tensor]]:
     """The loss of each attempt, how many there were and were begun early, and the weights."""
     trainer = a_trainer(config, guarded=guarded)
+    trainer.alone &= may_begin_early
     trainer.scale = trainer.scale if scale is None else scale
     losses, early = [], 0
     while trainer.step < config.train.steps:
@@ -56,13 +59,25 @@ def train(config: TrainConfig, guarded: bool, scale: float | None) -> tuple[list
 def test_a_step_that_begins_early_changes_no_bit(
     on_ranks: OnRanks, config_of: ConfigOf, num_ranks: int, options: list[str], scale: float | None, early: int
 ) -> None:
-    config = config_of("--train.steps=6", *options)
+    config = config_of("--train.steps=6", "--optimizer.clip=1000", *options)  # nothing is clipped
     guarded, plain = (on_ranks(num_ranks, train, config, guarded, scale) for guarded in (True, False))
     for got, want in zip(guarded, plain, strict=True):
         assert str(got[0]) == str(want[0])  # of which some may be nan
         assert (got[1] > config.train.steps) == (scale is not None)
         assert (got[2], want[2]) == (early, 0)
         assert all(torch.equal(a, b) for a, b in zip(got[3], want[3], strict=True))
+
+
+def test_a_step_that_begins_early_changes_no_bit_of_clipped_gradients(on_ranks: OnRanks, config_of: ConfigOf) -> None:
+    config = config_of("--train.steps=4", "--optimizer.clip=0.1", *ALONE)
+    early, late, plain = (
+        on_ranks(1, train, config, *how)[0] for how in ((True, None), (True, None, False), (False, None))
+    )
+    assert (early[2], late[2], plain[2]) == (3, 0, 0)
+    assert early[0] == late[0]
+    assert all(torch.equal(a, b) for a, b in zip(early[3], late[3], strict=True))
+    # The optimizer divides by the reciprocal of the factor that the trainer multiplies by: not the same bits.
+    assert all((a - b).norm() <= 1e-5 * b.norm() for a, b in zip(early[3], plain[3], strict=True))
 
 
 def run(config: TrainConfig, spoil: int, ask: int) -> tuple[str, int, bool]:
