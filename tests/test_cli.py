@@ -214,9 +214,9 @@ def test_a_picture_that_is_refused_leaves_no_other(tmp_path: Path, capsys: pytes
         (["bench", "attention", "--quick", "--shapes", "1,1,1,64,16,causal"], "leave one out"),
         (["bench", "data", "--layers", "10000000"], "bench data must fit in memory"),
         (["bench", "data", "--window", "9", "--only", "context"], "--window is of the strategy hybrid"),
-        (["prepare", "--seed", "3"], "--seed is of the random tokens"),
-        (["prepare", "--split", "test"], "--split is of a --dataset"),
-        (["prepare", "a.txt", "--field", "content"], "--field is of .jsonl and .parquet files"),
+        (["prepare", "--seed", "3"], "--seed needs --synthetic"),
+        (["prepare", "--split", "test"], "--split needs --dataset"),
+        (["prepare", "a.txt", "--field", "content"], "--field needs a .jsonl file"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
