@@ -199,7 +199,7 @@ def read(path: str | Path, *, model: bool = True, optimizer: bool = True) -> Sta
     about = read_json(path / "state.json")
     if about.get("format") != FORMAT:
         raise ValueError(
-            f"{path} is a checkpoint of format {about.get('format')}, but this flashspan reads {FORMAT}: use the "
+            f"{path} is a checkpoint of format {about.get('format')}, and this flashspan reads {FORMAT}: use the "
             "version that wrote it, or load its weights with --model.load and set another checkpoint.folder"
         )
     if (fault := _fault_of_state(about, path)) is not None:

@@ -79,8 +79,8 @@ def load_optimizer_state(trained: Trained, state: Mapping[str, Tensor], step: in
     made = {float(value["step"]) for value in entries.values() if value}
     if made - {float(torch.tensor(float(step)))}:  # AdamW counts steps in float32
         raise ValueError(
-            f"the checkpoint's optimizer has made {', '.join(f'{count:g}' for count in sorted(made))} steps, but its "
-            f"state.json has {step}: its files are of different checkpoints; use another"
+            f"the checkpoint's optimizer has made {', '.join(f'{count:g}' for count in sorted(made))} steps and its "
+            f"state.json says {step}: its files are of different checkpoints; use another"
         )
     groups = trained.optimizer.param_groups
     counts = [len(group["params"]) for group in groups]

@@ -61,8 +61,8 @@ class TokenFile:
         """ValueError if one of these tokens is not in the vocabulary."""
         if len(tokens) and (largest := int(tokens.max())) >= self.vocab_size:
             raise ValueError(
-                f"{self.path} is damaged: the vocabulary in its header has {self.vocab_size} tokens, and the file has "
-                f"token {largest}; make it again"
+                f"{self.path} is damaged: its header has a vocabulary of {self.vocab_size}, and the file holds "
+                f"number {largest}; make it again"
             )
 
     def _runs(self) -> Iterator[np.ndarray]:

@@ -1,4 +1,4 @@
-"""Random damage to checkpoints: each is refused, is the same as before, or is is ignored with a line that says so.
+"""Random damage to checkpoints: each is refused, is the same as before, or is ignored with a line that says so.
 
     pytest -m campaign tests/campaign/test_damaged_checkpoints.py -s
 

@@ -71,7 +71,7 @@ def test_the_suggested_next_command_runs(
     assert main(["prepare", str(tmp_path / "a.txt"), "--folder", str(tmp_path / "data"), "--tokenizer", name]) == 0
     said = capsys.readouterr().out.splitlines()[-1]
     if tokenizer != "bytes" and num_bytes == 2:
-        assert said.startswith("next: add text") and "2 tokens" in said
+        assert re.match(r"next: .* 2 tokens", said)
     else:
         assert main([*said.removeprefix("next: flashspan ").split(), "--parallel.device=cpu", "--dry-run"]) == 0
         assert ("--data.sequence" in said) == (num_bytes < 3000)
@@ -296,7 +296,7 @@ def test_a_killed_process_is_reported_in_one_line(
     monkeypatch.setattr(documents, "PART_BYTES", 2000)
     monkeypatch.setattr(command, "_pool", lambda processes: Killed())
     assert main(["prepare", str(lines), "--folder", str(tmp_path / "out"), "--processes", "2"]) == 2
-    assert len(error := capsys.readouterr().err.splitlines()) == 1 and "killed" in error[0]
+    assert re.fullmatch(r".*killed.*\n", capsys.readouterr().err)
     assert (tmp_path / "out" / ".preparing" / "plan.json").exists()
 
 

@@ -207,7 +207,7 @@ def test_samples_are_addressed_by_number_and_targets_are_one_later(tmp_path: Pat
 
 def test_a_token_beyond_the_vocabulary_is_named(tmp_path: Path) -> None:
     samples = Samples(open_tokens(make(tmp_path / "t.bin", [5, 6, 257, 7])), 3, seed=0)
-    with pytest.raises(ValueError, match=r"t\.bin is damaged: .* has 257 tokens, .* token 257"):
+    with pytest.raises(ValueError, match=r"t\.bin is damaged: .* a vocabulary of 257, .* number 257"):
         samples.read([0])
 
 
@@ -260,5 +260,5 @@ def test_a_fingerprint_differs_for_different_data(tmp_path: Path, num_tokens: in
 def test_a_dry_run_finds_tokens_beyond_the_vocabulary(tmp_path: Path) -> None:
     tokens = np.full(600, 65)
     tokens[500] = 300
-    with pytest.raises(ValueError, match=r"t\.bin is damaged: .* has 257 tokens, .* token 300"):
+    with pytest.raises(ValueError, match=r"t\.bin is damaged: .* a vocabulary of 257, .* number 300"):
         train(parse([f"--data.train={make(tmp_path / 't.bin', tokens)}", "--data.sequence=15"]), dry_run=True)
