@@ -1,4 +1,4 @@
-"""The `flashspan` command from its first moment on, also as `python -m flashspan`."""
+"""The entry point of the `flashspan` command and of `python -m flashspan`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import sys
 
 
 def main() -> int:
-    """Run the command. Ctrl-C during the imports ends the process at once: there is nothing to clear away, and Python
-    would print a traceback of imports."""
+    """Run the command. Ctrl-C during the imports ends the process at once: there is nothing to clean up, and otherwise
+    Python would print a traceback."""
     before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:  # otherwise the parent process wants SIGINT ignored
+    if before is signal.default_int_handler:  # otherwise the parent process has set SIGINT to be ignored
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from flashspan.cli import main as run
 

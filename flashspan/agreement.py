@@ -12,7 +12,7 @@ import torch.distributed as dist
 def raise_together(
     fault: str | None, group: dist.ProcessGroup | None = None, error: type[Exception] = ValueError
 ) -> None:
-    """Raise `error` on every rank of the group, with each rank's fault, if any rank has one. A collective."""
+    """Raise `error` on every rank of the group, with the faults of all ranks, if any rank has one. A collective."""
     faults: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(faults, fault, group=group)
     ranks_of: dict[str, list[int]] = {}
@@ -43,19 +43,20 @@ def _name_ranks(ranks: list[int]) -> str:
 
 
 MEET = 0.25
-"""Seconds between two meetings of ranks that wait for a disk."""
+"""Seconds between two collectives of ranks that wait for slow jobs."""
 
 
 def from_first(job: Callable[[], Any]) -> Any:
-    """What `job` returns on the first rank, on every rank. A collective, as `from_each`."""
+    """The result of `job` on the first rank, returned on every rank. A collective, like `from_each`."""
     return from_each(job if dist.get_rank() == 0 else lambda: None)[0]
 
 
 def from_each(job: Callable[[], Any]) -> list[Any]:
-    """What each rank's `job` returns, by rank, on every rank; one's ValueError or OSError is a ValueError on all.
+    """The results of each rank's `job`, by rank, returned on every rank. A ValueError or OSError of one rank is raised
+    as a ValueError on all.
 
-    A collective. The jobs run on threads, and the ranks meet until all have ended: a disk may take longer than an
-    exchange may.
+    A collective. The jobs run on threads, and the ranks repeat a short collective until all jobs have ended: reading a
+    disk may take longer than the timeout of a collective.
     """
     mine: tuple[Any, str | None] | None = None
     ended: list[Any] = [None] * dist.get_world_size()

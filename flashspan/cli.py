@@ -36,7 +36,7 @@ def bench() -> int:
 
 
 def train() -> int:
-    """Train a LLaMA, from scratch or a checkpoint, with any mix of data, context, tensor and sharded parallelism.
+    """Train a LLaMA, from scratch or a checkpoint, with data, context, tensor and sharded parallelism combined.
 
     With no arguments: a tiny model on the text in the package, on 4 CPU ranks in a zigzag ring (or the GPUs here).
     Takes a TOML file and --section.key value; flashspan train --help lists the keys.
@@ -63,12 +63,12 @@ METAVARS = {
     "table": "FILE",
     "tokenizer": "FILE",
 }
-"""What help calls the value of an option, by the option's name; `metavar_of` has the others."""
+"""Metavars in help, by option name; `metavar_of` has the others."""
 OF_TYPE: dict[Any, str] = {int: "N", float: "X", str: "TEXT", Path: "FILE"}
 
 
 def metavar_of(name: str, kind: Any) -> str | None:
-    """What help calls the value of an option: `N` for a number, `{a,b}` for choices; None for a switch."""
+    """The metavar of an option in help: `N` for a number, `{a,b}` for choices; None for a switch."""
     if name in METAVARS:
         return METAVARS[name]
     parts = [part for part in get_args(kind) if part is not type(None)]
@@ -189,7 +189,7 @@ MOST_SHOWN = 1000
 
 
 def _run(words: list[str]) -> int:
-    if words[:1] == ["train"]:  # its keys have dots, and come from a file too
+    if words[:1] == ["train"]:  # its keys have dots, and can also come from a file
         command = TRAIN_HELP if {"-h", "--help"} & set(words) else TRAIN
         return int(command.bring()(*() if command is TRAIN_HELP else (words[1:],)))
     if words[:1] == ["bench"]:

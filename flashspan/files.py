@@ -21,7 +21,7 @@ PIPE_SECONDS = 3.0
 
 
 def make_folder(path: str | Path, option: str) -> Path:
-    """Create the folder if it is missing; ValueError naming the option to change where that fails."""
+    """Create the folder if it is missing; if that fails, ValueError with the option to change."""
     path = Path(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -31,7 +31,7 @@ def make_folder(path: str | Path, option: str) -> Path:
 
 
 def check_folder(path: str | Path, option: str) -> None:
-    """ValueError where `make_folder` would fail, as far as that shows without making the folder."""
+    """ValueError if `make_folder` would fail, as far as can be seen without creating the folder."""
     path = Path(path).absolute()
     try:
         for place in (path, *path.parents):
@@ -39,7 +39,7 @@ def check_folder(path: str | Path, option: str) -> None:
                 place.lstat()
             except FileNotFoundError:
                 continue
-            if not stat.S_ISDIR(place.stat().st_mode):  # of a link, where it leads
+            if not stat.S_ISDIR(place.stat().st_mode):  # for a link, its target
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
             if not os.access(place, os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
@@ -78,14 +78,14 @@ def read_bytes(path: str | Path, remedy: str = "", *, limit: int = MAX_TEXT_BYTE
 
 
 def _read_pipe(path: Path, limit: int) -> bytes:
-    """Everything a writer puts into a pipe. One that nobody writes to is refused instead of waited for."""
+    """Everything that is written to a pipe. A pipe without a writer is refused instead of waited for."""
     data, deadline, written = bytearray(), time.monotonic() + PIPE_SECONDS, False
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         while True:
             try:
                 piece = os.read(handle, 2**16)
-            except BlockingIOError:  # a writer is there, and has written nothing yet
+            except BlockingIOError:  # a writer exists, but has written nothing yet
                 written = True
                 select.select([handle], [], [])
                 continue
@@ -95,7 +95,7 @@ def _read_pipe(path: Path, limit: int) -> bytes:
             if not piece and (written or data):
                 return bytes(data)
             if not piece and time.monotonic() > deadline:
-                raise ValueError(f"{path} is a pipe that nothing writes to: give a file, or start the writer first")
+                raise ValueError(f"{path} is a pipe without a writer: give a file, or start the writer first")
             if not piece:
                 time.sleep(0.02)
     finally:
@@ -107,8 +107,8 @@ def _refuse_size(path: Path, size: str, limit: int) -> NoReturn:
 
 
 def parse_json(text: str | bytes, *, strict: bool = False) -> Any:
-    """A JSON value. ValueError also for brackets nested deeper than Python reads; if `strict`, for NaN and Infinity,
-    which Python writes and JSON does not have, and for an object with two values of one name."""
+    """A JSON value. ValueError also for brackets nested deeper than Python can read; with `strict`, also for NaN and
+    Infinity, which Python writes but JSON does not have, and for a name that an object has twice."""
     try:
         if strict:
             return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_refuse_doubles)
@@ -118,7 +118,7 @@ def parse_json(text: str | bytes, *, strict: bool = False) -> Any:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """A TOML document. ValueError also for brackets nested deeper than Python reads."""
+    """A TOML document. ValueError also for brackets nested deeper than Python can read."""
     try:
         return tomllib.loads(text)
     except RecursionError as error:

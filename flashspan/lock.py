@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 LOCK = ".lock"
-"""The file that is locked; it stays, empty."""
+"""The name of the locked file, which is empty and stays."""
 
 
 @contextlib.contextmanager
 def locked_folder(folder: str | Path, option: str = "--checkpoint.folder") -> Iterator[None]:
-    """Hold a folder for one run; ValueError, naming the option to change, where another holds it. The hold ends with
-    its process, whatever ends it: the file stays, and says nothing."""
+    """Lock a folder for one run; ValueError, with the option to change, if another run has the lock. The lock is
+    released when its process ends, even if it is killed; the file stays, and has no meaning."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -31,7 +31,7 @@ def locked_folder(folder: str | Path, option: str = "--checkpoint.folder") -> It
 
 
 def refuse_locked(folder: str | Path, option: str = "--checkpoint.folder") -> None:
-    """ValueError where another run holds a folder; writes nothing."""
+    """ValueError if another run has locked the folder. Writes nothing."""
     file = Path(folder) / LOCK
     if file.is_file():
         with file.open("rb") as lock:
@@ -43,8 +43,8 @@ def _lock(lock: BinaryIO, folder: Path, option: str) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise ValueError(
-            f"one run at a time writes to a folder: another is at work in {folder}; wait for it, stop it, or "
+            f"only one run at a time can write to a folder: another is at work in {folder}; wait for it, stop it, or "
             f"choose another with {option}"
         ) from error
-    except OSError:  # a file system without locks: two runs go unnoticed there, which is no reason to refuse one
+    except OSError:  # a file system without locks: there two runs at once are not detected
         pass

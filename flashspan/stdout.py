@@ -16,8 +16,8 @@ def discard_stdout() -> None:
 
 
 def say(text: str) -> None:
-    """A line on stdout. Where it is refused (`| head` has read enough, a disk is full) this process says no more, and
-    goes on: a run is worth more than its lines."""
+    """Print a line on stdout. If that fails (`| head` has ended, the disk is full), discard all further output instead
+    of ending the run."""
     try:
         print(text, flush=True)
     except OSError:
@@ -26,8 +26,8 @@ def say(text: str) -> None:
 
 @contextlib.contextmanager
 def waiting(text: str) -> Iterator[None]:
-    """Say what the command is doing until the block ends: on a terminal in a line that moves, counts seconds and then
-    goes away; elsewhere in a plain line."""
+    """Show what the command is doing until the block ends: on a terminal, a line with a count of seconds that is
+    removed at the end; elsewhere, a plain line."""
     if not sys.stdout.isatty():
         say(text)
         yield

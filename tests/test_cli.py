@@ -201,7 +201,7 @@ def test_a_picture_that_is_refused_leaves_no_other(tmp_path: Path, capsys: pytes
         (["attend", "1"], "missing from flashspan attend"),
         (["bench", "sparse", "--page", "--rows", "seed"], "leave --rows"),
         (["bench", "attention", "--page", "--quick"], "leave --quick"),
-        (["profile", "--precision", "--tokens", "64"], "leave the others out"),
+        (["profile", "--precision", "--tokens", "64"], "accepts only --device"),
         (["generate", ".", "--prompt", "a", "--batch", "2"], "--batch is for the prompts of a --file"),
         (["generate", ".", "--file", "a", "--ranks", "2", "--batch", "2"], "--batch is for the prompts of a --file"),
         (["bench", "nothing"], "see flashspan bench --help"),
@@ -213,10 +213,10 @@ def test_a_picture_that_is_refused_leaves_no_other(tmp_path: Path, capsys: pytes
         (["bench", "model", "--warmups", str(10**12)], "warmups must be 0 to 1,000,000"),
         (["bench", "attention", "--quick", "--shapes", "1,1,1,64,16,causal"], "leave one out"),
         (["bench", "data", "--layers", "10000000"], "bench data must fit in memory"),
-        (["bench", "data", "--window", "9", "--only", "context"], "--window is of the strategy hybrid"),
-        (["prepare", "--seed", "3"], "--seed is of the random tokens"),
-        (["prepare", "--split", "test"], "--split is of a --dataset"),
-        (["prepare", "a.txt", "--field", "content"], "--field is of .jsonl and .parquet files"),
+        (["bench", "data", "--window", "9", "--only", "context"], "--window needs the strategy hybrid"),
+        (["prepare", "--seed", "3"], "--seed needs --synthetic"),
+        (["prepare", "--split", "test"], "--split needs --dataset"),
+        (["prepare", "a.txt", "--field", "content"], "--field needs a .jsonl file"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(

@@ -1,1 +1,1 @@
-"""Checkpoints: the files of one, the writing of them while training runs, and whole tensors from split ones."""
+"""Checkpoints: their files, writing them while training runs, and whole tensors from sharded ones."""

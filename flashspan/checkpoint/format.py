@@ -1,13 +1,13 @@
-"""Checkpoints that survive: a folder appears whole or not at all, says the hash of each of its files, and holds no
-pickle.
+"""The files of a checkpoint. Its folder appears whole or not at all, has a hash of each file, and has no pickle.
 
     step-00000100/
-        config.json, model.safetensors     a Hugging Face checkpoint, whole tensors: any parallelism, or transformers,
-        optimizer.safetensors              can load it
-        state.json                         the step, and what decides the order of the samples
+        config.json, model.safetensors     a Hugging Face checkpoint, which transformers can load
+        optimizer.safetensors              whole tensors, as in model.safetensors: any parallelism config can load them
+        state.json                         the step, and the settings that determine the order of samples
         manifest.json                      the size and hash of every file above, written last
 
-A folder is written under another name, flushed to the disk, and renamed. The newest whose hashes hold is used.
+A folder is written under a temporary name, flushed to disk, and renamed. The newest checkpoint whose hashes match is
+used.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from flashspan.model.huggingface import files_to_read, read_header, refuse_damag
 PREFIX, WRITING, BEFORE = "step-", ".writing-", ".before"
 NAME = re.compile(rf"{PREFIX}([0-9]+)")
 FORMAT = 1
-"""Of state.json and the names of the tensors; another one's are not guessed at."""
+"""The version of state.json and of the tensors' names; other versions are refused."""
 
 
 @dataclass(frozen=True)
 class State:
-    """Everything a run needs to go on: `step` is the next to take. Tensors are whole and on the CPU."""
+    """Everything that a run needs to resume at `step`. Tensors are whole and on the CPU."""
 
     step: int
     config: LlamaConfig
     model: Mapping[str, Tensor]
     optimizer: Mapping[str, Tensor]
-    order: Mapping[str, Any]  # what must not change for the run to be the same: seed, batch, sequence, data
+    order: Mapping[str, Any]  # the settings that a resumed run must not change: seed, batch, sequence, data
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 def write(folder: str | Path, state: State, *, keep: int = 2) -> Path:
-    """Write a checkpoint beside those in `folder`, then drop all but it and the `keep` - 1 before it: those after it
-    are damaged, or of a run that was started anew. Blocks until it is on disk; OSError where it cannot be."""
+    """Write a checkpoint to `folder`, and remove all others except the `keep` - 1 before it. (Checkpoints of later
+    steps are damaged, or are those of an earlier run.) Returns when it is on disk; OSError if that is impossible."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     needed = needed_bytes(sum(value.nbytes for value in (*state.model.values(), *state.optimizer.values())))
@@ -66,38 +66,38 @@ def write(folder: str | Path, state: State, *, keep: int = 2) -> Path:
         save_file({name: value.contiguous() for name, value in state.optimizer.items()}, half / "optimizer.safetensors")
         about = {"format": FORMAT, "step": state.step, "order": dict(state.order), "extra": dict(state.extra)}
         (half / "state.json").write_text(json.dumps(about, indent=2))
-        shutil.copymode(half / "state.json", half / "optimizer.safetensors")  # which is the owner's alone otherwise
+        shutil.copymode(half / "state.json", half / "optimizer.safetensors")  # otherwise only the owner can read it
         write_manifest(half, sorted(path.name for path in half.iterdir()))
         for path in [*half.iterdir(), half]:
             _flush(path)
         _remove(aside)
         if os.path.lexists(final):
-            final.rename(aside)  # it stays until this one has its name
+            final.rename(aside)  # kept until the new one has its name
         half.rename(final)
         _flush(folder)
     except BaseException as error:
         shutil.rmtree(half, ignore_errors=True)
         if os.path.lexists(aside) and not os.path.lexists(final):
             aside.rename(final)
-        if isinstance(error, SafetensorError):  # a disk that fills while the tensors are written
+        if isinstance(error, SafetensorError):  # the disk became full while tensors were written
             raise OSError(str(error)) from error
         raise
     kept = [path for path in checkpoints(folder) if path == final or step_of(path) < state.step][-keep:]
     with contextlib.suppress(OSError):
         _remove(aside)
     for path in set(checkpoints(folder)) - set(kept):
-        with contextlib.suppress(OSError):  # by another name first: a half of one would look damaged
+        with contextlib.suppress(OSError):  # renamed first: a half-removed one would look damaged
             _remove(path.rename(folder / f"{WRITING}{path.name}"))
     return final
 
 
 def needed_bytes(tensors: float) -> float:
-    """What a checkpoint takes on a disk, by the bytes of its tensors."""
+    """The disk space of a checkpoint, from the bytes of its tensors."""
     return 1.02 * tensors + 2**20
 
 
 def _remove(path: Path) -> None:
-    """A checkpoint, or what stands in its place, if anything does."""
+    """Remove a folder, a file or a link, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -105,31 +105,30 @@ def _remove(path: Path) -> None:
 
 
 def checkpoints(folder: str | Path) -> list[Path]:
-    """The checkpoints in a folder, by the steps that they are named after, whole or not."""
+    """The checkpoints in a folder, damaged ones included, sorted by the step in their names."""
     found = (path for path in Path(folder).glob(f"{PREFIX}*") if NAME.fullmatch(path.name))
     return sorted(found, key=lambda path: (step_of(path), path.name))
 
 
 def last_step(folder: str | Path) -> int:
-    """The step that the last checkpoint in a folder is named after, whole or not; 0 where there is none."""
+    """The step in the name of a folder's last checkpoint, damaged or not; 0 if there is none."""
     return max(map(step_of, checkpoints(folder)), default=0)
 
 
 def step_of(path: Path) -> int:
-    """The step that a checkpoint is named after."""
+    """The step in a checkpoint's name."""
     return int(path.name.removeprefix(PREFIX))
 
 
 def newest(folder: str | Path, *, say: Callable[[str], None] = print) -> Path | None:
-    """The newest whole checkpoint; each that is damaged, or has another name, is said to be passed over. None where
-    there is none.
+    """The newest undamaged checkpoint, or None. Each that is damaged or has another name is reported.
 
-    The run that writes them may go on meanwhile: one that it dropped while it was read is not damaged, there are newer
-    ones.
+    The run that writes the checkpoints may continue meanwhile: one that it removes while it is read here is not
+    damaged, and newer ones exist.
     """
     found, named = checkpoints(folder), set[Path]()
     for path in sorted(set(Path(folder).glob(f"{PREFIX}*")) - set(found)):
-        say(f"{path} is passed over: the name of a checkpoint is {PREFIX} and a number")
+        say(f"{path} is ignored: the name of a checkpoint is {PREFIX} and a number")
     while found:
         path = found.pop()
         fault = damage(path)
@@ -145,8 +144,8 @@ def newest(folder: str | Path, *, say: Callable[[str], None] = print) -> Path | 
 
 
 def clear_unfinished(folder: str | Path) -> None:
-    """Drop what an ended run was writing, and put back what it was about to replace. Only for the run that writes here:
-    a reader would take it from a live one."""
+    """Remove what a killed run was writing, and restore what it was replacing. Only for the run that writes to this
+    folder: a reader would remove the files of a live one."""
     for path in Path(folder).glob(f"{WRITING}*{BEFORE}"):
         final = path.with_name(path.name.removeprefix(WRITING).removesuffix(BEFORE))
         if not os.path.lexists(final):
@@ -157,7 +156,7 @@ def clear_unfinished(folder: str | Path) -> None:
 
 
 def refuse_damaged(path: str | Path) -> None:
-    """ValueError for a folder of weights that is not as it was written: by its manifest, which a stranger's lacks."""
+    """ValueError if a folder of weights differs from its manifest. A folder of another program has no manifest."""
     path = Path(path)
     if not os.path.lexists(path / "state.json"):
         refuse_damaged_weights(path)
@@ -166,10 +165,10 @@ def refuse_damaged(path: str | Path) -> None:
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint folder, in words; None if it is whole: every file that `read` opens is in its
-    manifest, and every hash of the manifest holds."""
+    """A description of what is wrong with a checkpoint folder; None if every file that `read` opens is in its manifest
+    and every hash in the manifest matches."""
     try:
-        # Which files are read must not depend on what a manifest lists.
+        # The files that are read must not depend on what a manifest lists.
         if fault := find_damage(path, {"state.json", "optimizer.safetensors", *files_to_read(path)}):
             return fault
         about = read_json(path / "state.json")
@@ -181,27 +180,27 @@ def damage(path: Path) -> str | None:
 
 
 def _fault_of_state(about: dict[str, Any], path: Path) -> str | None:
-    """What is wrong with the content of a state.json of this format."""
+    """A description of what is wrong with the content of a state.json of this format; None if nothing is."""
     for name, kind in (("step", int), ("order", dict), ("extra", dict)):
         if not isinstance(about.get(name), kind):
             return f"state.json says {name} is {about.get(name)!r}"
     if path in checkpoints(path.parent) and step_of(path) != about["step"]:
-        return f"its name says step {step_of(path)}, its state.json step {about['step']}"
+        return f"its name has step {step_of(path)}, its state.json has step {about['step']}"
     return None
 
 
 def read(path: str | Path, *, model: bool = True, optimizer: bool = True) -> State:
-    """A checkpoint's state, by our names. A tied head appears under both of its names.
+    """A checkpoint's state, with the names of `flashspan.model`. A tied head appears under both of its names.
 
-    Tensors are the mapped files: what is not looked at is not read, and the disk keeps a dropped checkpoint's space as
-    long as they live.
+    Tensors are views of the mapped files: only the parts that are used are read. If the checkpoint is removed, its disk
+    space is freed when these tensors are.
     """
     path = Path(path)
     about = read_json(path / "state.json")
     if about.get("format") != FORMAT:
         raise ValueError(
             f"{path} is a checkpoint of format {about.get('format')}, and this flashspan reads {FORMAT}: use the "
-            "version that wrote it, or take its weights along with --model.load into another checkpoint.folder"
+            "version that wrote it, or load its weights with --model.load and set another checkpoint.folder"
         )
     if (fault := _fault_of_state(about, path)) is not None:
         raise ValueError(f"{path} is damaged: {fault}")
@@ -217,7 +216,7 @@ def read(path: str | Path, *, model: bool = True, optimizer: bool = True) -> Sta
 
 
 def _flush(path: Path) -> None:
-    """Ask the disk to hold what was written."""
+    """Flush a file or a folder to disk."""
     handle = os.open(path, os.O_RDONLY)
     with contextlib.suppress(OSError):  # some file systems cannot flush a folder
         os.fsync(handle)

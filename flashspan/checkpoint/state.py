@@ -1,4 +1,4 @@
-"""The state of a model and its optimizer as whole tensors on the CPU, whatever the parallelism: gathered and loaded."""
+"""Gather and load the state of a model and its optimizer as whole tensors on the CPU, under any parallelism config."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from flashspan.parallel import ShardedOptimizer
 from flashspan.parallel.collectives import full_tensor, local_slices, part_like
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""What AdamW keeps of each parameter, besides a step."""
+"""The state of AdamW for each parameter, in addition to a step."""
 
 
 class Trained(Protocol):
-    """What training changes: a model, its optimizer, and the name of each parameter."""
+    """A model, its optimizer, and the name of each parameter."""
 
     @property
     def model(self) -> nn.Module: ...
@@ -29,12 +29,12 @@ class Trained(Protocol):
 
 
 def model_state(trained: Trained, *, keep: bool) -> dict[str, Tensor]:
-    """The whole weights on the CPU of the ranks that `keep` them, nothing on the others. A collective."""
+    """The whole weights on the CPU of the ranks with `keep`; empty on the others. A collective."""
     return _gather(trained.model.state_dict(), keep)
 
 
 def optimizer_state(trained: Trained, *, keep: bool) -> dict[str, Tensor]:
-    """The whole state of the optimizer, `<what>/<parameter>` -> tensor, as `model_state`. A collective."""
+    """The whole optimizer state, `<kind>/<parameter>` -> tensor, on the ranks with `keep`. A collective."""
     order = _in_order(trained)
     if isinstance(trained.optimizer, ShardedOptimizer):
         entries = trained.optimizer.state_dict()["state"]
@@ -54,29 +54,30 @@ def _gather(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
 
 
 def load_optimizer_state(trained: Trained, state: Mapping[str, Tensor], step: int) -> None:
-    """Take this rank's share of a whole state, saved after `step` steps, and a copy: of what is mapped, nothing else is
-    read or held. ValueError where it is not the state of this model at that step."""
+    """Load a copy of this rank's share of a whole state that was saved after `step` steps; the rest of the mapped files
+    is not read. ValueError if it is not the state of this model at that step."""
     order = _in_order(trained)
     numbers = {trained.names[param]: i for i, param in enumerate(order)}
     entries: dict[int, dict[str, Any]] = {i: {} for i in range(len(order))}
     for name, value in state.items():
         key, _, owner = name.partition("/")
         if owner not in numbers:
-            raise ValueError(f"the checkpoint's optimizer knows {owner!r}, the model does not: is it of another model?")
+            raise ValueError(
+                f"the checkpoint's optimizer has {owner!r}, which the model does not have: is it of another model?"
+            )
         shape = order[numbers[owner]].shape if key in MOMENTS else torch.Size()
         if key not in (*MOMENTS, "step") or value.shape != shape:
             raise ValueError(
-                f"the checkpoint's optimizer holds {name} of shape {tuple(value.shape)}: AdamW has "
+                f"the checkpoint's optimizer has {name} of shape {tuple(value.shape)}: AdamW has "
                 f"{', '.join(MOMENTS)} of the parameter's shape, and a step"
             )
         entries[numbers[owner]][key] = value
     if partial := [name for name, i in numbers.items() if len(entries[i]) != (len(MOMENTS) + 1 if step else 0)]:
         raise ValueError(
-            f"the checkpoint's optimizer does not hold the state of {partial[0]} after {step} steps; use another "
-            "checkpoint"
+            f"the checkpoint's optimizer has no state of {partial[0]} after {step} steps; use another checkpoint"
         )
     made = {float(value["step"]) for value in entries.values() if value}
-    if made - {float(torch.tensor(float(step)))}:  # AdamW counts in float32
+    if made - {float(torch.tensor(float(step)))}:  # AdamW counts steps in float32
         raise ValueError(
             f"the checkpoint's optimizer has made {', '.join(f'{count:g}' for count in sorted(made))} steps and its "
             f"state.json says {step}: its files are of different checkpoints; use another"

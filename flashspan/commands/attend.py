@@ -51,7 +51,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a device reports; the last three are rank 0's, and its time alone is 0 where it is alone anyway."""
+    """The results of a device. Only rank 0 has the last three; `alone_ms` is 0 if there is only one device."""
 
     tokens: int
     milliseconds: float
@@ -117,7 +117,7 @@ def attend(
     needed, free = needed_bytes(job, num_devices), free_bytes(job.device_type)
     needs = f"attend {num_devices} {seq_len} {head_dim} needs about {needed / 2**30:.1f} GiB of memory"
     if free is not None and needed > free:
-        raise ValueError(f"{needs}, and {free / 2**30:.1f} are there: lower T, D or the heads")
+        raise ValueError(f"{needs}, but {free / 2**30:.1f} are available: lower T, D or the heads")
     where = "ranks on one GPU" if share_gpu else "GPUs" if gpus else f"CPU processes on {os.cpu_count()} cores"
     print("FlashAttention across devices, forward")
     print(f"Devices: {num_devices} ({where}), sequence length T: {seq_len}, head dim D: {head_dim}")
@@ -131,7 +131,7 @@ def attend(
             answers: list[Answer] = ranks.run(run_on_rank, job, timeout=900)
     except RankError as error:
         if sweep.is_out_of_memory(error):
-            raise ValueError(f"{needs}, more than there was: lower T, D or the heads") from error
+            raise ValueError(f"{needs}, and memory ran out: lower T, D or the heads") from error
         raise
     first = answers[0]
     print("Output O[0..7]:", " ".join(f"{x:9.6f}" for x in first.sample))
@@ -153,8 +153,8 @@ def attend(
 
 
 def needed_bytes(job: Job, num_devices: int) -> int:
-    """The most that is held at once by a GPU, or by all CPU processes together: when every one has drawn all inputs,
-    or when the first compares its output with float64, which takes the scores of the checked rows three times."""
+    """The peak memory of a GPU, or of all CPU processes together: either when each process has made all inputs, or when
+    the first compares its output with float64, which stores the scores of the checked rows three times."""
     numbers = (job.heads + 2 * job.kv_heads) * job.seq_len * job.head_dim
     inputs = numbers * getattr(torch, job.dtype).itemsize
     compared = inputs + 8 * numbers + 3 * 8 * job.heads * len(checked_rows(job)) * job.seq_len
@@ -163,16 +163,16 @@ def needed_bytes(job: Job, num_devices: int) -> int:
 
 @torch.no_grad()
 def run_on_rank(job: Job) -> Answer:
-    """On a rank: the timed call, and on rank 0 the same on one device and the error of a sample of rows."""
+    """Run on each rank: time the call. Rank 0 also times one device, and computes the error of a sample of rows."""
     device = here(job.device_type)
     whole = make_inputs(job, device)
     attend = over_all_ranks(job.strategy, job.layout, job.device_type, num_tokens=job.seq_len)
     q, k, v = (attend.shard(x, 2) for x in whole)
     if dist.get_rank():
         del whole
-    peak, out = peak_of(lambda: attend(q, k, v, causal=job.causal), device)  # warms up, and shakes hands
+    peak, out = peak_of(lambda: attend(q, k, v, causal=job.causal), device)  # warm-up, which also connects the ranks
     alone, times = [], []
-    for _ in range(REPEATS):  # in turn: whatever else the machine does slows both
+    for _ in range(REPEATS):  # in turn, so that other load of the machine slows both
         if dist.get_rank() == 0 and dist.get_world_size() > 1:
             alone.append(timed(lambda: attention(*whole, causal=job.causal), device)[0])
         sent = attend.bytes_sent

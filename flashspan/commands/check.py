@@ -28,13 +28,13 @@ from flashspan.launch import Ranks, check_num_ranks, joined, send_to_parent
 from flashspan.progress import progress
 
 Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
-"""What commands offer; a test holds these to STRATEGIES, LAYOUTS and BOUNDS."""
+"""The choices in help; a test compares them with STRATEGIES, LAYOUTS and BOUNDS."""
 
 BOUNDS = {"float32": (promise.FORWARD, promise.GRADIENT), "bfloat16": (1e-2, 2e-2), "float16": (2e-3, 4e-3)}
-"""Largest error allowed of out, and of dq, dk and dv, relative to what `promise.Answer.size` says."""
+"""The largest allowed errors of out, and of dq, dk and dv, relative to `promise.Answer.size`."""
 LONG = 131072
-"""Tokens beyond which float32 is allowed ten times as much. The longer a sum is, the more it rounds, and the smaller is
-the mean that attention makes of it: at 2**20 tokens without a mask, one device by itself has an error of 1.4e-6."""
+"""With more tokens, ten times the float32 error is allowed. Longer sums have larger rounding errors, and the mean of
+more values is smaller: with 2**20 tokens and no mask, one device alone has an error of 1.4e-6."""
 
 
 def is_long(dtype: str, tokens: int) -> bool:
@@ -42,19 +42,19 @@ def is_long(dtype: str, tokens: int) -> bool:
 
 
 def at_length(bounds: tuple[float, float], dtype: str, tokens: int) -> tuple[float, float]:
-    """What is allowed of so many tokens, from what is allowed of few."""
+    """The allowed errors for this number of tokens, from those for short sequences."""
     forward, backward = bounds
     return (10 * forward, 10 * backward) if is_long(dtype, tokens) else bounds
 
 
 def why_more(dtype: str, tokens: int) -> str:
-    """For the output: why more than the promise is allowed, where it is."""
-    return f"; ten times that of {LONG:,} tokens, as longer sums round more" if is_long(dtype, tokens) else ""
+    """Text for the output: the reason why a larger error than the promised one is allowed; empty if it is not."""
+    return f"; ten times that for {LONG:,} tokens, since longer sums round more" if is_long(dtype, tokens) else ""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is computed: by each of `cases`, (strategy, layout), and once in float64 by one device."""
+    """The inputs of a check. Each of `cases`, (strategy, layout), is compared with one device in float64."""
 
     cases: tuple[tuple[str, str], ...]
     tokens: int
@@ -66,7 +66,7 @@ class Problem:
     seed: int
 
     def needed_bytes(self, ranks: int) -> int:
-        """What all ranks hold at least: every one the inputs, and the first the same and the answers in float64."""
+        """A lower bound on the memory of all ranks: each holds the inputs, and the first also the float64 results."""
         numbers = 2 * (self.heads + self.kv_heads) * self.tokens * self.head_dim
         return numbers * (ranks * getattr(torch, self.dtype).itemsize + 2 * torch.float64.itemsize)
 
@@ -93,7 +93,7 @@ class Result:
 
     def passes(self, dtype: str, tokens: int = 1) -> bool:
         forward, backward = at_length(BOUNDS[dtype], dtype, tokens)
-        # Each compared by itself: NaN passes no comparison, but hides in a maximum.
+        # Compared one by one: a NaN fails every comparison, but may be lost in a maximum.
         return self.out <= forward and all(error <= backward for error in (self.dq, self.dk, self.dv))
 
 
@@ -163,8 +163,8 @@ def check(
         if free is not None and needed > free:
             raise ValueError(
                 f"check must fit in memory: {tokens} tokens, {heads} heads on {kv_heads} kv heads of {head_dim} on "
-                f"{ranks} ranks need about {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} are there; lower --tokens, "
-                "the heads or --ranks"
+                f"{ranks} ranks need about {needed / 2**30:.1f} GiB, but {free / 2**30:.1f} are available; lower "
+                "--tokens, the heads or --ranks"
             )
         what = f"{len(cases)} {'case' if len(cases) == 1 else 'cases'} on {ranks} ranks"
         backend = "nccl" if cuda and not share_gpu else "gloo"
@@ -183,19 +183,19 @@ def under_torchrun(share_gpu: bool) -> bool:
     """Whether torchrun started this process as one of its ranks."""
     started = dist.is_torchelastic_launched()
     if started and share_gpu:
-        raise ValueError("--share-gpu starts its own ranks: leave torchrun out, or --share-gpu")
+        raise ValueError("--share-gpu starts its own ranks: run it without torchrun, or leave --share-gpu out")
     return started
 
 
 def refuse_large_seed(seed: int) -> None:
-    """What a generator cannot take, before ranks are started that would say so one by one."""
+    """ValueError for a seed that a generator refuses, before ranks are started."""
     if not -(2**63) <= seed < 2**64:
-        raise ValueError(f"a seed is a number of 64 bits, -2**63 to 2**64 - 1: got {seed}")
+        raise ValueError(f"a seed must be a 64-bit number, from -2**63 to 2**64 - 1: got {seed}")
 
 
 def run_on_rank(problem: Problem, device_type: str, counted: bool = False) -> list[Result]:
-    """On a rank: every case, forward and backward. Rank 0 returns the errors of the whole tensors, and with `counted`
-    sends a message to the parent after each case; other ranks return nothing."""
+    """Run on each rank: every case, forward and backward. Rank 0 returns the errors of the whole tensors, and with
+    `counted` sends a message to the parent after each case. Other ranks return an empty list."""
     device = here(device_type)
     inputs = problem.inputs(device)
     exact = truth(problem, inputs) if dist.get_rank() == 0 else None
@@ -214,7 +214,7 @@ def run_on_rank(problem: Problem, device_type: str, counted: bool = False) -> li
 def compare(
     attend: ContextAttention, problem: Problem, inputs: list[Tensor], exact: promise.Answer | None
 ) -> tuple[float, float, float, float] | None:
-    """Forward and backward on all ranks of `attend`; where `exact` is given, the errors of out, dq, dk and dv."""
+    """Run forward and backward on all ranks of `attend`; with `exact`, return the errors of out, dq, dk and dv."""
     q, k, v, dout = (attend.shard(x, 2) for x in inputs)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     out = attend(*leaves, causal=problem.causal)
@@ -227,13 +227,13 @@ def compare(
 
 
 def truth(problem: Problem, inputs: list[Tensor]) -> promise.Answer:
-    """What one device gives, in float64."""
+    """The result of one device, in float64."""
     mask, scale = CAUSAL if problem.causal else EVERYTHING, 1.0 / math.sqrt(problem.head_dim)
     return promise.solve(*inputs, mask=mask, scale=scale)
 
 
 def relative(mine: Tensor, exact: promise.Answer, name: str) -> float:
-    """The norm of one result's error, over the size that the promise compares it with."""
+    """The norm of one result's error, relative to the size that the promise uses."""
     return float((mine.double() - exact.results[name]).norm()) / exact.size(name)
 
 

@@ -50,7 +50,7 @@ from flashspan.progress import progress
 from flashspan.train.silent_ranks import report_silent_ranks
 
 PATIENCE = 60.0
-"""Seconds before a transfer that does not arrive is an error that names its rank."""
+"""Seconds after which a transfer that does not arrive is an error with its rank."""
 HEAD_DIM = 64
 
 
@@ -72,7 +72,7 @@ def preflight(
     Example: torchrun --nproc-per-node 8 -m flashspan.check --preflight
 
     Args:
-        ranks: Number of ranks to start; by default one per GPU, or 4 on CPUs. Under torchrun, torchrun's.
+        ranks: Number of ranks to start; by default one per GPU, or 4 on CPUs. Ignored under torchrun.
         strategy: Strategy of context parallelism.
         layout: Assignment of tokens to ranks.
         dtype: Dtype of q, k and v; by default bfloat16 on GPUs and float32 on CPUs.
@@ -103,7 +103,7 @@ def preflight(
     faults = judge(report)
     if not by_torchrun or os.environ["RANK"] == "0":
         print_report(report, faults)
-    return 1 if faults else 0  # on every rank: each node's torchrun fails, and what follows it there does not start
+    return 1 if faults else 0  # on every rank: torchrun then fails on every node, and no next command starts
 
 
 def _start(job: Job, num_ranks: int, cuda: bool) -> Report:
@@ -125,7 +125,7 @@ def _join(job: Job) -> Report:
 
 
 def run_on_rank(job: Job, device_type: str) -> Report:
-    """On a rank: all measurements, of all ranks."""
+    """Run on each rank: all measurements, with the results of all ranks."""
     with report_silent_ranks("the preflight"):
         return _measure(job, here(device_type))
 
@@ -147,7 +147,7 @@ def _measure(job: Job, device: torch.device) -> Report:
     if job.strategy == "double_ring" and (num_hosts := even_hosts(hosts)) > 1:
         options["sizes"] = (num_hosts, world // num_hosts)
     if job.strategy == "double_ring" and dist.get_backend() == "nccl":
-        options["slow_group"] = dist.new_group()  # so that its two levels overlap
+        options["slow_group"] = dist.new_group()  # so that the two levels overlap
     attend = over_all_ranks(job.strategy, job.layout, device.type, **options)
     transport = attend.transport(device)
     parity = errors(attend)
@@ -163,12 +163,12 @@ def _measure(job: Job, device: torch.device) -> Report:
     step = measure_empty_step(attend, device)
     overlap = measure_overlap(attend, device, dtype, HEAD_DIM)
     planned = plan(report, attend, overlap)
-    transport = attend.transport(device)  # once more: ranks that fail to share memory fall back to the group
+    transport = attend.transport(device)  # asked again, since ranks that cannot share memory change to the group
     return replace(report, transport=transport, links=tuple(links), empty_step=step, overlap=overlap, planned=planned)
 
 
 def even_hosts(hosts: Sequence[str]) -> int:
-    """How many hosts there are, if each has as many ranks as any other, one after another; else 1."""
+    """The number of hosts, if all have the same number of ranks, numbered consecutively; else 1."""
     num = len(set(hosts))
     per_host = len(hosts) // num
     even = all(len(set(hosts[i : i + per_host])) == 1 for i in range(0, len(hosts), per_host))
@@ -176,13 +176,13 @@ def even_hosts(hosts: Sequence[str]) -> int:
 
 
 def plan(report: Report, attend: ContextAttention, overlap: Overlap) -> Planned | None:
-    """What the planner expects; None of CPUs, of a GPU that ranks share, and of one that is not in its table."""
+    """The planner's expectation; None for CPUs, for a shared GPU, and for a GPU that is not in the planner's table."""
     known = [name for name in DEVICES if is_named(name, report.device)] if report.own_gpus else []
     if not known:
         return None
     cluster = make_cluster(known[0], len(report.hosts), per_node=max(Counter(report.hosts).values()))
     device, link = cluster.device.name, cluster.inside
-    if attend.inner.num_ranks > 1:  # an exchange of heads is no schedule
+    if attend.inner.num_ranks > 1:  # ulysses has no schedule
         return Planned(device, link, 0.0, 0.0)
     walked = simulate(schedule_of(attend, overlap.tokens, EVERYTHING), overlap.shape, cluster)
     return Planned(device, link, max(walked.computing), walked.seconds)

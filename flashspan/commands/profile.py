@@ -1,11 +1,12 @@
-"""`flashspan profile`: where the time and the memory of a step go.
+"""`flashspan profile`: time of a step by kernel and part, or its memory over time.
 
     flashspan profile --preset small --tokens 256 --attention plain        # a summary and a trace for Perfetto
     flashspan profile --preset small --memory                              # the active memory over time, drawn
     nsys profile flashspan profile --preset small                          # the same ranges, as NVTX
 
-Ranges are on every part: warm-up, forward, backward, optimizer; each module; scores, softmax and values of plain
-attention. The summary answers the usual questions by itself, for inference and for a training step.
+Every part has a named range: warm-up, forward, backward, optimizer; each module; scores, softmax and values of plain
+attention. The summary has the longest kernels and the shares of matmuls, softmax and the rest, for inference and for a
+training step.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ FOLDER = Path("runs/profile")
 
 @dataclass(frozen=True)
 class Summary:
-    """What a profile of a pass says: milliseconds until the device was done, its kernels, plain attention's parts."""
+    """The profile of a pass: milliseconds until the device was done, its kernels, and the parts of plain attention."""
 
     name: str
     wall_ms: float
@@ -41,35 +42,35 @@ class Summary:
     head_dim: int
 
     def words(self) -> list[str]:
-        """The questions one asks of a profile, answered."""
+        """The summary, line by line."""
         if not self.kernels:
             return [f"{self.name}: nothing was recorded."]
         top = self.kernels[0]
         busy = sum(kernel.milliseconds for kernel in self.kernels)
         others = [k for k in self.kernels if k.kind == "other"][:3]
         lines = [
-            f"{self.name}: {self.wall_ms:.4g} ms on the clock, {busy:.4g} ms in kernels.",
-            f"  Longest: {top.short}, {top.milliseconds:.4g} ms in {top.count} calls "
-            f"({top.milliseconds / busy:.0%} of the kernels' time).",
-            f"  Matrix products take {trace.share(self.kernels, 'product'):.0%}, fused attention "
+            f"{self.name}: {self.wall_ms:.4g} ms wall time, {busy:.4g} ms in kernels.",
+            f"  Longest kernel: {top.short}, {top.milliseconds:.4g} ms in {top.count} calls "
+            f"({top.milliseconds / busy:.0%} of kernel time).",
+            f"  Matmuls take {trace.share(self.kernels, 'product'):.0%}, fused attention "
             f"{trace.share(self.kernels, 'attention'):.0%}, everything else {trace.share(self.kernels, 'other'):.0%}.",
         ]
         if others:
             listed = "; ".join(f"{k.short} {k.milliseconds / busy:.0%}" for k in others)
-            lines.append(f"  Of the rest, the longest: {listed}.")
+            lines.append(f"  Longest other kernels: {listed}.")
         if all(part in self.parts for part in PARTS):
             scores, prepared, softmax, values = (self.parts[part] for part in PARTS)
             products = scores + values
             lines.append(
-                f"  In attention, softmax takes {softmax:.4g} ms and the two products {products:.4g} ms: "
-                f"{softmax / products:.2f} of their time, for about {flop_ratio(self.head_dim):.3f} of their "
+                f"  In attention, softmax takes {softmax:.4g} ms and the two matmuls {products:.4g} ms: "
+                f"{softmax / products:.2f} of the matmuls' time, for about {flop_ratio(self.head_dim):.3f} of their "
                 f"operations. Scaling and mask take {prepared:.4g} ms."
             )
         return lines
 
 
 def flop_ratio(head_dim: int) -> float:
-    """Operations of softmax (about 5 per score) over those of the two products (4 d per score)."""
+    """Operations of softmax (about 5 per score) over those of the two matmuls (4 d per score)."""
     return 5.0 / (4.0 * head_dim)
 
 
@@ -88,7 +89,7 @@ def run_profile(setting: Setting, device: torch.device, *, training: bool, trace
             trace_path.parent.mkdir(parents=True, exist_ok=True)
             trace_path.unlink(missing_ok=True)
             profiler.export_chrome_trace(str(trace_path))
-            if not trace_path.exists():  # of a full disk the profiler says nothing
+            if not trace_path.exists():  # the profiler does not report a full disk
                 raise OSError("is there no space left?")
         except (OSError, RuntimeError) as error:
             raise ValueError(f"the trace cannot be written to {trace_path}: {error}; give another --folder") from error
@@ -98,7 +99,7 @@ def run_profile(setting: Setting, device: torch.device, *, training: bool, trace
 
 
 def memory_timeline(setting: Setting, device: torch.device, *, training: bool, snapshot: Path | None = None) -> Any:
-    """The active memory of one step, phases marked; on a GPU also the history for pytorch.org/memory_viz."""
+    """The active memory of one step with its phases; on a GPU also the history for pytorch.org/memory_viz."""
     stepper = Stepper(setting, device)
     step = stepper.train if training else stepper.infer
     for _ in range(max(1, setting.warmup)):
@@ -135,10 +136,10 @@ def profile(
     device: str = "auto",
     folder: Path = FOLDER,
 ) -> int:
-    """Show where the time of a step goes, by kernel and by part; with --memory, where its memory goes.
+    """Show the time of a step by kernel and by part; with --memory, its memory over time.
 
-    Profiles an inference and a training step with named ranges on every part, prints a summary that answers the usual
-    questions, and writes traces for Perfetto (ui.perfetto.dev). The same ranges are NVTX: run it under nsys profile.
+    Profiles an inference and a training step with named ranges on every part, prints a summary, and writes traces for
+    Perfetto (ui.perfetto.dev). The ranges are also NVTX ranges: run the command under nsys profile.
 
     Example: flashspan profile --preset small --tokens 256
 
@@ -147,21 +148,21 @@ def profile(
         tokens: Context length.
         batch: Number of samples.
         dtype: Dtype: float32, or a 16-bit one for autocast.
-        attention: Attention: plain (scores, softmax and values as parts) or flashspan (one fused kernel).
+        attention: Implementation: plain (scores, softmax and values as parts) or flashspan (one fused kernel).
         compiled: torch.compile for the layers.
         warmup: Number of steps before the profiled one.
-        memory: Pictures of the active memory over time instead, for inference and for a training step.
-        precision: Mixed-precision study instead, at fixed sizes.
+        memory: Pictures of the active memory over time, for inference and for a training step, instead of times.
+        precision: Mixed-precision study at fixed sizes, instead of times.
         device: Device type: auto, cpu or cuda.
         folder: Folder for traces and pictures.
     """
     if memory and precision:
-        raise ValueError("--memory and --precision are each shown instead of the times: got both; run one at a time")
+        raise ValueError("--memory and --precision exclude each other: got both; use one at a time")
     place = record.find_device(device)
     if precision:
         given = (preset, tokens, batch, dtype, attention, compiled, warmup, folder)
         if given != ("tiny", 128, 4, "float32", "plain", False, 3, FOLDER):
-            raise ValueError("--precision is a study of fixed sizes, which takes --device only: leave the others out")
+            raise ValueError("--precision has fixed sizes and accepts only --device: leave the other options out")
         with progress("precision study"):
             tables = precisions.tables(place)
         show_tables(tables)
@@ -177,12 +178,12 @@ def profile(
     try:
         memories.check_room(needed_bytes(setting), place)
         (_draw_memory if memory else _summarise)(setting, place, folder, stem)
-    except Exception as error:  # of several kinds; sizes past 64 bits overflow before memory is asked for
+    except Exception as error:  # several types; sizes above 64 bits overflow before memory is allocated
         if not (sweep.is_out_of_memory(error) or "overflow" in str(error).lower()):
             raise
         raise ValueError(
-            f"a step must fit in the memory of the device: {setting.shape} with {attention} attention does not on "
-            f"{place.type}; give fewer --tokens or --batch, or a smaller --preset"
+            f"a step must fit in the memory of the device: {setting.shape} with {attention} attention does not fit on "
+            f"{place.type}; use fewer --tokens, a smaller --batch or a smaller --preset"
         ) from error
     return 0
 
@@ -197,7 +198,7 @@ def _summarise(setting: Setting, device: torch.device, folder: Path, stem: str) 
         print("\n".join(summaries[-1].words()))
         print(f"  Trace: {path}")
     one, two = (trace.share(s.kernels, "product", "attention") for s in summaries)
-    print(f"Products and fused attention take {one:.0%} of inference and {two:.0%} of a training step.")
+    print(f"Matmuls and fused attention take {one:.0%} of inference and {two:.0%} of a training step.")
 
 
 def _draw_memory(setting: Setting, device: torch.device, folder: Path, stem: str) -> None:
@@ -215,10 +216,10 @@ def _draw_memory(setting: Setting, device: torch.device, folder: Path, stem: str
         path.write_text(to_svg(memories.draw(timeline, title), title), encoding="utf-8")
         peaks = ", ".join(f"{phase} {timeline.peak_of(phase) / 2**20:,.1f}" for phase in ranges.PHASES[1:]
                           if timeline.peak_of(phase))  # fmt: skip
-        print(f"{name}: held before {timeline.held / 2**20:,.1f} MiB, peak {timeline.peak / 2**20:,.1f} MiB ({peaks})")
+        print(f"{name}: before {timeline.held / 2**20:,.1f} MiB, peak {timeline.peak / 2**20:,.1f} MiB ({peaks})")
         for size, where, number in timeline.largest[:3]:
             times = f"{number} x " if number > 1 else ""
-            print(f"  {times}{size / 2**20:,.1f} MiB allocated in {where or 'a part without a name'}")
-        print(f"  drawn: {path}" + (f"; history: {snapshot}" if device.type == "cuda" else ""))
+            print(f"  {times}{size / 2**20:,.1f} MiB allocated in {where or 'an unnamed part'}")
+        print(f"  picture: {path}" + (f"; history: {snapshot}" if device.type == "cuda" else ""))
     print(f"One residual-stream tensor in float32: {setting.batch} x {setting.tokens} x "
           f"{find_preset(setting.preset).width} x 4 bytes = {residual_mib(setting):.2f} MiB.")  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a preflight found, and its verdict: which ranks and links are wrong or slow."""
+"""The results of a preflight, and its verdict: the ranks and links that are wrong or slow."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from flashspan.context.symmetric import TransportName
 from flashspan.plan.devices import Link as LinkKind
 
 SLOW = 0.5
-"""Of the speed of the others, or of what the planner expects: less is a fault."""
+"""A speed below this share of the others' speed, or of the planner's expectation, is a fault."""
 BUSY = 0.2
-"""The same inside a host where ranks share its cores or its GPU, and make each other's links slow by turns."""
+"""The same share inside a host whose ranks share cores or a GPU, and so slow each other's links."""
 HIDDEN = 0.5
-"""The least part of a ring's transfers that attention must hide, on GPUs of their own."""
+"""The share of a ring's transfers that attention must hide, if each rank has its own GPU."""
 LISTED = 8
-"""Slow links that are named one by one."""
+"""The most slow links that are listed one by one."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the preflight is of."""
+    """The settings of a preflight."""
 
     strategy: Strategy
     layout: Layout
@@ -36,8 +36,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Planned:
-    """The planner's expectation: the link inside a host, and seconds of the pass whose overlap was measured, its
-    attention alone and all of it; 0 where it knows nothing."""
+    """The planner's expectation: the link inside a host, and for the pass whose overlap is measured the seconds of
+    attention alone and of the whole pass; 0 if unknown."""
 
     device: str
     link: LinkKind
@@ -47,7 +47,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class Report:
-    """What was measured. `alone` are each rank's errors by itself, with no other rank."""
+    """The measurements. `alone` has the errors of each rank without the others."""
 
     job: Job
     tokens: int
@@ -67,7 +67,7 @@ class Report:
 
 
 def slow_links(report: Report, links: Sequence[Link]) -> list[tuple[Link, float]]:
-    """Links much slower than the median of the others of their kind (inside a host, between hosts), and that median."""
+    """Links that are much slower than the median of their kind (inside a host, between hosts), with that median."""
     hosts = report.hosts
     slow = []
     for inside in (True, False):
@@ -82,14 +82,14 @@ def slow_links(report: Report, links: Sequence[Link]) -> list[tuple[Link, float]
 
 
 def judge(report: Report) -> list[str]:
-    """The faults found, one line each; none if all is fine."""
+    """The faults that were found, one line each."""
     dtype, hosts = report.job.dtype, report.hosts
     bounds = at_length(BOUNDS[dtype], dtype, report.tokens)
     faults = []
     for rank, alone in enumerate(report.alone):
         if not alone.passes(dtype, report.tokens):
             faults.append(
-                f"rank {rank} ({hosts[rank]}) computes wrong numbers by itself: errors {_errors(alone)}, "
+                f"rank {rank} ({hosts[rank]}) alone computes wrong numbers: errors {_errors(alone)}, "
                 f"allowed {bounds[0]:g} and {bounds[1]:g}; check its GPU, driver and packages"
             )
     if not report.parity.passes(dtype, report.tokens):
@@ -98,7 +98,7 @@ def judge(report: Report) -> list[str]:
             f"allowed {bounds[0]:g} and {bounds[1]:g}"
         )
     faults += [
-        f"{_name(link, hosts)}: other bytes arrived than were sent; run with --transport group, and check the driver"
+        f"{_name(link, hosts)}: received bytes differ from sent bytes; use --transport group, and check the driver"
         for link in report.links
         if not link.intact
     ]
@@ -118,8 +118,8 @@ def judge(report: Report) -> list[str]:
 
 
 def _below_plan(report: Report) -> list[str]:
-    """Faults of links, devices and overlap as a whole. They are judged on GPUs that ranks do not share: elsewhere,
-    ranks compete for what they are measured on."""
+    """Faults that all links, devices or the overlap have in common. Only for GPUs that are not shared: elsewhere ranks
+    compete for the resources that are measured."""
     if not report.own_gpus:
         return []
     faults = []
@@ -128,7 +128,7 @@ def _below_plan(report: Report) -> list[str]:
         usual, link = statistics.median(inside), report.planned.link
         if usual < SLOW * link.bandwidth:
             faults.append(
-                f"links inside a host: {usual / 1e9:.3g} GB/s, {link.name} of {report.planned.device} reaches "
+                f"links inside a host: {usual / 1e9:.3g} GB/s, expected for {link.name} of {report.planned.device}: "
                 f"{link.bandwidth / 1e9:.3g}; check nvidia-smi topo -m, NVLink and peer access"
             )
     if report.overlap is not None:
@@ -141,7 +141,7 @@ def _below_plan(report: Report) -> list[str]:
                 )
         if report.job.strategy in ("ring", "double_ring") and report.overlap.hidden < HIDDEN:
             faults.append(
-                f"attention hides {report.overlap.hidden:.0%} of the transfers, and should hide {HIDDEN:.0%}; "
+                f"attention must hide {HIDDEN:.0%} of the transfers: it hides {report.overlap.hidden:.0%}; "
                 f"compare --transport symmetric with group"
             )
     return faults
@@ -158,7 +158,7 @@ def _remedy(report: Report, link: Link) -> str:
         gpu = "check the cable, NCCL_IB_HCA, or PCIe placement (nvidia-smi topo -m)"
         return gpu if report.device != "cpu" else "check the cable and GLOO_SOCKET_IFNAME"
     gpu = "check NVLink (nvidia-smi nvlink -s) and PCIe placement (nvidia-smi topo -m)"
-    return gpu if report.device != "cpu" else "check what else runs on this host"
+    return gpu if report.device != "cpu" else "check for other processes on this host"
 
 
 def _errors(result: Result) -> str:
@@ -205,7 +205,7 @@ def print_report(report: Report, faults: Sequence[str]) -> None:
 
 
 def print_matrix(links: Sequence[Link], num_ranks: int) -> None:
-    """GB/s from the rank of a row to that of a column."""
+    """Print a table of GB/s: each row is a sending rank, each column a receiving rank."""
     found = {(link.src, link.dst): f"{link.bandwidth / 1e9:.3g}" for link in links}
     print("GB/s to rank " + " ".join(f"{dst:>6}" for dst in range(num_ranks)))
     for src in range(num_ranks):

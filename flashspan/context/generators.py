@@ -1,6 +1,6 @@
 """The strategies: each turns a `Visibility` (which rank needs which keys) into a schedule.
 
-Pure Python: no processes, no tensors.
+It is pure Python, without processes or tensors.
 
 No strategy computes tiles without visible pairs, or sends rows that no later rank needs: a window of w tokens stops a
 ring after the ranks it reaches, and sends those w tokens instead of the shard; for a block map, only the blocks of keys

@@ -1,6 +1,6 @@
 """Documents in files, cut into parts that any process can read alone: text, JSONL, Parquet, Hugging Face datasets.
 
-How inputs are cut depends on the inputs, and for text on the tokenizer, never on who reads them.
+The parts depend on the inputs, and for text files on the tokenizer; they do not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from flashspan.files import parse_json
 PART_BYTES = 2**22
 PART_ROWS = 2**12
 NEAR, LINE, TRIES = 2**10, 2**16, 16
-"""Where a text may be cut: how many bytes are looked at on either side, how long a line may be, how many are tried."""
+"""To find a cut in a text: the bytes compared on either side, the longest line, and the most lines that are tried."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some documents of one source: bytes of a JSONL file, a row group of Parquet, rows of a dataset; or some bytes of
-    a text file, which is one document."""
+    """A part of one source: bytes of a JSONL file, a row group of Parquet, rows of a dataset, or bytes of a text file,
+    which is one document."""
 
     kind: str
     source: str
@@ -39,22 +39,21 @@ def cut(inputs: Sequence[str], dataset: str = "", split: str = "train") -> list[
 
 
 def identify(inputs: Sequence[str], dataset: str, split: str) -> list[Any]:
-    """What changes when an input does."""
+    """A value that changes when an input changes."""
     files = [[str(Path(name).resolve()), Path(name).stat().st_size, Path(name).stat().st_mtime_ns] for name in inputs]
     return [*files, _open_dataset(dataset, split)._fingerprint] if dataset else files
 
 
 def read(part: Part, field: str) -> Iterator[str]:
-    """The documents of a part that is not of a text file."""
+    """The documents of a part, except for text files."""
     return {"lines": _read_lines, "parquet": _read_parquet, "dataset": _read_dataset}[part.kind](part, field)
 
 
 def read_text(part: Part, may_cut: Callable[[str, str], bool]) -> tuple[str, bool, bool]:
-    """What a part of a text file is, whether the file begins with it, and whether it ends with it.
+    """The text of a part of a text file, and whether it is the first and the last part of the file.
 
-    It begins and ends with a line, between what is near of which `may_cut`; where there is no such line near, a part is
-    empty, and the one before it longer. As Python reads text, CRLF becomes LF; the mark that Windows puts before a
-    text is none of it.
+    A part begins and ends at line ends where `may_cut(text before, text after)` is true. If there is none nearby, a
+    part is empty and the one before it is longer. CRLF becomes LF; a byte order mark at the beginning is removed.
     """
     size, end, at = Path(part.source).stat().st_size, None, part.end
     with open(part.source, "rb") as stream:
@@ -74,7 +73,7 @@ def read_text(part: Part, may_cut: Callable[[str, str], bool]) -> tuple[str, boo
 
 
 def _find_cut(stream: BinaryIO, at: int, size: int, may_cut: Callable[[str, str], bool]) -> int | None:
-    """The end of the first line from byte `at` on behind which the text may be cut; None if there is none near."""
+    """The end of the first line at or after byte `at` where the text may be cut; None if there is none nearby."""
     if at == 0:
         return 0
     stream.seek(at)
@@ -84,7 +83,7 @@ def _find_cut(stream: BinaryIO, at: int, size: int, may_cut: Callable[[str, str]
         if not ended or here >= min(at + PART_BYTES, size):
             return None
         stream.seek(max(0, here - NEAR))
-        around = stream.read(min(NEAR, here)), stream.read(NEAR)  # which may begin or end within a character
+        around = stream.read(min(NEAR, here)), stream.read(NEAR)  # may begin or end inside a character
         if may_cut(*(_with_newlines(near.decode(errors="ignore")) for near in around)):
             return here
         stream.seek(here)
@@ -97,8 +96,8 @@ def _with_newlines(text: str) -> str:
 
 def _cut_file(path: Path) -> list[Part]:
     if not path.is_file():
-        missing = f"{path} is missing: name a .txt, .jsonl or .parquet file; a dataset is named with --dataset"
-        raise ValueError(f"{path} is not a file: name the files in it" if path.exists() else missing)
+        missing = f"{path} does not exist: give a .txt, .jsonl or .parquet file; give a dataset with --dataset"
+        raise ValueError(f"{path} is not a file: give the files in it" if path.exists() else missing)
     size, suffix = path.stat().st_size, path.suffix.lower()
     if suffix in (".txt", ".md", ""):
         return _cut_bytes("text", path, size)
@@ -108,7 +107,7 @@ def _cut_file(path: Path) -> list[Part]:
         about = _open_parquet(str(path)).metadata
         groups = [about.row_group(i) for i in range(about.num_row_groups)]
         return [Part("parquet", str(path), i, i + 1, group.total_byte_size) for i, group in enumerate(groups)]
-    raise ValueError(f"{path}: .txt, .jsonl and .parquet files are read; convert {path.suffix} files first")
+    raise ValueError(f"{path} must be a .txt, .jsonl or .parquet file: convert {path.suffix} files first")
 
 
 def _cut_bytes(kind: str, path: Path, size: int) -> list[Part]:
@@ -124,7 +123,7 @@ def _cut_dataset(name: str, split: str) -> list[Part]:
 
 
 def _read_lines(part: Part, field: str) -> Iterator[str]:
-    """The documents of the lines that begin in these bytes; a blank line is none."""
+    """The documents of the lines that begin in these bytes. Blank lines are skipped."""
     with open(part.source, "rb") as stream:
         if part.begin:
             stream.seek(part.begin - 1)
@@ -137,18 +136,18 @@ def _read_lines(part: Part, field: str) -> Iterator[str]:
                 row = parse_json(line)
                 text = _text_of(row[field])
             except KeyError:
-                fault = f"it has {', '.join(row) or 'nothing'}; name the key of its text with --field"
+                fault = f"it has {', '.join(row) or 'no keys'}; give the key of its text with --field"
             except (ValueError, TypeError) as error:
                 fault = f"{error}; repair or drop it"
             else:
                 yield text
                 continue
             number = _line_number(stream, at)
-            raise ValueError(f"{part.source} line {number} is not a JSON object with {field!r}: {fault}")
+            raise ValueError(f"{part.source} line {number} is not a JSON object with the key {field!r}: {fault}")
 
 
 def _line_number(stream: BinaryIO, at: int) -> int:
-    """Which line begins at this byte, counted from 1, a block at a time: files may be larger than the memory."""
+    """The number, from 1, of the line that begins at this byte. Reads in blocks: a file may be larger than memory."""
     stream.seek(0)
     sizes = (min(PART_BYTES, at - begin) for begin in range(0, at, PART_BYTES))
     return 1 + sum(stream.read(size).count(b"\n") for size in sizes)
@@ -158,11 +157,11 @@ def _read_parquet(part: Part, field: str) -> Iterator[str]:
     file = _open_parquet(part.source)
     if field not in file.schema_arrow.names:
         raise ValueError(
-            f"{part.source} has no column {field!r}: it has {', '.join(file.schema_arrow.names)}; name one with --field"
+            f"{part.source} has no column {field!r}: it has {', '.join(file.schema_arrow.names)}; give one with --field"
         )
     try:
         values = file.read_row_group(part.begin, columns=[field]).column(0)
-    except (ValueError, OSError) as error:  # pyarrow's are both, of several lines, and may name no file
+    except (ValueError, OSError) as error:  # pyarrow raises both, with several lines, and often without the file
         raise ValueError(
             f"row group {part.begin} of {part.source} cannot be read: {' '.join(str(error).split())}; fetch it again"
         ) from error
@@ -189,7 +188,7 @@ def _read_dataset(part: Part, field: str) -> Iterator[str]:
 
 def _text_of(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"a {type(value).__name__} is no text")
+        raise ValueError(f"the value is of type {type(value).__name__}, not text")
     try:
         value.encode()
     except UnicodeEncodeError as error:

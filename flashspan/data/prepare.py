@@ -1,9 +1,9 @@
-"""Text into token files.
+"""`flashspan prepare`: token files from text.
 
     flashspan prepare book.txt dialogue.jsonl web.parquet --folder data
 
-Inputs are cut into parts, which processes encode side by side, each into a file of its own in `folder/.preparing`; then
-the parts are joined in order. A run that was killed goes on with the parts that are missing, and ends with the same
+Inputs are cut into parts. Processes encode the parts in parallel, each into its own file in `folder/.preparing`; then
+the parts are joined in order. After a kill, the same command resumes with the missing parts; the result has the same
 bytes.
 """
 
@@ -41,15 +41,15 @@ from .tokens import HEADER_BYTES, TokenFile, make_header, token_dtype, write_tok
 
 WORK = ".preparing"
 WHOLE = ".all"
-"""All tokens, before they are told apart: of a run that was killed, until the next."""
+"""The file of all tokens before they are split. If a run is killed, the next one removes it."""
 VALIDATION = 0.1
 BLOCK = 2**24
-"""Tokens in memory at a time, where they are made or copied."""
+"""The most tokens in memory at a time."""
 PIECE = 2**20
 """Characters that a tokenizer.json encodes at a time: it keeps hundreds of bytes for each of their tokens."""
-REMEDY = "free some, and the same command goes on, or choose another with --folder"
+REMEDY = "free some space and run the same command, which resumes, or choose another --folder"
 BREAK = "\n\n* * *\n\n"
-"""Between two tales of the text in the package."""
+"""The separator of tales in the text in the package."""
 
 
 def prepare(
@@ -73,7 +73,7 @@ def prepare(
     Args:
         inputs: Files: .txt, .jsonl and .parquet.
         folder: Folder for train.bin and val.bin.
-        tokenizer: "bytes", "tales" (the one of the text in the package), or the path of a tokenizer.json.
+        tokenizer: Tokenizer: bytes, tales (made for the text in the package), or the path of a tokenizer.json.
         validation: Share of the tokens, from the end, that goes into val.bin.
         field: Key of the text in a JSON line, or its column in a .parquet file.
         dataset: Hugging Face dataset, by name or as a saved folder, added after the inputs.
@@ -85,7 +85,7 @@ def prepare(
     if not folder.strip():  # which would be the current folder
         raise ValueError(f"folder must be the name of a folder: got {folder!r}; the default is 'data'")
     if not 0 <= validation < 1:
-        raise ValueError(f"validation is a part of the tokens, in [0, 1): got {validation}")
+        raise ValueError(f"validation must be a share of the tokens, from 0 to below 1: got {validation}")
     if min(processes, synthetic, seed) < 0:
         raise ValueError(f"processes, synthetic and seed must be at least 0: got {processes}, {synthetic} and {seed}")
     if synthetic and (inputs or dataset):
@@ -93,11 +93,11 @@ def prepare(
         raise ValueError(f"give files or --synthetic, not both: got {names} and {synthetic}; leave one out")
     _refuse_unused(inputs, field, dataset, split, synthetic, seed)
     coder = load_tokenizer(tokenizer)
-    make_header(coder, sys.maxsize)  # what would not fit is refused now, and not when all is encoded
+    make_header(coder, sys.maxsize)  # refuses a name that does not fit, before anything is encoded
     out = Path(folder)
     with _named(out):
         if synthetic:
-            check_space(out, 2 * synthetic * token_dtype(coder).itemsize)  # all of them, then apart
+            check_space(out, 2 * synthetic * token_dtype(coder).itemsize)  # all tokens, then the two files
             chance = np.random.default_rng(seed)
             sizes = (min(BLOCK, synthetic - at) for at in range(0, synthetic, BLOCK))
             counts = write_files(out, coder, (chance.integers(0, coder.vocab_size, n) for n in sizes), validation)
@@ -109,7 +109,7 @@ def prepare(
                 "field": field,
                 "parts": len(parts),
             }
-            with workplace(out, plan) as work:
+            with parts_folder(out, plan) as work:
                 files = encode_parts(parts, work, tokenizer, field, processes or os.cpu_count() or 1)
                 counts = join(out, coder, files, validation)
         else:
@@ -122,21 +122,21 @@ def prepare(
 def _refuse_unused(inputs: Sequence[str], field: str, dataset: str, split: str, synthetic: int, seed: int) -> None:
     """ValueError for an option that would do nothing with these inputs."""
     if seed and not synthetic:
-        raise ValueError(f"--seed is of the random tokens of --synthetic: got {seed} without it; leave it out")
+        raise ValueError(f"--seed needs --synthetic: got {seed} without it; leave --seed out")
     if split != "train" and not dataset:
-        raise ValueError(f"--split is of a --dataset: got {split!r} without one; leave it out")
+        raise ValueError(f"--split needs --dataset: got {split!r} without it; leave --split out")
     if (
         field != "text"
         and not dataset
         and all(Path(name).suffix.lower() not in (".jsonl", ".parquet") for name in inputs)
     ):
-        raise ValueError(f"--field is of .jsonl and .parquet files and of a --dataset: got {field!r} without them")
+        raise ValueError(f"--field needs a .jsonl file, a .parquet file or --dataset: got {field!r} without any")
 
 
 def describe_next(folder: Path, coder: Tokenizer, num_tokens: int) -> str:
-    """The command that trains on what was written, with what the defaults are too long or too small for."""
+    """The command that trains on these files, with the options whose defaults do not fit them."""
     if num_tokens < 2:
-        return "next: add text; a sample is at least 1 token and the one that follows it"
+        return "next: add text; a sample needs at least 2 tokens"
     words = ["flashspan train --data.train", shlex.quote(str(folder)), "--checkpoint.folder runs/mine"]
     if num_tokens <= DEFAULT_SEQUENCE:
         words.append(f"--data.sequence {num_tokens - 1}")
@@ -147,7 +147,7 @@ def describe_next(folder: Path, coder: Tokenizer, num_tokens: int) -> str:
 
 @contextmanager
 def _named(folder: Path) -> Iterator[None]:
-    """A disk that fills while it is written to, which an error does not name, is named."""
+    """Add the folder to the error of a full disk."""
     try:
         yield
     except OSError as error:
@@ -157,12 +157,12 @@ def _named(folder: Path) -> Iterator[None]:
 
 
 def corpus() -> Iterator[str]:
-    """The documents that come with the package: each tale is one."""
+    """The text in the package: each tale is a document."""
     yield from (CORPUS / "tales.txt").read_text(encoding="utf-8").rstrip("\n").split(BREAK)
 
 
 def encode(texts: Iterable[str], coder: Tokenizer) -> Iterator[Sequence[int]]:
-    """Runs of tokens: each document's, and its end; one without text is none."""
+    """Runs of tokens: those of each document, then the end token. Empty documents are skipped."""
     for text in filter(None, texts):
         yield from _encode_pieces(text, coder, True)
         if coder.end >= 0:
@@ -170,52 +170,53 @@ def encode(texts: Iterable[str], coder: Tokenizer) -> Iterator[Sequence[int]]:
 
 
 def encode_text(part: documents.Part, coder: Tokenizer) -> Iterator[Sequence[int]]:
-    """Runs of tokens of a part of a text file, and that document's end with its last: together, those of the whole."""
-    text, first, last = documents.read_text(part, partial(_begins_afresh, coder))
+    """Runs of tokens of one part of a text file; the last part has the end token. Together, the parts have the tokens
+    of the whole file."""
+    text, first, last = documents.read_text(part, partial(_may_split, coder))
     yield from _encode_pieces(text, coder, first)
     if last and text and coder.end >= 0:
         yield [coder.end]
 
 
-def _begins_afresh(coder: Tokenizer, left: str, right: str) -> bool:
-    """Whether a tokenizer makes the same of two texts, together and apart: not if it begins every text with a space."""
+def _may_split(coder: Tokenizer, left: str, right: str) -> bool:
+    """Whether two texts have the same tokens together and apart; false if a tokenizer begins texts with a space."""
     if isinstance(coder, ByteTokenizer):
         return True
-    return coder.encode(left + right) == [*coder.encode(left), *coder.encode(right)[_before(coder) :]]
+    return coder.encode(left + right) == [*coder.encode(left), *coder.encode(right)[_num_prefix(coder) :]]
 
 
-def _before(coder: Tokenizer) -> int:
-    """How many tokens a tokenizer puts before every text."""
+def _num_prefix(coder: Tokenizer) -> int:
+    """The number of tokens that a tokenizer puts before every text."""
     return len(coder.encode(""))
 
 
 def _encode_pieces(text: str, coder: Tokenizer, first: bool) -> Iterator[Sequence[int]]:
-    """The tokens of a text, of a long one a piece at a time; unless it is the `first` of a document, without those that
-    come before every text."""
+    """The tokens of a text, in pieces if it is long. Unless it is the `first` of a document, the tokens that the
+    tokenizer puts before every text are removed."""
     if isinstance(coder, ByteTokenizer):  # a list of a long text's bytes takes many times its memory
         yield from (coder.encode(text[at : at + BLOCK]) for at in range(0, len(text), BLOCK))
         return
     begin = 0
     while begin < len(text):
         end = _end_of_piece(text, begin + PIECE, coder)
-        yield coder.encode(text[begin:end])[0 if first else _before(coder) :]
+        yield coder.encode(text[begin:end])[0 if first else _num_prefix(coder) :]
         begin, first = end, False
 
 
 def _end_of_piece(text: str, at: int, coder: Tokenizer) -> int:
-    """The end of the first line, from `at` on, behind which the tokenizer begins afresh; or of the text."""
+    """The end of the first line at or after `at` where the text may be split, else the end of the text."""
     for _ in range(documents.TRIES):
         at = text.find("\n", at) + 1
         if not at:
             break
-        if _begins_afresh(coder, text[max(0, at - documents.NEAR) : at], text[at : at + documents.NEAR]):
+        if _may_split(coder, text[max(0, at - documents.NEAR) : at], text[at : at + documents.NEAR]):
             return at
     return len(text)
 
 
 @contextmanager
-def workplace(folder: Path, plan: dict[str, Any]) -> Iterator[Path]:
-    """A folder for finished parts, kept if this process is killed, taken up again by a run of the same plan."""
+def parts_folder(folder: Path, plan: dict[str, Any]) -> Iterator[Path]:
+    """A folder for finished parts. If this process is killed, it stays, and a run with the same plan reuses it."""
     created = not folder.exists()
     with locked_folder(make_folder(folder, "--folder"), "--folder"):
         (folder / WHOLE).unlink(missing_ok=True)
@@ -227,22 +228,22 @@ def workplace(folder: Path, plan: dict[str, Any]) -> Iterator[Path]:
             note.write_text(text, encoding="utf-8")
         try:
             yield work
-        except ValueError:  # the inputs are at fault, and will be others
+        except ValueError:  # wrong inputs: the next run will have others
             shutil.rmtree(work)
             if created:
                 (folder / LOCK).unlink(missing_ok=True)
-                with suppress(OSError):  # somebody has put something there meanwhile
+                with suppress(OSError):  # no longer empty
                     folder.rmdir()
             raise
         shutil.rmtree(work)
 
 
 def encode_parts(parts: Sequence[documents.Part], work: Path, tokenizer: str, field: str, processes: int) -> list[Path]:
-    """The tokens of every part, a file each, in order; what is there already is not made again."""
+    """Write the tokens of every part to a file, and return the files in order. Existing files are kept."""
     files = [work / f"{i:08}" for i in range(len(parts))]
     todo = [(part, file) for part, file in zip(parts, files, strict=True) if not file.exists()]
     if len(todo) < len(parts):
-        print(f"going on: {len(parts) - len(todo):,} of {len(parts):,} parts are there")
+        print(f"resuming: {len(parts) - len(todo):,} of {len(parts):,} parts are done")
     with progress("encoding parts", len(parts), completed=len(parts) - len(todo)) as line:
         if min(processes, len(todo)) <= 1:
             for part, file in todo:
@@ -251,8 +252,8 @@ def encode_parts(parts: Sequence[documents.Part], work: Path, tokenizer: str, fi
             return files
         with _pool(min(processes, len(todo))) as pool:
             try:
-                # This starts the processes, on a thread, which Ctrl-C does not interrupt: one that was caught half
-                # started would come when this one had gone, and say so in a traceback.
+                # Ctrl-C does not interrupt this thread, which starts the processes. A process interrupted while it
+                # starts would print a traceback after this one has ended.
                 with ThreadPoolExecutor(1) as starter:
                     args = (tokenizer, field)
                     begun = starter.submit(lambda: {pool.submit(encode_part, *job, *args): job[0] for job in todo})
@@ -262,8 +263,8 @@ def encode_parts(parts: Sequence[documents.Part], work: Path, tokenizer: str, fi
                     line.advance()
             except BrokenProcessPool as error:
                 raise OSError(
-                    "a process that encodes was killed, for want of memory perhaps; the same command goes on with what "
-                    "is missing: use fewer --processes"
+                    "an encoding process was killed, perhaps because memory ran out: run the same command with fewer "
+                    "--processes; it resumes with the missing parts"
                 ) from error
             except BaseException:
                 pool.shutdown(cancel_futures=True)
@@ -272,7 +273,7 @@ def encode_parts(parts: Sequence[documents.Part], work: Path, tokenizer: str, fi
 
 
 def encode_part(part: documents.Part, file: Path, tokenizer: str, field: str) -> None:
-    """One part's tokens into a file that appears whole or not at all."""
+    """Write one part's tokens to a file that appears whole or not at all."""
     coder = _tokenizer(tokenizer)
     runs = encode_text(part, coder) if part.kind == "text" else encode(documents.read(part, field), coder)
     half = file.with_name(f"{file.name}.writing")
@@ -280,14 +281,14 @@ def encode_part(part: documents.Part, file: Path, tokenizer: str, field: str) ->
         for tokens in runs:
             stream.write(np.asarray(tokens, dtype=token_dtype(coder)).tobytes())
         stream.flush()
-        os.fsync(stream.fileno())  # or a power cut could leave a name without bytes, which counts as made
+        os.fsync(stream.fileno())  # otherwise a power cut could leave an empty file that counts as done
     half.replace(file)
 
 
 def write_files(
     folder: Path, coder: Tokenizer, runs: Iterable[Sequence[int] | np.ndarray], validation: float
 ) -> tuple[int, int]:
-    """Runs of tokens into train.bin and, from their end, val.bin; how many went into each."""
+    """Write runs of tokens to train.bin, and the last of them to val.bin; return the number in each."""
     whole = folder / WHOLE
     with locked_folder(make_folder(folder, "--folder"), "--folder"):
         try:
@@ -300,17 +301,17 @@ def write_files(
 
 
 def join(folder: Path, coder: Tokenizer, files: Sequence[Path], validation: float) -> tuple[int, int]:
-    """Files of bare tokens, one after another, into train.bin and val.bin; how many went into each."""
+    """Join files of tokens without headers into train.bin and val.bin; return the number of tokens in each."""
     dtype = token_dtype(coder)
     sizes = [file.stat().st_size // dtype.itemsize for file in files]
     total = sum(sizes)
     if not total:
-        raise ValueError("there is no text in the inputs, and a token file of nothing trains nothing: add some")
+        raise ValueError("the inputs have no text: add some")
     check_space(folder, total * dtype.itemsize)
     cut = first_held_out(total, validation)
     for name, begin, end in (("train.bin", 0, cut), ("val.bin", cut, total)):
         with write_tokens(folder / name, coder) as writer:
-            at = 0  # of the file at hand, among all tokens
+            at = 0  # the current file's first token, among all tokens
             for file, size in zip(files, sizes, strict=True):
                 first, last = max(begin, at) - at, min(end, at + size) - at
                 for where in range(first, last, BLOCK):
@@ -321,21 +322,21 @@ def join(folder: Path, coder: Tokenizer, files: Sequence[Path], validation: floa
 
 
 def check_space(folder: Path, size: int) -> None:
-    """An OSError, so that what is encoded stays, where these bytes and two headers do not fit."""
+    """OSError unless these bytes and two headers fit: after an OSError, encoded parts are kept."""
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if shutil.disk_usage(there).free < size + 2 * HEADER_BYTES:
         raise OSError(f"no space left for {size:,} bytes in {folder}: {REMEDY}")
 
 
 def first_held_out(num_tokens: int, validation: float) -> int:
-    """Where, in a row of tokens, those for validation begin."""
+    """The index of the first validation token."""
     return num_tokens - int(num_tokens * validation)
 
 
 @cache
 def corpus_tokens() -> tuple[TokenFile, TokenFile]:
-    """The package's text to train on and to be evaluated on: what `flashspan prepare --tokenizer tales` writes of it,
-    without a file."""
+    """The training and validation tokens of the text in the package, as `flashspan prepare --tokenizer tales` writes
+    them, in memory."""
     coder = load_tokenizer("tales")
     tokens = np.concatenate([np.asarray(run, dtype=token_dtype(coder)) for run in encode(corpus(), coder)])
     cut = first_held_out(len(tokens), VALIDATION)
@@ -349,7 +350,7 @@ _tokenizer = cache(load_tokenizer)
 
 
 def _describe_tokenizer(name: str) -> Any:
-    """What changes when the tokenizer does."""
+    """A value that changes when the tokenizer changes."""
     if name in NAMED:
         return name
     path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
@@ -357,15 +358,15 @@ def _describe_tokenizer(name: str) -> Any:
 
 
 def _pool(processes: int) -> Executor:
-    """Processes that die with this one."""
+    """Processes that end when this one ends."""
     start_fork_server([__name__])
     return ProcessPoolExecutor(processes, mp.get_context("forkserver"), _begin, (os.getpid(),))
 
 
 def _begin(parent: int) -> None:
     die_with(parent)
-    # Ctrl-C ends a process at once, and in silence: its part is made again. What is blocked depends on who started the
-    # server: a training run blocks both.
+    # Ctrl-C ends a process at once, without a message; its part is encoded again later. The fork server may have
+    # blocked these signals: one that a training run started blocks both.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT, signal.SIGTERM])
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism

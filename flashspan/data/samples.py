@@ -1,4 +1,4 @@
-"""Samples addressed by number: which tokens a step reads depends on (seed, step) and nothing else."""
+"""Samples addressed by number: the tokens of a step depend only on the seed and the step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .tokens import TokenFile
 
 @dataclass(frozen=True)
 class Samples:
-    """Runs of `sequence` + 1 tokens, numbered without end: each pass over the file is in an order of its own."""
+    """Runs of `sequence` + 1 tokens with numbers 0, 1, 2, ...: each pass over the file has another order."""
 
     file: TokenFile
     sequence: int
@@ -31,19 +31,19 @@ class Samples:
                 "lower data.sequence or prepare more text"
             )
         if self.documents and self.file.end < 0:
-            raise ValueError(f"{self.file.path} marks no end of documents: set data.documents to false")
+            raise ValueError(f"{self.file.path} has no end token, which data.documents needs: set it to false")
 
     @property
     def num_windows(self) -> int:
         return (len(self.file.tokens) - 1) // self.sequence
 
     def window(self, number: int) -> int:
-        """Where in the file sample `number` begins."""
+        """The position in the file where sample `number` begins."""
         epoch, index = divmod(number, self.num_windows)
         return permute(index, self.num_windows, f"{self.seed}/{epoch}") * self.sequence
 
     def read(self, numbers: Iterable[int]) -> tuple[Tensor, Tensor]:
-        """tokens and targets, int64 [B, T]: targets are the tokens one later, shifted here, before any split."""
+        """tokens and targets, int64 [B, T]: targets are the next tokens, shifted here, before any split."""
         rows = [np.asarray(self.file.tokens[at : at + self.sequence + 1]) for at in map(self.window, numbers)]
         stacked = np.stack(rows)
         self.file.check_tokens(stacked)
@@ -54,15 +54,15 @@ class Samples:
         return tokens, targets
 
     def first_keys(self, tokens: Tensor) -> Tensor:
-        """Where the document of each token begins, int64 [B, T]."""
+        """The first position of each token's document, int64 [B, T]."""
         places = torch.arange(1, self.sequence + 1)
         begins = torch.where(tokens == self.file.end, places, 0).cummax(1).values
         return torch.cat((torch.zeros_like(begins[:, :1]), begins[:, :-1]), 1)
 
 
 def permute(index: int, size: int, key: str) -> int:
-    """Where `index` goes in a pseudo-random order of range(size), with no table: a Feistel network over a power of 4,
-    walked until it lands inside."""
+    """The element at `index` of a pseudo-random permutation of range(size), without a table: a Feistel network over a
+    power of 4, applied until the result is below `size`."""
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
     while True:

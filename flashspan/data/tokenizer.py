@@ -16,7 +16,7 @@ END = 256
 CORPUS = Path(str(resources.files("flashspan.data") / "corpus"))
 """The folder of the text in the package and of the tokenizer made for it."""
 NAMED = ("bytes", "tales")
-"""The tokenizers in the package, which have a name on every machine; others are named by the path of their file."""
+"""The names of the tokenizers in the package; the name of any other is the path of its file."""
 
 
 class Tokenizer(Protocol):
@@ -54,12 +54,12 @@ class FileTokenizer:
         require_file(path, "give a tokenizer.json, or the word bytes")
         with _library_faults(f"{path} is not a tokenizer.json of the tokenizers library"):
             self._fast = Fast.from_file(str(path))
-        # A file may tell the library to cut every text to some length, or to fill it up: for batches, not for us.
+        # A file may have truncation and padding settings, meant for batches: ignore them.
         self._fast.no_truncation()
         self._fast.no_padding()
-        # Numbers may have gaps: what a model needs room for is the largest, not how many there are.
+        # Token numbers may have gaps: the vocabulary size is the largest number + 1, not their count.
         self.vocab_size = max(self._fast.get_vocab().values(), default=-1) + 1
-        # Token files and checkpoints keep the name, and are read from other folders too.
+        # Absolute: token files and checkpoints keep the name, and are read from other folders too.
         self.name = "tales" if path.parent == CORPUS else str(path.absolute())
         if not self.vocab_size:
             raise ValueError(f"{path} has no tokens: give another tokenizer.json, or the word bytes")
@@ -67,10 +67,10 @@ class FileTokenizer:
         self.end = next((token for token in ends if token is not None), -1)
 
     def encode(self, text: str) -> list[int]:
-        remedy = "give one that knows every character, or the word bytes"
+        remedy = "give one that has every character, or the word bytes"
         with _library_faults(f"{self.name} cannot encode a text", remedy):
             found = self._fast.encode(text)
-        # Some files end every text: here whoever writes a document does that, and a prompt is to go on.
+        # Some files add an end token to every text. Here `prepare` adds it, and a prompt must not have one.
         ended = bool(found.ids) and found.ids[-1] == self.end and found.special_tokens_mask[-1]
         return found.ids[:-1] if ended else found.ids
 
@@ -81,10 +81,10 @@ class FileTokenizer:
 
 @contextmanager
 def _library_faults(what: str, remedy: str = "give another tokenizer.json") -> Iterator[None]:
-    """Failures of the tokenizers library as a ValueError of one line.
+    """Turn failures of the tokenizers library into a ValueError of one line.
 
-    It raises plain Exceptions. A panic of its Rust code, of a pattern that backtracks without end for instance, is no
-    Exception at all, and prints a page to the standard error stream before it is raised: nothing is printed here.
+    The library raises plain Exceptions. A panic of its Rust code, such as for a pattern that backtracks without end, is
+    a BaseException, and prints a page on stderr, which is suppressed here.
     """
     try:
         with _silent_stderr():
@@ -97,7 +97,7 @@ def _library_faults(what: str, remedy: str = "give another tokenizer.json") -> I
 
 @contextmanager
 def _silent_stderr() -> Iterator[None]:
-    """Nothing that native code writes to the standard error stream is seen."""
+    """Discard everything that native code writes to stderr."""
     try:
         kept = os.dup(2)
     except OSError:  # it is closed
@@ -113,14 +113,14 @@ def _silent_stderr() -> Iterator[None]:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """The byte tokenizer for "bytes", that of the text in the package for "tales", else the tokenizer.json at this
-    path."""
+    """The byte tokenizer for "bytes", the tokenizer of the text in the package for "tales", else the tokenizer.json at
+    this path."""
     return ByteTokenizer() if name == "bytes" else FileTokenizer(CORPUS if name == "tales" else name)
 
 
 def tokenizer_of(folder: str | Path) -> str:
-    """The tokenizer that belongs to a folder of weights: its tokenizer.json, or the one that a checkpoint of ours
-    names; empty where it has neither."""
+    """The tokenizer of a folder of weights: its tokenizer.json, or the one that a flashspan checkpoint names; empty if
+    it has neither."""
     folder = Path(folder)
     if (folder / "tokenizer.json").exists():
         return str(folder / "tokenizer.json")

@@ -22,7 +22,7 @@ from .tokenizer import NAMED, Tokenizer
 
 FORMAT = "flashspan tokens 1"
 HEADER_BYTES = 1024
-NUM_RUNS, RUN = 256, 1024  # what a fingerprint reads
+NUM_RUNS, RUN = 256, 1024  # a fingerprint reads this many runs of this many tokens
 
 
 @dataclass(frozen=True)
@@ -36,32 +36,33 @@ class TokenFile:
     end: int
 
     def may_be_of(self, tokenizer: str, vocab_size: int | None) -> bool:
-        """Whether a tokenizer may have made these tokens, of whose name and size nothing or None is known. The name is
-        a path, and the same file may lie elsewhere: only the tokenizers in the package are told from others by it."""
+        """Whether a tokenizer with this name (empty if unknown) and size (None if unknown) may have made these tokens.
+
+        A name is a path, and the same file may have several paths, so only names of tokenizers in the package count."""
         names = {self.tokenizer, tokenizer}
         differs = "" not in names and len(names) == 2 and bool(names & set(NAMED))
         return not differs and vocab_size in (None, self.vocab_size)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Tells these tokens from others, the same in memory and in a file. A small file is read whole; of a large one
-        evenly spaced runs, first and last among them, so that a terabyte costs no more than a few hundred pages."""
+        """A hash that identifies these tokens, the same in memory and in a file. A small file is read whole; of a large
+        one, only evenly spaced runs from the first to the last, so a terabyte costs a few hundred pages."""
         digest = hashlib.blake2b(f"{len(self.tokens)} {self.vocab_size} {self.end}".encode(), digest_size=16)
         for run in self._runs():
             digest.update(run.astype("<u4").tobytes())
         return digest.hexdigest()
 
     def check(self) -> None:
-        """ValueError where one of the tokens that a fingerprint reads is not in the vocabulary."""
+        """ValueError if a token that a fingerprint reads is not in the vocabulary."""
         for run in self._runs():
             self.check_tokens(run)
 
     def check_tokens(self, tokens: np.ndarray) -> None:
-        """ValueError where one of these tokens is not in the vocabulary."""
+        """ValueError if one of these tokens is not in the vocabulary."""
         if len(tokens) and (largest := int(tokens.max())) >= self.vocab_size:
             raise ValueError(
-                f"{self.path} is damaged: its header says {self.vocab_size} tokens and it holds number {largest}; "
-                "make it again"
+                f"{self.path} is damaged: its header has a vocabulary of {self.vocab_size}, and the file holds "
+                f"number {largest}; make it again"
             )
 
     def _runs(self) -> Iterator[np.ndarray]:
@@ -72,7 +73,7 @@ class TokenFile:
 
 @contextmanager
 def write_tokens(path: str | Path, tokenizer: Tokenizer) -> Iterator[TokenWriter]:
-    """A token file to add to, which appears whole or not at all."""
+    """A writer for a token file, which appears whole or not at all."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     half = path.with_name(f".{path.name}.writing")
@@ -87,12 +88,12 @@ def write_tokens(path: str | Path, tokenizer: Tokenizer) -> Iterator[TokenWriter
 
 
 def token_dtype(tokenizer: Tokenizer) -> np.dtype:
-    """How a tokenizer's tokens are stored."""
+    """The dtype in which a tokenizer's tokens are stored."""
     return np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
 
 
 def make_header(tokenizer: Tokenizer, num_tokens: int) -> bytes:
-    """What a token file begins with; ValueError where the tokenizer's name does not fit."""
+    """The header of a token file; ValueError if the tokenizer's name does not fit."""
     header = {
         "format": FORMAT,
         "dtype": token_dtype(tokenizer).name,
@@ -104,14 +105,14 @@ def make_header(tokenizer: Tokenizer, num_tokens: int) -> bytes:
     line = json.dumps(header).encode() + b"\n"
     if len(line) > HEADER_BYTES:
         raise ValueError(
-            f"{tokenizer.name} is too long for the header of a token file, which takes {HEADER_BYTES} bytes and would "
-            f"take {len(line)} with it: give a copy of a shorter path"
+            f"the header of a token file has at most {HEADER_BYTES} bytes: got {len(line)} with the name "
+            f"{tokenizer.name}; give a copy of the file with a shorter path"
         )
     return line
 
 
 class TokenWriter:
-    """Adds tokens to a file and, at the end, says in its header how many."""
+    """Adds tokens to a file, and at the end writes their number to its header."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
         self.tokenizer, self.num_tokens = tokenizer, 0
@@ -130,7 +131,7 @@ class TokenWriter:
 
 
 def open_tokens(path: str | Path) -> TokenFile:
-    """Map a token file, once its header and its length agree."""
+    """Map a token file, after comparing its header with its length."""
     path = Path(path)
     path = path / "train.bin" if path.is_dir() else path
     require_file(path, "make it with `flashspan prepare`, or name another")
@@ -149,14 +150,14 @@ def open_tokens(path: str | Path) -> TokenFile:
         ) from error
     if num_tokens < 0 or vocab_size < 1 or not -1 <= end < vocab_size:
         raise ValueError(
-            f"{path} is damaged: its header says {num_tokens} tokens of a vocabulary of {vocab_size}, where {end} ends "
-            "a document; make it again"
+            f"{path} is damaged: its header has {num_tokens} tokens, a vocabulary of {vocab_size} and the end token "
+            f"{end}; make it again"
         )
     dtype = np.dtype(header["dtype"]).newbyteorder("<")
     expected, size = HEADER_BYTES + num_tokens * dtype.itemsize, path.stat().st_size
     if size != expected:
         raise ValueError(
-            f"{path} is truncated or damaged: its header says {expected} bytes, it has {size}; make it again"
+            f"{path} is truncated or damaged: it has {size} bytes, its header gives {expected}; make it again"
         )
     tokens = np.memmap(path, dtype=dtype, mode="r", offset=HEADER_BYTES, shape=(num_tokens,))
     return TokenFile(path, tokens, vocab_size, str(header.get("tokenizer", "")), end)

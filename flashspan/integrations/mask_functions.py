@@ -5,9 +5,9 @@ transformers describes a mask as a function (batch, head, query, key) -> bool, c
 recognised by its code object, and its meaning is read from the variables it closes over: the result is a `Band` or
 `Rows`, and no [T, S] mask is ever made. Any other function becomes a block map, made once per forward pass.
 
-Note: recognition is checked. `Translator` compares each kind of closure with what the function itself says on a small
-grid, once. A kind whose meaning changed in a later release of transformers is no longer recognised, and becomes a block
-map: slower, and still exact.
+Note: recognition is checked. `Translator` compares each kind of closure with the function's own result on a small
+grid, once. If a later release of transformers changes the meaning of a kind, it is no longer recognised, and becomes a
+block map: slower, but still exact.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ class Grid:
         """Keys j with start <= j < end, [T] or [B, T]."""
         start, end = torch.broadcast_tensors(start, end)
         start, end = settle(start.clamp(0, self.num_keys).int(), end.clamp(0, self.num_keys).int())
-        # One query is ascending, and looking at the numbers would wait for the device.
+        # One query is always ascending; reading the numbers would wait for the device.
         convex = self.num_queries == 1 or bool((start.diff() >= 0).all() and (end.diff() >= 0).all())
         return Rows(start, end, self.num_keys, convex=convex)
 
 
 Reader: TypeAlias = Callable[..., Mask | None]
-"""(translator, grid, **variables of a closure) to its mask; None where the numbers make it no interval of keys."""
+"""(translator, grid, **variables of a closure) to its mask; None if the keys of a query are not an interval."""
 
 
 class Translator:
@@ -98,14 +98,14 @@ class Translator:
             if not self.agrees(self.and_masks(packed, function) if remaps else function):
                 del self.readers[function.__code__]
                 warnings.warn(
-                    f"{name} of this release of transformers makes a mask of another meaning: it is served by a block "
-                    f"map, exactly and slower",
+                    f"{name} of this release of transformers has another meaning than expected: a block map is used, "
+                    f"which is exact but slower",
                     RuntimeWarning,
                     stacklevel=2,
                 )
 
     def agrees(self, function: MaskFunction) -> bool:
-        """Whether a function is recognised, and its mask is what the function says, on 6 queries and 6 keys."""
+        """Whether a function is recognised and its mask equals the function's result, on 6 queries and 6 keys."""
         grid = Grid(1, 6, 6)
         try:
             found = self.read(function, grid)
@@ -120,7 +120,7 @@ class Translator:
     def translate(
         self, function: MaskFunction, grid: Grid, padding: Tensor | None = None, *, one_by_one: bool = False
     ) -> Mask:
-        """The mask that a function means, with the keys hidden where `padding` [B, S'] is False.
+        """The mask of a function, with keys hidden where `padding` [B, S'] is False.
 
         one_by_one: the function may be written for single indices (it is then mapped over tensors by torch.vmap).
         """
@@ -138,7 +138,7 @@ class Translator:
         return None if reader is None else reader(self, grid, **closed_over(function))
 
     def block_map(self, function: MaskFunction, grid: Grid, one_by_one: bool) -> Blocks:
-        """Any function, asked about every pair."""
+        """The block map of any function, evaluated for every pair."""
         ask = _mapped(function) if one_by_one else function
 
         def rule(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -163,12 +163,12 @@ def _mapped(function: MaskFunction) -> MaskFunction:
     over_keys = torch.vmap(function, in_dims=(None, None, None, 0))
     over_both = torch.vmap(over_keys, in_dims=(None, None, 0, None))
 
-    def asked(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    def evaluate(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         with TransformGetItemToIndex():
             seen: Tensor = over_both(b[0, 0], h[0, 0], i[:, 0], j[0])
         return seen
 
-    return asked
+    return evaluate
 
 
 # One reader for each closure of transformers: its parameters are the variables the closure holds.

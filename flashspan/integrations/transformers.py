@@ -8,10 +8,10 @@
 or, later, `model.set_attn_implementation("span")`.
 
 transformers then calls two functions of this file: `make_mask` once in each forward pass, for each kind of mask the
-model has, and `attend` in each layer. What the first returns reaches the layers untouched: a `SpanMask` with a `Band`,
-`Rows` or `Blocks` inside, and no [T, S] tensor. docs/transformers.md says what is served.
+model has, and `attend` in each layer. transformers passes the result of `make_mask` unchanged to the layers: a
+`SpanMask` that contains a `Band`, `Rows` or `Blocks`, and no [T, S] tensor. docs/transformers.md lists what works.
 
-Note: the name. transformers takes every name that contains "flash", "sdpa" or "flex_attention" for one of its own.
+Note: the name. transformers treats every name that contains "flash", "sdpa" or "flex_attention" as one of its own.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ NOT_SERVED = {
     "block_indices": "blocks of keys chosen for each query by an indexer",
     "cache": "the paged cache of continuous batching",
 }
-"""Arguments that change the result in ways that are not built yet."""
+"""Arguments that change the result and are not supported yet."""
 
 OTHERWISE = 'use attn_implementation="sdpa" or "eager" for this model'
 HIDES = -1e9
@@ -101,11 +101,11 @@ def _translator() -> Translator:
 
 
 class SpanMask(BlockMask):
-    """A mask of flashspan on its way through a model of transformers, which sees [B, 1, T, S] and hands it on.
+    """A flashspan mask that a model of transformers passes to its layers, with the shape [B, 1, T, S].
 
-    A BlockMask because transformers takes a finished mask of four dimensions only as a tensor or one of those. None of
-    its content is used. A model that computes with its mask is refused: a mask of a static cache, an additive one and a
-    bool one would each need other operations.
+    It is a BlockMask because transformers accepts a finished mask of four dimensions only as a tensor or a BlockMask;
+    the content of the BlockMask is not used. A model that computes with its mask is refused: a static cache's mask, an
+    additive mask and a bool mask would each need other operations.
     """
 
     def __init__(self, mask: Mask, shape: tuple[int, int, int, int]) -> None:
@@ -161,7 +161,7 @@ class SpanMask(BlockMask):
         _refuse_computing(f"calls torch's {getattr(function, '__name__', 'function')} with")
 
     def fit(self, num_queries: int, num_keys: int) -> Mask:
-        """The mask for a layer's queries and keys: of more keys than there are, the first."""
+        """The mask for a layer's queries and keys; if the mask has more keys, its first ones."""
         _, _, own_queries, own_keys = self.shape
         if num_queries != own_queries or num_keys > own_keys:
             raise ValueError(
@@ -177,9 +177,9 @@ class SpanMask(BlockMask):
             same = key_ends is None or torch.equal(key_ends, ends)
             if num_batch != 1 or num_queries != num_keys or int(ends[-1]) != num_queries or not same:
                 raise ValueError(
-                    f"cu_seq_lens_q is served for one row of packed sequences that covers all tokens, the same for "
+                    f"cu_seq_lens_q must describe one row of packed sequences that covers all tokens, the same for "
                     f"queries and keys: got a batch of {num_batch}, {num_queries} queries, {num_keys} keys and an end "
-                    f"of {int(ends[-1])}; pack them into one row, or give position_ids alone"
+                    f"of {int(ends[-1])}; pack them into one row, or give only position_ids"
                 )
             lengths = documents(ends.diff().cpu(), device=ends.device)
             self._within = ends, self.mask & lengths
@@ -187,7 +187,7 @@ class SpanMask(BlockMask):
 
 
 def _refuse_computing(what: str) -> NoReturn:
-    raise ValueError(f"this model {what} its attention mask, which {NAME!r} hands on as it is; {OTHERWISE}")
+    raise ValueError(f"this model {what} its attention mask, which {NAME!r} does not support; {OTHERWISE}")
 
 
 def _refuse_operator(*_: Any) -> NoReturn:
@@ -212,10 +212,10 @@ def make_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> SpanMask:
-    """The mask of one forward pass: what transformers calls a mask function's interface.
+    """The mask of one forward pass; the signature is that of transformers' mask interface.
 
-    attention_mask: bool [B, S'], False where a token is padding. q_offset: a tensor for a static cache. The rest of the
-    arguments (dtype, config, permission to make no mask at all) changes nothing here.
+    attention_mask: bool [B, S'], False where a token is padding. q_offset: a tensor for a static cache. The other
+    arguments (dtype, config, permission to omit the mask) have no effect.
     """
     translator = _translator()
     function = translator.causal if mask_function is None else mask_function
@@ -240,12 +240,12 @@ def attend(
 ) -> tuple[Tensor, None]:
     """One layer's attention: query [B, H, T, D], key and value [B, K, S, D] to [B, T, H, D], and no weights.
 
-    sliding_window: part of the mask already, and used only where a model makes none. Refuses by name what it cannot do.
+    sliding_window: used only if there is no mask, since a mask already includes it. Unsupported arguments are refused.
     """
     refuse_unserved(query, key, value, kwargs)
     if cu_seq_lens_q is not None:
         if not isinstance(attention_mask, SpanMask):
-            raise ValueError(f"cu_seq_lens_q without a mask made by transformers is not served; {OTHERWISE}")
+            raise ValueError(f"cu_seq_lens_q needs a mask made by transformers: got none; {OTHERWISE}")
         attention_mask = attention_mask.within(cu_seq_lens_q, cu_seq_lens_k)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
@@ -256,17 +256,19 @@ def attend(
     elif attention_mask is not None:
         mask = mask_of_tensor(attention_mask, query, num_keys)
     elif sliding_window is not None and num_keys > sliding_window:
-        raise ValueError(f"a sliding window of {sliding_window} in a layer without a mask is not served; {OTHERWISE}")
+        raise ValueError(
+            f"a layer with a sliding window needs a mask: got a window of {sliding_window} without one; {OTHERWISE}"
+        )
     else:  # as transformers does for PyTorch's attention: one query continues a cache, more start at its beginning
         mask = Band(None, 0) if is_causal and num_queries > 1 else Band()
-    if query.shape[0] != key.shape[0]:  # learned queries, the same for all
+    if query.shape[0] != key.shape[0]:  # learned queries, the same for the whole batch
         query = query.expand(key.shape[0], -1, -1, -1)
     out = attention(query, key, value, mask=mask, scale=scaling, dropout=dropout if module.training else 0.0)
     return out.transpose(1, 2), None
 
 
 def refuse_unserved(query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any]) -> None:
-    """Refuse a call that asks for more than `attend` does, by the name of what it asks for."""
+    """ValueError, with its name, for an argument or a size that `attend` does not support."""
     for name, given in arguments.items():
         if given is None or given is False or name in HARMLESS:
             continue
@@ -289,8 +291,8 @@ _READ: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def mask_of_tensor(given: Tensor, query: Tensor, num_keys: int) -> Mask:
-    """A finished mask [B, 1, T, S] that a user or a model gave: bool, or 0 where visible and very negative elsewhere.
-    It is read once, however many layers use it."""
+    """A finished mask [B, 1, T, S] of a user or a model: bool, or 0 where visible and very negative elsewhere. It is
+    read once for all layers."""
     if not isinstance(given, Tensor) or given.dim() != 4:
         found = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
         raise ValueError(f"an attention mask given as a tensor must be [B, 1, T, S]: got {found}; or {OTHERWISE}")

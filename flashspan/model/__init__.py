@@ -1,4 +1,4 @@
-"""LLaMA 2 and 3: told its attention and its positions, and nothing of devices."""
+"""LLaMA 2 and 3. The model receives its attention as a function, and imports nothing about devices."""
 
 from .config import PRESETS, LlamaConfig, RopeScaling, preset
 from .huggingface import check_weights, load_llama, read_weights, save_llama, save_state

@@ -1,4 +1,4 @@
-"""The numbers that make a LLaMA, and ready ones by name.
+"""The config of a LLaMA, and presets by name.
 
 config = preset("llama-3.2-1b")
 config = preset("tiny", num_layers=2)
@@ -15,7 +15,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's stretch of the rotary frequencies: slow ones by `factor`, fast ones not at all, smoothly between."""
+    """Llama 3's scaling of RoPE frequencies: low ones are divided by `factor`, high ones not, others in between."""
 
     factor: float = 8.0
     low_freq_factor: float = 1.0
@@ -26,18 +26,18 @@ class RopeScaling:
         factors = 1 <= self.factor < math.inf and 0 < self.low_freq_factor < self.high_freq_factor < math.inf
         if not (factors and self.original_max_tokens > 0):
             raise ValueError(
-                "rope scaling needs a finite factor >= 1, 0 < low_freq_factor < high_freq_factor, finite too, and a "
-                f"length: got {self}"
+                "rope scaling needs factor >= 1, 0 < low_freq_factor < high_freq_factor, all finite, and "
+                f"original_max_tokens >= 1: got {self}"
             )
 
 
 LARGEST = 2**28
-"""Of any size: a matrix of two of them has a number of bytes that computers can count."""
+"""The maximum of any size: the bytes of a matrix with two such sizes still fit in 64 bits."""
 
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """A LLaMA's shape. `max_tokens` is what it was trained for: nothing here refuses more."""
+    """The sizes of a LLaMA. `max_tokens` is the length it was trained for; longer sequences are not refused."""
 
     vocab_size: int
     width: int
@@ -68,7 +68,7 @@ class LlamaConfig:
                 )
             object.__setattr__(self, "head_dim", self.width // self.num_heads)
         if self.head_dim < 2 or self.head_dim % 2:
-            raise ValueError(f"rotary positions turn pairs of features: head_dim must be even, got {self.head_dim}")
+            raise ValueError(f"head_dim must be even, since RoPE rotates pairs of features: got {self.head_dim}")
         if not (0 < self.rope_theta < math.inf and 0 <= self.norm_eps < math.inf):
             raise ValueError(
                 "rope_theta must be positive and norm_eps at least 0, both finite: "
@@ -77,7 +77,7 @@ class LlamaConfig:
 
     @property
     def num_matrix_parameters(self) -> int:
-        """Parameters that multiply every token, the head included and the embedding's lookup not."""
+        """The number of parameters in matmuls: with the head, without the embedding."""
         attention = 2 * self.width * self.head_dim * (self.num_heads + self.num_kv_heads)
         return self.num_layers * (attention + 3 * self.width * self.ffn_width) + self.vocab_size * self.width
 
@@ -87,8 +87,8 @@ class LlamaConfig:
         return self.num_matrix_parameters + embedding + (2 * self.num_layers + 1) * self.width
 
     def flops_per_token(self, num_tokens: float) -> float:
-        """Multiplications and additions of a training step per token of causal sequences this long."""
-        scores = self.num_layers * self.num_heads * self.head_dim * num_tokens  # half of the square is hidden
+        """FLOPs of a training step per token, for causal sequences of this length."""
+        scores = self.num_layers * self.num_heads * self.head_dim * num_tokens  # half of the pairs are hidden
         return 6.0 * (self.num_matrix_parameters + scores)
 
 
@@ -132,7 +132,7 @@ PRESETS: dict[str, LlamaConfig] = {
 
 
 def preset(name: str, **changes: Any) -> LlamaConfig:
-    """The ready config of this name, with fields replaced."""
+    """The preset of this name, with fields replaced."""
     if name not in PRESETS:
         close = difflib.get_close_matches(name, PRESETS, 1)
         hint = f"did you mean {close[0]!r}? " if close else ""

@@ -2,12 +2,12 @@
 
     model = Llama(preset("tiny"), attention=flashspan.attention)
     hidden = model(tokens, positions)          # [B, T] -> [B, T, E]
-    loss = model.loss(hidden, targets)         # the sum over tokens; whole logits never exist
+    loss = model.loss(hidden, targets)         # the sum over tokens, without storing all logits
     logits = model.logits(hidden[:, -1])       # [B, V]
 
-The attention is handed in and called as attention(q, k, v, causal=True) or (q, k, v, mask=mask). The model is told
-nothing of devices: on a part of a sequence it gets that part's tokens and their positions, the mask of the whole
-sequence, which it does not open, and an attention that knows the rest.
+The attention is an argument, called as attention(q, k, v, causal=True) or attention(q, k, v, mask=mask). The model has
+no code for several devices: on a part of a sequence, its inputs are the part's tokens, their positions and the mask of
+the whole sequence, which it passes to an attention that communicates with the other ranks.
 """
 
 from __future__ import annotations
@@ -30,22 +30,23 @@ Attend = Callable[..., Any]
 
 
 class Products(NamedTuple):
-    """A layer's products with what follows them, where someone who knows the device has one kernel for each."""
+    """Replacements for a layer's matmuls, each fused with the operations that follow it. The caller provides them."""
 
     project: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    """(x, Wq, Wk, Wv, cos, sin) -> q and k, rotated, and v, [B, T, heads, D]; q in the unit that `scale` undoes."""
+    """(x, Wq, Wk, Wv, cos, sin) -> q and k, rotated, and v, [B, T, heads, D]; q is multiplied by a constant."""
     add_product: Callable[..., Tensor]
     """(x, a, W) -> x + a W^T."""
     feed_forward: Callable[..., Tensor]
     """(x, normed, Wg, Wu, Wd) -> x + (silu(normed Wg^T) * (normed Wu^T)) Wd^T."""
     scale: float
-    """What attention is told, in place of 1 / sqrt(D), the rest of which is in q."""
+    """Attention's scale in place of 1 / sqrt(D): it accounts for the constant in q."""
 
 
 class RMSNorm(nn.RMSNorm):
-    """Each row over the root of its mean square, times a weight: PyTorch's one kernel, or spelled out for a compiler.
+    """Each row over its root mean square, times a weight: PyTorch's kernel, or plain operators under torch.compile.
 
-    Spelled out, the roots are a tensor of their own: kept, they spare whoever makes the rest again a look at each row.
+    With plain operators, the inverse roots are a separate tensor. If it is saved, recomputing the norm needs no
+    reduction.
     """
 
     eps: float
@@ -72,16 +73,16 @@ class Attention(nn.Module):
         self.output = nn.Linear(query_width, config.width, bias=False)
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What to attend with, a token's heads side by side: q [B, T, H, D]; k, v [B, T, K, D]."""
+        """Queries, keys and values: q [B, T, H, D]; k, v [B, T, K, D]."""
         if self.products is not None:
             weights = (self.query.weight, self.key.weight, self.value.weight)
             return self.products.project(x, *weights, cos, sin)
-        # As many heads as the features at hand: the layers may have been split.
+        # The number of heads follows from the features: tensor parallelism may have split the layers.
         q, k, v = (linear(x).unflatten(-1, (-1, self.head_dim)) for linear in (self.query, self.key, self.value))
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
     def merge(self, x: Tensor, mixed: Tensor) -> Tensor:
-        """x [B, T, E] with what the attention found, [B, H, T, D], added."""
+        """x [B, T, E] plus the output projection of attention's result `mixed` [B, H, T, D]."""
         mixed = mixed.transpose(1, 2).flatten(2)
         if self.products is not None:
             return self.products.add_product(x, mixed, self.output.weight)
@@ -99,17 +100,17 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(config.ffn_width, config.width, bias=False)
 
     def forward(self, x: Tensor, normed: Tensor) -> Tensor:
-        """x with what is made of it, normalised, added."""
+        """x plus SwiGLU of `normed`, the normalised x."""
         if self.products is not None:
             return self.products.feed_forward(x, normed, self.gate.weight, self.up.weight, self.down.weight)
         return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
 
 
 class Block(nn.Module):
-    """One layer: attention, then feed-forward, each on the normalised input and added to it. [B, T, E] -> [B, T, E].
+    """One pre-norm layer: x + attention, then x + feed-forward. [B, T, E] -> [B, T, E].
 
-    What is before the attention and what is after it are two functions of tensors: whoever trains may compile or
-    recompute them, whatever the attention is.
+    `before` and `after`, the parts around attention, are functions of tensors only. So the trainer can compile or
+    recompute them with any attention.
     """
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -120,8 +121,8 @@ class Block(nn.Module):
         self.ffn = FeedForward(config)
 
     def forward(self, x: Tensor, turn: Rotation, mask: Any, attend: Attend) -> Tensor:
-        # Turned here and not inside: a compiled function wants the gradients of its outputs in their own order, and
-        # attention's are in the order that its inputs had.
+        # Transposed here, outside the compiled `before`: a compiled function needs the gradients of its outputs in the
+        # memory layout of the outputs, and attention's gradients have the layout of its inputs.
         q, k, v = (each.transpose(1, 2) for each in self.before(x, turn.cos, turn.sin))
         options: dict[str, Any] = {"causal": True} if mask is None else {"mask": mask}
         if self.attention.products is not None:
@@ -133,13 +134,13 @@ class Block(nn.Module):
         return self.attention.project(self.attention_norm(x), cos, sin)
 
     def after(self, x: Tensor, mixed: Tensor) -> Tensor:
-        """x with what the attention found, and then what the feed-forward makes of it, added."""
+        """The rest of the layer after attention's result `mixed`."""
         x = self.attention.merge(x, mixed)
         return self.ffn(x, self.ffn_norm(x))
 
 
 class Llama(nn.Module):
-    """Tokens to hidden states; `loss` and `logits` apply the head. Weights are random until `initialize` or a load."""
+    """Tokens to hidden states; `loss` and `logits` apply the head. Call `initialize` or load weights before use."""
 
     def __init__(self, config: LlamaConfig, *, attention: Attend) -> None:
         super().__init__()
@@ -160,10 +161,10 @@ class Llama(nn.Module):
         *,
         attends: Sequence[Attend] | None = None,
     ) -> Tensor:
-        """Hidden states [B, T, E] of tokens [B, T] at `positions` [T] or [B, T] (0, 1, 2, ... unless given).
+        """Hidden states [B, T, E] of tokens [B, T] at `positions` [T] or [B, T] (default: 0, 1, 2, ...).
 
-        `mask` goes to the attention; None means causal. `attends` gives each layer an attention of its own, in place
-        of the model's: a cache of keys is one.
+        `mask` is passed to the attention; None means causal. `attends` has one attention per layer, such as its KV
+        cache, in place of the model's.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
@@ -174,7 +175,7 @@ class Llama(nn.Module):
         return self.norm(x)
 
     def use(self, products: Products) -> None:
-        """Have all layers make their products so. In place."""
+        """Use these fused operators in all layers, in place."""
         layer: Any
         for layer in self.layers:
             layer.attention.products = layer.ffn.products = products
@@ -184,22 +185,23 @@ class Llama(nn.Module):
         return self.head(hidden)
 
     def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """The sum of the cross entropies of hidden [B, T, E] against targets [B, T], float32; -100 does not count."""
+        """The sum of the cross entropies of hidden [B, T, E] and targets [B, T], float32; -100 is ignored."""
         return linear_cross_entropy(hidden.flatten(0, -2), self.head.weight, targets.flatten(), slope=self.slope)
 
     def initialize(self, seed: int) -> None:
-        """Fresh weights, decided by the seed and each parameter's name."""
+        """Random weights, which depend only on the seed and each parameter's name."""
         for name, param in self.named_parameters():
             with torch.no_grad():
                 param.copy_(initial_weight(name, param.shape, self.config, seed))
 
 
 def initial_weight(name: str, shape: Sequence[int], config: LlamaConfig, seed: int) -> Tensor:
-    """A parameter's first value: 1 for norms, else normal with deviation 0.02, less for what adds to the residual.
+    """A parameter's initial value: 1 for norms, otherwise normal with standard deviation 0.02, and less for matrices
+    whose output is added to the residual stream.
 
-    An embedding that is not also the head has deviation 1: beside one much smaller, what the first layers add is so
-    large that early training leaps. The value is a function of the seed and the name alone, so a model split in any way
-    begins as the whole one does.
+    An untied embedding has standard deviation 1: with a much smaller one, the outputs of the first layers dominate, and
+    the loss jumps early in training. The value depends only on the seed and the name, so a split model starts with the
+    same weights as a whole one.
     """
     if name.endswith("norm.weight"):
         return torch.ones(*shape)

@@ -1,6 +1,6 @@
-"""The head and the cross entropy in one, chunk by chunk: logits of a few thousand tokens exist at a time, never all.
+"""The head and the cross entropy as one operation over chunks of tokens, so that all logits are never stored at once.
 
-Both gradients are made while a chunk's logits are there, in forward, so backward computes nothing again: it scales.
+Forward also computes both gradients of each chunk. Backward then only multiplies them by the incoming gradient.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from torch import Tensor
 
 IGNORE = -100
 CHUNK_BYTES = 2**31
-"""Logits alive at a time: 8192 tokens of a vocabulary of 128,256 in bfloat16. Each chunk reads and writes the weight's
-gradient, there a float32 gigabyte, once more."""
+"""The size of a chunk's logits: 8192 tokens of a vocabulary of 128,256 in bfloat16. Each chunk reads and writes the
+weight's gradient once, there a gigabyte of float32, so chunks should be large."""
 MOST_ROWS = 2**14
-"""Rows in a chunk, however few their logits: what they add to the weight's gradient must fit float16."""
+"""The most rows in a chunk: with more, their sum in the weight's gradient could overflow float16."""
 PART_NUMBERS = 2**26
-"""Logits worked on at a time where nothing fuses: 256 MiB for each float32 result on the way."""
+"""The number of logits in a part of an unfused computation: 256 MiB for each float32 intermediate."""
 
 Slope = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""slope(logits [n, V], targets [n]) -> losses [n] and their gradients [n, V], for which the logits may be used up."""
+"""slope(logits [n, V], targets [n]) -> losses [n] and their gradients [n, V]; it may overwrite the logits."""
 
 
 def linear_cross_entropy(
@@ -29,8 +29,8 @@ def linear_cross_entropy(
 ) -> Tensor:
     """sum(cross_entropy(x @ weight.T, targets)) in float32. x [N, E], weight [V, E], targets [N]; -100 is ignored.
 
-    Under autocast the products are in its dtype, as a linear layer's would be. Differentiable once. `slope` is
-    `slope_in_parts`, or `slope_at_once` where a compiler makes one kernel of it, or a kernel made for it.
+    Under autocast, matmuls have its dtype, as in a linear layer. Differentiable once. `slope` is `slope_in_parts`, a
+    compiled `slope_at_once`, or a kernel.
     """
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
@@ -50,16 +50,16 @@ def linear_cross_entropy(
 
 
 def chunk_rows(vocab_size: int, itemsize: int) -> int:
-    """Rows whose logits are made at a time: whole tiles of a matrix product, so that none is half empty."""
+    """The number of rows in a chunk: a multiple of a matmul's tile."""
     return min(max(256, CHUNK_BYTES // (vocab_size * itemsize) // 256 * 256), MOST_ROWS)
 
 
 def slope_at_once(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The losses [n] of logits [n, V], float32 or better, and their gradients [n, V].
+    """The losses [n] of logits [n, V], float32 or wider, and their gradients [n, V].
 
-    A gradient is the probabilities, less one at the target; nothing in a row that is ignored.
+    A gradient is the probabilities, minus one at the target; 0 in an ignored row.
 
-    The gradients are a tensor of their own: torch.compile (2.11) reads an input that is overwritten too late.
+    The gradients are a new tensor: compiled code (torch 2.11) reads an overwritten input too late.
     """
     goals = targets.unsqueeze(-1)  # [n, 1]
     valid = goals != IGNORE
@@ -71,7 +71,7 @@ def slope_at_once(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def slope_in_parts(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """`slope_at_once` of a few rows after another, in the logits' place."""
+    """`slope_at_once` for a few rows at a time; the gradients overwrite the logits."""
     rows = max(1, PART_NUMBERS // logits.shape[-1])
     losses = []
     for part, goals in zip(logits.split(rows), targets.split(rows), strict=True):
@@ -105,7 +105,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     torch.mm(slopes, weight, out=dx[begin : begin + chunk])
                 if wants_weight:
                     dweight = _add_product(dweight, slopes.T, rows)
-                del slopes  # before the next chunk's logits are made
+                del slopes  # freed before the next chunk's logits are computed
         if wants_weight and dweight is None:
             dweight = torch.zeros_like(weight)
         ctx.save_for_backward(dx, dweight)
@@ -115,7 +115,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
         dx, dweight = ctx.saved_tensors
-        if dweight is not None:  # into its dtype at once: a float32 vocabulary is a gigabyte
+        if dweight is not None:  # directly in its dtype: in float32 it may take a gigabyte
             dweight = torch.mul(dweight, dout, out=torch.empty_like(dweight, dtype=ctx.dtype))
         if dx is not None:
             dx = (dx.to(_wide(dx.dtype)) * dout).to(dx.dtype)
@@ -123,9 +123,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """total + a @ b in float32 or better, in total's place if there is one."""
+    """total + a @ b in float32 or wider, in place if there is a total."""
     wide = _wide(a.dtype)
-    if a.is_cuda and a.dtype != wide:  # nothing is rounded to 16 bits on the way, nor written and read again
+    if a.is_cuda and a.dtype != wide:  # the matmul adds in float32, without a 16-bit intermediate
         if total is None:
             return torch.mm(a, b, out_dtype=wide)
         return torch.addmm(total, a, b, out_dtype=wide, out=total)

@@ -1,4 +1,4 @@
-"""Rotary positions, in float32, from positions handed in: a token knows where it is, not who else is on its device."""
+"""RoPE in float32. Positions are an argument, so it works for any part of a sequence."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .config import LlamaConfig, RopeScaling
 class Rotation:
     """cos and sin of each token's angles, float32 [.., T, 1, D / 2], for `rotate`.
 
-    An object and not two tensors, so that nothing on the way (mixed precision, say) rounds the angles.
+    An object instead of two tensors, so that FSDP2's mixed precision does not cast them.
     """
 
     cos: Tensor
@@ -23,8 +23,8 @@ class Rotation:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (d, d + D / 2) of x [B, T, H, D], in the order of published weights: in float32, then as x."""
-    left, right = x.chunk(2, -1)  # times a float32 they are float32
+    """Rotate the pairs (d, d + D / 2) of x [B, T, H, D], as published weights expect: in float32, then in x's dtype."""
+    left, right = x.chunk(2, -1)  # multiplied by float32 below, so the arithmetic is float32
     turned = (left * cos - right * sin, right * cos + left * sin)
     return torch.cat([half.to(x.dtype) for half in turned], -1)
 
@@ -43,7 +43,7 @@ def frequencies(config: LlamaConfig, device: torch.device | str = "cpu") -> Tens
 
 
 def _stretch(plain: Tensor, scaling: RopeScaling) -> Tensor:
-    """Llama 3's rule: a pair that turns less than low_freq_factor times over the original length slows by factor."""
+    """Llama 3's rule: a pair with fewer than low_freq_factor rotations over the original length is slowed by factor."""
     turns = scaling.original_max_tokens * plain / (2 * math.pi)
     fast = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
     return (1 - fast) * plain / scaling.factor + fast * plain

@@ -110,12 +110,12 @@ def part_like(tensor: Tensor, local: Tensor) -> Tensor:
 
 
 def local_slices(tensor: Tensor) -> tuple[slice, ...] | None:
-    """Where this rank's part of a split tensor lies in the whole one; None for all of it."""
+    """The slices of the whole tensor that this rank holds; None if it holds all of it."""
     if not is_dtensor(tensor):
         return None
     mesh, ranges = tensor.device_mesh, [(0, size) for size in tensor.shape]
     cuts = [(axis, placed) for axis, placed in enumerate(tensor.placements) if hasattr(placed, "dim")]
-    # What is strided cuts the pieces that the other axes have made: so FSDP2 splits a tensor-parallel layer.
+    # A strided shard splits the pieces that the other axes have made: FSDP2 splits tensor-parallel layers so.
     for axis, placed in sorted(cuts, key=lambda cut: hasattr(cut[1], "split_factor")):
         begin, end = ranges[placed.dim]
         first, last = chunk_range(end - begin, mesh.size(axis), mesh.get_local_rank(axis))

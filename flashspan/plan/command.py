@@ -64,9 +64,9 @@ def plan(
         precision: Dtype of matmuls: float32, bfloat16 or float16; weights stay float32.
         table: TOML file with more devices and links.
         top: Number of parallelism configs to show.
-        scale: Best parallelism config on 1 to 1,024 devices too, with the batch in proportion.
+        scale: Table of the best parallelism config on 1 to 1,024 devices, with the batch in proportion.
         folder: Folder for SVG pictures: the timeline of the best schedule, and with --scale the scaling curve.
-        calibrate: Folder of rows measured on this device (bench model, bench collectives), for its speeds.
+        calibrate: Folder of measured rows (bench model, bench collectives) that set the device's speeds.
     """
     if top < 1:
         raise ValueError(f"top must be 1 or more parallelism configs to show: got {top}")

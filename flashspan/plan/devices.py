@@ -209,7 +209,7 @@ def load_table(path: Path | None = None) -> tuple[dict[str, Device], dict[str, L
 def is_named(device: str, whole: str) -> bool:
     """Whether RTX4090 is the short name of "NVIDIA GeForce RTX 4090", or cpu-core of "x86_64, 2 cores".
 
-    An H100 PCIe is no H100: where names that begin alike are in the table, the longest counts.
+    An H100 PCIe does not count as H100: if several names in the table match, the longest is used.
     """
     if device.startswith("cpu"):
         return "cores" in whole
@@ -238,7 +238,7 @@ def _make(kind: type[Any], name: str, values: Any, base: Any, path: Path) -> Any
         raise ValueError(
             f"{path}: a new {kind.__name__.lower()} needs {', '.join(needed)}: {name} lacks some"
         ) from error
-    except (ValueError, OverflowError) as error:  # the latter: a whole number that no float holds
+    except (ValueError, OverflowError) as error:  # the latter: an integer too large for a float
         raise ValueError(f"{path}: {error}; change [{kind.__name__.lower()}s.{name}]") from error
 
 

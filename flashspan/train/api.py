@@ -22,14 +22,14 @@ from .options import KEYS, build, read_toml, unknown_key
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a training run left behind.
+    """The result of a training run.
 
     Attributes:
         status: "done", or why it ended earlier: "stopped" (SIGTERM, state saved), "interrupted" (Ctrl-C, state saved),
             "not finite" (the loss or the gradients), "not saved" (the last checkpoint could not be written).
         folder: The folder of checkpoints and metrics.
         checkpoint: The last checkpoint, a folder in the Hugging Face layout; None if there is none.
-        steps: The metrics of each step, those before a resumed checkpoint included.
+        steps: The metrics of each step, including those before a resumed checkpoint.
         validation: The validation loss by step.
     """
 

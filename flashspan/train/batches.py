@@ -1,4 +1,4 @@
-"""What a rank reads: its part of the samples of each step, prepared on the host and placed on the device."""
+"""The batches of a rank: its part of each step's samples, prepared on the host and copied to the device."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from flashspan.kernels.masks import Band, Mask, Rows, count
 from .config import TrainConfig
 
 Batch: TypeAlias = tuple[Tensor, Tensor, Rows | None]
-"""tokens and targets [B, T of this rank] on the host, and where each token's document lies."""
+"""tokens and targets [B, T of this rank] on the host, and the interval of each token's document."""
 Placed: TypeAlias = tuple[Tensor, Tensor, Mask]
 """The same on the device, with the mask of the whole sequence."""
 
 
 @dataclass(frozen=True)
 class Feed:
-    """How one of `num_ranks` that read different samples gets its own; `attend` splits sequences, if anything does."""
+    """Reads the samples of one of `num_ranks` data ranks; `attend`, if given, splits sequences over context ranks."""
 
     config: TrainConfig
     rank: int
@@ -34,7 +34,7 @@ class Feed:
     device: torch.device
 
     def read(self, samples: Samples, step: int) -> list[Batch]:
-        """A step's samples that this rank reads, for each of its backward passes."""
+        """This rank's samples of a step, one batch for each of its backward passes."""
         train = self.config.train
         each = train.batch // (train.accumulate * self.num_ranks)
         first = step * train.batch
@@ -42,7 +42,7 @@ class Feed:
         return [self.prepare(samples, range(start, start + each)) for start in starts]
 
     def prepare(self, samples: Samples, numbers: Iterable[int]) -> Batch:
-        """Samples as this rank sees them, on the host: the device may be busy with the step before."""
+        """This rank's part of these samples, on the host: the device may still run the previous step."""
         tokens, targets = samples.read(numbers)
         inside = None
         if samples.documents:
@@ -50,13 +50,13 @@ class Feed:
             inside = Rows(first, torch.arange(1, samples.sequence + 1).expand_as(first), samples.sequence)
         if self.attend is not None:
             tokens, targets = (self.attend.shard(x, 1) for x in (tokens, targets))
-        if self.device.type == "cuda":  # from there they are copied without waiting for what the device has to do
+        if self.device.type == "cuda":  # from pinned memory, the copy does not wait for the device
             tokens, targets = tokens.pin_memory(), targets.pin_memory()
         return tokens, targets, inside
 
     def num_pairs(self, batches: Iterable[Batch]) -> int:
-        """(query, key) pairs that are visible in these samples, of whole sequences even where context ranks split them.
-        Of a map over documents no more than this: nobody counts what is in both."""
+        """Visible (query, key) pairs of these samples, for whole sequences even if context ranks split them. For a
+        block map with documents it is an upper bound: the smaller of the two counts."""
         size, total = self.config.data.sequence, 0
         for tokens, _, inside in batches:
             seen = self._shown * len(tokens)
@@ -71,15 +71,15 @@ class Feed:
 
     @cached_property
     def _shown(self) -> int:
-        """Pairs that the pattern shows of one sequence; to count those of a map waits for the device."""
+        """The visible pairs of the pattern in one sequence. Counting those of a block map waits for the device."""
         return count(self.pattern, self.config.data.sequence, self.config.data.sequence)
 
     def place(self, tokens: Tensor, targets: Tensor, inside: Rows | None) -> Placed:
-        """A batch on the device. Where there are documents the host waits for it: their table is ordinary memory."""
+        """A batch on the device. With documents the host waits for the copy, since their table is not pinned."""
         mask = self.pattern if inside is None else self.pattern & inside.to(self.device)
         return tokens.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True), mask
 
 
 def num_targets(batches: Iterable[Batch]) -> int:
-    """How many tokens of these batches have something to predict."""
+    """The number of targets in these batches that count in the loss."""
     return sum(int((targets >= 0).sum()) for _, targets, _ in batches)

@@ -1,4 +1,4 @@
-"""A model on a mesh: the one place that knows both a LLaMA's weights and a process group."""
+"""Build the model on a mesh: the only file that uses both a LLaMA's weights and process groups."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from . import products
 from .config import OptimizerSection, TrainConfig
 from .offload import on_host
 
-# One exchange before the three projections of attention and one before the two of the feed-forward.
+# One collective before the three projections of attention, and one before the two of the feed-forward.
 TENSOR_PLAN: dict[str, Any] = {
     "embed": "vocabulary",
     "layers.*.attention_norm": "norm-entering",
@@ -62,7 +62,7 @@ LOSS_CHUNK = 2048
 
 
 class Objective(nn.Module):
-    """The model and its loss in one forward, which is what data parallelism wraps: its parameters are whole inside."""
+    """The model and its loss in one forward, so that data parallelism can wrap both."""
 
     def __init__(self, model: Llama, tensor: DeviceMesh | None) -> None:
         super().__init__()
@@ -75,8 +75,8 @@ class Objective(nn.Module):
             return self.model.loss(hidden, targets)
         total = torch.zeros((), device=hidden.device)
         rows, goals = hidden.flatten(0, 1), targets.flatten()
-        # Each chunk's logits are made again in backward, not kept. A rank without tokens runs an empty chunk: its
-        # zero must reach the parameters all the same, because backward exchanges with the other ranks.
+        # Each chunk's logits are recomputed in backward. A rank without tokens runs an empty chunk: its zero loss must
+        # depend on the parameters, because backward has collectives with the other ranks.
         for begin in range(0, max(1, len(goals)), LOSS_CHUNK):
             part = slice(begin, begin + LOSS_CHUNK)
             total = total + checkpoint(self._chunk, rows[part], goals[part], use_reentrant=False)
@@ -96,7 +96,7 @@ class Objective(nn.Module):
 
 @dataclass
 class Parts:
-    """What `build` makes: call `runner`, step `optimizer`; `model` is where the weights are."""
+    """The result of `build`: `runner` is called, `optimizer` is stepped, and `model` has the weights."""
 
     model: Llama
     runner: nn.Module
@@ -106,7 +106,7 @@ class Parts:
 
     @contextlib.contextmanager
     def without_sync(self, quiet: bool) -> Iterator[None]:
-        """Backward passes inside keep their gradients to this rank, if `quiet`."""
+        """If `quiet`, backward passes in this context do not reduce gradients over ranks."""
         if is_fully_sharded(self.runner):
             self.runner.set_requires_gradient_sync(not quiet)
         with self.runner.no_sync() if quiet and isinstance(self.runner, DataParallel) else contextlib.nullcontext():
@@ -114,12 +114,12 @@ class Parts:
 
 
 def build(config: TrainConfig, shape: LlamaConfig, mesh: DeviceMesh, device: torch.device, pattern: Mask) -> Parts:
-    """The model, split and wrapped as the mesh says, with its first weights. A collective.
+    """The model, split and wrapped according to the mesh, with its initial weights. A collective.
 
-    `pattern` is the mask by which a balanced layout evens the work. All ranks refuse a checkpoint of another model.
+    `pattern` is the mask from which a balanced layout is made. All ranks refuse a checkpoint of another model.
     """
-    if config.model.load:  # before anything is built: what a stranger's config.json claims must have its weights
-        from_first(lambda: refuse_damaged(config.model.load))  # to hash is to read all of it: one rank does
+    if config.model.load:  # checked before anything is built: the weights must match config.json
+        from_first(lambda: refuse_damaged(config.model.load))  # hashing reads the whole file: only on one rank
         check_config(config.model.load, shape)
     degree = {axis: mesh[axis].size() for axis in ("data", "shard", "context", "tensor")}
     attend = None
@@ -131,23 +131,23 @@ def build(config: TrainConfig, shape: LlamaConfig, mesh: DeviceMesh, device: tor
         apply_tensor_parallel(model, mesh["tensor"], TENSOR_PLAN)
     group = submesh(mesh, "gradient").get_group()
     if degree["shard"] > 1:
-        model.to(getattr(torch, config.train.weights))  # filled when it is split: see below
+        model.to(getattr(torch, config.train.weights))  # filled after it is sharded: see below
     else:
         reads = dist.get_rank(group) == 0
-        # Those that do not read wait for those that do, for longer than an exchange may take if need be.
+        # The other ranks wait for those that read, if necessary longer than the timeout of a collective.
         from_each(lambda: fill(model, config, device, reads=reads))
     if degree["tensor"] == 1:
         served = products.serves(shape, device, config.train.precision)
-        if all(from_each(lambda: served)):  # or queries of some would be in another unit than those of others
+        if all(from_each(lambda: served)):  # on all ranks or none: the kernels scale queries differently
             model.use(products.PRODUCTS)
     options = config.train
-    # A layer is compiled in one piece if it is all of tensors: an exchange is not, nor what goes to the host, nor are
-    # documents, that change.
+    # A layer is compiled in one piece if it has no collectives, no copies to the host, and no documents, whose mask
+    # changes in each step.
     whole = options.compile and degree["tensor"] == 1 and attend is None
     whole = whole and not (options.offload or config.data.documents)
     apply_recompute(model, options.recompute, split=attend is not None, offload=options.offload, whole=whole)
     if config.train.compile:
-        # Tensor parallelism exchanges inside of what is compiled, where the graph then breaks.
+        # With tensor parallelism, collectives break the graph inside the compiled functions.
         apply_compile(model, whole=whole, unbroken=degree["tensor"] == 1)
     if cross_entropy.has_kernel(device):
         model.slope = partial(cross_entropy.losses_and_gradients, ignored=IGNORE)
@@ -158,7 +158,7 @@ def build(config: TrainConfig, shape: LlamaConfig, mesh: DeviceMesh, device: tor
     if degree["shard"] > 1:
         apply_fully_sharded(objective, mesh, model.layers, op="sum")
         fill_shards(objective, config, device)
-    elif dist.get_world_size(group) > 1:  # alone, a rank has nobody to add its gradients to
+    elif dist.get_world_size(group) > 1:  # with one rank there is nothing to reduce
         runner = DataParallel(objective, group=group, op="sum")
     names = {param: name for name, param in model.named_parameters()}
     sharded = config.optimizer.sharded and degree["shard"] == 1
@@ -167,7 +167,7 @@ def build(config: TrainConfig, shape: LlamaConfig, mesh: DeviceMesh, device: tor
 
 
 def split_attention(config: TrainConfig, mesh: DeviceMesh, pattern: Mask) -> ContextAttention:
-    """Attention over the context ranks, by the strategy and layout of the config."""
+    """Attention over the context ranks, with the strategy and layout of the config."""
     parallel, group, num_tokens = config.parallel, mesh, config.data.sequence
     layout: Layout = parallel.layout
     if layout == "balanced":
@@ -192,10 +192,10 @@ def split_attention(config: TrainConfig, mesh: DeviceMesh, pattern: Mask) -> Con
 
 
 def fill(model: Llama, config: TrainConfig, device: torch.device, *, reads: bool) -> None:
-    """Give a model on the meta device its first weights: a checkpoint's, or random by name.
+    """Give a model on the meta device its initial weights: from a checkpoint, or random ones that depend on the name.
 
-    A tensor-parallel rank reads its slices and nothing else. Of the ranks that will hold the same the first reads and
-    the others make room: wrapping the model sends them what it has.
+    A tensor-parallel rank reads only its slices. Of ranks with the same weights, the first reads them (`reads`) and the
+    others allocate memory: the wrapper of the model broadcasts them later.
     """
     places = {name: (module, key) for module, name, key in _slots(model)}
     owners: dict[Tensor, nn.Parameter] = {}
@@ -223,7 +223,7 @@ def fill(model: Llama, config: TrainConfig, device: torch.device, *, reads: bool
         assert old is not None
         local = value.to(device, dtype).contiguous()
         owners[old] = nn.Parameter(part_like(old, local))
-    for module, key in places.values():  # tied weights have two places and one owner
+    for module, key in places.values():  # tied weights: two names, one parameter
         old = module._parameters[key]
         assert old is not None
         module._parameters[key] = owners[old]
@@ -237,11 +237,11 @@ def _slots(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
 
 
 def fill_shards(objective: Objective, config: TrainConfig, device: torch.device) -> None:
-    """Give a fully sharded model on the meta device its first weights: a rank reads, or makes, what it holds."""
+    """Give a fully sharded model on the meta device its initial weights: each rank reads or generates its shards."""
     model = objective.model
     objective.to_empty(device=device)
     if model.config.tie_embeddings:
-        model.head.weight = model.embed.weight  # which making room has parted
+        model.head.weight = model.embed.weight  # to_empty has untied them
     if config.model.load:
         load_into(model, config.model.load)
         return
@@ -252,10 +252,10 @@ def fill_shards(objective: Objective, config: TrainConfig, device: torch.device)
 
 
 def load_into(model: Llama, folder: str | Path) -> None:
-    """Read a checkpoint's weights into a model on its device, whole or split: tensor parallel, fully sharded or both.
+    """Load a checkpoint's weights into a model on its device: whole, tensor parallel, fully sharded, or both.
 
-    Of each tensor a rank reads the slices that it holds and nothing else, and sends nothing to another. A checkpoint of
-    another model is refused before anything is overwritten.
+    A rank reads only its slices of each tensor, and sends nothing. A checkpoint of another model is refused before
+    anything is overwritten.
     """
     check_config(folder, model.config)
     held = dict(model.named_parameters())
@@ -265,30 +265,29 @@ def load_into(model: Llama, folder: str | Path) -> None:
 
 
 def apply_recompute(model: Llama, mode: str, *, split: bool, offload: bool = False, whole: bool = False) -> None:
-    """Make activations again in backward: everything in a layer, all but the attention's output, or only what costs
-    next to nothing (norms, rotations, SwiGLU), keeping products and attention. In place.
+    """Recompute activations in backward, in place. The mode is `full` (everything in a layer), `attention` (everything
+    except attention's output) or `elementwise` (norms, RoPE and SwiGLU, which cost almost nothing).
 
-    With `offload` what is kept of a layer's input waits in the host's memory.
+    With `offload`, layer inputs are kept in host memory until backward.
     """
     layer: Any
     for layer in model.layers:
         if mode == "elementwise" and whole:
-            layer.forward = _again(layer.forward, _keep_products)
+            layer.forward = _recomputed(layer.forward, _keep_matmuls)
         elif mode == "elementwise":
-            layer.before, layer.after = (_again(run, _keep_products) for run in (layer.before, layer.after))
+            layer.before, layer.after = (_recomputed(run, _keep_matmuls) for run in (layer.before, layer.after))
         elif mode == "attention":
-            layer.forward = _again(layer.forward, keep_attention if split else _keep_local_attention)
+            layer.forward = _recomputed(layer.forward, keep_attention if split else _keep_local_attention)
         elif mode == "full":
-            layer.forward = _again(layer.forward, None)
+            layer.forward = _recomputed(layer.forward, None)
         if offload:
             layer.forward = on_host(layer.forward)
 
 
 def apply_compile(model: Llama, *, whole: bool, unbroken: bool) -> None:
-    """Let torch.compile fuse what lies between the products and around the attention: one graph of each kind, which all
-    layers share. In place. `whole`: with the attention. `unbroken`, as those are: refuse a graph that
-    breaks."""
-    # What is kept is decided above; the advice the compiler gives about it is for other models.
+    """Compile each layer in place: with `whole` in one piece, otherwise its parts before and after attention. All
+    layers share the graphs. With `unbroken`, and always with `whole`, a graph break is an error."""
+    # `apply_recompute` has decided what is saved: hide the compiler's warnings about it.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     layer: Any
     for layer in model.layers:
@@ -300,22 +299,22 @@ def apply_compile(model: Llama, *, whole: bool, unbroken: bool) -> None:
             )
 
 
-def _again(run: Callable[..., Any], contexts: Callable[[], Any] | None) -> Callable[..., Any]:
+def _recomputed(run: Callable[..., Any], contexts: Callable[[], Any] | None) -> Callable[..., Any]:
     options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
 
-    def recomputed(*args: Any) -> Any:
+    def checkpointed(*args: Any) -> Any:
         return checkpoint(run, *args, use_reentrant=False, **options)
 
-    return recomputed
+    return checkpointed
 
 
 def _keep_local_attention() -> Any:
     return create_selective_checkpoint_contexts([torch.ops.flashspan.attend.default])
 
 
-def _keep_products() -> Any:
+def _keep_matmuls() -> Any:
     aten, ours = torch.ops.aten, torch.ops.flashspan
-    # And the roots of compiled norms, a number a row: what is made again need not look at a whole row first.
+    # Also the rsqrt of compiled norms, one number per row: recomputation then need not reduce each row again.
     return create_selective_checkpoint_contexts(
         [
             *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.rsqrt.default),
@@ -331,7 +330,7 @@ def make_optimizer(
     sharded: type[ShardedOptimizer] | None,
     group: Any,
 ) -> torch.optim.Optimizer:
-    """AdamW, whose weight decay is for matrices."""
+    """AdamW with weight decay for matrices only."""
     groups = [
         {"params": [p for p in names if p.dim() >= 2], "weight_decay": options.weight_decay},
         {"params": [p for p in names if p.dim() < 2], "weight_decay": 0.0},

@@ -1,4 +1,4 @@
-"""Which samples a run reads."""
+"""The training and validation samples of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .config import TrainConfig
 
 
 def open_samples(config: TrainConfig) -> tuple[Samples, Samples | None]:
-    """The samples of a run and those it is evaluated on, checked against the model's vocabulary."""
+    """The training and validation samples of a run, checked against the model's vocabulary."""
     held_out: TokenFile | None
     if config.data.train:
         file = open_tokens(config.data.train)
@@ -36,22 +36,22 @@ def open_samples(config: TrainConfig) -> tuple[Samples, Samples | None]:
         raise ValueError(
             f"training and validation data must be made with one tokenizer: {file.path} has {file.vocab_size:,} tokens "
             f"({file.tokenizer}), {held_out.path} {held_out.vocab_size:,} ({held_out.tokenizer}); prepare both by one "
-            "command, or give another data.validation"
+            "command, or set another data.validation"
         )
     options = (config.data.sequence, config.train.seed, config.data.documents)
-    # One that lies beside the training file may be too short for a sample; one that was asked for may not.
+    # A default val.bin that is too short for a sample is ignored; one that was set is an error.
     if held_out is not None and len(held_out.tokens) <= config.data.sequence and not config.data.validation:
         held_out = None
     return Samples(file, *options), None if held_out is None else Samples(held_out, *options)
 
 
 def num_evaluated(config: TrainConfig, validation: Samples) -> int:
-    """How many samples an evaluation takes, from the first on."""
+    """The number of samples in an evaluation."""
     return min(config.train.evaluate_samples, validation.num_windows)
 
 
 def order_of(config: TrainConfig, file: TokenFile) -> dict[str, Any]:
-    """What decides which tokens a step reads, and which of them they see: a resumed run must agree."""
+    """The settings that determine the tokens of a step and their mask: a resumed run must have the same."""
     return {
         "seed": config.train.seed,
         "batch": config.train.batch,

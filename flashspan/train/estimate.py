@@ -1,4 +1,4 @@
-"""What a run will hold, before it is started."""
+"""The facts of a run before it is started, with an estimate of its memory and disk space."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from .pattern import make_pattern, visible_share
 from .resume import choose
 
 PROCESS_BYTES = 64 * 2**20
-"""What a rank on a CPU holds besides its tensors and what it shares with the others, at least."""
+"""The least memory of a rank on a CPU, without its tensors and without memory shared by all ranks."""
 
 
 def describe_plan(config: TrainConfig, num_ranks: int) -> str:
-    """The model, the mesh, the data, where the run stands and the bytes of one rank, in words."""
+    """Text for a dry run: model, mesh, data, the step at which the run would begin, and the memory of one rank."""
     held = estimate(config, num_ranks)
     num_tokens = config.data.sequence
     share = visible_share(make_pattern(config.attention, num_tokens, torch.device("cpu")), num_tokens)
@@ -32,17 +32,17 @@ def describe_plan(config: TrainConfig, num_ranks: int) -> str:
         describe_run(config, num_ranks),
         f"pattern {config.attention.pattern}: {share:.1%} of the pairs that causal attention sees",
         f"run     {_standing(config)}",
-        "memory  of one rank, MiB, about; not all of it is there at once:",
+        "memory  of one rank, estimate in MiB; not all of it is used at once:",
         *(f"  {name:<12} {size / 2**20:12,.1f}" for name, size in held.items()),
         f"  {'peak':<12} {held.peak / 2**20:12,.1f}",
-        "  Tensors alone: the steps of a run on a CPU show the whole resident size of a",
-        "  process, Python and PyTorch included.",
+        "  This counts tensors only. On a CPU, the memory of a step is that of the whole",
+        "  process, including Python and PyTorch.",
     ]
     return "\n".join(lines)
 
 
 def describe_run(config: TrainConfig, num_ranks: int) -> str:
-    """The facts of a run that are known before its first step, one a line."""
+    """The facts of a run that are known before its first step, one per line."""
     shape, parallel, train = config.model.resolve(), config.parallel, config.train
     degrees = parallel.degrees(num_ranks)
     on_cpu = parallel.device == "cpu" or not torch.cuda.is_available()
@@ -68,8 +68,8 @@ def describe_run(config: TrainConfig, num_ranks: int) -> str:
 
 
 def describe_data(config: TrainConfig) -> str:
-    """The tokens to train on and their tokenizer. A vocabulary smaller than the model's is no error, and not always
-    meant."""
+    """The training tokens, their tokenizer, and both vocabulary sizes: the data's may be smaller than the model's,
+    perhaps by mistake."""
     file = open_samples(config)[0].file
     source = file.path if config.data.train else "the text in the package"
     return (
@@ -79,7 +79,7 @@ def describe_data(config: TrainConfig) -> str:
 
 
 def lack_of_memory(config: TrainConfig, num_ranks: int, num_here: int) -> str | None:
-    """Why this machine's memory is too little for `num_here` of the ranks; None where it is not, or nobody knows."""
+    """The reason why this machine has too little memory for `num_here` ranks; None if it has enough, or if unknown."""
     peak = estimate(config, num_ranks).peak + PROCESS_BYTES
     where, free = "a CPU", available_bytes()
     if config.parallel.share_gpu:
@@ -87,29 +87,29 @@ def lack_of_memory(config: TrainConfig, num_ranks: int, num_here: int) -> str | 
     if free is None or num_here * peak <= free:
         return None
     return (
-        f"the ranks on {where} share its memory: {num_here} of about {peak / 2**30:,.1f} GiB each need "
-        f"{num_here * peak / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB are available; use fewer ranks, a smaller "
+        f"the ranks on {where} must fit in its memory: {num_here} ranks of about {peak / 2**30:,.1f} GiB need "
+        f"{num_here * peak / 2**30:,.1f} GiB, but {free / 2**30:,.1f} GiB are available; use fewer ranks, a smaller "
         "train.batch or data.sequence, or a smaller model"
     )
 
 
 def lack_of_disk(config: TrainConfig) -> str | None:
-    """Why the disk is too small for a checkpoint of this run; None where it is not."""
+    """The reason why the disk has too little space for a checkpoint of this run; None if it has enough."""
     place = Path(config.checkpoint.folder).absolute()
     while not place.exists():
         place = place.parent
-    # Weights and two moments of each.
+    # Weights, and two moments per weight.
     needed = needed_bytes(3 * config.model.resolve().num_parameters * getattr(torch, config.train.weights).itemsize)
     if (free := shutil.disk_usage(place).free) >= needed:
         return None
     return (
-        f"a checkpoint takes {needed / 1e6:,.1f} MB, and {config.checkpoint.folder} has room for {free / 1e6:,.1f} MB: "
-        "make room, or choose another --checkpoint.folder"
+        f"a checkpoint takes {needed / 1e6:,.1f} MB, but {config.checkpoint.folder} has {free / 1e6:,.1f} MB free: "
+        "free some space, or choose another --checkpoint.folder"
     )
 
 
 def _standing(config: TrainConfig) -> str:
-    """Where a run in this folder would begin. ValueError where the run would be refused."""
+    """The first and the last step of a run in this folder, as text. ValueError if the run would be refused."""
     folder, asked = config.checkpoint.folder, config.train.steps
     check_folder(folder, "--checkpoint.folder")
     refuse_locked(folder)
@@ -117,18 +117,18 @@ def _standing(config: TrainConfig) -> str:
     path = choose(config, open_samples(config)[0].file, say=notes.append)
     lines = [f"        {note}" for note in notes]
     if path is None:
-        place = f"in place of the run at step {last_step(folder)} in" if checkpoints(folder) else "in"
+        place = f"replacing the run at step {last_step(folder)} in" if checkpoints(folder) else "in"
         return "\n".join([f"from step 0 to {asked}, {place} {folder}", *lines])
     step = step_of(path)
     if step >= asked:
-        return "\n".join([f"already at step {step} of the {asked} asked for in {folder}: nothing to do", *lines])
-    return "\n".join([f"from step {step}, where it stands in {folder}, to {asked}", *lines])
+        return "\n".join([f"nothing to do: {folder} is at step {step}, train.steps is {asked}", *lines])
+    return "\n".join([f"from step {step}, the last checkpoint in {folder}, to {asked}", *lines])
 
 
 def estimate(config: TrainConfig, num_ranks: int) -> Ledger:
-    """Bytes one rank holds, by the planner's count."""
+    """The memory of one rank, computed by the planner."""
     degrees = config.parallel.degrees(num_ranks)
-    # Of the batch, what one backward pass sees: that many tokens' activations live at a time.
+    # The batch of one backward pass: its activations are in memory at a time.
     batch = max(1, config.train.batch // config.train.accumulate)
     on_gpu = config.parallel.device != "cpu" and torch.cuda.is_available()
     run = Run(

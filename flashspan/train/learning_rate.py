@@ -8,7 +8,7 @@ from .config import OptimizerSection
 
 
 def learning_rate(step: int, num_steps: int, options: OptimizerSection) -> float:
-    """Rises over the warm-up, then half a cosine down to `final_lr` of the highest at the last step."""
+    """Rises during the warm-up, then falls along half a cosine to `final_lr` of the peak at the last step."""
     if step < options.warmup:
         return options.lr * (step + 1) / options.warmup
     done = (step - options.warmup) / max(1, num_steps - 1 - options.warmup)

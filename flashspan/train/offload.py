@@ -1,4 +1,4 @@
-"""What a layer keeps for its backward, in the host's memory while it waits."""
+"""Keep the tensors that a layer saves for backward in host memory."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 SMALL = 2**16
-"""Fewer numbers than this stay where they are."""
+"""Tensors with fewer elements are not moved."""
 
 
 class Away(NamedTuple):
-    """A tensor on the host, and the device it came from."""
+    """A copy of a tensor on the host, and the tensor's device."""
 
     copy: Tensor
     device: torch.device
 
 
 def on_host(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run`, whose saved tensors are moved to the host and come back when backward asks for them."""
+    """`run`, with its saved tensors moved to the host, and copied back when backward needs them."""
 
     def moved(*args: Any) -> Any:
         with saved_tensors_hooks(_send, _fetch):
@@ -32,7 +32,7 @@ def on_host(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _send(x: Tensor) -> Tensor | Away:
-    """x, or where it went: on a GPU a copy into pinned memory, on a stream of its own so that nobody waits for it."""
+    """x itself, or its copy on the host: from a GPU into pinned memory, on a separate stream, without waiting."""
     if x.numel() < SMALL or isinstance(x, torch.nn.Parameter):
         return x
     if not x.is_cuda:
@@ -42,7 +42,7 @@ def _send(x: Tensor) -> Tensor | Away:
     lane.wait_stream(torch.cuda.current_stream(x.device))
     with torch.cuda.stream(lane):
         copy.copy_(x, non_blocking=True)
-    x.record_stream(lane)  # its memory is not given to another before the copy is made
+    x.record_stream(lane)  # its memory is not reused before the copy is complete
     return Away(copy, x.device)
 
 

@@ -1,4 +1,4 @@
-"""`[attention]` of a config as a mask: who sees whom, of what lies behind them."""
+"""The mask of a config's `[attention]` section: which earlier tokens each token sees."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ MAKERS: dict[str, Callable[[AttentionSection, int, torch.device], Mask]] = {
 
 
 def make_pattern(section: AttentionSection, num_tokens: int, device: torch.device) -> Mask:
-    """The mask of a whole sequence. Make it once: layers and steps that share the object share what is made of it."""
+    """The mask of a whole sequence. Make it once: layers and steps that share the object share its cached slices."""
     return MAKERS[section.pattern](section, num_tokens, device)
 
 
 def visible_share(mask: Mask, num_tokens: int) -> float:
-    """Of the pairs that a causal sequence of this length shows, how many this mask does."""
+    """The visible pairs of this mask as a share of those of a causal mask of this length."""
     return count(mask, num_tokens, num_tokens) / count(CAUSAL, num_tokens, num_tokens)

@@ -1,7 +1,7 @@
-"""A layer's matmuls by the fused operators of flashspan/ops, where a GPU has kernels for all of them.
+"""The matmuls of a layer as the fused operators of flashspan/ops, if the GPU has kernels for all of them.
 
-Queries come times log2(e) / sqrt(D), and are rounded after that: with a scale of ln 2 scores are exponents of 2 as they
-are, and attention's kernels need not multiply them.
+Queries are multiplied by log2(e) / sqrt(D) before they are rounded. With a scale of ln 2, scores are then exponents of
+2, which attention's kernels need not multiply.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SCALE = math.log(2)
 
 
 def project(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q and k, rotated, and v, [B, T, heads, D], of x [B, T, E]; q for a scale of ln 2."""
+    """q and k, rotated, and v, [B, T, heads, D], from x [B, T, E]; q is for attention with a scale of ln 2."""
     return qkv_rope(x, wq, wk, wv, cos, sin, q_scale=(2 * cos.shape[-1]) ** -0.5 / SCALE)
 
 
@@ -35,7 +35,7 @@ PRODUCTS = Products(project, linear_add, feed_forward, SCALE)
 
 
 def serves(shape: LlamaConfig, device: torch.device, precision: str) -> bool:
-    """Whether there is a kernel for each of them."""
+    """Whether the device has a kernel for each of these operators."""
     widths = (shape.width, shape.ffn_width, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim)
     return (
         precision != "float32"
@@ -48,7 +48,7 @@ def serves(shape: LlamaConfig, device: torch.device, precision: str) -> bool:
 
 @cache
 def _runs(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether this release of Triton compiles them: of one token, with gradients. Compiled once, they are kept."""
+    """Whether this release of Triton compiles the kernels: runs them on one token, with gradients."""
     x, angles = torch.zeros(1, 1, 64, device=device, dtype=dtype), torch.zeros(1, head_dim // 2, device=device)
     square, wide = (
         torch.zeros(64, 64, device=device, dtype=dtype),
@@ -61,8 +61,8 @@ def _runs(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
             feed_forward(linear_add(x, x, square), x, square, square, square).sum().backward()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-    except Exception as problem:  # whatever a compiler may raise
+    except Exception as problem:  # a compiler may raise anything
         text = f"{type(problem).__name__}: {problem}"[:500]
-        logging.getLogger(__name__).warning("kernels for a layer's products do not run here, PyTorch's do: %s", text)
+        logging.getLogger(__name__).warning("a layer's fused kernels do not run here, PyTorch's are used: %s", text)
         return False
     return not choice.RETIRED

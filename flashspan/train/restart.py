@@ -1,4 +1,4 @@
-"""When a run whose ranks failed is started again, by the command that started it, and from where."""
+"""Restarts after ranks failed: whether the command restarts the run, and from which step."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from .metrics import read_metrics
 
 
 class Attempts:
-    """The attempts of one command at one run: after a failure, the next resumes from the newest whole checkpoint.
+    """The attempts of a command to finish a run. After a failure, the next resumes from the newest good checkpoint.
 
-    There are at most `train.max_restarts`, and no third attempt at a step at which two in a row have failed: what is
-    wrong there is not chance.
+    There are at most `train.max_restarts` restarts. A step at which two attempts in a row have failed is not tried a
+    third time.
     """
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
-        """For the next attempt."""
+        """The config of the next attempt."""
         self.restarts = 0
         self.failed_at = 0
-        """The step at which the last attempt failed, 1 or more; 0 before any did."""
+        """The step at which the last attempt failed, 1 or more; 0 before the first failure."""
         self._folder = Path(config.checkpoint.folder)
         self._found = _stamps(self._folder)
         self._start = checkpoint.last_step(self._folder) if config.checkpoint.resume else 0
         self._began = time.time()
 
     def restart(self) -> str | None:
-        """Count a failure; None where another attempt follows, else why none does."""
+        """Count a failure. Returns None if another attempt follows, else the reason why none does."""
         steps, most = self.config.train.steps, self.config.train.max_restarts
         rows = read_metrics(self._folder / "metrics.jsonl")
         done = [row["step"] for row in rows if row.get("time", 0.0) >= self._began]
@@ -40,10 +40,10 @@ class Attempts:
         if self.restarts == most:
             return f"after {most} restarts, the most that train.max_restarts allows" if most else "not restarted"
         if failed_at == before:
-            return f"not restarted: the attempt before failed at step {failed_at} too"
+            return f"not restarted: the previous attempt failed at step {failed_at} too"
         self.restarts += 1
         self._began = time.time()
-        # A run that was to start from step 0 resumes from what it has saved itself, not from what it found.
+        # With resume = false, a restart resumes only from checkpoints that this command has written.
         if _stamps(self._folder) - self._found:
             self.config = dataclasses.replace(
                 self.config, checkpoint=dataclasses.replace(self.config.checkpoint, resume=True)
@@ -53,10 +53,10 @@ class Attempts:
         return None
 
     def describe(self) -> str:
-        """The restart that follows, in words."""
+        """The next restart, as text."""
         return f"restart {self.restarts} of {self.config.train.max_restarts} resumes from step {self._start}"
 
 
 def _stamps(folder: Path) -> set[tuple[str, int]]:
-    """The checkpoints in a folder, with what differs between two of the same step."""
+    """The checkpoints in a folder, each with a value that differs between two of the same step."""
     return {(path.name, path.stat().st_mtime_ns) for path in checkpoint.checkpoints(folder)}

@@ -1,4 +1,4 @@
-"""Which checkpoint a run resumes from, and whether it is of that run."""
+"""The checkpoint that a run resumes from, and whether it belongs to the run."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .dataset import order_of
 
 
 def choose(config: TrainConfig, file: TokenFile, *, say: Callable[[str], None]) -> Path | None:
-    """The newest whole checkpoint in the run's folder, None to begin at step 0.
+    """The newest undamaged checkpoint in the run's folder, or None to begin at step 0. Writes nothing.
 
-    ValueError where all of them are damaged, or the newest whole one is of another run. Reads and writes nothing else.
+    ValueError if all checkpoints are damaged, or if the newest undamaged one is of another run.
     """
     folder = Path(config.checkpoint.folder)
     if not config.checkpoint.resume:
         if checkpoint.checkpoints(folder):
-            say(f"starting anew: the first checkpoint will replace those of the run before it in {folder}")
+            say(f"starting over: the first checkpoint will replace those of the earlier run in {folder}")
         return None
     path = checkpoint.newest(folder, say=say)
     if path is not None:
@@ -32,13 +32,13 @@ def choose(config: TrainConfig, file: TokenFile, *, say: Callable[[str], None]) 
         faults = "; ".join(f"{each.name}: {checkpoint.damage(each)}" for each in lost)
         raise ValueError(
             f"every checkpoint in {folder} is damaged ({faults}): restore one, choose another "
-            "checkpoint.folder, or start over from step 0, in their place, with --checkpoint.resume false"
+            "checkpoint.folder, or start over and replace them with --checkpoint.resume false"
         )
     return path
 
 
 def misfit(path: Path, config: TrainConfig, file: TokenFile) -> str | None:
-    """Why a checkpoint is not of the run that a config describes, on the data in a file."""
+    """The reason why a checkpoint does not belong to a run with this config and data; None if it does."""
     state, shape = checkpoint.read(path, model=False, optimizer=False), config.model.resolve()
     if (fault := _fault_of_extra(state.extra)) is not None:
         return f"{path} was not written by `flashspan train`: {fault}; choose another checkpoint.folder"
@@ -50,24 +50,24 @@ def misfit(path: Path, config: TrainConfig, file: TokenFile) -> str | None:
         changed = [f"{name} was {theirs}, is {ours}" for name, theirs, ours in both if theirs != ours]
         return (
             f"{path} is a checkpoint of another model ({', '.join(changed)}): restore its sizes, choose another "
-            "checkpoint.folder, or start anew with --checkpoint.resume false"
+            "checkpoint.folder, or start over with --checkpoint.resume false"
         )
     ours = order_of(config, file)
-    # Before there were patterns, all runs were causal, and did not say so; nor which data of that length was read.
+    # Early checkpoints have no pattern (all runs were causal) and no fingerprint of the data.
     unsaid = {"attention": str(AttentionSection()), "data": ours["data"], "tokenizer": ours["tokenizer"]}
     theirs = {**unsaid, **state.order}
     changed = [f"{key} was {theirs.get(key)}, is {ours[key]}" for key in ours if ours[key] != theirs.get(key)]
     if changed:
         return (
             f"{path} is of a run with other samples or another attention ({', '.join(changed)}): restore them, "
-            "choose another checkpoint.folder (--model.load takes the weights along), or start anew with "
+            "choose another checkpoint.folder (--model.load loads the weights), or start over with "
             "--checkpoint.resume false"
         )
     return None
 
 
 def _fault_of_extra(extra: Mapping[str, Any]) -> str | None:
-    """What a run reads of `extra` and does not find there, or finds to be of another type."""
+    """The entries of `extra` that a run needs and that are missing or of the wrong type, as text."""
     needed: dict[str, Any] = {"scale": (int, float), "steady": int, "config": dict}
     found: dict[str, Any] = dict(extra)
     config = extra.get("config")
@@ -77,4 +77,4 @@ def _fault_of_extra(extra: Mapping[str, Any]) -> str | None:
     else:
         found["config"] = None
     wrong = [name for name, kind in needed.items() if not isinstance(found.get(name), kind)]
-    return f"state.json has no proper {', '.join(wrong)}" if wrong else None
+    return f"state.json has no valid {', '.join(wrong)}" if wrong else None

@@ -1,4 +1,4 @@
-"""`flashspan train`: a config in, ranks started (or joined, under torchrun), a trained model out.
+"""`flashspan train`: starts the ranks (or joins them, under torchrun) and trains.
 
 flashspan train
 flashspan train configs/tiny.toml --parallel.data 2 --parallel.context 2
@@ -50,11 +50,11 @@ from .signals import STOPS, catch_signals, deadline, pass_signals_on
 from .silent_ranks import report_silent_ranks
 from .torchrun import join
 
-SLOW = 4.0  # times as long as in float32, and a product is worth a word
+SLOW = 4.0  # warn if a matmul takes this many times as long as in float32
 LONG_ENOUGH, LARGEST = 0.05, 1024
-"""A product is timed that takes so many seconds, or is so wide: a smaller one is mostly the call, in any precision."""
+"""The timed matmul takes at least this many seconds or has this width: in a small one, the time is mostly overhead."""
 FAILED, LATE, INTERRUPTED = "failed", "late", "interrupted"
-"""How a run ends if ranks fail, if it cannot save within `checkpoint.grace`, and after Ctrl-C with its state saved."""
+"""The status of a run if ranks failed, if it could not save within `checkpoint.grace`, or if Ctrl-C stopped it."""
 
 
 def main(arguments: Sequence[str] = ()) -> int:
@@ -74,27 +74,26 @@ def train(config: TrainConfig, *, dry_run: bool = False) -> int:
 
 
 def run(config: TrainConfig, *, dry_run: bool = False, report: Report | None = None) -> str:
-    """Train as the config says, and how it ended: one of DONE, STOPPED, INTERRUPTED, NOT_FINITE, NOT_SAVED, FAILED,
-    LATE.
+    """Train with this config and return the status: DONE, STOPPED, INTERRUPTED, NOT_FINITE, NOT_SAVED, FAILED or LATE.
 
-    Under torchrun this is one of the ranks; otherwise it starts them. `report` is called in this process after each
-    step, under torchrun on the first rank. With `dry_run` the config, the mesh and an estimate of the memory are
-    printed, and nothing is started or written. It refuses what the run would.
+    Under torchrun this process is one of the ranks; otherwise it starts them. `report` is called in this process after
+    each step, under torchrun on the first rank. `dry_run` prints the config, the mesh and an estimate of the memory;
+    it starts and writes nothing, and refuses whatever the run would refuse.
     """
     joined = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     num_ranks = int(os.environ["WORLD_SIZE"]) if joined else config.parallel.default_ranks(_num_gpus(config))
     check(config, num_ranks, joined)
-    # Whoever started ranks on several machines, and does not say how many on this one, is not second-guessed.
+    # If ranks were started without LOCAL_WORLD_SIZE, the memory is checked for one rank only.
     num_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if joined else num_ranks
-    # Of a GPU's memory its allocator tells; a CPU's is handed out though it is not there, and then a rank is killed.
+    # A GPU's allocator reports missing memory. On a CPU, the system would kill a rank instead: check before the start.
     has_own = _num_gpus(config) and not config.parallel.share_gpu
     lack = None if has_own else lack_of_memory(config, num_ranks, num_here)
     first = not joined or os.environ["RANK"] == "0"
-    if first and last_step(config.checkpoint.folder) < config.train.steps:  # who writes checkpoints, if there are any
+    if first and last_step(config.checkpoint.folder) < config.train.steps:  # it writes the checkpoints
         lack = lack or lack_of_disk(config)
     if dry_run:
         if config.model.load:
-            refuse_damaged(config.model.load)  # in a run the first rank does: it reads the whole file
+            refuse_damaged(config.model.load)  # reads the whole file; in a run, the first rank does it
         print(config.describe())
         print(describe_plan(config, num_ranks))
     if lack:
@@ -103,7 +102,7 @@ def run(config: TrainConfig, *, dry_run: bool = False, report: Report | None = N
         return DONE
     if first:
         say(describe_run(config, num_ranks))
-        warn_of_slow_products(config)
+        warn_of_slow_matmuls(config)
     how = _join(config, report) if joined else _start(config, num_ranks, report)
     if first:
         say(_summary(config, how))
@@ -111,7 +110,7 @@ def run(config: TrainConfig, *, dry_run: bool = False, report: Report | None = N
 
 
 def check(config: TrainConfig, num_ranks: int, joined: bool = False) -> None:
-    """Refuse, before anything is started or written, what could not run."""
+    """ValueError for a config that cannot run, before anything is started or written."""
     degrees = config.parallel.degrees(num_ranks)
     shape = config.model.resolve()
     parts = degrees["data"] * degrees["shard"] * config.train.accumulate
@@ -128,8 +127,8 @@ def check(config: TrainConfig, num_ranks: int, joined: bool = False) -> None:
         )
     if config.parallel.share_gpu and (joined or degrees["shard"] > 1 or degrees["tensor"] > 1):
         raise ValueError(
-            "parallel.share_gpu serves the data and context degrees, of ranks that flashspan starts: got "
-            + ("ranks of torchrun" if joined else f"shard {degrees['shard']}, tensor {degrees['tensor']}")
+            "parallel.share_gpu supports only the data and context degrees, without torchrun: got "
+            + ("torchrun" if joined else f"shard {degrees['shard']}, tensor {degrees['tensor']}")
         )
     if config.parallel.inner and degrees["context"] % config.parallel.inner:
         raise ValueError(
@@ -143,18 +142,18 @@ def check(config: TrainConfig, num_ranks: int, joined: bool = False) -> None:
     samples.file.check()
     if validation is not None and config.train.evaluate_every:
         for number in range(num_evaluated(config, validation)):
-            validation.read([number])  # damage is told now, not when there are steps to lose
+            validation.read([number])  # reports damage now, and not after many steps
     check_tokenizer(config, [samples.file, *([] if validation is None else [validation.file])])
 
 
 def check_tokenizer(config: TrainConfig, files: Sequence[TokenFile]) -> None:
-    """Refuse data that another tokenizer made than the one beside the weights to load: the same numbers would mean
-    other words."""
+    """ValueError if the data and the weights to load have different tokenizers: the same numbers would mean other
+    words."""
     name = tokenizer_of(config.model.load) if config.model.load else ""
     if not name:
         return
     size = None
-    with contextlib.suppress(ValueError):  # a file that cannot be read; one that a checkpoint of ours names may be gone
+    with contextlib.suppress(ValueError):  # an unreadable file, or one that no longer exists
         size = load_tokenizer(name).vocab_size
     for file in files:
         if not file.may_be_of(name, size):
@@ -166,23 +165,23 @@ def check_tokenizer(config: TrainConfig, files: Sequence[TokenFile]) -> None:
             )
 
 
-def warn_of_slow_products(config: TrainConfig) -> None:
-    """Say so where 16 bits cost time: a CPU without such products takes a hundred times as long for them."""
+def warn_of_slow_matmuls(config: TrainConfig) -> None:
+    """Warn if 16-bit matmuls are slow: a CPU without hardware support may take a hundred times as long."""
     if config.train.precision == "float32" or _num_gpus(config):
         return
     size, dtype = 128, getattr(torch, config.train.precision)
-    while (seconds := time_product(size, dtype)) < LONG_ENOUGH and size < LARGEST:
+    while (seconds := time_matmul(size, dtype)) < LONG_ENOUGH and size < LARGEST:
         size *= 2
-    if (slower := seconds / time_product(size, torch.float32)) > SLOW:
+    if (slower := seconds / time_matmul(size, torch.float32)) > SLOW:
         say(
-            f"this CPU takes at least {slower:.0f} times as long for a product in {config.train.precision} as for one "
-            f"in float32: --train.precision float32 is faster here"
+            f"on this CPU, a {config.train.precision} matmul takes at least {slower:.0f} times as long as a float32 "
+            f"one: --train.precision float32 is faster"
         )
 
 
-def time_product(size: int, dtype: torch.dtype) -> float:
-    """Seconds of a product of two squares on one thread, as ranks that share a CPU have it: the best of three, or of
-    fewer where they are long."""
+def time_matmul(size: int, dtype: torch.dtype) -> float:
+    """Seconds of a square matmul on one thread, as for ranks that share a CPU: the best of three, or of fewer if they
+    take long."""
     x, times = torch.ones(size, size, dtype=dtype), list[float]()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -195,9 +194,9 @@ def time_product(size: int, dtype: torch.dtype) -> float:
 
 
 def run_rank(config: TrainConfig, report: Report | None = None, on_signal: Callable[[], None] = lambda: None) -> str:
-    """One rank's whole run, in a process group that exists. The first rank calls `report` after each step; `on_signal`
-    is called when it is asked to stop."""
-    warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # pages of it, where a CPU has no such products
+    """The run of one rank, in an existing process group; returns the status. The first rank calls `report` after each
+    step; `on_signal` is called inside the handler of a signal."""
+    warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # repeated on CPUs without 16-bit matmuls
     with catch_signals(on_signal) as asked:
         torch.manual_seed(config.train.seed)
         with report_silent_ranks("the making of the model"):
@@ -217,8 +216,8 @@ def _start(config: TrainConfig, num_ranks: int, report: Report | None) -> str:
     with pass_signals_on(config.checkpoint.grace) as stop:
         while True:
             try:
-                # The ranks inherit the block: a signal to the whole group, which reaches them and the server too, waits
-                # for them to be ready to save. torch._dynamo: an optimizer of PyTorch's brings it along, and it takes a
+                # The ranks inherit the blocked signals: one sent to the whole process group stays pending until a rank
+                # is ready to save. torch._dynamo is preloaded because PyTorch's optimizers import it, which takes a
                 # second.
                 with contextlib.ExitStack() as held:
                     with waiting(f"starting {num_ranks} ranks"):
@@ -229,7 +228,7 @@ def _start(config: TrainConfig, num_ranks: int, report: Report | None) -> str:
                         )
                         held.enter_context(ranks)
                         stop.pass_to(ranks.pids)
-                        ranks.run(os.getpid, timeout=LONGEST)  # returns when all of them have met
+                        ranks.run(os.getpid, timeout=LONGEST)  # returns when all ranks have joined the group
                     if report is None:
                         how = ranks.run(run_rank, attempts.config, timeout=LONGEST)[0]
                     else:
@@ -269,7 +268,7 @@ def _join(config: TrainConfig, report: Report | None) -> str:
 
 
 def _end_late(config: TrainConfig) -> None:
-    """End this rank, which torchrun started, in a step that takes longer than there is time."""
+    """End this rank of torchrun, whose step exceeds `checkpoint.grace`."""
     if dist.get_rank() == 0:
         say(_summary(config, LATE))
     os._exit(1)
@@ -277,24 +276,22 @@ def _end_late(config: TrainConfig) -> None:
 
 def _num_gpus(config: TrainConfig) -> int:
     if config.parallel.share_gpu and (config.parallel.device == "cpu" or not torch.cuda.is_available()):
-        raise ValueError(
-            "parallel.share_gpu needs a GPU, and there is none here or parallel.device is cpu: leave it out"
-        )
+        raise ValueError("parallel.share_gpu needs a GPU: found none, or parallel.device is cpu; leave it out")
     if config.parallel.device == "cpu":
         return 0
     found = torch.cuda.device_count()
     if config.parallel.device == "cuda" and not found:
-        raise ValueError("parallel.device is cuda and there is no CUDA device here: use auto or cpu")
+        raise ValueError("parallel.device cuda needs a CUDA device: found none; use auto or cpu")
     return found
 
 
 def _summary(config: TrainConfig, how: str) -> str:
-    """What happened, what is where, and what to do next. After a run that failed early little is there, or nothing."""
+    """The last lines of a run: its status, the files that it wrote, and the next commands."""
     folder = config.checkpoint.folder
     saved = bool(checkpoints(folder))
     again = "the same command" if config.checkpoint.resume else "the same command with --checkpoint.resume true"
     late = f"stopped as asked, but the state could not be saved within checkpoint.grace {config.checkpoint.grace:g} s"
-    told = {
+    lines_of = {
         DONE: "done",
         **dict.fromkeys((STOPPED, INTERRUPTED), f"stopped as asked, state saved; {again} resumes"),
         NOT_FINITE: "stopped: loss or gradients were not finite; the state before that step is saved",
@@ -303,18 +300,18 @@ def _summary(config: TrainConfig, how: str) -> str:
         LATE: f"{late}; {again} resumes from the last checkpoint, step {last_step(folder)}",
     }
     if not saved:
-        told[NOT_SAVED] = "ended, and its only checkpoint could not be written; the same command starts over"
-        told[FAILED] = "a rank failed before the first checkpoint; the same command starts over"
-        told[LATE] = f"{late}; there is no checkpoint, the same command starts over"
+        lines_of[NOT_SAVED] = "ended, and its only checkpoint could not be written; the same command starts over"
+        lines_of[FAILED] = "a rank failed before the first checkpoint; the same command starts over"
+        lines_of[LATE] = f"{late}; there is no checkpoint, the same command starts over"
     there = ["checkpoints"] if saved else []
     there += [name for name in ("metrics.jsonl", "loss.png") if (Path(folder) / name).exists()]
-    lines = [told[how]]
+    lines = [lines_of[how]]
     if there:
         listed = " and ".join(filter(None, (", ".join(there[:-1]), there[-1])))
         lines.append(f"  {listed} {'are' if saved or len(there) > 1 else 'is'} in {folder}")
     if how == DONE:
         prompt = "Once" if config.data.train else "One morning in March"
-        more = 2 * max(config.train.steps, last_step(folder))  # the run may have been past the steps asked for
+        more = 2 * max(config.train.steps, last_step(folder))  # the checkpoint may be past train.steps
         lines += [
             f'  talk to it: flashspan generate {shlex.quote(folder)} --prompt "{prompt}"',
             f"  train on:   {again} {'with' if config.checkpoint.resume else 'and'} --train.steps {more}; it resumes",

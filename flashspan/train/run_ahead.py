@@ -1,4 +1,4 @@
-"""The next step, prepared while the device still runs the present one."""
+"""Prepare the next step while the device still runs the present one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .batches import Placed
 
 @dataclass
 class RunAhead:
-    """What is ready of the step after the present one: its samples, and perhaps the loss of the first of them.
+    """The prepared part of the next step: its samples, and perhaps the loss of the first batch.
 
     State diagram::
 
@@ -27,8 +27,8 @@ class RunAhead:
           +---- place(no samples): the last step, or samples that cannot be read
 
     EMPTY: the step reads its own samples. PLACED: samples and counts are on the device. BEGUN: the forward of the first
-    samples has been launched with the present weights, before the host knows whether the step before it was finite. A
-    step that is tried again finds samples of another step here and reads its own.
+    batch has been launched with the present weights, before the host knows whether the previous step was finite. A
+    repeated step does not match the samples here, and reads its own.
     """
 
     step: int = -1
@@ -39,28 +39,28 @@ class RunAhead:
 
     @property
     def begun(self) -> bool:
-        """Whether a forward has been launched whose loss nothing has taken yet."""
+        """Whether a forward has been launched and its loss not yet been taken."""
         return self.loss is not None
 
     def place(self, step: int, batches: list[Placed], counts: Tensor) -> None:
-        """Keep the samples of a step; none where there is no next step."""
+        """Keep the samples of a step; an empty list if there is no next step."""
         self.step, self.batches, self.counts = step if batches else -1, batches, counts if batches else None
 
     def begin(self, forward: Callable[[Placed], Tensor]) -> None:
-        """Launch the forward of the first samples. Where memory is lacking the step does it when its turn comes, and
-        reports the failure then."""
+        """Launch the forward of the first batch. If memory runs out, the step launches it later, and then reports the
+        failure."""
         with contextlib.suppress(torch.OutOfMemoryError):
             self.loss = forward(self.batches[0])
 
     def batches_of(self, step: int) -> tuple[list[Placed], Tensor] | None:
-        """The samples of a step and their counts, if these are what is ready."""
+        """The samples of this step and their counts, if they are ready; else None."""
         return (self.batches, self.counts) if step == self.step and self.counts is not None else None
 
     def take_loss(self) -> Tensor | None:
-        """The loss of the forward that was launched, once; None where none was."""
+        """The loss of the launched forward, once; None if none was launched."""
         loss, self.loss = self.loss, None
         return loss
 
     def drop_loss(self) -> None:
-        """Forget a forward whose step will not be run as it was begun."""
+        """Discard a launched forward that will not be used."""
         self.loss = None

@@ -1,4 +1,4 @@
-"""How a run is asked to stop: SIGTERM and Ctrl-C, from the command to its ranks, and the time there is to save."""
+"""Stop a run by SIGTERM or Ctrl-C: signals from the command to its ranks, and the time limit for saving."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 
 STOPS = (signal.SIGTERM, signal.SIGINT)
 REPEAT = 1.0
-"""Seconds in which a second signal is the first again: `timeout` sends it to its child, and to the child's group."""
+"""Seconds in which a second signal counts as the first: `timeout` signals its child, and then the child's group."""
 
 
 @contextlib.contextmanager
 def catch_signals(on_signal: Callable[[], None] = lambda: None) -> Iterator[list[int]]:
-    """SIGTERM and SIGINT to a rank, kept until the step has ended, and those that came while they were blocked.
+    """Collect SIGTERM and SIGINT of a rank in a list, which is read when a step ends; pending ones are included.
 
-    However many come: a signal to the whole group of processes reaches a rank twice, by itself and passed on. The
-    process that started the ranks counts, and ends them. `on_signal` is called inside the handler.
+    Repeated signals have no further effect: a signal to the whole process group reaches a rank twice, directly and from
+    the parent. Only the parent counts signals, and ends the ranks. `on_signal` is called inside the handler.
     """
     asked: list[int] = []
 
@@ -40,8 +40,8 @@ def catch_signals(on_signal: Callable[[], None] = lambda: None) -> Iterator[list
 
 @contextlib.contextmanager
 def deadline(seconds: float, late: Callable[[], None]) -> Iterator[Callable[[], None]]:
-    """A function that starts the time: `late` is called on a thread this many seconds after it, unless the block has
-    ended. 0 seconds are no deadline. A signal handler may call the function: it takes no lock that code here holds."""
+    """A function that starts a timer: unless the block has ended, `late` is called on a thread this many seconds later.
+    0 means no deadline. A signal handler may call the function: it takes no lock that this code holds."""
     if not seconds:
         yield lambda: None
         return
@@ -61,7 +61,7 @@ def deadline(seconds: float, late: Callable[[], None]) -> Iterator[Callable[[], 
 
 
 class Stop:
-    """Whether the command was asked to stop, and the ranks that the signal is passed on to."""
+    """Whether the command was asked to stop, and the ranks to which signals are forwarded."""
 
     def __init__(self) -> None:
         self.asked = self.late = False
@@ -70,27 +70,27 @@ class Stop:
         self._pids: tuple[int, ...] = ()
 
     def pass_to(self, pids: Sequence[int]) -> None:
-        """Ranks have started, in place of those before."""
+        """Set the ranks, after they have started; they replace those of an earlier attempt."""
         self._pids = tuple(pids)
         if self.asked:
             self.send(signal.SIGKILL if self.late else signal.SIGTERM)
 
     def send(self, kind: signal.Signals) -> None:
-        """A signal to all ranks."""
+        """Send a signal to all ranks."""
         for pid in self._pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, kind)
 
     def end(self) -> None:
-        """The time to save is over."""
+        """Kill the ranks: the time limit for saving is over."""
         self.late = True
         self.send(signal.SIGKILL)
 
 
 @contextlib.contextmanager
 def pass_signals_on(grace: float) -> Iterator[Stop]:
-    """The first SIGTERM or SIGINT goes to the ranks, once there are any, and they save; after `grace` seconds they are
-    killed. A second signal, and not at once after the first, is a KeyboardInterrupt here, which ends them."""
+    """Forward the first SIGTERM or SIGINT to the ranks, as soon as they exist. They save their state, and are killed
+    after `grace` seconds. A second signal, later than REPEAT seconds, is a KeyboardInterrupt here, which ends them."""
     stop, first = Stop(), list[float]()
     with deadline(grace, stop.end) as start_clock:
 

@@ -1,4 +1,4 @@
-"""Which ranks an exchange was waiting for when it failed."""
+"""Find the ranks that a failed collective was waiting for."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from flashspan.context.transport import ExchangeError
 from flashspan.launch import SilentRank
 
 PATIENCE = 4.0
-"""Seconds that a rank which failed waits for the others to fail too."""
+"""Seconds that a failed rank waits for the others to fail too."""
 
 
 @contextlib.contextmanager
 def report_silent_ranks(when: str) -> Iterator[None]:
-    """Where an exchange fails or times out, say which ranks did not fail with this one: those it was waiting for.
+    """If communication fails or times out, raise SilentRank with the ranks that did not fail too: they are stalled or
+    dead.
 
-    Every rank that fails leaves a note in the group's store; who has left none after a while is stalled or dead.
+    Every rank that fails sets a key in the group's store. A rank that has set none after PATIENCE seconds is silent.
     """
     try:
         yield
     except (RuntimeError, TimeoutError) as error:
-        if not _is_of_exchange(error):
+        if not _is_communication_error(error):
             raise
         store = dist.distributed_c10d._get_default_store()
         notes = {rank: f"flashspan/failed/{rank}" for rank in range(dist.get_world_size())}
@@ -36,12 +37,12 @@ def report_silent_ranks(when: str) -> Iterator[None]:
             silent = [rank for rank in silent if not store.check([notes[rank]])]
         if not silent:
             raise
-        who = ", ".join(map(str, silent))
+        ranks = ", ".join(map(str, silent))
         sign = str(error).partition("\n")[0]
-        raise SilentRank(f"rank {who} did not answer in {when} and is stalled or dead; first sign: {sign}") from error
+        raise SilentRank(f"rank {ranks} did not answer in {when} and is stalled or dead; first sign: {sign}") from error
 
 
-def _is_of_exchange(error: Exception) -> bool:
-    """Whether others had a part in this failure. gloo's are plain RuntimeErrors, known by their words."""
+def _is_communication_error(error: Exception) -> bool:
+    """Whether other ranks took part in this failure. gloo raises plain RuntimeErrors, recognised by their text."""
     known = isinstance(error, (dist.DistError, ExchangeError, TimeoutError))
     return known or any(word in str(error) for word in ("gloo", "Timed out", "Connection", "NCCL"))

@@ -1,4 +1,4 @@
-"""Joining the ranks that torchrun started, also after it has restarted them."""
+"""Join the ranks that torchrun started or restarted."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch.distributed as dist
 from flashspan.launch import SilentRank
 
 FIRST = "flashspan/first"
-"""Where the first rank says who it is."""
+"""The store's key for the name of the first rank's process."""
 
 
 def join(backend: str, timeout: float) -> None:
-    """Make the process group of the ranks in the environment."""
+    """Make the process group that the environment variables describe."""
     span = timedelta(seconds=timeout)
     store, rank, num_ranks = next(dist.rendezvous("env://", timeout=span))
     fresh = meet(store, rank, num_ranks, timeout)
@@ -23,11 +23,11 @@ def join(backend: str, timeout: float) -> None:
 
 
 def meet(store: dist.Store, rank: int, num_ranks: int, timeout: float) -> dist.Store:
-    """The part of a store that no earlier process has written to. A collective; SilentRank where a rank does not come.
+    """A part of the store that no earlier process has written to. A collective; SilentRank if a rank does not arrive.
 
-    torchrun keeps its store when it restarts ranks, and they would find the addresses of those before (pytorch issue
-    167288). Its count of restarts does not tell them apart: it differs between machines. So every process has a name of
-    its own, and knows that the first rank lives by an answer to that name.
+    torchrun keeps its store when it restarts ranks, which would then read the addresses of the earlier processes
+    (pytorch issue 167288). Its count of restarts cannot distinguish them, because it differs between machines. So every
+    process has a random name, and a reply to that name shows that the first rank is alive.
     """
     me, deadline = uuid.uuid4().hex, time.monotonic() + timeout
     if rank == 0:

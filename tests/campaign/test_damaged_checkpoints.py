@@ -1,4 +1,4 @@
-"""Random damage to checkpoints: each is refused, is the same as before, or is passed over with a line that says so.
+"""Random damage to checkpoints: each is refused, is the same as before, or is ignored with a line that says so.
 
     pytest -m campaign tests/campaign/test_damaged_checkpoints.py -s
 
@@ -312,7 +312,7 @@ def outcome(load: Load, folder: Path, wanted: Any, before: Any, capture: pytest.
         return "same"
     words = capture.readouterr().out + "\n".join(notes)
     if (before is not None and same(found, before)) or found.get("step") == 0:
-        return "fell back" if "damaged" in words or "passed over" in words else "fell back without a word"
+        return "fell back" if "damaged" in words or "is ignored" in words else "fell back without a word"
     return "accepted, and differs"
 
 

@@ -123,10 +123,10 @@ def test_checkpoints_are_in_the_order_of_their_steps(tmp_path: Path) -> None:
     assert checkpoint.newest(tmp_path) == tmp_path / "step-100000001"
 
 
-def test_a_folder_of_another_name_is_said_to_be_passed_over(tmp_path: Path) -> None:
+def test_a_folder_of_another_name_is_reported_and_ignored(tmp_path: Path) -> None:
     path, said = write(tmp_path, 3), list[str]()
     for name in ("step-\u00b2", "step-3 (copy)"):  # the first is a digit to Python, and no number
         shutil.copytree(path, tmp_path / name)
     assert checkpoint.newest(tmp_path, say=said.append) == path
     assert len(said) == 2
-    assert all("passed over" in text for text in said)
+    assert all("is ignored" in text for text in said)

@@ -103,7 +103,7 @@ def test_a_rank_at_which_many_links_are_slow_is_named() -> None:
 def test_a_link_that_delivers_other_bytes_is_named() -> None:
     one = report()
     (fault,) = judge(replace(one, links=changed(one.links, (0, 3), intact=False)))
-    assert fault.startswith("rank 0 -> rank 3 (host a -> host b): other bytes arrived")
+    assert fault.startswith("rank 0 -> rank 3 (host a -> host b): received bytes differ")
 
 
 @pytest.mark.parametrize("bad", [math.nan, 1e-3])
@@ -113,14 +113,14 @@ def test_wrong_numbers_are_found_and_their_rank_named(part: str, bad: float) -> 
     (fault,) = judge(report(parity=wrong))
     assert fault.startswith("ring zigzag differs from one device")
     (fault,) = judge(report(alone=(GOOD, GOOD, wrong, GOOD)))
-    assert fault.startswith("rank 2 (b) computes wrong numbers by itself")
+    assert fault.startswith("rank 2 (b) alone computes wrong numbers")
 
 
 def test_what_the_planner_expects_is_held_against_gpus_of_their_own() -> None:
     one = report()
     slow = tuple(replace(x, bandwidth=40e9) for x in one.links)
     (fault,) = judge(replace(one, links=slow))
-    assert fault.startswith("links inside a host: 40 GB/s, nvlink-h100 of H100 reaches 360")
+    assert fault.startswith("links inside a host: 40 GB/s, expected for nvlink-h100 of H100: 360")
     assert one.overlap is not None
     late = replace(one.overlap, attention=(4e-3, 4e-3, 9e-3, 4e-3), both=9e-3)
     (fault,) = judge(replace(one, overlap=late))
@@ -252,7 +252,7 @@ def test_a_wrong_kernel_is_found_and_its_rank_named(on_ranks: OnRanks) -> None:
     faults = judge(found)
     assert faults == judge(other), "every rank's exit code is the verdict"
     assert [fault.split(":")[0] for fault in faults] == [
-        f"rank 1 ({found.hosts[1]}) computes wrong numbers by itself",
+        f"rank 1 ({found.hosts[1]}) alone computes wrong numbers",
         "ring zigzag differs from one device",
     ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -59,7 +60,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("num_bytes", [2, 200, 3000])
 @pytest.mark.parametrize("tokenizer", ["bytes", "1999 words"])
-def test_the_command_that_is_said_to_be_next_is_taken(
+def test_the_suggested_next_command_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], num_bytes: int, tokenizer: str
 ) -> None:
     (tmp_path / "a.txt").write_text("w " * (num_bytes // 2))
@@ -70,7 +71,7 @@ def test_the_command_that_is_said_to_be_next_is_taken(
     assert main(["prepare", str(tmp_path / "a.txt"), "--folder", str(tmp_path / "data"), "--tokenizer", name]) == 0
     said = capsys.readouterr().out.splitlines()[-1]
     if tokenizer != "bytes" and num_bytes == 2:
-        assert said == "next: add text; a sample is at least 1 token and the one that follows it"
+        assert re.match(r"next: .* 2 tokens", said)
     else:
         assert main([*said.removeprefix("next: flashspan ").split(), "--parallel.device=cpu", "--dry-run"]) == 0
         assert ("--data.sequence" in said) == (num_bytes < 3000)
@@ -78,7 +79,7 @@ def test_the_command_that_is_said_to_be_next_is_taken(
 
 
 def test_a_file_that_is_missing_is_named_with_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"nosuch\.txt is missing: name a \.txt, \.jsonl or \.parquet file"):
+    with pytest.raises(ValueError, match=r"nosuch\.txt does not exist: .*\.txt, \.jsonl or \.parquet"):
         prepare([str(tmp_path / "nosuch.txt")], folder=str(tmp_path / "out"))
 
 
@@ -97,7 +98,7 @@ def test_blank_lines_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert [text for part in parts for text in documents.read(part, "text")] == ["a", "b"]
 
 
-def test_half_a_character_is_named_with_its_line(tmp_path: Path) -> None:
+def test_half_a_character_is_reported_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "\\ud83d\\ude00"}\n\n{"text": "x\\ud800"}\n')  # a whole pair, then half
     with pytest.raises(ValueError, match=r"a\.jsonl line 3 .*: '\\ud800' is half a character; repair or drop it"):
         prepare([str(tmp_path / "a.jsonl")], folder=str(tmp_path / "out"), processes=1)
@@ -105,14 +106,14 @@ def test_half_a_character_is_named_with_its_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "fault"), [('{"text": null}', "a NoneType is no text; repair or drop it"), ("[" * 200_000, "nested")]
+    ("row", "fault"), [('{"text": null}', "of type NoneType, not text; repair or drop it"), ("[" * 200_000, "nested")]
 )
-def test_a_row_that_is_no_text_is_named_by_its_line(
+def test_a_row_without_text_is_reported_with_its_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: str, fault: str
 ) -> None:
     monkeypatch.setattr(documents, "PART_BYTES", 7)  # which lines before it are counted by, too
     (tmp_path / "A.JSONL").write_text('{"text": "a"}\n\n{"text": "b"}\n' + row)
-    with pytest.raises(ValueError, match=rf"A\.JSONL line 4 is not a JSON object with 'text': .*{fault}"):
+    with pytest.raises(ValueError, match=rf"A\.JSONL line 4 is not a JSON object with the key 'text': .*{fault}"):
         [text for part in documents.cut([str(tmp_path / "A.JSONL")]) for text in documents.read(part, "text")]
 
 
@@ -123,7 +124,7 @@ def test_line_ends_of_text_files_become_newlines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_long_text_file_is_one_document_whoever_reads_it(
+def test_a_long_text_file_is_one_document_for_any_number_of_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int
 ) -> None:
     text = "".join(f"{'wörd ' * (i * 7 % 23)}{i}\n" for i in range(400)) + "z" * 3000 + "\nand no last newline"
@@ -133,14 +134,14 @@ def test_a_long_text_file_is_one_document_whoever_reads_it(
     assert read_texts(tmp_path / "out") == [text]
 
 
-def test_bytes_that_are_no_text_are_named_by_their_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_that_are_not_text_are_reported_with_their_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + b"line\n" * 300 + b"\xff" + b"line\n" * 300)
     monkeypatch.setattr(documents, "PART_BYTES", 1000)
     with pytest.raises(ValueError, match=r"a\.txt is not UTF-8 text: byte 1,503, 0xff, is invalid start byte; convert"):
         prepare([str(tmp_path / "a.txt")], folder=str(tmp_path / "out"), processes=1)
 
 
-def test_a_long_text_is_made_into_bytes_a_piece_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_text_is_converted_to_bytes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "BLOCK", 4)
     runs = list(command.encode(["one ünd twö", "", "3"], ByteTokenizer()))
     assert max(map(len, runs)) <= 2 * 4  # characters of two bytes at most
@@ -175,13 +176,13 @@ def test_a_long_text_is_encoded_a_piece_at_a_time(
     assert (sum(map(bool, runs)) > 15) == afresh
 
 
-def test_ctrl_c_ends_the_processes_that_encode_without_a_word() -> None:
+def test_ctrl_c_ends_the_encoding_processes_without_a_message() -> None:
     with command._pool(1) as pool:
         assert pool.submit(signal.getsignal, signal.SIGINT).result() == signal.SIG_DFL
         assert not pool.submit(signal.pthread_sigmask, signal.SIG_BLOCK, []).result()
 
 
-def test_processes_write_what_one_writes(lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_processes_write_what_one_writes(lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "PART_BYTES", 2000)
     (tmp_path / "book.txt").write_text("A whole book.")
     inputs = [str(lines), str(tmp_path / "book.txt")]
@@ -192,7 +193,7 @@ def test_processes_write_what_one_writes(lines: Path, tmp_path: Path, monkeypatc
     assert read_texts(tmp_path / "1") == [*TEXTS, "A whole book."]
 
 
-def test_a_run_that_was_cut_short_makes_only_what_is_missing(
+def test_an_interrupted_run_resumes_with_the_missing_parts(
     lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(documents, "PART_BYTES", 2000)
@@ -211,16 +212,18 @@ def test_a_run_that_was_cut_short_makes_only_what_is_missing(
     assert not (tmp_path / "cut" / "train.bin").exists()
     monkeypatch.setattr(command, "encode_part", lambda part, *rest: (made.append(part), real(part, *rest)))
     prepare([str(lines)], folder=str(tmp_path / "cut"), processes=1)
-    assert "going on: 3 of" in capsys.readouterr().out
+    assert "resuming: 3 of" in capsys.readouterr().out
     assert len(made) == len(documents.cut([str(lines)]))
     assert files(tmp_path / "cut") == files(tmp_path / "whole")
     # Another field or file is another plan: nothing of the old one is used.
-    with pytest.raises(ValueError, match=r"line 1 is not a JSON object with 'body': it has text; .* with --field"):
+    with pytest.raises(
+        ValueError, match=r"line 1 is not a JSON object with the key 'body': it has text; .* with --field"
+    ):
         prepare([str(lines)], folder=str(tmp_path / "cut"), field="body", processes=1)
     assert files(tmp_path / "cut") == files(tmp_path / "whole")
 
 
-def test_bad_input_takes_nothing_along_that_others_put_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_input_does_not_remove_files_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n[]\n')
     for notes in ([], ["notes.txt"]):
         folder = tmp_path / f"new{len(notes)}"
@@ -277,11 +280,11 @@ def test_a_kill_loses_nothing_and_changes_no_byte(
     assert len(list(done.glob("0*"))) >= 3
     assert not (tmp_path / "cut" / "train.bin").exists()
     prepare([str(lines)], folder=str(tmp_path / "cut"), processes=2)
-    assert "going on: " in capsys.readouterr().out
+    assert re.search(r"resuming: \d+ of \d+ parts", capsys.readouterr().out)
     assert files(tmp_path / "cut") == files(tmp_path / "whole")
 
 
-def test_a_killed_process_is_told_in_a_line(
+def test_a_killed_process_is_reported_in_one_line(
     lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Killed(Executor):
@@ -293,7 +296,7 @@ def test_a_killed_process_is_told_in_a_line(
     monkeypatch.setattr(documents, "PART_BYTES", 2000)
     monkeypatch.setattr(command, "_pool", lambda processes: Killed())
     assert main(["prepare", str(lines), "--folder", str(tmp_path / "out"), "--processes", "2"]) == 2
-    assert "a process that encodes was killed" in capsys.readouterr().err
+    assert re.fullmatch(r".*killed.*\n", capsys.readouterr().err)
     assert (tmp_path / "out" / ".preparing" / "plan.json").exists()
 
 
@@ -309,7 +312,7 @@ def test_parquet_is_read_by_row_group(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no column 'body': it has id, text; name one with --field"):
         prepare([str(tmp_path / "texts.parquet")], folder=str(tmp_path / "out"), field="body", processes=1)
     parquet.write_table(pyarrow.table({"text": ["a", None]}), tmp_path / "holes.parquet")
-    with pytest.raises(ValueError, match=r"in row 1 of row group 0: a NoneType is no text; repair or drop it"):
+    with pytest.raises(ValueError, match=r"in row 1 of row group 0: of type NoneType, not text; repair or drop it"):
         prepare([str(tmp_path / "holes.parquet")], folder=str(tmp_path / "out"), processes=1)
     torn = bytearray((tmp_path / "texts.parquet").read_bytes())
     about = 8 + int.from_bytes(torn[-8:-4], "little")  # what the file says of itself is at its end
@@ -390,12 +393,12 @@ def test_no_text_leaves_the_old_files(lines: Path, tmp_path: Path, capsys: pytes
     before = files(out)
     for name, text in (("empty.jsonl", ""), ("empty.txt", ""), ("blank.jsonl", '{"text": ""}\n')):
         (tmp_path / name).write_text(text)
-        with pytest.raises(ValueError, match="no text in the inputs"):
+        with pytest.raises(ValueError, match="no text"):
             prepare([str(tmp_path / name)], folder=str(out))
     assert files(out) == before
 
 
-def test_two_at_once_in_one_folder_are_refused(lines: Path, tmp_path: Path) -> None:
+def test_two_commands_at_once_in_one_folder_are_refused(lines: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with locked_folder(out):
         (out / ".preparing").mkdir()
@@ -413,11 +416,11 @@ def test_more_tokens_than_fit_are_refused_before_any_is_made(
     out, small = tmp_path / "out", shutil._ntuple_diskusage(10**6, 9, 10**4)  # type: ignore[attr-defined]
     monkeypatch.setattr(shutil, "disk_usage", lambda _: small)
     assert main(["prepare", "--synthetic", "9999", "--folder", str(out)]) == 2
-    assert f"no space left for 39,996 bytes in {out}: free some" in capsys.readouterr().err
+    assert f"no space left for 39,996 bytes in {out}: free" in capsys.readouterr().err
     assert not out.exists()
 
 
-def test_what_a_killed_run_left_is_gone_after_the_next(lines: Path, tmp_path: Path) -> None:
+def test_the_next_run_removes_the_files_of_a_killed_one(lines: Path, tmp_path: Path) -> None:
     (tmp_path / ".all").write_bytes(b"half of it")
     assert prepare([str(lines)], folder=str(tmp_path), processes=1) == 0
     assert not (tmp_path / ".all").exists()
@@ -430,14 +433,14 @@ def test_a_full_disk_costs_no_part(
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1))  # type: ignore[attr-defined]
         assert main(["prepare", str(lines), "--folder", str(out), "--processes", "1"]) == 2
-    assert "free some, and the same command goes on" in capsys.readouterr().err
+    assert "no space left for" in capsys.readouterr().err
     with monkeypatch.context() as patch:
         patch.setattr(command, "token_dtype", fill := mock.Mock(side_effect=OSError(28, "No space left on device")))
         assert main(["prepare", "--synthetic", "9", "--folder", str(tmp_path / "other")]) == 2
     assert fill.called
-    assert f"no space left in {tmp_path / 'other'}: free some" in capsys.readouterr().err
+    assert f"no space left in {tmp_path / 'other'}: free" in capsys.readouterr().err
     prepare([str(lines)], folder=str(out), processes=1)
-    assert "going on: 1 of 1 parts are there" in capsys.readouterr().out
+    assert "resuming: 1 of 1 parts" in capsys.readouterr().out
     assert read_texts(out) == TEXTS
 
 

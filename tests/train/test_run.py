@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -138,18 +139,18 @@ def test_a_reader_that_leaves_does_not_end_the_run(
 
 
 @pytest.mark.parametrize(("slow", "said"), [(0.0, True), (1e9, False)])
-def test_a_cpu_without_16_bit_products_is_told(
+def test_slow_16_bit_matmuls_on_a_cpu_are_reported(
     slow: float, said: bool, config_of: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setattr(run, "SLOW", slow)
-    run.warn_of_slow_products(config_of("--train.precision=bfloat16"))
+    run.warn_of_slow_matmuls(config_of("--train.precision=bfloat16"))
     out = "".join(capsys.readouterr())
-    assert ("times as long for a product in bfloat16" in out) == said
-    run.warn_of_slow_products(config_of())
+    assert (re.search(r"bfloat16 matmul .* \d+ times as long", out) is not None) == said
+    run.warn_of_slow_matmuls(config_of())
     assert not "".join(capsys.readouterr())
 
 
-def test_slow_products_are_timed_where_the_call_costs_little(
+def test_the_timed_matmul_is_large_enough_to_hide_overhead(
     config_of: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def seconds(size: int, dtype: torch.dtype) -> float:
@@ -157,8 +158,8 @@ def test_slow_products_are_timed_where_the_call_costs_little(
             2e-5 if dtype == torch.float32 else 4e-3
         )  # 5 times as long at 128, 200 at last
 
-    monkeypatch.setattr(run, "time_product", seconds)
-    run.warn_of_slow_products(config_of("--train.precision=bfloat16"))
+    monkeypatch.setattr(run, "time_matmul", seconds)
+    run.warn_of_slow_matmuls(config_of("--train.precision=bfloat16"))
     assert "this CPU takes at least 113 times as long" in capsys.readouterr().out  # at 512, a quarter of a second
 
 
@@ -169,9 +170,9 @@ def test_ranks_that_the_memory_cannot_hold_are_refused(
     need = estimate.estimate(config, 4).peak + estimate.PROCESS_BYTES
     monkeypatch.setattr(run, "_start", lambda *_: DONE)
     monkeypatch.setattr(estimate, "available_bytes", lambda: 4 * need - 1)
-    with pytest.raises(ValueError, match=r"4 of about .* GiB each need .* GiB, and .* are available; use fewer ranks"):
+    with pytest.raises(ValueError, match=r"4 ranks of about .* GiB need .* GiB, but .* are available; use fewer ranks"):
         train(config)
-    with pytest.raises(ValueError, match="4 of about"):
+    with pytest.raises(ValueError, match="4 ranks of about"):
         train(config, dry_run=True)
     assert "  peak  " in capsys.readouterr().out  # the dry run shows first what is refused
     assert not Path(config.checkpoint.folder).exists()
@@ -181,7 +182,7 @@ def test_ranks_that_the_memory_cannot_hold_are_refused(
             joined.setenv(name, value)
         assert train(config) == 0
         joined.setenv("LOCAL_WORLD_SIZE", "4")
-        with pytest.raises(ValueError, match="4 of about"):
+        with pytest.raises(ValueError, match="4 ranks of about"):
             train(config)
     for free in (4 * need, None):
         monkeypatch.setattr(estimate, "available_bytes", lambda free=free: free)

@@ -1,1 +1,1 @@
-"""How things are measured: clocks, memory, traces, and the row that each measurement is kept in."""
+"""Measuring: clocks, memory, traces, and the row that records a measurement."""

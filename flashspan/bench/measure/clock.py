@@ -1,4 +1,4 @@
-"""How long a call takes on a device, which may still be at work when the host has gone on."""
+"""The time of a call on a device, which may run behind the host."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ import torch.distributed as dist
 
 LEAST_MS, LEAST_CALLS, REST_S = 200, 20, 1.0
 MOST_REPEATS = 1_000_000
-"""How many runs a benchmark may be asked for: more would never end."""
+"""The most runs of a benchmark: more would never end."""
 
 K = TypeVar("K")
 T = TypeVar("T")
 
 
 def check_repeats(least: int, **counts: int) -> None:
-    """ValueError unless each number of runs, by its option's name, is `least` or more and can come to an end."""
+    """ValueError unless each number of runs, by option name, is from `least` to MOST_REPEATS."""
     for name, count in counts.items():
         if not least <= count <= MOST_REPEATS:
             raise ValueError(f"{name} must be {least:,} to {MOST_REPEATS:,}: got {count}")
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device has finished its queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def timed(call: Callable[[], T], device: torch.device, *, together: bool = False) -> tuple[float, T]:
-    """Milliseconds from an idle device until it is done, and the result. `together`: all ranks begin at once."""
+    """Milliseconds of a call, from an idle device until it is idle again, and the result. `together`: all ranks begin
+    at the same time."""
     synchronise(device)
     if together:
         dist.barrier()
@@ -45,7 +46,7 @@ def timed(call: Callable[[], T], device: torch.device, *, together: bool = False
 
 
 def mark(device: torch.device) -> Any:
-    """This moment of the device's work, for `between`."""
+    """A mark in the device's queue, for `between`."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -62,24 +63,25 @@ def between(begin: Any, end: Any) -> float:
 
 
 def here(device_type: str) -> torch.device:
-    """The device of this type that this rank uses."""
+    """This rank's device of this type."""
     return torch.device(device_type, torch.cuda.current_device() if device_type == "cuda" else 0)
 
 
 def default_device(name: str) -> torch.device:
-    """The device of this name; of no name, a GPU where there is one."""
+    """The device of this name; with an empty name, a GPU if there is one."""
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     if name not in ("cuda", "cpu"):
-        raise ValueError(f"device is cuda or cpu: got {name!r}")
+        raise ValueError(f"device must be cuda or cpu: got {name!r}")
     if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda needs a CUDA device and none is present; give --device cpu")
+        raise ValueError("--device cuda needs a CUDA device: found none; use --device cpu")
     return torch.device(name)
 
 
 def percentiles(call: Callable[[], object]) -> tuple[float, float, float]:
-    """How long a call takes on a GPU, by triton's `do_bench`: the 20th, 50th and 80th percentile in milliseconds, over
-    LEAST_MS and LEAST_CALLS at least: what draws a chip's full power begins a fifth faster than it goes on. After a
-    rest, or whatever was measured before, which has warmed the chip, would count."""
+    """The time of a call on a GPU, by triton's `do_bench`: the 20th, 50th and 80th percentile in milliseconds.
+
+    It runs for at least LEAST_MS and LEAST_CALLS: a kernel that draws full power is a fifth faster at first. It begins
+    after a pause, so that the heat of earlier measurements does not count."""
     from triton.testing import do_bench
 
     once, _ = timed(call, torch.device("cuda"))
@@ -123,22 +125,22 @@ def _cache_flusher(device: torch.device) -> Callable[[], None]:
 
 
 def cpu_peak(num_ranks: int) -> float:
-    """Operations per second that this CPU's cores do at best, as far as ranks use them: one core's best matmul of
-    several, timed now, times the cores."""
+    """The peak FLOP/s of the cores that ranks use: the best of several matmuls on one core, timed now, times the number
+    of cores."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # threads that wait for each other on a busy machine would measure the waiting
+    torch.set_num_threads(1)  # on a busy machine, several threads would wait for each other
     a = torch.randn(512, 512)
     best = float("inf")
     for _ in range(12):
         begin = time.perf_counter()
-        a @ a.T  # as a linear layer multiplies: some CPUs take half as long for it as for a @ a
+        a @ a.T  # transposed as in a linear layer: on some CPUs twice as fast as a @ a
         best = min(best, time.perf_counter() - begin)
     torch.set_num_threads(threads)
     return 2 * 512**3 / best * min(num_ranks * threads, os.cpu_count() or 1)
 
 
 def in_turns(calls: Mapping[K, Callable[[], T]], rounds: int) -> dict[K, list[T]]:
-    """What each call gives, round after round: a machine that grows busy or warm slows all of them down alike."""
+    """The results of each call. The calls take turns, so that load or heat of the machine affects all of them alike."""
     found: dict[K, list[T]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():

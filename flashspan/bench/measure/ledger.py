@@ -1,14 +1,14 @@
-"""What a rank holds under each strategy: parameters, gradients, optimizer state, activations; predicted and measured.
+"""The memory of a rank under each strategy, predicted and measured: parameters, gradients, optimizer, activations.
 
     predict(Transformer(12, 768, 12, 12, 2048, 32000), "fully sharded", num_ranks=4, tokens=8192)
     with record_activations(model) as kept:
         loss = ...
     measure(model, optimizer, kept)
 
-The prediction is of a pre-norm transformer with a gated MLP and attention that keeps no scores, its head untied,
-trained by an optimizer with two moments. `tokens` is the whole step's, over all ranks: data strategies divide it,
-tensor strategies divide the weights instead. Activations are what autograd keeps for backward. What lives for part of a
-step only (a gathered block under full sharding, a bucket under way) is not counted.
+The prediction is for a pre-norm transformer with a gated MLP, attention that stores no scores, an untied head, and an
+optimizer with two moments. `tokens` is the number of tokens of a step on all ranks: data strategies divide it, tensor
+strategies divide the weights. Activations are the tensors that autograd saves for backward. Temporary memory (a
+gathered block under full sharding, a bucket in flight) is not counted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Strategy = Literal["data", "sharded optimizer", "fully sharded", "tensor", "tens
 
 @dataclass(frozen=True)
 class Transformer:
-    """The sizes that decide a model's memory."""
+    """The sizes that determine a model's memory."""
 
     num_layers: int
     width: int
@@ -50,13 +50,13 @@ class Transformer:
 
     @property
     def num_whole(self) -> int:
-        """Parameters that it does not: the norms."""
+        """Parameters that tensor parallelism does not split: the norms."""
         return (2 * self.num_layers + 1) * self.width
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """Bytes one rank holds."""
+    """The bytes of one rank."""
 
     parameters: float
     gradients: float
@@ -77,7 +77,7 @@ def predict(model: Transformer, strategy: Strategy, *, num_ranks: int, tokens: i
     parameters = model.num_split / tensor + model.num_whole
     held = parameters / num_ranks if strategy == "fully sharded" else parameters
     moments = 2 * (held / num_ranks if strategy == "sharded optimizer" else held)
-    # A norm keeps its input, the input normalised, one scale per token, and (for the layer after it) its output.
+    # A norm saves its input, the normalised input, one scale per token, and (for the next layer) its output.
     norm = (2 * model.width + 1) / sequence + model.width
     attention = 2 * model.width + 2 * model.kv_width + model.num_heads  # q, out, k, v, log-sum-exp
     layer = 2 * norm + (attention + 4 * model.ffn_width) / tensor
@@ -88,12 +88,12 @@ def predict(model: Transformer, strategy: Strategy, *, num_ranks: int, tokens: i
 
 @contextlib.contextmanager
 def record_activations(model: nn.Module) -> Iterator[list[Tensor]]:
-    """The tensors autograd keeps for backward while the context lasts, the model's parameters apart."""
+    """The tensors that autograd saves for backward in this context, without the model's parameters."""
     kept: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
         local = local_part(tensor)
-        # Looked up anew each time: full sharding gives a module other tensors while it runs.
+        # Looked up each time: full sharding replaces a module's parameters while it runs.
         if not any(_same_storage(local, local_part(p)) for p in model.parameters()):
             kept.append(local)
         return tensor
@@ -103,7 +103,7 @@ def record_activations(model: nn.Module) -> Iterator[list[Tensor]]:
 
 
 def measure(model: nn.Module, optimizer: Optimizer, activations: Iterable[Tensor]) -> Ledger:
-    """The ledger of this rank: bytes of memory behind its tensors, each piece counted once."""
+    """The ledger of this rank: the bytes of its tensors' storage, each storage counted once."""
     params = list(model.parameters())
     return Ledger(
         parameters=count_bytes(params),
@@ -114,7 +114,7 @@ def measure(model: nn.Module, optimizer: Optimizer, activations: Iterable[Tensor
 
 
 def count_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of memory behind the tensors, what they share counted once."""
+    """The bytes of the tensors' storage, shared storage counted once."""
     storages = {s.data_ptr(): s.nbytes() for s in (local_part(tensor).untyped_storage() for tensor in tensors)}
     return sum(storages.values())
 

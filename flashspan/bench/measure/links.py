@@ -1,8 +1,8 @@
-"""What the transports of an attention carry: the bandwidth of each link, the time of an empty step, and how much of the
-transfers attention hides.
+"""Measure the transports of an attention: the bandwidth of each link, the time of an empty step, and the part of the
+transfers that attention hides.
 
-Everything goes through the transports that the attention itself uses, posted and waited for as its own messages are, so
-copies between GPUs, NCCL and gloo are each measured as they serve.
+Messages are posted and awaited through the attention's own transports, so copies between GPUs, NCCL and gloo are
+measured as they are used.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from flashspan.context.visibility import Visibility
 from flashspan.kernels.masks import CAUSAL, Mask
 
 MESSAGE_BYTES = {"cuda": 32 * 2**20, "cpu": 2**20}
-"""Bytes of a message, about a shard of keys and values, by type of device."""
+"""The bytes of a message by device type: about a shard of keys and values."""
 MESSAGES = 4
-"""Messages that a link carries in one measurement, posted together."""
+"""The number of messages on a link in one measurement, posted together."""
 REPEATS, LINKS_S = 5, 15.0
-"""Measurements of each link, of which the fastest counts, and the seconds that all of them may take."""
+"""The number of measurements per link, of which the fastest counts, and the time limit for all in seconds."""
 EMPTY, EMPTY_STEPS = 256, 20
-"""Bytes of a message that takes no time but its latency, and the steps with one that are timed in a row."""
+"""The bytes of a nearly empty message, and the number of steps with one that are timed in a row."""
 EVERY_PAIR = 16
-"""Ranks up to which every ordered pair is measured; beyond, those that the strategy uses."""
+"""Up to this number of ranks, every ordered pair is measured; above it, only the pairs that the strategy uses."""
 NUM_HEADS, ROUNDS, SPARE = 8, 5, 1.25
-"""For the overlap: query heads, which are kv heads too; measurements; and attention's time in each step over the
-transfer's, so that all of a transfer could be hidden."""
+"""For the overlap: the number of heads; the number of measurements; and the time of attention over that of the
+transfer in each step, more than 1 so that all of a transfer can be hidden."""
 SHORTEST, LONGEST = 32, 16384
-"""Tokens of a shard, when the overlap is measured."""
+"""Tokens per shard when the overlap is measured."""
 
 T = TypeVar("T")
 Pair: TypeAlias = tuple[int, int]
@@ -53,9 +53,9 @@ Pair: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True)
 class Link:
-    """One direction between two ranks (global numbers), measured while every rank of its transport sent and received.
+    """One direction between two ranks (global numbers), measured while every rank of the transport sent and received.
 
-    `level` is that of the attention's transport: 0 the outer, 1 the inner. `shift` is how far apart the two are on it.
+    `level` is 0 for the attention's outer transport, 1 for its inner one. `shift` is the distance of the two ranks.
     """
 
     src: int
@@ -63,14 +63,14 @@ class Link:
     level: int
     shift: int
     bandwidth: float  # bytes per second
-    intact: bool = True  # what arrived is what was sent
+    intact: bool = True  # received bytes equal sent bytes
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """Seconds of one forward pass: its attention with no transfers, by rank; its transfers with no attention; and both.
+    """Seconds of one forward pass: attention without transfers, by rank; transfers without attention; and both.
 
-    Measured with this shape and number of tokens, for which attention takes a little longer than the transfers.
+    With this shape and number of tokens, attention takes a little longer than the transfers.
     """
 
     attention: tuple[float, ...]
@@ -81,14 +81,14 @@ class Overlap:
 
     @property
     def hidden(self) -> float:
-        """The part of the transfers (or of attention, if that is shorter) that took no time: 1 is all of it."""
+        """The share of the transfers (or of attention, if that is shorter) that took no extra time; 1 is all."""
         alone = max(self.attention)
         return (alone + self.transfers - self.both) / min(alone, self.transfers)
 
 
 class Passage(NamedTuple):
-    """When a rank's messages were posted, when all it receives had arrived, when all it sends had left too; and whether
-    what arrived was intact."""
+    """Times of a rank's messages: when they were posted, when all were received, and when all were also sent; and
+    whether the received bytes were correct."""
 
     posted: Any
     arrived: Any
@@ -98,7 +98,7 @@ class Passage(NamedTuple):
 
 @dataclass(frozen=True)
 class End:
-    """What one end of a link saw: `sent` of the sender, `received` and `intact` of the receiver."""
+    """The measurements of one end of a link: `sent` by the sender, `received` and `intact` by the receiver."""
 
     src: int
     dst: int
@@ -110,7 +110,7 @@ class End:
 
 
 class Traffic:
-    """Messages between the ranks of a transport, sent from the same buffers again and again."""
+    """Messages between the ranks of a transport, sent repeatedly from the same buffers."""
 
     def __init__(self, transport: SymmetricTransport, device: torch.device, num_bytes: int, num_messages: int) -> None:
         self.transport, self.device, self.num_bytes, self.num_messages = transport, device, num_bytes, num_messages
@@ -119,7 +119,8 @@ class Traffic:
         self._slots: dict[tuple[Pair, ...], SlotPlan] = {}
 
     def send(self, pairs: Sequence[Pair], *, compare: bool = False) -> Passage:
-        """Send along these (src, dst), of which each rank is in two at most. `compare` what arrives with what was sent.
+        """Send from src to dst for each of these pairs; a rank may be in at most two pairs. With `compare`, compare
+        received with sent bytes.
 
         Every rank of the transport makes this call.
         """
@@ -154,7 +155,7 @@ class Traffic:
         return Passage(posted, arrived, left, intact)
 
     def _content(self, rank: int) -> Tensor:
-        """What a rank sends: nowhere 0, and unlike any other rank's of the next 250."""
+        """The bytes that a rank sends: never 0, and different for 250 consecutive ranks."""
         numbers = torch.arange(rank, rank + self.num_bytes, dtype=torch.int32, device=self.device)
         return (1 + numbers % 251).to(torch.uint8)
 
@@ -166,7 +167,7 @@ class Traffic:
 
 
 def schedule_of(attend: ContextAttention, num_tokens: int, mask: Mask) -> Schedule:
-    """What the outer transport of an attention is used by."""
+    """The schedule of an attention's outer transport."""
     settings = attend.settings
     options = {"sizes": settings.sizes} if settings.schedule == "double_ring" else {}
     return GENERATORS[settings.schedule](
@@ -175,21 +176,21 @@ def schedule_of(attend: ContextAttention, num_tokens: int, mask: Mask) -> Schedu
 
 
 def pairs_of(attend: ContextAttention, num_tokens: int) -> list[set[Pair]]:
-    """The ordered pairs of ranks to measure, of the outer and the inner transport: those the strategy sends along, or
+    """The ordered pairs of ranks to measure on the outer and on the inner transport: those that the strategy uses, or
     all pairs if there are few ranks."""
     found: list[set[Pair]] = [set(), set()]
     if attend.outer.num_ranks > 1:
         forward = schedule_of(attend, num_tokens, CAUSAL)
         found[0] = {(t.src, t.dst) for schedule in (forward, reverse(forward)) for t in schedule.transfers}
     for pairs, transport in zip(found, (attend.outer, attend.inner), strict=True):
-        if transport is attend.inner or attend.num_ranks <= EVERY_PAIR:  # heads are traded between all
+        if transport is attend.inner or attend.num_ranks <= EVERY_PAIR:  # ulysses: all-to-all
             ranks = range(transport.num_ranks)
             pairs |= {(src, dst) for src in ranks for dst in ranks if src != dst}
     return found
 
 
 def rounds_of(pairs: Iterable[Pair], num_ranks: int) -> dict[int, list[Pair]]:
-    """Pairs by how far apart they are: of one distance, no rank sends to two or receives from two."""
+    """Pairs by the distance of their ranks: within one distance, each rank sends to one rank and receives from one."""
     rounds: dict[int, list[Pair]] = defaultdict(list)
     for src, dst in sorted(pairs):
         rounds[(dst - src) % num_ranks].append((src, dst))
@@ -205,8 +206,8 @@ def measure_links(
     num_bytes: int | None = None,
     again: int = 2,
 ) -> list[Link]:
-    """Every link of these pairs, on every rank. A link among the `suspects` is measured again, up to `again` times and
-    with all others of its distance: a busy machine makes any link slow for a moment."""
+    """Measure the links of these pairs; returns all links on every rank. Links in `suspects` are measured again up to
+    `again` times, with all others of the same distance: other load may have slowed a link for a moment."""
     size = num_bytes or MESSAGE_BYTES[device.type]
     transports = (attend.outer, attend.inner)
     rounds = [rounds_of(some, transport.num_ranks) for some, transport in zip(pairs, transports, strict=True)]
@@ -236,14 +237,14 @@ def measure_links(
 
 
 def see_ends(traffic: Traffic, which: int, shift: int, pairs: Sequence[Pair], budget: float) -> list[End]:
-    """What this rank sees of these pairs, which send at once: the fastest of several times, after one that is compared
-    and not timed."""
+    """This rank's measurements of these pairs, which send at the same time: the fastest of several, after a first round
+    whose bytes are compared and which is not timed."""
     transport, began = traffic.transport, time.perf_counter()
     intact = traffic.send(pairs, compare=True).intact
     received = sent = math.inf
     for number in range(REPEATS):
         spent = int(1e6 * (time.perf_counter() - began))
-        slowest = max(row[0] for row in transport.agree([spent]))  # also lets all begin together
+        slowest = max(row[0] for row in transport.agree([spent]))  # also a barrier
         if number and slowest > 1e6 * budget:
             break
         passage = traffic.send(pairs)
@@ -260,11 +261,11 @@ def see_ends(traffic: Traffic, which: int, shift: int, pairs: Sequence[Pair], bu
 
 
 def join_ends(ends: Iterable[End], num_bytes: int, device_type: str) -> list[Link]:
-    """Links from what their two ends saw.
+    """Links, from the measurements of both ends.
 
-    NCCL answers for what a rank sends and receives together, so a slow link makes both its ends slow in both
-    directions. Only for that link itself do both ends see it: its time is the lesser of the two. On CPUs each message
-    has an answer of its own, and the receiver's alone counts: the sender's socket takes bytes before they travel.
+    NCCL reports when all sends and receives of a rank are complete, so a slow link makes both of its ends slow in both
+    directions. Only that link has two slow ends, so the time of a link is the smaller of the two. On CPUs each message
+    is complete by itself, and only the receiver's time counts: the sender's socket accepts bytes before they are sent.
     """
     found: dict[Pair, list[End]] = defaultdict(list)
     for end in ends:
@@ -280,7 +281,7 @@ def join_ends(ends: Iterable[End], num_bytes: int, device_type: str) -> list[Lin
 
 
 def measure_empty_step(attend: ContextAttention, device: torch.device) -> float:
-    """Seconds of a step round the ring whose messages are nearly empty, of the slowest rank."""
+    """Seconds of a ring step with nearly empty messages, on the slowest rank."""
     seconds = 0.0
     for transport in (attend.outer, attend.inner):
         if transport.num_ranks == 1:
@@ -303,10 +304,10 @@ def measure_empty_step(attend: ContextAttention, device: torch.device) -> float:
 def measure_overlap(
     attend: ContextAttention, device: torch.device, dtype: torch.dtype, head_dim: int, *, rounds: int = ROUNDS
 ) -> Overlap:
-    """Forward passes of this strategy over all keys, with attention, with transfers, and with both."""
+    """Time forward passes of this strategy with a full mask: attention alone, transfers alone, and both."""
     shard = 1024 if device.type == "cuda" else 64
     attention, transfers, _ = _time_passes(attend, device, dtype, head_dim, shard, rounds=1)
-    # Attention's time grows with the square of the tokens, that of the transfers with them: so does their ratio.
+    # Attention's time grows with the square of the tokens, that of transfers linearly: the ratio grows with the tokens.
     steps = attend.num_ranks / (attend.num_ranks - 1)
     wanted = shard * SPARE * steps * transfers / max(attention)
     shard = SHORTEST * round(min(LONGEST, max(SHORTEST, wanted)) / SHORTEST)
@@ -316,14 +317,14 @@ def measure_overlap(
 
 
 def _batch(device: torch.device, dtype: torch.dtype, head_dim: int, shard: int) -> int:
-    """Samples whose keys and values of a shard are a message of the usual size."""
+    """The batch for which a shard's keys and values have the size of a message."""
     return max(1, MESSAGE_BYTES[device.type] // (2 * NUM_HEADS * head_dim * shard * dtype.itemsize))
 
 
 def _time_passes(
     attend: ContextAttention, device: torch.device, dtype: torch.dtype, head_dim: int, shard: int, rounds: int
 ) -> tuple[tuple[float, ...], float, float]:
-    """Seconds of attention on each rank, of transfers, and of both: of each rank the best of several rounds."""
+    """Seconds of attention on each rank, of transfers, and of both: the best of several rounds on each rank."""
     settings = replace(attend.settings, num_tokens=shard * attend.num_ranks)
     q = torch.randn((_batch(device, dtype, head_dim, shard), NUM_HEADS, shard, head_dim), device=device).to(dtype)
     way = ContextAttention(attend.outer, attend.inner, settings)
@@ -344,13 +345,13 @@ def _time_passes(
 
     calls: Mapping[str, Callable[[], float]] = {name: time_one(run) for name, run in ways.items()}
     with torch.no_grad():
-        in_turns(calls, 1)  # plans are made, and kernels
+        in_turns(calls, 1)  # makes plans and compiles kernels
         found = {name: from_all(min(times)) for name, times in in_turns(calls, rounds).items()}
     return found["attention"], max(found["transfers"]), max(found["both"])
 
 
 def from_all(value: T) -> tuple[T, ...]:
-    """What every rank gives, in rank order."""
+    """The values of all ranks, in rank order. A collective."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return tuple(values)

@@ -1,10 +1,10 @@
-"""Memory over time, on a GPU or the CPU: every allocation as the profiler reports it, with the phases of a step.
+"""Memory over time, on a GPU or a CPU: every allocation that the profiler reports, and the phases of a step.
 
     with watch(torch.device("cpu")) as timeline: loss = step()
     timeline.peak, timeline.phases, draw(timeline)
 
-The profiler sees what PyTorch's allocators hand out, inside operators too, so the CPU's peak means what
-`torch.cuda.max_memory_allocated` means on a GPU.
+The profiler reports all allocations by PyTorch, including those inside operators, so the peak on a CPU has the meaning
+of `torch.cuda.max_memory_allocated` on a GPU.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 LARGEST = 12
-"""How many of the largest allocations a timeline names, those of one size in one range taken together."""
+"""The number of largest allocations that a timeline lists; those of one size in one range count as one."""
 
 
 @dataclass
 class Timeline:
-    """Bytes allocated at times (milliseconds since the beginning), and the spans of the phases."""
+    """The bytes allocated at each time (milliseconds since the beginning), and the begin and end of each phase."""
 
-    held: float = 0.0  # before the beginning, as the caller counts it
+    held: float = 0.0  # before the beginning, counted by the caller
     times: list[float] = field(default_factory=list)
     allocated: list[float] = field(default_factory=list)
     phases: list[tuple[str, float, float]] = field(default_factory=list)  # name, begin, end
-    largest: list[tuple[float, str, int]] = field(default_factory=list)  # bytes, the range that asked, how often
+    largest: list[tuple[float, str, int]] = field(default_factory=list)  # bytes, range, count
 
     @property
     def peak(self) -> float:
-        """The most bytes allocated at once, with those held before."""
+        """The most bytes allocated at once, including those from before the beginning."""
         return max([self.held, *self.allocated])
 
     def peak_of(self, phase: str) -> float:
@@ -55,7 +55,7 @@ class Timeline:
 
 @contextlib.contextmanager
 def watch(device: torch.device, *, held: float = 0.0) -> Iterator[Timeline]:
-    """A timeline, filled in when the block ends. `held` is what the caller's tensors already take."""
+    """A timeline, filled in when the block ends. `held`: the bytes of tensors that exist before."""
     timeline = Timeline(held=held)
     with profiled(device, memory=True) as profiler:
         yield timeline
@@ -64,7 +64,7 @@ def watch(device: torch.device, *, held: float = 0.0) -> Iterator[Timeline]:
 
 
 def peak_of(call: Callable[[], T], device: torch.device) -> tuple[float, T]:
-    """The most bytes that tensors took at once in a call, beyond those there before it; and the call's result."""
+    """The most bytes that tensors took at once in a call, without those allocated before; and the call's result."""
     if device.type == "cuda":
         held = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -77,7 +77,7 @@ def peak_of(call: Callable[[], T], device: torch.device) -> tuple[float, T]:
 
 
 CONTEXT = 600 * 2**20
-"""Bytes of a GPU's memory that each process takes before its first tensor, about."""
+"""About the bytes of GPU memory that each process uses before its first tensor."""
 
 
 def refuse_shared_gpu(num_ranks: int, num_bytes: float, remedy: str) -> None:
@@ -93,25 +93,25 @@ def refuse_shared_gpu(num_ranks: int, num_bytes: float, remedy: str) -> None:
 
 
 def free_bytes(device_type: str) -> float | None:
-    """Memory there is to use, of a GPU or of this machine; None where the system does not tell."""
+    """The free memory of a GPU or of this machine; None if the system does not report it."""
     return float(torch.cuda.get_device_properties(0).total_memory) if device_type == "cuda" else available_bytes()
 
 
 def check_room(needed: float, device: torch.device) -> None:
-    """Refuse what a CPU's memory cannot hold before it is tried. A GPU's allocator says so itself; a CPU's may hand out
-    memory that is not there, and the system then kills the process."""
+    """Raise an error before an allocation that a CPU's memory cannot hold. A GPU's allocator raises it itself; on a CPU
+    the allocation may succeed, and the system kills the process later."""
     free = free_bytes(device.type) if device.type == "cpu" else None
     if free is not None and needed > free:
-        raise MemoryError(f"{needed / 2**30:.1f} GiB are needed, and {free / 2**30:.1f} are there")
+        raise MemoryError(f"{needed / 2**30:.1f} GiB are needed, {free / 2**30:.1f} are available")
 
 
 def fill(timeline: Timeline, profiler: Any, device: torch.device) -> None:
-    """Read a profile taken with `memory=True`."""
+    """Fill a timeline from a profile taken with `memory=True`."""
     events = sorted(profiler.kineto_results.events(), key=lambda event: event.start_ns())
     if not events:
         return
     begin = events[0].start_ns()
-    # On the host, where memory is asked for: a GPU's ranges have the same names and lag behind.
+    # Only ranges on the host, which allocates memory: a GPU's ranges have the same names but run later.
     cpu = torch._C._autograd.DeviceType.CPU
     host = [event for event in events if event.duration_ns() and event.device_type() == cpu]
     spans = [(e.name(), e.start_ns(), e.start_ns() + e.duration_ns()) for e in host]
@@ -135,7 +135,7 @@ def fill(timeline: Timeline, profiler: Any, device: torch.device) -> None:
 
 
 def thin(timeline: Timeline, most: int = 500) -> Timeline:
-    """The same in fewer moments: of every stretch the one with the most bytes, so that no peak is lost."""
+    """The same timeline with fewer points: of each stretch the one with the most bytes, so that peaks remain."""
     step = max(1, -(-len(timeline.times) // most))
     stretches = [range(begin, min(begin + step, len(timeline.times))) for begin in range(0, len(timeline.times), step)]
     kept = [max(stretch, key=timeline.allocated.__getitem__) for stretch in stretches]
@@ -143,7 +143,7 @@ def thin(timeline: Timeline, most: int = 500) -> Timeline:
 
 
 def draw(timeline: Timeline, title: str) -> Figure:
-    """Active memory over time, phases shaded and named, the peak marked."""
+    """Draw active memory over time, with shaded phases and the peak."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 3.6), layout="constrained")
@@ -179,16 +179,16 @@ def reset_peak(device: torch.device) -> None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most that was allocated since `reset_peak`; 0 on the CPU, where nobody counts."""
+    """The most bytes allocated since `reset_peak`; 0 on a CPU, where PyTorch does not count them."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
 def clear(device: torch.device) -> None:
-    """Let go of a model that nobody holds any more."""
+    """Free the memory of objects that are no longer referenced."""
     torch._dynamo.reset()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
         left = torch.cuda.memory_allocated(device)
         if left > 2**28:
-            print(f"warning: {left / 2**30:.2f} GiB of an earlier part are still held", flush=True)
+            print(f"warning: {left / 2**30:.2f} GiB of an earlier part are still allocated", flush=True)

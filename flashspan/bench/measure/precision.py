@@ -1,4 +1,4 @@
-"""Mixed precision, studied: sums in float32 and float16, and the dtypes inside autocast.
+"""A study of mixed precision: sums in float32 and float16, and the dtypes inside autocast.
 
 flashspan profile --precision
 """
@@ -12,7 +12,7 @@ from flashspan.bench.report.tables import Table
 
 
 def accumulate() -> list[tuple[str, float]]:
-    """0.01 added a thousand times, with the sum and the addend in either precision: (how, the sum)."""
+    """0.01 added a thousand times, with sum and addend in either precision: (description, sum)."""
     half, single = torch.float16, torch.float32
     ways = (
         ("float32 sum of float32", single, single, False),
@@ -46,7 +46,7 @@ class Toy(nn.Module):
 
 
 def autocast_dtypes(device: torch.device, dtype: torch.dtype) -> list[tuple[str, str]]:
-    """What dtype each part of the toy model has when it runs under autocast."""
+    """The dtype of each part of the toy model under autocast."""
     torch.manual_seed(0)
     model = Toy(5, 3).to(device)
     x, target = torch.randn(4, 5, device=device), torch.randint(3, (4,), device=device)
@@ -69,7 +69,7 @@ def autocast_dtypes(device: torch.device, dtype: torch.dtype) -> list[tuple[str,
 
 
 def norm_in_half() -> list[tuple[str, float]]:
-    """The variance that a norm needs, of values around 300, computed wholly in each dtype: (dtype, value)."""
+    """The mean square of values around 300, computed entirely in each dtype: (dtype, value)."""
     x = torch.linspace(250, 350, 4096, dtype=torch.float64)
     found = [("float64", float((x * x).mean()))]
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -79,7 +79,7 @@ def norm_in_half() -> list[tuple[str, float]]:
 
 
 def tables(device: torch.device) -> list[Table]:
-    """Both experiments, and why a norm is computed in float32."""
+    """The tables of both experiments, and of the reason why norms are computed in float32."""
     sums = tuple((name, f"{value:.6f}", f"{abs(value - 10) / 10:.2%}") for name, value in accumulate())
     names = [(dtype, autocast_dtypes(device, dtype)) for dtype in (torch.float16, torch.bfloat16)]
     rows = tuple(

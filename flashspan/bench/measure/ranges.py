@@ -2,7 +2,7 @@
 
     with named(model): loss = step(model)
 
-The model is not changed: hooks open and close a range around every module while the context lasts.
+The model is not changed: hooks begin and end a range around every module while the context is active.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 PHASES = ("warm-up", "forward", "backward", "optimizer")
-"""The phases of a step. Everything else is a part of one."""
+"""The phases of a step. All other ranges are parts of one."""
 
 
 @contextlib.contextmanager
 def span(name: str) -> Iterator[None]:
-    """A range of this name, for both profilers; none in what is compiled, where it would cut the graph."""
+    """A range of this name, for both profilers. In compiled code there is none, since it would break the graph."""
     nvtx = not torch.compiler.is_compiling() and _has_nvtx()
     if nvtx:
         torch.cuda.nvtx.range_push(name)
@@ -39,7 +39,7 @@ def _has_nvtx() -> bool:
 
 @contextlib.contextmanager
 def named(model: nn.Module) -> Iterator[None]:
-    """A range around the forward of every module below the model, named for its place."""
+    """A range around the forward of every submodule, with the name of the submodule."""
     open_ranges: list[Any] = []
     handles = []
 
@@ -68,9 +68,9 @@ def named(model: nn.Module) -> Iterator[None]:
 
 
 def in_parts(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, mask: Any = None) -> Tensor:
-    """Attention the plain way, scores and all, with a range on each part. q [B, H, T, D], k and v [B, K, S, D]."""
+    """Plain attention, which stores the scores, with a range on each part. q [B, H, T, D], k and v [B, K, S, D]."""
     if mask is not None:
-        raise ValueError("attention in parts knows causal masks only: drop mask=, or use flashspan.attention")
+        raise ValueError("plain attention in parts supports only causal masks: got mask=; use flashspan.attention")
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, 1) if group > 1 else x for x in (k, v))
     with span("attention scores"):

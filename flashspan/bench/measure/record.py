@@ -1,10 +1,10 @@
-"""One row per measurement, of whatever kind; tables, plots and pages are made from rows, never typed.
+"""One row type for all measurements; tables, plots and pages are made from rows, never typed.
 
     append(rows, Path("runs/bench/model.jsonl"))      # every field; a .csv keeps its columns
     rows = newest(read(Path("runs/bench/model.jsonl")))
 
-A row is written when it is measured, so a sweep that is killed loses nothing; a line cut short by the kill is passed
-over. `Row.key` says what was measured where: a sweep that is run again skips the keys that are there.
+A row is written as soon as it is measured, so a killed sweep keeps its finished rows; an incomplete last line is
+ignored. `Row.key` identifies the measurement and where it ran: a repeated sweep skips keys that are already recorded.
 """
 
 from __future__ import annotations
@@ -32,21 +32,26 @@ from flashspan.kernels.contract import Problem
 from flashspan.kernels.masks import Mask
 
 FOLDER = Path("runs/bench")
-"""Where sweeps put their rows and `flashspan report` looks for them, unless told otherwise."""
+"""The default folder of sweeps and of `flashspan report`."""
 CSV_COLUMNS = 13
+<<<<<<< HEAD
 CSV_BENCHES = ("attention", "leaderboard", "random", "sparse", "trainer")
 """Those that write NAME.csv: it has no column for `Row.what`, which is the name."""
 CSV_MORE = {"random": ("status", "more")}
 """Bench -> what its CSV has beyond the CSV_COLUMNS: it records failures, and what a shape was drawn from."""
+=======
+CSV_BENCHES = ("attention", "leaderboard", "sparse", "trainer")
+"""The benchmarks that write NAME.csv, where the name is also `Row.what`."""
+>>>>>>> words
 ERROR_ROWS = 512
-"""How many queries `output_error` looks at; of the first and last alone, those that see few keys hide the others."""
+"""The number of queries that `output_error` compares: evenly spaced, since in a causal mask the first see few keys."""
 OK, OUT_OF_MEMORY = "ok", "out of memory"
 POSITIVE = ("p20_ms", "p50_ms", "p80_ms", "mean_ms", "tflops")
 
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured (shape, implementation, pass), where, and how it went. Times are milliseconds."""
+    """A measurement: shape, implementation, pass, environment and results. Times are in milliseconds."""
 
     device: str
     torch: str
@@ -60,25 +65,30 @@ class Row:
     p80_ms: float
     tflops: float
     error: float  # relative to float32 arithmetic on the same inputs
+<<<<<<< HEAD
     peak_mib: float  # attention: beyond the inputs; models: all that is allocated
     # The thirteen above are the columns of a CSV (CSV_MORE: some have more); JSON lines have all.
+=======
+    peak_mib: float  # attention: without the inputs; models: all allocated memory
+    # The thirteen above are the columns of a CSV; JSON lines have all.
+>>>>>>> words
     what: str = "attention"
     dtype: str = "bfloat16"
     ranks: int = 1
     mean_ms: float = math.nan
     std_ms: float = math.nan
-    bytes: float = math.nan  # put on the wire, or moved, by one rank
-    status: str = OK  # or "out of memory", or "failed: why"
-    more: dict[str, Any] = field(default_factory=dict)  # numbers only this kind of measurement has
+    bytes: float = math.nan  # sent or moved by one rank
+    status: str = OK  # or "out of memory", or "failed: reason"
+    more: dict[str, Any] = field(default_factory=dict)  # further numbers of this kind of measurement
 
     @property
     def subject(self) -> tuple[object, ...]:
-        """What was measured, wherever."""
+        """The measurement, without the environment."""
         return (self.what, self.shape, self.impl, self.kind, self.dtype, self.ranks)
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What was measured where. The commit is not part of it: a sweep resumed after one goes on."""
+        """The measurement and where it ran. Without the commit, so that a sweep can resume after one."""
         return (*self.subject, self.device, self.torch)
 
     @property
@@ -98,7 +108,7 @@ def row(
     tflop: float = math.nan,
     **rest: Any,
 ) -> Row:
-    """A row from the times of single runs and the work of one, in 1e12 operations."""
+    """A row from the times of single runs, and the work of one run in TFLOP."""
     times = summarise(samples_ms)
     known = {"error": math.nan, "peak_mib": math.nan, **times, **rest}
     return Row(
@@ -114,7 +124,7 @@ def row(
 
 
 def summarise(samples_ms: Sequence[float]) -> dict[str, float]:
-    """p20, p50, p80, mean and standard deviation of some times; nan where there are none."""
+    """p20, p50, p80, mean and standard deviation of times; nan if there are none."""
     names = ("p20_ms", "p50_ms", "p80_ms", "mean_ms", "std_ms")
     if not samples_ms:
         return dict.fromkeys(names, math.nan)
@@ -129,7 +139,7 @@ def append(rows: Iterable[Row], path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         fresh = not path.exists() or not require_file(path).stat().st_size  # a pipe would block
-        cut = not fresh and not path.read_bytes().endswith(b"\n")  # a line that a kill cut short: begin a new one
+        cut = not fresh and not path.read_bytes().endswith(b"\n")  # after an incomplete line, begin a new one
         with path.open("a", newline="", encoding="utf-8") as file:
             if cut:
                 file.write("\n")
@@ -145,40 +155,40 @@ def append(rows: Iterable[Row], path: Path) -> None:
             os.fsync(file.fileno())
     except OSError as error:
         raise ValueError(
-            f"rows cannot be written to {path}: {error.strerror}; make room, or give another folder"
+            f"rows cannot be written to {path}: {error.strerror}; free some space, or use another folder"
         ) from error
 
 
 def as_written(item: Row) -> dict[str, Any]:
-    """A row as JSON: six digits of what was measured, and null for what is not known."""
+    """A row as JSON: measured values with six digits, unknown ones as null."""
     return {name: _jsonable(value) for name, value in asdict(item).items()}
 
 
 def kept(item: Row) -> Row:
-    """A row as a file gives it back: a table of it is then the same now and later."""
+    """A row as it will be read from a file, so that tables made now and later are equal."""
     return _row_of(as_written(item))
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of a file that `append` wrote; what another version wrote is refused."""
+    """The rows of a file that `append` wrote; ValueError for rows of another version."""
     require_file(path)
     return _read_csv(path) if path.suffix == ".csv" else _read_lines(path)
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Those of a folder that may hold rows: every .jsonl file, and the .csv files of CSV_BENCHES."""
+    """The files of a folder that may have rows: every .jsonl file, and the .csv files of CSV_BENCHES."""
     tables = (folder / f"{name}.csv" for name in CSV_BENCHES)
     return [*sorted(folder.glob("*.jsonl")), *(file for file in tables if file.exists())]
 
 
 def newest(rows: Iterable[Row]) -> list[Row]:
-    """The last row of each measurement, in the order in which measurements first came."""
+    """The last row of each measurement, in the order of the first rows."""
     return list({item.key: item for item in rows}.values())
 
 
 @torch.no_grad()
 def output_error(q: Tensor, k: Tensor, v: Tensor, out: Tensor, mask: Mask) -> float:
-    """The relative error of an attention's output against float32 arithmetic, on queries evenly spaced over all."""
+    """The relative error of an attention's output compared with float32 arithmetic, on evenly spaced queries."""
     rows = range(0, q.shape[2], -(-q.shape[2] // ERROR_ROWS))
     part, scale = mask.slice(rows, range(k.shape[2])), q.shape[3] ** -0.5
     exact = reference.forward(q[:, :, :: rows.step].float(), k.float(), v.float(), Problem(part, scale)).out
@@ -220,21 +230,29 @@ def find_device(name: str) -> torch.device:
     if name not in ("cpu", "cuda"):
         raise ValueError(f"device must be auto, cpu or cuda: got {name!r}")
     if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("no CUDA device is present: use --device cpu, or run on a machine with a GPU")
+        raise ValueError("--device cuda needs a CUDA device: found none; use --device cpu")
     return torch.device(name)
 
 
 def _read_csv(path: Path) -> list[Row]:
     if path.stem not in CSV_BENCHES:
-        raise ValueError(f"a .csv of rows is named after its bench ({', '.join(CSV_BENCHES)}): got {path}")
+        raise ValueError(f"a .csv of rows must have its benchmark's name ({', '.join(CSV_BENCHES)}): got {path}")
     text = read_bytes(path, limit=MAX_LINES_BYTES).decode(errors="replace")
     reader = csv.reader(io.StringIO(text, newline=""))
     try:
+<<<<<<< HEAD
         header, columns = _header(path), _columns(path)
         if next(reader, None) != header:
             raise ValueError(f"{path} does not hold rows of this version: its first line must be {','.join(header)}")
         lines = [line for line in reader if len(line) == len(columns)]
     except csv.Error as error:  # a field without end
+=======
+        if next(reader, None) != _header():
+            raise ValueError(f"{path} does not hold rows of this version: its first line must be {','.join(_header())}")
+        columns = fields(Row)[:CSV_COLUMNS]
+        lines = [line for line in reader if len(line) == CSV_COLUMNS]
+    except csv.Error as error:  # an unterminated field
+>>>>>>> words
         raise ValueError(f"{path} does not hold rows of this version: {error}; measure again") from error
     parsers: dict[str, Callable[[str], Any]] = {"float": float, "str": str}
     try:
@@ -261,13 +279,13 @@ def _read_lines(path: Path) -> list[Row]:
         try:
             values = parse_json(line)
         except ValueError:
-            continue  # cut short by a kill
+            continue  # incomplete after a kill
         differ = ["all"]
         if isinstance(values, dict):
             differ = sorted(set(values) ^ names.keys()) or [n for n, k in names.items() if not _fits(n, k, values[n])]
         if differ:
             raise ValueError(
-                f"{path}, line {number}, does not hold a row of this version (fields that differ: "
+                f"{path}, line {number}, is not a row of this version (different fields: "
                 f"{', '.join(differ)}): move the file away and measure again"
             )
         rows.append(_row_of(values))
@@ -275,13 +293,13 @@ def _read_lines(path: Path) -> list[Row]:
 
 
 def _row_of(values: dict[str, Any]) -> Row:
-    """From JSON, where null is what is not known."""
+    """A row from JSON, in which unknown values are null."""
     unknown = {x.name: math.nan for x in fields(Row) if str(x.type) == "float" and values[x.name] is None}
     return Row(**values | unknown)
 
 
 def _fits(name: str, kind: str, value: object) -> bool:
-    """Whether a JSON value can be a field's: a word, a count, a number that is not negative (a time: positive)."""
+    """Whether a JSON value is valid for a field: text, a count, or a number that is not negative (a time: positive)."""
     if kind == "float":
         known = isinstance(value, int | float) and 0 <= value < math.inf
         return value is None or (known and (value != 0 or name not in POSITIVE))
@@ -307,7 +325,7 @@ def _short(value: object) -> object:
 
 
 def _jsonable(value: Any) -> Any:
-    """JSON has no nan: null stands for it. What is whole is a count, of bytes or tokens, and stays exact."""
+    """A value for JSON: nan becomes null. Whole numbers are counts, of bytes or tokens, and stay exact."""
     if isinstance(value, float):
         if not math.isfinite(value):
             return None

@@ -1,4 +1,4 @@
-"""The strategies and layouts that commands and benchmarks offer, and one made over all ranks."""
+"""The strategies and layouts of commands and benchmarks, and a function that makes one over all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Layout: TypeAlias = Literal["contiguous", "zigzag", "striped"]
 
 
 def over_all_ranks(strategy: str, layout: str, device_type: str, **options: Any) -> ContextAttention:
-    """A strategy over the whole world, with a 2-D mesh or two levels made for its size where it wants them."""
+    """A strategy over all ranks, with a 2-D mesh or two levels if the strategy needs them."""
     world = dist.get_world_size()
     group: Any = dist.group.WORLD
     if strategy == "hybrid":

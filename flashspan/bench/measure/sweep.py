@@ -1,11 +1,11 @@
-"""A sweep: measurements one after another, each recorded when it is done, none lost and none done twice.
+"""A sweep: measurements one after another. Each is recorded when it is done, and skipped when the sweep is repeated.
 
-    run(jobs, path)                                               # here, one after another
-    with Apart(limit=90) as apart: run(jobs, path, attempt=apart)  # in another process: what dies or hangs costs itself
-    prepare(jobs, seconds=120)                                    # before: compile what they need, side by side
+    run(jobs, path)                                               # in this process
+    with Apart(limit=90) as apart: run(jobs, path, attempt=apart)  # in another process, which may die or hang
+    prepare(jobs, seconds=120)                                    # before: compile their kernels in parallel
 
-Running out of memory is a result and is recorded as one; so is any other failure, with its reason. What ran out of
-memory is not tried again unless asked for; what failed is.
+Failures are recorded with their reason, and so is running out of memory. A repeated sweep tries failed measurements
+again, but not those that ran out of memory.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from flashspan.bench.measure.record import OUT_OF_MEMORY, Row
 from flashspan.progress import progress
 
 START = "spawn"
-"""How processes begin: with nothing of ours, so that a device we have touched is untouched there."""
+"""The start method of processes: a new interpreter, which inherits no CUDA state."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """`measure` gives a row for each of `expected`: rows that say what, without times.
+    """`measure` returns a row for each of `expected`, which are rows without times.
 
-    `prepare` leaves on disk what measuring would compile; jobs that need the same have equal ones. Of jobs that run
-    apart, those of one `process` share one; None wants a new one, in which nothing has run. A job of several
-    implementations, which take turns, may give the job of some of its rows: its `part`.
+    `prepare` compiles in advance, to the disk cache; jobs with the same needs have equal ones. Jobs in other processes
+    with the same `process` share one; with None, each has a new process. `part` returns a job of some of these rows, if
+    several implementations take turns in this job.
     """
 
     expected: tuple[Row, ...]
@@ -52,26 +52,26 @@ class Job:
 
     @property
     def num_in_turns(self) -> int:
-        """How many take turns in it; 1 where none do."""
+        """The number of implementations that take turns; 1 if none do."""
         return len({name_of(row) for row in self.expected}) if self.part else 1
 
     @property
     def name(self) -> str:
         if self.num_in_turns == 1:
             return name_of(self.expected[0])
-        widest = max(self.expected, key=lambda row: row.ranks)  # one device may be among them
+        widest = max(self.expected, key=lambda row: row.ranks)  # one of them may be the single device
         return name_of(replace(widest, impl=f"{self.num_in_turns} in turns"))
 
 
 def name_of(row: Row) -> str:
-    """What a row is about, in words."""
+    """The name of a row's measurement, for messages."""
     ranks = f" on {row.ranks} ranks" if row.ranks > 1 else ""
     return f"{row.what} {row.shape} {row.impl} {row.dtype}{ranks}"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a sweep did: the rows it was about, old and new, and how many are left for the next run."""
+    """The result of a sweep: its rows, old and new, and the number of measurements left for the next run."""
 
     rows: list[Row]
     num_measured: int
@@ -80,13 +80,13 @@ class Outcome:
     seconds: dict[str, float] = field(default_factory=dict)  # of each kind of measurement
 
     def note(self, path: Path) -> str:
-        """What was done, in words."""
-        known = f", {self.num_known} there already (--again measures those anew)" if self.num_known else ""
+        """A summary, as text."""
+        known = f", {self.num_known} recorded earlier (--again repeats them)" if self.num_known else ""
         return f"{self.num_measured} measured{known}, rows in {path}"
 
 
 class OutOfTime(Exception):
-    """The sweep's time is over; the job at hand is left for the next run."""
+    """The sweep's time is over; the current job is left for the next run."""
 
 
 def run(
@@ -98,7 +98,7 @@ def run(
     title: str = "sweep",
     attempt: Callable[[Job], list[Row]] | None = None,
 ) -> Outcome:
-    """Measure what the file does not hold yet (or everything, `again`); after `seconds` begin no further job."""
+    """Measure everything that the file does not have yet (with `again`, everything); after `seconds`, begin no job."""
     attempt = attempt or attempt_here
     todo = list(jobs) if again else left(jobs, path)
     known = {row.key: row for row in record.read(path)} if path.exists() else {}
@@ -130,7 +130,7 @@ def run(
 
 
 def left(jobs: Sequence[Job], path: Path) -> list[Job]:
-    """The jobs, or parts of them, that a file has no result of, or one with other settings (steps, warm-ups, ...)."""
+    """The jobs, or parts of them, without a result in the file or with other settings (steps, warm-ups, ...)."""
     rows = record.newest(record.read(path)) if path.exists() else []
     known = {row.key: row.more for row in rows if row.ok or row.status == OUT_OF_MEMORY}
 
@@ -142,7 +142,7 @@ def left(jobs: Sequence[Job], path: Path) -> list[Job]:
 
 
 def attempt_here(job: Job) -> list[Row]:
-    """The rows of a job; if it cannot be done, what was expected, with the reason."""
+    """The rows of a job; if it fails, the expected rows with the reason."""
     if job.process is None:
         with Apart() as apart:
             return apart(job)
@@ -152,9 +152,9 @@ def attempt_here(job: Job) -> list[Row]:
 def _attempt(job: Job) -> list[Row]:
     try:
         rows = list(job.measure())
-    except Exception as error:  # Triton's are no RuntimeErrors
+    except Exception as error:  # Triton's errors are not RuntimeErrors
         rows = _failed(job, OUT_OF_MEMORY if is_out_of_memory(error) else f"failed: {first_line(error)}")
-    # The error is out of scope here, and with it the frames that held the tensors.
+    # Here the error is out of scope, so the tensors in its frames are freed.
     _free()
     return rows
 
@@ -165,17 +165,17 @@ def _failed(job: Job, status: str) -> list[Row]:
 
 def _free() -> None:
     gc.collect()
-    with contextlib.suppress(RuntimeError):  # a device that an illegal access has broken
+    with contextlib.suppress(RuntimeError):  # the device is unusable after an illegal access
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
 
 class Apart:
-    """Attempts jobs in another process: one that dies, hangs, or leaves its device unusable costs its own rows, and the
-    next job finds a new process. `spares` have been started before they are needed, since imports take seconds.
+    """Runs jobs in another process. If a job dies, hangs or makes its device unusable, only its own rows are lost, and
+    the next job gets a new process. Spare processes are started in advance, since imports take seconds.
 
-    Jobs must pickle: functions by name, and `functools.partial` of them. A job may take `limit` seconds. At `deadline`
-    (of `time.monotonic`) the one at hand is ended and `OutOfTime` raised.
+    Jobs must be picklable: functions by name, and `functools.partial` of them. A job may take `limit` seconds. At
+    `deadline` (of `time.monotonic`) the current job is ended and `OutOfTime` is raised.
     """
 
     def __init__(
@@ -224,9 +224,9 @@ class Apart:
 def prepare(
     jobs: Sequence[Job], *, seconds: float, num_processes: int | None = None, modules: Sequence[str] = ()
 ) -> int:
-    """Do what jobs prepare, each once, in processes side by side; how many of them were done in time.
+    """Run the `prepare` of all jobs, each once, in parallel processes; return the number that finished in time.
 
-    What was not is compiled when it is measured.
+    The others are compiled when they are measured.
     """
     wanted = {(job.prepare.func, job.prepare.args): job.prepare for job in jobs if job.prepare is not None}
     todo = list(wanted.values())
@@ -257,7 +257,7 @@ def prepare(
 
 
 def _quietly(call: Callable[[], object]) -> bool:
-    """Whether it could be done: if not, measuring will say why."""
+    """Whether the call succeeded; if not, the measurement will report the reason."""
     try:
         call()
     except Exception:
@@ -268,7 +268,7 @@ def _quietly(call: Callable[[], object]) -> bool:
 
 
 class _Process:
-    """A process that does what it is sent and answers with the result, and whether it can be sent more."""
+    """A process that runs calls, and returns each result and whether the process is still usable."""
 
     def __init__(self, modules: tuple[str, ...]) -> None:
         context = multiprocessing.get_context(START)
@@ -278,7 +278,7 @@ class _Process:
         there.close()
 
     def ask(self, work: Callable[[], Any], seconds: float) -> tuple[Any, bool]:
-        """TimeoutError when there is no answer in time; EOFError or OSError when the process has died."""
+        """Run a call. TimeoutError after these seconds; EOFError or OSError if the process has died."""
         self.pipe.send(work)
         if not self.pipe.poll(None if seconds == math.inf else max(0.0, seconds)):
             raise TimeoutError
@@ -286,7 +286,7 @@ class _Process:
         return answer
 
     def end(self, wait: float = 0.0) -> str:
-        """End it, after a wait for one that is dying by itself; how it ended."""
+        """End the process, after waiting for one that is about to end; returns how it ended."""
         self.pipe.close()
         self.process.join(wait)
         if self.process.is_alive():
@@ -298,16 +298,16 @@ class _Process:
 def _serve(pipe: Connection, modules: tuple[str, ...]) -> None:
     for name in modules:
         importlib.import_module(name)
-    gc.freeze()  # what is imported stays: a collection after every job need not walk through it
-    with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):  # whoever sent work is gone
+    gc.freeze()  # collections after each job then skip the imported modules
+    with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):  # the parent has ended
         while True:
             work = pipe.recv()
             pipe.send((work(), _usable()))
-            del work  # with it go a job's tensors
+            del work  # frees a job's tensors
 
 
 def _usable() -> bool:
-    """Whether this process can go on: after an illegal access nothing runs on the device any more."""
+    """Whether this process is usable: after an illegal access its device is not."""
     try:
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()
@@ -317,13 +317,13 @@ def _usable() -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device, or the machine, had no memory left."""
+    """Whether a device or the machine ran out of memory."""
     words = ("out of memory", "can't allocate memory", "not enough memory", "bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED")
     return isinstance(error, torch.cuda.OutOfMemoryError | MemoryError) or any(w in str(error) for w in words)
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in a line: of a rank's traceback, the last."""
+    """An error in one line; for a traceback of a rank, its last line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[-1] if lines and "Traceback" in str(error) else (lines or [type(error).__name__])[0]
     return text[:200]

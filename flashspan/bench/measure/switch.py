@@ -1,4 +1,4 @@
-"""Attention or transfers of a ContextAttention, switched off to time the rest."""
+"""Switch off the attention or the transfers of a ContextAttention, to time the other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashspan.kernels.contract import Carry, LocalAttention, Problem
 
 
 class Switch:
-    """LocalAttention and transports that can be switched off: then they return at once, with room and nothing in it."""
+    """LocalAttention and transports that can be switched off: then they return at once, with uninitialised tensors."""
 
     def __init__(self, attend: ContextAttention) -> None:
         self.computes = self.sends = True
@@ -27,7 +27,7 @@ class Switch:
         return lambda argument: call(argument) if self.sends else None
 
     def without(self, which: Literal["computes", "sends"], call: Callable[[], None]) -> None:
-        """A call with one of the two switched off."""
+        """Run a call with one of the two switched off."""
         setattr(self, which, False)
         try:
             call()

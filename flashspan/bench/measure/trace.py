@@ -1,6 +1,6 @@
-"""Where a profiled step's time went, by kernel: products, attention, the rest.
+"""The time of a profiled step by kernel: matmuls, attention, communication, the rest.
 
-On a GPU these are kernels and their GPU time; on the CPU, operators and the time they spend themselves.
+On a GPU these are kernels with their GPU time; on a CPU, operators with the time outside the operators that they call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PRODUCTS = (
     *("aten::mm", "aten::bmm", "aten::addmm", "_product_kernel"),
 )
 FUSED = ("flash", "fmha", "scaled_dot_product", "sdpa")
-# Our attention kernels: those that multiply, and those that prepare, repair and finish for them.
+# Our attention kernels: those with matmuls, and those that run before and after them.
 PASSES = ("forward", "backward", "keys", "queries", "repair")
 OURS = {f"{kind}{word}_kernel" for kind in ("", "sparse_", "lists_") for word in PASSES}
 OURS |= {f"{word}_kernel" for word in ("finer", "delta", "rows", "cast", "split", "combine")}
@@ -32,7 +32,7 @@ WIRE = ("nccl", "gloo", "c10d::", "record_param_comms")
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel (or operator) of a profile: total milliseconds and how often it ran."""
+    """One kernel (or operator) of a profile: total milliseconds and number of calls."""
 
     name: str
     milliseconds: float
@@ -51,7 +51,7 @@ class Kernel:
 
     @property
     def short(self) -> str:
-        """A name to read: of a product its layout and tile, of PyTorch's general kernels what they compute."""
+        """A readable name: for a matmul its layout and tile, for a generic PyTorch kernel its operation."""
         if found := re.search(r"(sm\d+)_xmma_gemm_\w+?_([nt]{2})_\w+?tilesize(\d+x\d+)", self.name):
             return f"{found[1]} gemm {found[2]} {found[3]}"
         if found := re.search(r"cutlass_\w+|nvjet_\w+", self.name):
@@ -64,9 +64,9 @@ class Kernel:
 
 
 def profiled(device: torch.device, *, memory: bool = False) -> profile:
-    """PyTorch's profiler of what runs on a device: what torch.profiler wraps. The first use of that wrapper imports
-    torch._dynamo, which takes a second or two in every process."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it prints a line when it starts and when it stops
+    """PyTorch's profiler of a device, without the wrapper torch.profiler: the first use of that imports torch._dynamo,
+    which takes a second or two in every process."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it prints a line at its start and its end
     return profile(use_kineto=True, use_device="cuda" if device.type == "cuda" else None, profile_memory=memory)
 
 
@@ -85,13 +85,13 @@ def kernels(profiler: Any, device: torch.device) -> list[Kernel]:
 
 
 def share(listed: list[Kernel], *kinds: str) -> float:
-    """The part of the time that kernels of these kinds took; nan where nothing ran."""
+    """The share of kernels of these kinds in the total time; nan if nothing ran."""
     total = sum(kernel.milliseconds for kernel in listed)
     return sum(k.milliseconds for k in listed if k.kind in kinds) / total if total else float("nan")
 
 
 def ranges_ms(profiler: Any, name: str, device: torch.device) -> list[float]:
-    """Milliseconds of each range of this name: on a GPU those of its kernels, without the gaps between them."""
+    """Milliseconds of each range of this name; on a GPU, of its kernels, without the gaps between them."""
     kinds = torch._C._autograd.DeviceType
     kind = kinds.CUDA if device.type == "cuda" else kinds.CPU
     events = [e for e in profiler.kineto_results.events() if e.device_type() == kind and e.duration_ns()]
@@ -105,8 +105,8 @@ def ranges_ms(profiler: Any, name: str, device: torch.device) -> list[float]:
 
 
 def wire_of(events: Sequence[Any], device: torch.device) -> tuple[float, float]:
-    """Of a profile: milliseconds in which anything was on the wire, and the fraction of them in which this rank also
-    computed; nan where no collective was seen. What waits for another rank counts as the wire."""
+    """The milliseconds of a profile in which this rank communicated or waited for another rank, and the share of them
+    in which it also computed; nan if there was no collective."""
     if device.type == "cuda":
         kernels = ran(events)
         wire = [e for e in kernels if "nccl" in e.name().lower()]
@@ -115,7 +115,7 @@ def wire_of(events: Sequence[Any], device: torch.device) -> tuple[float, float]:
         cpu = torch._C._autograd.DeviceType.CPU
         seen = [e for e in events if e.duration_ns() and e.device_type() == cpu]
         wire = [e for e in seen if e.name().startswith("gloo:")]
-        # An operator that calls others may wait inside one: those that call none compute.
+        # An operator that calls others may wait inside one, so only operators that call none count as computing.
         ops = [e for e in seen if e.name().startswith(("aten::", "flashspan::"))]
         ops.sort(key=lambda e: (e.start_thread_id(), e.start_ns(), -e.duration_ns()))
         followed = zip(ops, [*ops[1:], None], strict=True)
@@ -128,13 +128,13 @@ def wire_of(events: Sequence[Any], device: torch.device) -> tuple[float, float]:
 
 
 def _encloses(outer: Any, inner: Any) -> bool:
-    """Whether of two events in order the second began within the first, on the same thread."""
+    """Whether the second of two events, in order, began inside the first, on the same thread."""
     same = outer.start_thread_id() == inner.start_thread_id()
     return same and inner.start_ns() < outer.start_ns() + outer.duration_ns()
 
 
 def _covered(spans: Sequence[tuple[int, int]]) -> int:
-    """How long at least one of these spans lasted."""
+    """The total time covered by at least one of these spans."""
     total, until = 0, 0
     for begin, end in sorted(spans):
         total += max(0, end - max(begin, until))
@@ -143,14 +143,14 @@ def _covered(spans: Sequence[tuple[int, int]]) -> int:
 
 
 def ran(events: Sequence[Any]) -> list[Any]:
-    """What a GPU did: kernels and copies, not the ranges around them."""
+    """The kernels and copies of a GPU, without the ranges around them."""
     cuda = torch._C._autograd.DeviceType.CUDA
     done = (e for e in events if e.device_type() == cuda and e.duration_ns())
     return [e for e in done if not e.is_user_annotation() and e.name() != "[memory]"]
 
 
 def _own_times(events: Any) -> list[tuple[str, float]]:
-    """(operator, milliseconds it spent outside the operators it called), of every operator on every thread."""
+    """(operator, milliseconds outside the operators that it called), for every operator on every thread."""
     by_thread: dict[int, list[Any]] = defaultdict(list)
     for event in events:
         if event.name().startswith(("aten::", "flashspan::", "c10d::", "gloo:")) and event.duration_ns():

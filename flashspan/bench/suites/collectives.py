@@ -25,7 +25,7 @@ PRIMITIVES = ("send-receive", "all-reduce", "all-gather", "reduce-scatter", "all
 
 
 def operation(name: str, buffer: Tensor) -> Callable[[], None]:
-    """The primitive on a buffer of float32; its bytes are those of what a rank puts in."""
+    """The primitive on a float32 buffer; the size of a collective is that of a rank's input."""
     num, rank = dist.get_world_size(), dist.get_rank()
     other = torch.empty_like(buffer)
     whole = buffer.new_empty(num * buffer.numel())
@@ -53,13 +53,13 @@ def operation(name: str, buffer: Tensor) -> Callable[[], None]:
 
 
 def _newer(name: str, older: Callable[..., Any]) -> Callable[..., Any]:
-    """A function by its new name where PyTorch has it: the old one warns there."""
+    """The function by its new name if this PyTorch has it, since the old name then warns."""
     found: Callable[..., Any] = getattr(dist, name, older)
     return found
 
 
 def run_on_rank(name: str, sizes: Sequence[int], repeats: int, device_type: str) -> dict[int, list[float]]:
-    """On a rank: milliseconds of every run, by size."""
+    """Run on each rank: milliseconds of every run, by size."""
     device = here(device_type)
     found = {}
     for size in sizes:
@@ -79,7 +79,7 @@ def make_row(
 
 
 def job(where: dict[str, Any], name: str, sizes: Sequence[int], ranks: int, repeats: int, pool: Pool) -> sweep.Job:
-    """All sizes of a primitive, and their fit."""
+    """A job for all sizes of a primitive, and their fit."""
 
     def measure() -> list[Row]:
         results = pool.get(ranks).run(run_on_rank, name, tuple(sizes), repeats, pool.device_type, timeout=300)
@@ -98,7 +98,7 @@ def job(where: dict[str, Any], name: str, sizes: Sequence[int], ranks: int, repe
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """The fit of every primitive, with the times of its smallest and largest message."""
+    """A table of the fit of every primitive, with the times of its smallest and largest message."""
     groups: dict[tuple[str, int], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.impl, row.ranks), []).append(row)
@@ -135,13 +135,13 @@ def bench_collectives(
         sizes: Bytes that each rank contributes; multiples of 4.
         repeats: Number of timed runs.
         folder: Folder for the rows.
-        again: Measure again what the folder already holds.
+        again: Repetition of measurements that the folder already has.
     """
     if not ranks or min(ranks) < 2 or max(ranks) > 64:
         raise ValueError(f"collectives need 2 to 64 ranks: got {' '.join(map(str, ranks)) or 'none'}")
     if len(sizes) < 2 or any(size < 4 * max(ranks) or size % 4 for size in sizes):
         raise ValueError(
-            "sizes must be two or more multiples of 4, 4 bytes per rank at least: "
+            "--sizes must be two or more multiples of 4, each at least 4 bytes per rank: "
             f"got {' '.join(map(str, sizes)) or 'none'} on {max(ranks)} ranks"
         )
     check_repeats(1, repeats=repeats)

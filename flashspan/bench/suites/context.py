@@ -1,10 +1,10 @@
-"""`flashspan bench context`: one device against every strategy and layout, on 1 to 8 ranks, with a LLaMA around them.
+"""`flashspan bench context`: a LLaMA under every strategy and layout on 1 to 8 ranks, compared with one device.
 
 flashspan bench context --quick          # two minutes on two cores; then `flashspan report`
 flashspan bench context --preset llama-2-7b --ranks 1 2 4 --tokens 8192 --dtype bfloat16      # on four GPUs
 
-Each measurement is of the whole model, forward and forward + backward. What the computing and the wire of a step, each
-measured alone (`context_rank.py`), sum to beyond the step itself was hidden.
+Each measurement is of the whole model, forward and forward + backward. Computation and communication are also measured
+alone (`context_rank.py`). Communication is hidden to the extent that their sum exceeds the time of the step.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ QUICK_CASES = (
 HEADS = {"heads": 8, "kv_heads": 2}
 FULL: dict[str, Any] = {"ranks": (1, 2, 4, 8), "tokens": 4096, "width": 512, "layers": 4, **HEADS, "repeats": 5}
 QUICK: dict[str, Any] = {"ranks": (1, 2), "tokens": 1024, "width": 256, "layers": 2, **HEADS, "repeats": 3}
-"""What is measured unless told otherwise, without --quick and with it."""
+"""The default measurements, without and with --quick."""
 KINDS = ("forward", "forward+backward")
 
 
 def impl_of(case: tuple[str, str]) -> str:
-    """What a row calls a case: strategy and layout, or one device."""
+    """The name of a case in rows: strategy and layout, or one device."""
     return " ".join(case).strip()
 
 
 def make_row(where: dict[str, Any], work: Workload, case: tuple[str, str], kind: str, ranks: int, **rest: Any) -> Row:
-    """A row of this bench, with or without times."""
+    """A row of this benchmark, with or without times."""
     return record.row(
         where, what="context", shape=str(work), impl=impl_of(case), kind=kind, dtype=work.dtype,
         ranks=1 if case[0] == ALONE else ranks,
@@ -58,24 +58,24 @@ def make_row(where: dict[str, Any], work: Workload, case: tuple[str, str], kind:
     )  # fmt: skip
 
 
-def hidden_share(computing: float, wire: float, whole: float) -> float:
-    """The share of the wire's time that computing hid; nan without a wire, or where noise would be told as a share.
+def hidden_share(computing: float, communication: float, whole: float) -> float:
+    """The share of communication that computation hid; nan without communication, or if noise prevents an answer.
 
-    The step contains its computing: if the computing alone took longer, by more than a little, the two were measured
-    on a machine that was not equally busy.
+    A step includes its computation. If computation alone took more than 5% longer than the step, the load of the
+    machine changed between the two measurements.
     """
-    if not wire or computing > 1.05 * whole:
+    if not communication or computing > 1.05 * whole:
         return float("nan")
-    return min(1.0, max(0.0, (computing + wire - whole) / wire))
+    return min(1.0, max(0.0, (computing + communication - whole) / communication))
 
 
 def join(
     where: dict[str, Any], work: Workload, case: tuple[str, str], kind: str, parts: Sequence[Measured], more: Any
 ) -> Row:
-    """One row from every rank's numbers: the slowest rank's times, the largest rank's memory."""
+    """One row from the numbers of all ranks: the longest times, the most memory."""
     parts = parts[:1] if case[0] == ALONE else parts
     steps = [max(times) for times in zip(*(part.steps for part in parts), strict=True)]
-    computing, wire = max(p.computing for p in parts), max(p.communication for p in parts)
+    computing, communication = max(p.computing for p in parts), max(p.communication for p in parts)
     whole = median(steps)
     speed = work.tflop(kind) * 1e15 / whole  # operations per second
     return make_row(
@@ -84,8 +84,8 @@ def join(
         more={
             **more, "tokens": work.tokens, "tokens_per_second": 1e3 * work.tokens / whole,
             "mfu": speed / parts[0].peak_flops, "product_share": parts[0].product_share, "computing_ms": computing,
-            "wire_ms": wire, "wire_to_computing": wire / computing,
-            "hidden": hidden_share(computing, wire, whole),
+            "wire_ms": communication, "wire_to_computing": communication / computing,
+            "hidden": hidden_share(computing, communication, whole),
             "transport": parts[0].transport, "imbalance": computing * len(parts) / sum(p.computing for p in parts),
             "peak_mib_by_rank": [round(p.peak_mib, 1) for p in parts], "bytes_by_rank": [p.sent for p in parts],
         },
@@ -93,10 +93,10 @@ def join(
 
 
 class Pool:
-    """Ranks that are started when first needed and kept while their number stays the same.
+    """Ranks that are started when first needed, and kept while their number stays the same.
 
-    On the CPU a device is so many threads, whatever the number of ranks: else one rank would get all cores, and
-    scaling would be measured against a larger device.
+    On a CPU each rank has the same number of threads for any number of ranks. Otherwise a single rank would use all
+    cores, and scaling would be relative to a larger device.
     """
 
     def __init__(self, device_type: str, most_ranks: int = 1) -> None:
@@ -123,14 +123,14 @@ def jobs_of(
 ) -> list[sweep.Job]:
     """Strong scaling with every case, weak scaling (tokens grow with the ranks) with the zigzag ring.
 
-    A job is all of one number of ranks, which take turns; one device, with the whole sequence and with its part of it,
-    takes them with those of the most ranks.
+    A job has all cases on one number of ranks, which take turns. One device, with the whole sequence and with its part
+    of it, is in the job with the most ranks.
     """
     where = record.environment(torch.device(pool.device_type))
-    settings = {"repeats": repeats, "threads": pool.threads}  # a row with others is measured again
+    settings = {"repeats": repeats, "threads": pool.threads}  # a row with other settings is measured again
     jobs = []
     most = max(world_sizes)
-    for num in sorted(world_sizes, reverse=True):  # the whole sequence first: a page reads its command there
+    for num in sorted(world_sizes, reverse=True):  # the whole sequence first: pages read their command there
         entries: list[Entry] = [(work, case) for case in cases if num > 1]
         if num == most and 1 in world_sizes:
             entries = [(work, (ALONE, "")), *entries]
@@ -146,7 +146,7 @@ def jobs_of(
 def _job(
     pool: Pool, where: dict[str, Any], whole: Workload, entries: Sequence[Entry], num: int, settings: dict[str, int]
 ) -> sweep.Job:
-    """Entries that take turns. If they fail, each half by itself: what one cannot do must not cost the others."""
+    """Entries that take turns. If they fail, each half is measured alone, so that one failure costs few rows."""
 
     def some(chosen: Sequence[Entry]) -> sweep.Job:
         return _job(pool, where, whole, chosen, num, settings)
@@ -176,7 +176,7 @@ def _job(
 
 
 def table(rows: Sequence[Row], of_what: str = "") -> Table:
-    """A line per case and pass of one model and dtype, beside one device on the same tokens."""
+    """A table with a line per case and pass of one model and dtype, compared with one device on the same tokens."""
     alone = {(row.shape, row.kind): row.p50_ms for row in rows if row.impl == ALONE and row.ok}
 
     def speedup(row: Row) -> object:
@@ -190,7 +190,7 @@ def table(rows: Sequence[Row], of_what: str = "") -> Table:
         return lambda row: f"{100 * row.more[name]:.0f}%" if row.ok and known(row.more.get(name)) else ""
 
     return make(
-        f"one device against every strategy{of_what}",
+        f"every strategy compared with one device{of_what}",
         rows,
         {
             "strategy": lambda row: row.impl,
@@ -201,8 +201,8 @@ def table(rows: Sequence[Row], of_what: str = "") -> Table:
             "tokens/s": lambda row: f"{row.more.get('tokens_per_second', 0):,.0f}" if row.ok else "",
             "speed-up": speedup,
             "MFU": percent("mfu"),
-            "in products": percent("product_share"),
-            "wire/compute": lambda row: row.more.get("wire_to_computing"),
+            "in matmuls": percent("product_share"),
+            "comm/compute": lambda row: row.more.get("wire_to_computing"),
             "hidden": percent("hidden"),
             "sent MiB": lambda row: row.bytes / 2**20,
             "peak MiB": lambda row: row.peak_mib,
@@ -212,9 +212,9 @@ def table(rows: Sequence[Row], of_what: str = "") -> Table:
 
 
 def refuse_large_model(work: Workload, ranks: int, device_type: str) -> None:
-    """What memory cannot hold whatever the tokens, before any rank is started; and sizes that are impossible.
+    """ValueError for invalid sizes, or if the models of all ranks exceed memory, before any rank is started.
 
-    Every rank has the whole model: attention is what is split. On a CPU the ranks share one memory.
+    Every rank has the whole model, since only attention is split. CPU ranks share the machine's memory.
     """
     needed = 8.0 * work.config().num_parameters * (1 if device_type == "cuda" else ranks)
     free = free_bytes(device_type)
@@ -222,7 +222,7 @@ def refuse_large_model(work: Workload, ranks: int, device_type: str) -> None:
         name = str(work).rsplit(", ", 1)[0]
         raise ValueError(
             f"every rank has the whole model: {name} on {ranks} ranks needs {needed / 2**30:.1f} GiB for its weights "
-            f"and gradients, and {free / 2**30:.1f} are there; use fewer --ranks or a smaller model, or a GPU per rank"
+            f"and gradients, but {free / 2**30:.1f} are available; use fewer --ranks, a smaller model or a GPU per rank"
         )
 
 
@@ -241,11 +241,11 @@ def bench_context(
     folder: Path = record.FOLDER,
     again: bool = False,
 ) -> int:
-    """One device against every strategy and layout: latency, tokens/s, MFU, wire, memory, scaling.
+    """Every strategy and layout compared with one device: latency, tokens/s, MFU, communication, memory, scaling.
 
-    Runs a LLaMA on 1 to 8 ranks (GPUs where there are enough, CPU processes otherwise) and appends a row for each
-    strategy, layout, number of ranks and pass to FOLDER/context.jsonl. All on a number of ranks take turns. Run again,
-    it measures only what is missing. `flashspan report` makes a page of it.
+    Runs a LLaMA on 1 to 8 ranks (GPUs if there are enough, CPU processes otherwise) and appends a row for each
+    strategy, layout, number of ranks and pass to FOLDER/context.jsonl. Cases with the same number of ranks take turns.
+    A repeated command measures only what is missing. `flashspan report` makes a page of the rows.
 
     Args:
         quick: Six of the strategies and layouts and, by default, a smaller model on 1 and 2 ranks; two minutes on two
@@ -260,7 +260,7 @@ def bench_context(
         dtype: Dtype: float32, or bfloat16 or float16 for autocast.
         repeats: Number of timed steps; by default 5, with --quick 3.
         folder: Folder for the rows.
-        again: Measure again what the folder already holds.
+        again: Repetition of measurements that the folder already has.
     """
     usual = QUICK if quick else FULL
     ranks = usual["ranks"] if ranks is None else ranks
@@ -282,7 +282,7 @@ def bench_context(
         work = Workload.of_preset(preset, tokens, dtype)
     else:
         options = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in given.items())
-        raise ValueError(f"--preset {preset} gives all sizes of the model: leave out {options}, or --preset")
+        raise ValueError(f"--preset {preset} sets all sizes of the model: leave out {options}, or --preset")
     device_type = "cuda" if torch.cuda.device_count() >= max(ranks) else "cpu"
     refuse_large_model(work, max(ranks), device_type)
     pool = Pool(device_type, max(ranks))

@@ -1,8 +1,8 @@
-"""What `flashspan bench context` measures on a rank: steps of a LLaMA, its attention split or on one device.
+"""The measurements of `flashspan bench context` on a rank: steps of a LLaMA with attention split, or on one device.
 
-What communication costs is measured, not guessed: the same step with transfers switched off is the computing, the same
-attention calls with the computing switched off are the communication. What is compared takes turns, step by step, so
-that whatever else the machine does hits all of it alike.
+The time of computation is that of the same step with transfers switched off; the time of communication is that of the
+same attention calls with computation switched off. Compared cases take turns, step by step, so that other load of the
+machine affects all of them alike.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from flashspan.model import Llama, LlamaConfig, preset
 from flashspan.train.metrics import peak_flops
 
 ALONE = "one device"
-"""The case that is not split, in place of a strategy."""
+"""The case of one device, in place of a strategy."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and the tokens it sees, all ranks together: a preset, or these sizes with a small vocabulary."""
+    """A model, from a preset or from sizes with a small vocabulary, and the number of tokens on all ranks."""
 
     width: int
     num_layers: int
@@ -64,12 +64,12 @@ class Workload:
 
 
 Entry: TypeAlias = tuple[Workload, tuple[str, str]]
-"""What takes turns with others of the same model: strategy and layout, or ALONE and nothing, on these tokens."""
+"""One of the cases that take turns: a workload, with a strategy and a layout, or with ALONE and ""."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One rank's numbers of one case and pass, in milliseconds; what only rank 0 knows is nan on others."""
+    """One rank's numbers for one case and pass, in milliseconds; numbers of rank 0 only are nan on other ranks."""
 
     steps: list[float]
     computing: float
@@ -78,17 +78,17 @@ class Measured:
     sent: float
     product_share: float
     peak_flops: float
-    transport: str = ""  # how messages travelled, and why
+    transport: str = ""  # the transport and its reason
 
 
-class Contender:
-    """A case on this rank: its attention, its part of the tokens, and steps of a model that all cases share."""
+class Case:
+    """A case on this rank: its attention and its part of the tokens. All cases share one model."""
 
     def __init__(self, case: tuple[str, str], work: Workload, model: Llama, tokens: Tensor) -> None:
         self.work, self.model, self.device = work, model, tokens.device
         self.attend = self.switch = None
         self.num_ranks = 1 if case[0] == ALONE else dist.get_world_size()
-        self.waits = case[0] == ALONE and dist.get_rank() > 0  # one device is rank 0's
+        self.waits = case[0] == ALONE and dist.get_rank() > 0  # only rank 0 runs the case of one device
         self.tokens, self.targets = tokens, tokens.roll(-1, 1)
         self.positions = torch.arange(work.tokens, device=self.device)
         if case[0] != ALONE:
@@ -110,7 +110,7 @@ class Contender:
             model.zero_grad()
 
     def turns(self, kind: str) -> dict[str, Callable[[], None]]:
-        """What is timed: the step, the step without its transfers, its attention without computing."""
+        """The timed calls: the step, the step without transfers, and its attention without computation."""
         step = partial(self.step, kind)
         if self.attend is None or self.switch is None:
             return {"step": step}
@@ -118,11 +118,11 @@ class Contender:
         return {
             "step": step,
             "computing": partial(self.switch.without, "sends", step),
-            "wire": partial(self.switch.without, "computes", calls),
+            "communication": partial(self.switch.without, "computes", calls),
         }
 
     def watch(self, kind: str) -> tuple[float, float, float]:
-        """Of a step, after one that warms up and shakes hands: peak MiB, bytes sent, the share of its products."""
+        """Peak MiB, bytes sent and share of matmuls of a step, after a warm-up step that also connects the ranks."""
         self.step(kind)
         timeline = memory.Timeline(held=sum(p.nbytes for p in self.model.parameters()) + 3 * self.tokens.nbytes)
         before = self.attend.bytes_sent if self.attend else 0
@@ -139,22 +139,22 @@ class Contender:
 def run_on_rank(
     entries: Sequence[Entry], kinds: Sequence[str], repeats: int, device_type: str
 ) -> dict[Entry, dict[str, Measured]]:
-    """On a rank: what is measured of each, by pass. Passes, their computing and their communication take turns."""
+    """Run on each rank: the measurements of each entry, by pass. Steps, computation and communication take turns."""
     device = here(device_type)
     torch.manual_seed(0)
     config, longest = entries[0][0].config(), max(work.tokens for work, _ in entries)
     tokens = torch.randint(config.vocab_size, (1, longest), device=device)
     with device:
         model = Llama(config, attention=attention)
-    contenders, watched, transports = {}, {}, {}
-    for entry in entries:  # before the next one is there: a GPU's peak counts all that is held
+    cases, watched, transports = {}, {}, {}
+    for entry in entries:  # one after another: a GPU's peak counts all allocated tensors
         work, case = entry
-        contenders[entry] = Contender(case, work, model, tokens[:, : work.tokens])
-        watched[entry] = {kind: contenders[entry].watch(kind) for kind in kinds}
-        attend = contenders[entry].attend
+        cases[entry] = Case(case, work, model, tokens[:, : work.tokens])
+        watched[entry] = {kind: cases[entry].watch(kind) for kind in kinds}
+        attend = cases[entry].attend
         transports[entry] = attend.transport(device) if attend else ""
         dist.barrier()
-    nums = {contender.num_ranks for contender in contenders.values()}
+    nums = {case.num_ranks for case in cases.values()}
     flops = dict.fromkeys(nums, float("nan"))
     if dist.get_rank() == 0:
         dtype, on_gpu = entries[0][0].dtype, device.type == "cuda"
@@ -163,24 +163,24 @@ def run_on_rank(
         (entry, kind, name): partial(timed, call, device, together=True)
         for entry in entries
         for kind in kinds
-        for name, call in contenders[entry].turns(kind).items()
+        for name, call in cases[entry].turns(kind).items()
     }
     times = {key: [ms for ms, _ in results] for key, results in in_turns(clocks, repeats).items()}
 
     def measured(entry: Entry, kind: str) -> Measured:
         steps = times[entry, kind, "step"]
         computing = median(times.get((entry, kind, "computing"), steps))
-        communication = median(times.get((entry, kind, "wire"), [0.0]))
+        communication = median(times.get((entry, kind, "communication"), [0.0]))
         transport = transports[entry]
         return Measured(
-            steps, computing, communication, *watched[entry][kind], flops[contenders[entry].num_ranks], transport
+            steps, computing, communication, *watched[entry][kind], flops[cases[entry].num_ranks], transport
         )
 
     return {entry: {kind: measured(entry, kind) for kind in kinds} for entry in entries}
 
 
 def _attention_calls(attend: ContextAttention, kind: str, work: Workload, device: torch.device) -> Callable[[], None]:
-    """The attention of every layer, called as the model calls it."""
+    """A function that calls attention once per layer, as the model does."""
     config, dtype = work.config(), getattr(torch, work.dtype)
     mine = attend.placement(work.tokens).sizes[attend.rank]
     heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)

@@ -1,9 +1,9 @@
-"""Our ring beside PyTorch's own template on CPU ranks, with the same operator, in one run: time, memory, errors.
+"""Our ring compared with PyTorch's ring template on CPU ranks, with the same operator: time, memory, errors.
 
     flashspan bench cpu-ring --tokens 8192 --heads 8 --head-dim 64 --ranks 4
 
-The two take turns, so that a busy machine slows both; CPU seconds hardly depend on how busy it is. Time is of the
-slowest rank, forward and backward; memory is what tensors take at most, q, k, v and dout among them.
+The two take turns, so that other load of the machine slows both; CPU seconds hardly depend on the load. Time is that of
+the slowest rank, forward and backward; memory is the peak of all tensors, including q, k, v and dout.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MIB = 2**20
 
 
 def compare(tokens: int, heads: int, head_dim: int, repeats: int, head_chunks: int | None) -> dict[str, list[Any]]:
-    """On a rank: (seconds, CPU seconds) of each repeat, ours and theirs, the peak MiB, and how their answers differ."""
+    """Run on each rank: (seconds, CPU seconds) of each repeat of both, their peak MiB, the difference of results."""
     attend = context_parallel(
         dist.group.WORLD, layout="zigzag", strategy="ring", num_tokens=tokens, head_chunks=head_chunks
     )
@@ -98,7 +98,7 @@ def bench_cpu_ring(
     repeats: int = 5,
     head_chunks: int | None = None,
 ) -> int:
-    """A ring of CPU ranks against PyTorch's own ring with the same operator: time, memory and the difference.
+    """A ring of CPU ranks compared with PyTorch's own ring with the same operator: time, memory, difference of results.
 
     Args:
         tokens: Number of tokens in the sequence.
@@ -106,7 +106,7 @@ def bench_cpu_ring(
         head_dim: Head size.
         ranks: Number of processes on this machine.
         repeats: Number of runs.
-        head_chunks: Number of parts in which heads are sent; by default chosen by context_parallel.
+        head_chunks: Number of chunks of heads; by default that of context_parallel.
     """
     check_repeats(1, tokens=tokens, heads=heads, head_dim=head_dim, repeats=repeats)
     check_num_ranks(ranks, "ranks")
@@ -126,13 +126,13 @@ def bench_cpu_ring(
         slowest = [max(answer[name][i][0] for answer in answers) for i in range(repeats)]
         busy = min(sum(answer[name][i][1] for answer in answers) for i in range(repeats))
         low, middle = min(slowest), statistics.median(slowest)
-        # q, k, v and dout were there before; out, dq, dk, dv and everything else came.
+        # q, k, v and dout existed before the call; out, dq, dk, dv and all else were allocated in it.
         total = max(answer["peaks"][number] for answer in answers) + 4 * tensor
         ratio = (total - 4 * tensor) / (8 * tensor)
         print(
             f"{name:<7} median {middle:.3f} s, best {low:.3f} s, {busy:.3f} CPU s of all ranks; "
-            f"peak {total:.1f} MiB per rank with inputs: "
-            f"less two K/V buffers {ratio:.2f}x the share of q, k, v, out and gradients ({8 * tensor:.1f} MiB)"
+            f"peak {total:.1f} MiB per rank with inputs; "
+            f"without two K/V buffers {ratio:.2f}x the rank's q, k, v, out and gradients ({8 * tensor:.1f} MiB)"
         )
     print("relative difference of out, dq, dk, dv:", " ".join(f"{x:.1e}" for x in answers[0]["difference"]))
 

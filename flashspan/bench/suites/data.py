@@ -2,10 +2,10 @@
 
     flashspan bench data --ranks 2 4         # appends rows to data.jsonl, prints tables
 
-Ranks are GPUs where there are enough of them for all that is asked for, and processes on the CPU otherwise.
+Ranks use GPUs if there are enough for the largest number of ranks, and are CPU processes otherwise.
 
-All strategies take turns, step by step and in changing order, so that whatever else the machine does hits them equally.
-They share the global batch: data strategies split its samples, context its sequences, tensor strategies the layers.
+All strategies take turns, step by step in changing order, so that other load of the machine affects them equally.
+All have the same global batch: data strategies split its samples, context its sequences, tensor strategies the layers.
 `hybrid` is the tensor strategy with sparse attention: blocks of `HybridBlock` and a sliding window.
 """
 
@@ -31,25 +31,32 @@ from flashspan.parallel import DataParallel
 from flashspan.progress import progress
 
 LENGTH = 128
-PROFILED = 3  # steps, apart from those that are timed: a profiler slows the host down
+PROFILED = 3  # steps that are profiled, separate from the timed ones: profiling slows the host down
 MIB = 2**20
 WIRE = (
+<<<<<<< HEAD
     "communication ms and hidden: on the CPU, of those that reduce gradients by DataParallel (naive to bucketed, "
     "sharded optimizer, context) that reduction alone, and the part of it before backward ended; of the others, "
     "and of all on GPUs, every collective of a profiled step, waiting included, and the part in which the rank also "
     "computed. The two kinds of hidden do not compare."
+=======
+    '"communication ms" and "hidden" have two meanings, which are not comparable. On CPUs, for strategies that reduce '
+    "gradients by DataParallel (naive to bucketed, sharded optimizer, context), they are that reduction only, and the "
+    "part of it before backward ended. For the others, and for all on GPUs, they are every collective of a profiled "
+    "step, including waiting, and the part in which the rank also computed."
+>>>>>>> words
 )
 
 
 def sizes_of(width: int, layers: int, heads: int, kv_heads: int) -> Transformer:
-    """The model of these sizes, its MLP 8/3 as wide; refuses what cannot be."""
+    """The model with these sizes and an MLP 8/3 as wide; ValueError for invalid sizes."""
     given = {"--width": width, "--layers": layers, "--heads": heads, "--kv-heads": kv_heads}
     for name, value in given.items():
         if value < 1:
             raise ValueError(f"{name} must be 1 or more: got {value}")
     if width % heads or heads % kv_heads or width // heads > 256:
         raise ValueError(
-            "heads must divide the width, and kv heads the heads, and a head has 256 features at most: "
+            "heads must divide the width, kv heads must divide the heads, and a head has at most 256 features: "
             f"got width {width}, {heads} heads and {kv_heads} kv heads; change --width, --heads or --kv-heads"
         )
     ffn_width = 16 * -(-8 * width // (3 * 16))
@@ -57,33 +64,34 @@ def sizes_of(width: int, layers: int, heads: int, kv_heads: int) -> Transformer:
 
 
 def fitting(names: Sequence[str], num_ranks: int, sizes: Transformer = SIZES) -> list[str]:
-    """The contenders that fit so many ranks: tensor parallelism cannot cut a head. There must be one."""
+    """The strategies that are possible with this number of ranks: tensor parallelism cannot split a head. ValueError if
+    there are none."""
     whole = sizes.num_kv_heads % num_ranks == 0
     found = [name for name in names if whole or not name.startswith(("tensor", "hybrid"))]
     if not found:
         raise ValueError(
             f"tensor parallelism needs a number of ranks that divides the {sizes.num_kv_heads} kv heads: "
-            f"got {num_ranks} for {', '.join(names)}; use other --ranks or --kv-heads, or measure other strategies too"
+            f"got {num_ranks} for {', '.join(names)}; use other --ranks or --kv-heads, or add strategies to --only"
         )
     return found
 
 
 def refuse_large(names: Sequence[str], num_ranks: int, sizes: Transformer, tokens: int, device_type: str) -> None:
-    """ValueError for what a CPU's memory cannot hold, before ranks are started: each has all contenders at once."""
-    count = num_ranks * tokens  # of a step, over all ranks
+    """ValueError if a CPU's memory is too small, before ranks are started: each rank has all strategies at once."""
+    count = num_ranks * tokens  # per step, on all ranks
     needed = sum(predict(sizes, SPLIT_BY.get(name, "data"), num_ranks=num_ranks, tokens=count).total for name in names)
     needed *= num_ranks
     free = free_bytes(device_type) if device_type == "cpu" else None
     if free is not None and needed > free:
         raise ValueError(
             f"bench data must fit in memory: {len(names)} strategies on {num_ranks} ranks need {needed / 2**30:,.1f} "
-            f"GiB, and {free / 2**30:,.1f} are there; measure fewer with --only, or a smaller model or --batch"
+            f"GiB, but {free / 2**30:,.1f} are available; use fewer in --only, or a smaller model or --batch"
         )
 
 
 def shape_of(sizes: Transformer, window: int, batch: int, length: int) -> str:
-    """What rows call these sizes. Heads and window are named where they are not the usual ones, which earlier rows did
-    not name."""
+    """The shape in rows. Heads and window are included only if they are not the defaults, since earlier rows do not
+    have them."""
     usual = (sizes.num_heads, sizes.num_kv_heads, window) == (SIZES.num_heads, SIZES.num_kv_heads, WINDOW)
     named = "" if usual else f", {sizes.num_heads}/{sizes.num_kv_heads} heads, window {window},"
     return f"{sizes.num_layers}x{sizes.width}{named} {batch}x{length} per rank"
@@ -100,9 +108,9 @@ def measure_ranks(
     sizes: Transformer = SIZES,
     device_type: str = "cpu",
 ) -> list[Row]:
-    """Rows for the named contenders that fit so many ranks, measured in turns on ranks started for it.
+    """Rows for these strategies, if possible with this number of ranks, measured in turns on ranks started for it.
 
-    Times are a step's, the slowest rank's; memory is rank 0's.
+    Times are those of a step on the slowest rank; memory is that of rank 0.
     """
     names = fitting(names, num_ranks, sizes)
     backend = "nccl" if device_type == "cuda" else "gloo"
@@ -128,13 +136,13 @@ def measure_ranks(
                 samples_ms=[max(times) for times in zip(*(r[name]["steps"] for r in results), strict=True)],
                 peak_mib=ledger.total / MIB,
                 more={
-                    "communication_ms": first["communication"],  # WIRE says of what
-                    "hidden": first["hidden"],  # the fraction of it that computing hid
+                    "communication_ms": first["communication"],  # see WIRE
+                    "hidden": first["hidden"],  # the share of it that computation hid
                     "parameters_mib": ledger.parameters / MIB,
                     "gradients_mib": ledger.gradients / MIB,
                     "optimizer_mib": ledger.optimizer / MIB,
                     "activations_mib": ledger.activations / MIB,
-                    "predicted_mib": expected.total / MIB,  # the four together
+                    "predicted_mib": expected.total / MIB,  # the sum of the four
                 },
             )
         )
@@ -144,7 +152,7 @@ def measure_ranks(
 def _take_turns(
     names: list[str], sizes: Transformer, batch: int, length: int, window: int, rounds: int, device_type: str
 ) -> dict[str, Any]:
-    """On each rank: steps of all contenders in turns; what each took, and what it holds."""
+    """Run on each rank: steps of all strategies in turns; returns the times and the memory of each."""
     device = here(device_type)
     contenders = {name: prepare(name, sizes, batch, length, window, device) for name in names}
     ledgers = {name: contender.ledger() for name, contender in contenders.items()}  # also the first warm-up
@@ -157,7 +165,7 @@ def _take_turns(
             elapsed, _ = timed(contender.step, device, together=True)
             if turn:  # the first is for warming up
                 steps[name].append(elapsed)
-                # On a GPU its clock, the host's, would count how long it takes to launch a reduction.
+                # On a GPU, the host's clock would only time the launch of a reduction.
                 if isinstance(contender.running, DataParallel) and device.type == "cpu":
                     spent = contender.running.traffic
                     traffic[name].append((1e3 * spent.communication, spent.hidden))
@@ -177,7 +185,7 @@ def _take_turns(
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """Rows of one number of ranks."""
+    """A table of rows with one number of ranks."""
     rows = [record.kept(row) for row in rows]
     best = min(row.p50_ms for row in rows)
 
@@ -185,7 +193,7 @@ def table(rows: Sequence[Row]) -> Table:
         return lambda row: row.more[name]
 
     return make(
-        f"{rows[0].ranks} ranks, {rows[0].shape}: a step in milliseconds, what a rank holds in MiB",
+        f"{rows[0].ranks} ranks, {rows[0].shape}: milliseconds of a step, MiB of a rank",
         rows,
         {
             "strategy": lambda row: row.impl,
@@ -220,9 +228,9 @@ def bench_data(
 ) -> int:
     """A training step under every strategy of data, optimizer, context and tensor parallelism, in one run.
 
-    Time, the wire and the part of it that computing hides, and the memory of a rank by kind. Runs on GPUs
-    where there are as many as the largest number of ranks; without enough GPUs it measures processes on the CPU. Rows
-    go to FOLDER/data.jsonl.
+    Time, communication and the part of it that computation hides, and the memory of a rank by kind. Runs on GPUs if
+    there are as many as the largest number of ranks, otherwise on CPU processes. Rows are appended to
+    FOLDER/data.jsonl.
 
     Args:
         ranks: Numbers of ranks, each 1 to 8.
@@ -233,13 +241,13 @@ def bench_data(
         layers: Number of layers.
         heads: Number of query heads.
         kv_heads: Number of key and value heads.
-        window: Number of keys that a query of hybrid sees.
+        window: Number of keys that a query sees in the strategy hybrid.
         only: Strategies to measure.
         folder: Folder for the rows.
     """
     unknown = [name for name in only if name not in CONTENDERS]
     if unknown or not only:
-        raise ValueError(f"a contender is one of {', '.join(CONTENDERS)}: got {', '.join(unknown) or 'none'}")
+        raise ValueError(f"--only must be of {', '.join(CONTENDERS)}: got {', '.join(unknown) or 'none'}")
     if not ranks or min(ranks) < 1 or max(ranks) > 8 or batch < 1:
         shown = " ".join(map(str, ranks)) or "none"
         raise ValueError(f"bench data needs 1 to 8 ranks and 1 sequence: got {shown} ranks and {batch} sequences")
@@ -249,17 +257,17 @@ def bench_data(
         raise ValueError(f"--window must be 1 or more: got {window}")
     if window != WINDOW and "hybrid" not in only:
         raise ValueError(
-            f"--window is of the strategy hybrid: got {window} without it; leave it out, or add it to --only"
+            f"--window needs the strategy hybrid: got {window} without it; leave --window out, or add hybrid to --only"
         )
     if tokens < 2 * max(ranks):
         raise ValueError(f"bench data needs 2 tokens per rank or more: got {tokens} tokens on {max(ranks)} ranks")
     if "tensor and sequence" in only and any(tokens % num_ranks for num_ranks in ranks):
         raise ValueError(
-            "with tensor and sequence the --tokens must divide by the ranks: "
-            f"got {tokens} tokens on {' '.join(map(str, ranks))} ranks; use others, or leave it out of --only"
+            "for the strategy tensor and sequence, the ranks must divide --tokens: "
+            f"got {tokens} tokens on {' '.join(map(str, ranks))} ranks; use other numbers, or leave it out of --only"
         )
     for num_ranks in ranks:
-        fitting(only, num_ranks, sizes)  # refused before anything is measured
+        fitting(only, num_ranks, sizes)  # raises before anything is measured
     device_type = "cuda" if torch.cuda.device_count() >= max(ranks) else "cpu"
     for num_ranks in ranks:
         refuse_large(fitting(only, num_ranks, sizes), num_ranks, sizes, batch * tokens, device_type)

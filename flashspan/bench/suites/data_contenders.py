@@ -32,7 +32,7 @@ from flashspan.parallel.tensor import Style
 
 SIZES = Transformer(num_layers=6, width=256, num_heads=8, num_kv_heads=4, ffn_width=688, vocab_size=4096)
 WINDOW = 32
-BUCKET_MB = 4.0  # in proportion to a model this small; the default suits larger ones
+BUCKET_MB = 4.0  # in proportion to this small model; the default is for larger ones
 SPLIT: dict[str, Style] = {
     "embed": "vocabulary",
     "blocks.*_norm": "norm-entering",
@@ -49,7 +49,7 @@ def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block, told nothing of devices; the number of heads it sees is up to its projections."""
+    """A pre-norm transformer block without code for several devices; its projections determine the number of heads."""
 
     def __init__(self, sizes: Transformer, attend: Attend) -> None:
         super().__init__()
@@ -94,10 +94,10 @@ class Model(nn.Module):
 
 
 @dataclass
-class Contender:
-    """A strategy ready to step: what runs, what holds the parameters, and this rank's part of the batch."""
+class Prepared:
+    """A strategy that is ready to step: the module that runs, the model with the parameters, this rank's batch."""
 
-    strategy: Strategy  # which ledger it keeps
+    strategy: Strategy  # whose memory `predict` computes
     model: nn.Module
     running: nn.Module
     optimizer: torch.optim.Optimizer
@@ -110,7 +110,7 @@ class Contender:
         self.optimizer.step()
 
     def watch(self, device: torch.device) -> tuple[float, float]:
-        """The wire's milliseconds in a profiled step, and the fraction of them that computing hid."""
+        """The milliseconds of communication in a profiled step, and the share of them that computation hid."""
         dist.barrier()
         with trace.profiled(device) as profiler:
             self.step()
@@ -118,7 +118,7 @@ class Contender:
         return trace.wire_of(profiler.kineto_results.events(), device)
 
     def ledger(self) -> Ledger:
-        """Of a step taken for the purpose."""
+        """The measured memory, from one extra step."""
         self.optimizer.zero_grad()
         with record_activations(self.model) as kept:
             loss = self.loss(self.running(self.tokens), self.tokens)
@@ -144,7 +144,7 @@ SPLIT_BY: dict[str, Strategy] = {
     "tensor and sequence": "tensor and sequence",
     "hybrid": "tensor",
 }
-"""What splits the memory of the contenders; that of the others is "data"."""
+"""The strategy that determines a rank's memory; for the others it is "data"."""
 
 
 def prepare(
@@ -154,8 +154,8 @@ def prepare(
     length: int,
     window: int = WINDOW,
     device: torch.device = torch.device("cpu"),  # noqa: B008 - a constant
-) -> Contender:
-    """A contender by name, with `batch` sequences per rank. A collective."""
+) -> Prepared:
+    """A strategy by name, with `batch` sequences per rank, ready to step. A collective."""
     num_ranks, rank = dist.get_world_size(), dist.get_rank()
     torch.manual_seed(0)
     model = Model(sizes, _causal).to(device)
@@ -191,11 +191,11 @@ def prepare(
         def loss(logits: Tensor, tokens: Tensor) -> Tensor:
             return vocabulary_parallel_cross_entropy(logits, tokens, vocab_size=sizes.vocab_size, mesh=mesh).mean()
     else:
-        raise ValueError(f"a contender is one of {', '.join(CONTENDERS)}: got {name!r}")
+        raise ValueError(f"a strategy must be one of {', '.join(CONTENDERS)}: got {name!r}")
     params = list(model.parameters())
     if name == "sharded optimizer":
-        return Contender(strategy, model, running, ShardedOptimizer(params, torch.optim.AdamW), mine, loss)
-    return Contender(strategy, model, running, torch.optim.AdamW(params), mine, loss)
+        return Prepared(strategy, model, running, ShardedOptimizer(params, torch.optim.AdamW), mine, loss)
+    return Prepared(strategy, model, running, torch.optim.AdamW(params), mine, loss)
 
 
 def _hybrid_block(sizes: Transformer, window: int, mesh: DeviceMesh, device: torch.device) -> HybridBlock:

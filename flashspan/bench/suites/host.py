@@ -1,10 +1,10 @@
-"""What a call costs the host: calls are queued without waiting for the device, on tensors so small that it keeps up.
+"""The host's time for a call: calls are queued without waiting for the device, on tensors so small that it keeps up.
 
     flashspan bench host --calls 500
 
-The least of twenty rounds, in which all take turns, beside PyTorch's own attention. On a CPU, where nothing is queued,
-it is the whole call. A backward runs in a thread of autograd's, and waking that one and this again may take longer than
-the rest: "one thread" is without.
+The result is the minimum of twenty rounds, in which all calls take turns, compared with PyTorch's own attention. On a
+CPU, where nothing is queued, it is the time of the whole call. Backward runs on an autograd thread, and switching
+threads may take longer than the rest: the cases "one thread" do not switch.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from flashspan.bench.measure.clock import check_repeats, default_device
 def microseconds(
     cases: dict[str, Callable[[], object]], calls: int, device: torch.device, rounds: int = 20
 ) -> dict[str, float]:
-    """Name -> microseconds of one call, the least of the rounds. In turns: whoever else keeps this machine busy does so
-    in some rounds, not in all of one name's."""
+    """Name -> microseconds of one call, the minimum over rounds. The names take turns, so that other load of the
+    machine affects some rounds but not all rounds of one name."""
     least = dict.fromkeys(cases, float("inf"))
     for number in range(rounds + 1):  # the first compiles and warms up
         for name, call in cases.items():
@@ -40,7 +40,7 @@ def microseconds(
 
 
 def cases(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:
-    """Name -> a call to time; the last six record what a backward needs, and the last four run it."""
+    """Name -> a call to time; the last six record the graph for backward, and the last four run backward."""
     gq, gk, gv = (x.clone().requires_grad_() for x in (q, k, v))
     dout = torch.randn_like(q)
 
@@ -66,7 +66,7 @@ def cases(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:
 
 
 def bench_host(*, calls: int = 100, device: str = "") -> int:
-    """What one call of attention costs the host, in microseconds: this library and PyTorch.
+    """The host's time for one call of attention, in microseconds: flashspan and PyTorch.
 
     Args:
         calls: Number of calls per round.

@@ -2,10 +2,10 @@
 
     flashspan bench leaderboard
 
-As the course runs it: compiled, bfloat16, the sum of the output as the loss, milliseconds from `do_bench` over ten
-seconds. Twice: with the compiler looking into the call, and not (untraced). A compiled backward first copies the
-gradient it is given, which of a sum is one number 16 million times; ours copies one head of it. Rows go to
-docs/benchmarks/leaderboard.csv.
+As in the course: compiled, bfloat16, the sum of the output as the loss, milliseconds from `do_bench` over ten seconds.
+Measured twice: with the call traced by the compiler, and not traced ("untraced"). A compiled backward first copies its
+incoming gradient, which for a sum is one number expanded to 16 million elements; ours copies one head of it. Rows are
+appended to docs/benchmarks/leaderboard.csv.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ HEADS, TOKENS, HEAD_DIM = 16, 16384, 64
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
-    """The course's call: [heads, tokens, head size], no batch."""
+    """The course's call: tensors [heads, tokens, head size], without a batch."""
     return attention(q[None], k[None], v[None], causal=is_causal).squeeze(0)  # a view, also in backward
 
 
 def untraced(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
-    """The same, which the compiler leaves as it is."""
+    """The same call, not traced by the compiler."""
     return _as_it_is(q, k, v, is_causal)
 
 
@@ -39,16 +39,16 @@ _as_it_is = torch.compiler.disable(flash, reason="a compiled backward would copy
 
 
 def bench_leaderboard(*, rep: int = 10000, warmup: int = 1000) -> int:
-    """The course's leaderboard test, as it stands: compiled, 16 heads of 64 over 16,384 tokens, causal.
+    """The course's leaderboard test, unchanged: compiled, 16 heads of 64 over 16,384 tokens, causal.
 
     Args:
-        rep: Milliseconds of measurement, for each of two ways.
+        rep: Milliseconds of measurement, for each of the two variants.
         warmup: Milliseconds of warm-up.
     """
     check_repeats(1, rep=rep)
     check_repeats(0, warmup=warmup)
     if not torch.cuda.is_available():
-        raise ValueError("bench leaderboard needs a CUDA device and none is present; `flashspan check` runs anywhere")
+        raise ValueError("bench leaderboard needs a CUDA device: found none; `flashspan check` runs anywhere")
     for impl, call in (("flashspan", flash), ("flashspan untraced", untraced)):
         row = _measure(impl, call, rep, warmup)
         record.append([row], PATH)

@@ -1,10 +1,10 @@
 """`flashspan bench model`: forward, backward and optimizer of a training step, for presets, lengths and precisions.
 
     flashspan bench model --presets small medium --tokens 128 256 --dtypes float32 bfloat16
-    flashspan bench model --presets small --warmups 0 1 2 5      # each in a process of its own: the warm-up study
+    flashspan bench model --presets small --warmups 0 1 2 5      # the warm-up study: each in a separate process
 
-Every phase is timed by itself, with the device idle before and after: w warm-up steps, then n measured ones; a row has
-their mean and standard deviation beside the percentiles.
+Every phase is timed separately, with an idle device before and after it: w warm-up steps, then n measured steps. A row
+has their mean, standard deviation and percentiles.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ATTENTIONS: dict[str, Callable[..., Any]] = {"flashspan": attention, "plain": ra
 
 @dataclass(frozen=True)
 class Setting:
-    """One configuration. `attention` is "flashspan", or "plain": scores, softmax and product as PyTorch operators."""
+    """One configuration. `attention` is "flashspan", or "plain": scores, softmax and values as PyTorch operators."""
 
     preset: str
     batch: int
@@ -65,7 +65,7 @@ class Stepper:
         self.targets = self.tokens.roll(-1, 1)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=device.type == "cuda")
         if setting.compiled:
-            torch._dynamo.reset()  # what earlier configurations compiled would count against its limit
+            torch._dynamo.reset()  # graphs of earlier configurations would count towards its limit
             for layer in self.model.layers:
                 layer.compile()
         self.loss: torch.Tensor | None = None
@@ -107,15 +107,15 @@ class Stepper:
 
 
 def peak_bytes(stepper: Stepper, call: Callable[[], None]) -> float:
-    """The most bytes allocated at once in a call, with what the model holds."""
+    """The most bytes allocated at once in a call, including the model."""
     cuda = stepper.device.type == "cuda"
     held = torch.cuda.memory_allocated(stepper.device) if cuda else stepper.held()
     return held + memory.peak_of(call, stepper.device)[0]
 
 
 def needed_bytes(setting: Setting, kinds: Sequence[str] = KINDS) -> float:
-    """On a CPU, about: of a training step the planner's count and, of plain attention, the scores that layers keep; of
-    inference the weights, in two dtypes under autocast, and the scores of one layer."""
+    """An estimate for a CPU. Training: the planner's memory, plus the scores that plain attention stores. Inference:
+    the weights, in two dtypes under autocast, and the scores of one layer."""
     run = Run(preset(setting.preset), setting.batch, setting.tokens, setting.dtype, fused_norms=False)
     scores = run.model.num_heads * run.batch * run.tokens**2 * run.itemsize if setting.attention == "plain" else 0
     if kinds == FORWARD_ONLY:
@@ -125,8 +125,8 @@ def needed_bytes(setting: Setting, kinds: Sequence[str] = KINDS) -> float:
 
 
 def time_phases(stepper: Stepper, warmup: int, steps: int, kinds: Sequence[str]) -> dict[str, list[float]]:
-    """Milliseconds of every measured run of each phase. Inference comes last: of a step without warm-up, what is slow
-    the first time is a part of training then."""
+    """Milliseconds of every measured run of each phase. Inference is last, so that without warm-up the slow first run
+    is counted in training."""
     calls = {
         "forward": stepper.forward,
         "backward": stepper.backward,
@@ -145,14 +145,14 @@ def time_phases(stepper: Stepper, warmup: int, steps: int, kinds: Sequence[str])
 
 
 def measure(setting: Setting, device: torch.device, what: str = "model", kinds: Sequence[str] = KINDS) -> list[Row]:
-    """A row for every phase, or for inference alone."""
+    """A row for every phase, or only for inference."""
     memory.check_room(needed_bytes(setting, kinds), device)
     stepper = Stepper(setting, device)
     phases = time_phases(stepper, setting.warmup, setting.steps, kinds)
     peaks = {}
     if "training" in kinds:
         peaks["training"] = peak_bytes(stepper, stepper.train)
-        stepper.optimizer.state.clear()  # inference holds no moments
+        stepper.optimizer.state.clear()  # inference needs no moments
     peaks["inference"] = peak_bytes(stepper, stepper.infer)
     return [make_row(setting, device, what, kind, phases[kind], peaks.get(kind)) for kind in kinds]
 
@@ -160,7 +160,7 @@ def measure(setting: Setting, device: torch.device, what: str = "model", kinds: 
 def make_row(
     setting: Setting, device: torch.device, what: str, kind: str, samples: Sequence[float] = (), peak: Any = None
 ) -> Row:
-    """A row of this bench, with or without times."""
+    """A row of this benchmark, with or without times."""
     step = preset(setting.preset).flops_per_token(setting.tokens) * setting.batch * setting.tokens / 1e12
     parts = {"inference": 1 / 3, "forward": 1 / 3, "backward": 2 / 3, "training": 1.0}
     impl = setting.impl if what == "model" else f"{setting.impl}, {setting.warmup} warm-ups"
@@ -172,10 +172,10 @@ def make_row(
 
 
 def compile_layers(setting: Setting, device: torch.device, kinds: Sequence[str]) -> None:
-    """Leave on disk what a compiled model needs. Its layers share their graphs: two of them will do."""
+    """Compile a model to the disk cache. Layers share their graphs, so two layers are enough."""
     from torch._inductor import config
 
-    # Which of its kernels is fastest the compiler finds out again where it is measured: here others use the device.
+    # Autotuning is repeated when the model is measured: here other processes use the device.
     with config.patch(autotune_local_cache=False):
         stepper = Stepper(setting, device, replace(preset(setting.preset), num_layers=2))
         stepper.infer()
@@ -184,7 +184,7 @@ def compile_layers(setting: Setting, device: torch.device, kinds: Sequence[str])
 
 
 def job(setting: Setting, device: torch.device, *, fresh: bool = False, kinds: Sequence[str] = KINDS) -> sweep.Job:
-    """A job of a sweep; `fresh` ones, each in a process that has warmed up nothing, are the warm-up study."""
+    """A job of a sweep; a `fresh` one runs in a new process, without warm-up, for the warm-up study."""
     what = "warm-up" if fresh else "model"
     expected = tuple(make_row(setting, device, what, kind) for kind in kinds)
     ready = partial(compile_layers, setting, device, kinds) if setting.compiled else None
@@ -192,7 +192,7 @@ def job(setting: Setting, device: torch.device, *, fresh: bool = False, kinds: S
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """A line per configuration, a column per phase: mean ± standard deviation."""
+    """A table with a line per configuration and a column per phase: mean ± standard deviation."""
     return pivot(
         "milliseconds, mean ± standard deviation",
         rows,
@@ -204,7 +204,7 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def _rounded(value: float, digits: int) -> str:
-    """So many digits, and more where that would take a power of ten."""
+    """A number with this many significant digits, or all digits before the point, without an exponent."""
     text = f"{value:.{digits}g}"
     return f"{value:,.0f}" if "e+" in text else text
 
@@ -226,8 +226,8 @@ def bench_model(
 ) -> int:
     """Time forward, backward and optimizer of training steps; mean, deviation and peak memory.
 
-    Appends rows to FOLDER/model.jsonl. With several --warmups each configuration runs in a process of its own, once
-    for each number of warm-up steps: the warm-up study.
+    Appends rows to FOLDER/model.jsonl. With several --warmups, each configuration runs once for each number of warm-up
+    steps, in separate processes: the warm-up study.
 
     Example: flashspan bench model --presets small medium --tokens 128 256 --compiled
 
@@ -237,23 +237,23 @@ def bench_model(
         batch: Samples per step.
         dtypes: Dtypes: float32, and bfloat16 for autocast.
         attentions: Attention: flashspan, or plain (scores, softmax, values).
-        compiled: With torch.compile too.
+        compiled: Measurements with torch.compile, in addition.
         warmups: Numbers of steps before the measured ones.
         steps: Number of measured steps.
         forward_only: Inference only, for models whose training step does not fit.
         device: Device type: auto, cpu or cuda.
         folder: Folder for the rows.
-        again: Measure again what the folder already holds.
+        again: Repetition of measurements that the folder already has.
     """
     place = record.find_device(device)
     if not presets:
-        raise ValueError("presets must name one model or more, for instance small: got none")
+        raise ValueError("--presets needs one or more models, such as small: got none")
     for name in presets:
-        preset(name)  # refuses unknown ones
+        preset(name)  # raises for unknown ones
     _check(tokens=tokens, batch=(batch,))
     check_repeats(1, steps=steps)
     if not warmups:
-        raise ValueError("warmups must name one number or more: got none")
+        raise ValueError("--warmups needs one or more numbers: got none")
     for count in warmups:
         check_repeats(0, warmups=count)
     for names, known, word in (
@@ -262,7 +262,7 @@ def bench_model(
     ):
         unknown = [name for name in names if name not in known]
         if unknown or not names:
-            raise ValueError(f"{word} may be {', '.join(known)}: got {', '.join(unknown) or 'none'}")
+            raise ValueError(f"{word} must be of {', '.join(known)}: got {', '.join(unknown) or 'none'}")
     settings = [
         Setting(name, batch, length, dtype, attend, comp, warmup, steps)
         for name in presets

@@ -1,5 +1,5 @@
-"""What our LLaMA is measured against: transformers with SDPA, or, where transformers is not installed, a plain PyTorch
-LLaMA of the same operations."""
+"""The baseline of the training benchmark: transformers with SDPA, or, without transformers, a plain PyTorch LLaMA with
+the same operations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flashspan.model.rope import frequencies
 
 @dataclass(frozen=True)
 class Baseline:
-    """A model, its mean loss of (tokens, targets), and its step of decoding: (tokens, cache) -> last logits, cache."""
+    """A model, its mean loss of (tokens, targets), and its decoding step: (tokens, cache) -> last logits, cache."""
 
     name: str
     model: nn.Module
@@ -28,9 +28,9 @@ class Baseline:
 
 
 def load_baseline(folder: Path, device: torch.device) -> Baseline:
-    """The weights in a folder as bfloat16, in transformers if it is here."""
+    """A bfloat16 model with the weights of a folder, from transformers if it is installed."""
     if importlib.util.find_spec("transformers") is None:
-        print("transformers is not installed: the baseline is a plain PyTorch LLaMA of the same operations")
+        print("transformers is not installed: the baseline is a plain PyTorch LLaMA with the same operations")
         plain = PlainLlama(folder).to(device)
 
         def mean(tokens: Tensor, targets: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ def load_baseline(folder: Path, device: torch.device) -> Baseline:
     theirs.to(device)
 
     def loss(tokens: Tensor, targets: Tensor) -> Tensor:
-        # What its loss does too, without its shift: the targets are shifted already.
+        # The same as its own loss, but without the shift: the targets are already shifted.
         logits = theirs(tokens, use_cache=False).logits.float()
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
@@ -57,7 +57,7 @@ def load_baseline(folder: Path, device: torch.device) -> Baseline:
 
 
 class PlainLlama(nn.Module):
-    """A LLaMA as transformers runs it: eager modules, norms in float32, SDPA, whole logits."""
+    """A LLaMA with the operations of transformers: eager modules, norms in float32, SDPA, whole logits."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class PlainLlama(nn.Module):
         self.weights = nn.ParameterDict({name.replace(".", "/"): value for name, value in weights.items()})
 
     def forward(self, tokens: Tensor, cache: list[tuple[Tensor, Tensor]] | None = None, last: bool = False) -> Any:
-        """Logits of all tokens, or the last, and the keys and values of every layer."""
+        """Logits of all tokens, or only of the last one, and the keys and values of every layer."""
         begin = cache[0][0].shape[2] if cache else 0
         positions = torch.arange(begin, begin + tokens.shape[1], device=tokens.device)
         angles = positions[:, None].float() * frequencies(self.config, tokens.device)

@@ -1,10 +1,10 @@
-"""A timeline of attention across ranks: which kernel and which copy runs when, and how long a rank's GPU is idle.
+"""A timeline of attention across ranks: the kernels and copies of each GPU, and its idle time.
 
     flashspan bench ring --ranks 2 --share-gpu
 
-Each rank profiles one pass, forward and backward. Rows go to docs/benchmarks/ring.jsonl, the picture to ring.svg in the
-same folder. Ranks that share a GPU take turns with it unless MPS runs; with MPS, and half of the GPU's multiprocessors
-for each of two ranks, they are nearest to ranks with a GPU of their own:
+Each rank profiles one forward and one backward pass. Rows are appended to docs/benchmarks/ring.jsonl; the picture is
+ring.svg in the same folder. Ranks that share a GPU take turns unless MPS runs. With MPS and half of the GPU's
+multiprocessors for each of two ranks, they are most similar to ranks with separate GPUs:
 
     nvidia-cuda-mps-control -d
     CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=50 flashspan bench ring --ranks 2 --share-gpu
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 FOLDER = Path("docs/benchmarks")
 WARM_UP = 3
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cuStreamSynchronize")
-"""Runtime calls in which the host waits for the device."""
+"""CUDA runtime calls in which the host waits for the device."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What each rank computes: its shard of `ranks` times `tokens` tokens."""
+    """The shape of the benchmark: each rank has `tokens` tokens."""
 
     strategy: str
     layout: str
@@ -57,7 +57,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Span:
-    """A kernel or a copy of a rank, in microseconds since the first one of all ranks began."""
+    """A kernel or a copy of a rank, in microseconds since the first one on any rank began."""
 
     name: str
     begin: float
@@ -79,7 +79,7 @@ class PassProfile:
 
     @property
     def tiles(self) -> list[Span]:
-        """The kernels that compute tiles: those that take a tenth of the longest one's time or more."""
+        """The kernels that compute tiles: those that take at least a tenth of the longest kernel's time."""
         attention = [span for span in self.kernels if trace.Kernel(span.name, 0.0, 1).kind == "attention"]
         longest = max((span.end - span.begin for span in attention), default=0.0)
         return [span for span in attention if span.end - span.begin >= longest / 10]
@@ -98,7 +98,7 @@ class PassProfile:
 
     @property
     def hidden(self) -> float:
-        """The part of the copies' time in which a kernel runs too."""
+        """The share of the copies' time in which a kernel also runs."""
         copies = [(span.begin, span.end) for span in self.spans if span.is_copy]
         both = sum(max(0.0, min(end, k.end) - max(begin, k.begin)) for begin, end in copies for k in self.kernels)
         return both / sum(end - begin for begin, end in copies) if copies else float("nan")
@@ -161,7 +161,7 @@ def bench_ring(
 
 
 def run_on_rank(shape: Shape) -> dict[str, PassProfile]:
-    """On a rank: forward and backward, profiled after a few that warm up."""
+    """Run on each rank: profile forward and backward, after a few warm-up passes."""
     device = torch.device("cuda", torch.cuda.current_device())
     attend = over_all_ranks(shape.strategy, shape.layout, "cuda", num_tokens=shape.tokens * dist.get_world_size())
     torch.manual_seed(dist.get_rank())
@@ -218,7 +218,7 @@ def row_of(
 
 
 def draw(shape: Shape, profiles: list[dict[str, PassProfile]]) -> Figure:
-    """Kernels and copies of each rank over time, forward above and backward below."""
+    """Draw the kernels and copies of each rank over time, forward above backward."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 1.6 + 0.9 * len(profiles)), layout="constrained")

@@ -1,9 +1,14 @@
-"""The error of a bfloat16 output by how much of a row's weight few keys have, ours beside PyTorch's.
+"""The error of a bfloat16 output for flat and for sharp softmax rows: flashspan compared with PyTorch.
 
     flashspan bench rounding --tokens 8192
 
+<<<<<<< HEAD
 On random inputs, q multiplied by 1, 2, 4 and 8; in 1e-3 of the output, against float32 arithmetic. The table of
 docs/numerics.md, on whatever device there is; who cannot run there says why.
+=======
+The inputs are random, with q multiplied by 1, 2, 4 and 8. Errors are relative to float32 arithmetic, in units of 1e-3.
+It prints the table of docs/kernels.md on any device; for an implementation that cannot run there, the reason.
+>>>>>>> words
 """
 
 from __future__ import annotations
@@ -24,8 +29,9 @@ SHARP = (1.0, 2.0, 4.0, 8.0)
 NAMES = ("sdpa-cudnn", "sdpa-flash", "flashspan", "flashspan-portable")
 
 
-def contenders(shape: Shape, device: torch.device) -> dict[str, Callable[[], Attend]]:
-    """Name -> a function that makes attention: a block map of the same pairs is ours, and rounded in another way."""
+def compared(shape: Shape, device: torch.device) -> dict[str, Callable[[], Attend]]:
+    """Name -> a function that makes attention. Includes ours with a block map of the same pairs, which rounds
+    differently."""
     makers = implementations(shape)
     blocks = masks.Blocks.of(shape.mask(), shape.T, shape.T).to(device)
     return {name: makers[name] for name in NAMES} | {"flashspan, block map": lambda: partial(attention, mask=blocks)}
@@ -39,7 +45,7 @@ def inputs(shape: Shape, sharp: float, device: torch.device) -> list[Tensor]:
 
 
 def errors(shape: Shape, attend: Attend, device: torch.device) -> str:
-    """One for each sharpness, as text, or why it cannot run here."""
+    """The error for each sharpness, as text, or the reason why the implementation cannot run here."""
     found = []
     for sharp in SHARP:
         q, k, v = inputs(shape, sharp, device)
@@ -58,12 +64,12 @@ def check_tokens(tokens: int, device: torch.device) -> None:
     if free is not None and needed > free:
         raise ValueError(
             f"bench rounding must fit in memory: {tokens} tokens need {needed / 2**30:,.1f} GiB, "
-            f"and {free / 2**30:,.1f} are there; use fewer --tokens"
+            f"but {free / 2**30:,.1f} are available; use fewer --tokens"
         )
 
 
 def bench_rounding(*, tokens: int = 8192, device: str = "") -> int:
-    """The error of a bfloat16 output, by how much of a row's weight a few keys have: this library and PyTorch.
+    """The error of a bfloat16 output for flat and for sharp softmax rows: flashspan compared with PyTorch.
 
     Args:
         tokens: Number of queries and keys.
@@ -74,6 +80,6 @@ def bench_rounding(*, tokens: int = 8192, device: str = "") -> int:
     for head_dim, pattern in ((64, "full"), (128, "causal")):
         shape = Shape(1, 2, 2, tokens, head_dim, pattern)
         print(f"{shape}, error in 1e-3; q times " + ", ".join(f"{sharp:g}" for sharp in SHARP))
-        for name, make in contenders(shape, where).items():
+        for name, make in compared(shape, where).items():
             print(f"  {name:<22}" + errors(shape, make(), where), flush=True)
     return 0

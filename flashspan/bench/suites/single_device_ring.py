@@ -1,11 +1,11 @@
-"""Kernel time of a ring, without a ring: all ranks' steps walked one after another on one device, against one call.
+"""Kernel time of a ring on one device: the steps of all ranks run one after another, compared with one call.
 
     flashspan bench single-device-ring --tokens 32768 --heads 16 --kv-heads 16 --head-dim 128 --ranks 8
-    flashspan bench single-device-ring --step --tokens 8192 --full      # one step of a ring against a plain call
+    flashspan bench single-device-ring --step --tokens 8192 --full      # one step of a ring, and a plain call
 
-What is timed is the kernels alone (CUDA events around each; on the CPU, a clock): the price of splitting a causal call
-into the tiles of a zigzag ring. Transfers are copies in memory, and are not counted. A step continues a float32
-carry and adds into float32 gradients; a plain call does neither, and ends in the inputs' dtype.
+Only kernels are timed (by CUDA events around each; on a CPU, by a clock): the result is the cost of splitting a causal
+call into the tiles of a zigzag ring. Transfers are copies in memory, and are not counted. A step continues a float32
+carry and adds into float32 gradients; a plain call does neither, and its results have the inputs' dtype.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from flashspan.kernels.masks import CAUSAL, EVERYTHING, Mask
 
 
 class Stopwatch:
-    """LocalAttention that keeps the time of every call."""
+    """LocalAttention that records the time of every call."""
 
     def __init__(self, local: LocalAttention, device: torch.device) -> None:
         self.local, self.device = local, device
@@ -57,12 +57,12 @@ class Stopwatch:
         return result
 
     def run_ahead(self) -> None:
-        """Keep the GPU busy while the host queues what follows: what is timed is kernels, not the gaps between them."""
+        """Keep the GPU busy while the host queues the next calls, so that no gaps between kernels are timed."""
         if self.device.type == "cuda":
             torch.cuda._sleep(400_000_000)  # about a fifth of a second
 
     def milliseconds(self) -> float:
-        """The time of all calls since this was last asked."""
+        """The time of all calls since the last call of this method."""
         synchronise(self.device)
         cuda = self.device.type == "cuda"
         total = sum(before.elapsed_time(after) for before, after in self.spans) if cuda else sum(self.spans)
@@ -71,11 +71,11 @@ class Stopwatch:
 
 
 Once: TypeAlias = Callable[[], tuple[float, float]]
-"""Runs something once: milliseconds of its forward and of its backward kernels."""
+"""Runs once, and returns the milliseconds of its forward and of its backward kernels."""
 
 
 def all_steps(inputs: list[Tensor], mask: Mask, num_ranks: int, *, strategy: str, layout: str, backend: str) -> Once:
-    """All ranks' steps, one after another."""
+    """The steps of all ranks, one after another."""
     q, k, v, dout = inputs
     placement = place(layout, q.shape[2], num_ranks)
     plan = Plan(placement, mask, GENERATORS[strategy](Visibility(placement, mask)))
@@ -100,12 +100,12 @@ def all_steps(inputs: list[Tensor], mask: Mask, num_ranks: int, *, strategy: str
 
 
 def one_step(inputs: list[Tensor], mask: Mask, *, carried: bool, backend: str) -> Once:
-    """One call: a ring's step if `carried`, which continues a carry and adds into gradients, else a plain call."""
+    """One call: with `carried` a step of a ring, which continues a carry and adds into gradients; else a plain call."""
     q, k, v, dout = inputs
     problem = Problem(mask, q.shape[3] ** -0.5)
     watch = Stopwatch(Chosen(backend), q.device)
     dtype = torch.float32 if carried else q.dtype
-    # Every call continues the one before, as every step of a ring does.
+    # Every call continues the previous one, as in a ring.
     carry = watch.local.forward(q, k, v, problem, carry=None, out_dtype=dtype)
     lse, delta = carry.lse.clone(), row_delta(dout, carry.out)
     dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (q, k, v))
@@ -123,7 +123,7 @@ def one_step(inputs: list[Tensor], mask: Mask, *, carried: bool, backend: str) -
 
 
 def in_turn(runs: Sequence[Once], repeats: int) -> list[tuple[float, float]]:
-    """The medians of each, run in turn."""
+    """The medians of each, run in turns."""
     for run in runs:  # compiles and warms up
         run()
     times = in_turns(dict(enumerate(runs)), repeats).values()
@@ -146,7 +146,7 @@ def bench_single_device_ring(
     backend: str = "auto",
     device: str = "",
 ) -> int:
-    """Kernel time of a ring on one device: the steps of all ranks one after another, against one call.
+    """Kernel time of a ring on one device: the steps of all ranks one after another, compared with one call.
 
     Args:
         tokens: Number of tokens in the sequence.
@@ -157,7 +157,7 @@ def bench_single_device_ring(
         repeats: Number of runs, of which the median counts.
         strategy: Schedule of the steps.
         layout: Assignment of tokens to ranks.
-        step: One step of a ring instead of all ranks' steps.
+        step: One step of a ring instead of the steps of all ranks.
         full: Full mask instead of a causal one.
         dtype: Dtype of q, k and v.
         backend: Kernels to use.

@@ -1,10 +1,10 @@
-"""Block-sparse attention beside compiled FlexAttention, dense attention and PyTorch's with the mask as a tensor.
+"""Block-sparse attention compared with compiled FlexAttention, dense attention and PyTorch's with a mask tensor.
 
 flashspan bench sparse --rows hopper                # five sparse rows; also: seed, sweep, window, build, all
-flashspan bench sparse --rows sweep --no-others     # ours alone: a minute in place of ten
+flashspan bench sparse --rows sweep --no-others     # only flashspan: a minute instead of ten
 flashspan bench sparse --page                       # docs/benchmarks/sparse.md and sparse.png from the rows
 
-Rows are appended to docs/benchmarks/sparse.csv, those of build to masks.jsonl beside it.
+Rows are appended to docs/benchmarks/sparse.csv, those of build to masks.jsonl in the same folder.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from flashspan.kernels.masks.build import Rule
 PASSES = ("forward", "backward")
 PATH = Path("docs/benchmarks/sparse.csv")
 MASKS = "masks.jsonl"
-"""Beside it: how long maps take to make."""
+"""In the same folder: rows with the time to make block maps."""
 DENSE = {"flashspan dense": masks.full(), "flashspan causal": masks.causal()}
-"""Ours without the mask, and with half of it: what leaving blocks out saves."""
+"""Our kernels with a full and with a causal mask, to show the time that skipped blocks save."""
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row: a mask by name, its size, and the rule by which FlexAttention is told the same."""
+    """One row: a mask, its name and size, and the same mask as a rule for FlexAttention."""
 
     pattern: str
     T: int
@@ -51,7 +51,7 @@ class Case:
         return f"{self.B}x{self.H}x{self.T}x{self.D} {self.pattern}"
 
     def flops(self) -> float:
-        """Of one forward: two products over the visible pairs."""
+        """FLOPs of one forward: two matmuls over the visible pairs."""
         return 4.0 * self.B * self.H * self.D * count(self.mask, self.T, self.T)
 
 
@@ -62,31 +62,31 @@ def window(width: int, T: int, D: int) -> Case:
 
 
 def documents(number: int, T: int, D: int) -> Case:
-    """Documents of one length, each causal."""
+    """Documents of equal length, each causal."""
     length = T // number
     rule: Rule = lambda b, h, i, j: (i >= j) & (i // length == j // length)  # noqa: E731
     return Case(f"documents {number}", T, D, masks.documents([length] * number) & masks.causal(), rule)
 
 
 def random_blocks(share: float, T: int, D: int) -> Case:
-    """A share of the 128 x 128 blocks, at random, the same in every head."""
+    """A random share of the 128 x 128 blocks, the same in every head."""
     mask = masks.random_blocks(T, share, device="cuda")
     coarse = mask.kinds()[0, 0] != 0
     return Case(f"random {share:.0%}", T, D, mask, lambda b, h, i, j: coarse[i // 128, j // 128])
 
 
 def full(T: int, D: int) -> Case:
-    """Nothing is left out: as a mask of intervals the dense kernel, as blocks the lists of all of them."""
+    """All blocks are visible: as intervals this is the dense kernel, as a block map it has lists of all blocks."""
     return Case("full", T, D, masks.full(), lambda b, h, i, j: i - i == j - j)
 
 
 def band(width: int, T: int, D: int) -> Case:
-    """So many neighbours to each side."""
+    """This number of neighbours on each side."""
     return Case(f"band {width}", T, D, masks.window(width), lambda b, h, i, j: (i - j).abs() <= width)
 
 
 def strided(width: int, step: int, T: int, D: int) -> Case:
-    """Every `step`-th key behind a query, `width` of them."""
+    """Every `step`-th key before a query, `width` of them."""
 
     def rule(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return (i >= j) & ((i - j) % step == 0) & (i - j < width * step)
@@ -95,7 +95,7 @@ def strided(width: int, step: int, T: int, D: int) -> Case:
 
 
 def seed_cases() -> list[Callable[[], Case]]:
-    """What the project was first measured with, 4 x 8 heads: a band, from 128 tokens on, and other patterns at 4096."""
+    """The first cases of the project, batch 4 and 8 heads: a band at 128 tokens and more, other patterns at 4096."""
     first = [partial(band, 32, T, 64) for T in (128, 1024, 2048, 4096)]
     more = [partial(random_blocks, 0.1, 4096, 64), partial(documents, 8, 4096, 64), partial(strided, 32, 16, 4096, 64)]
     return [partial(_with_heads, make, 4, 8) for make in (*first, *more)]
@@ -116,7 +116,7 @@ def hopper_cases() -> list[Callable[[], Case]]:
 
 
 def sweep_cases() -> list[Callable[[], Case]]:
-    """Lengths 128 to 64k, 0 to 98 % of the blocks left out."""
+    """Lengths 128 to 64k, with 0 to 98 % of the blocks skipped."""
     shares, cases = (0.5, 0.2, 0.1, 0.05, 0.02), list[Callable[[], Case]]()
     for T in [128 * 4**n for n in range(5)] + [65536]:
         cases.append(partial(full, T, 128))
@@ -138,7 +138,7 @@ CASES: dict[str, Callable[[], list[Callable[[], Case]]]] = {
 
 
 def implementations(case: Case, *, others: bool) -> dict[str, Callable[[], Attend]]:
-    """Name -> a function that makes attention on q, k, v. The mask as it is, and as blocks where it is not."""
+    """Name -> a function that makes attention on q, k, v: with the mask itself, and with a block map of it."""
     blocks = Blocks.of(case.mask, case.T, case.T, device="cuda")
 
     def ours(mask: Mask) -> Callable[[], Attend]:
@@ -158,7 +158,7 @@ def implementations(case: Case, *, others: bool) -> dict[str, Callable[[], Atten
 def _flex(case: Case) -> Attend:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    torch._dynamo.reset()  # past its limit of recompilations it would quietly run uncompiled
+    torch._dynamo.reset()  # above its limit of recompilations it would run uncompiled, without a warning
     compiled: Any = torch.compile(flex_attention, dynamic=False)
     block_mask = create_block_mask(case.rule, None, None, case.T, case.T, device="cuda")
     return lambda q, k, v: compiled(q, k, v, block_mask=block_mask)
@@ -187,7 +187,9 @@ def measure(case: Case, name: str, attend: Attend, where: dict[str, Any], expect
             expected.extend(grads)
         apart = max(float((a - b).float().norm() / b.float().norm()) for a, b in zip(grads, expected, strict=True))
         if not (error < 1e-2 and apart < 2e-2):
-            raise RuntimeError(f"wrong: out is {error:.1e} from float32, gradients {apart:.1e} from the first one's")
+            raise RuntimeError(
+                f"wrong: out is off by {error:.1e} from float32, gradients by {apart:.1e} from the first"
+            )
     del grads
     flops = replace(case, mask=DENSE.get(name, case.mask)).flops()
     rows = []
@@ -203,9 +205,9 @@ def measure(case: Case, name: str, attend: Attend, where: dict[str, Any], expect
 
 
 def run(names: Sequence[str], *, others: bool = True) -> list[record.Row]:
-    """Measure the cases of these names, append their rows, print as they come."""
+    """Measure the cases with these names; append and print each row when it is measured."""
     if not torch.cuda.is_available():
-        raise ValueError("bench sparse needs a CUDA device and none is present; `flashspan check` runs anywhere")
+        raise ValueError("bench sparse needs a CUDA device: found none; `flashspan check` runs anywhere")
     where = record.environment(torch.device("cuda"))
     rows: list[record.Row] = []
     for name in names:
@@ -231,16 +233,16 @@ def run(names: Sequence[str], *, others: bool = True) -> list[record.Row]:
 
 
 def compare(rows: list[record.Row]) -> None:
-    """How much faster ours is than FlexAttention in this run."""
+    """Print the speed-up of our kernels over FlexAttention in this run."""
     by = {(row.impl, row.kind): row.p50_ms for row in rows}
     for ours in ("flashspan intervals", "flashspan blocks"):
         if (ours, "forward") in by and ("flex", "forward") in by:
             ratios = [by["flex", kind] / by[ours, kind] for kind in ("forward", "backward")]
-            print(f"    {ours} beside flex: forward {ratios[0]:.2f}x, backward {ratios[1]:.2f}x", flush=True)
+            print(f"    {ours} compared with flex: forward {ratios[0]:.2f}x, backward {ratios[1]:.2f}x", flush=True)
 
 
 def build(path: Path, device: torch.device, tokens: int = 65536, dense: int = 16384) -> list[record.Row]:
-    """How long maps take to make: from a rule, the first time and again, and from a tensor beside reading it."""
+    """Time to make block maps: from a rule, the first time and later, and from a tensor, compared with reading it."""
     rule: Rule = lambda b, h, i, j: (i >= j) & (i - j < 4096)  # noqa: E731
     half = torch.rand(dense, dense, device=device, generator=torch.Generator(device).manual_seed(0)) < 0.5
     triangle = torch.ones(dense, dense, dtype=torch.bool, device=device).tril()
@@ -265,13 +267,13 @@ def build(path: Path, device: torch.device, tokens: int = 65536, dense: int = 16
 
 
 def build_table(rows: Sequence[record.Row]) -> Table:
-    """A line for each way of making a map."""
+    """A table with a line for each way to make a block map."""
     cells = tuple((row.shape, row.impl, f"{row.p50_ms:.2f}", f"{row.peak_mib:.0f}") for row in rows)
-    return Table("How long maps take to make", ("map", "made by", "ms", "peak MiB"), cells, num_names=2)
+    return Table("Time to make block maps", ("map", "made by", "ms", "peak MiB"), cells, num_names=2)
 
 
 def write_page(rows: list[record.Row], path: Path) -> None:
-    """The newest row of each measurement as a page, and time against sparsity as a picture beside it."""
+    """Write a page with the newest row of each measurement, and a plot of time against sparsity in the same folder."""
     newest = rows[-1]
     by = {(row.shape, row.impl, row.kind): row for row in rows}
     impls = list(dict.fromkeys(row.impl for row in rows))
@@ -279,10 +281,10 @@ def write_page(rows: list[record.Row], path: Path) -> None:
         "# Block-sparse attention, measured",
         "",
         f"{newest.device}, torch {newest.torch}, Triton {newest.triton}, bf16, by `flashspan bench sparse`; "
-        "this page by the same with `--page`.",
+        "this page by the same command with `--page`.",
         "Median milliseconds, forward / backward; shapes are batch x heads x tokens x head size. "
-        "The last column is FlexAttention's time over the better of ours, forward / backward, if measured together. "
-        "Calls of less than about half a millisecond take as long as the host needs to launch them.",
+        "The last column is FlexAttention's time over our shorter time, forward / backward, if measured together. "
+        "Calls shorter than about half a millisecond are limited by the launch on the host.",
         "",
         "| shape | " + " | ".join(impls) + " | vs flex |",
         "| --- " * (2 + len(impls)) + "|",
@@ -311,7 +313,7 @@ def write_page(rows: list[record.Row], path: Path) -> None:
 
 
 def by_share(rows: Sequence[record.Row]) -> dict[tuple[int, float, str], record.Row]:
-    """Our rows of the sweep by tokens, share of the blocks and pass; of share 1 the dense kernel's."""
+    """Our rows of the sweep by tokens, share of blocks and pass; for a share of 1, those of the dense kernel."""
     found = {}
     for row in rows:
         size, _, pattern = row.shape.partition(" ")
@@ -324,7 +326,8 @@ def by_share(rows: Sequence[record.Row]) -> dict[tuple[int, float, str], record.
 
 
 def efficiency(rows: Sequence[record.Row], where: str = "") -> list[Table]:
-    """What a visited block costs at the longest of the sweep's lengths beside one of the dense kernel; none without."""
+    """Tables of the speed per visited block at the sweep's longest length, relative to the dense kernel; none without
+    rows."""
     rates = {key: row.tflops for key, row in by_share([row for row in rows if row.ok]).items()}
     longest = max((tokens for tokens, share, _ in rates if share == 1), default=0)
     shares = sorted({share for tokens, share, _ in rates if tokens == longest and share < 1}, reverse=True)
@@ -348,7 +351,7 @@ def pair(forward: str, backward: str) -> str:
 
 
 def plot(rows: list[record.Row], path: Path) -> bool:
-    """Forward time against the share of blocks left out, and the theoretical line: the full time x what is left."""
+    """Plot forward time against the share of skipped blocks, with the ideal line: full time x share of kept blocks."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -366,7 +369,7 @@ def plot(rows: list[record.Row], path: Path) -> bool:
         shares = sorted(found)
         (line,) = axes.plot([1 - s for s in shares], [found[s] for s in shares], "o-", label=f"{T} tokens")
         axes.plot([1 - s for s in shares], [found[1.0] * s for s in shares], ":", color=line.get_color())
-    axes.set(yscale="log", xlabel="sparsity: share of 128 x 128 blocks left out", ylabel="forward, ms")
+    axes.set(yscale="log", xlabel="sparsity: share of 128 x 128 blocks skipped", ylabel="forward, ms")
     axes.set_title("dotted: the full time, times the share of blocks kept", fontsize="medium")
     axes.legend(fontsize="small")
     axes.grid(alpha=0.3)
@@ -375,19 +378,19 @@ def plot(rows: list[record.Row], path: Path) -> bool:
 
 
 def bench_sparse(*, rows: Chosen | None = None, others: bool = True, page: bool = False) -> int:
-    """Block-sparse attention beside compiled FlexAttention, dense attention and PyTorch's with the mask as a tensor.
+    """Block-sparse attention compared with compiled FlexAttention, dense attention and PyTorch's with a mask tensor.
 
-    Rows are appended to docs/benchmarks/sparse.csv (those of build to masks.jsonl beside it) and printed.
+    Rows are printed, and appended to docs/benchmarks/sparse.csv (those of build to masks.jsonl in the same folder).
 
     Args:
         rows: Rows to measure: hopper (the default), five sparse masks at 16k and 32k tokens; seed, seven at 128 to
-            4096; sweep, 128 to 64k tokens and 0 to 98 % of the blocks left out; window, 8k to 256k tokens; build, the
+            4096; sweep, 128 to 64k tokens and 0 to 98 % of the blocks skipped; window, 8k to 256k tokens; build, the
             time to build masks; or all.
-        others: FlexAttention, dense, causal and PyTorch's attention too, up to 32k tokens.
-        page: Page and plot in docs/benchmarks from the recorded rows, without measuring.
+        others: Comparison with FlexAttention, dense, causal and PyTorch's attention, up to 32k tokens.
+        page: Page and plot in docs/benchmarks from the recorded rows, without a measurement.
     """
     if page and (rows is not None or not others):
-        raise ValueError("--page writes the page of all recorded rows: leave --rows and --no-others out")
+        raise ValueError("--page uses all recorded rows: leave --rows and --no-others out")
     if page:
         write_page(record.read(PATH), PATH)
         return 0

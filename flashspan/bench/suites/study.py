@@ -1,10 +1,10 @@
-"""`flashspan bench study`: attention over lengths and head sizes, ours beside PyTorch's plain operators.
+"""`flashspan bench study`: attention over lengths and head sizes, ours compared with plain PyTorch operators.
 
     flashspan bench study eager      # batch 8, one head: eager and compiled, 100 forward and 100 backward passes
     flashspan bench study flash      # batch 1, causal, bfloat16 and float32: ours and plain, with do_bench
 
-A shape that does not fit is recorded as such, with the bytes that plain attention would need beside it. Eager and
-compiled, and ours and plain, take turns, so that whatever else the machine does hits both alike.
+A shape that does not fit is recorded as such, with the bytes that plain attention would need. Eager and compiled, and
+ours and plain, take turns, so that other load of the machine affects both alike.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def plain(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
 
 
 def footprint(batch: int, tokens: int, head_dim: int, itemsize: int) -> float:
-    """Bytes of plain attention at the peak of backward: four squares (scores and softmax and the gradient of each) and
-    eight matrices (q, k, v, out and their gradients)."""
+    """Bytes of plain attention at the peak of backward: four [T, T] matrices (scores, softmax and their gradients) and
+    eight [T, d] matrices (q, k, v, out and their gradients)."""
     return itemsize * batch * (4.0 * tokens**2 + 8.0 * tokens * head_dim)
 
 
 def eager_rows(tokens: int, head_dim: int, impls: Sequence[str], repeats: int, device: torch.device) -> list[Row]:
-    """Forward and backward of plain attention, eager and compiled in turns, synchronised each time, and the memory in
-    use before backward."""
+    """Rows of forward and backward of plain attention, eager and compiled in turns, synchronised after each pass, with
+    the memory in use before backward."""
     memory.check_room(footprint(BATCH, tokens, head_dim, 4), device)
     calls: dict[str, Callable[..., Tensor]] = dict.fromkeys(impls, plain)
     if "compiled" in impls:
@@ -65,7 +65,7 @@ def eager_rows(tokens: int, head_dim: int, impls: Sequence[str], repeats: int, d
         x.requires_grad_()
 
     def turn(call: Callable[..., Tensor]) -> tuple[float, float, float]:
-        """Milliseconds of forward and of backward, and bytes between them: when it is over, nothing of it is left."""
+        """Milliseconds of forward and of backward, and the bytes in use between them. Frees all tensors."""
         forward, out = timed(partial(call, q, k, v), device)
         held = torch.cuda.memory_allocated(device) if device.type == "cuda" else saved_bytes(tokens, head_dim)
         backward, _ = timed(partial(out.backward, dout), device)
@@ -84,8 +84,8 @@ def eager_rows(tokens: int, head_dim: int, impls: Sequence[str], repeats: int, d
 
 
 def saved_bytes(tokens: int, head_dim: int) -> float:
-    """What tensors take between the passes, and all there is to say on a device that does not tell: q, k, v, the output
-    and its gradient, and the softmax."""
+    """The bytes of tensors between the passes, for a device that does not report them: q, k, v, the output and its
+    gradient, and the softmax."""
     return 4.0 * BATCH * (5 * tokens * head_dim + tokens**2)
 
 
@@ -109,7 +109,7 @@ def _eager_row(
 
 
 def flash_rows(tokens: int, head_dim: int, dtype: str, impls: Sequence[str], device: torch.device) -> list[Row]:
-    """Forward, backward and both of implementations that take turns, batch 1, one head, causal."""
+    """Rows of forward, backward and both, of implementations that take turns: batch 1, one head, causal."""
     if "pytorch" in impls:
         memory.check_room(footprint(1, tokens, head_dim, getattr(torch, dtype).itemsize), device)
     torch.manual_seed(0)
@@ -149,11 +149,11 @@ def _flash_row(
 
 
 def bench_in_turns(calls: Mapping[K, Callable[[], Any]], device: torch.device) -> dict[K, list[float]]:
-    """Milliseconds of single runs of each."""
+    """Milliseconds of the single runs of each call."""
     if device.type == "cuda":
         from triton.testing import do_bench
 
-        # A chip that was idle is faster until its power limit catches up, by a tenth: until two medians of all agree.
+        # A GPU is a tenth faster until it reaches its power limit: warm up until two medians of all calls agree.
         before = dict.fromkeys(calls, 0.0)
         for _ in range(8):
             times = {
@@ -212,7 +212,7 @@ def _job_of_turns(
     ready: partial[None] | None,
     some: Callable[[Sequence[str]], sweep.Job],
 ) -> sweep.Job:
-    """Implementations that take turns. If they fail, each by itself: what one cannot do must not cost the other."""
+    """Implementations that take turns. If they fail, each is measured alone, so that one failure costs few rows."""
     return sweep.Job(expected, partial(_measure, together, some, _impls(expected)), ready, part=partial(_part, some))
 
 
@@ -221,10 +221,10 @@ def _measure(
 ) -> list[Row]:
     try:
         return together()
-    except Exception:  # Triton's are no RuntimeErrors
+    except Exception:  # Triton's errors are not RuntimeErrors
         if len(impls) == 1:
             raise
-    # Here the error is gone, and with it the frames that held the tensors.
+    # Here the error is out of scope, so the tensors in its frames are freed.
     return [row for impl in impls for row in sweep.attempt_here(some((impl,)))]
 
 
@@ -237,17 +237,17 @@ def _impls(rows: Sequence[Row]) -> tuple[str, ...]:
 
 
 def compile_plain(tokens: int, head_dims: tuple[int, ...], device: torch.device) -> None:
-    """Leave on disk what plain attention of this length is compiled to. One after another: the squares are large."""
+    """Compile plain attention of this length to the disk cache. One head size after another: the scores are large."""
     from torch._inductor import config
 
-    # Which of its kernels is fastest the compiler finds out again where it is measured: here others use the device.
+    # Autotuning is repeated when it is measured: here other processes use the device.
     with config.patch(autotune_local_cache=False):
         for head_dim in head_dims:
             eager_rows(tokens, head_dim, ("compiled",), 1, device)
 
 
 def compile_ours(lengths: tuple[int, ...], head_dim: int, dtype: str, device: torch.device) -> None:
-    """Leave our compiled kernels on disk. They do not depend on the length, beyond how its numbers divide."""
+    """Compile our kernels to the disk cache. They depend on the length only through its divisibility."""
     for tokens in lengths:
         q, k, v = (torch.randn(1, 1, tokens, head_dim, device=device, dtype=getattr(torch, dtype)) for _ in range(3))
         for x in (q, k, v):
@@ -257,13 +257,13 @@ def compile_ours(lengths: tuple[int, ...], head_dim: int, dtype: str, device: to
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """A line per shape and dtype, a column per implementation and pass; what a failing shape would have needed."""
+    """A table with a line per shape and dtype, a column per implementation and pass, and plain attention's memory."""
 
     def shape(row: Row) -> tuple[object, ...]:
         return (row.shape, row.dtype, f"{row.more['footprint_mib']:,.0f}")
 
     return pivot(
-        "median milliseconds; plain attention needs so many MiB",
+        "median milliseconds; MiB: memory of plain attention",
         rows,
         line=shape,
         names=("shape", "dtype", "MiB"),
@@ -273,7 +273,7 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def memory_table(rows: Sequence[Row]) -> Table:
-    """What is in use when forward is done and backward begins: a line per shape."""
+    """A table of the memory in use between forward and backward, with a line per shape."""
     return pivot(
         "MiB in use before backward",
         [row for row in rows if row.kind == "backward"],
@@ -294,7 +294,7 @@ def bench_study(
     folder: Path = record.FOLDER,
     again: bool = False,
 ) -> int:
-    """Attention over lengths and head sizes, ours beside plain PyTorch; what does not fit is recorded.
+    """Attention over lengths and head sizes, ours compared with plain PyTorch; shapes that do not fit are recorded.
 
     eager: batch 8, one head, plain attention, eager and compiled; forward, backward, memory before backward.
 
@@ -307,7 +307,7 @@ def bench_study(
         repeats: Number of passes of the eager study; 100 by default.
         device: Device type: auto, cpu or cuda.
         folder: Folder for the rows.
-        again: Measure again what the folder already holds.
+        again: Repetition of measurements that the folder already has.
     """
     place = record.find_device(device)
     if not lengths:
@@ -318,13 +318,13 @@ def bench_study(
         raise ValueError(f"a study needs head sizes 1 to 256: got {' '.join(map(str, head_dims)) or 'none'}")
     if which == "flash" and repeats is not None:
         raise ValueError(
-            f"--repeats belongs to the eager study: got {repeats} for flash, which times itself; leave it out"
+            f"--repeats belongs to the eager study: got {repeats} for flash, which chooses its own number; leave it out"
         )
     repeats = 100 if repeats is None else repeats
     check_repeats(1, repeats=repeats)
     path = folder / "study.jsonl"
     outcome = sweep.run(jobs(which, lengths, head_dims, place, repeats), path, again=again, title=which)
-    measured = which == "eager" and place.type == "cuda"  # a CPU's would be sums of shapes
+    measured = which == "eager" and place.type == "cuda"  # on a CPU they would only be computed from the shapes
     shown = [table(outcome.rows)] + ([memory_table(outcome.rows)] if measured else [])
     show_tables(shown, outcome.note(path))
     return 0

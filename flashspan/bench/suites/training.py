@@ -1,28 +1,28 @@
-"""Our trainer and our decoding beside transformers + SDPA, in one run on one GPU, on the Llama-3.2-1B shape.
+"""Our trainer and our decoding compared with transformers + SDPA, in one run on one GPU, on Llama-3.2-1B's shape.
 
     flashspan bench training --profile                    # all parts, about 3 minutes on an H200
     flashspan bench training --part train8k               # or train32k, or generate
-    flashspan bench training --tiny                       # a tiny model, on the CPU too: does it run?
+    flashspan bench training --tiny                       # a tiny model, to test the benchmark, also on a CPU
 
-Ours is `Trainer.take_step`, what `flashspan train` calls, with the options in OURS: data from a token file, the loss on
-the device, clipping, fused AdamW. Theirs is forward, backward, clipping at the same norm and the same fused AdamW. Both
-start from one checkpoint, so the first losses can be compared. Kept in which dtype:
+Ours is `Trainer.take_step`, which `flashspan train` calls, with the options in OURS: data from a token file, the loss
+on the device, clipping, fused AdamW. Theirs is forward, backward, clipping at the same norm and the same fused AdamW.
+Both start from one checkpoint, so the first losses can be compared. The dtypes are:
 
     theirs              weights, gradients, moments bfloat16; norms in float32; logits bfloat16, then float32
     flashspan           weights, gradients, moments bfloat16; norms in float32; logits bfloat16, a chunk at a time
-    flashspan, mixed    weights, gradients, moments float32; products bfloat16 (autocast)
+    flashspan, mixed    weights, gradients, moments float32; matmuls bfloat16 (autocast)
 
-Note [Where memory and time go]
-A token of a layer keeps, in bfloat16: its input (4 KB), q, k and v (6), the attention's output (4), the output
-product (4), gate and up (32): 50 KB; norms and SwiGLU are made again in backward, inside what needs them. 16 layers:
-6.3 GiB at 8k tokens, 25 GiB at 32k. Weights and moments are 6.9 GiB; gradients (2.3 GiB) come while activations go. The
-loss holds 2 GiB of logits, in whose place their gradients come, and 1 GiB of the head's. So the peak, at the end of
-forward, is about 16 GiB at 8k and 35 GiB at 32k.
+Note [Memory and time]
+A layer stores for each token, in bfloat16: its input (4 KB), q, k and v (6), the attention output (4), the output
+projection (4), gate and up (32), 50 KB in all. Norms and SwiGLU are recomputed in backward, inside the kernels that
+need them. 16 layers take 6.3 GiB at 8k tokens and 25 GiB at 32k. Weights and moments are 6.9 GiB; gradients (2.3 GiB)
+are allocated while activations are freed. The loss has 2 GiB of logits, which their gradients overwrite, and 1 GiB for
+the head's gradient. So the peak, at the end of forward, is about 16 GiB at 8k and 35 GiB at 32k.
 
-Time at 8k: 61 TFLOP of products, with what follows them in the same kernels, are 87 ms; attention (15 TFLOP, scores
-computed again in backward) is 30 at 510 TFLOP/s; norms and rotations of gradients are 3, the loss's and the embedding's
-own passes 4, AdamW 4, which clips as it reads, the norm for it 1, waiting 4: 134 ms. At 32k products are 348 ms, at 700
-TFLOP/s, attention is 444 at 555, and the rest 31.
+Time at 8k, in ms: matmuls (61 TFLOP) with the operations fused into them 87; attention (15 TFLOP, with scores
+recomputed in backward) 30, at 510 TFLOP/s; norms and RoPE in backward 3; other kernels of the loss and the embedding
+4; AdamW, which also clips, 4; the gradient norm 1; waiting 4: 134 in all. At 32k: matmuls 348, at 700 TFLOP/s;
+attention 444, at 555; the rest 31.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ OURS = ("--train.precision=bfloat16", "--train.recompute=elementwise", "--train.
 MODES = {"flashspan": "bfloat16", "flashspan, mixed": "float32"}
 CLIP, BETAS, EPS = 1.0, (0.9, 0.95), 1e-8
 STEPS = 8
-"""Measured of each: the first few are up to 1% slower than those after them."""
+"""Measured steps of each implementation: the first few are up to 1% slower than later ones."""
 
 Part: TypeAlias = Literal["train8k", "train32k", "generate"]
 
 
 @dataclass(frozen=True)
 class Figure:
-    """What is asked of a part: our speed over theirs at least, our memory over theirs at most, GiB at most."""
+    """The targets of a part: at least this speed over theirs, at most this memory over theirs, at most these GiB."""
 
     speed: float
     memory: float | None = None
@@ -100,7 +100,7 @@ TINY = Sizes(
 
 @dataclass(frozen=True)
 class Measured:
-    """One implementation's part: seconds of each repetition, bytes at the peak, tokens and operations of one."""
+    """A part of one implementation: seconds of each repetition, peak bytes, tokens and FLOPs of one repetition."""
 
     part: str
     name: str
@@ -108,7 +108,7 @@ class Measured:
     peak: int
     tokens: int
     flops: float
-    error: float  # of the first loss (training) or of the logits (prefill), relative to theirs
+    error: float  # relative difference from theirs, of the first loss (training) or the logits (prefill)
 
     @property
     def median(self) -> float:
@@ -116,7 +116,7 @@ class Measured:
 
 
 class Bench:
-    """The measurements of one run, in a folder of its own."""
+    """The measurements of one run, in a separate folder."""
 
     def __init__(self, sizes: Sizes, folder: Path, device: torch.device, *, profile: bool = False) -> None:
         self.sizes, self.folder, self.device, self.profile = sizes, folder, device, profile
@@ -130,7 +130,7 @@ class Bench:
         self.noise = torch.from_numpy(open_tokens(folder / "data").tokens.astype("int64"))
 
     def train(self, part: str, modes: Sequence[str]) -> None:
-        """Steps of theirs, then of ours in each mode."""
+        """Measure steps of theirs, then of ours in each mode."""
         num_tokens = self.sizes.train[part]
         flops = self.sizes.shape.flops_per_token(num_tokens) * num_tokens
         theirs = load_baseline(self.folder / "model", self.device)
@@ -140,11 +140,11 @@ class Bench:
         self._keep(Measured(part, name, seconds, peak, num_tokens, flops, 0.0))
         del step
         for name in modes:
-            clear(self.device)  # of the one before
+            clear(self.device)  # frees the previous one
             found = None
             try:
                 found = self._measure(self._our_step(num_tokens, MODES[name]), name)
-            except torch._dynamo.exc.TorchDynamoException:  # say why, then measure what can be measured
+            except torch._dynamo.exc.TorchDynamoException:  # print the reason, then measure without compilation
                 traceback.print_exc()
             if found is None:
                 clear(self.device)
@@ -157,12 +157,12 @@ class Bench:
         clear(self.device)
 
     def generate(self) -> None:
-        """A prompt, then one token after another, greedily; once to warm up, then measured."""
+        """Measure a prompt and the greedy decoding after it, after one warm-up run."""
         prompt = self.noise[: self.sizes.prompt].unsqueeze(0).to(self.device)
         theirs = load_baseline(self.folder / "model", self.device)
         theirs.model.eval()
         with torch.inference_mode():
-            logits = theirs.extend(prompt, None)[0]  # and let go of the cache, which would count below
+            logits = theirs.extend(prompt, None)[0]  # without the cache, whose memory would count below
         self._generate(theirs.name, partial(self._their_decode, theirs, prompt), 0.0)
         del theirs
         clear(self.device)
@@ -172,7 +172,7 @@ class Bench:
         error = float((ours.float() - logits.float()).norm() / logits.float().norm())
         try:
             self._generate("flashspan", partial(self._our_decode, model, prompt, graph=True), error)
-        except RuntimeError as problem:  # a kernel that cannot be recorded: say so, and measure it launched
+        except RuntimeError as problem:  # a kernel that cannot be recorded: print it, and measure without a graph
             print(f"flashspan's decoding could not be recorded as a CUDA graph: {problem}")
             self._generate("flashspan", partial(self._our_decode, model, prompt, graph=False), error)
         del model
@@ -217,7 +217,7 @@ class Bench:
         return step
 
     def _measure(self, step: Callable[[], float], name: str) -> tuple[float, list[float], int]:
-        """The first loss, the seconds of STEPS steps after two to warm up, and the peak of those."""
+        """The first loss, the seconds of STEPS steps after two warm-up steps, and the peak memory of those steps."""
         spent, (first, _) = timed(lambda: (step(), step()), self.device)
         print(f"{name}: {spent / 1e3:.1f} s to warm up", flush=True)
         reset_peak(self.device)
@@ -228,7 +228,7 @@ class Bench:
         return first, seconds, peak
 
     def _show(self, step: Callable[[], float], name: str) -> None:
-        """Which kernels a step's time goes to."""
+        """Print the time of a step by kernel."""
         from torch.profiler import ProfilerActivity, profile
 
         with profile(activities=[ProfilerActivity.CUDA]) as seen:
@@ -240,7 +240,7 @@ class Bench:
             print(f"  {kernel.milliseconds:8.2f} ms {kernel.count:5} x  {kernel.name[:100]}")
 
     def _their_decode(self, theirs: Baseline, prompt: Tensor) -> tuple[float, float]:
-        """Seconds of the prompt and of the tokens after it. Nobody waits for a token here, as generate() would."""
+        """Seconds of the prompt and of the tokens after it. Unlike generate(), this does not wait for each token."""
         state: tuple[Tensor, Any] = (prompt, None)
 
         def extend(times: int) -> None:
@@ -254,7 +254,7 @@ class Bench:
         return first / 1e3, rest / 1e3
 
     def _our_decode(self, model: Llama, prompt: Tensor, *, graph: bool) -> tuple[float, float]:
-        """The same of `decode`, recording the graph included."""
+        """The same for `decode`, including the recording of the graph."""
         tokens = decode(model, prompt, self.sizes.new, sampling=Sampling(0), context=Whole(graph=graph))
         first, _ = timed(lambda: next(tokens), self.device)
         rest, _ = timed(lambda: sum(1 for _ in tokens), self.device)
@@ -276,7 +276,7 @@ class Bench:
         print(f"{measured.part} {measured.name}: {describe(measured)}", flush=True)
 
     def rows(self) -> list[record.Row]:
-        """The measurements as rows of a benchmark file."""
+        """The measurements as rows."""
         model = f"{self.sizes.shape.num_parameters / 1e9:.2f}B"
         around = record.environment(self.device)
         rows = []
@@ -300,39 +300,39 @@ class Bench:
         return rows
 
     def table(self) -> str:
-        """Every measurement beside theirs, and whether the figure is met."""
+        """Text: every measurement compared with theirs, and whether it meets its target."""
         lines = []
         for part in dict.fromkeys(m.part for m in self.results):
             theirs, *ours = (m for m in self.results if m.part == part)
             lines.append(f"{part}\n  {theirs.name:<30} {describe(theirs)}")
             for m in ours:
-                speed, asked = theirs.median / m.median, FIGURES[part]
-                verdicts = [f"{speed:.2f}x their speed (asked {asked.speed}: {told(speed >= asked.speed)})"]
-                if asked.memory is not None and theirs.peak:
+                speed, target = theirs.median / m.median, FIGURES[part]
+                verdicts = [f"{speed:.2f}x their speed (target {target.speed}: {verdict(speed >= target.speed)})"]
+                if target.memory is not None and theirs.peak:
                     memory = m.peak / theirs.peak
                     verdicts.append(
-                        f"{memory:.2f}x their memory (asked {asked.memory}: {told(memory <= asked.memory)})"
+                        f"{memory:.2f}x their memory (target {target.memory}: {verdict(memory <= target.memory)})"
                     )
-                if asked.gib is not None and m.peak:
-                    verdicts.append(f"asked {asked.gib:g} GiB: {told(m.peak / 2**30 <= asked.gib)}")
+                if target.gib is not None and m.peak:
+                    verdicts.append(f"target {target.gib:g} GiB: {verdict(m.peak / 2**30 <= target.gib)}")
                 lines += [f"  {m.name:<30} {describe(m)}", f"  {'':<30} {', '.join(verdicts)}"]
         return "\n".join(lines)
 
 
 def describe(m: Measured) -> str:
-    """A measurement in a line."""
+    """A measurement as a line of text."""
     return (
         f"{m.median * 1e3:9.1f} ms  {m.tokens / m.median:10,.0f} tokens/s  {m.flops / m.median / 1e12:6.1f} TFLOP/s  "
         f"{m.peak / 2**30:6.2f} GiB  error {m.error:.1e}"
     )
 
 
-def told(met: bool) -> str:
+def verdict(met: bool) -> str:
     return "met" if met else "MISSED"
 
 
 def random_weights(shape: LlamaConfig, device: torch.device) -> dict[str, Tensor]:
-    """bfloat16 weights of a model, drawn where it is fast."""
+    """Random bfloat16 weights of a model, generated on the device."""
     with torch.device("meta"):
         model = Llama(shape, attention=attention)
     generator = torch.Generator(device).manual_seed(0)
@@ -347,7 +347,7 @@ def random_weights(shape: LlamaConfig, device: torch.device) -> dict[str, Tensor
 def bench_training(
     part: tuple[Part, ...] = (), *, file: Path | None = None, profile: bool = False, tiny: bool = False
 ) -> int:
-    """Training steps and generation against transformers with SDPA, on one GPU and the shape of Llama-3.2-1B.
+    """Training steps and generation compared with transformers and SDPA, on one GPU and the shape of Llama-3.2-1B.
 
     Appends rows to docs/benchmarks/trainer.csv and writes the page next to it. About 3 minutes on an H200.
 
@@ -355,11 +355,11 @@ def bench_training(
         part: Parts to measure; all by default.
         file: File that rows are appended to; by default docs/benchmarks/trainer.csv, none with --tiny.
         profile: Time of a step by kernel.
-        tiny: Tiny model and short sequences, to test the benchmark itself; on the CPU too.
+        tiny: Tiny model and short sequences, to test the benchmark itself, also on a CPU.
     """
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cpu" and not tiny:
-        raise ValueError("bench training needs a CUDA device and none is present; --tiny runs on the CPU")
+        raise ValueError("bench training needs a CUDA device: found none; --tiny runs on a CPU")
     parts = part or get_args(Part)
     file = file or (None if tiny else page.PATH)
     folder = Path(tempfile.mkdtemp(prefix="flashspan-bench-"))
@@ -378,9 +378,9 @@ def bench_training(
                 if name == "generate":
                     bench.generate()
                 else:
-                    # A second kind of weights costs another compilation: at the shorter length only.
+                    # Other weight dtypes need another compilation: only at the shorter length.
                     bench.train(name, list(MODES) if name == "train8k" else ["flashspan"])
-            except Exception:  # the other parts are measured all the same
+            except Exception:  # the other parts are still measured
                 traceback.print_exc()
                 failed = True
             clear(device)

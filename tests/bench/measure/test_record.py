@@ -92,7 +92,7 @@ def test_a_sweep_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert [left.name for left in sweep.left(jobs, path)] == [jobs[2].name]  # a failure may have been a passing one
     outcome = sweep.run(jobs, path)
     assert outcome.num_measured == 1
-    assert outcome.note(path) == f"1 measured, 2 there already (--again measures those anew), rows in {path}"
+    assert outcome.note(path) == f"1 measured, 2 recorded earlier (--again repeats them), rows in {path}"
     outcome = sweep.run(jobs, path, again=True)
     assert outcome.num_measured == 3
     assert outcome.note(path) == f"3 measured, rows in {path}"
@@ -227,7 +227,7 @@ def test_an_absent_device_is_named() -> None:
     with pytest.raises(ValueError, match="auto, cpu or cuda"):
         record.find_device("tpu")
     if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match="no CUDA device"):
+        with pytest.raises(ValueError, match="CUDA device: found none"):
             record.find_device("cuda")
 
 

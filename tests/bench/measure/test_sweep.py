@@ -327,7 +327,7 @@ def test_a_preset_that_memory_cannot_hold_is_refused_before_ranks_start(
     assert main(["bench", "context", "--preset", "llama-2-7b", "--ranks", "1", "4"]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "llama-2-7b on 4 ranks needs 200.8 GiB for its weights and gradients, and 16.0 are there" in said
-    assert "use fewer --ranks or a smaller model" in said
+    assert "use fewer --ranks, a smaller model" in said
 
 
 @pytest.mark.slow
@@ -357,8 +357,8 @@ def test_a_new_user_gets_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["context", "--quick", "--width", "30"], "must divide"),
         (["context", "--preset", "llama-2-7"], "did you mean 'llama-2-7b'"),
         (["context", "--preset", "tiny", "--width", "64", "--heads", "4"], "leave out --width 64 --heads 4"),
-        (["model", "--presets"], "one model or more, for instance small: got none"),
-        (["model", "--attentions"], "attentions may be flashspan, plain: got none"),
+        (["model", "--presets"], "one or more models, such as small: got none"),
+        (["model", "--attentions"], "attentions must be of flashspan, plain: got none"),
         (["model", "--presets", "smal"], "did you mean 'small'"),
         (["model", "--dtypes", "float8"], "dtypes may be"),
         (["model", "--tokens", "0"], "tokens must be 1 or more"),
@@ -373,7 +373,7 @@ def test_a_new_user_gets_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["data", "--only", "fastest"], "a contender is one of"),
         (["data", "--folder", "/dev/null/x"], "rows cannot be written to /dev/null/x/data.jsonl"),
         (["data", "--ranks", "2", "--only"], "hybrid: got none"),
-        (["data", "--width", "250"], "heads must divide the width, and kv heads the heads, and a head has"),
+        (["data", "--width", "250"], "heads must divide the width, kv heads must divide the heads"),
         (["data", "--kv-heads", "3"], "8 heads and 3 kv heads"),
         (["data", "--layers", "0"], "--layers must be 1 or more: got 0"),
         (["data", "--window", "0"], "--window must be 1 or more: got 0"),
