@@ -34,17 +34,10 @@ LENGTH = 128
 PROFILED = 3  # steps that are profiled, separate from the timed ones: profiling slows the host down
 MIB = 2**20
 WIRE = (
-<<<<<<< HEAD
-    "communication ms and hidden: on the CPU, of those that reduce gradients by DataParallel (naive to bucketed, "
-    "sharded optimizer, context) that reduction alone, and the part of it before backward ended; of the others, "
-    "and of all on GPUs, every collective of a profiled step, waiting included, and the part in which the rank also "
-    "computed. The two kinds of hidden do not compare."
-=======
     '"communication ms" and "hidden" have two meanings, which are not comparable. On CPUs, for strategies that reduce '
     "gradients by DataParallel (naive to bucketed, sharded optimizer, context), they are that reduction only, and the "
     "part of it before backward ended. For the others, and for all on GPUs, they are every collective of a profiled "
     "step, including waiting, and the part in which the rank also computed."
->>>>>>> words
 )
 
 

@@ -2,13 +2,8 @@
 
     flashspan bench rounding --tokens 8192
 
-<<<<<<< HEAD
-On random inputs, q multiplied by 1, 2, 4 and 8; in 1e-3 of the output, against float32 arithmetic. The table of
-docs/numerics.md, on whatever device there is; who cannot run there says why.
-=======
 The inputs are random, with q multiplied by 1, 2, 4 and 8. Errors are relative to float32 arithmetic, in units of 1e-3.
-It prints the table of docs/kernels.md on any device; for an implementation that cannot run there, the reason.
->>>>>>> words
+It prints the table of docs/numerics.md on any device; for an implementation that cannot run there, the reason.
 """
 
 from __future__ import annotations
