@@ -34,15 +34,10 @@ from flashspan.kernels.masks import Mask
 FOLDER = Path("runs/bench")
 """The default folder of sweeps and of `flashspan report`."""
 CSV_COLUMNS = 13
-<<<<<<< HEAD
 CSV_BENCHES = ("attention", "leaderboard", "random", "sparse", "trainer")
-"""Those that write NAME.csv: it has no column for `Row.what`, which is the name."""
-CSV_MORE = {"random": ("status", "more")}
-"""Bench -> what its CSV has beyond the CSV_COLUMNS: it records failures, and what a shape was drawn from."""
-=======
-CSV_BENCHES = ("attention", "leaderboard", "sparse", "trainer")
 """The benchmarks that write NAME.csv, where the name is also `Row.what`."""
->>>>>>> words
+CSV_MORE = {"random": ("status", "more")}
+"""The columns that a benchmark's CSV has after CSV_COLUMNS: its failures, and what a shape was drawn from."""
 ERROR_ROWS = 512
 """The number of queries that `output_error` compares: evenly spaced, since in a causal mask the first see few keys."""
 OK, OUT_OF_MEMORY = "ok", "out of memory"
@@ -65,13 +60,8 @@ class Row:
     p80_ms: float
     tflops: float
     error: float  # relative to float32 arithmetic on the same inputs
-<<<<<<< HEAD
-    peak_mib: float  # attention: beyond the inputs; models: all that is allocated
-    # The thirteen above are the columns of a CSV (CSV_MORE: some have more); JSON lines have all.
-=======
     peak_mib: float  # attention: without the inputs; models: all allocated memory
-    # The thirteen above are the columns of a CSV; JSON lines have all.
->>>>>>> words
+    # The thirteen above are the columns of a CSV (CSV_MORE: some have more); JSON lines have all.
     what: str = "attention"
     dtype: str = "bfloat16"
     ranks: int = 1
@@ -240,19 +230,11 @@ def _read_csv(path: Path) -> list[Row]:
     text = read_bytes(path, limit=MAX_LINES_BYTES).decode(errors="replace")
     reader = csv.reader(io.StringIO(text, newline=""))
     try:
-<<<<<<< HEAD
         header, columns = _header(path), _columns(path)
         if next(reader, None) != header:
             raise ValueError(f"{path} does not hold rows of this version: its first line must be {','.join(header)}")
         lines = [line for line in reader if len(line) == len(columns)]
-    except csv.Error as error:  # a field without end
-=======
-        if next(reader, None) != _header():
-            raise ValueError(f"{path} does not hold rows of this version: its first line must be {','.join(_header())}")
-        columns = fields(Row)[:CSV_COLUMNS]
-        lines = [line for line in reader if len(line) == CSV_COLUMNS]
     except csv.Error as error:  # an unterminated field
->>>>>>> words
         raise ValueError(f"{path} does not hold rows of this version: {error}; measure again") from error
     parsers: dict[str, Callable[[str], Any]] = {"float": float, "str": str}
     try:
