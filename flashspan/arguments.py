@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import numpy as np
 import torch
@@ -235,12 +233,3 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype == torch.float32 else x for x in tensors)
-
-
-_AS_IT_IS = nullcontext()
-
-
-def no_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """Sums inside an implementation are float32 and stay so."""
-    device = x.device.type
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _AS_IT_IS

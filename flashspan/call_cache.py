@@ -66,7 +66,7 @@ def call_key(
 ) -> tuple[Hashable, ...] | None:
     """All that decides what a call does, but for the numbers in its tensors and whether it is differentiated. None
     where nothing is kept: not on a GPU, not plainly eager, or a mask to be made in each call."""
-    if not (isinstance(q, Tensor) and q.is_cuda and plainly_eager(q, k, v)) or torch.is_autocast_enabled("cuda"):
+    if not q.is_cuda or torch.is_autocast_enabled("cuda"):
         return None
     if not q.layout == k.layout == v.layout == torch.strided:
         return None
