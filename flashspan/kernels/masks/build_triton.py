@@ -170,9 +170,7 @@ def measure_line(i_all, counts, spans, order, num_long, visited, num_lines, num_
 
 
 @triton.jit
-def number_span(
-    i_span, table, owner, filled, number, tile_of, num_bits, num_slots, num_spans, SPAN: tl.constexpr
-):  # fmt: skip
+def number_span(i_span, table, owner, filled, number, tile_of, num_bits, num_slots, num_spans, SPAN: tl.constexpr):
     """Some places of the table: the keys there numbered from the least of all, and which tile has a number's bits."""
     o = tl.arange(0, SPAN)
     b_before = tl.zeros([SPAN], tl.int64)
