@@ -447,7 +447,7 @@ BAD = {
     ),
     "mask tensor of sequences or of heads": (
         lambda: attention(*[torch.ones(3, 3, 8, 4)] * 3, mask=torch.ones(3, 8, 8, dtype=torch.bool)),
-        r"as many of the one as of the other, 3: got \(3, 8, 8\); say which by mask\[:, None\]",
+        r"ambiguous for q with B = H = 3: got \(3, 8, 8\); use mask\[:, None\]",
     ),
     "mask tensor on another device": (
         lambda: attention(q4, q4, q4, mask=torch.ones(8, 8, dtype=torch.bool, device="meta")),
@@ -634,7 +634,7 @@ def test_tiles_that_were_never_measured_on_a_gpu_are_told_so() -> None:
     for name, told in (("NVIDIA H200", False), ("NVIDIA L4", True)):
         with input_on((8, 9)) as x, mock.patch.object(torch.cuda, "get_device_name", return_value=name):
             choice = backends.choose(x, masks.causal())
-            assert (name in str(choice.note), "never on this GPU" in str(choice)) == (told, told)
+            assert (name in str(choice.note), "not on this GPU" in str(choice)) == (told, told)
 
 
 def test_a_kernel_that_fails_to_compile_retires_its_backend_for_that_kind_of_call(
