@@ -122,7 +122,7 @@ def test_kernels_are_told_apart() -> None:
     # Every kernel there is: those that make masks, a loss's slopes and an optimizer's step are no attention.
     sources = [path.read_text() for path in Path(kernels.__path__[0]).rglob("*.py")]
     ours = {name for source in sources for name in re.findall(r"^def (\w+_kernel)\(", source, re.MULTILINE)}
-    rest = {f"{word}_kernel" for word in ("classify", "settle", "write", "runs", "slope", "adamw")}
+    rest = {f"{word}_kernel" for word in ("classify", "measure", "write", "runs", "slope", "adamw")}
     assert {name for name in ours if trace.Kernel(name, 1.0, 1).kind == "other"} == rest
     multiplied = {f"{word}_product_kernel" for word in ("gated", "gated_backward", "sum", "projection")}
     assert {name for name in ours if trace.Kernel(name, 1.0, 1).kind == "product"} == multiplied
