@@ -20,7 +20,6 @@ from flashspan.kernels.portable.arguments import (
     LOG2E,
     common_constants,
     dropout_arguments,
-    mask_arguments,
     strides,
     with_near_rows,
 )
@@ -34,7 +33,8 @@ from flashspan.kernels.portable.common import (
     store_tile,
     unknown_zero,
 )
-from flashspan.kernels.portable.sparse import sparse_backward_launches
+from flashspan.kernels.portable.loops import key_loop, query_loop
+from flashspan.kernels.portable.sparse import sparse_keys_kernel, sparse_queries_kernel
 from flashspan.kernels.portable.steps import column_words, keys_step, load_lse, queries_step, row_words
 from flashspan.kernels.portable.tiles import key_passes, tile
 
@@ -53,7 +53,7 @@ def next_tile(i_tile, i_g, num_tiles, GROUP: tl.constexpr):
 def keys_kernel(
     dout, q, k, v, lse, delta, dk, dv, start, end, first, last, seed, qpos, kpos,
     s_db, s_dh, s_dt, s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_dkb, s_dkh, s_dks, s_dvb, s_dvh, s_dvs,
-    s_rows, s_columns, H, K, T, S, lo, hi, scale, sm_scale, threshold, gain, stream, batch_stride,
+    s_rows, s_columns, lo, hi, H, K, T, S, scale, sm_scale, threshold, gain, stream, batch_stride,
     D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, TABLE: tl.constexpr, CONVEX: tl.constexpr, GROUP: tl.constexpr,
     ADD: tl.constexpr, ES: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
@@ -120,7 +120,7 @@ def keys_kernel(
 def queries_kernel(
     dout, q, k, v, lse, delta, dq, start, end, seed, qpos, kpos,
     s_db, s_dh, s_dt, s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_dqb, s_dqh, s_dqt,
-    s_rows, H, K, T, S, lo, hi, scale, sm_scale, threshold, gain, stream, batch_stride,
+    s_rows, lo, hi, H, K, T, S, scale, sm_scale, threshold, gain, stream, batch_stride,
     D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
     TABLE: tl.constexpr, ADD: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -206,37 +206,37 @@ def backward_launches(
     dropout: Dropout | None,
 ) -> dict[str, Launch]:
     """The launches of backward, each under the names of the gradients it computes."""
-    if isinstance(mask, Blocks):
-        return sparse_backward_launches(dout, q, k, v, lse, delta, mask, scale, dq, dk, dv, accumulate, dropout)
-    B, H, T, D = q.shape
-    K, S = k.shape[1], k.shape[2]
-    table, start, end, first, last, s_rows, s_columns, lo, hi, convex = mask_arguments(mask, T, S, q)
+    (B, H, T, D), (K, S), blocks = q.shape, k.shape[1:3], isinstance(mask, Blocks)
     seed, qpos, kpos, *drop = dropout_arguments(dropout, q)
-    numbers = (H, K, T, S, lo, hi, scale * LOG2E, scale, *drop)
-    constants = {"TABLE": table, "ADD": accumulate, **common_constants(q, dropout)}
+    numbers = (H, K, T, S, scale * LOG2E, scale, *drop)
+    constants = {"ADD": accumulate, **common_constants(q, dropout)}
     launches = {}
-    for names, size in key_passes(q, dropout=dropout is not None).items() if k.numel() else ():
+    for names, size in key_passes(q, bits=blocks, dropout=dropout is not None).items() if k.numel() else ():
+        loop = query_loop(mask, q, k, size)
         launches[names] = Launch(
-            keys_kernel,
-            (triton.cdiv(S, size.block_k) * B * K,),
+            sparse_keys_kernel if blocks else keys_kernel,
+            (loop.num_blocks * B * K,),
             (
-                dout, q, k, v, lse, delta, dk, dv, start, end, first, last, seed, qpos, kpos,
-                *strides(dout, q, k, v, dk, dv), s_rows, s_columns, *numbers,
+                dout, q, k, v, lse, delta, dk, dv, *loop.tables, seed, qpos, kpos,
+                *strides(dout, q, k, v, dk, dv), *loop.numbers, *numbers,
             ),
             {
-                **constants, "DK": "dk" in names, "DV": "dv" in names, "CONVEX": convex, "GROUP": H // K,
-                "ES": size.edge_stages, **size.constants(D),
+                **constants, **loop.constants, "DK": "dk" in names, "DV": "dv" in names, "GROUP": H // K,
+                "ES": size.edge_stages, **loop.size.constants(D),
             },
         )  # fmt: skip
     if q.numel():
-        size = tile("dq", q)
+        loop = key_loop(mask, q, k, tile("dq", q, bits=blocks))
+        constants |= loop.constants | loop.size.constants(D)
+        if blocks:
+            constants["EC"] = min(loop.size.edge_slice, constants["BC"])
         launches["dq"] = Launch(
-            queries_kernel,
-            (triton.cdiv(T, size.block_q) * B * H,),
+            sparse_queries_kernel if blocks else queries_kernel,
+            (loop.num_blocks * B * H,),
             (
-                dout, q, k, v, lse, delta, dq, start, end, seed, qpos, kpos,
-                *strides(dout, q, k, v, dq), s_rows, *numbers,
+                dout, q, k, v, lse, delta, dq, *loop.tables, seed, qpos, kpos,
+                *strides(dout, q, k, v, dq), *loop.numbers, *numbers,
             ),
-            {**constants, **size.constants(D)},
+            constants,
         )  # fmt: skip
     return launches

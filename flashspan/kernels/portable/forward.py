@@ -21,12 +21,12 @@ from flashspan.kernels.portable.arguments import (
     LOG2E,
     common_constants,
     dropout_arguments,
-    mask_arguments,
     strides,
     with_near_rows,
 )
 from flashspan.kernels.portable.common import block_interval, edge_tile, load_tile, query_block
-from flashspan.kernels.portable.sparse import sparse_forward_launch
+from flashspan.kernels.portable.loops import key_loop
+from flashspan.kernels.portable.sparse import sparse_forward_kernel, sparse_repair_kernel
 from flashspan.kernels.portable.steps import (
     flag_block,
     flagged_end,
@@ -38,15 +38,15 @@ from flashspan.kernels.portable.steps import (
 )
 from flashspan.kernels.portable.tiles import tile
 
-FREE = ["T", "S", "lo", "hi", "first", "batch_stride", "threshold"]
+FREE = ["T", "S", "lo", "hi", "stream", "batch_stride", "threshold"]
 """Arguments whose values do not specialise a kernel: no value is compiled for."""
 
 
 @triton.jit
 def forward_block(
     i_b, i_h, m0, q, k, v, out, lse, start, end, seed, qpos, kpos,
-    s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_ob, s_oh, s_ot, s_rows,
-    H, K, T, S, lo, hi, scale, threshold, gain, first, batch_stride,
+    s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_ob, s_oh, s_ot,
+    s_rows, lo, hi, H, K, T, S, scale, threshold, gain, stream, batch_stride,
     D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
     TABLE: tl.constexpr, CARRY: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr,
     NEGATIVE: tl.constexpr, PRECISION: tl.constexpr,
@@ -67,7 +67,7 @@ def forward_block(
     # [BM, BD]
     b_q = load_tile(q, m0, o_r, s_qt, T, D, BD, True) if BC == BD else 0.0
     b_acc, b_m, b_l = forward_begin(out, lse, m0, o_r, s_ot, T, D, BD, CARRY)
-    b_row, column_word = row_words(seed, first + i_b * batch_stride + i_h, o_m, qpos, T, DROPOUT, POSITIONS)
+    b_row, column_word = row_words(seed, stream + i_b * batch_stride + i_h, o_m, qpos, T, DROPOUT, POSITIONS)
 
     for n0 in range(full, full_end, BN):
         b_acc, b_m, b_l = forward_step(
@@ -89,8 +89,8 @@ def forward_block(
 @triton.jit(do_not_specialize=FREE)
 def forward_kernel(
     q, k, v, out, lse, start, end, seed, qpos, kpos,
-    s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_ob, s_oh, s_ot, s_rows,
-    H, K, T, S, lo, hi, scale, threshold, gain, first, batch_stride,
+    s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_ob, s_oh, s_ot,
+    s_rows, lo, hi, H, K, T, S, scale, threshold, gain, stream, batch_stride,
     D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
     TABLE: tl.constexpr, CARRY: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr,
     NEGATIVE: tl.constexpr, PRECISION: tl.constexpr,
@@ -98,8 +98,8 @@ def forward_kernel(
     i_b, i_h, m0 = query_block(tl.program_id(0), H, T, BM)
     forward_block(
         i_b, i_h, m0, q, k, v, out, lse, start, end, seed, qpos, kpos,
-        s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_ob, s_oh, s_ot, s_rows,
-        H, K, T, S, lo, hi, scale, threshold, gain, first, batch_stride,
+        s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_ob, s_oh, s_ot,
+        s_rows, lo, hi, H, K, T, S, scale, threshold, gain, stream, batch_stride,
         D, BD, BC, BM, BN, BE, TABLE, CARRY, DROPOUT, POSITIONS, NEGATIVE, PRECISION,
     )  # fmt: skip
 
@@ -107,8 +107,8 @@ def forward_kernel(
 @triton.jit(do_not_specialize=[*FREE, "num_flags"])
 def repair_kernel(
     flags, num_flags, q, k, v, out, lse, start, end, seed, qpos, kpos,
-    s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_ob, s_oh, s_ot, s_rows,
-    H, K, T, S, lo, hi, scale, threshold, gain, first, batch_stride,
+    s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_ob, s_oh, s_ot,
+    s_rows, lo, hi, H, K, T, S, scale, threshold, gain, stream, batch_stride,
     D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
     TABLE: tl.constexpr, CARRY: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr,
     NEGATIVE: tl.constexpr, PRECISION: tl.constexpr, STRETCH: tl.constexpr,
@@ -121,8 +121,8 @@ def repair_kernel(
             i_b, i_h, m0 = flag_block(i, H, T, BM)
             forward_block(
                 i_b, i_h, m0, q, k, v, out, lse, start, end, seed, qpos, kpos,
-                s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_ob, s_oh, s_ot, s_rows,
-                H, K, T, S, lo, hi, scale, threshold, gain, first, batch_stride,
+                s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_ob, s_oh, s_ot,
+                s_rows, lo, hi, H, K, T, S, scale, threshold, gain, stream, batch_stride,
                 D, BD, BC, BM, BN, BE, TABLE, CARRY, DROPOUT, POSITIONS, NEGATIVE, PRECISION,
             )  # fmt: skip
 
@@ -169,24 +169,25 @@ def forward_launch(
     dropout: Dropout | None,
     only: Tensor | None = None,
 ) -> Launch:
-    """The launch of forward. only [B, H, ceil(T / 64)] int32: compute just the blocks of 64 rows where it is not 0."""
-    if isinstance(mask, Blocks):
-        return sparse_forward_launch(q, k, v, out, lse, mask, scale, carry, dropout, only)
-    B, H, T, D = q.shape
-    S = k.shape[2]
-    table, start, end, _, _, rows_stride, _, lo, hi, _ = mask_arguments(mask, T, S, q)
-    seed, qpos, kpos, threshold, gain, first, batch_stride = dropout_arguments(dropout, q)
-    size = tile("out", q)
+    """The launch of forward.
+
+    only [B, H, ceil(T / 64)] int32: compute just the blocks of 64 rows where it is not 0.
+    """
+    (B, H, T, D), (K, S), blocks = q.shape, k.shape[1:3], isinstance(mask, Blocks)
+    loop = key_loop(mask, q, k, tile("out", q, bits=blocks))
+    seed, qpos, kpos, *drop = dropout_arguments(dropout, q)
     launch = Launch(
-        forward_kernel,
-        (triton.cdiv(T, size.block_q) * B * H,),
+        sparse_forward_kernel if blocks else forward_kernel,
+        (loop.num_blocks * B * H,),
         (
-            q, k, v, out, lse, start, end, seed, qpos, kpos,
-            *strides(q, k, v, out), rows_stride,
-            H, k.shape[1], T, S, lo, hi, scale * LOG2E, threshold, gain, first, batch_stride,
+            q, k, v, out, lse, *loop.tables, seed, qpos, kpos, *strides(q, k, v, out), *loop.numbers,
+            H, K, T, S, scale * LOG2E, *drop,
         ),
         {
-            "TABLE": table, "CARRY": carry, "NEGATIVE": scale < 0, **common_constants(q, dropout), **size.constants(D),
+            **loop.constants, "CARRY": carry, "NEGATIVE": scale < 0, **common_constants(q, dropout),
+            **loop.size.constants(D),
         },
     )  # fmt: skip
-    return launch if only is None else repair(launch, repair_kernel, only)
+    if only is None:
+        return launch
+    return repair(launch, sparse_repair_kernel if blocks else repair_kernel, only)

@@ -1,4 +1,4 @@
-"""The kernels for lists of blocks (`Blocks`), and their launches, which forward.py and backward.py use.
+"""The kernels for lists of blocks (`Blocks`); forward.py and backward.py launch them.
 
 A program computes one line, a block of queries: it loops over the full blocks of its list without a mask, then over the
 partial ones, whose bits are the mask, in narrower tiles. The passes over keys use the transposed lists and bits. The
@@ -8,17 +8,11 @@ write one tile, so gradients repeat bit for bit.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from flashspan.kernels.dropout import Dropout
-from flashspan.kernels.launch.launch import Launch
 from flashspan.kernels.masks import Blocks
 from flashspan.kernels.masks.block_map import Lists
-from flashspan.kernels.portable.arguments import LOG2E, common_constants, dropout_arguments, strides
 from flashspan.kernels.portable.common import (
     block_bits,
     first_block,
@@ -40,10 +34,8 @@ from flashspan.kernels.portable.steps import (
     keys_step,
     load_lse,
     queries_step,
-    repair,
     row_words,
 )
-from flashspan.kernels.portable.tiles import key_passes, tile
 
 FREE = ["T", "S", "num_lines", "num_long", "s_mb", "s_mh", "stream", "batch_stride", "threshold"]
 """Arguments whose values do not specialise a kernel: no value is compiled for."""
@@ -255,100 +247,7 @@ def sparse_queries_kernel(
     store_tile(dq + i_b * s_dqb + i_h * s_dqh, m0, o_r, s_dqt, T, b_dq * sm_scale, D, BD, ADD)
 
 
-def sparse_forward_launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: Blocks,
-    scale: float,
-    carry: bool,
-    dropout: Dropout | None,
-    only: Tensor | None = None,
-) -> Launch:
-    """The launch of forward for a block map. `only` as in forward_launch: a line must then hold whole blocks of 64."""
-    mask = mask.to(q.device)
-    B, H, T, D = q.shape
-    size = tile("out", q, bits=True).within(mask.block)
-    seed, qpos, kpos, *drop = dropout_arguments(dropout, q)
-    launch = Launch(
-        sparse_forward_kernel,
-        (_num_lines(mask.rows) * mask.block[0] // size.block_q * B * H,),
-        (
-            q, k, v, out, lse, *mask.rows.tensors, mask.bits, seed, qpos, kpos,
-            *strides(q, k, v, out), *maps(mask, mask.rows),
-            B, H, k.shape[1], T, k.shape[2], scale * LOG2E, *drop,
-        ),
-        {**_constants(q, mask.block, dropout), "CARRY": carry, "NEGATIVE": scale < 0, **size.constants(D)},
-    )  # fmt: skip
-    return launch if only is None else repair(launch, sparse_repair_kernel, only)
-
-
-def sparse_backward_launches(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    mask: Blocks,
-    scale: float,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    accumulate: bool,
-    dropout: Dropout | None,
-) -> dict[str, Launch]:
-    """The launches of backward for a block map, each under the names of the gradients it computes."""
-    mask = mask.to(q.device)
-    B, H, T, D = q.shape
-    K, S = k.shape[1], k.shape[2]
-    seed, qpos, kpos, *drop = dropout_arguments(dropout, q)
-    numbers = (B, H, K, T, S, scale * LOG2E, scale, *drop)
-    launches = {}
-    for names, size in key_passes(q, bits=True, dropout=dropout is not None).items() if k.numel() else ():
-        size = size.within(mask.block)
-        launches[names] = Launch(
-            sparse_keys_kernel,
-            (_num_lines(mask.columns) * mask.block[1] // size.block_k * B * K,),
-            (
-                dout, q, k, v, lse, delta, dk, dv, *mask.columns.tensors, mask.bits_t, seed, qpos, kpos,
-                *strides(dout, q, k, v, dk, dv), *maps(mask, mask.columns), *numbers,
-            ),
-            {
-                **_constants(q, mask.block[::-1], dropout), "ADD": accumulate, "DK": "dk" in names, "DV": "dv" in names,
-                "GROUP": H // K, "ES": size.edge_stages, **size.constants(D),
-            },
-        )  # fmt: skip
-    if q.numel():
-        size = tile("dq", q, bits=True).within(mask.block)
-        constants = size.constants(D)
-        launches["dq"] = Launch(
-            sparse_queries_kernel,
-            (_num_lines(mask.rows) * mask.block[0] // size.block_q * B * H,),
-            (
-                dout, q, k, v, lse, delta, dq, *mask.rows.tensors, mask.bits, seed, qpos, kpos,
-                *strides(dout, q, k, v, dq), *maps(mask, mask.rows), *numbers,
-            ),
-            {
-                **_constants(q, mask.block, dropout), "ADD": accumulate, **constants,
-                "EC": min(size.edge_slice, constants["BC"]),
-            },
-        )  # fmt: skip
-    return launches
-
-
-def _num_lines(lists: Lists) -> int:
-    return lists.spans.shape[2]
-
-
 def maps(mask: Blocks, lists: Lists) -> tuple[int, int, int, int]:
     """(stride in maps from sequence to sequence, from head to head, number of lines, number of long lines)."""
     batch, head = mask.num_heads if mask.num_batch > 1 else 0, 1 if mask.num_heads > 1 else 0
-    return batch, head, _num_lines(lists), lists.num_long
-
-
-def _constants(q: Tensor, block: tuple[int, int], dropout: Dropout | None) -> dict[str, Any]:
-    """Compile-time arguments that all passes share; block: the size of a block along the line, and across it."""
-    return {"LINE": block[0], "OTHER": block[1], **common_constants(q, dropout)}
+    return batch, head, lists.spans.shape[2], lists.num_long
