@@ -1,4 +1,4 @@
-"""Masks to give to `attention(mask=...)`: `Band`, `Rows` and `Blocks`, and ready patterns that are one of the three."""
+"""Masks for `attention(mask=...)`: `Band`, `Rows` and `Blocks`, and functions that return them."""
 
 from flashspan.kernels.masks import Band, Blocks, Rows
 from flashspan.kernels.masks.patterns import (

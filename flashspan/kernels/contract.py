@@ -48,7 +48,7 @@ class Carry(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """The arguments of attention besides tensors."""
+    """The arguments of attention that are not tensors."""
 
     mask: Mask
     scale: float
