@@ -1,12 +1,10 @@
-"""The arguments of an attention call: checked once, at the public face, and made into what the code below trusts."""
+"""The arguments of an attention call: checked once, here, and converted to what the code below trusts."""
 
 from __future__ import annotations
 
 import math
 import sys
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import numpy as np
 import torch
@@ -33,23 +31,23 @@ OUR_NAMES = {
     "return_attn_probs": "return_lse=",
     "enable_gqa": "no argument: k and v may have fewer heads than q",
 }
-"""What to use in place of arguments of PyTorch's and flash-attn's functions."""
+"""Argument names of PyTorch's and flash-attn's functions, and what to use here."""
 
 
-def unknown_argument(given: Mapping[str, object]) -> TypeError:
+def unknown_argument(unknown: Mapping[str, object]) -> TypeError:
     """The error for arguments that attention does not have."""
-    name = next(iter(given))
+    name = next(iter(unknown))
     remedy = OUR_NAMES.get(name, "causal=, window=, mask=, scale=, dropout= and others, see help(flashspan.attention)")
     return TypeError(f"attention has no argument {name}: use {remedy}")
 
 
 def _kind(x: object) -> object:
-    """How a tensor is laid out, or what it is instead."""
+    """The layout of a tensor, or the type of anything else."""
     return "nested" if isinstance(x, Tensor) and x.is_nested else getattr(x, "layout", type(x).__name__)
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, scale: float | None = None) -> None:
-    """One ValueError for anything attention cannot mean: the rule, the values, the remedy."""
+    """ValueError for inputs that attention cannot use, with the rule, the values and the remedy."""
     kinds = [_kind(x) for x in (q, k, v)]
     if kinds != [torch.strided] * 3:
         raise ValueError(
@@ -85,8 +83,8 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, scale: f
         raise ValueError(f"the key heads must divide the query heads: got {heads} query heads and {kv_heads} key heads")
     if not isinstance(dropout, (int, float, np.floating)) or not 0.0 <= dropout < 1.0:
         raise ValueError(f"dropout is a probability in [0, 1): got {dropout}")
-    number = float(scale) if isinstance(scale, (np.integer, np.floating)) else scale  # of few bits, it compares as such
-    # math.isfinite would break a compiled graph. A tensor's gradient would be lost without a word.
+    number = float(scale) if isinstance(scale, (np.integer, np.floating)) else scale  # a float16 would overflow below
+    # math.isfinite would break a compiled graph. A tensor is refused: its gradient would be lost silently.
     if scale is not None and not (isinstance(number, (int, float)) and abs(number) <= sys.float_info.max):
         remedy = "multiply q by a tensor" if isinstance(scale, Tensor) else "use None for 1 / sqrt(head size)"
         raise ValueError(f"scale must be a finite number: got {scale!r}; {remedy}")
@@ -100,7 +98,7 @@ def resolve_mask(
     window: int | tuple[int, int] | None = None,
     mask: Mask | Tensor | None = None,
 ) -> Mask:
-    """causal, window and mask as the one mask they mean together, checked against q [B, H, T, D] and k [B, K, S, D]."""
+    """The intersection of causal, window and mask, checked against q [B, H, T, D] and k [B, K, S, D]."""
     result: Mask = masks.CAUSAL if causal else masks.EVERYTHING
     if window is not None:
         result = result & window_band(window)
@@ -114,7 +112,7 @@ def resolve_mask(
 
 
 def window_band(window: int | tuple[int, int]) -> Band:
-    """The band that a window means; refuse what is no window."""
+    """A window argument as a band; ValueError if it is no window."""
     width = whole_number(window)
     pair = window if width is None else (width - 1, width - 1)
     sides = [whole_number(x) for x in pair] if isinstance(pair, (tuple, list)) and len(pair) == 2 else []
@@ -128,7 +126,7 @@ def window_band(window: int | tuple[int, int]) -> Band:
 
 
 def check_mask(mask: object) -> None:
-    """Refuse what is no kind of mask at all."""
+    """ValueError for a value that is no mask."""
     if mask is None or isinstance(mask, (Tensor, Band, Rows, Blocks)):
         return
     remedy = "additive masks are not supported, use mask=bias.isfinite() where they only hide keys"
@@ -151,25 +149,25 @@ def mask_of(visible: Tensor, q: Tensor, num_queries: int, num_keys: int) -> Rows
             f".view or .reshape"
         )
     check_dense(visible)
-    given = tuple(visible.shape)
+    shape = tuple(visible.shape)
     if visible.dim() == 3 and visible.shape[0] == q.shape[0] == q.shape[1] > 1:
         raise ValueError(
-            f"a mask tensor of three dimensions is one for each sequence or one for each head, and q has as many of "
-            f"the one as of the other, {q.shape[0]}: got {given}; say which by mask[:, None], each "
-            f"sequence, or mask[None], each head (as PyTorch reads it)"
+            f"a mask tensor of three dimensions is [B, T, S] or [H, T, S], which is ambiguous for q with B = H = "
+            f"{q.shape[0]}: got {shape}; use mask[:, None] for one mask per sequence, or mask[None] for one per head "
+            f"(as in PyTorch)"
         )
     if visible.dim() == 3 and visible.shape[0] in (1, q.shape[0]):
         visible = visible[:, None]
     visible = visible[(None,) * (4 - visible.dim())]
     if visible.shape[0] not in (1, q.shape[0]) or visible.shape[1] not in (1, q.shape[1]):
         raise ValueError(
-            f"a mask tensor must broadcast to q's batch and heads, [{q.shape[0]}, {q.shape[1]}, T, S]: got {given}; "
-            f"give each sequence and head its own, or all of them one, [T, S]"
+            f"a mask tensor must broadcast to q's batch and heads, [{q.shape[0]}, {q.shape[1]}, T, S]: got {shape}; "
+            f"use one mask for each sequence and head, or one for all, [T, S]"
         )
-    if visible.stride(0) == 0:  # the same for every sequence: one is looked at
+    if visible.stride(0) == 0:  # the same for every sequence: read one
         visible = visible[:1]
     visible = visible.expand(-1, -1, -1, num_keys if visible.shape[3] == 1 else -1)
-    rows = num_queries if visible.shape[2] == 1 else visible.shape[2]  # one row, a padding mask's, is looked at once
+    rows = num_queries if visible.shape[2] == 1 else visible.shape[2]  # a padding mask's one row is read once
     if visible.shape[1] == 1 or (visible.shape[1] > 1 and visible.stride(1) == 0):
         runs = find_runs(visible[:, 0])
         if runs is not None:
@@ -179,14 +177,14 @@ def mask_of(visible: Tensor, q: Tensor, num_queries: int, num_keys: int) -> Rows
 
 
 def scale_of(q: Tensor, scale: float | None) -> float:
-    """What the scores are multiplied by."""
+    """The factor of the scores: 1 / sqrt(D) unless given."""
     return 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
 
 
 def check_seed(seed: int | None, generator: torch.Generator | None) -> None:
-    """Refuse what dropout cannot be decided by."""
+    """ValueError for a seed or a generator that dropout cannot use."""
     if seed is not None and generator is not None:
-        raise ValueError("give dropout a seed or a generator, not both")
+        raise ValueError("dropout takes a seed or a generator: got both; leave one out")
     if seed is not None and not isinstance(seed, (int, np.integer)):
         raise ValueError(f"a seed is a whole number: got {seed!r}")
     if generator is not None and not isinstance(generator, torch.Generator):
@@ -194,7 +192,7 @@ def check_seed(seed: int | None, generator: torch.Generator | None) -> None:
 
 
 def draw_seed(device: torch.device, seed: int | None, generator: torch.Generator | None) -> Tensor:
-    """A dropout seed as an int64 tensor on the device: the given one, or one drawn."""
+    """A dropout seed as an int64 tensor on the device; without a seed, one is drawn from the generator."""
     check_seed(seed, generator)
     if seed is not None:
         return torch.full((1,), (int(seed) + 2**63) % 2**64 - 2**63, dtype=torch.int64, device=device)
@@ -203,24 +201,26 @@ def draw_seed(device: torch.device, seed: int | None, generator: torch.Generator
 
 
 def mask_versions(mask: Mask) -> list[int]:
-    """How often each of a mask's tensors has been written to, for `check_unchanged`. A band has none."""
+    """The version counters of a mask's tensors, for `check_unchanged`. A band has none."""
     if isinstance(mask, Band):
         return []
-    return [0 if x.is_inference() else x._version for x in mask.pack()[2]]  # nobody counts in inference mode
+    return [0 if x.is_inference() else x._version for x in mask.pack()[2]]  # inference tensors have no counter
 
 
 def check_unchanged(mask: Mask, versions: list[int]) -> None:
-    """Refuse a mask written to since these were its versions: what was made of it, or saved, would be of another."""
+    """RuntimeError for a mask whose tensors have changed in place: backward must see the mask of forward."""
     if (now := mask_versions(mask)) != versions:
         raise RuntimeError(
-            f"a mask is a value, and is needed as it was first used: its tensors were changed in place since "
+            f"a mask must not change between forward and backward: its tensors were changed in place "
             f"(their versions were {versions}, now {now}); make a new mask instead"
         )
 
 
 def dense_rows(x: Tensor) -> Tensor:
-    """x, or a copy if its last dimension is not contiguous; of heads and sequences that are all the same (the gradient
-    of a sum is one number) of one. Of rows all the same it would be slow to read: all would want one place at a time.
+    """x, or a copy in which the last dimension is contiguous.
+
+    Sequences and heads that are expanded (as in the gradient of a sum) are copied once and expanded again. Rows are
+    copied in full: threads that all read one row would wait for one another.
     """
     if x.stride(-1) == 1:
         return x
@@ -235,12 +235,3 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype == torch.float32 else x for x in tensors)
-
-
-_AS_IT_IS = nullcontext()
-
-
-def no_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """Sums inside an implementation are float32 and stay so."""
-    device = x.device.type
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _AS_IT_IS

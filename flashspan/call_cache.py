@@ -1,8 +1,8 @@
-"""Calls of `attention` prepared once: what a call's arguments mean, kept for the calls like it.
+"""The cache of calls of `attention`: the first call with a cache key is checked and prepared, repeated ones use it.
 
-On a GPU a short call waits for the host, and most of what the host does follows from how the tensors lie and from a few
-values: whether the arguments are valid, which backend serves, what is launched. So the first plain call of a kind keeps
-that. No tensor is kept, and a mask the caller gave is only pointed at.
+On a GPU a short call waits for the host. Most of the host's work depends only on the tensors' layouts and a few values:
+whether the arguments are valid, which backend serves, what is launched. The cache keeps its result. It keeps no tensor,
+and of the caller's mask a weak reference.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ PLAIN = {Tensor, torch.nn.Parameter}
 
 
 class Prepared(NamedTuple):
-    """A call's arguments but for the tensors, checked; and its forward pass, if the backend can repeat one."""
+    """The checked arguments of a call, without its tensors, and its forward pass if the backend can repeat one."""
 
     problem: Problem
     backend: str
     forward: Repeat | None = None
 
 
-class _Pointing(NamedTuple):
-    """A prepared call whose mask is the caller's."""
+class _WithMask(NamedTuple):
+    """A prepared call with a weak reference to the caller's mask."""
 
     mask: weakref.ref[Mask]
     scale: float
@@ -43,7 +43,7 @@ class _Pointing(NamedTuple):
 
 
 def plainly_eager(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether there is no compiler, no dispatch mode, no tensor subclass and no meta tensor."""
+    """Whether a call is eager, of plain tensors: no compiler, dispatch mode, tensor subclass or meta tensor."""
     return (
         not torch.compiler.is_compiling()
         and not is_in_torch_dispatch_mode()
@@ -64,9 +64,12 @@ def call_key(
     backend: str,
     deterministic: bool,
 ) -> tuple[Hashable, ...] | None:
-    """All that decides what a call does, but for the numbers in its tensors and whether it is differentiated. None
-    where nothing is kept: not on a GPU, not plainly eager, or a mask to be made in each call."""
-    if not (isinstance(q, Tensor) and q.is_cuda and plainly_eager(q, k, v)) or torch.is_autocast_enabled("cuda"):
+    """The cache key of a plainly eager call: all that it depends on, except its tensors' values and autograd.
+
+    None for calls that are not cached: not on a GPU, with dropout, under autocast, or with a mask to build in each
+    call.
+    """
+    if not q.is_cuda or torch.is_autocast_enabled("cuda"):
         return None
     if not q.layout == k.layout == v.layout == torch.strided:
         return None
@@ -79,7 +82,7 @@ def call_key(
     if mask is not None and (causal or window is not None or isinstance(mask, Tensor)):
         return None
     steps = q.stride(), k.stride(), v.stride()
-    if not all(step and step[-1] == 1 for step in steps):  # they would be copied first
+    if not all(step and step[-1] == 1 for step in steps):  # attention copies such tensors first
         return None
     return (
         "attention", q.shape, k.shape, v.shape, *steps, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
@@ -88,27 +91,27 @@ def call_key(
     )  # fmt: skip
 
 
-def kept_call(key: tuple[Hashable, ...], given: Mask | Tensor | None, device: torch.device) -> Prepared | None:
-    """The call kept under a key, with the mask given. Another mask may lie where one has been that is gone."""
-    call: Prepared | _Pointing | None = CACHE.get(key)
-    if not isinstance(call, _Pointing):
+def kept_call(key: tuple[Hashable, ...], mask: Mask | Tensor | None, device: torch.device) -> Prepared | None:
+    """The cached call. The key has the mask's id, which a new mask may have taken over: then there is none."""
+    call: Prepared | _WithMask | None = CACHE.get(key)
+    if not isinstance(call, _WithMask):
         return call
-    mask, scale, deterministic, backend, forward = call
-    pointed = mask()
-    if pointed is None or pointed is not given:
+    reference, scale, deterministic, backend, forward = call
+    cached = reference()
+    if cached is None or cached is not mask:
         return None
-    return Prepared(Problem(pointed.to(device), scale, None, deterministic), backend, forward)
+    return Prepared(Problem(cached.to(device), scale, None, deterministic), backend, forward)
 
 
 def keep_call(
-    key: tuple[Hashable, ...], call: Prepared, q: Tensor, k: Tensor, v: Tensor, given: Mask | Tensor | None
+    key: tuple[Hashable, ...], call: Prepared, q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None
 ) -> None:
-    """Keep a call that was made, unless its backend will repeat it only later."""
+    """Cache a call that has run, unless its backend can repeat such calls but not this one yet."""
     problem, backend, _ = call
     able, forward = Chosen(backend).repeat(q, k, v, problem)
     if able and forward is None:
         return
-    if isinstance(given, Mask) and not isinstance(given, Band):
-        CACHE.keep(key, _Pointing(weakref.ref(given), problem.scale, problem.deterministic, backend, forward))
+    if isinstance(mask, Mask) and not isinstance(mask, Band):
+        CACHE.keep(key, _WithMask(weakref.ref(mask), problem.scale, problem.deterministic, backend, forward))
     else:
         CACHE.keep(key, Prepared(problem, backend, forward))

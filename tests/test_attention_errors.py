@@ -44,7 +44,7 @@ BAD = {
     ),
     "mask tensor of sequences or of heads": (
         lambda: attention(*[torch.ones(3, 3, 8, 4)] * 3, mask=torch.ones(3, 8, 8, dtype=torch.bool)),
-        r"as many of the one as of the other, 3: got \(3, 8, 8\); say which by mask\[:, None\]",
+        r"ambiguous for q with B = H = 3: got \(3, 8, 8\); use mask\[:, None\]",
     ),
     "mask tensor on another device": (
         lambda: attention(q4, q4, q4, mask=torch.ones(8, 8, dtype=torch.bool, device="meta")),
@@ -74,7 +74,7 @@ BAD = {
     ),
     "a list of heads": (
         lambda: masks.Blocks.from_dense(torch.eye(3, dtype=torch.bool).expand(4, 3, 3).clone()).heads([1]),  # type: ignore[arg-type]
-        r"a range of neighbours.*got \[1\]",
+        r"a range with step 1.*got \[1\]",
     ),
     "dropout of 1": (lambda: attention(q4, q4, q4, dropout=1.0), r"in \[0, 1\): got 1.0"),
     "negative dropout": (lambda: attention(q4, q4, q4, dropout=-0.1), r"in \[0, 1\)"),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flashspan.arguments import check_unchanged, dense_rows, mask_versions
-from flashspan.attention import refuse_forward_derivative, refuse_second_derivative
+from flashspan.attention_operator import refuse_forward_derivative, refuse_second_derivative
 from flashspan.context.execute import Call, Plan, run
 from flashspan.context.passes import BackwardPass, ForwardPass
 from flashspan.context.recompute import keep

@@ -33,7 +33,7 @@ from flashspan.arguments import (
     unknown_argument,
     window_band,
 )
-from flashspan.attention import refuse_transforms
+from flashspan.attention_operator import refuse_transforms
 from flashspan.context.agreement import COMPARED, decode, digest, encode
 from flashspan.context.bundle import Fields
 from flashspan.context.core import Attend, Core, Options, Scheduled

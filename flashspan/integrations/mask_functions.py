@@ -23,7 +23,7 @@ from torch import Tensor
 
 from flashspan.kernels import masks
 from flashspan.kernels.masks import Mask
-from flashspan.kernels.masks.intervals import settle
+from flashspan.kernels.masks.intervals import canonical
 from flashspan.masks import Band, Blocks, Rows
 
 MaskFunction: TypeAlias = Callable[..., Any]
@@ -72,7 +72,7 @@ class Grid:
     def rows(self, start: Tensor, end: Tensor) -> Rows:
         """Keys j with start <= j < end, [T] or [B, T]."""
         start, end = torch.broadcast_tensors(start, end)
-        start, end = settle(start.clamp(0, self.num_keys).int(), end.clamp(0, self.num_keys).int())
+        start, end = canonical(start.clamp(0, self.num_keys).int(), end.clamp(0, self.num_keys).int())
         # One query is always ascending; reading the numbers would wait for the device.
         convex = self.num_queries == 1 or bool((start.diff() >= 0).all() and (end.diff() >= 0).all())
         return Rows(start, end, self.num_keys, convex=convex)

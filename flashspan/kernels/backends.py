@@ -1,7 +1,7 @@
-"""The implementations of one device's attention as values, and which of them serves a call.
+"""The implementations of one device's attention, and the choice between them.
 
-`BACKENDS` are tried in order; the first that does not refuse serves. `backend=` names one instead. A backend whose
-kernels fail to compile or load here is retired for that kind of call, with one warning, and the next one serves.
+The first of `BACKENDS` that does not refuse a call serves it, or the one that `backend=` names. A backend whose kernels
+fail to compile or load is retired for equal `Call`s, with one warning, and the next one serves.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from flashspan.kernels.masks import Band, Mask, Rows
 Result = TypeVar("Result")
 
 Repeat: TypeAlias = Callable[[Tensor, Tensor, Tensor, Mask], Carry | None]
-"""forward of q, k, v and a mask that lie in memory as those of a call before did; None if it cannot this time."""
+"""forward of q, k, v and a mask with the layouts of an earlier call; None if it cannot run for these tensors."""
 
 
 class Call(NamedTuple):
-    """What a choice depends on: everything but the data. Calls that are equal are of one kind."""
+    """What the choice of a backend depends on."""
 
     device: torch.device
     dtype: torch.dtype
@@ -38,7 +38,7 @@ class Call(NamedTuple):
     mask: str
     dropout: bool
     deterministic: bool = False
-    block: tuple[int, int] | None = None  # of a block map
+    block: tuple[int, int] | None = None  # the block size of a block map
 
 
 @dataclass(frozen=True)
@@ -50,16 +50,16 @@ class Backend:
     refuses: Callable[[Call], str | None]
     """Why it cannot serve a call; None if it can."""
     tuned_on: str | None = None
-    """The GPU on which its tile sizes were measured; None if it has none."""
+    """The GPU on which its tile sizes were measured, if it has any."""
 
     def load(self) -> LocalAttention:
-        """The module; imported when first used, so that Triton is not needed until it is."""
+        """The module. It is imported on first use: without it, Triton need not be installed."""
         return cast(LocalAttention, importlib.import_module(self.module))
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The backend that serves, and what each one said; prints as a small table."""
+    """The backend that serves, and the reason of each of the others; printed, a small table."""
 
     backend: Backend
     call: Call
@@ -75,10 +75,10 @@ class Choice:
 
     @property
     def note(self) -> str | None:
-        """That the tile sizes were never measured on this GPU, if so."""
+        """A note if the tile sizes were not measured on this GPU."""
         tuned_on, device = self.backend.tuned_on, self.call.device
         gpu = torch.cuda.get_device_name(device) if tuned_on and device.type == "cuda" else tuned_on
-        return None if gpu == tuned_on else f"its tile sizes were measured on an {tuned_on}, never on this GPU, {gpu}"
+        return None if gpu == tuned_on else f"its tile sizes were measured on an {tuned_on}, not on this GPU, {gpu}"
 
     def __str__(self) -> str:
         call = self.call
@@ -94,11 +94,11 @@ class Choice:
 _load = cache(Backend.load)
 
 RETIRED: dict[tuple[str, Call], str] = {}
-"""Backends that could not be compiled or loaded on this machine, by the kind of call, and what went wrong."""
+"""(backend, call) -> why the backend's kernels failed to compile or load on this machine."""
 
 
 def no_hopper(device: torch.device) -> str | None:
-    """Why kernels written in Gluon cannot run on a device; None if they can."""
+    """Why Gluon kernels for Hopper cannot run on a device; None if they can."""
     if device.type != "cuda" or torch.version.hip is not None:
         return f"needs a Hopper GPU (sm_90), not {device.type}"
     major, minor = torch.cuda.get_device_capability(device)
@@ -130,7 +130,7 @@ def _hopper(call: Call) -> str | None:
 def _fault_of_gluon() -> str | None:
     try:
         importlib.import_module("flashspan.kernels.hopper")
-    except Exception as error:  # a name may be gone, but also take other arguments or be something else
+    except Exception as error:  # a changed name may raise any error
         return f"cannot be imported with this release of Triton: {type(error).__name__}: {error}"
     return None
 
@@ -182,14 +182,14 @@ BACKENDS = {
 def choose(
     q: Tensor, mask: Mask, *, dropout: bool = False, deterministic: bool = False, backend: str = "auto"
 ) -> Choice:
-    """The backend for inputs like q under a mask. ValueError when the one asked for cannot serve, saying which can.
+    """The backend for inputs like q under a mask. ValueError if the named one cannot serve; it lists those that can.
 
-    `deterministic` asks for gradients that repeat bit for bit, as `torch.use_deterministic_algorithms` does.
+    deterministic: gradients must repeat bit for bit, as with `torch.use_deterministic_algorithms`.
     """
-    return _choose(str(backend), _kind(q, mask, dropout, deterministic))
+    return _choose(str(backend), _call(q, mask, dropout, deterministic))
 
 
-def _kind(q: Tensor, mask: Mask, dropout: bool, deterministic: bool) -> Call:
+def _call(q: Tensor, mask: Mask, dropout: bool, deterministic: bool) -> Call:
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     block = getattr(mask, "block", None)
     return Call(q.device, q.dtype, q.shape[-1], type(mask).__name__, dropout, deterministic, block)
@@ -208,7 +208,7 @@ def _choose(backend: str, call: Call) -> Choice:
         raise ValueError(
             f"backend {backend!r} cannot serve this call: it {refusals[backend]}; use one of: {', '.join(able)}"
         )
-    # The interpreter is for debugging kernels: it serves when named.
+    # Triton's interpreter is for debugging kernels: it serves only when named.
     fast = [name for name in able if (name, call.device.type) != ("portable", "cpu")]
     name = fast[0] if backend == "auto" else backend
     reasons = {other: refusal or "could serve" for other, refusal in refusals.items()}
@@ -217,9 +217,9 @@ def _choose(backend: str, call: Call) -> Choice:
 
 
 def retire(choice: Choice, reason: str) -> None:
-    """Never choose this backend again for this kind of call, and say so once."""
+    """Never choose this backend again for equal calls, with one warning."""
     warnings.warn(
-        f"attention backend {choice.name!r} is off for calls of this kind, and the next one serves them, which may be "
+        f"attention backend {choice.name!r} is off for calls like this one, and the next one serves them, which may be "
         f"slower: it {reason} ({str(choice).splitlines()[0]})",
         RuntimeWarning,
         stacklevel=2,
@@ -229,7 +229,7 @@ def retire(choice: Choice, reason: str) -> None:
 
 
 def forget() -> None:
-    """Choose anew for every call, also for those prepared before."""
+    """Clear the caches of choices and calls."""
     _choose.cache_clear()
     CACHE.clear()
 
@@ -254,7 +254,7 @@ def backward_of_output(
 
 
 class Chosen(NamedTuple):
-    """`LocalAttention` by the backend that serves each call."""
+    """`LocalAttention` that chooses a backend for each call."""
 
     backend: str = "auto"
     deterministic: bool = False
@@ -265,13 +265,13 @@ class Chosen(NamedTuple):
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, problem: Problem, **rest: Any
     ) -> None:
-        given = (dout, q, k, v, lse, delta)
-        self._serve(lambda local, problem: local.backward(*given, problem, **rest), q, problem)
+        tensors = (dout, q, k, v, lse, delta)
+        self._serve(lambda local, problem: local.backward(*tensors, problem, **rest), q, problem)
 
     def backward_of_output(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: Problem, **into: Tensor
     ) -> None:
-        """backward without `accumulate`, where out is the whole row's and delta is that of dout and out."""
+        """backward without `accumulate`; out is that of all keys, and delta is rowsum(dout * out)."""
 
         given = (dout, q, k, v, out, lse)
         self._serve(lambda local, problem: backward_of_output(local, *given, problem, **into), q, problem)
@@ -305,16 +305,19 @@ class Chosen(NamedTuple):
         self._serve(start, q, problem)
 
     def repeat(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[bool, Repeat | None]:
-        """Whether the backend can repeat a forward pass (its module has `repeat_forward`), and that of such a call, in
-        q's dtype, if one was made."""
-        make = self._serve(lambda local, _: getattr(local, "repeat_forward", None), q, problem)
-        return make is not None, make and make(q, k, v, problem, q.dtype)
+        """Whether the backend's module has `repeat_forward`, and the repeated forward pass of such a call, with out in
+        q's dtype, if one has run."""
+        repeat_forward = self._serve(lambda local, _: getattr(local, "repeat_forward", None), q, problem)
+        return repeat_forward is not None, repeat_forward and repeat_forward(q, k, v, problem, q.dtype)
 
     def _serve(
         self, serve: Callable[[LocalAttention, Problem], Result], q: Tensor, problem: Problem, insist: bool = False
     ) -> Result:
-        """By the backend asked for. If that was retired in forward, backward takes any; a new forward may `insist`."""
-        call = _kind(q, problem.mask, problem.dropout is not None, self.deterministic or problem.deterministic)
+        """The result of `serve` on the chosen backend, or on the next one if its kernels fail.
+
+        Where the named backend was retired in forward, backward uses any; with `insist`, ValueError says so.
+        """
+        call = _call(q, problem.mask, problem.dropout is not None, self.deterministic or problem.deterministic)
         if call.deterministic != problem.deterministic:
             problem = problem._replace(deterministic=True)
         retired = RETIRED and not insist and (self.backend, call) in RETIRED

@@ -1,30 +1,32 @@
-"""What every implementation of one device's attention promises, and the values it trades in: types, no code.
+"""The contract of every implementation of one device's attention, and its types.
 
-An implementation is a module with two plain functions (`LocalAttention`): no autograd, no process group, inputs already
-checked. `Problem` says what to compute, besides the tensors.
+An implementation is a module with two plain functions (`LocalAttention`): no autograd, no process group. Their inputs
+are already checked. `Problem` holds the arguments that are not tensors.
 
 Shapes: q, dout, dq [B, H, T, D]; k, v, dk, dv [B, K, S, D] with K dividing H; lse, delta [B, H, T] float32. Any
 strides, as long as the last dimension is contiguous. Any length, 0 included.
 
-Forward continues an online softmax. Given a carry, the result covers the carry's keys and these; the carry must be
-float32 (on the CPU its lse may be float64, and is kept so where a kernel can: over many calls lse rounds the most) and
-may be updated in place: what is returned counts. With no carry it starts one, in `out_dtype`: q's own for a
-plain call, float32 when more keys are to come. Between calls nothing is rounded to 16 bits, so the error does not grow
-with the number of calls. A row that has seen no key has out 0 and lse -inf.
+Forward continues an online softmax. With a carry, the result covers the carry's keys and these. The carry is float32
+and may be updated in place; use the returned one. (On the CPU its lse may be float64 and stays so where a kernel can:
+over many calls lse has the largest rounding error.) Without a carry, forward starts one in `out_dtype`: q's dtype for a
+single call, float32 if more keys follow. Nothing is rounded to 16 bits between calls, so the error does not grow with
+their number. A row that has seen no key has out 0 and lse -inf.
 
-Backward takes the lse and delta of the *whole* row, however many calls forward was split into. With `accumulate` it
-adds into dq, dk and dv, which are float32; without, it overwrites them, in any floating dtype. A row whose lse is -inf
-has zero gradients.
+Backward takes lse and delta over *all* keys of a row, also where forward was several calls. With `accumulate` it adds
+to dq, dk and dv, which are float32; without, it overwrites them, in any floating dtype. A row whose lse is -inf has
+zero gradients.
 
-An implementation may have one more function, which saves time:
+Two optional functions save time:
 
     backward_of_output(dout, q, k, v, out, lse, problem, *, dq, dk, dv) -> None
+    repeat_forward(q, k, v, problem, out_dtype) -> Callable[[q, k, v, mask], Carry | None] | None
 
-is backward without `accumulate`, where out is the whole row's and delta is that of dout and out.
+The first is backward without `accumulate`, with delta computed from dout and the out of all keys. The second returns
+the forward of later calls with the same layouts, if such a call has run (backends.Repeat).
 
-Masked-out keys do not exist: a NaN in one of them does not reach any result. Nor, on the CPU, does a NaN in a query
-that sees no key. Dropout scales and drops probabilities, never lse. A kernel that cannot be compiled or loaded raises
-`KernelFailed` (failure.py) before anything was computed, so that another implementation can serve the call.
+Masked-out keys do not exist: a NaN in one of them reaches no result. Nor, on the CPU, does a NaN in a query that sees
+no key. Dropout drops and scales probabilities, never lse. A kernel that cannot be compiled or loaded raises
+`KernelFailed` (failure.py) before anything is computed, so that another implementation can serve the call.
 """
 
 from __future__ import annotations
@@ -39,14 +41,14 @@ from flashspan.kernels.masks import Mask
 
 
 class Carry(NamedTuple):
-    """An online softmax so far: `out` [B, H, T, D] normalised over the keys seen, `lse` [B, H, T] float32."""
+    """The state of an online softmax: out [B, H, T, D], normalised over the keys so far, and lse [B, H, T] float32."""
 
     out: Tensor
     lse: Tensor
 
 
 class Problem(NamedTuple):
-    """What to compute of q, k and v."""
+    """The arguments of attention that are not tensors."""
 
     mask: Mask
     scale: float
@@ -55,7 +57,7 @@ class Problem(NamedTuple):
 
 
 class LocalAttention(Protocol):
-    """The shape of an implementation module; the module docstring above is the contract."""
+    """The functions of an implementation's module; the module docstring above is their contract."""
 
     def forward(
         self,

@@ -1,9 +1,9 @@
-"""PyTorch's fused CPU attention behind the contract.
+"""PyTorch's fused CPU attention as an implementation of the contract.
 
-The operator has two masks that cost nothing, none and top-left causal, and takes a dense one. So a mask is cut into
-strips of query rows, most of which need no dense mask (see Note [Strips]); the others are drawn CHUNK rows at a time
-over the keys they reach, and a window costs time and memory linear in T. Dropout, a scale that is not positive in
-float32 (the operator scales its own masking -inf) and non-finite keys or values behind a mask go to `tiled`.
+The operator supports no mask and a top-left causal mask at no cost, and a dense mask. So a mask is cut into strips of
+query rows, most of which need no dense mask (see Note [Strips]). For the others a dense mask of CHUNK rows and the keys
+they see is allocated at a time, so a window takes time and memory linear in T. `tiled` serves dropout, a scale that is
+not positive in float32 (the operator multiplies its own -inf by it), and non-finite keys or values behind a mask.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from flashspan.kernels.masks import Band, Mask, Rows
 from flashspan.kernels.merge import merge
 from flashspan.kernels.torch_private import flash_cpu, flash_cpu_backward
 
-CHUNK = 256  # rows that share one drawn mask
-SHORT = 64  # runs of rows shorter than this are drawn together: a call each would cost more
-TEMPORARY = 2**17  # elements of one temporary tensor, which limit how many heads one call takes
-LEAST_SCALE = torch.finfo(torch.float32).tiny  # below it a number may be 0 in float32
+CHUNK = 256  # rows that share one dense mask
+SHORT = 64  # runs of rows shorter than this share dense masks: a call for each would take longer
+TEMPORARY = 2**17  # elements of a temporary tensor, which limit the number of heads in one call
+LEAST_SCALE = torch.finfo(torch.float32).tiny  # smaller numbers may be 0 in float32
 
 
 def forward(
@@ -39,14 +39,14 @@ def forward(
     carry: Carry | None = None,
     out_dtype: torch.dtype = torch.float32,
 ) -> Carry:
-    """See contract.py. Computes in float32 (float64 when q is): a CPU without products of 16 bits would take 5 to 100
-    times as long in them."""
+    """See contract.py. Computes in float32 (float64 for float64): in 16 bits, a CPU without 16-bit matmuls takes 5 to
+    100 times as long."""
     strips, scale = _cut(problem.mask, q, k), problem.scale
     if problem.dropout is not None or scale < LEAST_SCALE or _may_leak(strips, k, v):
         return tiled.forward(q, k, v, problem, carry=carry, out_dtype=out_dtype)
     work = torch.promote_types(q.dtype, torch.float32)
     out_dtype = work if work == torch.float64 else out_dtype
-    if carry is None and q.dtype == work and _is_one_call(strips, q):  # else a few heads' copies at a time
+    if carry is None and q.dtype == work and _is_one_call(strips, q):  # otherwise, a few heads at a time are copied
         part = strips[0].parts[0]
         out, lse = _attend(q, k, v, part, scale=scale, dtype=work)
         return Carry(out.to(out_dtype), lse.contiguous())
@@ -86,8 +86,8 @@ def backward(
     dv: Tensor,
     accumulate: bool,
 ) -> None:
-    """See contract.py. Computes in float32 (float64 when q is): in 16 bits the operator would round delta as well, and
-    be a fifth faster at best."""
+    """See contract.py. Computes in float32 (float64 for float64): in 16 bits the operator rounds delta too, and is at
+    most a fifth faster."""
     strips, scale = _cut(problem.mask, q, k), problem.scale
     if problem.dropout is not None or scale < LEAST_SCALE or _may_leak(strips, k, v):
         tiled.backward(dout, q, k, v, lse, delta, problem, dq=dq, dk=dk, dv=dv, accumulate=accumulate)
@@ -112,9 +112,9 @@ def _backward(
     totals: list[Tensor],
     accumulate: bool,
 ) -> None:
-    """Backward of the heads that one call takes; totals are their dq, dk and dv."""
+    """Backward of the heads of one call; totals are their dq, dk and dv."""
     work = torch.promote_types(q.dtype, torch.float32)
-    # One call that sees every key gives the whole answer; several add up, in float32.
+    # The gradients of one call with all keys are complete; those of several calls are summed in float32.
     one_call = _is_one_call(strips, q) and len(strips[0].parts[0].keys) == k.shape[2]
     overwrite = one_call and not accumulate
     sums = totals
@@ -123,18 +123,18 @@ def _backward(
     for sequence, rows, parts in strips:
         q_rows, dout_rows, lse_rows, delta_rows = (x[sequence, :, rows].to(work) for x in (q, dout, lse, delta))
         blind = lse_rows == -torch.inf
-        if bool(blind.any()):  # they give nothing: exp(score - inf) = 0, but 0 * NaN is NaN
+        if bool(blind.any()):  # their gradients are 0: exp(score - inf) = 0, but 0 * NaN is NaN
             q_rows, dout_rows = (x.masked_fill(blind[..., None], 0.0) for x in (q_rows, dout_rows))
             lse_rows, delta_rows = lse_rows.masked_fill(blind, torch.inf), delta_rows.masked_fill(blind, 0.0)
-        stand, out_rows = _stand_in(dout_rows, delta_rows)
+        stand_in, out_rows = _stand_in(dout_rows, delta_rows)
         for part in parts:
             keys = slice(part.keys.start, part.keys.stop)
             k_part, v_part = k[sequence, :, keys].to(work), v[sequence, :, keys].to(work)
-            options = {"attn_mask": part.draw(work), "scale": scale}
-            given = (q_rows, k_part, v_part, out_rows, lse_rows, 0.0, part.causal)
-            dq, dk, dv = flash_cpu_backward(stand, *given, **options)
-            if stand is not dout_rows:
-                dv = flash_cpu_backward(dout_rows, *given, **options)[2]
+            options = {"attn_mask": part.bias(work), "scale": scale}
+            tensors = (q_rows, k_part, v_part, out_rows, lse_rows, 0.0, part.causal)
+            dq, dk, dv = flash_cpu_backward(stand_in, *tensors, **options)
+            if stand_in is not dout_rows:
+                dv = flash_cpu_backward(dout_rows, *tensors, **options)[2]
             for total, where, grad in zip(sums, (rows, keys, keys), (dq, dk, dv), strict=True):
                 if overwrite:
                     total.copy_(grad)
@@ -146,13 +146,13 @@ def _backward(
 
 
 # Note [Heads]
-# The operator allocates what it returns, and float32 copies may come on top. So that this stays small beside the
-# tensors themselves, whatever their number of heads, a few heads are served at a time: the operator works on each of
-# them alone anyway. Each thread gets one, since backward has no other work to share out.
+# The operator allocates its results, and its inputs may need float32 copies. To keep these small compared with the
+# tensors, one call has a few heads only; the operator computes each head separately anyway. There is a head for each
+# thread, because backward parallelises over heads only.
 
 
 def _head_groups(q: Tensor, k: Tensor) -> list[tuple[slice, slice]]:
-    """Which query heads, and which kv heads of theirs, are served together; see Note [Heads]."""
+    """The query heads and the kv heads of each call; see Note [Heads]."""
     if q.numel() == 0:
         return [(slice(None), slice(None))]
     group = q.shape[1] // k.shape[1]
@@ -163,24 +163,23 @@ def _head_groups(q: Tensor, k: Tensor) -> list[tuple[slice, slice]]:
     return [(slice(first * group, (first + num) * group), slice(first, first + num)) for first in firsts]
 
 
-# Note [Strips]
-# A mask gives each query one interval of keys. Where consecutive rows share theirs, the operator needs no mask: only
-# those keys are handed to it. This is a zigzag ring's tile, where long runs of rows see all of it or nothing. Where the
-# end moves on by one key a row while the start stands still, the keys before the first row's last are seen by all rows
-# and the rest is top-left causal: two calls without a mask. This is a causal mask with any offset, and every document
-# of a packed batch. Any other strip is drawn.
+# Note [Strips] A mask gives each query one interval of keys. Where consecutive rows have the same interval, the
+# operator needs no mask: it gets only those keys. Tiles of a zigzag ring are so: long runs of rows see all keys or
+# none. Where the start is the same and the end grows by one key per row, all rows see the keys before the first row's
+# last one, and the rest is top-left causal: two calls without a dense mask. Causal masks with any offset are so, and
+# each document of a packed batch. Any other strip gets a dense mask.
 
 
 class _Part(NamedTuple):
-    """The keys one call hands to a strip of rows; drawn where `start` and `end` [rows] say which of them each sees."""
+    """The keys of one call for a strip of rows. Each row sees all of them, causally fewer, or start..end [rows]."""
 
     keys: range
     causal: bool = False
     start: Tensor | None = None
     end: Tensor | None = None
 
-    def draw(self, dtype: torch.dtype) -> Tensor | None:
-        """The mask to add to the scores, [rows, keys]: 0 where visible, -inf elsewhere."""
+    def bias(self, dtype: torch.dtype) -> Tensor | None:
+        """The dense mask to add to the scores, [rows, keys]: 0 where visible, -inf elsewhere; None if not needed."""
         if self.start is None or self.end is None:
             return None
         keys = torch.arange(self.keys.start, self.keys.stop, device="cpu")
@@ -189,7 +188,7 @@ class _Part(NamedTuple):
 
 
 class _Strip(NamedTuple):
-    """Rows of one sequence of the batch (or of all), and the calls that serve them."""
+    """Rows of one sequence of the batch (or of all sequences), and their calls."""
 
     sequence: slice
     rows: slice
@@ -197,12 +196,12 @@ class _Strip(NamedTuple):
 
 
 def _cut(mask: Mask, q: Tensor, k: Tensor) -> list[_Strip]:
-    """The strips that see anything at all."""
+    """The strips of rows that see any keys."""
     if q.numel() == 0:
         return []
     if isinstance(mask, Band):
         return _cut_band(mask, q.shape[2], k.shape[2])
-    assert isinstance(mask, Rows), "the chooser sends lists of tiles elsewhere"
+    assert isinstance(mask, Rows), "this backend refuses block maps"
     start, end = mask.start, mask.end
     if start.dim() == 1 or len(start) == 1:
         return list(_strips(start.view(-1), end.view(-1), slice(None)))
@@ -211,7 +210,7 @@ def _cut(mask: Mask, q: Tensor, k: Tensor) -> list[_Strip]:
 
 @functools.lru_cache(maxsize=16)
 def _cut_band(band: Band, num_queries: int, num_keys: int) -> list[_Strip]:
-    """Kept, since the layers of a model ask for the same few bands."""
+    """Cached, because all layers of a model use the same few bands."""
     return list(_strips(*band.intervals(num_queries, num_keys), slice(None)))
 
 
@@ -240,22 +239,22 @@ def _strips(start: Tensor, end: Tensor, sequence: slice) -> Iterator[_Strip]:
 
 
 def _segments(start: Tensor, end: Tensor, empty: Tensor) -> list[tuple[int, int, bool]]:
-    """(first, last, even): rows first..last - 1, `even` when all see one interval or each sees one key more.
+    """(first, last, even): rows first..last - 1; `even` if all have one interval, or the end grows by one key per row.
 
-    Even runs shorter than SHORT are put together with neighbours like them; a lone row is even.
+    Consecutive even runs shorter than SHORT are joined into one that is not even; a single row is even.
     """
     stays = (start.diff() == 0) & ~empty.diff()
     step = end.diff()
     kinds = torch.where(stays & (step == 0), 1, torch.where(stays & (step == 1), 2, 0))  # 0: a jump
-    kinds = F.pad(kinds, (0, 1))  # the last row jumps to nowhere
+    kinds = F.pad(kinds, (0, 1))  # the last row has no next row
     turns = [0, *(kinds.diff().nonzero().flatten() + 1).tolist(), len(kinds)]
     segments: list[tuple[int, int, bool]] = []
     first, was_loose = 0, False
     for stop, kind in zip(turns[1:], kinds[turns[:-1]].tolist(), strict=True):
         even = kind > 0
-        last = stop + even  # an even step takes along the row it leads to
+        last = stop + even  # an even step includes the row after it
         if last - first <= even:
-            continue  # nothing but a row that the next run may have
+            continue  # a single row, which the next run may include
         loose = not even or last - first < SHORT
         if loose and was_loose:
             segments[-1] = (segments[-1][0], last, False)
@@ -274,35 +273,36 @@ def _is_one_call(strips: list[_Strip], q: Tensor) -> bool:
 
 
 def _may_leak(strips: list[_Strip], k: Tensor, v: Tensor) -> bool:
-    """Whether the operator would be handed non-finite keys or values and told to mask them: 0 * NaN is NaN."""
+    """Whether the operator would mask non-finite keys or values, which does not work: 0 * NaN is NaN."""
     if all(not part.causal and part.start is None for strip in strips for part in strip.parts):
         return False
     return not all(math.isfinite(x.sum(dtype=torch.promote_types(x.dtype, torch.float32))) for x in (k, v))
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, part: _Part, *, scale: float, dtype: torch.dtype) -> Carry:
-    """One call: the rows q over one part of the keys, computed in dtype."""
+    """One call of the operator: rows q over one part of the keys, computed in dtype."""
     k, v = (x[:, :, part.keys.start : part.keys.stop].to(dtype) for x in (k, v))
-    out, lse = flash_cpu(q.to(dtype), k, v, 0.0, part.causal, attn_mask=part.draw(dtype), scale=scale)
+    out, lse = flash_cpu(q.to(dtype), k, v, 0.0, part.causal, attn_mask=part.bias(dtype), scale=scale)
     if part.start is not None and part.end is not None:
         blind = part.start >= part.end
-        if bool(blind.any()):  # the operator gives them an lse of 0, and NaN where their query is NaN
+        if bool(blind.any()):  # the operator returns lse 0 for them, and NaN if their query is NaN
             out, lse = out.masked_fill(blind[:, None], 0.0), lse.masked_fill(blind, -torch.inf)
     return Carry(out, lse)
 
 
 # Note [Stand-in output]
-# The operator's backward takes `out` only to form delta = rowsum(dout * out). We are given delta instead: the whole
-# row's, perhaps with the gradient of lse in it. So we hand over another `out` with that product: dout itself, times
-# delta / |dout|^2. All terms of the sum then have one sign, so nothing is lost to rounding.
+# The operator's backward uses `out` only to compute delta = rowsum(dout * out). We have delta instead: that of all keys
+# of the row, perhaps with the gradient of lse in it. So we pass another `out` with the same delta: dout times
+# delta / |dout|^2. All terms of the sum then have one sign, so no digits cancel.
 #
-# Where a square could underflow or overflow, the signs of dout times delta / sum(|dout|) do as well, one pass dearer.
-# And where dout is lost beside delta (0, while lse has a gradient), a constant row 2^60 times smaller than delta takes
-# its place, too small to change dq or dk by a rounding. dv has nothing of delta in it: it is made of dout once more.
+# Where a square could underflow or overflow, sign(dout) times delta / sum(|dout|) works too, in one more pass over
+# dout. Where dout is too small compared with delta (0, while lse has a gradient), a constant row 2^60 times smaller
+# than delta replaces dout: too small to change the rounding of dq or dk. dv does not depend on delta: a second call
+# computes it from dout itself.
 
 
 def _stand_in(dout: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-    """(dout, out) with rowsum(dout * out) = delta; dout is the one given unless it is lost beside delta."""
+    """(dout, out) with rowsum(dout * out) = delta; this dout is the argument unless it is too small for delta."""
     delta = delta[..., None]
     nothing = delta == 0
     size = torch.linalg.vector_norm(dout, dim=-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""delta, the one number a row's backward needs of its output, and the dtype the output is kept in for it."""
+"""delta = rowsum(dout * out), all that backward needs of the output, and the dtype it needs the output in."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from torch import Tensor
 
 
 def kept_dtype(q: Tensor) -> torch.dtype:
-    """The dtype in which the output is kept for backward: at least float32 on a CPU, q's own elsewhere.
+    """The dtype in which the output is kept for backward: at least float32 on a CPU, q's dtype elsewhere.
 
-    An output rounded to 16 bits makes delta wrong by as much, and gradients up to 4 times as wrong as their own
-    rounding where the softmax is sharp. PyTorch's GPU kernels accept this and so do ours; its CPU path with dropout
-    does not. See docs/numerics.md.
+    Rounding the output to 16 bits rounds delta too. Where the softmax is sharp, the error of the gradients is then up
+    to 4 times their own rounding. Our GPU kernels accept this, as PyTorch's do; the CPU does not. See docs/numerics.md.
     """
     return torch.promote_types(q.dtype, torch.float32) if q.device.type == "cpu" else q.dtype
 
 
 def row_delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
-    """rowsum(dout * out) in float32 [B, H, T] (float64 stays): the one number a row's backward needs of its output.
+    """rowsum(dout * out) - dlse in float32 [B, H, T] (float64 for float64).
 
-    d lse / d score is the probability, so a gradient of lse enters here too, with the other sign.
+    d lse / d score is the probability, so a gradient of lse is a part of delta, with the opposite sign.
     """
     if dlse is not None:
         return row_delta(dout, out) - dlse

@@ -1,4 +1,4 @@
-"""Dropout that does not depend on how the work is split: a counter-based hash decides each (query, key) pair."""
+"""Counter-based dropout: a hash of each (query, key) pair's position decides, however the work is split."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MASK32 = 0xFFFFFFFF
 
 
 def mix(x: Tensor) -> Tensor:
-    """A 32-bit integer hash with full avalanche, on int64 tensors holding 32-bit values (the kernels have a twin)."""
+    """A 32-bit integer hash with full avalanche, on int64 tensors of 32-bit values; portable/common.py has the same."""
     x = x ^ (x >> 16)
     x = (x * 0x7FEB352D) & MASK32
     x = x ^ (x >> 15)
@@ -21,11 +21,11 @@ def mix(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Dropout:
-    """Drop each (query, key) pair with probability p, decided by a hash of the seed and the pair's global place.
+    """Drop each (query, key) pair with probability p, decided by a hash of the seed and the pair's global position.
 
-    The same seed drops the same pairs however the work is split: a caller that holds a part of the sequence gives its
-    tokens' global positions (int32; None means 0, 1, 2, ...), one that holds a part of the heads says where they begin:
-    head h of batch b is stream `first + b * batch_stride + h`.
+    The same seed drops the same pairs however the work is split. A part of the sequence needs the global positions of
+    its tokens (int32; None means 0, 1, 2, ...). A part of the heads needs `first` and `batch_stride`: head h of batch b
+    is stream first + b * batch_stride + h.
     """
 
     p: float
@@ -43,30 +43,25 @@ class Dropout:
         return self.first + batch[:, None] + torch.arange(num_heads, device=device)
 
     def keep(self, num_batch: int, num_heads: int, q: range, k: range) -> Tensor:
-        """Which pairs of these local rows and columns survive, bool [B, H, len(q), len(k)]."""
-        device = self.seed.device
-        i = (
-            torch.arange(q.start, q.stop, device=device)
-            if self.q_positions is None
-            else self.q_positions[q.start : q.stop]
-        )
-        j = (
-            torch.arange(k.start, k.stop, device=device)
-            if self.k_positions is None
-            else self.k_positions[k.start : k.stop]
-        )
+        """Whether each pair of these local rows and columns is kept, bool [B, H, len(q), len(k)]."""
+        i, j = self._positions(q, self.q_positions), self._positions(k, self.k_positions)
         low, high = self.seed & MASK32, (self.seed >> 32) & MASK32
         stream = mix(low ^ mix(self.streams(num_batch, num_heads)))
         row = mix((stream[..., None] + i.long()) & MASK32)
         column = mix((mix(high) + j.long()) & MASK32)
         return mix(row[..., None] ^ column) >= self.threshold
 
+    def _positions(self, local: range, table: Tensor | None) -> Tensor:
+        if table is None:
+            return torch.arange(local.start, local.stop, device=self.seed.device)
+        return table[local.start : local.stop]
+
     @property
     def threshold(self) -> int:
-        """A pair is dropped when its 32-bit hash falls below this."""
+        """A pair is dropped if its 32-bit hash is below this number."""
         return min(int(self.p * 2.0**32), 2**32 - 1)
 
     @property
     def gain(self) -> float:
-        """What a surviving probability is multiplied by."""
+        """The factor of a probability that is kept."""
         return 1.0 / (1.0 - self.p)

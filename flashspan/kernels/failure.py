@@ -1,4 +1,4 @@
-"""The one error that lets another implementation serve a call."""
+"""The error after which another implementation serves a call."""
 
 
 class KernelFailed(RuntimeError):

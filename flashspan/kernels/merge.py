@@ -1,4 +1,4 @@
-"""Two online softmaxes over different keys as one."""
+"""Merge two online softmaxes over different keys."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from flashspan.kernels.contract import Carry
 
 
 def merge(total: Carry, part: Carry) -> None:
-    """Continue `total` with `part`, in place. Where neither has seen a key, out stays 0 and lse -inf.
+    """Merge `part` into `total`, in place. Where neither has seen a key, out stays 0 and lse -inf.
 
-    The few numbers a row needs for it are computed in float64: then only the sums themselves are rounded.
+    The weights of a row are computed in float64, so that only the sums are rounded.
     """
     lse = torch.logaddexp(total.lse.double(), part.lse.double())
     share = torch.exp(part.lse - lse.masked_fill(lse == -torch.inf, 0.0))

@@ -1,11 +1,11 @@
-"""How exact attention is, in numbers: what `flashspan check` and the tests hold every implementation to.
+"""The accuracy that attention promises, in numbers: `flashspan check` and the tests measure every implementation by it.
 
     answer = solve(q, k, v, dout, mask=mask, scale=scale)
     ratios = answer.ratios(dq=dq, dk=dk, dv=dv)  # error / allowed error: at most 1
 
-docs/numerics.md derives the promise. In short: in float32 the norm of an error is at most FORWARD or GRADIENT of the
-norm of the result, or of the norm it would have if its terms had random signs, whichever is larger; scores beyond
-SCORE, whose rounding the softmax amplifies, allow more in proportion.
+docs/numerics.md derives the promise. In short: in float32, the norm of an error is at most FORWARD or GRADIENT times
+the norm of the result, or times the norm that the result would have if its terms had random signs, whichever is larger.
+The softmax amplifies the rounding of scores beyond SCORE; they allow more, in proportion.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from flashspan.kernels.dropout import Dropout
 from flashspan.kernels.masks import Mask, dense
 
 FORWARD, GRADIENT = 1e-6, 1e-5
-"""Of out and lse, and of dq, dk and dv, in float32."""
+"""Allowed relative error of out and lse, and of dq, dk and dv, in float32."""
 SCORE = 16.0
-"""Up to this bound on the scores, |scale| max|q_i| max|k_j|, the softmax does not amplify their rounding noticeably."""
+"""Up to this bound on the scores, |scale| max|q_i| max|k_j|, the softmax hardly amplifies their rounding."""
 CHUNK = 2**20  # scores computed at a time
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Attention in float64, and the numbers an error is compared with."""
+    """Attention in float64, and the sizes that errors are compared with."""
 
     results: dict[str, Tensor]  # out, lse, dq, dk, dv
     terms: dict[str, float]  # the norm each would have if its terms had random signs
@@ -36,17 +36,17 @@ class Answer:
     rounded: bool  # see `solve`
 
     def size(self, name: str) -> float:
-        """What the error of one result is compared with: its norm, or that of its terms where they cancel."""
+        """The size that the error of one result is compared with: its norm, or that of its terms where they cancel."""
         exact = self.results[name]
         return max(float(exact[exact.isfinite()].norm()), self.terms[name])
 
     def allowed(self, name: str, dtype: torch.dtype) -> float:
-        """The norm that the error of one result may have, computed from inputs of this dtype."""
+        """The largest norm allowed for the error of one result, computed from inputs of this dtype."""
         exact = self.results[name]
         size = self.size(name)
         bound = (GRADIENT if name in ("dq", "dk", "dv") else FORWARD) * max(1.0, self.score / SCORE)
         if dtype == torch.float64:
-            return bound * size * 2.0**-28  # float64 has 29 bits more, and what is compared with is float64 too
+            return bound * size * 2.0**-28  # float64 has 29 bits more, of which the answer in float64 uses one
         if dtype == torch.float32 or name == "lse":
             return bound * size
         kind = torch.finfo(dtype)
@@ -54,7 +54,7 @@ class Answer:
         return bound * size + kind.eps / 2 * norm + (kind.eps * size if self.rounded else 0.0)
 
     def ratios(self, dtype: torch.dtype = torch.float32, **got: Tensor) -> dict[str, float]:
-        """The norm of each error over the allowed one: at most 1. Infinite where finite numbers are not."""
+        """The norm of each error divided by the allowed one: at most 1. Infinite if a result is wrongly not finite."""
         found = {}
         for name, mine in got.items():
             exact = self.results[name]
@@ -83,9 +83,9 @@ def solve(
 ) -> Answer:
     """The answer, computed in float64 as in a textbook, a chunk of query rows at a time.
 
-    q, dout [B, H, T, D]; k, v [B, K, S, D]; dlse [B, H, T], without effect in rows that see no key. The mask may be
-    drawn: bool [B or 1, H or 1, T, S]. rounded: whether 16-bit inputs meet kernels that round the operands of each
-    matmul to 16 bits, as GPU kernels do; on a CPU the result alone is rounded.
+    q, dout [B, H, T, D]; k, v [B, K, S, D]; dlse [B, H, T], without effect in rows that see no key. The mask may be a
+    bool tensor [B or 1, H or 1, T, S]. rounded: the kernels round the operands of each matmul to 16 bits, as GPU
+    kernels do with 16-bit inputs; CPU kernels round only the result.
     """
     least = 2.0**-14 if rounded else 2.0**-106
     (B, H, T, _), (K, S) = q.shape, k.shape[1:3]
@@ -102,7 +102,7 @@ def solve(
             visible = mask[:, :, cut].to(q.device)
         else:
             visible = dense(mask.slice(rows, range(S)), len(rows), S).to(q.device)
-            visible = visible[:, None] if visible.dim() == 3 else visible  # where it differs in the batch
+            visible = visible[:, None] if visible.dim() == 3 else visible  # one mask per sequence
         score = (q_i @ k.mT * scale).masked_fill(~visible, -torch.inf)
         lse_i = score.logsumexp(-1) if S else lse[:, :, cut] - torch.inf
         blind = lse_i == -torch.inf
@@ -118,7 +118,7 @@ def solve(
         out[:, :, cut], lse[:, :, cut], dq[:, :, cut] = out_i, lse_i, ds @ k
         dk += ds.mT @ q_i
         dv += weights.mT @ dout_i
-        # The same sums, of squared terms. Weights below the range of the dtype they are rounded to lose their bits.
+        # The same sums, of squared terms. Weights below the range of the dtype that they are rounded to lose bits.
         p = p.clamp(min=least).masked_fill(~visible, 0.0)
         weights = p * survival
         delta = (dout_i**2 * out_i**2).sum(-1) + dlse_i**2

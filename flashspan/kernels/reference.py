@@ -1,6 +1,6 @@
-"""The oracle: attention as written in a textbook, in whatever precision it is given (float64 in tests).
+"""The reference: attention as in a textbook, in the precision of its inputs (float64 in tests).
 
-It draws the whole [T, S] matrix, so it is for small shapes. It defines what the other implementations must equal.
+It allocates the whole [T, S] matrix, so it is for small shapes. Its results define what other implementations return.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def forward(
     probs = _probabilities(scores, lse) * _survival(q, k, problem.dropout)
     out = _weigh(probs, _expand(v, q).to(probs.dtype), visible)
     if carry is not None:
-        # In float64, so that a merge rounds its result and nothing else: a long ring makes many.
+        # In float64, so that a merge rounds only its result: a long ring merges many times.
         total = torch.logaddexp(lse.double(), carry.lse.double())
         out = out * _weight(lse, total) + carry.out * _weight(carry.lse, total)
         lse = total.to(carry.lse.dtype)
@@ -51,7 +51,7 @@ def backward(
     accumulate: bool,
 ) -> None:
     """See contract.py."""
-    blind = (lse == -torch.inf)[..., None]  # a query that sees nothing does not exist, not even as 0 * NaN
+    blind = (lse == -torch.inf)[..., None]  # a query that sees no key does not exist, not even as 0 * NaN
     q, dout = q.masked_fill(blind, 0.0), dout.masked_fill(blind, 0.0)
     scores, visible = _scores(q, k, problem)
     probs = _probabilities(scores, lse.to(scores.dtype))
@@ -71,7 +71,7 @@ def backward(
 
 
 def _scores(q: Tensor, k: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-    """Scaled scores [B, H, T, S], -inf where invisible, and who is visible [1 or B, 1 or H, T, S]."""
+    """Scaled scores [B, H, T, S], -inf where masked, and the mask [1 or B, 1 or H, T, S], True where visible."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     visible = dense(problem.mask.to(q.device), q.shape[-2], k.shape[-2]).to(q.device)
     if visible.dim() < 4:
@@ -87,12 +87,12 @@ def _logsumexp(scores: Tensor) -> Tensor:
 
 
 def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
-    """exp(scores - lse), 0 in a row that sees nothing."""
+    """exp(scores - lse), 0 in a row that sees no key."""
     return torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
 
 
 def _survival(q: Tensor, k: Tensor, dropout: Dropout | None) -> Tensor | float:
-    """What dropout multiplies each probability by: 0, or 1 / (1 - p)."""
+    """The factor of each probability under dropout: 0, or 1 / (1 - p)."""
     if dropout is None:
         return 1.0
     keep = dropout.keep(q.shape[0], q.shape[1], range(q.shape[2]), range(k.shape[2]))
@@ -100,14 +100,14 @@ def _survival(q: Tensor, k: Tensor, dropout: Dropout | None) -> Tensor | float:
 
 
 def _weigh(weights: Tensor, values: Tensor, visible: Tensor) -> Tensor:
-    """weights @ values in which an invisible row of values does not exist, not even as 0 * NaN."""
+    """weights @ values in which a masked row of values does not exist, not even as 0 * NaN."""
     finite = values.isfinite()
     if bool(finite.all()):
         return weights @ values
-    product = weights @ torch.where(finite, values, 0.0)
-    # Where a row does see a non-finite value, so must its result be.
+    result = weights @ torch.where(finite, values, 0.0)
+    # A row that sees a non-finite value has a non-finite result.
     seen = visible.to(values.dtype) @ (~finite).to(values.dtype)
-    return torch.where(seen > 0, torch.nan, product)
+    return torch.where(seen > 0, torch.nan, result)
 
 
 def _weight(lse: Tensor, total: Tensor) -> Tensor:

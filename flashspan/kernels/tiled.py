@@ -1,8 +1,8 @@
 """FlashAttention-2 in plain PyTorch: Algorithms 1 and 2 as published, one pair of tiles at a time.
 
-Read this before the Triton kernels: they compute the same, in the same order and with the same names. The [T, S] matrix
-never exists; one [BLOCK_Q, BLOCK_K] tile of it does. Query heads that share a key head are a dimension of their own,
-G = H / K, so q is seen as [B, K, G, T, D] and keys and values are used as they are.
+Read this before the Triton kernels: they compute the same, in the same order and with the same names. Only one
+[BLOCK_Q, BLOCK_K] tile of the [T, S] matrix exists at a time. Query heads that share a key head are a dimension of
+their own, G = H / K: q is viewed as [B, K, G, T, D], and keys and values are not expanded.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def forward(
 ) -> Carry:
     """Algorithm 1; see contract.py. Computes in float32, or float64 when q is float64.
 
-    A carry is the algorithm's own state: m = lse, l = 1 and O = out describe any softmax that has been normalised.
+    A carry is a state of the algorithm: m = lse, l = 1 and O = out describe a normalised softmax.
     """
     work = torch.promote_types(q.dtype, torch.float32)
     if carry is None:
@@ -49,8 +49,8 @@ def forward(
     q, out, lse = (_group(x, k) for x in (q, *carry))
     for i in plan.q_tiles:
         q_i = q[..., i, :].to(work)
-        m = lse[..., i].to(work)  # the largest score seen
-        # The sum of exp(score - m): 1, and what rounding m took from an lse that is carried in float64.
+        m = lse[..., i].to(work)  # the running maximum of the scores
+        # The sum of exp(score - m): 1, times the rounding error of m if the carried lse is float64.
         l = torch.exp(torch.where(m == -torch.inf, 0.0, lse[..., i] - m))
         o = (out[..., i, :] * l[..., None]).to(work)
         for j, visible in plan.keys(i):
@@ -59,7 +59,7 @@ def forward(
             if visible is not None:
                 s = torch.where(visible, s, -torch.inf)
             m_new = torch.maximum(m, s.amax(-1))
-            shift = torch.where(m_new == -torch.inf, 0.0, m_new)  # while a row has seen nothing, exp(-inf - 0) is 0
+            shift = torch.where(m_new == -torch.inf, 0.0, m_new)  # for a row that has seen no key, exp(-inf - 0) is 0
             p = torch.exp(s - shift[..., None])
             shrink = torch.exp(m - shift)
             l = shrink * l + p.sum(-1)
@@ -84,7 +84,7 @@ def backward(
     dv: Tensor,
     accumulate: bool,
 ) -> None:
-    """Algorithm 2; see contract.py. dK and dV are finished one key tile at a time, dQ gathers over all of them."""
+    """Algorithm 2; see contract.py. dK and dV are complete after each key tile, dQ after all of them."""
     work = torch.promote_types(q.dtype, torch.float32)
     if not accumulate:
         for total in (dq, dk, dv):
@@ -104,7 +104,7 @@ def backward(
         return
     plan, scale = _Plan(q, k, v, problem.mask, problem.dropout), problem.scale
     blind = lse == -torch.inf
-    if bool(blind.any()):  # a query that sees nothing does not exist, not even as 0 * NaN
+    if bool(blind.any()):  # a query that sees no key does not exist, not even as 0 * NaN
         q, dout = (x.masked_fill(blind[..., None], 0.0) for x in (q, dout))
     dq_sum = dq if dq.dtype == work else torch.zeros_like(dq, dtype=work)
     dout, q, lse, delta, dq_grouped = (_group(x, k) for x in (dout, q, lse, delta, dq_sum))
@@ -132,7 +132,7 @@ def backward(
 
 
 class _Plan:
-    """Which tiles are worth visiting, how to mask the partial ones, and which pairs dropout spares."""
+    """The tiles to visit, the masks of the partial ones, and dropout."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: Dropout | None) -> None:
         self.num_batch, self.num_heads, num_queries, _ = q.shape
@@ -147,24 +147,24 @@ class _Plan:
         else:
             start, end = (torch.atleast_2d(x.to(q.device)) for x in mask.intervals(num_queries, num_keys))
             kinds = interval_kinds(start, end, num_keys, BLOCK_Q, BLOCK_K)
-            # A tile on which the sequences of the batch differ is masked in all of them.
+            # A tile that differs between sequences of the batch is masked in all of them.
             self.kinds = torch.where((kinds == kinds[0]).all(0), kinds[0], PARTIAL)
             self.bounds = [x[:, None, None] for x in (start, end)]
         self.q_tiles, self.k_tiles = _split(num_queries, self.block_q), _split(num_keys, self.block_k)
         self.finite = bool(k.isfinite().all() & v.isfinite().all())
 
     def keys(self, i: slice) -> Iterator[tuple[slice, Tensor | None]]:
-        """The key tiles that some query of tile i sees, each with who is visible in it (None: everyone)."""
+        """The key tiles that some query of tile i sees, each with its mask (None if all pairs are visible)."""
         for number in self.kinds[i.start // self.block_q].nonzero().flatten().tolist():
             yield self.k_tiles[number], self.visible(i, self.k_tiles[number])
 
     def queries(self, j: slice) -> Iterator[tuple[slice, Tensor | None]]:
-        """The query tiles that see some key of tile j, each with who is visible in it."""
+        """The query tiles that see some key of tile j, each with its mask."""
         for number in self.kinds[:, j.start // self.block_k].nonzero().flatten().tolist():
             yield self.q_tiles[number], self.visible(self.q_tiles[number], j)
 
     def visible(self, i: slice, j: slice) -> Tensor | None:
-        """Who sees whom in a tile, bool [1 or B, 1, 1, len(i), len(j)]; None: everyone sees everyone."""
+        """The mask of a tile, bool [1 or B, 1, 1, len(i), len(j)]; None if all pairs are visible."""
         row, column = i.start // self.block_q, j.start // self.block_k
         if self.kinds[row, column] == FULL:
             return None
@@ -177,7 +177,7 @@ class _Plan:
         return (start <= keys) & (keys < end)
 
     def survival(self, i: slice, j: slice) -> Tensor | float:
-        """What dropout multiplies each probability by, 0 or 1 / (1 - p): [B, K, G, len(i), len(j)]."""
+        """The factor of each probability under dropout, 0 or 1 / (1 - p): [B, K, G, len(i), len(j)]."""
         if self.dropout is None:
             return 1.0
         rows, columns = range(i.start, i.stop), range(j.start, j.stop)
@@ -185,18 +185,18 @@ class _Plan:
         return keep.unflatten(1, (self.num_kv_heads, -1)).to(self.work) * self.dropout.gain
 
     def weigh(self, weights: Tensor, values: Tensor, visible: Tensor | None) -> Tensor:
-        """weights @ values, [B, K, G, T, D]; a value nobody may see does not exist, not even as 0 * NaN."""
-        product = "bkgts,bksd->bkgtd"
+        """weights @ values, [B, K, G, T, D]; a masked row of values does not exist, not even as 0 * NaN."""
+        matmul = "bkgts,bksd->bkgtd"
         if self.finite or visible is None:
-            return torch.einsum(product, weights, values)
+            return torch.einsum(matmul, weights, values)
         finite = values.isfinite()
-        clean = torch.einsum(product, weights, torch.where(finite, values, 0.0))
-        seen = torch.einsum(product, visible.to(values.dtype).expand_as(weights), (~finite).to(values.dtype))
+        clean = torch.einsum(matmul, weights, torch.where(finite, values, 0.0))
+        seen = torch.einsum(matmul, visible.to(values.dtype).expand_as(weights), (~finite).to(values.dtype))
         return torch.where(seen > 0, torch.nan, clean)
 
 
 def _each_map(problem: Problem, mask: Blocks, q: Tensor, k: Tensor) -> Iterator[tuple[Problem, slice, slice, slice]]:
-    """The problem of each map, with the part of the batch, the query heads and the key heads that it is for."""
+    """The problem of each map, with its slices of the batch, of the query heads and of the key heads."""
     num_heads, group = q.shape[1], q.shape[1] // max(1, k.shape[1])
     every = slice(None)
     for b in range(mask.num_batch):
@@ -215,5 +215,5 @@ def _split(length: int, block: int) -> list[slice]:
 
 
 def _group(x: Tensor, k: Tensor) -> Tensor:
-    """[B, H, ...] seen as [B, K, G, ...]: a view."""
+    """A view of [B, H, ...] as [B, K, G, ...]."""
     return x.unflatten(1, (k.shape[1], x.shape[1] // max(k.shape[1], 1)))

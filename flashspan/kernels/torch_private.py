@@ -1,6 +1,6 @@
-"""Every private name of PyTorch that attention on one device uses, as releases 2.11 to 2.13 have it.
+"""Every private name of PyTorch that attention on one device uses, as in releases 2.11 to 2.13.
 
-tests/kernels/test_torch_private.py has a test for each.
+tests/kernels/test_torch_private.py tests each.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The fused operations of a transformer layer besides attention, usable in any model.
+"""Fused operations of a transformer layer, other than attention, for any model.
 
-On a Hopper GPU each is one kernel; elsewhere, and where shapes or dtypes do not fit, it is what its reference says, in
-plain PyTorch. All are differentiable operators that torch.compile takes.
+On a Hopper GPU they run fused kernels; elsewhere, and for shapes or dtypes that the kernels do not support, their
+references in plain PyTorch. All are differentiable operators that torch.compile supports.
 
     q, k, v = ops.qkv_rope(x, wq, wk, wv, cos, sin)
     x = ops.linear_add(x, mixed, wo)

@@ -1,4 +1,4 @@
-"""torch.optim.AdamW, with one launch for a group of parameters; its reference is PyTorch's own step."""
+"""torch.optim.AdamW with one launch per parameter group; the reference is PyTorch's step."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 
 class AdamW(torch.optim.AdamW):
-    """torch.optim.AdamW(fused=True), with the same state: a launch a group, where `fits` and the options allow it."""
+    """torch.optim.AdamW(fused=True), with the same state. A group is one launch if `fits` and its options allow it."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient; with `found_inf` not 0, none."""
+        """Update all parameters that have a gradient, unless `found_inf` is not 0."""
         from flashspan.kernels.portable.adamw import adamw, fits
 
         parts: list[tuple[dict[str, Any], list[list[Tensor]]]] = []
@@ -50,6 +50,6 @@ def _is_plain(group: dict[str, Any]) -> bool:
 
 
 def adamw_for(device: torch.device) -> type[torch.optim.AdamW]:
-    """The optimizer whose steps are fastest there."""
+    """The fastest AdamW for a device."""
     has_kernel = device.type == "cuda" and importlib.util.find_spec("triton") is not None
     return AdamW if has_kernel else torch.optim.AdamW

@@ -1,4 +1,4 @@
-"""Whether the kernel of an operator serves its tensors, or its reference in PyTorch."""
+"""The choice between an operator's kernel and its reference in PyTorch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from flashspan.kernels.failure import KernelFailed
 Result = TypeVar("Result")
 
 RETIRED: dict[str, str] = {}
-"""Operators whose kernels could not be compiled on this machine, and what went wrong."""
+"""operator -> why its kernel failed to compile on this machine."""
 
 
 def choose(name: str, kernel: Callable[[], Result], reference: Callable[[], Result], *tensors: Tensor) -> Result:
-    """The kernel's result, where it serves these tensors; if it fails to compile it is retired, with one warning."""
+    """The kernel's result if it supports these tensors, else the reference's. A kernel that fails to compile is
+    retired, with one warning."""
     if name in RETIRED or not fits(*tensors):
         return reference()
     try:
@@ -28,13 +29,13 @@ def choose(name: str, kernel: Callable[[], Result], reference: Callable[[], Resu
     except KernelFailed as failure:
         RETIRED[name] = str(failure)
         warnings.warn(
-            f"the kernel of ops.{name} is off, and PyTorch serves: it {failure}", RuntimeWarning, stacklevel=2
+            f"the kernel of ops.{name} is off, and PyTorch is used: it {failure}", RuntimeWarning, stacklevel=2
         )
         return reference()
 
 
 def fits(*tensors: Tensor) -> bool:
-    """Whether the copy engine of a Hopper GPU takes these matrices: 16 bits, rows of whole 16 bytes."""
+    """Whether the Hopper kernels support these matrices: one 16-bit dtype, rows of a multiple of 16 bytes."""
     kinds = {(x.device, x.dtype) for x in tensors}
     ((device, dtype),) = kinds if len(kinds) == 1 else ((torch.device("cpu"), torch.float32),)
     sixteen = dtype in (torch.float16, torch.bfloat16)
@@ -47,7 +48,7 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """In the dtype that autocast would have matmuls in."""
+    """Under autocast, the tensors in its dtype, as inputs of a matmul are."""
     kind = tensors[0].device.type
     if torch.is_autocast_enabled(kind):
         return tuple(x.to(torch.get_autocast_dtype(kind)) for x in tensors)

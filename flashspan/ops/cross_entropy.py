@@ -1,4 +1,4 @@
-"""Cross entropies of rows of logits and, in the logits' place, their gradients."""
+"""Cross entropies of rows of logits, and their gradients, which may overwrite the logits."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 
 
 def has_kernel(device: torch.device) -> bool:
-    """Whether one kernel does it there."""
+    """Whether there is a kernel for the device."""
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def losses_and_gradients(logits: Tensor, targets: Tensor, *, ignored: int) -> tuple[Tensor, Tensor]:
-    """Losses [n], float32 or wider, of logits [n, V], and their gradients, for which the logits may be used up.
+    """Losses [n], float32 or wider, of logits [n, V], and their gradients, which may overwrite the logits.
 
-    A gradient is the probabilities, less one at the target; nothing in a row whose target is `ignored`.
+    A gradient is the probabilities, minus 1 at the target; it is 0 in a row whose target is `ignored`.
     """
     if has_kernel(logits.device):
         from flashspan.kernels.portable.slope import slope_in_place

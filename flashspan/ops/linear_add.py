@@ -1,4 +1,4 @@
-"""A linear layer's output added to a residual in one kernel, and sums of matmuls, which gradients are."""
+"""A linear layer with the residual added in its epilogue; and sums of matmuls, for gradients."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from flashspan.ops.choice import autocast, choose
 
 
 def linear_add(x: Tensor, a: Tensor, weight: Tensor) -> Tensor:
-    """x + a W^T, [B, T, E], of a [B, T, K] and W [E, K]."""
+    """x + a W^T [B, T, E], for a [B, T, K] and W [E, K]."""
     a, weight = autocast(a, weight)
-    if x.dtype != a.dtype:  # the residual of float32 weights
+    if x.dtype != a.dtype:  # a float32 residual under autocast
         return x + F.linear(a, weight)
     return _add_product(x.flatten(0, 1), a.flatten(0, 1), weight).view(x.shape)
 
@@ -58,7 +58,7 @@ def _sum(rows: list[Tensor], weights: list[Tensor]) -> Tensor:
 
 @torch.library.custom_op("flashspan::sum_of_products", mutates_args=())
 def sum_of_products(rows: list[Tensor], weights: list[Tensor]) -> Tensor:
-    """The sum of a W over up to three pairs of a [M, K] and W [K, N]."""
+    """The sum of a W over up to three pairs of a [M, K] and W [K, N], in one kernel."""
     return _sum(rows, weights)
 
 

@@ -1,4 +1,4 @@
-"""Queries, keys and values of a layer in one kernel, queries and keys rotated (RoPE) on their way out."""
+"""Queries, keys and values of a layer in one kernel, with RoPE applied to queries and keys in its epilogue."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from flashspan.ops.choice import autocast, choose
 from flashspan.ops.linear_add import sum_of_products
 
 HEAD_DIMS = (64, 128)
-"""Head sizes the kernel rotates."""
+"""Head sizes that the kernel supports."""
 
 
 def qkv_rope(
     x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, cos: Tensor, sin: Tensor, *, q_scale: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q and k, rotated, and v, [B, T, heads, D], of x [B, T, E] and weights [heads * D, E]; q times `q_scale`.
+    """q, k and v [B, T, heads, D] from x [B, T, E] and weights [heads * D, E]; RoPE on q and k, q times `q_scale`.
 
     cos, sin: float32 [T, 1, D / 2] or [B, T, 1, D / 2], the angles of the pairs (d, d + D / 2).
     """
@@ -31,7 +31,7 @@ def qkv_rope(
 def reference(
     x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, cos: Tensor, sin: Tensor, unit: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of rows x [M, E] and angles [period, D / 2], for rows in turn."""
+    """`qkv_rope` for rows x [M, E] and angles [period, D / 2]; row i has angle i % period."""
     q, k, v = (x @ weight.T for weight in (wq, wk, wv))
     return _rotate(q, cos * unit, sin * unit), _rotate(k, cos, sin), v
 
@@ -64,13 +64,13 @@ def _(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, cos: Tensor, sin: Tensor, u
 
 
 def _rotate(rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Heads of rows [M, heads * D] rotated by angles [period, D / 2], for rows in turn."""
+    """RoPE on rows [M, heads * D] with angles [period, D / 2]; row i has angle i % period."""
     head_dim = 2 * cos.shape[1]
     heads = rows.view(len(rows) // max(1, len(cos)), len(cos), rows.shape[1] // head_dim, head_dim)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    left, right = heads.chunk(2, -1)  # times a float32 they are float32
-    turned = (left * cos - right * sin, right * cos + left * sin)
-    return torch.cat([half.to(rows.dtype) for half in turned], -1).view(rows.shape)
+    left, right = heads.chunk(2, -1)  # float32 after multiplication with cos
+    rotated = (left * cos - right * sin, right * cos + left * sin)
+    return torch.cat([half.to(rows.dtype) for half in rotated], -1).view(rows.shape)
 
 
 def _keep_projection(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -1,4 +1,4 @@
-"""A SwiGLU feed-forward layer in two kernels, one each for its gate and for its output with the residual."""
+"""A SwiGLU feed-forward layer in two kernels: gate and up, then down with the residual."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from flashspan.ops.linear_add import sum_of_products
 
 
 def swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, *, residual: Tensor | None = None) -> Tensor:
-    """(silu(x Wg^T) * (x Wu^T)) Wd^T, plus the residual if there is one: [B, T, E]."""
+    """(silu(x Wg^T) * (x Wu^T)) Wd^T [B, T, E], plus the residual if there is one."""
     x, gate, up, down = autocast(x, gate, up, down)
     rows = x.flatten(0, 1)
-    if residual is None or residual.dtype != x.dtype:  # the residual of float32 weights
+    if residual is None or residual.dtype != x.dtype:  # a float32 residual under autocast
         out = _feed_forward(None, rows, gate, up, down)[0].view(*x.shape[:-1], len(down))
         return out if residual is None else residual + out
     return _feed_forward(residual.flatten(0, 1), rows, gate, up, down)[0].view(residual.shape)
@@ -25,10 +25,10 @@ def swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, *, residual: Tenso
 def reference(
     x: Tensor | None, normed: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The output, plus x if there is one, and gate and up."""
+    """The output, plus x if there is one; gate; up."""
     gate, up = normed @ gate_weight.T, normed @ up_weight.T
-    made = (F.silu(gate) * up) @ down_weight.T
-    return made if x is None else x + made, gate, up
+    out = (F.silu(gate) * up) @ down_weight.T
+    return out if x is None else x + out, gate, up
 
 
 def reference_backward(dout: Tensor, down_weight: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -42,7 +42,7 @@ def reference_backward(dout: Tensor, down_weight: Tensor, gate: Tensor, up: Tens
 def _feed_forward(
     x: Tensor | None, normed: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """And gate and up [M, F], for backward."""
+    """The output [M, E], and gate and up [M, F] for backward."""
     return reference(x, normed, gate_weight, up_weight, down_weight)
 
 
@@ -56,8 +56,8 @@ def _(
         gate, up, h = gated.gated(normed, gate_weight, up_weight)
         return residual.sum_of_products(x, (h, down_weight), turned=True), gate, up
 
-    given = (normed, gate_weight, up_weight, down_weight)
-    return choose("swiglu", kernel, lambda: reference(x, *given), *given, *(() if x is None else (x,)))
+    tensors = (normed, gate_weight, up_weight, down_weight)
+    return choose("swiglu", kernel, lambda: reference(x, *tensors), *tensors, *(() if x is None else (x,)))
 
 
 @_feed_forward.register_fake
@@ -71,7 +71,7 @@ def _(
 
 @torch.library.custom_op("flashspan::gated_backward", mutates_args=())
 def _gated_backward(dout: Tensor, down_weight: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of gate and up, and h once more."""
+    """The gradients of gate and up, and silu(gate) * up again."""
     return reference_backward(dout, down_weight, gate, up)
 
 
@@ -82,8 +82,8 @@ def _(dout: Tensor, down_weight: Tensor, gate: Tensor, up: Tensor) -> tuple[Tens
 
         return gated.gated_backward(dout, down_weight, gate, up)
 
-    given = (dout, down_weight, gate, up)
-    return choose("swiglu", kernel, lambda: reference_backward(*given), *given)
+    tensors = (dout, down_weight, gate, up)
+    return choose("swiglu", kernel, lambda: reference_backward(*tensors), *tensors)
 
 
 @_gated_backward.register_fake

@@ -123,7 +123,7 @@ def test_the_name_of_a_kernel_says_what_it_computes() -> None:
     sources = [path.read_text() for path in Path(kernels.__path__[0]).rglob("*.py")]
     jitted = re.compile(r"^@(?:triton|gluon)\.jit(?:\([^)]*\))?\ndef (\w+_kernel)\(", re.MULTILINE)
     ours = {name for source in sources for name in jitted.findall(source)}
-    rest = {f"{word}_kernel" for word in ("classify", "settle", "write", "runs", "slope", "adamw")}
+    rest = {f"{word}_kernel" for word in ("classify", "measure", "write", "runs", "slope", "adamw")}
     assert {name for name in ours if trace.Kernel(name, 1.0, 1).kind == "other"} == rest
     multiplied = {f"{word}_product_kernel" for word in ("gated", "gated_backward", "sum", "projection")}
     assert {name for name in ours if trace.Kernel(name, 1.0, 1).kind == "product"} == multiplied

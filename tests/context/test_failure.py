@@ -138,7 +138,7 @@ def hand_over(kind: str) -> tuple[str, float] | None:
 
 
 HANDED_OVER = {
-    "sparse": r"^rank 1: a mask tensor must hold its values one by one: got torch.sparse_coo on cpu; use mask.to_dense",
+    "sparse": r"^rank 1: a mask tensor must be dense, .*: got torch.sparse_coo on cpu; use mask.to_dense",
     "meta": r"^rank 1: a mask tensor must be on q's device, cpu: got meta",
     "rule": r"^rank 0: mask must be a bool tensor or made by flashspan.masks: got function; use masks.Blocks.from_rule",
     "list": r"^rank 0: mask must be .*: got list; use torch.as_tensor",

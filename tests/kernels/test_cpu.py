@@ -33,7 +33,7 @@ def test_strips_say_exactly_what_the_mask_says(data: st.DataObject) -> None:
     for sequence, rows, parts in cpu._cut(mask, torch.zeros(shape.num_batch, 1, T, 1), torch.zeros(1, 1, S, 1)):
         for part in parts:
             tile = seen[sequence, rows, part.keys.start : part.keys.stop]
-            drawn = part.draw(torch.float32)
+            drawn = part.bias(torch.float32)
             if drawn is not None:
                 tile += drawn == 0
             else:

@@ -176,7 +176,7 @@ def test_sequences_may_lie_two_to_the_31_numbers_apart() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel is compiled here, not interpreted")
 def test_no_kernel_is_given_rows_too_far_apart_for_its_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of [T, B, H, D], as some store it, with B * H * D from 2^23 on: here from 32 on."""
-    monkeypatch.setattr(arguments, "FAR", 32)
+    monkeypatch.setattr(arguments, "MAX_ROW_STRIDE", 32)
     start = Launch.start
 
     def checked(self: Launch, compiled: Any) -> None:

@@ -22,8 +22,8 @@ RECORDED: ContextVar[list[Launch]] = ContextVar("RECORDED")
 class Launch:
     """One kernel launch: calling it launches; compiling it needs no GPU.
 
-    Triton's own launcher works out at every call which compiled kernel the arguments want. That depends on less than it
-    looks at, so what it found is kept by that alone: most of a short call's time is spent on the host.
+    Triton's launcher derives from all arguments, at every launch, which compiled kernel they need. Here the compiled
+    kernel is cached under a shorter key, which has only what it depends on: short calls spend most time on the host.
     """
 
     kernel: Any
@@ -39,8 +39,10 @@ class Launch:
             self.start(self.compiled())
 
     def compiled(self) -> Any:
-        """The kernel as it is compiled for these arguments and the current device, and loaded there: what can go wrong
-        before it runs goes wrong here, as KernelFailed. None where Triton's interpreter runs it."""
+        """The kernel, compiled for these arguments and loaded on the current device; None in Triton's interpreter.
+
+        KernelFailed if it cannot be compiled or loaded.
+        """
         if not self._is_compiled():
             return None
         key = self.key()
@@ -69,7 +71,7 @@ class Launch:
         return places.key(self)
 
     def start(self, compiled: Any) -> None:
-        """Launch what `compiled` gave."""
+        """Launch the result of `compiled`."""
         if compiled is None or triton_abi.is_watched() or not triton_abi.is_known():
             self.kernel[self.grid](*self.arguments, **self.constants)
             return
@@ -91,18 +93,18 @@ class Launch:
         return next(x for x in found if x is not None)
 
     def constexprs(self) -> list[Any]:
-        """The constants that are the kernel's own parameters, which stand behind the arguments, in its order."""
+        """The values of the kernel's constexpr parameters, which follow the arguments, in its order."""
         return [self.constants[name] for name in self.kernel.arg_names[len(self.arguments) :]]
 
 
 @dataclass(frozen=True)
 class _Places:
-    """Which of a kernel's arguments a compiled kernel depends on."""
+    """The positions of a kernel's arguments, by how the compiled kernel depends on them."""
 
-    tensors: tuple[int, ...]
-    fixed: tuple[int, ...]  # numbers the kernel is compiled for
-    free: tuple[int, ...]  # numbers it is not, beyond whether they fit 32 bits
-    descriptors: tuple[int, ...]
+    tensors: tuple[int, ...]  # on dtype and alignment
+    fixed: tuple[int, ...]  # on the number itself
+    free: tuple[int, ...]  # on whether the number fits 32 bits
+    descriptors: tuple[int, ...]  # on dtype and block shape
 
     @classmethod
     def of(cls, launch: Launch) -> _Places:
@@ -117,6 +119,7 @@ class _Places:
         )
 
     def key(self, launch: Launch) -> tuple[Any, ...]:
+        """The cache key: equal for launches that need the same compiled kernel on the same device."""
         x = launch.arguments
         wide = [i for i in self.free if not -0x80000000 <= x[i] < 0x80000000]
         return (
@@ -132,7 +135,7 @@ class _Places:
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device; make it the tensors' own."""
+    """A context in which `device` is current: Triton launches on the current device."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return _HERE
     return torch.cuda.device(device)

@@ -1,8 +1,8 @@
-"""A call's kernel launches repeated on other tensors of the same layouts.
+"""The kernel launches of a call, repeated on other tensors of the same layouts.
 
-All of a launch but the addresses follows from how the tensors lie in memory and from a few values: the grid, the
-numbers, the compiled kernel, what the copy engine is told. So only the first call of a kind makes its launches and goes
-through Triton's launcher; the next ones fill in addresses and call the C function at the end of it. No tensor is kept.
+The layouts of the tensors and a few values determine a launch, except for its addresses: the grid, the numbers, the
+compiled kernel, the descriptors. So only the first call with a cache key builds its launches and uses Triton's
+launcher. A repeated call fills in the addresses and calls the launcher's C function. No tensor is kept.
 """
 
 from __future__ import annotations
@@ -22,39 +22,39 @@ from flashspan.kernels.launch.launch import Launch
 from flashspan.kernels.masks.mask import Packed
 
 KEPT_ADDRESSES = 256
-"""How many addresses are kept for each descriptor of a launch; then it starts afresh."""
+"""Number of encoded addresses at which the cache of one descriptor is cleared."""
 
 
 def replay(
-    make: Callable[..., Sequence[Launch] | None],
-    given: Sequence[Tensor],
+    build: Callable[..., Sequence[Launch] | None],
+    inputs: Sequence[Tensor],
     tables: Packed,
-    made: Sequence[Tensor],
-    *what: Hashable,
+    outputs: Sequence[Tensor],
+    *values: Hashable,
 ) -> bool:
-    """Launch what make(tensors, *what) gives, in order, on the tensors' device, which is the current one. False if it
-    gives None: such tensors it does not serve. The tensors are those given, the tables' and those made for this call,
-    and what the tables are comes before `what`.
+    """Run the launches build(tensors, *tables.what, *values), in order, on the current device. False if it returns
+    None.
 
-    `make` must be a function of `what`, the layouts of the tensors and whether each falls on 16 bytes, and its launches
-    must name no other tensors. The layouts of those made for the call must follow from the rest.
+    The tensors are the inputs, the mask's tables, and the outputs, which include temporary ones. `build` may depend
+    only on its values, the tensors' layouts and whether each address is a multiple of 16; its launches may use no other
+    tensors. The layouts of the outputs must follow from the rest.
     """
-    device = given[0].device
-    ours, others = [x.data_ptr() for x in given], [x.data_ptr() for x in made]
-    key = _key(make, given, tables, [at & 15 for at in (*ours, *others)], what)
+    device = inputs[0].device
+    before, after = [x.data_ptr() for x in inputs], [x.data_ptr() for x in outputs]
+    key = _key(build, inputs, tables, [address & 15 for address in (*before, *after)], values)
     known = CACHE.get(key)
     if known is not None and not triton_abi.is_watched():
-        _launch_at(known, [*ours, *tables.addresses, *others], device)
+        _launch_at(known, [*before, *tables.addresses, *after], device)
         return True
-    # A caller may pass one tensor twice and two the next time: each place gets an object of its own.
-    apart = [x.detach() for x in (*given, *tables.tensors, *made)]
-    launches = make(apart, *tables.what, *what)
+    # One tensor may be passed twice in this call, and two tensors in the next: each argument is an object of its own.
+    tensors = [x.detach() for x in (*inputs, *tables.tensors, *outputs)]
+    launches = build(tensors, *tables.what, *values)
     if launches is None:
         return False
     kernels = launch_together(launches)
     if not kernels:
         return True
-    found = [Prepared.of(launch, kernel, apart) for launch, kernel in zip(launches, kernels, strict=True)]
+    found = [Prepared.of(launch, kernel, tensors) for launch, kernel in zip(launches, kernels, strict=True)]
     complete = [prepared for prepared in found if prepared is not None]
     if len(complete) == len(found):
         CACHE.keep(key, complete)
@@ -62,16 +62,16 @@ def replay(
 
 
 def recall(
-    make: Callable[..., Any], given: Sequence[Tensor], tables: Packed, num_made: int, *what: Hashable
+    build: Callable[..., Any], inputs: Sequence[Tensor], tables: Packed, num_outputs: int, *values: Hashable
 ) -> list[Prepared] | None:
-    """What `replay` would launch, given so, where all addresses fall on 16 bytes; None if it has not been called so."""
-    return CACHE.get(_key(make, given, tables, [0] * (len(given) + num_made), what))
+    """The launches that `replay` has cached for such a call, all addresses multiples of 16; None if it has not."""
+    return CACHE.get(_key(build, inputs, tables, [0] * (len(inputs) + num_outputs), values))
 
 
-def launch_all(launches: list[Prepared], given: Sequence[Tensor], tables: Packed, made: Sequence[Tensor]) -> None:
-    """Launch what `recall` gave, on other tensors."""
-    addresses = [*[x.data_ptr() for x in given], *tables.addresses, *[x.data_ptr() for x in made]]
-    _launch_at(launches, addresses, given[0].device)
+def launch_all(launches: list[Prepared], inputs: Sequence[Tensor], tables: Packed, outputs: Sequence[Tensor]) -> None:
+    """Run the launches from `recall` on other tensors."""
+    addresses = [*[x.data_ptr() for x in inputs], *tables.addresses, *[x.data_ptr() for x in outputs]]
+    _launch_at(launches, addresses, inputs[0].device)
 
 
 def _launch_at(launches: list[Prepared], addresses: list[int], device: torch.device) -> None:
@@ -81,20 +81,24 @@ def _launch_at(launches: list[Prepared], addresses: list[int], device: torch.dev
 
 
 def _key(
-    make: Callable[..., Any], given: Sequence[Tensor], tables: Packed, aligned: list[int], what: tuple[Hashable, ...]
+    build: Callable[..., Any],
+    inputs: Sequence[Tensor],
+    tables: Packed,
+    alignments: list[int],
+    values: tuple[Hashable, ...],
 ) -> tuple[Hashable, ...]:
-    layouts = [(x.shape, x.stride(), x.dtype) for x in given]
-    return make, tables.what, what, given[0].device, *layouts, tables.layouts, *aligned
+    layouts = [(x.shape, x.stride(), x.dtype) for x in inputs]
+    return build, tables.what, values, inputs[0].device, *layouts, tables.layouts, *alignments
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A launch with all of its arguments but the addresses."""
+    """A launch without its addresses."""
 
     launch: Callable[[int, list[Any]], None]
     arguments: list[Any]
-    pointers: list[tuple[int, int]]  # which argument is the address of which tensor
-    descriptors: list[tuple[int, int, _Descriptor]]
+    pointers: list[tuple[int, int]]  # (argument, tensor whose address it is)
+    descriptors: list[tuple[int, int, _Descriptor]]  # (argument, tensor, its descriptor by address)
 
     def __call__(self, addresses: list[int], stream: int) -> None:
         arguments = self.arguments.copy()
@@ -106,7 +110,7 @@ class Prepared:
 
     @classmethod
     def of(cls, launch: Launch, compiled: Any, tensors: Sequence[Tensor]) -> Prepared | None:
-        """None where it must go the plain way each time: interpreted, another vendor, an unknown release of Triton."""
+        """None where Triton's launcher must run each time: interpreted, another vendor, an unchecked release."""
         found = None if compiled is None or not triton_abi.is_known() else triton_abi.c_launcher(compiled, launch.grid)
         if found is None:
             return None
@@ -116,7 +120,7 @@ class Prepared:
         pointers: list[tuple[int, int]] = []
         descriptors: list[tuple[int, int, _Descriptor]] = []
         for x in launch.arguments:
-            # A descriptor becomes three: how the copy engine sees the tensor, its shape, its strides.
+            # A descriptor becomes three arguments: its encoding, the tensor's shape, and its strides.
             described = hasattr(x, "block_shape")
             base = x.base if described else x
             if not isinstance(base, Tensor):
@@ -135,8 +139,7 @@ class Prepared:
 
 
 class _Descriptor(dict[int, Any]):
-    """What the copy engine is told of tensors of one layout, by address: 128 bytes that take longer to make than to
-    launch."""
+    """The encodings of a descriptor, by address, for tensors of one layout. Encoding takes longer than a launch."""
 
     def __init__(self, descriptor: Any, metadata: dict[str, Any]) -> None:
         super().__init__()
@@ -146,5 +149,5 @@ class _Descriptor(dict[int, Any]):
     def __missing__(self, address: int) -> Any:
         if len(self) >= KEPT_ADDRESSES:
             self.clear()
-        made = self[address] = triton_abi.encode_descriptor(copy.copy(self.form), self.metadata, address)
-        return made
+        encoding = self[address] = triton_abi.encode_descriptor(copy.copy(self.form), self.metadata, address)
+        return encoding

@@ -1,7 +1,7 @@
-"""Every name inside Triton that a launch uses beyond what Triton documents, in one place.
+"""Every undocumented name of Triton that a launch uses, in one place.
 
-They were read in the releases RELEASES. On another release launches go through Triton's own launcher, and one warning
-says what that costs. `NAMES` lists them for the tests, one by one.
+They were checked in the releases RELEASES. On another release Triton's own launcher is used, with one warning about its
+cost. `NAMES` and `ATTRIBUTES` list them for the tests.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ ATTRIBUTES = {
 
 @functools.cache
 def is_known() -> bool:
-    """Whether this release's launcher was read; warns if not."""
+    """Whether the launcher of this release was checked; warns if not."""
     known = ".".join(triton.__version__.split(".")[:2]) in RELEASES
     if not known:
         warnings.warn(
-            f"Triton {triton.__version__} is not one of the releases whose launcher was read ({', '.join(RELEASES)}): "
-            f"kernels go through Triton's own launcher, and a short call takes the host 2 to 5 times as long",
+            f"the launcher of Triton {triton.__version__} was not checked, only those of {', '.join(RELEASES)}: "
+            f"kernels use Triton's own launcher, and a short call takes 2 to 5 times as long on the host",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -69,7 +69,7 @@ def is_known() -> bool:
 
 
 def is_kernel(x: object) -> bool:
-    """Whether it is compiled, not interpreted."""
+    """Whether it is a kernel that Triton compiles, not one that it interprets."""
     return isinstance(x, JITFunction)
 
 
@@ -79,14 +79,16 @@ def is_interpreting() -> bool:
 
 
 def is_watched() -> bool:
-    """Whether somebody, a profiler, listens to Triton's launches: they must all go Triton's way then."""
+    """Whether a profiler has hooks on Triton's launches: then all of them must use Triton's launcher."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(getattr(enter, "calls", True) or getattr(leave, "calls", True))
 
 
 def is_of_the_compiler(error: Exception) -> bool:
-    """Whether a kernel failed to compile or load. A pass of the compiler that fails raises a mere RuntimeError, as the
-    device does when it fails and no kernel can run any more: where it was raised tells them apart."""
+    """Whether a kernel failed to compile or load.
+
+    A compiler pass that fails raises a plain RuntimeError, as a broken device does; the traceback distinguishes them.
+    """
     compiling = any(frame.f_code is triton_compile.__code__ for frame, _ in walk_tb(error.__traceback__))
     return compiling or isinstance(error, (CompilationError, OutOfResources, PTXASError))
 
@@ -97,7 +99,7 @@ def stream_of(device_index: int) -> int:
 
 
 def shared_memory(device: torch.device) -> int:
-    """How many bytes of shared memory a program may have; meta tensors stand for a GPU of `architecture`."""
+    """The bytes of shared memory that a program may use; meta tensors stand for a GPU of `architecture`."""
     if device.type == "meta":
         return 227 * 1024 if architecture(device) in (90, 100, 103) else 99 * 1024
     return driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
@@ -151,19 +153,21 @@ def cache_folder() -> str:
 
 
 def run(compiled: Any, grid: tuple[int, ...], stream: int, arguments: list[Any]) -> None:
-    """Launch by the Python part of Triton's launcher alone."""
+    """Launch through Triton's launcher object, without the lookup before it."""
     fixed = (compiled.function, compiled.packed_metadata, None, None, None)
     compiled.run(*(*grid, 1, 1)[:3], stream, *fixed, *arguments)
 
 
 def c_launcher(compiled: Any, grid: tuple[int, ...]) -> tuple[Callable[[int, list[Any]], None], list[Any]] | None:
-    """Triton's C function for a compiled kernel, of a stream and the arguments, and what it knows of each descriptor.
-    None where it cannot be called alone: another vendor, a kernel that wants scratch memory, an unknown release."""
+    """Triton's C function as a function of a stream and the arguments, and Triton's metadata of each descriptor.
+
+    None where it cannot be called directly: another vendor, a kernel with scratch memory, an unknown release.
+    """
     launcher = compiled.run
     if compiled.metadata.target.backend != "cuda" or launcher.global_scratch_size or launcher.profile_scratch_size:
         return None
     launch, metadata = launcher.launch, []
-    if inspect.isfunction(launch):  # it lies within a Python function, which makes descriptors for it
+    if inspect.isfunction(launch):  # a Python function that encodes descriptors and then calls it
         cells = zip(launch.__code__.co_freevars, launch.__closure__ or (), strict=True)
         within = {name: cell.cell_contents for name, cell in cells}
         launch, metadata = within["launcher"], within["tensordesc_meta"]
@@ -182,7 +186,7 @@ def c_launcher(compiled: Any, grid: tuple[int, ...]) -> tuple[Callable[[int, lis
 
 
 def encode_descriptor(form: Any, metadata: Any, address: int) -> Any:
-    """What the copy engine is told of a tensor at an address: the first of a descriptor's arguments."""
+    """The encoding of a descriptor for a tensor at an address: the first of its arguments."""
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
     form.base = SimpleNamespace(data_ptr=lambda: address)

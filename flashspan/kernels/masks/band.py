@@ -15,12 +15,12 @@ from flashspan.kernels.masks.intervals import Positions, one_range
 from flashspan.kernels.masks.mask import Mask, as_rows, refuse_tensor, whole_number
 
 UNBOUNDED = 2**62
-"""A bound that no length reaches, and that a position can be added to in 64 bits."""
+"""A bound larger than any length; adding a position to it fits 64 bits."""
 
 
 @dataclass(frozen=True)
 class Band(Mask):
-    """Key j is visible to query i when lo <= j - i <= hi; None is no bound. Fits any number of queries and keys."""
+    """Query i sees key j when lo <= j - i <= hi; None is no bound. Fits any number of queries and keys."""
 
     lo: int | None = None
     hi: int | None = None
@@ -35,13 +35,13 @@ class Band(Mask):
             object.__setattr__(self, name, number)
 
     def bounds(self, num_queries: int, num_keys: int) -> tuple[int, int]:
-        """(lo, hi) as plain integers that mean the same on this many queries and keys."""
+        """(lo, hi) as integers, clipped to what this many queries and keys can show."""
         lo = -num_queries if self.lo is None else min(max(self.lo, -num_queries), num_keys)
         hi = num_keys if self.hi is None else min(max(self.hi, -num_queries), num_keys)
         return lo, hi
 
     def intervals(self, num_queries: int, num_keys: int) -> tuple[Tensor, Tensor]:
-        """start, end int32 [T]: the keys each query sees, clipped to 0..num_keys; start >= end sees none."""
+        """start, end int32 [T]: the keys that each query sees, within 0..num_keys; none where start >= end."""
         lo, hi = self.bounds(num_queries, num_keys)
         i = torch.arange(num_queries, dtype=torch.int32, device="cpu")
         return (i + lo).clamp(0, num_keys), (i + hi + 1).clamp(0, num_keys)
@@ -57,14 +57,14 @@ class Band(Mask):
             step = q.step if len(q) > 1 else k.step
             shift = k.start - q.start if len(q) and len(k) else 0
             # lo <= (k.start + b * step) - (q.start + a * step) <= hi, solved for b - a. With one row (or column) the
-            # other's step is the right one: the single element sits at 0.
+            # step is the other's: the single element is at 0.
             lo = None if self.lo is None else -((shift - self.lo) // step)
             hi = None if self.hi is None else (self.hi - shift) // step
             return Band(lo, hi).simplify(len(q), len(k))
         return as_rows(self, q, k)
 
     def simplify(self, num_queries: int, num_keys: int) -> Band:
-        """NOTHING or EVERYTHING where this many queries and keys make it so, else itself."""
+        """NOTHING or EVERYTHING if it is so for this many queries and keys, else this band."""
         lo, hi = self.bounds(num_queries, num_keys)
         if num_queries == 0 or num_keys == 0 or lo > hi or lo >= num_keys or hi <= -num_queries:
             return NOTHING
@@ -94,8 +94,8 @@ class Band(Mask):
         assert isinstance(both, Band)
         if both.lo is not None and both.hi is not None and both.lo > both.hi + 1:
             raise ValueError(
-                f"bands that do not meet are blocks, and so cannot be joined before the lengths are known: "
-                f"got {self} | {other}; write Blocks.of(first, num_queries, num_keys) | second"
+                f"the union of bands with a gap between them is blocks, which need lengths: got {self} | {other}; "
+                f"use Blocks.of(first, num_queries, num_keys) | second"
             )
         lo = None if self.lo is None or other.lo is None else min(self.lo, other.lo)
         hi = None if self.hi is None or other.hi is None else max(self.hi, other.hi)
@@ -106,8 +106,8 @@ class Band(Mask):
             return EVERYTHING
         if self.lo is not None and self.hi is not None:
             raise ValueError(
-                f"what lies around a band is blocks, and so cannot be made before the lengths are known: got ~{self}; "
-                f"write ~Blocks.of(band, num_queries, num_keys)"
+                f"the complement of a band with two bounds is blocks, which need lengths: got ~{self}; "
+                f"use ~Blocks.of(band, num_queries, num_keys)"
             )
         if self.hi is not None:
             return Band(self.hi + 1, None)
@@ -129,7 +129,7 @@ class Band(Mask):
         return self.lo is not None and self.hi is not None and self.lo > self.hi
 
     def numbers(self) -> tuple[int, int]:
-        """(lo, hi) as numbers within UNBOUNDED, which no bound at all is."""
+        """(lo, hi) as integers; -UNBOUNDED and UNBOUNDED for None."""
         lo = -UNBOUNDED if self.lo is None else min(max(self.lo, -UNBOUNDED), UNBOUNDED)
         hi = UNBOUNDED if self.hi is None else min(max(self.hi, -UNBOUNDED), UNBOUNDED)
         return lo, hi

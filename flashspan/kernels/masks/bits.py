@@ -1,4 +1,4 @@
-"""Bits of partial tiles: bool [n, rows, columns] packed 32 columns to an int32 word, and the few things done with them.
+"""The bits of partial tiles: bool [n, rows, columns] packed into int32 words of 32 columns.
 
 Bit c of word w of a row is column 32 * w + c, so a kernel tests a row's columns by shifting one register.
 """
@@ -10,7 +10,7 @@ from torch import Tensor
 
 WORD = 32
 CHUNK = 2**25
-"""How many elements of a mask are looked at together: what building a map takes beyond the map."""
+"""Elements of a mask that are processed at a time, which bounds the temporary memory."""
 
 
 def pack(visible: Tensor) -> Tensor:
@@ -23,7 +23,7 @@ def pack(visible: Tensor) -> Tensor:
 
 
 def unpack(words: Tensor) -> Tensor:
-    """The bool [n, rows, columns] that `pack` took."""
+    """The inverse of `pack`: bool [n, rows, columns]."""
     shift = torch.arange(WORD, dtype=torch.int32, device=words.device)
     return ((words[..., None] >> shift) & 1).flatten(-2).bool()
 
@@ -36,15 +36,15 @@ def transpose(words: Tensor) -> Tensor:
 
 
 def odd_numbers(num: int, device: torch.device) -> Tensor:
-    """What the words of a tile are multiplied with to be its hash, their sum: int64 [num], the same everywhere."""
+    """The weights of a tile's words in its hash, int64 [num], the same in every process."""
     random = torch.Generator("cpu").manual_seed(0x5EED)
     return torch.randint(-(2**62), 2**62, (num,), generator=random, device="cpu").to(device) | 1
 
 
 def share(words: Tensor) -> tuple[Tensor, Tensor]:
-    """The distinct tiles among these, in an order their contents decide, and the number of each one's twin: int32 [n].
+    """The distinct tiles, in an order that depends on their contents, and the number of each tile, int32 [n].
 
-    Tiles are compared by a 64-bit hash, and then, bit by bit, with the twin it suggests.
+    Tiles are found by a 64-bit hash; those of one hash are then compared bit by bit.
     """
     num = len(words)
     if num < 2:
@@ -53,13 +53,12 @@ def share(words: Tensor) -> tuple[Tensor, Tensor]:
     odd = odd_numbers(flat.shape[1], words.device)
     step = max(1, CHUNK // flat.shape[1])
     hashes = torch.cat([(part.long() * odd).sum(-1) for part in flat.split(step)])
-    _, twin, counts = torch.unique(hashes, return_inverse=True, return_counts=True)
+    _, number, counts = torch.unique(hashes, return_inverse=True, return_counts=True)
     first = torch.zeros_like(counts)
-    first[twin.flip(0)] = torch.arange(num - 1, -1, -1, device=words.device)  # checked below, whoever writes last
+    # Of several tiles of one hash, any will do: they are compared below.
+    first[number.flip(0)] = torch.arange(num - 1, -1, -1, device=words.device)
     chosen = words[first]
-    same = [
-        torch.equal(part, chosen[of].flatten(1)) for part, of in zip(flat.split(step), twin.split(step), strict=True)
-    ]
-    if not all(same):  # a collision, which no one will see: every tile keeps its own bits
+    parts = zip(flat.split(step), number.split(step), strict=True)
+    if not all(torch.equal(part, chosen[of].flatten(1)) for part, of in parts):  # one hash for different tiles
         return words, torch.arange(num, dtype=torch.int32, device=words.device)
-    return chosen, twin.int()
+    return chosen, number.int()

@@ -1,7 +1,7 @@
-"""A block map as a grid of tiles and the bits of the partial ones; its slices, joins and lists of lines.
+"""A block map as a grid of tiles, with the bits of the partial ones; its slices, unions, intersections and lists.
 
-A grid is int32 [B or 1, H or 1, query blocks, key blocks], in which a tile is HIDDEN, VISIBLE or the number of its bits
-(bits.py). `Blocks` (blocks.py) keeps lists in its place, which is what the kernels walk.
+A grid is int32 [B or 1, H or 1, query blocks, key blocks]. A tile in it is HIDDEN, VISIBLE or the number of its bits
+(bits.py). `Blocks` (blocks.py) stores lists instead of the grid, because kernels loop over lists.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from flashspan.kernels.masks import bits as packed
 from flashspan.kernels.masks.mask import EMPTY, FULL, PARTIAL
 
 SIZES = (64, 128)
-"""Edges a tile may have: what every kernel's own tiles divide, or are divided by."""
+"""Allowed edges of a tile: multiples or divisors of every kernel's tiles."""
 
 ALL_OF_EIGHT = 0x0101010101010101
-"""Eight bools that are True, read as one number: the largest that eight bools can be."""
+"""Eight bools that are True, as one int64."""
 
 LONG = 2
-"""A line this many times as long as the mean is visited before all others, of all heads."""
+"""Lines more than this many times as long as the mean come first, before the other lines of all heads."""
 
 HIDDEN, VISIBLE = -2, -1
-"""An empty and a full tile in a grid, in which a partial one is the number of its bits."""
+"""The entries of an empty and of a full tile in a grid; a partial one is the number of its bits."""
 
-Look: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""The contents of some tiles: numbers (b, h, i, j) of maps and blocks, each [n], to bool [n, block_q, block_k]."""
+ReadTiles: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""A function of indices (b, h, i, j) of maps and blocks, each [n], to these tiles, bool [n, block_q, block_k]."""
 
 
 @dataclass(frozen=True)
 class Lists:
     """The tiles to visit, line by line: a line is a block of queries (or, transposed, of keys) of one map.
 
-    num_long  how many of each map's longest lines are best begun before any of the others.
+    num_long  The number of lines of each map that come first in all maps; see LONG.
     spans   int32 [B or 1, H or 1, lines, 3]: begin, middle, end. Full tiles are begin..middle of `index`, partial ones
             middle..end, each ascending.
     index   int32 [visited]: the block on the other axis.
     tile    int32 [visited]: the number of a partial tile's bits.
-    order   int32 [B or 1, H or 1, lines]: lines, longest first.
+    order   int32 [B or 1, H or 1, lines]: the lines, longest first.
     """
 
     num_long: int
@@ -56,24 +56,24 @@ class Lists:
         return [self.spans, self.index, self.tile, self.order]
 
     def visits(self) -> Tensor:
-        """How many tiles each line visits, int32 [B or 1, H or 1, lines]."""
+        """The number of tiles in each line, int32 [B or 1, H or 1, lines]."""
         return self.spans[..., 2] - self.spans[..., 0]
 
 
 def check_block(block: int | tuple[int, int]) -> tuple[int, int]:
-    """Tile edges (queries, keys); refuse those no kernel takes."""
+    """Tile edges (queries, keys); ValueError for edges that kernels do not support."""
     pair = tuple(block) if isinstance(block, (tuple, list)) else (block, block)
     if len(pair) != 2 or any(not isinstance(edge, Integral) or edge not in SIZES for edge in pair):
         raise ValueError(
-            f"a tile's edges are {' or '.join(map(str, SIZES))}, which is what the kernels take: got block={block!r}; "
-            f"a mask in squares of another size is made by Blocks.from_coarse(mask, ..., size=...)"
+            f"a tile's edges are {' or '.join(map(str, SIZES))}: got block={block!r}; for squares of another size use "
+            f"Blocks.from_coarse(mask, ..., size=...)"
         )
     return int(pair[0]), int(pair[1])
 
 
 @dataclass(frozen=True)
 class BlockMap:
-    """Lengths, the edges of a tile, the grid, and bits int32 [tiles, block_q, block_k / 32]."""
+    """Lengths, the edges (block) of a tile, the grid, and bits int32 [tiles, block_q, block_k / 32]."""
 
     num_queries: int
     num_keys: int
@@ -82,30 +82,32 @@ class BlockMap:
     bits: Tensor
 
     @classmethod
-    def examined(cls, num_queries: int, num_keys: int, block: tuple[int, int], kinds: Tensor, look: Look) -> BlockMap:
-        """From kinds of tiles: those called PARTIAL, and full ones past an end, are looked at."""
+    def from_kinds(
+        cls, num_queries: int, num_keys: int, block: tuple[int, int], kinds: Tensor, read: ReadTiles
+    ) -> BlockMap:
+        """From the kind of each tile. `read` is called for PARTIAL tiles, which may turn out to be empty or full."""
         block_q, block_k = block
         kinds = kinds.clone()
         for dim, ragged in ((2, num_queries % block_q), (3, num_keys % block_k)):
-            if ragged:  # a tile that reaches past the end has bits, so that kernels need not ask
+            if ragged:  # a tile that reaches past the end gets bits, so that kernels need no check
                 last = kinds.select(dim, -1)
                 last[last == FULL] = PARTIAL
         num_k = kinds.shape[3]
         words, places = [], []
         for where in (kinds == PARTIAL).nonzero().split(max(1, packed.CHUNK // 8 // (block_q * block_k))):
-            found, kept = classify(look(*where.T)[:, None])
+            found, partial_words = classify(read(*where.T)[:, None])
             kinds[tuple(where.T)] = found[:, 0]
             b, h, i, j = where[found[:, 0] == PARTIAL].T
             places.append(((b * kinds.shape[1] + h) * kinds.shape[2] + i) * num_k + j)
-            words.append(kept)
-        return cls.numbered(num_queries, num_keys, block, kinds, words, places)
+            words.append(partial_words)
+        return cls.from_words(num_queries, num_keys, block, kinds, words, places)
 
     @classmethod
-    def numbered(
+    def from_words(
         cls, num_queries: int, num_keys: int, block: tuple[int, int], kinds: Tensor, words: list[Tensor],
         places: list[Tensor],
     ) -> BlockMap:  # fmt: skip
-        """From kinds of tiles and the words of the partial ones, whose flat places in `kinds` are `places`."""
+        """From the kind of each tile, and the words of the partial ones, whose flat indices in `kinds` are `places`."""
         none = torch.zeros((0, block[0], block[1] // packed.WORD), dtype=torch.int32, device=kinds.device)
         bits, number = packed.share(torch.cat([none, *words]))
         grid = torch.where(kinds == FULL, VISIBLE, HIDDEN).int()
@@ -118,8 +120,8 @@ class BlockMap:
         grid = self.grid
         return torch.where(grid == HIDDEN, EMPTY, torch.where(grid == VISIBLE, FULL, PARTIAL)).to(torch.uint8)
 
-    def look(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        """Some tiles as bool [n, block_q, block_k]."""
+    def read(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        """Some tiles, as in ReadTiles."""
         number = self.grid[b, h, i, j]
         shown = (number == VISIBLE)[:, None, None].expand(-1, *self.block)
         if not len(self.bits):
@@ -127,13 +129,13 @@ class BlockMap:
         return torch.where((number >= 0)[:, None, None], packed.unpack(self.bits[number.clamp(min=0)]), shown)
 
     def dense(self) -> Tensor:
-        """Drawn out: bool [B or 1, H or 1, T, S]."""
+        """The mask as bool [B or 1, H or 1, T, S]."""
         (num_b, num_h, num_q, num_k), (block_q, block_k) = self.grid.shape, self.block
-        drawn = self.grid.new_zeros(num_b, num_h, num_q, num_k, block_q, block_k, dtype=torch.bool)
+        visible = self.grid.new_zeros(num_b, num_h, num_q, num_k, block_q, block_k, dtype=torch.bool)
         for where in (self.grid != HIDDEN).nonzero().split(max(1, packed.CHUNK // (block_q * block_k))):
-            drawn[tuple(where.T)] = self.look(*where.T)
-        drawn = drawn.transpose(3, 4).reshape(num_b, num_h, num_q * block_q, num_k * block_k)
-        return drawn[:, :, : self.num_queries, : self.num_keys]
+            visible[tuple(where.T)] = self.read(*where.T)
+        visible = visible.transpose(3, 4).reshape(num_b, num_h, num_q * block_q, num_k * block_k)
+        return visible[:, :, : self.num_queries, : self.num_keys]
 
     def slice(self, rows: Tensor, keys: Tensor) -> BlockMap:
         """The map of these queries and keys, ascending positions."""
@@ -144,7 +146,7 @@ class BlockMap:
         kinds = torch.where(holed, torch.where(shown, PARTIAL, EMPTY), FULL).to(torch.uint8)
         q_rows, k_rows = (block_positions(len(x), b, grid.device) for x, b in ((rows, block_q), (keys, block_k)))
 
-        def look(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        def read(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             row, key = q_rows[i], k_rows[j]  # [n, block]
             exists = (row < len(rows))[:, :, None] & (key < len(keys))[:, None, :]
             row, key = rows[row.clamp(max=len(rows) - 1)], keys[key.clamp(max=len(keys) - 1)]
@@ -158,10 +160,10 @@ class BlockMap:
                 seen = seen | ((number >= 0) & ((word >> (at % packed.WORD).int()[:, None, :]) & 1).bool())
             return seen & exists
 
-        return BlockMap.examined(len(rows), len(keys), self.block, kinds, look)
+        return BlockMap.from_kinds(len(rows), len(keys), self.block, kinds, read)
 
     def invert(self) -> BlockMap:
-        """The map of what this one hides."""
+        """The complement: visible where this map is not."""
         kinds = self.kinds()
         kinds = torch.where(kinds == EMPTY, FULL, torch.where(kinds == FULL, EMPTY, PARTIAL)).to(torch.uint8)
         q_rows, k_rows = (
@@ -169,29 +171,30 @@ class BlockMap:
             for n, b in zip((self.num_queries, self.num_keys), self.block, strict=True)
         )
 
-        def look(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        def read(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             exists = (q_rows[i] < self.num_queries)[:, :, None] & (k_rows[j] < self.num_keys)[:, None, :]
-            return exists & ~self.look(b, h, i, j)
+            return exists & ~self.read(b, h, i, j)
 
-        return BlockMap.examined(self.num_queries, self.num_keys, self.block, kinds, look)
+        return BlockMap.from_kinds(self.num_queries, self.num_keys, self.block, kinds, read)
 
     def join(
         self, other: BlockMap, operation: Callable[[Tensor, Tensor], Tensor], decides: int, yields: int
     ) -> BlockMap:
-        """Both, tile by tile: a tile that is `decides` in either is so, one that `yields` leaves it to the other."""
+        """Both maps under an operation on tiles. A tile of kind `decides` in either map has that kind in the result; a
+        tile of kind `yields` has the kind of the other map's."""
         one, two = (
             replace(x, grid=grid)
             for x, grid in zip((self, other), torch.broadcast_tensors(self.grid, other.grid), strict=True)
         )
         first, second = one.kinds(), two.kinds()
         decided = (first == decides) | (second == decides)
-        open_ = (first == yields) & (second == yields)
-        kinds = torch.where(decided, decides, torch.where(open_, yields, PARTIAL)).to(torch.uint8)
+        yielded = (first == yields) & (second == yields)
+        kinds = torch.where(decided, decides, torch.where(yielded, yields, PARTIAL)).to(torch.uint8)
 
-        def look(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return operation(one.look(b, h, i, j), two.look(b, h, i, j))
+        def read(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return operation(one.read(b, h, i, j), two.read(b, h, i, j))
 
-        return BlockMap.examined(self.num_queries, self.num_keys, self.block, kinds, look)
+        return BlockMap.from_kinds(self.num_queries, self.num_keys, self.block, kinds, read)
 
 
 def classify(seen: Tensor) -> tuple[Tensor, Tensor]:
@@ -221,12 +224,12 @@ def list_lines(grid: Tensor) -> Lists:
 
 
 def block_positions(length: int, block: int, device: torch.device) -> Tensor:
-    """The positions of each block, int64 [blocks, block]; the last may reach past the end."""
+    """The positions in each block, int64 [blocks, block]; the last block may reach past the end."""
     return torch.arange(-(-length // block) * block, device=device).view(-1, block)
 
 
 def touched(grid: Tensor, positions: Tensor, block: int, dim: int) -> Tensor:
-    """For each block of a slice's positions, whether any source block it takes from is True: that axis anew."""
+    """A grid with the blocks of a slice as axis `dim`: True where any block of the source that it reads is True."""
     num = -(-len(positions) // block)
     owner = torch.arange(len(positions), device=grid.device) // block
     touches = torch.zeros(num, grid.shape[dim], dtype=torch.float32, device=grid.device)

@@ -1,10 +1,10 @@
-"""`Blocks`: any mask at all, as lists of the tiles worth visiting.
+"""`Blocks`: any mask, as lists of the tiles to visit.
 
 The [T, S] matrix is cut into tiles of block_q x block_k. A tile is empty (never visited), full (visited without a mask)
-or partial (its bits are kept, identical tiles sharing theirs). A map lists, per block of queries, the blocks of keys
-to visit, and, per block of keys, the blocks of queries: what forward and backward walk. Maps may differ along the batch
-and the heads; where they do not, there is one. Nothing of size T x S is kept; while building, at most 2**25 pairs are
-looked at together, and nothing larger is made but the bits of a tensor that was given and lies on a GPU.
+or partial (its bits are stored; identical tiles share them). A map lists the blocks of keys to visit for each block of
+queries, which forward loops over, and the blocks of queries for each block of keys, for backward. Maps may differ along
+the batch and the heads; where they do not, there is one. Nothing of size T x S is stored. At most 2**25 pairs are
+processed at a time while building, except for a tensor on a GPU, whose bits are computed at once.
 
     Blocks.from_rule(lambda b, h, i, j: (i - j) % 7 == 0, num_queries=65536, num_keys=65536, device="cuda")
     Blocks.from_dense(visible)      Blocks.from_coarse(tiles, T, S)      Blocks.of(documents(lengths), T, S)
@@ -31,10 +31,10 @@ from flashspan.kernels.masks.rows import Rows
 
 
 class Blocks(Mask):
-    """A block map. `rows` lists what each block of queries visits, `columns` what each block of keys does.
+    """A block map. `rows` lists the tiles of each block of queries, `columns` those of each block of keys.
 
-    bits [tiles, block_q, block_k / 32] are the partial tiles' (see bits.py), bits_t the same transposed. A value:
-    nothing changes it after it is made.
+    bits [tiles, block_q, block_k / 32] are those of the partial tiles (bits.py); bits_t are the transposed tiles'.
+    Immutable.
     """
 
     def __init__(
@@ -46,15 +46,15 @@ class Blocks(Mask):
         self._derived = {}
         self._digest: bytes | None = None
 
-    # How it is made.
+    # Constructors.
 
     @staticmethod
     def from_dense(visible: Tensor, *, block: int | tuple[int, int] = 128) -> Blocks:
-        """From bool [T, S], [H, T, S] or [B, H, T, S]; sizes of 1 mean the same for all of the batch or the heads."""
+        """From bool [T, S], [H, T, S] or [B, H, T, S]; size 1 means one map for the whole batch or all heads."""
         visible, edges = build.check_dense(visible), check_block(block)
-        made = build.from_dense_on_gpu(visible, edges)
-        if made is not None:
-            return Blocks(visible.shape[2], visible.shape[3], edges, *made)
+        lists_and_bits = build.from_dense_on_gpu(visible, edges)
+        if lists_and_bits is not None:
+            return Blocks(visible.shape[2], visible.shape[3], edges, *lists_and_bits)
         return Blocks.of_map(build.from_dense(visible, edges))
 
     @staticmethod
@@ -68,9 +68,9 @@ class Blocks(Mask):
         block: int | tuple[int, int] = 128,
         device: torch.device | str = "cpu",
     ) -> Blocks:
-        """From a function of index tensors (b, h, i, j), int32, to bool; asked about up to 2**25 pairs at a time.
+        """From a function of int32 index tensors (b, h, i, j) to bool, called for up to 2**25 pairs at a time.
 
-        num_batch, num_heads: how many maps to make; 1 where the rule does not depend on b (or h).
+        num_batch, num_heads: number of maps; 1 where the rule does not depend on b (or h).
         """
         return Blocks.of_map(build.from_rule(rule, num_queries, num_keys, num_batch, num_heads, block, device))
 
@@ -90,7 +90,7 @@ class Blocks(Mask):
         block: int | tuple[int, int] = 128,
         device: torch.device | str | None = None,
     ) -> Blocks:
-        """Another mask as blocks (of its own size, if it is one)."""
+        """A band or rows as blocks. Blocks stay as they are, in their own tile size."""
         if isinstance(mask, Blocks):
             mask.check(mask.num_batch, num_queries, num_keys)
             return mask if device is None else mask.to(device)
@@ -106,22 +106,23 @@ class Blocks(Mask):
         return Blocks.of_map(build.from_intervals(start, end, num_keys, block))
 
     @staticmethod
-    def of_map(made: BlockMap, bits_t: Tensor | None = None) -> Blocks:
-        """A grid's lists, with its bits."""
-        rows, columns = list_lines(made.grid), list_lines(made.grid.transpose(2, 3))
-        bits_t = packed.transpose(made.bits) if bits_t is None else bits_t
-        return Blocks(made.num_queries, made.num_keys, made.block, rows, columns, made.bits, bits_t)
+    def of_map(block_map: BlockMap, bits_t: Tensor | None = None) -> Blocks:
+        """From a grid and its bits."""
+        grid, bits = block_map.grid, block_map.bits
+        rows, columns = list_lines(grid), list_lines(grid.transpose(2, 3))
+        bits_t = packed.transpose(bits) if bits_t is None else bits_t
+        return Blocks(block_map.num_queries, block_map.num_keys, block_map.block, rows, columns, bits, bits_t)
 
-    # What it is.
+    # Properties.
 
     @property
     def num_batch(self) -> int:
-        """How many sequences have a map of their own; 1 if they share it."""
+        """Number of maps along the batch; 1 if all sequences share one."""
         return self.rows.spans.shape[0]
 
     @property
     def num_heads(self) -> int:
-        """How many heads have a map of their own; 1 if they share it."""
+        """Number of maps along the heads; 1 if all heads share one."""
         return self.rows.spans.shape[1]
 
     @property
@@ -130,22 +131,22 @@ class Blocks(Mask):
 
     @property
     def num_tiles(self) -> int:
-        """Of all maps, visited or not."""
+        """Number of tiles in all maps, empty ones included."""
         return self.num_batch * self.num_heads * self.rows.spans.shape[2] * self.columns.spans.shape[2]
 
     @property
     def sparsity(self) -> float:
-        """The share of tiles that no kernel visits, 0 to 1."""
+        """The share of empty tiles, 0 to 1."""
         return 1.0 - len(self.rows.index) / self.num_tiles if self.num_tiles else 0.0
 
     @property
     def num_bytes(self) -> int:
-        """What the lists and bits take."""
+        """Memory of the lists and bits."""
         tensors = [*self.rows.tensors, *self.columns.tensors, self.bits, self.bits_t]
         return sum(x.numel() * x.element_size() for x in tensors)
 
     def grid(self) -> Tensor:
-        """The grid (block_map.py) that the lists are of."""
+        """The grid (block_map.py) of these lists."""
         num_k = self.columns.spans.shape[2]
         lines = self.rows.spans.view(-1, 3).long()
         grid = self.bits.new_full((len(lines), num_k), HIDDEN)
@@ -163,12 +164,12 @@ class Blocks(Mask):
         return self.block_map().kinds()
 
     def dense(self) -> Tensor:
-        """Drawn out: bool [T, S], or [B or 1, H or 1, T, S] where maps differ. For tests, pictures, small masks."""
-        drawn = self.block_map().dense()
-        return drawn[0, 0] if drawn.shape[:2] == (1, 1) else drawn
+        """The mask as bool [T, S], or [B or 1, H or 1, T, S] if there are several maps. For small masks."""
+        visible = self.block_map().dense()
+        return visible[0, 0] if visible.shape[:2] == (1, 1) else visible
 
     def count(self) -> int:
-        """How many pairs are visible, over all maps."""
+        """Number of visible pairs in all maps."""
         block_q, block_k = self.block
         full = int((self.rows.spans[..., 1] - self.rows.spans[..., 0]).sum())
         per_tile = torch.cat([packed.unpack(part).sum((1, 2)) for part in self.bits.split(1024)])
@@ -193,15 +194,15 @@ class Blocks(Mask):
             )
 
     def draw(self, width: int = 64) -> str:
-        """A picture of the first map in text, a character for a tile (or for several, of a large mask).
+        """A text picture of the first map, a character for each tile, or for several tiles of a large mask.
 
-        '#' everything visible, '+' something, '.' nothing.
+        '#' all pairs visible, '+' some, '.' none.
         """
         (width,) = check_whole(1, width=width)
         if not self.num_batch * self.num_heads:
             return ""
         grid, kinds = self.grid()[0, 0], self.kinds()[0, 0]
-        # A tile that reaches past the end has bits even if all pairs it has are visible.
+        # A tile that reaches past the end has bits even if all of its pairs are visible.
         whole = Blocks.of(EVERYTHING, self.num_queries, self.num_keys, block=self.block, device=self.device)
         ends = whole.grid()[0, 0]
         i, j = ((grid >= 0) & (ends >= 0)).nonzero().T
@@ -215,18 +216,18 @@ class Blocks(Mask):
             lines.append("".join("#" if (p == FULL).all() else "." if (p == EMPTY).all() else "+" for p in parts))
         return "\n".join(lines)
 
-    # What is made of it.
+    # Other masks from this one.
 
     def slice(self, q: Positions, k: Positions) -> Mask:
         return self.part(q, k).simplify()
 
     def part(self, q: Positions, k: Positions) -> Blocks:
-        """`slice` as a block map with as many maps, whatever it shows."""
+        """`slice` without `simplify`: a block map with the same number of maps."""
         rows, keys = (place(x, num).to(self.device) for x, num in ((q, self.num_queries), (k, self.num_keys)))
         return Blocks.of_map(self.block_map().slice(rows, keys))
 
     def simplify(self) -> Mask:
-        """NOTHING or EVERYTHING where it is that, else itself."""
+        """NOTHING or EVERYTHING if this mask is so, else this mask."""
         if self.is_empty():
             return NOTHING
         ragged = any(n % b for n, b in zip((self.num_queries, self.num_keys), self.block, strict=True))
@@ -237,15 +238,15 @@ class Blocks(Mask):
         return self
 
     def heads(self, chosen: range) -> Blocks:
-        """The maps of these heads; itself if all heads share one."""
+        """The maps of some heads; this mask if all heads share one map."""
         if self.num_heads == 1 or chosen == range(self.num_heads):
             return self
         if not isinstance(chosen, range) or chosen.step != 1 or not 0 <= chosen.start <= chosen.stop <= self.num_heads:
-            raise ValueError(f"heads are chosen by a range of neighbours within 0 to {self.num_heads}: got {chosen}")
+            raise ValueError(f"heads are chosen by a range with step 1 within 0 to {self.num_heads}: got {chosen}")
         return self.derived(chosen, lambda: self._of_grid(self.grid()[:, chosen.start : chosen.stop]))
 
     def map(self, b: int, h: int) -> Blocks:
-        """The one map of a sequence and a head."""
+        """The map of one sequence and one head."""
         if self.num_batch == self.num_heads == 1:
             return self
         b, h = b % self.num_batch, h % self.num_heads
@@ -261,8 +262,8 @@ class Blocks(Mask):
         return Blocks.of_map(self.block_map().invert())
 
     def _join(self, other: Mask, join: Callable[[Tensor, Tensor], Tensor], decides: int, yields: int) -> Blocks:
-        """`_combine`, kept where the other is a band: `attention(mask=blocks, causal=True)` asks in every layer. Rows
-        differ in every batch, and would only be kept."""
+        """`_combine`, cached if the other mask is a band: `attention(mask=blocks, causal=True)` repeats it in each
+        layer. Rows change with every batch."""
         refuse_tensor(other)
         if not isinstance(other, (Band, Rows, Blocks)):
             return NotImplemented
@@ -271,7 +272,7 @@ class Blocks(Mask):
         return self.derived((decides, other), lambda: self._combine(other, join, decides, yields))
 
     def _combine(self, other: Mask, join: Callable[[Tensor, Tensor], Tensor], decides: int, yields: int) -> Blocks:
-        """Both, tile by tile: `decides` in either is the result, `yields` leaves it to the other."""
+        """Both masks, as in BlockMap.join."""
         if isinstance(other, (Rows, Blocks)):
             sizes = (other.start.shape[-1] if isinstance(other, Rows) else other.num_queries, other.num_keys)
             same = not isinstance(other, Blocks) or other.block == self.block
@@ -279,7 +280,7 @@ class Blocks(Mask):
                 tile = f" in tiles of {other.block}" if isinstance(other, Blocks) else ""
                 remedy = "make both for the same lengths"
                 if not same:  # most patterns take no block=
-                    remedy += " and with block=128, as patterns are, or one anew by Blocks.from_dense(mask.dense())"
+                    remedy += " and with block=128, as patterns are, or rebuild one by Blocks.from_dense(mask.dense())"
                 raise ValueError(
                     f"masks compose when they cover the same lengths in the same tiles: got {self.num_queries} queries "
                     f"x {self.num_keys} keys in tiles of {self.block} and {sizes[0]} x {sizes[1]}{tile}; {remedy}"
@@ -289,12 +290,12 @@ class Blocks(Mask):
         if any(a != b and 1 not in (a, b) for a, b in pairs):
             raise ValueError(
                 f"masks compose when their maps broadcast: got {self.num_batch} x {self.num_heads} and "
-                f"{second.num_batch} x {second.num_heads} maps of batch and heads; make both for as many, or one"
+                f"{second.num_batch} x {second.num_heads} maps of batch and heads; make the same number of maps, or one"
             )
         return Blocks.of_map(self.block_map().join(second.block_map(), join, decides, yields))
 
     def _of_grid(self, grid: Tensor) -> Blocks:
-        """Some of these maps, with the bits they use."""
+        """Blocks from a part of this mask's grid, with the bits that it uses."""
         used = torch.unique(grid[grid >= 0])
         if len(used):
             renumbered = self.bits.new_zeros(len(self.bits))
@@ -311,7 +312,7 @@ class Blocks(Mask):
             return self
 
         def move(x: Tensor) -> Tensor:
-            # Made in inference mode and now used to train: autograd cannot save such tensors.
+            # Tensors created in inference mode must be cloned for training: autograd cannot save them.
             return x.to(device).clone() if inference else x.to(device)
 
         def copy() -> Blocks:
@@ -334,7 +335,7 @@ class Blocks(Mask):
         return Blocks(num_queries, num_keys, (block_q, block_k), rows, columns, *tensors[8:])
 
     def digest(self) -> bytes:
-        """A short name of the contents, the same in every process."""
+        """A hash of the contents, the same in every process."""
         if self._digest is None:
             found = hashlib.blake2b(repr((tuple(self.rows.spans.shape), self.block)).encode(), digest_size=16)
             for x in (self.rows.spans, self.rows.index, self.rows.tile, self.bits):

@@ -1,6 +1,6 @@
-"""Block maps from what people have: a bool tensor, a rule, coarse squares, an interval of keys for each query.
+"""Block maps from a bool tensor, from a rule, from coarse squares, or from an interval of keys for each query.
 
-Each function checks what it is given; `Blocks` (blocks.py) has methods of the same names.
+Each function checks its arguments; `Blocks` (blocks.py) has methods of the same names.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from flashspan.kernels.masks.mask import EMPTY, FULL, PARTIAL, check_whole
 from flashspan.kernels.torch_private import is_in_torch_dispatch_mode
 
 Rule: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Who sees whom: (b, h, i, j) int32, which broadcast to [rows, columns], to bool."""
+"""A function of int32 tensors (b, h, i, j), which broadcast to [rows, columns], to bool: whether i sees j."""
 
 
 def check_dense(visible: Tensor) -> Tensor:
-    """bool [T, S], [H, T, S] or [B, H, T, S] as the last of these, B and H 1 where there is one map for all."""
+    """bool [T, S], [H, T, S] or [B, H, T, S] as [B or 1, H or 1, T, S]; ValueError for anything else."""
     if not isinstance(visible, Tensor) or visible.dtype != torch.bool:
         kind, remedy = type(visible).__name__, "use torch.as_tensor(mask)"
         if isinstance(visible, Tensor):
@@ -30,13 +30,13 @@ def check_dense(visible: Tensor) -> Tensor:
         raise ValueError(f"a mask tensor must be bool, True where visible: got {kind}; {remedy}")
     if visible.layout != torch.strided or visible.is_meta:
         raise ValueError(
-            f"a mask tensor must hold its values one by one: got {visible.layout} on {visible.device}; "
-            f"use mask.to_dense() on a device that holds data"
+            f"a mask tensor must be dense, on a device that holds data: got {visible.layout} on {visible.device}; "
+            f"use mask.to_dense()"
         )
     if visible.dim() not in (2, 3, 4):
         raise ValueError(f"a mask tensor must be [T, S], [H, T, S] or [B, H, T, S]: got {tuple(visible.shape)}")
     visible = visible[(None,) * (4 - visible.dim())]
-    # What was broadcast with expand is one map.
+    # Expanded sequences or heads share one map.
     return visible[: 1 if visible.stride(0) == 0 else None, : 1 if visible.stride(1) == 0 else None]
 
 
@@ -51,8 +51,8 @@ def from_dense(visible: Tensor, block: tuple[int, int]) -> BlockMap:
 
 
 def from_dense_on_gpu(visible: Tensor, block: tuple[int, int]) -> tuple[Lists, Lists, Tensor, Tensor] | None:
-    """The same by kernels: rows, columns, bits and transposed bits (blocks.py). None where kernels cannot do it."""
-    if not read_by_kernels(visible):
+    """Rows, columns, bits and transposed bits (blocks.py), computed by kernels. None where kernels cannot."""
+    if not has_kernels(visible):
         return None
     from flashspan.kernels.masks.build_triton import build_dense
 
@@ -75,16 +75,16 @@ def from_rule(
 
     def chunk(b: int, h: int, rows: slice, columns: slice) -> Tensor:
         i, j = (torch.arange(x.start, x.stop, dtype=torch.int32, device=device) for x in (rows, columns))
-        return ask(rule, i.new_full((1, 1), b), i.new_full((1, 1), h), i[:, None], j[None, :])
+        return call_rule(rule, i.new_full((1, 1), b), i.new_full((1, 1), h), i[:, None], j[None, :])
 
     return scan(num_batch, num_heads, num_queries, num_keys, check_block(block), chunk, device)
 
 
 def from_coarse(coarse: Tensor, num_queries: int, num_keys: int, size: int | tuple[int, int], block: int) -> BlockMap:
-    """From bool [n, m], [H, n, m] or [B, H, n, m], one for each square of pairs."""
+    """From bool [n, m], [H, n, m] or [B, H, n, m]: whether each square of pairs is visible."""
     pair = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
     if len(pair) != 2:
-        raise ValueError(f"a square's size is a number, or one of queries and one of keys: got size={size!r}")
+        raise ValueError(f"a square's size is a number, or a pair (queries, keys): got size={size!r}")
     size_q, size_k = (check_whole(1, size=edge)[0] for edge in pair)
     num_queries, num_keys = check_whole(num_queries=num_queries, num_keys=num_keys)
     expected = (-(-num_queries // size_q), -(-num_keys // size_k))
@@ -93,41 +93,37 @@ def from_coarse(coarse: Tensor, num_queries: int, num_keys: int, size: int | tup
         got = f"{coarse.dtype} {tuple(coarse.shape)}" if isinstance(coarse, Tensor) else type(coarse).__name__
         raise ValueError(
             f"a coarse mask of {num_queries} queries and {num_keys} keys in squares of {size_q} x {size_k} is bool "
-            f"[{expected[0]}, {expected[1]}], or that with heads, or batch and heads, before it: got {got}"
+            f"[{expected[0]}, {expected[1]}], [H, ...] or [B, H, ...] of these: got {got}"
         )
     coarse = check_dense(coarse)
     block_q, block_k = check_block(block)
-    if size_q % block_q or size_k % block_k:  # a tile may lie in several squares
-        return from_rule(
-            lambda b, h, i, j: coarse[b, h, i // size_q, j // size_k],
-            num_queries,
-            num_keys,
-            coarse.shape[0],
-            coarse.shape[1],
-            block,
-            coarse.device,
-        )
+    if size_q % block_q or size_k % block_k:  # a tile may overlap several squares
+
+        def rule(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return coarse[b, h, i // size_q, j // size_k]
+
+        return from_rule(rule, num_queries, num_keys, *coarse.shape[:2], block, coarse.device)
     grid = coarse.repeat_interleave(size_q // block_q, 2).repeat_interleave(size_k // block_k, 3)
     grid = grid[:, :, : -(-num_queries // block_q), : -(-num_keys // block_k)]
     kinds = torch.where(grid, FULL, EMPTY).to(torch.uint8)
     q_rows, k_rows = (block_positions(n, b, coarse.device) for n, b in ((num_queries, block_q), (num_keys, block_k)))
 
-    def look(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    def read(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         inside = (q_rows[i] < num_queries)[:, :, None] & (k_rows[j] < num_keys)[:, None, :]
         return inside & grid[b, h, i, j][:, None, None]
 
-    return BlockMap.examined(num_queries, num_keys, (block_q, block_k), kinds, look)
+    return BlockMap.from_kinds(num_queries, num_keys, (block_q, block_k), kinds, read)
 
 
 def from_intervals(start: Tensor, end: Tensor, num_keys: int, block: int | tuple[int, int]) -> BlockMap:
-    """From the keys start..end of each query, [T] or [B, T]."""
+    """From the interval start..end of keys of each query, [T] or [B, T]."""
     block_q, block_k = check_block(block)
     start, end = (x if x.dim() == 2 else x[None] for x in (start, end))
     num_queries = start.shape[1]
     kinds = interval_kinds(start, end, num_keys, block_q, block_k)[:, None]
     q_rows, k_rows = (block_positions(n, b, start.device) for n, b in ((num_queries, block_q), (num_keys, block_k)))
 
-    def look(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    def read(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         row = q_rows[i]
         exists, row = row < num_queries, row.clamp(max=num_queries - 1)
         low = torch.where(exists, start[b[:, None], row], num_keys)
@@ -135,34 +131,32 @@ def from_intervals(start: Tensor, end: Tensor, num_keys: int, block: int | tuple
         keys = k_rows[j][:, None, :]
         return (low[..., None] <= keys) & (keys < high[..., None])
 
-    return BlockMap.examined(num_queries, num_keys, (block_q, block_k), kinds, look)
+    return BlockMap.from_kinds(num_queries, num_keys, (block_q, block_k), kinds, read)
 
 
-def ask(rule: Rule, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    """What a user's rule says of these pairs, bool [rows, columns]; its mistakes as one ValueError."""
+def call_rule(rule: Rule, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """A user's rule for these pairs, bool [rows, columns]; ValueError if it raises or returns anything else."""
     where = f"a mask's rule is called with int32 tensors (b, h, i, j) that broadcast to [{len(i)}, {j.shape[1]}]"
     if not callable(rule):
-        raise ValueError(f"{where}: got {type(rule).__name__}; a tensor is a mask by Blocks.from_dense(tensor)")
+        raise ValueError(f"{where}: got {type(rule).__name__}; for a tensor use Blocks.from_dense(tensor)")
     try:
         seen = rule(b, h, i, j)
     except Exception as error:
-        message = f"{where}: it raised {type(error).__name__}: {error}; write it with operations of tensors alone"
+        message = f"{where}: it raised {type(error).__name__}: {error}; use tensor operations only"
         raise ValueError(message) from error
     if not isinstance(seen, Tensor) or seen.dtype != torch.bool:
         kind = seen.dtype if isinstance(seen, Tensor) else type(seen).__name__
         raise ValueError(f"{where} and returns a bool tensor: got {kind}; compare, or use .bool()")
     if seen.layout != torch.strided:
-        raise ValueError(
-            f"{where} and returns a tensor that holds its values one by one: got {seen.layout}; use .to_dense()"
-        )
+        raise ValueError(f"{where} and returns a dense tensor: got {seen.layout}; use .to_dense()")
     if seen.device != i.device:
-        raise ValueError(f"{where} on {i.device}: got an answer on {seen.device}; make what it looks up live there")
+        raise ValueError(f"{where} on {i.device}: got a result on {seen.device}; move what it indexes there")
     shape = (len(i), j.shape[1])
-    vague = seen.dim() == 1 and seen.numel() > 1  # the queries' or the keys'?
-    if seen.dim() > 2 or vague or any(a not in (1, b) for a, b in zip(seen.shape, shape, strict=False)):
+    ambiguous = seen.dim() == 1 and seen.numel() > 1  # queries or keys
+    if seen.dim() > 2 or ambiguous or any(a not in (1, b) for a, b in zip(seen.shape, shape, strict=False)):
         raise ValueError(
-            f"{where} and returns a tensor that does too: got {tuple(seen.shape)}; leave i [queries, 1] and "
-            f"j [1, keys] as they are"
+            f"{where} and returns a tensor that broadcasts too: got {tuple(seen.shape)}; do not reshape i [queries, 1] "
+            f"and j [1, keys]"
         )
     return seen.expand(shape)
 
@@ -176,7 +170,7 @@ def scan(
     chunk: Callable[[int, int, slice, slice], Tensor],
     device: torch.device,
 ) -> BlockMap:
-    """The map of a mask of which any rectangle can be had, bool; each pair is looked at once."""
+    """The map of a mask that `chunk` computes as bool, a rectangle (b, h, rows, columns) at a time, each pair once."""
     block_q, block_k = block
     num_q, num_k = -(-num_queries // block_q), -(-num_keys // block_k)
     across = max(1, min(num_k, packed.CHUNK // (block_q * block_k)))
@@ -194,30 +188,30 @@ def scan(
                     short = ((right - left) * block_k - seen.shape[1], (bottom - top) * block_q - seen.shape[0])
                     if any(short):
                         seen = torch.nn.functional.pad(seen, (0, short[0], 0, short[1]))
-                    if not seen.is_contiguous() or seen.storage_offset() % 8:  # it is read eight pairs at a time
+                    if not seen.is_contiguous() or seen.storage_offset() % 8:  # classify reads eight pairs at a time
                         seen = seen.clone(memory_format=torch.contiguous_format)
                     seen = seen.view(bottom - top, block_q, right - left, block_k).transpose(1, 2)
-                    found, kept = classify(seen)
+                    found, partial_words = classify(seen)
                     kinds[b, h, top:bottom, left:right] = found
                     at = (found == PARTIAL).nonzero()
                     places.append(((b * num_heads + h) * num_q + top + at[:, 0]) * num_k + left + at[:, 1])
-                    words.append(kept)
-    return BlockMap.numbered(num_queries, num_keys, block, kinds, words, places)
+                    words.append(partial_words)
+    return BlockMap.from_words(num_queries, num_keys, block, kinds, words, places)
 
 
-def read_by_kernels(visible: Tensor) -> bool:
-    """Whether kernels (build_triton.py, runs_triton.py) read a bool tensor."""
+def has_kernels(visible: Tensor) -> bool:
+    """Whether kernels (build_triton.py, runs_triton.py) serve a bool tensor."""
     traced = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
     return visible.is_cuda and bool(visible.numel()) and not traced and importlib.util.find_spec("triton") is not None
 
 
 def find_runs(visible: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Of bool [B, T, S], from which key to before which each row sees, int32 [B, T]; None if some row has a gap."""
-    if read_by_kernels(visible):
+    """start, end int32 [B, T] of the keys that each row of bool [B, T, S] sees; None if some row has a gap."""
+    if has_kernels(visible):
         from flashspan.kernels.masks import runs_triton
 
         return runs_triton.find_runs(visible)
-    begins = visible[..., 1:] > visible[..., :-1]  # a run, after the first key
+    begins = visible[..., 1:] > visible[..., :-1]  # a run that begins after the first key
     if bool((_count(begins) + _count(visible[..., :1]) > 1).any()):
         return None
     length = _count(visible)
@@ -226,15 +220,16 @@ def find_runs(visible: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def _count(seen: Tensor) -> Tensor:
-    """How many are True along the last axis, int32: in bytes as far as they reach, many times as fast on a CPU."""
+    """The number of True along the last axis, int32. It sums in bytes first, which is many times as fast on a CPU."""
     parts = [part.sum(-1, dtype=torch.uint8) for part in seen.view(torch.uint8).split(255, -1)]
     return torch.stack(parts).sum(0, dtype=torch.int32)
 
 
 def interval_kinds(start: Tensor, end: Tensor, num_keys: int, block_q: int, block_k: int) -> Tensor:
-    """What intervals [B, T] of keys tell of tiles at a glance, uint8 [B, query blocks, key blocks].
+    """The kinds of tiles from intervals [B, T] of keys, without reading pairs: uint8 [B, query blocks, key blocks].
 
-    EMPTY and FULL are certain; PARTIAL is what lies between the least start and the greatest end of a block's rows.
+    EMPTY and FULL are exact. PARTIAL tiles lie between the least start and the greatest end of a block's rows, and may
+    be empty.
     """
     empty, short = start >= end, -start.shape[1] % block_q
 

@@ -1,12 +1,13 @@
-"""A block map from a bool tensor on a GPU: its lists and bits, for one reading of the tensor and three launches.
+"""A block map from a bool tensor on a GPU: its lists and bits, in three launches that read the tensor once.
 
-`classify`: a program for each tile reads it: empty, full, or partial. The bits of a partial one are kept, both ways,
-and its hash is put in a table, at its leading bits or the next free place: the table is sorted but for neighbours.
-`settle`: twins, tiles of one hash, are compared bit by bit; places in the table are counted, which numbers what is
-distinct; lines are measured. Then the host waits, once, for the sizes of what it must allocate.
-`write`: a program for each line lists it, and one for each distinct tile writes its bits where they belong.
+`classify`: a program per tile finds whether it is empty, full or partial. For a partial tile it stores the bits, by
+query and by key, and puts a hash of them into a table, at the slot of the hash's leading bits or the next free one.
+Keys in the table are therefore sorted, except within runs of occupied slots. `measure`: numbers the distinct hashes by
+counting slots, compares tiles of one hash bit by bit, and finds the length and place of each line. Then the host waits,
+once, for the sizes of what it allocates. `write`: a program per line writes its list, and a program per distinct tile
+writes its bits.
 
-The map is the one that block_map.py and bits.py make, to the bit. Whether one is needed, runs_triton.py finds out.
+The map equals that of block_map.py and bits.py bit for bit. runs_triton.py first finds whether a map is needed.
 """
 
 from __future__ import annotations
@@ -25,39 +26,39 @@ from flashspan.kernels.masks.block_map import HIDDEN, LONG, VISIBLE, Lists
 EMPTY_TILE, FULL_TILE, LONG_LINE = tl.constexpr(HIDDEN), tl.constexpr(VISIBLE), tl.constexpr(LONG)
 
 STEP = 128
-"""How many tiles of a line a program looks at together."""
+"""Tiles of a line that a program reads at a time."""
 
 SPAN = 1024
-"""How many counters, or places of the table, a program looks at together."""
+"""Counters, or slots of the table, that a program reads at a time."""
 
-TOGETHER = 8
-"""How many tiles a program compares with their twins."""
+COMPARED = 8
+"""Tiles that a program compares with the first tile of their hash."""
 
-ROOM = 4
-"""Places in the table for each tile: what is put there seldom finds its own place taken."""
+SLOTS_PER_TILE = 4
+"""Slots in the table for each tile, so that a hash seldom finds its slot occupied."""
 
 odd_numbers = functools.cache(packed.odd_numbers)
 
 FREE = [
     *("H", "T", "num_q", "num_k", "num_maps", "num_tiles", "num_slots", "num_spans", "shift", "half"),
-    *("counts", "filled", "found"),  # parts of one tensor, on 16 bytes or not
+    *("counts", "filled", "found"),  # parts of one tensor, aligned to 16 bytes or not
 ]
-"""Arguments by whose value no kernel is compiled anew."""
+"""Arguments whose values do not specialise a kernel: no value is compiled for."""
 
 
 @triton.jit
 def query_order(BM: tl.constexpr):
-    """The queries of a tile in the order they are loaded: eight neighbours are BM / 8 apart, which puts them in one
-    thread's registers, where joining their bits is free."""
+    """The queries of a tile in the order in which they are loaded: eight consecutive queries are BM / 8 apart, so that
+    one thread holds all eight and packs their bits in registers."""
     o = tl.arange(0, BM)
     return (o % (BM // 8)) * 8 + o // (BM // 8)
 
 
 @triton.jit
 def load_quads(p_row, o_n, m_row, s_s, S, QUADS: tl.constexpr, EVEN: tl.constexpr):
-    """Keys 4 o_n .. 4 o_n + 3 of rows as uint32 [rows, len(o_n)], a byte for each bool; past the ends, False.
+    """Keys 4 o_n .. 4 o_n + 3 of rows as uint32 [rows, len(o_n)], a byte for each bool; False past the ends.
 
-    QUADS: the tensor is given as such words. EVEN: nothing reaches past an end.
+    QUADS: the tensor is stored as such words. EVEN: no tile reaches past an end.
     """
     if QUADS:
         if EVEN:
@@ -78,7 +79,7 @@ def load_quads(p_row, o_n, m_row, s_s, S, QUADS: tl.constexpr, EVEN: tl.constexp
 @triton.jit
 def pack_quads(b_quads):
     """The words of bits.py, int32 [rows, quads / 8]."""
-    # The product moves byte i's bit to 24 + i, and no two of its terms meet: nothing carries.
+    # The multiplication moves the bit of byte i to bit 24 + i; no two terms overlap, so there is no carry.
     b_four = (b_quads * 0x01020408) >> 24
     b_four = tl.reshape(b_four, [b_quads.shape[0], b_quads.shape[1] // 8, 8])
     return tl.sum(b_four << (4 * tl.arange(0, 8)).to(tl.uint32)[None, None, :], 2).to(tl.int32, bitcast=True)
@@ -89,7 +90,7 @@ def classify_kernel(
     visible, odd, words, grid, owner, table, counts, filled, s_b, s_h, s_t, s_s, H, T, S, num_q, num_k, num_maps,
     shift, half, QUADS: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """A tile: what it is, one more full or partial tile in its two lines, and, of a partial one, bits and a place."""
+    """One tile: its kind, the counts of its two lines, and, if it is partial, its bits and its slot in the table."""
     i_tile = tl.program_id(0)
     i_row, i_map = i_tile // num_k, i_tile // (num_q * num_k)
     i_b, i_h = (i_map // H).to(tl.int64), (i_map % H).to(tl.int64)
@@ -100,7 +101,7 @@ def classify_kernel(
     b_quads = load_quads(p_row, o_n, o_m < T, s_s, S, QUADS, EVEN)
     b_words = pack_quads(b_quads)  # [BM, BN / 32]
 
-    # Of words, in one sum: how many show something, and how many hide something.
+    # One sum for two counts: the words with a visible pair, and, 16 bits up, the words with a hidden pair.
     kinds = tl.sum((b_words != 0).to(tl.int32) + ((b_words != -1).to(tl.int32) << 16))
     shows, hides = (kinds & 65535) != 0, (kinds >> 16) != 0
     if shows:
@@ -119,16 +120,16 @@ def classify_kernel(
 
         b_odd = tl.load(odd + o_order[:, None] * (BN // 32) + o_word[None, :])
         key = tl.sum(b_words.to(tl.int64) * b_odd)
-        nobody = key * 0  # what a free place holds
+        free = key * 0  # the value of a free slot
         key = tl.where(key == 0, 1, key)
         slot = (key >> shift).to(tl.int32) + half  # half of the keys are negative
-        holder = tl.atomic_cas(table + slot, nobody, key, sem="relaxed")
+        holder = tl.atomic_cas(table + slot, free, key, sem="relaxed")
         while (holder != 0) & (holder != key):
             slot += 1
-            holder = tl.atomic_cas(table + slot, nobody, key, sem="relaxed")
+            holder = tl.atomic_cas(table + slot, free, key, sem="relaxed")
         if holder == 0:
             tl.store(owner + slot, i_tile)
-            tl.atomic_add(filled + slot // SPAN, nobody + 1, sem="relaxed")
+            tl.atomic_add(filled + slot // SPAN, free + 1, sem="relaxed")
         tl.store(grid + i_tile, slot)
     else:
         tl.store(grid + i_tile, tl.where(shows, FULL_TILE, EMPTY_TILE))
@@ -136,13 +137,13 @@ def classify_kernel(
 
 @triton.jit
 def visits(count):
-    """How many tiles two counts in one number are: full ones, and, 32 bits up, partial ones."""
+    """The number of tiles from two counts in one int64: full tiles, and, 32 bits up, partial ones."""
     return ((count & 0xFFFFFFFF) + (count >> 32)).to(tl.int32)
 
 
 @triton.jit
 def measure_line(i_all, counts, spans, order, num_long, visited, num_lines, num_all, SPAN: tl.constexpr):
-    """Line i_all, of num_all in all maps: where it lies among all lines, and its place by length."""
+    """Line i_all of the num_all lines of all maps: its span in the lists, and its place in the order by length."""
     i_map, i_line = i_all // num_lines, i_all % num_lines
     count = tl.load(counts + i_all)
     o = tl.arange(0, SPAN)
@@ -170,10 +171,8 @@ def measure_line(i_all, counts, spans, order, num_long, visited, num_lines, num_
 
 
 @triton.jit
-def number_span(
-    i_span, table, owner, filled, number, tile_of, num_bits, num_slots, num_spans, SPAN: tl.constexpr
-):  # fmt: skip
-    """Some places of the table: the keys there numbered from the least of all, and which tile has a number's bits."""
+def number_span(i_span, table, owner, filled, number, tile_of, num_bits, num_slots, num_spans, SPAN: tl.constexpr):
+    """For SPAN slots of the table: the number of each key, in ascending order, and the tile with the number's bits."""
     o = tl.arange(0, SPAN)
     b_before = tl.zeros([SPAN], tl.int64)
     for first in range(0, i_span, SPAN):
@@ -184,7 +183,8 @@ def number_span(
     b_taken = b_key != 0
     b_number = before + tl.cumsum(b_taken.to(tl.int32), 0) - 1
 
-    # Only keys with no free place between them can be the wrong way round: each looks both ways up to one.
+    # Only keys without a free slot between them can be out of order: compare each with those around it, up to a free
+    # one.
     m_left, m_right, distance = b_taken, b_taken, 1
     while tl.max((m_left | m_right).to(tl.int32), 0) != 0:
         b_left = tl.load(table + o_slot - distance, mask=m_left & (o_slot >= distance), other=0)
@@ -199,9 +199,9 @@ def number_span(
 
 
 @triton.jit
-def compare_twins(i, words, grid, owner, differs, num_tiles, WORDS: tl.constexpr, TOGETHER: tl.constexpr):
-    """Some tiles: whether they are, to the bit, those whose bits they are to share."""
-    o_tile = i * TOGETHER + tl.arange(0, TOGETHER)
+def compare_twins(i, words, grid, owner, differs, num_tiles, WORDS: tl.constexpr, COMPARED: tl.constexpr):
+    """Whether each of some tiles equals the tile whose bits it shares, bit for bit."""
+    o_tile = i * COMPARED + tl.arange(0, COMPARED)
     b_slot = tl.load(grid + o_tile, mask=o_tile < num_tiles, other=EMPTY_TILE)
     b_owner = tl.load(owner + b_slot, mask=b_slot >= 0, other=0)
     m_twin = ((b_slot >= 0) & (b_owner != o_tile))[:, None]
@@ -213,12 +213,12 @@ def compare_twins(i, words, grid, owner, differs, num_tiles, WORDS: tl.constexpr
 
 
 @triton.jit(do_not_specialize=FREE)
-def settle_kernel(
+def measure_kernel(
     words, grid, owner, number, tile_of, row_spans, row_order, column_spans, column_order, table, counts, filled, found,
     num_q, num_k, num_maps, num_tiles, num_slots, num_spans,
-    WORDS: tl.constexpr, SPAN: tl.constexpr, TOGETHER: tl.constexpr,
+    WORDS: tl.constexpr, SPAN: tl.constexpr, COMPARED: tl.constexpr,
 ):  # fmt: skip
-    """All that follows from the tiles' kinds and hashes; found: counts of tiles, numbers, a difference, long lines."""
+    """Numbers, spans and orders. found: counts of tiles and numbers, whether twins differ, long rows, long columns."""
     i = tl.program_id(0)
     num_rows, num_columns = num_maps * num_q, num_maps * num_k
     if i < num_spans:
@@ -231,12 +231,12 @@ def settle_kernel(
             i_column, counts + num_rows, column_spans, column_order, found + 4, found, num_k, num_columns, SPAN
         )
     else:
-        compare_twins(i - num_spans - num_rows - num_columns, words, grid, owner, found + 2, num_tiles, WORDS, TOGETHER)
+        compare_twins(i - num_spans - num_rows - num_columns, words, grid, owner, found + 2, num_tiles, WORDS, COMPARED)
 
 
 @triton.jit
 def list_line(i_all, p_line, s_other, number, spans, index, tile, num_other, STEP: tl.constexpr):
-    """A line of a grid: its full tiles, then its partial ones."""
+    """Write the list of one line of a grid: its full tiles, then its partial ones."""
     at_full, at_partial = tl.load(spans + i_all * 3), tl.load(spans + i_all * 3 + 1)
     for first in range(0, num_other, STEP):
         o_other = first + tl.arange(0, STEP)
@@ -251,11 +251,11 @@ def list_line(i_all, p_line, s_other, number, spans, index, tile, num_other, STE
 
 @triton.jit
 def write_bits(i_bits, words, octets, tile_of, bits, bits_t, BM: tl.constexpr, BN: tl.constexpr):
-    """The bits of one number, both ways, as the tile that has them left them."""
+    """Write the bits of one number, by query and by key, from the tile that has them."""
     at = tl.load(tile_of + i_bits).to(tl.int64) * (BM * BN // 16)
     to = i_bits.to(tl.int64) * (BM * BN // 32)
     o_m, o_n, o_word, o_word_t = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BN // 32), tl.arange(0, BM // 32)
-    o_from = (o_m % 8) * (BM // 8) + o_m // 8  # where `query_order` has put this query
+    o_from = (o_m % 8) * (BM // 8) + o_m // 8  # the place of this query in `query_order`
     b_words = tl.load(words + at + o_from[:, None] * (BN // 32) + o_word[None, :])
     tl.store(bits + to + o_m[:, None] * (BN // 32) + o_word[None, :], b_words)
     p_octets = octets + (at + BM * BN // 32) * 4 + o_word_t[None, :] * (4 * BN) + o_n[:, None]
@@ -270,7 +270,7 @@ def write_kernel(
     words, octets, grid, number, tile_of, row_spans, row_index, row_tile, column_spans, column_index, column_tile, bits,
     bits_t, num_q, num_k, num_maps, BM: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """What was measured and numbered: lists of rows and of columns, and bits."""
+    """The lists of rows and of columns, and the bits."""
     i = tl.program_id(0)
     num_rows, num_columns = num_maps * num_q, num_maps * num_k
     if i < num_rows:
@@ -284,34 +284,36 @@ def write_kernel(
 
 
 def build_dense(visible: Tensor, block: tuple[int, int]) -> tuple[Lists, Lists, Tensor, Tensor] | None:
-    """Rows, columns, bits and transposed bits (blocks.py) of bool [B, H, T, S], none of them 0 long, of any strides.
+    """Rows, columns, bits and transposed bits (blocks.py) of bool [B, H, T, S], no size 0, any strides.
 
-    None where two tiles have one hash. While it is made, it takes a quarter of the tensor's memory.
+    None if different tiles have one hash. The temporary memory is a quarter of the tensor's.
     """
     with on(visible.device):
         building = Building(visible, block)
         building.classify_launch()()
-        building.settle_launch()()
+        building.measure_launch()()
         visited, num_bits, differs, long_rows, long_columns = building.found.tolist()
         if differs:
             return None
-        made = building.allocate((visited & 0xFFFFFFFF) + (visited >> 32), num_bits)
-        building.write_launch(*made)()
-    row_index, row_tile, column_index, column_tile, bits, bits_t = made
+        outputs = building.allocate((visited & 0xFFFFFFFF) + (visited >> 32), num_bits)
+        building.write_launch(*outputs)()
+    row_index, row_tile, column_index, column_tile, bits, bits_t = outputs
     rows = Lists(long_rows, building.row_spans, row_index, row_tile, building.row_order)
     columns = Lists(long_columns, building.column_spans, column_index, column_tile, building.column_order)
     return rows, columns, bits, bits_t
 
 
 class Building:
-    """A map under way: what one launch leaves to the next.
+    """The temporary tensors of the three launches.
 
-    words   int32 [tiles, 2, words of a tile]: a partial tile's bits as `classify` has them, by query and by key.
-    grid    int32 [tiles]: what a tile is, or the place of its key in the table.
-    table   int64 [slots]: keys, 0 where a place is free; filled: how many of each SPAN places are not.
-    owner, number   int32 [slots]: the tile that came first with a key, and the number of its bits.
-    tile_of int32 [tiles]: the tile that has a number's bits.
-    counts  int64 [rows + columns]: their tiles (see `visits`).
+    words   int32 [tiles, 2, words of a tile]: the bits of a partial tile, by query and by key.
+    grid    int32 [tiles]: EMPTY_TILE, FULL_TILE, or the slot of a partial tile's key in the table.
+    table   int64 [slots]: keys (hashes), 0 in a free slot.
+    filled  int64 [spans]: the number of occupied slots in each SPAN of them.
+    owner   int32 [slots]: the first tile with a key.
+    number  int32 [slots]: the number of its bits.
+    tile_of int32 [tiles]: the tile that has the bits of a number.
+    counts  int64 [rows + columns]: the tiles of each line (see `visits`).
     """
 
     def __init__(self, visible: Tensor, block: tuple[int, int]) -> None:
@@ -320,9 +322,9 @@ class Building:
         self.num_q, self.num_k, self.num_maps = -(-num_queries // block_q), -(-num_keys // block_k), num_b * num_h
         self.num_lines = self.num_maps * (self.num_q + self.num_k)
         self.num_tiles = self.num_maps * self.num_q * self.num_k
-        leading_bits = (ROOM * self.num_tiles - 1).bit_length()
+        leading_bits = (SLOTS_PER_TILE * self.num_tiles - 1).bit_length()
         self.shift, self.half = 64 - leading_bits, 2 ** (leading_bits - 1)
-        self.num_slots = 2**leading_bits + self.num_tiles  # the last may be put behind all the others
+        self.num_slots = 2**leading_bits + self.num_tiles  # all tiles may follow the last leading bits
         self.num_spans = -(-self.num_slots // SPAN)
 
         sizes = [self.num_slots, self.num_lines, self.num_spans, 5]
@@ -340,12 +342,12 @@ class Building:
         tensors = (words, odd, self.words, self.grid, self.owner, self.table, self.counts, self.filled)
         sizes = (num_h, num_queries, num_keys, self.num_q, self.num_k, self.num_maps, self.shift, self.half)
         constants = {"QUADS": quads, "EVEN": even, "BM": block_q, "BN": block_k, "SPAN": SPAN}
-        # As many warps as make eight neighbours of `query_order` one thread's.
+        # With this number of warps, one thread holds eight consecutive queries of `query_order`.
         constants["num_warps"] = block_q * block_k // 4096
         return Launch(classify_kernel, (self.num_tiles,), (*tensors, *words.stride(), *sizes), constants)
 
-    def settle_launch(self) -> Launch:
-        # Allocated here, while the tensor is being read, as is all that the host need not wait for.
+    def measure_launch(self) -> Launch:
+        # Allocated here, while the first launch runs: these sizes are known before the host waits.
         (num_b, num_h), empty = self.visible.shape[:2], self.grid.new_empty
         self.number, self.tile_of = empty(self.num_slots), empty(self.num_tiles)
         self.octets = self.words.view(torch.uint8)
@@ -355,12 +357,12 @@ class Building:
         tensors = (self.words, self.grid, self.owner, self.number, self.tile_of, *lines)
         zeros = (self.table, self.counts, self.filled, self.found)
         sizes = (self.num_q, self.num_k, self.num_maps, self.num_tiles, self.num_slots, self.num_spans)
-        constants = {"WORDS": self.words.shape[2], "SPAN": SPAN, "TOGETHER": TOGETHER}
-        num_programs = self.num_spans + self.num_lines + -(-self.num_tiles // TOGETHER)
-        return Launch(settle_kernel, (num_programs,), (*tensors, *zeros, *sizes), constants)
+        constants = {"WORDS": self.words.shape[2], "SPAN": SPAN, "COMPARED": COMPARED}
+        num_programs = self.num_spans + self.num_lines + -(-self.num_tiles // COMPARED)
+        return Launch(measure_kernel, (num_programs,), (*tensors, *zeros, *sizes), constants)
 
     def allocate(self, num_visited: int, num_bits: int) -> list[Tensor]:
-        """Indices and tiles of rows and of columns, bits and transposed bits: what only `found` tells the size of."""
+        """The tensors whose sizes `found` has: indices and tiles of rows and columns, bits and transposed bits."""
         (block_q, block_k), empty = self.block, self.grid.new_empty
         bits, bits_t = (num_bits, block_q, block_k // packed.WORD), (num_bits, block_k, block_q // packed.WORD)
         return [*[empty(num_visited) for _ in range(4)], empty(bits), empty(bits_t)]
@@ -370,14 +372,14 @@ class Building:
         bits_t: Tensor,
     ) -> Launch:  # fmt: skip
         rows, columns = (self.row_spans, row_index, row_tile), (self.column_spans, column_index, column_tile)
-        made = (self.words, self.octets, self.grid, self.number, self.tile_of)
-        tensors, sizes = (*made, *rows, *columns, bits, bits_t), (self.num_q, self.num_k, self.num_maps)
+        inputs = (self.words, self.octets, self.grid, self.number, self.tile_of)
+        tensors, sizes = (*inputs, *rows, *columns, bits, bits_t), (self.num_q, self.num_k, self.num_maps)
         constants = {"BM": self.block[0], "BN": self.block[1], "STEP": STEP}
         return Launch(write_kernel, (self.num_lines + len(bits),), (*tensors, *sizes), constants)
 
 
 def as_quads(visible: Tensor) -> tuple[Tensor, bool]:
-    """A bool tensor as int32, four keys to a word, or, where it does not lie so, as uint8; and which of these."""
+    """(bool tensor viewed as int32, four keys in a word, True), or (as uint8, False) if its layout forbids that."""
     fits = all(stride % 4 == 0 for stride in visible.stride()[:-1]) and visible.data_ptr() % 4 == 0
     quads = visible.stride(-1) == 1 and visible.shape[-1] % 4 == 0 and fits
     return visible.view(torch.int32 if quads else torch.uint8), quads

@@ -1,4 +1,4 @@
-"""Intervals of keys, one for each query, as tensors, and the positions that a slice of them is taken by."""
+"""Intervals of keys, one for each query, as tensors; and the positions of a slice."""
 
 from __future__ import annotations
 
@@ -17,27 +17,26 @@ Positions: TypeAlias = range | Sequence[range]
 
 
 def place(positions: Positions, number: int | None = None) -> Tensor:
-    """Positions as an int64 tensor; refuse what is not ascending, for which a slice would not be an interval, and what
-    lies outside of the number there are."""
+    """Positions as an int64 tensor. They must ascend, so that a slice of an interval is one, and be below `number`."""
     parts = [positions] if isinstance(positions, range) else positions
     if not isinstance(parts, (list, tuple)) or not all(isinstance(part, range) for part in parts):
-        raise ValueError(f"a mask is sliced by a range or several of them: got {positions!r}; write range(start, stop)")
+        raise ValueError(f"a mask is sliced by a range or several of them: got {positions!r}; use range(start, stop)")
     parts = [part for part in parts if len(part)]
     bad = any(part.step < 1 for part in parts) or any(a[-1] >= b[0] for a, b in itertools.pairwise(parts))
     if bad:
         raise ValueError(f"a mask is sliced by ascending positions: got {positions}")
     if number is not None and parts and not 0 <= parts[0][0] <= parts[-1][-1] < number:
-        raise ValueError(f"a mask of {number} positions is sliced by some of 0 to {number - 1}: got {positions}")
+        raise ValueError(f"positions of a mask of {number} are 0 to {number - 1}: got {positions}")
     return torch.from_numpy(np.concatenate([np.arange(p.start, p.stop, p.step) for p in parts] or [np.arange(0)]))
 
 
 def one_range(positions: Positions) -> Positions:
-    """A range for several that are one."""
+    """The range in a list of one."""
     return positions[0] if isinstance(positions, (list, tuple)) and len(positions) == 1 else positions
 
 
 def clean(start: Tensor, end: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
-    """A user's intervals, checked, as int32 within 0..num_keys, and ascending where they can be."""
+    """A user's intervals, checked, as int32 within 0..num_keys, with canonical empty rows."""
     for name, bound in (("start", start), ("end", end)):
         if not isinstance(bound, Tensor) or bound.dtype.is_floating_point or bound.dtype == torch.bool:
             raise ValueError(f"Rows needs integer tensors of shape [T] or [B, T]: got {name}={bound!r}")
@@ -46,19 +45,19 @@ def clean(start: Tensor, end: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
             f"Rows needs start and end of one shape, [T] or [B, T], on one device: "
             f"got {tuple(start.shape)} on {start.device} and {tuple(end.shape)} on {end.device}"
         )
-    return settle(start.long().clamp(0, num_keys).int(), end.long().clamp(0, num_keys).int())
+    return canonical(start.long().clamp(0, num_keys).int(), end.long().clamp(0, num_keys).int())
 
 
-def settle(start: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
-    """The same intervals with every empty row where the rows before it end: one way to write each mask."""
-    # An empty row may sit anywhere; there it keeps the intervals ascending if anything does.
+def canonical(start: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+    """The same intervals, each empty one at the greatest end before it: equal masks have equal intervals."""
+    # At this place, an empty row leaves the intervals ascending if the other rows ascend.
     empty = start >= end
     reach = _cummax(torch.where(empty, 0, end))
     return torch.where(empty, reach, start).contiguous(), torch.where(empty, reach, end).contiguous()
 
 
 def transpose(start: Tensor, end: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
-    """first, last [.., S]: the first query whose end lies past key j; one after the last that starts by it."""
+    """first, last [.., S]: the first query whose end is after key j; 1 + the last query whose start is not after it."""
     reach = _cummax(end)
     ahead = -_cummax(-start.flip(-1)).flip(-1)  # the least start from here on
     keys = torch.arange(num_keys, dtype=torch.int32, device=start.device)
@@ -68,7 +67,7 @@ def transpose(start: Tensor, end: Tensor, num_keys: int) -> tuple[Tensor, Tensor
 
 
 def reach_of(start: Tensor, end: Tensor) -> int:
-    """The power of 2 at or below the mean length, or 0 where that would wait for a device or nobody may look."""
+    """The power of 2 at or below the mean length; 0 where computing it would wait for a device, or under tracing."""
     if not start.is_cpu or not start.numel() or torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         return 0
     mean = int((end - start).clamp(min=0).sum()) // start.numel()
@@ -76,7 +75,7 @@ def reach_of(start: Tensor, end: Tensor) -> int:
 
 
 def extremes(offsets: Tensor, informative: Tensor) -> list[int]:
-    """The least and the greatest of the informative offsets, if there are any: one number if they are the same."""
+    """The least and the greatest of the informative offsets: two numbers, one if they are equal, or none."""
     values = offsets[informative]
     return sorted({int(values.min()), int(values.max())}) if len(values) else []
 

@@ -1,8 +1,8 @@
-"""The base of all masks: who may look at whom, as a value that is closed under slicing and composes with &, | and ~.
+"""The base class of masks: which keys each query sees, as values that can be sliced and composed with &, | and ~.
 
-`Band` (band.py) and `Rows` (rows.py) give each query one interval of keys, which is all a kernel needs to know;
-`Blocks` (blocks.py) lists tiles. Each of these files imports the ones before it. Where an operation on a mask gives one
-of a later kind, it goes through `as_rows` or `as_blocks`, which the later file implements.
+`Band` (band.py) and `Rows` (rows.py) give each query one interval of keys; `Blocks` (blocks.py) lists tiles. Each of
+these files imports the ones before it. An operation whose result is of a later kind calls `as_rows` or `as_blocks`,
+which the later file implements.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from flashspan.kernels.masks.intervals import Positions
 from flashspan.kernels.torch_private import is_in_torch_dispatch_mode
 
 EMPTY, FULL, PARTIAL = 0, 1, 2
-"""What a tile of a mask is."""
+"""The kinds of tiles."""
 
 DERIVED_KEPT = 16
-"""How many masks made from another it keeps: copies on devices, intersections."""
+"""Number of derived masks (copies on devices, intersections) that a mask caches."""
 
-_KEEPING = threading.Lock()
+_LOCK = threading.Lock()
 
-Made = TypeVar("Made")
+Derived = TypeVar("Derived")
 
 
 class Packed(NamedTuple):
-    """A mask as a kernel's launch takes it: kind and numbers, and its tensors, with their addresses and layouts."""
+    """A mask as arguments of a kernel launch: what (kind and numbers), and its tensors with addresses and layouts."""
 
     what: tuple[Hashable, ...] = ()
     tensors: tuple[Tensor, ...] = ()
@@ -45,28 +45,28 @@ class Mask:
     _derived: dict[object, Any]
 
     def intervals(self, num_queries: int, num_keys: int) -> tuple[Tensor, Tensor]:
-        """start, end int32 [T] or [B, T]: the keys each query sees, of a `Band` or `Rows`."""
+        """start, end int32 [T] or [B, T]: the keys that each query sees. `Band` and `Rows` only."""
         raise NotImplementedError
 
     def slice(self, q: Positions, k: Positions) -> Mask:
-        """The same visibility in a slice's coordinates: local query a is global q[a], local key b is global k[b]."""
+        """The mask of some queries and keys: query a of the slice is query q[a] of this mask, key b is key k[b]."""
         raise NotImplementedError
 
     def check(self, num_batch: int, num_queries: int, num_keys: int, num_heads: int | None = None) -> None:
-        """Refuse queries, keys, a batch or heads this mask was not made for."""
+        """ValueError for sizes that this mask does not fit."""
         raise NotImplementedError
 
     def to(self, device: torch.device | str) -> Self:
-        """This mask with its tensors on a device; copied once."""
+        """This mask with its tensors on a device; the copy is cached."""
         raise NotImplementedError
 
     def pack(self) -> tuple[str, list[int], list[Tensor]]:
-        """Kind, numbers and tensors: an operator's schema can carry those, not objects. `unpack` is the inverse."""
+        """Kind, numbers and tensors, which an operator's schema allows. `unpack` is the inverse."""
         raise NotImplementedError
 
     @cached_property
     def packed(self) -> Packed:
-        """Found once: asking the tensors takes as long as a launch. The mask must be where the call is."""
+        """`Packed`, cached: reading the tensors' attributes takes as long as a launch. Use it on the call's device."""
         kind, numbers, tensors = self.pack()
         layouts = tuple((x.shape, x.stride(), x.dtype, x.data_ptr() & 15) for x in tensors)
         return Packed((kind, tuple(numbers)), tuple(tensors), tuple(x.data_ptr() for x in tensors), layouts)
@@ -81,27 +81,27 @@ class Mask:
         raise NotImplementedError
 
     def __rand__(self, other: object) -> Any:
-        """`other & mask` where the other is no mask."""
+        """`other & mask` if `other` is no mask."""
         refuse_tensor(other)
         return NotImplemented
 
     __ror__ = __rand__
 
-    def derived(self, key: object, make: Callable[[], Made]) -> Made:
-        """A mask made from this one, kept so that every layer and step shares it; only the newest few are kept.
+    def derived(self, key: object, build: Callable[[], Derived]) -> Derived:
+        """A mask built from this one, cached for all layers and steps; the newest DERIVED_KEPT stay.
 
-        Only plain tensors are kept: none that the compiler traces, no fake ones, none that autograd cannot save.
+        Not cached: traced tensors, fake tensors, and inference tensors, which autograd cannot save.
         """
         if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or is_in_torch_dispatch_mode():
-            return make()
-        made: Made | None = self._derived.get(key)
-        if made is None:
-            made = make()
-            with _KEEPING:  # other threads use this mask too
+            return build()
+        mask: Derived | None = self._derived.get(key)
+        if mask is None:
+            mask = build()
+            with _LOCK:  # other threads may use this mask
                 while len(self._derived) >= DERIVED_KEPT:
                     self._derived.pop(next(iter(self._derived)))
-                self._derived[key] = made
-        return made
+                self._derived[key] = mask
+        return mask
 
     def __getstate__(self) -> dict[str, object]:
         state = {name: value for name, value in vars(self).items() if name != "packed"}
@@ -110,18 +110,18 @@ class Mask:
 
 @singledispatch
 def as_rows(mask: Mask, q: Positions, k: Positions) -> Mask:
-    """A slice of a mask by positions that no band describes (rows.py)."""
+    """A slice of a band whose result is not a band (rows.py)."""
     raise TypeError(f"{type(mask).__name__} has no slice as rows")
 
 
 @singledispatch
 def as_blocks(mask: Mask) -> Mask:
-    """A mask as a block map, whose tiles its result's may follow (blocks.py)."""
+    """A mask as a block map (blocks.py)."""
     raise TypeError(f"{type(mask).__name__} has no block map")
 
 
 def refuse_tensor(other: object) -> None:
-    """Say how a tensor is joined with a mask, before `&` or `|` asks the tensor."""
+    """TypeError for a tensor as an operand, before `&` or `|` calls the tensor's own operator."""
     if isinstance(other, Tensor):
         raise TypeError(
             f"unsupported operand for & and |: masks compose with masks, got a tensor {tuple(other.shape)} of "
@@ -130,17 +130,17 @@ def refuse_tensor(other: object) -> None:
 
 
 def whole_number(value: Any) -> int | None:
-    """The value as a plain integer, from NumPy's or a tensor of one for instance; None if it is no whole number."""
+    """An int, a NumPy integer or an integer tensor of one element as an int; None for anything else."""
     if type(value) is int:
         return value
     try:
         return None if isinstance(value, bool) else operator.index(value)
-    except TypeError:  # a tensor of two has __index__ too
+    except TypeError:  # a tensor with several elements has __index__ too
         return None
 
 
 def check_whole(least: int | None = 0, **values: Any) -> list[int]:
-    """These as plain integers; refuse what is no whole number, or less than the least."""
+    """The values as ints; ValueError for what is no whole number, or less than `least`."""
     found = []
     for name, value in values.items():
         number = whole_number(value)

@@ -91,7 +91,7 @@ def documents(
     keys = spans if key_lengths is None else _lengths(key_lengths)
     if spans.dim() != 1 or spans.shape != keys.shape or bool((spans < 0).any()) or bool((keys < 0).any()):
         raise ValueError(
-            f"documents needs one list of lengths >= 0 (and, if given, as many key lengths): "
+            f"documents needs a list of lengths >= 0, and key lengths, if any, for each of them: "
             f"got {spans.tolist()} and {keys.tolist()}"
         )
     end = keys.cumsum(0)
@@ -127,9 +127,9 @@ def ragged(
     queries = torch.full_like(lengths, num_queries) if query_lengths is None else _lengths(query_lengths)
     if lengths.dim() != 1 or lengths.shape != queries.shape:
         raise ValueError(f"ragged needs one length per sequence: got {lengths.tolist()} and {queries.tolist()}")
-    for given, limit, what in ((lengths, num_keys, "keys"), (queries, num_queries, "queries")):
-        if bool(((given < 0) | (given > limit)).any()):
-            raise ValueError(f"a sequence has 0 to {limit} {what} of the padded {limit}: got {given.tolist()}")
+    for counts, limit, what in ((lengths, num_keys, "keys"), (queries, num_queries, "queries")):
+        if bool(((counts < 0) | (counts > limit)).any()):
+            raise ValueError(f"a sequence has 0 to {limit} {what} of the padded {limit}: got {counts.tolist()}")
     exists = torch.arange(num_queries, device="cpu") < queries[:, None]
     end = torch.where(exists, lengths[:, None], 0)
     return Rows(torch.zeros_like(end).to(device), end.to(device), num_keys)
@@ -176,7 +176,7 @@ def dilated(
     """
     width, step = check_whole(1, width=width, step=step)
     (num_tokens,) = check_whole(num_tokens=num_tokens)
-    # Beyond the tokens there are, a longer reach or step changes nothing: both stay within 32 bits.
+    # A reach or step beyond num_tokens changes nothing; clipped, both fit 32 bits.
     reach, step = min(width * step, max(1, num_tokens)), min(step, max(1, num_tokens))
 
     def rule(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -340,8 +340,7 @@ def top_blocks(q: Tensor, k: Tensor, keep: int, *, causal: bool = False, block: 
     if not fits or not k.shape[1] or q.shape[1] % k.shape[1]:
         got = [shape or type(x).__name__ for shape, x in zip(shapes, (q, k), strict=True)]
         raise ValueError(
-            f"top_blocks chooses by tensors q [B, H, T, D] and k [B, K, S, D] with K dividing H: "
-            f"got q {got[0]}, k {got[1]}"
+            f"top_blocks needs tensors q [B, H, T, D] and k [B, K, S, D] with K dividing H: got q {got[0]}, k {got[1]}"
         )
     means = [_block_means(x.detach(), block) for x in (q, k)]
     scores = means[0] @ means[1].repeat_interleave(q.shape[1] // k.shape[1], 1).mT
@@ -353,7 +352,7 @@ def _best(scores: Tensor, keep: int, causal: bool) -> Tensor:
     """bool [..., n, m]: the diagonal and the highest scores of each row, `keep` in all (with `causal`, none ahead)."""
     num_q, num_k = scores.shape[-2:]
     here = torch.arange(num_q, device=scores.device)[:, None] - torch.arange(num_k, device=scores.device)
-    # Whatever they are: NaN would come before everything, and inf tie with the diagonal.
+    # topk would choose NaN first, and inf would tie with the diagonal.
     most = torch.finfo(scores.dtype).max
     scores = scores.nan_to_num(-most, most, -most).masked_fill(here == 0, torch.inf)
     if causal:
@@ -382,9 +381,9 @@ def _span(num_tokens: int, start: int, end: int, device: torch.device | str) -> 
 def _lengths(lengths: Sequence[int] | Tensor) -> Tensor:
     """Lengths as int64 on the CPU."""
     try:
-        given = torch.as_tensor(lengths, device="cpu")
+        tensor = torch.as_tensor(lengths, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"lengths are whole numbers, in a list or a tensor: got {lengths!r}") from error
-    if given.numel() and (given.is_floating_point() or given.dtype == torch.bool):
-        raise ValueError(f"lengths are whole numbers: got {given.tolist()}")
-    return given.long()
+    if tensor.numel() and (tensor.is_floating_point() or tensor.dtype == torch.bool):
+        raise ValueError(f"lengths are whole numbers: got {tensor.tolist()}")
+    return tensor.long()

@@ -12,25 +12,24 @@ import torch
 from torch import Tensor
 
 from flashspan.kernels.masks.band import NOTHING, Band
-from flashspan.kernels.masks.intervals import Positions, clean, extremes, place, reach_of, settle, transpose
+from flashspan.kernels.masks.intervals import Positions, canonical, clean, extremes, place, reach_of, transpose
 from flashspan.kernels.masks.mask import Mask, as_blocks, as_rows, check_whole, refuse_tensor
 
 
 class Rows(Mask):
-    """Key j is visible to query i when start[i] <= j < end[i].
+    """Query i sees key j when start[i] <= j < end[i].
 
-    start, end: [T], or [B, T] when each sequence of the batch has its own; `num_keys` is S. The transpose is kept
-    beside them: query i in first[j] <= i < last[j] may see key j (`convex`: just those do; otherwise some do not).
-    `reach` is the power of 2 at or below the mean number of keys a query sees, or 0 where it is unknown: enough to
-    choose a kernel by, and the same for other documents of about that length.
-    A value: nothing changes it after it is made.
+    start, end: [T], or [B, T] if each sequence of the batch has its own; `num_keys` is S. first and last are the
+    transpose: only queries first[j] <= i < last[j] may see key j; with `convex`, all of them do. `reach` is the power
+    of 2 at or below the mean number of visible keys, or 0 if unknown: kernels are chosen by it, and documents of about
+    that length have the same. Immutable.
     """
 
     def __init__(
         self, start: Tensor, end: Tensor, num_keys: int, *, convex: bool | None = None, reach: int | None = None
     ) -> None:
-        """`convex` and `reach` are given for intervals this package made: clipped and settled. Otherwise both are found
-        here, `reach` only where that waits for no device."""
+        """Pass `convex` (and `reach`) only for clipped, canonical intervals. Otherwise they are computed here, `reach`
+        only where that does not wait for a device."""
         if convex is None:
             (num_keys,) = check_whole(num_keys=num_keys)
             start, end = clean(start, end, num_keys)
@@ -51,14 +50,14 @@ class Rows(Mask):
         return Rows(start.int(), end.int(), len(keys)).simplify()
 
     def simplify(self) -> Mask:
-        """The band that says the same, if there is one: its tiles need no table."""
+        """The equal band, if there is one, because a band needs no tables; else these rows."""
         if self.start.dim() > 1:
             return self
         num = len(self.start)
         if bool((self.start >= self.end).all()):
             return NOTHING
         i = torch.arange(num, device=self.start.device)
-        # A band's ends clip to 0..num_keys, so only rows whose end lies inside tell what it is.
+        # Bounds at 0 or num_keys may be clipped: only the others determine the band.
         lo = extremes(self.start - i, self.start > 0)
         hi = extremes(self.end - 1 - i, self.end < self.num_keys)
         if len(lo) > 1 or len(hi) > 1:
@@ -94,7 +93,7 @@ class Rows(Mask):
 
     def __or__(self, other: Mask) -> Mask:
         refuse_tensor(other)
-        # Blocks decide the tile size: this mask has none of its own.
+        # If the other mask is blocks, its tile size is used.
         return as_blocks(self) | other if isinstance(other, (Band, Rows)) else other | self
 
     def __invert__(self) -> Mask:
@@ -102,8 +101,8 @@ class Rows(Mask):
 
     def _intersect(self, other: Band | Rows) -> Rows:
         start, end = (x.to(self.start.device) for x in other.intervals(self.start.shape[-1], self.num_keys))
-        start, end = settle(torch.maximum(self.start, start), torch.minimum(self.end, end))
-        # Ascending bounds stay ascending under all three: no need to look at the data again.
+        start, end = canonical(torch.maximum(self.start, start), torch.minimum(self.end, end))
+        # Ascending bounds stay ascending under maximum, minimum and `canonical`: the data need no second check.
         convex = self.convex and (isinstance(other, Band) or other.convex)
         return Rows(start, end, self.num_keys, convex=convex)
 
@@ -111,7 +110,7 @@ class Rows(Mask):
         device = torch.device(device)
         eager = not torch.compiler.is_compiling()
         if eager and self.start.is_inference() and not torch.is_inference_mode_enabled():
-            # Made in inference mode and now used to train: autograd cannot save such tensors.
+            # Tensors created in inference mode must be cloned for training: autograd cannot save them.
             start, end = self.start.to(device).clone(), self.end.to(device).clone()
             return Rows(start, end, self.num_keys, convex=self.convex, reach=self.reach)
         if self.start.device == device:

@@ -1,6 +1,6 @@
-"""Whether each row of a bool tensor on a GPU sees one run of keys, and which, for one reading of the tensor.
+"""The run of keys that each row of a bool tensor on a GPU sees, in one launch that reads the tensor once.
 
-Where they do the mask is `Rows` and needs no block map (build_triton.py).
+If each row sees one run, the mask is `Rows` and needs no block map (build_triton.py).
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from flashspan.kernels.launch.launch import Launch, on
 from flashspan.kernels.masks.build_triton import as_quads, load_quads, pack_quads
 
 RUNS = {"ROWS": 8, "BLOCK": 1024}
-"""How many rows a program looks for runs in, and how many of their keys together."""
+"""Rows of a program, and keys that it reads at a time."""
 
 
 @triton.jit
 def count_ones(x):
-    """Of a uint32, how many of its bits are set."""
+    """The number of bits that are set in a uint32."""
     x -= (x >> 1) & 0x55555555
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
     return ((((x + (x >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24).to(tl.int32)
@@ -30,14 +30,14 @@ def runs_kernel(
     visible, start, end, found, s_b, s_t, s_s, T, S,
     QUADS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Some rows: from their first key, as many as they see; found: whether some row sees others than these."""
+    """start and end of some rows: the first visible key, and that plus their number. found: a row has a gap."""
     i_all = tl.program_id(0)
     num_groups = tl.cdiv(T, ROWS)
     i_b, o_t = (i_all // num_groups).to(tl.int64), (i_all % num_groups) * ROWS + tl.arange(0, ROWS)
     p_row = visible + i_b * s_b + o_t.to(tl.int64) * s_t
     b_first = tl.full([ROWS, BLOCK // 32], S, tl.int32)
     b_past, b_count = tl.zeros([ROWS, BLOCK // 32], tl.int32), tl.zeros([ROWS, BLOCK // 32], tl.int32)
-    if tl.load(found, volatile=True) == 0:  # one such row is enough, wherever it is
+    if tl.load(found, volatile=True) == 0:  # one row with a gap is enough
         for first in range(0, S, BLOCK):
             b_quads = load_quads(p_row, first // 4 + tl.arange(0, BLOCK // 4), o_t < T, s_s, S, QUADS, EVEN)
             b_words = pack_quads(b_quads).to(tl.uint32, bitcast=True)
@@ -58,7 +58,7 @@ def runs_kernel(
 
 
 def find_runs(visible: Tensor) -> tuple[Tensor, Tensor] | None:
-    """start, end (build.py) of bool [B, T, S], none of them 0 long, of any strides."""
+    """start, end (build.py) of bool [B, T, S], no size 0, any strides; None if some row has a gap."""
     start, end = (visible.new_empty(visible.shape[:2], dtype=torch.int32) for _ in range(2))
     found = visible.new_zeros(1, dtype=torch.int32)
     with on(visible.device):

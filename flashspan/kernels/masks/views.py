@@ -1,4 +1,4 @@
-"""A mask of any kind drawn out, counted, or put together again from what an operator's schema carries."""
+"""Functions of any mask: unpack it, draw it as a bool tensor, count its visible pairs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from flashspan.kernels.masks.rows import Rows
 
 
 def unpack(kind: str, numbers: Sequence[int], tensors: Sequence[Tensor]) -> Mask:
-    """The mask that `pack` took apart."""
+    """The inverse of `Mask.pack`."""
     if kind == "band":
         return Band.unpack(numbers)
     return Rows.unpack(numbers, tensors) if kind == "rows" else Blocks.unpack(numbers, tensors)
 
 
 def dense(mask: Mask, num_queries: int, num_keys: int) -> Tensor:
-    """The mask drawn out: bool [T, S], [B, T, S] or, of blocks, [B, H, T, S]. For tests, pictures and small tiles."""
+    """The mask as bool [T, S], [B, T, S] or, for blocks, [B, H, T, S]. For small masks."""
     if isinstance(mask, Blocks):
         return mask.dense()
     assert isinstance(mask, (Band, Rows))
@@ -31,7 +31,7 @@ def dense(mask: Mask, num_queries: int, num_keys: int) -> Tensor:
 
 
 def count(mask: Mask, num_queries: int, num_keys: int) -> int:
-    """How many (query, key) pairs are visible: the work of a tile, without drawing it."""
+    """The number of visible (query, key) pairs, computed without drawing the mask."""
     if isinstance(mask, Band):
         lo, hi = mask.bounds(num_queries, num_keys)
         return max(0, _behind(hi, num_queries, num_keys) - _behind(lo - 1, num_queries, num_keys))
@@ -43,9 +43,9 @@ def count(mask: Mask, num_queries: int, num_keys: int) -> int:
 
 
 def _behind(hi: int, num_queries: int, num_keys: int) -> int:
-    """How many pairs have j - i <= hi: query i sees hi + 1 + i keys, none if that is negative, all if it is more."""
+    """The number of pairs with j - i <= hi: query i sees hi + 1 + i keys, clipped to 0..num_keys."""
 
-    def total(last: int) -> int:  # over all queries that would see up to so many
+    def total(last: int) -> int:  # the sum of 1, 2, ..., last keys, clipped
         ramp = min(max(last, 0), num_keys)
         return ramp * (ramp + 1) // 2 + max(last - num_keys, 0) * num_keys
 

@@ -1,4 +1,4 @@
-"""Triton kernels for any GPU: forward and backward, deterministic, on the contract of kernels/contract.py."""
+"""Triton kernels for any GPU: forward and backward as in kernels/contract.py, both deterministic."""
 
 from flashspan.kernels.portable.backward import backward
 from flashspan.kernels.portable.forward import forward

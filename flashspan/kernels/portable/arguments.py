@@ -1,13 +1,15 @@
-"""Values of the contract as arguments of a kernel."""
+"""Masks, dropout and strides as the arguments of a kernel."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from torch import Tensor
 
 from flashspan.kernels.dropout import Dropout
 from flashspan.kernels.masks import Band, Mask, Rows
+from flashspan.kernels.portable.tiles import precision
 
 LOG2E = math.log2(math.e)
 
@@ -15,12 +17,15 @@ LOG2E = math.log2(math.e)
 def mask_arguments(
     mask: Mask, num_queries: int, num_keys: int, q: Tensor
 ) -> tuple[bool, Tensor, Tensor, Tensor, Tensor, int, int, int, int, bool]:
-    """(table?, start, end, first, last, their batch strides, lo, hi, convex): a band's tensors are never read."""
+    """(table, start, end, first, last, batch stride of start, of first, lo, hi, convex).
+
+    `table` is False for a band: its lo and hi are used, and its tensors are never read.
+    """
     if isinstance(mask, Band):
         lo, hi = mask.bounds(num_queries, num_keys)
         return False, q, q, q, q, 0, 0, lo, hi, True
     mask = mask.to(q.device)
-    assert isinstance(mask, Rows), "lists of tiles have kernels of their own"
+    assert isinstance(mask, Rows), "block maps have kernels of their own"
     batched = mask.start.dim() == 2 and mask.start.shape[0] > 1
     strides = (num_queries, num_keys) if batched else (0, 0)
     return True, mask.start, mask.end, mask.first, mask.last, *strides, 0, 0, mask.convex
@@ -33,26 +38,30 @@ def dropout_arguments(dropout: Dropout | None, q: Tensor) -> tuple[Tensor, Tenso
     qpos, kpos = dropout.q_positions, dropout.k_positions
     assert (qpos is None) == (kpos is None), "dropout takes both position tables or neither"
     stride = q.shape[1] if dropout.batch_stride is None else dropout.batch_stride
-    return (
-        dropout.seed,
-        q if qpos is None else qpos,
-        q if kpos is None else kpos,
-        dropout.threshold,
-        dropout.gain,
-        dropout.first,
-        stride,
-    )
+    qpos, kpos = q if qpos is None else qpos, q if kpos is None else kpos
+    return dropout.seed, qpos, kpos, dropout.threshold, dropout.gain, dropout.first, stride
 
 
-FAR = 2**31 // 256
-"""How far apart the rows of a tile are too far for the kernels' 32-bit offsets inside it."""
+def common_constants(q: Tensor, dropout: Dropout | None) -> dict[str, Any]:
+    """Compile-time arguments that all passes share."""
+    positions = dropout is not None and dropout.q_positions is not None
+    return {"DROPOUT": dropout is not None, "POSITIONS": positions, "PRECISION": precision(q.device)}
 
 
-def is_near(x: Tensor) -> bool:
-    """Whether the kernels reach all rows of a tile."""
-    return x.stride(2) < FAR or x.shape[2] == 1
+def strides(*tensors: Tensor) -> list[int]:
+    """The strides of batch, head and row of each tensor."""
+    return [step for x in tensors for step in x.stride()[:3]]
 
 
-def near(x: Tensor) -> Tensor:
-    """x, or a copy that is near."""
-    return x if is_near(x) else x.contiguous()
+MAX_ROW_STRIDE = 2**31 // 256
+"""Row strides from here on exceed the kernels' 32-bit offsets inside a tile."""
+
+
+def fits_offsets(x: Tensor) -> bool:
+    """Whether 32-bit offsets reach all rows of a tile."""
+    return x.stride(2) < MAX_ROW_STRIDE or x.shape[2] == 1
+
+
+def with_near_rows(x: Tensor) -> Tensor:
+    """x, or a contiguous copy where 32-bit offsets do not reach all rows of a tile."""
+    return x if fits_offsets(x) else x.contiguous()

@@ -1,9 +1,9 @@
 """The backward kernels for any GPU that Triton serves, and their launcher.
 
 Each pass recomputes the probabilities it needs from lse (FlashAttention-2, Algorithm 2): a program per block of keys
-sums dk and dv over the queries that see it, one per block of queries sums dq over the keys it sees. Nobody adds into
-another's tile, so there are no atomics and gradients repeat bit for bit. Where dk and dv together do not fit into the
-registers, each has a pass of its own: from heads of 256 on, five products without spills are faster than four with.
+sums dk and dv over the queries that see it, a program per block of queries sums dq over the keys it sees. No two
+programs write one tile, so there are no atomics and gradients repeat bit for bit. Where dk and dv together do not fit
+into registers (heads of 256), each has a pass of its own: five matmuls without spills are faster than four with them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ from flashspan.kernels.dropout import Dropout
 from flashspan.kernels.launch.compiling import launch_together
 from flashspan.kernels.launch.launch import Launch, on
 from flashspan.kernels.masks import Blocks, Mask
-from flashspan.kernels.portable.arguments import LOG2E, dropout_arguments, mask_arguments, near
+from flashspan.kernels.portable.arguments import (
+    LOG2E,
+    common_constants,
+    dropout_arguments,
+    strides,
+    with_near_rows,
+)
 from flashspan.kernels.portable.common import (
     block_interval,
     edge_tile,
@@ -28,14 +34,15 @@ from flashspan.kernels.portable.common import (
     store_tile,
     unknown_zero,
 )
-from flashspan.kernels.portable.sparse import sparse_backward_launches
+from flashspan.kernels.portable.loops import key_loop, query_loop
+from flashspan.kernels.portable.sparse import sparse_keys_kernel, sparse_queries_kernel
 from flashspan.kernels.portable.steps import column_words, keys_step, load_lse, queries_step, row_words
-from flashspan.kernels.portable.tiles import key_passes, precision, tile
+from flashspan.kernels.portable.tiles import key_passes, tile
 
 
 @triton.jit
 def next_tile(i_tile, i_g, num_tiles, GROUP: tl.constexpr):
-    """The tile after this one: of the same query head or, behind the last, the first of the next head."""
+    """The next tile of this query head; after its last one, the first tile of the next head."""
     i_tile += 1
     if GROUP > 1:
         i_g += (i_tile == num_tiles).to(tl.int32)
@@ -47,14 +54,14 @@ def next_tile(i_tile, i_g, num_tiles, GROUP: tl.constexpr):
 def keys_kernel(
     dout, q, k, v, lse, delta, dk, dv, start, end, first, last, seed, qpos, kpos,
     s_db, s_dh, s_dt, s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_dkb, s_dkh, s_dks, s_dvb, s_dvh, s_dvs,
-    s_rows, s_columns, H, K, T, S, lo, hi, scale, sm_scale, threshold, gain, stream, batch_stride,
+    s_rows, s_columns, lo, hi, H, K, T, S, scale, sm_scale, threshold, gain, stream, batch_stride,
     D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, TABLE: tl.constexpr, CONVEX: tl.constexpr, GROUP: tl.constexpr,
     ADD: tl.constexpr, ES: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv or both of one block of keys, summed over the query heads that share it, whose tiles make one loop.
+    """dk, dv or both of one block of keys, summed in one loop over the tiles of all query heads that share it.
 
-    Where both are 128 columns wide every register counts: what a loop can do without is computed again behind it.
+    Where both are 128 columns wide there is no register to spare: what only the epilogue needs is computed again there.
     """
     i_b, i_k, n0 = key_block(tl.program_id(0), K, S, BN)
     k += i_b * s_kb + i_k.to(tl.int64) * s_kh
@@ -65,7 +72,7 @@ def keys_kernel(
     o_n = tl.arange(0, BN)
     o_k = n0 + o_n
     # The transpose of lo <= j - i <= hi is -hi <= i - j <= -lo.
-    _, _, near, inside, full, full_end, outside = block_interval(
+    _, _, edge, num_before, full, full_end, num_after = block_interval(
         o_k, S, T, -hi, -lo, p_first, p_last, TABLE, CONVEX, BM, BE
     )
     # [BN, BD]
@@ -80,9 +87,7 @@ def keys_kernel(
         m0 = full + i_tile * BM
         i_h = (i_k * GROUP + i_g).to(tl.int64)
         row = (i_b * H + i_h) * T
-        b_column, row_word = column_words(
-            seed, stream + i_b * batch_stride + i_h, o_k, kpos, S, DROPOUT, POSITIONS
-        )  # fmt: skip
+        b_column, row_word = column_words(seed, stream + i_b * batch_stride + i_h, o_k, kpos, S, DROPOUT, POSITIONS)
         b_dk, b_dv = keys_step(
             b_dk, b_dv, b_k, b_v, k, v, n0, o_n, s_ks, s_vs, S, q + i_b * s_qb + i_h * s_qh,
             dout + i_b * s_db + i_h * s_dh, lse + row, delta + row, m0, tl.arange(0, BM), s_qt, s_dt, T, scale, 0, 0,
@@ -91,21 +96,19 @@ def keys_kernel(
         )  # fmt: skip
         i_tile, i_g = next_tile(i_tile, i_g, num_full, GROUP)
     i_g, i_tile = 0, 0
-    for _ in tl.range(0, GROUP * (inside + outside), num_stages=ES):
-        m0 = edge_tile(i_tile, near, inside, full_end, BE)
+    for _ in tl.range(0, GROUP * (num_before + num_after), num_stages=ES):
+        m0 = edge_tile(i_tile, edge, num_before, full_end, BE)
         i_h = (i_k * GROUP + i_g).to(tl.int64)
         row = (i_b * H + i_h) * T
         b_first, b_last = interval(o_k + unknown_zero(m0), S, T, -hi, -lo, p_first, p_last, TABLE)
-        b_column, row_word = column_words(
-            seed, stream + i_b * batch_stride + i_h, o_k, kpos, S, DROPOUT, POSITIONS
-        )  # fmt: skip
+        b_column, row_word = column_words(seed, stream + i_b * batch_stride + i_h, o_k, kpos, S, DROPOUT, POSITIONS)
         b_dk, b_dv = keys_step(
             b_dk, b_dv, b_k, b_v, k, v, n0, o_n, s_ks, s_vs, S, q + i_b * s_qb + i_h * s_qh,
             dout + i_b * s_db + i_h * s_dh, lse + row, delta + row, m0, tl.arange(0, BE), s_qt, s_dt, T, scale, b_first,
             b_last, p_start, p_end, b_column, row_word, qpos, threshold, gain, D, BD, BC, DK, DV, True, CONVEX, False,
             DROPOUT, POSITIONS, PRECISION,
         )  # fmt: skip
-        i_tile, i_g = next_tile(i_tile, i_g, inside + outside, GROUP)
+        i_tile, i_g = next_tile(i_tile, i_g, num_before + num_after, GROUP)
 
     i_b, i_k, n0 = key_block(tl.program_id(0) + unknown_zero(full_end), K, S, BN)
     if DK:
@@ -118,7 +121,7 @@ def keys_kernel(
 def queries_kernel(
     dout, q, k, v, lse, delta, dq, start, end, seed, qpos, kpos,
     s_db, s_dh, s_dt, s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_dqb, s_dqh, s_dqt,
-    s_rows, H, K, T, S, lo, hi, scale, sm_scale, threshold, gain, stream, batch_stride,
+    s_rows, lo, hi, H, K, T, S, scale, sm_scale, threshold, gain, stream, batch_stride,
     D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
     TABLE: tl.constexpr, ADD: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -132,7 +135,7 @@ def queries_kernel(
 
     o_r = tl.arange(0, BM)
     o_m = m0 + o_r
-    b_start, b_end, near, inside, full, full_end, outside = block_interval(
+    b_start, b_end, edge, num_before, full, full_end, num_after = block_interval(
         o_m, T, S, lo, hi, p_start, p_end, TABLE, True, BN, BE
     )
     # [BM, BD]
@@ -150,8 +153,8 @@ def queries_kernel(
             S, scale, b_start, b_end, b_row, column_word, kpos, threshold, gain, D, BD, BC, False, False, DROPOUT,
             POSITIONS, PRECISION,
         )  # fmt: skip
-    for i_tile in tl.range(0, inside + outside, num_stages=1):
-        n0 = edge_tile(i_tile, near, inside, full_end, BE)
+    for i_tile in tl.range(0, num_before + num_after, num_stages=1):
+        n0 = edge_tile(i_tile, edge, num_before, full_end, BE)
         b_dq = queries_step(
             b_dq, b_q, b_do, b_lse, b_delta, p_q, p_do, m0, o_r, s_qt, s_dt, T, k, v, n0, tl.arange(0, BE), s_ks, s_vs,
             S, scale, b_start, b_end, b_row, column_word, kpos, threshold, gain, D, BD, BC, True, False, DROPOUT,
@@ -176,15 +179,15 @@ def backward(
     accumulate: bool,
 ) -> None:
     """See contract.py."""
-    dout, q, k, v = near(dout), near(q), near(k), near(v)
+    dout, q, k, v = with_near_rows(dout), with_near_rows(q), with_near_rows(k), with_near_rows(v)
     lse, delta = lse.contiguous(), delta.contiguous()
-    into = near(dq), near(dk), near(dv)
+    grads, (mask, scale, dropout, _) = (with_near_rows(dq), with_near_rows(dk), with_near_rows(dv)), problem
     with on(q.device):
-        given = (dout, q, k, v, lse, delta, problem.mask, problem.scale, *into, accumulate, problem.dropout)
-        launch_together([*backward_launches(*given).values()])
-    for total, made in zip((dq, dk, dv), into, strict=True):
-        if made is not total:
-            total.copy_(made)
+        launches = backward_launches(dout, q, k, v, lse, delta, mask, scale, *grads, accumulate, dropout)
+        launch_together([*launches.values()])
+    for result, grad in zip((dq, dk, dv), grads, strict=True):
+        if grad is not result:
+            result.copy_(grad)
 
 
 def backward_launches(
@@ -202,42 +205,38 @@ def backward_launches(
     accumulate: bool,
     dropout: Dropout | None,
 ) -> dict[str, Launch]:
-    """What backward launches, as data: by the gradients each pass makes."""
-    if isinstance(mask, Blocks):
-        return sparse_backward_launches(dout, q, k, v, lse, delta, mask, scale, dq, dk, dv, accumulate, dropout)
-    B, H, T, D = q.shape
-    K, S = k.shape[1], k.shape[2]
-    table, start, end, first, last, s_rows, s_columns, lo, hi, convex = mask_arguments(mask, T, S, q)
+    """The launches of backward, each under the names of the gradients it computes."""
+    (B, H, T, D), (K, S), blocks = q.shape, k.shape[1:3], isinstance(mask, Blocks)
     seed, qpos, kpos, *drop = dropout_arguments(dropout, q)
-    inputs = (*dout.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
-    numbers = (H, K, T, S, lo, hi, scale * LOG2E, scale, *drop)
-    constants = {
-        "TABLE": table, "ADD": accumulate, "DROPOUT": dropout is not None,
-        "POSITIONS": dropout is not None and dropout.q_positions is not None, "PRECISION": precision(q.device),
-    }  # fmt: skip
+    numbers = (H, K, T, S, scale * LOG2E, scale, *drop)
+    constants = {"ADD": accumulate, **common_constants(q, dropout)}
     launches = {}
-    for made, size in key_passes(q, dropout=dropout is not None).items() if k.numel() else ():
-        launches[made] = Launch(
-            keys_kernel,
-            (triton.cdiv(S, size.block_k) * B * K,),
+    for names, size in key_passes(q, bits=blocks, dropout=dropout is not None).items() if k.numel() else ():
+        loop = query_loop(mask, q, k, size)
+        launches[names] = Launch(
+            sparse_keys_kernel if blocks else keys_kernel,
+            (loop.num_blocks * B * K,),
             (
-                dout, q, k, v, lse, delta, dk, dv, start, end, first, last, seed, qpos, kpos,
-                *inputs, *dk.stride()[:3], *dv.stride()[:3], s_rows, s_columns, *numbers,
+                dout, q, k, v, lse, delta, dk, dv, *loop.tables, seed, qpos, kpos,
+                *strides(dout, q, k, v, dk, dv), *loop.numbers, *numbers,
             ),
             {
-                **constants, "DK": "dk" in made, "DV": "dv" in made, "CONVEX": convex, "GROUP": H // K,
-                "ES": size.edge_stages, **size.constants(D),
+                **constants, **loop.constants, "DK": "dk" in names, "DV": "dv" in names, "GROUP": H // K,
+                "ES": size.edge_stages, **loop.size.constants(D),
             },
         )  # fmt: skip
     if q.numel():
-        size = tile("dq", q)
+        loop = key_loop(mask, q, k, tile("dq", q, bits=blocks))
+        constants |= loop.constants | loop.size.constants(D)
+        if blocks:
+            constants["EC"] = min(loop.size.edge_slice, constants["BC"])
         launches["dq"] = Launch(
-            queries_kernel,
-            (triton.cdiv(T, size.block_q) * B * H,),
+            sparse_queries_kernel if blocks else queries_kernel,
+            (loop.num_blocks * B * H,),
             (
-                dout, q, k, v, lse, delta, dq, start, end, seed, qpos, kpos,
-                *inputs, *dq.stride()[:3], s_rows, *numbers,
+                dout, q, k, v, lse, delta, dq, *loop.tables, seed, qpos, kpos,
+                *strides(dout, q, k, v, dq), *loop.numbers, *numbers,
             ),
-            {**constants, **size.constants(D)},
+            constants,
         )  # fmt: skip
     return launches

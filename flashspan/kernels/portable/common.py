@@ -1,9 +1,9 @@
-"""What the forward and backward kernels share: intervals of a block, tiles of memory, dropout's hash.
+"""Device functions that the forward and backward kernels share: intervals of keys, tiles of memory, dropout's hash.
 
-A mask reaches a kernel as one interval of keys per query (and, transposed, one interval of queries per key): for a band
-by arithmetic, for rows from a table. A block of queries then walks its keys in two loops: the tiles all of its rows
-see, with no masking at all, and the edges on both sides, masked, in narrower tiles: a mask takes registers, and a
-narrow tile wastes less of the border it covers.
+A mask reaches a kernel as one interval of keys per query (and, transposed, one interval of queries per key): computed
+for a band, read from a table for rows. A block of queries then loops over its keys twice. The first loop takes the full
+tiles, which all of its rows see, without a mask. The second takes the edge tiles on both sides, masked and narrower: a
+mask needs registers, and a narrow tile covers fewer hidden pairs.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import triton.language as tl
 
 @triton.jit
 def unknown_zero(index):
-    """0, for no index is negative; but the compiler cannot know that.
+    """0, because no index is negative, but the compiler cannot prove it.
 
-    What is computed with it stays where it is written. Otherwise all that does not change in a loop would be computed
-    before it and kept in registers all the while, and so would what the loop's end needs, if the beginning had it too.
+    An expression that adds it stays where it is written. Otherwise the compiler would compute loop invariants before
+    the loop, and share values between the start and the end of a kernel, and both would hold registers during the loop.
     """
     return index >> 31
 
 
 @triton.jit
 def interval(o_i, num_i, num_j, lo, hi, p_start, p_end, TABLE: tl.constexpr):
-    """What each of the indices o_i sees of the other axis, [start, end); indices past num_i see nothing."""
+    """The interval [start, end) of the other axis that each index of o_i sees; indices past num_i see nothing."""
     if TABLE:
         b_start = tl.load(p_start + o_i, mask=o_i < num_i, other=0)
         b_end = tl.load(p_end + o_i, mask=o_i < num_i, other=0)
@@ -39,36 +39,36 @@ def block_interval(
     o_i, num_i, num_j, lo, hi, p_start, p_end, TABLE: tl.constexpr, CONVEX: tl.constexpr, BLOCK: tl.constexpr,
     EDGE: tl.constexpr,
 ):  # fmt: skip
-    """For the block of indices o_i: each one's interval [start, end) on the other axis, and the tiles to walk.
-
-    Returns start, end [len(o_i)]; near, where the first edge tile begins; inside, how many edge tiles lie before the
-    full ones; full and full_end, the stretch of whole BLOCKs that every index sees; outside, the number of edge tiles
-    behind it. Indices past num_i see nothing and hinder nobody. Without CONVEX intervals are only hulls: none is full.
-    """
+    """For the block of indices o_i: the interval [start, end) of each on the other axis, and the `tile_ranges`."""
     b_start, b_end = interval(o_i, num_i, num_j, lo, hi, p_start, p_end, TABLE)
-    near, inside, full, full_end, outside = tiles_to_walk(b_start, b_end, o_i < num_i, num_j, CONVEX, BLOCK, EDGE)
-    return b_start, b_end, near, inside, full, full_end, outside
+    edge, num_before, full, full_end, num_after = tile_ranges(b_start, b_end, o_i < num_i, num_j, CONVEX, BLOCK, EDGE)
+    return b_start, b_end, edge, num_before, full, full_end, num_after
 
 
 @triton.jit
-def tiles_to_walk(b_start, b_end, m_i, num_j, CONVEX: tl.constexpr, BLOCK: tl.constexpr, EDGE: tl.constexpr):
-    """near, inside, full, full_end and outside of `block_interval`, of intervals that count where m_i is true."""
-    near = (tl.min(b_start, 0) // EDGE) * EDGE
-    far = tl.maximum(tl.max(b_end, 0), near)
+def tile_ranges(b_start, b_end, m_i, num_j, CONVEX: tl.constexpr, BLOCK: tl.constexpr, EDGE: tl.constexpr):
+    """The full tiles and the edge tiles that cover some intervals; only the intervals where m_i is true count.
+
+    Returns edge, where the first edge tile begins; num_before, the number of edge tiles before the full ones; full and
+    full_end, the range of whole BLOCKs that lie in every interval; num_after, the number of edge tiles after it.
+    Without CONVEX an index may not see all of its interval: then every tile is an edge tile.
+    """
+    edge = (tl.min(b_start, 0) // EDGE) * EDGE
+    end = tl.maximum(tl.max(b_end, 0), edge)
     full = tl.cdiv(tl.max(tl.where(m_i, b_start, 0), 0), EDGE) * EDGE
     full_end = tl.min(tl.where(m_i, b_end, num_j), 0)
     full_end = full + tl.maximum(full_end - full, 0) // BLOCK * BLOCK
-    if full >= full_end or not CONVEX:  # everything is edge
-        full = near + tl.cdiv(far - near, EDGE) * EDGE
+    if full >= full_end or not CONVEX:  # there are edge tiles only
+        full = edge + tl.cdiv(end - edge, EDGE) * EDGE
         full_end = full
-    inside = (full - near) // EDGE
-    outside = tl.cdiv(tl.maximum(far - full_end, 0), EDGE)
-    return near, inside, full, full_end, outside
+    num_before = (full - edge) // EDGE
+    num_after = tl.cdiv(tl.maximum(end - full_end, 0), EDGE)
+    return edge, num_before, full, full_end, num_after
 
 
 @triton.jit
 def key_block(i, K, S, BN: tl.constexpr):
-    """Program i's batch, key head and first key. The first keys go first: a causal mask shows them to most queries."""
+    """Batch, key head and first key of program i. The first keys come first: causally, most queries see them."""
     num_n = tl.cdiv(S, BN)
     i_bk = i // num_n
     return (i_bk // K).to(tl.int64), i_bk % K, i % num_n * BN
@@ -76,23 +76,24 @@ def key_block(i, K, S, BN: tl.constexpr):
 
 @triton.jit
 def query_block(i, H, T, BM: tl.constexpr):
-    """Program i's batch, head and first query. The last queries go first: a causal mask shows them most keys."""
+    """Batch, head and first query of program i. The last queries come first: causally, they see most keys."""
     num_m = tl.cdiv(T, BM)
     i_bh = i // num_m
     return (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64), (num_m - 1 - i % num_m) * BM
 
 
 @triton.jit
-def edge_tile(i_tile, near, inside, full_end, EDGE: tl.constexpr):
-    """Where edge tile number i_tile begins: the ones before the full tiles first, then those behind."""
-    return tl.where(i_tile < inside, near + i_tile * EDGE, full_end + (i_tile - inside) * EDGE)
+def edge_tile(i_tile, edge, num_before, full_end, EDGE: tl.constexpr):
+    """Where edge tile number i_tile begins: first those before the full tiles, then those after them."""
+    return tl.where(i_tile < num_before, edge + i_tile * EDGE, full_end + (i_tile - num_before) * EDGE)
 
 
 @triton.jit
 def bit_tile(p_rows, column, WIDTH: tl.constexpr):
-    """bool [rows, WIDTH] from packed bits: p_rows points at each row's words, the tile begins at this column of them.
+    """bool [rows, WIDTH] from packed bits: the words of each row are at p_rows, and the tile begins at `column` in
+    them.
 
-    A row's word is loaded once, not once for each of its columns.
+    Each word of a row is loaded once, not once for each of its columns.
     """
     tl.static_assert(WIDTH <= 64)
     o = tl.arange(0, WIDTH)
@@ -106,9 +107,9 @@ def bit_tile(p_rows, column, WIDTH: tl.constexpr):
 
 @triton.jit
 def next_line(i, p_order, num_lines, num_long, num_streams, s_batch, s_head, HEADS, GROUP, SPLIT: tl.constexpr):
-    """Which stream (a batch and a head), line and part of it program i does, and its map's first line.
+    """Batch, head, line and part of the line for program i, and the number of its map's first line.
 
-    The longest lines of every stream come first, so that none of them starts late; then stream by stream.
+    The long lines of all batches and heads (streams) come first, so that none starts late; then stream by stream.
     """
     i_part = i % SPLIT
     i = i // SPLIT
@@ -124,25 +125,54 @@ def next_line(i, p_order, num_lines, num_long, num_streams, s_batch, s_head, HEA
 
 @triton.jit
 def first_block(p_index, begin, end):
-    """The first entry of a list, 0 if it is empty. Each turn of a loop over the list loads the next turn's entry.
-
-    A tile's address then depends on no load of its own turn, and Triton pipelines the tiles as deep as a dense loop's.
-    """
+    """The first entry of a list of blocks, 0 if it is empty; `full_tile` loads the following ones."""
     return tl.load(p_index + begin, mask=begin < end, other=0)
 
 
 @triton.jit
+def full_tile(i, block, p_blocks, num_tiles, OTHER: tl.constexpr, WIDTH: tl.constexpr):
+    """Where tile i of the full blocks begins, given the block it lies in, and the block of tile i + 1.
+
+    The block is loaded one iteration ahead: the address of a tile then depends on no load of its own iteration, and
+    Triton pipelines the tiles as deep as those of a dense loop.
+    """
+    start = block * OTHER + i % (OTHER // WIDTH) * WIDTH
+    return start, tl.load(p_blocks + tl.minimum(i + 1, num_tiles - 1) // (OTHER // WIDTH))
+
+
+@triton.jit
+def partial_tile(i, middle, index, OTHER: tl.constexpr, WIDTH: tl.constexpr):
+    """Where tile i of a line's partial blocks begins, its column in the block, and the block's place in the lists."""
+    place, column = middle + i // (OTHER // WIDTH), i % (OTHER // WIDTH) * WIDTH
+    return tl.load(index + place) * OTHER + column, column, place
+
+
+@triton.jit
+def block_bits(bits, tiles, place, LINE: tl.constexpr, OTHER: tl.constexpr):
+    """A pointer to the bits of the partial block at a place in the lists."""
+    return bits + tl.load(tiles + place).to(tl.int64) * (LINE * OTHER // 32)
+
+
+@triton.jit
+def load_span(spans, line):
+    """Begin, middle and end of a line's list: full blocks are begin..middle, partial ones middle..end."""
+    p_span = spans + line * 3
+    return tl.load(p_span), tl.load(p_span + 1), tl.load(p_span + 2)
+
+
+@triton.jit
 def load_tile(
-    p, row, o_row, stride, num_rows, D: tl.constexpr, BD: tl.constexpr, CHECK: tl.constexpr, ANEW: tl.constexpr = False
-):
+    p, row, o_row, stride, num_rows, D: tl.constexpr, BD: tl.constexpr, CHECK: tl.constexpr,
+    RECOMPUTE: tl.constexpr = False,
+):  # fmt: skip
     """Rows row + o_row of a [*, D] matrix as [len(o_row), BD], 0 past D and, with CHECK, past num_rows.
 
-    With ANEW the offsets inside the tile are worked out each time, where they would take registers that a loop has not.
+    With RECOMPUTE the offsets inside the tile are computed in each iteration, and hold no registers between two.
     """
     o_d = tl.arange(0, BD)
-    # Where the tile begins takes 64 bits, a long sequence passes 2^31 elements; offsets inside it fit in 32.
-    o_near = o_row + unknown_zero(row) if ANEW else o_row
-    p_tile = p + tl.cast(row, tl.int64) * stride + (o_near[:, None] * stride + o_d[None, :])
+    # The start of the tile needs 64 bits: a long sequence exceeds 2^31 elements. Offsets inside it fit in 32.
+    o_inside = o_row + unknown_zero(row) if RECOMPUTE else o_row
+    p_tile = p + tl.cast(row, tl.int64) * stride + (o_inside[:, None] * stride + o_d[None, :])
     if CHECK:
         if D == BD:
             b = tl.load(p_tile, mask=(row + o_row < num_rows)[:, None], other=0.0)
@@ -157,10 +187,10 @@ def load_tile(
 
 
 @triton.jit
-def sliced_product(
+def sliced_matmul(
     p_a, row_a, o_a, s_a, num_a, p_b, row_b, o_b, s_b, num_b, D: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """a b^T of rows of two [*, D] matrices, BC columns at a time: for heads too large to hold while multiplying."""
+    """a b^T of rows of two [*, D] matrices, BC columns at a time: for heads too large for registers."""
     b_s = tl.zeros([o_a.shape[0], o_b.shape[0]], tl.float32)
     for d0 in tl.range(0, D, BC, num_stages=1):
         o_d = d0 + tl.arange(0, BC)
@@ -177,7 +207,7 @@ def store_tile(p, row, o_row, stride, num_rows, b, D: tl.constexpr, BD: tl.const
     """Write (or add) b [len(o_row), BD] to rows row + o_row of a [*, D] matrix, within num_rows and D."""
     if ADD:
         b += load_tile(p, row, o_row, stride, num_rows, D, BD, True, True)
-    if row < num_rows:  # behind a branch, so that no address is held while the tile above is on its way
+    if row < num_rows:  # after a branch, so that no address holds a register while the load above is in flight
         o_d = tl.arange(0, BD)
         p_tile = p + tl.cast(row, tl.int64) * stride + (o_row[:, None] * stride + o_d[None, :])
         m_tile = (row + o_row < num_rows)[:, None] & (o_d < D)[None, :]
@@ -186,7 +216,7 @@ def store_tile(p, row, o_row, stride, num_rows, b, D: tl.constexpr, BD: tl.const
 
 @triton.jit
 def finite(b):
-    """b with 0 for inf and NaN: a key that is masked out must not reach a product, not even as 0 * NaN."""
+    """b with 0 for inf and NaN: a key that is masked out must not enter a matmul, not even as 0 * NaN."""
     return tl.where(b.to(tl.float32) * 0.0 == 0.0, b, 0.0)
 
 
@@ -202,7 +232,7 @@ def mix(x):
 
 @triton.jit
 def dropout_stream(p_seed, stream):
-    """The two words a (batch, head) begins with: one for its rows, one for its columns."""
+    """The two words that the hashes of a stream (a batch and a head) start from: one for rows, one for columns."""
     seed = tl.load(p_seed)
     low = (seed & 0xFFFFFFFF).to(tl.uint32)
     high = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
@@ -211,7 +241,7 @@ def dropout_stream(p_seed, stream):
 
 @triton.jit
 def dropout_word(word, o, p_positions, num, POSITIONS: tl.constexpr):
-    """The hash of each row or column: of its global position, local index o unless a table says otherwise."""
+    """The hash of the global position of each row or column: of o itself, or of a table's entry with POSITIONS."""
     if POSITIONS:
         o = tl.load(p_positions + o, mask=o < num, other=0)
     return mix(word + o.to(tl.uint32))

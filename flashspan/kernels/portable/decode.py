@@ -1,9 +1,9 @@
-"""Few queries over many keys (flash-decoding): the keys of a head are divided over programs.
+"""Few queries over many keys (flash-decoding): the keys of a head are split over programs.
 
-A program takes a part of the keys and all query heads that share them: its rows are pairs (query, head of the group),
-so each tile of keys is loaded once for all of them. It writes a partial output and lse in float32, which a second
-kernel combines. A part is a share of the keys that the program's own rows see: keys outside a window are never loaded,
-and where the number of keys is known on the device only, as inside a CUDA graph, all programs still share the work.
+A program computes one part of the keys for all query heads that share them: its rows are pairs (query, head of the
+group), so each tile of keys is loaded once for all of them. It writes a partial output and lse in float32; a second
+kernel combines the parts. The keys that a program's rows see are what is split: keys outside a window are never loaded,
+and where only the device knows the number of keys, as inside a CUDA graph, all programs still share the work.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from flashspan.kernels.launch import triton_abi
 from flashspan.kernels.launch.launch import Launch, on
 from flashspan.kernels.launch.replay import launch_all, recall, replay
 from flashspan.kernels.masks import Band, Mask, Rows, unpack
-from flashspan.kernels.portable.arguments import LOG2E, mask_arguments, near
-from flashspan.kernels.portable.common import edge_tile, interval, tiles_to_walk
+from flashspan.kernels.portable.arguments import LOG2E, mask_arguments, with_near_rows
+from flashspan.kernels.portable.common import edge_tile, interval, tile_ranges
 from flashspan.kernels.portable.steps import finished, forward_step
 from flashspan.kernels.portable.tiles import Tile, block_dim, is_small, multiprocessors, precision, starts_early
 
 FEW, MAX_ROWS, MAX_QUERIES = 16, 64, 128
-"""Up to FEW rows, pairs of a query and a head of the group, this file serves always; up to MAX_ROWS where there are
-many keys; with more rows, up to MAX_QUERIES queries, where there would be few programs otherwise."""
+"""These kernels serve calls of up to FEW rows (pairs of a query and a head of the group); of up to MAX_ROWS if there
+are many keys; and of up to MAX_QUERIES queries if there are many keys and forward.py would launch few programs."""
 
 RESIDENT = 2
-"""Programs that a multiprocessor runs at once."""
+"""Number of programs that a multiprocessor runs at once."""
 
 FAILED: list[str] = []
-"""Why these kernels could not be compiled here, if so: then they are not tried again."""
+"""Why these kernels failed to compile on this machine; if not empty, they are not tried again."""
 
 UNIT = 8
-"""Strides are passed in units of so many elements, where it divides them all: Triton then knows that a thread can load
-16 bytes, and compiles no kernel anew for other strides."""
+"""Strides are passed in units of this many elements if it divides them all. Triton then knows that 16-byte loads are
+aligned, and one compiled kernel serves all such strides."""
 
 SPLIT_FREE = [
     *("s_qb", "s_qh", "s_qt", "s_kb", "s_kh", "s_ks", "s_vb", "s_vh", "s_vs", "s_ps", "s_pb", "s_ph", "s_pt"),
@@ -60,7 +60,7 @@ def split_kernel(
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TABLE: tl.constexpr, ONE: tl.constexpr,
     NEGATIVE: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Attention of BM rows of a key head over one part of their keys. ONE: there is one query, so that all rows see the
+    """Attention of BM rows of a key head over one part of their keys. ONE: there is one query, and all rows see the
     same keys. EARLY: the kernel that combines the parts may start now, and waits for them."""
     if EARLY:
         gdc_launch_dependents()
@@ -102,14 +102,14 @@ def split_kernel(
                 0, 1.0, D, BD, BD, True, False, False, False, NEGATIVE, PRECISION, True,
             )  # fmt: skip
     else:
-        near, inside, full, full_end, outside = tiles_to_walk(b_start, b_end, m_row, S, True, BN, BN)
+        edge, num_before, full, full_end, num_after = tile_ranges(b_start, b_end, m_row, S, True, BN, BN)
         for n0 in range(full, full_end, BN):
             b_acc, b_m, b_l = forward_step(
                 b_acc, b_m, b_l, b_q, q, 0, o_r, 0, T, k, v, n0, o_n, s_ks, s_vs, S, scale, b_start, b_end, 0, 0, q,
                 0, 1.0, D, BD, BD, False, False, False, False, NEGATIVE, PRECISION,
             )  # fmt: skip
-        for i_tile in tl.range(0, inside + outside, num_stages=1):
-            n0 = edge_tile(i_tile, near, inside, full_end, BN)
+        for i_tile in tl.range(0, num_before + num_after, num_stages=1):
+            n0 = edge_tile(i_tile, edge, num_before, full_end, BN)
             b_acc, b_m, b_l = forward_step(
                 b_acc, b_m, b_l, b_q, q, 0, o_r, 0, T, k, v, n0, o_n, s_ks, s_vs, S, scale, b_start, b_end, 0, 0, q,
                 0, 1.0, D, BD, BD, True, False, False, False, NEGATIVE, PRECISION,
@@ -126,7 +126,7 @@ def combine_kernel(
     part, part_lse, out, lse, s_ob, s_oh, s_ot, H, T, num_rows, num_splits,
     D: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr, CARRY: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One row's output and lse from its parts, BS of them at a time, and from the carry."""
+    """Output and lse of one row from its parts, BS at a time, and from the carry."""
     if EARLY:
         gdc_wait()
     i = tl.program_id(0).to(tl.int64)
@@ -160,7 +160,7 @@ def combine_kernel(
 
 
 def takes(q: Tensor, k: Tensor, mask: Mask, dropout: Dropout | None = None) -> bool:
-    """Whether keys are best divided: few queries, and more keys than one program should walk alone."""
+    """Whether these kernels are the fastest for a call: few queries, and too many keys for one program."""
     if not isinstance(mask, (Band, Rows)) or dropout is not None or FAILED:
         return False
     (B, H, T, D), (K, S) = q.shape, k.shape[1:3]
@@ -169,7 +169,7 @@ def takes(q: Tensor, k: Tensor, mask: Mask, dropout: Dropout | None = None) -> b
     rows = T * (H // K)
     if T == 1 or rows <= FEW:
         return True
-    if q.dtype == torch.float32 and D > 128:  # takes more registers than there are
+    if q.dtype == torch.float32 and D > 128:  # needs too many registers
         return False
     few_programs = B * H * triton.cdiv(T, 128) < multiprocessors(q.device)
     return S >= 8 * T and (rows <= MAX_ROWS or (T <= MAX_QUERIES and few_programs))
@@ -178,13 +178,13 @@ def takes(q: Tensor, k: Tensor, mask: Mask, dropout: Dropout | None = None) -> b
 def forward(
     q: Tensor, k: Tensor, v: Tensor, problem: Problem, *, carry: Carry | None, out_dtype: torch.dtype
 ) -> Carry | None:
-    """See contract.py. The carry is updated in place. None where a kernel cannot be compiled: then never again."""
-    mask, scale, (q, k, v) = problem.mask, problem.scale, (near(q), near(k), near(v))
+    """See contract.py. The carry is updated in place. None if a kernel fails to compile; it is not tried again."""
+    mask, scale, (q, k, v) = problem.mask, problem.scale, (with_near_rows(q), with_near_rows(k), with_near_rows(v))
     num_splits = count_splits(q, k, mask)
     if carry is None:
         made, steps = _room(q, out_dtype, num_splits), None
     else:
-        out = near(carry.out if carry.out.stride(-1) == 1 else carry.out.contiguous())
+        out = with_near_rows(carry.out if carry.out.stride(-1) == 1 else carry.out.contiguous())
         made, steps = [out, carry.lse.float().contiguous(), *_parts(q, num_splits)], out.stride()
     try:
         with on(q.device):
@@ -192,7 +192,7 @@ def forward(
     except KernelFailed as failure:
         FAILED.append(str(failure))
         warnings.warn(
-            f"the kernel for few queries is off, and others serve: it {failure}", RuntimeWarning, stacklevel=2
+            f"the kernel for few queries is off, and another one serves: it {failure}", RuntimeWarning, stacklevel=2
         )
         return None
     return Carry(made[0], made[1])
@@ -219,7 +219,7 @@ def repeat_forward(
 
 
 def _room(q: Tensor, out_dtype: torch.dtype, num_splits: int) -> list[Tensor]:
-    """Room for out, lse and their parts; one part alone is the output."""
+    """Uninitialised out, lse and the parts of both; with one part, it is out and lse themselves."""
     B, H, T, D = q.shape
     out = q.new_empty_strided((B, H, T, D), (T * H * D, D, H * D, 1), dtype=out_dtype)
     lse = q.new_empty((B, H, T), dtype=torch.float32)
@@ -242,7 +242,7 @@ def _launches(
     out_dtype: torch.dtype,
     num_splits: int,
 ) -> list[Launch]:
-    """What forward launches, as data."""
+    """The launches of forward."""
     q, k, v, *tables, out, lse, part, part_lse = tensors
     mask, carry = unpack(kind, numbers, tables), carry_steps is not None
     launches = [split_launch(q, k, v, part, part_lse, mask, scale)]
@@ -252,14 +252,14 @@ def _launches(
 
 
 def split_launch(q: Tensor, k: Tensor, v: Tensor, part: Tensor, part_lse: Tensor, mask: Mask, scale: float) -> Launch:
-    """Into part [num_splits, B, H, T, D] and part_lse [num_splits, B, H, T], or, without the first dimension, into the
-    output itself."""
+    """The launch that computes part [num_splits, B, H, T, D] and part_lse [num_splits, B, H, T], or, without the first
+    dimension, the output itself."""
     (B, H, T, D), (K, S) = q.shape, k.shape[1:3]
     size = few_tile(T * (H // K), D, q.element_size(), q.device)
     num_splits = 1 if part.dim() == 4 else len(part)
     num_blocks = triton.cdiv(T * (H // K), size.block_q)
     table, start, end, _, _, rows_stride, _, lo, hi, _ = mask_arguments(mask, T, S, q)
-    # Where there is one index there is no step.
+    # The stride of a dimension of size 1 is arbitrary.
     steps = [
         step if length > 1 else 0
         for x in (q, k, v, part if part.dim() == 5 else part[None])
@@ -282,7 +282,7 @@ def split_launch(q: Tensor, k: Tensor, v: Tensor, part: Tensor, part_lse: Tensor
 
 
 def combine_launch(part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor, carry: bool) -> Launch:
-    """What combines the parts with one another and with the carry."""
+    """The launch that combines the parts with one another and with the carry."""
     num_splits, (_, H, T, D) = len(part), out.shape
     few, early = num_splits <= 8, starts_early(out.device)
     options = {"num_warps": 1 if few else 4, **({"launch_pdl": True} if early else {})}
@@ -296,20 +296,20 @@ def combine_launch(part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor, car
 
 @lru_cache(4096)
 def few_tile(rows: int, head_dim: int, itemsize: int, device: torch.device) -> Tile:
-    """The tile sizes for so many rows of a key head."""
+    """The tile sizes for a number of rows of a key head."""
     wide = block_dim(head_dim)
-    # K and V of a tile are 32 KiB together: three programs with one tile each on its way keep 96 KiB on their way.
+    # K and V of a tile are 32 KiB together: three programs with one tile each in flight have 96 KiB in flight.
     block_k = max(32, min(128, 16384 // (wide * itemsize)))
     num_stages = 2 if is_small(device) or (itemsize == 4 and wide == 256) else 3
     if rows <= FEW:
         return Tile(FEW, block_k, block_k, 8 if itemsize == 4 and wide == 256 else 4, num_stages)
-    block_k = min(block_k, 128 // itemsize)  # more takes more registers than there are
+    block_k = min(block_k, 128 // itemsize)  # a wider tile needs too many registers
     many = rows > 64 and itemsize == 2 and wide < 256 and not is_small(device)
     return Tile(128 if many else 64, block_k, block_k, 8 if many or wide >= 128 else 4, num_stages)
 
 
 def count_splits(q: Tensor, k: Tensor, mask: Mask) -> int:
-    """How many parts the keys are divided into: what fills the GPU, decided by shapes alone."""
+    """The number of parts that the keys are split into to fill the GPU; shapes alone decide it."""
     (B, H, T, D), (K, S) = q.shape, k.shape[1:3]
     rows = T * (H // K)
     size = few_tile(rows, D, q.element_size(), q.device)
@@ -317,7 +317,7 @@ def count_splits(q: Tensor, k: Tensor, mask: Mask) -> int:
     if isinstance(mask, Band):
         lo, hi = mask.bounds(T, S)
         S = max(1, min(S, hi - lo + T))
-    elif B > 1:  # sequences of any lengths: more parts than run at once let the short ones make room for the long
+    elif B > 1:  # lengths differ: with more parts than run at once, short sequences make room for long ones
         rounds = 4
     streams = B * K * triton.cdiv(rows, size.block_q)
     return fill(streams, triton.cdiv(S, size.block_k), rounds * RESIDENT * multiprocessors(q.device))
@@ -325,8 +325,10 @@ def count_splits(q: Tensor, k: Tensor, mask: Mask) -> int:
 
 @lru_cache(4096)
 def fill(num_streams: int, num_tiles: int, slots: int) -> int:
-    """The least number of parts of so many tiles that keeps a GPU nearly as busy as any number would. It runs `slots`
-    programs at once: after the last full round of them most slots may be empty."""
+    """The least number of parts that keeps a GPU within 95% of the best utilisation that any number of parts reaches.
+
+    The GPU runs `slots` programs at once: in the last round, most slots may be empty.
+    """
     most = max(1, min(num_tiles // 2, 4 * slots // num_streams))
     busy = []
     for num_splits in range(1, most + 1):

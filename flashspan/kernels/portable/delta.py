@@ -1,4 +1,4 @@
-"""rowsum(dout * out) in one pass, for backward: nothing of q's size is made on the way."""
+"""rowsum(dout * out) for backward, in one kernel without a temporary tensor of q's size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from flashspan.kernels.launch.launch import Launch, on
 from flashspan.kernels.launch.replay import replay
 from flashspan.kernels.masks.mask import Packed
-from flashspan.kernels.portable.arguments import is_near, near
+from flashspan.kernels.portable.arguments import fits_offsets, with_near_rows
 from flashspan.kernels.portable.common import load_tile
 from flashspan.kernels.portable.tiles import block_dim
 
@@ -20,7 +20,7 @@ from flashspan.kernels.portable.tiles import block_dim
 @triton.jit(do_not_specialize=["T"])
 def delta_kernel(
     dout, out, delta, s_db, s_dh, s_dt, s_ob, s_oh, s_ot, H, T, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr
-):  # fmt: skip
+):
     num_m = tl.cdiv(T, BM)
     m0 = (tl.program_id(0) % num_m) * BM
     i_bh = tl.program_id(0) // num_m
@@ -33,19 +33,19 @@ def delta_kernel(
 
 
 def row_delta(dout: Tensor, out: Tensor) -> Tensor:
-    """float32 [B, H, T]."""
+    """rowsum(dout * out), float32 [B, H, T]."""
     delta = out.new_empty(out.shape[:3], dtype=torch.float32)
     if out.numel():
         with on(out.device):
-            done = replay(_launches, (dout, out), Packed(), (delta,))
-        return delta if done else row_delta(near(dout), near(out))
+            served = replay(_launches, (dout, out), Packed(), (delta,))
+        return delta if served else row_delta(with_near_rows(dout), with_near_rows(out))
     return delta
 
 
 def _launches(tensors: Sequence[Tensor]) -> list[Launch] | None:
-    """None if not near."""
+    """The launch; None where a row stride exceeds 32-bit offsets."""
     dout, out, delta = tensors
-    if not (is_near(dout) and is_near(out)):
+    if not (fits_offsets(dout) and fits_offsets(out)):
         return None
     B, H, T, D = out.shape
     block = 32

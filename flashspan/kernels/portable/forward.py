@@ -1,8 +1,8 @@
 """The forward kernel for any GPU that Triton serves, and its launcher.
 
 One program per block of queries of one head. It keeps the running maximum m, the sum l and the unnormalised output of
-its rows on chip (FlashAttention-2, Algorithm 1), all in float32, and starts them from the carry if there is one. The
-same for flagged blocks alone is a kernel of its own, with few programs.
+its rows on chip (FlashAttention-2, Algorithm 1), all in float32, and starts them from the carry if there is one. A
+second kernel, of few programs, computes only the blocks that another kernel has flagged.
 """
 
 from __future__ import annotations
@@ -17,9 +17,16 @@ from flashspan.kernels.dropout import Dropout
 from flashspan.kernels.launch.launch import Launch, on
 from flashspan.kernels.masks import Blocks, Mask
 from flashspan.kernels.portable import decode
-from flashspan.kernels.portable.arguments import LOG2E, dropout_arguments, mask_arguments, near
+from flashspan.kernels.portable.arguments import (
+    LOG2E,
+    common_constants,
+    dropout_arguments,
+    strides,
+    with_near_rows,
+)
 from flashspan.kernels.portable.common import block_interval, edge_tile, load_tile, query_block
-from flashspan.kernels.portable.sparse import sparse_forward_launch
+from flashspan.kernels.portable.loops import key_loop
+from flashspan.kernels.portable.sparse import sparse_forward_kernel, sparse_repair_kernel
 from flashspan.kernels.portable.steps import (
     flag_block,
     flagged_end,
@@ -29,22 +36,22 @@ from flashspan.kernels.portable.steps import (
     repair,
     row_words,
 )
-from flashspan.kernels.portable.tiles import precision, tile
+from flashspan.kernels.portable.tiles import tile
 
-FREE = ["T", "S", "lo", "hi", "first", "batch_stride", "threshold"]
-"""Arguments by whose value no kernel is compiled anew."""
+FREE = ["T", "S", "lo", "hi", "stream", "batch_stride", "threshold"]
+"""Arguments whose values do not specialise a kernel: no value is compiled for."""
 
 
 @triton.jit
 def forward_block(
     i_b, i_h, m0, q, k, v, out, lse, start, end, seed, qpos, kpos,
-    s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_ob, s_oh, s_ot, s_rows,
-    H, K, T, S, lo, hi, scale, threshold, gain, first, batch_stride,
+    s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_ob, s_oh, s_ot,
+    s_rows, lo, hi, H, K, T, S, scale, threshold, gain, stream, batch_stride,
     D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
     TABLE: tl.constexpr, CARRY: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr,
     NEGATIVE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Queries m0 to m0 + BM of one head, from the carry to their output."""
+    """Output and lse of queries m0 to m0 + BM of one head."""
     i_k = i_h // (H // K)
     q += i_b * s_qb + i_h * s_qh
     k += i_b * s_kb + i_k * s_kh
@@ -54,13 +61,13 @@ def forward_block(
 
     o_r = tl.arange(0, BM)
     o_m = m0 + o_r
-    b_start, b_end, near, inside, full, full_end, outside = block_interval(
+    b_start, b_end, edge, num_before, full, full_end, num_after = block_interval(
         o_m, T, S, lo, hi, start + i_b * s_rows, end + i_b * s_rows, TABLE, True, BN, BE
     )
     # [BM, BD]
     b_q = load_tile(q, m0, o_r, s_qt, T, D, BD, True) if BC == BD else 0.0
     b_acc, b_m, b_l = forward_begin(out, lse, m0, o_r, s_ot, T, D, BD, CARRY)
-    b_row, column_word = row_words(seed, first + i_b * batch_stride + i_h, o_m, qpos, T, DROPOUT, POSITIONS)
+    b_row, column_word = row_words(seed, stream + i_b * batch_stride + i_h, o_m, qpos, T, DROPOUT, POSITIONS)
 
     for n0 in range(full, full_end, BN):
         b_acc, b_m, b_l = forward_step(
@@ -68,8 +75,8 @@ def forward_block(
             b_end, b_row, column_word, kpos, threshold, gain, D, BD, BC, False, False, DROPOUT, POSITIONS, NEGATIVE,
             PRECISION,
         )  # fmt: skip
-    for i_tile in tl.range(0, inside + outside, num_stages=1):
-        n0 = edge_tile(i_tile, near, inside, full_end, BE)
+    for i_tile in tl.range(0, num_before + num_after, num_stages=1):
+        n0 = edge_tile(i_tile, edge, num_before, full_end, BE)
         b_acc, b_m, b_l = forward_step(
             b_acc, b_m, b_l, b_q, q, m0, o_r, s_qt, T, k, v, n0, tl.arange(0, BE), s_ks, s_vs, S, scale, b_start,
             b_end, b_row, column_word, kpos, threshold, gain, D, BD, BC, True, False, DROPOUT, POSITIONS, NEGATIVE,
@@ -82,8 +89,8 @@ def forward_block(
 @triton.jit(do_not_specialize=FREE)
 def forward_kernel(
     q, k, v, out, lse, start, end, seed, qpos, kpos,
-    s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_ob, s_oh, s_ot, s_rows,
-    H, K, T, S, lo, hi, scale, threshold, gain, first, batch_stride,
+    s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_ob, s_oh, s_ot,
+    s_rows, lo, hi, H, K, T, S, scale, threshold, gain, stream, batch_stride,
     D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
     TABLE: tl.constexpr, CARRY: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr,
     NEGATIVE: tl.constexpr, PRECISION: tl.constexpr,
@@ -91,8 +98,8 @@ def forward_kernel(
     i_b, i_h, m0 = query_block(tl.program_id(0), H, T, BM)
     forward_block(
         i_b, i_h, m0, q, k, v, out, lse, start, end, seed, qpos, kpos,
-        s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_ob, s_oh, s_ot, s_rows,
-        H, K, T, S, lo, hi, scale, threshold, gain, first, batch_stride,
+        s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_ob, s_oh, s_ot,
+        s_rows, lo, hi, H, K, T, S, scale, threshold, gain, stream, batch_stride,
         D, BD, BC, BM, BN, BE, TABLE, CARRY, DROPOUT, POSITIONS, NEGATIVE, PRECISION,
     )  # fmt: skip
 
@@ -100,22 +107,22 @@ def forward_kernel(
 @triton.jit(do_not_specialize=[*FREE, "num_flags"])
 def repair_kernel(
     flags, num_flags, q, k, v, out, lse, start, end, seed, qpos, kpos,
-    s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_ob, s_oh, s_ot, s_rows,
-    H, K, T, S, lo, hi, scale, threshold, gain, first, batch_stride,
+    s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_ob, s_oh, s_ot,
+    s_rows, lo, hi, H, K, T, S, scale, threshold, gain, stream, batch_stride,
     D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
     TABLE: tl.constexpr, CARRY: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr,
     NEGATIVE: tl.constexpr, PRECISION: tl.constexpr, STRETCH: tl.constexpr,
 ):  # fmt: skip
     """The blocks of queries whose flags are not 0: see steps.repair."""
     end_flag = flagged_end(flags, num_flags, STRETCH)
-    # Nothing is computed before the loop: hardly ever does it run, and it has no registers to keep it in.
+    # No loop invariants before the loop: it hardly ever runs, and has no registers for them.
     for i in tl.range(tl.program_id(0), end_flag, tl.num_programs(0), disable_licm=True):
         if tl.load(flags + i) != 0:
             i_b, i_h, m0 = flag_block(i, H, T, BM)
             forward_block(
                 i_b, i_h, m0, q, k, v, out, lse, start, end, seed, qpos, kpos,
-                s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_ob, s_oh, s_ot, s_rows,
-                H, K, T, S, lo, hi, scale, threshold, gain, first, batch_stride,
+                s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_ob, s_oh, s_ot,
+                s_rows, lo, hi, H, K, T, S, scale, threshold, gain, stream, batch_stride,
                 D, BD, BC, BM, BN, BE, TABLE, CARRY, DROPOUT, POSITIONS, NEGATIVE, PRECISION,
             )  # fmt: skip
 
@@ -134,14 +141,14 @@ def forward(
         done = decode.forward(q, k, v, problem, carry=carry, out_dtype=out_dtype)
         if done is not None:
             return done
-    q, k, v = near(q), near(k), near(v)
+    q, k, v = with_near_rows(q), with_near_rows(k), with_near_rows(v)
     B, H, T, D = q.shape
     if carry is None:
         out = q.new_empty(B, T, H, D, dtype=out_dtype).transpose(1, 2)
         lse = q.new_empty(B, H, T, dtype=torch.float32)
     else:
         assert carry.out.dtype == torch.float32, "a carry is float32"
-        out = near(carry.out if carry.out.stride(-1) == 1 else carry.out.contiguous())
+        out = with_near_rows(carry.out if carry.out.stride(-1) == 1 else carry.out.contiguous())
         lse = carry.lse.float().contiguous()
     if q.numel() == 0:
         return Carry(out, lse)
@@ -162,26 +169,25 @@ def forward_launch(
     dropout: Dropout | None,
     only: Tensor | None = None,
 ) -> Launch:
-    """What forward launches, as data. `only` [B, H, ceil(T / 64)] int32: compute just the 64 rows where it is not 0."""
-    if isinstance(mask, Blocks):
-        return sparse_forward_launch(q, k, v, out, lse, mask, scale, carry, dropout, only)
-    B, H, T, D = q.shape
-    S = k.shape[2]
-    table, start, end, _, _, rows_stride, _, lo, hi, _ = mask_arguments(mask, T, S, q)
-    seed, qpos, kpos, threshold, gain, first, batch_stride = dropout_arguments(dropout, q)
-    size = tile("out", q)
+    """The launch of forward.
+
+    only [B, H, ceil(T / 64)] int32: compute just the blocks of 64 rows where it is not 0.
+    """
+    (B, H, T, D), (K, S), blocks = q.shape, k.shape[1:3], isinstance(mask, Blocks)
+    loop = key_loop(mask, q, k, tile("out", q, bits=blocks))
+    seed, qpos, kpos, *drop = dropout_arguments(dropout, q)
     launch = Launch(
-        forward_kernel,
-        (triton.cdiv(T, size.block_q) * B * H,),
+        sparse_forward_kernel if blocks else forward_kernel,
+        (loop.num_blocks * B * H,),
         (
-            q, k, v, out, lse, start, end, seed, qpos, kpos,
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], rows_stride,
-            H, k.shape[1], T, S, lo, hi, scale * LOG2E, threshold, gain, first, batch_stride,
+            q, k, v, out, lse, *loop.tables, seed, qpos, kpos, *strides(q, k, v, out), *loop.numbers,
+            H, K, T, S, scale * LOG2E, *drop,
         ),
         {
-            "TABLE": table, "CARRY": carry, "DROPOUT": dropout is not None,
-            "POSITIONS": dropout is not None and dropout.q_positions is not None, "NEGATIVE": scale < 0,
-            "PRECISION": precision(q.device), **size.constants(D),
+            **loop.constants, "CARRY": carry, "NEGATIVE": scale < 0, **common_constants(q, dropout),
+            **loop.size.constants(D),
         },
     )  # fmt: skip
-    return launch if only is None else repair(launch, repair_kernel, only)
+    if only is None:
+        return launch
+    return repair(launch, sparse_repair_kernel if blocks else repair_kernel, only)

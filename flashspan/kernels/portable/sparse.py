@@ -1,25 +1,29 @@
-"""The kernels for lists of tiles (`Blocks`), and their launchers: forward.py and backward.py send them here.
+"""The kernels for lists of blocks (`Blocks`); forward.py and backward.py launch them.
 
-A program does one line: it walks the full tiles of a block of queries without a mask, then the partial ones, whose bits
-say who is visible (edge by edge, as the interval kernels do). The passes over keys walk the transposed lists with the
-transposed bits. Lines are done longest first. A line may be longer than a kernel's own tile: then SPLIT programs share
-it. Nobody adds into another's tile, so gradients repeat bit for bit.
+A program computes one line, a block of queries: it loops over the full blocks of its list without a mask, then over the
+partial ones, whose bits are the mask, in narrower tiles. The passes over keys use the transposed lists and bits. The
+longest lines come first. Where a line has more rows than a kernel's tile, several programs share it. No two programs
+write one tile, so gradients repeat bit for bit.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from flashspan.kernels.dropout import Dropout
-from flashspan.kernels.launch.launch import Launch
 from flashspan.kernels.masks import Blocks
 from flashspan.kernels.masks.block_map import Lists
-from flashspan.kernels.portable.arguments import LOG2E, dropout_arguments
-from flashspan.kernels.portable.common import first_block, load_tile, next_line, store_tile, unknown_zero
+from flashspan.kernels.portable.common import (
+    block_bits,
+    first_block,
+    full_tile,
+    load_span,
+    load_tile,
+    next_line,
+    partial_tile,
+    store_tile,
+    unknown_zero,
+)
 from flashspan.kernels.portable.steps import (
     column_words,
     flag_block,
@@ -30,13 +34,11 @@ from flashspan.kernels.portable.steps import (
     keys_step,
     load_lse,
     queries_step,
-    repair,
     row_words,
 )
-from flashspan.kernels.portable.tiles import key_passes, precision, tile
 
 FREE = ["T", "S", "num_lines", "num_long", "s_mb", "s_mh", "stream", "batch_stride", "threshold"]
-"""Arguments by whose value no kernel is compiled anew."""
+"""Arguments whose values do not specialise a kernel: no value is compiled for."""
 
 
 @triton.jit
@@ -48,7 +50,7 @@ def sparse_forward_block(
     LINE: tl.constexpr, OTHER: tl.constexpr, CARRY: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr,
     NEGATIVE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The queries of one part of a line, from the carry to their output."""
+    """Output and lse of the queries of one part of a line."""
     m0 = i_line * LINE + i_part * BM
     i_k = i_h // (H // K)
     q += i_b * s_qb + i_h * s_qh
@@ -56,8 +58,7 @@ def sparse_forward_block(
     v += i_b * s_vb + i_k * s_vh
     out += i_b * s_ob + i_h * s_oh
     lse += (i_b * H + i_h) * T
-    p_span = spans + (line0 + i_line) * 3
-    begin, middle, end = tl.load(p_span), tl.load(p_span + 1), tl.load(p_span + 2)
+    begin, middle, end = load_span(spans, line0 + i_line)
 
     o_r = tl.arange(0, BM)
     o_m = m0 + o_r
@@ -70,20 +71,18 @@ def sparse_forward_block(
     num_full = (middle - begin) * (OTHER // BN)
     block = first_block(index, begin, middle)
     for i in range(num_full):
-        n0 = block * OTHER + i % (OTHER // BN) * BN
-        block = tl.load(index + begin + tl.minimum(i + 1, num_full - 1) // (OTHER // BN))
+        n0, block = full_tile(i, block, index + begin, num_full, OTHER, BN)
         b_acc, b_m, b_l = forward_step(
             b_acc, b_m, b_l, b_q, q, m0, o_r, s_qt, T, k, v, n0, tl.arange(0, BN), s_ks, s_vs, S, scale, 0, 0, b_row,
             column_word, kpos, threshold, gain, D, BD, BC, False, True, DROPOUT, POSITIONS, NEGATIVE, PRECISION,
         )  # fmt: skip
     for i in tl.range(0, (end - middle) * (OTHER // BE), num_stages=1):
-        at, column = middle + i // (OTHER // BE), i % (OTHER // BE) * BE
-        n0 = tl.load(index + at) * OTHER + column
-        p_words = bits + tl.load(tiles + at).to(tl.int64) * (LINE * OTHER // 32) + o_word
+        n0, column, place = partial_tile(i, middle, index, OTHER, BE)
+        p_words = block_bits(bits, tiles, place, LINE, OTHER) + o_word
         b_acc, b_m, b_l = forward_step(
-            b_acc, b_m, b_l, b_q, q, m0, o_r, s_qt, T, k, v, n0, tl.arange(0, BE), s_ks, s_vs, S, scale, p_words,
-            column, b_row, column_word, kpos, threshold, gain, D, BD, BC, True, True, DROPOUT, POSITIONS, NEGATIVE,
-            PRECISION,
+            b_acc, b_m, b_l, b_q, q, m0, o_r, s_qt, T, k, v, n0, tl.arange(0, BE), s_ks, s_vs, S, scale,
+            p_words, column, b_row, column_word, kpos, threshold, gain, D, BD, BC, True, True, DROPOUT,
+            POSITIONS, NEGATIVE, PRECISION,
         )  # fmt: skip
 
     forward_end(out, lse, m0, o_r, s_ot, T, b_acc, b_m, b_l, D, BD)
@@ -120,7 +119,7 @@ def sparse_repair_kernel(
 ):  # fmt: skip
     """The blocks of queries whose flags are not 0: see steps.repair."""
     end_flag = flagged_end(flags, num_flags, STRETCH)
-    # Nothing is computed before the loop: hardly ever does it run, and it has no registers to keep it in.
+    # No loop invariants before the loop: it hardly ever runs, and has no registers for them.
     for i in tl.range(tl.program_id(0), end_flag, tl.num_programs(0), disable_licm=True):
         if tl.load(flags + i) != 0:
             i_b, i_h, m0 = flag_block(i, H, T, BM)
@@ -154,8 +153,8 @@ def sparse_keys_kernel(
     o_n = tl.arange(0, BN)
     o_k = n0 + o_n
     # [BN, BD]
-    b_k = load_tile(k, n0, o_n, s_ks, S, D, BD, True, ANEW=True) if BC == BD else 0.0
-    b_v = load_tile(v, n0, o_n, s_vs, S, D, BD, True, ANEW=True) if DK and BC == BD else 0.0
+    b_k = load_tile(k, n0, o_n, s_ks, S, D, BD, True, RECOMPUTE=True) if BC == BD else 0.0
+    b_v = load_tile(v, n0, o_n, s_vs, S, D, BD, True, RECOMPUTE=True) if DK and BC == BD else 0.0
     b_dk = tl.zeros([BN, BD], tl.float32)
     b_dv = tl.zeros([BN, BD], tl.float32)
 
@@ -165,26 +164,21 @@ def sparse_keys_kernel(
         p_do = dout + i_b * s_db + i_h * s_dh
         p_lse = lse + (i_b * H + i_h) * T
         p_delta = delta + (i_b * H + i_h) * T
-        p_span = spans + ((i_b * s_mb + i_h * s_mh) * num_lines + i_line) * 3
-        begin, middle, end = tl.load(p_span), tl.load(p_span + 1), tl.load(p_span + 2)
-        b_column, row_word = column_words(
-            seed, stream + i_b * batch_stride + i_h, o_k, kpos, S, DROPOUT, POSITIONS
-        )  # fmt: skip
+        begin, middle, end = load_span(spans, (i_b * s_mb + i_h * s_mh) * num_lines + i_line)
+        b_column, row_word = column_words(seed, stream + i_b * batch_stride + i_h, o_k, kpos, S, DROPOUT, POSITIONS)
         num_full = (middle - begin) * (OTHER // BM)
         block = first_block(index, begin, middle)
         for i in range(num_full):
-            m0 = block * OTHER + i % (OTHER // BM) * BM
-            block = tl.load(index + begin + tl.minimum(i + 1, num_full - 1) // (OTHER // BM))
+            m0, block = full_tile(i, block, index + begin, num_full, OTHER, BM)
             b_dk, b_dv = keys_step(
                 b_dk, b_dv, b_k, b_v, k, v, n0, o_n, s_ks, s_vs, S, p_q, p_do, p_lse, p_delta, m0, tl.arange(0, BM),
                 s_qt, s_dt, T, scale, 0, 0, spans, spans, b_column, row_word, qpos, threshold, gain, D, BD, BC, DK, DV,
                 False, True, True, DROPOUT, POSITIONS, PRECISION,
             )  # fmt: skip
         for i in tl.range(0, (end - middle) * (OTHER // BE), num_stages=ES):
-            at, column = middle + i // (OTHER // BE), i % (OTHER // BE) * BE
-            m0 = tl.load(index + at) * OTHER + column
+            m0, column, place = partial_tile(i, middle, index, OTHER, BE)
             o_word = (i_part * BN + o_n + unknown_zero(m0)) * (OTHER // 32)
-            p_words = bits + tl.load(tiles + at).to(tl.int64) * (LINE * OTHER // 32) + o_word
+            p_words = block_bits(bits, tiles, place, LINE, OTHER) + o_word
             b_dk, b_dv = keys_step(
                 b_dk, b_dv, b_k, b_v, k, v, n0, o_n, s_ks, s_vs, S, p_q, p_do, p_lse, p_delta, m0, tl.arange(0, BE),
                 s_qt, s_dt, T, scale, p_words, column, spans, spans, b_column, row_word, qpos, threshold, gain, D, BD,
@@ -218,8 +212,7 @@ def sparse_queries_kernel(
     k += i_b * s_kb + i_k * s_kh
     v += i_b * s_vb + i_k * s_vh
     row = (i_b * H + i_h) * T
-    p_span = spans + (line0 + i_line) * 3
-    begin, middle, end = tl.load(p_span), tl.load(p_span + 1), tl.load(p_span + 2)
+    begin, middle, end = load_span(spans, line0 + i_line)
 
     m0 = i_line * LINE + i_part * BM
     o_r = tl.arange(0, BM)
@@ -237,128 +230,24 @@ def sparse_queries_kernel(
     num_full = (middle - begin) * (OTHER // BN)
     block = first_block(index, begin, middle)
     for i in range(num_full):
-        n0 = block * OTHER + i % (OTHER // BN) * BN
-        block = tl.load(index + begin + tl.minimum(i + 1, num_full - 1) // (OTHER // BN))
+        n0, block = full_tile(i, block, index + begin, num_full, OTHER, BN)
         b_dq = queries_step(
             b_dq, b_q, b_do, b_lse, b_delta, p_q, p_do, m0, o_r, s_qt, s_dt, T, k, v, n0, tl.arange(0, BN), s_ks, s_vs,
             S, scale, 0, 0, b_row, column_word, kpos, threshold, gain, D, BD, BC, False, True, DROPOUT, POSITIONS,
             PRECISION,
         )  # fmt: skip
     for i in tl.range(0, (end - middle) * (OTHER // BE), num_stages=1):
-        at, column = middle + i // (OTHER // BE), i % (OTHER // BE) * BE
-        n0 = tl.load(index + at) * OTHER + column
-        p_words = bits + tl.load(tiles + at).to(tl.int64) * (LINE * OTHER // 32) + o_word
+        n0, column, place = partial_tile(i, middle, index, OTHER, BE)
+        p_words = block_bits(bits, tiles, place, LINE, OTHER) + o_word
         b_dq = queries_step(
             b_dq, b_q, b_do, b_lse, b_delta, p_q, p_do, m0, o_r, s_qt, s_dt, T, k, v, n0, tl.arange(0, BE), s_ks, s_vs,
-            S, scale, p_words, column, b_row, column_word, kpos, threshold, gain, D, BD, EC, True, True, DROPOUT,
-            POSITIONS, PRECISION,
+            S, scale, p_words, column, b_row, column_word, kpos, threshold, gain, D, BD, EC, True, True,
+            DROPOUT, POSITIONS, PRECISION,
         )  # fmt: skip
     store_tile(dq + i_b * s_dqb + i_h * s_dqh, m0, o_r, s_dqt, T, b_dq * sm_scale, D, BD, ADD)
 
 
-def sparse_forward_launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: Blocks,
-    scale: float,
-    carry: bool,
-    dropout: Dropout | None,
-    only: Tensor | None = None,
-) -> Launch:
-    """What forward launches for a block map. `only` as in forward_launch: lines must hold whole blocks of 64 then."""
-    mask = mask.to(q.device)
-    B, H, T, D = q.shape
-    size = tile("out", q, bits=True).within(mask.block)
-    seed, qpos, kpos, *drop = dropout_arguments(dropout, q)
-    launch = Launch(
-        sparse_forward_kernel,
-        (_num_lines(mask.rows) * mask.block[0] // size.block_q * B * H,),
-        (
-            q, k, v, out, lse, *mask.rows.tensors, mask.bits, seed, qpos, kpos,
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *maps(mask, mask.rows),
-            B, H, k.shape[1], T, k.shape[2], scale * LOG2E, *drop,
-        ),
-        {
-            **_constants(q, mask.block, dropout), "CARRY": carry, "NEGATIVE": scale < 0, **size.constants(D),
-        },
-    )  # fmt: skip
-    return launch if only is None else repair(launch, sparse_repair_kernel, only)
-
-
-def sparse_backward_launches(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    mask: Blocks,
-    scale: float,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    accumulate: bool,
-    dropout: Dropout | None,
-) -> dict[str, Launch]:
-    """What backward launches for a block map: by the gradients each pass makes."""
-    mask = mask.to(q.device)
-    B, H, T, D = q.shape
-    K, S = k.shape[1], k.shape[2]
-    seed, qpos, kpos, *drop = dropout_arguments(dropout, q)
-    inputs = (*dout.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
-    numbers = (B, H, K, T, S, scale * LOG2E, scale, *drop)
-    launches = {}
-    for made, size in key_passes(q, bits=True, dropout=dropout is not None).items() if k.numel() else ():
-        size = size.within(mask.block)
-        launches[made] = Launch(
-            sparse_keys_kernel,
-            (_num_lines(mask.columns) * mask.block[1] // size.block_k * B * K,),
-            (
-                dout, q, k, v, lse, delta, dk, dv, *mask.columns.tensors, mask.bits_t, seed, qpos, kpos,
-                *inputs, *dk.stride()[:3], *dv.stride()[:3], *maps(mask, mask.columns), *numbers,
-            ),
-            {
-                **_constants(q, mask.block[::-1], dropout), "ADD": accumulate, "DK": "dk" in made, "DV": "dv" in made,
-                "GROUP": H // K, "ES": size.edge_stages, **size.constants(D),
-            },
-        )  # fmt: skip
-    if q.numel():
-        size = tile("dq", q, bits=True).within(mask.block)
-        constants = size.constants(D)
-        launches["dq"] = Launch(
-            sparse_queries_kernel,
-            (_num_lines(mask.rows) * mask.block[0] // size.block_q * B * H,),
-            (
-                dout, q, k, v, lse, delta, dq, *mask.rows.tensors, mask.bits, seed, qpos, kpos,
-                *inputs, *dq.stride()[:3], *maps(mask, mask.rows), *numbers,
-            ),
-            {
-                **_constants(q, mask.block, dropout), "ADD": accumulate, **constants,
-                "EC": min(size.edge_slice, constants["BC"]),
-            },
-        )  # fmt: skip
-    return launches
-
-
-def _num_lines(lists: Lists) -> int:
-    return lists.spans.shape[2]
-
-
 def maps(mask: Blocks, lists: Lists) -> tuple[int, int, int, int]:
-    """(maps from one sequence to the next, from one head to the next, lines, long lines)."""
+    """(stride in maps from sequence to sequence, from head to head, number of lines, number of long lines)."""
     batch, head = mask.num_heads if mask.num_batch > 1 else 0, 1 if mask.num_heads > 1 else 0
-    return batch, head, _num_lines(lists), lists.num_long
-
-
-def _constants(q: Tensor, block: tuple[int, int], dropout: Dropout | None) -> dict[str, Any]:
-    """Compile-time arguments all passes share; `block` is the tile's edge along the line, and the other."""
-    return {
-        "LINE": block[0],
-        "OTHER": block[1],
-        "DROPOUT": dropout is not None,
-        "POSITIONS": dropout is not None and dropout.q_positions is not None,
-        "PRECISION": precision(q.device),
-    }
+    return batch, head, lists.spans.shape[2], lists.num_long

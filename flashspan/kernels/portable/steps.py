@@ -1,6 +1,6 @@
-"""What the kernels do with one tile: fold it into forward's softmax, or add it into a gradient.
+"""What a kernel does with one tile: add it to the online softmax of forward, or to a gradient.
 
-The kernels that walk intervals (forward.py, backward.py) and those that walk lists of tiles (sparse.py) share these.
+The kernels over intervals (forward.py, backward.py) and those over lists of tiles (sparse.py) share these functions.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from flashspan.kernels.portable.common import (
     finite,
     load_tile,
     mix,
-    sliced_product,
+    sliced_matmul,
     store_tile,
 )
 
 
 @triton.jit
 def forward_begin(out, lse, m0, o_r, s_ot, T, D: tl.constexpr, BD: tl.constexpr, CARRY: tl.constexpr):
-    """The running output, maximum and sum of rows m0 + o_r: those of the carry, or of no key at all."""
+    """The running output, maximum and sum of rows m0 + o_r: those of the carry, or those of no keys."""
     if CARRY:
         b_acc = load_tile(out, m0, o_r, s_ot, T, D, BD, True)
         b_lse = tl.load(lse + m0 + o_r, mask=m0 + o_r < T, other=float("-inf"))
@@ -58,7 +58,7 @@ def finished(b_acc, b_m, b_l):
 
 @triton.jit
 def row_words(p_seed, stream, o_m, p_qpos, T, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr):
-    """Dropout's hash of each of a stream's rows o_m, and the word its columns begin with."""
+    """Dropout's hash of each row o_m of a stream, and the word that the hashes of its columns start from."""
     b_row = tl.zeros([o_m.shape[0]], tl.uint32)
     column_word = tl.zeros([], tl.uint32)
     if DROPOUT:
@@ -69,7 +69,7 @@ def row_words(p_seed, stream, o_m, p_qpos, T, DROPOUT: tl.constexpr, POSITIONS: 
 
 @triton.jit
 def column_words(p_seed, stream, o_k, p_kpos, S, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr):
-    """Dropout's hash of each of a stream's columns o_k, and the word its rows begin with."""
+    """Dropout's hash of each column o_k of a stream, and the word that the hashes of its rows start from."""
     b_column = tl.zeros([o_k.shape[0]], tl.uint32)
     row_word = tl.zeros([], tl.uint32)
     if DROPOUT:
@@ -85,15 +85,15 @@ def forward_step(
     BITS: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr,
     ALIKE: tl.constexpr = False,
 ):  # fmt: skip
-    """Fold one tile of keys into the running softmax. Scores live in base 2: `scale` includes log2(e).
+    """Add one tile of keys to the online softmax. Scores are exponents of 2: `scale` includes log2(e).
 
-    A masked tile sees keys b_start <= j < b_end or, with BITS, those of the words at b_start, from column b_end on.
-    ALIKE: all rows see the same keys of it, which end at S.
+    Rows of a MASKED tile see keys b_start <= j < b_end. With BITS, b_start points at the words of each row instead, and
+    b_end is the column in them at which the tile begins. ALIKE: all rows see the same keys of the tile, which end at S.
     """
     o_k = n0 + o_n  # [BN]
     # [BM, BN]
     if BC < BD:
-        b_s = sliced_product(p_q, m0, o_m, s_qt, T, p_k, n0, o_n, s_ks, S, D, BC, PRECISION)
+        b_s = sliced_matmul(p_q, m0, o_m, s_qt, T, p_k, n0, o_n, s_ks, S, D, BC, PRECISION)
     else:
         b_k = load_tile(p_k, n0, o_n, s_ks, S, D, BD, MASKED)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
@@ -122,7 +122,7 @@ def forward_step(
     b_v = load_tile(p_v, n0, o_n, s_vs, S, D, BD, MASKED)
     b_acc = b_acc * b_alpha[:, None]
     if MASKED and not ALIKE:
-        # NaN in a value row must reach the queries that see it and no other: 0 * NaN would reach all.
+        # NaN in a row of V must reach the queries that see it and no others: in the matmul, 0 * NaN would reach all.
         b_taint = tl.sum(b_v.to(tl.float32) * 0.0, 1)
         b_acc += tl.sum(tl.where(m_s, b_taint[None, :], 0.0), 1)[:, None]
         b_v = finite(b_v).to(b_v.dtype)
@@ -131,10 +131,12 @@ def forward_step(
 
 
 def repair(launch: Launch, kernel: Any, flags: Tensor) -> Launch:
-    """A launch of forward, by a kernel that does just the blocks of 64 queries whose flags [B, H, ceil(T / 64)] int32
-    are not 0. Hardly ever is one: a program for each would cost more to start than there is to do. So there are as many
-    as a GPU runs at once, and each looks at many flags at a time."""
-    # A prime: whatever repeats from head to head, as padding does, is spread over all programs.
+    """A launch of forward, by a kernel that computes only the blocks of 64 queries whose flags are not 0.
+
+    flags is int32 [B, H, ceil(T / 64)], and nearly always all 0: starting a program for each block would take longer
+    than the work. So there are as many programs as a GPU runs at once, and each reads many flags at a time.
+    """
+    # A prime number: a pattern that repeats from head to head, as padding does, is spread over all programs.
     num_programs = min(flags.numel(), 131)
     constants = {**launch.constants, "BM": 64, "STRETCH": 32, "num_warps": 4}
     return Launch(kernel, (num_programs,), (flags, flags.numel(), *launch.arguments), constants)
@@ -142,7 +144,7 @@ def repair(launch: Launch, kernel: Any, flags: Tensor) -> Launch:
 
 @triton.jit
 def flagged_end(p_flags, num_flags, STRETCH: tl.constexpr):
-    """Behind the last flag that is not 0 of this program's, which are as far apart as there are programs; 0 if none."""
+    """The end of this program's flags: 1 + the last one that is not 0, or 0. Its flags are num_programs apart."""
     end = 0
     for i0 in range(tl.program_id(0), num_flags, STRETCH * tl.num_programs(0)):
         o = i0 + tl.arange(0, STRETCH) * tl.num_programs(0)
@@ -153,7 +155,7 @@ def flagged_end(p_flags, num_flags, STRETCH: tl.constexpr):
 
 @triton.jit
 def flag_block(i, H, T, BM: tl.constexpr):
-    """The batch, head and first query that flag i stands for."""
+    """Batch, head and first query of flag i."""
     num_m = tl.cdiv(T, BM)
     i_bh = i // num_m
     return (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64), i % num_m * BM
@@ -161,7 +163,7 @@ def flag_block(i, H, T, BM: tl.constexpr):
 
 @triton.jit
 def load_lse(p_lse, o_m, T, CHECK: tl.constexpr):
-    """lse in base 2, and +inf for a row that saw nothing: its probabilities come out as exp2(-inf) = 0."""
+    """lse in base 2, and +inf for a row that has seen no key: its probabilities are exp2(-inf) = 0."""
     if CHECK:
         b_lse = tl.load(p_lse + o_m, mask=o_m < T, other=float("-inf"))
     else:
@@ -176,21 +178,22 @@ def keys_step(
     BC: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, MASKED: tl.constexpr, CONVEX: tl.constexpr,
     BITS: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add one tile of queries into dk and dv. Everything is transposed: keys run down, queries across.
+    """Add one tile of queries to dk and dv. Scores are transposed, [keys, queries].
 
-    With BITS, b_first points at each key's words and b_last is the column in them at which the tile begins.
+    Key o_k is seen by queries b_first <= i < b_last. BITS as in `forward_step`, for b_first and b_last. Without CONVEX
+    some of these queries do not see the key; their intervals of keys, p_start and p_end, decide.
     """
     o_q = m0 + o_m  # [BM]
     o_k = n0 + o_n  # [BN]
-    ANEW: tl.constexpr = DK and DV and BD == 128  # the two fill the registers
-    # Past the end the last row's lse and delta will do: nobody there sees anything.
-    o_near = tl.minimum(o_q, T - 1) if MASKED else o_q
-    b_lse = load_lse(p_lse, o_near, T, False)
+    RECOMPUTE: tl.constexpr = DK and DV and BD == 128  # dk and dv fill the registers
+    # Rows past the end read the last row's lse and delta: they see no keys.
+    o_valid = tl.minimum(o_q, T - 1) if MASKED else o_q
+    b_lse = load_lse(p_lse, o_valid, T, False)
     # [BN, BM]
     if BC < BD:
-        b_s = sliced_product(p_k, n0, o_n, s_ks, S, p_q, m0, o_m, s_qt, T, D, BC, PRECISION)
+        b_s = sliced_matmul(p_k, n0, o_n, s_ks, S, p_q, m0, o_m, s_qt, T, D, BC, PRECISION)
     else:
-        b_q = load_tile(p_q, m0, o_m, s_qt, T, D, BD, MASKED, ANEW)
+        b_q = load_tile(p_q, m0, o_m, s_qt, T, D, BD, MASKED, RECOMPUTE)
         b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
     b_p = tl.exp2(b_s * scale - b_lse[None, :])
     if MASKED:
@@ -205,7 +208,7 @@ def keys_step(
         b_p = tl.where(m_s, b_p, 0.0)
     # [BM, BD]
     if DV or BC == BD:
-        b_do = load_tile(p_do, m0, o_m, s_dt, T, D, BD, MASKED, ANEW)
+        b_do = load_tile(p_do, m0, o_m, s_dt, T, D, BD, MASKED, RECOMPUTE)
     if DROPOUT:
         b_word = mix(dropout_word(row_word, o_q, p_qpos, T, POSITIONS)[None, :] ^ b_column[:, None])
         b_gain = tl.where(b_word >= threshold, gain, 0.0)
@@ -217,13 +220,13 @@ def keys_step(
     if DK:
         # [BN, BM]
         if BC < BD:
-            b_dp = sliced_product(p_v, n0, o_n, s_vs, S, p_do, m0, o_m, s_dt, T, D, BC, PRECISION)
-            b_q = load_tile(p_q, m0, o_m, s_qt, T, D, BD, MASKED, ANEW)
+            b_dp = sliced_matmul(p_v, n0, o_n, s_vs, S, p_do, m0, o_m, s_dt, T, D, BC, PRECISION)
+            b_q = load_tile(p_q, m0, o_m, s_qt, T, D, BD, MASKED, RECOMPUTE)
         else:
             b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
         if DROPOUT:
             b_dp = b_dp * b_gain
-        b_delta = tl.load(p_delta + o_near)
+        b_delta = tl.load(p_delta + o_valid)
         b_ds = b_p * (b_dp - b_delta[None, :])
         if MASKED:
             b_ds = tl.where(m_s, b_ds, 0.0)
@@ -238,13 +241,13 @@ def queries_step(
     BC: tl.constexpr, MASKED: tl.constexpr, BITS: tl.constexpr, DROPOUT: tl.constexpr,
     POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add one tile of keys into dq. BITS as in forward_step."""
+    """Add one tile of keys to dq. BITS as in `forward_step`."""
     o_k = n0 + o_n  # [BN]
     # [BM, BN]
     if BC < BD:
-        b_s = sliced_product(p_q, m0, o_m, s_qt, T, p_k, n0, o_n, s_ks, S, D, BC, PRECISION)
+        b_s = sliced_matmul(p_q, m0, o_m, s_qt, T, p_k, n0, o_n, s_ks, S, D, BC, PRECISION)
         b_p = tl.exp2(b_s * scale - b_lse[:, None])
-        b_dp = sliced_product(p_do, m0, o_m, s_dt, T, p_v, n0, o_n, s_vs, S, D, BC, PRECISION)
+        b_dp = sliced_matmul(p_do, m0, o_m, s_dt, T, p_v, n0, o_n, s_vs, S, D, BC, PRECISION)
         b_k = load_tile(p_k, n0, o_n, s_ks, S, D, BD, MASKED)
     else:
         b_k = load_tile(p_k, n0, o_n, s_ks, S, D, BD, MASKED)

@@ -1,9 +1,8 @@
-"""Tile sizes, chosen once by measurement and kept in a table, so that nothing is tuned at start-up, and how float32
-is multiplied in them.
+"""Tile sizes, in tables of measured values: nothing is tuned at start-up. And the precision of float32 matmuls.
 
-A row: (what the pass makes, bytes per element, padded head size) -> block of queries, block of keys, width of the tiles
-at the edge of a mask, warps, pipeline stages, and how much of a head is multiplied at a time. Measured on an H200
-(docs/log/portable.md); for GPUs with less shared memory chosen by compiling for them.
+The key of a row is (result of the pass, bytes per element, padded head size). The values are the block of queries, the
+block of keys, the width of edge tiles, warps, pipeline stages, and how many columns of a head are multiplied at a time.
+They were measured on an H200 (docs/log/portable.md); those for GPUs with less shared memory were found by compiling.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ class Tile:
     num_warps: int
     num_stages: int
     slice: int = 256
-    edge_slice: int = 256  # in partial tiles of a block map
-    edge_stages: int = 1  # in passes over keys
+    edge_slice: int = 256  # slice in the partial tiles of a block map
+    edge_stages: int = 1  # pipeline stages of edge tiles in passes over keys
 
     def within(self, block: tuple[int, int]) -> Tile:
-        """This tile, no larger than a block of queries and keys."""
+        """This tile, cut to a block of queries and keys."""
         block_q, block_k = min(self.block_q, block[0]), min(self.block_k, block[1])
         return replace(self, block_q=block_q, block_k=block_k, edge=min(self.edge, *block))
 
     def constants(self, head_dim: int) -> dict[str, int]:
-        """As a kernel's compile-time arguments."""
+        """The tile sizes as compile-time arguments of a kernel."""
         return {
             "D": head_dim,
             "BD": block_dim(head_dim),
@@ -86,12 +85,12 @@ BITS: dict[tuple[str, int, int], Tile] = {
     ("dk", 2, 256): Tile(32, 128, 16, 8, 2),
     ("dq", 2, 256): Tile(128, 32, 16, 8, 2, edge_slice=128),
 }
-"""Tiles of block maps where bits take registers that TABLE's do not leave."""
+"""Tiles for block maps, where their bits need registers that TABLE's tiles do not leave."""
 
 DROPOUT: dict[tuple[str, int, int], Tile] = {
     ("dk dv", 2, 128): Tile(32, 128, 32, 8, 3, edge_stages=2),
 }
-"""Tiles under dropout where its hashes do."""
+"""Tiles for dropout, where its hashes do."""
 
 TF32: dict[tuple[str, int, int], Tile] = {
     ("out", 4, 64): Tile(128, 64, 32, 8, 3),
@@ -101,7 +100,7 @@ TF32: dict[tuple[str, int, int], Tile] = {
     ("dq", 4, 64): Tile(128, 64, 32, 8, 2),
     ("dq", 4, 128): Tile(128, 64, 32, 8, 1),
 }
-"""Tiles of float32 by one product of tf32, which takes a third of the registers of six; not measured for block maps."""
+"""Tiles of float32 computed as one tf32 matmul, which needs a third of the registers; not measured for block maps."""
 
 SMALL: dict[tuple[str, int, int], Tile] = {
     ("out", 2, 64): Tile(128, 64, 32, 8, 3),
@@ -129,16 +128,18 @@ SMALL: dict[tuple[str, int, int], Tile] = {
     ("dq", 4, 128): Tile(64, 32, 32, 4, 1, 32),
     ("dq", 4, 256): Tile(32, 32, 32, 8, 1, 32),
 }
-"""Tiles of GPUs that `is_small`: 99 KiB hold them, on AMD's 64."""
+"""Tiles for GPUs that are `is_small`: they fit in 99 KiB of shared memory, on AMD's GPUs in 64."""
 
 
 def precision(device: torch.device) -> str:
-    """How float32 products are formed: as six of the three bfloat16 parts of each number, or as three of its two tf32
-    parts, whose sums are as exact as float32; or as one of tf32 where PyTorch was told that it may
-    (`torch.set_float32_matmul_precision`)."""
+    """The input_precision of float32 matmuls, as exact as float32 unless `torch.set_float32_matmul_precision` allows
+    tf32.
+
+    bf16x6 is six matmuls of the three bfloat16 parts of each number, tf32x3 is three of its two tf32 parts.
+    """
     if triton_abi.is_interpreting():
-        return "ieee"  # it multiplies as it is, and knows fewer names
-    if torch.version.hip is not None:  # the only one of these that all of AMD's have
+        return "ieee"  # the interpreter knows no other name
+    if torch.version.hip is not None:  # the only one that all AMD GPUs have
         return "bf16x6"
     if torch.get_float32_matmul_precision() != "highest":
         return "tf32"
@@ -146,21 +147,21 @@ def precision(device: torch.device) -> str:
 
 
 def block_dim(head_dim: int) -> int:
-    """The head size as a kernel holds it: the next power of two, 16 at least."""
+    """The head size padded to a power of two, 16 at least."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def tile(made: str, q: Tensor, *, bits: bool = False, dropout: bool = False) -> Tile:
-    """The tile sizes of the pass that makes "out", "dq", "dk", "dv" or "dk dv", for inputs like q (and block maps)."""
-    key = (made, q.element_size(), block_dim(q.shape[-1]))
-    loose = precision(q.device) == "tf32" and not bits
-    kinds = [(SMALL, is_small(q.device)), (DROPOUT, dropout), (BITS, bits), (TF32, loose), (TABLE, True)]
-    return next(table[key] for table, applies in kinds if applies and key in table)
+def tile(result: str, q: Tensor, *, bits: bool = False, dropout: bool = False) -> Tile:
+    """The tile sizes of the pass for "out", "dq", "dk", "dv" or "dk dv", for inputs like q; bits: for a block map."""
+    key = (result, q.element_size(), block_dim(q.shape[-1]))
+    tf32 = precision(q.device) == "tf32" and not bits
+    tables = [(SMALL, is_small(q.device)), (DROPOUT, dropout), (BITS, bits), (TF32, tf32), (TABLE, True)]
+    return next(table[key] for table, applies in tables if applies and key in table)
 
 
 @cache
 def is_small(device: torch.device) -> bool:
-    """Whether a GPU has less shared memory than TABLE's tiles take: all but those of datacenters since Hopper."""
+    """Whether a GPU has too little shared memory for TABLE's tiles: all have, except datacenter GPUs since Hopper."""
     return device.type in ("cuda", "meta") and triton_abi.shared_memory(device) < 227 * 1024
 
 
@@ -173,12 +174,12 @@ def starts_early(device: torch.device) -> bool:
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """How many of them a GPU has; an H200's elsewhere."""
+    """Number of multiprocessors of a GPU; for other devices, that of an H200."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 def key_passes(q: Tensor, *, bits: bool = False, dropout: bool = False) -> dict[str, Tile]:
-    """The passes over keys for inputs like q: one for dk and dv, or one for each."""
+    """The tile of each pass over keys for inputs like q: one pass for dk and dv, or one for each."""
     fused = ("dk dv", q.element_size(), block_dim(q.shape[-1])) in TABLE
     names = ("dk dv",) if fused else ("dk", "dv")
     return {name: tile(name, q, bits=bits, dropout=dropout) for name in names}

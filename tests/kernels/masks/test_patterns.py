@@ -117,7 +117,7 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     "not a mask": (lambda: Blocks.of("causal", 8, 8), "made by flashspan.masks: got str"),  # type: ignore[arg-type]
     "a tensor in a mask's place": (lambda: Blocks.of(q4, 8, 8), "use Blocks.from_dense"),  # type: ignore[arg-type]
     "heads it has not": (lambda: PER_HEAD.heads(range(2, 9)), r"within 0 to 4: got range\(2, 9\)"),
-    "every other head": (lambda: PER_HEAD.heads(range(0, 4, 2)), "a range of neighbours"),
+    "every other head": (lambda: PER_HEAD.heads(range(0, 4, 2)), "a range with step 1"),
     "a rule that raises": (lambda: Blocks.from_rule(raises, 8, 8), "it raised KeyError.*lost"),
     "a rule that counts": (
         lambda: Blocks.from_rule(lambda b, h, i, j: i - j, 8, 8),
@@ -129,13 +129,13 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a rule that says something of each query, or of each key": (
         lambda: Blocks.from_rule(lambda b, h, i, j: (i >= 4).squeeze(), 8, 8),
-        r"got \(8,\); leave i \[queries, 1\]",
+        r"got \(8,\); do not reshape i \[queries, 1\]",
     ),
     "a tensor for three of two sequences": (
         lambda: attention(*[torch.zeros(2, 4, 8, 16)] * 3, mask=torch.ones(3, 8, 8, dtype=torch.bool)),
-        r"\[2, 4, T, S\]: got \(3, 8, 8\); give each",
+        r"\[2, 4, T, S\]: got \(3, 8, 8\); use one mask",
     ),
-    "a rule elsewhere": (lambda: Blocks.from_rule(lambda b, h, i, j: (i > j).to("meta"), 8, 8), "answer on meta"),
+    "a rule elsewhere": (lambda: Blocks.from_rule(lambda b, h, i, j: (i > j).to("meta"), 8, 8), "result on meta"),
     "a coarse mask of another size": (
         lambda: Blocks.from_coarse(torch.ones(2, 2, dtype=torch.bool), 300, 300),
         r"\[3, 3\].*got torch.bool \(2, 2\)",
@@ -149,7 +149,7 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     "two tile sizes": (lambda: Blocks.of(CAUSAL, 8, 8) | Blocks.of(CAUSAL, 8, 8, block=64), "same tiles"),
     "a pattern and another tile size": (
         lambda: masks.streaming(1, 2, 8) | Blocks.of(CAUSAL, 8, 8, block=64),
-        r"block=128, as patterns are, or one anew by Blocks.from_dense\(mask.dense\(\)\)",
+        r"block=128, as patterns are, or rebuild one by Blocks.from_dense\(mask.dense\(\)\)",
     ),
     "maps that do not broadcast": (
         lambda: Blocks.from_dense(torch.rand(2, 8, 8) < 0.5) & Blocks.from_dense(torch.rand(3, 8, 8) < 0.5),
@@ -196,19 +196,19 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
         lambda: Blocks.from_dense(torch.ones(8, 8, dtype=torch.bool, device="meta")),
         "got torch.strided on meta",
     ),
-    "a sparse tensor": (lambda: attention(q4, q4, q4, mask=SQUARE.to_sparse()), "one by one: got torch.sparse_coo"),
-    "a sparse map": (lambda: Blocks.from_dense(SQUARE.to_sparse()), "one by one: got torch.sparse_coo"),
+    "a sparse tensor": (lambda: attention(q4, q4, q4, mask=SQUARE.to_sparse()), "dense.*: got torch.sparse_coo"),
+    "a sparse map": (lambda: Blocks.from_dense(SQUARE.to_sparse()), "dense.*: got torch.sparse_coo"),
     "a sparse coarse mask": (
         lambda: Blocks.from_coarse(SQUARE.to_sparse(), 1024, 1024),
-        "one by one: got torch.sparse_coo.*use mask.to_dense",
+        "dense.*: got torch.sparse_coo.*use mask.to_dense",
     ),
     "a coarse mask without values": (
         lambda: Blocks.from_coarse(SQUARE.to("meta"), 1024, 1024),
-        "one by one: got torch.strided on meta",
+        "dense.*: got torch.strided on meta",
     ),
     "a rule that is sparse": (
         lambda: Blocks.from_rule(lambda b, h, i, j: (i >= j).to_sparse(), 8, 8),
-        "one by one: got torch.sparse_coo; use .to_dense",
+        "dense.*: got torch.sparse_coo; use .to_dense",
     ),
     "an array": (lambda: attention(q4, q4, q4, mask=SQUARE.numpy()), "got ndarray; use torch.as_tensor"),  # type: ignore[call-overload]
     "a list in a tensor's place": (
@@ -230,7 +230,7 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     "a slice by a tensor": (lambda: PER_HEAD.slice(q4, range(8)), "by a range"),  # type: ignore[arg-type]
     "no picture": (lambda: PER_HEAD.draw(0), "width is a whole number, 1 or more: got 0"),
     "a picture as wide as a word": (lambda: PER_HEAD.draw("x"), "width is a whole number, 1 or more: got 'x'"),  # type: ignore[arg-type]
-    "bands of no length": (lambda: Band(0, 1) | Band(5, 6), "before the lengths are known"),
+    "bands of no length": (lambda: Band(0, 1) | Band(5, 6), "which need lengths"),
     "the fused CPU kernel": (
         lambda: attention(q4, q4, q4, mask=masks.streaming(1, 2, 8), backend="cpu"),
         "lists of tiles",
