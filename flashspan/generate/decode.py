@@ -51,9 +51,8 @@ def decode(
     said = torch.zeros(len(tokens), dtype=torch.bool, device=device)
     last_words = torch.tensor(list(ends), dtype=torch.int64, device=device)
     spoiled = torch.zeros_like(said)
-    hidden = context.begin(model, tokens, lengths, tokens.shape[1] + num_tokens)
+    logits = context.begin(model, tokens, lengths, tokens.shape[1] + num_tokens)
     for number in range(1, num_tokens + 1):
-        logits = model.logits(hidden)
         spoiled |= ~(said | logits.isfinite().all(-1))
         # Until the host knows: to draw from nan is an error of PyTorch's, which on a GPU ends the process's use of it.
         chosen = sampling.choose(logits.nan_to_num(0.0, 0.0, 0.0), generators)
@@ -70,7 +69,7 @@ def decode(
         yield chosen
         if ended:
             return
-        hidden = context.extend(model, chosen.unsqueeze(1))
+        logits = context.extend(model, chosen.unsqueeze(1))
 
 
 def _pad(prompt: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> tuple[Tensor, Tensor]:
