@@ -10,7 +10,7 @@ from torch import Tensor
 from flashspan.model import Llama
 
 from .cache import Context, Whole
-from .sample import Sampling
+from .sample import Sampling, likeliest
 
 
 @torch.inference_mode()
@@ -53,10 +53,12 @@ def decode(
     spoiled = torch.zeros_like(said)
     logits = context.begin(model, tokens, lengths, tokens.shape[1] + num_tokens)
     for number in range(1, num_tokens + 1):
-        spoiled |= ~(said | logits.isfinite().all(-1))
-        # Until the host knows: to draw from nan is an error of PyTorch's, which on a GPU ends the process's use of it.
-        chosen = sampling.choose(logits.nan_to_num(0.0, 0.0, 0.0), generators)
-        said |= torch.isin(chosen, last_words)
+        chosen = likeliest(logits, said, spoiled, last_words) if sampling.temperature == 0 else None
+        if chosen is None:
+            spoiled |= ~(said | logits.isfinite().all(-1))
+            # Until the host knows: PyTorch refuses to draw from nan, and on a GPU that ends the process's use of it.
+            chosen = sampling.choose(logits.nan_to_num(0.0, 0.0, 0.0), generators)
+            said |= torch.isin(chosen, last_words)
         ended = number == num_tokens
         if ends or ended or number == 1:
             all_said, any_spoiled = torch.stack((said.all(), spoiled.any())).tolist()  # one wait for both
