@@ -1,8 +1,8 @@
 """Keys and values of the tokens so far. A cache is a layer's attention; a context is all layers' caches.
 
 context = Whole()
-hidden = context.begin(model, prompts, lengths, capacity)       # fills the caches
-hidden = context.extend(model, tokens)                          # one query a row, every key of the row so far
+logits = context.begin(model, prompts, lengths, capacity)       # fills the caches
+logits = context.extend(model, tokens)                          # one query a row, every key of the row so far
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ from flashspan import masks
 from flashspan.attention import attention
 from flashspan.model import Llama
 
+from .fused_step import FusedStep, fused_step
+
 
 class Context(Protocol):
-    """What decoding needs of a memory: the last token's hidden state [B, E], for prompts and for a token after them."""
+    """What decoding needs of a memory: the last token's logits [B, V], for prompts and for a token after them. They
+    may be overwritten by the next call."""
 
     def begin(self, model: Llama, tokens: Tensor, lengths: Tensor, capacity: int) -> Tensor: ...
 
@@ -31,50 +34,57 @@ class Context(Protocol):
 class Whole:
     """The context of one device. Rows may have any lengths; a row sees its own tokens only.
 
-    On a GPU the work on a new token, hundreds of small kernels, is recorded once as a CUDA graph (unless `graph` is
-    False) and replayed: one launch a token. So nothing in it is a number of the host's: positions are on the device.
+    On a GPU the work on a new token, many small kernels, is recorded once as a CUDA graph (unless `graph` is False) and
+    replayed: one launch a token. So nothing in it is a number of the host's: positions are on the device. Where they
+    serve, the kernels of fused_step.py do it (unless `fused` is False), else the model.
     """
 
-    def __init__(self, *, graph: bool = True) -> None:
-        self.graph = graph
+    def __init__(self, *, graph: bool = True, fused: bool = True) -> None:
+        self.graph, self.fused = graph, fused
         self.caches: list[Cache] = []
-        self._recorded: Recorded | None = None
+        self._next: Callable[[Tensor], Tensor] | None = None  # on a GPU: a token's logits
+        self._kept: FusedStep | None = None  # whose buffers a recording uses
 
     def begin(self, model: Llama, tokens: Tensor, lengths: Tensor, capacity: int) -> Tensor:
         """Prompts [B, T], of which row b has lengths[b] tokens and then anything; room for `capacity` tokens a row."""
         self.caches = [Cache(attention, capacity) for _ in model.layers]
-        self._recorded = None
+        self._next = self._kept = None
         self.capacity, self.longest = capacity, tokens.shape[1]
         self.ragged = int(lengths.min()) < self.longest
         self.positions = lengths.to(tokens.device, torch.int64, copy=True)  # where each row's next token goes
         # Causal: what follows a row's end reaches nobody before it, and is overwritten before anyone sees it.
         hidden = model(tokens, attends=self.caches)
-        return hidden[torch.arange(len(tokens), device=tokens.device), self.positions - 1]
+        return model.logits(hidden[torch.arange(len(tokens), device=tokens.device), self.positions - 1])
 
     def extend(self, model: Llama, tokens: Tensor) -> Tensor:
         """One token more for every row, [B, 1]."""
         self.longest += 1
         if self.longest > self.capacity:
             raise ValueError(f"this context has room for {self.capacity} tokens: got {self.longest}; make a larger one")
-        if not (self.graph and tokens.is_cuda):
-            if self.ragged:
-                return self._step(model, tokens, self.longest)
-            # Rows that are alike need no table of who sees what.
-            position = torch.tensor([self.longest - 1], device=tokens.device)
-            return model(tokens, position, attends=self.caches)[:, -1]
-        if self._recorded is None:
-            self._recorded = Recorded(lambda given: self._step(model, given, self.capacity), tokens, self.positions)
-        return self._recorded(tokens)
+        if tokens.is_cuda:
+            self._next = self._next or self._choose(model, tokens)
+            return self._next(tokens)
+        if self.ragged:
+            return self._step(model, tokens, self.longest)
+        # Rows that are alike need no table of who sees what.
+        position = torch.tensor([self.longest - 1], device=tokens.device)
+        return model.logits(model(tokens, position, attends=self.caches)[:, -1])
+
+    def _choose(self, model: Llama, tokens: Tensor) -> Callable[[Tensor], Tensor]:
+        """What makes the logits of a token a row on a GPU."""
+        self._kept = fused_step(model, self.caches, self.positions) if self.fused else None
+        run = self._kept or (lambda given: self._step(model, given, self.capacity))
+        return Recorded(run, tokens, self.positions) if self.graph else run
 
     def _step(self, model: Llama, tokens: Tensor, reach: int) -> Tensor:
-        """What `extend` does, over the first `reach` places of the caches."""
+        """What `extend` does, by the model, over the first `reach` places of the caches."""
         end = (self.positions + 1).int().unsqueeze(1)
         seen = masks.Rows(torch.zeros_like(end), end, reach, convex=True)
         for cache in self.caches:
             cache.aim(self.positions, seen)
-        hidden = model(tokens, self.positions.unsqueeze(1), attends=self.caches)[:, -1]
+        logits = model.logits(model(tokens, self.positions.unsqueeze(1), attends=self.caches)[:, -1])
         self.positions += 1
-        return hidden
+        return logits
 
 
 class Recorded:
@@ -107,6 +117,12 @@ class Cache:
         self._room: Tensor | None = None  # [2, B, K, capacity, D]
         self._aim: tuple[Tensor, masks.Rows] | None = None
 
+    @property
+    def room(self) -> Tensor:
+        """Keys and values, [2, B, K, capacity, D], once there are some."""
+        assert self._room is not None
+        return self._room
+
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, mask: Any = None) -> Tensor:
         """q [B, H, T, D]; k, v [B, K, T, D] of T new tokens, which see each other causally and all before them,
         whatever a model asks for."""
@@ -121,10 +137,10 @@ class Cache:
         self._aim = positions, seen
 
     def _extend(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, seen: masks.Rows) -> Tensor:
-        assert self._room is not None
+        room = self.room
         rows = torch.arange(len(positions), device=positions.device)
-        self._room[:, rows, :, positions] = torch.stack((k, v))[..., 0, :].transpose(0, 1)
-        keys, values = self._room[:, :, :, : seen.num_keys]
+        room[:, rows, :, positions] = torch.stack((k, v))[..., 0, :].transpose(0, 1)
+        keys, values = room[:, :, :, : seen.num_keys]
         return self.attend(q, keys, values, mask=seen)
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from flashspan.model import Llama
 
 from .cache import Context, Whole
-from .sample import Sampling
+from .sample import Sampling, likeliest
 
 
 @torch.inference_mode()
@@ -51,13 +51,14 @@ def decode(
     said = torch.zeros(len(tokens), dtype=torch.bool, device=device)
     last_words = torch.tensor(list(ends), dtype=torch.int64, device=device)
     spoiled = torch.zeros_like(said)
-    hidden = context.begin(model, tokens, lengths, tokens.shape[1] + num_tokens)
+    logits = context.begin(model, tokens, lengths, tokens.shape[1] + num_tokens)
     for number in range(1, num_tokens + 1):
-        logits = model.logits(hidden)
-        spoiled |= ~(said | logits.isfinite().all(-1))
-        # Until the host knows: to draw from nan is an error of PyTorch's, which on a GPU ends the process's use of it.
-        chosen = sampling.choose(logits.nan_to_num(0.0, 0.0, 0.0), generators)
-        said |= torch.isin(chosen, last_words)
+        chosen = likeliest(logits, said, spoiled, last_words) if sampling.temperature == 0 else None
+        if chosen is None:
+            spoiled |= ~(said | logits.isfinite().all(-1))
+            # Until the host knows: PyTorch refuses to draw from nan, and on a GPU that ends the process's use of it.
+            chosen = sampling.choose(logits.nan_to_num(0.0, 0.0, 0.0), generators)
+            said |= torch.isin(chosen, last_words)
         ended = number == num_tokens
         if ends or ended or number == 1:
             all_said, any_spoiled = torch.stack((said.all(), spoiled.any())).tolist()  # one wait for both
@@ -70,7 +71,7 @@ def decode(
         yield chosen
         if ended:
             return
-        hidden = context.extend(model, chosen.unsqueeze(1))
+        logits = context.extend(model, chosen.unsqueeze(1))
 
 
 def _pad(prompt: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> tuple[Tensor, Tensor]:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from flashspan.kernels.failure import KernelFailed
+
+FAILED: list[str] = []
+"""Why the kernel of `likeliest` could not be compiled here, if so: then it is not tried again."""
 
 LEAST_TEMPERATURE = 1e-6
 """Logits divided by much less are beyond float32."""
@@ -54,3 +61,20 @@ class Sampling:
             chances = chances.masked_fill(surplus.scatter(-1, order, surplus), 0.0)
             chances = chances / chances.sum(-1, keepdim=True)
         return chances
+
+
+def likeliest(logits: Tensor, said: Tensor, spoiled: Tensor, ends: Tensor) -> Tensor | None:
+    """The greedy tokens [B] of logits [B, V] by one kernel, None where there is none. In place, of bools [B]: `spoiled`
+    where a row that has not `said` an end is not all finite, then `said` where the token is one of `ends`."""
+    if not logits.is_cuda or FAILED or importlib.util.find_spec("triton") is None:
+        return None
+    from flashspan.kernels.portable import likeliest as kernel
+
+    try:
+        return kernel.likeliest(logits, said, spoiled, ends)
+    except KernelFailed as failure:
+        FAILED.append(str(failure))
+        warnings.warn(
+            f"the kernel for greedy decoding is off, and PyTorch serves: it {failure}", RuntimeWarning, stacklevel=2
+        )
+        return None

@@ -56,7 +56,7 @@ class Split:
         last = hidden[:, -1].contiguous() if holds else hidden.new_empty(len(tokens), hidden.shape[2])
         if self.group is not None:
             dist.broadcast(last, group=self.group, group_src=owner)
-        return last
+        return model.logits(last)
 
     def extend(self, model: Llama, tokens: Tensor) -> Tensor:
         """Process one more token [B, 1], the same on every rank."""
@@ -64,7 +64,7 @@ class Split:
         for cache in self.caches:
             cache.keeps = self.position % self.attend.num_ranks == self.attend.rank
         self.position += 1
-        return model(tokens, positions, attends=self.caches)[:, -1]
+        return model.logits(model(tokens, positions, attends=self.caches)[:, -1])
 
 
 def _group_of(attend: ContextAttention, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

@@ -1,0 +1,196 @@
+"""A decode step of a plain LLaMA in six launches a layer, for up to 16 rows on an NVIDIA GPU.
+
+    step = fused_step(model, caches, positions)       # None where these kernels do not serve
+    logits = step(tokens)                             # one token a row at `positions`, [B, V]
+
+A layer is: norm, projections, rotation and the write to the cache (1); attention over the cache and the combination of
+its parts (2, 3); output projection and residual (4); norm, gate and up (5); down projection and residual (6). The
+kernels are in kernels/portable/matvec.py. The residual is rounded where the model rounds it. Elsewhere there are fewer
+roundings: queries and keys are rounded after the rotation alone, a projection not before it is added to the residual,
+and gate and up not before they are multiplied. What a norm makes is rounded before the division by the root, not after.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from flashspan import masks
+from flashspan.kernels.contract import Problem
+from flashspan.kernels.failure import KernelFailed
+from flashspan.model import Llama
+from flashspan.model.llama import Attention, Block, FeedForward, RMSNorm
+from flashspan.model.rope import frequencies
+
+if TYPE_CHECKING:
+    from flashspan.kernels.launch.launch import Launch
+
+    from .cache import Cache
+
+FAILED: dict[tuple[Any, ...], str] = {}
+"""Shapes whose kernels could not be compiled here, and what went wrong: they are not tried again."""
+
+
+class FusedStep:
+    """The launches of a step and the buffers between them. Weights and caches are read where they lie."""
+
+    def __init__(self, model: Llama, caches: Sequence[Cache], positions: Tensor) -> None:
+        from flashspan.kernels.portable import matvec
+
+        config, weight = model.config, model.head.weight
+        B, device = len(positions), positions.device
+        self.model, self.caches, self.positions = model, caches, positions
+        self.frequencies = frequencies(config, device)
+        self.x, self.scaled = (weight.new_empty(B, config.width) for _ in range(2))
+        self.q = weight.new_zeros(B, config.num_heads, config.head_dim)
+        self.gated = weight.new_empty(B, config.ffn_width)
+        self.logits = weight.new_empty(B, config.vocab_size)
+        self.cos, self.sin = torch.empty(2, B, config.head_dim // 2, device=device)
+        layers: Any = model.layers
+        self.squares = matvec.new_squares(layers[0].attention.output.weight)
+        self.layers = layers
+        self.norms = [norm for layer in self.layers for norm in (layer.attention_norm, layer.ffn_norm)] + [model.norm]
+        self.gains = gains([norm.weight for norm in self.norms], weight.dtype)
+        # Made once: the tables that its gradient would need take many kernels. Each step writes new ends.
+        self.end = torch.ones(B, 1, dtype=torch.int32, device=device)
+        self.seen = masks.Rows(torch.zeros_like(self.end), self.end, caches[0].capacity, convex=True)
+        self.problem = Problem(self.seen, 1.0 / math.sqrt(config.head_dim))
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """Logits [B, V] of tokens [B, 1], until the next call. Adds one to the positions."""
+        self._begin(tokens)()
+        for i in range(len(self.layers)):
+            self._project(i)()
+            mixed = self._attend(i)
+            for launch in self._rest(i, mixed):
+                launch()
+        self._head()()
+        self.positions += 1
+        return self.logits
+
+    def compile(self) -> None:
+        """Compile and load every kernel; KernelFailed where one cannot be. Nothing that is kept is written to."""
+        tokens = self.positions.unsqueeze(1)
+        for launch in (self._begin(tokens), self._project(0), *self._rest(0, self.q.flatten(1)), self._head()):
+            launch.compiled()
+        self._attend(0)
+
+    def _begin(self, tokens: Tensor) -> Launch:
+        from flashspan.kernels.portable.matvec import begin_launch
+
+        return begin_launch(
+            tokens, self.model.embed.weight, self.norms[0].weight, self.positions, self.frequencies, self.x,
+            self.scaled, self.squares, self.cos, self.sin, self.end, self.gains[0],
+        )  # fmt: skip
+
+    def _project(self, i: int) -> Launch:
+        from flashspan.kernels.portable.matvec import project_launch
+
+        attention, room = self.layers[i].attention, self.caches[i].room
+        weights = [linear.weight for linear in (attention.query, attention.key, attention.value)]
+        return project_launch(
+            self.scaled, self.squares, weights, self.cos, self.sin, self.positions, self.q, room,
+            self.norms[2 * i].eps, self.gains[2 * i],
+        )  # fmt: skip
+
+    def _attend(self, i: int) -> Tensor:
+        """What the attention of a layer finds, [B, H * D]."""
+        from flashspan.kernels.portable import decode
+
+        keys, values = self.caches[i].room
+        found = decode.forward(self.q.unsqueeze(2), keys, values, self.problem, carry=None, out_dtype=self.q.dtype)
+        if found is None:
+            raise KernelFailed(decode.FAILED[-1])
+        return found.out.flatten(1)
+
+    def _rest(self, i: int, mixed: Tensor) -> list[Launch]:
+        """A layer's launches after attention."""
+        from flashspan.kernels.portable.matvec import add_launch, gated_launch
+
+        layer, (norm, after) = self.layers[i], self.norms[2 * i + 1 : 2 * i + 3]
+        gain, gain_after = self.gains[2 * i + 1 : 2 * i + 3]
+        made, ffn = (self.scaled, self.squares), layer.ffn
+        return [
+            add_launch(mixed, layer.attention.output.weight, self.x, norm.weight, *made, gain),
+            gated_launch(*made, ffn.gate.weight, ffn.up.weight, self.gated, norm.eps, gain),
+            add_launch(self.gated, ffn.down.weight, self.x, after.weight, *made, gain_after),
+        ]
+
+    def _head(self) -> Launch:
+        from flashspan.kernels.portable.matvec import head_launch
+
+        return head_launch(
+            self.scaled, self.squares, self.model.head.weight, self.logits, self.norms[-1].eps, self.gains[-1]
+        )
+
+
+def fused_step(model: Llama, caches: Sequence[Cache], positions: Tensor) -> FusedStep | None:
+    """The step for a model and its filled caches on a GPU; None where it does not serve."""
+    shape = (model.config, len(positions), caches[0].capacity, model.head.weight.dtype, positions.device)
+    if not _has_gpu(positions.device) or not serves(model, caches, len(positions)) or shape in FAILED:
+        return None
+    from flashspan.kernels.launch.launch import on
+
+    try:
+        with on(positions.device):
+            step = FusedStep(model, caches, positions)
+            step.compile()
+    except KernelFailed as failure:
+        FAILED[shape] = str(failure)
+        warnings.warn(
+            f"the fused decode step is off for this shape, and PyTorch serves: it {failure}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+    return step
+
+
+def serves(model: Llama, caches: Sequence[Cache], num_rows: int) -> bool:
+    """Whether a model is just what its page says: whole dense weights of one dtype, and no hooks; and few rows."""
+    from flashspan.kernels.portable import decode
+    from flashspan.kernels.portable.matvec import MAX_ROWS
+
+    dtype, device = model.head.weight.dtype, model.head.weight.device
+    kinds = (Llama, Block, Attention, FeedForward, RMSNorm, nn.Linear, nn.Embedding, nn.ModuleList)
+    plain = all(type(module) in kinds and not _has_hooks(module) for module in model.modules())
+    whole = all(
+        type(param.data) is Tensor and param.is_contiguous() and (param.dtype, param.device) == (dtype, device)
+        for param in model.parameters()
+    )
+    return (
+        num_rows <= MAX_ROWS
+        and dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and plain
+        and whole
+        and not any(module.bias is not None for module in model.modules() if isinstance(module, nn.Linear))
+        and not any(module.products is not None for module in model.modules() if isinstance(module, Attention))
+        and not torch.is_autocast_enabled(device.type)
+        and all(cache.room.dtype == dtype and cache.room.is_contiguous() for cache in caches)
+        and not decode.FAILED
+    )
+
+
+def gains(weights: Sequence[Tensor], dtype: torch.dtype) -> list[float]:
+    """A power of two for each norm, which keeps the residual times the weight within float16; 1 in other dtypes."""
+    if dtype != torch.float16:
+        return [1.0] * len(weights)
+    largest = torch.stack([weight.abs().amax().float() for weight in weights]).tolist()
+    return [2.0 ** -max(0, math.ceil(math.log2(most))) if 0 < most < math.inf else 1.0 for most in largest]
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
+
+
+def _has_gpu(device: torch.device) -> bool:
+    """Whether a device is an NVIDIA GPU with the kernels' instructions: Ampere or later."""
+    if device.type != "cuda" or torch.version.hip is not None or importlib.util.find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)

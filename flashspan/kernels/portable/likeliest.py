@@ -1,0 +1,61 @@
+"""The likeliest token of each row of logits, and whether the row is finite: one kernel, for what would be a dozen."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flashspan.kernels.launch.launch import Launch, on
+
+LANES, EACH, WARPS = 1024, 16, 32
+"""Logits that a program reads at a time are LANES x EACH. A row has one program: of 128,256 it reads 256 KB."""
+
+
+@triton.jit(do_not_specialize=["num_ends"])
+def likeliest_kernel(
+    logits, chosen, said, spoiled, ends, num_ends,
+    V: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Infinities and NaN count as 0; they spoil a row that has not said its end."""
+    row = tl.program_id(0).to(tl.int64)
+    o = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
+    b_best = tl.full([LANES], float("-inf"), tl.float32)
+    b_where = tl.zeros([LANES], tl.int32)
+    b_bad = tl.zeros([LANES], tl.int32)
+    for v0 in range(0, V, LANES * EACH * AT_ONCE):
+        for i in tl.static_range(AT_ONCE):
+            o_v = v0 + i * LANES * EACH + o
+            b = tl.load(logits + row * V + o_v, mask=o_v < V, other=0.0).to(tl.float32)
+            m_finite = b * 0.0 == 0.0
+            b_bad += tl.sum(tl.where(m_finite, 0, 1), 1)
+            b = tl.where(o_v < V, tl.where(m_finite, b, 0.0), float("-inf"))
+            b_top, i_top = tl.max(b, 1, return_indices=True)  # the first of equals
+            b_where = tl.where(b_top > b_best, v0 + i * LANES * EACH + tl.arange(0, LANES) * EACH + i_top, b_where)
+            b_best = tl.maximum(b_best, b_top)
+    token = tl.min(tl.where(b_best == tl.max(b_best, 0), b_where, V), 0)
+    ended = tl.load(said + row).to(tl.int32)
+    bad = (tl.sum(b_bad, 0) > 0) & (ended == 0)
+    tl.store(spoiled + row, tl.load(spoiled + row) | bad.to(tl.uint8))
+    for i in range(num_ends):
+        ended |= (tl.load(ends + i) == token).to(tl.int32)
+    tl.store(said + row, ended.to(tl.uint8))
+    tl.store(chosen + row, token.to(tl.int64))
+
+
+def likeliest(logits: Tensor, said: Tensor, spoiled: Tensor, ends: Tensor) -> Tensor:
+    """Tokens [B] of logits [B, V]. In place, of bools [B]: `spoiled` where a row that has not `said` an end is not all
+    finite, then `said` where the token is one of `ends`."""
+    chosen = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    with on(logits.device):
+        likeliest_launch(logits.contiguous(), chosen, said.view(torch.uint8), spoiled.view(torch.uint8), ends)()
+    return chosen
+
+
+def likeliest_launch(logits: Tensor, chosen: Tensor, said: Tensor, spoiled: Tensor, ends: Tensor) -> Launch:
+    """The launch of `likeliest`."""
+    V = logits.shape[1]
+    lanes = min(LANES, triton.next_power_of_2(triton.cdiv(V, EACH)))
+    constants = {"V": V, "LANES": lanes, "EACH": EACH, "AT_ONCE": 2, "num_warps": max(1, WARPS * lanes // LANES)}
+    return Launch(likeliest_kernel, (len(logits),), (logits, chosen, said, spoiled, ends, len(ends)), constants)

@@ -1,0 +1,199 @@
+"""A decode step of few kernels says what the model says: in Triton's interpreter and, `pytest -m gpu`, on a GPU."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashspan.attention import attention
+from flashspan.generate import Sampling, Whole, decode, fused_step
+from flashspan.generate.fused_step import FusedStep, gains, serves
+from flashspan.kernels.failure import KernelFailed
+from flashspan.kernels.launch.launch import Launch
+from flashspan.kernels.portable import decode as split_keys
+from flashspan.model import Llama, LlamaConfig, RopeScaling, preset
+
+GPU = torch.cuda.is_available()
+interpreted = pytest.mark.skipif(GPU, reason="the kernels are compiled here, not interpreted")
+
+CONFIGS = {
+    "grouped, heads of 16": LlamaConfig(67, 48, 2, 4, 2, 72, head_dim=16, rope_scaling=RopeScaling(8, 1, 4, 32)),
+    "odd widths, heads of 6": LlamaConfig(131, 33, 2, 3, 1, 45, head_dim=6),
+    "heads of 64, tied": LlamaConfig(50, 80, 1, 2, 2, 96, head_dim=64, tie_embeddings=True),
+    "heads of 128": LlamaConfig(50, 64, 1, 2, 1, 40, head_dim=128, norm_eps=1e-3),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU for which few parts are enough: the interpreter runs programs one after another."""
+    if not GPU:
+        monkeypatch.setattr(split_keys, "multiprocessors", lambda device: 4)
+
+
+def make(config: LlamaConfig, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Llama:
+    """A model whose logits are of order 1 and depend on all of its weights."""
+    model = Llama(config, attention=attention).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            param.copy_(torch.randn(param.shape, generator=generator) * (0.3 if "norm" in name else 0.15))
+            if "norm" in name:
+                param += 1
+    return model.to(device, dtype)
+
+
+def draw_prompts(config: LlamaConfig, lengths: list[int]) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(config.vocab_size, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(1))
+    return tokens, torch.tensor(lengths)
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+@torch.inference_mode()
+def errors(model: Llama, lengths: list[int], num_steps: int) -> list[tuple[float, float]]:
+    """After each step, the errors of the logits against the model in float64: of the fused step, and of the model in
+    its own dtype, which sees the same tokens."""
+    right = copy.deepcopy(model).double()
+    tokens, sizes = draw_prompts(model.config, lengths)
+    tokens = tokens.to(model.embed.weight.device)
+    contexts = [Whole(graph=False, fused=False) for _ in range(3)]
+    models = (model, model, right)
+    for context, of in zip(contexts, models, strict=True):
+        context.begin(of, tokens, sizes, tokens.shape[1] + num_steps)
+    fused, plain, exact = contexts
+    step = FusedStep(model, fused.caches, fused.positions)
+    step.compile()
+    found = []
+    given = torch.arange(len(lengths), device=tokens.device).unsqueeze(1) % model.config.vocab_size
+    for _ in range(num_steps):
+        want = exact._step(right, given, exact.capacity)
+        found.append((relative(step(given), want), relative(plain._step(model, given, plain.capacity), want)))
+        given = want.argmax(-1, keepdim=True)
+    assert torch.equal(fused.positions.cpu(), sizes + num_steps)
+    for cache, other in zip(fused.caches, exact.caches, strict=True):
+        assert relative(cache.room, other.room) <= 4 * torch.finfo(cache.room.dtype).eps
+    return found
+
+
+@interpreted
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("lengths", [[7], [3, 1, 9]], ids=str)
+def test_a_step_is_the_model_s(name: str, lengths: list[int]) -> None:
+    for fused, plain in errors(make(CONFIGS[name]), lengths, 3):
+        assert fused <= max(2e-6, 1.5 * plain)
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["grouped, heads of 16", "heads of 64, tied"])
+def test_sixteen_rows_of_sixteen_bits(name: str) -> None:
+    for fused, plain in errors(make(CONFIGS[name], torch.float16), [1 + i % 5 for i in range(16)], 1):
+        assert fused <= 1.2 * plain
+
+
+@interpreted
+def test_a_norm_s_weight_cannot_overflow_float16() -> None:
+    model = make(CONFIGS["grouped, heads of 16"], torch.float16)
+    with torch.no_grad():
+        for layer in model.layers:
+            layer.attention_norm.weight *= 1000
+            layer.attention.query.weight /= 1000
+            layer.attention.key.weight /= 1000
+            layer.attention.value.weight /= 1000
+        model.embed.weight *= 200
+    assert gains([model.layers[0].attention_norm.weight], torch.float16)[0] <= 2.0**-10
+    for fused, plain in errors(model, [4], 1):
+        assert fused <= max(2e-3, 1.5 * plain)
+
+
+@interpreted
+def test_a_layer_is_six_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = []
+    monkeypatch.setattr(Launch, "start", lambda launch, compiled: launched.append(launch.kernel.__name__))
+    config = LlamaConfig(67, 48, 3, 4, 2, 72, head_dim=16)
+    model, context = make(config), Whole(graph=False)
+    with torch.inference_mode():
+        context.begin(model, *draw_prompts(config, [5, 300]), 1000)
+        step = FusedStep(model, context.caches, context.positions)
+        step(torch.zeros(2, 1, dtype=torch.int64))
+    layer = ["project_kernel", "split_kernel", "combine_kernel", "add_kernel", "gated_kernel", "add_kernel"]
+    assert launched == ["begin_kernel", *layer * 3, "head_kernel"]
+
+
+def test_what_a_model_s_page_does_not_say_is_left_to_the_model() -> None:
+    config = CONFIGS["grouped, heads of 16"]
+    model, context = make(config), Whole(graph=False)
+    with torch.inference_mode():
+        context.begin(model, *draw_prompts(config, [5]), 9)
+    assert serves(model, context.caches, 16)
+    assert not serves(model, context.caches, 17)
+    changed = [copy.deepcopy(model) for _ in range(5)]
+    changed[0].layers[0].attention.query = torch.nn.Linear(48, 64, bias=True)
+    changed[1].layers[0].ffn.down.weight.data = changed[1].layers[0].ffn.down.weight.data.half()
+    changed[2].layers[1].register_forward_hook(lambda *args: None)
+    changed[3].norm = torch.nn.LayerNorm(48)
+    changed[4].double()
+    assert not any(serves(other, context.caches, 1) for other in changed)
+
+
+@interpreted
+def test_a_shape_that_does_not_compile_is_served_by_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(launch: Launch) -> None:
+        raise KernelFailed("no such instruction")
+
+    monkeypatch.setattr(fused_step, "FAILED", {})
+    monkeypatch.setattr(fused_step, "_has_gpu", lambda device: True)
+    monkeypatch.setattr(Launch, "compiled", fail)
+    config = CONFIGS["grouped, heads of 16"]
+    model, context = make(config), Whole(graph=False)
+    with torch.inference_mode():
+        context.begin(model, *draw_prompts(config, [5]), 9)
+        with pytest.warns(RuntimeWarning, match="fused decode step is off for this shape"):
+            assert fused_step.fused_step(model, context.caches, context.positions) is None
+        assert fused_step.fused_step(model, context.caches, context.positions) is None  # and no second warning
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("lengths", [[300], [300, 1, 77], [200 - 11 * i for i in range(16)]], ids=len)
+def test_greedy_text_is_that_of_the_model_in_float32(lengths: list[int]) -> None:
+    config = preset("tiny", width=256, num_heads=8, ffn_width=600, vocab_size=1003, num_layers=3)
+    model = make(config, device="cuda")
+    prompts = [torch.randint(1003, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in lengths]
+    texts = [
+        torch.stack(list(decode(model, prompts, 60, sampling=Sampling(0), context=Whole(graph=graph, fused=fused))), 1)
+        for graph, fused in ((True, True), (False, True), (True, False))
+    ]
+    assert torch.equal(texts[0], texts[1])
+    assert torch.equal(texts[0], texts[2])
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("num_rows", [1, 3, 16])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_logits_on_a_gpu_are_as_exact_as_the_model_s(dtype: torch.dtype, num_rows: int, head_dim: int) -> None:
+    config = LlamaConfig(1003, 512, 3, 8, 2, 1400, head_dim=head_dim)
+    for fused, plain in errors(make(config, dtype, "cuda"), [1 + 37 * i for i in range(num_rows)], 3):
+        assert fused <= max(1e-6, 1.2 * plain)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+def test_a_recorded_step_repeats_bit_for_bit() -> None:
+    config = LlamaConfig(1003, 512, 3, 8, 2, 1400)
+    model = make(config, torch.bfloat16, "cuda")
+    prompts = [[5, 6, 7] * 50, [8, 9]]
+    first, second = (
+        torch.stack(list(decode(model, prompts, 100, sampling=Sampling(0.8, top_k=50), seed=3)), 1) for _ in range(2)
+    )
+    assert torch.equal(first, second)
+    alone = torch.cat(list(decode(make(config, torch.float32, "cuda"), prompts[1], 50, sampling=Sampling(0))))
+    together = torch.stack(list(decode(make(config, torch.float32, "cuda"), prompts, 50, sampling=Sampling(0))), 1)
+    assert torch.equal(alone, together[1])

@@ -1,0 +1,51 @@
+"""The likeliest token in one kernel says what PyTorch's own operators say: interpreted, and compiled on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashspan.kernels.portable.likeliest import likeliest
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def reference(logits: Tensor, said: Tensor, spoiled: Tensor, ends: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    spoiled = spoiled | ~(said | logits.isfinite().all(-1))
+    chosen = logits.nan_to_num(0.0, 0.0, 0.0).argmax(-1)
+    return chosen, said | torch.isin(chosen, ends), spoiled
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("vocabulary", [1, 17, 1003, 40_000])
+def test_the_likeliest_and_what_follows_from_it(vocabulary: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = torch.randn(7, vocabulary, generator=generator).to(DEVICE, dtype)
+    logits[1] = -3.0  # all alike: the first
+    logits[2, vocabulary // 2] = torch.nan
+    logits[3, vocabulary // 3] = -torch.inf
+    logits[4, -1] = torch.inf
+    logits[5] = -1.0
+    logits[5, vocabulary // 2 :] = 2.0  # many alike: the first of them
+    said = torch.tensor([False, False, False, True, False, False, True], device=DEVICE)
+    spoiled = torch.tensor([False, True, False, False, False, False, False], device=DEVICE)
+    ends = logits[0].argmax().reshape(1).repeat(2)
+    for last_words in (ends, ends[:0]):
+        want = reference(logits, said, spoiled, last_words)
+        mine = said.clone(), spoiled.clone()
+        got = likeliest(logits, *mine, last_words)
+        for one, other in zip((got, *mine), want, strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_large_vocabulary(dtype: torch.dtype) -> None:
+    logits = torch.randn(16, 128_256, device="cuda").to(dtype)
+    said, spoiled = torch.zeros(2, 16, dtype=torch.bool, device="cuda")
+    ends = torch.zeros(0, dtype=torch.int64, device="cuda")
+    for _ in range(10):
+        assert torch.equal(likeliest(logits, said, spoiled, ends), reference(logits, said, spoiled, ends)[0])
+    assert not said.any()
+    assert not spoiled.any()
