@@ -27,9 +27,10 @@ from flashspan.kernels.portable.common import (
     store_tile,
     unknown_zero,
 )
+from flashspan.kernels.portable.head_parts import add_parts_launch, count_parts, room_for_parts
 from flashspan.kernels.portable.sparse import sparse_backward_launches
 from flashspan.kernels.portable.steps import column_words, keys_step, load_lse, queries_step, row_words
-from flashspan.kernels.portable.tiles import key_passes, precision, tile
+from flashspan.kernels.portable.tiles import key_passes, multiprocessors, precision, tile
 
 
 @triton.jit
@@ -49,15 +50,17 @@ def keys_kernel(
     s_rows, s_columns, H, K, T, S, lo, hi, scale, sm_scale, threshold, gain, stream, batch_stride,
     D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, TABLE: tl.constexpr, CONVEX: tl.constexpr, GROUP: tl.constexpr,
-    ADD: tl.constexpr, ES: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
+    PARTS: tl.constexpr, ADD: tl.constexpr, ES: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk, dv or both of one block of keys, summed over the query heads that share it, whose tiles make one loop.
+    PARTS of the K key heads share a head of k and v (head_parts.py).
 
     Where both are 128 columns wide every register counts: what a loop can do without is computed again behind it.
     """
     i_b, i_k, n0 = key_block(tl.program_id(0), K, S, BN)
-    k += i_b * s_kb + i_k.to(tl.int64) * s_kh
-    v += i_b * s_vb + i_k.to(tl.int64) * s_vh
+    k += i_b * s_kb + (i_k // PARTS).to(tl.int64) * s_kh
+    v += i_b * s_vb + (i_k // PARTS).to(tl.int64) * s_vh
     p_start, p_end = start + i_b * s_rows, end + i_b * s_rows
     p_first, p_last = first + i_b * s_columns, last + i_b * s_columns
 
@@ -210,25 +213,34 @@ def backward_launches(
     table, start, end, first, last, s_rows, s_columns, lo, hi, convex = mask_arguments(mask, T, S, q)
     seed, qpos, kpos, *drop = dropout_arguments(dropout, q)
     inputs = (*dout.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
-    numbers = (H, K, T, S, lo, hi, scale * LOG2E, scale, *drop)
+    numbers = (T, S, lo, hi, scale * LOG2E, scale, *drop)
     constants = {
         "TABLE": table, "ADD": accumulate, "DROPOUT": dropout is not None,
         "POSITIONS": dropout is not None and dropout.q_positions is not None, "PRECISION": precision(q.device),
     }  # fmt: skip
     launches = {}
-    for made, size in key_passes(q, dropout=dropout is not None).items() if k.numel() else ():
+    passes = key_passes(q, dropout=dropout is not None) if k.numel() else {}
+    parts = 1
+    if passes and H > K:
+        size = next(iter(passes.values()))
+        num_tiles, num_blocks = triton.cdiv(S, size.block_k) * B * K, triton.cdiv(T, size.block_q)
+        parts = count_parts(H // K, num_tiles, num_blocks, multiprocessors(q.device))
+    to_dk, to_dv = (room_for_parts(k, parts) if parts > 1 else x for x in (dk, dv))
+    for made, size in passes.items():
         launches[made] = Launch(
             keys_kernel,
-            (triton.cdiv(S, size.block_k) * B * K,),
+            (triton.cdiv(S, size.block_k) * B * K * parts,),
             (
-                dout, q, k, v, lse, delta, dk, dv, start, end, first, last, seed, qpos, kpos,
-                *inputs, *dk.stride()[:3], *dv.stride()[:3], s_rows, s_columns, *numbers,
+                dout, q, k, v, lse, delta, to_dk, to_dv, start, end, first, last, seed, qpos, kpos, *inputs,
+                *to_dk.stride()[:3], *to_dv.stride()[:3], s_rows, s_columns, H, K * parts, *numbers,
             ),
             {
-                **constants, "DK": "dk" in made, "DV": "dv" in made, "CONVEX": convex, "GROUP": H // K,
-                "ES": size.edge_stages, **size.constants(D),
+                **constants, "DK": "dk" in made, "DV": "dv" in made, "CONVEX": convex, "GROUP": H // (K * parts),
+                "PARTS": parts, "ADD": accumulate and parts == 1, "ES": size.edge_stages, **size.constants(D),
             },
         )  # fmt: skip
+    if parts > 1:
+        launches["sum of parts"] = add_parts_launch(to_dk, to_dv, dk, dv, accumulate)
     if q.numel():
         size = tile("dq", q)
         launches["dq"] = Launch(
@@ -236,7 +248,7 @@ def backward_launches(
             (triton.cdiv(T, size.block_q) * B * H,),
             (
                 dout, q, k, v, lse, delta, dq, start, end, seed, qpos, kpos,
-                *inputs, *dq.stride()[:3], s_rows, *numbers,
+                *inputs, *dq.stride()[:3], s_rows, H, K, *numbers,
             ),
             {**constants, **size.constants(D)},
         )  # fmt: skip
