@@ -41,6 +41,7 @@ MASKS: dict[str, dict[str, Any]] = {
     "long rows": {"mask": "long rows", "num_tokens": 32768},
     "unit": {"mask": "causal", "num_key_heads": 2, "scale": 0.6931471805599453},
     "unit window": {"mask": "window", "scale": 0.6931471805599453},
+    "parts": {"mask": "causal", "num_key_heads": 1, "parts": 4},
 }
 
 
@@ -60,6 +61,9 @@ def names() -> Iterator[str]:
             yield from (f"{kind} d64 bfloat16 {mask} {carry}" for kind in ("forward", "backward"))
     yield from (f"{kind} d{head_dim} bfloat16 rows plain" for head_dim in (64, 128) for kind in ("forward", "backward"))
     yield from (f"backward d128 bfloat16 {mask} plain" for mask in ("long", "grouped"))
+    for carry in ("plain", "carry"):
+        yield from (f"backward d{head_dim} bfloat16 parts {carry}" for head_dim in (64, 128))
+        yield f"keys d256 bfloat16 parts {carry}"
     yield "forward d64 float16 blocks plain"
     for kind in ("projection", "gated", "gated backward", "residual", "gradients"):
         yield f"product {kind} d128 bfloat16"

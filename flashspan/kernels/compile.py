@@ -172,6 +172,7 @@ def hopper_launches(dtype: torch.dtype, head_dim: int, **options: Any) -> dict[s
     from flashspan.kernels.hopper.two_pass import two_pass_launches
     from flashspan.kernels.masks import CAUSAL, Blocks
     from flashspan.kernels.portable.forward import forward_launch as repair_launch
+    from flashspan.kernels.portable.head_parts import room_for_parts
 
     mask, carry = options.get("mask", CAUSAL), options.get("carry", False)
     T, K, scale = options.get("num_tokens", 4096), options.get("num_key_heads", 8), options.get("scale", 0.125)
@@ -179,6 +180,8 @@ def hopper_launches(dtype: torch.dtype, head_dim: int, **options: Any) -> dict[s
     k, v = (torch.empty(1, K, T, head_dim, dtype=dtype, device="meta") for _ in range(2))
     rows, bad = torch.empty(1, 8, T, device="meta"), torch.empty(1, 8, T // 64, dtype=torch.int32, device="meta")
     out, dq, dk, dv = (x.float() if carry else x for x in (q, q, k, v))
+    if options.get("parts"):  # of the query heads of each key head
+        dk, dv = (room_for_parts(x, options["parts"]) for x in (k, v))
     launches, values = {}, v
     if pays(q, k, mask):
         values = room_for(v)

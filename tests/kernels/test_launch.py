@@ -316,7 +316,7 @@ def test_who_clears_the_states_of_sums_and_who_casts_them_agree_on_the_rows_of_a
     x = torch.empty(1, 2, tokens, head_dim, device="meta", dtype=torch.bfloat16)
     rows = torch.empty(2 * tokens, device="meta")
     sums = torch.empty(2 * tokens * head_dim // 256, 256, device="meta")
-    tensors = (*[x] * 4, rows, rows, *[x] * 3, *tables, rows, rows, sums, rows.int(), rows[:4].int())
+    tensors = (*[x] * 4, rows, rows, *[x] * 3, *tables, rows, rows, sums, x, x, rows.int(), rows[:4].int())
     prepare, _, finish = launch._backward_launches(tensors, kind, tuple(numbers), 1.0, False, False, False)
     assert (prepare.constants["STATES"], finish.constants["CLAIMED"]) == (claimed and 128 // claimed, claimed)
     assert bool(prepare.constants["CLEAR"]) != bool(claimed)
@@ -348,7 +348,7 @@ def test_rows_are_prepared_alike_from_delta_and_from_the_output(
         sums = torch.ones(B * H * padded * wide // 256, 256)
         states = torch.ones(B * H * padded // 64, dtype=torch.int32)
         rows = out if of_output else row_delta(dout, out)
-        tensors = (dout, q, q, q, lse, rows, q, q, q, minus_lse, minus_delta, sums, states, states)
+        tensors = (dout, q, q, q, lse, rows, q, q, q, minus_lse, minus_delta, sums, q, q, states, states)
         prepare = launch._backward_launches(tensors, "band", (-T, T), 0.5, False, False, of_output)[0]
         prepare()
         assert sums.abs().sum() == 0

@@ -19,6 +19,9 @@ room), so that the next one's K and V may come meanwhile, and its first Q and dO
 the next tile is. Where gradients are accumulated and tiles are equally long, those after the last full round of
 programs are split by queries (SPLIT_TILES).
 
+With few key heads, tiles are few, and the query heads of one are divided among several key heads that share K and V
+(SPLIT_HEADS, portable/head_parts.py).
+
 Without WITH_DQ, for gradients that repeat (two_pass.py), only dK and dV are made, and consumers share nothing.
 
 For a block map a tile's block of keys is a line of its transposed lists. A listed block of 128 queries is one block, or
@@ -61,16 +64,17 @@ def backward_kernel(
     desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_lse, desc_delta, dq_states, first, last, counter,
     s_columns, H, K, G, T, S, padded_T, lo, hi, scale, sm_scale, section, num_tiles, num_whole, num_parts,
     STAGES: gl.constexpr, TABLE: gl.constexpr, ACCUMULATE: gl.constexpr, HAS_EDGES: gl.constexpr,
-    WITH_DQ: gl.constexpr, FIRST_STORES: gl.constexpr, SPLIT_TILES: gl.constexpr, WHOLE_DQ_STAGES: gl.constexpr,
-    UNIT_SCALE: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    WITH_DQ: gl.constexpr, FIRST_STORES: gl.constexpr, SPLIT_TILES: gl.constexpr, SPLIT_HEADS: gl.constexpr,
+    WHOLE_DQ_STAGES: gl.constexpr, UNIT_SCALE: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dK, dV and dQ, for a mask of intervals. Blocks of K, V, dK and dV are those of a consumer."""
     _run(
         BackwardTensors(desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_lse, desc_delta),
         BackwardSizes(H, K, G, T, S, padded_T, lo, hi, scale, sm_scale, section),
         IntervalMask(first, last, s_columns), num_tiles, num_whole, num_parts, counter, dq_states, STAGES, TABLE,
-        ACCUMULATE, HAS_EDGES, False, WITH_DQ, FIRST_STORES, SPLIT_TILES, WHOLE_DQ_STAGES, UNIT_SCALE, CONSUMERS,
-        REGISTERS, PRODUCER_REGISTERS,
+        ACCUMULATE, HAS_EDGES, False, WITH_DQ, FIRST_STORES, SPLIT_TILES, SPLIT_HEADS, WHOLE_DQ_STAGES, UNIT_SCALE,
+        CONSUMERS, REGISTERS, PRODUCER_REGISTERS,
     )  # fmt: skip
 
 
@@ -85,7 +89,8 @@ def lists_backward_kernel(
     desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_lse, desc_delta, desc_words, dq_states, spans,
     index, numbers, order, counter, s_batch, s_head, num_lines, num_long, H, K, G, T, S, padded_T, scale, sm_scale,
     section, num_tiles, STAGES: gl.constexpr, ACCUMULATE: gl.constexpr, FIRST_STORES: gl.constexpr,
-    WHOLE_DQ_STAGES: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    SPLIT_HEADS: gl.constexpr, WHOLE_DQ_STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """The same for the transposed lists and bits of a block map in blocks of 128 x 128."""
     words_s = gl.allocate_shared_memory(gl.int32, [STAGES * 2, 256], desc_words.layout)
@@ -94,7 +99,7 @@ def lists_backward_kernel(
         BackwardSizes(H, K, G, T, S, padded_T, 0, 0, scale, sm_scale, section),
         BlockMask(desc_words, words_s, spans, index, numbers, order, s_batch, s_head, num_lines, num_long), num_tiles,
         num_tiles, 1, counter, dq_states, STAGES, False, ACCUMULATE, True, True, True, FIRST_STORES, False,
-        WHOLE_DQ_STAGES, False, 2, REGISTERS, PRODUCER_REGISTERS,
+        SPLIT_HEADS, WHOLE_DQ_STAGES, False, 2, REGISTERS, PRODUCER_REGISTERS,
     )  # fmt: skip
 
 
@@ -102,8 +107,9 @@ def lists_backward_kernel(
 def _run(
     tensors, sizes, mask, num_tiles, num_whole, num_parts, counter, dq_states, STAGES: gl.constexpr,
     TABLE: gl.constexpr, ACCUMULATE: gl.constexpr, HAS_EDGES: gl.constexpr, BLOCK_MAP: gl.constexpr,
-    WITH_DQ: gl.constexpr, FIRST_STORES: gl.constexpr, SPLIT_TILES: gl.constexpr, WHOLE_DQ_STAGES: gl.constexpr,
-    UNIT_SCALE: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    WITH_DQ: gl.constexpr, FIRST_STORES: gl.constexpr, SPLIT_TILES: gl.constexpr, SPLIT_HEADS: gl.constexpr,
+    WHOLE_DQ_STAGES: gl.constexpr, UNIT_SCALE: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Decide on the constants, allocate buffers and barriers, and start the partitions."""
     desc_q, desc_k, desc_dq = tensors.desc_q, tensors.desc_k, tensors.desc_dq
@@ -126,6 +132,7 @@ def _run(
         ACCUMULATE=ACCUMULATE,
         FIRST_STORES=FIRST_STORES,
         SPLIT_TILES=SPLIT_TILES,
+        SPLIT_HEADS=SPLIT_HEADS,
         FIRST_STEP_APART=FIRST_STEP_APART,
         # Where dV is added a buffer of its own is slower.
         DV_BUFFER=FIRST_STEP_APART and not BLOCK_MAP and not ACCUMULATE and DQ_STAGES == 1,
@@ -235,6 +242,7 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, mask, schedule
     BLOCK_D: gl.constexpr = config.BLOCK_D
     APART: gl.constexpr = config.FIRST_STEP_APART
     THREE: gl.constexpr = config.CONSUMERS == 3
+    ADD: gl.constexpr = config.ACCUMULATE and not config.SPLIT_HEADS  # dK and dV
     SPLIT: gl.constexpr = 128 // BLOCK_Q
     G, T, S, sm_scale = sizes.G, sizes.T, sizes.S, sizes.sm_scale
     kv_empty = barriers.kv_empty
@@ -300,7 +308,7 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, mask, schedule
             tile, i_b, i_k, n0, a, b, c, d = published_work(turn, schedule, 4)
             n0 += WG * BLOCK_K
         if config.DV_BUFFER:
-            store_output(tensors.desc_dv, i_b, i_k, n0, dv, buffers.dv_s.index(WG), config.ACCUMULATE)
+            store_output(tensors.desc_dv, i_b, i_k, n0, dv, buffers.dv_s.index(WG), ADD)
         if THREE:
             make_every_third_dq(WG, i - 1, buffers, barriers, sm_scale, config)
         elif config.WITH_DQ:
@@ -312,12 +320,10 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, mask, schedule
             tile, i_b, i_k, n0, a, b, c, d = published_work(turn, schedule, 4)
             n0 += WG * BLOCK_K
         if not config.DV_BUFFER:
-            store_output(tensors.desc_dv, i_b, i_k, n0, dv, buffers.ds_s[WG], config.ACCUMULATE)
+            store_output(tensors.desc_dv, i_b, i_k, n0, dv, buffers.ds_s[WG], ADD)
         if config.WITH_DQ and not THREE:  # only now: the dQ before it is still being added
             hand_over_dq(WG, False, i + lead, dq, buffers, barriers, sm_scale, config)
-        store_output(
-            tensors.desc_dk, i_b, i_k, n0, dk * sm_scale, buffers.ds_s[WG], config.ACCUMULATE, config.DV_BUFFER
-        )
+        store_output(tensors.desc_dk, i_b, i_k, n0, dk * sm_scale, buffers.ds_s[WG], ADD, config.DV_BUFFER)
         if not APART:  # else that is waited for where dS is written again
             tma.store_wait(0)
             barrier()

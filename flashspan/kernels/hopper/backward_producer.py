@@ -9,6 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from flashspan.kernels.hopper.masking import find_block, find_list, load_words, nth_block
 from flashspan.kernels.hopper.scheduler import (
     find_line,
+    head_of_keys,
     load_number,
     locate_keys,
     next_tile,
@@ -57,9 +58,10 @@ def _line_work(tile, num_tiles, sizes, mask, KEYS: gl.constexpr):
 
 
 @gluon.jit
-def _load_keys(turn, tensors, buffers, barriers, b, h, n0, config):
+def _load_keys(turn, tensors, buffers, barriers, sizes, b, i_k, n0, config):
     """K and V of a tile, as soon as those of the one before are no longer read."""
     kv_full = barriers.kv_full
+    h = head_of_keys(i_k, sizes.K, tensors.desc_k, config.SPLIT_HEADS)
     mbarrier.wait(barriers.kv_empty, (turn & 1) ^ 1)
     mbarrier.expect(kv_full, 2 * config.CONSUMERS * tensors.desc_k.block_type.nbytes)
     for w in gl.static_range(config.CONSUMERS):
@@ -139,7 +141,7 @@ def produce(tensors, buffers, barriers, sizes, mask, schedule, config):
             _load_queries(tensors, buffers, bar, i_b, i_h, m0, row, stage)
             tma.async_copy_global_to_shared(tensors.desc_do, [i_b, i_h, m0, 0], bar, buffers.do_s.index(stage))
             if j == 0:
-                _load_keys(turn, tensors, buffers, barriers, i_b, i_k, n0, config)
+                _load_keys(turn, tensors, buffers, barriers, sizes, i_b, i_k, n0, config)
             i += 1
         tile = next_tile(schedule.counter)
         work = _interval_work(gl.minimum(tile, schedule.num_tiles - 1), sizes, mask, schedule, config)
@@ -183,7 +185,7 @@ def produce_listed(tensors, buffers, barriers, sizes, mask, schedule, config):
                 row = (i_b * sizes.H + i_h) * sizes.padded_T + m0
                 _load_queries(tensors, buffers, bar, i_b, i_h, m0, row, stage)
                 if g + j == 0:
-                    _load_keys(turn, tensors, buffers, barriers, i_b, i_k, n0, config)
+                    _load_keys(turn, tensors, buffers, barriers, sizes, i_b, i_k, n0, config)
                 i += 1
         tile = next_tile(schedule.counter)
         work = _line_work(gl.minimum(tile, num_tiles - 1), num_tiles, sizes, mask, 2 * config.BLOCK_K)

@@ -152,6 +152,7 @@ class BackwardConfig:
     ACCUMULATE: gl.constexpr  # the gradients are added into the caller's float32
     FIRST_STORES: gl.constexpr  # sums of dQ are not cleared: the first to arrive stores (where few keys are seen)
     SPLIT_TILES: gl.constexpr  # tiles after the last full round are split by queries: of equal length, and ACCUMULATE
+    SPLIT_HEADS: gl.constexpr  # several key heads share K and V: where tiles are few (portable/head_parts.py)
     FIRST_STEP_APART: gl.constexpr  # a tile's first step, without dQ of a block before, is code of its own
     DV_BUFFER: gl.constexpr  # dV has a buffer of its own to leave through: where there is room
     WHOLE_DQ_STAGES: (
@@ -168,7 +169,7 @@ class BackwardSizes:
     """Numbers of a backward launch."""
 
     H: gl.tensor
-    K: gl.tensor
+    K: gl.tensor  # with SPLIT_HEADS more than K and V have
     G: gl.tensor
     T: gl.tensor
     S: gl.tensor
@@ -245,6 +246,7 @@ class PassConfig:
     TABLE: gl.constexpr  # intervals come from tables, else from lo and hi
     ACCUMULATE: gl.constexpr  # the gradients are added into the caller's float32
     HAS_EDGES: gl.constexpr  # some scores are hidden
+    SPLIT_HEADS: gl.constexpr  # several key heads share K and V: as in BackwardConfig
     SCORES: gl.constexpr  # layout of S and dP, or S^T and dP^T, in registers
     GRADIENTS: gl.constexpr  # layout of dQ, or dK and dV
 

@@ -20,7 +20,7 @@ from flashspan.kernels.delta import row_delta
 from flashspan.kernels.hopper.finer import finer_launch, pays, room_for
 from flashspan.kernels.hopper.forward import forward_kernel
 from flashspan.kernels.hopper.lists import lists_forward_launch, refusal
-from flashspan.kernels.hopper.one_pass import backward_launch
+from flashspan.kernels.hopper.one_pass import backward_launch, count_head_parts
 from flashspan.kernels.hopper.parts import is_unit, new_rows, store_rows
 from flashspan.kernels.hopper.tensors import (
     aligned,
@@ -40,6 +40,7 @@ from flashspan.kernels.portable import decode
 from flashspan.kernels.portable.arguments import LOG2E, mask_arguments
 from flashspan.kernels.portable.common import load_tile
 from flashspan.kernels.portable.forward import forward_launch as repair_launch
+from flashspan.kernels.portable.head_parts import add_parts_launch, room_for_parts
 from flashspan.kernels.portable.tiles import multiprocessors
 
 
@@ -271,11 +272,13 @@ def backward(
     states = lse.new_empty(rows // 64, dtype=torch.int32)
     summed = not (accumulate or two_passes)
     sums = q.new_empty((rows * block_dim(D) // 256, 256), dtype=torch.float32) if summed else dq
+    parts = count_head_parts(q, k, mask, accumulate, not two_passes)
+    parts_of = [room_for_parts(k, parts) if parts > 1 else x for x in (dk, dv)]
     tables = mask.to(q.device).packed
     with on(q.device):
         rows_of = out if out is not None and delta is None else _settled(delta, dout, out).contiguous()
         given = (dout, q, k, v, lse.contiguous(), rows_of, dq, dk, dv)
-        made = (minus_lse, minus_delta, sums, states, new_counter(q.device))
+        made = (minus_lse, minus_delta, sums, *parts_of, states, new_counter(q.device))
         done = replay(_backward_launches, given, tables, made, scale, accumulate, two_passes, delta is None)
     if done:
         return
@@ -312,9 +315,10 @@ def _backward_launches(
     two_passes: bool,
     of_output: bool,
 ) -> list[Launch] | None:
-    """One that prepares rows, then the two passes, or the one and, if dq was not summed in place, a cast; None if not
-    aligned. If `of_output`, out stands in delta's place."""
-    dout, q, k, v, lse, delta, dq, dk, dv, *tables, minus_lse, minus_delta, sums, states, counter = tensors
+    """One that prepares rows, then the two passes, or the one and, if dq was not summed in place, a cast; and one that
+    adds dk and dv, if they are made in parts. None if not aligned. If `of_output`, out stands in delta's place."""
+    dout, q, k, v, lse, delta, dq, dk, dv, *tables = tensors[:-7]
+    minus_lse, minus_delta, sums, dk_parts, dv_parts, states, counter = tensors[-7:]
     if not all(is_aligned(x) for x in (dout, q, k, v, dq, dk, dv, *([delta] if of_output else []))):
         return None
     mask = unpack(kind, numbers, tables)
@@ -322,9 +326,11 @@ def _backward_launches(
     padded, wide, summed = len(minus_lse) // (B * H), block_dim(D), not (accumulate or two_passes)
     given = (dout, q, k, v, minus_lse, minus_delta, mask, scale)
     if two_passes:
-        passes = list(two_pass_launches(*given, dq, dk, dv, accumulate, states, counter))
+        passes = list(two_pass_launches(*given, dq, dk_parts, dv_parts, accumulate, states, counter))
     else:
-        passes = [backward_launch(*given, sums, dk, dv, accumulate, states, counter)]
+        passes = [backward_launch(*given, sums, dk_parts, dv_parts, accumulate, states, counter)]
+    if dk_parts.shape != dk.shape:
+        passes.append(add_parts_launch(dk_parts, dv_parts, dk, dv, accumulate))
     block = passes[0].arguments[0].block_shape[2] if summed else 0  # queries whose dQ is added together
     grain = mask.block[0] if isinstance(mask, Blocks) else block  # rows of sums that are claimed together
     claimed = grain if passes[0].constants.get("FIRST_STORES", False) else 0

@@ -87,10 +87,10 @@ def lists_backward_launch(
 ) -> Launch:
     """What backward launches in the middle for a block map, as data."""
     B, H, T, D = q.shape
-    K, S = k.shape[1], k.shape[2]
+    K, S = dk.shape[1], k.shape[2]
     wide, lines, chip = block_dim(D), mask.columns.spans.shape[2], multiprocessors(q.device)
     tile = BACKWARD[wide]
-    section = key_heads_for_keys(q, k, lines)
+    section = key_heads_for_keys(q, dk, lines)
     return Launch(
         lists_backward_kernel,
         (min(lines * B * K, chip),),
@@ -105,7 +105,7 @@ def lists_backward_launch(
             section, lines * B * K,
         ),
         {
-            "STAGES": 2, "ACCUMULATE": accumulate, "FIRST_STORES": not accumulate,
+            "STAGES": 2, "ACCUMULATE": accumulate, "FIRST_STORES": not accumulate, "SPLIT_HEADS": k.shape[1] < K,
             "WHOLE_DQ_STAGES": dq_turns(2, wide, True), **WARPS,
         },
     )  # fmt: skip

@@ -9,10 +9,31 @@ from flashspan.kernels.hopper.backward import backward_kernel
 from flashspan.kernels.hopper.lists import lists_backward_launch
 from flashspan.kernels.hopper.parts import is_unit
 from flashspan.kernels.hopper.tensors import block_dim, describe, describe_sums, key_heads_for_keys, multiprocessors
-from flashspan.kernels.hopper.tiles import backward_tile, dq_turns, warps
+from flashspan.kernels.hopper.tiles import BACKWARD, Backward, backward_tile, dq_turns, warps
 from flashspan.kernels.launch.launch import Launch
-from flashspan.kernels.masks import Blocks, Mask
+from flashspan.kernels.masks import Band, Blocks, Mask
 from flashspan.kernels.portable.arguments import LOG2E, mask_arguments
+from flashspan.kernels.portable.head_parts import count_parts
+
+CUT_BLOCKS = 16
+"""Blocks of queries that a part of a tile has, about, where tiles are split by queries."""
+
+
+def count_head_parts(q: Tensor, k: Tensor, mask: Mask, accumulate: bool, with_dq: bool) -> int:
+    """How many parts the query heads of a key head are divided into, by the shapes and the GPU (head_parts.py)."""
+    (B, H, T, D), (_, K, S, _) = q.shape, k.shape
+    if H == K:
+        return 1
+    wide = block_dim(D)
+    tile = Backward(1, 64, 64)  # two_pass_dkv.py
+    if wide in BACKWARD:
+        tile = backward_tile(wide, with_dq and isinstance(mask, Band), S)
+    if accumulate and with_dq and isinstance(mask, Band) and 2 * CUT_BLOCKS * tile.block_q <= T:
+        lo, hi = mask.bounds(T, S)
+        if lo <= 1 - T and hi >= S - 1:
+            return 1  # these tiles are split by queries instead
+    num_tiles = triton.cdiv(S, tile.warpgroups * tile.block_k) * B * K
+    return count_parts(H // K, num_tiles, triton.cdiv(T, tile.block_q), multiprocessors(q.device))
 
 
 def backward_launch(
@@ -31,9 +52,12 @@ def backward_launch(
     states: Tensor,
     counter: Tensor,
 ) -> Launch:
-    """What backward launches in the middle, as data: dk, dv and, added into sums if there are any, dq."""
+    """What backward launches in the middle, as data: dk, dv and, added into sums if there are any, dq.
+
+    Where dk and dv have more heads than k, these are parts to be added (portable/head_parts.py).
+    """
     B, H, T, D = q.shape
-    K, S = k.shape[1], k.shape[2]
+    K, S = dk.shape[1], k.shape[2]
     if isinstance(mask, Blocks):
         assert sums is not None
         return lists_backward_launch(
@@ -45,11 +69,11 @@ def backward_launch(
     keys = tile.warpgroups * tile.block_k
     tiles_per_head, chip = triton.cdiv(S, keys), multiprocessors(q.device)
     num_tiles = tiles_per_head * B * K
-    section = key_heads_for_keys(q, k, tiles_per_head)
+    section = key_heads_for_keys(q, dk, tiles_per_head)
     masked = table or lo > 1 - T or hi < S - 1
     # Equally long tiles whose dK and dV are added: those left over after the last full round are cut by their queries.
-    cut = accumulate and sums is not None and not masked
-    parts = max(1, min(8, T // (16 * tile.block_q))) if cut else 1  # of about 16 blocks or more
+    cut = accumulate and sums is not None and not masked and k.shape[1] == K
+    parts = max(1, min(8, T // (CUT_BLOCKS * tile.block_q))) if cut else 1
     whole = num_tiles // chip * chip if parts > 1 else num_tiles
     num_tiles = whole + (num_tiles - whole) * parts
     # Where no query sees more than 4096 keys, asking each time who is the first to add to sums of dQ costs less than
@@ -71,7 +95,7 @@ def backward_launch(
         {
             "STAGES": 2, "TABLE": table, "ACCUMULATE": accumulate,
             "HAS_EDGES": masked or tile.warpgroups == 3 or S % keys > 0, "WITH_DQ": sums is not None,
-            "FIRST_STORES": claim, "SPLIT_TILES": cut,
+            "FIRST_STORES": claim, "SPLIT_TILES": cut, "SPLIT_HEADS": k.shape[1] < K,
             "WHOLE_DQ_STAGES": 0 if sums is None else dq_turns(tile.warpgroups, wide, claim, far and H > K),
             "UNIT_SCALE": is_unit(q, scale), **warps(tile.warpgroups),
         },

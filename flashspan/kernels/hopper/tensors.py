@@ -80,10 +80,10 @@ def key_heads_for_queries(q: Tensor, k: Tensor, num_blocks: int) -> int:
     return min(B * K, max(1, fit, multiprocessors(q.device) // (num_blocks * (q.shape[1] // K))))
 
 
-def key_heads_for_keys(q: Tensor, k: Tensor, num_blocks: int) -> int:
+def key_heads_for_keys(q: Tensor, dk: Tensor, num_blocks: int) -> int:
     """The same where a tile is one of a head's blocks of keys: one that serves a group of heads takes that much longer,
     and more of them must start early."""
-    B, K = k.shape[:2]
+    B, K = dk.shape[:2]
     return min(B * K, max(1, multiprocessors(q.device) * (q.shape[1] // K) // num_blocks))
 
 

@@ -46,7 +46,10 @@ def two_pass_launches(
     states: Tensor,
     counter: Tensor,
 ) -> tuple[Launch, Launch]:
-    """What backward launches once the rows are prepared: dk and dv, then dq, which needs no sums and no cast."""
+    """What backward launches once the rows are prepared: dk and dv, then dq, which needs no sums and no cast.
+
+    Where dk and dv have more heads than k, these are parts to be added (portable/head_parts.py).
+    """
     B, H, T, D = q.shape
     K, S = k.shape[1], k.shape[2]
     table, start, end, first, last, s_rows, s_columns, lo, hi, _ = mask_arguments(mask, T, S, minus_lse)
@@ -63,16 +66,16 @@ def two_pass_launches(
             dout, q, k, v, minus_lse, minus_delta, mask, scale, None, dk, dv, accumulate, states, counter
         )
     else:
-        num_blocks = triton.cdiv(S, block)
-        section = key_heads_for_keys(q, k, num_blocks)
+        num_blocks, key_heads = triton.cdiv(S, block), dk.shape[1]
+        section = key_heads_for_keys(q, dk, num_blocks)
         by_keys = Launch(
             keys_kernel,
-            (num_blocks * B * K,),
+            (num_blocks * B * key_heads,),
             (
                 *by_query, *by_key, to_dk, to_dv, describe(minus_lse, 64), describe(minus_delta, 64), first, last,
-                s_columns, H, K, H // K, T, S, rows, lo, hi, scale * LOG2E, scale, section,
+                s_columns, H, key_heads, H // key_heads, T, S, rows, lo, hi, scale * LOG2E, scale, section,
             ),
-            constants,
+            {**constants, "ACCUMULATE": accumulate and key_heads == K, "SPLIT_HEADS": key_heads > K},
         )  # fmt: skip
     num_blocks = triton.cdiv(T, 128)
     section = key_heads_for_queries(q, k, num_blocks)

@@ -21,7 +21,7 @@ from flashspan.kernels.hopper.config import (
 )
 from flashspan.kernels.hopper.masking import intervals_of, nth_block
 from flashspan.kernels.hopper.ptx import opaque
-from flashspan.kernels.hopper.scheduler import locate_keys
+from flashspan.kernels.hopper.scheduler import head_of_keys, locate_keys
 from flashspan.kernels.hopper.shared_memory import clear_nonfinite, store_output
 
 NUMBERS = ["s_columns", "H", "K", "G", "T", "S", "padded_T", "lo", "hi", "section"]
@@ -31,7 +31,7 @@ NUMBERS = ["s_columns", "H", "K", "G", "T", "S", "padded_T", "lo", "hi", "sectio
 def keys_kernel(
     desc_q, desc_do, desc_k, desc_v, desc_dk, desc_dv, desc_lse, desc_delta, first, last, s_columns, H, K, G, T, S,
     padded_T, lo, hi, scale, sm_scale, section, TABLE: gl.constexpr, ACCUMULATE: gl.constexpr, HAS_EDGES: gl.constexpr,
-    REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    SPLIT_HEADS: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of a block of keys."""
     BLOCK_Q: gl.constexpr = desc_q.block_type.shape[2]
@@ -67,7 +67,7 @@ def keys_kernel(
         mbarrier.init(q_empty.index(i), count=2)
         mbarrier.init(do_full.index(i), count=1)
         mbarrier.init(do_empty.index(i), count=2)
-    config = PassConfig(BLOCK_Q, BLOCK_K, BLOCK_D, TABLE, ACCUMULATE, HAS_EDGES, SCORES, GRADIENTS)
+    config = PassConfig(BLOCK_Q, BLOCK_K, BLOCK_D, TABLE, ACCUMULATE, HAS_EDGES, SPLIT_HEADS, SCORES, GRADIENTS)
     job = (
         KeyPassTensors(desc_q, desc_do, desc_k, desc_v, desc_dk, desc_dv, desc_lse, desc_delta),
         KeyPassBuffers(q_s, do_s, k_s, v_s, p_s, lse_s, delta_s),
@@ -99,8 +99,9 @@ def _produce(tensors, buffers, barriers, sizes, mask, config):
     i_b, i_k, n0, first, first_full, end_full, end = locate_keys(
         gl.program_id(0), gl.num_programs(0), sizes, mask, BLOCK_K, BLOCK_Q, config.TABLE, 1
     )
+    i_shared = head_of_keys(i_k, sizes.K, desc_k, config.SPLIT_HEADS)
     mbarrier.expect(k_full, desc_k.block_type.nbytes)
-    tma.async_copy_global_to_shared(desc_k, [i_b, i_k, n0, 0], k_full, buffers.k_s.index(0))
+    tma.async_copy_global_to_shared(desc_k, [i_b, i_shared, n0, 0], k_full, buffers.k_s.index(0))
     n = end - first
     for i in range(n * G):
         i_h = i_k * G + i // n
@@ -114,7 +115,7 @@ def _produce(tensors, buffers, barriers, sizes, mask, config):
         tma.async_copy_global_to_shared(desc_q, [i_b, i_h, m0, 0], q_full.index(stage), buffers.q_s.index(stage))
         if i == 0:
             mbarrier.expect(v_full, desc_v.block_type.nbytes)
-            tma.async_copy_global_to_shared(desc_v, [i_b, i_k, n0, 0], v_full, buffers.v_s.index(0))
+            tma.async_copy_global_to_shared(desc_v, [i_b, i_shared, n0, 0], v_full, buffers.v_s.index(0))
         mbarrier.wait(barriers.do_empty.index(stage), phase ^ 1)
         mbarrier.expect(do_full.index(stage), desc_do.block_type.nbytes + desc_delta.block_type.nbytes)
         tma.async_copy_global_to_shared(desc_delta, [row], do_full.index(stage), buffers.delta_s.index(stage))

@@ -63,7 +63,7 @@ def queries_kernel(
     for i in gl.static_range(2):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=2)
-    config = PassConfig(BLOCK_Q, BLOCK_K, BLOCK_D, TABLE, ACCUMULATE, HAS_EDGES, SCORES, GRADIENTS)
+    config = PassConfig(BLOCK_Q, BLOCK_K, BLOCK_D, TABLE, ACCUMULATE, HAS_EDGES, False, SCORES, GRADIENTS)
     job = (
         QueryPassTensors(desc_q, desc_do, desc_k, desc_v, desc_dq),
         QueryPassBuffers(q_s, do_s, k_s, v_s),

@@ -34,10 +34,11 @@ from flashspan.kernels.portable.common import (
     store_tile,
     unknown_zero,
 )
+from flashspan.kernels.portable.head_parts import add_parts_launch, count_parts, room_for_parts
 from flashspan.kernels.portable.loops import key_loop, query_loop
 from flashspan.kernels.portable.sparse import sparse_keys_kernel, sparse_queries_kernel
 from flashspan.kernels.portable.steps import column_words, keys_step, load_lse, queries_step, row_words
-from flashspan.kernels.portable.tiles import key_passes, tile
+from flashspan.kernels.portable.tiles import Tile, key_passes, multiprocessors, tile
 
 
 @triton.jit
@@ -57,15 +58,18 @@ def keys_kernel(
     s_rows, s_columns, lo, hi, H, K, T, S, scale, sm_scale, threshold, gain, stream, batch_stride,
     D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, TABLE: tl.constexpr, CONVEX: tl.constexpr, GROUP: tl.constexpr,
-    ADD: tl.constexpr, ES: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
+    PARTS: tl.constexpr, ADD: tl.constexpr, ES: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk, dv or both of one block of keys, summed in one loop over the tiles of all query heads that share it.
+
+    PARTS of the K key heads share a head of k and v (head_parts.py).
 
     Where both are 128 columns wide there is no register to spare: what only the epilogue needs is computed again there.
     """
     i_b, i_k, n0 = key_block(tl.program_id(0), K, S, BN)
-    k += i_b * s_kb + i_k.to(tl.int64) * s_kh
-    v += i_b * s_vb + i_k.to(tl.int64) * s_vh
+    k += i_b * s_kb + (i_k // PARTS).to(tl.int64) * s_kh
+    v += i_b * s_vb + (i_k // PARTS).to(tl.int64) * s_vh
     p_start, p_end = start + i_b * s_rows, end + i_b * s_rows
     p_first, p_last = first + i_b * s_columns, last + i_b * s_columns
 
@@ -208,23 +212,29 @@ def backward_launches(
     """The launches of backward, each under the names of the gradients it computes."""
     (B, H, T, D), (K, S), blocks = q.shape, k.shape[1:3], isinstance(mask, Blocks)
     seed, qpos, kpos, *drop = dropout_arguments(dropout, q)
-    numbers = (H, K, T, S, scale * LOG2E, scale, *drop)
+    rest = (T, S, scale * LOG2E, scale, *drop)
     constants = {"ADD": accumulate, **common_constants(q, dropout)}
     launches = {}
-    for names, size in key_passes(q, bits=blocks, dropout=dropout is not None).items() if k.numel() else ():
+    passes = key_passes(q, bits=blocks, dropout=dropout is not None) if k.numel() else {}
+    parts = 1 if blocks else _count_parts(q, k, passes)
+    to_dk, to_dv = (room_for_parts(k, parts) if parts > 1 else x for x in (dk, dv))
+    for names, size in passes.items():
         loop = query_loop(mask, q, k, size)
         launches[names] = Launch(
             sparse_keys_kernel if blocks else keys_kernel,
-            (loop.num_blocks * B * K,),
+            (loop.num_blocks * B * K * parts,),
             (
-                dout, q, k, v, lse, delta, dk, dv, *loop.tables, seed, qpos, kpos,
-                *strides(dout, q, k, v, dk, dv), *loop.numbers, *numbers,
+                dout, q, k, v, lse, delta, to_dk, to_dv, *loop.tables, seed, qpos, kpos,
+                *strides(dout, q, k, v, to_dk, to_dv), *loop.numbers, H, K * parts, *rest,
             ),
             {
-                **constants, **loop.constants, "DK": "dk" in names, "DV": "dv" in names, "GROUP": H // K,
-                "ES": size.edge_stages, **loop.size.constants(D),
+                **constants, **loop.constants, "DK": "dk" in names, "DV": "dv" in names, "GROUP": H // (K * parts),
+                **({} if blocks else {"PARTS": parts}), "ADD": accumulate and parts == 1, "ES": size.edge_stages,
+                **loop.size.constants(D),
             },
         )  # fmt: skip
+    if parts > 1:
+        launches["sum of parts"] = add_parts_launch(to_dk, to_dv, dk, dv, accumulate)
     if q.numel():
         loop = key_loop(mask, q, k, tile("dq", q, bits=blocks))
         constants |= loop.constants | loop.size.constants(D)
@@ -235,8 +245,18 @@ def backward_launches(
             (loop.num_blocks * B * H,),
             (
                 dout, q, k, v, lse, delta, dq, *loop.tables, seed, qpos, kpos,
-                *strides(dout, q, k, v, dq), *loop.numbers, *numbers,
+                *strides(dout, q, k, v, dq), *loop.numbers, H, K, *rest,
             ),
             constants,
         )  # fmt: skip
     return launches
+
+
+def _count_parts(q: Tensor, k: Tensor, passes: dict[str, Tile]) -> int:
+    """Into how many parts the query heads of a key head are divided, so that there are enough tiles of keys."""
+    (B, H, T, _), (K, S) = q.shape, k.shape[1:3]
+    if not passes or H == K:
+        return 1
+    size = next(iter(passes.values()))
+    num_tiles, num_blocks = triton.cdiv(S, size.block_k) * B * K, triton.cdiv(T, size.block_q)
+    return count_parts(H // K, num_tiles, num_blocks, multiprocessors(q.device))

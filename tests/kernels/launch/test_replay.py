@@ -210,6 +210,19 @@ def test_a_launch_replayed_is_the_launch_itself(gpu: Gpu) -> None:
             assert gpu.plain == before
 
 
+def test_parts_of_query_heads_are_replayed(gpu: Gpu) -> None:
+    """Where key heads are few, backward writes dK and dV into room made for the call, and one launch more adds them."""
+    for carried in (False, True):
+        x = [torch.zeros(1, heads, 300, 64).half() for heads in (8, 1, 1, 8)]
+        before = gpu.plain
+        attend(gpu, x, CAUSAL, carried=carried)
+        whole = 8 + (2 - 1) * carried  # a second forward and its repair, no cast
+        assert gpu.plain - before == whole + 2, "one sum of parts for each backward"
+        before = gpu.plain
+        attend(gpu, [y.clone() for y in x], CAUSAL, carried=carried)
+        assert gpu.plain == before
+
+
 def test_replaying_keeps_no_tensor_and_not_everything(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     mask = Rows(torch.zeros(70).int(), torch.full((70,), 70).int(), 70)
     x = [torch.zeros(1, 2, 70, 64).half() for _ in range(4)]

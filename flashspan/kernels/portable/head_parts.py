@@ -1,0 +1,81 @@
+"""Backward with few key heads: the query heads of a key head divided into parts, which are computed side by side.
+
+A program computes dK and dV of a block of keys and loops over all query heads that share them. With few key heads
+there are fewer such tiles than multiprocessors. A key head then becomes `parts` heads with the same K and V, and each
+of them serves an equal part of its query heads. Their dK and dV are float32, [B, K * parts, S, D], and one kernel adds
+them in a fixed order: gradients that repeat still do.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flashspan.kernels.launch.launch import Launch
+from flashspan.kernels.portable.common import load_tile, store_tile
+from flashspan.kernels.portable.tiles import block_dim
+
+ROUNDS = 1.9
+"""Tiles wanted for each multiprocessor: two, of which a few may be missing. Under a causal mask the longest tile takes
+twice the mean time, so with fewer than two rounds most multiprocessors would wait for it."""
+
+MIN_BLOCKS = 4
+"""Blocks of queries that each part has at least: fewer take less time than writing and adding its dK and dV."""
+
+
+@lru_cache(4096)
+def count_parts(group: int, num_tiles: int, num_blocks: int, multiprocessors: int) -> int:
+    """How many parts a group of query heads is divided into: the smallest divisor of the group that gives enough tiles,
+    or the largest one allowed if none does. A head has `num_blocks` blocks of queries."""
+    found = 1
+    for parts in range(1, group + 1):
+        if num_tiles * found >= ROUNDS * multiprocessors:
+            break
+        if group % parts == 0 and group // parts * num_blocks >= MIN_BLOCKS:
+            found = parts
+    return found
+
+
+def room_for_parts(k: Tensor, parts: int) -> Tensor:
+    """Room for dK or dV of each part."""
+    B, K, S, D = k.shape
+    return torch.empty(B, K * parts, S, D, dtype=torch.float32, device=k.device)
+
+
+@triton.jit(do_not_specialize=["K", "S", "num_parts"])
+def add_parts_kernel(
+    dk_parts, dv_parts, dk, dv, s_dkb, s_dkh, s_dks, s_dvb, s_dvh, s_dvs, K, S, num_parts,
+    D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of one block of keys."""
+    num_blocks = tl.cdiv(S, BN)
+    i_bk = (tl.program_id(0) // num_blocks).to(tl.int64)
+    i_b, i_k = i_bk // K, i_bk % K
+    n0 = tl.program_id(0) % num_blocks * BN
+    o_n = tl.arange(0, BN)
+    step = tl.cast(S, tl.int64) * D
+    first = i_bk * num_parts * step
+    b_dk = tl.zeros([BN, BD], tl.float32)
+    b_dv = tl.zeros([BN, BD], tl.float32)
+    for i in range(num_parts):
+        b_dk += load_tile(dk_parts + first + i * step, n0, o_n, D, S, D, BD, True)
+        b_dv += load_tile(dv_parts + first + i * step, n0, o_n, D, S, D, BD, True)
+    store_tile(dk + i_b * s_dkb + i_k * s_dkh, n0, o_n, s_dks, S, b_dk, D, BD, ADD)
+    store_tile(dv + i_b * s_dvb + i_k * s_dvh, n0, o_n, s_dvs, S, b_dv, D, BD, ADD)
+
+
+def add_parts_launch(dk_parts: Tensor, dv_parts: Tensor, dk: Tensor, dv: Tensor, accumulate: bool) -> Launch:
+    """What adds the parts into dk and dv, as data."""
+    B, K, S, D = dk.shape
+    wide = block_dim(D)
+    block = max(16, 2048 // wide)
+    return Launch(
+        add_parts_kernel,
+        (triton.cdiv(S, block) * B * K,),
+        (dk_parts, dv_parts, dk, dv, *dk.stride()[:3], *dv.stride()[:3], K, S, dk_parts.shape[1] // K),
+        {"D": D, "BD": wide, "BN": block, "ADD": accumulate, "num_warps": 4},
+    )

@@ -1,0 +1,221 @@
+"""Backward with few key heads, whose query heads are divided into parts: launches as data and the portable kernels
+here, the Hopper kernels on a GPU (`pytest -m gpu` of this file)."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashspan.kernels import portable, reference
+from flashspan.kernels.contract import Problem
+from flashspan.kernels.dropout import Dropout
+from flashspan.kernels.launch.launch import Launch
+from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band, Mask
+from flashspan.kernels.masks.patterns import documents, random_blocks
+from flashspan.kernels.portable.backward import backward_launches
+from flashspan.kernels.portable.head_parts import MIN_BLOCKS, ROUNDS, add_parts_launch, count_parts
+from tests.kernels.cases import GRADIENT_BOUND, Shape, make_inputs, relative, solve
+
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled here, not interpreted")
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+def test_parts_are_the_fewest_that_occupy_the_gpu() -> None:
+    for group in range(1, 40):
+        for num_tiles in (1, 8, 63, 64, 126, 200, 251, 1000):
+            for num_blocks in (1, 2, 16, 128):
+                parts = count_parts(group, num_tiles, num_blocks, 132)
+                divisors = [x for x in range(1, group + 1) if group % x == 0]
+                allowed = [x for x in divisors if x == 1 or group // x * num_blocks >= MIN_BLOCKS]
+                enough = [x for x in allowed if num_tiles * x >= ROUNDS * 132]
+                assert parts == (enough[0] if enough else allowed[-1])
+
+
+def launches_of(
+    heads: tuple[int, int],
+    tokens: int,
+    head_dim: int,
+    mask: Mask = CAUSAL,
+    *,
+    accumulate: bool = False,
+    deterministic: bool = False,
+) -> tuple[list[Launch], list[Tensor]]:
+    """What the Hopper backward launches on meta tensors, and where dK and dV of the parts are."""
+    one_pass = pytest.importorskip("flashspan.kernels.hopper.one_pass")
+    from flashspan.kernels.hopper.launch import _backward_launches, room_for_parts
+    from flashspan.kernels.hopper.parts import new_rows
+
+    q, k = (torch.empty(1, n, tokens, head_dim, dtype=torch.bfloat16, device="meta") for n in heads)
+    parts = one_pass.count_head_parts(q, k, mask, accumulate, not deterministic)
+    dq, dk, dv = (x.float() if accumulate else torch.empty_like(x) for x in (q, k, k))
+    to_dk, to_dv = (room_for_parts(k, parts) if parts > 1 else x for x in (dk, dv))
+    rows = torch.empty(1, heads[0], tokens, device="meta")
+    sums = dq if accumulate or deterministic else torch.empty(heads[0] * 8192 * head_dim // 256, 256, device="meta")
+    counter = torch.empty(4, dtype=torch.int32, device="meta")
+    kind, numbers, tables = mask.to("meta").pack()
+    tensors = (q, q, k, k, rows, rows, dq, dk, dv, *tables, new_rows(q), new_rows(q), sums, to_dk, to_dv, counter)
+    launches = _backward_launches(
+        (*tensors, counter), kind, tuple(numbers), 0.1, accumulate, deterministic or head_dim > 128, False
+    )
+    assert launches is not None
+    return launches, [to_dk, to_dv]
+
+
+def names(launches: list[Launch]) -> list[str]:
+    return [launch.kernel.__name__ for launch in launches]
+
+
+def numbers(launch: Launch) -> dict[str, Any]:
+    return dict(zip(launch.kernel.arg_names, launch.arguments, strict=False))
+
+
+@pytest.mark.parametrize(
+    ("heads", "tokens", "head_dim", "deterministic", "parts"),
+    [
+        ((16, 1), 8192, 128, False, 4),
+        ((16, 1), 8192, 128, True, 4),
+        ((16, 1), 8192, 64, False, 8),  # tiles of 192 keys
+        ((16, 1), 8192, 64, True, 4),
+        ((16, 1), 8192, 256, True, 2),  # tiles of 64 keys
+        ((32, 2), 8192, 128, False, 2),
+        ((32, 8), 8192, 128, False, 1),
+        ((16, 1), 16384, 128, False, 2),
+        ((16, 1), 32768, 128, False, 1),
+        ((8, 8), 128, 128, False, 1),
+        ((16, 1), 1, 128, False, 4),
+        ((7, 1), 1000, 64, False, 7),
+    ],
+)
+def test_few_key_heads_become_several(
+    heads: tuple[int, int], tokens: int, head_dim: int, deterministic: bool, parts: int
+) -> None:
+    launches, rooms = launches_of(heads, tokens, head_dim, deterministic=deterministic)
+    keys = numbers(launches[1])
+    assert launches[1].constants["SPLIT_HEADS"] is (parts > 1)
+    assert (keys["K"], keys["G"]) == (heads[1] * parts, heads[0] // (heads[1] * parts))
+    assert keys["desc_k"].shape[1] == heads[1]
+    assert [keys["desc_dk"].base, keys["desc_dv"].base] == rooms
+    last = ["queries_kernel"] if deterministic else []
+    if parts == 1:
+        assert names(launches)[2:] == [*last, *([] if deterministic else ["cast_kernel"])]
+        assert all(x.dtype == torch.bfloat16 for x in rooms)
+        return
+    assert names(launches)[2:] == [*last, "add_parts_kernel", *([] if deterministic else ["cast_kernel"])]
+    assert all(x.shape == (1, heads[1] * parts, tokens, head_dim) and x.dtype == torch.float32 for x in rooms)
+    assert numbers(launches[2 + deterministic])["num_parts"] == parts
+    # The query heads of a part are among those that share its head of K and V, and each is in one part.
+    served = [(part * keys["G"] + g, part // parts) for part in range(keys["K"]) for g in range(keys["G"])]
+    assert served == [(head, head // (heads[0] // heads[1])) for head in range(heads[0])]
+
+
+def test_parts_are_stored_and_their_sum_is_added() -> None:
+    for mask in (CAUSAL, Band(-1023, 0), documents([3000, 5192])):
+        launches, _ = launches_of((16, 1), 8192, 128, mask, accumulate=True)
+        assert launches[1].constants["ACCUMULATE"], "of dq"
+        assert not launches[1].constants["SPLIT_TILES"]
+        assert launches[2].constants["ADD"]
+    launches, _ = launches_of((16, 1), 8192, 256, accumulate=True, deterministic=True)
+    assert not launches[1].constants["ACCUMULATE"]
+    assert launches[2].constants["ACCUMULATE"]
+
+
+def test_tiles_that_are_split_by_queries_are_not_split_by_heads() -> None:
+    """Of a full mask, where gradients are added; a few queries are too few for that."""
+    launches, _ = launches_of((16, 1), 8192, 128, EVERYTHING, accumulate=True)
+    assert (launches[1].constants["SPLIT_TILES"], launches[1].constants["SPLIT_HEADS"]) == (True, False)
+    launches, _ = launches_of((16, 1), 1000, 128, EVERYTHING, accumulate=True)
+    assert (launches[1].constants["SPLIT_TILES"], launches[1].constants["SPLIT_HEADS"]) == (False, True)
+
+
+@interpreted
+@pytest.mark.parametrize("head_dim", [16, 40, 64, 128])
+@pytest.mark.parametrize("add", [False, True])
+def test_the_sum_of_parts_is_right(head_dim: int, add: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randn(2, 6, 37, head_dim, generator=generator) for _ in range(2)]
+    made = [torch.full((2, 37, 2, head_dim), 1.0 if add else torch.nan).transpose(1, 2) for _ in range(2)]
+    add_parts_launch(*parts, *made, add)()
+    for got, x in zip(made, parts, strict=True):
+        torch.testing.assert_close(got, x.view(2, 2, 3, 37, head_dim).sum(2) + (1.0 if add else 0.0))
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("shape", "mask", "accumulate"),
+    [
+        (Shape(1, 4, 1, 70, 20, 16), CAUSAL, False),
+        (Shape(2, 8, 2, 70, 33, 20), Band(-30, 40), True),
+        (Shape(1, 4, 1, 70, 30, 130), documents([50, 20], [10, 20]), True),
+    ],
+)
+def test_the_portable_backward_divides_heads(shape: Shape, mask: Mask, accumulate: bool) -> None:
+    x = make_inputs(shape, 0, layout="BTHD")
+    dropout = Dropout(0.2, torch.tensor([3]))
+    right = solve(x, mask, 0.3, dropout)
+    made = [torch.full_like(t, 1.0 if accumulate else torch.nan) for t in (x.q, x.k, x.v)]
+    given = (x.dout, x.q, x.k, x.v, right.lse.float(), right.delta.float())
+    launches = backward_launches(*given, mask, 0.3, *made, accumulate, dropout)
+    assert "sum of parts" in launches
+    problem = Problem(mask, 0.3, dropout)
+    portable.backward(*given, problem, dq=made[0], dk=made[1], dv=made[2], accumulate=accumulate)
+    for got, want in zip(made, (right.dq, right.dk, right.dv), strict=True):
+        assert relative(got - float(accumulate), want, right.dk) <= GRADIENT_BOUND
+
+
+MASKS: dict[str, Any] = {
+    "causal": lambda T: CAUSAL,
+    "full": lambda T: EVERYTHING,
+    "window": lambda T: Band(-100, 20),
+    "documents": lambda T: documents([T - T // 3, T // 3]) & CAUSAL,
+    "block map": lambda T: random_blocks(T, 0.5),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_gradients_of_few_key_heads(head_dim: int, mask: str, deterministic: bool) -> None:
+    """Written and added, against float64; dK and dV have one order of sums, all gradients if they are deterministic."""
+    from flashspan.kernels import hopper
+    from flashspan.kernels.hopper.one_pass import count_head_parts
+    from tests.kernels.test_hopper import GRADIENT_BOUND, tensors
+
+    if mask == "block map" and (deterministic or head_dim == 256):
+        pytest.skip("left to the portable kernels")
+    choice = random.Random(head_dim)
+    for B, H, K in ((1, 16, 1), (1, 32, 2), (2, 8, 1), (2, 12, 3)):
+        for T in (1000, 1, 63, 2111):
+            q, k, v, dout = tensors(choice, B, H, K, T, T, head_dim)
+            problem = Problem(MASKS[mask](T).to("cuda"), head_dim**-0.5, deterministic=deterministic)
+            wide = [x.double() for x in (q, k, v)]
+            out, lse = reference.forward(*wide, problem)
+            delta = (dout.double() * out).sum(-1)
+            wanted = [torch.zeros_like(x) for x in wide]
+            reference.backward(
+                dout.double(), *wide, lse, delta, problem, dq=wanted[0], dk=wanted[1], dv=wanted[2], accumulate=True
+            )
+            given = (dout, q, k, v, lse.float(), delta.float(), problem)
+            for accumulate in (False, True):
+                if (H, K) == (16, 1) and not (accumulate and mask == "full" and T > 2000):
+                    assert count_head_parts(q, k, problem.mask, accumulate, not deterministic) > 1
+                repeated: list[list[Tensor]] = []
+                for _ in range(3):
+                    value, dtype = (1.0, torch.float32) if accumulate else (torch.nan, q.dtype)
+                    made = [torch.full(x.shape, value, dtype=dtype, device="cuda") for x in (q, k, v)]
+                    hopper.backward(*given, dq=made[0], dk=made[1], dv=made[2], accumulate=accumulate)
+                    repeated.append(made)
+                split = accumulate and mask == "full" and not deterministic and head_dim <= 128  # by queries
+                for place, (name, want) in enumerate(zip(("dq", "dk", "dv"), wanted, strict=True)):
+                    found = [made[place] for made in repeated]
+                    error = relative(found[0].double() - float(accumulate), want, *wanted)
+                    assert error <= GRADIENT_BOUND, f"{name}: {B} x {H}/{K} heads, {T} tokens, {accumulate=}"
+                    if deterministic or head_dim == 256 or (name != "dq" and not split):
+                        assert torch.equal(found[0], found[1])
+                        assert torch.equal(found[0], found[2])
