@@ -16,7 +16,7 @@ import importlib.util
 import math
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,15 @@ from flashspan.model.rope import frequencies
 if TYPE_CHECKING:
     from flashspan.kernels.launch.launch import Launch
 
-    from .cache import Cache
+
+class LayerCache(Protocol):
+    """A layer's keys and values, [2, B, K, capacity, D]."""
+
+    capacity: int
+
+    @property
+    def room(self) -> Tensor: ...
+
 
 FAILED: dict[tuple[Any, ...], str] = {}
 """Shapes whose kernels could not be compiled here, and what went wrong: they are not tried again."""
@@ -40,7 +48,7 @@ FAILED: dict[tuple[Any, ...], str] = {}
 class FusedStep:
     """The launches of a step and the buffers between them. Weights and caches are read where they lie."""
 
-    def __init__(self, model: Llama, caches: Sequence[Cache], positions: Tensor) -> None:
+    def __init__(self, model: Llama, caches: Sequence[LayerCache], positions: Tensor) -> None:
         from flashspan.kernels.portable import matvec
 
         config, weight = model.config, model.head.weight
@@ -130,7 +138,7 @@ class FusedStep:
         )
 
 
-def fused_step(model: Llama, caches: Sequence[Cache], positions: Tensor) -> FusedStep | None:
+def fused_step(model: Llama, caches: Sequence[LayerCache], positions: Tensor) -> FusedStep | None:
     """The step for a model and its filled caches on a GPU; None where it does not serve."""
     shape = (model.config, len(positions), caches[0].capacity, model.head.weight.dtype, positions.device)
     if not _has_gpu(positions.device) or not serves(model, caches, len(positions)) or shape in FAILED:
@@ -152,7 +160,7 @@ def fused_step(model: Llama, caches: Sequence[Cache], positions: Tensor) -> Fuse
     return step
 
 
-def serves(model: Llama, caches: Sequence[Cache], num_rows: int) -> bool:
+def serves(model: Llama, caches: Sequence[LayerCache], num_rows: int) -> bool:
     """Whether a model is just what its page says: whole dense weights of one dtype, and no hooks; and few rows."""
     from flashspan.kernels.portable import decode
     from flashspan.kernels.portable.matvec import MAX_ROWS

@@ -94,11 +94,9 @@ def backward(
     if isinstance(problem.mask, Blocks) and problem.mask.num_batch * problem.mask.num_heads > 1:
         sums = [torch.zeros_like(x, dtype=work) for x in (dq, dk, dv)]
         for part, b, h, kv in _each_map(problem, problem.mask, q, k):
-            mine = [x[b, heads] for x, heads in zip(sums, (h, kv, kv), strict=True)]
-            backward(
-                dout[b, h], q[b, h], k[b, kv], v[b, kv], lse[b, h], delta[b, h], part,
-                dq=mine[0], dk=mine[1], dv=mine[2], accumulate=True,
-            )  # fmt: skip
+            inputs = (dout[b, h], q[b, h], k[b, kv], v[b, kv], lse[b, h], delta[b, h])
+            dq_part, dk_part, dv_part = (x[b, heads] for x, heads in zip(sums, (h, kv, kv), strict=True))
+            backward(*inputs, part, dq=dq_part, dk=dk_part, dv=dv_part, accumulate=True)
         for total, added in zip((dq, dk, dv), sums, strict=True):
             total += added
         return

@@ -47,7 +47,7 @@ for length in (4096, 1000, 999):  # whole tiles, ragged ones, and a tensor that 
     building = Building(torch.empty(1, 2, length, length, dtype=torch.bool, device="meta"), (128, 128))
     rows = torch.empty(2, length, dtype=torch.int32, device="meta")
     launches += [building.classify_launch(), runs_launch(building.visible[0], rows, rows, rows)]
-launches += [building.measure_launch(), building.write_launch(*building.allocate(99, 9))]
+launches += [building.measure_launch(), building.write_launch(building.allocate(99, 9))]
 costs = [compile.compile_launch(launch) for launch in launches]
 fences = [cost.instructions["MEMBAR"] for cost in costs]
 print(json.dumps([(cost.spilled_bytes, cost.registers, cost.shared_bytes) for cost in costs] + [fences]))

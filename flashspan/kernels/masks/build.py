@@ -102,7 +102,8 @@ def from_coarse(coarse: Tensor, num_queries: int, num_keys: int, size: int | tup
         def rule(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             return coarse[b, h, i // size_q, j // size_k]
 
-        return from_rule(rule, num_queries, num_keys, *coarse.shape[:2], block, coarse.device)
+        num_batch, num_heads = coarse.shape[:2]
+        return from_rule(rule, num_queries, num_keys, num_batch, num_heads, block, coarse.device)
     grid = coarse.repeat_interleave(size_q // block_q, 2).repeat_interleave(size_k // block_k, 3)
     grid = grid[:, :, : -(-num_queries // block_q), : -(-num_keys // block_k)]
     kinds = torch.where(grid, FULL, EMPTY).to(torch.uint8)

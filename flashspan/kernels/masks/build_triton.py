@@ -13,6 +13,7 @@ The map equals that of block_map.py and bits.py bit for bit. runs_triton.py firs
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -296,7 +297,7 @@ def build_dense(visible: Tensor, block: tuple[int, int]) -> tuple[Lists, Lists, 
         if differs:
             return None
         outputs = building.allocate((visited & 0xFFFFFFFF) + (visited >> 32), num_bits)
-        building.write_launch(*outputs)()
+        building.write_launch(outputs)()
     row_index, row_tile, column_index, column_tile, bits, bits_t = outputs
     rows = Lists(long_rows, building.row_spans, row_index, row_tile, building.row_order)
     columns = Lists(long_columns, building.column_spans, column_index, column_tile, building.column_order)
@@ -367,10 +368,8 @@ class Building:
         bits, bits_t = (num_bits, block_q, block_k // packed.WORD), (num_bits, block_k, block_q // packed.WORD)
         return [*[empty(num_visited) for _ in range(4)], empty(bits), empty(bits_t)]
 
-    def write_launch(
-        self, row_index: Tensor, row_tile: Tensor, column_index: Tensor, column_tile: Tensor, bits: Tensor,
-        bits_t: Tensor,
-    ) -> Launch:  # fmt: skip
+    def write_launch(self, outputs: Sequence[Tensor]) -> Launch:
+        row_index, row_tile, column_index, column_tile, bits, bits_t = outputs
         rows, columns = (self.row_spans, row_index, row_tile), (self.column_spans, column_index, column_tile)
         inputs = (self.words, self.octets, self.grid, self.number, self.tile_of)
         tensors, sizes = (*inputs, *rows, *columns, bits, bits_t), (self.num_q, self.num_k, self.num_maps)

@@ -212,7 +212,7 @@ def backward_launches(
     """The launches of backward, each under the names of the gradients it computes."""
     (B, H, T, D), (K, S), blocks = q.shape, k.shape[1:3], isinstance(mask, Blocks)
     seed, qpos, kpos, *drop = dropout_arguments(dropout, q)
-    rest = (T, S, scale * LOG2E, scale, *drop)
+    inputs, rest = (dout, q, k, v, lse, delta), (T, S, scale * LOG2E, scale, *drop)
     constants = {"ADD": accumulate, **common_constants(q, dropout)}
     launches = {}
     passes = key_passes(q, bits=blocks, dropout=dropout is not None) if k.numel() else {}
@@ -220,35 +220,26 @@ def backward_launches(
     to_dk, to_dv = (room_for_parts(k, parts) if parts > 1 else x for x in (dk, dv))
     for names, size in passes.items():
         loop = query_loop(mask, q, k, size)
-        launches[names] = Launch(
-            sparse_keys_kernel if blocks else keys_kernel,
-            (loop.num_blocks * B * K * parts,),
-            (
-                dout, q, k, v, lse, delta, to_dk, to_dv, *loop.tables, seed, qpos, kpos,
-                *strides(dout, q, k, v, to_dk, to_dv), *loop.numbers, H, K * parts, *rest,
-            ),
-            {
-                **constants, **loop.constants, "DK": "dk" in names, "DV": "dv" in names, "GROUP": H // (K * parts),
-                **({} if blocks else {"PARTS": parts}), "ADD": accumulate and parts == 1, "ES": size.edge_stages,
-                **loop.size.constants(D),
-            },
-        )  # fmt: skip
+        kernel = sparse_keys_kernel if blocks else keys_kernel
+        tensors = (*inputs, to_dk, to_dv, *loop.tables, seed, qpos, kpos)
+        steps = strides(dout, q, k, v, to_dk, to_dv)
+        arguments = (*tensors, *steps, *loop.numbers, H, K * parts, *rest)
+        key_constants = {"DK": "dk" in names, "DV": "dv" in names, "GROUP": H // (K * parts), "ES": size.edge_stages}
+        key_constants |= constants | loop.constants | loop.size.constants(D) | {"ADD": accumulate and parts == 1}
+        if not blocks:
+            key_constants["PARTS"] = parts
+        launches[names] = Launch(kernel, (loop.num_blocks * B * K * parts,), arguments, key_constants)
     if parts > 1:
         launches["sum of parts"] = add_parts_launch(to_dk, to_dv, dk, dv, accumulate)
     if q.numel():
         loop = key_loop(mask, q, k, tile("dq", q, bits=blocks))
+        kernel = sparse_queries_kernel if blocks else queries_kernel
+        tensors = (*inputs, dq, *loop.tables, seed, qpos, kpos)
+        arguments = (*tensors, *strides(dout, q, k, v, dq), *loop.numbers, H, K, *rest)
         constants |= loop.constants | loop.size.constants(D)
         if blocks:
             constants["EC"] = min(loop.size.edge_slice, constants["BC"])
-        launches["dq"] = Launch(
-            sparse_queries_kernel if blocks else queries_kernel,
-            (loop.num_blocks * B * H,),
-            (
-                dout, q, k, v, lse, delta, dq, *loop.tables, seed, qpos, kpos,
-                *strides(dout, q, k, v, dq), *loop.numbers, H, K, *rest,
-            ),
-            constants,
-        )  # fmt: skip
+        launches["dq"] = Launch(kernel, (loop.num_blocks * B * H,), arguments, constants)
     return launches
 
 

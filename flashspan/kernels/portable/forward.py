@@ -176,18 +176,12 @@ def forward_launch(
     (B, H, T, D), (K, S), blocks = q.shape, k.shape[1:3], isinstance(mask, Blocks)
     loop = key_loop(mask, q, k, tile("out", q, bits=blocks))
     seed, qpos, kpos, *drop = dropout_arguments(dropout, q)
-    launch = Launch(
-        sparse_forward_kernel if blocks else forward_kernel,
-        (loop.num_blocks * B * H,),
-        (
-            q, k, v, out, lse, *loop.tables, seed, qpos, kpos, *strides(q, k, v, out), *loop.numbers,
-            H, K, T, S, scale * LOG2E, *drop,
-        ),
-        {
-            **loop.constants, "CARRY": carry, "NEGATIVE": scale < 0, **common_constants(q, dropout),
-            **loop.size.constants(D),
-        },
-    )  # fmt: skip
+    tensors = (q, k, v, out, lse, *loop.tables, seed, qpos, kpos)
+    numbers = (*strides(q, k, v, out), *loop.numbers, H, K, T, S, scale * LOG2E, *drop)
+    constants = {"CARRY": carry, "NEGATIVE": scale < 0, **loop.constants, **common_constants(q, dropout)}
+    constants |= loop.size.constants(D)
+    kernel = sparse_forward_kernel if blocks else forward_kernel
+    launch = Launch(kernel, (loop.num_blocks * B * H,), (*tensors, *numbers), constants)
     if only is None:
         return launch
     return repair(launch, sparse_repair_kernel if blocks else repair_kernel, only)
