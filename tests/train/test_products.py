@@ -85,8 +85,11 @@ def test_a_compiled_layer_keeps_them_alone(on_ranks: OnRanks, config_of: ConfigO
         pytest.param(
             ["--train.compile=true", "--train.recompute=elementwise", "--parallel.context=2"], marks=pytest.mark.slow
         ),
-        pytest.param(["--train.recompute=full", "--parallel.data=2", "--parallel.context=1"], marks=pytest.mark.slow),
-        ["--parallel.shard=2", "--parallel.context=1", "--train.compile=true", "--train.recompute=elementwise"],
+        ["--train.recompute=full", "--parallel.data=2", "--parallel.context=1"],
+        pytest.param(
+            ["--parallel.shard=2", "--parallel.context=1", "--train.compile=true", "--train.recompute=elementwise"],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_run_with_them_follows_the_curve(on_ranks: OnRanks, config_of: ConfigOf, options: list[str]) -> None:
