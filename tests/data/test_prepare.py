@@ -123,7 +123,7 @@ def test_line_ends_of_text_files_become_newlines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_long_text_file_is_one_document_whoever_reads_it(
+def test_a_long_text_file_is_one_document_however_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int
 ) -> None:
     text = "".join(f"{'wörd ' * (i * 7 % 23)}{i}\n" for i in range(400)) + "z" * 3000 + "\nand no last newline"
@@ -281,7 +281,7 @@ def test_a_kill_loses_nothing_and_changes_no_byte(
     assert files(tmp_path / "cut") == files(tmp_path / "whole")
 
 
-def test_a_killed_process_is_told_in_a_line(
+def test_a_killed_process_is_reported_in_one_line(
     lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Killed(Executor):

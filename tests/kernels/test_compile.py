@@ -295,13 +295,13 @@ print(json.dumps([len(described), sum(tensor() is not None for tensor in describ
 """
 
 
-def test_what_is_worked_out_for_a_launch_keeps_no_tensor_alive() -> None:
+def test_a_prepared_launch_keeps_no_tensor_alive() -> None:
     [(described, kept)] = compile_apart(KEPT, [])
     assert described > 20
     assert kept == 0
 
 
-def test_the_hopper_kernels_compile() -> None:
+def test_common_hopper_kernels_compile() -> None:
     check_hopper(*PLAIN)
 
 
