@@ -117,7 +117,7 @@ def test_a_stall_is_named_and_ended() -> None:
     assert all(gone(pid) for pid in pids)
 
 
-def test_ranks_end_with_a_parent_that_was_killed_and_that_nobody_waits_for() -> None:
+def test_ranks_end_with_a_killed_parent_that_is_not_reaped() -> None:
     program = """if __name__ == "__main__":
         import os, time
         from flashspan.launch import Ranks
@@ -140,7 +140,7 @@ def test_ranks_end_with_a_parent_that_was_killed_and_that_nobody_waits_for() -> 
         parent.communicate()
 
 
-def test_a_death_of_whom_ranks_are_forked_from_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_death_of_the_fork_server_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(process: object) -> None:
         raise EOFError("unexpected EOF")
 
@@ -204,7 +204,7 @@ def say_who_is_silent() -> None:
     raise SilentRank("rank 7 did not answer")
 
 
-def test_the_first_cause_is_told_in_one_line() -> None:
+def test_the_first_cause_is_reported_in_one_line() -> None:
     for fn, cause in (
         (kill_on_one, "the process of rank 1 died: killed by SIGKILL"),
         (die_on_one, "the process of rank 1 died: exit code 3"),
@@ -221,7 +221,7 @@ def test_the_first_cause_is_told_in_one_line() -> None:
         launch.raise_user_error(caught.value)
 
 
-def test_a_death_is_told_at_once_and_its_peers_have_ended() -> None:
+def test_a_death_is_reported_at_once_and_its_peers_have_ended() -> None:
     ranks, begin = Ranks(2), time.monotonic()
     pids = ranks.pids
     with pytest.raises(RankError):

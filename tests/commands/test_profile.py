@@ -18,7 +18,7 @@ from flashspan.cli import main
 from flashspan.commands.profile import residual_mib
 
 
-def test_the_profiler_is_quiet_whoever_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_profiler_is_quiet_in_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in ranks, and under `flashspan bench cpu-ring`: it reads this when it first starts."""
     monkeypatch.delenv("KINETO_LOG_LEVEL", raising=False)
     trace.profiled(torch.device("cpu"))

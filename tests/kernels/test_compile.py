@@ -20,9 +20,9 @@ for made, dtype, head_dim in json.loads(sys.argv[1]):
 """
 LOOSE = 'import torch; torch.set_float32_matmul_precision("high")'
 # Each takes seconds: CI compiles the tiles users meet most, `-m slow` all of them.
-COMMON = [("out", "bfloat16", 128), ("dk dv", "bfloat16", 128), ("dk dv", "bfloat16", 64), ("dq", "bfloat16", 64)]
+COMMON = [("out", "bfloat16", 128), ("dq", "bfloat16", 64)]
 REST = [
-    *[("dq", "bfloat16", 128), ("out", "bfloat16", 64)],
+    *[("dk dv", "bfloat16", 128), ("dk dv", "bfloat16", 64), ("dq", "bfloat16", 128), ("out", "bfloat16", 64)],
     *[(made, "bfloat16", size) for size in (16, 32) for made in ("out", "dk dv", "dq")],
     *[(made, "bfloat16", 256) for made in ("out", "dk", "dv", "dq")],
     *[(made, "float32", size) for size in (16, 32, 64, 128) for made in ("out", "dk dv", "dq")],
@@ -132,7 +132,7 @@ def check_fits(kind: str, architecture: int | str, options: str, *tiles: tuple[s
 
 
 def test_heads_of_128_fit_a_small_gpu() -> None:
-    check_fits("cuda", 89, "", *[(made, "bfloat16", 128) for made in ("out", "dk dv", "dq")])
+    check_fits("cuda", 89, "", ("dk dv", "bfloat16", 128))  # which needs most shared memory
 
 
 @pytest.mark.slow
@@ -224,8 +224,6 @@ for kind, head_dim, dtype, mask, carry in json.loads(sys.argv[1]):
 PLAIN = [
     ("finer", 128, "bfloat16", "causal", "plain"),
     ("forward", 128, "bfloat16", "causal", "plain"),
-    ("forward", 64, "bfloat16", "window", "carry"),
-    ("forward", 64, "bfloat16", "unit", "plain"),
     ("backward", 128, "bfloat16", "causal", "plain"),
 ]
 PARTS = ("backward", 128, "bfloat16", "parts", "plain")
@@ -310,13 +308,13 @@ print(json.dumps([len(described), sum(tensor() is not None for tensor in describ
 """
 
 
-def test_what_is_worked_out_for_a_launch_keeps_no_tensor_alive() -> None:
+def test_a_prepared_launch_keeps_no_tensor_alive() -> None:
     [(described, kept)] = compile_apart(KEPT, [])
     assert described > 20
     assert kept == 0
 
 
-def test_the_hopper_kernels_compile() -> None:
+def test_common_hopper_kernels_compile() -> None:
     check_hopper(*PLAIN)
 
 

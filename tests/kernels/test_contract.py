@@ -280,7 +280,7 @@ def test_the_output_has_the_dtype_asked_for(subject: Subject, out_dtype: torch.d
 
 @examples(40)
 @given(data=st.data())
-def test_a_nan_behind_the_mask_reaches_nobody(subject: Subject, data: st.DataObject) -> None:
+def test_nan_in_a_masked_key_reaches_no_result(subject: Subject, data: st.DataObject) -> None:
     """Keys that no row sees are poisoned, then keys that some do: only those rows may tell."""
     shape = data.draw(shapes(subject.lengths))
     mask = data.draw(masks(shape.num_batch, shape.num_queries, shape.num_keys))

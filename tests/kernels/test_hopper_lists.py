@@ -53,12 +53,12 @@ def compiles(which: str, head_dim: int) -> None:
     assert not [warning for warning in warnings if "serialized" in warning]
 
 
-def test_backward_compiles() -> None:
-    compiles("backward", 64)
+def test_forward_compiles() -> None:
+    compiles("forward", 64)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("which", "head_dim"), [("forward", 64), ("forward", 128), ("backward", 128)])
+@pytest.mark.parametrize(("which", "head_dim"), [("forward", 128), ("backward", 64), ("backward", 128)])
 def test_the_others_compile(which: str, head_dim: int) -> None:
     compiles(which, head_dim)
 

@@ -1,4 +1,4 @@
-"""The kernels for block maps compile for sm_90 with no GPU, and spill what intervals do: CI two, `-m slow` all."""
+"""The kernels for block maps compile for sm_90 with no GPU, and spill what intervals do: CI one, `-m slow` all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ for made, dtype, head_dim in json.loads(sys.argv[1]):
     cost = compile_launch(shipped_launches(getattr(torch, dtype), head_dim, mask=mask)[made])
     print(json.dumps([cost.spilled_bytes, cost.shared_bytes, cost.instructions["HGMMA"] + cost.instructions["HMMA"]]))
 """
-FIRST = [("out", "bfloat16", 128), ("dk dv", "bfloat16", 128)]
+FIRST = [("dk dv", "bfloat16", 128)]
 
 
 def check(*tiles: tuple[str, str, int]) -> None:

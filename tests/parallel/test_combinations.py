@@ -93,7 +93,7 @@ def _alone(max_norm: float) -> tuple[list[float], dict[str, Tensor]]:
     return norms, model.state_dict()
 
 
-def _mixture(degrees: dict[str, int], engine: str, max_norm: float) -> tuple[list[float], dict[str, Tensor], bool]:
+def _train_on(degrees: dict[str, int], engine: str, max_norm: float) -> tuple[list[float], dict[str, Tensor], bool]:
     mesh = build_mesh(**degrees)
     model: nn.Module = _model()
     if dist.get_rank():
@@ -125,7 +125,7 @@ def test_every_combination_trains_and_clips_as_one_device_does(
 ) -> None:
     want_norms, want = _alone(0.3)
     assert min(want_norms) > 0.3  # so that clipping does something
-    for norms, state, split in on_ranks(num_ranks, _mixture, degrees, engine, 0.3):
+    for norms, state, split in on_ranks(num_ranks, _train_on, degrees, engine, 0.3):
         assert distance([torch.tensor(norms)], [torch.tensor(want_norms)]) <= 1e-6
         assert state.keys() == want.keys()
         assert distance(state.values(), want.values()) <= 1e-6

@@ -229,7 +229,7 @@ def test_a_run_says_what_it_trains_on(
             assert str(fact) in said[0]
 
 
-def test_a_toml_key_nobody_knows_is_named(tmp_path: Path) -> None:
+def test_an_unknown_toml_key_is_named(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text("[optimizer]\nlearning_rate = 1\nweight_decya = 0.1\n")
     with pytest.raises(ValueError, match=r"unknown key optimizer\.(learning_rate|weight_decya): "):
@@ -384,7 +384,7 @@ def test_more_ranks_than_a_machine_holds_are_refused(config_of: Callable[..., Tr
         train(config_of("--parallel.ranks=100000"), dry_run=True)
 
 
-def test_a_disk_too_small_for_a_checkpoint_is_told_before(
+def test_a_disk_too_small_for_a_checkpoint_is_reported_before(
     config_of: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = config_of("--checkpoint.folder=runs/of/mine")

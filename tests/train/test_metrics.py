@@ -28,7 +28,9 @@ def steps(folder: Path) -> list[int]:
     return [each["step"] for each in read_metrics(folder / "metrics.jsonl")]
 
 
-def test_a_full_disk_is_told_once_and_costs_no_other_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_is_reported_once_and_costs_no_other_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with Display(tmp_path, 9, active=True) as display:
         display.step(row(1))
         log = display._log
@@ -126,7 +128,7 @@ def test_a_run_from_the_first_step_keeps_the_curves_before_it(
     assert len(list(tmp_path.iterdir())) == 3  # a run that goes on has one curve
 
 
-def test_a_run_goes_on_with_its_own_curve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resumed_run_continues_its_own_curve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Others were started anew meanwhile, twice, and ended before their first checkpoint."""
     with Display(tmp_path, 9, active=True) as display:
         for step in (1, 2, 3):

@@ -1,4 +1,4 @@
-"""The displayed loss and gradient norm are one device's, under every mixture of parallelism."""
+"""The displayed loss and gradient norm are one device's, under every parallelism config."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flashspan.train import TrainConfig, build
 from flashspan.train.dataset import open_samples
 from flashspan.train.loop import Trainer
 
-MIXTURES = {
+PARALLEL_CONFIGS = {
     "4 context": ["--parallel.context=4"],
     "2 data x 2 context": ["--parallel.data=2", "--parallel.context=2"],
     "2 tensor x 2 context": ["--parallel.tensor=2", "--parallel.context=2"],
@@ -68,17 +68,17 @@ def assert_same_curve(got: list[Any], want: list[Any], bound: float) -> None:
         assert abs(norm - right_norm) <= bound * right_norm
 
 
-alone: dict[str, list[Any]] = {}  # the curve of one device, for every mixture to be compared with
+alone: dict[str, list[Any]] = {}  # the curve of one device, for every parallelism config to be compared with
 
 
-@pytest.mark.parametrize("name", MIXTURES)
-def test_every_mixture_shows_the_loss_of_one_device(
+@pytest.mark.parametrize("name", PARALLEL_CONFIGS)
+def test_every_parallelism_config_shows_the_loss_of_one_device(
     on_ranks: Callable[..., list[Any]], config_of: Callable[..., TrainConfig], name: str
 ) -> None:
     if "plain" not in alone:
         alone["plain"] = on_ranks(1, take_steps, config_of())[0]
     assert alone["plain"][-1][0] < alone["plain"][0][0] - 0.1
-    for got in on_ranks(4, take_steps, config_of(*MIXTURES[name])):
+    for got in on_ranks(4, take_steps, config_of(*PARALLEL_CONFIGS[name])):
         assert_same_curve(got, alone["plain"], 2e-5)
 
 
@@ -92,7 +92,7 @@ def test_documents_are_apart_however_the_sequence_is_split(
     past = [(row[:i] == ByteTokenizer().end).nonzero() for row in tokens for i in range(63)]
     begins = [int(ends[-1]) + 1 if len(ends) else 0 for ends in past]
     assert num_pairs[0] == sum(i % 63 - begin + 1 for i, begin in enumerate(begins)) < 4 * 63 * 64 / 2
-    for got, counted in on_ranks(4, count_and_take_steps, config_of(*data, *MIXTURES["2 data x 2 context"])):
+    for got, counted in on_ranks(4, count_and_take_steps, config_of(*data, *PARALLEL_CONFIGS["2 data x 2 context"])):
         assert_same_curve(got, want, 2e-5)
         assert counted == num_pairs
     ((seen_whole, num_pairs),) = on_ranks(1, count_and_take_steps, config_of(data[0]))
@@ -155,7 +155,7 @@ def test_a_loaded_tied_model_is_read_in_parts_and_starts_the_same(
     want = on_ranks(1, take_steps, config_of(*options))[0]
     assert abs(want[0][0] - on_ranks(1, take_steps, config)[0][0][0]) > 1e-4
     for name in ("2 tensor x 2 context", "2 fully sharded x 2 tensor", "4 data, sharded optimizer"):
-        for got in on_ranks(4, take_steps, config_of(*options, *MIXTURES[name])):
+        for got in on_ranks(4, take_steps, config_of(*options, *PARALLEL_CONFIGS[name])):
             assert_same_curve(got, want, 2e-5)
 
 
@@ -186,21 +186,21 @@ def test_each_weight_leaves_the_disk_once(
     size = sum(p.nbytes for p in model.parameters())
     norms = sum(p.nbytes for p in model.parameters() if p.dim() == 1)
     load = f"--model.load={tmp_path / 'model'}"
-    read = on_ranks(4, count_bytes_read, config_of(load, *MIXTURES["4 fully sharded"]))
+    read = on_ranks(4, count_bytes_read, config_of(load, *PARALLEL_CONFIGS["4 fully sharded"]))
     assert sum(read) == size
     assert max(read) <= 0.26 * size
     # Tensor ranks hold the norms whole, which are small; an odd row may go to one of them.
-    read = on_ranks(4, count_bytes_read, config_of(load, *MIXTURES["2 fully sharded x 2 tensor"]))
+    read = on_ranks(4, count_bytes_read, config_of(load, *PARALLEL_CONFIGS["2 fully sharded x 2 tensor"]))
     assert sum(read) == size + norms
     assert max(read) <= 0.26 * size + norms
     # Where ranks hold the same, one reads it.
-    read = on_ranks(4, count_bytes_read, config_of(load, *MIXTURES["4 data, sharded optimizer"]))
+    read = on_ranks(4, count_bytes_read, config_of(load, *PARALLEL_CONFIGS["4 data, sharded optimizer"]))
     assert read == [size, 0, 0, 0]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("name", PARALLEL_CONFIGS)
 def test_fifty_steps_show_the_loss_of_one_device(
     on_ranks: Callable[..., list[Any]], config_of: Callable[..., TrainConfig], name: str
 ) -> None:
@@ -209,7 +209,7 @@ def test_fifty_steps_show_the_loss_of_one_device(
     options = [*sizes, "--data.sequence=256", "--train.batch=12", "--train.steps=50", "--optimizer.warmup=10"]
     if "fifty" not in alone:
         alone["fifty"] = on_ranks(1, take_steps, config_of(*options), timeout=400)[0]
-    for got in on_ranks(4, take_steps, config_of(*options, *MIXTURES[name]), timeout=400):
+    for got in on_ranks(4, take_steps, config_of(*options, *PARALLEL_CONFIGS[name]), timeout=400):
         assert_same_curve(got, alone["fifty"], 1e-4)
 
 
@@ -231,7 +231,7 @@ def test_every_rank_refuses_a_checkpoint_of_another_model(
     model = Llama(config_of().model.resolve(), attention=attention)
     model.initialize(9)
     save_llama(model, tmp_path / "model")
-    for said in on_ranks(4, build_another, config_of(f"--model.load={tmp_path / 'model'}", *MIXTURES[name])):
+    for said in on_ranks(4, build_another, config_of(f"--model.load={tmp_path / 'model'}", *PARALLEL_CONFIGS[name])):
         assert "a checkpoint of another model" in said
         assert "rope_theta is 10000.0, not 123.0" in said
 
@@ -262,7 +262,7 @@ def evaluate(config: TrainConfig) -> float:
 
 
 @pytest.mark.parametrize("num_samples", [1, 7, 32])
-def test_every_mixture_is_evaluated_on_the_same_samples(
+def test_every_parallelism_config_is_evaluated_on_the_same_samples(
     on_ranks: Callable[..., list[Any]], config_of: Callable[..., TrainConfig], num_samples: int
 ) -> None:
     options = [f"--train.evaluate_samples={num_samples}", "--train.batch=6"]

@@ -85,18 +85,23 @@ def test_a_compiled_layer_keeps_them_alone(on_ranks: OnRanks, config_of: ConfigO
         pytest.param(
             ["--train.compile=true", "--train.recompute=elementwise", "--parallel.context=2"], marks=pytest.mark.slow
         ),
-        pytest.param(["--train.recompute=full", "--parallel.data=2", "--parallel.context=1"], marks=pytest.mark.slow),
-        ["--parallel.shard=2", "--parallel.context=1", "--train.compile=true", "--train.recompute=elementwise"],
+        ["--train.recompute=full", "--parallel.data=2", "--parallel.context=1"],
+        pytest.param(
+            ["--parallel.shard=2", "--parallel.context=1", "--train.compile=true", "--train.recompute=elementwise"],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
-def test_a_run_with_them_follows_the_curve(on_ranks: OnRanks, config_of: ConfigOf, options: list[str]) -> None:
+def test_a_run_with_fused_products_follows_the_curve(
+    on_ranks: OnRanks, config_of: ConfigOf, options: list[str]
+) -> None:
     options = [*options, "--train.steps=3"]
     want = on_ranks(2, losses, config_of(*[x for x in options if "compile" not in x]))[0][0]
     for got, *_ in on_ranks(2, used, losses, config_of(*options)):
         assert all(abs(a - b) <= 1e-5 * b for a, b in zip(got, want, strict=True))
 
 
-def test_a_run_in_bfloat16_with_them_follows_the_curve(on_ranks: OnRanks, config_of: ConfigOf) -> None:
+def test_a_run_in_bfloat16_with_fused_products_follows_the_curve(on_ranks: OnRanks, config_of: ConfigOf) -> None:
     options = ["--train.precision=bfloat16", "--parallel.context=1", "--train.steps=3"]
     want = on_ranks(1, losses, config_of(*options))[0][0]
     got = on_ranks(1, used, losses, config_of(*options))[0][0]

@@ -71,7 +71,7 @@ def test_rows_of_another_version_and_empty_folders_are_refused(tmp_path: Path) -
         report.read(tmp_path / "nowhere")
 
 
-def test_a_sweep_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_a_sweep_resumes_where_it_stopped(tmp_path: Path) -> None:
     path, ran = tmp_path / "rows.jsonl", []
 
     def job(name: str, error: Exception | None = None) -> sweep.Job:

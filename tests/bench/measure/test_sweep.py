@@ -78,7 +78,7 @@ def test_other_settings_are_measured_again(pool: Pool, tmp_path: Path) -> None:
     assert len(sweep.left(contexts(2, larger), tmp_path / "contexts.jsonl")) == 1
 
 
-def test_noise_is_not_told_as_hidden() -> None:
+def test_noise_is_not_reported_as_hidden() -> None:
     assert context.hidden_share(8.0, 4.0, 10.0) == 0.5
     assert context.hidden_share(8.0, 4.0, 14.0) == 0.0
     assert context.hidden_share(10.4, 4.0, 10.0) == 1.0

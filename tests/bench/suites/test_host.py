@@ -7,7 +7,7 @@ import torch
 from flashspan.bench.suites.host import microseconds
 
 
-def test_all_take_turns_and_one_busy_moment_spoils_nobodys_least() -> None:
+def test_all_take_turns_and_one_busy_moment_spoils_no_minimum() -> None:
     order = []
 
     def quick() -> None:

@@ -259,7 +259,7 @@ def test_padding_masks_broadcast_over_queries_or_keys() -> None:
             assert relative(attention(q, k, v, mask=visible), want) <= FORWARD_BOUND
 
 
-def test_compiles_whole() -> None:
+def test_compiles_into_one_graph() -> None:
     mask = masks.streaming(4, 20, 70)
     q, k, v = (torch.randn(1, 2, 70, 8, requires_grad=True) for _ in range(3))
     compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
