@@ -116,7 +116,7 @@ def test_merging_heads_is_a_view() -> None:
 
 
 @pytest.mark.parametrize(("T", "S"), [(0, 4), (4, 0), (0, 0), (1, 1)])
-def test_any_length_even_none(T: int, S: int) -> None:
+def test_any_length_including_zero(T: int, S: int) -> None:
     q, k, v = inputs((2, 2, T, 8), (2, 2, S, 8), (2, 2, S, 8))
     out, lse = attention(q, k, v, return_lse=True)
     assert out.shape == q.shape
@@ -153,7 +153,7 @@ def test_rows_that_see_nothing_give_zero_and_no_gradient() -> None:
     assert dq.isfinite().all()
 
 
-def test_nan_in_a_masked_key_reaches_nobody() -> None:
+def test_nan_in_a_masked_key_reaches_no_result() -> None:
     q, k, v = inputs(*[(1, 2, 20, 8)] * 3)
     mask = masks.ragged([12], 20, 20)
     clean = attention(q, k, v, mask=mask)
@@ -168,8 +168,8 @@ def test_nan_in_a_masked_key_reaches_nobody() -> None:
 
 
 @pytest.mark.parametrize("backend", ["cpu", "tiled", "reference"])
-def test_nan_in_a_query_that_sees_nothing_reaches_nobody(backend: str) -> None:
-    """Padding: its rows are 0 and -inf, and nobody's gradient hears of it."""
+def test_nan_in_a_query_that_sees_nothing_reaches_no_result(backend: str) -> None:
+    """Padding: its rows are 0 and -inf, and it affects no gradient."""
     clean = inputs(*[(2, 2, 40, 8)] * 3)
     dout = torch.randn(2, 2, 40, 8)
     exists = torch.arange(40) < torch.tensor([[25], [40]])  # [B, T]
@@ -189,7 +189,7 @@ def test_nan_in_a_query_that_sees_nothing_reaches_nobody(backend: str) -> None:
         assert torch.equal(mine.grad, other.grad)
 
 
-def test_numbers_may_be_of_numpy() -> None:
+def test_numpy_numbers_are_accepted() -> None:
     q, k, v = inputs(*[(1, 2, 20, 8)] * 3)
     for p, seed in ((0.25, 2**63 - 1), (0.5, 7)):
         mine = attention(q, k, v, dropout=np.float32(p), seed=np.int64(seed))
@@ -345,7 +345,7 @@ def test_a_mask_first_used_in_inference_mode_still_trains() -> None:
         assert all(torch.equal(a, b) for a, b in zip(grads, wanted, strict=True))
 
 
-def test_masks_copy_and_travel_without_what_was_made_of_them() -> None:
+def test_copies_of_a_mask_have_no_cached_results() -> None:
     import copy
     import pickle
 
@@ -520,7 +520,7 @@ def test_transforms_and_forward_derivatives_are_refused_by_name(attend: Callable
         attend(forward_ad.make_dual(x, x), x, x)
 
 
-def test_explain_says_who_serves_and_why_not_the_others() -> None:
+def test_explain_names_the_implementation_and_why_others_do_not_run() -> None:
     text = str(flashspan.explain(*inputs(*[(1, 2, 9, 8)] * 3), causal=True, dropout=0.1))
     assert "serves float32 on cpu, head size 8, Band mask, dropout" in text
     assert "no counter-based dropout" in text
@@ -630,7 +630,7 @@ def test_a_release_of_triton_with_other_names_is_left_to_the_portable_kernels(
     assert missing[-1] in choice.reasons["hopper"]
 
 
-def test_tiles_that_were_never_measured_on_a_gpu_are_told_so() -> None:
+def test_tiles_that_were_never_measured_on_a_gpu_are_reported() -> None:
     for name, told in (("NVIDIA H200", False), ("NVIDIA L4", True)):
         with input_on((8, 9)) as x, mock.patch.object(torch.cuda, "get_device_name", return_value=name):
             choice = backends.choose(x, masks.causal())

@@ -94,7 +94,7 @@ def test_a_stall_is_named_and_ended() -> None:
     assert all(gone(pid) for pid in pids)
 
 
-def test_ranks_end_with_a_parent_that_was_killed_and_that_nobody_waits_for() -> None:
+def test_ranks_end_with_a_killed_parent_that_is_not_reaped() -> None:
     program = """if __name__ == "__main__":
         import os, time
         from flashspan.launch import Ranks
@@ -117,7 +117,7 @@ def test_ranks_end_with_a_parent_that_was_killed_and_that_nobody_waits_for() -> 
         parent.communicate()
 
 
-def test_a_death_of_whom_ranks_are_forked_from_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_death_of_the_fork_server_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(process: object) -> None:
         raise EOFError("unexpected EOF")
 
@@ -143,7 +143,7 @@ def test_a_death_between_two_calls_is_named() -> None:
 
 
 def test_ctrl_c_waits_while_the_fork_server_imports(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It reaches every process of a terminal: whoever started the server answers, and no import with a traceback."""
+    """Ctrl-C reaches every process of a terminal: only the parent reacts, and no import prints a traceback."""
     seen: list[set[Any]] = []
     monkeypatch.setattr(forkserver, "ensure_running", lambda: seen.append(signal.pthread_sigmask(signal.SIG_BLOCK, [])))
     start_fork_server(launch.PRELOAD)
@@ -156,7 +156,7 @@ def test_no_ranks_is_refused() -> None:
         Ranks(0)
 
 
-def test_ranks_that_never_began_are_named_by_those_that_waited() -> None:
+def test_ranks_that_never_started_are_reported_by_waiting_ranks() -> None:
     store = dist.HashStore()
     for rank in (0, 2):
         store.set(f"{launch.HERE}/{rank}", "")
@@ -181,7 +181,7 @@ def say_who_is_silent() -> None:
     raise SilentRank("rank 7 did not answer")
 
 
-def test_the_first_cause_is_told_in_one_line() -> None:
+def test_the_first_cause_is_reported_in_one_line() -> None:
     for fn, cause in (
         (kill_on_one, "the process of rank 1 died: killed by SIGKILL"),
         (die_on_one, "the process of rank 1 died: exit code 3"),
@@ -198,7 +198,7 @@ def test_the_first_cause_is_told_in_one_line() -> None:
         launch.raise_user_error(caught.value)
 
 
-def test_a_death_is_told_at_once_and_its_peers_have_ended() -> None:
+def test_a_death_is_reported_at_once_and_ends_its_peers() -> None:
     ranks, begin = Ranks(2), time.monotonic()
     pids = ranks.pids
     with pytest.raises(RankError):

@@ -229,7 +229,7 @@ def test_a_run_says_what_it_trains_on(
             assert str(fact) in said[0]
 
 
-def test_a_toml_key_nobody_knows_is_named(tmp_path: Path) -> None:
+def test_an_unknown_toml_key_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text("[optimizer]\nlearning_rate = 1\nweight_decya = 0.1\n")
     with pytest.raises(ValueError, match=r"unknown key optimizer\.(learning_rate|weight_decya): "):
@@ -258,7 +258,7 @@ def test_shipped_configs_fit_the_ranks_they_name(file: Path) -> None:
     assert config.model.resolve().num_parameters > 0
 
 
-def test_a_dry_run_says_what_would_be_and_starts_nothing(
+def test_a_dry_run_describes_the_run_and_starts_nothing(
     config_of: Callable[..., TrainConfig], capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = config_of("--parallel.data=2", "--parallel.context=2")
@@ -281,7 +281,7 @@ def test_a_dry_run_says_what_would_be_and_starts_nothing(
         (["--checkpoint.resume=false"], "from step 0 to 6, replacing the run at step 130 in {folder}"),
     ],
 )
-def test_a_dry_run_says_where_the_run_stands(
+def test_a_dry_run_shows_the_last_saved_step(
     config_of: Callable[..., TrainConfig], capsys: pytest.CaptureFixture[str], options: list[str], says: str
 ) -> None:
     config = config_of(*options)
@@ -384,7 +384,7 @@ def test_more_ranks_than_a_machine_holds_are_refused(config_of: Callable[..., Tr
         train(config_of("--parallel.ranks=100000"), dry_run=True)
 
 
-def test_a_disk_too_small_for_a_checkpoint_is_told_before(
+def test_a_disk_too_small_for_a_checkpoint_is_reported_before_the_start(
     config_of: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = config_of("--checkpoint.folder=runs/of/mine")

@@ -48,7 +48,7 @@ def final_state(config: TrainConfig) -> dict[str, Tensor]:
 
 
 def check_run(config: TrainConfig, want: dict[str, Tensor]) -> None:
-    """A run that ended well has the bits of one that nobody disturbed, and each row once."""
+    """A finished run has the same bits as an undisturbed one, and each row once."""
     got = final_state(config)
     assert got.keys() == want.keys()
     assert all(torch.equal(got[name], want[name]) for name in want)
@@ -59,7 +59,7 @@ def check_run(config: TrainConfig, want: dict[str, Tensor]) -> None:
 
 @dataclass(frozen=True)
 class Kill:
-    """Which process is killed, and when: so many seconds after the start, or after a step is shown."""
+    """The process that is killed, and the time: seconds after the start, or after a step is printed."""
 
     kind: str
     rank: int

@@ -72,7 +72,7 @@ alone: dict[str, list[Any]] = {}  # the curve of one device, for every mixture t
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_every_mixture_shows_the_loss_of_one_device(
+def test_every_parallel_config_has_the_loss_of_one_device(
     on_ranks: Callable[..., list[Any]], config_of: Callable[..., TrainConfig], name: str
 ) -> None:
     if "plain" not in alone:
@@ -129,7 +129,7 @@ SPLITS = {
 @pytest.mark.parametrize(
     "name", ["longformer", pytest.param("bigbird, documents", marks=pytest.mark.slow), "window, documents"]
 )
-def test_a_pattern_shows_the_loss_of_one_device(
+def test_a_pattern_has_the_loss_of_one_device(
     on_ranks: Callable[..., list[Any]], config_of: Callable[..., TrainConfig], speeches: Path, name: str
 ) -> None:
     """6 steps on 1 rank and on 4 context ranks; where the mask is the same in every step, it is planned for once."""
@@ -177,7 +177,7 @@ def count_bytes_read(config: TrainConfig) -> int:
     return total
 
 
-def test_each_weight_leaves_the_disk_once(
+def test_each_weight_is_read_from_disk_once(
     on_ranks: Callable[..., list[Any]], config_of: Callable[..., TrainConfig], tmp_path: Path
 ) -> None:
     model = Llama(config_of().model.resolve(), attention=attention)
@@ -201,7 +201,7 @@ def test_each_weight_leaves_the_disk_once(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", MIXTURES)
-def test_fifty_steps_show_the_loss_of_one_device(
+def test_fifty_steps_have_the_loss_of_one_device(
     on_ranks: Callable[..., list[Any]], config_of: Callable[..., TrainConfig], name: str
 ) -> None:
     # The model, batch and rate of `flashspan train` as it is.
@@ -242,7 +242,7 @@ def build_and_count(config: TrainConfig) -> tuple[str, int]:
         return build_another(config), counted.call_count
 
 
-def test_a_damaged_checkpoint_is_no_beginning(
+def test_a_damaged_checkpoint_is_not_loaded(
     on_ranks: Callable[..., list[Any]], config_of: Callable[..., TrainConfig], tmp_path: Path
 ) -> None:
     """Its own hashes say so, where a folder of Hugging Face's has none."""
@@ -262,7 +262,7 @@ def evaluate(config: TrainConfig) -> float:
 
 
 @pytest.mark.parametrize("num_samples", [1, 7, 32])
-def test_every_mixture_is_evaluated_on_the_same_samples(
+def test_every_parallel_config_is_evaluated_on_the_same_samples(
     on_ranks: Callable[..., list[Any]], config_of: Callable[..., TrainConfig], num_samples: int
 ) -> None:
     options = [f"--train.evaluate_samples={num_samples}", "--train.batch=6"]

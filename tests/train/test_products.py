@@ -29,7 +29,7 @@ def gradients(model: Llama, tokens: Tensor, positions: Tensor) -> dict[str, Tens
 
 
 @pytest.mark.parametrize("positions", [torch.arange(17), torch.arange(34).view(2, 17) * 3])
-def test_a_model_is_the_same_with_them(positions: Tensor) -> None:
+def test_a_model_is_the_same_with_fused_operators(positions: Tensor) -> None:
     model = Llama(SHAPE, attention=attention).double()
     model.initialize(1)
     tokens = torch.randint(61, (2, 17), generator=torch.Generator().manual_seed(2))
@@ -42,7 +42,7 @@ def test_a_model_is_the_same_with_them(positions: Tensor) -> None:
         )
 
 
-def test_where_a_compiler_fails_pytorch_serves(
+def test_pytorch_is_used_if_the_compiler_fails(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(products, "no_hopper", lambda _: None)
@@ -69,7 +69,7 @@ def used(run: Callable[..., Any], *args: Any) -> Any:
         products.serves = real
 
 
-def test_a_compiled_layer_keeps_them_alone(on_ranks: OnRanks, config_of: ConfigOf) -> None:
+def test_a_compiled_layer_leaves_fused_operators_unchanged(on_ranks: OnRanks, config_of: ConfigOf) -> None:
     options = ["--train.recompute=elementwise", "--train.compile=true", "--train.precision=bfloat16"]
     config = config_of(*options, "--train.weights=bfloat16", "--parallel.context=1")
     shape = config.model.resolve()
@@ -89,14 +89,14 @@ def test_a_compiled_layer_keeps_them_alone(on_ranks: OnRanks, config_of: ConfigO
         ["--parallel.shard=2", "--parallel.context=1", "--train.compile=true", "--train.recompute=elementwise"],
     ],
 )
-def test_a_run_with_them_follows_the_curve(on_ranks: OnRanks, config_of: ConfigOf, options: list[str]) -> None:
+def test_a_fused_run_follows_the_curve(on_ranks: OnRanks, config_of: ConfigOf, options: list[str]) -> None:
     options = [*options, "--train.steps=3"]
     want = on_ranks(2, losses, config_of(*[x for x in options if "compile" not in x]))[0][0]
     for got, *_ in on_ranks(2, used, losses, config_of(*options)):
         assert all(abs(a - b) <= 1e-5 * b for a, b in zip(got, want, strict=True))
 
 
-def test_a_run_in_bfloat16_with_them_follows_the_curve(on_ranks: OnRanks, config_of: ConfigOf) -> None:
+def test_a_fused_run_in_bfloat16_follows_the_curve(on_ranks: OnRanks, config_of: ConfigOf) -> None:
     options = ["--train.precision=bfloat16", "--parallel.context=1", "--train.steps=3"]
     want = on_ranks(1, losses, config_of(*options))[0][0]
     got = on_ranks(1, used, losses, config_of(*options))[0][0]

@@ -20,7 +20,7 @@ from flashspan.train.loop import DONE, NOT_SAVED, STOPPED, Trainer
 from flashspan.train.metrics import read_metrics
 
 
-def test_a_bare_run_learns_and_leaves_a_model_to_talk_to(
+def test_a_default_run_learns_and_its_model_generates(
     config_of: Callable[..., TrainConfig], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = config_of(
@@ -66,7 +66,7 @@ def test_a_command_starts_without_what_only_split_weights_need() -> None:
 
 
 @pytest.mark.parametrize("how", [DONE, STOPPED, NOT_SAVED, "failed"])
-def test_a_command_that_starts_anew_is_not_said_to_go_on(config_of: Callable[..., TrainConfig], how: str) -> None:
+def test_a_command_that_starts_over_does_not_claim_to_resume(config_of: Callable[..., TrainConfig], how: str) -> None:
     config = config_of("--checkpoint.resume=false")
     (Path(config.checkpoint.folder) / "step-00000001").mkdir(parents=True)
     assert "the same command with --checkpoint.resume true " in run._summary(config, how)
@@ -74,7 +74,7 @@ def test_a_command_that_starts_anew_is_not_said_to_go_on(config_of: Callable[...
 
 
 @pytest.mark.parametrize("how", [NOT_SAVED, "failed"])
-def test_a_farewell_names_what_is_there(config_of: Callable[..., TrainConfig], how: str) -> None:
+def test_the_last_message_lists_existing_files(config_of: Callable[..., TrainConfig], how: str) -> None:
     config = config_of()
     folder = Path(config.checkpoint.folder)
     for there, says in (
@@ -111,9 +111,7 @@ def test_a_run_joins_the_ranks_of_torchrun(config_of: Callable[..., TrainConfig]
 @pytest.mark.parametrize(
     "closed", [pytest.param("before the first line", marks=pytest.mark.slow), "after the first step"]
 )
-def test_a_reader_that_leaves_does_not_end_the_run(
-    config_of: Callable[..., TrainConfig], tmp_path: Path, closed: str
-) -> None:
+def test_a_closed_pipe_does_not_end_the_run(config_of: Callable[..., TrainConfig], tmp_path: Path, closed: str) -> None:
     config = config_of("--parallel.context=2", "--train.steps=3")
     (tmp_path / "run.toml").write_text(config.describe())
     with subprocess.Popen(
@@ -202,7 +200,7 @@ def precision_of(config: TrainConfig) -> str:
 
 
 @pytest.mark.parametrize(("tf32", "precision"), [("true", "high"), ("false", "highest")])
-def test_float32_products_are_tf32_where_asked(
+def test_float32_matmuls_are_tf32_on_request(
     on_ranks: Callable[..., list[Any]], config_of: Callable[..., TrainConfig], tf32: str, precision: str
 ) -> None:
     assert on_ranks(1, precision_of, config_of(f"--train.tf32={tf32}")) == [precision]
