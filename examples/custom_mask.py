@@ -18,7 +18,7 @@ def every_tenth(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
 
 
 mask = (masks.Blocks.from_rule(every_tenth, T, T) | masks.window(64)) & masks.causal()
-print(mask)  # how many of its tiles are full, partial or left out
+print(mask)  # the number of full and partial tiles, and the share of skipped ones
 
 torch.manual_seed(0)
 q, k, v, dout = torch.randn(4, 1, 4, T, 64)

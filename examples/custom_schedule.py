@@ -1,6 +1,6 @@
-"""A new strategy: a function that lists who computes and who sends what, in which step.
+"""A new strategy: a function that lists which rank computes and sends what in each step.
 
-It is proved on 64 ranks without starting a process, then run on 4 ranks in this process.
+It is verified for 64 ranks without starting a process, and then run on 4 simulated ranks in this process.
 
 python examples/custom_schedule.py
 """
@@ -20,9 +20,9 @@ from flashspan.kernels import tiled
 
 
 def rotation(visibility: Visibility) -> Schedule:
-    """In step s each rank fetches the keys of the rank s places before it directly from their owner.
+    """In step s each rank receives the keys of the rank s places before it, directly from that rank.
 
-    A ring passes keys on from neighbour to neighbour; here every message travels once, to a rank further away.
+    In a ring, each rank forwards keys to its neighbour; here every message is sent once, to a more distant rank.
     """
     num, tiles, transfers = visibility.num_ranks, [], []
     for q in range(num):
@@ -32,16 +32,16 @@ def rotation(visibility: Visibility) -> Schedule:
             if not box.pairs:
                 continue
             tiles.append(Tile(step, q, q, k, box.q_rows, box.k_rows, box.pairs))
-            if k != q:  # sent while the step before computes; its gradient goes straight back to the owner
+            if k != q:  # sent during the previous step; its gradient is sent directly to the owner
                 transfers.append(Transfer(step - 1, step, k, q, "kv", k, box.k_rows, back=k))
     return Schedule("rotation", num, tuple(tiles), tuple(transfers))
 
 
 causal = masks.causal()
 large = Visibility(place("zigzag", 64_000, 64), causal)
-verify(rotation(large), large)  # every visible pair once, nothing sent in vain, no deadlock
+verify(rotation(large), large)  # every visible pair once, nothing sent needlessly, no deadlock
 verify(reverse(rotation(large)), large)  # backward too
-print(f"proved on 64 ranks: {len(rotation(large).transfers)} messages, a ring has {len(ring(large).transfers)}")
+print(f"verified for 64 ranks: {len(rotation(large).transfers)} messages, a ring has {len(ring(large).transfers)}")
 
 torch.manual_seed(0)
 whole = torch.randn(3, 1, 4, 501, 32)

@@ -50,4 +50,4 @@ for ours, theirs in zip(run(after, x, dout), run(before, x, dout), strict=True):
     print(f"{tuple(theirs.shape)}: relative difference {error:.1e}")
 
 q, k = torch.randn(2, 8, 333, 16), torch.randn(2, 2, 333, 16)
-print(explain(q, k, k, causal=True))  # which implementation serves this call, and why not the others
+print(explain(q, k, k, causal=True))  # which implementation runs, and why the others do not

@@ -27,7 +27,7 @@ with tempfile.TemporaryDirectory() as temporary:
         callbacks=[lambda metrics: losses.append(metrics.loss)],
     )
     assert losses == second.losses
-    assert second.losses[0] < first.losses[0], "it starts from what the first run has learned"
+    assert second.losses[0] < first.losses[0], "it starts from the weights of the first run"
     print(f"loss {first.losses[0]:.3f} -> {first.losses[-1]:.3f}, fine-tuned {second.losses[-1]:.3f}")
     text = flashspan.generate(second.checkpoint, "Once", tokens=20)
     print(f"after {6 + 3} steps, too few for words: {text!r}")

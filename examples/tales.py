@@ -1,4 +1,4 @@
-"""Prints the text that comes with the package: short tales from a small grammar of our own, always the same ones.
+"""Prints the text in the package: short tales from a small grammar, the same in each run.
 
 python examples/tales.py > flashspan/data/corpus/tales.txt
 """
@@ -237,5 +237,5 @@ def make_book() -> str:
 
 if __name__ == "__main__":
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` has read enough: end, as any command does
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly when `| head` closes the pipe
     print(make_book())

@@ -1,4 +1,4 @@
-"""Prints the tokenizer that comes with the package: byte-level BPE with a small vocabulary, trained on the tales.
+"""Prints the tokenizer in the package: byte-level BPE with a small vocabulary, trained on the tales.
 
 python examples/tales_tokenizer.py flashspan/data/corpus/tales.txt > flashspan/data/corpus/tokenizer.json
 """
@@ -14,7 +14,7 @@ BEGIN, END = "<s>", "</s>"
 
 
 def make_tokenizer(text: str) -> Tokenizer:
-    """A tokenizer of one vocabulary for one text: the most frequent pairs are merged first, and ties have an order."""
+    """A tokenizer trained on a text. The same text always gives the same vocabulary, since ties have a fixed order."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -25,7 +25,7 @@ def make_tokenizer(text: str) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(text.split(BREAK), trainer)
-    # A prompt begins as the tales do, so that the model sees it as the beginning of one.
+    # A prompt begins like a tale, with BEGIN, so that the model continues it as one.
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BEGIN} $A", special_tokens=[(BEGIN, tokenizer.token_to_id(BEGIN))]
     )

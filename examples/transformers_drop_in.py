@@ -9,7 +9,7 @@ from transformers import MistralConfig, MistralForCausalLM
 
 import flashspan.integrations.transformers as span
 
-span.register()  # once; from here on every model knows attn_implementation="span"
+span.register()  # once; then every model accepts attn_implementation="span"
 
 torch.manual_seed(0)
 config = MistralConfig(

@@ -89,7 +89,7 @@ def test_a_signature_read_from_source_is_that_of_the_function(command: Command) 
 @pytest.mark.parametrize(
     ("words", "meant"), [(["trian"], "flashspan train"), (["bench", "contxt"], "flashspan bench context")]
 )
-def test_a_command_that_is_almost_right_is_named(
+def test_a_misspelled_command_gets_a_suggestion(
     words: list[str], meant: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words) == 2
@@ -132,7 +132,7 @@ def test_completion_offers_commands_and_their_options(capsys: pytest.CaptureFixt
     assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
 
 
-def test_breaks_of_the_source_are_none_of_help() -> None:
+def test_help_has_no_line_breaks_of_the_source() -> None:
     source = """Each row.
 
     A line in
@@ -148,7 +148,7 @@ def test_breaks_of_the_source_are_none_of_help() -> None:
     assert flowing(source) == shown
 
 
-def test_commands_offer_what_there_is() -> None:
+def test_choices_in_help_are_the_real_ones() -> None:
     found = [get_args(choices) for choices in (check.Strategy, check.Layout, check.Dtype)]
     assert found == [STRATEGIES, tuple(LAYOUTS), tuple(check.BOUNDS)]
 
@@ -168,7 +168,7 @@ def test_plan_draw_writes_both_pictures(tmp_path: Path, capsys: pytest.CaptureFi
     assert all("<svg" in picture.read_text() for picture in pictures)
 
 
-def test_a_picture_that_is_refused_leaves_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refused_picture_writes_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "draw", "--ranks", "2", "--tokens", "4097", "--folder", str(tmp_path)]) == 2
     assert "4096 or fewer" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
@@ -230,7 +230,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
 
 
 @pytest.mark.parametrize("words", [["plan", "tiny"], ["attend", "--help"]])
-def test_a_reader_that_leaves_is_no_error(words: list[str]) -> None:
+def test_a_closed_pipe_is_no_error(words: list[str]) -> None:
     command = [sys.executable, "-m", "flashspan.cli", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -249,7 +249,7 @@ def test_no_stdout_is_no_error() -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-def test_a_reader_that_leaves_a_table_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipe_closed_during_a_table_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """A table is printed by a library that has its own way to leave."""
     given, taken = os.pipe()
     os.close(given)

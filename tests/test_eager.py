@@ -1,4 +1,4 @@
-"""A plain eager call takes a short way; whoever watches or differentiates, in whatever mode, still hears of it."""
+"""A plain eager call takes a shorter path, but autograd and dispatch modes still see the operator."""
 
 import pytest
 import torch

@@ -166,7 +166,7 @@ def test_a_death_between_two_calls_is_named() -> None:
 
 
 def test_ctrl_c_waits_while_the_fork_server_imports(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It reaches every process of a terminal: whoever started the server answers, and no import with a traceback."""
+    """Ctrl-C reaches every process of a terminal: only the parent reacts, and no import prints a traceback."""
     seen: list[set[Any]] = []
     monkeypatch.setattr(forkserver, "ensure_running", lambda: seen.append(signal.pthread_sigmask(signal.SIG_BLOCK, [])))
     start_fork_server(launch.PRELOAD)
@@ -179,7 +179,7 @@ def test_no_ranks_is_refused() -> None:
         Ranks(0)
 
 
-def test_ranks_that_never_began_are_named_by_those_that_waited() -> None:
+def test_ranks_that_never_started_are_reported_by_waiting_ranks() -> None:
     store = dist.HashStore()
     for rank in (0, 2):
         store.set(f"{launch.HERE}/{rank}", "")

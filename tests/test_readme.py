@@ -25,7 +25,7 @@ def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert "serves float32 on cpu" in capsys.readouterr().out
 
 
-def test_the_two_commands_stand_there_and_ci_runs_the_second() -> None:
+def test_the_page_has_two_commands_and_ci_runs_the_second() -> None:
     second = "pip install -e '.[test]' && pytest -n 2 --dist loadfile\n"
     commands = blocks("bash")
     assert "pip install -e . && flashspan train\n" in commands
@@ -46,7 +46,7 @@ def test_every_command_named_exists() -> None:
     assert named <= set(COMMANDS)
 
 
-def test_every_link_leads_somewhere() -> None:
+def test_every_link_resolves() -> None:
     missing = [link for link in re.findall(r"\]\(([^)#]+)\)", TEXT) if not (ROOT / link).exists()]
     assert not missing
 
@@ -64,7 +64,7 @@ def test_the_names_of_sdpa_are_translated() -> None:
 
 
 def tables_of(page: Path) -> list[list[dict[str, str]]]:
-    """Of each table its rows, by heading."""
+    """The rows of each table, by heading."""
     tables = re.findall(r"(?:^\|.*\n)+", page.read_text(encoding="utf-8"), re.MULTILINE)
     cells = [[[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()] for table in tables]
     assert all(len(lines) > 7 for lines in cells)
@@ -82,7 +82,7 @@ def test_16_bit_errors_are_as_large_as_it_says() -> None:
     assert max(long) <= share + 0.02
 
 
-def test_what_is_called_fast_has_times_that_say_so() -> None:
+def test_claimed_speeds_have_recorded_times() -> None:
     """FlexAttention on every row; cuDNN and FlashAttention-2 on the full and causal ones, and on no other."""
     rows = tables_of(ROOT / "docs" / "benchmarks" / "attention.md")[0]
     text = " ".join(TEXT.split())

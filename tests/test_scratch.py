@@ -1,4 +1,4 @@
-"""The folder of a command's processes: there while they are, gone after them, whoever was killed."""
+"""The scratch folder of a command's processes: it exists while they run, and is removed whichever of them is killed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def start_command(temporary: Path) -> tuple[subprocess.Popen[str], dict[str, int
 
 
 def wait_until_empty(folder: Path, seconds: float = 10.0) -> list[str]:
-    """What is left in a folder after so many seconds, or nothing as soon as there is nothing."""
+    """The entries of a folder after this many seconds, or an empty list as soon as it is empty."""
     end = time.monotonic() + seconds
     while (left := [path.name for path in folder.rglob("*")]) and time.monotonic() < end:
         time.sleep(0.05)

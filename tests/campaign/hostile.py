@@ -1,4 +1,4 @@
-"""Hostile files and values, made at random: each function puts something that must be refused where it is told to."""
+"""Random hostile files and values: each function writes something that must be refused to a given path."""
 
 from __future__ import annotations
 

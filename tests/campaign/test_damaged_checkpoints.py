@@ -245,7 +245,7 @@ OURS = [*ANY, edit_manifest, edit_state, swap_moments, rename, rename]
 
 
 def resumed(folder: Path) -> tuple[Any, list[str]]:
-    """The whole state with which a run goes on, and what it says."""
+    """The whole state with which a run resumes, and its output."""
     notes: list[str] = []
     trainer = Trainer(config_of(folder, "--train.steps=9"))
     with contextlib.ExitStack() as held:

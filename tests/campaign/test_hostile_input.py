@@ -231,7 +231,7 @@ def train_option(rng: random.Random, place: Path, sources: Sources) -> Case:
 
 
 def train_file(rng: random.Random, place: Path, sources: Sources) -> Case:
-    """A config that is none, or tokens that are none."""
+    """A file that is not a config, or not a token file."""
     file = place / "x.toml"
     how = rng.randrange(4)
     if how == 0:
@@ -264,7 +264,7 @@ def train_file(rng: random.Random, place: Path, sources: Sources) -> Case:
 
 
 def weights(rng: random.Random, place: Path, sources: Sources) -> Case:
-    """A folder of weights that is none, or lies."""
+    """A folder that has no weights, or whose config does not match them."""
     folder = sources.copy(rng.choice(["model", "model", "sharded", "signed"]), place)
     how, may_pass = rng.randrange(6), False
     if how == 0:

@@ -105,14 +105,14 @@ def test_bad_arguments_are_refused() -> None:
         attend(2, 64, 8, strategy="spiral")
 
 
-def test_more_memory_than_there_is_is_refused_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_is_refused_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "Ranks", lambda *_, **__: pytest.fail("ranks were started"))
     monkeypatch.setattr(program, "free_bytes", lambda _: 2.0**34)
     with pytest.raises(ValueError, match=r"attend 2 100000000 64 needs about 786\.8 GiB .* 16\.0 are there: lower T"):
         attend(2, 10**8, 64)
 
 
-def test_memory_that_a_rank_does_not_get_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_allocation_on_a_rank_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "free_bytes", lambda _: None)  # a system that does not tell
     with pytest.raises(ValueError, match=r"needs about \d+\.\d GiB of memory, more than there was: lower T"):
         attend(1, 10**13, 64)  # more than a process can address
@@ -126,7 +126,7 @@ def test_free_memory_is_some_of_this_machines() -> None:
 
 
 @pytest.mark.parametrize(("head_dim", "heads", "dtype"), [(8, 1, "float32"), (128, 2, "bfloat16")])
-def test_memory_that_is_asked_for_is_what_comparing_takes(head_dim: int, heads: int, dtype: str) -> None:
+def test_needed_memory_is_that_of_the_comparison(head_dim: int, heads: int, dtype: str) -> None:
     job = Job(20_000, head_dim, "ring", "zigzag", True, heads, heads, dtype, 0, "cpu")
     whole = make_inputs(job, torch.device("cpu"))
     peak, _ = peak_of(lambda: row_error(job, whole, whole[0]), torch.device("cpu"))

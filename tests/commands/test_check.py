@@ -66,7 +66,7 @@ def test_bounds_of_float32_are_those_of_the_readme() -> None:
     assert BOUNDS["float32"] == (float(promise[1]), float(promise[2])) == (1e-6, 1e-5)
 
 
-def test_sums_that_are_very_long_are_allowed_more_and_it_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+def test_very_long_sums_may_have_larger_errors_and_the_reason_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     case = Result("ring", "zigzag", 2e-6, 2e-5, 1e-7, 1e-7)
     assert not case.passes("float32")
     for tokens, passes in ((LONG, False), (LONG + 1, True)):

@@ -48,7 +48,7 @@ def all_links(num_ranks: int, speed: float = 46e9) -> tuple[Link, ...]:
 
 
 def report(num_ranks: int = 4, device: str = "NVIDIA H100 80GB HBM3", **changes: Any) -> Report:
-    """Of a healthy cluster of two hosts, but for the changes."""
+    """The report of a healthy cluster of two hosts, with these changes."""
     hosts = tuple("ab"[2 * rank // num_ranks] for rank in range(num_ranks))
     found = tuple(
         replace(link, bandwidth=350e9) if hosts[link.src] == hosts[link.dst] else link for link in all_links(num_ranks)
@@ -116,7 +116,7 @@ def test_wrong_numbers_are_found_and_their_rank_named(part: str, bad: float) -> 
     assert fault.startswith("rank 2 (b) alone computes wrong numbers")
 
 
-def test_what_the_planner_expects_is_held_against_gpus_of_their_own() -> None:
+def test_the_planner_s_expectation_applies_to_unshared_gpus() -> None:
     one = report()
     slow = tuple(replace(x, bandwidth=40e9) for x in one.links)
     (fault,) = judge(replace(one, links=slow))
@@ -133,7 +133,7 @@ def test_what_the_planner_expects_is_held_against_gpus_of_their_own() -> None:
         assert judge(replace(shared, overlap=apart)) == judge(replace(shared, overlap=late)) == []
 
 
-def test_of_what_nccl_says_only_the_slow_link_remains() -> None:
+def test_only_the_slow_link_remains_from_the_times_of_nccl() -> None:
     # Round a ring of four, 2 -> 3 is slow: NCCL has one answer for what a rank sends and receives.
     times = {0: 1.0, 1: 1.0, 2: 9.0, 3: 9.0}
     ends = [End(r, (r + 1) % 4, 0, 1, sent=times[r]) for r in range(4)]
@@ -153,7 +153,7 @@ def test_rounds_hold_every_pair_once_and_each_rank_sends_to_one(num_ranks: int) 
         assert len({src for src, _ in some}) == len({dst for _, dst in some}) == len(some)
 
 
-def test_of_many_ranks_the_pairs_of_the_strategy_are_measured() -> None:
+def test_with_many_ranks_only_pairs_of_the_strategy_are_measured() -> None:
     settings = context_parallel(None).settings
     ring: Any = SimpleNamespace(
         settings=settings, num_ranks=20, outer=SimpleNamespace(num_ranks=20), inner=SimpleNamespace(num_ranks=1)

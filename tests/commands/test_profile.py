@@ -25,7 +25,7 @@ def test_the_profiler_is_quiet_in_every_process(monkeypatch: pytest.MonkeyPatch)
     assert os.environ["KINETO_LOG_LEVEL"] == "99"
 
 
-def test_the_summary_answers_and_the_trace_opens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_summary_has_its_facts_and_the_trace_opens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["profile", "--tokens", "32", "--batch", "1", "--warmup", "1", "--device", "cpu", "--folder", str(tmp_path)]
     assert main(words) == 0
     text = capsys.readouterr().out
@@ -62,7 +62,7 @@ def test_a_timeline_counts_every_byte() -> None:
     del b
 
 
-def test_equally_large_allocations_are_counted_where_they_were_asked_for() -> None:
+def test_equal_allocations_are_counted_by_range() -> None:
     kept = []
     with memory.watch(torch.device("cpu")) as timeline:
         for name, number in (("one", 3), ("two", 5)):
@@ -97,7 +97,7 @@ def test_attention_in_parts_is_attention() -> None:
     assert (ranges.in_parts(q, k, v, causal=True).double() - exact).norm() / exact.norm() < 1e-5
 
 
-def test_ranges_do_not_cut_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranges_do_not_break_compiled_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranges, "_has_nvtx", lambda: True)  # as on a GPU: NVTX cannot be in a graph
     q = torch.randn(1, 2, 5, 8)
     compiled = torch.compile(ranges.in_parts, fullgraph=True, backend="eager")
@@ -145,7 +145,7 @@ def test_the_residual_stream_is_computed() -> None:
     assert residual_mib(Setting("2.7B", 4, 512)) == 4 * 512 * 2560 * 4 / 2**20
 
 
-def test_a_folder_that_cannot_be_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_impossible_folder_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     for extra in ([], ["--memory"]):
         words = ["profile", "--tokens", "8", "--warmup", "0", "--device", "cpu", "--folder", str(tmp_path / "file")]
@@ -159,7 +159,7 @@ def test_a_folder_that_cannot_be_is_named(tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("extra", [[], ["--memory"], ["--batch", "1000000000"]], ids=["time", "memory", "overflow"])
-def test_a_step_that_no_memory_holds_is_explained(
+def test_a_step_larger_than_memory_is_explained(
     extra: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["profile", "--tokens", "1000000000000", "--device", "cpu", "--folder", str(tmp_path), *extra]

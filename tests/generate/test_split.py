@@ -89,7 +89,7 @@ def continue_by_pairs(pass_group: bool) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.parametrize("pass_group", [False, True])
-def test_groups_beside_each_other_keep_to_themselves(on_ranks, pass_group: bool) -> None:
+def test_disjoint_groups_do_not_interfere(on_ranks, pass_group: bool) -> None:
     first, *_, last = said = on_ranks(4, continue_by_pairs, pass_group)
     assert all(got == want for want, got in said)
     assert first != last
@@ -163,7 +163,7 @@ def test_the_first_rank_prints_what_all_say(ranks: Ranks, tmp_path: Path) -> Non
         assert f"{prompt}{want}\n[9 tokens, " in first
 
 
-def test_ranks_wait_for_whoever_holds_the_screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_wait_for_the_rank_that_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pager or Ctrl-S stops the first rank where it prints, and Ctrl-Z all of them, for as long as a user likes."""
     monkeypatch.setattr(command, "Ranks", pool := mock.MagicMock())
     (tmp_path / "config.json").write_text("{}")  # only ranks read it

@@ -124,7 +124,7 @@ def test_chunked_layers_match_eager(kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_no_document_hears_another(name: str) -> None:
+def test_no_document_attends_to_another(name: str) -> None:
     model = on_span(make(name))
     inputs, _ = inputs_of("packed")
     other = {**inputs, "input_ids": inputs["input_ids"].clone()}
@@ -449,7 +449,7 @@ def test_serves_what_changes_nothing() -> None:
         ),
     ],
 )  # fmt: skip
-def test_refuses_models_it_does_not_serve(name: str, settings: dict[str, Any], names: str) -> None:
+def test_refuses_models_it_does_not_support(name: str, settings: dict[str, Any], names: str) -> None:
     with pytest.raises(ValueError, match=names):
         on_span(make(name, settings))(tokens())
 

@@ -176,7 +176,7 @@ def test_many_rows_of_few_logits_stay_in_the_range_of_float16() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_on_a_gpu_what_chunks_add_to_the_weight_is_not_rounded_on_the_way(dtype: torch.dtype) -> None:
+def test_on_a_gpu_chunks_add_to_the_weight_gradient_without_rounding(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(4)
     x = torch.randn(4096, 64, generator=generator).to("cuda", dtype).requires_grad_()
     weight = torch.randn(512, 64, generator=generator).to("cuda", dtype).requires_grad_()
@@ -224,7 +224,7 @@ def test_the_compiled_slope_is_the_slope() -> None:
         assert float(losses[5]) == float(slopes[5].abs().max()) == 0
 
 
-def test_fresh_weights_depend_on_seed_and_name_alone() -> None:
+def test_initial_weights_depend_only_on_seed_and_name() -> None:
     first, second, other = (Llama(preset("tiny"), attention=attention) for _ in range(3))
     for model, seed in ((first, 7), (second, 7), (other, 8)):
         model.initialize(seed)

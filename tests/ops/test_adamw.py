@@ -64,7 +64,7 @@ def test_a_step_without_a_scale_or_a_guard() -> None:
     param = nn.Parameter(torch.ones(64, device=DEVICE))
     param.grad = torch.full_like(param, 3.0)
     AdamW([param], lr=0.5, weight_decay=0.1, fused=True).step()
-    # Of a first step the update is the learning rate, whatever the gradient.
+    # The update of a first step is the learning rate, for any gradient.
     assert torch.allclose(param, torch.full_like(param, 1 - 0.5 * 0.1 - 0.5))
 
 

@@ -88,7 +88,7 @@ def test_efficiency_on_8_devices_is_near_the_published(layout: str) -> None:
     assert abs(efficiency(layout, merges=True) - PUBLISHED[layout]) < 10
 
 
-def test_our_kernels_continue_a_carry_and_lose_less_and_the_page_says_how_much() -> None:
+def test_carries_lose_less_than_merging_as_the_page_states() -> None:
     page = " ".join((ROOT / "docs" / "measuring.md").read_text(encoding="utf-8").split())
     for merges in (True, False):
         found = [efficiency(layout, merges=merges) for layout in PUBLISHED]
@@ -274,7 +274,7 @@ def test_partly_used_nodes_start_equally_many_ranks(devices: int, start: str) ->
     assert command.startswith(f"torchrun {start} -m flashspan.train ")
 
 
-def test_the_trainer_takes_the_command_of_every_parallel_config() -> None:
+def test_the_trainer_accepts_the_command_of_every_parallel_config() -> None:
     run, cluster = Run(preset("llama-3.2-1b"), 16, 65536, "bfloat16"), make_cluster("H100", 32, per_node=4)
     seen, configs = set(), list(parallel_configs(run, cluster))
     one_of_each = {(c.strategy, c.layout, c.recompute, c.sharded_optimizer): c for c in configs if c.context > 1}

@@ -52,11 +52,11 @@ class Command:
         return sorted(pid for pid in self.processes() if _parent_of(pid) in servers)
 
     def processes(self) -> list[int]:
-        """All that are alive, whoever started them: they inherit the name of the temporary folder."""
+        """All live processes of the command: they inherit the name of the temporary folder."""
         return [int(path.name) for path in Path("/proc").glob("[0-9]*") if self._mark in _read(path / "environ")]
 
     def left(self, seconds: float = 10.0) -> list[str]:
-        """Processes and files that are still there after so many seconds; at once, where there are none."""
+        """Processes and files that remain after this many seconds; returns at once if there are none."""
         end = time.monotonic() + seconds
         while True:
             left = [f"process {pid}: {_read(Path(f'/proc/{pid}/cmdline'))[:150]!r}" for pid in self.processes()]

@@ -258,7 +258,7 @@ def test_shipped_configs_fit_the_ranks_they_name(file: Path) -> None:
     assert config.model.resolve().num_parameters > 0
 
 
-def test_a_dry_run_says_what_would_be_and_starts_nothing(
+def test_a_dry_run_describes_the_run_and_starts_nothing(
     config_of: Callable[..., TrainConfig], capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = config_of("--parallel.data=2", "--parallel.context=2")
@@ -281,7 +281,7 @@ def test_a_dry_run_says_what_would_be_and_starts_nothing(
         (["--checkpoint.resume=false"], "from step 0 to 6, replacing the run at step 130 in {folder}"),
     ],
 )
-def test_a_dry_run_says_where_the_run_stands(
+def test_a_dry_run_shows_the_last_saved_step(
     config_of: Callable[..., TrainConfig], capsys: pytest.CaptureFixture[str], options: list[str], says: str
 ) -> None:
     config = config_of(*options)

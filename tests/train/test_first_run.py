@@ -62,7 +62,7 @@ def test_the_tokenizer_fits_the_first_model_and_loses_nothing() -> None:
     assert (tokens == coder.end).sum() == pytest.approx(0.9 * len(list(corpus())), abs=10)
 
 
-def test_the_first_command_says_what_it_is_about_to_do(
+def test_the_first_command_prints_the_facts_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("flashspan.train.run._start", lambda *_: "done")

@@ -47,7 +47,7 @@ def check_run(config: TrainConfig, want: dict[str, Tensor]) -> None:
 
 @dataclass(frozen=True)
 class Kill:
-    """Which process is killed, and when: so many seconds after the start, or after a step is shown."""
+    """The process that is killed, and the time: seconds after the start, or after a step is printed."""
 
     kind: str
     rank: int

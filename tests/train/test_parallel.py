@@ -129,7 +129,7 @@ SPLITS = {
 @pytest.mark.parametrize(
     "name", ["longformer", pytest.param("bigbird, documents", marks=pytest.mark.slow), "window, documents"]
 )
-def test_a_pattern_shows_the_loss_of_one_device(
+def test_a_pattern_has_the_loss_of_one_device(
     on_ranks: Callable[..., list[Any]], config_of: Callable[..., TrainConfig], speeches: Path, name: str
 ) -> None:
     """6 steps on 1 rank and on 4 context ranks; where the mask is the same in every step, it is planned for once."""
@@ -177,7 +177,7 @@ def count_bytes_read(config: TrainConfig) -> int:
     return total
 
 
-def test_each_weight_leaves_the_disk_once(
+def test_each_weight_is_read_from_disk_once(
     on_ranks: Callable[..., list[Any]], config_of: Callable[..., TrainConfig], tmp_path: Path
 ) -> None:
     model = Llama(config_of().model.resolve(), attention=attention)
@@ -242,7 +242,7 @@ def build_and_count(config: TrainConfig) -> tuple[str, int]:
         return build_another(config), counted.call_count
 
 
-def test_a_damaged_checkpoint_is_no_beginning(
+def test_a_damaged_checkpoint_is_not_loaded(
     on_ranks: Callable[..., list[Any]], config_of: Callable[..., TrainConfig], tmp_path: Path
 ) -> None:
     """Its own hashes say so, where a folder of Hugging Face's has none."""

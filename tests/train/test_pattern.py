@@ -23,7 +23,7 @@ SECTIONS = {
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-def test_a_pattern_shows_no_token_ahead_and_each_token_itself(name: str) -> None:
+def test_a_pattern_is_causal_and_includes_the_token_itself(name: str) -> None:
     assert SECTIONS.keys() == PATTERNS.keys() == MAKERS.keys()
     mask = make_pattern(SECTIONS[name], T, torch.device("cpu"))
     seen = dense(mask, T, T)

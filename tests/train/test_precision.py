@@ -46,7 +46,7 @@ SHARDED = ["--parallel.shard=2", "--parallel.context=1"]
         pytest.param("float16", ["--parallel.context=2"], marks=pytest.mark.slow),
     ],
 )
-def test_16_bit_products_follow_the_float32_curve(
+def test_16_bit_matmuls_follow_the_float32_curve(
     on_ranks: OnRanks, config_of: ConfigOf, precision: str, options: list[str]
 ) -> None:
     want = on_ranks(2, losses, config_of(*options))[0][0]
@@ -56,9 +56,7 @@ def test_16_bit_products_follow_the_float32_curve(
     assert all(abs(a - b) <= 1e-2 * b for a, b in zip(got, want, strict=True))
 
 
-def test_an_overflow_of_float16_lowers_the_scale_and_takes_the_step_again(
-    on_ranks: OnRanks, config_of: ConfigOf
-) -> None:
+def test_an_overflow_of_float16_lowers_the_scale_and_repeats_the_step(on_ranks: OnRanks, config_of: ConfigOf) -> None:
     config = config_of("--parallel.context=2", "--train.precision=float16")
     calm = on_ranks(2, losses, config)[0]
     for curve, scale, _ in on_ranks(2, losses, config, 2.0**30):
@@ -106,7 +104,7 @@ def kept_numbers(config: TrainConfig) -> tuple[int, int, int]:
     return found[0], found[1], roots
 
 
-def test_elementwise_recomputing_keeps_products_and_attention_alone(on_ranks: OnRanks, config_of: ConfigOf) -> None:
+def test_elementwise_recompute_saves_only_matmuls_and_attention(on_ranks: OnRanks, config_of: ConfigOf) -> None:
     options = ["--train.recompute=elementwise", "--train.compile=true", "--train.precision=bfloat16"]
     config = config_of(*options, "--train.weights=bfloat16", "--parallel.context=1")
     shape = config.model.resolve()
@@ -194,7 +192,7 @@ def count_moves(config: TrainConfig) -> int:
     return moves
 
 
-def test_a_layer_s_input_is_all_that_is_moved(on_ranks: OnRanks, config_of: ConfigOf) -> None:
+def test_only_the_input_of_a_layer_is_offloaded(on_ranks: OnRanks, config_of: ConfigOf) -> None:
     options = ["--data.sequence=1000", "--train.batch=2", "--train.offload=true", "--train.recompute=full"]
     assert on_ranks(1, count_moves, config_of(*options)) == [2]
 

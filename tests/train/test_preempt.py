@@ -42,7 +42,7 @@ def run_with_clocks(config: TrainConfig) -> str:
     return trainer.run()
 
 
-def test_a_checkpoint_that_time_makes_due_is_written_by_all_ranks(on_ranks: OnRanks, config_of: ConfigOf) -> None:
+def test_a_checkpoint_due_by_time_is_written_by_all_ranks(on_ranks: OnRanks, config_of: ConfigOf) -> None:
     options = ("--parallel.shard=2", "--parallel.context=1", "--checkpoint.every=0", "--checkpoint.keep=9")
     config = config_of(*options, "--checkpoint.minutes=30")
     assert on_ranks(2, run_with_clocks, config) == [DONE] * 2
@@ -51,7 +51,7 @@ def test_a_checkpoint_that_time_makes_due_is_written_by_all_ranks(on_ranks: OnRa
 
 @pytest.mark.parametrize("name", ["minutes", "grace"])
 @pytest.mark.parametrize("value", ["-1", "nan", "inf", "soon"])
-def test_times_that_are_none_are_refused(config_of: ConfigOf, name: str, value: str) -> None:
+def test_invalid_times_are_refused(config_of: ConfigOf, name: str, value: str) -> None:
     with pytest.raises(ValueError, match=rf"^checkpoint\.{name} must be .* got "):
         config_of(f"--checkpoint.{name}={value}")
 
@@ -83,7 +83,7 @@ def terminate_when(path: Path, process: int) -> None:
     threading.Thread(target=wait_and_send, daemon=True).start()
 
 
-def test_a_stop_that_takes_longer_than_there_is_time_says_so(
+def test_a_stop_that_exceeds_the_grace_time_is_reported(
     config_of: ConfigOf, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     options = ("--parallel.ranks=2", "--parallel.context=2", "--checkpoint.every=2")
@@ -102,7 +102,7 @@ def test_a_stop_that_takes_longer_than_there_is_time_says_so(
     assert steps_saved(config) == [2]
 
 
-def test_a_stop_within_the_time_saves(config_of: ConfigOf, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_stop_within_the_grace_time_saves(config_of: ConfigOf, capfd: pytest.CaptureFixture[str]) -> None:
     config = config_of("--parallel.ranks=1", "--checkpoint.every=0", "--train.steps=3000", "--checkpoint.grace=60")
     folder = Path(config.checkpoint.folder)
     terminate_when(folder / "metrics.jsonl", os.getpid())

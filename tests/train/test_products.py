@@ -29,7 +29,7 @@ def gradients(model: Llama, tokens: Tensor, positions: Tensor) -> dict[str, Tens
 
 
 @pytest.mark.parametrize("positions", [torch.arange(17), torch.arange(34).view(2, 17) * 3])
-def test_a_model_is_the_same_with_them(positions: Tensor) -> None:
+def test_a_model_is_the_same_with_fused_operators(positions: Tensor) -> None:
     model = Llama(SHAPE, attention=attention).double()
     model.initialize(1)
     tokens = torch.randint(61, (2, 17), generator=torch.Generator().manual_seed(2))
@@ -42,7 +42,7 @@ def test_a_model_is_the_same_with_them(positions: Tensor) -> None:
         )
 
 
-def test_where_a_compiler_fails_pytorch_serves(
+def test_pytorch_is_used_if_the_compiler_fails(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(products, "no_hopper", lambda _: None)
@@ -69,7 +69,7 @@ def used(run: Callable[..., Any], *args: Any) -> Any:
         products.serves = real
 
 
-def test_a_compiled_layer_keeps_them_alone(on_ranks: OnRanks, config_of: ConfigOf) -> None:
+def test_a_compiled_layer_leaves_fused_operators_unchanged(on_ranks: OnRanks, config_of: ConfigOf) -> None:
     options = ["--train.recompute=elementwise", "--train.compile=true", "--train.precision=bfloat16"]
     config = config_of(*options, "--train.weights=bfloat16", "--parallel.context=1")
     shape = config.model.resolve()

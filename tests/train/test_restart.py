@@ -125,7 +125,7 @@ def test_a_step_that_fails_twice_is_not_tried_again(
     assert sum(line.startswith("ZeroDivisionError") for line in error) == 2  # one traceback for each attempt
 
 
-def test_a_run_restarts_no_more_than_it_may(
+def test_a_run_restarts_at_most_max_restarts_times(
     config_of: ConfigOf, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = config_of(*OPTIONS, "--train.max_restarts=2")
@@ -161,7 +161,7 @@ def save(folder: str, step: int) -> None:
     checkpoint.write(folder, checkpoint.State(step, config, state, {}, {}, {}))
 
 
-def test_a_run_started_anew_restarts_from_its_own_checkpoints_only(config_of: ConfigOf) -> None:
+def test_a_run_started_over_restarts_from_its_own_checkpoints_only(config_of: ConfigOf) -> None:
     config = config_of("--checkpoint.resume=false", "--checkpoint.keep=1", "--train.steps=50")
     folder = config.checkpoint.folder
     save(folder, 40)

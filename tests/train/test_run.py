@@ -20,7 +20,7 @@ from flashspan.train.loop import DONE, NOT_SAVED, STOPPED, Trainer
 from flashspan.train.metrics import read_metrics
 
 
-def test_a_bare_run_learns_and_leaves_a_model_to_talk_to(
+def test_a_default_run_learns_and_its_model_generates(
     config_of: Callable[..., TrainConfig], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = config_of(
@@ -200,7 +200,7 @@ def precision_of(config: TrainConfig) -> str:
 
 
 @pytest.mark.parametrize(("tf32", "precision"), [("true", "high"), ("false", "highest")])
-def test_float32_products_are_tf32_where_asked(
+def test_float32_matmuls_are_tf32_on_request(
     on_ranks: Callable[..., list[Any]], config_of: Callable[..., TrainConfig], tf32: str, precision: str
 ) -> None:
     assert on_ranks(1, precision_of, config_of(f"--train.tf32={tf32}")) == [precision]

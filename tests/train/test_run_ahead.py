@@ -103,7 +103,7 @@ def run(config: TrainConfig, spoil: int, ask: int) -> tuple[str, int, bool]:
     ("num_ranks", "spoil", "ask", "how", "steps"),
     [(1, 0, 0, DONE, 6), (1, 3, 0, NOT_FINITE, 2), (1, 3, 2, STOPPED, 2), (2, 0, 3, STOPPED, 3)],
 )
-def test_what_was_begun_early_is_dropped(
+def test_a_forward_begun_early_can_be_dropped(
     on_ranks: OnRanks, config_of: ConfigOf, num_ranks: int, spoil: int, ask: int, how: str, steps: int
 ) -> None:
     config = config_of("--train.steps=6", *ALONE, f"--parallel.data={num_ranks}", "--train.evaluate_every=0")
@@ -127,5 +127,5 @@ def run_out(config: TrainConfig) -> list[int]:
     return [trainer.step + 1, *{int(state["step"]) for state in trainer.parts.optimizer.state.values()}]
 
 
-def test_memory_that_is_not_there_is_missed_by_the_step_itself(on_ranks: OnRanks, config_of: ConfigOf) -> None:
+def test_missing_memory_is_reported_by_the_step_itself(on_ranks: OnRanks, config_of: ConfigOf) -> None:
     assert on_ranks(1, run_out, config_of("--train.steps=6", *ALONE)) == [[3, 2]]

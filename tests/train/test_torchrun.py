@@ -32,7 +32,7 @@ def meet_all(store: dist.Store, num_ranks: int, late: int) -> list[bytes]:
     return [found[rank] for rank in range(num_ranks)]
 
 
-def test_restarted_ranks_never_read_what_those_before_them_wrote() -> None:
+def test_restarted_ranks_never_read_keys_of_earlier_processes() -> None:
     store = dist.HashStore()
     for late in (0, 1, 2, 0):
         assert meet_all(store, 3, late) == [f"of {late}".encode()] * 3
@@ -40,7 +40,7 @@ def test_restarted_ranks_never_read_what_those_before_them_wrote() -> None:
 
 
 @pytest.mark.parametrize(("rank", "absent"), [(0, 1), (1, 0)])
-def test_a_rank_that_does_not_come_is_named(rank: int, absent: int) -> None:
+def test_a_rank_that_does_not_start_is_reported(rank: int, absent: int) -> None:
     store = dist.HashStore()
     meet_all(store, 2, 1)
     with pytest.raises(SilentRank, match=f"rank {absent} did not start within 0.1 s"):

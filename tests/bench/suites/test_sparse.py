@@ -16,7 +16,7 @@ from flashspan.bench.suites import sparse
 
 
 def rows() -> list[record.Row]:
-    """A sweep that costs what it visits and a fifth more at 4096 tokens, beside one that costs twice that."""
+    """A sweep whose time is that of its visited blocks, a fifth more at 4096 tokens, and one with twice that time."""
     where = {"device": "a device", "torch": "2", "triton": "3", "commit": "c"}
     rest = {"p20_ms": 1.0, "p80_ms": 1.0, "error": 0.0, "peak_mib": 1.0}
     found = []
