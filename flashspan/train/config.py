@@ -135,7 +135,6 @@ class TrainSection:
     tf32: bool = option(False, "TF32 tensor cores for float32 matmuls on GPUs: faster, with 10 bits of mantissa")
     evaluate_every: int = option(80, "Steps between evaluations on the validation file; 0: no evaluation")
     evaluate_samples: int = option(32, "Number of samples per evaluation")
-    tensorboard: bool = option(False, "TensorBoard events in the folder of the run")
     max_restarts: int = option(3, "Maximum number of restarts after the failure of a rank; torchrun has its own option")
 
 
@@ -209,6 +208,12 @@ class CheckpointSection:
 
 
 @dataclass(frozen=True)
+class LogSection:
+    tensorboard: bool = option(False, "TensorBoard events in the folder of the run")
+    wandb: bool = option(False, "Metrics and config sent to Weights & Biases; WANDB_MODE=offline: kept in the folder")
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """A whole run."""
 
@@ -219,6 +224,7 @@ class TrainConfig:
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     parallel: ParallelSection = field(default_factory=ParallelSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    log: LogSection = field(default_factory=LogSection)
 
     def __post_init__(self) -> None:
         at_least = {

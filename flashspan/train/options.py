@@ -84,6 +84,8 @@ SYNONYMS = {
     "tp": "parallel.tensor",
     "warmup_steps": "optimizer.warmup",
     "wd": "optimizer.weight_decay",
+    "report_to": "log.wandb",
+    "wandb_log": "log.wandb",
     "world_size": "parallel.ranks",
 }
 """Names of other trainers for our keys."""

@@ -8,7 +8,6 @@ torchrun --nproc-per-node 8 -m flashspan.train configs/llama-3.2-1b.toml --paral
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import shlex
 import signal
@@ -39,6 +38,7 @@ from flashspan.model.huggingface import check_config
 from flashspan.process import LONGEST
 from flashspan.stdout import say, waiting
 
+from .boards import check_boards
 from .config import TrainConfig
 from .dataset import num_evaluated, open_samples
 from .estimate import describe_plan, describe_run, lack_of_disk, lack_of_memory
@@ -135,8 +135,7 @@ def check(config: TrainConfig, num_ranks: int, joined: bool = False) -> None:
         raise ValueError(
             f"parallel.inner must divide the context ranks: got {config.parallel.inner} for {degrees['context']} ranks"
         )
-    if config.train.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise ValueError("train.tensorboard needs the tensorboard package: pip install tensorboard")
+    check_boards(config.log)
     if config.model.load:
         check_config(config.model.load, shape)
     samples, validation = open_samples(config)
