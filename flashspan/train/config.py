@@ -29,7 +29,9 @@ def option(default: Any, text: str) -> Any:
 @dataclass(frozen=True)
 class ModelSection:
     preset: str = option("", f"Name of a model: tiny, small, ..., llama-3.2-1b; empty: {DEFAULT_PRESET}, or model.load")
-    load: str = option("", "Hugging Face folder with the model's config and its initial weights")
+    load: str = option(
+        "", "Hugging Face folder, or name on its Hub (ORG/NAME), with the model's config and its initial weights"
+    )
     vocab_size: int = option(0, "Vocabulary size; 0: the preset's")
     width: int = option(0, "Hidden size; 0: the preset's")
     num_layers: int = option(0, "Number of layers; 0: the preset's")
@@ -48,7 +50,8 @@ class ModelSection:
         if not (Path(self.load) / "config.json").exists():
             raise ValueError(
                 f"model.load must be a Hugging Face folder: {Path(self.load) / 'config.json'} is missing; give a "
-                "checkpoint of a run (runs/tiny/step-00000240), or leave it out and give model.preset"
+                "checkpoint of a run (runs/tiny/step-00000240) or a name on the Hub (ORG/NAME), or leave it out and "
+                "give model.preset"
             )
         found = read_config(self.load)
         if self.preset:

@@ -37,7 +37,7 @@ KINDS = {f"{section}.{name}": kind for section, cls in SECTIONS.items() for name
 """The type of each key."""
 METAVARS = {
     "model.preset": "MODEL",
-    "model.load": "FOLDER",
+    "model.load": "FOLDER|NAME",
     "data.train": "FILE",
     "data.validation": "FILE",
     "checkpoint.folder": "FOLDER",

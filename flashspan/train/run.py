@@ -8,6 +8,7 @@ torchrun --nproc-per-node 8 -m flashspan.train configs/llama-3.2-1b.toml --paral
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import shlex
 import signal
@@ -34,6 +35,7 @@ from flashspan.launch import (
     send_to_parent,
     start_fork_server,
 )
+from flashspan.model import find_model
 from flashspan.model.huggingface import check_config
 from flashspan.process import LONGEST
 from flashspan.stdout import say, waiting
@@ -81,6 +83,9 @@ def run(config: TrainConfig, *, dry_run: bool = False, report: Report | None = N
     step, under torchrun on the first rank. With `dry_run` the config, the mesh and an estimate of the memory are
     printed, and nothing is started or written. It refuses what the run would.
     """
+    if config.model.load:
+        found = find_model(config.model.load, download=not dry_run)
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, load=found))
     joined = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     num_ranks = int(os.environ["WORLD_SIZE"]) if joined else config.parallel.default_ranks(_num_gpus(config))
     check(config, num_ranks, joined)
