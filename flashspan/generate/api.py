@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from flashspan.data.tokenizer import load_tokenizer
-from flashspan.model import Llama
+from flashspan.model import Llama, find_model
 
 from .command import load, stream
 from .decode import decode
@@ -35,7 +35,8 @@ def generate(
     To print the text token by token, or to split a long context over devices, use the command `flashspan generate`.
 
     Args:
-        model: A training run (`runs/tiny`), one of its checkpoints, a Hugging Face folder, or a `Llama` in memory.
+        model: A training run (`runs/tiny`), one of its checkpoints, a Hugging Face folder, a name on the
+            Hugging Face Hub (`meta-llama/Llama-3.2-1B`), or a `Llama` in memory.
         prompt: The text to continue.
         tokens: The most tokens to add; fewer if the model ends the text.
         temperature: Sampling temperature; 0 always takes the most probable token.
@@ -75,7 +76,7 @@ def generate(
             )
         network = model
     else:
-        network, coder, ends = load(model, tokenizer, device=device, dtype=dtype)
+        network, coder, ends = load(find_model(str(model)), tokenizer, device=device, dtype=dtype)
     start = coder.encode(prompt) or [max(0, coder.end)]
     was_training = network.training
     try:

@@ -23,7 +23,7 @@ from flashspan.context import context_parallel
 from flashspan.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, tokenizer_of
 from flashspan.files import MAX_LINES_BYTES, read_bytes, read_json
 from flashspan.launch import RankError, Ranks, check_num_ranks, raise_user_error
-from flashspan.model import Llama, load_llama
+from flashspan.model import Llama, find_model, load_llama
 from flashspan.process import LONGEST
 from flashspan.progress import progress
 
@@ -58,7 +58,8 @@ def generate(
     Example: flashspan generate runs/tiny --prompt "One morning in March"
 
     Args:
-        folder: Training run, one of its checkpoints, or a Hugging Face folder.
+        folder: Training run, one of its checkpoints, a Hugging Face folder, or a name on the Hugging Face Hub
+            (meta-llama/Llama-3.2-1B).
         prompt: Text to continue.
         file: File of prompts, one per line, instead of --prompt.
         batch: Number of prompts of a file that are decoded together, on one rank; 8 by default.
@@ -90,6 +91,7 @@ def generate(
     if device == "cuda" and gpus < ranks:
         raise ValueError(f"{ranks} ranks on CUDA need as many GPUs: found {gpus}; use --device cpu")
     check_num_ranks(ranks, "generate")
+    folder = find_model(folder)
     _require_weights(Path(folder))  # before ranks are started, which takes seconds
     where = "cuda" if gpus >= ranks else "cpu"
     try:
@@ -179,7 +181,7 @@ def load(
 
 def _require_weights(path: Path) -> None:
     """ValueError for what is no folder of weights and no training run."""
-    remedy = "give a training run (runs/tiny) or a Hugging Face folder"
+    remedy = "give a training run (runs/tiny), a Hugging Face folder or a name on the Hub (ORG/NAME)"
     try:
         if not path.is_dir():
             raise ValueError(f"{str(path)[:200]!r} is not a folder: {remedy}")

@@ -6,13 +6,15 @@ flashspan plan draw --ranks 8 --strategy helper --layout contiguous             
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from flashspan.files import MAX_LINES_BYTES, make_folder, parse_json, read_bytes
-from flashspan.model import preset
+from flashspan.model import PRESETS, LlamaConfig, find_model, preset, read_config
 from flashspan.progress import progress
 
 from .calibrate import Measurement, calibrate
@@ -52,7 +54,8 @@ def plan(
     Example: flashspan plan draw --ranks 8 --strategy helper --layout contiguous
 
     Args:
-        model: Name of a model: tiny, small, ..., llama-3-8b.
+        model: Name of a model (tiny, small, ..., llama-3-8b), a Hugging Face folder, or a name on the Hugging Face Hub
+            (meta-llama/Llama-3.2-1B), of which only the config is read.
         tokens: Tokens per sample.
         batch: Samples per step, over all devices.
         devices: Number of devices, at most a million.
@@ -71,7 +74,7 @@ def plan(
     if top < 1:
         raise ValueError(f"top must be 1 or more parallelism configs to show: got {top}")
     cluster = make_cluster(device, devices, per_node=per_node, inside=link, between=network, table=table)
-    run = Run(preset(model), batch, tokens, precision, fused_norms=not device.startswith("cpu"))
+    run = Run(config_of(model), batch, tokens, precision, fused_norms=not device.startswith("cpu"))
     if calibrate is not None:
         cluster = calibrated(cluster, calibrate)
     with progress(f"plan of {model} on {devices:,} devices"):
@@ -101,6 +104,13 @@ def plan(
     if folder is not None and answers:
         write_pictures(folder, answers, run, cluster, points)
     return 0 if answers else 1
+
+
+def config_of(model: str) -> LlamaConfig:
+    """The config of a preset, a Hugging Face folder or a model on the Hub."""
+    if model not in PRESETS and os.path.isdir(found := find_model(model, config_only=True)):
+        return read_config(found)
+    return preset(model)
 
 
 def counted(number: int, noun: str) -> str:
@@ -152,7 +162,7 @@ def train_command(model: str, run: Run, parallel: ParallelConfig, per_node: int)
     nodes = next(n for n in divisors(parallel.num_devices) if parallel.num_devices // n <= per_node)
     per_node = parallel.num_devices // nodes
     options: dict[str, object] = {
-        "model.preset": model,
+        "model.preset" if model in PRESETS else "model.load": shlex.quote(model),
         "data.sequence": run.tokens,
         "train.batch": run.batch,
         "train.precision": run.precision,

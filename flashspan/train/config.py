@@ -29,7 +29,9 @@ def option(default: Any, text: str) -> Any:
 @dataclass(frozen=True)
 class ModelSection:
     preset: str = option("", f"Name of a model: tiny, small, ..., llama-3.2-1b; empty: {DEFAULT_PRESET}, or model.load")
-    load: str = option("", "Hugging Face folder with the model's config and its initial weights")
+    load: str = option(
+        "", "Hugging Face folder, or name on its Hub (ORG/NAME), with the model's config and its initial weights"
+    )
     vocab_size: int = option(0, "Vocabulary size; 0: the preset's")
     width: int = option(0, "Hidden size; 0: the preset's")
     num_layers: int = option(0, "Number of layers; 0: the preset's")
@@ -48,7 +50,8 @@ class ModelSection:
         if not (Path(self.load) / "config.json").exists():
             raise ValueError(
                 f"model.load must be a Hugging Face folder: {Path(self.load) / 'config.json'} is missing; give a "
-                "checkpoint of a run (runs/tiny/step-00000240), or leave it out and give model.preset"
+                "checkpoint of a run (runs/tiny/step-00000240) or a name on the Hub (ORG/NAME), or leave it out and "
+                "give model.preset"
             )
         found = read_config(self.load)
         if self.preset:
@@ -135,7 +138,6 @@ class TrainSection:
     tf32: bool = option(False, "TF32 tensor cores for float32 matmuls on GPUs: faster, with 10 bits of mantissa")
     evaluate_every: int = option(80, "Steps between evaluations on the validation file; 0: no evaluation")
     evaluate_samples: int = option(32, "Number of samples per evaluation")
-    tensorboard: bool = option(False, "TensorBoard events in the folder of the run")
     max_restarts: int = option(3, "Maximum number of restarts after the failure of a rank; torchrun has its own option")
 
 
@@ -209,6 +211,12 @@ class CheckpointSection:
 
 
 @dataclass(frozen=True)
+class LogSection:
+    tensorboard: bool = option(False, "TensorBoard events in the folder of the run")
+    wandb: bool = option(False, "Metrics and config sent to Weights & Biases; WANDB_MODE=offline: kept in the folder")
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """A whole run."""
 
@@ -219,6 +227,7 @@ class TrainConfig:
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     parallel: ParallelSection = field(default_factory=ParallelSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    log: LogSection = field(default_factory=LogSection)
 
     def __post_init__(self) -> None:
         at_least = {

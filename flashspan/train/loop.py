@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Sequence, Sized
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,17 +25,17 @@ from flashspan.checkpoint.writer import Writer
 from flashspan.lock import locked_folder
 from flashspan.model import IGNORE
 from flashspan.parallel import build_mesh, clip_factor, clip_grad_norm, grad_norm, submesh
-from flashspan.parallel.collectives import is_dtensor
 
 from . import resume
 from .batches import Batch, Feed, Placed, num_targets
+from .boards import open_boards
 from .build import build, load_into
 from .config import TrainConfig
 from .dataset import num_evaluated, open_samples, order_of
 from .learning_rate import learning_rate
 from .metrics import Display, Report, StepMetrics, draw_loss, memory_gib, peak_flops
 from .pattern import make_pattern
-from .run_ahead import RunAhead
+from .run_ahead import RunAhead, copy_to_host, skips_bad_steps
 from .silent_ranks import report_silent_ranks
 
 DONE, STOPPED, NOT_FINITE, NOT_SAVED = "done", "stopped", "not finite", "not saved"
@@ -63,7 +63,7 @@ class Trainer:
         self.positions = torch.arange(config.data.sequence, device=self.device)
         if attend is not None:
             self.positions = attend.positions(config.data.sequence, self.device)
-        self.guarded = _is_guarded(self.parts.optimizer)
+        self.guarded = skips_bad_steps(self.parts.optimizer)
         self.alone = all(self.mesh[axis].size() == 1 for axis in ("shard", "context", "tensor"))  # in forward
         self.scale = FIRST_SCALE if config.train.precision == "float16" else 1.0
         self.steady = 0  # steps since the scale last changed
@@ -86,7 +86,7 @@ class Trainer:
                     self.folder,
                     config.train.steps,
                     active=first,
-                    tensorboard=config.train.tensorboard,
+                    boards=open_boards(config, self.step) if first else (),
                     start=self.step,
                     saved=saved,
                     report=self.report,
@@ -100,7 +100,7 @@ class Trainer:
             if self._is_evaluated(self.step) and not from_first(partial(display.evaluated, self.step)):
                 self._evaluate(display)
             begun = self.step
-            how = self._take_steps(display, writer, asked)
+            how = display.status = self._take_steps(display, writer, asked)
             if self.step > begun:
                 display.now("writing the last checkpoint and loss.png")
             if self.saved != self.step or not self.step:
@@ -217,7 +217,7 @@ class Trainer:
         # What the next step begins with, before the host waits: once it knows, the device has nothing else to do.
         placed = [self.feed.place(*batch) for batch in following]
         self.ahead.place(self.step + 1, placed, sums[3:])
-        wait = self._bring(results)
+        wait = copy_to_host(results)
         # An optimizer that heeds the results has made its step, or none: the host need not know to go on.
         between = self._is_saved(self.step + 1) or self._is_evaluated(self.step + 1)
         if placed and self.guarded and self.alone and not (stopping or between):
@@ -300,20 +300,6 @@ class Trainer:
             loss: Tensor = self.parts.runner(tokens, targets, self.positions, mask)
         return loss
 
-    def _bring(self, values: Tensor) -> Callable[[], list[float]]:
-        """Have values sent to the host; what to call for them, which does not wait for what is launched after this."""
-        host = values.to("cpu", non_blocking=True)
-        if self.device.type != "cuda":
-            return host.tolist
-        here = torch.cuda.Event()
-        here.record()
-
-        def wait() -> list[float]:
-            here.synchronize()
-            return host.tolist()
-
-        return wait
-
     def _number(self, value: float) -> Tensor:
         """A number on the device, filled there and not copied: a copy would wait for all that the device has to do."""
         return torch.full((), value, dtype=torch.float64, device=self.device)
@@ -395,10 +381,3 @@ def _device(config: TrainConfig) -> torch.device:
     if dist.get_backend() == "nccl" or config.parallel.share_gpu:
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
-
-
-def _is_guarded(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer itself does nothing where its found_inf says so: it can be launched while the host does not
-    know yet, and the device need not wait for the host to find out."""
-    whole = not any(is_dtensor(p) for group in optimizer.param_groups for p in group["params"])
-    return isinstance(optimizer, torch.optim.AdamW) and bool(optimizer.defaults["fused"]) and whole

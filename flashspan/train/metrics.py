@@ -12,7 +12,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +23,8 @@ import torch
 from flashspan.files import parse_json
 from flashspan.plan.devices import DEVICES, is_named
 from flashspan.stdout import say
+
+from .boards import Board
 
 
 @dataclass(frozen=True)
@@ -90,17 +92,19 @@ class Display:
         num_steps: int,
         *,
         active: bool,
-        tensorboard: bool = False,
+        boards: Sequence[Board] = (),
         start: int = 0,
         saved: float = math.inf,
         report: Report | None = None,
     ) -> None:
-        """`start`: the step that the run goes on from, whose state was `saved` at that time."""
+        """`start`: the step that the run resumes from, whose state was `saved` at that time."""
         self.folder, self.num_steps, self.active, self.report = folder, num_steps, active, report
         self._times: list[float] = []
         """When the steps of this attempt ended."""
         self._bar: Any = None
-        self._board: Any = None
+        self._boards = boards
+        self.status = "failed"
+        """How the run ended, for the boards: set before the end by a run that does not fail."""
         if not active:
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -117,11 +121,6 @@ class Display:
             self._log = _open_log(folder / "metrics.jsonl")
         except OSError as error:
             self._tell(error)
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            # As in metrics.jsonl: steps that will be taken again are forgotten.
-            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1)
         if sys.stdout.isatty():
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
@@ -185,10 +184,8 @@ class Display:
         try:
             if self._log is not None:
                 _append(self._log, row)
-            if self._board is not None:
-                for key, value in row.items():
-                    if key not in ("step", "time"):
-                        self._board.add_scalar(key, value, row["step"])
+            for board in self._boards:
+                board.record(row["step"], {key: value for key, value in row.items() if key not in ("step", "time")})
         except OSError as error:
             self._tell(error)
 
@@ -207,8 +204,8 @@ class Display:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
-        if self._board is not None:
-            self._board.close()
+        for board in self._boards:
+            board.close(self.status if error is None else "failed")
         if self.active and self._log is not None:
             self._log.close()
 

@@ -37,7 +37,7 @@ KINDS = {f"{section}.{name}": kind for section, cls in SECTIONS.items() for name
 """The type of each key."""
 METAVARS = {
     "model.preset": "MODEL",
-    "model.load": "FOLDER",
+    "model.load": "FOLDER|NAME",
     "data.train": "FILE",
     "data.validation": "FILE",
     "checkpoint.folder": "FOLDER",
@@ -84,6 +84,8 @@ SYNONYMS = {
     "tp": "parallel.tensor",
     "warmup_steps": "optimizer.warmup",
     "wd": "optimizer.weight_decay",
+    "report_to": "log.wandb",
+    "wandb_log": "log.wandb",
     "world_size": "parallel.ranks",
 }
 """Names of other trainers for our keys."""

@@ -8,7 +8,7 @@ torchrun --nproc-per-node 8 -m flashspan.train configs/llama-3.2-1b.toml --paral
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import dataclasses
 import os
 import shlex
 import signal
@@ -35,10 +35,12 @@ from flashspan.launch import (
     send_to_parent,
     start_fork_server,
 )
+from flashspan.model import find_model
 from flashspan.model.huggingface import check_config
 from flashspan.process import LONGEST
 from flashspan.stdout import say, waiting
 
+from .boards import check_boards
 from .config import TrainConfig
 from .dataset import num_evaluated, open_samples
 from .estimate import describe_plan, describe_run, lack_of_disk, lack_of_memory
@@ -80,6 +82,9 @@ def run(config: TrainConfig, *, dry_run: bool = False, report: Report | None = N
     each step, under torchrun on the first rank. `dry_run` prints the config, the mesh and an estimate of the memory;
     it starts and writes nothing, and refuses whatever the run would refuse.
     """
+    if config.model.load:
+        found = find_model(config.model.load, download=not dry_run)
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, load=found))
     joined = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     num_ranks = int(os.environ["WORLD_SIZE"]) if joined else config.parallel.default_ranks(_num_gpus(config))
     check(config, num_ranks, joined)
@@ -134,8 +139,7 @@ def check(config: TrainConfig, num_ranks: int, joined: bool = False) -> None:
         raise ValueError(
             f"parallel.inner must divide the context ranks: got {config.parallel.inner} for {degrees['context']} ranks"
         )
-    if config.train.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise ValueError("train.tensorboard needs the tensorboard package: pip install tensorboard")
+    check_boards(config.log)
     if config.model.load:
         check_config(config.model.load, shape)
     samples, validation = open_samples(config)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from flashspan.parallel.collectives import is_dtensor
+
 from .batches import Placed
 
 
@@ -64,3 +66,26 @@ class RunAhead:
     def drop_loss(self) -> None:
         """Discard a launched forward that will not be used."""
         self.loss = None
+
+
+def copy_to_host(values: Tensor) -> Callable[[], list[float]]:
+    """Begin a copy of values to the host. The function that is returned waits for the copy, but not for work that was
+    launched after it, and returns the values."""
+    host = values.to("cpu", non_blocking=True)
+    if values.device.type != "cuda":
+        return host.tolist
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def wait() -> list[float]:
+        copied.synchronize()
+        return host.tolist()
+
+    return wait
+
+
+def skips_bad_steps(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer itself does nothing where its found_inf says so. Then its step can be launched before the
+    host has read the results, and the device does not wait for the host."""
+    whole = not any(is_dtensor(p) for group in optimizer.param_groups for p in group["params"])
+    return isinstance(optimizer, torch.optim.AdamW) and bool(optimizer.defaults["fused"]) and whole

@@ -9,7 +9,6 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -184,15 +183,6 @@ def test_a_number_that_is_none_is_left_out(tmp_path: Path) -> None:
     line = (tmp_path / "metrics.jsonl").read_text()
     assert "NaN" not in line
     assert "mfu" not in json.loads(line)
-
-
-def test_tensorboard_forgets_the_steps_that_are_taken_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Any] = []
-    board = SimpleNamespace(SummaryWriter=lambda *args, **kwargs: made.append(kwargs))
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
-    with Display(tmp_path, 9, active=True, tensorboard=True, start=4):
-        pass
-    assert made == [{"purge_step": 5}]
 
 
 NAMES = ("step ", " loss ", " lr ", " norm ", " tok/s ", " mfu ", " left ")
