@@ -22,6 +22,9 @@ from flashspan.kernels.delta import kept_dtype, row_delta
 from flashspan.kernels.dropout import Dropout
 from flashspan.kernels.torch_private import has_tangents, is_transformed
 
+MAX_LAYOUTS = 8
+"""The number of layouts of dout for which a kept call repeats its backward pass."""
+
 
 def forward(
     q: Tensor,
@@ -32,8 +35,8 @@ def forward(
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out, in q's dtype or out_dtype, and lse."""
-    problem, backend, repeat = call
-    if repeat is not None and (carry := repeat(q, k, v, problem.mask)) is not None:
+    problem, backend = call.problem, call.backend
+    if call.forward is not None and (carry := call.forward(q, k, v, problem.mask)) is not None:
         return carry
     local = Chosen(backend)
     with no_autocast(q.device.type):
@@ -78,6 +81,23 @@ def backward(
             delta = row_delta(dout, out, dlse)
             local.backward(dout, q, k, v, lse, delta, problem, dq=dq, dk=dk, dv=dv, accumulate=False)
     return dq, dk, dv
+
+
+def repeated_backward(
+    call: Prepared, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """backward of a kept call: repeated, if gradients of this layout have been computed before."""
+    assert call.backwards is not None
+    key = (dout.stride(), dout.dtype, torch.are_deterministic_algorithms_enabled())
+    repeat = call.backwards.get(key)
+    if repeat is not None and (grads := repeat(dout, q, k, v, out, lse, call.problem.mask)) is not None:
+        return grads
+    grads = backward(dout, None, q, k, v, out, lse, call.problem, call.backend)
+    if repeat is None and len(call.backwards) < MAX_LAYOUTS:
+        repeat = Chosen(call.backend).repeat_backward(dout, q, k, v, out, lse, call.problem)
+        if repeat is not None:
+            call.backwards[key] = repeat
+    return grads
 
 
 def pack_problem(problem: Problem) -> tuple[Any, ...]:
@@ -209,11 +229,14 @@ class EagerAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        problem, backend, _ = ctx.call
+        call = ctx.call
+        problem, backend = call.problem, call.backend
         check_unchanged(problem.mask, ctx.versions)
         dout = torch.zeros_like(out, dtype=q.dtype) if dout is None else dense_rows(dout)
         tensors = (dout, dlse, q, k, v, out, lse)
-        if torch.is_grad_enabled():  # create_graph=True: the operator in that graph refuses a second derivative
+        if call.backwards is not None and dlse is None and not torch.is_grad_enabled():
+            grads = repeated_backward(call, dout, q, k, v, out, lse)
+        elif torch.is_grad_enabled():  # create_graph=True: the operator in that graph refuses a second derivative
             grads = attend_backward(*tensors, *pack_problem(problem), backend)
         else:
             grads = backward(*tensors, problem, backend)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashspan.kernels.backends import Chosen, Repeat
+from flashspan.kernels.backends import Chosen, Repeat, RepeatBackward
 from flashspan.kernels.contract import Problem
 from flashspan.kernels.launch.cache import CACHE
 from flashspan.kernels.masks import Band, Mask
@@ -25,11 +25,15 @@ PLAIN = {Tensor, torch.nn.Parameter}
 
 
 class Prepared(NamedTuple):
-    """The checked arguments of a call, without its tensors, and its forward pass if the backend can repeat one."""
+    """The checked arguments of a call, without its tensors, and its passes if the backend can repeat them.
+
+    The backward passes are those of each layout of dout that came; None for a call that is not kept.
+    """
 
     problem: Problem
     backend: str
     forward: Repeat | None = None
+    backwards: dict[Hashable, RepeatBackward] | None = None
 
 
 class _WithMask(NamedTuple):
@@ -40,6 +44,7 @@ class _WithMask(NamedTuple):
     deterministic: bool
     backend: str
     forward: Repeat | None
+    backwards: dict[Hashable, RepeatBackward]
 
 
 def plainly_eager(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -96,22 +101,22 @@ def kept_call(key: tuple[Hashable, ...], mask: Mask | Tensor | None, device: tor
     call: Prepared | _WithMask | None = CACHE.get(key)
     if not isinstance(call, _WithMask):
         return call
-    reference, scale, deterministic, backend, forward = call
+    reference, scale, deterministic, backend, forward, backwards = call
     cached = reference()
     if cached is None or cached is not mask:
         return None
-    return Prepared(Problem(cached.to(device), scale, None, deterministic), backend, forward)
+    return Prepared(Problem(cached.to(device), scale, None, deterministic), backend, forward, backwards)
 
 
 def keep_call(
     key: tuple[Hashable, ...], call: Prepared, q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None
 ) -> None:
     """Cache a call that has run, unless its backend can repeat such calls but not this one yet."""
-    problem, backend, _ = call
+    problem, backend = call.problem, call.backend
     able, forward = Chosen(backend).repeat(q, k, v, problem)
     if able and forward is None:
         return
     if isinstance(mask, Mask) and not isinstance(mask, Band):
-        CACHE.keep(key, _WithMask(weakref.ref(mask), problem.scale, problem.deterministic, backend, forward))
+        CACHE.keep(key, _WithMask(weakref.ref(mask), problem.scale, problem.deterministic, backend, forward, {}))
     else:
-        CACHE.keep(key, Prepared(problem, backend, forward))
+        CACHE.keep(key, Prepared(problem, backend, forward, {}))

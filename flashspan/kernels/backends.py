@@ -28,6 +28,9 @@ Result = TypeVar("Result")
 Repeat: TypeAlias = Callable[[Tensor, Tensor, Tensor, Mask], Carry | None]
 """forward of q, k, v and a mask with the layouts of an earlier call; None if it cannot run for these tensors."""
 
+RepeatBackward: TypeAlias = Callable[..., tuple[Tensor, Tensor, Tensor] | None]
+"""dq, dk, dv of dout, q, k, v, out, lse and a mask with the layouts of an earlier call; None if it cannot run."""
+
 
 class Call(NamedTuple):
     """What the choice of a backend depends on."""
@@ -309,6 +312,17 @@ class Chosen(NamedTuple):
         q's dtype, if one has run."""
         repeat_forward = self._serve(lambda local, _: getattr(local, "repeat_forward", None), q, problem)
         return repeat_forward is not None, repeat_forward and repeat_forward(q, k, v, problem, q.dtype)
+
+    def repeat_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: Problem
+    ) -> RepeatBackward | None:
+        """The repeated backward pass of a call whose gradients were just computed, if the backend can repeat it."""
+
+        def find(local: Any, problem: Problem) -> RepeatBackward | None:
+            repeat = getattr(local, "repeat_backward", None)
+            return repeat and repeat(dout, q, k, v, out, lse, problem)
+
+        return self._serve(find, q, problem)
 
     def _serve(
         self, serve: Callable[[LocalAttention, Problem], Result], q: Tensor, problem: Problem, insist: bool = False

@@ -1,5 +1,11 @@
 """Gluon kernels for Hopper GPUs (sm_90), on the contract of kernels/contract.py."""
 
-from flashspan.kernels.hopper.launch import backward, backward_of_output, forward, repeat_forward
+from flashspan.kernels.hopper.launch import (
+    backward,
+    backward_of_output,
+    forward,
+    repeat_backward,
+    repeat_forward,
+)
 
-__all__ = ["backward", "backward_of_output", "forward", "repeat_forward"]
+__all__ = ["backward", "backward_of_output", "forward", "repeat_backward", "repeat_forward"]

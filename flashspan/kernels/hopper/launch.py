@@ -257,28 +257,18 @@ def backward(
 ) -> None:
     """See contract.py. Deterministic gradients take two passes, in which every sum has one order. Masks whose transpose
     is no interval go to the portable kernels, and so do deterministic block maps. Given `out`, delta is made of it."""
-    mask, scale, repeatable = problem.mask, problem.scale, problem.deterministic
-    B, H, T, D = q.shape
-    whole = isinstance(mask, Band) or (isinstance(mask, Rows) and mask.convex)
-    whole = whole or (isinstance(mask, Blocks) and not refusal(mask.block, D) and not repeatable)
-    if not q.numel() or not k.numel() or scale <= 0 or not whole:
+    mask, scale = problem.mask, problem.scale
+    if not _serves_backward(q, k, problem):
         portable.backward(
             dout, q, k, v, lse, _settled(delta, dout, out), problem, dq=dq, dk=dk, dv=dv, accumulate=accumulate
         )  # fmt: skip
         return
-    two_passes = repeatable or block_dim(D) not in BACKWARD
-    minus_lse, minus_delta = new_rows(q), new_rows(q)
-    rows = len(minus_lse)
-    states = lse.new_empty(rows // 64, dtype=torch.int32)
-    summed = not (accumulate or two_passes)
-    sums = q.new_empty((rows * block_dim(D) // 256, 256), dtype=torch.float32) if summed else dq
-    parts = count_head_parts(q, k, mask, accumulate, not two_passes)
-    parts_of = [room_for_parts(k, parts) if parts > 1 else x for x in (dk, dv)]
+    two_passes = problem.deterministic or block_dim(q.shape[-1]) not in BACKWARD
     tables = mask.to(q.device).packed
     with on(q.device):
         rows_of = out if out is not None and delta is None else _settled(delta, dout, out).contiguous()
         given = (dout, q, k, v, lse.contiguous(), rows_of, dq, dk, dv)
-        made = (minus_lse, minus_delta, sums, *parts_of, states, new_counter(q.device))
+        made = _room_for_backward(q, k, mask, accumulate, two_passes, dq, dk, dv)
         done = replay(_backward_launches, given, tables, made, scale, accumulate, two_passes, delta is None)
     if done:
         return
@@ -289,6 +279,58 @@ def backward(
     for x, y in zip((dq, dk, dv), into, strict=True):
         if x is not y:
             x.add_(y) if accumulate else x.copy_(y)
+
+
+def _serves_backward(q: Tensor, k: Tensor, problem: Problem) -> bool:
+    """Whether these kernels compute the gradients: not of empty tensors, nor of masks that only others transpose."""
+    mask = problem.mask
+    serves = isinstance(mask, Band) or (isinstance(mask, Rows) and mask.convex)
+    if isinstance(mask, Blocks):
+        serves = not refusal(mask.block, q.shape[-1]) and not problem.deterministic
+    return serves and q.numel() > 0 and k.numel() > 0 and problem.scale > 0
+
+
+def _room_for_backward(
+    q: Tensor, k: Tensor, mask: Mask, accumulate: bool, two_passes: bool, dq: Tensor, dk: Tensor, dv: Tensor
+) -> tuple[Tensor, ...]:
+    """What backward writes besides its results: -lse, -delta, sums of dq, parts of dk and dv, states, a counter."""
+    minus_lse, minus_delta = new_rows(q), new_rows(q)
+    num_rows = len(minus_lse)
+    sums = dq
+    if not (accumulate or two_passes):
+        sums = q.new_empty((num_rows * block_dim(q.shape[-1]) // 256, 256), dtype=torch.float32)
+    parts = count_head_parts(q, k, mask, accumulate, not two_passes)
+    of_parts = [room_for_parts(k, parts) if parts > 1 else x for x in (dk, dv)]
+    states = q.new_empty(num_rows // 64, dtype=torch.int32)
+    return minus_lse, minus_delta, sums, *of_parts, states, new_counter(q.device)
+
+
+def repeat_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: Problem
+) -> Callable[..., tuple[Tensor, Tensor, Tensor] | None] | None:
+    """See backends.py. None unless backward_of_output has run so, and these kernels served."""
+    if not _serves_backward(q, k, problem):
+        return None
+    device, two_passes = q.device, problem.deterministic or block_dim(q.shape[-1]) not in BACKWARD
+    given = (dout, q, k, v, lse, out, *(torch.empty_like(x, device="meta") for x in (q, k, v)))
+    values = (problem.scale, False, two_passes, True)
+    launches = recall(_backward_launches, given, problem.mask.packed, 7, *values)
+    if launches is None:
+        return None
+
+    def backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        tensors = dout, q, k, v, lse, out
+        if any(x.data_ptr() & 15 for x in tensors) or triton_abi.is_watched():
+            return None
+        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        with on(device):
+            room = _room_for_backward(q, k, mask, False, two_passes, *grads)
+            launch_all(launches, (*tensors, *grads), mask.packed, room)
+        return grads
+
+    return backward
 
 
 def backward_of_output(

@@ -223,6 +223,40 @@ def test_parts_of_query_heads_are_replayed(gpu: Gpu) -> None:
         assert gpu.plain == before
 
 
+@pytest.mark.parametrize("repeatable", [False, True])
+@pytest.mark.parametrize("heads", [(2, 2), (8, 1)])
+def test_a_repeated_backward_launches_what_backward_launches(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int], repeatable: bool
+) -> None:
+    H, K = heads
+    q, k, v, dout, out = (torch.zeros(1, n, 300, 64).half() for n in (H, K, K, H, H))
+    lse, problem = torch.zeros(1, H, 300), Problem(CAUSAL, 0.125, deterministic=repeatable)
+    tensors = (dout, q, k, v, out, lse)
+    assert gpu.hopper.repeat_backward(*tensors, problem) is None, "nothing has run yet"
+    into = {name: torch.empty_like(x) for name, x in (("dq", q), ("dk", k), ("dv", v))}
+    gpu.hopper.backward_of_output(*tensors, problem, **into)
+    repeat = gpu.hopper.repeat_backward(*tensors, problem)
+    launched: list[Any] = []
+
+    def launch_all(launches: Any, inputs: Any, tables: Any, outputs: Any) -> None:
+        launched.append((inputs, outputs))
+        replay.launch_all(launches, inputs, tables, outputs)
+
+    monkeypatch.setattr(gpu.hopper, "launch_all", launch_all)
+    gpu.seen = []
+    grads = repeat(*tensors, CAUSAL)
+    repeated, gpu.seen = gpu.seen, []
+    ((inputs, outputs),) = launched
+    values = (problem.scale, False, repeatable, True)
+    for launch in gpu.hopper._backward_launches((*inputs, *outputs), *CAUSAL.packed.what, *values):
+        launch()
+    assert repeated == gpu.seen
+    assert len(repeated) == 3 + (H > K)
+    assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
+    odd = torch.zeros(dout.numel() + 1).half()[1:].view_as(dout)
+    assert repeat(odd, *tensors[1:], CAUSAL) is None, "not on 16 bytes"
+
+
 def test_replaying_keeps_no_tensor_and_not_everything(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     mask = Rows(torch.zeros(70).int(), torch.full((70,), 70).int(), 70)
     x = [torch.zeros(1, 2, 70, 64).half() for _ in range(4)]
