@@ -94,10 +94,10 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(q k^T * scale + mask) v, exactly, without the [T, S] matrix; differentiable.
 
-    It takes the place of `F.scaled_dot_product_attention`: is_causal -> causal, a bool attn_mask -> mask,
-    dropout_p -> dropout. `torch.compile(fullgraph=True)` needs a mask made before: `masks.Blocks.from_dense(tensor)`
-    in place of a tensor, `blocks & masks.causal()` in place of causal=True with blocks. float32 is true float32;
-    `torch.set_float32_matmul_precision("high")` asks for tf32.
+    It replaces `F.scaled_dot_product_attention`: is_causal -> causal, a bool attn_mask -> mask, dropout_p -> dropout.
+    `torch.compile(fullgraph=True)` needs a mask that exists before the call: `masks.Blocks.from_dense(tensor)` for a
+    tensor, `blocks & masks.causal()` for causal=True with blocks. float32 matmuls are exact;
+    `torch.set_float32_matmul_precision("high")` allows tf32.
 
     Args:
         q: Queries [B, H, T, D].
@@ -110,13 +110,14 @@ def attention(
         mask: A value of `flashspan.masks`, or a bool tensor [T, S], [B, T, S], [H, T, S] or [B, H, T, S], in which 1
             broadcasts (three dimensions are [H, T, S] if the first is not B). A tensor is read in every call.
         scale: Factor of the scores; by default 1 / sqrt(D).
-        dropout: Probability that a pair is dropped, as decided by the seed and the pair's position alone.
+        dropout: Probability that a (query, key) pair is dropped; the seed and the pair's position decide.
         seed: Seed of the dropout. By default one is drawn from `generator`.
         generator: Generator of that seed, by default PyTorch's. Leave it out under activation checkpointing: forward
             runs twice there, and PyTorch restores only its default generator.
         return_lse: Return the log-sum-exp of each query's scores too.
-        backend: "auto", or an implementation by name; `explain` lists them.
-        deterministic: Gradients that repeat bit for bit, as outputs do; or `torch.use_deterministic_algorithms(True)`.
+        backend: "auto", or the name of an implementation; `explain` lists them.
+        deterministic: Gradients repeat bit for bit, as outputs always do; also with
+            `torch.use_deterministic_algorithms(True)`.
 
     Returns:
         The output [B, H, T, D] in q's dtype, stored so that merging the heads is a view; with `return_lse` also the
@@ -124,7 +125,7 @@ def attention(
         output 0 and log-sum-exp -inf.
 
     Raises:
-        ValueError: For inputs that do not fit, with the rule, the values and the remedy.
+        ValueError: For invalid inputs, with the rule, the values and the remedy.
 
     Example:
         ```python

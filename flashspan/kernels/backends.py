@@ -55,10 +55,6 @@ class Backend:
     tuned_on: str | None = None
     """The GPU on which its tile sizes were measured, if it has any."""
 
-    def load(self) -> LocalAttention:
-        """The module. It is imported on first use: without it, Triton need not be installed."""
-        return cast(LocalAttention, importlib.import_module(self.module))
-
 
 @dataclass(frozen=True)
 class Choice:
@@ -71,10 +67,6 @@ class Choice:
     @property
     def name(self) -> str:
         return self.backend.name
-
-    def load(self) -> LocalAttention:
-        """The module that serves."""
-        return _load(self.backend)
 
     @property
     def note(self) -> str | None:
@@ -94,7 +86,11 @@ class Choice:
         return "\n".join([head, *([f"  note: {self.note}"] if self.note else []), *lines])
 
 
-_load = cache(Backend.load)
+@cache
+def _load(backend: Backend) -> LocalAttention:
+    """The backend's module, imported on first use, so that Triton may be missing until then."""
+    return cast(LocalAttention, importlib.import_module(backend.module))
+
 
 RETIRED: dict[tuple[str, Call], str] = {}
 """(backend, call) -> why the backend's kernels failed to compile or load on this machine."""
@@ -166,18 +162,14 @@ def _cpu(call: Call) -> str | None:
     return "PyTorch's fused CPU attention has no counter-based dropout" if call.dropout else None
 
 
-def _nothing(call: Call) -> str | None:
-    return None
-
-
 BACKENDS = {
     backend.name: backend
     for backend in (
         Backend("cpu", "flashspan.kernels.cpu", _cpu),
         Backend("hopper", "flashspan.kernels.hopper", _hopper, "NVIDIA H200"),
         Backend("portable", "flashspan.kernels.portable", _portable, "NVIDIA H200"),
-        Backend("tiled", "flashspan.kernels.tiled", _nothing),
-        Backend("reference", "flashspan.kernels.reference", _nothing),
+        Backend("tiled", "flashspan.kernels.tiled", lambda call: None),
+        Backend("reference", "flashspan.kernels.reference", lambda call: None),
     )
 }
 
@@ -338,7 +330,7 @@ class Chosen(NamedTuple):
         choice = _choose("auto" if retired else self.backend, call)
         while True:
             try:
-                return serve(choice.load(), problem)
+                return serve(_load(choice.backend), problem)
             except KernelFailed as failure:
                 retire(choice, str(failure))
                 choice = _choose("auto", call)

@@ -182,20 +182,20 @@ def forward(
     mask, scale, (q, k, v) = problem.mask, problem.scale, (with_near_rows(q), with_near_rows(k), with_near_rows(v))
     num_splits = count_splits(q, k, mask)
     if carry is None:
-        made, steps = _room(q, out_dtype, num_splits), None
+        outputs, steps = _room(q, out_dtype, num_splits), None
     else:
         out = with_near_rows(carry.out if carry.out.stride(-1) == 1 else carry.out.contiguous())
-        made, steps = [out, carry.lse.float().contiguous(), *_parts(q, num_splits)], out.stride()
+        outputs, steps = [out, carry.lse.float().contiguous(), *_parts(q, num_splits)], out.stride()
     try:
         with on(q.device):
-            replay(_launches, (q, k, v), mask.to(q.device).packed, made, scale, steps, out_dtype, num_splits)
+            replay(_launches, (q, k, v), mask.to(q.device).packed, outputs, scale, steps, out_dtype, num_splits)
     except KernelFailed as failure:
         FAILED.append(str(failure))
         warnings.warn(
             f"the kernel for few queries is off, and another one serves: it {failure}", RuntimeWarning, stacklevel=2
         )
         return None
-    return Carry(made[0], made[1])
+    return Carry(outputs[0], outputs[1])
 
 
 def repeat_forward(
@@ -211,9 +211,9 @@ def repeat_forward(
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 or triton_abi.is_watched():
             return None
         with on(device):
-            made = _room(q, out_dtype, num_splits)
-            launch_all(launches, (q, k, v), mask.packed, made)
-        return Carry(made[0], made[1])
+            outputs = _room(q, out_dtype, num_splits)
+            launch_all(launches, (q, k, v), mask.packed, outputs)
+        return Carry(outputs[0], outputs[1])
 
     return forward
 
