@@ -8,6 +8,11 @@ Note [A norm without a pass of its own]
 The kernel that makes a row x of the residual also writes `scaled`, x times the weight of the next RMSNorm, and for each
 program the sum of squares of its columns. The matmul that follows multiplies `scaled` as it is, and divides the row of
 results by the root of the mean square. `gain` is a power of two that keeps x times the weight within float16.
+
+Note [An early start]
+With EARLY, on Hopper and later, a kernel may start before the one ahead of it has ended (programmatic dependent
+launch). It asks for its first weights, which no kernel writes, to be brought into the L2 cache, and reads everything
+else after `gdc_wait`, which waits until the kernel ahead has ended and its writes are visible.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashspan.kernels.launch.launch import Launch
 from flashspan.kernels.portable.tiles import is_small, precision
@@ -53,8 +59,22 @@ def product(
 
 
 @triton.jit
+def await_inputs(p_rows, K: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr):
+    """Before anything but weights is read: see Note [An early start]. AHEAD columns of the weights are asked for."""
+    if EARLY:
+        LINE: tl.constexpr = 128 // (p_rows.dtype.element_ty.primitive_bitwidth // 8)
+        o_k = tl.minimum(tl.arange(0, AHEAD // LINE) * LINE, K - 1)
+        p_lines = (p_rows[:, None] + o_k[None, :]).to(tl.int64)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [p_lines], dtype=tl.int32, is_pure=False, pack=1
+        )
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
 def load_squares(squares, P: tl.constexpr, BP: tl.constexpr, BM: tl.constexpr, ROWS: tl.constexpr):
-    """The programs' sums of squares, [BP, BM]. Loaded before a matmul, they are there after it."""
+    """The programs' sums of squares, [BP, BM]. What is loaded before a matmul is there after it."""
     o_p, o_m = tl.arange(0, BP), tl.arange(0, BM)
     return tl.load(squares + o_p[:, None] * ROWS + o_m[None, :], mask=(o_p < P)[:, None], other=0.0)
 
@@ -63,20 +83,6 @@ def load_squares(squares, P: tl.constexpr, BP: tl.constexpr, BM: tl.constexpr, R
 def norm_factor(b_squares, E: tl.constexpr, eps, gain):
     """What a row of results is multiplied by, [BM]: see Note [A norm without a pass of its own]."""
     return tl.rsqrt(tl.sum(b_squares, 0) / E + eps) / gain
-
-
-@triton.jit
-def store_residual(
-    x, norm, scaled, squares, b, o_m, o_n, m, i_p, gain, E: tl.constexpr, ROWS: tl.constexpr
-):  # fmt: skip
-    """Columns b [BM, BN] of the residual, and what the next norm needs of them."""
-    b = tl.where(m, b, 0.0).to(x.dtype.element_ty)
-    b_wide = b.to(tl.float32)
-    b_norm = tl.load(norm + o_n, mask=o_n < E, other=0.0).to(tl.float32) * gain
-    at = o_m[:, None] * E + o_n[None, :]
-    tl.store(x + at, b, mask=m)
-    tl.store(scaled + at, (b_wide * b_norm[None, :]).to(scaled.dtype.element_ty), mask=m)
-    tl.store(squares + i_p * ROWS + o_m, tl.sum(b_wide * b_wide, 1))
 
 
 @triton.jit
@@ -112,13 +118,12 @@ def project_kernel(
     x, squares, query, key, value, cos, sin, positions, q, room, B, capacity, eps, gain,
     E: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BP: tl.constexpr,
     ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, BK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    AHEAD: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """BN / 2 rotated pairs of a query, key or value head. Keys and values go to their positions in the cache."""
     HALF: tl.constexpr = D // 2
     num_parts = tl.cdiv(HALF, BN // 2)
     i_h, i_c = tl.program_id(0) // num_parts, tl.program_id(0) % num_parts
-    b_squares = load_squares(squares, P, BP, BM, ROWS)
     # The two columns of a pair lie side by side.
     o = tl.arange(0, BN)
     o_d = tl.minimum(i_c * (BN // 2) + o // 2, HALF - 1) + o % 2 * HALF
@@ -128,14 +133,17 @@ def project_kernel(
         p_head = key + (i_h - H).to(tl.int64) * D * E
     else:
         p_head = value + (i_h - H - G).to(tl.int64) * D * E
-    b = product(x, p_head + o_d * E, B, E, BM, BS, BK, PRECISION)
-    b *= norm_factor(b_squares, E, eps, gain)[:, None]
-    b_left, b_right = tl.split(tl.reshape(b, [BM, BN // 2, 2]))
-
+    p_rows = p_head + o_d * E
+    await_inputs(p_rows, E, AHEAD, EARLY)
+    b_squares = load_squares(squares, P, BP, BM, ROWS)
     o_m, o_c = tl.arange(0, BM), i_c * (BN // 2) + tl.arange(0, BN // 2)
     m = (o_m < B)[:, None] & (o_c < HALF)[None, :]
     b_cos = tl.load(cos + o_m[:, None] * HALF + o_c[None, :], mask=m, other=0.0)
     b_sin = tl.load(sin + o_m[:, None] * HALF + o_c[None, :], mask=m, other=0.0)
+    b_position = tl.load(positions + o_m, mask=o_m < B, other=0)
+    b = product(x, p_rows, B, E, BM, BS, BK, PRECISION)
+    b *= norm_factor(b_squares, E, eps, gain)[:, None]
+    b_left, b_right = tl.split(tl.reshape(b, [BM, BN // 2, 2]))
     b_first = tl.where(i_h < H + G, b_left * b_cos - b_right * b_sin, b_left)
     b_second = tl.where(i_h < H + G, b_right * b_cos + b_left * b_sin, b_right)
     if i_h < H:
@@ -143,7 +151,6 @@ def project_kernel(
         tl.store(p_out, b_first.to(q.dtype.element_ty), mask=m)
         tl.store(p_out + HALF, b_second.to(q.dtype.element_ty), mask=m)
     else:
-        b_position = tl.load(positions + o_m, mask=o_m < B, other=0)
         i_v, i_g = (i_h - H) // G, (i_h - H) % G
         row = ((i_v * B + o_m) * G + i_g).to(tl.int64) * capacity + b_position
         p_out = room + row[:, None] * D + o_c[None, :]
@@ -155,30 +162,40 @@ def project_kernel(
 def add_kernel(
     a, weight, x, norm, scaled, squares, B, gain,
     E: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr,
-    BK: tl.constexpr, PRECISION: tl.constexpr,
+    BK: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """BN columns of x + a W^T, in x's place, and what the next norm needs of them."""
     i = tl.program_id(0)
     o_m, o_n = tl.arange(0, BM), i * BN + tl.arange(0, BN)
-    b = product(a, weight + tl.minimum(o_n, E - 1).to(tl.int64) * K, B, K, BM, BS, BK, PRECISION)
-    m = (o_m < B)[:, None] & (o_n < E)[None, :]
-    b += tl.load(x + o_m[:, None] * E + o_n[None, :], mask=m, other=0.0).to(tl.float32)
-    store_residual(x, norm, scaled, squares, b, o_m, o_n, m, i, gain, E, ROWS)
+    p_rows = weight + tl.minimum(o_n, E - 1).to(tl.int64) * K
+    await_inputs(p_rows, K, AHEAD, EARLY)
+    at, m = o_m[:, None] * E + o_n[None, :], (o_m < B)[:, None] & (o_n < E)[None, :]
+    b_x = tl.load(x + at, mask=m, other=0.0)
+    b_norm = tl.load(norm + o_n, mask=o_n < E, other=0.0).to(tl.float32) * gain
+    b = b_x.to(tl.float32) + product(a, p_rows, B, K, BM, BS, BK, PRECISION)
+    b_out = tl.where(m, b, 0.0).to(x.dtype.element_ty)
+    b = b_out.to(tl.float32)
+    tl.store(x + at, b_out, mask=m)
+    tl.store(scaled + at, (b * b_norm[None, :]).to(scaled.dtype.element_ty), mask=m)
+    tl.store(squares + i * ROWS + o_m, tl.sum(b * b, 1))
 
 
 @triton.jit(do_not_specialize=["B"])
 def gated_kernel(
     x, squares, gate, up, out, B, eps, gain,
     E: tl.constexpr, F: tl.constexpr, P: tl.constexpr, BP: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BS: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    BN: tl.constexpr, BS: tl.constexpr, BK: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """BN / 2 columns of silu(gate) * up."""
-    b_squares = load_squares(squares, P, BP, BM, ROWS)
     n0 = tl.program_id(0) * (BN // 2)
     # A column's gate and up lie side by side.
     o = tl.arange(0, BN)
     o_w = tl.minimum(n0 + o // 2, F - 1).to(tl.int64) * E
-    b = product(x, tl.where(o % 2 == 0, gate + o_w, up + o_w), B, E, BM, BS, BK, PRECISION)
+    p_rows = tl.where(o % 2 == 0, gate + o_w, up + o_w)
+    await_inputs(p_rows, E, AHEAD, EARLY)
+    b_squares = load_squares(squares, P, BP, BM, ROWS)
+    b = product(x, p_rows, B, E, BM, BS, BK, PRECISION)
     b *= norm_factor(b_squares, E, eps, gain)[:, None]
     b_gate, b_up = tl.split(tl.reshape(b, [BM, BN // 2, 2]))
     o_m, o_n = tl.arange(0, BM), n0 + tl.arange(0, BN // 2)
@@ -191,12 +208,15 @@ def gated_kernel(
 def head_kernel(
     x, squares, weight, logits, B, eps, gain,
     E: tl.constexpr, V: tl.constexpr, P: tl.constexpr, BP: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BS: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    BN: tl.constexpr, BS: tl.constexpr, BK: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """BN columns of the logits."""
-    b_squares = load_squares(squares, P, BP, BM, ROWS)
     o_m, o_n = tl.arange(0, BM), tl.program_id(0) * BN + tl.arange(0, BN)
-    b = product(x, weight + tl.minimum(o_n, V - 1).to(tl.int64) * E, B, E, BM, BS, BK, PRECISION)
+    p_rows = weight + tl.minimum(o_n, V - 1).to(tl.int64) * E
+    await_inputs(p_rows, E, AHEAD, EARLY)
+    b_squares = load_squares(squares, P, BP, BM, ROWS)
+    b = product(x, p_rows, B, E, BM, BS, BK, PRECISION)
     b *= norm_factor(b_squares, E, eps, gain)[:, None]
     m = (o_m < B)[:, None] & (o_n < V)[None, :]
     tl.store(logits + o_m[:, None] * V + o_n[None, :], b.to(logits.dtype.element_ty), mask=m)
@@ -211,11 +231,17 @@ class Tile:
     depth: int
     num_warps: int
     num_stages: int
+    early: bool = False
+    """See Note [An early start]."""
     rows: int = MAX_ROWS
 
     def constants(self) -> dict[str, int]:
         """As a kernel's compile-time arguments."""
+        ahead = max(64, triton.next_power_of_2((self.num_stages - 1) * self.slices * self.depth))
         return {
+            **({"launch_pdl": True} if self.early else {}),
+            "AHEAD": ahead,
+            "EARLY": self.early,
             "BM": self.rows,
             "BN": self.columns,
             "BS": self.slices,
@@ -241,7 +267,7 @@ def tile(kind: str, num_columns: int, K: int, weight: Tensor) -> Tile:
     if weight.element_size() == 4:
         size = replace(size, depth=size.depth // 2)
     if is_small(weight.device):
-        size = replace(size, num_stages=3)
+        size = replace(size, num_stages=3, early=False)
     while size.slices * size.depth > K and size.depth > 16:
         size = replace(size, depth=size.depth // 2)
     while kind == "add" and num_columns > MAX_PARTS * size.columns and size.columns < 64:
