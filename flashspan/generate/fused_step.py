@@ -72,13 +72,15 @@ class FusedStep:
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """Logits [B, V] of tokens [B, 1], until the next call. Adds one to the positions."""
-        self._begin(tokens)()
-        for i in range(len(self.layers)):
-            self._project(i)()
-            mixed = self._attend(i)
-            for launch in self._rest(i, mixed):
-                launch()
-        self._head()()
+        from flashspan.kernels.launch.launch import on
+
+        with on(self.positions.device):
+            self._begin(tokens)()
+            for i in range(len(self.layers)):
+                self._project(i)()
+                for launch in self._rest(i, self._attend(i)):
+                    launch()
+            self._head()()
         self.positions += 1
         return self.logits
 
@@ -174,6 +176,7 @@ def serves(model: Llama, caches: Sequence[LayerCache], num_rows: int) -> bool:
     )
     return (
         num_rows <= MAX_ROWS
+        and model.config.head_dim <= 256
         and dtype in (torch.float32, torch.bfloat16, torch.float16)
         and plain
         and whole
