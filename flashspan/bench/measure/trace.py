@@ -24,7 +24,8 @@ FUSED = ("flash", "fmha", "scaled_dot_product", "sdpa")
 # Our attention kernels: those with matmuls, and those that run before and after them.
 PASSES = ("forward", "backward", "keys", "queries", "repair")
 OURS = {f"{kind}{word}_kernel" for kind in ("", "sparse_", "lists_") for word in PASSES}
-OURS |= {f"{word}_kernel" for word in ("finer", "delta", "rows", "cast", "split", "combine")}
+OURS |= {f"{word}_kernel" for word in ("finer", "delta", "rows", "cast", "split", "combine", "add_parts")}
+MATVECS = {f"{word}_kernel" for word in ("project", "add", "gated", "head")}  # of a decode step
 INSIDE = r"\b\w+(?:Functor\w*|Ops|_kernel\w*|_cuda)\b"
 GENERAL = ("BinaryFunctor", "AUnaryFunctor", "BUnaryFunctor", "gpu_kernel_impl", "gpu_kernel_impl_nocast")
 WIRE = ("nccl", "gloo", "c10d::", "record_param_comms")
@@ -44,6 +45,8 @@ class Kernel:
         low = self.name.lower()
         if low in OURS:
             return "attention"
+        if low in MATVECS:
+            return "product"
         for kind, words in (("wire", WIRE), ("attention", FUSED), ("product", PRODUCTS)):
             if any(word in low for word in words):
                 return kind

@@ -26,7 +26,10 @@ PAGES = [DOCS / "measuring.md", *sorted((DOCS / "origins").glob("*.md"))]
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_command_named_exists_and_shown_ones_have_output(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    for first, second in re.findall(r"flashspan (\w+)(?: ([a-z-]+))?", text):
+    code = "\n".join(re.findall(r"```.*?```|`[^`]+`", text, re.DOTALL))
+    named = re.findall(r"flashspan (\w+)(?: ([a-z-]+))?", code)
+    assert named
+    for first, second in named:
         assert first in COMMANDS
         if first == "bench" and second:
             assert second in BENCHES
