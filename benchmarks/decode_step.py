@@ -6,8 +6,8 @@
 
 bfloat16, 1 and 16 rows, 8,192 tokens of context, everything in CUDA graphs. A kernel's time is that of one launch in a
 graph of one launch a layer, so that its weights come from memory, not from the L2 cache; GB/s counts weights (and for
-attention keys and values) alone. A tile that cannot be compiled or is wrong is reported and left out. At the end stands
-the step's time with the fastest tiles, with and without an early start. Kernels are compiled by many processes first.
+attention keys and values) alone. A tile that cannot be compiled or is wrong is reported and left out. The step's time
+with the fastest tiles follows, and then all of it with an early start. Kernels are compiled by many processes first.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from flashspan import masks
 from flashspan.attention import attention
-from flashspan.generate import Whole
+from flashspan.generate import Whole, fused_step
 from flashspan.generate.sample import likeliest
 from flashspan.kernels.contract import Problem
 from flashspan.kernels.launch.launch import Launch
@@ -176,7 +176,7 @@ def microseconds(run: Callable[[], Any], times: int = 10, repeats: int = 5) -> f
     return statistics.median(found)
 
 
-def measure_tiles(config: LlamaConfig, num_rows: int, num_tiles: int) -> dict[str, Tile]:
+def measure_tiles(config: LlamaConfig, num_rows: int, num_tiles: int, early: bool) -> dict[str, Tile]:
     """Print the time of each tile of each matmul; the fastest."""
     t, best = make_tensors(config, num_rows, "cuda", config.num_layers), {}
     for kind, sizes in VARIANTS.items():
@@ -184,22 +184,21 @@ def measure_tiles(config: LlamaConfig, num_rows: int, num_tiles: int) -> dict[st
         num_launches = 1 if kind == "head" else config.num_layers
         num_bytes = 2 * sum(w.numel() for w in (t.head if kind == "head" else t.layers[0][kind]))
         for size in [size for size in sizes if size.rows >= num_rows][:num_tiles]:
-            for early in (False, True):
-                name = f"  {kind:8} {size.columns:3} columns, {size.slices} x {size.depth:3}, {size.num_warps} warps, "
-                name += f"{size.num_stages} stages{', early' if early else '':7}"
-                try:
-                    tile = replace(size, early=early)
-                    wrong = error(kind, t, tile)
-                    launches = [make_launch(kind, t, i, tile) for i in range(num_launches)]
-                    run = recorded(lambda launches=launches: [launch() for launch in launches])
-                    spent = microseconds(run) / num_launches
-                except Exception as problem:  # this tile is left out, whatever it is
-                    print(f"{name} failed: {type(problem).__name__}: {problem}"[:200], flush=True)
-                    continue
-                verdict = "" if wrong < 1e-2 else f"  WRONG: error {wrong:.1e}"
-                print(f"{name} {spent:7.2f} us {num_bytes / spent / 1e3:6.0f} GB/s{verdict}", flush=True)
-                if not verdict and not early and spent < fastest:
-                    fastest, best[kind] = spent, size
+            name = f"  {kind:8} {size.columns:3} columns, {size.slices} x {size.depth:3}, {size.num_warps} warps, "
+            name += f"{size.num_stages} stages, tile of {size.rows:2} rows{', early' if early else ''}"
+            try:
+                tile = replace(size, early=early)
+                wrong = error(kind, t, tile)
+                launches = [make_launch(kind, t, i, tile) for i in range(num_launches)]
+                run = recorded(lambda launches=launches: [launch() for launch in launches])
+                spent = microseconds(run) / num_launches
+            except Exception as problem:  # this tile is left out, whatever it is
+                print(f"{name} failed: {type(problem).__name__}: {problem}"[:200], flush=True)
+                continue
+            verdict = "" if wrong < 1e-2 else f"  WRONG: error {wrong:.1e}"
+            print(f"{name} {spent:7.2f} us {num_bytes / spent / 1e3:6.0f} GB/s{verdict}", flush=True)
+            if not verdict and spent < fastest:
+                fastest, best[kind] = spent, tile
     return best
 
 
@@ -267,27 +266,28 @@ def main() -> None:
     with torch.device("cuda"):
         model = Llama(config, attention=attention).bfloat16().eval()
     with torch.inference_mode():
-        shipped = dict(matvec.TABLE)
-        for num_rows in asked.rows:
-            print(f"{torch.cuda.get_device_name()}, {num_rows} rows, {length} tokens of context")
-            best = measure_tiles(config, num_rows, num_tiles)
-            measure_attention(config, num_rows, length)
-            found = {"by the model": measure_step(model, num_rows, length, "by the model", fused=False)}
-            fastest = {kind: best[of] for of, kind in TABLED.items() if of in best}
-            for name, table in (("tiles of the table", shipped), ("fastest tiles", {**shipped, **fastest})):
-                for early in (False, True):
+        shipped, wanted = dict(matvec.TABLE), {}
+        for early in (False, True):  # those that start early last: the rest is known then, whatever they do
+            for num_rows in asked.rows:
+                print(f"{torch.cuda.get_device_name()}, {num_rows} rows, {length} tokens{', early' if early else ''}")
+                best = measure_tiles(config, num_rows, num_tiles, early)
+                if not early:
+                    measure_attention(config, num_rows, length)
+                    wanted[num_rows] = measure_step(model, num_rows, length, "by the model", fused=False).float()
+                fastest = {kind: best[of] for of, kind in TABLED.items() if of in best}
+                for name, table in (("tiles of the table", shipped), ("fastest tiles", {**shipped, **fastest})):
                     matvec.TABLE.update({kind: replace(size, early=early) for kind, size in table.items()})
-                    full = f"{name}{', early' if early else ''}"
+                    fused_step.FAILED.clear()
                     try:
-                        found[full] = measure_step(model, num_rows, length, full, fused=True)
+                        got = measure_step(model, num_rows, length, name, fused=True).float()
                     except Exception as problem:
-                        print(f"  {full} failed: {type(problem).__name__}: {problem}"[:300], flush=True)
-            matvec.TABLE.update(shipped)
-            want = found.pop("by the model").float()
-            apart = {name: float((got.float() - want).norm() / want.norm()) for name, got in found.items()}
-            print("  logits' distance from the model's:", {name: f"{far:.1e}" for name, far in apart.items()})
-            print("  fastest:", {kind: str(size) for kind, size in fastest.items()})
-            print("  " + "-" * 40, f"{time.perf_counter() - began:.0f} s so far", flush=True)
+                        print(f"  {name} failed: {type(problem).__name__}: {problem}"[:300], flush=True)
+                        continue
+                    far = float((got - wanted[num_rows]).norm() / wanted[num_rows].norm())
+                    print(f"  {'':24} logits' distance from the model's: {far:.1e}")
+                matvec.TABLE.update(shipped)
+                print("  fastest:", {kind: str(size) for kind, size in fastest.items()})
+                print("  " + "-" * 40, f"{time.perf_counter() - began:.0f} s so far", flush=True)
 
 
 TABLED = {"project": "project", "down": "add", "gated": "gated", "head": "head"}

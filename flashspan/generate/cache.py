@@ -72,7 +72,7 @@ class Whole:
 
     def _choose(self, model: Llama, tokens: Tensor) -> Callable[[Tensor], Tensor]:
         """What makes the logits of a token a row on a GPU."""
-        self._kept = fused_step(model, self.caches, self.positions) if self.fused else None
+        self._kept = fused_step(model, [cache.room for cache in self.caches], self.positions) if self.fused else None
         run = self._kept or (lambda given: self._step(model, given, self.capacity))
         return Recorded(run, tokens, self.positions) if self.graph else run
 

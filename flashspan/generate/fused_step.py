@@ -1,6 +1,6 @@
 """A decode step of a plain LLaMA in six launches a layer, for up to 16 rows on an NVIDIA GPU.
 
-    step = fused_step(model, caches, positions)       # None where these kernels do not serve
+    step = fused_step(model, rooms, positions)        # None where these kernels do not serve
     logits = step(tokens)                             # one token a row at `positions`, [B, V]
 
 A layer is: norm, projections, rotation and the write to the cache (1); attention over the cache and the combination of
@@ -16,7 +16,7 @@ import importlib.util
 import math
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -31,29 +31,22 @@ from flashspan.model.rope import frequencies
 if TYPE_CHECKING:
     from flashspan.kernels.launch.launch import Launch
 
-
-class LayerCache(Protocol):
-    """A layer's keys and values, [2, B, K, capacity, D]."""
-
-    capacity: int
-
-    @property
-    def room(self) -> Tensor: ...
-
-
 FAILED: dict[tuple[Any, ...], str] = {}
 """Shapes whose kernels could not be compiled here, and what went wrong: they are not tried again."""
 
 
 class FusedStep:
-    """The launches of a step and the buffers between them. Weights and caches are read where they lie."""
+    """The launches of a step and the buffers between them. Weights and caches are read where they lie.
 
-    def __init__(self, model: Llama, caches: Sequence[LayerCache], positions: Tensor) -> None:
+    rooms: the keys and values of each layer, [2, B, K, capacity, D].
+    """
+
+    def __init__(self, model: Llama, rooms: Sequence[Tensor], positions: Tensor) -> None:
         from flashspan.kernels.portable import matvec
 
         config, weight = model.config, model.head.weight
         B, device = len(positions), positions.device
-        self.model, self.caches, self.positions = model, caches, positions
+        self.model, self.rooms, self.positions = model, rooms, positions
         self.frequencies = frequencies(config, device)
         self.x, self.scaled = (weight.new_empty(B, config.width) for _ in range(2))
         self.q = weight.new_zeros(B, config.num_heads, config.head_dim)
@@ -67,7 +60,7 @@ class FusedStep:
         self.gains = gains([norm.weight for norm in self.norms], weight.dtype)
         # Made once: the tables that its gradient would need take many kernels. Each step writes new ends.
         self.end = torch.ones(B, 1, dtype=torch.int32, device=device)
-        self.seen = masks.Rows(torch.zeros_like(self.end), self.end, caches[0].capacity, convex=True)
+        self.seen = masks.Rows(torch.zeros_like(self.end), self.end, rooms[0].shape[3], convex=True)
         self.problem = Problem(self.seen, 1.0 / math.sqrt(config.head_dim))
 
     def __call__(self, tokens: Tensor) -> Tensor:
@@ -102,7 +95,7 @@ class FusedStep:
     def _project(self, i: int) -> Launch:
         from flashspan.kernels.portable.matvec import project_launch
 
-        attention, room = self.layers[i].attention, self.caches[i].room
+        attention, room = self.layers[i].attention, self.rooms[i]
         weights = [linear.weight for linear in (attention.query, attention.key, attention.value)]
         return project_launch(
             self.scaled, self.squares, weights, self.cos, self.sin, self.positions, self.q, room,
@@ -113,7 +106,7 @@ class FusedStep:
         """What the attention of a layer finds, [B, H * D]."""
         from flashspan.kernels.portable import decode
 
-        keys, values = self.caches[i].room
+        keys, values = self.rooms[i]
         found = decode.forward(self.q.unsqueeze(2), keys, values, self.problem, carry=None, out_dtype=self.q.dtype)
         if found is None:
             raise KernelFailed(decode.FAILED[-1])
@@ -140,16 +133,16 @@ class FusedStep:
         )
 
 
-def fused_step(model: Llama, caches: Sequence[LayerCache], positions: Tensor) -> FusedStep | None:
-    """The step for a model and its filled caches on a GPU; None where it does not serve."""
-    shape = (model.config, len(positions), caches[0].capacity, model.head.weight.dtype, positions.device)
-    if not _has_gpu(positions.device) or not serves(model, caches, len(positions)) or shape in FAILED:
+def fused_step(model: Llama, rooms: Sequence[Tensor], positions: Tensor) -> FusedStep | None:
+    """The step for a model and its layers' filled caches on a GPU; None where it does not serve."""
+    shape = (model.config, rooms[0].shape, model.head.weight.dtype, positions.device)
+    if not _has_gpu(positions.device) or not serves(model, rooms) or shape in FAILED:
         return None
     from flashspan.kernels.launch.launch import on
 
     try:
         with on(positions.device):
-            step = FusedStep(model, caches, positions)
+            step = FusedStep(model, rooms, positions)
             step.compile()
     except KernelFailed as failure:
         FAILED[shape] = str(failure)
@@ -162,7 +155,7 @@ def fused_step(model: Llama, caches: Sequence[LayerCache], positions: Tensor) ->
     return step
 
 
-def serves(model: Llama, caches: Sequence[LayerCache], num_rows: int) -> bool:
+def serves(model: Llama, rooms: Sequence[Tensor]) -> bool:
     """Whether a model is just what its page says: whole dense weights of one dtype, and no hooks; and few rows."""
     from flashspan.kernels.portable import decode
     from flashspan.kernels.portable.matvec import MAX_ROWS
@@ -175,7 +168,7 @@ def serves(model: Llama, caches: Sequence[LayerCache], num_rows: int) -> bool:
         for param in model.parameters()
     )
     return (
-        num_rows <= MAX_ROWS
+        rooms[0].shape[1] <= MAX_ROWS
         and model.config.head_dim <= 256
         and dtype in (torch.float32, torch.bfloat16, torch.float16)
         and plain
@@ -183,7 +176,7 @@ def serves(model: Llama, caches: Sequence[LayerCache], num_rows: int) -> bool:
         and not any(module.bias is not None for module in model.modules() if isinstance(module, nn.Linear))
         and not any(module.products is not None for module in model.modules() if isinstance(module, Attention))
         and not torch.is_autocast_enabled(device.type)
-        and all(cache.room.dtype == dtype and cache.room.is_contiguous() for cache in caches)
+        and all(room.dtype == dtype and room.is_contiguous() for room in rooms)
         and not decode.FAILED
     )
 

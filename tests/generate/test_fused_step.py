@@ -51,6 +51,10 @@ def draw_prompts(config: LlamaConfig, lengths: list[int]) -> tuple[Tensor, Tenso
     return tokens, torch.tensor(lengths)
 
 
+def rooms_of(context: Whole) -> list[Tensor]:
+    return [cache.room for cache in context.caches]
+
+
 def relative(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want.double()).norm() / want.double().norm())
 
@@ -67,7 +71,7 @@ def errors(model: Llama, lengths: list[int], num_steps: int) -> list[tuple[float
     for context, of in zip(contexts, models, strict=True):
         context.begin(of, tokens, sizes, tokens.shape[1] + num_steps)
     fused, plain, exact = contexts
-    step = FusedStep(model, fused.caches, fused.positions)
+    step = FusedStep(model, rooms_of(fused), fused.positions)
     step.compile()
     found = []
     given = torch.arange(len(lengths), device=tokens.device).unsqueeze(1) % model.config.vocab_size
@@ -119,7 +123,7 @@ def test_a_layer_is_six_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     model, context = make(config), Whole(graph=False)
     with torch.inference_mode():
         context.begin(model, *draw_prompts(config, [5, 300]), 1000)
-        step = FusedStep(model, context.caches, context.positions)
+        step = FusedStep(model, rooms_of(context), context.positions)
         step(torch.zeros(2, 1, dtype=torch.int64))
     layer = ["project_kernel", "split_kernel", "combine_kernel", "add_kernel", "gated_kernel", "add_kernel"]
     assert launched == ["begin_kernel", *layer * 3, "head_kernel"]
@@ -130,15 +134,16 @@ def test_what_a_model_s_page_does_not_say_is_left_to_the_model() -> None:
     model, context = make(config), Whole(graph=False)
     with torch.inference_mode():
         context.begin(model, *draw_prompts(config, [5]), 9)
-    assert serves(model, context.caches, 16)
-    assert not serves(model, context.caches, 17)
+    rooms = rooms_of(context)
+    assert serves(model, rooms)
+    assert not serves(model, [room.expand(2, 17, *room.shape[2:]).contiguous() for room in rooms])
     changed = [copy.deepcopy(model) for _ in range(5)]
     changed[0].layers[0].attention.query = torch.nn.Linear(48, 64, bias=True)
     changed[1].layers[0].ffn.down.weight.data = changed[1].layers[0].ffn.down.weight.data.half()
     changed[2].layers[1].register_forward_hook(lambda *args: None)
     changed[3].norm = torch.nn.LayerNorm(48)
     changed[4].double()
-    assert not any(serves(other, context.caches, 1) for other in changed)
+    assert not any(serves(other, rooms) for other in changed)
 
 
 @interpreted
@@ -154,8 +159,8 @@ def test_a_shape_that_does_not_compile_is_served_by_the_model(monkeypatch: pytes
     with torch.inference_mode():
         context.begin(model, *draw_prompts(config, [5]), 9)
         with pytest.warns(RuntimeWarning, match="fused decode step is off for this shape"):
-            assert fused_step.fused_step(model, context.caches, context.positions) is None
-        assert fused_step.fused_step(model, context.caches, context.positions) is None  # and no second warning
+            assert fused_step.fused_step(model, rooms_of(context), context.positions) is None
+        assert fused_step.fused_step(model, rooms_of(context), context.positions) is None  # and no second warning
 
 
 @pytest.mark.gpu
