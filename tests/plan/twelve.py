@@ -6,9 +6,9 @@ python -m tests.plan.twelve > FILE      # on a GPU machine, alone on it: the tim
 Note [Why the 12 are large]
 The planner takes the longer of the device's time and the host's time to launch its kernels. The device's time repeats
 within 1%. The host's does not: for the same step it changed by 30 to 40%, and of the small configurations, 4 of 12 were
-within 15% in one session and not in another. So the 12 to measure have so much work that even a host half as fast would
+within 15% in one run and not in another. So the 12 to measure have so much work that even a host half as fast would
 hardly matter (a test checks this). Most of the 12 recorded are small and wait for the host: they check the planner's
-count of operators against the times of one session.
+count of operators against the times of one run.
 """
 
 from __future__ import annotations
