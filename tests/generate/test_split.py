@@ -121,11 +121,13 @@ def test_a_mesh_is_split_over_the_world_and_other_groups_are_refused(on_ranks) -
     told = on_ranks(4, split_over_a_mesh)
     for rank, (want, got, faults) in enumerate(told):
         assert got == want
-        assert f"got rank {rank} of 4 in the group, rank {rank % 2} of 2 in the attention; pass group=" in faults[0]
+        assert (
+            f"got rank {rank} of 4 in the group, rank {rank % 2} of 2 in the attention; pass such a group" in faults[0]
+        )
         assert f"got rank {rank} of 4 in the group, rank 0 of 1 in the attention" in faults[1]
     # Ranks 0 and 3 are in the same place of either order; 1 and 2 are not.
-    assert "got rank 1 of 4 in the group, rank 2 of 4 in the attention; pass group=" in told[1][2][2]
-    assert "got rank 2 of 4 in the group, rank 1 of 4 in the attention; pass group=" in told[2][2][2]
+    assert "got rank 1 of 4 in the group, rank 2 of 4 in the attention; pass such a group" in told[1][2][2]
+    assert "got rank 2 of 4 in the group, rank 1 of 4 in the attention; pass such a group" in told[2][2][2]
 
 
 def test_one_rank_needs_no_process_group() -> None:

@@ -4,11 +4,11 @@ and 12 recorded in h200.json.
 python -m tests.plan.twelve > FILE      # on a GPU machine, alone on it: the times of the 12 to measure, as in h200.json
 
 Note [Why the 12 are large]
-The planner says what a device needs, and what the host needs to launch it where that is more. The device repeats itself
-within 1%. The host does not: what it needed for one step changed by 30 to 40%, with nothing changed, and of the small
-configurations 4 of 12, within 15% on one visit, were not on another. So the 12 to measure have so much work that a host
-half as fast would hardly show (a test holds them to it). Of the 12 recorded, which are small, most wait for the host:
-they hold the planner's count of operators to the times of one visit.
+The planner takes the longer of the device's time and the host's time to launch its kernels. The device's time repeats
+within 1%. The host's does not: for the same step it changed by 30 to 40%, and of the small configurations, 4 of 12 were
+within 15% in one run and not in another. So the 12 to measure have so much work that even a host half as fast would
+hardly matter (a test checks this). Most of the 12 recorded are small and wait for the host: they check the planner's
+count of operators against the times of one run.
 """
 
 from __future__ import annotations

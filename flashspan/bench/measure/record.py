@@ -267,7 +267,7 @@ def _read_lines(path: Path) -> list[Row]:
             differ = sorted(set(values) ^ names.keys()) or [n for n, k in names.items() if not _fits(n, k, values[n])]
         if differ:
             raise ValueError(
-                f"{path}, line {number}, is not a row of this version (different fields: "
+                f"{path}, line {number}, does not hold a row of this version (different fields: "
                 f"{', '.join(differ)}): move the file away and measure again"
             )
         rows.append(_row_of(values))

@@ -190,7 +190,7 @@ def table(rows: Sequence[Row], of_what: str = "") -> Table:
         return lambda row: f"{100 * row.more[name]:.0f}%" if row.ok and known(row.more.get(name)) else ""
 
     return make(
-        f"every strategy compared with one device{of_what}",
+        f"one device against every strategy{of_what}",
         rows,
         {
             "strategy": lambda row: row.impl,

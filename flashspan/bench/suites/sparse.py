@@ -187,9 +187,7 @@ def measure(case: Case, name: str, attend: Attend, where: dict[str, Any], expect
             expected.extend(grads)
         apart = max(float((a - b).float().norm() / b.float().norm()) for a, b in zip(grads, expected, strict=True))
         if not (error < 1e-2 and apart < 2e-2):
-            raise RuntimeError(
-                f"wrong: out is off by {error:.1e} from float32, gradients by {apart:.1e} from the first"
-            )
+            raise RuntimeError(f"wrong: out is {error:.1e} off float32, gradients {apart:.1e} off the first ones")
     del grads
     flops = replace(case, mask=DENSE.get(name, case.mask)).flops()
     rows = []
@@ -326,8 +324,7 @@ def by_share(rows: Sequence[record.Row]) -> dict[tuple[int, float, str], record.
 
 
 def efficiency(rows: Sequence[record.Row], where: str = "") -> list[Table]:
-    """Tables of the speed per visited block at the sweep's longest length, relative to the dense kernel; none without
-    rows."""
+    """The speed per visited block at the sweep's longest length, relative to the dense kernel; empty without rows."""
     rates = {key: row.tflops for key, row in by_share([row for row in rows if row.ok]).items()}
     longest = max((tokens for tokens, share, _ in rates if share == 1), default=0)
     shares = sorted({share for tokens, share, _ in rates if tokens == longest and share < 1}, reverse=True)

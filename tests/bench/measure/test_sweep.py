@@ -326,7 +326,7 @@ def test_a_preset_that_memory_cannot_hold_is_refused_before_ranks_start(
     monkeypatch.setattr(context, "free_bytes", lambda _: 2.0**34)
     assert main(["bench", "context", "--preset", "llama-2-7b", "--ranks", "1", "4"]) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "llama-2-7b on 4 ranks needs 200.8 GiB for its weights and gradients, and 16.0 are there" in said
+    assert "llama-2-7b on 4 ranks needs 200.8 GiB for its weights and gradients, but 16.0 are available" in said
     assert "use fewer --ranks, a smaller model" in said
 
 
@@ -360,7 +360,7 @@ def test_a_new_user_gets_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["model", "--presets"], "one or more models, such as small: got none"),
         (["model", "--attentions"], "attentions must be of flashspan, plain: got none"),
         (["model", "--presets", "smal"], "did you mean 'small'"),
-        (["model", "--dtypes", "float8"], "dtypes may be"),
+        (["model", "--dtypes", "float8"], "dtypes must be of float32"),
         (["model", "--tokens", "0"], "tokens must be 1 or more"),
         (["model", "--warmups", "-1"], "warmups must be 0 to 1,000,000: got -1"),
         (["model", "--device", "tpu"], "auto, cpu or cuda"),
@@ -368,9 +368,9 @@ def test_a_new_user_gets_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["study", "flash", "--head-dims"], "head sizes 1 to 256: got none"),
         (["study", "eager", "--repeats", "0"], "repeats must be 1 to 1,000,000: got 0"),
         (["collectives", "--ranks", "1"], "2 to 64 ranks"),
-        (["collectives", "--sizes", "8"], "two or more multiples of 4, 4 bytes per rank at least: got 8"),
+        (["collectives", "--sizes", "8"], "two or more multiples of 4, each at least 4 bytes per rank: got 8"),
         (["collectives", "--repeats", "0"], "repeats must be 1 to 1,000,000: got 0"),
-        (["data", "--only", "fastest"], "a contender is one of"),
+        (["data", "--only", "fastest"], "--only must be of naive, flat"),
         (["data", "--folder", "/dev/null/x"], "rows cannot be written to /dev/null/x/data.jsonl"),
         (["data", "--ranks", "2", "--only"], "hybrid: got none"),
         (["data", "--width", "250"], "heads must divide the width, kv heads must divide the heads"),
@@ -378,7 +378,7 @@ def test_a_new_user_gets_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["data", "--layers", "0"], "--layers must be 1 or more: got 0"),
         (["data", "--window", "0"], "--window must be 1 or more: got 0"),
         (["data", "--ranks", "4", "--tokens", "7"], "2 tokens per rank or more: got 7 tokens on 4 ranks"),
-        (["data", "--tokens", "129"], "--tokens must divide by the ranks: got 129 tokens on 2 4 ranks"),
+        (["data", "--tokens", "129"], "the ranks must divide --tokens: got 129 tokens on 2 4 ranks"),
         (["data", "--ranks", "2", "3", "--only", "tensor"], "divides the 4 kv heads: got 3 for tensor"),
     ],
 )
