@@ -179,8 +179,8 @@ def test_a_refused_picture_writes_no_other(tmp_path: Path, capsys: pytest.Captur
     [
         (["attend", "9", "100", "16"], "1 to 8"),
         (["attend", "1", "100", "300"], "1 to 256"),
-        (["attend", "1", "8", "8", "--seed", str(2**64)], "from -2**63 to 2**64 - 1: got 18446744073709551616"),
-        (["check", "--ranks", "1", "--seed", str(2**64)], "from -2**63 to 2**64 - 1: got 18446744073709551616"),
+        (["attend", "1", "8", "8", "--seed", str(2**64)], "-2**63 to 2**64 - 1: got 18446744073709551616"),
+        (["check", "--ranks", "1", "--seed", str(2**64)], "-2**63 to 2**64 - 1: got 18446744073709551616"),
         (["plan", "draw", "--strategy", "double_ring"], "--sizes"),
         (["plan", "draw", "--sizes", "2", "4"], "double_ring, and no other, takes --sizes"),
         (["bench", "attention", "--shapes", "1,1,1,64,16,window x"], "numbers from 1"),

@@ -127,7 +127,8 @@ def test_the_planner_s_expectation_applies_to_unshared_gpus() -> None:
     assert fault.startswith("rank 2 (b): attention takes 9 ms, on others 4")
     apart = replace(one.overlap, both=7e-3)
     (fault,) = judge(replace(one, overlap=apart))
-    assert fault.startswith("attention must hide 50% of the transfers: it hides 14%")
+    assert "50% of the transfers" in fault
+    assert "14%" in fault
     assert judge(replace(one, overlap=apart, job=replace(JOB, strategy="ulysses"))) == []
     for shared in (replace(one, device="cpu"), replace(one, job=replace(JOB, share_gpu=True))):
         assert judge(replace(shared, overlap=apart)) == judge(replace(shared, overlap=late)) == []
