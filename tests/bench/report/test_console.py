@@ -98,7 +98,7 @@ def test_the_sparse_page_names_the_rows_there_are() -> None:
     text = (DOCS / "sparse.md").read_text(encoding="utf-8").split("## Measured")[1]
     for name, pattern in (("window", r"x(\d+)x128 window 1024 "), ("sweep", r"x(\d+)x128 (?:full|random) ")):
         lengths = sorted(map(int, re.findall(pattern, rows)))
-        said = re.search(rf"those of `{name}`: .*?(\d+) to (\d+) tokens", text)
+        said = re.search(rf"of `{name}`: .*?(\d+) to (\d+) tokens", text)
         assert said is not None
         assert (int(said[1]), int(said[2])) == (lengths[0], lengths[-1])
 
