@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from flashspan.bench.measure import record
 from flashspan.bench.measure.record import OUT_OF_MEMORY, Row
@@ -91,19 +91,19 @@ def counts(outcomes: Sequence[int]) -> str:
     return ", ".join(f"{word} on {outcomes.count(which)}" for which, word in words.items() if which in outcomes)
 
 
-def advice(best: Row, bound: str, *, pays: bool, zigzag: bool) -> str:
-    """What shortens the largest part of a step; nothing that the run has already, or that the rows speak against."""
+def advice(best: Row, bound: str, *, pays: bool, measured: Collection[str]) -> str:
+    """What shortens the largest part of a step: nothing that the run has already, and no strategy of those `measured`,
+    which are not faster than the best."""
     half = best.dtype in ("bfloat16", "float16")
+    faster = [] if half else ["bfloat16, if the device has such matmuls"]
+    keys = [] if half else ["16-bit keys and values"]
+    others = {"ring zigzag": "the zigzag layout", "helper contiguous": "the helper strategy on contiguous tokens"}
     means = {
-        "compute": ["more devices"] * pays + ["bfloat16, if the device has such matmuls"] * (not half),
-        "memory": ["compiled layers", *["bfloat16"] * (not half), "more tokens per rank"],
-        "wire": [
-            "longer sequences per rank", *["16-bit keys and values"] * (not half), "fewer kv heads",
-            "a strategy that sends less",
-        ],
-        "imbalance": ["the zigzag layout"] * zigzag
-        + ["the helper strategy on contiguous tokens"] * (best.impl != "helper contiguous"),
-    }[bound]  # fmt: skip
+        "compute": ["more devices"] * pays + faster,
+        "memory": ["compiled layers", *faster, "more tokens per rank"],
+        "wire": ["longer sequences per rank", *keys, "fewer kv heads"],
+        "imbalance": [words for impl, words in others.items() if impl not in measured],
+    }[bound]
     return f" What shortens this part: {', or '.join(means)}." if means else ""
 
 
@@ -146,10 +146,8 @@ def of_context(rows: Sequence[Row]) -> list[str]:
             found.append(f"{NOT_FASTER}.")
         layouts = {row.impl: row for row in field}
         zigzag, contiguous = layouts.get("ring zigzag"), layouts.get("ring contiguous")
-        order = compare(zigzag, contiguous) if zigzag and contiguous else None
         if shares := split(best):
-            helps = "zigzag" not in best.impl and (order is None or order > 0)
-            means = advice(best, shares.bound, pays=faster, zigzag=helps)
+            means = advice(best, shares.bound, pays=faster, measured=layouts)
             found.append(
                 f"The largest part of the step of {best.impl} is {PARTS[shares.bound]}: {shares.words()}.{means}"
             )

@@ -86,7 +86,8 @@ def test_advice_contradicts_no_other_finding(
     ]
     [step] = [text for text in find(made) if "shortens" in text]
     means = step.split("shortens")[1]
-    assert "zigzag" not in means  # it is in use, or it is no faster
+    assert "zigzag" not in means  # measured: in use, or not faster
+    assert ("the helper strategy" in means) == (bound == {"imbalance": 4.0})  # not measured
     if dtype == "bfloat16":
         assert "bfloat16" not in means
         assert "16-bit" not in means
