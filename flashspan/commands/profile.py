@@ -48,10 +48,10 @@ class Summary:
         busy = sum(kernel.milliseconds for kernel in self.kernels)
         others = [k for k in self.kernels if k.kind == "other"][:3]
         lines = [
-            f"{self.name}: {self.wall_ms:.4g} ms on the clock, {busy:.4g} ms in kernels.",
+            f"{self.name}: {self.wall_ms:.4g} ms of wall time, {busy:.4g} ms in kernels.",
             f"  Longest: {top.short}, {top.milliseconds:.4g} ms in {top.count} calls "
             f"({top.milliseconds / busy:.0%} of the kernels' time).",
-            f"  Matrix products take {trace.share(self.kernels, 'product'):.0%}, fused attention "
+            f"  Matmuls take {trace.share(self.kernels, 'product'):.0%}, fused attention "
             f"{trace.share(self.kernels, 'attention'):.0%}, everything else {trace.share(self.kernels, 'other'):.0%}.",
         ]
         if others:
@@ -61,7 +61,7 @@ class Summary:
             scores, prepared, softmax, values = (self.parts[part] for part in PARTS)
             products = scores + values
             lines.append(
-                f"  In attention, softmax takes {softmax:.4g} ms and the two products {products:.4g} ms: "
+                f"  In attention, softmax takes {softmax:.4g} ms and its two matmuls {products:.4g} ms: "
                 f"{softmax / products:.2f} of their time, for about {flop_ratio(self.head_dim):.3f} of their "
                 f"operations. Scaling and mask take {prepared:.4g} ms."
             )
@@ -127,12 +127,12 @@ def profile(
     tokens: int = 128,
     batch: int = 4,
     dtype: Literal["float32", "bfloat16", "float16"] = "float32",
-    attention: str = "plain",
+    attention: Literal["plain", "flashspan"] = "plain",
     compiled: bool = False,
     warmup: int = 3,
     memory: bool = False,
     precision: bool = False,
-    device: str = "auto",
+    device: Literal["auto", "cpu", "cuda"] = "auto",
     folder: Path = FOLDER,
 ) -> int:
     """Show where the time of a step goes, by kernel and by part; with --memory, where its memory goes.
@@ -147,12 +147,12 @@ def profile(
         tokens: Context length.
         batch: Number of samples.
         dtype: Dtype: float32, or a 16-bit one for autocast.
-        attention: Attention: plain (scores, softmax and values as parts) or flashspan (one fused kernel).
+        attention: Implementation of attention: scores, softmax and values as parts (plain), or one fused kernel.
         compiled: torch.compile for the layers.
         warmup: Number of steps before the profiled one.
         memory: Pictures of the active memory over time instead, for inference and for a training step.
         precision: Mixed-precision study instead, at fixed sizes.
-        device: Device type: auto, cpu or cuda.
+        device: Device type; auto: the GPU if there is one.
         folder: Folder for traces and pictures.
     """
     if memory and precision:
@@ -197,7 +197,7 @@ def _summarise(setting: Setting, device: torch.device, folder: Path, stem: str) 
         print("\n".join(summaries[-1].words()))
         print(f"  Trace: {path}")
     one, two = (trace.share(s.kernels, "product", "attention") for s in summaries)
-    print(f"Products and fused attention take {one:.0%} of inference and {two:.0%} of a training step.")
+    print(f"Matmuls and fused attention take {one:.0%} of inference and {two:.0%} of a training step.")
 
 
 def _draw_memory(setting: Setting, device: torch.device, folder: Path, stem: str) -> None:

@@ -32,11 +32,11 @@ def describe_plan(config: TrainConfig, num_ranks: int) -> str:
         describe_run(config, num_ranks),
         f"pattern {config.attention.pattern}: {share:.1%} of the pairs that causal attention sees",
         f"run     {_standing(config)}",
-        "memory  of one rank, MiB, about; not all of it is there at once:",
+        "memory  of one rank in MiB, estimated; these rows are not in memory all at the same time:",
         *(f"  {name:<12} {size / 2**20:12,.1f}" for name, size in held.items()),
         f"  {'peak':<12} {held.peak / 2**20:12,.1f}",
-        "  Tensors alone: the steps of a run on a CPU show the whole resident size of a",
-        "  process, Python and PyTorch included.",
+        "  Tensors only. On a CPU, the steps of a run show the resident size of a process,",
+        "  which includes Python and PyTorch.",
     ]
     return "\n".join(lines)
 

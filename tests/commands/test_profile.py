@@ -29,7 +29,7 @@ def test_the_summary_answers_and_the_trace_opens(tmp_path: Path, capsys: pytest.
     words = ["profile", "--tokens", "32", "--batch", "1", "--warmup", "1", "--device", "cpu", "--folder", str(tmp_path)]
     assert main(words) == 0
     text = capsys.readouterr().out
-    for part in ("Longest: aten::", "Matrix products take", "In attention, softmax takes", "of a training step"):
+    for part in ("Longest: aten::", "Matmuls take", "In attention, softmax takes", "of a training step"):
         assert part in text
     for file in ("inference", "training"):
         events = json.loads((tmp_path / f"tiny-1x32-float32-plain-{file}.trace.json").read_text())["traceEvents"]
