@@ -54,6 +54,7 @@ METAVARS = {
     "inputs": "FILE ...",
     "link": "NAME",
     "model": "MODEL",
+    "network": "NAME",
     "output": "FILE",
     "pages": "FILE ...",
     "part": "I/N",

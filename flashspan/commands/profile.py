@@ -128,12 +128,12 @@ def profile(
     tokens: int = 128,
     batch: int = 4,
     dtype: Literal["float32", "bfloat16", "float16"] = "float32",
-    attention: str = "plain",
+    attention: Literal["plain", "flashspan"] = "plain",
     compiled: bool = False,
     warmup: int = 3,
     memory: bool = False,
     precision: bool = False,
-    device: str = "auto",
+    device: Literal["auto", "cpu", "cuda"] = "auto",
     folder: Path = FOLDER,
 ) -> int:
     """Show the time of a step by kernel and by part; with --memory, its memory over time.

@@ -22,13 +22,24 @@ if TYPE_CHECKING:
 
 COLOURS = {
     "kv": "#4c78a8",
-    "q": "#72b7b2",
-    "rows": "#72b7b2",
+    "q": "#b279a2",
+    "rows": "#b279a2",
     "carry": "#f58518",
     "dq": "#f58518",
     "dkv": "#e45756",
 }
-WORK, IDLE = "#54a24b", "#e2e2e2"
+SENT = {
+    "kv": "keys and values",
+    "q": "queries",
+    "rows": "queries, dout, lse and delta",
+    "carry": "a partial result (carry)",
+    "dq": "gradients of queries",
+    "dkv": "gradients of keys and values",
+}
+"""What a transfer of each kind sends, for the legend."""
+WORK, IDLE, INK = "#54a24b", "#8888884d", "#111111"
+WIDTH, HEIGHT = 0.7, 0.56
+"""Of a box, as a part of its column and of its lane."""
 LABELLED = 16
 
 
@@ -36,11 +47,12 @@ def draw_timeline(schedule: Schedule, path: str | Path | None = None) -> Figure:
     """One lane per rank, one column per step: boxes compute (queries·keys; darker: more pairs), arrows are transfers.
 
     The width of a box is its work relative to the busiest rank of the step: the grey rest of the column is waiting. An
-    arrow begins where its transfer is posted and ends where it is needed: the part under a box is hidden by
-    computation. With more than `LABELLED` ranks, lanes are narrow, boxes have no labels, and the picture is rasterized.
+    arrow begins where its transfer is posted and ends where it is needed. It passes behind the boxes that compute, so
+    labels stay readable, and what is behind a box is hidden by computation. With more than `LABELLED` ranks, lanes are
+    narrow, boxes have no labels, and the picture is rasterized.
     """
     from matplotlib.collections import PatchCollection
-    from matplotlib.colors import to_rgba
+    from matplotlib.colors import to_rgb
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch, Rectangle
@@ -48,42 +60,52 @@ def draw_timeline(schedule: Schedule, path: str | Path | None = None) -> Figure:
     num_ranks, num_steps = schedule.num_ranks, schedule.num_steps
     labelled = num_ranks <= LABELLED
     wide, high = (1.1, 0.55) if labelled else (0.25, 0.2)
-    figure = Figure(figsize=(2.2 + wide * num_steps, 1.4 + high * num_ranks), layout="constrained")
+    figure = Figure(figsize=(max(5.4, 1.0 + wide * num_steps), 2.0 + high * num_ranks), layout="constrained")
     axes = figure.subplots()
-    boxes = []
+    boxes, waits = [], []
     work = np.zeros((num_ranks, num_steps))
     for tile in schedule.tiles:
         work[tile.rank, tile.step] += tile.pairs
     busiest = np.maximum(work.max(0), 1)
     for rank in range(num_ranks):
         for step in range(num_steps):
-            boxes.append(Rectangle((step, rank - 0.3), 0.8, 0.6, facecolor=IDLE, edgecolor="none"))
+            waits.append(Rectangle((step, rank - HEIGHT / 2), WIDTH, HEIGHT, facecolor=IDLE, edgecolor="none"))
             left = float(step)
             for tile in schedule.program(rank)[step].tiles:
-                width = 0.8 * tile.pairs / float(busiest[step])
-                shade = to_rgba(WORK, 0.45 + 0.55 * tile.pairs / float(busiest.max()))
-                boxes.append(Rectangle((left, rank - 0.3), width, 0.6, facecolor=shade, edgecolor="white", lw=0.6))
+                width = WIDTH * tile.pairs / float(busiest[step])
+                share = 0.45 + 0.55 * tile.pairs / float(busiest.max())
+                shade = [1 - share * (1 - part) for part in to_rgb(WORK)]  # opaque: an arrow passes behind it
+                boxes.append(
+                    Rectangle((left, rank - HEIGHT / 2), width, HEIGHT, facecolor=shade, edgecolor="white", lw=0.6)
+                )
                 if labelled:
                     text = f"{tile.q}·{tile.k}"
-                    axes.text(left + width / 2, rank, text, ha="center", va="center", fontsize=7)
+                    axes.text(left + width / 2, rank, text, ha="center", va="center", fontsize=7, color=INK)
                 left += width
-    axes.add_collection(PatchCollection(boxes, match_original=True, zorder=1, rasterized=not labelled))
+    for patches, order in ((waits, 0), (boxes, 2)):  # arrows between them
+        if patches:
+            axes.add_collection(PatchCollection(patches, match_original=True, zorder=order, rasterized=not labelled))
     kinds = dict.fromkeys(transfer.kind for transfer in schedule.transfers)
     for kind in kinds:  # one call per kind: drawn one by one, the arrows of 64 ranks take a minute
         found = [(x.start, x.src, x.end, x.dst) for x in schedule.transfers if x.kind == kind]
         x, y, x1, y1 = np.array(found, dtype=float).T
         how = {"angles": "xy", "scale_units": "xy", "scale": 1, "width": 0.011, "units": "inches", "headwidth": 7}
-        axes.quiver(x, y, x1 - x, y1 - y, color=COLOURS[kind], alpha=0.7, zorder=2, rasterized=not labelled, **how)
-    legend: list[Any] = [Patch(color=WORK, label="computing: q rank·kv rank"), Patch(color=IDLE, label="waiting")]
-    legend += [Line2D([], [], color=COLOURS[kind], label=f"sending {kind}") for kind in kinds]
-    axes.legend(handles=legend, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+        axes.quiver(x, y, x1 - x, y1 - y, color=COLOURS[kind], alpha=0.85, zorder=1, rasterized=not labelled, **how)
+    last = num_ranks - 1
+    ranks = f"; {last}·0: queries of rank {last}, keys of rank 0" if labelled else ""
+    legend: list[Any] = [
+        Patch(color=WORK, label=f"computing (darker: more pairs{ranks})"),
+        Patch(color=IDLE, label="waiting"),
+    ]
+    legend += [Line2D([], [], color=COLOURS[kind], label=f"sending {SENT[kind]}") for kind in kinds]
+    figure.legend(handles=legend, loc="outside lower left", ncols=1, frameon=False, fontsize=8)
     axes.set(
-        xlim=(-0.1, num_steps),
+        xlim=(-0.1, max(1, num_steps) - 0.2),
         ylim=(num_ranks - 0.5, -0.5),
         xlabel="step",
         ylabel="rank",
         yticks=range(0, num_ranks, 1 if labelled else 8),
-        xticks=[step + 0.4 for step in range(0, num_steps, 1 if labelled else 8)],
+        xticks=[step + WIDTH / 2 for step in range(0, num_steps, 1 if labelled else 8)],
         xticklabels=range(0, num_steps, 1 if labelled else 8),
         title=f"{schedule.name}, {'backward' if schedule.is_backward else 'forward'}",
     )

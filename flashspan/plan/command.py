@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from flashspan.files import MAX_LINES_BYTES, make_folder, parse_json, read_bytes
 from flashspan.model import PRESETS, LlamaConfig, find_model, preset, read_config
@@ -34,7 +34,7 @@ def plan(
     per_node: int = 8,
     link: str | None = None,
     network: str = "ib-ndr",
-    precision: str = "bfloat16",
+    precision: Literal["float32", "bfloat16", "float16"] = "bfloat16",
     table: Path | None = None,
     top: int = 10,
     scale: bool = False,
@@ -64,7 +64,7 @@ def plan(
         per_node: Number of devices per node.
         link: Link inside a node; by default the usual one of the device.
         network: Link between nodes.
-        precision: Dtype of matmuls: float32, bfloat16 or float16; weights stay float32.
+        precision: Dtype of matmuls; weights stay float32.
         table: TOML file with more devices and links.
         top: Number of parallelism configs to show.
         scale: Table of the best parallelism config on 1 to 1,024 devices, with the batch in proportion.

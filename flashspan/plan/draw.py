@@ -27,16 +27,21 @@ def written_to(folder: Path, option: str) -> Iterator[None]:
 def draw_simulation(run: Run, parallel: ParallelConfig, cluster: Cluster, path: Path) -> None:
     """One layer's attention, forward then backward: a lane per rank (the first 16), boxes while it computes."""
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
     forward, backward = attention_time(run, parallel, cluster)
     lanes = min(parallel.context, MOST_LANES)
     figure = Figure(figsize=(9, 1.2 + 0.3 * lanes), layout="constrained")
     axes = figure.subplots()
-    for simulation, offset, colour in ((forward, 0.0, "#54a24b"), (backward, forward.seconds, "#4c78a8")):
+    colours = {"forward": "#54a24b", "backward": "#4c78a8"}
+    for simulation, offset, colour in zip((forward, backward), (0.0, forward.seconds), colours.values(), strict=True):
         for rank, _, begin, end in simulation.spans:
             if rank < lanes:
                 axes.barh(rank, 1e3 * (end - begin), 0.7, left=1e3 * (begin + offset), color=colour, edgecolor="white",
                           linewidth=0.4)  # fmt: skip
+    waits = Patch(facecolor="none", edgecolor="#999999", label="waiting (empty)")
+    patches = [*(Patch(color=colour, label=f"computing {name}") for name, colour in colours.items()), waits]
+    figure.legend(handles=patches, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
     axes.axvline(1e3 * forward.seconds, color="#999999", linewidth=0.8, linestyle="--")
     waiting = max(forward.waiting) + max(backward.waiting)
     total = forward.seconds + backward.seconds
@@ -44,8 +49,8 @@ def draw_simulation(run: Run, parallel: ParallelConfig, cluster: Cluster, path: 
         xlabel="milliseconds",
         ylabel="rank",
         yticks=range(lanes),
-        title=f"one layer's attention, {parallel.strategy} {parallel.layout} on {parallel.context}: forward (green), "
-        f"backward (blue); waiting {waiting / total:.0%}",
+        title=f"attention of one layer, {parallel.strategy} {parallel.layout} on {parallel.context} ranks: the busiest "
+        f"waits {waiting / total:.0%} of the time",
     )
     axes.title.set_fontsize(10)
     axes.invert_yaxis()
@@ -70,6 +75,10 @@ def draw_scaling(points: Sequence[tuple[int, Answer | None]], run: Run, cluster:
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.legend(frameon=False)
-    axes.set(xlabel="devices", ylabel="tokens per second", title=f"{run.tokens:,} tokens a sample, batch with devices")
+    axes.set(
+        xlabel="devices",
+        ylabel="tokens per second",
+        title=f"{run.tokens:,} tokens per sample, batch in proportion to devices",
+    )
     axes.title.set_fontsize(10)
     figure.savefig(path)

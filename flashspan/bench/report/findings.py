@@ -5,34 +5,20 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from flashspan.bench.measure import record
 from flashspan.bench.measure.record import OUT_OF_MEMORY, Row
 from flashspan.bench.report.tables import show
-from flashspan.bench.report.workloads import Workload, by_place, is_number, split, workloads
+from flashspan.bench.report.workloads import PARTS, Workload, by_place, is_number, split, workloads
 from flashspan.bench.suites.context_rank import ALONE
 
 NOISE = 0.03
-"""Of a time: two that differ by no more are not told apart."""
-ADVICE = {
-    "compute": "products take most of the step, which is what more devices or, where they have such products, bfloat16 "
-    "shorten",
-    "memory": "operators that only move memory take most of the step: compile the layers, use bfloat16, and give each "
-    "rank more tokens at a time",
-    "wire": "waiting for the wire takes most of the step: use longer sequences per rank, 16-bit keys and values, fewer "
-    "kv heads, or a strategy that sends less",
-    "imbalance": "ranks wait for the busiest one: use the zigzag layout, or the helper strategy on contiguous tokens",
-}
+"""Times that differ by no more count as equal: percentiles of few repetitions may be too close to overlap."""
 NOT_FASTER = (
-    "Splitting does not pay at this size on this machine: one device is as fast or faster. What would make it pay: "
-    "longer sequences, and one process for each idle core or device"
+    "Splitting does not pay at this size on this machine: one device is as fast or faster. Longer sequences, or one "
+    "process for each idle core or device, would make it pay"
 )
-ADVICE_NOT_FASTER = {
-    **ADVICE,
-    "compute": "products take most of the step, which bfloat16 shortens, where a device has such products",
-}
-"""Where splitting does not pay, more devices are no advice."""
 
 
 def _is_count(value: object) -> bool:
@@ -82,39 +68,60 @@ def check(rows: Sequence[Row]) -> None:
 
 
 def current(rows: Sequence[Row]) -> list[Row]:
-    """The newest row of each measurement; of a shape on a device, only those of the PyTorch that came last: what an
-    upgrade left behind is not to be compared with what was measured after it."""
+    """The newest row of each measurement; of a shape on a device, only those of the PyTorch that came last: rows from
+    before an upgrade are not compared with later ones."""
     last = {(row.what, row.shape, row.device): row.torch for row in rows}
     return [row for row in record.newest(rows) if row.torch == last[row.what, row.shape, row.device]]
 
 
-def alike(one: float, other: float) -> bool:
-    """Whether noise alone could be the difference of two times."""
-    return max(one, other) <= (1 + NOISE) * min(one, other)
+def compare(one: Row, other: Row) -> int:
+    """1 if the first row is faster, -1 if it is slower, 0 if repeated measurements do not separate them: the 20th to
+    80th percentiles of their times overlap, or the medians differ by no more than `NOISE`."""
+    if max(one.p50_ms, other.p50_ms) <= (1 + NOISE) * min(one.p50_ms, other.p50_ms):
+        return 0
+    fast, slow = sorted((one, other), key=lambda row: row.p50_ms)
+    high = fast.p80_ms if is_number(fast.p80_ms) else fast.p50_ms
+    low = slow.p20_ms if is_number(slow.p20_ms) else slow.p50_ms
+    return 0 if high >= low else 1 if fast is one else -1
 
 
-def pays(best: Row, alone: Row | None) -> bool:
-    """Whether the fastest of many ranks is faster than one device; True where nothing is known of that one."""
-    return alone is None or (best.p50_ms < alone.p50_ms and not alike(best.p50_ms, alone.p50_ms))
+def counts(outcomes: Sequence[int]) -> str:
+    """In words, how often the first of two rows was faster: faster on 3, slower on 1, no measurable difference on 2."""
+    words = {1: "faster", -1: "slower", 0: "no measurable difference"}
+    return ", ".join(f"{word} on {outcomes.count(which)}" for which, word in words.items() if which in outcomes)
+
+
+def advice(best: Row, bound: str, *, pays: bool, measured: Collection[str]) -> str:
+    """What shortens the largest part of a step: nothing that the run has already, and no strategy of those `measured`,
+    which are not faster than the best."""
+    half = best.dtype in ("bfloat16", "float16")
+    faster = [] if half else ["bfloat16, if the device has such matmuls"]
+    keys = [] if half else ["16-bit keys and values"]
+    others = {"ring zigzag": "the zigzag layout", "helper contiguous": "the helper strategy on contiguous tokens"}
+    means = {
+        "compute": ["more devices"] * pays + faster,
+        "memory": ["compiled layers", *faster, "more tokens per rank"],
+        "wire": ["longer sequences per rank", *keys, "fewer kv heads"],
+        "imbalance": [words for impl, words in others.items() if impl not in measured],
+    }[bound]
+    return f" What shortens this part: {', or '.join(means)}." if means else ""
 
 
 def of_layouts(zigzag: Row, contiguous: Row) -> str:
     """What the order of tokens brings to a causal ring."""
+    which = compare(zigzag, contiguous)
+    if which == 0:
+        return "In a causal ring there is no measurable difference between zigzag and contiguous tokens."
     gain = contiguous.p50_ms / zigzag.p50_ms
-    if alike(zigzag.p50_ms, contiguous.p50_ms):
-        return (
-            "In a causal ring, there is no difference between zigzag and contiguous tokens that could be measured "
-            f"(less than {NOISE:.0%})."
-        )
-    word = "faster" if gain > 1 else "slower"
+    word = "faster" if which > 0 else "slower"
     return f"In a causal ring, zigzag is {max(gain, 1 / gain):.2f} times {word} than contiguous tokens."
 
 
 def of_choice(best: Row, worst: Row) -> str:
     """What the choice of a strategy brings."""
-    if alike(best.p50_ms, worst.p50_ms):
-        return f"The choice does not matter: all strategies take as long there, to {NOISE:.0%}."
-    return f"The choice matters: {worst.impl} takes {worst.p50_ms / best.p50_ms:.2f} times as long there."
+    if compare(best, worst) == 0:
+        return "The choice does not matter: there is no measurable difference between the strategies."
+    return f"The choice matters: {worst.impl} takes {worst.p50_ms / best.p50_ms:.2f} times as long as {best.impl}."
 
 
 def of_context(rows: Sequence[Row]) -> list[str]:
@@ -126,34 +133,50 @@ def of_context(rows: Sequence[Row]) -> list[str]:
         if not field:
             continue
         best = field[0]
-        text = f"{work.name}: on {most} ranks {best.impl} is fastest, {show(best.p50_ms)} ms forward and backward"
+        tied = [row.impl for row in field[1:] if compare(best, row) == 0]
+        lead = "is fastest" if not tied else "has the shortest median"
+        text = f"{work.name}: on {most} ranks {best.impl} {lead}, {show(best.p50_ms)} ms forward and backward"
         if base is not None:
-            ratio = base.p50_ms / best.p50_ms
-            text += f", {ratio:.2f} times as fast as one device ({100 * ratio / most:.0f}% of ideal)"
-            if ratio > 1.2 * most:
-                text += f", more than {most} ranks give: smaller parts fit its caches, or one device was disturbed"
-            if base.peak_mib > 0 and best.peak_mib > 0:  # nan where it was not measured
-                text += f", and holds {best.peak_mib / base.peak_mib:.0%} of its memory per rank"
-        found.append(text + ".")
-        faster = pays(best, base)
+            text += _beside(best, base, most)
+        found.append(f"{text}.")
+        if tied:
+            found.append(f"Not measurably slower than {best.impl}: {', '.join(tied)}.")
+        faster = base is None or compare(best, base) > 0
         if not faster:
             found.append(f"{NOT_FASTER}.")
+        layouts = {row.impl: row for row in field}
+        zigzag, contiguous = layouts.get("ring zigzag"), layouts.get("ring contiguous")
         if shares := split(best):
-            advice = (ADVICE if faster else ADVICE_NOT_FASTER)[shares.bound]
-            found.append(f"Its step is bound by {shares.bound}: {shares.words()}. First: {advice}.")
+            means = advice(best, shares.bound, pays=faster, measured=layouts)
+            found.append(
+                f"The largest part of the step of {best.impl} is {PARTS[shares.bound]}: {shares.words()}.{means}"
+            )
         if len(field) > 1:
             found.append(of_choice(best, field[-1]))
-        layouts = {row.impl: row for row in field}
-        if "ring zigzag" in layouts and "ring contiguous" in layouts:
-            found.append(of_layouts(layouts["ring zigzag"], layouts["ring contiguous"]))
+        if zigzag and contiguous:
+            found.append(of_layouts(zigzag, contiguous))
         hidden = best.more.get("hidden")
         if best.more.get("wire_ms") and hidden is not None and not math.isnan(hidden):
             found.append(
-                f"Its communication alone takes {show(float(best.more['wire_ms']))} ms, "
+                f"The communication of {best.impl} alone takes {show(float(best.more['wire_ms']))} ms, "
                 f"{best.more['wire_to_computing']:.2f} of the computing, and {hidden:.0%} of it is hidden."
             )
         found += scaling(work)
     return found
+
+
+def _beside(best: Row, base: Row, most: int) -> str:
+    """The fastest of many ranks compared with one device."""
+    ratio = base.p50_ms / best.p50_ms
+    if compare(best, base) == 0:
+        text = ", with no measurable difference from one device"
+    else:
+        text = f", {ratio:.2f} times as fast as one device ({100 * ratio / most:.0f}% of ideal)"
+    if ratio > 1.2 * most:
+        text += f", more than {most} ranks give: smaller parts fit its caches, or one device was disturbed"
+    if base.peak_mib > 0 and best.peak_mib > 0:  # nan where it was not measured
+        text += f", and holds {best.peak_mib / base.peak_mib:.0%} of its memory per rank"
+    return text
 
 
 def scaling(work: Workload) -> list[str]:
@@ -182,62 +205,82 @@ def scaling(work: Workload) -> list[str]:
 def of_attention(rows: Sequence[Row]) -> list[str]:
     """Our kernels against the best that is not ours, both passes."""
     both = [row for row in rows if row.what == "attention" and row.kind == "both" and row.ok and row.p50_ms > 0]
-    ratios = []
+    ratios, outcomes = [], []
     for shape, device in dict.fromkeys((row.shape, row.device) for row in both):
-        times = {row.impl: row.p50_ms for row in both if (row.shape, row.device) == (shape, device)}
-        others = [(time, impl) for impl, time in times.items() if not impl.startswith("flashspan")]
-        if "flashspan" in times and others:
-            time, impl = min(others)
-            ratios.append((time / times["flashspan"], f"{shape}, {impl}"))
+        here = {row.impl: row for row in both if (row.shape, row.device) == (shape, device)}
+        others = [row for impl, row in here.items() if not impl.startswith("flashspan")]
+        if "flashspan" in here and others:
+            other = min(others, key=lambda row: (row.p50_ms, row.impl))
+            ratios.append((other.p50_ms / here["flashspan"].p50_ms, f"{shape}, {other.impl}"))
+            outcomes.append(compare(here["flashspan"], other))
     if not ratios:
         return []
     mean = math.exp(sum(math.log(ratio) for ratio, _ in ratios) / len(ratios))
     low, high = min(ratios), max(ratios)
     return [
-        f"Attention, forward and backward: ours runs at {mean:.2f} times the speed of the fastest other on "
-        f"{len(ratios)} shapes (geometric mean), from {low[0]:.2f} ({low[1]}) to {high[0]:.2f} ({high[1]})."
+        f"Attention, forward and backward: flashspan runs at {mean:.2f} times the speed of the fastest other on "
+        f"{_shapes(len(ratios))} (geometric mean), from {low[0]:.2f} ({low[1]}) to {high[0]:.2f} ({high[1]}); it is "
+        f"{counts(outcomes)}."
     ]
 
 
-def against_flex(rows: Sequence[Row]) -> dict[tuple[str, str, str], float]:
-    """FlexAttention's time over the better of ours, by device, shape and pass: rows of `bench sparse`."""
-    times: dict[tuple[str, str, str], dict[str, float]] = {}
+def _shapes(number: int) -> str:
+    return f"{number} shape{'s' * (number != 1)}"
+
+
+def _pairs_with_flex(rows: Sequence[Row]) -> dict[tuple[str, str, str], tuple[Row, Row]]:
+    """The better of ours and FlexAttention, by device, shape and pass: rows of `bench sparse`."""
+    times: dict[tuple[str, str, str], dict[str, Row]] = {}
     for row in rows:
         if row.what == "sparse" and row.ok and row.p50_ms > 0:
-            times.setdefault((row.device, row.shape, row.kind), {})[row.impl] = row.p50_ms
+            times.setdefault((row.device, row.shape, row.kind), {})[row.impl] = row
     found = {}
     for key, here in times.items():
         ours = [here[impl] for impl in SPARSE_OURS if impl in here]
         if ours and "flex" in here:
-            found[key] = here["flex"] / min(ours)
+            found[key] = min(ours, key=lambda row: row.p50_ms), here["flex"]
     return found
+
+
+def against_flex(rows: Sequence[Row]) -> dict[tuple[str, str, str], float]:
+    """FlexAttention's time over the better of ours, by device, shape and pass: rows of `bench sparse`."""
+    return {key: flex.p50_ms / ours.p50_ms for key, (ours, flex) in _pairs_with_flex(rows).items()}
 
 
 def of_sparse(rows: Sequence[Row]) -> list[str]:
     """Our kernels against FlexAttention under sparse masks."""
-    ratios = against_flex(rows)
-    passes = []
+    pairs, passes = _pairs_with_flex(rows), []
     for kind in ("forward", "backward"):
-        here = sorted((ratio, shape) for (_, shape, which), ratio in ratios.items() if which == kind)
-        if here:
-            ends = [here[0], here[-1]] if len(here) > 1 else here
-            passes.append(f"{kind} {' to '.join(f'{ratio:.2f} ({shape})' for ratio, shape in ends)} times as fast")
+        here = {shape: pair for (_, shape, which), pair in pairs.items() if which == kind}
+        ratios = sorted((flex.p50_ms / ours.p50_ms, shape) for shape, (ours, flex) in here.items())
+        if ratios:
+            ends = [ratios[0], ratios[-1]] if len(ratios) > 1 else ratios
+            passes.append(
+                f"{kind} {' to '.join(f'{ratio:.2f} ({shape})' for ratio, shape in ends)} times as fast "
+                f"({counts([compare(*pair) for pair in here.values()])})"
+            )
     if not passes:
         return []
-    number = len({(device, shape) for device, shape, _ in ratios})
-    return [f"Block-sparse attention, ours against FlexAttention on {number} masks: {', '.join(passes)}."]
+    number = len({(device, shape) for device, shape, _ in pairs})
+    masks = f"{number} mask{'s' * (number != 1)}"
+    return [f"Block-sparse attention, flashspan compared with FlexAttention on {masks}: {', '.join(passes)}."]
 
 
 def of_trainer(rows: Sequence[Row]) -> list[str]:
     """Our trainer and our decoding against another library's, by pass."""
     mine = [row for row in rows if row.what == "trainer" and row.ok and row.p50_ms > 0]
-    times = {(row.device, row.shape, row.kind, row.impl): row.p50_ms for row in mine}
-    ratios: dict[str, list[str]] = {}
-    for (device, shape, kind, impl), theirs in times.items():
-        ours = times.get((device, shape, kind, "flashspan"))
-        if ours and not impl.startswith("flashspan"):
-            ratios.setdefault(impl, []).append(f"{theirs / ours:.2f} in {kind} of {shape}")
-    return [f"Training and generating, times as fast as {impl}: {', '.join(each)}." for impl, each in ratios.items()]
+    found = {(row.device, row.shape, row.kind, row.impl): row for row in mine}
+    said: dict[str, list[str]] = {}
+    for (device, shape, kind, impl), theirs in found.items():
+        ours = found.get((device, shape, kind, "flashspan"))
+        if ours is None or impl.startswith("flashspan"):
+            continue
+        ratio = f"{theirs.p50_ms / ours.p50_ms:.2f} times as fast"
+        text = ratio if compare(ours, theirs) else "no measurable difference"
+        said.setdefault(impl, []).append(f"{kind} of {shape} {text}")
+    return [
+        f"Training and generating, flashspan compared with {impl}: {', '.join(each)}." for impl, each in said.items()
+    ]
 
 
 def of_model(rows: Sequence[Row]) -> list[str]:
@@ -248,14 +291,22 @@ def of_model(rows: Sequence[Row]) -> list[str]:
         ("bfloat16 autocast", lambda r: r.dtype == "float32", lambda r: r.dtype == "bfloat16"),
         ("torch.compile", lambda r: r.impl.endswith("eager"), lambda r: r.impl.endswith("compiled")),
     ):
-        ratios = []
+        pairs = []
         for a in filter(one, step):
             twins = [b for b in filter(two, step) if _twin(a, b, label)]
-            ratios += [a.p50_ms / b.p50_ms for b in twins[:1]]
-        if ratios:
-            several = len(ratios) > 1
-            most, where = (f" to {max(ratios):.2f}", f", on {len(ratios)} configurations") if several else ("", "")
-            found.append(f"{label}: a training step is {min(ratios):.2f}{most} times as fast{where}.")
+            pairs += [(b, a) for b in twins[:1]]
+        outcomes, ratios = [compare(b, a) for b, a in pairs], [a.p50_ms / b.p50_ms for b, a in pairs]
+        if not ratios:
+            continue
+        if not any(outcomes):
+            found.append(f"{label}: no measurable difference in a training step.")
+        elif len(ratios) == 1:
+            found.append(f"{label}: a training step is {ratios[0]:.2f} times as fast.")
+        else:
+            found.append(
+                f"{label}: a training step is {min(ratios):.2f} to {max(ratios):.2f} times as fast, on {len(ratios)} "
+                f"configurations ({counts(outcomes)})."
+            )
     return found
 
 
@@ -277,7 +328,7 @@ def of_memory(rows: Sequence[Row]) -> list[str]:
 
 
 def of_collectives(rows: Sequence[Row]) -> list[str]:
-    """The wire, as the planner knows it."""
+    """The speed of communication, as the planner knows it."""
     found = []
     for where, here in by_place([row for row in rows if row.what == "collective"]).items():
         fits = {}

@@ -18,25 +18,41 @@ from flashspan.bench.report.section import Section
 from flashspan.bench.report.sections import SECTIONS
 
 STYLE = """
-:root { color-scheme: light; }
+:root { color-scheme: light dark; --ink: #1b1f24; --soft: #57606a; --paper: #fff; --box: #f3f6fa; --line: #d8dee4;
+  --accent: #4c78a8; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6e8eb; --soft: #a0a8b2; --paper: #15181c; --box: #20252c;
+  --line: #3a424c; --accent: #7fa8d4; } }
 * { box-sizing: border-box; }
-body { font: 16px/1.5 system-ui, sans-serif; color: #1b1f24; background: #fff; margin: 0 auto; padding: 1rem;
-  max-width: 72rem; }
+body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); margin: 0 auto; padding: 1rem;
+  max-width: 80rem; overflow-wrap: anywhere; }
 h1 { font-size: 1.6rem; line-height: 1.2; } h2 { font-size: 1.25rem; margin-top: 2.2rem; }
-.findings { background: #f3f6fa; border-left: 4px solid #4c78a8; padding: .6rem 1rem; }
+p { max-width: 52rem; } a { color: var(--accent); }
+nav { background: var(--box); padding: .6rem 1rem; margin: 1rem 0; } nav ul { columns: 18rem auto; }
+.findings { background: var(--box); border-left: 4px solid var(--accent); padding: .6rem 1rem; }
+nav h2, .findings h2 { margin-top: .3rem; } nav ul, .findings ul { padding-left: 1.2rem; margin: .3rem 0; }
 .findings li { margin: .35rem 0; }
-.figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 24rem), 1fr)); gap: 1rem; }
+.figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 26rem), 1fr)); gap: 1.5rem 1rem; }
 figure { margin: 0; } figure svg { width: 100%; height: auto; display: block; }
-figcaption, caption { font-size: .85rem; color: #57606a; text-align: left; }
+figure svg text { font-family: system-ui, sans-serif !important; }
+figcaption, caption { font-size: .85rem; color: var(--soft); text-align: left; }
 caption { padding-bottom: .3rem; }
-code { font-size: .85rem; background: #f3f6fa; padding: .1em .3em; border-radius: 3px; overflow-wrap: anywhere; }
+code { font-size: .85rem; background: var(--box); padding: .1em .3em; border-radius: 3px; }
 .scroll { overflow-x: auto; margin: 1rem 0; }
 table { border-collapse: collapse; font-size: .85rem; }
-th, td { padding: .25rem .45rem; border-bottom: 1px solid #d8dee4; text-align: left; white-space: nowrap; }
-.number { text-align: right; font-variant-numeric: tabular-nums; }
-thead th { border-bottom: 2px solid #57606a; }
-@media (max-width: 30rem) { body { padding: .7rem; } th, td { padding: .2rem .4rem; } }
-@media print { body { max-width: none; font-size: 10pt; } .scroll { overflow: visible; }
+th, td { padding: .25rem .45rem; border-bottom: 1px solid var(--line); text-align: left; }
+th { vertical-align: bottom; overflow-wrap: normal; } td { overflow-wrap: normal; }
+.number { text-align: right; font-variant-numeric: tabular-nums; } td.number { white-space: nowrap; }
+thead th { border-bottom: 2px solid var(--soft); }
+@media (max-width: 44rem) {
+  body { padding: .7rem; }
+  .wide, .wide caption, .wide tbody { display: block; } .wide thead { display: none; }
+  .wide tr { display: flex; flex-wrap: wrap; gap: 0 1rem; padding: .4rem 0; border-bottom: 1px solid var(--line); }
+  .wide td { border: 0; padding: .05rem 0; } .wide td:empty { display: none; }
+  .wide td[data-heading]::before { content: attr(data-heading) " "; color: var(--soft); }
+  .wide td:first-child { flex-basis: 100%; font-weight: 600; }
+}
+@media print { :root { color-scheme: light; --ink: #000; --soft: #444; --paper: #fff; --box: #f3f6fa; --line: #ccc; }
+  body { max-width: none; font-size: 10pt; } .scroll { overflow: visible; }
   table { font-size: 7pt; } th, td { padding: 1pt 3pt; }
   figure, tr { break-inside: avoid; } h2 { break-after: avoid; } }
 """
@@ -53,12 +69,14 @@ def contents(rows: Sequence[Row]) -> tuple[list[str], list[Section]]:
 def page(findings: Sequence[str], sections: Sequence[Section], title: str = "flashspan: measured") -> str:
     """The whole document."""
     listed = "".join(f"<li>{html.escape(text)}</li>" for text in findings)
+    links = "".join(f'<li><a href="#{section.name}">{html.escape(section.title)}</a></li>' for section in sections)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{html.escape(title)}</title><style>{STYLE}</style></head><body>"
         f"<h1>{html.escape(title)}</h1>"
         f'<section class="findings"><h2>Findings</h2><ul>{listed}</ul></section>'
+        f'<nav aria-label="Contents"><h2>Contents</h2><ul>{links}</ul></nav>'
         + "".join(section.html() for section in sections)
         + "</body></html>\n"
     )
@@ -74,7 +92,9 @@ def write_figures(sections: Sequence[Section], folder: Path) -> list[Path]:
             names.append(name)
             times = names.count(name)  # more than one: the same figure of another workload
             written.append(folder / f"{name}{f'-{times}' if times > 1 else ''}.svg")
-            _write(written[-1], figure.svg, "--figures")
+            # On the page, text has the page's colours; a file has its own.
+            alone = figure.svg.replace("<svg", '<svg style="color: #1b1f24; background: #fff"', 1)
+            _write(written[-1], alone, "--figures")
     return written
 
 

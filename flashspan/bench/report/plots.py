@@ -25,13 +25,14 @@ def to_svg(figure: Figure, label: str) -> str:
     buffer = io.StringIO()
     # A salt of its own keeps one picture's clip paths from being taken for another's.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": label, "font.family": "sans-serif"}):
-        figure.savefig(buffer, format="svg", metadata={"Date": None})
+        figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     head, rest = text.split(">", 1)
     head = re.sub(r'\s(width|height)="[^"]*"', "", head)
-    return f'{head} role="img" aria-label="{html.escape(label, quote=True)}">{rest}'
+    rest = rest.replace("#000000", "currentColor")  # text and axes in the colour of the page, light or dark
+    return f'{head} fill="currentColor" role="img" aria-label="{html.escape(label, quote=True)}">{rest}'
 
 
 def lines(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,8 +20,10 @@ class Picture:
     caption: str
     commands: list[str]
 
-    def html(self) -> str:
-        caption = f"{html.escape(self.caption)} {as_code(self.commands)}".rstrip()
+    def html(self, commands: Sequence[str]) -> str:
+        """The figure, in a section that names these commands: the only one of it is not repeated here."""
+        made_by = [] if list(dict.fromkeys(commands)) == list(dict.fromkeys(self.commands)) else self.commands
+        caption = f"{html.escape(self.caption)} {as_code(made_by)}".rstrip()
         return f"<figure>{self.svg}<figcaption>{caption}</figcaption></figure>"
 
 
@@ -33,18 +36,24 @@ class Section:
     figures: list[Picture] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     note: str = ""
+    """What the headings and words of the section mean, above its figures."""
+
+    @property
+    def name(self) -> str:
+        """The section's anchor on the page."""
+        return re.sub(r"[^a-z0-9]+", "-", self.title.lower()).strip("-")
 
     def html(self) -> str:
         made = f"<p>Made by {as_code(self.commands)}</p>" if self.commands else ""
-        figures = "".join(figure.html() for figure in self.figures)
+        figures = "".join(figure.html(self.commands) for figure in self.figures)
         grid = f'<div class="figures">{figures}</div>' if figures else ""
         tables = "".join(table.html() for table in self.tables)
         note = f"<p>{html.escape(self.note)}</p>" if self.note else ""
-        return f"<section><h2>{html.escape(self.title)}</h2>{made}{grid}{tables}{note}</section>"
+        return f'<section id="{self.name}"><h2>{html.escape(self.title)}</h2>{made}{note}{grid}{tables}</section>'
 
 
 def as_code(commands: Sequence[str]) -> str:
-    return " and ".join(f"<code>{html.escape(line)}</code>" for line in dict.fromkeys(commands))
+    return ", ".join(f"<code>{html.escape(line)}</code>" for line in dict.fromkeys(commands))
 
 
 def make_picture(figure: Any, caption: str, *made_by: str) -> Picture:

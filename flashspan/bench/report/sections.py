@@ -8,7 +8,7 @@ from typing import Any
 
 from flashspan import masks
 from flashspan.bench.measure.record import Row
-from flashspan.bench.report import plots, random_page
+from flashspan.bench.report import notes, plots, random_page
 from flashspan.bench.report.commands import (
     attention_command,
     collectives_commands,
@@ -18,17 +18,15 @@ from flashspan.bench.report.commands import (
     every,
     model_commands,
     only,
-    sparse_commands,
 )
-from flashspan.bench.report.findings import SPARSE_OURS, against_flex
-from flashspan.bench.report.section import Picture, Section, make_picture
+from flashspan.bench.report.section import Section, make_picture
+from flashspan.bench.report.sparse_section import of_sparse
 from flashspan.bench.report.tables import Table, make, model_size, pivot, show
-from flashspan.bench.report.workloads import Workload, by_place, setting_of, split, workloads
+from flashspan.bench.report.workloads import PARTS, Workload, by_place, setting_of, split, workloads
 from flashspan.bench.suites import context, model
 from flashspan.bench.suites.context_rank import ALONE
 from flashspan.bench.suites.data import WIRE, bench_data
 from flashspan.bench.suites.data_contenders import CONTENDERS
-from flashspan.bench.suites.sparse import PASSES, by_share, efficiency, pair
 from flashspan.bench.suites.study import bench_study
 from flashspan.context.draw import draw_ownership, draw_timeline
 from flashspan.context.generators import GENERATORS
@@ -53,7 +51,7 @@ def of_context(rows: Sequence[Row]) -> Section | None:
     mine = [row for row in rows if row.what == "context"]
     if not mine:
         return None
-    section = Section("Across devices")
+    section = Section("Across devices", note=notes.CONTEXT)
     times = {(setting_of(row), row.shape, row.impl, row.ranks, row.kind): row.p50_ms for row in mine if row.ok}
     sweeps = workloads(mine)
     for work in sweeps:
@@ -71,17 +69,21 @@ def of_context(rows: Sequence[Row]) -> Section | None:
         }
         speed = {name: {"tokens/s": row.more["tokens_per_second"]} for name, row in names.items()}
         held = {name: {"MiB": row.peak_mib} for name, row in names.items()}
-        parts = {name: dict(vars(shares)) for name, row in names.items() if (shares := split(row))}
+        parts = {
+            name: {PARTS[part]: time for part, time in vars(shares).items()}
+            for name, row in names.items()
+            if (shares := split(row))
+        }
         drawn = [
             (plots.bars(latency, title="latency", x="milliseconds"), "Median time of a pass."),
             (plots.bars(speed, title="throughput", x="tokens per second"), "Forward and backward."),
             (plots.bars(held, title="peak memory of a rank", x="MiB"), "Forward and backward."),
         ]
         if parts:
-            words = "Products, operators that move memory, waiting for the wire, waiting for the busiest rank."
+            words = f"The parts of forward and backward: {', '.join(PARTS.values())}."
             drawn.append((plots.bars(parts, title="where the time goes", x="milliseconds", stacked=True), words))
         if work.alone is not None and work.most > 1:
-            words = "Operations per second of all ranks together over those of one device."
+            words = "FLOP/s of all ranks together, relative to one device. Weak: the same number of tokens per rank."
             drawn.append((_scaling(work, work.alone), words))
         section.figures += [make_picture(figure, f"{caption}{of_what}", made_by) for figure, caption in drawn]
     settings = list(dict.fromkeys(setting_of(row) for row in mine))
@@ -104,7 +106,7 @@ def _scaling(work: Workload, alone: Row) -> Any:
         small = work.grown[1].tflops
         series["weak: ring zigzag"] = [(ranks, row.tflops / small) for ranks, row in sorted(work.grown.items())]
     ideal = [(1, 1), (work.most, work.most)]
-    return plots.lines(series, title="scaling", x="ranks", y="speed against one device", ideal=ideal)
+    return plots.lines(series, title="scaling", x="ranks", y="speed relative to one device", ideal=ideal)
 
 
 def of_model(rows: Sequence[Row]) -> Section | None:
@@ -112,7 +114,7 @@ def of_model(rows: Sequence[Row]) -> Section | None:
     mine = [row for row in rows if row.what in ("model", "warm-up")]
     if not mine:
         return None
-    section = Section("Models")
+    section = Section("Models", note=notes.MODEL)
     for where, measured in by_place(mine).items():
         here = sorted(measured, key=_model_order)
         made_by = model_commands(here)
@@ -155,7 +157,7 @@ def of_attention(rows: Sequence[Row]) -> Section | None:
     mine = [row for row in rows if row.what == "attention"]
     if not mine:
         return None
-    section = Section("Attention on one device")
+    section = Section("Attention on one device", note=notes.SHAPE)
     for where, here in by_place(mine).items():
         section.commands.append(attention_command(here))
         table = pivot(
@@ -170,67 +172,22 @@ def of_attention(rows: Sequence[Row]) -> Section | None:
     return section
 
 
-def of_sparse(rows: Sequence[Row]) -> Section | None:
-    """Kernels under sparse masks."""
-    mine = [row for row in rows if row.what == "sparse"]
-    if not mine:
-        return None
-    section = Section("Block-sparse attention")
-    for where, here in by_place(mine).items():
-        section.commands += sparse_commands(here)
-        section.figures += _time_over_share(here, where)
-        section.tables.append(sparse_table(here, where))
-        section.tables += efficiency(here, where)
-    return section
-
-
-def sparse_table(rows: Sequence[Row], where: str) -> Table:
-    """A line per mask: ours, FlexAttention, and its time over the better of ours."""
-    times = {(row.shape, row.impl, row.kind): row.p50_ms for row in rows if row.ok}
-    ratios = {(shape, kind): ratio for (_, shape, kind), ratio in against_flex(rows).items()}
-    impls = [impl for impl in (*SPARSE_OURS, "flex") if any(row.impl == impl for row in rows)]
-    cells = []
-    for shape in dict.fromkeys(row.shape for row in rows):
-        both = [[times.get((shape, impl, kind)) for kind in PASSES] for impl in impls]
-        gains = [f"{ratios[shape, kind]:.2f}x" if (shape, kind) in ratios else "" for kind in PASSES]
-        cells.append((shape, *(pair(*map(show, one)) for one in both), pair(*gains)))
-    title = f"median milliseconds, forward / backward{where}; vs flex: its time over the better of ours"
-    return Table(title, ("shape", *impls, "vs flex"), tuple(cells))
-
-
-def _time_over_share(rows: Sequence[Row], where: str) -> list[Picture]:
-    """The sweep, drawn where a length has the dense kernel and two shares or more."""
-    lengths: dict[int, dict[float, Row]] = {}
-    for (tokens, share, kind), row in sorted(by_share([row for row in rows if row.ok]).items()):
-        if kind == "forward" and row.p50_ms > 0:
-            lengths.setdefault(tokens, {})[share] = row
-    lengths = {tokens: found for tokens, found in lengths.items() if 1.0 in found and len(found) > 2}
-    if not lengths:
-        return []
-    longest = max(lengths)
-    dense = lengths[longest][1.0].p50_ms
-    figure = plots.lines(
-        {f"{tokens:,} tokens": [(s, row.p50_ms) for s, row in found.items()] for tokens, found in lengths.items()},
-        title="forward over the share of blocks", x="share of the 128 x 128 blocks that is visited", y="milliseconds",
-        log_x=True, log_y=True, ideal=[(share, share * dense) for share in lengths[longest]],
-    )  # fmt: skip
-    words = f"Median time{where}. Ideal: that of the dense kernel at {longest:,} tokens, times the share."
-    drawn = [row for found in lengths.values() for row in found.values()]
-    return [make_picture(figure, words, *sparse_commands(drawn))]
-
-
 def of_leaderboard(rows: Sequence[Row]) -> Section | None:
     """The course's test."""
-    return _listed([row for row in rows if row.what == "leaderboard"], "Leaderboard", "flashspan bench leaderboard")
+    return _listed(
+        [row for row in rows if row.what == "leaderboard"], "Leaderboard", "flashspan bench leaderboard", notes.SHAPE
+    )
 
 
 def of_trainer(rows: Sequence[Row]) -> Section | None:
     """Our trainer and our decoding beside another library's."""
     mine = [row for row in rows if row.what == "trainer"]
-    return _listed(mine, "Training and generating, beside transformers", "flashspan bench training")
+    return _listed(
+        mine, "Training and generating compared with transformers", "flashspan bench training", notes.TRAINER
+    )
 
 
-def _listed(rows: Sequence[Row], title: str, made_by: str) -> Section | None:
+def _listed(rows: Sequence[Row], title: str, made_by: str, note: str) -> Section | None:
     """Rows as they are, a table for each place."""
     if not rows:
         return None
@@ -243,8 +200,8 @@ def _listed(rows: Sequence[Row], title: str, made_by: str) -> Section | None:
         "error": lambda row: f"{row.error:.1e}" if row.error >= 0 else None,
         "peak MiB": lambda row: row.peak_mib,
     }
-    tables = [make(f"median milliseconds{where}", here, columns) for where, here in by_place(rows).items()]
-    return Section(title, [made_by], tables=tables)
+    tables = [make(f"median milliseconds{where}", here, columns, 3) for where, here in by_place(rows).items()]
+    return Section(title, [made_by], tables=tables, note=f"{note} {notes.LISTED}")
 
 
 def of_studies(rows: Sequence[Row]) -> Section | None:
@@ -289,11 +246,11 @@ def study_table(rows: Sequence[Row], title: str) -> Table:
 
 
 def of_collectives(rows: Sequence[Row]) -> Section | None:
-    """The wire."""
+    """Communication."""
     mine = [row for row in rows if row.what == "collective"]
     if not mine:
         return None
-    section = Section("The wire")
+    section = Section("Communication", note=notes.COLLECTIVES)
     columns: dict[str, Callable[[Row], object]] = {
         "primitive": lambda row: row.impl,
         "ranks": lambda row: row.ranks,
@@ -370,12 +327,14 @@ def of_schedules(rows: Sequence[Row]) -> Section | None:
     schedule = GENERATORS[strategy](visibility)
     made_by = f"flashspan plan draw --strategy {strategy} --layout {layout} --ranks {most} --tokens {tokens}"
     figures = [
-        make_picture(draw_timeline(schedule), f"{best.impl}: boxes compute, arrows travel.", made_by),
+        make_picture(draw_timeline(schedule), f"{best.impl}: computing, waiting and sending.", made_by),
         make_picture(
-            draw_ownership(schedule, visibility), f"{best.impl}: who computes which pair of the causal mask.", made_by
+            draw_ownership(schedule, visibility),
+            f"{best.impl}: the rank that computes each pair of the causal mask.",
+            made_by,
         ),
     ]
-    return Section("The schedule", [made_by], figures)
+    return Section("The schedule", [made_by], figures, note=notes.SCHEDULE)
 
 
 SECTIONS: tuple[Callable[[Sequence[Row]], Section | None], ...] = (

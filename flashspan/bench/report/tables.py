@@ -12,6 +12,8 @@ from typing import Any
 from flashspan.bench.measure.record import Row
 from flashspan.model import preset
 
+WIDE = 5
+"""Columns that fit a narrow screen. The rows of a table with more become blocks there."""
 MODEL_SHAPE = re.compile(r"(?P<preset>\S+) (?P<batch>\d+)x(?P<tokens>\d+)")
 """How rows of models write their shape."""
 
@@ -67,14 +69,20 @@ class Table:
         return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
 
     def html(self) -> str:
+        wide = len(self.headings) > WIDE
+        style = ' class="wide"' if wide else ""
+
         def line(cells: Sequence[str], tag: str) -> str:
             kinds = ["" if i < self.num_names else ' class="number"' for i in range(len(cells))]
+            if wide and tag == "td":  # on a narrow screen each cell shows its heading, except the first
+                said = ["", *(f' data-heading="{html.escape(each, quote=True)}"' for each in self.headings[1:])]
+                kinds = [kind + more for kind, more in zip(kinds, said, strict=True)]
             inside = "".join(f"<{tag}{k}>{html.escape(c)}</{tag}>" for k, c in zip(kinds, cells, strict=True))
             return f"<tr>{inside}</tr>"
 
         body = "\n".join(line(cells, "td") for cells in self.cells)
         return (
-            f'<div class="scroll"><table><caption>{html.escape(self.title)}</caption>'
+            f'<div class="scroll"><table{style}><caption>{html.escape(self.title)}</caption>'
             f"<thead>{line(self.headings, 'th')}</thead><tbody>\n{body}\n</tbody></table></div>"
         )
 

@@ -10,10 +10,18 @@ from typing import NamedTuple
 from flashspan.bench.measure.record import Row
 from flashspan.bench.suites.context_rank import ALONE
 
+PARTS = {
+    "compute": "matmuls",
+    "memory": "other operators",
+    "wire": "waiting for communication",
+    "imbalance": "waiting for the busiest rank",
+}
+"""What the parts of a step are called, in legends, captions and findings."""
+
 
 @dataclass(frozen=True)
 class Shares:
-    """The parts of a step, milliseconds: products, other operators, waiting for the wire, for the busiest rank."""
+    """The parts of a step in milliseconds, by the names in `PARTS`."""
 
     compute: float
     memory: float
@@ -27,12 +35,11 @@ class Shares:
 
     def words(self) -> str:
         total = sum(vars(self).values())
-        names = {"compute": "products", "memory": "other operators", "wire": "the wire", "imbalance": "imbalance"}
-        return ", ".join(f"{names[name]} {100 * value / total:.0f}%" for name, value in vars(self).items())
+        return ", ".join(f"{PARTS[name]} {100 * value / total:.0f}%" for name, value in vars(self).items())
 
 
 def split(row: Row) -> Shares | None:
-    """Where the time of a row of `bench context` went; None if its products were not told from other operators."""
+    """Where the time of a row of `bench context` went; None if its matmuls were not timed apart."""
     share = row.more.get("product_share")
     if not is_number(share):
         return None
