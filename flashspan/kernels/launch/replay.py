@@ -54,7 +54,7 @@ def replay(
     kernels = launch_together(launches)
     if not kernels:
         return True
-    found = [Prepared.of(launch, kernel, tensors) for launch, kernel in zip(launches, kernels, strict=True)]
+    found = [PreparedLaunch.of(launch, kernel, tensors) for launch, kernel in zip(launches, kernels, strict=True)]
     complete = [prepared for prepared in found if prepared is not None]
     if len(complete) == len(found):
         CACHE.keep(key, complete)
@@ -63,18 +63,20 @@ def replay(
 
 def recall(
     build: Callable[..., Any], inputs: Sequence[Tensor], tables: Packed, num_outputs: int, *values: Hashable
-) -> list[Prepared] | None:
+) -> list[PreparedLaunch] | None:
     """The launches that `replay` has cached for such a call, all addresses multiples of 16; None if it has not."""
     return CACHE.get(_key(build, inputs, tables, [0] * (len(inputs) + num_outputs), values))
 
 
-def launch_all(launches: list[Prepared], inputs: Sequence[Tensor], tables: Packed, outputs: Sequence[Tensor]) -> None:
+def launch_all(
+    launches: list[PreparedLaunch], inputs: Sequence[Tensor], tables: Packed, outputs: Sequence[Tensor]
+) -> None:
     """Run the launches from `recall` on other tensors."""
     addresses = [*[x.data_ptr() for x in inputs], *tables.addresses, *[x.data_ptr() for x in outputs]]
     _launch_at(launches, addresses, inputs[0].device)
 
 
-def _launch_at(launches: list[Prepared], addresses: list[int], device: torch.device) -> None:
+def _launch_at(launches: list[PreparedLaunch], addresses: list[int], device: torch.device) -> None:
     stream = triton_abi.stream_of(device.index)
     for launch in launches:
         launch(addresses, stream)
@@ -92,7 +94,7 @@ def _key(
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedLaunch:
     """A launch without its addresses."""
 
     launch: Callable[[int, list[Any]], None]
@@ -109,7 +111,7 @@ class Prepared:
         self.launch(stream, arguments)
 
     @classmethod
-    def of(cls, launch: Launch, compiled: Any, tensors: Sequence[Tensor]) -> Prepared | None:
+    def of(cls, launch: Launch, compiled: Any, tensors: Sequence[Tensor]) -> PreparedLaunch | None:
         """None where Triton's launcher must run each time: interpreted, another vendor, an unchecked release."""
         found = None if compiled is None or not triton_abi.is_known() else triton_abi.c_launcher(compiled, launch.grid)
         if found is None:

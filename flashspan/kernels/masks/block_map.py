@@ -37,7 +37,7 @@ ReadTiles: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 class Lists:
     """The tiles to visit, line by line: a line is a block of queries (or, transposed, of keys) of one map.
 
-    num_long  The number of lines of each map that come first in all maps; see LONG.
+    num_long: the number of lines of each map that come first in all maps; see LONG.
     spans   int32 [B or 1, H or 1, lines, 3]: begin, middle, end. Full tiles are begin..middle of `index`, partial ones
             middle..end, each ascending.
     index   int32 [visited]: the block on the other axis.
