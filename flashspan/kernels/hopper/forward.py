@@ -138,17 +138,19 @@ def _run(
     job = (tensors, ForwardBuffers(q_s, k_s, v_s, output_s, ones_s), barriers, sizes, outputs, mask, config)
     if BLOCK_MAP:
         gl.warp_specialize(
-            [(_consumer0, job), (_consumer1, job), (produce_listed, job)], [4, 1], [REGISTERS, PRODUCER_REGISTERS]
+            [(_consume, (0,) + job), (_consume, (1,) + job), (produce_listed, job)],
+            [4, 1],
+            [REGISTERS, PRODUCER_REGISTERS],
         )
     elif CONSUMERS == 3:
         gl.warp_specialize(
-            [(_consumer0, job), (_consumer1, job), (_consumer2, job), (produce, job)],
+            [(_consume, (0,) + job), (_consume, (1,) + job), (_consume, (2,) + job), (produce, job)],
             [4, 4, 1],
             [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
         )
     else:
         gl.warp_specialize(
-            [(_consumer0, job), (_consumer1, job), (produce, job)], [4, 1], [REGISTERS, PRODUCER_REGISTERS]
+            [(_consume, (0,) + job), (_consume, (1,) + job), (produce, job)], [4, 1], [REGISTERS, PRODUCER_REGISTERS]
         )
 
 
@@ -252,16 +254,12 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, outputs, mask,
             p, m, l, o = join_first(p, m, l, o, past)
 
         # Main loop: the scores of block i with the output of block i - 1.
+        given = (q, zero, buffers, barriers, mask, scale, config)
         if config.BLOCK_MAP:
             for i in range(1, gl.minimum(num_partial + 1, n)):
-                p, m, l, o, sums = step(
-                    WG, True, pair + i, (i < num_partial, 0, 0, 0), p, m, l, o, q, zero, (), buffers, barriers, mask,
-                    scale, config,
-                )  # fmt: skip
+                p, m, l, o, sums = step(WG, True, pair + i, (i < num_partial, 0, 0, 0), p, m, l, o, (), *given)
             begin = gl.maximum(num_partial + 1, 1)
-            p, m, l, o = visit_full_blocks(
-                WG, pair, begin, n, p, m, l, o, q, zero, buffers, barriers, mask, scale, config
-            )
+            p, m, l, o = visit_full_blocks(WG, pair, begin, n, p, m, l, o, *given)
         elif config.HIDDEN_SIDES > 0:
             # Blocks that some rows do not see all of and, unless all saw something of block 0, the first that they do.
             near = end - end_full + 1
@@ -272,20 +270,14 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, outputs, mask,
                 )
                 near -= seen.to(gl.int32)
             near = gl.maximum(near, 1)
-            p, m, l, o = visit_edge_blocks(
-                WG, pair, 1, gl.minimum(near, n), blocks, r_start, r_end, o, m, p, l, q, zero, buffers, barriers, mask,
-                scale, config,
-            )  # fmt: skip
-            p, m, l, o = visit_full_blocks(
-                WG, pair, near, end - first_full, p, m, l, o, q, zero, buffers, barriers, mask, scale, config
-            )
+            edges = (blocks, r_start, r_end)
+            p, m, l, o = visit_edge_blocks(WG, pair, 1, gl.minimum(near, n), *edges, o, m, p, l, *given)
+            p, m, l, o = visit_full_blocks(WG, pair, near, end - first_full, p, m, l, o, *given)
             if config.HIDDEN_SIDES == 2:
-                p, m, l, o = visit_edge_blocks(
-                    WG, pair, gl.maximum(near, end - first_full), n, blocks, r_start, r_end, o, m, p, l, q, zero,
-                    buffers, barriers, mask, scale, config,
-                )  # fmt: skip
+                far = gl.maximum(near, end - first_full)
+                p, m, l, o = visit_edge_blocks(WG, pair, far, n, *edges, o, m, p, l, *given)
         else:
-            p, m, l, o = visit_full_blocks(WG, pair, 1, n, p, m, l, o, q, zero, buffers, barriers, mask, scale, config)
+            p, m, l, o = visit_full_blocks(WG, pair, 1, n, p, m, l, o, *given)
 
         # Epilogue: the output of the last block, then out and lse.
         if config.CARRY_LAST:
@@ -381,18 +373,3 @@ def _store(
             store_output(desc_out, i_b, i_h, m0, o, q_s, False, False, buffers.output_s.index(WG))
         else:
             store_output(desc_out, i_b, i_h, m0, o, q_s, False)
-
-
-@gluon.jit
-def _consumer0(tensors, buffers, barriers, sizes, outputs, mask, config):
-    _consume(0, tensors, buffers, barriers, sizes, outputs, mask, config)
-
-
-@gluon.jit
-def _consumer1(tensors, buffers, barriers, sizes, outputs, mask, config):
-    _consume(1, tensors, buffers, barriers, sizes, outputs, mask, config)
-
-
-@gluon.jit
-def _consumer2(tensors, buffers, barriers, sizes, outputs, mask, config):
-    _consume(2, tensors, buffers, barriers, sizes, outputs, mask, config)

@@ -99,7 +99,7 @@ def gated_product_kernel(
     sizes = MatmulSizes(num_rows, num_columns, num_steps, GROUP)
     job = (tensors, MatmulOperands(a_s, b_s), pieces_s, allocate_barriers(STAGES), sizes)
     gl.warp_specialize(
-        [(_forward_consumer0, job), (_forward_consumer1, job), (_forward_produce, job)],
+        [(_forward_consume, (0,) + job), (_forward_consume, (1,) + job), (_forward_produce, job)],
         [4, 1],
         [REGISTERS, PRODUCER_REGISTERS],
     )
@@ -158,16 +158,6 @@ def _forward_produce(tensors, operands, pieces_s, barriers, sizes):
             step += 1
 
 
-@gluon.jit
-def _forward_consumer0(tensors, operands, pieces_s, barriers, sizes):
-    _forward_consume(0, tensors, operands, pieces_s, barriers, sizes)
-
-
-@gluon.jit
-def _forward_consumer1(tensors, operands, pieces_s, barriers, sizes):
-    _forward_consume(1, tensors, operands, pieces_s, barriers, sizes)
-
-
 @gluon.jit(do_not_specialize=[*NUMBERS, "M", "eights"])
 def gated_backward_product_kernel(
     desc_a, desc_weight, gate, up, dgate, dup, h, M, eights, num_rows, num_columns, num_steps, PIECE: gl.constexpr,
@@ -193,7 +183,7 @@ def gated_backward_product_kernel(
     rows = BackwardRows(gate, up, dgate, dup, h, M, eights * 8)
     job = (BackwardTensors(desc_a, desc_weight), MatmulOperands(a_s, b_s), dh_s, barriers, sizes, rows)
     gl.warp_specialize(
-        [(_backward_consumer0, job), (_backward_consumer1, job), (_gradients, job), (_backward_produce, job)],
+        [(_backward_consume, (0,) + job), (_backward_consume, (1,) + job), (_gradients, job), (_backward_produce, job)],
         [4, 2, 1],
         [REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
     )
@@ -278,16 +268,6 @@ def _backward_produce(tensors, operands, dh_s, barriers, sizes, rows):
         step = load_steps(
             tensors.desc_a, tensors.desc_weight, sizes.num_steps, i_row, i_column, step, operands, barriers, False
         )
-
-
-@gluon.jit
-def _backward_consumer0(tensors, operands, dh_s, barriers, sizes, rows):
-    _backward_consume(0, tensors, operands, dh_s, barriers, sizes, rows)
-
-
-@gluon.jit
-def _backward_consumer1(tensors, operands, dh_s, barriers, sizes, rows):
-    _backward_consume(1, tensors, operands, dh_s, barriers, sizes, rows)
 
 
 def gated_launch(x: Tensor, gate_weight: Tensor, up_weight: Tensor, outs: tuple[Tensor, Tensor, Tensor]) -> Launch:

@@ -264,7 +264,7 @@ def backward(
     if not q.numel() or not k.numel() or scale <= 0 or not whole:
         portable.backward(
             dout, q, k, v, lse, _settled(delta, dout, out), problem, dq=dq, dk=dk, dv=dv, accumulate=accumulate
-        )  # fmt: skip
+        )
         return
     two_passes = repeatable or block_dim(D) not in BACKWARD
     minus_lse, minus_delta = new_rows(q), new_rows(q)

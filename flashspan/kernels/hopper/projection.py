@@ -95,7 +95,9 @@ def projection_product_kernel(
         ProjectionSizes(num_rows, q_columns, k_columns, num_steps, GROUP, HEAD_DIM),
         Angles(cos, sin, period, unit),
     )
-    gl.warp_specialize([(_consumer0, job), (_consumer1, job), (_produce, job)], [4, 1], [REGISTERS, PRODUCER_REGISTERS])
+    gl.warp_specialize(
+        [(_consume, (0,) + job), (_consume, (1,) + job), (_produce, job)], [4, 1], [REGISTERS, PRODUCER_REGISTERS]
+    )
 
 
 @gluon.jit
@@ -203,16 +205,6 @@ def _produce(tensors, buffers, barriers, sizes, angles):
                 at = (i_column - q_columns - k_columns) * BN
                 tma.async_copy_global_to_shared(tensors.desc_wv, [at, i * BK], bar, b_s.index(stage))
             step += 1
-
-
-@gluon.jit
-def _consumer0(tensors, buffers, barriers, sizes, angles):
-    _consume(0, tensors, buffers, barriers, sizes, angles)
-
-
-@gluon.jit
-def _consumer1(tensors, buffers, barriers, sizes, angles):
-    _consume(1, tensors, buffers, barriers, sizes, angles)
 
 
 def projection_launch(

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    tma,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from flashspan.kernels.hopper.gluon_compat import barrier, reduce_add
 
