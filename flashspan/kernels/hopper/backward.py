@@ -9,10 +9,10 @@ subtractions. All of a column start at the same number: loading it costs a read 
 where there is room (heads of 64) it is the result of a matmul of ones and the number's three bfloat16 parts (parts.py).
 
 While one consumer computes exponentials the others must keep the tensor cores busy: a warp that starts a matmul waits
-until most of it is done. So they may drift apart, by up to a block. All they share is dQ, summed over the keys of all,
-of the block before, whose dS the others have had time to write. Of two each makes half of every dQ or, by turns, every
-second one whole, for which shared memory is read less (WHOLE_DQ_STAGES). Of three each makes every third, and hands the
-stages of its dS back, of which there are four.
+until most of it is done. So they may drift apart, by up to a block. They share only dQ of the block before, summed over
+the keys of all: the others have had time to write its dS. Each of two consumers makes half of every dQ or, by turns,
+every second one whole, which reads less shared memory (WHOLE_DQ_STAGES). Each of three makes every third dQ and then
+frees its stage of dS; there are four.
 
 Programs are persistent: a tile's dK and dV leave through the buffer of dS (dV through one of its own where there is
 room), so that the next one's K and V may come meanwhile, and its first Q and dO before. The producer publishes what

@@ -209,7 +209,7 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, outputs, mask,
             i_block, i_bh = tile_position(tile, sizes.num_blocks, sizes.num_heads, sizes.section)
             m0 = (sizes.num_blocks - 1 - i_block) * TILE_Q
             i_b = i_bh // H
-            if config.TABLE:  # which only the producer looks through
+            if config.TABLE:  # which only the producer reads
                 blocks = published_work(turn, barriers)
             else:
                 blocks = visible_blocks(m0, T, S, sizes.lo, sizes.hi, mask, i_b, config.TABLE, TILE_Q, BLOCK_K, 4)
@@ -314,8 +314,8 @@ def _mark_invalid(i_bh, m0, l, o, sizes, outputs, config):
     """Mark 64 rows for the portable kernel if one of them is not finite. Returns where rows are written to: m0, or T
     where a carry must stay as it was.
 
-    A hidden key has probability 0, but 0 * NaN is NaN: rows with one are computed again by a kernel that knows who may
-    see it, and so are those whose sums overflowed. Nearly always there are none.
+    A hidden key has probability 0, but 0 * NaN is NaN: rows with one are computed again by the portable kernel,
+    and so are those whose sums overflowed. Nearly always there are none.
     """
     BLOCK_Q: gl.constexpr = config.BLOCK_Q
     RO: gl.constexpr = gl.SliceLayout(1, config.OUTPUT)
@@ -335,9 +335,7 @@ def _mark_invalid(i_bh, m0, l, o, sizes, outputs, config):
 
 
 @gluon.jit
-def _store(
-    WG: gl.constexpr, turn, q_stage, i_bh, m0, m, l, o, tensors, buffers, barriers, sizes, outputs, config
-):  # fmt: skip
+def _store(WG: gl.constexpr, turn, q_stage, i_bh, m0, m, l, o, tensors, buffers, barriers, sizes, outputs, config):
     """Write out and lse of a tile's rows from m0 on. The output leaves through Q's buffer, which has been read."""
     ROWS: gl.constexpr = gl.SliceLayout(1, config.SCORES)
     T, desc_out = sizes.T, tensors.desc_out

@@ -84,7 +84,7 @@ class BackwardRows:
 
 
 @gluon.jit(do_not_specialize=NUMBERS)
-def gated_product_kernel(
+def gated_kernel(
     desc_a, desc_gate_weight, desc_up_weight, desc_gate, desc_up, desc_h, num_rows, num_columns, num_steps,
     STAGES: gl.constexpr, GROUP: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -159,7 +159,7 @@ def _forward_produce(tensors, operands, pieces_s, barriers, sizes):
 
 
 @gluon.jit(do_not_specialize=[*NUMBERS, "M", "eights"])
-def gated_backward_product_kernel(
+def gated_backward_kernel(
     desc_a, desc_weight, gate, up, dgate, dup, h, M, eights, num_rows, num_columns, num_steps, PIECE: gl.constexpr,
     STAGES: gl.constexpr, GROUP: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -276,9 +276,7 @@ def gated_launch(x: Tensor, gate_weight: Tensor, up_weight: Tensor, outs: tuple[
     pieces = [describe(out, ROWS // 2, PIECE) for out in outs]
     tiles = (cdiv(len(x), ROWS), cdiv(len(gate_weight), COLUMNS // 2))
     numbers = (*tiles, cdiv(x.shape[1], DEPTH))
-    return matmul_launch(
-        gated_product_kernel, (describe(x, ROWS, DEPTH), *weights, *pieces, *numbers), x, tiles, STAGES=4
-    )
+    return matmul_launch(gated_kernel, (describe(x, ROWS, DEPTH), *weights, *pieces, *numbers), x, tiles, STAGES=4)
 
 
 def gated_backward_launch(
@@ -291,7 +289,7 @@ def gated_backward_launch(
     numbers = (len(gate), gate.shape[1] // 8, *tiles, cdiv(dy.shape[1], DEPTH))
     arguments = (*operands, gate, up, *outs, *numbers)
     return matmul_launch(
-        gated_backward_product_kernel,
+        gated_backward_kernel,
         arguments,
         dy,
         tiles,

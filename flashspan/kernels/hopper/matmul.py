@@ -75,7 +75,7 @@ def locate_tile(tile, num_rows, num_columns, GROUP: gl.constexpr):
 
 @gluon.jit
 def _stage_and_phase(step, STAGES: gl.constexpr):
-    """A step's stage, of any number of them, and the phase of its barriers."""
+    """A step's stage, for any number of stages, and the phase of its barriers."""
     return step % STAGES, (step // STAGES) & 1
 
 

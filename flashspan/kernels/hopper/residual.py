@@ -78,7 +78,7 @@ class SumSizes:
 
 
 @gluon.jit(do_not_specialize=["num_rows", "num_columns", "num_steps1", "num_steps2", "num_steps3"])
-def sum_product_kernel(
+def sum_kernel(
     desc_a1, desc_b1, desc_a2, desc_b2, desc_a3, desc_b3, desc_c, desc_out, num_rows, num_columns, num_steps1,
     num_steps2, num_steps3, TRANSPOSED: gl.constexpr, ADD: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
@@ -186,7 +186,7 @@ def sum_launch(out: Tensor, c: Tensor | None, pairs: Sequence[tuple[Tensor, Tens
     numbers = (*tiles, *(num_steps for _, _, num_steps in full))
     stages = 4 if c is None else 3  # whose places c takes
     arguments = (*operands, *outs, *numbers)
-    return matmul_launch(sum_product_kernel, arguments, out, tiles, TRANSPOSED=turned, ADD=c is not None, STAGES=stages)
+    return matmul_launch(sum_kernel, arguments, out, tiles, TRANSPOSED=turned, ADD=c is not None, STAGES=stages)
 
 
 def sum_of_products(c: Tensor | None, *pairs: tuple[Tensor, Tensor], turned: bool) -> Tensor:
