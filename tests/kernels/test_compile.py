@@ -270,6 +270,7 @@ NAMED = {
     ("backward", 128, "rows"): 600,
     ("backward", 64, "parts of rows"): 600,
     ("backward", 128, "parts of rows"): 600,
+    ("keys", 128, "parts of rows"): 400,  # 324, of rows without parts 396
     ("forward", 256, "rows"): 600,
 }
 """Those that may spill more there, up to this: of a mask that is a table, with a carry or adding into sums, 520 to 580

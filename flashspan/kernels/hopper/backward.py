@@ -9,10 +9,10 @@ subtractions. All of a column start at the same number: loading it costs a read 
 where there is room (heads of 64) it is the result of a matmul of ones and the number's three bfloat16 parts (parts.py).
 
 While one consumer computes exponentials the others must keep the tensor cores busy: a warp that starts a matmul waits
-until most of it is done. So they may drift apart, by up to a block. All they share is dQ, summed over the keys of all,
-of the block before, whose dS the others have had time to write. Of two each makes half of every dQ or, by turns, every
-second one whole, for which shared memory is read less (WHOLE_DQ_STAGES). Of three each makes every third, and hands the
-stages of its dS back, of which there are four.
+until most of it is done. So they may drift apart, by up to a block. They share only dQ of the block before, summed over
+the keys of all: the others have had time to write its dS. Each of two consumers makes half of every dQ or, by turns,
+every second one whole, which reads less shared memory (WHOLE_DQ_STAGES). Each of three makes every third dQ and then
+frees its stage of dS; there are four.
 
 Programs are persistent: a tile's dK and dV leave through the buffer of dS (dV through one of its own where there is
 room), so that the next one's K and V may come meanwhile, and its first Q and dO before. The producer publishes what
@@ -54,9 +54,8 @@ from flashspan.kernels.hopper.masking import find_list, intervals_of, nth_block
 from flashspan.kernels.hopper.parts import ones_operand
 from flashspan.kernels.hopper.shared_memory import clear_nonfinite_pair, store_output
 
-NUMBERS = [
-    "s_columns", "H", "K", "G", "T", "S", "padded_T", "lo", "hi", "section", "num_tiles", "num_whole", "num_parts",
-]  # fmt: skip
+SHARED_NUMBERS = ["H", "K", "G", "T", "S", "padded_T", "section", "num_tiles"]
+NUMBERS = ["s_columns", "lo", "hi", "num_whole", "num_parts", *SHARED_NUMBERS]
 
 
 @gluon.jit(do_not_specialize=NUMBERS)
@@ -78,10 +77,7 @@ def backward_kernel(
     )  # fmt: skip
 
 
-LIST_NUMBERS = [
-    *("s_batch", "s_head", "num_lines", "num_long"),
-    *(x for x in NUMBERS if x not in ("s_columns", "lo", "hi", "num_whole", "num_parts")),
-]
+LIST_NUMBERS = ["s_batch", "s_head", "num_lines", "num_long", *SHARED_NUMBERS]
 
 
 @gluon.jit(do_not_specialize=LIST_NUMBERS)
@@ -156,9 +152,9 @@ def _run(
     if CONSUMERS == 3:
         kv_s = (kv0_s, kv1_s, gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_K, BLOCK_D], desc_k.layout))  # type: ignore[assignment]
         ds_s = (ds0_s, ds1_s, gl.allocate_shared_memory(dtype, [DS_STAGES, BLOCK_K, BLOCK_Q], DS))  # type: ignore[assignment]
-    dq_s = gl.allocate_shared_memory(gl.float32, [DQ_STAGES] + desc_dq.block_type.shape, desc_dq.layout)  # noqa: RUF005
-    lse_s = gl.allocate_shared_memory(desc_lse.dtype, [STAGES] + desc_lse.block_type.shape, desc_lse.layout)  # noqa: RUF005
-    delta_s = gl.allocate_shared_memory(desc_delta.dtype, [STAGES] + desc_delta.block_type.shape, desc_delta.layout)  # noqa: RUF005
+    dq_s = gl.allocate_shared_memory(gl.float32, [DQ_STAGES] + desc_dq.block_type.shape, desc_dq.layout)
+    lse_s = gl.allocate_shared_memory(desc_lse.dtype, [STAGES] + desc_lse.block_type.shape, desc_lse.layout)
+    delta_s = gl.allocate_shared_memory(desc_delta.dtype, [STAGES] + desc_delta.block_type.shape, desc_delta.layout)
     gl.static_assert(CONSUMERS == 2 or not config.DV_BUFFER)
     dv_s = ds0_s  # not used as such unless there is room
     if config.DV_BUFFER:
@@ -207,23 +203,23 @@ def _run(
     )
     if BLOCK_MAP:
         gl.warp_specialize(
-            [(_consumer0, job), (_consumer1, job), (produce_listed, job), (add_dq_listed, job)],
+            [(_consume, (0,) + job), (_consume, (1,) + job), (produce_listed, job), (add_dq_listed, job)],
             [4, 1, 1],
             [REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
         )
     elif CONSUMERS == 3:
         gl.warp_specialize(
-            [(_consumer0, job), (_consumer1, job), (_consumer2, job), (produce, job), (add_dq, job)],
+            [(_consume, (0,) + job), (_consume, (1,) + job), (_consume, (2,) + job), (produce, job), (add_dq, job)],
             [4, 4, 1, 1],
             [REGISTERS, REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
         )
     elif not WITH_DQ:
         gl.warp_specialize(
-            [(_consumer0, job), (_consumer1, job), (produce, job)], [4, 1], [REGISTERS, PRODUCER_REGISTERS]
+            [(_consume, (0,) + job), (_consume, (1,) + job), (produce, job)], [4, 1], [REGISTERS, PRODUCER_REGISTERS]
         )
     else:
         gl.warp_specialize(
-            [(_consumer0, job), (_consumer1, job), (produce, job), (add_dq, job)],
+            [(_consume, (0,) + job), (_consume, (1,) + job), (produce, job), (add_dq, job)],
             [4, 1, 1],
             [REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
         )
@@ -245,6 +241,7 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, mask, schedule
     ADD: gl.constexpr = config.ACCUMULATE and not config.SPLIT_HEADS  # dK and dV
     SPLIT: gl.constexpr = 128 // BLOCK_Q
     G, T, S, sm_scale = sizes.G, sizes.T, sizes.S, sizes.sm_scale
+    given = (buffers, barriers, mask, sizes, config)
     kv_empty = barriers.kv_empty
     turn = 0
     i = 0
@@ -273,12 +270,12 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, mask, schedule
         lead = -1 if APART else turn  # the number of a dQ, less that of the block after it
         if APART:
             if config.BLOCK_MAP:
-                dk, dv = step(WG, True, True, i, 0, (0, num_edges > 0), dk, dv, buffers, barriers, mask, sizes, config)
+                dk, dv = step(WG, True, True, i, 0, (0, num_edges > 0), dk, dv, *given)
             elif config.HAS_EDGES:
                 hidden = (nth_block(0, first, first_full, end_full, end) * BLOCK_Q, lower, upper)
-                dk, dv = step(WG, True, True, i, 0, hidden, dk, dv, buffers, barriers, mask, sizes, config)
+                dk, dv = step(WG, True, True, i, 0, hidden, dk, dv, *given)
             else:
-                dk, dv = step(WG, False, True, i, 0, (), dk, dv, buffers, barriers, mask, sizes, config)
+                dk, dv = step(WG, False, True, i, 0, (), dk, dv, *given)
         for g in range(G):
             done = gl.where(g == 0, 1, 0) if APART else 0
             full_from = done
@@ -287,20 +284,16 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, mask, schedule
                     _, _, n, num_edges = find_list(mask, i_b, i_k * G + g, line)
                 for j in range(done, num_edges * SPLIT):
                     words = (j % SPLIT, True)
-                    dk, dv = step(
-                        WG, True, False, i + j, i + j + lead, words, dk, dv, buffers, barriers, mask, sizes, config
-                    )
+                    dk, dv = step(WG, True, False, i + j, i + j + lead, words, dk, dv, *given)
                 full_from = gl.maximum(num_edges * SPLIT, done) if APART else num_edges * SPLIT
             elif config.HAS_EDGES:
                 for j in range(done, num_edges):
                     hidden = (nth_block(j, first, first_full, end_full, end) * BLOCK_Q, lower, upper)
-                    dk, dv = step(
-                        WG, True, False, i + j, i + j + lead, hidden, dk, dv, buffers, barriers, mask, sizes, config
-                    )
+                    dk, dv = step(WG, True, False, i + j, i + j + lead, hidden, dk, dv, *given)
                 full_from = gl.maximum(num_edges, done) if APART else num_edges
             size = n * SPLIT if config.BLOCK_MAP else n
             for j in range(full_from, size):
-                dk, dv = step(WG, False, False, i + j, i + j + lead, (), dk, dv, buffers, barriers, mask, sizes, config)
+                dk, dv = step(WG, False, False, i + j, i + j + lead, (), dk, dv, *given)
             i += size
         # Epilogue: the last dQ, then dV and dK. Where they go is read again: until here these numbers would only have
         # occupied registers.
@@ -331,18 +324,3 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, mask, schedule
         tile, i_b, i_k, n0, a, b, c, d = published_work(turn, schedule, 4)
     if APART:
         tma.store_wait(0)
-
-
-@gluon.jit
-def _consumer0(tensors, buffers, barriers, sizes, mask, schedule, config):
-    _consume(0, tensors, buffers, barriers, sizes, mask, schedule, config)
-
-
-@gluon.jit
-def _consumer1(tensors, buffers, barriers, sizes, mask, schedule, config):
-    _consume(1, tensors, buffers, barriers, sizes, mask, schedule, config)
-
-
-@gluon.jit
-def _consumer2(tensors, buffers, barriers, sizes, mask, schedule, config):
-    _consume(2, tensors, buffers, barriers, sizes, mask, schedule, config)

@@ -1,4 +1,5 @@
-"""The producer warp of the backward kernel for Hopper: it loads K, V, Q and dO and deals out tiles."""
+"""The producer warp of the backward kernel for Hopper: it loads K, V, Q and dO and takes tiles from the
+scheduler."""
 
 from __future__ import annotations
 

@@ -58,14 +58,16 @@ class ForwardConfig:
     STAGES: gl.constexpr  # pairs (K of block i, V of block i - 1) in flight
     Q_STAGES: gl.constexpr  # tiles of Q in flight: 2, or 1 where there is no room (heads of 256)
     HIDDEN_SIDES: gl.constexpr  # keys the mask hides: 0 none, 1 those behind a row's interval, 2 those before it too
-    TABLE: gl.constexpr  # intervals come from tables, which only the producer looks through; else lo and hi
+    TABLE: gl.constexpr  # intervals come from tables, which only the producer reads: documents; else lo and hi
     BLOCK_MAP: gl.constexpr  # the mask is a BlockMask, not an IntervalMask
-    CARRY: gl.constexpr  # out and lse continue a carry
-    CARRY_LAST: gl.constexpr  # the carry joins at a tile's end, by the copy engine: where output_s has room for it
+    CARRY: gl.constexpr  # out and lse continue a carry: the caller gives one
+    CARRY_LAST: gl.constexpr  # the carry joins at a tile's end, by the copy engine: if CARRY and OUTPUT_BUFFER
     OUTPUT_BUFFER: gl.constexpr  # half of a float32 output has a buffer of its own: heads up to 128, no block map
-    FLOAT16_VALUES: gl.constexpr  # V was converted from bfloat16 to float16: see softmax.py
-    TRACK_MAXIMUM: gl.constexpr  # the maximum of every block is followed: see softmax.py
-    FREE_K_FIRST: gl.constexpr  # K's stage is handed back before V's: where consumers wait for blocks
+    FLOAT16_VALUES: gl.constexpr  # V is float16, made from bfloat16: where enough queries see a key (finer.py)
+    TRACK_MAXIMUM: (
+        gl.constexpr
+    )  # the maximum of every block is followed: unless FLOAT16_VALUES, or a bfloat16 block map
+    FREE_K_FIRST: gl.constexpr  # K's stage is freed before V's: block maps, and FLOAT16_VALUES with heads of 128
     UNIT_SCALE: gl.constexpr  # scores are exponents of 2 as they are: the scale in base 2 is 1 (heads of 64)
     SCORES: gl.constexpr  # layout of S and P [BLOCK_Q, BLOCK_K] in registers
     OUTPUT: gl.constexpr  # layout of the output's accumulator [BLOCK_Q, BLOCK_D] in registers
@@ -145,19 +147,17 @@ class BackwardConfig:
     BLOCK_D: gl.constexpr  # head size as the kernel holds it: 64 or 128
     CONSUMERS: gl.constexpr  # consumer warpgroups: 2, or 3 for heads of 64 and a band
     STAGES: gl.constexpr  # blocks of Q and dO in flight
-    TABLE: gl.constexpr  # intervals come from tables, which only the producer looks through; else lo and hi
+    TABLE: gl.constexpr  # intervals come from tables, which only the producer reads: documents; else lo and hi
     BLOCK_MAP: gl.constexpr  # the mask is a BlockMask, not an IntervalMask
     HAS_EDGES: gl.constexpr  # some blocks have scores to hide: of the mask, or of keys past the last
-    WITH_DQ: gl.constexpr  # dQ is made in the same pass; else gradients repeat: see two_pass.py
-    ACCUMULATE: gl.constexpr  # the gradients are added into the caller's float32
-    FIRST_STORES: gl.constexpr  # sums of dQ are not cleared: the first to arrive stores (where few keys are seen)
+    WITH_DQ: gl.constexpr  # dQ is made in the same pass; unset for deterministic gradients (two_pass.py)
+    ACCUMULATE: gl.constexpr  # the gradients are added into the caller's float32: the caller asks for it
+    FIRST_STORES: gl.constexpr  # sums of dQ are not cleared, the first program stores: where few keys are seen
     SPLIT_TILES: gl.constexpr  # tiles after the last full round are split by queries: of equal length, and ACCUMULATE
     SPLIT_HEADS: gl.constexpr  # several key heads share K and V: where tiles are few (portable/head_parts.py)
-    FIRST_STEP_APART: gl.constexpr  # a tile's first step, without dQ of a block before, is code of its own
-    DV_BUFFER: gl.constexpr  # dV has a buffer of its own to leave through: where there is room
-    WHOLE_DQ_STAGES: (
-        gl.constexpr
-    )  # 0: two consumers make half of each dQ; else whole ones by turns, in this many buffers
+    FIRST_STEP_APART: gl.constexpr  # a tile's first step is separate code: three consumers, block maps, heads of 128
+    DV_BUFFER: gl.constexpr  # dV is written from a separate buffer: heads of 128, one dQ stage, nothing accumulated
+    WHOLE_DQ_STAGES: gl.constexpr  # buffers of whole dQs, made by turns; 0: two consumers make half of each (tiles.py)
     UNIT_SCALE: gl.constexpr  # the scale in base 2 is 1: scores are not multiplied (heads of 64)
     SCORES: gl.constexpr  # layout of S^T and dP^T [BLOCK_K, BLOCK_Q] in registers
     GRADIENTS: gl.constexpr  # layout of dK and dV [BLOCK_K, BLOCK_D]
@@ -240,12 +240,12 @@ class BackwardSchedule:
 class PassConfig:
     """Constants of a pass of the backward in two passes (two_pass.py)."""
 
-    BLOCK_Q: gl.constexpr  # queries of a tile, or of a consumer: 64
+    BLOCK_Q: gl.constexpr  # queries of a block, or of a consumer: 64
     BLOCK_K: gl.constexpr  # keys of a tile: 64 with heads of 256, else 128
     BLOCK_D: gl.constexpr  # head size as the kernel holds it
-    TABLE: gl.constexpr  # intervals come from tables, else from lo and hi
-    ACCUMULATE: gl.constexpr  # the gradients are added into the caller's float32
-    HAS_EDGES: gl.constexpr  # some scores are hidden
+    TABLE: gl.constexpr  # intervals come from tables (documents), else from lo and hi
+    ACCUMULATE: gl.constexpr  # the gradients are added into the caller's float32: the caller asks for it
+    HAS_EDGES: gl.constexpr  # the mask hides some scores: all masks but a full one
     SPLIT_HEADS: gl.constexpr  # several key heads share K and V: as in BackwardConfig
     SCORES: gl.constexpr  # layout of S and dP, or S^T and dP^T, in registers
     GRADIENTS: gl.constexpr  # layout of dQ, or dK and dV

@@ -36,7 +36,7 @@ def pays(q: Tensor, k: Tensor, mask: Mask) -> bool:
         return False
     if isinstance(mask, Band):
         seen = count(mask, T, S) // S
-    else:  # where nobody has looked into a table of intervals: by a sixteenth of the queries
+    else:  # a table of intervals whose reach is unknown: a sixteenth of the queries
         seen = mask.reach * T // S if mask.reach else T // 16
     return H // K * seen >= least
 

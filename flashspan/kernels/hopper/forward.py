@@ -138,17 +138,19 @@ def _run(
     job = (tensors, ForwardBuffers(q_s, k_s, v_s, output_s, ones_s), barriers, sizes, outputs, mask, config)
     if BLOCK_MAP:
         gl.warp_specialize(
-            [(_consumer0, job), (_consumer1, job), (produce_listed, job)], [4, 1], [REGISTERS, PRODUCER_REGISTERS]
+            [(_consume, (0,) + job), (_consume, (1,) + job), (produce_listed, job)],
+            [4, 1],
+            [REGISTERS, PRODUCER_REGISTERS],
         )
     elif CONSUMERS == 3:
         gl.warp_specialize(
-            [(_consumer0, job), (_consumer1, job), (_consumer2, job), (produce, job)],
+            [(_consume, (0,) + job), (_consume, (1,) + job), (_consume, (2,) + job), (produce, job)],
             [4, 4, 1],
             [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
         )
     else:
         gl.warp_specialize(
-            [(_consumer0, job), (_consumer1, job), (produce, job)], [4, 1], [REGISTERS, PRODUCER_REGISTERS]
+            [(_consume, (0,) + job), (_consume, (1,) + job), (produce, job)], [4, 1], [REGISTERS, PRODUCER_REGISTERS]
         )
 
 
@@ -207,7 +209,7 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, outputs, mask,
             i_block, i_bh = tile_position(tile, sizes.num_blocks, sizes.num_heads, sizes.section)
             m0 = (sizes.num_blocks - 1 - i_block) * TILE_Q
             i_b = i_bh // H
-            if config.TABLE:  # which only the producer looks through
+            if config.TABLE:  # which only the producer reads
                 blocks = published_work(turn, barriers)
             else:
                 blocks = visible_blocks(m0, T, S, sizes.lo, sizes.hi, mask, i_b, config.TABLE, TILE_Q, BLOCK_K, 4)
@@ -252,16 +254,12 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, outputs, mask,
             p, m, l, o = join_first(p, m, l, o, past)
 
         # Main loop: the scores of block i with the output of block i - 1.
+        given = (q, zero, buffers, barriers, mask, scale, config)
         if config.BLOCK_MAP:
             for i in range(1, gl.minimum(num_partial + 1, n)):
-                p, m, l, o, sums = step(
-                    WG, True, pair + i, (i < num_partial, 0, 0, 0), p, m, l, o, q, zero, (), buffers, barriers, mask,
-                    scale, config,
-                )  # fmt: skip
+                p, m, l, o, sums = step(WG, True, pair + i, (i < num_partial, 0, 0, 0), p, m, l, o, (), *given)
             begin = gl.maximum(num_partial + 1, 1)
-            p, m, l, o = visit_full_blocks(
-                WG, pair, begin, n, p, m, l, o, q, zero, buffers, barriers, mask, scale, config
-            )
+            p, m, l, o = visit_full_blocks(WG, pair, begin, n, p, m, l, o, *given)
         elif config.HIDDEN_SIDES > 0:
             # Blocks that some rows do not see all of and, unless all saw something of block 0, the first that they do.
             near = end - end_full + 1
@@ -272,20 +270,14 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, outputs, mask,
                 )
                 near -= seen.to(gl.int32)
             near = gl.maximum(near, 1)
-            p, m, l, o = visit_edge_blocks(
-                WG, pair, 1, gl.minimum(near, n), blocks, r_start, r_end, o, m, p, l, q, zero, buffers, barriers, mask,
-                scale, config,
-            )  # fmt: skip
-            p, m, l, o = visit_full_blocks(
-                WG, pair, near, end - first_full, p, m, l, o, q, zero, buffers, barriers, mask, scale, config
-            )
+            edges = (blocks, r_start, r_end)
+            p, m, l, o = visit_edge_blocks(WG, pair, 1, gl.minimum(near, n), *edges, o, m, p, l, *given)
+            p, m, l, o = visit_full_blocks(WG, pair, near, end - first_full, p, m, l, o, *given)
             if config.HIDDEN_SIDES == 2:
-                p, m, l, o = visit_edge_blocks(
-                    WG, pair, gl.maximum(near, end - first_full), n, blocks, r_start, r_end, o, m, p, l, q, zero,
-                    buffers, barriers, mask, scale, config,
-                )  # fmt: skip
+                far = gl.maximum(near, end - first_full)
+                p, m, l, o = visit_edge_blocks(WG, pair, far, n, *edges, o, m, p, l, *given)
         else:
-            p, m, l, o = visit_full_blocks(WG, pair, 1, n, p, m, l, o, q, zero, buffers, barriers, mask, scale, config)
+            p, m, l, o = visit_full_blocks(WG, pair, 1, n, p, m, l, o, *given)
 
         # Epilogue: the output of the last block, then out and lse.
         if config.CARRY_LAST:
@@ -322,8 +314,8 @@ def _mark_invalid(i_bh, m0, l, o, sizes, outputs, config):
     """Mark 64 rows for the portable kernel if one of them is not finite. Returns where rows are written to: m0, or T
     where a carry must stay as it was.
 
-    A hidden key has probability 0, but 0 * NaN is NaN: rows with one are computed again by a kernel that knows who may
-    see it, and so are those whose sums overflowed. Nearly always there are none.
+    A hidden key has probability 0, but 0 * NaN is NaN: rows with one are computed again by the portable kernel,
+    and so are those whose sums overflowed. Nearly always there are none.
     """
     BLOCK_Q: gl.constexpr = config.BLOCK_Q
     RO: gl.constexpr = gl.SliceLayout(1, config.OUTPUT)
@@ -343,9 +335,7 @@ def _mark_invalid(i_bh, m0, l, o, sizes, outputs, config):
 
 
 @gluon.jit
-def _store(
-    WG: gl.constexpr, turn, q_stage, i_bh, m0, m, l, o, tensors, buffers, barriers, sizes, outputs, config
-):  # fmt: skip
+def _store(WG: gl.constexpr, turn, q_stage, i_bh, m0, m, l, o, tensors, buffers, barriers, sizes, outputs, config):
     """Write out and lse of a tile's rows from m0 on. The output leaves through Q's buffer, which has been read."""
     ROWS: gl.constexpr = gl.SliceLayout(1, config.SCORES)
     T, desc_out = sizes.T, tensors.desc_out
@@ -381,18 +371,3 @@ def _store(
             store_output(desc_out, i_b, i_h, m0, o, q_s, False, False, buffers.output_s.index(WG))
         else:
             store_output(desc_out, i_b, i_h, m0, o, q_s, False)
-
-
-@gluon.jit
-def _consumer0(tensors, buffers, barriers, sizes, outputs, mask, config):
-    _consume(0, tensors, buffers, barriers, sizes, outputs, mask, config)
-
-
-@gluon.jit
-def _consumer1(tensors, buffers, barriers, sizes, outputs, mask, config):
-    _consume(1, tensors, buffers, barriers, sizes, outputs, mask, config)
-
-
-@gluon.jit
-def _consumer2(tensors, buffers, barriers, sizes, outputs, mask, config):
-    _consume(2, tensors, buffers, barriers, sizes, outputs, mask, config)

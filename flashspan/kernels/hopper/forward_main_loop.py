@@ -15,7 +15,7 @@ from flashspan.kernels.hopper.softmax import SUM_LIMIT, exponentials, lower_maxi
 
 @gluon.jit
 def step(
-    WG: gl.constexpr, EDGE: gl.constexpr, pair, hidden, p, m, l, o, q, zero, minus_m, buffers, barriers, mask, scale,
+    WG: gl.constexpr, EDGE: gl.constexpr, pair, hidden, p, m, l, o, minus_m, q, zero, buffers, barriers, mask, scale,
     config,
 ):  # fmt: skip
     """The scores of a block and the output of the one before, whose P is given. Returns P of this block, m, l, o and
@@ -69,10 +69,9 @@ def step(
 
 
 @gluon.jit
-def visit_full_blocks(
-    WG: gl.constexpr, pair, begin, end, p, m, l, o, q, zero, buffers, barriers, mask, scale, config
-):  # fmt: skip
+def visit_full_blocks(WG: gl.constexpr, pair, begin, end, p, m, l, o, q, zero, buffers, barriers, mask, scale, config):
     """The steps from begin to end, of blocks without a hidden key."""
+    given = (q, zero, buffers, barriers, mask, scale, config)
     if config.FLOAT16_VALUES:
         # The inner loop ends early for what hardly ever happens: a branch in it, jumped each time, takes 40 clocks.
         i = begin
@@ -83,9 +82,7 @@ def visit_full_blocks(
             small = True
             sums = l
             while (i < end) & small:
-                p, m, l, o, sums = step(
-                    WG, False, pair + i, (), p, m, l, o, q, zero, minus_m, buffers, barriers, mask, scale, config
-                )
+                p, m, l, o, sums = step(WG, False, pair + i, (), p, m, l, o, minus_m, *given)
                 sums, small = all_below(sums, SUM_LIMIT)
                 i += 1
             if not small:
@@ -94,9 +91,7 @@ def visit_full_blocks(
                     minus_m = bias_operand(-m, config.SCORES)
     else:
         for i in range(begin, end):
-            p, m, l, o, sums = step(
-                WG, False, pair + i, (), p, m, l, o, q, zero, (), buffers, barriers, mask, scale, config
-            )
+            p, m, l, o, sums = step(WG, False, pair + i, (), p, m, l, o, (), *given)
     return p, m, l, o
 
 
@@ -107,11 +102,10 @@ def visit_edge_blocks(
 ):  # fmt: skip
     """The steps from begin to end, of blocks with hidden keys. `blocks` are those of `visible_blocks`, last first."""
     _, first_full, end_full, end_block = blocks
+    given = (q, zero, buffers, barriers, mask, scale, config)
     for i in range(begin, end):
         at = end_block - 1 - i
         # At the near edge always hidden, but that must stand behind a branch: see hide_outside.
         hidden = ((at >= end_full) | (at < first_full), r_start, r_end, at * config.BLOCK_K)
-        p, m, l, o, sums = step(
-            WG, True, pair + i, hidden, p, m, l, o, q, zero, (), buffers, barriers, mask, scale, config
-        )
+        p, m, l, o, sums = step(WG, True, pair + i, hidden, p, m, l, o, (), *given)
     return p, m, l, o

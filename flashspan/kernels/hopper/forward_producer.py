@@ -1,4 +1,4 @@
-"""The producer warp of the forward kernel for Hopper: it loads Q, K and V and deals out tiles."""
+"""The producer warp of the forward kernel for Hopper: it loads Q, K and V and takes tiles from the scheduler."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _publish_tile(turn, stage, tile, tensors, barriers, config):
 
 @gluon.jit
 def _end(turn, tile, barriers, sizes, config):
-    """Tell the consumers that no tile is left: a number past the last."""
+    """Publish that no tile is left: a number past the last."""
     stage, phase = stage_and_phase(turn, config.Q_STAGES)
     mbarrier.wait(barriers.q_empty.index(stage), phase ^ 1)
     publish_number(barriers.tile_s.index(turn & 3), tile)
@@ -215,7 +215,7 @@ def produce_listed(tensors, buffers, barriers, sizes, outputs, mask, config):
             load_words(mask, word, bar, stage, i < num_partial)
             mbarrier.wait(empty.index(stage), phase ^ 1)
             _load(desc_v, i_b, i_k, before, bar, v_s.index(stage))
-        # The next tile is looked up here, not at the end: consumers still have two blocks to do meanwhile.
+        # The next tile is found here, not at the end: consumers still compute two blocks in the meantime.
         stage, phase = stage_and_phase(pair + n, STAGES)
         pair += n + 1
         turn += 1

@@ -84,7 +84,7 @@ class BackwardRows:
 
 
 @gluon.jit(do_not_specialize=NUMBERS)
-def gated_product_kernel(
+def gated_kernel(
     desc_a, desc_gate_weight, desc_up_weight, desc_gate, desc_up, desc_h, num_rows, num_columns, num_steps,
     STAGES: gl.constexpr, GROUP: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -99,7 +99,7 @@ def gated_product_kernel(
     sizes = MatmulSizes(num_rows, num_columns, num_steps, GROUP)
     job = (tensors, MatmulOperands(a_s, b_s), pieces_s, allocate_barriers(STAGES), sizes)
     gl.warp_specialize(
-        [(_forward_consumer0, job), (_forward_consumer1, job), (_forward_produce, job)],
+        [(_forward_consume, (0,) + job), (_forward_consume, (1,) + job), (_forward_produce, job)],
         [4, 1],
         [REGISTERS, PRODUCER_REGISTERS],
     )
@@ -158,18 +158,8 @@ def _forward_produce(tensors, operands, pieces_s, barriers, sizes):
             step += 1
 
 
-@gluon.jit
-def _forward_consumer0(tensors, operands, pieces_s, barriers, sizes):
-    _forward_consume(0, tensors, operands, pieces_s, barriers, sizes)
-
-
-@gluon.jit
-def _forward_consumer1(tensors, operands, pieces_s, barriers, sizes):
-    _forward_consume(1, tensors, operands, pieces_s, barriers, sizes)
-
-
 @gluon.jit(do_not_specialize=[*NUMBERS, "M", "eights"])
-def gated_backward_product_kernel(
+def gated_backward_kernel(
     desc_a, desc_weight, gate, up, dgate, dup, h, M, eights, num_rows, num_columns, num_steps, PIECE: gl.constexpr,
     STAGES: gl.constexpr, GROUP: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -193,7 +183,7 @@ def gated_backward_product_kernel(
     rows = BackwardRows(gate, up, dgate, dup, h, M, eights * 8)
     job = (BackwardTensors(desc_a, desc_weight), MatmulOperands(a_s, b_s), dh_s, barriers, sizes, rows)
     gl.warp_specialize(
-        [(_backward_consumer0, job), (_backward_consumer1, job), (_gradients, job), (_backward_produce, job)],
+        [(_backward_consume, (0,) + job), (_backward_consume, (1,) + job), (_gradients, job), (_backward_produce, job)],
         [4, 2, 1],
         [REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
     )
@@ -280,25 +270,13 @@ def _backward_produce(tensors, operands, dh_s, barriers, sizes, rows):
         )
 
 
-@gluon.jit
-def _backward_consumer0(tensors, operands, dh_s, barriers, sizes, rows):
-    _backward_consume(0, tensors, operands, dh_s, barriers, sizes, rows)
-
-
-@gluon.jit
-def _backward_consumer1(tensors, operands, dh_s, barriers, sizes, rows):
-    _backward_consume(1, tensors, operands, dh_s, barriers, sizes, rows)
-
-
 def gated_launch(x: Tensor, gate_weight: Tensor, up_weight: Tensor, outs: tuple[Tensor, Tensor, Tensor]) -> Launch:
     """gate, up and h [M, F] of x [M, E] and weights [F, E]."""
     weights = [describe(weight, COLUMNS // 2, DEPTH) for weight in (gate_weight, up_weight)]
     pieces = [describe(out, ROWS // 2, PIECE) for out in outs]
     tiles = (cdiv(len(x), ROWS), cdiv(len(gate_weight), COLUMNS // 2))
     numbers = (*tiles, cdiv(x.shape[1], DEPTH))
-    return matmul_launch(
-        gated_product_kernel, (describe(x, ROWS, DEPTH), *weights, *pieces, *numbers), x, tiles, STAGES=4
-    )
+    return matmul_launch(gated_kernel, (describe(x, ROWS, DEPTH), *weights, *pieces, *numbers), x, tiles, STAGES=4)
 
 
 def gated_backward_launch(
@@ -311,7 +289,7 @@ def gated_backward_launch(
     numbers = (len(gate), gate.shape[1] // 8, *tiles, cdiv(dy.shape[1], DEPTH))
     arguments = (*operands, gate, up, *outs, *numbers)
     return matmul_launch(
-        gated_backward_product_kernel,
+        gated_backward_kernel,
         arguments,
         dy,
         tiles,

@@ -154,7 +154,7 @@ def forward_launch(
     table, start, end, _, _, rows_stride, _, lo, hi, _ = mask_arguments(mask, T, S, bad)
     wide = block_dim(D)
     tile = forward_tile(wide, v.dtype != q.dtype and not (table or carry), T, min(hi - lo + 1, S))
-    # Whose keys are hidden: nobody's, those behind each query, or on both sides.
+    # Hidden keys: none, those after each query, or on both sides.
     edges = 2 if table or lo > 1 - T else 1 if hi < S - 1 else 0
     group = H // K
     tiles_per_head = triton.cdiv(T, 64 * tile.warpgroups)
@@ -181,9 +181,9 @@ def rows_kernel(
     lse, source, dout, minus_lse, minus_delta, sums, states, s_ob, s_oh, s_ot, s_db, s_dh, s_dt, H, T, Tp, unit,
     D: tl.constexpr, BD: tl.constexpr, CLEAR: tl.constexpr, BLOCK: tl.constexpr, STATES: tl.constexpr,
 ):  # fmt: skip
-    """-lse, in the unit of products of q and k, and -delta of a head, its rows padded to Tp, a multiple of BLOCK. The
-    source is delta or, if D is not 0, the output of this head size that delta is made of, with dout; their strides in
-    units of 8 elements. So many numbers of sums a row are set to 0, and so many STATES of BLOCK rows."""
+    """-lse, in the unit of q k^T, and -delta of a head, its rows padded to Tp, a multiple of BLOCK. The source is delta
+    or, if D is not 0, the output of head size D, from which delta is made with dout; their strides are in units of 8
+    elements. CLEAR numbers of sums are set to 0 for each row, and STATES states for each BLOCK rows."""
     num_blocks = Tp // BLOCK
     i_bh = (tl.program_id(0) // num_blocks).to(tl.int64)
     m0 = tl.program_id(0) % num_blocks * BLOCK
@@ -199,7 +199,7 @@ def rows_kernel(
         b_delta = tl.load(source + i_bh * T + o, mask=o < T, other=0.0)
     # A row that saw nothing: its scores come out as -inf, its probabilities as 0.
     b_lse = tl.where(b_lse == float("-inf"), float("inf"), b_lse)
-    # One that saw NaN: probabilities of NaN tell all it sees, and 0 * delta must not tell those it does not see.
+    # A row that saw NaN: NaN reaches the keys it sees by its probabilities, and must not reach others by 0 * delta.
     b_lse = tl.where((b_delta * 0.0 == 0.0) | (b_lse == float("inf")), b_lse, float("nan"))
     b_delta = tl.where(b_delta * 0.0 == 0.0, b_delta, 0.0)
     store_rows(minus_lse, i_bh * Tp + o, -b_lse * unit)
@@ -216,10 +216,10 @@ def cast_kernel(
     sums, states, dq, s_b, s_h, s_t, H, T, Tp, scale, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
     BLOCK: tl.constexpr, CLAIMED: tl.constexpr,
 ):  # fmt: skip
-    """dq = sums * scale in dq's dtype; strides of dq in units of 8 elements. If CLAIMED, so many rows of sums share a
-    state, and where it is 0 nobody has ever added.
+    """dq = sums * scale in dq's dtype; strides of dq in units of 8 elements. If not 0, CLAIMED rows of sums share a
+    state, and where it is 0 nothing was added.
 
-    Sums lie in blocks of BLOCK rows, as products leave them in registers. A warpgroup has 64 rows and 64 columns, a
+    Sums lie in blocks of BLOCK rows, in the order of a matmul's registers. A warpgroup has 64 rows and 64 columns, a
     warp 16 of the rows, a thread of 8 columns two in each of two rows, 8 apart.
     """
     num_blocks = tl.cdiv(T, BM)
@@ -261,7 +261,7 @@ def backward(
     if not _serves_backward(q, k, problem):
         portable.backward(
             dout, q, k, v, lse, _settled(delta, dout, out), problem, dq=dq, dk=dk, dv=dv, accumulate=accumulate
-        )  # fmt: skip
+        )
         return
     two_passes = problem.deterministic or block_dim(q.shape[-1]) not in BACKWARD
     tables = mask.to(q.device).packed

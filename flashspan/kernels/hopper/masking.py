@@ -124,7 +124,7 @@ def hide_outside(s, start, end, BOTH: gl.constexpr):
     """Scores, -inf outside of each row's interval of columns, or from its end on unless BOTH. Words made of the ends
     cost half of what comparing each column with them does.
 
-    Behind a branch: otherwise ptxas finds out who sees what while the scores are made, and has to keep it somewhere.
+    Behind a branch: otherwise ptxas computes the words while the scores are made, and they occupy registers.
     """
     COLUMNS: gl.constexpr = s.shape[1]
     L: gl.constexpr = gl.SliceLayout(2, gl.reshape(s, [s.shape[0], COLUMNS // 32, 32]).type.layout)

@@ -75,7 +75,7 @@ def locate_tile(tile, num_rows, num_columns, GROUP: gl.constexpr):
 
 @gluon.jit
 def _stage_and_phase(step, STAGES: gl.constexpr):
-    """A step's stage, of any number of them, and the phase of its barriers."""
+    """A step's stage, for any number of stages, and the phase of its barriers."""
     return step % STAGES, (step // STAGES) & 1
 
 
@@ -90,9 +90,7 @@ def free_stage(step, operands, barriers, BYTES: gl.constexpr):
 
 
 @gluon.jit
-def load_steps(
-    desc_a, desc_b, num_steps, i_row, i_column, step, operands, barriers, TRANSPOSED: gl.constexpr
-):  # fmt: skip
+def load_steps(desc_a, desc_b, num_steps, i_row, i_column, step, operands, barriers, TRANSPOSED: gl.constexpr):
     """The producer's part of a tile: A and B of `num_steps` steps, from `step` on. Returns the next step."""
     a_s, b_s = operands.a_s, operands.b_s
     BM: gl.constexpr = a_s.shape[1]

@@ -1,4 +1,4 @@
-"""The backward of Hopper in one pass, for heads up to 128, as data: see backward.py."""
+"""The launch of the backward for Hopper in one pass, for heads up to 128: see backward.py."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def backward_launch(
     parts = max(1, min(8, T // (CUT_BLOCKS * tile.block_q))) if cut else 1
     whole = num_tiles // chip * chip if parts > 1 else num_tiles
     num_tiles = whole + (num_tiles - whole) * parts
-    # Where no query sees more than 4096 keys, asking each time who is the first to add to sums of dQ costs less than
-    # clearing them before. Of tables, taken for such, nobody looks.
+    # Where no query sees more than 4096 keys, claiming sums of dQ block by block costs less than clearing them before.
+    # Tables are taken for such masks without a look at their lengths.
     claim = sums is not None and not accumulate and (table or min(hi - lo + 1, S) <= 4096)
     far = not table and lo <= 1 - T  # all keys behind are seen
     return Launch(

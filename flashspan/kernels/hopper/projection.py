@@ -76,7 +76,7 @@ class Angles:
 
 
 @gluon.jit(do_not_specialize=["period", "num_rows", "q_columns", "k_columns", "num_steps"])
-def projection_product_kernel(
+def projection_kernel(
     desc_x, desc_wq, desc_wk, desc_wv, desc_q, desc_k, desc_v, cos, sin, unit, period, num_rows, q_columns, k_columns,
     num_steps, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
@@ -95,7 +95,9 @@ def projection_product_kernel(
         ProjectionSizes(num_rows, q_columns, k_columns, num_steps, GROUP, HEAD_DIM),
         Angles(cos, sin, period, unit),
     )
-    gl.warp_specialize([(_consumer0, job), (_consumer1, job), (_produce, job)], [4, 1], [REGISTERS, PRODUCER_REGISTERS])
+    gl.warp_specialize(
+        [(_consume, (0,) + job), (_consume, (1,) + job), (_produce, job)], [4, 1], [REGISTERS, PRODUCER_REGISTERS]
+    )
 
 
 @gluon.jit
@@ -205,16 +207,6 @@ def _produce(tensors, buffers, barriers, sizes, angles):
             step += 1
 
 
-@gluon.jit
-def _consumer0(tensors, buffers, barriers, sizes, angles):
-    _consume(0, tensors, buffers, barriers, sizes, angles)
-
-
-@gluon.jit
-def _consumer1(tensors, buffers, barriers, sizes, angles):
-    _consume(1, tensors, buffers, barriers, sizes, angles)
-
-
 def projection_launch(
     x: Tensor,
     weights: tuple[Tensor, Tensor, Tensor],
@@ -230,7 +222,7 @@ def projection_launch(
     tiles = (cdiv(len(x), ROWS), q_columns + 2 * k_columns)
     numbers = (len(cos), tiles[0], q_columns, k_columns, cdiv(x.shape[1], DEPTH))
     arguments = (*operands, *pieces, cos, sin, unit, *numbers)
-    return matmul_launch(projection_product_kernel, arguments, x, tiles, HEAD_DIM=2 * cos.shape[-1], STAGES=4)
+    return matmul_launch(projection_kernel, arguments, x, tiles, HEAD_DIM=2 * cos.shape[-1], STAGES=4)
 
 
 def project(

@@ -78,7 +78,7 @@ class SumSizes:
 
 
 @gluon.jit(do_not_specialize=["num_rows", "num_columns", "num_steps1", "num_steps2", "num_steps3"])
-def sum_product_kernel(
+def sum_kernel(
     desc_a1, desc_b1, desc_a2, desc_b2, desc_a3, desc_b3, desc_c, desc_out, num_rows, num_columns, num_steps1,
     num_steps2, num_steps3, TRANSPOSED: gl.constexpr, ADD: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
@@ -107,7 +107,9 @@ def sum_product_kernel(
         SumBarriers(stages.full, stages.empty, c_full),
         SumSizes(num_rows, num_columns, num_steps1, num_steps2, num_steps3, GROUP, TRANSPOSED, ADD),
     )
-    gl.warp_specialize([(_consumer0, job), (_consumer1, job), (_produce, job)], [4, 1], [REGISTERS, PRODUCER_REGISTERS])
+    gl.warp_specialize(
+        [(_consume, (0,) + job), (_consume, (1,) + job), (_produce, job)], [4, 1], [REGISTERS, PRODUCER_REGISTERS]
+    )
 
 
 @gluon.jit
@@ -157,31 +159,19 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes):
 @gluon.jit
 def _produce(tensors, buffers, barriers, sizes):
     """The producer warp: one pair of operands after the other."""
+    n1, n2, n3 = sizes.num_steps1, sizes.num_steps2, sizes.num_steps3
     step = 0
     for tile in range(gl.program_id(0), sizes.num_rows * sizes.num_columns, gl.num_programs(0)):
         i_row, i_column = locate_tile(tile, sizes.num_rows, sizes.num_columns, sizes.GROUP)
         step = load_steps(
-            tensors.desc_a1, tensors.desc_b1, sizes.num_steps1, i_row, i_column, step, buffers, barriers,
-            sizes.TRANSPOSED,
-        )  # fmt: skip
+            tensors.desc_a1, tensors.desc_b1, n1, i_row, i_column, step, buffers, barriers, sizes.TRANSPOSED
+        )
         step = load_steps(
-            tensors.desc_a2, tensors.desc_b2, sizes.num_steps2, i_row, i_column, step, buffers, barriers,
-            sizes.TRANSPOSED,
-        )  # fmt: skip
+            tensors.desc_a2, tensors.desc_b2, n2, i_row, i_column, step, buffers, barriers, sizes.TRANSPOSED
+        )
         step = load_steps(
-            tensors.desc_a3, tensors.desc_b3, sizes.num_steps3, i_row, i_column, step, buffers, barriers,
-            sizes.TRANSPOSED,
-        )  # fmt: skip
-
-
-@gluon.jit
-def _consumer0(tensors, buffers, barriers, sizes):
-    _consume(0, tensors, buffers, barriers, sizes)
-
-
-@gluon.jit
-def _consumer1(tensors, buffers, barriers, sizes):
-    _consume(1, tensors, buffers, barriers, sizes)
+            tensors.desc_a3, tensors.desc_b3, n3, i_row, i_column, step, buffers, barriers, sizes.TRANSPOSED
+        )
 
 
 def sum_launch(out: Tensor, c: Tensor | None, pairs: Sequence[tuple[Tensor, Tensor]], *, turned: bool) -> Launch:
@@ -196,7 +186,7 @@ def sum_launch(out: Tensor, c: Tensor | None, pairs: Sequence[tuple[Tensor, Tens
     numbers = (*tiles, *(num_steps for _, _, num_steps in full))
     stages = 4 if c is None else 3  # whose places c takes
     arguments = (*operands, *outs, *numbers)
-    return matmul_launch(sum_product_kernel, arguments, out, tiles, TRANSPOSED=turned, ADD=c is not None, STAGES=stages)
+    return matmul_launch(sum_kernel, arguments, out, tiles, TRANSPOSED=turned, ADD=c is not None, STAGES=stages)
 
 
 def sum_of_products(c: Tensor | None, *pairs: tuple[Tensor, Tensor], turned: bool) -> Tensor:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    tma,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from flashspan.kernels.hopper.gluon_compat import barrier, reduce_add
 
 
 @gluon.jit
 def clear_nonfinite(x_s, BN: gl.constexpr, BD: gl.constexpr):
-    """Set inf and NaN in shared memory to 0: a key that some query does not see must not reach it as 0 * NaN. Those who
-    do see it have NaN from their lse or delta. For one warpgroup, 64 columns at a time for want of registers."""
+    """Set inf and NaN in shared memory to 0: a key that some query does not see must not reach it as 0 * NaN. Queries
+    that see it have NaN from their lse or delta. For one warpgroup, 64 columns at a time to save registers."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     LIMIT: gl.constexpr = 0x7C00 if x_s.dtype == gl.float16 else 0x7F80
     for i in gl.static_range(BD // 64):
@@ -35,8 +32,8 @@ def _either(a, b):
 
 @gluon.jit
 def clear_nonfinite_pair(own_s, BN: gl.constexpr, BD: gl.constexpr, PAIRS: gl.constexpr):
-    """Set inf and NaN of K and V to 0: a key that some query does not see must not reach it as 0 * NaN. Those who do
-    see it have NaN from their lse or delta. In whatever order: each number is looked at by itself.
+    """Set inf and NaN of K and V to 0: a key that some query does not see must not reach it as 0 * NaN. Queries that
+    see it have NaN from their lse or delta. Each number is tested by itself, so their order does not matter.
 
     In PAIRS, two at a time: where all bits of an exponent are 1, one more sets the sign, which was cleared before.
     Where a tile's first step stands in the loop there are no registers for that: it spilled 80 bytes more.

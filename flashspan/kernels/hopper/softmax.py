@@ -28,7 +28,7 @@ SLACK = gl.constexpr(8.0)
 before m is raised. Not used with TRACK_MAXIMUM."""
 SUM_LIMIT = gl.constexpr(2.0**15)
 """With FLOAT16_VALUES, rows are made smaller when a thread's sum of P in a block reaches this: no P may pass 65504, nor
-2^(FIRST_EXPONENT + SLACK) in masked blocks, whose sums are not looked at."""
+2^(FIRST_EXPONENT + SLACK) in masked blocks, whose sums are not tested."""
 
 
 @gluon.jit

@@ -41,8 +41,8 @@ def describe(x: Tensor, *block: int) -> TensorDescriptor:
 
 
 def describe_sums(sums: Tensor, rows: bool, block_q: int, wide: int) -> TensorDescriptor:
-    """Where dQ is added, a block of queries at a time: as rows, or block after block, each in the order in which those
-    who made it hold it (`cast_kernel` puts that right)."""
+    """Where dQ is added, a block of queries at a time: as rows, or block after block, each in the order of a consumer's
+    registers (`cast_kernel` restores rows)."""
     if rows:
         return describe(sums, 1, 1, block_q, wide)
     desc = describe(sums, block_q * wide // sums.shape[1], sums.shape[1])
@@ -91,7 +91,7 @@ def new_counter(device: torch.device) -> Tensor:
     """Zeros for a launch to count with. It leaves zeros behind, and launches of one stream follow one another: each
     stream has its own."""
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return torch.zeros(4, dtype=torch.int32, device=device)  # a graph's own: it may run beside anything
+        return torch.zeros(4, dtype=torch.int32, device=device)  # a graph's own: it may run at any time
     return _zeros(device, stream_of(device.index))
 
 

@@ -42,22 +42,22 @@ FINER = {64: 1024, 128: 2048}
 float16, which has to be made, than with a maximum that is followed."""
 
 WARPS = {"REGISTERS": 240, "PRODUCER_REGISTERS": 24, "num_warps": 4}
-"""Registers of a thread that multiplies, where two warpgroups do, and of one that feeds, and warps of a warpgroup."""
+"""Registers of a thread of one of two consumers and of the producer, and warps of a warpgroup."""
 
 
 def warps(warpgroups: int) -> dict[str, int]:
-    """The same for kernels that let two warpgroups multiply, or three."""
+    """The same for two consumer warpgroups, or three."""
     return {**WARPS, "CONSUMERS": warpgroups, **({"REGISTERS": 160} if warpgroups == 3 else {})}
 
 
 def forward_tile(wide: int, alike: bool, queries: int, seen: int) -> Forward:
-    """By so many queries that see so many keys each, in blocks that are `alike` or not."""
+    """Sizes for this number of queries that see `seen` keys each, in blocks that are `alike` or not."""
     many = queries >= THREE_FROM["queries"] and seen >= THREE_FROM["seen"]
     return FORWARD_BY_THREE[wide] if wide in FORWARD_BY_THREE and alike and many else FORWARD[wide]
 
 
 def backward_tile(wide: int, alike: bool, keys: int) -> Backward:
-    """By so many keys, in blocks that are `alike` or not."""
+    """Sizes for this number of keys, in blocks that are `alike` or not."""
     many = keys >= THREE_FROM["keys"]
     return BACKWARD_BY_THREE[wide] if wide in BACKWARD_BY_THREE and alike and many else BACKWARD[wide]
 

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from flashspan.kernels.hopper.config import (
     BackwardSizes,
@@ -87,14 +82,8 @@ def _produce(tensors, buffers, barriers, sizes, mask, config):
     BLOCK_Q: gl.constexpr = config.BLOCK_Q
     BLOCK_K: gl.constexpr = config.BLOCK_K
     G = sizes.G
-    desc_delta, desc_do, desc_k, desc_lse, desc_q, desc_v = (
-        tensors.desc_delta,
-        tensors.desc_do,
-        tensors.desc_k,
-        tensors.desc_lse,
-        tensors.desc_q,
-        tensors.desc_v,
-    )
+    desc_q, desc_do, desc_k, desc_v = tensors.desc_q, tensors.desc_do, tensors.desc_k, tensors.desc_v
+    desc_lse, desc_delta = tensors.desc_lse, tensors.desc_delta
     do_full, k_full, q_full, v_full = barriers.do_full, barriers.k_full, barriers.q_full, barriers.v_full
     i_b, i_k, n0, first, first_full, end_full, end = locate_keys(
         gl.program_id(0), gl.num_programs(0), sizes, mask, BLOCK_K, BLOCK_Q, config.TABLE, 1
@@ -208,16 +197,7 @@ def _consume_dv(tensors, buffers, barriers, sizes, mask, config):
     n = end - first
     num_edges = n - (end_full - first_full)
     o_n = n0 + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(1, config.SCORES))
-    lower, upper = intervals_of(
-        o_n,
-        sizes.S,
-        sizes.T,
-        -sizes.hi,
-        -sizes.lo,
-        mask,
-        i_b,
-        config.TABLE,
-    )
+    lower, upper = intervals_of(o_n, sizes.S, sizes.T, -sizes.hi, -sizes.lo, mask, i_b, config.TABLE)
     dv = gl.zeros([BLOCK_K, BLOCK_D], gl.float32, layout=config.GRADIENTS)
     mbarrier.wait(barriers.k_full, 0)
     if config.HAS_EDGES:

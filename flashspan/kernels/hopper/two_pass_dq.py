@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from flashspan.kernels.hopper.config import (
     IntervalMask,
@@ -73,7 +68,9 @@ def queries_kernel(
         IntervalMask(start, end, s_rows),
         config,
     )
-    gl.warp_specialize([(_consumer0, job), (_consumer1, job), (_produce, job)], [4, 1], [REGISTERS, PRODUCER_REGISTERS])
+    gl.warp_specialize(
+        [(_consume, (0,) + job), (_consume, (1,) + job), (_produce, job)], [4, 1], [REGISTERS, PRODUCER_REGISTERS]
+    )
 
 
 @gluon.jit
@@ -88,17 +85,7 @@ def _find_work(sizes, mask, config, WARPS: gl.constexpr):
     m0 = (num_blocks - 1 - i_m) * ROWS
     i_b = i_bh // H
     first, first_full, end_full, last = visible_blocks(
-        m0,
-        T,
-        sizes.S,
-        sizes.lo,
-        sizes.hi,
-        mask,
-        i_b,
-        config.TABLE,
-        ROWS,
-        BLOCK_K,
-        WARPS,
+        m0, T, sizes.S, sizes.lo, sizes.hi, mask, i_b, config.TABLE, ROWS, BLOCK_K, WARPS
     )
     return i_b, i_bh % H, m0, first, first_full, end_full, last
 
@@ -135,9 +122,8 @@ def _produce(tensors, buffers, barriers, sizes, rows, mask, config):
 
 @gluon.jit
 def _step(
-    WG: gl.constexpr, MASKED: gl.constexpr, j, hidden, q, dq, minus_lse, minus_delta, buffers, barriers, sizes,
-    config,
-):  # fmt: skip
+    WG: gl.constexpr, MASKED: gl.constexpr, j, hidden, dq, q, minus_lse, minus_delta, buffers, barriers, sizes, config
+):
     """Tile j of keys: its part of dQ. If it is masked, `hidden` is its first key and each query's interval. With heads
     of 64 q is in registers: there is room for it, and shared memory is read less."""
     BLOCK_Q: gl.constexpr = config.BLOCK_Q
@@ -197,16 +183,7 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, rows, mask, co
     n = end - first
     num_edges = n - (end_full - first_full)
     o_m = m0 + gl.arange(0, BLOCK_Q, layout=gl.SliceLayout(1, config.SCORES))
-    lower, upper = intervals_of(
-        o_m,
-        sizes.T,
-        sizes.S,
-        sizes.lo,
-        sizes.hi,
-        mask,
-        i_b,
-        config.TABLE,
-    )
+    lower, upper = intervals_of(o_m, sizes.T, sizes.S, sizes.lo, sizes.hi, mask, i_b, config.TABLE)
     row = (i_b * sizes.H + i_h).to(gl.int64) * sizes.padded_T + o_m
     minus_lse = load_bias(rows.minus_lse, row) * sizes.scale
     minus_delta = load_bias(rows.minus_delta, row)
@@ -215,20 +192,11 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, rows, mask, co
     q = q_s.index(WG).reshape((BLOCK_Q, BLOCK_D))
     if BLOCK_D == 64:
         q = q.load(gl.DotOperandLayout(0, config.SCORES, 2))
+    given = (q, minus_lse, minus_delta, buffers, barriers, sizes, config)
     for j in range(num_edges):
         hidden = (nth_block(j, first, first_full, end_full, end) * BLOCK_K, lower, upper)
-        dq = _step(WG, True, j, hidden, q, dq, minus_lse, minus_delta, buffers, barriers, sizes, config)
+        dq = _step(WG, True, j, hidden, dq, *given)
     for j in range(num_edges, n):
-        dq = _step(WG, False, j, (), q, dq, minus_lse, minus_delta, buffers, barriers, sizes, config)
+        dq = _step(WG, False, j, (), dq, *given)
     store_output(tensors.desc_dq, i_b, i_h, m0, dq * sizes.sm_scale, q_s.index(WG), config.ACCUMULATE)
     tma.store_wait(0)
-
-
-@gluon.jit
-def _consumer0(tensors, buffers, barriers, sizes, rows, mask, config):
-    _consume(0, tensors, buffers, barriers, sizes, rows, mask, config)
-
-
-@gluon.jit
-def _consumer1(tensors, buffers, barriers, sizes, rows, mask, config):
-    _consume(1, tensors, buffers, barriers, sizes, rows, mask, config)
