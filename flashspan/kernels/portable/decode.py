@@ -29,7 +29,15 @@ from flashspan.kernels.masks import Band, Mask, Rows, unpack
 from flashspan.kernels.portable.arguments import LOG2E, mask_arguments, with_near_rows
 from flashspan.kernels.portable.common import edge_tile, interval, tile_ranges
 from flashspan.kernels.portable.steps import finished, forward_step
-from flashspan.kernels.portable.tiles import Tile, block_dim, is_small, multiprocessors, precision, starts_early
+from flashspan.kernels.portable.tiles import (
+    Tile,
+    block_dim,
+    early_launch,
+    is_small,
+    multiprocessors,
+    precision,
+    starts_early,
+)
 
 FEW, MAX_ROWS, MAX_QUERIES = 16, 64, 128
 """These kernels serve calls of up to FEW rows (pairs of a query and a head of the group); of up to MAX_ROWS if there
@@ -61,9 +69,11 @@ def split_kernel(
     NEGATIVE: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Attention of BM rows of a key head over one part of their keys. ONE: there is one query, and all rows see the
-    same keys. EARLY: the kernel that combines the parts may start now, and waits for them."""
+    same keys. EARLY: this kernel starts before the one ahead of it has ended, and lets the next one do so; each waits
+    for the one ahead before it reads anything (programmatic dependent launch)."""
     if EARLY:
         gdc_launch_dependents()
+        gdc_wait()
     i = tl.program_id(0)
     i_m, i = i % num_blocks, i // num_blocks  # blocks of rows that share keys run side by side
     i_s, i = (i % num_splits).to(tl.int64), i // num_splits
@@ -128,6 +138,7 @@ def combine_kernel(
 ):  # fmt: skip
     """Output and lse of one row from its parts, BS at a time, and from the carry."""
     if EARLY:
+        gdc_launch_dependents()
         gdc_wait()
     i = tl.program_id(0).to(tl.int64)
     i_b, i_h, i_t = i // T // H, i // T % H, i % T
@@ -265,6 +276,7 @@ def split_launch(q: Tensor, k: Tensor, v: Tensor, part: Tensor, part_lse: Tensor
         for x in (q, k, v, part if part.dim() == 5 else part[None])
         for length, step in zip(x.shape[:-1], x.stride()[:-1], strict=True)
     ]
+    early = starts_early(q.device)
     unit = UNIT if all(step % UNIT == 0 for step in steps) else 1
     return Launch(
         split_kernel,
@@ -275,8 +287,8 @@ def split_launch(q: Tensor, k: Tensor, v: Tensor, part: Tensor, part_lse: Tensor
         ),
         {
             "D": D, "BD": block_dim(D), "BM": size.block_q, "BN": size.block_k, "TABLE": table, "ONE": T == 1,
-            "NEGATIVE": scale < 0, "UNIT": unit, "PRECISION": precision(q.device), "EARLY": starts_early(q.device),
-            "num_warps": size.num_warps, "num_stages": size.num_stages,
+            "NEGATIVE": scale < 0, "UNIT": unit, "PRECISION": precision(q.device), "EARLY": early,
+            "num_warps": size.num_warps, "num_stages": size.num_stages, **early_launch(early),
         },
     )  # fmt: skip
 
@@ -285,7 +297,7 @@ def combine_launch(part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor, car
     """The launch that combines the parts with one another and with the carry."""
     num_splits, (_, H, T, D) = len(part), out.shape
     few, early = num_splits <= 8, starts_early(out.device)
-    options = {"num_warps": 1 if few else 4, **({"launch_pdl": True} if early else {})}
+    options = {"num_warps": 1 if few else 4, **early_launch(early)}
     return Launch(
         combine_kernel,
         (lse.numel(),),

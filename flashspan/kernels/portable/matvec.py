@@ -27,7 +27,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashspan.kernels.launch.launch import Launch
-from flashspan.kernels.portable.tiles import is_small, precision
+from flashspan.kernels.portable.tiles import early_launch, is_small, precision, starts_early
 
 MAX_ROWS = 16
 """Rows the kernels take: those of the narrowest tensor core instruction."""
@@ -239,7 +239,7 @@ class Tile:
         """As a kernel's compile-time arguments."""
         ahead = max(64, triton.next_power_of_2((self.num_stages - 1) * self.slices * self.depth))
         return {
-            **({"launch_pdl": True} if self.early else {}),
+            **early_launch(self.early),
             "AHEAD": ahead,
             "EARLY": self.early,
             "BM": self.rows,
@@ -252,22 +252,25 @@ class Tile:
 
 
 TABLE = {
-    "project": Tile(16, 4, 128, 4, 4),
-    "add": Tile(16, 4, 128, 4, 5),
-    "gated": Tile(64, 4, 32, 4, 5),
-    "head": Tile(64, 4, 32, 4, 5),
+    "project": Tile(16, 4, 128, 4, 4, early=True),
+    "add": Tile(16, 4, 128, 4, 5, early=True),
+    "gated": Tile(64, 4, 64, 4, 3, early=True),
+    "head": Tile(32, 4, 64, 4, 4),
 }
-"""Tiles of 16-bit weights, not measured yet. Chosen so that on 132 multiprocessors the Llama-3.2-1B shape has 128
-programs or more (192, 128, 256 and 2004) and 48 KiB of weights or more on their way to each multiprocessor."""
+"""Tiles of 16-bit weights, measured on an H200 with the Llama-3.2-1B shape (docs/log/decode.md)."""
+ONE_ROW = {"gated": Tile(64, 4, 64, 4, 4, rows=1), "head": Tile(64, 4, 64, 4, 4, rows=1)}
+"""Tiles that are faster for one row."""
 
 
-def tile(kind: str, num_columns: int, K: int, weight: Tensor) -> Tile:
+def tile(kind: str, num_columns: int, K: int, weight: Tensor, num_rows: int = MAX_ROWS) -> Tile:
     """The tile of a kind of kernel, for outputs of so many columns from rows of K."""
-    size = TABLE[kind]
+    size = ONE_ROW[kind] if num_rows == 1 and kind in ONE_ROW else TABLE[kind]
     if weight.element_size() == 4:
         size = replace(size, depth=size.depth // 2)
     if is_small(weight.device):
-        size = replace(size, num_stages=3, early=False)
+        size = replace(size, num_stages=3)
+    if not starts_early(weight.device) or is_small(weight.device):
+        size = replace(size, early=False)
     while size.slices * size.depth > K and size.depth > 16:
         size = replace(size, depth=size.depth // 2)
     while kind == "add" and num_columns > MAX_PARTS * size.columns and size.columns < 64:
@@ -302,7 +305,7 @@ def project_launch(
 ) -> Launch:  # fmt: skip
     """Weights of queries, keys and values to q [B, H, D], and keys and values into room [2, B, K, capacity, D]."""
     (B, E), (H, D), (G, capacity) = scaled.shape, q.shape[1:], room.shape[2:4]
-    size = size or tile("project", (H + 2 * G) * D, E, weights[0])
+    size = size or tile("project", (H + 2 * G) * D, E, weights[0], B)
     constants = {
         "E": E, "H": H, "G": G, "D": D, **_parts(squares), "ROWS": MAX_ROWS, **size.constants(),
         "PRECISION": precision(scaled.device),
@@ -317,7 +320,7 @@ def add_launch(
 ) -> Launch:  # fmt: skip
     """x + a W^T in x's place, of a [B, K]; and scaled and squares for the norm of this weight."""
     E, K = weight.shape
-    size = size or tile("add", E, K, weight)
+    size = size or tile("add", E, K, weight, len(x))
     constants = {"E": E, "K": K, "ROWS": MAX_ROWS, **size.constants(), "PRECISION": precision(x.device)}
     arguments = (a, weight, x, norm, scaled, squares, len(x), gain)
     return Launch(add_kernel, (triton.cdiv(E, size.columns),), arguments, constants)
@@ -329,7 +332,7 @@ def gated_launch(
 ) -> Launch:  # fmt: skip
     """silu(gate) * up to out [B, F]."""
     F, E = gate.shape
-    size = size or tile("gated", 2 * F, E, gate)
+    size = size or tile("gated", 2 * F, E, gate, len(out))
     constants = {
         "E": E, "F": F, **_parts(squares), "ROWS": MAX_ROWS, **size.constants(), "PRECISION": precision(out.device)
     }  # fmt: skip
@@ -342,7 +345,7 @@ def head_launch(
 ) -> Launch:
     """Logits [B, V]."""
     V, E = weight.shape
-    size = size or tile("head", V, E, weight)
+    size = size or tile("head", V, E, weight, len(logits))
     constants = {
         "E": E, "V": V, **_parts(squares), "ROWS": MAX_ROWS, **size.constants(), "PRECISION": precision(logits.device)
     }  # fmt: skip

@@ -172,6 +172,11 @@ def starts_early(device: torch.device) -> bool:
     return not triton_abi.is_interpreting() and triton_abi.architecture(device) >= 90
 
 
+def early_launch(early: bool) -> dict[str, bool]:
+    """The launch option of a kernel that starts early."""
+    return {"launch_pdl": True} if early else {}
+
+
 @cache
 def multiprocessors(device: torch.device) -> int:
     """Number of multiprocessors of a GPU; for other devices, that of an H200."""

@@ -1,0 +1,73 @@
+"""The kernels before and after a backward pass: rows of -lse and -delta, and dq in its own dtype."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flashspan.kernels.hopper.parts import store_rows
+from flashspan.kernels.portable.common import load_tile
+
+
+@triton.jit(do_not_specialize=["s_ob", "s_oh", "s_ot", "s_db", "s_dh", "s_dt", "H", "T", "Tp"])
+def rows_kernel(
+    lse, source, dout, minus_lse, minus_delta, sums, states, s_ob, s_oh, s_ot, s_db, s_dh, s_dt, H, T, Tp, unit,
+    D: tl.constexpr, BD: tl.constexpr, CLEAR: tl.constexpr, BLOCK: tl.constexpr, STATES: tl.constexpr,
+):  # fmt: skip
+    """-lse, in the unit of q k^T, and -delta of a head, its rows padded to Tp, a multiple of BLOCK. The source is delta
+    or, if D is not 0, the output of head size D, from which delta is made with dout; their strides are in units of 8
+    elements. CLEAR numbers of sums are set to 0 for each row, and STATES states for each BLOCK rows."""
+    num_blocks = Tp // BLOCK
+    i_bh = (tl.program_id(0) // num_blocks).to(tl.int64)
+    m0 = tl.program_id(0) % num_blocks * BLOCK
+    o_r = tl.arange(0, BLOCK)
+    o = m0 + o_r
+    b_lse = tl.load(lse + i_bh * T + o, mask=o < T, other=float("inf"))
+    if D:
+        i_b, i_h = i_bh // H, i_bh % H
+        b_out = load_tile(source + (i_b * s_ob + i_h * s_oh) * 8, m0, o_r, s_ot * 8, T, D, BD, True)
+        b_dout = load_tile(dout + (i_b * s_db + i_h * s_dh) * 8, m0, o_r, s_dt * 8, T, D, BD, True)
+        b_delta = tl.sum(b_out.to(tl.float32) * b_dout.to(tl.float32), 1)
+    else:
+        b_delta = tl.load(source + i_bh * T + o, mask=o < T, other=0.0)
+    # A row that saw nothing: its scores come out as -inf, its probabilities as 0.
+    b_lse = tl.where(b_lse == float("-inf"), float("inf"), b_lse)
+    # A row that saw NaN: NaN reaches the keys it sees by its probabilities, and must not reach others by 0 * delta.
+    b_lse = tl.where((b_delta * 0.0 == 0.0) | (b_lse == float("inf")), b_lse, float("nan"))
+    b_delta = tl.where(b_delta * 0.0 == 0.0, b_delta, 0.0)
+    store_rows(minus_lse, i_bh * Tp + o, -b_lse * unit)
+    store_rows(minus_delta, i_bh * Tp + o, -b_delta)
+    if CLEAR:
+        tl.store(sums + (i_bh * Tp + m0) * CLEAR + tl.arange(0, BLOCK * CLEAR), tl.zeros([BLOCK * CLEAR], tl.float32))
+    if STATES:
+        p_state = states + (i_bh * Tp + m0) // BLOCK * STATES + tl.arange(0, STATES)
+        tl.store(p_state, tl.zeros([STATES], tl.int32))
+
+
+@triton.jit(do_not_specialize=["T", "Tp", "s_b", "s_h", "s_t", "H"])
+def cast_kernel(
+    sums, states, dq, s_b, s_h, s_t, H, T, Tp, scale, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
+    BLOCK: tl.constexpr, CLAIMED: tl.constexpr,
+):  # fmt: skip
+    """dq = sums * scale in dq's dtype; strides of dq in units of 8 elements. If not 0, CLAIMED rows of sums share a
+    state, and where it is 0 nothing was added.
+
+    Sums lie in blocks of BLOCK rows, in the order of a matmul's registers. A warpgroup has 64 rows and 64 columns, a
+    warp 16 of the rows, a thread of 8 columns two in each of two rows, 8 apart.
+    """
+    num_blocks = tl.cdiv(T, BM)
+    i_bh = tl.program_id(0) // num_blocks
+    i_b, i_h = (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64)
+    m0 = tl.program_id(0) % num_blocks * BM
+    o_m = tl.arange(0, BM)
+    o_d = tl.arange(0, BD)
+    here = (m0 + o_m < T)[:, None] & (o_d < D)[None, :]
+    row = i_bh.to(tl.int64) * Tp + m0
+    some = tl.load(states + row // CLAIMED) != 0 if CLAIMED else True
+    p_sums = sums + row // BLOCK * (BLOCK * BD) + m0 % BLOCK // 64 * 4096 + m0 % 64 // 16 * 128
+    o = tl.arange(0, BM * BD)
+    b = tl.load(p_sums + o // (8 * BM) * 512 + o % (8 * BM), mask=some, other=0.0)
+    b = tl.permute(tl.reshape(b, (BD // 8, BM // 16, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5))
+    b = tl.reshape(b, (BM, BD))
+    p = dq + i_b * s_b * 8 + i_h * s_h * 8 + m0.to(tl.int64) * (s_t * 8) + (o_m[:, None] * (s_t * 8) + o_d[None, :])
+    tl.store(p, (b * scale).to(dq.dtype.element_ty), mask=here)
