@@ -93,6 +93,7 @@ ALLOWED = {
         "context",
         "model",
         "train",
+        "generate",
         "plan",
         "bench",
     },

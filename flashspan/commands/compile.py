@@ -13,16 +13,18 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from flashspan.attention import attention
 from flashspan.bench.suites.attention import Shape
+from flashspan.generate.fused_step import FusedStep
 from flashspan.kernels.contract import Problem
 from flashspan.kernels.masks import CAUSAL, Mask, Rows
-from flashspan.model import LlamaConfig
+from flashspan.model import Llama, LlamaConfig
 from flashspan.model import preset as find_preset
 from flashspan.progress import progress
 
@@ -151,6 +153,7 @@ class Kernels:
         if generation:
             calls += self.attention(*heads, tokens, tokens, model.head_dim, CAUSAL, None, False)
             calls += self.attention(*heads, 1, tokens, model.head_dim, self.ragged(batch, tokens), None, False)
+            calls += self.decode_step(model, tokens, batch)
         return calls
 
     @property
@@ -184,6 +187,18 @@ class Kernels:
         if backward:
             calls.append(lambda: backward_of_output(local, q, q, k, v, q, lse, problem, **into))
         return calls
+
+    def decode_step(self, model: LlamaConfig, tokens: int, batch: int) -> list[Callable[[], object]]:
+        """The matmuls of a generated token, for as many sequences as have kernels of their own."""
+        from flashspan.kernels.portable.matvec import MAX_ROWS
+
+        if batch > MAX_ROWS or self.architecture < 80:
+            return []
+        with torch.device(DEVICE):
+            llama = Llama(replace(model, num_layers=1), attention=attention).to(self.dtype)
+        room = self.empty(2, batch, model.num_kv_heads, tokens, model.head_dim)
+        step = FusedStep(llama, [room], self.empty(batch, dtype=torch.int64))
+        return [lambda: step(self.empty(batch, 1, dtype=torch.int64))]
 
     def operators(self, model: LlamaConfig, rows: int) -> list[Callable[[], object]]:
         """A layer's matmuls with what follows them, forward and backward."""

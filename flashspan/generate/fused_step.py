@@ -79,9 +79,10 @@ class FusedStep:
 
     def compile(self) -> None:
         """Compile and load every kernel; KernelFailed where one cannot be. Nothing that is kept is written to."""
+        from flashspan.kernels.launch.compiling import compile_together
+
         tokens = self.positions.unsqueeze(1)
-        for launch in (self._begin(tokens), self._project(0), *self._rest(0, self.q.flatten(1)), self._head()):
-            launch.compiled()
+        compile_together([self._begin(tokens), self._project(0), *self._rest(0, self.q.flatten(1)), self._head()])
         self._attend(0)
 
     def _begin(self, tokens: Tensor) -> Launch:

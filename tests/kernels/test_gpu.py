@@ -183,3 +183,19 @@ def test_graph_capture() -> None:
         out = attention(q, k, v, causal=True)
     graph.replay()
     assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("mask", ["causal", "documents"])
+@pytest.mark.parametrize("heads", [(8, 8), (8, 1)])
+def test_repeated_calls_compute_what_the_first_does(mask: str, heads: tuple[int, int]) -> None:
+    """The first call of a layout prepares launches, the next ones fill in addresses, whatever dout's layout is."""
+    q, k, v, dout = inputs((2, *heads, 700, 700, 128), torch.bfloat16)
+    seen = masks.causal() if mask == "causal" else masks.documents([300, 400]) & masks.causal()
+    flat = dout.transpose(1, 2).contiguous().transpose(1, 2)  # the same numbers, stored as [B, T, H, D]
+    wanted = None
+    for given in (dout, dout, flat, dout, flat, flat):
+        out = attention(q, k, v, mask=seen, deterministic=True)
+        found = (out, *torch.autograd.grad(out, (q, k, v), given))
+        wanted = wanted or found
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+        q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))  # at other addresses

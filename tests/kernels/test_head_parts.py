@@ -185,7 +185,7 @@ def test_gradients_of_few_key_heads(head_dim: int, mask: str, deterministic: boo
     """Written and added, against float64; dK and dV have one order of sums, all gradients if they are deterministic."""
     from flashspan.kernels import hopper
     from flashspan.kernels.hopper.one_pass import count_head_parts
-    from tests.kernels.test_hopper import GRADIENT_BOUND, tensors
+    from tests.kernels.hopper_cases import GRADIENT_BOUND, tensors
 
     if mask == "block map" and (deterministic or head_dim == 256):
         pytest.skip("left to the portable kernels")
