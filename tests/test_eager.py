@@ -57,7 +57,7 @@ def test_a_mask_changed_between_forward_and_backward_is_refused(kind: str, way: 
     q, k, v = (x.requires_grad_() for x in inputs())
     run = torch.compile(attention, fullgraph=True, backend="aot_eager") if way == "compiled" else attention
     graph = way == "graph of gradients"
-    says = "modified by an inplace operation" if way == "compiled" else "a mask is a value.*make a new mask"
+    says = "modified by an inplace operation" if way == "compiled" else "a mask must not change.*make a new mask"
 
     def make() -> Mask:
         rows = masks.documents([4, 5])

@@ -127,8 +127,8 @@ def test_the_name_of_a_kernel_says_what_it_computes() -> None:
         f"{word}_kernel" for word in ("classify", "measure", "write", "runs", "slope", "adamw", "begin", "likeliest")
     }
     assert {name for name in ours if trace.Kernel(name, 1.0, 1).kind == "other"} == rest
-    multiplied = {f"{word}_product_kernel" for word in ("gated", "gated_backward", "sum", "projection")}
-    multiplied |= {f"{word}_kernel" for word in ("project", "add", "gated", "head")}
+    words = ("gated", "gated_backward", "sum", "projection", "project", "add", "head")
+    multiplied = {f"{word}_kernel" for word in words}
     assert {name for name in ours if trace.Kernel(name, 1.0, 1).kind == "product"} == multiplied
     listed = [trace.Kernel("aten::mm", 3.0, 2), trace.Kernel("aten::add", 1.0, 1)]
     assert trace.share(listed, "product") == 0.75

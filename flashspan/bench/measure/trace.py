@@ -18,14 +18,15 @@ from torch.autograd.profiler import profile
 
 PRODUCTS = (
     *("gemm", "cutlass", "xmma", "wgmma", "nvjet", "splitk", "cublas"),
-    *("aten::mm", "aten::bmm", "aten::addmm", "_product_kernel"),
+    *("aten::mm", "aten::bmm", "aten::addmm"),
 )
 FUSED = ("flash", "fmha", "scaled_dot_product", "sdpa")
 # Our attention kernels: those with matmuls, and those that run before and after them.
 PASSES = ("forward", "backward", "keys", "queries", "repair")
 OURS = {f"{kind}{word}_kernel" for kind in ("", "sparse_", "lists_") for word in PASSES}
 OURS |= {f"{word}_kernel" for word in ("finer", "delta", "rows", "cast", "split", "combine", "add_parts")}
-MATVECS = {f"{word}_kernel" for word in ("project", "add", "gated", "head")}  # of a decode step
+# Our matmuls: of a layer (ops), and of a decode step.
+MATMULS = {f"{word}_kernel" for word in ("projection", "gated", "gated_backward", "sum", "project", "add", "head")}
 INSIDE = r"\b\w+(?:Functor\w*|Ops|_kernel\w*|_cuda)\b"
 GENERAL = ("BinaryFunctor", "AUnaryFunctor", "BUnaryFunctor", "gpu_kernel_impl", "gpu_kernel_impl_nocast")
 WIRE = ("nccl", "gloo", "c10d::", "record_param_comms")
@@ -45,7 +46,7 @@ class Kernel:
         low = self.name.lower()
         if low in OURS:
             return "attention"
-        if low in MATVECS:
+        if low in MATMULS:
             return "product"
         for kind, words in (("wire", WIRE), ("attention", FUSED), ("product", PRODUCTS)):
             if any(word in low for word in words):

@@ -26,7 +26,7 @@ def test_rows_of_another_version_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="does not hold rows of this version"):
         record.read(tmp_path / "attention.csv")
     (tmp_path / "attention.csv").rename(tmp_path / "mine.csv")
-    with pytest.raises(ValueError, match=r"named after its bench \(attention, leaderboard, random, sparse"):
+    with pytest.raises(ValueError, match=r"its benchmark's name \(attention, leaderboard, random, sparse"):
         record.read(tmp_path / "mine.csv")
 
 
