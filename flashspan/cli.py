@@ -70,9 +70,9 @@ OF_TYPE: dict[Any, str] = {int: "N", float: "X", str: "TEXT", Path: "FILE"}
 
 def metavar_of(name: str, kind: Any) -> str | None:
     """The metavar of an option in help: `N` for a number, `{a,b}` for choices; None for a switch."""
-    if name in METAVARS:
-        return METAVARS[name]
     parts = [part for part in get_args(kind) if part is not type(None)]
+    if name in METAVARS and not any(get_origin(part) is Literal for part in parts):
+        return METAVARS[name]
     if get_origin(kind) is Literal:
         return f"{{{','.join(map(str, parts))}}}"
     if get_origin(kind) is tuple and parts:

@@ -280,3 +280,11 @@ def test_ctrl_c_during_the_imports_leaves_no_traceback() -> None:
     done = subprocess.run([sys.executable, "-c", code, "plan", "tiny"], cwd=ROOT, capture_output=True, check=False)
     assert done.stderr == b""
     assert done.returncode == -signal.SIGINT
+
+
+def test_help_of_training_benchmarks_lists_its_parts(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "training", "--help"])
+    shown = capsys.readouterr().out
+    assert "--part {train8k,train32k,generate}" in shown
+    assert "I/N" not in shown

@@ -50,9 +50,9 @@ def compile_kernels(
         tokens: Length of a training sequence, and of prompt and answer together in generation.
         batch: Number of sequences.
         dtype: Data type of the model or of the shapes.
-        only: What of the model's work to compile for.
-        architecture: Compute capability of the GPU without the point, 90 for an H100 or H200; by default that of the
-            GPU here.
+        only: Part of the model's work to compile for.
+        architecture: Compute capability without the dot (90 for an H100 or H200); by default that of this machine's
+            GPU.
     """
     if not model and not shapes:
         raise ValueError(

@@ -34,8 +34,8 @@ def draw(
 ) -> int:
     """Draw a schedule before it runs, as two pictures.
 
-    The timeline of the schedule (compute, transfers and waiting of every rank) and who computes which part of the
-    mask, as SVG.
+    The timeline of the schedule (compute, transfers and waiting of every rank) and the rank that computes each part of
+    the mask, as SVG.
 
     Example: flashspan plan draw --ranks 8 --strategy helper --layout contiguous
 

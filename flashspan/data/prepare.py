@@ -65,7 +65,7 @@ def prepare(
     synthetic: int = 0,
     seed: int = 0,
 ) -> int:
-    """Encode text as train.bin and val.bin; after an interruption, the same command continues.
+    """Encode text as train.bin and val.bin; after an interruption, the same command resumes.
 
     Each .txt file, each line of a .jsonl file that is not blank and each row of a .parquet file is a document. In
     .txt files CRLF becomes LF. Without inputs: the text in the package.

@@ -62,7 +62,7 @@ def generate(
             (meta-llama/Llama-3.2-1B).
         prompt: Text to continue.
         file: File of prompts, one per line, instead of --prompt.
-        batch: Number of prompts of a file that are decoded together, on one rank; 8 by default.
+        batch: Number of prompts of a file that are decoded together, only with --ranks 1; 8 by default.
         tokens: Number of tokens to generate.
         temperature: Sampling temperature; 0 always takes the most probable token.
         top_k: Number of most probable tokens to sample from; 0 for all.

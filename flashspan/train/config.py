@@ -30,7 +30,7 @@ def option(default: Any, text: str) -> Any:
 class ModelSection:
     preset: str = option("", f"Name of a model: tiny, small, ..., llama-3.2-1b; empty: {DEFAULT_PRESET}, or model.load")
     load: str = option(
-        "", "Hugging Face folder, or name on its Hub (ORG/NAME), with the model's config and its initial weights"
+        "", "Hugging Face folder, or name on the Hub (ORG/NAME), with the model's config and its initial weights"
     )
     vocab_size: int = option(0, "Vocabulary size; 0: the preset's")
     width: int = option(0, "Hidden size; 0: the preset's")
@@ -131,7 +131,9 @@ class TrainSection:
         "float32", "Dtype of weights, gradients and optimizer moments; in bfloat16, small updates round to zero"
     )
     recompute: Literal["none", "full", "attention", "elementwise"] = option(
-        "none", "Activations recomputed in backward: none, whole layers, all but attention, or norms, RoPE and SwiGLU"
+        "none",
+        "Activations recomputed in backward; full: whole layers, attention: all but attention, elementwise: norms, "
+        "RoPE and SwiGLU",
     )
     offload: bool = option(False, "CPU memory instead of GPU memory for the layer inputs that recomputation needs")
     compile: bool = option(False, "torch.compile for the layers and the loss")
@@ -157,7 +159,9 @@ class OptimizerSection:
 @dataclass(frozen=True)
 class ParallelSection:
     ranks: int = option(
-        0, "Number of processes; 0: the product of the degrees, else the number of GPUs, else 4 on the CPU"
+        0,
+        "Number of processes; 0: the product of the degrees if data and context are set, else the number of GPUs, or 4 "
+        "on the CPU",
     )
     data: int = option(1, "Degree of data parallelism; 0: all remaining ranks")
     shard: int = option(1, "Degree of fully sharded data parallelism (FSDP2)")
@@ -203,7 +207,7 @@ class ParallelSection:
 @dataclass(frozen=True)
 class CheckpointSection:
     folder: str = option("runs/tiny", "Folder for checkpoints and metrics")
-    every: int = option(80, "Steps between checkpoints; 0: the last one, and those of checkpoint.minutes")
+    every: int = option(80, "Steps between checkpoints; 0: only at the end and by checkpoint.minutes")
     minutes: float = option(0.0, "Maximum minutes between checkpoints; 0: no limit")
     grace: float = option(0.0, "Seconds to save and exit after SIGTERM or Ctrl-C; 0: no limit")
     keep: int = option(2, "Number of checkpoints to keep")

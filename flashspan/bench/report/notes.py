@@ -3,7 +3,7 @@
 CONTEXT = (
     "A name like 8x1024, 16/4 heads is a model of 8 layers of width 1024, with 16 query heads and 4 key heads. "
     "Strategies are named with their layout of tokens (ring zigzag). MFU: share of the peak FLOP/s of all ranks. "
-    "On a CPU that peak is a timed matmul. In products: share of the computing time in matmuls. Wire/compute: "
+    "On a CPU that peak is a timed matmul. In matmuls: share of the computing time in matmuls. Comm/compute: "
     "time of the communication alone, relative to the computing. Hidden: share of the communication that runs at "
     "the same time as computing. Speed-up: time of one device over this time. A bar or a cell is a median."
 )

@@ -137,10 +137,11 @@ def read(folder: Path) -> tuple[list[Row], list[str]]:
 
 
 def report(folder: Path = record.FOLDER, *, output: Path | None = None, figures: Path | None = None) -> int:
-    """Make one self-contained HTML page from the rows that `flashspan bench` left in a folder.
+    """Make one self-contained HTML page from the rows that `flashspan bench` wrote to a folder.
 
     It opens with findings in plain words, computed from the rows: what bounds the run, how it scales, what to change
-    first; then tables and plots, each with the command that made it. No scripts, nothing from elsewhere.
+    first; then tables and plots, each with the command that made it. It has no scripts and loads nothing from the
+    network.
 
     Example: flashspan bench context --quick && flashspan report
 

@@ -282,9 +282,9 @@ def bench_attention(
     flex: Literal["none", "some", "all"] | None = None,
     page: bool = False,
 ) -> int:
-    """Our kernels beside PyTorch's (and flash-attn's, if installed), forward, backward and both, on a CUDA device.
+    """Kernels of flashspan, PyTorch and (if installed) flash-attn compared: forward, backward and both, on a GPU.
 
-    Rows are appended to docs/benchmarks/attention.csv (of random shapes to random.csv) and printed as a table.
+    Rows are printed as a table, and appended to docs/benchmarks/attention.csv (with --random, to random.csv).
 
     Example: flashspan bench attention --shapes 1,32,8,8192,128,causal --only flashspan sdpa-cudnn
 
@@ -298,8 +298,8 @@ def bench_attention(
         random: Number of random shapes to measure instead, each against the fastest of PyTorch's implementations.
         seed: Seed of the random shapes; 0 by default.
         part: Part I/N of the random shapes, for instance 1/4; all by default.
-        flex: Random shapes that compiled FlexAttention is measured on, seconds for each: some windows by default, none,
-            or all windows and causal shapes with fewer queries than keys.
+        flex: Random shapes on which compiled FlexAttention is measured, which takes seconds each: some (the default),
+            some windows; all, all windows and causal shapes with fewer queries than keys; or none.
         page: Pages and plots in docs/benchmarks from the recorded rows, without measuring.
     """
     of_random = {"--seed": seed, "--part": part, "--flex": flex}

@@ -244,8 +244,8 @@ def bench_context(
     """Every strategy and layout compared with one device: latency, tokens/s, MFU, communication, memory, scaling.
 
     Runs a LLaMA on 1 to 8 ranks (GPUs if there are enough, CPU processes otherwise) and appends a row for each
-    strategy, layout, number of ranks and pass to FOLDER/context.jsonl. Cases with the same number of ranks take turns.
-    A repeated command measures only what is missing. `flashspan report` makes a page of the rows.
+    strategy, layout, number of ranks and pass to FOLDER/context.jsonl. Cases with the same number of ranks are measured
+    in turns. A repeated command measures only what is missing. `flashspan report` makes a page of the rows.
 
     Args:
         quick: Six of the strategies and layouts and, by default, a smaller model on 1 and 2 ranks; two minutes on two

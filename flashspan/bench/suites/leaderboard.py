@@ -39,7 +39,7 @@ _as_it_is = torch.compiler.disable(flash, reason="a compiled backward would copy
 
 
 def bench_leaderboard(*, rep: int = 10000, warmup: int = 1000) -> int:
-    """The course's leaderboard test, unchanged: compiled, 16 heads of 64 over 16,384 tokens, causal.
+    """The leaderboard test of the course CS336, unchanged: compiled, 16 heads of 64 over 16,384 tokens, causal.
 
     Args:
         rep: Milliseconds of measurement, for each of the two variants.

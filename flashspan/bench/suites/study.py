@@ -294,15 +294,15 @@ def bench_study(
     folder: Path = record.FOLDER,
     again: bool = False,
 ) -> int:
-    """Attention over lengths and head sizes, ours compared with plain PyTorch; shapes that do not fit are recorded.
+    """Flashspan and plain PyTorch attention over lengths and head sizes; shapes that do not fit are recorded.
 
     eager: batch 8, one head, plain attention, eager and compiled; forward, backward, memory before backward.
 
-    flash: batch 1, causal, bfloat16 and float32; our kernels and plain attention; forward, backward, both.
+    flash: batch 1, causal, bfloat16 and float32; flashspan and plain attention; forward, backward, both.
 
     Args:
         which: Study: eager or flash.
-        lengths: Sequence lengths; by default all of the study on a GPU, 256 and 1024 on a CPU.
+        lengths: Sequence lengths; by default all lengths of the study on a GPU, 256 and 1024 on a CPU.
         head_dims: Head sizes.
         repeats: Number of passes of the eager study; 100 by default.
         device: Device type: auto, cpu or cuda.

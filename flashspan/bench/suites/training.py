@@ -347,12 +347,12 @@ def random_weights(shape: LlamaConfig, device: torch.device) -> dict[str, Tensor
 def bench_training(
     part: tuple[Part, ...] = (), *, file: Path | None = None, profile: bool = False, tiny: bool = False
 ) -> int:
-    """Training steps and generation compared with transformers and SDPA, on one GPU and the shape of Llama-3.2-1B.
+    """Training and generation of Llama-3.2-1B's shape on one GPU, compared with transformers and SDPA.
 
     Appends rows to docs/benchmarks/trainer.csv and writes the page next to it. About 3 minutes on an H200.
 
     Args:
-        part: Parts to measure; all by default.
+        part: Parts to measure: a training step at 8k or 32k tokens, or generation; all by default.
         file: File that rows are appended to; by default docs/benchmarks/trainer.csv, none with --tiny.
         profile: Time of a step by kernel.
         tiny: Tiny model and short sequences, to test the benchmark itself, also on a CPU.
