@@ -189,9 +189,10 @@ def test_gradients_of_few_key_heads(head_dim: int, mask: str, deterministic: boo
 
     if mask == "block map" and (deterministic or head_dim == 256):
         pytest.skip("left to the portable kernels")
+    torch.cuda.empty_cache()  # the float64 reference takes 3 GiB, and other processes share the GPU
     choice = random.Random(head_dim)
     for B, H, K in ((1, 16, 1), (1, 32, 2), (2, 8, 1), (2, 12, 3)):
-        for T in (1000, 1, 63, 2111):
+        for T in (1000, 1, 63, 2111 if (H, K) == (16, 1) else 1111):
             q, k, v, dout = tensors(choice, B, H, K, T, T, head_dim)
             problem = Problem(MASKS[mask](T).to("cuda"), head_dim**-0.5, deterministic=deterministic)
             wide = [x.double() for x in (q, k, v)]
