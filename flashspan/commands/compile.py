@@ -1,10 +1,10 @@
 """`flashspan compile`: compile GPU kernels before their first use, in parallel, into Triton's cache.
 
-    flashspan compile llama-3.2-1b --tokens 8192            # what training and generating with it launch
-    flashspan compile --shapes 1,32,8,8192,128,causal       # attention of a shape, both passes
-    flashspan compile llama-3.2-1b --architecture 90        # for a Hopper GPU that is not here
+    flashspan compile llama-3.2-1b --tokens 8192            # the kernels of training and of generation
+    flashspan compile --shapes 1,32,8,8192,128,causal       # attention of one shape, forward and backward
+    flashspan compile llama-3.2-1b --architecture 90        # for a Hopper GPU, on a machine without one
 
-Calls are made on meta tensors, which hold no numbers, and what they would launch is compiled instead.
+Calls are made on meta tensors, which have no data; the kernels that they would launch are compiled instead.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def compile_kernels(
 
 
 def choose_architecture(architecture: int) -> int:
-    """The one asked for, or that of the GPU here; Triton compiles for it from now on."""
+    """The given architecture, or that of this machine's GPU; Triton compiles for it from now on."""
     from flashspan.kernels.launch import triton_abi
 
     here = 0
@@ -109,13 +109,13 @@ def choose_architecture(architecture: int) -> int:
 
 
 def compile_calls(calls: list[Callable[[], object]]) -> dict[str, str]:
-    """Compile what calls on meta tensors launch, each kernel once; returns what failed, by the kernel's name."""
+    """Compile the kernels that calls on meta tensors launch, each once. Returns the errors, by the kernel's name."""
     from flashspan.kernels.launch.compiling import launches_of, start
 
     launches = {launch.key(): launch for call in calls for launch in launches_of(call)}
     failures: dict[str, str] = {}
     with progress("compile", total=len(launches)) as line:
-        # The longest to compile are those that multiply most: attention's, which come first.
+        # The kernels of attention take longest to compile; their calls come first.
         running = {start(launch, None): launch for launch in launches.values()}
         for future in as_completed(running):
             kernel = running[future].kernel
@@ -128,7 +128,7 @@ def compile_calls(calls: list[Callable[[], object]]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Kernels:
-    """Calls on meta tensors for a GPU, by whose backend serves there."""
+    """Calls on meta tensors, by the backend that serves on a GPU of this architecture."""
 
     architecture: int
     dtype: torch.dtype
@@ -140,7 +140,7 @@ class Kernels:
     def of_model(
         self, model: LlamaConfig, tokens: int, batch: int, *, training: bool, generation: bool
     ) -> list[Callable[[], object]]:
-        """What training and generating with a LLaMA launch."""
+        """The calls of training a LLaMA and of generating with it."""
         heads = (batch, model.num_heads, model.num_kv_heads)
         fused = self.is_hopper and self.dtype != torch.float32 and model.head_dim in (64, 128)
         calls: list[Callable[[], object]] = []
@@ -164,14 +164,14 @@ class Kernels:
         return torch.empty(*shape, dtype=dtype or self.dtype, device=DEVICE)
 
     def ragged(self, batch: int, num_keys: int) -> Mask:
-        """One query a row, which sees so many of the cache's keys as a number on the device says."""
+        """The mask of one query per row that sees the first keys of a cache; their number is on the device."""
         end = self.empty(batch, 1, dtype=torch.int32)
         return Rows.unpack([num_keys, 1, num_keys], [end, end, *(self.empty(batch, num_keys, dtype=torch.int32),) * 2])
 
     def attention(
         self, B: int, H: int, K: int, T: int, S: int, D: int, mask: Mask, scale: float | None, backward: bool
     ) -> list[Callable[[], object]]:
-        """Forward, and backward if it is wanted."""
+        """Attention of these shapes: forward and, with `backward`, backward."""
         local: Any
         if self.is_hopper and self.dtype != torch.float32 and D % 8 == 0:
             from flashspan.kernels import hopper as local
@@ -189,7 +189,7 @@ class Kernels:
         return calls
 
     def decode_step(self, model: LlamaConfig, tokens: int, batch: int) -> list[Callable[[], object]]:
-        """The matmuls of a generated token, for as many sequences as have kernels of their own."""
+        """A step of generation by `FusedStep`; none if its kernels do not support this many sequences."""
         from flashspan.kernels.portable.matvec import MAX_ROWS
 
         if batch > MAX_ROWS or self.architecture < 80:
@@ -201,7 +201,7 @@ class Kernels:
         return [lambda: step(self.empty(batch, 1, dtype=torch.int64))]
 
     def operators(self, model: LlamaConfig, rows: int) -> list[Callable[[], object]]:
-        """A layer's matmuls with what follows them, forward and backward."""
+        """A layer's matmuls with their epilogues, forward and backward."""
         from flashspan.kernels.hopper.gated import gated, gated_backward
         from flashspan.kernels.hopper.projection import project
         from flashspan.kernels.hopper.residual import sum_of_products

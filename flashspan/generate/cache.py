@@ -1,4 +1,5 @@
-"""Keys and values of the tokens so far. A cache is a layer's attention; a context is all layers' caches.
+"""Keys and values of the tokens so far. A cache is called as a layer's attention; a context has the caches of all
+layers.
 
 context = Whole()
 logits = context.begin(model, prompts, lengths, capacity)       # fills the caches
@@ -23,8 +24,8 @@ from .fused_step import FusedStep, fused_step
 
 
 class Context(Protocol):
-    """What decoding needs of a memory: the last token's logits [B, V], for prompts and for a token after them. They
-    may be overwritten by the next call."""
+    """The caches of all layers, as decoding uses them. `begin` processes prompts, `extend` one more token; both return
+    the last token's logits [B, V], which the next call may overwrite."""
 
     def begin(self, model: Llama, tokens: Tensor, lengths: Tensor, capacity: int) -> Tensor: ...
 
@@ -34,9 +35,10 @@ class Context(Protocol):
 class Whole:
     """The context of one device. Rows may have any lengths; a row sees its own tokens only.
 
-    On a GPU the work on a new token, many small kernels, is recorded once as a CUDA graph (unless `graph` is False) and
-    replayed: one launch a token. So nothing in it is a number of the host's: positions are on the device. Where they
-    serve, the kernels of fused_step.py do it (unless `fused` is False), else the model.
+    On a GPU a new token takes many small kernels. They are recorded once as a CUDA graph (unless `graph` is False) and
+    replayed with one launch per token. A replay cannot use new numbers from the host, so positions are on the device.
+    The kernels of fused_step.py compute the step if they support the model (unless `fused` is False), otherwise the
+    model.
     """
 
     def __init__(self, *, graph: bool = True, fused: bool = True) -> None:
@@ -46,18 +48,20 @@ class Whole:
         self._kept: FusedStep | None = None  # whose buffers a recording uses
 
     def begin(self, model: Llama, tokens: Tensor, lengths: Tensor, capacity: int) -> Tensor:
-        """Prompts [B, T], of which row b has lengths[b] tokens and then anything; room for `capacity` tokens a row."""
+        """Process prompts [B, T]; row b has lengths[b] tokens, then padding. The caches have room for `capacity`
+        tokens."""
         self.caches = [Cache(attention, capacity) for _ in model.layers]
         self._next = self._kept = None
         self.capacity, self.longest = capacity, tokens.shape[1]
         self.ragged = int(lengths.min()) < self.longest
         self.positions = lengths.to(tokens.device, torch.int64, copy=True)  # where each row's next token goes
-        # Causal: what follows a row's end reaches nobody before it, and is overwritten before anyone sees it.
+        # Under a causal mask padding does not change the tokens before it; its keys are overwritten before they are
+        # seen.
         hidden = model(tokens, attends=self.caches)
         return model.logits(hidden[torch.arange(len(tokens), device=tokens.device), self.positions - 1])
 
     def extend(self, model: Llama, tokens: Tensor) -> Tensor:
-        """One token more for every row, [B, 1]."""
+        """Process one more token of every row, [B, 1]."""
         self.longest += 1
         if self.longest > self.capacity:
             raise ValueError(f"this context has room for {self.capacity} tokens: got {self.longest}; make a larger one")
@@ -66,18 +70,18 @@ class Whole:
             return self._next(tokens)
         if self.ragged:
             return self._step(model, tokens, self.longest)
-        # Rows that are alike need no table of who sees what.
+        # Rows of equal length need no `Rows` mask.
         position = torch.tensor([self.longest - 1], device=tokens.device)
         return model.logits(model(tokens, position, attends=self.caches)[:, -1])
 
     def _choose(self, model: Llama, tokens: Tensor) -> Callable[[Tensor], Tensor]:
-        """What makes the logits of a token a row on a GPU."""
+        """The function that computes the logits of one token per row on a GPU."""
         self._kept = fused_step(model, [cache.room for cache in self.caches], self.positions) if self.fused else None
         run = self._kept or (lambda given: self._step(model, given, self.capacity))
         return Recorded(run, tokens, self.positions) if self.graph else run
 
     def _step(self, model: Llama, tokens: Tensor, reach: int) -> Tensor:
-        """What `extend` does, by the model, over the first `reach` places of the caches."""
+        """`extend` by the model, over the first `reach` places of the caches."""
         end = (self.positions + 1).int().unsqueeze(1)
         seen = masks.Rows(torch.zeros_like(end), end, reach, convex=True)
         for cache in self.caches:
@@ -92,7 +96,7 @@ class Recorded:
 
     def __init__(self, run: Callable[[Tensor], Tensor], x: Tensor, counter: Tensor) -> None:
         self.given, self.graph = x.clone(), torch.cuda.CUDAGraph()
-        # Once for real, so that kernels are compiled and loaded before the recording; on a side stream, as CUDA asks.
+        # Run once, so that kernels are compiled and loaded before the recording; on a side stream, as CUDA requires.
         side = torch.cuda.Stream(x.device)
         side.wait_stream(torch.cuda.current_stream(x.device))
         with torch.cuda.stream(side):
@@ -103,14 +107,15 @@ class Recorded:
             self.result = run(self.given)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The result, until the next call."""
+        """The result; the next call overwrites it."""
         self.given.copy_(x)
         self.graph.replay()
         return self.result
 
 
 class Cache:
-    """Attention of the new tokens over all tokens so far. Room for `capacity` tokens is taken when the first come."""
+    """Attention of the new tokens over all tokens so far. Memory for `capacity` tokens is allocated at the first
+    call."""
 
     def __init__(self, attend: Callable[..., Any], capacity: int) -> None:
         self.attend, self.capacity, self.length = attend, capacity, 0
@@ -119,13 +124,13 @@ class Cache:
 
     @property
     def room(self) -> Tensor:
-        """Keys and values, [2, B, K, capacity, D], once there are some."""
+        """Keys and values, [2, B, K, capacity, D]; only after the first call."""
         assert self._room is not None
         return self._room
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, mask: Any = None) -> Tensor:
-        """q [B, H, T, D]; k, v [B, K, T, D] of T new tokens, which see each other causally and all before them,
-        whatever a model asks for."""
+        """Attention of T new tokens, q [B, H, T, D] and k, v [B, K, T, D], to all tokens before and causally to each
+        other. `causal` and `mask` are ignored."""
         if self._aim is not None:
             return self._extend(q, k, v, *self._aim)
         before = self.length
@@ -133,7 +138,7 @@ class Cache:
         return self.attend(q, k, v, mask=masks.causal(before))
 
     def aim(self, positions: Tensor, seen: masks.Rows) -> None:
-        """From now on one token a row comes at a time: the next goes to `positions` [B] and sees `seen`."""
+        """From now on each call has one token per row. The next token is stored at `positions` [B] and sees `seen`."""
         self._aim = positions, seen
 
     def _extend(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, seen: masks.Rows) -> Tensor:
@@ -144,7 +149,7 @@ class Cache:
         return self.attend(q, keys, values, mask=seen)
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep these keys and values; all that are kept, [B, K, S, D]."""
+        """Store these keys and values. Returns all that are stored, [B, K, S, D]."""
         end = self.length + k.shape[2]
         if end > self.capacity:
             raise ValueError(f"this cache has room for {self.capacity} tokens: got {end}; make a larger one")
@@ -159,12 +164,12 @@ class Cache:
 
 
 def _zeros(like: Tensor, *shape: int) -> Tensor:
-    """Zeros of another tensor's kind. On the host they take memory when they are written to: who has room for a million
-    tokens may end after ten."""
+    """Zeros with another tensor's dtype and device. On the host, memory is taken only when it is written to: a text may
+    end after ten tokens of a capacity of a million."""
     try:
         if like.device.type != "cpu":
             return like.new_zeros(shape)
-        raw = np.zeros(math.prod(shape) * like.element_size(), np.uint8)  # PyTorch's own would write each of them
+        raw = np.zeros(math.prod(shape) * like.element_size(), np.uint8)  # torch.zeros writes every element
         return torch.from_numpy(raw).view(like.dtype).view(shape)
     except (RuntimeError, MemoryError, ValueError, OverflowError) as error:
         raise ValueError(

@@ -34,7 +34,7 @@ from .split import Split
 BATCH = 8
 """Prompts of a file that are decoded together by default."""
 AROUND = 32
-"""Tokens of a prompt that may change how those after it are written."""
+"""Number of tokens before a token on which its text may depend."""
 
 
 def generate(
@@ -84,7 +84,7 @@ def generate(
         raise ValueError(f"the seed must fit 64 bits, -2**63 to 2**64 - 1: got {seed}; choose a smaller one")
     try:
         prompt.encode()
-    except UnicodeEncodeError as error:  # Python keeps bytes of a command line that are no text as lone surrogates
+    except UnicodeEncodeError as error:  # bytes of a command line that are not text become lone surrogates
         raise ValueError(f"the prompt must be UTF-8 text: got {prompt!r}; convert it, with iconv say") from error
     prompts = read_prompts(file) if file else [prompt]
     gpus = torch.cuda.device_count() if device != "cpu" else 0
@@ -100,15 +100,15 @@ def generate(
         else:
             backend = "nccl" if where == "cuda" else "gloo"
             _talk_on_ranks(ranks, backend, folder, prompts, tokens, sampling, seed, tokenizer, where, dtype)
-    except KeyboardInterrupt:  # someone has read enough
+    except KeyboardInterrupt:  # Ctrl-C is a normal end of a long text
         print()
         return 130
     return 0
 
 
 def _talk_on_ranks(num_ranks: int, backend: str, *args: Any) -> None:
-    """`talk` on ranks that are started for it, and have ended when this returns or raises."""
-    # No exchange times out: a pager or Ctrl-S may stop the first rank where it prints. One that dies is noticed anyway.
+    """Run `talk` on ranks that are started here and have ended when this returns or raises."""
+    # No communication times out: a pager or Ctrl-S may stop the first rank where it prints. A dead rank is still found.
     with Ranks(num_ranks, backend=backend, timeout=LONGEST, own_functions=True) as pool:
         try:
             pool.run(talk, *args, timeout=LONGEST)
@@ -130,8 +130,8 @@ def talk(
     dtype: str,
     batch: int = 1,
 ) -> None:
-    """Continue each prompt, or `batch` of them at a time, and print it, one alone as it comes; on the ranks of a group
-    together, a prompt at a time, and the first prints."""
+    """Continue and print each prompt, `batch` of them at a time. A single prompt is printed token by token. In a
+    process group, all ranks continue one prompt at a time together, and the first rank prints."""
     split = dist.is_initialized() and dist.get_world_size() > 1
     silent = split and dist.get_rank() > 0
     with contextlib.nullcontext() if silent else progress(f"reading {folder}"):
@@ -154,10 +154,10 @@ def talk(
         else:
             prefix, counter = texts[0], itertools.count()
             for piece in stream((token for token, _ in zip(tokens, counter, strict=False)), coder, starts[0]):
-                # The prompt comes with the first token: if it is refused, the error stands alone.
+                # The prompt is printed with the first token: after an error before that, only the error is printed.
                 say(prefix + piece)
                 prefix = ""
-            count = next(counter)  # of tokens: after the last of them a piece may come of what was held back
+            count = next(counter)  # tokens, not pieces: after the last token, text that was held back is one more piece
             say("\n")
         say(f"[{count} tokens, {count / (time.perf_counter() - begin):.1f} a second]\n")
 
@@ -167,7 +167,7 @@ def load(
 ) -> tuple[Llama, Tokenizer, frozenset[int]]:
     """The model of a training run, one of its checkpoints, or a Hugging Face folder; its tokenizer; and the tokens
     that end a text."""
-    # Ranks that chose each for itself could find different checkpoints of a run that goes on.
+    # The first rank chooses: ranks could find different checkpoints if the run is still training.
     path = from_first(lambda: _choose(folder)) if dist.is_initialized() else _choose(folder)
     model = load_llama(path, attention=attention, dtype=dtype, device=device, verify=False).eval()  # _choose did
     coder = load_tokenizer(tokenizer or _find_tokenizer(path, model.config.vocab_size))
@@ -180,7 +180,7 @@ def load(
 
 
 def _require_weights(path: Path) -> None:
-    """ValueError for what is no folder of weights and no training run."""
+    """ValueError unless this is a folder of weights or a training run."""
     remedy = "give a training run (runs/tiny), a Hugging Face folder or a name on the Hub (ORG/NAME)"
     try:
         if not path.is_dir():
@@ -192,7 +192,7 @@ def _require_weights(path: Path) -> None:
 
 
 def _choose(folder: str | Path) -> Path:
-    """The folder whose weights are meant: a run's newest whole checkpoint, or this one."""
+    """The folder of weights: the newest whole checkpoint of a run, or this folder itself."""
     path = Path(folder)
     _require_weights(path)
     if (path / "config.json").exists():
@@ -205,8 +205,8 @@ def _choose(folder: str | Path) -> Path:
 
 
 def stream(tokens: Iterable[torch.Tensor | list[int]], coder: Tokenizer, prompt: Sequence[int] = ()) -> Iterator[str]:
-    """Text for each token of the first row after a prompt, holding back what is not a whole character yet; at
-    the end what is left of one."""
+    """The text of each token of the first row after a prompt. Incomplete characters are held back until they are whole,
+    or until the end."""
     if isinstance(coder, ByteTokenizer):
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for token in tokens:
@@ -215,14 +215,14 @@ def stream(tokens: Iterable[torch.Tensor | list[int]], coder: Tokenizer, prompt:
         if rest := decoder.decode(b"", final=True):
             yield rest
         return
-    seen = list(prompt[-AROUND:])  # a token alone may lose the space before it, as the first of a text does
+    seen = list(prompt[-AROUND:])  # decoded alone, a token may lose its leading space, as at the start of a text
     text = told = coder.decode(seen)
     for token in tokens:
         seen.append(int(token[0]))
         text = coder.decode(seen)
         piece = "" if text.endswith("\ufffd") else text[len(told) :]
         told += piece
-        if piece and len(seen) > 2 * AROUND:  # all from the start, for every token, would take ever longer
+        if piece and len(seen) > 2 * AROUND:  # decoding all tokens each time would take longer and longer
             seen = seen[-AROUND:]
             text = told = coder.decode(seen)
         yield piece
@@ -231,7 +231,7 @@ def stream(tokens: Iterable[torch.Tensor | list[int]], coder: Tokenizer, prompt:
 
 
 def read_prompts(file: str) -> list[str]:
-    """The prompts in a file, one a line."""
+    """The prompts in a file, one per line."""
     path = Path(file)
     data = read_bytes(path, "a file of prompts has one per line", limit=MAX_LINES_BYTES)
     try:
@@ -249,7 +249,8 @@ def read_prompts(file: str) -> list[str]:
 
 
 def _find_ends(path: Path, coder: Tokenizer, vocab_size: int) -> frozenset[int]:
-    """The tokenizer's end, and what a Hugging Face folder says ends a text: a chat model's turns end with others."""
+    """The tokenizer's end token, and those that a Hugging Face folder names: a chat model ends its turns with
+    others."""
     files = (path / "generation_config.json", path / "config.json")
     named = (read_json(file).get("eos_token_id") for file in files if file.exists())
     found: Any = next((value for value in named if value is not None), [])
@@ -262,7 +263,7 @@ def _find_tokenizer(path: Path, vocab_size: int) -> str:
         return name
     if (path / "state.json").exists():
         return "bytes"
-    if vocab_size > ByteTokenizer.vocab_size:  # bytes would be read as words
+    if vocab_size > ByteTokenizer.vocab_size:  # the tokens are not bytes
         raise ValueError(
             f"{path} has no tokenizer.json, and its {vocab_size} tokens are more than bytes: name one with --tokenizer"
         )

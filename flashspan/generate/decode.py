@@ -1,4 +1,4 @@
-"""Decoding: prompts once through the model, then a token at a time, with the keys and values kept."""
+"""Decoding: the model processes the prompts once, then one token at a time; keys and values are cached."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def decode(
     ends: Collection[int] = (),
     context: Context | None = None,
 ) -> Iterator[Tensor]:
-    """Yield up to `num_tokens` tokens [B] that continue a prompt [T], or several of any lengths; stops when every row
-    has said one of `ends`, after which a row's tokens mean nothing.
+    """Yield up to `num_tokens` tokens [B] that continue a prompt [T], or several prompts of any lengths. It stops when
+    every row has one of `ends`; a row's tokens after its end mean nothing.
 
-    ValueError where logits are not finite: before a token of them is yielded; without `ends`, where the host waits for
-    no token between the first and the last, before the last.
+    ValueError if logits are not finite. With `ends`, it is raised before a token chosen from them is yielded. Without,
+    the host checks the first and the last token only, so it may be raised as late as before the last one.
 
-    A row is what it would be alone: its draws depend on the seed and on nothing else. With a context split over ranks,
-    every rank calls this with the same arguments and yields the same tokens.
+    A row does not depend on the other rows: its random choices depend on the seed only. With a context split over
+    ranks, every rank calls this with the same arguments and yields the same tokens.
     """
     sampling = sampling or Sampling()
     device = model.embed.weight.device
@@ -56,7 +56,8 @@ def decode(
         chosen = likeliest(logits, said, spoiled, last_words) if sampling.temperature == 0 else None
         if chosen is None:
             spoiled |= ~(said | logits.isfinite().all(-1))
-            # Until the host knows: PyTorch refuses to draw from nan, and on a GPU that ends the process's use of it.
+            # Without NaN, because the host reads `spoiled` later: sampling from NaN on a GPU makes all later calls
+            # fail.
             chosen = sampling.choose(logits.nan_to_num(0.0, 0.0, 0.0), generators)
             said |= torch.isin(chosen, last_words)
         ended = number == num_tokens
@@ -75,7 +76,7 @@ def decode(
 
 
 def _pad(prompt: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of one width [B, T], filled up with token 0, and how long each was [B]."""
+    """Rows of equal length [B, T], padded with token 0, and the length of each [B]."""
     if isinstance(prompt, Tensor):
         tokens = torch.atleast_2d(prompt.cpu()).long()
         return tokens, torch.full((len(tokens),), tokens.shape[1])

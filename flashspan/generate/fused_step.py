@@ -1,13 +1,14 @@
 """A decode step of a plain LLaMA in six launches a layer, for up to 16 rows on an NVIDIA GPU.
 
-    step = fused_step(model, rooms, positions)        # None where these kernels do not serve
-    logits = step(tokens)                             # one token a row at `positions`, [B, V]
+    step = fused_step(model, rooms, positions)        # None if the kernels do not support the model
+    logits = step(tokens)                             # one token per row at `positions`, [B, V]
 
 A layer is: norm, projections, rotation and the write to the cache (1); attention over the cache and the combination of
 its parts (2, 3); output projection and residual (4); norm, gate and up (5); down projection and residual (6). The
-kernels are in kernels/portable/matvec.py. The residual is rounded where the model rounds it. Elsewhere there are fewer
-roundings: queries and keys are rounded after the rotation alone, a projection not before it is added to the residual,
-and gate and up not before they are multiplied. What a norm makes is rounded before the division by the root, not after.
+kernels are in kernels/portable/matvec.py. The residual is rounded where the model rounds it; elsewhere there are fewer
+roundings. Queries and keys are rounded after the rotation only. A projection is not rounded before it is added to the
+residual, nor gate and up before they are multiplied. A norm's result is rounded before the division by the root of the
+mean square, not after.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ if TYPE_CHECKING:
     from flashspan.kernels.launch.launch import Launch
 
 FAILED: dict[tuple[Any, ...], str] = {}
-"""Shapes whose kernels could not be compiled here, and what went wrong: they are not tried again."""
+"""Shapes whose kernels could not be compiled on this machine -> the reason. They are not tried again."""
 
 
 class FusedStep:
-    """The launches of a step and the buffers between them. Weights and caches are read where they lie.
+    """The launches of a step, and the buffers between them. Weights and caches are not copied.
 
     rooms: the keys and values of each layer, [2, B, K, capacity, D].
     """
@@ -58,13 +59,13 @@ class FusedStep:
         self.layers = layers
         self.norms = [norm for layer in self.layers for norm in (layer.attention_norm, layer.ffn_norm)] + [model.norm]
         self.gains = gains([norm.weight for norm in self.norms], weight.dtype)
-        # Made once: the tables that its gradient would need take many kernels. Each step writes new ends.
+        # The mask is made once, because its transpose takes many kernels. Each step writes new ends into it.
         self.end = torch.ones(B, 1, dtype=torch.int32, device=device)
         self.seen = masks.Rows(torch.zeros_like(self.end), self.end, rooms[0].shape[3], convex=True)
         self.problem = Problem(self.seen, 1.0 / math.sqrt(config.head_dim))
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        """Logits [B, V] of tokens [B, 1], until the next call. Adds one to the positions."""
+        """Logits [B, V] of tokens [B, 1]; the next call overwrites them. Adds one to the positions."""
         from flashspan.kernels.launch.launch import on
 
         with on(self.positions.device):
@@ -78,7 +79,7 @@ class FusedStep:
         return self.logits
 
     def compile(self) -> None:
-        """Compile and load every kernel; KernelFailed where one cannot be. Nothing that is kept is written to."""
+        """Compile and load every kernel; KernelFailed if one fails. Caches and positions do not change."""
         from flashspan.kernels.launch.compiling import compile_together
 
         tokens = self.positions.unsqueeze(1)
@@ -104,7 +105,7 @@ class FusedStep:
         )  # fmt: skip
 
     def _attend(self, i: int) -> Tensor:
-        """What the attention of a layer finds, [B, H * D]."""
+        """The output of a layer's attention, [B, H * D]."""
         from flashspan.kernels.portable import decode
 
         keys, values = self.rooms[i]
@@ -135,7 +136,7 @@ class FusedStep:
 
 
 def fused_step(model: Llama, rooms: Sequence[Tensor], positions: Tensor) -> FusedStep | None:
-    """The step for a model and its layers' filled caches on a GPU; None where it does not serve."""
+    """The step for a model and its layers' filled caches on a GPU; None if the kernels do not support them."""
     shape = (model.config, rooms[0].shape, model.head.weight.dtype, positions.device)
     if not _has_gpu(positions.device) or not serves(model, rooms) or shape in FAILED:
         return None
@@ -157,7 +158,8 @@ def fused_step(model: Llama, rooms: Sequence[Tensor], positions: Tensor) -> Fuse
 
 
 def serves(model: Llama, rooms: Sequence[Tensor]) -> bool:
-    """Whether a model is just what its page says: whole dense weights of one dtype, and no hooks; and few rows."""
+    """Whether the kernels support a model: an unmodified `Llama` with whole, contiguous weights of one dtype, no hooks
+    and few rows."""
     from flashspan.kernels.portable import decode
     from flashspan.kernels.portable.matvec import MAX_ROWS
 
@@ -183,7 +185,8 @@ def serves(model: Llama, rooms: Sequence[Tensor]) -> bool:
 
 
 def gains(weights: Sequence[Tensor], dtype: torch.dtype) -> list[float]:
-    """A power of two for each norm, which keeps the residual times the weight within float16; 1 in other dtypes."""
+    """A power of two for each norm that keeps the residual times the norm's weight within float16; 1 in other
+    dtypes."""
     if dtype != torch.float16:
         return [1.0] * len(weights)
     largest = torch.stack([weight.abs().amax().float() for weight in weights]).tolist()

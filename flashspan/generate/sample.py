@@ -1,4 +1,4 @@
-"""One token out of many: greedy, or drawn by temperature, top-k and top-p."""
+"""The choice of the next token: greedy, or sampled with temperature, top-k and top-p."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from torch import Tensor
 from flashspan.kernels.failure import KernelFailed
 
 FAILED: list[str] = []
-"""Why the kernel of `likeliest` could not be compiled here, if so: then it is not tried again."""
+"""Why the kernel of `likeliest` could not be compiled on this machine; empty if it was. It is not tried again."""
 
 LEAST_TEMPERATURE = 1e-6
-"""Logits divided by much less are beyond float32."""
+"""The least temperature above 0: logits divided by much less exceed float32."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to choose. Temperature 0 takes the likeliest; top_k and top_p leave out the unlikely (0 and 1: nothing)."""
+    """How to choose a token. Temperature 0 takes the most probable one; top_k and top_p leave out improbable ones (0
+    and 1 leave out none)."""
 
     temperature: float = 0.8
     top_k: int = 0
@@ -40,14 +41,14 @@ class Sampling:
             )
 
     def choose(self, logits: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
-        """Tokens [B] from logits [B, V], each row by a generator of its own."""
+        """Tokens [B] from logits [B, V]; each row has its own generator."""
         if self.temperature == 0:
             return logits.argmax(-1)
         rows = zip(self.probabilities(logits), generators, strict=True)
         return torch.cat([torch.multinomial(chances, 1, generator=generator) for chances, generator in rows])
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """What `choose` draws from, float32 [B, V]."""
+        """The probabilities with which `choose` samples, float32 [B, V]."""
         logits = logits.float() / self.temperature
         if 0 < self.top_k < logits.shape[-1]:
             least = logits.topk(self.top_k).values[..., -1:]
@@ -55,7 +56,7 @@ class Sampling:
         chances = logits.softmax(-1)
         if self.top_p < 1:
             falling, order = chances.sort(-1, descending=True)
-            # A token stays if those likelier than it do not reach top_p yet; the likeliest always stays.
+            # A token stays if the more probable ones together do not reach top_p; the most probable one always stays.
             surplus = falling.cumsum(-1) - falling >= self.top_p
             surplus[..., 0] = False  # top_p may be 0 in float32
             chances = chances.masked_fill(surplus.scatter(-1, order, surplus), 0.0)
@@ -64,8 +65,9 @@ class Sampling:
 
 
 def likeliest(logits: Tensor, said: Tensor, spoiled: Tensor, ends: Tensor) -> Tensor | None:
-    """The greedy tokens [B] of logits [B, V] by one kernel, None where there is none. In place, of bools [B]: `spoiled`
-    where a row that has not `said` an end is not all finite, then `said` where the token is one of `ends`."""
+    """The most probable tokens [B] of logits [B, V], by one kernel; None without a GPU or if the kernel does not
+    compile. Two bool tensors [B] are updated in place: `spoiled` becomes True for rows that have not ended and have a
+    logit that is not finite; then `said`, for rows whose token is one of `ends`."""
     if not logits.is_cuda or FAILED or importlib.util.find_spec("triton") is None:
         return None
     from flashspan.kernels.portable import likeliest as kernel

@@ -58,7 +58,7 @@ class Backend:
 
 @dataclass(frozen=True)
 class Choice:
-    """The backend that serves, and the reason of each of the others; printed, a small table."""
+    """The backend that serves, and why each of the others does not. Its text is a small table."""
 
     backend: Backend
     call: Call
@@ -240,7 +240,7 @@ def backward_of_output(
     problem: Problem,
     **into: Tensor,
 ) -> None:
-    """By the module's own function, if it makes delta itself."""
+    """`backward_of_output` of a backend's module; if it has none, `backward` with a delta computed here."""
     of_output = getattr(local, "backward_of_output", None)
     if of_output is not None:
         of_output(dout, q, k, v, out, lse, problem, **into)
@@ -272,8 +272,8 @@ class Chosen(NamedTuple):
         self._serve(lambda local, problem: backward_of_output(local, *given, problem, **into), q, problem)
 
     def compile_backward(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> None:
-        """Start compiling what backward of such a call launches, while forward compiles; once for calls that are alike.
-        For intervals on a GPU: other calls compile when they come."""
+        """Start compiling the kernels of such a call's backward pass while forward compiles; once for similar calls.
+        Only for intervals on a GPU: other backward passes compile at their first call."""
         mask, device = problem.mask, q.device
         key = (
             "backward ahead",

@@ -1,8 +1,8 @@
-"""Compile a kernel launch for a GPU that is not here, and say what it costs: registers, spills, shared memory, SASS.
+"""Compile a kernel launch without its GPU, and report its cost: registers, spills, shared memory, instructions (SASS).
 
     python -m flashspan.kernels.compile          # every shipped tile of the Hopper and the portable kernels, for sm_90
 
-Needs Triton and no GPU: ptxas and the disassembler come in its wheel.
+It needs Triton and no GPU: ptxas and the disassembler are part of Triton's wheel.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ TYPES = {
 
 @dataclass(frozen=True)
 class Cost:
-    """What ptxas says of one kernel."""
+    """The cost of one kernel, as ptxas and the disassembler report it."""
 
     registers: int
     spilled_bytes: int
     shared_bytes: int
     num_warps: int
     instructions: collections.Counter[str]
-    loops: list[collections.Counter[str]]  # of the innermost that multiply, in the order of the code
-    bursts: list[int]  # in each of those, the most exponentials that follow one another
+    loops: list[collections.Counter[str]]  # instructions of each innermost loop that multiplies, in the code's order
+    bursts: list[int]  # for each of these loops, the longest row of exponentials
     warnings: list[str]
 
 
 def compile_launch(launch: Launch) -> Cost:
-    """Compile for sm_90 and look at what came out."""
+    """Compile for sm_90 and read the cost from the machine code."""
     import triton
 
     compiled = compile_for(launch, "cuda", 90)
@@ -56,8 +56,8 @@ def compile_launch(launch: Launch) -> Cost:
 
 
 def compile_for(launch: Launch, kind: str, architecture: int | str) -> Any:
-    """Compile for an NVIDIA GPU ("cuda", 90) or one of AMD's ("hip", "gfx942"); the launch's tensors may be on the meta
-    device. Of what Triton gives, `metadata.shared` is the shared memory of a program."""
+    """Triton's compiled kernel for an NVIDIA GPU ("cuda", 90) or an AMD GPU ("hip", "gfx942"). The launch's tensors may
+    be on the meta device. `metadata.shared` of the result is the shared memory of a program."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -137,7 +137,7 @@ def _instructions(sass: str) -> tuple[list[str], list[list[str]]]:
             labels[label[1]] = len(names)
         elif found := re.search(r"/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?([A-Z0-9_]+)([^;]*);", line):
             target = re.search(r"`\((\.L_x_\d+)\)", found[3])
-            # A jump back without a condition is the end of something that was moved out of the way.
+            # A jump back without a condition is no loop: it ends code that the compiler moved out of line.
             if found[1] and found[2] == "BRA" and target and target[1] in labels:
                 jumps.append((labels[target[1]], len(names)))
             names.append(found[2])
@@ -161,8 +161,8 @@ def shipped_launches(dtype: torch.dtype, head_dim: int, **options: Any) -> dict[
 
 
 def hopper_launches(dtype: torch.dtype, head_dim: int, **options: Any) -> dict[str, Launch]:
-    """The launches of one call of the Hopper kernels on meta tensors: "finer" where V is made so, "forward" and its
-    "repair", "backward" where there is one in one pass, and "keys" and "queries", the two passes."""
+    """The launches of one call of the Hopper kernels on meta tensors: "finer" if V is converted to float16, "forward"
+    and "repair", "backward" in one pass if the head size has one, and "keys" and "queries", the two passes."""
     from flashspan.kernels.hopper.finer import finer_launch, pays, room_for
     from flashspan.kernels.hopper.launch import forward_launch
     from flashspan.kernels.hopper.one_pass import backward_launch
@@ -200,7 +200,7 @@ def hopper_launches(dtype: torch.dtype, head_dim: int, **options: Any) -> dict[s
 
 
 def product_launches(dtype: torch.dtype, head_dim: int) -> dict[str, Launch]:
-    """The launches of a layer's products, with what follows them, on meta tensors."""
+    """The launches of a layer's matmuls with their epilogues, on meta tensors."""
     from flashspan.kernels.hopper.gated import gated_backward_launch, gated_launch
     from flashspan.kernels.hopper.projection import projection_launch
     from flashspan.kernels.hopper.residual import sum_launch

@@ -7,10 +7,10 @@ Shapes: q, dout, dq [B, H, T, D]; k, v, dk, dv [B, K, S, D] with K dividing H; l
 strides, as long as the last dimension is contiguous. Any length, 0 included.
 
 Forward continues an online softmax. With a carry, the result covers the carry's keys and these. The carry is float32
-and may be updated in place; use the returned one. (On the CPU its lse may be float64 and stays so where a kernel can:
-over many calls lse has the largest rounding error.) Without a carry, forward starts one in `out_dtype`: q's dtype for a
-single call, float32 if more keys follow. Nothing is rounded to 16 bits between calls, so the error does not grow with
-their number. A row that has seen no key has out 0 and lse -inf.
+and may be updated in place; use the returned one. (On the CPU its lse may be float64, and kernels that support that
+keep it so: over many calls, lse has the largest rounding error.) Without a carry, forward starts one in `out_dtype`:
+q's dtype for a single call, float32 if more keys follow. Nothing is rounded to 16 bits between calls, so the error does
+not grow with their number. A row that has seen no key has out 0 and lse -inf.
 
 Backward takes lse and delta over *all* keys of a row, also where forward was several calls. With `accumulate` it adds
 to dq, dk and dv, which are float32; without, it overwrites them, in any floating dtype. A row whose lse is -inf has
@@ -24,9 +24,9 @@ Two optional functions save time:
 The first is backward without `accumulate`, with delta computed from dout and the out of all keys. The second returns
 the forward of later calls with the same layouts, if such a call has run (backends.Repeat).
 
-Masked-out keys do not exist: a NaN in one of them reaches no result. Nor, on the CPU, does a NaN in a query that sees
-no key. Dropout drops and scales probabilities, never lse. A kernel that cannot be compiled or loaded raises
-`KernelFailed` (failure.py) before anything is computed, so that another implementation can serve the call.
+Masked-out keys do not exist: a NaN in one of them reaches no result. On the CPU a NaN in a query that sees no key
+reaches none either. Dropout drops and scales probabilities, never lse. A kernel that cannot be compiled or loaded
+raises `KernelFailed` (failure.py) before anything is computed, so that another implementation can serve the call.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """PyTorch's fused CPU attention as an implementation of the contract.
 
-The operator supports no mask and a top-left causal mask at no cost, and a dense mask. So a mask is cut into strips of
-query rows, most of which need no dense mask (see Note [Strips]). For the others a dense mask of CHUNK rows and the keys
-they see is allocated at a time, so a window takes time and memory linear in T. `tiled` serves dropout, a scale that is
-not positive in float32 (the operator multiplies its own -inf by it), and non-finite keys or values behind a mask.
+The operator supports calls without a mask, with a top-left causal mask, and with a dense mask; only the last has a
+cost. So a mask is cut into strips of query rows, most of which need no dense mask (see Note [Strips]). For the others,
+a dense mask of CHUNK rows and the keys that they see is allocated at a time: a window takes time and memory linear in
+T. `tiled` serves dropout, a scale that is not positive in float32 (the operator multiplies its own -inf by it), and
+non-finite keys or values behind a mask.
 """
 
 from __future__ import annotations
@@ -163,11 +164,12 @@ def _head_groups(q: Tensor, k: Tensor) -> list[tuple[slice, slice]]:
     return [(slice(first * group, (first + num) * group), slice(first, first + num)) for first in firsts]
 
 
-# Note [Strips] A mask gives each query one interval of keys. Where consecutive rows have the same interval, the
-# operator needs no mask: it gets only those keys. Tiles of a zigzag ring are so: long runs of rows see all keys or
-# none. Where the start is the same and the end grows by one key per row, all rows see the keys before the first row's
-# last one, and the rest is top-left causal: two calls without a dense mask. Causal masks with any offset are so, and
-# each document of a packed batch. Any other strip gets a dense mask.
+# Note [Strips]
+# A mask gives each query one interval of keys. Where consecutive rows have the same interval, the operator needs no
+# mask: it gets only those keys. This holds for tiles of a zigzag ring, where long runs of rows see all keys or none.
+# Where the start is the same and the end grows by one key per row, all rows see the keys before the first row's last
+# one, and the rest is top-left causal: two calls without a dense mask. This holds for causal masks with any offset, and
+# for each document of a packed batch. Any other strip gets a dense mask.
 
 
 class _Part(NamedTuple):
@@ -291,8 +293,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, part: _Part, *, scale: float, dtype
 
 
 # Note [Stand-in output]
-# The operator's backward uses `out` only to compute delta = rowsum(dout * out). We have delta instead: that of all keys
-# of the row, perhaps with the gradient of lse in it. So we pass another `out` with the same delta: dout times
+# The operator's backward uses `out` only to compute delta = rowsum(dout * out). We have delta itself, over all keys of
+# the row, perhaps with the gradient of lse in it. So we pass another `out` that gives the same delta: dout times
 # delta / |dout|^2. All terms of the sum then have one sign, so no digits cancel.
 #
 # Where a square could underflow or overflow, sign(dout) times delta / sum(|dout|) works too, in one more pass over

@@ -1,4 +1,4 @@
-"""delta = rowsum(dout * out), all that backward needs of the output, and the dtype it needs the output in."""
+"""delta = rowsum(dout * out), for which alone backward needs the output, and the dtype in which the output is kept."""
 
 from __future__ import annotations
 

@@ -1,11 +1,13 @@
-"""The accuracy that attention promises, in numbers: `flashspan check` and the tests measure every implementation by it.
+"""The accuracy that attention promises, in numbers. `flashspan check` and the tests compare every implementation with
+it.
 
     answer = solve(q, k, v, dout, mask=mask, scale=scale)
     ratios = answer.ratios(dq=dq, dk=dk, dv=dv)  # error / allowed error: at most 1
 
 docs/numerics.md derives the promise. In short: in float32, the norm of an error is at most FORWARD or GRADIENT times
 the norm of the result, or times the norm that the result would have if its terms had random signs, whichever is larger.
-The softmax amplifies the rounding of scores beyond SCORE; they allow more, in proportion.
+The softmax amplifies the rounding of large scores. So if the scores' bound exceeds SCORE, the allowed error grows in
+proportion.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def backward(
 
 
 class _Plan:
-    """The tiles to visit, the masks of the partial ones, and dropout."""
+    """The tiles to visit, the masks of the partial tiles, and dropout."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: Dropout | None) -> None:
         self.num_batch, self.num_heads, num_queries, _ = q.shape

@@ -1,31 +1,34 @@
 """The backward kernel for Hopper.
 
-A tile is a block of keys, 64 for each of two or three consumer warpgroups: K and V stay in shared memory, dK and dV in
-registers, and the queries that see the keys pass by, for every query head that shares them. A producer warp loads Q,
-dO and two numbers of each row; another warp adds finished blocks of dQ into global float32 through the copy engine
-(dq_accumulate.py). Everything is transposed, keys down and queries across, so that P and dS are already in the
-registers dV and dK want them in. The accumulators of S start at -lse and those of dP at -delta, which saves the
-subtractions. All of a column start at the same number: loading it costs a read of shared memory for each register, so
-where there is room (heads of 64) it is the result of a matmul of ones and the number's three bfloat16 parts (parts.py).
+A tile is a block of keys, 64 for each of two or three consumer warpgroups. K and V stay in shared memory, dK and dV in
+registers. Consumers loop over the blocks of queries that see the keys, for every query head that shares them. A
+producer warp loads Q, dO, -lse and -delta. Another warp, the dQ warp, adds finished blocks of dQ into global float32
+through the copy engine (dq_accumulate.py). Scores are transposed, keys down and queries across: P and dS are then
+already in the registers from which the matmuls of dV and dK read them.
 
-While one consumer computes exponentials the others must keep the tensor cores busy: a warp that starts a matmul waits
-until most of it is done. So they may drift apart, by up to a block. They share only dQ of the block before, summed over
-the keys of all: the others have had time to write its dS. Each of two consumers makes half of every dQ or, by turns,
-every second one whole, which reads less shared memory (WHOLE_DQ_STAGES). Each of three makes every third dQ and then
-frees its stage of dS; there are four.
+The accumulators of S start at -lse and those of dP at -delta, which saves the subtractions. A whole column starts at
+the same number. Loading it costs a read of shared memory for each register. So where there is room (heads of 64), a
+matmul writes it: ones times the number's three bfloat16 parts (parts.py).
 
-Programs are persistent: a tile's dK and dV leave through the buffer of dS (dV through one of its own where there is
-room), so that the next one's K and V may come meanwhile, and its first Q and dO before. The producer publishes what
-the next tile is. Where gradients are accumulated and tiles are equally long, those after the last full round of
-programs are split by queries (SPLIT_TILES).
+While one consumer computes exponentials the others must keep the tensor cores busy, because a warp that starts a matmul
+waits until most of it is done. So consumers may drift apart, by up to a block. They share only dQ, which sums over the
+keys of all of them. It is made one block late: by then the others have had time to write their dS. Each of two
+consumers makes half of every dQ or, by turns, every second one whole, which reads less shared memory (WHOLE_DQ_STAGES).
+Each of three makes every third dQ and then frees its stage of dS; there are four.
 
-With few key heads, tiles are few, and the query heads of one are divided among several key heads that share K and V
-(SPLIT_HEADS, portable/head_parts.py).
+Programs are persistent. The copy engine writes a tile's dK and dV from the buffer of dS (dV from a separate one where
+there is room). So K and V of the next tile can be loaded meanwhile; its first Q and dO are loaded even before. The
+producer publishes what the next tile is. Where gradients are accumulated and tiles are equally long, the tiles after
+the last full round of programs are split by queries (SPLIT_TILES).
 
-Without WITH_DQ, for gradients that repeat (two_pass.py), only dK and dV are made, and consumers share nothing.
+With few key heads there are few tiles. Then a key head becomes several that share K and V, each for a part of the query
+heads (SPLIT_HEADS, portable/head_parts.py).
 
-For a block map a tile's block of keys is a line of its transposed lists. A listed block of 128 queries is one block, or
-two where a block has 64; its bits come with Q and dO.
+Without WITH_DQ, for gradients that repeat bit for bit (two_pass.py), only dK and dV are made, and consumers share
+nothing.
+
+For a block map a tile is a line of its transposed lists. A listed block of 128 queries is one step, or two where a step
+has 64 queries; its bits are loaded with Q and dO.
 
 The constants are in config.py (BackwardConfig), a step is in backward_main_loop.py.
 """
@@ -88,7 +91,7 @@ def lists_backward_kernel(
     SPLIT_HEADS: gl.constexpr, WHOLE_DQ_STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """The same for the transposed lists and bits of a block map in blocks of 128 x 128."""
+    """dK, dV and dQ, for the transposed lists and bits of a block map in blocks of 128 x 128."""
     words_s = gl.allocate_shared_memory(gl.int32, [STAGES * 2, 256], desc_words.layout)
     _run(
         BackwardTensors(desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_lse, desc_delta),
@@ -130,7 +133,7 @@ def _run(
         SPLIT_TILES=SPLIT_TILES,
         SPLIT_HEADS=SPLIT_HEADS,
         FIRST_STEP_APART=FIRST_STEP_APART,
-        # Where dV is added a buffer of its own is slower.
+        # Where dV is accumulated, a separate buffer is slower.
         DV_BUFFER=FIRST_STEP_APART and not BLOCK_MAP and not ACCUMULATE and DQ_STAGES == 1,
         WHOLE_DQ_STAGES=WHOLE_DQ_STAGES,
         UNIT_SCALE=UNIT_SCALE,
@@ -156,7 +159,7 @@ def _run(
     lse_s = gl.allocate_shared_memory(desc_lse.dtype, [STAGES] + desc_lse.block_type.shape, desc_lse.layout)
     delta_s = gl.allocate_shared_memory(desc_delta.dtype, [STAGES] + desc_delta.block_type.shape, desc_delta.layout)
     gl.static_assert(CONSUMERS == 2 or not config.DV_BUFFER)
-    dv_s = ds0_s  # not used as such unless there is room
+    dv_s = ds0_s  # a stand-in: not used without DV_BUFFER
     if config.DV_BUFFER:
         dv_s = gl.allocate_shared_memory(dtype, [2, BLOCK_K, BLOCK_D], DS)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -165,11 +168,11 @@ def _run(
     work_full = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
     work_s = gl.allocate_shared_memory(gl.int32, [32, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    # Blocks of a block map are waited for: dO's stages are handed back before Q's.
+    # With a block map, consumers often wait for the next block: so dO's stages are freed first, then Q's.
     EMPTY: gl.constexpr = 2 * STAGES if BLOCK_MAP else STAGES
     empty = gl.allocate_shared_memory(gl.int64, [EMPTY, 1], BARRIER)
     ds_full = gl.allocate_shared_memory(gl.int64, [DS_STAGES, 1], BARRIER)
-    ds_empty = ds_full  # not used as such unless there are three consumers
+    ds_empty = ds_full  # a stand-in: used with three consumers only
     if CONSUMERS == 3:
         ds_empty = gl.allocate_shared_memory(gl.int64, [DS_STAGES, 1], BARRIER)
     dq_full = gl.allocate_shared_memory(gl.int64, [DQ_STAGES, 1], BARRIER)
@@ -189,7 +192,7 @@ def _run(
             mbarrier.init(ds_empty.index(i), count=1)
     for i in gl.static_range(4):
         mbarrier.init(work_full.index(i), count=1)
-    ones_s = lse_s  # not used as such unless there are three consumers
+    ones_s = lse_s  # a stand-in: used with three consumers only
     if CONSUMERS == 3:
         ones_s = ones_operand(BLOCK_K)
     job = (
@@ -229,9 +232,9 @@ def _run(
 def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, mask, schedule, config):
     """A consumer warpgroup and its 64 keys of each tile.
 
-    dQ runs one block behind: a tile's first step has none to make. Two consumers with heads of 64 are faster (by 6% at
-    16k) if it makes one all the same, of whatever lies there, which the adding warp drops; else (FIRST_STEP_APART) it
-    is a step of its own.
+    dQ is made one block late, so a tile's first step has none to make. With FIRST_STEP_APART that step is separate code
+    before the loop. Two consumers with heads of 64 instead have it in the loop, which is 6% faster at 16k: it then
+    makes a dQ of old data, which the dQ warp drops.
     """
     BLOCK_Q: gl.constexpr = config.BLOCK_Q
     BLOCK_K: gl.constexpr = config.BLOCK_K
@@ -257,7 +260,7 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, mask, schedule
             num_edges = n - (end_full - first_full)
             o_n = n0 + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(1, config.SCORES))
             lower, upper = intervals_of(o_n, S, T, -sizes.hi, -sizes.lo, mask, i_b, config.TABLE)
-            upper = gl.where(o_n < S, upper, 0)  # where there is no key K is 0, and P might overflow
+            upper = gl.where(o_n < S, upper, 0)  # past the last key K is 0; its P could overflow, so it is hidden
         dk = gl.zeros([BLOCK_K, BLOCK_D], gl.float32, layout=config.GRADIENTS)
         dv = gl.zeros([BLOCK_K, BLOCK_D], gl.float32, layout=config.GRADIENTS)
         mbarrier.wait(barriers.kv_full, turn & 1)
@@ -267,7 +270,7 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, mask, schedule
         elif config.HAS_EDGES:
             clear_nonfinite_pair(buffers.kv_s[WG], BLOCK_K, BLOCK_D, APART)
         # Main loop: blocks with hidden scores, then the others, for each head that shares the keys.
-        lead = -1 if APART else turn  # the number of a dQ, less that of the block after it
+        lead = -1 if APART else turn  # the step of block i makes dQ number i + lead, of block i - 1
         if APART:
             if config.BLOCK_MAP:
                 dk, dv = step(WG, True, True, i, 0, (0, num_edges > 0), dk, dv, *given)
@@ -295,8 +298,8 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, mask, schedule
             for j in range(full_from, size):
                 dk, dv = step(WG, False, False, i + j, i + j + lead, (), dk, dv, *given)
             i += size
-        # Epilogue: the last dQ, then dV and dK. Where they go is read again: until here these numbers would only have
-        # occupied registers.
+        # Epilogue: the last dQ, then dV and dK. The tile's position is read again: kept since the prologue, it would
+        # have occupied registers in the loop.
         if APART:
             tile, i_b, i_k, n0, a, b, c, d = published_work(turn, schedule, 4)
             n0 += WG * BLOCK_K
@@ -307,17 +310,17 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, mask, schedule
         elif config.WITH_DQ:
             dq = warpgroup_mma_wait(0, deps=(start_dq(WG, False, i - 1, buffers, barriers, config),))
         mbarrier.arrive(kv_empty, count=1)
-        if config.WITH_DQ:  # dS is no longer read: what is left leaves through its buffer
+        if config.WITH_DQ:  # after this no consumer reads dS: its buffer serves to write dV and dK
             mbarrier.wait(kv_empty, turn & 1)
         if not APART:
             tile, i_b, i_k, n0, a, b, c, d = published_work(turn, schedule, 4)
             n0 += WG * BLOCK_K
         if not config.DV_BUFFER:
             store_output(tensors.desc_dv, i_b, i_k, n0, dv, buffers.ds_s[WG], ADD)
-        if config.WITH_DQ and not THREE:  # only now: the dQ before it is still being added
+        if config.WITH_DQ and not THREE:  # this late, because the dQ before it is still being added
             hand_over_dq(WG, False, i + lead, dq, buffers, barriers, sm_scale, config)
         store_output(tensors.desc_dk, i_b, i_k, n0, dk * sm_scale, buffers.ds_s[WG], ADD, config.DV_BUFFER)
-        if not APART:  # else that is waited for where dS is written again
+        if not APART:  # otherwise the next tile's first step waits for it, before it writes dS
             tma.store_wait(0)
             barrier()
         turn += 1

@@ -22,7 +22,7 @@ from flashspan.kernels.hopper.ptx import in_own_registers, opaque
 
 @gluon.jit
 def make_every_third_dq(WG: gl.constexpr, count, buffers, barriers, sm_scale, config):
-    """Of three consumers: make the dQ of this number, which is its block's, if it is this one's turn."""
+    """With three consumers: make the dQ of this number, which is also its block's number, if it is this one's turn."""
     if count % 3 == WG:
         dq = warpgroup_mma_wait(0, deps=(start_dq(WG, True, count, buffers, barriers, config),))
         stage, _ = ds_stage(count, barriers.ds_full.shape[0])
@@ -35,9 +35,12 @@ def step(
     WG: gl.constexpr, MASKED: gl.constexpr, FIRST: gl.constexpr, i, count, hidden, dk, dv, buffers, barriers, mask,
     sizes, config,
 ):  # fmt: skip
-    """Block i of queries: dV and dK of it and, unless it is a tile's FIRST, the dQ of number `count`, of the block
-    before. If it is MASKED, `hidden` is the block's first row and each key's interval or, of a block map, which half of
-    the words it is and whether there are any."""
+    """Block i of queries: its part of dV and dK and, unless it is a tile's FIRST, dQ of block i - 1, which is dQ number
+    `count`.
+
+    MASKED: `hidden` is (the block's first query, start and end of each key's interval); with a block map, (which half
+    of the words this block is, whether there are words). Otherwise it is empty.
+    """
     full, empty, ds_full = barriers.full, barriers.empty, barriers.ds_full
     BLOCK_Q: gl.constexpr = config.BLOCK_Q
     BLOCK_K: gl.constexpr = config.BLOCK_K
@@ -61,7 +64,7 @@ def step(
     zero = gl.zeros([BLOCK_K, BLOCK_Q], gl.float32, layout=SCORES)
     # S^T = K Q^T - lse and dP^T = V dO^T - delta.
     if ROW_BIAS:
-        if THREE:  # which have no registers for it
+        if THREE:  # there are no registers for the ones: they are in shared memory
             ones = buffers.ones_s
         else:
             ones = gl.full([BLOCK_K, DEPTH], 1.0, gl.bfloat16, layout=gl.DotOperandLayout(0, SCORES, 2))
@@ -73,7 +76,7 @@ def step(
     else:
         s, _ = gl.broadcast(buffers.lse_s.index(stage).load(gl.SliceLayout(0, SCORES))[None, :], zero)
         dp, _ = gl.broadcast(buffers.delta_s.index(stage).load(gl.SliceLayout(0, SCORES))[None, :], zero)
-        # Before the first matmul starts: ptxas would wait for that one before it touched the registers of another.
+        # Before the first matmul starts. Later, ptxas would wait for that matmul before it writes these registers.
         dp = in_own_registers(dp)
         sa = warpgroup_mma(k, q.permute((1, 0)), s, is_async=True)
         dpa = warpgroup_mma(v, do.permute((1, 0)), dp, is_async=True)
@@ -87,20 +90,20 @@ def step(
                 s = hide_by_words(s, mask.words_s.index(stage * 2 + WG), half)
         else:
             m0, lower, upper = hidden
-            if m0 < sizes.T:  # which it is: see hide_outside
+            if m0 < sizes.T:  # always true, but a branch: see hide_outside
                 s = hide_outside(s, lower - m0, upper - m0, True)
     p = gl.exp2(s)
     pd = gl.convert_layout(p.to(dtype), OPERAND, assert_trivial=True)
-    # dV at once: the tensor cores have it to do while dS is made and written.
+    # dV starts at once, so that the tensor cores are busy while dS is made and written.
     dva = warpgroup_mma(pd, do, dv, is_async=True)
-    if THREE:  # what was in this stage of dS is no longer read
+    if THREE:  # wait until no consumer reads this stage of dS
         mbarrier.wait(barriers.ds_empty.index(slot), phase ^ 1)
-    elif BEHIND:  # both have written dQ of block i - 2, so neither reads its dS any more
+    elif BEHIND:  # wait until dQ of block i - 2 is complete: then no consumer reads its dS, whose stage this is
         dq_slot, dq_phase = dq_stage(count - 1, barriers.dq_full.shape[0])
         mbarrier.wait(barriers.dq_full.index(dq_slot), dq_phase)
     else:  # a branch, or ptxas would move the wait for dP before the exp2's
         mbarrier.wait(full.index(stage), (i // STAGES) & 1)
-    if ROW_BIAS and not THREE:  # whose registers must not be reused before
+    if ROW_BIAS and not THREE:  # the registers of `ones` must not be reused before the matmuls have ended
         dp, p, ones = warpgroup_mma_wait(1, deps=(dpa, p, ones))
     else:
         dp, p = warpgroup_mma_wait(1, deps=(dpa, p))
@@ -112,10 +115,10 @@ def step(
         buffers.ds_s[WG].index(slot).store(ds)
     dsd = gl.convert_layout(ds, OPERAND, assert_trivial=True)
     dka = warpgroup_mma(dsd, q, dk, is_async=True)
-    if config.WITH_DQ:  # only now: the tensor cores have dK to do while dS is on its way
+    if config.WITH_DQ:  # after dK has started, so that the tensor cores are busy while dS is written
         fence_async_shared()
         mbarrier.arrive(ds_full.index(slot), count=1)
-    # Hand Q and dO back, and make what this consumer makes of the dQ before.
+    # Free the stage of Q and dO, and make this consumer's share of the dQ of the block before.
     if THREE:
         dv, dk, pd, dsd = warpgroup_mma_wait(0, deps=(dva, dka, pd, dsd))
         mbarrier.arrive(empty.index(stage), count=1)
@@ -123,7 +126,7 @@ def step(
             make_every_third_dq(WG, count, buffers, barriers, sm_scale, config)
     elif BY_TURNS:
         dv, pd = warpgroup_mma_wait(1, deps=(dva, pd))
-        if config.BLOCK_MAP:  # dO has been read, and the next may come
+        if config.BLOCK_MAP:  # dO has been read: the producer may load the next one
             mbarrier.arrive(empty.index(stage + STAGES), count=1)
         if count & 1 == WG:
             dqa = start_dq(WG, True, i - 1, buffers, barriers, config)

@@ -22,7 +22,7 @@ from flashspan.kernels.hopper.scheduler import (
 
 @gluon.jit
 def published_work(turn, schedule, WARPS: gl.constexpr):
-    """This turn's tile and the seven numbers that say what it is, once the producer has published them."""
+    """This turn's tile and the seven numbers that describe it; waits until the producer has published them."""
     work_s = schedule.work_s
     slot = turn & 3
     mbarrier.wait(schedule.work_full.index(slot), (turn >> 2) & 1)
@@ -41,7 +41,7 @@ def published_work(turn, schedule, WARPS: gl.constexpr):
 
 @gluon.jit
 def _publish_work(turn, tile, work, schedule):
-    """Publish a tile. The others are never more than two turns behind, and there are four places."""
+    """Publish a tile. There are four slots, and the other partitions are never more than two turns behind."""
     slot = turn & 3
     for i in gl.static_range(7):
         store_number(schedule.work_s.index(slot * 8 + 1 + i), work[i])
@@ -51,8 +51,8 @@ def _publish_work(turn, tile, work, schedule):
 
 @gluon.jit
 def _line_work(tile, num_tiles, sizes, mask, KEYS: gl.constexpr):
-    """A tile's sequence, key head and first key, its line of a block map, how many blocks of queries the first of its
-    heads visits and how many of these, the first, are partial."""
+    """A tile's sequence, key head, first key and line of the block map; for the first of its query heads, how many
+    blocks of queries it visits and how many of them are partial (these come first)."""
     line, i_bk = find_line(tile, mask, num_tiles // mask.num_lines, sizes.section, sizes.K, sizes.G)
     begin, end, n, num_partial = find_list(mask, i_bk // sizes.K, i_bk % sizes.K * sizes.G, line)
     return i_bk // sizes.K, i_bk % sizes.K, line * KEYS, line, n, num_partial, 0
@@ -60,7 +60,7 @@ def _line_work(tile, num_tiles, sizes, mask, KEYS: gl.constexpr):
 
 @gluon.jit
 def _load_keys(turn, tensors, buffers, barriers, sizes, b, i_k, n0, config):
-    """K and V of a tile, as soon as those of the one before are no longer read."""
+    """Load K and V of a tile, as soon as those of the tile before are no longer read."""
     kv_full = barriers.kv_full
     h = head_of_keys(i_k, sizes.K, tensors.desc_k, config.SPLIT_HEADS)
     mbarrier.wait(barriers.kv_empty, (turn & 1) ^ 1)
@@ -75,7 +75,7 @@ def _load_keys(turn, tensors, buffers, barriers, sizes, b, i_k, n0, config):
 
 @gluon.jit
 def _load_row_numbers(desc, row, bar, buffer):
-    """A number of each row from this one on, in float32 or in parts."""
+    """Load a number for each row, from this row on: in float32, or in three bfloat16 parts (parts.py)."""
     if len(desc.block_type.shape) == 2:
         tma.async_copy_global_to_shared(desc, [row, 0], bar, buffer)
     else:
@@ -92,8 +92,8 @@ def _load_queries(tensors, buffers, bar, b, h, m0, row, stage):
 
 @gluon.jit
 def _interval_work(tile, sizes, mask, schedule, config):
-    """What a tile is. With SPLIT_TILES, each tile from number num_whole on is one of num_parts, a share of a tile's
-    queries: of tiles of equal length those of the last round then keep all programs busy."""
+    """What a tile is, from its number. With SPLIT_TILES, each number from num_whole on is one of num_parts parts of a
+    tile, with a share of its queries: otherwise most programs would be idle in the last round of equally long tiles."""
     TILE_K: gl.constexpr = config.CONSUMERS * config.BLOCK_K
     if not config.SPLIT_TILES:
         return locate_keys(tile, schedule.num_tiles, sizes, mask, TILE_K, config.BLOCK_Q, config.TABLE, 1)
@@ -118,8 +118,8 @@ def _interval_work(tile, sizes, mask, schedule, config):
 
 @gluon.jit
 def produce(tensors, buffers, barriers, sizes, mask, schedule, config):
-    """Load K and V of each tile, and Q, dO, -lse and -delta of each block of queries. The first of these need not wait
-    for K and V, whose buffer is still read when theirs is free."""
+    """Load K and V of each tile, and Q, dO, -lse and -delta of each block of queries. The tile's first block of queries
+    is loaded before K and V, because its buffer is free earlier."""
     BLOCK_Q: gl.constexpr = config.BLOCK_Q
     STAGES: gl.constexpr = config.STAGES
     BYTES: gl.constexpr = 2 * (tensors.desc_q.block_type.nbytes + tensors.desc_lse.block_type.nbytes)
@@ -153,7 +153,7 @@ def produce(tensors, buffers, barriers, sizes, mask, schedule, config):
 
 @gluon.jit
 def produce_listed(tensors, buffers, barriers, sizes, mask, schedule, config):
-    """The same for a block map: blocks are those of a line's lists, the partial ones first, with their bits."""
+    """`produce` for a block map: blocks are those of a line's lists, the partial ones first, with their bits."""
     BLOCK_Q: gl.constexpr = config.BLOCK_Q
     STAGES: gl.constexpr = config.STAGES
     SPLIT: gl.constexpr = 128 // BLOCK_Q

@@ -1,5 +1,5 @@
-"""How a carry joins the forward kernel for Hopper: before a tile's first block, by loads, or at its end, from what the
-copy engine has brought (see forward.py)."""
+"""How a carry joins the forward kernel for Hopper (see forward.py): threads load it before a tile's first block and it
+joins after that block, or the copy engine loads it and it joins at the tile's end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flashspan.kernels.hopper.ptx import opaque
 from flashspan.kernels.hopper.row_values import as_column, row_sums, scale_rows
 
 LOWEST = gl.constexpr(-(2.0**126))
-"""What is subtracted from the scores of a row that has not seen any: not -inf, from which -inf cannot be subtracted."""
+"""What is subtracted from the scores of a row that has seen no key. Not -inf: -inf minus -inf is NaN."""
 
 
 @gluon.jit
@@ -18,7 +18,7 @@ def _carry_rows(outputs, i_bh, H, m0, T, D: gl.constexpr, BD: gl.constexpr, L: g
     """Pointers to the 64 rows of out from m0 on, and which of them exist: [64, BD]."""
     out, s_ob, s_oh, s_ot = outputs.out, outputs.stride_b, outputs.stride_h, outputs.stride_t
     o_r = opaque(0) + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
-    # Times 8: an opaque 0 alone would hide from the compiler that neighbours lie together.
+    # Times 8, so that the compiler still knows that 8 neighbours are contiguous.
     o_d = opaque(0) * 8 + gl.arange(0, BD, layout=gl.SliceLayout(0, L))
     here = (m0 + o_r < T)[:, None]
     if D < BD:
@@ -40,12 +40,12 @@ def load_carry(outputs, i_bh, H, m0, T, D: gl.constexpr, BD: gl.constexpr, RL: g
 
 @gluon.jit
 def join_first(p, m, l, o, past):
-    """The carry's out and lse into the softmax of a first block. Returns p, m, l, o.
+    """Join the carry's out and lse to the softmax of a tile's first block. Returns p, m, l, o.
 
-    Not the softmax's own start: it would have to wait for the lse, which arrives with the last of out, whatever the
-    order they were asked for.
+    The softmax does not start from the carry, because it would have to wait for the lse, which arrives with the last of
+    out, in whatever order they are loaded.
     """
-    # Plus l * 0: not before the softmax is done, in the middle of which ptxas would otherwise wait.
+    # l * 0 makes this depend on the softmax: otherwise ptxas would wait for the lse in the middle of it.
     past = as_column(past * 1.4426950408889634 + row_sums(l, past) * 0.0, l)
     top = gl.maximum(m, past)
     now = gl.exp2(m - top)
@@ -57,8 +57,9 @@ def join_first(p, m, l, o, past):
 
 @gluon.jit
 def join_last(m, l, past):
-    """A row's sums and its carry's lse together: their lse in base 2, and what either's output is multiplied by."""
-    mine = m + gl.log2(l)  # not l * exp2(m): a sum may be 2^127
+    """A row's sums joined to its carry's lse: the lse of both in base 2, and the factors of the row's output and of the
+    carry's."""
+    mine = m + gl.log2(l)  # not l * exp2(m), which could overflow: a sum may be 2^127
     past = past * 1.4426950408889634
     top = gl.maximum(gl.maximum(mine, past), LOWEST)
     mine = gl.exp2(mine - top)

@@ -1,4 +1,4 @@
-"""What the kernels for Hopper hand to their partitions, as named values: constants, sizes, buffers, barriers, masks.
+"""Named values that the kernels for Hopper pass to their partitions: constants, sizes, buffers, barriers, masks.
 
 A partition is what some of a program's warps do: a producer warp loads, consumer warpgroups of four warps multiply.
 Fields in capitals are known at compile time. A name that ends in _s is shared memory, desc_ a descriptor of the copy
@@ -35,10 +35,10 @@ class BlockMask:
     """A block map (`Blocks`) in blocks of 128 x 128: for each line of 128 indices a list of blocks."""
 
     desc_words: Descriptor  # bits of partial blocks
-    words_s: Shared  # of each stage, 64 lines of 128 bits for each of two warpgroups
+    words_s: Shared  # [STAGES * 2, 256]: in each stage, 64 lines of 128 bits for each of two warpgroups
     spans: gl.tensor  # of each line: where its list begins, where its partial blocks begin, where it ends
     index: gl.tensor  # the listed blocks
-    numbers: gl.tensor  # of each listed block, which of the bits are its own
+    numbers: gl.tensor  # for each listed block that is partial: the index of its tile of bits
     order: gl.tensor  # lines, longest first
     stride_batch: Number
     stride_head: Number
@@ -57,18 +57,18 @@ class ForwardConfig:
     CONSUMERS: gl.constexpr  # consumer warpgroups: 2, or 3 for heads of 64 and long bands
     STAGES: gl.constexpr  # pairs (K of block i, V of block i - 1) in flight
     Q_STAGES: gl.constexpr  # tiles of Q in flight: 2, or 1 where there is no room (heads of 256)
-    HIDDEN_SIDES: gl.constexpr  # keys the mask hides: 0 none, 1 those behind a row's interval, 2 those before it too
+    HIDDEN_SIDES: gl.constexpr  # keys the mask hides: 0 none, 1 those after a row's interval, 2 also those before it
     TABLE: gl.constexpr  # intervals come from tables, which only the producer reads: documents; else lo and hi
     BLOCK_MAP: gl.constexpr  # the mask is a BlockMask, not an IntervalMask
     CARRY: gl.constexpr  # out and lse continue a carry: the caller gives one
     CARRY_LAST: gl.constexpr  # the carry joins at a tile's end, by the copy engine: if CARRY and OUTPUT_BUFFER
-    OUTPUT_BUFFER: gl.constexpr  # half of a float32 output has a buffer of its own: heads up to 128, no block map
+    OUTPUT_BUFFER: gl.constexpr  # half of a float32 output has a separate buffer: heads up to 128, no block map
     FLOAT16_VALUES: gl.constexpr  # V is float16, made from bfloat16: where enough queries see a key (finer.py)
     TRACK_MAXIMUM: (
         gl.constexpr
     )  # the maximum of every block is followed: unless FLOAT16_VALUES, or a bfloat16 block map
     FREE_K_FIRST: gl.constexpr  # K's stage is freed before V's: block maps, and FLOAT16_VALUES with heads of 128
-    UNIT_SCALE: gl.constexpr  # scores are exponents of 2 as they are: the scale in base 2 is 1 (heads of 64)
+    UNIT_SCALE: gl.constexpr  # the scale in base 2 is 1: scores are not multiplied (heads of 64)
     SCORES: gl.constexpr  # layout of S and P [BLOCK_Q, BLOCK_K] in registers
     OUTPUT: gl.constexpr  # layout of the output's accumulator [BLOCK_Q, BLOCK_D] in registers
 
@@ -83,10 +83,10 @@ class ForwardSizes:
     S: gl.tensor
     lo: Number  # query i sees keys i + lo to i + hi, unless the mask is a table or a block map
     hi: Number
-    scale: gl.tensor  # of scores, for exponents of 2
+    scale: gl.tensor  # factor of scores that makes them exponents of 2: the caller's scale times log2(e)
     num_heads: gl.tensor  # of all sequences: B H
     num_blocks: gl.tensor  # tiles of a head
-    section: gl.tensor  # heads computed at a time: their K and V fit into the L2 cache together
+    section: gl.tensor  # number of heads computed together: their K and V fit the L2 cache
     num_tiles: gl.tensor
     counter: gl.tensor  # pointer: how many tiles were taken, how many programs have ended
 
@@ -119,9 +119,9 @@ class ForwardBarriers:
     q_full: Shared  # of each Q stage
     q_empty: Shared
     full: Shared  # of each stage
-    empty: Shared  # of each stage; if FREE_K_FIRST of K's stages, behind them, too
-    tile_s: Shared  # of the last four tiles, the number
-    work_s: Shared  # and four numbers that say what it is
+    empty: Shared  # [STAGES], K and V have been read; if FREE_K_FIRST [2 * STAGES]: V's, then K's
+    tile_s: Shared  # numbers of the last four tiles
+    work_s: Shared  # four numbers that describe each of them
     q_read: Shared  # Q was read for the last time, if CARRY_LAST
     carry_full: Shared  # of each half of a carry, if CARRY_LAST
 
@@ -152,7 +152,7 @@ class BackwardConfig:
     HAS_EDGES: gl.constexpr  # some blocks have scores to hide: of the mask, or of keys past the last
     WITH_DQ: gl.constexpr  # dQ is made in the same pass; unset for deterministic gradients (two_pass.py)
     ACCUMULATE: gl.constexpr  # the gradients are added into the caller's float32: the caller asks for it
-    FIRST_STORES: gl.constexpr  # sums of dQ are not cleared, the first program stores: where few keys are seen
+    FIRST_STORES: gl.constexpr  # sums of dQ are not cleared, the first program stores: where a query sees few keys
     SPLIT_TILES: gl.constexpr  # tiles after the last full round are split by queries: of equal length, and ACCUMULATE
     SPLIT_HEADS: gl.constexpr  # several key heads share K and V: where tiles are few (portable/head_parts.py)
     FIRST_STEP_APART: gl.constexpr  # a tile's first step is separate code: three consumers, block maps, heads of 128
@@ -176,8 +176,8 @@ class BackwardSizes:
     padded_T: gl.tensor  # rows of a head in lse and delta
     lo: Number  # query i sees keys i + lo to i + hi, unless the mask is a table or a block map
     hi: Number
-    scale: gl.tensor  # of scores, for exponents of 2
-    sm_scale: gl.tensor  # of scores, for exponents of e: of dQ and dK
+    scale: gl.tensor  # factor of scores that makes them exponents of 2
+    sm_scale: gl.tensor  # the caller's scale: factor of dQ and dK
     section: gl.tensor  # key heads computed at a time
 
 
@@ -204,7 +204,7 @@ class BackwardBuffers:
     do_s: Shared
     kv_s: gl.tuple  # of each consumer, K and V [2, 1, 1, BLOCK_K, BLOCK_D]
     ds_s: gl.tuple  # of each consumer, dS^T [2 or 4, BLOCK_K, BLOCK_Q]
-    dq_s: Shared  # [1 or WHOLE_DQ_STAGES, ...] on its way to the adding warp
+    dq_s: Shared  # [1 or WHOLE_DQ_STAGES, ...] dQ, from the consumers to the dQ warp
     lse_s: Shared
     delta_s: Shared
     dv_s: Shared  # [2, BLOCK_K, BLOCK_D] if DV_BUFFER
@@ -216,7 +216,7 @@ class BackwardBarriers:
     kv_full: Shared
     kv_empty: Shared
     full: Shared  # of each stage of Q, dO, lse and delta
-    empty: Shared  # of each stage; of a block map, dO's stages, which are handed back before Q's, behind them
+    empty: Shared  # [STAGES]; with a block map [2 * STAGES]: Q's, then dO's, which are freed earlier
     ds_full: Shared  # of each stage of dS
     ds_empty: Shared  # with three consumers
     dq_full: Shared  # of each stage of dQ
@@ -225,14 +225,14 @@ class BackwardBarriers:
 
 @aggregate
 class BackwardSchedule:
-    """What deals out tiles."""
+    """The order of tiles, and the tiles that the producer has published."""
 
     num_tiles: gl.tensor
     num_whole: Number  # if SPLIT_TILES, tiles from this one on are parts
     num_parts: Number  # of a tile that is split
     counter: gl.tensor  # pointer: how many tiles were taken, how many programs have ended
-    dq_states: gl.tensor  # pointer, if FIRST_STORES: of each block of dQ 0, 1 while the first stores, then 2
-    work_s: Shared  # of the last four tiles, the number and seven that say what it is
+    dq_states: gl.tensor  # pointer, if FIRST_STORES: for each block of dQ 0, 1 while the first program stores, then 2
+    work_s: Shared  # for each of the last four tiles, its number and seven numbers that describe it
     work_full: Shared  # barriers of these
 
 

@@ -1,5 +1,5 @@
 """dQ in the backward kernel for Hopper: consumers make it from the dS of all of them and hand it over through shared
-memory; a warp of its own adds it into global float32."""
+memory; a separate warp, the dQ warp, adds it into global float32."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flashspan.kernels.hopper.shared_memory import swizzle, swizzled
 
 @gluon.jit
 def dq_stage(count, STAGES: gl.constexpr):
-    """The dQ of this number -> (its stage on its way out, the phase of the stage's barriers)."""
+    """The number of a dQ -> (its stage in dq_s, the phase of the stage's barriers)."""
     if STAGES == 2:
         return count & 1, (count >> 1) & 1
     return 0, count & 1
@@ -24,14 +24,14 @@ def dq_stage(count, STAGES: gl.constexpr):
 
 @gluon.jit
 def ds_stage(i, STAGES: gl.constexpr):
-    """The same for a block's dS, in 2 or 4 stages."""
+    """The number of a block -> (the stage of its dS, one of 2 or 4, the phase of the stage's barriers)."""
     return i & (STAGES - 1), (i >> (STAGES // 2)) & 1
 
 
 @gluon.jit
 def start_dq(WG: gl.constexpr, WHOLE: gl.constexpr, i, buffers, barriers, config):
-    """Start dQ of block i, from the dS of all consumers: all of it or this one's half, 64 of its rows or, where a block
-    has only 64, half of its columns."""
+    """Start dQ of block i, from the dS of all consumers. WHOLE: all of it. Otherwise this consumer's half: 64 of its
+    rows or, where a block has only 64 rows, half of its columns."""
     BLOCK_Q: gl.constexpr = config.BLOCK_Q
     BLOCK_D: gl.constexpr = config.BLOCK_D
     ds_full = barriers.ds_full
@@ -55,7 +55,7 @@ def start_dq(WG: gl.constexpr, WHOLE: gl.constexpr, i, buffers, barriers, config
 
 @gluon.jit
 def hand_over_dq(WG: gl.constexpr, WHOLE: gl.constexpr, count, dq, buffers, barriers, sm_scale, config):
-    """Hand a dQ, the one of this number, or this consumer's half of it, to the warp that adds it."""
+    """Hand the dQ of this number, or this consumer's half of it, to the dQ warp."""
     BLOCK_Q: gl.constexpr = config.BLOCK_Q
     BLOCK_D: gl.constexpr = config.BLOCK_D
     dq_s, dq_full = buffers.dq_s, barriers.dq_full
@@ -64,7 +64,7 @@ def hand_over_dq(WG: gl.constexpr, WHOLE: gl.constexpr, count, dq, buffers, barr
         dq = swizzle(dq * sm_scale, 64, dq.shape[1])
     stage, phase = dq_stage(count - STAGES, STAGES)
     mbarrier.wait(barriers.dq_empty.index(stage), phase)
-    if config.ACCUMULATE:  # the caller's rows
+    if config.ACCUMULATE:  # as rows, to be added to the caller's
         tile = swizzled(dq_s.index(stage), BLOCK_Q, BLOCK_D)
         if WHOLE:
             tile.store(dq)
@@ -72,7 +72,7 @@ def hand_over_dq(WG: gl.constexpr, WHOLE: gl.constexpr, count, dq, buffers, barr
             tile.slice(WG * (BLOCK_D // 2), BLOCK_D // 2, dim=1).store(dq)
         else:
             tile.slice(WG * 64, 64, dim=0).store(dq)
-    else:  # 16 bytes of each thread after those of the thread before
+    else:  # in the order of the registers: 16 bytes of each thread, thread after thread
         L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[2, 1, 0])
         GROUPS: gl.constexpr = dq.shape[1] // 8
         tile = dq_s.index(stage)._reinterpret(gl.float32, [BLOCK_Q * BLOCK_D // (GROUPS * 512), GROUPS, 128, 4], L)
@@ -84,8 +84,9 @@ def hand_over_dq(WG: gl.constexpr, WHOLE: gl.constexpr, count, dq, buffers, barr
 
 @gluon.jit
 def _claim(p_state):
-    """The state of a block of sums that was not cleared: 2, or 0 for the first program, which stores instead of adding
-    and then says so (`_release`). Meanwhile the state is 1, and others wait."""
+    """The state of a block of sums that was not cleared: 0 for the first program, which stores instead of adding and
+    then calls `_release`; 2 for the others, which add. While the first program stores, the state is 1 and others
+    wait."""
     state = gl.atomic_cas(p_state, 0, 1, sem="acquire")
     while state == 1:
         state = gl.atomic_cas(p_state, 0, 1, sem="acquire")
@@ -105,8 +106,8 @@ def _release(p_state, state):
 
 @gluon.jit
 def _add(desc_dq, b, h, m0, row, state, count, buffers, barriers, config):
-    """Add the dQ that arrives as this number, of queries from m0 on, which is `row` among those of all heads; store it
-    if the state is 0."""
+    """Add dQ number `count`, of the queries from m0 on, or store it if the state is 0. `row` is the number of query m0
+    among those of all heads."""
     dq_s, dq_full = buffers.dq_s, barriers.dq_full
     if config.ACCUMULATE:
         where = [b, h, m0, 0]
@@ -132,7 +133,7 @@ def _drop(count, dq_full, dq_empty):
 
 @gluon.jit
 def add_dq(tensors, buffers, barriers, sizes, mask, schedule, config):
-    """The warp that adds each dQ into global float32."""
+    """The dQ warp: add each dQ into global float32."""
     BLOCK_Q: gl.constexpr = config.BLOCK_Q
     DROPPED: gl.constexpr = 0 if config.FIRST_STEP_APART else 1  # of each tile
     turn = 0
@@ -160,7 +161,7 @@ def add_dq(tensors, buffers, barriers, sizes, mask, schedule, config):
 
 @gluon.jit
 def add_dq_listed(tensors, buffers, barriers, sizes, mask, schedule, config):
-    """The same for a block map."""
+    """The dQ warp for a block map."""
     BLOCK_Q: gl.constexpr = config.BLOCK_Q
     turn = 0
     count = 0
@@ -174,7 +175,7 @@ def add_dq_listed(tensors, buffers, barriers, sizes, mask, schedule, config):
                 row = (i_b * sizes.H + i_h) * sizes.padded_T + block * 128
                 p_state = schedule.dq_states + row // 128
                 state = 2
-                if config.FIRST_STORES:  # all of the block at once: between its parts nothing else is waited for
+                if config.FIRST_STORES:  # one claim for both parts: between them the warp waits for no other block
                     state = _claim(p_state)
                 for part in gl.static_range(128 // BLOCK_Q):
                     m0 = block * 128 + part * BLOCK_Q

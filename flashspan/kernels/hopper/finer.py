@@ -1,8 +1,9 @@
-"""V in float16, for the forward kernel for Hopper: exponentials that meet it have eleven bits instead of eight.
+"""V in float16, for the forward kernel for Hopper: the exponentials that it is multiplied by then have eleven bits
+instead of eight.
 
-A float16 has all bits of a bfloat16, but not its range. So V is multiplied by a power of 2, and a key becomes NaN if
-its largest number then is still too large, or so small that bits are lost: rows that see it are found bad, as those are
-that see NaN, and the portable kernel computes them from V itself.
+A float16 has all bits of a bfloat16, but not its range. So V is multiplied by a power of 2. A row of V becomes NaN if
+its largest number is then still too large, or so small that bits are lost. Queries that see such a row are marked bad,
+like those that see a NaN of the caller's, and the portable kernel recomputes them from the original V.
 """
 
 from __future__ import annotations
@@ -19,31 +20,31 @@ from flashspan.kernels.masks import Band, Mask, Rows, count
 from flashspan.kernels.portable.common import load_tile
 
 COARSER = tl.constexpr(2.0**-4)
-"""V = float16's * this, of keys whose largest number is 0 or in LEAST .. MOST: exactly, but for numbers below 2^-21,
-which are off by up to 2^-29."""
+"""V = this * the float16, for rows of V whose largest number is 0 or in LEAST .. MOST. That is exact, except that
+numbers below 2^-21 are wrong by up to 2^-29."""
 LEAST = tl.constexpr(2.0**-18)
 MOST = tl.constexpr(2.0**12 - 8)
 
 
 def pays(q: Tensor, k: Tensor, mask: Mask) -> bool:
-    """Whether forward is faster with V in float16 than with a maximum that is followed; where it is, it is also closer.
-    Not block maps, which do neither."""
+    """Whether forward is faster with V in float16 than with a maximum that is followed. If so, it is also more
+    accurate. Never for block maps, which do neither."""
     least = FINER.get(block_dim(q.shape[-1]))
     if q.dtype != torch.bfloat16 or least is None or not isinstance(mask, (Band, Rows)):
         return False
     (_, H, T, _), (_, K, S, _) = q.shape, k.shape
-    if least > H // K * T:  # however many see a key
+    if least > H // K * T:  # even if all queries see the key
         return False
     if isinstance(mask, Band):
         seen = count(mask, T, S) // S
-    else:  # a table of intervals whose reach is unknown: a sixteenth of the queries
+    else:  # if the reach is unknown, assume a sixteenth of the queries
         seen = mask.reach * T // S if mask.reach else T // 16
     return H // K * seen >= least
 
 
 @triton.jit(do_not_specialize=["s_b", "s_h", "s_t", "H", "S"])
 def finer_kernel(v, fine, s_b, s_h, s_t, H, S, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr):
-    """A block of keys of a head; strides of v in units of 8 elements."""
+    """Convert a block of rows of v of one head. Strides of v are in units of 8 elements."""
     blocks = tl.cdiv(S, BN)
     i_bh = tl.program_id(0) // blocks
     n0 = tl.program_id(0) % blocks * BN
@@ -58,17 +59,17 @@ def finer_kernel(v, fine, s_b, s_h, s_t, H, S, D: tl.constexpr, BD: tl.constexpr
 
 
 def room_for(v: Tensor) -> Tensor:
-    """Where v in float16 will be: what it repeats, without a copy, repeats there."""
+    """An empty tensor for v in float16. Dimensions that v expands (stride 0) are expanded there, too."""
     return torch.empty(_distinct(v), dtype=torch.float16, device=v.device).expand(v.shape)
 
 
 def _distinct(v: Tensor) -> list[int]:
-    """The shape of what it repeats."""
+    """The shape of v, with size 1 in each dimension that v expands."""
     return [size if step else 1 for size, step in zip(v.shape, v.stride(), strict=True)]
 
 
 def finer_launch(v: Tensor, fine: Tensor) -> Launch:
-    """What makes v finer, as data; `fine` is of `room_for`'s making."""
+    """The launch that converts v into `fine`, which comes from `room_for`."""
     B, H, S, D = _distinct(v)
     block = 32
     return Launch(

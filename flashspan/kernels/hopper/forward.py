@@ -1,21 +1,21 @@
 """The forward kernel for Hopper.
 
 A producer warp loads Q, K and V through the copy engine; two or three consumer warpgroups of 64 queries each multiply.
-A consumer starts the scores of block i and the output of block i - 1 together and computes the softmax between them, so
-the tensor cores always have one of the two to do. K of block i and V of block i - 1 travel as a pair under one barrier:
-the wait for the next pair, in the middle of a step, is also the branch that keeps ptxas from moving the softmax behind
-the matmuls. Programs are persistent: while a tile's output is written, the next one's Q and first K are on their way.
+A consumer starts two matmuls together, the scores of block i and the output of block i - 1. It computes the softmax of
+block i while the second one still runs. K of block i and V of block i - 1 are loaded as a pair under one barrier. The
+wait for the next pair, in the middle of a step, is also a branch: without one, ptxas would move the softmax behind the
+matmuls. Programs are persistent: while a tile's output is written, the next tile's Q and first K are loaded.
 
 The constants are in config.py (ForwardConfig), the main loop's steps in forward_main_loop.py; softmax.py says what is
 subtracted from the scores and why V may come in float16.
 
-Outputs leave through Q's buffer, float32 ones in halves: where there is room (OUTPUT_BUFFER), the first half has a
-buffer of its own. There (CARRY_LAST) a carry comes the way the output leaves: its first half by the copy engine into
-that buffer, its second into Q's as soon as Q has been read, and both join at the end. Elsewhere it is loaded before a
-tile's first scores and joins after their softmax. The main loop is the same with and without one.
+The copy engine writes an output from Q's buffer, a float32 output in two halves. Where there is room (OUTPUT_BUFFER),
+the first half has a separate buffer. Then the copy engine also loads a carry (CARRY_LAST): its first half into that
+buffer, its second half into Q's as soon as Q has been read; both join at the tile's end. Otherwise threads load the
+carry before a tile's first scores, and it joins after their softmax. The main loop is the same with and without one.
 
-Only the producer reads tables of intervals and the lists of a block map. It publishes which blocks there are, or how
-many and how many of them are partial, and loads the bits of these along with K.
+Only the producer reads tables of intervals and the lists of a block map. For a table it publishes the range of blocks;
+for a block map, how many blocks a line has and how many of them are partial. It loads the bits of these along with K.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def lists_forward_kernel(
     HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, CARRY: gl.constexpr, REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """The same for a block map in blocks of 128 x 128: two consumers compute a line of it."""
+    """out and lse of every query, for a block map in blocks of 128 x 128: two consumers compute a line of it."""
     words_s = gl.allocate_shared_memory(gl.int32, [STAGES * 2, 256], desc_words.layout)
     mask = BlockMask(desc_words, words_s, spans, index, numbers, order, s_batch, s_head, num_lines, num_long)
     _run(
@@ -94,7 +94,11 @@ def _run(
     HIDDEN_SIDES: gl.constexpr, TABLE: gl.constexpr, CARRY: gl.constexpr, BLOCK_MAP: gl.constexpr,
     UNIT_SCALE: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Decide on the constants, allocate buffers and barriers, and start the partitions."""
+    """Decide on the constants, allocate buffers and barriers, and start the partitions.
+
+    `warp_specialize` takes the functions of all partitions, then the warps and registers of all but the first, which
+    runs on the launch's own warps.
+    """
     desc_q, desc_k, desc_v, desc_out = tensors.desc_q, tensors.desc_k, tensors.desc_v, tensors.desc_out
     BLOCK_Q: gl.constexpr = desc_q.block_type.shape[2]
     BLOCK_D: gl.constexpr = desc_q.block_type.shape[3]
@@ -126,13 +130,13 @@ def _run(
     q_s = gl.allocate_shared_memory(desc_q.dtype, [Q_STAGES * CONSUMERS, 1, 1, BLOCK_Q, BLOCK_D], desc_q.layout)
     k_s = gl.allocate_shared_memory(desc_q.dtype, [STAGES, 1, 1, BLOCK_K, BLOCK_D], desc_k.layout)
     v_s = gl.allocate_shared_memory(desc_v.dtype, [STAGES, 1, 1, BLOCK_K, BLOCK_D], desc_v.layout)
-    output_s = q_s  # not used as such unless there is room
+    output_s = q_s  # a stand-in: not used without OUTPUT_BUFFER
     if OUTPUT_BUFFER:
         output_s = gl.allocate_shared_memory(desc_q.dtype, [CONSUMERS, 1, 1, BLOCK_Q, BLOCK_D], desc_q.layout)
     barriers = _allocate_barriers(config)
     if FLOAT16_VALUES:
         declare_vote()
-    ones_s = q_s  # not used as such unless needed
+    ones_s = q_s  # a stand-in: not used without UNIT_SCALE
     if UNIT_SCALE:
         ones_s = ones_operand(BLOCK_K)
     job = (tensors, ForwardBuffers(q_s, k_s, v_s, output_s, ones_s), barriers, sizes, outputs, mask, config)
@@ -156,7 +160,7 @@ def _run(
 
 @gluon.jit
 def _allocate_barriers(config):
-    """Barriers, initialised, and the words under them."""
+    """Barriers, initialised, and the numbers that are published under them."""
     Q_STAGES: gl.constexpr = config.Q_STAGES
     STAGES: gl.constexpr = config.STAGES
     FREE: gl.constexpr = 2 * STAGES if config.FREE_K_FIRST else STAGES
@@ -209,7 +213,7 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, outputs, mask,
             i_block, i_bh = tile_position(tile, sizes.num_blocks, sizes.num_heads, sizes.section)
             m0 = (sizes.num_blocks - 1 - i_block) * TILE_Q
             i_b = i_bh // H
-            if config.TABLE:  # which only the producer reads
+            if config.TABLE:  # only the producer reads the table
                 blocks = published_work(turn, barriers)
             else:
                 blocks = visible_blocks(m0, T, S, sizes.lo, sizes.hi, mask, i_b, config.TABLE, TILE_Q, BLOCK_K, 4)
@@ -234,11 +238,11 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, outputs, mask,
         mbarrier.wait(full.index(stage), phase)
         k = buffers.k_s.index(stage).reshape((BLOCK_K, BLOCK_D)).permute((1, 0))
         s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
-        if config.Q_STAGES == 2:  # the output before has left through the other Q's buffer by now
+        if config.Q_STAGES == 2:  # by now the tile before has been written from the other Q's buffer
             tma.store_wait(0)
             mbarrier.arrive(barriers.q_empty.index(1 - q_stage), count=1, pred=turn > 0)
         s = warpgroup_mma_wait(0, deps=(s,))
-        if config.BLOCK_MAP and num_partial > 0:  # whose bits lie in the stage, too
+        if config.BLOCK_MAP and num_partial > 0:  # the first block is partial: its bits are in the stage, too
             s = hide_by_words(s, mask.words_s.index(stage * 2 + WG), 0)
         mbarrier.arrive(empty.index(stage), count=1)
         if config.FREE_K_FIRST:
@@ -261,7 +265,9 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, outputs, mask,
             begin = gl.maximum(num_partial + 1, 1)
             p, m, l, o = visit_full_blocks(WG, pair, begin, n, p, m, l, o, *given)
         elif config.HIDDEN_SIDES > 0:
-            # Blocks that some rows do not see all of and, unless all saw something of block 0, the first that they do.
+            # Steps up to `near` are edge steps: those of the blocks at the near edge, and one more, of the first full
+            # block. There a row that has seen no key yet gets its maximum; if all rows saw a key in block 0, there is
+            # no need for it.
             near = end - end_full + 1
             if not config.TABLE:
                 top = (sizes.num_blocks - 1 - i_block) * TILE_Q
@@ -290,7 +296,7 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, outputs, mask,
         o = warpgroup_mma_wait(0, deps=(o,))
         mbarrier.arrive(empty.index(stage), count=1)
         pair += n + 1
-        # Where it goes is worked out again: until here these numbers would only have occupied registers.
+        # The tile's position is computed again: kept since the prologue, it would have occupied registers in the loop.
         if config.BLOCK_MAP:
             line, i_bh, n, num_partial = published_work(turn, barriers)
             m0 = line * TILE_Q + WG * BLOCK_Q
@@ -299,7 +305,7 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, outputs, mask,
             i_block, i_bh = tile_position(tile, sizes.num_blocks, sizes.num_heads, sizes.section)
             m0 = (sizes.num_blocks - 1 - i_block) * TILE_Q + WG * BLOCK_Q
         _store(WG, turn, q_stage, i_bh, m0, m, l, o, tensors, buffers, barriers, sizes, outputs, config)
-        if config.Q_STAGES == 1:  # else that is waited for when the next tile's scores have started
+        if config.Q_STAGES == 1:  # with two stages, the next tile waits for it, once its first scores are started
             tma.store_wait(0)
             mbarrier.arrive(barriers.q_empty.index(q_stage), count=1)
         turn += 1
@@ -311,11 +317,11 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, outputs, mask,
 
 @gluon.jit
 def _mark_invalid(i_bh, m0, l, o, sizes, outputs, config):
-    """Mark 64 rows for the portable kernel if one of them is not finite. Returns where rows are written to: m0, or T
-    where a carry must stay as it was.
+    """Mark 64 rows for the portable kernel if one of them is not finite. Returns the first row to write: m0, or T (no
+    row is written) if a carry must stay as it was.
 
-    A hidden key has probability 0, but 0 * NaN is NaN: rows with one are computed again by the portable kernel,
-    and so are those whose sums overflowed. Nearly always there are none.
+    A hidden key has probability 0, but 0 * NaN is NaN. So the portable kernel recomputes rows that met a NaN, and rows
+    whose sums overflowed. Nearly always there are none.
     """
     BLOCK_Q: gl.constexpr = config.BLOCK_Q
     RO: gl.constexpr = gl.SliceLayout(1, config.OUTPUT)
@@ -323,11 +329,11 @@ def _mark_invalid(i_bh, m0, l, o, sizes, outputs, config):
     finite = (gl.sum(o, 1) + gl.convert_layout(l, RO, assert_trivial=True)) * 0.0 == 0.0
     wrong = gl.where(finite | (m0 + gl.arange(0, BLOCK_Q, layout=RO) >= T), 0, 1)
     p_mark = outputs.invalid + i_bh.to(gl.int64) * gl.cdiv(T, BLOCK_Q) + m0 // BLOCK_Q
-    if config.CARRY:  # past the end nothing is written
+    if config.CARRY:  # rows from T on are not written
         wrong = gl.max(wrong, 0)
         gl.store(p_mark, wrong, mask=m0 < T)
         m0 = gl.where(wrong == 0, m0, T)
-    else:  # a byte of the mark for each warp, so that they need not meet
+    else:  # each warp writes a byte of the mark, so that no barrier is needed
         wrong = gl.max(wrong.reshape((4, BLOCK_Q // 4)), 1)
         p_byte = p_mark.to(gl.pointer_type(gl.int8), bitcast=True) + gl.arange(0, 4, layout=wrong.type.layout)
         gl.store(p_byte, wrong.to(gl.int8), mask=m0 < T)
@@ -336,7 +342,8 @@ def _mark_invalid(i_bh, m0, l, o, sizes, outputs, config):
 
 @gluon.jit
 def _store(WG: gl.constexpr, turn, q_stage, i_bh, m0, m, l, o, tensors, buffers, barriers, sizes, outputs, config):
-    """Write out and lse of a tile's rows from m0 on. The output leaves through Q's buffer, which has been read."""
+    """Write out and lse of a tile's rows from m0 on. The copy engine writes out from Q's buffer, once Q has been
+    read."""
     ROWS: gl.constexpr = gl.SliceLayout(1, config.SCORES)
     T, desc_out = sizes.T, tensors.desc_out
     i_b = i_bh // sizes.H

@@ -18,11 +18,12 @@ def step(
     WG: gl.constexpr, EDGE: gl.constexpr, pair, hidden, p, m, l, o, minus_m, q, zero, buffers, barriers, mask, scale,
     config,
 ):  # fmt: skip
-    """The scores of a block and the output of the one before, whose P is given. Returns P of this block, m, l, o and
+    """The scores of a block, and the output of the block before, whose P is given. Returns P of this block, m, l, o and
     each thread's sums of P.
 
-    At an EDGE m may be raised, and `hidden` says whether there is anything to hide and, unless the mask is a block map,
-    each row's interval and the block's first key. Elsewhere, with UNIT_SCALE, minus_m is -m as an operand of parts.py.
+    EDGE: m may be raised. `hidden` is (whether any score is hidden, start and end of each row's interval, the block's
+    first key); a block map uses only the first of them. Otherwise `hidden` is empty and, with UNIT_SCALE, minus_m is -m
+    as the operand of a matmul (parts.py).
     """
     BLOCK_K: gl.constexpr = config.BLOCK_K
     BLOCK_D: gl.constexpr = config.BLOCK_D
@@ -34,7 +35,7 @@ def step(
     after, phase = stage_and_phase(pair + 1, STAGES)
     pd = gl.convert_layout(p.to(buffers.v_s.dtype), gl.DotOperandLayout(0, config.OUTPUT, 2), assert_trivial=True)
     k = buffers.k_s.index(stage).reshape((BLOCK_K, BLOCK_D)).permute((1, 0))
-    if SUBTRACTED:  # scores less m: see parts.py
+    if SUBTRACTED:  # the accumulator starts at -m: see parts.py
         sa = warpgroup_mma(minus_m, buffers.ones_s.permute((1, 0)), zero, use_acc=False, is_async=True)
         sa = warpgroup_mma(q, k, sa, is_async=True)
     else:
@@ -48,7 +49,7 @@ def step(
                 s = hide_by_words(s, mask.words_s.index(stage * 2 + WG), 0)
             else:
                 s = hide_keys(s, r_start, r_end, n0, config.HIDDEN_SIDES, BLOCK_D == 64)
-    if config.FREE_K_FIRST:  # K has been read, and the next may come
+    if config.FREE_K_FIRST:  # K has been read: the producer may load the next one
         mbarrier.arrive(empty.index(stage + STAGES), count=1)
     if RAISE:
         m, alpha = raise_maximum(s, m, scale, config.FLOAT16_VALUES, config.TRACK_MAXIMUM)
@@ -73,7 +74,8 @@ def visit_full_blocks(WG: gl.constexpr, pair, begin, end, p, m, l, o, q, zero, b
     """The steps from begin to end, of blocks without a hidden key."""
     given = (q, zero, buffers, barriers, mask, scale, config)
     if config.FLOAT16_VALUES:
-        # The inner loop ends early for what hardly ever happens: a branch in it, jumped each time, takes 40 clocks.
+        # The inner loop ends early if a row must be made smaller, which hardly ever happens. A branch inside the loop
+        # would take 40 clocks in every step, even if it is never taken.
         i = begin
         minus_m = ()
         if config.UNIT_SCALE:
@@ -105,7 +107,7 @@ def visit_edge_blocks(
     given = (q, zero, buffers, barriers, mask, scale, config)
     for i in range(begin, end):
         at = end_block - 1 - i
-        # At the near edge always hidden, but that must stand behind a branch: see hide_outside.
+        # At the near edge the first number is always True, but hiding must stand behind a branch: see hide_outside.
         hidden = ((at >= end_full) | (at < first_full), r_start, r_end, at * config.BLOCK_K)
         p, m, l, o, sums = step(WG, True, pair + i, hidden, p, m, l, o, (), *given)
     return p, m, l, o

@@ -22,7 +22,7 @@ from flashspan.kernels.hopper.scheduler import (
 
 @gluon.jit
 def _publish_work(turn, barriers, a, b, c, d):
-    """Write four numbers that say what this turn's tile is; its number follows, and both are read under q_full."""
+    """Write four numbers that describe this turn's tile. Consumers read them, and the tile's number, after q_full."""
     slot = (turn & 3) * 4
     store_number(barriers.work_s.index(slot), a)
     store_number(barriers.work_s.index(slot + 1), b)
@@ -32,7 +32,7 @@ def _publish_work(turn, barriers, a, b, c, d):
 
 @gluon.jit
 def published_work(turn, barriers):
-    """The four numbers, read by a consumer."""
+    """The four numbers of `_publish_work`, read by a consumer."""
     slot = (turn & 3) * 4
     return (
         load_number(barriers.work_s.index(slot), 4),
@@ -107,7 +107,7 @@ def produce(tensors, buffers, barriers, sizes, outputs, mask, config):
     BLOCK_K: gl.constexpr = config.BLOCK_K
     STAGES: gl.constexpr = config.STAGES
     ROWS: gl.constexpr = config.CONSUMERS * config.BLOCK_Q
-    # Tiles of one length want their carries at the same time, at their end.
+    # Tiles of equal length end at the same time, and all load their carries then: prefetch those into the L2 cache.
     PREFETCH: gl.constexpr = config.CARRY and config.HIDDEN_SIDES == 0
     pair = 0
     turn = 0
@@ -123,7 +123,7 @@ def produce(tensors, buffers, barriers, sizes, outputs, mask, config):
             config.TABLE, ROWS, BLOCK_K, 1,
         )  # fmt: skip
         n = end - first
-        # The first K needs no Q: it is on its way while the tile before is finished.
+        # The first K does not wait for Q's buffer: it is loaded while consumers finish the tile before.
         stage, phase = stage_and_phase(pair, STAGES)
         _wait_for_stage(stage, phase, barriers, config)
         mbarrier.expect(full.index(stage), desc_k.block_type.nbytes)
@@ -155,7 +155,9 @@ def produce(tensors, buffers, barriers, sizes, outputs, mask, config):
         _load(desc_v, i_b, i_k, first * BLOCK_K, full.index(stage), v_s.index(stage))
         if not PREFETCH or n == 1:
             after = next_tile(sizes.counter)
-        if config.CARRY_LAST:  # into the buffer the tile before has left through and, once Q has been read, into Q's
+        # The carry's first half goes into the output's buffer, once the tile before has been written from there; its
+        # second half into Q's, once Q has been read.
+        if config.CARRY_LAST:
             before, phase = stage_and_phase(turn + config.Q_STAGES - 1, config.Q_STAGES)
             mbarrier.wait(barriers.q_empty.index(before), phase ^ 1)
             _load_carry_half(desc_out, i_b, i_h, m0, 0, barriers.carry_full.index(0), buffers.output_s, 0)
@@ -169,7 +171,7 @@ def produce(tensors, buffers, barriers, sizes, outputs, mask, config):
 
 @gluon.jit
 def produce_listed(tensors, buffers, barriers, sizes, outputs, mask, config):
-    """The same for a block map: the blocks are those of a line's list, the partial ones first, with their bits."""
+    """`produce` for a block map: the blocks are those of a line's list, the partial ones first, with their bits."""
     desc_q, desc_k, desc_v = tensors.desc_q, tensors.desc_k, tensors.desc_v
     q_s, k_s, v_s = buffers.q_s, buffers.k_s, buffers.v_s
     q_full, empty = barriers.q_full, barriers.empty

@@ -1,8 +1,8 @@
 """SwiGLU fused into the matmuls around it, for Hopper: silu(x Wg^T) * (x Wu^T), and the gradients of both.
 
-Forward a tile is 128 columns of gate and the same 128 of up, one below the other in shared memory. Backward it is 256
-columns of dh = dy Wd, in 16 bits as an unfused dh is. What follows takes half as long as the matmul: two
-warps of their own do it, while those that multiply are at the next tile.
+In forward a tile is 128 columns of gate and the same 128 columns of up, whose weights are one below the other in shared
+memory. In backward it is 256 columns of dh = dy Wd, rounded to 16 bits as without fusion. The gradients of gate and up
+take half as long as the matmul: two separate warps compute them, while the consumers multiply the next tile.
 """
 
 from __future__ import annotations
@@ -128,10 +128,10 @@ def _forward_consume(WG: gl.constexpr, tensors, operands, pieces_s, barriers, si
         pieces = split_quarters(acc)
         for i in gl.static_range(BN // PIECE):
             at = column + i * PIECE
-            # Rounded first: backward makes h again from the rounded ones.
+            # h is made from rounded gate and up, because backward recomputes h from those.
             g = round_to(pieces[i], desc_gate.dtype)
             u = round_to(pieces[i + 2], desc_up.dtype)
-            # Three leave through two buffers: each waits for the one before the last.
+            # Three pieces share two buffers: each waits until the piece before the last one has been read.
             store_piece(desc_gate, row, at, g, pieces_s.index(WG * 2 + i % 2), 1)
             store_piece(desc_up, row, at, u, pieces_s.index(WG * 2 + (i + 1) % 2), 1)
             store_piece(desc_h, row, at, g * _sigmoid(g) * u, pieces_s.index(WG * 2 + i % 2), 1)
@@ -163,7 +163,7 @@ def gated_backward_kernel(
     desc_a, desc_weight, gate, up, dgate, dup, h, M, eights, num_rows, num_columns, num_steps, PIECE: gl.constexpr,
     STAGES: gl.constexpr, GROUP: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """The gradients of gate and up, and h again. Their rows have 8 * eights numbers: the compiler then knows they
+    """The gradients of gate and up, and h again. Their rows have 8 * eights numbers, so the compiler knows that rows
     are aligned."""
     BM: gl.constexpr = desc_a.block_type.shape[0]
     BK: gl.constexpr = desc_a.block_type.shape[1]
@@ -191,7 +191,7 @@ def gated_backward_kernel(
 
 @gluon.jit
 def _backward_consume(WG: gl.constexpr, tensors, operands, dh_s, barriers, sizes, rows):
-    """A consumer's part of dh, which it hands to the warps that have nothing to multiply."""
+    """A consumer's part of dh, which it hands to the warps of `_gradients`."""
     dh_full, dh_empty = barriers.dh_full, barriers.dh_empty
     step = 0
     turn = 0
@@ -234,7 +234,7 @@ def _gradients(tensors, operands, dh_s, barriers, sizes, rows):
                 y = u.to(gl.float32)
                 m = m0 + i % PARTS * TALL
                 n = n0 + i // PARTS * PIECE
-                # The next are loaded before these are used; after the last, none.
+                # The next gate and up are loaded before these are used; after the last ones, none.
                 after = i + 1
                 m_after = m0 + after % PARTS * TALL
                 n_after = gl.where(after < 4 * PARTS, n0 + after // PARTS * PIECE, F)

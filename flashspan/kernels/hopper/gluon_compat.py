@@ -25,7 +25,7 @@ if not hasattr(tma, "async_copy_global_to_shared"):
 
 @builtin
 def reduce_add(desc, coord, source, _semantic=None):
-    """Add a tile of shared memory into global memory by the copy engine; the public names stop at copying."""
+    """Add a tile of shared memory into global memory by the copy engine. Gluon has public names for copies only."""
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, source.handle)
 

@@ -1,8 +1,8 @@
-"""The contract's functions on the Hopper kernels: tensors into descriptors, numbers into arguments.
+"""The contract's functions on the Hopper kernels: they turn tensors into descriptors and numbers into arguments.
 
-Descriptors are made over the caller's own layout, so a transposed or a fused view costs no copy of its own; rows and
-columns past the end read as zero and are not written, so any length and any head size does. Tiles were chosen by
-measurement on an H200 (docs/log/).
+Descriptors have the caller's strides, so a transposed or a fused view needs no copy. Rows and columns past the end are
+read as zero and are not written, so lengths and head sizes are arbitrary. Tiles were chosen by measurement on an H200
+(docs/log/).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def forward(
     with on(q.device):
         fine = (room_for(v),) if pays(q, k, mask) else ()
         made = (out, lse, bad, new_counter(q.device), *fine)
-        steps = None if carry is None else out.stride()  # of another's making
+        steps = None if carry is None else out.stride()  # the caller's carry may have any strides
         done = replay(_forward_launches, (q, k, v), tables, made, scale, steps, out.dtype, bool(fine))
     if done:
         return Carry(out, lse)
@@ -76,7 +76,7 @@ def forward(
 
 
 def _new_carry(q: Tensor, B: int, H: int, T: int, D: int, out_dtype: torch.dtype) -> Carry:
-    """Room for out, stored as [B, T, H, D] so that merging heads is a view, and for lse."""
+    """Empty out and lse; out is stored as [B, T, H, D], so that merging heads is a view."""
     out = q.new_empty_strided((B, H, T, D), (T * H * D, D, H * D, 1), dtype=out_dtype)
     return Carry(out, q.new_empty((B, H, T), dtype=torch.float32))
 
@@ -84,7 +84,7 @@ def _new_carry(q: Tensor, B: int, H: int, T: int, D: int, out_dtype: torch.dtype
 def repeat_forward(
     q: Tensor, k: Tensor, v: Tensor, problem: Problem, out_dtype: torch.dtype
 ) -> Callable[..., Carry | None] | None:
-    """See backends.py. None unless forward has been called so, without a carry, and served itself."""
+    """See backends.py. None unless such a call has run, without a carry, on these kernels."""
     mask, scale = problem.mask, problem.scale
     if not q.numel() or not k.shape[2] or scale <= 0:
         return None
@@ -118,8 +118,8 @@ def _forward_launches(
     out_dtype: torch.dtype,
     finer: bool,
 ) -> list[Launch] | None:
-    """The kernel, before it what makes V finer and, where keys are hidden, the portable one for blocks of rows it found
-    bad; None if not aligned."""
+    """The launches of forward: V to float16 if `finer`, the kernel, and the portable kernel for the groups of rows that
+    it marks bad. None if a tensor is not aligned."""
     given, fine = (tensors[:-1], tensors[-1:]) if finer else (tensors, ())
     q, k, v, *tables, out, lse, bad, counter = given
     if not all(is_aligned(x) for x in (q, k, v)):
@@ -144,7 +144,7 @@ def forward_launch(
     carry: bool,
     counter: Tensor | None = None,
 ) -> Launch:
-    """What forward launches first, as data. `counter` is of `new_counter`'s making."""
+    """The launch of the forward kernel. `counter` comes from `new_counter`."""
     B, H, T, D = q.shape
     K, S = k.shape[1], k.shape[2]
     counter = new_counter(q.device) if counter is None else counter
@@ -190,8 +190,10 @@ def backward(
     accumulate: bool,
     out: Tensor | None = None,
 ) -> None:
-    """See contract.py. Deterministic gradients take two passes, in which every sum has one order. Masks whose transpose
-    is no interval go to the portable kernels, and so do deterministic block maps. Given `out`, delta is made of it."""
+    """See contract.py. Deterministic gradients take two passes, in which every sum has a fixed order. The portable
+    kernels serve masks whose transpose is no interval, and deterministic block maps. If delta is None, it is computed
+    from out.
+    """
     mask, scale = problem.mask, problem.scale
     if not _serves_backward(q, k, problem):
         portable.backward(
@@ -217,7 +219,8 @@ def backward(
 
 
 def _serves_backward(q: Tensor, k: Tensor, problem: Problem) -> bool:
-    """Whether these kernels compute the gradients: not of empty tensors, nor of masks that only others transpose."""
+    """Whether these kernels compute the gradients: not for empty tensors, nor for `Rows` without an interval of queries
+    for each key."""
     mask = problem.mask
     serves = isinstance(mask, Band) or (isinstance(mask, Rows) and mask.convex)
     if isinstance(mask, Blocks):
@@ -228,7 +231,7 @@ def _serves_backward(q: Tensor, k: Tensor, problem: Problem) -> bool:
 def _room_for_backward(
     q: Tensor, k: Tensor, mask: Mask, accumulate: bool, two_passes: bool, dq: Tensor, dk: Tensor, dv: Tensor
 ) -> tuple[Tensor, ...]:
-    """What backward writes besides its results: -lse, -delta, sums of dq, parts of dk and dv, states, a counter."""
+    """Temporary tensors of backward: -lse, -delta, sums of dq, parts of dk and dv, states, a counter."""
     minus_lse, minus_delta = new_rows(q), new_rows(q)
     num_rows = len(minus_lse)
     sums = dq
@@ -243,7 +246,7 @@ def _room_for_backward(
 def repeat_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: Problem
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor] | None] | None:
-    """See backends.py. None unless backward_of_output has run so, and these kernels served."""
+    """See backends.py. None unless backward_of_output has run for such a call, on these kernels."""
     if not _serves_backward(q, k, problem):
         return None
     device, two_passes = q.device, problem.deterministic or block_dim(q.shape[-1]) not in BACKWARD
@@ -253,7 +256,7 @@ def repeat_backward(
     if launches is None:
         return None
     *room, _ = _room_for_backward(q.to("meta"), k.to("meta"), problem.mask, False, two_passes, *grads)
-    # Each piece of room: a gradient, by its index, or the shape and dtype of a tensor of its own.
+    # Each temporary tensor is a gradient, given by its index, or new, given by its shape and dtype.
     found = [next((i for i, grad in enumerate(grads) if x is grad), None) for x in room]
     pieces = [(i, x.shape, x.dtype) for i, x in zip(found, room, strict=True)]
 
@@ -282,7 +285,7 @@ def backward_of_output(
 
 
 def _settled(delta: Tensor | None, dout: Tensor, out: Tensor | None) -> Tensor:
-    """delta, made if it has not been."""
+    """delta, computed from dout and out if it is None."""
     if delta is not None:
         return delta
     assert out is not None, "backward takes delta, or the output to make it of"
@@ -298,8 +301,9 @@ def _backward_launches(
     two_passes: bool,
     of_output: bool,
 ) -> list[Launch] | None:
-    """One that prepares rows, then the two passes, or the one and, if dq was not summed in place, a cast; and one that
-    adds dk and dv, if they are made in parts. None if not aligned. If `of_output`, out stands in delta's place."""
+    """The launches of backward: one that prepares rows; the two passes, or the one; one that adds parts of dk and dv,
+    if there are parts; and a cast of dq, if it was not summed in place. None if a tensor is not aligned. `of_output`:
+    the tensor in delta's place is out."""
     dout, q, k, v, lse, delta, dq, dk, dv, *tables = tensors[:-7]
     minus_lse, minus_delta, sums, dk_parts, dv_parts, states, counter = tensors[-7:]
     if not all(is_aligned(x) for x in (dout, q, k, v, dq, dk, dv, *([delta] if of_output else []))):

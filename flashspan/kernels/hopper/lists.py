@@ -1,4 +1,4 @@
-"""What the Hopper kernels launch for a block map (`Blocks`): its lists and bits into arguments."""
+"""The launches of the Hopper kernels for a block map (`Blocks`): its lists and bits become arguments."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from flashspan.kernels.portable.arguments import LOG2E
 from flashspan.kernels.portable.sparse import maps
 
 BLOCK = (128, 128)
-"""The one size of blocks these kernels walk: two warpgroups' rows."""
+"""The only size of blocks that these kernels support: 64 rows for each of two warpgroups."""
 
 WORDS = 256
-"""Words of bits the copy engine moves at a time: 64 lines of 128 bits, a warpgroup's."""
+"""Words of bits that the copy engine loads at a time, for one warpgroup: 64 lines of 128 bits."""
 
 
 def refusal(block: tuple[int, int], head_dim: int) -> str | None:
-    """Why block maps of this size are not served, if so."""
+    """Why block maps with these blocks and heads are refused; None if they are not."""
     if FORWARD[block_dim(head_dim)].block_k != BLOCK[1]:
         return f"walks block maps up to head size 128, not {head_dim}"
     return None if block == BLOCK else f"walks block maps of 128 x 128, not {block[0]} x {block[1]}"
@@ -48,7 +48,7 @@ def lists_forward_launch(
     carry: bool,
     counter: Tensor,
 ) -> Launch:
-    """What forward launches first for a block map, as data."""
+    """The launch of the forward kernel for a block map."""
     B, H, T, D = q.shape
     K, S = k.shape[1], k.shape[2]
     wide, group = block_dim(D), H // K
@@ -85,7 +85,7 @@ def lists_backward_launch(
     states: Tensor,
     counter: Tensor,
 ) -> Launch:
-    """What backward launches in the middle for a block map, as data."""
+    """The launch of the one-pass backward kernel for a block map."""
     B, H, T, D = q.shape
     K, S = dk.shape[1], k.shape[2]
     wide, lines, chip = block_dim(D), mask.columns.spans.shape[2], multiprocessors(q.device)
@@ -112,7 +112,7 @@ def lists_backward_launch(
 
 
 def _describe_bits(bits: Tensor, mask: Blocks) -> TensorDescriptor:
-    """Bits [tiles, 128, 4] as the copy engine sees them: words in a row. Where there are none, anything will do."""
+    """A descriptor of bits [tiles, 128, 4] as one row of words. If there are none, of any other tensor."""
     words = bits if bits.numel() else mask.rows.spans
     layout = gl.NVMMASharedLayout.get_default_for([WORDS], gl.int32)
     return TensorDescriptor(words, [words.numel()], [1], [WORDS], layout)

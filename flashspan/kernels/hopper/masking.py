@@ -1,7 +1,8 @@
 """Which blocks of the other axis a tile visits, and hiding the scores that a mask excludes.
 
 A mask of intervals gives two numbers for each index (`intervals_of`, `visible_blocks`). A block map gives a list of
-blocks for each line of 128 indices, full blocks first, and the bits of the partial ones.
+blocks for each line of 128 indices, full blocks first, and the bits of the partial ones; kernels read lists backwards,
+and visit the partial blocks first.
 """
 
 from __future__ import annotations
@@ -73,9 +74,9 @@ def nth_block(j, first, f_lo, f_hi, end):
 
 @gluon.jit
 def find_list(mask, b, h, line):
-    """Where a line's list begins and ends, how many blocks to visit, and how many of these, the first, are partial.
+    """Where a line's list begins and ends, how many blocks to visit, and how many of them are partial.
 
-    Lists are read from the end, where the partial blocks are. An empty one is one block, all of it hidden.
+    Lists are read from the end, so the partial blocks are visited first. An empty list counts as one hidden block.
     """
     p_span = mask.spans + ((b * mask.stride_batch + h * mask.stride_head) * mask.num_lines + line) * 3
     begin = gl.load(p_span)
@@ -87,8 +88,8 @@ def find_list(mask, b, h, line):
 
 @gluon.jit
 def find_block(mask, begin, end, i, num_partial):
-    """The i-th block of a list and, if it is partial, where its words begin: for an empty list before all words, where
-    the copy engine reads 0."""
+    """The i-th block to visit of a list and, if it is partial, where its words begin. For an empty list that is a
+    negative index, where the copy engine reads 0: all scores are hidden."""
     at = end - 1 - i
     here = at >= begin
     block = gl.load(mask.index + at, mask=here, other=0)
@@ -98,7 +99,7 @@ def find_block(mask, begin, end, i, num_partial):
 
 @gluon.jit
 def load_words(mask, word, bar, stage, partial):
-    """Load a partial block's words, 64 lines of 128 bits for each of two warpgroups."""
+    """Load a partial block's words: for each of two warpgroups, 64 lines of 128 bits."""
     desc, words_s = mask.desc_words, mask.words_s
     tma.async_copy_global_to_shared(desc, [word], bar, words_s.index(stage * 2), pred=partial)
     tma.async_copy_global_to_shared(desc, [word + 256], bar, words_s.index(stage * 2 + 1), pred=partial)
@@ -108,7 +109,7 @@ def load_words(mask, word, bar, stage, partial):
 def hide_by_words(s, words_s, half):
     """Scores [64, columns], -inf where a block's words [64, 4] hide them: 128 columns, or this half of them."""
     ROWS: gl.constexpr = s.shape[0]
-    # A thread has two rows, eight apart, as wgmma leaves them, and all words of them.
+    # As after a matmul, a thread has two rows, eight apart; it loads all words of both.
     WL: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0], [0, 1], [0, 2]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [ROWS, 4]
     )
@@ -121,10 +122,11 @@ def hide_by_words(s, words_s, half):
 
 @gluon.jit
 def hide_outside(s, start, end, BOTH: gl.constexpr):
-    """Scores, -inf outside of each row's interval of columns, or from its end on unless BOTH. Words made of the ends
-    cost half of what comparing each column with them does.
+    """Scores, -inf outside each row's interval of columns; unless BOTH, only from its end on.
 
-    Behind a branch: otherwise ptxas computes the words while the scores are made, and they occupy registers.
+    The interval becomes words with a bit per column: that takes half as long as comparing every column with its ends.
+    Call it behind a branch, even one that is always taken. Otherwise ptxas computes the words while the scores are
+    made, and they occupy registers.
     """
     COLUMNS: gl.constexpr = s.shape[1]
     L: gl.constexpr = gl.SliceLayout(2, gl.reshape(s, [s.shape[0], COLUMNS // 32, 32]).type.layout)
@@ -141,8 +143,8 @@ def hide_outside(s, start, end, BOTH: gl.constexpr):
 
 @gluon.jit
 def hide_keys(s, start, end, n0, SIDES: gl.constexpr, WORDS: gl.constexpr):
-    """Scores of keys from n0 on, -inf where a row does not see the key: by WORDS, which is faster with heads of 64, or
-    by comparing, with larger ones."""
+    """Scores of keys from n0 on, -inf where a row does not see the key. Heads of 64 use WORDS, which is faster there;
+    larger heads compare each column."""
     if WORDS:
         s = hide_outside(s, start - n0, end - n0, SIDES == 2)
     else:
@@ -163,7 +165,7 @@ def _show(s, words):
     scores = gl.reshape(s, [ROWS, COLUMNS // 32, 32])
     L: gl.constexpr = scores.type.layout
     words = gl.convert_layout(words, gl.SliceLayout(2, L), assert_trivial=True)[:, :, None]
-    # Bits 1 and 2 of a column's number are the thread's: one shift a word, then each bit has a fixed place.
+    # Bits 1 and 2 of a column's number depend on the thread only: after one shift per word, each bit has a fixed place.
     o = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
     seen = ((words >> (o & 6)) & (1 << (o & 25))) != 0
     scores = gl.where(seen, scores, float("-inf"))

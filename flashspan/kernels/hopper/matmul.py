@@ -1,12 +1,12 @@
 """Matmuls for Hopper with an epilogue: what gated.py, residual.py and projection.py share.
 
-By itself each of these epilogues (SwiGLU, rotations, a residual's sum) reads and writes whole tensors and computes next
-to nothing. Here it works on the accumulator in registers; what more it reads and writes goes by while the tensor cores
-are busy. The matmuls themselves are as fast as cuBLAS and equal to it bit for bit.
+As a separate kernel, each of these epilogues (SwiGLU, rotations, adding a residual) would read and write whole tensors
+and compute next to nothing. Here it works on the accumulator in registers; its other reads and writes happen while the
+tensor cores are busy. The matmuls are as fast as those of cuBLAS, with equal results bit for bit.
 
 A program computes tile after tile, 128 rows by 256 columns. A producer warp loads operands through the copy engine, 64
-deep at a time, two consumer warpgroups multiply 64 rows each and write them in pieces of 64 columns. Rows and columns
-past the end read as zero and are not written.
+columns of A and rows of B at a time. Two consumer warpgroups multiply 64 rows each and write them in pieces of 64
+columns. Rows and columns past the end are read as zero and are not written.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from flashspan.kernels.hopper.tensors import multiprocessors
 from flashspan.kernels.launch.launch import Launch
 
 ROWS, COLUMNS, DEPTH, PIECE = 128, 256, 64, 64
-"""A tile, the depth of a stage of its operands, and columns that are written together."""
+"""Rows and columns of a tile; depth of the operands in a stage; columns that are written together."""
 GROUP = 16
-"""Tiles below one another that are computed at a time, so that what they read of the weights is read once."""
+"""Rows of tiles that are computed together, so that each column of weights is read from memory once for all of them."""
 
 
 @aggregate
@@ -81,7 +81,7 @@ def _stage_and_phase(step, STAGES: gl.constexpr):
 
 @gluon.jit
 def free_stage(step, operands, barriers, BYTES: gl.constexpr):
-    """Wait until a step's stage is free and announce its bytes. Returns the stage and the barrier they arrive at."""
+    """Wait until a step's stage is free, and tell its barrier how many bytes to expect. Returns stage and barrier."""
     stage, phase = _stage_and_phase(step, operands.a_s.shape[0])
     mbarrier.wait(barriers.empty.index(stage), phase ^ 1)
     bar = barriers.full.index(stage)
@@ -143,7 +143,8 @@ def split_quarters(x):
 
 @gluon.jit
 def store_piece(desc, row, column, x, piece_s, BUSY: gl.constexpr):
-    """Write a piece by the copy engine through a buffer, once it is still reading at most BUSY of those before."""
+    """Write a piece by the copy engine through a buffer. Waits until at most BUSY earlier pieces are still being
+    read."""
     tma.store_wait(BUSY)
     barrier()
     piece_s.store(x.to(desc.dtype))

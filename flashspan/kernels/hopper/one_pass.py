@@ -16,7 +16,7 @@ from flashspan.kernels.portable.arguments import LOG2E, mask_arguments
 from flashspan.kernels.portable.head_parts import count_parts
 
 CUT_BLOCKS = 16
-"""Blocks of queries that a part of a tile has, about, where tiles are split by queries."""
+"""About how many blocks of queries a part of a tile has, where tiles are split by queries."""
 
 
 def count_head_parts(q: Tensor, k: Tensor, mask: Mask, accumulate: bool, with_dq: bool) -> int:
@@ -52,9 +52,9 @@ def backward_launch(
     states: Tensor,
     counter: Tensor,
 ) -> Launch:
-    """What backward launches in the middle, as data: dk, dv and, added into sums if there are any, dq.
+    """The launch of the one-pass kernel: dk, dv and, added into `sums`, dq; without sums, no dq.
 
-    Where dk and dv have more heads than k, these are parts to be added (portable/head_parts.py).
+    If dk and dv have more heads than k, they are parts to be added (portable/head_parts.py).
     """
     B, H, T, D = q.shape
     K, S = dk.shape[1], k.shape[2]
@@ -71,13 +71,13 @@ def backward_launch(
     num_tiles = tiles_per_head * B * K
     section = key_heads_for_keys(q, dk, tiles_per_head)
     masked = table or lo > 1 - T or hi < S - 1
-    # Equally long tiles whose dK and dV are added: those left over after the last full round are cut by their queries.
+    # If tiles are equally long and dK and dV are accumulated, the tiles after the last full round are split by queries.
     cut = accumulate and sums is not None and not masked and k.shape[1] == K
     parts = max(1, min(8, T // (CUT_BLOCKS * tile.block_q))) if cut else 1
     whole = num_tiles // chip * chip if parts > 1 else num_tiles
     num_tiles = whole + (num_tiles - whole) * parts
     # Where no query sees more than 4096 keys, claiming sums of dQ block by block costs less than clearing them before.
-    # Tables are taken for such masks without a look at their lengths.
+    # `Rows` are assumed to be such masks: their lengths are not read.
     claim = sums is not None and not accumulate and (table or min(hi - lo + 1, S) <= 4096)
     far = not table and lo <= 1 - T  # all keys behind are seen
     return Launch(

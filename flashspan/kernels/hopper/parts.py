@@ -1,8 +1,8 @@
-"""A bias of each row of scores as three bfloat16 parts: a matmul of them with ones, of the least depth, writes their
-sum to all scores of the row, and the matmul of Q and K accumulates onto it.
+"""A number that is added to all scores of a row, as three bfloat16 parts: a small matmul of the parts with ones writes
+their sum to the row's accumulators, and the matmul of Q and K adds to them.
 
-With heads of 64 backward starts from -lse and -delta that way, and forward, where the scale leaves scores as they are
-(`is_unit`), from what the softmax subtracts. Larger heads have no room for it: -lse and -delta are float32.
+With heads of 64, backward adds -lse and -delta that way. Forward adds -m (m is what its softmax subtracts), if scores
+need no scale (`is_unit`). Larger heads have no room for it: their -lse and -delta are float32.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from flashspan.kernels.hopper.tensors import block_dim
 from flashspan.kernels.portable.arguments import LOG2E
 
 DEPTH = tl.constexpr(16)
-"""Depth of the least matmul there is: three parts and zeros."""
+"""Depth of the smallest matmul: three parts, then zeros."""
 
 
 def is_unit(q: Tensor, scale: float) -> bool:
-    """Whether scores of such heads, times this scale of nats, are exponents of 2 without being multiplied."""
+    """Whether q k^T is an exponent of 2 without a multiplication: heads of 64, and a scale of ln 2."""
     return block_dim(q.shape[-1]) == 64 and scale * LOG2E == 1.0
 
 
 def new_rows(q: Tensor) -> Tensor:
-    """Room for a number of each query, those of a head padded to whole blocks of 128."""
+    """An empty tensor for a number per query, each head padded to whole blocks of 128."""
     B, H, T, D = q.shape
     rows = B * H * -(-T // 128) * 128
     if block_dim(D) == 64:
@@ -39,12 +39,12 @@ def new_rows(q: Tensor) -> Tensor:
 
 @triton.jit
 def store_rows(place, o, x):
-    """Write a number of each of these rows."""
+    """Write a number for each of these rows, in float32 or in parts."""
     if place.dtype.element_ty == tl.float32:
         tl.store(place + o, x)
     else:
         high = x.to(tl.bfloat16)
-        rest = tl.where(x * 0.0 == 0.0, x - high.to(tl.float32), 0.0)  # of inf and NaN there is none
+        rest = tl.where(x * 0.0 == 0.0, x - high.to(tl.float32), 0.0)  # 0 for inf and NaN
         middle = rest.to(tl.bfloat16)
         low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
         c = tl.arange(0, DEPTH)[None, :]
@@ -54,7 +54,7 @@ def store_rows(place, o, x):
 
 @gluon.jit
 def load_bias(place, o):
-    """The numbers of these rows."""
+    """Read what `store_rows` has written for these rows."""
     if place.dtype.element_ty == gl.float32:
         x = gl.load(place + o)
     else:
@@ -76,8 +76,8 @@ def ones_operand(ROWS: gl.constexpr):
 
 @gluon.jit
 def bias_operand(x, L: gl.constexpr):
-    """x, [rows, 4], in which the four of a row are the same, as the left operand of a matmul with ones whose result
-    has layout L."""
+    """x as the left operand of a matmul with ones, whose result has layout L. x is [rows, 4], with four equal numbers
+    in a row."""
     A: gl.constexpr = gl.DotOperandLayout(0, L, 2)
     x = one_per_row(x, gl.SliceLayout(1, A))[:, None]
     c = gl.arange(0, DEPTH, layout=gl.SliceLayout(0, A))[None, :]

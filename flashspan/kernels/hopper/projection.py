@@ -1,7 +1,7 @@
-"""q, k and v of a layer in one matmul, for Hopper, q and k with their rotary positions, q times a unit.
+"""q, k and v of a layer in one matmul, for Hopper, with RoPE on q and k, and q times `unit`.
 
-A tile belongs to one of the three. One thread holds a head's columns d and d + D / 2: a rotation takes two loads for
-each pair of them, of angles that all heads of a token share, and no memory in between.
+A tile belongs to q, k or v. One thread has both columns d and d + D / 2 of a head, so it rotates the pair in registers;
+it loads one cos and one sin per pair, which all heads of a token share.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def projection_kernel(
     num_steps, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """q, k and v of x, q and k rotated, q times a unit."""
+    """q, k and v of x; q and k are rotated, and q is multiplied by `unit`."""
     BM: gl.constexpr = desc_x.block_type.shape[0]
     BK: gl.constexpr = desc_x.block_type.shape[1]
     BN: gl.constexpr = desc_wq.block_type.shape[0]
@@ -123,7 +123,7 @@ def _load_angles(p, row, period, like):
 
 @gluon.jit
 def _rotated(acc, row, angles, unit, HEAD_DIM: gl.constexpr):
-    """All heads of a tile rotated, times a unit, as four pieces."""
+    """All heads of a tile, rotated and multiplied by `unit`, as four pieces."""
     p_cos, p_sin, period = angles.cos, angles.sin, angles.period
     a, b, c, d = split_quarters(acc)
     if HEAD_DIM == 64:
@@ -215,7 +215,7 @@ def projection_launch(
     unit: float,
     outs: tuple[Tensor, Tensor, Tensor],
 ) -> Launch:
-    """q, k and v [M, heads * D] of x [M, E] and weights [heads * D, E], of angles [period, D / 2] for rows in turn."""
+    """The launch for q, k and v [M, heads * D] of x [M, E] and weights [heads * D, E]; row i has angle i % period."""
     operands = [describe(x, ROWS, DEPTH), *(describe(weight, COLUMNS, DEPTH) for weight in weights)]
     pieces = [describe(out, ROWS // 2, PIECE) for out in outs]
     q_columns, k_columns = (cdiv(weight.shape[0], COLUMNS) for weight in weights[:2])
@@ -228,8 +228,8 @@ def projection_launch(
 def project(
     x: Tensor, weights: tuple[Tensor, Tensor, Tensor], cos: Tensor, sin: Tensor, unit: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q and k, rotated, q times unit, and v, [M, heads * D], of x [M, E]; cos and sin [period, D / 2], for rows in
-    turn."""
+    """q, rotated and multiplied by `unit`, k, rotated, and v, [M, heads * D], of x [M, E]. cos and sin are
+    [period, D / 2]; row i has those of i % period."""
     x, wq, wk, wv = readable(x, *weights)
     outs = (x.new_empty(len(x), len(wq)), x.new_empty(len(x), len(wk)), x.new_empty(len(x), len(wv)))
     if len(x):

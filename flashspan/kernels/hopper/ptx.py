@@ -10,8 +10,8 @@ from flashspan.kernels.hopper.row_values import across
 
 @gluon.jit
 def opaque(x):
-    """x, a scalar, of which the compiler knows nothing: what is computed from it is not moved out of a loop, where it
-    would only occupy registers."""
+    """x, a scalar, hidden from the compiler, which then does not move what is computed from x out of a loop: there it
+    would occupy registers."""
     return gl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -47,17 +47,20 @@ def rescale(o, alpha):
 
 @gluon.jit
 def declare_vote():
-    """What `all_below` needs, once in a kernel and before it."""
+    """Declare the register that `all_below` uses: once in a kernel, before the first use."""
     asm: gl.constexpr = ".reg .pred flashspan_some; mov.u32 $0, $1;"
     gl.inline_asm_elementwise(asm, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def all_below(x, LIMIT: gl.constexpr):
-    """x, of which a thread has two numbers, and whether all of this warp's are below LIMIT: a scalar of which each warp
-    has its own. Gluon has no such scalar, so it goes from one piece of assembly to the next in a register of
-    `declare_vote`. Whatever it decides, the warps of a group must arrive at the same barriers and matmuls in the same
-    order: a loop that ends early and begins again does that, if nothing between is one of them."""
+    """x, and whether all numbers of x that this warp has are below LIMIT. A thread has two numbers of x.
+
+    The second result is a scalar that may differ from warp to warp. Gluon has no such scalar, so it is passed from one
+    piece of assembly to the next in the register of `declare_vote`. Whatever is done with it, all warps of a warpgroup
+    must still execute the same barriers and matmuls in the same order. A loop that one warp ends early and starts again
+    does so, as long as there is no barrier and no matmul between the two.
+    """
     some: gl.constexpr = """{ .reg .pred here;
         setp.geu.f32 here, $2, $4;
         setp.geu.or.f32 here, $3, $5, here;
@@ -72,28 +75,28 @@ def all_below(x, LIMIT: gl.constexpr):
 
 @gluon.jit
 def fence_global():
-    """Order what the copy engine does to global memory with what the threads do."""
+    """Order the copy engine's accesses to global memory and those of threads."""
     asm: gl.constexpr = "fence.proxy.async.global; mov.u32 $0, $1;"
     gl.inline_asm_elementwise(asm, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def wait_for_writes():
-    """Wait until what this warp gave the copy engine to store is written; `store_wait` waits until it is read."""
+    """Wait until the copy engine has written this warp's stores; `store_wait` only waits until it has read them."""
     asm: gl.constexpr = "cp.async.bulk.wait_group 0; mov.u32 $0, $1;"
     gl.inline_asm_elementwise(asm, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def prefetch(p):
-    """Bring the lines of 128 bytes that pointers point into to the L2 cache."""
+    """Prefetch, into the L2 cache, the lines of 128 bytes that these pointers are in."""
     asm: gl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
     gl.inline_asm_elementwise(asm, "=r,l", [p.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def bit_range(first, size):
-    """Words with `size` bits set, from bit `first` on; neither is negative, both may be past 32."""
+    """Words with `size` bits set, from bit `first` on. Neither is negative; both may exceed 32."""
     return gl.inline_asm_elementwise(
         "bmsk.clamp.b32 $0, $1, $2;", "=r,r,r", [first, size], dtype=gl.int32, is_pure=True, pack=1
     )
@@ -101,7 +104,7 @@ def bit_range(first, size):
 
 @gluon.jit
 def in_own_registers(x):
-    """x, float32, in registers of its own from here on."""
+    """x, float32, copied into new registers."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
 
 
@@ -118,12 +121,12 @@ _ROUND_FLOAT16 = gl.constexpr("""{ .reg .b32 both; .reg .b16 low, high;
 
 @gluon.jit
 def round_to(x, dtype: gl.constexpr):
-    """x, float32, as dtype holds it, in float32 still: two at a time, which the compiler does not think of."""
+    """x rounded to dtype, as float32: one instruction rounds two numbers, which the compiler does not find."""
     asm: gl.constexpr = _ROUND_BFLOAT16 if dtype == gl.bfloat16 else _ROUND_FLOAT16
     return gl.inline_asm_elementwise(asm, "=f,=f,f,f", [x], dtype=gl.float32, is_pure=True, pack=2)
 
 
 @gluon.jit
 def reciprocal(x):
-    """1 / x, to the last bit or the one before it."""
+    """1 / x, with an error of at most the last bit."""
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)

@@ -1,6 +1,6 @@
 """c + a1 b1 + a2 b2 + a3 b3 in one matmul, for Hopper: it adds a residual, or several gradients of one input.
 
-Sums are float32 until the end, and nothing on the way is written or read.
+The sum stays in float32 registers until it is complete, and is rounded once.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class SumBuffers:
 
     a_s: Shared
     b_s: Shared
-    pieces_s: Shared  # [2 or, if ADD, all of a consumer's, ...] for each consumer
+    pieces_s: Shared  # for each consumer two pieces or, if ADD, all pieces of its rows
 
 
 @aggregate
@@ -128,7 +128,7 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes):
         i_row, i_column = locate_tile(tile, num_rows, num_columns, sizes.GROUP)
         row = i_row * (2 * BM) + WG * BM
         column = i_column * BN
-        if sizes.ADD:  # c comes during the main loop, into buffers that all of the tile before has left
+        if sizes.ADD:  # c is loaded during the main loop, into buffers from which the tile before has been written
             tma.store_wait(0)
             barrier()
             bar = c_full.index(WG)
@@ -184,7 +184,7 @@ def sum_launch(out: Tensor, c: Tensor | None, pairs: Sequence[tuple[Tensor, Tens
     outs = [describe(x, ROWS // 2, PIECE) for x in (out if c is None else c, out)]
     tiles = (cdiv(M, ROWS), cdiv(N, COLUMNS))
     numbers = (*tiles, *(num_steps for _, _, num_steps in full))
-    stages = 4 if c is None else 3  # whose places c takes
+    stages = 4 if c is None else 3  # c needs the memory of the fourth
     arguments = (*operands, *outs, *numbers)
     return matmul_launch(sum_kernel, arguments, out, tiles, TRANSPOSED=turned, ADD=c is not None, STAGES=stages)
 

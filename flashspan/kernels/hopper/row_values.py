@@ -1,5 +1,5 @@
-"""A number for each row of an accumulator, or [rows, 4] for each of the four threads that share a row. Only sums and
-maxima of those four move numbers between threads."""
+"""Numbers of the rows of an accumulator: one per row, or [rows, 4], one for each of the four threads that share a row.
+Only sums and maxima over the four exchange numbers between threads."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def row_sums(l, like):
 
 @gluon.jit
 def as_column(x, like):
-    """x, a number a row, as a column that broadcasts to `like`."""
+    """x, one number per row, as a column that broadcasts to `like`."""
     return gl.convert_layout(x, gl.SliceLayout(1, like.type.layout), assert_trivial=True)[:, None]
 
 
 @gluon.jit
 def across(x, like):
-    """x, [rows, 4], a number for each of the four threads that share a row, to broadcast to `like`, [rows, n, 4, 2]."""
+    """x, [rows, 4], with a shape that broadcasts to `like`, [rows, n, 4, 2]."""
     L: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, like.type.layout))
     return gl.convert_layout(x, L, assert_trivial=True)[:, None, :, None]
 
@@ -36,5 +36,5 @@ def scale_rows(x, a):
 
 @gluon.jit
 def one_per_row(x, L: gl.constexpr):
-    """x, [rows, 4], in which the four of a row are the same, as a number a row."""
+    """x, [rows, 4], with four equal numbers in a row, as one number per row."""
     return gl.convert_layout(gl.max(x, 1), L, assert_trivial=True)

@@ -14,9 +14,13 @@ def rows_kernel(
     lse, source, dout, minus_lse, minus_delta, sums, states, s_ob, s_oh, s_ot, s_db, s_dh, s_dt, H, T, Tp, unit,
     D: tl.constexpr, BD: tl.constexpr, CLEAR: tl.constexpr, BLOCK: tl.constexpr, STATES: tl.constexpr,
 ):  # fmt: skip
-    """-lse, in the unit of q k^T, and -delta of a head, its rows padded to Tp, a multiple of BLOCK. The source is delta
-    or, if D is not 0, the output of head size D, from which delta is made with dout; their strides are in units of 8
-    elements. CLEAR numbers of sums are set to 0 for each row, and STATES states for each BLOCK rows."""
+    """-lse, in the unit of q k^T, and -delta, for BLOCK rows of a head. Heads are padded to Tp rows, a multiple of
+    BLOCK.
+
+    D = 0: `source` is delta. Otherwise it is the output, of head size D, and delta is computed from it and dout.
+    Strides are in units of 8 elements. For each row CLEAR numbers of sums are set to 0, and STATES states for each
+    BLOCK rows.
+    """
     num_blocks = Tp // BLOCK
     i_bh = (tl.program_id(0) // num_blocks).to(tl.int64)
     m0 = tl.program_id(0) % num_blocks * BLOCK
@@ -30,9 +34,10 @@ def rows_kernel(
         b_delta = tl.sum(b_out.to(tl.float32) * b_dout.to(tl.float32), 1)
     else:
         b_delta = tl.load(source + i_bh * T + o, mask=o < T, other=0.0)
-    # A row that saw nothing: its scores come out as -inf, its probabilities as 0.
+    # A row that saw no key: with lse = inf its scores become -inf, its probabilities 0.
     b_lse = tl.where(b_lse == float("-inf"), float("inf"), b_lse)
-    # A row that saw NaN: NaN reaches the keys it sees by its probabilities, and must not reach others by 0 * delta.
+    # A row that saw NaN: its lse of NaN reaches the keys that it sees; a delta of NaN would reach the others as 0 *
+    # NaN.
     b_lse = tl.where((b_delta * 0.0 == 0.0) | (b_lse == float("inf")), b_lse, float("nan"))
     b_delta = tl.where(b_delta * 0.0 == 0.0, b_delta, 0.0)
     store_rows(minus_lse, i_bh * Tp + o, -b_lse * unit)
@@ -49,11 +54,11 @@ def cast_kernel(
     sums, states, dq, s_b, s_h, s_t, H, T, Tp, scale, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
     BLOCK: tl.constexpr, CLAIMED: tl.constexpr,
 ):  # fmt: skip
-    """dq = sums * scale in dq's dtype; strides of dq in units of 8 elements. If not 0, CLAIMED rows of sums share a
-    state, and where it is 0 nothing was added.
+    """dq = sums * scale, in dq's dtype. Strides of dq are in units of 8 elements. If CLAIMED is not 0, that many rows
+    of sums share a state; if the state is 0, nothing was added, and dq is 0.
 
-    Sums lie in blocks of BLOCK rows, in the order of a matmul's registers. A warpgroup has 64 rows and 64 columns, a
-    warp 16 of the rows, a thread of 8 columns two in each of two rows, 8 apart.
+    Sums are stored in blocks of BLOCK rows, in the order of a matmul's registers: a warpgroup has 64 rows and 64
+    columns, a warp 16 of the rows; in each group of 8 columns, a thread has 2 columns of two rows, 8 rows apart.
     """
     num_blocks = tl.cdiv(T, BM)
     i_bh = tl.program_id(0) // num_blocks

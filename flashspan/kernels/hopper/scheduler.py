@@ -18,13 +18,13 @@ from flashspan.kernels.hopper.masking import visible_blocks
 
 @gluon.jit
 def next_tile(counter):
-    """Take the next tile that no program has taken. The first of each program is its own number."""
+    """Take the next tile that no program has taken. A program's first tile is its own program number."""
     return gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
 
 
 @gluon.jit
 def reset_counter(counter):
-    """The last program to end sets both counters to 0, for the next launch that uses them."""
+    """The last program that ends sets both counters to 0, for the next launch that uses them."""
     if gl.atomic_add(counter + 1, 1, sem="acq_rel") == gl.num_programs(0) - 1:
         gl.store(counter, 0)
         gl.store(counter + 1, 0)
@@ -38,7 +38,7 @@ def store_number(slot, x):
 
 @gluon.jit
 def publish_number(slot, x):
-    """The same for other partitions to read, once they see the barrier that is arrived at next."""
+    """Write a number for other partitions. They may read it after the next barrier on which this partition arrives."""
     store_number(slot, x)
     barrier()
 
@@ -51,14 +51,14 @@ def load_number(slot, WARPS: gl.constexpr):
 
 @gluon.jit
 def stage_and_phase(x, STAGES: gl.constexpr):
-    """Number x of what passes through a ring of buffers -> (its stage, the phase of its barriers)."""
+    """The number of a load into a ring of buffers -> (its stage, the phase of the stage's barriers)."""
     LOG: gl.constexpr = STAGES // 2 - STAGES // 8  # of 1, 2, 4 and 8
     return x & (STAGES - 1), (x >> LOG) & 1
 
 
 @gluon.jit
 def tile_position(tile, num_blocks, num_heads, section):
-    """Tile number -> (block of its head, head): blocks are numbered in the order of their length, longest first."""
+    """Tile number -> (block of its head, head). Blocks are numbered by length, the longest first."""
     first = tile // (section * num_blocks) * section
     heads = gl.minimum(section, num_heads - first)
     rest = tile - first * num_blocks
@@ -79,7 +79,7 @@ def locate_keys(
     first, first_full, end_full, end = visible_blocks(
         n0, S, sizes.T, -sizes.hi, -sizes.lo, mask, i_b, TABLE, KEYS, QUERIES, WARPS
     )
-    # Where keys end within the tile no block is full: what lies past the last key is hidden.
+    # If the last key is within the tile, no block is full: rows past that key are hidden.
     return i_b, i_bk % K, n0, first, first_full, gl.where(n0 + KEYS > S, first_full, end_full), end
 
 
@@ -93,10 +93,10 @@ def head_of_keys(i_k, K, desc_k, SPLIT_HEADS: gl.constexpr):
 
 @gluon.jit
 def find_line(tile, mask, num_streams, section, HEADS, GROUP):
-    """Tile number -> (line of the block map, stream: a sequence and one of HEADS): lines longest first.
+    """Tile number -> (line of the block map, stream: a sequence and one of HEADS), longest lines first.
 
-    The few that are much longer than the mean come before all others, of all streams. GROUP heads of the map belong to
-    one of HEADS and are ordered as the first of them is.
+    The few lines that are much longer than the mean come before all others, over all streams. In backward a stream is a
+    key head, with GROUP heads of the map: the order of its first one is used.
     """
     num_lines, num_long = mask.num_lines, mask.num_long
     num_first = num_long * num_streams

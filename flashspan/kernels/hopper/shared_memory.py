@@ -11,8 +11,8 @@ from flashspan.kernels.hopper.gluon_compat import barrier, reduce_add
 
 @gluon.jit
 def clear_nonfinite(x_s, BN: gl.constexpr, BD: gl.constexpr):
-    """Set inf and NaN in shared memory to 0: a key that some query does not see must not reach it as 0 * NaN. Queries
-    that see it have NaN from their lse or delta. For one warpgroup, 64 columns at a time to save registers."""
+    """Set inf and NaN in shared memory to 0: a key must not reach a query that does not see it as 0 * NaN. Queries that
+    see the key get NaN from their lse. For one warpgroup; 64 columns at a time, to save registers."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     LIMIT: gl.constexpr = 0x7C00 if x_s.dtype == gl.float16 else 0x7F80
     for i in gl.static_range(BD // 64):
@@ -32,11 +32,11 @@ def _either(a, b):
 
 @gluon.jit
 def clear_nonfinite_pair(own_s, BN: gl.constexpr, BD: gl.constexpr, PAIRS: gl.constexpr):
-    """Set inf and NaN of K and V to 0: a key that some query does not see must not reach it as 0 * NaN. Queries that
-    see it have NaN from their lse or delta. Each number is tested by itself, so their order does not matter.
+    """`clear_nonfinite` of K and V together. Each number is tested by itself, so their order does not matter.
 
-    In PAIRS, two at a time: where all bits of an exponent are 1, one more sets the sign, which was cleared before.
-    Where a tile's first step stands in the loop there are no registers for that: it spilled 80 bytes more.
+    PAIRS: two 16-bit numbers at a time. The sign bits are cleared, and 1 is added to the exponents: if all bits of an
+    exponent are 1, the carry sets the sign bit. Without FIRST_STEP_APART there are no registers for that: it spilled 80
+    bytes more.
     """
     if PAIRS:
         PL: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
@@ -62,8 +62,8 @@ def clear_nonfinite_pair(own_s, BN: gl.constexpr, BD: gl.constexpr, PAIRS: gl.co
 
 @gluon.constexpr_function
 def _swizzled_layout(rows, columns):
-    """The copy engine's layout of float32, in which where each 16 of 128 bytes lie depends on their row, except that in
-    odd rows columns c and c ^ 16 have each other's place."""
+    """The copy engine's swizzled layout of float32 (the row decides where each 16 of 128 bytes are), except that in odd
+    rows columns c and c ^ 16 are exchanged."""
     bases = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [1, 4 ^ 16], [2, 8], [4, 16]]
     bases += [[2**i, 0] for i in range(3, rows.bit_length() - 1)]
     return gl.SharedLinearLayout(bases + [[0, 2**i] for i in range(5, columns.bit_length() - 1)], [], 1024)
@@ -73,7 +73,7 @@ def _swizzled_layout(rows, columns):
 def swizzled(buffer, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """A buffer of float32 rows for the copy engine, to which `swizzle`d accumulators are stored.
 
-    Stored from an accumulator as it is, rows 2i and 2i + 1 meet in the same banks, and it takes twice as long.
+    Without `swizzle`, rows 2i and 2i + 1 of an accumulator are stored to the same banks, which takes twice as long.
     """
     L: gl.constexpr = _swizzled_layout(ROWS, COLUMNS)
     return buffer._reinterpret(gl.float32, [ROWS, COLUMNS], L)
@@ -81,7 +81,7 @@ def swizzled(buffer, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def swizzle(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """x, a float32 accumulator, with columns c and c ^ 16 of odd rows in each other's place."""
+    """x, a float32 accumulator, with columns c and c ^ 16 of odd rows exchanged."""
     left, right = x.reshape((ROWS, COLUMNS // 32, 2, 16)).permute((0, 1, 3, 2)).split()
     L: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, left.type.layout))
     odd = (gl.arange(0, ROWS, layout=L) & 1 == 1)[:, None, None]
@@ -97,20 +97,20 @@ def split_columns(x):
 
 @gluon.jit
 def load_copied(desc, buffer, like):
-    """What the copy engine has brought into a buffer, in the layout of `like`."""
+    """A tile that the copy engine has loaded into a buffer, in the layout of `like`."""
     x_s = buffer._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
     return x_s.reshape((like.shape[0], like.shape[1])).load(like.type.layout)
 
 
 @gluon.jit
 def store_tile(desc, b, h, row, column, x, buffer, ADD: gl.constexpr, FREE: gl.constexpr):
-    """Write a tile, or add it, by the copy engine through a buffer, once what was there before has been read, unless it
-    is FREE."""
+    """Write a tile, or ADD it, by the copy engine through a buffer. Waits until the copy engine has read what was in
+    the buffer, unless it is FREE."""
     if not FREE:
         tma.store_wait(0)
         barrier()
     x_s = buffer._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
-    # Not a forward's carry, which took 1% longer, nor heads of 256, for which there are no registers.
+    # Not for a forward's carry (1% slower), nor for heads of 256 (no registers).
     if ADD and desc.dtype == gl.float32 and x.shape[1] <= 64:
         swizzled(buffer, x.shape[0], x.shape[1]).store(swizzle(x, x.shape[0], x.shape[1]))
     else:
@@ -125,9 +125,9 @@ def store_tile(desc, b, h, row, column, x, buffer, ADD: gl.constexpr, FREE: gl.c
 
 @gluon.jit
 def store_output(desc, b, h, row, x, buffer, ADD: gl.constexpr, FREE: gl.constexpr = False, second=None):
-    """Write a finished tile by the copy engine through a buffer; in float32 one half, then the other, which waits for
-    the first unless there is a `second` buffer. Until `tma.store_wait(0)` the buffers are read. FREE: they are not
-    read now."""
+    """Write a finished tile, or ADD it, by the copy engine through a buffer. A float32 tile is written in two halves;
+    the second waits for the first unless there is a `second` buffer. The copy engine reads the buffers until
+    `tma.store_wait(0)`. FREE: the buffer is free already."""
     HALF: gl.constexpr = desc.block_type.shape[3]
     if x.shape[1] == HALF:
         store_tile(desc, b, h, row, 0, x, buffer, ADD, FREE)

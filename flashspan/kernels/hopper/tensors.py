@@ -1,4 +1,4 @@
-"""Tensors as the copy engine of a Hopper GPU sees them, and the few facts of the chip that launches depend on."""
+"""Descriptors of tensors for the copy engine of a Hopper GPU, and the few facts of the GPU that launches depend on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flashspan.kernels.launch.triton_abi import stream_of
 from flashspan.kernels.portable.tiles import multiprocessors
 
 L2_BYTES = 8 * 2**20
-"""How much K and V the heads in flight may hold together: more than this and they push one another out of the cache."""
+"""The most bytes of K and V of the heads that are computed at the same time: with more, they evict one another."""
 
 DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 
@@ -31,18 +31,18 @@ def _layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
 
 def describe(x: Tensor, *block: int) -> TensorDescriptor:
     """x as the copy engine sees it, moved in blocks of this shape."""
-    # Not through its constructor: that checks again, at 4 us each, what `aligned` has made so.
+    # Without its constructor, which takes 4 us to check again what `aligned` ensures.
     desc = object.__new__(TensorDescriptor)
     desc.base, desc.shape, desc.block_shape, desc.padding = x, list(x.shape), list(block), "zero"
-    # Where there is one index there is no step; what stands there must still suit the copy engine.
+    # The stride of a dimension of size 1 is arbitrary, but the copy engine needs a valid one.
     desc.strides = [step if size > 1 else 16 for step, size in zip(x.stride()[:-1], x.shape, strict=False)] + [1]
     desc.layout = _layout(block, x.dtype)
     return desc
 
 
 def describe_sums(sums: Tensor, rows: bool, block_q: int, wide: int) -> TensorDescriptor:
-    """Where dQ is added, a block of queries at a time: as rows, or block after block, each in the order of a consumer's
-    registers (`cast_kernel` restores rows)."""
+    """The sums to which dQ is added, a block of queries at a time. If `rows`, they are rows; otherwise blocks one after
+    another, each in the order of a consumer's registers (`cast_kernel` restores rows)."""
     if rows:
         return describe(sums, 1, 1, block_q, wide)
     desc = describe(sums, block_q * wide // sums.shape[1], sums.shape[1])
@@ -54,7 +54,7 @@ _PLAIN = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
 def is_aligned(x: Tensor) -> bool:
-    """Whether its beginning falls on 16 bytes and its steps on 8 elements, as the copy engine and wide stores need."""
+    """Whether its address is a multiple of 16 and its strides of 8, as the copy engine and wide stores need."""
     return _even(x.shape, x.stride()) and (x.data_ptr() & 15 == 0 or x.is_meta)
 
 
@@ -62,7 +62,7 @@ def is_aligned(x: Tensor) -> bool:
 def _even(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     steps = zip(shape[:-1], strides, strict=False)
     even = all(size == 1 or step % 8 == 0 for size, step in steps)
-    # Rows apart from one another: if all were one (backward of 16k tokens took 1.4 times as long), or 2^31 bytes away.
+    # Not rows with a stride of 0 (backward of 16k tokens took 1.4 times as long), nor with one beyond 32-bit offsets.
     near = shape[2] == 1 or 0 < strides[2] * 256 < 2**31
     return even and near and strides[-1] == 1
 
@@ -73,25 +73,25 @@ def aligned(x: Tensor) -> Tensor:
 
 
 def key_heads_for_queries(q: Tensor, k: Tensor, num_blocks: int) -> int:
-    """Key heads in flight together where a tile is one of a head's blocks of queries: those whose K and V fit the
-    cache, but enough to occupy the chip."""
+    """Number of key heads that are computed together if tiles are blocks of queries: as many as have K and V that fit
+    the cache, but enough to occupy all multiprocessors."""
     B, K, S, D = k.shape
     fit = L2_BYTES // (4 * S * block_dim(D))
     return min(B * K, max(1, fit, multiprocessors(q.device) // (num_blocks * (q.shape[1] // K))))
 
 
 def key_heads_for_keys(q: Tensor, dk: Tensor, num_blocks: int) -> int:
-    """The same where a tile is one of a head's blocks of keys: one that serves a group of heads takes that much longer,
-    and more of them must start early."""
+    """The same if tiles are blocks of keys. A tile that serves a group of heads takes that many times as long, so more
+    heads are computed together, and their long tiles start early."""
     B, K = dk.shape[:2]
     return min(B * K, max(1, multiprocessors(q.device) * (q.shape[1] // K) // num_blocks))
 
 
 def new_counter(device: torch.device) -> Tensor:
-    """Zeros for a launch to count with. It leaves zeros behind, and launches of one stream follow one another: each
-    stream has its own."""
+    """Counters for a launch, all 0. A launch sets them back to 0 at its end. Launches of one stream run one after
+    another, so a stream needs one set of counters."""
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return torch.zeros(4, dtype=torch.int32, device=device)  # a graph's own: it may run at any time
+        return torch.zeros(4, dtype=torch.int32, device=device)  # a graph may run at any time: it has its own
     return _zeros(device, stream_of(device.index))
 
 

@@ -1,18 +1,20 @@
-"""The backward of Hopper in two passes: for heads past 128, up to 256, and wherever gradients must repeat.
+"""The backward of Hopper in two passes: for heads beyond 128, up to 256, and wherever gradients must repeat bit for
+bit.
 
-At a head size of 256 dK and dV of 128 keys do not fit the registers, and with 64 keys a program would send a tile of dQ
-to global memory for every tile of queries it reads: 128 KB through the L2 cache for five matmuls of 64 x 64 x 256,
-more than it can give. So there are two kernels, and seven matmuls instead of five. Every sum has one order:
-gradients repeat bit for bit, at any head size.
+At a head size of 256, dK and dV of 128 keys do not fit the registers. With 64 keys, a program in one pass would add a
+tile of dQ to global memory for every tile of queries it reads: 128 KB through the L2 cache for five matmuls of
+64 x 64 x 256, which is more than the cache's bandwidth. So there are two kernels, and seven matmuls instead of five.
+Every sum has a fixed order: gradients repeat bit for bit, at any head size.
 
-`keys_kernel` owns 64 keys. One warpgroup computes S^T and P and keeps dV; the other computes dP^T and dS and keeps dK;
-P goes from the one to the other through shared memory, in float32. Keys run down and queries across, so that P and dS
-are in the registers dV and dK want them in. Up to a head size of 128 the kernel of the one pass serves, without dQ.
+`keys_kernel`: a program has 64 keys. One warpgroup computes S^T and P and keeps dV; the other computes dP^T and dS and
+keeps dK. P goes from the first to the second through shared memory, in float32. Scores are transposed, keys down and
+queries across: P and dS are then already in the registers from which the matmuls of dV and dK read them. Up to a head
+size of 128 the one-pass kernel without dQ takes its place.
 
-`queries_kernel` owns 128 queries, 64 per warpgroup: Q and dO stay in shared memory, dQ in registers, K and V pass by.
+`queries_kernel`: a program has 128 queries, 64 per warpgroup. Q and dO stay in shared memory, dQ in registers; it loops
+over K and V.
 
-In both, one warp loads, and the two warpgroups keep the tensor cores busy by turns: what one computes between its
-matmuls happens during the other's.
+In both, one warp loads, and the two warpgroups use the tensor cores by turns: while one multiplies, the other computes.
 """
 
 from __future__ import annotations
@@ -46,9 +48,9 @@ def two_pass_launches(
     states: Tensor,
     counter: Tensor,
 ) -> tuple[Launch, Launch]:
-    """What backward launches once the rows are prepared: dk and dv, then dq, which needs no sums and no cast.
+    """The launches of the two passes: for dk and dv, then for dq, which needs no sums and no cast.
 
-    Where dk and dv have more heads than k, these are parts to be added (portable/head_parts.py).
+    If dk and dv have more heads than k, they are parts to be added (portable/head_parts.py).
     """
     B, H, T, D = q.shape
     K, S = k.shape[1], k.shape[2]

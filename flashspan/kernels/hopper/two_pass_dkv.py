@@ -34,7 +34,7 @@ def keys_kernel(
     BLOCK_K: gl.constexpr = desc_k.block_type.shape[2]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])  # S^T, dP^T [BLOCK_K, BLOCK_Q]
     GRADIENTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])  # dK, dV [BLOCK_K, BLOCK_D]
-    # A thread of the second consumer reads what its peer in the first wrote: pairs of columns, eight rows at a time.
+    # A thread of the second consumer reads what the same thread of the first wrote: pairs of columns, 8 rows at a time.
     EXCHANGE: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, order=[1, 0])
     dtype: gl.constexpr = desc_q.dtype
     q_s = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_Q, BLOCK_D], desc_q.layout)
@@ -78,7 +78,7 @@ def keys_kernel(
 
 @gluon.jit
 def _produce(tensors, buffers, barriers, sizes, mask, config):
-    """The producer warp: K and V once, in the order they are needed, and (Q, -lse) and (dO, -delta) of each tile."""
+    """The producer warp: K and V once, each when it is needed, and (Q, -lse) and (dO, -delta) of each tile."""
     BLOCK_Q: gl.constexpr = config.BLOCK_Q
     BLOCK_K: gl.constexpr = config.BLOCK_K
     G = sizes.G
@@ -113,7 +113,7 @@ def _produce(tensors, buffers, barriers, sizes, mask, config):
 
 @gluon.jit
 def _start_scores(a_s, b_s, bias_s, stage, config):
-    """Start S^T or dP^T of a tile, accumulated onto its rows' numbers."""
+    """Start S^T or dP^T of a tile; the accumulator starts at each query's number, -lse or -delta."""
     BLOCK_Q: gl.constexpr = config.BLOCK_Q
     BLOCK_K: gl.constexpr = config.BLOCK_K
     BLOCK_D: gl.constexpr = config.BLOCK_D
@@ -206,7 +206,7 @@ def _consume_dv(tensors, buffers, barriers, sizes, mask, config):
         for j in range(n):
             m0 = nth_block(j, first, first_full, end_full, end) * BLOCK_Q
             dv = _value_step(g * n + j, m0, j < num_edges, dv, lower, upper, buffers, barriers, sizes, config)
-    # Only this consumer reads K, and only the other V.
+    # K's buffer serves to write dV: only this consumer reads K, and only the other one V.
     store_output(tensors.desc_dv, i_b, i_k, n0, dv, k_s.index(0), config.ACCUMULATE)
     tma.store_wait(0)
 

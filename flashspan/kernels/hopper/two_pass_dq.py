@@ -39,7 +39,7 @@ def queries_kernel(
     dtype: gl.constexpr = desc_q.dtype
     q_s = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_Q, BLOCK_D], desc_q.layout)
     do_s = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_Q, BLOCK_D], desc_do.layout)
-    # K of a tile is read first and last; V in between, so that where there is no room for two it need be there once.
+    # A step reads K at its start and at its end, V only in between: so V needs one stage only, if there is no room.
     V_STAGES: gl.constexpr = 1 if BLOCK_D == 256 else 2
     k_s = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_K, BLOCK_D], desc_k.layout)
     v_s = gl.allocate_shared_memory(dtype, [V_STAGES, 1, 1, BLOCK_K, BLOCK_D], desc_v.layout)
@@ -92,7 +92,7 @@ def _find_work(sizes, mask, config, WARPS: gl.constexpr):
 
 @gluon.jit
 def _produce(tensors, buffers, barriers, sizes, rows, mask, config):
-    """The producer warp: Q and dO once, in the order they are needed, and K and V of each tile."""
+    """The producer warp: Q and dO once, each when it is needed, and K and V of each tile."""
     BLOCK_Q: gl.constexpr = config.BLOCK_Q
     BLOCK_K: gl.constexpr = config.BLOCK_K
     desc_do, desc_k, desc_q, desc_v = tensors.desc_do, tensors.desc_k, tensors.desc_q, tensors.desc_v
@@ -124,8 +124,8 @@ def _produce(tensors, buffers, barriers, sizes, rows, mask, config):
 def _step(
     WG: gl.constexpr, MASKED: gl.constexpr, j, hidden, dq, q, minus_lse, minus_delta, buffers, barriers, sizes, config
 ):
-    """Tile j of keys: its part of dQ. If it is masked, `hidden` is its first key and each query's interval. With heads
-    of 64 q is in registers: there is room for it, and shared memory is read less."""
+    """Tile j of keys: its part of dQ. MASKED: `hidden` is (the tile's first key, start and end of each query's
+    interval). With heads of 64, q is in registers: there is room for it, and shared memory is read less."""
     BLOCK_Q: gl.constexpr = config.BLOCK_Q
     BLOCK_K: gl.constexpr = config.BLOCK_K
     BLOCK_D: gl.constexpr = config.BLOCK_D
@@ -150,12 +150,12 @@ def _step(
     s = warpgroup_mma_wait(1, deps=(sa,))
     if MASKED:
         n0, lower, upper = hidden
-        if config.HAS_EDGES:  # a key with inf or NaN in it gives every query such a score
+        if config.HAS_EDGES:  # a key with inf or NaN gives every query a score that is not finite
             wrong = gl.max(gl.max(gl.where(s * 0.0 == 0.0, 0, 1), 1), 0)
-        if n0 < sizes.S:  # which it is: see hide_outside
+        if n0 < sizes.S:  # always true, but a branch: see hide_outside
             s = hide_outside(s, lower - n0, upper - n0, True)
     p = gl.exp2(s * sizes.scale + minus_lse[:, None])
-    # A branch, or ptxas would move the wait for dP before the exp2's: K has long been here.
+    # K has arrived long ago, but this wait is a branch: without it ptxas would move the wait for dP before the exp2's.
     mbarrier.wait(k_full.index(stage), phase)
     dp, p = warpgroup_mma_wait(0, deps=(dpa, p))
     ds = p * (dp + minus_delta[:, None])

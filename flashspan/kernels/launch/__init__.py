@@ -1,1 +1,1 @@
-"""How kernels are launched: a launch as data (launch.py)."""
+"""How kernels are compiled and launched: a launch as data (launch.py), and its repetition (replay.py)."""

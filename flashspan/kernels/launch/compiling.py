@@ -1,7 +1,7 @@
 """Kernels compiled in several threads, and before the call that launches them.
 
 Triton's compiler holds Python's lock for little of its time, so threads compile in parallel. A call on meta tensors
-runs no kernel: `launches_of` returns what it would launch, so that this can be compiled before the tensors are there.
+runs no kernel. `launches_of` returns what it would launch, so these kernels can be compiled before the tensors exist.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def launches_of(call: Callable[[], object]) -> list[Launch]:
 
 
 def compile_together(launches: Sequence[Launch]) -> list[Any]:
-    """`Launch.compiled` of each, those that have to be compiled at the same time."""
+    """`Launch.compiled` of each. Those that are not in the cache compile at the same time."""
     missing = [launch for launch in launches if launch.is_missing()]
     for launch in missing:
         wait(PENDING.pop(id(launch.kernel), ()))
@@ -43,8 +43,8 @@ def compile_together(launches: Sequence[Launch]) -> list[Any]:
 
 
 def launch_together(launches: Sequence[Launch]) -> list[Any]:
-    """Launch in order; all compile before any runs: what serves instead of a kernel that does not compile must find
-    nothing done. Returns the compiled kernels."""
+    """Launch in order. All compile before the first one runs, so that nothing is computed yet if one does not compile
+    and another backend serves. Returns the compiled kernels."""
     if launches and launches[0].first.is_meta:
         for launch in launches:
             launch()

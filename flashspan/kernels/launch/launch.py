@@ -15,7 +15,7 @@ from flashspan.kernels.launch import triton_abi
 from flashspan.kernels.launch.cache import CACHE
 
 RECORDED: ContextVar[list[Launch]] = ContextVar("RECORDED")
-"""Where launches on meta tensors go, which run nothing; set by compiling.py."""
+"""The list to which launches on meta tensors are added, instead of running; set by compiling.py."""
 
 
 @dataclass(frozen=True)

@@ -106,8 +106,8 @@ def shared_memory(device: torch.device) -> int:
 
 
 def architecture(device: torch.device) -> int:
-    """The compute capability of an NVIDIA GPU, 90 for 9.0; 0 of other devices. Meta tensors stand for the GPU that is
-    compiled for: the one asked for, else the one here, else a Hopper GPU."""
+    """The compute capability of an NVIDIA GPU, 90 for 9.0; 0 for other devices. For meta tensors, that of the GPU for
+    which kernels are compiled: that of `compile_for_architecture`, else of this machine's GPU, else 90."""
     if device.type == "meta" and (_assumed or not torch.cuda.is_available()):
         return _assumed[0] if _assumed else 90
     if device.type not in ("cuda", "meta") or torch.version.hip is not None:
@@ -122,7 +122,7 @@ def compile_kernel(kernel: Any, arguments: tuple[Any, ...], grid: tuple[int, ...
 
 
 def compile_and_load(kernel: Any, arguments: tuple[Any, ...], grid: tuple[int, ...], constants: dict[str, Any]) -> Any:
-    """The same, and loaded there."""
+    """`compile_kernel`, and load the kernel on the current device."""
     compiled = compile_kernel(kernel, arguments, grid, constants)
     _ = compiled.run  # asking for it loads the kernel
     return compiled
@@ -132,7 +132,7 @@ _assumed: list[int] = []  # the architecture to compile for in place of the GPU'
 
 
 def compile_for_architecture(architecture: int) -> None:
-    """From now on compile for an NVIDIA GPU of this compute capability (90 for 9.0), which need not be here."""
+    """From now on compile for an NVIDIA GPU of this compute capability (90 for 9.0), even if this machine has none."""
     _assumed[:] = [architecture]
     target = GPUTarget("cuda", architecture, 32)
     driver.set_active(

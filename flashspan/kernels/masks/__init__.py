@@ -1,8 +1,8 @@
 """Masks as values: which keys each query sees. They can be sliced, and composed with &, | and ~ (mask.py).
 
-A slice of a band by ranges of one step is a band, every other slice of a band or of rows is rows, a slice of blocks is
-blocks. `&` of bands and rows is a band or rows. `|` and `~` give blocks, except `|` of bands that overlap or touch and
-`~` of a band with one bound: those are bands. Ready masks are in patterns.py.
+Slices: of a band, a band if the ranges have equal steps, otherwise rows; of rows, rows; of blocks, blocks. `&` of bands
+and rows is a band or rows. `|` and `~` give blocks, with two exceptions that give bands: `|` of bands that overlap or
+touch, and `~` of a band with one bound. Ready masks are in patterns.py.
 """
 
 from flashspan.kernels.masks.band import CAUSAL, EVERYTHING, NOTHING, Band

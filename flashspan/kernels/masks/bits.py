@@ -44,7 +44,7 @@ def odd_numbers(num: int, device: torch.device) -> Tensor:
 def share(words: Tensor) -> tuple[Tensor, Tensor]:
     """The distinct tiles, in an order that depends on their contents, and the number of each tile, int32 [n].
 
-    Tiles are found by a 64-bit hash; those of one hash are then compared bit by bit.
+    Equal tiles are found by a 64-bit hash; tiles with equal hashes are then compared bit by bit.
     """
     num = len(words)
     if num < 2:
@@ -55,7 +55,7 @@ def share(words: Tensor) -> tuple[Tensor, Tensor]:
     hashes = torch.cat([(part.long() * odd).sum(-1) for part in flat.split(step)])
     _, number, counts = torch.unique(hashes, return_inverse=True, return_counts=True)
     first = torch.zeros_like(counts)
-    # Of several tiles of one hash, any will do: they are compared below.
+    # Any one of the tiles with equal hashes will do: they are compared below.
     first[number.flip(0)] = torch.arange(num - 1, -1, -1, device=words.device)
     chosen = words[first]
     parts = zip(flat.split(step), number.split(step), strict=True)

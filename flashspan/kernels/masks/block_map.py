@@ -18,13 +18,13 @@ from flashspan.kernels.masks import bits as packed
 from flashspan.kernels.masks.mask import EMPTY, FULL, PARTIAL
 
 SIZES = (64, 128)
-"""Allowed edges of a tile: multiples or divisors of every kernel's tiles."""
+"""Allowed edges of a tile: each is a multiple or a divisor of the edges of every kernel's tiles."""
 
 ALL_OF_EIGHT = 0x0101010101010101
 """Eight bools that are True, as one int64."""
 
 LONG = 2
-"""Lines more than this many times as long as the mean come first, before the other lines of all heads."""
+"""Lines with more than this many times the mean number of tiles come first, before the other lines of all heads."""
 
 HIDDEN, VISIBLE = -2, -1
 """The entries of an empty and of a full tile in a grid; a partial one is the number of its bits."""
@@ -37,7 +37,7 @@ ReadTiles: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 class Lists:
     """The tiles to visit, line by line: a line is a block of queries (or, transposed, of keys) of one map.
 
-    num_long: the number of lines of each map that come first in all maps; see LONG.
+    num_long: how many lines of each map come before the other lines of all maps; see LONG.
     spans   int32 [B or 1, H or 1, lines, 3]: begin, middle, end. Full tiles are begin..middle of `index`, partial ones
             middle..end, each ascending.
     index   int32 [visited]: the block on the other axis.
@@ -229,7 +229,7 @@ def block_positions(length: int, block: int, device: torch.device) -> Tensor:
 
 
 def touched(grid: Tensor, positions: Tensor, block: int, dim: int) -> Tensor:
-    """A grid with the blocks of a slice as axis `dim`: True where any block of the source that it reads is True."""
+    """A bool grid whose axis `dim` has the blocks of a slice: True if any block from which it takes tokens is True."""
     num = -(-len(positions) // block)
     owner = torch.arange(len(positions), device=grid.device) // block
     touches = torch.zeros(num, grid.shape[dim], dtype=torch.float32, device=grid.device)

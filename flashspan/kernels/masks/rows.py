@@ -20,9 +20,9 @@ class Rows(Mask):
     """Query i sees key j when start[i] <= j < end[i].
 
     start, end: [T], or [B, T] if each sequence of the batch has its own; `num_keys` is S. first and last are the
-    transpose: only queries first[j] <= i < last[j] may see key j; with `convex`, all of them do. `reach` is the power
-    of 2 at or below the mean number of visible keys, or 0 if unknown: kernels are chosen by it, and documents of about
-    that length have the same. Immutable.
+    transpose: only queries first[j] <= i < last[j] may see key j; with `convex`, all of them do. `reach` is the mean
+    number of visible keys, rounded down to a power of 2, or 0 if unknown. Kernels are chosen by it; it is rounded so
+    that masks with similar documents use the same kernels. Immutable.
     """
 
     def __init__(

@@ -54,7 +54,7 @@ def strides(*tensors: Tensor) -> list[int]:
 
 
 MAX_ROW_STRIDE = 2**31 // 256
-"""Row strides from here on exceed the kernels' 32-bit offsets inside a tile."""
+"""Row strides of this size or more exceed the kernels' 32-bit offsets inside a tile."""
 
 
 def fits_offsets(x: Tensor) -> bool:

@@ -63,9 +63,9 @@ def keys_kernel(
 ):  # fmt: skip
     """dk, dv or both of one block of keys, summed in one loop over the tiles of all query heads that share it.
 
-    PARTS of the K key heads share a head of k and v (head_parts.py).
+    K is the number of heads of dk and dv; PARTS consecutive ones share one head of k and v (head_parts.py).
 
-    Where both are 128 columns wide there is no register to spare: what only the epilogue needs is computed again there.
+    If dk and dv are both 128 columns wide, no register is free: what only the epilogue needs is computed there again.
     """
     i_b, i_k, n0 = key_block(tl.program_id(0), K, S, BN)
     k += i_b * s_kb + (i_k // PARTS).to(tl.int64) * s_kh

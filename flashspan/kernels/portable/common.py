@@ -16,8 +16,9 @@ import triton.language as tl
 def unknown_zero(index):
     """0, because no index is negative, but the compiler cannot prove it.
 
-    An expression that adds it stays where it is written. Otherwise the compiler would compute loop invariants before
-    the loop, and share values between the start and the end of a kernel, and both would hold registers during the loop.
+    The compiler leaves an expression that adds it where it is written. Otherwise it would compute loop invariants
+    before the loop, and keep values from the start of a kernel for its end. Both would occupy registers during the
+    loop.
     """
     return index >> 31
 
@@ -68,7 +69,8 @@ def tile_ranges(b_start, b_end, m_i, num_j, CONVEX: tl.constexpr, BLOCK: tl.cons
 
 @triton.jit
 def key_block(i, K, S, BN: tl.constexpr):
-    """Batch, key head and first key of program i. The first keys come first: causally, most queries see them."""
+    """Batch, key head and first key of program i. The first keys come first: under a causal mask, most queries see
+    them."""
     num_n = tl.cdiv(S, BN)
     i_bk = i // num_n
     return (i_bk // K).to(tl.int64), i_bk % K, i % num_n * BN
@@ -76,7 +78,8 @@ def key_block(i, K, S, BN: tl.constexpr):
 
 @triton.jit
 def query_block(i, H, T, BM: tl.constexpr):
-    """Batch, head and first query of program i. The last queries come first: causally, they see most keys."""
+    """Batch, head and first query of program i. The last queries come first: under a causal mask, they see most
+    keys."""
     num_m = tl.cdiv(T, BM)
     i_bh = i // num_m
     return (i_bh // H).to(tl.int64), (i_bh % H).to(tl.int64), (num_m - 1 - i % num_m) * BM
@@ -90,10 +93,10 @@ def edge_tile(i_tile, edge, num_before, full_end, EDGE: tl.constexpr):
 
 @triton.jit
 def bit_tile(p_rows, column, WIDTH: tl.constexpr):
-    """bool [rows, WIDTH] from packed bits: the words of each row are at p_rows, and the tile begins at `column` in
-    them.
+    """bool [rows, WIDTH] from packed bits: the words of each row are at p_rows, and the tile's first column is
+    `column`.
 
-    Each word of a row is loaded once, not once for each of its columns.
+    A word of a row is loaded once, not once for each of its columns.
     """
     tl.static_assert(WIDTH <= 64)
     o = tl.arange(0, WIDTH)

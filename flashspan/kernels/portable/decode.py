@@ -2,8 +2,8 @@
 
 A program computes one part of the keys for all query heads that share them: its rows are pairs (query, head of the
 group), so each tile of keys is loaded once for all of them. It writes a partial output and lse in float32; a second
-kernel combines the parts. The keys that a program's rows see are what is split: keys outside a window are never loaded,
-and where only the device knows the number of keys, as inside a CUDA graph, all programs still share the work.
+kernel combines the parts. Only the keys that the rows see are split. So keys outside a window are never loaded, and if
+only the device knows the number of keys, as inside a CUDA graph, the work is still divided over all programs.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ def split_kernel(
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TABLE: tl.constexpr, ONE: tl.constexpr,
     NEGATIVE: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Attention of BM rows of a key head over one part of their keys. ONE: there is one query, and all rows see the
-    same keys. EARLY: this kernel starts before the one ahead of it has ended, and lets the next one do so; each waits
-    for the one ahead before it reads anything (programmatic dependent launch)."""
+    """Attention of BM rows of a key head over one part of their keys. ONE: there is one query, so all rows see the same
+    keys. EARLY: this kernel may start before the kernel ahead of it has ended, and the next kernel before this one has
+    (programmatic dependent launch); each waits for the kernel ahead before it reads anything."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()

@@ -115,7 +115,7 @@ def repair_kernel(
 ):  # fmt: skip
     """The blocks of queries whose flags are not 0: see steps.repair."""
     end_flag = flagged_end(flags, num_flags, STRETCH)
-    # No loop invariants before the loop: it hardly ever runs, and has no registers for them.
+    # Loop invariants stay in the loop: it hardly ever runs, and there are no registers for them.
     for i in tl.range(tl.program_id(0), end_flag, tl.num_programs(0), disable_licm=True):
         if tl.load(flags + i) != 0:
             i_b, i_h, m0 = flag_block(i, H, T, BM)

@@ -1,9 +1,9 @@
-"""Backward with few key heads: the query heads of a key head divided into parts, which are computed side by side.
+"""Backward with few key heads: the query heads of a key head are divided into parts that are computed in parallel.
 
 A program computes dK and dV of a block of keys and loops over all query heads that share them. With few key heads
 there are fewer such tiles than multiprocessors. A key head then becomes `parts` heads with the same K and V, and each
 of them serves an equal part of its query heads. Their dK and dV are float32, [B, K * parts, S, D], and one kernel adds
-them in a fixed order: gradients that repeat still do.
+them in a fixed order, so deterministic gradients stay deterministic.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from flashspan.kernels.portable.common import load_tile, store_tile
 from flashspan.kernels.portable.tiles import block_dim
 
 ROUNDS = 1.9
-"""Tiles wanted for each multiprocessor: two, of which a few may be missing. Under a causal mask the longest tile takes
-twice the mean time, so with fewer than two rounds most multiprocessors would wait for it."""
+"""The least number of tiles for each multiprocessor: about two. Under a causal mask the longest tile takes twice the
+mean time, so with fewer than two rounds most multiprocessors would wait for it."""
 
 MIN_BLOCKS = 4
-"""Blocks of queries that each part has at least: fewer take less time than writing and adding its dK and dV."""
+"""The least number of blocks of queries in a part: fewer take less time than writing and adding the part's dK and
+dV."""
 
 
 @lru_cache(4096)
@@ -41,7 +42,7 @@ def count_parts(group: int, num_tiles: int, num_blocks: int, multiprocessors: in
 
 
 def room_for_parts(k: Tensor, parts: int) -> Tensor:
-    """Room for dK or dV of each part."""
+    """An empty tensor for dK or dV of all parts."""
     B, K, S, D = k.shape
     return torch.empty(B, K * parts, S, D, dtype=torch.float32, device=k.device)
 
@@ -69,7 +70,7 @@ def add_parts_kernel(
 
 
 def add_parts_launch(dk_parts: Tensor, dv_parts: Tensor, dk: Tensor, dv: Tensor, accumulate: bool) -> Launch:
-    """What adds the parts into dk and dv, as data."""
+    """The launch that adds the parts into dk and dv."""
     B, K, S, D = dk.shape
     wide = block_dim(D)
     block = max(16, 2048 // wide)

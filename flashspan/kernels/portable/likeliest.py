@@ -1,4 +1,4 @@
-"""The likeliest token of each row of logits, and whether the row is finite: one kernel, for what would be a dozen."""
+"""The most probable token of each row of logits, and whether the row is finite: one kernel in place of a dozen."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from flashspan.kernels.launch.launch import Launch, on
 
 LANES, EACH, WARPS = 1024, 16, 32
-"""Logits that a program reads at a time are LANES x EACH. A row has one program: of 128,256 it reads 256 KB."""
+"""A program reads LANES x EACH logits at a time. A row has one program: for 128,256 logits it reads 256 KB."""
 
 
 @triton.jit(do_not_specialize=["num_ends"])
@@ -18,7 +18,8 @@ def likeliest_kernel(
     logits, chosen, said, spoiled, ends, num_ends,
     V: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Infinities and NaN count as 0; they spoil a row that has not said its end."""
+    """The token of each row. `said`: the row has ended. An infinity or NaN counts as 0 and marks a row that has not
+    ended as `spoiled`."""
     row = tl.program_id(0).to(tl.int64)
     o = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
     b_best = tl.full([LANES], float("-inf"), tl.float32)
@@ -45,8 +46,8 @@ def likeliest_kernel(
 
 
 def likeliest(logits: Tensor, said: Tensor, spoiled: Tensor, ends: Tensor) -> Tensor:
-    """Tokens [B] of logits [B, V]. In place, of bools [B]: `spoiled` where a row that has not `said` an end is not all
-    finite, then `said` where the token is one of `ends`."""
+    """Tokens [B] of logits [B, V]. Two bool tensors [B] are updated in place: `spoiled` becomes True for rows that have
+    not ended and have a logit that is not finite; then `said`, for rows whose token is one of `ends`."""
     chosen = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     with on(logits.device):
         likeliest_launch(logits.contiguous(), chosen, said.view(torch.uint8), spoiled.view(torch.uint8), ends)()

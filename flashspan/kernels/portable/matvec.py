@@ -1,8 +1,8 @@
 """Matmuls of a few rows: the layers of one decode step, each bound by one pass over its weights.
 
-A program computes a few output columns for all rows. It walks K in turns of BS slices of BK columns, which Triton loads
-ahead (`num_stages`), and multiplies the slices as a batch, so that each warp has a slice and a sum of its own; the sums
-are added once, in a fixed order, at the end. Sums are float32, and each result is rounded once.
+A program computes a few output columns for all rows. Its loop over K takes BS slices of BK columns at a time, which
+Triton loads ahead (`num_stages`), and multiplies the slices as a batch: each warp has its own slice and its own sum.
+The sums are added once, in a fixed order, at the end. Sums are float32, and each result is rounded once.
 
 Note [A norm without a pass of its own]
 The kernel that makes a row x of the residual also writes `scaled`, x times the weight of the next RMSNorm, and for each
@@ -10,9 +10,9 @@ program the sum of squares of its columns. The matmul that follows multiplies `s
 results by the root of the mean square. `gain` is a power of two that keeps x times the weight within float16.
 
 Note [An early start]
-With EARLY, on Hopper and later, a kernel may start before the one ahead of it has ended (programmatic dependent
-launch). It asks for its first weights, which no kernel writes, to be brought into the L2 cache, and reads everything
-else after `gdc_wait`, which waits until the kernel ahead has ended and its writes are visible.
+With EARLY, on Hopper and later, a kernel may start before the kernel ahead of it has ended (programmatic dependent
+launch). It prefetches its first weights, which no kernel writes, into the L2 cache. It reads everything else after
+`gdc_wait`, which waits until the kernel ahead has ended and its writes are visible.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from flashspan.kernels.launch.launch import Launch
 from flashspan.kernels.portable.tiles import early_launch, is_small, precision, starts_early
 
 MAX_ROWS = 16
-"""Rows the kernels take: those of the narrowest tensor core instruction."""
+"""The most rows that the kernels support: those of the narrowest tensor core instruction."""
 MAX_PARTS = 256
-"""Programs that a row's sum of squares comes from, at most, unless a program would have more than 64 columns."""
+"""The most programs that contribute to a row's sum of squares. A program has at most 64 columns: wide rows exceed
+it."""
 
 
 @triton.jit
@@ -60,7 +61,8 @@ def product(
 
 @triton.jit
 def await_inputs(p_rows, K: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr):
-    """Before anything but weights is read: see Note [An early start]. AHEAD columns of the weights are asked for."""
+    """Call it before anything but weights is read: see Note [An early start]. It prefetches AHEAD columns of the
+    weights."""
     if EARLY:
         LINE: tl.constexpr = 128 // (p_rows.dtype.element_ty.primitive_bitwidth // 8)
         o_k = tl.minimum(tl.arange(0, AHEAD // LINE) * LINE, K - 1)
@@ -74,14 +76,14 @@ def await_inputs(p_rows, K: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constex
 
 @triton.jit
 def load_squares(squares, P: tl.constexpr, BP: tl.constexpr, BM: tl.constexpr, ROWS: tl.constexpr):
-    """The programs' sums of squares, [BP, BM]. What is loaded before a matmul is there after it."""
+    """The programs' sums of squares, [BP, BM]. Load them before a matmul: they arrive while it runs."""
     o_p, o_m = tl.arange(0, BP), tl.arange(0, BM)
     return tl.load(squares + o_p[:, None] * ROWS + o_m[None, :], mask=(o_p < P)[:, None], other=0.0)
 
 
 @triton.jit
 def norm_factor(b_squares, E: tl.constexpr, eps, gain):
-    """What a row of results is multiplied by, [BM]: see Note [A norm without a pass of its own]."""
+    """The factor of each row of results, [BM]: see Note [A norm without a pass of its own]."""
     return tl.rsqrt(tl.sum(b_squares, 0) / E + eps) / gain
 
 
@@ -164,7 +166,8 @@ def add_kernel(
     E: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr,
     BK: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """BN columns of x + a W^T, in x's place, and what the next norm needs of them."""
+    """BN columns of x + a W^T, which overwrite x; their part of `scaled`, and their sum of squares, for the next
+    norm."""
     i = tl.program_id(0)
     o_m, o_n = tl.arange(0, BM), i * BN + tl.arange(0, BN)
     p_rows = weight + tl.minimum(o_n, E - 1).to(tl.int64) * K
@@ -224,7 +227,7 @@ def head_kernel(
 
 @dataclass(frozen=True)
 class Tile:
-    """Columns of a program, and how it walks K: `slices` of `depth` columns at a time."""
+    """Output columns of a program, and the slices of its loop over K: `slices` of `depth` columns at a time."""
 
     columns: int
     slices: int
@@ -263,7 +266,7 @@ ONE_ROW = {"gated": Tile(64, 4, 64, 4, 4, rows=1), "head": Tile(64, 4, 64, 4, 4,
 
 
 def tile(kind: str, num_columns: int, K: int, weight: Tensor, num_rows: int = MAX_ROWS) -> Tile:
-    """The tile of a kind of kernel, for outputs of so many columns from rows of K."""
+    """The tile of a kind of kernel, for `num_columns` outputs from rows of K."""
     size = ONE_ROW[kind] if num_rows == 1 and kind in ONE_ROW else TABLE[kind]
     if weight.element_size() == 4:
         size = replace(size, depth=size.depth // 2)
@@ -318,7 +321,7 @@ def add_launch(
     a: Tensor, weight: Tensor, x: Tensor, norm: Tensor, scaled: Tensor, squares: Tensor, gain: float,
     size: Tile | None = None,
 ) -> Launch:  # fmt: skip
-    """x + a W^T in x's place, of a [B, K]; and scaled and squares for the norm of this weight."""
+    """x += a W^T, for a [B, K]; and `scaled` and `squares` for the norm with the weight `norm`."""
     E, K = weight.shape
     size = size or tile("add", E, K, weight, len(x))
     constants = {"E": E, "K": K, "ROWS": MAX_ROWS, **size.constants(), "PRECISION": precision(x.device)}

@@ -87,8 +87,8 @@ def forward_step(
 ):  # fmt: skip
     """Add one tile of keys to the online softmax. Scores are exponents of 2: `scale` includes log2(e).
 
-    Rows of a MASKED tile see keys b_start <= j < b_end. With BITS, b_start points at the words of each row instead, and
-    b_end is the column in them at which the tile begins. ALIKE: all rows see the same keys of the tile, which end at S.
+    MASKED: rows see keys b_start <= j < b_end. BITS: instead, b_start are pointers to the words of each row, and b_end
+    is the tile's first column in them. ALIKE: all rows see the same keys of the tile, and those end at S.
     """
     o_k = n0 + o_n  # [BN]
     # [BM, BN]
@@ -136,7 +136,7 @@ def repair(launch: Launch, kernel: Any, flags: Tensor) -> Launch:
     flags is int32 [B, H, ceil(T / 64)], and nearly always all 0: starting a program for each block would take longer
     than the work. So there are as many programs as a GPU runs at once, and each reads many flags at a time.
     """
-    # A prime number: a pattern that repeats from head to head, as padding does, is spread over all programs.
+    # A prime number: flags that repeat from head to head, as those of padding do, are spread over all programs.
     num_programs = min(flags.numel(), 131)
     constants = {**launch.constants, "BM": 64, "STRETCH": 32, "num_warps": 4}
     return Launch(kernel, (num_programs,), (flags, flags.numel(), *launch.arguments), constants)
@@ -180,8 +180,8 @@ def keys_step(
 ):  # fmt: skip
     """Add one tile of queries to dk and dv. Scores are transposed, [keys, queries].
 
-    Key o_k is seen by queries b_first <= i < b_last. BITS as in `forward_step`, for b_first and b_last. Without CONVEX
-    some of these queries do not see the key; their intervals of keys, p_start and p_end, decide.
+    MASKED: a key is seen by queries b_first <= i < b_last; with BITS these are as b_start and b_end of `forward_step`.
+    Without CONVEX some of these queries do not see the key: their intervals of keys, p_start and p_end, decide.
     """
     o_q = m0 + o_m  # [BM]
     o_k = n0 + o_n  # [BN]
@@ -241,7 +241,7 @@ def queries_step(
     BC: tl.constexpr, MASKED: tl.constexpr, BITS: tl.constexpr, DROPOUT: tl.constexpr,
     POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add one tile of keys to dq. BITS as in `forward_step`."""
+    """Add one tile of keys to dq. MASKED and BITS as in `forward_step`."""
     o_k = n0 + o_n  # [BN]
     # [BM, BN]
     if BC < BD:

@@ -1,4 +1,4 @@
-"""Tile sizes, in tables of measured values: nothing is tuned at start-up. And the precision of float32 matmuls.
+"""Tile sizes, in tables of measured values (nothing is tuned at start-up), and the precision of float32 matmuls.
 
 The key of a row is (result of the pass, bytes per element, padded head size). The values are the block of queries, the
 block of keys, the width of edge tiles, warps, pipeline stages, and how many columns of a head are multiplied at a time.
@@ -90,7 +90,7 @@ BITS: dict[tuple[str, int, int], Tile] = {
 DROPOUT: dict[tuple[str, int, int], Tile] = {
     ("dk dv", 2, 128): Tile(32, 128, 32, 8, 3, edge_stages=2),
 }
-"""Tiles for dropout, where its hashes do."""
+"""Tiles for dropout, where its hashes need registers that TABLE's tiles do not leave."""
 
 TF32: dict[tuple[str, int, int], Tile] = {
     ("out", 4, 64): Tile(128, 64, 32, 8, 3),
@@ -100,7 +100,8 @@ TF32: dict[tuple[str, int, int], Tile] = {
     ("dq", 4, 64): Tile(128, 64, 32, 8, 2),
     ("dq", 4, 128): Tile(128, 64, 32, 8, 1),
 }
-"""Tiles of float32 computed as one tf32 matmul, which needs a third of the registers; not measured for block maps."""
+"""Tiles for float32 inputs if they are multiplied as tf32, which needs a third of the registers. Not for block maps,
+where they were not measured."""
 
 SMALL: dict[tuple[str, int, int], Tile] = {
     ("out", 2, 64): Tile(128, 64, 32, 8, 3),
@@ -128,7 +129,7 @@ SMALL: dict[tuple[str, int, int], Tile] = {
     ("dq", 4, 128): Tile(64, 32, 32, 4, 1, 32),
     ("dq", 4, 256): Tile(32, 32, 32, 8, 1, 32),
 }
-"""Tiles for GPUs that are `is_small`: they fit in 99 KiB of shared memory, on AMD's GPUs in 64."""
+"""Tiles for GPUs that are `is_small`. They fit in 99 KiB of shared memory, on AMD GPUs in 64 KiB."""
 
 
 def precision(device: torch.device) -> str:
@@ -139,7 +140,7 @@ def precision(device: torch.device) -> str:
     """
     if triton_abi.is_interpreting():
         return "ieee"  # the interpreter knows no other name
-    if torch.version.hip is not None:  # the only one that all AMD GPUs have
+    if torch.version.hip is not None:  # the only precision that all AMD GPUs support
         return "bf16x6"
     if torch.get_float32_matmul_precision() != "highest":
         return "tf32"
@@ -161,13 +162,13 @@ def tile(result: str, q: Tensor, *, bits: bool = False, dropout: bool = False) -
 
 @cache
 def is_small(device: torch.device) -> bool:
-    """Whether a GPU has too little shared memory for TABLE's tiles: all have, except datacenter GPUs since Hopper."""
+    """Whether a GPU has too little shared memory for TABLE's tiles: true for all but datacenter GPUs since Hopper."""
     return device.type in ("cuda", "meta") and triton_abi.shared_memory(device) < 227 * 1024
 
 
 @cache
 def starts_early(device: torch.device) -> bool:
-    """Whether a kernel can start before the one before it has ended, and then wait for it (programmatic dependent
+    """Whether a kernel can start before the kernel ahead of it has ended, and wait for it later (programmatic dependent
     launch)."""
     return not triton_abi.is_interpreting() and triton_abi.architecture(device) >= 90
 
