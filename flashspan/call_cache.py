@@ -27,7 +27,7 @@ PLAIN = {Tensor, torch.nn.Parameter}
 class Prepared(NamedTuple):
     """The checked arguments of a call, without its tensors, and its passes if the backend can repeat them.
 
-    The backward passes are those of each layout of dout that came; None for a call that is not kept.
+    The backward passes are those of each layout of dout and saved tensors that came; None for a call that is not kept.
     """
 
     problem: Problem
