@@ -129,6 +129,19 @@ def test_a_layer_is_six_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launched == ["begin_kernel", *layer * 3, "head_kernel"]
 
 
+@interpreted
+def test_tokens_may_be_a_column_of_a_table() -> None:
+    config = CONFIGS["heads of 64, tied"]
+    model, table = make(config), torch.arange(6).view(3, 2)
+    found = []
+    for tokens in (table[:, 1:], table[:, 1:].clone()):
+        context = Whole(graph=False)
+        with torch.inference_mode():
+            context.begin(model, *draw_prompts(config, [5, 2, 3]), 9)
+            found.append(FusedStep(model, rooms_of(context), context.positions)(tokens))
+    assert torch.equal(*found)
+
+
 def test_what_a_model_s_page_does_not_say_is_left_to_the_model() -> None:
     config = CONFIGS["grouped, heads of 16"]
     model, context = make(config), Whole(graph=False)
