@@ -93,6 +93,7 @@ def call_key(
         "attention", q.shape, k.shape, v.shape, *steps, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
         causal, window, mask if isinstance(mask, Band) else id(mask), scale, backend, bool(deterministic),
         torch.are_deterministic_algorithms_enabled(),
+        q.dtype == torch.float32 and torch.get_float32_matmul_precision(),
     )  # fmt: skip
 
 

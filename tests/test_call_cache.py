@@ -58,6 +58,9 @@ def test_whatever_decides_a_call_is_part_of_its_key() -> None:
     torch.use_deterministic_algorithms(True)
     kinds.append(kind(q, k, v))
     torch.use_deterministic_algorithms(False)
+    torch.set_float32_matmul_precision("high")
+    kinds.append(kind(q, k, v))
+    torch.set_float32_matmul_precision("highest")
     assert None not in kinds
     assert len(set(kinds)) == len(kinds)
 
