@@ -59,6 +59,7 @@ def compile_in_thread() -> None:
     assert compiling.start(Launch(kernel, (1,), (), {}), None).result(30) == "compiled"
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 def test_a_forked_process_compiles_in_threads_of_its_own() -> None:
     compile_in_thread()
     child = multiprocessing.get_context("fork").Process(target=compile_in_thread)
