@@ -23,7 +23,7 @@ from flashspan.kernels.dropout import Dropout
 from flashspan.kernels.torch_private import has_tangents, is_transformed
 
 MAX_LAYOUTS = 8
-"""The number of layouts of dout for which a kept call repeats its backward pass."""
+"""The number of layouts of dout and saved tensors for which a kept call repeats its backward pass."""
 
 
 def forward(
@@ -88,7 +88,9 @@ def repeated_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """backward of a kept call: repeated, if gradients of this layout have been computed before."""
     assert call.backwards is not None
-    key = (dout.stride(), dout.dtype, torch.are_deterministic_algorithms_enabled())
+    # Hooks on saved tensors, as of offloading, may return another layout than forward had.
+    saved = [x.stride() for x in (q, k, v, out, lse)]
+    key = (dout.stride(), dout.dtype, *saved, torch.are_deterministic_algorithms_enabled())
     repeat = call.backwards.get(key)
     if repeat is not None and (grads := repeat(dout, q, k, v, out, lse, call.problem.mask)) is not None:
         return grads

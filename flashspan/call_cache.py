@@ -27,7 +27,7 @@ PLAIN = {Tensor, torch.nn.Parameter}
 class Prepared(NamedTuple):
     """The checked arguments of a call, without its tensors, and its passes if the backend can repeat them.
 
-    The backward passes are those of each layout of dout that came; None for a call that is not kept.
+    The backward passes are those of each layout of dout and saved tensors that came; None for a call that is not kept.
     """
 
     problem: Problem
@@ -93,6 +93,7 @@ def call_key(
         "attention", q.shape, k.shape, v.shape, *steps, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
         causal, window, mask if isinstance(mask, Band) else id(mask), scale, backend, bool(deterministic),
         torch.are_deterministic_algorithms_enabled(),
+        q.dtype == torch.float32 and torch.get_float32_matmul_precision(),
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from typing import Any
 
@@ -57,6 +58,9 @@ def test_whatever_decides_a_call_is_part_of_its_key() -> None:
     torch.use_deterministic_algorithms(True)
     kinds.append(kind(q, k, v))
     torch.use_deterministic_algorithms(False)
+    torch.set_float32_matmul_precision("high")
+    kinds.append(kind(q, k, v))
+    torch.set_float32_matmul_precision("highest")
     assert None not in kinds
     assert len(set(kinds)) == len(kinds)
 
@@ -158,3 +162,31 @@ def test_the_second_call_does_what_the_first_did(
             got = torch.autograd.grad(out, inputs, dout)
             wanted = torch.autograd.grad(want, plain, dout.as_subclass(Tensor))
             assert all(torch.equal(a.as_subclass(Tensor), b) for a, b in zip(got, wanted, strict=True))
+
+
+def test_a_repeated_backward_serves_the_layouts_that_it_was_made_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offloading of saved tensors returns them contiguous, whatever they were."""
+    met: list[tuple[int, ...]] = []
+
+    class Repeating(Local):
+        def repeat_backward(self, dout: Tensor, q: Tensor, *rest: Any) -> Any:
+            made_for = q.stride()
+
+            def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+                assert q.stride() == made_for
+                met.append(made_for)
+                return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+
+            return backward
+
+    local = Repeating()
+    monkeypatch.setattr(backends, "_load", lambda backend: local)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x.contiguous())
+    for step in range(6):
+        q, k, v, dout = (x.transpose(1, 2) for x in tensors(1, 24, 2, 16, count=4))
+        q.requires_grad_()
+        with hooks if step % 2 else contextlib.nullcontext():
+            out = attention(q, k, v, scale=0.7)
+        torch.autograd.grad(out, q, dout)
+    assert len(met) >= 2
+    assert len(set(met)) == 2

@@ -117,12 +117,16 @@ def compile_calls(calls: list[Callable[[], object]]) -> dict[str, str]:
     with progress("compile", total=len(launches)) as line:
         # The kernels of attention take longest to compile; their calls come first.
         running = {start(launch, None): launch for launch in launches.values()}
-        for future in as_completed(running):
-            kernel = running[future].kernel
-            if (error := future.exception()) is not None:
-                failures[kernel.__name__] = f"{type(error).__name__}: {error}"[:300]
-            line.show(f"compile {kernel.__name__}")
-            line.advance()
+        try:
+            for future in as_completed(running):
+                kernel = running[future].kernel
+                if (error := future.exception()) is not None:
+                    failures[kernel.__name__] = f"{type(error).__name__}: {error}"[:300]
+                line.show(f"compile {kernel.__name__}")
+                line.advance()
+        finally:
+            for future in running:
+                future.cancel()  # after an interrupt Python would wait for those that have not begun, too
     return failures
 
 

@@ -103,7 +103,8 @@ class Recorded:
             run(self.given)
             counter -= 1
         torch.cuda.current_stream(x.device).wait_stream(side)
-        with torch.cuda.graph(self.graph):
+        # On that stream: the one that PyTorch takes by itself is of the device where the process recorded first.
+        with torch.cuda.graph(self.graph, stream=side):
             self.result = run(self.given)
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ class FusedStep:
         from flashspan.kernels.launch.launch import on
 
         with on(self.positions.device):
-            self._begin(tokens)()
+            self._begin(tokens.contiguous())()  # a column of a table of tokens is not
             for i in range(len(self.layers)):
                 self._project(i)()
                 for launch in self._rest(i, self._attend(i)):

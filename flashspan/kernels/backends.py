@@ -273,7 +273,7 @@ class Chosen(NamedTuple):
 
     def compile_backward(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> None:
         """Start compiling the kernels of such a call's backward pass while forward compiles; once for similar calls.
-        Only for intervals on a GPU: other backward passes compile at their first call."""
+        Only for intervals on a GPU, and for backends that compile: other backward passes compile at their first call."""
         mask, device = problem.mask, q.device
         key = (
             "backward ahead",
@@ -293,6 +293,8 @@ class Chosen(NamedTuple):
         tensors, into = (like_q, like_q, like_k, like_v, like_q, lse), {"dq": like_q, "dk": like_k, "dv": like_v}
 
         def start(local: Any, problem: Problem) -> None:
+            if not getattr(local, "COMPILES", False):
+                return
             alike = problem._replace(mask=mask.to("meta"))
             launches = launches_of(lambda: backward_of_output(local, *tensors, alike, **into))
             compile_ahead(launches, device.index)

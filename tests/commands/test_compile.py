@@ -6,12 +6,16 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from flashspan.commands.compile import Kernels, compile_kernels
+from flashspan import progress
+from flashspan.commands.compile import Kernels, compile_calls, compile_kernels
+from flashspan.kernels.launch import compiling
 from flashspan.kernels.launch.compiling import launches_of
 from flashspan.model import preset
 
@@ -126,3 +130,21 @@ def test_bad_options_are_named(options: dict[str, object], values: list[str]) ->
 def test_without_a_gpu_an_architecture_is_asked_for() -> None:
     with pytest.raises(ValueError, match="--architecture"):
         compile_kernels("tiny")
+
+
+def test_an_interrupt_does_not_wait_for_what_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting: Future[None] = Future()
+    done: Future[None] = Future()
+    done.set_result(None)
+    futures = iter((done, waiting))
+
+    def interrupt(self: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compiling, "start", lambda launch, index: next(futures))
+    monkeypatch.setattr(compiling, "launches_of", lambda call: call())
+    monkeypatch.setattr(progress.Line, "advance", interrupt)
+    launches = [SimpleNamespace(key=lambda i=i: i, kernel=SimpleNamespace(__name__="kernel")) for i in range(2)]
+    with pytest.raises(KeyboardInterrupt):
+        compile_calls([lambda: launches])
+    assert waiting.cancelled()

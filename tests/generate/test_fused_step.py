@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from torch import Tensor
 
 from flashspan.attention import attention
 from flashspan.generate import Sampling, Whole, decode, fused_step
+from flashspan.generate.cache import Recorded
 from flashspan.generate.fused_step import FusedStep, gains, serves
 from flashspan.kernels.failure import KernelFailed
 from flashspan.kernels.launch.launch import Launch
@@ -129,6 +133,19 @@ def test_a_layer_is_six_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launched == ["begin_kernel", *layer * 3, "head_kernel"]
 
 
+@interpreted
+def test_tokens_may_be_a_column_of_a_table() -> None:
+    config = CONFIGS["heads of 64, tied"]
+    model, table = make(config), torch.arange(6).view(3, 2)
+    found = []
+    for tokens in (table[:, 1:], table[:, 1:].clone()):
+        context = Whole(graph=False)
+        with torch.inference_mode():
+            context.begin(model, *draw_prompts(config, [5, 2, 3]), 9)
+            found.append(FusedStep(model, rooms_of(context), context.positions)(tokens))
+    assert torch.equal(*found)
+
+
 def test_what_a_model_s_page_does_not_say_is_left_to_the_model() -> None:
     config = CONFIGS["grouped, heads of 16"]
     model, context = make(config), Whole(graph=False)
@@ -161,6 +178,27 @@ def test_a_shape_that_does_not_compile_is_served_by_the_model(monkeypatch: pytes
         with pytest.warns(RuntimeWarning, match="fused decode step is off for this shape"):
             assert fused_step.fused_step(model, rooms_of(context), context.positions) is None
         assert fused_step.fused_step(model, rooms_of(context), context.positions) is None  # and no second warning
+
+
+def test_a_step_is_recorded_on_a_stream_of_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's own stream for recordings belongs to one device; kernels of another would run, and not be recorded."""
+    recorded: list[Any] = []
+
+    def make_stream(device: torch.device) -> Any:
+        return SimpleNamespace(device=device, wait_stream=lambda other: None)
+
+    def record(graph: Any, stream: Any = None) -> Any:
+        recorded.append(stream and stream.device)
+        return nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
+    monkeypatch.setattr(torch.cuda, "Stream", make_stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", make_stream)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "graph", record)
+    x = torch.zeros(1)
+    Recorded(lambda given: given + 1, x, torch.zeros(1))
+    assert recorded == [x.device]
 
 
 @pytest.mark.gpu

@@ -8,6 +8,7 @@ import torch
 from flashspan.kernels import portable, promise
 from flashspan.kernels.contract import Carry, Problem
 from flashspan.kernels.failure import KernelFailed
+from flashspan.kernels.launch import triton_abi
 from flashspan.kernels.masks import EVERYTHING, Band, Mask, Rows
 from flashspan.kernels.masks.patterns import ragged
 from flashspan.kernels.portable import decode
@@ -144,6 +145,21 @@ def test_the_keys_are_divided_so_that_the_gpu_is_busy() -> None:
 
 
 @interpreted
+def test_a_precision_set_later_is_not_that_of_launches_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[object, ...]] = []
+    monkeypatch.setattr(decode, "replay", lambda build, given, tables, outputs, *values: asked.append(values))
+    monkeypatch.setattr(triton_abi, "is_interpreting", lambda: False)
+    q, k = torch.zeros(1, 2, 1, 16), torch.zeros(1, 2, 300, 16)
+    for allowed in ("high", "highest"):
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision(allowed)
+        try:
+            decode.forward(q, k, k, Problem(EVERYTHING, 0.25), carry=None, out_dtype=q.dtype)
+        finally:
+            torch.set_float32_matmul_precision(before)
+    assert len(set(asked)) == 2
+
+
 def test_what_does_not_compile_is_served_by_the_other_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*tensors: object) -> None:
         raise KernelFailed("no such instruction")

@@ -313,7 +313,7 @@ def flex_shapes(shapes: Collection[RandomShape], flex: Flex) -> set[RandomShape]
 
 
 def bench_random(number: int, seed: int = 0, part: str | None = None, flex: Flex = "some") -> int:
-    """Measure, append rows to PATH and print a table; 1 if ours failed on a shape."""
+    """Measure, append rows to PATH and print a table; 1 if ours failed on a shape or shapes were left out."""
     check_draw(number, seed)
     indices = chosen_part(part, number)
     if not torch.cuda.is_available():
@@ -322,6 +322,7 @@ def bench_random(number: int, seed: int = 0, part: str | None = None, flex: Flex
     shapes, where = draw(number, seed), record.environment(device)
     compiled = flex_shapes(shapes, flex)
     rows: list[record.Row] = []
+    lost = False
     with progress("bench attention", len(indices)) as line:
         for index in indices:
             line.show(str(shapes[index]))
@@ -335,7 +336,7 @@ def bench_random(number: int, seed: int = 0, part: str | None = None, flex: Flex
                 line.print("the device answers no more; measure the other shapes in a new process, with --part")
                 break
     show_tables([random_page.class_table(rows)], f"{len(rows)} rows appended to {PATH}")
-    return 1 if random_page.failures(rows) else 0
+    return 1 if lost or random_page.failures(rows) else 0
 
 
 def measure_or_fail(

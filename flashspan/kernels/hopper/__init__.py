@@ -8,4 +8,7 @@ from flashspan.kernels.hopper.launch import (
     repeat_forward,
 )
 
-__all__ = ["backward", "backward_of_output", "forward", "repeat_backward", "repeat_forward"]
+COMPILES = True
+"""See portable."""
+
+__all__ = ["COMPILES", "backward", "backward_of_output", "forward", "repeat_backward", "repeat_forward"]

@@ -205,7 +205,8 @@ def backward(
     with on(q.device):
         rows_of = out if out is not None and delta is None else _settled(delta, dout, out).contiguous()
         given = (dout, q, k, v, lse.contiguous(), rows_of, dq, dk, dv)
-        made = _room_for_backward(q, k, mask, accumulate, two_passes, dq, dk, dv)
+        parts = count_head_parts(q, k, mask, accumulate, not two_passes)
+        made = _room_for_backward(q, k, parts, accumulate, two_passes, dq, dk, dv)
         done = replay(_backward_launches, given, tables, made, scale, accumulate, two_passes, delta is None)
     if done:
         return
@@ -229,7 +230,7 @@ def _serves_backward(q: Tensor, k: Tensor, problem: Problem) -> bool:
 
 
 def _room_for_backward(
-    q: Tensor, k: Tensor, mask: Mask, accumulate: bool, two_passes: bool, dq: Tensor, dk: Tensor, dv: Tensor
+    q: Tensor, k: Tensor, parts: int, accumulate: bool, two_passes: bool, dq: Tensor, dk: Tensor, dv: Tensor
 ) -> tuple[Tensor, ...]:
     """Temporary tensors of backward: -lse, -delta, sums of dq, parts of dk and dv, states, a counter."""
     minus_lse, minus_delta = new_rows(q), new_rows(q)
@@ -237,7 +238,6 @@ def _room_for_backward(
     sums = dq
     if not (accumulate or two_passes):
         sums = q.new_empty((num_rows * block_dim(q.shape[-1]) // 256, 256), dtype=torch.float32)
-    parts = count_head_parts(q, k, mask, accumulate, not two_passes)
     of_parts = [room_for_parts(k, parts) if parts > 1 else x for x in (dk, dv)]
     states = q.new_empty(num_rows // 64, dtype=torch.int32)
     return minus_lse, minus_delta, sums, *of_parts, states, new_counter(q.device)
@@ -255,7 +255,8 @@ def repeat_backward(
     launches = recall(_backward_launches, (dout, q, k, v, lse, out, *grads), problem.mask.packed, 7, *values)
     if launches is None:
         return None
-    *room, _ = _room_for_backward(q.to("meta"), k.to("meta"), problem.mask, False, two_passes, *grads)
+    parts = count_head_parts(q, k, problem.mask, False, not two_passes)  # of this GPU: meta tensors stand for an H200
+    *room, _ = _room_for_backward(q.to("meta"), k.to("meta"), parts, False, two_passes, *grads)
     # Each temporary tensor is a gradient, given by its index, or new, given by its shape and dtype.
     found = [next((i for i, grad in enumerate(grads) if x is grad), None) for x in room]
     pieces = [(i, x.shape, x.dtype) for i, x in zip(found, room, strict=True)]

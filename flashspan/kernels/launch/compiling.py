@@ -58,7 +58,9 @@ def launch_together(launches: Sequence[Launch]) -> list[Any]:
 def compile_ahead(launches: Sequence[Launch], device_index: int) -> None:
     """Start compiling launches on meta tensors for a GPU. A launch of the same kernel waits for them."""
     for launch in launches:
-        PENDING.setdefault(id(launch.kernel), []).append(start(launch, device_index))
+        # A kernel that is loaded already waits for nothing: what is done must not add up over calls of new lengths.
+        running = [future for future in PENDING.get(id(launch.kernel), ()) if not future.done()]
+        PENDING[id(launch.kernel)] = [*running, start(launch, device_index)]
 
 
 def start(launch: Launch, device_index: int | None) -> Future[Any]:
@@ -74,3 +76,12 @@ def start(launch: Launch, device_index: int | None) -> Future[Any]:
 @cache
 def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="flashspan-compile")
+
+
+def _forget_threads() -> None:
+    PENDING.clear()
+    _threads.cache_clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_threads)  # a child has no threads: it would wait for them forever

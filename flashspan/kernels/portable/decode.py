@@ -199,7 +199,8 @@ def forward(
         outputs, steps = [out, carry.lse.float().contiguous(), *_parts(q, num_splits)], out.stride()
     try:
         with on(q.device):
-            replay(_launches, (q, k, v), mask.to(q.device).packed, outputs, scale, steps, out_dtype, num_splits)
+            values = (scale, steps, out_dtype, num_splits, precision(q.device))
+            replay(_launches, (q, k, v), mask.to(q.device).packed, outputs, *values)
     except KernelFailed as failure:
         FAILED.append(str(failure))
         warnings.warn(
@@ -214,7 +215,8 @@ def repeat_forward(
 ) -> Callable[..., Carry | None] | None:
     """See backends.py."""
     num_splits, device, mask = count_splits(q, k, problem.mask), q.device, problem.mask
-    launches = recall(_launches, (q, k, v), mask.packed, 4, problem.scale, None, out_dtype, num_splits)
+    values = (problem.scale, None, out_dtype, num_splits, precision(device))
+    launches = recall(_launches, (q, k, v), mask.packed, 4, *values)
     if launches is None:
         return None
 
@@ -252,8 +254,9 @@ def _launches(
     carry_steps: tuple[int, ...] | None,
     out_dtype: torch.dtype,
     num_splits: int,
+    matmuls: str,
 ) -> list[Launch]:
-    """The launches of forward."""
+    """The launches of forward. matmuls: their `precision`, which a cached launch depends on."""
     q, k, v, *tables, out, lse, part, part_lse = tensors
     mask, carry = unpack(kind, numbers, tables), carry_steps is not None
     launches = [split_launch(q, k, v, part, part_lse, mask, scale)]

@@ -298,6 +298,15 @@ def test_a_failure_is_recorded_printed_and_the_exit_code(
     assert capsys.readouterr().out.count("flashspan failed: no kernel for this") == 3
 
 
+def test_shapes_left_out_after_a_lost_device_are_the_exit_code(on_cpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose(*rest: Any, **options: Any) -> None:
+        raise suite.DeviceLost("sdpa-cudnn", "illegal memory access")
+
+    monkeypatch.setattr(suite, "measure", lose)
+    assert suite.bench_random(3) == 1
+    assert [row.impl for row in record.read(on_cpu)] == ["sdpa-cudnn"]
+
+
 @pytest.mark.gpu
 @pytest.mark.timeout(600)
 def test_shapes_are_measured_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -257,6 +257,23 @@ def test_a_repeated_backward_launches_what_backward_launches(
     assert repeat(odd, *tensors[1:], CAUSAL) is None, "not on 16 bytes"
 
 
+@pytest.mark.parametrize("chip", [1, 1000])
+def test_a_repeated_backward_has_the_room_that_this_gpu_needs(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, chip: int
+) -> None:
+    """A GPU of few multiprocessors needs no parts of heads where an H200 does: dk and dv are then written directly."""
+    one_pass = pytest.importorskip("flashspan.kernels.hopper.one_pass")
+    monkeypatch.setattr(one_pass, "multiprocessors", lambda device: 132 if device.type == "meta" else chip)
+    q, k, v, dout, out = (torch.zeros(1, n, 300, 64).half() for n in (8, 1, 1, 8, 8))
+    tensors, problem = (dout, q, k, v, out, torch.zeros(1, 8, 300)), Problem(CAUSAL, 0.125)
+    made: list[Any] = []
+    monkeypatch.setattr(gpu.hopper, "launch_all", lambda launches, inputs, tables, outputs: made.extend(outputs))
+    into = {name: torch.empty_like(x) for name, x in (("dq", q), ("dk", k), ("dv", v))}
+    gpu.hopper.backward_of_output(*tensors, problem, **into)
+    grads = gpu.hopper.repeat_backward(*tensors, problem)(*tensors, CAUSAL)
+    assert [x is grad for x, grad in zip(made[3:5], grads[1:], strict=True)] == [chip == 1] * 2
+
+
 def test_replaying_keeps_no_tensor_and_not_everything(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     mask = Rows(torch.zeros(70).int(), torch.full((70,), 70).int(), 70)
     x = [torch.zeros(1, 2, 70, 64).half() for _ in range(4)]
