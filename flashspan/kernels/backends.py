@@ -273,7 +273,7 @@ class Chosen(NamedTuple):
 
     def compile_backward(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> None:
         """Start compiling the kernels of such a call's backward pass while forward compiles; once for similar calls.
-        Only for intervals on a GPU, and for backends that compile: other backward passes compile at their first call."""
+        For intervals on a GPU and backends that compile: other backward passes compile at their first call."""
         mask, device = problem.mask, q.device
         key = (
             "backward ahead",
