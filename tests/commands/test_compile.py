@@ -77,7 +77,7 @@ def test_a_model_asks_for_every_kernel_of_its_training_and_generation() -> None:
     names = {launch.kernel.__name__ for call in calls for launch in launches_of(call)}
     assert names >= {
         *("forward_kernel", "repair_kernel", "finer_kernel", "rows_kernel", "backward_kernel", "cast_kernel"),
-        *("projection_product_kernel", "sum_product_kernel", "slope_kernel", "adamw_kernel"),
+        *("projection_kernel", "sum_kernel", "slope_kernel", "adamw_kernel"),
         *("split_kernel", "combine_kernel"),
     }
 
