@@ -18,6 +18,7 @@ FOLDER = ROOT / "examples"
 NAMES = [
     "ring_attention",
     "fine_tune",
+    "hybrid_block",
     "custom_mask",
     "drop_in",
     "packed_documents",

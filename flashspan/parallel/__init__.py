@@ -1,12 +1,11 @@
 """Parallelism other than attention's: meshes, data and tensor parallelism, sharded optimizers and models, clipping,
 checkpoints.
 
-It uses torch.distributed. It imports neither attention, which `HybridBlock` receives as a function, nor a model.
+It uses torch.distributed. It imports neither attention nor a model.
 """
 
 from .clip import clip_factor, clip_grad_norm, grad_norm
 from .data import DataParallel
-from .hybrid import HybridBlock
 from .mesh import build_mesh, submesh
 from .optimizer import ShardedOptimizer
 from .sharded import apply_fully_sharded
@@ -16,7 +15,6 @@ from .vocabulary import VocabularyParallelEmbedding, vocabulary_parallel_cross_e
 __all__ = [
     "ColumnParallelLinear",
     "DataParallel",
-    "HybridBlock",
     "RowParallelLinear",
     "ShardedOptimizer",
     "VocabularyParallelEmbedding",

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from examples.hybrid_block import HybridBlock
 from flashspan.checkpoint.sharded import full_state_dict, load_full_state_dict
 from flashspan.parallel import (
     DataParallel,
-    HybridBlock,
     ShardedOptimizer,
     apply_fully_sharded,
     apply_tensor_parallel,

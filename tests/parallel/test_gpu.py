@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from examples.hybrid_block import HybridBlock
 from flashspan.checkpoint.sharded import full_state_dict
 from flashspan.launch import Ranks
 from flashspan.parallel import (
     ColumnParallelLinear,
     DataParallel,
-    HybridBlock,
     ShardedOptimizer,
     VocabularyParallelEmbedding,
     apply_fully_sharded,

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from examples.hybrid_block import HybridBlock
 from flashspan import attention, masks
 from flashspan.checkpoint.sharded import full_state_dict, load_full_state_dict
-from flashspan.parallel import HybridBlock, build_mesh
+from flashspan.parallel import build_mesh
 from flashspan.parallel.collectives import full_tensor
 from tests.parallel.models import distance
 

@@ -6,7 +6,7 @@ Ranks use GPUs if there are enough for the largest number of ranks, and are CPU 
 
 All strategies take turns, step by step in changing order, so that other load of the machine affects them equally.
 All have the same global batch: data strategies split its samples, context its sequences, tensor strategies the layers.
-`hybrid` is the tensor strategy with sparse attention: blocks of `HybridBlock` and a sliding window.
+`hybrid` is the tensor strategy with sparse attention: a sliding window.
 """
 
 from __future__ import annotations

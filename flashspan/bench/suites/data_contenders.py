@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from flashspan.attention import attention
 from flashspan.bench.measure import trace
@@ -20,7 +19,6 @@ from flashspan.bench.measure.ledger import Ledger, Strategy, Transformer, measur
 from flashspan.context import context_parallel
 from flashspan.parallel import (
     DataParallel,
-    HybridBlock,
     ShardedOptimizer,
     apply_fully_sharded,
     apply_tensor_parallel,
@@ -184,9 +182,8 @@ def prepare(
         mine = tokens
         mesh = build_mesh(tensor=num_ranks)["tensor"]
         if name == "hybrid":
-            model.blocks = nn.ModuleList([_hybrid_block(sizes, window, mesh, device) for _ in model.blocks])
-        plan = {k: v for k, v in SPLIT.items() if name != "hybrid" or not k.startswith("blocks")}
-        apply_tensor_parallel(model, mesh, plan, sequence_dim=1 if sequence else None)
+            model = running = Model(sizes, partial(attention, causal=True, window=window)).to(device)
+        apply_tensor_parallel(model, mesh, SPLIT, sequence_dim=1 if sequence else None)
 
         def loss(logits: Tensor, tokens: Tensor) -> Tensor:
             return vocabulary_parallel_cross_entropy(logits, tokens, vocab_size=sizes.vocab_size, mesh=mesh).mean()
@@ -196,18 +193,6 @@ def prepare(
     if name == "sharded optimizer":
         return Prepared(strategy, model, running, ShardedOptimizer(params, torch.optim.AdamW), mine, loss)
     return Prepared(strategy, model, running, torch.optim.AdamW(params), mine, loss)
-
-
-def _hybrid_block(sizes: Transformer, window: int, mesh: DeviceMesh, device: torch.device) -> HybridBlock:
-    return HybridBlock(
-        sizes.width,
-        sizes.num_heads,
-        sizes.ffn_width,
-        attention=partial(attention, causal=True, window=window),
-        mesh=mesh,
-        num_kv_heads=sizes.num_kv_heads,
-        device=device,
-    )
 
 
 def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:

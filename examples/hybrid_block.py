@@ -1,23 +1,26 @@
-"""A transformer block with any attention and tensor-parallel projections and MLP.
+"""A transformer block with sparse attention whose projections and MLP are split over ranks (tensor parallelism).
 
-    block = HybridBlock(512, 8, 1536, attention=attend, mesh=mesh["tensor"])
-    y = block(x)                                    # [B, T, E] -> [B, T, E]
+torchrun --nproc-per-node 2 examples/hybrid_block.py
 
-`attend(q, k, v)` has [B, H, T, D] inputs and output: a sparse kernel, a ring over a context group, or PyTorch's
-attention. It receives this rank's heads.
+`HybridBlock` receives attention as a function of q, k and v [B, H, T, D], here a sliding window; the function sees this
+rank's heads. The program compares the block on several ranks with the same block on one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .tensor import ColumnParallelLinear, RowParallelLinear, apply_replicated
+from flashspan import attention
+from flashspan.checkpoint.sharded import full_state_dict, load_full_state_dict
+from flashspan.parallel import ColumnParallelLinear, RowParallelLinear, apply_replicated, build_mesh
 
 
 class HybridBlock(nn.Module):
@@ -83,3 +86,29 @@ class HybridBlock(nn.Module):
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_size)).transpose(1, 2)  # [B, T, H D] -> [B, H, T, D]
+
+
+def main() -> None:
+    """The block over all ranks, compared with the block on this rank alone: output and gradient of the input."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    num_ranks = dist.get_world_size()
+    make = partial(HybridBlock, 64, 4, 96, attention=partial(attention, causal=True, window=16), num_kv_heads=2)
+    block = make(mesh=build_mesh(tensor=num_ranks)["tensor"])
+    whole = make(mesh=build_mesh(data=num_ranks)["tensor"])
+    load_full_state_dict(whole, full_state_dict(block))
+    x, dout = torch.randn(2, 3, 100, 64)
+    found, wanted = [], []
+    for module, results in ((block, found), (whole, wanted)):
+        mine = x.clone().requires_grad_()
+        out = module(mine)
+        results += [out.detach(), *torch.autograd.grad(out, mine, dout)]
+    errors = [float((a - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True)]
+    assert max(errors) < 1e-5
+    numbers = [sum(p.to_local().numel() for p in module.parameters()) for module in (block, whole)]
+    print(f"rank {dist.get_rank()}: {numbers[0]} of {numbers[1]} parameters, relative difference {max(errors):.1e}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
