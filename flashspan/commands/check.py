@@ -123,7 +123,7 @@ def check(
     Example: flashspan check --ranks 4 --strategy ring --layout zigzag --tokens 1000
 
     Args:
-        ranks: Number of ranks to start: at most 64, or 8 per core.
+        ranks: Number of ranks to start: at most 64, or 8 per core if that is more.
         strategy: Strategy of context parallelism; all by default.
         layout: Assignment of tokens to ranks; all that fit by default.
         tokens: Number of tokens in the whole sequence; it need not be divisible by the ranks.

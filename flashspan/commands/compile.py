@@ -82,7 +82,7 @@ def compile_kernels(
         f"{kernels.architecture}, {dtype}, in {triton_abi.cache_folder()}"
     )
     for name, failure in failures.items():
-        print(f"{name} does not compile, other kernels will serve: {failure}")
+        print(f"{name} does not compile, other kernels will be used: {failure}")
     return 1 if failures else 0
 
 

@@ -34,8 +34,8 @@ def draw(
 ) -> int:
     """Draw a schedule before it runs, as two pictures.
 
-    The timeline of the schedule (compute, transfers and waiting of every rank) and the rank that computes each part of
-    the mask, as SVG.
+    Writes two SVG files: a timeline (computation, transfers and waiting of every rank), and the mask with the rank that
+    computes each part of it.
 
     Example: flashspan plan draw --ranks 8 --strategy helper --layout contiguous
 
@@ -54,7 +54,9 @@ def draw(
     if ranks > MOST_RANKS:
         raise ValueError(f"a picture shows at most {MOST_RANKS} ranks: got {ranks}; draw fewer")
     if (strategy == "double_ring") != (sizes is not None):
-        raise ValueError(f"double_ring, and no other, takes --sizes NODES RANKS_PER_NODE: got {sizes} for {strategy}")
+        raise ValueError(
+            f"double_ring needs --sizes NODES RANKS_PER_NODE, and only it takes them: got {sizes} for {strategy}"
+        )
     rows = torch.empty(1, 1, tokens, 1, device="meta")
     visibility = Visibility(place(layout, tokens, ranks), resolve_mask(rows, rows, causal=causal, window=window))
     options = {"sizes": sizes} if sizes else {}

@@ -199,7 +199,7 @@ def print_report(report: Report, faults: Sequence[str]) -> None:
             f"{1e3 * max(overlap.attention):.3g} ms, transfers {1e3 * overlap.transfers:.3g}, both "
             f"{1e3 * overlap.both:.3g}: {max(0.0, overlap.hidden):.0%} hidden{plan}"
         )
-    print(f"verdict: FAILED, {len(faults)} found" if faults else "verdict: fine")
+    print(f"verdict: FAILED, faults found: {len(faults)}" if faults else "verdict: fine")
     for fault in faults:
         print(f"  {fault}")
 

@@ -85,7 +85,9 @@ def generate(
     try:
         prompt.encode()
     except UnicodeEncodeError as error:  # bytes of a command line that are not text become lone surrogates
-        raise ValueError(f"the prompt must be UTF-8 text: got {prompt!r}; convert it, with iconv say") from error
+        raise ValueError(
+            f"the prompt must be UTF-8 text: got {prompt!r}; convert it, for example with iconv"
+        ) from error
     prompts = read_prompts(file) if file else [prompt]
     gpus = torch.cuda.device_count() if device != "cpu" else 0
     if device == "cuda" and gpus < ranks:
@@ -241,10 +243,10 @@ def read_prompts(file: str) -> list[str]:
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{path} is not UTF-8 text: byte {error.start} is 0x{error.object[error.start]:02x}; convert it to UTF-8, "
-            "with iconv say"
+            "for example with iconv"
         ) from error
     if not prompts:
-        raise ValueError(f"{path} has no prompts: write one a line")
+        raise ValueError(f"{path} has no prompts: write one per line")
     return prompts
 
 
@@ -265,6 +267,6 @@ def _find_tokenizer(path: Path, vocab_size: int) -> str:
         return "bytes"
     if vocab_size > ByteTokenizer.vocab_size:  # the tokens are not bytes
         raise ValueError(
-            f"{path} has no tokenizer.json, and its {vocab_size} tokens are more than bytes: name one with --tokenizer"
+            f"{path} has no tokenizer.json, and {vocab_size} tokens are more than bytes has: give --tokenizer"
         )
     return "bytes"

@@ -39,7 +39,7 @@ def decode(
     if not len(tokens):
         raise ValueError(f"decoding needs one prompt or more: got a tensor of {list(tokens.shape)}; give it a row")
     if int(lengths.min()) == 0:
-        raise ValueError("a prompt needs at least one token: give some text to go on from")
+        raise ValueError("a prompt needs at least one token: give some text to continue")
     if int(tokens.min()) < 0 or int(tokens.max()) >= model.config.vocab_size:
         raise ValueError(
             f"the prompt's tokens must be in the model's vocabulary of {model.config.vocab_size}: "
@@ -65,8 +65,8 @@ def decode(
             all_said, any_spoiled = torch.stack((said.all(), spoiled.any())).tolist()  # one wait for both
             if any_spoiled:
                 raise ValueError(
-                    f"the model must make finite logits: by token {number} after the prompt got inf or nan in "
-                    f"{logits.dtype}; use a dtype of wider range (bfloat16 or float32), or another checkpoint"
+                    f"the model must make finite logits: got inf or nan in {logits.dtype} by token {number} after the "
+                    "prompt; use a dtype of wider range (bfloat16 or float32), or another checkpoint"
                 )
             ended |= all_said
         yield chosen

@@ -149,7 +149,7 @@ def fused_step(model: Llama, rooms: Sequence[Tensor], positions: Tensor) -> Fuse
     except KernelFailed as failure:
         FAILED[shape] = str(failure)
         warnings.warn(
-            f"the fused decode step is off for this shape, and PyTorch serves: it {failure}",
+            f"the fused decode step is off for this shape and PyTorch is used: a kernel {failure}",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -37,7 +37,7 @@ class Sampling:
         if 0 < self.temperature < LEAST_TEMPERATURE:
             raise ValueError(
                 f"temperature must be 0 or at least {LEAST_TEMPERATURE:g}: got {self.temperature:g}; use 0, which "
-                "takes the likeliest, as anything so small would"
+                "always takes the most probable token, as so small a temperature would"
             )
 
     def choose(self, logits: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
@@ -77,6 +77,8 @@ def likeliest(logits: Tensor, said: Tensor, spoiled: Tensor, ends: Tensor) -> Te
     except KernelFailed as failure:
         FAILED.append(str(failure))
         warnings.warn(
-            f"the kernel for greedy decoding is off, and PyTorch serves: it {failure}", RuntimeWarning, stacklevel=2
+            f"the kernel for greedy decoding is off and PyTorch is used: the kernel {failure}",
+            RuntimeWarning,
+            stacklevel=2,
         )
         return None

@@ -43,8 +43,9 @@ def plan(
 ) -> int:
     """Memory and time of a training run before it is launched, for every parallelism config that fits.
 
-    Prints the configs, fastest first, with the memory of one device and the time of a step; the memory of the best one
-    by kind; and the longest context that fits. The time of attention is simulated from the schedule that would run.
+    Prints the configs, fastest first, with the memory of one device and the time of a step; for the best one, the
+    memory of parameters, gradients, activations and so on; and the longest context that fits. The time of attention
+    is simulated from the schedule that would run.
 
     Example: flashspan plan llama-3-8b --tokens 131072 --batch 8 --devices 64 --device H100
 

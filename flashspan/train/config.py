@@ -57,12 +57,12 @@ class ModelSection:
         if self.preset:
             named = preset(self.preset)
             sizes = {name: getattr(named, name) for name in names} | sizes
-        others = [f"model.{name} is {getattr(found, name)}, got {x}" for name, x in sizes.items()
+        others = [f"model.{name} is {getattr(found, name)} there, got {x}" for name, x in sizes.items()
                   if getattr(found, name) != x]  # fmt: skip
         if others:
             given = f" (model.preset {self.preset})" if self.preset else ""
             raise ValueError(
-                f"model.load takes every size from {self.load}: there {', '.join(others)}{given}; leave that out"
+                f"model.load takes every size from {self.load}: {', '.join(others)}{given}; leave these options out"
             )
         return found
 
@@ -90,7 +90,7 @@ PATTERNS: dict[str, tuple[str, ...]] = {
 @dataclass(frozen=True)
 class AttentionSection:
     pattern: Literal["causal", "window", "dilated", "streaming", "longformer", "random_blocks", "bigbird"] = option(
-        "causal", "Pattern of the attention mask, always causal"
+        "causal", "Pattern of the attention mask; all patterns are causal"
     )
     window: int = option(0, "Window size in tokens (window, longformer, bigbird, streaming)")
     num_global: int = option(0, "Number of first tokens that every query sees (longformer, bigbird)")
@@ -107,8 +107,8 @@ class AttentionSection:
         for entry in dataclasses.fields(self)[1:]:
             key, value = f"attention.{entry.name}", getattr(self, entry.name)
             if entry.name not in taken and value != entry.default:
-                takes = f"it takes {', '.join(taken)}" if taken else "it takes nothing"
-                raise ValueError(f"{key} does not go with attention.pattern {self.pattern}, {takes}: got {value}")
+                takes = f"takes {', '.join(taken)}" if taken else "takes no other key"
+                raise ValueError(f"attention.pattern {self.pattern} {takes}: got {key} {value}; leave it out")
             if entry.name in taken and entry.name != "seed" and not value > 0:
                 raise ValueError(f"attention.pattern {self.pattern} needs {key} greater than 0: got {value}")
         if self.share > 1:
@@ -172,7 +172,8 @@ class ParallelSection:
     )
     inner: int = option(0, "Number of context ranks per node (double_ring) or per all-to-all of heads (hybrid)")
     layout: Literal["zigzag", "striped", "contiguous", "balanced"] = option(
-        "zigzag", "Assignment of tokens to context ranks; balanced: blocks of 128 tokens, by the pattern's work"
+        "zigzag",
+        "Assignment of tokens to context ranks; balanced: blocks of 128 tokens, with equal work under the pattern",
     )
     device: Literal["auto", "cpu", "cuda"] = option("auto", "Device type; auto: GPUs if there are any")
     transport: Literal["auto", "symmetric", "group"] = option(
@@ -271,16 +272,16 @@ class TrainConfig:
         train, parallel = self.train, self.parallel
         if (parallel.strategy in ("double_ring", "hybrid")) != (parallel.inner > 0):
             raise ValueError(
-                "parallel.inner is how many context ranks are near each other, for double_ring and hybrid and only for "
-                f"them: got strategy {parallel.strategy} and inner {parallel.inner}"
+                "parallel.inner is needed by the strategies double_ring and hybrid, and only by them: got strategy "
+                f"{parallel.strategy} and inner {parallel.inner}"
             )
         if train.weights == "bfloat16" and train.precision != "bfloat16":
             raise ValueError(
-                f"bfloat16 weights make bfloat16 products: got train.precision {train.precision}; set it to bfloat16"
+                f"bfloat16 weights need bfloat16 matmuls: got train.precision {train.precision}; set it to bfloat16"
             )
         if train.offload and train.recompute not in ("full", "attention"):
             raise ValueError(
-                "train.offload moves the layer inputs that recomputing keeps: "
+                "train.offload moves the layer inputs that recomputation needs: "
                 f'got train.recompute {train.recompute}; set it to "full" or "attention"'
             )
 

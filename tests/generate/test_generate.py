@@ -325,7 +325,9 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no whole checkpoint in"):
         generate(str(tmp_path), prompt="a")
     (tmp_path / "prompts.txt").write_bytes(b"\xff")
-    with pytest.raises(ValueError, match="txt is not UTF-8 text: byte 0 is 0xff; convert it to UTF-8, with iconv"):
+    with pytest.raises(
+        ValueError, match="txt is not UTF-8 text: byte 0 is 0xff; convert it to UTF-8, for example with iconv"
+    ):
         generate(str(tmp_path), file=str(tmp_path / "prompts.txt"))
     with pytest.raises(ValueError, match="give --prompt or --file, not both"):
         generate(str(tmp_path), prompt="a", file=str(tmp_path / "prompts.txt"))
@@ -339,11 +341,15 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
         generate(str(tmp_path), prompt="a")
     words = Llama(preset("tiny", num_layers=1, vocab_size=300), attention=attention)
     save_llama(words, tmp_path)
-    with pytest.raises(ValueError, match=r"no tokenizer\.json, and its 300 tokens are more than bytes: name one"):
+    with pytest.raises(
+        ValueError, match=r"no tokenizer\.json, and 300 tokens are more than bytes has: give --tokenizer"
+    ):
         generate(str(tmp_path), prompt="a")
     with torch.no_grad():
         words.norm.weight.fill_(torch.inf)
-    with pytest.raises(ValueError, match=r"got inf or nan in torch\.float32; use a dtype of wider range"):
+    with pytest.raises(
+        ValueError, match=r"got inf or nan in torch\.float32 by token 1 after the prompt; use a dtype of wider range"
+    ):
         list(decode(words, [1], 2))
 
 
@@ -356,7 +362,7 @@ def test_logits_that_are_not_finite_are_noticed_after_the_prompt(sampling: Sampl
     with torch.no_grad():
         model.embed.weight[second] = torch.nan
     said: list[int] = []
-    with pytest.raises(ValueError, match=r"by token 3 after the prompt got inf or nan in torch\.float32; use"):
+    with pytest.raises(ValueError, match=r"got inf or nan in torch\.float32 by token 3 after the prompt; use"):
         said.extend(int(token) for token in decode(model, prompt, 3, sampling=sampling, seed=3, ends=ends))
     assert said == [first, second]
 

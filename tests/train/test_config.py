@@ -80,13 +80,13 @@ def test_a_described_config_is_that_config(tmp_path: Path) -> None:
         (["--parallel.data", "0"], "only one degree can take the ranks that are left"),
         (["--parallel.tensor", "4"], "parallel.tensor must divide the heads and the kv heads: got 4 and 2"),
         (["--parallel.device", "cuda"], "needs a CUDA device: found none"),
-        (["--parallel.strategy", "hybrid"], "parallel.inner is how many context ranks are near each other"),
+        (["--parallel.strategy", "hybrid"], "parallel.inner is needed by the strategies double_ring and hybrid"),
         (["--parallel.inner", "2"], "got strategy ring and inner 2"),
         (
             ["--parallel.context", "4", "--parallel.strategy", "hybrid", "--parallel.inner", "3"],
             "parallel.inner must divide the context ranks: got 3 for 4 ranks",
         ),
-        (["--train.weights", "bfloat16"], "bfloat16 weights make bfloat16 products: got train.precision float32"),
+        (["--train.weights", "bfloat16"], "bfloat16 weights need bfloat16 matmuls: got train.precision float32"),
         (["--train.offload"], "got train.recompute none; set it to"),
         (["--model.vocab_size", "100"], "the data's vocabulary must fit the model's"),
         (["--data.sequence", "1000000"], "a sample takes 1000001 tokens"),
@@ -428,9 +428,9 @@ def test_a_loaded_model_has_its_own_sizes(tmp_path: Path) -> None:
     save_llama(Llama(config, attention=lambda *_: None), tmp_path)
     same = parse(["--model.load", str(tmp_path), "--model.width", str(config.width)])
     assert same.model.resolve() == config
-    with pytest.raises(ValueError, match=r"num_layers is 1, got .*model\.preset small"):
+    with pytest.raises(ValueError, match=r"num_layers is 1 there, got .*model\.preset small"):
         parse(["--model.load", str(tmp_path), "--model.preset", "small"]).model.resolve()
-    with pytest.raises(ValueError, match=rf"there model.width is {config.width}, got 48; leave that out"):
+    with pytest.raises(ValueError, match=rf"model.width is {config.width} there, got 48; leave these options out"):
         parse(["--model.load", str(tmp_path), "--model.width", "48"]).model.resolve()
 
 

@@ -51,10 +51,10 @@ def test_a_pattern_is_causal_and_includes_the_token_itself(name: str) -> None:
         (["--attention.pattern=longfomer"], "got 'longfomer'; did you mean longformer\\?"),
         (["--attention.patern=window"], r"attention\.patern: did you mean .*attention\.pattern\?"),
         (["--attention.pattern=longformer", "--attention.window=9"], "longformer needs attention.num_global greater"),
-        (["--attention.window=9"], "attention.window does not go with attention.pattern causal, it takes nothing"),
+        (["--attention.window=9"], "attention.pattern causal takes no other key: got attention.window 9"),
         (
             ["--attention.pattern=window", "--attention.window=9", "--attention.num_global=1"],
-            "attention.num_global does not go with attention.pattern window, it takes window: got 1",
+            "attention.pattern window takes window: got attention.num_global 1",
         ),
         (["--attention.pattern=random_blocks", "--attention.share=1.5"], "at most 1: got 1.5"),
         (["--attention.pattern=window", "--attention.window=-2"], "needs attention.window greater than 0: got -2"),

@@ -298,8 +298,8 @@ def bench_attention(
         random: Number of random shapes to measure instead, each against the fastest of PyTorch's implementations.
         seed: Seed of the random shapes; 0 by default.
         part: Part I/N of the random shapes, for instance 1/4; all by default.
-        flex: Random shapes on which compiled FlexAttention is measured, which takes seconds each: some (the default),
-            some windows; all, all windows and causal shapes with fewer queries than keys; or none.
+        flex: Random shapes on which compiled FlexAttention is also measured, which takes seconds each. some (default):
+            a part of the windows; all: all windows, and causal shapes with fewer queries than keys; none: no shapes.
         page: Pages and plots in docs/benchmarks from the recorded rows, without measuring.
     """
     of_random = {"--seed": seed, "--part": part, "--flex": flex}

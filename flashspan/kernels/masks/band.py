@@ -94,7 +94,7 @@ class Band(Mask):
         assert isinstance(both, Band)
         if both.lo is not None and both.hi is not None and both.lo > both.hi + 1:
             raise ValueError(
-                f"the union of bands with a gap between them is blocks, which need lengths: got {self} | {other}; "
+                f"a union of bands with a gap between them is a block map, which needs lengths: got {self} | {other}; "
                 f"use Blocks.of(first, num_queries, num_keys) | second"
             )
         lo = None if self.lo is None or other.lo is None else min(self.lo, other.lo)
@@ -106,7 +106,7 @@ class Band(Mask):
             return EVERYTHING
         if self.lo is not None and self.hi is not None:
             raise ValueError(
-                f"the complement of a band with two bounds is blocks, which need lengths: got ~{self}; "
+                f"the complement of a band with two bounds is a block map, which needs lengths: got ~{self}; "
                 f"use ~Blocks.of(band, num_queries, num_keys)"
             )
         if self.hi is not None:

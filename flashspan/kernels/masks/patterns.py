@@ -129,7 +129,7 @@ def ragged(
         raise ValueError(f"ragged needs one length per sequence: got {lengths.tolist()} and {queries.tolist()}")
     for counts, limit, what in ((lengths, num_keys, "keys"), (queries, num_queries, "queries")):
         if bool(((counts < 0) | (counts > limit)).any()):
-            raise ValueError(f"a sequence has 0 to {limit} {what} of the padded {limit}: got {counts.tolist()}")
+            raise ValueError(f"a sequence has 0 to {limit} {what}, the padded length: got {counts.tolist()}")
     exists = torch.arange(num_queries, device="cpu") < queries[:, None]
     end = torch.where(exists, lengths[:, None], 0)
     return Rows(torch.zeros_like(end).to(device), end.to(device), num_keys)
