@@ -48,7 +48,7 @@ def problems(draw: st.DrawFn) -> tuple[Visibility, Schedule]:
 
 
 @given(problems())
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=800, deadline=None)
 def test_any_schedule_computes_attention(problem: tuple[Visibility, Schedule]) -> None:
     visibility, schedule = problem
     prove(schedule, visibility)

@@ -131,6 +131,7 @@ def check_fits(kind: str, architecture: int | str, options: str, *tiles: tuple[s
         assert shared <= ROOM[kind, architecture] * 1024, tile
 
 
+@pytest.mark.slow
 def test_heads_of_128_fit_a_small_gpu() -> None:
     check_fits("cuda", 89, "", ("dk dv", "bfloat16", 128))  # which needs most shared memory
 
@@ -178,6 +179,7 @@ def check_tightest(asked: str) -> None:
     assert json.loads(done.stdout) == 0
 
 
+@pytest.mark.slow
 def test_the_tightest_pass_spills_nothing_with_grouped_heads_and_a_sum() -> None:
     check_tightest("grouped add")
 

@@ -130,7 +130,7 @@ def test_rows_take_the_tiles_of_blocks() -> None:
 @pytest.mark.parametrize("band", [CAUSAL, Band(3, None), Band(None, -4), EVERYTHING, NOTHING, Band(-4, 3)], ids=str)
 def test_a_band_with_a_bound_has_an_opposite(band: Band) -> None:
     if None not in (band.lo, band.hi) and band != NOTHING:
-        with pytest.raises(ValueError, match="which need lengths"):
+        with pytest.raises(ValueError, match="which needs lengths"):
             _ = ~band
         return
     assert torch.equal(dense(~band, 9, 7), ~dense(band, 9, 7))

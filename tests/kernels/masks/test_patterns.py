@@ -230,7 +230,7 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     "a slice by a tensor": (lambda: PER_HEAD.slice(q4, range(8)), "by a range"),  # type: ignore[arg-type]
     "no picture": (lambda: PER_HEAD.draw(0), "width is a whole number, 1 or more: got 0"),
     "a picture as wide as a word": (lambda: PER_HEAD.draw("x"), "width is a whole number, 1 or more: got 'x'"),  # type: ignore[arg-type]
-    "bands of no length": (lambda: Band(0, 1) | Band(5, 6), "which need lengths"),
+    "bands of no length": (lambda: Band(0, 1) | Band(5, 6), "which needs lengths"),
     "the fused CPU kernel": (
         lambda: attention(q4, q4, q4, mask=masks.streaming(1, 2, 8), backend="cpu"),
         "lists of tiles",
