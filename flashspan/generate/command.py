@@ -218,17 +218,17 @@ def stream(tokens: Iterable[torch.Tensor | list[int]], coder: Tokenizer, prompt:
             yield rest
         return
     seen = list(prompt[-AROUND:])  # decoded alone, a token may lose its leading space, as at the start of a text
-    text = told = coder.decode(seen)
+    text = printed = coder.decode(seen)
     for token in tokens:
         seen.append(int(token[0]))
         text = coder.decode(seen)
-        piece = "" if text.endswith("\ufffd") else text[len(told) :]
-        told += piece
+        piece = "" if text.endswith("\ufffd") else text[len(printed) :]
+        printed += piece
         if piece and len(seen) > 2 * AROUND:  # decoding all tokens each time would take longer and longer
             seen = seen[-AROUND:]
-            text = told = coder.decode(seen)
+            text = printed = coder.decode(seen)
         yield piece
-    if rest := text[len(told) :]:
+    if rest := text[len(printed) :]:
         yield rest
 
 

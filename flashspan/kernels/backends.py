@@ -277,6 +277,8 @@ class Chosen(NamedTuple):
         mask, device = problem.mask, q.device
         key = (
             "backward ahead",
+            self.backend,
+            device,
             mask if isinstance(mask, Band) else type(mask),
             *problem[1:],
             q.dtype,

@@ -139,7 +139,7 @@ def save_state(
         files.append(INDEX)
     dtype = str(next(iter(shards[0].values())).dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(describe_config(config, dtype), indent=2))
-    for file in files:  # the library lets nobody but the owner read what it writes
+    for file in files:  # the library makes files that only the owner can read
         shutil.copymode(folder / "config.json", folder / file)
     return [*files, "config.json"]
 

@@ -17,8 +17,8 @@ def open_samples(config: TrainConfig) -> tuple[Samples, Samples | None]:
     held_out: TokenFile | None
     if config.data.train:
         file = open_tokens(config.data.train)
-        beside = file.path.with_name("val.bin")
-        held_out = open_tokens(beside) if beside.exists() and not config.data.validation else None
+        neighbour = file.path.with_name("val.bin")
+        held_out = open_tokens(neighbour) if neighbour.exists() and not config.data.validation else None
     else:
         file, held_out = corpus_tokens()
     if config.data.validation:

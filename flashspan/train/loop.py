@@ -174,7 +174,7 @@ class Trainer:
         return step == self.config.train.steps or (every > 0 and step % every == 0)
 
     def _is_overdue(self) -> bool:
-        """Whether this is the first rank, and a checkpoint is due by its clock: the others are told with the loss."""
+        """Whether this is the first rank and a checkpoint is due by its clock. Other ranks learn it with the loss."""
         minutes = self.config.checkpoint.minutes
         return 0 < minutes <= (time.monotonic() - self.saved_at) / 60 and dist.get_rank() == 0
 

@@ -44,15 +44,15 @@ class StepMetrics:
 Report: TypeAlias = Callable[[StepMetrics], None]
 """What is called with the metrics of each step."""
 
-MOST_BESIDE = 999
-"""Runs of more steps do not say how many beside each: the line would be wider than a terminal of 80 columns."""
+MOST_SHOWN = 999
+"""Runs of more steps do not show that number in each line, which would be wider than a terminal of 80 columns."""
 
 
 def describe(metrics: StepMetrics, num_steps: int, left: float) -> str:
     """A step as a line of at most 79 characters, each field where it was in the line before; `left` is in seconds.
     Where the device's peak is not known, without mfu."""
     mfu = "" if math.isnan(metrics.mfu) else f"mfu {_fit(100 * metrics.mfu, 3)}% "
-    total = f"/{num_steps}" if num_steps <= MOST_BESIDE else ""
+    total = f"/{num_steps}" if num_steps <= MOST_SHOWN else ""
     return (
         f"step {metrics.step:>{len(str(num_steps))}}{total} loss {_fit(metrics.loss, 6)} lr {metrics.lr:.1e} "
         f"norm {_fit(metrics.grad_norm, 5)} {_shorten(metrics.tokens_per_second)} tok/s {mfu}left {_span(left)}"
@@ -128,7 +128,7 @@ class Display:
             self._bar = Progress(*columns)
             self._task = self._bar.add_task("training", total=num_steps, completed=start)
             self._bar.start()
-        if start < num_steps and num_steps > MOST_BESIDE:
+        if start < num_steps and num_steps > MOST_SHOWN:
             self.say(f"training to step {num_steps}")
 
     def say(self, text: str) -> None:
@@ -192,7 +192,7 @@ class Display:
     def _tell(self, error: OSError) -> None:
         """A curve with holes is worth a line on the screen, once, and not the run."""
         if not self._told:
-            self.say(f"metrics were not written: {error}; training goes on without them. Free space in {self.folder}")
+            self.say(f"metrics were not written: {error}; training continues without them. Free space in {self.folder}")
             self._told = True
 
     def __enter__(self) -> Display:
@@ -255,8 +255,8 @@ def _set_aside(file: Path) -> Path | None:
 
 
 def _put_back(file: Path, saved: float) -> Path | None:
-    """Where the rows are of a run that was started anew and left no checkpoint, and so began when the one that goes on
-    had been saved: set them aside, and put back those of that one. What they are called now, or None."""
+    """Set aside the rows of a run that started after the last checkpoint was saved and left none of its own, and put
+    back the rows of the run that resumes. Returns the new path of the rows that were set aside, or None."""
     if _began(file) <= saved:
         return None
     older = [path for path in file.parent.glob(f"{file.stem}-*{file.suffix}") if _began(path) <= saved]

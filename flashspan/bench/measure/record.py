@@ -199,18 +199,18 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=1)
 def commit() -> str:
-    """The short hash of the checkout, or "unknown" outside one."""
+    """The short hash of the checkout, with a + if the package differs from it, or "unknown" outside a checkout."""
+    package = Path(__file__).parents[2]
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", *words], capture_output=True, text=True, cwd=package, check=False)
+        return done.stdout.strip()
+
     try:
-        asked = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"],
-            capture_output=True,
-            text=True,
-            cwd=Path(__file__).parent,
-            check=False,
-        )
+        found, changes = git("rev-parse", "--short", "HEAD"), git("status", "--porcelain", "--", str(package))
     except OSError:  # no git
         return "unknown"
-    return asked.stdout.strip() or "unknown"
+    return f"{found}{'+' if changes else ''}" if found else "unknown"
 
 
 def find_device(name: str) -> torch.device:

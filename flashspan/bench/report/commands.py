@@ -66,7 +66,7 @@ def context_command(rows: Sequence[Row]) -> str:
     cases = {" ".join(case) for case in QUICK_CASES}
     done = {row.impl for row in rows} - {ALONE}
     sizes_of_quick = QUICK if options["repeats"] is not None else QUICK | {"repeats": None}  # older rows do not say
-    # Either its cases, whatever was given beside it, or some of them and its sizes: it was cut short.
+    # All of its cases with any other options, or some of its cases with its sizes, if the run was interrupted.
     quick = done == cases or (done < cases and sizes_of_quick.items() <= options.items())
     usual = QUICK if quick else FULL
     options = {name: value for name, value in options.items() if name not in usual or value != usual[name]}
@@ -92,16 +92,16 @@ def attention_command(rows: Sequence[Row]) -> str:
 
 
 def sparse_commands(rows: Sequence[Row]) -> list[str]:
-    """What measured rows of `bench sparse`: as few of its --rows as have these shapes, and whether beside others."""
+    """The commands that measured rows of `bench sparse`: the fewest --rows with these shapes, with --others or not."""
     found = {name: [row for row in rows if re.fullmatch(like, row.shape)] for name, like in SPARSE_CASES.items()}
     shapes = {name: {row.shape for row in mine} for name, mine in found.items()}
     named = set[str]()
     for name in sorted(shapes, key=lambda name: -len(shapes[name])):
         if shapes[name] - set().union(*(shapes[other] for other in named)):
             named.add(name)
-    # The windows have no others, whatever they are told.
-    beside = {name: name == "window" or any(row.impl == "flex" for row in found[name]) for name in named}
-    return [command("bench sparse", bench_sparse, rows=name, others=beside[name]) for name in found if name in named]
+    # Windows have no others.
+    others = {name: name == "window" or any(row.impl == "flex" for row in found[name]) for name in named}
+    return [command("bench sparse", bench_sparse, rows=name, others=others[name]) for name in found if name in named]
 
 
 def model_commands(rows: Sequence[Row]) -> list[str]:

@@ -36,13 +36,13 @@ def run(command: str) -> str:
 
 
 def refresh(text: str) -> str:
-    """The page with every block's output made anew."""
+    """The page with the output of every block's commands, run now."""
 
-    def anew(match: re.Match[str]) -> str:
+    def rerun(match: re.Match[str]) -> str:
         lines = [line for line in match[1].splitlines() if line.startswith("$ ")]
         return "```console\n" + "".join(f"{line}\n{run(line[2:])}\n" for line in lines) + "```"
 
-    return BLOCK.sub(anew, text)
+    return BLOCK.sub(rerun, text)
 
 
 def bench_console(pages: Sequence[Path]) -> int:

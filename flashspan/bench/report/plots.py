@@ -61,7 +61,7 @@ def lines(
             axes.set_xticks(ticks, [f"{tick:,.10g}" for tick in ticks], rotation=30 if max(ticks) > 9999 else 0)
             axes.minorticks_off()
     elif all(px == int(px) for points in series.values() for px, _ in points):
-        axes.locator_params(axis="x", integer=True)  # nobody has 1.2 ranks
+        axes.locator_params(axis="x", integer=True)  # there are no 1.2 ranks
     if log_y:
         axes.set_yscale("log")
     else:

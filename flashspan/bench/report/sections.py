@@ -180,7 +180,7 @@ def of_leaderboard(rows: Sequence[Row]) -> Section | None:
 
 
 def of_trainer(rows: Sequence[Row]) -> Section | None:
-    """Our trainer and our decoding beside another library's."""
+    """Our trainer and our decoding compared with another library's."""
     mine = [row for row in rows if row.what == "trainer"]
     return _listed(
         mine, "Training and generating compared with transformers", "flashspan bench training", notes.TRAINER

@@ -1,4 +1,4 @@
-"""Our attention beside PyTorch's, on one GPU, in one run: forward, backward and both.
+"""Our attention compared with PyTorch's, on one GPU, in one run: forward, backward and both.
 
 flashspan bench attention            # appends rows to docs/benchmarks/attention.csv and prints a table
 flashspan bench attention --random 200 --seed 7  # random shapes: random_attention.py
@@ -128,7 +128,7 @@ def _importable(module: str) -> bool:
 
 
 def _flash(shape: Shape, module: str) -> Attend:
-    """A flash-attn release: [B, T, H, D] in and out, some with lse beside it."""
+    """A flash-attn release: [B, T, H, D] in and out, some with lse as a second output."""
     function = importlib.import_module(module).flash_attn_func
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -267,7 +267,7 @@ def chart(rows: list[record.Row]) -> str:
     for (shape, impl), row in newest.items():
         groups.setdefault(shape, {})[impl] = row.tflops
     label = "attention, forward and backward"
-    # Two lines: beside the names of shapes, the width that is left is too little for one.
+    # Two lines: the names of shapes leave too little width for one.
     return plots.to_svg(plots.bars(groups, title=f"{label}\nbf16, {rows[-1].device}", x="TFLOP/s"), label)
 
 

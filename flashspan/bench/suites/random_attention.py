@@ -290,7 +290,7 @@ def measure(
 
 
 def chosen_part(part: str | None, number: int) -> range:
-    """The indices that "I/N" means of so many shapes: every Nth from the Ith, so that parts resemble each other."""
+    """The indices of part "I/N" of a number of shapes: every Nth from the Ith, so that parts resemble each other."""
     if part is None:
         return range(number)
     found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", part)

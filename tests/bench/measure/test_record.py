@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -263,3 +264,19 @@ def test_rows_are_not_written_to_a_pipe(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "data.jsonl")
     with pytest.raises(ValueError, match=r"data\.jsonl is not a regular file"):
         record.append([], tmp_path / "data.jsonl")
+
+
+def test_rows_say_whether_the_package_differs_from_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that were appended to docs/ do not count as a difference."""
+    for name in ("flashspan/bench/measure/record.py", "docs/rows.csv"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text("")
+    monkeypatch.setattr(record, "__file__", str(tmp_path / "flashspan/bench/measure/record.py"))
+    person = ["-c", "user.name=a", "-c", "user.email=a@b.example"]
+    for words in (["init", "-q"], ["add", "."], [*person, "commit", "-qm", "first"]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    (tmp_path / "docs/rows.csv").write_text("more")
+    found = record.commit.__wrapped__()
+    assert found.isalnum()
+    (tmp_path / "flashspan/new.py").write_text("")
+    assert record.commit.__wrapped__() == found + "+"
