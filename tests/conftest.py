@@ -41,6 +41,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(skip_gpu)
+        if item.get_closest_marker("alone") and "PYTEST_XDIST_WORKER" in os.environ:
+            item.add_marker(pytest.mark.skip(reason="measures time: run with -m alone, without -n"))
         for name in ("slow", "campaign"):
             if item.get_closest_marker(name) and name not in chosen:
                 item.add_marker(pytest.mark.skip(reason=f"{name}: run with -m {name}"))

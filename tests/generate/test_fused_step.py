@@ -84,8 +84,9 @@ def errors(model: Llama, lengths: list[int], num_steps: int) -> list[tuple[float
         found.append((relative(step(given), want), relative(plain._step(model, given, plain.capacity), want)))
         given = want.argmax(-1, keepdim=True)
     assert torch.equal(fused.positions.cpu(), sizes + num_steps)
-    for cache, other in zip(fused.caches, exact.caches, strict=True):
-        assert relative(cache.room, other.room) <= 4 * torch.finfo(cache.room.dtype).eps
+    for cache, model_s, right_s in zip(*(context.caches for context in contexts), strict=True):
+        error, allowed = relative(cache.room, right_s.room), relative(model_s.room, right_s.room)
+        assert error <= max(1.2 * allowed, torch.finfo(cache.room.dtype).eps)
     return found
 
 

@@ -14,12 +14,12 @@ from tests.plan.twelve import measure, off, parse, ratios, table, to_json
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.timeout(600)
 def test_memory_and_calibrated_time_on_12_configurations() -> None:
     """The 12 are bound by the device, because small ones depend on the host, whose times vary.
 
-    See Note [Why the 12 are large] in twelve.py. Alone on the GPU, with -s for the table and the rows:
-    pytest -s -m gpu tests/plan/test_gpu.py
+    See Note [Why the 12 are large] in twelve.py. With -s for the table and the rows: pytest -s -m alone
     """
     name = torch.cuda.get_device_name()
     device = next((known for known in DEVICES if is_named(known, name)), "H100")
@@ -32,6 +32,7 @@ def test_memory_and_calibrated_time_on_12_configurations() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_the_harness_adds_less_than_a_hundredth_and_repeats_itself() -> None:
     x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
 

@@ -22,7 +22,7 @@ from triton.compiler import compile as triton_compile
 from triton.compiler.errors import CompilationError
 from triton.runtime import driver
 from triton.runtime.errors import OutOfResources, PTXASError
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import JITCallable, JITFunction
 
 RELEASES = ("3.6", "3.7")
 
@@ -30,7 +30,7 @@ NAMES = {
     "triton.compiler": ["compile"],
     "triton.compiler.errors": ["CompilationError"],
     "triton.runtime.errors": ["OutOfResources", "PTXASError"],
-    "triton.runtime.jit": ["JITFunction.warmup"],
+    "triton.runtime.jit": ["JITFunction.warmup", "JITCallable.cache_key"],
     "triton.runtime.driver": ["DriverConfig.active", "DriverConfig.set_active"],
     "triton.backends.compiler": ["GPUTarget"],
     "triton.knobs": [
@@ -45,6 +45,7 @@ NAMES = {
 ATTRIBUTES = {
     "triton.compiler.compiler:CompiledKernel": ["function", "packed_metadata", "metadata"],
     "triton.runtime.jit:JITFunction": ["arg_names", "do_not_specialize"],
+    "triton.runtime.jit:JITCallable": ["fn", "__globals__"],
     "triton.backends.driver:GPUDriver": ["get_current_stream"],
     "triton.backends.nvidia.driver:CudaUtils": ["get_device_properties"],
     "triton.backends.nvidia.driver:CudaLauncher": [
@@ -118,7 +119,32 @@ def architecture(device: torch.device) -> int:
 
 def compile_kernel(kernel: Any, arguments: tuple[Any, ...], grid: tuple[int, ...], constants: dict[str, Any]) -> Any:
     """A kernel compiled for these arguments and the current device, or read from Triton's cache."""
+    hash_in_order(kernel)
     return kernel.warmup(*arguments, grid=grid, **constants)
+
+
+_hashed: set[int] = set()  # the functions that hash_in_order is done with, by id: hash(function) is what it prepares
+
+
+def hash_in_order(function: Any) -> None:
+    """Compute the hashes of the functions that a Triton function calls, then its own.
+
+    The hash of a kernel is part of its key in Triton's cache. Triton reads which constants a called function uses
+    before it has visited that function, so without this, the key depends on what was compiled before, and a thread or
+    a later process may compile the same kernel again.
+    """
+    if id(function) in _hashed:
+        return
+    scope, names = function.__globals__, function.fn.__code__.co_names
+    used = [scope.get(name) for name in names]
+    used += [getattr(module, name, None) for module in used if inspect.ismodule(module) for name in names]
+    for value in used:
+        methods = getattr(value, "hash_attrs", ())  # of an aggregate
+        for called in (value, *methods):
+            if isinstance(called, JITCallable):
+                hash_in_order(called)
+    _ = function.cache_key
+    _hashed.add(id(function))
 
 
 def compile_and_load(kernel: Any, arguments: tuple[Any, ...], grid: tuple[int, ...], constants: dict[str, Any]) -> Any:

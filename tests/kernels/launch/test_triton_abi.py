@@ -7,12 +7,29 @@ import operator
 from typing import Any
 
 import pytest
+import triton.language as tl
 from triton.backends.nvidia import driver
+from triton.runtime.jit import JITFunction
 
 from flashspan.kernels.launch import triton_abi
 
 NAMES = [(module, name) for module, names in triton_abi.NAMES.items() for name in names]
 ATTRIBUTES = [(place, name) for place, names in triton_abi.ATTRIBUTES.items() for name in names]
+
+
+ADDED = tl.constexpr(1)
+
+
+def helper(x):
+    return x + ADDED
+
+
+def first_kernel(x):
+    helper(x)
+
+
+def second_kernel(x):
+    helper(x)
 
 
 def find(module: str, name: str) -> Any:
@@ -40,6 +57,19 @@ def test_a_name_is_there_and_missed_when_it_is_gone(module: str, name: str, monk
 def test_an_attribute_is_set(place: str, name: str) -> None:
     assert sets(place, name)
     assert not sets(place, f"{name}_of_another_release")
+
+
+def test_a_kernel_has_one_hash_whatever_was_hashed_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = helper
+
+    def hashes(*functions: Any) -> dict[str, str]:
+        monkeypatch.setitem(globals(), "helper", JITFunction(plain))
+        kernels = [JITFunction(function) for function in functions]
+        for kernel in kernels:
+            triton_abi.hash_in_order(kernel)
+        return {kernel.fn.__name__: kernel.cache_key for kernel in kernels}
+
+    assert hashes(first_kernel, second_kernel) == hashes(second_kernel, first_kernel)
 
 
 def test_descriptors_are_made_inside_a_closure_of_these_names() -> None:
