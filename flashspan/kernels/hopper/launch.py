@@ -116,18 +116,25 @@ def _forward_launches(
     out_dtype: torch.dtype,
     finer: bool,
 ) -> list[Launch] | None:
-    """The launches of forward: V to float16 if `finer`, the kernel, and the portable kernel for the groups of rows that
-    it marks bad. None if a tensor is not aligned."""
+    """The launches of forward: V to float16 if `finer`, the kernel, and, if rows may be marked bad that are not, the
+    portable kernel for their groups. None if a tensor is not aligned."""
     given, fine = (tensors[:-1], tensors[-1:]) if finer else (tensors, ())
     q, k, v, *tables, out, lse, bad, counter = given
     if not all(is_aligned(x) for x in (q, k, v)):
         return None
     mask, carry = unpack(kind, numbers, tables), carry_steps is not None
-    return [
-        *(finer_launch(v, x) for x in fine),
-        forward_launch(q, k, fine[0] if finer else v, out, lse, bad, mask, scale, carry, counter),
-        repair_launch(q, k, v, out, lse, mask, scale, carry, None, only=bad),
-    ]
+    launches = [forward_launch(q, k, fine[0] if finer else v, out, lse, bad, mask, scale, carry, counter)]
+    if carry or finer or hidden_sides(mask, q.shape[2], k.shape[2]):  # else every NaN is one that the row sees
+        launches.append(repair_launch(q, k, v, out, lse, mask, scale, carry, None, only=bad))
+    return [*(finer_launch(v, x) for x in fine), *launches]
+
+
+def hidden_sides(mask: Mask, num_queries: int, num_keys: int) -> int:
+    """Where keys are hidden: 0, nowhere; 1, after the keys that a query sees; 2, on both sides, or anywhere."""
+    if not isinstance(mask, Band):
+        return 2
+    lo, hi = mask.bounds(num_queries, num_keys)
+    return 2 if lo > 1 - num_queries else 1 if hi < num_keys - 1 else 0
 
 
 def forward_launch(
@@ -151,8 +158,6 @@ def forward_launch(
     table, start, end, _, _, rows_stride, _, lo, hi, _ = mask_arguments(mask, T, S, bad)
     wide = block_dim(D)
     tile = forward_tile(wide, v.dtype != q.dtype and not (table or carry), T, min(hi - lo + 1, S))
-    # Hidden keys: none, those after each query, or on both sides.
-    edges = 2 if table or lo > 1 - T else 1 if hi < S - 1 else 0
     group = H // K
     tiles_per_head = triton.cdiv(T, 64 * tile.warpgroups)
     num_tiles, chip = tiles_per_head * B * H, multiprocessors(q.device)
@@ -167,8 +172,9 @@ def forward_launch(
             section * group, num_tiles,
         ),
         {
-            "HEAD_DIM": D, "STAGES": tile.stages, "Q_STAGES": tile.queries, "HIDDEN_SIDES": edges, "TABLE": table,
-            "CARRY": carry, "UNIT_SCALE": is_unit(q, scale) and v.dtype != q.dtype, **warps(tile.warpgroups),
+            "HEAD_DIM": D, "STAGES": tile.stages, "Q_STAGES": tile.queries, "HIDDEN_SIDES": hidden_sides(mask, T, S),
+            "TABLE": table, "CARRY": carry, "UNIT_SCALE": is_unit(q, scale) and v.dtype != q.dtype,
+            **warps(tile.warpgroups),
         },
     )  # fmt: skip
 
