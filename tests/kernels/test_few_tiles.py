@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from flashspan import attention
-from flashspan.kernels import promise
+from flashspan.kernels import hopper, promise
+from flashspan.kernels.contract import Problem
+from flashspan.kernels.launch.compiling import launches_of
 from flashspan.kernels.launch.launch import Launch
 from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band, Mask, Rows
 from flashspan.kernels.portable import decode, few_tiles
@@ -103,6 +105,21 @@ def test_few_blocks_of_queries_over_many_keys_are_divided_by_keys() -> None:
     assert num_splits(1, 1, 1, 4096, 4096, 128, mask=CAUSAL) == 4
     assert num_splits(1, 8, 8, 1024, 1024, 128, mask=CAUSAL) == 0
     assert num_splits(1, 12, 12, 4096, 4096, 64) == 0
+
+
+@pytest.mark.parametrize(
+    ("length", "mask", "names"),
+    [
+        (197, EVERYTHING, ["forward_kernel"]),
+        (197, CAUSAL, ["forward_kernel", "repair_kernel"]),
+        (197, Band(-50, None), ["forward_kernel", "repair_kernel"]),
+        (4000, EVERYTHING, ["finer_kernel", "forward_kernel", "repair_kernel"]),
+    ],
+)
+def test_rows_are_repaired_only_if_keys_are_hidden_or_v_is_converted(length: int, mask: Band, names: list[str]) -> None:
+    q = torch.empty(32, 12, length, 64, dtype=torch.bfloat16, device="meta")
+    launches = launches_of(lambda: hopper.forward(q, q, q, Problem(mask, 0.1), out_dtype=q.dtype))
+    assert [launch.kernel.__name__ for launch in launches] == names
 
 
 PROGRAM = """

@@ -117,7 +117,7 @@ class Limits:
 
 FORWARD = {64: Limits(4400, 40), 128: Limits(1900, 32)}
 """If all programs run at once, two on a multiprocessor. By head size, padded."""
-FORWARD_ANY = {64: 1000, 128: 600}
+FORWARD_ANY = {64: 1100, 128: 600}
 """Tiles in all, however many programs there are."""
 BACKWARD = {64: Limits(1300, 20), 128: Limits(256, 4)}
 
