@@ -133,7 +133,7 @@ def hash_in_order(function: Any) -> None:
     before it has visited that function, so without this, the key depends on what was compiled before, and a thread or
     a later process may compile the same kernel again.
     """
-    if id(function) in _hashed:
+    if id(function) in _hashed or not isinstance(function, JITCallable):
         return
     scope, names = function.__globals__, function.fn.__code__.co_names
     used = [scope.get(name) for name in names]
@@ -141,8 +141,7 @@ def hash_in_order(function: Any) -> None:
     for value in used:
         methods = getattr(value, "hash_attrs", ())  # of an aggregate
         for called in (value, *methods):
-            if isinstance(called, JITCallable):
-                hash_in_order(called)
+            hash_in_order(called)
     _ = function.cache_key
     _hashed.add(id(function))
 
