@@ -311,18 +311,20 @@ def bench_attention(
     if random is None and given:
         raise ValueError(f"only --random takes {', '.join(given)}: add --random N, or leave {', '.join(given)} out")
     if random is not None and (quick or shapes or only):
-        raise ValueError("--random draws the shapes and measures all: leave --quick, --shapes and --only out")
+        raise ValueError(
+            "--random chooses the shapes and measures every implementation: leave --quick, --shapes and --only out"
+        )
     if random is not None:
         return bench_random(random, seed or 0, part, flex or "some")
     if page:
         write()
         return 0
     if quick and shapes:
-        raise ValueError("--quick measures the first two shapes, --shapes those named: got both; leave one out")
+        raise ValueError("--quick measures the first two shapes, --shapes the given ones: got both; leave one out")
     chosen = [Shape.parse(words) for words in shapes] or list(SHAPES[:2] if quick else SHAPES)
     known = list(dict.fromkeys(name for shape in chosen for name in implementations(shape)))
     if strange := [name for name in only if name not in known]:
-        raise ValueError(f"only takes names of implementations, {', '.join(known)}: got {', '.join(strange)}")
+        raise ValueError(f"--only takes names of implementations, {', '.join(known)}: got {', '.join(strange)}")
     if not torch.cuda.is_available():
         raise ValueError("bench attention needs a CUDA device and none is present; `flashspan check` runs anywhere")
     where = record.environment(torch.device("cuda"))

@@ -187,7 +187,7 @@ def measure(case: Case, name: str, attend: Attend, where: dict[str, Any], expect
             expected.extend(grads)
         apart = max(float((a - b).float().norm() / b.float().norm()) for a, b in zip(grads, expected, strict=True))
         if not (error < 1e-2 and apart < 2e-2):
-            raise RuntimeError(f"wrong: out is {error:.1e} off float32, gradients {apart:.1e} off the first ones")
+            raise RuntimeError(f"wrong result: error {error:.1e} in out, {apart:.1e} in gradients")
     del grads
     flops = replace(case, mask=DENSE.get(name, case.mask)).flops()
     rows = []
