@@ -61,7 +61,7 @@ def is_known() -> bool:
     known = ".".join(triton.__version__.split(".")[:2]) in RELEASES
     if not known:
         warnings.warn(
-            f"the launcher of Triton {triton.__version__} was not checked, only those of {', '.join(RELEASES)}: "
+            f"flashspan's fast launcher was checked with Triton {', '.join(RELEASES)}, not with {triton.__version__}: "
             f"kernels use Triton's own launcher, and a short call takes 2 to 5 times as long on the host",
             RuntimeWarning,
             stacklevel=2,
