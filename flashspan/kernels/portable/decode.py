@@ -212,7 +212,9 @@ def forward(
     except KernelFailed as failure:
         FAILED.append(str(failure))
         warnings.warn(
-            f"the kernel for few queries is off, and another one serves: it {failure}", RuntimeWarning, stacklevel=2
+            f"the kernel for few queries {failure}; from now on another kernel computes such calls",
+            RuntimeWarning,
+            stacklevel=2,
         )
         return None
     return Carry(outputs[0], outputs[1])
