@@ -272,9 +272,7 @@ def refuse_unserved(query: Tensor, key: Tensor, value: Tensor, arguments: dict[s
     for name, given in arguments.items():
         if given is None or given is False or name in HARMLESS:
             continue
-        what = (
-            f"{NOT_SERVED[name]} ({name})" if name in NOT_SERVED else f"the attention argument {name!r}, unknown here,"
-        )
+        what = f"{NOT_SERVED[name]} ({name})" if name in NOT_SERVED else f"the unknown attention argument {name!r}"
         raise ValueError(f'attn_implementation="{NAME}" does not support {what}; {OTHERWISE}')
     sizes = query.shape[-1], key.shape[-1], value.shape[-1]
     if sizes[1] != sizes[2]:

@@ -363,6 +363,7 @@ def _require_equal_group_counts(ranks: list[int], group: dist.ProcessGroup) -> N
     if len(set(numbers)) > 1:
         counts = ", ".join(f"{number} on rank {rank}" for rank, number in zip(ranks, numbers, strict=True))
         raise ValueError(
-            f"data parallelism over some of the ranks needs the same number of groups on each of them: got {counts}; "
-            "wrap the model before making groups that only some of them join, or take all groups from one mesh"
+            "data parallelism over some of the ranks needs ranks that are in equally many process groups: got "
+            f"{counts}; wrap the model before making groups that only some of these ranks join, or take all groups "
+            "from one mesh"
         )

@@ -88,7 +88,7 @@ def plan(
         print(f"{len(answers)} parallelism configs fit." if len(answers) > 1 else "1 parallelism config fits.")
         print(f"The best: {train_command(model, run, answers[0].parallel, per_node)}")
     elif next(parallel_configs(run, cluster), None) is None:
-        print(f"No parallelism config divides over {devices:,} devices: use fewer of them, or more samples or tokens.")
+        print(f"No parallelism config uses exactly {devices:,} devices: use fewer devices, or more samples or tokens.")
         return 1
     else:
         print("No parallelism config fits: use more devices, fewer tokens or samples, or a smaller model.")

@@ -38,7 +38,7 @@ class Attempts:
         failed_at = min(steps, max(done, default=self._start) + 1)
         before, self.failed_at = self.failed_at, failed_at
         if self.restarts == most:
-            return f"after {most} restarts, the most that train.max_restarts allows" if most else "not restarted"
+            return f"after {most} restarts, no more are allowed (train.max_restarts)" if most else "not restarted"
         if failed_at == before:
             return f"not restarted: the previous attempt failed at step {failed_at} too"
         self.restarts += 1

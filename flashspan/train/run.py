@@ -244,7 +244,7 @@ def _start(config: TrainConfig, num_ranks: int, report: Report | None) -> str:
                     return LATE
                 raise_user_error(error)
                 failure = error
-            refusal = "while it was stopping" if stop.asked else attempts.restart()
+            refusal = "not restarted: the run was being stopped" if stop.asked else attempts.restart()
             if failure.report != failure.cause:
                 print(failure.report, file=sys.stderr)
             if refusal:

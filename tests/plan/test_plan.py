@@ -146,7 +146,7 @@ def test_the_longest_context_is_found_if_only_many_ranks_can_share_it() -> None:
 def test_more_devices_than_can_share_the_work_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "tiny", "--devices", "4096", "--batch", "1", "--tokens", "65536"]) == 1
     said = capsys.readouterr().out
-    assert "No parallelism config divides over 4,096 devices: use fewer of them, or more samples or tokens." in said
+    assert "No parallelism config uses exactly 4,096 devices: use fewer devices, or more samples or tokens." in said
     assert "Longest context" not in said
 
 

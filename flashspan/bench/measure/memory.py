@@ -191,7 +191,5 @@ def clear(device: torch.device) -> None:
         torch.cuda.empty_cache()
         left = torch.cuda.memory_allocated(device)
         if left > 2**28:
-            print(
-                f"warning: {left / 2**30:.2f} GiB of an earlier part are still allocated and count in the next peak",
-                flush=True,
-            )
+            kept = f"{left / 2**30:.2f} GiB of an earlier measurement"
+            print(f"warning: {kept} are still allocated and count in the next peak", flush=True)

@@ -175,7 +175,7 @@ def _beside(best: Row, base: Row, most: int) -> str:
     if ratio > 1.2 * most:
         text += ", which is more than the number of ranks: smaller parts fit the caches, or one device was slowed down"
     if base.peak_mib > 0 and best.peak_mib > 0:  # nan where it was not measured
-        text += f", and holds {best.peak_mib / base.peak_mib:.0%} of its memory per rank"
+        text += f"; the peak memory of a rank is {best.peak_mib / base.peak_mib:.0%} of that of one device"
     return text
 
 
@@ -197,7 +197,8 @@ def scaling(work: Workload) -> list[str]:
     cores = next((int(match[1]) for match in named), None)
     if cores and any(row.ranks > cores for row in work.whole):
         found.append(
-            f"Beyond {cores} ranks, processes share {cores} cores: those numbers show sharing, not the method."
+            f"Beyond {cores} ranks, processes share {cores} cores: their speed shows the effect of sharing, not of the "
+            "strategy."
         )
     return found
 
@@ -375,4 +376,4 @@ def find(rows: Sequence[Row], kept: Sequence[Row] | None = None) -> list[str]:
     failed = [row for row in kept if row.status.startswith("failed")]
     if failed:
         found.append(f"{len(failed)} measurements failed, the first ({failed[0].impl}): {failed[0].status[8:]}.")
-    return found or ["No findings: no row is of a benchmark that findings use."]
+    return found or ["No findings: none of the rows is from a benchmark that has findings."]

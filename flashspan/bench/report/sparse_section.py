@@ -38,7 +38,8 @@ def sparse_table(rows: Sequence[Row], where: str) -> Table:
         both = [[times.get((shape, impl, kind)) for kind in PASSES] for impl in impls]
         gains = [f"{ratios[shape, kind]:.2f}x" if (shape, kind) in ratios else "" for kind in PASSES]
         cells.append((shape, *(pair(*map(show, one)) for one in both), pair(*gains)))
-    title = f"median milliseconds, forward / backward{where}; vs flex: its time over the better of ours"
+    flex = "vs flex: FlexAttention's time divided by flashspan's shorter time"
+    title = f"median milliseconds, forward / backward{where}; {flex}"
     return Table(title, ("shape", *impls, "vs flex"), tuple(cells))
 
 

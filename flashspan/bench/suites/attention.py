@@ -221,6 +221,8 @@ def markdown(rows: list[record.Row]) -> str:
         f"{newest.device}, torch {newest.torch}, Triton {newest.triton}, bf16. `flashspan bench attention` "
         "measured the rows; the same command with `--page` wrote this page.",
         "Median milliseconds, forward / backward / both; shapes are batch x heads/kv heads x tokens x head size. "
+        "flashspan chooses its kernels, flashspan-portable always uses the Triton kernels, flashspan-repeatable has "
+        "`deterministic=True`. "
         "A column 'vs X' is the time of X divided by flashspan's, for both passes: above 1, flashspan is faster. "
         "Each cell is the newest measurement; attention.csv has its commit, and the rows of one run are consecutive.",
         "",
@@ -248,7 +250,7 @@ def error_lines(rows: list[record.Row]) -> list[str]:
     by = {(row.shape, row.impl): row for row in rows if row.kind == "forward" and row.commit == commit}
     impls = list(dict.fromkeys(impl for _, impl in by))
     lines = [
-        "Relative error of the output in 1e-3, compared with float32 arithmetic on queries from the first to the last; "
+        "Relative error of the output in 1e-3, compared with float32 arithmetic on evenly spaced queries; "
         "rows of the newest commit only ([why flashspan's is smaller](../kernels.md#the-maximum-and-float16-v)).",
         "",
         "| shape | " + " | ".join(impls) + " |",

@@ -122,7 +122,7 @@ def bench_cpu_ring(
         )
     tensor = tokens * heads * head_dim * 4 / ranks / MIB
     print(f"{ranks} gloo ranks, T={tokens} causal, {heads} heads x {head_dim}, float32")
-    for number, name in enumerate(("ours", "theirs")):
+    for number, (name, label) in enumerate((("ours", "flashspan"), ("theirs", "PyTorch"))):
         slowest = [max(answer[name][i][0] for answer in answers) for i in range(repeats)]
         busy = min(sum(answer[name][i][1] for answer in answers) for i in range(repeats))
         low, middle = min(slowest), statistics.median(slowest)
@@ -130,9 +130,9 @@ def bench_cpu_ring(
         total = max(answer["peaks"][number] for answer in answers) + 4 * tensor
         ratio = (total - 4 * tensor) / (8 * tensor)
         print(
-            f"{name:<7} median {middle:.3f} s, best {low:.3f} s, {busy:.3f} CPU s of all ranks; "
-            f"peak {total:.1f} MiB per rank with inputs, of which two K/V buffers are {4 * tensor:.1f}; "
-            f"the rest is {ratio:.2f}x the rank's q, k, v, out and gradients ({8 * tensor:.1f} MiB)"
+            f"{label:<9} median {middle:.3f} s, best {low:.3f} s, {busy:.3f} CPU s of all ranks; "
+            f"peak {total:.1f} MiB per rank, inputs included; {4 * tensor:.1f} MiB of it are two K/V buffers, "
+            f"the rest is {ratio:.2f}x the {8 * tensor:.1f} MiB of the rank's q, k, v, out and gradients"
         )
     print("relative difference of out, dq, dk, dv:", " ".join(f"{x:.1e}" for x in answers[0]["difference"]))
 

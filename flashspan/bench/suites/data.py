@@ -222,9 +222,9 @@ def bench_data(
 ) -> int:
     """A training step under every strategy of data, optimizer, context and tensor parallelism, in one run.
 
-    Measures time, communication, the part of communication that computation hides, and the memory of a rank by kind.
-    Runs on GPUs if there are as many as the largest number of ranks, otherwise on CPU processes. Rows are appended to
-    FOLDER/data.jsonl.
+    Measures time, communication, the part of communication that computation hides, and the memory of a rank by type of
+    tensor. Runs on GPUs if there are as many as the largest number of ranks, otherwise on CPU processes. Rows are
+    appended to FOLDER/data.jsonl.
 
     Args:
         ranks: Numbers of ranks, each 1 to 8.

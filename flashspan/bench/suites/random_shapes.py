@@ -126,6 +126,13 @@ CLASSES = (
     *("long", "few tiles", "GQA", "odd head size", "odd length"),
 )
 """All names that `RandomShape.classes` gives."""
+CLASS_NOTE = (
+    f"A shape can be in several classes. Short: at most {SHORT} queries and keys. Long: {LONG:,} of either or more. "
+    f"Few tiles: fewer blocks of {TILE} queries, over batch and heads, than the {MULTIPROCESSORS} multiprocessors of "
+    "an H200. Odd head size: not a power of 2. Odd length: a number of keys, or of more than "
+    f"{FEW_QUERIES} queries, that is not a multiple of 64."
+)
+"""What the page says about the classes that their names do not explain."""
 
 
 @dataclass(frozen=True)

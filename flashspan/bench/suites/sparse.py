@@ -280,9 +280,10 @@ def write_page(rows: list[record.Row], path: Path) -> None:
         "",
         f"{newest.device}, torch {newest.torch}, Triton {newest.triton}, bf16. `flashspan bench sparse` measured the "
         "rows; the same command with `--page` wrote this page.",
-        "Median milliseconds, forward / backward; shapes are batch x heads x tokens x head size. "
-        "The last column is FlexAttention's time divided by flashspan's shorter time, if both are of one commit. "
-        "Calls shorter than about half a millisecond are limited by the launch on the host.",
+        "Median milliseconds, forward / backward; shapes are batch x heads x tokens x head size. flashspan intervals: "
+        "the mask is an interval of keys per query; flashspan blocks: a block map; flashspan causal and dense: a "
+        "causal and a full mask. The last column is FlexAttention's time divided by flashspan's shorter time, if both "
+        "are of one commit. Calls shorter than about half a millisecond are limited by the launch on the host.",
         "",
         "| shape | " + " | ".join(impls) + " | vs flex |",
         "| --- " * (2 + len(impls)) + "|",
@@ -303,7 +304,8 @@ def write_page(rows: list[record.Row], path: Path) -> None:
         lines += ["", f"{table.title}:", "", table.markdown().rstrip()]
     if path.with_name(MASKS).exists():
         table = build_table(record.newest(record.read(path.with_name(MASKS))))
-        lines += ["", f"{table.title} (`--rows build`):", "", table.markdown().rstrip()]
+        note = "(`--rows build`); *first* is the first call, *reading it* only reads the bool tensor:"
+        lines += ["", f"{table.title} {note}", "", table.markdown().rstrip()]
     picture = path.with_suffix(".png")
     if plot(rows, picture):
         lines += ["", f"![time against sparsity]({picture.name})"]

@@ -307,11 +307,11 @@ class Bench:
             lines.append(f"{part}\n  {theirs.name:<30} {describe(theirs)}")
             for m in ours:
                 speed, target = theirs.median / m.median, FIGURES[part]
-                verdicts = [f"{speed:.2f}x their speed (target {target.speed}: {verdict(speed >= target.speed)})"]
+                verdicts = [f"{speed:.2f}x as fast (target {target.speed}: {verdict(speed >= target.speed)})"]
                 if target.memory is not None and theirs.peak:
                     memory = m.peak / theirs.peak
                     verdicts.append(
-                        f"{memory:.2f}x their memory (target {target.memory}: {verdict(memory <= target.memory)})"
+                        f"{memory:.2f}x the memory (target {target.memory}: {verdict(memory <= target.memory)})"
                     )
                 if target.gib is not None and m.peak:
                     verdicts.append(f"target {target.gib:g} GiB: {verdict(m.peak / 2**30 <= target.gib)}")

@@ -313,7 +313,7 @@ def test_a_preset_is_measured_as_it_is_and_its_rows_name_it(
     assert len(rows) == 16
     said = capsys.readouterr().out
     assert "8 measured" in said
-    assert "context.jsonl, 2 rows each; " in said
+    assert "context.jsonl, 2 rows per measurement; " in said
     # Vocabulary, feed-forward and tied embeddings are the preset's too, not made up from its width.
     for name in ("llama-2-7b", "llama-3.2-1b"):
         assert Workload.of_preset(name, 8, "float32").config() == preset(name)

@@ -33,7 +33,7 @@ def test_every_part_is_measured_and_recorded(
     assert rows["step", ours].error < 1e-3
     assert rows["prefill", ours].error < 3e-2
     said = capsys.readouterr().out
-    assert "x their speed (target 1.25:" in said
+    assert "x as fast (target 1.25:" in said
     assert "decode" in said
 
 
