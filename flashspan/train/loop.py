@@ -79,7 +79,7 @@ class Trainer:
         config, first = self.config, dist.get_rank() == 0
         notes: list[str] = []
         with contextlib.ExitStack() as held:
-            with report_silent_ranks("the reading of the checkpoint"):
+            with report_silent_ranks("the loading of the checkpoint"):
                 saved = self._resume(notes, held)
             display = held.enter_context(
                 Display(

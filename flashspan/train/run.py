@@ -203,7 +203,7 @@ def run_rank(config: TrainConfig, report: Report | None = None, on_signal: Calla
     warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # repeated on CPUs without 16-bit matmuls
     with catch_signals(on_signal) as asked:
         torch.manual_seed(config.train.seed)
-        with report_silent_ranks("the making of the model"):
+        with report_silent_ranks("the initialisation of the model"):
             trainer = Trainer(config, report)
         return trainer.run(asked)
 

@@ -40,7 +40,7 @@ def report_silent_ranks(when: str) -> Iterator[None]:
         ranks = ", ".join(map(str, silent))
         first = str(error).partition("\n")[0]
         raise SilentRank(
-            f"rank {ranks} did not answer in {when} and is stalled or dead; first error: {first}"
+            f"rank {ranks} did not answer during {when} and is stalled or dead; first error: {first}"
         ) from error
 
 

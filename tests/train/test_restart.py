@@ -83,7 +83,7 @@ def refuse_in_3(config: TrainConfig, on_signal: Any = None) -> str:
 
 
 def discard_stdout(config: TrainConfig, on_signal: Any = None) -> str:
-    raise SilentRank("rank 1 did not answer in step 3 and is stalled or dead; first error: timed out")
+    raise SilentRank("rank 1 did not answer during step 3 and is stalled or dead; first error: timed out")
 
 
 def weights(folder: str) -> dict[str, torch.Tensor]:
@@ -152,7 +152,7 @@ def test_a_stalled_rank_is_one_line(
     monkeypatch.setattr(run, "run_rank", discard_stdout)
     assert train(config_of(*OPTIONS, "--train.max_restarts=0")) == 1
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("flashspan: step 1: rank 1 did not answer in step 3")
+    assert line.startswith("flashspan: step 1: rank 1 did not answer during step 3")
 
 
 def save(folder: str, step: int) -> None:
