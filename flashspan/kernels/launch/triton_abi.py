@@ -157,13 +157,16 @@ def compile_and_load(kernel: Any, arguments: tuple[Any, ...], grid: tuple[int, .
 _assumed: list[int] = []  # the architecture to compile for in place of the GPU's
 
 
-def compile_for_architecture(architecture: int) -> None:
-    """From now on compile for an NVIDIA GPU of this compute capability (90 for 9.0), even if this machine has none."""
-    _assumed[:] = [architecture]
-    target = GPUTarget("cuda", architecture, 32)
+def compile_for_architecture(architecture: int | str, kind: str = "cuda") -> None:
+    """From now on compile for an NVIDIA GPU of this compute capability (90 for 9.0), even if this machine has none; or
+    for an AMD GPU: "gfx942" of the kind "hip"."""
+    _assumed[:] = [int(architecture) if kind == "cuda" else 0]
+    target = GPUTarget(kind, architecture, 32 if kind == "cuda" else 64)
     driver.set_active(
         SimpleNamespace(
-            get_current_device=lambda: 0, get_current_stream=lambda device: 0, get_current_target=lambda: target
+            get_current_device=lambda: architecture,  # Triton keeps a kernel's target by its device
+            get_current_stream=lambda device: 0,
+            get_current_target=lambda: target,
         )
     )
 
