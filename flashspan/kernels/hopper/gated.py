@@ -26,9 +26,9 @@ from flashspan.kernels.hopper.matmul import (
     MatmulSizes,
     allocate_barriers,
     free_stage,
+    launch_matmul,
     load_steps,
     locate_tile,
-    matmul_launch,
     multiply,
     readable,
     split_quarters,
@@ -36,7 +36,6 @@ from flashspan.kernels.hopper.matmul import (
 )
 from flashspan.kernels.hopper.ptx import reciprocal, round_to
 from flashspan.kernels.hopper.tensors import describe
-from flashspan.kernels.launch.launch import Launch, on
 from flashspan.kernels.portable.arguments import LOG2E
 
 MINUS_LOG2E = gl.constexpr(-LOG2E)
@@ -270,51 +269,28 @@ def _backward_produce(tensors, operands, dh_s, barriers, sizes, rows):
         )
 
 
-def gated_launch(x: Tensor, gate_weight: Tensor, up_weight: Tensor, outs: tuple[Tensor, Tensor, Tensor]) -> Launch:
-    """gate, up and h [M, F] of x [M, E] and weights [F, E]."""
-    weights = [describe(weight, COLUMNS // 2, DEPTH) for weight in (gate_weight, up_weight)]
-    pieces = [describe(out, ROWS // 2, PIECE) for out in outs]
-    tiles = (cdiv(len(x), ROWS), cdiv(len(gate_weight), COLUMNS // 2))
-    numbers = (*tiles, cdiv(x.shape[1], DEPTH))
-    return matmul_launch(gated_kernel, (describe(x, ROWS, DEPTH), *weights, *pieces, *numbers), x, tiles, STAGES=4)
-
-
-def gated_backward_launch(
-    dy: Tensor, weight: Tensor, gate: Tensor, up: Tensor, outs: tuple[Tensor, Tensor, Tensor]
-) -> Launch:
-    """The gradients of gate and up and, again, h [M, F], of dy [M, E], a weight [E, F], gate and up."""
-    assert gate.shape[1] % 8 == 0, gate.shape
-    operands = (describe(dy, ROWS, DEPTH), describe(weight, DEPTH, COLUMNS))
-    tiles = (cdiv(len(dy), ROWS), cdiv(weight.shape[1], COLUMNS))
-    numbers = (len(gate), gate.shape[1] // 8, *tiles, cdiv(dy.shape[1], DEPTH))
-    arguments = (*operands, gate, up, *outs, *numbers)
-    return matmul_launch(
-        gated_backward_kernel,
-        arguments,
-        dy,
-        tiles,
-        PIECE=PIECE,
-        STAGES=3,
-        REGISTERS=168,
-        PRODUCER_REGISTERS=168,
-    )
-
-
 def gated(x: Tensor, gate_weight: Tensor, up_weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """gate = x Wg^T, up = x Wu^T and silu(gate) * up, [M, F], of x [M, E]."""
-    x, gate_weight, up_weight = readable(x, gate_weight, up_weight)
-    gate, up, h = (x.new_empty(len(x), len(gate_weight)) for _ in range(3))
+    x, *weights = readable(x, gate_weight, up_weight)
+    gate, up, h = outs = tuple(x.new_empty(len(x), len(gate_weight)) for _ in range(3))
     if len(x):
-        with on(x.device):
-            gated_launch(x, gate_weight, up_weight, (gate, up, h))()
+        descriptors = [describe(weight, COLUMNS // 2, DEPTH) for weight in weights]
+        descriptors += [describe(out, ROWS // 2, PIECE) for out in outs]
+        tiles = (cdiv(len(x), ROWS), cdiv(len(gate_weight), COLUMNS // 2))
+        arguments = (describe(x, ROWS, DEPTH), *descriptors, *tiles, cdiv(x.shape[1], DEPTH))
+        launch_matmul(gated_kernel, arguments, tiles, x, STAGES=4)
     return gate, up, h
 
 
 def gated_backward(dy: Tensor, weight: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of gate and up, and silu(gate) * up again, of dy [M, E] and the weight [E, F] behind them."""
+    assert gate.shape[1] % 8 == 0, gate.shape
     dy, weight, gate, up = readable(dy, weight, gate, up)
     dgate, dup, h = (torch.empty_like(gate) for _ in range(3))
     if len(dy):
-        with on(dy.device):
-            gated_backward_launch(dy, weight, gate, up, (dgate, dup, h))()
+        tiles = (cdiv(len(dy), ROWS), cdiv(weight.shape[1], COLUMNS))
+        numbers = (len(gate), gate.shape[1] // 8, *tiles, cdiv(dy.shape[1], DEPTH))
+        operands = (describe(dy, ROWS, DEPTH), describe(weight, DEPTH, COLUMNS))
+        options = {"PIECE": PIECE, "STAGES": 3, "REGISTERS": 168, "PRODUCER_REGISTERS": 168}
+        launch_matmul(gated_backward_kernel, (*operands, gate, up, dgate, dup, h, *numbers), tiles, dy, **options)
     return dgate, dup, h

@@ -29,7 +29,7 @@ from flashspan.kernels.hopper.config import Shared
 from flashspan.kernels.hopper.gluon_compat import aggregate, barrier
 from flashspan.kernels.hopper.shared_memory import split_columns
 from flashspan.kernels.hopper.tensors import multiprocessors
-from flashspan.kernels.launch.launch import Launch
+from flashspan.kernels.launch.launch import Launch, on
 
 ROWS, COLUMNS, DEPTH, PIECE = 128, 256, 64, 64
 """Rows and columns of a tile; depth of the operands in a stage; columns that are written together."""
@@ -174,10 +174,11 @@ def readable(*tensors: Tensor) -> list[Tensor]:
 NUMBERS = ["num_rows", "num_columns", "num_steps"]
 
 
-def matmul_launch(
-    kernel: Any, tensors: tuple[Any, ...], like: Tensor, tiles: tuple[int, int], **constants: Any
-) -> Launch:
-    """A launch of persistent programs over these rows and columns of tiles."""
+def launch_matmul(
+    kernel: Any, arguments: tuple[Any, ...], tiles: tuple[int, int], like: Tensor, **constants: Any
+) -> None:
+    """Launch persistent programs over these rows and columns of tiles, on the device of `like`."""
     grid = (min(multiprocessors(like.device), tiles[0] * tiles[1]),)
     shape = {"GROUP": GROUP, "REGISTERS": 232, "PRODUCER_REGISTERS": 40, "num_warps": 4}
-    return Launch(kernel, grid, tensors, {**shape, **constants})
+    with on(like.device):
+        Launch(kernel, grid, arguments, {**shape, **constants})()

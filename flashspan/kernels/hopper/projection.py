@@ -21,8 +21,8 @@ from flashspan.kernels.hopper.matmul import (
     ROWS,
     allocate_barriers,
     free_stage,
+    launch_matmul,
     locate_tile,
-    matmul_launch,
     multiply,
     readable,
     split_quarters,
@@ -30,7 +30,6 @@ from flashspan.kernels.hopper.matmul import (
 )
 from flashspan.kernels.hopper.shared_memory import split_columns
 from flashspan.kernels.hopper.tensors import describe
-from flashspan.kernels.launch.launch import Launch, on
 
 
 @aggregate
@@ -207,32 +206,19 @@ def _produce(tensors, buffers, barriers, sizes, angles):
             step += 1
 
 
-def projection_launch(
-    x: Tensor,
-    weights: tuple[Tensor, Tensor, Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    unit: float,
-    outs: tuple[Tensor, Tensor, Tensor],
-) -> Launch:
-    """The launch for q, k and v [M, heads * D] of x [M, E] and weights [heads * D, E]; row i has angle i % period."""
-    operands = [describe(x, ROWS, DEPTH), *(describe(weight, COLUMNS, DEPTH) for weight in weights)]
-    pieces = [describe(out, ROWS // 2, PIECE) for out in outs]
-    q_columns, k_columns = (cdiv(weight.shape[0], COLUMNS) for weight in weights[:2])
-    tiles = (cdiv(len(x), ROWS), q_columns + 2 * k_columns)
-    numbers = (len(cos), tiles[0], q_columns, k_columns, cdiv(x.shape[1], DEPTH))
-    arguments = (*operands, *pieces, cos, sin, unit, *numbers)
-    return matmul_launch(projection_kernel, arguments, x, tiles, HEAD_DIM=2 * cos.shape[-1], STAGES=4)
-
-
 def project(
     x: Tensor, weights: tuple[Tensor, Tensor, Tensor], cos: Tensor, sin: Tensor, unit: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, rotated and multiplied by `unit`, k, rotated, and v, [M, heads * D], of x [M, E]. cos and sin are
     [period, D / 2]; row i has those of i % period."""
-    x, wq, wk, wv = readable(x, *weights)
-    outs = (x.new_empty(len(x), len(wq)), x.new_empty(len(x), len(wk)), x.new_empty(len(x), len(wv)))
+    x, *operands = readable(x, *weights)
+    q, k, v = outs = tuple(x.new_empty(len(x), len(weight)) for weight in weights)
     if len(x):
-        with on(x.device):
-            projection_launch(x, (wq, wk, wv), cos, sin, unit, outs)()
-    return outs
+        descriptors = [describe(weight, COLUMNS, DEPTH) for weight in operands]
+        descriptors += [describe(out, ROWS // 2, PIECE) for out in outs]
+        q_columns, k_columns = (cdiv(len(weight), COLUMNS) for weight in weights[:2])
+        tiles = (cdiv(len(x), ROWS), q_columns + 2 * k_columns)
+        numbers = (len(cos), tiles[0], q_columns, k_columns, cdiv(x.shape[1], DEPTH))
+        arguments = (describe(x, ROWS, DEPTH), *descriptors, cos, sin, unit, *numbers)
+        launch_matmul(projection_kernel, arguments, tiles, x, HEAD_DIM=2 * cos.shape[-1], STAGES=4)
+    return q, k, v
