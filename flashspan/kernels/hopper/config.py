@@ -169,7 +169,7 @@ class BackwardSizes:
     """Numbers of a backward launch."""
 
     H: gl.tensor
-    K: gl.tensor  # with SPLIT_HEADS more than K and V have
+    K: Number  # with SPLIT_HEADS more than K and V have; not used in the pass for dQ
     G: gl.tensor
     T: gl.tensor
     S: gl.tensor
@@ -292,13 +292,15 @@ class KeyPassBarriers:
 
 @aggregate
 class QueryPassTensors:
-    """Descriptors."""
+    """Descriptors, and pointers to -lse and -delta."""
 
     desc_q: Descriptor
     desc_do: Descriptor
     desc_k: Descriptor
     desc_v: Descriptor
     desc_dq: Descriptor
+    minus_lse: gl.tensor
+    minus_delta: gl.tensor
 
 
 @aggregate
@@ -319,27 +321,3 @@ class QueryPassBarriers:
     k_empty: Shared
     v_full: Shared
     v_empty: Shared
-
-
-@aggregate
-class QueryPassSizes:
-    """Those of BackwardSizes, without K."""
-
-    H: gl.tensor
-    G: gl.tensor
-    T: gl.tensor
-    S: gl.tensor
-    padded_T: gl.tensor
-    lo: Number
-    hi: Number
-    scale: gl.tensor
-    sm_scale: gl.tensor
-    section: gl.tensor
-
-
-@aggregate
-class QueryPassRows:
-    """Pointers to -lse and -delta."""
-
-    minus_lse: gl.tensor
-    minus_delta: gl.tensor

@@ -22,7 +22,7 @@ from flashspan.kernels.hopper.matmul import (
     NUMBERS,
     PIECE,
     ROWS,
-    MatmulOperands,
+    MatmulBuffers,
     MatmulSizes,
     allocate_barriers,
     free_stage,
@@ -96,7 +96,7 @@ def gated_kernel(
     b_s = gl.allocate_shared_memory(desc_a.dtype, [STAGES, 2 * BN, BK], desc_gate_weight.layout)
     pieces_s = gl.allocate_shared_memory(desc_h.dtype, [4, BM // 2, desc_h.block_type.shape[1]], desc_h.layout)
     sizes = MatmulSizes(num_rows, num_columns, num_steps, GROUP)
-    job = (tensors, MatmulOperands(a_s, b_s), pieces_s, allocate_barriers(STAGES), sizes)
+    job = (tensors, MatmulBuffers(a_s, b_s, pieces_s), allocate_barriers(STAGES), sizes)
     gl.warp_specialize(
         [(_forward_consume, (0,) + job), (_forward_consume, (1,) + job), (_forward_produce, job)],
         [4, 1],
@@ -110,17 +110,18 @@ def _sigmoid(x):
 
 
 @gluon.jit
-def _forward_consume(WG: gl.constexpr, tensors, operands, pieces_s, barriers, sizes):
+def _forward_consume(WG: gl.constexpr, tensors, buffers, barriers, sizes):
     """A consumer's part of gate, up and silu(gate) * up."""
     desc_gate, desc_up, desc_h = tensors.desc_gate, tensors.desc_up, tensors.desc_h
     num_rows, num_columns, num_steps = sizes.num_rows, sizes.num_columns, sizes.num_steps
-    BM: gl.constexpr = operands.a_s.shape[1] // 2
-    BN: gl.constexpr = operands.b_s.shape[1] // 2
+    pieces_s = buffers.pieces_s
+    BM: gl.constexpr = buffers.a_s.shape[1] // 2
+    BN: gl.constexpr = buffers.b_s.shape[1] // 2
     PIECE: gl.constexpr = pieces_s.shape[2]
     step = 0
     for tile in range(gl.program_id(0), num_rows * num_columns, gl.num_programs(0)):
         i_row, i_column = locate_tile(tile, num_rows, num_columns, sizes.GROUP)
-        acc = multiply(WG, operands, barriers, step, num_steps, True)
+        acc = multiply(WG, buffers, barriers, step, num_steps, True)
         step += num_steps
         row = i_row * (2 * BM) + WG * BM
         column = i_column * BN
@@ -138,10 +139,10 @@ def _forward_consume(WG: gl.constexpr, tensors, operands, pieces_s, barriers, si
 
 
 @gluon.jit
-def _forward_produce(tensors, operands, pieces_s, barriers, sizes):
+def _forward_produce(tensors, buffers, barriers, sizes):
     """The producer warp: rows of x and of both weights, one below the other."""
     desc_gate, desc_up = tensors.desc_gate_weight, tensors.desc_up_weight
-    a_s, b_s = operands.a_s, operands.b_s
+    a_s, b_s = buffers.a_s, buffers.b_s
     BM: gl.constexpr = a_s.shape[1]
     BK: gl.constexpr = a_s.shape[2]
     BN: gl.constexpr = b_s.shape[1] // 2
@@ -149,7 +150,7 @@ def _forward_produce(tensors, operands, pieces_s, barriers, sizes):
     for tile in range(gl.program_id(0), sizes.num_rows * sizes.num_columns, gl.num_programs(0)):
         i_row, i_column = locate_tile(tile, sizes.num_rows, sizes.num_columns, sizes.GROUP)
         for i in range(sizes.num_steps):
-            stage, bar = free_stage(step, operands, barriers, (BM + 2 * BN) * BK * 2)
+            stage, bar = free_stage(step, buffers, barriers, (BM + 2 * BN) * BK * 2)
             both = b_s.index(stage)
             tma.async_copy_global_to_shared(tensors.desc_a, [i_row * BM, i * BK], bar, a_s.index(stage))
             tma.async_copy_global_to_shared(desc_gate, [i_column * BN, i * BK], bar, both.slice(0, BN, dim=0))
@@ -180,7 +181,7 @@ def gated_backward_kernel(
     barriers = BackwardBarriers(stages.full, stages.empty, dh_full, dh_empty)
     sizes = MatmulSizes(num_rows, num_columns, num_steps, GROUP)
     rows = BackwardRows(gate, up, dgate, dup, h, M, eights * 8)
-    job = (BackwardTensors(desc_a, desc_weight), MatmulOperands(a_s, b_s), dh_s, barriers, sizes, rows)
+    job = (BackwardTensors(desc_a, desc_weight), MatmulBuffers(a_s, b_s, dh_s), barriers, sizes, rows)
     gl.warp_specialize(
         [(_backward_consume, (0,) + job), (_backward_consume, (1,) + job), (_gradients, job), (_backward_produce, job)],
         [4, 2, 1],
@@ -189,13 +190,13 @@ def gated_backward_kernel(
 
 
 @gluon.jit
-def _backward_consume(WG: gl.constexpr, tensors, operands, dh_s, barriers, sizes, rows):
+def _backward_consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, rows):
     """A consumer's part of dh, which it hands to the warps of `_gradients`."""
-    dh_full, dh_empty = barriers.dh_full, barriers.dh_empty
+    dh_s, dh_full, dh_empty = buffers.pieces_s, barriers.dh_full, barriers.dh_empty
     step = 0
     turn = 0
     for _ in range(gl.program_id(0), sizes.num_rows * sizes.num_columns, gl.num_programs(0)):
-        acc = multiply(WG, operands, barriers, step, sizes.num_steps, False)
+        acc = multiply(WG, buffers, barriers, step, sizes.num_steps, False)
         step += sizes.num_steps
         mbarrier.wait(dh_empty.index(WG), (turn & 1) ^ 1)
         pieces = split_quarters(acc)
@@ -206,8 +207,9 @@ def _backward_consume(WG: gl.constexpr, tensors, operands, dh_s, barriers, sizes
 
 
 @gluon.jit
-def _gradients(tensors, operands, dh_s, barriers, sizes, rows):
+def _gradients(tensors, buffers, barriers, sizes, rows):
     """Two warps that make the gradients of gate and up, and h again, while the others compute the next tile."""
+    dh_s = buffers.pieces_s
     dgate, dup, h, M, F = rows.dgate, rows.dup, rows.h, rows.M, rows.F
     num_rows, num_columns = sizes.num_rows, sizes.num_columns
     BM: gl.constexpr = dh_s.shape[1]
@@ -259,13 +261,13 @@ def _load_both(rows, m, n, o, o_m, o_n):
 
 
 @gluon.jit
-def _backward_produce(tensors, operands, dh_s, barriers, sizes, rows):
+def _backward_produce(tensors, buffers, barriers, sizes, rows):
     """The producer warp: rows of dy and of the weight."""
     step = 0
     for tile in range(gl.program_id(0), sizes.num_rows * sizes.num_columns, gl.num_programs(0)):
         i_row, i_column = locate_tile(tile, sizes.num_rows, sizes.num_columns, sizes.GROUP)
         step = load_steps(
-            tensors.desc_a, tensors.desc_weight, sizes.num_steps, i_row, i_column, step, operands, barriers, False
+            tensors.desc_a, tensors.desc_weight, sizes.num_steps, i_row, i_column, step, buffers, barriers, False
         )
 
 

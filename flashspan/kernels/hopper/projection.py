@@ -12,13 +12,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from flashspan.kernels.hopper.config import Descriptor, Shared
+from flashspan.kernels.hopper.config import Descriptor
 from flashspan.kernels.hopper.gluon_compat import aggregate
 from flashspan.kernels.hopper.matmul import (
     COLUMNS,
     DEPTH,
     PIECE,
     ROWS,
+    MatmulBuffers,
     allocate_barriers,
     free_stage,
     launch_matmul,
@@ -43,15 +44,6 @@ class ProjectionTensors:
     desc_q: Descriptor
     desc_k: Descriptor
     desc_v: Descriptor
-
-
-@aggregate
-class ProjectionBuffers:
-    """Shared memory: stages of the operands, and pieces on their way out, two for each consumer."""
-
-    a_s: Shared
-    b_s: Shared
-    pieces_s: Shared
 
 
 @aggregate
@@ -89,7 +81,7 @@ def projection_kernel(
     pieces_s = gl.allocate_shared_memory(desc_q.dtype, [4, BM // 2, desc_q.block_type.shape[1]], desc_q.layout)
     job = (
         ProjectionTensors(desc_x, desc_wq, desc_wk, desc_wv, desc_q, desc_k, desc_v),
-        ProjectionBuffers(a_s, b_s, pieces_s),
+        MatmulBuffers(a_s, b_s, pieces_s),
         allocate_barriers(STAGES),
         ProjectionSizes(num_rows, q_columns, k_columns, num_steps, GROUP, HEAD_DIM),
         Angles(cos, sin, period, unit),

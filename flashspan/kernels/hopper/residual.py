@@ -18,6 +18,7 @@ from flashspan.kernels.hopper.matmul import (
     DEPTH,
     PIECE,
     ROWS,
+    MatmulBuffers,
     allocate_barriers,
     launch_matmul,
     load_steps,
@@ -42,15 +43,6 @@ class SumTensors:
     desc_b3: Descriptor
     desc_c: Descriptor
     desc_out: Descriptor
-
-
-@aggregate
-class SumBuffers:
-    """Shared memory: stages of the operands, and pieces of c and of the output."""
-
-    a_s: Shared
-    b_s: Shared
-    pieces_s: Shared  # for each consumer two pieces or, if ADD, all pieces of its rows
 
 
 @aggregate
@@ -100,7 +92,7 @@ def sum_kernel(
             mbarrier.init(c_full.index(i), count=1)
     job = (
         SumTensors(desc_a1, desc_b1, desc_a2, desc_b2, desc_a3, desc_b3, desc_c, desc_out),
-        SumBuffers(a_s, b_s, pieces_s),
+        MatmulBuffers(a_s, b_s, pieces_s),
         SumBarriers(stages.full, stages.empty, c_full),
         SumSizes(num_rows, num_columns, num_steps1, num_steps2, num_steps3, GROUP, TRANSPOSED, ADD),
     )
