@@ -55,6 +55,12 @@ class Lists:
     def tensors(self) -> list[Tensor]:
         return [self.spans, self.index, self.tile, self.order]
 
+    def entries(self) -> tuple[Tensor, Tensor]:
+        """For each entry of `index`: the number of its line among those of all maps, and whether its tile is full."""
+        spans = self.spans.view(-1, 3).long()
+        line = torch.arange(len(spans), device=spans.device).repeat_interleave(spans[:, 2] - spans[:, 0])
+        return line, torch.arange(len(line), device=spans.device) < spans[line, 1]
+
     def visits(self) -> Tensor:
         """The number of tiles in each line, int32 [B or 1, H or 1, lines]."""
         return self.spans[..., 2] - self.spans[..., 0]
