@@ -64,9 +64,7 @@ class ForwardConfig:
     CARRY_LAST: gl.constexpr  # the carry joins at a tile's end, by the copy engine: if CARRY and OUTPUT_BUFFER
     OUTPUT_BUFFER: gl.constexpr  # half of a float32 output has a separate buffer: heads up to 128, no block map
     FLOAT16_VALUES: gl.constexpr  # V is float16, made from bfloat16: where enough queries see a key (finer.py)
-    TRACK_MAXIMUM: (
-        gl.constexpr
-    )  # the maximum of every block is followed: unless FLOAT16_VALUES, or a bfloat16 block map
+    TRACK_MAXIMUM: gl.constexpr  # every block's maximum is followed: unless FLOAT16_VALUES or a bfloat16 block map
     FREE_K_FIRST: gl.constexpr  # K's stage is freed before V's: block maps, and FLOAT16_VALUES with heads of 128
     UNIT_SCALE: gl.constexpr  # the scale in base 2 is 1: scores are not multiplied (heads of 64)
     SCORES: gl.constexpr  # layout of S and P [BLOCK_Q, BLOCK_K] in registers
