@@ -97,10 +97,12 @@ def _rotate(left, right, cos, sin):
 
 
 @gluon.jit
-def _together(left, right, like):
-    """The two halves of a head side by side."""
-    both = gl.join(left, right).permute((0, 2, 1)).reshape(like.shape)
-    return gl.convert_layout(both, like.type.layout, assert_trivial=True)
+def _rotate_head(x, cos, sin):
+    """A piece that is one head of 64."""
+    left, right = split_columns(x)
+    left, right = _rotate(left, right, cos, sin)
+    both = gl.join(left, right).permute((0, 2, 1)).reshape(x.shape)
+    return gl.convert_layout(both, x.type.layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -118,20 +120,13 @@ def _rotated(acc, row, angles, unit, HEAD_DIM: gl.constexpr):
     p_cos, p_sin, period = angles.cos, angles.sin, angles.period
     a, b, c, d = split_quarters(acc)
     if HEAD_DIM == 64:
-        a0, a1 = split_columns(a)
-        cos = _load_angles(p_cos, row, period, a0) * unit
-        sin = _load_angles(p_sin, row, period, a0) * unit
-        b0, b1 = split_columns(b)
-        c0, c1 = split_columns(c)
-        d0, d1 = split_columns(d)
-        a0, a1 = _rotate(a0, a1, cos, sin)
-        b0, b1 = _rotate(b0, b1, cos, sin)
-        c0, c1 = _rotate(c0, c1, cos, sin)
-        d0, d1 = _rotate(d0, d1, cos, sin)
-        a = _together(a0, a1, a)
-        b = _together(b0, b1, b)
-        c = _together(c0, c1, c)
-        d = _together(d0, d1, d)
+        left, _ = split_columns(a)
+        cos = _load_angles(p_cos, row, period, left) * unit
+        sin = _load_angles(p_sin, row, period, left) * unit
+        a = _rotate_head(a, cos, sin)
+        b = _rotate_head(b, cos, sin)
+        c = _rotate_head(c, cos, sin)
+        d = _rotate_head(d, cos, sin)
     else:
         cos = _load_angles(p_cos, row, period, a) * unit
         sin = _load_angles(p_sin, row, period, a) * unit
