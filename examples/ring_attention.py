@@ -1,4 +1,4 @@
-"""Attention over four processes, each with a quarter of the tokens. On CPUs; on GPUs with one per process.
+"""Attention over four processes, each with a quarter of the tokens. Each process uses a GPU of its own, or the CPU.
 
 torchrun --nproc-per-node 4 examples/ring_attention.py
 """

@@ -58,7 +58,9 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, scale: f
         return f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
 
     if not q.dim() == k.dim() == v.dim() == 4:
-        raise ValueError(f"q, k and v must be [batch, heads, tokens, head size]: {shapes()}; unsqueeze what is missing")
+        raise ValueError(
+            f"q, k and v must be [batch, heads, tokens, head size]: {shapes()}; add dimensions with .unsqueeze"
+        )
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v must share a dtype: got {q.dtype}, {k.dtype}, {v.dtype}; cast with .to(q.dtype)")
     if q.dtype not in FLOATS:

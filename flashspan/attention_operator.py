@@ -184,7 +184,7 @@ attend_backward.register_autograd(refuse_second_derivative)
 def refuse_forward_derivative(ctx: Any, *tangents: Any) -> NoReturn:
     """The forward-mode derivative: an error."""
     raise RuntimeError(
-        "attention has no forward derivative: got a dual tensor; differentiate backward, or use "
+        "attention has no forward-mode derivative: got a dual tensor; use backward(), or "
         "F.scaled_dot_product_attention under sdpa_kernel(SDPBackend.MATH), on one device"
     )
 

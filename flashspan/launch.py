@@ -190,7 +190,9 @@ class Ranks:
         `on_message` is called here, in this process, with each value that a rank passes to `send_to_parent`.
         """
         if not self._processes:
-            raise RuntimeError("these ranks have ended: an earlier call failed or close() was called")
+            raise RuntimeError(
+                "these ranks have ended: an earlier call failed or close() was called; start new ones with Ranks(...)"
+            )
         for pipe in self._pipes:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a rank that has died: reported below
                 pipe.send((fn, args))

@@ -70,7 +70,7 @@ BAD = {
     "a slice by a slice": (lambda: masks.causal().slice(slice(3), range(5)), "several of them"),  # type: ignore[arg-type]
     "an implementation without this dtype": (
         lambda: attention(*[q4.double()] * 3, backend="portable"),
-        "portable' cannot serve this call: it (has no torch.float64 kernels|needs a GPU)",
+        "portable' does not support this call: it (has no torch.float64 kernels|needs a GPU)",
     ),
     "a list of heads": (
         lambda: masks.Blocks.from_dense(torch.eye(3, dtype=torch.bool).expand(4, 3, 3).clone()).heads([1]),  # type: ignore[arg-type]
@@ -88,10 +88,10 @@ BAD = {
     ),
     "backend of nothing": (lambda: attention(q4, q4, q4, backend=None), "one of auto.*'None'"),  # type: ignore[call-overload]
     "backend to explain": (lambda: explain(q4, q4, q4, backend=5), "one of auto.*'5'"),  # type: ignore[arg-type]
-    "unknown backend": (lambda: attention(q4, q4, q4, backend="cuda"), "would serve this call: cpu"),
-    "backend that cannot serve": (
+    "unknown backend": (lambda: attention(q4, q4, q4, backend="cuda"), "these support this call: cpu"),
+    "backend that does not support the call": (
         lambda: attention(q4, q4, q4, backend="cpu", dropout=0.5),
-        "cannot serve this call.*use one of.*tiled",
+        "does not support this call.*use one of.*tiled",
     ),
 }
 

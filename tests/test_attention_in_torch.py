@@ -138,5 +138,5 @@ def test_transforms_and_forward_derivatives_are_refused_by_name(attend: Callable
     for call in (lambda: torch.func.grad(loss)(x), lambda: torch.func.vmap(loss)(x[None])):
         with pytest.raises(RuntimeError, match=r"no rules for the transforms of torch.func.*use torch.autograd.grad"):
             call()
-    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="no forward derivative: got a dual tensor"):
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="no forward-mode derivative: got a dual tensor"):
         attend(forward_ad.make_dual(x, x), x, x)

@@ -22,7 +22,7 @@ def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {}
     exec(compile(blocks("python")[0], "README.md", "exec"), names)
     assert names["q"].grad is not None, "it shows a backward"
-    assert "serves float32 on cpu" in capsys.readouterr().out
+    assert "computes float32 on cpu" in capsys.readouterr().out
 
 
 def test_the_page_has_two_commands_and_ci_runs_the_second() -> None:

@@ -39,7 +39,7 @@ get_flash_autograd_function_triton = get_flashattention_autograd_function_triton
 def gradients(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv by the handout's equations 13 to 19: the scores again, from what forward kept. For torch.compile."""
+    """dq, dk, dv by the handout's equations 13 to 19, with recomputed scores. It is written for torch.compile."""
     q, k, v, dout = (x.to(lse.dtype) for x in (q, k, v, dout))  # float32 at least
     p = torch.exp(q @ k.mT * scale - lse[..., None])
     if is_causal:
@@ -50,7 +50,7 @@ def gradients(
 
 @functools.cache
 def _compiled(device_type: str) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """On a CPU as it is: there a compilation takes longer than the course's tests."""
+    """The function `gradients`, compiled on a GPU. On a CPU, compilation would take longer than the course's tests."""
     return torch.compile(gradients) if device_type == "cuda" else gradients
 
 
@@ -188,7 +188,7 @@ def _sharded_blocks(module: nn.Module, replicated: set[nn.Parameter]) -> list[nn
 
 
 def _callable_children(module: nn.Module) -> Iterator[nn.Module]:
-    """The children of a module; of a container, which has no forward, its items."""
+    """The children of a module. A container, which has no forward, is replaced by its items."""
     for child in module.children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield from _callable_children(child)

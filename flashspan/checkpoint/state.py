@@ -63,7 +63,7 @@ def load_optimizer_state(trained: Trained, state: Mapping[str, Tensor], step: in
         key, _, owner = name.partition("/")
         if owner not in numbers:
             raise ValueError(
-                f"the checkpoint's optimizer has {owner!r}, which the model does not have: is it of another model?"
+                f"the checkpoint's optimizer has {owner!r}, which the model does not have; use its own checkpoint"
             )
         shape = order[numbers[owner]].shape if key in MOMENTS else torch.Size()
         if key not in (*MOMENTS, "step") or value.shape != shape:

@@ -113,9 +113,9 @@ def check(
 ) -> int:
     """Prove on this machine that parallel attention equals serial attention.
 
-    Spawns the ranks (or joins them, under torchrun), runs the strategy and one device on the same inputs, and prints
-    the errors of out, dq, dk and dv with a verdict. Exit code 1 on failure. With no arguments: every strategy and
-    layout.
+    Starts the ranks (or joins them, under torchrun), computes attention over them and on one device from the same
+    inputs, and prints the errors of out, dq, dk and dv with a verdict. Exit code 1 on failure. With no arguments:
+    every strategy and layout.
 
     With --preflight it checks one strategy, measures the links between the ranks, and names slow ones, in about a
     minute; flashspan check --preflight --help lists its options.

@@ -43,10 +43,10 @@ def check_coverage(schedule: Schedule, visibility: Visibility) -> None:
         for tile in parts:
             box = visibility.box(q, k) if whole else visibility.box(q, k, tile.q_rows)
             if not box.pairs:
-                raise ScheduleError(f"{tile} computes nothing visible")
+                raise ScheduleError(f"{tile} has no visible pair; leave it out")
             exact = (box.pairs, box.q_rows, box.k_rows) == (tile.pairs, tile.q_rows, tile.k_rows)
             if not exact:
-                raise ScheduleError(f"{tile} is not the visible part, {box}")
+                raise ScheduleError(f"{tile} must have exactly its visible pairs: they are {box}")
         total = sum(tile.pairs for tile in parts)
         if total != visibility.pairs[q, k]:
             raise ScheduleError(f"tile ({q}, {k}) has {visibility.pairs[q, k]} pairs, {total} computed")
@@ -85,7 +85,10 @@ def check_flow(schedule: Schedule) -> None:
     tiles: dict[int, list[tuple[int, Tile]]] = defaultdict(list)
     for t in schedule.transfers:
         if not 0 <= t.start < t.end or t.src == t.dst or not t.rows:
-            raise ScheduleError(f"{t} (steps {t.start} to {t.end}, rows {t.rows}) is no transfer")
+            raise ScheduleError(
+                f"{t} must start in step 0 or later, end after its start, send rows, and join two ranks: "
+                f"got steps {t.start} to {t.end}, rows {t.rows}"
+            )
         starts[t.start].append(t)
         ends[t.end].append(t)
     for number, tile in enumerate(schedule.tiles):
@@ -102,7 +105,7 @@ def check_flow(schedule: Schedule) -> None:
             if t.kind in (result, "dkv"):
                 add(t.dst, t.item, moving.pop(id(t)))
             elif t.item in held[t.dst]:
-                raise ScheduleError(f"{t} sends a second copy")
+                raise ScheduleError(f"{t} sends rows of which rank {t.dst} already has a copy")
             else:
                 held[t.dst][t.item] = t.rows
         for t in starts[step]:

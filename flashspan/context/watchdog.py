@@ -100,7 +100,7 @@ class Watchdog:
                 if self._problem:
                     self._flags[wait.flag] = wait.tag
             if not self._problem and (first := int(self._failed[self._rank][0])):
-                self._report(f"rank {first - 1} on this host lost another rank")
+                self._report(f"rank {first - 1} on this host reported that another rank died or timed out")
 
     def _fault(self, wait: Wait, seconds: float) -> str:
         """The error of a wait after these seconds; empty if it may still end."""

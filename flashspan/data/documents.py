@@ -192,7 +192,7 @@ def _text_of(value: Any) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{value[error.start]!a} is half a character") from error
+        raise ValueError(f"{value[error.start]!a} is an unpaired surrogate") from error
     return value
 
 

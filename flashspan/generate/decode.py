@@ -37,13 +37,15 @@ def decode(
     device = model.embed.weight.device
     tokens, lengths = _pad(prompt)
     if not len(tokens):
-        raise ValueError(f"decoding needs one prompt or more: got a tensor of {list(tokens.shape)}; give it a row")
+        raise ValueError(
+            f"decoding needs one prompt or more: got tokens of shape {list(tokens.shape)}; give a row for each prompt"
+        )
     if int(lengths.min()) == 0:
         raise ValueError("a prompt needs at least one token: give some text to continue")
     if int(tokens.min()) < 0 or int(tokens.max()) >= model.config.vocab_size:
         raise ValueError(
             f"the prompt's tokens must be in the model's vocabulary of {model.config.vocab_size}: "
-            f"got {int(tokens.min())} to {int(tokens.max())}; is this the model's tokenizer?"
+            f"got {int(tokens.min())} to {int(tokens.max())}; use the model's tokenizer"
         )
     tokens = tokens.to(device)
     generators = [torch.Generator(device).manual_seed(seed) for _ in tokens]

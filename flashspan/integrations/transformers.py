@@ -275,15 +275,15 @@ def refuse_unserved(query: Tensor, key: Tensor, value: Tensor, arguments: dict[s
         what = (
             f"{NOT_SERVED[name]} ({name})" if name in NOT_SERVED else f"the attention argument {name!r}, unknown here,"
         )
-        raise ValueError(f'attn_implementation="{NAME}" does not serve {what}; {OTHERWISE}')
+        raise ValueError(f'attn_implementation="{NAME}" does not support {what}; {OTHERWISE}')
     sizes = query.shape[-1], key.shape[-1], value.shape[-1]
     if sizes[1] != sizes[2]:
         raise ValueError(
-            f'attn_implementation="{NAME}" serves keys and values of one head size: got keys of {sizes[1]} and values '
-            f"of {sizes[2]}; {OTHERWISE}"
+            f'attn_implementation="{NAME}" supports keys and values of one head size: got keys of {sizes[1]} and '
+            f"values of {sizes[2]}; {OTHERWISE}"
         )
     if sizes[0] > 256:
-        raise ValueError(f'attn_implementation="{NAME}" serves head sizes up to 256: got {sizes[0]}; {OTHERWISE}')
+        raise ValueError(f'attn_implementation="{NAME}" supports head sizes up to 256: got {sizes[0]}; {OTHERWISE}')
 
 
 _READ: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -306,7 +306,7 @@ def mask_of_tensor(given: Tensor, query: Tensor, num_keys: int) -> Mask:
     if not hides or given.requires_grad:  # a learned bias may start at 0
         learned = ", learned" if given.requires_grad else f" that are neither 0 nor below {HIDES:g}"
         raise ValueError(
-            f'attn_implementation="{NAME}" does not serve an additive bias, only one that hides keys: got '
+            f'attn_implementation="{NAME}" does not support an additive bias, only one that hides keys: got '
             f"{given.dtype} values{learned}; {OTHERWISE}"
         )
     mask = mask_of(visible, query, query.shape[2], num_keys)

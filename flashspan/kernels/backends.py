@@ -78,7 +78,7 @@ class Choice:
     def __str__(self) -> str:
         call = self.call
         head = (
-            f"{self.name} serves {str(call.dtype).removeprefix('torch.')} on {call.device.type}, head size "
+            f"{self.name} computes {str(call.dtype).removeprefix('torch.')} on {call.device.type}, head size "
             f"{call.head_dim}, {call.mask} mask{', dropout' if call.dropout else ''}"
             f"{', deterministic gradients' if call.deterministic else ''}"
         )
@@ -148,7 +148,7 @@ def _portable(call: Call) -> str | None:
         return f"needs a CUDA or ROCm device, not {call.device.type}"
     elif torch.version.hip is None and torch.cuda.get_device_capability(call.device) < (8, 0):
         major, minor = torch.cuda.get_device_capability(call.device)
-        return f"needs Triton, which serves sm_80 and later, not sm_{major}{minor}"
+        return f"needs Triton, which supports sm_80 and later, not sm_{major}{minor}"
     if call.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"has no {call.dtype} kernels"
     return None
@@ -158,7 +158,7 @@ def _cpu(call: Call) -> str | None:
     if call.device.type != "cpu":
         return f"runs on the CPU, not on {call.device.type}"
     if call.mask == "Blocks":
-        return "serves intervals of keys, not lists of tiles"
+        return "supports intervals of keys, not lists of tiles"
     return "PyTorch's fused CPU attention has no counter-based dropout" if call.dropout else None
 
 
@@ -197,16 +197,16 @@ def _choose(backend: str, call: Call) -> Choice:
     if backend not in ("auto", *BACKENDS):
         raise ValueError(
             f"backend must be one of {', '.join(['auto', *BACKENDS])}: got {backend!r}; "
-            f"these would serve this call: {', '.join(able)}"
+            f"these support this call: {', '.join(able)}"
         )
     if backend != "auto" and refusals[backend] is not None:
         raise ValueError(
-            f"backend {backend!r} cannot serve this call: it {refusals[backend]}; use one of: {', '.join(able)}"
+            f"backend {backend!r} does not support this call: it {refusals[backend]}; use one of: {', '.join(able)}"
         )
     # Triton's interpreter is for debugging kernels: it serves only when named.
     fast = [name for name in able if (name, call.device.type) != ("portable", "cpu")]
     name = fast[0] if backend == "auto" else backend
-    reasons = {other: refusal or "could serve" for other, refusal in refusals.items()}
+    reasons = {other: refusal or "supports this call too" for other, refusal in refusals.items()}
     reasons[name] = "chosen" if backend == "auto" else "chosen by name"
     return Choice(BACKENDS[name], call, reasons)
 
@@ -214,8 +214,8 @@ def _choose(backend: str, call: Call) -> Choice:
 def retire(choice: Choice, reason: str) -> None:
     """Never choose this backend again for equal calls, with one warning."""
     warnings.warn(
-        f"attention backend {choice.name!r} is off for calls like this one, and the next one serves them, which may be "
-        f"slower: it {reason} ({str(choice).splitlines()[0]})",
+        f"attention backend {choice.name!r} {reason}; from now on the next backend, which may be slower, computes "
+        f"calls like this one ({str(choice).splitlines()[0]})",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -95,7 +95,7 @@ def check_config(folder: str | Path, config: LlamaConfig) -> None:
     theirs, ours = ({**dataclasses.asdict(x), "max_tokens": 0} for x in (read_config(folder), config))
     if differ := [f"{name} is {theirs[name]}, not {value}" for name, value in ours.items() if theirs[name] != value]:
         raise ValueError(
-            f"{folder} is a checkpoint of another model than the one it is to fill: {'; '.join(differ)}; "
+            f"{folder} is a checkpoint of another model than the one to load it into: {'; '.join(differ)}; "
             "make the model from read_config(folder), or choose another folder"
         )
     check_weights(folder, config)
@@ -222,7 +222,7 @@ def locate(folder: str | Path, config: LlamaConfig) -> dict[str, Path]:
     if extra := {name for name in extra if not name.endswith(IGNORED)}:
         raise ValueError(
             f"{folder} holds {len(extra)} tensors that a LLaMA of its config.json does not have: "
-            f"{_listed(sorted(extra))}; without them it would compute something else, so check model_type"
+            f"{_listed(sorted(extra))}; without them the results would differ; check model_type in config.json"
         )
     return {ours: held[theirs] for ours, theirs in wanted.items()}
 

@@ -28,9 +28,7 @@ def choose(name: str, kernel: Callable[[], Result], reference: Callable[[], Resu
         return kernel()
     except KernelFailed as failure:
         RETIRED[name] = str(failure)
-        warnings.warn(
-            f"the kernel of ops.{name} is off, and PyTorch is used: it {failure}", RuntimeWarning, stacklevel=2
-        )
+        warnings.warn(f"the kernel of ops.{name} {failure}; PyTorch is used instead", RuntimeWarning, stacklevel=2)
         return reference()
 
 

@@ -363,6 +363,6 @@ def _require_equal_group_counts(ranks: list[int], group: dist.ProcessGroup) -> N
     if len(set(numbers)) > 1:
         counts = ", ".join(f"{number} on rank {rank}" for rank, number in zip(ranks, numbers, strict=True))
         raise ValueError(
-            f"data parallelism over a part of the ranks needs each of them to be in equally many groups: got {counts}; "
-            "wrap the model before making groups of only some of them, or take all groups from one mesh"
+            f"data parallelism over some of the ranks needs the same number of groups on each of them: got {counts}; "
+            "wrap the model before making groups that only some of them join, or take all groups from one mesh"
         )

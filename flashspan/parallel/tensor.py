@@ -216,7 +216,9 @@ def _parallel_form(
     new: VocabularyParallelEmbedding | RowParallelLinear | ColumnParallelLinear
     if style == "vocabulary" and type(old) is nn.Embedding:
         if old.padding_idx is not None or old.max_norm is not None or old.sparse or old.scale_grad_by_freq:
-            raise ValueError(f"{name!r} has padding_idx, max_norm, sparse or scale_grad_by_freq: vocabulary has none")
+            raise ValueError(
+                f"{name!r} has padding_idx, max_norm, sparse or scale_grad_by_freq, which vocabulary does not support"
+            )
         new = VocabularyParallelEmbedding(old.num_embeddings, old.embedding_dim, **split)
         new.weight = split_once(old.weight, mesh, 0, shared)
     elif style == "row" and type(old) is nn.Linear:

@@ -111,4 +111,4 @@ def _require_tokens(tokens: Tensor, vocab_size: int) -> None:
         torch._assert_async(fine)  # without waiting for the device
     elif not fine:
         low, high = tokens.min().item(), tokens.max().item()
-        raise ValueError(f"tokens must lie in [0, {vocab_size}): got {low} to {high}; is this the model's tokenizer?")
+        raise ValueError(f"tokens must lie in [0, {vocab_size}): got {low} to {high}; use the model's tokenizer")

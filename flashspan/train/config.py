@@ -188,7 +188,9 @@ class ParallelSection:
         from flashspan.parallel.mesh import resolve_degrees
 
         if self.data == 0 and self.context == 0:
-            raise ValueError("only one degree can take the ranks that are left: give parallel.data or parallel.context")
+            raise ValueError(
+                "only one of parallel.data and parallel.context can be 0 (all remaining ranks): got 0 for both; set one"
+            )
         rest = {"shard": self.shard, "tensor": self.tensor}
         if self.context:
             return resolve_degrees(world_size, data=self.data or None, context=self.context, **rest)
@@ -308,7 +310,7 @@ RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "optimizer.beta1": ("at least 0 and less than 1", lambda x: 0 <= x < 1),
     "optimizer.beta2": ("at least 0 and less than 1", lambda x: 0 <= x < 1),
     "optimizer.eps": ("finite and greater than 0", lambda x: 0 < x < math.inf),
-    "parallel.timeout": (f"at most {LONGEST:.0f} seconds, or no timer holds it", lambda x: x <= LONGEST),
+    "parallel.timeout": (f"at most {LONGEST:.0f} seconds, the longest time of a timer", lambda x: x <= LONGEST),
     "checkpoint.minutes": ("finite and at least 0", lambda x: 0 <= x < math.inf),
     "checkpoint.grace": (f"at least 0 and at most {LONGEST:.0f} seconds", lambda x: 0 <= x <= LONGEST),
     "checkpoint.folder": ("the name of a folder", lambda x: bool(x.strip())),

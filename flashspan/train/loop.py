@@ -111,7 +111,7 @@ class Trainer:
                 try:
                     draw_loss(self.folder)
                 except OSError as error:
-                    display.say(f"loss.png was not written: {error}; the run is as it would be with it")
+                    display.say(f"loss.png was not written: {error}; nothing else in the run is affected")
             with report_silent_ranks("the end of the run"):
                 from_each(partial(self._tell_fault, kept))
         return how if kept else NOT_SAVED
@@ -135,7 +135,9 @@ class Trainer:
                 loss, norm, lr, stop = self.take_step(asked)
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 if config.train.precision == "float16" and self.scale >= 1.0:
-                    display.say(f"step {self.step + 1}: float16 overflow, again with the loss scale {self.scale:g}")
+                    display.say(
+                        f"step {self.step + 1}: float16 overflow; repeating the step with loss scale {self.scale:g}"
+                    )
                     if stop:
                         return STOPPED
                     continue

@@ -218,7 +218,7 @@ def _open_log(file: Path) -> io.FileIO:
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl; a line that a kill cut short, or a disk spoiled, is passed over."""
+    """The rows of a metrics.jsonl; a line that a kill cut short, or a disk damaged, is skipped."""
     return _rows(file.read_bytes().splitlines() if file.is_file() else [])
 
 

@@ -63,6 +63,6 @@ def _runs(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
                 torch.cuda.synchronize(device)
     except Exception as problem:  # a compiler may raise anything
         text = f"{type(problem).__name__}: {problem}"[:500]
-        logging.getLogger(__name__).warning("a layer's fused kernels do not run here, PyTorch's are used: %s", text)
+        logging.getLogger(__name__).warning("a layer's fused kernels do not run here, and PyTorch's are used: %s", text)
         return False
     return not choice.RETIRED

@@ -164,8 +164,8 @@ def check_tokenizer(config: TrainConfig, files: Sequence[TokenFile]) -> None:
             raise ValueError(
                 f"data must be made with the tokenizer of the model that model.load names: {file.path} has "
                 f"{file.vocab_size:,} tokens ({file.tokenizer or 'unnamed'}), {config.model.load} has "
-                f"{'others' if size is None else f'{size:,}'} ({name}); make it again with `flashspan prepare "
-                f"--tokenizer {shlex.quote(name)}`, or leave model.load out and begin with new weights"
+                f"{'another vocabulary' if size is None else f'{size:,}'} ({name}); make it again with `flashspan "
+                f"prepare --tokenizer {shlex.quote(name)}`, or leave model.load out and begin with new weights"
             )
 
 
@@ -317,7 +317,7 @@ def _summary(config: TrainConfig, how: str) -> str:
         prompt = "Once" if config.data.train else "One morning in March"
         more = 2 * max(config.train.steps, last_step(folder))  # the checkpoint may be past train.steps
         lines += [
-            f'  talk to it: flashspan generate {shlex.quote(folder)} --prompt "{prompt}"',
-            f"  train on:   {again} {'with' if config.checkpoint.resume else 'and'} --train.steps {more}; it resumes",
+            f'  generate text:     flashspan generate {shlex.quote(folder)} --prompt "{prompt}"',
+            f"  continue training: {again} {'with' if config.checkpoint.resume else 'and'} --train.steps {more}",
         ]
     return "\n".join(lines)

@@ -38,8 +38,10 @@ def report_silent_ranks(when: str) -> Iterator[None]:
         if not silent:
             raise
         ranks = ", ".join(map(str, silent))
-        sign = str(error).partition("\n")[0]
-        raise SilentRank(f"rank {ranks} did not answer in {when} and is stalled or dead; first sign: {sign}") from error
+        first = str(error).partition("\n")[0]
+        raise SilentRank(
+            f"rank {ranks} did not answer in {when} and is stalled or dead; first error: {first}"
+        ) from error
 
 
 def _is_communication_error(error: Exception) -> bool:

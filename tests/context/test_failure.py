@@ -85,7 +85,7 @@ EXPECTED = {
     "scale": r"agree on causal, window, mask, scale, dropout or seed",
     "window": r"agree on causal, window, mask, scale, dropout or seed",
     "window kind": r"rank 3: a window is an int >= 1 or a pair .* got \(\[3\], \[3\]\)",
-    "backend": r"rank 0: backend 'cpu' cannot serve this call: it serves intervals of keys.* use one of: .*tiled",
+    "backend": r"rank 0: backend 'cpu' does not support this call: it supports intervals of keys.* use one of: .*tiled",
     "seed": r"agree on causal, window, mask, scale, dropout or seed",
     "scale kind": r"rank 3: scale must be a finite number: got 'x'",
     "generator": r"rank 3: a generator is a torch.Generator: got 3",

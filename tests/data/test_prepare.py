@@ -100,7 +100,7 @@ def test_blank_lines_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_half_a_character_is_reported_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "\\ud83d\\ude00"}\n\n{"text": "x\\ud800"}\n')  # a whole pair, then half
-    with pytest.raises(ValueError, match=r"a\.jsonl line 3 .*: '\\ud800' is half a character; repair or drop it"):
+    with pytest.raises(ValueError, match=r"a\.jsonl line 3 .*: '\\ud800' is an unpaired surrogate; repair or drop it"):
         prepare([str(tmp_path / "a.jsonl")], folder=str(tmp_path / "out"), processes=1)
     assert not (tmp_path / "out").exists()
 

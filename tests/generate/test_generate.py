@@ -309,7 +309,7 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
         list(decode(model, [3, 67], 2))
     with pytest.raises(ValueError, match="at least one token"):
         list(decode(model, [], 2))
-    with pytest.raises(ValueError, match=r"decoding needs one prompt or more: got a tensor of \[0, 3\]; give"):
+    with pytest.raises(ValueError, match=r"decoding needs one prompt or more: got tokens of shape \[0, 3\]; give"):
         list(decode(model, torch.zeros(0, 3, dtype=torch.int64), 2))
     with pytest.raises(ValueError, match=r"top_p in \(0, 1\]: got temperature 1.0, top_k 0, top_p 0.0"):
         Sampling(1.0, top_p=0.0)

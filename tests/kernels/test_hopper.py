@@ -134,6 +134,20 @@ def test_nan_in_a_key_reaches_only_the_queries_that_see_it(head_dim: int, repeat
                 hidden[0, 0, 300] = before
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_nan_and_infinity_in_keys_that_all_queries_see(head_dim: int, dtype: torch.dtype) -> None:
+    """No launch repairs rows of such a call: the kernel's own must be right."""
+    q, k, v = (torch.randn(16, 12, n, head_dim, device="cuda", dtype=dtype) for n in (300, 197, 197))
+    v[0, 0, 5, 3], v[0, 1, 196, 7], k[0, 2, 100, 0] = torch.nan, torch.inf, torch.nan
+    out = attention(q, k, v, backend="hopper")
+    odd = torch.zeros_like(out, dtype=torch.bool)
+    odd[0, 0, :, 3], odd[0, 1, :, 7], odd[0, 2] = True, True, True
+    assert torch.equal(~out.isfinite(), odd)
+    assert (out[0, 1, :, 7] == torch.inf).all()
+    assert relative(out[1:], F.scaled_dot_product_attention(q[1:].float(), k[1:].float(), v[1:].float())) < 5e-3
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.usefixtures("way")
 def test_repeated_calls_are_as_exact_as_the_first(head_dim: int) -> None:

@@ -378,7 +378,7 @@ def test_a_checkpoint_of_another_model_changes_nothing(
     other.initialize(4)
     write_strange(other, tmp_path)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(ValueError, match=f"checkpoint of another model than the one it is to fill: {says}"):
+    with pytest.raises(ValueError, match=f"checkpoint of another model than the one to load it into: {says}"):
         load_into(model, tmp_path)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 

@@ -77,7 +77,7 @@ def test_a_described_config_is_that_config(tmp_path: Path) -> None:
         (["--model.preset", "tinny"], "did you mean 'tiny'"),
         (["--parallel.data", "3", "--train.batch", "7"], "use a multiple of 3"),
         (["--parallel.ranks", "4", "--parallel.data", "3"], "the degrees must multiply to the 4 ranks"),
-        (["--parallel.data", "0"], "only one degree can take the ranks that are left"),
+        (["--parallel.data", "0"], "only one of parallel.data and parallel.context can be 0"),
         (["--parallel.tensor", "4"], "parallel.tensor must divide the heads and the kv heads: got 4 and 2"),
         (["--parallel.device", "cuda"], "needs a CUDA device: found none"),
         (["--parallel.strategy", "hybrid"], "parallel.inner is needed by the strategies double_ring and hybrid"),
@@ -98,7 +98,10 @@ def test_a_described_config_is_that_config(tmp_path: Path) -> None:
         (["--train.precision"], "--train.precision needs a value"),
         (["--dryrun"], "unknown key --dryrun: did you mean --dry-run?"),
         (["--parallel.timeout", "-1"], "parallel.timeout must be at least 1: got -1.0"),
-        (["--parallel.timeout", "1e300"], "parallel.timeout must be at most 1000000 seconds, or no timer holds it"),
+        (
+            ["--parallel.timeout", "1e300"],
+            "parallel.timeout must be at most 1000000 seconds, the longest time",
+        ),
         (["--optimizer.lr", "inf"], "optimizer.lr must be finite: got inf; the default is 0.007"),
         (["--optimizer.lr", "nan"], "optimizer.lr must be at least 0: got nan"),
         (["--optimizer.final_lr", "-0.1"], "optimizer.final_lr must be finite and at least 0: got -0.1"),
@@ -196,7 +199,9 @@ def test_data_of_another_tokenizer_than_the_loaded_model_s_is_refused(
         check_with(tokenizer("other", 100))
     (tmp_path / "model" / "state.json").write_text('{"extra": {"tokenizer": "gone/tokenizer.json"}}')
     check_with(tokenizer("other", 100))
-    with pytest.raises(ValueError, match=r"has 257 tokens \(bytes\), .*model has others \(gone/tokenizer\.json\); "):
+    with pytest.raises(
+        ValueError, match=r"has 257 tokens \(bytes\), .*model has another vocabulary \(gone/tokenizer\.json\); "
+    ):
         check_with(ByteTokenizer())
     mine = tokenizer("model", 200)
     check_with(mine)

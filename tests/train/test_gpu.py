@@ -39,8 +39,8 @@ def test_a_gpu_follows_the_curve_of_the_cpu(
     config_of: Callable[..., TrainConfig], tmp_path: Path, options: list[str]
 ) -> None:
     sizes = ["--model.width=128", "--parallel.ranks=1", "--parallel.context=1"]
-    alike = [option for option in options if "documents" in option or "sequence" in option]
-    want = curve(config_of(*sizes, *alike, f"--checkpoint.folder={tmp_path / 'cpu'}"))
+    shared_options = [option for option in options if "documents" in option or "sequence" in option]
+    want = curve(config_of(*sizes, *shared_options, f"--checkpoint.folder={tmp_path / 'cpu'}"))
     got = curve(config_of(*sizes, *options, "--parallel.device=cuda", f"--checkpoint.folder={tmp_path / 'gpu'}"))
     bound = 1e-4 if options == ["--train.precision=float32"] else 1e-2
     assert all(abs(a - b) <= bound * b for a, b in zip(got, want, strict=True))

@@ -86,14 +86,14 @@ def run(config: TrainConfig, spoil: int, ask: int) -> tuple[str, int, bool]:
     asked: list[int] = []
     forward, take_step, numbers = trainer._forward, trainer.take_step, itertools.count(1)
 
-    def spoiled(batch: Any) -> Tensor:
+    def forward_with_nan(batch: Any) -> Tensor:
         return forward(batch) * (float("nan") if next(numbers) == spoil else 1.0)
 
     def take(asked: Any) -> Any:
         asked += [1] * (trainer.step + 1 == ask and dist.get_rank() == dist.get_world_size() - 1)
         return take_step(asked)
 
-    trainer._forward = spoiled  # type: ignore[method-assign]
+    trainer._forward = forward_with_nan  # type: ignore[method-assign]
     trainer.take_step = take  # type: ignore[method-assign, assignment]
     how = trainer.run(asked)
     return how, trainer.step, not trainer.ahead.begun

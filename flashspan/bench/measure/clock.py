@@ -140,7 +140,7 @@ def cpu_peak(num_ranks: int) -> float:
 
 
 def in_turns(calls: Mapping[K, Callable[[], T]], rounds: int) -> dict[K, list[T]]:
-    """The results of each call. The calls take turns, so that load or heat of the machine affects all of them alike."""
+    """The results of each call. The calls take turns, so that load or heat of the machine affects all equally."""
     found: dict[K, list[T]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():

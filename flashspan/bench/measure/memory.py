@@ -191,4 +191,7 @@ def clear(device: torch.device) -> None:
         torch.cuda.empty_cache()
         left = torch.cuda.memory_allocated(device)
         if left > 2**28:
-            print(f"warning: {left / 2**30:.2f} GiB of an earlier part are still allocated", flush=True)
+            print(
+                f"warning: {left / 2**30:.2f} GiB of an earlier part are still allocated and count in the next peak",
+                flush=True,
+            )

@@ -232,7 +232,9 @@ def _read_csv(path: Path) -> list[Row]:
     try:
         header, columns = _header(path), _columns(path)
         if next(reader, None) != header:
-            raise ValueError(f"{path} does not hold rows of this version: its first line must be {','.join(header)}")
+            raise ValueError(
+                f"{path} does not hold rows of this version: its first line must be {','.join(header)}; measure again"
+            )
         lines = [line for line in reader if len(line) == len(columns)]
     except csv.Error as error:  # an unterminated field
         raise ValueError(f"{path} does not hold rows of this version: {error}; measure again") from error

@@ -31,7 +31,7 @@ def run(command: str) -> str:
     code = [sys.executable, "-m", "flashspan.cli", *words[1:]]
     done = subprocess.run(code, capture_output=True, text=True, env=env, timeout=900, check=False)
     if done.returncode:
-        raise RuntimeError(f"{command} failed with {done.returncode}: {done.stderr.strip().splitlines()[-1:]}")
+        raise RuntimeError(f"{command} ended with exit code {done.returncode}: {done.stderr.strip()[-200:]}")
     return "\n".join(line.rstrip() for line in done.stdout.strip().splitlines())
 
 

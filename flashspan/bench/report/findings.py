@@ -95,7 +95,7 @@ def advice(best: Row, bound: str, *, pays: bool, measured: Collection[str]) -> s
     """What shortens the largest part of a step: nothing that the run has already, and no strategy of those `measured`,
     which are not faster than the best."""
     half = best.dtype in ("bfloat16", "float16")
-    faster = [] if half else ["bfloat16, if the device has such matmuls"]
+    faster = [] if half else ["bfloat16, if the device has bfloat16 matmuls"]
     keys = [] if half else ["16-bit keys and values"]
     others = {"ring zigzag": "the zigzag layout", "helper contiguous": "the helper strategy on contiguous tokens"}
     means = {
@@ -173,7 +173,7 @@ def _beside(best: Row, base: Row, most: int) -> str:
     else:
         text = f", {ratio:.2f} times as fast as one device ({100 * ratio / most:.0f}% of ideal)"
     if ratio > 1.2 * most:
-        text += f", more than {most} ranks give: smaller parts fit its caches, or one device was disturbed"
+        text += ", which is more than the number of ranks: smaller parts fit the caches, or one device was slowed down"
     if base.peak_mib > 0 and best.peak_mib > 0:  # nan where it was not measured
         text += f", and holds {best.peak_mib / base.peak_mib:.0%} of its memory per rank"
     return text
@@ -361,8 +361,8 @@ def of_earlier(rows: Sequence[Row], kept: Sequence[Row]) -> list[str]:
     numbers = Counter((row.what, row.torch) for row in record.newest(rows))
     numbers -= Counter((row.what, row.torch) for row in kept)
     return [
-        f"Left out: {number} rows ({what}) of torch {torch}. The same shapes were measured later with another, and "
-        "speeds are compared within one version."
+        f"Left out: {number} rows ({what}) of torch {torch}. The same shapes were measured later with another "
+        "version, and findings compare rows of one version only."
         for (what, torch), number in numbers.items()
     ]
 
@@ -375,4 +375,4 @@ def find(rows: Sequence[Row], kept: Sequence[Row] | None = None) -> list[str]:
     failed = [row for row in kept if row.status.startswith("failed")]
     if failed:
         found.append(f"{len(failed)} measurements failed, the first ({failed[0].impl}): {failed[0].status[8:]}.")
-    return found or ["There are rows, but none that a finding is made of."]
+    return found or ["No findings: no row is of a benchmark that findings use."]

@@ -14,7 +14,7 @@ SHAPE = (
 SPARSE = (
     "A shape like 1x16x8192x128 random 10% is batch 1, 16 heads, 8192 tokens, head size 128 and the mask; random "
     "10% visits 10% of the 128 x 128 blocks. Flashspan intervals and flashspan blocks are two ways to store a "
-    "mask. Efficiency: time of the dense kernel times the share of visited blocks, over the time."
+    "mask. Efficiency: the dense kernel's time times the share of visited blocks, divided by this kernel's time."
 )
 TRAINER = "A shape like 1.24B 1x8192 is a model of 1.24 billion parameters, batch 1 and 8192 tokens."
 LISTED = "Pass: what was timed. Error: relative to float32 arithmetic on the same inputs. Empty: not measured."

@@ -109,7 +109,7 @@ def _write(path: Path, text: str, option: str) -> None:
 def _refuse_empty(folder: Path) -> NoReturn:
     """What is wrong with a folder that has no rows."""
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is no folder: give the one that holds it, {folder.parent}")
+        raise ValueError(f"{folder} is not a folder: give the folder that holds it, {folder.parent}")
     fault = f"no rows in {folder}: it needs .jsonl files that `flashspan bench` wrote" if folder.exists() else ""
     raise ValueError(
         f"{fault or f'no folder {folder}'}; measure first, for instance with `flashspan bench context --quick`"

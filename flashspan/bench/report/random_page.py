@@ -101,7 +101,7 @@ def summary(rows: Sequence[Row]) -> str:
     if bad := [row for row in rows if not row.ok]:
         return f"{line} {bad[0].impl} {bad[0].status}"
     if not (found := compare(rows)):
-        return f"{line} {row.p50_ms:.3f} ms, and no contender serves it"
+        return f"{line} {row.p50_ms:.3f} ms; no implementation of PyTorch was measured"
     return f"{line} " + "; ".join(
         f"{KINDS[each.ours.kind]} {each.ratio:.2f} ({each.ours.p50_ms:.3f} ms, {each.theirs.impl} "
         f"{each.theirs.p50_ms:.3f})"
@@ -118,7 +118,7 @@ def class_table(rows: Sequence[Row]) -> Table:
         mine = [each for each in found if name in each.classes or (name == "all" and each.fair)]
         cells.append((name, *_numbers(mine, "forward"), *_numbers(mine, "both")))
     headings = ("class", *(f"{kind} {what}" for kind in KINDS for what in ("shapes", "median", "< 0.95", "lowest")))
-    return Table("their time over ours, by class", headings, tuple(cells))
+    return Table("time of PyTorch's fastest / flashspan's, by class", headings, tuple(cells))
 
 
 def _numbers(found: Sequence[Comparison], kind: str) -> tuple[str, ...]:
@@ -130,7 +130,7 @@ def _numbers(found: Sequence[Comparison], kind: str) -> tuple[str, ...]:
 
 def worst_table(found: Sequence[Comparison], kind: str) -> Table:
     """The lowest ratios of a pass."""
-    headings = ("shape", "class", "backend", "fastest other", "ours ms", "theirs ms", "ratio", "spread")
+    headings = ("shape", "class", "backend", "fastest other", "flashspan ms", "other ms", "ratio", "spread")
     chosen = sorted((each for each in found if each.ours.kind == kind), key=lambda each: each.ratio)[:NUM_WORST]
     cells = tuple(
         (
@@ -153,7 +153,7 @@ def fastest_table(found: Sequence[Comparison]) -> Table:
     counts = Counter((each.theirs.impl, each.ours.kind) for each in found)
     names = sorted({name for name, _ in counts}, key=lambda name: (-sum(counts[name, kind] for kind in KINDS), name))
     cells = tuple((name, *(str(counts[name, kind]) for kind in KINDS)) for name in names)
-    return Table("fastest of the others", ("contender", *KINDS.values()), cells)
+    return Table("fastest of the others", ("implementation", *KINDS.values()), cells)
 
 
 def headline(found: Sequence[Comparison], kind: str) -> str:
@@ -163,7 +163,7 @@ def headline(found: Sequence[Comparison], kind: str) -> str:
     ratios = [each.ratio for each in fair]
     faster = sum(ratio > 1 for ratio in ratios) / len(ratios)
     return (
-        f"- {KINDS[kind]}, {len(ratios)} shapes: the median ratio is {median(ratios):.2f}; ours is faster on "
+        f"- {KINDS[kind]}, {len(ratios)} shapes: the median ratio is {median(ratios):.2f}; flashspan is faster on "
         f"{faster:.0%}; the ratio is below {BEHIND} on {share_behind(ratios):.0%} and {min(ratios):.2f} at the lowest. "
         f"The median spread of a time (20th to 80th percentile) is {median(each.spread for each in fair):.1%}."
     )
@@ -181,23 +181,24 @@ def markdown(rows: Sequence[Row]) -> str:
         "# Attention on random shapes, measured",
         "",
         f"{last.device}, torch {last.torch}, Triton {last.triton}, bf16, commit {commits}; {num_shapes} shapes of seed "
-        f"{seeds}, made by `flashspan bench attention --random N --seed S`; this page by `flashspan bench attention "
-        "--page`. [How shapes are drawn and what they are compared with](../measuring.md#random-shapes).",
+        f"{seeds}. `flashspan bench attention --random N --seed S` measured the rows; `flashspan bench attention "
+        "--page` wrote this page. [How shapes are drawn and what they are compared with]"
+        "(../measuring.md#random-shapes).",
         "",
-        "The ratio is the time of the fastest of PyTorch's implementations over ours: above 1 ours is faster. "
-        "Shapes are batch x heads/key heads x queries x keys x head size; causal aligns the last query with the last "
-        "key.",
+        "The ratio is the time of PyTorch's fastest implementation divided by flashspan's: above 1, flashspan is "
+        "faster. Shapes are batch x heads/key heads x queries x keys x head size; causal aligns the last query with "
+        "the last key.",
         "",
         *(headline(found, kind) for kind in KINDS),
-        f"- ours failed on {len(failed)} shapes; {len(alone)} have no contender.",
-        f"- {left_out} windows were not measured with FlexAttention; they are a class of their own, not part of these "
-        "numbers.",
+        f"- flashspan failed on {len(failed)} shapes; on {len(alone)}, no implementation of PyTorch was measured.",
+        f"- {left_out} windows were not measured with FlexAttention; they are a separate class, and these numbers "
+        "leave them out.",
         "",
         "![Histogram of the ratios](random.svg)",
         "",
     ]
     lines += [f"- failed: {row.shape}: {row.status.removeprefix('failed: ')}" for row in failed]
-    lines += [f"- without a contender: {shape}" for shape in alone]
+    lines += [f"- no implementation of PyTorch was measured: {shape}" for shape in alone]
     lines += [""] if failed or alone else []
     fair = [each for each in found if each.fair]
     tables = [class_table(rows), *(worst_table(fair, kind) for kind in KINDS), fastest_table(found)]
@@ -212,7 +213,7 @@ def chart(rows: Sequence[Row]) -> str:
     series = {name: [each.ratio for each in fair if each.ours.kind == kind] for kind, name in KINDS.items()}
     label = "attention on random shapes"
     inside = {name: [_inside(ratio) for ratio in ratios] for name, ratios in series.items() if ratios}
-    x = "time of the fastest of PyTorch's / ours; the outermost bars include all beyond them"
+    x = "time of PyTorch's fastest / flashspan's; the outermost bars include all ratios beyond them"
     figure = plots.histogram(inside, EDGES, title=f"{label}\nbf16, {rows[-1].device}", x=x, y="shapes")
     return plots.to_svg(figure, label)
 

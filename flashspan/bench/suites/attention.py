@@ -218,11 +218,11 @@ def markdown(rows: list[record.Row]) -> str:
     lines = [
         "# Attention, measured",
         "",
-        f"{newest.device}, torch {newest.torch}, Triton {newest.triton}, bf16, made by `flashspan bench attention`; "
-        "this page by the same with `--page`.",
+        f"{newest.device}, torch {newest.torch}, Triton {newest.triton}, bf16. `flashspan bench attention` "
+        "measured the rows; the same command with `--page` wrote this page.",
         "Median milliseconds, forward / backward / both; shapes are batch x heads/kv heads x tokens x head size. "
-        "The last columns are their time over ours, both passes: above 1 ours is faster. "
-        "Each cell is the newest of its kind; attention.csv names its commit, and rows of one run stand together.",
+        "A column 'vs X' is the time of X divided by flashspan's, for both passes: above 1, flashspan is faster. "
+        "Each cell is the newest measurement; attention.csv has its commit, and the rows of one run are consecutive.",
         "",
         "![TFLOP/s of each implementation](attention.svg)",
         "",
@@ -248,8 +248,8 @@ def error_lines(rows: list[record.Row]) -> list[str]:
     by = {(row.shape, row.impl): row for row in rows if row.kind == "forward" and row.commit == commit}
     impls = list(dict.fromkeys(impl for _, impl in by))
     lines = [
-        "The output's error against float32 arithmetic, in 1e-3, over queries from the first to the last; of what was "
-        "measured at the newest commit ([what ours comes from](../kernels.md#hopper-who-does-what)).",
+        "Relative error of the output in 1e-3, compared with float32 arithmetic on queries from the first to the last; "
+        "rows of the newest commit only ([why flashspan's is smaller](../kernels.md#the-maximum-and-float16-v)).",
         "",
         "| shape | " + " | ".join(impls) + " |",
         "| --- " * (1 + len(impls)) + "|",
@@ -311,18 +311,20 @@ def bench_attention(
     if random is None and given:
         raise ValueError(f"only --random takes {', '.join(given)}: add --random N, or leave {', '.join(given)} out")
     if random is not None and (quick or shapes or only):
-        raise ValueError("--random draws the shapes and measures all: leave --quick, --shapes and --only out")
+        raise ValueError(
+            "--random chooses the shapes and measures every implementation: leave --quick, --shapes and --only out"
+        )
     if random is not None:
         return bench_random(random, seed or 0, part, flex or "some")
     if page:
         write()
         return 0
     if quick and shapes:
-        raise ValueError("--quick measures the first two shapes, --shapes those named: got both; leave one out")
+        raise ValueError("--quick measures the first two shapes, --shapes the given ones: got both; leave one out")
     chosen = [Shape.parse(words) for words in shapes] or list(SHAPES[:2] if quick else SHAPES)
     known = list(dict.fromkeys(name for shape in chosen for name in implementations(shape)))
     if strange := [name for name in only if name not in known]:
-        raise ValueError(f"only takes names of implementations, {', '.join(known)}: got {', '.join(strange)}")
+        raise ValueError(f"--only takes names of implementations, {', '.join(known)}: got {', '.join(strange)}")
     if not torch.cuda.is_available():
         raise ValueError("bench attention needs a CUDA device and none is present; `flashspan check` runs anywhere")
     where = record.environment(torch.device("cuda"))

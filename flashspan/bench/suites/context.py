@@ -292,6 +292,6 @@ def bench_context(
         outcome = sweep.run(jobs, path, again=again, title="context")
     finally:
         pool.close()
-    note = f"{outcome.note(path)}, {len(KINDS)} for each; `flashspan report {folder}` makes a page of them"
+    note = f"{outcome.note(path)}, {len(KINDS)} rows each; `flashspan report {folder}` makes a page of them"
     show_tables([table(outcome.rows)], note)
     return 0

@@ -2,7 +2,7 @@
 
 The time of computation is that of the same step with transfers switched off; the time of communication is that of the
 same attention calls with computation switched off. Compared cases take turns, step by step, so that other load of the
-machine affects all of them alike.
+machine affects all of them equally.
 """
 
 from __future__ import annotations

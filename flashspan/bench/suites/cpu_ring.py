@@ -131,8 +131,8 @@ def bench_cpu_ring(
         ratio = (total - 4 * tensor) / (8 * tensor)
         print(
             f"{name:<7} median {middle:.3f} s, best {low:.3f} s, {busy:.3f} CPU s of all ranks; "
-            f"peak {total:.1f} MiB per rank with inputs; "
-            f"without two K/V buffers {ratio:.2f}x the rank's q, k, v, out and gradients ({8 * tensor:.1f} MiB)"
+            f"peak {total:.1f} MiB per rank with inputs, of which two K/V buffers are {4 * tensor:.1f}; "
+            f"the rest is {ratio:.2f}x the rank's q, k, v, out and gradients ({8 * tensor:.1f} MiB)"
         )
     print("relative difference of out, dq, dk, dv:", " ".join(f"{x:.1e}" for x in answers[0]["difference"]))
 

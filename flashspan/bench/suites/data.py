@@ -35,9 +35,10 @@ PROFILED = 3  # steps that are profiled, separate from the timed ones: profiling
 MIB = 2**20
 WIRE = (
     '"communication ms" and "hidden" have two meanings, which are not comparable. On CPUs, for strategies that reduce '
-    "gradients by DataParallel (naive to bucketed, sharded optimizer, context), they are that reduction only, and the "
-    "part of it before backward ended. For the others, and for all on GPUs, they are every collective of a profiled "
-    "step, including waiting, and the part in which the rank also computed."
+    'gradients by DataParallel (naive to bucketed, sharded optimizer, context), "communication ms" is that reduction '
+    'only, and "hidden" is the part of it before backward ended. For the others, and for all on GPUs, both are from a '
+    'profile: "communication ms" is every collective of a step, including waiting, and "hidden" is the part during '
+    "which the rank also computed."
 )
 
 
@@ -240,7 +241,7 @@ def bench_data(
     """
     unknown = [name for name in only if name not in CONTENDERS]
     if unknown or not only:
-        raise ValueError(f"--only must be of {', '.join(CONTENDERS)}: got {', '.join(unknown) or 'none'}")
+        raise ValueError(f"--only takes {', '.join(CONTENDERS)}: got {', '.join(unknown) or 'none'}")
     if not ranks or min(ranks) < 1 or max(ranks) > 8 or batch < 1:
         shown = " ".join(map(str, ranks)) or "none"
         raise ValueError(f"bench data needs 1 to 8 ranks and 1 sequence: got {shown} ranks and {batch} sequences")

@@ -262,7 +262,7 @@ def bench_model(
     ):
         unknown = [name for name in names if name not in known]
         if unknown or not names:
-            raise ValueError(f"{word} must be of {', '.join(known)}: got {', '.join(unknown) or 'none'}")
+            raise ValueError(f"--{word} takes {', '.join(known)}: got {', '.join(unknown) or 'none'}")
     settings = [
         Setting(name, batch, length, dtype, attend, comp, warmup, steps)
         for name in presets

@@ -181,7 +181,7 @@ def prepare(contender: Contender, inputs: Inputs, shape: RandomShape) -> tuple[A
         last_q, last_k, last_v, last_out = (x[-1:, -1:].detach() for x in (q, k, v, attend(q, k, v)))
     error = record.output_error(last_q, last_k, last_v, last_out, shape.mask())
     if not error <= MOST_ERROR:
-        raise ValueError(f"wrong output: its relative error is {error:.3g}, and may be {MOST_ERROR:g}")
+        raise ValueError(f"wrong output: its relative error is {error:.3g}, and at most {MOST_ERROR:g} is allowed")
     return attend, error, peak
 
 
@@ -333,7 +333,7 @@ def bench_random(number: int, seed: int = 0, part: str | None = None, flex: Flex
             line.print(f"{index + 1}/{number} {random_page.summary(measured)}")
             line.advance()
             if lost:
-                line.print("the device answers no more; measure the other shapes in a new process, with --part")
+                line.print("the device no longer responds; measure the other shapes in a new process, with --part")
                 break
     show_tables([random_page.class_table(rows)], f"{len(rows)} rows appended to {PATH}")
     return 1 if lost or random_page.failures(rows) else 0

@@ -187,7 +187,7 @@ def measure(case: Case, name: str, attend: Attend, where: dict[str, Any], expect
             expected.extend(grads)
         apart = max(float((a - b).float().norm() / b.float().norm()) for a, b in zip(grads, expected, strict=True))
         if not (error < 1e-2 and apart < 2e-2):
-            raise RuntimeError(f"wrong: out is {error:.1e} off float32, gradients {apart:.1e} off the first ones")
+            raise RuntimeError(f"wrong result: error {error:.1e} in out, {apart:.1e} in gradients")
     del grads
     flops = replace(case, mask=DENSE.get(name, case.mask)).flops()
     rows = []
@@ -278,10 +278,10 @@ def write_page(rows: list[record.Row], path: Path) -> None:
     lines = [
         "# Block-sparse attention, measured",
         "",
-        f"{newest.device}, torch {newest.torch}, Triton {newest.triton}, bf16, by `flashspan bench sparse`; "
-        "this page by the same command with `--page`.",
+        f"{newest.device}, torch {newest.torch}, Triton {newest.triton}, bf16. `flashspan bench sparse` measured the "
+        "rows; the same command with `--page` wrote this page.",
         "Median milliseconds, forward / backward; shapes are batch x heads x tokens x head size. "
-        "The last column is FlexAttention's time over our shorter time, forward / backward, if measured together. "
+        "The last column is FlexAttention's time divided by flashspan's shorter time, if both are of one commit. "
         "Calls shorter than about half a millisecond are limited by the launch on the host.",
         "",
         "| shape | " + " | ".join(impls) + " | vs flex |",

@@ -4,7 +4,7 @@
     flashspan bench study flash      # batch 1, causal, bfloat16 and float32: ours and plain, with do_bench
 
 A shape that does not fit is recorded as such, with the bytes that plain attention would need. Eager and compiled, and
-ours and plain, take turns, so that other load of the machine affects both alike.
+ours and plain, take turns, so that other load of the machine affects both equally.
 """
 
 from __future__ import annotations

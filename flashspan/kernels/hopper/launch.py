@@ -37,8 +37,8 @@ from flashspan.kernels.launch import triton_abi
 from flashspan.kernels.launch.launch import Launch, on
 from flashspan.kernels.launch.replay import launch_all, recall, replay
 from flashspan.kernels.masks import Band, Blocks, Mask, Rows, unpack
-from flashspan.kernels.portable import decode
-from flashspan.kernels.portable.arguments import LOG2E, mask_arguments
+from flashspan.kernels.portable import decode, few_tiles
+from flashspan.kernels.portable.arguments import LOG2E, empty_outputs, mask_arguments
 from flashspan.kernels.portable.forward import forward_launch as repair_launch
 from flashspan.kernels.portable.head_parts import add_parts_launch, room_for_parts
 from flashspan.kernels.portable.tiles import multiprocessors
@@ -58,9 +58,11 @@ def forward(
     refused = isinstance(mask, Blocks) and refusal(mask.block, q.shape[-1])
     if not q.numel() or not k.shape[2] or scale <= 0 or refused or decode.takes(q, k, mask, problem.dropout):
         return portable.forward(q, k, v, problem, carry=carry, out_dtype=out_dtype)
-    B, H, T, D = q.shape
+    if carry is None and (size := few_tiles.forward_tile(q, k, mask)) is not None:
+        return few_tiles.forward(q, k, v, problem, size, out_dtype)
+    B, H, T, _ = q.shape
     if carry is None:
-        out, lse = _new_carry(q, B, H, T, D, out_dtype)
+        out, lse = empty_outputs(q, out_dtype)
     else:
         out, lse = aligned(carry.out), carry.lse.float().contiguous()
     bad = lse.new_empty((B, H, -(-T // 64)), dtype=torch.int32)
@@ -76,12 +78,6 @@ def forward(
     return forward(q, k, v, problem, carry=carry, out_dtype=out_dtype)
 
 
-def _new_carry(q: Tensor, B: int, H: int, T: int, D: int, out_dtype: torch.dtype) -> Carry:
-    """Empty out and lse; out is stored as [B, T, H, D], so that merging heads is a view."""
-    out = q.new_empty_strided((B, H, T, D), (T * H * D, D, H * D, 1), dtype=out_dtype)
-    return Carry(out, q.new_empty((B, H, T), dtype=torch.float32))
-
-
 def repeat_forward(
     q: Tensor, k: Tensor, v: Tensor, problem: Problem, out_dtype: torch.dtype
 ) -> Callable[..., Carry | None] | None:
@@ -91,17 +87,19 @@ def repeat_forward(
         return None
     if decode.takes(q, k, mask):
         return decode.repeat_forward(q, k, v, problem, out_dtype)
+    if (size := few_tiles.forward_tile(q, k, mask)) is not None:
+        return few_tiles.repeat_forward(q, k, v, problem, size, out_dtype)
     finer = pays(q, k, mask)
     launches = recall(_forward_launches, (q, k, v), mask.packed, 4 + finer, scale, None, out_dtype, finer)
     if launches is None:
         return None
-    device, (B, H, T, D) = q.device, q.shape
+    device, (B, H, T, _) = q.device, q.shape
 
     def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Carry | None:
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 or triton_abi.is_watched():
             return None
         with on(device):
-            carry = _new_carry(q, B, H, T, D, out_dtype)
+            carry = Carry(*empty_outputs(q, out_dtype))
             bad = q.new_empty((B, H, -(-T // 64)), dtype=torch.int32)
             made = (*carry, bad, new_counter(device), *((room_for(v),) if finer else ()))
             launch_all(launches, (q, k, v), mask.packed, made)
@@ -119,18 +117,25 @@ def _forward_launches(
     out_dtype: torch.dtype,
     finer: bool,
 ) -> list[Launch] | None:
-    """The launches of forward: V to float16 if `finer`, the kernel, and the portable kernel for the groups of rows that
-    it marks bad. None if a tensor is not aligned."""
+    """The launches of forward: V to float16 if `finer`, the kernel, and, if rows may be marked bad that are not, the
+    portable kernel for their groups. None if a tensor is not aligned."""
     given, fine = (tensors[:-1], tensors[-1:]) if finer else (tensors, ())
     q, k, v, *tables, out, lse, bad, counter = given
     if not all(is_aligned(x) for x in (q, k, v)):
         return None
     mask, carry = unpack(kind, numbers, tables), carry_steps is not None
-    return [
-        *(finer_launch(v, x) for x in fine),
-        forward_launch(q, k, fine[0] if finer else v, out, lse, bad, mask, scale, carry, counter),
-        repair_launch(q, k, v, out, lse, mask, scale, carry, None, only=bad),
-    ]
+    launches = [forward_launch(q, k, fine[0] if finer else v, out, lse, bad, mask, scale, carry, counter)]
+    if carry or finer or hidden_sides(mask, q.shape[2], k.shape[2]):  # else every NaN is one that the row sees
+        launches.append(repair_launch(q, k, v, out, lse, mask, scale, carry, None, only=bad))
+    return [*(finer_launch(v, x) for x in fine), *launches]
+
+
+def hidden_sides(mask: Mask, num_queries: int, num_keys: int) -> int:
+    """Where keys are hidden: 0, nowhere; 1, after the keys that a query sees; 2, on both sides, or anywhere."""
+    if not isinstance(mask, Band):
+        return 2
+    lo, hi = mask.bounds(num_queries, num_keys)
+    return 2 if lo > 1 - num_queries else 1 if hi < num_keys - 1 else 0
 
 
 def forward_launch(
@@ -154,8 +159,6 @@ def forward_launch(
     table, start, end, _, _, rows_stride, _, lo, hi, _ = mask_arguments(mask, T, S, bad)
     wide = block_dim(D)
     tile = forward_tile(wide, v.dtype != q.dtype and not (table or carry), T, min(hi - lo + 1, S))
-    # Hidden keys: none, those after each query, or on both sides.
-    edges = 2 if table or lo > 1 - T else 1 if hi < S - 1 else 0
     group = H // K
     tiles_per_head = triton.cdiv(T, 64 * tile.warpgroups)
     num_tiles, chip = tiles_per_head * B * H, multiprocessors(q.device)
@@ -170,8 +173,9 @@ def forward_launch(
             section * group, num_tiles,
         ),
         {
-            "HEAD_DIM": D, "STAGES": tile.stages, "Q_STAGES": tile.queries, "HIDDEN_SIDES": edges, "TABLE": table,
-            "CARRY": carry, "UNIT_SCALE": is_unit(q, scale) and v.dtype != q.dtype, **warps(tile.warpgroups),
+            "HEAD_DIM": D, "STAGES": tile.stages, "Q_STAGES": tile.queries, "HIDDEN_SIDES": hidden_sides(mask, T, S),
+            "TABLE": table, "CARRY": carry, "UNIT_SCALE": is_unit(q, scale) and v.dtype != q.dtype,
+            **warps(tile.warpgroups),
         },
     )  # fmt: skip
 
@@ -248,6 +252,8 @@ def repeat_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: Problem
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor] | None] | None:
     """See backends.py. None unless backward_of_output has run for such a call, on these kernels."""
+    if (size := few_tiles.backward_tile(q, k, problem.mask)) is not None:
+        return few_tiles.repeat_backward((dout, q, k, v, out, lse), problem, size)
     if not _serves_backward(q, k, problem):
         return None
     device, two_passes = q.device, problem.deterministic or block_dim(q.shape[-1]) not in BACKWARD
@@ -283,6 +289,9 @@ def backward_of_output(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: Problem, **into: Tensor
 ) -> None:
     """See contract.py."""
+    if (size := few_tiles.backward_tile(q, k, problem.mask)) is not None:
+        few_tiles.backward((dout, q, k, v, out, lse), (into["dq"], into["dk"], into["dv"]), problem, size)
+        return
     backward(dout, q, k, v, lse, None, problem, out=out, accumulate=False, **into)
 
 

@@ -33,8 +33,8 @@ WORDS = 256
 def refusal(block: tuple[int, int], head_dim: int) -> str | None:
     """Why block maps with these blocks and heads are refused; None if they are not."""
     if FORWARD[block_dim(head_dim)].block_k != BLOCK[1]:
-        return f"walks block maps up to head size 128, not {head_dim}"
-    return None if block == BLOCK else f"walks block maps of 128 x 128, not {block[0]} x {block[1]}"
+        return f"supports block maps up to head size 128, not {head_dim}"
+    return None if block == BLOCK else f"supports block maps of 128 x 128, not {block[0]} x {block[1]}"
 
 
 def lists_forward_launch(

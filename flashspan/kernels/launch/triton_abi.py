@@ -33,7 +33,7 @@ def is_known() -> bool:
     known = ".".join(triton.__version__.split(".")[:2]) in RELEASES
     if not known:
         warnings.warn(
-            f"the launcher of Triton {triton.__version__} was not checked, only those of {', '.join(RELEASES)}: "
+            f"flashspan's fast launcher was checked with Triton {', '.join(RELEASES)}, not with {triton.__version__}: "
             f"kernels use Triton's own launcher, and a short call takes 2 to 5 times as long on the host",
             RuntimeWarning,
             stacklevel=2,
@@ -105,7 +105,7 @@ def hash_in_order(function: Any) -> None:
     before it has visited that function, so without this, the key depends on what was compiled before, and a thread or
     a later process may compile the same kernel again.
     """
-    if id(function) in _hashed:
+    if id(function) in _hashed or not isinstance(function, JITCallable):
         return
     scope, names = function.__globals__, function.fn.__code__.co_names
     used = [scope.get(name) for name in names]
@@ -113,8 +113,7 @@ def hash_in_order(function: Any) -> None:
     for value in used:
         methods = getattr(value, "hash_attrs", ())  # of an aggregate
         for called in (value, *methods):
-            if isinstance(called, JITCallable):
-                hash_in_order(called)
+            hash_in_order(called)
     _ = function.cache_key
     _hashed.add(id(function))
 

@@ -146,7 +146,9 @@ def call_rule(rule: Rule, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     if seen.layout != torch.strided:
         raise ValueError(f"{where} and returns a dense tensor: got {seen.layout}; use .to_dense()")
     if seen.device != i.device:
-        raise ValueError(f"{where} on {i.device}: got a result on {seen.device}; move what it indexes there")
+        raise ValueError(
+            f"{where} on {i.device}: got a result on {seen.device}; move the tensors that the rule uses to {i.device}"
+        )
     shape = (len(i), j.shape[1])
     ambiguous = seen.dim() == 1 and seen.numel() > 1  # queries or keys
     if seen.dim() > 2 or ambiguous or any(a not in (1, b) for a, b in zip(seen.shape, shape, strict=False)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flashspan.kernels.dropout import Dropout
@@ -51,6 +52,13 @@ def common_constants(q: Tensor, dropout: Dropout | None) -> dict[str, Any]:
 def strides(*tensors: Tensor) -> list[int]:
     """The strides of batch, head and row of each tensor."""
     return [step for x in tensors for step in x.stride()[:3]]
+
+
+def empty_outputs(q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Uninitialised out and lse; out is stored as [B, T, H, D], so that merging heads is a view."""
+    B, H, T, D = q.shape
+    out = q.new_empty_strided((B, H, T, D), (T * H * D, D, H * D, 1), dtype=dtype)
+    return out, q.new_empty((B, H, T), dtype=torch.float32)
 
 
 MAX_ROW_STRIDE = 2**31 // 256

@@ -25,8 +25,8 @@ from flashspan.kernels.failure import KernelFailed
 from flashspan.kernels.launch import triton_abi
 from flashspan.kernels.launch.launch import Launch, on
 from flashspan.kernels.launch.replay import launch_all, recall, replay
-from flashspan.kernels.masks import Band, Mask, Rows, unpack
-from flashspan.kernels.portable.arguments import LOG2E, mask_arguments, with_near_rows
+from flashspan.kernels.masks import Band, Mask, Rows, count, unpack
+from flashspan.kernels.portable.arguments import LOG2E, empty_outputs, mask_arguments, with_near_rows
 from flashspan.kernels.portable.common import edge_tile, interval, tile_ranges
 from flashspan.kernels.portable.steps import finished, forward_step
 from flashspan.kernels.portable.tiles import (
@@ -44,7 +44,11 @@ FEW, MAX_ROWS, MAX_QUERIES = 16, 64, 128
 are many keys; and of up to MAX_QUERIES queries if there are many keys and forward.py would launch few programs."""
 
 RESIDENT = 2
-"""Number of programs that a multiprocessor runs at once."""
+"""Number of programs of up to MAX_ROWS rows that a multiprocessor runs at once."""
+
+MANY_KEYS = 768
+"""They also serve calls whose queries see this many keys on average and whose blocks of rows would occupy at most a
+third of the multiprocessors."""
 
 FAILED: list[str] = []
 """Why these kernels failed to compile on this machine; if not empty, they are not tried again."""
@@ -182,8 +186,12 @@ def takes(q: Tensor, k: Tensor, mask: Mask, dropout: Dropout | None = None) -> b
         return True
     if q.dtype == torch.float32 and D > 128:  # needs too many registers
         return False
-    few_programs = B * H * triton.cdiv(T, 128) < multiprocessors(q.device)
-    return S >= 8 * T and (rows <= MAX_ROWS or (T <= MAX_QUERIES and few_programs))
+    chip = multiprocessors(q.device)
+    few_programs = B * H * triton.cdiv(T, 128) < chip
+    if S >= 8 * T and (rows <= MAX_ROWS or (T <= MAX_QUERIES and few_programs)):
+        return True
+    most_idle = 3 * B * K * triton.cdiv(rows, few_tile(rows, D, q.element_size(), q.device).block_q) <= chip
+    return most_idle and isinstance(mask, Band) and count(mask, T, S) >= MANY_KEYS * T
 
 
 def forward(
@@ -204,7 +212,9 @@ def forward(
     except KernelFailed as failure:
         FAILED.append(str(failure))
         warnings.warn(
-            f"the kernel for few queries is off, and another one serves: it {failure}", RuntimeWarning, stacklevel=2
+            f"the kernel for few queries {failure}; from now on another kernel computes such calls",
+            RuntimeWarning,
+            stacklevel=2,
         )
         return None
     return Carry(outputs[0], outputs[1])
@@ -233,9 +243,7 @@ def repeat_forward(
 
 def _room(q: Tensor, out_dtype: torch.dtype, num_splits: int) -> list[Tensor]:
     """Uninitialised out, lse and the parts of both; with one part, it is out and lse themselves."""
-    B, H, T, D = q.shape
-    out = q.new_empty_strided((B, H, T, D), (T * H * D, D, H * D, 1), dtype=out_dtype)
-    lse = q.new_empty((B, H, T), dtype=torch.float32)
+    out, lse = empty_outputs(q, out_dtype)
     return [out, lse, *((out, lse) if num_splits == 1 else _parts(q, num_splits))]
 
 
@@ -335,7 +343,10 @@ def count_splits(q: Tensor, k: Tensor, mask: Mask) -> int:
     elif B > 1:  # lengths differ: with more parts than run at once, short sequences make room for long ones
         rounds = 4
     streams = B * K * triton.cdiv(rows, size.block_q)
-    return fill(streams, triton.cdiv(S, size.block_k), rounds * RESIDENT * multiprocessors(q.device))
+    tiles, chip = triton.cdiv(S, size.block_k), multiprocessors(q.device)
+    if rows > MAX_ROWS:  # a multiprocessor runs one program at once, and a second round costs more than it gains
+        return max(1, min(tiles // 2, chip // streams))
+    return fill(streams, tiles, rounds * RESIDENT * chip)
 
 
 @lru_cache(4096)

@@ -21,6 +21,7 @@ from flashspan.kernels.portable.arguments import (
     LOG2E,
     common_constants,
     dropout_arguments,
+    empty_outputs,
     strides,
     with_near_rows,
 )
@@ -36,7 +37,7 @@ from flashspan.kernels.portable.steps import (
     repair,
     row_words,
 )
-from flashspan.kernels.portable.tiles import tile
+from flashspan.kernels.portable.tiles import Tile, tile
 
 FREE = ["T", "S", "lo", "hi", "stream", "batch_stride", "threshold"]
 """Arguments whose values do not specialise a kernel: no value is compiled for."""
@@ -142,10 +143,8 @@ def forward(
         if done is not None:
             return done
     q, k, v = with_near_rows(q), with_near_rows(k), with_near_rows(v)
-    B, H, T, D = q.shape
     if carry is None:
-        out = q.new_empty(B, T, H, D, dtype=out_dtype).transpose(1, 2)
-        lse = q.new_empty(B, H, T, dtype=torch.float32)
+        out, lse = empty_outputs(q, out_dtype)
     else:
         assert carry.out.dtype == torch.float32, "a carry is float32"
         out = with_near_rows(carry.out if carry.out.stride(-1) == 1 else carry.out.contiguous())
@@ -168,13 +167,15 @@ def forward_launch(
     carry: bool,
     dropout: Dropout | None,
     only: Tensor | None = None,
+    size: Tile | None = None,
 ) -> Launch:
     """The launch of forward.
 
-    only [B, H, ceil(T / 64)] int32: compute just the blocks of 64 rows where it is not 0.
+    only [B, H, ceil(T / 64)] int32: compute just the blocks of 64 rows where it is not 0. size: tiles other than those
+    for many queries.
     """
     (B, H, T, D), (K, S), blocks = q.shape, k.shape[1:3], isinstance(mask, Blocks)
-    loop = key_loop(mask, q, k, tile("out", q, bits=blocks))
+    loop = key_loop(mask, q, k, size or tile("out", q, bits=blocks))
     seed, qpos, kpos, *drop = dropout_arguments(dropout, q)
     tensors = (q, k, v, out, lse, *loop.tables, seed, qpos, kpos)
     numbers = (*strides(q, k, v, out), *loop.numbers, H, K, T, S, scale * LOG2E, *drop)

@@ -313,7 +313,7 @@ def test_a_preset_is_measured_as_it_is_and_its_rows_name_it(
     assert len(rows) == 16
     said = capsys.readouterr().out
     assert "8 measured" in said
-    assert "context.jsonl, 2 for each; " in said
+    assert "context.jsonl, 2 rows each; " in said
     # Vocabulary, feed-forward and tied embeddings are the preset's too, not made up from its width.
     for name in ("llama-2-7b", "llama-3.2-1b"):
         assert Workload.of_preset(name, 8, "float32").config() == preset(name)
@@ -358,9 +358,9 @@ def test_a_new_user_gets_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["context", "--preset", "llama-2-7"], "did you mean 'llama-2-7b'"),
         (["context", "--preset", "tiny", "--width", "64", "--heads", "4"], "leave out --width 64 --heads 4"),
         (["model", "--presets"], "one or more models, such as small: got none"),
-        (["model", "--attentions"], "attentions must be of flashspan, plain: got none"),
+        (["model", "--attentions"], "--attentions takes flashspan, plain: got none"),
         (["model", "--presets", "smal"], "did you mean 'small'"),
-        (["model", "--dtypes", "float8"], "dtypes must be of float32"),
+        (["model", "--dtypes", "float8"], "--dtypes takes float32"),
         (["model", "--tokens", "0"], "tokens must be 1 or more"),
         (["model", "--warmups", "-1"], "warmups must be 0 to 1,000,000: got -1"),
         (["model", "--device", "tpu"], "auto, cpu or cuda"),
@@ -370,7 +370,7 @@ def test_a_new_user_gets_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["collectives", "--ranks", "1"], "2 to 64 ranks"),
         (["collectives", "--sizes", "8"], "two or more multiples of 4, each at least 4 bytes per rank: got 8"),
         (["collectives", "--repeats", "0"], "repeats must be 1 to 1,000,000: got 0"),
-        (["data", "--only", "fastest"], "--only must be of naive, flat"),
+        (["data", "--only", "fastest"], "--only takes naive, flat"),
         (["data", "--folder", "/dev/null/x"], "rows cannot be written to /dev/null/x/data.jsonl"),
         (["data", "--ranks", "2", "--only"], "hybrid: got none"),
         (["data", "--width", "250"], "heads must divide the width, kv heads must divide the heads"),

@@ -80,7 +80,7 @@ def test_the_command_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
     assert main(["report", str(tmp_path / "nowhere")]) == 2
     assert main(["report", str(tmp_path / "context.jsonl")]) == 2
-    assert f"is no folder: give the one that holds it, {tmp_path}" in capsys.readouterr().err
+    assert f"is not a folder: give the folder that holds it, {tmp_path}" in capsys.readouterr().err
     assert main(["report", str(tmp_path), "--output", str(tmp_path / "context.jsonl" / "x.html")]) == 2
     assert "cannot be written" in capsys.readouterr().err
 

@@ -23,6 +23,7 @@ from flashspan.kernels.launch import cache, replay, triton_abi
 from flashspan.kernels.launch.launch import Launch, _Places
 from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band, Mask, Rows
 from flashspan.kernels.masks.patterns import documents, ragged
+from flashspan.kernels.portable import few_tiles
 
 KERNEL = SimpleNamespace(arg_names=["x", "stride", "T", "scale", "BLOCK"], do_not_specialize=["T"])
 
@@ -65,7 +66,11 @@ def test_lengths_without_end_are_not_all_remembered(monkeypatch: pytest.MonkeyPa
 class Gpu:
     """Hopper launches on CPU tensors, each as the arguments that reach Triton's C function; checked at every replay."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, short: bool = False) -> None:
+        """short: short calls are served by the kernels for few tiles, as they are outside of tests."""
+        if not short:
+            monkeypatch.setattr(few_tiles, "forward_tile", lambda q, k, mask: None)
+            monkeypatch.setattr(few_tiles, "backward_tile", lambda q, k, mask: None)
         self.hopper = pytest.importorskip("flashspan.kernels.hopper.launch")
         self.nvidia = pytest.importorskip("triton.backends.nvidia.driver")
         self.seen, self.plain, self.encoded = [], 0, 0
@@ -73,7 +78,8 @@ class Gpu:
         monkeypatch.setattr(self.nvidia, "make_tensordesc_arg", self.encode)
         monkeypatch.setattr(Launch, "compiled", lambda launch: self.compiled(launch))
         monkeypatch.setattr(Launch, "start", lambda launch, compiled: self.start(launch, compiled))
-        monkeypatch.setattr(self.hopper, "replay", self.replay)
+        for module in (self.hopper, few_tiles):
+            monkeypatch.setattr(module, "replay", self.replay)
 
     def encode(self, descriptor: Any, metadata: Any) -> list[Any]:
         self.encoded += 1
@@ -255,6 +261,36 @@ def test_a_repeated_backward_launches_what_backward_launches(
     assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
     odd = torch.zeros(dout.numel() + 1).half()[1:].view_as(dout)
     assert repeat(odd, *tensors[1:], CAUSAL) is None, "not on 16 bytes"
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, documents([30, 40])], ids=["causal", "documents"])
+def test_short_calls_are_one_launch_a_pass_and_repeated(monkeypatch: pytest.MonkeyPatch, mask: Mask) -> None:
+    gpu = Gpu(monkeypatch, short=True)
+    q, k, v, dout, out = (torch.zeros(1, n, 70, 64).half() for n in (4, 2, 2, 4, 4))
+    tensors, problem = (dout, q, k, v, out, torch.zeros(1, 4, 70)), Problem(mask, 0.125)
+    into = {name: torch.empty_like(x) for name, x in (("dq", q), ("dk", k), ("dv", v))}
+    assert gpu.hopper.repeat_forward(q, k, v, problem, q.dtype) is None, "nothing has run yet"
+    assert gpu.hopper.repeat_backward(*tensors, problem) is None
+    for first in (True, False):
+        before = gpu.plain
+        gpu.hopper.forward(q, k, v, problem, out_dtype=q.dtype)
+        gpu.hopper.backward_of_output(*tensors, problem, **into)
+        assert gpu.plain == before + 2 * first
+    gpu.seen = []
+    carry = gpu.hopper.repeat_forward(q, k, v, problem, q.dtype)(q, k, v, mask)
+    grads = gpu.hopper.repeat_backward(*tensors, problem)(*tensors, mask)
+    repeated, gpu.seen = gpu.seen, []
+    inputs, sizes = (
+        (*mask.packed.what, 0.125),
+        (few_tiles.forward_tile(q, k, mask), few_tiles.backward_tile(q, k, mask)),
+    )
+    tables = mask.packed.tensors
+    for launch in few_tiles._forward_launches((q, k, v, *tables, *carry), *inputs, q.dtype, sizes[0]):
+        launch()
+    for launch in few_tiles._backward_launches((*tensors, *grads, *tables), *inputs, sizes[1]):
+        launch()
+    assert repeated == gpu.seen
+    assert len(repeated) == 2
 
 
 @pytest.mark.parametrize("chip", [1, 1000])

@@ -243,10 +243,10 @@ def test_bool_tensors_of_any_pattern() -> None:
         assert relative(attention(q, k, v, mask=visible), want) <= FORWARD_BOUND
         causal, _ = softmax_attention(q.double(), k.double(), v.double(), lift(full) & dense(CAUSAL, 70, 70))
         assert relative(attention(q, k, v, mask=visible, causal=True), causal) <= FORWARD_BOUND
-    assert "tiled serves" in str(explain(q, k, v, mask=visible))
+    assert "tiled computes" in str(explain(q, k, v, mask=visible))
     runs = torch.ones(70, 70, dtype=torch.bool).tril()
     for visible in (runs, runs.expand(3, 2, 70, 70)):
-        assert "cpu serves" in str(explain(q, k, v, mask=visible))
+        assert "cpu computes" in str(explain(q, k, v, mask=visible))
 
 
 def test_padding_masks_broadcast_over_queries_or_keys() -> None:

@@ -92,11 +92,11 @@ def test_kernels_do_not_take_a_hash_for_the_tile(monkeypatch: pytest.MonkeyPatch
         build_triton, "odd_numbers", lambda num, device: torch.zeros(num, dtype=torch.int64, device=device)
     )
     tile = torch.ones(64, 64, dtype=torch.bool).tril()
-    alike = tile.repeat(2, 3)
-    made = map_by_kernels(alike, (64, 64))
+    repeated = tile.repeat(2, 3)
+    made = map_by_kernels(repeated, (64, 64))
     assert made is not None
-    assert torch.equal(made.dense(), alike)
-    differing = alike.clone()
+    assert torch.equal(made.dense(), repeated)
+    differing = repeated.clone()
     differing[100, 0] ^= True
     assert map_by_kernels(differing, (64, 64)) is None
 

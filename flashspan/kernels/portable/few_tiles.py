@@ -1,0 +1,284 @@
+"""Attention of few tiles: each pass is one launch, without temporary tensors.
+
+A short call takes as long as its launches, on the GPU and on the host. Forward is the kernel of forward.py with tiles
+for few queries. Backward is one kernel with two kinds of programs: some compute dk and dv of a block of keys, the
+others dq of a block of queries. Both compute delta themselves, from out and dout. No two programs write one tile, so
+gradients repeat bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flashspan.kernels.contract import Carry, Problem
+from flashspan.kernels.launch import triton_abi
+from flashspan.kernels.launch.launch import Launch, on
+from flashspan.kernels.launch.replay import launch_all, recall, replay
+from flashspan.kernels.masks import Band, Mask, Rows, count, unpack
+from flashspan.kernels.portable.arguments import LOG2E, empty_outputs, mask_arguments, strides, with_near_rows
+from flashspan.kernels.portable.common import finite, interval, key_block, load_tile, query_block, store_tile
+from flashspan.kernels.portable.forward import forward_launch
+from flashspan.kernels.portable.steps import load_lse
+from flashspan.kernels.portable.tiles import Tile, block_dim, multiprocessors
+
+
+@triton.jit
+def probabilities(b_q, b_k, b_lse, b_start, b_end, o_k, scale):
+    """P of a tile of queries and keys, and which pairs are seen."""
+    m_s = (o_k[None, :] >= b_start[:, None]) & (o_k[None, :] < b_end[:, None])
+    b_s = tl.dot(b_q, tl.trans(b_k))
+    return tl.where(m_s, tl.exp2(b_s * scale - b_lse[:, None]), 0.0), m_s
+
+
+@triton.jit
+def score_gradients(b_p, m_s, b_do, b_out, b_v):
+    """dS of a tile, without the factor of the scale. delta is the sum of dout * out of each row."""
+    b_delta = tl.sum(b_do.to(tl.float32) * b_out.to(tl.float32), 1)
+    return tl.where(m_s, b_p * (tl.dot(b_do, tl.trans(b_v)) - b_delta[:, None]), 0.0)
+
+
+@triton.jit(do_not_specialize=["T", "S", "lo", "hi", "num_key_programs"])
+def gradients_kernel(
+    dout, q, k, v, out, lse, dq, dk, dv, start, end,
+    s_db, s_dh, s_dt, s_qb, s_qh, s_qt, s_kb, s_kh, s_ks, s_vb, s_vh, s_vs, s_ob, s_oh, s_ot,
+    s_dqb, s_dqh, s_dqt, s_dkb, s_dkh, s_dks, s_dvb, s_dvh, s_dvs,
+    s_rows, lo, hi, H, K, T, S, scale, sm_scale, num_key_programs,
+    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TABLE: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of one block of keys in the first `num_key_programs` programs, dq of one block of queries in the
+    others."""
+    group = H // K
+    o_r, o_n = tl.arange(0, BM), tl.arange(0, BN)
+    if tl.program_id(0) < num_key_programs:
+        i_b, i_k, n0 = key_block(tl.program_id(0), K, S, BN)
+        i_k = i_k.to(tl.int64)
+        o_k = n0 + o_n
+        # [BN, BD]
+        b_k = load_tile(k + i_b * s_kb + i_k * s_kh, n0, o_n, s_ks, S, D, BD, True)
+        b_v = load_tile(v + i_b * s_vb + i_k * s_vh, n0, o_n, s_vs, S, D, BD, True)
+        b_dk = tl.zeros([BN, BD], tl.float32)
+        b_dv = tl.zeros([BN, BD], tl.float32)
+        begin, stop = 0, T
+        if not TABLE:  # queries that see a key of this block: i + lo <= j <= i + hi
+            begin = tl.maximum(n0 - hi, 0) // BM * BM
+            stop = tl.minimum(tl.minimum(n0 + BN, S) - lo, T)
+        num_tiles = tl.cdiv(tl.maximum(stop - begin, 0), BM)
+        for i in range(group * num_tiles):
+            i_h = i_k * group + i // num_tiles
+            m0 = begin + i % num_tiles * BM
+            o_m = m0 + o_r
+            b_start, b_end = interval(o_m, T, S, lo, hi, start + i_b * s_rows, end + i_b * s_rows, TABLE)
+            # [BM, BD]
+            b_q = load_tile(q + i_b * s_qb + i_h * s_qh, m0, o_r, s_qt, T, D, BD, True)
+            b_do = load_tile(dout + i_b * s_db + i_h * s_dh, m0, o_r, s_dt, T, D, BD, True)
+            b_out = load_tile(out + i_b * s_ob + i_h * s_oh, m0, o_r, s_ot, T, D, BD, True)
+            b_lse = load_lse(lse + (i_b * H + i_h) * T, o_m, T, True)
+            b_p, m_s = probabilities(b_q, b_k, b_lse, b_start, b_end, o_k, scale)
+            b_dv = tl.dot(tl.trans(b_p.to(b_do.dtype)), b_do, b_dv)
+            b_ds = score_gradients(b_p, m_s, b_do, b_out, b_v)
+            b_dk = tl.dot(tl.trans(b_ds.to(b_q.dtype)), b_q, b_dk)
+        store_tile(dk + i_b * s_dkb + i_k * s_dkh, n0, o_n, s_dks, S, b_dk * sm_scale, D, BD, False)
+        store_tile(dv + i_b * s_dvb + i_k * s_dvh, n0, o_n, s_dvs, S, b_dv, D, BD, False)
+    else:
+        i_b, i_h, m0 = query_block(tl.program_id(0) - num_key_programs, H, T, BM)
+        i_k = i_h // group
+        o_m = m0 + o_r
+        b_start, b_end = interval(o_m, T, S, lo, hi, start + i_b * s_rows, end + i_b * s_rows, TABLE)
+        # [BM, BD]
+        b_q = load_tile(q + i_b * s_qb + i_h * s_qh, m0, o_r, s_qt, T, D, BD, True)
+        b_do = load_tile(dout + i_b * s_db + i_h * s_dh, m0, o_r, s_dt, T, D, BD, True)
+        b_out = load_tile(out + i_b * s_ob + i_h * s_oh, m0, o_r, s_ot, T, D, BD, True)
+        b_lse = load_lse(lse + (i_b * H + i_h) * T, o_m, T, True)
+        b_dq = tl.zeros([BM, BD], tl.float32)
+        for n0 in range(tl.min(b_start, 0) // BN * BN, tl.max(b_end, 0), BN):
+            # [BN, BD]
+            b_k = load_tile(k + i_b * s_kb + i_k * s_kh, n0, o_n, s_ks, S, D, BD, True)
+            b_v = load_tile(v + i_b * s_vb + i_k * s_vh, n0, o_n, s_vs, S, D, BD, True)
+            b_p, m_s = probabilities(b_q, b_k, b_lse, b_start, b_end, n0 + o_n, scale)
+            b_ds = score_gradients(b_p, m_s, b_do, b_out, b_v)
+            b_dq = tl.dot(b_ds.to(b_k.dtype), finite(b_k).to(b_k.dtype), b_dq)
+        store_tile(dq + i_b * s_dqb + i_h * s_dqh, m0, o_r, s_dqt, T, b_dq * sm_scale, D, BD, False)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest calls that these kernels serve: numbers of tiles of 64 queries and 64 keys, by measurement."""
+
+    in_all: int
+    in_a_row: int  # tiles of one program
+
+
+FORWARD = {64: Limits(4400, 40), 128: Limits(1900, 32)}
+"""If all programs run at once, two on a multiprocessor. By head size, padded."""
+FORWARD_ANY = {64: 1100, 128: 600}
+"""Tiles in all, however many programs there are."""
+BACKWARD = {64: Limits(1300, 20), 128: Limits(256, 4)}
+
+
+def forward_tile(q: Tensor, k: Tensor, mask: Mask) -> Tile | None:
+    """The tile sizes if forward of such a call is faster here than by kernels for many tiles, else None."""
+    if not _serves(q, k, mask):
+        return None
+    return _forward_tile(*q.shape, k.shape[2], _seen(q, k, mask), multiprocessors(q.device))
+
+
+def backward_tile(q: Tensor, k: Tensor, mask: Mask) -> Tile | None:
+    """The same for backward."""
+    if not _serves(q, k, mask):
+        return None
+    return _backward_tile(*q.shape, k.shape[1], k.shape[2], _seen(q, k, mask))
+
+
+def _serves(q: Tensor, k: Tensor, mask: Mask) -> bool:
+    return isinstance(mask, (Band, Rows)) and q.numel() > 0 and k.numel() > 0 and q.dtype.itemsize == 2
+
+
+def _seen(q: Tensor, k: Tensor, mask: Mask) -> int:
+    """About how many keys a query sees."""
+    T, S = q.shape[2], k.shape[2]
+    return min(mask.reach or S, S) if isinstance(mask, Rows) else -(-count(mask, T, S) // T)
+
+
+@lru_cache(4096)
+def _forward_tile(B: int, H: int, T: int, D: int, S: int, seen: int, chip: int) -> Tile | None:
+    wide = max(64, block_dim(D))
+    if wide > 128:
+        return Tile(32, 32, 32, 4, 3) if T <= 32 and S <= 64 else None
+    programs, most = B * H * triton.cdiv(T, 64), FORWARD[wide]
+    tiles = programs * triton.cdiv(seen, 64)
+    at_once = programs <= 2 * chip and tiles <= most.in_all and triton.cdiv(S, 64) <= most.in_a_row
+    if not at_once and tiles > FORWARD_ANY[wide]:
+        return None
+    if T <= 32:
+        return Tile(32, 64, 64, 4, 3)
+    return Tile(64, 32, 32, 4, 3) if wide == 64 and S <= 128 else Tile(64, 64, 64, 4, 3)
+
+
+@lru_cache(4096)
+def _backward_tile(B: int, H: int, T: int, D: int, K: int, S: int, seen: int) -> Tile | None:
+    wide = max(64, block_dim(D))
+    if wide not in BACKWARD:
+        return None
+    blocks, most = triton.cdiv(T, 64), BACKWARD[wide]
+    longest = max(H // K * blocks, triton.cdiv(S, 64))
+    if longest > most.in_a_row or B * H * blocks * triton.cdiv(seen, 64) > most.in_all:
+        return None
+    stages = 2 if wide == 64 and T <= 32 else 1
+    return Tile(32 if T <= 32 else 64, 64, 64, 4 if wide == 64 else 8, stages)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, size: Tile, out_dtype: torch.dtype) -> Carry:
+    """Forward without a carry and without dropout."""
+    outputs, tables = empty_outputs(q, out_dtype), problem.mask.to(q.device).packed
+    inputs = with_near_rows(q), with_near_rows(k), with_near_rows(v)
+    with on(q.device):
+        replay(_forward_launches, inputs, tables, outputs, problem.scale, out_dtype, size)
+    return Carry(*outputs)
+
+
+def repeat_forward(
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, size: Tile, out_dtype: torch.dtype
+) -> Callable[..., Carry | None] | None:
+    """See backends.py."""
+    device, tables = q.device, problem.mask.packed
+    launches = recall(_forward_launches, (q, k, v), tables, 2, problem.scale, out_dtype, size)
+    if launches is None:
+        return None
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Carry | None:
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 or triton_abi.is_watched():
+            return None
+        outputs = empty_outputs(q, out_dtype)
+        with on(device):
+            launch_all(launches, (q, k, v), mask.packed, outputs)
+        return Carry(*outputs)
+
+    return forward
+
+
+def _forward_launches(
+    tensors: Sequence[Tensor], kind: str, numbers: tuple[int, ...], scale: float, out_dtype: torch.dtype, size: Tile
+) -> list[Launch]:
+    q, k, v, *tables, out, lse = tensors
+    return [forward_launch(q, k, v, out, lse, unpack(kind, numbers, tables), scale, False, None, size=size)]
+
+
+def backward(tensors: Sequence[Tensor], grads: Sequence[Tensor], problem: Problem, size: Tile) -> None:
+    """Write the gradients of q, k and v, given dout, q, k, v, out and lse."""
+    *inputs, lse = tensors
+    near = [with_near_rows(x) for x in (*inputs, *grads)]
+    given, device = (*near[:5], lse.contiguous(), *near[5:]), lse.device
+    with on(device):
+        replay(_backward_launches, given, problem.mask.to(device).packed, (), problem.scale, size)
+    for grad, written in zip(grads, near[5:], strict=True):
+        if written is not grad:
+            grad.copy_(written)
+
+
+def repeat_backward(
+    tensors: Sequence[Tensor], problem: Problem, size: Tile
+) -> Callable[..., tuple[Tensor, Tensor, Tensor] | None] | None:
+    """See backends.py."""
+    device = tensors[1].device
+    grads = [torch.empty_like(x, device="meta") for x in tensors[1:4]]
+    launches = recall(_backward_launches, (*tensors, *grads), problem.mask.packed, 0, problem.scale, size)
+    if launches is None:
+        return None
+
+    def backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        tensors = dout, q, k, v, out, lse
+        if any(x.data_ptr() & 15 for x in tensors) or triton_abi.is_watched():
+            return None
+        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        with on(device):
+            launch_all(launches, (*tensors, *grads), mask.packed, ())
+        return grads
+
+    return backward
+
+
+def _backward_launches(
+    tensors: Sequence[Tensor], kind: str, numbers: tuple[int, ...], scale: float, size: Tile
+) -> list[Launch]:
+    dout, q, k, v, out, lse, dq, dk, dv, *tables = tensors
+    return [gradients_launch(dout, q, k, v, out, lse, dq, dk, dv, unpack(kind, numbers, tables), scale, size)]
+
+
+def gradients_launch(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    mask: Mask,
+    scale: float,
+    size: Tile,
+) -> Launch:
+    """The launch of backward."""
+    (B, H, T, D), (K, S) = q.shape, k.shape[1:3]
+    table, start, end, _, _, s_rows, _, lo, hi, _ = mask_arguments(mask, T, S, q)
+    num_key_programs = triton.cdiv(S, size.block_k) * B * K
+    tensors = (dout, q, k, v, out, lse, dq, dk, dv, start, end)
+    steps = strides(dout, q, k, v, out, dq, dk, dv)
+    return Launch(
+        gradients_kernel,
+        (num_key_programs + triton.cdiv(T, size.block_q) * B * H,),
+        (*tensors, *steps, s_rows, lo, hi, H, K, T, S, scale * LOG2E, scale, num_key_programs),
+        {
+            "D": D, "BD": block_dim(D), "BM": size.block_q, "BN": size.block_k, "TABLE": table,
+            "num_warps": size.num_warps, "num_stages": size.num_stages,
+        },
+    )  # fmt: skip
