@@ -127,9 +127,9 @@ def hopper_launches(
     num_tokens: int = 4096,
     scale: float = 0.125,
 ) -> dict[str, Launch]:
-    """The launches of attention with 8 heads on the Hopper kernels: "finer" if V is converted to float16, "forward" and
-    "repair", "backward" in one pass if the head size has one, and "keys" and "queries", the two passes. With a carry
-    the gradients are added into float32."""
+    """The launches of attention with 8 heads on the Hopper kernels: "forward", "finer" before it if V is converted to
+    float16, "repair" after it if rows may need that, "backward" in one pass if the head size has one, and "keys" and
+    "queries", the two passes. With a carry, the gradients are added into float32."""
     from flashspan.kernels import hopper
     from flashspan.kernels.contract import Carry, Problem
     from flashspan.kernels.hopper.tensors import block_dim
@@ -140,18 +140,15 @@ def hopper_launches(
     rows = q.new_empty(q.shape[:3], dtype=torch.float32)
     past = Carry(q.float(), rows) if carry else None
     dq, dk = (x.float() if carry else x for x in (q, k))
-
     problem = Problem(mask.to("meta"), scale)
 
     def backward(problem: Problem) -> list[Launch]:
         tensors = (q, q, k, k, rows, rows)
         return launches_of(lambda: hopper.backward(*tensors, problem, dq=dq, dk=dk, dv=dk, accumulate=carry))
 
-    launches = {}
-    *finer, forward, repair = launches_of(lambda: hopper.forward(q, k, k, problem, carry=past, out_dtype=dtype))
-    if finer:
-        launches["finer"] = finer[0]
-    launches |= {"forward": forward, "repair": repair}
+    found = launches_of(lambda: hopper.forward(q, k, k, problem, carry=past, out_dtype=dtype))
+    launches = {re.sub("lists_|sparse_|_kernel", "", launch.kernel.__name__): launch for launch in found}
+    assert launches["forward"].kernel.is_gluon(), "portable kernels serve this call"
     if block_dim(head_dim) in BACKWARD:
         launches["backward"] = backward(problem)[1]
     if not isinstance(mask, Blocks):  # which have no backward in two passes
