@@ -34,15 +34,17 @@ MASKS: dict[str, dict[str, Any]] = {
     "rows": {"mask": "rows"},
     "blocks": {"mask": "blocks"},
     "long": {"mask": "causal", "num_tokens": 8192},
-    "grouped": {"mask": "causal", "num_key_heads": 2},
-    "short": {"mask": "causal", "num_tokens": 1024},
-    "few": {"mask": "causal", "num_tokens": 256, "num_key_heads": 1, "scale": 0.6931471805599453},
+    "grouped": {"mask": "causal", "num_key_heads": 2, "num_batch": 4},
+    "short": {"mask": "causal", "num_tokens": 1024, "num_batch": 8},
+    "few": {"mask": "causal", "num_tokens": 256, "num_key_heads": 1, "num_batch": 128, "scale": 0.6931471805599453},
     "wide": {"mask": "wide", "num_tokens": 8192},
     "long rows": {"mask": "long rows", "num_tokens": 32768},
-    "unit": {"mask": "causal", "num_key_heads": 2, "scale": 0.6931471805599453},
-    "unit window": {"mask": "window", "scale": 0.6931471805599453},
-    "parts": {"mask": "causal", "num_key_heads": 1, "parts": 4},
+    "unit": {"mask": "causal", "num_key_heads": 2, "num_batch": 8, "scale": 0.6931471805599453},
+    "unit window": {"mask": "window", "num_batch": 8, "scale": 0.6931471805599453},
+    "parts": {"mask": "causal", "num_key_heads": 1, "num_batch": 2},
 }
+"""`num_batch` decides into how many parts a group of query heads is divided (4 in "parts", 1 in the others), and keeps
+few_tiles.py from serving the call."""
 
 
 def names() -> Iterator[str]:

@@ -275,16 +275,8 @@ class Chosen(NamedTuple):
         """Start compiling the kernels of such a call's backward pass while forward compiles; once for similar calls.
         For intervals on a GPU and backends that compile: other backward passes compile at their first call."""
         mask, device = problem.mask, q.device
-        key = (
-            "backward ahead",
-            self.backend,
-            device,
-            mask if isinstance(mask, Band) else type(mask),
-            *problem[1:],
-            q.dtype,
-            q.shape,
-            k.shape,
-        )
+        kind = mask if isinstance(mask, Band) else type(mask)
+        key = ("backward ahead", self.backend, device, kind, *problem[1:], q.dtype, q.shape, k.shape)
         if device.type != "cuda" or not isinstance(mask, (Band, Rows)) or problem.dropout is not None or key in CACHE:
             return
         CACHE.keep(key, True)

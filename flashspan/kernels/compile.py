@@ -18,18 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from flashspan.kernels.launch import triton_abi
+from flashspan.kernels.launch.compiling import launches_of
 from flashspan.kernels.launch.launch import Launch
-
-TYPES = {
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.float32: "fp32",
-    torch.int32: "i32",
-    torch.int64: "i64",
-    torch.uint8: "u8",
-}
+from flashspan.kernels.masks import CAUSAL, Blocks, Mask
 
 
 @dataclass(frozen=True)
@@ -58,44 +51,8 @@ def compile_launch(launch: Launch) -> Cost:
 def compile_for(launch: Launch, kind: str, architecture: int | str) -> Any:
     """Triton's compiled kernel for an NVIDIA GPU ("cuda", 90) or an AMD GPU ("hip", "gfx942"). The launch's tensors may
     be on the meta device. `metadata.shared` of the result is the shared memory of a program."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    function = launch.kernel
-    source_of = GluonASTSource if function.is_gluon() else ASTSource
-    signature: dict[str, str] = {}
-    constants: dict[tuple[int, ...], Any] = {}
-    attributes: dict[tuple[int, ...], Any] = {}
-    options = {name: launch.constants[name] for name in ("num_warps", "num_stages") if name in launch.constants}
-    free = set(function.do_not_specialize)
-    for index, name in enumerate(function.arg_names):
-        value = launch.arguments[index] if index < len(launch.arguments) else launch.constants[name]
-        signature[name], aligned = _type_of(value, index >= len(launch.arguments), name in free)
-        if signature[name] == "constexpr":
-            constants[(index,)] = value
-        if aligned:
-            attributes[(index,)] = [["tt.divisibility", 16]]
-    source = source_of(function, signature, constants, attributes)
-    target = GPUTarget(kind, architecture, 32 if kind == "cuda" else 64)
-    return triton.compile(source, target=target, options=options)
-
-
-def _type_of(value: Any, constant: bool, free: bool) -> tuple[str, bool]:
-    """Triton's type of an argument and whether 16 divides it, as its launcher would find them."""
-    if constant:
-        return "constexpr", False
-    if isinstance(value, Tensor):
-        return f"*{TYPES[value.dtype]}", True
-    if isinstance(value, float):
-        return "fp32", False
-    if hasattr(value, "block_shape"):  # a descriptor of the copy engine
-        block = ",".join(str(size) for size in value.block_shape)
-        return f"tensordesc<{TYPES[value.base.dtype]}[{block}],{value.layout!r}>", False
-    if value == 1 and not free:
-        return "constexpr", False
-    return ("i32" if -(2**31) <= value < 2**31 else "i64" if value < 2**63 else "u64"), not free and value % 16 == 0
+    triton_abi.compile_for_architecture(architecture, kind)
+    return triton_abi.compile_kernel(launch.kernel, launch.arguments, launch.grid, launch.constants)
 
 
 def _inspect(ptx: str, tools: Path, metadata: Any) -> Cost:
@@ -148,7 +105,6 @@ def _instructions(sass: str) -> tuple[list[str], list[list[str]]]:
 
 def shipped_launches(dtype: torch.dtype, head_dim: int, **options: Any) -> dict[str, Launch]:
     """The launches of one call of the portable kernels on meta tensors, by pass."""
-    from flashspan.kernels.masks import CAUSAL
     from flashspan.kernels.portable.backward import backward_launches
     from flashspan.kernels.portable.forward import forward_launch
 
@@ -160,63 +116,65 @@ def shipped_launches(dtype: torch.dtype, head_dim: int, **options: Any) -> dict[
     return {"out": forward} | backward_launches(dout, q, k, v, rows, rows, mask, 0.125, dq, dk, dv, carry, dropout)
 
 
-def hopper_launches(dtype: torch.dtype, head_dim: int, **options: Any) -> dict[str, Launch]:
-    """The launches of one call of the Hopper kernels on meta tensors: "finer" if V is converted to float16, "forward"
-    and "repair", "backward" in one pass if the head size has one, and "keys" and "queries", the two passes."""
-    from flashspan.kernels.hopper.finer import finer_launch, pays, room_for
-    from flashspan.kernels.hopper.launch import forward_launch
-    from flashspan.kernels.hopper.one_pass import backward_launch
-    from flashspan.kernels.hopper.parts import new_rows
+def hopper_launches(
+    dtype: torch.dtype,
+    head_dim: int,
+    *,
+    mask: Mask = CAUSAL,
+    carry: bool = False,
+    num_batch: int = 1,
+    num_key_heads: int = 8,
+    num_tokens: int = 4096,
+    scale: float = 0.125,
+) -> dict[str, Launch]:
+    """The launches of attention with 8 heads on the Hopper kernels: "forward", "finer" before it if V is converted to
+    float16, "repair" after it if rows may need that, "backward" in one pass if the head size has one, and "keys" and
+    "queries", the two passes. With a carry, the gradients are added into float32."""
+    from flashspan.kernels import hopper
+    from flashspan.kernels.contract import Carry, Problem
     from flashspan.kernels.hopper.tensors import block_dim
     from flashspan.kernels.hopper.tiles import BACKWARD
-    from flashspan.kernels.hopper.two_pass import two_pass_launches
-    from flashspan.kernels.masks import CAUSAL, Blocks
-    from flashspan.kernels.portable.forward import forward_launch as repair_launch
-    from flashspan.kernels.portable.head_parts import room_for_parts
 
-    mask, carry = options.get("mask", CAUSAL), options.get("carry", False)
-    T, K, scale = options.get("num_tokens", 4096), options.get("num_key_heads", 8), options.get("scale", 0.125)
-    q, dout = (torch.empty(1, 8, T, head_dim, dtype=dtype, device="meta") for _ in range(2))
-    k, v = (torch.empty(1, K, T, head_dim, dtype=dtype, device="meta") for _ in range(2))
-    rows, bad = torch.empty(1, 8, T, device="meta"), torch.empty(1, 8, T // 64, dtype=torch.int32, device="meta")
-    out, dq, dk, dv = (x.float() if carry else x for x in (q, q, k, v))
-    if options.get("parts"):  # of the query heads of each key head
-        dk, dv = (room_for_parts(x, options["parts"]) for x in (k, v))
-    launches, values = {}, v
-    if pays(q, k, mask):
-        values = room_for(v)
-        launches["finer"] = finer_launch(v, values)
-    launches["forward"] = forward_launch(q, k, values, out, rows, bad, mask, scale, carry)
-    launches["repair"] = repair_launch(q, k, v, out, rows, mask, scale, carry, None, only=bad)
-    given = (dout, q, k, v, new_rows(q), new_rows(q), mask, scale)
-    counter = torch.empty(4, dtype=torch.int32, device="meta")
+    q = torch.empty(num_batch, 8, num_tokens, head_dim, dtype=dtype, device="meta")
+    k = torch.empty(num_batch, num_key_heads, num_tokens, head_dim, dtype=dtype, device="meta")
+    rows = q.new_empty(q.shape[:3], dtype=torch.float32)
+    past = Carry(q.float(), rows) if carry else None
+    dq, dk = (x.float() if carry else x for x in (q, k))
+    problem = Problem(mask.to("meta"), scale)
+
+    def backward(problem: Problem) -> list[Launch]:
+        tensors = (q, q, k, k, rows, rows)
+        return launches_of(lambda: hopper.backward(*tensors, problem, dq=dq, dk=dk, dv=dk, accumulate=carry))
+
+    found = launches_of(lambda: hopper.forward(q, k, k, problem, carry=past, out_dtype=dtype))
+    launches = {re.sub("lists_|sparse_|_kernel", "", launch.kernel.__name__): launch for launch in found}
+    assert launches["forward"].kernel.is_gluon(), "portable kernels serve this call"
     if block_dim(head_dim) in BACKWARD:
-        sums = q.float() if carry else torch.empty(q.numel() // 256, 256, device="meta")
-        launches["backward"] = backward_launch(*given, sums, dk, dv, carry, counter, counter)
-    if isinstance(mask, Blocks):  # which have no backward in two passes
-        return launches
-    launches["keys"], launches["queries"] = two_pass_launches(*given, dq, dk, dv, carry, counter, counter)
+        launches["backward"] = backward(problem)[1]
+    if not isinstance(mask, Blocks):  # which have no backward in two passes
+        _, launches["keys"], *_, launches["queries"] = backward(problem._replace(deterministic=True))
     return launches
 
 
 def product_launches(dtype: torch.dtype, head_dim: int) -> dict[str, Launch]:
     """The launches of a layer's matmuls with their epilogues, on meta tensors."""
-    from flashspan.kernels.hopper.gated import gated_backward_launch, gated_launch
-    from flashspan.kernels.hopper.projection import projection_launch
-    from flashspan.kernels.hopper.residual import sum_launch
+    from flashspan.kernels.hopper.gated import gated, gated_backward
+    from flashspan.kernels.hopper.projection import project
+    from flashspan.kernels.hopper.residual import sum_of_products
 
     M, E, F = 4096, 2048, 8192
-    narrow, wide, weight, turned = (
-        torch.empty(*shape, dtype=dtype, device="meta") for shape in ((M, E), (M, F), (F, E), (E, F))
+    narrow, wide, weight, turned, square = (
+        torch.empty(*shape, dtype=dtype, device="meta") for shape in ((M, E), (M, F), (F, E), (E, F), (E, E))
     )
     angles = torch.empty(M, head_dim // 2, device="meta")
-    return {
-        "projection": projection_launch(narrow, (turned[:, :E],) * 3, angles, angles, 0.125, (narrow,) * 3),
-        "gated": gated_launch(narrow, weight, weight, (wide,) * 3),
-        "gated backward": gated_backward_launch(narrow, turned, wide, wide, (wide,) * 3),
-        "residual": sum_launch(narrow, narrow, [(wide, turned)], turned=True),
-        "gradients": sum_launch(narrow, None, [(wide, weight)] * 3, turned=False),
+    calls = {
+        "projection": lambda: project(narrow, (square, square, square), angles, angles, 0.125),
+        "gated": lambda: gated(narrow, weight, weight),
+        "gated backward": lambda: gated_backward(narrow, turned, wide, wide),
+        "residual": lambda: sum_of_products(narrow, (wide, turned), turned=True),
+        "gradients": lambda: sum_of_products(None, *[(wide, weight)] * 3, turned=False),
     }
+    return {name: launches_of(call)[0] for name, call in calls.items()}
 
 
 def main() -> None:

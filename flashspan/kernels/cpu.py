@@ -94,26 +94,18 @@ def backward(
         tiled.backward(dout, q, k, v, lse, delta, problem, dq=dq, dk=dk, dv=dv, accumulate=accumulate)
         return
     for heads, kv_heads in _head_groups(q, k):
-        rows = (x[:, heads] for x in (dout, q, lse, delta))
-        keys = (x[:, kv_heads] for x in (k, v))
+        of_rows = [x[:, heads] for x in (dout, q, lse, delta)]
+        of_keys = [x[:, kv_heads] for x in (k, v)]
         totals = [dq[:, heads], dk[:, kv_heads], dv[:, kv_heads]]
-        _backward(*rows, *keys, strips=strips, scale=scale, totals=totals, accumulate=accumulate)
+        _backward(of_rows, of_keys, strips, scale, totals, accumulate)
 
 
 def _backward(
-    dout: Tensor,
-    q: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    strips: list[_Strip],
-    scale: float,
-    totals: list[Tensor],
+    of_rows: list[Tensor], of_keys: list[Tensor], strips: list[_Strip], scale: float, totals: list[Tensor],
     accumulate: bool,
-) -> None:
-    """Backward of the heads of one call; totals are their dq, dk and dv."""
+) -> None:  # fmt: skip
+    """Backward of the heads of one call, from their dout, q, lse, delta, and k, v, into their dq, dk, dv (totals)."""
+    (dout, q, lse, delta), (k, v) = of_rows, of_keys
     work = torch.promote_types(q.dtype, torch.float32)
     # The gradients of one call with all keys are complete; those of several calls are summed in float32.
     one_call = _is_one_call(strips, q) and len(strips[0].parts[0].keys) == k.shape[2]

@@ -106,7 +106,7 @@ def solve(
             visible = dense(mask.slice(rows, range(S)), len(rows), S).to(q.device)
             visible = visible[:, None] if visible.dim() == 3 else visible  # one mask per sequence
         score = (q_i @ k.mT * scale).masked_fill(~visible, -torch.inf)
-        lse_i = score.logsumexp(-1) if S else lse[:, :, cut] - torch.inf
+        lse_i = score.logsumexp(-1)
         blind = lse_i == -torch.inf
         p = torch.exp(score - lse_i.masked_fill(blind, 0.0)[..., None])
         survival: Tensor | float = 1.0

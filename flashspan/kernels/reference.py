@@ -11,6 +11,7 @@ from torch import Tensor
 from flashspan.kernels.contract import Carry, Problem
 from flashspan.kernels.dropout import Dropout
 from flashspan.kernels.masks import dense
+from flashspan.kernels.merge import merge
 
 
 def forward(
@@ -24,14 +25,12 @@ def forward(
 ) -> Carry:
     """See contract.py. Computes in float32, or float64 when q is float64."""
     scores, visible = _scores(q, k, problem)
-    lse = _logsumexp(scores)
+    lse = scores.logsumexp(-1)
     probs = _probabilities(scores, lse) * _survival(q, k, problem.dropout)
     out = _weigh(probs, _expand(v, q).to(probs.dtype), visible)
     if carry is not None:
-        # In float64, so that a merge rounds only its result: a long ring merges many times.
-        total = torch.logaddexp(lse.double(), carry.lse.double())
-        out = out * _weight(lse, total) + carry.out * _weight(carry.lse, total)
-        lse = total.to(carry.lse.dtype)
+        merge(carry, Carry(out.to(carry.out.dtype), lse))
+        return carry
     out_dtype = torch.promote_types(out_dtype, torch.float64) if q.dtype == torch.float64 else out_dtype
     return Carry(out.to(out_dtype), lse)
 
@@ -80,12 +79,6 @@ def _scores(q: Tensor, k: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
     return torch.where(visible, scores, -torch.inf), visible
 
 
-def _logsumexp(scores: Tensor) -> Tensor:
-    if scores.shape[-1] == 0:
-        return scores.new_full(scores.shape[:-1], -torch.inf)
-    return scores.logsumexp(-1)
-
-
 def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
     """exp(scores - lse), 0 in a row that sees no key."""
     return torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
@@ -108,10 +101,6 @@ def _weigh(weights: Tensor, values: Tensor, visible: Tensor) -> Tensor:
     # A row that sees a non-finite value has a non-finite result.
     seen = visible.to(values.dtype) @ (~finite).to(values.dtype)
     return torch.where(seen > 0, torch.nan, result)
-
-
-def _weight(lse: Tensor, total: Tensor) -> Tensor:
-    return torch.where(total == -torch.inf, 0.0, torch.exp(lse - total))[..., None]
 
 
 def _expand(x: Tensor, q: Tensor) -> Tensor:

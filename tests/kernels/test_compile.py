@@ -198,18 +198,18 @@ from flashspan.kernels.masks.patterns import documents
 masks = {
     "causal": {"mask": CAUSAL},
     "long": {"mask": CAUSAL, "num_tokens": 8192},
-    "grouped": {"mask": CAUSAL, "num_key_heads": 2},
+    "grouped": {"mask": CAUSAL, "num_key_heads": 2, "num_batch": 4},
     "full": {"mask": EVERYTHING},
     "window": {"mask": Band(-100, 0)},
     "rows": {"mask": documents([1000] * 4 + [96])},
-    "short": {"mask": CAUSAL, "num_tokens": 1024},
-    "few": {"mask": CAUSAL, "num_tokens": 256, "num_key_heads": 1, "scale": math.log(2)},
+    "short": {"mask": CAUSAL, "num_tokens": 1024, "num_batch": 8},
+    "few": {"mask": CAUSAL, "num_tokens": 256, "num_key_heads": 1, "num_batch": 128, "scale": math.log(2)},
     "wide": {"mask": Band(-4095, 0), "num_tokens": 8192},
     "long rows": {"mask": documents([16384, 16384]), "num_tokens": 32768},
-    "unit": {"mask": CAUSAL, "num_key_heads": 2, "scale": math.log(2)},
-    "unit window": {"mask": Band(-100, 0), "scale": math.log(2)},
-    "parts": {"mask": CAUSAL, "num_key_heads": 1, "parts": 4},
-    "parts of rows": {"mask": documents([1000] * 4 + [96]), "num_key_heads": 1, "parts": 4},
+    "unit": {"mask": CAUSAL, "num_key_heads": 2, "num_batch": 8, "scale": math.log(2)},
+    "unit window": {"mask": Band(-100, 0), "num_batch": 8, "scale": math.log(2)},
+    "parts": {"mask": CAUSAL, "num_key_heads": 1, "num_batch": 2},
+    "parts of rows": {"mask": documents([1000] * 4 + [96]), "num_key_heads": 1, "num_batch": 2},
 }
 for kind, head_dim, dtype, mask, carry in json.loads(sys.argv[1]):
     launch = hopper_launches(getattr(torch, dtype), head_dim, **masks[mask], carry=carry == "carry")[kind]

@@ -60,12 +60,12 @@ def test_tiles_of_a_full_mask_are_cut_into_parts(num_queries: int, num_keys: int
     The parts of one must not be shared by two, or left out."""
     from flashspan.kernels.hopper.one_pass import backward_launch
     from flashspan.kernels.hopper.parts import new_rows
-    from flashspan.kernels.hopper.tensors import new_counter
+    from flashspan.kernels.hopper.tensors import BackwardInputs, new_counter
 
     q, k, v, dout = x = tensors(random.Random(head_dim), 1, 4, 2, num_queries, num_keys, head_dim)
     rows, sums = new_rows(q), [t.float() for t in (q, k, v)]
     counter = new_counter(q.device)
-    launch = backward_launch(dout, q, k, v, rows, rows, EVERYTHING, 1.0, *sums, True, counter, counter)
+    launch = backward_launch(BackwardInputs(dout, q, k, v, rows, rows, EVERYTHING, 1.0, *sums, True, counter, counter))
     assert launch.constants["SPLIT_TILES"]
     assert launch.arguments[-1] > 1, "parts"
     check(x, EVERYTHING, head_dim**-0.5, 1)

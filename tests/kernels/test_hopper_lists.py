@@ -23,19 +23,10 @@ from tests.kernels.hopper_cases import ON_HOPPER
 PROGRAM = """
 import json, sys, torch
 from flashspan.kernels.masks import Blocks
-from flashspan.kernels.compile import compile_launch
-from flashspan.kernels.hopper.lists import lists_backward_launch, lists_forward_launch
-from flashspan.kernels.hopper.parts import new_rows
+from flashspan.kernels.compile import compile_launch, hopper_launches
 from flashspan.kernels.masks import CAUSAL
 which, head_dim = sys.argv[1], int(sys.argv[2])
-mask = Blocks.of(CAUSAL, 4096, 4096).to("meta")
-q, k, v, dout = (torch.empty(1, 8, 4096, head_dim, dtype=torch.bfloat16, device="meta") for _ in range(4))
-rows, flags = torch.empty(1, 8, 4096, device="meta"), torch.empty(1, 8, 64, dtype=torch.int32, device="meta")
-numbers, sums = new_rows(q), torch.empty(q.numel() // 256, 256, device="meta")
-if which == "forward":
-    launch = lists_forward_launch(q, k, v, q, rows, flags, mask, 0.125, False, flags)
-else:
-    launch = lists_backward_launch(dout, q, k, v, numbers, numbers, mask, 0.125, sums, k, v, False, flags, flags)
+launch = hopper_launches(torch.bfloat16, head_dim, mask=Blocks.of(CAUSAL, 4096, 4096))[which]
 cost = compile_launch(launch)
 print(json.dumps([cost.spilled_bytes, cost.shared_bytes, cost.instructions["HGMMA"], cost.warnings]))
 """

@@ -48,6 +48,7 @@ def backward_launch_of(
 ) -> Launch:
     one_pass = pytest.importorskip("flashspan.kernels.hopper.one_pass")
     from flashspan.kernels.hopper.parts import new_rows
+    from flashspan.kernels.hopper.tensors import BackwardInputs
 
     q = torch.empty(1, 4, num_queries, head_dim, dtype=torch.bfloat16, device="meta")
     k = torch.empty(1, key_heads, num_keys, head_dim, dtype=torch.bfloat16, device="meta")
@@ -55,7 +56,8 @@ def backward_launch_of(
     counter = torch.empty(4, dtype=torch.int32, device="meta")
     made = [x.float() if add else x for x in (k, k)]
     sums = None if not dq else q.float() if add else torch.empty(len(rows) * head_dim // 256, 256, device="meta")
-    return one_pass.backward_launch(q, q, k, k, rows, rows, mask, 1.0, sums, *made, add, counter, counter)
+    given = BackwardInputs(q, q, k, k, rows, rows, mask, 1.0, sums, *made, add, counter, counter)
+    return one_pass.backward_launch(given)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -41,7 +41,6 @@ import json, torch
 from flashspan.kernels import compile
 from flashspan.kernels.masks.build_triton import Building
 from flashspan.kernels.masks.runs_triton import runs_launch
-compile.TYPES[torch.uint8] = "u8"
 launches = []
 for length in (4096, 1000, 999):  # whole tiles, ragged ones, and a tensor that is read by bytes
     building = Building(torch.empty(1, 2, length, length, dtype=torch.bool, device="meta"), (128, 128))

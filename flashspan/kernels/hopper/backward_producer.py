@@ -99,15 +99,10 @@ def _interval_work(tile, sizes, mask, schedule, config):
         return locate_keys(tile, schedule.num_tiles, sizes, mask, TILE_K, config.BLOCK_Q, config.TABLE, 1)
     num_whole, num_parts = schedule.num_whole, schedule.num_parts
     late = gl.maximum(tile - num_whole, 0)
+    uncut = gl.minimum(tile, num_whole) + late // num_parts
+    num_uncut = num_whole + (schedule.num_tiles - num_whole) // num_parts
     i_b, i_k, n0, first, first_full, end_full, end = locate_keys(
-        gl.minimum(tile, num_whole) + late // num_parts,
-        num_whole + (schedule.num_tiles - num_whole) // num_parts,
-        sizes,
-        mask,
-        TILE_K,
-        config.BLOCK_Q,
-        config.TABLE,
-        1,
+        uncut, num_uncut, sizes, mask, TILE_K, config.BLOCK_Q, config.TABLE, 1
     )
     size = gl.where(tile < num_whole, end - first, gl.cdiv(end - first, num_parts))
     first += late % num_parts * size

@@ -64,9 +64,7 @@ class ForwardConfig:
     CARRY_LAST: gl.constexpr  # the carry joins at a tile's end, by the copy engine: if CARRY and OUTPUT_BUFFER
     OUTPUT_BUFFER: gl.constexpr  # half of a float32 output has a separate buffer: heads up to 128, no block map
     FLOAT16_VALUES: gl.constexpr  # V is float16, made from bfloat16: where enough queries see a key (finer.py)
-    TRACK_MAXIMUM: (
-        gl.constexpr
-    )  # the maximum of every block is followed: unless FLOAT16_VALUES, or a bfloat16 block map
+    TRACK_MAXIMUM: gl.constexpr  # every block's maximum is followed: unless FLOAT16_VALUES or a bfloat16 block map
     FREE_K_FIRST: gl.constexpr  # K's stage is freed before V's: block maps, and FLOAT16_VALUES with heads of 128
     UNIT_SCALE: gl.constexpr  # the scale in base 2 is 1: scores are not multiplied (heads of 64)
     SCORES: gl.constexpr  # layout of S and P [BLOCK_Q, BLOCK_K] in registers
@@ -169,7 +167,7 @@ class BackwardSizes:
     """Numbers of a backward launch."""
 
     H: gl.tensor
-    K: gl.tensor  # with SPLIT_HEADS more than K and V have
+    K: Number  # with SPLIT_HEADS more than K and V have; not used in the pass for dQ
     G: gl.tensor
     T: gl.tensor
     S: gl.tensor
@@ -292,13 +290,15 @@ class KeyPassBarriers:
 
 @aggregate
 class QueryPassTensors:
-    """Descriptors."""
+    """Descriptors, and pointers to -lse and -delta."""
 
     desc_q: Descriptor
     desc_do: Descriptor
     desc_k: Descriptor
     desc_v: Descriptor
     desc_dq: Descriptor
+    minus_lse: gl.tensor
+    minus_delta: gl.tensor
 
 
 @aggregate
@@ -319,27 +319,3 @@ class QueryPassBarriers:
     k_empty: Shared
     v_full: Shared
     v_empty: Shared
-
-
-@aggregate
-class QueryPassSizes:
-    """Those of BackwardSizes, without K."""
-
-    H: gl.tensor
-    G: gl.tensor
-    T: gl.tensor
-    S: gl.tensor
-    padded_T: gl.tensor
-    lo: Number
-    hi: Number
-    scale: gl.tensor
-    sm_scale: gl.tensor
-    section: gl.tensor
-
-
-@aggregate
-class QueryPassRows:
-    """Pointers to -lse and -delta."""
-
-    minus_lse: gl.tensor
-    minus_delta: gl.tensor

@@ -22,13 +22,13 @@ from flashspan.kernels.hopper.matmul import (
     NUMBERS,
     PIECE,
     ROWS,
-    MatmulOperands,
+    MatmulBuffers,
     MatmulSizes,
     allocate_barriers,
     free_stage,
+    launch_matmul,
     load_steps,
     locate_tile,
-    matmul_launch,
     multiply,
     readable,
     split_quarters,
@@ -36,7 +36,6 @@ from flashspan.kernels.hopper.matmul import (
 )
 from flashspan.kernels.hopper.ptx import reciprocal, round_to
 from flashspan.kernels.hopper.tensors import describe
-from flashspan.kernels.launch.launch import Launch, on
 from flashspan.kernels.portable.arguments import LOG2E
 
 MINUS_LOG2E = gl.constexpr(-LOG2E)
@@ -97,7 +96,7 @@ def gated_kernel(
     b_s = gl.allocate_shared_memory(desc_a.dtype, [STAGES, 2 * BN, BK], desc_gate_weight.layout)
     pieces_s = gl.allocate_shared_memory(desc_h.dtype, [4, BM // 2, desc_h.block_type.shape[1]], desc_h.layout)
     sizes = MatmulSizes(num_rows, num_columns, num_steps, GROUP)
-    job = (tensors, MatmulOperands(a_s, b_s), pieces_s, allocate_barriers(STAGES), sizes)
+    job = (tensors, MatmulBuffers(a_s, b_s, pieces_s), allocate_barriers(STAGES), sizes)
     gl.warp_specialize(
         [(_forward_consume, (0,) + job), (_forward_consume, (1,) + job), (_forward_produce, job)],
         [4, 1],
@@ -111,17 +110,18 @@ def _sigmoid(x):
 
 
 @gluon.jit
-def _forward_consume(WG: gl.constexpr, tensors, operands, pieces_s, barriers, sizes):
+def _forward_consume(WG: gl.constexpr, tensors, buffers, barriers, sizes):
     """A consumer's part of gate, up and silu(gate) * up."""
     desc_gate, desc_up, desc_h = tensors.desc_gate, tensors.desc_up, tensors.desc_h
     num_rows, num_columns, num_steps = sizes.num_rows, sizes.num_columns, sizes.num_steps
-    BM: gl.constexpr = operands.a_s.shape[1] // 2
-    BN: gl.constexpr = operands.b_s.shape[1] // 2
+    pieces_s = buffers.pieces_s
+    BM: gl.constexpr = buffers.a_s.shape[1] // 2
+    BN: gl.constexpr = buffers.b_s.shape[1] // 2
     PIECE: gl.constexpr = pieces_s.shape[2]
     step = 0
     for tile in range(gl.program_id(0), num_rows * num_columns, gl.num_programs(0)):
         i_row, i_column = locate_tile(tile, num_rows, num_columns, sizes.GROUP)
-        acc = multiply(WG, operands, barriers, step, num_steps, True)
+        acc = multiply(WG, buffers, barriers, step, num_steps, True)
         step += num_steps
         row = i_row * (2 * BM) + WG * BM
         column = i_column * BN
@@ -139,10 +139,10 @@ def _forward_consume(WG: gl.constexpr, tensors, operands, pieces_s, barriers, si
 
 
 @gluon.jit
-def _forward_produce(tensors, operands, pieces_s, barriers, sizes):
+def _forward_produce(tensors, buffers, barriers, sizes):
     """The producer warp: rows of x and of both weights, one below the other."""
     desc_gate, desc_up = tensors.desc_gate_weight, tensors.desc_up_weight
-    a_s, b_s = operands.a_s, operands.b_s
+    a_s, b_s = buffers.a_s, buffers.b_s
     BM: gl.constexpr = a_s.shape[1]
     BK: gl.constexpr = a_s.shape[2]
     BN: gl.constexpr = b_s.shape[1] // 2
@@ -150,7 +150,7 @@ def _forward_produce(tensors, operands, pieces_s, barriers, sizes):
     for tile in range(gl.program_id(0), sizes.num_rows * sizes.num_columns, gl.num_programs(0)):
         i_row, i_column = locate_tile(tile, sizes.num_rows, sizes.num_columns, sizes.GROUP)
         for i in range(sizes.num_steps):
-            stage, bar = free_stage(step, operands, barriers, (BM + 2 * BN) * BK * 2)
+            stage, bar = free_stage(step, buffers, barriers, (BM + 2 * BN) * BK * 2)
             both = b_s.index(stage)
             tma.async_copy_global_to_shared(tensors.desc_a, [i_row * BM, i * BK], bar, a_s.index(stage))
             tma.async_copy_global_to_shared(desc_gate, [i_column * BN, i * BK], bar, both.slice(0, BN, dim=0))
@@ -181,7 +181,7 @@ def gated_backward_kernel(
     barriers = BackwardBarriers(stages.full, stages.empty, dh_full, dh_empty)
     sizes = MatmulSizes(num_rows, num_columns, num_steps, GROUP)
     rows = BackwardRows(gate, up, dgate, dup, h, M, eights * 8)
-    job = (BackwardTensors(desc_a, desc_weight), MatmulOperands(a_s, b_s), dh_s, barriers, sizes, rows)
+    job = (BackwardTensors(desc_a, desc_weight), MatmulBuffers(a_s, b_s, dh_s), barriers, sizes, rows)
     gl.warp_specialize(
         [(_backward_consume, (0,) + job), (_backward_consume, (1,) + job), (_gradients, job), (_backward_produce, job)],
         [4, 2, 1],
@@ -190,13 +190,13 @@ def gated_backward_kernel(
 
 
 @gluon.jit
-def _backward_consume(WG: gl.constexpr, tensors, operands, dh_s, barriers, sizes, rows):
+def _backward_consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, rows):
     """A consumer's part of dh, which it hands to the warps of `_gradients`."""
-    dh_full, dh_empty = barriers.dh_full, barriers.dh_empty
+    dh_s, dh_full, dh_empty = buffers.pieces_s, barriers.dh_full, barriers.dh_empty
     step = 0
     turn = 0
     for _ in range(gl.program_id(0), sizes.num_rows * sizes.num_columns, gl.num_programs(0)):
-        acc = multiply(WG, operands, barriers, step, sizes.num_steps, False)
+        acc = multiply(WG, buffers, barriers, step, sizes.num_steps, False)
         step += sizes.num_steps
         mbarrier.wait(dh_empty.index(WG), (turn & 1) ^ 1)
         pieces = split_quarters(acc)
@@ -207,8 +207,9 @@ def _backward_consume(WG: gl.constexpr, tensors, operands, dh_s, barriers, sizes
 
 
 @gluon.jit
-def _gradients(tensors, operands, dh_s, barriers, sizes, rows):
+def _gradients(tensors, buffers, barriers, sizes, rows):
     """Two warps that make the gradients of gate and up, and h again, while the others compute the next tile."""
+    dh_s = buffers.pieces_s
     dgate, dup, h, M, F = rows.dgate, rows.dup, rows.h, rows.M, rows.F
     num_rows, num_columns = sizes.num_rows, sizes.num_columns
     BM: gl.constexpr = dh_s.shape[1]
@@ -260,61 +261,38 @@ def _load_both(rows, m, n, o, o_m, o_n):
 
 
 @gluon.jit
-def _backward_produce(tensors, operands, dh_s, barriers, sizes, rows):
+def _backward_produce(tensors, buffers, barriers, sizes, rows):
     """The producer warp: rows of dy and of the weight."""
     step = 0
     for tile in range(gl.program_id(0), sizes.num_rows * sizes.num_columns, gl.num_programs(0)):
         i_row, i_column = locate_tile(tile, sizes.num_rows, sizes.num_columns, sizes.GROUP)
         step = load_steps(
-            tensors.desc_a, tensors.desc_weight, sizes.num_steps, i_row, i_column, step, operands, barriers, False
+            tensors.desc_a, tensors.desc_weight, sizes.num_steps, i_row, i_column, step, buffers, barriers, False
         )
-
-
-def gated_launch(x: Tensor, gate_weight: Tensor, up_weight: Tensor, outs: tuple[Tensor, Tensor, Tensor]) -> Launch:
-    """gate, up and h [M, F] of x [M, E] and weights [F, E]."""
-    weights = [describe(weight, COLUMNS // 2, DEPTH) for weight in (gate_weight, up_weight)]
-    pieces = [describe(out, ROWS // 2, PIECE) for out in outs]
-    tiles = (cdiv(len(x), ROWS), cdiv(len(gate_weight), COLUMNS // 2))
-    numbers = (*tiles, cdiv(x.shape[1], DEPTH))
-    return matmul_launch(gated_kernel, (describe(x, ROWS, DEPTH), *weights, *pieces, *numbers), x, tiles, STAGES=4)
-
-
-def gated_backward_launch(
-    dy: Tensor, weight: Tensor, gate: Tensor, up: Tensor, outs: tuple[Tensor, Tensor, Tensor]
-) -> Launch:
-    """The gradients of gate and up and, again, h [M, F], of dy [M, E], a weight [E, F], gate and up."""
-    assert gate.shape[1] % 8 == 0, gate.shape
-    operands = (describe(dy, ROWS, DEPTH), describe(weight, DEPTH, COLUMNS))
-    tiles = (cdiv(len(dy), ROWS), cdiv(weight.shape[1], COLUMNS))
-    numbers = (len(gate), gate.shape[1] // 8, *tiles, cdiv(dy.shape[1], DEPTH))
-    arguments = (*operands, gate, up, *outs, *numbers)
-    return matmul_launch(
-        gated_backward_kernel,
-        arguments,
-        dy,
-        tiles,
-        PIECE=PIECE,
-        STAGES=3,
-        REGISTERS=168,
-        PRODUCER_REGISTERS=168,
-    )
 
 
 def gated(x: Tensor, gate_weight: Tensor, up_weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """gate = x Wg^T, up = x Wu^T and silu(gate) * up, [M, F], of x [M, E]."""
-    x, gate_weight, up_weight = readable(x, gate_weight, up_weight)
-    gate, up, h = (x.new_empty(len(x), len(gate_weight)) for _ in range(3))
+    x, *weights = readable(x, gate_weight, up_weight)
+    gate, up, h = outs = tuple(x.new_empty(len(x), len(gate_weight)) for _ in range(3))
     if len(x):
-        with on(x.device):
-            gated_launch(x, gate_weight, up_weight, (gate, up, h))()
+        descriptors = [describe(weight, COLUMNS // 2, DEPTH) for weight in weights]
+        descriptors += [describe(out, ROWS // 2, PIECE) for out in outs]
+        tiles = (cdiv(len(x), ROWS), cdiv(len(gate_weight), COLUMNS // 2))
+        arguments = (describe(x, ROWS, DEPTH), *descriptors, *tiles, cdiv(x.shape[1], DEPTH))
+        launch_matmul(gated_kernel, arguments, tiles, x, STAGES=4)
     return gate, up, h
 
 
 def gated_backward(dy: Tensor, weight: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of gate and up, and silu(gate) * up again, of dy [M, E] and the weight [E, F] behind them."""
+    assert gate.shape[1] % 8 == 0, gate.shape
     dy, weight, gate, up = readable(dy, weight, gate, up)
     dgate, dup, h = (torch.empty_like(gate) for _ in range(3))
     if len(dy):
-        with on(dy.device):
-            gated_backward_launch(dy, weight, gate, up, (dgate, dup, h))()
+        tiles = (cdiv(len(dy), ROWS), cdiv(weight.shape[1], COLUMNS))
+        numbers = (len(gate), gate.shape[1] // 8, *tiles, cdiv(dy.shape[1], DEPTH))
+        operands = (describe(dy, ROWS, DEPTH), describe(weight, DEPTH, COLUMNS))
+        options = {"PIECE": PIECE, "STAGES": 3, "REGISTERS": 168, "PRODUCER_REGISTERS": 168}
+        launch_matmul(gated_backward_kernel, (*operands, gate, up, dgate, dup, h, *numbers), tiles, dy, **options)
     return dgate, dup, h

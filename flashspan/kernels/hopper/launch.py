@@ -23,6 +23,7 @@ from flashspan.kernels.hopper.one_pass import backward_launch, count_head_parts
 from flashspan.kernels.hopper.parts import is_unit, new_rows
 from flashspan.kernels.hopper.rows_and_cast import cast_kernel, rows_kernel
 from flashspan.kernels.hopper.tensors import (
+    BackwardInputs,
     aligned,
     block_dim,
     describe,
@@ -321,11 +322,10 @@ def _backward_launches(
     mask = unpack(kind, numbers, tables)
     B, H, T, D = q.shape
     padded, wide, summed = len(minus_lse) // (B * H), block_dim(D), not (accumulate or two_passes)
-    given = (dout, q, k, v, minus_lse, minus_delta, mask, scale)
-    if two_passes:
-        passes = list(two_pass_launches(*given, dq, dk_parts, dv_parts, accumulate, states, counter))
-    else:
-        passes = [backward_launch(*given, sums, dk_parts, dv_parts, accumulate, states, counter)]
+    given = BackwardInputs(
+        dout, q, k, v, minus_lse, minus_delta, mask, scale, sums, dk_parts, dv_parts, accumulate, states, counter
+    )
+    passes = two_pass_launches(given) if two_passes else [backward_launch(given)]
     if dk_parts.shape != dk.shape:
         passes.append(add_parts_launch(dk_parts, dv_parts, dk, dv, accumulate))
     block = passes[0].arguments[0].block_shape[2] if summed else 0  # queries whose dQ is added together

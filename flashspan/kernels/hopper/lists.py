@@ -9,6 +9,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from flashspan.kernels.hopper.backward import lists_backward_kernel
 from flashspan.kernels.hopper.forward import lists_forward_kernel
 from flashspan.kernels.hopper.tensors import (
+    BackwardInputs,
     block_dim,
     describe,
     describe_sums,
@@ -69,23 +70,11 @@ def lists_forward_launch(
     )  # fmt: skip
 
 
-def lists_backward_launch(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    minus_lse: Tensor,
-    minus_delta: Tensor,
-    mask: Blocks,
-    scale: float,
-    sums: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    accumulate: bool,
-    states: Tensor,
-    counter: Tensor,
-) -> Launch:
+def lists_backward_launch(given: BackwardInputs) -> Launch:
     """The launch of the one-pass backward kernel for a block map."""
+    dout, q, k, v, minus_lse, minus_delta, mask, scale, sums, dk, dv, accumulate, states, counter = given
+    assert isinstance(mask, Blocks)
+    assert sums is not None
     B, H, T, D = q.shape
     K, S = dk.shape[1], k.shape[2]
     wide, lines, chip = block_dim(D), mask.columns.spans.shape[2], multiprocessors(q.device)

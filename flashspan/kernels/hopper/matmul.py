@@ -29,7 +29,7 @@ from flashspan.kernels.hopper.config import Shared
 from flashspan.kernels.hopper.gluon_compat import aggregate, barrier
 from flashspan.kernels.hopper.shared_memory import split_columns
 from flashspan.kernels.hopper.tensors import multiprocessors
-from flashspan.kernels.launch.launch import Launch
+from flashspan.kernels.launch.launch import Launch, on
 
 ROWS, COLUMNS, DEPTH, PIECE = 128, 256, 64, 64
 """Rows and columns of a tile; depth of the operands in a stage; columns that are written together."""
@@ -38,12 +38,12 @@ GROUP = 16
 
 
 @aggregate
-class MatmulOperands:
-    """Shared memory of the operands: [STAGES, rows, depth] of A, and of B the same if TRANSPOSED, else
-    [STAGES, depth, columns]."""
+class MatmulBuffers:
+    """Shared memory."""
 
-    a_s: Shared
-    b_s: Shared
+    a_s: Shared  # [STAGES, rows, depth]
+    b_s: Shared  # [STAGES, columns, depth] if TRANSPOSED, else [STAGES, depth, columns]
+    pieces_s: Shared  # [4 or 8, rows / 2, PIECE] the result on its way out, a part of it for each consumer
 
 
 @aggregate
@@ -80,9 +80,9 @@ def _stage_and_phase(step, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def free_stage(step, operands, barriers, BYTES: gl.constexpr):
+def free_stage(step, buffers, barriers, BYTES: gl.constexpr):
     """Wait until a step's stage is free, and tell its barrier how many bytes to expect. Returns stage and barrier."""
-    stage, phase = _stage_and_phase(step, operands.a_s.shape[0])
+    stage, phase = _stage_and_phase(step, buffers.a_s.shape[0])
     mbarrier.wait(barriers.empty.index(stage), phase ^ 1)
     bar = barriers.full.index(stage)
     mbarrier.expect(bar, BYTES)
@@ -90,14 +90,14 @@ def free_stage(step, operands, barriers, BYTES: gl.constexpr):
 
 
 @gluon.jit
-def load_steps(desc_a, desc_b, num_steps, i_row, i_column, step, operands, barriers, TRANSPOSED: gl.constexpr):
+def load_steps(desc_a, desc_b, num_steps, i_row, i_column, step, buffers, barriers, TRANSPOSED: gl.constexpr):
     """The producer's part of a tile: A and B of `num_steps` steps, from `step` on. Returns the next step."""
-    a_s, b_s = operands.a_s, operands.b_s
+    a_s, b_s = buffers.a_s, buffers.b_s
     BM: gl.constexpr = a_s.shape[1]
     BK: gl.constexpr = a_s.shape[2]
     BN: gl.constexpr = b_s.shape[1] if TRANSPOSED else b_s.shape[2]
     for i in range(num_steps):
-        stage, bar = free_stage(step + i, operands, barriers, (BM + BN) * BK * 2)
+        stage, bar = free_stage(step + i, buffers, barriers, (BM + BN) * BK * 2)
         tma.async_copy_global_to_shared(desc_a, [i_row * BM, i * BK], bar, a_s.index(stage))
         if TRANSPOSED:
             tma.async_copy_global_to_shared(desc_b, [i_column * BN, i * BK], bar, b_s.index(stage))
@@ -107,9 +107,9 @@ def load_steps(desc_a, desc_b, num_steps, i_row, i_column, step, operands, barri
 
 
 @gluon.jit
-def multiply(WG: gl.constexpr, operands, barriers, step, num_steps, TRANSPOSED: gl.constexpr):
+def multiply(WG: gl.constexpr, buffers, barriers, step, num_steps, TRANSPOSED: gl.constexpr):
     """The main loop of a consumer: its 64 rows of a tile, [64, 256] float32, over `num_steps` stages from `step` on."""
-    a_s, b_s, full, empty = operands.a_s, operands.b_s, barriers.full, barriers.empty
+    a_s, b_s, full, empty = buffers.a_s, buffers.b_s, barriers.full, barriers.empty
     STAGES: gl.constexpr = a_s.shape[0]
     BM: gl.constexpr = a_s.shape[1] // 2
     BN: gl.constexpr = b_s.shape[1] if TRANSPOSED else b_s.shape[2]
@@ -174,10 +174,11 @@ def readable(*tensors: Tensor) -> list[Tensor]:
 NUMBERS = ["num_rows", "num_columns", "num_steps"]
 
 
-def matmul_launch(
-    kernel: Any, tensors: tuple[Any, ...], like: Tensor, tiles: tuple[int, int], **constants: Any
-) -> Launch:
-    """A launch of persistent programs over these rows and columns of tiles."""
+def launch_matmul(
+    kernel: Any, arguments: tuple[Any, ...], tiles: tuple[int, int], like: Tensor, **constants: Any
+) -> None:
+    """Launch persistent programs over these rows and columns of tiles, on the device of `like`."""
     grid = (min(multiprocessors(like.device), tiles[0] * tiles[1]),)
     shape = {"GROUP": GROUP, "REGISTERS": 232, "PRODUCER_REGISTERS": 40, "num_warps": 4}
-    return Launch(kernel, grid, tensors, {**shape, **constants})
+    with on(like.device):
+        Launch(kernel, grid, arguments, {**shape, **constants})()

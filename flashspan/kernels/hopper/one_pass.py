@@ -8,7 +8,14 @@ from torch import Tensor
 from flashspan.kernels.hopper.backward import backward_kernel
 from flashspan.kernels.hopper.lists import lists_backward_launch
 from flashspan.kernels.hopper.parts import is_unit
-from flashspan.kernels.hopper.tensors import block_dim, describe, describe_sums, key_heads_for_keys, multiprocessors
+from flashspan.kernels.hopper.tensors import (
+    BackwardInputs,
+    block_dim,
+    describe,
+    describe_sums,
+    key_heads_for_keys,
+    multiprocessors,
+)
 from flashspan.kernels.hopper.tiles import BACKWARD, Backward, backward_tile, dq_turns, warps
 from flashspan.kernels.launch.launch import Launch
 from flashspan.kernels.masks import Band, Blocks, Mask
@@ -36,33 +43,13 @@ def count_head_parts(q: Tensor, k: Tensor, mask: Mask, accumulate: bool, with_dq
     return count_parts(H // K, num_tiles, triton.cdiv(T, tile.block_q), multiprocessors(q.device))
 
 
-def backward_launch(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    minus_lse: Tensor,
-    minus_delta: Tensor,
-    mask: Mask,
-    scale: float,
-    sums: Tensor | None,
-    dk: Tensor,
-    dv: Tensor,
-    accumulate: bool,
-    states: Tensor,
-    counter: Tensor,
-) -> Launch:
-    """The launch of the one-pass kernel: dk, dv and, added into `sums`, dq; without sums, no dq.
-
-    If dk and dv have more heads than k, they are parts to be added (portable/head_parts.py).
-    """
+def backward_launch(given: BackwardInputs) -> Launch:
+    """The launch of the one-pass kernel: dk, dv and, unless it is None, dq, which is added into."""
+    if isinstance(given.mask, Blocks):
+        return lists_backward_launch(given)
+    dout, q, k, v, minus_lse, minus_delta, mask, scale, sums, dk, dv, accumulate, states, counter = given
     B, H, T, D = q.shape
     K, S = dk.shape[1], k.shape[2]
-    if isinstance(mask, Blocks):
-        assert sums is not None
-        return lists_backward_launch(
-            dout, q, k, v, minus_lse, minus_delta, mask, scale, sums, dk, dv, accumulate, states, counter
-        )
     table, _, _, first, last, _, s_columns, lo, hi, _ = mask_arguments(mask, T, S, minus_lse)
     wide = block_dim(D)
     tile = backward_tile(wide, sums is not None and not table, S)

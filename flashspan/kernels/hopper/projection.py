@@ -12,17 +12,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from flashspan.kernels.hopper.config import Descriptor, Shared
+from flashspan.kernels.hopper.config import Descriptor
 from flashspan.kernels.hopper.gluon_compat import aggregate
 from flashspan.kernels.hopper.matmul import (
     COLUMNS,
     DEPTH,
     PIECE,
     ROWS,
+    MatmulBuffers,
     allocate_barriers,
     free_stage,
+    launch_matmul,
     locate_tile,
-    matmul_launch,
     multiply,
     readable,
     split_quarters,
@@ -30,7 +31,6 @@ from flashspan.kernels.hopper.matmul import (
 )
 from flashspan.kernels.hopper.shared_memory import split_columns
 from flashspan.kernels.hopper.tensors import describe
-from flashspan.kernels.launch.launch import Launch, on
 
 
 @aggregate
@@ -44,15 +44,6 @@ class ProjectionTensors:
     desc_q: Descriptor
     desc_k: Descriptor
     desc_v: Descriptor
-
-
-@aggregate
-class ProjectionBuffers:
-    """Shared memory: stages of the operands, and pieces on their way out, two for each consumer."""
-
-    a_s: Shared
-    b_s: Shared
-    pieces_s: Shared
 
 
 @aggregate
@@ -90,7 +81,7 @@ def projection_kernel(
     pieces_s = gl.allocate_shared_memory(desc_q.dtype, [4, BM // 2, desc_q.block_type.shape[1]], desc_q.layout)
     job = (
         ProjectionTensors(desc_x, desc_wq, desc_wk, desc_wv, desc_q, desc_k, desc_v),
-        ProjectionBuffers(a_s, b_s, pieces_s),
+        MatmulBuffers(a_s, b_s, pieces_s),
         allocate_barriers(STAGES),
         ProjectionSizes(num_rows, q_columns, k_columns, num_steps, GROUP, HEAD_DIM),
         Angles(cos, sin, period, unit),
@@ -106,10 +97,12 @@ def _rotate(left, right, cos, sin):
 
 
 @gluon.jit
-def _together(left, right, like):
-    """The two halves of a head side by side."""
-    both = gl.join(left, right).permute((0, 2, 1)).reshape(like.shape)
-    return gl.convert_layout(both, like.type.layout, assert_trivial=True)
+def _rotate_head(x, cos, sin):
+    """A piece that is one head of 64."""
+    left, right = split_columns(x)
+    left, right = _rotate(left, right, cos, sin)
+    both = gl.join(left, right).permute((0, 2, 1)).reshape(x.shape)
+    return gl.convert_layout(both, x.type.layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -127,20 +120,13 @@ def _rotated(acc, row, angles, unit, HEAD_DIM: gl.constexpr):
     p_cos, p_sin, period = angles.cos, angles.sin, angles.period
     a, b, c, d = split_quarters(acc)
     if HEAD_DIM == 64:
-        a0, a1 = split_columns(a)
-        cos = _load_angles(p_cos, row, period, a0) * unit
-        sin = _load_angles(p_sin, row, period, a0) * unit
-        b0, b1 = split_columns(b)
-        c0, c1 = split_columns(c)
-        d0, d1 = split_columns(d)
-        a0, a1 = _rotate(a0, a1, cos, sin)
-        b0, b1 = _rotate(b0, b1, cos, sin)
-        c0, c1 = _rotate(c0, c1, cos, sin)
-        d0, d1 = _rotate(d0, d1, cos, sin)
-        a = _together(a0, a1, a)
-        b = _together(b0, b1, b)
-        c = _together(c0, c1, c)
-        d = _together(d0, d1, d)
+        left, _ = split_columns(a)
+        cos = _load_angles(p_cos, row, period, left) * unit
+        sin = _load_angles(p_sin, row, period, left) * unit
+        a = _rotate_head(a, cos, sin)
+        b = _rotate_head(b, cos, sin)
+        c = _rotate_head(c, cos, sin)
+        d = _rotate_head(d, cos, sin)
     else:
         cos = _load_angles(p_cos, row, period, a) * unit
         sin = _load_angles(p_sin, row, period, a) * unit
@@ -207,32 +193,19 @@ def _produce(tensors, buffers, barriers, sizes, angles):
             step += 1
 
 
-def projection_launch(
-    x: Tensor,
-    weights: tuple[Tensor, Tensor, Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    unit: float,
-    outs: tuple[Tensor, Tensor, Tensor],
-) -> Launch:
-    """The launch for q, k and v [M, heads * D] of x [M, E] and weights [heads * D, E]; row i has angle i % period."""
-    operands = [describe(x, ROWS, DEPTH), *(describe(weight, COLUMNS, DEPTH) for weight in weights)]
-    pieces = [describe(out, ROWS // 2, PIECE) for out in outs]
-    q_columns, k_columns = (cdiv(weight.shape[0], COLUMNS) for weight in weights[:2])
-    tiles = (cdiv(len(x), ROWS), q_columns + 2 * k_columns)
-    numbers = (len(cos), tiles[0], q_columns, k_columns, cdiv(x.shape[1], DEPTH))
-    arguments = (*operands, *pieces, cos, sin, unit, *numbers)
-    return matmul_launch(projection_kernel, arguments, x, tiles, HEAD_DIM=2 * cos.shape[-1], STAGES=4)
-
-
 def project(
     x: Tensor, weights: tuple[Tensor, Tensor, Tensor], cos: Tensor, sin: Tensor, unit: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, rotated and multiplied by `unit`, k, rotated, and v, [M, heads * D], of x [M, E]. cos and sin are
     [period, D / 2]; row i has those of i % period."""
-    x, wq, wk, wv = readable(x, *weights)
-    outs = (x.new_empty(len(x), len(wq)), x.new_empty(len(x), len(wk)), x.new_empty(len(x), len(wv)))
+    x, *operands = readable(x, *weights)
+    q, k, v = outs = tuple(x.new_empty(len(x), len(weight)) for weight in weights)
     if len(x):
-        with on(x.device):
-            projection_launch(x, (wq, wk, wv), cos, sin, unit, outs)()
-    return outs
+        descriptors = [describe(weight, COLUMNS, DEPTH) for weight in operands]
+        descriptors += [describe(out, ROWS // 2, PIECE) for out in outs]
+        q_columns, k_columns = (cdiv(len(weight), COLUMNS) for weight in weights[:2])
+        tiles = (cdiv(len(x), ROWS), q_columns + 2 * k_columns)
+        numbers = (len(cos), tiles[0], q_columns, k_columns, cdiv(x.shape[1], DEPTH))
+        arguments = (describe(x, ROWS, DEPTH), *descriptors, cos, sin, unit, *numbers)
+        launch_matmul(projection_kernel, arguments, tiles, x, HEAD_DIM=2 * cos.shape[-1], STAGES=4)
+    return q, k, v

@@ -5,8 +5,6 @@ The sum stays in float32 registers until it is complete, and is rounded once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 from triton import cdiv
 from triton.experimental import gluon
@@ -20,17 +18,17 @@ from flashspan.kernels.hopper.matmul import (
     DEPTH,
     PIECE,
     ROWS,
+    MatmulBuffers,
     allocate_barriers,
+    launch_matmul,
     load_steps,
     locate_tile,
-    matmul_launch,
     multiply,
     readable,
     split_quarters,
     store_piece,
 )
 from flashspan.kernels.hopper.tensors import describe
-from flashspan.kernels.launch.launch import Launch, on
 
 
 @aggregate
@@ -45,15 +43,6 @@ class SumTensors:
     desc_b3: Descriptor
     desc_c: Descriptor
     desc_out: Descriptor
-
-
-@aggregate
-class SumBuffers:
-    """Shared memory: stages of the operands, and pieces of c and of the output."""
-
-    a_s: Shared
-    b_s: Shared
-    pieces_s: Shared  # for each consumer two pieces or, if ADD, all pieces of its rows
 
 
 @aggregate
@@ -103,7 +92,7 @@ def sum_kernel(
             mbarrier.init(c_full.index(i), count=1)
     job = (
         SumTensors(desc_a1, desc_b1, desc_a2, desc_b2, desc_a3, desc_b3, desc_c, desc_out),
-        SumBuffers(a_s, b_s, pieces_s),
+        MatmulBuffers(a_s, b_s, pieces_s),
         SumBarriers(stages.full, stages.empty, c_full),
         SumSizes(num_rows, num_columns, num_steps1, num_steps2, num_steps3, GROUP, TRANSPOSED, ADD),
     )
@@ -174,29 +163,21 @@ def _produce(tensors, buffers, barriers, sizes):
         )
 
 
-def sum_launch(out: Tensor, c: Tensor | None, pairs: Sequence[tuple[Tensor, Tensor]], *, turned: bool) -> Launch:
-    """out = c + the sum of a b, or a b^T if `turned`, over up to three pairs."""
-    M, N = out.shape
-    absent = [(*pairs[0], 0)] * (3 - len(pairs))
-    full = [(a, b, cdiv(a.shape[1], DEPTH)) for a, b in pairs] + absent
-    shape = (COLUMNS, DEPTH) if turned else (DEPTH, COLUMNS)
-    operands = [x for a, b, _ in full for x in (describe(a, ROWS, DEPTH), describe(b, *shape))]
-    outs = [describe(x, ROWS // 2, PIECE) for x in (out if c is None else c, out)]
-    tiles = (cdiv(M, ROWS), cdiv(N, COLUMNS))
-    numbers = (*tiles, *(num_steps for _, _, num_steps in full))
-    stages = 4 if c is None else 3  # c needs the memory of the fourth
-    arguments = (*operands, *outs, *numbers)
-    return matmul_launch(sum_kernel, arguments, out, tiles, TRANSPOSED=turned, ADD=c is not None, STAGES=stages)
-
-
 def sum_of_products(c: Tensor | None, *pairs: tuple[Tensor, Tensor], turned: bool) -> Tensor:
     """c [M, N], if any, plus the sum of a [M, K] times b [K, N], or [N, K] if `turned`, over up to three pairs."""
-    added = readable(*(x for pair in pairs for x in pair), *([] if c is None else [c]))
-    a, b = added[:2]
+    given = readable(*(x for pair in pairs for x in pair), *([] if c is None else [c]))
+    size, absent = 2 * len(pairs), 3 - len(pairs)
+    made, added = list(zip(given[:size:2], given[1:size:2], strict=True)), given[size:]
+    a, b = made[0]
     out = a.new_empty(len(a), b.shape[0 if turned else 1])
     if len(out):
-        size = 2 * len(pairs)
-        made = list(zip(added[:size:2], added[1:size:2], strict=True))
-        with on(out.device):
-            sum_launch(out, None if c is None else added[-1], made, turned=turned)()
+        shape = (COLUMNS, DEPTH) if turned else (DEPTH, COLUMNS)
+        num_steps = [*(cdiv(a.shape[1], DEPTH) for a, _ in made), *[0] * absent]
+        made += made[:1] * absent
+        operands = [x for a, b in made for x in (describe(a, ROWS, DEPTH), describe(b, *shape))]
+        outs = [describe(x, ROWS // 2, PIECE) for x in (added[0] if added else out, out)]
+        tiles = (cdiv(out.shape[0], ROWS), cdiv(out.shape[1], COLUMNS))
+        stages = 3 if added else 4  # c needs the memory of the fourth
+        constants = {"TRANSPOSED": turned, "ADD": bool(added), "STAGES": stages}
+        launch_matmul(sum_kernel, (*operands, *outs, *tiles, *num_steps), tiles, out, **constants)
     return out

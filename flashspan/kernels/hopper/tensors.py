@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,12 +11,32 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashspan.kernels.launch.triton_abi import stream_of
+from flashspan.kernels.masks import Mask
 from flashspan.kernels.portable.tiles import multiprocessors
 
 L2_BYTES = 8 * 2**20
 """The most bytes of K and V of the heads that are computed at the same time: with more, they evict one another."""
 
 DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
+
+
+class BackwardInputs(NamedTuple):
+    """The tensors and numbers from which the launches of a backward pass are made."""
+
+    dout: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    minus_lse: Tensor
+    minus_delta: Tensor
+    mask: Mask
+    scale: float
+    dq: Tensor | None  # the gradient, or the sums it is made of; None: it is not computed
+    dk: Tensor  # with more heads than k, dk and dv are parts to be added (portable/head_parts.py)
+    dv: Tensor
+    accumulate: bool
+    states: Tensor
+    counter: Tensor
 
 
 def block_dim(head_dim: int) -> int:

@@ -20,38 +20,26 @@ In both, one warp loads, and the two warpgroups use the tensor cores by turns: w
 from __future__ import annotations
 
 import triton
-from torch import Tensor
 
 from flashspan.kernels.hopper.one_pass import backward_launch
-from flashspan.kernels.hopper.tensors import block_dim, describe, key_heads_for_keys, key_heads_for_queries
+from flashspan.kernels.hopper.tensors import (
+    BackwardInputs,
+    block_dim,
+    describe,
+    key_heads_for_keys,
+    key_heads_for_queries,
+)
 from flashspan.kernels.hopper.tiles import BACKWARD, WARPS
 from flashspan.kernels.hopper.two_pass_dkv import keys_kernel
 from flashspan.kernels.hopper.two_pass_dq import queries_kernel
 from flashspan.kernels.launch.launch import Launch
-from flashspan.kernels.masks import Mask
 from flashspan.kernels.portable.arguments import LOG2E, mask_arguments
 
 
-def two_pass_launches(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    minus_lse: Tensor,
-    minus_delta: Tensor,
-    mask: Mask,
-    scale: float,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    accumulate: bool,
-    states: Tensor,
-    counter: Tensor,
-) -> tuple[Launch, Launch]:
-    """The launches of the two passes: for dk and dv, then for dq, which needs no sums and no cast.
-
-    If dk and dv have more heads than k, they are parts to be added (portable/head_parts.py).
-    """
+def two_pass_launches(given: BackwardInputs) -> list[Launch]:
+    """The launches of the two passes: for dk and dv, then for dq, which needs no sums and no cast."""
+    dout, q, k, v, minus_lse, minus_delta, mask, scale, dq, dk, dv, accumulate = given[:-2]
+    assert dq is not None
     B, H, T, D = q.shape
     K, S = k.shape[1], k.shape[2]
     table, start, end, first, last, s_rows, s_columns, lo, hi, _ = mask_arguments(mask, T, S, minus_lse)
@@ -64,9 +52,7 @@ def two_pass_launches(
     rows = len(minus_lse) // (B * H)
     constants = {"TABLE": table, "ACCUMULATE": accumulate, "HAS_EDGES": table or lo > 1 - T or hi < S - 1, **WARPS}
     if wide in BACKWARD:
-        by_keys = backward_launch(
-            dout, q, k, v, minus_lse, minus_delta, mask, scale, None, dk, dv, accumulate, states, counter
-        )
+        by_keys = backward_launch(given._replace(dq=None))
     else:
         num_blocks, key_heads = triton.cdiv(S, block), dk.shape[1]
         section = key_heads_for_keys(q, dk, num_blocks)
@@ -90,4 +76,4 @@ def two_pass_launches(
         ),
         constants,
     )  # fmt: skip
-    return by_keys, by_queries
+    return [by_keys, by_queries]

@@ -7,12 +7,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from flashspan.kernels.hopper.config import (
+    BackwardSizes,
     IntervalMask,
     PassConfig,
     QueryPassBarriers,
     QueryPassBuffers,
-    QueryPassRows,
-    QueryPassSizes,
     QueryPassTensors,
 )
 from flashspan.kernels.hopper.masking import hide_outside, intervals_of, nth_block, visible_blocks
@@ -60,11 +59,10 @@ def queries_kernel(
         mbarrier.init(k_empty.index(i), count=2)
     config = PassConfig(BLOCK_Q, BLOCK_K, BLOCK_D, TABLE, ACCUMULATE, HAS_EDGES, False, SCORES, GRADIENTS)
     job = (
-        QueryPassTensors(desc_q, desc_do, desc_k, desc_v, desc_dq),
+        QueryPassTensors(desc_q, desc_do, desc_k, desc_v, desc_dq, minus_lse, minus_delta),
         QueryPassBuffers(q_s, do_s, k_s, v_s),
         QueryPassBarriers(q_full, do_full, k_full, k_empty, v_full, v_empty),
-        QueryPassSizes(H, G, T, S, padded_T, lo, hi, scale, sm_scale, section),
-        QueryPassRows(minus_lse, minus_delta),
+        BackwardSizes(H, 0, G, T, S, padded_T, lo, hi, scale, sm_scale, section),
         IntervalMask(start, end, s_rows),
         config,
     )
@@ -91,7 +89,7 @@ def _find_work(sizes, mask, config, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _produce(tensors, buffers, barriers, sizes, rows, mask, config):
+def _produce(tensors, buffers, barriers, sizes, mask, config):
     """The producer warp: Q and dO once, each when it is needed, and K and V of each tile."""
     BLOCK_Q: gl.constexpr = config.BLOCK_Q
     BLOCK_K: gl.constexpr = config.BLOCK_K
@@ -172,7 +170,7 @@ def _step(
 
 
 @gluon.jit
-def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, rows, mask, config):
+def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, mask, config):
     """A consumer: 64 of the queries."""
     BLOCK_Q: gl.constexpr = config.BLOCK_Q
     BLOCK_K: gl.constexpr = config.BLOCK_K
@@ -185,8 +183,8 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, rows, mask, co
     o_m = m0 + gl.arange(0, BLOCK_Q, layout=gl.SliceLayout(1, config.SCORES))
     lower, upper = intervals_of(o_m, sizes.T, sizes.S, sizes.lo, sizes.hi, mask, i_b, config.TABLE)
     row = (i_b * sizes.H + i_h).to(gl.int64) * sizes.padded_T + o_m
-    minus_lse = load_bias(rows.minus_lse, row) * sizes.scale
-    minus_delta = load_bias(rows.minus_delta, row)
+    minus_lse = load_bias(tensors.minus_lse, row) * sizes.scale
+    minus_delta = load_bias(tensors.minus_delta, row)
     dq = gl.zeros([BLOCK_Q, BLOCK_D], gl.float32, layout=config.GRADIENTS)
     mbarrier.wait(barriers.q_full, 0)
     q = q_s.index(WG).reshape((BLOCK_Q, BLOCK_D))

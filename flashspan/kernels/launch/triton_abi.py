@@ -1,7 +1,7 @@
 """Every undocumented name of Triton that a launch uses, in one place.
 
-They were checked in the releases RELEASES. On another release Triton's own launcher is used, with one warning about its
-cost. `NAMES` and `ATTRIBUTES` list them for the tests.
+They were checked in the releases RELEASES; tests/kernels/launch/test_triton_abi.py lists and tests them. On another
+release Triton's own launcher is used, with one warning about its cost.
 """
 
 from __future__ import annotations
@@ -25,34 +25,6 @@ from triton.runtime.errors import OutOfResources, PTXASError
 from triton.runtime.jit import JITCallable, JITFunction
 
 RELEASES = ("3.6", "3.7")
-
-NAMES = {
-    "triton.compiler": ["compile"],
-    "triton.compiler.errors": ["CompilationError"],
-    "triton.runtime.errors": ["OutOfResources", "PTXASError"],
-    "triton.runtime.jit": ["JITFunction.warmup", "JITCallable.cache_key"],
-    "triton.runtime.driver": ["DriverConfig.active", "DriverConfig.set_active"],
-    "triton.backends.compiler": ["GPUTarget"],
-    "triton.knobs": [
-        *("runtime.interpret", "runtime.launch_enter_hook", "runtime.launch_exit_hook"),
-        *("CompilationListener", "cache.dir"),
-    ],
-    "triton.compiler.compiler": ["CompiledKernel.run"],
-    "triton.backends.nvidia.driver": ["CudaLauncher", "wrap_handle_tensordesc", "make_tensordesc_arg"],
-}
-"""Modules and the names in them."""
-
-ATTRIBUTES = {
-    "triton.compiler.compiler:CompiledKernel": ["function", "packed_metadata", "metadata"],
-    "triton.runtime.jit:JITFunction": ["arg_names", "do_not_specialize"],
-    "triton.runtime.jit:JITCallable": ["fn", "__globals__"],
-    "triton.backends.driver:GPUDriver": ["get_current_stream"],
-    "triton.backends.nvidia.driver:CudaUtils": ["get_device_properties"],
-    "triton.backends.nvidia.driver:CudaLauncher": [
-        *("launch", "global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl"),
-    ],
-}
-"""Classes and what their __init__ sets."""
 
 
 @functools.cache
@@ -156,13 +128,16 @@ def compile_and_load(kernel: Any, arguments: tuple[Any, ...], grid: tuple[int, .
 _assumed: list[int] = []  # the architecture to compile for in place of the GPU's
 
 
-def compile_for_architecture(architecture: int) -> None:
-    """From now on compile for an NVIDIA GPU of this compute capability (90 for 9.0), even if this machine has none."""
-    _assumed[:] = [architecture]
-    target = GPUTarget("cuda", architecture, 32)
+def compile_for_architecture(architecture: int | str, kind: str = "cuda") -> None:
+    """From now on compile for an NVIDIA GPU of this compute capability (90 for 9.0), even if this machine has none; or
+    for an AMD GPU: "gfx942" of the kind "hip"."""
+    _assumed[:] = [int(architecture) if kind == "cuda" else 0]
+    target = GPUTarget(kind, architecture, 32 if kind == "cuda" else 64)
     driver.set_active(
         SimpleNamespace(
-            get_current_device=lambda: 0, get_current_stream=lambda device: 0, get_current_target=lambda: target
+            get_current_device=lambda: architecture,  # Triton keeps a kernel's target by its device
+            get_current_stream=lambda device: 0,
+            get_current_target=lambda: target,
         )
     )
 

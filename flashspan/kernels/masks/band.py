@@ -119,9 +119,8 @@ class Band(Mask):
     def pack(self) -> tuple[str, list[int], list[Tensor]]:
         return "band", [*self.numbers()], []
 
-    @staticmethod
-    def unpack(numbers: Sequence[int]) -> Band:
-        """The inverse of `pack`."""
+    @classmethod
+    def unpack(cls, numbers: Sequence[int], tensors: Sequence[Tensor] = ()) -> Band:
         lo, hi = numbers
         return Band(None if lo == -UNBOUNDED else lo, None if hi == UNBOUNDED else hi)
 

@@ -55,6 +55,12 @@ class Lists:
     def tensors(self) -> list[Tensor]:
         return [self.spans, self.index, self.tile, self.order]
 
+    def entries(self) -> tuple[Tensor, Tensor]:
+        """For each entry of `index`: the number of its line among those of all maps, and whether its tile is full."""
+        spans = self.spans.view(-1, 3).long()
+        line = torch.arange(len(spans), device=spans.device).repeat_interleave(spans[:, 2] - spans[:, 0])
+        return line, torch.arange(len(line), device=spans.device) < spans[line, 1]
+
     def visits(self) -> Tensor:
         """The number of tiles in each line, int32 [B or 1, H or 1, lines]."""
         return self.spans[..., 2] - self.spans[..., 0]
@@ -85,8 +91,10 @@ class BlockMap:
     def from_kinds(
         cls, num_queries: int, num_keys: int, block: tuple[int, int], kinds: Tensor, read: ReadTiles
     ) -> BlockMap:
-        """From the kind of each tile. `read` is called for PARTIAL tiles, which may turn out to be empty or full."""
+        """From the kind of each tile. `read` is called for PARTIAL tiles, which may turn out to be empty or full. What
+        it returns past the end is ignored."""
         block_q, block_k = block
+        q_rows, k_rows = (block_positions(n, b, kinds.device) for n, b in ((num_queries, block_q), (num_keys, block_k)))
         kinds = kinds.clone()
         for dim, ragged in ((2, num_queries % block_q), (3, num_keys % block_k)):
             if ragged:  # a tile that reaches past the end gets bits, so that kernels need no check
@@ -95,8 +103,10 @@ class BlockMap:
         num_k = kinds.shape[3]
         words, places = [], []
         for where in (kinds == PARTIAL).nonzero().split(max(1, packed.CHUNK // 8 // (block_q * block_k))):
-            found, partial_words = classify(read(*where.T)[:, None])
-            kinds[tuple(where.T)] = found[:, 0]
+            b, h, i, j = where.T
+            exists = (q_rows[i] < num_queries)[:, :, None] & (k_rows[j] < num_keys)[:, None, :]
+            found, partial_words = classify((read(b, h, i, j) & exists)[:, None])
+            kinds[b, h, i, j] = found[:, 0]
             b, h, i, j = where[found[:, 0] == PARTIAL].T
             places.append(((b * kinds.shape[1] + h) * kinds.shape[2] + i) * num_k + j)
             words.append(partial_words)
@@ -147,9 +157,8 @@ class BlockMap:
         q_rows, k_rows = (block_positions(len(x), b, grid.device) for x, b in ((rows, block_q), (keys, block_k)))
 
         def read(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            row, key = q_rows[i], k_rows[j]  # [n, block]
-            exists = (row < len(rows))[:, :, None] & (key < len(keys))[:, None, :]
-            row, key = rows[row.clamp(max=len(rows) - 1)], keys[key.clamp(max=len(keys) - 1)]
+            # [n, block]
+            row, key = rows[q_rows[i].clamp(max=len(rows) - 1)], keys[k_rows[j].clamp(max=len(keys) - 1)]
             number = grid[
                 b[:, None, None], h[:, None, None], (row // block_q)[:, :, None], (key // block_k)[:, None, :]
             ]
@@ -158,7 +167,7 @@ class BlockMap:
                 at = key % block_k
                 word = self.bits[number.clamp(min=0), (row % block_q)[:, :, None], (at // packed.WORD)[:, None, :]]
                 seen = seen | ((number >= 0) & ((word >> (at % packed.WORD).int()[:, None, :]) & 1).bool())
-            return seen & exists
+            return seen
 
         return BlockMap.from_kinds(len(rows), len(keys), self.block, kinds, read)
 
@@ -166,14 +175,9 @@ class BlockMap:
         """The complement: visible where this map is not."""
         kinds = self.kinds()
         kinds = torch.where(kinds == EMPTY, FULL, torch.where(kinds == FULL, EMPTY, PARTIAL)).to(torch.uint8)
-        q_rows, k_rows = (
-            block_positions(n, b, kinds.device)
-            for n, b in zip((self.num_queries, self.num_keys), self.block, strict=True)
-        )
 
         def read(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            exists = (q_rows[i] < self.num_queries)[:, :, None] & (k_rows[j] < self.num_keys)[:, None, :]
-            return exists & ~self.read(b, h, i, j)
+            return ~self.read(b, h, i, j)
 
         return BlockMap.from_kinds(self.num_queries, self.num_keys, self.block, kinds, read)
 

@@ -148,10 +148,8 @@ class Blocks(Mask):
     def grid(self) -> Tensor:
         """The grid (block_map.py) of these lists."""
         num_k = self.columns.spans.shape[2]
-        lines = self.rows.spans.view(-1, 3).long()
-        grid = self.bits.new_full((len(lines), num_k), HIDDEN)
-        line = torch.arange(len(lines), device=self.device).repeat_interleave(lines[:, 2] - lines[:, 0])
-        full = torch.arange(len(line), device=self.device) < lines[line, 1]
+        line, full = self.rows.entries()
+        grid = self.bits.new_full((self.rows.spans.shape[:3].numel(), num_k), HIDDEN)
         grid[line, self.rows.index.long()] = torch.where(full, VISIBLE, self.rows.tile).int()
         return grid.view(*self.rows.spans.shape[:3], num_k)
 
@@ -171,12 +169,9 @@ class Blocks(Mask):
     def count(self) -> int:
         """Number of visible pairs in all maps."""
         block_q, block_k = self.block
-        full = int((self.rows.spans[..., 1] - self.rows.spans[..., 0]).sum())
+        _, full = self.rows.entries()
         per_tile = torch.cat([packed.unpack(part).sum((1, 2)) for part in self.bits.split(1024)])
-        lines = self.rows.spans.view(-1, 3)
-        line = torch.arange(len(lines), device=self.device).repeat_interleave((lines[:, 2] - lines[:, 0]).long())
-        partial = torch.arange(len(line), device=self.device) >= lines[line, 1]
-        return full * block_q * block_k + int(per_tile[self.rows.tile[partial].long()].sum())
+        return int(full.sum()) * block_q * block_k + int(per_tile[self.rows.tile[~full].long()].sum())
 
     def is_empty(self) -> bool:
         """Whether no query sees any key."""
@@ -304,32 +299,15 @@ class Blocks(Mask):
         tiles = BlockMap(self.num_queries, self.num_keys, self.block, grid, self.bits[used])
         return Blocks.of_map(tiles, self.bits_t[used])
 
-    def to(self, device: torch.device | str) -> Blocks:
-        device = torch.device(device)
-        eager = not torch.compiler.is_compiling()
-        inference = eager and self.bits.is_inference() and not torch.is_inference_mode_enabled()
-        if self.device == device and not inference:
-            return self
-
-        def move(x: Tensor) -> Tensor:
-            # Tensors created in inference mode must be cloned for training: autograd cannot save them.
-            return x.to(device).clone() if inference else x.to(device)
-
-        def copy() -> Blocks:
-            rows, columns = (Lists(x.num_long, *map(move, x.tensors)) for x in (self.rows, self.columns))
-            return Blocks(
-                self.num_queries, self.num_keys, self.block, rows, columns, move(self.bits), move(self.bits_t)
-            )
-
-        return copy() if inference else self.derived(device, copy)
+    def _one_tensor(self) -> Tensor:
+        return self.bits
 
     def pack(self) -> tuple[str, list[int], list[Tensor]]:
         numbers = [self.num_queries, self.num_keys, *self.block, self.rows.num_long, self.columns.num_long]
         return "blocks", numbers, [*self.rows.tensors, *self.columns.tensors, self.bits, self.bits_t]
 
-    @staticmethod
-    def unpack(numbers: Sequence[int], tensors: Sequence[Tensor]) -> Blocks:
-        """The inverse of `pack`."""
+    @classmethod
+    def unpack(cls, numbers: Sequence[int], tensors: Sequence[Tensor]) -> Blocks:
         num_queries, num_keys, block_q, block_k, long_rows, long_columns = numbers
         rows, columns = Lists(long_rows, *tensors[:4]), Lists(long_columns, *tensors[4:8])
         return Blocks(num_queries, num_keys, (block_q, block_k), rows, columns, *tensors[8:])

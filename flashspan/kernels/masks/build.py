@@ -107,11 +107,9 @@ def from_coarse(coarse: Tensor, num_queries: int, num_keys: int, size: int | tup
     grid = coarse.repeat_interleave(size_q // block_q, 2).repeat_interleave(size_k // block_k, 3)
     grid = grid[:, :, : -(-num_queries // block_q), : -(-num_keys // block_k)]
     kinds = torch.where(grid, FULL, EMPTY).to(torch.uint8)
-    q_rows, k_rows = (block_positions(n, b, coarse.device) for n, b in ((num_queries, block_q), (num_keys, block_k)))
 
     def read(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        inside = (q_rows[i] < num_queries)[:, :, None] & (k_rows[j] < num_keys)[:, None, :]
-        return inside & grid[b, h, i, j][:, None, None]
+        return grid[b, h, i, j][:, None, None]
 
     return BlockMap.from_kinds(num_queries, num_keys, (block_q, block_k), kinds, read)
 
@@ -125,12 +123,9 @@ def from_intervals(start: Tensor, end: Tensor, num_keys: int, block: int | tuple
     q_rows, k_rows = (block_positions(n, b, start.device) for n, b in ((num_queries, block_q), (num_keys, block_k)))
 
     def read(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        row = q_rows[i]
-        exists, row = row < num_queries, row.clamp(max=num_queries - 1)
-        low = torch.where(exists, start[b[:, None], row], num_keys)
-        high = torch.where(exists, end[b[:, None], row], 0)
-        keys = k_rows[j][:, None, :]
-        return (low[..., None] <= keys) & (keys < high[..., None])
+        row, keys = q_rows[i].clamp(max=num_queries - 1), k_rows[j][:, None, :]
+        low, high = (bound[b[:, None], row][..., None] for bound in (start, end))
+        return (low <= keys) & (keys < high)
 
     return BlockMap.from_kinds(num_queries, num_keys, (block_q, block_k), kinds, read)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property, singledispatch
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -58,10 +58,30 @@ class Mask:
 
     def to(self, device: torch.device | str) -> Self:
         """This mask with its tensors on a device; the copy is cached."""
+        device, one = torch.device(device), self._one_tensor()
+        eager = not torch.compiler.is_compiling()
+        # Tensors created in inference mode must be cloned for training: autograd cannot save them.
+        clone = eager and one.is_inference() and not torch.is_inference_mode_enabled()
+        if one.device == device and not clone:
+            return self
+
+        def copy() -> Any:
+            _, numbers, tensors = self.pack()
+            return self.unpack(numbers, [x.to(device).clone() if clone else x.to(device) for x in tensors])
+
+        return copy() if clone else self.derived(device, copy)
+
+    def _one_tensor(self) -> Tensor:
+        """Any of its tensors."""
         raise NotImplementedError
 
     def pack(self) -> tuple[str, list[int], list[Tensor]]:
-        """Kind, numbers and tensors, which an operator's schema allows. `unpack` is the inverse."""
+        """Kind, numbers and tensors, which an operator's schema allows."""
+        raise NotImplementedError
+
+    @classmethod
+    def unpack(cls, numbers: Sequence[int], tensors: Sequence[Tensor]) -> Self:
+        """The inverse of `pack`."""
         raise NotImplementedError
 
     @cached_property

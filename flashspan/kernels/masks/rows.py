@@ -106,29 +106,15 @@ class Rows(Mask):
         convex = self.convex and (isinstance(other, Band) or other.convex)
         return Rows(start, end, self.num_keys, convex=convex)
 
-    def to(self, device: torch.device | str) -> Rows:
-        device = torch.device(device)
-        eager = not torch.compiler.is_compiling()
-        if eager and self.start.is_inference() and not torch.is_inference_mode_enabled():
-            # Tensors created in inference mode must be cloned for training: autograd cannot save them.
-            start, end = self.start.to(device).clone(), self.end.to(device).clone()
-            return Rows(start, end, self.num_keys, convex=self.convex, reach=self.reach)
-        if self.start.device == device:
-            return self
-
-        def copy() -> Rows:
-            start, end = self.start.to(device), self.end.to(device)
-            return Rows(start, end, self.num_keys, convex=self.convex, reach=self.reach)
-
-        return self.derived(device, copy)
+    def _one_tensor(self) -> Tensor:
+        return self.start
 
     def pack(self) -> tuple[str, list[int], list[Tensor]]:
         return "rows", [self.num_keys, int(self.convex), self.reach], [self.start, self.end, self.first, self.last]
 
-    @staticmethod
-    def unpack(numbers: Sequence[int], tensors: Sequence[Tensor]) -> Rows:
-        """The inverse of `pack`."""
-        rows = object.__new__(Rows)
+    @classmethod
+    def unpack(cls, numbers: Sequence[int], tensors: Sequence[Tensor]) -> Rows:
+        rows = object.__new__(cls)
         rows.start, rows.end, rows.first, rows.last = tensors
         rows.num_keys, convex, rows.reach = numbers
         rows.convex, rows._derived = bool(convex), {}

@@ -15,9 +15,8 @@ from flashspan.kernels.masks.rows import Rows
 
 def unpack(kind: str, numbers: Sequence[int], tensors: Sequence[Tensor]) -> Mask:
     """The inverse of `Mask.pack`."""
-    if kind == "band":
-        return Band.unpack(numbers)
-    return Rows.unpack(numbers, tensors) if kind == "rows" else Blocks.unpack(numbers, tensors)
+    kinds: dict[str, type[Mask]] = {"band": Band, "rows": Rows, "blocks": Blocks}
+    return kinds[kind].unpack(numbers, tensors)
 
 
 def dense(mask: Mask, num_queries: int, num_keys: int) -> Tensor:

@@ -17,13 +17,7 @@ from flashspan.kernels.dropout import Dropout
 from flashspan.kernels.launch.compiling import launch_together
 from flashspan.kernels.launch.launch import Launch, on
 from flashspan.kernels.masks import Blocks, Mask
-from flashspan.kernels.portable.arguments import (
-    LOG2E,
-    common_constants,
-    dropout_arguments,
-    strides,
-    with_near_rows,
-)
+from flashspan.kernels.portable.arguments import LOG2E, common_constants, dropout_arguments, strides, with_near_rows
 from flashspan.kernels.portable.common import (
     block_interval,
     edge_tile,

@@ -48,15 +48,11 @@ def likeliest_kernel(
 def likeliest(logits: Tensor, said: Tensor, spoiled: Tensor, ends: Tensor) -> Tensor:
     """Tokens [B] of logits [B, V]. Two bool tensors [B] are updated in place: `spoiled` becomes True for rows that have
     not ended and have a logit that is not finite; then `said`, for rows whose token is one of `ends`."""
-    chosen = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    with on(logits.device):
-        likeliest_launch(logits.contiguous(), chosen, said.view(torch.uint8), spoiled.view(torch.uint8), ends)()
-    return chosen
-
-
-def likeliest_launch(logits: Tensor, chosen: Tensor, said: Tensor, spoiled: Tensor, ends: Tensor) -> Launch:
-    """The launch of `likeliest`."""
-    V = logits.shape[1]
+    B, V = logits.shape
+    chosen = torch.empty(B, dtype=torch.int64, device=logits.device)
     lanes = min(LANES, triton.next_power_of_2(triton.cdiv(V, EACH)))
     constants = {"V": V, "LANES": lanes, "EACH": EACH, "AT_ONCE": 2, "num_warps": max(1, WARPS * lanes // LANES)}
-    return Launch(likeliest_kernel, (len(logits),), (logits, chosen, said, spoiled, ends, len(ends)), constants)
+    tensors = (logits.contiguous(), chosen, said.view(torch.uint8), spoiled.view(torch.uint8), ends)
+    with on(logits.device):
+        Launch(likeliest_kernel, (B,), (*tensors, len(ends)), constants)()
+    return chosen

@@ -238,8 +238,8 @@ class Tile:
     """See Note [An early start]."""
     rows: int = MAX_ROWS
 
-    def constants(self) -> dict[str, int]:
-        """As a kernel's compile-time arguments."""
+    def constants(self, device: torch.device) -> dict[str, int | str]:
+        """The compile-time arguments of a kernel that depend on its tile and the device."""
         ahead = max(64, triton.next_power_of_2((self.num_stages - 1) * self.slices * self.depth))
         return {
             **early_launch(self.early),
@@ -249,6 +249,8 @@ class Tile:
             "BN": self.columns,
             "BS": self.slices,
             "BK": self.depth,
+            "ROWS": MAX_ROWS,
+            "PRECISION": precision(device),
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
         }
@@ -309,10 +311,7 @@ def project_launch(
     """Weights of queries, keys and values to q [B, H, D], and keys and values into room [2, B, K, capacity, D]."""
     (B, E), (H, D), (G, capacity) = scaled.shape, q.shape[1:], room.shape[2:4]
     size = size or tile("project", (H + 2 * G) * D, E, weights[0], B)
-    constants = {
-        "E": E, "H": H, "G": G, "D": D, **_parts(squares), "ROWS": MAX_ROWS, **size.constants(),
-        "PRECISION": precision(scaled.device),
-    }  # fmt: skip
+    constants = {"E": E, "H": H, "G": G, "D": D, **_parts(squares), **size.constants(scaled.device)}
     arguments = (scaled, squares, *weights, cos, sin, positions, q, room, B, capacity, eps, gain)
     return Launch(project_kernel, ((H + 2 * G) * triton.cdiv(D, size.columns),), arguments, constants)
 
@@ -324,7 +323,7 @@ def add_launch(
     """x += a W^T, for a [B, K]; and `scaled` and `squares` for the norm with the weight `norm`."""
     E, K = weight.shape
     size = size or tile("add", E, K, weight, len(x))
-    constants = {"E": E, "K": K, "ROWS": MAX_ROWS, **size.constants(), "PRECISION": precision(x.device)}
+    constants = {"E": E, "K": K, **size.constants(x.device)}
     arguments = (a, weight, x, norm, scaled, squares, len(x), gain)
     return Launch(add_kernel, (triton.cdiv(E, size.columns),), arguments, constants)
 
@@ -336,9 +335,7 @@ def gated_launch(
     """silu(gate) * up to out [B, F]."""
     F, E = gate.shape
     size = size or tile("gated", 2 * F, E, gate, len(out))
-    constants = {
-        "E": E, "F": F, **_parts(squares), "ROWS": MAX_ROWS, **size.constants(), "PRECISION": precision(out.device)
-    }  # fmt: skip
+    constants = {"E": E, "F": F, **_parts(squares), **size.constants(out.device)}
     arguments = (scaled, squares, gate, up, out, len(out), eps, gain)
     return Launch(gated_kernel, (triton.cdiv(2 * F, size.columns),), arguments, constants)
 
@@ -349,9 +346,7 @@ def head_launch(
     """Logits [B, V]."""
     V, E = weight.shape
     size = size or tile("head", V, E, weight, len(logits))
-    constants = {
-        "E": E, "V": V, **_parts(squares), "ROWS": MAX_ROWS, **size.constants(), "PRECISION": precision(logits.device)
-    }  # fmt: skip
+    constants = {"E": E, "V": V, **_parts(squares), **size.constants(logits.device)}
     arguments = (scaled, squares, weight, logits, len(logits), eps, gain)
     return Launch(head_kernel, (triton.cdiv(V, size.columns),), arguments, constants)
 
