@@ -1,4 +1,7 @@
-"""Each example runs as its first lines say, and ends without an error: it checks its own result."""
+"""Each example runs as its first lines say, and ends without an error: it checks its own result.
+
+Those of one process, which `python FILE` runs, run one after another in processes forked after the import of torch.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +13,31 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "examples"
-NAMES = [
-    "ring_attention",
-    "fine_tune",
-    "hybrid_block",
-    "custom_mask",
-    "drop_in",
-    "packed_documents",
-    "custom_schedule",
-    "transformers_drop_in",
-]
+WITH_RANKS = ["ring_attention", "fine_tune", "hybrid_block"]  # under torchrun, or started by the example
+OF_ONE_PROCESS = ["custom_mask", "drop_in", "packed_documents", "custom_schedule", "transformers_drop_in"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+IN_TURN = """
+import os, runpy, sys
+import torch
+
+folder, *files = sys.argv[1:]
+for file in files:
+    if os.fork() == 0:
+        for kind, stream in (("out", 1), ("err", 2)):
+            path = os.path.join(folder, os.path.basename(file) + "." + kind)
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), stream)
+        sys.argv, sys.path[0] = [file], os.path.dirname(file)
+        runpy.run_path(file, run_name="__main__")
+        sys.exit()
+    print(os.path.basename(file), os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+"""
+"""Runs files; prints the name and the exit code of each, and keeps what it prints in a folder."""
 
 
 def command_of(path: Path) -> list[str]:
@@ -39,19 +51,47 @@ def start(command: list[str], folder: Path = ROOT) -> subprocess.CompletedProces
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=180)
 
 
+def start_in_turn(names: list[str], folder: Path) -> dict[str, subprocess.CompletedProcess[str]]:
+    files = [str(FOLDER / f"{name}.py") for name in names]
+    done = start([sys.executable, "-c", IN_TURN, str(folder), *files])
+    assert done.returncode == 0, done.stderr
+    codes = dict(line.split() for line in done.stdout.splitlines())
+    found = {}
+    for name in names:
+        out, error = ((folder / f"{name}.py.{kind}").read_text(encoding="utf-8") for kind in ("out", "err"))
+        found[name] = subprocess.CompletedProcess(
+            command_of(FOLDER / f"{name}.py"), int(codes[f"{name}.py"]), out, error
+        )
+    return found
+
+
 @pytest.fixture(scope="module")
-def running() -> Iterator[dict[str, Future[subprocess.CompletedProcess[str]]]]:
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Any]]]:
     """All examples, two at a time."""
     with ThreadPoolExecutor(2) as pool:
-        yield {name: pool.submit(start, command_of(FOLDER / f"{name}.py")) for name in NAMES}
+        in_turn = pool.submit(start_in_turn, OF_ONE_PROCESS, tmp_path_factory.mktemp("examples"))
+        yield {
+            **{name: pool.submit(start, command_of(FOLDER / f"{name}.py")) for name in WITH_RANKS},
+            **dict.fromkeys(OF_ONE_PROCESS, in_turn),
+        }
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.timeout(200)
-def test_an_example_runs(name: str, running: dict[str, Future[subprocess.CompletedProcess[str]]]) -> None:
-    done = running[name].result()
+def check(done: subprocess.CompletedProcess[str]) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
+
+
+@pytest.mark.parametrize("name", OF_ONE_PROCESS)
+@pytest.mark.timeout(200)
+def test_an_example_runs(name: str, running: dict[str, Future[Any]]) -> None:
+    assert command_of(FOLDER / f"{name}.py") == [sys.executable, f"examples/{name}.py"]
+    check(running[name].result()[name])
+
+
+@pytest.mark.parametrize("name", WITH_RANKS)
+@pytest.mark.timeout(200)
+def test_an_example_with_ranks_runs(name: str, running: dict[str, Future[Any]]) -> None:
+    check(running[name].result())
 
 
 def test_every_example_is_run_by_a_test() -> None:
