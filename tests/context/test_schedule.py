@@ -47,7 +47,7 @@ def problems(draw: st.DrawFn) -> tuple[Visibility, Schedule]:
     return visibility, generators.in_chunks(schedule, draw(st.integers(1, 3)))
 
 
-@pytest.mark.parametrize("num_examples", [400, pytest.param(4000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_examples", [400, pytest.param(4000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
 def test_any_schedule_computes_attention(num_examples: int) -> None:
     @given(problems())
     @settings(max_examples=num_examples, deadline=None)
