@@ -35,7 +35,7 @@ def test_the_page_has_two_commands_and_ci_runs_the_second() -> None:
 
 
 def test_the_ring_is_the_example_that_runs() -> None:
-    """tests/test_examples.py runs the file under torchrun."""
+    """tests/test_examples.py runs the file with torchrun's launcher."""
     assert blocks("python")[1] in (ROOT / "examples" / "ring_attention.py").read_text(encoding="utf-8")
 
 

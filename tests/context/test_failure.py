@@ -276,7 +276,7 @@ def distance(mine: Any, exact: Any) -> float:
 
 def leave_out(what: str, strategy: str) -> list[str]:
     """On a rank: the errors of three steps, in which rank 1 skips a backward, or fails in the middle of one."""
-    attend = context_parallel(dist.group.WORLD, strategy=strategy, num_tokens=36, timeout=2.0)
+    attend = context_parallel(dist.group.WORLD, strategy=strategy, num_tokens=36, timeout=1.0)
     said = []
     for number in range(3):
         torch.manual_seed(number)

@@ -35,7 +35,7 @@ def check(on_ranks: OnRanks, cases: list[Case]) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [1, 3, 4, *(pytest.param(x, marks=pytest.mark.slow) for x in (2, 8))])
 def test_parallel_matches_one_device(on_ranks: OnRanks, strategy: str, ranks: int) -> None:
     """All layouts and masks, odd lengths, grouped queries, on sub-groups whose ranks differ from global ranks."""
     if strategy == "hybrid" and ranks % 2:

@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from flashspan import launch
 from flashspan.data.prepare import VALIDATION, encode, write_files
 from flashspan.data.prepare import corpus as texts
 from flashspan.data.tokenizer import ByteTokenizer
 from flashspan.train import TrainConfig, parse
+
+# The first rank of a run draws its loss at the end, and most tests start a first rank of their own.
+launch.PRELOAD += ["matplotlib.backends.backend_agg", "matplotlib.figure"]
 
 
 @pytest.fixture(scope="session")

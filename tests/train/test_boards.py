@@ -97,7 +97,7 @@ def test_a_refused_login_is_one_error_with_the_remedy(
 ) -> None:
     (tmp_path / "modules" / "refuse").touch()
     with pytest.raises(ValueError, match=r"No API key configured.*WANDB_MODE=offline"):
-        run.run(config_of("--log.wandb", "--parallel.ranks=2", "--train.steps=1"))
+        run.run(config_of("--log.wandb", "--parallel.ranks=1", "--train.steps=1"))
 
 
 def test_a_run_that_fails_is_marked_as_failed(
@@ -155,7 +155,7 @@ def test_the_real_package_records_without_a_network(
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("HOME", str(tmp_path))
-    config = config_of("--log.wandb", "--parallel.ranks=2", "--train.steps=2", "--train.evaluate_every=2")
+    config = config_of("--log.wandb", "--parallel.ranks=1", "--train.steps=2", "--train.evaluate_every=2")
     command = [sys.executable, "-m", "flashspan.train", *_options(config)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr

@@ -23,14 +23,32 @@ from flashspan.train.metrics import read_metrics
 from flashspan.train.run import check, run_rank
 from tests.train.cases import ConfigOf, OnRanks, damage_one
 
+TWO_CHECKPOINTS = ("--checkpoint.every=2", "--train.steps=4", "--parallel.context=1")
+
+
+@pytest.fixture(scope="module")
+def finished() -> list[Path]:
+    """The folder of a finished run with two checkpoints, once a test has made it."""
+    return []
+
+
+def copy_run(on_ranks: OnRanks, config: TrainConfig, finished: list[Path]) -> list[Path]:
+    """Fill the config's folder with the finished run; the checkpoints."""
+    folder = Path(config.checkpoint.folder)
+    if not finished:
+        on_ranks(1, run_rank, config)
+        finished.append(Path(shutil.copytree(folder, folder.with_name("finished"))))
+    else:
+        shutil.copytree(finished[0], folder)
+    return checkpoint.checkpoints(folder)
+
 
 @pytest.mark.parametrize("how", ["flipped", "torn", "gone", "no manifest"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
-    on_ranks: OnRanks, config_of: ConfigOf, how: str, capfd: pytest.CaptureFixture[str]
+    on_ranks: OnRanks, config_of: ConfigOf, finished: list[Path], how: str
 ) -> None:
-    config = config_of("--checkpoint.every=2", "--train.steps=4", "--parallel.context=1")
-    on_ranks(1, run_rank, config)
-    older, newer = checkpoint.checkpoints(config.checkpoint.folder)
+    config = config_of(*TWO_CHECKPOINTS)
+    older, newer = copy_run(on_ranks, config, finished)
     damage_one(newer, how)
     said: list[str] = []
     assert checkpoint.newest(config.checkpoint.folder, say=said.append) == older
@@ -128,10 +146,11 @@ def test_steps_without_targets_have_loss_0(on_ranks: OnRanks, config_of: ConfigO
     assert [rows[0]["loss"], rows[1]["validation_loss"]] == [0.0, 0.0]
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_is_refused(on_ranks: OnRanks, config_of: ConfigOf) -> None:
-    config = config_of("--checkpoint.every=2", "--train.steps=4", "--parallel.context=1")
-    on_ranks(1, run_rank, config)
-    older, newer = checkpoint.checkpoints(config.checkpoint.folder)
+def test_a_run_whose_checkpoints_are_all_damaged_is_refused(
+    on_ranks: OnRanks, config_of: ConfigOf, finished: list[Path]
+) -> None:
+    config = config_of(*TWO_CHECKPOINTS)
+    older, newer = copy_run(on_ranks, config, finished)
     damage_one(older, "flipped")
     damage_one(newer, "gone")
     metrics = (Path(config.checkpoint.folder) / "metrics.jsonl").read_bytes()

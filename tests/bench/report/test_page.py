@@ -194,10 +194,15 @@ def test_contents_lead_to_every_section() -> None:
     assert len(links) == len(set(links)) >= 4
 
 
-def test_the_page_has_a_dark_mode_and_its_figures_take_its_colours(tmp_path: Path) -> None:
-    text = page(rows())
-    assert "prefers-color-scheme: dark" in text
-    figures = re.findall("<svg.*?</svg>", text, flags=re.DOTALL)
+@pytest.fixture(scope="module")
+def plain() -> str:
+    """The page of two strategies and one device."""
+    return page(rows())
+
+
+def test_the_page_has_a_dark_mode_and_its_figures_take_its_colours(plain: str, tmp_path: Path) -> None:
+    assert "prefers-color-scheme: dark" in plain
+    figures = re.findall("<svg.*?</svg>", plain, flags=re.DOTALL)
     assert figures
     for figure in figures:
         assert "#000000" not in figure
@@ -208,8 +213,8 @@ def test_the_page_has_a_dark_mode_and_its_figures_take_its_colours(tmp_path: Pat
     assert all("background: #fff" in file.read_text() for file in tmp_path.glob("*.svg"))
 
 
-def test_the_cells_of_a_wide_table_name_their_columns() -> None:
-    section = page(rows()).split('id="across-devices"')[1].split("</section>")[0]
+def test_the_cells_of_a_wide_table_name_their_columns(plain: str) -> None:
+    section = plain.split('id="across-devices"')[1].split("</section>")[0]
     [(head, body)] = re.findall(
         '<table class="wide">.*?<thead>(.*?)</thead><tbody>(.*?)</tbody>', section, flags=re.DOTALL
     )
@@ -218,7 +223,7 @@ def test_the_cells_of_a_wide_table_name_their_columns() -> None:
         assert re.findall('data-heading="(.*?)"', line) == headings[1:]
 
 
-def test_a_legend_and_its_caption_use_the_same_words() -> None:
-    section = page(rows()).split('id="across-devices"')[1]
+def test_a_legend_and_its_caption_use_the_same_words(plain: str) -> None:
+    section = plain.split('id="across-devices"')[1]
     for words in PARTS.values():
         assert section.count(words) >= 2
