@@ -1,7 +1,7 @@
 """Random calls of `attention` against float64: shapes, masks, strides, dtypes, scales, dropout and gradients of lse.
 
 pytest -m "campaign and not gpu" -s tests/test_random_calls.py    # 2,000 calls, a minute
-pytest -m "campaign and gpu" -s tests/test_random_calls.py        # 1,000 calls on a GPU
+pytest -m "campaign and gpu" -n 12 tests/test_random_calls.py     # 1,000 calls on a GPU
 
 What a mask shows is drawn here by rules of its own, from the definition of each mask.
 """
@@ -22,8 +22,12 @@ import torch
 from torch import Tensor
 
 from flashspan import attention, masks
-from flashspan.kernels import promise
+from flashspan.kernels import portable, promise
+from flashspan.kernels.contract import Carry, Problem
+from flashspan.kernels.delta import row_delta
 from flashspan.kernels.dropout import Dropout
+from flashspan.kernels.portable import few_tiles
+from flashspan.kernels.portable.tiles import Tile
 from tests.kernels.cases import Watched
 
 DTYPES = (torch.float32, torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -268,6 +272,39 @@ def test_two_thousand_random_calls() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is chosen where there is no GPU")
 def test_interpreted_kernels() -> None:
     search(20_000, 50, INTERPRETED)
+
+
+@pytest.fixture
+def few_tiles_serve(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """The backend "portable" takes the kernels for few tiles wherever they can serve; counts their calls."""
+    served: Counter[str] = Counter()
+    given = portable.forward
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **rest: Any) -> Carry:
+        if isinstance(problem.mask, masks.Blocks) or problem.dropout is not None or not (q.numel() and k.numel()):
+            return given(q, k, v, problem, **rest)
+        served["forward"] += 1
+        return few_tiles.forward(q, k, v, problem, Tile(32, 32, 16, 4, 1), rest["out_dtype"])
+
+    def backward_of_output(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: Problem, **into: Tensor
+    ) -> None:
+        if isinstance(problem.mask, masks.Blocks) or problem.dropout is not None or not (q.numel() and k.numel()):
+            portable.backward(dout, q, k, v, lse, row_delta(dout, out), problem, accumulate=False, **into)
+            return
+        served["backward"] += 1
+        few_tiles.backward((dout, q, k, v, out, lse), list(into.values()), problem, Tile(32, 64, 64, 4, 1))
+
+    monkeypatch.setattr(portable, "forward", forward)
+    monkeypatch.setattr(portable, "backward_of_output", backward_of_output, raising=False)
+    return served
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is chosen where there is no GPU")
+@pytest.mark.parametrize("count", [5, pytest.param(200, marks=[pytest.mark.campaign, pytest.mark.timeout(1800)])])
+def test_interpreted_kernels_of_few_tiles(count: int, few_tiles_serve: Counter[str]) -> None:
+    search(40_000, count, INTERPRETED)
+    assert min(few_tiles_serve["forward"], few_tiles_serve["backward"]) > count // 10
 
 
 @pytest.mark.campaign
