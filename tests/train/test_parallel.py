@@ -71,7 +71,13 @@ def assert_same_curve(got: list[Any], want: list[Any], bound: float) -> None:
 alone: dict[str, list[Any]] = {}  # the curve of one device, for every parallelism config to be compared with
 
 
-@pytest.mark.parametrize("name", PARALLEL_CONFIGS)
+IN_OTHERS = ("2 data x 2 context", "4 fully sharded", "2 fully sharded x 2 context")
+"""Configs of which CI has one with more to it: accumulation, recomputation, or another dimension."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.slow] if x in IN_OTHERS else []) for x in PARALLEL_CONFIGS]
+)
 def test_every_parallelism_config_shows_the_loss_of_one_device(
     on_ranks: Callable[..., list[Any]], config_of: Callable[..., TrainConfig], name: str
 ) -> None:
