@@ -428,7 +428,7 @@ def _wrap_with_a_pair_of_ranks(ranks: list[int] | None) -> str:
     [
         (None, ["1.0", "1.0", "1.0"]),
         ([0, 1], ["0.5", "0.5", ""]),
-        ([1, 2], ["", *["groups on each of them: got 3 on rank 1, 2 on rank 2; wrap the model before"] * 2]),
+        ([1, 2], ["", *["got 3 on rank 1, 2 on rank 2; wrap the model before"] * 2]),
     ],
 )
 def test_ranks_in_different_numbers_of_groups_get_an_error(ranks: list[int] | None, want: list[str]) -> None:

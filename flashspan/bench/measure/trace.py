@@ -22,7 +22,7 @@ PRODUCTS = (
 )
 FUSED = ("flash", "fmha", "scaled_dot_product", "sdpa")
 # Our attention kernels: those with matmuls, and those that run before and after them.
-PASSES = ("forward", "backward", "keys", "queries", "repair")
+PASSES = ("forward", "backward", "gradients", "keys", "queries", "repair")
 OURS = {f"{kind}{word}_kernel" for kind in ("", "sparse_", "lists_") for word in PASSES}
 OURS |= {f"{word}_kernel" for word in ("finer", "delta", "rows", "cast", "split", "combine", "add_parts")}
 # Our matmuls: of a layer (ops), and of a decode step.
