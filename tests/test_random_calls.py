@@ -301,7 +301,7 @@ def few_tiles_serve(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is chosen where there is no GPU")
-@pytest.mark.parametrize("count", [5, pytest.param(200, marks=[pytest.mark.campaign, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize("count", [3, pytest.param(200, marks=[pytest.mark.campaign, pytest.mark.timeout(1800)])])
 def test_interpreted_kernels_of_few_tiles(count: int, few_tiles_serve: Counter[str]) -> None:
     search(40_000, count, INTERPRETED)
     assert min(few_tiles_serve["forward"], few_tiles_serve["backward"]) > count // 10

@@ -92,8 +92,15 @@ def errors(model: Llama, lengths: list[int], num_steps: int) -> list[tuple[float
 
 
 @interpreted
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("lengths", [[7], [3, 1, 9]], ids=str)
+@pytest.mark.parametrize(
+    ("name", "lengths"),
+    [
+        ("heads of 64, tied", [7]),
+        *((name, [3, 1, 9]) for name in CONFIGS),
+        *(pytest.param(name, [7], marks=pytest.mark.slow) for name in CONFIGS if name != "heads of 64, tied"),
+    ],
+    ids=str,
+)
 def test_a_step_is_the_model_s(name: str, lengths: list[int]) -> None:
     for fused, plain in errors(make(CONFIGS[name]), lengths, 3):
         assert fused <= max(2e-6, 1.5 * plain)

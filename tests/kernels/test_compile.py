@@ -321,6 +321,7 @@ def test_common_hopper_kernels_compile() -> None:
     check_hopper(*PLAIN)
 
 
+@pytest.mark.slow
 def test_the_hopper_backward_with_few_key_heads_compiles() -> None:
     check_hopper(PARTS)
 

@@ -135,7 +135,7 @@ for kind, dtype, early in json.loads(sys.argv[1]):
     print(json.dumps([cost.registers, cost.spilled_bytes, cost.shared_bytes, sorted(set(copies)), order[0],
                       cost.instructions["HMMA"], launch.grid[0]]))
 """
-COMMON = [("add", "bfloat16", False), ("gated", "bfloat16", False)]
+COMMON = [("gated", "bfloat16", False)]
 REST = [
     (kind, dtype, early)
     for kind in ("project", "add", "gated", "head")
