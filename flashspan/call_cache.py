@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashspan.kernels.backends import Chosen, Repeat, RepeatBackward
-from flashspan.kernels.contract import Problem
+from flashspan.kernels.backends import Chosen
+from flashspan.kernels.contract import Problem, Repeat, RepeatBackward
 from flashspan.kernels.launch.cache import CACHE
 from flashspan.kernels.masks import Band, Mask
 from flashspan.kernels.torch_private import has_tangents, is_in_torch_dispatch_mode, is_transformed

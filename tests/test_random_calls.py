@@ -293,7 +293,7 @@ def few_tiles_serve(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
             portable.backward(dout, q, k, v, lse, row_delta(dout, out), problem, accumulate=False, **into)
             return
         served["backward"] += 1
-        few_tiles.backward((dout, q, k, v, out, lse), list(into.values()), problem, Tile(32, 64, 64, 4, 1))
+        few_tiles.backward((dout, q, k, v, lse, out), list(into.values()), problem, Tile(32, 64, 64, 4, 1))
 
     monkeypatch.setattr(portable, "forward", forward)
     monkeypatch.setattr(portable, "backward_of_output", backward_of_output, raising=False)

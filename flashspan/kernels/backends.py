@@ -12,24 +12,18 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from flashspan.kernels.contract import Carry, LocalAttention, Problem
+from flashspan.kernels.contract import Carry, LocalAttention, Problem, Repeat, RepeatBackward
 from flashspan.kernels.delta import row_delta
 from flashspan.kernels.failure import KernelFailed
 from flashspan.kernels.launch.cache import CACHE
 from flashspan.kernels.masks import Band, Mask, Rows
 
 Result = TypeVar("Result")
-
-Repeat: TypeAlias = Callable[[Tensor, Tensor, Tensor, Mask], Carry | None]
-"""forward of q, k, v and a mask with the layouts of an earlier call; None if it cannot run for these tensors."""
-
-RepeatBackward: TypeAlias = Callable[..., tuple[Tensor, Tensor, Tensor] | None]
-"""dq, dk, dv of dout, q, k, v, out, lse and a mask with the layouts of an earlier call; None if it cannot run."""
 
 
 class Call(NamedTuple):

@@ -22,7 +22,7 @@ Two optional functions save time:
     repeat_forward(q, k, v, problem, out_dtype) -> Callable[[q, k, v, mask], Carry | None] | None
 
 The first is backward without `accumulate`, with delta computed from dout and the out of all keys. The second returns
-the forward of later calls with the same layouts, if such a call has run (backends.Repeat).
+the forward of later calls with the same layouts, if such a call has run (`Repeat`).
 
 Masked-out keys do not exist: a NaN in one of them reaches no result. On the CPU a NaN in a query that sees no key
 reaches none either. Dropout drops and scales probabilities, never lse. A kernel that cannot be compiled or loaded
@@ -31,7 +31,8 @@ raises `KernelFailed` (failure.py) before anything is computed, so that another 
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -47,6 +48,10 @@ class Carry(NamedTuple):
     lse: Tensor
 
 
+Grads: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""dq, dk and dv."""
+
+
 class Problem(NamedTuple):
     """The arguments of attention that are not tensors."""
 
@@ -54,6 +59,13 @@ class Problem(NamedTuple):
     scale: float
     dropout: Dropout | None = None
     deterministic: bool = False  # gradients must repeat bit for bit; the output always does
+
+
+Repeat: TypeAlias = Callable[[Tensor, Tensor, Tensor, Mask], Carry | None]
+"""forward of q, k, v and a mask with the layouts of an earlier call; None if it cannot run for these tensors."""
+
+RepeatBackward: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Mask], Grads | None]
+"""dq, dk, dv of dout, q, k, v, out, lse and a mask with the layouts of an earlier call; None if it cannot run."""
 
 
 class LocalAttention(Protocol):

@@ -47,7 +47,7 @@ def compute(x: Inputs, mask: Mask, scale: float, size: Tile) -> dict[str, torch.
     lse = out.new_empty(out.shape[:3])
     forward_launch(x.q, x.k, x.v, out, lse, mask, scale, False, None, size=size)()
     grads = [torch.full_like(y, torch.nan) for y in (x.q, x.k, x.v)]
-    few_tiles.gradients_launch(x.dout, x.q, x.k, x.v, out, lse, *grads, mask, scale, size)()
+    few_tiles.gradients_launch((x.dout, x.q, x.k, x.v, lse, out), grads, mask, scale, size)()
     return {"out": out, "lse": lse, **dict(zip(GRADIENTS, grads, strict=True))}
 
 
@@ -132,7 +132,7 @@ for head_dim, length in json.loads(sys.argv[1]):
     x = torch.empty(1, 4, length, head_dim, dtype=torch.bfloat16, device="meta")
     size = few_tiles.backward_tile(x, x, CAUSAL)
     lse = torch.empty(1, 4, length, device="meta")
-    cost = compile_launch(few_tiles.gradients_launch(x, x, x, x, x, lse, x, x, x, CAUSAL, 0.1, size))
+    cost = compile_launch(few_tiles.gradients_launch((x, x, x, x, lse, x), (x, x, x), CAUSAL, 0.1, size))
     print(json.dumps([cost.spilled_bytes, cost.shared_bytes]))
 """
 

@@ -4,12 +4,12 @@ flashspan bench attention --random 200 --seed 7              # appends rows to d
 flashspan bench attention --random 200 --seed 7 --part 1/4   # every fourth shape, from the first
 flashspan bench attention --page                             # docs/benchmarks/random.md and random.svg from the rows
 
-Note: what is compared. The contenders are the fused backends of `F.scaled_dot_product_attention`: flash, cuDNN and
+Note: what is compared. The other implementations are the fused backends of `F.scaled_dot_product_attention`: flash, cuDNN and
 efficient, with enable_gqa, or with expanded keys and values where enable_gqa is refused. They serve every shape without
 a mask and causal ones with T = S; flash and efficient also serve causal ones with T < S (`causal_lower_right`). cuDNN
 there, and cuDNN and efficient for windows, read an explicit mask, made before the measurement. FlexAttention is
 compiled for each shape (`--flex`), which takes seconds: by default for windows too large for an explicit mask, and for
-every fourth of the others. A contender whose output differs from float32 arithmetic by more than MOST_ERROR is refused;
+every fourth of the others. One whose output differs from float32 arithmetic by more than MOST_ERROR is refused;
 so is ours, as a failure.
 """
 
@@ -168,7 +168,7 @@ def passes(attend: Attend, inputs: Inputs) -> dict[str, Callable[[], object]]:
 
 def prepare(contender: Contender, inputs: Inputs, shape: RandomShape) -> tuple[Attend, float, float]:
     """Call it, with all passes: the function, its output's error and the MiB it allocated. It raises whatever the
-    contender raises, and ValueError for a wrong output."""
+    implementation raises, and ValueError for a wrong output."""
     q, k, v, _ = inputs
     before = torch.cuda.memory_allocated() if q.is_cuda else 0
     if q.is_cuda:

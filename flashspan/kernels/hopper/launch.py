@@ -7,14 +7,14 @@ read as zero and are not written, so lengths and head sizes are arbitrary. Tiles
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import triton
 from torch import Tensor
 
 from flashspan.kernels import portable
-from flashspan.kernels.contract import Carry, Problem
+from flashspan.kernels.contract import Carry, Grads, Problem, Repeat, RepeatBackward
 from flashspan.kernels.delta import row_delta
 from flashspan.kernels.hopper.finer import finer_launch, pays, room_for
 from flashspan.kernels.hopper.forward import forward_kernel
@@ -33,9 +33,8 @@ from flashspan.kernels.hopper.tensors import (
 )
 from flashspan.kernels.hopper.tiles import BACKWARD, forward_tile, warps
 from flashspan.kernels.hopper.two_pass import two_pass_launches
-from flashspan.kernels.launch import triton_abi
 from flashspan.kernels.launch.launch import Launch, on
-from flashspan.kernels.launch.replay import launch_all, recall, replay
+from flashspan.kernels.launch.replay import recall, repeated_backward, repeated_forward, replay
 from flashspan.kernels.masks import Band, Blocks, Mask, Rows, unpack
 from flashspan.kernels.portable import decode, few_tiles
 from flashspan.kernels.portable.arguments import LOG2E, empty_outputs, mask_arguments
@@ -78,10 +77,8 @@ def forward(
     return forward(q, k, v, problem, carry=carry, out_dtype=out_dtype)
 
 
-def repeat_forward(
-    q: Tensor, k: Tensor, v: Tensor, problem: Problem, out_dtype: torch.dtype
-) -> Callable[..., Carry | None] | None:
-    """See backends.py. None unless such a call has run, without a carry, on these kernels."""
+def repeat_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, out_dtype: torch.dtype) -> Repeat | None:
+    """See contract.py. None unless such a call has run, without a carry, on these kernels."""
     mask, scale = problem.mask, problem.scale
     if not q.numel() or not k.shape[2] or scale <= 0:
         return None
@@ -91,21 +88,13 @@ def repeat_forward(
         return few_tiles.repeat_forward(q, k, v, problem, size, out_dtype)
     finer = pays(q, k, mask)
     launches = recall(_forward_launches, (q, k, v), mask.packed, 4 + finer, scale, None, out_dtype, finer)
-    if launches is None:
-        return None
     device, (B, H, T, _) = q.device, q.shape
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Carry | None:
-        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 or triton_abi.is_watched():
-            return None
-        with on(device):
-            carry = Carry(*empty_outputs(q, out_dtype))
-            bad = q.new_empty((B, H, -(-T // 64)), dtype=torch.int32)
-            made = (*carry, bad, new_counter(device), *((room_for(v),) if finer else ()))
-            launch_all(launches, (q, k, v), mask.packed, made)
-        return carry
+    def room(q: Tensor, v: Tensor) -> list[Tensor]:
+        bad = q.new_empty((B, H, -(-T // 64)), dtype=torch.int32)
+        return [*empty_outputs(q, out_dtype), bad, new_counter(device), *([room_for(v)] if finer else [])]
 
-    return forward
+    return repeated_forward(launches, device, room)
 
 
 def _forward_launches(
@@ -250,10 +239,10 @@ def _room_for_backward(
 
 def repeat_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: Problem
-) -> Callable[..., tuple[Tensor, Tensor, Tensor] | None] | None:
-    """See backends.py. None unless backward_of_output has run for such a call, on these kernels."""
+) -> RepeatBackward | None:
+    """See contract.py. None unless backward_of_output has run for such a call, on these kernels."""
     if (size := few_tiles.backward_tile(q, k, problem.mask)) is not None:
-        return few_tiles.repeat_backward((dout, q, k, v, out, lse), problem, size)
+        return few_tiles.repeat_backward((dout, q, k, v, lse, out), problem, size)
     if not _serves_backward(q, k, problem):
         return None
     device, two_passes = q.device, problem.deterministic or block_dim(q.shape[-1]) not in BACKWARD
@@ -268,21 +257,13 @@ def repeat_backward(
     found = [next((i for i, grad in enumerate(grads) if x is grad), None) for x in room]
     pieces = [(i, x.shape, x.dtype) for i, x in zip(found, room, strict=True)]
 
-    def backward(
-        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
-        tensors = dout, q, k, v, lse, out
-        if any(x.data_ptr() & 15 for x in tensors) or triton_abi.is_watched():
-            return None
-        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        with on(device):
-            made = [
-                torch.empty(shape, dtype=dtype, device=device) if i is None else grads[i] for i, shape, dtype in pieces
-            ]
-            launch_all(launches, (*tensors, *grads), mask.packed, (*made, new_counter(device)))
-        return grads
+    def made(grads: Grads) -> list[Tensor]:
+        temporary = [
+            torch.empty(shape, dtype=dtype, device=device) if i is None else grads[i] for i, shape, dtype in pieces
+        ]
+        return [*temporary, new_counter(device)]
 
-    return backward
+    return repeated_backward(launches, device, made)
 
 
 def backward_of_output(
@@ -290,7 +271,7 @@ def backward_of_output(
 ) -> None:
     """See contract.py."""
     if (size := few_tiles.backward_tile(q, k, problem.mask)) is not None:
-        few_tiles.backward((dout, q, k, v, out, lse), (into["dq"], into["dk"], into["dv"]), problem, size)
+        few_tiles.backward((dout, q, k, v, lse, out), (into["dq"], into["dk"], into["dv"]), problem, size)
         return
     backward(dout, q, k, v, lse, None, problem, out=out, accumulate=False, **into)
 

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashspan.kernels.contract import Carry, Grads, Repeat, RepeatBackward
 from flashspan.kernels.launch import triton_abi
 from flashspan.kernels.launch.cache import CACHE
 from flashspan.kernels.launch.compiling import launch_together
-from flashspan.kernels.launch.launch import Launch
-from flashspan.kernels.masks.mask import Packed
+from flashspan.kernels.launch.launch import Launch, on
+from flashspan.kernels.masks.mask import Mask, Packed
 
 KEPT_ADDRESSES = 256
 """Number of encoded addresses at which the cache of one descriptor is cleared."""
@@ -74,6 +75,44 @@ def launch_all(
     """Run the launches from `recall` on other tensors."""
     addresses = [*[x.data_ptr() for x in inputs], *tables.addresses, *[x.data_ptr() for x in outputs]]
     _launch_at(launches, addresses, inputs[0].device)
+
+
+def repeated_forward(
+    launches: list[PreparedLaunch] | None, device: torch.device, room: Callable[[Tensor, Tensor], Sequence[Tensor]]
+) -> Repeat | None:
+    """A forward pass that repeats the launches from `recall`; None if there are none. `room(q, v)` returns empty out
+    and lse, then temporary tensors."""
+    if launches is None:
+        return None
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Carry | None:
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 or triton_abi.is_watched():
+            return None
+        with on(device):
+            outputs = room(q, v)
+            launch_all(launches, (q, k, v), mask.packed, outputs)
+        return Carry(outputs[0], outputs[1])
+
+    return forward
+
+
+def repeated_backward(
+    launches: list[PreparedLaunch] | None, device: torch.device, room: Callable[[Grads], Sequence[Tensor]]
+) -> RepeatBackward | None:
+    """The same for a backward pass. `room(grads)` returns the tensors after the gradients."""
+    if launches is None:
+        return None
+
+    def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask) -> Grads | None:
+        tensors = dout, q, k, v, lse, out  # in the order of the launches' builders
+        if any(x.data_ptr() & 15 for x in tensors) or triton_abi.is_watched():
+            return None
+        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        with on(device):
+            launch_all(launches, (*tensors, *grads), mask.packed, room(grads))
+        return grads
+
+    return backward
 
 
 def _launch_at(launches: list[PreparedLaunch], addresses: list[int], device: torch.device) -> None:

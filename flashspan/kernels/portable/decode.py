@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -19,12 +19,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from flashspan.kernels.contract import Carry, Problem
+from flashspan.kernels.contract import Carry, Problem, Repeat
 from flashspan.kernels.dropout import Dropout
 from flashspan.kernels.failure import KernelFailed
-from flashspan.kernels.launch import triton_abi
 from flashspan.kernels.launch.launch import Launch, on
-from flashspan.kernels.launch.replay import launch_all, recall, replay
+from flashspan.kernels.launch.replay import recall, repeated_forward, replay
 from flashspan.kernels.masks import Band, Mask, Rows, count, unpack
 from flashspan.kernels.portable.arguments import LOG2E, empty_outputs, mask_arguments, with_near_rows
 from flashspan.kernels.portable.common import edge_tile, interval, tile_ranges
@@ -220,25 +219,12 @@ def forward(
     return Carry(outputs[0], outputs[1])
 
 
-def repeat_forward(
-    q: Tensor, k: Tensor, v: Tensor, problem: Problem, out_dtype: torch.dtype
-) -> Callable[..., Carry | None] | None:
-    """See backends.py."""
-    num_splits, device, mask = count_splits(q, k, problem.mask), q.device, problem.mask
+def repeat_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, out_dtype: torch.dtype) -> Repeat | None:
+    """See contract.py."""
+    num_splits, device = count_splits(q, k, problem.mask), q.device
     values = (problem.scale, None, out_dtype, num_splits, precision(device))
-    launches = recall(_launches, (q, k, v), mask.packed, 4, *values)
-    if launches is None:
-        return None
-
-    def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Carry | None:
-        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 or triton_abi.is_watched():
-            return None
-        with on(device):
-            outputs = _room(q, out_dtype, num_splits)
-            launch_all(launches, (q, k, v), mask.packed, outputs)
-        return Carry(outputs[0], outputs[1])
-
-    return forward
+    launches = recall(_launches, (q, k, v), problem.mask.packed, 4, *values)
+    return repeated_forward(launches, device, lambda q, v: _room(q, out_dtype, num_splits))
 
 
 def _room(q: Tensor, out_dtype: torch.dtype, num_splits: int) -> list[Tensor]:

@@ -8,7 +8,7 @@ gradients repeat bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -17,10 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashspan.kernels.contract import Carry, Problem
-from flashspan.kernels.launch import triton_abi
+from flashspan.kernels.contract import Carry, Problem, Repeat, RepeatBackward
 from flashspan.kernels.launch.launch import Launch, on
-from flashspan.kernels.launch.replay import launch_all, recall, replay
+from flashspan.kernels.launch.replay import recall, repeated_backward, repeated_forward, replay
 from flashspan.kernels.masks import Band, Mask, Rows, count, unpack
 from flashspan.kernels.portable.arguments import LOG2E, empty_outputs, mask_arguments, strides, with_near_rows
 from flashspan.kernels.portable.common import finite, interval, key_block, load_tile, query_block, store_tile
@@ -109,17 +108,19 @@ def gradients_kernel(
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest calls that these kernels serve: numbers of tiles of 64 queries and 64 keys, by measurement."""
+    """The largest calls that these kernels serve, in tiles of 64 queries and 64 keys, as measured
+    (docs/log/few-tiles.md)."""
 
-    in_all: int
-    in_a_row: int  # tiles of one program
+    total: int
+    per_program: int
 
 
 FORWARD = {64: Limits(4400, 40), 128: Limits(1900, 32)}
-"""If all programs run at once, two on a multiprocessor. By head size, padded."""
+"""By padded head size: forward, if all programs run at once, two on a multiprocessor."""
 FORWARD_ANY = {64: 1100, 128: 600}
-"""Tiles in all, however many programs there are."""
+"""Forward, however many programs there are: tiles in total."""
 BACKWARD = {64: Limits(1300, 20), 128: Limits(256, 4)}
+"""Backward, where a program for keys has the tiles of all query heads that share them."""
 
 
 def forward_tile(q: Tensor, k: Tensor, mask: Mask) -> Tile | None:
@@ -153,7 +154,7 @@ def _forward_tile(B: int, H: int, T: int, D: int, S: int, seen: int, chip: int) 
         return Tile(32, 32, 32, 4, 3) if T <= 32 and S <= 64 else None
     programs, most = B * H * triton.cdiv(T, 64), FORWARD[wide]
     tiles = programs * triton.cdiv(seen, 64)
-    at_once = programs <= 2 * chip and tiles <= most.in_all and triton.cdiv(S, 64) <= most.in_a_row
+    at_once = programs <= 2 * chip and tiles <= most.total and triton.cdiv(S, 64) <= most.per_program
     if not at_once and tiles > FORWARD_ANY[wide]:
         return None
     if T <= 32:
@@ -168,7 +169,7 @@ def _backward_tile(B: int, H: int, T: int, D: int, K: int, S: int, seen: int) ->
         return None
     blocks, most = triton.cdiv(T, 64), BACKWARD[wide]
     longest = max(H // K * blocks, triton.cdiv(S, 64))
-    if longest > most.in_a_row or B * H * blocks * triton.cdiv(seen, 64) > most.in_all:
+    if longest > most.per_program or B * H * blocks * triton.cdiv(seen, 64) > most.total:
         return None
     stages = 2 if wide == 64 and T <= 32 else 1
     return Tile(32 if T <= 32 else 64, 64, 64, 4 if wide == 64 else 8, stages)
@@ -185,22 +186,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, size: Tile, out_d
 
 def repeat_forward(
     q: Tensor, k: Tensor, v: Tensor, problem: Problem, size: Tile, out_dtype: torch.dtype
-) -> Callable[..., Carry | None] | None:
-    """See backends.py."""
-    device, tables = q.device, problem.mask.packed
-    launches = recall(_forward_launches, (q, k, v), tables, 2, problem.scale, out_dtype, size)
-    if launches is None:
-        return None
-
-    def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Carry | None:
-        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 or triton_abi.is_watched():
-            return None
-        outputs = empty_outputs(q, out_dtype)
-        with on(device):
-            launch_all(launches, (q, k, v), mask.packed, outputs)
-        return Carry(*outputs)
-
-    return forward
+) -> Repeat | None:
+    """See contract.py."""
+    launches = recall(_forward_launches, (q, k, v), problem.mask.packed, 2, problem.scale, out_dtype, size)
+    return repeated_forward(launches, q.device, lambda q, v: empty_outputs(q, out_dtype))
 
 
 def _forward_launches(
@@ -210,73 +199,46 @@ def _forward_launches(
     return [forward_launch(q, k, v, out, lse, unpack(kind, numbers, tables), scale, False, None, size=size)]
 
 
-def backward(tensors: Sequence[Tensor], grads: Sequence[Tensor], problem: Problem, size: Tile) -> None:
-    """Write the gradients of q, k and v, given dout, q, k, v, out and lse."""
-    *inputs, lse = tensors
-    near = [with_near_rows(x) for x in (*inputs, *grads)]
-    given, device = (*near[:5], lse.contiguous(), *near[5:]), lse.device
-    with on(device):
-        replay(_backward_launches, given, problem.mask.to(device).packed, (), problem.scale, size)
-    for grad, written in zip(grads, near[5:], strict=True):
-        if written is not grad:
-            grad.copy_(written)
+def backward(inputs: Sequence[Tensor], grads: Sequence[Tensor], problem: Problem, size: Tile) -> None:
+    """Write the gradients of q, k and v, given dout, q, k, v, lse and out."""
+    dout, q, k, v, lse, out = inputs
+    near, written = [[with_near_rows(x) for x in group] for group in ((dout, q, k, v, out), grads)]
+    given = (*near[:4], lse.contiguous(), near[4], *written)
+    with on(q.device):
+        replay(_backward_launches, given, problem.mask.to(q.device).packed, (), problem.scale, size)
+    for grad, x in zip(grads, written, strict=True):
+        if x is not grad:
+            grad.copy_(x)
 
 
-def repeat_backward(
-    tensors: Sequence[Tensor], problem: Problem, size: Tile
-) -> Callable[..., tuple[Tensor, Tensor, Tensor] | None] | None:
-    """See backends.py."""
-    device = tensors[1].device
-    grads = [torch.empty_like(x, device="meta") for x in tensors[1:4]]
-    launches = recall(_backward_launches, (*tensors, *grads), problem.mask.packed, 0, problem.scale, size)
-    if launches is None:
-        return None
-
-    def backward(
-        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
-        tensors = dout, q, k, v, out, lse
-        if any(x.data_ptr() & 15 for x in tensors) or triton_abi.is_watched():
-            return None
-        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        with on(device):
-            launch_all(launches, (*tensors, *grads), mask.packed, ())
-        return grads
-
-    return backward
+def repeat_backward(inputs: Sequence[Tensor], problem: Problem, size: Tile) -> RepeatBackward | None:
+    """See contract.py."""
+    grads = [torch.empty_like(x, device="meta") for x in inputs[1:4]]
+    launches = recall(_backward_launches, (*inputs, *grads), problem.mask.packed, 0, problem.scale, size)
+    return repeated_backward(launches, inputs[1].device, lambda grads: ())
 
 
 def _backward_launches(
     tensors: Sequence[Tensor], kind: str, numbers: tuple[int, ...], scale: float, size: Tile
 ) -> list[Launch]:
-    dout, q, k, v, out, lse, dq, dk, dv, *tables = tensors
-    return [gradients_launch(dout, q, k, v, out, lse, dq, dk, dv, unpack(kind, numbers, tables), scale, size)]
+    mask = unpack(kind, numbers, tensors[9:])
+    return [gradients_launch(tensors[:6], tensors[6:9], mask, scale, size)]
 
 
-def gradients_launch(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    mask: Mask,
-    scale: float,
-    size: Tile,
-) -> Launch:
-    """The launch of backward."""
+def gradients_launch(inputs: Sequence[Tensor], grads: Sequence[Tensor], mask: Mask, scale: float, size: Tile) -> Launch:
+    """The launch that computes the gradients of q, k and v from dout, q, k, v, lse and out."""
+    dout, q, k, v, lse, out = inputs
     (B, H, T, D), (K, S) = q.shape, k.shape[1:3]
     table, start, end, _, _, s_rows, _, lo, hi, _ = mask_arguments(mask, T, S, q)
     num_key_programs = triton.cdiv(S, size.block_k) * B * K
-    tensors = (dout, q, k, v, out, lse, dq, dk, dv, start, end)
-    steps = strides(dout, q, k, v, out, dq, dk, dv)
+    steps = strides(dout, q, k, v, out, *grads)
     return Launch(
         gradients_kernel,
         (num_key_programs + triton.cdiv(T, size.block_q) * B * H,),
-        (*tensors, *steps, s_rows, lo, hi, H, K, T, S, scale * LOG2E, scale, num_key_programs),
+        (
+            dout, q, k, v, out, lse, *grads, start, end, *steps, s_rows, lo, hi, H, K, T, S, scale * LOG2E, scale,
+            num_key_programs,
+        ),
         {
             "D": D, "BD": block_dim(D), "BM": size.block_q, "BN": size.block_k, "TABLE": table,
             "num_warps": size.num_warps, "num_stages": size.num_stages,

@@ -246,9 +246,10 @@ def test_a_repeated_backward_launches_what_backward_launches(
 
     def launch_all(launches: Any, inputs: Any, tables: Any, outputs: Any) -> None:
         launched.append((inputs, outputs))
-        replay.launch_all(launches, inputs, tables, outputs)
+        given(launches, inputs, tables, outputs)
 
-    monkeypatch.setattr(gpu.hopper, "launch_all", launch_all)
+    given = replay.launch_all
+    monkeypatch.setattr(replay, "launch_all", launch_all)
     gpu.seen = []
     grads = repeat(*tensors, CAUSAL)
     repeated, gpu.seen = gpu.seen, []
@@ -280,14 +281,11 @@ def test_short_calls_are_one_launch_a_pass_and_repeated(monkeypatch: pytest.Monk
     carry = gpu.hopper.repeat_forward(q, k, v, problem, q.dtype)(q, k, v, mask)
     grads = gpu.hopper.repeat_backward(*tensors, problem)(*tensors, mask)
     repeated, gpu.seen = gpu.seen, []
-    inputs, sizes = (
-        (*mask.packed.what, 0.125),
-        (few_tiles.forward_tile(q, k, mask), few_tiles.backward_tile(q, k, mask)),
-    )
-    tables = mask.packed.tensors
-    for launch in few_tiles._forward_launches((q, k, v, *tables, *carry), *inputs, q.dtype, sizes[0]):
-        launch()
-    for launch in few_tiles._backward_launches((*tensors, *grads, *tables), *inputs, sizes[1]):
+    values, tables = (*mask.packed.what, 0.125), mask.packed.tensors
+    forward, backward = few_tiles.forward_tile(q, k, mask), few_tiles.backward_tile(q, k, mask)
+    launches = few_tiles._forward_launches((q, k, v, *tables, *carry), *values, q.dtype, forward)
+    given = (dout, q, k, v, tensors[5], out, *grads, *tables)
+    for launch in (*launches, *few_tiles._backward_launches(given, *values, backward)):
         launch()
     assert repeated == gpu.seen
     assert len(repeated) == 2
@@ -303,7 +301,7 @@ def test_a_repeated_backward_has_the_room_that_this_gpu_needs(
     q, k, v, dout, out = (torch.zeros(1, n, 300, 64).half() for n in (8, 1, 1, 8, 8))
     tensors, problem = (dout, q, k, v, out, torch.zeros(1, 8, 300)), Problem(CAUSAL, 0.125)
     made: list[Any] = []
-    monkeypatch.setattr(gpu.hopper, "launch_all", lambda launches, inputs, tables, outputs: made.extend(outputs))
+    monkeypatch.setattr(replay, "launch_all", lambda launches, inputs, tables, outputs: made.extend(outputs))
     into = {name: torch.empty_like(x) for name, x in (("dq", q), ("dk", k), ("dv", v))}
     gpu.hopper.backward_of_output(*tensors, problem, **into)
     grads = gpu.hopper.repeat_backward(*tensors, problem)(*tensors, CAUSAL)
