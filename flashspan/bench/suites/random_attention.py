@@ -4,8 +4,8 @@ flashspan bench attention --random 200 --seed 7              # appends rows to d
 flashspan bench attention --random 200 --seed 7 --part 1/4   # every fourth shape, from the first
 flashspan bench attention --page                             # docs/benchmarks/random.md and random.svg from the rows
 
-Note: what is compared. The other implementations are the fused backends of `F.scaled_dot_product_attention`: flash, cuDNN and
-efficient, with enable_gqa, or with expanded keys and values where enable_gqa is refused. They serve every shape without
+Note: what is compared. The other implementations are the fused backends of `F.scaled_dot_product_attention`: flash,
+cuDNN and efficient, with enable_gqa, or with expanded keys and values where enable_gqa is refused. They serve every shape without
 a mask and causal ones with T = S; flash and efficient also serve causal ones with T < S (`causal_lower_right`). cuDNN
 there, and cuDNN and efficient for windows, read an explicit mask, made before the measurement. FlexAttention is
 compiled for each shape (`--flex`), which takes seconds: by default for windows too large for an explicit mask, and for
