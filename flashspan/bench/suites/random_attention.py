@@ -5,12 +5,12 @@ flashspan bench attention --random 200 --seed 7 --part 1/4   # every fourth shap
 flashspan bench attention --page                             # docs/benchmarks/random.md and random.svg from the rows
 
 Note: what is compared. The other implementations are the fused backends of `F.scaled_dot_product_attention`: flash,
-cuDNN and efficient, with enable_gqa, or with expanded keys and values where enable_gqa is refused. They serve every shape without
-a mask and causal ones with T = S; flash and efficient also serve causal ones with T < S (`causal_lower_right`). cuDNN
-there, and cuDNN and efficient for windows, read an explicit mask, made before the measurement. FlexAttention is
-compiled for each shape (`--flex`), which takes seconds: by default for windows too large for an explicit mask, and for
-every fourth of the others. One whose output differs from float32 arithmetic by more than MOST_ERROR is refused;
-so is ours, as a failure.
+cuDNN and efficient, with enable_gqa, or with expanded keys and values where enable_gqa is refused. They serve every
+shape without a mask and causal ones with T = S; flash and efficient also serve causal ones with T < S
+(`causal_lower_right`). cuDNN there, and cuDNN and efficient for windows, read an explicit mask, made before the
+measurement. FlexAttention is compiled for each shape (`--flex`), which takes seconds: by default for windows too large
+for an explicit mask, and for every fourth of the others. One whose output differs from float32 arithmetic by more than
+MOST_ERROR is refused; so is ours, as a failure.
 """
 
 from __future__ import annotations

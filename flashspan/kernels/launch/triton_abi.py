@@ -95,7 +95,9 @@ def compile_kernel(kernel: Any, arguments: tuple[Any, ...], grid: tuple[int, ...
     return kernel.warmup(*arguments, grid=grid, **constants)
 
 
-_hashed: set[int] = set()  # the functions that hash_in_order is done with, by id: hash(function) is what it prepares
+_hashed: dict[int, Any] = {}
+"""The functions that hash_in_order is done with, by id, because hash(function) would compute what it prepares. They are
+kept alive, so that no other function gets their id."""
 
 
 def hash_in_order(function: Any) -> None:
@@ -115,7 +117,7 @@ def hash_in_order(function: Any) -> None:
         for called in (value, *methods):
             hash_in_order(called)
     _ = function.cache_key
-    _hashed.add(id(function))
+    _hashed[id(function)] = function
 
 
 def compile_and_load(kernel: Any, arguments: tuple[Any, ...], grid: tuple[int, ...], constants: dict[str, Any]) -> Any:
