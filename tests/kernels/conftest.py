@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.kernels.hopper_cases import WAYS
+from tests.kernels.hopper_cases import WAYS, let_hopper_serve_short_calls
 
 
 @pytest.fixture(params=WAYS)
@@ -21,7 +21,4 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 def _hopper_kernels_serve_short_calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests of the Hopper kernels use short calls, which others serve: test_few_tiles.py."""
     if request.path.name in ("test_hopper.py", "test_hopper_carry.py", "test_hopper_rounding.py"):
-        from flashspan.kernels.portable import few_tiles
-
-        monkeypatch.setattr(few_tiles, "forward_tile", lambda q, k, mask: None)
-        monkeypatch.setattr(few_tiles, "backward_tile", lambda q, k, mask: None)
+        let_hopper_serve_short_calls(monkeypatch)

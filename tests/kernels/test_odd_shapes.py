@@ -15,8 +15,7 @@ import torch
 
 from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band, Mask, Rows
 from flashspan.kernels.masks.patterns import documents, random_blocks
-from flashspan.kernels.portable import few_tiles
-from tests.kernels.hopper_cases import ON_HOPPER, check, tensors
+from tests.kernels.hopper_cases import ON_HOPPER, check, let_hopper_serve_short_calls, tensors
 
 pytestmark = ON_HOPPER
 
@@ -62,8 +61,7 @@ SHAPES: list[tuple[int, int, int, int, int, int, Mask, int, bool]] = [
 def test_it_is_right(number: int, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """any: those that serve such calls; many of them are short (few_tiles.py)."""
     if kernels == "hopper":
-        monkeypatch.setattr(few_tiles, "forward_tile", lambda q, k, mask: None)
-        monkeypatch.setattr(few_tiles, "backward_tile", lambda q, k, mask: None)
+        let_hopper_serve_short_calls(monkeypatch)
     B, H, K, T, S, D, mask, parts, repeatable = SHAPES[number]
     check(tensors(random.Random(number), B, H, K, T, S, D), mask, D**-0.5, parts, repeatable)
 

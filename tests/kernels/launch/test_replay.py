@@ -24,6 +24,7 @@ from flashspan.kernels.launch.launch import Launch, _Places
 from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band, Mask, Rows
 from flashspan.kernels.masks.patterns import documents, ragged
 from flashspan.kernels.portable import few_tiles
+from tests.kernels.hopper_cases import let_hopper_serve_short_calls
 
 KERNEL = SimpleNamespace(arg_names=["x", "stride", "T", "scale", "BLOCK"], do_not_specialize=["T"])
 
@@ -69,8 +70,7 @@ class Gpu:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, short: bool = False) -> None:
         """short: short calls are served by the kernels for few tiles, as they are outside of tests."""
         if not short:
-            monkeypatch.setattr(few_tiles, "forward_tile", lambda q, k, mask: None)
-            monkeypatch.setattr(few_tiles, "backward_tile", lambda q, k, mask: None)
+            let_hopper_serve_short_calls(monkeypatch)
         self.hopper = pytest.importorskip("flashspan.kernels.hopper.launch")
         self.nvidia = pytest.importorskip("triton.backends.nvidia.driver")
         self.seen, self.plain, self.encoded = [], 0, 0
