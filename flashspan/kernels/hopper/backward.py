@@ -18,11 +18,13 @@ Each of three makes every third dQ and then frees its stage of dS; there are fou
 
 Programs are persistent. The copy engine writes a tile's dK and dV from the buffer of dS (dV from a separate one where
 there is room). So K and V of the next tile can be loaded meanwhile; its first Q and dO are loaded even before. The
-producer publishes what the next tile is. Where gradients are accumulated and tiles are equally long, the tiles after
-the last full round of programs are split by queries (SPLIT_TILES).
+producer publishes what the next tile is.
 
-With few key heads there are few tiles. Then a key head becomes several that share K and V, each for a part of the query
-heads (SPLIT_HEADS, portable/head_parts.py).
+Multiprocessors would be idle with few tiles, or in the last round of equally long ones. So a key head may become
+several that share K and V, each for a part of the query heads (SPLIT_HEADS, portable/gradient_parts.py), or, where each
+query head has its own keys and sees all of them, for a part of the queries (SPLIT_TILES). Where gradients are
+accumulated, only the tiles after the last full round are split, by queries (SPLIT_TILES), and their parts are added in
+place.
 
 Without WITH_DQ, for gradients that repeat bit for bit (two_pass.py), only dK and dV are made, and consumers share
 nothing.
@@ -301,8 +303,7 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, mask, schedule
         # Epilogue: the last dQ, then dV and dK. The tile's position is read again: kept since the prologue, it would
         # have occupied registers in the loop.
         if APART:
-            tile, i_b, i_k, n0, a, b, c, d = published_work(turn, schedule, 4)
-            n0 += WG * BLOCK_K
+            i_b, i_k, n0 = _destination(WG, turn, schedule, config)
         if config.DV_BUFFER:
             store_output(tensors.desc_dv, i_b, i_k, n0, dv, buffers.dv_s.index(WG), ADD)
         if THREE:
@@ -313,8 +314,7 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, mask, schedule
         if config.WITH_DQ:  # after this no consumer reads dS: its buffer serves to write dV and dK
             mbarrier.wait(kv_empty, turn & 1)
         if not APART:
-            tile, i_b, i_k, n0, a, b, c, d = published_work(turn, schedule, 4)
-            n0 += WG * BLOCK_K
+            i_b, i_k, n0 = _destination(WG, turn, schedule, config)
         if not config.DV_BUFFER:
             store_output(tensors.desc_dv, i_b, i_k, n0, dv, buffers.ds_s[WG], ADD)
         if config.WITH_DQ and not THREE:  # this late, because the dQ before it is still being added
@@ -327,3 +327,12 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, mask, schedule
         tile, i_b, i_k, n0, a, b, c, d = published_work(turn, schedule, 4)
     if APART:
         tma.store_wait(0)
+
+
+@gluon.jit
+def _destination(WG: gl.constexpr, turn, schedule, config):
+    """Where a consumer writes dK and dV of this turn's tile: sequence, key head, first key."""
+    tile, i_b, i_k, n0, a, b, c, d = published_work(turn, schedule, 4)
+    if config.SPLIT_TILES and not config.ACCUMULATE:
+        i_k = i_k * schedule.num_parts + tile % schedule.num_parts
+    return i_b, i_k, n0 + WG * config.BLOCK_K

@@ -151,8 +151,8 @@ class BackwardConfig:
     WITH_DQ: gl.constexpr  # dQ is made in the same pass; unset for deterministic gradients (two_pass.py)
     ACCUMULATE: gl.constexpr  # the gradients are added into the caller's float32: the caller asks for it
     FIRST_STORES: gl.constexpr  # sums of dQ are not cleared, the first program stores: where a query sees few keys
-    SPLIT_TILES: gl.constexpr  # tiles after the last full round are split by queries: of equal length, and ACCUMULATE
-    SPLIT_HEADS: gl.constexpr  # several key heads share K and V: where tiles are few (portable/head_parts.py)
+    SPLIT_TILES: gl.constexpr  # tiles from num_whole on are split by queries: where every query sees every key
+    SPLIT_HEADS: gl.constexpr  # several key heads share K and V: to fill the GPU (portable/gradient_parts.py)
     FIRST_STEP_APART: gl.constexpr  # a tile's first step is separate code: three consumers, block maps, heads of 128
     DV_BUFFER: gl.constexpr  # dV is written from a separate buffer: heads of 128, one dQ stage, nothing accumulated
     WHOLE_DQ_STAGES: gl.constexpr  # buffers of whole dQs, made by turns; 0: two consumers make half of each (tiles.py)

@@ -19,7 +19,7 @@ from flashspan.kernels.delta import row_delta
 from flashspan.kernels.hopper.finer import finer_launch, pays, room_for
 from flashspan.kernels.hopper.forward import forward_kernel
 from flashspan.kernels.hopper.lists import lists_forward_launch, refusal
-from flashspan.kernels.hopper.one_pass import backward_launch, count_head_parts
+from flashspan.kernels.hopper.one_pass import backward_launch, count_key_parts
 from flashspan.kernels.hopper.parts import is_unit, new_rows
 from flashspan.kernels.hopper.rows_and_cast import cast_kernel, rows_kernel
 from flashspan.kernels.hopper.tensors import (
@@ -39,7 +39,7 @@ from flashspan.kernels.masks import Band, Blocks, Mask, Rows, unpack
 from flashspan.kernels.portable import decode, few_tiles
 from flashspan.kernels.portable.arguments import LOG2E, empty_outputs, mask_arguments
 from flashspan.kernels.portable.forward import forward_launch as repair_launch
-from flashspan.kernels.portable.head_parts import add_parts_launch, room_for_parts
+from flashspan.kernels.portable.gradient_parts import add_parts_launch, room_for_parts
 from flashspan.kernels.portable.tiles import multiprocessors
 
 
@@ -199,7 +199,7 @@ def backward(
     with on(q.device):
         rows_of = out if out is not None and delta is None else _settled(delta, dout, out).contiguous()
         given = (dout, q, k, v, lse.contiguous(), rows_of, dq, dk, dv)
-        parts = count_head_parts(q, k, mask, accumulate, not two_passes)
+        parts = count_key_parts(q, k, mask, accumulate, not two_passes)
         made = _room_for_backward(q, k, parts, accumulate, two_passes, dq, dk, dv)
         done = replay(_backward_launches, given, tables, made, scale, accumulate, two_passes, delta is None)
     if done:
@@ -251,7 +251,7 @@ def repeat_backward(
     launches = recall(_backward_launches, (dout, q, k, v, lse, out, *grads), problem.mask.packed, 7, *values)
     if launches is None:
         return None
-    parts = count_head_parts(q, k, problem.mask, False, not two_passes)  # of this GPU: meta tensors stand for an H200
+    parts = count_key_parts(q, k, problem.mask, False, not two_passes)  # of this GPU: meta tensors stand for an H200
     *room, _ = _room_for_backward(q.to("meta"), k.to("meta"), parts, False, two_passes, *grads)
     # Each temporary tensor is a gradient, given by its index, or new, given by its shape and dtype.
     found = [next((i for i, grad in enumerate(grads) if x is grad), None) for x in room]

@@ -20,27 +20,37 @@ from flashspan.kernels.hopper.tiles import BACKWARD, Backward, backward_tile, dq
 from flashspan.kernels.launch.launch import Launch
 from flashspan.kernels.masks import Band, Blocks, Mask
 from flashspan.kernels.portable.arguments import LOG2E, mask_arguments
-from flashspan.kernels.portable.head_parts import count_parts
+from flashspan.kernels.portable.gradient_parts import count_equal_parts, count_parts
 
 CUT_BLOCKS = 16
-"""About how many blocks of queries a part of a tile has, where tiles are split by queries."""
+"""About how many blocks of queries a part of a tile has, where gradients are accumulated and tiles are split."""
+
+CLAIMED = 4096
+"""The most keys that a query sees for which claiming sums of dQ block by block costs less than clearing them before.
+Without a mask, all tiles of a head visit a block of queries at the same time, and would wait for the one that stores:
+then sums are claimed only if the head has one tile."""
 
 
-def count_head_parts(q: Tensor, k: Tensor, mask: Mask, accumulate: bool, with_dq: bool) -> int:
-    """How many parts the query heads of a key head are divided into, by the shapes and the GPU (head_parts.py)."""
+def count_key_parts(q: Tensor, k: Tensor, mask: Mask, accumulate: bool, with_dq: bool) -> int:
+    """How many parts dK and dV of a key head are computed in, by the shapes and the GPU (gradient_parts.py)."""
     (B, H, T, D), (_, K, S, _) = q.shape, k.shape
-    if H == K:
-        return 1
     wide = block_dim(D)
     tile = Backward(1, 64, 64)  # two_pass_dkv.py
     if wide in BACKWARD:
         tile = backward_tile(wide, with_dq and isinstance(mask, Band), S)
-    if accumulate and with_dq and isinstance(mask, Band) and 2 * CUT_BLOCKS * tile.block_q <= T:
-        lo, hi = mask.bounds(T, S)
-        if lo <= 1 - T and hi >= S - 1:
-            return 1  # these tiles are split by queries instead
     num_tiles = triton.cdiv(S, tile.warpgroups * tile.block_k) * B * K
-    return count_parts(H // K, num_tiles, triton.cdiv(T, tile.block_q), multiprocessors(q.device))
+    sizes = H // K, num_tiles, triton.cdiv(T, tile.block_q), multiprocessors(q.device)
+    if not (with_dq and isinstance(mask, Band) and sees_all(mask, T, S)):
+        return count_parts(*sizes) if H > K else 1
+    if accumulate and (H == K or 2 * CUT_BLOCKS * tile.block_q <= T):
+        return 1  # these tiles are split by queries, and their parts added in place
+    return count_equal_parts(*sizes)
+
+
+def sees_all(mask: Band, T: int, S: int) -> bool:
+    """Whether every query sees every key."""
+    lo, hi = mask.bounds(T, S)
+    return lo <= 1 - T and hi >= S - 1
 
 
 def backward_launch(given: BackwardInputs) -> Launch:
@@ -55,17 +65,23 @@ def backward_launch(given: BackwardInputs) -> Launch:
     tile = backward_tile(wide, sums is not None and not table, S)
     keys = tile.warpgroups * tile.block_k
     tiles_per_head, chip = triton.cdiv(S, keys), multiprocessors(q.device)
+    parts = K // k.shape[1]
+    by_queries = parts > 1 and k.shape[1] == H
+    if by_queries:
+        K = H
     num_tiles = tiles_per_head * B * K
-    section = key_heads_for_keys(q, dk, tiles_per_head)
+    section = key_heads_for_keys(q, k if by_queries else dk, tiles_per_head)
     masked = table or lo > 1 - T or hi < S - 1
     # If tiles are equally long and dK and dV are accumulated, the tiles after the last full round are split by queries.
-    cut = accumulate and sums is not None and not masked and k.shape[1] == K
-    parts = max(1, min(8, T // (CUT_BLOCKS * tile.block_q))) if cut else 1
-    whole = num_tiles // chip * chip if parts > 1 else num_tiles
+    cut = accumulate and sums is not None and not masked and parts == 1
+    whole = 0 if by_queries else num_tiles
+    if cut:
+        parts = max(1, min(8, T // (CUT_BLOCKS * tile.block_q)))
+        whole = num_tiles // chip * chip if parts > 1 else num_tiles
     num_tiles = whole + (num_tiles - whole) * parts
-    # Where no query sees more than 4096 keys, claiming sums of dQ block by block costs less than clearing them before.
-    # `Rows` are assumed to be such masks: their lengths are not read.
-    claim = sums is not None and not accumulate and (table or min(hi - lo + 1, S) <= 4096)
+    # `Rows` are assumed to hide most keys: their lengths are not read.
+    few = table or (min(hi - lo + 1, S) <= CLAIMED and (masked or tiles_per_head == 1))
+    claim = few and sums is not None and not accumulate
     far = not table and lo <= 1 - T  # all keys behind are seen
     return Launch(
         backward_kernel,
@@ -82,7 +98,7 @@ def backward_launch(given: BackwardInputs) -> Launch:
         {
             "STAGES": 2, "TABLE": table, "ACCUMULATE": accumulate,
             "HAS_EDGES": masked or tile.warpgroups == 3 or S % keys > 0, "WITH_DQ": sums is not None,
-            "FIRST_STORES": claim, "SPLIT_TILES": cut, "SPLIT_HEADS": k.shape[1] < K,
+            "FIRST_STORES": claim, "SPLIT_TILES": cut or by_queries, "SPLIT_HEADS": k.shape[1] < K,
             "WHOLE_DQ_STAGES": 0 if sums is None else dq_turns(tile.warpgroups, wide, claim, far and H > K),
             "UNIT_SCALE": is_unit(q, scale), **warps(tile.warpgroups),
         },

@@ -85,7 +85,7 @@ def locate_keys(
 
 @gluon.jit
 def head_of_keys(i_k, K, desc_k, SPLIT_HEADS: gl.constexpr):
-    """The head of K and V for one of K key heads: with SPLIT_HEADS several share it (portable/head_parts.py)."""
+    """The head of K and V for one of K key heads: with SPLIT_HEADS several share it (portable/gradient_parts.py)."""
     if SPLIT_HEADS:
         i_k = i_k // (K // desc_k.shape[1])
     return i_k

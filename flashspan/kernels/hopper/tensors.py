@@ -32,7 +32,7 @@ class BackwardInputs(NamedTuple):
     mask: Mask
     scale: float
     dq: Tensor | None  # the gradient, or the sums it is made of; None: it is not computed
-    dk: Tensor  # with more heads than k, dk and dv are parts to be added (portable/head_parts.py)
+    dk: Tensor  # with more heads than k, dk and dv are parts to be added (portable/gradient_parts.py)
     dv: Tensor
     accumulate: bool
     states: Tensor

@@ -28,7 +28,7 @@ from flashspan.kernels.portable.common import (
     store_tile,
     unknown_zero,
 )
-from flashspan.kernels.portable.head_parts import add_parts_launch, count_parts, room_for_parts
+from flashspan.kernels.portable.gradient_parts import add_parts_launch, count_parts, room_for_parts
 from flashspan.kernels.portable.loops import key_loop, query_loop
 from flashspan.kernels.portable.sparse import sparse_keys_kernel, sparse_queries_kernel
 from flashspan.kernels.portable.steps import column_words, keys_step, load_lse, queries_step, row_words
@@ -57,7 +57,7 @@ def keys_kernel(
 ):  # fmt: skip
     """dk, dv or both of one block of keys, summed in one loop over the tiles of all query heads that share it.
 
-    K is the number of heads of dk and dv; PARTS consecutive ones share one head of k and v (head_parts.py).
+    K is the number of heads of dk and dv; PARTS consecutive ones share one head of k and v (gradient_parts.py).
 
     If dk and dv are both 128 columns wide, no register is free: what only the epilogue needs is computed there again.
     """

@@ -43,7 +43,8 @@ FEW, MAX_ROWS, MAX_QUERIES = 16, 64, 128
 are many keys; and of up to MAX_QUERIES queries if there are many keys and forward.py would launch few programs."""
 
 RESIDENT = 2
-"""Number of programs of up to MAX_ROWS rows that a multiprocessor runs at once."""
+"""Number of programs of up to MAX_ROWS rows that a multiprocessor runs at once; with heads above 128 and more than FEW
+rows, only one fits."""
 
 MANY_KEYS = 768
 """They also serve calls whose queries see this many keys on average and whose blocks of rows would occupy at most a
@@ -332,7 +333,8 @@ def count_splits(q: Tensor, k: Tensor, mask: Mask) -> int:
     tiles, chip = triton.cdiv(S, size.block_k), multiprocessors(q.device)
     if rows > MAX_ROWS:  # a multiprocessor runs one program at once, and a second round costs more than it gains
         return max(1, min(tiles // 2, chip // streams))
-    return fill(streams, tiles, rounds * RESIDENT * chip)
+    resident = 1 if rows > FEW and block_dim(D) > 128 else RESIDENT
+    return fill(streams, tiles, rounds * resident * chip)
 
 
 @lru_cache(4096)

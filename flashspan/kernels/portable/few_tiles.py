@@ -119,7 +119,7 @@ FORWARD = {64: Limits(4400, 40), 128: Limits(1900, 32)}
 """By padded head size: forward, if all programs run at once, two on a multiprocessor."""
 FORWARD_ANY = {64: 1100, 128: 600}
 """Forward, however many programs there are: tiles in total."""
-BACKWARD = {64: Limits(1300, 20), 128: Limits(256, 4)}
+BACKWARD = {64: Limits(1300, 20), 128: Limits(256, 8)}
 """Backward, where a program for keys has the tiles of all query heads that share them."""
 
 
@@ -158,8 +158,11 @@ def _forward_tile(B: int, H: int, T: int, D: int, S: int, seen: int, chip: int) 
     if not at_once and tiles > FORWARD_ANY[wide]:
         return None
     if T <= 32:
-        return Tile(32, 64, 64, 4, 3)
-    return Tile(64, 32, 32, 4, 3) if wide == 64 and S <= 128 else Tile(64, 64, 64, 4, 3)
+        return Tile(32, 32, 32, 4, 3) if S <= 32 else Tile(32, 64, 64, 4, 3)
+    if wide > 64 or S > 128:
+        return Tile(64, 64, 64, 4, 3)
+    # If not all programs run at once, fewer and larger ones are faster.
+    return Tile(128 if 64 < T <= 128 and programs > 2 * chip else 64, 32, 32, 4, 3)
 
 
 @lru_cache(4096)
@@ -171,8 +174,10 @@ def _backward_tile(B: int, H: int, T: int, D: int, K: int, S: int, seen: int) ->
     longest = max(H // K * blocks, triton.cdiv(S, 64))
     if longest > most.per_program or B * H * blocks * triton.cdiv(seen, 64) > most.total:
         return None
-    stages = 2 if wide == 64 and T <= 32 else 1
-    return Tile(32 if T <= 32 else 64, 64, 64, 4 if wide == 64 else 8, stages)
+    if T <= 32:
+        return Tile(32, 64, 64, 4, 2 if wide == 64 else 1)
+    block_k = 64 if wide == 64 else 32
+    return Tile(64, block_k, block_k, 4, 1)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, size: Tile, out_dtype: torch.dtype) -> Carry:

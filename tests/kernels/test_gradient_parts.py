@@ -1,5 +1,5 @@
-"""Backward with few key heads, whose query heads are divided into parts: launches as data and the portable kernels
-here, the Hopper kernels on a GPU (`pytest -m gpu` of this file)."""
+"""Backward with few tiles of keys, whose query heads or queries are divided into parts: launches as data and the
+portable kernels here, the Hopper kernels on a GPU (`pytest -m gpu` of this file)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,14 @@ from flashspan.kernels.launch.launch import Launch
 from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band, Mask
 from flashspan.kernels.masks.patterns import documents, random_blocks
 from flashspan.kernels.portable.backward import backward_launches
-from flashspan.kernels.portable.head_parts import MIN_BLOCKS, ROUNDS, add_parts_launch, count_parts
+from flashspan.kernels.portable.gradient_parts import (
+    MIN_BLOCKS,
+    MOST_PARTS,
+    ROUNDS,
+    add_parts_launch,
+    count_equal_parts,
+    count_parts,
+)
 from tests.kernels.cases import GRADIENT_BOUND, Shape, make_inputs, relative, solve
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled here, not interpreted")
@@ -35,12 +42,32 @@ def test_parts_are_the_fewest_that_occupy_the_gpu() -> None:
                 assert parts == (enough[0] if enough else allowed[-1])
 
 
+def test_equal_tiles_are_divided_so_that_few_multiprocessors_are_idle() -> None:
+    for group in (1, 2, 3, 7, 8, 12, 32):
+        for num_tiles in (1, 8, 63, 80, 126, 144, 200, 800, 2048):
+            for num_blocks in (1, 7, 9, 17, 25, 50, 80, 333):
+                parts = count_equal_parts(group, num_tiles, num_blocks, 132)
+                if group > 1:
+                    assert group % parts == 0
+                else:
+                    assert parts <= MOST_PARTS
+                    assert (parts - 1) * -(-num_blocks // parts) < num_blocks, "no part is empty"
+                assert parts == 1 or group * num_blocks // parts >= MIN_BLOCKS
+                # In units of a whole tile, with the time that idle multiprocessors wait in the last round.
+                before, after = -(-num_tiles // 132), -(-num_tiles * parts // 132) / parts
+                assert after <= before
+    assert count_equal_parts(1, 2048, 256, 132) == 1  # 15.5 rounds of long tiles
+    assert count_equal_parts(1, 32, 32, 132) == 4  # 32 tiles: a quarter of an H200
+    assert count_equal_parts(8, 800, 50, 132) > 1  # 6.06 rounds
+
+
 def launches_of(
     heads: tuple[int, int],
     tokens: int,
     head_dim: int,
     mask: Mask = CAUSAL,
     *,
+    keys: int | None = None,
     accumulate: bool = False,
     deterministic: bool = False,
 ) -> tuple[list[Launch], list[Tensor]]:
@@ -49,8 +76,12 @@ def launches_of(
     from flashspan.kernels.hopper.launch import _backward_launches, room_for_parts
     from flashspan.kernels.hopper.parts import new_rows
 
-    q, k = (torch.empty(1, n, tokens, head_dim, dtype=torch.bfloat16, device="meta") for n in heads)
-    parts = one_pass.count_head_parts(q, k, mask, accumulate, not deterministic)
+    lengths = (tokens, keys or tokens)
+    q, k = (
+        torch.empty(1, n, length, head_dim, dtype=torch.bfloat16, device="meta")
+        for n, length in zip(heads, lengths, strict=True)
+    )
+    parts = one_pass.count_key_parts(q, k, mask, accumulate, not deterministic)
     dq, dk, dv = (x.float() if accumulate else torch.empty_like(x) for x in (q, k, k))
     to_dk, to_dv = (room_for_parts(k, parts) if parts > 1 else x for x in (dk, dv))
     rows = torch.empty(1, heads[0], tokens, device="meta")
@@ -131,6 +162,23 @@ def test_tiles_that_are_split_by_queries_are_not_split_by_heads() -> None:
     assert (launches[1].constants["SPLIT_TILES"], launches[1].constants["SPLIT_HEADS"]) == (False, True)
 
 
+def test_queries_of_few_keys_are_divided() -> None:
+    """Where each query head has its own keys, and every query sees all of them."""
+    launches, rooms = launches_of((16, 16), 4096, 64, EVERYTHING, keys=77)
+    main = numbers(launches[1])
+    assert (launches[1].constants["SPLIT_TILES"], launches[1].constants["SPLIT_HEADS"]) == (True, False)
+    parts = main["num_parts"]
+    assert (main["K"], main["G"], main["num_whole"], main["num_tiles"]) == (16, 1, 0, 16 * parts)
+    assert parts > 1
+    assert [main["desc_dk"].base, main["desc_dv"].base] == rooms
+    assert all(x.shape == (1, 16 * parts, 77, 64) and x.dtype == torch.float32 for x in rooms)
+    assert names(launches)[2:] == ["add_parts_kernel", "cast_kernel"]
+    for more in ({"mask": CAUSAL}, {"accumulate": True}, {"deterministic": True}):
+        options = {"mask": EVERYTHING, **more}
+        launches, rooms = launches_of((16, 16), 4096, 64, keys=77, **options)
+        assert "add_parts_kernel" not in names(launches), more
+
+
 @interpreted
 @pytest.mark.parametrize("head_dim", [16, 40, 64, 128])
 @pytest.mark.parametrize("add", [False, True])
@@ -184,7 +232,7 @@ MASKS: dict[str, Any] = {
 def test_gradients_of_few_key_heads(head_dim: int, mask: str, deterministic: bool) -> None:
     """Written and added, against float64; dK and dV have one order of sums, all gradients if they are deterministic."""
     from flashspan.kernels import hopper
-    from flashspan.kernels.hopper.one_pass import count_head_parts
+    from flashspan.kernels.hopper.one_pass import count_key_parts
     from tests.kernels.hopper_cases import GRADIENT_BOUND, tensors
 
     if mask == "block map" and (deterministic or head_dim == 256):
@@ -205,7 +253,7 @@ def test_gradients_of_few_key_heads(head_dim: int, mask: str, deterministic: boo
             given = (dout, q, k, v, lse.float(), delta.float(), problem)
             for accumulate in (False, True):
                 if (H, K) == (16, 1) and not (accumulate and mask == "full" and T > 2000):
-                    assert count_head_parts(q, k, problem.mask, accumulate, not deterministic) > 1
+                    assert count_key_parts(q, k, problem.mask, accumulate, not deterministic) > 1
                 repeated: list[list[Tensor]] = []
                 for _ in range(3):
                     value, dtype = (1.0, torch.float32) if accumulate else (torch.nan, q.dtype)
@@ -220,3 +268,35 @@ def test_gradients_of_few_key_heads(head_dim: int, mask: str, deterministic: boo
                     if deterministic or head_dim == 256 or (name != "dq" and not split):
                         assert torch.equal(found[0], found[1])
                         assert torch.equal(found[0], found[2])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_gradients_of_few_keys(head_dim: int) -> None:
+    """The queries of a head are divided: against float64; dK and dV have one order of sums."""
+    from flashspan.kernels import hopper
+    from flashspan.kernels.hopper.one_pass import count_key_parts
+    from tests.kernels.hopper_cases import GRADIENT_BOUND, tensors
+
+    choice = random.Random(head_dim)
+    for B, H, T, S in ((2, 3, 4096, 77), (1, 2, 2111, 500), (1, 5, 1555, 128), (3, 1, 2600, 1300)):
+        q, k, v, dout = tensors(choice, B, H, H, T, S, head_dim)
+        assert count_key_parts(q, k, EVERYTHING, False, True) > 1
+        problem = Problem(EVERYTHING, head_dim**-0.5)
+        wide = [x.double() for x in (q, k, v)]
+        out, lse = reference.forward(*wide, problem)
+        delta = (dout.double() * out).sum(-1)
+        wanted = [torch.zeros_like(x) for x in wide]
+        into = dict(zip(("dq", "dk", "dv"), wanted, strict=True))
+        reference.backward(dout.double(), *wide, lse, delta, problem, **into, accumulate=True)
+        repeated = []
+        for _ in range(3):
+            made = {name: torch.full_like(x, torch.nan) for name, x in (("dq", q), ("dk", k), ("dv", v))}
+            hopper.backward(dout, q, k, v, lse.float(), delta.float(), problem, **made, accumulate=False)
+            repeated.append(made)
+        for name, want in into.items():
+            error = relative(repeated[0][name].double(), want, *wanted)
+            assert error <= GRADIENT_BOUND, f"{name}: {B} x {H} heads, {T} queries, {S} keys"
+            if name != "dq":
+                assert all(torch.equal(repeated[0][name], made[name]) for made in repeated)

@@ -1,9 +1,10 @@
-"""Backward with few key heads: the query heads of a key head are divided into parts that are computed in parallel.
+"""Backward with few tiles of keys: the queries that see a key head are divided into parts, computed in parallel.
 
-A program computes dK and dV of a block of keys and loops over all query heads that share them. With few key heads
-there are fewer such tiles than multiprocessors. A key head then becomes `parts` heads with the same K and V, and each
-of them serves an equal part of its query heads. Their dK and dV are float32, [B, K * parts, S, D], and one kernel adds
-them in a fixed order, so deterministic gradients stay deterministic.
+A program computes dK and dV of a block of keys and loops over all queries, of all heads that share the keys. With few
+key heads, or few keys, there are fewer such tiles than multiprocessors, or most multiprocessors wait for the last
+ones. A key head then becomes `parts` heads with the same K and V. Each of them serves an equal part of its query heads
+or, where each query head has its own keys, an equal part of the queries. Their dK and dV are float32,
+[B, K * parts, S, D], and one kernel adds them in a fixed order, so deterministic gradients stay deterministic.
 """
 
 from __future__ import annotations
@@ -28,6 +29,14 @@ MIN_BLOCKS = 4
 dV."""
 
 
+MOST_PARTS = 8
+"""The most parts of queries."""
+
+TILE_STEPS, SUM_STEPS, PART_STEPS = 3.0, 2.0, 0.03
+"""Costs in steps, each of which processes a block of queries in about 2 us: to begin and end a tile, to launch the
+kernel that adds parts, and to write and read one part of a tile."""
+
+
 @lru_cache(4096)
 def count_parts(group: int, num_tiles: int, num_blocks: int, multiprocessors: int) -> int:
     """How many parts a group of query heads is divided into: the smallest divisor of the group that gives enough tiles,
@@ -39,6 +48,25 @@ def count_parts(group: int, num_tiles: int, num_blocks: int, multiprocessors: in
         if group % parts == 0 and group // parts * num_blocks >= MIN_BLOCKS:
             found = parts
     return found
+
+
+@lru_cache(4096)
+def count_equal_parts(group: int, num_tiles: int, num_blocks: int, multiprocessors: int) -> int:
+    """The same for tiles that take equally long, as without a mask: the number of parts that is expected to take the
+    least time. Multiprocessors without a tile in the last round are idle. With a group of one head, parts are of its
+    queries."""
+
+    def steps(parts: int) -> float:
+        rounds = -(-num_tiles * parts // multiprocessors)
+        sums = SUM_STEPS + PART_STEPS * parts * num_tiles if parts > 1 else 0.0
+        return rounds * (-(-group * num_blocks // parts) + TILE_STEPS) + sums
+
+    if group > 1:
+        allowed = [n for n in range(2, group + 1) if group % n == 0 and group // n * num_blocks >= MIN_BLOCKS]
+    else:  # no part may be empty
+        some = range(2, min(MOST_PARTS, num_blocks // MIN_BLOCKS) + 1)
+        allowed = [n for n in some if (n - 1) * -(-num_blocks // n) < num_blocks]
+    return min([1, *allowed], key=steps)
 
 
 def room_for_parts(k: Tensor, parts: int) -> Tensor:
