@@ -7,12 +7,14 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 LEAST_MS, LEAST_CALLS, REST_S = 200, 20, 1.0
+AHEAD_MS, CYCLES_PER_MS = 1.0, 1_900_000
+"""How long a GPU waits before a sample, and its cycles in a millisecond: about those of an H200."""
 MOST_REPEATS = 1_000_000
 """The most runs of a benchmark: more would never end."""
 
@@ -90,38 +92,55 @@ def percentiles(call: Callable[[], object]) -> tuple[float, float, float]:
     return low, middle, high
 
 
+class Samples(NamedTuple):
+    """Milliseconds of a call: on the device, and on the host until everything is queued."""
+
+    device: list[float]
+    host: list[float]
+
+
 def cold_samples(
     calls: Mapping[K, Callable[[], object]],
     rounds: int,
     device: torch.device,
     contexts: Mapping[K, Callable[[], AbstractContextManager[object]]],
-) -> dict[K, list[float]]:
-    """Milliseconds of each call, in turns, `rounds` times; on a GPU with L2 cleared before each, as `percentiles` does.
+) -> dict[K, Samples]:
+    """The time of each call, in turns, `rounds` times; on a GPU with L2 cleared before each, as `percentiles` does.
 
-    Each call runs in its context, which is entered before the time begins. Calls whose samples are to be compared
-    belong in one run: the chip's clock follows its power and heat.
+    A GPU waits AHEAD_MS before each call, so that the host has queued all of it when its first kernel begins, and the
+    two times do not mix. Each call runs in its context, which is entered before the time begins. Calls whose samples
+    are to be compared belong in one run: the chip's clock follows its power and heat.
     """
     flush = _cache_flusher(device)
 
-    def sample(name: K) -> tuple[object, object]:
+    def sample(name: K) -> tuple[object, object, float]:
         with contexts[name]():
             flush()
-            begin = mark(device)
+            begin, started = mark(device), time.perf_counter()
             calls[name]()
-            return begin, mark(device)
+            host = time.perf_counter() - started
+            return begin, mark(device), 1e3 * host
 
     found = in_turns({name: partial(sample, name) for name in calls}, rounds)
-    return {name: [1e3 * between(begin, end) for begin, end in marks] for name, marks in found.items()}
+    return {
+        name: Samples([1e3 * between(begin, end) for begin, end, _ in samples], [host for *_, host in samples])
+        for name, samples in found.items()
+    }
 
 
 def _cache_flusher(device: torch.device) -> Callable[[], None]:
-    """A function that clears a GPU's L2 cache, by triton's means; on a CPU it does nothing."""
+    """A function that lets a GPU wait AHEAD_MS and clears its L2 cache, by triton's means; on a CPU it does nothing."""
     if device.type != "cuda":
         return lambda: None
     from triton.runtime import driver
 
     cache = driver.active.get_empty_cache_for_benchmark()
-    return lambda: driver.active.clear_cache(cache)
+
+    def flush() -> None:
+        torch.cuda._sleep(int(AHEAD_MS * CYCLES_PER_MS))
+        driver.active.clear_cache(cache)
+
+    return flush
 
 
 def cpu_peak(num_ranks: int) -> float:

@@ -25,6 +25,11 @@ BEHIND = 0.95
 NUM_WORST = 10
 MASKS_ONLY = "window, explicit masks only"
 """The class of a window that was not measured with FlexAttention: no other contender skips what it does not see."""
+HOST_NOTE = (
+    "The other ratios of this page are of GPU times: the host has queued a call before it begins. In a loop in which "
+    "it is not ahead, a call takes as long as the slower of the two. Here are the medians of the host's times, and the "
+    "ratios of the larger time of each call."
+)
 EDGES = tuple(2.0 ** (n / 8) for n in range(-8, 25))
 """Edges of the histogram's bins: 1/2 to 8; what lies beyond is in the first and the last bin."""
 
@@ -48,9 +53,20 @@ class Comparison:
         return max((row.p80_ms - row.p20_ms) / row.p50_ms for row in (self.ours, self.theirs))
 
     @property
+    def with_host(self) -> float:
+        """The ratio where each call takes as long as its slower side, the GPU or the host."""
+        theirs, ours = (max(row.p50_ms, 1e-3 * host_us(row)) for row in (self.theirs, self.ours))
+        return theirs / ours
+
+    @property
     def fair(self) -> bool:
         """Whether one of the others can skip what the mask hides, if it hides anything."""
         return MASKS_ONLY not in self.classes
+
+
+def host_us(row: Row) -> float:
+    """Microseconds until the host had queued the call; 0 in rows that were not measured with it."""
+    return float(row.more.get("host_us", 0))
 
 
 def latest(rows: Sequence[Row]) -> list[Row]:
@@ -157,6 +173,31 @@ def fastest_table(found: Sequence[Comparison]) -> Table:
     return Table("fastest of the others", ("implementation", *KINDS.values()), cells)
 
 
+def host_table(found: Sequence[Comparison]) -> Table:
+    """The host's time of a call, and the ratios of calls in a loop that waits for the slower of GPU and host."""
+    cells = []
+    for kind, name in KINDS.items():
+        mine = [each for each in found if each.fair and each.ours.kind == kind and host_us(each.ours)]
+        if not mine:
+            continue
+        ratios = [each.with_host for each in mine]
+        hosts = (median(map(host_us, rows)) for rows in zip(*((each.ours, each.theirs) for each in mine), strict=True))
+        longer = sum(1e3 * each.ours.p50_ms < host_us(each.ours) for each in mine) / len(mine)
+        shares = (f"{longer:.0%}", f"{median(ratios):.2f}", f"{share_behind(ratios):.0%}", f"{min(ratios):.2f}")
+        cells.append((name, str(len(mine)), *(f"{host:.0f}" for host in hosts), *shares))
+    headings = (
+        "pass",
+        "shapes",
+        "flashspan us",
+        "other us",
+        "flashspan's host slower than GPU",
+        "median",
+        "< 0.95",
+        "lowest",
+    )
+    return Table("the host's time, and ratios with it", headings, tuple(cells))
+
+
 def headline(found: Sequence[Comparison], kind: str) -> str:
     fair = [each for each in found if each.fair and each.ours.kind == kind]
     if not fair:
@@ -202,10 +243,10 @@ def markdown(rows: Sequence[Row]) -> str:
     lines += [f"- no implementation of PyTorch was measured: {shape}" for shape in alone]
     lines += [""] if failed or alone else []
     fair = [each for each in found if each.fair]
-    tables = [class_table(rows), *(worst_table(fair, kind) for kind in KINDS), fastest_table(found)]
-    for table in tables:
-        note = [CLASS_NOTE, ""] if table is tables[0] else []
-        lines += [f"## {table.title[:1].upper()}{table.title[1:]}", "", *note, table.markdown()]
+    worst = (worst_table(fair, kind) for kind in KINDS)
+    tables = [(class_table(rows), CLASS_NOTE), (host_table(found), HOST_NOTE), *((table, "") for table in worst)]
+    for table, note in [*tables, (fastest_table(found), "")]:
+        lines += [f"## {table.title[:1].upper()}{table.title[1:]}", "", *([note, ""] if note else []), table.markdown()]
     return "\n".join(lines)
 
 

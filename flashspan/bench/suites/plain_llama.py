@@ -1,10 +1,11 @@
-"""The baseline of the training benchmark: transformers with SDPA, or, without transformers, a plain PyTorch LLaMA with
-the same operations."""
+"""The baselines of the training benchmark: transformers with SDPA, or, without transformers, a plain PyTorch LLaMA with
+the same operations; and transformers with Liger's kernels and cuDNN's attention, if liger-kernel is installed."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashspan.model import LlamaConfig, read_config, read_weights
 from flashspan.model.rope import frequencies
@@ -37,12 +39,7 @@ def load_baseline(folder: Path, device: torch.device) -> Baseline:
             return F.cross_entropy(plain(tokens)[0].float().flatten(0, 1), targets.flatten())
 
         return Baseline("plain PyTorch + SDPA", plain, mean, plain.extend)
-    from transformers import LlamaForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    theirs: Any = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
-    theirs.to(device)
+    theirs = _load_transformers(folder, device)
 
     def loss(tokens: Tensor, targets: Tensor) -> Tensor:
         # The same as its own loss, but without the shift: the targets are already shifted.
@@ -54,6 +51,39 @@ def load_baseline(folder: Path, device: torch.device) -> Baseline:
         return out.logits[:, -1], out.past_key_values
 
     return Baseline("transformers + SDPA", theirs, loss, extend)
+
+
+def _load_transformers(folder: Path, device: torch.device) -> Any:
+    from transformers import LlamaForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    model: Any = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
+    return model.to(device)
+
+
+@contextlib.contextmanager
+def liger_baseline(folder: Path, device: torch.device) -> Iterator[Baseline]:
+    """The model of `load_baseline` with Liger's norms, RoPE, SwiGLU and loss, and cuDNN's attention. It is for training
+    only. Liger replaces functions and classes of transformers: they are put back at the end."""
+    from liger_kernel.transformers import apply_liger_kernel_to_llama  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    from transformers.models.llama import modeling_llama
+
+    theirs = _load_transformers(folder, device)
+    names = dict(vars(modeling_llama))
+    apply_liger_kernel_to_llama(model=theirs)
+
+    def loss(tokens: Tensor, targets: Tensor) -> Tensor:
+        return theirs(tokens, shift_labels=targets, use_cache=False).loss
+
+    def extend(tokens: Tensor, cache: Any) -> tuple[Tensor, Any]:
+        raise NotImplementedError("this baseline is for training")
+
+    try:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            yield Baseline("transformers + Liger + cuDNN", theirs, loss, extend)
+    finally:
+        vars(modeling_llama).update(names)
 
 
 class PlainLlama(nn.Module):

@@ -21,6 +21,7 @@ import re
 import warnings
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from flashspan import attention, explain
 from flashspan.bench.measure import record
-from flashspan.bench.measure.clock import cold_samples
+from flashspan.bench.measure.clock import Samples, cold_samples
 from flashspan.bench.report import random_page
 from flashspan.bench.report.tables import show_tables
 from flashspan.bench.suites.random_shapes import RandomShape, check_draw, draw
@@ -222,16 +223,16 @@ def _check_device(device: torch.device, name: str, refusal: str) -> None:
 
 def time_in_turns(
     serving: dict[Contender, Attend], kind: str, inputs: Inputs, budget_ms: float = BUDGET_MS
-) -> dict[str, list[float]]:
-    """Milliseconds of one pass, by name. Ours and the contenders near the fastest one have all rounds of samples, in
+) -> dict[str, Samples]:
+    """The times of one pass, by name. Ours and the contenders near the fastest one have all rounds of samples, in
     turns, from cold caches; the slower ones have their trials."""
     contexts = {contender.name: contender.context for contender in serving}
     calls = {contender.name: passes(attend, inputs)[kind] for contender, attend in serving.items()}
     device = inputs.q.device
     trials = cold_samples(calls, TRIALS, device, contexts)
-    last = BEHIND * min((min(times) for name, times in trials.items() if name != OURS), default=0.0)
-    calls = {name: call for name, call in calls.items() if name == OURS or min(trials[name]) <= last}
-    mean = sum(min(trials[name]) for name in calls) / len(calls)
+    last = BEHIND * min((min(times.device) for name, times in trials.items() if name != OURS), default=0.0)
+    calls = {name: call for name, call in calls.items() if name == OURS or min(trials[name].device) <= last}
+    mean = sum(min(trials[name].device) for name in calls) / len(calls)
     rounds = min(max(int(budget_ms / mean), LEAST_ROUNDS), MOST_ROUNDS)
     return trials | cold_samples(calls, rounds, device, contexts)
 
@@ -279,11 +280,14 @@ def measure(
                     **named,
                     impl=contender.name,
                     kind=kind,
-                    samples_ms=times[contender.name],
+                    samples_ms=times[contender.name].device,
                     tflop=weight * shape.flops() / 1e12,
                     error=error,
                     peak_mib=peak,
-                    more=ours_more if contender is ours else more,
+                    more={
+                        **(ours_more if contender is ours else more),
+                        "host_us": round(1e3 * median(times[contender.name].host), 1),
+                    },
                 )
             )
     return rows

@@ -1,5 +1,7 @@
 """Our trainer and our decoding compared with transformers + SDPA, in one run on one GPU, on Llama-3.2-1B's shape.
 
+Training is also compared with transformers + Liger's kernels + cuDNN's attention where liger-kernel is installed.
+
     flashspan bench training --profile                    # all parts, about 3 minutes on an H200
     flashspan bench training --part train8k               # or train32k, or generate
     flashspan bench training --tiny                       # a tiny model, to test the benchmark, also on a CPU
@@ -27,6 +29,7 @@ attention 444, at 555; the rest 31.
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import statistics
 import tempfile
@@ -46,7 +49,7 @@ from flashspan.bench.measure import record, trace
 from flashspan.bench.measure.clock import synchronise, timed
 from flashspan.bench.measure.memory import clear, peak_bytes, reset_peak
 from flashspan.bench.report import training as page
-from flashspan.bench.suites.plain_llama import Baseline, load_baseline
+from flashspan.bench.suites.plain_llama import Baseline, liger_baseline, load_baseline
 from flashspan.data.samples import Samples
 from flashspan.data.tokenizer import ByteTokenizer
 from flashspan.data.tokens import open_tokens, write_tokens
@@ -67,16 +70,18 @@ Part: TypeAlias = Literal["train8k", "train32k", "generate"]
 
 @dataclass(frozen=True)
 class Figure:
-    """The targets of a part: at least this speed over theirs, at most this memory over theirs, at most these GiB."""
+    """The targets of a part: at least this speed over theirs, at most this memory over theirs, at most these GiB; at
+    least this speed over theirs with Liger's kernels."""
 
     speed: float
     memory: float | None = None
     gib: float | None = None
+    liger: float | None = None
 
 
 FIGURES = {
-    "train8k": Figure(1.25, 0.6),
-    "train32k": Figure(1.4, 0.45, 45.0),
+    "train8k": Figure(1.25, 0.6, liger=1.35),
+    "train32k": Figure(1.4, 0.45, 45.0, liger=1.35),
     "prefill": Figure(1.0),
     "decode": Figure(1.0),
 }
@@ -130,7 +135,7 @@ class Bench:
         self.noise = torch.from_numpy(open_tokens(folder / "data").tokens.astype("int64"))
 
     def train(self, part: str, modes: Sequence[str]) -> None:
-        """Measure steps of theirs, then of ours in each mode."""
+        """Measure steps of theirs, of theirs with Liger's kernels if it is installed, then of ours in each mode."""
         num_tokens = self.sizes.train[part]
         flops = self.sizes.shape.flops_per_token(num_tokens) * num_tokens
         theirs = load_baseline(self.folder / "model", self.device)
@@ -139,6 +144,12 @@ class Bench:
         first, seconds, peak = self._measure(step, name)
         self._keep(Measured(part, name, seconds, peak, num_tokens, flops, 0.0))
         del step
+        if self.device.type == "cuda" and importlib.util.find_spec("liger_kernel") is not None:
+            clear(self.device)
+            with liger_baseline(self.folder / "model", self.device) as liger:
+                loss, seconds, peak = self._measure(self._their_step(liger, num_tokens), liger.name)
+            self._keep(Measured(part, liger.name, seconds, peak, num_tokens, flops, abs(loss / first - 1)))
+            del liger
         for name in modes:
             clear(self.device)  # frees the previous one
             found = None
@@ -303,11 +314,19 @@ class Bench:
         """Text: every measurement compared with theirs, and whether it meets its target."""
         lines = []
         for part in dict.fromkeys(m.part for m in self.results):
-            theirs, *ours = (m for m in self.results if m.part == part)
+            theirs, *others = (m for m in self.results if m.part == part)
             lines.append(f"{part}\n  {theirs.name:<30} {describe(theirs)}")
-            for m in ours:
+            liger = next((m for m in others if "Liger" in m.name), None)
+            if liger is not None:
+                lines.append(f"  {liger.name:<30} {describe(liger)}")
+            for m in (m for m in others if m is not liger):
                 speed, target = theirs.median / m.median, FIGURES[part]
                 verdicts = [f"{speed:.2f}x as fast (target {target.speed}: {verdict(speed >= target.speed)})"]
+                if liger is not None and target.liger is not None:
+                    speed = liger.median / m.median
+                    verdicts.append(
+                        f"{speed:.2f}x as fast as with Liger (target {target.liger}: {verdict(speed >= target.liger)})"
+                    )
                 if target.memory is not None and theirs.peak:
                     memory = m.peak / theirs.peak
                     verdicts.append(

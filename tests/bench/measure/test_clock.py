@@ -23,5 +23,5 @@ def test_calls_take_turns_each_in_its_own_context() -> None:
     contexts = {name: lambda name=name: context(name) for name in "ab"}
     times = cold_samples(calls, 3, torch.device("cpu"), contexts)
     assert said == 3 * [word for name in "ab" for word in (f"{name} begins", name, f"{name} ends")]
-    assert {name: len(samples) for name, samples in times.items()} == {"a": 3, "b": 3}
-    assert all(sample >= 0 for samples in times.values() for sample in samples)
+    assert {name: [len(samples) for samples in both] for name, both in times.items()} == {"a": [3, 3], "b": [3, 3]}
+    assert all(device >= host >= 0 for both in times.values() for device, host in zip(*both, strict=True))

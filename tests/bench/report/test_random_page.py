@@ -50,6 +50,24 @@ def synthetic() -> list[Row]:
     return rows
 
 
+def test_ratios_with_the_host_are_of_the_slower_side() -> None:
+    """On four shapes ours takes 2 ms of GPU and 1, 2, 3 or 4 ms of host time, and the other 3 ms and 1 ms."""
+    rows = [row for row in synthetic() if row.shape == "alone full"]
+    for n in range(1, 5):
+        rows.append(make(f"s{n} full", "flashspan", 2.0, more={"host_us": 1000.0 * n}))
+        rows.append(make(f"s{n} full", "sdpa-flash", 3.0, more={"host_us": 1000.0}))
+    rows += [make("unmeasured full", "flashspan", 1.0), make("unmeasured full", "sdpa-flash", 9.0)]
+    found = random_page.compare(rows)
+    assert {each.ours.shape: each.with_host for each in found if "host_us" in each.ours.more} == {
+        "s1 full": 1.5,
+        "s2 full": 1.5,
+        "s3 full": 1.0,
+        "s4 full": 0.75,
+    }
+    (cells,) = random_page.host_table(found).cells
+    assert cells == ("forward", "4", "2500", "1000", "50%", "1.25", "25%", "0.75")
+
+
 def test_the_ratio_is_the_fastest_of_the_others_over_ours() -> None:
     found = {(each.ours.shape, each.ours.kind): each for each in random_page.compare(synthetic())}
     assert len(found) == 16

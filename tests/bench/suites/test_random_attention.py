@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend
 
 from flashspan import attention
 from flashspan.bench.measure import record
+from flashspan.bench.measure.clock import Samples
 from flashspan.bench.suites import random_attention as suite
 from flashspan.bench.suites.attention import bench_attention
 from flashspan.bench.suites.random_shapes import RandomShape, draw
@@ -179,15 +180,15 @@ def test_slow_contenders_are_left_after_their_trials(monkeypatch: pytest.MonkeyP
     calls: list[tuple[list[str], int]] = []
     speed = {"flashspan": 9.0, "sdpa-flash": 1.0, "sdpa-cudnn": 1.9, "sdpa-efficient": 2.1}
 
-    def sample(given: dict[str, Any], rounds: int, *rest: Any) -> dict[str, list[float]]:
+    def sample(given: dict[str, Any], rounds: int, *rest: Any) -> dict[str, Samples]:
         calls.append((list(given), rounds))
-        return {name: [speed[name]] * rounds for name in given}
+        return {name: Samples([speed[name]] * rounds, [1.0] * rounds) for name in given}
 
     monkeypatch.setattr(suite, "cold_samples", sample)
     serving = {suite.Contender(name, fail): fail for name in speed}
     times = suite.time_in_turns(serving, "forward", suite.Inputs(*(torch.zeros(1),) * 4), budget_ms=40)
     assert calls == [(list(speed), 2), (["flashspan", "sdpa-flash", "sdpa-cudnn"], 10)]
-    assert {name: len(found) for name, found in times.items()} == {
+    assert {name: len(found.device) for name, found in times.items()} == {
         **dict.fromkeys(speed, 10),
         "sdpa-efficient": 2,
     }
