@@ -21,6 +21,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 from flashspan import launch  # noqa: E402  (after the interpreter was chosen)
 from flashspan.kernels.launch.cache import CACHE  # noqa: E402
+from tests import faster_interpreter  # noqa: E402
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    faster_interpreter.install()
 
 # Ranks are forked from a server: what it has imported, no rank of any test imports again.
 launch.PRELOAD += [

@@ -97,6 +97,7 @@ def test_an_older_gpu_gets_the_portable_kernels() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_the_first_call_of_both_passes_takes_ten_seconds(tmp_path: Path) -> None:
     """With an empty cache, after the import of PyTorch: forward and backward compile at the same time."""
     text = run(

@@ -1,14 +1,11 @@
 """Every shipped kernel compiles without a GPU. For sm_90 portable ones spill nothing in 16 bits, Hopper's little."""
 
-import json
-import subprocess
 import sys
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
 from flashspan.kernels.portable.tiles import TF32
+from tests.kernels.compiler import compile_apart, run_apart
 
 PROGRAM = """
 import json, sys, torch
@@ -48,21 +45,6 @@ def check(*tiles: tuple[str, str, int]) -> None:
         if dtype == "bfloat16":  # float32's small tiles use the narrow instruction
             assert wide > 0, "16-bit products must use the warpgroup's instruction"
         assert not [line for line in warnings if "serialized" in line]
-
-
-def compile_apart(program: str, kernels: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """What a program prints of each of these, in a process of its own: this one runs Triton's interpreter, and the
-    compiler may abort."""
-    command = [sys.executable, "-c", program, json.dumps(kernels)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=_compiling(), check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-def _compiling() -> dict[str, str]:
-    import os
-
-    return {**os.environ, "TRITON_INTERPRET": "0"}
 
 
 def test_common_tiles_compile_without_spills() -> None:
@@ -173,10 +155,7 @@ print(json.dumps(compile_launch(launches["dk dv"]).spilled_bytes))
 
 
 def check_tightest(asked: str) -> None:
-    command = [sys.executable, "-c", TIGHTEST, asked]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=_compiling(), check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads(done.stdout) == 0
+    assert run_apart(TIGHTEST, asked) == [0]
 
 
 @pytest.mark.slow

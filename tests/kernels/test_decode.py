@@ -13,7 +13,7 @@ from flashspan.kernels.masks import EVERYTHING, Band, Mask, Rows
 from flashspan.kernels.masks.patterns import ragged
 from flashspan.kernels.portable import decode
 from tests.kernels.cases import Inputs, Shape, check_lse, make_inputs, relative, solve
-from tests.kernels.test_compile import compile_apart
+from tests.kernels.compiler import compile_apart
 
 GPU = torch.cuda.is_available()
 interpreted = pytest.mark.skipif(GPU, reason="the kernels are compiled here, not interpreted")

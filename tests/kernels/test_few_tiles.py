@@ -17,7 +17,7 @@ from flashspan.kernels.portable import decode, few_tiles
 from flashspan.kernels.portable.forward import forward_launch
 from flashspan.kernels.portable.tiles import Tile
 from tests.kernels.cases import Inputs, Shape, make_inputs
-from tests.kernels.test_compile import compile_apart
+from tests.kernels.compiler import compile_apart
 
 GPU = torch.cuda.is_available()
 interpreted = pytest.mark.skipif(GPU, reason="the kernels are compiled here, not interpreted")

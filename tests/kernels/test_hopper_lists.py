@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -18,6 +14,7 @@ from flashspan.kernels.contract import Carry, Problem
 from flashspan.kernels.delta import row_delta
 from flashspan.kernels.masks import Blocks
 from tests.kernels.cases import relative
+from tests.kernels.compiler import run_apart
 from tests.kernels.hopper_cases import ON_HOPPER
 
 PROGRAM = """
@@ -33,11 +30,7 @@ print(json.dumps([cost.spilled_bytes, cost.shared_bytes, cost.instructions["HGMM
 
 
 def compiles(which: str, head_dim: int) -> None:
-    command = [sys.executable, "-c", PROGRAM, which, str(head_dim)]
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    spilled, shared, products, warnings = json.loads(done.stdout)
+    [[spilled, shared, products, warnings]] = run_apart(PROGRAM, which, str(head_dim))
     assert spilled <= 400, "a few addresses outside the loops, at most"
     assert shared <= 232448, "a Hopper block has 227 KiB of shared memory"
     assert products > 0

@@ -93,7 +93,7 @@ def test_only_full_masks_whose_gradients_are_added_are_cut_and_no_part_is_empty(
         (CAUSAL, 4096, 2, False, True, 0),
         (CAUSAL, 4097, 4, False, False, 2),
         (CAUSAL, 4097, 2, False, False, 2),
-        (EVERYTHING, 4096, 4, False, True, 1),
+        (EVERYTHING, 4096, 4, False, False, 2),
         (EVERYTHING, 8192, 2, False, False, 2),
         (Band(-1023, 0), 65536, 2, False, True, 1),
         (Band(-4096, 0), 65536, 2, False, False, 2),
@@ -111,6 +111,15 @@ def test_dq_of_two_warpgroups_has_two_places_just_where_its_sums_are_not_claimed
     for head_dim, dq, found in ((128, True, (claimed, turns)), (64, True, (claimed, three)), (128, False, (False, 0))):
         launch = backward_launch_of(mask, length, length, head_dim, add=add, dq=dq, key_heads=key_heads)
         assert (launch.constants["FIRST_STORES"], launch.constants["WHOLE_DQ_STAGES"]) == found
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("keys", "claimed"), [(128, True), (256, False), (4096, False)])
+def test_sums_of_dq_without_a_mask_are_claimed_only_where_a_head_has_one_tile(
+    head_dim: int, keys: int, claimed: bool
+) -> None:
+    launch = backward_launch_of(EVERYTHING, 4096, keys, head_dim, add=False, dq=True)
+    assert launch.constants["FIRST_STORES"] == claimed
 
 
 @pytest.mark.parametrize(

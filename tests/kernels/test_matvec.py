@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flashspan.kernels.portable import matvec
 from flashspan.model.rope import rotate
-from tests.kernels.test_compile import compile_apart
+from tests.kernels.compiler import compile_apart
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = 1e-5

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from .test_compile import compile_apart
+from tests.kernels.compiler import compile_apart
 
 PROGRAM = """
 import json, sys, torch

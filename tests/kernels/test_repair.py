@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -18,6 +14,7 @@ from flashspan.kernels.masks import CAUSAL, EVERYTHING, Band, Blocks, Mask
 from flashspan.kernels.masks.patterns import documents, ragged
 from flashspan.kernels.portable.forward import forward_launch
 from tests.kernels.cases import FORWARD_BOUND, Inputs, Shape, make_inputs, relative
+from tests.kernels.compiler import run_apart
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled here, not interpreted")
 
@@ -117,11 +114,7 @@ print(json.dumps([cost.shared_bytes, cost.instructions["HGMMA"], cost.warnings])
 
 
 def compiles(kind: str, head_dim: int, carry: str) -> None:
-    command = [sys.executable, "-c", PROGRAM, kind, str(head_dim), carry]
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    shared, products, warnings = json.loads(done.stdout)
+    [[shared, products, warnings]] = run_apart(PROGRAM, kind, str(head_dim), carry)
     assert shared <= 232448, "a Hopper block has 227 KiB of shared memory"
     assert products > 0
     assert not [warning for warning in warnings if "serialized" in warning]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.kernels.test_compile import COMMON, REST, allowed, compile_apart
+from tests.kernels.compiler import compile_apart
+from tests.kernels.test_compile import COMMON, REST, allowed
 
 PROGRAM = """
 import json, sys, torch

@@ -151,7 +151,7 @@ def test_a_folder_that_cannot_be_written_to_is_named_with_its_option(tmp_path: P
     (tmp_path / ".lock").mkdir()
     match = r"cannot be written to: Is a directory \(\.lock\); choose another with --checkpoint\.folder"
     with pytest.raises(ValueError, match=match):
-        main(["--checkpoint.folder", str(tmp_path), "--parallel.device", "cpu"])
+        main(["--checkpoint.folder", str(tmp_path), "--parallel.device", "cpu", "--parallel.ranks", "1"])
 
 
 def test_the_packages_text_is_the_same_in_memory_and_in_a_file(tmp_path: Path) -> None:

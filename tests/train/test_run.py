@@ -108,9 +108,8 @@ def test_a_run_joins_the_ranks_of_torchrun(config_of: Callable[..., TrainConfig]
     assert [path.name for path in checkpoints(config.checkpoint.folder)] == ["step-00000002"]
 
 
-@pytest.mark.parametrize(
-    "closed", [pytest.param("before the first line", marks=pytest.mark.slow), "after the first step"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("closed", ["before the first line", "after the first step"])
 def test_a_closed_pipe_does_not_end_the_run(config_of: Callable[..., TrainConfig], tmp_path: Path, closed: str) -> None:
     config = config_of("--parallel.context=2", "--train.steps=3")
     (tmp_path / "run.toml").write_text(config.describe())

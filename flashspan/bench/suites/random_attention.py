@@ -28,7 +28,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
 from flashspan import attention, explain
 from flashspan.bench.measure import record
@@ -130,6 +129,8 @@ def bias_of(shape: RandomShape, device: torch.device, dtype: torch.dtype) -> Ten
 
 
 def _sdpa(shape: RandomShape, bias: Tensor | None, expanded: bool) -> Attend:
+    from torch.nn.attention.bias import causal_lower_right  # imports PyTorch's compiler, which takes two seconds
+
     whole = bias is not None or shape.sees_all  # needs no further mask
     gqa = shape.H != shape.K and not expanded
     attn_mask: Any = bias if whole or shape.T == shape.S else causal_lower_right(shape.T, shape.S)

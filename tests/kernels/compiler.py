@@ -1,0 +1,79 @@
+"""Programs that compile kernels. Each runs in a process of its own: this one runs Triton's interpreter, and the
+compiler may abort. The processes are forked from one that has imported PyTorch and Triton, which takes seconds."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+SERVER = """
+import json, os, sys, traceback
+import flashspan.kernels.compile
+
+for line in sys.stdin:
+    program, words, output = json.loads(line)
+    child = os.fork()
+    if not child:
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
+        os.dup2(1, 2)
+        sys.argv = ["-c", *words]
+        code = 1
+        try:
+            exec(program, {"__name__": "__main__"})
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(code)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+SECONDS = 110
+
+
+@functools.cache
+def _server() -> subprocess.Popen[str]:
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-c", SERVER]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def run_apart(program: str, *words: str) -> list[Any]:
+    """What a program with these arguments prints, each line as JSON."""
+    server = _server()
+    assert server.stdin is not None
+    assert server.stdout is not None
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "output"
+        try:
+            print(json.dumps([program, words, str(output)]), file=server.stdin, flush=True)
+            ready, _, _ = select.select([server.stdout], [], [], SECONDS)
+            code = server.stdout.readline().strip() if ready else f"nothing in {SECONDS} s"
+        except BaseException:  # its next answer would be this program's
+            _end()
+            raise
+        text = output.read_text() if output.exists() else ""
+    if code != "0":
+        if not ready:
+            _end()
+        raise AssertionError(f"exit code {code}: {text[-2000:]}")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def compile_apart(program: str, kernels: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """What a program prints of each of these kernels."""
+    return run_apart(program, json.dumps(kernels))
+
+
+def _end() -> None:
+    with contextlib.suppress(OSError):
+        _server().kill()
+    _server.cache_clear()
