@@ -30,7 +30,7 @@ from flashspan.attention_operator import (
     pack_problem,
     refuse_transforms,
 )
-from flashspan.call_cache import Prepared, call_key, keep_call, kept_call, plainly_eager
+from flashspan.call_cache import Prepared, call_key, is_eager, keep_call, kept_call
 from flashspan.kernels.backends import Choice, choose
 from flashspan.kernels.contract import Problem
 from flashspan.kernels.dropout import Dropout
@@ -140,7 +140,7 @@ def attention(
     """
     if unknown:
         raise unknown_argument(unknown)
-    eager = plainly_eager(q, k, v)
+    eager = is_eager(q, k, v)
     key = call_key(q, k, v, causal, window, mask, scale, dropout, backend, deterministic) if eager else None
     call = None if key is None else kept_call(key, mask, q.device)
     kept = call is not None

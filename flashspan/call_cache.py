@@ -47,7 +47,7 @@ class _WithMask(NamedTuple):
     backwards: dict[Hashable, RepeatBackward]
 
 
-def plainly_eager(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def is_eager(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether a call is eager, of plain tensors: no compiler, dispatch mode, tensor subclass or meta tensor."""
     return (
         not torch.compiler.is_compiling()
@@ -69,7 +69,7 @@ def call_key(
     backend: str,
     deterministic: bool,
 ) -> tuple[Hashable, ...] | None:
-    """The cache key of a plainly eager call: all that it depends on, except its tensors' values and autograd.
+    """The cache key of an eager call: all that it depends on, except its tensors' values and autograd.
 
     None for calls that are not cached: not on a GPU, with dropout, under autocast, or with a mask to build in each
     call.

@@ -25,7 +25,7 @@ ALLOWED = {
     "stdout": set(),
     "signatures": set(),
     "progress": set(),
-    "context": {"kernels", "arguments", "attention_operator", "agreement"},
+    "context": {"kernels", "arguments", "attention", "attention_operator", "agreement"},
     "parallel": {"agreement"},
     "model": {"files", "manifest"},
     "data": {"files", "progress", "launch", "process", "lock", "model"},
@@ -159,3 +159,11 @@ def test_every_room_is_listed() -> None:
 def test_no_file_is_in_a_circle_of_imports() -> None:
     """Late imports count too."""
     assert not sorted(module for module in MODULES if module in reachable(module))
+
+
+def test_no_file_is_too_long_to_read_in_one_go() -> None:
+    """At most 400 lines, a test at most 500."""
+    for folder, most in (("flashspan", 400), ("benchmarks", 400), ("examples", 400), ("tests", 500)):
+        for path in (ROOT.parent / folder).rglob("*.py"):
+            lines = len(path.read_text(encoding="utf-8").splitlines())
+            assert lines <= most, f"{path.relative_to(ROOT.parent)} has {lines} lines"

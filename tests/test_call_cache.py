@@ -38,7 +38,7 @@ def kind(q: Tensor, k: Tensor, v: Tensor, **changed: Any) -> Any:
         "causal": False, "window": None, "mask": None, "scale": None, "dropout": 0.0, "backend": "auto",
         "deterministic": False,
     }  # fmt: skip
-    return call_cache.call_key(q, k, v, **(given | changed)) if call_cache.plainly_eager(q, k, v) else None
+    return call_cache.call_key(q, k, v, **(given | changed)) if call_cache.is_eager(q, k, v) else None
 
 
 def test_whatever_decides_a_call_is_part_of_its_key() -> None:

@@ -33,9 +33,11 @@ from flashspan.arguments import (
     unknown_argument,
     window_band,
 )
+from flashspan.attention import attention
 from flashspan.attention_operator import refuse_transforms
 from flashspan.context.agreement import COMPARED, decode, digest, encode
 from flashspan.context.bundle import Fields
+from flashspan.context.checks import check_same_tokens, check_shards
 from flashspan.context.core import Attend, Core, Options, Scheduled
 from flashspan.context.execute import Plan
 from flashspan.context.generators import GENERATORS, in_chunks
@@ -179,6 +181,9 @@ class ContextAttention:
         """
         if unknown:
             raise unknown_argument(unknown)
+        if self.num_ranks == 1:
+            given = {"scale": scale, "dropout": dropout, "seed": seed, "generator": generator, "return_lse": return_lse}
+            return self._attend_alone(q, k, v, causal=causal, window=window, mask=mask, **given)
         refuse_transforms()
         self.outer.caller = self.inner.caller = threading.get_ident()
         q, k, v = autocast(q, k, v)
@@ -193,6 +198,15 @@ class ContextAttention:
         with torch.autocast(q.device.type, enabled=False):  # sums stay float32
             out, lse = Attend.apply(q, k, v, core, Options(scale_of(q, scale), k.shape[1], drop))
         return (out, lse) if return_lse else out
+
+    def _attend_alone(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Any:
+        """One rank: `flashspan.attention`."""
+        settings = self.settings
+        if all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k)):  # attention refuses others
+            check_same_tokens(q, k)
+            if settings.num_tokens is not None:
+                check_shards(settings.layout, self.placement(settings.num_tokens), (q.shape[2],))
+        return attention(q, k, v, backend=settings.backend, deterministic=settings.deterministic, **arguments)
 
     def __deepcopy__(self, memo: object) -> ContextAttention:
         """Itself: a copy of a model uses the same group."""
@@ -259,11 +273,7 @@ class ContextAttention:
         window = tuple(window) if isinstance(window, list) else window
         try:
             check_inputs(q, k, v, dropout, scale)
-            if q.shape[2] != k.shape[2]:
-                raise ValueError(
-                    f"across ranks, queries and keys are the same tokens: got {q.shape[2]} and {k.shape[2]}; "
-                    f"for cross attention use flashspan.attention on one device"
-                )
+            check_same_tokens(q, k)
             check_mask(mask)
             check_seed(seed, generator)
             if window is not None:
@@ -366,12 +376,7 @@ class ContextAttention:
                 raise ValueError(f"all ranks must agree on {name}{shown}; every rank must make the same call")
         sizes = tuple(row[len(COMPARED)] for row in rows)
         num_tokens = sum(sizes) if self.settings.num_tokens is None else self.settings.num_tokens
-        expected = self.placement(num_tokens).sizes
-        if sizes != expected:
-            raise ValueError(
-                f"layout {self.settings.layout!r} splits {num_tokens} tokens into shards of {expected}: "
-                f"got shards of {sizes} tokens; split them with attend.shard or attend.positions"
-            )
+        check_shards(self.settings.layout, self.placement(num_tokens), sizes)
         return num_tokens
 
     def _gather(self, row: Sequence[int]) -> list[list[int]]:

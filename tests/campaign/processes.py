@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import resource
 import select
@@ -56,6 +57,8 @@ def _become(words: list[str], folder: Path, files: list[Path], resident: Path) -
     """The life of a child, whose output goes to the files; its memory at the start, in KiB, to `resident`."""
     code = 70
     try:
+        # Garbage stays: a process group of gloo that is destroyed in a fork waits for threads that are not there.
+        gc.freeze()
         os.setsid()
         for number, file in enumerate(files, 1):
             os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)

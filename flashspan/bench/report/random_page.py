@@ -274,5 +274,5 @@ def section(rows: Sequence[Row]) -> Section | None:
     most: dict[int, int] = {}
     for row in latest(mine):
         most[row.more["seed"]] = max(most.get(row.more["seed"], 0), row.more["number"] + 1)
-    made_by = [f"flashspan bench attention --random {number} --seed {seed}" for seed, number in most.items()]
-    return Section("Random shapes", commands=made_by, tables=[class_table(mine)])
+    commands = [f"flashspan bench attention --random {number} --seed {seed}" for seed, number in most.items()]
+    return Section("Random shapes", commands=commands, tables=[class_table(mine)])

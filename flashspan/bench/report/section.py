@@ -22,8 +22,8 @@ class Picture:
 
     def html(self, commands: Sequence[str]) -> str:
         """The figure, in a section that names these commands: the only one of it is not repeated here."""
-        made_by = [] if list(dict.fromkeys(commands)) == list(dict.fromkeys(self.commands)) else self.commands
-        caption = f"{html.escape(self.caption)} {as_code(made_by)}".rstrip()
+        shown = [] if list(dict.fromkeys(commands)) == list(dict.fromkeys(self.commands)) else self.commands
+        caption = f"{html.escape(self.caption)} {as_code(shown)}".rstrip()
         return f"<figure>{self.svg}<figcaption>{caption}</figcaption></figure>"
 
 
@@ -56,5 +56,5 @@ def as_code(commands: Sequence[str]) -> str:
     return ", ".join(f"<code>{html.escape(line)}</code>" for line in dict.fromkeys(commands))
 
 
-def make_picture(figure: Any, caption: str, *made_by: str) -> Picture:
-    return Picture(plots.to_svg(figure, f"{figure.axes[0].get_title()}: {caption}"), caption, list(made_by))
+def make_picture(figure: Any, caption: str, *commands: str) -> Picture:
+    return Picture(plots.to_svg(figure, f"{figure.axes[0].get_title()}: {caption}"), caption, list(commands))

@@ -56,8 +56,8 @@ def of_context(rows: Sequence[Row]) -> Section | None:
     sweeps = workloads(mine)
     for work in sweeps:
         setting, shape = setting_of(work.whole[0]), work.whole[0].shape
-        made_by = context_command([row for row in mine if (setting_of(row), row.shape) == (setting, shape)])
-        section.commands.append(made_by)
+        command_line = context_command([row for row in mine if (setting_of(row), row.shape) == (setting, shape)])
+        section.commands.append(command_line)
         of_what = f" {work.name}." if len(sweeps) > 1 else ""
         last = [row for row in work.whole if row.ranks in (1, work.most)]
         names = {f"{row.impl}{f' on {work.most}' if row.impl != ALONE else ''}": row for row in last}
@@ -85,7 +85,7 @@ def of_context(rows: Sequence[Row]) -> Section | None:
         if work.alone is not None and work.most > 1:
             words = "FLOP/s of all ranks together, relative to one device. Weak: the same number of tokens per rank."
             drawn.append((_scaling(work, work.alone), words))
-        section.figures += [make_picture(figure, f"{caption}{of_what}", made_by) for figure, caption in drawn]
+        section.figures += [make_picture(figure, f"{caption}{of_what}", command_line) for figure, caption in drawn]
     settings = list(dict.fromkeys(setting_of(row) for row in mine))
     for setting in settings:
         chosen = [row for row in mine if setting_of(row) == setting]
@@ -117,8 +117,8 @@ def of_model(rows: Sequence[Row]) -> Section | None:
     section = Section("Models", note=notes.MODEL)
     for where, measured in by_place(mine).items():
         here = sorted(measured, key=_model_order)
-        made_by = model_commands(here)
-        section.commands += made_by
+        commands = model_commands(here)
+        section.commands += commands
         step: dict[str, dict[str, float]] = {f"{row.shape} {row.dtype} {row.impl}": {} for row in here if row.ok}
         for row in here:
             if row.ok and row.kind in ("forward", "backward", "optimizer"):
@@ -126,7 +126,7 @@ def of_model(rows: Sequence[Row]) -> Section | None:
         if step and len(step) <= 24:
             figure = plots.bars(step, title="a training step", x="milliseconds", stacked=True)
             words = f"Median time of forward, backward and optimizer{where}."
-            section.figures.append(make_picture(figure, words, *made_by))
+            section.figures.append(make_picture(figure, words, *commands))
         section.tables.append(model_table(here, where))
     return section
 
@@ -187,7 +187,7 @@ def of_trainer(rows: Sequence[Row]) -> Section | None:
     )
 
 
-def _listed(rows: Sequence[Row], title: str, made_by: str, note: str) -> Section | None:
+def _listed(rows: Sequence[Row], title: str, command_line: str, note: str) -> Section | None:
     """Rows as they are, a table for each place."""
     if not rows:
         return None
@@ -201,7 +201,7 @@ def _listed(rows: Sequence[Row], title: str, made_by: str, note: str) -> Section
         "peak MiB": lambda row: row.peak_mib,
     }
     tables = [make(f"median milliseconds{where}", here, columns, 3) for where, here in by_place(rows).items()]
-    return Section(title, [made_by], tables=tables, note=f"{note} {notes.LISTED}")
+    return Section(title, [command_line], tables=tables, note=f"{note} {notes.LISTED}")
 
 
 def of_studies(rows: Sequence[Row]) -> Section | None:
@@ -214,7 +214,7 @@ def of_studies(rows: Sequence[Row]) -> Section | None:
         for what in dict.fromkeys(row.what for row in here):
             chosen = [row for row in here if row.what == what]
             section.tables.append(study_table(chosen, f"{what}{where}"))
-            made_by = command(
+            command_line = command(
                 f"bench {what}",
                 bench_study,
                 lengths=every(row.more.get("tokens") for row in chosen),
@@ -222,14 +222,14 @@ def of_studies(rows: Sequence[Row]) -> Section | None:
                 repeats=only(row.more.get("repeats") for row in chosen),
                 device=device_of(chosen),
             )
-            section.commands.append(made_by)
+            section.commands.append(command_line)
             forward = [row for row in chosen if row.kind == "forward" and row.more.get("head_dim") == 64]
             series = plots.by(forward, lambda r: f"{r.impl} {r.dtype}", lambda r: r.more["tokens"], lambda r: r.p50_ms)
             if series:
                 figure = plots.lines(
                     series, title=f"{what}: forward, head size 64", x="tokens", y="milliseconds", log_x=True, log_y=True
                 )
-                section.figures.append(make_picture(figure, f"Median time{where}.", made_by))
+                section.figures.append(make_picture(figure, f"Median time{where}.", command_line))
     return section
 
 
@@ -261,12 +261,12 @@ def of_collectives(rows: Sequence[Row]) -> Section | None:
         "fit: GB/s": lambda row: row.more.get("gb_per_s"),
     }
     for where, here in by_place(mine).items():
-        made_by = collectives_commands(here)
-        section.commands += made_by
+        commands = collectives_commands(here)
+        section.commands += commands
         series = plots.by(here, lambda r: f"{r.impl}, {r.ranks} ranks", lambda r: r.bytes, lambda r: r.p50_ms)
         if series:
             figure = plots.lines(series, title="collectives", x="bytes", y="milliseconds", log_x=True, log_y=True)
-            section.figures.append(make_picture(figure, f"Median time{where}.", *made_by))
+            section.figures.append(make_picture(figure, f"Median time{where}.", *commands))
         section.tables.append(make(f"collectives{where}", here, columns))
     return section
 
@@ -288,14 +288,14 @@ def of_data(rows: Sequence[Row]) -> Section | None:
         columns[name.replace("_", " ")] = lambda row, name=name: row.more.get(name)  # type: ignore[misc]
     section = Section("Data, optimizer and tensor parallelism", note=WIRE)
     for where, here in by_place(mine).items():
-        made_by = command(
+        command_line = command(
             "bench data",
             bench_data,
             ranks=every(row.ranks for row in here),
             **(_data_sizes(only(row.shape for row in here)) or {}),
             only=tuple(name for name in CONTENDERS if any(row.impl == name for row in here)) or None,
         )
-        section.commands.append(made_by)
+        section.commands.append(command_line)
         section.tables.append(make(f"a step{where}", here, columns))
     return section
 
@@ -325,16 +325,16 @@ def of_schedules(rows: Sequence[Row]) -> Section | None:
     tokens = min(512, best.more["tokens"])
     visibility = Visibility(place(layout, tokens, most), masks.causal())
     schedule = GENERATORS[strategy](visibility)
-    made_by = f"flashspan plan draw --strategy {strategy} --layout {layout} --ranks {most} --tokens {tokens}"
+    command_line = f"flashspan plan draw --strategy {strategy} --layout {layout} --ranks {most} --tokens {tokens}"
     figures = [
-        make_picture(draw_timeline(schedule), f"{best.impl}: computing, waiting and sending.", made_by),
+        make_picture(draw_timeline(schedule), f"{best.impl}: computing, waiting and sending.", command_line),
         make_picture(
             draw_ownership(schedule, visibility),
             f"{best.impl}: the rank that computes each pair of the causal mask.",
-            made_by,
+            command_line,
         ),
     ]
-    return Section("The schedule", [made_by], figures, note=notes.SCHEDULE)
+    return Section("The schedule", [command_line], figures, note=notes.SCHEDULE)
 
 
 SECTIONS: tuple[Callable[[Sequence[Row]], Section | None], ...] = (

@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-import statistics
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
@@ -50,6 +49,7 @@ from flashspan.bench.measure.clock import synchronise, timed
 from flashspan.bench.measure.memory import clear, peak_bytes, reset_peak
 from flashspan.bench.report import training as page
 from flashspan.bench.suites.plain_llama import Baseline, liger_baseline, load_baseline
+from flashspan.bench.suites.training_results import Measured, describe, rows_of, table_of
 from flashspan.data.samples import Samples
 from flashspan.data.tokenizer import ByteTokenizer
 from flashspan.data.tokens import open_tokens, write_tokens
@@ -69,25 +69,6 @@ Part: TypeAlias = Literal["train8k", "train32k", "generate"]
 
 
 @dataclass(frozen=True)
-class Figure:
-    """The targets of a part: at least this speed over theirs, at most this memory over theirs, at most these GiB; at
-    least this speed over theirs with Liger's kernels."""
-
-    speed: float
-    memory: float | None = None
-    gib: float | None = None
-    liger: float | None = None
-
-
-FIGURES = {
-    "train8k": Figure(1.25, 0.6, liger=1.35),
-    "train32k": Figure(1.4, 0.45, 45.0, liger=1.35),
-    "prefill": Figure(1.0),
-    "decode": Figure(1.0),
-}
-
-
-@dataclass(frozen=True)
 class Sizes:
     """The model and the lengths, in tokens."""
 
@@ -101,23 +82,6 @@ FULL = Sizes(preset("llama-3.2-1b"), {"train8k": 8192, "train32k": 32768})
 TINY = Sizes(
     preset("tiny", width=32, ffn_width=64, num_layers=2, tie_embeddings=True), {"train8k": 32, "train32k": 96}, 24, 6
 )
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A part of one implementation: seconds of each repetition, peak bytes, tokens and FLOPs of one repetition."""
-
-    part: str
-    name: str
-    seconds: list[float]
-    peak: int
-    tokens: int
-    flops: float
-    error: float  # relative difference from theirs, of the first loss (training) or the logits (prefill)
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.seconds)
 
 
 class Bench:
@@ -286,69 +250,6 @@ class Bench:
         self.results.append(measured)
         print(f"{measured.part} {measured.name}: {describe(measured)}", flush=True)
 
-    def rows(self) -> list[record.Row]:
-        """The measurements as rows."""
-        model = f"{self.sizes.shape.num_parameters / 1e9:.2f}B"
-        around = record.environment(self.device)
-        rows = []
-        for m in self.results:
-            shape = f"{model} 1x{m.tokens}" + (f" after {self.sizes.prompt}" if m.part == "decode" else "")
-            kind = "step" if m.part.startswith("train") else m.part
-            rows.append(
-                record.row(
-                    around,
-                    what="trainer",
-                    shape=shape,
-                    impl=m.name,
-                    kind=kind,
-                    dtype="bfloat16",
-                    samples_ms=[1e3 * seconds for seconds in m.seconds],
-                    tflop=m.flops / 1e12,
-                    error=m.error,
-                    peak_mib=m.peak / 2**20,
-                )
-            )
-        return rows
-
-    def table(self) -> str:
-        """Text: every measurement compared with theirs, and whether it meets its target."""
-        lines = []
-        for part in dict.fromkeys(m.part for m in self.results):
-            theirs, *others = (m for m in self.results if m.part == part)
-            lines.append(f"{part}\n  {theirs.name:<30} {describe(theirs)}")
-            liger = next((m for m in others if "Liger" in m.name), None)
-            if liger is not None:
-                lines.append(f"  {liger.name:<30} {describe(liger)}")
-            for m in (m for m in others if m is not liger):
-                speed, target = theirs.median / m.median, FIGURES[part]
-                verdicts = [f"{speed:.2f}x as fast (target {target.speed}: {verdict(speed >= target.speed)})"]
-                if liger is not None and target.liger is not None:
-                    speed = liger.median / m.median
-                    verdicts.append(
-                        f"{speed:.2f}x as fast as with Liger (target {target.liger}: {verdict(speed >= target.liger)})"
-                    )
-                if target.memory is not None and theirs.peak:
-                    memory = m.peak / theirs.peak
-                    verdicts.append(
-                        f"{memory:.2f}x the memory (target {target.memory}: {verdict(memory <= target.memory)})"
-                    )
-                if target.gib is not None and m.peak:
-                    verdicts.append(f"target {target.gib:g} GiB: {verdict(m.peak / 2**30 <= target.gib)}")
-                lines += [f"  {m.name:<30} {describe(m)}", f"  {'':<30} {', '.join(verdicts)}"]
-        return "\n".join(lines)
-
-
-def describe(m: Measured) -> str:
-    """A measurement as a line of text."""
-    return (
-        f"{m.median * 1e3:9.1f} ms  {m.tokens / m.median:10,.0f} tokens/s  {m.flops / m.median / 1e12:6.1f} TFLOP/s  "
-        f"{m.peak / 2**30:6.2f} GiB  error {m.error:.1e}"
-    )
-
-
-def verdict(met: bool) -> str:
-    return "met" if met else "MISSED"
-
 
 def random_weights(shape: LlamaConfig, device: torch.device) -> dict[str, Tensor]:
     """Random bfloat16 weights of a model, generated on the device."""
@@ -405,9 +306,9 @@ def bench_training(
             clear(device)
     finally:
         if bench.results:
-            print(f"\n{bench.table()}")
+            print(f"\n{table_of(bench.results)}")
             if file is not None:
-                record.append(bench.rows(), file)
+                record.append(rows_of(bench.results, bench.sizes.shape, bench.sizes.prompt, device), file)
                 print(f"rows are in {file}")
             if file == page.PATH:
                 page.write()
