@@ -206,6 +206,10 @@ class ContextAttention:
             check_same_tokens(q, k)
             if settings.num_tokens is not None:
                 check_shards(settings.layout, self.placement(settings.num_tokens), (q.shape[2],))
+        if isinstance(mask := arguments["mask"], (Rows, Blocks)):
+            if self._digested[0] is mask:
+                check_unchanged(mask, self._digested[1])
+            self._digested = mask, mask_versions(mask), 0
         return attention(q, k, v, backend=settings.backend, deterministic=settings.deterministic, **arguments)
 
     def __deepcopy__(self, memo: object) -> ContextAttention:
@@ -246,10 +250,8 @@ class ContextAttention:
     def transport(self, device: torch.device | str) -> str:
         """The transport for tensors on this device, and the reason. A collective at the first call."""
         transports = [transport for transport in (self.outer, self.inner) if transport.num_ranks > 1]
-        return (
-            "; ".join(dict.fromkeys(str(transport.reach(torch.device(device))) for transport in transports))
-            or "none: one rank"
-        )
+        reached = dict.fromkeys(str(transport.reach(torch.device(device))) for transport in transports)
+        return "; ".join(reached) or "none: one rank"
 
     @property
     def bytes_sent(self) -> int:
