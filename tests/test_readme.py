@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from flashspan import attention
+from flashspan.bench.measure import record
+from flashspan.bench.report import random_page
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()
@@ -99,10 +101,35 @@ def test_claimed_speeds_have_recorded_times() -> None:
         assert f"{min(speeds):.2f} to {max(speeds):.2f} times as fast as {name}" in text
 
 
+def test_random_shapes_are_as_fast_and_exact_as_it_says() -> None:
+    text = " ".join(TEXT.split())
+    number, both, forward = re.findall(r"On \[(\d+) random shapes.*?([\d.]+) times for both passes and ([\d.]+)", text)[
+        0
+    ]
+    page = (ROOT / "docs" / "benchmarks" / "random.md").read_text(encoding="utf-8")
+    assert f"; {number} " in page
+    medians = dict(re.findall(r"^- ([a-z ]+), \d+ shapes: the median ratio is ([\d.]+);", page, re.MULTILINE))
+    assert medians == {"forward": forward, "forward and backward": both}
+    rows = [
+        row
+        for row in random_page.latest(record.read(ROOT / "docs" / "benchmarks" / "random.csv"))
+        if row.kind == "forward" and row.error
+    ]
+    errors = {name: {row.shape: row.error for row in rows if row.impl == name} for name in ("flashspan", "sdpa-cudnn")}
+    dense = [shape for shape in errors["sdpa-cudnn"] if shape in errors["flashspan"] and "window" not in shape]
+    ratios = [errors["flashspan"][shape] / errors["sdpa-cudnn"][shape] for shape in dense]
+    assert len(ratios) > 50
+    assert max(ratios) <= float(re.findall(r"at most ([\d.]+) times cuDNN's", text)[0])
+
+
 def test_training_is_as_fast_and_small_as_it_says() -> None:
     lines = (ROOT / "docs" / "benchmarks" / "trainer.md").read_text(encoding="utf-8").splitlines()
     step = next(line for line in lines if line.startswith("| a training step | 8192 | flashspan |"))
     *_, faster, memory = [cell.strip() for cell in step.strip("|").split("|")]
-    time, share = re.findall(r"takes ([\d.]+) of the time and ([\d.]+) of the memory", " ".join(TEXT.split()))[0]
+    text = " ".join(TEXT.split())
+    time, share = re.findall(r"takes ([\d.]+) of the time and ([\d.]+) of the memory", text)[0]
     assert float(time) == round(1 / float(faster), 2)
     assert share == memory
+    liger = next(line for line in lines if line.startswith("| a training step | 8192 | transformers + Liger + cuDNN |"))
+    ours, theirs = (float(line.split("|")[4]) for line in (step, liger))
+    assert float(re.findall(r"and ([\d.]+) of the time of transformers with Liger", text)[0]) == round(ours / theirs, 2)

@@ -1,5 +1,4 @@
-"""Parallelism other than attention's: meshes, data and tensor parallelism, sharded optimizers and models, clipping,
-checkpoints.
+"""Parallelism other than attention's: meshes, data and tensor parallelism, sharded optimizers and models, clipping.
 
 It uses torch.distributed. It imports neither attention nor a model.
 """

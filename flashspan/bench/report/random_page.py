@@ -26,9 +26,9 @@ NUM_WORST = 10
 MASKS_ONLY = "window, explicit masks only"
 """The class of a window that was not measured with FlexAttention: no other contender skips what it does not see."""
 HOST_NOTE = (
-    "The other ratios of this page are of GPU times: the host has queued a call before it begins. In a loop in which "
-    "it is not ahead, a call takes as long as the slower of the two. Here are the medians of the host's times, and the "
-    "ratios of the larger time of each call."
+    "The other ratios of this page are of GPU times: the host has queued a call before it begins. In a loop the "
+    "host may not be ahead: a call then takes the longer of the two times. Here are the medians of the host's "
+    "times, and the ratios of the longer times, of the shapes whose rows have both."
 )
 EDGES = tuple(2.0 ** (n / 8) for n in range(-8, 25))
 """Edges of the histogram's bins: 1/2 to 8; what lies beyond is in the first and the last bin."""
@@ -211,19 +211,29 @@ def headline(found: Sequence[Comparison], kind: str) -> str:
     )
 
 
+def drawn(rows: Sequence[Row]) -> str:
+    """Which shapes of which seeds these are."""
+    texts = []
+    for seed in sorted({row.more["seed"] for row in rows}):
+        mine = [row for row in rows if row.more["seed"] == seed]
+        number, first = len({row.shape for row in mine}), max(row.more["number"] for row in mine) + 1
+        texts.append(f"{number} {f'of the first {first} ' if first > number else ''}shapes of seed {seed}")
+    return ", ".join(texts)
+
+
 def markdown(rows: Sequence[Row]) -> str:
     """The page."""
     newest, found = latest(rows), compare(rows)
-    last, num_shapes = newest[-1], len({row.shape for row in newest})
-    seeds = ", ".join(map(str, sorted({row.more["seed"] for row in newest})))
+    last = newest[-1]
+    without = "" if any(row.impl == "flex" for row in newest) else ", without FlexAttention"
     commits = ", ".join(sorted({row.commit for row in newest}))
     left_out = sum(not each.fair and each.ours.kind == "forward" for each in found)
     failed, alone = failures(rows), unserved(rows)
     lines = [
         "# Attention on random shapes, measured",
         "",
-        f"{last.device}, torch {last.torch}, Triton {last.triton}, bf16, commit {commits}; {num_shapes} shapes of seed "
-        f"{seeds}. `flashspan bench attention --random N --seed S` measured the rows; `flashspan bench attention "
+        f"{last.device}, torch {last.torch}, Triton {last.triton}, bf16, commit {commits}; {drawn(newest)}{without}. "
+        f"`flashspan bench attention --random N --seed S` measured the rows; `flashspan bench attention "
         "--page` wrote this page. [How shapes are drawn and what they are compared with]"
         "(../measuring.md#random-shapes).",
         "",
@@ -233,8 +243,8 @@ def markdown(rows: Sequence[Row]) -> str:
         "",
         *(headline(found, kind) for kind in KINDS),
         f"- flashspan failed on {len(failed)} shapes; on {len(alone)}, no implementation of PyTorch was measured.",
-        f"- {left_out} windows were not measured with FlexAttention; they are a separate class, and these numbers "
-        "leave them out.",
+        f"- {left_out} windows were not measured with FlexAttention; they are a class of their own, and the "
+        "numbers above do not include them.",
         "",
         "![Histogram of the ratios](random.svg)",
         "",

@@ -127,10 +127,10 @@ CLASSES = (
 )
 """All names that `RandomShape.classes` gives."""
 CLASS_NOTE = (
-    f"A shape can be in several classes. Short: at most {SHORT} queries and keys. Long: {LONG:,} of either or more. "
-    f"Few tiles: fewer blocks of {TILE} queries, over batch and heads, than the {MULTIPROCESSORS} multiprocessors of "
-    "an H200. Odd head size: not a power of 2. Odd length: a number of keys, or of more than "
-    f"{FEW_QUERIES} queries, that is not a multiple of 64."
+    f"A shape can be in several classes. Short: at most {SHORT} queries and keys. Long: at least {LONG:,} "
+    f"queries or keys. Few tiles: fewer blocks of {TILE} queries, over batch and heads, than the {MULTIPROCESSORS} "
+    "multiprocessors of an H200. Odd head size: not a power of 2. Odd length: the number of keys is not a multiple of "
+    f"64, or that of queries is not and is above {FEW_QUERIES}."
 )
 """What the page says about the classes that their names do not explain."""
 

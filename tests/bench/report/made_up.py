@@ -150,9 +150,9 @@ def drawn_and_listed(text: str, title: str) -> tuple[list[str], list[str], dict[
     [section] = re.findall(rf"<section id=[^>]*><h2>{title}</h2>(.*?)</section>", text, flags=re.DOTALL)
     captions = re.findall("<figcaption>(.*?)(?: <code>(.*?)</code>)?</figcaption>", section)
     whole = re.findall("<code>(.*?)</code>", section.partition("</p>")[0]) if "<p>Made by" in section else []
-    captions = [(caption, commands or ", ".join(whole)) for caption, commands in captions]  # one command is said once
+    captions = [(caption, shown or ", ".join(whole)) for caption, shown in captions]  # one command is said once
     tables = re.findall("<caption>(.*?)</caption>(.*?)</table>", section, flags=re.DOTALL)
-    return [caption for caption, _ in captions], [commands for _, commands in captions], dict(tables)
+    return [caption for caption, _ in captions], [shown for _, shown in captions], dict(tables)
 
 
 def lines_of(table: str) -> list[list[str]]:

@@ -86,9 +86,9 @@ def test_a_command_that_would_be_refused_is_not_shown() -> None:
     # One size has no line through it, so `bench collectives` asks for two.
     left = [exchanged(1024, 7.25, 1.0), exchanged(4096, 8.25, 1.0), exchanged(4096, 1.25, 9.0, torch="3")]
     text = page(left)
-    captions, commands, _ = drawn_and_listed(text, "Communication")
+    captions, shown, _ = drawn_and_listed(text, "Communication")
     assert captions == ["Median time, torch 2.", "Median time, torch 3."]
-    assert commands == ["", ""]
+    assert shown == ["", ""]
     assert not commands(text)
     [shown] = commands(page(left[:2]))
     assert shown == "flashspan bench collectives --sizes 1024 4096"

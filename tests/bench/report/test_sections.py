@@ -38,10 +38,10 @@ from tests.bench.report.made_up import (
 
 def test_studies_of_two_machines_are_drawn_and_listed_apart() -> None:
     both = [studied(128, 7.25), studied(256, 8.25), studied(256, 1.25, **GPU), studied(512, 2.25, **GPU)]
-    captions, commands, tables = drawn_and_listed(page(both), "Attention over lengths and head sizes")
+    captions, shown, tables = drawn_and_listed(page(both), "Attention over lengths and head sizes")
     cpu = WHERE["device"]
     assert captions == [f"Median time, {cpu}.", "Median time, H200."]
-    assert commands == [
+    assert shown == [
         "flashspan bench study flash --lengths 128 256 --head-dims 64 --device cpu",
         "flashspan bench study flash --lengths 256 512 --head-dims 64",
     ]
@@ -53,10 +53,10 @@ def test_studies_of_two_machines_are_drawn_and_listed_apart() -> None:
 def test_collectives_of_two_machines_are_drawn_listed_and_spoken_of_apart() -> None:
     both = [exchanged(1024, 7.25, 1.0), exchanged(4096, 8.25, 1.0)]
     both += [exchanged(4096, 1.25, 9.0, **GPU), exchanged(8192, 2.25, 9.0, **GPU)]
-    captions, commands, tables = drawn_and_listed(page(both), "Communication")
+    captions, shown, tables = drawn_and_listed(page(both), "Communication")
     cpu = WHERE["device"]
     assert captions == [f"Median time, {cpu}.", "Median time, H200."]
-    assert commands == [f"flashspan bench collectives --sizes {sizes}" for sizes in ("1024 4096", "4096 8192")]
+    assert shown == [f"flashspan bench collectives --sizes {sizes}" for sizes in ("1024 4096", "4096 8192")]
     assert re.findall(TIME, tables[f"collectives, {cpu}"]) == ["7.250", "8.250"]
     assert re.findall(TIME, tables["collectives, H200"]) == ["1.250", "2.250"]
     fit = "all-reduce on 2 ranks, {}: 3.000 µs and {} GB/s fit the measured times."
@@ -88,12 +88,12 @@ def test_attention_of_two_machines_is_listed_apart() -> None:
 
 def test_models_of_two_machines_are_drawn_and_listed_apart() -> None:
     both = [trained(128, 7.25), trained(256, 8.25), trained(256, 1.25, **GPU), trained(512, 2.25, **GPU)]
-    captions, commands, tables = drawn_and_listed(page(both), "Models")
+    captions, shown, tables = drawn_and_listed(page(both), "Models")
     cpu = WHERE["device"]
     words = "Median time of forward, backward and optimizer, {}."
     assert captions == [words.format(cpu), words.format("H200")]
     common = "flashspan bench model --presets tiny --tokens {} --dtypes float32"
-    assert commands == [f"{common.format('128 256')} --device cpu", common.format("256 512")]
+    assert shown == [f"{common.format('128 256')} --device cpu", common.format("256 512")]
     slow, fast = (tables[f"{STEPS}, {name}"] for name in (cpu, "H200"))
     assert re.findall(r"\d\.25 ± 0", slow) == ["7.25 ± 0", "8.25 ± 0"]
     assert re.findall(r"\d\.25 ± 0", fast) == ["1.25 ± 0", "2.25 ± 0"]
@@ -194,9 +194,9 @@ def test_sparse_masks_and_the_leaderboard_are_read_listed_drawn_and_spoken_of(
     assert "the fastest other" not in found
     assert "flashspan compared with another: step of 1.24B 1x8192 1.50 times as fast." in found
     text = (tmp_path / "report.html").read_text()
-    captions, commands, tables = drawn_and_listed(text, "Block-sparse attention")
+    captions, shown, tables = drawn_and_listed(text, "Block-sparse attention")
     assert captions == ["Median time. Ideal: the time of the dense kernel at 8,192 tokens, times the share."]
-    assert commands == ["flashspan bench sparse --rows sweep --no-others"]
+    assert shown == ["flashspan bench sparse --rows sweep --no-others"]
     times, rates = map(lines_of, tables.values())
     assert times == [
         ["shape", "flashspan intervals", "flashspan blocks", "flex", "vs flex"],
