@@ -16,6 +16,7 @@ from flashspan.kernels.masks.build import check_dense, find_runs
 from flashspan.kernels.masks.mask import whole_number
 
 MAX_HEAD_DIM = 256
+FLOAT32_MAX = torch.finfo(torch.float32).max
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -87,7 +88,8 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, scale: f
         raise ValueError(f"dropout is a probability in [0, 1): got {dropout}")
     number = float(scale) if isinstance(scale, (np.integer, np.floating)) else scale  # a float16 would overflow below
     # math.isfinite would break a compiled graph. A tensor is refused: its gradient would be lost silently.
-    if scale is not None and not (isinstance(number, (int, float)) and abs(number) <= sys.float_info.max):
+    largest = sys.float_info.max if q.dtype == torch.float64 else FLOAT32_MAX
+    if scale is not None and not (isinstance(number, (int, float)) and abs(number) <= largest):
         remedy = "multiply q by a tensor" if isinstance(scale, Tensor) else "use None for 1 / sqrt(head size)"
         raise ValueError(f"scale must be a finite number: got {scale!r}; {remedy}")
 

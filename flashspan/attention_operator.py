@@ -20,7 +20,7 @@ from flashspan.kernels.backends import Chosen
 from flashspan.kernels.contract import Problem
 from flashspan.kernels.delta import kept_dtype, row_delta
 from flashspan.kernels.dropout import Dropout
-from flashspan.kernels.torch_private import has_tangents, is_transformed
+from flashspan.kernels.torch_private import has_tangents, is_batched, is_transformed
 
 MAX_LAYOUTS = 8
 """The number of layouts of dout and saved tensors for which a kept call repeats its backward pass."""
@@ -198,6 +198,15 @@ def refuse_transforms() -> None:
         )
 
 
+def refuse_batched(*grads: Tensor | None) -> None:
+    """Refuse a backward pass of several gradients at once."""
+    if any(map(is_batched, grads)):
+        raise RuntimeError(
+            "attention has no rule for batched gradients: got is_grads_batched=True, or a vectorized Jacobian; call "
+            "torch.autograd.grad once for each gradient"
+        )
+
+
 def _save_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     q, k, v, ctx.kind, ctx.numbers, tensors, ctx.scale, ctx.dropout, seed, *ctx.rest = inputs
     out, lse, kept = output
@@ -230,6 +239,7 @@ class EagerAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        refuse_batched(dout, dlse)
         q, k, v, out, lse = ctx.saved_tensors
         call = ctx.call
         problem, backend = call.problem, call.backend

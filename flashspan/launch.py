@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection, wait
 from types import ModuleType, TracebackType
 from typing import Any
@@ -42,8 +42,7 @@ FLIGHT_RECORDER_NAMES = {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"}
 """The variables in which PyTorch looks for the size of its flight recorder; the second name is the older."""
 NUM_RECORDS = 100
 """The entries of the flight recorder of a rank that communicates by gloo."""
-HERE = "flashspan/here"
-"""The prefix of the store's keys that ranks set when they start."""
+HERE = "flashspan/here"  # the prefix of the store's keys that ranks set when they start
 
 
 @dataclass(frozen=True)
@@ -154,6 +153,8 @@ class Ranks:
         self._folder = tempfile.mkdtemp(prefix="ranks-", dir=scratch.folder())
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
+        # At exit multiprocessing sends SIGTERM, which ranks may have blocked, and waits for their end.
+        util.Finalize(self, lambda processes: [p.kill() for p in processes], (self._processes,), exitpriority=0)
         try:
             for rank in range(num_ranks):
                 here, there = context.Pipe()

@@ -21,6 +21,10 @@ BAD = {
     "head size 0": (lambda: attention(*[q4[..., :0]] * 3), "head size must be 1 to 256.*heads of size 0 have nothing"),
     "head size 300": (lambda: attention(*[torch.zeros(1, 1, 2, 300)] * 3), "head size must be 1 to 256.*split larger"),
     "scale that is no number": (lambda: attention(q4, q4, q4, scale=math.nan), "must be a finite number: got nan"),
+    "scale beyond float32": (
+        lambda: attention(q4.float(), q4.float(), q4.float(), scale=1e39),
+        "finite number: got 1e",
+    ),
     "scale without end": (lambda: attention(q4, q4, q4, scale=-math.inf), "finite number: got -inf; use None"),
     "scale of a word": (lambda: attention(q4, q4, q4, scale="x"), "finite number: got 'x'"),  # type: ignore[call-overload]
     "scale that wants a gradient": (

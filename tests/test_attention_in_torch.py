@@ -140,3 +140,11 @@ def test_transforms_and_forward_derivatives_are_refused_by_name(attend: Callable
             call()
     with forward_ad.dual_level(), pytest.raises(RuntimeError, match="no forward-mode derivative: got a dual tensor"):
         attend(forward_ad.make_dual(x, x), x, x)
+
+
+@pytest.mark.parametrize("attend", [attention, context_parallel(None)], ids=["attention", "context"])
+def test_batched_gradients_are_refused(attend: Callable[..., Tensor]) -> None:
+    x = torch.randn(1, 2, 9, 8, requires_grad=True)
+    out = attend(x, x, x)
+    with pytest.raises(RuntimeError, match="no rule for batched gradients"):
+        torch.autograd.grad(out, x, torch.ones(3, *out.shape), is_grads_batched=True)

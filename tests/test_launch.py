@@ -234,3 +234,20 @@ def stall_or_die() -> None:
     if dist.get_rank() == 0:
         time.sleep(60)
     os._exit(3)
+
+
+LEAVES = """
+import signal
+from flashspan.launch import PRELOAD, Ranks, start_fork_server
+if __name__ == "__main__":
+    start_fork_server(PRELOAD, blocked=(signal.SIGTERM,))
+    ranks = Ranks(2, threads=1)
+    print(*ranks.pids)
+"""
+
+
+@pytest.mark.timeout(100)
+def test_a_script_that_forgets_to_close_its_ranks_ends() -> None:
+    done = subprocess.run([sys.executable, "-c", LEAVES], capture_output=True, text=True, timeout=90, check=True)
+    assert len(pids := done.stdout.split()) == 2
+    assert all(gone(int(pid)) for pid in pids)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from torch import Tensor
 
 from flashspan.context.layout import Layout, Placement
+from flashspan.context.settings import Settings
 
 
 def check_same_tokens(q: Tensor, k: Tensor) -> None:
@@ -23,3 +26,25 @@ def check_shards(layout: Layout, placement: Placement, sizes: tuple[int, ...]) -
             f"layout {layout!r} splits {sum(placement.sizes)} tokens into shards of {placement.sizes}: "
             f"got shards of {sizes} tokens; split them with attend.shard or attend.positions"
         )
+
+
+def check_same_placement(digests: Sequence[Sequence[int]]) -> None:
+    """ValueError if a layout function places the tokens differently on different ranks."""
+    if len({*map(tuple, digests)}) > 1:
+        raise ValueError(
+            "all ranks must agree on the layout: this function returned different placements on different ranks; "
+            "its result must depend on the numbers of tokens and ranks only"
+        )
+
+
+def check_one_rank(settings: Settings, placement: Callable[[int], Placement], num_tokens: int) -> None:
+    """ValueError if the only rank does not have all tokens that were declared, or its layout function is wrong."""
+    if settings.num_tokens is not None or callable(settings.layout):
+        declared = num_tokens if settings.num_tokens is None else settings.num_tokens
+        check_shards(settings.layout, placement(declared), (num_tokens,))
+
+
+def is_grid(ranks: Tensor) -> bool:
+    """Whether the order of ranks is the same in all rows, and in all columns; a group's own order is ascending."""
+    rows, columns = ranks.argsort(1), ranks.argsort(0)
+    return bool((rows == rows[:1]).all() and (columns == columns[:, :1]).all())

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flashspan.arguments import check_unchanged, dense_rows, mask_versions
-from flashspan.attention_operator import refuse_forward_derivative, refuse_second_derivative
+from flashspan.attention_operator import refuse_batched, refuse_forward_derivative, refuse_second_derivative
 from flashspan.context.execute import Call, Plan, run
 from flashspan.context.passes import BackwardPass, ForwardPass
 from flashspan.context.recompute import keep
@@ -104,6 +104,7 @@ class Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        refuse_batched(dout, dlse)
         check_unchanged(ctx.core.mask, ctx.versions)
         to_q, to_k, to_v, *saved = ctx.saved_tensors
         with torch.no_grad():

@@ -33,6 +33,11 @@ def keep(compute: Callable[[], Kept]) -> Kept:
     return compute() if handler is None else handler(compute)
 
 
+def in_kept_block() -> bool:
+    """Whether this is called in a block that was checkpointed with `keep_attention`."""
+    return _current.get() is not None
+
+
 class Recording(AbstractContextManager[None]):
     """The first run of a block: results are recorded on the tape, with the version counters of their tensors."""
 

@@ -37,11 +37,12 @@ from flashspan.attention import attention
 from flashspan.attention_operator import refuse_transforms
 from flashspan.context.agreement import COMPARED, decode, digest, encode
 from flashspan.context.bundle import Fields
-from flashspan.context.checks import check_same_tokens, check_shards
+from flashspan.context.checks import check_one_rank, check_same_placement, check_same_tokens, check_shards, is_grid
 from flashspan.context.core import Attend, Core, Options, Scheduled
 from flashspan.context.execute import Plan
 from flashspan.context.generators import GENERATORS, in_chunks
 from flashspan.context.layout import Layout, Placement, contiguous, deal, place
+from flashspan.context.recompute import in_kept_block
 from flashspan.context.settings import STRATEGIES as STRATEGIES
 from flashspan.context.settings import Settings
 from flashspan.context.symmetric import SymmetricTransport, TransportName
@@ -120,7 +121,7 @@ def context_parallel(
                 f"hybrid needs a DeviceMesh of two dimensions, (across, ulysses): got {group}; "
                 f'make one with init_device_mesh("cpu", (2, 4))'
             )
-        if not _is_grid(group.mesh):
+        if not is_grid(group.mesh):
             raise ValueError(
                 f"hybrid needs a mesh with the same order of ranks in every row, and in every column: got "
                 f"{group.mesh.tolist()}; number them as init_device_mesh does"
@@ -138,12 +139,6 @@ def context_parallel(
     return ContextAttention(
         SymmetricTransport(outer_transport, transport), SymmetricTransport(inner_transport, transport), settings
     )
-
-
-def _is_grid(ranks: Tensor) -> bool:
-    """Whether the order of ranks is the same in all rows, and in all columns; a group's own order is ascending."""
-    rows, columns = ranks.argsort(1), ranks.argsort(0)
-    return bool((rows == rows[:1]).all() and (columns == columns[:, :1]).all())
 
 
 class ContextAttention:
@@ -181,7 +176,7 @@ class ContextAttention:
         """
         if unknown:
             raise unknown_argument(unknown)
-        if self.num_ranks == 1:
+        if self.num_ranks == 1 and not in_kept_block():
             given = {"scale": scale, "dropout": dropout, "seed": seed, "generator": generator, "return_lse": return_lse}
             return self._attend_alone(q, k, v, causal=causal, window=window, mask=mask, **given)
         refuse_transforms()
@@ -204,8 +199,7 @@ class ContextAttention:
         settings = self.settings
         if all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k)):  # attention refuses others
             check_same_tokens(q, k)
-            if settings.num_tokens is not None:
-                check_shards(settings.layout, self.placement(settings.num_tokens), (q.shape[2],))
+            check_one_rank(settings, self.placement, q.shape[2])
         if isinstance(mask := arguments["mask"], (Rows, Blocks)):
             if self._digested[0] is mask:
                 check_unchanged(mask, self._digested[1])
@@ -378,7 +372,10 @@ class ContextAttention:
                 raise ValueError(f"all ranks must agree on {name}{shown}; every rank must make the same call")
         sizes = tuple(row[len(COMPARED)] for row in rows)
         num_tokens = sum(sizes) if self.settings.num_tokens is None else self.settings.num_tokens
-        check_shards(self.settings.layout, self.placement(num_tokens), sizes)
+        placement = self.placement(num_tokens)
+        if callable(self.settings.layout):
+            check_same_placement(self._gather([digest(repr(placement.ranges))]))
+        check_shards(self.settings.layout, placement, sizes)
         return num_tokens
 
     def _gather(self, row: Sequence[int]) -> list[list[int]]:

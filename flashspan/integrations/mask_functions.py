@@ -92,6 +92,7 @@ class Translator:
         samples = sample_functions(masking_utils)
         packed = samples["packed_sequence_mask_function"]
         self.packed_code = packed.__code__
+        self.chunk_code = samples["chunked_overlay"].__code__
         self.readers: dict[CodeType, Reader] = {function.__code__: READERS[name] for name, function in samples.items()}
         for name, function in samples.items():
             remaps = READERS[name] is _remapped  # only within packed sequences
@@ -137,6 +138,12 @@ class Translator:
         reader = self.readers.get(code) if isinstance(code, CodeType) else None
         return None if reader is None else reader(self, grid, **closed_over(function))
 
+    def counts_chunks(self, function: MaskFunction) -> bool:
+        """Whether a mask has chunks that are counted from the start of the row."""
+        if getattr(function, "__code__", None) is self.chunk_code:
+            return True
+        return any(map(self.counts_chunks, closed_over(function).get("mask_functions", ())))
+
     def block_map(self, function: MaskFunction, grid: Grid, one_by_one: bool) -> Blocks:
         """The block map of any function, evaluated for every pair."""
         ask = _mapped(function) if one_by_one else function
@@ -151,7 +158,9 @@ class Translator:
 
 def closed_over(function: MaskFunction) -> dict[str, Any]:
     """The variables of a closure by name."""
-    cells = getattr(function, "__closure__", None) or ()
+    cells = getattr(function, "__closure__", None)
+    if not cells:
+        return {}
     return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
 
 

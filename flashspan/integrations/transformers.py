@@ -108,8 +108,9 @@ class SpanMask(BlockMask):
     additive mask and a bool mask would each need other operations.
     """
 
-    def __init__(self, mask: Mask, shape: tuple[int, int, int, int]) -> None:
+    def __init__(self, mask: Mask, shape: tuple[int, int, int, int], *, counts: bool = False) -> None:
         self.mask, self._shape = mask, shape
+        self.counts = counts  # chunks of tokens from the first of the row: not those of packed sequences
         self._within: tuple[Tensor, Mask] | None = None
 
     @property
@@ -163,6 +164,8 @@ class SpanMask(BlockMask):
     def fit(self, num_queries: int, num_keys: int) -> Mask:
         """The mask for a layer's queries and keys; if the mask has more keys, its first ones."""
         _, _, own_queries, own_keys = self.shape
+        if own_queries == own_keys == 1 and self.mask == Band():  # a tensor of one number would broadcast
+            return self.mask
         if num_queries != own_queries or num_keys > own_keys:
             raise ValueError(
                 f"the mask of this layer is for {own_queries} queries and {own_keys} keys: got {num_queries} and "
@@ -172,8 +175,18 @@ class SpanMask(BlockMask):
 
     def within(self, ends: Tensor, key_ends: Tensor | None) -> SpanMask:
         """Only the keys of a query's own packed sequence; `ends` are the cumulative lengths [N + 1], from 0."""
+        if self.counts:
+            raise ValueError(
+                f"cu_seq_lens_q needs position_ids that restart in each sequence and use_cache=False where a layer has "
+                f"chunks: they would be counted from the start of the row; {OTHERWISE}"
+            )
         if self._within is None or self._within[0] is not ends:
             num_batch, _, num_queries, num_keys = self.shape
+            if ends.dim() != 1 or not len(ends) or int(ends[0]) or bool((ends.diff() < 0).any()):
+                raise ValueError(
+                    f"cu_seq_lens_q must be the ends of the sequences, ascending from 0: got {ends.tolist()}; for "
+                    f"lengths of 5 and 9 give [0, 5, 14]"
+                )
             same = key_ends is None or torch.equal(key_ends, ends)
             if num_batch != 1 or num_queries != num_keys or int(ends[-1]) != num_queries or not same:
                 raise ValueError(
@@ -221,7 +234,7 @@ def make_mask(
     function = translator.causal if mask_function is None else mask_function
     grid = Grid(batch_size, q_length, kv_length, q_offset, kv_offset, device)
     mask = translator.translate(function, grid, attention_mask, one_by_one=use_vmap)
-    return SpanMask(mask, (batch_size, 1, q_length, kv_length))
+    return SpanMask(mask, (batch_size, 1, q_length, kv_length), counts=translator.counts_chunks(function))
 
 
 def attend(
@@ -243,7 +256,12 @@ def attend(
     sliding_window: used only if there is no mask, since a mask already includes it. Unsupported arguments are refused.
     """
     refuse_unserved(query, key, value, kwargs)
-    if cu_seq_lens_q is not None:
+    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+        if not isinstance(cu_seq_lens_q, Tensor):
+            raise ValueError(
+                f"packed sequences need cu_seq_lens_q as a tensor: got {type(cu_seq_lens_q).__name__}; give both "
+                f"cu_seq_lens_q and cu_seq_lens_k, or {OTHERWISE}"
+            )
         if not isinstance(attention_mask, SpanMask):
             raise ValueError(f"cu_seq_lens_q needs a mask made by transformers: got none; {OTHERWISE}")
         attention_mask = attention_mask.within(cu_seq_lens_q, cu_seq_lens_k)
@@ -285,28 +303,32 @@ def refuse_unserved(query: Tensor, key: Tensor, value: Tensor, arguments: dict[s
 
 
 _READ: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Masks that users gave as tensors -> (version of the tensor, the same as a mask of flashspan)."""
+"""Masks that users gave as tensors -> (a copy of the tensor, the same as a mask of flashspan)."""
 
 
 def mask_of_tensor(given: Tensor, query: Tensor, num_keys: int) -> Mask:
     """A finished mask [B, 1, T, S] of a user or a model: bool, or 0 where visible and very negative elsewhere. It is
-    read once for all layers."""
+    read once for all layers. Whether it has changed since is seen from its numbers: in inference mode PyTorch does not
+    count changes."""
     if not isinstance(given, Tensor) or given.dim() != 4:
-        found = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
-        raise ValueError(f"an attention mask given as a tensor must be [B, 1, T, S]: got {found}; or {OTHERWISE}")
-    version = 0 if given.is_inference() else given._version
-    known: tuple[int, Mask] | None = _READ.get(given)
-    if known is not None and known[0] == version:
+        shape = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
+        raise ValueError(f"a finished attention mask must be a tensor [B, 1, T, S]: got {shape}; {OTHERWISE}")
+    known: tuple[Tensor, Mask] | None = _READ.get(given)
+    if known is not None and torch.equal(known[0], given):
         return known[1]
-    least = max(HIDES, torch.finfo(given.dtype).min) if given.is_floating_point() else 0
     visible = given if given.dtype == torch.bool else given == 0
-    hides = given.dtype == torch.bool or (given.is_floating_point() and bool((visible | (given <= least)).all()))
-    if not hides or given.requires_grad:  # a learned bias may start at 0
-        learned = ", learned" if given.requires_grad else f" that are neither 0 nor below {HIDES:g}"
+    if given.requires_grad:
+        found = f"learned {given.dtype} values"  # they may start at 0
+    elif given.is_floating_point():
+        hidden = given <= max(HIDES, torch.finfo(given.dtype).min)
+        found = "" if bool((visible | hidden).all()) else f"values that are neither 0 nor below {HIDES:g}"
+    else:
+        found = "" if given.dtype == torch.bool else f"values of {given.dtype}"
+    if found:
         raise ValueError(
-            f'attn_implementation="{NAME}" does not support an additive bias, only one that hides keys: got '
-            f"{given.dtype} values{learned}; {OTHERWISE}"
+            f'attn_implementation="{NAME}" does not support an additive bias, only one that hides keys: got {found}; '
+            f"give a bool mask, or {OTHERWISE}"
         )
     mask = mask_of(visible, query, query.shape[2], num_keys)
-    _READ[given] = version, mask
+    _READ[given] = given.clone(), mask
     return mask

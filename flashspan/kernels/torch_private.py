@@ -6,10 +6,18 @@ tests/kernels/test_torch_private.py tests each name.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-__all__ = ["flash_cpu", "flash_cpu_backward", "has_tangents", "is_in_torch_dispatch_mode", "is_transformed"]
+__all__ = [
+    "flash_cpu",
+    "flash_cpu_backward",
+    "has_tangents",
+    "is_batched",
+    "is_in_torch_dispatch_mode",
+    "is_transformed",
+]
 
 flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 flash_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -18,6 +26,11 @@ flash_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_
 def is_transformed() -> bool:
     """Whether this runs inside a transform of torch.func: grad, vjp, jvp, vmap."""
     return torch._C._are_functorch_transforms_active()
+
+
+def is_batched(gradient: Tensor | None) -> bool:
+    """Whether a gradient is one of a batch, as of `torch.autograd.grad(..., is_grads_batched=True)`."""
+    return gradient is not None and torch._C._functorch.is_legacy_batchedtensor(gradient)
 
 
 def has_tangents() -> bool:

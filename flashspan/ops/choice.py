@@ -46,8 +46,9 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under autocast, the tensors in its dtype, as inputs of a matmul are."""
+    """Under autocast, the tensors in its dtype, as inputs of a matmul are; float64 stays."""
     kind = tensors[0].device.type
-    if torch.is_autocast_enabled(kind):
-        return tuple(x.to(torch.get_autocast_dtype(kind)) for x in tensors)
-    return tensors
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)

@@ -8,11 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flashspan.ops.checks import check_tokens, check_weights
 from flashspan.ops.choice import autocast, choose
 
 
 def linear_add(x: Tensor, a: Tensor, weight: Tensor) -> Tensor:
     """x + a W^T [B, T, E], for a [B, T, K] and W [E, K]."""
+    check_tokens("linear_add", x=x, a=a)
+    check_weights("linear_add", x.shape[-1], a.shape[-1], weight=weight)
     a, weight = autocast(a, weight)
     if x.dtype != a.dtype:  # a float32 residual under autocast
         return x + F.linear(a, weight)

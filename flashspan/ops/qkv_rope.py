@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashspan.ops.checks import check_angles, check_tokens, check_weights
 from flashspan.ops.choice import autocast, choose
 from flashspan.ops.linear_add import sum_of_products
 
@@ -21,6 +22,9 @@ def qkv_rope(
 
     cos, sin: float32 [T, 1, D / 2] or [B, T, 1, D / 2], the angles of the pairs (d, d + D / 2).
     """
+    check_tokens("qkv_rope", x=x)
+    check_weights("qkv_rope", None, x.shape[-1], wq=wq, wk=wk, wv=wv)
+    check_angles("qkv_rope", x, cos, sin)
     x, wq, wk, wv = autocast(x, wq, wk, wv)
     head_dim = 2 * cos.shape[-1]
     rows = _project(x.flatten(0, 1), wq, wk, wv, cos.flatten(0, -2), sin.flatten(0, -2), q_scale)

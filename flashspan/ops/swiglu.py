@@ -8,12 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flashspan.ops.checks import check_tokens, check_weights
 from flashspan.ops.choice import autocast, choose
 from flashspan.ops.linear_add import sum_of_products
 
 
 def swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, *, residual: Tensor | None = None) -> Tensor:
     """(silu(x Wg^T) * (x Wu^T)) Wd^T [B, T, E], plus the residual if there is one."""
+    check_tokens("swiglu", x=x, residual=residual)
+    check_weights("swiglu", None, x.shape[-1], gate=gate)
+    check_weights("swiglu", len(gate), x.shape[-1], up=up)
+    check_weights("swiglu", None if residual is None else residual.shape[-1], len(gate), down=down)
     x, gate, up, down = autocast(x, gate, up, down)
     rows = x.flatten(0, 1)
     if residual is None or residual.dtype != x.dtype:  # a float32 residual under autocast

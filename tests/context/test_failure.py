@@ -470,3 +470,25 @@ def test_without_a_group_it_is_one_rank() -> None:
         attend(q, q[:, :, :5], q[:, :, :5])
     with pytest.raises(ValueError, match=r"splits 8 tokens into shards of \(8,\): got shards of \(9,\)"):
         context_parallel(None, num_tokens=8)(q, q, q)
+    with pytest.raises(ValueError, match="a layout assigns 9 tokens to 1 ranks"):
+        context_parallel(None, layout=lambda num_tokens, num_ranks: None)(q, q, q)  # type: ignore[arg-type, return-value]
+
+
+def place_by_rank(num_tokens: int, num_ranks: int) -> Placement:
+    """Another placement on each rank, with parts of one size."""
+    halves = [(range(num_tokens // 2),), (range(num_tokens // 2, num_tokens),)]
+    return Placement(num_tokens, tuple(halves[:: -1 if dist.get_rank() else 1]))
+
+
+def disagree_on_the_layout(strategy: str) -> str:
+    x = torch.randn(1, 2, 5, 8)
+    with pytest.raises(ValueError, match="returned different placements on different ranks") as caught:
+        context_parallel(dist.group.WORLD, strategy=strategy, layout=place_by_rank, timeout=5)(x, x, x)
+    return str(caught.value)
+
+
+@pytest.mark.timeout(60)
+def test_ranks_that_place_tokens_differently_are_told() -> None:
+    with Ranks(2, threads=1, timeout=20) as ranks:
+        for strategy in ("ring", "ulysses"):
+            assert all(ranks.run(disagree_on_the_layout, strategy, timeout=40))

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from flashspan.context import keep_attention
+from flashspan.context import context_parallel, keep_attention
 from flashspan.context.generators import GENERATORS
 from flashspan.context.layout import place
 from flashspan.context.passes import BackwardPass, ForwardPass
 from flashspan.context.schedule import Shape, bytes_sent, reverse
 from flashspan.context.strategy import ContextAttention
 from flashspan.context.visibility import Visibility
+from flashspan.kernels.backends import Chosen
 from flashspan.kernels.masks import CAUSAL
 from flashspan.model import LlamaConfig
 from flashspan.plan import ParallelConfig, Run
@@ -151,3 +152,17 @@ def test_ulysses_sends_the_documented_and_planned_bytes(
     cluster = Cluster(DEVICES["H100"], 4, 4, link, link)
     planned = attention_time(run, ParallelConfig(context=4, strategy="ulysses", layout="contiguous"), cluster)
     assert [4 * max(one.waiting) for one in planned] == pytest.approx(sent)
+
+
+def test_one_rank_does_not_run_attention_twice_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs, forward = [], Chosen.forward
+
+    def count_runs(*given: Any, **named: Any) -> Any:
+        runs.append(1)
+        return forward(*given, **named)
+
+    monkeypatch.setattr(Chosen, "forward", count_runs)
+    attend, x = context_parallel(None), torch.randn(1, 2, 9, 8, requires_grad=True)
+    out = checkpoint(lambda x: attend(x, x, x, causal=True), x, use_reentrant=False, context_fn=keep_attention)
+    out.sum().backward()
+    assert len(runs) == 1

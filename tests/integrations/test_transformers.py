@@ -404,6 +404,8 @@ def call(**given: Any) -> Any:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"s_aux": torch.zeros(2)}, "sinks.*s_aux"),
     ({"softcap": 30.0}, "softcap"),
+    ({"cu_seq_lens_k": torch.tensor([0, 6])}, "need cu_seq_lens_q as a tensor"),
+    ({"cu_seq_lens_q": [0, 6]}, "cu_seq_lens_q as a tensor: got list"),
     ({"position_bias": torch.zeros(1, 2, 6, 6)}, "position_bias"),
     ({"output_attentions": True}, "output_attentions"),
     ({"indices": torch.zeros(1, 6, 2)}, "indices"),

@@ -31,6 +31,17 @@ def test_a_transform_is_seen() -> None:
     assert seen == [False, True, True]
 
 
+def test_a_batched_gradient_is_seen() -> None:
+    seen: list[bool] = []
+    x = torch.ones(2, requires_grad=True)
+    y = 2 * x
+    y.register_hook(lambda gradient: seen.append(torch_private.is_batched(gradient)))
+    y.backward(torch.ones(2), retain_graph=True)
+    torch.autograd.grad(y, x, torch.ones(3, 2), is_grads_batched=True)
+    assert seen == [False, True]
+    assert not torch_private.is_batched(None)
+
+
 def test_a_level_of_forward_derivatives_is_seen() -> None:
     assert not torch_private.has_tangents()
     with forward_ad.dual_level():

@@ -39,6 +39,54 @@ def some(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=generator).requires_grad_()
 
 
+def make_layer(name: str, **changed: Tensor) -> Tensor:
+    """An operator's first result; `changed` replaces tensors that fit together."""
+    cos = torch.ones(5, 1, 4)
+    fitting = {
+        "qkv_rope": {"x": (2, 5, 6), "wq": (16, 6), "wk": (8, 6), "wv": (8, 6)},
+        "linear_add": {"x": (2, 5, 6), "a": (2, 5, 4), "weight": (6, 4)},
+        "swiglu": {"x": (2, 5, 6), "gate": (9, 6), "up": (9, 6), "down": (6, 9)},
+    }[name]
+    given = {key: torch.zeros(shape) for key, shape in fitting.items()} | changed
+    if name == "qkv_rope":
+        given = {"cos": cos, "sin": cos} | given
+    return getattr(ops, name)(**given)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "said"),
+    [
+        ("qkv_rope", {"cos": (10, 1, 4), "sin": (10, 1, 4)}, "cut a longer table"),
+        ("qkv_rope", {"cos": (1, 1, 4), "sin": (1, 1, 4)}, r"cos and sin \[5, 1, D / 2\]"),
+        ("qkv_rope", {"cos": (2, 1, 1, 4), "sin": (2, 1, 1, 4)}, r"\[2, 5, 1, D / 2\]"),
+        ("qkv_rope", {"sin": (5, 1, 3)}, "cos and sin"),
+        ("qkv_rope", {"wk": (8, 7)}, r"wk \[rows, 6\]: got \(8, 7\)"),
+        ("linear_add", {"a": (5, 2, 4)}, r"one B and one T: got x \(2, 5, 6\), a \(5, 2, 4\)"),
+        ("linear_add", {"weight": (1, 4)}, r"weight \[6, 4\]: got \(1, 4\)"),
+        ("swiglu", {"residual": (5, 2, 6)}, "one B and one T"),
+        ("swiglu", {"up": (1, 6)}, r"up \[9, 6\]"),
+        ("swiglu", {"residual": (2, 5, 6), "down": (7, 9)}, r"down \[6, 9\]"),
+    ],
+    ids=str,
+)
+def test_shapes_that_do_not_fit_are_refused(name: str, changed: dict[str, tuple[int, ...]], said: str) -> None:
+    make_layer(name)
+    with pytest.raises(ValueError, match=said):
+        make_layer(name, **{key: torch.zeros(shape) for key, shape in changed.items()})
+
+
+def test_angles_that_require_gradients_are_refused() -> None:
+    angles = torch.ones(5, 1, 4, requires_grad=True)
+    with pytest.raises(ValueError, match="computes no gradients of cos and sin"):
+        make_layer("qkv_rope", cos=angles.cos(), sin=angles.sin())
+
+
+def test_autocast_leaves_float64() -> None:
+    x, weight = some(2, 5, 6, seed=0), some(6, 6, seed=1)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(ops.linear_add(x, x, weight), x + F.linear(x, weight))
+
+
 def test_they_are_what_they_say_in_anyones_model() -> None:
     x, weights = some(2, 5, 6, seed=0), [some(16, 6, seed=1), some(8, 6, seed=2), some(8, 6, seed=3)]
     angles = torch.rand(5, 1, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
