@@ -162,16 +162,16 @@ class SpanMask(BlockMask):
         _refuse_computing(f"calls torch's {getattr(function, '__name__', 'function')} with")
 
     def fit(self, num_queries: int, num_keys: int) -> Mask:
-        """The mask for a layer's queries and keys; if the mask has more keys, its first ones."""
+        """The mask for a layer's queries and keys."""
         _, _, own_queries, own_keys = self.shape
         if own_queries == own_keys == 1 and self.mask == Band():  # a tensor of one number would broadcast
             return self.mask
-        if num_queries != own_queries or num_keys > own_keys:
+        if (num_queries, num_keys) != (own_queries, own_keys):
             raise ValueError(
                 f"the mask of this layer is for {own_queries} queries and {own_keys} keys: got {num_queries} and "
                 f"{num_keys}; {OTHERWISE}"
             )
-        return self[:, :, :, :num_keys].mask
+        return self.mask
 
     def within(self, ends: Tensor, key_ends: Tensor | None) -> SpanMask:
         """Only the keys of a query's own packed sequence; `ends` are the cumulative lengths [N + 1], from 0."""

@@ -55,3 +55,9 @@ def test_chunks_of_packed_sequences_are_counted_in_each_or_refused() -> None:
 def test_ends_of_sequences_that_are_none_are_refused(ends: list[int]) -> None:
     with pytest.raises(ValueError, match="cu_seq_lens_q must be the ends of the sequences, ascending from 0"):
         on_span(make("Llama"))(tokens(1), cu_seq_lens_q=torch.tensor(ends), use_cache=False)
+
+
+def test_padding_for_more_tokens_than_there_are_is_refused() -> None:
+    given = {"attention_mask": torch.ones(2, LENGTH + 1, dtype=torch.long), "use_cache": False}
+    with pytest.raises(ValueError, match=f"for {LENGTH} queries and {LENGTH + 1} keys: got {LENGTH} and {LENGTH}"):
+        on_span(make("Llama"))(tokens(), **given)
