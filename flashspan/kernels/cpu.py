@@ -28,6 +28,7 @@ from flashspan.kernels.torch_private import flash_cpu, flash_cpu_backward
 CHUNK = 256  # rows that share one dense mask
 SHORT = 64  # runs of rows shorter than this share dense masks: a call for each would take longer
 TEMPORARY = 2**17  # elements of a temporary tensor, which limit the number of heads in one call
+VECTOR = 16  # the float32 numbers of the longest vector register
 LEAST_SCALE = torch.finfo(torch.float32).tiny  # smaller numbers may be 0 in float32
 
 
@@ -277,6 +278,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, part: _Part, *, scale: float, dtype
     """One call of the operator: rows q over one part of the keys, computed in dtype."""
     k, v = (x[:, :, part.keys.start : part.keys.stop].to(dtype) for x in (k, v))
     out, lse = flash_cpu(q.to(dtype), k, v, 0.0, part.causal, attn_mask=part.bias(dtype), scale=scale)
+    if k.shape[2] < VECTOR:  # the operator returns 0 for a row with NaN; no mask hides such a key (`_may_leak`)
+        keys = k.isnan().any(-1).any(-1).repeat_interleave(q.shape[1] // max(1, k.shape[1]), 1)
+        lost = q.isnan().any(-1) | keys[..., None]
+        out, lse = out.masked_fill(lost[..., None], torch.nan), lse.masked_fill(lost, torch.nan)
     if part.start is not None and part.end is not None:
         blind = part.start >= part.end
         if bool(blind.any()):  # the operator returns lse 0 for them, and NaN if their query is NaN

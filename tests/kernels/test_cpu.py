@@ -5,6 +5,7 @@ pytest -m slow -s tests/kernels/test_cpu.py     # the speed beside F.scaled_dot_
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -203,3 +204,21 @@ def test_within_a_tenth_of_sdpa(mask: Band) -> None:
     print("\n" + ", ".join(f"{name} {ms:.1f} ms" for name, ms in best.items()))
     assert best["forward"] <= 1.1 * best["sdpa forward"]
     assert best["backward"] <= 1.1 * best["sdpa backward"]
+
+
+@pytest.mark.parametrize("backend", ["auto", "tiled", "reference"])
+@pytest.mark.parametrize("num_keys", [1, 4, 15, 16, 40])
+def test_a_visible_nan_is_seen_however_few_the_keys(backend: str, num_keys: int) -> None:
+    generator = torch.Generator().manual_seed(num_keys)
+    q, k, v = (torch.randn(1, heads, num_keys, 8, generator=generator) for heads in (4, 2, 2))
+    q[0, 1, 0] = math.nan
+    out, lse = attention(q, k, v, causal=True, return_lse=True, backend=backend)
+    expected = torch.zeros(1, 4, num_keys, dtype=torch.bool)
+    expected[0, 1, 0] = True
+    assert torch.equal(lse.isnan(), expected)
+    assert torch.equal(out.isnan().all(-1), expected)
+    k[0, 1] = math.nan
+    out, lse = attention(q, k, v, return_lse=True, backend=backend)
+    expected[0, 2:] = True
+    assert torch.equal(lse.isnan(), expected)
+    assert torch.equal(out.isnan().all(-1), expected)
