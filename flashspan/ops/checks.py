@@ -26,7 +26,7 @@ def check_weights(name: str, rows: int | None, columns: int, **weights: Tensor) 
 def check_angles(name: str, x: Tensor, cos: Tensor, sin: Tensor) -> None:
     """ValueError unless cos and sin have one row for each token of x [B, T, E], and no gradient is asked of them."""
     batch, length = x.shape[:2]
-    if cos.shape != sin.shape or tuple(cos.shape[:-1]) not in ((length, 1), (batch, length, 1)):
+    if cos.shape != sin.shape or tuple(cos.shape[:-1]) not in ((length, 1), (1, length, 1), (batch, length, 1)):
         raise ValueError(
             f"{name} needs cos and sin [{length}, 1, D / 2] or [{batch}, {length}, 1, D / 2]: got "
             f"{_list({'cos': tuple(cos.shape), 'sin': tuple(sin.shape)})}; cut a longer table to the tokens of x"

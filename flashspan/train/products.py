@@ -49,7 +49,7 @@ def serves(shape: LlamaConfig, device: torch.device, precision: str) -> bool:
 @cache
 def _runs(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Whether this release of Triton compiles the kernels: runs them on one token, with gradients."""
-    x, angles = torch.zeros(1, 1, 64, device=device, dtype=dtype), torch.zeros(1, head_dim // 2, device=device)
+    x, angles = torch.zeros(1, 1, 64, device=device, dtype=dtype), torch.zeros(1, 1, head_dim // 2, device=device)
     square, wide = (
         torch.zeros(64, 64, device=device, dtype=dtype),
         torch.zeros(head_dim, 64, device=device, dtype=dtype),
