@@ -259,6 +259,7 @@ def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     if sys.stdout is None:  # closed by the parent process, `>&-`
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
+        os.set_inheritable(sys.stdout.fileno(), True)  # it has the free number 1, which ranks take for their stdout
     before = signal.getsignal(signal.SIGTERM)
     try:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that ranks and folders are cleaned up

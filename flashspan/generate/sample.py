@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,10 +30,10 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1):
+        if not (0 <= self.temperature < math.inf and self.top_k >= 0 and 0 < self.top_p <= 1):
             raise ValueError(
-                f"temperature and top_k must be at least 0 and top_p in (0, 1]: got temperature {self.temperature}, "
-                f"top_k {self.top_k}, top_p {self.top_p}"
+                f"temperature and top_k must be finite and at least 0, and top_p in (0, 1]: got temperature "
+                f"{self.temperature}, top_k {self.top_k}, top_p {self.top_p}"
             )
         if 0 < self.temperature < LEAST_TEMPERATURE:
             raise ValueError(
