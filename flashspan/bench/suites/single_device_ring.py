@@ -29,6 +29,7 @@ from flashspan.kernels.backends import Chosen
 from flashspan.kernels.contract import Carry, LocalAttention, Problem
 from flashspan.kernels.delta import row_delta
 from flashspan.kernels.masks import CAUSAL, EVERYTHING, Mask
+from flashspan.progress import progress
 
 
 class Stopwatch:
@@ -176,7 +177,8 @@ def bench_single_device_ring(
     else:
         what, how = "all ranks' kernels", f"{strategy}, {layout}, {ranks} ranks"
         runs = [all_steps(inputs, mask, n, **choice) for n in (1, ranks)]
-    one, many = in_turn(runs, repeats)
+    with progress(f"{how}, {repeats} runs"):
+        one, many = in_turn(runs, repeats)
     print(f"{tokens} tokens, {heads} heads on {kv_heads} of {head_dim}, {dtype}, {'full' if full else 'causal'}; {how}")
     for name, alone, together in zip(("forward", "backward"), one, many, strict=True):
         print(f"{name:<9} one call {alone:.3f} ms, {what} {together:.3f} ms: {together / alone:.3f}x")
