@@ -258,8 +258,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Entry point. Bad input prints one line and exits with 2, a failed rank with 1, Ctrl-C and SIGTERM with 130."""
     words = sys.argv[1:] if arguments is None else arguments
     if sys.stdout is None:  # closed by the parent process, `>&-`
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
-        os.set_inheritable(sys.stdout.fileno(), True)  # it has the free number 1, which ranks take for their stdout
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        os.set_inheritable(1, True)  # ranks need a stdout too
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 - for as long as the process lives
     before = signal.getsignal(signal.SIGTERM)
     try:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that ranks and folders are cleaned up

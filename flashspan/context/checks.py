@@ -1,4 +1,4 @@
-"""Rules of a call across ranks that a call on one device does not have."""
+"""Rules of attention across ranks that attention on one device does not have."""
 
 from __future__ import annotations
 
@@ -44,7 +44,11 @@ def check_one_rank(settings: Settings, placement: Callable[[int], Placement], nu
         check_shards(settings.layout, placement(declared), (num_tokens,))
 
 
-def is_grid(ranks: Tensor) -> bool:
-    """Whether the order of ranks is the same in all rows, and in all columns; a group's own order is ascending."""
-    rows, columns = ranks.argsort(1), ranks.argsort(0)
-    return bool((rows == rows[:1]).all() and (columns == columns[:, :1]).all())
+def check_grid(mesh: Tensor) -> None:
+    """ValueError unless the order of ranks is the same in all rows, and in all columns: a group's own is ascending."""
+    rows, columns = mesh.argsort(1), mesh.argsort(0)
+    if not bool((rows == rows[:1]).all() and (columns == columns[:, :1]).all()):
+        raise ValueError(
+            f"hybrid needs a mesh with the same order of ranks in every row, and in every column: got {mesh.tolist()}; "
+            f"number them as init_device_mesh does"
+        )

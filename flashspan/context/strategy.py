@@ -37,7 +37,7 @@ from flashspan.attention import attention
 from flashspan.attention_operator import refuse_transforms
 from flashspan.context.agreement import COMPARED, decode, digest, encode
 from flashspan.context.bundle import Fields
-from flashspan.context.checks import check_one_rank, check_same_placement, check_same_tokens, check_shards, is_grid
+from flashspan.context.checks import check_grid, check_one_rank, check_same_placement, check_same_tokens, check_shards
 from flashspan.context.core import Attend, Core, Options, Scheduled
 from flashspan.context.execute import Plan
 from flashspan.context.generators import GENERATORS, in_chunks
@@ -121,11 +121,7 @@ def context_parallel(
                 f"hybrid needs a DeviceMesh of two dimensions, (across, ulysses): got {group}; "
                 f'make one with init_device_mesh("cpu", (2, 4))'
             )
-        if not is_grid(group.mesh):
-            raise ValueError(
-                f"hybrid needs a mesh with the same order of ranks in every row, and in every column: got "
-                f"{group.mesh.tolist()}; number them as init_device_mesh does"
-            )
+        check_grid(group.mesh)
         outer, inner = group.get_group(0), group.get_group(1)
     else:
         if isinstance(group, DeviceMesh):
@@ -150,7 +146,8 @@ class ContextAttention:
         self.num_ranks = outer.num_ranks * inner.num_ranks
         self.local: LocalAttention = Chosen(settings.backend, settings.deterministic)
         self._cores: OrderedDict[Any, Core] = OrderedDict()
-        self._digested: tuple[object, list[int], int] = (None, [], digest(None))
+        self._versions: tuple[object, list[int]] = (None, [])  # of the last call's mask
+        self._digested: tuple[object, int] = (None, digest(None))
 
     def __call__(
         self,
@@ -200,11 +197,15 @@ class ContextAttention:
         if all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k)):  # attention refuses others
             check_same_tokens(q, k)
             check_one_rank(settings, self.placement, q.shape[2])
-        if isinstance(mask := arguments["mask"], (Rows, Blocks)):
-            if self._digested[0] is mask:
-                check_unchanged(mask, self._digested[1])
-            self._digested = mask, mask_versions(mask), 0
+        self._check_mask(arguments["mask"])
         return attention(q, k, v, backend=settings.backend, deterministic=settings.deterministic, **arguments)
+
+    def _check_mask(self, mask: object) -> None:
+        """RuntimeError if the mask is that of the last call, but has been changed since."""
+        last, versions = self._versions
+        if isinstance(mask, (Rows, Blocks)) and mask is last:
+            check_unchanged(mask, versions)
+        self._versions = mask, mask_versions(mask) if isinstance(mask, (Rows, Blocks)) else []
 
     def __deepcopy__(self, memo: object) -> ContextAttention:
         """Itself: a copy of a model uses the same group."""
@@ -282,11 +283,10 @@ class ContextAttention:
         except ValueError as error:  # perhaps on this rank only: all ranks raise it
             self._compare(dict.fromkeys(COMPARED, 0), 0, str(error))
         num_tokens = mask.num_keys if isinstance(mask, (Rows, Blocks)) else self.settings.num_tokens
+        self._check_mask(mask)
         if self._digested[0] is not mask:  # the layers of a model share one mask: hash it once
-            self._digested = mask, mask_versions(mask) if isinstance(mask, (Rows, Blocks)) else [], digest(mask)
-        elif isinstance(mask, (Rows, Blocks)):
-            check_unchanged(mask, self._digested[1])
-        rest = (causal, window, self._digested[2], scale_of(q, scale), dropout, seed is None)
+            self._digested = mask, digest(mask)
+        rest = (causal, window, self._digested[1], scale_of(q, scale), dropout, seed is None)
         call = (*((tuple(x.shape), x.dtype, x.device) for x in (q, k, v)), rest)
         if num_tokens is None or (call, num_tokens) not in self._cores:
             num_tokens = self._agree(q, k, v, mask, repr((rest, seed)), dropout)

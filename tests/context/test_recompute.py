@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from flashspan import attention
 from flashspan.context import context_parallel, keep_attention
 from flashspan.context.generators import GENERATORS
 from flashspan.context.layout import place
@@ -19,6 +20,7 @@ from flashspan.context.strategy import ContextAttention
 from flashspan.context.visibility import Visibility
 from flashspan.kernels.backends import Chosen
 from flashspan.kernels.masks import CAUSAL
+from flashspan.kernels.masks.patterns import documents
 from flashspan.model import LlamaConfig
 from flashspan.plan import ParallelConfig, Run
 from flashspan.plan.devices import DEVICES, Cluster, Link
@@ -166,3 +168,20 @@ def test_one_rank_does_not_run_attention_twice_either(monkeypatch: pytest.Monkey
     out = checkpoint(lambda x: attend(x, x, x, causal=True), x, use_reentrant=False, context_fn=keep_attention)
     out.sum().backward()
     assert len(runs) == 1
+
+
+def test_one_rank_takes_the_mask_of_each_call_in_a_kept_block_and_outside() -> None:
+    attend, generator = context_parallel(None), torch.Generator().manual_seed(5)
+    x = torch.randn(1, 2, 9, 8, generator=generator).requires_grad_()
+    dout = torch.randn(1, 2, 9, 8, generator=generator)
+    for lengths in ([4, 5], [3, 6]):
+        mask = documents(lengths)
+        outside = attend(x, x, x, mask=mask)
+        kept = checkpoint(
+            lambda x, mask=mask: attend(x, x, x, mask=mask), x, use_reentrant=False, context_fn=keep_attention
+        )
+        expected = attention(x, x, x, mask=mask)
+        (wanted,) = torch.autograd.grad(expected, x, dout)
+        for out in (outside, kept):
+            torch.testing.assert_close(out, expected)
+            torch.testing.assert_close(torch.autograd.grad(out, x, dout)[0], wanted)

@@ -24,7 +24,7 @@ BEHIND = 0.95
 """The ratio below which ours counts as slower."""
 NUM_WORST = 10
 MASKS_ONLY = "window, explicit masks only"
-"""The class of a window that was not measured with FlexAttention: no other contender skips what it does not see."""
+"""The class of a window that was not measured with FlexAttention: no other skips what it does not see."""
 HOST_NOTE = (
     "The other ratios of this page are of GPU times: the host has queued a call before it begins. In a loop the "
     "host may not be ahead: a call then takes the longer of the two times. Here are the medians of the host's "
@@ -166,7 +166,7 @@ def worst_table(found: Sequence[Comparison], kind: str) -> Table:
 
 
 def fastest_table(found: Sequence[Comparison]) -> Table:
-    """How often each contender is the fastest of the others."""
+    """How often each implementation is the fastest of the others."""
     counts = Counter((each.theirs.impl, each.ours.kind) for each in found)
     names = sorted({name for name, _ in counts}, key=lambda name: (-sum(counts[name, kind] for kind in KINDS), name))
     cells = tuple((name, *(str(counts[name, kind]) for kind in KINDS)) for name in names)
