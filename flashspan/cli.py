@@ -22,7 +22,8 @@ import tyro
 from tyro.conf import Positional
 
 import flashspan
-from flashspan.signatures import read_doc, read_signature
+from flashspan.completion import SHELLS, read_options, write_script
+from flashspan.signatures import read_doc, read_signature, read_types
 from flashspan.stdout import discard_stdout
 
 
@@ -139,13 +140,10 @@ class Command:
     def doc(self) -> str:
         return flowing(read_doc(f"flashspan.{self.module}", self.function))
 
-    def listed(self) -> Callable[..., Any]:
-        """For a list of commands: the first paragraph of the docstring alone."""
-
-        def listed() -> None: ...
-
-        listed.__doc__ = self.doc().partition("\n\n")[0]
-        return listed
+    def options(self) -> dict[str, tuple[str, ...]]:
+        """Its options, each with its choices."""
+        kinds = read_types(f"flashspan.{self.module}", self.function)
+        return read_options({name: kind for name, kind in kinds.items() if name not in self.places})
 
 
 COMMANDS = {
@@ -182,9 +180,20 @@ TRAIN, TRAIN_HELP = Command("train.run", "main"), Command("train.options", "show
 PLAN_DRAW = Command("commands.draw", "draw")
 PREFLIGHT = Command("commands.preflight", "preflight")
 
+ABOUT = "FlashAttention that spans devices: train with it, run it, check it, measure it."
+HELP_OPTION = {"-h, --help": "show this help message and exit"}
+GLOBAL_OPTIONS = HELP_OPTION | {
+    "-V, --version": "show the version and exit",
+    "--completion SHELL": f"print a script for completion with the Tab key: {', '.join(SHELLS)}",
+}
+
+
+def names_of(options: dict[str, str]) -> list[str]:
+    """The names of options that are listed like "-V, --version"."""
+    return [word for name in options for word in name.replace(",", "").split() if word.startswith("-")]
+
+
 CLOSED_PIPE = 141  # a shell's exit code for a command that wrote to a closed pipe: 128 + SIGPIPE
-SHELLS = ("bash", "zsh", "tcsh")
-"""Shells that `--completion` writes a script for."""
 MOST_SHOWN = 1000
 """Most characters printed of an error, which may quote a value of any length."""
 
@@ -203,30 +212,65 @@ def _run(words: list[str]) -> int:
     if words in (["--version"], ["-V"]):
         print(f"flashspan {flashspan.__version__}")
         return 0
-    about = "FlashAttention that spans devices: train with it, run it, check it, measure it."
-    return _choose(COMMANDS, words, "flashspan", about)
+    if words[:1] == ["--completion"]:
+        return _print_completion(words[1:])
+    return _choose(COMMANDS, words, "flashspan", ABOUT)
 
 
 def _choose(commands: dict[str, Command], words: list[str], prog: str, about: str) -> int:
     """Run the command that the first word names, or list all commands."""
     if words and words[0] in commands:
         return _call(commands[words[0]], words[1:], f"{prog} {words[0]}")
+    options = GLOBAL_OPTIONS if commands is COMMANDS else HELP_OPTION
+    if words and words[0].startswith("-") and words[0] not in ("-h", "--help"):
+        raise _unknown(f"option {words[0]}", names_of(options), prog)
     if words and not words[0].startswith("-"):
-        close = difflib.get_close_matches(words[0], commands, 1)
-        hint = f"did you mean {prog} {close[0]}?" if close else f"choose one of {', '.join(commands)}"
-        raise ValueError(f"unknown command {prog} {words[0]}: {hint} see {prog} --help")
-    whole = words[:1] == ["--completion"]  # a shell completes options too
-    if whole:
-        if len(words) != 2 or words[1] not in SHELLS:
-            raise ValueError(f"--completion takes one of {', '.join(SHELLS)}: got {words[1:]}; write --completion bash")
-        words = ["--tyro-print-completion", words[1]]
-    functions = {name: command.signature() if whole else command.listed() for name, command in commands.items()}
-    with _one_line_errors(prog):
-        tyro.extras.subcommand_cli_from_dict(functions, args=words, prog=prog, description=about)
+        raise _unknown(f"command {prog} {words[0]}", [f"{prog} {name}" for name in commands], prog)
+    described = {name: command.doc().partition("\n\n")[0] for name, command in commands.items()}
+    print(f"usage: {prog} COMMAND [OPTIONS]\n\n{about}")
+    for title, rows in (
+        (f"commands ({prog} COMMAND --help lists the options of one):", described),
+        ("options:", options),
+    ):
+        print(f"\n{title}")
+        indent = " " * (4 + max(map(len, rows)))
+        for name, text in rows.items():
+            line, width = f"  {name}".ljust(len(indent)) + text, shutil.get_terminal_size().columns
+            print(textwrap.fill(line, max(width, 2 * len(indent)), subsequent_indent=indent, break_on_hyphens=False))
     return 0
 
 
+def _print_completion(words: list[str]) -> int:
+    if len(words) != 1 or words[0] not in SHELLS:
+        raise ValueError(
+            f"--completion takes one of {', '.join(SHELLS)}: got {' '.join(words) or 'nothing'}; "
+            "write --completion bash"
+        )
+    options = {
+        "": dict.fromkeys(names_of(GLOBAL_OPTIONS), ()) | {"--completion": tuple(SHELLS)},
+        **{name: command.options() for name, command in COMMANDS.items()},
+        **{f"bench {name}": command.options() for name, command in BENCHES.items()},
+        "plan draw": PLAN_DRAW.options(),
+    }
+    options["train"] = importlib.import_module("flashspan.train.options").option_choices()
+    options["check"] |= {"--preflight": (), **PREFLIGHT.options()}
+    print(write_script(words[0], options))
+    return 0
+
+
+def _unknown(what: str, known: list[str], prog: str) -> ValueError:
+    """The error for an unknown option or command, with the most similar known one."""
+    close = difflib.get_close_matches(what.partition(" ")[2], known, 1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    return ValueError(f"unknown {what}: {hint}see {prog} --help")
+
+
 def _call(command: Command, words: list[str], prog: str) -> int:
+    known = command.options()
+    for word in words:
+        name = word.partition("=")[0].replace("_", "-")
+        if word.startswith("--") and name not in known:
+            raise _unknown(f"option {name}", list(known), prog)
     with _one_line_errors(prog):
         options = tyro.cli(command.signature(), args=words, prog=prog, description=described(command.doc()))
     return int(command.bring()(**options) or 0)

@@ -35,6 +35,13 @@ def read_doc(module: str, name: str) -> str:
     return ast.get_docstring(find_function(module, name)) or ""
 
 
+def read_types(module: str, name: str) -> dict[str, Any]:
+    """The types of a function's parameters by name. Defaults are not evaluated."""
+    given, names = find_function(module, name).args, Names(module)
+    arguments = [*given.posonlyargs, *given.args, *given.kwonlyargs]
+    return {arg.arg: Any if arg.annotation is None else names.evaluate(arg.annotation) for arg in arguments}
+
+
 def read_signature(module: str, name: str) -> inspect.Signature:
     """The signature of a function, its annotations evaluated."""
     node, names = find_function(module, name), Names(module)

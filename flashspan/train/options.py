@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
+from flashspan.completion import choices_of
 from flashspan.files import parse_toml, read_bytes
 
 from .config import SECTIONS, TrainConfig, toml_value
@@ -227,6 +228,12 @@ def convert(key: str, value: Any) -> Any:
     except (KeyError, ValueError, OverflowError):  # OverflowError: an integer beyond any float
         pass
     raise ValueError(f"{key} must be {TYPES[kind]}: got {value!r}")
+
+
+def option_choices() -> dict[str, tuple[str, ...]]:
+    """Every option, each with its choices: for completion in a shell."""
+    choices = {f"--{key}": ("true", "false") if kind is bool else choices_of(kind) for key, kind in KINDS.items()}
+    return {"-h": (), "--help": (), "--dry-run": (), **choices}
 
 
 def show_help() -> int:
