@@ -329,8 +329,8 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         print(f"flashspan: {error.report}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("flashspan: stopped; what was written stays", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        print(f"flashspan: {str(stop) or 'stopped; what was written stays'}", file=sys.stderr)
         return 130
     finally:
         signal.signal(signal.SIGTERM, before)

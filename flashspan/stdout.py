@@ -4,24 +4,64 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import sys
 from collections.abc import Iterator
+from typing import IO, Any, cast
 
 
 def discard_stdout() -> None:
     """Redirect stdout to the null device, with its buffered text: otherwise Python's last flush prints an error."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, sys.stdout.fileno())
+    Stdout().discard()
+
+
+def discard_terminal() -> None:
+    """Redirect stdin, stdout and stderr to the null device where they are a terminal, which has been closed: every
+    write to it would be an error."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for handle in (0, 1, 2):
+        with contextlib.suppress(OSError):
+            if stat.S_ISCHR(os.fstat(handle).st_mode):  # a closed terminal no longer counts as one: os.isatty is False
+                os.dup2(null, handle)
     os.close(null)
 
 
+class Stdout:
+    """Stdout for a run that must not end with it: where a write fails (`| head` has ended, the terminal is closed, the
+    disk is full), all further output is discarded."""
+
+    def __init__(self) -> None:
+        self.stream = sys.stdout  # rich replaces sys.stdout while a bar is shown
+
+    def write(self, text: str) -> int:
+        with self._discarding():
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._discarding():
+            self.stream.flush()
+
+    def discard(self) -> None:
+        """Redirect to the null device, with the buffered text."""
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, self.stream.fileno())
+        os.close(null)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    @contextlib.contextmanager
+    def _discarding(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError:
+            self.discard()
+
+
 def say(text: str) -> None:
-    """Print a line on stdout. If that fails (`| head` has ended, the disk is full), discard all further output instead
-    of ending the run."""
-    try:
-        print(text, flush=True)
-    except OSError:
-        discard_stdout()
+    """Print a line on stdout, if that is possible."""
+    print(text, file=Stdout(), flush=True)
 
 
 @contextlib.contextmanager
@@ -32,8 +72,10 @@ def waiting(text: str) -> Iterator[None]:
         say(text)
         yield
         return
+    from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), transient=True) as line:
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(file=cast(IO[str], Stdout())), transient=True) as line:
         line.add_task(text, total=None)
         yield

@@ -9,6 +9,6 @@ try:
 except (ValueError, OSError) as error:
     print(f"flashspan: {error}", file=sys.stderr)
     sys.exit(2)
-except KeyboardInterrupt:
-    print("flashspan: stopped; what was written stays", file=sys.stderr)
+except KeyboardInterrupt as stop:
+    print(f"flashspan: {str(stop) or 'stopped; what was written stays'}", file=sys.stderr)
     sys.exit(130)

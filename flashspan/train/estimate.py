@@ -15,7 +15,7 @@ from flashspan.plan.devices import available_bytes, free_gpu_bytes
 from flashspan.plan.memory import Ledger, ParallelConfig, Run, ledger
 
 from .config import TrainConfig
-from .dataset import open_samples
+from .dataset import num_evaluated, open_samples
 from .pattern import make_pattern, visible_share
 from .resume import choose
 
@@ -60,6 +60,7 @@ def describe_run(config: TrainConfig, num_ranks: int) -> str:
         "mesh": f"{' x '.join(f'{axis} {degree}' for axis, degree in degrees.items())} = {num_ranks} ranks",
         "context": context,
         "data": describe_data(config),
+        "eval": describe_evaluation(config),
         "steps": f"{train.steps:,}, each of {train.batch} samples x {config.data.sequence} tokens = "
         f"{train.batch * config.data.sequence:,} tokens{passes}",
         "saved": f"in {config.checkpoint.folder}, {', '.join([*times, 'at the end'])}",
@@ -76,6 +77,20 @@ def describe_data(config: TrainConfig) -> str:
         f"{source}, {len(file.tokens):,} tokens; tokenizer {file.tokenizer or 'without a name'} "
         f"({file.vocab_size:,} tokens, the model has {config.model.resolve().vocab_size:,})"
     )
+
+
+def describe_evaluation(config: TrainConfig) -> str:
+    """When the validation loss is computed, or why it is not."""
+    every, (samples, validation) = config.train.evaluate_every, open_samples(config)
+    if not every:
+        return "none: train.evaluate_every is 0"
+    if validation is not None:
+        held_out = validation.file.path.name if config.data.train or config.data.validation else "the rest of the text"
+        num_samples = num_evaluated(config, validation)
+        return f"validation loss every {every} steps and at the end, on {num_samples} samples of {held_out}"
+    file = samples.file.path.with_name("val.bin")
+    why = f"has too few tokens for a sample of {config.data.sequence}" if file.exists() else "does not exist"
+    return f"none: {file} {why}; data.validation sets another file"
 
 
 def lack_of_memory(config: TrainConfig, num_ranks: int, num_here: int) -> str | None:

@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import IO, Any, TypeAlias, cast
 
 import torch
 
 from flashspan.files import parse_json
 from flashspan.plan.devices import DEVICES, is_named
-from flashspan.stdout import say
+from flashspan.stdout import Stdout, say
 
 from .boards import Board
 
@@ -122,10 +122,11 @@ class Display:
         except OSError as error:
             self._tell(error)
         if sys.stdout.isatty():
+            from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
             columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-            self._bar = Progress(*columns)
+            self._bar = Progress(*columns, console=Console(file=cast(IO[str], Stdout())))
             self._task = self._bar.add_task("training", total=num_steps, completed=start)
             self._bar.start()
         if start < num_steps and num_steps > MOST_SHOWN:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,9 +10,10 @@ from typing import Any
 
 from flashspan.checkpoint import format as checkpoint
 from flashspan.data.tokens import TokenFile
+from flashspan.lock import refuse_locked
 
 from .config import AttentionSection, TrainConfig
-from .dataset import order_of
+from .dataset import open_samples, order_of
 
 
 def choose(config: TrainConfig, file: TokenFile, *, say: Callable[[str], None]) -> Path | None:
@@ -35,6 +37,22 @@ def choose(config: TrainConfig, file: TokenFile, *, say: Callable[[str], None]) 
             "checkpoint.folder, or start over and replace them with --checkpoint.resume false"
         )
     return path
+
+
+def refuse_folder(config: TrainConfig) -> None:
+    """ValueError if another run is at work in the folder, or if its newest checkpoint is of another run.
+
+    The hashes of a checkpoint are compared only if it does not fit: `choose` reads all of it.
+    """
+    folder = Path(config.checkpoint.folder)
+    refuse_locked(folder)
+    found = checkpoint.checkpoints(folder) if config.checkpoint.resume else []
+    if found:
+        fault = None
+        with contextlib.suppress(ValueError, OSError):  # a damaged one: `choose` reports it
+            fault = misfit(found[-1], config, open_samples(config)[0].file)
+        if fault is not None and checkpoint.damage(found[-1]) is None:
+            raise ValueError(fault)
 
 
 def misfit(path: Path, config: TrainConfig, file: TokenFile) -> str | None:

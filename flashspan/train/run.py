@@ -48,6 +48,7 @@ from .loop import DONE, NOT_FINITE, NOT_SAVED, STOPPED, Trainer
 from .metrics import Report
 from .options import parse, show_help
 from .restart import Attempts
+from .resume import refuse_folder
 from .signals import STOPS, catch_signals, deadline, pass_signals_on
 from .silent_ranks import report_silent_ranks
 from .torchrun import join
@@ -105,6 +106,8 @@ def run(config: TrainConfig, *, dry_run: bool = False, report: Report | None = N
         raise ValueError(lack)
     if dry_run:
         return DONE
+    if not joined:
+        refuse_folder(config)  # the ranks do it again, with the hashes and the lock; they take seconds to start
     if first:
         say(describe_run(config, num_ranks))
         warn_of_slow_matmuls(config)
@@ -203,7 +206,8 @@ def run_rank(config: TrainConfig, report: Report | None = None, on_signal: Calla
     warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # repeated on CPUs without 16-bit matmuls
     with catch_signals(on_signal) as asked:
         torch.manual_seed(config.train.seed)
-        with report_silent_ranks("the initialisation of the model"):
+        shown = waiting("building the model") if dist.get_rank() == 0 else contextlib.nullcontext()
+        with report_silent_ranks("the initialisation of the model"), shown:
             trainer = Trainer(config, report)
         return trainer.run(asked)
 

@@ -10,14 +10,34 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-STOPS = (signal.SIGTERM, signal.SIGINT)
+from flashspan.stdout import discard_terminal
+
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 REPEAT = 1.0
 """Seconds in which a second signal counts as the first: `timeout` signals its child, and then the child's group."""
 
 
 @contextlib.contextmanager
+def _handle(handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """Handle the signals that stop a run. SIGHUP comes when the terminal is closed; under nohup it stays ignored."""
+    kinds = [kind for kind in STOPS if kind != signal.SIGHUP or signal.getsignal(kind) != signal.SIG_IGN]
+
+    def handle(kind: int, frame: Any) -> None:
+        if kind == signal.SIGHUP:
+            discard_terminal()
+        handler(kind, frame)
+
+    before = {kind: signal.signal(kind, handle) for kind in kinds}
+    try:
+        yield
+    finally:
+        for kind, earlier in before.items():
+            signal.signal(kind, earlier)
+
+
+@contextlib.contextmanager
 def catch_signals(on_signal: Callable[[], None] = lambda: None) -> Iterator[list[int]]:
-    """Collect SIGTERM and SIGINT of a rank in a list, which is read when a step ends; pending ones are included.
+    """Collect the signals that a rank gets in a list, which is read when a step ends; pending ones are included.
 
     Repeated signals have no further effect: a signal to the whole process group reaches a rank twice, directly and from
     the parent. Only the parent counts signals, and ends the ranks. `on_signal` is called inside the handler.
@@ -28,14 +48,12 @@ def catch_signals(on_signal: Callable[[], None] = lambda: None) -> Iterator[list
         asked.append(kind)
         on_signal()
 
-    before = {kind: signal.signal(kind, keep) for kind in STOPS}
-    blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
-    try:
-        yield asked
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        for kind, handler in before.items():
-            signal.signal(kind, handler)
+    with _handle(keep):
+        blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
+        try:
+            yield asked
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 @contextlib.contextmanager
@@ -89,23 +107,28 @@ class Stop:
 
 @contextlib.contextmanager
 def pass_signals_on(grace: float) -> Iterator[Stop]:
-    """Forward the first SIGTERM or SIGINT to the ranks, as soon as they exist. They save their state, and are killed
-    after `grace` seconds. A second signal, later than REPEAT seconds, is a KeyboardInterrupt here, which ends them."""
+    """Forward the first signal to the ranks, as soon as they exist. They save their state, and are killed after `grace`
+    seconds. A second signal, later than REPEAT seconds, is a KeyboardInterrupt here, which ends them."""
     stop, first = Stop(), list[float]()
     with deadline(grace, stop.end) as start_clock:
 
         def pass_on(kind: int, frame: Any) -> None:
             if first and time.monotonic() - first[0] > REPEAT:
-                raise KeyboardInterrupt
+                raise KeyboardInterrupt("stopped at once, without saving; the last checkpoint stays")
             if not first:
                 first.append(time.monotonic())
+                _say_stopping(signal.Signals(kind), grace)
                 stop.asked, stop.signal = True, signal.Signals(kind)
                 start_clock()
                 stop.send(signal.SIGTERM)
 
-        before = {kind: signal.signal(kind, pass_on) for kind in STOPS}
-        try:
+        with _handle(pass_on):
             yield stop
-        finally:
-            for kind, handler in before.items():
-                signal.signal(kind, handler)
+
+
+def _say_stopping(kind: signal.Signals, grace: float) -> None:
+    """Report the first signal on stderr; in a handler, print() could interrupt itself."""
+    limit = f" within {grace:g} s" if grace else ""
+    text = f"flashspan: {kind.name}: saving the state after this step{limit}; a second signal stops without saving\n"
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode())

@@ -6,6 +6,7 @@ import errno
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -124,6 +125,7 @@ def test_runs_resumed_after_twenty_kills_end_with_the_same_bits(
         pytest.param(signal.SIGINT, "the parent", marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, "the parent", marks=pytest.mark.slow),
         pytest.param(signal.SIGINT, "its group", marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, "its group", marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_saves_and_exits(config_of: ConfigOf, tmp_path: Path, kind: signal.Signals, whom: str) -> None:
@@ -132,8 +134,8 @@ def test_a_signal_saves_and_exits(config_of: ConfigOf, tmp_path: Path, kind: sig
     wait_for(process, 3)
     os.kill(process.pid, kind) if whom == "the parent" else os.killpg(process.pid, kind)
     rest, _ = process.communicate(timeout=60)
-    assert process.returncode == 128 + kind, rest
-    assert "stopped as asked, state saved" in rest
+    assert process.returncode == 128 + (signal.SIGINT if kind == signal.SIGINT else signal.SIGTERM), rest
+    assert f"{kind.name}: saving the state" in rest
     path = checkpoint.newest(config.checkpoint.folder)
     assert path is not None
     assert 3 <= checkpoint.read(path).step < 500
@@ -152,6 +154,31 @@ def test_a_signal_before_the_ranks_start_stops_them_after_one_step(config_of: Co
     assert process.returncode == 128 + signal.SIGTERM, rest
     (path,) = checkpoint.checkpoints(config.checkpoint.folder)
     assert checkpoint.read(path).step == 1
+
+
+IN_A_TERMINAL = r"""
+import os, pty, re, sys
+pid, terminal = pty.fork()
+if pid == 0:
+    os.execv(sys.executable, [sys.executable, "-m", "flashspan.train", sys.argv[1]])
+seen = b""
+while not re.search(rb"step +2/", seen):
+    seen += os.read(terminal, 4096)
+os.close(terminal)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+"""Runs the config in a terminal, and closes the terminal after two steps."""
+
+
+@pytest.mark.slow
+def test_a_closed_terminal_saves_and_exits(config_of: ConfigOf, tmp_path: Path) -> None:
+    config = config_of("--parallel.context=2", "--train.steps=500", "--checkpoint.every=0")
+    file = tmp_path / "run.toml"
+    file.write_text(config.describe())
+    done = subprocess.run([sys.executable, "-c", IN_A_TERMINAL, file], capture_output=True, text=True, timeout=90)
+    assert (done.stdout, done.stderr) == (f"{128 + signal.SIGTERM}\n", "")
+    (path,) = checkpoint.checkpoints(config.checkpoint.folder)
+    assert 2 <= checkpoint.read(path).step < 500
 
 
 def children(pid: int) -> list[int]:
@@ -173,6 +200,7 @@ def test_a_second_signal_ends_the_run_at_once(config_of: ConfigOf, tmp_path: Pat
     said, _ = process.communicate(timeout=20)
     assert process.returncode == 130
     assert "Traceback" not in said
+    assert "stopped at once, without saving" in said.splitlines()[-1]
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
 
 
