@@ -7,7 +7,7 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # the same names, found on first use by __getattr__
+if TYPE_CHECKING:  # at run time, __getattr__ imports the same names on first use
     from flashspan import masks
     from flashspan.attention import attention, explain
     from flashspan.context import context_parallel
@@ -18,7 +18,7 @@ __version__ = "0.1.0"
 __all__ = ["attention", "context_parallel", "explain", "generate", "masks", "train"]
 
 _HOMES = {"attention": "attention", "explain": "attention", "context_parallel": "context"}
-"""The modules of public functions. The other names are modules; two are callable, see callable_module.py."""
+"""The modules of public functions. The other public names are modules; two can be called, see callable_module.py."""
 
 
 class _Package(ModuleType):

@@ -43,7 +43,7 @@ def _name_ranks(ranks: list[int]) -> str:
 
 
 MEET = 0.25
-"""Seconds between two collectives of ranks that wait for slow jobs."""
+"""Seconds between two collectives while ranks wait for slow jobs."""
 
 
 def from_first(job: Callable[[], Any]) -> Any:

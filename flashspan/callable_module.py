@@ -26,5 +26,5 @@ class CallableModule(ModuleType):
 
 
 def make_callable(name: str) -> None:
-    """Make the package of this name callable. To be called in its `__init__`."""
+    """Make the package of this name callable. Its `__init__` calls this function."""
     sys.modules[name].__class__ = CallableModule

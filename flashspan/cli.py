@@ -99,15 +99,15 @@ def described(doc: str | None) -> str:
 
 @dataclass(frozen=True)
 class Command:
-    """A function of a module. Help and parsing read its source (signatures.py); only the call imports the module."""
+    """A command: a function of a module. Help and parsing read its source (signatures.py); only a call imports it."""
 
     module: str
     function: str
     places: dict[str, str | None] = field(default_factory=dict)
-    """Positional parameters, each with its name in help if that is not its metavar."""
+    """Positional parameters -> their names in help; None for the usual metavar."""
 
     def bring(self) -> Callable[..., Any]:
-        """The function itself; the import may take seconds, and Ctrl-C then ends the process at once."""
+        """Import the function. The import may take seconds, and Ctrl-C then ends the process at once."""
         before = signal.getsignal(signal.SIGINT)
         if before is signal.default_int_handler:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -195,11 +195,11 @@ def names_of(options: dict[str, str]) -> list[str]:
 
 CLOSED_PIPE = 141  # a shell's exit code for a command that wrote to a closed pipe: 128 + SIGPIPE
 MOST_SHOWN = 1000
-"""Most characters printed of an error, which may quote a value of any length."""
+"""The most characters of an error that are printed: it may quote a value of any length."""
 
 
 def _run(words: list[str]) -> int:
-    if words[:1] == ["train"]:  # its keys have dots, and can also come from a file
+    if words[:1] == ["train"]:  # parses its options itself: they have dots, and can also come from a file
         command = TRAIN_HELP if {"-h", "--help"} & set(words) else TRAIN
         return int(command.bring()(*() if command is TRAIN_HELP else (words[1:],)))
     if words[:1] == ["bench"]:
@@ -290,7 +290,7 @@ def _one_line_errors(prog: str) -> Iterator[None]:
 
 
 def _first_part(box: str) -> str:
-    """The text in a box, without its title and without what follows a rule. In a terminal without box characters, the
+    """The text in a box, without its title and without the text below a rule. In a terminal without box characters, the
     title has a line and a rule of its own."""
     lines = [line.strip("│ ") for line in box.splitlines() if not line.startswith(("╭", "╰"))]
     parts = [" ".join(part.split()) for part in re.split(r"^[─-]+$", "\n".join(lines), flags=re.MULTILINE)]
@@ -318,7 +318,7 @@ def main(arguments: list[str] | None = None) -> int:
     except SystemExit as end:
         if not isinstance(end.__context__, BrokenPipeError):
             raise
-        return CLOSED_PIPE  # rich met it while printing a table, and has redirected stdout to the null device
+        return CLOSED_PIPE  # rich caught it while printing a table, and has redirected stdout to the null device
     except (ValueError, OSError) as error:  # OSError: a file or folder that cannot be read or written, a full disk
         text = " ".join(str(error).split())  # a name of a file, or a value, may hold line breaks
         print(f"flashspan: {text[:MOST_SHOWN]}{'...' if len(text) > MOST_SHOWN else ''}", file=sys.stderr)

@@ -17,7 +17,7 @@ MAX_TEXT_BYTES = 16 * 2**20
 MAX_LINES_BYTES = 2**28
 """The largest file of rows or prompts, one per line, that is read."""
 PIPE_SECONDS = 3.0
-"""How long a named pipe may have no writer."""
+"""The seconds after which a named pipe without a writer is refused."""
 
 
 def make_folder(path: str | Path, option: str) -> Path:
@@ -67,7 +67,7 @@ def require_file(path: str | Path, remedy: str = "") -> Path:
 
 
 def read_bytes(path: str | Path, remedy: str = "", *, limit: int = MAX_TEXT_BYTES) -> bytes:
-    """A small file, or what is written to a pipe such as `<(command)`: at most `limit` bytes."""
+    """The bytes of a small file, or of a pipe such as `<(command)`; ValueError if there are more than `limit`."""
     path = Path(path)
     if path.is_fifo():
         return _read_pipe(path, limit)
@@ -78,7 +78,7 @@ def read_bytes(path: str | Path, remedy: str = "", *, limit: int = MAX_TEXT_BYTE
 
 
 def _read_pipe(path: Path, limit: int) -> bytes:
-    """Everything that is written to a pipe. A pipe without a writer is refused instead of waited for."""
+    """The bytes that are written to a pipe. A pipe without a writer is refused after PIPE_SECONDS."""
     data, deadline, written = bytearray(), time.monotonic() + PIPE_SECONDS, False
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:

@@ -34,14 +34,14 @@ from flashspan import scratch
 from flashspan.process import die_with, wait_for_end
 
 PRELOAD = ["flashspan.launch"]
-"""The modules that the fork server of ranks imports, unless it was started with more."""
+"""The modules that the fork server imports by default, so that ranks start quickly."""
 NO_SERVER = "the fork server of the ranks died"
 RANKS_PER_CORE, FEW_RANKS = 8, 64
 """The most processes that a command starts on a CPU: RANKS_PER_CORE per core, or FEW_RANKS if that is more."""
 FLIGHT_RECORDER_NAMES = {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"}
-"""The variables in which PyTorch looks for the size of its flight recorder; the second name is the older."""
+"""The environment variables that set the size of PyTorch's flight recorder; the second name is the older one."""
 NUM_RECORDS = 100
-"""The entries of the flight recorder of a rank that communicates by gloo."""
+"""The number of entries in the flight recorder of a rank that communicates by gloo."""
 HERE = "flashspan/here"  # the prefix of the store's keys that ranks set when they start
 
 
@@ -82,7 +82,7 @@ class RankError(RuntimeError):
 
 @dataclass(frozen=True)
 class Message:
-    """What a rank sends to the process that started it, before its function returns."""
+    """A value that a rank sends to the process that started it, before its function returns."""
 
     value: Any
 
@@ -97,7 +97,7 @@ def send_to_parent(value: Any) -> None:
 
 
 class SilentRank(RuntimeError):
-    """Ranks waited for another that neither arrived nor reported an error."""
+    """Ranks waited for another rank that neither arrived nor reported an error."""
 
 
 def raise_user_error(error: RankError) -> None:
@@ -107,7 +107,7 @@ def raise_user_error(error: RankError) -> None:
 
 
 def check_num_ranks(ranks: int, command: str) -> None:
-    """ValueError for no ranks, or for more processes than this machine can run, before any is started."""
+    """ValueError for fewer than 1 rank or more than this machine can run; called before they are started."""
     if ranks < 1:
         raise ValueError(f"--ranks must be 1 or more: got {ranks}")
     cores = os.cpu_count() or 1
@@ -125,8 +125,8 @@ class Ranks:
     A function must be importable by name (defined at the top of a module). Each rank has `threads` CPU threads (by
     default its share of the machine). A collective that stalls raises on its rank after `timeout` seconds; a call of
     `run` that exceeds its own timeout kills every rank and raises TimeoutError. With `share_gpu` all ranks use the
-    first GPU, and gloo: NCCL refuses two ranks on one GPU. With `own_functions` every function is one of this package,
-    and the ranks do not import the main script.
+    first GPU, and gloo: NCCL refuses two ranks on one GPU. `own_functions` means that all functions are in this
+    package, so the ranks do not import the main script.
     """
 
     def __init__(
@@ -364,7 +364,7 @@ def use_loopback() -> None:
 
 def shorten_flight_recorder() -> None:
     """Let PyTorch keep records of the last collectives only, unless the environment sets their number."""
-    # The 2,000 entries of PyTorch's default, up to 1 KiB each, fill for a thousand steps: memory grows by 1%.
+    # PyTorch's default of 2,000 entries, up to 1 KiB each, fills over a thousand steps: memory grows by 1%.
     if not FLIGHT_RECORDER_NAMES & os.environ.keys():
         os.environ["TORCH_FR_BUFFER_SIZE"] = str(NUM_RECORDS)
 

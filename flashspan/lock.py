@@ -1,4 +1,4 @@
-"""One process at a time writes to a folder: a lock that ends with its process."""
+"""A lock with which one process at a time writes to a folder. It is released when its process ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOCK = ".lock"
 @contextlib.contextmanager
 def locked_folder(folder: str | Path, option: str = "--checkpoint.folder") -> Iterator[None]:
     """Lock a folder for one run; ValueError, with the option to change, if another run has the lock. The lock is
-    released when its process ends, even if it is killed; the file stays, and has no meaning."""
+    released when its process ends, even if it is killed. The file stays: alone, it locks nothing."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -46,5 +46,5 @@ def _lock(lock: BinaryIO, folder: Path, option: str) -> None:
             f"only one run at a time can write to a folder: another is at work in {folder}; wait for it, stop it, or "
             f"choose another with {option}"
         ) from error
-    except OSError:  # a file system without locks: there two runs at once are not detected
+    except OSError:  # a file system without locks, on which a second run is not detected
         pass

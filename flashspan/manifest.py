@@ -20,8 +20,8 @@ def write_manifest(folder: Path, names: Iterable[str]) -> None:
 
 
 def find_damage(folder: Path, needed: Iterable[str]) -> str | None:
-    """A description of what is wrong with a folder's files; None if its manifest lists all `needed` files, and all
-    listed files match it. ValueError if the manifest cannot be read."""
+    """A description of the damage of a folder's files; None if its manifest lists all `needed` files, and all listed
+    files match it. ValueError if the manifest cannot be read."""
     manifest = read_json(folder / MANIFEST)
     if unlisted := sorted(set(needed) - set(manifest)):
         return f"{', '.join(unlisted)} is missing from its manifest"

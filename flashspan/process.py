@@ -1,4 +1,4 @@
-"""Processes of Linux: end with the one that started them, and wait until one is gone."""
+"""Processes: end this one together with its parent, and wait for the end of another."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import sys
 import time
 
 LONGEST = 1e6
-"""The longest wait in seconds; timers count milliseconds in 32 bits, which is little more."""
+"""The longest wait in seconds. Timers count milliseconds in 32 bits, whose limit is little more."""
 
 
 def wait_for_end(process: int, seconds: float = 10.0) -> None:
-    """Wait until a killed process has ended: until then it holds its locks. If the fork server died too,
-    multiprocessing cannot wait for it."""
+    """Wait until a killed process has ended and has released its locks. multiprocessing cannot do this if the fork
+    server has died too."""
     with contextlib.suppress(AttributeError, OSError):  # not Linux, or it has ended
         ended, handle = select.poll(), os.pidfd_open(process)
         ended.register(handle, select.POLLIN)

@@ -1,4 +1,4 @@
-"""Progress of a long command, on stderr: on a terminal a line that moves, elsewhere a plain line now and then.
+"""Progress of a long command, on stderr: on a terminal a line that moves, elsewhere a plain line every 10 seconds.
 
 with progress("check", total=18) as line:
     line.show("ring zigzag")
@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from typing import Any
 
 EVERY_S = 10.0
-"""Seconds between plain lines. A command that is faster prints none."""
+"""Seconds between plain lines. A shorter command prints none."""
 
 
 class Line:
-    """What is being done, how much of it is done, and for how long. Every method may be called from any thread."""
+    """The current part of the work, the number of finished parts, and the time. Any thread may call the methods."""
 
     def __init__(self, title: str, total: int | None, completed: int) -> None:
         self.title, self.total, self.completed = title, total, completed
@@ -62,7 +62,7 @@ class _Moving(Line):
 
 @contextlib.contextmanager
 def progress(title: str, total: int | None = None, completed: int = 0) -> Iterator[Line]:
-    """Show progress until the block ends; with `total`, how many parts of it are done."""
+    """Show progress until the block ends; with `total`, also the number of finished parts."""
     if sys.stderr is not None and sys.stderr.isatty():
         with _moving_bar(total) as bar:
             yield _Moving(bar, title, total, completed)
@@ -87,7 +87,7 @@ def _moving_bar(total: int | None) -> Any:
 
 
 def _write(line: Line, ended: threading.Event) -> None:
-    """Write the line every EVERY_S seconds; every sixth time if nothing is new but the time."""
+    """Write the line every EVERY_S seconds; only every sixth time while nothing but the time changes."""
     said, unchanged = "", 0
     while not ended.wait(EVERY_S):
         text = str(line)

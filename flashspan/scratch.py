@@ -20,7 +20,7 @@ from typing import BinaryIO
 
 PREFIX, LOCK = "flashspan-run-", "lock"
 VARIABLE = "FLASHSPAN_SCRATCH"
-"""The environment variable with the folder that a fork server removes at its end: set only while it starts."""
+"""The environment variable with the folder that a fork server removes at its end. It is set only while one starts."""
 LONGEST_PLACE = 107 - len(f"/{PREFIX}12345678/listener-12345678")
 FRESH = 60.0
 """Seconds during which a folder without a lock may still be under construction."""
@@ -41,7 +41,7 @@ def folder() -> Path:
         _held[os.getpid()] = path, lock
         # Otherwise multiprocessing makes a folder pymp-*, which remains when this process is killed.
         multiprocessing.process.current_process()._config["tempdir"] = str(path)  # type: ignore[attr-defined]
-        # Not run in forked processes. Runs last, because sockets may be in use until then.
+        # This does not run in forked processes. It runs last, because sockets may be in use until then.
         Finalize(None, shutil.rmtree, args=(path,), kwargs={"ignore_errors": True}, exitpriority=-200)
     return _held[os.getpid()][0]
 
@@ -57,7 +57,8 @@ def removed_by_fork_server() -> Iterator[None]:
 
 
 def _places() -> list[Path]:
-    """The parents of scratch folders; new ones are made in the last. A socket's path has at most 107 characters."""
+    """The folders in which scratch folders may be; new ones are made in the last. A socket's path has at most 107
+    characters."""
     place = Path(tempfile.gettempdir())
     return [place] if len(os.fsencode(place)) <= LONGEST_PLACE else [place, Path("/tmp")]
 

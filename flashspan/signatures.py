@@ -1,7 +1,7 @@
-"""The signature and the docstring of a function, read from its source: `flashspan SUB --help` must not wait for torch.
+"""The signature and the docstring of a function, read from its source: `flashspan NAME --help` must not wait for torch.
 
-Annotations and defaults are evaluated with the names that they use, and with nothing else of their module. A name that
-cannot be read from source (a class of ours, the result of a call) is imported.
+Only the names that annotations and defaults use are evaluated, not the rest of the module. A name that cannot be read
+from source (a class of ours, the result of a call) is imported.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def read_types(module: str, name: str) -> dict[str, Any]:
 
 
 def read_signature(module: str, name: str) -> inspect.Signature:
-    """The signature of a function, its annotations evaluated."""
+    """The signature of a function, with evaluated annotations and defaults."""
     node, names = find_function(module, name), Names(module)
     given = node.args
     positional = [*given.posonlyargs, *given.args]

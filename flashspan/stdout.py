@@ -1,4 +1,4 @@
-"""Writing to stdout: a closed one, such as after `| head`, and long waits."""
+"""Printing to stdout: also if its reader has ended, such as `| head`, and during long waits."""
 
 from __future__ import annotations
 

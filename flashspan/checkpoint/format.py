@@ -1,4 +1,4 @@
-"""The files of a checkpoint. Its folder appears whole or not at all, has a hash of each file, and has no pickle.
+"""The files of a checkpoint. The folder appears whole or not at all; it has a hash of each file, and no pickle.
 
     step-00000100/
         config.json, model.safetensors     a Hugging Face checkpoint, which transformers can load
@@ -6,8 +6,8 @@
         state.json                         the step, and the settings that determine the order of samples
         manifest.json                      the size and hash of every file above, written last
 
-A folder is written under a temporary name, flushed to disk, and renamed. The newest checkpoint whose hashes match is
-used.
+A folder is written under a temporary name, flushed to disk, and renamed. Training and generation use the newest
+checkpoint whose hashes match.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class State:
 
 def write(folder: str | Path, state: State, *, keep: int = 2) -> Path:
     """Write a checkpoint to `folder`, and remove all others except the `keep` - 1 before it. (Checkpoints of later
-    steps are damaged, or are those of an earlier run.) Returns when it is on disk; OSError if that is impossible."""
+    steps are damaged, or are those of an earlier run.) Returns its path when it is on disk; OSError if it cannot be
+    written."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     needed = needed_bytes(sum(value.nbytes for value in (*state.model.values(), *state.optimizer.values())))
@@ -121,10 +122,10 @@ def step_of(path: Path) -> int:
 
 
 def newest(folder: str | Path, *, say: Callable[[str], None] = print) -> Path | None:
-    """The newest undamaged checkpoint, or None. Each that is damaged or has another name is reported.
+    """The newest undamaged checkpoint, or None. Damaged checkpoints and invalid names are reported with `say`.
 
-    The run that writes the checkpoints may continue meanwhile: one that it removes while it is read here is not
-    damaged, and newer ones exist.
+    The run that writes the checkpoints may still be running. A checkpoint that it removes while it is read here does
+    not count as damaged, because newer ones exist.
     """
     found, named = checkpoints(folder), set[Path]()
     for path in sorted(set(Path(folder).glob(f"{PREFIX}*")) - set(found)):
@@ -144,8 +145,8 @@ def newest(folder: str | Path, *, say: Callable[[str], None] = print) -> Path | 
 
 
 def clear_unfinished(folder: str | Path) -> None:
-    """Remove what a killed run was writing, and restore what it was replacing. Only for the run that writes to this
-    folder: a reader would remove the files of a live one."""
+    """Remove what a killed run was writing, and restore what it was replacing. Only the run that writes to this folder
+    may call this: another process would remove the files that the run is writing."""
     for path in Path(folder).glob(f"{WRITING}*{BEFORE}"):
         final = path.with_name(path.name.removeprefix(WRITING).removesuffix(BEFORE))
         if not os.path.lexists(final):
@@ -156,7 +157,7 @@ def clear_unfinished(folder: str | Path) -> None:
 
 
 def refuse_damaged(path: str | Path) -> None:
-    """ValueError if a folder of weights differs from its manifest. A folder of another program has no manifest."""
+    """ValueError if a folder of weights differs from its manifest. A folder of another program may have no manifest."""
     path = Path(path)
     if not os.path.lexists(path / "state.json"):
         refuse_damaged_weights(path)
@@ -165,8 +166,8 @@ def refuse_damaged(path: str | Path) -> None:
 
 
 def damage(path: Path) -> str | None:
-    """A description of what is wrong with a checkpoint folder; None if every file that `read` opens is in its manifest
-    and every hash in the manifest matches."""
+    """A description of the damage of a checkpoint folder; None if every file that `read` opens is in the manifest, and
+    every hash in the manifest matches."""
     try:
         # The files that are read must not depend on what a manifest lists.
         if fault := find_damage(path, {"state.json", "optimizer.safetensors", *files_to_read(path)}):
@@ -180,7 +181,7 @@ def damage(path: Path) -> str | None:
 
 
 def _fault_of_state(about: dict[str, Any], path: Path) -> str | None:
-    """A description of what is wrong with the content of a state.json of this format; None if nothing is."""
+    """A description of the fault in the content of a state.json of this format; None if there is no fault."""
     for name, kind in (("step", int), ("order", dict), ("extra", dict)):
         if not isinstance(about.get(name), kind):
             return f"state.json says {name} is {about.get(name)!r}"
@@ -190,10 +191,10 @@ def _fault_of_state(about: dict[str, Any], path: Path) -> str | None:
 
 
 def read(path: str | Path, *, model: bool = True, optimizer: bool = True) -> State:
-    """A checkpoint's state, with the names of `flashspan.model`. A tied head appears under both of its names.
+    """Read a checkpoint's state. Weights have the names of `flashspan.model`; a tied head has both of its names.
 
     Tensors are views of the mapped files: only the parts that are used are read. If the checkpoint is removed, its disk
-    space is freed when these tensors are.
+    space is freed with the last of these tensors.
     """
     path = Path(path)
     about = read_json(path / "state.json")

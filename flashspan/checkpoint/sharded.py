@@ -1,4 +1,4 @@
-"""Whole tensors from shards and back: a checkpoint that is the same file at any degree of parallelism.
+"""Whole tensors from shards and back, so that a checkpoint is the same file at any degree of parallelism.
 
     state = full_state_dict(model)             # plain tensors, as from the unsplit model
     load_full_state_dict(model, state)         # each rank takes its shard

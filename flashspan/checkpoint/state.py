@@ -54,7 +54,7 @@ def _gather(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
 
 
 def load_optimizer_state(trained: Trained, state: Mapping[str, Tensor], step: int) -> None:
-    """Load a copy of this rank's share of a whole state that was saved after `step` steps; the rest of the mapped files
+    """Load a copy of this rank's share of a whole state that was saved after `step` steps. The rest of the mapped files
     is not read. ValueError if it is not the state of this model at that step."""
     order = _in_order(trained)
     numbers = {trained.names[param]: i for i, param in enumerate(order)}

@@ -10,7 +10,7 @@ from .format import State, write
 
 
 class Writer:
-    """Writes checkpoints on a separate thread, one at a time. A failure is reported, and keeps earlier checkpoints."""
+    """Writes checkpoints on a separate thread, one at a time. A failure is reported; earlier checkpoints stay."""
 
     def __init__(
         self, folder: str | Path, *, keep: int, anew: bool = False, say: Callable[[str], None] = print

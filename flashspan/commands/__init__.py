@@ -1,1 +1,1 @@
-"""What a subcommand does that is neither training, generation nor a benchmark."""
+"""The subcommands attend, check, compile, profile and plan draw."""

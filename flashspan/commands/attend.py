@@ -35,7 +35,7 @@ REPEATS = 3
 
 @dataclass(frozen=True)
 class Job:
-    """What to compute."""
+    """The attention to compute."""
 
     seq_len: int
     head_dim: int
@@ -51,7 +51,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Answer:
-    """The results of a device. Only rank 0 has the last three; `alone_ms` is 0 if there is only one device."""
+    """The results of a device. Only rank 0 sets the last three; `alone_ms` is 0 if there is only one device."""
 
     tokens: int
     milliseconds: float
@@ -153,8 +153,8 @@ def attend(
 
 
 def needed_bytes(job: Job, num_devices: int) -> int:
-    """The peak memory of a GPU, or of all CPU processes together: either when each process has made all inputs, or when
-    the first compares its output with float64, which stores the scores of the checked rows three times."""
+    """The peak memory of a GPU, or of all CPU processes together. It is reached when each process has made all inputs,
+    or when the first compares its output with float64, which stores the scores of the checked rows three times."""
     numbers = (job.heads + 2 * job.kv_heads) * job.seq_len * job.head_dim
     inputs = numbers * getattr(torch, job.dtype).itemsize
     compared = inputs + 8 * numbers + 3 * 8 * job.heads * len(checked_rows(job)) * job.seq_len
@@ -163,7 +163,7 @@ def needed_bytes(job: Job, num_devices: int) -> int:
 
 @torch.no_grad()
 def run_on_rank(job: Job) -> Answer:
-    """Run on each rank: time the call. Rank 0 also times one device, and computes the error of a sample of rows."""
+    """Run on each rank: time the call. Rank 0 also times one device, and computes the error of the checked rows."""
     device = here(job.device_type)
     whole = make_inputs(job, device)
     attend = over_all_ranks(job.strategy, job.layout, job.device_type, num_tokens=job.seq_len)
@@ -172,7 +172,7 @@ def run_on_rank(job: Job) -> Answer:
         del whole
     peak, out = peak_of(lambda: attend(q, k, v, causal=job.causal), device)  # warm-up, which also connects the ranks
     alone, times = [], []
-    for _ in range(REPEATS):  # in turn, so that other load of the machine slows both
+    for _ in range(REPEATS):  # alternately, so that other load slows both
         if dist.get_rank() == 0 and dist.get_world_size() > 1:
             alone.append(timed(lambda: attention(*whole, causal=job.causal), device)[0])
         sent = attend.bytes_sent

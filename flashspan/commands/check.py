@@ -48,13 +48,13 @@ def at_length(bounds: tuple[float, float], dtype: str, tokens: int) -> tuple[flo
 
 
 def why_more(dtype: str, tokens: int) -> str:
-    """Text for the output: the reason why a larger error than the promised one is allowed; empty if it is not."""
+    """Text for the output: why an error above the promised one is allowed; empty if it is not allowed."""
     return f"; ten times that for {LONG:,} tokens, since longer sums round more" if is_long(dtype, tokens) else ""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """The inputs of a check. Each of `cases`, (strategy, layout), is compared with one device in float64."""
+    """The inputs of a check. Each case, a strategy and a layout, is compared with one device in float64."""
 
     cases: tuple[tuple[str, str], ...]
     tokens: int

@@ -126,13 +126,13 @@ def compile_calls(calls: list[Callable[[], object]]) -> dict[str, str]:
                 line.advance()
         finally:
             for future in running:
-                future.cancel()  # after an interrupt Python would wait for those that have not begun, too
+                future.cancel()  # otherwise, after Ctrl-C, Python would wait for compilations that have not begun
     return failures
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """Calls on meta tensors, by the backend that serves on a GPU of this architecture."""
+    """Makes calls on meta tensors, with the backend that is used on a GPU of this architecture."""
 
     architecture: int
     dtype: torch.dtype
@@ -144,7 +144,7 @@ class Kernels:
     def of_model(
         self, model: LlamaConfig, tokens: int, batch: int, *, training: bool, generation: bool
     ) -> list[Callable[[], object]]:
-        """The calls of training a LLaMA and of generating with it."""
+        """The calls of a LLaMA's training and generation."""
         heads = (batch, model.num_heads, model.num_kv_heads)
         fused = self.is_hopper and self.dtype != torch.float32 and model.head_dim in (64, 128)
         calls: list[Callable[[], object]] = []
@@ -168,14 +168,14 @@ class Kernels:
         return torch.empty(*shape, dtype=dtype or self.dtype, device=DEVICE)
 
     def ragged(self, batch: int, num_keys: int) -> Mask:
-        """The mask of one query per row that sees the first keys of a cache; their number is on the device."""
+        """A mask with one query per row, which sees the first keys of a cache; the number of keys is on the device."""
         end = self.empty(batch, 1, dtype=torch.int32)
         return Rows.unpack([num_keys, 1, num_keys], [end, end, *(self.empty(batch, num_keys, dtype=torch.int32),) * 2])
 
     def attention(
         self, B: int, H: int, K: int, T: int, S: int, D: int, mask: Mask, scale: float | None, backward: bool
     ) -> list[Callable[[], object]]:
-        """Attention of these shapes: forward and, with `backward`, backward."""
+        """Calls of attention with these shapes: forward and, with `backward`, backward."""
         local: Any
         if self.is_hopper and self.dtype != torch.float32 and D % 8 == 0:
             from flashspan.kernels import hopper as local

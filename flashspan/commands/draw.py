@@ -18,7 +18,7 @@ from flashspan.files import make_folder
 from flashspan.plan.draw import written_to
 
 MOST_RANKS = 256
-"""Lanes of a picture: its boxes are as many as ranks times steps, and these take half a minute."""
+"""The most lanes of a picture. It has a box for each rank and step, and drawing 256 lanes takes half a minute."""
 
 
 def draw(

@@ -125,7 +125,7 @@ def _join(job: Job) -> Report:
 
 
 def run_on_rank(job: Job, device_type: str) -> Report:
-    """Run on each rank: all measurements, with the results of all ranks."""
+    """Run on each rank: measure everything, and return a report with the results of all ranks."""
     with report_silent_ranks("the preflight"):
         return _measure(job, here(device_type))
 
@@ -163,7 +163,7 @@ def _measure(job: Job, device: torch.device) -> Report:
     step = measure_empty_step(attend, device)
     overlap = measure_overlap(attend, device, dtype, HEAD_DIM)
     planned = plan(report, attend, overlap)
-    transport = attend.transport(device)  # asked again, since ranks that cannot share memory change to the group
+    transport = attend.transport(device)  # again: ranks that cannot share memory have changed to the group
     return replace(report, transport=transport, links=tuple(links), empty_step=step, overlap=overlap, planned=planned)
 
 
@@ -176,7 +176,7 @@ def even_hosts(hosts: Sequence[str]) -> int:
 
 
 def plan(report: Report, attend: ContextAttention, overlap: Overlap) -> Planned | None:
-    """The planner's expectation; None for CPUs, for a shared GPU, and for a GPU that is not in the planner's table."""
+    """The times that the planner expects; None for CPUs, a shared GPU, and a GPU that is not in the planner's table."""
     known = [name for name in DEVICES if is_named(name, report.device)] if report.own_gpus else []
     if not known:
         return None

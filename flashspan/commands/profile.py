@@ -99,7 +99,8 @@ def run_profile(setting: Setting, device: torch.device, *, training: bool, trace
 
 
 def memory_timeline(setting: Setting, device: torch.device, *, training: bool, snapshot: Path | None = None) -> Any:
-    """The active memory of one step with its phases; on a GPU also the history for pytorch.org/memory_viz."""
+    """The active memory of one step, with its phases. On a GPU, also writes the history for pytorch.org/memory_viz to
+    `snapshot`."""
     stepper = Stepper(setting, device)
     step = stepper.train if training else stepper.infer
     for _ in range(max(1, setting.warmup)):

@@ -16,7 +16,7 @@ from flashspan.plan.devices import Link as LinkKind
 SLOW = 0.5
 """A speed below this share of the others' speed, or of the planner's expectation, is a fault."""
 BUSY = 0.2
-"""The same share inside a host whose ranks share cores or a GPU, and so slow each other's links."""
+"""The same share for links inside a host whose ranks share cores or a GPU: there, ranks slow each other's links."""
 HIDDEN = 0.5
 """The share of a ring's transfers that attention must hide, if each rank has its own GPU."""
 LISTED = 8
@@ -36,8 +36,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Planned:
-    """The planner's expectation: the link inside a host, and for the pass whose overlap is measured the seconds of
-    attention alone and of the whole pass; 0 if unknown."""
+    """The planner's expectation: the link inside a host, and two times of the pass whose overlap is measured. These are
+    the seconds of attention alone and of the whole pass, 0 if unknown."""
 
     device: str
     link: LinkKind
@@ -47,7 +47,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class Report:
-    """The measurements. `alone` has the errors of each rank without the others."""
+    """The measurements of a preflight. `alone` has the errors of each rank without the others."""
 
     job: Job
     tokens: int
@@ -118,8 +118,8 @@ def judge(report: Report) -> list[str]:
 
 
 def _below_plan(report: Report) -> list[str]:
-    """Faults that all links, devices or the overlap have in common. Only for GPUs that are not shared: elsewhere ranks
-    compete for the resources that are measured."""
+    """Faults: links inside hosts far below the plan, slow devices, too little overlap. Only for GPUs that are not
+    shared: elsewhere ranks compete for the resources that are measured."""
     if not report.own_gpus:
         return []
     faults = []

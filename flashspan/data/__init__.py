@@ -1,1 +1,1 @@
-"""Text to tokens to samples: tokenizers, the token file, `flashspan prepare`, and which tokens a step reads."""
+"""Text to tokens to samples: tokenizers, token files, `flashspan prepare`, and the samples of a step."""

@@ -18,7 +18,7 @@ from flashspan.files import parse_json
 PART_BYTES = 2**22
 PART_ROWS = 2**12
 NEAR, LINE, TRIES = 2**10, 2**16, 16
-"""To find a cut in a text: the bytes compared on either side, the longest line, and the most lines that are tried."""
+"""For the search of a cut in a text: bytes compared on either side, the longest line, and the most lines tried."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def identify(inputs: Sequence[str], dataset: str, split: str) -> list[Any]:
 
 
 def read(part: Part, field: str) -> Iterator[str]:
-    """The documents of a part, except for text files."""
+    """The documents of a part of any kind except "text"."""
     return {"lines": _read_lines, "parquet": _read_parquet, "dataset": _read_dataset}[part.kind](part, field)
 
 
@@ -168,7 +168,7 @@ def _read_parquet(part: Part, field: str) -> Iterator[str]:
     for number, value in enumerate(values):
         try:
             text = _text_of(value.as_py())
-        except ValueError as error:  # of bytes that are no UTF-8, too
+        except ValueError as error:  # also for bytes that are not UTF-8
             where = f"row {number} of row group {part.begin}"
             raise ValueError(f"{part.source} has no UTF-8 text in {where}: {error}; repair or drop it") from error
         yield text
@@ -196,7 +196,7 @@ def _text_of(value: Any) -> str:
     return value
 
 
-@lru_cache(maxsize=1)  # parts of a file come one after another, and of many files not all may be open
+@lru_cache(maxsize=1)  # parts of a file are consecutive, and many files cannot all be open
 def _open_parquet(path: str) -> Any:
     if importlib.util.find_spec("pyarrow") is None:
         raise ValueError(f"{path}: Parquet files need pyarrow: pip install 'flashspan[parquet]'")
@@ -204,7 +204,7 @@ def _open_parquet(path: str) -> Any:
 
     try:
         return ParquetFile(path)
-    except (ValueError, OSError) as error:  # as above
+    except (ValueError, OSError) as error:  # pyarrow raises both
         raise ValueError(f"{path} is not a Parquet file: {' '.join(str(error).split())}") from error
 
 

@@ -46,7 +46,7 @@ VALIDATION = 0.1
 BLOCK = 2**24
 """The most tokens in memory at a time."""
 PIECE = 2**20
-"""Characters that a tokenizer.json encodes at a time: it keeps hundreds of bytes for each of their tokens."""
+"""Characters that a tokenizer.json encodes at a time: the tokenizers library takes hundreds of bytes per token."""
 REMEDY = "free some space and run the same command, which resumes, or choose another --folder"
 BREAK = "\n\n* * *\n\n"
 """The separator of tales in the text in the package."""
@@ -82,7 +82,7 @@ def prepare(
         synthetic: Number of random tokens to write instead of text, for profiling.
         seed: Random seed for --synthetic.
     """
-    if not folder.strip():  # which would be the current folder
+    if not folder.strip():  # an empty name would be the current folder
         raise ValueError(f"folder must be the name of a folder: got {folder!r}; the default is 'data'")
     if not 0 <= validation < 1:
         raise ValueError(f"validation must be a share of the tokens, from 0 to below 1: got {validation}")
@@ -162,7 +162,7 @@ def corpus() -> Iterator[str]:
 
 
 def encode(texts: Iterable[str], coder: Tokenizer) -> Iterator[Sequence[int]]:
-    """Runs of tokens: those of each document, then the end token. Empty documents are skipped."""
+    """Yield runs of tokens: those of each document, then the end token. Empty documents are skipped."""
     for text in filter(None, texts):
         yield from _encode_pieces(text, coder, True)
         if coder.end >= 0:
@@ -170,8 +170,8 @@ def encode(texts: Iterable[str], coder: Tokenizer) -> Iterator[Sequence[int]]:
 
 
 def encode_text(part: documents.Part, coder: Tokenizer) -> Iterator[Sequence[int]]:
-    """Runs of tokens of one part of a text file; the last part has the end token. Together, the parts have the tokens
-    of the whole file."""
+    """Yield runs of tokens of one part of a text file; the last part has the end token. Together, the parts have the
+    tokens of the whole file."""
     text, first, last = documents.read_text(part, partial(_may_split, coder))
     yield from _encode_pieces(text, coder, first)
     if last and text and coder.end >= 0:
@@ -191,9 +191,9 @@ def _num_prefix(coder: Tokenizer) -> int:
 
 
 def _encode_pieces(text: str, coder: Tokenizer, first: bool) -> Iterator[Sequence[int]]:
-    """The tokens of a text, in pieces if it is long. Unless it is the `first` of a document, the tokens that the
-    tokenizer puts before every text are removed."""
-    if isinstance(coder, ByteTokenizer):  # a list of a long text's bytes takes many times its memory
+    """The tokens of a text, in pieces if it is long. Tokens that the tokenizer puts before every text are kept only at
+    the beginning, and only if the text is the `first` of its document."""
+    if isinstance(coder, ByteTokenizer):  # the list of a long text's bytes would take many times its memory
         yield from (coder.encode(text[at : at + BLOCK]) for at in range(0, len(text), BLOCK))
         return
     begin = 0
@@ -216,7 +216,7 @@ def _end_of_piece(text: str, at: int, coder: Tokenizer) -> int:
 
 @contextmanager
 def parts_folder(folder: Path, plan: dict[str, Any]) -> Iterator[Path]:
-    """A folder for finished parts. If this process is killed, it stays, and a run with the same plan reuses it."""
+    """A folder for finished parts. If this process is killed, the folder stays; a run with the same plan reuses it."""
     created = not folder.exists()
     with locked_folder(make_folder(folder, "--folder"), "--folder"):
         (folder / WHOLE).unlink(missing_ok=True)
@@ -288,7 +288,7 @@ def encode_part(part: documents.Part, file: Path, tokenizer: str, field: str) ->
 def write_files(
     folder: Path, coder: Tokenizer, runs: Iterable[Sequence[int] | np.ndarray], validation: float
 ) -> tuple[int, int]:
-    """Write runs of tokens to train.bin, and the last of them to val.bin; return the number in each."""
+    """Write runs of tokens to train.bin, and the last of them to val.bin; return the number of tokens in each."""
     whole = folder / WHOLE
     with locked_folder(make_folder(folder, "--folder"), "--folder"):
         try:
@@ -322,7 +322,7 @@ def join(folder: Path, coder: Tokenizer, files: Sequence[Path], validation: floa
 
 
 def check_space(folder: Path, size: int) -> None:
-    """OSError unless these bytes and two headers fit: after an OSError, encoded parts are kept."""
+    """OSError unless these bytes and two headers fit on the disk. (An OSError does not remove encoded parts.)"""
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if shutil.disk_usage(there).free < size + 2 * HEADER_BYTES:
         raise OSError(f"no space left for {size:,} bytes in {folder}: {REMEDY}")
@@ -365,8 +365,8 @@ def _pool(processes: int) -> Executor:
 
 def _begin(parent: int) -> None:
     die_with(parent)
-    # Ctrl-C ends a process at once, without a message; its part is encoded again later. The fork server may have
-    # blocked these signals: one that a training run started blocks both.
+    # Ctrl-C ends a process at once, without a message; its part is encoded again later. A fork server that a training
+    # run started has blocked both signals.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT, signal.SIGTERM])
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism

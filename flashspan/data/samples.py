@@ -17,7 +17,7 @@ from .tokens import TokenFile
 
 @dataclass(frozen=True)
 class Samples:
-    """Runs of `sequence` + 1 tokens with numbers 0, 1, 2, ...: each pass over the file has another order."""
+    """Samples 0, 1, 2, ..., each a run of `sequence` + 1 tokens. Each pass over the file has another order."""
 
     file: TokenFile
     sequence: int

@@ -12,7 +12,7 @@ from typing import Protocol
 from flashspan.files import read_json, require_file
 
 END = 256
-"""The byte tokenizer's end of a document."""
+"""The byte tokenizer's end token, which follows each document."""
 CORPUS = Path(str(resources.files("flashspan.data") / "corpus"))
 """The folder of the text in the package and of the tokenizer made for it."""
 NAMED = ("bytes", "tales")
@@ -32,7 +32,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """UTF-8 bytes are tokens 0 to 255, and 256 ends a document."""
+    """Tokens 0 to 255 are UTF-8 bytes; token 256 ends a document."""
 
     name, vocab_size, end = "bytes", 257, END
 
@@ -83,8 +83,8 @@ class FileTokenizer:
 def _library_faults(what: str, remedy: str = "give another tokenizer.json") -> Iterator[None]:
     """Turn failures of the tokenizers library into a ValueError of one line.
 
-    The library raises plain Exceptions. A panic of its Rust code, such as for a pattern that backtracks without end, is
-    a BaseException, and prints a page on stderr, which is suppressed here.
+    The library raises plain Exceptions. A panic of its Rust code, for example because of a pattern that backtracks
+    without end, is a BaseException. It also prints a page on stderr, which is suppressed here.
     """
     try:
         with _silent_stderr():

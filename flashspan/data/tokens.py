@@ -53,7 +53,7 @@ class TokenFile:
         return digest.hexdigest()
 
     def check(self) -> None:
-        """ValueError if a token that a fingerprint reads is not in the vocabulary."""
+        """ValueError if a token that `fingerprint` reads is not in the vocabulary."""
         for run in self._runs():
             self.check_tokens(run)
 
@@ -73,7 +73,7 @@ class TokenFile:
 
 @contextmanager
 def write_tokens(path: str | Path, tokenizer: Tokenizer) -> Iterator[TokenWriter]:
-    """A writer for a token file, which appears whole or not at all."""
+    """Yield a writer for a token file. The file appears whole when the block ends, or not at all."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     half = path.with_name(f".{path.name}.writing")

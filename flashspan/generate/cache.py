@@ -1,9 +1,8 @@
-"""Keys and values of the tokens so far. A cache is called as a layer's attention; a context has the caches of all
-layers.
+"""Caches of keys and values. A model calls a cache as a layer's attention; a context has the caches of all layers.
 
 context = Whole()
 logits = context.begin(model, prompts, lengths, capacity)       # fills the caches
-logits = context.extend(model, tokens)                          # one query a row, every key of the row so far
+logits = context.extend(model, tokens)                          # one new token per row, [B, 1]
 """
 
 from __future__ import annotations
@@ -37,15 +36,15 @@ class Whole:
 
     On a GPU a new token takes many small kernels. They are recorded once as a CUDA graph (unless `graph` is False) and
     replayed with one launch per token. A replay cannot use new numbers from the host, so positions are on the device.
-    The kernels of fused_step.py compute the step if they support the model (unless `fused` is False), otherwise the
-    model.
+    If the kernels of fused_step.py support the model (and unless `fused` is False), they compute the step, otherwise
+    the model's own layers do.
     """
 
     def __init__(self, *, graph: bool = True, fused: bool = True) -> None:
         self.graph, self.fused = graph, fused
         self.caches: list[Cache] = []
-        self._next: Callable[[Tensor], Tensor] | None = None  # on a GPU: a token's logits
-        self._kept: FusedStep | None = None  # whose buffers a recording uses
+        self._next: Callable[[Tensor], Tensor] | None = None  # on a GPU: computes the next logits
+        self._kept: FusedStep | None = None  # kept because the CUDA graph uses its buffers
 
     def begin(self, model: Llama, tokens: Tensor, lengths: Tensor, capacity: int) -> Tensor:
         """Process prompts [B, T]; row b has lengths[b] tokens, then padding. The caches have room for `capacity`
@@ -81,7 +80,7 @@ class Whole:
         return Recorded(run, tokens, self.positions) if self.graph else run
 
     def _step(self, model: Llama, tokens: Tensor, reach: int) -> Tensor:
-        """`extend` by the model, over the first `reach` places of the caches."""
+        """`extend` with the model's own layers, over the first `reach` places of the caches."""
         end = (self.positions + 1).int().unsqueeze(1)
         seen = masks.Rows(torch.zeros_like(end), end, reach, convex=True)
         for cache in self.caches:
@@ -92,7 +91,7 @@ class Whole:
 
 
 class Recorded:
-    """A function of a tensor as a CUDA graph, which adds one to `counter` each time it runs."""
+    """A CUDA graph of `run`, a function of a tensor that also adds one to `counter`."""
 
     def __init__(self, run: Callable[[Tensor], Tensor], x: Tensor, counter: Tensor) -> None:
         self.given, self.graph = x.clone(), torch.cuda.CUDAGraph()
@@ -103,7 +102,7 @@ class Recorded:
             run(self.given)
             counter -= 1
         torch.cuda.current_stream(x.device).wait_stream(side)
-        # On that stream: the one that PyTorch takes by itself is of the device where the process recorded first.
+        # On that stream: PyTorch's default one belongs to the device on which the process recorded first.
         with torch.cuda.graph(self.graph, stream=side):
             self.result = run(self.given)
 
@@ -139,7 +138,7 @@ class Cache:
         return self.attend(q, k, v, mask=masks.causal(before))
 
     def aim(self, positions: Tensor, seen: masks.Rows) -> None:
-        """From now on each call has one token per row. The next token is stored at `positions` [B] and sees `seen`."""
+        """From now on each call has one token per row. It is stored at `positions` [B] and sees the keys in `seen`."""
         self._aim = positions, seen
 
     def _extend(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, seen: masks.Rows) -> Tensor:
@@ -165,8 +164,8 @@ class Cache:
 
 
 def _zeros(like: Tensor, *shape: int) -> Tensor:
-    """Zeros with another tensor's dtype and device. On the host, memory is taken only when it is written to: a text may
-    end after ten tokens of a capacity of a million."""
+    """Zeros with another tensor's dtype and device. On the host, memory is taken only when it is written to, because a
+    text may end after ten tokens of a capacity of a million."""
     try:
         if like.device.type != "cpu":
             return like.new_zeros(shape)

@@ -34,7 +34,7 @@ from .split import Split
 BATCH = 8
 """Prompts of a file that are decoded together by default."""
 AROUND = 32
-"""Number of tokens before a token on which its text may depend."""
+"""The text of a token may depend on this many tokens before it."""
 
 
 def generate(
@@ -110,7 +110,7 @@ def generate(
 
 def _talk_on_ranks(num_ranks: int, backend: str, *args: Any) -> None:
     """Run `talk` on ranks that are started here and have ended when this returns or raises."""
-    # No communication times out: a pager or Ctrl-S may stop the first rank where it prints. A dead rank is still found.
+    # Without a timeout: a pager or Ctrl-S may stop the first rank while it prints. A dead rank is still detected.
     with Ranks(num_ranks, backend=backend, timeout=LONGEST, own_functions=True) as pool:
         try:
             pool.run(talk, *args, timeout=LONGEST)
@@ -171,7 +171,7 @@ def load(
     that end a text."""
     # The first rank chooses: ranks could find different checkpoints if the run is still training.
     path = from_first(lambda: _choose(folder)) if dist.is_initialized() else _choose(folder)
-    model = load_llama(path, attention=attention, dtype=dtype, device=device, verify=False).eval()  # _choose did
+    model = load_llama(path, attention=attention, dtype=dtype, device=device, verify=False).eval()  # _choose has
     coder = load_tokenizer(tokenizer or _find_tokenizer(path, model.config.vocab_size))
     if coder.vocab_size > model.config.vocab_size:
         raise ValueError(
@@ -207,8 +207,8 @@ def _choose(folder: str | Path) -> Path:
 
 
 def stream(tokens: Iterable[torch.Tensor | list[int]], coder: Tokenizer, prompt: Sequence[int] = ()) -> Iterator[str]:
-    """The text of each token of the first row after a prompt. Incomplete characters are held back until they are whole,
-    or until the end."""
+    """Yield the text of each token of the first row, which continues `prompt`. Incomplete characters are held back
+    until they are whole, or until the end."""
     if isinstance(coder, ByteTokenizer):
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for token in tokens:
@@ -251,8 +251,8 @@ def read_prompts(file: str) -> list[str]:
 
 
 def _find_ends(path: Path, coder: Tokenizer, vocab_size: int) -> frozenset[int]:
-    """The tokenizer's end token, and those that a Hugging Face folder names: a chat model ends its turns with
-    others."""
+    """The tokenizer's end token, and those that a Hugging Face folder names: a chat model may end its turns with other
+    tokens."""
     files = (path / "generation_config.json", path / "config.json")
     named = (read_json(file).get("eos_token_id") for file in files if file.exists())
     found: Any = next((value for value in named if value is not None), [])

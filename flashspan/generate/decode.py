@@ -27,10 +27,10 @@ def decode(
     """Yield up to `num_tokens` tokens [B] that continue a prompt [T], or several prompts of any lengths. It stops when
     every row has one of `ends`; a row's tokens after its end mean nothing.
 
-    ValueError if logits are not finite. With `ends`, it is raised before a token chosen from them is yielded. Without,
-    the host checks the first and the last token only, so it may be raised as late as before the last one.
+    ValueError if logits are not finite. With `ends`, it is raised before a token chosen from them is yielded. Without
+    `ends`, the host checks only before the first and the last token, and the error may be raised as late as then.
 
-    A row does not depend on the other rows: its random choices depend on the seed only. With a context split over
+    A row does not depend on the other rows: each row has a random generator with this seed. With a context split over
     ranks, every rank calls this with the same arguments and yields the same tokens.
     """
     sampling = sampling or Sampling()
@@ -58,7 +58,7 @@ def decode(
         chosen = likeliest(logits, said, spoiled, last_words) if sampling.temperature == 0 else None
         if chosen is None:
             spoiled |= ~(said | logits.isfinite().all(-1))
-            # Without NaN, because the host reads `spoiled` later: sampling from NaN on a GPU makes all later calls
+            # NaN is replaced: the host reads `spoiled` later, and sampling from NaN on a GPU makes all later calls
             # fail.
             chosen = sampling.choose(logits.nan_to_num(0.0, 0.0, 0.0), generators)
             said |= torch.isin(chosen, last_words)

@@ -1,4 +1,4 @@
-"""A decode step of a plain LLaMA in six launches a layer, for up to 16 rows on an NVIDIA GPU.
+"""A decode step of a plain LLaMA in six launches per layer, for up to 16 rows on an NVIDIA GPU.
 
     step = fused_step(model, rooms, positions)        # None if the kernels do not support the model
     logits = step(tokens)                             # one token per row at `positions`, [B, V]
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from flashspan.kernels.launch.launch import Launch
 
 FAILED: dict[tuple[Any, ...], str] = {}
-"""Shapes whose kernels could not be compiled on this machine -> the reason. They are not tried again."""
+"""Shapes whose kernels failed to compile on this machine -> the error. They are not tried again."""
 
 
 class FusedStep:
@@ -69,7 +69,7 @@ class FusedStep:
         from flashspan.kernels.launch.launch import on
 
         with on(self.positions.device):
-            self._begin(tokens.contiguous())()  # a column of a table of tokens is not
+            self._begin(tokens.contiguous())()  # a column of [B, n] tokens is not contiguous
             for i in range(len(self.layers)):
                 self._project(i)()
                 for launch in self._rest(i, self._attend(i)):
@@ -136,7 +136,7 @@ class FusedStep:
 
 
 def fused_step(model: Llama, rooms: Sequence[Tensor], positions: Tensor) -> FusedStep | None:
-    """The step for a model and its layers' filled caches on a GPU; None if the kernels do not support them."""
+    """The step for a model and the filled caches of its layers; None without a GPU or if no kernels support them."""
     shape = (model.config, rooms[0].shape, model.head.weight.dtype, positions.device)
     if not _has_gpu(positions.device) or not serves(model, rooms) or shape in FAILED:
         return None

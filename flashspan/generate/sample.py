@@ -14,16 +14,16 @@ from torch import Tensor
 from flashspan.kernels.failure import KernelFailed
 
 FAILED: list[str] = []
-"""Why the kernel of `likeliest` could not be compiled on this machine; empty if it was. It is not tried again."""
+"""The error of the kernel of `likeliest` on this machine, which is then not tried again; empty if it did not fail."""
 
 LEAST_TEMPERATURE = 1e-6
-"""The least temperature above 0: logits divided by much less exceed float32."""
+"""The least temperature above 0: divided by a much smaller one, logits would exceed float32."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to choose a token. Temperature 0 takes the most probable one; top_k and top_p leave out improbable ones (0
-    and 1 leave out none)."""
+    """The choice of a token. Temperature 0 takes the most probable one; top_k and top_p leave out improbable ones
+    (top_k 0 and top_p 1 leave out none)."""
 
     temperature: float = 0.8
     top_k: int = 0
@@ -67,8 +67,8 @@ class Sampling:
 
 def likeliest(logits: Tensor, said: Tensor, spoiled: Tensor, ends: Tensor) -> Tensor | None:
     """The most probable tokens [B] of logits [B, V], by one kernel; None without a GPU or if the kernel does not
-    compile. Two bool tensors [B] are updated in place: `spoiled` becomes True for rows that have not ended and have a
-    logit that is not finite; then `said`, for rows whose token is one of `ends`."""
+    compile. Two bool tensors [B] are updated in place. First, `spoiled` becomes True for rows that have not ended and
+    have a logit that is not finite; then `said` becomes True for rows whose token is one of `ends`."""
     if not logits.is_cuda or FAILED or importlib.util.find_spec("triton") is None:
         return None
     from flashspan.kernels.portable import likeliest as kernel

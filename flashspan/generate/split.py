@@ -28,7 +28,8 @@ from .cache import Cache
 class Split:
     """The context of a group of ranks. The ranks take turns to keep new tokens.
 
-    group: all ranks of `attend`, in its order. Default: its own group, or for a mesh of two dimensions the world.
+    group: all ranks of `attend`, in its order. By default the group of `attend`, or the world for a mesh of two
+    dimensions.
     """
 
     def __init__(self, attend: ContextAttention, group: dist.ProcessGroup | None = None) -> None:

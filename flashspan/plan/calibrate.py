@@ -1,4 +1,4 @@
-"""Fit a device's fractions to measurements: those with which the planner's times are nearest to measured ones."""
+"""Fit a device's fractions to measurements, so that the planner's times are near the measured ones."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .step import step_time
 ROUNDS = 8
 FITTED = ("product_share", "forward_share", "backward_share", "traffic_share", "launch")
 INERTIA = 0.05
-"""The weight of a change of a number, relative to an error of a measurement by the same factor. Without it a number on
+"""The weight of a changed number, relative to a measurement that is wrong by the same factor. Without it, a number on
 which the measurements hardly depend, such as attention's share for short sequences, would move to its bound."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One device's seconds of a phase ("forward", "backward", "optimizer" or "total") of a run."""
+    """The seconds of a phase ("forward", "backward", "optimizer" or "total") of a run on one device."""
 
     run: Run
     phase: str
@@ -35,8 +35,8 @@ class Measurement:
 def calibrate(cluster: Cluster, measured: Sequence[Measurement]) -> Cluster:
     """The cluster with fractions of its device that minimise squared relative errors, and stay near the given ones.
 
-    Pass the smallest of several samples: disturbances of a host make times longer, never shorter. The search goes by
-    coordinates on a shrinking grid, because times are monotonic in each number.
+    Pass the smallest of several samples: disturbances of a host make times longer, never shorter. The search changes
+    one number at a time, in shrinking steps, because times are monotonic in each number.
     """
     if not measured:
         raise ValueError("calibration needs measured rows of `flashspan bench model` on one device: got none")
@@ -62,14 +62,14 @@ def predict(cluster: Cluster, run: Run, phase: str) -> float:
 
 
 def _error(cluster: Cluster, device: Device, measured: Sequence[Measurement]) -> float:
-    """Squared logarithms of planned over measured times, and of changed over given numbers of the device."""
+    """The sum of the squared logarithms of planned over measured times and of changed over given device numbers."""
     tried = replace(cluster, device=device)
     moved = sum(math.log(getattr(device, name) / getattr(cluster.device, name)) ** 2 for name in FITTED)
     return INERTIA * moved + sum(math.log(predict(tried, m.run, m.phase) / m.seconds) ** 2 for m in measured)
 
 
 def fit_link(name: str, sizes: Sequence[float], seconds: Sequence[float]) -> Link:
-    """The latency and bandwidth with the least squares of relative errors to measured times."""
+    """The link whose times have the least squared relative errors to the measured ones."""
     if len(sizes) < 2 or len(sizes) != len(seconds):
         raise ValueError(f"a fit needs two or more sizes and as many times: got {len(sizes)} and {len(seconds)}")
     # Minimise sum((a + b x - t)^2 / t^2): a 2 x 2 system.

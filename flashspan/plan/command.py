@@ -119,7 +119,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def memory_unit(answers: Sequence[Answer]) -> tuple[str, float]:
-    """The name and the bytes of the unit of memory: one in which the smallest value does not round to 0."""
+    """The name and the bytes of a unit of memory in which the smallest value does not round to 0."""
     return ("GB", 1e9) if min(answer.memory.peak for answer in answers) >= 0.1e9 else ("MB", 1e6)
 
 
@@ -158,8 +158,8 @@ def show(answers: Sequence[Answer], run: Run, cluster: Cluster) -> None:
 
 
 def train_command(model: str, run: Run, parallel: ParallelConfig, per_node: int) -> str:
-    """The command that trains with this config, on every node. All nodes start equally many ranks; their number is the
-    smallest for which that is possible."""
+    """The command that trains with this config, to be run on every node. All nodes start equally many ranks; the number
+    of nodes is the smallest for which that is possible."""
     nodes = next(n for n in divisors(parallel.num_devices) if parallel.num_devices // n <= per_node)
     per_node = parallel.num_devices // nodes
     options: dict[str, object] = {
@@ -210,7 +210,7 @@ def write_pictures(folder: Path, answers: Sequence[Answer], run: Run, cluster: C
 
 
 def calibrated(cluster: Cluster, folder: Path) -> Cluster:
-    """The cluster with speeds from the JSON lines of `flashspan bench`; prints what was used."""
+    """The cluster with speeds from the JSON lines of `flashspan bench`. Prints the number of times, and the link."""
     good = [row for row in read_rows(folder) if row.get("status") == "ok"]
     names = ("what", "shape", "impl", "kind", "dtype", "ranks", "device")
     good = list({tuple(str(row.get(name)) for name in names): row for row in good}.values())  # the newest of each
@@ -220,7 +220,7 @@ def calibrated(cluster: Cluster, folder: Path) -> Cluster:
     try:
         measured = measurements(models)
         links = [(link_of(row), row["ranks"]) for row in collectives]
-        # Every size has the fit of all sizes. Use the row with the most ranks, and of these the last one.
+        # The row of every size has the fit to all sizes. Use the last row with the most ranks.
         link, ranks = max(reversed(links), key=lambda pair: pair[1], default=(cluster.inside, 0))
     except (KeyError, TypeError) as error:
         raise ValueError(
@@ -255,7 +255,7 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def check_devices(measured: Collection[str], planned: Device, folder: Path) -> None:
-    """ValueError for rows of several devices, or of another device than the planned one."""
+    """ValueError if rows are of several devices, or of another device than the planned one."""
     if len(measured) > 1:
         raise ValueError(
             f"{folder} has rows of several devices, {', '.join(sorted(measured))}: use one folder per device"
@@ -290,6 +290,6 @@ def measurements(rows: Sequence[dict[str, Any]]) -> list[Measurement]:
                 fused_norms="cores" not in row["device"],
                 plain_loss=True,
             )
-            # Not the median: disturbances of a host make times longer, never shorter.
+            # The 20th percentile, not the median: disturbances of a host make times longer, never shorter.
             found.append(Measurement(run, row["kind"], row["p20_ms"] / 1e3))
     return found

@@ -9,8 +9,8 @@
     latency = 5e-6          # seconds
     bandwidth = 25e9        # bytes per second, one direction, of one device
 
-Data sheets give upper bounds; the fractions are the parts of them that kernels reach. Their defaults are from public
-measurements; `calibrate` replaces them by measured ones.
+Data sheets give upper bounds, of which kernels reach fractions (`product_share`, ...). The default fractions are from
+public measurements; `calibrate` replaces them by measured ones.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 from flashspan.files import parse_toml, read_bytes
 
 MOST_DEVICES = 10**6
-"""The most devices in a cluster: more than any that exists, and few enough for the search to end."""
+"""The most devices in a cluster: more than any cluster has, and few enough for the search to end."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Device:
             raise ValueError(f"a device's {name} must be {rule}: {self.name} has {getattr(self, name)}")
 
     def peak(self, itemsize: int, *, tf32: bool = False) -> float:
-        """Peak FLOPS of matmuls with this element size; that of tf32 is half of that of 16 bits."""
+        """Peak FLOPS of matmuls with this element size; tf32 has half the peak of 16 bits."""
         if itemsize == 2:
             return self.flops
         return self.flops / 2 if tf32 else self.flops32
@@ -85,7 +85,7 @@ class Link:
         return self.latency + num_bytes / self.bandwidth
 
 
-# Bandwidths of links are what point-to-point transfers reach, about 80% of one direction's data sheet.
+# The bandwidth of a link is the one that point-to-point transfers reach, about 80% of the data sheet's (one direction).
 DEVICES = {
     "H200": Device("H200", 989e12, 67e12, 141e9, 4.8e12),
     "H200-NVL": Device("H200-NVL", 835e12, 60e12, 141e9, 4.8e12),
@@ -172,7 +172,7 @@ def make_cluster(
     between: str = "ib-ndr",
     table: Path | None = None,
 ) -> Cluster:
-    """A cluster from names in the table, or in a user's file."""
+    """A cluster from the names of its device and links, in our table or in a user's file."""
     devices, links = load_table(table)
     chosen = devices[_find(device, devices, "device")]
     inner = inside or USUAL_LINK.get(device, "pcie4")
@@ -186,7 +186,7 @@ def make_cluster(
 
 
 def load_table(path: Path | None = None) -> tuple[dict[str, Device], dict[str, Link]]:
-    """The devices and links known, with those of a user's TOML file."""
+    """All known devices and links, including those of a user's TOML file."""
     devices, links = dict(DEVICES), dict(LINKS)
     if path is None:
         return devices, links
@@ -262,7 +262,7 @@ def available_bytes() -> float | None:
 def free_gpu_bytes() -> float:
     """The free memory of the first GPU, or its total memory without nvidia-smi.
 
-    torch.cuda.mem_get_info would create a CUDA context, of hundreds of MiB, in this process.
+    torch.cuda.mem_get_info would create a CUDA context in this process, which takes hundreds of MiB.
     """
     import torch
 

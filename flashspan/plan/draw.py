@@ -25,7 +25,8 @@ def written_to(folder: Path, option: str) -> Iterator[None]:
 
 
 def draw_simulation(run: Run, parallel: ParallelConfig, cluster: Cluster, path: Path) -> None:
-    """One layer's attention, forward then backward: a lane per rank (the first 16), boxes while it computes."""
+    """Draw one layer's attention, forward then backward: a lane for each of the first 16 ranks, with a box for each
+    step in which the rank computes."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -60,7 +61,7 @@ def draw_simulation(run: Run, parallel: ParallelConfig, cluster: Cluster, path: 
 
 
 def draw_scaling(points: Sequence[tuple[int, Answer | None]], run: Run, cluster: Cluster, path: Path) -> None:
-    """Tokens per second of all devices by number of devices, with the ideal line from the first point."""
+    """Draw tokens per second of all devices by number of devices, with the ideal line from the first point."""
     from matplotlib.figure import Figure
 
     found = [(num, answer) for num, answer in points if answer is not None]

@@ -1,4 +1,4 @@
-"""Memory of one device in a training step of a LLaMA, in closed form: by kind, and at its peak.
+"""Memory of one device in a training step of a LLaMA, in closed form: by kind, and its peak.
 
     run = Run(preset("llama-3-8b"), batch=8, tokens=131072, precision="bfloat16")
     held = ledger(run, ParallelConfig(context=8, shard=8))
@@ -63,7 +63,7 @@ class Run:
     precision: str = "bfloat16"  # of matmuls
     weights: str = "float32"  # of weights, gradients and moments
     fused_norms: bool = True  # a GPU's norm saves its input; the CPU's also saves the normalised input
-    plain_loss: bool = False  # as in `bench model`: PyTorch operators, where training uses a kernel on a GPU
+    plain_loss: bool = False  # as in `bench model`: PyTorch operators instead of the kernel of training on a GPU
 
     def __post_init__(self) -> None:
         if self.batch < 1 or self.tokens < 1:
@@ -144,7 +144,8 @@ def ledger(run: Run, parallel: ParallelConfig) -> Ledger:
 
     vocabulary = model.vocab_size / tensor
     numbers = min(tokens, chunk_rows(model.vocab_size, small)) * vocabulary
-    # Gradients of a part of them are computed in float32: three tensors, the target's, and a float32 copy.
+    # Gradients of a part of the logits are computed in float32: three tensors, a bool for the target, and a float32
+    # copy of 16-bit logits.
     wide = min(numbers, max(PART_NUMBERS, vocabulary)) * 4 * (3.25 if small == 4 else 4.25)
     if run.fused_loss(tensor):
         wide = 0.0
@@ -176,13 +177,13 @@ def activations_per_token(run: Run, tensor: int, kv_heads: int) -> float:
 
 
 def final_per_token(run: Run) -> float:
-    """Bytes saved per token outside the layers: of the last norm, and its gradient from the loss."""
+    """Bytes saved per token outside the layers: for the last norm, and the gradient of its output from the loss."""
     norm = float(run.wide) * run.model.width * (1 if run.fused_norms else 2)
     return norm + (run.wide + run.itemsize) * run.model.width + 8
 
 
 def buffers(run: Run, parallel: ParallelConfig) -> float:
-    """The maximum of keys and values of other ranks, and their gradients, on a device."""
+    """The most bytes of other ranks' keys and values, and of their gradients, on a device."""
     if parallel.context == 1:
         return 0.0
     model, small = run.model, run.itemsize

@@ -10,12 +10,12 @@ from .devices import Cluster
 from .memory import Ledger, ParallelConfig, Run, ledger
 from .step import StepTime, step_time
 
-# Ways to split the sequence: contiguous shards only with strategies that balance them.
+# Ways to split the sequence: contiguous shards only with strategies that balance their work.
 SPLITS = (("ring", "zigzag"), ("gather", "zigzag"), ("helper", "contiguous"), ("ulysses", "contiguous"))
 USUAL_CONTEXT = (64, 256)
-"""The maximum of context ranks: the second is tried if nothing fits with the first. The time to simulate a schedule
-grows with the square of its ranks: a plan with 256 takes 20 seconds. It is also the most that can share the
-shortest sequence of `longest`."""
+"""The most context ranks; the second is tried if nothing fits with the first. The time to simulate a schedule grows
+with the square of its ranks: a plan with 256 takes 20 seconds. 256 ranks can also share the shortest sequence that
+`longest` tries, so it tries the same configs for every length."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Answer:
 
 
 def parallel_configs(run: Run, cluster: Cluster, most_context: int = USUAL_CONTEXT[-1]) -> Iterator[ParallelConfig]:
-    """All parallelism configs of the model, batch and tokens on exactly these devices."""
+    """All parallelism configs that the model, batch and tokens allow on exactly these devices."""
     num, model = cluster.num_devices, run.model
     for tensor in divisors(num):
         if model.num_kv_heads % tensor or tensor > cluster.per_node:

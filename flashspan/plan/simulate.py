@@ -1,4 +1,4 @@
-"""The time of a schedule: the object that the executor runs, run here with a clock in place of tensors.
+"""The time of a schedule, simulated: the same object that the executor runs, but with clocks instead of tensors.
 
 Every rank has one compute queue and one port per direction: a rank sends one transfer at a time, and receives one at a
 time. A step waits for the transfers that end in it, posts those that start in it, and computes its tiles; a transfer
@@ -14,12 +14,12 @@ from flashspan.context.schedule import Schedule, Shape, Tile
 from .devices import Cluster, Device
 
 BLOCK = 128
-"""Query rows in a block of a kernel: at a mask's edge, whole blocks are computed for their visible part."""
+"""Query rows in a block of a kernel. At a mask's edge, whole blocks are computed, although only a part is visible."""
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """Seconds: until the last rank is done, and each rank's computing and waiting for transfers."""
+    """Times in seconds: until the last rank is done, and for each rank, of computing and of waiting for transfers."""
 
     seconds: float
     computing: tuple[float, ...]
@@ -27,7 +27,7 @@ class Simulation:
     spans: tuple[tuple[int, int, float, float], ...]  # rank, step, begin, end of computing
 
     def delayed(self, seconds: float) -> Simulation:
-        """The same with a wait of this time before it, on every rank."""
+        """The same simulation after a wait of this many seconds on every rank."""
         waiting = tuple(wait + seconds for wait in self.waiting)
         return replace(self, seconds=self.seconds + seconds, waiting=waiting)
 
@@ -44,8 +44,8 @@ def simulate(
 ) -> Simulation:
     """Run all ranks' programs. Rank r of the schedule is device r * stride of the cluster.
 
-    Every row of the schedule represents `scale` tokens, and every call `num_batch` samples. `merges` is for kernels
-    that cannot continue a carry (not ours): each partial result adds a pass over memory.
+    Every row of the schedule represents `scale` tokens, and every call `num_batch` samples. With `merges`, each partial
+    result adds a pass over memory, as with kernels that cannot continue a carry (ours can).
     """
     num, device = schedule.num_ranks, cluster.device
     clock = [0.0] * num
@@ -101,14 +101,14 @@ def tile_seconds(
     rows, columns, pairs = scale * len(tile.q_rows), scale * len(tile.k_rows), scale**2 * tile.pairs
     heads = num_batch * shape.num_batch * shape.num_heads / schedule.num_chunks
     kv_heads = num_batch * shape.num_batch * shape.num_kv_heads / schedule.num_chunks
-    # A mask's edge crosses the tile once: half of the blocks that it crosses is computed but hidden.
+    # A mask's edge crosses the tile once. In the blocks that it crosses, half of the pairs are computed but hidden.
     edge = min(rows, columns) * BLOCK / 2 if pairs < rows * columns else 0
     work = 4.0 * heads * shape.head_dim * min(pairs + edge, rows * columns)
     low, wide = shape.head_dim * shape.itemsize, shape.head_dim * max(4, shape.itemsize)
     if schedule.is_backward:
         work *= 2.5
         share = device.backward_share
-        gradient = 2 * wide if partial else low  # added to, or written
+        gradient = 2 * wide if partial else low  # read and written in float32, or only written
         moved = heads * rows * (2 * low + gradient) + kv_heads * columns * (2 * low + 2 * gradient)
         merged = heads * rows * (low + 2 * wide) + kv_heads * columns * 2 * (low + 2 * wide)
     else:

@@ -35,7 +35,7 @@ class StepTime:
     optimizer: float
     communication: float  # without attention's, and not hidden by computation
     attention: float  # forward and backward, with waiting
-    waiting: float  # the part of it in which the slowest rank waits for keys and values
+    waiting: float  # the part of it in which a rank waits for keys and values; the longest of all ranks
 
     @property
     def total(self) -> float:
@@ -53,7 +53,7 @@ def schedules(strategy: str, layout: str, tokens: int, num_ranks: int, inner: in
 
 def attention_time(run: Run, parallel: ParallelConfig, cluster: Cluster) -> tuple[Simulation, Simulation]:
     """One layer's attention, forward and backward, on one group of devices."""
-    # Only the fields that it depends on, so that equal cases are simulated once.
+    # Keep only the fields on which attention depends, so that equal cases are simulated once.
     samples = run.batch / parallel.num_batch
     config = ParallelConfig(
         context=parallel.context, tensor=parallel.tensor, strategy=parallel.strategy, layout=parallel.layout
@@ -94,7 +94,7 @@ def _attention_time(
 
 
 def step_time(run: Run, parallel: ParallelConfig, cluster: Cluster) -> StepTime:
-    """The step of one device among `parallel.num_devices`."""
+    """The time of a training step of one device among `parallel.num_devices`."""
     model, device, small = run.model, cluster.device, run.itemsize
     gradient_ranks = parallel.num_batch * parallel.context
     tokens = run.batch * run.tokens / gradient_ranks

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashspan.callable_module import make_callable
 
-if TYPE_CHECKING:  # the same names, found on first use by __getattr__
+if TYPE_CHECKING:  # at run time, __getattr__ imports the same names on first use
     from .config import TrainConfig
     from .options import parse
     from .run import main, train
@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # the same names, found on first use by __getattr__
 __all__ = ["TrainConfig", "main", "parse", "train"]
 
 _HOMES = {"TrainConfig": "config", "main": "run", "parse": "options", "train": "run"}
-"""The module of each public name. Those of run.py need torch; `flashspan train --help` does not."""
+"""The module of each public name. Only run.py imports torch, which `flashspan train --help` must not wait for."""
 
 
 def __getattr__(name: str) -> Any:

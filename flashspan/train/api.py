@@ -110,7 +110,7 @@ def train(
 
 
 def configure(config: TrainConfig | Mapping[str, Any] | str | Path | None, overrides: Mapping[str, Any]) -> TrainConfig:
-    """The config that `train` is called with."""
+    """The config from the arguments of `train`."""
     if isinstance(config, TrainConfig):
         raw = config.as_dict()
     elif isinstance(config, Mapping):

@@ -17,9 +17,9 @@ from flashspan.kernels.masks import Band, Mask, Rows, count
 from .config import TrainConfig
 
 Batch: TypeAlias = tuple[Tensor, Tensor, Rows | None]
-"""tokens and targets [B, T of this rank] on the host, and the interval of each token's document."""
+"""tokens and targets [B, T of this rank] on the host; with documents, also their mask in the whole sequence."""
 Placed: TypeAlias = tuple[Tensor, Tensor, Mask]
-"""The same on the device, with the mask of the whole sequence."""
+"""tokens and targets on the device, and the mask of the whole sequence."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Feed:
         return [self.prepare(samples, range(start, start + each)) for start in starts]
 
     def prepare(self, samples: Samples, numbers: Iterable[int]) -> Batch:
-        """This rank's part of these samples, on the host: the device may still run the previous step."""
+        """This rank's part of these samples, on the host, because the device may still run the previous step."""
         tokens, targets = samples.read(numbers)
         inside = None
         if samples.documents:
@@ -71,11 +71,11 @@ class Feed:
 
     @cached_property
     def _shown(self) -> int:
-        """The visible pairs of the pattern in one sequence. Counting those of a block map waits for the device."""
+        """The number of visible pairs of the pattern in one sequence. To count those of a block map, the host waits."""
         return count(self.pattern, self.config.data.sequence, self.config.data.sequence)
 
     def place(self, tokens: Tensor, targets: Tensor, inside: Rows | None) -> Placed:
-        """A batch on the device. With documents the host waits for the copy, since their table is not pinned."""
+        """A batch on the device. With documents the host waits for the copy, because `inside` is not pinned."""
         mask = self.pattern if inside is None else self.pattern & inside.to(self.device)
         return tokens.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True), mask
 

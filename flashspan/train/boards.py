@@ -19,21 +19,21 @@ from flashspan.files import read_bytes
 from .config import LogSection, TrainConfig
 
 WANDB_ID = "wandb-id"
-"""File in a run's folder with the id under which Weights & Biases knows the run."""
+"""File in a run's folder with the id of the run at Weights & Biases."""
 
 
 class Board(Protocol):
-    """Where the metrics of a run are drawn."""
+    """A program that draws the metrics of a run."""
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
-        """Add the values of a step; OSError where they cannot be written."""
+        """Add the values of a step; OSError if they cannot be written."""
 
     def close(self, status: str) -> None:
         """End the run, with its status: done, stopped, failed, ..."""
 
 
 def check_boards(log: LogSection) -> None:
-    """ValueError for a board whose package is not installed. Imports none of them: that takes a second."""
+    """ValueError for a board whose package is not installed. Imports no package, because that takes a second."""
     for name in ("tensorboard", "wandb"):
         if getattr(log, name) and importlib.util.find_spec(name) is None:
             raise ValueError(
@@ -42,7 +42,7 @@ def check_boards(log: LogSection) -> None:
 
 
 def open_boards(config: TrainConfig, start: int) -> list[Board]:
-    """The boards that a config asks for, of a run that begins after step `start`."""
+    """The boards that the config switches on, for a run that begins after step `start`."""
     folder = Path(config.checkpoint.folder)
     boards: list[Board] = []
     if config.log.tensorboard:
@@ -58,7 +58,7 @@ class TensorBoard:
     def __init__(self, folder: Path, start: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # As in metrics.jsonl: steps that are repeated replace the earlier ones.
+        # As in metrics.jsonl, a repeated step replaces the earlier one.
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1)
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
@@ -73,7 +73,7 @@ class WandB:
     """A run of Weights & Biases with our config. A run that resumes in a folder continues the run of that folder."""
 
     def __init__(self, config: TrainConfig, folder: Path, start: int) -> None:
-        alone = "wandb" not in sys.modules  # otherwise the program may have other runs, and they share a service
+        alone = "wandb" not in sys.modules  # otherwise other runs of this process may use the service
         import wandb
 
         self._stop_service = wandb.teardown if alone else lambda: None
@@ -87,7 +87,7 @@ class WandB:
                 resume="allow",
                 dir=str(folder),
                 config=config.as_dict(),
-                settings=wandb.Settings(console="off"),  # our lines go to the screen, not through its capture
+                settings=wandb.Settings(console="off"),  # W&B must not capture our output
             )
         except wandb.Error as error:  # no API key, no network
             raise ValueError(
@@ -106,7 +106,7 @@ class WandB:
     def close(self, status: str) -> None:
         self._run.summary["status"] = status
         self._run.finish(exit_code=0 if status in ("done", "stopped") else 1)
-        self._stop_service()  # which writes the last lines to the file: a rank ends without the handlers of atexit
+        self._stop_service()  # writes the last lines to the file: atexit handlers do not run in a rank
 
 
 def _run_id(folder: Path, start: int) -> str:

@@ -194,8 +194,8 @@ def split_attention(config: TrainConfig, mesh: DeviceMesh, pattern: Mask) -> Con
 def fill(model: Llama, config: TrainConfig, device: torch.device, *, reads: bool) -> None:
     """Give a model on the meta device its initial weights: from a checkpoint, or random ones that depend on the name.
 
-    A tensor-parallel rank reads only its slices. Of ranks with the same weights, the first reads them (`reads`) and the
-    others allocate memory: the wrapper of the model broadcasts them later.
+    A tensor-parallel rank reads only its slices. Among ranks with the same weights, the first reads them (`reads`). The
+    others only allocate memory: the wrapper of the model broadcasts the weights later.
     """
     places = {name: (module, key) for module, name, key in _slots(model)}
     owners: dict[Tensor, nn.Parameter] = {}
@@ -254,8 +254,8 @@ def fill_shards(objective: Objective, config: TrainConfig, device: torch.device)
 def load_into(model: Llama, folder: str | Path) -> None:
     """Load a checkpoint's weights into a model on its device: whole, tensor parallel, fully sharded, or both.
 
-    A rank reads only its slices of each tensor, and sends nothing. A checkpoint of another model is refused before
-    anything is overwritten.
+    Each rank reads only its slices of each tensor, without communication. A checkpoint of another model is refused
+    before anything is overwritten.
     """
     check_config(folder, model.config)
     held = dict(model.named_parameters())

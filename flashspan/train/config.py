@@ -40,7 +40,7 @@ class ModelSection:
     ffn_width: int = option(0, "Hidden size of the feed-forward layers; 0: the preset's")
 
     def resolve(self) -> LlamaConfig:
-        """The model's own config."""
+        """The config of the model."""
         from flashspan.model import preset, read_config
 
         names = ("vocab_size", "width", "num_layers", "num_heads", "num_kv_heads", "ffn_width")
@@ -115,7 +115,7 @@ class AttentionSection:
             raise ValueError(f"attention.share is a part of the blocks, at most 1: got {self.share}")
 
     def __str__(self) -> str:
-        """The pattern and what it takes: streaming(num_sinks=4, window=512)."""
+        """The pattern and its keys: streaming(num_sinks=4, window=512)."""
         taken = ", ".join(f"{name}={getattr(self, name)}" for name in PATTERNS[self.pattern])
         return f"{self.pattern}({taken})" if taken else self.pattern
 
@@ -198,7 +198,7 @@ class ParallelSection:
         return resolve_degrees(world_size, data=self.data, context=max(1, world_size // max(1, taken)), **rest)
 
     def default_ranks(self, num_gpus: int) -> int:
-        """How many processes to start when none are there."""
+        """The number of processes to start without torchrun."""
         if self.ranks:
             return self.ranks
         if self.data and self.context:
@@ -225,7 +225,7 @@ class LogSection:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """A whole run."""
+    """The config of a run."""
 
     model: ModelSection = field(default_factory=ModelSection)
     data: DataSection = field(default_factory=DataSection)
@@ -315,7 +315,7 @@ RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "checkpoint.grace": (f"at least 0 and at most {LONGEST:.0f} seconds", lambda x: 0 <= x <= LONGEST),
     "checkpoint.folder": ("the name of a folder", lambda x: bool(x.strip())),
 }
-"""What a value must be beyond a least one."""
+"""Rules in addition to the minima: for each key, the rule as text, and a function that tests a value."""
 
 
 SECTIONS: dict[str, Any] = {

@@ -94,7 +94,8 @@ def describe_evaluation(config: TrainConfig) -> str:
 
 
 def lack_of_memory(config: TrainConfig, num_ranks: int, num_here: int) -> str | None:
-    """The reason why this machine has too little memory for `num_here` ranks; None if it has enough, or if unknown."""
+    """The reason why this machine has too little memory for `num_here` ranks; None if it has enough, or if the free
+    memory is unknown."""
     peak = estimate(config, num_ranks).peak + PROCESS_BYTES
     where, free = "a CPU", available_bytes()
     if config.parallel.share_gpu:
@@ -143,7 +144,7 @@ def _standing(config: TrainConfig) -> str:
 def estimate(config: TrainConfig, num_ranks: int) -> Ledger:
     """The memory of one rank, computed by the planner."""
     degrees = config.parallel.degrees(num_ranks)
-    # The batch of one backward pass: its activations are in memory at a time.
+    # The batch of one backward pass: only its activations are in memory at the same time.
     batch = max(1, config.train.batch // config.train.accumulate)
     on_gpu = config.parallel.device != "cpu" and torch.cuda.is_available()
     run = Run(

@@ -1,7 +1,7 @@
-"""The training loop of one rank. Every rank runs it; what is shown does not depend on how many there are.
+"""The training loop, which every rank runs. Loss and gradient norm do not depend on the number of ranks.
 
-Labels are shifted before the sequence is split, the loss is a sum divided by the count of valid tokens over all ranks,
-gradients are summed over data, shard and context ranks: so loss and gradient norm are one device's.
+Labels are shifted before the sequence is split. The loss is a sum over valid tokens, divided by their number on all
+ranks. Gradients are summed over data, shard and context ranks.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Trainer:
         self.config, self.report = config, report
         self.device = _device(config)
         if config.train.tf32:
-            torch.set_float32_matmul_precision("high")  # which our own kernels ask for too
+            torch.set_float32_matmul_precision("high")  # our own kernels read this setting too
         degrees: dict[str, Any] = {**config.parallel.degrees(dist.get_world_size())}
         self.mesh = build_mesh(**degrees)
         self.shape = config.model.resolve()
@@ -64,18 +64,20 @@ class Trainer:
         if attend is not None:
             self.positions = attend.positions(config.data.sequence, self.device)
         self.guarded = skips_bad_steps(self.parts.optimizer)
-        self.alone = all(self.mesh[axis].size() == 1 for axis in ("shard", "context", "tensor"))  # in forward
+        # Whether forward runs without communication.
+        self.alone = all(self.mesh[axis].size() == 1 for axis in ("shard", "context", "tensor"))
         self.scale = FIRST_SCALE if config.train.precision == "float16" else 1.0
         self.steady = 0  # steps since the scale last changed
         self.step = self.saved = 0
         self.saved_at = time.monotonic()
-        self.overdue = False  # whether the last save is checkpoint.minutes ago, by the clock of the first rank
+        self.overdue = False  # whether the last save is at least checkpoint.minutes ago, by the first rank's clock
         self.ahead = RunAhead()
-        self.num_pairs = 0.0  # of the last step
-        self.fault: str | None = None  # why those of the next step cannot be read
+        self.num_pairs = 0.0  # visible (query, key) pairs of the last step, on all ranks
+        self.fault: str | None = None  # the reason why the next step's samples cannot be read
 
     def run(self, asked: Sequence[int] = ()) -> str:
-        """Train to the last step, or until there is a signal in `asked`; how it ended."""
+        """Train to the last step, or until `asked` has a signal. Returns the status: DONE, STOPPED, NOT_FINITE or
+        NOT_SAVED."""
         config, first = self.config, dist.get_rank() == 0
         notes: list[str] = []
         with contextlib.ExitStack() as held:
@@ -96,7 +98,7 @@ class Trainer:
             writer = Writer(self.folder, keep=config.checkpoint.keep, anew=anew, say=display.say)
             for note in notes:
                 display.say(note)
-            # A run that was asked to stop did not wait for the evaluation that was due, nor did one that was killed.
+            # A run that was stopped or killed may have ended before the evaluation that was due after this step.
             if self._is_evaluated(self.step) and not from_first(partial(display.evaluated, self.step)):
                 self._evaluate(display)
             begun = self.step
@@ -107,7 +109,7 @@ class Trainer:
                 self._save(writer)
             with report_silent_ranks(f"the checkpoint of step {self.step}"):
                 kept = from_first(writer.wait)
-            if first and not (how == STOPPED and config.checkpoint.grace):  # then the time is for the state
+            if first and not (how == STOPPED and config.checkpoint.grace):  # in the grace period, save only the state
                 try:
                     draw_loss(self.folder)
                 except OSError as error:
@@ -117,19 +119,20 @@ class Trainer:
         return how if kept else NOT_SAVED
 
     def _tell_fault(self, kept: bool) -> None:
-        """ValueError where the next step's samples could not be read."""
+        """ValueError if the next step's samples could not be read; `kept`: whether the state is saved."""
         if self.fault is not None:
             saved = "with its state saved" if kept else "and its state could not be saved"
             raise ValueError(f"{self.fault}; the run ended before step {self.step + 1}, {saved}")
 
     def _take_steps(self, display: Display, writer: Writer, asked: Sequence[int]) -> str:
-        """The steps that are left, shown, saved and evaluated when it is time to; how they ended."""
+        """Take the remaining steps and show them; save and evaluate when due. Returns the status: DONE, STOPPED or
+        NOT_FINITE."""
         config = self.config
         peak = peak_flops(self.device, dist.get_world_size(), config.train.precision)
         num_tokens = config.train.batch * config.data.sequence
         scaled, end = (self.scale, self.steady), 0.0
         while self.step < config.train.steps:
-            # A step that was begun runs while the one before it is shown.
+            # If the forward of this step was launched early, its time begins at the end of the previous step.
             begin = time.perf_counter() if not self.ahead.begun else end
             with report_silent_ranks(f"step {self.step + 1}"):
                 loss, norm, lr, stop = self.take_step(asked)
@@ -145,12 +148,12 @@ class Trainer:
                     f"step {self.step + 1}: loss {loss}, gradient norm {norm}: not finite; stopping before the "
                     "update, with the state as it was. Lower optimizer.lr, or look at the data of this step"
                 )
-                self.scale, self.steady = scaled  # no scale helps: the state before the step has its own
+                self.scale, self.steady = scaled  # no loss scale helps: restore the one before this step
                 return NOT_FINITE
             scaled = self.scale, self.steady
             end = time.perf_counter()
             seconds = end - begin
-            # Attention costs what that of a shorter causal sequence would, if its pattern or its documents show less.
+            # Patterns and documents hide pairs: `seen` is the length of a causal sequence with as many per token.
             seen = 2 * self.num_pairs / (config.train.batch * (config.data.sequence + 1))
             flops = self.shape.flops_per_token(seen) * num_tokens
             speed, mfu, memory = num_tokens / seconds, flops / seconds / peak, memory_gib(self.device)
@@ -165,28 +168,28 @@ class Trainer:
         return DONE
 
     def _is_evaluated(self, step: int) -> bool:
-        """Whether an evaluation comes after this many steps."""
+        """Whether an evaluation is due after this many steps."""
         train = self.config.train
         every = train.evaluate_every if self.validation is not None else 0
         return step > 0 and every > 0 and (step >= train.steps or step % every == 0)
 
     def _is_saved(self, step: int) -> bool:
-        """Whether a checkpoint does."""
+        """Whether a checkpoint is due after this many steps."""
         every = self.config.checkpoint.every
         return step == self.config.train.steps or (every > 0 and step % every == 0)
 
     def _is_overdue(self) -> bool:
-        """Whether this is the first rank and a checkpoint is due by its clock. Other ranks learn it with the loss."""
+        """On the first rank, whether a checkpoint is due by its clock; False on other ranks, which receive the first
+        rank's answer with the loss."""
         minutes = self.config.checkpoint.minutes
         return 0 < minutes <= (time.monotonic() - self.saved_at) / 60 and dist.get_rank() == 0
 
     def take_step(self, asked: Sized = ()) -> tuple[float, float, float, bool]:
-        """One optimizer step: its loss, gradient norm and learning rate, and whether any rank was asked to stop before
-        its gradients were there.
+        """Take one optimizer step. Returns its loss, gradient norm and learning rate, and whether the run must stop.
 
-        Where loss or norm is not finite nothing is updated, and the step is still to be taken. Samples of the next step
-        that cannot be read on some rank count as asking to stop. That step's forward may have been launched when this
-        returns, with the weights as they are (`RunAhead`).
+        The run must stop if a rank has a signal in `asked` by the time it has launched backward, or cannot read the
+        samples of the next step. If the loss or the norm is not finite, nothing is updated and `step` does not advance.
+        On return, the forward of the next step may already be launched, with the present weights (`RunAhead`).
         """
         config, optimizer = self.config, self.parts.optimizer
         batches, (count, num_pairs) = self._begin()
@@ -216,16 +219,16 @@ class Trainer:
             optimizer.found_inf = (~results.isfinite().all()).float()  # type: ignore[attr-defined]
             optimizer.step()
             optimizer.zero_grad()
-        # What the next step begins with, before the host waits: once it knows, the device has nothing else to do.
+        # Copy the next step's samples before the host waits: after that wait, the device has no work left.
         placed = [self.feed.place(*batch) for batch in following]
         self.ahead.place(self.step + 1, placed, sums[3:])
         wait = copy_to_host(results)
-        # An optimizer that heeds the results has made its step, or none: the host need not know to go on.
+        # A guarded optimizer skips a bad step by itself: the next forward need not wait for the results.
         between = self._is_saved(self.step + 1) or self._is_evaluated(self.step + 1)
         if placed and self.guarded and self.alone and not (stopping or between):
             with self.parts.without_sync(len(placed) > 1):
                 self.ahead.begin(self._forward)
-        # The one moment at which the host waits for the device, where there are neither documents nor data ranks.
+        # Without documents and other data ranks, the host waits for the device only here.
         loss, stops, overdue, norm, self.num_pairs = wait()
         self.overdue = overdue > 0
         fine = math.isfinite(loss) and math.isfinite(norm)
@@ -242,23 +245,23 @@ class Trainer:
         return loss, norm, lr, stops > 0
 
     def _begin(self) -> tuple[list[Placed], Tensor]:
-        """The step's samples, and how many targets and visible pairs there are on all ranks."""
+        """The step's samples, and their numbers of targets and visible pairs on all ranks."""
         ready = self.ahead.batches_of(self.step)
         if ready is None:
             read = self.feed.read(self.train, self.step)
             ready = [self.feed.place(*batch) for batch in read], self._sum(torch.stack(self._counts(read)))
-        # At least 1: where documents are short a step may have nothing to predict, which is no loss and not 0 / 0.
+        # At least 1: a step of short documents may have no targets. Its loss is then 0, not 0 / 0.
         batches, counts = ready
         return batches, counts.clamp(min=1)
 
     def _counts(self, batches: list[Batch]) -> tuple[Tensor, Tensor]:
-        """This rank's share of the targets and the visible pairs of these samples."""
+        """This rank's share of the numbers of targets and visible pairs of these samples."""
         pairs = self.feed.num_pairs(batches) / self.mesh["context"].size()  # context ranks read the same samples
         return self._number(num_targets(batches)), self._number(pairs)
 
     def _clip(self) -> Tensor:
-        """The norm of the gradients, free of the loss's scale; they are clipped here, or by an optimizer that divides
-        them as it reads them."""
+        """Remove the loss scale from the gradients, clip them, and return their norm before clipping. A guarded
+        optimizer clips them itself: it divides them by `grad_scale` when it reads them."""
         params, clip = list(self.parts.names), self.config.optimizer.clip
         if self.scale != 1.0:
             for param in params:
@@ -278,7 +281,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """The loss on the first samples of the validation file."""
+        """The loss on samples 0, 1, 2, ... of the validation data, as many as `num_evaluated` returns."""
         assert self.validation is not None
         self.parts.runner.eval()
         num_samples = num_evaluated(self.config, self.validation)
@@ -303,23 +306,24 @@ class Trainer:
         return loss
 
     def _number(self, value: float) -> Tensor:
-        """A number on the device, filled there and not copied: a copy would wait for all that the device has to do."""
+        """A float64 scalar on the device. It is filled there: a copy from the host would wait for all queued work."""
         return torch.full((), value, dtype=torch.float64, device=self.device)
 
     def _sum(self, values: Tensor) -> Tensor:
-        """Numbers summed over all ranks that hold different tokens, float64; tensor ranks hold the same."""
+        """The sum of these values over all ranks that have different tokens, float64. Tensor ranks have the same."""
         total = values.to(self.device, torch.float64, copy=True)
         dist.all_reduce(total)
         return total / self.num_tensor
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """16-bit products of float32 weights; weights that are themselves 16-bit need nothing."""
+        """A context for matmuls in `train.precision`; it does nothing if the weights already have this dtype."""
         train = self.config.train
         dtype = getattr(torch, train.precision)
         return torch.autocast(self.device.type, dtype, enabled=train.precision != train.weights)
 
     def _rescale(self, fine: bool) -> None:
-        """float16 gradients underflow unless the loss is large: halve it when one overflows, else let it grow."""
+        """Adjust the loss scale, which keeps float16 gradients from underflow: halve it after an overflow, double it
+        after GROW_AFTER steps without one."""
         self.steady = self.steady + 1 if fine else 0
         if not fine or self.steady == GROW_AFTER:
             self.scale *= 2.0 if fine else 0.5
@@ -328,7 +332,7 @@ class Trainer:
     def _save(self, writer: Writer) -> None:
         first = dist.get_rank() == 0
         with report_silent_ranks(f"the checkpoint of step {self.step}"):
-            from_first(writer.wait)  # for the state before: two at a time are more than memory may hold
+            from_first(writer.wait)  # for the previous state: two may not fit in memory
             model, moments = model_state(self.parts, keep=first), optimizer_state(self.parts, keep=first)
         if first:
             extra = {
@@ -343,8 +347,8 @@ class Trainer:
         self.saved, self.saved_at = self.step, time.monotonic()
 
     def _resume(self, notes: list[str], held: contextlib.ExitStack) -> float:
-        """Go on from the newest whole checkpoint, of the first rank's choice, and keep the folder until `held` ends.
-        When that was saved, if it was."""
+        """Lock the folder until `held` ends, and load the checkpoint that the first rank chooses, if there is one.
+        Returns the time at which it was saved; inf without a checkpoint or a time in it."""
         path = from_first(lambda: self._choose(notes, held))
         if path is None:
             return math.inf
@@ -353,7 +357,7 @@ class Trainer:
         load_optimizer_state(self.parts, state.optimizer, state.step)
         self.step = self.saved = state.step
         self.saved_at = time.monotonic()
-        # Another precision's scale says nothing of this one's.
+        # The saved loss scale is of use only if both runs are in float16.
         if self.config.train.precision == state.extra["config"]["train"]["precision"] == "float16":
             self.scale, self.steady = float(state.extra["scale"]), int(state.extra["steady"])
         if self.step < self.config.train.steps:
@@ -365,7 +369,8 @@ class Trainer:
         return float(state.extra.get("time", math.inf))
 
     def _new_schedule(self, before: dict[str, Any]) -> list[str]:
-        """A line where the run is to have another length than when it was saved, and so another rate at this step."""
+        """A list with a note if the number of steps has changed, and with it the learning rate at this step; else
+        an empty list."""
         old, new = before["train"]["steps"], self.config.train.steps
         was, now = (learning_rate(self.step, steps, self.config.optimizer) for steps in (old, new))
         if was == now:
@@ -373,7 +378,7 @@ class Trainer:
         return [f"the learning rate follows the new {new} steps (there were {old}): {was:.1e} -> {now:.1e}"]
 
     def _choose(self, notes: list[str], held: contextlib.ExitStack) -> Path | None:
-        """The checkpoint to resume from, once no other run uses the folder and what one left half written is gone."""
+        """Lock the folder, remove unfinished checkpoints and return the one to resume from; None to begin at step 0."""
         held.enter_context(locked_folder(self.folder))
         checkpoint.clear_unfinished(self.folder)
         return resume.choose(self.config, self.train.file, say=notes.append)

@@ -1,4 +1,4 @@
-"""What a run shows and writes: a line a step, metrics.jsonl, a picture of the loss."""
+"""The output of a run: a line per step on the screen, metrics.jsonl and loss.png."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .boards import Board
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One step: the same numbers under any parallelism, apart from speed and memory."""
+    """The metrics of one step. Only speed and memory depend on the parallelism config."""
 
     step: int
     loss: float
@@ -42,15 +42,15 @@ class StepMetrics:
 
 
 Report: TypeAlias = Callable[[StepMetrics], None]
-"""What is called with the metrics of each step."""
+"""A function that is called with the metrics of each step."""
 
 MOST_SHOWN = 999
-"""Runs of more steps do not show that number in each line, which would be wider than a terminal of 80 columns."""
+"""If a run has more steps, their number is not in each line: the line would be wider than 80 columns."""
 
 
 def describe(metrics: StepMetrics, num_steps: int, left: float) -> str:
-    """A step as a line of at most 79 characters, each field where it was in the line before; `left` is in seconds.
-    Where the device's peak is not known, without mfu."""
+    """A step as a line of at most 79 characters, with each field in the same column of every line. `left` is in
+    seconds. The line has no mfu if the device's peak is unknown."""
     mfu = "" if math.isnan(metrics.mfu) else f"mfu {_fit(100 * metrics.mfu, 3)}% "
     total = f"/{num_steps}" if num_steps <= MOST_SHOWN else ""
     return (
@@ -70,7 +70,7 @@ def _span(seconds: float) -> str:
 
 
 def _fit(value: float, width: int) -> str:
-    """A number of 0 or more in `width` characters, with the decimals that there is room for."""
+    """A number of 0 or more in `width` characters, with as many decimals as fit."""
     whole = f"{value:.0f}"
     if len(whole) > width:
         return f"{value:.0e}"
@@ -84,7 +84,7 @@ def _shorten(value: float) -> str:
 
 
 class Display:
-    """The first rank's screen and files; every other rank has one that is silent."""
+    """The output of the first rank, on the screen and in files. On the other ranks it is inactive."""
 
     def __init__(
         self,
@@ -97,14 +97,14 @@ class Display:
         saved: float = math.inf,
         report: Report | None = None,
     ) -> None:
-        """`start`: the step that the run resumes from, whose state was `saved` at that time."""
+        """`start`: the step from which the run resumes. `saved`: the time at which its checkpoint was saved."""
         self.folder, self.num_steps, self.active, self.report = folder, num_steps, active, report
         self._times: list[float] = []
-        """When the steps of this attempt ended."""
+        """The times at which the steps of this attempt ended."""
         self._bar: Any = None
         self._boards = boards
         self.status = "failed"
-        """How the run ended, for the boards: set before the end by a run that does not fail."""
+        """The status of the run, for the boards. A run that does not fail sets it before the end."""
         if not active:
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -117,7 +117,7 @@ class Display:
                 _drop_later(folder / "metrics.jsonl", start)
             elif aside := _set_aside(folder / "metrics.jsonl"):
                 self.say(f"the metrics.jsonl of an earlier run is kept as {aside}")
-            # No buffer: a line that the disk refuses must not come again with the next one, or when the file is closed.
+            # Unbuffered: a buffer would write a line that has failed again, with the next line or at close.
             self._log = _open_log(folder / "metrics.jsonl")
         except OSError as error:
             self._tell(error)
@@ -133,7 +133,7 @@ class Display:
             self.say(f"training to step {num_steps}")
 
     def say(self, text: str) -> None:
-        """A line on the screen."""
+        """Print a line on the screen."""
         if not self.active:
             return
         if self._bar is not None:
@@ -144,7 +144,7 @@ class Display:
     def step(self, metrics: StepMetrics) -> None:
         self._times.append(time.monotonic())
         self.say(describe(metrics, self.num_steps, self._left(metrics)))
-        if len(self._times) == 2:  # when the moments of the optimizer are there
+        if len(self._times) == 2:  # the moments of the optimizer are allocated by now
             self.say(f"memory: {metrics.memory_gib:.2f} GiB at most on the first rank so far")
         self._record({**asdict(metrics), "time": time.time()})
         if self.active and self.report is not None:
@@ -153,13 +153,13 @@ class Display:
             self._bar.update(self._task, completed=metrics.step)
 
     def _left(self, metrics: StepMetrics) -> float:
-        """Seconds to the last step, by all steps so far with what came between them."""
+        """The estimated seconds to the last step, from the steps so far and the evaluations and saves between them."""
         spans = len(self._times) - 1
         each = (self._times[-1] - self._times[0]) / spans if spans else metrics.seconds
         return each * (self.num_steps - metrics.step)
 
     def now(self, text: str) -> None:
-        """Say what comes after the last step and takes a while: in the bar, where there is one."""
+        """Show the work that follows the last step: in the progress bar if there is one, else as a line."""
         if self._bar is not None:
             self._bar.update(self._task, description=text)
         else:
@@ -170,7 +170,7 @@ class Display:
         self._record({"step": step, "validation_loss": loss})
 
     def evaluated(self, step: int) -> bool:
-        """Whether the validation loss of a step is recorded, or cannot be."""
+        """Whether metrics.jsonl has the validation loss of a step. Also True if the file cannot be read."""
         try:
             rows = read_metrics(self.folder / "metrics.jsonl")
         except OSError:
@@ -180,7 +180,7 @@ class Display:
     def _record(self, row: dict[str, Any]) -> None:
         if not self.active:
             return
-        # The mfu of a device whose peak is not known is no number, which JSON has no word for.
+        # Leave out NaN, which JSON does not have: the mfu of a device with an unknown peak.
         row = {key: value for key, value in row.items() if value == value}
         try:
             if self._log is not None:
@@ -191,7 +191,7 @@ class Display:
             self._tell(error)
 
     def _tell(self, error: OSError) -> None:
-        """A curve with holes is worth a line on the screen, once, and not the run."""
+        """Print the first error of writing metrics. Training continues without them."""
         if not self._told:
             self.say(f"metrics were not written: {error}; training continues without them. Free space in {self.folder}")
             self._told = True
@@ -212,19 +212,19 @@ class Display:
 
 
 def _open_log(file: Path) -> io.FileIO:
-    """A file of rows to append to; OSError for a pipe, which would block until someone reads it."""
+    """Open a file of rows to append to. OSError for a pipe: it would block until another process reads it."""
     if file.exists() and not file.is_file():
         raise OSError(f"{file} is not a regular file")
     return file.open("ab", buffering=0)
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl; a line that a kill cut short, or a disk damaged, is skipped."""
+    """The rows of a metrics.jsonl; truncated and damaged lines are skipped."""
     return _rows(file.read_bytes().splitlines() if file.is_file() else [])
 
 
 def _rows(lines: Iterable[bytes]) -> list[dict[str, Any]]:
-    """Those lines that are rows."""
+    """The rows in these lines; other lines are skipped."""
     rows = []
     for line in lines:
         with contextlib.suppress(ValueError):
@@ -235,7 +235,7 @@ def _rows(lines: Iterable[bytes]) -> list[dict[str, Any]]:
 
 
 def _append(log: io.FileIO, row: dict[str, Any]) -> None:
-    """Add a row, or nothing: what a disk that fills took of it would end the file for a reader."""
+    """Append a whole row. If the disk is full, remove the part that was written and raise OSError."""
     line = (json.dumps(row) + "\n").encode()
     end = log.seek(0, os.SEEK_END)
     try:
@@ -248,7 +248,7 @@ def _append(log: io.FileIO, row: dict[str, Any]) -> None:
 
 
 def _set_aside(file: Path) -> Path | None:
-    """Rename a file of rows to the first numbered name that is free, which is returned; None where there are none."""
+    """Rename a file of rows to the first free numbered name. Returns the new path; None if there are no rows."""
     if not file.is_file() or not file.stat().st_size:
         return None
     names = (file.with_name(f"{file.stem}-{number}{file.suffix}") for number in itertools.count(1))
@@ -256,8 +256,9 @@ def _set_aside(file: Path) -> Path | None:
 
 
 def _put_back(file: Path, saved: float) -> Path | None:
-    """Set aside the rows of a run that started after the last checkpoint was saved and left none of its own, and put
-    back the rows of the run that resumes. Returns the new path of the rows that were set aside, or None."""
+    """If the file has the rows of a run that began after the checkpoint was saved, and saved none itself, set them
+    aside and put back the rows of the run that resumes. Returns the new path of the rows that were set aside, or None.
+    """
     if _began(file) <= saved:
         return None
     older = [path for path in file.parent.glob(f"{file.stem}-*{file.suffix}") if _began(path) <= saved]
@@ -268,14 +269,14 @@ def _put_back(file: Path, saved: float) -> Path | None:
 
 
 def _began(file: Path) -> float:
-    """When the first of a file's rows was written, as far as they say."""
+    """The first time in a file's rows; -inf if they have none."""
     times = (row.get("time") for row in read_metrics(file))
     return next((time for time in times if isinstance(time, float)), -math.inf)
 
 
 def _drop_later(file: Path, start: int) -> None:
-    """Forget the rows of steps that will be taken again, so that a curve has each step once, and half a line at the
-    end. The file is cut: for that no disk is too full."""
+    """Truncate the file before the rows of steps after `start`, which will be repeated, or before an incomplete last
+    line. This works on a full disk too."""
     if not file.is_file():
         return
     with file.open("r+b") as stream:
@@ -288,7 +289,7 @@ def _drop_later(file: Path, start: int) -> None:
 
 
 def draw_loss(folder: Path) -> Path | None:
-    """A picture of the loss so far, loss.png; None when there is nothing to draw."""
+    """Draw the loss so far into loss.png. Returns its path; None if there is nothing to draw."""
     rows = read_metrics(folder / "metrics.jsonl")
     train = [(row["step"], row["loss"]) for row in rows if "loss" in row]
     if not train:
@@ -311,9 +312,9 @@ def draw_loss(folder: Path) -> Path | None:
 
 
 def peak_flops(device: torch.device, num_ranks: int, dtype: str) -> float:
-    """Operations per second that all ranks' GPUs could do in matmuls of this dtype, by their data sheet.
+    """The peak FLOPS of all ranks' GPUs in matmuls of this dtype, from their data sheet; NaN if unknown.
 
-    nan where that is not known. On a CPU it never is: a peak timed on a busy machine would differ from run to run.
+    It is always NaN on a CPU: a peak that was measured on a busy machine would differ from run to run.
     """
     if device.type != "cuda":
         return math.nan
@@ -327,7 +328,7 @@ def peak_flops(device: torch.device, num_ranks: int, dtype: str) -> float:
 
 
 def memory_gib(device: torch.device) -> float:
-    """The most memory this rank has held: allocated on its GPU, or resident in its process."""
+    """The peak memory of this rank in GiB: allocated on its GPU, or resident in its process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024

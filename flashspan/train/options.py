@@ -89,7 +89,7 @@ SYNONYMS = {
     "wandb_log": "log.wandb",
     "world_size": "parallel.ranks",
 }
-"""Names of other trainers for our keys."""
+"""Names that other trainers use -> our keys."""
 TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
@@ -128,7 +128,7 @@ def not_an_option(word: str) -> ValueError:
 
 @cache
 def reader() -> Any:
-    """The class that tyro reads a command line into: for each key the words after it, None where it is not given."""
+    """The class that tyro makes from a command line. It has the words after each key; None if the key is not given."""
     sections = []
     for section, cls in SECTIONS.items():
         fields = []
@@ -154,7 +154,7 @@ def metavar_of(key: str) -> str:
 
 
 def read_toml(path: str | Path) -> dict[str, dict[str, Any]]:
-    """A TOML file of sections."""
+    """The sections of a TOML file, each with its keys and values."""
     path = Path(path)
     if path.is_dir():
         raise ValueError(

@@ -1,7 +1,7 @@
 """The matmuls of a layer as the fused operators of flashspan/ops, if the GPU has kernels for all of them.
 
-Queries are multiplied by log2(e) / sqrt(D) before they are rounded. With a scale of ln 2, scores are then exponents of
-2, which attention's kernels need not multiply.
+Queries are multiplied by log2(e) / sqrt(D) before they are rounded. With a scale of ln 2, their dot products with keys
+are then exponents of 2: the kernels of attention need not scale them.
 """
 
 from __future__ import annotations

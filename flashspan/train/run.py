@@ -61,7 +61,7 @@ FAILED, LATE, INTERRUPTED = "failed", "late", "interrupted"
 
 
 def main(arguments: Sequence[str] = ()) -> int:
-    """The command: `[config.toml] [--section.key value ...] [--dry-run]`."""
+    """Run the command `[config.toml] [--section.key value ...] [--dry-run]` and return its exit code."""
     words = list(arguments)
     if {"-h", "--help"} & set(words):
         return show_help()
@@ -81,7 +81,7 @@ def run(config: TrainConfig, *, dry_run: bool = False, report: Report | None = N
 
     Under torchrun this process is one of the ranks; otherwise it starts them. `report` is called in this process after
     each step, under torchrun on the first rank. `dry_run` prints the config, the mesh and an estimate of the memory;
-    it starts and writes nothing, and refuses whatever the run would refuse.
+    it starts and writes nothing, and raises the errors that the run would raise before it starts.
     """
     if config.model.load:
         found = find_model(config.model.load, download=not dry_run)
@@ -95,7 +95,7 @@ def run(config: TrainConfig, *, dry_run: bool = False, report: Report | None = N
     has_own = _num_gpus(config) and not config.parallel.share_gpu
     lack = None if has_own else lack_of_memory(config, num_ranks, num_here)
     first = not joined or os.environ["RANK"] == "0"
-    if first and last_step(config.checkpoint.folder) < config.train.steps:  # it writes the checkpoints
+    if first and last_step(config.checkpoint.folder) < config.train.steps:  # only the first rank writes
         lack = lack or lack_of_disk(config)
     if dry_run:
         if config.model.load:
@@ -154,8 +154,8 @@ def check(config: TrainConfig, num_ranks: int, joined: bool = False) -> None:
 
 
 def check_tokenizer(config: TrainConfig, files: Sequence[TokenFile]) -> None:
-    """ValueError if the data and the weights to load have different tokenizers: the same numbers would mean other
-    words."""
+    """ValueError if the data and the weights to load have different tokenizers: the same token numbers would mean
+    other words."""
     name = tokenizer_of(config.model.load) if config.model.load else ""
     if not name:
         return
@@ -187,8 +187,8 @@ def warn_of_slow_matmuls(config: TrainConfig) -> None:
 
 
 def time_matmul(size: int, dtype: torch.dtype) -> float:
-    """Seconds of a square matmul on one thread, as for ranks that share a CPU: the best of three, or of fewer if they
-    take long."""
+    """The seconds of a square matmul on one thread, as in ranks that share a CPU. The best of three times, or of fewer
+    if they are long."""
     x, times = torch.ones(size, size, dtype=dtype), list[float]()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -276,7 +276,7 @@ def _join(config: TrainConfig, report: Report | None) -> str:
 
 
 def _end_late(config: TrainConfig) -> None:
-    """End this rank of torchrun, whose step exceeds `checkpoint.grace`."""
+    """End this rank of torchrun: it has not saved its state within `checkpoint.grace`."""
     if dist.get_rank() == 0:
         say(_summary(config, LATE))
     os._exit(1)

@@ -16,7 +16,7 @@ from .batches import Placed
 
 @dataclass
 class RunAhead:
-    """The prepared part of the next step: its samples, and perhaps the loss of the first batch.
+    """The prepared part of the next step: its samples, and the loss of its first batch if that was launched.
 
     State diagram::
 
@@ -45,7 +45,7 @@ class RunAhead:
         return self.loss is not None
 
     def place(self, step: int, batches: list[Placed], counts: Tensor) -> None:
-        """Keep the samples of a step; an empty list if there is no next step."""
+        """Store the samples of a step and their counts. `batches` is empty if there is no next step."""
         self.step, self.batches, self.counts = step if batches else -1, batches, counts if batches else None
 
     def begin(self, forward: Callable[[Placed], Tensor]) -> None:
@@ -59,7 +59,7 @@ class RunAhead:
         return (self.batches, self.counts) if step == self.step and self.counts is not None else None
 
     def take_loss(self) -> Tensor | None:
-        """The loss of the launched forward, once; None if none was launched."""
+        """Return the loss of the launched forward, and forget it; None if none was launched."""
         loss, self.loss = self.loss, None
         return loss
 
@@ -85,7 +85,7 @@ def copy_to_host(values: Tensor) -> Callable[[], list[float]]:
 
 
 def skips_bad_steps(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer itself does nothing where its found_inf says so. Then its step can be launched before the
+    """Whether the optimizer skips a step by itself if its `found_inf` is 1. Then its step can be launched before the
     host has read the results, and the device does not wait for the host."""
     whole = not any(is_dtensor(p) for group in optimizer.param_groups for p in group["params"])
     return isinstance(optimizer, torch.optim.AdamW) and bool(optimizer.defaults["fused"]) and whole

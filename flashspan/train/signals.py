@@ -14,7 +14,7 @@ from flashspan.stdout import discard_terminal
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 REPEAT = 1.0
-"""Seconds in which a second signal counts as the first: `timeout` signals its child, and then the child's group."""
+"""A second signal within this many seconds is ignored: `timeout` signals its child, and then the child's group."""
 
 
 @contextlib.contextmanager
@@ -40,7 +40,8 @@ def catch_signals(on_signal: Callable[[], None] = lambda: None) -> Iterator[list
     """Collect the signals that a rank gets in a list, which is read when a step ends; pending ones are included.
 
     Repeated signals have no further effect: a signal to the whole process group reaches a rank twice, directly and from
-    the parent. Only the parent counts signals, and ends the ranks. `on_signal` is called inside the handler.
+    the parent. Only the parent counts signals, and ends the ranks after a second one. `on_signal` is called inside the
+    handler.
     """
     asked: list[int] = []
 
@@ -58,8 +59,8 @@ def catch_signals(on_signal: Callable[[], None] = lambda: None) -> Iterator[list
 
 @contextlib.contextmanager
 def deadline(seconds: float, late: Callable[[], None]) -> Iterator[Callable[[], None]]:
-    """A function that starts a timer: unless the block has ended, `late` is called on a thread this many seconds later.
-    0 means no deadline. A signal handler may call the function: it takes no lock that this code holds."""
+    """Yield a function that starts a timer. `late` is called on a thread this many seconds later, unless the block has
+    ended; 0 means no deadline. A signal handler may call the function: it takes no lock that this code holds."""
     if not seconds:
         yield lambda: None
         return
@@ -88,7 +89,8 @@ class Stop:
         self._pids: tuple[int, ...] = ()
 
     def pass_to(self, pids: Sequence[int]) -> None:
-        """Set the ranks, after they have started; they replace those of an earlier attempt."""
+        """Set the ranks that have started, instead of those of an earlier attempt. If the command was asked to stop
+        before that, signal them."""
         self._pids = tuple(pids)
         if self.asked:
             self.send(signal.SIGKILL if self.late else signal.SIGTERM)

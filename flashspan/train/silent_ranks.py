@@ -45,6 +45,6 @@ def report_silent_ranks(when: str) -> Iterator[None]:
 
 
 def _is_communication_error(error: Exception) -> bool:
-    """Whether other ranks took part in this failure. gloo raises plain RuntimeErrors, recognised by their text."""
+    """Whether communication with other ranks failed. gloo raises plain RuntimeErrors, recognised by their text."""
     known = isinstance(error, (dist.DistError, ExchangeError, TimeoutError))
     return known or any(word in str(error) for word in ("gloo", "Timed out", "Connection", "NCCL"))

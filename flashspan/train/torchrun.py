@@ -25,9 +25,9 @@ def join(backend: str, timeout: float) -> None:
 def meet(store: dist.Store, rank: int, num_ranks: int, timeout: float) -> dist.Store:
     """A part of the store that no earlier process has written to. A collective; SilentRank if a rank does not arrive.
 
-    torchrun keeps its store when it restarts ranks, which would then read the addresses of the earlier processes
-    (pytorch issue 167288). Its count of restarts cannot distinguish them, because it differs between machines. So every
-    process has a random name, and a reply to that name shows that the first rank is alive.
+    torchrun keeps its store when it restarts ranks. New ranks would then read the addresses of the earlier processes
+    (pytorch issue 167288). Its count of restarts cannot distinguish the processes, because it differs between machines.
+    So every process has a random name, and a reply to that name shows that the first rank is alive.
     """
     me, deadline = uuid.uuid4().hex, time.monotonic() + timeout
     if rank == 0:
