@@ -5,11 +5,11 @@
     python benchmarks/compare_sass.py ../before . --only 'forward d64'
 
 Each checkout builds its own launches (`flashspan.kernels.compile`), so module and constant names may differ between the
-two. A variant is equal when Triton's own representation (TTGIR), from which all else is made, is the same, and is then
-compiled no further unless --assemble says so. Where it differs, SASS is compared, after addresses, labels and register
-names are numbered in the order of their first use. Line information is left out: with it, ptxas orders instructions by
-the numbers of source lines, and a comment changes the code. What was compiled is kept under --cache, by a hash of the
-checkout's sources and Triton's release.
+two. A variant counts as equal if Triton's own representation (TTGIR), from which the machine code is made, is the same;
+then its machine code is not made, except with --assemble. If the TTGIR differs, SASS is compared: without addresses,
+with labels and registers numbered in the order of their first use. Kernels are compiled without line information: with
+it, ptxas orders instructions by the numbers of source lines, so a comment would change the code. Results are kept under
+--cache, by a hash of the checkout's sources and Triton's release.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ MASKS: dict[str, dict[str, Any]] = {
     "unit window": {"mask": "window", "num_batch": 8, "scale": 0.6931471805599453},
     "parts": {"mask": "causal", "num_key_heads": 1, "num_batch": 2},
 }
-"""`num_batch` decides into how many parts a group of query heads is divided (4 in "parts", 1 in the others), and keeps
-few_tiles.py from serving the call."""
+"""`num_batch` determines the number of parts of a group of query heads (4 in "parts", 1 in the others), and is so large
+that few_tiles.py does not run the call."""
 
 
 def names() -> Iterator[str]:
-    """Every variant: kernel, head size, data type, mask, with a carry (or adding into gradients) or not."""
+    """Every variant: kernel, head size, dtype, mask, and plain or carry (continues a carry or adds into gradients)."""
     passes = ("forward", "backward", "keys", "queries")
     for head_dim in (64, 128, 256):
         for dtype, mask in (("bfloat16", "causal"), ("bfloat16", "full"), ("float16", "causal")):
@@ -74,7 +74,7 @@ def names() -> Iterator[str]:
 
 
 def launch_of(name: str) -> Any:
-    """The launch of one variant, on meta tensors; None where there is none (one pass for heads of 256)."""
+    """The launch of one variant, on meta tensors; None if there is no such kernel (one pass for heads of 256)."""
     import torch
 
     from flashspan.kernels.compile import hopper_launches, product_launches
@@ -106,11 +106,11 @@ def _mask(name: str) -> Any:
 
 
 class Stopped(Exception):
-    """Ends a compilation once its TTGIR is made."""
+    """Ends a compilation after its TTGIR is made."""
 
 
 def compile_variants(folder: Path, assemble: bool, wanted: list[str]) -> None:
-    """Compile variants of the checkout that is imported here, and keep what came out in a folder."""
+    """Compile variants of the checkout that is imported here, and write the results to a folder."""
     import triton
     from triton.backends.nvidia.compiler import CUDABackend
 
@@ -179,7 +179,7 @@ def normalised(code: str) -> list[str]:
 
 
 def measure(checkout: Path, cache: Path, assemble: bool, wanted: list[str]) -> dict[str, dict[str, Any]]:
-    """What every variant of a checkout compiles to, in a process of its own unless it is known."""
+    """The results of every variant of a checkout: from the cache, or compiled in a separate process."""
     import triton
 
     sources = hashlib.sha256(triton.__version__.encode())
@@ -204,7 +204,7 @@ def measure(checkout: Path, cache: Path, assemble: bool, wanted: list[str]) -> d
 
 
 def _path_to_triton() -> str:
-    """Where this process found Triton, if it was told by PYTHONPATH."""
+    """The folder from which this process imported Triton, if PYTHONPATH has it; otherwise empty."""
     import triton
 
     place = str(Path(triton.__file__).parents[1])

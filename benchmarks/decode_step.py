@@ -2,12 +2,13 @@
 
     PYTHONPATH=. python benchmarks/decode_step.py            # every tile
     PYTHONPATH=. python benchmarks/decode_step.py --quick    # the first few tiles of each matmul
-    PYTHONPATH=. python benchmarks/decode_step.py --tiny     # a tiny model: does it run?
+    PYTHONPATH=. python benchmarks/decode_step.py --tiny     # a tiny model, to test this program
 
-bfloat16, 1 and 16 rows, 8,192 tokens of context, everything in CUDA graphs. A kernel's time is that of one launch in a
-graph of one launch a layer, so that its weights come from memory, not from the L2 cache; GB/s counts weights (and for
-attention keys and values) alone. A tile that cannot be compiled or is wrong is reported and left out. The step's time
-with the fastest tiles follows, and then all of it with an early start. Kernels are compiled by many processes first.
+It measures in bfloat16, with 1 and 16 rows and 8,192 tokens of context, in CUDA graphs. A graph has one launch per
+layer, so that weights come from memory, not from the L2 cache; a kernel's time is that of one launch. GB/s counts only
+weights (for attention, keys and values). A tile that cannot be compiled or is wrong is reported and left out. Then the
+step is timed with the fastest tiles. All this is repeated with an early start. Several processes first compile the
+kernels.
 """
 
 from __future__ import annotations
@@ -69,11 +70,11 @@ PROJECT = [
 ]
 VARIANTS = {"project": PROJECT, "output": NARROW, "gated": WIDE, "down": NARROW, "head": WIDE}
 ENTRIES = {"output": "add", "down": "add"}
-"""Entries of matvec.TABLE, where they have other names."""
+"""Kind of matmul -> its entry in matvec.TABLE, if the names differ."""
 
 
 def make_tensors(config: LlamaConfig, num_rows: int, device: str, num_layers: int) -> SimpleNamespace:
-    """What the kernels read and write, with the weights of each layer."""
+    """The tensors that the kernels read and write, including the weights of each layer."""
     E, D, H, G, N = config.width, config.head_dim, config.num_heads, config.num_kv_heads, config.ffn_width
 
     def draw(*shape: int, scale: float = 1.0) -> Tensor:
@@ -125,7 +126,7 @@ def make_launch(kind: str, t: SimpleNamespace, i: int, size: Tile) -> Launch:
 
 
 def error(kind: str, t: SimpleNamespace, size: Tile) -> float:
-    """The relative error of a tile, on layer 0, against PyTorch in float32."""
+    """The relative error of a tile in layer 0, compared with PyTorch in float32."""
     rows, x = t.scaled.float(), t.x.float()
     weights = [w.float() for w in (t.head if kind == "head" else t.layers[0][kind])]
     if kind == "project":
@@ -145,7 +146,7 @@ def error(kind: str, t: SimpleNamespace, size: Tile) -> float:
 
 
 def compile_ahead(job: tuple[LlamaConfig, str, int, Tile]) -> None:
-    """In a process of its own: leave a compiled kernel in Triton's cache on disk."""
+    """Run in a separate process: compile a kernel into Triton's cache on disk."""
     config, kind, num_rows, size = job
     make_launch(kind, make_tensors(config, num_rows, "cuda", 1), 0, size).compiled()
 
@@ -161,7 +162,7 @@ def recorded(run: Callable[[], Any]) -> Callable[[], None]:
 
 
 def microseconds(run: Callable[[], Any], times: int = 10, repeats: int = 5) -> float:
-    """The median time of a call, of several in a row."""
+    """The median time of a call; each measurement is of several calls in a row."""
     for _ in range(3):
         run()
     found = []
@@ -177,7 +178,7 @@ def microseconds(run: Callable[[], Any], times: int = 10, repeats: int = 5) -> f
 
 
 def measure_tiles(config: LlamaConfig, num_rows: int, num_tiles: int, early: bool) -> dict[str, Tile]:
-    """Print the time of each tile of each matmul; the fastest."""
+    """Print the time of each tile of each matmul; return the fastest of each."""
     t, best = make_tensors(config, num_rows, "cuda", config.num_layers), {}
     for kind, sizes in VARIANTS.items():
         fastest = float("inf")
@@ -192,7 +193,7 @@ def measure_tiles(config: LlamaConfig, num_rows: int, num_tiles: int, early: boo
                 launches = [make_launch(kind, t, i, tile) for i in range(num_launches)]
                 run = recorded(lambda launches=launches: [launch() for launch in launches])
                 spent = microseconds(run) / num_launches
-            except Exception as problem:  # this tile is left out, whatever it is
+            except Exception as problem:  # whatever fails, this tile is left out
                 print(f"{name} failed: {type(problem).__name__}: {problem}"[:200], flush=True)
                 continue
             verdict = "" if wrong < 1e-2 else f"  WRONG: error {wrong:.1e}"
@@ -216,7 +217,7 @@ def measure_attention(config: LlamaConfig, num_rows: int, length: int) -> None:
 
 
 def measure_step(model: Llama, num_rows: int, length: int, name: str, *, fused: bool) -> Tensor:
-    """Print the time of a token, its greedy choice included; the logits of a step."""
+    """Print the time of a token, including its greedy choice; return the logits of a step."""
     config, context = model.config, Whole(fused=fused)
     tokens = torch.arange(num_rows, device="cuda").unsqueeze(1)
     context.begin(model, tokens, torch.ones(num_rows, dtype=torch.int64), length + ROOM)
@@ -267,7 +268,7 @@ def main() -> None:
         model = Llama(config, attention=attention).bfloat16().eval()
     with torch.inference_mode():
         shipped, wanted = dict(matvec.TABLE), {}
-        for early in (False, True):  # those that start early last: the rest is known then, whatever they do
+        for early in (False, True):  # early start last: if it fails, the other results are printed
             for num_rows in asked.rows:
                 print(f"{torch.cuda.get_device_name()}, {num_rows} rows, {length} tokens{', early' if early else ''}")
                 best = measure_tiles(config, num_rows, num_tiles, early)
@@ -291,7 +292,7 @@ def main() -> None:
 
 
 TABLED = {"project": "project", "down": "add", "gated": "gated", "head": "head"}
-"""The entry of matvec.TABLE that each kind of matmul decides: "output" has that of "down"."""
+"""Kind of matmul -> the entry of matvec.TABLE for which its fastest tile is used; "output" uses that of "down"."""
 
 
 if __name__ == "__main__":

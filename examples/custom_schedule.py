@@ -40,7 +40,7 @@ def rotation(visibility: Visibility) -> Schedule:
 causal = masks.causal()
 large = Visibility(place("zigzag", 64_000, 64), causal)
 verify(rotation(large), large)  # every visible pair once, nothing sent needlessly, no deadlock
-verify(reverse(rotation(large)), large)  # backward too
+verify(reverse(rotation(large)), large)  # the same for backward
 print(f"verified for 64 ranks: {len(rotation(large).transfers)} messages, a ring has {len(ring(large).transfers)}")
 
 torch.manual_seed(0)

@@ -2,8 +2,8 @@
 
 torchrun --nproc-per-node 2 examples/hybrid_block.py
 
-`HybridBlock` receives attention as a function of q, k and v [B, H, T, D], here a sliding window; the function sees this
-rank's heads. The program compares the block on several ranks with the same block on one.
+`HybridBlock` receives attention as a function of q, k and v [B, H, T, D], here with a sliding window. The function gets
+this rank's heads. The program compares the block on several ranks with the same block on one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from flashspan.parallel import ColumnParallelLinear, RowParallelLinear, apply_re
 class HybridBlock(nn.Module):
     """x + output(attention(norm(x))), then x + down(silu(gate(norm(x))) * up(norm(x))). [B, T, E] -> [B, T, E].
 
-    Heads and features are split over the mesh; with `sequence_parallel`, so are the activations between the layers:
+    Heads and features are split over the mesh. With `sequence_parallel`, activations between the layers are split too:
     [B, T / ranks, E]. Other arguments of a call are passed to the attention. All ranks start with the weights of the
     mesh's first rank.
     """
@@ -89,7 +89,7 @@ class HybridBlock(nn.Module):
 
 
 def main() -> None:
-    """The block over all ranks, compared with the block on this rank alone: output and gradient of the input."""
+    """Compare the block over all ranks with the block on this rank alone: the output, and the input's gradient."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     num_ranks = dist.get_world_size()

@@ -15,7 +15,7 @@ device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.
 if cuda:
     torch.cuda.set_device(device)
 dist.init_process_group("nccl" if cuda else "gloo")
-torch.manual_seed(0)  # the same whole sequence on every rank, to compare with
+torch.manual_seed(0)  # every rank makes the same whole sequence, for the comparison
 whole = torch.randn(3, 1, 8, 1000, 64, device=device)
 
 attend = context_parallel(dist.group.WORLD, layout="zigzag", strategy="ring")

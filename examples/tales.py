@@ -1,4 +1,4 @@
-"""Prints the text in the package: short tales from a small grammar, the same in each run.
+"""Prints the text file of the package: short tales from a small grammar, the same in each run.
 
 python examples/tales.py > flashspan/data/corpus/tales.txt
 """
@@ -200,7 +200,7 @@ def with_article(noun: str) -> str:
 
 
 def make_tale(chance: random.Random) -> str:
-    """One tale: somebody finds a thing, meets somebody who wants it, and gives it away or does not."""
+    """One tale: the hero finds a thing, meets another who asks for it, and gives it away or keeps it."""
     pick = chance.choice
     hero, other = chance.sample(NAMES, 2)
     thing, price = chance.sample(THINGS, 2)
@@ -230,7 +230,7 @@ def make_tale(chance: random.Random) -> str:
 
 
 def make_book() -> str:
-    """All tales."""
+    """The text of all tales."""
     chance = random.Random(SEED)
     return BREAK.join(make_tale(chance) for _ in range(NUM_TALES))
 

@@ -1,4 +1,4 @@
-"""Prints the tokenizer in the package: byte-level BPE with a small vocabulary, trained on the tales.
+"""Prints the tokenizer file of the package: byte-level BPE with a small vocabulary, trained on the tales.
 
 python examples/tales_tokenizer.py flashspan/data/corpus/tales.txt > flashspan/data/corpus/tokenizer.json
 """

@@ -56,10 +56,10 @@ def _compiled(device_type: str) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
 
 @functools.cache
 def _flash_attention(name: str, *, compiled: bool = False) -> type[torch.autograd.Function]:
-    """An autograd.Function on one implementation of flashspan.kernels, or on its forward and a compiled backward; the
-    course's [B, N, D] has one head."""
+    """An autograd.Function with one implementation of flashspan.kernels, or with its forward and a compiled backward.
+    The course's tensors [B, N, D] have one head."""
     kernels: LocalAttention = importlib.import_module(f"flashspan.kernels.{name}")
-    # The kernels are finished code: torch.compile may compile around them, and is kept from looking inside.
+    # torch.compile may compile the code around the kernels, but must not trace into them.
     attend, pull = torch.compiler.disable(kernels.forward), torch.compiler.disable(kernels.backward)
 
     class FlashAttention2(torch.autograd.Function):
@@ -75,7 +75,7 @@ def _flash_attention(name: str, *, compiled: bool = False) -> type[torch.autogra
         @staticmethod
         def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
             q, k, v, out, lse = ctx.saved_tensors
-            dout = douts[0].contiguous()  # that of a plain sum() has stride 0
+            dout = douts[0].contiguous()  # the gradient of a plain sum() has stride 0
             delta = row_delta(dout.unsqueeze(1), out.unsqueeze(1)).squeeze(1)
             if compiled:
                 problem = ctx.problem
@@ -165,7 +165,7 @@ class FullySharded(nn.Module):
     def average_replicated(self) -> None:
         """Average the gradients of replicated parameters over ranks, in one message. A collective.
 
-        Where only some ranks have a gradient the others count as 0; where no rank has one it stays None.
+        If only some ranks have a gradient, it counts as 0 on the others; if no rank has it, it stays None.
         """
         if not self._replicated:
             return

@@ -1,1 +1,1 @@
-"""Plug-ins that bring flashspan's attention to other people's models. Each imports its library only when it is used."""
+"""Plug-ins for flashspan's attention in models of other libraries. Each imports its library only when it is used."""

@@ -1,13 +1,13 @@
-"""From the mask functions of transformers to the masks of flashspan.
+"""Converts the mask functions of transformers to the masks of flashspan.
 
-transformers describes a mask as a function (batch, head, query, key) -> bool, composed of closures of its own
-(`masking_utils.py`: causal, sliding window, chunks, packed sequences, image blocks, padding). Such a closure is
-recognised by its code object, and its meaning is read from the variables it closes over: the result is a `Band` or
-`Rows`, and no [T, S] mask is ever made. Any other function becomes a block map, made once per forward pass.
+transformers describes a mask as a function (batch, head, query, key) -> bool, composed of the closures in its
+`masking_utils.py`: causal, sliding window, chunks, packed sequences, image blocks, padding. A closure is recognised by
+its code object, and its parameters are read from the variables it closes over. The result is a `Band` or `Rows`, and no
+[T, S] mask is made. Any other function becomes a block map, made once per forward pass.
 
-Note: recognition is checked. `Translator` compares each kind of closure with the function's own result on a small
-grid, once. If a later release of transformers changes the meaning of a kind, it is no longer recognised, and becomes a
-block map: slower, but still exact.
+Note: recognition is checked. For each kind of closure, `Translator` once compares its mask with the function's own
+result on a small grid. If a later release of transformers changes the meaning of a kind, functions of that kind become
+block maps: slower, but still exact.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ MaskFunction: TypeAlias = Callable[..., Any]
 class Grid:
     """The queries and keys of one mask: query i is token q_offset + i of its sequence, key j is token kv_offset + j.
 
-    q_offset is a tensor for a static cache: its value may live on a GPU, and is not read here.
-    documents, position: set while reading what packed sequences share: the sequence and the position of each token.
+    q_offset is a tensor for a static cache. It may be on a GPU, so its value is not read here.
+    documents, position: the sequence of each token, and its position there; set while packed sequences are read.
     """
 
     num_batch: int
@@ -54,12 +54,12 @@ class Grid:
 
     @property
     def is_square(self) -> bool:
-        """Whether the queries and the keys are the same tokens, all of them."""
+        """Whether both the queries and the keys are all tokens of the sequence."""
         starts_at_0 = isinstance(self.q_offset, int) and self.q_offset == self.kv_offset == 0
         return starts_at_0 and self.num_queries == self.num_keys
 
     def near(self, first: int | Tensor | None, last: int | Tensor | None) -> Mask:
-        """Keys from `first` to `last` tokens after the query's own (negative: before); tensors are [T] or [B, T]."""
+        """The mask of keys `first` to `last` tokens after the query (negative: before); tensors are [T] or [B, T]."""
         if isinstance(self.q_offset, int) and not isinstance(first, Tensor) and not isinstance(last, Tensor):
             shift = self.q_offset - self.kv_offset
             band = Band(None if first is None else shift + first, None if last is None else shift + last)
@@ -70,16 +70,16 @@ class Grid:
         return self.rows(start, end)
 
     def rows(self, start: Tensor, end: Tensor) -> Rows:
-        """Keys j with start <= j < end, [T] or [B, T]."""
+        """The mask of keys j with start <= j < end, both [T] or [B, T]."""
         start, end = torch.broadcast_tensors(start, end)
         start, end = canonical(start.clamp(0, self.num_keys).int(), end.clamp(0, self.num_keys).int())
-        # One query is always ascending; reading the numbers would wait for the device.
+        # The bounds of one query are always ascending; reading them would wait for the device.
         convex = self.num_queries == 1 or bool((start.diff() >= 0).all() and (end.diff() >= 0).all())
         return Rows(start, end, self.num_keys, convex=convex)
 
 
 Reader: TypeAlias = Callable[..., Mask | None]
-"""(translator, grid, **variables of a closure) to its mask; None if the keys of a query are not an interval."""
+"""(translator, grid, **variables of a closure) -> the closure's mask; None if a query's keys are not an interval."""
 
 
 class Translator:
@@ -123,7 +123,7 @@ class Translator:
     ) -> Mask:
         """The mask of a function, with keys hidden where `padding` [B, S'] is False.
 
-        one_by_one: the function may be written for single indices (it is then mapped over tensors by torch.vmap).
+        one_by_one: the function may be written for single indices; torch.vmap then maps it over tensors.
         """
         if padding is not None:
             missing = grid.kv_offset + grid.num_keys - padding.shape[-1]  # a static cache: room for later tokens
@@ -139,7 +139,7 @@ class Translator:
         return None if reader is None else reader(self, grid, **closed_over(function))
 
     def counts_chunks(self, function: MaskFunction) -> bool:
-        """Whether a mask has chunks that are counted from the start of the row."""
+        """Whether a mask function has chunks that are counted from the start of the row."""
         if getattr(function, "__code__", None) is self.chunk_code:
             return True
         return any(map(self.counts_chunks, closed_over(function).get("mask_functions", ())))
@@ -165,7 +165,7 @@ def closed_over(function: MaskFunction) -> dict[str, Any]:
 
 
 def _mapped(function: MaskFunction) -> MaskFunction:
-    """A function of single indices as one of tensors [1, 1], [1, 1], [rows, 1], [1, columns]."""
+    """Turn a function of single indices into one of tensors [1, 1], [1, 1], [rows, 1], [1, columns]."""
     # Lets the function index its own tensors by one index, as transformers and FlexAttention do.
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
@@ -180,7 +180,7 @@ def _mapped(function: MaskFunction) -> MaskFunction:
     return evaluate
 
 
-# One reader for each closure of transformers: its parameters are the variables the closure holds.
+# One reader for each closure of transformers. The reader's parameters are the variables of the closure.
 
 
 def _everything(translator: Translator, grid: Grid) -> Mask:
@@ -230,7 +230,8 @@ def _image_block(translator: Translator, grid: Grid, block_sequence_ids: Tensor)
 
 
 def _own_run(grid: Grid, ids: Tensor) -> Mask | None:
-    """Queries see the tokens with their own id, ids [B, L] for tokens 0..L; a negative id sees none."""
+    """The mask in which a query sees the tokens with its own id, and none if its id is negative. ids [B, L] of tokens 0
+    to L - 1. None if the tokens of an id are not one run."""
     if grid.position is not None or ids.shape[-1] < grid.kv_offset + grid.num_keys:
         return None
     num_tokens, query = ids.shape[-1], grid.query
@@ -238,7 +239,7 @@ def _own_run(grid: Grid, ids: Tensor) -> Mask | None:
     begins = torch.ones_like(ids, dtype=torch.bool)
     begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
     ends = begins.roll(-1, -1)
-    # Runs that share an id would be one set of keys with a gap: an id that begins must be larger than all before it.
+    # Two runs with one id would be a set of keys with a gap, so the id of a new run must exceed all earlier ids.
     before = torch.nn.functional.pad(ids.cummax(-1).values[:, :-1], (1, 0), value=-1)
     if not bool((~begins | (ids < 0) | (ids > before)).all()):
         return None
@@ -249,7 +250,8 @@ def _own_run(grid: Grid, ids: Tensor) -> Mask | None:
 
 
 def _remapped(translator: Translator, grid: Grid, mask_function: MaskFunction, position_ids: Tensor) -> Mask | None:
-    """A function of positions within a packed sequence: near tokens are as far apart as their positions there."""
+    """The mask of a function of positions within packed sequences; None unless positions there increase by 1: then two
+    tokens of a sequence are as far apart as their positions."""
     if grid.documents is None or grid.position is not None or not grid.is_square:
         return None
     apart = grid.documents.diff() != 0
@@ -272,7 +274,7 @@ def _all(translator: Translator, grid: Grid, mask_functions: tuple[MaskFunction,
 
 
 def _any(translator: Translator, grid: Grid, mask_functions: tuple[MaskFunction, ...]) -> Mask | None:
-    # Packed sequences would have to bound each part by itself.
+    # Only a mask of packed sequences inside a part limits that part, so those outside do not count here.
     parts = [translator.read(function, replace(grid, documents=None)) for function in mask_functions]
     found: Mask | None = parts[0]
     for mask in parts[1:]:
@@ -281,7 +283,7 @@ def _any(translator: Translator, grid: Grid, mask_functions: tuple[MaskFunction,
 
 
 def _union(grid: Grid, one: Mask, two: Mask) -> Mask:
-    """Both: rows where their intervals meet in every query, else a block map."""
+    """The union of two masks: `Rows` if the two intervals of every query overlap or touch, else a block map."""
     if not isinstance(one, Blocks) and not isinstance(two, Blocks):
         pairs = [mask.intervals(grid.num_queries, grid.num_keys) for mask in (one, two)]
         (a, b), (c, d) = ((start.to(grid.device), end.to(grid.device)) for start, end in pairs)
@@ -307,11 +309,11 @@ READERS: dict[str, Reader] = {
     "packed_sequence_mask_function": _packed,
     "remap_positions_for_packed_sequence": _remapped,
 }
-"""Names in transformers' masking_utils, of functions and of the makers of closures."""
+"""Names in transformers' masking_utils (functions, and functions that make closures) -> their readers."""
 
 
 def sample_functions(masking_utils: Any) -> dict[str, MaskFunction]:
-    """One function of each kind that this release has, by its name in READERS, for 6 queries and 6 keys."""
+    """One mask function of each kind that this release has, by its name in READERS, for 6 queries and 6 keys."""
     utils, causal = masking_utils, masking_utils.causal_mask_function
     packed = torch.tensor([[0, 0, 0, 1, 1, 2]])
     position = torch.tensor([[0, 1, 2, 0, 1, 0]])

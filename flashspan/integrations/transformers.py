@@ -11,7 +11,7 @@ transformers then calls two functions of this file: `make_mask` once in each for
 model has, and `attend` in each layer. transformers passes the result of `make_mask` unchanged to the layers: a
 `SpanMask` that contains a `Band`, `Rows` or `Blocks`, and no [T, S] tensor. docs/transformers.md lists what works.
 
-Note: the name. transformers treats every name that contains "flash", "sdpa" or "flex_attention" as one of its own.
+Note: the name "span". transformers treats every name that contains "flash", "sdpa" or "flex_attention" as its own.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from flashspan.masks import Band, documents
 
 NAME = "span"
 OLDEST, NEWEST = (5, 17), (5, 23)
-"""The releases of transformers this file was tested with; later ones of the same major version are allowed."""
+"""The oldest and newest release of transformers that was tested; later ones of the same major version are allowed."""
 
 HARMLESS = frozenset(
     {
@@ -66,7 +66,7 @@ HIDES = -1e9
 def register() -> None:
     """Make attn_implementation="span" known to transformers; call it once, before the model is made or switched.
 
-    Raises ValueError where transformers is missing or of a release this was not written for.
+    Raises ValueError if transformers is missing or its release is not supported.
 
     Example:
         flashspan.integrations.transformers.register()
@@ -110,7 +110,7 @@ class SpanMask(BlockMask):
 
     def __init__(self, mask: Mask, shape: tuple[int, int, int, int], *, counts: bool = False) -> None:
         self.mask, self._shape = mask, shape
-        self.counts = counts  # chunks of tokens from the first of the row: not those of packed sequences
+        self.counts = counts  # chunks from the row's first token, not from that of each packed sequence
         self._within: tuple[Tensor, Mask] | None = None
 
     @property
@@ -139,7 +139,7 @@ class SpanMask(BlockMask):
         return SpanMask(self.mask.to(device), self.shape) if isinstance(device, (str, torch.device)) else self
 
     def to_dense(self) -> Tensor:
-        """bool [B or 1, 1, T, S]: for tests and pictures."""
+        """The mask as a bool tensor [B or 1, 1, T, S], for tests and pictures."""
         dense = masks.dense(self.mask, *self.shape[2:])
         return dense[:, None] if dense.dim() == 3 else dense[(None,) * (4 - dense.dim())]
 
@@ -147,7 +147,7 @@ class SpanMask(BlockMask):
         return f"SpanMask({self.mask!r}, shape={self.shape})"
 
     def __getitem__(self, index: Any) -> SpanMask:
-        """Slices of the queries and keys: mask[:, :, a:b, c:d]."""
+        """The mask of slices of the queries and keys: mask[:, :, a:b, c:d]."""
         parts = index if isinstance(index, tuple) else (index,)
         parts = (*parts, *[slice(None)] * (4 - len(parts)))
         if len(parts) != 4 or not all(isinstance(part, slice) for part in parts) or parts[:2] != (slice(None),) * 2:
@@ -164,7 +164,7 @@ class SpanMask(BlockMask):
     def fit(self, num_queries: int, num_keys: int) -> Mask:
         """The mask for a layer's queries and keys."""
         _, _, own_queries, own_keys = self.shape
-        if own_queries == own_keys == 1 and self.mask == Band():  # a tensor of one number would broadcast
+        if own_queries == own_keys == 1 and self.mask == Band():  # as a tensor of one element would broadcast
             return self.mask
         if (num_queries, num_keys) != (own_queries, own_keys):
             raise ValueError(
@@ -174,7 +174,7 @@ class SpanMask(BlockMask):
         return self.mask
 
     def within(self, ends: Tensor, key_ends: Tensor | None) -> SpanMask:
-        """Only the keys of a query's own packed sequence; `ends` are the cumulative lengths [N + 1], from 0."""
+        """This mask, limited to each query's own packed sequence; `ends` are the cumulative lengths [N + 1], from 0."""
         if self.counts:
             raise ValueError(
                 f"cu_seq_lens_q needs position_ids that restart in each sequence and use_cache=False where a layer has "
@@ -253,7 +253,8 @@ def attend(
 ) -> tuple[Tensor, None]:
     """One layer's attention: query [B, H, T, D], key and value [B, K, S, D] to [B, T, H, D], and no weights.
 
-    sliding_window: used only if there is no mask, since a mask already includes it. Unsupported arguments are refused.
+    sliding_window: a mask already includes it; without a mask, a window shorter than the keys is refused. So are
+    unsupported arguments.
     """
     refuse_unserved(query, key, value, kwargs)
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
@@ -277,7 +278,7 @@ def attend(
         raise ValueError(
             f"a layer with a sliding window needs a mask: got a window of {sliding_window} without one; {OTHERWISE}"
         )
-    else:  # as transformers does for PyTorch's attention: one query continues a cache, more start at its beginning
+    else:  # as transformers does with SDPA: one query continues a cache, several queries begin at the first key
         mask = Band(None, 0) if is_causal and num_queries > 1 else Band()
     if query.shape[0] != key.shape[0]:  # learned queries, the same for the whole batch
         query = query.expand(key.shape[0], -1, -1, -1)
@@ -286,7 +287,7 @@ def attend(
 
 
 def refuse_unserved(query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any]) -> None:
-    """ValueError, with its name, for an argument or a size that `attend` does not support."""
+    """ValueError that names the argument or size, if `attend` does not support one."""
     for name, given in arguments.items():
         if given is None or given is False or name in HARMLESS:
             continue
@@ -303,13 +304,13 @@ def refuse_unserved(query: Tensor, key: Tensor, value: Tensor, arguments: dict[s
 
 
 _READ: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Masks that users gave as tensors -> (a copy of the tensor, the same as a mask of flashspan)."""
+"""A mask that a user gave as a tensor -> (a copy of the tensor, the mask of flashspan made from it)."""
 
 
 def mask_of_tensor(given: Tensor, query: Tensor, num_keys: int) -> Mask:
-    """A finished mask [B, 1, T, S] of a user or a model: bool, or 0 where visible and very negative elsewhere. It is
-    read once for all layers. Whether it has changed since is seen from its numbers: in inference mode PyTorch does not
-    count changes."""
+    """The mask of flashspan for a finished mask [B, 1, T, S] of a user or a model: bool, or 0 where visible and very
+    negative elsewhere. It is converted once for all layers. Its values are compared with a copy to find out whether it
+    has changed, because PyTorch does not count changes in inference mode."""
     if not isinstance(given, Tensor) or given.dim() != 4:
         shape = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
         raise ValueError(f"a finished attention mask must be a tensor [B, 1, T, S]: got {shape}; {OTHERWISE}")

@@ -15,7 +15,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's scaling of RoPE frequencies: low ones are divided by `factor`, high ones not, others in between."""
+    """Llama 3's scaling of RoPE frequencies: low ones are divided by `factor`, high ones kept, others interpolated."""
 
     factor: float = 8.0
     low_freq_factor: float = 1.0
@@ -88,7 +88,7 @@ class LlamaConfig:
 
     def flops_per_token(self, num_tokens: float) -> float:
         """FLOPs of a training step per token, for causal sequences of this length."""
-        scores = self.num_layers * self.num_heads * self.head_dim * num_tokens  # half of the pairs are hidden
+        scores = self.num_layers * self.num_heads * self.head_dim * num_tokens  # causal: half of the pairs are hidden
         return 6.0 * (self.num_matrix_parameters + scores)
 
 
@@ -132,7 +132,7 @@ PRESETS: dict[str, LlamaConfig] = {
 
 
 def preset(name: str, **changes: Any) -> LlamaConfig:
-    """The preset of this name, with fields replaced."""
+    """The preset of this name, with the fields in `changes` replaced."""
     if name not in PRESETS:
         close = difflib.get_close_matches(name, PRESETS, 1)
         hint = f"did you mean {close[0]!r}? " if close else ""

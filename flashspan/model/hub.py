@@ -1,8 +1,9 @@
-"""Models on the Hugging Face Hub, by names like meta-llama/Llama-3.2-1B: the folder of each on this machine.
+"""Finds a model of the Hugging Face Hub by its name, such as meta-llama/Llama-3.2-1B: its folder on this machine.
 
     folder = find_model("meta-llama/Llama-3.2-1B")  # from the cache of huggingface_hub, or downloaded into it
 
-A folder of that name wins, then the cache, then a download. Only safetensors and JSON files are downloaded, no pickle.
+A local folder of that name comes first, then the cache, then a download. Only safetensors and JSON files are
+downloaded, no pickle.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from .huggingface import files_to_read
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 WANTED = ("*.safetensors", "*.json")
-"""The files of a repository that a model is read from, its tokenizer.json among them."""
+"""The files of a repository that a model is read from, including its tokenizer.json."""
 UNWANTED = ("*/*", "consolidated*")
-"""Files in folders, and weights that some repositories hold twice, under the names of their original code."""
+"""Files in subfolders, and the second copy of the weights that some repositories have, in the original format."""
 RUNS = "runs"
-"""The folder of `flashspan train`: a path that begins with it is a run, even before there is one."""
+"""The folder of `flashspan train`: a path that begins with it is a run, even if that does not exist yet."""
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether a name is that of a model on the Hub: ORG/NAME, and nothing of that name or named ORG is here."""
+    """Whether a name is that of a model on the Hub: ORG/NAME, not a run, and no file or folder ORG exists here."""
     if not NAME.fullmatch(name):
         return False
     first = name.partition("/")[0]
@@ -34,11 +35,12 @@ def is_hub_name(name: str) -> bool:
 
 
 def find_model(name: str, *, download: bool = True, config_only: bool = False) -> str:
-    """The folder of a model. What is not a name on the Hub is returned as it is, and its reader reports what is wrong.
+    """The folder of a model on the Hub. Any other name is returned unchanged; the code that reads it reports errors.
 
     Without `download` a model that is not in the cache is an error. `config_only`: only its config.json is needed.
 
-    ValueError without such a model, a network, permission or huggingface_hub, with the command that downloads it.
+    ValueError, with the command that downloads the model, if it cannot be found or downloaded, or if huggingface_hub is
+    not installed.
     """
     if not is_hub_name(name):
         return name
@@ -60,7 +62,7 @@ def find_model(name: str, *, download: bool = True, config_only: bool = False) -
     print(f"downloading {name} from the Hugging Face Hub", file=sys.stderr, flush=True)
     try:
         return snapshot_download(name, allow_patterns=wanted, ignore_patterns=UNWANTED)
-    except Exception as error:  # of the Hub, the network or the disk: the library has dozens of types
+    except Exception as error:  # errors of the Hub, the network or the disk have dozens of types
         raise _failure(name, _reason(error)) from error
 
 
@@ -84,7 +86,7 @@ def _failure(name: str, reason: str) -> ValueError:
 
 
 def _reason(error: Exception) -> str:
-    """What an error of the Hub says, in one line: its messages have several, with a web address."""
+    """The reason for a Hub error in one line; the library's messages have several, with a web address."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     if isinstance(error, GatedRepoError):

@@ -1,11 +1,10 @@
-"""Hugging Face checkpoints, read and written: safetensors and JSON, by our own reading of both.
+"""Reads and writes Hugging Face checkpoints: safetensors and JSON, with our own checks of both.
 
     model = load_llama("path/to/Llama-3.2-1B", attention=flashspan.attention)
     save_llama(model, "out")
 
-A folder from a stranger runs nothing here: no pickle is opened, config.json is read field by field, an index may name
-only files in its own folder, and sizes are bounded before they are used. The weights must be those of the config, no
-fewer and no more.
+An untrusted folder cannot run code: no pickle is opened, config.json is read field by field, an index may name only
+files in its own folder, and sizes are bounded before they are used. The weights must be exactly those of the config.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from .config import LlamaConfig
 from .huggingface_config import describe_config, read_config
 from .llama import Attend, Llama
 
-# Ours -> theirs; {} is a layer's number. One table serves reading and writing.
+# Our parameter name -> Hugging Face's name; {} is a layer's number. The table is used to read and to write.
 NAMES = {
     "embed.weight": "model.embed_tokens.weight",
     "layers.{}.attention_norm.weight": "model.layers.{}.input_layernorm.weight",
@@ -47,16 +46,17 @@ NAMES = {
     "head.weight": "lm_head.weight",
 }
 IGNORED = (".rotary_emb.inv_freq",)
-"""Endings of stored tensors that are not weights: old versions of transformers wrote them, none reads them."""
+"""Endings of the names of stored tensors that are not weights: old versions of transformers wrote them, none reads
+them."""
 MAX_HEADER_BYTES = 100 * 2**20
 MAX_TENSORS = 100_000
 FLOATS = ("F64", "F32", "F16", "BF16")
-"""What weights may be, as safetensors calls it."""
+"""The dtypes that weights may have, by their names in safetensors."""
 SHARD_BYTES = 5 * 2**30
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 ROWS = 4096
-"""Rows of two matrices that are compared at a time."""
+"""The number of rows of two matrices that are compared at a time."""
 
 Part = Callable[[str, torch.Size], tuple[slice, ...] | None]
 """part(name, whole shape) -> the slices of this parameter to read; None for all of it."""
@@ -72,12 +72,12 @@ def load_llama(
 ) -> Llama:
     """The model of a checkpoint folder, with its weights, in `dtype` (None: as stored).
 
-    `verify`: compare the files with their hashes, where the folder has a manifest.json. It reads them all once more.
+    `verify`: if the folder has a manifest.json, first compare the files with its hashes, which reads them once more.
     """
     if verify:
         refuse_damaged_weights(folder)
     config = read_config(folder)
-    # Before the model is built, even on the meta device: what config.json claims must have its weights.
+    # Read the weights before building the model, even on the meta device: they confirm the sizes in config.json.
     weights = {name: value.to(device, dtype or value.dtype) for name, value in read_weights(folder, config)}
     with torch.device("meta"):
         model = Llama(config, attention=attention)
@@ -88,9 +88,9 @@ def load_llama(
 
 
 def check_config(folder: str | Path, config: LlamaConfig) -> None:
-    """Refuse a checkpoint whose config.json describes another model than this one, or than its weights. Reads headers.
+    """ValueError if a checkpoint's config.json describes another model than `config`, or than its weights.
 
-    max_tokens may differ: nothing reads it.
+    It reads only the headers of the weights. max_tokens may differ, since no code uses it.
     """
     theirs, ours = ({**dataclasses.asdict(x), "max_tokens": 0} for x in (read_config(folder), config))
     if differ := [f"{name} is {theirs[name]}, not {value}" for name, value in ours.items() if theirs[name] != value]:
@@ -102,7 +102,7 @@ def check_config(folder: str | Path, config: LlamaConfig) -> None:
 
 
 def save_llama(model: Llama, folder: str | Path, *, shard_bytes: int = SHARD_BYTES) -> list[str]:
-    """Write config.json, the model's weights, in shards, and a manifest of their hashes; the names of the files."""
+    """Write config.json, the model's weights in shards, and a manifest of their hashes; return the files' names."""
     files = save_state(model.state_dict(), model.config, folder, shard_bytes=shard_bytes)
     write_manifest(Path(folder), files)
     return [*files, MANIFEST]
@@ -111,10 +111,10 @@ def save_llama(model: Llama, folder: str | Path, *, shard_bytes: int = SHARD_BYT
 def save_state(
     state: Mapping[str, Tensor], config: LlamaConfig, folder: str | Path, *, shard_bytes: int = SHARD_BYTES
 ) -> list[str]:
-    """`save_llama` of whole tensors under our names, without a model or a manifest."""
+    """`save_llama` for whole tensors under our names, instead of a model; writes no manifest."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    for stale in weight_files(folder):  # of a model saved here before, perhaps in more files
+    for stale in weight_files(folder):  # of a model saved here earlier, perhaps in more files
         (folder / stale).unlink()
     shards: list[dict[str, Tensor]] = [{}]
     used = 0
@@ -139,13 +139,13 @@ def save_state(
         files.append(INDEX)
     dtype = str(next(iter(shards[0].values())).dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(describe_config(config, dtype), indent=2))
-    for file in files:  # the library makes files that only the owner can read
+    for file in files:  # safetensors makes files that only the owner can read
         shutil.copymode(folder / "config.json", folder / file)
     return [*files, "config.json"]
 
 
 def names(config: LlamaConfig) -> dict[str, str]:
-    """Every stored parameter of a model: our name -> theirs. A tied head is not stored."""
+    """Every stored parameter of a model: our name -> Hugging Face's. A tied head is not stored."""
     found: dict[str, str] = {}
     for ours, theirs in NAMES.items():
         if "{}" in ours:
@@ -156,8 +156,8 @@ def names(config: LlamaConfig) -> dict[str, str]:
 
 
 def read_weights(folder: str | Path, config: LlamaConfig, *, part: Part | None = None) -> Iterator[tuple[str, Tensor]]:
-    """(our name, tensor) of every parameter, one at a time; with `part`, only those slices leave the disk."""
-    # All are checked before the first is read: a model must not be left with half of another's weights.
+    """Yield (our name, tensor) for every parameter; with `part`, only its slices are read from disk."""
+    # Check all before reading the first: an error must not leave a model with half of another model's weights.
     shapes, by_file = check_weights(folder, config)
     wanted = names(config)
     for file, ours_here in by_file.items():
@@ -168,9 +168,9 @@ def read_weights(folder: str | Path, config: LlamaConfig, *, part: Part | None =
 
 
 def check_weights(folder: str | Path, config: LlamaConfig) -> tuple[dict[str, torch.Size], dict[Path, list[str]]]:
-    """ValueError unless a folder holds the weights of this model: their names, shapes and types. Reads headers only.
+    """ValueError unless a folder has the weights of this model, with the right shapes and dtypes. Reads headers only.
 
-    Returns the shape of each parameter, and which of them each file holds, by our names.
+    Returns the shape of each parameter, and the parameters that each file holds, by our names.
     """
     by_file: dict[Path, list[str]] = {}
     for ours, file in locate(folder, config).items():
@@ -200,10 +200,11 @@ def _check_tensor(stored: Any, shape: torch.Size, name: str) -> None:
 
 
 def locate(folder: str | Path, config: LlamaConfig) -> dict[str, Path]:
-    """Which file holds each parameter of a model, by our names. ValueError where one is missing, or one is not of this
-    model: a bias, say, without which the model would compute something else.
+    """The file that holds each parameter of a model, by our names. ValueError if a parameter is missing, or if there is
+    a tensor that the model does not have, such as a bias: without it, the model would compute something else.
 
-    This reads names only, and comes before a model is built: else a number in config.json could ask for any memory.
+    Must be called before a model is built: otherwise a number in config.json could request any amount of memory. Reads
+    only names, and the values of a stored tied head.
     """
     held = find_tensors(folder)
     num_layers = len({name.split(".")[2] for name in held if name.startswith("model.layers.")})
@@ -232,7 +233,7 @@ def _listed(tensors: list[str]) -> str:
 
 
 def _require_tied(held: Mapping[str, Path]) -> None:
-    """ValueError where a stored head is not the embedding that config.json says it is."""
+    """ValueError if a stored head differs from the embedding, to which config.json ties it."""
     embed, head = NAMES["embed.weight"], NAMES["head.weight"]
     with safe_open(held[embed], framework="pt") as first, safe_open(held[head], framework="pt") as second:
         left, right = first.get_slice(embed), second.get_slice(head)
@@ -247,7 +248,7 @@ def _require_tied(held: Mapping[str, Path]) -> None:
 
 
 def find_tensors(folder: str | Path) -> dict[str, Path]:
-    """Which file of a checkpoint folder holds each tensor, by their names; every header is checked."""
+    """The file of a checkpoint folder that holds each tensor, by Hugging Face's names. Checks every header."""
     folder = Path(folder)
     index, single = folder / INDEX, folder / SINGLE
     if os.path.lexists(index):
@@ -275,7 +276,7 @@ def find_tensors(folder: str | Path) -> dict[str, Path]:
 
 
 def read_index(file: Path) -> dict[str, str]:
-    """Which file of its folder an index says holds each tensor."""
+    """The name of the file that holds each tensor, according to an index."""
     found = read_json(file).get("weight_map")
     if not isinstance(found, dict) or not 0 < len(found) <= MAX_TENSORS:
         raise ValueError(f"{file} needs a weight_map of 1 to {MAX_TENSORS} tensors")
@@ -288,19 +289,20 @@ def read_index(file: Path) -> dict[str, str]:
 
 
 def weight_files(folder: Path) -> list[str]:
-    """The names of the files in a folder that hold weights, or say where they are, as `find_tensors` reads them."""
+    """The names of the weight files and of the weight index in a folder, as `find_tensors` reads them."""
     return sorted(path.name for path in folder.iterdir() if WEIGHTS.fullmatch(path.name))
 
 
 def files_to_read(folder: Path) -> set[str]:
-    """The names of the files of a folder that its model is read from."""
+    """The names of the files that a folder's model is read from."""
     files = {"config.json", *weight_files(folder)}
     return files | (set(read_index(folder / INDEX).values()) if INDEX in files else {SINGLE})
 
 
 def refuse_damaged_weights(folder: str | Path) -> None:
-    """ValueError where a folder has a manifest.json and its files are not as that says, or the model's are not listed.
-    A folder that another program wrote has none, and passes."""
+    """ValueError if a folder's files differ from its manifest.json, or the manifest does not list the model's files.
+
+    A folder without a manifest, which another program wrote, passes."""
     folder = Path(folder)
     if not os.path.lexists(folder / MANIFEST):
         return
@@ -315,7 +317,7 @@ def refuse_damaged_weights(folder: str | Path) -> None:
 
 
 def read_header(file: Path) -> set[str]:
-    """The names of the tensors in a safetensors file, once its header is known to be sane and its length right."""
+    """The names of the tensors in a safetensors file. ValueError if its header or its length is wrong."""
     size = require_file(file, "the checkpoint is incomplete; fetch it again").stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")

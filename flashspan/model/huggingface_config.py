@@ -1,4 +1,4 @@
-"""config.json of a Hugging Face folder, read and written by our own list of fields.
+"""Reads and writes the config.json of a Hugging Face folder, with our own list of fields.
 
 A field that would change the model and is not implemented here is refused, never ignored.
 """
@@ -33,8 +33,8 @@ def _one_of(*values: Any) -> Callable[[Any], bool]:
     return lambda value: value in values
 
 
-# Fields that change what a model of this family computes, and the values that change nothing. Absent or null is always
-# one of those.
+# Fields that change what a model of this family computes -> whether a value changes nothing. Absent and null values
+# never change anything.
 NEUTRAL: dict[str, Callable[[Any], bool]] = {
     "hidden_act": _one_of("silu"),
     "hidden_activation": _one_of("silu"),
@@ -69,12 +69,12 @@ ROPE_FIELDS = ("rope_type", "type", "rope_theta", "partial_rotary_factor", *LLAM
 
 
 def read_config(folder: str | Path) -> LlamaConfig:
-    """The model that a folder's config.json describes. ValueError where it asks for anything that is not here."""
+    """The config in a folder's config.json. ValueError if it asks for anything that is not implemented here."""
     file = Path(folder) / "config.json"
     raw = read_json(file)
     try:
         return _config_of(raw)
-    except (ValueError, OverflowError) as error:  # OverflowError: an integer beyond any float
+    except (ValueError, OverflowError) as error:  # OverflowError: an integer too large for a float
         raise ValueError(f"{file}: {error}") from error
 
 
@@ -102,7 +102,7 @@ def _rope(raw: dict[str, Any]) -> dict[str, Any]:
     """The rotary settings, as fields of LlamaConfig.
 
     transformers 5 writes one object, `rope_parameters`; older files have a number `rope_theta` and an object
-    `rope_scaling`. Where a file has both, they must say the same.
+    `rope_scaling`. If a file has both, they must agree.
     """
     rope: dict[str, Any] = {}
     theta = {} if raw.get("rope_theta") is None else {"rope_theta": raw["rope_theta"]}
@@ -131,7 +131,7 @@ def _rope(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rope_object(raw: dict[str, Any], name: str) -> dict[str, Any]:
-    """One object of rotary settings, with a `rope_type`; empty where the file has none."""
+    """The object `name` of rotary settings, with a `rope_type`; empty if the file has no such object."""
     found = raw.get(name) or {}
     if not isinstance(found, dict):
         raise ValueError(f"{name} must be an object, got {found!r}")

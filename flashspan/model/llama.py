@@ -6,8 +6,8 @@
     logits = model.logits(hidden[:, -1])       # [B, V]
 
 The attention is an argument, called as attention(q, k, v, causal=True) or attention(q, k, v, mask=mask). The model has
-no code for several devices: on a part of a sequence, its inputs are the part's tokens, their positions and the mask of
-the whole sequence, which it passes to an attention that communicates with the other ranks.
+no code for several devices. For a part of a sequence, its inputs are the tokens of that part, their positions, and the
+mask of the whole sequence. The model passes the mask to an attention that communicates with the other ranks.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Products(NamedTuple):
 
 
 class RMSNorm(nn.RMSNorm):
-    """Each row over its root mean square, times a weight: PyTorch's kernel, or plain operators under torch.compile.
+    """Divides each row by its root mean square and multiplies it by a weight.
 
-    With plain operators, the inverse roots are a separate tensor. If it is saved, recomputing the norm needs no
-    reduction.
+    It uses PyTorch's kernel, but plain operators under torch.compile: then the inverse roots are a separate tensor. If
+    that is saved, recomputing the norm needs no reduction.
     """
 
     eps: float
@@ -181,7 +181,7 @@ class Llama(nn.Module):
             layer.attention.products = layer.ffn.products = products
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., E] -> [..., V]."""
+        """The logits of hidden states. [..., E] -> [..., V]."""
         return self.head(hidden)
 
     def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
@@ -196,7 +196,7 @@ class Llama(nn.Module):
 
 
 def initial_weight(name: str, shape: Sequence[int], config: LlamaConfig, seed: int) -> Tensor:
-    """A parameter's initial value: 1 for norms, otherwise normal with standard deviation 0.02, and less for matrices
+    """A parameter's initial value: 1 for norms, otherwise normal with standard deviation 0.02, or less for matrices
     whose output is added to the residual stream.
 
     An untied embedding has standard deviation 1: with a much smaller one, the outputs of the first layers dominate, and

@@ -14,9 +14,9 @@ from torch import Tensor
 IGNORE = -100
 CHUNK_BYTES = 2**31
 """The size of a chunk's logits: 8192 tokens of a vocabulary of 128,256 in bfloat16. Each chunk reads and writes the
-weight's gradient once, there a gigabyte of float32, so chunks should be large."""
+weight's gradient once (a gigabyte in float32 for this vocabulary and width 2048), so chunks should be large."""
 MOST_ROWS = 2**14
-"""The most rows in a chunk: with more, their sum in the weight's gradient could overflow float16."""
+"""The maximum number of rows in a chunk: the weight's gradient, a sum over more rows, could overflow float16."""
 PART_NUMBERS = 2**26
 """The number of logits in a part of an unfused computation: 256 MiB for each float32 intermediate."""
 
@@ -29,7 +29,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     """sum(cross_entropy(x @ weight.T, targets)) in float32. x [N, E], weight [V, E], targets [N]; -100 is ignored.
 
-    Under autocast, matmuls have its dtype, as in a linear layer. Differentiable once. `slope` is `slope_in_parts`, a
+    Under autocast, matmuls use its dtype, as in a linear layer. Differentiable once. `slope` is `slope_in_parts`, a
     compiled `slope_at_once`, or a kernel.
     """
     if torch.is_autocast_enabled(x.device.type):
@@ -57,9 +57,9 @@ def chunk_rows(vocab_size: int, itemsize: int) -> int:
 def slope_at_once(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """The losses [n] of logits [n, V], float32 or wider, and their gradients [n, V].
 
-    A gradient is the probabilities, minus one at the target; 0 in an ignored row.
+    The gradient of a row is its probabilities, minus 1 at the target; it is 0 in an ignored row.
 
-    The gradients are a new tensor: compiled code (torch 2.11) reads an overwritten input too late.
+    The gradients are a new tensor, because compiled code (torch 2.11) reads an overwritten input too late.
     """
     goals = targets.unsqueeze(-1)  # [n, 1]
     valid = goals != IGNORE
@@ -115,7 +115,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
         dx, dweight = ctx.saved_tensors
-        if dweight is not None:  # directly in its dtype: in float32 it may take a gigabyte
+        if dweight is not None:  # written in the weight's dtype: float32 may take a gigabyte
             dweight = torch.mul(dweight, dout, out=torch.empty_like(dweight, dtype=ctx.dtype))
         if dx is not None:
             dx = (dx.to(_wide(dx.dtype)) * dout).to(dx.dtype)

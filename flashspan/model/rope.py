@@ -43,7 +43,8 @@ def frequencies(config: LlamaConfig, device: torch.device | str = "cpu") -> Tens
 
 
 def _stretch(plain: Tensor, scaling: RopeScaling) -> Tensor:
-    """Llama 3's rule: a pair with fewer than low_freq_factor rotations over the original length is slowed by factor."""
+    """Llama 3's rule: divide frequencies with fewer than low_freq_factor turns over the original length by `factor`,
+    keep those with more than high_freq_factor turns, and interpolate between."""
     turns = scaling.original_max_tokens * plain / (2 * math.pi)
     fast = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
     return (1 - fast) * plain / scaling.factor + fast * plain

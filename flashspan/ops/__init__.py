@@ -1,7 +1,7 @@
 """Fused operations of a transformer layer, other than attention, for any model.
 
-On a Hopper GPU they run fused kernels; elsewhere, and for shapes or dtypes that the kernels do not support, their
-references in plain PyTorch. All are differentiable operators that torch.compile supports.
+On a Hopper GPU they run fused kernels. Elsewhere, and for shapes or dtypes that the kernels do not support, they run
+their references in plain PyTorch. All are differentiable operators that torch.compile supports.
 
     q, k, v = ops.qkv_rope(x, wq, wk, wv, cos, sin)
     x = ops.linear_add(x, mixed, wo)

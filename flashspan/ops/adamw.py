@@ -11,11 +11,12 @@ from torch import Tensor
 
 
 class AdamW(torch.optim.AdamW):
-    """torch.optim.AdamW(fused=True), with the same state. A group is one launch if `fits` and its options allow it."""
+    """torch.optim.AdamW(fused=True), with the same state. Each group is one launch if `fits` and all groups' options
+    allow it; otherwise PyTorch's step runs."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient, unless `found_inf` is not 0."""
+        """Update all parameters that have a gradient; if `found_inf` is set and not 0, update nothing."""
         from flashspan.kernels.portable.adamw import adamw, fits
 
         parts: list[tuple[dict[str, Any], list[list[Tensor]]]] = []

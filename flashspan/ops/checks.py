@@ -1,4 +1,4 @@
-"""The shapes that the public operators require: tokens are flattened, so wrong shapes could still fit together."""
+"""Checks of the public operators' shapes. Operators flatten the tokens, so wrong shapes could still fit together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def check_tokens(name: str, **tensors: Tensor | None) -> None:
 
 
 def check_weights(name: str, rows: int | None, columns: int, **weights: Tensor) -> None:
-    """ValueError unless the weights are [rows, columns]; any number of rows without `rows`."""
+    """ValueError unless the weights are [rows, columns]; `rows=None` allows any number of rows."""
     for key, weight in weights.items():
         if weight.dim() != 2 or weight.shape[1] != columns or rows not in (None, weight.shape[0]):
             asked = f"[{'rows' if rows is None else rows}, {columns}]"
@@ -24,7 +24,7 @@ def check_weights(name: str, rows: int | None, columns: int, **weights: Tensor) 
 
 
 def check_angles(name: str, x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """ValueError unless cos and sin have one row for each token of x [B, T, E], and no gradient is asked of them."""
+    """ValueError unless cos and sin have one row for each token of x [B, T, E], and require no gradient."""
     batch, length = x.shape[:2]
     if cos.shape != sin.shape or tuple(cos.shape[:-1]) not in ((length, 1), (1, length, 1), (batch, length, 1)):
         raise ValueError(

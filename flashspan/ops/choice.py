@@ -33,7 +33,7 @@ def choose(name: str, kernel: Callable[[], Result], reference: Callable[[], Resu
 
 
 def fits(*tensors: Tensor) -> bool:
-    """Whether the Hopper kernels support these matrices: one 16-bit dtype, rows of a multiple of 16 bytes."""
+    """Whether the Hopper kernels support these matrices: a Hopper GPU, one 16-bit dtype, rows of a multiple of 16 B."""
     kinds = {(x.device, x.dtype) for x in tensors}
     ((device, dtype),) = kinds if len(kinds) == 1 else ((torch.device("cpu"), torch.float32),)
     sixteen = dtype in (torch.float16, torch.bfloat16)
@@ -46,7 +46,7 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under autocast, the tensors in its dtype, as inputs of a matmul are; float64 stays."""
+    """The tensors; under autocast, converted to its dtype like the inputs of a matmul, except float64."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return tensors

@@ -30,7 +30,7 @@ def swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, *, residual: Tenso
 def reference(
     x: Tensor | None, normed: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The output, plus x if there is one; gate; up."""
+    """The output (plus x unless that is None), gate and up."""
     gate, up = normed @ gate_weight.T, normed @ up_weight.T
     out = (F.silu(gate) * up) @ down_weight.T
     return out if x is None else x + out, gate, up
@@ -76,7 +76,7 @@ def _(
 
 @torch.library.custom_op("flashspan::gated_backward", mutates_args=())
 def _gated_backward(dout: Tensor, down_weight: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of gate and up, and silu(gate) * up again."""
+    """The gradients of gate and up, and silu(gate) * up, recomputed."""
     return reference_backward(dout, down_weight, gate, up)
 
 

@@ -11,11 +11,11 @@ from .collectives import local_part, part_like
 
 
 class Bucket:
-    """Gradients that are reduced together: one flat tensor, a view of it per parameter, and two flags per gradient:
-    whether this rank had it, and whether this rank lacked it.
+    """Gradients that are reduced together: one flat tensor with a view per parameter, and two flags per parameter. The
+    first flag is 1 if this rank has the gradient, the second is 1 if it lacks the gradient.
 
-    Flags are summed with the gradients, so each rank learns, without another collective, whether any rank had or lacked
-    a gradient. Sums are only compared with 0: in 16 bits, 511 of 512 ranks would round to all.
+    Flags are summed with the gradients. So every rank knows, without another collective, whether any rank has or lacks
+    a gradient. Sums are only compared with 0, because 16-bit sums are rounded: 511 of 512 ranks would read as 512.
     """
 
     def __init__(self, params: list[nn.Parameter], num_ranks: int) -> None:
@@ -61,7 +61,8 @@ class Bucket:
 
 
 def pack(params: list[nn.Parameter], cap: float, num_ranks: int) -> list[Bucket]:
-    """Buckets of at most `cap` bytes (or one parameter) in reverse order, in which gradients are computed."""
+    """Pack parameters into buckets of at most `cap` bytes (or one parameter), last parameters first: backward computes
+    gradients in about that order."""
     filled: list[list[nn.Parameter]] = []
     current: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}
     for param in reversed(params):

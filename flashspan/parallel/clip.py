@@ -1,7 +1,7 @@
 """Gradient clipping by global norm, for whole and for sharded gradients.
 
-A plain gradient is whole on every rank (it has been reduced over data and context) and counts once. A DTensor gradient
-(tensor parallel, FSDP2, or both) is summed over exactly the mesh axes along which it is split.
+A plain gradient is whole on every rank (it has been reduced over data and context) and counts once. The norm of a
+DTensor gradient (tensor parallel, FSDP2, or both) is reduced over exactly the mesh axes along which it is split.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _Split = tuple[DeviceMesh | None, tuple[int, ...]]
 
 
 def grad_norm(params: Tensor | Iterable[Tensor], *, norm_type: float = 2.0) -> Tensor:
-    """The norm of all gradients, at least float32, equal on every rank. A collective if any is sharded."""
+    """The norm of all gradients, in float32 or wider, equal on every rank. A collective if any parameter is sharded."""
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive (2 for the Euclidean norm, inf for the maximum): got {norm_type}")
     params = _distinct(params)
@@ -39,7 +39,7 @@ def grad_norm(params: Tensor | Iterable[Tensor], *, norm_type: float = 2.0) -> T
 
 @torch.no_grad()
 def clip_grad_norm(params: Tensor | Iterable[Tensor], max_norm: float, *, norm_type: float = 2.0) -> Tensor:
-    """Scale all gradients in place to a norm of at most `max_norm`; return the norm before. A collective."""
+    """Scale all gradients in place to a norm of at most `max_norm`; return the norm before scaling. A collective."""
     params = _distinct(params)
     norm, factor = clip_factor(params, max_norm, norm_type=norm_type)
     grads = [param.grad for param in params if param.grad is not None]
@@ -62,7 +62,7 @@ def clip_factor(params: Tensor | Iterable[Tensor], max_norm: float, *, norm_type
 
 
 def _distinct(params: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    """A list of the parameters, with tied ones once."""
+    """The parameters as a list, each tied parameter once."""
     return [params] if isinstance(params, Tensor) else list(dict.fromkeys(params))
 
 
@@ -85,12 +85,12 @@ def _whole_or_shard(grad: Tensor) -> Tensor:
 
 
 def _local_power(grads: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """Sum of |x|^p over this rank's elements, or their maximum for p = inf; float64, on MPS float32."""
+    """The sum of |x|^p over this rank's elements, or the maximum of |x| for p = inf, in float64 (on MPS, float32)."""
     wide = torch.float32 if device.type == "mps" else torch.float64
     grads = [grad for grad in grads if grad.numel()]
     if not grads:
         return torch.zeros((), device=device, dtype=wide)
-    # One call per device and dtype: a launch for each tensor of a model takes longer than the work.
+    # One call per device and dtype: launching a kernel for each tensor takes longer than the computation.
     norms = torch.cat(
         [
             torch.stack(torch._foreach_norm(group, norm_type, _at_least_float32(dtype))).to(device, wide)

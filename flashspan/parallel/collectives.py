@@ -8,10 +8,10 @@ Tensor parallelism needs two conjugate pairs (Megatron-LM's f and g, and their s
     add:      sum over ranks      the gradient
     gather:   all slices          own slice of the sum     (all-gather / reduce-scatter)
     scatter:  own slice of sum    all slices               (reduce-scatter / all-gather)
-    collect:  all slices          own slice of the gradient (if every rank computes the same with them)
+    collect:  all slices          own slice of the gradient (if all ranks compute the same from the slices)
 
-A dimension is split as by `torch.chunk` and DTensor: ceil(size / ranks) each, so the last ranks may have less, or
-nothing.
+A dimension is split as `torch.chunk` and DTensor do: ceil(size / ranks) elements per rank. The last ranks may have
+fewer elements, or none.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from typing_extensions import TypeIs
 
-# Renamed in torch 2.13: there the old name warns; earlier releases do not have the new one.
+# torch 2.13 renamed this function: there the old name warns, and earlier releases do not have the new name.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def sum_in_rank_order(flat: Tensor, group: dist.ProcessGroup | None = None, *, divisor: int = 1) -> None:
-    """Sum [N] over ranks in place, each element as (x0 + x1) + x2 ..., in at least float32. Ranks must divide N.
+    """Sum a tensor [N] over ranks in place, in rank order: (x0 + x1) + x2 ...; then divide by `divisor`.
+
+    Sums are float32 or wider. The number of ranks must divide N.
 
     A ring all-reduce adds an element's terms in an order that depends on its place in the buffer, so with three ranks
     or more the result depends on how gradients are packed. This function sends the same number of bytes (an all-to-all
@@ -46,7 +48,7 @@ def sum_in_rank_order(flat: Tensor, group: dist.ProcessGroup | None = None, *, d
         sum_in_rank_order(host, group, divisor=divisor)
         flat.copy_(host)
         return
-    # Two terms commute, so the order does not matter. But the sum of two float16 may overflow, their mean not.
+    # The order of two terms does not matter. But the sum of two float16 numbers may overflow where their mean does not.
     if num_ranks == 1 or (num_ranks == 2 and flat.dtype != torch.float16):
         dist.all_reduce(flat, group=group)
         flat /= divisor
@@ -80,7 +82,7 @@ def copy_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup | None =
 
 
 def chunk_size(size: int, num_ranks: int) -> int:
-    """The size of a rank's slice of a dimension; those of the last ranks may be smaller."""
+    """The size of a rank's slice of a dimension; the slices of the last ranks may be smaller."""
     return -(-size // num_ranks)
 
 
@@ -91,18 +93,18 @@ def chunk_range(size: int, num_ranks: int, rank: int) -> tuple[int, int]:
 
 
 def is_dtensor(tensor: object) -> TypeIs[DTensor]:
-    """Whether it is a DTensor. Does not import DTensor, which takes most of a second."""
+    """Whether a tensor is a DTensor. This does not import DTensor, since the import takes most of a second."""
     tensors = sys.modules.get("torch.distributed.tensor")
     return tensors is not None and isinstance(tensor, tensors.DTensor)
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """The tensor on this rank: itself, or a DTensor's shard, detached and sharing memory."""
+    """This rank's shard of a DTensor, or a plain tensor itself; detached, in the same memory."""
     return (tensor.to_local() if is_dtensor(tensor) else tensor).detach()
 
 
 def part_like(tensor: Tensor, local: Tensor) -> Tensor:
-    """`local` as this rank's shard of a tensor sharded like `tensor`: a DTensor if that is one, else itself."""
+    """A DTensor with `local` as this rank's shard, sharded like `tensor`; for a plain `tensor`, `local` itself."""
     if not is_dtensor(tensor):
         return local
     mesh, placements = tensor.device_mesh, tensor.placements
@@ -115,7 +117,7 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...] | None:
         return None
     mesh, ranges = tensor.device_mesh, [(0, size) for size in tensor.shape]
     cuts = [(axis, placed) for axis, placed in enumerate(tensor.placements) if hasattr(placed, "dim")]
-    # A strided shard splits the pieces that the other axes have made: FSDP2 splits tensor-parallel layers so.
+    # A strided shard splits the pieces that the other axes have made, as FSDP2 does with tensor-parallel layers.
     for axis, placed in sorted(cuts, key=lambda cut: hasattr(cut[1], "split_factor")):
         begin, end = ranges[placed.dim]
         first, last = chunk_range(end - begin, mesh.size(axis), mesh.get_local_rank(axis))
@@ -134,17 +136,17 @@ def add(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def gather(x: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Tensor:
-    """All ranks' slices along `dim`, `size` in all; the gradient is summed, and this rank gets its slice."""
+    """All ranks' slices, joined along `dim` to `size`; backward returns this rank's slice of the summed gradient."""
     return _Gather.apply(x, dim, size, group)
 
 
 def scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """This rank's slice along `dim` of the sum of x over the group; the gradient's slices are gathered."""
+    """This rank's slice along `dim` of the sum of x over the group; backward gathers the gradient's slices."""
     return _Scatter.apply(x, dim, group)
 
 
 def collect(x: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Tensor:
-    """All ranks' slices along `dim`, `size` in all. Ranks compute the same with them: the gradient is only sliced."""
+    """All ranks' slices, joined along `dim` to `size`. Backward only slices the gradient: it is equal on all ranks."""
     return _Collect.apply(x, dim, size, group)
 
 
@@ -158,13 +160,13 @@ def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def _all_gather(x: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Tensor:
     num_ranks = dist.get_world_size(group)
     step = chunk_size(size, num_ranks)
-    # Padded to equal slices with `dim` first: one contiguous message, never an empty one.
+    # Pad to equal slices, with `dim` first: each rank sends one contiguous message, which is never empty.
     rows = x.movedim(dim, 0)
     mine = x.new_zeros(step, *rows.shape[1:])
     mine[: rows.shape[0]] = rows
     padded = x.new_empty(num_ranks * step, *rows.shape[1:])
     _all_gather_flat(padded, mine, group=group)
-    # Only the last slices are short, so all padding is at the end. Contiguous, or each later layer would copy it.
+    # Only the last slices are short, so all padding is at the end. Later layers would copy a tensor with other strides.
     return padded[:size].movedim(0, dim).contiguous()
 
 

@@ -1,12 +1,12 @@
 """Data parallelism: every rank has the model and its part of the batch, and gradients are averaged over ranks.
 
-    model = DataParallel(model)             # parameters of the first rank, from here on
+    model = DataParallel(model)             # copies the first rank's parameters to all ranks
     loss(model(batch)).backward()           # when backward returns, .grad is the average over ranks
     optimizer.step()
 
-The four modes differ only in how gradients are packed and when they are sent: each mode is a list of buckets, and a
-bucket is one flat tensor that is summed over ranks in rank order (`sum_in_rank_order`), so all modes give the same
-bits.
+The four modes differ only in how gradients are packed and when they are sent. Each mode is a list of buckets. A bucket
+is one flat tensor that is summed over ranks in rank order (`sum_in_rank_order`), so results of all modes are bitwise
+equal.
 
     naive       one bucket per parameter    after backward
     flat        one bucket                  after backward
@@ -43,7 +43,7 @@ Mode = Literal["naive", "flat", "overlapped", "bucketed"]
 
 @dataclass
 class Traffic:
-    """Seconds of the last reduction: of communication, and of waiting for it after backward had ended."""
+    """Seconds of the last reduction: all communication, and the exposed part, after backward had ended."""
 
     communication: float = 0.0
     exposed: float = 0.0
@@ -85,7 +85,7 @@ class DataParallel(nn.Module):
         self.traffic = Traffic()
         named = [*module.named_parameters(), *module.named_buffers()]
         require_same("the model", [f"{name} {_describe(tensor)}" for name, tensor in named], group)
-        # Reductions overlap with backward, which may have other collectives: they need a separate group.
+        # Backward may issue other collectives while reductions run, so reductions need a separate group.
         self._group = _clone_group(group)
         self._num_ranks = dist.get_world_size(self._group)
         copy_from_first([*module.parameters(), *module.buffers()], self._group)
@@ -98,11 +98,11 @@ class DataParallel(nn.Module):
         self._place: dict[Tensor, tuple[Bucket, int]] = {
             p: (bucket, index) for bucket in self._buckets for index, p in enumerate(bucket.params)
         }
-        # One thread reduces buckets in the order they are launched, the same on every rank.
+        # One thread reduces the buckets in the order of their launch, which is the same on every rank.
         self._thread = ThreadPoolExecutor(1, "flashspan-reduce")
         self._num_launched = 0
         self._active = True
-        # The callback at the end of the current backward; a backward that raised has dropped its reference.
+        # The callback at the end of the current backward. If backward raises, autograd drops the callback.
         self._ending: weakref.ref[Callable[[], None]] | None = None
         self._fault: str | None = None
         for param in self._place:
@@ -110,7 +110,7 @@ class DataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward."""
-        # During backward this is a checkpoint's recomputation: the first forward has done all of this.
+        # A forward during backward is the recomputation of a checkpoint: the first forward has done what follows.
         synced = self._active and torch.is_grad_enabled() and not self._in_backward()
         if synced:
             self._require_whole()
@@ -119,7 +119,7 @@ class DataParallel(nn.Module):
                 copy_from_first(self._current_buffers(), self._group)
         out = self.module(*args, **kwargs)
         if synced:
-            # A rank without any gradient must take part too.
+            # A rank that computes no gradient must take part in the reduction too.
             for leaf in tree_leaves(out):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
                     leaf.register_hook(partial(self._on_output, self._parameter_below(leaf.grad_fn)))
@@ -127,7 +127,7 @@ class DataParallel(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes in this context add to the local gradients; the next one outside it reduces the total."""
+        """Backward passes in this context add to the local gradients; the next one outside it reduces the sums."""
         before, self._active = self._active, False
         try:
             yield
@@ -149,7 +149,7 @@ class DataParallel(nn.Module):
         return result
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load as a part of another module: the names are the wrapped module's own here too."""
+        """Load as a submodule of another module, whose state also has the wrapped module's own names."""
         for name in [name for name in state_dict if name.startswith(prefix)]:
             state_dict[f"{prefix}module.{name.removeprefix(prefix)}"] = state_dict.pop(name)
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -162,7 +162,7 @@ class DataParallel(nn.Module):
             raise RuntimeError("an earlier backward was interrupted after gradients were sent: wrap the module again")
 
     def _begin(self) -> None:
-        """Called first in a backward: register the reduction at its end."""
+        """Register `_finish` to run at the end of the current backward, unless this has been done."""
         if self._in_backward():
             return
         self._require_whole()
@@ -178,7 +178,7 @@ class DataParallel(nn.Module):
             self._begin()
 
     def _parameter_below(self, start: Node | None) -> Node | None:
-        """The first node below `start` that adds to the gradient of a parameter of this module, if any."""
+        """A node below `start` that adds to the gradient of a parameter of this module; None if there is none."""
         pending, seen = [start], set[Node]()
         while pending:
             node = pending.pop()
@@ -222,7 +222,7 @@ class DataParallel(nn.Module):
         bucket.job = self._thread.submit(self._reduce, bucket.flat, ready)
 
     def _reduce(self, flat: Tensor, ready: torch.cuda.Event | None) -> float:
-        """Sum one bucket over ranks, on the reduction thread, and on a GPU on its own stream; return the seconds."""
+        """Sum one bucket over ranks on the reduction thread (on a GPU, on a separate stream); return the seconds."""
         start = time.perf_counter()
         with torch.no_grad(), torch.cuda.stream(self._stream(flat.device) if ready else None):
             if ready is not None:
@@ -274,7 +274,7 @@ class DataParallel(nn.Module):
             raise_together(fault, self._group)
 
     def _current_buffers(self) -> list[Tensor]:
-        """The buffers in the module's state; an empty one in place of a missing buffer, and a fault."""
+        """The buffers in the module's state. Replaces missing or changed buffers by empty ones, and notes a fault."""
         buffers = dict(self.module.named_buffers())
         found = []
         for name, (shape, dtype) in self._stored_buffers.items():
@@ -322,7 +322,7 @@ def _signature(module: nn.Module) -> _Signature:
 
 
 def _compare(was: _Signature, now: _Signature) -> str | None:
-    """What has changed in a module since it was wrapped, as text."""
+    """A message about what has changed in a module since it was wrapped; None if nothing has."""
     if was == now:
         return None
     name = next(name for name in [*was, *now] if was.get(name) != now.get(name))
@@ -353,10 +353,10 @@ def _clone_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def _require_equal_group_counts(ranks: list[int], group: dist.ProcessGroup) -> None:
-    """ValueError on every rank unless all are members of equally many groups. A collective.
+    """ValueError on every rank unless all ranks are in the same number of process groups. A collective.
 
-    If only a part of the ranks makes a group, torch names it by the number of groups that a rank is in; ranks with
-    different names for it wait for each other until the timeout.
+    If only some ranks make a group, each rank names it by the number of groups that it is in. Ranks with different
+    names for the group would wait for each other until the timeout.
     """
     numbers = [0] * len(ranks)
     dist.all_gather_object(numbers, len(dist.distributed_c10d._world.pg_names), group=group)

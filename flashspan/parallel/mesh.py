@@ -4,7 +4,7 @@
     mesh["tensor"].get_group()                           # the ranks that hold one layer together
     submesh(mesh, "gradient").get_group()                # the ranks over which gradients are summed
 
-Axes, from the outermost to the innermost, which communicates most and so has the nearest ranks:
+Axes, from the outermost to the innermost. The innermost axis communicates most, so its ranks are the nearest:
 
     data     the model (or its shards) is replicated; different samples
     shard    parameters, gradients and optimizer state are sharded (fully sharded); different samples
@@ -31,9 +31,9 @@ DERIVED = {"batch": ("data", "shard"), "fully": ("shard", "context"), "gradient"
 
 
 def build_mesh(*, data: int | None = None, shard: int = 1, context: int = 1, tensor: int = 1) -> DeviceMesh:
-    """The mesh of all ranks with axes data, shard, context, tensor, and batch, fully, gradient derived from them.
+    """The mesh of all ranks, with the axes data, shard, context and tensor and the derived axes (see above).
 
-    `data=None` is the number of ranks over the product of the other degrees. A collective of all ranks.
+    `data=None` means the number of ranks divided by the product of the other degrees. A collective of all ranks.
     """
     degrees = resolve_degrees(dist.get_world_size(), data=data, shard=shard, context=context, tensor=tensor)
     device = "cuda" if dist.get_backend() == "nccl" and torch.cuda.is_available() else "cpu"
@@ -57,7 +57,7 @@ def set_timeout_of_world(mesh: DeviceMesh) -> None:
 
 
 def submesh(mesh: DeviceMesh, *names: str) -> DeviceMesh:
-    """`mesh[names]`, also for derived axes, without torch's warning about those."""
+    """`mesh[names]`, without the warning that torch gives for derived axes."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Slicing a flattened dim", category=UserWarning)
         return mesh[names]
@@ -66,7 +66,7 @@ def submesh(mesh: DeviceMesh, *names: str) -> DeviceMesh:
 def resolve_degrees(
     world_size: int, *, data: int | None = None, shard: int = 1, context: int = 1, tensor: int = 1
 ) -> dict[str, int]:
-    """All four degrees, whose product is the world size; ValueError, with degrees that fit, if that is impossible."""
+    """All four degrees, whose product is the world size. If no degrees fit, a ValueError suggests some that would."""
     degrees = {"data": data, "shard": shard, "context": context, "tensor": tensor}
     for axis, degree in degrees.items():
         if degree is not None and (not isinstance(degree, int) or isinstance(degree, bool) or degree < 1):
@@ -84,7 +84,7 @@ def resolve_degrees(
 
 
 def _suggest(world_size: int, degrees: dict[str, int | None]) -> str:
-    """Single changes that make the degrees fit, as text."""
+    """Text with the changes of one degree that would fit; if there are none, with the divisors of the world size."""
     fits = []
     for axis, degree in degrees.items():
         rest = math.prod(other or 1 for name, other in degrees.items() if name != axis)

@@ -50,7 +50,7 @@ class ShardedOptimizer(Optimizer):
         self._owner: dict[Tensor, int] = {}
         self._load = [0] * self._num_ranks
         self._rounds: list[_Round] = []
-        # An optimizer of one number, to get the defaults that the class adds to these arguments.
+        # An optimizer of one element, to get the defaults that the class adds to these arguments.
         defaults = optimizer_cls([nn.Parameter(torch.zeros(1, 1))], **kwargs).defaults
         super().__init__(params, defaults)  # calls add_param_group
         shapes = [f"{tuple(p.shape)} {p.dtype}" for param_group in self.param_groups for p in param_group["params"]]
@@ -72,7 +72,7 @@ class ShardedOptimizer(Optimizer):
             inner = self._cls(mine, **self._kwargs) if mine else None
             if inner is not None:
                 self.state.update(inner.state)  # some optimizers create state in the constructor
-                inner.state = self.state  # one dictionary for all, keyed by parameter
+                inner.state = self.state  # all inner optimizers share one dictionary, keyed by parameter
             self._rounds.append(_Round(index, chunks, inner))
 
     @torch.no_grad()
@@ -103,7 +103,7 @@ class ShardedOptimizer(Optimizer):
             for group in self.param_groups
         ]
         mine = {i: self._local_state(p) for i, p in enumerate(params) if self._owner[p] == self._rank}
-        # The outlines of each rank's values: numbers as they are, tensors as shape and dtype.
+        # Ranks exchange outlines of their state: numbers and one-element tensors; shapes and dtypes of other tensors.
         plan = {i: {key: _outline(value) for key, value in entry.items()} for i, entry in mine.items()}
         plans: list[Any] = [None] * self._num_ranks
         dist.all_gather_object(plans, plan, group=self._group)
@@ -120,7 +120,7 @@ class ShardedOptimizer(Optimizer):
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load this rank's share of a whole state. ValueError on all ranks if it does not match on any."""
+        """Load this rank's share of a whole state. ValueError on all ranks if the state is invalid on any rank."""
         raise_together(self._mismatch(state_dict), self._group)
         for ours, theirs in zip(self.param_groups, state_dict["param_groups"], strict=True):
             ours.update({key: value for key, value in theirs.items() if key != "params"})
@@ -132,7 +132,7 @@ class ShardedOptimizer(Optimizer):
             mine = round_.chunks[self._rank]
             share = {i: self._shard_state(p, state_dict["state"].get(index[p], {})) for i, p in enumerate(mine)}
             group = {k: v for k, v in self.param_groups[round_.group_index].items() if k != "params"}
-            # The optimizer's own load_state_dict moves the right values to the parameter's device and dtype.
+            # The optimizer's own load_state_dict chooses the values to convert to the parameter's device and dtype.
             round_.inner.load_state_dict(
                 {"state": share, "param_groups": [{**group, "params": list(range(len(mine)))}]}
             )
@@ -179,7 +179,7 @@ class ShardedOptimizer(Optimizer):
 
 
 class _Round:
-    """One chunk from each rank, of one parameter group: stepped by its owner, then sent."""
+    """One chunk per rank, all of one parameter group. The owner of a chunk steps it, then broadcasts it."""
 
     def __init__(self, group_index: int, chunks: list[list[Tensor]], inner: Optimizer | None) -> None:
         self.group_index, self.chunks, self.inner = group_index, chunks, inner
@@ -228,13 +228,13 @@ def _outline(value: Any) -> Any:
 
 
 def _chunk(params: list[Tensor], cap: float) -> list[list[Tensor]]:
-    """Parameters in order, in chunks of at most `cap` bytes (or one parameter) with the same dtype and device."""
+    """Split parameters, in order, into chunks of at most `cap` bytes (or one parameter) of one dtype and device."""
     chunks: list[list[Tensor]] = []
     kind: Any = None
     size = 0
     for param in params:
         local = local_part(param)
-        # The same mesh too: an optimizer that steps many parameters in one call needs it.
+        # And of one mesh: optimizers that step many parameters in one call need this.
         this = (param.dtype, param.device, param.device_mesh if is_dtensor(param) else None)
         if this != kind or size + local.nbytes > cap:
             chunks.append([])

@@ -37,7 +37,7 @@ def share_parameter(param: Tensor, mesh: DeviceMesh) -> nn.Parameter:
 
 
 def enter_parallel(x: Tensor, mesh: DeviceMesh, *, sequence_dim: int | None = None) -> Tensor:
-    """The input of column layers: x, or with a sequence dimension, all ranks' slices; gradients are summed."""
+    """The input of column layers: x, or with a sequence dimension all ranks' slices. Backward sums over ranks."""
     if sequence_dim is None:
         return copy(x, mesh.get_group())
     return gather(x, sequence_dim, x.shape[sequence_dim] * mesh.size(), mesh.get_group())
@@ -56,7 +56,7 @@ def leave_parallel(x: Tensor, mesh: DeviceMesh, *, sequence_dim: int | None = No
 
 
 def first_rank_of(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """A contiguous copy of the tensor on the mesh's first rank; on the meta device, an empty one of its shape."""
+    """A contiguous copy of the first rank's tensor; on the meta device, an empty tensor of its shape."""
     whole = tensor.detach().clone(memory_format=torch.contiguous_format)
     copy_from_first([whole], mesh.get_group())
     return whole

@@ -1,6 +1,6 @@
 """Fully sharded data parallelism: PyTorch's FSDP2 on our mesh, alone or with tensor and context parallelism.
 
-apply_tensor_parallel(model, mesh["tensor"], plan)               # first, if at all
+apply_tensor_parallel(model, mesh["tensor"], plan)               # optional; must be first
 apply_fully_sharded(model, mesh, model.layers, param_dtype=torch.bfloat16)
 optimizer = torch.optim.AdamW(model.parameters())                # afterwards, because the parameters are new tensors
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def is_fully_sharded(module: object) -> TypeIs[FSDPModule]:
-    """Whether it is an FSDP2 module. Does not import FSDP2: see `is_dtensor`."""
+    """Whether a module is an FSDP2 module. This does not import FSDP2 (see `is_dtensor`)."""
     sharding = sys.modules.get("torch.distributed.fsdp")
     return sharding is not None and isinstance(module, sharding.FSDPModule)
 
@@ -38,12 +38,12 @@ def apply_fully_sharded(
     op: Literal["mean", "sum"] = "mean",
     replicated: Collection[nn.Parameter] = (),
 ) -> None:
-    """Shard every parameter over the mesh's shard and context axes, in place; replicate along data. A collective.
+    """Shard every parameter over the shard and context axes, in place; replicate along the data axis. A collective.
 
     Each of `blocks` is gathered for its forward and backward, and freed afterwards; other parameters are gathered with
-    the model. Computes in `param_dtype` and reduces in float32; sharded parameters keep their dtype. All ranks start
-    with the first rank's weights. `op` reduces gradients over all gradient ranks, as in DataParallel. Parameters in
-    `replicated` are not sharded, and their gradients are not reduced: the caller does that.
+    the model. The model computes in `param_dtype`, and gradients are reduced in float32; sharded parameters keep their
+    dtype. All ranks start with the first rank's weights. `op` reduces gradients over all gradient ranks, as in
+    DataParallel. Parameters in `replicated` are not sharded, and the caller must reduce their gradients.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

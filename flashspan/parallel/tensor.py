@@ -8,10 +8,10 @@ or, on a model already built, from outside:
 
     apply_tensor_parallel(model, mesh["tensor"], {"layers.*.up": "column", "layers.*.down": "row"})
 
-Split weights are DTensors, so the whole ones can be saved and loaded at any degree (`checkpoint`), and FSDP2 can split
-them further. Sizes need not divide evenly: DTensor splits like `torch.chunk`. With `sequence_dim`, activations between
-the layers are split along that dimension, which must divide evenly: column layers gather it, row layers and embeddings
-scatter it.
+Split weights are DTensors. So `checkpoint` can save whole weights and load them at any degree, and FSDP2 can split them
+further. The degree need not divide the sizes of weights: DTensor splits like `torch.chunk`. With `sequence_dim`,
+activations between the layers are split along that dimension, whose size the degree must divide. Column layers gather
+the slices; row layers and embeddings scatter them.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class RowParallelLinear(nn.Module):
         y = leave_parallel(F.linear(x, local_of(self.weight)), self.mesh, sequence_dim=self.sequence_dim)
         if self.bias is None:
             return y
-        # With a part of the sequence, a rank has a part of the bias's gradient.
+        # A rank with a part of the sequence computes a part of the bias's gradient; `copy` sums the parts.
         bias = local_of(self.bias)
         return y + (bias if self.sequence_dim is None else copy(bias, self.mesh.get_group()))
 
@@ -207,7 +207,7 @@ def _parallel_form(
     sequence_dim: int | None,
     shared: dict[Tensor, nn.Parameter],
 ) -> nn.Module:
-    """The parallel module for a submodule: the same one, changed, or a split layer with its weights."""
+    """The parallel form of a submodule: the submodule itself, changed in place, or a split layer with its weights."""
     if style in ("norm", "norm-entering", "whole"):
         dim = None if style == "whole" else sequence_dim
         apply_replicated(old, mesh, sequence_dim=dim, enter=style == "norm-entering", shared=shared)

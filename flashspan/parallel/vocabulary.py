@@ -89,7 +89,7 @@ class _CrossEntropy(torch.autograd.Function):
         dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
         sums = torch.stack([(x - peak.unsqueeze(-1)).exp().sum(-1), chosen])
         dist.all_reduce(sums, group=group)
-        log_sum = sums[0].log()  # separate from the peak: added together, both would be rounded
+        log_sum = sums[0].log()  # kept apart from the peak: adding a large peak would round it
         ignored = targets == ignore_index
         ctx.save_for_backward(logits, peak, log_sum, index, here, ignored)
         return (log_sum + (peak - sums[1])).masked_fill(ignored, 0.0)
@@ -105,7 +105,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _require_tokens(tokens: Tensor, vocab_size: int) -> None:
-    """ValueError for tokens outside the vocabulary, which would silently give zeros: no rank has them."""
+    """ValueError (on a GPU, a device assertion) for tokens that no rank has, which would silently give zeros."""
     fine = ((tokens >= 0) & (tokens < vocab_size)).all()
     if fine.is_cuda:
         torch._assert_async(fine)  # without waiting for the device

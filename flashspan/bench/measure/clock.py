@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 LEAST_MS, LEAST_CALLS, REST_S = 200, 20, 1.0
 AHEAD_MS, CYCLES_PER_MS = 1.0, 1_900_000
-"""How long a GPU waits before a sample, and its cycles in a millisecond: about those of an H200."""
+"""Milliseconds that a GPU waits before a sample, and cycles of a GPU in a millisecond (about those of an H200)."""
 MOST_REPEATS = 1_000_000
-"""The most runs of a benchmark: more would never end."""
+"""The maximum number of runs of a benchmark: more would take too long."""
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -82,8 +82,8 @@ def default_device(name: str) -> torch.device:
 def percentiles(call: Callable[[], object]) -> tuple[float, float, float]:
     """The time of a call on a GPU, by triton's `do_bench`: the 20th, 50th and 80th percentile in milliseconds.
 
-    It runs for at least LEAST_MS and LEAST_CALLS: a kernel that draws full power is a fifth faster at first. It begins
-    after a pause, so that the heat of earlier measurements does not count."""
+    The call runs for at least LEAST_MS and LEAST_CALLS, because a kernel that draws full power is a fifth faster at
+    first. A pause before it lets the GPU cool down after earlier measurements."""
     from triton.testing import do_bench
 
     once, _ = timed(call, torch.device("cuda"))
@@ -105,11 +105,11 @@ def cold_samples(
     device: torch.device,
     contexts: Mapping[K, Callable[[], AbstractContextManager[object]]],
 ) -> dict[K, Samples]:
-    """The time of each call, in turns, `rounds` times; on a GPU with L2 cleared before each, as `percentiles` does.
+    """The times of each call, which take turns `rounds` times; a GPU's L2 is cleared before each, as in `percentiles`.
 
-    A GPU waits AHEAD_MS before each call, so that the host has queued all of it when its first kernel begins, and the
-    two times do not mix. Each call runs in its context, which is entered before the time begins. Calls whose samples
-    are to be compared belong in one run: the chip's clock follows its power and heat.
+    A GPU waits AHEAD_MS before each call, so that the host has queued the whole call when its first kernel begins, and
+    the two times do not mix. Each call runs in its context, which is entered before the time begins. Compare only calls
+    that were measured in one run, because the chip's clock depends on its power and heat.
     """
     flush = _cache_flusher(device)
 
@@ -129,7 +129,7 @@ def cold_samples(
 
 
 def _cache_flusher(device: torch.device) -> Callable[[], None]:
-    """A function that lets a GPU wait AHEAD_MS and clears its L2 cache, by triton's means; on a CPU it does nothing."""
+    """A function that lets a GPU wait AHEAD_MS and clears its L2 cache, with triton's driver; for a CPU, a no-op."""
     if device.type != "cuda":
         return lambda: None
     from triton.runtime import driver

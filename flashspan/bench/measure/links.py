@@ -36,14 +36,14 @@ MESSAGE_BYTES = {"cuda": 32 * 2**20, "cpu": 2**20}
 MESSAGES = 4
 """The number of messages on a link in one measurement, posted together."""
 REPEATS, LINKS_S = 5, 15.0
-"""The number of measurements per link, of which the fastest counts, and the time limit for all in seconds."""
+"""The number of measurements per link, of which the fastest counts, and the time limit for all links in seconds."""
 EMPTY, EMPTY_STEPS = 256, 20
 """The bytes of a nearly empty message, and the number of steps with one that are timed in a row."""
 EVERY_PAIR = 16
 """Up to this number of ranks, every ordered pair is measured; above it, only the pairs that the strategy uses."""
 NUM_HEADS, ROUNDS, SPARE = 8, 5, 1.25
-"""For the overlap: the number of heads; the number of measurements; and the time of attention over that of the
-transfer in each step, more than 1 so that all of a transfer can be hidden."""
+"""For the overlap: the number of heads; the number of measurements; and in each step the time of attention divided by
+that of the transfer, more than 1 so that attention can hide the whole transfer."""
 SHORTEST, LONGEST = 32, 16384
 """Tokens per shard when the overlap is measured."""
 
@@ -55,7 +55,7 @@ Pair: TypeAlias = tuple[int, int]
 class Link:
     """One direction between two ranks (global numbers), measured while every rank of the transport sent and received.
 
-    `level` is 0 for the attention's outer transport, 1 for its inner one. `shift` is the distance of the two ranks.
+    `level` is 0 for the attention's outer transport, 1 for its inner one. `shift` is the distance between the ranks.
     """
 
     src: int
@@ -237,8 +237,8 @@ def measure_links(
 
 
 def see_ends(traffic: Traffic, which: int, shift: int, pairs: Sequence[Pair], budget: float) -> list[End]:
-    """This rank's measurements of these pairs, which send at the same time: the fastest of several, after a first round
-    whose bytes are compared and which is not timed."""
+    """This rank's measurements of these pairs, which send at the same time: the fastest of several rounds. A first
+    round is not timed; its received bytes are compared with the sent ones."""
     transport, began = traffic.transport, time.perf_counter()
     intact = traffic.send(pairs, compare=True).intact
     received = sent = math.inf

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 LARGEST = 12
-"""The number of largest allocations that a timeline lists; those of one size in one range count as one."""
+"""The number of largest allocations that a timeline lists; allocations of one size in one range count as one."""
 
 
 @dataclass
@@ -77,7 +77,7 @@ def peak_of(call: Callable[[], T], device: torch.device) -> tuple[float, T]:
 
 
 CONTEXT = 600 * 2**20
-"""About the bytes of GPU memory that each process uses before its first tensor."""
+"""Approximate bytes of GPU memory that each process uses before its first tensor."""
 
 
 def refuse_shared_gpu(num_ranks: int, num_bytes: float, remedy: str) -> None:
@@ -93,12 +93,12 @@ def refuse_shared_gpu(num_ranks: int, num_bytes: float, remedy: str) -> None:
 
 
 def free_bytes(device_type: str) -> float | None:
-    """The free memory of a GPU or of this machine; None if the system does not report it."""
+    """The total memory of a GPU, or the available memory of this machine; None if the system does not report it."""
     return float(torch.cuda.get_device_properties(0).total_memory) if device_type == "cuda" else available_bytes()
 
 
 def check_room(needed: float, device: torch.device) -> None:
-    """Raise an error before an allocation that a CPU's memory cannot hold. A GPU's allocator raises it itself; on a CPU
+    """MemoryError if a CPU's memory cannot hold `needed` bytes. On a GPU the allocator raises an error itself; on a CPU
     the allocation may succeed, and the system kills the process later."""
     free = free_bytes(device.type) if device.type == "cpu" else None
     if free is not None and needed > free:
@@ -135,7 +135,7 @@ def fill(timeline: Timeline, profiler: Any, device: torch.device) -> None:
 
 
 def thin(timeline: Timeline, most: int = 500) -> Timeline:
-    """The same timeline with fewer points: of each stretch the one with the most bytes, so that peaks remain."""
+    """The same timeline with fewer points: each stretch keeps its point with the most bytes, so that peaks remain."""
     step = max(1, -(-len(timeline.times) // most))
     stretches = [range(begin, min(begin + step, len(timeline.times))) for begin in range(0, len(timeline.times), step)]
     kept = [max(stretch, key=timeline.allocated.__getitem__) for stretch in stretches]

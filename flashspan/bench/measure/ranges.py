@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 PHASES = ("warm-up", "forward", "backward", "optimizer")
-"""The phases of a step. All other ranges are parts of one."""
+"""The phases of a step. All other ranges are parts of a phase."""
 
 
 @contextlib.contextmanager

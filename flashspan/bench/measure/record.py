@@ -1,6 +1,6 @@
 """One row type for all measurements; tables, plots and pages are made from rows, never typed.
 
-    append(rows, Path("runs/bench/model.jsonl"))      # every field; a .csv keeps its columns
+    append(rows, Path("runs/bench/model.jsonl"))      # writes every field; a .csv has only some columns
     rows = newest(read(Path("runs/bench/model.jsonl")))
 
 A row is written as soon as it is measured, so a killed sweep keeps its finished rows; an incomplete last line is
@@ -37,7 +37,7 @@ CSV_COLUMNS = 13
 CSV_BENCHES = ("attention", "leaderboard", "random", "sparse", "trainer")
 """The benchmarks that write NAME.csv, where the name is also `Row.what`."""
 CSV_MORE = {"random": ("status", "more")}
-"""The columns that a benchmark's CSV has after CSV_COLUMNS: its failures, and what a shape was drawn from."""
+"""The further columns of a benchmark's CSV, after the first CSV_COLUMNS: failures, and numbers such as the seed."""
 ERROR_ROWS = 512
 """The number of queries that `output_error` compares: evenly spaced, since in a causal mask the first see few keys."""
 OK, OUT_OF_MEMORY = "ok", "out of memory"
@@ -78,7 +78,7 @@ class Row:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """The measurement and where it ran. Without the commit, so that a sweep can resume after one."""
+        """The measurement, its device and its PyTorch; not the commit, so that a sweep can resume after a commit."""
         return (*self.subject, self.device, self.torch)
 
     @property
@@ -125,10 +125,10 @@ def summarise(samples_ms: Sequence[float]) -> dict[str, float]:
 
 
 def append(rows: Iterable[Row], path: Path) -> None:
-    """Add rows to a .csv or .jsonl file, on disk when this returns."""
+    """Add rows to a .csv or .jsonl file; they are on disk when this returns."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = not path.exists() or not require_file(path).stat().st_size  # a pipe would block
+        fresh = not path.exists() or not require_file(path).stat().st_size  # refuses a pipe
         cut = not fresh and not path.read_bytes().endswith(b"\n")  # after an incomplete line, begin a new one
         with path.open("a", newline="", encoding="utf-8") as file:
             if cut:
@@ -172,7 +172,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def newest(rows: Iterable[Row]) -> list[Row]:
-    """The last row of each measurement, in the order of the first rows."""
+    """The last row of each measurement, in the order in which measurements first appear."""
     return list({item.key: item for item in rows}.values())
 
 
@@ -186,7 +186,7 @@ def output_error(q: Tensor, k: Tensor, v: Tensor, out: Tensor, mask: Mask) -> fl
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """The first four columns."""
+    """The first four columns of a row: device, torch, triton and commit."""
     try:
         from triton import __version__ as triton
     except ImportError:

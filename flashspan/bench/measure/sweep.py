@@ -39,9 +39,9 @@ START = "spawn"
 class Job:
     """`measure` returns a row for each of `expected`, which are rows without times.
 
-    `prepare` compiles in advance, to the disk cache; jobs with the same needs have equal ones. Jobs in other processes
-    with the same `process` share one; with None, each has a new process. `part` returns a job of some of these rows, if
-    several implementations take turns in this job.
+    `prepare` compiles in advance, to the disk cache; jobs that need the same kernels have equal ones. Jobs in other
+    processes share a process if their `process` is the same name; a job with None gets a new one. `part` is set if
+    several implementations take turns in this job: it returns a job of some of the rows.
     """
 
     expected: tuple[Row, ...]
@@ -59,7 +59,7 @@ class Job:
     def name(self) -> str:
         if self.num_in_turns == 1:
             return name_of(self.expected[0])
-        widest = max(self.expected, key=lambda row: row.ranks)  # one of them may be the single device
+        widest = max(self.expected, key=lambda row: row.ranks)  # the case of one device has fewer ranks
         return name_of(replace(widest, impl=f"{self.num_in_turns} in turns"))
 
 
@@ -76,8 +76,8 @@ class Outcome:
     rows: list[Row]
     num_measured: int
     num_left: int
-    num_known: int = 0  # before it began
-    seconds: dict[str, float] = field(default_factory=dict)  # of each kind of measurement
+    num_known: int = 0  # recorded before the sweep began
+    seconds: dict[str, float] = field(default_factory=dict)  # spent on each kind of measurement
 
     def note(self, path: Path) -> str:
         """A summary, as text."""
@@ -98,11 +98,11 @@ def run(
     title: str = "sweep",
     attempt: Callable[[Job], list[Row]] | None = None,
 ) -> Outcome:
-    """Measure everything that the file does not have yet (with `again`, everything); after `seconds`, begin no job."""
+    """Measure everything that the file does not have yet (with `again`, everything); after `seconds`, start no job."""
     attempt = attempt or attempt_here
     todo = list(jobs) if again else left(jobs, path)
     known = {row.key: row for row in record.read(path)} if path.exists() else {}
-    record.append([], path)  # a folder that cannot be written to is found before anything is measured
+    record.append([], path)  # an error here, before any measurement, if the folder is not writable
     begin = time.monotonic()
     wanted = {row.key for job in jobs for row in job.expected}
     total, missing, done = sum(job.num_in_turns for job in jobs), sum(job.num_in_turns for job in todo), 0
@@ -130,7 +130,7 @@ def run(
 
 
 def left(jobs: Sequence[Job], path: Path) -> list[Job]:
-    """The jobs, or parts of them, without a result in the file or with other settings (steps, warm-ups, ...)."""
+    """The jobs, or parts of jobs, that the file has no result for with the same settings (steps, warm-ups, ...)."""
     rows = record.newest(record.read(path)) if path.exists() else []
     known = {row.key: row.more for row in rows if row.ok or row.status == OUT_OF_MEMORY}
 
@@ -246,7 +246,7 @@ def prepare(
             for pipe in ready:
                 assert isinstance(pipe, Connection)
                 process = busy.pop(pipe)
-                with contextlib.suppress(EOFError, OSError):  # one that died
+                with contextlib.suppress(EOFError, OSError):  # the process died
                     well, usable = pipe.recv()
                     done += well
                     idle += [process] if usable else []
@@ -257,7 +257,7 @@ def prepare(
 
 
 def _quietly(call: Callable[[], object]) -> bool:
-    """Whether the call succeeded; if not, the measurement will report the reason."""
+    """Run a call; return whether it succeeded. If it fails, the measurement will report the reason."""
     try:
         call()
     except Exception:

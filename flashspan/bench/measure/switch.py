@@ -13,7 +13,7 @@ from flashspan.kernels.contract import Carry, LocalAttention, Problem
 
 
 class Switch:
-    """LocalAttention and transports that can be switched off: then they return at once, with uninitialised tensors."""
+    """LocalAttention and transports that can be switched off. Then they return at once, with uninitialised tensors."""
 
     def __init__(self, attend: ContextAttention) -> None:
         self.computes = self.sends = True

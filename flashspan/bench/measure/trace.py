@@ -1,6 +1,7 @@
 """The time of a profiled step by kernel: matmuls, attention, communication, the rest.
 
-On a GPU these are kernels with their GPU time; on a CPU, operators with the time outside the operators that they call.
+On a GPU these are kernels with their GPU time. On a CPU they are operators; the time of an operator does not include
+that of the operators it calls.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ class Kernel:
 
 
 def profiled(device: torch.device, *, memory: bool = False) -> profile:
-    """PyTorch's profiler of a device, without the wrapper torch.profiler: the first use of that imports torch._dynamo,
-    which takes a second or two in every process."""
+    """PyTorch's profiler of a device, without its wrapper torch.profiler: the first use of the wrapper imports
+    torch._dynamo, which takes a second or two in every process."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it prints a line at its start and its end
     return profile(use_kineto=True, use_device="cuda" if device.type == "cuda" else None, profile_memory=memory)
 

@@ -1,1 +1,1 @@
-"""What is made of measured rows: tables, plots, findings, pages."""
+"""Tables, plots, findings and pages made from measured rows."""

@@ -1,4 +1,4 @@
-"""The command that measured some rows, from what they say of themselves: a report shows it beside each figure."""
+"""Finds the command that measured some rows, from the rows' fields; a report shows it next to each figure."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ SPARSE_CASES = {
     "sweep": r"1x\d+x(?!16384x)\d+x\d+ (full|random .*)",
     "window": r".* window 1024",
 }
-"""What the shapes look like that each --rows of `bench sparse` measures; the window of 16,384 tokens is of two."""
+"""--rows of `bench sparse` -> a pattern of the shapes that it measures. Two have the window at 16,384 tokens."""
 
 
 def command(words: str, run: Callable[..., int], **options: Any) -> str:
-    """The line that calls `run` with these options; what it does anyway, and None for unknown, is left out."""
+    """The command line that calls `run` with these options; defaults and None (for unknown) are left out."""
     line = ["flashspan", *words.split()]
     for name, value in options.items():
         if value is None or value == inspect.signature(run).parameters[name].default:
@@ -38,23 +38,23 @@ def command(words: str, run: Callable[..., int], **options: Any) -> str:
 
 
 def every(values: Iterable[Any]) -> tuple[Any, ...] | None:
-    """The different values that are known, sorted; None if there is none."""
+    """The distinct values other than None, sorted; None if there are none."""
     return tuple(sorted({value for value in values if value is not None})) or None
 
 
 def only(values: Iterable[Any]) -> Any:
-    """The value that all have; None if they differ."""
+    """The value, if all values are equal; None if they differ."""
     found = set(values)
     return found.pop() if len(found) == 1 else None
 
 
 def device_of(rows: Iterable[Row]) -> str | None:
-    """What --device must say for a CPU's rows to come from one again; a GPU is what it chooses."""
+    """The --device that measures these rows again: "cpu" for rows of a CPU, None for a GPU, which is the default."""
     return "cpu" if all(re.search(r", \d+ cores$", row.device) for row in rows) else None
 
 
 def context_command(rows: Sequence[Row]) -> str:
-    """What measured rows of `bench context` of one shape, dtype and device."""
+    """The command that measured rows of `bench context` with one shape, dtype and device."""
     sizes = re.fullmatch(r"(\d+)x(\d+), (\d+)/(\d+) heads, (\d+) tokens", rows[0].shape)
     options: dict[str, Any] = {"ranks": every(row.ranks for row in rows), "dtype": rows[0].dtype}
     if sizes is not None:
@@ -65,8 +65,8 @@ def context_command(rows: Sequence[Row]) -> str:
     options["repeats"] = only(row.more.get("repeats") for row in rows)
     cases = {" ".join(case) for case in QUICK_CASES}
     done = {row.impl for row in rows} - {ALONE}
-    sizes_of_quick = QUICK if options["repeats"] is not None else QUICK | {"repeats": None}  # older rows do not say
-    # All of its cases with any other options, or some of its cases with its sizes, if the run was interrupted.
+    sizes_of_quick = QUICK if options["repeats"] is not None else QUICK | {"repeats": None}  # older rows lack it
+    # --quick: rows of all its cases with any options, or, from an interrupted run, of some cases with its sizes.
     quick = done == cases or (done < cases and sizes_of_quick.items() <= options.items())
     usual = QUICK if quick else FULL
     options = {name: value for name, value in options.items() if name not in usual or value != usual[name]}
@@ -74,7 +74,7 @@ def context_command(rows: Sequence[Row]) -> str:
 
 
 def collectives_commands(rows: Sequence[Row]) -> list[str]:
-    """What measured rows of `bench collectives` of one place; none if one size is left, for it asks for two."""
+    """The command that measured rows of `bench collectives` on one device; none for rows of one size: it needs two."""
     sizes = every(int(row.bytes) for row in rows if row.bytes > 0)
     if sizes is not None and len(sizes) < 2:
         return []
@@ -83,7 +83,7 @@ def collectives_commands(rows: Sequence[Row]) -> list[str]:
 
 
 def attention_command(rows: Sequence[Row]) -> str:
-    """What measured rows of `bench attention`: these shapes, unless they are the ones it has of its own."""
+    """The command that measured rows of `bench attention`, with their shapes unless these are the default ones."""
     found = dict.fromkeys(row.shape for row in rows)
     reads = (re.fullmatch(r"(\d+)x(\d+)/(\d+)x(\d+)x(\d+) (.+)", shape) for shape in found)
     shapes = tuple(",".join(read.groups()) for read in reads if read)
@@ -92,20 +92,20 @@ def attention_command(rows: Sequence[Row]) -> str:
 
 
 def sparse_commands(rows: Sequence[Row]) -> list[str]:
-    """The commands that measured rows of `bench sparse`: the fewest --rows with these shapes, with --others or not."""
+    """The commands that measured rows of `bench sparse`: few --rows that have all shapes, each with --others or not."""
     found = {name: [row for row in rows if re.fullmatch(like, row.shape)] for name, like in SPARSE_CASES.items()}
     shapes = {name: {row.shape for row in mine} for name, mine in found.items()}
     named = set[str]()
     for name in sorted(shapes, key=lambda name: -len(shapes[name])):
         if shapes[name] - set().union(*(shapes[other] for other in named)):
             named.add(name)
-    # Windows have no others.
+    # `--rows window` measures no other implementations.
     others = {name: name == "window" or any(row.impl == "flex" for row in found[name]) for name in named}
     return [command("bench sparse", bench_sparse, rows=name, others=others[name]) for name in found if name in named]
 
 
 def model_commands(rows: Sequence[Row]) -> list[str]:
-    """What measured rows of `bench model`: it takes one batch and, except for the warm-up study, one warm-up."""
+    """The commands that measured rows of `bench model`: one per batch and, except in the warm-up study, per warm-up."""
     runs: dict[tuple[str, str, Any], list[tuple[Row, re.Match[str]]]] = {}
     for row in rows:
         if read := MODEL_SHAPE.fullmatch(row.shape):

@@ -1,4 +1,4 @@
-"""Real output in the documentation: every ```console block is its `$ flashspan ...` lines and what they printed.
+"""Real output in the documentation: a ```console block has `$ flashspan ...` lines, each followed by its output.
 
 flashspan bench console docs/measuring.md docs/origins/*.md     # run the commands again and write what they print
 """
@@ -23,7 +23,7 @@ def commands(text: str) -> list[str]:
 
 
 def run(command: str) -> str:
-    """What a `flashspan` command prints; one that fails raises."""
+    """The output of a `flashspan` command; RuntimeError if it fails."""
     words = shlex.split(command)
     if words[0] != "flashspan":
         raise ValueError(f"a console block runs flashspan commands only: got {command!r}")

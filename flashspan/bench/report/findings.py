@@ -1,4 +1,4 @@
-"""What the rows say, in plain words: what bounds the run, how it scales, what to change first."""
+"""Findings from rows, as sentences: what bounds the run, how it scales, what to change first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flashspan.bench.report.workloads import PARTS, Workload, by_place, is_numbe
 from flashspan.bench.suites.context_rank import ALONE
 
 NOISE = 0.03
-"""Times that differ by no more count as equal: percentiles of few repetitions may be too close to overlap."""
+"""Medians that differ by at most this share count as equal: percentiles of few repetitions may not overlap."""
 NOT_FASTER = (
     "Splitting does not pay at this size on this machine: one device is as fast or faster. Longer sequences, or one "
     "process for each idle core or device, would make it pay"
@@ -40,21 +40,21 @@ EXPECTED: dict[str, dict[str, Callable[[object], bool]]] = {
     "study": {"tokens": _is_count, "head_dim": _is_count, "repeats": _is_number_or_unknown},
     "collective": dict.fromkeys(("alpha_us", "gb_per_s", "repeats"), _is_number_or_unknown),
 }
-"""What rows of a bench must have beside the times, by the first word of `Row.what`."""
+"""Numbers that the rows of a benchmark must have in `more`, by the first word of `Row.what`."""
 
 SPARSE_SHAPE = re.compile(r"(\d+x){3}\d+ (random \d+%|(?!random).+)")
 SPARSE_OURS = ("flashspan intervals", "flashspan blocks")
-"""Ours on the mask in question: rows of the dense kernel beside them answer another."""
+"""Our implementations that use the sparse mask itself; rows of our dense kernel, next to these, have another mask."""
 
 
 def check(rows: Sequence[Row]) -> None:
-    """Refuse rows that another version wrote, which may lack numbers or have other things in their place."""
+    """ValueError for rows that another version wrote: they lack numbers, or have invalid values in their place."""
     for row in rows:
         bench = row.what.split(" ")[0]
         wrong = [
             f"{name} {row.more[name]!r}" if name in row.more else f"no {name}"
             for name, fits in EXPECTED.get(bench, {}).items()
-            if not fits(row.more.get(name)) and (row.ok or name in row.more)  # what failed has only its settings
+            if not fits(row.more.get(name)) and (row.ok or name in row.more)  # failed rows have only settings
         ]
         if bench == "context" and row.ok and not row.p50_ms > 0:
             wrong.append("no p50_ms")
@@ -68,8 +68,8 @@ def check(rows: Sequence[Row]) -> None:
 
 
 def current(rows: Sequence[Row]) -> list[Row]:
-    """The newest row of each measurement; of a shape on a device, only those of the PyTorch that came last: rows from
-    before an upgrade are not compared with later ones."""
+    """The newest row of each measurement. For each shape and device, only rows of the PyTorch measured last are kept:
+    rows from before an upgrade are not compared with later ones."""
     last = {(row.what, row.shape, row.device): row.torch for row in rows}
     return [row for row in record.newest(rows) if row.torch == last[row.what, row.shape, row.device]]
 
@@ -86,14 +86,14 @@ def compare(one: Row, other: Row) -> int:
 
 
 def counts(outcomes: Sequence[int]) -> str:
-    """In words, how often the first of two rows was faster: faster on 3, slower on 1, no measurable difference on 2."""
+    """A count of outcomes of `compare`, as text: faster on 3, slower on 1, no measurable difference on 2."""
     words = {1: "faster", -1: "slower", 0: "no measurable difference"}
     return ", ".join(f"{word} on {outcomes.count(which)}" for which, word in words.items() if which in outcomes)
 
 
 def advice(best: Row, bound: str, *, pays: bool, measured: Collection[str]) -> str:
-    """What shortens the largest part of a step: nothing that the run has already, and no strategy of those `measured`,
-    which are not faster than the best."""
+    """A sentence on how to shorten the largest part of a step. It names nothing that the run already uses, and no
+    strategy in `measured`, since these are not faster than the best."""
     half = best.dtype in ("bfloat16", "float16")
     faster = [] if half else ["bfloat16, if the device has bfloat16 matmuls"]
     keys = [] if half else ["16-bit keys and values"]
@@ -108,7 +108,7 @@ def advice(best: Row, bound: str, *, pays: bool, measured: Collection[str]) -> s
 
 
 def of_layouts(zigzag: Row, contiguous: Row) -> str:
-    """What the order of tokens brings to a causal ring."""
+    """A sentence that compares zigzag with contiguous tokens in a causal ring."""
     which = compare(zigzag, contiguous)
     if which == 0:
         return "In a causal ring there is no measurable difference between zigzag and contiguous tokens."
@@ -118,7 +118,7 @@ def of_layouts(zigzag: Row, contiguous: Row) -> str:
 
 
 def of_choice(best: Row, worst: Row) -> str:
-    """What the choice of a strategy brings."""
+    """A sentence that compares the best strategy with the worst."""
     if compare(best, worst) == 0:
         return "The choice does not matter: there is no measurable difference between the strategies."
     return f"The choice matters: {worst.impl} takes {worst.p50_ms / best.p50_ms:.2f} times as long as {best.impl}."
@@ -166,7 +166,7 @@ def of_context(rows: Sequence[Row]) -> list[str]:
 
 
 def _beside(best: Row, base: Row, most: int) -> str:
-    """The fastest of many ranks compared with one device."""
+    """Text that compares the fastest strategy with one device."""
     ratio = base.p50_ms / best.p50_ms
     if compare(best, base) == 0:
         text = ", with no measurable difference from one device"
@@ -180,7 +180,7 @@ def _beside(best: Row, base: Row, most: int) -> str:
 
 
 def scaling(work: Workload) -> list[str]:
-    """How speed per rank changes with ranks: the whole the same (strong), and the part of each rank the same (weak)."""
+    """Sentences on the speed per rank: with the same tokens in all (strong), with the same tokens per rank (weak)."""
     found = []
     strong = {row.ranks: row for row in work.whole if row.impl in (ALONE, "ring zigzag")}
     for name, line in (("Strong", strong), ("Weak", work.grown)):
@@ -204,7 +204,7 @@ def scaling(work: Workload) -> list[str]:
 
 
 def of_attention(rows: Sequence[Row]) -> list[str]:
-    """Our kernels against the best that is not ours, both passes."""
+    """A sentence that compares our kernels with the fastest other ones, both passes together."""
     both = [row for row in rows if row.what == "attention" and row.kind == "both" and row.ok and row.p50_ms > 0]
     ratios, outcomes = [], []
     for shape, device in dict.fromkeys((row.shape, row.device) for row in both):
@@ -230,7 +230,7 @@ def _shapes(number: int) -> str:
 
 
 def _pairs_with_flex(rows: Sequence[Row]) -> dict[tuple[str, str, str], tuple[Row, Row]]:
-    """The better of ours and FlexAttention, by device, shape and pass: rows of `bench sparse`."""
+    """The rows of our faster implementation and of FlexAttention in `bench sparse`, by device, shape and pass."""
     times: dict[tuple[str, str, str], dict[str, Row]] = {}
     for row in rows:
         if row.what == "sparse" and row.ok and row.p50_ms > 0:
@@ -244,12 +244,12 @@ def _pairs_with_flex(rows: Sequence[Row]) -> dict[tuple[str, str, str], tuple[Ro
 
 
 def against_flex(rows: Sequence[Row]) -> dict[tuple[str, str, str], float]:
-    """FlexAttention's time over the better of ours, by device, shape and pass: rows of `bench sparse`."""
+    """FlexAttention's time divided by our shorter time in `bench sparse`, by device, shape and pass."""
     return {key: flex.p50_ms / ours.p50_ms for key, (ours, flex) in _pairs_with_flex(rows).items()}
 
 
 def of_sparse(rows: Sequence[Row]) -> list[str]:
-    """Our kernels against FlexAttention under sparse masks."""
+    """A sentence that compares our kernels with FlexAttention for sparse masks."""
     pairs, passes = _pairs_with_flex(rows), []
     for kind in ("forward", "backward"):
         here = {shape: pair for (_, shape, which), pair in pairs.items() if which == kind}
@@ -268,7 +268,7 @@ def of_sparse(rows: Sequence[Row]) -> list[str]:
 
 
 def of_trainer(rows: Sequence[Row]) -> list[str]:
-    """Our trainer and our decoding against another library's, by pass."""
+    """Sentences that compare our trainer and decoding with those of other libraries, by pass."""
     mine = [row for row in rows if row.what == "trainer" and row.ok and row.p50_ms > 0]
     found = {(row.device, row.shape, row.kind, row.impl): row for row in mine}
     said: dict[str, list[str]] = {}
@@ -285,7 +285,7 @@ def of_trainer(rows: Sequence[Row]) -> list[str]:
 
 
 def of_model(rows: Sequence[Row]) -> list[str]:
-    """What autocast and the compiler bring to a training step."""
+    """Sentences on the speed-up of a training step by autocast and by torch.compile."""
     step = [row for row in rows if row.what == "model" and row.kind == "training" and row.ok and row.p50_ms > 0]
     found = []
     for label, one, two in (
@@ -320,7 +320,7 @@ def _twin(a: Row, b: Row, label: str) -> bool:
 
 
 def of_memory(rows: Sequence[Row]) -> list[str]:
-    """What did not fit."""
+    """A sentence on the configurations that ran out of memory."""
     lost = dict.fromkeys(f"{row.what} {row.shape} {row.impl}" for row in rows if row.status == OUT_OF_MEMORY)
     if not lost:
         return []
@@ -329,7 +329,7 @@ def of_memory(rows: Sequence[Row]) -> list[str]:
 
 
 def of_collectives(rows: Sequence[Row]) -> list[str]:
-    """The speed of communication, as the planner knows it."""
+    """Sentences with the fitted latency and bandwidth of communication, which the planner uses."""
     found = []
     for where, here in by_place([row for row in rows if row.what == "collective"]).items():
         fits = {}
@@ -346,7 +346,7 @@ def of_collectives(rows: Sequence[Row]) -> list[str]:
 
 
 def of_noise(rows: Sequence[Row]) -> list[str]:
-    """Whether the machine was quiet enough to believe the rest."""
+    """A warning if many times varied so much that other load on the machine must have affected them."""
     timed = [row for row in rows if row.ok and row.p50_ms > 0]
     loud = [row for row in timed if (row.p80_ms - row.p20_ms) / row.p50_ms > 0.5]
     if not timed or len(loud) < 0.2 * len(timed):
@@ -358,7 +358,7 @@ def of_noise(rows: Sequence[Row]) -> list[str]:
 
 
 def of_earlier(rows: Sequence[Row], kept: Sequence[Row]) -> list[str]:
-    """What is not spoken of, since an older PyTorch measured it."""
+    """Sentences on rows that are left out because an older PyTorch measured them."""
     numbers = Counter((row.what, row.torch) for row in record.newest(rows))
     numbers -= Counter((row.what, row.torch) for row in kept)
     return [
@@ -369,7 +369,7 @@ def of_earlier(rows: Sequence[Row], kept: Sequence[Row]) -> list[str]:
 
 
 def find(rows: Sequence[Row], kept: Sequence[Row] | None = None) -> list[str]:
-    """All findings, the most telling first. `kept` is current(rows), from who has it."""
+    """All findings, the most important first. `kept` is current(rows), if the caller already has it."""
     kept = current(rows) if kept is None else kept
     parts = (of_noise, of_context, of_attention, of_sparse, of_trainer, of_model, of_collectives, of_memory)
     found = [text for part in parts for text in part(kept)] + of_earlier(rows, kept)

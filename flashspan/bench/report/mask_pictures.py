@@ -18,7 +18,7 @@ TOKENS, PIXELS = 1024, 128
 
 
 def _topics() -> Mask:
-    """top_blocks of a text that returns to its topics, a block of tokens at a time."""
+    """The mask `top_blocks` for tokens of five topics, in which every block of tokens has one topic."""
     random = torch.Generator("cpu").manual_seed(1)
     topics = torch.randn(5, 16, generator=random)[torch.randint(0, 5, (TOKENS // 64,), generator=random)]
     x = topics.repeat_interleave(64, 0) + 0.5 * torch.randn(TOKENS, 16, generator=random)
@@ -41,7 +41,7 @@ PATTERNS: dict[str, Callable[[], Mask]] = {
 
 
 def draw(folder: Path) -> list[Path]:
-    """One picture per pattern: queries run down, keys across; a pixel is dark where any of its pairs is visible."""
+    """Draw a picture per pattern; return the paths. Queries run down, keys across; dark pixels have visible pairs."""
     from matplotlib.image import imsave
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What the words and headings of a report mean: a note at the head of each section."""
+"""Notes that explain the words and headings of a report, one at the top of each section."""
 
 CONTEXT = (
     "A name like 8x1024, 16/4 heads is a model of 8 layers of width 1024, with 16 query heads and 4 key heads. "

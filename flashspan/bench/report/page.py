@@ -1,4 +1,4 @@
-"""`flashspan report DIR`: one HTML file from the rows of a folder, readable anywhere and needing nothing.
+"""`flashspan report DIR`: one self-contained HTML file from the rows of a folder.
 
 flashspan report runs/bench
 """
@@ -59,7 +59,7 @@ thead th { border-bottom: 2px solid var(--soft); }
 
 
 def contents(rows: Sequence[Row]) -> tuple[list[str], list[Section]]:
-    """What stands on the page: its findings and its sections."""
+    """The findings and the sections of the page. ValueError for rows of another version."""
     shown = current(rows)
     check(shown)
     sections = [section for make_section in SECTIONS if (section := make_section(shown)) is not None]
@@ -83,7 +83,7 @@ def page(findings: Sequence[str], sections: Sequence[Section], title: str = "fla
 
 
 def write_figures(sections: Sequence[Section], folder: Path) -> list[Path]:
-    """Every figure of the page as a file of its own."""
+    """Write every figure of the page to a separate file; return the paths."""
     written, names = list[Path](), list[str]()
     for section in sections:
         for figure in section.figures:
@@ -92,7 +92,7 @@ def write_figures(sections: Sequence[Section], folder: Path) -> list[Path]:
             names.append(name)
             times = names.count(name)  # more than one: the same figure of another workload
             written.append(folder / f"{name}{f'-{times}' if times > 1 else ''}.svg")
-            # On the page, text has the page's colours; a file has its own.
+            # On the page, figures have the page's colours; a separate file needs its own.
             alone = figure.svg.replace("<svg", '<svg style="color: #1b1f24; background: #fff"', 1)
             _write(written[-1], alone, "--figures")
     return written
@@ -107,7 +107,7 @@ def _write(path: Path, text: str, option: str) -> None:
 
 
 def _refuse_empty(folder: Path) -> NoReturn:
-    """What is wrong with a folder that has no rows."""
+    """Raise a ValueError that says why a folder has no rows."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is not a folder: give the folder that holds it, {folder.parent}")
     fault = f"no rows in {folder}: it needs .jsonl files that `flashspan bench` wrote" if folder.exists() else ""
@@ -117,7 +117,8 @@ def _refuse_empty(folder: Path) -> NoReturn:
 
 
 def read(folder: Path) -> tuple[list[Row], list[str]]:
-    """The rows of a folder, and what is said of its files that hold others: more programs than ours write .jsonl."""
+    """The rows of a folder, and a finding about the files that have no rows of this version: other programs also write
+    .jsonl."""
     rows, others = list[Row](), list[str]()
     for file in record.files_of(folder):
         try:

@@ -1,4 +1,4 @@
-"""Plots from rows, as SVG text that can stand in a page by itself: no scripts, no outside fonts, no fixed size."""
+"""Plots from rows, as SVG text for a page: without scripts, external fonts or a fixed size."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def to_svg(figure: Figure, label: str) -> str:
     import matplotlib
 
     buffer = io.StringIO()
-    # A salt of its own keeps one picture's clip paths from being taken for another's.
+    # The salt differs between pictures, so that clip paths of two pictures on a page have different ids.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": label, "font.family": "sans-serif"}):
         figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
     text = buffer.getvalue()
@@ -45,7 +45,7 @@ def lines(
     log_y: bool = False,
     ideal: Sequence[tuple[float, float]] | None = None,
 ) -> Figure:
-    """A line for each name, points marked."""
+    """A plot with a line for each name; its points are marked."""
     figure, axes = _axes(title, x, y)
     for number, (name, points) in enumerate(series.items()):
         points = sorted(points)
@@ -61,7 +61,7 @@ def lines(
             axes.set_xticks(ticks, [f"{tick:,.10g}" for tick in ticks], rotation=30 if max(ticks) > 9999 else 0)
             axes.minorticks_off()
     elif all(px == int(px) for points in series.values() for px, _ in points):
-        axes.locator_params(axis="x", integer=True)  # there are no 1.2 ranks
+        axes.locator_params(axis="x", integer=True)  # no tick at 1.2 ranks
     if log_y:
         axes.set_yscale("log")
     else:
@@ -72,7 +72,7 @@ def lines(
 
 
 def bars(groups: Mapping[str, Mapping[str, float]], *, title: str, x: str, stacked: bool = False) -> Figure:
-    """Horizontal bars: a place for each group, a colour for each name in it."""
+    """A plot of horizontal bars: one position for each group, one colour for each name."""
     names = list(dict.fromkeys(name for values in groups.values() for name in values))
     figure, axes = _axes(title, x, "", height=1.4 + 0.28 * len(groups) * (1 if stacked else max(1, len(names) * 0.6)))
     places = range(len(groups))
@@ -94,7 +94,7 @@ def bars(groups: Mapping[str, Mapping[str, float]], *, title: str, x: str, stack
 
 
 def histogram(series: Mapping[str, Sequence[float]], edges: Sequence[float], *, title: str, x: str, y: str) -> Figure:
-    """How many values of each name lie in each bin, over a logarithmic axis; a line marks 1."""
+    """A histogram: the number of values of each name in each bin, over a logarithmic axis; a line marks 1."""
     figure, axes = _axes(title, x, y)
     names = [_literal(name) for name in series]
     if series:
@@ -111,16 +111,18 @@ def histogram(series: Mapping[str, Sequence[float]], edges: Sequence[float], *, 
 
 
 def by(rows: Iterable[Row], name: Any, x: Any, y: Any) -> dict[str, list[tuple[float, float]]]:
-    """Rows that have times, as series: the functions say which line, where on x, and how high (both positive)."""
+    """Rows as series of points. The functions return a row's series, x and y; x and y must be positive, or the row is
+    left out."""
     series: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
-        if row.ok and x(row) > 0 and y(row) > 0:  # nan, which is not, has no place
+        if row.ok and x(row) > 0 and y(row) > 0:  # False for nan
             series.setdefault(str(name(row)), []).append((float(x(row)), float(y(row))))
     return series
 
 
 def _literal(text: str) -> str:
-    """A name as it is: between dollars it would be read as mathematics, and after an underscore left out of legends."""
+    """A name that matplotlib shows unchanged. It would take text between dollars as mathematics, and leave names that
+    begin with an underscore out of legends."""
     return ("\u200b" if text.startswith("_") else "") + text.replace("$", r"\$")
 
 

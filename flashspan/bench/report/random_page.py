@@ -1,4 +1,4 @@
-"""The page of attention on random shapes: how many times as fast ours is as the fastest of PyTorch's, by class.
+"""The page of attention on random shapes: the ratio of the time of PyTorch's fastest to the time of ours, by class.
 
 flashspan bench attention --page
 """
@@ -24,14 +24,14 @@ BEHIND = 0.95
 """The ratio below which ours counts as slower."""
 NUM_WORST = 10
 MASKS_ONLY = "window, explicit masks only"
-"""The class of a window that was not measured with FlexAttention: no other skips what it does not see."""
+"""The class of a window that was not measured with FlexAttention, the only other that skips hidden keys."""
 HOST_NOTE = (
     "The other ratios of this page are of GPU times: the host has queued a call before it begins. In a loop the "
     "host may not be ahead: a call then takes the longer of the two times. Here are the medians of the host's "
     "times, and the ratios of the longer times, of the shapes whose rows have both."
 )
 EDGES = tuple(2.0 ** (n / 8) for n in range(-8, 25))
-"""Edges of the histogram's bins: 1/2 to 8; what lies beyond is in the first and the last bin."""
+"""Edges of the histogram's bins: 1/2 to 8; ratios beyond these are in the first and the last bin."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Comparison:
 
     @property
     def ratio(self) -> float:
-        """Their time over ours: above 1 ours is faster."""
+        """Their time divided by ours: above 1, ours is faster."""
         return self.theirs.p50_ms / self.ours.p50_ms
 
     @property
@@ -54,13 +54,13 @@ class Comparison:
 
     @property
     def with_host(self) -> float:
-        """The ratio where each call takes as long as its slower side, the GPU or the host."""
+        """The ratio if each call takes as long as the slower of GPU and host."""
         theirs, ours = (max(row.p50_ms, 1e-3 * host_us(row)) for row in (self.theirs, self.ours))
         return theirs / ours
 
     @property
     def fair(self) -> bool:
-        """Whether one of the others can skip what the mask hides, if it hides anything."""
+        """Whether one of the others can skip the keys that the mask hides, if it hides any."""
         return MASKS_ONLY not in self.classes
 
 
@@ -70,7 +70,7 @@ def host_us(row: Row) -> float:
 
 
 def latest(rows: Sequence[Row]) -> list[Row]:
-    """The rows of the newest row's device and PyTorch; of each shape those of its newest commit."""
+    """The rows with the newest row's device and PyTorch; for each shape, only those of its newest commit."""
     place = (rows[-1].device, rows[-1].torch) if rows else ()
     here = [row for row in rows if (row.device, row.torch) == place]
     commits = {row.shape: row.commit for row in here}
@@ -78,7 +78,7 @@ def latest(rows: Sequence[Row]) -> list[Row]:
 
 
 def compare(rows: Sequence[Row]) -> list[Comparison]:
-    """Every pass on every shape that ours and one of the others serve."""
+    """A comparison for every pass on every shape that ours and one of the others support."""
     by: dict[tuple[str, str], list[Row]] = {}
     for row in latest(rows):
         if row.ok:
@@ -101,7 +101,7 @@ def failures(rows: Sequence[Row]) -> list[Row]:
 
 
 def unserved(rows: Sequence[Row]) -> list[str]:
-    """The shapes that ours serves and no other does."""
+    """The shapes that ours supports and no other does."""
     newest = latest(rows)
     others = {row.shape for row in newest if row.impl != OURS and row.ok}
     return list(dict.fromkeys(row.shape for row in newest if row.impl == OURS and row.ok and row.shape not in others))
@@ -112,7 +112,7 @@ def share_behind(ratios: Sequence[float]) -> float:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """One line on one shape, as it is printed when it has been measured."""
+    """A line of text about one shape, which is printed after its measurement."""
     row = rows[0]
     line = f"{row.shape} [{', '.join(row.more['classes'])}]:"
     if bad := [row for row in rows if not row.ok]:
@@ -127,7 +127,7 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def class_table(rows: Sequence[Row]) -> Table:
-    """A line per class, most frequent first after the line of all; a shape is in several classes."""
+    """A table with a line for all shapes, then a line per class, most frequent first; classes overlap."""
     found = compare(rows)
     counts = Counter(name for each in found if each.ours.kind == "forward" for name in each.classes)
     cells = []
@@ -146,7 +146,7 @@ def _numbers(found: Sequence[Comparison], kind: str) -> tuple[str, ...]:
 
 
 def worst_table(found: Sequence[Comparison], kind: str) -> Table:
-    """The lowest ratios of a pass."""
+    """A table of the lowest ratios of a pass."""
     headings = ("shape", "class", "backend", "fastest other", "flashspan ms", "other ms", "ratio", "spread")
     chosen = sorted((each for each in found if each.ours.kind == kind), key=lambda each: each.ratio)[:NUM_WORST]
     cells = tuple(
@@ -166,7 +166,7 @@ def worst_table(found: Sequence[Comparison], kind: str) -> Table:
 
 
 def fastest_table(found: Sequence[Comparison]) -> Table:
-    """How often each implementation is the fastest of the others."""
+    """A table of how often each implementation is the fastest of the others."""
     counts = Counter((each.theirs.impl, each.ours.kind) for each in found)
     names = sorted({name for name, _ in counts}, key=lambda name: (-sum(counts[name, kind] for kind in KINDS), name))
     cells = tuple((name, *(str(counts[name, kind]) for kind in KINDS)) for name in names)
@@ -174,7 +174,7 @@ def fastest_table(found: Sequence[Comparison]) -> Table:
 
 
 def host_table(found: Sequence[Comparison]) -> Table:
-    """The host's time of a call, and the ratios of calls in a loop that waits for the slower of GPU and host."""
+    """A table of the host's time of a call, and of the ratios if calls take as long as the slower of GPU and host."""
     cells = []
     for kind, name in KINDS.items():
         mine = [each for each in found if each.fair and each.ours.kind == kind and host_us(each.ours)]
@@ -212,7 +212,7 @@ def headline(found: Sequence[Comparison], kind: str) -> str:
 
 
 def drawn(rows: Sequence[Row]) -> str:
-    """Which shapes of which seeds these are."""
+    """Text on how many shapes of which seeds the rows have."""
     texts = []
     for seed in sorted({row.more["seed"] for row in rows}):
         mine = [row for row in rows if row.more["seed"] == seed]
@@ -222,7 +222,7 @@ def drawn(rows: Sequence[Row]) -> str:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """The page."""
+    """The page as Markdown."""
     newest, found = latest(rows), compare(rows)
     last = newest[-1]
     without = "" if any(row.impl == "flex" for row in newest) else ", without FlexAttention"

@@ -21,7 +21,7 @@ class Picture:
     commands: list[str]
 
     def html(self, commands: Sequence[str]) -> str:
-        """The figure, in a section that names these commands: the only one of it is not repeated here."""
+        """The figure as HTML. Its commands are left out if they are those of its section, `commands`."""
         shown = [] if list(dict.fromkeys(commands)) == list(dict.fromkeys(self.commands)) else self.commands
         caption = f"{html.escape(self.caption)} {as_code(shown)}".rstrip()
         return f"<figure>{self.svg}<figcaption>{caption}</figcaption></figure>"
@@ -29,14 +29,14 @@ class Picture:
 
 @dataclass
 class Section:
-    """A part of the page: figures and tables, the commands that made their rows, and what is to be said of them."""
+    """A part of the page: figures and tables, the commands that made their rows, and a note about them."""
 
     title: str
     commands: list[str] = field(default_factory=list)
     figures: list[Picture] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     note: str = ""
-    """What the headings and words of the section mean, above its figures."""
+    """An explanation of the section's headings and words, shown above its figures."""
 
     @property
     def name(self) -> str:

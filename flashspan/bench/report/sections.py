@@ -1,4 +1,4 @@
-"""The sections of a report: what is drawn and listed of each bench's rows, and the commands that made them."""
+"""The sections of a report: plots and tables of each benchmark's rows, and the commands that made the rows."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from flashspan.context.layout import LAYOUTS, place
 from flashspan.context.visibility import Visibility
 
 MOST_DRAWN = 32
-"""Ranks whose schedule can be read in a picture."""
+"""The maximum number of ranks whose schedule is readable in a picture."""
 
 
 def of_environment(rows: Sequence[Row]) -> Section:
-    """Where the rows were measured."""
+    """The section on where the rows were measured."""
     places = dict.fromkeys((row.device, row.torch, row.triton, row.commit) for row in rows)
     counts = [sum((r.device, r.torch, r.triton, r.commit) == place for r in rows) for place in places]
     cells = tuple((*place, str(count)) for place, count in zip(places, counts, strict=True))
@@ -47,7 +47,7 @@ def of_environment(rows: Sequence[Row]) -> Section:
 
 
 def of_context(rows: Sequence[Row]) -> Section | None:
-    """One device against every strategy."""
+    """The section that compares one device with every strategy."""
     mine = [row for row in rows if row.what == "context"]
     if not mine:
         return None
@@ -91,13 +91,13 @@ def of_context(rows: Sequence[Row]) -> Section | None:
         chosen = [row for row in mine if setting_of(row) == setting]
         name = ", ".join([setting.model, *setting.differs(settings)])
         section.tables.append(context.table(chosen, f": {name}" if len(settings) > 1 else ""))
-    if not sweeps:  # none was done: each begins with the whole of its tokens
+    if not sweeps:  # no measurement is complete: the first row of a sweep has its whole sequence
         section.commands.append(context_command([row for row in mine if row.shape == mine[0].shape]))
     return section
 
 
 def _scaling(work: Workload, alone: Row) -> Any:
-    """Speed per rank over ranks."""
+    """A plot of the speed, relative to one device, over the number of ranks."""
     series: dict[str, list[tuple[float, float]]] = {}
     for impl in dict.fromkeys(row.impl for row in work.whole if row.impl != ALONE):
         points = [(row.ranks, row.tflops / alone.tflops) for row in work.whole if row.impl == impl]
@@ -110,7 +110,7 @@ def _scaling(work: Workload, alone: Row) -> Any:
 
 
 def of_model(rows: Sequence[Row]) -> Section | None:
-    """Training steps of models."""
+    """The section on training steps of models."""
     mine = [row for row in rows if row.what in ("model", "warm-up")]
     if not mine:
         return None
@@ -132,7 +132,7 @@ def of_model(rows: Sequence[Row]) -> Section | None:
 
 
 def _model_order(row: Row) -> tuple[object, ...]:
-    """By model, tokens, dtype and implementation; then the warm-up study by its steps, and passes as they follow."""
+    """A sort key: model, tokens, dtype, implementation, benchmark, warm-up steps, place of the pass in a step."""
     passes = {kind: place for place, kind in enumerate(model.KINDS)}
     impl = ", ".join(row.impl.split(", ")[:2])
     return (
@@ -142,8 +142,8 @@ def _model_order(row: Row) -> tuple[object, ...]:
 
 
 def model_table(rows: Sequence[Row], where: str) -> Table:
-    """A line per configuration: mean and deviation of every pass, and the memory of a training step."""
-    timed = [row for row in rows if not row.ok or row.mean_ms + row.std_ms > 0]  # not nan, which has no place
+    """A table with a line per configuration: mean and deviation of every pass, and the memory of a training step."""
+    timed = [row for row in rows if not row.ok or row.mean_ms + row.std_ms > 0]  # False for nan
     table = model.table(timed)
     steps = [row for row in rows if row.ok and row.kind == "training"]
     peaks = {f"{row.shape} {row.impl} {row.dtype}": row.peak_mib for row in steps}
@@ -153,7 +153,7 @@ def model_table(rows: Sequence[Row], where: str) -> Table:
 
 
 def of_attention(rows: Sequence[Row]) -> Section | None:
-    """Kernels on one device."""
+    """The section on kernels on one device."""
     mine = [row for row in rows if row.what == "attention"]
     if not mine:
         return None
@@ -173,14 +173,14 @@ def of_attention(rows: Sequence[Row]) -> Section | None:
 
 
 def of_leaderboard(rows: Sequence[Row]) -> Section | None:
-    """The course's test."""
+    """The section on the course's leaderboard test."""
     return _listed(
         [row for row in rows if row.what == "leaderboard"], "Leaderboard", "flashspan bench leaderboard", notes.SHAPE
     )
 
 
 def of_trainer(rows: Sequence[Row]) -> Section | None:
-    """Our trainer and our decoding compared with another library's."""
+    """The section that compares our trainer and our decoding with another library's."""
     mine = [row for row in rows if row.what == "trainer"]
     return _listed(
         mine, "Training and generating compared with transformers", "flashspan bench training", notes.TRAINER
@@ -188,7 +188,7 @@ def of_trainer(rows: Sequence[Row]) -> Section | None:
 
 
 def _listed(rows: Sequence[Row], title: str, command_line: str, note: str) -> Section | None:
-    """Rows as they are, a table for each place."""
+    """A section that lists the rows, with a table for each device and PyTorch."""
     if not rows:
         return None
     columns: dict[str, Callable[[Row], object]] = {
@@ -205,7 +205,7 @@ def _listed(rows: Sequence[Row], title: str, command_line: str, note: str) -> Se
 
 
 def of_studies(rows: Sequence[Row]) -> Section | None:
-    """The sweeps over length and head size."""
+    """The section on sweeps over length and head size."""
     mine = [row for row in rows if row.what.startswith("study")]
     if not mine:
         return None
@@ -234,7 +234,7 @@ def of_studies(rows: Sequence[Row]) -> Section | None:
 
 
 def study_table(rows: Sequence[Row], title: str) -> Table:
-    """A line per shape and dtype; a column per implementation and pass."""
+    """A table with a line per shape and dtype, and a column per implementation and pass."""
     return pivot(
         f"{title}: median milliseconds",
         rows,
@@ -246,7 +246,7 @@ def study_table(rows: Sequence[Row], title: str) -> Table:
 
 
 def of_collectives(rows: Sequence[Row]) -> Section | None:
-    """Communication."""
+    """The section on communication."""
     mine = [row for row in rows if row.what == "collective"]
     if not mine:
         return None
@@ -272,7 +272,7 @@ def of_collectives(rows: Sequence[Row]) -> Section | None:
 
 
 def of_data(rows: Sequence[Row]) -> Section | None:
-    """Data parallelism and its kin."""
+    """The section on data, optimizer and tensor parallelism."""
     mine = [row for row in rows if row.what == "data"]
     if not mine:
         return None
@@ -301,7 +301,7 @@ def of_data(rows: Sequence[Row]) -> Section | None:
 
 
 def _data_sizes(shape: str | None) -> dict[str, int] | None:
-    """The options of `bench data` that a shape tells."""
+    """The options of `bench data` in the shape of a row; None if the shape has another form."""
     form = r"(\d+)x(\d+)(?:, (\d+)/(\d+) heads, window (\d+),)? (\d+)x(\d+) per rank"
     read = re.fullmatch(form, shape or "")
     names = ("layers", "width", "heads", "kv_heads", "window", "batch", "tokens")
@@ -309,7 +309,7 @@ def _data_sizes(shape: str | None) -> dict[str, int] | None:
 
 
 def of_schedules(rows: Sequence[Row]) -> Section | None:
-    """The best schedule as a timeline, and who computes which part of the mask."""
+    """The section on the best schedule: a timeline, and the rank that computes each part of the mask."""
     known = {f"{strategy} {layout}": (strategy, layout) for strategy in GENERATORS for layout in LAYOUTS}
     ranked = [
         row

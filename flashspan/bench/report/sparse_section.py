@@ -15,7 +15,7 @@ from flashspan.bench.suites.sparse import PASSES, by_share, efficiency, pair
 
 
 def of_sparse(rows: Sequence[Row]) -> Section | None:
-    """Kernels under sparse masks."""
+    """The section on kernels with sparse masks."""
     mine = [row for row in rows if row.what == "sparse"]
     if not mine:
         return None
@@ -29,7 +29,7 @@ def of_sparse(rows: Sequence[Row]) -> Section | None:
 
 
 def sparse_table(rows: Sequence[Row], where: str) -> Table:
-    """A line per mask: ours, FlexAttention, and its time over the better of ours."""
+    """A table with a line per mask: ours, FlexAttention, and its time divided by our shorter time."""
     times = {(row.shape, row.impl, row.kind): row.p50_ms for row in rows if row.ok}
     ratios = {(shape, kind): ratio for (_, shape, kind), ratio in against_flex(rows).items()}
     impls = [impl for impl in (*SPARSE_OURS, "flex") if any(row.impl == impl for row in rows)]
@@ -44,7 +44,7 @@ def sparse_table(rows: Sequence[Row], where: str) -> Table:
 
 
 def _time_over_share(rows: Sequence[Row], where: str) -> list[Picture]:
-    """The sweep, drawn where a length has the dense kernel and two shares or more."""
+    """A plot of the sweep, with the lengths that have the dense kernel and two or more other shares."""
     lengths: dict[int, dict[float, Row]] = {}
     for (tokens, share, kind), row in sorted(by_share([row for row in rows if row.ok]).items()):
         if kind == "forward" and row.p50_ms > 0:

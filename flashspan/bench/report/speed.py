@@ -17,23 +17,23 @@ IMPLEMENTATIONS = {
     "flex": ("FlexAttention (compiled)", "#4c8fd0"),
     "sdpa-flash": ("flash-attn 2 (in PyTorch)", "#5fa56a"),
 }
-"""What is drawn, in this order: name in the rows -> (label, colour)."""
+"""The implementations in the picture, in this order: name in the rows -> (label, colour)."""
 SHAPES = {
     "1x16/16x16384x64 causal": "16,384 tokens, head size 64",
     "1x16/16x16384x128 causal": "16,384 tokens, head size 128",
     "1x32/8x8192x128 causal": "8,192 tokens, 32 heads, 8 key heads",
     "1x8/8x65536x128 causal": "65,536 tokens, head size 128",
 }
-"""The measured cases that are drawn -> what they are called."""
+"""The measured shapes in the picture -> their labels."""
 TEXT = "#7d8791"
-"""Readable on a white and on a dark page: the picture has no background of its own."""
+"""The colour of text: readable on a white and on a dark page, since the picture has no background."""
 WIDTH, LEFT, RIGHT, TOP = 860, 284, 60, 84
 BAR, GAP = 15, 20
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A speed and how it is drawn."""
+    """A speed, and the label and colour of its bar."""
 
     label: str
     colour: str

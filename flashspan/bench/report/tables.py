@@ -13,9 +13,9 @@ from flashspan.bench.measure.record import Row
 from flashspan.model import preset
 
 WIDE = 5
-"""Columns that fit a narrow screen. The rows of a table with more become blocks there."""
+"""The number of columns that fit a narrow screen. There, the rows of a table with more columns are shown as blocks."""
 MODEL_SHAPE = re.compile(r"(?P<preset>\S+) (?P<batch>\d+)x(?P<tokens>\d+)")
-"""How rows of models write their shape."""
+"""The form of the shape in rows of models."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,14 @@ class Table:
         return shown
 
     def width(self, columns: Iterable[int]) -> int:
-        """Characters that these columns take in a terminal."""
+        """The number of characters that these columns need in a terminal."""
         from rich.cells import cell_len
 
         lines = (self.headings, *self.cells)
         return 1 + sum(3 + max(cell_len(line[i]) for line in lines) for i in columns)
 
     def parts(self, width: int) -> list[Table]:
-        """The same in tables that are no wider, where that can be: each has the names, and some of the numbers."""
+        """The table, split into tables of this width if possible: each has the names and some of the number columns."""
         names = list(range(self.num_names))
         groups = [names]
         for i in range(self.num_names, len(self.headings)):
@@ -88,7 +88,7 @@ class Table:
 
 
 def show_tables(tables: Iterable[Table], note: str = "") -> None:
-    """Print tables, and a line below: in parts where the terminal is narrower; in a file a line is a line."""
+    """Print tables, then a note. Tables wider than the terminal are split; in a file, tables are never split."""
     from rich.console import Console
     from rich.text import Text
 
@@ -97,7 +97,7 @@ def show_tables(tables: Iterable[Table], note: str = "") -> None:
     for table in tables:
         for part in table.parts(room) if console.is_terminal else [table]:
             console.width = max(room, part.width(range(len(part.headings))))
-            # Above the table and no part of it: there it would be folded where the columns are narrow.
+            # The title is printed apart from the table, which would wrap it to the width of its columns.
             console.print(Text(part.title, style="italic"), soft_wrap=not console.is_terminal)
             console.print(part.rich())
     if note:
@@ -105,7 +105,7 @@ def show_tables(tables: Iterable[Table], note: str = "") -> None:
 
 
 def make(title: str, rows: Iterable[Row], columns: dict[str, Callable[[Row], object]], num_names: int = 1) -> Table:
-    """A line per row, a cell per column."""
+    """A table with a line per row; `columns` has a function that returns a row's cell for each heading."""
     cells = tuple(tuple(show(cell(row)) for cell in columns.values()) for row in rows)
     return Table(title, tuple(columns), cells, num_names)
 
@@ -119,7 +119,8 @@ def pivot(
     column: Callable[[Row], object],
     cell: Callable[[Row], object],
 ) -> Table:
-    """A line for every value of `line`, a column for every value of `column`; a row that failed shows its status."""
+    """A table with a line for every value of `line` and a column for every value of `column`. The cell of a failed row
+    is its status."""
     found: dict[tuple[str, ...], dict[str, str]] = {}
     headings: dict[str, None] = {}
     for row in rows:
@@ -132,7 +133,7 @@ def pivot(
 
 
 def model_size(row: Row) -> tuple[float, int]:
-    """Parameters and tokens of a model's row, to sort by; a model that is none of ours comes last."""
+    """A sort key: the parameters and tokens of a model's row; models that are not presets come last."""
     read = MODEL_SHAPE.fullmatch(row.shape)
     if read is None:
         return math.inf, 0
@@ -147,7 +148,7 @@ def short_status(row: Row) -> str:
 
 
 def show(value: object) -> str:
-    """A number with about four digits, a word as it is, nothing for what is not known."""
+    """A value as text: a float with about four digits, other values as they are, and nothing for None or nan."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
     if isinstance(value, float):

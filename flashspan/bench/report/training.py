@@ -13,10 +13,10 @@ WORDS = {"step": "a training step", "prefill": "a prompt", "decode": "new tokens
 
 
 def markdown(rows: Iterable[Row]) -> str:
-    """What was measured last of each kind and length: theirs, and ours of the same run."""
+    """The page as Markdown. It has the newest run of each kind and length: the baseline, and our rows of that run."""
     runs: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
-        if not row.impl.startswith("flashspan") and "Liger" not in row.impl:  # that baseline comes first
+        if not row.impl.startswith("flashspan") and "Liger" not in row.impl:  # the first row of a run
             runs[row.kind, row.shape] = []
         runs[row.kind, row.shape].append(row)
     where = next(iter(runs.values()))[0]
@@ -51,10 +51,10 @@ def _line(words: str, row: Row, beside: str) -> str:
 
 
 def _num_tokens(shape: str) -> int:
-    """Of "1.24B 1x255 after 8192", 255."""
+    """The number of tokens in a shape: 255 in "1.24B 1x255 after 8192"."""
     return int(shape.partition(" 1x")[2].split()[0])
 
 
 def write() -> None:
-    """The page, from the recorded rows."""
+    """Write the page from the recorded rows."""
     PATH.with_suffix(".md").write_text(markdown(record.read(PATH)), encoding="utf-8")

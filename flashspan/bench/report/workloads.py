@@ -1,4 +1,4 @@
-"""Rows of bench context sorted by workload, and where the time of a step goes."""
+"""Groups rows of `bench context` by workload, and splits the time of a step into parts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PARTS = {
     "wire": "waiting for communication",
     "imbalance": "waiting for the busiest rank",
 }
-"""What the parts of a step are called, in legends, captions and findings."""
+"""The names of the parts of a step in legends, captions and findings."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Shares:
 
 
 def split(row: Row) -> Shares | None:
-    """Where the time of a row of `bench context` went; None if its matmuls were not timed apart."""
+    """The parts of the time of a row of `bench context`; None if the share of matmuls was not measured."""
     share = row.more.get("product_share")
     if not is_number(share):
         return None
@@ -53,7 +53,8 @@ def split(row: Row) -> Shares | None:
 class Workload:
     """Rows of `bench context` that may be compared: forward and backward in one setting.
 
-    `whole`: the same tokens on any number of ranks. `grown`: the same tokens per rank, by the number of ranks.
+    `whole`: rows with the same number of tokens on all ranks together. `grown`: the number of ranks -> a row with the
+    same number of tokens per rank.
     """
 
     name: str
@@ -70,16 +71,16 @@ class Workload:
 
 
 class Setting(NamedTuple):
-    """What rows of `bench context` share if their speeds may be compared. Tokens and ranks may differ."""
+    """What must be equal in rows of `bench context` whose speeds are compared. Tokens and ranks may differ."""
 
     model: str
     dtype: str
     device: str
     torch: str
-    threads: int | None  # of a rank; None where it was not recorded
+    threads: int | None  # of a rank; None if not recorded
 
     def differs(self, others: Sequence[Setting]) -> list[str]:
-        """In words, what beside the model tells it from others."""
+        """Text for each field in which `others` differ, except the model."""
         threads = "threads unknown" if self.threads is None else f"threads per rank {self.threads}"
         words = (self.model, self.dtype, self.device, f"torch {self.torch}", threads)
         return [word for place, word in enumerate(words) if place and len({other[place] for other in others}) > 1]
@@ -90,7 +91,7 @@ def setting_of(row: Row) -> Setting:
 
 
 def by_place(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows of each device and PyTorch apart, as in `Setting`; by what a title adds to tell one from the others."""
+    """Rows by device and PyTorch. A key is the suffix of a title, which distinguishes these rows from the others."""
     places = dict.fromkeys((row.device, row.torch) for row in rows)
     devices, versions = {device for device, _ in places}, {version for _, version in places}
     found = {}
@@ -101,9 +102,9 @@ def by_place(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def workloads(rows: Sequence[Row]) -> list[Workload]:
-    """The sweeps that a folder holds: of different lengths or settings, each apart from the others."""
+    """The workloads in the rows of a folder: one for each sequence length and setting."""
     done = [row for row in rows if row.what == "context" and row.ok and row.kind == "forward+backward"]
-    # The mark only says for which lengths: a row of weak scaling may be a strong one of a shorter sequence.
+    # "strong" only marks the lengths to use: a row of weak scaling may be a strong one of a shorter sequence.
     keys = dict.fromkeys((r.shape, setting_of(r)) for r in done if r.more.get("scaling") == "strong")
     settings = [setting for _, setting in keys]
     found = []

@@ -44,7 +44,7 @@ class Shape:
 
     @classmethod
     def parse(cls, words: str) -> Shape:
-        """ "1,16,16,16384,128,causal": batch, heads, key heads, tokens, head size, pattern."""
+        """A shape from "1,16,16,16384,128,causal": batch, heads, key heads, tokens, head size, pattern."""
         kinds = ("full", "causal", "window", "documents")
         try:
             B, H, K, T, D, pattern = words.split(",")
@@ -66,7 +66,7 @@ class Shape:
 
     @property
     def size(self) -> int:
-        """W or N of the pattern."""
+        """The number W or N in the pattern."""
         return int(self.pattern.split()[1])
 
     def mask(self) -> Mask:
@@ -79,7 +79,7 @@ class Shape:
         return masks.documents([self.T // self.size] * self.size) & masks.causal()
 
     def flops(self) -> float:
-        """Of one forward: two products over the visible pairs, the diagonal counted as half as usual."""
+        """FLOPs of one forward: two matmuls over the visible pairs; a causal mask counts as T^2 / 2 pairs, as usual."""
         pairs = self.T**2 / 2 if self.pattern == "causal" else count(self.mask(), self.T, self.T)
         return 4 * self.B * self.H * self.D * pairs
 
@@ -123,12 +123,12 @@ def implementations(shape: Shape) -> dict[str, Callable[[], Attend]]:
 def _importable(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ImportError:  # its parent is not there
+    except ImportError:  # no parent package
         return False
 
 
 def _flash(shape: Shape, module: str) -> Attend:
-    """A flash-attn release: [B, T, H, D] in and out, some with lse as a second output."""
+    """Attention of a flash-attn release, whose tensors are [B, T, H, D]; some releases also return lse."""
     function = importlib.import_module(module).flash_attn_func
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ def _sdpa(shape: Shape, backend: SDPBackend) -> Attend:
 def _flex(shape: Shape) -> Attend:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    torch._dynamo.reset()  # past its limit of recompilations it would quietly run uncompiled
+    torch._dynamo.reset()  # above its limit of recompilations it would run uncompiled, without a warning
     compiled: Any = torch.compile(flex_attention, dynamic=False)
     rules: dict[str, Callable[..., Any]] = {
         "causal": lambda b, h, i, j: i >= j,
@@ -163,7 +163,7 @@ def _flex(shape: Shape) -> Attend:
 
 
 def measure(shape: Shape, name: str, attend: Attend, where: dict[str, Any]) -> list[record.Row]:
-    """Rows of one implementation on one shape; one that cannot run there gives none."""
+    """The rows of one implementation on one shape: forward, backward and both."""
     generator = torch.Generator("cuda").manual_seed(0)
 
     def random(heads: int) -> Tensor:
@@ -196,7 +196,7 @@ def measure(shape: Shape, name: str, attend: Attend, where: dict[str, Any]) -> l
 
 
 def table(rows: list[record.Row]) -> Table:
-    """A line per shape and implementation, our speed against each."""
+    """A table with a line per shape and implementation, and our speed relative to each."""
     headings = ("shape", "implementation", "forward", "backward", "both", "ours is", "error", "peak MiB")
     lines = []
     by = {(row.shape, row.impl, row.kind): row for row in rows}
@@ -210,7 +210,7 @@ def table(rows: list[record.Row]) -> Table:
 
 
 def markdown(rows: list[record.Row]) -> str:
-    """The newest row of each measurement as a page: median milliseconds, and how much faster ours is at both passes."""
+    """A page with the newest row of each measurement: median milliseconds, and our speed-up for both passes."""
     by = {(row.shape, row.impl, row.kind): row for row in rows}
     newest = rows[-1]
     impls = list(dict.fromkeys(row.impl for row in rows))
@@ -244,8 +244,8 @@ def markdown(rows: list[record.Row]) -> str:
 
 
 def error_lines(rows: list[record.Row]) -> list[str]:
-    """The errors of the newest commit that was measured from the first shape on, as a table of the page: those of
-    another commit are of other code."""
+    """A table of the page with the errors of one commit, the newest that measured the first shape. Errors of other
+    commits are of other code."""
     commit = [row.commit for row in rows if row.impl == "flashspan" and row.shape == rows[0].shape][-1]
     by = {(row.shape, row.impl): row for row in rows if row.kind == "forward" and row.commit == commit}
     impls = list(dict.fromkeys(impl for _, impl in by))
@@ -269,7 +269,7 @@ def chart(rows: list[record.Row]) -> str:
     for (shape, impl), row in newest.items():
         groups.setdefault(shape, {})[impl] = row.tflops
     label = "attention, forward and backward"
-    # Two lines: the names of shapes leave too little width for one.
+    # The title has two lines, because the names of shapes leave too little width for one.
     return plots.to_svg(plots.bars(groups, title=f"{label}\nbf16, {rows[-1].device}", x="TFLOP/s"), label)
 
 

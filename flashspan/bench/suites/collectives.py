@@ -25,7 +25,7 @@ PRIMITIVES = ("send-receive", "all-reduce", "all-gather", "reduce-scatter", "all
 
 
 def operation(name: str, buffer: Tensor) -> Callable[[], None]:
-    """The primitive on a float32 buffer; the size of a collective is that of a rank's input."""
+    """A function that runs the primitive on a float32 buffer; the size of a collective is that of a rank's input."""
     num, rank = dist.get_world_size(), dist.get_rank()
     other = torch.empty_like(buffer)
     whole = buffer.new_empty(num * buffer.numel())
@@ -53,7 +53,7 @@ def operation(name: str, buffer: Tensor) -> Callable[[], None]:
 
 
 def _newer(name: str, older: Callable[..., Any]) -> Callable[..., Any]:
-    """The function by its new name if this PyTorch has it, since the old name then warns."""
+    """The function with the new name if this PyTorch has it (its old name would warn), else `older`."""
     found: Callable[..., Any] = getattr(dist, name, older)
     return found
 

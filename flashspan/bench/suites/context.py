@@ -121,16 +121,16 @@ class Pool:
 def jobs_of(
     work: Workload, cases: Sequence[tuple[str, str]], world_sizes: Sequence[int], repeats: int, pool: Pool
 ) -> list[sweep.Job]:
-    """Strong scaling with every case, weak scaling (tokens grow with the ranks) with the zigzag ring.
+    """Jobs for strong scaling with every case, and for weak scaling (tokens grow with the ranks) with the zigzag ring.
 
-    A job has all cases on one number of ranks, which take turns. One device, with the whole sequence and with its part
-    of it, is in the job with the most ranks.
+    A job has all cases on one number of ranks; they take turns. The job with the most ranks also has the case of one
+    device, with the whole sequence and with one rank's part of it.
     """
     where = record.environment(torch.device(pool.device_type))
     settings = {"repeats": repeats, "threads": pool.threads}  # a row with other settings is measured again
     jobs = []
     most = max(world_sizes)
-    for num in sorted(world_sizes, reverse=True):  # the whole sequence first: pages read their command there
+    for num in sorted(world_sizes, reverse=True):  # the whole sequence first: reports find the command in it
         entries: list[Entry] = [(work, case) for case in cases if num > 1]
         if num == most and 1 in world_sizes:
             entries = [(work, (ALONE, "")), *entries]

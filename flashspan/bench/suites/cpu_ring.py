@@ -26,7 +26,7 @@ MIB = 2**20
 
 
 def compare(tokens: int, heads: int, head_dim: int, repeats: int, head_chunks: int | None) -> dict[str, list[Any]]:
-    """Run on each rank: (seconds, CPU seconds) of each repeat of both, their peak MiB, the difference of results."""
+    """Run on each rank: (seconds, CPU seconds) of each repeat of both, both peaks in MiB, the difference of results."""
     attend = context_parallel(
         dist.group.WORLD, layout="zigzag", strategy="ring", num_tokens=tokens, head_chunks=head_chunks
     )

@@ -157,13 +157,13 @@ def _take_turns(
         for name in names[shift:] + names[:shift]:
             contender = contenders[name]
             elapsed, _ = timed(contender.step, device, together=True)
-            if turn:  # the first is for warming up
+            if turn:  # the first is a warm-up step
                 steps[name].append(elapsed)
                 # On a GPU, the host's clock would only time the launch of a reduction.
                 if isinstance(contender.running, DataParallel) and device.type == "cpu":
                     spent = contender.running.traffic
                     traffic[name].append((1e3 * spent.communication, spent.hidden))
-    for name in names:  # after all that is timed
+    for name in names:  # after all timed steps
         if not traffic[name]:
             traffic[name] = [contenders[name].watch(device) for _ in range(PROFILED)]
     return {

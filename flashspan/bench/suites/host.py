@@ -1,4 +1,4 @@
-"""The host's time for a call: calls are queued without waiting for the device, on tensors so small that it keeps up.
+"""The host's time for a call: calls are queued without waiting for the device, which keeps up with such small tensors.
 
     flashspan bench host --calls 500
 

@@ -3,9 +3,9 @@
     flashspan bench leaderboard
 
 As in the course: compiled, bfloat16, the sum of the output as the loss, milliseconds from `do_bench` over ten seconds.
-Measured twice: with the call traced by the compiler, and not traced ("untraced"). A compiled backward first copies its
-incoming gradient, which for a sum is one number expanded to 16 million elements; ours copies one head of it. Rows are
-appended to docs/benchmarks/leaderboard.csv.
+It is measured twice: with the call traced by the compiler, and not traced ("untraced"). A compiled backward first
+copies its incoming gradient, which for a sum is one number expanded to 16 million elements; our backward copies one
+head of it. Rows are appended to docs/benchmarks/leaderboard.csv.
 """
 
 from __future__ import annotations

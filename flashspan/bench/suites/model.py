@@ -175,7 +175,7 @@ def compile_layers(setting: Setting, device: torch.device, kinds: Sequence[str])
     """Compile a model to the disk cache. Layers share their graphs, so two layers are enough."""
     from torch._inductor import config
 
-    # Autotuning is repeated when the model is measured: here other processes use the device.
+    # Autotuning is repeated when the model is measured, because other processes use the device now.
     with config.patch(autotune_local_cache=False):
         stepper = Stepper(setting, device, replace(preset(setting.preset), num_layers=2))
         stepper.infer()

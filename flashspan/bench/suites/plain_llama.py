@@ -21,7 +21,8 @@ from flashspan.model.rope import frequencies
 
 @dataclass(frozen=True)
 class Baseline:
-    """A model, its mean loss of (tokens, targets), and its decoding step: (tokens, cache) -> last logits, cache."""
+    """A model, a function of (tokens, targets) that returns its mean loss, and one for its decoding step: (tokens,
+    cache) -> last logits, cache."""
 
     name: str
     model: nn.Module
@@ -42,7 +43,7 @@ def load_baseline(folder: Path, device: torch.device) -> Baseline:
     theirs = _load_transformers(folder, device)
 
     def loss(tokens: Tensor, targets: Tensor) -> Tensor:
-        # The same as its own loss, but without the shift: the targets are already shifted.
+        # The same as the model's own loss without its shift, because the targets are already shifted.
         logits = theirs(tokens, use_cache=False).logits.float()
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
@@ -64,8 +65,8 @@ def _load_transformers(folder: Path, device: torch.device) -> Any:
 
 @contextlib.contextmanager
 def liger_baseline(folder: Path, device: torch.device) -> Iterator[Baseline]:
-    """The model of `load_baseline` with Liger's norms, RoPE, SwiGLU and loss, and cuDNN's attention. It is for training
-    only. Liger replaces functions and classes of transformers: they are put back at the end."""
+    """The model of `load_baseline` with Liger's norms, RoPE, SwiGLU and loss, and cuDNN's attention, for training only.
+    Liger replaces functions and classes of transformers; the originals are restored at the end."""
     from liger_kernel.transformers import apply_liger_kernel_to_llama  # type: ignore[import-not-found, import-untyped, unused-ignore]
     from transformers.models.llama import modeling_llama
 

@@ -5,12 +5,12 @@ flashspan bench attention --random 200 --seed 7 --part 1/4   # every fourth shap
 flashspan bench attention --page                             # docs/benchmarks/random.md and random.svg from the rows
 
 Note: what is compared. The other implementations are the fused backends of `F.scaled_dot_product_attention`: flash,
-cuDNN and efficient, with enable_gqa, or with expanded keys and values where enable_gqa is refused. They serve every
-shape without a mask and causal ones with T = S; flash and efficient also serve causal ones with T < S
-(`causal_lower_right`). cuDNN there, and cuDNN and efficient for windows, read an explicit mask, made before the
-measurement. FlexAttention is compiled for each shape (`--flex`), which takes seconds: by default for windows too large
-for an explicit mask, and for every fourth of the others. One whose output differs from float32 arithmetic by more than
-MOST_ERROR is refused; so is ours, as a failure.
+cuDNN and efficient, with enable_gqa, or with expanded keys and values if they refuse enable_gqa. They support every
+shape without a mask, and causal shapes with T = S; flash and efficient also support causal shapes with T < S
+(`causal_lower_right`). For these, cuDNN reads an explicit mask, made before the measurement; for windows, cuDNN and
+efficient do. FlexAttention is compiled for each shape (`--flex`), which takes seconds. By default it is measured for
+windows too large for an explicit mask, and for every fourth of the other windows. An implementation whose output
+differs from float32 arithmetic by more than MOST_ERROR is left out; if it is ours, this is recorded as a failure.
 """
 
 from __future__ import annotations
@@ -45,28 +45,29 @@ BACKENDS = {
     "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 WITHOUT_MASKS = ("sdpa-flash",)
-"""Those that read no explicit mask."""
+"""The backends that read no explicit mask."""
 LOWER_RIGHT = ("sdpa-flash", "sdpa-efficient")
-"""Those that serve `causal_lower_right` without an explicit mask."""
+"""The backends that support `causal_lower_right` without an explicit mask."""
 MOST_PAIRS = 2**28
-"""Pairs in an explicit mask; FlexAttention, whose block mask is made from a bool one, may have 8 times as many."""
+"""The most pairs in an explicit mask. FlexAttention makes its block mask from a bool mask and may have 8 times that."""
 MOST_EXPANDED = 16 * 2**30
-"""Bytes of expanded keys and values and their gradients."""
+"""The most bytes of expanded keys and values and their gradients."""
 MOST_ERROR = 1e-2
-"""Relative, of the last head against float32 arithmetic; bf16 outputs have 2e-3 to 4e-3."""
+"""The largest relative error of the last head, compared with float32 arithmetic; bf16 outputs have 2e-3 to 4e-3."""
 BUDGET_MS, LEAST_ROUNDS, MOST_ROUNDS = 20.0, 5, 60
 """Time of the samples of one implementation and one pass, and bounds on their number."""
 TRIALS, BEHIND = 2, 2.0
-"""Samples of each contender, after which those that take BEHIND times as long as the fastest one get no more."""
+"""Samples of each contender at first; contenders that take more than BEHIND times as long as the fastest get no more.
+"""
 FLEX_EVERY = 4
-"""The step by which windows that an explicit mask serves are chosen for FlexAttention, by default."""
+"""By default, FlexAttention is measured on every FLEX_EVERY-th of the windows that fit an explicit mask."""
 Flex = Literal["none", "some", "all"]
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Contender(NamedTuple):
-    """An implementation: `make` prepares it, and it is tried only where `instead_of` was refused."""
+    """An implementation. `make` prepares it. If `instead_of` names another, it is tried only if that was refused."""
 
     name: str
     make: Callable[[], Attend]
@@ -74,7 +75,7 @@ class Contender(NamedTuple):
     instead_of: str = ""
 
     def context(self) -> contextlib.AbstractContextManager[Any]:
-        """What the call must run in; it is entered before a measurement begins."""
+        """The context that calls must run in; it is entered before a measurement begins."""
         return contextlib.nullcontext() if self.backend is None else sdpa_kernel(self.backend)
 
 
@@ -86,7 +87,7 @@ class Inputs(NamedTuple):
 
 
 class DeviceLost(Exception):
-    """The device answers no more, after a failure of this implementation: every later call would fail too."""
+    """The device no longer responds after a failure of this implementation: every later call would fail too."""
 
     def __init__(self, name: str, refusal: str) -> None:
         super().__init__(f"{name}: {refusal}")
@@ -101,7 +102,7 @@ def contenders(
     flex: bool = False,
     backends: dict[str, SDPBackend] = BACKENDS,
 ) -> list[Contender]:
-    """The implementations in PyTorch that may serve this shape (see the note)."""
+    """The implementations in PyTorch that may support this shape (see the note)."""
     found = []
     for name, backend in backends.items():
         masked = not shape.sees_all and not (shape.pattern == "causal" and (shape.T == shape.S or name in LOWER_RIGHT))
@@ -121,7 +122,7 @@ def contenders(
 
 
 def bias_of(shape: RandomShape, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The mask as SDPA adds it to scores, [1, 1, T, S]: made once, where a bool one would be converted in each call."""
+    """The mask as a bias [1, 1, T, S] that SDPA adds to scores; it would convert a bool mask to this in each call."""
     lo, hi = shape.mask().bounds(shape.T, shape.S)
     distance = torch.arange(shape.S, device=device) - torch.arange(shape.T, device=device)[:, None]  # [T, S]
     bias = torch.zeros(shape.T, shape.S, device=device, dtype=dtype)
@@ -160,7 +161,7 @@ def _flex(shape: RandomShape, device: torch.device) -> Attend:
 
 
 def passes(attend: Attend, inputs: Inputs) -> dict[str, Callable[[], object]]:
-    """Forward; and forward and backward, where q requires a gradient."""
+    """The calls of both passes: forward; and, if q requires a gradient, forward and backward."""
     q, k, v, dout = inputs
     calls: dict[str, Callable[[], object]] = {"forward": lambda: attend(q, k, v)}
     if q.requires_grad:
@@ -169,8 +170,8 @@ def passes(attend: Attend, inputs: Inputs) -> dict[str, Callable[[], object]]:
 
 
 def prepare(contender: Contender, inputs: Inputs, shape: RandomShape) -> tuple[Attend, float, float]:
-    """Call it, with all passes: the function, its output's error and the MiB it allocated. It raises whatever the
-    implementation raises, and ValueError for a wrong output."""
+    """Run all passes of a contender; return its function, the error of its output and the MiB it allocated. Raises what
+    the implementation raises, and ValueError for a wrong output."""
     q, k, v, _ = inputs
     before = torch.cuda.memory_allocated() if q.is_cuda else 0
     if q.is_cuda:
@@ -190,7 +191,7 @@ def prepare(contender: Contender, inputs: Inputs, shape: RandomShape) -> tuple[A
 def ready(
     candidates: Iterable[Contender], inputs: Inputs, shape: RandomShape
 ) -> tuple[dict[Contender, tuple[Attend, float, float]], dict[str, str]]:
-    """Those that serve the shape, each as `prepare` returns it; and why the others do not, by name."""
+    """The contenders that support the shape, with the results of `prepare`; and the others' names and refusals."""
     serving: dict[Contender, tuple[Attend, float, float]] = {}
     refusals: dict[str, str] = {}
     for contender in candidates:
@@ -212,7 +213,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _check_device(device: torch.device, name: str, refusal: str) -> None:
-    """DeviceLost if a failure has made the device unusable, as an access outside of its memory does."""
+    """DeviceLost if a failure, such as an illegal memory access, has made the device unusable."""
     if device.type != "cuda":
         return
     try:
@@ -226,7 +227,7 @@ def time_in_turns(
     serving: dict[Contender, Attend], kind: str, inputs: Inputs, budget_ms: float = BUDGET_MS
 ) -> dict[str, Samples]:
     """The times of one pass, by name. Ours and the contenders near the fastest one have all rounds of samples, in
-    turns, from cold caches; the slower ones have their trials."""
+    turns, with cold caches; the slower ones have only the first samples."""
     contexts = {contender.name: contender.context for contender in serving}
     calls = {contender.name: passes(attend, inputs)[kind] for contender, attend in serving.items()}
     device = inputs.q.device
@@ -249,7 +250,7 @@ def measure(
     backends: dict[str, SDPBackend] = BACKENDS,
     budget_ms: float = BUDGET_MS,
 ) -> list[record.Row]:
-    """Rows of ours and of all that serve the shape; of ours in any case, with its failure as status."""
+    """Rows of ours and of all others that support the shape. If ours fails, its rows have the failure as status."""
     generator = torch.Generator(device).manual_seed(0)
 
     def random(heads: int, length: int) -> Tensor:
@@ -306,8 +307,8 @@ def chosen_part(part: str | None, number: int) -> range:
 
 
 def flex_shapes(shapes: Collection[RandomShape], flex: Flex) -> set[RandomShape]:
-    """Those that FlexAttention is compiled for. some: windows too large for an explicit mask, and every fourth of the
-    other windows; all: windows, and causal shapes with T < S."""
+    """The shapes that FlexAttention is compiled for. some: windows too large for an explicit mask, and every fourth of
+    the other windows; all: windows, and causal shapes with T < S."""
     if flex == "none":
         return set()
     if flex == "all":
@@ -347,13 +348,13 @@ def bench_random(number: int, seed: int = 0, part: str | None = None, flex: Flex
 def measure_or_fail(
     shape: RandomShape, where: dict[str, Any], more: dict[str, Any], *, device: torch.device, **options: Any
 ) -> tuple[list[record.Row], bool]:
-    """The rows of `measure`, or a row that says why there are none; and whether the device answers no more."""
+    """The rows of `measure`, or a row that says why there are none; and whether the device no longer responds."""
     name, lost = OURS, False
     try:
         return measure(shape, where, more, device=device, **options), False
     except DeviceLost as error:
         name, reason, lost = error.name, str(error), True
-    except Exception as error:  # between the trial of each and the end: nothing says whose it is, so it is ours
+    except Exception as error:  # raised after `ready`: its origin is unknown, so it counts as a failure of ours
         reason = _one_line(error)
         try:
             _check_device(device, name, reason)

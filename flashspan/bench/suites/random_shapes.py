@@ -3,7 +3,7 @@
     for shape in draw(200, seed=7):
         compile_kernels(shape)  # shape.B, H, K, T, S, D and shape.mask()
 
-Each 20 shapes hold every scenario as often as SCENARIOS says, in random order. Within a scenario:
+Every 20 shapes have each scenario as often as SCENARIOS says, in random order. Within a scenario:
 
 - lengths and windows are log-uniform in their range, and half of them are rounded to a multiple of 128;
 - batch, key heads, queries per key head and head size come from the weighted lists below;
@@ -24,9 +24,9 @@ from flashspan import masks
 from flashspan.kernels.masks import EVERYTHING, count
 
 MOST_BYTES = 4 * 2**30
-"""Memory of q, k, v, the output, and the gradients of all four, in bf16."""
+"""The most memory of q, k, v, the output, and the gradients of all four, in bf16."""
 MOST_MS = 30.0
-"""Estimated time of forward and backward, at TFLOPS and BYTES_PER_SECOND."""
+"""The longest estimated time of forward and backward, at TFLOPS and BYTES_PER_SECOND."""
 MOST_HEADS = 64
 MOST_SHAPES = 10_000
 TFLOPS, BYTES_PER_SECOND = 400.0, 3e12
@@ -62,7 +62,7 @@ class RandomShape:
 
     @property
     def size(self) -> int:
-        """W of the pattern."""
+        """The number W in the pattern."""
         return int(self.pattern.split()[1])
 
     @property
@@ -132,12 +132,12 @@ CLASS_NOTE = (
     "multiprocessors of an H200. Odd head size: not a power of 2. Odd length: the number of keys is not a multiple of "
     f"64, or that of queries is not and is above {FEW_QUERIES}."
 )
-"""What the page says about the classes that their names do not explain."""
+"""The page's explanation of class names that are not self-explanatory."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """How often it occurs in 20 shapes, and what its sizes are drawn from; without `keys` S is T."""
+    """`share`: how often it occurs in 20 shapes. The others: what its sizes are drawn from; without `keys`, S is T."""
 
     share: int
     batch: Mapping[int, int]
@@ -208,12 +208,12 @@ def _draw_one(rng: random.Random, scenario: Scenario) -> RandomShape | None:
 
 
 def _weighted(rng: random.Random, choices: Mapping[int, int] | Mapping[str, int]) -> Any:
-    """One of the keys, as often as its value says."""
+    """A random key, with the values as weights."""
     return rng.choices(list(choices), list(choices.values()))[0]
 
 
 def _log_uniform(rng: random.Random, low: int, high: int) -> int:
-    """From low to high, each factor of two as likely as another; half of those from 128 a multiple of 128."""
+    """A log-uniform number from low to high; half of those from 128 upwards are rounded to a multiple of 128."""
     value = round(math.exp(rng.uniform(math.log(low), math.log(high))))
     if rng.random() < 0.5 and value >= 128:
         value = 128 * round(value / 128)

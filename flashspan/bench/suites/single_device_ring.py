@@ -72,11 +72,11 @@ class Stopwatch:
 
 
 Once: TypeAlias = Callable[[], tuple[float, float]]
-"""Runs once, and returns the milliseconds of its forward and of its backward kernels."""
+"""A function that runs forward and backward once, and returns the milliseconds of the kernels of each."""
 
 
 def all_steps(inputs: list[Tensor], mask: Mask, num_ranks: int, *, strategy: str, layout: str, backend: str) -> Once:
-    """The steps of all ranks, one after another."""
+    """A function that runs the steps of all ranks, one after another."""
     q, k, v, dout = inputs
     placement = place(layout, q.shape[2], num_ranks)
     plan = Plan(placement, mask, GENERATORS[strategy](Visibility(placement, mask)))
@@ -101,7 +101,8 @@ def all_steps(inputs: list[Tensor], mask: Mask, num_ranks: int, *, strategy: str
 
 
 def one_step(inputs: list[Tensor], mask: Mask, *, carried: bool, backend: str) -> Once:
-    """One call: with `carried` a step of a ring, which continues a carry and adds into gradients; else a plain call."""
+    """A function that runs one call. With `carried` it is a step of a ring, which continues a carry and adds into
+    gradients; otherwise a plain call."""
     q, k, v, dout = inputs
     problem = Problem(mask, q.shape[3] ** -0.5)
     watch = Stopwatch(Chosen(backend), q.device)
@@ -124,7 +125,7 @@ def one_step(inputs: list[Tensor], mask: Mask, *, carried: bool, backend: str) -
 
 
 def in_turn(runs: Sequence[Once], repeats: int) -> list[tuple[float, float]]:
-    """The medians of each, run in turns."""
+    """The median milliseconds of forward and of backward of each; they take turns."""
     for run in runs:  # compiles and warms up
         run()
     times = in_turns(dict(enumerate(runs)), repeats).values()

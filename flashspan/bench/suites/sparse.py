@@ -29,7 +29,7 @@ from flashspan.kernels.masks.build import Rule
 PASSES = ("forward", "backward")
 PATH = Path("docs/benchmarks/sparse.csv")
 MASKS = "masks.jsonl"
-"""In the same folder: rows with the time to make block maps."""
+"""The file in the same folder that has rows with the time to make block maps."""
 DENSE = {"flashspan dense": masks.full(), "flashspan causal": masks.causal()}
 """Our kernels with a full and with a causal mask, to show the time that skipped blocks save."""
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -81,12 +81,12 @@ def full(T: int, D: int) -> Case:
 
 
 def band(width: int, T: int, D: int) -> Case:
-    """This number of neighbours on each side."""
+    """A query sees this number of neighbours on each side."""
     return Case(f"band {width}", T, D, masks.window(width), lambda b, h, i, j: (i - j).abs() <= width)
 
 
 def strided(width: int, step: int, T: int, D: int) -> Case:
-    """Every `step`-th key before a query, `width` of them."""
+    """A query sees `width` keys: every `step`-th key back from its own."""
 
     def rule(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return (i >= j) & ((i - j) % step == 0) & (i - j < width * step)
@@ -181,7 +181,7 @@ def measure(case: Case, name: str, attend: Attend, where: dict[str, Any], expect
     grads = torch.autograd.grad(out, leaves, dout, retain_graph=True)
     peak = (torch.cuda.max_memory_allocated() - before) / 2**20
     error = float("nan")
-    if name not in DENSE:  # those answer another question
+    if name not in DENSE:  # these have another mask
         error = record.output_error(q[:1, :1], k[:1, :1], v[:1, :1], out[:1, :1], case.mask)
         if not expected:
             expected.extend(grads)
@@ -345,7 +345,7 @@ def efficiency(rows: Sequence[record.Row], where: str = "") -> list[Table]:
 
 
 def pair(forward: str, backward: str) -> str:
-    """A cell of two passes."""
+    """A table cell with two passes."""
     return f"{forward or '-'} / {backward or '-'}" if forward or backward else ""
 
 

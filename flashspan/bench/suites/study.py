@@ -73,7 +73,7 @@ def eager_rows(tokens: int, head_dim: int, impls: Sequence[str], repeats: int, d
         return forward, backward, held
 
     turns = {impl: partial(turn, call) for impl, call in calls.items()}
-    in_turns(turns, 3 if repeats >= 10 else 1)  # to warm up
+    in_turns(turns, 3 if repeats >= 10 else 1)  # warm-up
     rows = []
     for impl, found in in_turns(turns, repeats).items():
         *times, held = zip(*found, strict=True)
@@ -174,7 +174,7 @@ def bench_in_turns(calls: Mapping[K, Callable[[], Any]], device: torch.device) -
 def jobs(
     which: str, lengths: Sequence[int], head_dims: Sequence[int], device: torch.device, repeats: int
 ) -> list[sweep.Job]:
-    """The measurements of a study."""
+    """The jobs of a study."""
     shapes = [(tokens, head_dim) for head_dim in head_dims for tokens in lengths]
     if which == "eager":
         return [_eager_job(*shape, repeats, device, tuple(head_dims), EAGER_IMPLS) for shape in shapes]
@@ -240,7 +240,7 @@ def compile_plain(tokens: int, head_dims: tuple[int, ...], device: torch.device)
     """Compile plain attention of this length to the disk cache. One head size after another: the scores are large."""
     from torch._inductor import config
 
-    # Autotuning is repeated when it is measured: here other processes use the device.
+    # Autotuning is repeated when it is measured, because other processes use the device now.
     with config.patch(autotune_local_cache=False):
         for head_dim in head_dims:
             eager_rows(tokens, head_dim, ("compiled",), 1, device)

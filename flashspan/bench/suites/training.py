@@ -6,8 +6,8 @@ Training is also compared with transformers + Liger's kernels + cuDNN's attentio
     flashspan bench training --part train8k               # or train32k, or generate
     flashspan bench training --tiny                       # a tiny model, to test the benchmark, also on a CPU
 
-Ours is `Trainer.take_step`, which `flashspan train` calls, with the options in OURS: data from a token file, the loss
-on the device, clipping, fused AdamW. Theirs is forward, backward, clipping at the same norm and the same fused AdamW.
+Our step is `Trainer.take_step`, which `flashspan train` calls, with the options in OURS: data from a token file, the
+loss on the device, clipping, fused AdamW. Theirs is forward, backward, clipping to the same norm, the same fused AdamW.
 Both start from one checkpoint, so the first losses can be compared. The dtypes are:
 
     theirs              weights, gradients, moments bfloat16; norms in float32; logits bfloat16, then float32
@@ -99,7 +99,7 @@ class Bench:
         self.noise = torch.from_numpy(open_tokens(folder / "data").tokens.astype("int64"))
 
     def train(self, part: str, modes: Sequence[str]) -> None:
-        """Measure steps of theirs, of theirs with Liger's kernels if it is installed, then of ours in each mode."""
+        """Measure steps of the baseline, of the one with Liger's kernels if installed, then of ours in each mode."""
         num_tokens = self.sizes.train[part]
         flops = self.sizes.shape.flops_per_token(num_tokens) * num_tokens
         theirs = load_baseline(self.folder / "model", self.device)
@@ -229,7 +229,7 @@ class Bench:
         return first / 1e3, rest / 1e3
 
     def _our_decode(self, model: Llama, prompt: Tensor, *, graph: bool) -> tuple[float, float]:
-        """The same for `decode`, including the recording of the graph."""
+        """The same seconds for our `decode`, including the recording of the graph."""
         tokens = decode(model, prompt, self.sizes.new, sampling=Sampling(0), context=Whole(graph=graph))
         first, _ = timed(lambda: next(tokens), self.device)
         rest, _ = timed(lambda: sum(1 for _ in tokens), self.device)

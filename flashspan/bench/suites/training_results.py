@@ -13,8 +13,8 @@ from flashspan.model import LlamaConfig
 
 @dataclass(frozen=True)
 class Figure:
-    """The targets of a part: at least this speed over theirs, at most this memory over theirs, at most these GiB; at
-    least this speed over theirs with Liger's kernels."""
+    """The targets of a part: minimum speed and maximum memory relative to the baseline, maximum GiB, and minimum speed
+    relative to the baseline with Liger's kernels."""
 
     speed: float
     memory: float | None = None
@@ -40,7 +40,7 @@ class Measured:
     peak: int
     tokens: int
     flops: float
-    error: float  # relative difference from theirs, of the first loss (training) or the logits (prefill)
+    error: float  # relative difference from the baseline: of the first loss (training) or the logits (prefill)
 
     @property
     def median(self) -> float:
@@ -73,7 +73,7 @@ def rows_of(results: list[Measured], model: LlamaConfig, prompt: int, device: to
 
 
 def table_of(results: list[Measured]) -> str:
-    """Text: every measurement compared with theirs, and whether it meets its target."""
+    """Text that compares every measurement with the baseline, and says whether it meets its target."""
     lines = []
     for part in dict.fromkeys(m.part for m in results):
         theirs, *others = (m for m in results if m.part == part)
