@@ -123,7 +123,7 @@ def window_band(window: int | tuple[int, int]) -> Band:
     found = [side for side in sides if side is not None and side >= 0]
     if len(found) != 2:
         raise ValueError(
-            f"a window is an int >= 1 or a pair (left, right) of ints >= 0: got {window!r}; use None for no window"
+            f"a window is an int >= 1 or a pair (left, right) of ints >= 0: got {window!r}; leave it out for no window"
         )
     left, right = found
     return Band(-left, right)

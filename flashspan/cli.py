@@ -258,6 +258,13 @@ def _print_completion(words: list[str]) -> int:
     return 0
 
 
+def describe(error: ValueError | OSError) -> str:
+    """An error as text. Python's text for a file begins with a number: [Errno 2]."""
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error)
+    return f"{error.filename or 'output cannot be written'}: {error.strerror}"
+
+
 def _unknown(what: str, known: list[str], prog: str) -> ValueError:
     """The error for an unknown option or command, with the most similar known one."""
     close = difflib.get_close_matches(what.partition(" ")[2], known, 1)
@@ -295,6 +302,8 @@ def _first_part(box: str) -> str:
     lines = [line.strip("│ ") for line in box.splitlines() if not line.startswith(("╭", "╰"))]
     parts = [" ".join(part.split()) for part in re.split(r"^[─-]+$", "\n".join(lines), flags=re.MULTILINE)]
     text = parts[0] if "╭" in box or len(parts) == 1 else parts[1]
+    if text.startswith("Missing from"):  # the names of the arguments, without what help says of each
+        text = f"{text.partition(':')[0]}: {', '.join(re.findall(r'(?<= )[A-Z]+(?= [A-Z])', text))}"
     return f"{text[:1].lower()}{text[1:]}".rstrip(".")
 
 
@@ -320,7 +329,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         return CLOSED_PIPE  # rich caught it while printing a table, and has redirected stdout to the null device
     except (ValueError, OSError) as error:  # OSError: a file or folder that cannot be read or written, a full disk
-        text = " ".join(str(error).split())  # a name of a file, or a value, may hold line breaks
+        text = " ".join(describe(error).split())  # a name of a file, or a value, may hold line breaks
         print(f"flashspan: {text[:MOST_SHOWN]}{'...' if len(text) > MOST_SHOWN else ''}", file=sys.stderr)
         return 2
     except RuntimeError as error:

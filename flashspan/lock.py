@@ -20,7 +20,9 @@ def locked_folder(folder: str | Path, option: str = "--checkpoint.folder") -> It
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        lock = os.fdopen(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK), "rb")  # a pipe would block
+        lock = os.fdopen(
+            os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666), "rb"
+        )  # a pipe would block
     except OSError as error:
         raise ValueError(
             f"the folder {folder} cannot be written to: {error.strerror} ({LOCK}); choose another with {option}"

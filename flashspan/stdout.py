@@ -59,6 +59,11 @@ class Stdout:
             self.discard()
 
 
+def counted(number: int, noun: str) -> str:
+    """A count with its noun: "1 rank", "4 ranks"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def say(text: str) -> None:
     """Print a line on stdout, if that is possible."""
     print(text, file=Stdout(), flush=True)

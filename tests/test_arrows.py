@@ -31,7 +31,7 @@ ALLOWED = {
     "model": {"files", "manifest"},
     "data": {"files", "progress", "launch", "process", "lock", "model"},
     "checkpoint": {"agreement", "files", "manifest", "model", "parallel"},
-    "plan": {"progress", "kernels", "context", "files", "model"},
+    "plan": {"progress", "stdout", "kernels", "context", "files", "model"},
     "train": {
         "completion",
         "callable_module",
@@ -86,6 +86,7 @@ ALLOWED = {
         "plan",
     },
     "commands": {
+        "stdout",
         "kernels",
         "arguments",
         "attention",

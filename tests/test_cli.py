@@ -172,7 +172,7 @@ def test_a_refused_picture_writes_no_other(tmp_path: Path, capsys: pytest.Captur
         (["attend", "1", "8", "8", "--seed", str(2**64)], "-2**63 to 2**64 - 1: got 18446744073709551616"),
         (["check", "--ranks", "1", "--seed", str(2**64)], "-2**63 to 2**64 - 1: got 18446744073709551616"),
         (["plan", "draw", "--strategy", "double_ring"], "--sizes"),
-        (["plan", "draw", "--sizes", "2", "4"], "double_ring needs --sizes"),
+        (["plan", "draw", "--sizes", "2", "4"], "--sizes belongs to the strategy double_ring: got ring"),
         (["bench", "attention", "--shapes", "1,1,1,64,16,window x"], "numbers from 1"),
         (["bench", "attention", "--shapes", "1,1,1,64,16,documents 0"], "numbers from 1"),
         (["bench", "attention", "--shapes", "1,3,2,64,16,causal"], "a divisor of the heads"),

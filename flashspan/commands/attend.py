@@ -27,6 +27,7 @@ from flashspan.kernels.contract import Problem
 from flashspan.kernels.masks import CAUSAL, EVERYTHING
 from flashspan.launch import RankError, Ranks
 from flashspan.progress import progress
+from flashspan.stdout import counted
 
 MAX_DEVICES = 8
 CHECKED_ROWS = 256  # queries compared with float64, spread over the sequence
@@ -125,7 +126,7 @@ def attend(
     try:
         backend = "nccl" if gpus and not share_gpu else "gloo"
         with (
-            progress(f"attention on {num_devices} devices"),
+            progress(f"attention on {counted(num_devices, 'device')}"),
             Ranks(num_devices, backend=backend, timeout=120, share_gpu=share_gpu) as ranks,
         ):
             answers: list[Answer] = ranks.run(run_on_rank, job, timeout=900)

@@ -26,6 +26,7 @@ from flashspan.kernels import promise
 from flashspan.kernels.masks import CAUSAL, EVERYTHING
 from flashspan.launch import Ranks, check_num_ranks, joined, send_to_parent
 from flashspan.progress import progress
+from flashspan.stdout import counted
 
 Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 """The choices in help; a test compares them with STRATEGIES, LAYOUTS and BOUNDS."""
@@ -166,7 +167,7 @@ def check(
                 f"{ranks} ranks need about {needed / 2**30:.1f} GiB, but {free / 2**30:.1f} are available; lower "
                 "--tokens, the heads or --ranks"
             )
-        what = f"{len(cases)} {'case' if len(cases) == 1 else 'cases'} on {ranks} ranks"
+        what = f"{counted(len(cases), 'case')} on {counted(ranks, 'rank')}"
         backend = "nccl" if cuda and not share_gpu else "gloo"
         with (
             progress(what, len(cases)) as line,
@@ -241,7 +242,7 @@ def print_table(problem: Problem, ranks: int, results: list[Result]) -> None:
     kind = "causal" if problem.causal else "full"
     forward, backward = at_length(BOUNDS[problem.dtype], problem.dtype, problem.tokens)
     print(
-        f"{ranks} ranks against one device in float64: {problem.tokens} tokens, {problem.heads} heads on "
+        f"{counted(ranks, 'rank')} against one device in float64: {problem.tokens} tokens, {problem.heads} heads on "
         f"{problem.kv_heads} kv heads of {problem.head_dim}, {kind}, {problem.dtype}"
     )
     for transport in dict.fromkeys(result.transport for result in results):

@@ -16,6 +16,7 @@ from flashspan.context.verify import verify
 from flashspan.context.visibility import Visibility
 from flashspan.files import make_folder
 from flashspan.plan.draw import written_to
+from flashspan.stdout import counted
 
 MOST_RANKS = 256
 """The most lanes of a picture. It has a box for each rank and step, and drawing 256 lanes takes half a minute."""
@@ -55,7 +56,10 @@ def draw(
         raise ValueError(f"a picture shows at most {MOST_RANKS} ranks: got {ranks}; draw fewer")
     if (strategy == "double_ring") != (sizes is not None):
         raise ValueError(
-            f"double_ring needs --sizes NODES RANKS_PER_NODE, and only it takes them: got {sizes} for {strategy}"
+            f"double_ring needs --sizes NODES RANKS_PER_NODE: got none; for {ranks} ranks, for example --sizes 2 "
+            f"{max(1, ranks // 2)}"
+            if sizes is None
+            else f"--sizes belongs to the strategy double_ring: got {strategy}; leave --sizes out"
         )
     rows = torch.empty(1, 1, tokens, 1, device="meta")
     visibility = Visibility(place(layout, tokens, ranks), resolve_mask(rows, rows, causal=causal, window=window))
@@ -69,7 +73,10 @@ def draw(
     with written_to(out, "--folder"):
         draw_ownership(schedule, visibility, ownership)  # first: it refuses long sequences
         draw_timeline(schedule, timeline)
-    print(f"{strategy} on {ranks} ranks, {layout}: {schedule.num_steps} steps, {len(schedule.transfers)} transfers")
+    print(
+        f"{strategy} on {counted(ranks, 'rank')}, {layout}: {counted(schedule.num_steps, 'step')}, "
+        f"{counted(len(schedule.transfers), 'transfer')}"
+    )
     print(f"busiest rank: {schedule.balance:.3f}x the mean")
     print(f"wrote {timeline} and {ownership}")
     return 0

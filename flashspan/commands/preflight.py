@@ -47,6 +47,7 @@ from flashspan.launch import RankError, Ranks, SilentRank, check_num_ranks, join
 from flashspan.plan.devices import DEVICES, is_named, make_cluster
 from flashspan.plan.simulate import simulate
 from flashspan.progress import progress
+from flashspan.stdout import counted
 from flashspan.train.silent_ranks import report_silent_ranks
 
 PATIENCE = 60.0
@@ -112,7 +113,7 @@ def _start(job: Job, num_ranks: int, cuda: bool) -> Report:
         refuse_shared_gpu(num_ranks, 6 * MESSAGES * MESSAGE_BYTES["cuda"], "lower --ranks")
     backend = "nccl" if cuda and not job.share_gpu else "gloo"
     pool = Ranks(num_ranks, backend=backend, timeout=PATIENCE, share_gpu=job.share_gpu)
-    with progress(f"preflight of {num_ranks} ranks"), pool:
+    with progress(f"preflight of {counted(num_ranks, 'rank')}"), pool:
         report: Report = pool.run(run_on_rank, job, "cuda" if cuda else "cpu", timeout=600)[0]
     return report
 

@@ -92,7 +92,8 @@ def run_profile(setting: Setting, device: torch.device, *, training: bool, trace
             if not trace_path.exists():  # the profiler does not report a full disk
                 raise OSError("is there no space left?")
         except (OSError, RuntimeError) as error:
-            raise ValueError(f"the trace cannot be written to {trace_path}: {error}; give another --folder") from error
+            why = getattr(error, "strerror", None) or error
+            raise ValueError(f"the trace cannot be written to {trace_path}: {why}; give another --folder") from error
     parts = {part: sum(found) for part in PARTS if (found := trace.ranges_ms(profiler, part, device))}
     name, head_dim = "training step" if training else "inference", find_preset(setting.preset).head_dim
     return Summary(name, wall_ms, trace.kernels(profiler, device), parts, head_dim)

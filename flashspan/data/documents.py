@@ -96,8 +96,11 @@ def _with_newlines(text: str) -> str:
 
 def _cut_file(path: Path) -> list[Part]:
     if not path.is_file():
-        missing = f"{path} does not exist: give a .txt, .jsonl or .parquet file; give a dataset with --dataset"
-        raise ValueError(f"{path} is not a file: give the files in it" if path.exists() else missing)
+        if path.is_dir():
+            raise ValueError(f"{path} is a folder: give the files in it")
+        if path.exists():
+            raise ValueError(f"{path} is a pipe or a device, which cannot be read twice: write its text to a file")
+        raise ValueError(f"{path} does not exist: give a .txt, .jsonl or .parquet file, or --dataset NAME")
     size, suffix = path.stat().st_size, path.suffix.lower()
     if suffix in (".txt", ".md", ""):
         return _cut_bytes("text", path, size)

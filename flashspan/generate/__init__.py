@@ -1,4 +1,8 @@
-"""Generation: decoding with a cache of keys and values."""
+"""Generation: decoding with a cache of keys and values.
+
+This package is callable: `flashspan.generate("runs/tiny", "Once upon a time", tokens=100)` continues a text.
+`help(flashspan.generate.__wrapped__)` describes the arguments.
+"""
 
 from flashspan.callable_module import make_callable
 

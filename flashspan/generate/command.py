@@ -74,8 +74,9 @@ def generate(
         dtype: Dtype of the weights.
     """
     sampling = Sampling(temperature, top_k, top_p)
-    if tokens < 1 or (batch is not None and batch < 1):
-        raise ValueError(f"tokens and batch must be at least 1: got {tokens} and {batch}")
+    for name, value in (("--tokens", tokens), ("--batch", batch)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be 1 or more: got {value}")
     if batch is not None and (not file or ranks > 1):
         raise ValueError(f"--batch is for the prompts of a --file on one rank: got --batch {batch}; leave it out")
     if prompt and file:

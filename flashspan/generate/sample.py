@@ -30,11 +30,17 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (0 <= self.temperature < math.inf and self.top_k >= 0 and 0 < self.top_p <= 1):
+        for name, kind in (("temperature", (int, float)), ("top_k", int), ("top_p", (int, float))):
+            if not isinstance(value := getattr(self, name), kind) or isinstance(value, bool):
+                raise ValueError(f"{name} must be a {'whole ' if kind is int else ''}number: got {value!r}")
+        if not 0 <= self.temperature < math.inf:
             raise ValueError(
-                f"temperature and top_k must be finite and at least 0, and top_p in (0, 1]: got temperature "
-                f"{self.temperature}, top_k {self.top_k}, top_p {self.top_p}"
+                f"temperature must be finite and at least 0, the most probable token: got {self.temperature}"
             )
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be at least 1, or 0 for all tokens: got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be more than 0 and at most 1: got {self.top_p}")
         if 0 < self.temperature < LEAST_TEMPERATURE:
             raise ValueError(
                 f"temperature must be 0 or at least {LEAST_TEMPERATURE:g}: got {self.temperature:g}; use 0, which "

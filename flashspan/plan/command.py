@@ -16,6 +16,7 @@ from typing import Any, Literal
 from flashspan.files import MAX_LINES_BYTES, make_folder, parse_json, read_bytes
 from flashspan.model import PRESETS, LlamaConfig, find_model, preset, read_config
 from flashspan.progress import progress
+from flashspan.stdout import counted
 
 from .calibrate import Measurement, calibrate
 from .devices import Cluster, Device, Link, is_named, make_cluster
@@ -78,7 +79,7 @@ def plan(
     run = Run(config_of(model), batch, tokens, precision, fused_norms=not device.startswith("cpu"))
     if calibrate is not None:
         cluster = calibrated(cluster, calibrate)
-    with progress(f"plan of {model} on {devices:,} devices"):
+    with progress(f"plan of {model} on {counted(devices, 'device')}"):
         answers = rank(run, cluster)
     links = f"{cluster.inside.name} inside nodes of {per_node}, {cluster.between.name} between"
     samples = counted(batch, "sample")
@@ -88,7 +89,10 @@ def plan(
         print(f"{len(answers)} parallelism configs fit." if len(answers) > 1 else "1 parallelism config fits.")
         print(f"The best: {train_command(model, run, answers[0].parallel, per_node)}")
     elif next(parallel_configs(run, cluster), None) is None:
-        print(f"No parallelism config uses exactly {devices:,} devices: use fewer devices, or more samples or tokens.")
+        print(
+            f"No parallelism config uses exactly {counted(devices, 'device')}: use fewer devices, or more samples or "
+            "tokens."
+        )
         return 1
     else:
         print("No parallelism config fits: use more devices, fewer tokens or samples, or a smaller model.")
@@ -112,10 +116,6 @@ def config_of(model: str) -> LlamaConfig:
     if model not in PRESETS and os.path.isdir(found := find_model(model, config_only=True)):
         return read_config(found)
     return preset(model)
-
-
-def counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def memory_unit(answers: Sequence[Answer]) -> tuple[str, float]:

@@ -142,10 +142,10 @@ class Cluster:
     between: Link
 
     def __post_init__(self) -> None:
-        if self.num_devices < 1 or self.per_node < 1:
-            raise ValueError(
-                f"a cluster needs 1 or more devices, and 1 or more per node: got {self.num_devices} and {self.per_node}"
-            )
+        if self.num_devices < 1:
+            raise ValueError(f"a cluster needs 1 or more devices: got {self.num_devices}")
+        if self.per_node < 1:
+            raise ValueError(f"a node needs 1 or more devices: got {self.per_node} per node")
         if self.num_devices > MOST_DEVICES:
             raise ValueError(
                 f"a cluster has at most {MOST_DEVICES:,} devices: got {self.num_devices:,}; plan for fewer"

@@ -66,10 +66,10 @@ class Run:
     plain_loss: bool = False  # as in `bench model`: PyTorch operators instead of the kernel of training on a GPU
 
     def __post_init__(self) -> None:
-        if self.batch < 1 or self.tokens < 1:
-            raise ValueError(
-                f"a run needs 1 or more samples of 1 or more tokens: got {self.batch} samples of {self.tokens} tokens"
-            )
+        if self.batch < 1:
+            raise ValueError(f"a step needs 1 or more samples: got a batch of {self.batch}")
+        if self.tokens < 1:
+            raise ValueError(f"a sample needs 1 or more tokens: got {self.tokens}")
         for name in ("precision", "weights"):
             if getattr(self, name) not in ("float32", "bfloat16", "float16"):
                 raise ValueError(f"{name} must be float32, bfloat16 or float16: got {getattr(self, name)!r}")

@@ -1,4 +1,8 @@
-"""Training: config, data, loop, checkpoints, metrics; composed from model, context and parallel."""
+"""Training: config, data, loop, checkpoints, metrics; composed from model, context and parallel.
+
+This package is callable: `flashspan.train(preset="tiny", steps=20, context=2)` trains.
+`help(flashspan.train.__wrapped__)` describes the arguments.
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -13,6 +13,7 @@ from flashspan.files import check_folder
 from flashspan.lock import refuse_locked
 from flashspan.plan.devices import available_bytes, free_gpu_bytes
 from flashspan.plan.memory import Ledger, ParallelConfig, Run, ledger
+from flashspan.stdout import counted
 
 from .config import TrainConfig
 from .dataset import num_evaluated, open_samples
@@ -46,7 +47,7 @@ def describe_run(config: TrainConfig, num_ranks: int) -> str:
     shape, parallel, train = config.model.resolve(), config.parallel, config.train
     degrees = parallel.degrees(num_ranks)
     on_cpu = parallel.device == "cpu" or not torch.cuda.is_available()
-    devices = f"CPU processes on {os.cpu_count()} cores" if on_cpu else torch.cuda.get_device_name(0)
+    devices = f"CPU process{'' if num_ranks == 1 else 'es'} on {os.cpu_count()} cores" if on_cpu else torch.cuda.get_device_name(0)
     shared = "sharing 1 " if parallel.share_gpu else ""
     context = "each rank has whole sequences"
     if degrees["context"] > 1:
@@ -57,7 +58,7 @@ def describe_run(config: TrainConfig, num_ranks: int) -> str:
     lines = {
         "model": f"{shape.num_parameters / 1e6:,.2f} M parameters, {shape.num_layers} layers of width {shape.width}",
         "devices": f"{num_ranks} {shared}{devices}",
-        "mesh": f"{' x '.join(f'{axis} {degree}' for axis, degree in degrees.items())} = {num_ranks} ranks",
+        "mesh": f"{' x '.join(f'{axis} {degree}' for axis, degree in degrees.items())} = {counted(num_ranks, 'rank')}",
         "context": context,
         "data": describe_data(config),
         "eval": describe_evaluation(config),
@@ -116,11 +117,11 @@ def lack_of_disk(config: TrainConfig) -> str | None:
         place = place.parent
     # Weights, and two moments per weight.
     needed = needed_bytes(3 * config.model.resolve().num_parameters * getattr(torch, config.train.weights).itemsize)
-    if (free := shutil.disk_usage(place).free) >= needed:
+    if (free := shutil.disk_usage(place).free) >= needed or not os.statvfs(place).f_blocks:  # /proc has no blocks
         return None
     return (
-        f"a checkpoint takes {needed / 1e6:,.1f} MB, but {config.checkpoint.folder} has {free / 1e6:,.1f} MB free: "
-        "free some space, or choose another --checkpoint.folder"
+        f"a checkpoint takes {needed / 1e6:,.1f} MB, but {config.checkpoint.folder} has {free / 1e6:,.1f} MB "
+        "free: free some space, or choose another --checkpoint.folder"
     )
 
 

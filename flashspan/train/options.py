@@ -164,11 +164,17 @@ def read_toml(path: str | Path) -> dict[str, dict[str, Any]]:
     data = read_bytes(path, "give a TOML file, or options only")
     try:
         raw = parse_toml(data.decode("utf-8-sig"))
-    except ValueError as error:  # not TOML, not UTF-8, a number or a nesting beyond Python's
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise ValueError(f"{path} is not TOML: line {line} is not UTF-8 text; save the file as UTF-8") from error
+    except ValueError as error:  # not TOML, a number or a nesting beyond Python's
         raise ValueError(f"{path} is not TOML: {error}") from error
     for name, value in raw.items():
         if not isinstance(value, dict):
-            raise ValueError(f"{path}: {name} must be in a section, like [train]")
+            rule = (
+                f"[{name}] is a section of keys" if name in SECTIONS else f"{name} must be in a section, like [train]"
+            )
+            raise ValueError(f"{path}: {rule}: got {name} = {value!r}")
     return raw
 
 

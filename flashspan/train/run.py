@@ -38,7 +38,7 @@ from flashspan.launch import (
 from flashspan.model import find_model
 from flashspan.model.huggingface import check_config
 from flashspan.process import LONGEST
-from flashspan.stdout import say, waiting
+from flashspan.stdout import counted, say, waiting
 
 from .boards import check_boards
 from .config import TrainConfig
@@ -228,7 +228,7 @@ def _start(config: TrainConfig, num_ranks: int, report: Report | None) -> str:
                 # is ready to save. torch._dynamo is preloaded because PyTorch's optimizers import it, which takes a
                 # second.
                 with contextlib.ExitStack() as held:
-                    with waiting(f"starting {num_ranks} ranks"):
+                    with waiting(f"starting {counted(num_ranks, 'rank')}"):
                         start_fork_server([*PRELOAD, "torch._dynamo", __name__], blocked=STOPS)
                         timeout = config.parallel.timeout
                         ranks = Ranks(
