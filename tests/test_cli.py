@@ -188,7 +188,7 @@ def test_a_refused_picture_writes_no_other(tmp_path: Path, capsys: pytest.Captur
         (["plan", "tiny", "--tokens", "many"], "error parsing --tokens"),
         (["plan", "tiny", "--no-such-option"], "unknown option --no-such-option: see flashspan plan --help"),
         (["plan", "x\ny" * 5000], "unknown model 'x"),
-        (["attend", "1"], "missing from flashspan attend"),
+        (["attend", "1"], "missing from flashspan attend: T, D; see"),
         (["bench", "sparse", "--page", "--rows", "seed"], "leave --rows"),
         (["bench", "attention", "--page", "--quick"], "leave --quick"),
         (["profile", "--precision", "--tokens", "64"], "accepts only --device"),

@@ -47,7 +47,11 @@ def describe_run(config: TrainConfig, num_ranks: int) -> str:
     shape, parallel, train = config.model.resolve(), config.parallel, config.train
     degrees = parallel.degrees(num_ranks)
     on_cpu = parallel.device == "cpu" or not torch.cuda.is_available()
-    devices = f"CPU process{'' if num_ranks == 1 else 'es'} on {os.cpu_count()} cores" if on_cpu else torch.cuda.get_device_name(0)
+    devices = (
+        f"CPU process{'' if num_ranks == 1 else 'es'} on {os.cpu_count()} cores"
+        if on_cpu
+        else torch.cuda.get_device_name(0)
+    )
     shared = "sharing 1 " if parallel.share_gpu else ""
     context = "each rank has whole sequences"
     if degrees["context"] > 1:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from textwrap import shorten
 
 import torch
 from torch import Tensor
@@ -47,7 +48,7 @@ def errors(shape: Shape, attend: Attend, device: torch.device) -> str:
         try:
             found.append(record.output_error(q, k, v, attend(q, k, v), shape.mask()))
         except (RuntimeError, ValueError) as error:
-            return f"  {str(error).splitlines()[0]}"
+            return f"  not served: {shorten(str(error), 70, placeholder='...')}"
     return "".join(f"{error * 1e3:8.3f}" for error in found)
 
 
