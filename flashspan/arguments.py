@@ -1,4 +1,4 @@
-"""The arguments of an attention call: checked once, here, and converted to what the code below trusts."""
+"""Check the arguments of an attention call, once, and convert them to the mask, scale and seed that kernels use."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OUR_NAMES = {
     "return_attn_probs": "return_lse=",
     "enable_gqa": "no argument: k and v may have fewer heads than q",
 }
-"""Argument names of PyTorch's and flash-attn's functions, and what to use here."""
+"""Argument names of PyTorch's and flash-attn's functions, and the flashspan argument to use instead."""
 
 
 def unknown_argument(unknown: Mapping[str, object]) -> TypeError:
@@ -116,7 +116,7 @@ def resolve_mask(
 
 
 def window_band(window: int | tuple[int, int]) -> Band:
-    """A window argument as a band; ValueError if it is no window."""
+    """A window argument as a band; ValueError if it is not valid."""
     width = whole_number(window)
     pair = window if width is None else (width - 1, width - 1)
     sides = [whole_number(x) for x in pair] if isinstance(pair, (tuple, list)) and len(pair) == 2 else []
@@ -130,7 +130,7 @@ def window_band(window: int | tuple[int, int]) -> Band:
 
 
 def check_mask(mask: object) -> None:
-    """ValueError for a value that is no mask."""
+    """ValueError for a value that is not a mask."""
     if mask is None or isinstance(mask, (Tensor, Band, Rows, Blocks)):
         return
     remedy = "additive masks are not supported, use mask=bias.isfinite() where they only hide keys"
@@ -142,7 +142,7 @@ def check_mask(mask: object) -> None:
 
 
 def mask_of(visible: Tensor, q: Tensor, num_queries: int, num_keys: int) -> Rows | Blocks:
-    """A bool tensor [T, S], [B, T, S], [H, T, S] or [B, H, T, S] for q [B, H, ...]: Rows if every row is one run."""
+    """A bool tensor [T, S], [B, T, S], [H, T, S] or [B, H, T, S] as a mask: Rows if each row is one run, or Blocks."""
     if visible.device != q.device and not q.is_meta:
         raise ValueError(
             f"a mask tensor must be on q's device, {q.device}: got {visible.device}; move it with .to(q.device), once"
@@ -168,10 +168,10 @@ def mask_of(visible: Tensor, q: Tensor, num_queries: int, num_keys: int) -> Rows
             f"a mask tensor must broadcast to q's batch and heads, [{q.shape[0]}, {q.shape[1]}, T, S]: got {shape}; "
             f"use one mask for each sequence and head, or one for all, [T, S]"
         )
-    if visible.stride(0) == 0:  # the same for every sequence: read one
+    if visible.stride(0) == 0:  # expanded, so all sequences have the same mask: read one
         visible = visible[:1]
     visible = visible.expand(-1, -1, -1, num_keys if visible.shape[3] == 1 else -1)
-    rows = num_queries if visible.shape[2] == 1 else visible.shape[2]  # a padding mask's one row is read once
+    rows = num_queries if visible.shape[2] == 1 else visible.shape[2]  # read a padding mask's one row once
     if visible.shape[1] == 1 or (visible.shape[1] > 1 and visible.stride(1) == 0):
         runs = find_runs(visible[:, 0])
         if runs is not None:
@@ -223,8 +223,8 @@ def check_unchanged(mask: Mask, versions: list[int]) -> None:
 def dense_rows(x: Tensor) -> Tensor:
     """x, or a copy in which the last dimension is contiguous.
 
-    Sequences and heads that are expanded (as in the gradient of a sum) are copied once and expanded again. Rows are
-    copied in full: threads that all read one row would wait for one another.
+    Expanded sequences and heads (as in the gradient of a sum) are copied once and expanded again. Expanded rows are
+    copied in full: GPU threads that all read the same row would wait for one another.
     """
     if x.stride(-1) == 1:
         return x
@@ -233,7 +233,7 @@ def dense_rows(x: Tensor) -> Tensor:
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under autocast, float32 tensors in its dtype."""
+    """The tensors; under autocast, float32 tensors are cast to its dtype."""
     device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "meta"
     if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors

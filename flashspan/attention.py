@@ -1,7 +1,7 @@
 """attention(q, k, v, ...): exact attention on one device, differentiable, in place of PyTorch's SDPA.
 
-A call is checked here, once (by arguments.py); the code below trusts its arguments. A repeated call uses what the first
-one prepared (call_cache.py). attention_operator.py runs it.
+arguments.py checks a call once; the code below trusts its arguments. A repeated call uses what the first one prepared
+(call_cache.py). attention_operator.py runs the call.
 """
 
 from __future__ import annotations
@@ -103,21 +103,21 @@ def attention(
         q: Queries [B, H, T, D].
         k: Keys [B, K, S, D]; K divides H (grouped queries; keys and values are not expanded).
         v: Values [B, K, S, D].
-        causal: Query i sees keys 0..i, counted from the start, as in PyTorch; `masks.causal(offset)` for another
+        causal: Query i sees keys 0..i, counted from the start, as in PyTorch; use `masks.causal(offset)` for another
             alignment.
         window: The number of nearest keys on each side that a query sees, its own included (with causal: the last
             `window` keys); or (left, right).
         mask: A value of `flashspan.masks`, or a bool tensor [T, S], [B, T, S], [H, T, S] or [B, H, T, S], in which 1
             broadcasts (three dimensions are [H, T, S] if the first is not B). A tensor is read in every call.
         scale: Factor of the scores; by default 1 / sqrt(D).
-        dropout: Probability that a (query, key) pair is dropped; the seed and the pair's position decide.
-        seed: Seed of the dropout. By default one is drawn from `generator`.
-        generator: Generator of that seed, by default PyTorch's. Leave it out under activation checkpointing: forward
-            runs twice there, and PyTorch restores only its default generator.
-        return_lse: Return the log-sum-exp of each query's scores too.
+        dropout: Probability that a (query, key) pair is dropped. The seed and the pair's position determine the result.
+        seed: Seed of the dropout; by default, drawn from `generator`.
+        generator: Generator that draws the seed; by default, PyTorch's default one. Leave it out under activation
+            checkpointing: forward runs twice there, and PyTorch restores only its default generator.
+        return_lse: Also return the log-sum-exp of each query's scores.
         backend: "auto", or the name of an implementation; `explain` lists them.
-        deterministic: Gradients repeat bit for bit, as outputs always do; also with
-            `torch.use_deterministic_algorithms(True)`.
+        deterministic: Make gradients bitwise reproducible, as outputs always are;
+            `torch.use_deterministic_algorithms(True)` has the same effect.
 
     Returns:
         The output [B, H, T, D] in q's dtype, stored so that merging the heads is a view; with `return_lse` also the
@@ -164,14 +164,14 @@ def attention(
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Choice:
-    """Which implementation `attention` would use for this call, and why not the others.
+    """Return the implementation that `attention` would use for this call, and why each of the others is not used.
 
-    The arguments are those of `attention`. Shapes, dtypes and devices decide, values do not: at run time an
-    implementation may pass a call to the next one (rows that see NaN, a scale of 0 or less, gradients of intervals that
-    do not ascend).
+    The arguments are those of `attention`. The choice depends on shapes, dtypes and devices, not on values. At run time
+    an implementation may still pass a call to the next one (rows that see NaN, a scale of 0 or less, gradients of
+    intervals that do not ascend).
 
     Returns:
-        The choice; printed, it has a line for each implementation.
+        The choice; its text has a line for each implementation.
 
     Example:
             print(explain(q, k, v, causal=True))

@@ -1,8 +1,9 @@
 """The attention of one device as PyTorch sees it: an operator for compilers, an autograd.Function for eager calls.
 
-Both call the same forward and backward. The operator is what compilers, exporters and dispatch modes see; it costs them
-nothing, but eager autograd through a Python operator takes 150 us a call. Eager calls use `EagerAttention` instead, or,
-without autograd, `forward` itself. An operator's schema cannot carry a mask, so there a mask is its packed parts.
+Both call the same forward and backward. Compilers, exporters and dispatch modes see the operator, which costs them
+nothing. In eager mode, autograd through a Python operator takes 150 us a call. Eager calls therefore use
+`EagerAttention`, or `forward` itself without autograd. An operator's schema cannot contain a mask, so the operator
+takes the mask's packed parts.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from flashspan.kernels.dropout import Dropout
 from flashspan.kernels.torch_private import has_tangents, is_batched, is_transformed
 
 MAX_LAYOUTS = 8
-"""The number of layouts of dout and saved tensors for which a kept call repeats its backward pass."""
+"""A cached call stores a repeatable backward pass for at most this many layouts of dout and saved tensors."""
 
 
 def forward(
@@ -34,7 +35,7 @@ def forward(
     *,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out, in q's dtype or out_dtype, and lse."""
+    """Return out, in out_dtype (by default q's dtype), and lse."""
     problem, backend = call.problem, call.backend
     if call.forward is not None and (carry := call.forward(q, k, v, problem.mask)) is not None:
         return carry
@@ -52,7 +53,7 @@ _NULL = nullcontext()
 
 
 def no_autocast(device: str) -> AbstractContextManager[Any]:
-    """Turns autocast off: sums inside an implementation stay float32."""
+    """A context without autocast, so that sums inside an implementation stay float32."""
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _NULL
 
 
@@ -86,9 +87,9 @@ def backward(
 def repeated_backward(
     call: Prepared, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """backward of a kept call: repeated, if gradients of this layout have been computed before."""
+    """dq, dk and dv of a cached call. The launches are repeated if they have run before for these layouts."""
     assert call.backwards is not None
-    # Hooks on saved tensors, as of offloading, may return another layout than forward had.
+    # Hooks on saved tensors (such as offloading) may return tensors with other layouts than those of forward.
     saved = [x.stride() for x in (q, k, v, out, lse)]
     key = (dout.stride(), dout.dtype, *saved, torch.are_deterministic_algorithms_enabled())
     repeat = call.backwards.get(key)
@@ -129,7 +130,7 @@ def attend(
     deterministic: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """out, lse, and the output in the dtype that backward needs: empty where that is `out` itself."""
+    """Return out, lse, and the output in the dtype that backward needs, which is empty if `out` has that dtype."""
     problem = unpack_problem(mask_kind, mask_numbers, mask_tensors, scale, dropout, seed, deterministic)
     kept, lse = forward(q, k, v, Prepared(problem, backend), out_dtype=kept_dtype(q))
     out = kept.to(q.dtype)
@@ -171,7 +172,7 @@ def _(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest:
 
 
 def refuse_second_derivative(ctx: Any, *grads: Any) -> NoReturn:
-    """The derivative of a gradient: an error."""
+    """Raise the error for the derivative of a gradient."""
     raise RuntimeError(
         "attention has no second derivative: got a gradient of its gradient; use F.scaled_dot_product_attention under "
         "sdpa_kernel(SDPBackend.MATH), on one device"
@@ -182,7 +183,7 @@ attend_backward.register_autograd(refuse_second_derivative)
 
 
 def refuse_forward_derivative(ctx: Any, *tangents: Any) -> NoReturn:
-    """The forward-mode derivative: an error."""
+    """Raise the error for a forward-mode derivative."""
     raise RuntimeError(
         "attention has no forward-mode derivative: got a dual tensor; use backward(), or "
         "F.scaled_dot_product_attention under sdpa_kernel(SDPBackend.MATH), on one device"
@@ -190,7 +191,7 @@ def refuse_forward_derivative(ctx: Any, *tangents: Any) -> NoReturn:
 
 
 def refuse_transforms() -> None:
-    """Refuse a call inside a transform of torch.func: neither the operator nor the Function has a rule for one."""
+    """Raise an error inside a transform of torch.func: neither the operator nor the Function has a rule for it."""
     if is_transformed():
         raise RuntimeError(
             "attention has no rules for the transforms of torch.func: got a call inside one of grad, vjp, jvp, vmap; "
@@ -199,7 +200,7 @@ def refuse_transforms() -> None:
 
 
 def refuse_batched(*grads: Tensor | None) -> None:
-    """Refuse a backward pass of several gradients at once."""
+    """Raise an error for a backward pass of several gradients at once."""
     if any(map(is_batched, grads)):
         raise RuntimeError(
             "attention has no rule for batched gradients: got is_grads_batched=True, or a vectorized Jacobian; call "

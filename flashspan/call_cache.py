@@ -1,8 +1,8 @@
-"""The cache of calls of `attention`: the first call with a cache key is checked and prepared, repeated ones use it.
+"""The cache of calls of `attention`: the first call with a cache key is checked and prepared, later ones reuse that.
 
 On a GPU a short call waits for the host. Most of the host's work depends only on the tensors' layouts and a few values:
-whether the arguments are valid, which backend serves, what is launched. The cache keeps its result. It keeps no tensor,
-and of the caller's mask a weak reference.
+whether the arguments are valid, which backend runs the call, what is launched. The cache stores the results of this
+work. It stores no tensor, and only a weak reference to the caller's mask.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PLAIN = {Tensor, torch.nn.Parameter}
 class Prepared(NamedTuple):
     """The checked arguments of a call, without its tensors, and its passes if the backend can repeat them.
 
-    The backward passes are those of each layout of dout and saved tensors that came; None for a call that is not kept.
+    `backwards` has a backward pass for each layout of dout and saved tensors so far; None if the call is not cached.
     """
 
     problem: Problem
@@ -48,7 +48,7 @@ class _WithMask(NamedTuple):
 
 
 def is_eager(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether a call is eager, of plain tensors: no compiler, dispatch mode, tensor subclass or meta tensor."""
+    """Whether a call is eager and its tensors are plain: no compiler, dispatch mode, tensor subclass or meta tensor."""
     return (
         not torch.compiler.is_compiling()
         and not is_in_torch_dispatch_mode()
@@ -69,7 +69,7 @@ def call_key(
     backend: str,
     deterministic: bool,
 ) -> tuple[Hashable, ...] | None:
-    """The cache key of an eager call: all that it depends on, except its tensors' values and autograd.
+    """The cache key of an eager call: everything the call depends on, except its tensors' values and autograd.
 
     None for calls that are not cached: not on a GPU, with dropout, under autocast, or with a mask to build in each
     call.
@@ -98,7 +98,7 @@ def call_key(
 
 
 def kept_call(key: tuple[Hashable, ...], mask: Mask | Tensor | None, device: torch.device) -> Prepared | None:
-    """The cached call. The key has the mask's id, which a new mask may have taken over: then there is none."""
+    """The cached call, or None. The key contains the mask's id; the result is None if a new mask has reused that id."""
     call: Prepared | _WithMask | None = CACHE.get(key)
     if not isinstance(call, _WithMask):
         return call
@@ -112,7 +112,7 @@ def kept_call(key: tuple[Hashable, ...], mask: Mask | Tensor | None, device: tor
 def keep_call(
     key: tuple[Hashable, ...], call: Prepared, q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None
 ) -> None:
-    """Cache a call that has run, unless its backend can repeat such calls but not this one yet."""
+    """Cache a call that has run; not if its backend can repeat calls, but has no repeated pass for this one yet."""
     problem, backend = call.problem, call.backend
     able, forward = Chosen(backend).repeat(q, k, v, problem)
     if able and forward is None:

@@ -1,4 +1,4 @@
-"""Random inputs of attention, and the gradients of its outputs under a random dout."""
+"""Random inputs of attention, and gradients of its outputs under a random dout."""
 
 import torch
 from torch import Tensor

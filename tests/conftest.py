@@ -1,4 +1,4 @@
-"""Shared by all tests: without a GPU, Triton kernels run in its interpreter, which must be chosen before import."""
+"""Shared by all tests. Without a GPU, kernels run in Triton's interpreter, chosen before Triton is imported."""
 
 import os
 import signal
@@ -11,11 +11,11 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-# Shapes are small and tests run beside one another: a second thread would mostly wait. What tests start inherits it.
+# Shapes are small and tests run in parallel: a second thread would mostly wait. Child processes inherit this.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
 
-# A shell that runs us in the background has us, and all we start, ignore the Ctrl-C that tests send.
+# If a shell runs pytest in the background, it and its child processes ignore the Ctrl-C that tests send: restore it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -26,7 +26,7 @@ from tests import faster_interpreter  # noqa: E402
 if os.environ.get("TRITON_INTERPRET") == "1":
     faster_interpreter.install()
 
-# Ranks are forked from a server: what it has imported, no rank of any test imports again.
+# Ranks are forked from a server, so they need not import the modules that it has imported.
 launch.PRELOAD += [
     "torch._dynamo",
     "torch.distributed.tensor.experimental",
@@ -35,11 +35,11 @@ launch.PRELOAD += [
     "pytest",
 ]
 
-RUNS = 12  # then ranks are renewed: they keep every group they made, and gloo's threads wake up for each all the time
+RUNS = 12  # after this many runs, start new ranks: each group stays, and gloo's threads wake up for it all the time
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave GPU tests out where there is no GPU, and slow tests and campaigns unless `-m` asks for them."""
+    """Skip GPU tests if there is no GPU, and slow tests and campaigns unless `-m` selects them."""
     chosen = config.getoption("markexpr")
     skip_gpu = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
@@ -54,13 +54,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def _no_call_before() -> None:
-    """What a test changes under a call, one like it before must not have settled."""
+    """Clear the cache of calls: an earlier call must not hide a change that a test makes."""
     CACHE.clear()
 
 
 @pytest.fixture(scope="module")
 def on_ranks() -> Iterator[Callable[..., list[Any]]]:
-    """on_ranks(4, fn, *args): fn on each of 4 ranks, kept alive for a module's tests, and what they returned."""
+    """on_ranks(4, fn, *args): run fn on each of 4 ranks and return the results. Ranks live for a module's tests."""
     pools: dict[int, launch.Ranks] = {}
     runs: Counter[int] = Counter()
 

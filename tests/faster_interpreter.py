@@ -1,8 +1,8 @@
-"""Triton's interpreter in less time, with the same results. Most of its time goes into Python, not into NumPy.
+"""Make Triton's interpreter faster, with the same results. Most of its time is spent in Python, not in NumPy.
 
-Three of its functions waste time. Each call of a device function patches all of `triton.language` again, though the
-kernel that calls it has done so. The check for integer overflow computes every sum again, and reports only in debug
-mode. The NumPy type of a Triton type is looked up in a table that is made for each look-up.
+Three of its functions waste time. Each call of a device function patches all of `triton.language` again, although the
+kernel that calls it has done so. The check for integer overflow computes every sum again, but reports only in debug
+mode. The NumPy type of a Triton type is looked up in a table that is built for each look-up.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ POINTER = np.dtype(np.uint64)
 
 
 def install() -> None:
-    """Replace the three functions, in this process. Call it once, before any kernel runs. On a release of Triton that
-    has other names, do nothing: tests take longer."""
+    """Replace the three functions, in this process. Call it once, before any kernel runs. On a release of Triton with
+    other names, it does nothing, and tests take longer."""
     if not all(hasattr(interpreter, name) for name in NAMES):
         return
     find_dtype = functools.cache(interpreter._get_np_dtype)

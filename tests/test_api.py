@@ -30,12 +30,12 @@ result = flashspan.train(
 text = flashspan.generate(result.checkpoint, "Once", tokens=5, temperature=0.0)
 print(json.dumps([result.status, result.losses, seen, result.validation, str(result.checkpoint), text]))
 """
-"""As a person writes it at first: without `if __name__ == "__main__":`, with a closure as a callback."""
+"""A simple script: without `if __name__ == "__main__":`, and with a closure as a callback."""
 
 
 @pytest.fixture(scope="module")
 def output(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What the script prints."""
+    """The output of the script."""
     folder = tmp_path_factory.mktemp("script")
     (folder / "script.py").write_text(SCRIPT)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}

@@ -1,4 +1,4 @@
-"""Which room of the package may import which, and that no two files import one another: read from the source."""
+"""Which room of the package may import which, and that no files import each other, read from the source."""
 
 import ast
 from functools import cache
@@ -118,7 +118,7 @@ MODULES = {module_of(path): path for path in ROOT.rglob("*.py")}
 
 @cache
 def imports(module: str) -> frozenset[str]:
-    """Modules of the package that a module imports, at its top or inside a function."""
+    """The modules of the package that a module imports, at its top or inside a function."""
     path, found = MODULES[module], set()
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text())):

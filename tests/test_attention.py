@@ -138,7 +138,7 @@ def test_nan_in_a_masked_key_reaches_no_result() -> None:
 
 @pytest.mark.parametrize("backend", ["cpu", "tiled", "reference"])
 def test_nan_in_a_query_that_sees_nothing_reaches_no_result(backend: str) -> None:
-    """Padding: its rows are 0 and -inf, and it has no part in any gradient."""
+    """As for padding: its rows are 0 and -inf, and it does not affect any gradient."""
     clean = inputs(*[(2, 2, 40, 8)] * 3)
     dout = torch.randn(2, 2, 40, 8)
     exists = torch.arange(40) < torch.tensor([[25], [40]])  # [B, T]
@@ -225,7 +225,7 @@ def test_dropout_does_not_ask_for_the_default_dtype(dtype: torch.dtype, backend:
         torch.set_default_dtype(before)
     assert all(map(torch.equal, got, want))
     assert all(map(torch.equal, got_exact, exact))
-    assert all((a - b).norm() <= 1e-6 * b.norm() for a, b in zip(want, exact, strict=True))  # of the same survivors
+    assert all((a - b).norm() <= 1e-6 * b.norm() for a, b in zip(want, exact, strict=True))  # with the same pairs kept
 
 
 def test_dropout_is_repeatable_and_keeps_the_mean() -> None:
@@ -245,7 +245,7 @@ def test_dropout_is_repeatable_and_keeps_the_mean() -> None:
 
 
 def test_memory_is_linear_in_tokens() -> None:
-    """A window over 16384 tokens: a [T, S] float matrix would take a gibibyte."""
+    """With a window over 16384 tokens; a [T, S] float matrix would take a GiB."""
     import resource
 
     q, k, v = (torch.randn(1, 1, 16384, 16) for _ in range(3))

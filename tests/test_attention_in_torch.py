@@ -43,7 +43,7 @@ def test_autocast_computes_in_its_dtype() -> None:
     assert torch.equal(out, attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), causal=True))
     assert all(grad.dtype == torch.float32 for grad in gradients(out, q, k, v))
     inputs16 = [x.detach().bfloat16() for x in (q, k, v)]
-    for backend in ("tiled", "reference"):  # written in plain PyTorch, which autocast would reach into
+    for backend in ("tiled", "reference"):  # written in plain PyTorch, which autocast would change
         with torch.autocast("cpu", dtype=torch.bfloat16):
             inside = attention(q, k, v, causal=True, backend=backend)
         assert torch.equal(inside, attention(*inputs16, causal=True, backend=backend))

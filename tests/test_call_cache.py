@@ -1,4 +1,4 @@
-"""Calls of a kind that has been seen before do what the first one did, without asking."""
+"""Calls with a cached key do what the first call did, without checks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flashspan.kernels.masks import Mask
 
 
 class OnGpu(Tensor):
-    """A tensor that says it is on a GPU."""
+    """A tensor that claims to be on a GPU."""
 
     is_cuda = True
 
@@ -76,7 +76,7 @@ def test_nothing_is_remembered_where_a_call_has_more_to_do() -> None:
     ):  # fmt: skip
         assert kind(q, k, v, **changed) is None, changed
     assert kind(torch.randn(1, 2, 16, 40).as_subclass(OnGpu).transpose(2, 3), k, v) is None, "it is copied first"
-    torch.set_autocast_enabled("cuda", True)  # the context would not, without a GPU
+    torch.set_autocast_enabled("cuda", True)  # the context manager does not work without a GPU
     try:
         assert kind(q, k, v) is None
     finally:
@@ -120,7 +120,7 @@ def test_what_is_retired_is_forgotten_by_calls_that_were_prepared() -> None:
 
 
 class Local:
-    """An implementation that can repeat a forward pass; `willing` says whether it does."""
+    """An implementation that can repeat a forward pass, if it is `willing`."""
 
     def __init__(self) -> None:
         self.calls, self.willing = 0, True
@@ -165,7 +165,7 @@ def test_the_second_call_does_what_the_first_did(
 
 
 def test_a_repeated_backward_serves_the_layouts_that_it_was_made_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Offloading of saved tensors returns them contiguous, whatever they were."""
+    """Offloading returns saved tensors as contiguous ones, whatever their layout was."""
     met: list[tuple[int, ...]] = []
 
     class Repeating(Local):

@@ -1,4 +1,4 @@
-"""Which implementation serves a call, what explain says of it, and what replaces a kernel that fails."""
+"""Which implementation runs a call, what explain returns, and what replaces a kernel that fails."""
 
 import inspect
 import sys
@@ -50,7 +50,8 @@ def test_deterministic_is_a_field_of_the_call() -> None:
 
 @contextmanager
 def input_on(capability: tuple[int, int]) -> Iterator[Any]:
-    """What looks like a tensor on an NVIDIA GPU that is not here; whatever is chosen for it is forgotten again."""
+    """A stand-in for a tensor on an NVIDIA GPU that this machine does not have. Choices for it are cleared at the
+    end."""
     backends._choose.cache_clear()
     try:
         with (
@@ -63,7 +64,7 @@ def input_on(capability: tuple[int, int]) -> Iterator[Any]:
 
 
 def test_repeatable_gradients_stay_on_hopper(request: pytest.FixtureRequest) -> None:
-    """What is asked for decides, by argument or for the whole process."""
+    """With the argument, or with the setting of the whole process."""
     pytest.importorskip("flashspan.kernels.hopper")
     request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
     with input_on((9, 0)) as x:

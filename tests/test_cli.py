@@ -1,4 +1,4 @@
-"""The command line: what it prints, and what it says to bad input."""
+"""The command line: its output, and its errors for bad input."""
 
 import inspect
 import os
@@ -236,9 +236,9 @@ def test_a_closed_pipe_is_no_error(words: list[str]) -> None:
 
 
 def test_no_stdout_is_no_error() -> None:
-    """`>&-`: a scheduler may start a command without one."""
+    """As with `>&-`: a scheduler may start a command without stdout."""
     code = "import os; from flashspan.cli import main; main(['plan', 'tiny']); assert os.get_inheritable(1)"
-    command = [sys.executable, "-c", code]  # ranks inherit it
+    command = [sys.executable, "-c", code]  # ranks inherit the closed stdout
     done = subprocess.run(
         ["sh", "-c", '"$@" >&-', "sh", *command], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, check=False
     )
@@ -246,7 +246,7 @@ def test_no_stdout_is_no_error() -> None:
 
 
 def test_a_pipe_closed_during_a_table_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A table is printed by a library that has its own way to leave."""
+    """A library prints tables, and it ends the process in its own way."""
     given, taken = os.pipe()
     os.close(given)
     with os.fdopen(taken, "w") as pipe:

@@ -1,4 +1,4 @@
-"""docs/clusters.md: what people paste is well formed, and each recipe checks the cluster before it trains."""
+"""docs/clusters.md: its scripts are well formed, and each recipe checks the cluster before it trains."""
 
 import re
 import subprocess

@@ -1,6 +1,6 @@
-"""The course's own checks of FlashAttention-2, held to this package's bounds.
+"""The course's own checks of FlashAttention-2, with this package's bounds.
 
-The Triton one runs in Triton's interpreter where there is no GPU, hence the small shapes.
+Without a GPU, the check of Triton's version runs in the interpreter, so shapes are small.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def flash(request: pytest.FixtureRequest) -> type[torch.autograd.Function]:
 
 
 def make_inputs(num_queries: int = 128, num_keys: int = 128, head_dim: int = 64) -> tuple[Tensor, ...]:
-    """q, k, v that want gradients, and dout."""
+    """q, k and v that require gradients, and dout."""
     torch.manual_seed(0)
     q, dout = torch.randn(2, 4, num_queries, head_dim, device=DEVICE)
     k, v = torch.randn(2, 4, num_keys, head_dim, device=DEVICE)
@@ -37,7 +37,7 @@ def make_inputs(num_queries: int = 128, num_keys: int = 128, head_dim: int = 64)
 
 
 def textbook(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
-    """Out and log-sum-exp in float64, differentiable."""
+    """Differentiable out and log-sum-exp in float64."""
     scores = q.double() @ k.double().mT / q.shape[-1] ** 0.5
     if is_causal:
         future = torch.ones_like(scores, dtype=torch.bool).triu(1)

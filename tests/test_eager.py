@@ -20,7 +20,7 @@ def test_the_ways_in_agree() -> None:
     q, k, v = inputs()
     straight = attention(q, k, v, causal=True)
     assert not straight.requires_grad
-    for x in (q, k, v):  # one that requires a gradient is enough
+    for x in (q, k, v):  # one tensor that requires a gradient is enough
         out, lse = attention(*(y.detach().requires_grad_(y is x) for y in (q, k, v)), causal=True, return_lse=True)
         assert out.requires_grad
         assert lse.requires_grad
@@ -45,14 +45,14 @@ def test_a_second_derivative_is_refused_and_not_forgotten() -> None:
     first = torch.autograd.grad(attention(q, k, v).square().sum(), (q, k, v), create_graph=True)
     for a, b in zip(first, plain, strict=True):
         assert torch.equal(a, b)
-    # There is another way from this loss to q: it must not be taken for the only one.
+    # This loss has another path to q, which must not hide the missing second derivative.
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(q.sum() + first[0].square().sum(), q)
 
 
 @pytest.mark.parametrize("kind", ["rows", "blocks"])
 @pytest.mark.parametrize("way", ["eager", "graph of gradients", "compiled"])
-@functorch_config.patch(donated_buffer=False)  # else a compiled graph may not be kept for a second backward
+@functorch_config.patch(donated_buffer=False)  # otherwise a compiled graph allows only one backward
 def test_a_mask_changed_between_forward_and_backward_is_refused(kind: str, way: str) -> None:
     q, k, v = (x.requires_grad_() for x in inputs())
     run = torch.compile(attention, fullgraph=True, backend="aot_eager") if way == "compiled" else attention
@@ -81,7 +81,7 @@ def test_a_mask_changed_before_forward_or_after_backward_is_not_noticed() -> Non
         mask.start.add_(0)
         (found,) = torch.autograd.grad(attention(q, k, v, mask=mask).square().sum(), q)
         assert torch.equal(found, wanted)
-    with torch.inference_mode():  # whose tensors have no versions
+    with torch.inference_mode():  # inference tensors have no versions
         made = masks.documents([4, 5])
     (found,) = torch.autograd.grad(attention(q, k, v, mask=made).square().sum(), q)
     assert torch.equal(found, wanted)

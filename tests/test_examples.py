@@ -1,4 +1,4 @@
-"""Each example runs as its first lines say, and ends without an error: it checks its own result.
+"""Each example runs with the command in its first lines, and ends without an error: it checks its own result.
 
 They run in processes forked after the import of torch: those of `python FILE` in one, those of `torchrun` in the ranks
 of torchrun's launcher.
@@ -20,7 +20,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "examples"
-TOGETHER = [  # run one after another, beside the other list
+TOGETHER = [  # run one after another, in parallel with the other list
     ["ring_attention", "hybrid_block", "custom_mask", "drop_in", "packed_documents", "custom_schedule"],
     ["fine_tune", "transformers_drop_in"],
 ]
@@ -50,8 +50,8 @@ for text in files:
         sys.exit()
     print(name, os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
 """
-"""Runs files, each given after its number of ranks, or 0 without torchrun. Prints the name and the exit code of each,
-and keeps in a folder what each prints."""
+"""Run files, each given after its number of ranks (0: without torchrun). Print the name and the exit code of each, and
+write its output to a folder."""
 
 
 def ranks_of(name: str) -> int:
@@ -73,7 +73,7 @@ def start(command: list[str], folder: Path = ROOT) -> subprocess.CompletedProces
 
 
 def run_together(names: list[str], folder: Path) -> dict[str, tuple[int, str, str]]:
-    """The exit code, stdout and stderr of each."""
+    """The exit code, stdout and stderr of each example."""
     done = start([sys.executable, "-c", RUN, str(folder), *(f"{ranks_of(x)} {FOLDER / x}.py" for x in names)])
     assert done.returncode == 0, done.stderr
     codes = dict(line.split() for line in done.stdout.splitlines())

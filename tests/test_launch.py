@@ -1,4 +1,4 @@
-"""Ranks on this machine: they run, they report, they end."""
+"""Ranks on this machine: they run, report results and errors, and end."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def die_on_one() -> None:
 
 
 def records_of(num_collectives: int) -> int:
-    """How many collectives PyTorch remembers after so many."""
+    """The number of collectives that PyTorch remembers after `num_collectives`."""
     for _ in range(num_collectives):
         dist.all_reduce(torch.zeros(1))
     return len(json.loads(torch._C._distributed_c10d._dump_fr_trace_json(includeCollectives=True))["entries"])
@@ -61,7 +61,7 @@ def gone(pid: int) -> bool:
 
 
 def test_cpu_ranks_record_their_last_collectives_only() -> None:
-    """Or memory would grow for a thousand steps."""
+    """Otherwise memory would grow for a thousand steps."""
     with Ranks(1) as ranks:
         assert ranks.run(records_of, launch.NUM_RECORDS + 10) == [launch.NUM_RECORDS]
 
@@ -133,7 +133,7 @@ def test_ranks_end_with_a_killed_parent_that_is_not_reaped() -> None:
         while not gone(rank) and time.monotonic() < end:
             time.sleep(0.1)
         assert gone(rank)
-        assert gone(parent.pid)  # and not by a wait: its number is still taken
+        assert gone(parent.pid)  # ended, although no wait has released its process id yet
         os.kill(parent.pid, 0)
     finally:
         parent.kill()
@@ -166,7 +166,7 @@ def test_a_death_between_two_calls_is_named() -> None:
 
 
 def test_ctrl_c_waits_while_the_fork_server_imports(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C reaches every process of a terminal: only the parent reacts, and no import prints a traceback."""
+    """Ctrl-C reaches every process of a terminal. Only the parent reacts, and no import prints a traceback."""
     seen: list[set[Any]] = []
     monkeypatch.setattr(forkserver, "ensure_running", lambda: seen.append(signal.pthread_sigmask(signal.SIG_BLOCK, [])))
     start_fork_server(launch.PRELOAD)

@@ -1,4 +1,4 @@
-"""What a long command shows while it works."""
+"""The progress that a long command shows."""
 
 import contextlib
 import io

@@ -3,7 +3,7 @@
 pytest -m "campaign and not gpu" -s tests/test_random_calls.py    # 2,000 calls, a minute
 pytest -m "campaign and gpu" -n 12 tests/test_random_calls.py     # 1,000 calls on a GPU
 
-What a mask shows is drawn here by rules of its own, from the definition of each mask.
+The visible pairs of a mask are computed here separately, from the definition of each mask.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ MASKS = (
 
 @dataclass(frozen=True)
 class Classes:
-    """What calls are drawn from. A GPU kernel is compiled for each head size, dtype and kind of mask."""
+    """The ranges from which calls are drawn. Each head size, dtype and kind of mask compiles a GPU kernel."""
 
-    types: Sequence[tuple[torch.dtype, int]] = tuple(product(DTYPES, range(1, 257)))  # and head sizes
+    types: Sequence[tuple[torch.dtype, int]] = tuple(product(DTYPES, range(1, 257)))  # dtypes and head sizes
     backends: Sequence[str] = ("auto",) * 8 + ("tiled", "reference")
     masks: Sequence[str] = MASKS
     lengths: Sequence[int] = LENGTHS
-    watched: float = 0.1  # how many calls go through the operator
+    watched: float = 0.1  # share of calls that go through the operator
     device: str = "cpu"
 
 
@@ -74,7 +74,7 @@ GPU = Classes(
 
 @dataclass(frozen=True)
 class Call:
-    """One call; printed, it says what is needed to make it again."""
+    """One call. Its repr contains all that is needed to repeat it."""
 
     seed: int
     B: int
@@ -89,8 +89,8 @@ class Call:
     dropout: float
     with_dlse: bool
     layouts: tuple[str, ...]
-    shift: float  # of v: a common part, which cancels in gradients
-    sizes: tuple[float, float]  # of v, and of dout and dlse
+    shift: float  # of v: a common term, which cancels in gradients
+    sizes: tuple[float, float]  # the size of v, and that of dout and dlse
     backend: str
     watched: bool
     device: str = field(repr=False, default="cpu")
@@ -123,7 +123,7 @@ def draw(seed: int, classes: Classes = CPU) -> Call:
 
 
 def make(call: Call, which: int, generator: torch.Generator) -> Tensor:
-    """q, k, v or dout, lying in memory as the call's layout for it says."""
+    """q, k, v or dout, with the call's layout in memory."""
     B, H, T, D = call.B, call.K if which in (1, 2) else call.H, call.S if which in (1, 2) else call.T, call.D
     layout = call.layouts[which]
 
@@ -148,7 +148,7 @@ def split(total: int, parts: int, pick: random.Random) -> list[int]:
 
 
 def make_mask(call: Call) -> tuple[dict[str, Any], Tensor]:
-    """The arguments that say it, and what they show: bool [B or 1, H or 1, T, S]."""
+    """The arguments of the mask, and the visible pairs, bool [B or 1, H or 1, T, S]."""
     pick, B, H, T, S = random.Random(call.seed + 1), call.B, call.H, call.T, call.S
     generator = torch.Generator().manual_seed(call.seed + 1)
     i, j = torch.arange(T)[:, None], torch.arange(S)
@@ -194,8 +194,8 @@ def make_mask(call: Call) -> tuple[dict[str, Any], Tensor]:
     if kind in ("block map", "block map heads"):
         visible = dense(B, H) if kind == "block map heads" else dense(1, 1)
         for b, h in ((b, h) for b in range(visible.shape[0]) for h in range(visible.shape[1])):
-            visible[b, h, :, pick.randint(0, S) :] = False  # some tiles are empty, and some rows
-            visible[b, h, : pick.randint(0, T), : pick.randint(0, S)] = True  # and some full
+            visible[b, h, :, pick.randint(0, S) :] = False  # some tiles are empty, and some rows see no key
+            visible[b, h, : pick.randint(0, T), : pick.randint(0, S)] = True  # some tiles are full
         return {"mask": masks.Blocks.from_dense(visible, block=pick.choice((64, 128)))}, visible
     visible = dense(*{"bool batch": (B, 1), "bool heads": (1, H)}.get(kind, (1, 1)))
     if kind == "bool causal":
@@ -204,7 +204,7 @@ def make_mask(call: Call) -> tuple[dict[str, Any], Tensor]:
 
 
 def run(call: Call) -> dict[str, float]:
-    """Each result's error over the one allowed."""
+    """The error of each result divided by the allowed one."""
     generator = torch.Generator().manual_seed(call.seed)
     q, k, v, dout = (make(call, which, generator) for which in range(4))
     q, k, v = (x.requires_grad_() for x in (q, k, v))
@@ -233,7 +233,7 @@ def run(call: Call) -> dict[str, float]:
 
 
 def search(first: int, count: int, classes: Classes) -> None:
-    """That many calls, counted from a seed. Prints the worst, and fails with every one that is over its promise."""
+    """Make `count` calls, from seed `first` on. Print the worst one, and fail with all that exceed the promise."""
     worst: dict[tuple[str, str], tuple[float, int]] = {}
     spent: Counter[str] = Counter()
     known: set[object] = set()
@@ -276,7 +276,7 @@ def test_interpreted_kernels() -> None:
 
 @pytest.fixture
 def few_tiles_serve(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """The backend "portable" takes the kernels for few tiles wherever they can serve; counts their calls."""
+    """Let the backend "portable" use the kernels for few tiles for all calls that they support, and count the calls."""
     served: Counter[str] = Counter()
     given = portable.forward
 
@@ -312,5 +312,5 @@ def test_interpreted_kernels_of_few_tiles(count: int, few_tiles_serve: Counter[s
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", range(40))
 def test_a_thousand_random_calls_on_a_gpu(part: int) -> None:
-    """In forty parts, for `-n 12 --dist worksteal`: nearly all of the time is compiling."""
+    """In forty parts, for `-n 12 --dist worksteal`, because nearly all the time is compilation."""
     search(30_000 + 25 * part, 25, GPU)

@@ -1,4 +1,4 @@
-"""The README is a promise: its examples run, its commands are the ones that CI and the command line have."""
+"""The README: its examples run, and its commands are those of CI and of the command line."""
 
 import re
 from pathlib import Path
@@ -76,7 +76,7 @@ def tables_of(page: Path) -> list[list[dict[str, str]]]:
 def test_16_bit_errors_are_as_large_as_it_says() -> None:
     share = float(re.findall(r"about ([\d.]+) times as large for long sequences", " ".join(TEXT.split()))[0])
     rows = tables_of(ROOT / "docs" / "benchmarks" / "attention.md")[1]
-    timed = [row for row in rows if row["shape"].endswith(("full", "causal"))]  # by cuDNN too
+    timed = [row for row in rows if row["shape"].endswith(("full", "causal"))]  # also measured with cuDNN
     errors = {row["shape"]: float(row["flashspan"]) / float(row["sdpa-cudnn"]) for row in timed}
     assert len(errors) >= 8
     assert all(error <= 1.0 for error in errors.values())
@@ -85,7 +85,7 @@ def test_16_bit_errors_are_as_large_as_it_says() -> None:
 
 
 def test_claimed_speeds_have_recorded_times() -> None:
-    """FlexAttention on every row; cuDNN and FlashAttention-2 on the full and causal ones, and on no other."""
+    """For FlexAttention on every row; for cuDNN and FlashAttention-2 only on the full and causal rows."""
     rows = tables_of(ROOT / "docs" / "benchmarks" / "attention.md")[0]
     text = " ".join(TEXT.split())
     for rival, name in (

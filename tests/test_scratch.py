@@ -1,4 +1,4 @@
-"""The scratch folder of a command's processes: it exists while they run, and is removed whichever of them is killed."""
+"""The scratch folder of a command's processes exists while they run, and is removed if any of them is killed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def temporary() -> Iterator[Path]:
 
 
 def start_command(temporary: Path) -> tuple[subprocess.Popen[str], dict[str, int]]:
-    """A command with two ranks, and its processes by what they are."""
+    """Start a command with two ranks. Returns it, and its processes by role."""
     environment = {**os.environ, "TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": str(temporary.parent)}
     command = [sys.executable, "-c", PROGRAM]
     parent = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
@@ -113,13 +113,13 @@ def test_stale_folders_are_removed_and_those_in_use_kept(
 
 
 def test_multiprocessing_keeps_its_sockets_in_the_scratch_folder() -> None:
-    """A canary for a name of multiprocessing's own: `_config["tempdir"]`."""
+    """A canary for a private name of multiprocessing: `_config["tempdir"]`."""
     folder = scratch.folder()
     assert get_temp_dir() == str(folder)
 
 
 def test_a_long_temporary_folder_leaves_room_for_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A socket's path has at most 107 characters, however long the name of the temporary folder is."""
+    """A socket's path may have at most 107 characters, for any name of the temporary folder."""
     for length in (10, 66, 67, 68, 100, 200):
         place = Path("/" + "x" * (length - 1))
         monkeypatch.setattr(scratch.tempfile, "tempdir", str(place))

@@ -20,7 +20,7 @@ TEXT = 64  # numbers that carry an error message, 7 bytes each
 
 
 def digest(value: object) -> int:
-    """A number that is the same on every rank for the same settings or mask, at least 2**40."""
+    """A hash of settings or a mask, equal on all ranks for equal values. It is at least 2**40."""
     data = repr(value).encode()
     if isinstance(value, Rows):
         data += value.start.cpu().numpy().tobytes() + value.end.cpu().numpy().tobytes()

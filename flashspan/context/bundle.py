@@ -16,7 +16,7 @@ Fields: TypeAlias = Sequence[tuple[tuple[int, ...], torch.dtype]]
 
 
 class Bundle(NamedTuple):
-    """Tensors of the same local rows, each [B, heads, rows, ...]; `buffer` is their memory if they can be sent."""
+    """Tensors of the same local rows, each [B, heads, rows, ...]; `buffer` is their memory, if they can be sent."""
 
     rows: Runs
     fields: tuple[Tensor, ...]
@@ -24,12 +24,12 @@ class Bundle(NamedTuple):
     borrowed: bool = False  # the buffer belongs to the transport
 
     def take(self, rows: range | Runs) -> tuple[Tensor, ...]:
-        """Views from the first to the last of these rows."""
+        """Views of the tensors, from the first to the last of these rows."""
         first, last = self.rows.below(rows.start), self.rows.below(rows.stop)
         return tuple(field[:, :, first:last] for field in self.fields)
 
     def runs(self, rows: Runs) -> Iterator[tuple[Tensor, ...]]:
-        """Views of exactly these rows, run by run: usually there is one run."""
+        """Views of exactly these rows, one run at a time; usually there is one run."""
         return map(self.take, rows.parts)
 
     def clear(self) -> None:
@@ -40,8 +40,8 @@ class Bundle(NamedTuple):
 class BufferPool:
     """Buffers to reuse.
 
-    A pass needs a few buffers of similar size at any time. Freeing and reallocating them fragments memory: on a CPU the
-    process grew to 1.5 times the memory it used.
+    A pass needs a few buffers of similar size at any time. Freeing and reallocating them fragments memory: on a CPU,
+    the process grew to 1.5 times the memory in use.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -58,7 +58,7 @@ class BufferPool:
         return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage, 0, (size,), (1,))
 
     def put(self, buffer: Tensor) -> None:
-        """Return a buffer that is no longer read or written."""
+        """Put back a buffer that is no longer read or written."""
         self._free.append(buffer.untyped_storage())
 
 
@@ -70,7 +70,7 @@ def allocate(
     sums: torch.dtype,
     source: BufferPool | Tensor,
 ) -> Bundle:
-    """Uninitialised tensors for these rows of a kind (see schedule.Kind).
+    """Uninitialised tensors of a kind (see schedule.Kind) for these rows.
 
     sizes: (B, H, K, D); sums: the dtype of carries and gradients; source: the buffer, or the pool to take it from.
     """
@@ -90,8 +90,8 @@ def allocate(
 
 
 def lay_out(shapes: Fields, source: BufferPool | Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Uninitialised tensors, one after another in one byte buffer, and the buffer. Tensors with larger elements come
-    first, so that each begins at a multiple of its element size."""
+    """Return uninitialised tensors, which lie one after another in one byte buffer, and the buffer. Tensors with larger
+    elements come first, so that each begins at a multiple of its element size."""
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in shapes]
     buffer = source if isinstance(source, Tensor) else source.take(sum(sizes))
     order = sorted(range(len(shapes)), key=lambda i: -shapes[i][1].itemsize)

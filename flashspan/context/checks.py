@@ -11,7 +11,7 @@ from flashspan.context.settings import Settings
 
 
 def check_same_tokens(q: Tensor, k: Tensor) -> None:
-    """ValueError if there are more queries than keys, or fewer."""
+    """ValueError unless there are as many queries as keys."""
     if q.shape[2] != k.shape[2]:
         raise ValueError(
             f"across ranks, queries and keys are the same tokens: got {q.shape[2]} and {k.shape[2]}; "
@@ -20,7 +20,7 @@ def check_same_tokens(q: Tensor, k: Tensor) -> None:
 
 
 def check_shards(layout: Layout, placement: Placement, sizes: tuple[int, ...]) -> None:
-    """ValueError if ranks have other numbers of tokens than the layout gives them."""
+    """ValueError if a rank's number of tokens differs from the one that the layout gives it."""
     if sizes != placement.sizes:
         raise ValueError(
             f"layout {layout!r} splits {sum(placement.sizes)} tokens into shards of {placement.sizes}: "
@@ -38,14 +38,14 @@ def check_same_placement(digests: Sequence[Sequence[int]]) -> None:
 
 
 def check_one_rank(settings: Settings, placement: Callable[[int], Placement], num_tokens: int) -> None:
-    """ValueError if the only rank does not have all tokens that were declared, or its layout function is wrong."""
+    """ValueError if the only rank does not have all tokens of `num_tokens`, or if its layout function is wrong."""
     if settings.num_tokens is not None or callable(settings.layout):
         declared = num_tokens if settings.num_tokens is None else settings.num_tokens
         check_shards(settings.layout, placement(declared), (num_tokens,))
 
 
 def check_grid(mesh: Tensor) -> None:
-    """ValueError unless the order of ranks is the same in all rows, and in all columns: a group's own is ascending."""
+    """ValueError unless all rows of the mesh have one order of ranks, and all columns too: a group's ranks ascend."""
     rows, columns = mesh.argsort(1), mesh.argsort(0)
     if not bool((rows == rows[:1]).all() and (columns == columns[:, :1]).all()):
         raise ValueError(

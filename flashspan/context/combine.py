@@ -1,4 +1,4 @@
-"""Combine partial attention over the keys of each rank: the sharded KV cache of `generate`."""
+"""Combine partial attention over each rank's keys, for the sharded KV cache of `generate`."""
 
 from __future__ import annotations
 

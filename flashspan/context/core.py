@@ -28,16 +28,16 @@ Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 
 class Options(NamedTuple):
-    """The arguments of a call, except its tensors; forward and backward use the same."""
+    """The arguments of a call, except its tensors; forward and backward use the same options."""
 
     scale: float
     num_kv_heads: int
     dropout: Dropout | None = None
-    partial: bool = False  # gradients of k and v are summed with other ranks' later: keep them float32
+    partial: bool = False  # gradients of k and v are added to other ranks' later: keep them float32
 
 
 class Core(Protocol):
-    """q [B, H, T, D], k and v [B, K, T, D] of this rank's T tokens."""
+    """Attention as two functions of q [B, H, T, D], k and v [B, K, T, D], for this rank's T tokens."""
 
     @property
     def mask(self) -> Mask:
@@ -45,17 +45,17 @@ class Core(Protocol):
         ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Carry, Saved]:
-        """out in q's dtype and lse, and the tensors that backward needs."""
+        """Return (out in q's dtype, lse), and the tensors that backward needs."""
         ...
 
     def backward(self, dout: Tensor, dlse: Tensor | None, saved: Saved, options: Options) -> Gradients:
-        """dq, dk, dv, in q's dtype or wider."""
+        """Return dq, dk and dv, in q's dtype or a wider one."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Scheduled:
-    """The executor as a core."""
+    """A core that runs a schedule with the executor."""
 
     plan: Plan
     transport: Transport
@@ -78,7 +78,7 @@ class Scheduled:
 
 
 class Final(torch.autograd.Function):
-    """The identity on dq, dk and dv; a derivative of them, taken through a graph of gradients, is refused."""
+    """The identity on dq, dk and dv. Its backward raises the error for a second derivative."""
 
     @staticmethod
     def forward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor, *depends_on: Tensor | None) -> Gradients:
@@ -88,7 +88,7 @@ class Final(torch.autograd.Function):
 
 
 class Attend(torch.autograd.Function):
-    """A core, differentiable: (q, k, v, core, options) -> (out, lse)."""
+    """A core as a differentiable function: (q, k, v, core, options) -> (out, lse)."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, core: Core, options: Options) -> tuple[Tensor, Tensor]:

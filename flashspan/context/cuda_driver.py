@@ -1,6 +1,6 @@
 """Operations of the CUDA driver that torch does not expose: flags that streams wait for, and copy-engine copies.
 
-tests/context/test_peer_memory.py calls each on a GPU.
+tests/context/test_peer_memory.py calls each of them on a GPU.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Driver:
         self._copy = _function(library, name, *arguments) if hasattr(library, name) else None
 
     def wait(self, stream: torch.cuda.Stream, address: int, value: int) -> None:
-        """The stream continues when the word at this address equals `value`."""
+        """Let the stream wait until the word at this address equals `value`."""
         equal = 1
         _check(self._wait(stream.cuda_stream, address, value, equal), "cuStreamWaitValue32")
 
     def write(self, stream: torch.cuda.Stream, address: int, value: int) -> None:
-        """Write a word, after all earlier writes of the stream."""
+        """Let the stream write a word, after all its earlier writes."""
         _check(self._write(stream.cuda_stream, address, value, 0), "cuStreamWriteValue32")
 
     def register(self, memory: Tensor) -> int:

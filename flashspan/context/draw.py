@@ -39,17 +39,17 @@ SENT = {
 """What a transfer of each kind sends, for the legend."""
 WORK, IDLE, INK = "#54a24b", "#8888884d", "#111111"
 WIDTH, HEIGHT = 0.7, 0.56
-"""Of a box, as a part of its column and of its lane."""
+"""The width of a full box, relative to its column, and the height of all boxes, relative to their lanes."""
 LABELLED = 16
 
 
 def draw_timeline(schedule: Schedule, path: str | Path | None = None) -> Figure:
-    """One lane per rank, one column per step: boxes compute (queries·keys; darker: more pairs), arrows are transfers.
+    """One lane per rank, one column per step; a box is a tile (queries·keys; darker: more pairs), an arrow a transfer.
 
-    The width of a box is its work relative to the busiest rank of the step: the grey rest of the column is waiting. An
-    arrow begins where its transfer is posted and ends where it is needed. It passes behind the boxes that compute, so
-    labels stay readable, and what is behind a box is hidden by computation. With more than `LABELLED` ranks, lanes are
-    narrow, boxes have no labels, and the picture is rasterized.
+    The width of a box is its work relative to the busiest rank of the step; the grey rest of the column is waiting
+    time. An arrow begins where its transfer is posted and ends where it is needed. Arrows are drawn behind the boxes,
+    so labels stay readable, and the part of an arrow behind a box overlaps with computation. With more than `LABELLED`
+    ranks, lanes are narrow, boxes have no labels, and the picture is rasterized.
     """
     from matplotlib.collections import PatchCollection
     from matplotlib.colors import to_rgb
@@ -74,7 +74,7 @@ def draw_timeline(schedule: Schedule, path: str | Path | None = None) -> Figure:
             for tile in schedule.program(rank)[step].tiles:
                 width = WIDTH * tile.pairs / float(busiest[step])
                 share = 0.45 + 0.55 * tile.pairs / float(busiest.max())
-                shade = [1 - share * (1 - part) for part in to_rgb(WORK)]  # opaque: an arrow passes behind it
+                shade = [1 - share * (1 - part) for part in to_rgb(WORK)]  # opaque, to cover the arrows behind it
                 boxes.append(
                     Rectangle((left, rank - HEIGHT / 2), width, HEIGHT, facecolor=shade, edgecolor="white", lw=0.6)
                 )
@@ -82,7 +82,7 @@ def draw_timeline(schedule: Schedule, path: str | Path | None = None) -> Figure:
                     text = f"{tile.q}·{tile.k}"
                     axes.text(left + width / 2, rank, text, ha="center", va="center", fontsize=7, color=INK)
                 left += width
-    for patches, order in ((waits, 0), (boxes, 2)):  # arrows between them
+    for patches, order in ((waits, 0), (boxes, 2)):  # arrows have order 1, between them
         if patches:
             axes.add_collection(PatchCollection(patches, match_original=True, zorder=order, rasterized=not labelled))
     kinds = dict.fromkeys(transfer.kind for transfer in schedule.transfers)

@@ -30,12 +30,12 @@ from flashspan.kernels.masks import Blocks, Mask
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A schedule with its placement and mask: everything of a call that does not depend on its tensors."""
+    """A schedule with its placement and mask: all parts of a call that do not depend on its tensors."""
 
     placement: Placement
     mask: Mask
     forward: Schedule
-    num_kv_heads: int = 1  # of a call; used only for a mask that differs between heads
+    num_kv_heads: int = 1  # the call's kv heads; used only if the mask differs between heads
     call: int = 0  # equal on all ranks that make the same call
 
     @cached_property
@@ -47,7 +47,7 @@ class Plan:
         return {}
 
     def slots(self, schedule: Schedule, shape: Shape) -> SlotPlan:
-        """The receive slots of this plan's transfers, forward or backward, computed once."""
+        """The receive slots of the schedule's transfers, forward or backward, computed once."""
         key = (schedule.is_backward, shape)
         if key not in self._slots:
             self._slots[key] = assign_slots(receives(schedule, lambda t: shape.bytes(t, schedule.num_chunks)))
@@ -62,7 +62,7 @@ class Plan:
         return {}
 
     def tile_mask(self, tile: Tile, keys: Runs, device: torch.device) -> Mask:
-        """The mask in the coordinates of a tile and these rows of keys, sliced once."""
+        """The mask of a tile's query rows and these rows of keys, sliced once and cached."""
         mask = self.mask
         by_head = isinstance(mask, Blocks) and mask.num_heads > 1
         key = (tile.q, tile.k, tile.q_rows, keys, tile.chunk if by_head else 0, device)
@@ -76,7 +76,7 @@ class Plan:
         return self._masks[key]
 
     def positions(self, owner: int, rows: Runs, device: torch.device) -> Tensor:
-        """Global positions of some of a rank's tokens, int32."""
+        """The global positions of these rows of the owner's tokens, int32."""
         if (owner, device) not in self._positions:
             self._positions[owner, device] = self.placement.positions(owner).int().to(device)
         whole = self._positions[owner, device]
@@ -87,7 +87,7 @@ class Plan:
 class Call(NamedTuple):
     """One rank's arguments of a call: q [B, H, T, D], k and v [B, K, T, D] of its own T tokens.
 
-    partial: the gradients of k and v are summed with other ranks' later, so they stay float32.
+    partial: the gradients of k and v are added to other ranks' later, so they stay float32.
     """
 
     q: Tensor
@@ -132,7 +132,7 @@ class Pass(ABC):
 
     @abstractmethod
     def result(self, transfer: Transfer) -> Bundle:
-        """Return a result that is complete on this rank and is sent to the next."""
+        """Return a result that is complete on this rank and that it sends to the next rank."""
 
     @abstractmethod
     def compute(self, tile: Tile) -> None:
@@ -153,7 +153,7 @@ class Pass(ABC):
             self.finalize(item)
 
     def with_chunk(self, whole: Tensor | None, part: Tensor, chunk: int, dtype: torch.dtype) -> Tensor:
-        """`whole` (all heads; allocated for the first chunk) with a chunk's heads written to it."""
+        """Write a chunk's heads to `whole` (all heads; allocated for the first chunk), and return `whole`."""
         if self.schedule.num_chunks == 1:
             return part.to(dtype)
         if whole is None:
@@ -164,7 +164,7 @@ class Pass(ABC):
         return whole
 
     def rows(self, item: Item) -> Runs:
-        """The local rows of a result: all rows of this rank's own, the rows that are sent of another's."""
+        """The local rows of a result: all rows if this rank owns it, otherwise the rows that are sent."""
         return self.all_rows if item[1] == self.rank else self.forwarded[item]
 
     def steps(self) -> Iterator[None]:
@@ -209,7 +209,7 @@ class Pass(ABC):
             self.pool.put(bundle.buffer)
 
     def _last_uses(self) -> dict[int, list[Item]]:
-        """Which copies are used for the last time in each step."""
+        """For each step, the copies that are used in it for the last time."""
         last: dict[Item, int] = {}
         for number, step in enumerate(self.schedule.program(self.rank)):
             for tile in step.tiles:
@@ -224,7 +224,7 @@ class Pass(ABC):
         return uses
 
     def _outgoing(self, transfer: Transfer) -> Bundle:
-        """The send buffer of a transfer: the bundle as it is held, or the transfer's rows of it, packed."""
+        """The bundle to send: the one that this rank holds, or a packed copy of the transfer's rows."""
         if transfer.kind in ("carry", "dkv", "dq"):
             held = self.result(transfer)
         else:
@@ -238,7 +238,7 @@ class Pass(ABC):
         return packed
 
     def _incoming(self, transfer: Transfer) -> Bundle:
-        """The receive buffer of a transfer, in its slot if the transport has one."""
+        """The bundle to receive a transfer into; its buffer is the transfer's slot if the transport has one."""
         return self.make(transfer.kind, transfer.rows, transfer.chunk, source=self.transport.receive_buffer(transfer))
 
     @property
@@ -254,7 +254,7 @@ class Pass(ABC):
         return Bundle(self.all_rows, tuple(self.heads(x, chunk) for x in self.own(kind)))
 
     def keys(self, tile: Tile) -> tuple[Tensor, Tensor, Runs]:
-        """k and v of a tile, from its first key to its last as held here, and their rows."""
+        """Return k and v from the tile's first key to its last, as far as this rank holds them, and their rows."""
         held = self.hold("kv", tile.k, tile.chunk)
         k, v = held.take(tile.k_rows)
         return k, v, held.rows.within(tile.k_rows)
@@ -262,8 +262,8 @@ class Pass(ABC):
     def make(
         self, kind: str, rows: Runs, chunk: int, sums: torch.dtype | None = None, source: Tensor | None = None
     ) -> Bundle:
-        """Uninitialised tensors for these rows of a kind. sums: the dtype of carries and gradients, if not float32;
-        source: the buffer, if not one from the pool."""
+        """Uninitialised tensors of a kind for these rows. sums: the dtype of carries and gradients, by default float32
+        (float64 for float64 inputs); source: the buffer, by default one from the pool."""
         B, H, _, D = self.call.q.shape
         K = len(head_chunk(self.call.k.shape[1], chunk, self.schedule.num_chunks))
         H = H // max(1, self.call.k.shape[1]) * K
@@ -271,13 +271,13 @@ class Pass(ABC):
         return allocate(kind, (B, H, K, D), rows, *dtypes, self.pool if source is None else source)
 
     def heads(self, x: Tensor, chunk: int) -> Tensor:
-        """The heads of a chunk, of a tensor with H or K heads."""
+        """A view of a chunk's heads of x, which has H or K heads."""
         chosen = head_chunk(self.call.k.shape[1], chunk, self.schedule.num_chunks)
         group = x.shape[1] // max(1, self.call.k.shape[1])
         return x[:, chosen.start * group : chosen.stop * group]
 
     def dropout_of(self, tile: Tile, keys: Runs) -> Dropout | None:
-        """The dropout of a tile with these rows of keys: with their global positions and heads."""
+        """The dropout of a tile and these rows of keys, with their global positions and heads."""
         if self.call.dropout is None:
             return None
         num_heads, num_kv_heads = self.call.q.shape[1], self.call.k.shape[1]
@@ -304,7 +304,7 @@ def run(pass_: Pass) -> Any:
 
 
 def simulate(passes: Sequence[Pass]) -> list[Any]:
-    """All ranks' passes in one process, over LocalTransports: every rank runs a step before any runs the next."""
+    """All ranks' passes in one process, over LocalTransports: every rank runs a step before any rank runs the next."""
     for _ in zip(*(pass_.steps() for pass_ in passes), strict=True):
         pass
     return [pass_.finish() for pass_ in passes]

@@ -2,9 +2,9 @@
 
 It is pure Python, without processes or tensors.
 
-No strategy computes tiles without visible pairs, or sends rows that no later rank needs: a window of w tokens stops a
-ring after the ranks it reaches, and sends those w tokens instead of the shard; for a block map, only the blocks of keys
-that are visible later are sent. A transfer's bytes are its rows times `kv` (or its kind's size) below.
+No strategy computes tiles without visible pairs, or sends rows that no later rank needs. With a window of w tokens, a
+ring ends after the ranks that the window reaches, and sends those w tokens instead of the shard. With a block map, only
+blocks of keys that a later rank sees are sent. A transfer has as many bytes as rows times `kv` (or its kind's size).
 
 Bytes below are for one forward (then backward) pass over all ranks, full mask, no head chunks, T tokens on N ranks;
 kv = 2 * B * K * D * itemsize per token, dkv the same in float32.
@@ -34,8 +34,8 @@ def double_ring(visibility: Visibility, sizes: Sequence[int]) -> Schedule:
 
     Keys move around a ring inside each node; during those steps they are also sent to the same place in the next node.
     Gradients are summed inside each node, then sent to their owner once. Bytes: T (N - 1) kv forward and T (N - 1) kv
-    backward, like the ring, of which only T (nodes - 1) kv between nodes; gradients T (N - 1) dkv, with as many hops
-    between nodes.
+    backward, as in the ring, but only T (nodes - 1) kv of them between nodes; gradients T (N - 1) dkv, with as many
+    hops between nodes as the keys.
     """
     if len(sizes) != 2 or min(sizes) < 1 or sizes[0] * sizes[1] != visibility.num_ranks:
         raise ValueError(
@@ -49,11 +49,11 @@ def _rings(visibility: Visibility, sizes: tuple[int, int], name: str) -> Schedul
     nodes, inner = sizes
 
     def at(owner: int, a: int, b: int) -> int:
-        """The rank that has the owner's keys after a nodes and b places."""
+        """The rank that receives the owner's keys after they have moved by a nodes and b places."""
         return (owner // inner + a) % nodes * inner + (owner % inner + b) % inner
 
     ranks = range(visibility.num_ranks)
-    # Only distances at which a rank computes are steps; the first, a rank's own keys, always is.
+    # Only distances at which some rank computes are steps. The first one, each rank's own keys, is always a step.
     distances = [(a, b) for a in range(nodes) for b in range(inner)]
     used = [d for d in distances if d == (0, 0) or any(visibility.pairs[at(o, *d), o] for o in ranks)]
     tiles, transfers = [], []
@@ -110,7 +110,7 @@ def gather(visibility: Visibility) -> Schedule:
     """
     tiles, transfers = [], []
     for q in range(visibility.num_ranks):
-        for distance in range(visibility.num_ranks):  # each starts with another peer: not all send to one rank at once
+        for distance in range(visibility.num_ranks):  # each rank's first transfer comes from another peer
             k = (q - distance) % visibility.num_ranks
             if not visibility.pairs[q, k]:
                 continue
@@ -141,10 +141,10 @@ def in_chunks(schedule: Schedule, num_chunks: int) -> Schedule:
 def helper(visibility: Visibility) -> Schedule:
     """Causal balance without permuting tokens (DistFlashAttn): idle ranks compute for busy ones.
 
-    In step s, for s up to N / 2, rank r receives from rank r - s: it computes its own queries with the received keys,
-    and the received queries with its own keys, and sends the carry of the latter back. Under a causal mask on
-    contiguous shards exactly one of the two tiles exists, so every rank computes one tile per step. At s = N / 2 a pair
-    of ranks would compute the same tile twice; each takes half of the query rows.
+    In step s, for s up to N / 2, rank r receives keys and queries from rank r - s. It computes its own queries with the
+    received keys, and the received queries with its own keys. It sends back the carry of the received queries. Under a
+    causal mask on contiguous shards exactly one of the two tiles exists, so every rank computes one tile per step. At s
+    = N / 2 a pair of ranks would compute the same tile twice; each takes half of the query rows.
 
     Bytes, causal on equal contiguous shards of n = T / N tokens: with W tiles computed by the owners of their queries
     and M by helpers (W + M = N (N - 1) / 2, a half tile counts one half): n (W kv + M (q + carry)) forward, where half

@@ -47,15 +47,15 @@ class Placement:
         return tuple(sum(map(len, part)) for part in self.ranges)
 
     def positions(self, rank: int, device: torch.device | str = "cpu") -> Tensor:
-        """The global positions of a rank's tokens, int64 [T_rank]; RoPE needs them."""
+        """The global positions of a rank's tokens, int64 [T_rank], as RoPE needs them."""
         return torch.from_numpy(self.index(rank)).to(device)
 
     def index(self, rank: int) -> np.ndarray:
-        """`positions` as numpy."""
+        """`positions` as a NumPy array."""
         return np.concatenate([np.arange(0), *(np.arange(r.start, r.stop, r.step) for r in self.ranges[rank])])
 
     def shard(self, x: Tensor, dim: int, rank: int) -> Tensor:
-        """The rank's part of a whole tensor, contiguous."""
+        """A rank's part of a whole tensor, contiguous."""
         if x.shape[dim] != self.num_tokens:
             raise ValueError(
                 f"shard splits a dimension of {self.num_tokens} tokens: got {x.shape[dim]} in dim {dim} of "
@@ -65,7 +65,7 @@ class Placement:
         return torch.cat(parts, dim).contiguous() if parts else x.narrow(dim, 0, 0).contiguous()
 
     def unshard(self, parts: Sequence[Tensor], dim: int) -> Tensor:
-        """The whole tensor from every rank's part, in rank order."""
+        """The whole tensor, from the parts of all ranks in rank order."""
         if tuple(part.shape[dim] for part in parts) != self.sizes:
             raise ValueError(
                 f"unshard joins {self.num_ranks} parts of {self.sizes} tokens: "
@@ -104,16 +104,17 @@ def striped(num_tokens: int, num_ranks: int) -> Placement:
 
 
 EVEN = 1.05
-"""Busiest rank over the mean below which no other assignment is tried."""
+"""If the busiest rank has at most this many times the mean work, no other assignment is tried."""
 
 UNEVEN = 1.15
-"""Busiest rank over the mean above which even work matters more than an even number of tokens."""
+"""If the busiest rank has more than this many times the mean work, even work is preferred to even numbers of tokens."""
 
 
 def balanced(mask: Blocks) -> Callable[[int, int], Placement]:
     """A layout for the block map `mask`: every rank owns whole blocks of queries, with about the same number of tiles.
 
-    Four assignments are tried in this order; the first within 5 % of even work is used, otherwise the most even one:
+    Four assignments are tried in this order. The first one within 5 % of even work is used, otherwise the most even
+    one:
 
     1. blocks in order: neighbours stay together, so the fewest bytes are sent;
     2. a run of blocks from each end;
@@ -121,9 +122,9 @@ def balanced(mask: Blocks) -> Callable[[int, int], Placement]:
     4. long blocks to the least busy ranks and the others in order, with different numbers of tokens per rank.
 
     A fifth assigns all blocks, the longest first, with any number of blocks per rank. A rank's memory depends on its
-    number of tokens, so the fifth is used only if it is more even than the others by 5 %, or if it is more even and the
-    others leave the busiest rank above 1.15 times the mean. Blocks are not divided, so a block with more than a rank's
-    share of the work limits how even the ranks can be.
+    number of tokens. So the fifth is used only if it is more even than the others by 5 %, or if it is more even and the
+    busiest rank of the others has over 1.15 times the mean work. Blocks are not divided: a block with more than a
+    rank's share of the work limits how even the ranks can be.
     """
     if not isinstance(mask, Blocks):
         make = "Blocks.from_dense(mask)" if isinstance(mask, Tensor) else "Blocks.of(mask, T, T)"
@@ -134,7 +135,7 @@ def balanced(mask: Blocks) -> Callable[[int, int], Placement]:
     work = mask.rows.visits().sum((0, 1)).cpu().numpy().astype(np.float64)
     size, lengths = mask.block[0], (mask.num_queries, mask.num_keys)
 
-    # Layouts are cached by `place`: the function must not keep a reference to the mask.
+    # `place` caches layouts, so this function must not keep a reference to the mask.
     def balanced_blocks(num_tokens: int, num_ranks: int) -> Placement:
         if lengths != (num_tokens, num_tokens):
             raise ValueError(
@@ -174,7 +175,8 @@ def balanced(mask: Blocks) -> Callable[[int, int], Placement]:
 
 
 def _assign_longest_first(work: np.ndarray, blocks: Sequence[int], room: Sequence[int]) -> list[list[int]]:
-    """Assign blocks to ranks, the longest first, each to the rank with the least work that has room for it."""
+    """Assign blocks to ranks, the longest first, each to the rank with the least work that has room for it. Return each
+    rank's blocks."""
     owned: list[list[int]] = [[] for _ in room]
     load = np.zeros(len(room))
     for block in sorted(blocks, key=lambda b: -work[b]):
@@ -186,7 +188,8 @@ def _assign_longest_first(work: np.ndarray, blocks: Sequence[int], room: Sequenc
 
 
 def _fill(work: np.ndarray, num_ranks: int) -> list[list[int]]:
-    """Assign blocks longer than a quarter of a rank's share, then the others in order up to each rank's share."""
+    """Assign blocks longer than a quarter of a rank's share, then the others in order up to each rank's share. Return
+    each rank's blocks."""
     share = work.sum() / num_ranks
     long = [b for b in range(len(work)) if work[b] > share / 4]
     owned = _assign_longest_first(work, long, [len(work)] * num_ranks)
@@ -209,7 +212,7 @@ LAYOUTS: dict[str, Callable[[int, int], Placement]] = {
 
 @lru_cache(maxsize=64)
 def place(layout: Layout, num_tokens: int, num_ranks: int) -> Placement:
-    """The placement of these tokens by this layout."""
+    """The placement of `num_tokens` tokens by this layout, cached."""
     if num_tokens < 0 or num_ranks < 1:
         raise ValueError(f"a layout needs 0 or more tokens and 1 or more ranks: got {num_tokens} and {num_ranks}")
     if callable(layout):
@@ -219,7 +222,7 @@ def place(layout: Layout, num_tokens: int, num_ranks: int) -> Placement:
 
 
 def check_name(layout: str) -> None:
-    """ValueError unless this is the name of a layout."""
+    """ValueError unless `layout` is the name of a layout."""
     if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(
             f"unknown layout {layout!r}; choose one of {', '.join(LAYOUTS)}, or give a function such as "
@@ -228,7 +231,7 @@ def check_name(layout: str) -> None:
 
 
 def _checked(answer: object, num_tokens: int, num_ranks: int) -> Placement:
-    """The result of a user's layout function; ValueError unless every token is on exactly one rank."""
+    """The placement from a user's layout function; ValueError unless every token is on exactly one rank."""
     rule = f"a layout assigns {num_tokens} tokens to {num_ranks} ranks"
     if not isinstance(answer, Placement):
         raise ValueError(f"{rule} and must return a Placement: got {type(answer).__name__}; return Placement(...)")
@@ -260,7 +263,7 @@ def _checked(answer: object, num_tokens: int, num_ranks: int) -> Placement:
 
 
 def deal(placement: Placement, num_parts: int) -> Placement:
-    """Split each rank's tokens, in order, over `num_parts` ranks: rank (r, j) is r * num_parts + j."""
+    """Split each rank's tokens, in order, over `num_parts` ranks: part j of rank r becomes rank r * num_parts + j."""
     ranges = []
     for part, size in zip(placement.ranges, placement.sizes, strict=True):
         ranges += [cut(part, Runs.of(run)) for run in _bounds(size, num_parts)]
@@ -278,7 +281,7 @@ def cut(ranges: Ranges, rows: Runs) -> Ranges:
 
 
 def _bounds(num_tokens: int, num_parts: int) -> list[range]:
-    """Runs whose lengths differ by at most one, the longer ones spread evenly."""
+    """Split range(num_tokens) into runs whose lengths differ by at most one, the longer ones spread evenly."""
     cuts = [i * num_tokens // num_parts for i in range(num_parts + 1)]
     return [range(a, b) for a, b in pairwise(cuts)]
 

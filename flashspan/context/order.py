@@ -1,22 +1,22 @@
-"""Proof that NCCL can run a schedule: every receive matches the right send, and no deadlock is possible.
+"""Prove that NCCL can run a schedule: every receive matches the right send, and no deadlock is possible.
 
     check_order(schedule)                   # raises ScheduleError, or returns
     check_order(schedule, num_ulysses=8)    # hybrid: this schedule on the columns of a mesh with 8 columns
 
 NCCL has no tags. On one communicator, the n-th receive of a rank from a peer takes the peer's n-th send to that rank.
 The messages that a rank posts together on a communicator are one batch. Batches of a communicator run one after another
-on each rank: a batch begins when the previous one has ended, and ends when, for each of its messages, the peer has
-begun the batch with the other end. Two statements are proved about the programs of all ranks:
+on each rank. A batch begins when the previous one has ended. It ends when, for each of its messages, the peer has begun
+the batch that contains the other end. Two statements are proved about the programs of all ranks:
 
 1. On each communicator, both ends of every pair post the same messages in the same order.
 2. The wait graph (of the batches on all communicators, and the ranks' steps that post them) has no cycle. Then no order
    in which batches complete can block a rank.
 
-`programs` lists the batches that `GroupTransport` posts, and both take the batches from the same functions. (The
-transport omits empty messages at both ends: that changes no order and adds no wait.) Without a group for slow transfers
-a rank runs all its batches in the order in which it posts them. That case also covers a GPU that runs the kernels of
-two communicators one at a time, in that order. Collectives need no proof here: every rank of the group calls them in
-the same order, between passes.
+`programs` lists the batches that `GroupTransport` posts; both call the same functions to make them. (The transport
+omits empty messages at both ends, which changes no order and adds no wait.) Without a group for slow transfers, a rank
+runs all its batches in the order in which it posts them. That case also covers a GPU that runs the kernels of two
+communicators one at a time, in that order. Collectives need no proof here: every rank of the group calls them in the
+same order, between passes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from flashspan.context.transport import all_pairs, in_batches
 
 
 class Endpoints(Protocol):
-    """The two ends of a message: its ranks in the communicator. Errors name it by `str`."""
+    """A message by its two ends, which are ranks in the communicator. Error messages contain its `str`."""
 
     @property
     def src(self) -> int: ...
@@ -53,7 +53,7 @@ class AllToAllMessage(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The messages that a rank posts together on a communicator; `rank` is its rank there."""
+    """The messages that a rank posts together on a communicator; `rank` is its rank in the communicator."""
 
     communicator: str
     rank: int
@@ -75,7 +75,7 @@ def check_order(schedule: Schedule, num_ulysses: int = 1) -> None:
 
 
 def programs(schedule: Schedule, num_ulysses: int = 1, *, slow_group: bool = False) -> list[list[Stage]]:
-    """The program of every rank of the schedule, or with ulysses of every rank of the mesh, row by row.
+    """The program of every rank of the schedule or, with ulysses, of every rank of the mesh, row by row.
 
     Each column of the mesh runs the schedule; each row exchanges tokens for heads before it, and back after it.
     """
@@ -157,7 +157,8 @@ def _check_waits(programs: Sequence[Sequence[Stage]], posts: Sequence[_Post]) ->
 
 
 def _matched(posts: Sequence[_Post]) -> list[tuple[int, int]]:
-    """The pairs of batches, by number, with the two ends of a message, matched in order as NCCL does."""
+    """The pairs of batches (by number) that contain the two ends of a message. Ends are matched in order, as NCCL
+    does."""
     sends: dict[tuple[str, int, int], list[tuple[int, Endpoints]]] = defaultdict(list)
     receives: dict[tuple[str, int, int], list[tuple[int, Endpoints]]] = defaultdict(list)
     for number, (_, _, batch) in enumerate(posts):
@@ -233,7 +234,7 @@ def _check_cycles(
     if len(ready) == num_events:
         return
 
-    # Each event that is left has a cause that is left: follow causes until an event repeats.
+    # Each remaining event has a remaining cause: follow causes until an event repeats.
     path = [next(event for event in range(num_events) if missing[event])]
     while path[-1] not in path[:-1]:
         path.append(next(cause for cause in causes[path[-1]] if missing[cause]))

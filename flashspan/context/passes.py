@@ -85,13 +85,13 @@ class ForwardPass(Pass):
         return Carry(self.out, self.lse)
 
     def _blank(self, item: Item) -> Carry:
-        """The carry of no keys: out 0, lse -inf."""
+        """A carry that has seen no keys: out 0, lse -inf."""
         out, lse = self.make("carry", self.rows(item), item[2]).fields
         return Carry(out.zero_(), lse.fill_(-torch.inf).to(self.carried))
 
 
 class BackwardPass(Pass):
-    """Accumulates gradients: of this rank's tensors, and of other ranks' queries and keys."""
+    """Accumulates the gradients of this rank's tensors, and of other ranks' queries and keys."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class BackwardPass(Pass):
         items: list[Item] = [("dq", tile.q, tile.chunk), ("dkv", tile.k, tile.chunk)]
         first = not any(item in self.totals for item in items)
         covers = [self.rows(item) for item in items] == [Runs.of(tile.q_rows), keys]
-        # A sum's first tile, if it covers all rows, is written, not added; a sum with no other term needs no float32.
+        # The first tile of a sum is written, not added, if it covers all rows. A sum of one tile needs no float32.
         writes = first and covers
         only = writes and all(self.parts[item] == 1 and item[1] == self.rank for item in items)
         dtype = q.dtype if only and not self.call.partial else self.exact
@@ -134,7 +134,7 @@ class BackwardPass(Pass):
             elif item not in self.totals:
                 self.totals[item] = self._zeros(item)
         (dq,) = self.totals[items[0]].take(tile.q_rows)
-        # The copy of the keys and its gradient may hold different rows in the gaps of this tile, for other ranks.
+        # In the gaps of this tile, the copy of the keys and its gradient may have different rows, for other ranks.
         total = self.totals[items[1]]
         room = total if total.rows.within(keys) == keys else self._zeros(items[1], keys)
         dk, dv = room.take(keys)
@@ -187,20 +187,20 @@ class BackwardPass(Pass):
         return dq, dk, dv
 
     def _room_for(self, item: Item, dtype: torch.dtype) -> Bundle:
-        """Memory for a sum: a sum of this rank in its final dtype is accumulated in its final place."""
+        """Memory for a sum. If this rank owns the sum and `dtype` is its final dtype, that is its final place."""
         kind, owner, chunk = item
         if owner != self.rank or self.grads[kind][0].dtype != dtype:
             return self.make(kind, self.rows(item), chunk, dtype)
         return Bundle(self.rows(item), tuple(self.heads(x, chunk) for x in self.grads[kind]))
 
     def _zeros(self, item: Item, rows: Runs | None = None) -> Bundle:
-        """A sum, or these rows of one, filled with zeros."""
+        """Memory for a sum, or for these rows of it, filled with zeros."""
         bundle = self._room_for(item, self.exact) if rows is None else self.make(item[0], rows, item[2])
         bundle.clear()
         return bundle
 
     def _add(self, total: Bundle, part: Bundle, rows: Runs) -> None:
-        """Add these rows of a part, and release the part."""
+        """Add these rows of a part to a sum, and release the part."""
         for sums, terms in zip(total.runs(rows), part.runs(rows), strict=True):
             for whole, term in zip(sums, terms, strict=True):
                 whole.add_(term)

@@ -5,8 +5,8 @@ driver's stream operations set flags and wait for flags on the device, without a
 kernel that spins on a flag also works, but where processes share a GPU it keeps the others from running: a round trip
 of two ranks on an H200 takes 5.8 ms with such kernels, and 19 us with the driver's operations.
 
-Flags are in host memory that all ranks map. In GPU memory a round trip takes 14 us; but then only a stream could
-release a wait that has timed out, and CUDA may put that stream behind the waiting one in the same hardware queue
+Flags are in host memory that all ranks map. With flags in GPU memory, a round trip takes 14 us. But then only a stream
+could release a wait that has timed out, and CUDA may put that stream behind the waiting one in the same hardware queue
 (observed on an H200).
 
 This is the only file that uses torch.distributed._symmetric_memory (read in torch 2.11 and 2.13);
@@ -33,7 +33,7 @@ SHARE_GPU = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 
 class PeerMemory(Protocol):
-    """One rank's arena and its access to the other arenas. Ranks are those of `group`."""
+    """One rank's arena and its access to the other arenas. Ranks are numbered as in `group`."""
 
     def begin(self) -> None:
         """Begin a pass, ordered after the compute lane of the previous pass, even if that was another stream."""
@@ -52,7 +52,7 @@ class PeerMemory(Protocol):
         ...
 
     def signal(self, lane: str, rank: int, flag: int, tag: int) -> None:
-        """Set a flag of another rank, visible after all earlier operations of the lane."""
+        """Set a flag of another rank, after all earlier operations of the lane are visible to that rank."""
         ...
 
     def wait(self, lane: str, rank: int, flag: int, tag: int, label: str) -> None:
@@ -77,7 +77,7 @@ class PeerMemory(Protocol):
 
 
 def missing() -> str:
-    """Why this torch or driver has no symmetric memory; empty if both do."""
+    """The reason why torch or the driver has no symmetric memory; empty if both have it."""
     try:
         import torch.distributed._symmetric_memory as symmetric
     except ImportError as error:
@@ -95,7 +95,7 @@ def missing() -> str:
 class CudaPeerMemory:
     """An arena in a GPU's memory. The constructor is a collective over `group`, whose backend needs a CPU barrier.
 
-    `caller` returns the thread that uses results: it gets the error of a wait that has failed.
+    `caller` returns the id of the thread that uses results. The error of a failed wait is raised in that thread.
     """
 
     def __init__(
@@ -144,7 +144,8 @@ class CudaPeerMemory:
         views = [words.view(torch.int32).numpy().view("uint32") for words in self._words]
         processes = PeerProcesses(group)
         self._watchdog = Watchdog(views, self._rank, num_flags, timeout, caller, processes.has_ended)
-        # Unregister host memory before it is unmapped: otherwise memory mapped there later cannot be registered.
+        # Unregister host memory before it is unmapped: otherwise memory mapped later at this address cannot be
+        # registered.
         parts = (self._driver, device, self._watchdog, self._words)
         self._finalizer = weakref.finalize(self, _release_arena, *parts)
         self._finalizer.atexit = False

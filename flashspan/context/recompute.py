@@ -3,9 +3,9 @@
     from torch.utils.checkpoint import checkpoint
     y = checkpoint(block, x, use_reentrant=False, context_fn=keep_attention)
 
-Activation checkpointing discards a block's activations and recomputes them in backward; with attention across devices
-that sends every key around the ring a second time. Here attention's out and lse, 1 + 1/D times the size of its output,
-are kept and reused when the block is recomputed; everything else is recomputed as usual.
+Activation checkpointing discards a block's activations and recomputes them in backward. With attention across devices,
+this sends every key around the ring a second time. Here attention's out and lse (about 1 + 1/D times the output's size)
+are kept and reused when the block is recomputed. Everything else is recomputed as usual.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def keep_attention() -> tuple[AbstractContextManager[None], AbstractContextManag
 
 
 def keep(compute: Callable[[], Kept]) -> Kept:
-    """compute(), or its result from the first run of the block."""
+    """Return compute(), or, when a block is recomputed, the result from the block's first run."""
     handler = _current.get()
     return compute() if handler is None else handler(compute)
 
 
 def in_kept_block() -> bool:
-    """Whether this is called in a block that was checkpointed with `keep_attention`."""
+    """Whether the caller is inside a block that is checkpointed with `keep_attention`."""
     return _current.get() is not None
 
 

@@ -19,13 +19,13 @@ _start = attrgetter("start")
 
 @dataclass(frozen=True)
 class Runs:
-    """Rows as ascending runs, non-empty, of step 1 and not adjacent: equal sets are equal values."""
+    """Rows as ascending runs of step 1, neither empty nor adjacent, so that equal sets are equal values."""
 
     parts: tuple[range, ...] = ()
 
     @staticmethod
     def of(*parts: range) -> Runs:
-        """The rows of any of these runs."""
+        """The union of these runs."""
         if len(parts) == 1:  # the usual case
             return Runs(parts if len(parts[0]) else ())
         joined: list[range] = []
@@ -38,7 +38,7 @@ class Runs:
 
     @staticmethod
     def where(chosen: np.ndarray) -> Runs:
-        """The rows at which this bool [n] is True."""
+        """The rows at which a bool array [n] is True."""
         edges = np.flatnonzero(np.diff(chosen, prepend=False, append=False)).tolist()
         return Runs(tuple(range(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True)))
 
@@ -60,7 +60,7 @@ class Runs:
         return list(accumulate(map(len, self.parts[:-1]), initial=0))
 
     def below(self, row: int) -> int:
-        """The number of these rows below a row: its index, if it is one of them."""
+        """The number of rows of this set below `row`, which is the row's index if it belongs to the set."""
         number = bisect_right(self.parts, row, key=_start) - 1
         if number < 0:
             return 0
@@ -68,17 +68,17 @@ class Runs:
         return self._before[number] + min(row - part.start, len(part))
 
     def within(self, span: range | Runs) -> Runs:
-        """The rows between the first and the last row of another set, including those in its gaps."""
+        """The rows of this set between the first and the last row of `span`, including those in its gaps."""
         cut = (range(max(part.start, span.start), min(part.stop, span.stop)) for part in self.parts)
         return Runs(tuple(part for part in cut if len(part)))
 
     def covers(self, other: Runs) -> bool:
-        """Whether all rows of another set are among these."""
+        """Whether this set contains all rows of another set."""
         return all(self.below(part.stop) - self.below(part.start) == len(part) for part in other.parts)
 
 
 def union(sets: Iterable[Runs]) -> Runs:
-    """The rows of any of these sets."""
+    """The union of these sets."""
     first, *others = [*sets] or [Runs()]
     if all(rows.parts == first.parts for rows in others):
         return first

@@ -4,8 +4,8 @@ In a step, every rank waits for the transfers that end in the step, posts those 
 tiles. A transfer that starts in step s and ends in step s + 1 therefore overlaps with the computation of step s. One
 object describes both ends of a transfer, so one rank sends what the other expects, in the same order.
 
-The executor runs the schedule, `verify` proves it, the planner simulates it and `draw` draws it. `generators` makes it;
-`reverse` derives the backward pass.
+`generators` makes schedules, and `reverse` derives the backward pass. The executor runs a schedule, `verify` proves
+that it is correct, the planner simulates it, and `draw` draws it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from flashspan.context.runs import Runs, union
 
 Kind: TypeAlias = Literal["kv", "q", "carry", "rows", "dkv", "dq"]
-"""The tensors of a transfer, for its owner's tokens:
+"""The kinds of transfers, by the tensors that they send of their owner's tokens:
 
 kv      keys and values, in their dtype
 q       queries, sent to a helper
@@ -29,17 +29,17 @@ dq      a helper's float32 gradient of the queries, sent back
 """
 
 Item: TypeAlias = tuple[str, int, int]
-"""The key of tensors on a rank: (kind, owner, chunk)."""
+"""The key by which a rank stores tensors: (kind, owner, chunk)."""
 
 
 class ScheduleError(AssertionError):
-    """A schedule that does not compute attention, or that a network cannot run."""
+    """A schedule that does not compute attention, or that the transports cannot run."""
 
 
 class Tile(NamedTuple):
     """In `step`, `rank` computes attention of q's queries (`q_rows`) over k's keys; `pairs` pairs are visible.
 
-    `k_rows` are the keys it needs. It may also receive the keys in their gaps, which the mask hides.
+    `k_rows` are the keys it needs. Keys in the gaps between them may be present too; the mask hides them.
     """
 
     step: int
@@ -70,12 +70,12 @@ class Transfer(NamedTuple):
 
     @property
     def item(self) -> Item:
-        """The key of its tensors on the receiving rank."""
+        """The key of the transfer's tensors on the receiving rank."""
         return self.kind, self.owner, self.chunk
 
     @property
     def slow(self) -> bool:
-        """Whether it has several steps to arrive, so that later transfers may overtake it."""
+        """Whether the transfer has several steps to arrive, so that later ones may overtake it."""
         return self.end - self.start > 1
 
     def __str__(self) -> str:
@@ -83,7 +83,8 @@ class Transfer(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One rank's part of a step: `waits` end in it, `posts` start in it; both in the same order on all ranks."""
+    """One rank's part of a step: `waits` are the transfers that end in it, `posts` those that start in it. Both have
+    the same order on all ranks."""
 
     waits: tuple[Transfer, ...]
     posts: tuple[Transfer, ...]
@@ -92,7 +93,8 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """Tiles and transfers of all ranks. Heads are split into `num_chunks` chunks; each tile and transfer is for one."""
+    """Tiles and transfers of all ranks. Heads are split into `num_chunks` chunks; a tile or transfer is for one
+    chunk."""
 
     name: str
     num_ranks: int
@@ -133,7 +135,7 @@ class Schedule:
 
     @property
     def balance(self) -> float:
-        """The busiest rank's work over the mean."""
+        """The busiest rank's work divided by the mean work."""
         work = self.work()
         return max(work) * len(work) / sum(work) if any(work) else 1.0
 
@@ -153,10 +155,10 @@ class Shape:
     itemsize: int
 
     def bytes(self, transfer: Transfer, num_chunks: int = 1) -> int:
-        """The bytes a transfer sends: per row and head, D elements per field (float32 for sums), 4 per lse."""
+        """The bytes a transfer sends: per row and head, D elements for each matrix and one for lse or delta."""
         kv_heads = len(head_chunk(self.num_kv_heads, transfer.chunk, num_chunks))
         heads = kv_heads * (self.num_heads // max(1, self.num_kv_heads))
-        exact = max(4, self.itemsize)  # sums are sent in float32, or float64 for float64 inputs
+        exact = max(4, self.itemsize)  # sums, lse and delta are float32, or float64 for float64 inputs
         element, row = self.head_dim * self.itemsize, self.head_dim * exact
         per_row = {
             "kv": kv_heads * 2 * element,
@@ -170,7 +172,7 @@ class Shape:
 
 
 def bytes_sent(schedule: Schedule, shape: Shape) -> list[int]:
-    """The bytes each rank sends in one pass of the schedule."""
+    """The bytes that each rank sends in one pass of the schedule."""
     sent = [0] * schedule.num_ranks
     for transfer in schedule.transfers:
         sent[transfer.src] += shape.bytes(transfer, schedule.num_chunks)
@@ -183,13 +185,13 @@ def head_chunk(num_kv_heads: int, chunk: int, num_chunks: int) -> range:
 
 
 def reverse(schedule: Schedule) -> Schedule:
-    """The backward pass: the same tiles in the same steps, the same copies, and transfers of gradients to their
-    owners.
+    """The schedule of the backward pass: the same tiles in the same steps, the same copies of keys and values, and
+    transfers of gradients to their owners.
 
     Keys and values are sent a second time. A copy's gradient is sent to `back` when the copy's last tile is computed
-    and all gradients that arrive on this rank have been added: in a ring, one hop behind the copy, and one last hop to
-    the owner. It has as many steps to arrive as its copy had. A helper receives dout, lse and delta with the queries,
-    and sends dq back in place of the carry.
+    and all gradients that arrive on this rank have been added. In a ring it follows one hop behind the copy, and its
+    last hop is to the owner. It has as many steps to arrive as its copy had. A helper receives dout, lse and delta with
+    the queries, and sends dq back in place of the carry.
     """
     transfers = []
     for transfer in schedule.transfers:
@@ -208,7 +210,8 @@ def reverse(schedule: Schedule) -> Schedule:
     for tile in schedule.tiles:
         needed[tile.rank, tile.k, tile.chunk].append(tile.k_rows)
 
-    # A gradient is sent after those that are added to it, so copies are visited in the order in which gradients arrive.
+    # A gradient is sent after the gradients that are added to it, so copies are visited in the order of their
+    # gradients.
     copies = {(t.dst, t.owner, t.chunk): t for t in schedule.transfers if t.kind == "kv"}
     sources: dict[tuple[int, int, int], list[tuple[int, int, int]]] = defaultdict(list)
     for key, copy in copies.items():

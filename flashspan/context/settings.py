@@ -1,4 +1,4 @@
-"""The settings of `context_parallel`, checked once, and the values by which ranks compare them."""
+"""The settings of `context_parallel`, checked once, and the values that ranks compare."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Settings:
 
     @property
     def schedule(self) -> str:
-        """The strategy of the outer group, a key of GENERATORS."""
+        """The name in GENERATORS of the outer group's strategy."""
         return {"hybrid": self.across, "ulysses": "ring"}.get(self.strategy, self.strategy)
 
     def check_sizes(self, num_ranks: int) -> None:
@@ -72,7 +72,8 @@ class Settings:
             )
 
     def compared(self) -> tuple[object, ...]:
-        """The values that must be equal on all ranks; a function by its name, because its address differs."""
+        """The values that must be equal on all ranks. A layout function is compared by name, because addresses
+        differ."""
         layout = self.layout if isinstance(self.layout, str) else getattr(self.layout, "__qualname__", "a function")
         num_tokens = None if self.num_tokens is None else int(self.num_tokens)
         sizes = tuple(self.sizes or ())

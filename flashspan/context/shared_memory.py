@@ -29,11 +29,11 @@ the peer's process has ended."""
 
 
 class NotShared(RuntimeError):
-    """Memory could not be shared, on this rank or another: raised on all ranks together."""
+    """Memory could not be shared on this rank or another. It is raised on all ranks together."""
 
 
 def raise_not_shared(group: dist.ProcessGroup, problem: Exception | None) -> None:
-    """NotShared on every rank of a group if any rank has a problem. A collective."""
+    """Raise NotShared on every rank of a group if any rank has a problem. A collective."""
     fault = None if problem is None else str(problem).splitlines()[0][:200]
     try:
         raise_together(fault, group, NotShared)
@@ -44,7 +44,8 @@ def raise_not_shared(group: dist.ProcessGroup, problem: Exception | None) -> Non
 def share(group: dist.ProcessGroup, num_bytes: int) -> list[Tensor]:
     """Host memory of every rank of a group, zero at first and mapped by all of them. A collective.
 
-    It is an anonymous file that the other ranks open through /proc: nothing remains when the ranks are killed.
+    Each rank's memory is an anonymous file that the other ranks open through /proc, so nothing remains when the ranks
+    are killed.
     """
     file, path, shared = -1, "", list[Tensor]()
     problem: Exception | None = None
@@ -59,17 +60,17 @@ def share(group: dist.ProcessGroup, num_bytes: int) -> list[Tensor]:
     dist.all_gather_object(paths, path, group=group)
     try:
         shared = [torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8) for path in paths]
-    except RuntimeError as error:  # another container, another user
+    except RuntimeError as error:  # the rank is in another container or belongs to another user
         problem = error
     try:
-        raise_not_shared(group, problem)  # and no file is closed before all have opened it
+        raise_not_shared(group, problem)  # a collective: no file is closed before all ranks have opened it
     finally:
         os.close(file)
     return shared
 
 
 class PeerProcesses:
-    """The processes of a group's ranks, to notice at once when one ends. The constructor is a collective."""
+    """The processes of a group's ranks, to detect at once that one has ended. The constructor is a collective."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         pids = [0] * dist.get_world_size(group)
@@ -78,7 +79,7 @@ class PeerProcesses:
         try:
             for pid in pids:
                 self._files.append(os.pidfd_open(pid))
-        except (AttributeError, OSError):  # not Linux, or an old kernel: a wait ends at its timeout
+        except (AttributeError, OSError):  # not Linux, or an old kernel: waits end only at their timeout
             _close_files(self._files)
             self._files = []
         weakref.finalize(self, _close_files, self._files)
@@ -151,7 +152,7 @@ class HostPeerMemory:
                     problem = timed_out(label, self.timeout)
                 elif now > look + LOOK:
                     look = now
-                    # Read the flag after the process: it may have set the flag just before its end.
+                    # Read the flag after the process state: the process may have set the flag just before its end.
                     if self._processes.has_ended(rank) and flags[flag] != tag:
                         problem = died(label)
                 if problem:
@@ -218,6 +219,6 @@ class Lane:
                     operation()
                 except ExchangeError as error:
                     self.problem = str(error)
-                except Exception as error:  # raised by `check`
+                except Exception as error:  # `check` raises it in the caller's thread
                     self.problem = f"a transfer failed: {error}"
             del operation  # release its tensors before the next wait

@@ -1,4 +1,4 @@
-"""Receive slots: the byte range of the receiver's memory that each transfer is copied to, fixed before a pass begins.
+"""Receive slots: for each transfer, the byte range of the receiver's memory to copy it to, fixed before a pass begins.
 
 A copy into another rank's memory needs an address that the sender knows. Both ends derive it from the schedule, so no
 address is sent. Two transfers share a slot if the last use of the first ends before the second is posted: a ring needs
@@ -15,11 +15,11 @@ from typing import NamedTuple
 from flashspan.context.schedule import Item, Schedule, Transfer
 
 ALIGNMENT = 256
-"""Bytes: every slot begins at a multiple of this, so that any dtype and any vector load fits."""
+"""Every slot begins at a multiple of this number of bytes, so that any dtype and any vector load is aligned."""
 
 
 class Receive(NamedTuple):
-    """A message that rank `dst` receives: posted in step `start`; posts of step `free` may use its slot again."""
+    """A message to rank `dst`, posted in step `start`. Messages posted in step `free` or later may use its slot."""
 
     key: Hashable
     src: int
@@ -42,14 +42,14 @@ class SlotPlan:
 
 
 def assign_slots(receives: Iterable[Receive]) -> SlotPlan:
-    """Slots by first fit, in the order in which messages are posted: the same on every rank."""
+    """Assign slots by first fit, in the order in which messages are posted. The result is the same on every rank."""
     ranges: dict[Hashable, range] = {}
     senders: dict[Hashable, int] = {}
     numbers: dict[Hashable, int] = {}
     pairs: Counter[tuple[int, int]] = Counter()
     taken: dict[int, list[tuple[int, int, int]]] = defaultdict(list)  # by rank: (begin, end, free), ascending
     num_bytes = 0
-    for receive in sorted(receives, key=lambda one: one.start):  # stable: in the schedule's order within a step
+    for receive in sorted(receives, key=lambda one: one.start):  # stable: keeps the schedule's order within a step
         senders[receive.key] = receive.src
         numbers[receive.key] = pairs[receive.src, receive.dst]
         pairs[receive.src, receive.dst] += 1
@@ -66,8 +66,8 @@ def assign_slots(receives: Iterable[Receive]) -> SlotPlan:
 
 
 def receives(schedule: Schedule, num_bytes: Callable[[Transfer], int]) -> list[Receive]:
-    """All messages that ranks receive in a pass of a schedule, and the step in which each slot becomes free."""
-    last: dict[tuple[int, Item], int] = defaultdict(int)  # (rank, item) -> the first step in which it is unused
+    """All messages that ranks receive in a pass of a schedule, each with the step in which its slot becomes free."""
+    last: dict[tuple[int, Item], int] = defaultdict(int)  # (rank, item) -> the first step after its last use
     for tile in schedule.tiles:
         for kind, owner in (("kv", tile.k), ("dkv", tile.k), ("q", tile.q), ("rows", tile.q), ("dq", tile.q)):
             key = (tile.rank, (kind, owner, tile.chunk))

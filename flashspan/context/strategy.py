@@ -55,7 +55,7 @@ from flashspan.kernels.dropout import Dropout
 from flashspan.kernels.masks import EVERYTHING, Blocks, Mask, Rows
 
 PLANS_KEPT = 32
-MESSAGE_BYTES = 2**20  # bytes of keys and values in one transfer between CPUs, unless `head_chunks` says otherwise
+MESSAGE_BYTES = 2**20  # bytes of keys and values in one transfer between CPUs, unless `head_chunks` is given
 
 
 def context_parallel(
@@ -73,11 +73,11 @@ def context_parallel(
     transport: TransportName = "auto",
     timeout: float = 300.0,
 ) -> ContextAttention:
-    """Attention over the ranks of a group, each holding a part of the tokens: call it like `flashspan.attention`.
+    """Attention over the ranks of a group, each with a part of the tokens. Call the result like `flashspan.attention`.
 
     Args:
-        group: A process group, a mesh of one dimension, or for `hybrid` a mesh of two, (across, ulysses). None is one
-            rank.
+        group: A process group, a mesh of one dimension, or for `hybrid` a mesh of two dimensions, (across, ulysses).
+            None means one rank.
         layout: "contiguous", "zigzag", "striped", or a function of (num_tokens, num_ranks), such as `balanced(mask)`.
         strategy: "ring", "double_ring" (with `sizes`), "gather", "helper", "ulysses", or "hybrid": ulysses along the
             mesh's second dimension, and the strategy `across` along its first.
@@ -85,21 +85,21 @@ def context_parallel(
         slow_group: For double_ring on NCCL, a second group of the same ranks. It sends keys between nodes while the
             first group sends inside the nodes.
         across: For hybrid, the strategy along the mesh's first dimension.
-        head_chunks: Compute the heads in this many chunks; transfer buffers become smaller by this factor. Default: one
-            chunk on GPUs; on CPUs as many as make each transfer about a MiB of keys and values, at no other cost.
-        num_tokens: The length of the whole sequence, if it is always the same. Then ranks compare a call only the first
-            time they see its shape or mask. Otherwise they gather the length in each call, unless the mask has it.
-            Ranks that then make different calls, of shapes they have all seen, wait until the timeout on gloo; NCCL
-            does not detect it, and their transfers do not match.
+        head_chunks: Number of chunks in which the heads are computed; transfer buffers become smaller by this factor.
+            Default: one chunk on GPUs; on CPUs, as many as make each transfer about a MiB, at no other cost.
+        num_tokens: The length of the whole sequence, if it is always the same. Then ranks compare their calls only if a
+            shape or mask is new. Otherwise they gather the length in each call, unless the mask has it. If ranks then
+            make different calls, none of them new, gloo waits until the timeout; NCCL does not detect it, and their
+            transfers do not match.
         backend: As in `flashspan.attention`.
         deterministic: As in `flashspan.attention`.
         transport: How messages are sent. "symmetric": as copies into the receiver's memory, on one host; "group": by
-            the process group; "auto": symmetric between GPUs of one host, otherwise the group. See
-            `attend.transport(device)`.
+            the process group; "auto": symmetric between GPUs of one host, otherwise the group.
+            `attend.transport(device)` returns the choice.
         timeout: Seconds to wait for a transfer (with NCCL, the group's own timeout applies).
 
     Returns:
-        Attention to be called on every rank with this rank's part of q, k and v, and the other arguments of
+        Attention, to be called on every rank with that rank's part of q, k and v, and the other arguments of
         `flashspan.attention`. `attend.shard(x, dim)` is this rank's part of a whole tensor.
 
     Raises:
@@ -138,7 +138,7 @@ def context_parallel(
 
 
 class ContextAttention:
-    """Attention over a group: this is `rank` of `num_ranks`, with the tokens `placement(num_tokens).ranges[rank]`."""
+    """Attention over a group. This rank has the number `rank` and the tokens `placement(num_tokens).ranges[rank]`."""
 
     def __init__(self, outer: SymmetricTransport, inner: SymmetricTransport, settings: Settings) -> None:
         self.outer, self.inner, self.settings = outer, inner, settings
@@ -165,7 +165,7 @@ class ContextAttention:
         return_lse: bool = False,
         **unknown: Any,
     ) -> Any:
-        """This rank's rows of attention over all ranks' tokens: out, or with `return_lse` (out, lse).
+        """Return this rank's rows of attention over all ranks' tokens: out, or with `return_lse` (out, lse).
 
         The arguments are those of `flashspan.attention`. q [B, H, T, D], k and v [B, K, T, D] are this rank's shards of
         the same T tokens; the mask is that of the whole sequence. Dropout drops the same elements as one device with
@@ -192,23 +192,23 @@ class ContextAttention:
         return (out, lse) if return_lse else out
 
     def _attend_alone(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Any:
-        """One rank: `flashspan.attention`."""
+        """`flashspan.attention`, for one rank."""
         settings = self.settings
-        if all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k)):  # attention refuses others
+        if all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k)):  # attention raises the error for others
             check_same_tokens(q, k)
             check_one_rank(settings, self.placement, q.shape[2])
         self._check_mask(arguments["mask"])
         return attention(q, k, v, backend=settings.backend, deterministic=settings.deterministic, **arguments)
 
     def _check_mask(self, mask: object) -> None:
-        """RuntimeError if the mask is that of the last call, but has been changed since."""
+        """RuntimeError if the mask was used in the last call and has been changed since."""
         last, versions = self._versions
         if isinstance(mask, (Rows, Blocks)) and mask is last:
             check_unchanged(mask, versions)
         self._versions = mask, mask_versions(mask) if isinstance(mask, (Rows, Blocks)) else []
 
     def __deepcopy__(self, memo: object) -> ContextAttention:
-        """Itself: a copy of a model uses the same group."""
+        """Return self: a copy of a model uses the same group."""
         return self
 
     def placement(self, num_tokens: int) -> Placement:
@@ -243,7 +243,7 @@ class ContextAttention:
         return placement.unshard(whole.split(sizes), 0).movedim(0, dim)
 
     def transport(self, device: torch.device | str) -> str:
-        """The transport for tensors on this device, and the reason. A collective at the first call."""
+        """The transport for tensors on this device, and why it was chosen. The first call is a collective."""
         transports = [transport for transport in (self.outer, self.inner) if transport.num_ranks > 1]
         reached = dict.fromkeys(str(transport.reach(torch.device(device))) for transport in transports)
         return "; ".join(reached) or "none: one rank"
@@ -266,7 +266,7 @@ class ContextAttention:
         seed: int | None,
         generator: torch.Generator | None,
     ) -> Core:
-        """The core for this call. A new one is made after all ranks have agreed on the call."""
+        """The core for this call, cached. Before a new core is made, all ranks compare the call."""
         window = tuple(window) if isinstance(window, list) else window
         try:
             check_inputs(q, k, v, dropout, scale)
@@ -276,15 +276,15 @@ class ContextAttention:
             if window is not None:
                 window_band(window)
             if isinstance(mask, Tensor):
-                num = 0 if 0 in mask.shape[-2:] else max(mask.shape[-2:], default=0)  # of all tokens; 1 broadcasts
+                num = 0 if 0 in mask.shape[-2:] else max(mask.shape[-2:], default=0)  # all tokens; size 1 broadcasts
                 declared = self.settings.num_tokens
                 num = num if num != 1 or declared is None else declared
                 mask = mask_of(mask, q, num, num)
-        except ValueError as error:  # perhaps on this rank only: all ranks raise it
+        except ValueError as error:  # perhaps on this rank only: `_compare` raises it on all ranks
             self._compare(dict.fromkeys(COMPARED, 0), 0, str(error))
         num_tokens = mask.num_keys if isinstance(mask, (Rows, Blocks)) else self.settings.num_tokens
         self._check_mask(mask)
-        if self._digested[0] is not mask:  # the layers of a model share one mask: hash it once
+        if self._digested[0] is not mask:  # the layers of a model share a mask: hash it once
             self._digested = mask, digest(mask)
         rest = (causal, window, self._digested[1], scale_of(q, scale), dropout, seed is None)
         call = (*((tuple(x.shape), x.dtype, x.device) for x in (q, k, v)), rest)
@@ -301,7 +301,7 @@ class ContextAttention:
         return self._cores[key]
 
     def _require_symmetric(self, device: torch.device) -> None:
-        """The same ValueError on every rank, if transport is `symmetric` and a rank cannot use it."""
+        """Raise the same ValueError on every rank if transport is `symmetric` and a rank cannot use it."""
         if self.outer.transport != "symmetric":
             return
         problem = ""
@@ -339,9 +339,10 @@ class ContextAttention:
         return core
 
     def _agree(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, rest: str, dropout: float) -> int:
-        """The number of tokens of all ranks; the same ValueError on every rank if their calls differ."""
+        """Compare the call on all ranks. Return the number of all tokens; raise the same ValueError on every rank if
+        their calls differ."""
         problem = ""
-        try:  # later, the other ranks would wait for a rank whose backend refuses the call
+        try:  # if raised later, the other ranks would wait for a rank whose backend refuses the call
             mask = EVERYTHING if mask is None else mask
             asked = self.settings
             choose(q, mask, dropout=dropout > 0, deterministic=asked.deterministic, backend=asked.backend)
@@ -359,7 +360,7 @@ class ContextAttention:
         return self._compare(mine, q.shape[2], problem)
 
     def _compare(self, mine: dict[str, int], num_mine: int, problem: str) -> int:
-        """`_agree`, from the compared values, number of tokens and error of this rank."""
+        """`_agree`, given this rank's compared values, number of tokens and error message (empty if none)."""
         rows = self._gather([*mine.values(), num_mine, *encode(problem)])
         for rank, row in enumerate(rows):
             if text := decode(row[len(COMPARED) + 1 :]):
@@ -388,7 +389,7 @@ class ContextAttention:
 
 
 def _all_gather(transport: SymmetricTransport, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Every rank's x [n, ...] in rank order; `sizes` are the n."""
+    """Every rank's x [n, ...] in rank order; `sizes` has each rank's n."""
 
     def shapes(src: int, dst: int) -> Fields:
         return [((sizes[src], *x.shape[1:]), x.dtype)]

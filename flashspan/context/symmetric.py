@@ -1,9 +1,9 @@
-"""Transfers as copies into the receiver's memory, for ranks that can access it: on one GPU, over NVLink, on one host.
+"""Transfers as copies into the receiver's memory, if the sender can access it: on one GPU, over NVLink, on one host.
 
-Each message uses two flags. When the receiver posts it, its compute lane sets "ready" on the sender: earlier uses of
-the message's slot have been computed. The sender's transfer lane waits for "ready", copies, and sets "arrived" on the
-receiver, whose compute lane waits for it. The host does not wait. Flags are set to the number of the pass, so the flags
-of another call, or of an earlier pass, do not match.
+Each message uses two flags. When the receiver posts the message, its compute lane sets "ready" on the sender: all
+earlier uses of the message's slot have ended. The sender's transfer lane waits for "ready", copies, and sets "arrived"
+on the receiver, whose compute lane waits for it. The host does not wait. Flags are set to the number of the pass, so
+the flags of another call, or of an earlier pass, do not match.
 
 A flag belongs to a pair of ranks, a direction and a message number. A rank that is one or several passes ahead cannot
 overwrite a flag that its peer still waits for: to get ahead, it had to receive the message that follows that wait.
@@ -39,7 +39,7 @@ READY, ARRIVED = 0, 1
 
 @dataclass(frozen=True)
 class Reach:
-    """The ranks whose memory this rank can write to (ascending, with itself), and the reason."""
+    """The ranks whose memory this rank can write to (ascending, itself included), and the reason as text."""
 
     ranks: tuple[int, ...]
     reason: str
@@ -86,7 +86,7 @@ class SymmetricTransport:
         return self.by_group.agree(row)
 
     def reach(self, device: torch.device) -> Reach:
-        """The ranks within reach for tensors on this device, and the reason. A collective at the first call."""
+        """The ranks within reach for tensors on this device, and the reason. The first call is a collective."""
         if device not in self._reaches:
             self._reaches[device] = find_reach(self.by_group, self.transport, device)
         return self._reaches[device]
@@ -100,10 +100,10 @@ class SymmetricTransport:
         self._slots = slots()
         try:
             self._grow(device)
-        except ValueError:  # on all ranks, before any message was sent
+        except ValueError:  # raised on all ranks, before any message is sent
             self.by_group.end()
             raise
-        # The value of flags: the number of the pass, distinct from the last 4,095, and a hash of its name and call.
+        # The value of flags: the pass's number, different from the last 4,095 ones, and a hash of its name and call.
         self._passes += 1
         self._tag = 1 + (self._passes % 2**12 << 18 | self.by_group.tag % 2**18)
         if device in self._arenas:
@@ -166,7 +166,7 @@ class SymmetricTransport:
         return message.src in self._within and message.dst in self._within and message.buffer.numel() > 0
 
     def _index(self, rank: int) -> int:
-        """A rank's index among those within reach."""
+        """A rank's index among the ranks within reach."""
         return self._within.index(rank)
 
     def _flag(self, side: int, writer: int, message: Message) -> int:
@@ -188,7 +188,7 @@ class SymmetricTransport:
         ranks = self._reaches[device].ranks
         group = self._control_group(ranks)
         timeout = self.by_group.timeout
-        try:  # after the barrier no rank copies into the old arena
+        try:  # after the barrier, no rank still copies into the old arena
             dist.monitored_barrier(group, timedelta(seconds=timeout), wait_all_ranks=True)
         except RuntimeError as error:
             raise ExchangeError(
@@ -232,7 +232,7 @@ class SymmetricTransport:
         return self._control[ranks]
 
     def _wait_label(self, message: Message) -> str:
-        """The beginning of the error if a wait for this message fails."""
+        """The beginning of the error message if a wait for this message fails."""
         peer = message.dst if message.src == self.rank else message.src
         return (
             f"rank {self.rank} of {self.num_ranks} waited for {message.label}: rank {peer} "
@@ -240,13 +240,13 @@ class SymmetricTransport:
         )
 
 
-_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # by global ranks; reused, as each has threads and sockets
+_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # by global ranks; reused: each has threads and sockets
 
 
 def _gloo_group(members: tuple[int, ...], timeout: float) -> dist.ProcessGroup:
-    """A gloo group of these ranks, made once. A collective of these ranks."""
+    """A gloo group of these ranks, created once. The first call is a collective of these ranks."""
     known = _groups.get(members)
-    if known is None or known not in dist.distributed_c10d._world.pg_map:  # not made yet, or destroyed
+    if known is None or known not in dist.distributed_c10d._world.pg_map:  # not created yet, or destroyed
         span = timedelta(seconds=timeout)
         known = dist.new_group(list(members), timeout=span, backend="gloo", use_local_synchronization=True)
         _groups[members] = known
@@ -254,7 +254,7 @@ def _gloo_group(members: tuple[int, ...], timeout: float) -> dist.ProcessGroup:
 
 
 def refuse_gpu_without_nccl(group: GroupTransport, device: torch.device) -> None:
-    """ValueError if a group would have to send tensors on a GPU and cannot."""
+    """ValueError if the group would have to send tensors of a GPU and cannot."""
     if device.type == "cuda" and group.num_ranks > 1 and "cuda:gloo" in dist.get_backend_config(group.group):
         raise ValueError(
             f"a process group with the backend {dist.get_backend(group.group)} cannot send tensors on a GPU: make it "
@@ -315,7 +315,7 @@ def find_reach(group: GroupTransport, transport: TransportName, device: torch.de
 
 
 def _missing(device: torch.device) -> str:
-    """Why this process cannot share memory; empty if it can."""
+    """The reason why this process cannot share memory; empty if it can."""
     if device.type == "cuda":
         return peer_memory.missing()
     if sys.platform == "linux" and hasattr(os, "memfd_create"):
@@ -324,7 +324,7 @@ def _missing(device: torch.device) -> str:
 
 
 def _host() -> str:
-    """A text that identifies this host, or this container on a host."""
+    """A text that identifies this host, or this container on the host."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{file.read().strip()} {socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"

@@ -27,7 +27,7 @@ MakeSlots: TypeAlias = Callable[[], SlotPlan]
 
 
 class ExchangeError(RuntimeError):
-    """A transfer did not complete: names the rank that waited, its peer, the step and the transfer."""
+    """A transfer did not complete. The message names the rank that waited, its peer, the step and the transfer."""
 
 
 @dataclass(eq=False)
@@ -46,7 +46,7 @@ class Message:
 
 
 class Sent(Protocol):
-    """The part of a message that `in_batches` needs."""
+    """The attribute of a message that `in_batches` reads."""
 
     @property
     def slow(self) -> bool: ...
@@ -72,8 +72,8 @@ class Transport(Protocol):
         ...
 
     def begin(self, what: str, call: int = 0, *, device: torch.device = CPU, slots: MakeSlots | None = None) -> None:
-        """Begin a pass of this name: all messages posted until `end` belong to it. `call` is a number that is equal on
-        ranks with the same masks and options; `slots` makes the slot plan, for a transport that needs one."""
+        """Begin a pass named `what`: all messages posted until `end` belong to it. `call` is a number that is equal on
+        ranks with the same masks and options. `slots` makes the slot plan, for a transport that needs one."""
         ...
 
     def receive_buffer(self, key: Any) -> Tensor | None:
@@ -89,7 +89,7 @@ class Transport(Protocol):
         ...
 
     def wait(self, message: Message) -> None:
-        """Wait until a posted message has been sent, or has arrived."""
+        """Wait until a posted message has been sent (on the sender) or has arrived (on the receiver)."""
         ...
 
 
@@ -126,12 +126,12 @@ class GroupTransport:
             )
         self._works: dict[Message, dist.Work] = {}
         self._slow = slow_group or group
-        self._begun: Counter[str] = Counter()  # passes by name
-        self._tag = 0  # of the current pass; 0 between passes
+        self._begun: Counter[str] = Counter()  # number of passes begun, by name
+        self._tag = 0  # the tag of the current pass; 0 between passes
 
     @property
     def device(self) -> torch.device:
-        """The device of small tensors for collectives of this group."""
+        """The device on which this group's collectives need small tensors."""
         if self.group is None or "cpu:" in dist.get_backend_config(self.group):
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())
@@ -164,7 +164,7 @@ class GroupTransport:
 
     def post(self, messages: Sequence[Message]) -> None:
         for batch, group in zip(in_batches(messages), (self.group, self._slow), strict=True):
-            self._post([p for p in batch if p.buffer.numel()], group)  # both ranks know which are empty
+            self._post([p for p in batch if p.buffer.numel()], group)  # empty on both ranks: not sent
 
     def _post(self, messages: Sequence[Message], group: dist.ProcessGroup | None) -> None:
         if not messages:
@@ -234,8 +234,8 @@ class LocalTransports:
 
 
 class LocalTransport:
-    """One rank's transport. A message is copied when either rank waits for it: a buffer changed too early gives wrong
-    results."""
+    """One rank's transport. A message is copied when either rank waits for it, so a schedule that changes a buffer too
+    early gives wrong results."""
 
     def __init__(self, shared: LocalTransports, rank: int, num_ranks: int) -> None:
         self.rank = rank
@@ -262,12 +262,12 @@ class LocalTransport:
     def wait(self, message: Message) -> None:
         if message.dst == self.rank:
             message.buffer.copy_(self._posted.pop(message.key))
-        elif message.key in self._posted:  # after this the sender may reuse its buffer
+        elif message.key in self._posted:  # copy it, because the sender may reuse its buffer after this
             self._posted[message.key] = message.buffer.clone()
 
 
 def all_pairs(rank: int, num_ranks: int) -> list[tuple[int, int]]:
-    """(src, dst) of the messages of a rank in an all-to-all, in the order in which it posts them."""
+    """(src, dst) of each message that a rank posts in an all-to-all, in the order of posting."""
     peers = [peer for peer in range(num_ranks) if peer != rank]
     return [pair for peer in peers for pair in ((rank, peer), (peer, rank))]
 
@@ -281,7 +281,7 @@ def all_to_all(
     call: int = 0,
 ) -> list[Tensor]:
     """Send `outgoing[r]` (bytes) to each rank r, and return the bytes received from each rank. The next pass may
-    overwrite them. `num_bytes(src, dst)` is the size of each message, the same on every rank."""
+    overwrite them. `num_bytes(src, dst)` returns the size of a message and must be the same function on every rank."""
 
     def slots() -> SlotPlan:
         pairs = [

@@ -1,9 +1,9 @@
 """Ulysses: all-to-all from tokens to heads, attention over the group's tokens, and all-to-all back.
 
-Every rank of the group holds a part of the tokens and all heads; the inner attention runs on all the group's tokens and
-a part of the heads. The numbers of query heads may differ. If there are more ranks than kv heads, or a rank's query
-heads do not divide evenly over its kv heads, kv heads are replicated as by `repeat_interleave`, and their gradients are
-summed in float32.
+Every rank of the group holds a part of the tokens and all heads. The inner attention runs on all tokens of the group
+and a part of the heads. Ranks may have different numbers of query heads. If there are more ranks than kv heads, or a
+rank's query heads do not divide evenly over its kv heads, kv heads are replicated as by `repeat_interleave`, and their
+gradients are summed in float32.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Share:
 
 
 def share_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> list[Share]:
-    """The heads of each rank: whole groups of query heads if there are enough kv heads, else query heads evenly."""
+    """The heads of each rank: whole groups of query heads if there are enough kv heads, otherwise evenly split query
+    heads."""
     group = num_heads // max(1, num_kv_heads)
     units, per_unit = (num_kv_heads, group) if num_kv_heads >= num_ranks else (num_heads, 1)
     shares = []
@@ -47,10 +48,10 @@ def share_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> list[Share
 
 
 def bytes_per_token(shares: Sequence[Share], head_dim: int, itemsize: int) -> tuple[float, float]:
-    """Bytes that all ranks together send per token, forward and backward, if each rank has equally many tokens.
+    """Bytes that all ranks together send per token, in forward and in backward, if all have the same number of tokens.
 
-    With U ranks and K' kv heads, replicas counted: forward (U - 1) / U * ((2 H + 2 K') D E + 4 H), backward
-    (U - 1) / U * (2 H D E + 4 H + 2 K' D E'), where E' is that of float32 if replicas are summed, else E = itemsize.
+    With U ranks and K' kv heads, replicas counted: forward (U - 1) / U * ((2 H + 2 K') D E + 4 H), backward (U - 1) / U
+    * (2 H D E + 4 H + 2 K' D E'), where E = itemsize, and E' is 4 if replicas are summed (at least E), else E.
     """
     num_heads, kv, exact = shares[-1].q.stop, [kv for share in shares for kv in share.kv], max(4, itemsize)
     queries, keys = 2 * num_heads * head_dim * itemsize + num_heads * exact, 2 * len(kv) * head_dim
@@ -61,7 +62,7 @@ def bytes_per_token(shares: Sequence[Share], head_dim: int, itemsize: int) -> tu
 
 @dataclass(frozen=True, eq=False)
 class Ulysses:
-    """A core around another: `row` places the group's tokens on its ranks, `inner` attends over all of them."""
+    """A core around an inner core: `row` places the group's tokens on its ranks, `inner` attends over all of them."""
 
     inner: Core
     transport: Transport
@@ -100,7 +101,7 @@ class Ulysses:
             dq, dk, dv = self.inner.backward(dout, dlse, saved, inner_options)
         else:
             dq, dk, dv = (torch.empty_like(x) for x in saved[:3])
-        # A complete gradient is sent in its final dtype; one that is still to be summed, in float32.
+        # A complete gradient is sent in its final dtype, a partial one in float32.
         kv_dtype = exact if inner_options.partial else dout.dtype
         sizes = [(len(share.q), len(share.kv), len(share.kv)) for share in shares]
         grads = (dq.to(dout.dtype), dk.to(kv_dtype), dv.to(kv_dtype))
@@ -115,7 +116,8 @@ class Ulysses:
         return dq, dk, dv
 
     def _inner_options(self, options: Options, shares: Sequence[Share]) -> Options:
-        """The options of the inner call: this rank's kv heads, and dropout with the number of its first query head."""
+        """The options of the inner call: this rank's number of kv heads, and dropout that starts at its first query
+        head."""
         share, num_heads = shares[self.transport.rank], shares[-1].q.stop
         dropout = options.dropout
         if dropout is not None:
@@ -127,7 +129,8 @@ class Ulysses:
     def _to_heads(
         self, xs: Sequence[Tensor], heads: Sequence[Sequence[Sequence[int]]], label: str
     ) -> tuple[Tensor, ...]:
-        """Each x [B, heads, T_rank, ...] as [B, my heads, T, ...]; `heads[rank]` gives that rank's, for each x."""
+        """Exchange each x [B, heads, T_rank, ...] for [B, my heads, T, ...]; `heads[rank]` has a rank's heads of each
+        x."""
         outgoing = [tuple(x[:, list(chosen)] for x, chosen in zip(xs, theirs, strict=True)) for theirs in heads]
 
         def shapes(src: int, dst: int) -> Fields:
@@ -138,7 +141,8 @@ class Ulysses:
         return tuple(self.row.unshard(part, 2) for part in zip(*parts, strict=True))
 
     def _to_tokens(self, xs: Sequence[Tensor], heads: Sequence[Sequence[int]], label: str) -> list[tuple[Tensor, ...]]:
-        """Each x [B, my heads, T, ...] as every rank's [B, its heads, T_rank, ...]; `heads[rank]` counts them."""
+        """Exchange each x [B, my heads, T, ...] for every rank's heads of this rank's tokens, [B, its heads, T_rank,
+        ...]; `heads[rank]` has the number of a rank's heads of each x."""
         outgoing = [tuple(self.row.shard(x, 2, rank) for x in xs) for rank in range(self.transport.num_ranks)]
 
         def shapes(src: int, dst: int) -> Fields:
@@ -155,9 +159,11 @@ def all_to_all_tensors(
     label: str,
     call: int = 0,
 ) -> list[tuple[Tensor, ...]]:
-    """Send `outgoing[rank]` to each rank, and return the tensors from each rank; this rank's own are not copied.
+    """Send `outgoing[rank]` to each rank, and return the tensors received from each rank. This rank's own are not
+    copied.
 
-    `shapes(src, dst)` are the shapes and dtypes that src sends to dst. The next pass may overwrite received tensors.
+    `shapes(src, dst)` returns the shapes and dtypes of the tensors that src sends to dst. The next pass may overwrite
+    received tensors.
     """
     device = outgoing[0][0].device
 

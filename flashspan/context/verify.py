@@ -1,12 +1,12 @@
-"""Proof that a schedule computes attention: runs it with sets in place of tensors, without processes.
+"""Prove that a schedule computes attention, by running it with sets in place of tensors, without processes.
 
     verify(schedule, visibility)               # raises ScheduleError, or returns
     verify(reverse(schedule), visibility)      # the backward pass
 
-It proves that every visible pair is computed exactly once, and no hidden one; that a rank holds the tensors it computes
-with and sends; that every carry and every gradient reaches its owner exactly once and complete; and that all rows that
-are sent are used. `order` proves that NCCL can run it: both ends of each pair of ranks post the same messages in the
-same order, and no order of completion deadlocks.
+It proves that every visible pair is computed exactly once, and no tile without visible pairs; that a rank holds the
+tensors that it computes with or sends; that every carry and every gradient reaches its owner exactly once and complete;
+and that all rows that are sent are used. `order` proves that NCCL can run it: both ends of each pair of ranks post the
+same messages in the same order, and no order of completion deadlocks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The visible pairs of a mask under a placement: their number and bounding box for every (query rank, key rank) tile.
 
 Generators use it to omit tiles and rows that are not needed; the verifier uses it to prove that they do. It needs no
-device and no process: 256 ranks take a moment.
+device and no processes, and little time even for 256 ranks.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from flashspan.kernels.masks.block_map import VISIBLE
 class Box:
     """The visible part of a tile: `pairs` pairs, within these local rows of the queries and of the keys.
 
-    Query rows are those from the first to the last that sees a key. Key rows are those that a query sees, so they may
-    have gaps; in a block map, gaps are whole blocks of keys, so that the other rows keep their place in their block.
+    Query rows go from the first to the last row that sees a key. Key rows are the rows that a query sees, so they may
+    have gaps. In a block map, gaps are whole blocks of keys, so that the other rows keep their place in their block.
     """
 
     pairs: int
@@ -37,7 +37,7 @@ NOTHING = Box(0, range(0), Runs())
 
 
 class View(NamedTuple):
-    """The visible pairs of some queries and some ranks' keys: pairs int64 [ranks], and the rows in any of them."""
+    """The visible pairs of some queries with the keys of some ranks, and the rows that are in any pair."""
 
     pairs: np.ndarray
     rows: np.ndarray  # bool [ranks, query rows]
@@ -48,7 +48,7 @@ class View(NamedTuple):
 class Visibility:
     """Visible pairs and bounding boxes of all tiles of `mask` under `placement`.
 
-    If the mask differs along the batch or the heads, a box is that of the union, and pairs are summed.
+    If the mask differs between sequences or heads, a box is that of their union, and pairs are summed.
     """
 
     placement: Placement
@@ -64,7 +64,7 @@ class Visibility:
         return self._table[..., 0]
 
     def box(self, q: int, k: int, q_rows: range | None = None) -> Box:
-        """The visible part of tile (q, k), or of these local query rows of it."""
+        """The visible part of tile (q, k), or of the part of it with these local query rows."""
         if not self.pairs[q, k]:
             return NOTHING
         if q_rows is None:
@@ -81,13 +81,13 @@ class Visibility:
 
     @cached_property
     def _table(self) -> np.ndarray:
-        """The frames of all tiles, int64 [N, N, 6]."""
+        """The frames of all tiles (see `_frame`), int64 [N, N, 6]."""
         num = self.num_ranks
         frames = [_frame(*self._look(q, range(num), range(self.placement.sizes[q]))) for q in range(num)]
         return np.stack(frames).reshape(num, num, 6)
 
     def _look(self, q: int, ranks: range, q_rows: range) -> View:
-        """The keys of some ranks that these queries of one rank see."""
+        """The visible pairs of these query rows of rank q with the keys of `ranks`."""
         if isinstance(self.mask, Blocks):
             return self._look_at_tiles(self.mask, q, ranks, q_rows)
         index = self.placement.index(q)[q_rows.start : q_rows.stop]
@@ -119,7 +119,7 @@ class Visibility:
 
     @cached_property
     def _counts(self) -> tuple[np.ndarray, np.ndarray]:
-        """For a block map: how many keys of each rank every query sees, and how many queries see every key, [T, N]."""
+        """For a block map: each query's visible keys, and each key's queries, counted by owning rank, [T, N]."""
         assert isinstance(self.mask, Blocks)
         owner = np.zeros((self.placement.num_tokens, self.num_ranks), np.float32)
         for rank in range(self.num_ranks):
@@ -136,7 +136,7 @@ class Visibility:
 
     @cached_property
     def _runs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Start, step and length of each rank's runs, [N, P]; ranks with fewer are filled with empty runs."""
+        """Start, step and length of each rank's runs, [N, P]. Ranks with fewer runs are filled with empty ones."""
         width = max(1, *(len(part) for part in self.placement.ranges))
         table = np.zeros((3, self.num_ranks, width), np.int32)
         table[1] = 1
@@ -153,10 +153,10 @@ class Visibility:
 
 
 def _seen(mask: Blocks, q_owner: np.ndarray, k_owner: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each query, how many visible keys each rank owns, int64 [T, N]; for each key, how many queries, [S, N].
+    """Count each query's visible keys by the rank that owns them, int64 [T, N], and each key's queries, [S, N].
 
     q_owner [T, N] and k_owner [S, N] are 1 where a rank owns a token. Full tiles are counted block by block, partial
-    ones by their bits; maps are added up.
+    ones by their bits. The counts of several maps are summed.
     """
     mask = mask.to("cpu")
     grid = mask.grid().flatten(0, 1)
@@ -173,15 +173,15 @@ def _seen(mask: Blocks, q_owner: np.ndarray, k_owner: np.ndarray) -> tuple[np.nd
 
 
 def _by_block(owner: np.ndarray, block: int) -> torch.Tensor:
-    """[T, N] as float64 [blocks, block, N], 0 past the end."""
+    """owner [T, N] as float64 [blocks, block, N], 0 past the end."""
     padded = np.pad(owner.astype(np.float64), ((0, -len(owner) % block), (0, 0)))
     return torch.from_numpy(padded).view(-1, block, owner.shape[1])
 
 
 def _whole_blocks(seen: np.ndarray, blocks: np.ndarray) -> np.ndarray:
-    """Rows of a shard from the first to the last visible one, without the blocks of keys that have no visible row.
+    """Which rows of a shard to keep: those from the first to the last visible one, except blocks without a visible row.
 
-    Hidden rows of a block with visible rows are kept: without them, later rows would change place in their block.
+    Hidden rows of a block with visible rows are kept: without them, later rows would change their place in the block.
     """
     (found,) = seen.nonzero()
     kept = np.isin(blocks, blocks[found])
@@ -191,7 +191,7 @@ def _whole_blocks(seen: np.ndarray, blocks: np.ndarray) -> np.ndarray:
 
 
 def _frame(pairs: np.ndarray, rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Pairs, first and last query row, first and last key row, number of key rows, of each tile: int64 [ranks, 6]."""
+    """For each tile: pairs, start and end of query rows, start and end of key rows, key rows; int64 [ranks, 6]."""
     if not rows.shape[1] or not keys.shape[1]:
         return np.zeros((len(pairs), 6), np.int64)
     ends = [(x.argmax(1), x.shape[1] - x[:, ::-1].argmax(1)) for x in (rows, keys)]

@@ -1,4 +1,4 @@
-"""Errors for waits on device streams, which nothing else can release."""
+"""A watchdog that releases failed waits of device streams, which nothing else could release, and raises the error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashspan.context.shared_memory import LANES, died, timed_out
 from flashspan.context.transport import ExchangeError
 
 POLL, DRAIN = 0.1, 1e-4
-"""Seconds between two polls: usually, and while timed-out waits are released one after another."""
+"""Seconds between two polls: usually, and while failed waits are released one after another."""
 WORD = 2**32
 
 
@@ -38,7 +38,7 @@ class Watchdog:
     CUDA function, because one could block on the wait that it must release.
 
     words: every rank's shared memory, uint32: flags, a mark for each lane, and 1 + the first rank whose wait failed.
-    has_ended: whether a rank's process has ended.
+    has_ended: a function that returns whether a rank's process has ended.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class Watchdog:
     ) -> None:
         mine = words[rank]
         self._flags, self._reached = mine[:num_flags], mine[num_flags : num_flags + len(LANES)]
-        self._reached[:] = 1  # by lane: even while it waits, odd otherwise
-        self._failed = [one[num_flags + len(LANES) :] for one in words]  # by rank: 1 + the first whose wait failed
+        self._reached[:] = 1  # by lane: even while the lane waits, odd otherwise
+        self._failed = [one[num_flags + len(LANES) :] for one in words]  # by rank: 1 + the first rank whose wait failed
         self._rank, self._timeout = rank, timeout
         self._next = dict.fromkeys(LANES, 2)
         self._waits: dict[str, deque[tuple[int, Wait]]] = {lane: deque() for lane in LANES}
@@ -67,7 +67,7 @@ class Watchdog:
         return num_flags + len(LANES) + 1
 
     def add(self, wait: Wait) -> int:
-        """The number that the lane must write when the wait begins; it must write the next one when the wait ends."""
+        """Return the number to write when the wait begins. The lane must write the next number when the wait ends."""
         begun = self._next[wait.lane]
         self._next[wait.lane] = (begun + 2) % WORD
         self._waits[wait.lane].append((begun, wait))
@@ -103,8 +103,8 @@ class Watchdog:
                 self._report(f"rank {first - 1} on this host reported that another rank died or timed out")
 
     def _fault(self, wait: Wait, seconds: float) -> str:
-        """The error of a wait after these seconds; empty if it may still end."""
-        # Read the flag after the process: it may have set the flag just before its end.
+        """The error message of a wait that has taken `seconds`; empty if it may still end."""
+        # Read the flag after the process state: the process may have set the flag just before its end.
         if self._has_ended(wait.rank) and self._flags[wait.flag] != wait.tag:
             return died(wait.label)
         return timed_out(wait.label, self._timeout) if seconds > self._timeout else ""
@@ -122,7 +122,7 @@ class Watchdog:
         return int(self._reached[LANES.index(lane)])
 
     def _current(self, lane: str) -> Wait | None:
-        """The wait in which a lane is now; earlier waits are dropped."""
+        """The wait that a lane is in, or None; earlier waits are dropped."""
         reached, waits = self._mark(lane), self._waits[lane]
         while waits and waits[0][0] != reached and (reached - waits[0][0]) % WORD < WORD // 2:
             waits.popleft()
@@ -130,10 +130,10 @@ class Watchdog:
 
 
 def raise_in(thread: int, make: Callable[[], Exception]) -> None:
-    """Raise this exception in a thread, as soon as it runs Python code."""
+    """Raise the exception that `make` returns in a thread, as soon as that thread runs Python code."""
 
     class Late(ExchangeError):
-        def __init__(self) -> None:  # Python creates the exception from its class, without arguments
+        def __init__(self) -> None:  # Python calls the class without arguments
             super().__init__(*make().args)
 
     Late.__name__ = Late.__qualname__ = ExchangeError.__name__

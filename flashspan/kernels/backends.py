@@ -1,7 +1,7 @@
 """The implementations of one device's attention, and the choice between them.
 
-The first of `BACKENDS` that does not refuse a call serves it, or the one that `backend=` names. A backend whose kernels
-fail to compile or load is retired for equal `Call`s, with one warning, and the next one serves.
+A call runs on the first of `BACKENDS` that does not refuse it, or on the one that `backend=` names. A backend whose
+kernels fail to compile or load is retired for equal `Call`s, with one warning, and the next one is used.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 
 
 class Call(NamedTuple):
-    """What the choice of a backend depends on."""
+    """The properties of a call that the choice of a backend depends on."""
 
     device: torch.device
     dtype: torch.dtype
@@ -45,14 +45,14 @@ class Backend:
     name: str
     module: str
     refuses: Callable[[Call], str | None]
-    """Why it cannot serve a call; None if it can."""
+    """Return the reason why the backend cannot run a call; None if it can."""
     tuned_on: str | None = None
-    """The GPU on which its tile sizes were measured, if it has any."""
+    """The GPU on which the tile sizes were measured; None if it has no tile sizes."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The backend that serves, and why each of the others does not. Its text is a small table."""
+    """The chosen backend, and for each backend the reason. Its text is a small table."""
 
     backend: Backend
     call: Call
@@ -64,7 +64,7 @@ class Choice:
 
     @property
     def note(self) -> str | None:
-        """A note if the tile sizes were not measured on this GPU."""
+        """A note if the tile sizes were not measured on this GPU, else None."""
         tuned_on, device = self.backend.tuned_on, self.call.device
         gpu = torch.cuda.get_device_name(device) if tuned_on and device.type == "cuda" else tuned_on
         return None if gpu == tuned_on else f"its tile sizes were measured on an {tuned_on}, not on this GPU, {gpu}"
@@ -82,7 +82,7 @@ class Choice:
 
 @cache
 def _load(backend: Backend) -> LocalAttention:
-    """The backend's module, imported on first use, so that Triton may be missing until then."""
+    """The backend's module, imported on first use, because Triton may not be installed."""
     return cast(LocalAttention, importlib.import_module(backend.module))
 
 
@@ -91,7 +91,7 @@ RETIRED: dict[tuple[str, Call], str] = {}
 
 
 def no_hopper(device: torch.device) -> str | None:
-    """Why Gluon kernels for Hopper cannot run on a device; None if they can."""
+    """The reason why Gluon kernels for Hopper cannot run on a device; None if they can."""
     if device.type != "cuda" or torch.version.hip is not None:
         return f"needs a Hopper GPU (sm_90), not {device.type}"
     major, minor = torch.cuda.get_device_capability(device)
@@ -123,7 +123,7 @@ def _hopper(call: Call) -> str | None:
 def _fault_of_gluon() -> str | None:
     try:
         importlib.import_module("flashspan.kernels.hopper")
-    except Exception as error:  # a changed name may raise any error
+    except Exception as error:  # a name that changed in Triton may raise any error
         return f"cannot be imported with this release of Triton: {type(error).__name__}: {error}"
     return None
 
@@ -171,9 +171,9 @@ BACKENDS = {
 def choose(
     q: Tensor, mask: Mask, *, dropout: bool = False, deterministic: bool = False, backend: str = "auto"
 ) -> Choice:
-    """The backend for inputs like q under a mask. ValueError if the named one cannot serve; it lists those that can.
+    """Choose the backend for inputs like q under a mask. ValueError, with the able backends, if the named one refuses.
 
-    deterministic: gradients must repeat bit for bit, as with `torch.use_deterministic_algorithms`.
+    deterministic: gradients must be bitwise reproducible, as with `torch.use_deterministic_algorithms`.
     """
     return _choose(str(backend), _call(q, mask, dropout, deterministic))
 
@@ -197,7 +197,7 @@ def _choose(backend: str, call: Call) -> Choice:
         raise ValueError(
             f"backend {backend!r} does not support this call: it {refusals[backend]}; use one of: {', '.join(able)}"
         )
-    # Triton's interpreter is for debugging kernels: it serves only when named.
+    # Triton's interpreter is for debugging kernels: it is used only if named.
     fast = [name for name in able if (name, call.device.type) != ("portable", "cpu")]
     name = fast[0] if backend == "auto" else backend
     reasons = {other: refusal or "supports this call too" for other, refusal in refusals.items()}
@@ -206,7 +206,7 @@ def _choose(backend: str, call: Call) -> Choice:
 
 
 def retire(choice: Choice, reason: str) -> None:
-    """Never choose this backend again for equal calls, with one warning."""
+    """Warn once, and never choose this backend again for equal calls."""
     warnings.warn(
         f"attention backend {choice.name!r} {reason}; from now on the next backend, which may be slower, computes "
         f"calls like this one ({str(choice).splitlines()[0]})",
@@ -260,14 +260,14 @@ class Chosen(NamedTuple):
     def backward_of_output(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: Problem, **into: Tensor
     ) -> None:
-        """backward without `accumulate`; out is that of all keys, and delta is rowsum(dout * out)."""
+        """backward without `accumulate`, with delta = rowsum(dout * out), where `out` is the output over all keys."""
 
         given = (dout, q, k, v, out, lse)
         self._serve(lambda local, problem: backward_of_output(local, *given, problem, **into), q, problem)
 
     def compile_backward(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> None:
-        """Start compiling the kernels of such a call's backward pass while forward compiles; once for similar calls.
-        For intervals on a GPU and backends that compile: other backward passes compile at their first call."""
+        """Start compiling the kernels of a call's backward pass while forward compiles; once for similar calls. Only
+        for intervals on a GPU and backends that compile. Other backward passes compile at their first call."""
         mask, device = problem.mask, q.device
         kind = mask if isinstance(mask, Band) else type(mask)
         key = ("backward ahead", self.backend, device, kind, *problem[1:], q.dtype, q.shape, k.shape)
@@ -290,15 +290,15 @@ class Chosen(NamedTuple):
         self._serve(start, q, problem)
 
     def repeat(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[bool, Repeat | None]:
-        """Whether the backend's module has `repeat_forward`, and the repeated forward pass of such a call, with out in
-        q's dtype, if one has run."""
+        """Return whether the backend's module has `repeat_forward`, and what that returns for this call, with out in
+        q's dtype: the repeated forward pass if such a call has run, else None."""
         repeat_forward = self._serve(lambda local, _: getattr(local, "repeat_forward", None), q, problem)
         return repeat_forward is not None, repeat_forward and repeat_forward(q, k, v, problem, q.dtype)
 
     def repeat_backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: Problem
     ) -> RepeatBackward | None:
-        """The repeated backward pass of a call whose gradients were just computed, if the backend can repeat it."""
+        """The repeated backward pass of a call whose gradients were just computed; None if there is none."""
 
         def find(local: Any, problem: Problem) -> RepeatBackward | None:
             repeat = getattr(local, "repeat_backward", None)
@@ -311,7 +311,7 @@ class Chosen(NamedTuple):
     ) -> Result:
         """The result of `serve` on the chosen backend, or on the next one if its kernels fail.
 
-        Where the named backend was retired in forward, backward uses any; with `insist`, ValueError says so.
+        If the named backend was retired in forward, backward uses any backend; with `insist`, it raises ValueError.
         """
         call = _call(q, problem.mask, problem.dropout is not None, self.deterministic or problem.deterministic)
         if call.deterministic != problem.deterministic:

@@ -34,13 +34,13 @@ class Cost:
     shared_bytes: int
     num_warps: int
     instructions: collections.Counter[str]
-    loops: list[collections.Counter[str]]  # instructions of each innermost loop that multiplies, in the code's order
-    bursts: list[int]  # for each of these loops, the longest row of exponentials
+    loops: list[collections.Counter[str]]  # instructions of each innermost loop with matmuls, in code order
+    bursts: list[int]  # for each of these loops, the longest sequence of exponentials
     warnings: list[str]
 
 
 def compile_launch(launch: Launch) -> Cost:
-    """Compile for sm_90 and read the cost from the machine code."""
+    """Compile a launch for sm_90, and read its cost from the machine code."""
     import triton
 
     compiled = compile_for(launch, "cuda", 90)
@@ -50,7 +50,7 @@ def compile_launch(launch: Launch) -> Cost:
 
 def compile_for(launch: Launch, kind: str, architecture: int | str) -> Any:
     """Triton's compiled kernel for an NVIDIA GPU ("cuda", 90) or an AMD GPU ("hip", "gfx942"). The launch's tensors may
-    be on the meta device. `metadata.shared` of the result is the shared memory of a program."""
+    be on the meta device. `metadata.shared` of the result is a program's shared memory in bytes."""
     triton_abi.compile_for_architecture(architecture, kind)
     return triton_abi.compile_kernel(launch.kernel, launch.arguments, launch.grid, launch.constants)
 
@@ -85,7 +85,7 @@ def _inspect(ptx: str, tools: Path, metadata: Any) -> Cost:
 
 
 def _instructions(sass: str) -> tuple[list[str], list[list[str]]]:
-    """The names of all instructions, and of those in each of the innermost loops that multiply."""
+    """Return the names of all instructions, and of the instructions in each innermost loop with matmuls."""
     names: list[str] = []
     labels: dict[str, int] = {}
     jumps: list[tuple[int, int]] = []
@@ -94,7 +94,7 @@ def _instructions(sass: str) -> tuple[list[str], list[list[str]]]:
             labels[label[1]] = len(names)
         elif found := re.search(r"/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?([A-Z0-9_]+)([^;]*);", line):
             target = re.search(r"`\((\.L_x_\d+)\)", found[3])
-            # A jump back without a condition is no loop: it ends code that the compiler moved out of line.
+            # An unconditional jump back is not a loop: it ends code that the compiler moved out of line.
             if found[1] and found[2] == "BRA" and target and target[1] in labels:
                 jumps.append((labels[target[1]], len(names)))
             names.append(found[2])
@@ -127,9 +127,9 @@ def hopper_launches(
     num_tokens: int = 4096,
     scale: float = 0.125,
 ) -> dict[str, Launch]:
-    """The launches of attention with 8 heads on the Hopper kernels: "forward", "finer" before it if V is converted to
-    float16, "repair" after it if rows may need that, "backward" in one pass if the head size has one, and "keys" and
-    "queries", the two passes. With a carry, the gradients are added into float32."""
+    """The launches of attention with 8 heads on the Hopper kernels, by name: "forward"; "finer" before it, if V is
+    converted to float16; "repair" after it, if rows may need repair; "backward" in one pass, if the head size allows
+    it; "keys" and "queries", the two passes. With a carry, the gradients are added into float32."""
     from flashspan.kernels import hopper
     from flashspan.kernels.contract import Carry, Problem
     from flashspan.kernels.hopper.tensors import block_dim
@@ -151,7 +151,7 @@ def hopper_launches(
     assert launches["forward"].kernel.is_gluon(), "portable kernels serve this call"
     if block_dim(head_dim) in BACKWARD:
         launches["backward"] = backward(problem)[1]
-    if not isinstance(mask, Blocks):  # which have no backward in two passes
+    if not isinstance(mask, Blocks):  # block maps have no backward in two passes
         _, launches["keys"], *_, launches["queries"] = backward(problem._replace(deterministic=True))
     return launches
 

@@ -7,26 +7,26 @@ Shapes: q, dout, dq [B, H, T, D]; k, v, dk, dv [B, K, S, D] with K dividing H; l
 strides, as long as the last dimension is contiguous. Any length, 0 included.
 
 Forward continues an online softmax. With a carry, the result covers the carry's keys and these. The carry is float32
-and may be updated in place; use the returned one. (On the CPU its lse may be float64, and kernels that support that
-keep it so: over many calls, lse has the largest rounding error.) Without a carry, forward starts one in `out_dtype`:
-q's dtype for a single call, float32 if more keys follow. Nothing is rounded to 16 bits between calls, so the error does
-not grow with their number. A row that has seen no key has out 0 and lse -inf.
+and may be updated in place; use the returned one. (On the CPU its lse may be float64; kernels that support that return
+lse in float64. Over many calls, lse has the largest rounding error.) Without a carry, forward starts one in
+`out_dtype`: q's dtype for a single call, float32 if more keys follow. Nothing is rounded to 16 bits between calls, so
+the error does not grow with the number of calls. A row that has seen no key has out 0 and lse -inf.
 
-Backward takes lse and delta over *all* keys of a row, also where forward was several calls. With `accumulate` it adds
-to dq, dk and dv, which are float32; without, it overwrites them, in any floating dtype. A row whose lse is -inf has
-zero gradients.
+Backward takes lse and delta over *all* keys of a row, even if forward was several calls. With `accumulate` it adds to
+dq, dk and dv, which are float32. Without, it overwrites them, in any floating dtype. Gradients of rows with lse -inf
+are zero.
 
 Two optional functions save time:
 
     backward_of_output(dout, q, k, v, out, lse, problem, *, dq, dk, dv) -> None
     repeat_forward(q, k, v, problem, out_dtype) -> Callable[[q, k, v, mask], Carry | None] | None
 
-The first is backward without `accumulate`, with delta computed from dout and the out of all keys. The second returns
-the forward of later calls with the same layouts, if such a call has run (`Repeat`).
+The first is backward without `accumulate`; it computes delta from dout and from out over all keys. The second returns a
+`Repeat`, the forward function for later calls with the same layouts, or None if no such call has run.
 
-Masked-out keys do not exist: a NaN in one of them reaches no result. On the CPU a NaN in a query that sees no key
-reaches none either. Dropout drops and scales probabilities, never lse. A kernel that cannot be compiled or loaded
-raises `KernelFailed` (failure.py) before anything is computed, so that another implementation can serve the call.
+Masked-out keys have no effect: a NaN in one of them reaches no result. On the CPU, a NaN in a query that sees no key
+reaches no result either. Dropout drops and scales probabilities, never lse. A kernel that cannot be compiled or loaded
+raises `KernelFailed` (failure.py) before anything is computed, so that another implementation can run the call.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ class Problem(NamedTuple):
     mask: Mask
     scale: float
     dropout: Dropout | None = None
-    deterministic: bool = False  # gradients must repeat bit for bit; the output always does
+    deterministic: bool = False  # gradients must be bitwise reproducible; the output always is
 
 
 Repeat: TypeAlias = Callable[[Tensor, Tensor, Tensor, Mask], Carry | None]
-"""forward of q, k, v and a mask with the layouts of an earlier call; None if it cannot run for these tensors."""
+"""forward as a function of q, k, v and a mask with the layouts of an earlier call. It returns None if it cannot run."""
 
 RepeatBackward: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Mask], Grads | None]
-"""dq, dk, dv of dout, q, k, v, out, lse and a mask with the layouts of an earlier call; None if it cannot run."""
+"""dq, dk and dv as a function of dout, q, k, v, out, lse and a mask with the layouts of an earlier call, or None."""
 
 
 class LocalAttention(Protocol):

@@ -1,10 +1,10 @@
 """PyTorch's fused CPU attention as an implementation of the contract.
 
-The operator supports calls without a mask, with a top-left causal mask, and with a dense mask; only the last has a
-cost. So a mask is cut into strips of query rows, most of which need no dense mask (see Note [Strips]). For the others,
-a dense mask of CHUNK rows and the keys that they see is allocated at a time: a window takes time and memory linear in
-T. `tiled` serves dropout, a scale that is not positive in float32 (the operator multiplies its own -inf by it), and
-non-finite keys or values behind a mask.
+The operator supports no mask, a top-left causal mask, and a dense mask; only a dense mask costs time. So a mask is cut
+into strips of query rows, most of which need no dense mask (see Note [Strips]). For the others, dense masks of CHUNK
+rows and the keys that these rows see are allocated one at a time, so a window takes time and memory linear in T.
+`tiled` computes calls with dropout, with a scale that is not positive in float32 (the operator multiplies its own -inf
+by it), or with non-finite keys or values behind a mask.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from flashspan.kernels.merge import merge
 from flashspan.kernels.torch_private import flash_cpu, flash_cpu_backward
 
 CHUNK = 256  # rows that share one dense mask
-SHORT = 64  # runs of rows shorter than this share dense masks: a call for each would take longer
+SHORT = 64  # runs of rows shorter than this share dense masks: a call for each run would take longer
 TEMPORARY = 2**17  # elements of a temporary tensor, which limit the number of heads in one call
-VECTOR = 16  # the float32 numbers of the longest vector register
+VECTOR = 16  # float32 numbers in the longest vector register
 LEAST_SCALE = torch.finfo(torch.float32).tiny  # smaller numbers may be 0 in float32
 
 
@@ -41,8 +41,8 @@ def forward(
     carry: Carry | None = None,
     out_dtype: torch.dtype = torch.float32,
 ) -> Carry:
-    """See contract.py. Computes in float32 (float64 for float64): in 16 bits, a CPU without 16-bit matmuls takes 5 to
-    100 times as long."""
+    """See contract.py. Computes in float32 (float64 for float64 inputs), because a CPU without 16-bit matmuls takes 5
+    to 100 times as long in 16 bits."""
     strips, scale = _cut(problem.mask, q, k), problem.scale
     if problem.dropout is not None or scale < LEAST_SCALE or _may_leak(strips, k, v):
         return tiled.forward(q, k, v, problem, carry=carry, out_dtype=out_dtype)
@@ -88,8 +88,8 @@ def backward(
     dv: Tensor,
     accumulate: bool,
 ) -> None:
-    """See contract.py. Computes in float32 (float64 for float64): in 16 bits the operator rounds delta too, and is at
-    most a fifth faster."""
+    """See contract.py. Computes in float32 (float64 for float64 inputs): in 16 bits the operator also rounds delta, and
+    is at most a fifth faster."""
     strips, scale = _cut(problem.mask, q, k), problem.scale
     if problem.dropout is not None or scale < LEAST_SCALE or _may_leak(strips, k, v):
         tiled.backward(dout, q, k, v, lse, delta, problem, dq=dq, dk=dk, dv=dv, accumulate=accumulate)
@@ -105,10 +105,10 @@ def _backward(
     of_rows: list[Tensor], of_keys: list[Tensor], strips: list[_Strip], scale: float, totals: list[Tensor],
     accumulate: bool,
 ) -> None:  # fmt: skip
-    """Backward of the heads of one call, from their dout, q, lse, delta, and k, v, into their dq, dk, dv (totals)."""
+    """Backward of some heads: reads dout, q, lse and delta (of_rows), k and v (of_keys); writes dq, dk, dv (totals)."""
     (dout, q, lse, delta), (k, v) = of_rows, of_keys
     work = torch.promote_types(q.dtype, torch.float32)
-    # The gradients of one call with all keys are complete; those of several calls are summed in float32.
+    # One call with all keys gives complete gradients. The gradients of several calls are summed in float32.
     one_call = _is_one_call(strips, q) and len(strips[0].parts[0].keys) == k.shape[2]
     overwrite = one_call and not accumulate
     sums = totals
@@ -141,8 +141,8 @@ def _backward(
 
 # Note [Heads]
 # The operator allocates its results, and its inputs may need float32 copies. To keep these small compared with the
-# tensors, one call has a few heads only; the operator computes each head separately anyway. There is a head for each
-# thread, because backward parallelises over heads only.
+# whole tensors, one call has only a few heads; the operator computes each head separately anyway. A call has at least
+# one head for each thread, because backward parallelises over heads only.
 
 
 def _head_groups(q: Tensor, k: Tensor) -> list[tuple[slice, slice]]:
@@ -158,15 +158,15 @@ def _head_groups(q: Tensor, k: Tensor) -> list[tuple[slice, slice]]:
 
 
 # Note [Strips]
-# A mask gives each query one interval of keys. Where consecutive rows have the same interval, the operator needs no
-# mask: it gets only those keys. This holds for tiles of a zigzag ring, where long runs of rows see all keys or none.
-# Where the start is the same and the end grows by one key per row, all rows see the keys before the first row's last
-# one, and the rest is top-left causal: two calls without a dense mask. This holds for causal masks with any offset, and
-# for each document of a packed batch. Any other strip gets a dense mask.
+# A mask gives each query one interval of keys. If consecutive rows have the same interval, the operator needs no mask:
+# it gets only those keys. This is so for tiles of a zigzag ring, where long runs of rows see all keys or none. If the
+# start is the same and the end grows by one key per row, all rows see the keys before the first row's last one, and the
+# rest is top-left causal: two calls without a dense mask. This is so for causal masks with any offset, and for each
+# document of a packed batch. Any other strip gets a dense mask.
 
 
 class _Part(NamedTuple):
-    """The keys of one call for a strip of rows. Each row sees all of them, causally fewer, or start..end [rows]."""
+    """The keys of one call for a strip of rows. A row sees all of them, the causal part, or its interval start..end."""
 
     keys: range
     causal: bool = False
@@ -183,7 +183,7 @@ class _Part(NamedTuple):
 
 
 class _Strip(NamedTuple):
-    """Rows of one sequence of the batch (or of all sequences), and their calls."""
+    """Rows of one sequence of the batch (or of all sequences), and the operator calls for them."""
 
     sequence: slice
     rows: slice
@@ -240,14 +240,14 @@ def _segments(start: Tensor, end: Tensor, empty: Tensor) -> list[tuple[int, int,
     """
     stays = (start.diff() == 0) & ~empty.diff()
     step = end.diff()
-    kinds = torch.where(stays & (step == 0), 1, torch.where(stays & (step == 1), 2, 0))  # 0: a jump
+    kinds = torch.where(stays & (step == 0), 1, torch.where(stays & (step == 1), 2, 0))  # 0: neither
     kinds = F.pad(kinds, (0, 1))  # the last row has no next row
     turns = [0, *(kinds.diff().nonzero().flatten() + 1).tolist(), len(kinds)]
     segments: list[tuple[int, int, bool]] = []
     first, was_loose = 0, False
     for stop, kind in zip(turns[1:], kinds[turns[:-1]].tolist(), strict=True):
         even = kind > 0
-        last = stop + even  # an even step includes the row after it
+        last = stop + even  # an even run includes the row after its last step
         if last - first <= even:
             continue  # a single row, which the next run may include
         loose = not even or last - first < SHORT
@@ -260,7 +260,7 @@ def _segments(start: Tensor, end: Tensor, empty: Tensor) -> list[tuple[int, int,
 
 
 def _is_one_call(strips: list[_Strip], q: Tensor) -> bool:
-    """Whether one call of the operator serves every row."""
+    """Whether one call of the operator computes every row."""
     if len(strips) != 1 or len(strips[0].parts) != 1:
         return False
     sequence, rows, _ = strips[0]
@@ -268,7 +268,7 @@ def _is_one_call(strips: list[_Strip], q: Tensor) -> bool:
 
 
 def _may_leak(strips: list[_Strip], k: Tensor, v: Tensor) -> bool:
-    """Whether the operator would mask non-finite keys or values, which does not work: 0 * NaN is NaN."""
+    """Whether a dense mask would hide non-finite keys or values, which the operator cannot do: 0 * NaN is NaN."""
     if all(not part.causal and part.start is None for strip in strips for part in strip.parts):
         return False
     return not all(math.isfinite(x.sum(dtype=torch.promote_types(x.dtype, torch.float32))) for x in (k, v))
@@ -278,7 +278,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, part: _Part, *, scale: float, dtype
     """One call of the operator: rows q over one part of the keys, computed in dtype."""
     k, v = (x[:, :, part.keys.start : part.keys.stop].to(dtype) for x in (k, v))
     out, lse = flash_cpu(q.to(dtype), k, v, 0.0, part.causal, attn_mask=part.bias(dtype), scale=scale)
-    if k.shape[2] < VECTOR:  # the operator returns 0 for a row with NaN; no mask hides such a key (`_may_leak`)
+    if k.shape[2] < VECTOR:  # the operator returns 0 for a row that sees NaN; no mask hides a NaN (`_may_leak`)
         keys = k.isnan().any(-1).any(-1).repeat_interleave(q.shape[1] // max(1, k.shape[1]), 1)
         lost = q.isnan().any(-1) | keys[..., None]
         out, lse = out.masked_fill(lost[..., None], torch.nan), lse.masked_fill(lost, torch.nan)
@@ -291,17 +291,17 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, part: _Part, *, scale: float, dtype
 
 # Note [Stand-in output]
 # The operator's backward uses `out` only to compute delta = rowsum(dout * out). We have delta itself, over all keys of
-# the row, perhaps with the gradient of lse in it. So we pass another `out` that gives the same delta: dout times
+# the row, and it may include the gradient of lse. So we pass another `out` that gives the same delta: dout times
 # delta / |dout|^2. All terms of the sum then have one sign, so no digits cancel.
 #
-# Where a square could underflow or overflow, sign(dout) times delta / sum(|dout|) works too, in one more pass over
-# dout. Where dout is too small compared with delta (0, while lse has a gradient), a constant row 2^60 times smaller
-# than delta replaces dout: too small to change the rounding of dq or dk. dv does not depend on delta: a second call
-# computes it from dout itself.
+# If a square could underflow or overflow, sign(dout) times delta / sum(|dout|) works too, with one more pass over dout.
+# If dout is too small compared with delta (0, while lse has a gradient), a constant row 2^60 times smaller than delta
+# replaces dout. It is too small to change the rounding of dq or dk. dv does not depend on delta: a second call computes
+# it from dout itself.
 
 
 def _stand_in(dout: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-    """(dout, out) with rowsum(dout * out) = delta; this dout is the argument unless it is too small for delta."""
+    """Return (dout, out) with rowsum(dout * out) = delta. dout is the argument, unless that is too small for delta."""
     delta = delta[..., None]
     nothing = delta == 0
     size = torch.linalg.vector_norm(dout, dim=-1, keepdim=True)

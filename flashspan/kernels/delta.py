@@ -1,4 +1,4 @@
-"""delta = rowsum(dout * out), for which alone backward needs the output, and the dtype in which the output is kept."""
+"""delta = rowsum(dout * out), the only use of the output in backward, and the dtype in which the output is kept."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 def kept_dtype(q: Tensor) -> torch.dtype:
     """The dtype in which the output is kept for backward: at least float32 on a CPU, q's dtype elsewhere.
 
-    Rounding the output to 16 bits rounds delta too. Where the softmax is sharp, the error of the gradients is then up
-    to 4 times their own rounding. Our GPU kernels accept this, as PyTorch's do; the CPU does not. See docs/numerics.md.
+    Rounding the output to 16 bits also rounds delta. If the softmax is sharp, the error of the gradients is then up to
+    4 times their own rounding. Our GPU kernels accept this, as PyTorch's do; the CPU does not (docs/numerics.md).
     """
     return torch.promote_types(q.dtype, torch.float32) if q.device.type == "cpu" else q.dtype
 
@@ -20,7 +20,7 @@ def kept_dtype(q: Tensor) -> torch.dtype:
 def row_delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
     """rowsum(dout * out) - dlse in float32 [B, H, T] (float64 for float64).
 
-    d lse / d score is the probability, so a gradient of lse is a part of delta, with the opposite sign.
+    d lse / d score is the probability, so the gradient of lse is subtracted from delta.
     """
     if dlse is not None:
         return row_delta(dout, out) - dlse

@@ -1,4 +1,5 @@
-"""Counter-based dropout: a hash of each (query, key) pair's position decides, however the work is split."""
+"""Counter-based dropout: a hash of each (query, key) pair's position decides, so the result does not depend on how the
+work is split."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ class Dropout:
         return self.first + batch[:, None] + torch.arange(num_heads, device=device)
 
     def keep(self, num_batch: int, num_heads: int, q: range, k: range) -> Tensor:
-        """Whether each pair of these local rows and columns is kept, bool [B, H, len(q), len(k)]."""
+        """Whether dropout keeps each pair of these local rows and columns, bool [B, H, len(q), len(k)]."""
         i, j = self._positions(q, self.q_positions), self._positions(k, self.k_positions)
         low, high = self.seed & MASK32, (self.seed >> 32) & MASK32
         stream = mix(low ^ mix(self.streams(num_batch, num_heads)))

@@ -1,4 +1,4 @@
-"""The error after which another implementation serves a call."""
+"""The error of a kernel after which another implementation runs the call."""
 
 
 class KernelFailed(RuntimeError):

@@ -5,8 +5,8 @@ it.
     ratios = answer.ratios(dq=dq, dk=dk, dv=dv)  # error / allowed error: at most 1
 
 docs/numerics.md derives the promise. In short: in float32, the norm of an error is at most FORWARD or GRADIENT times
-the norm of the result, or times the norm that the result would have if its terms had random signs, whichever is larger.
-The softmax amplifies the rounding of large scores. So if the scores' bound exceeds SCORE, the allowed error grows in
+the larger of two norms: that of the result, and that which the result would have if its terms had random signs. The
+softmax amplifies the rounding of large scores. So if the scores' bound exceeds SCORE, the allowed error grows in
 proportion.
 """
 
@@ -22,7 +22,7 @@ from flashspan.kernels.dropout import Dropout
 from flashspan.kernels.masks import Mask, dense
 
 FORWARD, GRADIENT = 1e-6, 1e-5
-"""Allowed relative error of out and lse, and of dq, dk and dv, in float32."""
+"""The allowed relative error of out and lse, and of dq, dk and dv, in float32."""
 SCORE = 16.0
 """Up to this bound on the scores, |scale| max|q_i| max|k_j|, the softmax hardly amplifies their rounding."""
 CHUNK = 2**20  # scores computed at a time
@@ -33,12 +33,12 @@ class Answer:
     """Attention in float64, and the sizes that errors are compared with."""
 
     results: dict[str, Tensor]  # out, lse, dq, dk, dv
-    terms: dict[str, float]  # the norm each would have if its terms had random signs
+    terms: dict[str, float]  # the norm that each result would have if its terms had random signs
     score: float  # a bound on the scores
     rounded: bool  # see `solve`
 
     def size(self, name: str) -> float:
-        """The size that the error of one result is compared with: its norm, or that of its terms where they cancel."""
+        """The size with which the error of one result is compared: its norm, or that of its terms if they cancel."""
         exact = self.results[name]
         return max(float(exact[exact.isfinite()].norm()), self.terms[name])
 
@@ -48,7 +48,7 @@ class Answer:
         size = self.size(name)
         bound = (GRADIENT if name in ("dq", "dk", "dv") else FORWARD) * max(1.0, self.score / SCORE)
         if dtype == torch.float64:
-            return bound * size * 2.0**-28  # float64 has 29 bits more, of which the answer in float64 uses one
+            return bound * size * 2.0**-28  # float64 has 29 more bits; one is for the error of the answer
         if dtype == torch.float32 or name == "lse":
             return bound * size
         kind = torch.finfo(dtype)
@@ -87,7 +87,7 @@ def solve(
 
     q, dout [B, H, T, D]; k, v [B, K, S, D]; dlse [B, H, T], without effect in rows that see no key. The mask may be a
     bool tensor [B or 1, H or 1, T, S]. rounded: the kernels round the operands of each matmul to 16 bits, as GPU
-    kernels do with 16-bit inputs; CPU kernels round only the result.
+    kernels do for 16-bit inputs. CPU kernels round only the result.
     """
     least = 2.0**-14 if rounded else 2.0**-106
     (B, H, T, _), (K, S) = q.shape, k.shape[1:3]
@@ -120,7 +120,7 @@ def solve(
         out[:, :, cut], lse[:, :, cut], dq[:, :, cut] = out_i, lse_i, ds @ k
         dk += ds.mT @ q_i
         dv += weights.mT @ dout_i
-        # The same sums, of squared terms. Weights below the range of the dtype that they are rounded to lose bits.
+        # The same sums of squared terms. Weights below the range of the dtype to which they are rounded lose bits.
         p = p.clamp(min=least).masked_fill(~visible, 0.0)
         weights = p * survival
         delta = (dout_i**2 * out_i**2).sum(-1) + dlse_i**2

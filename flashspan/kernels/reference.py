@@ -1,6 +1,6 @@
 """The reference: attention as in a textbook, in the precision of its inputs (float64 in tests).
 
-It allocates the whole [T, S] matrix, so it is for small shapes. Its results define what other implementations return.
+It allocates the whole [T, S] matrix, so it is for small shapes. Its results define correctness.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def backward(
     accumulate: bool,
 ) -> None:
     """See contract.py."""
-    blind = (lse == -torch.inf)[..., None]  # a query that sees no key does not exist, not even as 0 * NaN
+    blind = (lse == -torch.inf)[..., None]  # a query that sees no key has no effect, not even as 0 * NaN
     q, dout = q.masked_fill(blind, 0.0), dout.masked_fill(blind, 0.0)
     scores, visible = _scores(q, k, problem)
     probs = _probabilities(scores, lse.to(scores.dtype))
@@ -93,7 +93,7 @@ def _survival(q: Tensor, k: Tensor, dropout: Dropout | None) -> Tensor | float:
 
 
 def _weigh(weights: Tensor, values: Tensor, visible: Tensor) -> Tensor:
-    """weights @ values in which a masked row of values does not exist, not even as 0 * NaN."""
+    """weights @ values, in which a masked row of values has no effect, not even as 0 * NaN."""
     finite = values.isfinite()
     if bool(finite.all()):
         return weights @ values

@@ -1,8 +1,8 @@
 """FlashAttention-2 in plain PyTorch: Algorithms 1 and 2 as published, one pair of tiles at a time.
 
-Read this before the Triton kernels: they compute the same, in the same order and with the same names. Only one
+Read this before the Triton kernels, which compute the same in the same order and with the same names. Only one
 [BLOCK_Q, BLOCK_K] tile of the [T, S] matrix exists at a time. Query heads that share a key head are a dimension of
-their own, G = H / K: q is viewed as [B, K, G, T, D], and keys and values are not expanded.
+their own, of size G = H / K: q is viewed as [B, K, G, T, D], and keys and values are not expanded.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def forward(
 ) -> Carry:
     """Algorithm 1; see contract.py. Computes in float32, or float64 when q is float64.
 
-    A carry is a state of the algorithm: m = lse, l = 1 and O = out describe a normalised softmax.
+    A carry is a state of the algorithm: m = lse, l = 1 and O = out, a normalised softmax.
     """
     work = torch.promote_types(q.dtype, torch.float32)
     if carry is None:
@@ -50,7 +50,7 @@ def forward(
     for i in plan.q_tiles:
         q_i = q[..., i, :].to(work)
         m = lse[..., i].to(work)  # the running maximum of the scores
-        # The sum of exp(score - m): 1, times the rounding error of m if the carried lse is float64.
+        # The sum of exp(score - m) is 1, times the rounding error of m if the carry's lse is float64.
         l = torch.exp(torch.where(m == -torch.inf, 0.0, lse[..., i] - m))
         o = (out[..., i, :] * l[..., None]).to(work)
         for j, visible in plan.keys(i):
@@ -102,7 +102,7 @@ def backward(
         return
     plan, scale = _Plan(q, k, v, problem.mask, problem.dropout), problem.scale
     blind = lse == -torch.inf
-    if bool(blind.any()):  # a query that sees no key does not exist, not even as 0 * NaN
+    if bool(blind.any()):  # a query that sees no key has no effect, not even as 0 * NaN
         q, dout = (x.masked_fill(blind[..., None], 0.0) for x in (q, dout))
     dq_sum = dq if dq.dtype == work else torch.zeros_like(dq, dtype=work)
     dout, q, lse, delta, dq_grouped = (_group(x, k) for x in (dout, q, lse, delta, dq_sum))
@@ -141,7 +141,7 @@ class _Plan:
         if isinstance(mask, Blocks):
             self.block_q, self.block_k = mask.block
             self.kinds = mask.kinds()[0, 0]
-            self.numbers: list[list[int]] = mask.grid()[0, 0].tolist()  # of partial tiles' bits
+            self.numbers: list[list[int]] = mask.grid()[0, 0].tolist()  # the numbers of partial tiles' bits
         else:
             start, end = (torch.atleast_2d(x.to(q.device)) for x in mask.intervals(num_queries, num_keys))
             kinds = interval_kinds(start, end, num_keys, BLOCK_Q, BLOCK_K)
@@ -183,7 +183,7 @@ class _Plan:
         return keep.unflatten(1, (self.num_kv_heads, -1)).to(self.work) * self.dropout.gain
 
     def weigh(self, weights: Tensor, values: Tensor, visible: Tensor | None) -> Tensor:
-        """weights @ values, [B, K, G, T, D]; a masked row of values does not exist, not even as 0 * NaN."""
+        """weights @ values, [B, K, G, T, D], in which a masked row of values has no effect, not even as 0 * NaN."""
         matmul = "bkgts,bksd->bkgtd"
         if self.finite or visible is None:
             return torch.einsum(matmul, weights, values)

@@ -29,7 +29,7 @@ def is_transformed() -> bool:
 
 
 def is_batched(gradient: Tensor | None) -> bool:
-    """Whether a gradient is one of a batch, as of `torch.autograd.grad(..., is_grads_batched=True)`."""
+    """Whether a gradient is batched, as with `torch.autograd.grad(..., is_grads_batched=True)`."""
     return gradient is not None and torch._C._functorch.is_legacy_batchedtensor(gradient)
 
 

@@ -1,4 +1,4 @@
-"""Processes for sweeps, without waiting for their imports."""
+"""Start the processes of sweeps without repeating their imports."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ from flashspan.bench.measure import sweep
 
 @pytest.fixture
 def quick_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Begin a sweep's processes from a server that has imported torch: no device is touched here."""
+    """Fork a sweep's processes from a server that has imported torch. No device is used in these tests."""
     forkserver.set_forkserver_preload(launch.PRELOAD)
     monkeypatch.setattr(sweep, "START", "forkserver")

@@ -1,4 +1,4 @@
-"""Random hostile files and values: each function writes something that must be refused to a given path."""
+"""Random hostile files and values. Each function writes a file that must be refused to a given path."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ VALUES += ["9" * 5000, [None], float("nan"), float("inf"), "\u202e", 2**64]
 
 
 def nested(rng: random.Random) -> str:
-    """JSON or TOML deeper than any parser goes."""
+    """JSON or TOML that is nested deeper than any parser supports."""
     depth = rng.choice([1000, 5000, 100_000, 10**6])
     return rng.choice(["[" * depth, "[" * depth + "]" * depth, '{"a":' * depth, '{"a":' * depth + "1" + "}" * depth])
 
 
 def garbage(rng: random.Random) -> bytes:
-    """Bytes that are no text, or text that is nothing."""
+    """Bytes that are not text, or text without meaning."""
     kinds: list[Callable[[], bytes]] = [
         lambda: b"",
         lambda: b"\0" * rng.choice([1, 8, 4096]),
@@ -47,7 +47,7 @@ def garbage(rng: random.Random) -> bytes:
 
 
 def strange_path(rng: random.Random, path: Path) -> str:
-    """What is no regular file, at this path or elsewhere."""
+    """Return a path that is not a regular file: this one, at which it is created, or another."""
     kind = rng.randrange(12)
     if kind == 0:
         os.mkfifo(path)
@@ -92,7 +92,7 @@ class _inside:
 
 
 def bad_file(rng: random.Random, path: Path) -> str:
-    """A file of garbage, or what is no file."""
+    """A file of garbage, or something that is not a regular file."""
     if rng.random() < 0.5:
         return strange_path(rng, path)
     path.write_bytes(garbage(rng))
@@ -100,7 +100,7 @@ def bad_file(rng: random.Random, path: Path) -> str:
 
 
 def damage_json(rng: random.Random, path: Path, keys: list[str] | None = None) -> None:
-    """One value of a JSON object becomes another, in place."""
+    """Replace one value of a JSON object by another, in place."""
     about: Any = json.loads(path.read_text())
     key = rng.choice(keys or sorted(about))
     about[key] = rng.choice([value for value in VALUES if value != about[key]])
@@ -108,7 +108,7 @@ def damage_json(rng: random.Random, path: Path, keys: list[str] | None = None) -
 
 
 def safetensors(rng: random.Random, path: Path) -> None:
-    """A safetensors file whose header lies."""
+    """A safetensors file with a false header."""
     data = bytearray(path.read_bytes())
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
@@ -149,7 +149,7 @@ def safetensors(rng: random.Random, path: Path) -> None:
 
 
 def token_file(rng: random.Random, path: Path) -> None:
-    """A token file whose header, or whose tokens, lie."""
+    """A token file with a false header or false tokens."""
     header = {"format": "flashspan tokens 1", "dtype": "uint16", "num_tokens": 5000, "vocab_size": 257, "end": 256}
     header["tokenizer"] = "bytes"
     body = bytes(10000)

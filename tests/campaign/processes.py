@@ -1,4 +1,4 @@
-"""A command line in a forked child: its output, exit code, time and memory, whatever it does."""
+"""Run a command line in a forked child, and return its output, exit code, time and memory, whatever it does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from flashspan.cli import main
 
 ADDRESS_SPACE = 3 * 2**30
-"""Bytes of addresses that a child may take beyond its parent's: more than it may use, for the stacks of threads."""
+"""Bytes of address space that a child may have beyond its parent's. It is more than it may use, for thread stacks."""
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,13 @@ class Outcome:
     out: str
     err: str
     seconds: float
-    mib: float  # resident at most, beyond what it was at the start
+    mib: float  # peak resident memory, minus that at the start
 
 
 def run(words: list[str], folder: Path, *, limit_s: float) -> Outcome:
-    """`flashspan` with these words, in this folder; ended after `limit_s` seconds, with all that it started.
+    """Run `flashspan` with these words in this folder. After `limit_s` seconds it is killed with all its processes.
 
-    A fork of this process, which has imported everything: starting Python and PyTorch would take seconds for each.
+    The child is a fork of this process, which has imported everything, because to start PyTorch would take seconds.
     """
     *files, resident = (folder.parent / f"{folder.name}.{name}" for name in ("out", "err", "resident"))
     begin = time.monotonic()
@@ -54,10 +54,10 @@ def run(words: list[str], folder: Path, *, limit_s: float) -> Outcome:
 
 
 def _become(words: list[str], folder: Path, files: list[Path], resident: Path) -> None:
-    """The life of a child, whose output goes to the files; its memory at the start, in KiB, to `resident`."""
+    """Run the command as the child. Its output goes to the files, its memory at the start, in KiB, to `resident`."""
     code = 70
     try:
-        # Garbage stays: a process group of gloo that is destroyed in a fork waits for threads that are not there.
+        # Do not collect garbage: a gloo group that is destroyed in a fork waits for threads that do not exist there.
         gc.freeze()
         os.setsid()
         for number, file in enumerate(files, 1):

@@ -1,8 +1,9 @@
-"""Random damage to checkpoints: each is refused, is the same as before, or is ignored with a line that says so.
+"""Random damage to checkpoints: each one is refused, loads with the same result, or is skipped with a message.
 
     pytest -m campaign tests/campaign/test_damaged_checkpoints.py -s
 
-One fault per case: a file edited together with its hash is a forgery, of which only nonsense is found.
+There is one fault per case. A file that is edited together with its hash is a forgery, and is only detected if its
+content makes no sense.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ from flashspan.train.run import run_rank, train
 SEED, NUM_CASES, NUM_SAMPLED = 35, 300, 12
 LIMIT_S = 5
 STEPS = (2, 4)
-"""The checkpoints of the run that is damaged; the last is the one that suffers."""
+"""The steps of the run's checkpoints; the last checkpoint is damaged."""
 
 
 @pytest.fixture(scope="module")
 def alone() -> Iterator[None]:
-    """A process group of this process alone, in which a run can be trained and resumed without starting ranks."""
+    """A process group of this process alone, so that runs can be trained and resumed without starting ranks."""
     use_loopback()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
@@ -60,12 +61,12 @@ def config_of(folder: Path, *options: str) -> TrainConfig:
 
 @dataclass(frozen=True)
 class Originals:
-    """What is damaged, and where other files come from."""
+    """The checkpoints that are damaged, and those from which other files are taken."""
 
     run: Path
     later: Path  # the same run, two steps later
     other: Path  # a checkpoint of another model
-    single: Path  # a Hugging Face folder of ours, of one file
+    single: Path  # a Hugging Face folder that we have written, with one file
     sharded: Path  # the same model in several files
 
 
@@ -92,7 +93,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory, alone: None) -> Original
     )
 
 
-# Damage to a folder: each does one thing to one file, chosen at random, or to the folder itself, and says what it did.
+# Each function below damages one random file, or the folder itself, in one way, and returns a text that describes it.
 
 
 def pick(rng: random.Random, folder: Path) -> Path:
@@ -152,7 +153,7 @@ def replace_kind(rng: random.Random, folder: Path, others: list[Path]) -> str:
 
 
 def swap(rng: random.Random, folder: Path, others: list[Path]) -> str:
-    """Some files as they are in another checkpoint; never all that differ, which would be that checkpoint."""
+    """Replace some files by those of another checkpoint, but never all that differ, which would be that checkpoint."""
     other = rng.choice(others)
     common = sorted({path.name for path in folder.iterdir()} & {path.name for path in other.iterdir()})
     names = [name for name in common if (folder / name).read_bytes() != (other / name).read_bytes()]
@@ -195,7 +196,7 @@ def edit_manifest(rng: random.Random, folder: Path, others: list[Path]) -> str:
 
 
 def edit_state(rng: random.Random, folder: Path, others: list[Path]) -> str:
-    """A change to state.json: by itself, or a senseless one that the manifest goes along with."""
+    """Change state.json alone, or make a senseless change with a manifest that matches it."""
     file = folder / "state.json"
     about: dict[str, Any] = json.loads(file.read_text())
     key = rng.choice(["step", "order", "extra", "format"])
@@ -210,14 +211,14 @@ def edit_state(rng: random.Random, folder: Path, others: list[Path]) -> str:
 
 
 def swap_moments(rng: random.Random, folder: Path, others: list[Path]) -> str:
-    """The optimizer's state of another step, with a manifest that agrees."""
+    """Replace the optimizer's state by that of another step, with a manifest that matches it."""
     shutil.copy(others[0] / "optimizer.safetensors", folder)
     write_manifest(folder, sorted(path.name for path in folder.iterdir() if path.name != "manifest.json"))
     return "optimizer.safetensors and its hash of another step"
 
 
 def rename(rng: random.Random, folder: Path, others: list[Path]) -> str:
-    """The folder under the name of another step, or of the same in other words; or another's content under its name."""
+    """Rename the folder to another step, or to another spelling of its step; or give its name to another's content."""
     how = rng.randrange(4)
     if how == 0:
         shutil.rmtree(folder)
@@ -241,11 +242,11 @@ ANY = [flip, flip, flip, truncate, truncate, extend, remove, duplicate, replace_
 OURS = [*ANY, edit_manifest, edit_state, swap_moments, rename, rename]
 
 
-# What is loaded, in a form that can be compared.
+# The loaded state, in a form that can be compared.
 
 
 def resumed(folder: Path) -> tuple[Any, list[str]]:
-    """The whole state with which a run resumes, and its output."""
+    """Resume a run. Returns its whole state, and its messages."""
     notes: list[str] = []
     trainer = Trainer(config_of(folder, "--train.steps=9"))
     with contextlib.ExitStack() as held:
@@ -260,7 +261,7 @@ def generated(folder: Path, tokenizer: str = "") -> tuple[Any, list[str]]:
 
 
 def generated_as_tales(folder: Path) -> tuple[Any, list[str]]:
-    """What a Hugging Face folder without a tokenizer generates with."""
+    """The state with which `generate` runs on a Hugging Face folder without a tokenizer."""
     return generated(folder, "tales")
 
 
@@ -270,7 +271,7 @@ def loaded(folder: Path) -> tuple[Any, list[str]]:
 
 
 def begun(folder: Path) -> tuple[Any, list[str]]:
-    """The weights with which a run begins that `model.load` points at this folder, after a dry run."""
+    """The weights with which a run begins if `model.load` is this folder. A dry run comes first."""
     small = ["--data.sequence=15", "--train.batch=1", "--parallel.device=cpu", "--parallel.ranks=1"]
     config = parse([*small, f"--model.load={folder}", f"--checkpoint.folder={folder.parent / 'new'}"])
     train(config, dry_run=True)
@@ -289,7 +290,7 @@ Load = Callable[[Path], tuple[Any, list[str]]]
 
 
 def outcome(load: Load, folder: Path, wanted: Any, before: Any, capture: pytest.CaptureFixture[str]) -> str:
-    """ "refused", "same" or "fell back"; anything else is a failure, in words."""
+    """Return "refused", "same" or "fell back"; any other text describes a failure."""
     capture.readouterr()
     begin = time.monotonic()
 
@@ -319,7 +320,7 @@ def outcome(load: Load, folder: Path, wanted: Any, before: Any, capture: pytest.
 def search(
     originals: Originals, work: Path, num_cases: int, capture: pytest.CaptureFixture[str]
 ) -> tuple[Counter[str], list[str]]:
-    """How many cases ended how, and the failures."""
+    """Return the number of cases for each outcome, and the failures."""
     counts, failures = Counter[str](), list[str]()
     last, first = (f"step-{step:08}" for step in reversed(STEPS))
     truth: dict[Load, Any] = {load: load(originals.run)[0] for load in (resumed, generated)}
@@ -341,13 +342,13 @@ def search(
             shutil.copytree(originals.run, place / "run")
             target = place / "run" / last
             others = [originals.later, originals.run / first, originals.other, originals.single]
-            if rng.random() < 0.2:  # then there is nothing to fall back to
+            if rng.random() < 0.2:  # without another checkpoint to fall back to
                 shutil.rmtree(place / "run" / first)
             damage = rng.choice(OURS)
             said = damage(rng, target, others[:3] if rng.random() < 0.8 else others)
             results = {load: outcome(load, place / "run", truth[load], before[load], capture) for load in truth}
             for load, want in direct.items() if target.exists() else ():
-                if damage is not rename or load is not loaded:  # a library's caller may name a folder at will
+                if damage is not rename or load is not loaded:  # callers of the library may give a folder any name
                     results[load] = outcome(load, target, want, None, capture)
         counts.update(results.values())
         bad = {load.__name__: how for load, how in results.items() if how not in ("refused", "same", "fell back")}

@@ -1,4 +1,4 @@
-"""Hostile files and options, over every command: each is refused with one line, at once, and with little memory.
+"""Hostile files and options for every command: each is refused with one line, at once, and with little memory.
 
 pytest -m campaign tests/campaign/test_hostile_input.py -s
 """
@@ -35,7 +35,7 @@ LIMIT_S, LIMIT_MIB, LIMIT_LINES = 5, 1024, 3
 class Case:
     words: list[str]
     what: str = ""
-    may_pass: bool = False  # whether the input has a use after all, so that only its effects are judged
+    may_pass: bool = False  # whether the input may be valid after all, so that only its effects are judged
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Sources:
     return Sources(folder)
 
 
-# Command lines that would run if nothing were wrong with them; those of large commands are made wrong, never run.
+# Valid command lines. Those of large commands are only run after they are made invalid.
 SMALL = {
     "generate": ["generate", "model", "--tokens", "2"],
     "prepare": ["prepare", "--folder", "data", "--processes", "1"],
@@ -91,7 +91,7 @@ LARGE_IS_FINE = {
     ("prepare", "processes"),
     ("prepare", "seed"),
 }
-"""Options in which the largest number says the same as a smaller one, or where a plan finds that nothing fits."""
+"""Options for which the largest number means the same as a smaller one, or a plan reports that nothing fits."""
 
 
 def options_of(name: str) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def options_of(name: str) -> dict[str, Any]:
 
 
 def bad_value(rng: random.Random, name: str, key: str, kind: Any) -> tuple[str, bool]:
-    """A value that an option must refuse, and whether it may be of use after all."""
+    """Return a value that an option must refuse, and whether it may be valid after all."""
     inner = [each for each in typing.get_args(kind) if each not in (type(None), ...)]
     if kind is int or int in inner:
         wrong = rng.choice(hostile.NOT_INTEGERS)
@@ -119,8 +119,8 @@ def bad_value(rng: random.Random, name: str, key: str, kind: Any) -> tuple[str, 
 
 
 def option(rng: random.Random, place: Path, sources: Sources) -> Case:
-    """One option of one command with a value that it cannot have."""
-    name = rng.choice(sorted(set(SMALL) - {"report"}))  # whose options are all of places
+    """One option of one command with an invalid value."""
+    name = rng.choice(sorted(set(SMALL) - {"report"}))  # all options of report are places
     if name == "generate":
         sources.copy("model", place)
     kinds = {key: kind for key, kind in options_of(name).items() if key not in PLACES}
@@ -132,7 +132,7 @@ def option(rng: random.Random, place: Path, sources: Sources) -> Case:
 
 
 def unknown(rng: random.Random, place: Path, sources: Sources) -> Case:
-    """Words that mean nothing, or too few, or too many."""
+    """Unknown words, too few words, or too many."""
     base = rng.choice([*SMALL.values(), [], ["bench"], ["train"], ["plan"], ["attend"], ["generate"]])
     strange = rng.choice(
         ["--no-such", "--", "---", "-x", "--tokens.x=3", "\ud800", "--" + "x" * 5000, "-1", "💥", "--=", ""]
@@ -143,7 +143,7 @@ def unknown(rng: random.Random, place: Path, sources: Sources) -> Case:
 
 
 def devices(rng: random.Random, place: Path, sources: Sources) -> Case:
-    """Ranks, memory or GPUs that are not there."""
+    """Ranks, memory or GPUs that do not exist."""
     many, long = rng.choice(["9", "1000", "1000000"]), rng.choice(["10000000", "10000000000"])
     return Case(
         rng.choice(
@@ -195,7 +195,7 @@ def devices(rng: random.Random, place: Path, sources: Sources) -> Case:
 
 
 def train_option(rng: random.Random, place: Path, sources: Sources) -> Case:
-    """One key of a training run with a value that it cannot have, on the command line or in a file."""
+    """One key of a training run with an invalid value, on the command line or in a file."""
     section = rng.choice(sorted(SECTIONS))
     entry = rng.choice(dataclasses.fields(SECTIONS[section]))
     kind = typing.get_type_hints(SECTIONS[section])[entry.name]
@@ -264,7 +264,7 @@ def train_file(rng: random.Random, place: Path, sources: Sources) -> Case:
 
 
 def weights(rng: random.Random, place: Path, sources: Sources) -> Case:
-    """A folder that has no weights, or whose config does not match them."""
+    """A folder without weights, or with a config that does not match them."""
     folder = sources.copy(rng.choice(["model", "model", "sharded", "signed"]), place)
     how, may_pass = rng.randrange(6), False
     if how == 0:
@@ -308,7 +308,7 @@ ESSENTIAL += ["intermediate_size", "attention_bias"]
 
 
 def prompts(rng: random.Random, place: Path, sources: Sources) -> Case:
-    """Prompts, tokenizers and folders that are none, for generate."""
+    """Invalid prompts, tokenizers and folders for generate."""
     sources.copy("model", place)
     how = rng.randrange(4)
     if how == 0:
@@ -323,7 +323,7 @@ def prompts(rng: random.Random, place: Path, sources: Sources) -> Case:
 
 
 def text(rng: random.Random, place: Path, sources: Sources) -> Case:
-    """Inputs that are no text, for prepare."""
+    """Inputs for prepare that are not text."""
     kind = rng.choice(["txt", "jsonl", "jsonl", "parquet", "md", "", "exe"])
     file = place / (f"x.{kind}" if kind else "x")
     if kind == "jsonl" and rng.random() < 0.6:
@@ -362,7 +362,7 @@ ROW |= {"dtype": "float32", "ranks": 1, "status": "ok", "more": {"preset": "tiny
 
 
 def rows(rng: random.Random, place: Path, sources: Sources) -> Case:
-    """Rows of measurements that are none, for report, plan --calibrate and the sweeps that add to them."""
+    """Invalid rows of measurements for report, plan --calibrate and the sweeps that append to them."""
     folder = place / "rows"
     folder.mkdir()
     whats = ["model", "context", "collective", "attention", "study", "data", "compare", "sparse", "trainer", "train"]
@@ -395,7 +395,7 @@ def rows(rng: random.Random, place: Path, sources: Sources) -> Case:
 
 
 def table(rng: random.Random, place: Path, sources: Sources) -> Case:
-    """Devices and links that are none, and folders that cannot be made, for plan."""
+    """Invalid devices and links, and folders that cannot be created, for plan."""
     file = place / "table.toml"
     if rng.random() < 0.25:
         folder = hostile.strange_path(rng, place / "out")
@@ -423,7 +423,7 @@ KINDS += [prompts] * 3 + [text] * 4 + [rows] * 4 + [table] * 2
 
 
 def judge(case: Case, outcome: Outcome) -> str | None:
-    """What is wrong with how a command ended, if anything is."""
+    """Return what is wrong with the outcome of a command; None if nothing is."""
     lines = [line for line in outcome.err.splitlines() if line.strip()]
     if outcome.seconds > LIMIT_S:
         return f"hung for {outcome.seconds:.1f} s"

@@ -1,4 +1,5 @@
-"""A folder of checkpoints: which are kept, which one a reader finds, and what a full disk or a kill leaves."""
+"""A folder of checkpoints: which ones are kept, which one readers find, and what a full disk or a kill leaves
+behind."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def test_the_first_checkpoint_of_a_new_run_replaces_all_older_ones(tmp_path: Pat
     for step in (20, 40):
         checkpoint.write(tmp_path, tiny_state(step))
     writer = Writer(tmp_path, keep=2, anew=True)
-    for step, want in ((40, [40]), (60, [40, 60])):  # 20 is of the run before
+    for step, want in ((40, [40]), (60, [40, 60])):  # 20 belongs to the previous run
         writer.submit(tiny_state(step))
         assert writer.wait()
         assert [path.name for path in checkpoint.checkpoints(tmp_path)] == [f"step-{step:08}" for step in want]
@@ -39,7 +40,7 @@ def test_the_first_checkpoint_of_a_new_run_replaces_all_older_ones(tmp_path: Pat
 def test_a_reader_finds_the_newest_checkpoint_of_a_run_in_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a run drops while it is read is not damaged: there is a newer one."""
+    """A checkpoint that a run removes while it is read is not reported as damaged: there is a newer one."""
     checkpoint.write(tmp_path, tiny_state(2), keep=1)
     real, steps, said = checkpoint.damage, iter([4, 6]), list[str]()
 
@@ -55,7 +56,7 @@ def test_a_reader_finds_the_newest_checkpoint_of_a_run_in_training(
 
 
 def test_a_checkpoint_is_removed_in_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of one would look damaged to a reader."""
+    """A half-removed checkpoint would look damaged to a reader."""
     old, seen = checkpoint.write(tmp_path, tiny_state(2), keep=1), list[bool]()
     real = checkpoint._remove
     monkeypatch.setattr(checkpoint, "_remove", lambda path: (seen.append(old.exists()), real(path)))
@@ -71,7 +72,7 @@ def test_a_reader_does_not_touch_an_unfinished_checkpoint(tmp_path: Path) -> Non
     assert half.exists()
     checkpoint.clear_unfinished(tmp_path)
     assert not half.exists()
-    (tmp_path / "new").touch()  # who may read this may read a checkpoint
+    (tmp_path / "new").touch()  # checkpoints have the permissions of any new file
     assert {path.stat().st_mode for path in whole.iterdir()} == {(tmp_path / "new").stat().st_mode}
 
 

@@ -1,4 +1,4 @@
-"""What makes a checkpoint whole: which files its manifest must list, and which files belong together."""
+"""Complete checkpoints: the files that a manifest must list, and the files that belong together."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def write(folder: Path, step: int, shard_bytes: int = 2**30) -> Path:
     model = Llama(config, attention=lambda *_: None)
     model.initialize(step)
     path = checkpoint.write(folder, State(step, config, model.state_dict(), {}, {}, {}), keep=9)
-    if shard_bytes < 2**30:  # as a larger model is written
+    if shard_bytes < 2**30:  # as for a larger model
         for name in weight_files(path):
             (path / name).unlink()
         checkpoint.save_state(model.state_dict(), config, path, shard_bytes=shard_bytes)
@@ -31,7 +31,7 @@ def write(folder: Path, step: int, shard_bytes: int = 2**30) -> Path:
 
 
 def sign(path: Path, *left_out: str) -> None:
-    """Write a manifest that fits the files, without some of them."""
+    """Write a manifest that matches the files, without some of them."""
     write_manifest(path, (file.name for file in path.iterdir() if file.name not in ("manifest.json", *left_out)))
 
 
@@ -115,7 +115,7 @@ def test_a_file_of_another_checkpoint_is_noticed(tmp_path: Path) -> None:
 
 
 def test_checkpoints_are_in_the_order_of_their_steps(tmp_path: Path) -> None:
-    """Whatever the names' lengths: a folder that was renamed by hand, or a step of nine digits."""
+    """For names of any length: a folder that was renamed by hand, or a step of nine digits."""
     for step in (99_999_998, 99_999_999, 100_000_000, 100_000_001):
         write(tmp_path, step)
     (tmp_path / "step-99999998").rename(tmp_path / "step-099999998")
@@ -125,7 +125,7 @@ def test_checkpoints_are_in_the_order_of_their_steps(tmp_path: Path) -> None:
 
 def test_a_folder_of_another_name_is_reported_and_ignored(tmp_path: Path) -> None:
     path, said = write(tmp_path, 3), list[str]()
-    for name in ("step-\u00b2", "step-3 (copy)"):  # the first is a digit to Python, and no number
+    for name in ("step-\u00b2", "step-3 (copy)"):  # Python counts the first as a digit, but it is not a number
         shutil.copytree(path, tmp_path / name)
     assert checkpoint.newest(tmp_path, say=said.append) == path
     assert len(said) == 2

@@ -1,4 +1,4 @@
-"""`flashspan attend`: runs on CPU processes, says what it did, and knows right from wrong."""
+"""`flashspan attend` runs on CPU processes, reports what it did, and detects wrong results."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_attend_prints_output_error_time_and_memory(
     lines = re.findall(r"^ +(\d) +(\d+) +[\d.]+ +([\d.]+) +[\d.]+$", text, re.MULTILINE)
     assert [int(rank) for rank, *_ in lines] == list(range(devices))
     assert sum(int(tokens) for _, tokens, _ in lines) == 301
-    assert ("speedup" in text) == (devices > 1)  # of one device over itself it would be noise
+    assert ("speedup" in text) == (devices > 1)  # one device has no speedup to report
 
 
 def test_the_sample_is_the_same_on_any_number_of_devices(capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,7 +55,7 @@ def test_the_sample_is_the_same_on_any_number_of_devices(capsys: pytest.CaptureF
 
 
 def used_dtypes(job: Job) -> tuple[set[torch.dtype], set[torch.dtype]]:
-    """On a rank: what one device by itself computes in, and what the ranks do, in calls like those that are timed."""
+    """On a rank: the dtypes in which one device computes, and those of all ranks, in calls like the timed ones."""
     found: list[torch.dtype] = []
     flash = cpu.flash_cpu
 
@@ -76,7 +76,7 @@ def used_dtypes(job: Job) -> tuple[set[torch.dtype], set[torch.dtype]]:
 
 
 def test_one_device_and_the_ranks_compute_alike(on_ranks: Callable[..., list[Any]]) -> None:
-    """Else their speedup is that of one arithmetic over another, where a CPU has no products of bfloat16."""
+    """Otherwise, on a CPU without bfloat16 matmuls, the speedup would compare two dtypes."""
     job = Job(301, 16, "ring", "zigzag", True, 2, 1, "bfloat16", 0, "cpu")
     for alone, together in on_ranks(2, used_dtypes, job):
         assert alone
@@ -113,9 +113,9 @@ def test_too_little_memory_is_refused_before_ranks_start(monkeypatch: pytest.Mon
 
 
 def test_a_failed_allocation_on_a_rank_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program, "free_bytes", lambda _: None)  # a system that does not tell
+    monkeypatch.setattr(program, "free_bytes", lambda _: None)  # a system that does not report its memory
     with pytest.raises(ValueError, match=r"needs about \d+\.\d GiB of memory.*: lower T"):
-        attend(1, 10**13, 64)  # more than a process can address
+        attend(1, 10**13, 64)  # more than the address space of a process
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell")
@@ -132,7 +132,7 @@ def test_needed_memory_is_that_of_the_comparison(head_dim: int, heads: int, dtyp
     peak, _ = peak_of(lambda: row_error(job, whole, whole[0]), torch.device("cpu"))
     held = sum(x.nbytes for x in whole)
     assert held + peak == pytest.approx(needed_bytes(job, 1), rel=0.2)
-    assert needed_bytes(job, 1000) == 1000 * held  # all ranks draw all of the inputs
+    assert needed_bytes(job, 1000) == 1000 * held  # all ranks draw the whole inputs
 
 
 def test_peak_memory_sees_what_is_freed_again() -> None:

@@ -1,4 +1,4 @@
-"""`flashspan check`: a table of errors, a verdict, and an exit code that can be trusted."""
+"""`flashspan check` prints a table of errors and a verdict, and returns a reliable exit code."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_bad_arguments_are_refused() -> None:
     ("kind", "after"), [(signal.SIGTERM, 0.2), pytest.param(signal.SIGINT, 5.0, marks=pytest.mark.slow)]
 )
 def test_stopping_it_says_so_and_leaves_nothing_behind(kind: signal.Signals, after: float) -> None:
-    """While ranks are started, and while they work; a terminal's Ctrl-C reaches them too."""
+    """While ranks start, and while they work. A terminal's Ctrl-C also reaches the ranks."""
     command = [sys.executable, "-m", "flashspan.cli", "check", "--ranks", "2", "--tokens", "20000"]
     folder = Path(tempfile.mkdtemp(dir="/tmp"))
     environment = {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(ROOT)}

@@ -1,4 +1,4 @@
-"""`flashspan compile` fills Triton's cache with what the calls then ask for, and compiles nothing twice."""
+"""`flashspan compile` fills Triton's cache with the kernels that later calls need, and compiles nothing twice."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHAPE = "1,4,2,256,16,causal"
 
 
 def run(folder: Path, *words: str, code: str = "") -> str:
-    """What a command prints, or a program, with a cache of its own."""
+    """The output of a command, or of a program (`code`), that runs with a cache of its own."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(folder), "TRITON_INTERPRET": "0"}
     program = ["-c", code] if code else ["-m", "flashspan", *words]
     done = subprocess.run([sys.executable, *program], env=environment, capture_output=True, text=True, timeout=110)
@@ -32,7 +32,7 @@ def run(folder: Path, *words: str, code: str = "") -> str:
 
 
 def counts(text: str) -> tuple[int, int]:
-    """Kernels compiled and kernels found."""
+    """The numbers of kernels compiled and of kernels found in the cache."""
     found = re.search(r"(\d+) kernels compiled in [\d.]+ s, (\d+) were there", text)
     assert found is not None, text
     return int(found[1]), int(found[2])
@@ -99,7 +99,7 @@ def test_an_older_gpu_gets_the_portable_kernels() -> None:
 @pytest.mark.gpu
 @pytest.mark.alone
 def test_the_first_call_of_both_passes_takes_ten_seconds(tmp_path: Path) -> None:
-    """With an empty cache, after the import of PyTorch: forward and backward compile at the same time."""
+    """With an empty cache and PyTorch imported. Forward and backward compile at the same time."""
     text = run(
         tmp_path,
         code="""

@@ -1,4 +1,4 @@
-"""`flashspan check --preflight`: it names what is wrong or slow, and nothing else."""
+"""`flashspan check --preflight` reports wrong or slow parts of a cluster, and nothing else."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_the_planner_s_expectation_applies_to_unshared_gpus() -> None:
 
 
 def test_only_the_slow_link_remains_from_the_times_of_nccl() -> None:
-    # Round a ring of four, 2 -> 3 is slow: NCCL has one answer for what a rank sends and receives.
+    # In a ring of four, 2 -> 3 is slow. NCCL gives one time for what a rank sends and receives.
     times = {0: 1.0, 1: 1.0, 2: 9.0, 3: 9.0}
     ends = [End(r, (r + 1) % 4, 0, 1, sent=times[r]) for r in range(4)]
     ends += [End((r - 1) % 4, r, 0, 1, received=times[r]) for r in range(4)]
@@ -214,7 +214,7 @@ def test_a_link_that_changes_a_byte_is_found(on_ranks: OnRanks) -> None:
 
 
 def measured(job: Job, broken: int | None = None) -> Report:
-    """A preflight on small messages, of which one rank's kernels may be wrong."""
+    """The report of a preflight with small messages, in which one rank's kernels may be wrong (`broken`)."""
 
     def forward(self: Chosen, *tensors: Any, **rest: Any) -> Carry:
         out, lse = right(self, *tensors, **rest)

@@ -1,4 +1,4 @@
-"""Profiles: ranges on every part, a summary that answers, memory over time on the CPU too."""
+"""Profiles have ranges on every part, a summary, and memory over time, on the CPU too."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flashspan.commands.profile import residual_mib
 
 
 def test_the_profiler_is_quiet_in_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also in ranks, and under `flashspan bench cpu-ring`: it reads this when it first starts."""
+    """Also in ranks, and in `flashspan bench cpu-ring`. The profiler reads the variable when it first starts."""
     monkeypatch.delenv("KINETO_LOG_LEVEL", raising=False)
     trace.profiled(torch.device("cpu"))
     assert os.environ["KINETO_LOG_LEVEL"] == "99"
@@ -98,7 +98,7 @@ def test_attention_in_parts_is_attention() -> None:
 
 
 def test_ranges_do_not_break_compiled_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranges, "_has_nvtx", lambda: True)  # as on a GPU: NVTX cannot be in a graph
+    monkeypatch.setattr(ranges, "_has_nvtx", lambda: True)  # as on a GPU: a graph cannot contain NVTX
     q = torch.randn(1, 2, 5, 8)
     compiled = torch.compile(ranges.in_parts, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(q, q, q, causal=True), attention(q, q, q, causal=True))
@@ -119,7 +119,7 @@ def test_the_name_of_a_kernel_says_what_it_computes() -> None:
         "aten::_softmax": "other",
     }
     assert {name: trace.Kernel(name, 1.0, 1).kind for name in kinds} == kinds
-    # Every kernel there is: those of masks, a loss's slopes, an optimizer's step and tokens are no attention.
+    # All kernels: those of masks, loss gradients, the optimizer's step and tokens are not attention.
     sources = [path.read_text() for path in Path(kernels.__path__[0]).rglob("*.py")]
     jitted = re.compile(r"^@(?:triton|gluon)\.jit(?:\([^)]*\))?\ndef (\w+_kernel)\(", re.MULTILINE)
     ours = {name for source in sources for name in jitted.findall(source)}

@@ -1,4 +1,4 @@
-"""Cases of distributed tests as values, the function that ranks run them with, and the float64 reference."""
+"""Cases of distributed tests as values, the function with which ranks run them, and the float64 reference."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ class Case:
     batch: int = 2
     dtype: torch.dtype = torch.float32
     dropout: float = 0.0
-    sharpness: float = 1.0  # the scale, times sqrt(D)
+    sharpness: float = 1.0  # the scale times sqrt(D)
     seed: int = 0
     device: str = "cpu"
-    network: str | None = None  # the backend of its groups; None is the world's
+    network: str | None = None  # the backend of the case's groups; None means the world's
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -94,7 +94,7 @@ class Case:
 
 @cache
 def group_of(num_ranks: int, name: str = "", network: str | None = None) -> dist.ProcessGroup | None:
-    """The *last* ranks of the world as a group, whose global ranks are therefore not its own."""
+    """The *last* ranks of the world as a group, so that ranks in the group differ from global ranks."""
     world = dist.get_world_size()
     return new_group(list(range(world - num_ranks, world)), network)
 
@@ -121,7 +121,7 @@ def mesh_of(num_ranks: int, network: str | None = None) -> DeviceMesh | None:
 
 
 def attention_of(case: Case, **more: Any) -> ContextAttention | None:
-    """The case's attention, on its ranks; None elsewhere (where groups are still made: making them is collective)."""
+    """The case's attention, on its ranks; None on other ranks, which take part in creating the groups, a collective."""
     network = case.network
     group: Any = mesh_of(case.ranks, network) if case.strategy == "hybrid" else group_of(case.ranks, "", network)
     slow = group_of(case.ranks, "slow", network) if case.options.get("two_groups") else None
@@ -137,8 +137,8 @@ def attention_of(case: Case, **more: Any) -> ContextAttention | None:
 
 
 def run_cases(cases: list[Case]) -> list[Any]:
-    """On a rank: for each case this rank's (out, lse, dq, dk, dv) as float64 numpy, or None. Cases that differ in their
-    inputs only are calls of one attention."""
+    """On a rank: for each case this rank's (out, lse, dq, dk, dv) as float64 numpy, or None. Cases that differ only in
+    their inputs are calls of one attention."""
     results: list[Any] = []
     made: dict[str, ContextAttention | None] = {}
     for case in cases:
@@ -171,7 +171,7 @@ def truth(case: Case) -> promise.Answer:
 
 
 def join(case: Case, answers: list[Any]) -> list[Tensor]:
-    """The whole tensors from the ranks' results of a case."""
+    """The whole tensors of a case, joined from the ranks' results."""
     placement = place(case.layout, case.T, case.ranks)
     if case.strategy == "hybrid":
         placement = deal(place(case.layout, case.T, case.ranks // 2), 2)
@@ -199,5 +199,5 @@ def errors(case: Case, answers: list[Any]) -> list[float]:
 
 
 def ratios(case: Case, answers: list[Any]) -> dict[str, float]:
-    """The error of each result over its promised bound."""
+    """The error of each result divided by its promised bound."""
     return truth(case).ratios(case.dtype, **dict(zip(RESULTS, join(case, answers), strict=True)))

@@ -17,7 +17,7 @@ from flashspan.context.peer_memory import CudaPeerMemory
 from flashspan.context.shared_memory import COMPUTE, HostPeerMemory
 
 LONGEST = 0.003  # seconds of one delay
-CYCLES = 1.8e9  # of a GPU in a second, about
+CYCLES = 1.8e9  # of a GPU per second, about
 
 
 class Disturbed:

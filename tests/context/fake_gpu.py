@@ -79,7 +79,7 @@ def fake_gpu() -> Iterator[Stream]:
     def make(group: Any, *arguments: Any) -> peer_memory.CudaPeerMemory:
         numbers = arguments[:3]
         memory = peer_memory.CudaPeerMemory(group, torch.device("cpu"), *numbers, lambda: 0)
-        memory._finalizer.detach()  # its functions are the real ones by then
+        memory._finalizer.detach()  # it would call the real functions, which are restored by then
         made.append(memory)
         return memory
 

@@ -3,16 +3,16 @@
     nccl_like.register()                                       # on every rank
     group = dist.new_group(ranks, backend="nccl_like")
 
-- What is posted between `_start_coalescing` and `_end_coalescing` is one batch, with one work for all of it. A send or
-  a receive outside of a batch is refused: NCCL would open another communicator for the pair.
-- Batches and collectives of a group run on one thread, in the order of the calls: each begins when the one before has
-  ended. A batch ends when each of its messages has arrived; a message moves when both of its batches have begun.
+- Operations posted between `_start_coalescing` and `_end_coalescing` are one batch, with one work for all of them. A
+  send or a receive outside of a batch is refused: NCCL would open another communicator for the pair.
+- Batches and collectives of a group run on one thread, in the order of the calls: each begins when the previous one
+  has ended. A batch ends when each of its messages has arrived; a message moves when both of its batches have begun.
 - There are no tags: the n-th receive from a peer takes the peer's n-th send.
 - The first call on a group is a collective of all its ranks, which on NCCL connects them.
 
-Where NCCL would hang or give wrong data, there is an error: for ends of different sizes, for a message whose other end
-does not come within the timeout, for a buffer that is written to between the post and the wait. After an error all that
-follows on the group fails. Buffers to be received into hold NaN until the message arrives.
+Cases in which NCCL would hang or give wrong data are errors: ends of different sizes, a message whose other end does
+not come within the timeout, a buffer that is written to between the post and the wait. After an error, all later calls
+on the group fail. Receive buffers contain NaN until the message arrives.
 
 With `NcclLike.seed`, batches and messages are delayed at random, by the same times for the same seed.
 """
@@ -49,8 +49,8 @@ _batch_isend_irecv = dist.batch_isend_irecv
 
 
 def batch_isend_irecv(ops: list[dist.P2POp]) -> list[dist.Work]:
-    """torch's own, but for one line: it makes one batch of the operations only if `type(group) is ProcessGroup`, and a
-    group that is written in Python is a subclass."""
+    """torch's function without a check: torch makes one batch of the operations only if `type(group) is ProcessGroup`,
+    but a group that is written in Python is a subclass."""
     group = ops[0].group
     if not isinstance(group, NcclLike):
         return _batch_isend_irecv(ops)  # type: ignore[no-any-return]
@@ -95,14 +95,14 @@ class Message:
 
 
 class NcclLike(dist.ProcessGroup):  # type: ignore[misc]
-    """See above."""
+    """The process group; see the module's docstring."""
 
     seed: ClassVar[int | None] = None
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self.timeout = timeout
-        self.batches: list[list[Message]] = []  # all there were
+        self.batches: list[list[Message]] = []  # all batches so far
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
         self._batch: list[Message] | None = None
         self._counts: Counter[tuple[int, int]] = Counter()
@@ -196,7 +196,7 @@ class NcclLike(dist.ProcessGroup):  # type: ignore[misc]
         theirs = [torch.zeros_like(size) for size in sizes]
         greetings = []
         for (m, peer, mine, other), size, answer in zip(sides, sizes, theirs, strict=True):
-            # A message uses three gloo tags; the first two are for the sizes on both ranks.
+            # A message uses three gloo tags; the first two send the sizes of both ranks.
             greetings.append(self._gloo.send([size], peer, 3 * m.count + mine))
             greetings.append(self._gloo.recv([answer], peer, 3 * m.count + other))
         deadline = time.monotonic() + self.timeout.total_seconds()

@@ -20,7 +20,7 @@ OnRanks = Callable[..., list[Any]]
 
 
 def differentiate_twice(strategy: str) -> list[str] | None:
-    """On a rank: the errors for second derivatives by q, k, v and dout, which all have another path to the loss."""
+    """On a rank: the errors for second derivatives by q, k, v and dout, all of which have another path to the loss."""
     attend = attention_of(Case(4, strategy))
     if attend is None:
         return None
@@ -50,7 +50,7 @@ def test_a_second_derivative_is_refused_and_not_forgotten(on_ranks: OnRanks, str
 
 
 def kept_for_second_derivatives() -> list[int]:
-    """On a rank: the bytes of what is saved only to refuse second derivatives."""
+    """On a rank: the bytes of the tensors that are saved only to refuse second derivatives."""
     q, k, v = (torch.randn(1, 2, 9, 8, requires_grad=True) for _ in range(3))
     out = context_parallel(dist.group.WORLD)(q, k, v)
     return [x.untyped_storage().nbytes() for x in out.grad_fn.saved_tensors[:3]]
@@ -104,7 +104,7 @@ def test_a_changed_mask_is_refused_in_recomputation(context_fn: Any) -> None:
     mask, other = documents([4, 5]), documents([3, 6])
     attend = context_parallel(None)
     out = checkpoint(lambda x: attend(x, x, x, mask=mask), q, use_reentrant=False, context_fn=context_fn)
-    attend(q, q, q, mask=other)  # so that the first is checked a second time
+    attend(q, q, q, mask=other)  # so that the first mask is not the last one that was checked
     mask.pack()[2][0].add_(0)
     with pytest.raises(RuntimeError, match="a mask must not change"):
         out.sum().backward()

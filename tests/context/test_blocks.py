@@ -1,4 +1,4 @@
-"""Block maps across ranks: only visible tiles are computed, only visible keys are sent, work can be balanced."""
+"""Block maps across ranks: only visible tiles are computed, only visible keys are sent, and work can be balanced."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LONG = 700
 
 
 def holes(*shape: int) -> Blocks:
-    """Random pairs with a range of hidden keys, and this number of maps for batch and heads."""
+    """Random pairs with a range of hidden keys; `shape` is the number of maps of the batch and of the heads."""
     visible = torch.rand(*shape, T, T, generator=torch.Generator().manual_seed(5)) < 0.1
     visible[..., 60:90] = False
     visible[..., 100:120, :] = False
@@ -118,7 +118,7 @@ def test_the_proof_notices_a_gap_that_is_sent_and_a_block_that_is_not(strategy: 
 
 
 def test_halves_count_every_map() -> None:
-    """A part that is visible in all maps counts once for each: the two halves of helper add up."""
+    """A part that is visible in all maps counts once for each map, so the two halves of helper add up."""
     mask = Blocks.from_dense(torch.ones(3, 20, 20, dtype=torch.bool))
     visibility = Visibility(place("contiguous", 20, 2), mask)
     assert visibility.box(1, 0, range(4)).pairs == 3 * 4 * 10
@@ -191,12 +191,12 @@ def test_bytes_fall_with_the_mask() -> None:
             visibility = Visibility(place("contiguous", n, 8), mask)
             sent[name, strategy.__name__] = sum(bytes_sent(strategy(visibility), shape))
     for strategy in ("ring", "gather"):
-        assert sent["documents", strategy] == 0  # every document lives on one rank
+        assert sent["documents", strategy] == 0  # every document is on one rank
         assert sent["streaming", strategy] < 0.15 * sent["everything", strategy]
-    # 4 sinks for each rank without them, 511 keys for each but the first rank. The second rank receives both from the
-    # first: the rows from the first to the last, without the three blocks of 128 between them.
+    # Each rank without the 4 sinks receives them, and each but the first rank receives 511 keys. The second rank
+    # receives both from the first: the rows from the first to the last, except the three blocks of 128 between them.
     assert sent["streaming", "gather"] == 2 * 8 * 64 * 2 * (6 * 511 + 6 * 4 + 1024 - 3 * 128)
-    # Each block of queries sees 3 of 64 blocks of keys: each rank receives those of them (7/8) that other ranks have.
+    # Each block of queries sees 3 of 64 blocks of keys. A rank receives those that other ranks have, 7/8 of them.
     chosen = dense(mask := patterns.random_blocks(n, 3 / 64), n, n)[::128, ::128].view(8, 8, 8, 8).any(1)
     blocks = sum(int(chosen[q, k].sum()) for q in range(8) for k in range(8) if q != k)
     visibility = Visibility(place("contiguous", n, 8), mask)

@@ -1,4 +1,4 @@
-"""A rank that dies is noticed at once by ranks that copy, not at the timeout."""
+"""Ranks that copy detect a dead rank at once, not at the timeout."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TIMEOUT = 60.0
 
 
 def lose_a_peer(rank: int, folder: str, parent: int, pipe: Connection) -> None:
-    """In a process: the second rank is killed after a call; the first sends the error of its next call and its time."""
+    """In a process: the second rank is killed after a call. The first sends the error of its next call and the time."""
     die_with(parent)
     use_loopback()
     torch.set_num_threads(1)

@@ -74,7 +74,7 @@ def relative(mine: Tensor, exact: Tensor) -> float:
     ],
 )
 def test_many_ranks_are_as_exact_as_one(name: str, many_ranks: int) -> None:
-    """float32: forward <= 1e-5 and gradients <= 1e-4, and within 1.5x of one rank's error."""
+    """In float32: forward <= 1e-5 and gradients <= 1e-4, and within 1.5x of one rank's error."""
     xs, mask = make(300), CAUSAL
     exact = one_device(mask, xs)
     found = {}
@@ -90,14 +90,14 @@ def test_many_ranks_are_as_exact_as_one(name: str, many_ranks: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "mask"),
-    [  # in CI, strategies with their own order of tiles, and the most used of the others
+    [  # in CI: strategies with their own order of tiles, and the most used of the others
         pytest.param(name, mask, marks=() if name in ("ring", "helper") or "causal" in mask else pytest.mark.slow)
         for name in sorted(generators.GENERATORS)
         for mask in MASKS
     ],
 )
 def test_any_mask_over_simulated_ranks(name: str, mask: str) -> None:
-    """The bytes sent are those of the schedule, too."""
+    """Also, the bytes sent are those of the schedule."""
     xs = make(53)
     for layout in LAYOUTS:
         visibility = Visibility(place(layout, 53, 6), make_mask(mask, 53))
@@ -135,7 +135,7 @@ def test_buffers_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", sorted(generators.GENERATORS))
 def test_a_buffer_in_the_pool_is_not_in_use(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A buffer in the pool is not in use: overwriting it there changes no result."""
+    """So overwriting it in the pool changes no result."""
     put = BufferPool.put
 
     def ruin(pool: BufferPool, buffer: Tensor) -> None:
@@ -173,7 +173,7 @@ def test_one_rank_is_one_call() -> None:
 
 
 def test_one_launch_per_step_whatever_the_layout() -> None:
-    """A rank computes each step's tile in one call, and off the diagonal of a zigzag ring nothing is masked."""
+    """A rank computes each step's tile in one call. Off the diagonal of a zigzag ring, nothing is masked."""
     visibility = Visibility(place("zigzag", 64, 4), CAUSAL)
     schedule = generators.ring(visibility)
     plan = Plan(visibility.placement, visibility.mask, schedule)
@@ -239,7 +239,7 @@ def test_nan_in_hidden_keys_reaches_no_result() -> None:
 
 
 def test_merging_is_exact_and_survives_empty_rows() -> None:
-    """Rows with keys on neither side, on one side, and on both."""
+    """For rows with keys in neither part, in one part, and in both."""
     T, D = 4, 8
     q, k, v = (torch.randn(1, 1, n, D, dtype=torch.float64) for n in (T, 6, 6))
     blank = Carry(torch.zeros(1, 1, T, D).double(), torch.full((1, 1, T), -torch.inf).double())

@@ -1,4 +1,4 @@
-"""Errors are raised on every rank in time: for different calls before any transfer, for a lost rank by the timeout."""
+"""Errors are raised on every rank in time: for different calls before any transfer, for a lost rank at the timeout."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def disagree(kind: str) -> str | None:
         options["mask"] = torch.ones(3 if odd else 1, 1, 24, 24, dtype=torch.bool)
     if kind == "window kind":
         options["window"] = [[3], [3]] if odd else 3
-    if kind == "backend":  # every rank sees its own tokens; only the last would notice that its tile is a list of tiles
+    if kind == "backend":  # every rank sees its own tokens; only on the last one is the tile a block map
         owner = attend.placement(24).unshard([torch.full((6,), rank) for rank in range(4)], 0)
         seen = (owner[:, None] == owner) & ((owner < 3) | torch.ones(24, 24).tril().bool())
         options = {"mask": Blocks.from_dense(seen)}
@@ -102,7 +102,7 @@ EXPECTED = {
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", sorted(EXPECTED))
 def test_ranks_that_disagree_get_the_same_error(on_ranks: OnRanks, kind: str) -> None:
-    on_ranks(os.getpid)  # the ranks are up before the clock starts
+    on_ranks(os.getpid)  # start the ranks before the clock
     started = time.monotonic()
     messages = on_ranks(disagree, kind)[4:]
     assert len(set(messages)) == 1
@@ -160,7 +160,7 @@ def halves_that_overlap(num_tokens: int, num_ranks: int) -> Placement:
 
 
 def deal_wrongly() -> str | None:
-    """On a rank: the error for a layout with the right number of tokens, but some of them twice."""
+    """On a rank: the error for a layout with the right number of tokens that assigns some of them twice."""
     attend = attention_of(Case(2, layout=halves_that_overlap), num_tokens=200, timeout=10.0)
     if attend is None:
         return None
@@ -176,7 +176,7 @@ def test_a_layout_that_deals_tokens_twice_is_refused_on_all_ranks(on_ranks: OnRa
 
 
 def intersect_in_two_ways() -> float | None:
-    """On a rank: the difference from one device if ranks make the same mask, with empty rows, in two ways."""
+    """On a rank: the difference from one device if ranks build the same mask, with empty rows, in two ways."""
     attend = attention_of(Case(2), timeout=10.0)
     if attend is None:
         return None
@@ -193,7 +193,7 @@ def test_ranks_agree_on_a_mask_however_it_was_made(on_ranks: OnRanks) -> None:
 
 
 def calls_of_many_lengths(num_tokens: int | None) -> list[int] | None:
-    """On a rank: T = 7 and 8 give rank 0 of a contiguous layout on 4 ranks the same shard size."""
+    """On a rank: calls of several lengths. T = 7 and 8 give rank 0 (contiguous, 4 ranks) the same shard size."""
     attend = attention_of(Case(4, layout="contiguous"), num_tokens=num_tokens)
     if attend is None:
         return None
@@ -275,7 +275,7 @@ def distance(mine: Any, exact: Any) -> float:
 
 
 def leave_out(what: str, strategy: str) -> list[str]:
-    """On a rank: the errors of three steps, in which rank 1 skips a backward, or fails in the middle of one."""
+    """On a rank: the errors of three steps. In one of them rank 1 skips backward, or fails in the middle of it."""
     attend = context_parallel(dist.group.WORLD, strategy=strategy, num_tokens=36, timeout=1.0)
     said = []
     for number in range(3):
@@ -292,7 +292,7 @@ def leave_out(what: str, strategy: str) -> list[str]:
             if number == 1 and attend.rank == 1:
                 if what == "leaves out":
                     continue
-                attend.outer.begin("this")  # and never ends
+                attend.outer.begin("this")  # without an end
             out.backward(attend.shard(dout, 2))
             if any(distance(x.grad, attend.shard(y.grad, 2)) > 1e-4 for x, y in zip(xs, right, strict=True)):
                 said.append("wrong numbers")
@@ -305,7 +305,7 @@ def leave_out(what: str, strategy: str) -> list[str]:
 @pytest.mark.parametrize("strategy", ["ring", "gather", "ulysses"])
 @pytest.mark.parametrize("what", ["leaves out", "breaks off"])
 def test_a_rank_that_skips_a_pass_gives_no_rank_wrong_numbers(what: str, strategy: str) -> None:
-    """Its next pass has the same sizes as the others' last one, and must not match it."""
+    """The rank's next pass has the same sizes as the last pass of the others, and must not match it."""
     if (what, strategy) == ("breaks off", "ulysses"):
         pytest.skip("it uses no outer transport")
     with Ranks(2, threads=1, timeout=20) as ranks:
@@ -317,7 +317,7 @@ def test_a_rank_that_skips_a_pass_gives_no_rank_wrong_numbers(what: str, strateg
 
 
 def call_otherwise(strategy: str) -> str:
-    """On a rank: after calls with two masks, rank 1 uses the other mask. The error."""
+    """On a rank: the error if, after calls with two masks, rank 1 uses the other mask."""
     attend = context_parallel(dist.group.WORLD, layout="contiguous", strategy=strategy, num_tokens=8, timeout=0.5)
     x = torch.randn(1, 2, 4, 8)
     known = [documents([3, 5]), documents([2, 6])]
@@ -347,7 +347,7 @@ def test_an_attention_over_no_group_takes_what_one_device_takes() -> None:
 
 
 def lose_a_rank(how: str, strategy: str) -> tuple[float, str]:
-    """On a rank: attention twice; before the second call, rank 2 dies or stalls. The others' error and its time."""
+    """On a rank: two calls of attention; before the second, rank 2 dies or stalls. Returns the time and the error."""
     attend = context_parallel(dist.group.WORLD, strategy=strategy, num_tokens=64, timeout=1.5)
     x = attend.shard(torch.randn(1, 4, 64, 8), 2)
     attend(x, x, x, causal=True)
@@ -397,7 +397,7 @@ def test_heads_come_in_whole_chunks(chunks: Any) -> None:
 
 
 def _over(ranks: list[list[int]]) -> str | float:
-    """Hybrid over a mesh with this order: its error, or the difference of its output from one rank's."""
+    """The error of hybrid over a mesh with this order of ranks, or the difference of its output from one rank's."""
     mesh = DeviceMesh("cpu", ranks)
     try:
         attend = context_parallel(mesh, strategy="hybrid", layout="contiguous")
@@ -475,7 +475,7 @@ def test_without_a_group_it_is_one_rank() -> None:
 
 
 def place_by_rank(num_tokens: int, num_ranks: int) -> Placement:
-    """Another placement on each rank, with parts of one size."""
+    """A layout that differs between ranks, with parts of equal size."""
     halves = [(range(num_tokens // 2),), (range(num_tokens // 2, num_tokens),)]
     return Placement(num_tokens, tuple(halves[:: -1 if dist.get_rank() else 1]))
 

@@ -51,7 +51,7 @@ def on_gpu() -> Any:
 def make_case(ranks: int, strategy: str, layout: str, mask: str, dtype: torch.dtype, **more: Any) -> Case:
     drop = 0.2 if mask == "dropout" else 0.0
     mask = "causal" if mask == "dropout" else mask
-    options = {"timeout": 250.0} | more.pop("options", {})  # a rank may compile a kernel that other ranks do not need
+    options = {"timeout": 250.0} | more.pop("options", {})  # one rank may compile a kernel that the others do not need
     sizes = {"T": 203, "heads": 4, "kv_heads": 2, "D": 64, "batch": 1} | more
     return Case(ranks, strategy, layout, mask, dtype=dtype, dropout=drop, device="cuda", options=options, **sizes)  # type: ignore[arg-type]
 
@@ -91,7 +91,8 @@ def test_every_strategy_layout_and_mask(on_gpu: OnGpu, ranks: int, dtype: torch.
 
 
 def run_disturbed(cases: list[Case], seeds: list[int]) -> tuple[int, int]:
-    """On a rank: the cases without, then with the delays of each seed: numbers of different results and of delays."""
+    """On a rank: run the cases without, then with the delays of each seed. Returns the numbers of different results and
+    of delays."""
     quiet = run_cases(cases)
     differing = delays = 0
     for seed in seeds:

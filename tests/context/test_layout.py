@@ -145,7 +145,7 @@ def test_a_layout_does_not_keep_the_mask_it_was_made_from() -> None:
 
 
 def test_assignment_without_a_limit_must_be_worth_the_memory() -> None:
-    """For this map it would gain 3 %, with the others at 1.06 times the mean."""
+    """For this map it would gain 3 %, and the other assignments are at 1.06 times the mean."""
     visits = torch.tensor([1, 1, 15, 12, 1, 11, 1, 1, 12, 13, 5, 1, 9, 1, 1])
     mask = Blocks.from_coarse(torch.arange(15) < visits[:, None], 960, 960, size=64, block=64)
     placement = place(balanced(mask), 960, 3)

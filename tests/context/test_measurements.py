@@ -1,4 +1,4 @@
-"""The scripts that measure rings run, and their references give the same results."""
+"""The scripts that measure rings run, and agree with their references."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_rank_holds_little_more_than_its_share() -> None:
         answers = ranks.run(compare, 8192, 8, 64, 2, None, timeout=600)
     tensor = 8192 * 8 * 64 * 4 / 4 / 2**20
     peaks = [answer["peaks"][0] for answer in answers]
-    # q, k, v and dout are held before the peak is watched.
+    # q, k, v and dout exist before the peak is measured.
     assert max(peaks) + 4 * tensor <= 1.3 * 8 * tensor + 4 * tensor
 
 
@@ -45,7 +45,7 @@ def test_all_ranks_of_a_ring_can_be_timed_on_one_device(strategy: str) -> None:
 
 @pytest.mark.parametrize("carried", [False, True])
 def test_one_step_of_a_ring_can_be_timed(carried: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step continues one carry in float32 and adds; a plain call does neither."""
+    """A step of a ring continues a float32 carry and accumulates gradients; a plain call does neither."""
     seen: list[tuple[bool, torch.dtype]] = []
     forward, backward = Stopwatch.forward, Stopwatch.backward
 
@@ -66,7 +66,7 @@ def test_one_step_of_a_ring_can_be_timed(carried: bool, monkeypatch: pytest.Monk
 
 
 def test_what_is_compared_runs_in_turn_and_counts_by_its_median() -> None:
-    """Each once to warm up, then a, b, a, b: a slow moment must not affect only one of them."""
+    """First one warm-up call of each, then a, b, a, b, so that a slow moment does not affect only one of them."""
     order: list[str] = []
     times = {"a": iter([90.0, 1.0, 2.0, 50.0]), "b": iter([90.0, 3.0, 70.0, 4.0])}
 

@@ -1,4 +1,4 @@
-"""Every strategy runs on a process group with NCCL's rules, and posts the batches of its proof."""
+"""Every strategy runs on a process group with NCCL's rules, and posts the batches that the proof assumes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def check(on_ranks: OnRanks, cases: list[Case], seed: int) -> None:
 
 
 def nccl(ranks: int, strategy: str, layout: str = "zigzag", mask: str = "causal", **rest: Any) -> list[Case]:
-    """The case, with and without a second group if one may be used."""
+    """The case with one group and, if the strategy may use a second group, with two."""
     options = rest.pop("options", {})
     made = [Case(ranks, strategy, layout, mask, network=NAME, options=options, **rest)]
     if strategy == "double_ring":
@@ -97,7 +97,7 @@ SCHEDULED = [case for strategy in ("ring", "double_ring", "gather", "helper", "h
 
 
 def compare_posts(cases: list[Case]) -> list[str]:
-    """On a rank: the cases whose batches differ from those of the proof."""
+    """On a rank: the cases whose batches differ from those that the proof assumes."""
     wrong = []
     for case in cases:
         attend = attention_of(case)
@@ -157,12 +157,12 @@ def post_in_another_order(me: int) -> str:
 
 
 def test_a_rank_that_posts_in_another_order_is_found(on_four: OnRanks) -> None:
-    """A step's keys and queries for one rank would be swapped."""
+    """The keys and queries of a step would be swapped on one rank."""
     said = on_four(call, post_in_another_order)
     assert all(f"bytes on rank {rank} and" in said[rank] for rank in range(2)), said
 
 
-# The process group itself: without its rules, the tests above would prove little.
+# The process group itself: if it did not enforce NCCL's rules, the tests above would prove little.
 
 
 def fresh(timeout: float = 20.0, num_ranks: int = 4) -> Any:
@@ -201,7 +201,7 @@ def full(value: int, size: int = 4) -> torch.Tensor:
 
 
 def pair_in_order(me: int) -> Any:
-    """Rank 0 sends 1 then 2 to rank 1, with tags in the other order."""
+    """Rank 0 sends 1, then 2 to rank 1, with tags in the opposite order."""
     group = fresh()
     if me > 1:
         return [], "", []
@@ -230,7 +230,7 @@ def no_receive(me: int) -> Any:
 
 
 def a_circle(me: int) -> Any:
-    """Ranks in a ring, each with its two batches in a different order."""
+    """Ranks in a ring whose batches wait for each other in a circle."""
     group = fresh(0.5)
     works = batch(group, (me, (me + 1) % 4, full(0))) + batch(group, ((me - 1) % 4, me, full(0)))
     return outcome(works)
@@ -311,7 +311,7 @@ def test_an_order_that_hangs_or_fails_on_nccl_is_an_error(on_four: OnRanks) -> N
 
 
 def test_small_collectives_live_where_the_group_serves(on_four: OnRanks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the devices of its config: a group made without a backend has the backend "undefined", on GPUs too."""
+    """The device comes from the group's config: without a chosen backend, the backend is "undefined", even on GPUs."""
     assert on_four(call, serves_small_collectives) == [[[0], [1], [2], [3]]] * 4
     transport = transports.GroupTransport(None)
     assert transport.device.type == "cpu"

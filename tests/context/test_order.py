@@ -1,4 +1,4 @@
-"""NCCL can run every strategy; programs that it cannot run are detected, with the reason."""
+"""NCCL can run every strategy. Programs that it cannot run are detected, with the reason."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_a_cycle_over_two_communicators_is_found() -> None:
     ]
     with pytest.raises(ScheduleError, match="cycle"):
         prove(one)
-    # Without the waits in between, two communicators may run in any order; one may not.
+    # Without the waits in between, batches on two communicators may run in any order, but not those on one.
     for group in ("slow", "group"):
         two = [
             stages(((), on(0, keys)), ((), on(0, sums, group=group)), ([keys, sums], ())),
@@ -189,9 +189,9 @@ def test_the_proof_of_a_schedule_includes_the_order() -> None:
 
 
 def can_run(programs: Programs) -> bool:
-    """Whether these programs, whose order matches, end under NCCL's rules: by running them.
+    """Whether these programs, whose order matches, end under NCCL's rules. Decided by running them.
 
-    The order in which batches end does not matter: an event that is possible now stays possible.
+    The order in which batches end does not matter, because an event that is possible now stays possible.
     """
     queues: dict[tuple[int, str], list[Batch]] = defaultdict(list)
     places, ended = [0] * len(programs), set()
@@ -219,7 +219,7 @@ def can_run(programs: Programs) -> bool:
 
 @st.composite
 def any_programs(draw: st.DrawFn) -> Programs:
-    """Up to 4 ranks with up to 8 messages in any batches and steps, on two communicators."""
+    """Programs of up to 4 ranks with up to 8 messages in any batches and steps, on two communicators."""
     num_ranks = draw(st.integers(2, 4))
     made: Programs = [[] for _ in range(num_ranks)]
     posted: list[list[Endpoints]] = [[] for _ in range(num_ranks)]

@@ -99,7 +99,7 @@ def test_an_error_raised_in_another_thread_reaches_it() -> None:
 
 
 def test_a_wait_that_exceeds_the_timeout_is_released_and_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The watchdog reads numbers that lanes write: here the test writes them instead of a lane."""
+    """The watchdog reads numbers that lanes write. Here the test writes them."""
     monkeypatch.setattr(watchdogs, "POLL", 0.01)
     words = [np.zeros(Watchdog.num_words(4), dtype=np.uint32) for _ in range(3)]
     flags, marks = words[1][:4], words[1][4:-1]
@@ -113,7 +113,7 @@ def test_a_wait_that_exceeds_the_timeout_is_released_and_raised(monkeypatch: pyt
         marks[LANES.index(COMPUTE)] = first
         time.sleep(0.2)
         marks[LANES.index(COMPUTE)] = first + 1
-        time.sleep(0.2)  # busy with other work: the time of the wait has not begun
+        time.sleep(0.2)  # the lane has other work: the time of the wait has not begun
         marks[LANES.index(COMPUTE)] = second
         try:
             time.sleep(0.2)

@@ -21,7 +21,7 @@ OnRanks = Callable[..., list[Any]]
 LENGTHS = (0, 1, 2, 5, 8, 17, 33, 64, 97, 128, 200)
 HEADS = ((1, 1), (2, 1), (4, 2), (4, 4), (6, 3), (5, 1), (8, 2), (6, 2))
 DTYPES = (torch.float32, torch.float32, torch.float16, torch.bfloat16, torch.float64)
-BATCH = 20  # calls of the ranks per answer
+BATCH = 20  # number of calls that ranks make before they answer
 
 
 def draw(seed: int) -> Case:
@@ -53,7 +53,7 @@ def draw(seed: int) -> Case:
 
 
 def search(on_ranks: OnRanks, first: int, count: int) -> None:
-    """This many calls from a seed. Prints the worst, and fails with all that exceed their bound."""
+    """Make this many random calls. Print the worst one, and fail with all that exceed their bound."""
     worst: dict[tuple[str, str], tuple[float, int]] = {}
     sizes: Counter[int] = Counter()
     broken = []

@@ -32,7 +32,7 @@ T, H, D, LAYERS = 40, 4, 8, 3
 
 
 def network(attend: ContextAttention, x: Tensor, mode: str) -> Tensor:
-    """A small residual network, each layer checkpointed in some way."""
+    """A small residual network. `mode` chooses how each layer is checkpointed."""
 
     def layer(x: Tensor, weight: Tensor) -> Tensor:
         q, k, v = (torch.tanh(x @ weight[i]) for i in range(3))
@@ -85,7 +85,7 @@ def test_attention_is_not_run_twice(on_ranks: OnRanks, strategy: str) -> None:
         assert torch.equal(torch.from_numpy(none[3]), torch.from_numpy(kept[3]))
         if strategy != "hybrid":
             assert kept[2] == none[2] < plain[2]
-        else:  # the all-to-all of q, k and v is repeated; that of out and the ring are not
+        else:  # the all-to-all of q, k and v is repeated; those of out and the ring are not
             assert none[2] < kept[2] < plain[2]
 
 
@@ -93,7 +93,7 @@ def write_into_what_is_kept(mode: str) -> str:
     attend = attention_of(Case(4, "ring"), num_tokens=T)
     if attend is None:
         return ""
-    q, k, v = (attend.shard(torch.randn(1, H, T, D), 2) for _ in range(3))  # of layers that are not trained
+    q, k, v = (attend.shard(torch.randn(1, H, T, D), 2) for _ in range(3))  # of frozen layers
     weight = torch.ones(D, requires_grad=True)
 
     def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ def test_the_transport_sends_the_bytes_of_the_schedule(on_ranks: OnRanks, strate
 
 
 def ulysses_bytes(kv_heads: int, dtype: torch.dtype) -> tuple[int, int] | None:
-    """On a rank: bytes of a forward and of a backward."""
+    """On a rank: the bytes sent in forward and in backward."""
     attend = attention_of(Case(4, "ulysses"), num_tokens=T)
     if attend is None:
         return None
@@ -148,7 +148,7 @@ def test_ulysses_sends_the_documented_and_planned_bytes(
     summed = 4 if replicas > kv_heads else E
     assert sent[0] == rows * ((2 * 8 + 2 * replicas) * D * E + 4 * 8)
     assert sent[1] == rows * (2 * 8 * D * E + 4 * 8 + 2 * replicas * D * summed)
-    # The planner's ranks wait only for the link, here a byte per second.
+    # In the plan, ranks wait only for the link, which here sends a byte per second.
     run = Run(LlamaConfig(64, 8 * D, 1, 8, kv_heads, 64), batch=2, tokens=T, precision=str(dtype).split(".")[1])
     link = Link("slow", latency=0.0, bandwidth=1.0)
     cluster = Cluster(DEVICES["H100"], 4, 4, link, link)

@@ -29,7 +29,7 @@ def prove(schedule: Schedule, visibility: Visibility) -> None:
 
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[Visibility, Schedule]:
-    """Any generator on any layout, mask and number of ranks."""
+    """A schedule of any generator, with any layout, mask and number of ranks."""
     num_ranks, num_tokens = draw(st.integers(1, 9)), draw(st.integers(0, 40))
     low, high = draw(st.one_of(st.none(), st.integers(-30, 30))), draw(st.one_of(st.none(), st.integers(-30, 30)))
     mask: Mask = Band(low, high)
@@ -108,7 +108,7 @@ def test_all_of_256_ranks(name: str, layout: str, mask: Mask) -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 8, 9, 16, 33, 64, 100, 256])
 def test_causal_work_is_balanced(num_ranks: int) -> None:
-    """Zigzag and striped within 2% of the mean; helper on contiguous shards within 10% for 8 or more ranks."""
+    """Zigzag and striped are within 2% of the mean; helper on contiguous shards is within 10% for 8 or more ranks."""
     num_tokens = 64 * num_ranks
     for layout, generate, bound in (
         ("zigzag", generators.ring, 1.02),
@@ -158,7 +158,7 @@ def test_a_causal_ring_sends_no_key_to_those_before_it() -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 5, 8])
 def test_bytes_are_those_of_the_docstrings(num_ranks: int) -> None:
-    """Full mask: every token's keys reach all other ranks once, and as many gradients return."""
+    """With a full mask, every token's keys reach all other ranks once, and as many gradients return."""
     n, shape = 16, Shape(num_batch=2, num_heads=6, num_kv_heads=3, head_dim=8, itemsize=2)
     visibility = Visibility(place("zigzag", n * num_ranks, num_ranks), EVERYTHING)
     kv, dkv = 2 * 2 * 3 * 8 * 2, 2 * 2 * 3 * 8 * 4

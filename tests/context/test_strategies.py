@@ -49,7 +49,7 @@ def test_parallel_matches_one_device(on_ranks: OnRanks, strategy: str, ranks: in
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_any_length_and_any_heads(on_ranks: OnRanks, strategy: str) -> None:
-    """Fewer tokens than ranks, one token, none; query heads not divisible by ranks; one kv head."""
+    """Fewer tokens than ranks, one token, no token; query heads that ranks do not divide; one kv head."""
     cases = [Case(4, strategy, layout, T=T) for T in (0, 1, 3, 7) for layout in LAYOUTS]
     cases += [
         Case(4, strategy, heads=heads, kv_heads=kv, T=19) for heads, kv in ((6, 6), (6, 3), (5, 1), (2, 1), (6, 2))
@@ -85,7 +85,7 @@ def test_head_chunks_change_nothing(on_ranks: OnRanks, strategy: str) -> None:
 
 
 def test_large_shards_go_in_chunks_of_heads_by_default(on_ranks: OnRanks) -> None:
-    """Never less than MESSAGE_BYTES of keys and values per transfer; here a head has 2048 bytes."""
+    """A transfer has at least MESSAGE_BYTES of keys and values; here a head has 2048 bytes."""
     for answer in on_ranks(count_chunks, [2**20, 4096, 2048, 1])[4:]:
         assert answer == [1, 1, 2, 2]
 
@@ -106,7 +106,7 @@ def count_chunks(messages: list[int]) -> list[int]:
 
 
 def test_error_does_not_grow_with_ranks(on_ranks: OnRanks) -> None:
-    """float32: 8 ranks within 1.5x of one. bf16: within 1.05x, since nothing is rounded in between."""
+    """In float32, 8 ranks are within 1.5x of one. In bf16, within 1.05x, because nothing is rounded in between."""
     for dtype, bound in ((torch.float32, 1.5), (torch.bfloat16, 1.05)):
         for strategy, layout in (("ring", "zigzag"), ("helper", "contiguous"), ("ulysses", "contiguous")):
             cases = [Case(n, strategy, layout, T=256, D=32, dtype=dtype) for n in (1, 8)]
@@ -122,7 +122,7 @@ def test_half_precision(on_ranks: OnRanks) -> None:
 
 
 def test_half_precision_results_are_rounded_once(on_ranks: OnRanks) -> None:
-    """Errors are those of rounding exact results to 16 bits, also for a sharp softmax, where delta matters."""
+    """Errors are those of rounding exact results to 16 bits, even for a sharp softmax, for which delta matters."""
     cases = [Case(4, strategy, dtype=torch.float16, dropout=0.2, sharpness=5.0) for strategy in STRATEGIES]
     answers = on_ranks(run_cases, cases)
     for index, case in enumerate(cases):
@@ -177,6 +177,6 @@ def attend_under_autocast() -> float | None:
 
 
 def test_the_reference_is_not_trivial() -> None:
-    """Errors are relative to something: gradients of random dout have the size of their inputs."""
+    """The reference is not near 0: gradients under a random dout have the size of their inputs."""
     for x in truth(Case(1)).results.values():
         assert 0.1 < float(x[x.isfinite()].std()) < 10

@@ -39,7 +39,7 @@ SYMMETRIC = {"transport": "symmetric"}
 
 
 def cases_of(ranks: int, strategy: str) -> list[Case]:
-    """Each mask with one layout, each layout with the most important mask, few tokens, uneven heads."""
+    """Cases: each mask with one layout, each layout with the most important mask, few tokens, uneven heads."""
     layouts = itertools.cycle(LAYOUTS)
     cases = [Case(ranks, strategy, next(layouts), mask, T=45 + 2 * ranks, options=SYMMETRIC) for mask in MASKS]
     cases += [Case(ranks, strategy, layout, "causal documents", options=SYMMETRIC) for layout in LAYOUTS]
@@ -72,7 +72,7 @@ def run_on_fake_gpu(cases: list[Case]) -> list[Any]:
     ],
 )
 def test_gpu_peer_memory_does_not_deadlock(on_ranks: OnRanks, strategy: str, layouts: list[str]) -> None:
-    """CudaPeerMemory with a driver simulated in host memory: the same bits as with the group."""
+    """CudaPeerMemory with a driver simulated in host memory gives the same bits as the group."""
     cases = [Case(8, strategy, layout, options=SYMMETRIC) for layout in layouts]
     by_group = on_ranks(run_cases, [replace(case, options={"transport": "group"}) for case in cases])
     for mine, others in zip(on_ranks(run_on_fake_gpu, cases), by_group, strict=True):
@@ -97,7 +97,7 @@ def test_a_call_on_another_stream_follows_the_one_before(on_ranks: OnRanks) -> N
 
 
 def run_disturbed(cases: list[Case], seed: int) -> tuple[list[Any], int]:
-    """On a rank: the cases with random delays, and their number."""
+    """On a rank: the results of the cases with random delays, and the number of delays."""
     with disturbances(seed * 64 + dist.get_rank()) as arenas:
         return run_cases(cases), sum(arena.delays for arena in arenas)
 
@@ -152,7 +152,8 @@ def refuse_two_hosts() -> str:
 
 
 def attend_in_inference_mode() -> bool:
-    """On a rank: in inference mode, which makes the arena, then with gradients; the bits of the group."""
+    """On a rank: call attention in inference mode, which creates the arena, then with gradients. Whether the bits are
+    those of the group."""
     results = []
     for transport in ("symmetric", "group"):
         attend = context_parallel(dist.group.WORLD, transport=transport, timeout=20.0)  # type: ignore[arg-type]
@@ -217,10 +218,10 @@ def test_a_call_after_a_refused_one_works(on_ranks: OnRanks) -> None:
 
 
 def come_late() -> str:
-    """On a rank: one rank does not take part when memory is shared."""
+    """On a rank: the error if one rank does not take part when memory is shared."""
     attend = context_parallel(dist.group.WORLD, transport="symmetric", timeout=1.0, num_tokens=16)
     q = torch.ones(1, 1, 2, 8)
-    with mock.patch.object(attend, "_agree", return_value=16):  # otherwise it would be noticed there
+    with mock.patch.object(attend, "_agree", return_value=16):  # otherwise `_agree` would detect it
         if dist.get_rank() == 5:
             time.sleep(3.0)
             return "late"
@@ -261,7 +262,7 @@ def test_an_unknown_transport_is_refused() -> None:
 
 
 def without_memory(transport: str) -> tuple[str, str]:
-    """On a rank: one rank cannot create a file. The warning of attention, and its transport."""
+    """On a rank: the error of attention (empty if none) and its transport, if one rank cannot create a file."""
     attend = context_parallel(dist.group.WORLD, transport=transport)  # type: ignore[arg-type]
     failing = mock.Mock(side_effect=OSError("no memory is left"))
     reach = reach_of_two_hosts if transport == "auto" else symmetric.find_reach
@@ -292,7 +293,7 @@ def test_symmetric_alone_is_refused_where_memory_cannot_be_shared(on_ranks: OnRa
 
 
 def stall(dies: bool) -> str:
-    """On a rank: the last rank is late for the second call, or dies before it. The error of the others."""
+    """On a rank: the error of the others if the last rank is late for the second call, or dies before it."""
     attend = context_parallel(dist.group.WORLD, transport="symmetric", timeout=1.0, num_tokens=64)
     q, k, v = (torch.randn(1, 2, 16, 8) for _ in range(3))
     attend(q, k, v)
@@ -327,7 +328,7 @@ def test_a_rank_that_dies_is_named() -> None:
 
 
 def wait_for_the_dead() -> list[str]:
-    """On a rank: waits for a flag that is set, and for one that is not, of a rank that counts as dead."""
+    """On a rank: wait for a flag that is set, and for one that is not set, of a rank that counts as dead."""
     assert dist.group.WORLD is not None
     memory = HostPeerMemory(dist.group.WORLD, 4, 1, 60.0)
     rank = dist.get_rank()
@@ -395,7 +396,7 @@ def test_slots_of_random_messages_do_not_overlap() -> None:
 
 
 def count_arenas() -> list[int]:
-    """On a rank: mapped arenas after attention over longer and longer sequences."""
+    """On a rank: the number of mapped arenas after attention over longer and longer sequences."""
     attend = context_parallel(dist.group.WORLD, transport="symmetric")
     counts = []
     for tokens in (8, 64, 256):

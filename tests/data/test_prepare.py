@@ -1,4 +1,4 @@
-"""Text becomes the same bytes however many processes encode it, and however often they are killed."""
+"""Text becomes the same bytes for any number of processes that encode it, and after any number of kills."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from flashspan.data.tokenizer import ByteTokenizer, load_tokenizer
 from flashspan.data.tokens import open_tokens
 from flashspan.lock import LOCK, locked_folder
 
-command = importlib.import_module("flashspan.data.prepare")  # its name in the package is the function's
+command = importlib.import_module("flashspan.data.prepare")  # in the package, this name is the function
 TEXTS = [f"{i}: " + "wörd " * (i * 7 % 23) for i in range(300)]
 
 
@@ -37,7 +37,7 @@ def lines(tmp_path: Path) -> Path:
     """A JSONL file of 300 documents."""
     file = tmp_path / "texts.jsonl"
     rows = [json.dumps({"text": text}, ensure_ascii=i % 2 == 0) for i, text in enumerate(TEXTS)]
-    file.write_text("\n".join(rows), encoding="utf-8")  # and no last newline
+    file.write_text("\n".join(rows), encoding="utf-8")  # without a last newline
     return file
 
 
@@ -99,7 +99,7 @@ def test_blank_lines_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_half_a_character_is_reported_with_its_line(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "\\ud83d\\ude00"}\n\n{"text": "x\\ud800"}\n')  # a whole pair, then half
+    (tmp_path / "a.jsonl").write_text('{"text": "\\ud83d\\ude00"}\n\n{"text": "x\\ud800"}\n')  # a pair, half a pair
     with pytest.raises(ValueError, match=r"a\.jsonl line 3 .*: '\\ud800' is an unpaired surrogate; repair or drop it"):
         prepare([str(tmp_path / "a.jsonl")], folder=str(tmp_path / "out"), processes=1)
     assert not (tmp_path / "out").exists()
@@ -111,7 +111,7 @@ def test_half_a_character_is_reported_with_its_line(tmp_path: Path) -> None:
 def test_a_row_without_text_is_reported_with_its_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: str, fault: str
 ) -> None:
-    monkeypatch.setattr(documents, "PART_BYTES", 7)  # which lines before it are counted by, too
+    monkeypatch.setattr(documents, "PART_BYTES", 7)  # earlier lines are counted in such parts too
     (tmp_path / "A.JSONL").write_text('{"text": "a"}\n\n{"text": "b"}\n' + row)
     with pytest.raises(ValueError, match=rf"A\.JSONL line 4 is not a JSON object with the key 'text': .*{fault}"):
         [text for part in documents.cut([str(tmp_path / "A.JSONL")]) for text in documents.read(part, "text")]
@@ -144,7 +144,7 @@ def test_bytes_that_are_not_text_are_reported_with_their_place(tmp_path: Path, m
 def test_a_long_text_is_converted_to_bytes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "BLOCK", 4)
     runs = list(command.encode(["one ünd twö", "", "3"], ByteTokenizer()))
-    assert max(map(len, runs)) <= 2 * 4  # characters of two bytes at most
+    assert max(map(len, runs)) <= 2 * 4  # characters have at most two bytes
     assert [token for run in runs for token in run] == [*"one ünd twö".encode(), 256, *b"3", 256]
 
 
@@ -152,7 +152,7 @@ def test_a_long_text_is_converted_to_bytes_in_pieces(monkeypatch: pytest.MonkeyP
 def test_a_long_text_is_encoded_a_piece_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, afresh: bool
 ) -> None:
-    """Not every tokenizer may be cut short at the end of a line: the tokens are those of the whole text anyway."""
+    """Some tokenizers do not allow a cut at the end of a line. The tokens are always those of the whole text."""
     fast = Fast(models.BPE(unk_token="?"))
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False) if afresh else pre_tokenizers.Metaspace()
     text = "\n".join(command.corpus())[:20_000]
@@ -166,7 +166,7 @@ def test_a_long_text_is_encoded_a_piece_at_a_time(
     assert [token for run in runs for token in run] == coder.encode(text)
     assert (len(runs) > 20) == afresh
 
-    # And side by side, from a file whose lines end as Windows ends them, in parts of which some are empty.
+    # And in parallel, from a file with Windows line ends, in parts of which some are empty.
     (tmp_path / "long.txt").write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
     monkeypatch.setattr(documents, "PART_BYTES", 700)
     parts = documents.cut([str(tmp_path / "long.txt")])
@@ -215,7 +215,7 @@ def test_an_interrupted_run_resumes_with_the_missing_parts(
     assert "resuming: 3 of" in capsys.readouterr().out
     assert len(made) == len(documents.cut([str(lines)]))
     assert files(tmp_path / "cut") == files(tmp_path / "whole")
-    # Another field or file is another plan: nothing of the old one is used.
+    # With another field or file, no part of the old plan is used.
     with pytest.raises(
         ValueError, match=r"line 1 is not a JSON object with the key 'body': it has text; .* with --field"
     ):
@@ -243,7 +243,7 @@ def test_bad_input_does_not_remove_files_of_others(tmp_path: Path, monkeypatch: 
 
 
 def test_a_part_is_on_the_disk_before_it_counts(lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a power cut a file may have its name and none of its bytes, and would be taken for a part that is there."""
+    """After a power cut, a file may have its name but none of its bytes, and would be mistaken for a complete part."""
     part, kept = tmp_path / "00000000", []
     monkeypatch.setattr(os, "fsync", lambda handle: kept.append((os.fstat(handle).st_size, part.exists())))
     command.encode_part(documents.cut([str(lines)])[0], part, "bytes", "text")
@@ -315,7 +315,7 @@ def test_parquet_is_read_by_row_group(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"in row 1 of row group 0: of type NoneType, not text; repair or drop it"):
         prepare([str(tmp_path / "holes.parquet")], folder=str(tmp_path / "out"), processes=1)
     torn = bytearray((tmp_path / "texts.parquet").read_bytes())
-    about = 8 + int.from_bytes(torn[-8:-4], "little")  # what the file says of itself is at its end
+    about = 8 + int.from_bytes(torn[-8:-4], "little")  # the metadata are at the end of the file
     torn[4:-about] = bytes(len(torn) - about - 4)
     (tmp_path / "torn.parquet").write_bytes(torn)
     with pytest.raises(ValueError, match=r"row group 0 of .*torn\.parquet cannot be read: .*; fetch it again"):
@@ -327,7 +327,7 @@ def test_parquet_is_read_by_row_group(tmp_path: Path) -> None:
 
 
 def test_any_number_of_parquet_files_are_read(tmp_path: Path) -> None:
-    """More than a process may have open."""
+    """More files than a process may have open."""
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 

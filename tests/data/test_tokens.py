@@ -1,4 +1,4 @@
-"""Token files and the samples in them."""
+"""Token files, and the samples read from them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from flashspan.data.tokens import HEADER_BYTES, open_tokens, write_tokens
 from flashspan.train import parse
 from flashspan.train.run import train
 
-command = importlib.import_module("flashspan.data.prepare")  # its name in the package is the function's
+command = importlib.import_module("flashspan.data.prepare")  # in the package, this name is the function
 
 
 def make(path: Path, tokens: list[int]) -> Path:
@@ -42,8 +42,8 @@ def test_bytes_come_back() -> None:
 
 
 def write_tokenizer(path: Path, words: dict[str, int]) -> str:
-    """A tokenizer.json that, like LLaMA 2's, begins words with their space, drops a text's first, and has settings for
-    batches."""
+    """Write a tokenizer.json that, like LLaMA 2's, puts the space at the start of a word, drops a text's first space,
+    and has settings for batches. Returns the path."""
     fast = Fast(models.WordLevel(words, unk_token="<unk>"))
     fast.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     fast.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
@@ -61,9 +61,9 @@ def test_a_tokenizer_encodes_every_word_and_no_more(tmp_path: Path) -> None:
     for text in ("a b a b b", "a"):
         assert coder.decode(coder.encode(text)) == text
     assert coder.encode("a b a b b") == [1, 70_000, 1, 70_000, 70_000]
-    assert coder.vocab_size == 70_001  # room for the largest, though there are three
+    assert coder.vocab_size == 70_001  # room for the largest number, although there are only three tokens
     ending = load_tokenizer(write_tokenizer(tmp_path / "ending.json", {"<unk>": 0, "▁a": 1, "</s>": 2}))
-    assert (ending.encode("a a"), ending.end) == ([1, 1], 2)  # who writes a document ends it
+    assert (ending.encode("a a"), ending.end) == ([1, 1], 2)  # encode adds no end: the writer of a document does
     with pytest.raises(ValueError, match=r"empty\.json has no tokens: give another"):
         load_tokenizer(write_tokenizer(tmp_path / "empty.json", {}))
 
@@ -75,13 +75,13 @@ def test_a_token_file_names_its_tokenizer_from_any_folder(tmp_path: Path, monkey
     prepare(["a.txt"], folder="out", tokenizer="words.json", validation=0.0)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    named = open_tokens(tmp_path / "out").tokenizer  # which a checkpoint names too
+    named = open_tokens(tmp_path / "out").tokenizer  # a checkpoint stores this name too
     assert load_tokenizer(named).encode("a") == [1]
 
 
 def test_a_tokenizer_that_cannot_serve_is_named_and_leaves_no_files(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a c")
-    deep = tmp_path.joinpath(*["é" * 100] * 2)  # a letter is six characters in a header
+    deep = tmp_path.joinpath(*["é" * 100] * 2)  # in a header, this letter is six characters
     deep.mkdir(parents=True)
     for path, words, says in (
         (tmp_path / "few.json", {"▁a": 0}, r"few\.json cannot encode a text: .*; give one that has every character"),
@@ -93,7 +93,7 @@ def test_a_tokenizer_that_cannot_serve_is_named_and_leaves_no_files(tmp_path: Pa
 
 
 def test_prepared_text_is_the_text(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("one é", encoding="utf-8-sig")  # as Windows writes it, with a mark that is no text
+    (tmp_path / "a.txt").write_text("one é", encoding="utf-8-sig")  # as Windows writes it, with a byte order mark
     (tmp_path / "b.jsonl").write_text('{"text": "two"}\n{"text": "three"}\n')
     assert prepare([str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")], folder=str(tmp_path), validation=0.25) == 0
     train, held_out = (open_tokens(tmp_path / name) for name in ("train.bin", "val.bin"))
@@ -105,7 +105,7 @@ def test_prepared_text_is_the_text(tmp_path: Path) -> None:
 
 
 def test_synthetic_tokens_are_repeatable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in "ab":  # the second time a few at a time
+    for name in "ab":  # the second time in small blocks
         monkeypatch.setattr(command, "BLOCK", 2**24 if name == "a" else 99)
         prepare(folder=str(tmp_path / name), synthetic=1000, validation=0.0)
     first, second = (open_tokens(tmp_path / name).tokens for name in "ab")
@@ -170,7 +170,7 @@ def test_a_tokenizer_whose_pattern_backtracks_is_refused_in_one_line(
     with pytest.raises(ValueError, match=r"tokenizer\.json cannot encode"):
         coder.encode("a" * 40 + "b")
     os.write(2, b"still here")
-    assert capfd.readouterr().err == "still here"  # no page of the library's own
+    assert capfd.readouterr().err == "still here"  # no long message of the library
 
 
 @pytest.mark.parametrize("name", ["missing.txt", "bad.jsonl", "data.parquet", "latin.txt"])
@@ -251,7 +251,7 @@ def test_a_fingerprint_differs_for_different_data(tmp_path: Path, num_tokens: in
     one = open_tokens(make(tmp_path / "one.bin", tokens))
     assert open_tokens(make(tmp_path / "again.bin", tokens)).fingerprint == one.fingerprint
     held = replace(one, tokens=np.array(tokens, dtype=np.uint32))
-    assert held.fingerprint == one.fingerprint  # however the tokens are stored
+    assert held.fingerprint == one.fingerprint  # for any storage of the tokens
     for place in (0, num_tokens - 1):
         other = [*tokens[:place], tokens[place] + 1, *tokens[place + 1 :]]
         assert open_tokens(make(tmp_path / "other.bin", other)).fingerprint != one.fingerprint

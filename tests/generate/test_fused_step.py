@@ -1,4 +1,4 @@
-"""A decode step of few kernels says what the model says: in Triton's interpreter and, `pytest -m gpu`, on a GPU."""
+"""A decode step of few kernels computes the model's logits, in Triton's interpreter and (`pytest -m gpu`) on a GPU."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ CONFIGS = {
 
 @pytest.fixture(autouse=True)
 def small_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU for which few parts are enough: the interpreter runs programs one after another."""
+    """A small GPU, for which few parts are enough, because the interpreter runs programs one after another."""
     if not GPU:
         monkeypatch.setattr(split_keys, "multiprocessors", lambda device: 4)
 
 
 def make(config: LlamaConfig, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Llama:
-    """A model whose logits are of order 1 and depend on all of its weights."""
+    """A model whose logits are of order 1 and depend on all its weights."""
     model = Llama(config, attention=attention).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -66,8 +66,8 @@ def relative(got: Tensor, want: Tensor) -> float:
 
 @torch.inference_mode()
 def errors(model: Llama, lengths: list[int], num_steps: int) -> list[tuple[float, float]]:
-    """After each step, the errors of the logits against the model in float64: of the fused step, and of the model in
-    its own dtype, which sees the same tokens."""
+    """After each step, the errors of the logits compared with the model in float64: of the fused step, and of the model
+    in its own dtype with the same tokens."""
     right = copy.deepcopy(model).double()
     tokens, sizes = draw_prompts(model.config, lengths)
     tokens = tokens.to(model.embed.weight.device)
@@ -186,11 +186,12 @@ def test_a_shape_that_does_not_compile_is_served_by_the_model(monkeypatch: pytes
         context.begin(model, *draw_prompts(config, [5]), 9)
         with pytest.warns(RuntimeWarning, match="fused decode step is off for this shape"):
             assert fused_step.fused_step(model, rooms_of(context), context.positions) is None
-        assert fused_step.fused_step(model, rooms_of(context), context.positions) is None  # and no second warning
+        assert fused_step.fused_step(model, rooms_of(context), context.positions) is None  # without a second warning
 
 
 def test_a_step_is_recorded_on_a_stream_of_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's own stream for recordings belongs to one device; kernels of another would run, and not be recorded."""
+    """PyTorch's default stream for recordings belongs to one device. Kernels of another device would run and not be
+    recorded."""
     recorded: list[Any] = []
 
     def make_stream(device: torch.device) -> Any:
@@ -233,7 +234,7 @@ def test_greedy_text_is_that_of_the_model_in_float32(lengths: list[int]) -> None
 def test_logits_on_a_gpu_are_as_exact_as_the_model_s(dtype: torch.dtype, num_rows: int, head_dim: int) -> None:
     config = LlamaConfig(1003, 512, 3, 8, 2, 1400, head_dim=head_dim)
     found = errors(make(config, dtype, "cuda"), [1 + 37 * i for i in range(num_rows)], 8)
-    fused, plain = (mean(x) for x in zip(*found, strict=True))  # a single step's errors differ by half
+    fused, plain = (mean(x) for x in zip(*found, strict=True))  # the errors of single steps vary by half
     assert fused <= max(1e-6, 1.3 * plain)
 
 

@@ -1,4 +1,4 @@
-"""Decoding with a cache says what the model would say without one."""
+"""Decoding with a cache gives the same tokens as without one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CONFIGS = {
 
 
 def make(config: LlamaConfig) -> Llama:
-    """A model with weights so large that its next token is far from settled by the last one."""
+    """A model with weights so large that the next token does not depend on the last one alone."""
     model = Llama(config, attention=attention).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -90,7 +90,7 @@ def test_the_cache_is_the_attention_of_the_whole() -> None:
 
 def test_room_that_is_not_used_takes_no_memory() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    tokens = decode(make(CONFIGS["llama-2"]), [1, 2, 3], 4_000_000, sampling=Sampling(0))  # 2 GB in all
+    tokens = decode(make(CONFIGS["llama-2"]), [1, 2, 3], 4_000_000, sampling=Sampling(0))  # 2 GB in total
     assert len([next(tokens) for _ in range(3)]) == 3
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**19  # KiB
 
@@ -146,7 +146,7 @@ def test_decoding_stops_when_every_row_has_ended() -> None:
 def test_a_folder_s_stop_tokens_end_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = Llama(preset("tiny", vocab_size=257), attention=attention)
     model.initialize(0)
-    save_state(model.state_dict(), model.config, tmp_path)  # a folder that we may edit: it has no manifest
+    save_state(model.state_dict(), model.config, tmp_path)  # without a manifest, so that the test may edit it
     whole = [int(t) for t in decode(model, list(b"Hear me"), 12, sampling=Sampling(0))]
     end = whole[3]
     expected = whole.index(end) + 1
@@ -225,7 +225,7 @@ def test_ctrl_c_ends_the_text_without_a_traceback(tmp_path: Path, monkeypatch: p
 
 
 def start_talking(folder: Path, num_tokens: int, ranks: int, **options: int) -> subprocess.Popen[bytes]:
-    """The command with a tiny model, in a process of its own, going on from two lines."""
+    """Start the command with a tiny model in a process of its own, with two lines as prompts."""
     model = Llama(preset("tiny", vocab_size=257, num_layers=1), attention=attention)
     model.initialize(0)
     save_llama(model, folder)
@@ -236,7 +236,7 @@ def start_talking(folder: Path, num_tokens: int, ranks: int, **options: int) -> 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_ctrl_c_ends_the_line_of_a_text(tmp_path: Path, ranks: int) -> None:
-    # communicate would not see what readline had read ahead
+    # unbuffered: communicate does not return what readline has read ahead
     with start_talking(tmp_path, 100_000, ranks, stderr=subprocess.STDOUT, bufsize=0) as process:
         try:
             assert process.stdout is not None
@@ -271,7 +271,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, file: str) -> None:
         (path / file).unlink()
     else:
         data = bytearray((path / file).read_bytes())
-        data[-1 if file == "model.safetensors" else data.index(b"1e-05")] ^= 2  # a weight, or 3e-05: both load
+        data[-1 if file == "model.safetensors" else data.index(b"1e-05")] ^= 2  # a new weight, or 3e-05: both load
         (path / file).write_bytes(data)
     fault = "manifest.json is missing" if file == "manifest.json" else f"the hash of {file} does not match"
     with pytest.raises(ValueError, match=rf"step-00000007 is damaged \(.*{fault}"):

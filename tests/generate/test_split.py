@@ -1,4 +1,4 @@
-"""A context split over ranks says what one device would say."""
+"""Decoding with a context that is split over ranks gives the tokens of one device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def ranks() -> Iterator[Ranks]:
 def continue_prompt(
     config: LlamaConfig, length: int, layout: str, sampling: Sampling
 ) -> tuple[list[list[int]], list[int]]:
-    """The tokens this rank yields, and how many keys of each layer it holds at the end."""
+    """The tokens that this rank yields, and the number of keys that it holds for each layer at the end."""
     context = Split(context_parallel(dist.group.WORLD, layout=layout), dist.group.WORLD)
     tokens = decode(make(config), draw_prompt(2, length), 20, sampling=sampling, seed=4, context=context)
     return [token.tolist() for token in tokens], [cache.length for cache in context.caches]
@@ -59,7 +59,7 @@ def test_a_split_context_gives_the_tokens_of_one_device(
 
 
 def differing(num_tokens: int) -> list[tuple[str, int]]:
-    """Layouts and lengths of prompts whose continuation on this group is not that of one device."""
+    """The layouts and prompt lengths whose continuation on this group differs from that of one device."""
     model, wrong = make(CONFIGS["llama-3"]), []
     for length in range(1, 2 * dist.get_world_size() + 1):
         prompt = draw_prompt(2, length)
@@ -73,12 +73,12 @@ def differing(num_tokens: int) -> list[tuple[str, int]]:
 
 
 def test_ranks_without_a_token_of_the_prompt_take_part(on_ranks) -> None:
-    """Zigzag deals 5 tokens to 4 ranks as 1, 2, 0, 2; of 1 token, three ranks of any layout have none."""
+    """Zigzag gives 4 ranks 1, 2, 0 and 2 of 5 tokens. With 1 token, three ranks have none in any layout."""
     assert on_ranks(4, differing, 5) == [[]] * 4
 
 
 def continue_by_pairs(pass_group: bool) -> tuple[list[int], list[int]]:
-    """What one device and what this rank's pair of ranks says after a prompt that is the pair's own."""
+    """The continuations of a prompt, which differs between pairs of ranks, by one device and by this rank's pair."""
     pair, model = dist.get_rank() // 2, make(CONFIGS["llama-2"])
     group = [dist.new_group([0, 1]), dist.new_group([2, 3])][pair]
     attend = context_parallel(group, timeout=20)
@@ -96,7 +96,8 @@ def test_disjoint_groups_do_not_interfere(on_ranks, pass_group: bool) -> None:
 
 
 def split_over_a_mesh() -> tuple[list[int], list[int], list[str]]:
-    """What one device and what a mesh of two dimensions says; and the errors of groups that are not the attention's."""
+    """The continuations by one device and by a two-dimensional mesh, and the errors for groups other than the
+    attention's."""
     model, prompt = make(CONFIGS["llama-2"]), draw_prompt(9)
     mesh = DeviceMesh("cpu", [[0, 1], [2, 3]])
     attend = context_parallel(mesh, strategy="hybrid", timeout=20)
@@ -125,7 +126,7 @@ def test_a_mesh_is_split_over_the_world_and_other_groups_are_refused(on_ranks) -
             f"got rank {rank} of 4 in the group, rank {rank % 2} of 2 in the attention; pass such a group" in faults[0]
         )
         assert f"got rank {rank} of 4 in the group, rank 0 of 1 in the attention" in faults[1]
-    # Ranks 0 and 3 are in the same place of either order; 1 and 2 are not.
+    # Ranks 0 and 3 have the same place in both orders; ranks 1 and 2 do not.
     assert "got rank 1 of 4 in the group, rank 2 of 4 in the attention; pass such a group" in told[1][2][2]
     assert "got rank 2 of 4 in the group, rank 1 of 4 in the attention; pass such a group" in told[2][2][2]
 
@@ -140,7 +141,7 @@ def test_one_rank_needs_no_process_group() -> None:
 
 
 def talk_aloud(folder: str, prompts: list[str]) -> tuple[str, str]:
-    """What this rank prints, and the error it ends with."""
+    """The output of this rank, and the error that ends it."""
     said, fault = io.StringIO(), ""
     with contextlib.redirect_stdout(said):
         try:
@@ -153,21 +154,21 @@ def talk_aloud(folder: str, prompts: list[str]) -> tuple[str, str]:
 def test_the_first_rank_prints_what_all_say(ranks: Ranks, tmp_path: Path) -> None:
     model = Llama(preset("tiny", vocab_size=257), attention=attention)
     model.initialize(0)
-    for step in (1, 2):  # a run, of which the newest checkpoint is damaged
+    for step in (1, 2):  # a run whose newest checkpoint is damaged
         path = checkpoint.write(tmp_path, checkpoint.State(step, model.config, model.state_dict(), {}, {}))
     (path / "state.json").unlink()
     (first, _), *others = ranks.run(talk_aloud, str(tmp_path), ["Hear me", "I"])
     assert others == [("", "")] * 2
     assert first.count("step-00000002 is damaged (state.json is missing); using the one before it") == 1
     coder = ByteTokenizer()
-    for prompt in ("Hear me", "I"):  # 7 tokens, and fewer than there are ranks
+    for prompt in ("Hear me", "I"):  # 7 tokens, and fewer tokens than ranks
         want = "".join(stream(decode(model, coder.encode(prompt), 9, sampling=Sampling(0)), coder))
         assert f"{prompt}{want}\n[9 tokens, " in first
 
 
 def test_ranks_wait_for_the_rank_that_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pager or Ctrl-S stops the first rank where it prints, and Ctrl-Z all of them, for as long as a user likes."""
+    """A pager or Ctrl-S stops the first rank while it prints, and Ctrl-Z stops all ranks, for any length of time."""
     monkeypatch.setattr(command, "Ranks", pool := mock.MagicMock())
-    (tmp_path / "config.json").write_text("{}")  # only ranks read it
+    (tmp_path / "config.json").write_text("{}")  # only the ranks would read it
     assert generate(str(tmp_path), prompt="Hear me", ranks=2, device="cpu") == 0
     assert pool.call_args.kwargs["timeout"] == LONGEST

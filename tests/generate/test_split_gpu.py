@@ -14,7 +14,7 @@ from flashspan.model import Llama, LlamaConfig
 
 
 def tokens_of(split: bool) -> list[list[int]]:
-    """On a rank: what a small random model continues two prompts with."""
+    """On a rank: the tokens with which a small random model continues two prompts."""
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=97, width=128, num_layers=2, num_heads=4, num_kv_heads=2, ffn_width=160)
     prompt = torch.randint(97, (2, 45), generator=torch.Generator().manual_seed(1)).cuda()

@@ -1,4 +1,4 @@
-"""Masks that models or their users give in less common ways: changed in place, of one key, or with packed chunks."""
+"""Less common masks of models and users: changed in place, of one key, or with packed chunks."""
 
 from __future__ import annotations
 

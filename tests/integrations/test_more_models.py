@@ -64,7 +64,7 @@ def tokens(length: int = 20, *, left: int = 0, right: int = 0) -> dict[str, Tens
 
 
 def assert_same(models: tuple[Any, Any], inputs: dict[str, Tensor], seen: Tensor | None = None) -> None:
-    """Logits and gradients: of all parameters as one vector."""
+    """Compare logits and gradients, those of all parameters as one vector."""
     outs, grads = [], []
     for model in models:
         logits = model(**inputs).logits
@@ -124,7 +124,7 @@ def test_images() -> None:
 
 
 def test_text_with_images() -> None:
-    """The tokens of an image see each other both ways; the rest look back."""
+    """The tokens of an image see each other in both directions; other tokens are causal."""
     text, special = {**DECODER, "head_dim": 8, "sliding_window": 7}, {"boi_token_index": 51, "eoi_token_index": 52}
     config = config_of(
         "Gemma3", text_config=text, vision_config=IMAGE, mm_tokens_per_image=4, image_token_index=50, **special

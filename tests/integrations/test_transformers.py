@@ -1,4 +1,4 @@
-"""attn_implementation="span": tiny models of transformers give what eager attention gives, or a refusal by name."""
+"""attn_implementation="span": tiny models of transformers give the results of eager attention, or a clear error."""
 
 import copy
 import types
@@ -74,7 +74,7 @@ def tokens(num_batch: int = 2, length: int = LENGTH, seed: int = 1) -> Tensor:
 
 
 def inputs_of(kind: str) -> tuple[dict[str, Any], Tensor]:
-    """Arguments of a model, and which of its tokens count."""
+    """The arguments of a model, and which tokens to compare."""
     ids = tokens()
     seen = torch.ones_like(ids, dtype=torch.bool)
     if kind == "left":
@@ -83,7 +83,7 @@ def inputs_of(kind: str) -> tuple[dict[str, Any], Tensor]:
         seen[1, 15:] = False
     elif kind == "packed":
         position = torch.cat([torch.arange(n) for n in (10, 1, 13)]).expand(2, -1)
-        # With a cache transformers looks for no packed sequences.
+        # With a cache, transformers does not look for packed sequences.
         return {"input_ids": ids, "position_ids": position, "use_cache": False}, seen
     if kind == "plain":
         return {"input_ids": ids}, seen
@@ -97,7 +97,7 @@ def assert_near(found: Tensor, expected: Tensor, what: str, bound: float = 1e-5)
 
 
 def assert_same(model: Any, inputs: dict[str, Tensor], seen: Tensor) -> None:
-    """Logits and all gradients of a model on eager and on span attention."""
+    """Compare logits and all gradients of a model on eager and on span attention."""
     other = on_span(model)
     logits, found = model(**inputs).logits, other(**inputs).logits
     assert_near(found[seen], logits[seen], "logits")
@@ -136,7 +136,7 @@ def test_no_document_attends_to_another(name: str) -> None:
 
 
 def test_cumulative_lengths_bound_the_documents() -> None:
-    """What a collator gives for flash-attn: the positions do not start again here, the lengths alone say it."""
+    """As from a collator for flash-attn. Even if positions do not restart, the lengths alone separate the documents."""
     model, ids = make("Llama"), tokens(1)
     ends = torch.tensor([0, 10, 11, LENGTH], dtype=torch.int32)
     position = torch.cat([torch.arange(n) for n in (10, 1, 13)])[None]
@@ -203,7 +203,7 @@ def test_trains_compiled() -> None:
 def test_rows_that_see_nothing_are_no_nan() -> None:
     model = on_span(make("Llama"))
     ids, seen = tokens(), torch.ones(2, LENGTH)
-    seen[0] = 0  # a sequence of padding alone
+    seen[0] = 0  # a sequence that is all padding
     seen[1, :5] = 0
     logits = model(ids, attention_mask=seen).logits
     logits.square().sum().backward()
@@ -230,7 +230,7 @@ def test_dropout_is_passed_on_in_training_alone() -> None:
 
 
 def closures(grid: Grid, seed: int) -> list[tuple[str, Any]]:
-    """Mask functions as transformers composes them, with random numbers."""
+    """Mask functions, composed as in transformers, with random numbers."""
     random = torch.Generator().manual_seed(seed)
 
     def number(low: int, high: int) -> int:
@@ -263,7 +263,7 @@ def closures(grid: Grid, seed: int) -> list[tuple[str, Any]]:
 
 
 def assert_read(grid: Grid, function: Any, padding: Tensor | None, what: str) -> masks.Mask:
-    """A mask function's mask is the one transformers makes for PyTorch's attention."""
+    """Check that a mask function's mask equals the one that transformers makes for PyTorch's attention."""
     offset = int(grid.q_offset)
     expected = masking_utils.sdpa_mask(
         grid.num_batch, grid.num_queries, grid.num_keys, q_offset=offset, kv_offset=grid.kv_offset,
@@ -297,7 +297,7 @@ def test_masks_of_transformers_become_intervals(grid: Grid) -> None:
             right[-1, -3:] = False
             for padding in (None, left, right):
                 mask = assert_read(grid, function, padding, f"{name}, seed {seed}")
-                # An image that lies apart from what else a query sees leaves a gap.
+                # An image apart from the other visible keys leaves a gap.
                 assert isinstance(mask, (Band, Rows)) or "image" in name, name
                 plain = padding is None and isinstance(grid.q_offset, int)
                 if plain and name in ("causal", "window", "both ways", "everything"):
@@ -334,7 +334,7 @@ def test_padding_with_holes_is_a_block_map() -> None:
 
 
 def test_other_functions_are_block_maps_made_once() -> None:
-    """A rule of the user's, for single indices: transformers maps it over tensors with vmap, and so it is served."""
+    """A user's rule for single indices works too: transformers maps it over tensors with vmap."""
     calls = []
     allowed = torch.tensor([True, False, True, True])
 
@@ -360,7 +360,7 @@ def test_other_functions_are_block_maps_made_once() -> None:
 
 def test_a_closure_that_means_something_new_is_a_block_map() -> None:
     def sliding_window_overlay(sliding_window: int) -> Any:
-        return lambda batch, head, query, key: key >= query - sliding_window  # one more than today
+        return lambda batch, head, query, key: key >= query - sliding_window  # one key more than in current releases
 
     later = types.SimpleNamespace(**vars(masking_utils))
     later.sliding_window_overlay = sliding_window_overlay
@@ -392,11 +392,11 @@ def test_a_finished_mask_is_read_once(dtype: torch.dtype) -> None:
     assert span.mask_of_tensor(given, query, LENGTH) is span.mask_of_tensor(given, query, LENGTH)
 
 
-# Refusals.
+# Errors.
 
 
 def call(**given: Any) -> Any:
-    """A layer's call as a model makes it."""
+    """Call a layer as a model does."""
     q, k, v = (torch.randn(1, 2, 6, given.pop(name, 8)) for name in ("size", "key_size", "value_size"))
     return span.attend(torch.nn.Identity(), q, k, v, given.pop("attention_mask", None), **given)
 

@@ -24,7 +24,7 @@ LENGTHS = (1, 2, 17, 63, 64, 100, 150)
 
 
 def examples(count: int) -> settings:
-    """Settings of a property test: as many cases as said, the same ones every time."""
+    """The settings of a property test with `count` cases, which are the same in every run."""
     return settings(
         max_examples=count,
         deadline=None,
@@ -36,7 +36,7 @@ def examples(count: int) -> settings:
 
 @st.composite
 def split_lengths(draw: st.DrawFn, total: int, parts: int) -> list[int]:
-    """That many lengths, some of them 0 as a matter of course, which add up to the total."""
+    """This many lengths, often including 0, which add up to the total."""
     cuts = sorted(draw(st.lists(st.integers(0, total), min_size=parts - 1, max_size=parts - 1)))
     return [b - a for a, b in zip([0, *cuts], [*cuts, total], strict=True)]
 
@@ -51,7 +51,7 @@ def bands(draw: st.DrawFn, num_queries: int, num_keys: int) -> Band:
 
 @st.composite
 def masks(draw: st.DrawFn, num_batch: int, num_queries: int, num_keys: int) -> Mask:
-    """Any mask the package can say, for these lengths."""
+    """Any mask of the package, for these lengths."""
     kind = draw(st.sampled_from(("band", "rows", "documents", "slice", "batch", "prefix")))
     random = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     band = draw(bands(num_queries, num_keys))
@@ -61,7 +61,7 @@ def masks(draw: st.DrawFn, num_batch: int, num_queries: int, num_keys: int) -> M
     if kind == "documents":
         mask = documents(draw(split_lengths(num_queries, 4)), draw(split_lengths(num_keys, 4)))
         return draw(st.sampled_from((mask, mask & band)))
-    if kind == "slice":  # what a rank of a zigzag or striped layout sees of its peer's keys
+    if kind == "slice":  # the keys of a peer that a rank sees in a zigzag or striped layout
         q, k = draw(positions(num_queries)), draw(positions(num_keys))
         lo = draw(st.none() | st.integers(-3 * num_queries, num_keys))
         return Band(lo, draw(st.integers(-num_queries, 2 * num_keys))).slice(q, k)
@@ -87,7 +87,7 @@ def positions(draw: st.DrawFn, length: int) -> Positions:
 
 
 class Watched(TorchDispatchMode):
-    """Changes nothing: a call under it goes through the operator, as a compiled one does."""
+    """A mode that changes nothing. A call under it goes through the operator, like a compiled call."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
@@ -135,7 +135,7 @@ class Inputs:
 def make_inputs(
     shape: Shape, seed: int, *, dtype: torch.dtype = torch.float32, device: str = "cpu", layout: str = "BHTD"
 ) -> Inputs:
-    """Random inputs. The layout says where in memory they are: "BTHD" transposed, "fused" views of one projection."""
+    """Random inputs. The layout is their order in memory: "BTHD" transposed, "fused" views of one projection."""
     random = torch.Generator().manual_seed(seed)
     B, H, K, T, S, D = vars(shape).values()
 
@@ -154,9 +154,9 @@ def make_inputs(
 
 @dataclass
 class Answer:
-    """What attention should give: out and lse, the gradients, and the delta that backward is told.
+    """The correct results of attention: out and lse, the gradients, and the delta that backward receives.
 
-    spread is how large out would be if its terms had random signs: what errors are small beside, should they cancel.
+    spread is the size that out would have if its terms had random signs. Errors are relative to it if terms cancel.
     """
 
     out: Tensor
@@ -169,7 +169,7 @@ class Answer:
 
 
 def solve(inputs: Inputs, mask: Mask, scale: float, dropout: Dropout | None = None) -> Answer:
-    """The answer in float64, by the reference."""
+    """The answer in float64, computed by the reference."""
     x = inputs.double()
     out, lse = reference.forward(x.q, x.k, x.v, Problem(mask, scale, dropout))
     # sum (p v)^2, as attention with squared scores and values: p^2 = exp(2 score) / exp(2 lse)
@@ -184,9 +184,10 @@ def solve(inputs: Inputs, mask: Mask, scale: float, dropout: Dropout | None = No
 
 
 def relative(got: Tensor, want: Tensor, *beside: Tensor) -> float:
-    """The error's norm over the norm of what was wanted, or of the largest of those it is computed beside.
+    """The error's norm divided by the norm of `want` or, if larger, that of one of `beside`.
 
-    A gradient may be 0 by cancellation alone (a query that sees one key has none): then its error is that of its terms.
+    A gradient may be 0 because its terms cancel (as for a query with one visible key). Its error is then that of its
+    terms.
     """
     size = max([float(x.detach().double().norm()) for x in (want, *beside)])
     error = float((got.detach().double() - want.detach().double().to(got.device)).norm())
@@ -194,7 +195,7 @@ def relative(got: Tensor, want: Tensor, *beside: Tensor) -> float:
 
 
 def check_lse(got: Tensor, want: Tensor, bound: float = 1e-5) -> None:
-    """-inf in exactly the rows that see nothing, close elsewhere."""
+    """Check that lse is -inf in exactly the rows that see no key, and close to `want` in the others."""
     empty = want == -torch.inf
     assert torch.equal(got.cpu() == -torch.inf, empty.cpu())
     assert relative(got.masked_fill(empty, 0.0), want.masked_fill(empty, 0.0), torch.ones(())) <= bound

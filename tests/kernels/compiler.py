@@ -1,5 +1,5 @@
-"""Programs that compile kernels. Each runs in a process of its own: this one runs Triton's interpreter, and the
-compiler may abort. The processes are forked from one that has imported PyTorch and Triton, which takes seconds."""
+"""Programs that compile kernels. Each runs in a process of its own, because this process runs Triton's interpreter, and
+the compiler may abort. They are forked from a process that has imported PyTorch and Triton, which takes seconds."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _server() -> subprocess.Popen[str]:
 
 
 def run_apart(program: str, *words: str) -> list[Any]:
-    """What a program with these arguments prints, each line as JSON."""
+    """Run a program with these arguments, and return the lines that it prints, parsed as JSON."""
     server = _server()
     assert server.stdin is not None
     assert server.stdout is not None
@@ -57,7 +57,7 @@ def run_apart(program: str, *words: str) -> list[Any]:
             print(json.dumps([program, words, str(output)]), file=server.stdin, flush=True)
             ready, _, _ = select.select([server.stdout], [], [], SECONDS)
             code = server.stdout.readline().strip() if ready else f"nothing in {SECONDS} s"
-        except BaseException:  # its next answer would be this program's
+        except BaseException:  # otherwise the server's next answer would be that of this program
             _end()
             raise
         text = output.read_text() if output.exists() else ""
@@ -69,7 +69,7 @@ def run_apart(program: str, *words: str) -> list[Any]:
 
 
 def compile_apart(program: str, kernels: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """What a program prints of each of these kernels."""
+    """The line that a program prints for each of these kernels, parsed as JSON."""
     return run_apart(program, json.dumps(kernels))
 
 

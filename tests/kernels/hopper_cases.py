@@ -1,4 +1,4 @@
-"""Inputs and checks of the tests of the Hopper kernels, which need a Hopper GPU."""
+"""Inputs and checks for the tests of the Hopper kernels, which need a Hopper GPU."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ ON_HOPPER = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU"),
 ]
-FORWARD_BOUND, GRADIENT_BOUND = 4e-3, 6e-3  # bfloat16 has eight bits; a float32 truth
+FORWARD_BOUND, GRADIENT_BOUND = 4e-3, 6e-3  # bfloat16 has eight bits; compared with float32
 UNIT = math.log(2)
-"""The scale by which scores are exponents of 2 as they are (parts.py)."""
+"""The scale with which scores are exponents of 2 without a multiplication (parts.py)."""
 
 WAYS = {"finer": 0, "followed": 2**62}
-"""How many queries must see a key for V to be made finer; else each maximum is followed (softmax.py)."""
+"""The least number of queries that see a key for which V becomes float16; otherwise TRACK_MAXIMUM (softmax.py)."""
 
 
 def let_hopper_serve_short_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short calls, which few_tiles.py serves, go to the Hopper kernels."""
-    from flashspan.kernels.portable import few_tiles  # here: Triton may be missing
+    """Let the Hopper kernels run short calls, for which few_tiles.py would be chosen."""
+    from flashspan.kernels.portable import few_tiles  # imported here, because Triton may be missing
 
     for name in ("forward_tile", "backward_tile"):
         monkeypatch.setattr(few_tiles, name, lambda q, k, mask: None)
@@ -58,7 +58,8 @@ def tensors(
 def check(
     x: list[Tensor], mask: Mask, scale: float, pieces: int, repeatable: bool = False, lse_bound: float = 1e-5
 ) -> None:
-    """Forward in several calls that share a carry, and backward, overwriting and accumulating, against float32."""
+    """Compare with float32: forward in several calls that share a carry, and backward that overwrites and
+    accumulates."""
     from flashspan.kernels import hopper
 
     q, k, v, dout = x
@@ -97,7 +98,8 @@ def check(
     hopper.backward(dout, q, k, v, right.lse, delta, problem, dq=fresh[0], dk=fresh[1], dv=fresh[2], accumulate=False)
     sums = tuple(torch.ones(t.shape, device="cuda") for t in (q, k, v))
     hopper.backward(dout, q, k, v, right.lse, delta, problem, dq=sums[0], dk=sums[1], dv=sums[2], accumulate=True)
-    # Of an output in 16 bits, whose delta is another where one key has all the weight: the same as from that delta.
+    # backward_of_output with a 16-bit output must equal backward with the delta of that output, which differs from the
+    # exact delta if one key has all the weight.
     out = right.out.to(q.dtype)
     again, same = ([torch.full_like(t, torch.nan) for t in (q, k, v)] for _ in range(2))
     hopper.backward_of_output(dout, q, k, v, out, right.lse, problem, dq=again[0], dk=again[1], dv=again[2])

@@ -1,4 +1,5 @@
-"""Every shipped kernel compiles without a GPU. For sm_90 portable ones spill nothing in 16 bits, Hopper's little."""
+"""Every shipped kernel compiles without a GPU. For sm_90, portable kernels spill nothing in 16 bits, Hopper's
+little."""
 
 import sys
 
@@ -16,7 +17,7 @@ for made, dtype, head_dim in json.loads(sys.argv[1]):
     print(json.dumps([cost.spilled_bytes, cost.shared_bytes, wide, narrow, cost.warnings]))
 """
 LOOSE = 'import torch; torch.set_float32_matmul_precision("high")'
-# Each takes seconds: CI compiles the tiles users meet most, `-m slow` all of them.
+# Each takes seconds: CI compiles the most used tiles, `-m slow` all of them.
 COMMON = [("out", "bfloat16", 128), ("dq", "bfloat16", 64)]
 REST = [
     *[("dk dv", "bfloat16", 128), ("dk dv", "bfloat16", 64), ("dq", "bfloat16", 128), ("out", "bfloat16", 64)],
@@ -26,8 +27,8 @@ REST = [
     *[(made, "float32", 256) for made in ("out", "dk", "dv", "dq")],
 ]
 SPILLED = {64: 320, 128: 3400, 256: 4000}
-"""Bytes, in float32: the three parts of each number take the registers. Tiles that spill nothing are slower
-(docs/log/portable.md)."""
+"""Bytes that float32 kernels may spill, because the three parts of each number need registers. Tiles that spill nothing
+are slower (docs/log/portable.md)."""
 
 
 def allowed(tile: tuple[str, str, int]) -> int:
@@ -42,7 +43,7 @@ def check(*tiles: tuple[str, str, int]) -> None:
         assert spilled <= allowed((made, dtype, head_dim)), (made, dtype, head_dim)
         assert shared <= 232448, "a Hopper block has 227 KiB of shared memory"
         assert wide + narrow > 0, "the products must run on the tensor cores"
-        if dtype == "bfloat16":  # float32's small tiles use the narrow instruction
+        if dtype == "bfloat16":  # the small tiles of float32 use the narrow instruction
             assert wide > 0, "16-bit products must use the warpgroup's instruction"
         assert not [line for line in warnings if "serialized" in line]
 
@@ -104,7 +105,7 @@ for kind, architecture, options, made, dtype, head_dim in json.loads(sys.argv[1]
     print(json.dumps(compile_for(launches[made], kind, architecture).metadata.shared))
 """
 ROOM = {("cuda", 80): 163, ("cuda", 89): 99, ("cuda", 100): 227, ("cuda", 120): 99, ("hip", "gfx942"): 64}
-"""KiB of shared memory that a program may have: of an A100, an RTX 4090 or L4, a B200, an RTX 5090, an MI300."""
+"""KiB of shared memory that a program may use on an A100, an RTX 4090 or L4, a B200, an RTX 5090 and an MI300."""
 
 
 def check_fits(kind: str, architecture: int | str, options: str, *tiles: tuple[str, str, int]) -> None:
@@ -115,7 +116,7 @@ def check_fits(kind: str, architecture: int | str, options: str, *tiles: tuple[s
 
 @pytest.mark.slow
 def test_heads_of_128_fit_a_small_gpu() -> None:
-    check_fits("cuda", 89, "", ("dk dv", "bfloat16", 128))  # which needs most shared memory
+    check_fits("cuda", 89, "", ("dk dv", "bfloat16", 128))  # this one needs the most shared memory
 
 
 @pytest.mark.slow
@@ -151,7 +152,7 @@ launches = backward_launches(
 assert "sum of parts" not in launches
 print(json.dumps(compile_launch(launches["dk dv"]).spilled_bytes))
 """
-"""dk and dv in one pass at head size 128, in 16 bits: the pass that has not one register to spare."""
+"""dk and dv in one pass at head size 128, in 16 bits: this pass has no free register."""
 
 
 def check_tightest(asked: str) -> None:
@@ -245,18 +246,18 @@ ALL += [
 ]
 ALL += [(kind, 64, "bfloat16", "few", carry) for kind in ("forward", "backward") for carry in ("plain", "carry")]
 ALLOWED = {"plain": 300, "carry": 500}
-"""Bytes spilled outside the loops over whole blocks: once per tile, and in the blocks at a mask's edge."""
+"""Bytes that may be spilled outside the loops over full blocks: once per tile, and in blocks at a mask's edge."""
 NAMED = {
     ("backward", 64, "rows"): 600,
     ("backward", 128, "rows"): 600,
     ("backward", 64, "parts of rows"): 600,
     ("backward", 128, "parts of rows"): 600,
-    ("keys", 128, "parts of rows"): 400,  # 324, of rows without parts 396
+    ("keys", 128, "parts of rows"): 400,  # measured: 324; for rows without parts 396
     ("forward", 256, "rows"): 600,
 }
-"""Those that may spill more there, up to this: of a mask that is a table, with a carry or adding into sums, 520 to 580
-bytes once a tile. It is faster so: at 64 because a block has 128 queries, at 128 because dQ is made by turns, at 256
-because the first block is masked behind a branch."""
+"""The kernels that may spill more there, and how much. With a mask from tables, and with a carry or accumulation, they
+spill 520 to 580 bytes once per tile. This is faster: at 64 because a block has 128 queries, at 128 because dQ is
+computed in turn, at 256 because the first block is masked behind a branch."""
 
 
 Hopper = tuple[str, int, str, str, str]
@@ -268,9 +269,10 @@ def check_hopper(*kernels: Hopper) -> None:
         assert kind not in ("forward", "backward", "queries") or len(whole) == groups, (
             "each warpgroup walks blocks without a mask"
         )
-        # Nothing is spilled there; two numbers at most at 256, and in the repeatable pass as Triton 3.6 compiles it.
+        # In loops over full blocks, nothing is spilled; at most two numbers at 256, and in the deterministic pass with
+        # Triton 3.6.
         assert max([spills for spills, _ in whole], default=0) <= (2 if head_dim == 256 or kind == "keys" else 0)
-        # Exponentials among other instructions cost no time; 50 in a row made forward 5 to 7% slower (docs/log/).
+        # Exponentials between other instructions cost no time; 50 in a row made forward 5 to 7% slower (docs/log/).
         if kind in ("forward", "backward") and head_dim <= 128 and carry == "plain":
             assert max(burst for _, burst in whole) <= 16
         assert spilled <= max(ALLOWED[carry], NAMED.get((kind, head_dim, mask), 0))

@@ -1,4 +1,4 @@
-"""Every implementation keeps the contract: one table of promises, all of them held against float64."""
+"""Every implementation keeps the contract: the same tests for all, each compared with float64."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from tests.kernels.cases import (
 
 @dataclass(frozen=True)
 class Subject:
-    """An implementation, and what it can be asked for."""
+    """An implementation, and the calls that it supports."""
 
     module: ModuleType
     lengths: tuple[int, ...] = LENGTHS
@@ -53,9 +53,9 @@ class Subject:
 
 SUBJECTS = {"reference": Subject(reference), "tiled": Subject(tiled), "cpu": Subject(cpu)}
 PARAMETERS = [pytest.param(subject, id=name) for name, subject in SUBJECTS.items()]
-if torch.cuda.is_available():  # without a GPU the kernels are interpreted: test_portable.py has cases small enough
+if torch.cuda.is_available():  # without a GPU, test_portable.py has cases small enough for the interpreter
     kernels = Subject(portable, dtypes=(torch.float32, torch.float16, torch.bfloat16), device="cuda")
-    marks = [pytest.mark.gpu, pytest.mark.timeout(900)]  # every shape and kind of mask compiles kernels of its own
+    marks = [pytest.mark.gpu, pytest.mark.timeout(900)]  # every shape and kind of mask compiles its own kernels
     PARAMETERS.append(pytest.param(kernels, id="portable", marks=marks))
 
 
@@ -66,7 +66,8 @@ def subject(request: pytest.FixtureRequest) -> Subject:
 
 @pytest.fixture(autouse=True, scope="module")
 def small_tiles() -> Iterator[None]:
-    """Tiles so small that a hundred tokens are several of them; and one thread, since they are hardly work for two."""
+    """Tiles so small that a hundred tokens are several tiles, and one thread, because they are too little work for
+    two."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
@@ -97,7 +98,7 @@ def pull(
     accumulate: bool,
     dropout: Dropout | None = None,
 ) -> None:
-    """Backward with the right lse and delta, so that its error is its own."""
+    """Run backward with the correct lse and delta, so that errors come from backward alone."""
     dtype = torch.promote_types(x.q.dtype, torch.float32)
     subject.module.backward(
         x.dout,
@@ -115,7 +116,7 @@ def pull(
 
 
 def empty_like(*tensors: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
-    """Buffers full of NaN: what is not written shows."""
+    """Buffers of NaN, so that elements that are not written are detected."""
     return tuple(torch.full_like(x, torch.nan, dtype=dtype or x.dtype) for x in tensors)
 
 
@@ -126,7 +127,7 @@ def check_gradients(got: tuple[Tensor, ...], answer: Answer, bound: float = GRAD
 
 
 def check_everything(subject: Subject, x: Inputs, mask: Mask, scale: float) -> None:
-    """Forward, overwriting backward and accumulating backward against float64."""
+    """Compare forward, overwriting backward and accumulating backward with float64."""
     answer = solve(x, mask, scale)
     out, lse = attend(subject, x, mask, scale)
     assert out.dtype == lse.dtype == torch.float32
@@ -170,7 +171,7 @@ def test_a_thousand_tokens_with_shared_heads(subject: Subject, mask: Mask) -> No
 @examples(40)
 @given(data=st.data())
 def test_a_carry_makes_any_split_of_the_keys_one_softmax(subject: Subject, data: st.DataObject) -> None:
-    """As a ring does: chunks of any length, 0 included, in any order, gradients added up chunk by chunk."""
+    """As in a ring: chunks of any length, 0 included, in any order, with gradients accumulated chunk by chunk."""
     shape = data.draw(shapes(subject.lengths))
     mask = data.draw(masks(shape.num_batch, shape.num_queries, shape.num_keys))
     dtype = data.draw(st.sampled_from([d for d in subject.dtypes if d != torch.float64]))
@@ -192,15 +193,15 @@ def test_a_carry_makes_any_split_of_the_keys_one_softmax(subject: Subject, data:
         pull(subject, part, tile, scale, answer, into=into, accumulate=True)
     assert carry is not None
     assert carry.out.dtype == torch.float32
-    sixteen = dtype != torch.float32  # there a kernel may multiply in 16 bits; nothing else may be lost
+    sixteen = dtype != torch.float32  # in 16 bits a kernel may round the operands of matmuls, but nothing else
     assert relative(carry.out, answer.out, answer.spread) <= (4 * torch.finfo(dtype).eps if sixteen else FORWARD_BOUND)
     check_lse(carry.lse, answer.lse)
     check_gradients(sums, answer, 4 * torch.finfo(dtype).eps if sixteen else GRADIENT_BOUND)
 
 
-@functools.cache  # a CPU without 16-bit products takes seconds for PyTorch's
+@functools.cache  # on a CPU without 16-bit matmuls, PyTorch's attention takes seconds
 def beside_sdpa(mask: Band, length: int, scale: float, dtype: torch.dtype, device: str) -> tuple[Any, ...]:
-    """Inputs, the right answer, and PyTorch's output and gradients."""
+    """Inputs, the correct answer, and PyTorch's output and gradients."""
     x = make_inputs(Shape(2, 4, 2, length, length, 64), seed=3, dtype=dtype, device=device)
     x.dlse *= 0.0
     q, k, v = (t.detach().clone().requires_grad_() for t in (x.q, x.k, x.v))
@@ -216,7 +217,7 @@ def beside_sdpa(mask: Band, length: int, scale: float, dtype: torch.dtype, devic
 def test_sixteen_bits_are_no_worse_than_sdpa(
     subject: Subject, dtype: torch.dtype, is_causal: bool, num_chunks: int, length: int
 ) -> None:
-    """In one call, and in sixteen: the error of a ring does not grow with it."""
+    """In one call and in sixteen: the error of a ring does not grow with the number of calls."""
     if dtype not in subject.dtypes:
         pytest.skip(f"no {dtype} there")
     scale = 0.125
@@ -281,7 +282,7 @@ def test_the_output_has_the_dtype_asked_for(subject: Subject, out_dtype: torch.d
 @examples(40)
 @given(data=st.data())
 def test_nan_in_a_masked_key_reaches_no_result(subject: Subject, data: st.DataObject) -> None:
-    """Keys that no row sees are poisoned, then keys that some do: only those rows may tell."""
+    """Put NaN or inf into keys that no row sees, then into a key that some rows see: only these rows may change."""
     shape = data.draw(shapes(subject.lengths))
     mask = data.draw(masks(shape.num_batch, shape.num_queries, shape.num_keys))
     poison = data.draw(st.sampled_from((torch.nan, torch.inf, -torch.inf)))
@@ -311,7 +312,7 @@ def test_nan_in_a_masked_key_reaches_no_result(subject: Subject, data: st.DataOb
 @examples(25)
 @given(data=st.data())
 def test_dropout_drops_the_same_pairs_however_the_work_is_split(subject: Subject, data: st.DataObject) -> None:
-    """Split over keys, queries and heads at once: each piece names its tokens' positions and its first head."""
+    """Split over keys, queries and heads at once. Each part has its tokens' positions and its first head."""
     shape = data.draw(shapes(subject.lengths))
     T, S, H, K = shape.num_queries, shape.num_keys, shape.num_heads, shape.num_kv_heads
     mask = data.draw(bands(T, S))
@@ -354,7 +355,7 @@ def test_dropout_drops_the_same_pairs_however_the_work_is_split(subject: Subject
 def test_dropout_keeps_the_share_it_should() -> None:
     keep = Dropout(0.3, torch.tensor([7])).keep(2, 3, range(200), range(300)).double()
     assert abs(float(keep.mean()) - 0.7) < 0.003
-    for axis in (0, 1, 2, 3):  # neighbours are independent: their agreement is that of two fair draws
+    for axis in (0, 1, 2, 3):  # neighbours are independent: they agree as often as two independent draws
         pairs = keep.narrow(axis, 1, keep.shape[axis] - 1) * keep.narrow(axis, 0, keep.shape[axis] - 1)
         assert abs(float(pairs.mean()) - 0.49) < 0.01
 
@@ -387,7 +388,7 @@ def test_a_carry_passes_keys_it_cannot_see(subject: Subject) -> None:
 
 
 def test_the_reference_is_what_autograd_says() -> None:
-    """The oracle itself, against plain softmax attention, with gradients through out and lse."""
+    """Compare the reference itself with plain softmax attention, with gradients through out and lse."""
     x = make_inputs(Shape(2, 4, 2, 9, 11, 8), seed=8, dtype=torch.float64)
     mask, scale = window(3, 1), -0.4
     q, k, v = (t.requires_grad_() for t in (x.q, x.k, x.v))

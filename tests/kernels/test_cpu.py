@@ -1,6 +1,6 @@
-"""What the fused CPU implementation adds to the contract: how masks are cut, what is never rounded, and its speed.
+"""The fused CPU implementation, beyond the contract: how it cuts masks, what it never rounds, and its speed.
 
-pytest -m slow -s tests/kernels/test_cpu.py     # the speed beside F.scaled_dot_product_attention
+pytest -m slow -s tests/kernels/test_cpu.py     # the speed compared with F.scaled_dot_product_attention
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def test_a_window_is_drawn_a_little_at_a_time() -> None:
 @pytest.mark.parametrize("mask", [EVERYTHING, CAUSAL, causal(100), window(100, 3), documents([400, 1, 99])], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_only_the_result_is_rounded_to_sixteen_bits(mask: Mask, dtype: torch.dtype) -> None:
-    """Partial outputs and sums of gradients are float32, however many calls they are made of."""
+    """Partial outputs and sums of gradients are float32, for any number of calls."""
     x = make_inputs(Shape(1, 4, 2, 500, 500, 32), seed=1, dtype=dtype)
     answer = solve(x, mask, 0.2)
     assert relative(cpu.forward(x.q, x.k, x.v, Problem(mask, 0.2)).out, answer.out) <= 1e-6
@@ -108,14 +108,14 @@ def test_the_stand_in_output_recovers_delta(dout_power: int, delta_power: int, s
     delta[:, 1, 3:6] = 0.0
     changed, out = cpu._stand_in(dout, delta)
     got = (changed.double() * out).sum(-1)
-    assert relative(got, delta, dout * 1e-10) <= 1e-6  # beside dout, a smaller delta is nothing
+    assert relative(got, delta, dout * 1e-10) <= 1e-6  # a delta much smaller than dout may be lost
     assert bool(((changed - dout).abs() <= 1e-17 * delta.abs()[..., None] + 1e-37).all())
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-20, 1.0])
 @pytest.mark.parametrize("mask", [CAUSAL, EVERYTHING, documents([7, 20, 13])])
 def test_values_have_no_part_in_a_gradient_of_lse(mask: Mask, size: float) -> None:
-    """However large it is beside that of the output: rows whose own is lost beside it have another for dq and dk."""
+    """For a gradient of lse of any size. Rows with a dout too small for it use another one for dq and dk."""
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(1, 2, 40, 16, generator=generator) for _ in range(4))
     dout *= size
@@ -132,7 +132,7 @@ def test_values_have_no_part_in_a_gradient_of_lse(mask: Mask, size: float) -> No
 
 
 def test_heads_are_served_a_few_at_a_time() -> None:
-    """So that temporaries stay small beside the tensors; every thread gets a head, and small heads go together."""
+    """So that temporaries are small compared with the tensors. Every thread has a head; small heads share calls."""
     num_threads = torch.get_num_threads()
     try:
         for threads, length, groups in ((1, 2048, 8), (2, 2048, 8), (4, 2048, 4), (8, 2048, 2), (1, 64, 1)):
@@ -148,9 +148,10 @@ def test_heads_are_served_a_few_at_a_time() -> None:
 
 @pytest.mark.parametrize("local", [cpu, tiled, reference], ids=["cpu", "tiled", "reference"])
 def test_a_float64_lse_is_carried_on_unrounded(local: LocalAttention) -> None:
-    """By every implementation for CPUs. What a ring's many steps make of lse in float32 would show; out stays float32.
+    """By every implementation for CPUs; out stays float32. In float32, the rounding errors of a ring's steps would add
+    up.
 
-    In 30 steps, rounding lse in each shows as twice the error of one call.
+    In 30 steps, rounding lse in each step gives twice the error of one call.
     """
     x = make_inputs(Shape(1, 2, 2, 300, 300, 32), seed=3)
     answer = solve(x, EVERYTHING, 0.2)
@@ -166,7 +167,7 @@ def test_a_float64_lse_is_carried_on_unrounded(local: LocalAttention) -> None:
 
 
 def _milliseconds(call: Callable[[], object]) -> float:
-    """Processor time: what else the machine does hardly counts."""
+    """The processor time of a call, which other work of the machine hardly affects."""
     begin = time.process_time()
     call()
     return (time.process_time() - begin) * 1e3
@@ -175,9 +176,9 @@ def _milliseconds(call: Callable[[], object]) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("mask", [CAUSAL, EVERYTHING], ids=["causal", "full"])
 def test_within_a_tenth_of_sdpa(mask: Band) -> None:
-    """[1, 8, 2048, 64] in float32 on one thread, in turns with SDPA in one run; the fastest of each."""
+    """[1, 8, 2048, 64] in float32 on one thread, in turn with SDPA in one run; the fastest calls are compared."""
     num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a second one would be billed for waiting
+    torch.set_num_threads(1)  # the waiting time of a second thread would count
     x = make_inputs(Shape(1, 8, 8, 2048, 2048, 64), seed=2)
     q, k, v = (t.clone().requires_grad_() for t in (x.q, x.k, x.v))
     dq, dk, dv = (torch.empty_like(t) for t in (x.q, x.k, x.v))
@@ -197,7 +198,7 @@ def test_within_a_tenth_of_sdpa(mask: Band) -> None:
     best = dict.fromkeys(calls, float("inf"))
     names = list(calls)
     for _ in range(40):
-        names.reverse()  # whoever comes second finds the caches warm
+        names.reverse()  # the second one finds warm caches
         for name in names:
             best[name] = min(best[name], _milliseconds(calls[name]))
     torch.set_num_threads(num_threads)

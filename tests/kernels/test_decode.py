@@ -21,13 +21,13 @@ interpreted = pytest.mark.skipif(GPU, reason="the kernels are compiled here, not
 
 @pytest.fixture(autouse=True)
 def small_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU for which few parts are enough: the interpreter runs programs one after another."""
+    """A small GPU, for which few parts are enough, because the interpreter runs programs one after another."""
     if not GPU:
         monkeypatch.setattr(decode, "multiprocessors", lambda device: 4)
 
 
 def attend(x: Inputs, mask: Mask, *, scale: float = 0.3, carry: Carry | None = None) -> Carry:
-    """By the kernels of this file, whichever would serve."""
+    """Attention by the kernels of decode.py, even if others would be chosen."""
     dtype = x.q.dtype if carry is None else torch.float32
     done = decode.forward(x.q, x.k, x.v, Problem(mask, scale), carry=carry, out_dtype=dtype)
     assert done is not None
@@ -90,7 +90,7 @@ def test_sixteen_bits() -> None:
 @interpreted
 @pytest.mark.parametrize("num_queries", [1, 5])
 def test_a_carry_continues_the_softmax(num_queries: int) -> None:
-    """In three parts of the keys, of which the second shows nothing."""
+    """The keys are in three parts; no query sees the second part."""
     x = make_inputs(Shape(1, 2, 1, num_queries, 450, 16), seed=4)
     mask = causal(num_queries, 450) & Band(150, None)
     right = solve(x, mask, 0.3)
@@ -135,7 +135,7 @@ def test_calls_with_few_queries_are_taken_and_no_others() -> None:
 
 
 def test_the_keys_are_divided_so_that_the_gpu_is_busy() -> None:
-    """Rounds of programs are full or many, and no part is smaller than two tiles, but where one part is enough."""
+    """Rounds of programs are full or many, and no part is smaller than two tiles unless one part is enough."""
     for num_streams in (1, 3, 8, 100, 128, 132, 200, 256, 265, 1000):
         for num_tiles in (1, 2, 3, 64, 2000):
             num_splits = decode.fill(num_streams, num_tiles, 264)
@@ -204,7 +204,8 @@ def check_compiled(*calls: tuple[int, int, str]) -> None:
         spilled, shared, copies, narrow, wide = line
         assert spilled <= SPILLED.get(call, 0), call
         assert shared <= 232448 // (2 if call[0] == 1 and call[2] == "bfloat16" else 1), call
-        # A tile of K and one of V, 16 KiB each, are 8 copies of 16 bytes a thread: two tiles ahead, and in the loop.
+        # A tile of K and one of V, 16 KiB each, are 8 copies of 16 bytes per thread: for two tiles ahead, and in the
+        # loop.
         assert 0 < copies <= 48, call
         assert narrow + wide > 0, call
 

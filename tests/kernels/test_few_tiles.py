@@ -25,7 +25,7 @@ GRADIENTS = ("dq", "dk", "dv")
 
 
 def scattered(num_queries: int, num_keys: int) -> Rows:
-    """Intervals in any order: no interval of queries belongs to a key."""
+    """Intervals in any order, so that the queries that see a key are not an interval."""
     start, end = torch.randint(0, num_keys + 1, (2, num_queries), generator=torch.Generator().manual_seed(0))
     return Rows(start, end, num_keys)
 
@@ -42,7 +42,7 @@ CASES: dict[str, tuple[Shape, Mask]] = {
 
 
 def compute(x: Inputs, mask: Mask, scale: float, size: Tile) -> dict[str, torch.Tensor]:
-    """Both passes in a launch each."""
+    """Run both passes, each in one launch."""
     out = torch.full_like(x.q, torch.nan)
     lse = out.new_empty(out.shape[:3])
     forward_launch(x.q, x.k, x.v, out, lse, mask, scale, False, None, size=size)()
@@ -75,7 +75,7 @@ def test_nan_in_a_key_reaches_only_the_queries_that_see_it() -> None:
 
 
 def sizes_of(*shape: int, mask: Mask = EVERYTHING, dtype: torch.dtype = torch.bfloat16) -> list[Tile | None]:
-    """The tiles of forward and backward of a shape; None for passes that other kernels serve."""
+    """The tiles of forward and backward for a shape; None for passes that other kernels run."""
     B, H, K, T, S, D = shape
     q, k = torch.empty(B, H, T, D, dtype=dtype, device="meta"), torch.empty(B, K, S, D, dtype=dtype, device="meta")
     return [few_tiles.forward_tile(q, k, mask), few_tiles.backward_tile(q, k, mask)]

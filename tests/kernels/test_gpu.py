@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 
 def inputs(shape: tuple[int, int, int, int, int, int], dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
-    """q, k, v that want gradients, and dout, of (B, H, K, T, S, D)."""
+    """q, k and v that require gradients, and dout, for (B, H, K, T, S, D)."""
     B, H, K, T, S, D = shape
     generator = torch.Generator("cuda").manual_seed(seed)
     sizes = [(B, H, T, D), (B, K, S, D), (B, K, S, D), (B, H, T, D)]
@@ -98,7 +98,7 @@ def test_gradients_repeat_bit_for_bit(asked: dict[str, Any], head_dim: int) -> N
 
 
 def test_offsets_past_two_to_the_31() -> None:
-    """K, V and their gradients of one head lie past 2^31 elements; only the last tokens are looked at."""
+    """K, V and their gradients of one head are past 2^31 elements; only the last tokens are compared."""
     T, D = 1024, 128
     long = 2**31 // D + 4096
     k, v = (torch.zeros(1, 1, long, D, dtype=torch.bfloat16, device="cuda") for _ in range(2))
@@ -106,7 +106,7 @@ def test_offsets_past_two_to_the_31() -> None:
     k[:, :, -T:], v[:, :, -T:] = tail[0], tail[1]
     q, dout = tail[2].requires_grad_(), tail[3]
     k.requires_grad_(), v.requires_grad_()
-    # Each query sees keys from the tail alone: the band's window ends at the last key.
+    # Each query sees only keys from the tail: the last query's window ends at the last key.
     mask = masks.window(300, 0, offset=long - T)
     out = attention(q, k, v, mask=mask)
     short = [x.detach()[:, :, -T:].clone().requires_grad_() for x in (k, v)]
@@ -115,7 +115,7 @@ def test_offsets_past_two_to_the_31() -> None:
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
     _, near_dk, near_dv = torch.autograd.grad(near, (q, *short), dout)
     assert dq.isfinite().all()
-    # The last keys are seen by the same queries in both.
+    # In both calls, the same queries see the last keys.
     assert relative(dk[:, :, -300:], near_dk[:, :, -300:]) < 1e-2
     assert relative(dv[:, :, -300:], near_dv[:, :, -300:]) < 1e-2
     assert not dk[:, :, : long - 2 * T].any()
@@ -157,7 +157,7 @@ def test_dropout_equals_the_plain_implementation() -> None:
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
 @pytest.mark.parametrize("window", [None, 300])
 def test_tf32_on_request(head_dim: int, window: int | None) -> None:
-    """In tiles of its own; one product of it has about as many bits as float16's."""
+    """tf32 has its own tiles. A tf32 matmul has about as many bits as one in float16."""
     q, k, v, dout = inputs((1, 4, 2, 777, 777, head_dim), torch.float32)
 
     def found(*qkv: Tensor) -> list[Tensor]:
@@ -188,7 +188,7 @@ def test_graph_capture() -> None:
 @pytest.mark.parametrize("mask", ["causal", "documents"])
 @pytest.mark.parametrize("heads", [(8, 8), (8, 1)])
 def test_repeated_calls_compute_what_the_first_does(mask: str, heads: tuple[int, int]) -> None:
-    """The first call of a layout prepares launches, the next ones fill in addresses, whatever dout's layout is."""
+    """The first call of a layout prepares launches, and later ones fill in addresses, for any layout of dout."""
     q, k, v, dout = inputs((2, *heads, 700, 700, 128), torch.bfloat16)
     seen = masks.causal() if mask == "causal" else masks.documents([300, 400]) & masks.causal()
     flat = dout.transpose(1, 2).contiguous().transpose(1, 2)  # the same numbers, stored as [B, T, H, D]

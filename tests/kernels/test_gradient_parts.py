@@ -1,5 +1,5 @@
-"""Backward with few tiles of keys, whose query heads or queries are divided into parts: launches as data and the
-portable kernels here, the Hopper kernels on a GPU (`pytest -m gpu` of this file)."""
+"""Backward with few tiles of keys, in which query heads or queries are divided into parts. Launches as data and the
+portable kernels are tested here, the Hopper kernels on a GPU (`pytest -m gpu` of this file)."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def launches_of(
     accumulate: bool = False,
     deterministic: bool = False,
 ) -> tuple[list[Launch], list[Tensor]]:
-    """What the Hopper backward launches on meta tensors, and where dK and dV of the parts are."""
+    """The launches of the Hopper backward on meta tensors, and the tensors of the parts of dK and dV."""
     one_pass = pytest.importorskip("flashspan.kernels.hopper.one_pass")
     from flashspan.kernels.hopper.launch import _backward_launches, room_for_parts
     from flashspan.kernels.hopper.parts import new_rows
@@ -138,7 +138,7 @@ def test_few_key_heads_become_several(
     assert names(launches)[2:] == [*last, "add_parts_kernel", *([] if deterministic else ["cast_kernel"])]
     assert all(x.shape == (1, heads[1] * parts, tokens, head_dim) and x.dtype == torch.float32 for x in rooms)
     assert numbers(launches[2 + deterministic])["num_parts"] == parts
-    # The query heads of a part are among those that share its head of K and V, and each is in one part.
+    # The query heads of a part share its head of K and V, and each is in exactly one part.
     served = [(part * keys["G"] + g, part // parts) for part in range(keys["K"]) for g in range(keys["G"])]
     assert served == [(head, head // (heads[0] // heads[1])) for head in range(heads[0])]
 
@@ -155,7 +155,7 @@ def test_parts_are_stored_and_their_sum_is_added() -> None:
 
 
 def test_tiles_that_are_split_by_queries_are_not_split_by_heads() -> None:
-    """Of a full mask, where gradients are added; a few queries are too few for that."""
+    """With a full mask and accumulated gradients. With few queries, tiles are not split by queries."""
     launches, _ = launches_of((16, 1), 8192, 128, EVERYTHING, accumulate=True)
     assert (launches[1].constants["SPLIT_TILES"], launches[1].constants["SPLIT_HEADS"]) == (True, False)
     launches, _ = launches_of((16, 1), 1000, 128, EVERYTHING, accumulate=True)
@@ -163,7 +163,7 @@ def test_tiles_that_are_split_by_queries_are_not_split_by_heads() -> None:
 
 
 def test_queries_of_few_keys_are_divided() -> None:
-    """Where each query head has its own keys, and every query sees all of them."""
+    """If each query head has its own keys, and every query sees all of them."""
     launches, rooms = launches_of((16, 16), 4096, 64, EVERYTHING, keys=77)
     main = numbers(launches[1])
     assert (launches[1].constants["SPLIT_TILES"], launches[1].constants["SPLIT_HEADS"]) == (True, False)
@@ -230,7 +230,8 @@ MASKS: dict[str, Any] = {
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_gradients_of_few_key_heads(head_dim: int, mask: str, deterministic: bool) -> None:
-    """Written and added, against float64; dK and dV have one order of sums, all gradients if they are deterministic."""
+    """Overwriting and accumulating, compared with float64. Sums of dK and dV have a fixed order, and those of all
+    gradients if they are deterministic."""
     from flashspan.kernels import hopper
     from flashspan.kernels.hopper.one_pass import count_key_parts
     from tests.kernels.hopper_cases import GRADIENT_BOUND, tensors
@@ -274,7 +275,7 @@ def test_gradients_of_few_key_heads(head_dim: int, mask: str, deterministic: boo
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_gradients_of_few_keys(head_dim: int) -> None:
-    """The queries of a head are divided: against float64; dK and dV have one order of sums."""
+    """The queries of a head are divided. Compared with float64; sums of dK and dV have a fixed order."""
     from flashspan.kernels import hopper
     from flashspan.kernels.hopper.one_pass import count_key_parts
     from tests.kernels.hopper_cases import GRADIENT_BOUND, tensors

@@ -1,4 +1,4 @@
-"""The Hopper kernels on a Hopper GPU: `pytest -m gpu tests/kernels/test_hopper.py`. test_compile.py needs none."""
+"""The Hopper kernels on a Hopper GPU: `pytest -m gpu tests/kernels/test_hopper.py`. test_compile.py needs no GPU."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_float16() -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_a_gradient_of_nan_for_the_lse_of_nothing(head_dim: int) -> None:
-    """Row 0 sees no key: whatever its gradient, it has no part in anything."""
+    """Row 0 sees no key, so its gradient of lse affects no result, even if it is NaN."""
     q, k, v, dout = tensors(random.Random(2), 1, 2, 2, 300, 300, head_dim)
     inputs = [x.contiguous().requires_grad_() for x in (q, k, v)]
     for deterministic in (False, True):
@@ -94,7 +94,7 @@ def test_a_gradient_of_nan_for_the_lse_of_nothing(head_dim: int) -> None:
 
 
 def test_rows_past_the_end_are_not_repaired() -> None:
-    """They see nothing; what comes out of them says nothing of the others."""
+    """These rows see nothing, so their results must not mark the other rows."""
     from flashspan.kernels.hopper.launch import forward_launch
 
     q, k, v, _ = (x.contiguous() for x in tensors(random.Random(4), 1, 2, 2, 1000, 1024, 128))
@@ -137,7 +137,7 @@ def test_nan_in_a_key_reaches_only_the_queries_that_see_it(head_dim: int, repeat
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_nan_and_infinity_in_keys_that_all_queries_see(head_dim: int, dtype: torch.dtype) -> None:
-    """No launch repairs rows of such a call: the kernel's own must be right."""
+    """No launch repairs rows of such a call, so the results of the kernel itself must be correct."""
     q, k, v = (torch.randn(16, 12, n, head_dim, device="cuda", dtype=dtype) for n in (300, 197, 197))
     v[0, 0, 5, 3], v[0, 1, 196, 7], k[0, 2, 100, 0] = torch.nan, torch.inf, torch.nan
     out = attention(q, k, v, backend="hopper")
@@ -158,7 +158,7 @@ def test_repeated_calls_are_as_exact_as_the_first(head_dim: int) -> None:
             generator = torch.Generator("cuda").manual_seed(call)
             heads = [torch.randn(1, n, 257, head_dim, device="cuda", generator=generator) for n in (4, 2, 2, 4)]
             q, k, v, dout = (x.bfloat16() for x in heads)
-            if call == 2:  # the same steps, but not on 16 bytes
+            if call == 2:  # the same strides, but not 16-byte aligned
                 q = torch.cat([q.flatten()[:1], q.flatten()])[1:].view(q.shape)
             leaves = [x.requires_grad_() for x in (q, k, v)]
             out, lse = attention(*leaves, mask=mask, return_lse=True)
@@ -168,7 +168,7 @@ def test_repeated_calls_are_as_exact_as_the_first(head_dim: int) -> None:
             right, right_lse = attention(*exact, mask=mask, return_lse=True, backend="reference")
             assert relative(out, right) <= FORWARD_BOUND
             assert (lse - right_lse).abs().max() <= 1e-5
-            of_both = call == 3  # a gradient of lse too
+            of_both = call == 3  # with a gradient of lse too
             losses = [(a, b) if of_both else (a,) for a, b in ((out, lse), (right, right_lse))]
             slopes = (dout, lse.detach()) if of_both else (dout,)
             grads = torch.autograd.grad(losses[0], leaves, slopes)
@@ -195,7 +195,7 @@ def test_forward_repeats_bit_for_bit_and_gradients_where_asked() -> None:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_more_heads_than_a_grid_has_lines(deterministic: bool) -> None:
-    """65,600 of them, in 4,100 short sequences: CUDA counts to 65,535 in all directions but the first."""
+    """65,600 heads, in 4,100 short sequences: CUDA grids have at most 65,535 in all dimensions but the first."""
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v, dout = (torch.randn(4100, 16, 16, 64, device="cuda", generator=generator).bfloat16() for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -243,7 +243,7 @@ def test_expanded_keys_are_not_copied(head_dim: int) -> None:
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         out = attention(q, *everywhere, causal=True, backend="hopper")
-        assert torch.cuda.max_memory_allocated() - before < 1.5 * q.numel() * 2  # the output; no K or V
+        assert torch.cuda.max_memory_allocated() - before < 1.5 * q.numel() * 2  # room for the output, not for K or V
         assert torch.equal(out, attention(q, *apart, causal=True, backend="hopper"))
     out = attention(q, k, v, causal=True, deterministic=True)
     of_sum = torch.autograd.grad(out.sum(), (q, k, v), retain_graph=True)
@@ -251,7 +251,7 @@ def test_expanded_keys_are_not_copied(head_dim: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(of_sum, of_ones, strict=True))
 
 
-@pytest.mark.usefixtures("way")  # there are two kernels, and how much work there is decides
+@pytest.mark.usefixtures("way")  # there are two kernels, chosen by the amount of work
 def test_a_new_length_compiles_nothing() -> None:
     from flashspan.kernels.hopper.forward import forward_kernel
 

@@ -1,4 +1,4 @@
-"""Carries of the Hopper kernels, and tiles that are cut into parts. `pytest -m gpu` on a Hopper GPU."""
+"""Carries in the Hopper kernels, and tiles that are split into parts. `pytest -m gpu` on a Hopper GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = ON_HOPPER
 def follow(
     x: list[Tensor], mask: Mask, cuts: list[int], out: Tensor | None = None, hidden: dict[int, float] | None = None
 ) -> tuple[Carry, Carry]:
-    """Carried calls over the keys between cuts, some keys replaced where nobody sees them, and the float32 truth."""
+    """The carry of calls over the keys between `cuts`, after hidden keys are replaced, and the float32 result."""
     from flashspan.kernels import hopper
 
     q, k, v, _ = x
@@ -56,8 +56,8 @@ def check_carry(got: Carry, right: Carry) -> None:
     ("num_queries", "num_keys"), [(4100, 1280), (4100, 1344), (4100, 1300), (4200, 8960), (8300, 9088)]
 )
 def test_tiles_of_a_full_mask_are_cut_into_parts(num_queries: int, num_keys: int, head_dim: int) -> None:
-    """Where gradients are added: all tiles where there are fewer than multiprocessors, else those that are left over.
-    The parts of one must not be shared by two, or left out."""
+    """If gradients are accumulated: all tiles if there are fewer than multiprocessors, otherwise those of the last
+    round. Each part must be computed by exactly one program."""
     from flashspan.kernels.hopper.one_pass import backward_launch
     from flashspan.kernels.hopper.parts import new_rows
     from flashspan.kernels.hopper.tensors import BackwardInputs, new_counter
@@ -74,11 +74,11 @@ def test_tiles_of_a_full_mask_are_cut_into_parts(num_queries: int, num_keys: int
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("head_dim", [40, 64, 80, 128, 192, 256])
 def test_a_carry_survives_what_is_hidden_and_rows_that_see_nothing(head_dim: int) -> None:
-    """In a call, a tile with a NaN behind the mask is left to another kernel: its carry must still be as it was."""
+    """If a tile has a NaN behind the mask, another kernel recomputes it, so the first must not change its carry."""
     start = torch.arange(333, dtype=torch.int32) % 300
     end = torch.where(start % 7 == 0, start, (start + 150).clamp(max=480))
     cases: list[tuple[Mask, list[int], tuple[int, ...]]] = [
-        (Band(190, 289), [0, 150, 260, 500], (0, 100, 189)),  # nobody sees the first call's keys, the last rows none
+        (Band(190, 289), [0, 150, 260, 500], (0, 100, 189)),  # no row sees the first call's keys, the last rows none
         (Rows(start, end, 500), [0, 130, 131, 390, 500], (485, 499)),  # every seventh row sees nothing
     ]
     for dtype, value in ((torch.bfloat16, torch.nan), (torch.float16, torch.inf)):
@@ -89,7 +89,7 @@ def test_a_carry_survives_what_is_hidden_and_rows_that_see_nothing(head_dim: int
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_a_carry_may_be_a_view_of_something_larger(head_dim: int) -> None:
-    """It is updated in place, and nothing beside it: past its rows and columns, other tensors may begin."""
+    """It is updated in place, and the memory around it must not change: it may belong to other tensors."""
     x = tensors(random.Random(head_dim), 2, 3, 1, 200, 300, head_dim)
     larger = torch.full((2, 264, 5, head_dim + 8), 7.0, device="cuda")
     out = larger[:, 32:232, 1:4, :head_dim].transpose(1, 2)

@@ -54,7 +54,7 @@ def gpu_test(test: Callable[..., None]) -> Callable[..., None]:
 
 
 def some_map(generator: torch.Generator, *lead: int, T: int, S: int) -> Tensor:
-    """Blocks that are full, speckled or empty, as bool [*lead, T, S]; a line and a column nobody sees."""
+    """Full, partial and empty blocks, as bool [*lead, T, S]; one line and one column are hidden."""
     kinds = torch.rand(*lead, -(-T // 128), -(-S // 128), generator=generator)
 
     def spread(x: Tensor) -> Tensor:

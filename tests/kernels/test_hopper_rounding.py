@@ -23,12 +23,12 @@ pytestmark = ON_HOPPER
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_scores_far_apart(head_dim: int, dtype: torch.dtype) -> None:
-    """Maxima that grow by more than what the softmax lets pass: its sums are rescaled, in a call and over a carry; or
-    by more than float32 holds: those rows are computed again."""
+    """Maxima that grow by more than the softmax allows, so that its sums are rescaled, in a call and with a carry; or
+    by more than float32 can represent, so that rows are recomputed."""
     for spread in (6, 100):
         for mask, pieces in ((CAUSAL, 1), (EVERYTHING, 1), (Band(-300, 200), 3)):
             x = tensors(random.Random(3), 1, 4, 2, 701, 903, head_dim, dtype)
-            # Scores are that much larger, and so is what float32 loses of them.
+            # Scores are larger by this factor, and so are the rounding errors in float32.
             scale = spread * head_dim**-0.5
             check(x, mask, scale, pieces, lse_bound=1e-5 * spread)
             if head_dim == 64:
@@ -38,8 +38,8 @@ def test_scores_far_apart(head_dim: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("dtype", "size", "score"), [(torch.bfloat16, 8.0, -160.0), (torch.float16, 1.0, -20.0)])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_keys_that_are_none_have_no_part_in_dq(head_dim: int, dtype: torch.dtype, size: float, score: float) -> None:
-    """Past the last key K is 0, and a probability there would be exp(-lse): too large for 16 bits where every score is
-    about this low."""
+    """Past the last key K is 0, and a probability there would be exp(-lse), too large for 16 bits if all scores are
+    this low."""
     q, k, v, dout = tensors(random.Random(5), 1, 2, 2, 257, 100, head_dim, dtype)
     mean = score / (size * head_dim)
     check([torch.full_like(q, size), mean * (1 + k), v, dout], EVERYTHING, 1.0, 1, lse_bound=1e-3)
@@ -56,7 +56,7 @@ def test_rounding_error_is_at_most_that_of_pytorch(way: str, head_dim: int, shar
     theirs = relative(F.scaled_dot_product_attention(q, k, v, is_causal=True), right)
     bound = (0.9 if sharp == 1 else 1.0) if way == "finer" and head_dim <= 128 else 1.01
     assert ours <= bound * theirs
-    if head_dim <= 128:  # block maps neither follow a maximum nor make V finer: docs/kernels.md
+    if head_dim <= 128:  # block maps neither track a maximum nor convert V to float16: docs/kernels.md
         blocks = Blocks.of(CAUSAL, 4096, 4096).to("cuda")
         assert relative(attention(q, k, v, mask=blocks, backend="hopper"), right) <= loose * theirs
 
@@ -80,7 +80,7 @@ def test_values_of_any_size(way: str, head_dim: int, size: float) -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_values_that_differ_by_more_than_float16_holds(way: str, head_dim: int) -> None:
-    """Keys a million times larger or smaller than their neighbours, seen and not seen."""
+    """Keys a million times larger or smaller than their neighbours, visible and hidden."""
     q, k, v, _ = tensors(random.Random(2), 1, 2, 2, 900, 900, head_dim)
     for place, size in ((3, 1e-6), (130, 1e6), (131, 1e-9), (640, 1e9), (899, 1e30)):
         v[:, :, place] *= size
@@ -91,7 +91,7 @@ def test_values_that_differ_by_more_than_float16_holds(way: str, head_dim: int) 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("place", [0, -1])
 def test_keys_that_weigh_little_beside_one_of_no_value(way: str, head_dim: int, place: int) -> None:
-    """The row is what the light ones say: weights of e^-14 of the largest, whichever block it is in."""
+    """The keys with weights of e^-14 of the largest determine the row, because the value of the largest is 0."""
     q, k, v, _ = tensors(random.Random(6), 1, 2, 2, 4096, 4096, head_dim)
     q[..., 0], k[..., 0] = 8.0, 0.0
     k[:, :, place, 0], v[:, :, place] = 14.0, 0.0
@@ -101,13 +101,13 @@ def test_keys_that_weigh_little_beside_one_of_no_value(way: str, head_dim: int, 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_rows_whose_scores_rise_late_and_not_all_at_once(way: str, head_dim: int) -> None:
-    """Keys are walked from the last to the first: here the first have much larger scores, for some rows, by steps and
-    in one leap, and all keys together outweigh the largest."""
+    """Keys are visited from the last to the first. Here, for some rows, the first keys have much larger scores, which
+    grow in steps and in one jump, and all keys together outweigh the largest one."""
     q, k, v, _ = tensors(random.Random(4), 1, 2, 2, 2000, 2000, head_dim)
     k[..., 0], q[..., 0] = 0.0, 0.0
     q[:, :, 5::64, 0] = 8.0
     q[:, 1, 40::64, 0] = 16.0
-    # In units of a row's factor, times the scale of 1 / 8: up to 20, or 40, nats.
+    # Times a row's factor and the scale of 1 / 8: up to 20, or 40, nats.
     k[:, :, :1500, 0] = (torch.arange(1500, 0, -1, device="cuda") / 75).bfloat16()
     k[:, 1, 700, 0] = 32.0
     for mask in (CAUSAL, EVERYTHING):

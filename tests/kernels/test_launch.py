@@ -1,4 +1,4 @@
-"""Which launches the Hopper kernels make, and the small kernels around them; no GPU needed."""
+"""The launches of the Hopper kernels, and the small kernels around them. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from flashspan.kernels.portable.delta import row_delta
         (lambda x: x.transpose(1, 2), True),  # [B, T, H, D]
         (lambda x: x[..., :16], True),  # a part of a fused projection
         (lambda x: x[:, :, :1], True),
-        (lambda x: torch.zeros(512).half().as_strided((1, 8, 1, 64), (512, 64, 2**23, 1)), True),  # one row: no step
-        (lambda x: x[..., 1:17], False),  # begins between 16 bytes
-        (lambda x: x[:1].expand(2, -1, -1, -1), True),  # one for all sequences
-        (lambda x: x[:, :1].expand(-1, 3, -1, -1), True),  # or all heads
-        (lambda x: x[:, :, :1].expand(-1, -1, 40, -1), False),  # one row for all: everybody would read it at a time
+        (lambda x: torch.zeros(512).half().as_strided((1, 8, 1, 64), (512, 64, 2**23, 1)), True),  # one row: any stride
+        (lambda x: x[..., 1:17], False),  # not 16-byte aligned
+        (lambda x: x[:1].expand(2, -1, -1, -1), True),  # one sequence, expanded
+        (lambda x: x[:, :1].expand(-1, 3, -1, -1), True),  # one head, expanded
+        (lambda x: x[:, :, :1].expand(-1, -1, 40, -1), False),  # one row, expanded: all would read it at once
         (lambda x: x.transpose(2, 3), False),
     ],
 )
@@ -64,7 +64,7 @@ def backward_launch_of(
 def test_only_full_masks_whose_gradients_are_added_are_cut_and_no_part_is_empty(head_dim: int) -> None:
     choice = random.Random(0)
     block, chip, compiled = 64, 132, set()
-    keys = 192 if head_dim == 64 else 128  # of a tile: three warpgroups', or two
+    keys = 192 if head_dim == 64 else 128  # keys of a tile: of three warpgroups, or two
     for _ in range(200):
         num_queries = choice.randint(1, 40_000)
         num_keys = choice.choice((choice.randint(257, 40_000), keys * choice.randint(3, 300)))
@@ -79,7 +79,7 @@ def test_only_full_masks_whose_gradients_are_added_are_cut_and_no_part_is_empty(
         assert launch.grid == (min(num_tiles, chip),)
         compiled.add(tuple(launch.constants.items()))
     assert len(compiled) == (1 if head_dim == 64 else 2), "lengths compile nothing, but for a last tile that is shorter"
-    # A sum over two parts does not repeat bit for bit; tiles in 16 bits cannot be added; masked ones differ in length.
+    # Not split: sums that must be reproducible, 16-bit tiles that cannot be added, masked tiles of different lengths.
     for mask, add, dq in ((EVERYTHING, True, False), (EVERYTHING, False, True), (CAUSAL, True, True)):
         launch = backward_launch_of(mask, 40_000, 1280, head_dim, add=add, dq=dq)
         assert launch.arguments[-2:] == (4 * -(-1280 // (keys if dq else 128)), 1)
@@ -105,8 +105,8 @@ def test_only_full_masks_whose_gradients_are_added_are_cut_and_no_part_is_empty(
 def test_dq_of_two_warpgroups_has_two_places_just_where_its_sums_are_not_claimed(
     mask: Mask, length: int, key_heads: int, add: bool, claimed: bool, turns: int
 ) -> None:
-    # Where they are claimed one by one, two places were slower; where grouped heads see everything behind them, turns.
-    # Three warpgroups, as heads of 64 have but for tables, take turns and have two places whatever is asked for.
+    # If sums are claimed, two buffers were slower; so were turns if grouped heads see all keys before a query. Three
+    # warpgroups (heads of 64, without tables) always work in turn, with two buffers.
     three = 0 if isinstance(mask, Rows) else 2
     for head_dim, dq, found in ((128, True, (claimed, turns)), (64, True, (claimed, three)), (128, False, (False, 0))):
         launch = backward_launch_of(mask, length, length, head_dim, add=add, dq=dq, key_heads=key_heads)
@@ -147,7 +147,7 @@ def test_three_warpgroups_multiply_where_blocks_are_many_and_alike(
     k = torch.empty(1, 4, keys, head_dim, dtype=torch.bfloat16, device="meta")
     rows = torch.empty(1, 4, queries, device="meta")
     fine = room_for(k)
-    # V as it is, for maxima that are followed, and a carry's outputs are left to two.
+    # Two warpgroups are used if V is not converted (the maximum is tracked), and with a carry.
     for v, carry, found in ((fine, False, forward), (k, False, 2), (fine, True, 2)):
         out = q.float() if carry else q
         made = launch.forward_launch(q, k, v, out, rows, rows.int(), mask.to("meta"), 0.125, carry)
@@ -186,7 +186,7 @@ def test_sequences_may_lie_two_to_the_31_numbers_apart() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel is compiled here, not interpreted")
 def test_no_kernel_is_given_rows_too_far_apart_for_its_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of [T, B, H, D], as some store it, with B * H * D from 2^23 on: here from 32 on."""
+    """As in [T, B, H, D] with B * H * D of 2^23 or more; here 32 or more."""
     monkeypatch.setattr(arguments, "MAX_ROW_STRIDE", 32)
     start = Launch.start
 
@@ -220,8 +220,8 @@ def test_v_in_float16_is_v_or_says_that_it_is_not(head_dim: int) -> None:
     v = torch.randn(2, 70, 3, head_dim, generator=generator).bfloat16().transpose(1, 2)
     v[0, 0, 0], v[0, 0, 1], v[0, 0, 2] = 0.0, 4080.0, -4096.0
     v[0, 1, 69, :2] = torch.tensor([torch.inf, torch.nan])
-    v[1, 2, 5] *= 2.0**-20  # all of a key is small
-    v[1, 2, 6, 1:] *= 2.0**-12  # only some of it
+    v[1, 2, 5] *= 2.0**-20  # all numbers of a key are small
+    v[1, 2, 6, 1:] *= 2.0**-12  # some numbers of a key are small
     fine = finer.room_for(v)
     finer.finer_launch(v, fine)()
     lost = fine.isnan().all(-1)
@@ -259,7 +259,7 @@ def test_v_in_float16_is_made_where_enough_queries_see_a_key() -> None:
     assert pays(documents([8192] * 4), 32768, 128)
     assert pays(documents([4096] * 8) & CAUSAL, 32768, 128)
     assert not pays(documents([2048] * 16) & CAUSAL, 32768, 128)
-    for tokens in (16384, 32768):  # where nobody has looked
+    for tokens in (16384, 32768):  # if the reach is unknown
         every = torch.arange(tokens, dtype=torch.int32)
         assert pays(Rows(every, every + 1, tokens, convex=True, reach=0), tokens, 128) == (tokens == 32768)
     assert not pays(CAUSAL, 2048, 128)
@@ -280,14 +280,14 @@ def test_sums_of_dq_lie_as_products_leave_them_and_the_cast_puts_them_right(
     launch = pytest.importorskip("flashspan.kernels.hopper.launch")
     heads, queries, padded = 3, 200, 256
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randint(-64, 64, (heads, padded, wide), generator=generator).float()  # which bfloat16 holds exactly
-    # Blocks; of each 64 x 64 for a warpgroup; 4 warps of 16 rows, of which a thread has one of 8 and the one 8 further;
-    # 8 times 8 columns, of which it has one pair of 4.
+    rows = torch.randint(-64, 64, (heads, padded, wide), generator=generator).float()  # exact in bfloat16
+    # A block has 64 x 64 parts, one for a warpgroup. A warp has 16 rows of it, and a thread 2 of them, 8 rows apart. Of
+    # each group of 8 columns, a thread has one of four pairs.
     parts = rows.view(heads, padded // block, block // 64, 4, 2, 8, wide // 64, 8, 4, 2)
     sums = parts.permute(0, 1, 2, 6, 7, 3, 5, 8, 4, 9).reshape(-1, 256)
     dq = torch.full((1, heads, queries, head_dim), float("nan"), dtype=torch.bfloat16)
     states = torch.ones(heads * padded // claimed, dtype=torch.int32)
-    states[1] = 0  # nobody has added there
+    states[1] = 0  # no program has added there
     rows.view(-1, claimed, wide)[1] = 0
     launch.cast_kernel[(-(-queries // 32) * heads,)](
         sums,
@@ -337,7 +337,7 @@ def test_who_clears_the_states_of_sums_and_who_casts_them_agree_on_the_rows_of_a
 def test_rows_are_prepared_alike_from_delta_and_from_the_output(
     head_dim: int, lengths: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And are what they should be, to the last bit of float32, where they are kept in three parts as well."""
+    """They are correct to the last bit of float32, also if they are stored as three parts."""
     launch = pytest.importorskip("flashspan.kernels.hopper.launch")
     from flashspan.kernels.hopper.parts import new_rows
 
@@ -369,5 +369,5 @@ def test_rows_are_prepared_alike_from_delta_and_from_the_output(
     assert torch.isnan(results[1][0][0, 0, -1])
     assert results[1][1][0, 0, -1] == 0
     assert results[1][0][0, 0, 0] == -torch.inf
-    exact = (lse * -2.0)[..., 1:-1]  # by a scale of 1/2: exact
+    exact = (lse * -2.0)[..., 1:-1]  # the scale is 1/2, so this is exact
     torch.testing.assert_close(results[0][0][..., 1:-1], exact, rtol=2**-23, atol=0)

@@ -1,4 +1,4 @@
-"""The likeliest token in one kernel says what PyTorch's own operators say: interpreted, and compiled on a GPU."""
+"""The most probable token in one kernel equals that of PyTorch's operators, interpreted and compiled on a GPU."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def reference(logits: Tensor, said: Tensor, spoiled: Tensor, ends: Tensor) -> tu
 def test_the_likeliest_and_what_follows_from_it(vocabulary: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(vocabulary)
     logits = torch.randn(7, vocabulary, generator=generator).to(DEVICE, dtype)
-    logits[1] = -3.0  # all alike: the first
+    logits[1] = -3.0  # all equal: the first one
     logits[2, vocabulary // 2] = torch.nan
     logits[3, vocabulary // 3] = -torch.inf
     logits[4, -1] = torch.inf
     logits[5] = -1.0
-    logits[5, vocabulary // 2 :] = 2.0  # many alike: the first of them
+    logits[5, vocabulary // 2 :] = 2.0  # many equal: the first of them
     said = torch.tensor([False, False, False, True, False, False, True], device=DEVICE)
     spoiled = torch.tensor([False, True, False, False, False, False, False], device=DEVICE)
     ends = logits[0].argmax().reshape(1).repeat(2)

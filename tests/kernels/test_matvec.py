@@ -1,4 +1,4 @@
-"""The matmuls of a decode step against float64, interpreted, and what they compile to for sm_90."""
+"""The matmuls of a decode step compared with float64, interpreted, and their machine code for sm_90."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def hidden(x: Tensor, norm: Tensor, parts: int) -> tuple[Tensor, Tensor]:
-    """`scaled` and `squares` of rows x [B, E], as the kernel before would have left them."""
+    """`scaled` and `squares` of rows x [B, E], as the previous kernel would have written them."""
     squares = torch.full((parts, matvec.MAX_ROWS), torch.nan, device=DEVICE)
     squares[:, : len(x)] = x.float().square().sum(-1) / parts
     return (x.float() * norm.float()).to(x.dtype), squares
@@ -149,7 +149,7 @@ def check_compiled(*calls: tuple[str, str, bool]) -> None:
         registers, spilled, shared, copies, first, products, programs = line
         assert registers <= 255, call
         assert spilled == 0, call
-        # One program of a narrow output's has a multiprocessor to itself; of others two fit.
+        # With a narrow output, a program has a multiprocessor to itself; otherwise two programs fit.
         assert shared <= 232448 // (1 if programs <= 132 else 2), call
         assert copies == ["0x10"], f"{call}: weights must be loaded ahead, 16 bytes at a time"
         assert products > 0, call

@@ -1,5 +1,5 @@
-"""Odd shapes on the Hopper kernels, by themselves and under NVIDIA's compute-sanitizer, which sees every access
-outside of what was allocated: `pytest -m gpu tests/kernels/test_odd_shapes.py`."""
+"""Odd shapes on the Hopper kernels, alone and under NVIDIA's compute-sanitizer, which detects every access outside of
+allocated memory: `pytest -m gpu tests/kernels/test_odd_shapes.py`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SANITIZER = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer
 
 
 def backwards(num_queries: int, num_keys: int) -> Mask:
-    """Intervals in no order, every third of them empty."""
+    """Intervals in no order; every third one is empty."""
     start = torch.arange(num_queries).flip(0) % num_keys
     end = torch.where(torch.arange(num_queries) % 3 == 0, start, num_keys)
     return Rows(start.int(), end.int(), num_keys)
@@ -59,7 +59,7 @@ SHAPES: list[tuple[int, int, int, int, int, int, Mask, int, bool]] = [
 @pytest.mark.parametrize("kernels", ["hopper", "any"])
 @pytest.mark.parametrize("number", range(len(SHAPES)))
 def test_it_is_right(number: int, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """any: those that serve such calls; many of them are short (few_tiles.py)."""
+    """kernels="any": the kernels that are chosen for such calls, many of which are short (few_tiles.py)."""
     if kernels == "hopper":
         let_hopper_serve_short_calls(monkeypatch)
     B, H, K, T, S, D, mask, parts, repeatable = SHAPES[number]
@@ -68,10 +68,10 @@ def test_it_is_right(number: int, kernels: str, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.skipif(SANITIZER is None, reason="compute-sanitizer is not here")
 def test_nothing_is_touched_that_was_not_allocated() -> None:
-    """Every tensor in an allocation of its own, or PyTorch's cache would be what is overstepped into."""
+    """Every tensor has an allocation of its own; otherwise an access outside of it would fall into PyTorch's cache."""
     assert SANITIZER is not None
     command = [SANITIZER, "--error-exitcode=9", sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    command += ["-o", "addopts=--import-mode=importlib"]  # whichever of our plugins are here
+    command += ["-o", "addopts=--import-mode=importlib"]  # without pytest options for plugins that may be missing
     run = subprocess.run(
         [*command, __file__, "-k", "right"],
         env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, capture_output=True, text=True, timeout=500,

@@ -1,6 +1,6 @@
 """The Triton kernels in the interpreter, on small shapes: every mask, GQA, carry, dropout, strides, empty rows.
 
-Where there is a GPU, test_contract.py and test_gpu.py hold them to the same promises at full size.
+On a GPU, test_contract.py and test_gpu.py test the same at full size.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CASES: dict[str, tuple[Shape, Mask]] = {
 
 
 def forward(x: Inputs, mask: Mask, *, scale: float = 0.3, dropout: Dropout | None = None, parts: int = 1) -> Carry:
-    """In one call, or in several over parts of the keys."""
+    """Forward in one call, or in several over parts of the keys."""
     if parts == 1:
         return portable.forward(x.q, x.k, x.v, Problem(mask, scale, dropout), out_dtype=x.q.dtype)
     T, S = x.q.shape[2], x.k.shape[2]

@@ -1,4 +1,4 @@
-"""A layer's products with what follows them: against float64, any number of rows, and what ptxas says of them."""
+"""A layer's matmuls with their epilogues: compared with float64 for any number of rows, and their cost by ptxas."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def make(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
 
 
 def assert_near(got: Sequence[Tensor], want: Sequence[Tensor], names: str, ulps: float = 1.0) -> None:
-    """Within a rounding of the result, or of what was summed: the root of its mean square stands for that."""
+    """Check that errors are within a rounding of the result, or of its terms, estimated by the root mean square."""
     for name, a, b in zip(names.split(), got, want, strict=True):
         assert not a.isnan().any(), name
         size = torch.maximum(b.abs(), b.square().mean().sqrt())
@@ -68,7 +68,7 @@ def test_swiglu_and_its_gradients(rows: int, width: int, ffn_width: int, dtype: 
     wg, wu = make(ffn_width, width, dtype=dtype, seed=3), make(ffn_width, width, dtype=dtype, seed=4)
     wd = make(width, ffn_width, dtype=dtype, seed=5)
     gate, up, h = gated(x, wg, wu)
-    wide = gate.double(), up.double()  # which both ways start from
+    wide = gate.double(), up.double()  # both computations start from these
     want = (x.double() @ wg.double().T, x.double() @ wu.double().T, torch.nn.functional.silu(wide[0]) * wide[1])
     assert_near((gate, up, h), want, "gate up h")
     dgate, dup, again = gated_backward(dy, wd, gate, up)

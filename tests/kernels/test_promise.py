@@ -1,4 +1,4 @@
-"""The promise: that its numbers are right, that it holds at the edges, and that it can be broken."""
+"""The promise: its numbers are correct, it holds in extreme cases, and wrong results break it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 
 
 def attend(x: Inputs, mask: Mask, scale: float, dropout: float = 0.0, *, dlse: bool = False) -> dict[str, Tensor]:
-    """What `attention` gives, by name."""
+    """The results of `attention` and its gradients, by name."""
     leaves = [t.clone().requires_grad_() for t in (x.q, x.k, x.v)]
     out, lse = attention(*leaves, mask=mask, scale=scale, dropout=dropout, seed=5, return_lse=True)
     grads = torch.autograd.grad((out, lse) if dlse else out, leaves, (x.dout, x.dlse) if dlse else x.dout)
@@ -32,7 +32,7 @@ def attend(x: Inputs, mask: Mask, scale: float, dropout: float = 0.0, *, dlse: b
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("mask", [CAUSAL, documents([20, 0, 17]), ragged([5, 37], 37, 37), "blocks"], ids=str)
 def test_the_answer_is_that_of_the_reference(mask: Mask | str, dropout: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In chunks of a few rows, from a mask or from one that is drawn, with dropout and a gradient of lse."""
+    """In chunks of a few rows, for a mask or a bool tensor, with dropout and a gradient of lse."""
     monkeypatch.setattr(promise, "CHUNK", 2000)
     if isinstance(mask, str):
         mask = Blocks.from_dense(torch.rand(1, 4, 37, 37, generator=torch.Generator().manual_seed(1)) < 0.4, block=64)
@@ -55,8 +55,8 @@ def test_the_answer_is_that_of_the_reference(mask: Mask | str, dropout: float, m
 def test_gradients_of_sixteen_bits_are_rounded_once_on_a_cpu(
     dtype: torch.dtype, dropout: float, head_dim: int, watched: bool
 ) -> None:
-    """However sharp the softmax: as float32 gradients that are then rounded. Delta of a rounded output gave 4 times
-    that error."""
+    """They equal float32 gradients that are then rounded, even for a sharp softmax. Delta of a rounded output gave 4
+    times that error."""
     x = make_inputs(Shape(2, 4, 2, 64, 64, head_dim), seed=0, dtype=dtype)
     drop = Dropout(dropout, torch.tensor([5])) if dropout else None
     with Watched() if watched else nullcontext():
@@ -74,7 +74,8 @@ def test_gradients_of_sixteen_bits_are_rounded_once_on_a_cpu(
 def test_where_gradients_cancel_the_promise_holds_and_the_plain_relative_error_does_not(
     length: int, sharpness: float
 ) -> None:
-    """Rows that see one key, and rows whose weight one key has: their dq is 0, or nearly, but for rounding."""
+    """For rows that see one key, and rows in which one key has all the weight. Their dq is 0, or nearly 0, except for
+    rounding."""
     plain, kept = [], []
     for seed in range(10):
         x = make_inputs(Shape(1, 2, 2, length, length, 16), seed=seed)
@@ -95,7 +96,7 @@ def test_where_gradients_cancel_the_promise_holds_and_the_plain_relative_error_d
 
 
 def test_the_promise_can_be_broken() -> None:
-    """A relative error of a few times the promise in any result, a NaN, a row too much, another shape."""
+    """By a relative error of a few times the promise in any result, a NaN, a row too many, or another shape."""
     x = make_inputs(Shape(1, 2, 1, 50, 50, 16), seed=1)
     answer = promise.solve(x.q, x.k, x.v, x.dout, mask=CAUSAL, scale=0.25)
     assert answer.score <= promise.SCORE

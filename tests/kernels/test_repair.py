@@ -1,4 +1,4 @@
-"""Forward for the blocks of 64 queries that are flagged, and no others: in the interpreter, and compiled for sm_90."""
+"""Forward for only the blocks of 64 queries that are flagged, in the interpreter and compiled for sm_90."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ IN_CI = {("band", True), ("band", False), ("rows", False), ("rows of each sequen
 
 
 def rows_of(flags: Tensor, num_queries: int) -> Tensor:
-    """bool [B, H, T]: the rows each flag stands for."""
+    """bool [B, H, T]: the rows whose flag is set."""
     return flags.bool().repeat_interleave(64, -1)[..., :num_queries]
 
 
@@ -41,10 +41,10 @@ def launch(x: Inputs, mask: Mask, into: Carry, carry: bool, flags: Tensor) -> No
 
 
 def ordinary(x: Inputs, mask: Mask, into: Carry, carry: bool) -> None:
-    """By the ordinary kernel, 64 queries to a program."""
+    """Run the ordinary kernel with 64 queries per program."""
     whole = forward_launch(x.q, x.k, x.v, *into, mask, 0.3, carry, None)
     B, H, T, _ = x.q.shape
-    line = mask.block[0] if isinstance(mask, Blocks) else 64  # lines of a map are done to their end
+    line = mask.block[0] if isinstance(mask, Blocks) else 64  # a map's lines are computed up to their end
     grid = B * H * -(-T // line) * line // 64
     replace(whole, grid=(grid,), constants={**whole.constants, "BM": 64})()
 

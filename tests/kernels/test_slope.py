@@ -1,4 +1,4 @@
-"""The loss's kernel against the model's own arithmetic: in the interpreter, and at a vocabulary's size on a GPU."""
+"""The loss kernel compared with the model's own loss, in the interpreter and with a full vocabulary on a GPU."""
 
 from __future__ import annotations
 

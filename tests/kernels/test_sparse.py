@@ -1,4 +1,4 @@
-"""The Triton kernels for block maps, in the interpreter: every way a tile can be, GQA, carry, dropout, ragged ends."""
+"""The Triton kernels for block maps, in the interpreter: every kind of tile, GQA, carry, dropout, ragged ends."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def scattered(*shape: int, share: float = 0.5) -> Blocks:
     return Blocks.from_dense(visible, block=64)
 
 
-WATCHERS = Rows(torch.zeros(260).int(), torch.where(torch.arange(260) // 10 == 8, 260, 0), 260)  # ten see everything
+WATCHERS = Rows(torch.zeros(260).int(), torch.where(torch.arange(260) // 10 == 8, 260, 0), 260)  # ten queries see all
 
 CASES: dict[str, tuple[Shape, Blocks]] = {
     "bits, ragged": (Shape(1, 1, 1, 70, 150, 16), scattered(70, 150)),

@@ -1,4 +1,5 @@
-"""The kernels for block maps compile for sm_90 with no GPU, and spill what intervals do: CI one, `-m slow` all."""
+"""The kernels for block maps compile for sm_90 without a GPU, and spill as much as those for intervals: one in CI, all
+with `-m slow`."""
 
 from __future__ import annotations
 

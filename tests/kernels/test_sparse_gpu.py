@@ -1,4 +1,4 @@
-"""Block maps on a GPU: 300 random masks, the error of 16 bits, patterns, and what maps cost: `pytest -m gpu`."""
+"""Block maps on a GPU: 300 random masks, the error in 16 bits, patterns, and the cost of maps: `pytest -m gpu`."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_it_compiles_whole() -> None:
             torch.autograd.grad(f(q, k, v, mask=mask, deterministic=deterministic), (q, k, v), dout)
             for f in (compiled, attention)
         )
-        # Where it was not asked to repeat, dq's last bits depend on the order in which programs add to it.
+        # Without deterministic=True, dq's last bits depend on the order in which programs add to it.
         if deterministic:
             assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
         assert all(relative(x, y, y) < 1e-3 for x, y in zip(a, b, strict=True))

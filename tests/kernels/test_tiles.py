@@ -1,4 +1,4 @@
-"""Tiles fit the GPU they are for."""
+"""Tiles fit the GPU for which they are chosen."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from flashspan.kernels.portable import tiles
 def test_a_gpu_gets_tiles_that_fit_it_and_products_it_has(
     monkeypatch: pytest.MonkeyPatch, room: int, hip: str | None, small: bool, products: str
 ) -> None:
-    """On GPUs that are not here."""
+    """For GPUs that this machine does not have."""
     monkeypatch.setattr(triton_abi, "shared_memory", lambda index: room * 1024)
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(knobs.runtime, "interpret", False)

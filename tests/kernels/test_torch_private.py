@@ -1,4 +1,4 @@
-"""The private names of PyTorch that attention uses do what they did when they were read."""
+"""The private names of PyTorch that attention uses work as in the checked releases."""
 
 from __future__ import annotations
 

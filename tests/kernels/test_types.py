@@ -1,4 +1,4 @@
-"""mypy cannot tell a kernel, whose tiles have no Python types, from host code in the same file; this can."""
+"""Host code in files with kernels has types. mypy cannot check this, because kernels have no Python types."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def is_device_code(function: ast.FunctionDef) -> bool:
 
 
 def untyped(tree: ast.AST) -> list[str]:
-    """Host functions with a parameter or a result that has no type."""
+    """The host functions with a parameter or a result without a type."""
     found = []
     for function in (x for x in ast.walk(tree) if isinstance(x, ast.FunctionDef) and not is_device_code(x)):
         a = function.args

@@ -1,4 +1,5 @@
-"""A name on the Hugging Face Hub is found in the cache or downloaded: only files that are read, and one clear error."""
+"""A model name on the Hugging Face Hub is found in the cache or downloaded: only the files that are read. Errors are
+clear."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ CONFIG = LlamaConfig(257, 16, 2, 4, 2, 32, max_tokens=64)
 
 
 class Hub:
-    """A Hub with one model, whose cache is a folder of links to files elsewhere, as in huggingface_hub."""
+    """A Hub with one model. Its cache is a folder of links to files elsewhere, as in huggingface_hub."""
 
     def __init__(self, folder: Path) -> None:
         self.blobs, self.snapshot = folder / "blobs", folder / "snapshots" / "0123abc"

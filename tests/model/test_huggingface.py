@@ -1,4 +1,4 @@
-"""Checkpoints in Hugging Face's format: what is written is read back, and what a stranger might send is refused."""
+"""Checkpoints in Hugging Face's format: written files are read back, and untrusted files are refused."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def test_an_index_that_points_elsewhere_is_refused(model: Llama, tmp_path: Path,
 )
 def test_a_field_that_says_nothing_is_accepted(model: Llama, tmp_path: Path, changes: dict[str, Any]) -> None:
     write_strange(model, tmp_path)
-    if "rope_parameters" in changes:  # which agrees with the older fields
+    if "rope_parameters" in changes:  # the new field has the values of the older ones
         old = json.loads((tmp_path / "config.json").read_text())["rope_scaling"]
         changes = {"rope_parameters": {**changes["rope_parameters"], **old}}
     _edit(tmp_path, **changes)
@@ -240,7 +240,7 @@ def test_a_field_that_says_nothing_is_accepted(model: Llama, tmp_path: Path, cha
 
 
 def _rewrite(folder: Path, **tensors: Tensor) -> None:
-    """Add tensors to a folder's one weight file, or replace them."""
+    """Add or replace tensors in a folder's only weight file."""
     file = folder / "model.safetensors"
     save_file({**load_file(file), **{name.replace("__", "."): value for name, value in tensors.items()}}, file)
 
@@ -259,7 +259,7 @@ def test_a_stored_head_that_is_not_the_embedding_is_refused(tmp_path: Path) -> N
     _rewrite(tmp_path, lm_head__weight=other)
     with pytest.raises(ValueError, match=r"lm_head\.weight"):
         load_llama(tmp_path, attention=attention)
-    _edit(tmp_path, tie_word_embeddings=False)  # the remedy that the message names
+    _edit(tmp_path, tie_word_embeddings=False)  # the remedy in the message
     assert torch.equal(load_llama(tmp_path, attention=attention).head.weight, other)
 
 
@@ -403,7 +403,7 @@ def test_a_model_for_longer_contexts_takes_the_same_weights(model: Llama, tmp_pa
 
 
 def load_split(folder: Path, degrees: dict[str, int], tokens: torch.Tensor) -> dict[str, Any]:
-    """On a rank: load a model that is split, and say what was read, what all ranks hold and what it computes."""
+    """On a rank: load a split model. Returns what was read, what all ranks hold, and what the model computes."""
     mesh, config = build_mesh(**degrees), read_config(folder)
     with torch.device("meta"):
         model = Llama(config, attention=attention)
@@ -418,14 +418,14 @@ def load_split(folder: Path, degrees: dict[str, int], tokens: torch.Tensor) -> d
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(huggingface, "safe_open", lambda *args, **rest: CountedFile(read, *args, **rest))
         load_into(model, folder)
-    held = sum(DTensor.to_local(p).nbytes for p in model.parameters())  # every one is split or copied
+    held = sum(DTensor.to_local(p).nbytes for p in model.parameters())  # every parameter is split or copied
     with torch.no_grad():
         hidden = model(tokens)
     return {"read": read["bytes"], "held": held, "state": full_state_dict(model), "hidden": hidden}
 
 
 class CountedFile:
-    """A file of tensors that counts what leaves it."""
+    """A safetensors file that counts the bytes read from it."""
 
     def __init__(self, read: dict[str, int], *args: Any, **rest: Any) -> None:
         self.read, self.file = read, safe_open(*args, **rest)
@@ -482,7 +482,7 @@ def test_each_rank_reads_the_slices_it_holds(tmp_path: Path, degrees: dict[str, 
     with Ranks(num_ranks, threads=1) as ranks:
         results = ranks.run(load_split, tmp_path, degrees, tokens)
     whole = sum(p.nbytes for p in model.parameters())
-    norms = sum(p.nbytes for p in model.parameters() if p.dim() == 1)  # whole on every tensor rank
+    norms = sum(p.nbytes for p in model.parameters() if p.dim() == 1)  # every tensor rank has them whole
     for got in results:
         assert got["read"] == got["held"]
         assert got["read"] <= 0.52 * whole / (num_ranks / 2) + norms

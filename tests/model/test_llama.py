@@ -1,4 +1,4 @@
-"""The model: its logits against an independent one and against transformers', its loss, its positions."""
+"""The model: its logits compared with an independent model and with transformers, its loss, its positions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FAMILIES = {
 
 
 def make(config: LlamaConfig, seed: int = 0) -> Llama:
-    """A model with weights large enough that a mistake shows."""
+    """A model with weights large enough to make mistakes visible."""
     model = Llama(config, attention=attention)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -49,7 +49,7 @@ def draw_tokens(config: LlamaConfig, *shape: int, seed: int = 1) -> Tensor:
 
 
 def eager_logits(model: Llama, tokens: Tensor) -> Tensor:
-    """The same network in float64, written again from the papers, with complex numbers for the rotation."""
+    """The same network in float64, written separately from the papers, with complex numbers for the rotation."""
     config = model.config
     weights = {name: value.double() for name, value in model.state_dict().items()}
 

@@ -1,4 +1,4 @@
-"""AdamW in a launch against PyTorch's: in the interpreter, and on a GPU."""
+"""AdamW in one launch compared with PyTorch's, in the interpreter and on a GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def groups(params: list[nn.Parameter]) -> list[dict[str, object]]:
 
 
 def take_steps(optimizer: type[torch.optim.AdamW], dtype: torch.dtype, shapes: list[tuple[int, ...]]) -> list[Tensor]:
-    """Parameters, their moments and counts after four steps, of which the third is skipped; float64."""
+    """Parameters, moments and step counts after four steps, of which the third is skipped, as float64."""
     generator = torch.Generator().manual_seed(0)
     params = [nn.Parameter(torch.randn(*shape, generator=generator).to(DEVICE, dtype)) for shape in shapes]
     made = optimizer(groups(params), lr=1e-2, betas=(0.9, 0.95), fused=True)
@@ -30,7 +30,7 @@ def take_steps(optimizer: type[torch.optim.AdamW], dtype: torch.dtype, shapes: l
     for step in range(4):
         for param in params:
             param.grad = torch.randn(*param.shape, generator=generator).to(DEVICE, dtype)
-        params[-1].grad = None if step == 1 else params[-1].grad  # so that it has taken a step less than the others
+        params[-1].grad = None if step == 1 else params[-1].grad  # so that it takes one step less than the others
         made.found_inf = torch.full((), float(step == 2), device=DEVICE)  # type: ignore[attr-defined]
         made.step()
     kept = [made.state[param][key] for param in params for key in ("exp_avg", "exp_avg_sq", "step")]
@@ -38,7 +38,8 @@ def take_steps(optimizer: type[torch.optim.AdamW], dtype: torch.dtype, shapes: l
 
 
 def is_near(got: Tensor, want: Tensor, dtype: torch.dtype) -> bool:
-    """Within what rounding to the dtype after each of four steps allows, of the largest number."""
+    """Whether the error is at most that of rounding to the dtype after each of four steps, relative to the largest
+    number."""
     return bool((got - want).abs().max() <= 4 * torch.finfo(dtype).eps * want.abs().max())
 
 

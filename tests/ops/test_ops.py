@@ -1,5 +1,5 @@
-"""The fused operations of a layer: they are their references, keep their word to compilers, and survive a compiler that
-fails."""
+"""The fused operators of a layer match their references, satisfy their declarations to compilers, and work if Triton's
+compiler fails."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def make(name: str, seed: int = 0) -> nn.Module:
 
 
 def batch(name: str, step: int, size: int = 12) -> tuple[Tensor, Tensor]:
-    """Inputs [size, 7] and a random weight for each output, so that gradients are of every sign and size."""
+    """Inputs [size, 7] and a random weight for each output, so that gradients have different signs and sizes."""
     generator = torch.Generator().manual_seed(100 + step)
     x = torch.randn(size, 7, generator=generator)
     return x, torch.randn(size, OUTPUTS[name], generator=generator)

@@ -1,4 +1,4 @@
-"""Everything together on one mesh: data x shard x tensor, clipping, mixed precision, and the hybrid block."""
+"""All parallelism together on one mesh: data x shard x tensor, clipping, mixed precision, and the hybrid block."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_every_combination_trains_clips_and_loads_as_one_device_does(
     on_ranks, num_ranks: int, degrees: dict[str, int], engine: str
 ) -> None:
     want_norms, want = _alone(0.3)
-    assert min(want_norms) > 0.3  # so that clipping does something
+    assert min(want_norms) > 0.3  # so that gradients are clipped
     saved = {name: torch.randn_like(value) for name, value in want.items()}
     for norms, state, split, loaded in on_ranks(num_ranks, _train_on, degrees, engine, 0.3, saved):
         assert distance([torch.tensor(norms)], [torch.tensor(want_norms)]) <= 1e-6

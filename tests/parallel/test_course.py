@@ -1,4 +1,4 @@
-"""The course's hooks, used as the course's tests use them: a toy and a tied model, against one process."""
+"""The course's hooks, used as in the course's tests, on a toy and a tied model, compared with one process."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_fsdp_as_the_course_of_2026_tests_it(on_ranks, compute_dtype: torch.dtyp
 
 
 class Choosy(nn.Module):
-    """Two norms in a container: `forward` uses one of them on request, the other never."""
+    """Two norms in a container. `forward` uses one of them on request, and never the other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class Choosy(nn.Module):
 
 
 def _unused_on_some_ranks() -> list[float | None]:
-    """The sums of both norms' gradients, if only the first rank uses one of them."""
+    """The sums of both norms' gradients if only the first rank uses one of them."""
     hooks = _hooks()
     wrapped = hooks.get_fsdp(Choosy())
     wrapped(torch.ones(2, 4), dist.get_rank() == 0).sum().backward()

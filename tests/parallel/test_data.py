@@ -20,7 +20,7 @@ RANKS = (1, 2, 3, 4)
 
 
 def _share(x: Tensor) -> Tensor:
-    """This rank's part of a batch; uneven where the ranks do not divide it."""
+    """This rank's part of a batch; parts are uneven if the ranks do not divide it."""
     return x.tensor_split(dist.get_world_size())[dist.get_rank()]
 
 
@@ -192,7 +192,7 @@ def test_a_changed_module_can_be_wrapped_again(on_ranks) -> None:
 
 
 def _after_an_exception(mode: Mode, again: bool) -> tuple[list[Tensor], list[Tensor]]:
-    """The gradients of a backward after one that raised in the loss, before any gradient was sent."""
+    """The gradients of a backward pass after one that raised an error in the loss, before any gradient was sent."""
     model = make("toy")
     wrapped = DataParallel(model, mode, op="sum")
     x, weight = map(_share, batch("toy", 0))
@@ -212,7 +212,7 @@ def _after_an_exception(mode: Mode, again: bool) -> tuple[list[Tensor], list[Ten
 
 
 def _with_whole_batch(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-    """The gradients, and those of the whole batch in one process."""
+    """The gradients on ranks, and those of the whole batch in one process."""
     whole = make("toy")
     x, weight = batch("toy", 0)
     (whole(x) * weight).sum().backward()
@@ -275,7 +275,8 @@ def test_a_backward_within_a_backward_is_part_of_it(on_ranks) -> None:
 
 
 def _penalized(mode: Mode) -> tuple[list[Tensor], list[Tensor], int]:
-    """Sums over an accumulated part and one with a gradient penalty; the buckets reduced for autograd.grad."""
+    """Sums over an accumulated part and one with a gradient penalty, and the number of buckets reduced for
+    autograd.grad."""
 
     def loss(model: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
         x = x.clone().requires_grad_()
@@ -366,7 +367,7 @@ def _caught(kind: str) -> str:
 
 
 def _as_one_of_512(op: str, others_lack: bool) -> bool:
-    """Whether a bfloat16 gradient is kept on the only rank of 512 that has it, or lacks it."""
+    """Whether a bfloat16 gradient survives if only one rank of 512 has it, or lacks it."""
     wrapped = DataParallel(nn.Linear(3, 2, bias=False).bfloat16(), "flat", op=op)
     others = torch.tensor([0.0] * 6 + [511.0 * (not others_lack), 511.0 * others_lack])
 
@@ -409,8 +410,8 @@ def test_a_failure_is_named_on_every_rank(on_ranks, kind: str) -> None:
 
 
 def _wrap_with_a_pair_of_ranks(ranks: list[int] | None) -> str:
-    """The first gradient, or the error, of a model wrapped over the world or over these ranks, if ranks 0 and 1 are
-    in a group that rank 2 is not in."""
+    """The first gradient, or the error, of a model that is wrapped over the world or over these ranks, if ranks 0 and 1
+    are in a group without rank 2."""
     dist.new_group([0, 1])  # on every rank, as torch requires
     group = None if ranks is None else dist.new_group(ranks)
     if ranks is not None and dist.get_rank() not in ranks:
@@ -432,7 +433,7 @@ def _wrap_with_a_pair_of_ranks(ranks: list[int] | None) -> str:
     ],
 )
 def test_ranks_in_different_numbers_of_groups_get_an_error(ranks: list[int] | None, want: list[str]) -> None:
-    """torch names a group that not all ranks make by the number of a rank's groups: different names never match."""
+    """torch names a group that not all ranks create by the rank's number of groups, and different names never match."""
     with Ranks(3, threads=1, timeout=10) as pool:
         found = pool.run(_wrap_with_a_pair_of_ranks, ranks, timeout=40)
     assert all(text in said for text, said in zip(want, found, strict=True)), found

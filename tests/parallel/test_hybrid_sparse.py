@@ -1,4 +1,4 @@
-"""Block-sparse attention and a tensor-parallel MLP in one block: the same at any degree, with a mask for each head."""
+"""Block-sparse attention and a tensor-parallel MLP in one block: equal at all degrees, with a mask per head."""
 
 from __future__ import annotations
 

@@ -65,6 +65,6 @@ def _world_patience() -> object:
 
 
 def test_every_group_has_the_timeout_of_the_world(on_ranks) -> None:
-    """Ranks that share an axis with a stalled rank notice it too, and not after half an hour."""
+    """Ranks that share an axis with a stalled rank detect it too, before torch's half an hour."""
     world = on_ranks(4, _world_patience)
     assert on_ranks(4, _patience, {"data": 2, "tensor": 2}) == [{found} for found in world]

@@ -1,4 +1,4 @@
-"""ShardedOptimizer: the plain optimizer's result, a share of its state, and a checkpoint for any degree."""
+"""ShardedOptimizer has the plain optimizer's result, a share of its state, and checkpoints for any degree."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ADAMW: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
 
 
 def _groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Weight decay for matrices, none for vectors."""
+    """Parameter groups with weight decay for matrices, and none for vectors."""
     params = [p for p in model.parameters() if p.requires_grad]
     return [
         {"params": [p for p in params if p.ndim > 1]},
@@ -59,7 +59,7 @@ def _plain(name: str, optimizer_cls: type[torch.optim.Optimizer], kwargs: dict[s
 @pytest.mark.parametrize("name", ["toy", "tied"])
 @pytest.mark.parametrize("num_ranks", RANKS)
 def test_sharded_adamw_is_adamw(on_ranks, num_ranks: int, name: str) -> None:
-    # The plain optimizer runs on a rank too: gradients depend in their last bits on the number of threads.
+    # The plain optimizer also runs on a rank, because the last bits of gradients depend on the number of threads.
     want, state = on_ranks(num_ranks, _plain, name, torch.optim.AdamW, ADAMW)[0]
     for weights, sharded_state in on_ranks(num_ranks, _sharded, name, torch.optim.AdamW, ADAMW):
         for got, expected in zip(weights, want, strict=True):
@@ -160,7 +160,7 @@ class _Layers(nn.Module):
 
 
 def _held() -> tuple[int, int]:
-    """Bytes of optimizer state on this rank, and in total."""
+    """The bytes of optimizer state on this rank, and in total."""
     model = _Layers()
     optimizer = ShardedOptimizer(_groups(model), torch.optim.AdamW)
     for p in model.parameters():
@@ -187,7 +187,7 @@ def _grow() -> list[Tensor]:
 
 
 def test_a_group_added_later_is_stepped_with_its_own_settings(on_ranks) -> None:
-    for num_ranks in (1, 4):  # with 4 ranks one has no parameters
+    for num_ranks in (1, 4):  # with 4 ranks, one rank has no parameters
         for weights in on_ranks(num_ranks, _grow):
             assert [w.tolist() for w in weights] == [[2.5] * 3, [4.75] * 5, [1.75] * 2]
 

@@ -77,7 +77,7 @@ def _dense(sizes: tuple[int, int, int], tied: bool, length: int) -> dict[str, Te
 def _split(sizes: tuple[int, int, int], tied: bool, length: int, kind: str) -> tuple[dict[str, Tensor], int]:
     mesh = _mesh()
     model = _language(sizes, tied)
-    if dist.get_rank():  # only the first rank's weights count
+    if dist.get_rank():  # only the first rank's weights are used
         with torch.no_grad():
             for p in model.parameters():
                 p += 1.0
@@ -143,7 +143,7 @@ def _layers(in_features: int, out_features: int, shape: tuple[int, ...]) -> list
         y, z = layer(mine), dense(b)
         y.backward(dout)
         z.backward(dout)
-        if layer is row:  # each rank has the gradient of its own features only
+        if layer is row:  # each rank has only the gradient of its own features
             dist.all_reduce(a.grad)
         pairs += [(y.detach(), z.detach()), (a.grad, b.grad)]
         pairs += [(full_tensor(p.grad), q.grad) for p, q in zip(layer.parameters(), dense.parameters(), strict=True)]

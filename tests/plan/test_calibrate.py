@@ -1,4 +1,4 @@
-"""The planner calibrated from measured rows: by the same device only, and by rows it can use."""
+"""The planner calibrated from measured rows: only from rows of the same device that it can use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Free memory of a GPU, as far as it can be tested without one."""
+"""Free memory of a GPU, tested without a GPU."""
 
 from __future__ import annotations
 

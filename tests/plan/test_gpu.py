@@ -1,4 +1,4 @@
-"""On a GPU: the planner against measurements, and the harness against itself."""
+"""On a GPU: the planner compared with measurements, and a check of the measuring code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.plan.twelve import measure, off, parse, ratios, table, to_json
 @pytest.mark.alone
 @pytest.mark.timeout(600)
 def test_memory_and_calibrated_time_on_12_configurations() -> None:
-    """The 12 are bound by the device, because small ones depend on the host, whose times vary.
+    """The device limits all 12. Small configurations would depend on the host, whose times vary.
 
     See Note [Why the 12 are large] in twelve.py. With -s for the table and the rows: pytest -s -m alone
     """
@@ -41,7 +41,7 @@ def test_the_harness_adds_less_than_a_hundredth_and_repeats_itself() -> None:
 
     medians = [median(bench_in_turns({"": call}, torch.device("cuda"))[""]) for _ in range(3)]
     assert max(medians) / min(medians) < 1.02
-    # A hundred in a row between two events: nothing but the kernels.
+    # A hundred calls between two events measure only the kernels.
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     for _ in range(100):

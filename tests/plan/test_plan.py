@@ -1,4 +1,4 @@
-"""The planner: its memory against measurements, its time against published numbers, its bad input."""
+"""The planner: its memory compared with measurements, its time with published numbers, and its errors for bad input."""
 
 from __future__ import annotations
 
@@ -306,7 +306,7 @@ def test_the_table_fits_a_terminal_and_keeps_its_digits(
         show([answer, answer], run, cluster)
         text = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
         found.append(text[: text.index("Best, ")])
-    whole, cut = found  # in a file lines are not wrapped
+    whole, cut = found  # lines are not wrapped in a file
     assert max(map(len, whole.splitlines())) > 130
     assert max(map(len, cut.splitlines())) <= 80
     words = [re.findall(r"[^\W_]\S*", table) for table in found]

@@ -1,4 +1,4 @@
-"""The planner's time against an H200's, and its counts against the model's operators.
+"""The planner's time compared with an H200's, and its counts with the model's operators.
 
 h200.json: small configurations; h200_large.json: the 12 that test_gpu.py measures.
 """
@@ -116,7 +116,7 @@ class OneOperator(torch.autograd.Function):
 
 
 class NoAttention(torch.autograd.Function):
-    """No operators: those of attention are counted separately."""
+    """Replaces attention by no operators: those of attention are counted separately."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

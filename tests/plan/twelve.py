@@ -1,14 +1,14 @@
 """The configurations on which the planner's time is checked: 12 to measure on a GPU, also recorded in h200_large.json,
 and 12 recorded in h200.json.
 
-python -m tests.plan.twelve > FILE      # on a GPU machine, alone on it: the times of the 12 to measure, as in h200.json
+python -m tests.plan.twelve > FILE      # on an idle GPU machine: the times of the 12 to measure, as in h200.json
 
 Note [Why the 12 are large]
 The planner takes the longer of the device's time and the host's time to launch its kernels. The device's time repeats
 within 1%. The host's does not: for the same step it changed by 30 to 40%, and of the small configurations, 4 of 12 were
 within 15% in one run and not in another. So the 12 to measure have so much work that even a host half as fast would
-hardly matter (a test checks this). Most of the 12 recorded are small and wait for the host: they check the planner's
-count of operators against the times of one run.
+hardly matter (a test checks this). Most of the 12 recorded are small and wait for the host. They check the planner's
+count of operators with the times of one run.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def parse(case: str) -> Run:
 
 
 def measure(cases: Iterable[str] = MEASURED) -> tuple[Samples, dict[str, float]]:
-    """Time samples, and peak bytes."""
+    """Return time samples and peak bytes."""
     samples: Samples = {}
     peaks = {}
     for case in cases:
@@ -73,7 +73,7 @@ def measure(cases: Iterable[str] = MEASURED) -> tuple[Samples, dict[str, float]]
 def calibrated(cluster: Cluster, samples: Samples, used: Iterable[str] | None = None) -> Cluster:
     """The cluster calibrated on the phases of these cases, or of all.
 
-    The smallest sample counts: disturbances of a host make times longer, never shorter.
+    The smallest sample is used, because disturbances of a host make times longer, never shorter.
     """
     cases = samples if used is None else used
     return calibrate(
@@ -82,7 +82,7 @@ def calibrated(cluster: Cluster, samples: Samples, used: Iterable[str] | None = 
 
 
 def ratios(cluster: Cluster, samples: Samples, used: Iterable[str] | None = None) -> dict[str, float]:
-    """Planned over measured step time of every case, after calibration on these cases."""
+    """Planned divided by measured step time of every case, after calibration on these cases."""
     found = calibrated(cluster, samples, used)
     planned = {case: 1e3 * predict(found, parse(case), "total") for case in samples}
     return {case: planned[case] / min(times["training"]) for case, times in samples.items()}

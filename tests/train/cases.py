@@ -1,4 +1,4 @@
-"""Shared by the tests of runs that stop and resume: final states, damage, and the command as a process."""
+"""Shared by the tests of runs that stop and resume: final states, damage, and the command in a process."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def damage_one(path: Path, how: str) -> None:
 
 
 def start(config: TrainConfig, file: Path) -> subprocess.Popen[str]:
-    """The command, in a process group of its own."""
+    """Start the command in a process group of its own."""
     file.write_text(config.describe())
     command = [sys.executable, "-m", "flashspan.train", str(file)]
     pipe = subprocess.PIPE
@@ -54,7 +54,7 @@ def start(config: TrainConfig, file: Path) -> subprocess.Popen[str]:
 
 
 def wait_for(process: subprocess.Popen[str], step: int) -> None:
-    """Until the run says that it took this step."""
+    """Wait until the run prints that it has taken this step."""
     assert process.stdout is not None
     lines = []
     for line in process.stdout:

@@ -1,4 +1,5 @@
-"""`flashspan train` as a command with a temporary folder of its own: its processes, and what it leaves there. Linux."""
+"""`flashspan train` as a command with a temporary folder of its own: its processes, and the files it leaves. For
+Linux."""
 
 from __future__ import annotations
 
@@ -17,13 +18,13 @@ PARENT, RANK, SERVER = "parent", "rank", "fork server"
 
 
 class Command:
-    """A running command. What it says goes to a file."""
+    """A running command. Its output goes to a file."""
 
     def __init__(self, config: TrainConfig, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "run.toml").write_text(config.describe())
         self.output = folder / "output"
-        # Short: names of sockets have at most 107 characters.
+        # A short name, because names of sockets have at most 107 characters.
         self._temporary = tempfile.TemporaryDirectory(prefix="fs", ignore_cleanup_errors=True)
         self.temporary = Path(self._temporary.name)
         self._mark = f"TMPDIR={self.temporary}".encode()
@@ -38,12 +39,12 @@ class Command:
             )
 
     def last_step(self) -> int:
-        """The last step that the command has shown."""
+        """The last step that the command has printed."""
         steps = re.findall(r"^step +(\d+)/\d+ loss", self.output.read_text(), re.MULTILINE)
         return int(steps[-1]) if steps else 0
 
     def find(self, kind: str) -> list[int]:
-        """The living processes of a kind, ranks in their order."""
+        """The live processes of a kind, with ranks in order."""
         if kind == PARENT:
             return [self.process.pid] if self.process.poll() is None else []
         servers = [pid for pid in self.processes() if _parent_of(pid) == self.process.pid and _is_server(pid)]
@@ -52,7 +53,7 @@ class Command:
         return sorted(pid for pid in self.processes() if _parent_of(pid) in servers)
 
     def processes(self) -> list[int]:
-        """All live processes of the command: they inherit the name of the temporary folder."""
+        """All live processes of the command, found by the name of the temporary folder, which they inherit."""
         return [int(path.name) for path in Path("/proc").glob("[0-9]*") if self._mark in _read(path / "environ")]
 
     def left(self, seconds: float = 10.0) -> list[str]:
@@ -76,7 +77,7 @@ class Command:
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
-    except OSError:  # it has ended meanwhile
+    except OSError:  # the process has ended in the meantime
         return b""
 
 

@@ -1,4 +1,4 @@
-"""A small run to put on ranks."""
+"""A small run for ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashspan.data.prepare import corpus as texts
 from flashspan.data.tokenizer import ByteTokenizer
 from flashspan.train import TrainConfig, parse
 
-# The first rank of a run draws its loss at the end, and most tests start a first rank of their own.
+# The first rank of a run draws the loss at the end, and most tests start their own first rank.
 launch.PRELOAD += ["matplotlib.backends.backend_agg", "matplotlib.figure"]
 
 
@@ -26,7 +26,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def speeches(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The corpus with every speech a document of its own."""
+    """The corpus, in which every speech is a document."""
     folder, coder = tmp_path_factory.mktemp("speeches"), ByteTokenizer()
     write_files(folder, coder, encode([speech for text in texts() for speech in text.split("\n\n")], coder), 0.1)
     return folder
@@ -34,7 +34,7 @@ def speeches(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def config_of(tmp_path: Path, corpus: Path) -> Callable[..., TrainConfig]:
-    """config_of("--train.steps=3", ...): a model of two layers and odd sizes, in a folder of the test's own."""
+    """config_of("--train.steps=3", ...): a config with two layers and odd sizes, in the test's own folder."""
 
     def make(*options: str) -> TrainConfig:
         return parse(

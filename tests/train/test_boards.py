@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases get the metrics of a run, from its first rank only."""
+"""TensorBoard and Weights & Biases receive the metrics of a run, only from its first rank."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def init(**given):
 
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[dict[str, Any]]]]:
-    """A module wandb that writes what is called; what was."""
+    """Install a fake module wandb that records its calls; the fixture returns the recorded calls."""
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "wandb.py").write_text(FAKE)
     real = sys.modules.pop("wandb", None)
@@ -83,7 +83,7 @@ def test_one_rank_of_two_logs_config_metrics_and_the_end(
     assert "validation_loss" in logged[2][1]
     ends = [{key: value for key, value in call.items() if key != "pid"} for call in calls[-3:]]
     assert ends == [{"summary": {"status": "done"}}, {"finish": 0}, {"teardown": True}]
-    assert run.run(config_of("--train.steps=3", *options)) == "done"  # resumes: one run, one curve
+    assert run.run(config_of("--train.steps=3", *options)) == "done"  # the run resumes with the same curve
     resumed = fake()[len(calls) :]
     assert resumed[0]["init"]["id"] == given["id"]
     assert [call["step"] for call in resumed if "log" in call] == [3, 3]
@@ -115,7 +115,7 @@ def test_a_repeated_step_is_not_logged_twice(
     board = WandB(config_of("--log.wandb"), tmp_path, 0)
     for step in (1, 2, 3, 2, 3, 4):
         board.record(step, {"loss": 1.0})
-    assert [call["step"] for call in fake() if "log" in call] == [1, 2, 3, 3, 4]  # the last step may get more values
+    assert [call["step"] for call in fake() if "log" in call] == [1, 2, 3, 3, 4]  # the last step may log more values
 
 
 @pytest.mark.parametrize("name", ["wandb", "tensorboard"])

@@ -1,4 +1,4 @@
-"""A run's settings: from TOML and the command line, with mistakes named before anything starts."""
+"""A run's settings, from TOML and the command line. Mistakes are reported before anything starts."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_a_validation_file_that_was_asked_for_is_used_or_refused(
     with pytest.raises(ValueError, match=r"a sample takes 64 tokens: .*val\.bin has 3"):
         open_samples(config_of(f"--data.validation={tmp_path}"))
     shutil.copy(corpus, tmp_path / "train.bin")
-    assert open_samples(config_of(f"--data.train={tmp_path}"))[1] is None  # beside it, and nobody asked
+    assert open_samples(config_of(f"--data.train={tmp_path}"))[1] is None  # val.bin is there, but not requested
 
 
 def test_data_of_another_tokenizer_than_the_loaded_model_s_is_refused(
@@ -192,7 +192,7 @@ def test_data_of_another_tokenizer_than_the_loaded_model_s_is_refused(
 
     load = [f"--data.train={tmp_path}", f"--model.load={tmp_path / 'model'}"]
     save_llama(Llama(preset("tiny", num_layers=1), attention=lambda *_: None), tmp_path / "model")
-    check_with(tokenizer("other", 100))  # nobody knows the model's
+    check_with(tokenizer("other", 100))  # the model's tokenizer is unknown
     (tmp_path / "model" / "state.json").write_text('{"extra": {"tokenizer": "bytes"}}')
     check_with(ByteTokenizer())
     with pytest.raises(ValueError, match=r"has 100 tokens \(.*other.tokenizer\.json\), .*model has 257 \(bytes\); "):
@@ -242,7 +242,7 @@ def test_an_unknown_toml_key_is_named(tmp_path: Path) -> None:
     file.write_text("steps = 3\n", encoding="utf-8-sig")  # as Windows writes it
     with pytest.raises(ValueError, match=r"steps must be in a section, like \[train\]"):
         parse([str(file)])
-    file.write_text(f"[optimizer]\nlr = {10**400}\n")  # beyond any float
+    file.write_text(f"[optimizer]\nlr = {10**400}\n")  # larger than any float
     with pytest.raises(ValueError, match=r"optimizer\.lr must be a number: got 1000"):
         parse([str(file)])
 
@@ -295,7 +295,7 @@ def test_a_dry_run_shows_the_last_saved_step(
 
 
 def _leave_checkpoints(config: TrainConfig, *steps: int) -> list[Path]:
-    """Checkpoints of a config's run, at these steps."""
+    """Write checkpoints of a config's run at these steps, and return them."""
     shape, (samples, _) = config.model.resolve(), open_samples(config)
     extra = {"scale": 1.0, "steady": 0, "tokenizer": "bytes", "config": config.as_dict()}
     weights, order = Llama(shape, attention=attention).state_dict(), order_of(config, samples.file)
@@ -311,7 +311,7 @@ def test_a_dry_run_refuses_what_the_run_would(config_of: Callable[..., TrainConf
     with pytest.raises(ValueError, match=r"is a checkpoint of another model .*width was 48, is 64"):
         train(config_of("--parallel.context=1", "--model.width=64"), dry_run=True)
     last = checkpoint.checkpoints(config.checkpoint.folder)[-1]
-    (last.with_name("step-00000002")).mkdir()  # of which nothing was written, so that the one before it counts
+    (last.with_name("step-00000002")).mkdir()  # an empty checkpoint, so that the previous one is used
     with pytest.raises(ValueError, match=r"is of a run with other samples .*seed was 0, is 7"):
         train(config_of("--parallel.context=1", "--train.seed=7"), dry_run=True)
     file = tmp_path / "file"
@@ -321,7 +321,7 @@ def test_a_dry_run_refuses_what_the_run_would(config_of: Callable[..., TrainConf
 
 
 def _spoil_weights(folder: Path, how: str) -> None:
-    """Damage a Hugging Face folder so that no run can begin with it."""
+    """Damage a Hugging Face folder so that no run can start with it."""
     file = folder / "model.safetensors"
     data = file.read_bytes()
     size = int.from_bytes(data[:8], "little")
@@ -365,7 +365,7 @@ def test_a_dry_run_refuses_a_checkpoint_that_a_run_would_not_load(config_of: Cal
     data = bytearray((path / "model.safetensors").read_bytes())
     data[-1] ^= 1
     (path / "model.safetensors").write_bytes(data)
-    for options in ([*given, other], []):  # as first weights, and as the state to resume from
+    for options in ([*given, other], []):  # as initial weights, and as the state to resume from
         with pytest.raises(ValueError, match=r"model\.safetensors"):
             train(config_of(*options), dry_run=True)
 
@@ -398,7 +398,7 @@ def test_a_disk_too_small_for_a_checkpoint_is_reported_before(
         train(config)
     with pytest.raises(ValueError, match="a checkpoint takes"):
         train(config, dry_run=True)
-    assert "memory" in capsys.readouterr().out  # the plan is printed all the same
+    assert "memory" in capsys.readouterr().out  # the plan is printed anyway
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=needed))
     assert train(config, dry_run=True) == 0
 

@@ -1,4 +1,4 @@
-"""Damaged checkpoints and damaged data are named; a run loses no state by them."""
+"""Damaged checkpoints and data are reported by name, and a run loses no state because of them."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ TWO_CHECKPOINTS = ("--checkpoint.every=2", "--train.steps=4", "--parallel.contex
 
 @pytest.fixture(scope="module")
 def finished() -> list[Path]:
-    """The folder of a finished run with two checkpoints, once a test has made it."""
+    """The folder of a finished run with two checkpoints, filled by the first test that needs it."""
     return []
 
 
 def copy_run(on_ranks: OnRanks, config: TrainConfig, finished: list[Path]) -> list[Path]:
-    """Fill the config's folder with the finished run; the checkpoints."""
+    """Copy the finished run to the config's folder, and return its checkpoints."""
     folder = Path(config.checkpoint.folder)
     if not finished:
         on_ranks(1, run_rank, config)
@@ -92,7 +92,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_others(
 
 
 def spoil(file: Path, where: int) -> None:
-    """Put a number that is no token into a file of them."""
+    """Write a number that is not a token into a token file."""
     with file.open("r+b") as stream:
         stream.seek(HEADER_BYTES + 2 * where)
         stream.write((60000).to_bytes(2, "little"))
@@ -108,7 +108,7 @@ def test_damaged_training_data_ends_a_run_with_its_state_saved(
     spoil(file, Samples(open_tokens(file), 63, config.train.seed).window(3 * 4 + 2))  # of the fourth step, on one rank
     with pytest.raises(RankError) as told:
         on_ranks(2, run_rank, config)
-    assert "rank 0" in str(told.value)  # who read the others' tokens ends as they do
+    assert "rank 0" in str(told.value)  # a rank that reads the others' tokens gets the same error
     with pytest.raises(ValueError, match=r"holds number 60000; .* ended before step 4, with its state saved"):
         raise_user_error(told.value)
     path = checkpoint.newest(config.checkpoint.folder)

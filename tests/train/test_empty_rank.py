@@ -1,4 +1,4 @@
-"""A context rank that got no token trains along: the loss and the gradients are one rank's."""
+"""A context rank without tokens takes part in training: the loss and the gradients are those of one rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SPLIT = ("--parallel.context=2", "--parallel.tensor=2")
 
 
 def take_steps(config: TrainConfig) -> tuple[int, list[tuple[float, float]]]:
-    """How many tokens of a sequence this rank holds, and the loss and gradient norm of each step."""
+    """The number of a sequence's tokens on this rank, and the loss and gradient norm of each step."""
     trainer = Trainer(config)
     attend = trainer.parts.attend
     held = config.data.sequence if attend is None else attend.placement(config.data.sequence).sizes[attend.rank]
@@ -24,7 +24,7 @@ def take_steps(config: TrainConfig) -> tuple[int, list[tuple[float, float]]]:
 @pytest.mark.parametrize(
     "options",
     [
-        ("--data.sequence=64", "--parallel.layout=balanced"),  # cut by blocks of 128
+        ("--data.sequence=64", "--parallel.layout=balanced"),  # split into blocks of 128
         ("--data.sequence=1",),
         ("--data.sequence=1", "--train.recompute=full", "--train.accumulate=2"),
     ],

@@ -1,4 +1,4 @@
-"""What the README's first command prints and leaves: facts before the first step, and a model that writes tales."""
+"""The README's first command: it prints facts before the first step, and trains a model that writes tales."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from flashspan.train.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f]")
-"""Anything but text and line breaks."""
+"""Characters other than text and line breaks."""
 
 
 def share_of_words(text: str) -> tuple[float, int]:
-    """The share of a text's words that occur in the tales, and how many words it has. Case matters."""
+    """The share of a text's words that occur in the tales, and its number of words. Case matters."""
     known, words = set(find_words("\n".join(corpus()))), find_words(text)
     return sum(word in known for word in words) / max(1, len(words)), len(words)
 
@@ -56,7 +56,7 @@ def test_the_tokenizer_fits_the_first_model_and_loses_nothing() -> None:
         tokens = coder.encode(text)
         assert coder.decode(tokens) == text
         assert coder.end not in tokens
-        assert tokens[0] == coder.encode("")[0]  # a prompt begins as a tale does
+        assert tokens[0] == coder.encode("")[0]  # a prompt begins like a tale
     tokens = corpus_tokens()[0].tokens
     assert tokens[0] == coder.encode("")[0]
     assert (tokens == coder.end).sum() == pytest.approx(0.9 * len(list(corpus())), abs=10)
@@ -103,7 +103,7 @@ def test_waiting_moves_on_a_terminal_and_is_a_plain_line_elsewhere(monkeypatch: 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_first_run_gives_a_model_that_writes_tales(tmp_path: Path) -> None:
-    """The README's two commands as a newcomer types them: at least 95% real words, over seeds 0 to 4."""
+    """With the README's two commands: at least 95% real words, over seeds 0 to 4."""
 
     def flashspan(words: list[str]) -> str:
         command = [sys.executable, "-m", "flashspan.cli", *words]

@@ -1,4 +1,4 @@
-"""Training and talking on one GPU."""
+"""Training and generation on one GPU."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_gpu_follows_the_curve_of_the_cpu(
 
 
 def test_a_step_that_is_not_finite_changes_nothing(config_of: Callable[..., TrainConfig], tmp_path: Path) -> None:
-    """The optimizer is launched before the host knows the loss."""
+    """The optimizer is launched before the host has the loss."""
     states = []
     for name, steps in (("one", 1), ("more", 3)):
         options = ["--parallel.ranks=1", "--parallel.context=1", "--parallel.device=cuda", f"--train.steps={steps}"]
@@ -72,7 +72,7 @@ def test_greedy_on_a_gpu_is_greedy_on_the_cpu() -> None:
     together = torch.stack(list(decode(model, several, 20, sampling=Sampling(0))), 1)
     model.to("cuda")
     assert [int(token) for token in decode(model, prompt, 40, sampling=Sampling(0))] == want
-    # Recorded as a CUDA graph, as above, and launched kernel by kernel.
+    # The steps above ran as a CUDA graph; here kernels are launched one by one.
     plain = decode(model, prompt, 40, sampling=Sampling(0), context=Whole(graph=False))
     assert [int(token) for token in plain] == want
     assert torch.equal(torch.stack(list(decode(model, several, 20, sampling=Sampling(0))), 1).cpu(), together)

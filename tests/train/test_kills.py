@@ -1,4 +1,5 @@
-"""Kills at random moments cost no bits, no process and no file. The campaign: `pytest -m campaign -s`."""
+"""Kills at random times change no bit of the result, and leave no process or file. Campaign: `pytest -m campaign
+-s`."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from tests.train.commands import PARENT, RANK, SERVER, Command
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
 STEPS = 24
 STARTUP = 4.0
-"""Seconds in which a command begins, about."""
+"""About how many seconds a command needs to start."""
 OPTIONS = (
     "--parallel.ranks=2",
     "--parallel.context=2",
@@ -38,7 +39,7 @@ OPTIONS = (
 
 
 def check_run(config: TrainConfig, want: dict[str, Tensor]) -> None:
-    """A run that ended well has the bits of one that was not disturbed, and each row once."""
+    """Check that a completed run has the bits of an undisturbed one, and each row of metrics once."""
     assert_same_bits(final_state(config), want)
     rows = read_metrics(Path(config.checkpoint.folder) / "metrics.jsonl")
     assert [row["step"] for row in rows if "loss" in row] == list(range(1, config.train.steps + 1))
@@ -47,7 +48,7 @@ def check_run(config: TrainConfig, want: dict[str, Tensor]) -> None:
 
 @dataclass(frozen=True)
 class Kill:
-    """The process that is killed, and the time: seconds after the start, or after a step is printed."""
+    """The process to kill, and the time: seconds after the start, or after a step is printed."""
 
     kind: str
     rank: int
@@ -61,7 +62,7 @@ class Kill:
         return cls(kind, rank, 0 if begins else step, seconds)
 
     def wait_and_do(self, command: Command) -> bool:
-        """Whether a process was killed before the run had ended."""
+        """Wait, then kill the process. Returns whether it was killed before the run ended."""
         while command.process.poll() is None and command.last_step() < self.step:
             time.sleep(0.005)
         time.sleep(self.seconds)
@@ -87,7 +88,7 @@ CAMPAIGN = [pytest.mark.campaign, pytest.mark.timeout(7200)]
 def test_kills_at_random_moments_cost_nothing(
     config_of: ConfigOf, tmp_path: Path, num_kills: int, automatic: bool, seed: int
 ) -> None:
-    """Ranks and the fork server of runs that restart by themselves; or those and the command, run again by hand."""
+    """Kill ranks and the fork server of runs that restart automatically; or also the command, which is then rerun."""
     chance = random.Random(seed)
     whole = config_of(*OPTIONS, f"--checkpoint.folder={tmp_path / 'whole'}")
     assert train(whole) == 0
@@ -114,7 +115,7 @@ def test_kills_at_random_moments_cost_nothing(
 
 
 def resident_at(config: TrainConfig, steps: tuple[int, ...]) -> list[int]:
-    """A run, and the resident bytes of this rank after these steps."""
+    """Run, and return the resident bytes of this rank after each of these steps."""
     seen: list[int] = []
     take_step = Trainer.take_step
 
@@ -137,7 +138,7 @@ def resident_at(config: TrainConfig, steps: tuple[int, ...]) -> list[int]:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("axis", ["context", "shard", "data"])
 def test_memory_grows_by_less_than_1_percent_in_a_thousand_steps(config_of: ConfigOf, axis: str) -> None:
-    """Of new processes, after 100 steps in which code is loaded and first evaluations and checkpoints are made."""
+    """In new processes, after 100 steps in which code is loaded and the first evaluations and checkpoints are made."""
     degrees = {"context": 1, axis: 2}
     options = [f"--parallel.{name}={value}" for name, value in degrees.items()]
     steps = ("--train.steps=1100", "--train.evaluate_every=50", "--train.evaluate_samples=4", "--checkpoint.every=50")

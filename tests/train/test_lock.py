@@ -1,4 +1,4 @@
-"""One run at a time uses a folder."""
+"""Only one run at a time uses a folder."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_killed_run_releases_its_folder(config_of: ConfigOf, tmp_path: Path) -
         pass
     process.kill()
     process.wait(20)
-    process.communicate(timeout=20)  # the ranks, which look every second whether their parent is there, have ended too
+    process.communicate(timeout=20)  # the ranks check every second whether their parent lives, so they have ended too
     with locked_folder(config.checkpoint.folder):
         pass
 
@@ -46,6 +46,6 @@ def test_a_run_may_use_a_file_system_without_locks(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(fcntl, "flock", fail)
     with locked_folder(tmp_path / "run"):
         pass
-    (tmp_path / "other" / LOCK).mkdir(parents=True)  # what cannot be opened is another matter
+    (tmp_path / "other" / LOCK).mkdir(parents=True)  # a lock that cannot be opened is a different error
     with pytest.raises(ValueError, match="Is a directory"), locked_folder(tmp_path / "other"):
         pass

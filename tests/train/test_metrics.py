@@ -1,4 +1,4 @@
-"""What a run writes beside its checkpoints is worth less than the run."""
+"""Errors while metrics are written or shown do not end a run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_full_disk_is_reported_once_and_costs_no_other_line(
 
 def test_half_a_line_is_taken_back(tmp_path: Path) -> None:
     class Filling:
-        """A file whose disk takes five bytes and no more."""
+        """A file on a disk with room for five bytes."""
 
         def __init__(self, real: Any) -> None:
             self.seek, self.truncate, self._real = real.seek, real.truncate, real
@@ -95,7 +95,7 @@ def test_rows_are_dropped_where_no_other_file_can_be_made(tmp_path: Path, monkey
     with Display(tmp_path, 9, active=True, start=2) as display:
         for step in (3, 4, 5):
             display.step(row(step))
-    assert steps(tmp_path) == [1, 1, 2, 2, 3, 4, 5]  # and two losses of a validation
+    assert steps(tmp_path) == [1, 1, 2, 2, 3, 4, 5]  # with two validation losses
     assert file.stat().st_ino == before
 
 
@@ -124,11 +124,11 @@ def test_a_run_from_the_first_step_keeps_the_curves_before_it(
     with Display(tmp_path, 9, active=True, start=1):
         pass
     assert steps(tmp_path) == [1]
-    assert len(list(tmp_path.iterdir())) == 3  # a run that goes on has one curve
+    assert len(list(tmp_path.iterdir())) == 3  # a resumed run has one file
 
 
 def test_a_resumed_run_continues_its_own_curve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Others were started anew meanwhile, twice, and ended before their first checkpoint."""
+    """In the meantime, two other runs were started in the folder, and ended before their first checkpoint."""
     with Display(tmp_path, 9, active=True) as display:
         for step in (1, 2, 3):
             display.step(row(step))
@@ -137,7 +137,7 @@ def test_a_resumed_run_continues_its_own_curve(tmp_path: Path, capsys: pytest.Ca
         with Display(tmp_path, 9, active=True) as display:
             for step in steps_of_a_run:
                 display.step(row(step))
-    for _ in range(2):  # a second time there is nothing to put back
+    for _ in range(2):  # the second time, there is nothing to restore
         with Display(tmp_path, 9, active=True, start=2, saved=saved) as display:
             display.step(row(3))
         assert steps(tmp_path) == [1, 2, 3]
@@ -179,7 +179,7 @@ def test_float32_is_measured_by_the_peak_that_plan_counts_with(monkeypatch: pyte
 
 def test_a_number_that_is_none_is_left_out(tmp_path: Path) -> None:
     with Display(tmp_path, 9, active=True) as display:
-        display.step(replace(row(1), mfu=float("nan")))  # of a device whose peak nobody told us
+        display.step(replace(row(1), mfu=float("nan")))  # of a device with an unknown peak
     line = (tmp_path / "metrics.jsonl").read_text()
     assert "NaN" not in line
     assert "mfu" not in json.loads(line)

@@ -55,7 +55,7 @@ def take_steps(config: TrainConfig) -> list[tuple[float, float]]:
 
 
 def count_and_take_steps(config: TrainConfig) -> tuple[list[tuple[float, float]], list[float]]:
-    """The same, and how many pairs of a query and a key each step's attention is said to compute."""
+    """Loss and gradient norm of each step, on a rank, and the reported number of query-key pairs of each step."""
     trainer = Trainer(config)
     steps = [(trainer.take_step()[:2], trainer.num_pairs) for _ in range(config.train.steps)]
     return [curve for curve, _ in steps], [num_pairs for _, num_pairs in steps]
@@ -68,11 +68,11 @@ def assert_same_curve(got: list[Any], want: list[Any], bound: float) -> None:
         assert abs(norm - right_norm) <= bound * right_norm
 
 
-alone: dict[str, list[Any]] = {}  # the curve of one device, for every parallelism config to be compared with
+alone: dict[str, list[Any]] = {}  # the curve of one device, with which every parallelism config is compared
 
 
 IN_OTHERS = ("2 data x 2 context", "4 fully sharded", "2 fully sharded x 2 context")
-"""Configs of which CI has one with more to it: accumulation, recomputation, or another dimension."""
+"""Configs that CI skips, because it runs a config that adds accumulation, recomputation or another dimension."""
 
 
 @pytest.mark.parametrize(
@@ -92,10 +92,10 @@ def test_every_parallelism_config_shows_the_loss_of_one_device(
 def test_documents_are_apart_however_the_sequence_is_split(
     on_ranks: Callable[..., list[Any]], config_of: Callable[..., TrainConfig], speeches: Path
 ) -> None:
-    """And what the steps are said to compute, by which a device's use is shown, is what they do."""
+    """Also, the reported number of pairs, from which the utilisation is computed, is correct."""
     data = [f"--data.train={speeches}", "--data.documents=true"]
     ((want, num_pairs),) = on_ranks(1, count_and_take_steps, config_of(*data))
-    tokens, _ = open_samples(config_of(*data))[0].read(range(4))  # of the first step
+    tokens, _ = open_samples(config_of(*data))[0].read(range(4))  # the tokens of the first step
     past = [(row[:i] == ByteTokenizer().end).nonzero() for row in tokens for i in range(63)]
     begins = [int(ends[-1]) + 1 if len(ends) else 0 for ends in past]
     assert num_pairs[0] == sum(i % 63 - begin + 1 for i, begin in enumerate(begins)) < 4 * 63 * 64 / 2
@@ -103,12 +103,12 @@ def test_documents_are_apart_however_the_sequence_is_split(
         assert_same_curve(got, want, 2e-5)
         assert counted == num_pairs
     ((seen_whole, num_pairs),) = on_ranks(1, count_and_take_steps, config_of(data[0]))
-    assert abs(seen_whole[-1][0] - want[-1][0]) > 1.5e-4  # past the bound above
+    assert abs(seen_whole[-1][0] - want[-1][0]) > 1.5e-4  # larger than the bound above
     assert set(num_pairs) == {4 * 63 * 64 / 2}
 
 
 def plan_and_take_steps(config: TrainConfig) -> tuple[list[tuple[float, float]], int]:
-    """Loss and gradient norm of each step, and how many times attention was planned, on a rank."""
+    """Loss and gradient norm of each step, and the number of times attention was planned, on a rank."""
     trainer = Trainer(config)
     curve = [trainer.take_step()[:2] for _ in range(config.train.steps)]
     return curve, 0 if trainer.parts.attend is None else len(trainer.parts.attend._cores)
@@ -139,12 +139,12 @@ SPLITS = {
 def test_a_pattern_has_the_loss_of_one_device(
     on_ranks: Callable[..., list[Any]], config_of: Callable[..., TrainConfig], speeches: Path, name: str
 ) -> None:
-    """4 steps on 1 rank and on 4 context ranks; where the mask is the same in every step, it is planned for once."""
+    """4 steps on 1 rank and on 4 context ranks. If the mask is the same in every step, it is planned once."""
     plain = ["--data.sequence=601", "--train.batch=2", "--train.steps=4", f"--data.train={speeches}"]
     options = [*plain, *PATTERNS[name]]
     ((want, _),) = on_ranks(1, plan_and_take_steps, config_of(*options))
     ((dense_curve, _),) = on_ranks(1, plan_and_take_steps, config_of(*plain))
-    assert abs(dense_curve[-1][0] - want[-1][0]) > 3e-4  # what is hidden shows, past the bound below
+    assert abs(dense_curve[-1][0] - want[-1][0]) > 3e-4  # hidden keys change the loss by more than the bound below
     for strategy, layout in SPLITS[name]:
         split = ["--parallel.context=4", f"--parallel.strategy={strategy}", f"--parallel.layout={layout}"]
         for got, num_plans in on_ranks(4, plan_and_take_steps, config_of(*options, *split)):
@@ -168,7 +168,7 @@ def test_a_loaded_tied_model_is_read_in_parts_and_starts_the_same(
 
 
 def count_bytes_read(config: TrainConfig) -> int:
-    """How many bytes of weights this rank took from the disk."""
+    """The number of bytes of weights that this rank read from the disk."""
     total = 0
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -197,11 +197,11 @@ def test_each_weight_is_read_from_disk_once(
     read = on_ranks(4, count_bytes_read, config_of(load, *PARALLEL_CONFIGS["4 fully sharded"]))
     assert sum(read) == size
     assert max(read) <= 0.26 * size
-    # Tensor ranks hold the norms whole, which are small; an odd row may go to one of them.
+    # Tensor ranks have whole copies of the norms, which are small. One of them may have an odd row.
     read = on_ranks(4, count_bytes_read, config_of(load, *PARALLEL_CONFIGS["2 fully sharded x 2 tensor"]))
     assert sum(read) == size + norms
     assert max(read) <= 0.26 * size + norms
-    # Where ranks hold the same, one reads it.
+    # If ranks have the same weights, one of them reads the file.
     read = on_ranks(4, count_bytes_read, config_of(load, *PARALLEL_CONFIGS["4 data, sharded optimizer"]))
     assert read == [size, 0, 0, 0]
 
@@ -212,7 +212,7 @@ def test_each_weight_is_read_from_disk_once(
 def test_fifty_steps_show_the_loss_of_one_device(
     on_ranks: Callable[..., list[Any]], config_of: Callable[..., TrainConfig], name: str
 ) -> None:
-    # The model, batch and rate of `flashspan train` as it is.
+    # The default model, batch and learning rate of `flashspan train`.
     sizes = [f"--model.{name}=0" for name in ("width", "num_layers", "ffn_width")]
     options = [*sizes, "--data.sequence=256", "--train.batch=12", "--train.steps=50", "--optimizer.warmup=10"]
     if "fifty" not in alone:
@@ -222,7 +222,7 @@ def test_fifty_steps_show_the_loss_of_one_device(
 
 
 def build_another(config: TrainConfig) -> str:
-    """On a rank: what is said when a checkpoint is to fill a model it is not of."""
+    """On a rank: the error if a checkpoint is loaded into a different model."""
     degrees: dict[str, Any] = {**config.parallel.degrees(dist.get_world_size())}
     shape = replace(config.model.resolve(), rope_theta=123.0)
     try:
@@ -245,7 +245,7 @@ def test_every_rank_refuses_a_checkpoint_of_another_model(
 
 
 def build_and_count(config: TrainConfig) -> tuple[str, int]:
-    """What `build_another` says, and how many files this rank has hashed."""
+    """The result of `build_another`, and the number of files that this rank has hashed."""
     with mock.patch.object(manifest, "hash_file", wraps=manifest.hash_file) as counted:
         return build_another(config), counted.call_count
 
@@ -253,7 +253,7 @@ def build_and_count(config: TrainConfig) -> tuple[str, int]:
 def test_a_damaged_checkpoint_is_not_loaded(
     on_ranks: Callable[..., list[Any]], config_of: Callable[..., TrainConfig], tmp_path: Path
 ) -> None:
-    """Its own hashes say so, where a folder of Hugging Face's has none."""
+    """Its own hashes detect the damage; a Hugging Face folder has no hashes."""
     model = Llama(config_of().model.resolve(), attention=attention)
     model.initialize(9)
     path = checkpoint.write(tmp_path, checkpoint.State(7, model.config, model.state_dict(), {}, {}))
@@ -262,7 +262,7 @@ def test_a_damaged_checkpoint_is_not_loaded(
     answers = on_ranks(2, build_and_count, config_of(f"--model.load={path}", "--parallel.data=2"))
     for said, _ in answers:
         assert "step-00000007 is damaged (the hash of model.safetensors does not match" in said
-    assert [count > 0 for _, count in answers] == [True, False]  # the others would read every byte again
+    assert [count > 0 for _, count in answers] == [True, False]  # one rank hashes; others would read all again
 
 
 def evaluate(config: TrainConfig) -> float:

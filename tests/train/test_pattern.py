@@ -1,4 +1,4 @@
-"""A pattern of attention in a config: the mask it means, and what is said of arguments that do not fit."""
+"""A pattern of attention in a config: its mask, and the errors for invalid arguments."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_pattern_is_causal_and_includes_the_token_itself(name: str) -> None:
     }
     if name in expected:
         assert torch.equal(seen, expected[name] & (behind >= 0))
-    if name == "bigbird":  # one block more than its own for each block of queries that has one behind it
+    if name == "bigbird":  # each block of queries with an earlier block sees one more than its own
         longformer = AttentionSection("longformer", window=20, num_global=5)
         more = seen & ~dense(make_pattern(longformer, T, torch.device("cpu")), T, T)
         assert all(bool(block.any()) for block in more[3 * 64 :].split(64))

@@ -1,4 +1,4 @@
-"""16-bit products, recomputed activations: other ways to the same curve."""
+"""16-bit matmuls and recomputed activations give the same curve."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ConfigOf = Callable[..., TrainConfig]
 
 
 def losses(config: TrainConfig, scale: float | None = None) -> tuple[list[float], float, set[torch.dtype]]:
-    """The loss of each step, the last loss scale, and the types of the weights."""
+    """The loss of each step, the last loss scale, and the dtypes of the weights."""
     trainer = Trainer(config)
     trainer.scale = trainer.scale if scale is None else scale
     curve = []
@@ -34,7 +34,7 @@ def losses(config: TrainConfig, scale: float | None = None) -> tuple[list[float]
     return curve, trainer.scale, {param.dtype for param in trainer.parts.names}
 
 
-plain: list[float] = []  # the losses of one device without options, for several tests to compare with
+plain: list[float] = []  # the losses of one device without options, with which several tests compare
 
 
 def plain_losses(on_ranks: OnRanks, config_of: ConfigOf) -> list[float]:
@@ -89,8 +89,8 @@ def compiled_losses(config: TrainConfig) -> tuple[list[float], float, set[torch.
 
 
 def kept_numbers(config: TrainConfig) -> tuple[int, int, int]:
-    """Numbers that a compiled layer keeps for backward, and one that is not: weights aside, each storage once. And
-    tensors of float32 with a number a row that the first keeps."""
+    """Return how many numbers a compiled layer and an eager one save for backward (without weights, each storage once),
+    and how many float32 tensors with one number per row the compiled one saves."""
     with quick_compiler():
         layers = Trainer(config).parts.model.layers
     found, roots = [], 0
@@ -173,7 +173,7 @@ def test_bfloat16_weights_learn(on_ranks: OnRanks, config_of: ConfigOf) -> None:
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", ["full", "attention"])
 def test_offloading_changes_no_bit(on_ranks: OnRanks, config_of: ConfigOf, mode: str, compiled: bool) -> None:
-    sizes = ["--data.sequence=1000", "--train.steps=2", "--train.batch=2"]  # large enough to be moved
+    sizes = ["--data.sequence=1000", "--train.steps=2", "--train.batch=2"]  # large enough for tensors to be moved
     sizes.append(f"--train.compile={str(compiled).lower()}")
     config = config_of(*sizes, f"--train.recompute={mode}", "--train.offload=true")
     assert 2 * 1000 * config.model.resolve().width > SMALL
@@ -181,7 +181,7 @@ def test_offloading_changes_no_bit(on_ranks: OnRanks, config_of: ConfigOf, mode:
 
 
 def count_moves(config: TrainConfig) -> int:
-    """How many tensors went to the host in a step."""
+    """The number of tensors that a step moves to the host."""
     moves = 0
     send = offload._send
 
@@ -212,7 +212,7 @@ def test_recomputing_on_one_device_changes_no_bit(on_ranks: OnRanks, config_of: 
 
 
 def count_attentions(config: TrainConfig) -> int:
-    """How often attention's forward ran in a step."""
+    """The number of times that attention's forward ran in a step."""
     calls = 0
 
     class Count(torch.utils._python_dispatch.TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""A machine that may go at any time: the work lost is bounded, and a stop is over within the time there is."""
+"""Machines that may be taken away at any time: the lost work is bounded, and a run stops within the available time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def steps_saved(config: TrainConfig) -> list[int]:
 
 
 def run_with_clocks(config: TrainConfig) -> str:
-    """A run in which an hour passes on the first rank's clock before steps 3 and 5, and on the other's before all."""
+    """A run in which an hour passes on the first rank's clock before steps 3 and 5, on the other's before each step."""
     trainer = Trainer(config)
     take_step = trainer.take_step
 
@@ -72,7 +72,7 @@ def hang_in_step_3(config: TrainConfig) -> str:
 
 
 def terminate_when(path: Path, process: int) -> None:
-    """Send SIGTERM to a process once a file is there."""
+    """Send SIGTERM to a process as soon as a file exists."""
 
     def wait_and_send() -> None:
         end = time.monotonic() + 60

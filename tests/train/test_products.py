@@ -1,4 +1,4 @@
-"""A layer's products as one operator each: they are what they say, with gradients, compiled and recomputed too."""
+"""A layer's matmuls as one operator each: their results and gradients are correct, also compiled and recomputed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_pytorch_is_used_if_the_compiler_fails(
 
 
 def used(run: Callable[..., Any], *args: Any) -> Any:
-    """What `run` gives where there are kernels for all of this."""
+    """The result of `run` as on a device with kernels for all these operators."""
     real = products.serves
     products.serves = lambda *_: True  # type: ignore[assignment]
     try:

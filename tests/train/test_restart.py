@@ -1,4 +1,4 @@
-"""A run whose ranks fail is started again by its own command, as often as it may and where it helps."""
+"""A run whose ranks fail is restarted by its own command, up to the limit and only if that may help."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def attempts_in(folder: str) -> int:
 
 
 def fail(config: TrainConfig, steps: tuple[int, ...], how: Callable[[], None]) -> str:
-    """A run in which rank 1 dies, or all ranks raise, before the step that this attempt is given, the last of them for
-    all others."""
+    """A run in which rank 1 dies, or all ranks raise, before the step in `steps` of this attempt. Later attempts use
+    the last step."""
     attempts = Path(config.checkpoint.folder) / "attempts"
     dist.barrier()
     number = len(attempts.read_text()) if attempts.exists() else 0
@@ -169,13 +169,13 @@ def test_a_run_started_over_restarts_from_its_own_checkpoints_only(config_of: Co
     assert attempts.restart() is None
     assert attempts.describe() == "restart 1 of 3 resumes from step 0"
     assert not attempts.config.checkpoint.resume
-    save(folder, 40)  # it has come as far, and its rows say so
+    save(folder, 40)  # the run has reached this step, and its metrics have the rows
     (Path(folder) / "metrics.jsonl").write_text(f'{{"step": 45, "time": {time.time() + 1}}}\n')
     assert attempts.restart() is None
     assert attempts.failed_at == 46
     assert attempts.describe() == "restart 2 of 3 resumes from step 40"
     assert attempts.config.checkpoint.resume
-    (checkpoints(folder)[0] / "state.json").write_text("{}")  # damaged: not where it resumes
+    (checkpoints(folder)[0] / "state.json").write_text("{}")  # damaged, so the run does not resume here
     (Path(folder) / "metrics.jsonl").write_text("")
     assert attempts.restart() is None
     assert attempts.describe() == "restart 3 of 3 resumes from step 0"

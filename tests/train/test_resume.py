@@ -1,4 +1,4 @@
-"""A resumed run ends with the bits of one that was not stopped, and a checkpoint of another run is refused."""
+"""A resumed run ends with the bits of a run that was not stopped. A checkpoint of another run is refused."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_run_resumes_under_another_parallelism_config(
 
 
 def resume(config: TrainConfig) -> tuple[int, list[str]]:
-    """The step at which a rank goes on, and what it holds of the checkpoint's files."""
+    """The step at which a rank resumes, and the memory maps of the checkpoint's files that remain."""
     trainer = Trainer(config)
     with contextlib.ExitStack() as held:
         trainer._resume([], held)
@@ -81,7 +81,7 @@ def resume(config: TrainConfig) -> tuple[int, list[str]]:
 def test_a_resumed_run_keeps_no_file_of_the_checkpoint_open(
     on_ranks: OnRanks, config_of: ConfigOf, num_ranks: int
 ) -> None:
-    """Or the disk would not get its space back when that is dropped."""
+    """Otherwise the disk space is not freed when the checkpoint is removed."""
     config = config_of("--train.steps=1", f"--parallel.shard={num_ranks}", "--parallel.context=1")
     on_ranks(num_ranks, run_rank, config)
     assert on_ranks(num_ranks, resume, config) == [(1, [])] * num_ranks
@@ -129,7 +129,7 @@ def test_a_longer_run_reports_how_its_learning_rate_changes(on_ranks: OnRanks, c
     longer = config_of(*options, "--train.steps=5", "--optimizer.lr=1e-3")
     (notes,) = on_ranks(1, notes_of_resuming, longer)
     assert notes[1:] == ["the learning rate follows the new 5 steps (there were 2): 1.0e-04 -> 5.5e-04"]
-    rising = config_of(*options, "--train.steps=5", "--optimizer.warmup=4")  # by the step alone
+    rising = config_of(*options, "--train.steps=5", "--optimizer.warmup=4")  # the rate depends only on the step
     (notes,) = on_ranks(1, notes_of_resuming, rising)
     assert len(notes) == 1
     (path,) = checkpoint.checkpoints(config.checkpoint.folder)
@@ -138,7 +138,7 @@ def test_a_longer_run_reports_how_its_learning_rate_changes(on_ranks: OnRanks, c
     moments = {name: torch.ones_like(x) if name.startswith("step/") else x for name, x in state.optimizer.items()}
     checkpoint.write(config.checkpoint.folder, replace(state, step=1, optimizer=moments))
     (notes,) = on_ranks(1, notes_of_resuming, config)
-    assert len(notes) == 1  # as long as it was
+    assert len(notes) == 1  # the run has its original length
 
 
 def test_a_checkpoint_without_an_attention_pattern_is_causal(on_ranks: OnRanks, config_of: ConfigOf) -> None:
@@ -194,4 +194,4 @@ def test_other_data_of_the_same_length_is_refused(on_ranks: OnRanks, config_of: 
     state = checkpoint.read(path)
     order = {key: value for key, value in state.order.items() if key not in ("data", "tokenizer")}
     checkpoint.write(config.checkpoint.folder, replace(state, order=order))
-    assert on_ranks(1, run_rank, config) == [DONE]  # a checkpoint from before there were fingerprints
+    assert on_ranks(1, run_rank, config) == [DONE]  # a checkpoint of a version without fingerprints

@@ -1,4 +1,4 @@
-"""The command from beginning to end: it learns, writes what it says it writes, and what it writes can be talked to."""
+"""The command from start to end: it learns, writes the files that it announces, and `generate` can use its weights."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_default_run_learns_and_its_model_generates(
     assert [row["step"] for row in steps] == list(range(1, 11))
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.3
     assert {"grad_norm", "tokens_per_second", "lr", "memory_gib"} <= set(steps[0])
-    assert "mfu" not in steps[0]  # of a CPU
+    assert "mfu" not in steps[0]  # not reported for a CPU
     held_out = [row["validation_loss"] for row in rows if "validation_loss" in row]
     assert len(held_out) == 2
     assert held_out[1] < held_out[0]
@@ -49,7 +49,7 @@ def test_a_default_run_learns_and_its_model_generates(
     assert generate(str(folder), prompt="First", tokens=5) == 0
     assert capfd.readouterr().out.startswith("First")
     (tmp_path / "run.toml").write_text(config.describe())
-    # In a process of its own: ranks write to whatever was stdout when the first of this one's were started.
+    # In a process of its own, because ranks write to the stdout at the time when this process's first ranks started.
     command = [sys.executable, "-m", "flashspan.cli", "train", str(tmp_path / "run.toml"), "--train.steps=3"]
     said = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
     assert "step-00000010 is already at step 10 of the 3 asked for: nothing to do" in said
@@ -127,7 +127,7 @@ def test_a_closed_pipe_does_not_end_the_run(config_of: Callable[..., TrainConfig
             process.stdout.close()
             process.wait(timeout=60)
         finally:
-            process.kill()  # or one that stalls would be waited for without end
+            process.kill()  # otherwise a stalled process would block the test forever
         assert process.stderr.read() == ""
     assert process.returncode == 0
     folder = Path(config.checkpoint.folder)
@@ -153,11 +153,11 @@ def test_the_timed_matmul_is_large_enough_to_hide_overhead(
     def seconds(size: int, dtype: torch.dtype) -> float:
         return 1e-3 + (size / 128) ** 3 * (
             2e-5 if dtype == torch.float32 else 4e-3
-        )  # 5 times as long at 128, 200 at last
+        )  # 5 times as long at 128, and 200 times at the end
 
     monkeypatch.setattr(run, "time_matmul", seconds)
     run.warn_of_slow_matmuls(config_of("--train.precision=bfloat16"))
-    assert "at least 113 times as long" in capsys.readouterr().out  # at 512, a quarter of a second
+    assert "at least 113 times as long" in capsys.readouterr().out  # at 512, with a quarter of a second
 
 
 def test_ranks_that_the_memory_cannot_hold_are_refused(
@@ -171,9 +171,9 @@ def test_ranks_that_the_memory_cannot_hold_are_refused(
         train(config)
     with pytest.raises(ValueError, match="4 ranks of about"):
         train(config, dry_run=True)
-    assert "  peak  " in capsys.readouterr().out  # the dry run shows first what is refused
+    assert "  peak  " in capsys.readouterr().out  # the dry run prints the plan before the error
     assert not Path(config.checkpoint.folder).exists()
-    with monkeypatch.context() as joined:  # ranks of a launcher that does not say how many are here
+    with monkeypatch.context() as joined:  # ranks of a launcher that does not set the local number of ranks
         joined.setattr(run, "_join", lambda *_: DONE)
         for name, value in (("RANK", "0"), ("WORLD_SIZE", "4")):
             joined.setenv(name, value)
@@ -195,7 +195,7 @@ def precision_of(config: TrainConfig) -> str:
         Trainer(config)
         return torch.get_float32_matmul_precision()
     finally:
-        torch.set_float32_matmul_precision("highest")  # the process has other tests' runs before it
+        torch.set_float32_matmul_precision("highest")  # restored, because other tests run in this process
 
 
 @pytest.mark.parametrize(("tf32", "precision"), [("true", "high"), ("false", "highest")])

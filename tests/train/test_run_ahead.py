@@ -1,4 +1,4 @@
-"""A step that begins before the host knows how the one before it ended: the same bits, and nothing to take back."""
+"""A step that begins before the host knows the result of the previous one gives the same bits, and is never undone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ALONE = ["--parallel.context=1"]
 
 
 def a_trainer(config: TrainConfig, *, guarded: bool) -> Trainer:
-    """One whose optimizer, if guarded, itself makes no step where results are not finite, as GPUs' do."""
+    """A trainer. If guarded, its optimizer itself skips steps with results that are not finite, as on GPUs."""
     trainer = Trainer(config)
     groups = [{**group} for group in trainer.parts.optimizer.param_groups]
     for group in groups:
@@ -35,7 +35,7 @@ def a_trainer(config: TrainConfig, *, guarded: bool) -> Trainer:
 def train(
     config: TrainConfig, guarded: bool, scale: float | None, may_begin_early: bool = True
 ) -> tuple[list[float], int, int, list[Tensor]]:
-    """The loss of each attempt, how many there were and were begun early, and the weights."""
+    """The loss of each attempt, the number of attempts, the number that began early, and the weights."""
     trainer = a_trainer(config, guarded=guarded)
     trainer.alone &= may_begin_early
     trainer.scale = trainer.scale if scale is None else scale
@@ -49,7 +49,7 @@ def train(
 @pytest.mark.parametrize(
     ("num_ranks", "options", "scale", "early"),
     [
-        # Nothing begins early after 2, 3, 4 and 6 steps: a checkpoint or an evaluation comes first.
+        # After steps 2, 3, 4 and 6, no step begins early, because a checkpoint or an evaluation comes first.
         (1, [*ALONE, "--train.accumulate=2", "--checkpoint.every=2", "--train.evaluate_every=3"], None, 2),
         (1, [*ALONE, "--train.precision=float16", "--train.steps=3"], 2.0**19, 2),
         (2, [*ALONE, "--parallel.data=2"], None, 5),
@@ -59,10 +59,10 @@ def train(
 def test_a_step_that_begins_early_changes_no_bit(
     on_ranks: OnRanks, config_of: ConfigOf, num_ranks: int, options: list[str], scale: float | None, early: int
 ) -> None:
-    config = config_of("--train.steps=6", "--optimizer.clip=1000", *options)  # nothing is clipped
+    config = config_of("--train.steps=6", "--optimizer.clip=1000", *options)  # no gradient is clipped
     guarded, plain = (on_ranks(num_ranks, train, config, guarded, scale) for guarded in (True, False))
     for got, want in zip(guarded, plain, strict=True):
-        assert str(got[0]) == str(want[0])  # of which some may be nan
+        assert str(got[0]) == str(want[0])  # as text, because some may be nan
         assert (got[1] > config.train.steps) == (scale is not None)
         assert (got[2], want[2]) == (early, 0)
         assert all(torch.equal(a, b) for a, b in zip(got[3], want[3], strict=True))
@@ -76,12 +76,12 @@ def test_a_step_that_begins_early_changes_no_bit_of_clipped_gradients(on_ranks: 
     assert (early[2], late[2], plain[2]) == (3, 0, 0)
     assert early[0] == late[0]
     assert all(torch.equal(a, b) for a, b in zip(early[3], late[3], strict=True))
-    # The optimizer divides by the reciprocal of the factor that the trainer multiplies by: not the same bits.
+    # The optimizer divides by the reciprocal of the trainer's factor, so the bits are not the same.
     assert all((a - b).norm() <= 1e-5 * b.norm() for a, b in zip(early[3], plain[3], strict=True))
 
 
 def run(config: TrainConfig, spoil: int, ask: int) -> tuple[str, int, bool]:
-    """How a run ends whose loss is not finite in one step, and whose last rank is asked to stop in another."""
+    """The end of a run whose loss is not finite in one step, and whose last rank is asked to stop in another."""
     trainer = a_trainer(config, guarded=True)
     asked: list[int] = []
     forward, take_step, numbers = trainer._forward, trainer.take_step, itertools.count(1)
@@ -111,7 +111,7 @@ def test_a_forward_begun_early_can_be_dropped(
 
 
 def run_out(config: TrainConfig) -> list[int]:
-    """Which step it was that memory did not suffice for, and AdamW's count, where the third forward never fits."""
+    """The step that ran out of memory, and AdamW's step count, if the third forward never fits into memory."""
     trainer = a_trainer(config, guarded=True)
     forward, numbers = trainer._forward, itertools.count(1)
 

@@ -1,4 +1,4 @@
-"""A rank that stalls is named; a slow disk ends no run."""
+"""A stalled rank is reported by name. A slow disk does not end a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.train.cases import ConfigOf, OnRanks
 
 
 def stall(config: TrainConfig, rank: int, call: str) -> None:
-    """A run in which one rank sleeps in this call after its second step, and the other does not wait long for it."""
+    """A run in which one rank sleeps in this call after its second step, and the other has a short timeout."""
     silent_ranks.PATIENCE = 1.0
     trainer = Trainer(config)
     real = getattr(trainer, call)
@@ -77,7 +77,8 @@ def test_a_rank_that_stalls_before_the_first_step_is_named(config_of: ConfigOf) 
 
 
 def run_on_a_slow_disk(config: TrainConfig, call: str) -> tuple[str, int]:
-    """A run in which this call takes until the ranks have met three times more; and the number of such calls."""
+    """Run with a call that takes until the ranks have met three more times. Returns how it ends, and the number of
+    calls."""
     meetings, calls = threading.Semaphore(0), []
     meet, real = dist.all_gather_object, pkgutil.resolve_name(call)
 
@@ -114,7 +115,7 @@ def test_a_disk_slower_than_an_exchange_ends_no_run(on_ranks: OnRanks, config_of
 
 @pytest.mark.parametrize("axis", ["data", "tensor"])
 def test_a_slow_load_ends_no_run(on_ranks: OnRanks, config_of: ConfigOf, tmp_path: Path, axis: str) -> None:
-    """Of data ranks the first reads alone; tensor ranks each read their part."""
+    """With data ranks, only the first one reads; with tensor ranks, each one reads its part."""
     model = Llama(config_of().model.resolve(), attention=attention)
     model.initialize(9)
     save_llama(model, tmp_path / "model")

@@ -39,7 +39,7 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_with_the_state_before_it(
 
 
 def run_poisoned(config: TrainConfig) -> tuple[str, list[float]]:
-    """How a float16 run ends whose weights are not finite, and the loss scales that it tried."""
+    """The end of a float16 run whose weights are not finite, and the loss scales that it tried."""
     trainer, tried = Trainer(config), []
     trainer.scale = 4.0
     trainer.parts.model.norm.weight.data.fill_(float("nan"))
@@ -61,7 +61,7 @@ def test_a_loss_that_no_scale_makes_finite_leaves_the_scale_as_it_was(on_ranks: 
 
 
 def kill_one(config: TrainConfig, rank: int, wait: Callable[[], None]) -> bool:
-    """Run on 2 ranks and kill one when `wait` returns; whether the run was cut short."""
+    """Run on 2 ranks, and kill one when `wait` returns. Returns whether the run ended early."""
     with Ranks(2, threads=1, timeout=20) as ranks:
         pid = ranks.pids[rank]
         over = threading.Event()
@@ -145,7 +145,7 @@ def test_a_signal_saves_and_exits(config_of: ConfigOf, tmp_path: Path, kind: sig
 def test_a_signal_before_the_ranks_start_stops_them_after_one_step(config_of: ConfigOf, tmp_path: Path) -> None:
     config = config_of("--parallel.context=2", "--train.steps=500", "--checkpoint.every=0")
     process = start(config, tmp_path / "run.toml")
-    while not Path(config.checkpoint.folder).exists():  # made before the ranks are
+    while not Path(config.checkpoint.folder).exists():  # the folder is created before the ranks
         assert process.poll() is None
         time.sleep(0.01)
     time.sleep(0.5)
@@ -191,7 +191,7 @@ def test_a_second_signal_ends_the_run_at_once(config_of: ConfigOf, tmp_path: Pat
     wait_for(process, 3)
     ranks = [pid for server in children(process.pid) for pid in children(server)]
     assert len(ranks) == 2
-    for pid in ranks:  # in a step that does not end
+    for pid in ranks:  # the ranks are in a step that does not end
         os.kill(pid, signal.SIGSTOP)
     process.send_signal(signal.SIGTERM)
     time.sleep(1.5)
@@ -204,7 +204,7 @@ def test_a_second_signal_ends_the_run_at_once(config_of: ConfigOf, tmp_path: Pat
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
 
 
-@pytest.mark.slow  # its halves are not: a signal saves, and a resumed run ends with the same bits
+@pytest.mark.slow  # two faster tests cover its halves: a signal saves, and a resumed run has the same bits
 def test_a_stopped_run_ends_with_the_same_bits(config_of: ConfigOf, on_ranks: OnRanks, tmp_path: Path) -> None:
     options = ["--parallel.context=2", "--train.steps=30", "--checkpoint.every=0"]
     whole = config_of(*options, f"--checkpoint.folder={tmp_path / 'whole'}")
@@ -222,7 +222,7 @@ def test_a_stopped_run_ends_with_the_same_bits(config_of: ConfigOf, on_ranks: On
 
 
 def overflow_and_ask(config: TrainConfig) -> tuple[str, int]:
-    """A float16 run whose every step overflows, and which is asked to stop in the first."""
+    """A float16 run in which every step overflows, and which is asked to stop in the first step."""
     trainer, asked = Trainer(config), []
     trainer.scale = 2.0**60
     take_step = trainer.take_step
@@ -236,7 +236,7 @@ def overflow_and_ask(config: TrainConfig) -> tuple[str, int]:
 
 
 def ask_in(config: TrainConfig, step: int) -> tuple[str, int]:
-    """A run that is asked to stop while it takes this step: how it ends, and after how many."""
+    """Ask a run to stop during this step. Returns the end of the run, and its number of steps."""
     trainer, asked = Trainer(config), []
     take_step = trainer.take_step
 
@@ -277,7 +277,7 @@ def run_until_asked(config: TrainConfig) -> str:
 def test_an_evaluation_due_at_a_stop_is_made_after_resuming(
     on_ranks: OnRanks, config_of: ConfigOf, corpus: Path
 ) -> None:
-    """One that is due when the run is asked to stop is made up for when it goes on."""
+    """An evaluation that is due when the run is asked to stop is done after the run resumes."""
     validation = f"--data.validation={corpus.parent}"
     config = config_of("--parallel.context=1", "--train.steps=3", "--train.evaluate_every=1", validation)
     assert on_ranks(1, run_until_asked, config) == [STOPPED]

@@ -1,4 +1,4 @@
-"""Ranks of torchrun: they find each other, also where its store remembers those before a restart."""
+"""Ranks of torchrun find each other, even if its store has keys of the ranks before a restart."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flashspan.train import torchrun
 
 
 def meet_all(store: dist.Store, num_ranks: int, late: int) -> list[bytes]:
-    """What each of these ranks finds that the last one wrote; one of them comes after the others."""
+    """The value of the last rank that each of these ranks reads. Rank `late` comes after the others."""
     found: dict[int, bytes] = {}
 
     def come(rank: int) -> None:

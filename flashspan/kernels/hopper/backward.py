@@ -2,37 +2,37 @@
 
 A tile is a block of keys, 64 for each of two or three consumer warpgroups. K and V stay in shared memory, dK and dV in
 registers. Consumers loop over the blocks of queries that see the keys, for every query head that shares them. A
-producer warp loads Q, dO, -lse and -delta. Another warp, the dQ warp, adds finished blocks of dQ into global float32
-through the copy engine (dq_accumulate.py). Scores are transposed, keys down and queries across: P and dS are then
-already in the registers from which the matmuls of dV and dK read them.
+producer warp loads Q, dO, -lse and -delta. Another warp, the dQ warp, adds finished blocks of dQ to float32 sums in
+global memory through the copy engine (dq_accumulate.py). Scores are transposed, keys down and queries across: P and dS
+are then already in the registers from which the matmuls of dV and dK read them.
 
-The accumulators of S start at -lse and those of dP at -delta, which saves the subtractions. A whole column starts at
-the same number. Loading it costs a read of shared memory for each register. So where there is room (heads of 64), a
-matmul writes it: ones times the number's three bfloat16 parts (parts.py).
+The accumulators of S start at -lse and those of dP at -delta, which saves the subtractions. All elements of a column
+start at the same number. Loading it costs a read of shared memory for each register. So if there is room (heads of 64),
+a matmul writes it: ones times the number's three bfloat16 parts (parts.py).
 
 While one consumer computes exponentials the others must keep the tensor cores busy, because a warp that starts a matmul
-waits until most of it is done. So consumers may drift apart, by up to a block. They share only dQ, which sums over the
-keys of all of them. It is made one block late: by then the others have had time to write their dS. Each of two
-consumers makes half of every dQ or, by turns, every second one whole, which reads less shared memory (WHOLE_DQ_STAGES).
-Each of three makes every third dQ and then frees its stage of dS; there are four.
+waits until most of it is done. So consumers may drift apart by up to a block. They share only dQ, which sums over the
+keys of all consumers. dQ is computed one block late: by then the other consumers have had time to write their dS. With
+two consumers, each computes half of every dQ or, in turn, every second dQ as a whole, which reads less shared memory
+(WHOLE_DQ_STAGES). With three, each computes every third dQ and then frees its stage of dS; there are four stages.
 
-Programs are persistent. The copy engine writes a tile's dK and dV from the buffer of dS (dV from a separate one where
-there is room). So K and V of the next tile can be loaded meanwhile; its first Q and dO are loaded even before. The
-producer publishes what the next tile is.
+Programs are persistent. The copy engine writes a tile's dK and dV from the buffer of dS (dV from a separate buffer if
+there is room). So K and V of the next tile can be loaded meanwhile; its first Q and dO are loaded even earlier. The
+producer publishes the description of the next tile.
 
-Multiprocessors would be idle with few tiles, or in the last round of equally long ones. So a key head may become
-several that share K and V, each for a part of the query heads (SPLIT_HEADS, portable/gradient_parts.py), or, where each
-query head has its own keys and sees all of them, for a part of the queries (SPLIT_TILES). Where gradients are
+With few tiles, or in the last round of equally long tiles, multiprocessors would be idle. So a key head may be split
+into several that share K and V, each for a part of the query heads (SPLIT_HEADS, portable/gradient_parts.py), or, if
+each query head has its own keys and sees all of them, for a part of the queries (SPLIT_TILES). If gradients are
 accumulated, only the tiles after the last full round are split, by queries (SPLIT_TILES), and their parts are added in
 place.
 
-Without WITH_DQ, for gradients that repeat bit for bit (two_pass.py), only dK and dV are made, and consumers share
-nothing.
+Without WITH_DQ, for bitwise reproducible gradients (two_pass.py), only dK and dV are computed, and consumers share
+nothing at all.
 
-For a block map a tile is a line of its transposed lists. A listed block of 128 queries is one step, or two where a step
-has 64 queries; its bits are loaded with Q and dO.
+For a block map, a tile is a line of the map's transposed lists. A listed block of 128 queries is one step, or two if a
+step has 64 queries; its bits are loaded with Q and dO.
 
-The constants are in config.py (BackwardConfig), a step is in backward_main_loop.py.
+The constants are in config.py (BackwardConfig), and the code of a step in backward_main_loop.py.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def backward_kernel(
     WHOLE_DQ_STAGES: gl.constexpr, UNIT_SCALE: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """dK, dV and dQ, for a mask of intervals. Blocks of K, V, dK and dV are those of a consumer."""
+    """dK, dV and dQ, for a mask of intervals. Blocks of K, V, dK and dV have the size of a consumer's part."""
     _run(
         BackwardTensors(desc_q, desc_do, desc_k, desc_v, desc_dq, desc_dk, desc_dv, desc_lse, desc_delta),
         BackwardSizes(H, K, G, T, S, padded_T, lo, hi, scale, sm_scale, section),
@@ -112,7 +112,7 @@ def _run(
     WHOLE_DQ_STAGES: gl.constexpr, UNIT_SCALE: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Decide on the constants, allocate buffers and barriers, and start the partitions."""
+    """Derive the constants, allocate buffers and barriers, and start the partitions."""
     desc_q, desc_k, desc_dq = tensors.desc_q, tensors.desc_k, tensors.desc_dq
     desc_lse, desc_delta = tensors.desc_lse, tensors.desc_delta
     BLOCK_Q: gl.constexpr = desc_q.block_type.shape[2]
@@ -135,7 +135,7 @@ def _run(
         SPLIT_TILES=SPLIT_TILES,
         SPLIT_HEADS=SPLIT_HEADS,
         FIRST_STEP_APART=FIRST_STEP_APART,
-        # Where dV is accumulated, a separate buffer is slower.
+        # If dV is accumulated, a separate buffer is slower.
         DV_BUFFER=FIRST_STEP_APART and not BLOCK_MAP and not ACCUMULATE and DQ_STAGES == 1,
         WHOLE_DQ_STAGES=WHOLE_DQ_STAGES,
         UNIT_SCALE=UNIT_SCALE,
@@ -161,7 +161,7 @@ def _run(
     lse_s = gl.allocate_shared_memory(desc_lse.dtype, [STAGES] + desc_lse.block_type.shape, desc_lse.layout)
     delta_s = gl.allocate_shared_memory(desc_delta.dtype, [STAGES] + desc_delta.block_type.shape, desc_delta.layout)
     gl.static_assert(CONSUMERS == 2 or not config.DV_BUFFER)
-    dv_s = ds0_s  # a stand-in: not used without DV_BUFFER
+    dv_s = ds0_s  # a placeholder: not used without DV_BUFFER
     if config.DV_BUFFER:
         dv_s = gl.allocate_shared_memory(dtype, [2, BLOCK_K, BLOCK_D], DS)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -170,11 +170,11 @@ def _run(
     work_full = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
     work_s = gl.allocate_shared_memory(gl.int32, [32, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    # With a block map, consumers often wait for the next block: so dO's stages are freed first, then Q's.
+    # With a block map, consumers often wait for the next block, so dO's stages are freed before Q's.
     EMPTY: gl.constexpr = 2 * STAGES if BLOCK_MAP else STAGES
     empty = gl.allocate_shared_memory(gl.int64, [EMPTY, 1], BARRIER)
     ds_full = gl.allocate_shared_memory(gl.int64, [DS_STAGES, 1], BARRIER)
-    ds_empty = ds_full  # a stand-in: used with three consumers only
+    ds_empty = ds_full  # a placeholder: used with three consumers only
     if CONSUMERS == 3:
         ds_empty = gl.allocate_shared_memory(gl.int64, [DS_STAGES, 1], BARRIER)
     dq_full = gl.allocate_shared_memory(gl.int64, [DQ_STAGES, 1], BARRIER)
@@ -194,7 +194,7 @@ def _run(
             mbarrier.init(ds_empty.index(i), count=1)
     for i in gl.static_range(4):
         mbarrier.init(work_full.index(i), count=1)
-    ones_s = lse_s  # a stand-in: used with three consumers only
+    ones_s = lse_s  # a placeholder: used with three consumers only
     if CONSUMERS == 3:
         ones_s = ones_operand(BLOCK_K)
     job = (
@@ -234,9 +234,9 @@ def _run(
 def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, mask, schedule, config):
     """A consumer warpgroup and its 64 keys of each tile.
 
-    dQ is made one block late, so a tile's first step has none to make. With FIRST_STEP_APART that step is separate code
-    before the loop. Two consumers with heads of 64 instead have it in the loop, which is 6% faster at 16k: it then
-    makes a dQ of old data, which the dQ warp drops.
+    dQ is computed one block late, so a tile's first step has no dQ to compute. With FIRST_STEP_APART that step is
+    separate code before the loop. Without it (two consumers, heads of 64), the step is in the loop, which is 6% faster
+    at 16k. It then computes a dQ from old data, which the dQ warp drops.
     """
     BLOCK_Q: gl.constexpr = config.BLOCK_Q
     BLOCK_K: gl.constexpr = config.BLOCK_K
@@ -252,7 +252,7 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, mask, schedule
     i = 0
     tile, i_b, i_k, n0, a, b, c, d = published_work(turn, schedule, 4)
     while tile < schedule.num_tiles:
-        # Prologue: what the tile is, K and V.
+        # Prologue: the tile's description, K and V.
         n0 += WG * BLOCK_K
         if config.BLOCK_MAP:
             line, n, num_edges = a, b, c
@@ -262,7 +262,7 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, mask, schedule
             num_edges = n - (end_full - first_full)
             o_n = n0 + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(1, config.SCORES))
             lower, upper = intervals_of(o_n, S, T, -sizes.hi, -sizes.lo, mask, i_b, config.TABLE)
-            upper = gl.where(o_n < S, upper, 0)  # past the last key K is 0; its P could overflow, so it is hidden
+            upper = gl.where(o_n < S, upper, 0)  # hide rows past the last key: K is 0 there, and P could overflow
         dk = gl.zeros([BLOCK_K, BLOCK_D], gl.float32, layout=config.GRADIENTS)
         dv = gl.zeros([BLOCK_K, BLOCK_D], gl.float32, layout=config.GRADIENTS)
         mbarrier.wait(barriers.kv_full, turn & 1)
@@ -271,8 +271,8 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, mask, schedule
                 clear_nonfinite_pair(buffers.kv_s[WG], BLOCK_K, BLOCK_D, APART)
         elif config.HAS_EDGES:
             clear_nonfinite_pair(buffers.kv_s[WG], BLOCK_K, BLOCK_D, APART)
-        # Main loop: blocks with hidden scores, then the others, for each head that shares the keys.
-        lead = -1 if APART else turn  # the step of block i makes dQ number i + lead, of block i - 1
+        # Main loop: for each query head that shares the keys, blocks with hidden scores, then the others.
+        lead = -1 if APART else turn  # the step of block i computes dQ number i + lead, that of block i - 1
         if APART:
             if config.BLOCK_MAP:
                 dk, dv = step(WG, True, True, i, 0, (0, num_edges > 0), dk, dv, *given)
@@ -300,8 +300,8 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, mask, schedule
             for j in range(full_from, size):
                 dk, dv = step(WG, False, False, i + j, i + j + lead, (), dk, dv, *given)
             i += size
-        # Epilogue: the last dQ, then dV and dK. The tile's position is read again: kept since the prologue, it would
-        # have occupied registers in the loop.
+        # Epilogue: the last dQ, then dV and dK. The tile's position is read again, because otherwise it would occupy
+        # registers during the loop.
         if APART:
             i_b, i_k, n0 = _destination(WG, turn, schedule, config)
         if config.DV_BUFFER:
@@ -311,16 +311,16 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, mask, schedule
         elif config.WITH_DQ:
             dq = warpgroup_mma_wait(0, deps=(start_dq(WG, False, i - 1, buffers, barriers, config),))
         mbarrier.arrive(kv_empty, count=1)
-        if config.WITH_DQ:  # after this no consumer reads dS: its buffer serves to write dV and dK
+        if config.WITH_DQ:  # after this no consumer reads dS, so its buffer is used to write dV and dK
             mbarrier.wait(kv_empty, turn & 1)
         if not APART:
             i_b, i_k, n0 = _destination(WG, turn, schedule, config)
         if not config.DV_BUFFER:
             store_output(tensors.desc_dv, i_b, i_k, n0, dv, buffers.ds_s[WG], ADD)
-        if config.WITH_DQ and not THREE:  # this late, because the dQ before it is still being added
+        if config.WITH_DQ and not THREE:  # only now, because the previous dQ is still being added
             hand_over_dq(WG, False, i + lead, dq, buffers, barriers, sm_scale, config)
         store_output(tensors.desc_dk, i_b, i_k, n0, dk * sm_scale, buffers.ds_s[WG], ADD, config.DV_BUFFER)
-        if not APART:  # otherwise the next tile's first step waits for it, before it writes dS
+        if not APART:  # with APART, the next tile's first step waits for this before it writes dS
             tma.store_wait(0)
             barrier()
         turn += 1
@@ -331,7 +331,7 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, mask, schedule
 
 @gluon.jit
 def _destination(WG: gl.constexpr, turn, schedule, config):
-    """Where a consumer writes dK and dV of this turn's tile: sequence, key head, first key."""
+    """Return where a consumer writes dK and dV of this turn's tile: sequence, key head, first key."""
     tile, i_b, i_k, n0, a, b, c, d = published_work(turn, schedule, 4)
     if config.SPLIT_TILES and not config.ACCUMULATE:
         i_k = i_k * schedule.num_parts + tile % schedule.num_parts

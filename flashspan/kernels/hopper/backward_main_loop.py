@@ -1,5 +1,5 @@
-"""The main loop of the backward kernel for Hopper: a consumer's steps, a block of queries each, and dQ of the block
-before."""
+"""The main loop of the backward kernel for Hopper: a consumer's steps. A step processes a block of queries, and dQ of
+the previous block."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flashspan.kernels.hopper.ptx import in_own_registers, opaque
 
 @gluon.jit
 def make_every_third_dq(WG: gl.constexpr, count, buffers, barriers, sm_scale, config):
-    """With three consumers: make the dQ of this number, which is also its block's number, if it is this one's turn."""
+    """With three consumers: compute dQ number `count`, that of block `count`, if it is this consumer's turn."""
     if count % 3 == WG:
         dq = warpgroup_mma_wait(0, deps=(start_dq(WG, True, count, buffers, barriers, config),))
         stage, _ = ds_stage(count, barriers.ds_full.shape[0])
@@ -35,11 +35,11 @@ def step(
     WG: gl.constexpr, MASKED: gl.constexpr, FIRST: gl.constexpr, i, count, hidden, dk, dv, buffers, barriers, mask,
     sizes, config,
 ):  # fmt: skip
-    """Block i of queries: its part of dV and dK and, unless it is a tile's FIRST, dQ of block i - 1, which is dQ number
-    `count`.
+    """Add block i's part to dV and dK. Unless it is a tile's FIRST block, also compute dQ number `count`, that of block
+    i - 1. Returns dk and dv.
 
-    MASKED: `hidden` is (the block's first query, start and end of each key's interval); with a block map, (which half
-    of the words this block is, whether there are words). Otherwise it is empty.
+    MASKED: `hidden` is (the block's first query, start and end of each key's interval) or, with a block map, (which
+    half of the words belongs to this block, whether there are words). Otherwise it is empty.
     """
     full, empty, ds_full = barriers.full, barriers.empty, barriers.ds_full
     BLOCK_Q: gl.constexpr = config.BLOCK_Q
@@ -64,7 +64,7 @@ def step(
     zero = gl.zeros([BLOCK_K, BLOCK_Q], gl.float32, layout=SCORES)
     # S^T = K Q^T - lse and dP^T = V dO^T - delta.
     if ROW_BIAS:
-        if THREE:  # there are no registers for the ones: they are in shared memory
+        if THREE:  # the ones are in shared memory, because no registers are left
             ones = buffers.ones_s
         else:
             ones = gl.full([BLOCK_K, DEPTH], 1.0, gl.bfloat16, layout=gl.DotOperandLayout(0, SCORES, 2))
@@ -76,7 +76,7 @@ def step(
     else:
         s, _ = gl.broadcast(buffers.lse_s.index(stage).load(gl.SliceLayout(0, SCORES))[None, :], zero)
         dp, _ = gl.broadcast(buffers.delta_s.index(stage).load(gl.SliceLayout(0, SCORES))[None, :], zero)
-        # Before the first matmul starts. Later, ptxas would wait for that matmul before it writes these registers.
+        # Copy before the first matmul starts: later, ptxas would wait for that matmul before it writes these registers.
         dp = in_own_registers(dp)
         sa = warpgroup_mma(k, q.permute((1, 0)), s, is_async=True)
         dpa = warpgroup_mma(v, do.permute((1, 0)), dp, is_async=True)
@@ -94,14 +94,14 @@ def step(
                 s = hide_outside(s, lower - m0, upper - m0, True)
     p = gl.exp2(s)
     pd = gl.convert_layout(p.to(dtype), OPERAND, assert_trivial=True)
-    # dV starts at once, so that the tensor cores are busy while dS is made and written.
+    # Start dV at once, so that the tensor cores are busy while dS is computed and written.
     dva = warpgroup_mma(pd, do, dv, is_async=True)
     if THREE:  # wait until no consumer reads this stage of dS
         mbarrier.wait(barriers.ds_empty.index(slot), phase ^ 1)
-    elif BEHIND:  # wait until dQ of block i - 2 is complete: then no consumer reads its dS, whose stage this is
+    elif BEHIND:  # wait until dQ of block i - 2 is complete: its dS used this stage
         dq_slot, dq_phase = dq_stage(count - 1, barriers.dq_full.shape[0])
         mbarrier.wait(barriers.dq_full.index(dq_slot), dq_phase)
-    else:  # a branch, or ptxas would move the wait for dP before the exp2's
+    else:  # the wait is a branch, or ptxas would move the wait for dP before the exp2's
         mbarrier.wait(full.index(stage), (i // STAGES) & 1)
     if ROW_BIAS and not THREE:  # the registers of `ones` must not be reused before the matmuls have ended
         dp, p, ones = warpgroup_mma_wait(1, deps=(dpa, p, ones))
@@ -109,16 +109,16 @@ def step(
         dp, p = warpgroup_mma_wait(1, deps=(dpa, p))
     ds = (p * dp).to(dtype)
     if config.WITH_DQ:
-        if FIRST:  # dK of the tile before may still be leaving through this buffer
+        if FIRST:  # dK of the previous tile may still be written from this buffer
             tma.store_wait(0)
             barrier()
         buffers.ds_s[WG].index(slot).store(ds)
     dsd = gl.convert_layout(ds, OPERAND, assert_trivial=True)
     dka = warpgroup_mma(dsd, q, dk, is_async=True)
-    if config.WITH_DQ:  # after dK has started, so that the tensor cores are busy while dS is written
+    if config.WITH_DQ:  # only after dK has started, so that the tensor cores are busy while dS is written
         fence_async_shared()
         mbarrier.arrive(ds_full.index(slot), count=1)
-    # Free the stage of Q and dO, and make this consumer's share of the dQ of the block before.
+    # Free the stage of Q and dO, and compute this consumer's share of the previous block's dQ.
     if THREE:
         dv, dk, pd, dsd = warpgroup_mma_wait(0, deps=(dva, dka, pd, dsd))
         mbarrier.arrive(empty.index(stage), count=1)

@@ -22,7 +22,7 @@ from flashspan.kernels.hopper.scheduler import (
 
 @gluon.jit
 def published_work(turn, schedule, WARPS: gl.constexpr):
-    """This turn's tile and the seven numbers that describe it; waits until the producer has published them."""
+    """Wait until this turn's tile is published. Return its number and the seven numbers that describe it."""
     work_s = schedule.work_s
     slot = turn & 3
     mbarrier.wait(schedule.work_full.index(slot), (turn >> 2) & 1)
@@ -51,8 +51,8 @@ def _publish_work(turn, tile, work, schedule):
 
 @gluon.jit
 def _line_work(tile, num_tiles, sizes, mask, KEYS: gl.constexpr):
-    """A tile's sequence, key head, first key and line of the block map; for the first of its query heads, how many
-    blocks of queries it visits and how many of them are partial (these come first)."""
+    """Return a tile's sequence, key head, first key and line of the block map; and for the first of its query heads,
+    the number of blocks of queries to visit and how many of them are partial (these come first)."""
     line, i_bk = find_line(tile, mask, num_tiles // mask.num_lines, sizes.section, sizes.K, sizes.G)
     begin, end, n, num_partial = find_list(mask, i_bk // sizes.K, i_bk % sizes.K * sizes.G, line)
     return i_bk // sizes.K, i_bk % sizes.K, line * KEYS, line, n, num_partial, 0
@@ -60,7 +60,7 @@ def _line_work(tile, num_tiles, sizes, mask, KEYS: gl.constexpr):
 
 @gluon.jit
 def _load_keys(turn, tensors, buffers, barriers, sizes, b, i_k, n0, config):
-    """Load K and V of a tile, as soon as those of the tile before are no longer read."""
+    """Load K and V of a tile, as soon as those of the previous tile are no longer read."""
     kv_full = barriers.kv_full
     h = head_of_keys(i_k, sizes.K, tensors.desc_k, config.SPLIT_HEADS)
     mbarrier.wait(barriers.kv_empty, (turn & 1) ^ 1)
@@ -75,7 +75,7 @@ def _load_keys(turn, tensors, buffers, barriers, sizes, b, i_k, n0, config):
 
 @gluon.jit
 def _load_row_numbers(desc, row, bar, buffer):
-    """Load a number for each row, from this row on: in float32, or in three bfloat16 parts (parts.py)."""
+    """Load one number per row, from `row` on: in float32, or in three bfloat16 parts (parts.py)."""
     if len(desc.block_type.shape) == 2:
         tma.async_copy_global_to_shared(desc, [row, 0], bar, buffer)
     else:
@@ -84,7 +84,7 @@ def _load_row_numbers(desc, row, bar, buffer):
 
 @gluon.jit
 def _load_queries(tensors, buffers, bar, b, h, m0, row, stage):
-    """Q, -lse and -delta of a block of queries."""
+    """Load Q, -lse and -delta of a block of queries."""
     _load_row_numbers(tensors.desc_lse, row, bar, buffers.lse_s.index(stage))
     tma.async_copy_global_to_shared(tensors.desc_q, [b, h, m0, 0], bar, buffers.q_s.index(stage))
     _load_row_numbers(tensors.desc_delta, row, bar, buffers.delta_s.index(stage))
@@ -92,8 +92,9 @@ def _load_queries(tensors, buffers, bar, b, h, m0, row, stage):
 
 @gluon.jit
 def _interval_work(tile, sizes, mask, schedule, config):
-    """What a tile is, from its number. With SPLIT_TILES, each number from num_whole on is one of num_parts parts of a
-    tile, with a share of its queries: otherwise most programs would be idle in the last round of equally long tiles."""
+    """Return the seven numbers that describe a tile. With SPLIT_TILES, each tile number from num_whole on is one of
+    num_parts parts of a tile, with a share of its queries. Otherwise most programs would be idle in the last round of
+    equally long tiles."""
     TILE_K: gl.constexpr = config.CONSUMERS * config.BLOCK_K
     if not config.SPLIT_TILES:
         return locate_keys(tile, schedule.num_tiles, sizes, mask, TILE_K, config.BLOCK_Q, config.TABLE, 1)
@@ -113,8 +114,8 @@ def _interval_work(tile, sizes, mask, schedule, config):
 
 @gluon.jit
 def produce(tensors, buffers, barriers, sizes, mask, schedule, config):
-    """Load K and V of each tile, and Q, dO, -lse and -delta of each block of queries. The tile's first block of queries
-    is loaded before K and V, because its buffer is free earlier."""
+    """Load K and V of each tile, and Q, dO, -lse and -delta of each block of queries. A tile's first block of queries
+    is loaded before its K and V, because its buffer is free earlier."""
     BLOCK_Q: gl.constexpr = config.BLOCK_Q
     STAGES: gl.constexpr = config.STAGES
     BYTES: gl.constexpr = 2 * (tensors.desc_q.block_type.nbytes + tensors.desc_lse.block_type.nbytes)
@@ -148,7 +149,7 @@ def produce(tensors, buffers, barriers, sizes, mask, schedule, config):
 
 @gluon.jit
 def produce_listed(tensors, buffers, barriers, sizes, mask, schedule, config):
-    """`produce` for a block map: blocks are those of a line's lists, the partial ones first, with their bits."""
+    """`produce` for a block map: loads the blocks of a line's lists, the partial ones first, with their bits."""
     BLOCK_Q: gl.constexpr = config.BLOCK_Q
     STAGES: gl.constexpr = config.STAGES
     SPLIT: gl.constexpr = 128 // BLOCK_Q

@@ -1,5 +1,5 @@
-"""How a carry joins the forward kernel for Hopper (see forward.py): threads load it before a tile's first block and it
-joins after that block, or the copy engine loads it and it joins at the tile's end."""
+"""The carry in the forward kernel for Hopper (see forward.py). Either threads load it before a tile's first block, and
+it is merged after that block; or the copy engine loads it, and it is merged at the tile's end."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from flashspan.kernels.hopper.ptx import opaque
 from flashspan.kernels.hopper.row_values import as_column, row_sums, scale_rows
 
 LOWEST = gl.constexpr(-(2.0**126))
-"""What is subtracted from the scores of a row that has seen no key. Not -inf: -inf minus -inf is NaN."""
+"""The number subtracted from the scores of a row that has seen no key; -inf minus -inf would be NaN."""
 
 
 @gluon.jit
 def _carry_rows(outputs, i_bh, H, m0, T, D: gl.constexpr, BD: gl.constexpr, L: gl.constexpr):
-    """Pointers to the 64 rows of out from m0 on, and which of them exist: [64, BD]."""
+    """Return pointers to the 64 rows of out from m0 on, [64, BD], and which of them exist."""
     out, s_ob, s_oh, s_ot = outputs.out, outputs.stride_b, outputs.stride_h, outputs.stride_t
     o_r = opaque(0) + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
     # Times 8, so that the compiler still knows that 8 neighbours are contiguous.
@@ -31,7 +31,7 @@ def _carry_rows(outputs, i_bh, H, m0, T, D: gl.constexpr, BD: gl.constexpr, L: g
 
 @gluon.jit
 def load_carry(outputs, i_bh, H, m0, T, D: gl.constexpr, BD: gl.constexpr, RL: gl.constexpr, OL: gl.constexpr):
-    """The carry's 64 rows from m0 on: out and lse."""
+    """Load the carry's 64 rows from m0 on. Returns out and lse."""
     p_tile, here = _carry_rows(outputs, i_bh, H, m0, T, D, BD, OL)
     o = gl.load(p_tile, mask=here, other=0.0)
     o_m = m0 + gl.arange(0, 64, layout=RL)
@@ -40,12 +40,12 @@ def load_carry(outputs, i_bh, H, m0, T, D: gl.constexpr, BD: gl.constexpr, RL: g
 
 @gluon.jit
 def join_first(p, m, l, o, past):
-    """Join the carry's out and lse to the softmax of a tile's first block. Returns p, m, l, o.
+    """Merge the carry's out and lse into the softmax of a tile's first block. Returns p, m, l, o.
 
-    The softmax does not start from the carry, because it would have to wait for the lse, which arrives with the last of
-    out, in whatever order they are loaded.
+    The softmax does not start from the carry, because it would have to wait for lse, which arrives with the last rows
+    of out, no matter in which order they are loaded.
     """
-    # l * 0 makes this depend on the softmax: otherwise ptxas would wait for the lse in the middle of it.
+    # l * 0 makes this depend on the softmax: otherwise ptxas would wait for lse in the middle of the softmax.
     past = as_column(past * 1.4426950408889634 + row_sums(l, past) * 0.0, l)
     top = gl.maximum(m, past)
     now = gl.exp2(m - top)
@@ -57,8 +57,8 @@ def join_first(p, m, l, o, past):
 
 @gluon.jit
 def join_last(m, l, past):
-    """A row's sums joined to its carry's lse: the lse of both in base 2, and the factors of the row's output and of the
-    carry's."""
+    """Merge a row's sums with its carry's lse. Returns the lse of both in base 2, and the factors of the row's output
+    and of the carry's."""
     mine = m + gl.log2(l)  # not l * exp2(m), which could overflow: a sum may be 2^127
     past = past * 1.4426950408889634
     top = gl.maximum(gl.maximum(mine, past), LOWEST)

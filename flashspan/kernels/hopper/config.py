@@ -1,8 +1,9 @@
 """Named values that the kernels for Hopper pass to their partitions: constants, sizes, buffers, barriers, masks.
 
-A partition is what some of a program's warps do: a producer warp loads, consumer warpgroups of four warps multiply.
-Fields in capitals are known at compile time. A name that ends in _s is shared memory, desc_ a descriptor of the copy
-engine (TMA). Letters of sizes: H query heads, K key heads, G = H / K, T queries, S keys.
+A partition is the code that some of a program's warps run: a producer warp loads, consumer warpgroups of four warps
+multiply. Fields in capitals are known at compile time. A name that ends in _s is shared memory; a name that begins with
+desc_ is a descriptor of the copy engine (TMA). Letters of sizes: H query heads, K key heads, G = H / K, T queries, S
+keys.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ Number: TypeAlias = gl.tensor | gl.constexpr
 
 @aggregate
 class IntervalMask:
-    """Each index of one axis sees an interval of the other: by `lo` and `hi` of the sizes or, where the constant TABLE
-    is set, from two tables with a row for each sequence."""
+    """Each index of one axis sees an interval of the other. Intervals come from `lo` and `hi` in the sizes or, with the
+    constant TABLE, from two tables with a row for each sequence."""
 
     start: gl.tensor  # first index seen [B, stride]
     end: gl.tensor  # index after the last one seen
-    stride: Number  # from one sequence's row to the next; 0 where all share one
+    stride: Number  # from one sequence's row to the next; 0 if all share one row
 
 
 @aggregate
@@ -36,7 +37,7 @@ class BlockMask:
 
     desc_words: Descriptor  # bits of partial blocks
     words_s: Shared  # [STAGES * 2, 256]: in each stage, 64 lines of 128 bits for each of two warpgroups
-    spans: gl.tensor  # of each line: where its list begins, where its partial blocks begin, where it ends
+    spans: gl.tensor  # for each line: where its list begins, where its partial blocks begin, where it ends
     index: gl.tensor  # the listed blocks
     numbers: gl.tensor  # for each listed block that is partial: the index of its tile of bits
     order: gl.tensor  # lines, longest first
@@ -56,15 +57,15 @@ class ForwardConfig:
     HEAD_DIM: gl.constexpr  # head size of the caller, at most BLOCK_D
     CONSUMERS: gl.constexpr  # consumer warpgroups: 2, or 3 for heads of 64 and long bands
     STAGES: gl.constexpr  # pairs (K of block i, V of block i - 1) in flight
-    Q_STAGES: gl.constexpr  # tiles of Q in flight: 2, or 1 where there is no room (heads of 256)
-    HIDDEN_SIDES: gl.constexpr  # keys the mask hides: 0 none, 1 those after a row's interval, 2 also those before it
+    Q_STAGES: gl.constexpr  # tiles of Q in flight: 2, or 1 if there is no room (heads of 256)
+    HIDDEN_SIDES: gl.constexpr  # hidden keys: 0 none, 1 those after a row's interval, 2 also those before it
     TABLE: gl.constexpr  # intervals come from tables, which only the producer reads: documents; else lo and hi
     BLOCK_MAP: gl.constexpr  # the mask is a BlockMask, not an IntervalMask
-    CARRY: gl.constexpr  # out and lse continue a carry: the caller gives one
+    CARRY: gl.constexpr  # the caller gives a carry, which out and lse continue
     CARRY_LAST: gl.constexpr  # the carry joins at a tile's end, by the copy engine: if CARRY and OUTPUT_BUFFER
     OUTPUT_BUFFER: gl.constexpr  # half of a float32 output has a separate buffer: heads up to 128, no block map
-    FLOAT16_VALUES: gl.constexpr  # V is float16, made from bfloat16: where enough queries see a key (finer.py)
-    TRACK_MAXIMUM: gl.constexpr  # every block's maximum is followed: unless FLOAT16_VALUES or a bfloat16 block map
+    FLOAT16_VALUES: gl.constexpr  # V is converted from bfloat16 to float16: if enough queries see a key (finer.py)
+    TRACK_MAXIMUM: gl.constexpr  # m follows every block's maximum: unless FLOAT16_VALUES or a bfloat16 block map
     FREE_K_FIRST: gl.constexpr  # K's stage is freed before V's: block maps, and FLOAT16_VALUES with heads of 128
     UNIT_SCALE: gl.constexpr  # the scale in base 2 is 1: scores are not multiplied (heads of 64)
     SCORES: gl.constexpr  # layout of S and P [BLOCK_Q, BLOCK_K] in registers
@@ -84,7 +85,7 @@ class ForwardSizes:
     scale: gl.tensor  # factor of scores that makes them exponents of 2: the caller's scale times log2(e)
     num_heads: gl.tensor  # of all sequences: B H
     num_blocks: gl.tensor  # tiles of a head
-    section: gl.tensor  # number of heads computed together: their K and V fit the L2 cache
+    section: gl.tensor  # number of heads computed together, whose K and V fit the L2 cache
     num_tiles: gl.tensor
     counter: gl.tensor  # pointer: how many tiles were taken, how many programs have ended
 
@@ -130,7 +131,7 @@ class ForwardOutputs:
 
     out: gl.tensor
     lse: gl.tensor
-    invalid: gl.tensor  # a mark for each 64 rows: 0, or the portable kernel computes them again
+    invalid: gl.tensor  # a mark for each 64 rows: if it is not 0, the portable kernel recomputes them
     stride_b: Number
     stride_h: Number
     stride_t: Number
@@ -148,14 +149,14 @@ class BackwardConfig:
     TABLE: gl.constexpr  # intervals come from tables, which only the producer reads: documents; else lo and hi
     BLOCK_MAP: gl.constexpr  # the mask is a BlockMask, not an IntervalMask
     HAS_EDGES: gl.constexpr  # some blocks have scores to hide: of the mask, or of keys past the last
-    WITH_DQ: gl.constexpr  # dQ is made in the same pass; unset for deterministic gradients (two_pass.py)
+    WITH_DQ: gl.constexpr  # dQ is computed in the same pass; unset for deterministic gradients (two_pass.py)
     ACCUMULATE: gl.constexpr  # the gradients are added into the caller's float32: the caller asks for it
-    FIRST_STORES: gl.constexpr  # sums of dQ are not cleared, the first program stores: where a query sees few keys
-    SPLIT_TILES: gl.constexpr  # tiles from num_whole on are split by queries: where every query sees every key
+    FIRST_STORES: gl.constexpr  # sums of dQ are not cleared, the first program stores: if a query sees few keys
+    SPLIT_TILES: gl.constexpr  # tiles from num_whole on are split by queries: if every query sees every key
     SPLIT_HEADS: gl.constexpr  # several key heads share K and V: to fill the GPU (portable/gradient_parts.py)
     FIRST_STEP_APART: gl.constexpr  # a tile's first step is separate code: three consumers, block maps, heads of 128
     DV_BUFFER: gl.constexpr  # dV is written from a separate buffer: heads of 128, one dQ stage, nothing accumulated
-    WHOLE_DQ_STAGES: gl.constexpr  # buffers of whole dQs, made by turns; 0: two consumers make half of each (tiles.py)
+    WHOLE_DQ_STAGES: gl.constexpr  # buffers of whole dQs, computed in turn; 0: two consumers compute halves (tiles.py)
     UNIT_SCALE: gl.constexpr  # the scale in base 2 is 1: scores are not multiplied (heads of 64)
     SCORES: gl.constexpr  # layout of S^T and dP^T [BLOCK_K, BLOCK_Q] in registers
     GRADIENTS: gl.constexpr  # layout of dK and dV [BLOCK_K, BLOCK_D]
@@ -167,7 +168,7 @@ class BackwardSizes:
     """Numbers of a backward launch."""
 
     H: gl.tensor
-    K: Number  # with SPLIT_HEADS more than K and V have; not used in the pass for dQ
+    K: Number  # with SPLIT_HEADS, more heads than K and V have; not used in the pass for dQ
     G: gl.tensor
     T: gl.tensor
     S: gl.tensor
@@ -227,11 +228,11 @@ class BackwardSchedule:
 
     num_tiles: gl.tensor
     num_whole: Number  # if SPLIT_TILES, tiles from this one on are parts
-    num_parts: Number  # of a tile that is split
+    num_parts: Number  # number of parts of a tile that is split
     counter: gl.tensor  # pointer: how many tiles were taken, how many programs have ended
     dq_states: gl.tensor  # pointer, if FIRST_STORES: for each block of dQ 0, 1 while the first program stores, then 2
-    work_s: Shared  # for each of the last four tiles, its number and seven numbers that describe it
-    work_full: Shared  # barriers of these
+    work_s: Shared  # for each of the last four tiles, its number and the seven numbers that describe it
+    work_full: Shared  # barriers of the last four tiles
 
 
 @aggregate

@@ -1,5 +1,5 @@
-"""dQ in the backward kernel for Hopper: consumers make it from the dS of all of them and hand it over through shared
-memory; a separate warp, the dQ warp, adds it into global float32."""
+"""dQ in the backward kernel for Hopper. Consumers compute it from the dS of all consumers, and hand it over through
+shared memory. A separate warp, the dQ warp, adds it to float32 sums in global memory."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def ds_stage(i, STAGES: gl.constexpr):
 
 @gluon.jit
 def start_dq(WG: gl.constexpr, WHOLE: gl.constexpr, i, buffers, barriers, config):
-    """Start dQ of block i, from the dS of all consumers. WHOLE: all of it. Otherwise this consumer's half: 64 of its
-    rows or, where a block has only 64 rows, half of its columns."""
+    """Start the matmuls of dQ of block i, from the dS of all consumers. WHOLE: all of dQ. Otherwise this consumer's
+    half: 64 rows or, if a block has only 64 rows, half of the columns."""
     BLOCK_Q: gl.constexpr = config.BLOCK_Q
     BLOCK_D: gl.constexpr = config.BLOCK_D
     ds_full = barriers.ds_full
@@ -55,7 +55,7 @@ def start_dq(WG: gl.constexpr, WHOLE: gl.constexpr, i, buffers, barriers, config
 
 @gluon.jit
 def hand_over_dq(WG: gl.constexpr, WHOLE: gl.constexpr, count, dq, buffers, barriers, sm_scale, config):
-    """Hand the dQ of this number, or this consumer's half of it, to the dQ warp."""
+    """Hand dQ number `count`, or this consumer's half of it, to the dQ warp."""
     BLOCK_Q: gl.constexpr = config.BLOCK_Q
     BLOCK_D: gl.constexpr = config.BLOCK_D
     dq_s, dq_full = buffers.dq_s, barriers.dq_full
@@ -64,7 +64,7 @@ def hand_over_dq(WG: gl.constexpr, WHOLE: gl.constexpr, count, dq, buffers, barr
         dq = swizzle(dq * sm_scale, 64, dq.shape[1])
     stage, phase = dq_stage(count - STAGES, STAGES)
     mbarrier.wait(barriers.dq_empty.index(stage), phase)
-    if config.ACCUMULATE:  # as rows, to be added to the caller's
+    if config.ACCUMULATE:  # as rows, to be added to the caller's dq
         tile = swizzled(dq_s.index(stage), BLOCK_Q, BLOCK_D)
         if WHOLE:
             tile.store(dq)
@@ -72,7 +72,7 @@ def hand_over_dq(WG: gl.constexpr, WHOLE: gl.constexpr, count, dq, buffers, barr
             tile.slice(WG * (BLOCK_D // 2), BLOCK_D // 2, dim=1).store(dq)
         else:
             tile.slice(WG * 64, 64, dim=0).store(dq)
-    else:  # in the order of the registers: 16 bytes of each thread, thread after thread
+    else:  # in register order: 16 bytes per thread, thread after thread
         L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[2, 1, 0])
         GROUPS: gl.constexpr = dq.shape[1] // 8
         tile = dq_s.index(stage)._reinterpret(gl.float32, [BLOCK_Q * BLOCK_D // (GROUPS * 512), GROUPS, 128, 4], L)
@@ -84,9 +84,8 @@ def hand_over_dq(WG: gl.constexpr, WHOLE: gl.constexpr, count, dq, buffers, barr
 
 @gluon.jit
 def _claim(p_state):
-    """The state of a block of sums that was not cleared: 0 for the first program, which stores instead of adding and
-    then calls `_release`; 2 for the others, which add. While the first program stores, the state is 1 and others
-    wait."""
+    """Return the state of a block of sums that was not cleared: 0 for the first program, which stores and then calls
+    `_release`; 2 for the others, which add. While the first program stores, the state is 1, and the others wait."""
     state = gl.atomic_cas(p_state, 0, 1, sem="acquire")
     while state == 1:
         state = gl.atomic_cas(p_state, 0, 1, sem="acquire")
@@ -96,7 +95,7 @@ def _claim(p_state):
 
 @gluon.jit
 def _release(p_state, state):
-    """Let others add to what was stored."""
+    """After the first program has stored, let the others add."""
     if state == 0:
         wait_for_writes()
         fence_global()
@@ -106,8 +105,8 @@ def _release(p_state, state):
 
 @gluon.jit
 def _add(desc_dq, b, h, m0, row, state, count, buffers, barriers, config):
-    """Add dQ number `count`, of the queries from m0 on, or store it if the state is 0. `row` is the number of query m0
-    among those of all heads."""
+    """Add dQ number `count`, of the queries from m0 on, or store it if the state is 0. `row` is the index of query m0
+    in the rows of all heads."""
     dq_s, dq_full = buffers.dq_s, barriers.dq_full
     if config.ACCUMULATE:
         where = [b, h, m0, 0]
@@ -135,7 +134,7 @@ def _drop(count, dq_full, dq_empty):
 def add_dq(tensors, buffers, barriers, sizes, mask, schedule, config):
     """The dQ warp: add each dQ into global float32."""
     BLOCK_Q: gl.constexpr = config.BLOCK_Q
-    DROPPED: gl.constexpr = 0 if config.FIRST_STEP_APART else 1  # of each tile
+    DROPPED: gl.constexpr = 0 if config.FIRST_STEP_APART else 1  # number of dropped dQs per tile
     turn = 0
     count = 0
     tile, i_b, i_k, n0, first, first_full, end_full, end = published_work(turn, schedule, 1)
@@ -175,7 +174,7 @@ def add_dq_listed(tensors, buffers, barriers, sizes, mask, schedule, config):
                 row = (i_b * sizes.H + i_h) * sizes.padded_T + block * 128
                 p_state = schedule.dq_states + row // 128
                 state = 2
-                if config.FIRST_STORES:  # one claim for both parts: between them the warp waits for no other block
+                if config.FIRST_STORES:  # one claim for both parts: no wait for another block between them
                     state = _claim(p_state)
                 for part in gl.static_range(128 // BLOCK_Q):
                     m0 = block * 128 + part * BLOCK_Q

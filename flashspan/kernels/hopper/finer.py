@@ -1,9 +1,8 @@
-"""V in float16, for the forward kernel for Hopper: the exponentials that it is multiplied by then have eleven bits
-instead of eight.
+"""V in float16, for the forward kernel for Hopper. P, which V is multiplied by, then has eleven bits instead of eight.
 
-A float16 has all bits of a bfloat16, but not its range. So V is multiplied by a power of 2. A row of V becomes NaN if
-its largest number is then still too large, or so small that bits are lost. Queries that see such a row are marked bad,
-like those that see a NaN of the caller's, and the portable kernel recomputes them from the original V.
+A float16 has all bits of a bfloat16, but not its range. So V is multiplied by a power of 2. If the largest number of a
+row of V is then still too large, or so small that bits are lost, the row becomes NaN. Queries that see such a row are
+marked bad, like queries that see a NaN in the caller's V, and the portable kernel recomputes them from the original V.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from flashspan.kernels.masks import Band, Mask, Rows, count
 from flashspan.kernels.portable.common import load_tile
 
 COARSER = tl.constexpr(2.0**-4)
-"""V = this * the float16, for rows of V whose largest number is 0 or in LEAST .. MOST. That is exact, except that
-numbers below 2^-21 are wrong by up to 2^-29."""
+"""V = COARSER * its float16, for rows of V whose largest number is 0 or in LEAST .. MOST. This is exact, except that
+numbers below 2^-21 have an error of up to 2^-29."""
 LEAST = tl.constexpr(2.0**-18)
 MOST = tl.constexpr(2.0**12 - 8)
 
 
 def pays(q: Tensor, k: Tensor, mask: Mask) -> bool:
-    """Whether forward is faster with V in float16 than with a maximum that is followed. If so, it is also more
-    accurate. Never for block maps, which do neither."""
+    """Whether forward is faster with V in float16 than with TRACK_MAXIMUM (softmax.py). If so, it is also more
+    accurate. False for block maps, which use neither."""
     least = FINER.get(block_dim(q.shape[-1]))
     if q.dtype != torch.bfloat16 or least is None or not isinstance(mask, (Band, Rows)):
         return False
@@ -59,12 +58,12 @@ def finer_kernel(v, fine, s_b, s_h, s_t, H, S, D: tl.constexpr, BD: tl.constexpr
 
 
 def room_for(v: Tensor) -> Tensor:
-    """An empty tensor for v in float16. Dimensions that v expands (stride 0) are expanded there, too."""
+    """An empty float16 tensor for v. Dimensions that are expanded in v (stride 0) are also expanded in the result."""
     return torch.empty(_distinct(v), dtype=torch.float16, device=v.device).expand(v.shape)
 
 
 def _distinct(v: Tensor) -> list[int]:
-    """The shape of v, with size 1 in each dimension that v expands."""
+    """The shape of v, with size 1 in each expanded dimension."""
     return [size if step else 1 for size, step in zip(v.shape, v.stride(), strict=True)]
 
 

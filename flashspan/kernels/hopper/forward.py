@@ -2,20 +2,21 @@
 
 A producer warp loads Q, K and V through the copy engine; two or three consumer warpgroups of 64 queries each multiply.
 A consumer starts two matmuls together, the scores of block i and the output of block i - 1. It computes the softmax of
-block i while the second one still runs. K of block i and V of block i - 1 are loaded as a pair under one barrier. The
-wait for the next pair, in the middle of a step, is also a branch: without one, ptxas would move the softmax behind the
-matmuls. Programs are persistent: while a tile's output is written, the next tile's Q and first K are loaded.
+block i while the second matmul still runs. K of block i and V of block i - 1 are loaded as a pair under one barrier.
+The wait for the next pair, in the middle of a step, is also a branch: without one, ptxas would move the softmax behind
+the matmuls. Programs are persistent: while a tile's output is written, the next tile's Q and first K are loaded.
 
-The constants are in config.py (ForwardConfig), the main loop's steps in forward_main_loop.py; softmax.py says what is
-subtracted from the scores and why V may come in float16.
+The constants are in config.py (ForwardConfig), the main loop's steps in forward_main_loop.py; softmax.py explains what
+is subtracted from the scores and why V may be float16.
 
-The copy engine writes an output from Q's buffer, a float32 output in two halves. Where there is room (OUTPUT_BUFFER),
-the first half has a separate buffer. Then the copy engine also loads a carry (CARRY_LAST): its first half into that
-buffer, its second half into Q's as soon as Q has been read; both join at the tile's end. Otherwise threads load the
-carry before a tile's first scores, and it joins after their softmax. The main loop is the same with and without one.
+The copy engine writes an output from Q's buffer, a float32 output in two halves. If there is room (OUTPUT_BUFFER), the
+first half has a separate buffer. Then the copy engine also loads a carry (CARRY_LAST): its first half into that buffer,
+its second half into Q's buffer as soon as Q has been read. Both are merged at the tile's end. Otherwise threads load
+the carry before a tile's first scores, and it is merged after their softmax. The main loop is the same with and without
+a carry.
 
 Only the producer reads tables of intervals and the lists of a block map. For a table it publishes the range of blocks;
-for a block map, how many blocks a line has and how many of them are partial. It loads the bits of these along with K.
+for a block map, the number of a line's blocks and how many are partial. It loads the bits of partial blocks with K.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def forward_kernel(
     HIDDEN_SIDES: gl.constexpr, TABLE: gl.constexpr, CARRY: gl.constexpr, UNIT_SCALE: gl.constexpr,
     CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """out and lse of every query, for a mask of intervals. Strides of out come in units of 8 elements."""
+    """out and lse of every query, for a mask of intervals. Strides of out are in units of 8 elements."""
     num_blocks = gl.cdiv(T, desc_q.block_type.shape[2] * CONSUMERS)
     _run(
         ForwardTensors(desc_q, desc_k, desc_v, desc_out),
@@ -94,7 +95,7 @@ def _run(
     HIDDEN_SIDES: gl.constexpr, TABLE: gl.constexpr, CARRY: gl.constexpr, BLOCK_MAP: gl.constexpr,
     UNIT_SCALE: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Decide on the constants, allocate buffers and barriers, and start the partitions.
+    """Derive the constants, allocate buffers and barriers, and start the partitions.
 
     `warp_specialize` takes the functions of all partitions, then the warps and registers of all but the first, which
     runs on the launch's own warps.
@@ -130,13 +131,13 @@ def _run(
     q_s = gl.allocate_shared_memory(desc_q.dtype, [Q_STAGES * CONSUMERS, 1, 1, BLOCK_Q, BLOCK_D], desc_q.layout)
     k_s = gl.allocate_shared_memory(desc_q.dtype, [STAGES, 1, 1, BLOCK_K, BLOCK_D], desc_k.layout)
     v_s = gl.allocate_shared_memory(desc_v.dtype, [STAGES, 1, 1, BLOCK_K, BLOCK_D], desc_v.layout)
-    output_s = q_s  # a stand-in: not used without OUTPUT_BUFFER
+    output_s = q_s  # a placeholder: not used without OUTPUT_BUFFER
     if OUTPUT_BUFFER:
         output_s = gl.allocate_shared_memory(desc_q.dtype, [CONSUMERS, 1, 1, BLOCK_Q, BLOCK_D], desc_q.layout)
     barriers = _allocate_barriers(config)
     if FLOAT16_VALUES:
         declare_vote()
-    ones_s = q_s  # a stand-in: not used without UNIT_SCALE
+    ones_s = q_s  # a placeholder: not used without UNIT_SCALE
     if UNIT_SCALE:
         ones_s = ones_operand(BLOCK_K)
     job = (tensors, ForwardBuffers(q_s, k_s, v_s, output_s, ones_s), barriers, sizes, outputs, mask, config)
@@ -160,7 +161,7 @@ def _run(
 
 @gluon.jit
 def _allocate_barriers(config):
-    """Barriers, initialised, and the numbers that are published under them."""
+    """Allocate and initialise the barriers, and allocate the numbers that are published under them."""
     Q_STAGES: gl.constexpr = config.Q_STAGES
     STAGES: gl.constexpr = config.STAGES
     FREE: gl.constexpr = 2 * STAGES if config.FREE_K_FIRST else STAGES
@@ -205,7 +206,7 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, outputs, mask,
     mbarrier.wait(barriers.q_full.index(0), 0)
     tile = load_number(barriers.tile_s.index(0), 4)
     while tile < sizes.num_tiles:
-        # Prologue: what the tile is, and its first block, whose scores have no output to overlap with yet.
+        # Prologue: the tile's description, and its first block, whose scores overlap with no output yet.
         if config.BLOCK_MAP:
             line, i_bh, n, num_partial = published_work(turn, barriers)
             m0 = line * TILE_Q + WG * BLOCK_Q
@@ -232,17 +233,17 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, outputs, mask,
 
         q_stage, _ = stage_and_phase(turn, config.Q_STAGES)
         q = buffers.q_s.index(q_stage * config.CONSUMERS + WG).reshape((BLOCK_Q, BLOCK_D))
-        if BLOCK_D == 64:  # there are registers for it, and shared memory is read less
+        if BLOCK_D == 64:  # with Q in registers, for which there is room, shared memory is read less
             q = q.load(gl.DotOperandLayout(0, config.SCORES, 2))
         stage, phase = stage_and_phase(pair, STAGES)
         mbarrier.wait(full.index(stage), phase)
         k = buffers.k_s.index(stage).reshape((BLOCK_K, BLOCK_D)).permute((1, 0))
         s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
-        if config.Q_STAGES == 2:  # by now the tile before has been written from the other Q's buffer
+        if config.Q_STAGES == 2:  # by now the previous tile has been written from the other Q buffer
             tma.store_wait(0)
             mbarrier.arrive(barriers.q_empty.index(1 - q_stage), count=1, pred=turn > 0)
         s = warpgroup_mma_wait(0, deps=(s,))
-        if config.BLOCK_MAP and num_partial > 0:  # the first block is partial: its bits are in the stage, too
+        if config.BLOCK_MAP and num_partial > 0:  # the first block is partial: its bits are in the same stage
             s = hide_by_words(s, mask.words_s.index(stage * 2 + WG), 0)
         mbarrier.arrive(empty.index(stage), count=1)
         if config.FREE_K_FIRST:
@@ -265,9 +266,9 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, outputs, mask,
             begin = gl.maximum(num_partial + 1, 1)
             p, m, l, o = visit_full_blocks(WG, pair, begin, n, p, m, l, o, *given)
         elif config.HIDDEN_SIDES > 0:
-            # Steps up to `near` are edge steps: those of the blocks at the near edge, and one more, of the first full
-            # block. There a row that has seen no key yet gets its maximum; if all rows saw a key in block 0, there is
-            # no need for it.
+            # Steps up to `near` are edge steps: those of the blocks at the near edge, and one more, for the first full
+            # block, in which a row that has seen no key yet gets its maximum. That step is not needed if all rows saw a
+            # key in block 0.
             near = end - end_full + 1
             if not config.TABLE:
                 top = (sizes.num_blocks - 1 - i_block) * TILE_Q
@@ -296,7 +297,7 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, outputs, mask,
         o = warpgroup_mma_wait(0, deps=(o,))
         mbarrier.arrive(empty.index(stage), count=1)
         pair += n + 1
-        # The tile's position is computed again: kept since the prologue, it would have occupied registers in the loop.
+        # Compute the tile's position again, because otherwise it would occupy registers during the loop.
         if config.BLOCK_MAP:
             line, i_bh, n, num_partial = published_work(turn, barriers)
             m0 = line * TILE_Q + WG * BLOCK_Q
@@ -305,7 +306,7 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, outputs, mask,
             i_block, i_bh = tile_position(tile, sizes.num_blocks, sizes.num_heads, sizes.section)
             m0 = (sizes.num_blocks - 1 - i_block) * TILE_Q + WG * BLOCK_Q
         _store(WG, turn, q_stage, i_bh, m0, m, l, o, tensors, buffers, barriers, sizes, outputs, config)
-        if config.Q_STAGES == 1:  # with two stages, the next tile waits for it, once its first scores are started
+        if config.Q_STAGES == 1:  # with two stages, the next tile waits for this after it has started its first scores
             tma.store_wait(0)
             mbarrier.arrive(barriers.q_empty.index(q_stage), count=1)
         turn += 1
@@ -317,11 +318,11 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, outputs, mask,
 
 @gluon.jit
 def _mark_invalid(i_bh, m0, l, o, sizes, outputs, config):
-    """Mark 64 rows for the portable kernel if one of them is not finite. Returns the first row to write: m0, or T (no
-    row is written) if a carry must stay as it was.
+    """Mark 64 rows for the portable kernel if one of them is not finite. Return the first row to write: m0, or T (write
+    no row) if a carry must stay unchanged.
 
-    A hidden key has probability 0, but 0 * NaN is NaN. So the portable kernel recomputes rows that met a NaN, and rows
-    whose sums overflowed. Nearly always there are none.
+    A hidden key has probability 0, but 0 * NaN is NaN. So the portable kernel recomputes rows for which a NaN was
+    loaded, and rows whose sums overflowed. Nearly always there are none.
     """
     BLOCK_Q: gl.constexpr = config.BLOCK_Q
     RO: gl.constexpr = gl.SliceLayout(1, config.OUTPUT)
@@ -342,7 +343,7 @@ def _mark_invalid(i_bh, m0, l, o, sizes, outputs, config):
 
 @gluon.jit
 def _store(WG: gl.constexpr, turn, q_stage, i_bh, m0, m, l, o, tensors, buffers, barriers, sizes, outputs, config):
-    """Write out and lse of a tile's rows from m0 on. The copy engine writes out from Q's buffer, once Q has been
+    """Write out and lse of a tile's rows from m0 on. The copy engine writes out from Q's buffer, after Q has been
     read."""
     ROWS: gl.constexpr = gl.SliceLayout(1, config.SCORES)
     T, desc_out = sizes.T, tensors.desc_out

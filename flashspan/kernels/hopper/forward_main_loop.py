@@ -18,11 +18,11 @@ def step(
     WG: gl.constexpr, EDGE: gl.constexpr, pair, hidden, p, m, l, o, minus_m, q, zero, buffers, barriers, mask, scale,
     config,
 ):  # fmt: skip
-    """The scores of a block, and the output of the block before, whose P is given. Returns P of this block, m, l, o and
-    each thread's sums of P.
+    """Compute the scores of a block, and add the previous block's output, from its P. Returns P of this block, m, l, o
+    and each thread's sums of P.
 
     EDGE: m may be raised. `hidden` is (whether any score is hidden, start and end of each row's interval, the block's
-    first key); a block map uses only the first of them. Otherwise `hidden` is empty and, with UNIT_SCALE, minus_m is -m
+    first key); a block map uses only the first element. Otherwise `hidden` is empty and, with UNIT_SCALE, minus_m is -m
     as the operand of a matmul (parts.py).
     """
     BLOCK_K: gl.constexpr = config.BLOCK_K
@@ -61,7 +61,7 @@ def step(
     sums = partial_sums(p)
     l = l + sums
     mbarrier.wait(full.index(after), phase)
-    # P goes through the wait with O: ptxas must not reuse the registers the matmul still reads.
+    # Pass P through the wait with O, so that ptxas does not reuse registers that the matmul still reads.
     o, p = warpgroup_mma_wait(0, deps=(oa, p))
     mbarrier.arrive(empty.index(stage), count=1)
     if RAISE:
@@ -71,11 +71,11 @@ def step(
 
 @gluon.jit
 def visit_full_blocks(WG: gl.constexpr, pair, begin, end, p, m, l, o, q, zero, buffers, barriers, mask, scale, config):
-    """The steps from begin to end, of blocks without a hidden key."""
+    """Run the steps from begin to end, of blocks without a hidden key. Returns p, m, l, o."""
     given = (q, zero, buffers, barriers, mask, scale, config)
     if config.FLOAT16_VALUES:
-        # The inner loop ends early if a row must be made smaller, which hardly ever happens. A branch inside the loop
-        # would take 40 clocks in every step, even if it is never taken.
+        # The inner loop ends early if a row must be scaled down, which is rare. A branch inside the loop would take 40
+        # clocks in every step, even if it is never taken.
         i = begin
         minus_m = ()
         if config.UNIT_SCALE:
@@ -102,12 +102,13 @@ def visit_edge_blocks(
     WG: gl.constexpr, pair, begin, end, blocks, r_start, r_end, o, m, p, l, q, zero, buffers, barriers, mask, scale,
     config,
 ):  # fmt: skip
-    """The steps from begin to end, of blocks with hidden keys. `blocks` are those of `visible_blocks`, last first."""
+    """Run the steps from begin to end, of blocks with hidden keys. `blocks`, from `visible_blocks`, are visited from
+    last to first. Returns p, m, l, o."""
     _, first_full, end_full, end_block = blocks
     given = (q, zero, buffers, barriers, mask, scale, config)
     for i in range(begin, end):
         at = end_block - 1 - i
-        # At the near edge the first number is always True, but hiding must stand behind a branch: see hide_outside.
+        # At the near edge the first element is always True, but a branch is needed before hiding: see hide_outside.
         hidden = ((at >= end_full) | (at < first_full), r_start, r_end, at * config.BLOCK_K)
         p, m, l, o, sums = step(WG, True, pair + i, hidden, p, m, l, o, (), *given)
     return p, m, l, o

@@ -32,7 +32,7 @@ def _publish_work(turn, barriers, a, b, c, d):
 
 @gluon.jit
 def published_work(turn, barriers):
-    """The four numbers of `_publish_work`, read by a consumer."""
+    """Return the four numbers of `_publish_work` to a consumer."""
     slot = (turn & 3) * 4
     return (
         load_number(barriers.work_s.index(slot), 4),
@@ -72,7 +72,7 @@ def _prefetch_carry(tile, outputs, sizes, config):
 
 @gluon.jit
 def _load_carry_half(desc_out, b, h, m0, HALF: gl.constexpr, bar, buffers_s, first):
-    """Load one half of a carry's columns, of two consumers' rows, into two buffers from the first on."""
+    """Load one half of a carry's columns, for the rows of two consumers, into buffers `first` and `first` + 1."""
     ROWS: gl.constexpr = desc_out.block_type.shape[2]
     WIDE: gl.constexpr = desc_out.block_type.shape[3]
     mbarrier.expect(bar, 2 * desc_out.block_type.nbytes)
@@ -107,7 +107,7 @@ def produce(tensors, buffers, barriers, sizes, outputs, mask, config):
     BLOCK_K: gl.constexpr = config.BLOCK_K
     STAGES: gl.constexpr = config.STAGES
     ROWS: gl.constexpr = config.CONSUMERS * config.BLOCK_Q
-    # Tiles of equal length end at the same time, and all load their carries then: prefetch those into the L2 cache.
+    # Tiles of equal length end at the same time and then all load their carries: prefetch carries into the L2 cache.
     PREFETCH: gl.constexpr = config.CARRY and config.HIDDEN_SIDES == 0
     pair = 0
     turn = 0
@@ -123,7 +123,7 @@ def produce(tensors, buffers, barriers, sizes, outputs, mask, config):
             config.TABLE, ROWS, BLOCK_K, 1,
         )  # fmt: skip
         n = end - first
-        # The first K does not wait for Q's buffer: it is loaded while consumers finish the tile before.
+        # The first K does not wait for Q's buffer: it is loaded while consumers finish the previous tile.
         stage, phase = stage_and_phase(pair, STAGES)
         _wait_for_stage(stage, phase, barriers, config)
         mbarrier.expect(full.index(stage), desc_k.block_type.nbytes)
@@ -155,8 +155,8 @@ def produce(tensors, buffers, barriers, sizes, outputs, mask, config):
         _load(desc_v, i_b, i_k, first * BLOCK_K, full.index(stage), v_s.index(stage))
         if not PREFETCH or n == 1:
             after = next_tile(sizes.counter)
-        # The carry's first half goes into the output's buffer, once the tile before has been written from there; its
-        # second half into Q's, once Q has been read.
+        # The carry's first half is loaded into the output's buffer, after the previous tile has been written from it;
+        # its second half into Q's buffer, after Q has been read.
         if config.CARRY_LAST:
             before, phase = stage_and_phase(turn + config.Q_STAGES - 1, config.Q_STAGES)
             mbarrier.wait(barriers.q_empty.index(before), phase ^ 1)
@@ -171,7 +171,7 @@ def produce(tensors, buffers, barriers, sizes, outputs, mask, config):
 
 @gluon.jit
 def produce_listed(tensors, buffers, barriers, sizes, outputs, mask, config):
-    """`produce` for a block map: the blocks are those of a line's list, the partial ones first, with their bits."""
+    """`produce` for a block map: loads the blocks of a line's list, the partial ones first, with their bits."""
     desc_q, desc_k, desc_v = tensors.desc_q, tensors.desc_k, tensors.desc_v
     q_s, k_s, v_s = buffers.q_s, buffers.k_s, buffers.v_s
     q_full, empty = barriers.q_full, barriers.empty
@@ -217,7 +217,7 @@ def produce_listed(tensors, buffers, barriers, sizes, outputs, mask, config):
             load_words(mask, word, bar, stage, i < num_partial)
             mbarrier.wait(empty.index(stage), phase ^ 1)
             _load(desc_v, i_b, i_k, before, bar, v_s.index(stage))
-        # The next tile is found here, not at the end: consumers still compute two blocks in the meantime.
+        # Find the next tile here, not at the end, because consumers still compute two blocks in the meantime.
         stage, phase = stage_and_phase(pair + n, STAGES)
         pair += n + 1
         turn += 1

@@ -1,8 +1,8 @@
 """SwiGLU fused into the matmuls around it, for Hopper: silu(x Wg^T) * (x Wu^T), and the gradients of both.
 
-In forward a tile is 128 columns of gate and the same 128 columns of up, whose weights are one below the other in shared
-memory. In backward it is 256 columns of dh = dy Wd, rounded to 16 bits as without fusion. The gradients of gate and up
-take half as long as the matmul: two separate warps compute them, while the consumers multiply the next tile.
+In forward, a tile is 128 columns of gate and the same 128 columns of up, whose weights are one below the other in
+shared memory. In backward, a tile is 256 columns of dh = dy Wd, rounded to 16 bits as without fusion. The gradients of
+gate and up take half as long as the matmul: two separate warps compute them while the consumers multiply the next tile.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MINUS_LOG2E = gl.constexpr(-LOG2E)
 
 @aggregate
 class ForwardTensors:
-    """Descriptors: x, both weights, and what is written."""
+    """Descriptors: x, both weights, and the outputs."""
 
     desc_a: Descriptor
     desc_gate_weight: Descriptor
@@ -87,7 +87,7 @@ def gated_kernel(
     desc_a, desc_gate_weight, desc_up_weight, desc_gate, desc_up, desc_h, num_rows, num_columns, num_steps,
     STAGES: gl.constexpr, GROUP: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """gate, up and silu(gate) * up."""
+    """Compute gate, up and silu(gate) * up."""
     tensors = ForwardTensors(desc_a, desc_gate_weight, desc_up_weight, desc_gate, desc_up, desc_h)
     BM: gl.constexpr = desc_a.block_type.shape[0]
     BK: gl.constexpr = desc_a.block_type.shape[1]
@@ -111,7 +111,7 @@ def _sigmoid(x):
 
 @gluon.jit
 def _forward_consume(WG: gl.constexpr, tensors, buffers, barriers, sizes):
-    """A consumer's part of gate, up and silu(gate) * up."""
+    """A consumer: its part of gate, up and silu(gate) * up."""
     desc_gate, desc_up, desc_h = tensors.desc_gate, tensors.desc_up, tensors.desc_h
     num_rows, num_columns, num_steps = sizes.num_rows, sizes.num_columns, sizes.num_steps
     pieces_s = buffers.pieces_s
@@ -128,10 +128,10 @@ def _forward_consume(WG: gl.constexpr, tensors, buffers, barriers, sizes):
         pieces = split_quarters(acc)
         for i in gl.static_range(BN // PIECE):
             at = column + i * PIECE
-            # h is made from rounded gate and up, because backward recomputes h from those.
+            # Compute h from the rounded gate and up, because backward recomputes h from those.
             g = round_to(pieces[i], desc_gate.dtype)
             u = round_to(pieces[i + 2], desc_up.dtype)
-            # Three pieces share two buffers: each waits until the piece before the last one has been read.
+            # Three pieces share two buffers: each one waits until the last but one piece has been read.
             store_piece(desc_gate, row, at, g, pieces_s.index(WG * 2 + i % 2), 1)
             store_piece(desc_up, row, at, u, pieces_s.index(WG * 2 + (i + 1) % 2), 1)
             store_piece(desc_h, row, at, g * _sigmoid(g) * u, pieces_s.index(WG * 2 + i % 2), 1)
@@ -163,8 +163,8 @@ def gated_backward_kernel(
     desc_a, desc_weight, gate, up, dgate, dup, h, M, eights, num_rows, num_columns, num_steps, PIECE: gl.constexpr,
     STAGES: gl.constexpr, GROUP: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """The gradients of gate and up, and h again. Their rows have 8 * eights numbers, so the compiler knows that rows
-    are aligned."""
+    """Compute the gradients of gate and up, and recompute h. Rows have 8 * eights numbers, so the compiler knows that
+    they are aligned."""
     BM: gl.constexpr = desc_a.block_type.shape[0]
     BK: gl.constexpr = desc_a.block_type.shape[1]
     BN: gl.constexpr = desc_weight.block_type.shape[1]
@@ -191,7 +191,7 @@ def gated_backward_kernel(
 
 @gluon.jit
 def _backward_consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, rows):
-    """A consumer's part of dh, which it hands to the warps of `_gradients`."""
+    """A consumer: its part of dh, which it hands to the warps of `_gradients`."""
     dh_s, dh_full, dh_empty = buffers.pieces_s, barriers.dh_full, barriers.dh_empty
     step = 0
     turn = 0
@@ -208,7 +208,7 @@ def _backward_consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, rows)
 
 @gluon.jit
 def _gradients(tensors, buffers, barriers, sizes, rows):
-    """Two warps that make the gradients of gate and up, and h again, while the others compute the next tile."""
+    """Two warps that compute the gradients of gate and up, and h again, while the others multiply the next tile."""
     dh_s = buffers.pieces_s
     dgate, dup, h, M, F = rows.dgate, rows.dup, rows.h, rows.M, rows.F
     num_rows, num_columns = sizes.num_rows, sizes.num_columns
@@ -235,7 +235,7 @@ def _gradients(tensors, buffers, barriers, sizes, rows):
                 y = u.to(gl.float32)
                 m = m0 + i % PARTS * TALL
                 n = n0 + i // PARTS * PIECE
-                # The next gate and up are loaded before these are used; after the last ones, none.
+                # Load the next gate and up before the current ones are used; after the last ones, load none.
                 after = i + 1
                 m_after = m0 + after % PARTS * TALL
                 n_after = gl.where(after < 4 * PARTS, n0 + after // PARTS * PIECE, F)
@@ -254,7 +254,7 @@ def _gradients(tensors, buffers, barriers, sizes, rows):
 
 @gluon.jit
 def _load_both(rows, m, n, o, o_m, o_n):
-    """Gate and up from row m and column n on."""
+    """Load gate and up from row m and column n on."""
     at = m.to(gl.int64) * rows.F + n
     here = (o_m < rows.M - m)[:, None] & (o_n < rows.F - n)[None, :]
     return gl.load(rows.gate + at + o, mask=here, other=0.0), gl.load(rows.up + at + o, mask=here, other=0.0)
@@ -272,7 +272,7 @@ def _backward_produce(tensors, buffers, barriers, sizes, rows):
 
 
 def gated(x: Tensor, gate_weight: Tensor, up_weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """gate = x Wg^T, up = x Wu^T and silu(gate) * up, [M, F], of x [M, E]."""
+    """Return gate = x Wg^T, up = x Wu^T and silu(gate) * up, each [M, F], for x [M, E]."""
     x, *weights = readable(x, gate_weight, up_weight)
     gate, up, h = outs = tuple(x.new_empty(len(x), len(gate_weight)) for _ in range(3))
     if len(x):
@@ -285,7 +285,7 @@ def gated(x: Tensor, gate_weight: Tensor, up_weight: Tensor) -> tuple[Tensor, Te
 
 
 def gated_backward(dy: Tensor, weight: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of gate and up, and silu(gate) * up again, of dy [M, E] and the weight [E, F] behind them."""
+    """Return the gradients of gate and up, and silu(gate) * up again, from dy [M, E] and the down weight [E, F]."""
     assert gate.shape[1] % 8 == 0, gate.shape
     dy, weight, gate, up = readable(dy, weight, gate, up)
     dgate, dup, h = (torch.empty_like(gate) for _ in range(3))

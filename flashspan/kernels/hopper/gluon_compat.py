@@ -1,7 +1,7 @@
-"""The names of Gluon that its releases spell differently or do not export.
+"""The names of Gluon that differ between its releases, or that it does not export.
 
-Everything else the kernels use is the same in Triton 3.6 and 3.7. Importing this fails on a release that has neither
-spelling; the portable kernels then serve.
+All other names that the kernels use are the same in Triton 3.6 and 3.7. Importing this module fails on a release that
+has neither name; attention then uses the portable kernels.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.language import core
 
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-"""All threads of this partition meet (3.7: barrier, 3.6: thread_barrier)."""
+"""Synchronise all threads of this partition (3.7: barrier, 3.6: thread_barrier)."""
 
 if not hasattr(tma, "async_copy_global_to_shared"):
     raise ImportError("this Triton release names its asynchronous copies differently")
@@ -25,7 +25,7 @@ if not hasattr(tma, "async_copy_global_to_shared"):
 
 @builtin
 def reduce_add(desc, coord, source, _semantic=None):
-    """Add a tile of shared memory into global memory by the copy engine. Gluon has public names for copies only."""
+    """Let the copy engine add a tile of shared memory into global memory. Gluon has public names only for copies."""
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, source.handle)
 
@@ -37,8 +37,8 @@ _aggregate = getattr(gl, "aggregate", None) or core._aggregate
 def aggregate(cls: type) -> Any:
     """A class of named values that kernels pass to their functions (3.6, 3.7: core._aggregate, later: gl.aggregate).
 
-    Its constructor takes the fields by position or by name. A field is what its annotation says: gl.tensor,
-    gl.constexpr, gl.shared_memory_descriptor, a descriptor of the copy engine, or one of several.
+    Its constructor takes the fields by position or by name. A field's annotation is gl.tensor, gl.constexpr,
+    gl.shared_memory_descriptor, a descriptor of the copy engine, or a union of these.
     """
     kinds = inspect.get_annotations(cls, eval_str=True)
 

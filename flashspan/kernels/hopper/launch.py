@@ -1,4 +1,4 @@
-"""The contract's functions on the Hopper kernels: they turn tensors into descriptors and numbers into arguments.
+"""The contract's functions on the Hopper kernels. They turn tensors into descriptors, and numbers into arguments.
 
 Descriptors have the caller's strides, so a transposed or a fused view needs no copy. Rows and columns past the end are
 read as zero and are not written, so lengths and head sizes are arbitrary. Tiles were chosen by measurement on an H200
@@ -69,7 +69,7 @@ def forward(
     with on(q.device):
         fine = (room_for(v),) if pays(q, k, mask) else ()
         made = (out, lse, bad, new_counter(q.device), *fine)
-        steps = None if carry is None else out.stride()  # the caller's carry may have any strides
+        steps = None if carry is None else out.stride()  # a carry may have any strides
         done = replay(_forward_launches, (q, k, v), tables, made, scale, steps, out.dtype, bool(fine))
     if done:
         return Carry(out, lse)
@@ -106,21 +106,21 @@ def _forward_launches(
     out_dtype: torch.dtype,
     finer: bool,
 ) -> list[Launch] | None:
-    """The launches of forward: V to float16 if `finer`, the kernel, and, if rows may be marked bad that are not, the
-    portable kernel for their groups. None if a tensor is not aligned."""
+    """The launches of forward: the conversion of V to float16 if `finer`; the kernel; and, if the kernel may mark rows
+    that do not see a NaN as bad, the portable kernel for the marked groups of rows. None if a tensor is not aligned."""
     given, fine = (tensors[:-1], tensors[-1:]) if finer else (tensors, ())
     q, k, v, *tables, out, lse, bad, counter = given
     if not all(is_aligned(x) for x in (q, k, v)):
         return None
     mask, carry = unpack(kind, numbers, tables), carry_steps is not None
     launches = [forward_launch(q, k, fine[0] if finer else v, out, lse, bad, mask, scale, carry, counter)]
-    if carry or finer or hidden_sides(mask, q.shape[2], k.shape[2]):  # else every NaN is one that the row sees
+    if carry or finer or hidden_sides(mask, q.shape[2], k.shape[2]):  # otherwise, a row with NaN sees that NaN
         launches.append(repair_launch(q, k, v, out, lse, mask, scale, carry, None, only=bad))
     return [*(finer_launch(v, x) for x in fine), *launches]
 
 
 def hidden_sides(mask: Mask, num_queries: int, num_keys: int) -> int:
-    """Where keys are hidden: 0, nowhere; 1, after the keys that a query sees; 2, on both sides, or anywhere."""
+    """Return where keys are hidden: 0 nowhere; 1 after the keys that a query sees; 2 on both sides, or anywhere."""
     if not isinstance(mask, Band):
         return 2
     lo, hi = mask.bounds(num_queries, num_keys)
@@ -185,8 +185,8 @@ def backward(
     out: Tensor | None = None,
 ) -> None:
     """See contract.py. Deterministic gradients take two passes, in which every sum has a fixed order. The portable
-    kernels serve masks whose transpose is no interval, and deterministic block maps. If delta is None, it is computed
-    from out.
+    kernels compute masks whose transpose is not an interval, and deterministic block maps. If delta is None, it is
+    computed from out.
     """
     mask, scale = problem.mask, problem.scale
     if not _serves_backward(q, k, problem):
@@ -214,8 +214,8 @@ def backward(
 
 
 def _serves_backward(q: Tensor, k: Tensor, problem: Problem) -> bool:
-    """Whether these kernels compute the gradients: not for empty tensors, nor for `Rows` without an interval of queries
-    for each key."""
+    """Whether these kernels compute the gradients. Not for empty tensors, scales of 0 or less, `Rows` whose transpose
+    is not intervals, or refused or deterministic block maps."""
     mask = problem.mask
     serves = isinstance(mask, Band) or (isinstance(mask, Rows) and mask.convex)
     if isinstance(mask, Blocks):
@@ -251,9 +251,9 @@ def repeat_backward(
     launches = recall(_backward_launches, (dout, q, k, v, lse, out, *grads), problem.mask.packed, 7, *values)
     if launches is None:
         return None
-    parts = count_key_parts(q, k, problem.mask, False, not two_passes)  # of this GPU: meta tensors stand for an H200
+    parts = count_key_parts(q, k, problem.mask, False, not two_passes)  # for this GPU: meta tensors stand for an H200
     *room, _ = _room_for_backward(q.to("meta"), k.to("meta"), parts, False, two_passes, *grads)
-    # Each temporary tensor is a gradient, given by its index, or new, given by its shape and dtype.
+    # Each temporary tensor is a gradient, described by its index, or a new tensor, described by its shape and dtype.
     found = [next((i for i, grad in enumerate(grads) if x is grad), None) for x in room]
     pieces = [(i, x.shape, x.dtype) for i, x in zip(found, room, strict=True)]
 
@@ -293,9 +293,9 @@ def _backward_launches(
     two_passes: bool,
     of_output: bool,
 ) -> list[Launch] | None:
-    """The launches of backward: one that prepares rows; the two passes, or the one; one that adds parts of dk and dv,
-    if there are parts; and a cast of dq, if it was not summed in place. None if a tensor is not aligned. `of_output`:
-    the tensor in delta's place is out."""
+    """The launches of backward: one that prepares rows; one or two passes; one that adds the parts of dk and dv, if
+    there are parts; and a cast of dq, if it was not summed in place. None if a tensor is not aligned. `of_output`: the
+    tensor in delta's place is out."""
     dout, q, k, v, lse, delta, dq, dk, dv, *tables = tensors[:-7]
     minus_lse, minus_delta, sums, dk_parts, dv_parts, states, counter = tensors[-7:]
     if not all(is_aligned(x) for x in (dout, q, k, v, dq, dk, dv, *([delta] if of_output else []))):

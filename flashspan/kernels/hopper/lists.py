@@ -27,11 +27,11 @@ BLOCK = (128, 128)
 """The only size of blocks that these kernels support: 64 rows for each of two warpgroups."""
 
 WORDS = 256
-"""Words of bits that the copy engine loads at a time, for one warpgroup: 64 lines of 128 bits."""
+"""The number of words of bits that the copy engine loads at a time, for one warpgroup: 64 lines of 128 bits."""
 
 
 def refusal(block: tuple[int, int], head_dim: int) -> str | None:
-    """Why block maps with these blocks and heads are refused; None if they are not."""
+    """The reason why block maps with these blocks and heads are refused; None if they are not."""
     if FORWARD[block_dim(head_dim)].block_k != BLOCK[1]:
         return f"supports block maps up to head size 128, not {head_dim}"
     return None if block == BLOCK else f"supports block maps of 128 x 128, not {block[0]} x {block[1]}"
@@ -101,7 +101,7 @@ def lists_backward_launch(given: BackwardInputs) -> Launch:
 
 
 def _describe_bits(bits: Tensor, mask: Blocks) -> TensorDescriptor:
-    """A descriptor of bits [tiles, 128, 4] as one row of words. If there are none, of any other tensor."""
+    """A descriptor of bits [tiles, 128, 4] as one row of words. If there are no bits, it describes another tensor."""
     words = bits if bits.numel() else mask.rows.spans
     layout = gl.NVMMASharedLayout.get_default_for([WORDS], gl.int32)
     return TensorDescriptor(words, [words.numel()], [1], [WORDS], layout)

@@ -1,8 +1,8 @@
-"""Which blocks of the other axis a tile visits, and hiding the scores that a mask excludes.
+"""Find the blocks of the other axis that a tile visits, and hide the scores that a mask excludes.
 
 A mask of intervals gives two numbers for each index (`intervals_of`, `visible_blocks`). A block map gives a list of
 blocks for each line of 128 indices, full blocks first, and the bits of the partial ones; kernels read lists backwards,
-and visit the partial blocks first.
+so that they visit the partial blocks first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flashspan.kernels.hopper.ptx import bit_range, opaque
 
 @gluon.jit
 def intervals_of(o_i, num_i, num_j, lo, hi, mask, i_b, TABLE: gl.constexpr):
-    """Each index's interval [start, end) on the other axis: by arithmetic for a band, from a table for rows."""
+    """Each index's interval [start, end) on the other axis: computed for a band, read from a table for rows."""
     if TABLE:
         p_start = mask.start + i_b * mask.stride
         p_end = mask.end + i_b * mask.stride
@@ -33,10 +33,10 @@ def visible_blocks(
     i0, num_i, num_j, lo, hi, mask, i_b, TABLE: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Blocks of the other axis that indices i0 .. i0 + ROWS - 1 visit: (first, first full, end of full, end).
+    """The blocks of the other axis that indices i0 .. i0 + ROWS - 1 visit: (first, first full, end of full, end).
 
-    A block is full when every index sees all of it. There is always at least one block, so that a tile that sees
-    nothing needs no code of its own: its one block is hidden.
+    A block is full when every index sees all of it. There is always at least one block: a tile that sees nothing visits
+    one hidden block, and needs no code of its own.
     """
     p_start = mask.start + i_b * mask.stride
     p_end = mask.end + i_b * mask.stride
@@ -66,7 +66,7 @@ def visible_blocks(
 
 @gluon.jit
 def nth_block(j, first, f_lo, f_hi, end):
-    """The j-th block of those of `visible_blocks`: the ones at the edges of the mask first, then the full ones."""
+    """The j-th block to visit of those from `visible_blocks`: those at the edges of the mask first, then full ones."""
     inside = f_lo - first
     edges = inside + end - f_hi
     return gl.where(j >= edges, f_lo + j - edges, gl.where(j < inside, first + j, f_hi + j - inside))
@@ -74,7 +74,7 @@ def nth_block(j, first, f_lo, f_hi, end):
 
 @gluon.jit
 def find_list(mask, b, h, line):
-    """Where a line's list begins and ends, how many blocks to visit, and how many of them are partial.
+    """Return where a line's list begins and ends, how many blocks to visit, and how many of them are partial.
 
     Lists are read from the end, so the partial blocks are visited first. An empty list counts as one hidden block.
     """
@@ -88,8 +88,8 @@ def find_list(mask, b, h, line):
 
 @gluon.jit
 def find_block(mask, begin, end, i, num_partial):
-    """The i-th block to visit of a list and, if it is partial, where its words begin. For an empty list that is a
-    negative index, where the copy engine reads 0: all scores are hidden."""
+    """Return the i-th block to visit of a list and, if it is partial, where its words begin. For an empty list that is
+    a negative index, at which the copy engine reads 0: all scores are hidden."""
     at = end - 1 - i
     here = at >= begin
     block = gl.load(mask.index + at, mask=here, other=0)
@@ -107,7 +107,7 @@ def load_words(mask, word, bar, stage, partial):
 
 @gluon.jit
 def hide_by_words(s, words_s, half):
-    """Scores [64, columns], -inf where a block's words [64, 4] hide them: 128 columns, or this half of them."""
+    """Scores [64, columns], -inf where a block's words [64, 4] hide them. There are 128 columns, or half of them."""
     ROWS: gl.constexpr = s.shape[0]
     # As after a matmul, a thread has two rows, eight apart; it loads all words of both.
     WL: gl.constexpr = gl.DistributedLinearLayout(
@@ -122,11 +122,11 @@ def hide_by_words(s, words_s, half):
 
 @gluon.jit
 def hide_outside(s, start, end, BOTH: gl.constexpr):
-    """Scores, -inf outside each row's interval of columns; unless BOTH, only from its end on.
+    """Scores, -inf outside each row's interval of columns; without BOTH, -inf only from its end on.
 
     The interval becomes words with a bit per column: that takes half as long as comparing every column with its ends.
-    Call it behind a branch, even one that is always taken. Otherwise ptxas computes the words while the scores are
-    made, and they occupy registers.
+    Call it inside a branch, even one that is always taken. Otherwise ptxas computes the words while the scores are
+    computed, and the words occupy registers.
     """
     COLUMNS: gl.constexpr = s.shape[1]
     L: gl.constexpr = gl.SliceLayout(2, gl.reshape(s, [s.shape[0], COLUMNS // 32, 32]).type.layout)
@@ -143,8 +143,8 @@ def hide_outside(s, start, end, BOTH: gl.constexpr):
 
 @gluon.jit
 def hide_keys(s, start, end, n0, SIDES: gl.constexpr, WORDS: gl.constexpr):
-    """Scores of keys from n0 on, -inf where a row does not see the key. Heads of 64 use WORDS, which is faster there;
-    larger heads compare each column."""
+    """Scores of keys from n0 on, -inf where a row does not see the key. Heads of 64 use WORDS, which is faster for
+    them; larger heads compare each column."""
     if WORDS:
         s = hide_outside(s, start - n0, end - n0, SIDES == 2)
     else:
@@ -165,7 +165,7 @@ def _show(s, words):
     scores = gl.reshape(s, [ROWS, COLUMNS // 32, 32])
     L: gl.constexpr = scores.type.layout
     words = gl.convert_layout(words, gl.SliceLayout(2, L), assert_trivial=True)[:, :, None]
-    # Bits 1 and 2 of a column's number depend on the thread only: after one shift per word, each bit has a fixed place.
+    # Bits 1 and 2 of a column's number depend only on the thread: after one shift per word, each bit has a fixed place.
     o = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
     seen = ((words >> (o & 6)) & (1 << (o & 25))) != 0
     scores = gl.where(seen, scores, float("-inf"))

@@ -1,8 +1,8 @@
-"""Matmuls for Hopper with an epilogue: what gated.py, residual.py and projection.py share.
+"""Matmuls for Hopper with an epilogue: the functions that gated.py, residual.py and projection.py share.
 
 As a separate kernel, each of these epilogues (SwiGLU, rotations, adding a residual) would read and write whole tensors
-and compute next to nothing. Here it works on the accumulator in registers; its other reads and writes happen while the
-tensor cores are busy. The matmuls are as fast as those of cuBLAS, with equal results bit for bit.
+and compute next to nothing. Here the epilogue works on the accumulator in registers; its other reads and writes happen
+while the tensor cores are busy. The matmuls are as fast as those of cuBLAS, and their results are bitwise equal.
 
 A program computes tile after tile, 128 rows by 256 columns. A producer warp loads operands through the copy engine, 64
 columns of A and rows of B at a time. Two consumer warpgroups multiply 64 rows each and write them in pieces of 64
@@ -32,7 +32,7 @@ from flashspan.kernels.hopper.tensors import multiprocessors
 from flashspan.kernels.launch.launch import Launch, on
 
 ROWS, COLUMNS, DEPTH, PIECE = 128, 256, 64, 64
-"""Rows and columns of a tile; depth of the operands in a stage; columns that are written together."""
+"""Rows and columns of a tile, depth of the operands in a stage, and columns that are written together."""
 GROUP = 16
 """Rows of tiles that are computed together, so that each column of weights is read from memory once for all of them."""
 
@@ -43,12 +43,12 @@ class MatmulBuffers:
 
     a_s: Shared  # [STAGES, rows, depth]
     b_s: Shared  # [STAGES, columns, depth] if TRANSPOSED, else [STAGES, depth, columns]
-    pieces_s: Shared  # [4 or 8, rows / 2, PIECE] the result on its way out, a part of it for each consumer
+    pieces_s: Shared  # [4 or 8, rows / 2, PIECE] pieces of the result to be written, some for each consumer
 
 
 @aggregate
 class MatmulBarriers:
-    """Of each stage."""
+    """Barriers of each stage."""
 
     full: Shared
     empty: Shared
@@ -56,7 +56,7 @@ class MatmulBarriers:
 
 @aggregate
 class MatmulSizes:
-    """Tiles of a launch, and steps of DEPTH."""
+    """Numbers of tiles in a launch, and of steps of DEPTH."""
 
     num_rows: gl.tensor
     num_columns: gl.tensor
@@ -66,7 +66,7 @@ class MatmulSizes:
 
 @gluon.jit
 def locate_tile(tile, num_rows, num_columns, GROUP: gl.constexpr):
-    """The row and the column of a tile: all columns of GROUP rows, then the next rows."""
+    """The row and the column of tile number `tile`: all columns of GROUP rows come first, then the next rows."""
     first = tile // (GROUP * num_columns) * GROUP
     size = gl.minimum(num_rows - first, GROUP)
     within = tile - first * num_columns
@@ -81,7 +81,7 @@ def _stage_and_phase(step, STAGES: gl.constexpr):
 
 @gluon.jit
 def free_stage(step, buffers, barriers, BYTES: gl.constexpr):
-    """Wait until a step's stage is free, and tell its barrier how many bytes to expect. Returns stage and barrier."""
+    """Wait until a step's stage is free, and set how many bytes its barrier expects. Returns stage and barrier."""
     stage, phase = _stage_and_phase(step, buffers.a_s.shape[0])
     mbarrier.wait(barriers.empty.index(stage), phase ^ 1)
     bar = barriers.full.index(stage)
@@ -91,7 +91,7 @@ def free_stage(step, buffers, barriers, BYTES: gl.constexpr):
 
 @gluon.jit
 def load_steps(desc_a, desc_b, num_steps, i_row, i_column, step, buffers, barriers, TRANSPOSED: gl.constexpr):
-    """The producer's part of a tile: A and B of `num_steps` steps, from `step` on. Returns the next step."""
+    """Load A and B of a tile: `num_steps` steps, from `step` on. Returns the next step."""
     a_s, b_s = buffers.a_s, buffers.b_s
     BM: gl.constexpr = a_s.shape[1]
     BK: gl.constexpr = a_s.shape[2]
@@ -108,7 +108,7 @@ def load_steps(desc_a, desc_b, num_steps, i_row, i_column, step, buffers, barrie
 
 @gluon.jit
 def multiply(WG: gl.constexpr, buffers, barriers, step, num_steps, TRANSPOSED: gl.constexpr):
-    """The main loop of a consumer: its 64 rows of a tile, [64, 256] float32, over `num_steps` stages from `step` on."""
+    """A consumer's main loop, over `num_steps` steps from `step` on. Returns its rows of a tile, [64, 256] float32."""
     a_s, b_s, full, empty = buffers.a_s, buffers.b_s, barriers.full, barriers.empty
     STAGES: gl.constexpr = a_s.shape[0]
     BM: gl.constexpr = a_s.shape[1] // 2
@@ -134,7 +134,7 @@ def multiply(WG: gl.constexpr, buffers, barriers, step, num_steps, TRANSPOSED: g
 
 @gluon.jit
 def split_quarters(x):
-    """An accumulator as four parts of a quarter of its columns each."""
+    """Split an accumulator into four quarters of its columns."""
     left, right = split_columns(x)
     a, b = split_columns(left)
     c, d = split_columns(right)
@@ -143,8 +143,7 @@ def split_quarters(x):
 
 @gluon.jit
 def store_piece(desc, row, column, x, piece_s, BUSY: gl.constexpr):
-    """Write a piece by the copy engine through a buffer. Waits until at most BUSY earlier pieces are still being
-    read."""
+    """Write a piece through a buffer with the copy engine. First waits until at most BUSY earlier pieces are unread."""
     tma.store_wait(BUSY)
     barrier()
     piece_s.store(x.to(desc.dtype))
@@ -165,7 +164,7 @@ def allocate_barriers(STAGES: gl.constexpr):
 
 
 def readable(*tensors: Tensor) -> list[Tensor]:
-    """Matrices of one 16-bit dtype as the copy engine can read them: contiguous, beginning on 16 bytes."""
+    """Matrices of one 16-bit dtype, copied if the copy engine cannot read them: contiguous, 16-byte aligned."""
     assert {x.dtype for x in tensors} in ({torch.bfloat16}, {torch.float16}), [x.dtype for x in tensors]
     dense = [x.contiguous() for x in tensors]
     return [x if x.data_ptr() % 16 == 0 else x.clone() for x in dense]
@@ -177,7 +176,7 @@ NUMBERS = ["num_rows", "num_columns", "num_steps"]
 def launch_matmul(
     kernel: Any, arguments: tuple[Any, ...], tiles: tuple[int, int], like: Tensor, **constants: Any
 ) -> None:
-    """Launch persistent programs over these rows and columns of tiles, on the device of `like`."""
+    """Launch persistent programs over `tiles` (rows, columns) of tiles, on the device of `like`."""
     grid = (min(multiprocessors(like.device), tiles[0] * tiles[1]),)
     shape = {"GROUP": GROUP, "REGISTERS": 232, "PRODUCER_REGISTERS": 40, "num_warps": 4}
     with on(like.device):

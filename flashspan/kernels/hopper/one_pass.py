@@ -23,16 +23,16 @@ from flashspan.kernels.portable.arguments import LOG2E, mask_arguments
 from flashspan.kernels.portable.gradient_parts import count_equal_parts, count_parts
 
 CUT_BLOCKS = 16
-"""About how many blocks of queries a part of a tile has, where gradients are accumulated and tiles are split."""
+"""About how many blocks of queries a part of a tile has, if gradients are accumulated and tiles are split."""
 
 CLAIMED = 4096
-"""The most keys that a query sees for which claiming sums of dQ block by block costs less than clearing them before.
-Without a mask, all tiles of a head visit a block of queries at the same time, and would wait for the one that stores:
-then sums are claimed only if the head has one tile."""
+"""If a query sees at most this many keys, claiming sums of dQ block by block costs less than clearing them first.
+Without a mask, all tiles of a head visit a block of queries at the same time, and would wait for the one that stores,
+so sums are then claimed only if the head has one tile."""
 
 
 def count_key_parts(q: Tensor, k: Tensor, mask: Mask, accumulate: bool, with_dq: bool) -> int:
-    """How many parts dK and dV of a key head are computed in, by the shapes and the GPU (gradient_parts.py)."""
+    """The number of parts in which dK and dV of a key head are computed (gradient_parts.py)."""
     (B, H, T, D), (_, K, S, _) = q.shape, k.shape
     wide = block_dim(D)
     tile = Backward(1, 64, 64)  # two_pass_dkv.py
@@ -43,7 +43,7 @@ def count_key_parts(q: Tensor, k: Tensor, mask: Mask, accumulate: bool, with_dq:
     if not (with_dq and isinstance(mask, Band) and sees_all(mask, T, S)):
         return count_parts(*sizes) if H > K else 1
     if accumulate and (H == K or 2 * CUT_BLOCKS * tile.block_q <= T):
-        return 1  # these tiles are split by queries, and their parts added in place
+        return 1  # these tiles are split by queries, and their parts are added in place
     return count_equal_parts(*sizes)
 
 
@@ -54,7 +54,7 @@ def sees_all(mask: Band, T: int, S: int) -> bool:
 
 
 def backward_launch(given: BackwardInputs) -> Launch:
-    """The launch of the one-pass kernel: dk, dv and, unless it is None, dq, which is added into."""
+    """The launch of the one-pass kernel. It computes dk and dv and, unless given.dq is None, adds to dq."""
     if isinstance(given.mask, Blocks):
         return lists_backward_launch(given)
     dout, q, k, v, minus_lse, minus_delta, mask, scale, sums, dk, dv, accumulate, states, counter = given
@@ -82,7 +82,7 @@ def backward_launch(given: BackwardInputs) -> Launch:
     # `Rows` are assumed to hide most keys: their lengths are not read.
     few = table or (min(hi - lo + 1, S) <= CLAIMED and (masked or tiles_per_head == 1))
     claim = few and sums is not None and not accumulate
-    far = not table and lo <= 1 - T  # all keys behind are seen
+    far = not table and lo <= 1 - T  # a query sees all keys before it
     return Launch(
         backward_kernel,
         (min(num_tiles, chip),),

@@ -1,8 +1,8 @@
 """A number that is added to all scores of a row, as three bfloat16 parts: a small matmul of the parts with ones writes
 their sum to the row's accumulators, and the matmul of Q and K adds to them.
 
-With heads of 64, backward adds -lse and -delta that way. Forward adds -m (m is what its softmax subtracts), if scores
-need no scale (`is_unit`). Larger heads have no room for it: their -lse and -delta are float32.
+With heads of 64, backward adds -lse and -delta in this way. Forward adds -m (its softmax subtracts m), if scores need
+no scale (`is_unit`). Larger heads have no room for parts: their -lse and -delta are float32.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ DEPTH = tl.constexpr(16)
 
 
 def is_unit(q: Tensor, scale: float) -> bool:
-    """Whether q k^T is an exponent of 2 without a multiplication: heads of 64, and a scale of ln 2."""
+    """Whether scores q k^T are exponents of 2 without a multiplication: heads of 64, and a scale of ln 2."""
     return block_dim(q.shape[-1]) == 64 and scale * LOG2E == 1.0
 
 
 def new_rows(q: Tensor) -> Tensor:
-    """An empty tensor for a number per query, each head padded to whole blocks of 128."""
+    """An uninitialised tensor for a number (or its parts) per query; each head is padded to a multiple of 128 rows."""
     B, H, T, D = q.shape
     rows = B * H * -(-T // 128) * 128
     if block_dim(D) == 64:
@@ -54,7 +54,7 @@ def store_rows(place, o, x):
 
 @gluon.jit
 def load_bias(place, o):
-    """Read what `store_rows` has written for these rows."""
+    """Read the numbers that `store_rows` has written for these rows."""
     if place.dtype.element_ty == gl.float32:
         x = gl.load(place + o)
     else:
@@ -65,7 +65,7 @@ def load_bias(place, o):
 
 @gluon.jit
 def ones_operand(ROWS: gl.constexpr):
-    """Ones in shared memory, the other operand of such a matmul."""
+    """Ones in shared memory, the other operand of the matmul with the parts."""
     SHAPE: gl.constexpr = [ROWS, DEPTH]
     ones_s = gl.allocate_shared_memory(gl.bfloat16, SHAPE, gl.NVMMASharedLayout.get_default_for(SHAPE, gl.bfloat16))
     L: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
@@ -76,8 +76,8 @@ def ones_operand(ROWS: gl.constexpr):
 
 @gluon.jit
 def bias_operand(x, L: gl.constexpr):
-    """x as the left operand of a matmul with ones, whose result has layout L. x is [rows, 4], with four equal numbers
-    in a row."""
+    """x as the left operand of a matmul with ones, whose result has layout L. x is [rows, 4]; the four numbers of a row
+    are equal."""
     A: gl.constexpr = gl.DotOperandLayout(0, L, 2)
     x = one_per_row(x, gl.SliceLayout(1, A))[:, None]
     c = gl.arange(0, DEPTH, layout=gl.SliceLayout(0, A))[None, :]

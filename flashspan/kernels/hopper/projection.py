@@ -35,7 +35,7 @@ from flashspan.kernels.hopper.tensors import describe
 
 @aggregate
 class ProjectionTensors:
-    """Descriptors: x, the three weights, and what is written."""
+    """Descriptors: x, the three weights, and the outputs."""
 
     desc_x: Descriptor
     desc_wq: Descriptor
@@ -48,7 +48,7 @@ class ProjectionTensors:
 
 @aggregate
 class ProjectionSizes:
-    """Tiles of a launch, steps of DEPTH, and constants."""
+    """Numbers of tiles in a launch and of steps of DEPTH, and constants."""
 
     num_rows: gl.tensor
     q_columns: gl.tensor
@@ -62,7 +62,7 @@ class ProjectionSizes:
 class Angles:
     cos: gl.tensor  # pointers [period, HEAD_DIM / 2]
     sin: gl.tensor
-    period: gl.tensor  # rows after which they repeat
+    period: gl.tensor  # number of rows after which cos and sin repeat
     unit: gl.tensor  # factor of q
 
 
@@ -72,7 +72,7 @@ def projection_kernel(
     num_steps, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """q, k and v of x; q and k are rotated, and q is multiplied by `unit`."""
+    """Compute q, k and v from x. q and k are rotated, and q is multiplied by `unit`."""
     BM: gl.constexpr = desc_x.block_type.shape[0]
     BK: gl.constexpr = desc_x.block_type.shape[1]
     BN: gl.constexpr = desc_wq.block_type.shape[0]
@@ -98,7 +98,7 @@ def _rotate(left, right, cos, sin):
 
 @gluon.jit
 def _rotate_head(x, cos, sin):
-    """A piece that is one head of 64."""
+    """Rotate a piece that is one head of 64."""
     left, right = split_columns(x)
     left, right = _rotate(left, right, cos, sin)
     both = gl.join(left, right).permute((0, 2, 1)).reshape(x.shape)
@@ -107,7 +107,7 @@ def _rotate_head(x, cos, sin):
 
 @gluon.jit
 def _load_angles(p, row, period, like):
-    """cos or sin, [period, D / 2], of rows from this one on, in the layout of an accumulator."""
+    """Load cos or sin, [period, D / 2], of the rows from `row` on, in the layout of an accumulator."""
     L: gl.constexpr = like.type.layout
     o_m = row + gl.arange(0, like.shape[0], layout=gl.SliceLayout(1, L))
     o_d = gl.arange(0, like.shape[1], layout=gl.SliceLayout(0, L))
@@ -143,7 +143,7 @@ def _store(desc, row, column, pieces, pieces_s, WG: gl.constexpr):
 
 @gluon.jit
 def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes, angles):
-    """A consumer's part of each tile."""
+    """A consumer: its part of each tile."""
     q_columns, k_columns = sizes.q_columns, sizes.k_columns
     BM: gl.constexpr = buffers.a_s.shape[1] // 2
     BN: gl.constexpr = buffers.b_s.shape[1]
@@ -196,8 +196,8 @@ def _produce(tensors, buffers, barriers, sizes, angles):
 def project(
     x: Tensor, weights: tuple[Tensor, Tensor, Tensor], cos: Tensor, sin: Tensor, unit: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, rotated and multiplied by `unit`, k, rotated, and v, [M, heads * D], of x [M, E]. cos and sin are
-    [period, D / 2]; row i has those of i % period."""
+    """Return q (rotated and multiplied by `unit`), k (rotated) and v, each [M, heads * D], for x [M, E]. cos and sin
+    are [period, D / 2]; row i uses row i % period of them."""
     x, *operands = readable(x, *weights)
     q, k, v = outs = tuple(x.new_empty(len(x), len(weight)) for weight in weights)
     if len(x):

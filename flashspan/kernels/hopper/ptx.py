@@ -1,4 +1,4 @@
-"""Instructions of the GPU that Gluon has no name for, as inline assembly."""
+"""GPU instructions that Gluon does not have, as inline assembly."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from flashspan.kernels.hopper.row_values import across
 
 @gluon.jit
 def opaque(x):
-    """x, a scalar, hidden from the compiler, which then does not move what is computed from x out of a loop: there it
-    would occupy registers."""
+    """Hide a scalar from the compiler and return it. The compiler then does not move computations with x out of a loop,
+    where their results would occupy registers."""
     return gl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 def _rescaling(elements: int) -> str:
-    """PTX of o = x * alpha, or o = x if all alphas of the warp are 1, for this many numbers of a thread."""
+    """PTX of o = x * alpha, or of o = x if all alphas of the warp are 1, for this many numbers per thread."""
     out, x, alpha = ([f"${i * elements + j}" for j in range(elements)] for i in range(3))
     lines = [
         "{ .reg .pred some;",
@@ -38,7 +38,7 @@ _OPERANDS = gl.constexpr(",".join(["=&f"] * 32 + ["f"] * 64))
 
 @gluon.jit
 def rescale(o, alpha):
-    """o times alpha, [rows, 4], o an accumulator. A warp whose alphas are all 1 branches around it."""
+    """The accumulator o times alpha [rows, 4]. A warp whose alphas are all 1 skips the multiplication."""
     x = o.reshape((o.shape[0], o.shape[1] // 8, 4, 2))
     alpha, _ = gl.broadcast(across(alpha, x), x)
     alpha = gl.convert_layout(alpha.reshape(o.shape), o.type.layout, assert_trivial=True)
@@ -47,19 +47,19 @@ def rescale(o, alpha):
 
 @gluon.jit
 def declare_vote():
-    """Declare the register that `all_below` uses: once in a kernel, before the first use."""
+    """Declare the register that `all_below` uses. Call it once in a kernel, before the first use."""
     asm: gl.constexpr = ".reg .pred flashspan_some; mov.u32 $0, $1;"
     gl.inline_asm_elementwise(asm, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def all_below(x, LIMIT: gl.constexpr):
-    """x, and whether all numbers of x that this warp has are below LIMIT. A thread has two numbers of x.
+    """Return x, and whether all of this warp's numbers of x are below LIMIT. A thread has two numbers of x.
 
     The second result is a scalar that may differ from warp to warp. Gluon has no such scalar, so it is passed from one
-    piece of assembly to the next in the register of `declare_vote`. Whatever is done with it, all warps of a warpgroup
-    must still execute the same barriers and matmuls in the same order. A loop that one warp ends early and starts again
-    does so, as long as there is no barrier and no matmul between the two.
+    piece of assembly to the next in the register of `declare_vote`. Even if code depends on it, all warps of a
+    warpgroup must execute the same barriers and matmuls in the same order. A loop that one warp ends early and starts
+    again satisfies this, if there is no barrier and no matmul between the end and the start.
     """
     some: gl.constexpr = """{ .reg .pred here;
         setp.geu.f32 here, $2, $4;
@@ -75,7 +75,7 @@ def all_below(x, LIMIT: gl.constexpr):
 
 @gluon.jit
 def fence_global():
-    """Order the copy engine's accesses to global memory and those of threads."""
+    """Order the accesses of the copy engine and of threads to global memory."""
     asm: gl.constexpr = "fence.proxy.async.global; mov.u32 $0, $1;"
     gl.inline_asm_elementwise(asm, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -89,7 +89,7 @@ def wait_for_writes():
 
 @gluon.jit
 def prefetch(p):
-    """Prefetch, into the L2 cache, the lines of 128 bytes that these pointers are in."""
+    """Prefetch the 128-byte lines that these pointers point into, to the L2 cache."""
     asm: gl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
     gl.inline_asm_elementwise(asm, "=r,l", [p.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -104,7 +104,7 @@ def bit_range(first, size):
 
 @gluon.jit
 def in_own_registers(x):
-    """x, float32, copied into new registers."""
+    """Copy x, float32, into new registers."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
 
 
@@ -121,7 +121,7 @@ _ROUND_FLOAT16 = gl.constexpr("""{ .reg .b32 both; .reg .b16 low, high;
 
 @gluon.jit
 def round_to(x, dtype: gl.constexpr):
-    """x rounded to dtype, as float32: one instruction rounds two numbers, which the compiler does not find."""
+    """x rounded to dtype, as float32. One instruction rounds two numbers; the compiler does not use it by itself."""
     asm: gl.constexpr = _ROUND_BFLOAT16 if dtype == gl.bfloat16 else _ROUND_FLOAT16
     return gl.inline_asm_elementwise(asm, "=f,=f,f,f", [x], dtype=gl.float32, is_pure=True, pack=2)
 

@@ -33,7 +33,7 @@ from flashspan.kernels.hopper.tensors import describe
 
 @aggregate
 class SumTensors:
-    """Descriptors of up to three pairs of operands, of c and of the output."""
+    """Descriptors of up to three pairs of operands, c and the output."""
 
     desc_a1: Descriptor
     desc_b1: Descriptor
@@ -54,7 +54,7 @@ class SumBarriers:
 
 @aggregate
 class SumSizes:
-    """Tiles of a launch, steps of each pair, and constants."""
+    """Numbers of tiles in a launch and of steps for each pair, and constants."""
 
     num_rows: gl.tensor
     num_columns: gl.tensor
@@ -62,7 +62,7 @@ class SumSizes:
     num_steps2: gl.tensor
     num_steps3: gl.tensor
     GROUP: gl.constexpr
-    TRANSPOSED: gl.constexpr  # b comes as [N, K], else as [K, N]
+    TRANSPOSED: gl.constexpr  # b is [N, K], otherwise [K, N]
     ADD: gl.constexpr  # there is a c
 
 
@@ -85,7 +85,7 @@ def sum_kernel(
     PIECES: gl.constexpr = 2 * (BN // PIECE) if ADD else 4
     pieces_s = gl.allocate_shared_memory(desc_out.dtype, [PIECES, BM // 2, PIECE], desc_out.layout)
     stages = allocate_barriers(STAGES)
-    c_full = stages.full  # not used as such unless ADD
+    c_full = stages.full  # a placeholder: not used unless ADD
     if ADD:
         c_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(2):
@@ -103,7 +103,7 @@ def sum_kernel(
 
 @gluon.jit
 def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes):
-    """A consumer's part of each tile."""
+    """A consumer: its part of each tile."""
     desc_c, desc_out = tensors.desc_c, tensors.desc_out
     pieces_s, c_full = buffers.pieces_s, barriers.c_full
     num_rows, num_columns = sizes.num_rows, sizes.num_columns
@@ -117,7 +117,7 @@ def _consume(WG: gl.constexpr, tensors, buffers, barriers, sizes):
         i_row, i_column = locate_tile(tile, num_rows, num_columns, sizes.GROUP)
         row = i_row * (2 * BM) + WG * BM
         column = i_column * BN
-        if sizes.ADD:  # c is loaded during the main loop, into buffers from which the tile before has been written
+        if sizes.ADD:  # c is loaded during the main loop, into buffers from which the previous tile has been written
             tma.store_wait(0)
             barrier()
             bar = c_full.index(WG)
@@ -164,7 +164,7 @@ def _produce(tensors, buffers, barriers, sizes):
 
 
 def sum_of_products(c: Tensor | None, *pairs: tuple[Tensor, Tensor], turned: bool) -> Tensor:
-    """c [M, N], if any, plus the sum of a [M, K] times b [K, N], or [N, K] if `turned`, over up to three pairs."""
+    """Return c [M, N], if given, plus the sum over up to three pairs of a [M, K] times b [K, N] (`turned`: [N, K])."""
     given = readable(*(x for pair in pairs for x in pair), *([] if c is None else [c]))
     size, absent = 2 * len(pairs), 3 - len(pairs)
     made, added = list(zip(given[:size:2], given[1:size:2], strict=True)), given[size:]
@@ -177,7 +177,7 @@ def sum_of_products(c: Tensor | None, *pairs: tuple[Tensor, Tensor], turned: boo
         operands = [x for a, b in made for x in (describe(a, ROWS, DEPTH), describe(b, *shape))]
         outs = [describe(x, ROWS // 2, PIECE) for x in (added[0] if added else out, out)]
         tiles = (cdiv(out.shape[0], ROWS), cdiv(out.shape[1], COLUMNS))
-        stages = 3 if added else 4  # c needs the memory of the fourth
+        stages = 3 if added else 4  # c needs the memory of the fourth stage
         constants = {"TRANSPOSED": turned, "ADD": bool(added), "STAGES": stages}
         launch_matmul(sum_kernel, (*operands, *outs, *tiles, *num_steps), tiles, out, **constants)
     return out

@@ -1,5 +1,5 @@
-"""Numbers of the rows of an accumulator: one per row, or [rows, 4], one for each of the four threads that share a row.
-Only sums and maxima over the four exchange numbers between threads."""
+"""Numbers that belong to the rows of an accumulator: one per row, or [rows, 4], one for each of the four threads that
+share a row. Only sums and maxima over the four threads exchange numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def row_sums(l, like):
-    """The sums of whole rows, laid out as `like`."""
+    """The sums of whole rows, in the layout of `like`."""
     return gl.convert_layout(gl.sum(l, 1), like.type.layout, assert_trivial=True)
 
 
@@ -28,7 +28,7 @@ def across(x, like):
 
 @gluon.jit
 def scale_rows(x, a):
-    """x, an accumulator, times a, [rows, 4]."""
+    """The accumulator x times a [rows, 4]."""
     y = x.reshape((x.shape[0], x.shape[1] // 8, 4, 2))
     y = y * across(a, y)
     return gl.convert_layout(y.reshape(x.shape), x.type.layout, assert_trivial=True)
@@ -36,5 +36,5 @@ def scale_rows(x, a):
 
 @gluon.jit
 def one_per_row(x, L: gl.constexpr):
-    """x, [rows, 4], with four equal numbers in a row, as one number per row."""
+    """x [rows, 4], with four equal numbers per row, as one number per row."""
     return gl.convert_layout(gl.max(x, 1), L, assert_trivial=True)

@@ -1,4 +1,4 @@
-"""The kernels before and after a backward pass: rows of -lse and -delta, and dq in its own dtype."""
+"""The kernels before and after a backward pass: they compute -lse and -delta of each row, and cast dq to its dtype."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ def rows_kernel(
     lse, source, dout, minus_lse, minus_delta, sums, states, s_ob, s_oh, s_ot, s_db, s_dh, s_dt, H, T, Tp, unit,
     D: tl.constexpr, BD: tl.constexpr, CLEAR: tl.constexpr, BLOCK: tl.constexpr, STATES: tl.constexpr,
 ):  # fmt: skip
-    """-lse, in the unit of q k^T, and -delta, for BLOCK rows of a head. Heads are padded to Tp rows, a multiple of
-    BLOCK.
+    """Compute -lse, in the unit of q k^T, and -delta for BLOCK rows of a head, padded to Tp rows, a multiple of BLOCK.
 
     D = 0: `source` is delta. Otherwise it is the output, of head size D, and delta is computed from it and dout.
-    Strides are in units of 8 elements. For each row CLEAR numbers of sums are set to 0, and STATES states for each
-    BLOCK rows.
+    Strides are in units of 8 elements. It also sets CLEAR numbers of `sums` to 0 for each row, and STATES states for
+    each BLOCK rows.
     """
     num_blocks = Tp // BLOCK
     i_bh = (tl.program_id(0) // num_blocks).to(tl.int64)
@@ -34,10 +33,10 @@ def rows_kernel(
         b_delta = tl.sum(b_out.to(tl.float32) * b_dout.to(tl.float32), 1)
     else:
         b_delta = tl.load(source + i_bh * T + o, mask=o < T, other=0.0)
-    # A row that saw no key: with lse = inf its scores become -inf, its probabilities 0.
+    # In a row that saw no key, lse = inf makes all scores -inf and all probabilities 0.
     b_lse = tl.where(b_lse == float("-inf"), float("inf"), b_lse)
-    # A row that saw NaN: its lse of NaN reaches the keys that it sees; a delta of NaN would reach the others as 0 *
-    # NaN.
+    # In a row that saw NaN, lse = NaN reaches only the keys that the row sees. delta = NaN would also reach the other
+    # keys, as 0 * NaN.
     b_lse = tl.where((b_delta * 0.0 == 0.0) | (b_lse == float("inf")), b_lse, float("nan"))
     b_delta = tl.where(b_delta * 0.0 == 0.0, b_delta, 0.0)
     store_rows(minus_lse, i_bh * Tp + o, -b_lse * unit)
@@ -55,10 +54,10 @@ def cast_kernel(
     BLOCK: tl.constexpr, CLAIMED: tl.constexpr,
 ):  # fmt: skip
     """dq = sums * scale, in dq's dtype. Strides of dq are in units of 8 elements. If CLAIMED is not 0, that many rows
-    of sums share a state; if the state is 0, nothing was added, and dq is 0.
+    of sums share a state. If the state is 0, nothing was added, and dq is 0.
 
-    Sums are stored in blocks of BLOCK rows, in the order of a matmul's registers: a warpgroup has 64 rows and 64
-    columns, a warp 16 of the rows; in each group of 8 columns, a thread has 2 columns of two rows, 8 rows apart.
+    Sums are stored in blocks of BLOCK rows, in the order of a matmul's registers. A warpgroup has 64 rows and 64
+    columns, a warp 16 of the rows. In each group of 8 columns, a thread has 2 columns of two rows that are 8 apart.
     """
     num_blocks = tl.cdiv(T, BM)
     i_bh = tl.program_id(0) // num_blocks

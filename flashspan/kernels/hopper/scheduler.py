@@ -1,10 +1,10 @@
-"""Which tile a program computes next.
+"""Choose the tile that a program computes next.
 
 A program takes a tile, computes it and takes the next one from a counter in global memory, so programs never wait for
-one another. Tiles of queries are in the order of their length, longest first, and in sections of heads whose K and V
-fit into the L2 cache together: the programs in flight then read the same few heads.
+one another. Tiles of queries are ordered by length, longest first, in sections of heads whose K and V fit into the L2
+cache together, so that the programs in flight read the same few heads.
 
-For a block map a tile is a line of the map: 128 queries (in backward, of the transposed map, 128 keys).
+For a block map, a tile is a line of the map, 128 queries; in backward, a line of the transposed map, 128 keys.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from flashspan.kernels.hopper.masking import visible_blocks
 
 @gluon.jit
 def next_tile(counter):
-    """Take the next tile that no program has taken. A program's first tile is its own program number."""
+    """Take the next tile that no program has taken. A program's first tile is its program number."""
     return gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
 
 
 @gluon.jit
 def reset_counter(counter):
-    """The last program that ends sets both counters to 0, for the next launch that uses them."""
+    """Called at a program's end: the last program sets both counters to 0 for the next launch."""
     if gl.atomic_add(counter + 1, 1, sem="acq_rel") == gl.num_programs(0) - 1:
         gl.store(counter, 0)
         gl.store(counter + 1, 0)
@@ -38,7 +38,7 @@ def store_number(slot, x):
 
 @gluon.jit
 def publish_number(slot, x):
-    """Write a number for other partitions. They may read it after the next barrier on which this partition arrives."""
+    """Write a number for other partitions. They may read it after the next barrier at which this partition arrives."""
     store_number(slot, x)
     barrier()
 
@@ -70,7 +70,7 @@ def locate_keys(
     tile, num_tiles, sizes, mask, KEYS: gl.constexpr, QUERIES: gl.constexpr, TABLE: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Backward: a tile's sequence, key head and first of KEYS keys, and the blocks of QUERIES queries it visits."""
+    """In backward: a tile's sequence, key head, first of KEYS keys, and the blocks of QUERIES queries to visit."""
     K, S = sizes.K, sizes.S
     num_blocks = gl.cdiv(S, KEYS)
     i_n, i_bk = tile_position(tile, num_blocks, num_tiles // num_blocks, sizes.section)
@@ -79,7 +79,7 @@ def locate_keys(
     first, first_full, end_full, end = visible_blocks(
         n0, S, sizes.T, -sizes.hi, -sizes.lo, mask, i_b, TABLE, KEYS, QUERIES, WARPS
     )
-    # If the last key is within the tile, no block is full: rows past that key are hidden.
+    # If the tile reaches past the last key, no block is full, because the rows past that key are hidden.
     return i_b, i_bk % K, n0, first, first_full, gl.where(n0 + KEYS > S, first_full, end_full), end
 
 
@@ -95,8 +95,8 @@ def head_of_keys(i_k, K, desc_k, SPLIT_HEADS: gl.constexpr):
 def find_line(tile, mask, num_streams, section, HEADS, GROUP):
     """Tile number -> (line of the block map, stream: a sequence and one of HEADS), longest lines first.
 
-    The few lines that are much longer than the mean come before all others, over all streams. In backward a stream is a
-    key head, with GROUP heads of the map: the order of its first one is used.
+    The few lines that are much longer than the mean come first, over all streams. In backward a stream is a key head,
+    with GROUP heads of the map; the order of the first of them is used.
     """
     num_lines, num_long = mask.num_lines, mask.num_long
     num_first = num_long * num_streams

@@ -11,8 +11,8 @@ from flashspan.kernels.hopper.gluon_compat import barrier, reduce_add
 
 @gluon.jit
 def clear_nonfinite(x_s, BN: gl.constexpr, BD: gl.constexpr):
-    """Set inf and NaN in shared memory to 0: a key must not reach a query that does not see it as 0 * NaN. Queries that
-    see the key get NaN from their lse. For one warpgroup; 64 columns at a time, to save registers."""
+    """Set inf and NaN in shared memory to 0, so that a key does not affect a query that does not see it, as 0 * NaN.
+    Queries that see the key get NaN from their lse. For one warpgroup; 64 columns at a time, to save registers."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     LIMIT: gl.constexpr = 0x7C00 if x_s.dtype == gl.float16 else 0x7F80
     for i in gl.static_range(BD // 64):
@@ -32,11 +32,11 @@ def _either(a, b):
 
 @gluon.jit
 def clear_nonfinite_pair(own_s, BN: gl.constexpr, BD: gl.constexpr, PAIRS: gl.constexpr):
-    """`clear_nonfinite` of K and V together. Each number is tested by itself, so their order does not matter.
+    """`clear_nonfinite` for K and V together. Each number is tested separately, so the layout does not matter.
 
     PAIRS: two 16-bit numbers at a time. The sign bits are cleared, and 1 is added to the exponents: if all bits of an
-    exponent are 1, the carry sets the sign bit. Without FIRST_STEP_APART there are no registers for that: it spilled 80
-    bytes more.
+    exponent are 1, the carry sets the sign bit. Without FIRST_STEP_APART there are too few registers for PAIRS: it
+    spilled 80 bytes more.
     """
     if PAIRS:
         PL: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
@@ -62,8 +62,8 @@ def clear_nonfinite_pair(own_s, BN: gl.constexpr, BD: gl.constexpr, PAIRS: gl.co
 
 @gluon.constexpr_function
 def _swizzled_layout(rows, columns):
-    """The copy engine's swizzled layout of float32 (the row decides where each 16 of 128 bytes are), except that in odd
-    rows columns c and c ^ 16 are exchanged."""
+    """The copy engine's swizzled layout of float32 (the row determines the place of each 16 of 128 bytes), except that
+    in odd rows columns c and c ^ 16 are exchanged."""
     bases = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [1, 4 ^ 16], [2, 8], [4, 16]]
     bases += [[2**i, 0] for i in range(3, rows.bit_length() - 1)]
     return gl.SharedLinearLayout(bases + [[0, 2**i] for i in range(5, columns.bit_length() - 1)], [], 1024)
@@ -71,7 +71,7 @@ def _swizzled_layout(rows, columns):
 
 @gluon.jit
 def swizzled(buffer, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """A buffer of float32 rows for the copy engine, to which `swizzle`d accumulators are stored.
+    """A view of a buffer as float32 rows for the copy engine, to which `swizzle`d accumulators are stored.
 
     Without `swizzle`, rows 2i and 2i + 1 of an accumulator are stored to the same banks, which takes twice as long.
     """
@@ -91,21 +91,21 @@ def swizzle(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def split_columns(x):
-    """An accumulator's left and right columns."""
+    """Split an accumulator into its left and right columns."""
     return x.reshape((x.shape[0], 2, x.shape[1] // 2)).permute((0, 2, 1)).split()
 
 
 @gluon.jit
 def load_copied(desc, buffer, like):
-    """A tile that the copy engine has loaded into a buffer, in the layout of `like`."""
+    """Load a tile from a buffer that the copy engine has filled, in the layout of `like`."""
     x_s = buffer._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
     return x_s.reshape((like.shape[0], like.shape[1])).load(like.type.layout)
 
 
 @gluon.jit
 def store_tile(desc, b, h, row, column, x, buffer, ADD: gl.constexpr, FREE: gl.constexpr):
-    """Write a tile, or ADD it, by the copy engine through a buffer. Waits until the copy engine has read what was in
-    the buffer, unless it is FREE."""
+    """Write a tile, or ADD it, through a buffer with the copy engine. First waits until the copy engine has read the
+    buffer's earlier contents, unless the buffer is FREE."""
     if not FREE:
         tma.store_wait(0)
         barrier()
@@ -125,8 +125,8 @@ def store_tile(desc, b, h, row, column, x, buffer, ADD: gl.constexpr, FREE: gl.c
 
 @gluon.jit
 def store_output(desc, b, h, row, x, buffer, ADD: gl.constexpr, FREE: gl.constexpr = False, second=None):
-    """Write a finished tile, or ADD it, by the copy engine through a buffer. A float32 tile is written in two halves;
-    the second waits for the first unless there is a `second` buffer. The copy engine reads the buffers until
+    """Write a finished tile, or ADD it, through a buffer with the copy engine. A float32 tile is written in two halves;
+    the second half waits for the first unless there is a `second` buffer. The copy engine reads the buffers until
     `tma.store_wait(0)`. FREE: the buffer is free already."""
     HALF: gl.constexpr = desc.block_type.shape[3]
     if x.shape[1] == HALF:

@@ -1,4 +1,4 @@
-"""Descriptors of tensors for the copy engine of a Hopper GPU, and the few facts of the GPU that launches depend on."""
+"""Descriptors of tensors for the copy engine of a Hopper GPU, and the properties of the GPU that launches use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flashspan.kernels.masks import Mask
 from flashspan.kernels.portable.tiles import multiprocessors
 
 L2_BYTES = 8 * 2**20
-"""The most bytes of K and V of the heads that are computed at the same time: with more, they evict one another."""
+"""The most bytes of K and V for heads that are computed at the same time: with more, they evict each other."""
 
 DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 
@@ -31,7 +31,7 @@ class BackwardInputs(NamedTuple):
     minus_delta: Tensor
     mask: Mask
     scale: float
-    dq: Tensor | None  # the gradient, or the sums it is made of; None: it is not computed
+    dq: Tensor | None  # the gradient, or the sums from which it is computed; None: not computed
     dk: Tensor  # with more heads than k, dk and dv are parts to be added (portable/gradient_parts.py)
     dv: Tensor
     accumulate: bool
@@ -40,7 +40,7 @@ class BackwardInputs(NamedTuple):
 
 
 def block_dim(head_dim: int) -> int:
-    """The head size as the kernels hold it."""
+    """The head size, padded to a size that the kernels support."""
     return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
 
 
@@ -50,8 +50,8 @@ def _layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
 
 
 def describe(x: Tensor, *block: int) -> TensorDescriptor:
-    """x as the copy engine sees it, moved in blocks of this shape."""
-    # Without its constructor, which takes 4 us to check again what `aligned` ensures.
+    """A descriptor of x for the copy engine, which moves blocks of this shape."""
+    # Skip the constructor, which takes 4 us to check again what `aligned` ensures.
     desc = object.__new__(TensorDescriptor)
     desc.base, desc.shape, desc.block_shape, desc.padding = x, list(x.shape), list(block), "zero"
     # The stride of a dimension of size 1 is arbitrary, but the copy engine needs a valid one.
@@ -61,8 +61,8 @@ def describe(x: Tensor, *block: int) -> TensorDescriptor:
 
 
 def describe_sums(sums: Tensor, rows: bool, block_q: int, wide: int) -> TensorDescriptor:
-    """The sums to which dQ is added, a block of queries at a time. If `rows`, they are rows; otherwise blocks one after
-    another, each in the order of a consumer's registers (`cast_kernel` restores rows)."""
+    """A descriptor of the sums to which dQ is added, a block of queries at a time. If `rows`, the sums are rows.
+    Otherwise they are consecutive blocks, each in the order of a consumer's registers (`cast_kernel` restores rows)."""
     if rows:
         return describe(sums, 1, 1, block_q, wide)
     desc = describe(sums, block_q * wide // sums.shape[1], sums.shape[1])
@@ -74,7 +74,7 @@ _PLAIN = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
 def is_aligned(x: Tensor) -> bool:
-    """Whether its address is a multiple of 16 and its strides of 8, as the copy engine and wide stores need."""
+    """Whether x's address is a multiple of 16 and its strides of 8, as the copy engine and wide stores need."""
     return _even(x.shape, x.stride()) and (x.data_ptr() & 15 == 0 or x.is_meta)
 
 
@@ -82,7 +82,7 @@ def is_aligned(x: Tensor) -> bool:
 def _even(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     steps = zip(shape[:-1], strides, strict=False)
     even = all(size == 1 or step % 8 == 0 for size, step in steps)
-    # Not rows with a stride of 0 (backward of 16k tokens took 1.4 times as long), nor with one beyond 32-bit offsets.
+    # No row stride of 0 (backward of 16k tokens took 1.4 times as long), and none beyond 32-bit offsets.
     near = shape[2] == 1 or 0 < strides[2] * 256 < 2**31
     return even and near and strides[-1] == 1
 
@@ -93,16 +93,16 @@ def aligned(x: Tensor) -> Tensor:
 
 
 def key_heads_for_queries(q: Tensor, k: Tensor, num_blocks: int) -> int:
-    """Number of key heads that are computed together if tiles are blocks of queries: as many as have K and V that fit
-    the cache, but enough to occupy all multiprocessors."""
+    """Number of key heads that are computed together if tiles are blocks of queries: as many as fit the cache with
+    their K and V, but enough to occupy all multiprocessors."""
     B, K, S, D = k.shape
     fit = L2_BYTES // (4 * S * block_dim(D))
     return min(B * K, max(1, fit, multiprocessors(q.device) // (num_blocks * (q.shape[1] // K))))
 
 
 def key_heads_for_keys(q: Tensor, dk: Tensor, num_blocks: int) -> int:
-    """The same if tiles are blocks of keys. A tile that serves a group of heads takes that many times as long, so more
-    heads are computed together, and their long tiles start early."""
+    """Number of key heads that are computed together if tiles are blocks of keys. A tile of a group of query heads
+    takes that many times as long, so more heads are computed together, and their long tiles start early."""
     B, K = dk.shape[:2]
     return min(B * K, max(1, multiprocessors(q.device) * (q.shape[1] // K) // num_blocks))
 
@@ -111,7 +111,7 @@ def new_counter(device: torch.device) -> Tensor:
     """Counters for a launch, all 0. A launch sets them back to 0 at its end. Launches of one stream run one after
     another, so a stream needs one set of counters."""
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return torch.zeros(4, dtype=torch.int32, device=device)  # a graph may run at any time: it has its own
+        return torch.zeros(4, dtype=torch.int32, device=device)  # a CUDA graph may run at any time: its own counters
     return _zeros(device, stream_of(device.index))
 
 

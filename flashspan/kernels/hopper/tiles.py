@@ -26,49 +26,49 @@ class Backward:
 
 FORWARD = {64: Forward(2, 128, 4, 2), 128: Forward(2, 128, 2, 2), 256: Forward(2, 64, 2, 1)}
 BACKWARD = {64: Backward(2, 128, 64), 128: Backward(2, 64, 64)}
-"""By padded head size. Beyond 128, dK and dV of two warpgroups do not fit the registers: see two_pass.py."""
+"""By padded head size. Above 128, dK and dV of two warpgroups do not fit the registers: see two_pass.py."""
 
 FORWARD_BY_THREE = {64: Forward(3, 64, 8, 2)}
 """Three consumers, for many blocks of one kind: a band, without a carry, with V in float16. They are slower for tiles
-with few keys, and for `Rows`, where a tile of 192 queries often has two documents."""
+with few keys, and for `Rows`, because a tile of 192 queries often contains two documents."""
 BACKWARD_BY_THREE = {64: Backward(3, 64, 64)}
-"""Three consumers, for a band, if dQ is made in the same pass."""
+"""Three consumers, for a band, if dQ is computed in the same pass."""
 THREE_FROM = {"queries": 257, "seen": 1024, "keys": 257}
-"""The least numbers for three consumers. Forward: queries, and keys that a query sees (seen). Backward: keys. With
-fewer, a tile of 192 is a third empty, or most blocks are edge blocks."""
+"""The least numbers for three consumers. In forward: queries, and keys that a query sees (seen); in backward: keys.
+With smaller numbers, a tile of 192 is a third empty, or most blocks are edge blocks."""
 
 FINER = {64: 1024, 128: 2048}
-"""By padded head size: the least number of queries that see a key, over all heads that share it, from which forward is
-faster with V converted to float16 than with a maximum that is followed."""
+"""By padded head size: if at least this many queries see a key, over all heads that share it, forward is faster with V
+converted to float16 than with TRACK_MAXIMUM (softmax.py)."""
 
 WARPS = {"REGISTERS": 240, "PRODUCER_REGISTERS": 24, "num_warps": 4}
-"""Registers of a thread, of two consumers and of the producer, and warps of a warpgroup."""
+"""Registers per thread of two consumers and of the producer, and warps of a warpgroup."""
 
 
 def warps(warpgroups: int) -> dict[str, int]:
-    """WARPS for two or three consumer warpgroups, and their number."""
+    """WARPS for two or three consumer warpgroups, and the number of warpgroups."""
     return {**WARPS, "CONSUMERS": warpgroups, **({"REGISTERS": 160} if warpgroups == 3 else {})}
 
 
 def forward_tile(wide: int, alike: bool, queries: int, seen: int) -> Forward:
-    """Sizes for this number of queries that see `seen` keys each. alike: three consumers are allowed."""
+    """The sizes for this number of queries, which see `seen` keys each. alike: three consumers are allowed."""
     many = queries >= THREE_FROM["queries"] and seen >= THREE_FROM["seen"]
     return FORWARD_BY_THREE[wide] if wide in FORWARD_BY_THREE and alike and many else FORWARD[wide]
 
 
 def backward_tile(wide: int, alike: bool, keys: int) -> Backward:
-    """Sizes for this number of keys. alike: three consumers are allowed."""
+    """The sizes for this number of keys. alike: three consumers are allowed."""
     many = keys >= THREE_FROM["keys"]
     return BACKWARD_BY_THREE[wide] if wide in BACKWARD_BY_THREE and alike and many else BACKWARD[wide]
 
 
 def dq_turns(warpgroups: int, wide: int, claimed: bool, far_and_grouped: bool = False) -> int:
-    """WHOLE_DQ_STAGES: how the warpgroups of backward make dQ.
+    """Return WHOLE_DQ_STAGES: how the warpgroups of backward compute dQ.
 
-    0: two warpgroups make half of every dQ each. 1: by turns, each makes every second dQ whole. 2: also by turns, with
-    two buffers for finished dQs; three warpgroups always do that. Turns read shared memory less, which does not limit
-    heads of 64. Two buffers are faster only if sums of dQ are not claimed. If they are claimed, turns are slower where
-    heads are grouped and see all keys behind them.
+    0: each of two warpgroups computes half of every dQ. 1: in turn, each computes every second dQ as a whole. 2: also
+    in turn, with two buffers for finished dQs; three warpgroups always use this. Turns read less shared memory, which
+    is not the limit for heads of 64. Two buffers are faster only if sums of dQ are not claimed. If they are claimed,
+    turns are slower if heads are grouped and queries see all keys before them.
     """
     if warpgroups == 3:
         return 2

@@ -1,20 +1,19 @@
-"""The backward of Hopper in two passes: for heads beyond 128, up to 256, and wherever gradients must repeat bit for
-bit.
+"""Backward for Hopper in two passes: for heads above 128, up to 256, and for bitwise reproducible gradients.
 
 At a head size of 256, dK and dV of 128 keys do not fit the registers. With 64 keys, a program in one pass would add a
 tile of dQ to global memory for every tile of queries it reads: 128 KB through the L2 cache for five matmuls of
 64 x 64 x 256, which is more than the cache's bandwidth. So there are two kernels, and seven matmuls instead of five.
-Every sum has a fixed order: gradients repeat bit for bit, at any head size.
+Every sum has a fixed order, so gradients are bitwise reproducible, at any head size.
 
 `keys_kernel`: a program has 64 keys. One warpgroup computes S^T and P and keeps dV; the other computes dP^T and dS and
 keeps dK. P goes from the first to the second through shared memory, in float32. Scores are transposed, keys down and
 queries across: P and dS are then already in the registers from which the matmuls of dV and dK read them. Up to a head
-size of 128 the one-pass kernel without dQ takes its place.
+size of 128, the one-pass kernel without dQ is used instead.
 
 `queries_kernel`: a program has 128 queries, 64 per warpgroup. Q and dO stay in shared memory, dQ in registers; it loops
 over K and V.
 
-In both, one warp loads, and the two warpgroups use the tensor cores by turns: while one multiplies, the other computes.
+In both, one warp loads, and the two warpgroups use the tensor cores in turn: while one multiplies, the other computes.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ from flashspan.kernels.portable.arguments import LOG2E, mask_arguments
 
 
 def two_pass_launches(given: BackwardInputs) -> list[Launch]:
-    """The launches of the two passes: for dk and dv, then for dq, which needs no sums and no cast."""
+    """The launches of the two passes: for dk and dv, then for dq. dq needs no sums and no cast."""
     dout, q, k, v, minus_lse, minus_delta, mask, scale, dq, dk, dv, accumulate = given[:-2]
     assert dq is not None
     B, H, T, D = q.shape
     K, S = k.shape[1], k.shape[2]
     table, start, end, first, last, s_rows, s_columns, lo, hi, _ = mask_arguments(mask, T, S, minus_lse)
     wide = block_dim(D)
-    # Keys of a tile: as many as fit with Q and dO.
+    # Keys of a tile: as many as fit in shared memory with Q and dO.
     block = 64 if wide == 256 else 128
     by_query = [describe(x, 1, 1, 64, wide) for x in (q, dout)]
     by_key = [describe(x, 1, 1, block, wide) for x in (k, v)]

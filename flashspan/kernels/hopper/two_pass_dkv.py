@@ -28,7 +28,7 @@ def keys_kernel(
     padded_T, lo, hi, scale, sm_scale, section, TABLE: gl.constexpr, ACCUMULATE: gl.constexpr, HAS_EDGES: gl.constexpr,
     SPLIT_HEADS: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of a block of keys."""
+    """Compute dK and dV of a block of keys."""
     BLOCK_Q: gl.constexpr = desc_q.block_type.shape[2]
     BLOCK_D: gl.constexpr = desc_q.block_type.shape[3]
     BLOCK_K: gl.constexpr = desc_k.block_type.shape[2]
@@ -78,7 +78,7 @@ def keys_kernel(
 
 @gluon.jit
 def _produce(tensors, buffers, barriers, sizes, mask, config):
-    """The producer warp: K and V once, each when it is needed, and (Q, -lse) and (dO, -delta) of each tile."""
+    """The producer warp: loads K and V once, each when it is needed, and (Q, -lse) and (dO, -delta) of each tile."""
     BLOCK_Q: gl.constexpr = config.BLOCK_Q
     BLOCK_K: gl.constexpr = config.BLOCK_K
     G = sizes.G
@@ -127,7 +127,7 @@ def _start_scores(a_s, b_s, bias_s, stage, config):
 
 @gluon.jit
 def _value_step(i, m0, masked, dv, lower, upper, buffers, barriers, sizes, config):
-    """Tile i of queries, m0 its first row: P, handed to the other consumer, and its part of dV."""
+    """Tile i of queries, with first row m0: hand P to the other consumer, and return dV plus the tile's part."""
     BLOCK_Q: gl.constexpr = config.BLOCK_Q
     BLOCK_K: gl.constexpr = config.BLOCK_K
     BLOCK_D: gl.constexpr = config.BLOCK_D
@@ -164,7 +164,7 @@ def _value_step(i, m0, masked, dv, lower, upper, buffers, barriers, sizes, confi
 
 @gluon.jit
 def _key_step(i, dk, buffers, barriers, config):
-    """Tile i of queries: dS and its part of dK."""
+    """Tile i of queries: compute dS, and return dK plus the tile's part."""
     BLOCK_Q: gl.constexpr = config.BLOCK_Q
     BLOCK_D: gl.constexpr = config.BLOCK_D
     PL: gl.constexpr = gl.DotOperandLayout(0, config.GRADIENTS, 2)
@@ -206,7 +206,7 @@ def _consume_dv(tensors, buffers, barriers, sizes, mask, config):
         for j in range(n):
             m0 = nth_block(j, first, first_full, end_full, end) * BLOCK_Q
             dv = _value_step(g * n + j, m0, j < num_edges, dv, lower, upper, buffers, barriers, sizes, config)
-    # K's buffer serves to write dV: only this consumer reads K, and only the other one V.
+    # dV is written from K's buffer: only this consumer reads K, and only the other one reads V.
     store_output(tensors.desc_dv, i_b, i_k, n0, dv, k_s.index(0), config.ACCUMULATE)
     tma.store_wait(0)
 

@@ -29,7 +29,7 @@ def queries_kernel(
     scale, sm_scale, section, TABLE: gl.constexpr, ACCUMULATE: gl.constexpr, HAS_EDGES: gl.constexpr,
     REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """dQ of a block of queries."""
+    """Compute dQ of a block of queries."""
     BLOCK_Q: gl.constexpr = desc_q.block_type.shape[2]
     BLOCK_D: gl.constexpr = desc_q.block_type.shape[3]
     BLOCK_K: gl.constexpr = desc_k.block_type.shape[2]
@@ -38,7 +38,7 @@ def queries_kernel(
     dtype: gl.constexpr = desc_q.dtype
     q_s = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_Q, BLOCK_D], desc_q.layout)
     do_s = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_Q, BLOCK_D], desc_do.layout)
-    # A step reads K at its start and at its end, V only in between: so V needs one stage only, if there is no room.
+    # A step reads K at its start and at its end, and V only in between. So if there is little room, V gets one stage.
     V_STAGES: gl.constexpr = 1 if BLOCK_D == 256 else 2
     k_s = gl.allocate_shared_memory(dtype, [2, 1, 1, BLOCK_K, BLOCK_D], desc_k.layout)
     v_s = gl.allocate_shared_memory(dtype, [V_STAGES, 1, 1, BLOCK_K, BLOCK_D], desc_v.layout)
@@ -73,7 +73,7 @@ def queries_kernel(
 
 @gluon.jit
 def _find_work(sizes, mask, config, WARPS: gl.constexpr):
-    """This program's block of queries, the last blocks first, and the blocks of keys it visits."""
+    """Return this program's block of queries (the last blocks come first) and the blocks of keys that it visits."""
     BLOCK_Q: gl.constexpr = config.BLOCK_Q
     BLOCK_K: gl.constexpr = config.BLOCK_K
     H, T = sizes.H, sizes.T
@@ -90,7 +90,7 @@ def _find_work(sizes, mask, config, WARPS: gl.constexpr):
 
 @gluon.jit
 def _produce(tensors, buffers, barriers, sizes, mask, config):
-    """The producer warp: Q and dO once, each when it is needed, and K and V of each tile."""
+    """The producer warp: loads Q and dO once, each when it is needed, and K and V of each tile."""
     BLOCK_Q: gl.constexpr = config.BLOCK_Q
     BLOCK_K: gl.constexpr = config.BLOCK_K
     desc_do, desc_k, desc_q, desc_v = tensors.desc_do, tensors.desc_k, tensors.desc_q, tensors.desc_v
@@ -123,7 +123,7 @@ def _step(
     WG: gl.constexpr, MASKED: gl.constexpr, j, hidden, dq, q, minus_lse, minus_delta, buffers, barriers, sizes, config
 ):
     """Tile j of keys: its part of dQ. MASKED: `hidden` is (the tile's first key, start and end of each query's
-    interval). With heads of 64, q is in registers: there is room for it, and shared memory is read less."""
+    interval). With heads of 64, q is in registers, for which there is room, so that shared memory is read less."""
     BLOCK_Q: gl.constexpr = config.BLOCK_Q
     BLOCK_K: gl.constexpr = config.BLOCK_K
     BLOCK_D: gl.constexpr = config.BLOCK_D
@@ -148,12 +148,12 @@ def _step(
     s = warpgroup_mma_wait(1, deps=(sa,))
     if MASKED:
         n0, lower, upper = hidden
-        if config.HAS_EDGES:  # a key with inf or NaN gives every query a score that is not finite
+        if config.HAS_EDGES:  # a key with inf or NaN gives every query a non-finite score
             wrong = gl.max(gl.max(gl.where(s * 0.0 == 0.0, 0, 1), 1), 0)
         if n0 < sizes.S:  # always true, but a branch: see hide_outside
             s = hide_outside(s, lower - n0, upper - n0, True)
     p = gl.exp2(s * sizes.scale + minus_lse[:, None])
-    # K has arrived long ago, but this wait is a branch: without it ptxas would move the wait for dP before the exp2's.
+    # K has already arrived, but this wait is a branch: without it, ptxas would move the wait for dP before the exp2's.
     mbarrier.wait(k_full.index(stage), phase)
     dp, p = warpgroup_mma_wait(0, deps=(dpa, p))
     ds = p * (dp + minus_delta[:, None])

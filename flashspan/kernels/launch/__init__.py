@@ -1,1 +1,1 @@
-"""How kernels are compiled and launched: a launch as data (launch.py), and its repetition (replay.py)."""
+"""Compile and launch kernels: a launch as data (launch.py), and its repetition (replay.py)."""

@@ -1,6 +1,6 @@
 """The one cache of calls: compiled kernels, launches without their addresses, prepared calls of `attention`.
 
-A cache key contains all that its entry depends on, and begins with the entry's kind. No entry holds a tensor.
+A cache key contains everything that its entry depends on, and begins with the entry's kind. No entry holds a tensor.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Hashable
 from typing import Any
 
 KEPT = 4096
-"""Number of entries at which the cache is cleared. Lengths are part of the keys, so their number has no bound."""
+"""Number of entries at which the cache is cleared. Lengths are part of the keys, so there may be any number of keys."""
 
 
 class Cache(dict[Hashable, Any]):

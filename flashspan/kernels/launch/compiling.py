@@ -1,7 +1,8 @@
 """Kernels compiled in several threads, and before the call that launches them.
 
-Triton's compiler holds Python's lock for little of its time, so threads compile in parallel. A call on meta tensors
-runs no kernel. `launches_of` returns what it would launch, so these kernels can be compiled before the tensors exist.
+Triton's compiler holds Python's lock only for a small part of its time, so threads compile in parallel. A call on meta
+tensors runs no kernel. `launches_of` returns the launches that it would make; so kernels can be compiled before the
+tensors exist.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from flashspan.kernels.launch.launch import RECORDED, Launch, on_index
 MAX_THREADS = 16
 
 PENDING: dict[int, list[Future[Any]]] = {}
-"""Compilations that were started ahead, by the kernel's id, until a launch of the kernel waits for them."""
+"""Compilations that were started ahead, by the id of their kernel, until a launch of the kernel waits for them."""
 
 
 def launches_of(call: Callable[[], object]) -> list[Launch]:
@@ -33,7 +34,7 @@ def launches_of(call: Callable[[], object]) -> list[Launch]:
 
 
 def compile_together(launches: Sequence[Launch]) -> list[Any]:
-    """`Launch.compiled` of each. Those that are not in the cache compile at the same time."""
+    """`Launch.compiled` of each launch. Kernels that are not in the cache compile in parallel."""
     missing = [launch for launch in launches if launch.is_missing()]
     for launch in missing:
         wait(PENDING.pop(id(launch.kernel), ()))
@@ -43,8 +44,8 @@ def compile_together(launches: Sequence[Launch]) -> list[Any]:
 
 
 def launch_together(launches: Sequence[Launch]) -> list[Any]:
-    """Launch in order. All compile before the first one runs, so that nothing is computed yet if one does not compile
-    and another backend serves. Returns the compiled kernels."""
+    """Launch in order, and return the compiled kernels. All compile before the first one runs: if one does not compile,
+    nothing has been computed yet, and another backend can run the call."""
     if launches and launches[0].first.is_meta:
         for launch in launches:
             launch()
@@ -58,13 +59,13 @@ def launch_together(launches: Sequence[Launch]) -> list[Any]:
 def compile_ahead(launches: Sequence[Launch], device_index: int) -> None:
     """Start compiling launches on meta tensors for a GPU. A launch of the same kernel waits for them."""
     for launch in launches:
-        # A kernel that is loaded already waits for nothing: what is done must not add up over calls of new lengths.
+        # A loaded kernel never waits, so drop finished compilations, which would pile up over calls of new lengths.
         running = [future for future in PENDING.get(id(launch.kernel), ()) if not future.done()]
         PENDING[id(launch.kernel)] = [*running, start(launch, device_index)]
 
 
 def start(launch: Launch, device_index: int | None) -> Future[Any]:
-    """Compile a launch's kernel in another thread: for the GPU of this index, or for the one Triton is set to."""
+    """Compile a launch's kernel in another thread: for the GPU of this index, or for the GPU that Triton is set to."""
 
     def compile_one() -> Any:
         with on_index(device_index):
@@ -84,4 +85,4 @@ def _forget_threads() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_threads)  # a child has no threads: it would wait for them forever
+    os.register_at_fork(after_in_child=_forget_threads)  # a child has no threads, and would wait for them forever

@@ -22,8 +22,9 @@ RECORDED: ContextVar[list[Launch]] = ContextVar("RECORDED")
 class Launch:
     """One kernel launch: calling it launches; compiling it needs no GPU.
 
-    Triton's launcher derives from all arguments, at every launch, which compiled kernel they need. Here the compiled
-    kernel is cached under a shorter key, which has only what it depends on: short calls spend most time on the host.
+    At every launch, Triton's launcher derives from all arguments which compiled kernel they need. Here the compiled
+    kernel is cached under a shorter key, of only the properties that it depends on, because short calls spend most of
+    their time on the host.
     """
 
     kernel: Any
@@ -59,11 +60,11 @@ class Launch:
         return found
 
     def is_missing(self) -> bool:
-        """Whether `compiled` would have to compile it, or read it from Triton's cache."""
+        """Whether `compiled` would have to compile the kernel, or read it from Triton's cache."""
         return self._is_compiled() and self.key() not in CACHE
 
     def key(self) -> tuple[Any, ...]:
-        """Equal for launches that want the same compiled kernel on the same device."""
+        """The cache key: equal for launches that need the same compiled kernel on the same device."""
         places = CACHE.get(("places", id(self.kernel)))
         if places is None:
             places = _Places.of(self)
@@ -83,17 +84,17 @@ class Launch:
 
     @property
     def device_index(self) -> int | None:
-        """The index of the GPU it runs on."""
+        """The index of the GPU on which the launch runs."""
         return self.first.device.index
 
     @property
     def first(self) -> Tensor:
-        """Its first tensor."""
+        """The first tensor among the arguments."""
         found = (x if isinstance(x, Tensor) else getattr(x, "base", None) for x in self.arguments)
         return next(x for x in found if x is not None)
 
     def constexprs(self) -> list[Any]:
-        """The values of the kernel's constexpr parameters, which follow the arguments, in its order."""
+        """The values of the kernel's constexpr parameters, which follow the arguments, in the kernel's order."""
         return [self.constants[name] for name in self.kernel.arg_names[len(self.arguments) :]]
 
 
@@ -142,7 +143,7 @@ def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 
 
 def on_index(index: int | None) -> contextlib.AbstractContextManager[Any]:
-    """The same by a GPU's index; None changes nothing."""
+    """A context in which the GPU of this index is current; None changes nothing."""
     return _HERE if index is None else torch.cuda.device(index)
 
 

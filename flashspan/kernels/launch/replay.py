@@ -2,7 +2,7 @@
 
 The layouts of the tensors and a few values determine a launch, except for its addresses: the grid, the numbers, the
 compiled kernel, the descriptors. So only the first call with a cache key builds its launches and uses Triton's
-launcher. A repeated call fills in the addresses and calls the launcher's C function. No tensor is kept.
+launcher. A repeated call fills in the addresses and calls the launcher's C function. No tensor is stored.
 """
 
 from __future__ import annotations
@@ -33,12 +33,11 @@ def replay(
     outputs: Sequence[Tensor],
     *values: Hashable,
 ) -> bool:
-    """Run the launches build(tensors, *tables.what, *values), in order, on the current device. False if it returns
-    None.
+    """Run the launches build(tensors, *tables.what, *values) in order on the current device. False if it returns None.
 
     The tensors are the inputs, the mask's tables, and the outputs, which include temporary ones. `build` may depend
     only on its values, the tensors' layouts and whether each address is a multiple of 16; its launches may use no other
-    tensors. The layouts of the outputs must follow from the rest.
+    tensors. The layouts of the outputs must follow from the other arguments.
     """
     device = inputs[0].device
     before, after = [x.data_ptr() for x in inputs], [x.data_ptr() for x in outputs]
@@ -47,7 +46,7 @@ def replay(
     if known is not None and not triton_abi.is_watched():
         _launch_at(known, [*before, *tables.addresses, *after], device)
         return True
-    # One tensor may be passed twice in this call, and two tensors in the next: each argument is an object of its own.
+    # This call may pass one tensor twice, and the next one two tensors. So each argument becomes an object of its own.
     tensors = [x.detach() for x in (*inputs, *tables.tensors, *outputs)]
     launches = build(tensors, *tables.what, *values)
     if launches is None:
@@ -65,7 +64,7 @@ def replay(
 def recall(
     build: Callable[..., Any], inputs: Sequence[Tensor], tables: Packed, num_outputs: int, *values: Hashable
 ) -> list[PreparedLaunch] | None:
-    """The launches that `replay` has cached for such a call, all addresses multiples of 16; None if it has not."""
+    """The launches that `replay` has cached for such a call with 16-byte aligned addresses; None if there are none."""
     return CACHE.get(_key(build, inputs, tables, [0] * (len(inputs) + num_outputs), values))
 
 
@@ -80,8 +79,8 @@ def launch_all(
 def repeated_forward(
     launches: list[PreparedLaunch] | None, device: torch.device, room: Callable[[Tensor, Tensor], Sequence[Tensor]]
 ) -> Repeat | None:
-    """A forward pass that repeats the launches from `recall`; None if there are none. `room(q, v)` returns empty out
-    and lse, then temporary tensors."""
+    """A forward pass that repeats the launches from `recall`; None if there are none. `room(q, v)` returns
+    uninitialised out and lse, then temporary tensors."""
     if launches is None:
         return None
 
@@ -99,7 +98,7 @@ def repeated_forward(
 def repeated_backward(
     launches: list[PreparedLaunch] | None, device: torch.device, room: Callable[[Grads], Sequence[Tensor]]
 ) -> RepeatBackward | None:
-    """The same for a backward pass. `room(grads)` returns the tensors after the gradients."""
+    """`repeated_forward` for a backward pass. `room(grads)` returns the tensors that follow the gradients."""
     if launches is None:
         return None
 
@@ -151,7 +150,7 @@ class PreparedLaunch:
 
     @classmethod
     def of(cls, launch: Launch, compiled: Any, tensors: Sequence[Tensor]) -> PreparedLaunch | None:
-        """None where Triton's launcher must run each time: interpreted, another vendor, an unchecked release."""
+        """The prepared launch; None if Triton's launcher must always run: interpreter, other vendor, new release."""
         found = None if compiled is None or not triton_abi.is_known() else triton_abi.c_launcher(compiled, launch.grid)
         if found is None:
             return None

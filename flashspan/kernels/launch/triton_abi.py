@@ -1,7 +1,7 @@
 """Every undocumented name of Triton that a launch uses, in one place.
 
-They were checked in the releases RELEASES; tests/kernels/launch/test_triton_abi.py lists and tests them. On another
-release Triton's own launcher is used, with one warning about its cost.
+They were checked in the releases RELEASES; tests/kernels/launch/test_triton_abi.py lists and tests them. On other
+releases, Triton's own launcher is used, with one warning about its cost.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def is_known() -> bool:
 
 
 def is_kernel(x: object) -> bool:
-    """Whether it is a kernel that Triton compiles, not one that it interprets."""
+    """Whether x is a kernel that Triton compiles, not one that it interprets."""
     return isinstance(x, JITFunction)
 
 
@@ -52,13 +52,13 @@ def is_interpreting() -> bool:
 
 
 def is_watched() -> bool:
-    """Whether a profiler has hooks on Triton's launches: then all of them must use Triton's launcher."""
+    """Whether a profiler has hooks on Triton's launches. Then all launches must use Triton's launcher."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(getattr(enter, "calls", True) or getattr(leave, "calls", True))
 
 
 def is_of_the_compiler(error: Exception) -> bool:
-    """Whether a kernel failed to compile or load.
+    """Whether this error means that a kernel failed to compile or load.
 
     A compiler pass that fails raises a plain RuntimeError, as a broken device does; the traceback distinguishes them.
     """
@@ -72,7 +72,7 @@ def stream_of(device_index: int) -> int:
 
 
 def shared_memory(device: torch.device) -> int:
-    """The bytes of shared memory that a program may use; meta tensors stand for a GPU of `architecture`."""
+    """The bytes of shared memory that a program may use. For meta tensors, that of a GPU of `architecture`."""
     if device.type == "meta":
         return 227 * 1024 if architecture(device) in (90, 100, 103) else 99 * 1024
     return driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
@@ -80,7 +80,7 @@ def shared_memory(device: torch.device) -> int:
 
 def architecture(device: torch.device) -> int:
     """The compute capability of an NVIDIA GPU, 90 for 9.0; 0 for other devices. For meta tensors, that of the GPU for
-    which kernels are compiled: that of `compile_for_architecture`, else of this machine's GPU, else 90."""
+    which kernels are compiled: from `compile_for_architecture`, else this machine's GPU, else 90."""
     if device.type == "meta" and (_assumed or not torch.cuda.is_available()):
         return _assumed[0] if _assumed else 90
     if device.type not in ("cuda", "meta") or torch.version.hip is not None:
@@ -90,22 +90,22 @@ def architecture(device: torch.device) -> int:
 
 
 def compile_kernel(kernel: Any, arguments: tuple[Any, ...], grid: tuple[int, ...], constants: dict[str, Any]) -> Any:
-    """A kernel compiled for these arguments and the current device, or read from Triton's cache."""
+    """The kernel compiled for these arguments and the current device, or read from Triton's cache."""
     hash_in_order(kernel)
     return kernel.warmup(*arguments, grid=grid, **constants)
 
 
 _hashed: dict[int, Any] = {}
-"""The functions that hash_in_order is done with, by id, because hash(function) would compute what it prepares. They are
-kept alive, so that no other function gets their id."""
+"""The functions that hash_in_order has processed, by id, because hash(function) would compute the hash that it
+prepares. They are kept alive, so that no other function gets their id."""
 
 
 def hash_in_order(function: Any) -> None:
     """Compute the hashes of the functions that a Triton function calls, then its own.
 
     The hash of a kernel is part of its key in Triton's cache. Triton reads which constants a called function uses
-    before it has visited that function, so without this, the key depends on what was compiled before, and a thread or
-    a later process may compile the same kernel again.
+    before it has visited that function. Without this, the key depends on what was compiled earlier, and a thread or a
+    later process may compile the same kernel again.
     """
     if id(function) in _hashed or not isinstance(function, JITCallable):
         return
@@ -121,9 +121,9 @@ def hash_in_order(function: Any) -> None:
 
 
 def compile_and_load(kernel: Any, arguments: tuple[Any, ...], grid: tuple[int, ...], constants: dict[str, Any]) -> Any:
-    """`compile_kernel`, and load the kernel on the current device."""
+    """`compile_kernel`, then load the kernel on the current device."""
     compiled = compile_kernel(kernel, arguments, grid, constants)
-    _ = compiled.run  # asking for it loads the kernel
+    _ = compiled.run  # reading the attribute loads the kernel
     return compiled
 
 
@@ -131,13 +131,13 @@ _assumed: list[int] = []  # the architecture to compile for in place of the GPU'
 
 
 def compile_for_architecture(architecture: int | str, kind: str = "cuda") -> None:
-    """From now on compile for an NVIDIA GPU of this compute capability (90 for 9.0), even if this machine has none; or
+    """From now on, compile for an NVIDIA GPU of this compute capability (90 for 9.0), even if this machine has none, or
     for an AMD GPU: "gfx942" of the kind "hip"."""
     _assumed[:] = [int(architecture) if kind == "cuda" else 0]
     target = GPUTarget(kind, architecture, 32 if kind == "cuda" else 64)
     driver.set_active(
         SimpleNamespace(
-            get_current_device=lambda: architecture,  # Triton keeps a kernel's target by its device
+            get_current_device=lambda: architecture,  # Triton caches a kernel's target by its device
             get_current_stream=lambda device: 0,
             get_current_target=lambda: target,
         )
@@ -145,25 +145,25 @@ def compile_for_architecture(architecture: int | str, kind: str = "cuda") -> Non
 
 
 def count_compilations(count: Callable[[bool], None]) -> None:
-    """Call `count` after each compilation, with whether the kernel was in Triton's cache."""
+    """Call `count` after each compilation. Its argument is whether the kernel was in Triton's cache."""
     knobs.compilation.listener = lambda *, cache_hit, **_: count(cache_hit)
 
 
 def cache_folder() -> str:
-    """Where Triton keeps compiled kernels."""
+    """The folder in which Triton stores compiled kernels."""
     return knobs.cache.dir
 
 
 def run(compiled: Any, grid: tuple[int, ...], stream: int, arguments: list[Any]) -> None:
-    """Launch through Triton's launcher object, without the lookup before it."""
+    """Launch through Triton's launcher object, without the lookup of the compiled kernel."""
     fixed = (compiled.function, compiled.packed_metadata, None, None, None)
     compiled.run(*(*grid, 1, 1)[:3], stream, *fixed, *arguments)
 
 
 def c_launcher(compiled: Any, grid: tuple[int, ...]) -> tuple[Callable[[int, list[Any]], None], list[Any]] | None:
-    """Triton's C function as a function of a stream and the arguments, and Triton's metadata of each descriptor.
+    """Return Triton's C function as a function of a stream and the arguments, and Triton's metadata of each descriptor.
 
-    None where it cannot be called directly: another vendor, a kernel with scratch memory, an unknown release.
+    None if it cannot be called directly: another vendor, a kernel with scratch memory, an unknown release.
     """
     launcher = compiled.run
     if compiled.metadata.target.backend != "cuda" or launcher.global_scratch_size or launcher.profile_scratch_size:

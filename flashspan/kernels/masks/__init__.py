@@ -1,8 +1,8 @@
-"""Masks as values: which keys each query sees. They can be sliced, and composed with &, | and ~ (mask.py).
+"""Masks as values that state which keys each query sees. They can be sliced, and composed with &, | and ~ (mask.py).
 
-Slices: of a band, a band if the ranges have equal steps, otherwise rows; of rows, rows; of blocks, blocks. `&` of bands
-and rows is a band or rows. `|` and `~` give blocks, with two exceptions that give bands: `|` of bands that overlap or
-touch, and `~` of a band with one bound. Ready masks are in patterns.py.
+A slice of a band is a band if the ranges have equal steps, otherwise rows. A slice of rows is rows, and a slice of
+blocks is blocks. `&` of bands and rows is a band or rows. `|` and `~` give blocks, with two exceptions that give bands:
+`|` of bands that overlap or touch, and `~` of a band with one bound. Predefined masks are in patterns.py.
 """
 
 from flashspan.kernels.masks.band import CAUSAL, EVERYTHING, NOTHING, Band

@@ -35,13 +35,13 @@ class Band(Mask):
             object.__setattr__(self, name, number)
 
     def bounds(self, num_queries: int, num_keys: int) -> tuple[int, int]:
-        """(lo, hi) as integers, clipped to what this many queries and keys can show."""
+        """(lo, hi) as integers, clipped to the range that matters for this many queries and keys."""
         lo = -num_queries if self.lo is None else min(max(self.lo, -num_queries), num_keys)
         hi = num_keys if self.hi is None else min(max(self.hi, -num_queries), num_keys)
         return lo, hi
 
     def intervals(self, num_queries: int, num_keys: int) -> tuple[Tensor, Tensor]:
-        """start, end int32 [T]: the keys that each query sees, within 0..num_keys; none where start >= end."""
+        """start, end int32 [T]: the keys that each query sees, within 0..num_keys; no keys if start >= end."""
         lo, hi = self.bounds(num_queries, num_keys)
         i = torch.arange(num_queries, dtype=torch.int32, device="cpu")
         return (i + lo).clamp(0, num_keys), (i + hi + 1).clamp(0, num_keys)
@@ -56,15 +56,15 @@ class Band(Mask):
         ):
             step = q.step if len(q) > 1 else k.step
             shift = k.start - q.start if len(q) and len(k) else 0
-            # lo <= (k.start + b * step) - (q.start + a * step) <= hi, solved for b - a. With one row (or column) the
-            # step is the other's: the single element is at 0.
+            # lo <= (k.start + b * step) - (q.start + a * step) <= hi, solved for b - a. A range of one element is at 0,
+            # so the step is that of the other range.
             lo = None if self.lo is None else -((shift - self.lo) // step)
             hi = None if self.hi is None else (self.hi - shift) // step
             return Band(lo, hi).simplify(len(q), len(k))
         return as_rows(self, q, k)
 
     def simplify(self, num_queries: int, num_keys: int) -> Band:
-        """NOTHING or EVERYTHING if it is so for this many queries and keys, else this band."""
+        """NOTHING or EVERYTHING if the band equals it for this many queries and keys, else this band."""
         lo, hi = self.bounds(num_queries, num_keys)
         if num_queries == 0 or num_keys == 0 or lo > hi or lo >= num_keys or hi <= -num_queries:
             return NOTHING

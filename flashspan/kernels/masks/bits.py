@@ -29,7 +29,7 @@ def unpack(words: Tensor) -> Tensor:
 
 
 def transpose(words: Tensor) -> Tensor:
-    """The same tiles with rows and columns exchanged."""
+    """The bits of the same tiles with rows and columns exchanged."""
     _, rows, width = words.shape
     step = max(1, CHUNK // (rows * width * WORD))
     return torch.cat([pack(unpack(part).mT.contiguous()) for part in words.split(step)])
@@ -42,7 +42,7 @@ def odd_numbers(num: int, device: torch.device) -> Tensor:
 
 
 def share(words: Tensor) -> tuple[Tensor, Tensor]:
-    """The distinct tiles, in an order that depends on their contents, and the number of each tile, int32 [n].
+    """Return the distinct tiles, in an order that depends on their contents, and each tile's number in it, int32 [n].
 
     Equal tiles are found by a 64-bit hash; tiles with equal hashes are then compared bit by bit.
     """
@@ -55,7 +55,7 @@ def share(words: Tensor) -> tuple[Tensor, Tensor]:
     hashes = torch.cat([(part.long() * odd).sum(-1) for part in flat.split(step)])
     _, number, counts = torch.unique(hashes, return_inverse=True, return_counts=True)
     first = torch.zeros_like(counts)
-    # Any one of the tiles with equal hashes will do: they are compared below.
+    # Take any of the tiles with equal hashes, because they are compared below.
     first[number.flip(0)] = torch.arange(num - 1, -1, -1, device=words.device)
     chosen = words[first]
     parts = zip(flat.split(step), number.split(step), strict=True)

@@ -18,13 +18,13 @@ from flashspan.kernels.masks import bits as packed
 from flashspan.kernels.masks.mask import EMPTY, FULL, PARTIAL
 
 SIZES = (64, 128)
-"""Allowed edges of a tile: each is a multiple or a divisor of the edges of every kernel's tiles."""
+"""The allowed edges of a tile. Each is a multiple or a divisor of the edges of every kernel's tiles."""
 
 ALL_OF_EIGHT = 0x0101010101010101
 """Eight bools that are True, as one int64."""
 
 LONG = 2
-"""Lines with more than this many times the mean number of tiles come first, before the other lines of all heads."""
+"""Lines with more than this many times the mean number of tiles come before the other lines of all heads."""
 
 HIDDEN, VISIBLE = -2, -1
 """The entries of an empty and of a full tile in a grid; a partial one is the number of its bits."""
@@ -37,7 +37,7 @@ ReadTiles: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 class Lists:
     """The tiles to visit, line by line: a line is a block of queries (or, transposed, of keys) of one map.
 
-    num_long: how many lines of each map come before the other lines of all maps; see LONG.
+    num_long: the number of lines of each map that come before the other lines of all maps; see LONG.
     spans   int32 [B or 1, H or 1, lines, 3]: begin, middle, end. Full tiles are begin..middle of `index`, partial ones
             middle..end, each ascending.
     index   int32 [visited]: the block on the other axis.
@@ -79,7 +79,7 @@ def check_block(block: int | tuple[int, int]) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class BlockMap:
-    """Lengths, the edges (block) of a tile, the grid, and bits int32 [tiles, block_q, block_k / 32]."""
+    """A mask as lengths, the edges of a tile (block), the grid, and bits int32 [tiles, block_q, block_k / 32]."""
 
     num_queries: int
     num_keys: int
@@ -91,8 +91,8 @@ class BlockMap:
     def from_kinds(
         cls, num_queries: int, num_keys: int, block: tuple[int, int], kinds: Tensor, read: ReadTiles
     ) -> BlockMap:
-        """From the kind of each tile. `read` is called for PARTIAL tiles, which may turn out to be empty or full. What
-        it returns past the end is ignored."""
+        """Build a map from the kind of each tile. `read` is called for PARTIAL tiles, which may turn out to be empty or
+        full. Values that it returns past the end are ignored."""
         block_q, block_k = block
         q_rows, k_rows = (block_positions(n, b, kinds.device) for n, b in ((num_queries, block_q), (num_keys, block_k)))
         kinds = kinds.clone()
@@ -117,7 +117,7 @@ class BlockMap:
         cls, num_queries: int, num_keys: int, block: tuple[int, int], kinds: Tensor, words: list[Tensor],
         places: list[Tensor],
     ) -> BlockMap:  # fmt: skip
-        """From the kind of each tile, and the words of the partial ones, whose flat indices in `kinds` are `places`."""
+        """Build a map from the kind of each tile and the words of partial tiles at flat indices `places` of it."""
         none = torch.zeros((0, block[0], block[1] // packed.WORD), dtype=torch.int32, device=kinds.device)
         bits, number = packed.share(torch.cat([none, *words]))
         grid = torch.where(kinds == FULL, VISIBLE, HIDDEN).int()
@@ -126,12 +126,12 @@ class BlockMap:
         return cls(num_queries, num_keys, block, grid, bits)
 
     def kinds(self) -> Tensor:
-        """EMPTY, FULL or PARTIAL for each tile, uint8, shaped as the grid."""
+        """EMPTY, FULL or PARTIAL for each tile, uint8 in the shape of the grid."""
         grid = self.grid
         return torch.where(grid == HIDDEN, EMPTY, torch.where(grid == VISIBLE, FULL, PARTIAL)).to(torch.uint8)
 
     def read(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        """Some tiles, as in ReadTiles."""
+        """The tiles at these indices, as in ReadTiles."""
         number = self.grid[b, h, i, j]
         shown = (number == VISIBLE)[:, None, None].expand(-1, *self.block)
         if not len(self.bits):
@@ -148,7 +148,7 @@ class BlockMap:
         return visible[:, :, : self.num_queries, : self.num_keys]
 
     def slice(self, rows: Tensor, keys: Tensor) -> BlockMap:
-        """The map of these queries and keys, ascending positions."""
+        """The map of these queries and keys, given by ascending positions."""
         (block_q, block_k), grid = self.block, self.grid
         shown, holed = (
             touched(touched(x, rows, block_q, 2), keys, block_k, 3) for x in (grid != HIDDEN, grid != VISIBLE)
@@ -172,7 +172,7 @@ class BlockMap:
         return BlockMap.from_kinds(len(rows), len(keys), self.block, kinds, read)
 
     def invert(self) -> BlockMap:
-        """The complement: visible where this map is not."""
+        """The complement of this map."""
         kinds = self.kinds()
         kinds = torch.where(kinds == EMPTY, FULL, torch.where(kinds == FULL, EMPTY, PARTIAL)).to(torch.uint8)
 
@@ -184,8 +184,8 @@ class BlockMap:
     def join(
         self, other: BlockMap, operation: Callable[[Tensor, Tensor], Tensor], decides: int, yields: int
     ) -> BlockMap:
-        """Both maps under an operation on tiles. A tile of kind `decides` in either map has that kind in the result; a
-        tile of kind `yields` has the kind of the other map's."""
+        """Combine both maps by an operation on tiles. A tile that has the kind `decides` in either map has that kind in
+        the result. A tile that has the kind `yields` in both maps keeps it."""
         one, two = (
             replace(x, grid=grid)
             for x, grid in zip((self, other), torch.broadcast_tensors(self.grid, other.grid), strict=True)
@@ -217,7 +217,7 @@ def list_lines(grid: Tensor) -> Lists:
     spans = torch.stack([end - num_full - num_partial, end - num_partial, end], -1).int()
     b, h, line, index = (full | partial).nonzero().T
     tile = grid[b, h, line, index]
-    # Within a line the full tiles come first; the sort is stable, so each kind stays ascending.
+    # Within a line, full tiles come first. The sort is stable, so the tiles of each kind stay ascending.
     key = ((b * grid.shape[1] + h) * grid.shape[2] + line) * 2 + (tile >= 0)
     position = key.argsort(stable=True)
     visits = num_full + num_partial
@@ -233,7 +233,7 @@ def block_positions(length: int, block: int, device: torch.device) -> Tensor:
 
 
 def touched(grid: Tensor, positions: Tensor, block: int, dim: int) -> Tensor:
-    """A bool grid whose axis `dim` has the blocks of a slice: True if any block from which it takes tokens is True."""
+    """A bool grid for a slice along `dim`: a block is True if it takes tokens from any block of `grid` that is True."""
     num = -(-len(positions) // block)
     owner = torch.arange(len(positions), device=grid.device) // block
     touches = torch.zeros(num, grid.shape[dim], dtype=torch.float32, device=grid.device)

@@ -3,8 +3,8 @@
 The [T, S] matrix is cut into tiles of block_q x block_k. A tile is empty (never visited), full (visited without a mask)
 or partial (its bits are stored; identical tiles share them). A map lists the blocks of keys to visit for each block of
 queries, which forward loops over, and the blocks of queries for each block of keys, for backward. Maps may differ along
-the batch and the heads; where they do not, there is one. Nothing of size T x S is stored. At most 2**25 pairs are
-processed at a time while building, except for a tensor on a GPU, whose bits are computed at once.
+the batch and the heads; where they do not, there is one. Nothing of size T x S is stored. While a map is built, at most
+2**25 pairs are processed at a time, except for a tensor on a GPU, whose bits are computed at once.
 
     Blocks.from_rule(lambda b, h, i, j: (i - j) % 7 == 0, num_queries=65536, num_keys=65536, device="cuda")
     Blocks.from_dense(visible)      Blocks.from_coarse(tiles, T, S)      Blocks.of(documents(lengths), T, S)
@@ -33,8 +33,7 @@ from flashspan.kernels.masks.rows import Rows
 class Blocks(Mask):
     """A block map. `rows` lists the tiles of each block of queries, `columns` those of each block of keys.
 
-    bits [tiles, block_q, block_k / 32] are those of the partial tiles (bits.py); bits_t are the transposed tiles'.
-    Immutable.
+    Immutable. bits [tiles, block_q, block_k / 32] are of the partial tiles (bits.py), bits_t of the transposed tiles.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class Blocks(Mask):
 
     @staticmethod
     def from_dense(visible: Tensor, *, block: int | tuple[int, int] = 128) -> Blocks:
-        """From bool [T, S], [H, T, S] or [B, H, T, S]; size 1 means one map for the whole batch or all heads."""
+        """From bool [T, S], [H, T, S] or [B, H, T, S]. Size 1 means one map for the whole batch or for all heads."""
         visible, edges = build.check_dense(visible), check_block(block)
         lists_and_bits = build.from_dense_on_gpu(visible, edges)
         if lists_and_bits is not None:
@@ -70,7 +69,7 @@ class Blocks(Mask):
     ) -> Blocks:
         """From a function of int32 index tensors (b, h, i, j) to bool, called for up to 2**25 pairs at a time.
 
-        num_batch, num_heads: number of maps; 1 where the rule does not depend on b (or h).
+        num_batch, num_heads: number of maps; 1 if the rule does not depend on b (or h).
         """
         return Blocks.of_map(build.from_rule(rule, num_queries, num_keys, num_batch, num_heads, block, device))
 
@@ -90,7 +89,7 @@ class Blocks(Mask):
         block: int | tuple[int, int] = 128,
         device: torch.device | str | None = None,
     ) -> Blocks:
-        """A band or rows as blocks. Blocks stay as they are, in their own tile size."""
+        """Convert a band or rows to blocks. Blocks are returned unchanged, with their own tile size."""
         if isinstance(mask, Blocks):
             mask.check(mask.num_batch, num_queries, num_keys)
             return mask if device is None else mask.to(device)
@@ -217,12 +216,12 @@ class Blocks(Mask):
         return self.part(q, k).simplify()
 
     def part(self, q: Positions, k: Positions) -> Blocks:
-        """`slice` without `simplify`: a block map with the same number of maps."""
+        """`slice` without `simplify`: the result has the same number of maps."""
         rows, keys = (place(x, num).to(self.device) for x, num in ((q, self.num_queries), (k, self.num_keys)))
         return Blocks.of_map(self.block_map().slice(rows, keys))
 
     def simplify(self) -> Mask:
-        """NOTHING or EVERYTHING if this mask is so, else this mask."""
+        """NOTHING or EVERYTHING if this mask equals it, else this mask."""
         if self.is_empty():
             return NOTHING
         ragged = any(n % b for n, b in zip((self.num_queries, self.num_keys), self.block, strict=True))
@@ -257,8 +256,8 @@ class Blocks(Mask):
         return Blocks.of_map(self.block_map().invert())
 
     def _join(self, other: Mask, join: Callable[[Tensor, Tensor], Tensor], decides: int, yields: int) -> Blocks:
-        """`_combine`, cached if the other mask is a band: `attention(mask=blocks, causal=True)` repeats it in each
-        layer. Rows change with every batch."""
+        """`_combine`, cached if the other mask is a band, because `attention(mask=blocks, causal=True)` repeats it in
+        each layer. Rows are not cached: they change with every batch."""
         refuse_tensor(other)
         if not isinstance(other, (Band, Rows, Blocks)):
             return NotImplemented
@@ -267,14 +266,14 @@ class Blocks(Mask):
         return self.derived((decides, other), lambda: self._combine(other, join, decides, yields))
 
     def _combine(self, other: Mask, join: Callable[[Tensor, Tensor], Tensor], decides: int, yields: int) -> Blocks:
-        """Both masks, as in BlockMap.join."""
+        """Combine both masks with BlockMap.join."""
         if isinstance(other, (Rows, Blocks)):
             sizes = (other.start.shape[-1] if isinstance(other, Rows) else other.num_queries, other.num_keys)
             same = not isinstance(other, Blocks) or other.block == self.block
             if sizes != (self.num_queries, self.num_keys) or not same:
                 tile = f" in tiles of {other.block}" if isinstance(other, Blocks) else ""
                 remedy = "make both for the same lengths"
-                if not same:  # most patterns take no block=
+                if not same:  # most patterns have no argument block=
                     remedy += " and with block=128, as patterns are, or rebuild one by Blocks.from_dense(mask.dense())"
                 raise ValueError(
                     f"masks compose when they cover the same lengths in the same tiles: got {self.num_queries} queries "

@@ -18,7 +18,7 @@ from flashspan.kernels.masks.mask import EMPTY, FULL, PARTIAL, check_whole
 from flashspan.kernels.torch_private import is_in_torch_dispatch_mode
 
 Rule: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""A function of int32 tensors (b, h, i, j), which broadcast to [rows, columns], to bool: whether i sees j."""
+"""A function of int32 tensors (b, h, i, j), which broadcast to [rows, columns]. It returns bool: whether i sees j."""
 
 
 def check_dense(visible: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ def from_dense(visible: Tensor, block: tuple[int, int]) -> BlockMap:
 
 
 def from_dense_on_gpu(visible: Tensor, block: tuple[int, int]) -> tuple[Lists, Lists, Tensor, Tensor] | None:
-    """Rows, columns, bits and transposed bits (blocks.py), computed by kernels. None where kernels cannot."""
+    """Rows, columns, bits and transposed bits (blocks.py), computed by kernels; None if kernels cannot compute them."""
     if not has_kernels(visible):
         return None
     from flashspan.kernels.masks.build_triton import build_dense
@@ -168,7 +168,7 @@ def scan(
     chunk: Callable[[int, int, slice, slice], Tensor],
     device: torch.device,
 ) -> BlockMap:
-    """The map of a mask that `chunk` computes as bool, a rectangle (b, h, rows, columns) at a time, each pair once."""
+    """The map of a mask whose bools `chunk` computes, a rectangle (b, h, rows, columns) at a time, each pair once."""
     block_q, block_k = block
     num_q, num_k = -(-num_queries // block_q), -(-num_keys // block_k)
     across = max(1, min(num_k, packed.CHUNK // (block_q * block_k)))
@@ -198,7 +198,7 @@ def scan(
 
 
 def has_kernels(visible: Tensor) -> bool:
-    """Whether kernels (build_triton.py, runs_triton.py) serve a bool tensor."""
+    """Whether kernels (build_triton.py, runs_triton.py) can read a bool tensor."""
     traced = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
     return visible.is_cuda and bool(visible.numel()) and not traced and importlib.util.find_spec("triton") is not None
 
@@ -218,7 +218,7 @@ def find_runs(visible: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def _count(seen: Tensor) -> Tensor:
-    """The number of True along the last axis, int32. It sums in bytes first, which is many times as fast on a CPU."""
+    """The number of True along the last axis, int32. Summing in bytes first is many times as fast on a CPU."""
     parts = [part.sum(-1, dtype=torch.uint8) for part in seen.view(torch.uint8).split(255, -1)]
     return torch.stack(parts).sum(0, dtype=torch.int32)
 

@@ -2,12 +2,12 @@
 
 `classify`: a program per tile finds whether it is empty, full or partial. For a partial tile it stores the bits, by
 query and by key, and puts a hash of them into a table, at the slot of the hash's leading bits or the next free one.
-Keys in the table are therefore sorted, except within runs of occupied slots. `measure`: numbers the distinct hashes by
-counting slots, compares tiles of one hash bit by bit, and finds the length and place of each line. Then the host waits,
-once, for the sizes of what it allocates. `write`: a program per line writes its list, and a program per distinct tile
-writes its bits.
+Keys in the table are therefore sorted, except within runs of occupied slots. `measure` numbers the distinct hashes by
+counting slots, compares tiles with equal hashes bit by bit, and finds the length and place of each line. Then the host
+waits, once, for the sizes of the tensors to allocate. `write`: a program per line writes its list, and a program per
+distinct tile writes its bits.
 
-The map equals that of block_map.py and bits.py bit for bit. runs_triton.py first finds whether a map is needed.
+The map equals that of block_map.py and bits.py bit for bit. runs_triton.py first determines whether a map is needed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ COMPARED = 8
 """Tiles that a program compares with the first tile of their hash."""
 
 SLOTS_PER_TILE = 4
-"""Slots in the table for each tile, so that a hash seldom finds its slot occupied."""
+"""Slots in the table for each tile, so that the slot of a hash is seldom occupied."""
 
 odd_numbers = functools.cache(packed.odd_numbers)
 
@@ -44,22 +44,22 @@ FREE = [
     *("H", "T", "num_q", "num_k", "num_maps", "num_tiles", "num_slots", "num_spans", "shift", "half"),
     *("counts", "filled", "found"),  # parts of one tensor, aligned to 16 bytes or not
 ]
-"""Arguments whose values do not specialise a kernel: no value is compiled for."""
+"""Arguments whose values do not specialise a kernel: no value gets a compiled kernel of its own."""
 
 
 @triton.jit
 def query_order(BM: tl.constexpr):
-    """The queries of a tile in the order in which they are loaded: eight consecutive queries are BM / 8 apart, so that
-    one thread holds all eight and packs their bits in registers."""
+    """The queries of a tile in loading order. Eight consecutive queries are BM / 8 places apart, so that one thread
+    holds all eight and packs their bits in registers."""
     o = tl.arange(0, BM)
     return (o % (BM // 8)) * 8 + o // (BM // 8)
 
 
 @triton.jit
 def load_quads(p_row, o_n, m_row, s_s, S, QUADS: tl.constexpr, EVEN: tl.constexpr):
-    """Keys 4 o_n .. 4 o_n + 3 of rows as uint32 [rows, len(o_n)], a byte for each bool; False past the ends.
+    """Load keys 4 o_n .. 4 o_n + 3 of rows as uint32 [rows, len(o_n)], a byte for each bool; False past the ends.
 
-    QUADS: the tensor is stored as such words. EVEN: no tile reaches past an end.
+    QUADS: the tensor is passed as such words. EVEN: no tile reaches past an end.
     """
     if QUADS:
         if EVEN:
@@ -91,7 +91,7 @@ def classify_kernel(
     visible, odd, words, grid, owner, table, counts, filled, s_b, s_h, s_t, s_s, H, T, S, num_q, num_k, num_maps,
     shift, half, QUADS: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """One tile: its kind, the counts of its two lines, and, if it is partial, its bits and its slot in the table."""
+    """Find a tile's kind, count it in its two lines and, if it is partial, write its bits and its slot in the table."""
     i_tile = tl.program_id(0)
     i_row, i_map = i_tile // num_k, i_tile // (num_q * num_k)
     i_b, i_h = (i_map // H).to(tl.int64), (i_map % H).to(tl.int64)
@@ -102,7 +102,7 @@ def classify_kernel(
     b_quads = load_quads(p_row, o_n, o_m < T, s_s, S, QUADS, EVEN)
     b_words = pack_quads(b_quads)  # [BM, BN / 32]
 
-    # One sum for two counts: the words with a visible pair, and, 16 bits up, the words with a hidden pair.
+    # One sum holds two counts: the words with a visible pair, and, 16 bits higher, the words with a hidden pair.
     kinds = tl.sum((b_words != 0).to(tl.int32) + ((b_words != -1).to(tl.int32) << 16))
     shows, hides = (kinds & 65535) != 0, (kinds >> 16) != 0
     if shows:
@@ -138,13 +138,14 @@ def classify_kernel(
 
 @triton.jit
 def visits(count):
-    """The number of tiles from two counts in one int64: full tiles, and, 32 bits up, partial ones."""
+    """The number of tiles from two counts in one int64: full tiles and, 32 bits higher, partial tiles."""
     return ((count & 0xFFFFFFFF) + (count >> 32)).to(tl.int32)
 
 
 @triton.jit
 def measure_line(i_all, counts, spans, order, num_long, visited, num_lines, num_all, SPAN: tl.constexpr):
-    """Line i_all of the num_all lines of all maps: its span in the lists, and its place in the order by length."""
+    """Write the span in the lists of line i_all, of the num_all lines of all maps, and its place in the order by
+    length."""
     i_map, i_line = i_all // num_lines, i_all % num_lines
     count = tl.load(counts + i_all)
     o = tl.arange(0, SPAN)
@@ -184,8 +185,8 @@ def number_span(i_span, table, owner, filled, number, tile_of, num_bits, num_slo
     b_taken = b_key != 0
     b_number = before + tl.cumsum(b_taken.to(tl.int32), 0) - 1
 
-    # Only keys without a free slot between them can be out of order: compare each with those around it, up to a free
-    # one.
+    # Only keys without a free slot between them can be out of order. Compare each key with its neighbours, up to the
+    # next free slot.
     m_left, m_right, distance = b_taken, b_taken, 1
     while tl.max((m_left | m_right).to(tl.int32), 0) != 0:
         b_left = tl.load(table + o_slot - distance, mask=m_left & (o_slot >= distance), other=0)
@@ -201,7 +202,7 @@ def number_span(i_span, table, owner, filled, number, tile_of, num_bits, num_slo
 
 @triton.jit
 def compare_twins(i, words, grid, owner, differs, num_tiles, WORDS: tl.constexpr, COMPARED: tl.constexpr):
-    """Whether each of some tiles equals the tile whose bits it shares, bit for bit."""
+    """Compare some tiles, bit by bit, with the tiles whose bits they share."""
     o_tile = i * COMPARED + tl.arange(0, COMPARED)
     b_slot = tl.load(grid + o_tile, mask=o_tile < num_tiles, other=EMPTY_TILE)
     b_owner = tl.load(owner + b_slot, mask=b_slot >= 0, other=0)
@@ -219,7 +220,7 @@ def measure_kernel(
     num_q, num_k, num_maps, num_tiles, num_slots, num_spans,
     WORDS: tl.constexpr, SPAN: tl.constexpr, COMPARED: tl.constexpr,
 ):  # fmt: skip
-    """Numbers, spans and orders. found: counts of tiles and numbers, whether twins differ, long rows, long columns."""
+    """Compute numbers, spans and orders. found: counts of tiles and numbers, whether twins differ, long lines."""
     i = tl.program_id(0)
     num_rows, num_columns = num_maps * num_q, num_maps * num_k
     if i < num_spans:
@@ -256,7 +257,7 @@ def write_bits(i_bits, words, octets, tile_of, bits, bits_t, BM: tl.constexpr, B
     at = tl.load(tile_of + i_bits).to(tl.int64) * (BM * BN // 16)
     to = i_bits.to(tl.int64) * (BM * BN // 32)
     o_m, o_n, o_word, o_word_t = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BN // 32), tl.arange(0, BM // 32)
-    o_from = (o_m % 8) * (BM // 8) + o_m // 8  # the place of this query in `query_order`
+    o_from = (o_m % 8) * (BM // 8) + o_m // 8  # this query's place in `query_order`
     b_words = tl.load(words + at + o_from[:, None] * (BN // 32) + o_word[None, :])
     tl.store(bits + to + o_m[:, None] * (BN // 32) + o_word[None, :], b_words)
     p_octets = octets + (at + BM * BN // 32) * 4 + o_word_t[None, :] * (4 * BN) + o_n[:, None]
@@ -271,7 +272,7 @@ def write_kernel(
     words, octets, grid, number, tile_of, row_spans, row_index, row_tile, column_spans, column_index, column_tile, bits,
     bits_t, num_q, num_k, num_maps, BM: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """The lists of rows and of columns, and the bits."""
+    """Write the lists of rows and of columns, and the bits."""
     i = tl.program_id(0)
     num_rows, num_columns = num_maps * num_q, num_maps * num_k
     if i < num_rows:
@@ -287,7 +288,7 @@ def write_kernel(
 def build_dense(visible: Tensor, block: tuple[int, int]) -> tuple[Lists, Lists, Tensor, Tensor] | None:
     """Rows, columns, bits and transposed bits (blocks.py) of bool [B, H, T, S], no size 0, any strides.
 
-    None if different tiles have one hash. The temporary memory is a quarter of the tensor's.
+    None if different tiles have equal hashes. The temporary memory is a quarter of the tensor's.
     """
     with on(visible.device):
         building = Building(visible, block)
@@ -325,7 +326,7 @@ class Building:
         self.num_tiles = self.num_maps * self.num_q * self.num_k
         leading_bits = (SLOTS_PER_TILE * self.num_tiles - 1).bit_length()
         self.shift, self.half = 64 - leading_bits, 2 ** (leading_bits - 1)
-        self.num_slots = 2**leading_bits + self.num_tiles  # all tiles may follow the last leading bits
+        self.num_slots = 2**leading_bits + self.num_tiles  # room for all tiles after the slot of the last leading bits
         self.num_spans = -(-self.num_slots // SPAN)
 
         sizes = [self.num_slots, self.num_lines, self.num_spans, 5]
@@ -363,7 +364,7 @@ class Building:
         return Launch(measure_kernel, (num_programs,), (*tensors, *zeros, *sizes), constants)
 
     def allocate(self, num_visited: int, num_bits: int) -> list[Tensor]:
-        """The tensors whose sizes `found` has: indices and tiles of rows and columns, bits and transposed bits."""
+        """Allocate the tensors whose sizes are in `found`: indices and tiles of rows and columns, bits and bits_t."""
         (block_q, block_k), empty = self.block, self.grid.new_empty
         bits, bits_t = (num_bits, block_q, block_k // packed.WORD), (num_bits, block_k, block_q // packed.WORD)
         return [*[empty(num_visited) for _ in range(4)], empty(bits), empty(bits_t)]

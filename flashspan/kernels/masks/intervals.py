@@ -17,7 +17,7 @@ Positions: TypeAlias = range | Sequence[range]
 
 
 def place(positions: Positions, number: int | None = None) -> Tensor:
-    """Positions as an int64 tensor. They must ascend, so that a slice of an interval is one, and be below `number`."""
+    """Positions as an int64 tensor. They must be below `number` and ascend: so a slice of an interval is one."""
     parts = [positions] if isinstance(positions, range) else positions
     if not isinstance(parts, (list, tuple)) or not all(isinstance(part, range) for part in parts):
         raise ValueError(f"a mask is sliced by a range or several of them: got {positions!r}; use range(start, stop)")
@@ -31,12 +31,12 @@ def place(positions: Positions, number: int | None = None) -> Tensor:
 
 
 def one_range(positions: Positions) -> Positions:
-    """The range in a list of one."""
+    """The range itself if positions is a list of one range, else positions."""
     return positions[0] if isinstance(positions, (list, tuple)) and len(positions) == 1 else positions
 
 
 def clean(start: Tensor, end: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
-    """A user's intervals, checked, as int32 within 0..num_keys, with canonical empty rows."""
+    """Check a user's intervals. Return them as int32 within 0..num_keys, with canonical empty rows."""
     for name, bound in (("start", start), ("end", end)):
         if not isinstance(bound, Tensor) or bound.dtype.is_floating_point or bound.dtype == torch.bool:
             raise ValueError(f"Rows needs integer tensors of shape [T] or [B, T]: got {name}={bound!r}")
@@ -49,8 +49,8 @@ def clean(start: Tensor, end: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
 
 
 def canonical(start: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
-    """The same intervals, each empty one at the greatest end before it: equal masks have equal intervals."""
-    # At this place, an empty row leaves the intervals ascending if the other rows ascend.
+    """The same intervals, with each empty one moved to the greatest end before it, so that equal masks are equal."""
+    # At this place, an empty row keeps the intervals ascending if the other rows ascend.
     empty = start >= end
     reach = _cummax(torch.where(empty, 0, end))
     return torch.where(empty, reach, start).contiguous(), torch.where(empty, reach, end).contiguous()
@@ -67,7 +67,7 @@ def transpose(start: Tensor, end: Tensor, num_keys: int) -> tuple[Tensor, Tensor
 
 
 def reach_of(start: Tensor, end: Tensor) -> int:
-    """The power of 2 at or below the mean length; 0 where computing it would wait for a device, or under tracing."""
+    """The power of 2 at or below the mean length; 0 if computing it would wait for a device, or under tracing."""
     if not start.is_cpu or not start.numel() or torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         return 0
     mean = int((end - start).clamp(min=0).sum()) // start.numel()
@@ -75,7 +75,7 @@ def reach_of(start: Tensor, end: Tensor) -> int:
 
 
 def extremes(offsets: Tensor, informative: Tensor) -> list[int]:
-    """The least and the greatest of the informative offsets: two numbers, one if they are equal, or none."""
+    """The least and the greatest of the informative offsets: two numbers, one if they are equal, or an empty list."""
     values = offsets[informative]
     return sorted({int(values.min()), int(values.max())}) if len(values) else []
 

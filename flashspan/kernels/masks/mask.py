@@ -1,7 +1,7 @@
 """The base class of masks: which keys each query sees, as values that can be sliced and composed with &, | and ~.
 
 `Band` (band.py) and `Rows` (rows.py) give each query one interval of keys; `Blocks` (blocks.py) lists tiles. Each of
-these files imports the ones before it. An operation whose result is of a later kind calls `as_rows` or `as_blocks`,
+these files imports the ones before it. An operation whose result has a later class calls `as_rows` or `as_blocks`,
 which the later file implements.
 """
 
@@ -23,7 +23,7 @@ EMPTY, FULL, PARTIAL = 0, 1, 2
 """The kinds of tiles."""
 
 DERIVED_KEPT = 16
-"""Number of derived masks (copies on devices, intersections) that a mask caches."""
+"""The number of derived masks (copies on devices, intersections) that a mask caches."""
 
 _LOCK = threading.Lock()
 
@@ -31,7 +31,7 @@ Derived = TypeVar("Derived")
 
 
 class Packed(NamedTuple):
-    """A mask as arguments of a kernel launch: what (kind and numbers), and its tensors with addresses and layouts."""
+    """A mask as arguments of a kernel launch: kind and numbers (what), and its tensors with addresses and layouts."""
 
     what: tuple[Hashable, ...] = ()
     tensors: tuple[Tensor, ...] = ()
@@ -57,7 +57,7 @@ class Mask:
         raise NotImplementedError
 
     def to(self, device: torch.device | str) -> Self:
-        """This mask with its tensors on a device; the copy is cached."""
+        """This mask with its tensors on a device. The copy is cached."""
         device, one = torch.device(device), self._one_tensor()
         eager = not torch.compiler.is_compiling()
         # Tensors created in inference mode must be cloned for training: autograd cannot save them.
@@ -72,11 +72,11 @@ class Mask:
         return copy() if clone else self.derived(device, copy)
 
     def _one_tensor(self) -> Tensor:
-        """Any of its tensors."""
+        """Any of the mask's tensors."""
         raise NotImplementedError
 
     def pack(self) -> tuple[str, list[int], list[Tensor]]:
-        """Kind, numbers and tensors, which an operator's schema allows."""
+        """The mask as kind, numbers and tensors, which an operator's schema allows."""
         raise NotImplementedError
 
     @classmethod
@@ -86,7 +86,8 @@ class Mask:
 
     @cached_property
     def packed(self) -> Packed:
-        """`Packed`, cached: reading the tensors' attributes takes as long as a launch. Use it on the call's device."""
+        """The mask as `Packed`, cached, because reading tensor attributes takes as long as a launch. The tensors must
+        be on the call's device."""
         kind, numbers, tensors = self.pack()
         layouts = tuple((x.shape, x.stride(), x.dtype, x.data_ptr() & 15) for x in tensors)
         return Packed((kind, tuple(numbers)), tuple(tensors), tuple(x.data_ptr() for x in tensors), layouts)
@@ -101,23 +102,23 @@ class Mask:
         raise NotImplementedError
 
     def __rand__(self, other: object) -> Any:
-        """`other & mask` if `other` is no mask."""
+        """`other & mask` if `other` is not a mask."""
         refuse_tensor(other)
         return NotImplemented
 
     __ror__ = __rand__
 
     def derived(self, key: object, build: Callable[[], Derived]) -> Derived:
-        """A mask built from this one, cached for all layers and steps; the newest DERIVED_KEPT stay.
+        """A mask built from this one, cached for all layers and steps; the cache has the newest DERIVED_KEPT.
 
-        Not cached: traced tensors, fake tensors, and inference tensors, which autograd cannot save.
+        Traced tensors, fake tensors, and inference tensors, which autograd cannot save, are not cached.
         """
         if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or is_in_torch_dispatch_mode():
             return build()
         mask: Derived | None = self._derived.get(key)
         if mask is None:
             mask = build()
-            with _LOCK:  # other threads may use this mask
+            with _LOCK:  # other threads may use this mask at the same time
                 while len(self._derived) >= DERIVED_KEPT:
                     self._derived.pop(next(iter(self._derived)))
                 self._derived[key] = mask
@@ -160,7 +161,7 @@ def whole_number(value: Any) -> int | None:
 
 
 def check_whole(least: int | None = 0, **values: Any) -> list[int]:
-    """The values as ints; ValueError for what is no whole number, or less than `least`."""
+    """The values as ints; ValueError for a value that is not a whole number, or is less than `least`."""
     found = []
     for name, value in values.items():
         number = whole_number(value)

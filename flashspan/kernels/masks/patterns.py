@@ -1,9 +1,9 @@
-"""Ready masks. Each returns a `Band`, `Rows` or `Blocks`; compose them with `&`, `|` and `~`.
+"""Predefined masks. Each function returns a `Band`, `Rows` or `Blocks`; compose them with `&`, `|` and `~`.
 
 mask = documents([5, 3, 8]) & causal()
 mask = longformer(4096, window=256, num_global=16)
 
-Pictures of them all are in docs/sparse.md.
+Pictures of all of them are in docs/sparse.md.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def causal(offset: int = 0) -> Band:
 
     Args:
         offset: 0 aligns the first query with the first key, like PyTorch's `is_causal`; num_keys - num_queries aligns
-            the last with the last, as when the queries continue a cache.
+            the last query with the last key, as for queries that continue a cache.
 
     Returns:
         A band.
@@ -54,7 +54,7 @@ def window(left: int, right: int | None = None, *, offset: int = 0) -> Band:
 
     Args:
         left: Keys before the query, its own not counted.
-        right: Keys after the query; `left` unless given.
+        right: Keys after the query; by default `left`.
         offset: Shift of the window.
 
     Returns:
@@ -78,7 +78,7 @@ def documents(
 
     Args:
         lengths: Tokens of each document; 0 is allowed.
-        key_lengths: Keys of each document, where the queries are only a part of them; by default `lengths`.
+        key_lengths: Keys of each document, if the queries are only a part of its tokens; by default `lengths`.
         device: Device of the mask.
 
     Returns:
@@ -113,7 +113,7 @@ def ragged(
         key_lengths: Keys of each sequence.
         num_queries: Padded number of queries.
         num_keys: Padded number of keys.
-        query_lengths: Queries of each sequence; the others see no key. By default all exist.
+        query_lengths: Queries of each sequence; the other rows see no key. By default all queries exist.
         device: Device of the mask.
 
     Returns:
@@ -136,7 +136,7 @@ def ragged(
 
 
 def prefix(length: int, num_tokens: int, *, device: torch.device | str = "cpu") -> Mask:
-    """Prefix-LM: the first `length` tokens see one another in both directions, the rest is causal.
+    """Prefix-LM: the first `length` tokens see each other in both directions, the rest is causal.
 
     Args:
         length: Tokens of the prefix.
@@ -159,11 +159,11 @@ def prefix(length: int, num_tokens: int, *, device: torch.device | str = "cpu") 
 def dilated(
     width: int, step: int, num_tokens: int, *, causal: bool = True, device: torch.device | str = "cpu"
 ) -> Blocks:
-    """A window with gaps: query i sees the `width` keys i, i - step, i - 2 step, ... (not causal: those after it too).
+    """A window with gaps: query i sees the `width` keys i, i - step, i - 2 step, ... (not causal: also i + step, ...).
 
     Args:
         width: Number of keys, the query's own included.
-        step: Distance between two of them.
+        step: Distance between two neighbouring keys.
         num_tokens: Number of tokens: queries and keys.
         causal: Leave out the keys after the query.
         device: Device of the mask.
@@ -176,7 +176,7 @@ def dilated(
     """
     width, step = check_whole(1, width=width, step=step)
     (num_tokens,) = check_whole(num_tokens=num_tokens)
-    # A reach or step beyond num_tokens changes nothing; clipped, both fit 32 bits.
+    # A reach or step beyond num_tokens changes nothing. Clip both, so that they fit 32 bits.
     reach, step = min(width * step, max(1, num_tokens)), min(step, max(1, num_tokens))
 
     def rule(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -211,8 +211,8 @@ def streaming(num_sinks: int, window: int, num_tokens: int, *, device: torch.dev
 def longformer(
     num_tokens: int, *, window: int, num_global: int, causal: bool = False, device: torch.device | str = "cpu"
 ) -> Blocks:
-    """Global tokens and a window: tokens up to `window` apart see each other; the first `num_global` tokens see, and
-    are seen by, all.
+    """Global tokens and a window: tokens up to `window` apart see each other; the first `num_global` tokens see all
+    tokens, and all tokens see them.
 
     Args:
         num_tokens: Number of tokens: queries and keys.
@@ -252,7 +252,7 @@ def random_blocks(
         num_tokens: Number of tokens: queries and keys.
         share: Share of the blocks of keys, above 0 and at most 1.
         seed: Random seed of the choice.
-        num_heads: Number of heads, each with its own choice; 1 for the same in all.
+        num_heads: Number of heads, each with its own choice; 1 for the same choice in all heads.
         size: Tokens in a block.
         causal: Leave out the keys after the query.
         device: Device of the mask.
@@ -287,7 +287,7 @@ def bigbird(
     causal: bool = False,
     device: torch.device | str = "cpu",
 ) -> Blocks:
-    """BigBird: `longformer`, and up to `num_random` random blocks of keys more for each block of queries.
+    """BigBird: `longformer`, plus up to `num_random` random blocks of keys for each block of queries.
 
     Args:
         num_tokens: Number of tokens: queries and keys.
@@ -314,8 +314,8 @@ def bigbird(
 
 
 def top_blocks(q: Tensor, k: Tensor, keep: int, *, causal: bool = False, block: int = 128) -> Blocks:
-    """A mask from data: each block of queries of each head sees the `keep` blocks of keys whose mean key has the
-    highest score with its mean query, and always its own.
+    """A mask from data: each block of queries of each head sees `keep` blocks of keys: its own, and those whose mean
+    key has the highest score with its mean query.
 
     Args:
         q: Queries [B, H, T, D].
@@ -349,7 +349,7 @@ def top_blocks(q: Tensor, k: Tensor, keep: int, *, causal: bool = False, block: 
 
 
 def _best(scores: Tensor, keep: int, causal: bool) -> Tensor:
-    """bool [..., n, m]: the diagonal and the highest scores of each row, `keep` in all (with `causal`, none ahead)."""
+    """bool [..., n, m]: the diagonal and the highest scores, `keep` in each row (with `causal`, none ahead)."""
     num_q, num_k = scores.shape[-2:]
     here = torch.arange(num_q, device=scores.device)[:, None] - torch.arange(num_k, device=scores.device)
     # topk would choose NaN first, and inf would tie with the diagonal.

@@ -21,7 +21,7 @@ class Rows(Mask):
 
     start, end: [T], or [B, T] if each sequence of the batch has its own; `num_keys` is S. first and last are the
     transpose: only queries first[j] <= i < last[j] may see key j; with `convex`, all of them do. `reach` is the mean
-    number of visible keys, rounded down to a power of 2, or 0 if unknown. Kernels are chosen by it; it is rounded so
+    number of visible keys, rounded down to a power of 2, or 0 if unknown. Kernels are chosen by it. It is rounded so
     that masks with similar documents use the same kernels. Immutable.
     """
 
@@ -29,7 +29,7 @@ class Rows(Mask):
         self, start: Tensor, end: Tensor, num_keys: int, *, convex: bool | None = None, reach: int | None = None
     ) -> None:
         """Pass `convex` (and `reach`) only for clipped, canonical intervals. Otherwise they are computed here, `reach`
-        only where that does not wait for a device."""
+        only if that does not wait for a device."""
         if convex is None:
             (num_keys,) = check_whole(num_keys=num_keys)
             start, end = clean(start, end, num_keys)
@@ -57,7 +57,7 @@ class Rows(Mask):
         if bool((self.start >= self.end).all()):
             return NOTHING
         i = torch.arange(num, device=self.start.device)
-        # Bounds at 0 or num_keys may be clipped: only the others determine the band.
+        # Bounds at 0 or num_keys may be clipped, so only the others determine the band.
         lo = extremes(self.start - i, self.start > 0)
         hi = extremes(self.end - 1 - i, self.end < self.num_keys)
         if len(lo) > 1 or len(hi) > 1:
@@ -102,7 +102,7 @@ class Rows(Mask):
     def _intersect(self, other: Band | Rows) -> Rows:
         start, end = (x.to(self.start.device) for x in other.intervals(self.start.shape[-1], self.num_keys))
         start, end = canonical(torch.maximum(self.start, start), torch.minimum(self.end, end))
-        # Ascending bounds stay ascending under maximum, minimum and `canonical`: the data need no second check.
+        # Ascending bounds stay ascending under maximum, minimum and `canonical`, so the result needs no check.
         convex = self.convex and (isinstance(other, Band) or other.convex)
         return Rows(start, end, self.num_keys, convex=convex)
 

@@ -30,7 +30,8 @@ def runs_kernel(
     visible, start, end, found, s_b, s_t, s_s, T, S,
     QUADS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """start and end of some rows: the first visible key, and that plus their number. found: a row has a gap."""
+    """Write start (the first visible key) and end (start plus the number of visible keys) of some rows. found: a row
+    has a gap."""
     i_all = tl.program_id(0)
     num_groups = tl.cdiv(T, ROWS)
     i_b, o_t = (i_all // num_groups).to(tl.int64), (i_all % num_groups) * ROWS + tl.arange(0, ROWS)

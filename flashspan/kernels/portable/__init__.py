@@ -4,6 +4,6 @@ from flashspan.kernels.portable.backward import backward
 from flashspan.kernels.portable.forward import forward
 
 COMPILES = True
-"""A call on meta tensors records its launches (launch/compiling.py). Other backends read values, which these lack."""
+"""A call on meta tensors records its launches (launch/compiling.py). Other backends need values."""
 
 __all__ = ["COMPILES", "backward", "forward"]

@@ -1,4 +1,4 @@
-"""Masks, dropout and strides as the arguments of a kernel."""
+"""Masks, dropout and strides as arguments of a kernel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def mask_arguments(
 ) -> tuple[bool, Tensor, Tensor, Tensor, Tensor, int, int, int, int, bool]:
     """(table, start, end, first, last, batch stride of start, of first, lo, hi, convex).
 
-    `table` is False for a band: its lo and hi are used, and its tensors are never read.
+    `table` is False for a band: kernels use lo and hi, and never read the tensors.
     """
     if isinstance(mask, Band):
         lo, hi = mask.bounds(num_queries, num_keys)
@@ -44,7 +44,7 @@ def dropout_arguments(dropout: Dropout | None, q: Tensor) -> tuple[Tensor, Tenso
 
 
 def common_constants(q: Tensor, dropout: Dropout | None) -> dict[str, Any]:
-    """Compile-time arguments that all passes share."""
+    """The compile-time arguments that all passes share."""
     positions = dropout is not None and dropout.q_positions is not None
     return {"DROPOUT": dropout is not None, "POSITIONS": positions, "PRECISION": precision(q.device)}
 
@@ -71,5 +71,5 @@ def fits_offsets(x: Tensor) -> bool:
 
 
 def with_near_rows(x: Tensor) -> Tensor:
-    """x, or a contiguous copy where 32-bit offsets do not reach all rows of a tile."""
+    """x, or a contiguous copy if 32-bit offsets do not reach all rows of a tile."""
     return x if fits_offsets(x) else x.contiguous()

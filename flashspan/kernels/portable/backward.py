@@ -1,9 +1,9 @@
-"""The backward kernels for any GPU that Triton serves, and their launcher.
+"""The backward kernels for any GPU that Triton supports, and their launcher.
 
 Each pass recomputes the probabilities it needs from lse (FlashAttention-2, Algorithm 2): a program per block of keys
 sums dk and dv over the queries that see it, a program per block of queries sums dq over the keys it sees. No two
-programs write one tile, so there are no atomics and gradients repeat bit for bit. Where dk and dv together do not fit
-into registers (heads of 256), each has a pass of its own: five matmuls without spills are faster than four with them.
+programs write one tile, so there are no atomics, and gradients are bitwise reproducible. If dk and dv together do not
+fit into registers (heads of 256), each has its own pass: five matmuls without spills are faster than four with them.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ def keys_kernel(
     PARTS: tl.constexpr, ADD: tl.constexpr, ES: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv or both of one block of keys, summed in one loop over the tiles of all query heads that share it.
+    """Compute dk, dv or both for one block of keys, in one loop over the tiles of all query heads that share it.
 
-    K is the number of heads of dk and dv; PARTS consecutive ones share one head of k and v (gradient_parts.py).
+    K is the number of heads of dk and dv; PARTS consecutive heads share one head of k and v (gradient_parts.py).
 
-    If dk and dv are both 128 columns wide, no register is free: what only the epilogue needs is computed there again.
+    If dk and dv are both 128 columns wide, no register is free, so the epilogue recomputes the values that it needs.
     """
     i_b, i_k, n0 = key_block(tl.program_id(0), K, S, BN)
     k += i_b * s_kb + (i_k // PARTS).to(tl.int64) * s_kh
@@ -123,7 +123,7 @@ def queries_kernel(
     D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
     TABLE: tl.constexpr, ADD: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq of one block of queries."""
+    """Compute dq of one block of queries."""
     i_b, i_h, m0 = query_block(tl.program_id(0), H, T, BM)
     i_k = i_h // (H // K)
     k += i_b * s_kb + i_k * s_kh
@@ -238,7 +238,7 @@ def backward_launches(
 
 
 def _count_parts(q: Tensor, k: Tensor, passes: dict[str, Tile]) -> int:
-    """Into how many parts the query heads of a key head are divided, so that there are enough tiles of keys."""
+    """The number of parts of a key head's query heads that gives enough tiles of keys."""
     (B, H, T, _), (K, S) = q.shape, k.shape[1:3]
     if not passes or H == K:
         return 1

@@ -1,9 +1,9 @@
 """Device functions that the forward and backward kernels share: intervals of keys, tiles of memory, dropout's hash.
 
 A mask reaches a kernel as one interval of keys per query (and, transposed, one interval of queries per key): computed
-for a band, read from a table for rows. A block of queries then loops over its keys twice. The first loop takes the full
-tiles, which all of its rows see, without a mask. The second takes the edge tiles on both sides, masked and narrower: a
-mask needs registers, and a narrow tile covers fewer hidden pairs.
+for a band, read from a table for rows. A block of queries then loops over its keys twice. The first loop visits the
+full tiles, which all of its rows see, without a mask. The second loop visits the edge tiles on both sides, which are
+masked and narrower: a mask needs registers, and a narrow tile covers fewer hidden pairs.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ import triton.language as tl
 
 @triton.jit
 def unknown_zero(index):
-    """0, because no index is negative, but the compiler cannot prove it.
+    """Return 0. No index is negative, but the compiler cannot prove it.
 
-    The compiler leaves an expression that adds it where it is written. Otherwise it would compute loop invariants
-    before the loop, and keep values from the start of a kernel for its end. Both would occupy registers during the
-    loop.
+    The compiler does not move an expression that adds this 0. Otherwise it would compute loop invariants before the
+    loop, and keep values from the start of a kernel for its end. Both would occupy registers during the loop.
     """
     return index >> 31
 
@@ -52,7 +51,7 @@ def tile_ranges(b_start, b_end, m_i, num_j, CONVEX: tl.constexpr, BLOCK: tl.cons
 
     Returns edge, where the first edge tile begins; num_before, the number of edge tiles before the full ones; full and
     full_end, the range of whole BLOCKs that lie in every interval; num_after, the number of edge tiles after it.
-    Without CONVEX an index may not see all of its interval: then every tile is an edge tile.
+    Without CONVEX, an index may not see all of its interval, so every tile is an edge tile.
     """
     edge = (tl.min(b_start, 0) // EDGE) * EDGE
     end = tl.maximum(tl.max(b_end, 0), edge)
@@ -69,7 +68,7 @@ def tile_ranges(b_start, b_end, m_i, num_j, CONVEX: tl.constexpr, BLOCK: tl.cons
 
 @triton.jit
 def key_block(i, K, S, BN: tl.constexpr):
-    """Batch, key head and first key of program i. The first keys come first: under a causal mask, most queries see
+    """Batch, key head and first key of program i. The first keys come first: with a causal mask, most queries see
     them."""
     num_n = tl.cdiv(S, BN)
     i_bk = i // num_n
@@ -78,7 +77,7 @@ def key_block(i, K, S, BN: tl.constexpr):
 
 @triton.jit
 def query_block(i, H, T, BM: tl.constexpr):
-    """Batch, head and first query of program i. The last queries come first: under a causal mask, they see most
+    """Batch, head and first query of program i. The last queries come first: with a causal mask, they see the most
     keys."""
     num_m = tl.cdiv(T, BM)
     i_bh = i // num_m
@@ -87,7 +86,7 @@ def query_block(i, H, T, BM: tl.constexpr):
 
 @triton.jit
 def edge_tile(i_tile, edge, num_before, full_end, EDGE: tl.constexpr):
-    """Where edge tile number i_tile begins: first those before the full tiles, then those after them."""
+    """Where edge tile number i_tile begins. The tiles before the full ones come first, then those after them."""
     return tl.where(i_tile < num_before, edge + i_tile * EDGE, full_end + (i_tile - num_before) * EDGE)
 
 
@@ -96,7 +95,7 @@ def bit_tile(p_rows, column, WIDTH: tl.constexpr):
     """bool [rows, WIDTH] from packed bits: the words of each row are at p_rows, and the tile's first column is
     `column`.
 
-    A word of a row is loaded once, not once for each of its columns.
+    Each word is loaded once, not once for each of its columns.
     """
     tl.static_assert(WIDTH <= 64)
     o = tl.arange(0, WIDTH)
@@ -112,7 +111,8 @@ def bit_tile(p_rows, column, WIDTH: tl.constexpr):
 def next_line(i, p_order, num_lines, num_long, num_streams, s_batch, s_head, HEADS, GROUP, SPLIT: tl.constexpr):
     """Batch, head, line and part of the line for program i, and the number of its map's first line.
 
-    The long lines of all batches and heads (streams) come first, so that none starts late; then stream by stream.
+    The long lines of all batches and heads (streams) come first, so that none starts late; the rest is ordered by
+    stream.
     """
     i_part = i % SPLIT
     i = i // SPLIT
@@ -170,10 +170,10 @@ def load_tile(
 ):  # fmt: skip
     """Rows row + o_row of a [*, D] matrix as [len(o_row), BD], 0 past D and, with CHECK, past num_rows.
 
-    With RECOMPUTE the offsets inside the tile are computed in each iteration, and hold no registers between two.
+    With RECOMPUTE, the offsets inside the tile are computed in each iteration, and occupy no registers in between.
     """
     o_d = tl.arange(0, BD)
-    # The start of the tile needs 64 bits: a long sequence exceeds 2^31 elements. Offsets inside it fit in 32.
+    # The start of the tile needs 64 bits: a long sequence exceeds 2^31 elements. Offsets inside the tile fit in 32.
     o_inside = o_row + unknown_zero(row) if RECOMPUTE else o_row
     p_tile = p + tl.cast(row, tl.int64) * stride + (o_inside[:, None] * stride + o_d[None, :])
     if CHECK:
@@ -193,7 +193,7 @@ def load_tile(
 def sliced_matmul(
     p_a, row_a, o_a, s_a, num_a, p_b, row_b, o_b, s_b, num_b, D: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """a b^T of rows of two [*, D] matrices, BC columns at a time: for heads too large for registers."""
+    """a b^T for rows of two [*, D] matrices, BC columns at a time, for heads too large for registers."""
     b_s = tl.zeros([o_a.shape[0], o_b.shape[0]], tl.float32)
     for d0 in tl.range(0, D, BC, num_stages=1):
         o_d = d0 + tl.arange(0, BC)
@@ -210,7 +210,7 @@ def store_tile(p, row, o_row, stride, num_rows, b, D: tl.constexpr, BD: tl.const
     """Write (or add) b [len(o_row), BD] to rows row + o_row of a [*, D] matrix, within num_rows and D."""
     if ADD:
         b += load_tile(p, row, o_row, stride, num_rows, D, BD, True, True)
-    if row < num_rows:  # after a branch, so that no address holds a register while the load above is in flight
+    if row < num_rows:  # a branch, so that no address occupies a register while the load above is in flight
         o_d = tl.arange(0, BD)
         p_tile = p + tl.cast(row, tl.int64) * stride + (o_row[:, None] * stride + o_d[None, :])
         m_tile = (row + o_row < num_rows)[:, None] & (o_d < D)[None, :]
@@ -219,7 +219,7 @@ def store_tile(p, row, o_row, stride, num_rows, b, D: tl.constexpr, BD: tl.const
 
 @triton.jit
 def finite(b):
-    """b with 0 for inf and NaN: a key that is masked out must not enter a matmul, not even as 0 * NaN."""
+    """b with 0 for inf and NaN, so that a key that is masked out does not affect a matmul, not even as 0 * NaN."""
     return tl.where(b.to(tl.float32) * 0.0 == 0.0, b, 0.0)
 
 
@@ -235,7 +235,7 @@ def mix(x):
 
 @triton.jit
 def dropout_stream(p_seed, stream):
-    """The two words that the hashes of a stream (a batch and a head) start from: one for rows, one for columns."""
+    """The two start words for the hashes of a stream (a batch and a head): one for rows, one for columns."""
     seed = tl.load(p_seed)
     low = (seed & 0xFFFFFFFF).to(tl.uint32)
     high = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)

@@ -2,8 +2,8 @@
 
 A program computes one part of the keys for all query heads that share them: its rows are pairs (query, head of the
 group), so each tile of keys is loaded once for all of them. It writes a partial output and lse in float32; a second
-kernel combines the parts. Only the keys that the rows see are split. So keys outside a window are never loaded, and if
-only the device knows the number of keys, as inside a CUDA graph, the work is still divided over all programs.
+kernel combines the parts. Only the keys that the rows see are split. So keys outside a window are never loaded. Even if
+only the device knows the number of keys, as inside a CUDA graph, the work is divided over all programs.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from flashspan.kernels.portable.tiles import (
 )
 
 FEW, MAX_ROWS, MAX_QUERIES = 16, 64, 128
-"""These kernels serve calls of up to FEW rows (pairs of a query and a head of the group); of up to MAX_ROWS if there
-are many keys; and of up to MAX_QUERIES queries if there are many keys and forward.py would launch few programs."""
+"""These kernels are used for calls of up to FEW rows (pairs of a query and a head of the group); of up to MAX_ROWS rows
+if there are many keys; of up to MAX_QUERIES queries if there are many keys and forward.py would launch few programs."""
 
 RESIDENT = 2
 """Number of programs of up to MAX_ROWS rows that a multiprocessor runs at once; with heads above 128 and more than FEW
 rows, only one fits."""
 
 MANY_KEYS = 768
-"""They also serve calls whose queries see this many keys on average and whose blocks of rows would occupy at most a
-third of the multiprocessors."""
+"""They are also used for calls whose queries see this many keys on average and whose blocks of rows would occupy at
+most a third of the multiprocessors."""
 
 FAILED: list[str] = []
-"""Why these kernels failed to compile on this machine; if not empty, they are not tried again."""
+"""The reasons why these kernels failed to compile on this machine. If it is not empty, they are not tried again."""
 
 UNIT = 8
 """Strides are passed in units of this many elements if it divides them all. Triton then knows that 16-byte loads are
@@ -73,8 +73,8 @@ def split_kernel(
     NEGATIVE: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Attention of BM rows of a key head over one part of their keys. ONE: there is one query, so all rows see the same
-    keys. EARLY: this kernel may start before the kernel ahead of it has ended, and the next kernel before this one has
-    (programmatic dependent launch); each waits for the kernel ahead before it reads anything."""
+    keys. EARLY: this kernel may start before the previous kernel has ended, and the next kernel before this one has
+    ended (programmatic dependent launch). Each waits for the previous kernel before it reads anything."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -140,7 +140,7 @@ def combine_kernel(
     part, part_lse, out, lse, s_ob, s_oh, s_ot, H, T, num_rows, num_splits,
     D: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr, CARRY: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Output and lse of one row from its parts, BS at a time, and from the carry."""
+    """Compute output and lse of one row from its parts, BS at a time, and from the carry."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -175,7 +175,7 @@ def combine_kernel(
 
 
 def takes(q: Tensor, k: Tensor, mask: Mask, dropout: Dropout | None = None) -> bool:
-    """Whether these kernels are the fastest for a call: few queries, and too many keys for one program."""
+    """Whether these kernels are the fastest for a call: it has few queries, and too many keys for one program."""
     if not isinstance(mask, (Band, Rows)) or dropout is not None or FAILED:
         return False
     (B, H, T, D), (K, S) = q.shape, k.shape[1:3]
@@ -184,7 +184,7 @@ def takes(q: Tensor, k: Tensor, mask: Mask, dropout: Dropout | None = None) -> b
     rows = T * (H // K)
     if T == 1 or rows <= FEW:
         return True
-    if q.dtype == torch.float32 and D > 128:  # needs too many registers
+    if q.dtype == torch.float32 and D > 128:  # these kernels would need too many registers
         return False
     chip = multiprocessors(q.device)
     few_programs = B * H * triton.cdiv(T, 128) < chip
@@ -197,7 +197,7 @@ def takes(q: Tensor, k: Tensor, mask: Mask, dropout: Dropout | None = None) -> b
 def forward(
     q: Tensor, k: Tensor, v: Tensor, problem: Problem, *, carry: Carry | None, out_dtype: torch.dtype
 ) -> Carry | None:
-    """See contract.py. The carry is updated in place. None if a kernel fails to compile; it is not tried again."""
+    """See contract.py. The carry is updated in place. None if a kernel fails to compile; none is tried again."""
     mask, scale, (q, k, v) = problem.mask, problem.scale, (with_near_rows(q), with_near_rows(k), with_near_rows(v))
     num_splits = count_splits(q, k, mask)
     if carry is None:
@@ -229,7 +229,7 @@ def repeat_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, out_dtype:
 
 
 def _room(q: Tensor, out_dtype: torch.dtype, num_splits: int) -> list[Tensor]:
-    """Uninitialised out, lse and the parts of both; with one part, it is out and lse themselves."""
+    """Uninitialised out, lse and the parts of both. A single part is out and lse themselves."""
     out, lse = empty_outputs(q, out_dtype)
     return [out, lse, *((out, lse) if num_splits == 1 else _parts(q, num_splits))]
 
@@ -251,7 +251,7 @@ def _launches(
     num_splits: int,
     matmuls: str,
 ) -> list[Launch]:
-    """The launches of forward. matmuls: their `precision`, which a cached launch depends on."""
+    """The launches of forward. matmuls: the `precision` of matmuls, on which a cached launch depends."""
     q, k, v, *tables, out, lse, part, part_lse = tensors
     mask, carry = unpack(kind, numbers, tables), carry_steps is not None
     launches = [split_launch(q, k, v, part, part_lse, mask, scale)]
@@ -308,7 +308,7 @@ def combine_launch(part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor, car
 def few_tile(rows: int, head_dim: int, itemsize: int, device: torch.device) -> Tile:
     """The tile sizes for a number of rows of a key head."""
     wide = block_dim(head_dim)
-    # K and V of a tile are 32 KiB together: three programs with one tile each in flight have 96 KiB in flight.
+    # K and V of a tile are 32 KiB together, so three programs with one tile each have 96 KiB in flight.
     block_k = max(32, min(128, 16384 // (wide * itemsize)))
     num_stages = 2 if is_small(device) or (itemsize == 4 and wide == 256) else 3
     if rows <= FEW:
@@ -319,7 +319,7 @@ def few_tile(rows: int, head_dim: int, itemsize: int, device: torch.device) -> T
 
 
 def count_splits(q: Tensor, k: Tensor, mask: Mask) -> int:
-    """The number of parts that the keys are split into to fill the GPU; shapes alone decide it."""
+    """The number of parts into which the keys are split to fill the GPU. It depends only on shapes."""
     (B, H, T, D), (K, S) = q.shape, k.shape[1:3]
     rows = T * (H // K)
     size = few_tile(rows, D, q.element_size(), q.device)
@@ -327,11 +327,11 @@ def count_splits(q: Tensor, k: Tensor, mask: Mask) -> int:
     if isinstance(mask, Band):
         lo, hi = mask.bounds(T, S)
         S = max(1, min(S, hi - lo + T))
-    elif B > 1:  # lengths differ: with more parts than run at once, short sequences make room for long ones
+    elif B > 1:  # lengths may differ: with more parts than run at once, short sequences leave room for long ones
         rounds = 4
     streams = B * K * triton.cdiv(rows, size.block_q)
     tiles, chip = triton.cdiv(S, size.block_k), multiprocessors(q.device)
-    if rows > MAX_ROWS:  # a multiprocessor runs one program at once, and a second round costs more than it gains
+    if rows > MAX_ROWS:  # a multiprocessor runs one program at a time, and a second round costs more than it gains
         return max(1, min(tiles // 2, chip // streams))
     resident = 1 if rows > FEW and block_dim(D) > 128 else RESIDENT
     return fill(streams, tiles, rounds * resident * chip)
@@ -341,7 +341,7 @@ def count_splits(q: Tensor, k: Tensor, mask: Mask) -> int:
 def fill(num_streams: int, num_tiles: int, slots: int) -> int:
     """The least number of parts that keeps a GPU within 95% of the best utilisation that any number of parts reaches.
 
-    The GPU runs `slots` programs at once: in the last round, most slots may be empty.
+    The GPU runs `slots` programs at once, and in the last round most slots may be empty.
     """
     most = max(1, min(num_tiles // 2, 4 * slots // num_streams))
     busy = []

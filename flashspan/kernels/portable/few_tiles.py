@@ -1,9 +1,9 @@
 """Attention of few tiles: each pass is one launch, without temporary tensors.
 
-A short call takes as long as its launches, on the GPU and on the host. Forward is the kernel of forward.py with tiles
+A short call takes as long as its launches, on the GPU and on the host. Forward uses the kernel of forward.py with tiles
 for few queries. Backward is one kernel with two kinds of programs: some compute dk and dv of a block of keys, the
 others dq of a block of queries. Both compute delta themselves, from out and dout. No two programs write one tile, so
-gradients repeat bit for bit.
+gradients are bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from flashspan.kernels.portable.tiles import Tile, block_dim, multiprocessors
 
 @triton.jit
 def probabilities(b_q, b_k, b_lse, b_start, b_end, o_k, scale):
-    """P of a tile of queries and keys, and which pairs are seen."""
+    """Return P of a tile of queries and keys, and which pairs are visible."""
     m_s = (o_k[None, :] >= b_start[:, None]) & (o_k[None, :] < b_end[:, None])
     b_s = tl.dot(b_q, tl.trans(b_k))
     return tl.where(m_s, tl.exp2(b_s * scale - b_lse[:, None]), 0.0), m_s
@@ -38,7 +38,7 @@ def probabilities(b_q, b_k, b_lse, b_start, b_end, o_k, scale):
 
 @triton.jit
 def score_gradients(b_p, m_s, b_do, b_out, b_v):
-    """dS of a tile, without the factor of the scale. delta is the sum of dout * out of each row."""
+    """dS of a tile, without the factor `scale`. delta is the sum of dout * out over a row."""
     b_delta = tl.sum(b_do.to(tl.float32) * b_out.to(tl.float32), 1)
     return tl.where(m_s, b_p * (tl.dot(b_do, tl.trans(b_v)) - b_delta[:, None]), 0.0)
 
@@ -51,8 +51,8 @@ def gradients_kernel(
     s_rows, lo, hi, H, K, T, S, scale, sm_scale, num_key_programs,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one block of keys in the first `num_key_programs` programs, dq of one block of queries in the
-    others."""
+    """The first `num_key_programs` programs compute dk and dv of a block of keys, the others dq of a block of
+    queries."""
     group = H // K
     o_r, o_n = tl.arange(0, BM), tl.arange(0, BN)
     if tl.program_id(0) < num_key_programs:
@@ -65,7 +65,7 @@ def gradients_kernel(
         b_dk = tl.zeros([BN, BD], tl.float32)
         b_dv = tl.zeros([BN, BD], tl.float32)
         begin, stop = 0, T
-        if not TABLE:  # queries that see a key of this block: i + lo <= j <= i + hi
+        if not TABLE:  # only queries that see a key of this block: i + lo <= j <= i + hi
             begin = tl.maximum(n0 - hi, 0) // BM * BM
             stop = tl.minimum(tl.minimum(n0 + BN, S) - lo, T)
         num_tiles = tl.cdiv(tl.maximum(stop - begin, 0), BM)
@@ -108,30 +108,29 @@ def gradients_kernel(
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest calls that these kernels serve, in tiles of 64 queries and 64 keys, as measured
-    (docs/log/few-tiles.md)."""
+    """The largest calls that use these kernels, in tiles of 64 queries and 64 keys (docs/log/few-tiles.md)."""
 
     total: int
     per_program: int
 
 
 FORWARD = {64: Limits(4400, 40), 128: Limits(1900, 32)}
-"""By padded head size: forward, if all programs run at once, two on a multiprocessor."""
+"""By padded head size: the limits of forward if all programs run at once, two on a multiprocessor."""
 FORWARD_ANY = {64: 1100, 128: 600}
-"""Forward, however many programs there are: tiles in total."""
+"""The limit of forward for any number of programs: tiles in total."""
 BACKWARD = {64: Limits(1300, 20), 128: Limits(256, 8)}
-"""Backward, where a program for keys has the tiles of all query heads that share them."""
+"""The limits of backward. A program for keys has the tiles of all query heads that share the keys."""
 
 
 def forward_tile(q: Tensor, k: Tensor, mask: Mask) -> Tile | None:
-    """The tile sizes if forward of such a call is faster here than by kernels for many tiles, else None."""
+    """The tile sizes if forward of such a call is faster here than with the kernels for many tiles, else None."""
     if not _serves(q, k, mask):
         return None
     return _forward_tile(*q.shape, k.shape[2], _seen(q, k, mask), multiprocessors(q.device))
 
 
 def backward_tile(q: Tensor, k: Tensor, mask: Mask) -> Tile | None:
-    """The same for backward."""
+    """The tile sizes if backward of such a call is faster here than with the kernels for many tiles, else None."""
     if not _serves(q, k, mask):
         return None
     return _backward_tile(*q.shape, k.shape[1], k.shape[2], _seen(q, k, mask))
@@ -161,7 +160,7 @@ def _forward_tile(B: int, H: int, T: int, D: int, S: int, seen: int, chip: int) 
         return Tile(32, 32, 32, 4, 3) if S <= 32 else Tile(32, 64, 64, 4, 3)
     if wide > 64 or S > 128:
         return Tile(64, 64, 64, 4, 3)
-    # If not all programs run at once, fewer and larger ones are faster.
+    # If not all programs run at once, fewer and larger programs are faster.
     return Tile(128 if 64 < T <= 128 and programs > 2 * chip else 64, 32, 32, 4, 3)
 
 

@@ -1,8 +1,8 @@
-"""The forward kernel for any GPU that Triton serves, and its launcher.
+"""The forward kernel for any GPU that Triton supports, and its launcher.
 
 One program per block of queries of one head. It keeps the running maximum m, the sum l and the unnormalised output of
 its rows on chip (FlashAttention-2, Algorithm 1), all in float32, and starts them from the carry if there is one. A
-second kernel, of few programs, computes only the blocks that another kernel has flagged.
+second kernel, with few programs, computes only the blocks that another kernel has flagged.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from flashspan.kernels.portable.steps import (
 from flashspan.kernels.portable.tiles import Tile, tile
 
 FREE = ["T", "S", "lo", "hi", "stream", "batch_stride", "threshold"]
-"""Arguments whose values do not specialise a kernel: no value is compiled for."""
+"""Arguments whose values do not specialise a kernel: no value gets a compiled kernel of its own."""
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def forward_block(
     TABLE: tl.constexpr, CARRY: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr,
     NEGATIVE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Output and lse of queries m0 to m0 + BM of one head."""
+    """Compute output and lse of queries m0 to m0 + BM of one head."""
     i_k = i_h // (H // K)
     q += i_b * s_qb + i_h * s_qh
     k += i_b * s_kb + i_k * s_kh
@@ -114,9 +114,9 @@ def repair_kernel(
     TABLE: tl.constexpr, CARRY: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr,
     NEGATIVE: tl.constexpr, PRECISION: tl.constexpr, STRETCH: tl.constexpr,
 ):  # fmt: skip
-    """The blocks of queries whose flags are not 0: see steps.repair."""
+    """Compute the blocks of queries whose flags are not 0: see steps.repair."""
     end_flag = flagged_end(flags, num_flags, STRETCH)
-    # Loop invariants stay in the loop: it hardly ever runs, and there are no registers for them.
+    # Keep loop invariants in the loop: it hardly ever runs, and there are no registers for them.
     for i in tl.range(tl.program_id(0), end_flag, tl.num_programs(0), disable_licm=True):
         if tl.load(flags + i) != 0:
             i_b, i_h, m0 = flag_block(i, H, T, BM)
@@ -171,8 +171,8 @@ def forward_launch(
 ) -> Launch:
     """The launch of forward.
 
-    only [B, H, ceil(T / 64)] int32: compute just the blocks of 64 rows where it is not 0. size: tiles other than those
-    for many queries.
+    only: int32 [B, H, ceil(T / 64)]; compute only the blocks of 64 rows for which it is not 0. size: the tile sizes, by
+    default those for many queries.
     """
     (B, H, T, D), (K, S), blocks = q.shape, k.shape[1:3], isinstance(mask, Blocks)
     loop = key_loop(mask, q, k, size or tile("out", q, bits=blocks))

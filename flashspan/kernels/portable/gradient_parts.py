@@ -2,8 +2,8 @@
 
 A program computes dK and dV of a block of keys and loops over all queries, of all heads that share the keys. With few
 key heads, or few keys, there are fewer such tiles than multiprocessors, or most multiprocessors wait for the last
-ones. A key head then becomes `parts` heads with the same K and V. Each of them serves an equal part of its query heads
-or, where each query head has its own keys, an equal part of the queries. Their dK and dV are float32,
+tiles. A key head is then split into `parts` heads with the same K and V. Each of them has an equal part of the query
+heads or, if each query head has its own keys, an equal part of the queries. Their dK and dV are float32,
 [B, K * parts, S, D], and one kernel adds them in a fixed order, so deterministic gradients stay deterministic.
 """
 
@@ -21,26 +21,25 @@ from flashspan.kernels.portable.common import load_tile, store_tile
 from flashspan.kernels.portable.tiles import block_dim
 
 ROUNDS = 1.9
-"""The least number of tiles for each multiprocessor: about two. Under a causal mask the longest tile takes twice the
-mean time, so with fewer than two rounds most multiprocessors would wait for it."""
+"""The least number of tiles per multiprocessor: about two. Under a causal mask the longest tile takes twice the mean
+time, so with fewer than two rounds most multiprocessors would wait for it."""
 
 MIN_BLOCKS = 4
-"""The least number of blocks of queries in a part: fewer take less time than writing and adding the part's dK and
-dV."""
+"""The least number of blocks of queries in a part: fewer would take less time than writing and adding its dK and dV."""
 
 
 MOST_PARTS = 8
 """The most parts of queries."""
 
 TILE_STEPS, SUM_STEPS, PART_STEPS = 3.0, 2.0, 0.03
-"""Costs in steps, each of which processes a block of queries in about 2 us: to begin and end a tile, to launch the
-kernel that adds parts, and to write and read one part of a tile."""
+"""Costs, in steps of about 2 us (a block of queries): to begin and end a tile, to launch the kernel that adds parts,
+and to write and read one part of a tile."""
 
 
 @lru_cache(4096)
 def count_parts(group: int, num_tiles: int, num_blocks: int, multiprocessors: int) -> int:
-    """How many parts a group of query heads is divided into: the smallest divisor of the group that gives enough tiles,
-    or the largest one allowed if none does. A head has `num_blocks` blocks of queries."""
+    """The number of parts for a group of query heads: the smallest divisor of the group that gives enough tiles, or the
+    largest one allowed if none does. A head has `num_blocks` blocks of queries."""
     found = 1
     for parts in range(1, group + 1):
         if num_tiles * found >= ROUNDS * multiprocessors:
@@ -52,9 +51,8 @@ def count_parts(group: int, num_tiles: int, num_blocks: int, multiprocessors: in
 
 @lru_cache(4096)
 def count_equal_parts(group: int, num_tiles: int, num_blocks: int, multiprocessors: int) -> int:
-    """The same for tiles that take equally long, as without a mask: the number of parts that is expected to take the
-    least time. Multiprocessors without a tile in the last round are idle. With a group of one head, parts are of its
-    queries."""
+    """The number of parts that is expected to take the least time if all tiles take equally long, as without a mask.
+    Multiprocessors without a tile in the last round are idle. With a group of one head, its queries are divided."""
 
     def steps(parts: int) -> float:
         rounds = -(-num_tiles * parts // multiprocessors)
@@ -80,7 +78,7 @@ def add_parts_kernel(
     dk_parts, dv_parts, dk, dv, s_dkb, s_dkh, s_dks, s_dvb, s_dvh, s_dvs, K, S, num_parts,
     D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one block of keys."""
+    """Add the parts of dk and dv of one block of keys."""
     num_blocks = tl.cdiv(S, BN)
     i_bk = (tl.program_id(0) // num_blocks).to(tl.int64)
     i_b, i_k = i_bk // K, i_bk % K

@@ -1,4 +1,4 @@
-"""The most probable token of each row of logits, and whether the row is finite: one kernel in place of a dozen."""
+"""The most probable token of each row of logits, and whether the row is finite, in one kernel instead of a dozen."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from flashspan.kernels.launch.launch import Launch, on
 
 LANES, EACH, WARPS = 1024, 16, 32
-"""A program reads LANES x EACH logits at a time. A row has one program: for 128,256 logits it reads 256 KB."""
+"""A program reads LANES x EACH logits at a time. A row has one program, which reads 256 KB for 128,256 logits."""
 
 
 @triton.jit(do_not_specialize=["num_ends"])
@@ -18,8 +18,8 @@ def likeliest_kernel(
     logits, chosen, said, spoiled, ends, num_ends,
     V: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """The token of each row. `said`: the row has ended. An infinity or NaN counts as 0 and marks a row that has not
-    ended as `spoiled`."""
+    """Choose the token of each row. `said`: the row has ended. An infinity or NaN counts as 0; if the row has not
+    ended, it is marked as `spoiled`."""
     row = tl.program_id(0).to(tl.int64)
     o = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
     b_best = tl.full([LANES], float("-inf"), tl.float32)
@@ -32,7 +32,7 @@ def likeliest_kernel(
             m_finite = b * 0.0 == 0.0
             b_bad += tl.sum(tl.where(m_finite, 0, 1), 1)
             b = tl.where(o_v < V, tl.where(m_finite, b, 0.0), float("-inf"))
-            b_top, i_top = tl.max(b, 1, return_indices=True)  # the first of equals
+            b_top, i_top = tl.max(b, 1, return_indices=True)  # the first of equal ones
             b_where = tl.where(b_top > b_best, v0 + i * LANES * EACH + tl.arange(0, LANES) * EACH + i_top, b_where)
             b_best = tl.maximum(b_best, b_top)
     token = tl.min(tl.where(b_best == tl.max(b_best, 0), b_where, V), 0)
@@ -46,8 +46,8 @@ def likeliest_kernel(
 
 
 def likeliest(logits: Tensor, said: Tensor, spoiled: Tensor, ends: Tensor) -> Tensor:
-    """Tokens [B] of logits [B, V]. Two bool tensors [B] are updated in place: `spoiled` becomes True for rows that have
-    not ended and have a logit that is not finite; then `said`, for rows whose token is one of `ends`."""
+    """Return tokens [B] for logits [B, V]. Two bool tensors [B] are updated in place: `spoiled` becomes True for rows
+    that have not ended and have a non-finite logit; then `said` becomes True for rows whose token is one of `ends`."""
     B, V = logits.shape
     chosen = torch.empty(B, dtype=torch.int64, device=logits.device)
     lanes = min(LANES, triton.next_power_of_2(triton.cdiv(V, EACH)))

@@ -15,7 +15,7 @@ from flashspan.kernels.portable.tiles import Tile
 
 
 class Loop(NamedTuple):
-    """How the programs of a pass loop over the tiles of a mask."""
+    """The arguments by which the programs of a pass loop over the tiles of a mask."""
 
     size: Tile
     num_blocks: int  # programs for each batch and head
@@ -25,7 +25,7 @@ class Loop(NamedTuple):
 
 
 def key_loop(mask: Mask, q: Tensor, k: Tensor, size: Tile) -> Loop:
-    """A program for each block of queries, as in forward and for dq, loops over keys."""
+    """The loop of forward and of dq: a program for each block of queries loops over keys."""
     T, S = q.shape[2], k.shape[2]
     if isinstance(mask, Blocks):
         mask, size = mask.to(q.device), size.within(mask.block)
@@ -35,7 +35,7 @@ def key_loop(mask: Mask, q: Tensor, k: Tensor, size: Tile) -> Loop:
 
 
 def query_loop(mask: Mask, q: Tensor, k: Tensor, size: Tile) -> Loop:
-    """A program for each block of keys, as for dk and dv, loops over queries."""
+    """The loop of dk and dv: a program for each block of keys loops over queries."""
     T, S = q.shape[2], k.shape[2]
     if isinstance(mask, Blocks):
         mask, size = mask.to(q.device), size.within(mask.block)

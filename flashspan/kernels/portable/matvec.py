@@ -1,18 +1,17 @@
-"""Matmuls of a few rows: the layers of one decode step, each bound by one pass over its weights.
+"""Matmuls of a few rows: the layers of a decode step. The time of each is that of reading its weights once.
 
-A program computes a few output columns for all rows. Its loop over K takes BS slices of BK columns at a time, which
-Triton loads ahead (`num_stages`), and multiplies the slices as a batch: each warp has its own slice and its own sum.
-The sums are added once, in a fixed order, at the end. Sums are float32, and each result is rounded once.
+A program computes a few output columns for all rows. Its loop over K processes BS slices of BK columns at a time, which
+Triton loads ahead (`num_stages`). It multiplies the slices as a batch: each warp has its own slice and sum. The sums
+are added once, in a fixed order, at the end. Sums are float32, and each result is rounded once.
 
 Note [A norm without a pass of its own]
-The kernel that makes a row x of the residual also writes `scaled`, x times the weight of the next RMSNorm, and for each
-program the sum of squares of its columns. The matmul that follows multiplies `scaled` as it is, and divides the row of
-results by the root of the mean square. `gain` is a power of two that keeps x times the weight within float16.
+The kernel that computes a row x of the residual also writes `scaled`, x times the weight of the next RMSNorm, and each
+program writes the sum of squares of its columns. The next matmul multiplies `scaled` unchanged, and divides its row of
+results by the root mean square. `gain` is a power of two that keeps x times the weight in the range of float16.
 
-Note [An early start]
-With EARLY, on Hopper and later, a kernel may start before the kernel ahead of it has ended (programmatic dependent
-launch). It prefetches its first weights, which no kernel writes, into the L2 cache. It reads everything else after
-`gdc_wait`, which waits until the kernel ahead has ended and its writes are visible.
+Note [An early start] With EARLY, on Hopper and later, a kernel may start before the previous kernel has ended
+(programmatic dependent launch). It prefetches its first weights, which no kernel writes, into the L2 cache. It reads
+everything else after `gdc_wait`, which waits until the previous kernel has ended and its writes are visible.
 """
 
 from __future__ import annotations
@@ -61,8 +60,8 @@ def product(
 
 @triton.jit
 def await_inputs(p_rows, K: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr):
-    """Call it before anything but weights is read: see Note [An early start]. It prefetches AHEAD columns of the
-    weights."""
+    """Prefetch AHEAD columns of the weights, then wait for the inputs. Call it before anything else is read: see Note
+    [An early start]."""
     if EARLY:
         LINE: tl.constexpr = 128 // (p_rows.dtype.element_ty.primitive_bitwidth // 8)
         o_k = tl.minimum(tl.arange(0, AHEAD // LINE) * LINE, K - 1)
@@ -76,7 +75,7 @@ def await_inputs(p_rows, K: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constex
 
 @triton.jit
 def load_squares(squares, P: tl.constexpr, BP: tl.constexpr, BM: tl.constexpr, ROWS: tl.constexpr):
-    """The programs' sums of squares, [BP, BM]. Load them before a matmul: they arrive while it runs."""
+    """Load the programs' sums of squares, [BP, BM]. Call it before a matmul, so that they arrive while it runs."""
     o_p, o_m = tl.arange(0, BP), tl.arange(0, BM)
     return tl.load(squares + o_p[:, None] * ROWS + o_m[None, :], mask=(o_p < P)[:, None], other=0.0)
 
@@ -93,7 +92,7 @@ def begin_kernel(
     E: tl.constexpr, P: tl.constexpr, PAIRS: tl.constexpr, BE: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """A row's embedding, rotation and number of keys."""
+    """Compute a row's embedding, rotation and number of keys."""
     i = tl.program_id(0)
     position = tl.load(positions + i)
     tl.store(end + i, (position + 1).to(tl.int32))
@@ -122,11 +121,12 @@ def project_kernel(
     ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, BK: tl.constexpr,
     AHEAD: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """BN / 2 rotated pairs of a query, key or value head. Keys and values go to their positions in the cache."""
+    """Compute BN / 2 pairs of columns of a query, key or value head, and rotate them (not values). Keys and values are
+    written to their positions in the cache."""
     HALF: tl.constexpr = D // 2
     num_parts = tl.cdiv(HALF, BN // 2)
     i_h, i_c = tl.program_id(0) // num_parts, tl.program_id(0) % num_parts
-    # The two columns of a pair lie side by side.
+    # The two columns of a pair are neighbours.
     o = tl.arange(0, BN)
     o_d = tl.minimum(i_c * (BN // 2) + o // 2, HALF - 1) + o % 2 * HALF
     if i_h < H:
@@ -166,8 +166,7 @@ def add_kernel(
     E: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr,
     BK: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """BN columns of x + a W^T, which overwrite x; their part of `scaled`, and their sum of squares, for the next
-    norm."""
+    """Compute BN columns of x + a W^T, which overwrite x, and for the next norm their `scaled` and sum of squares."""
     i = tl.program_id(0)
     o_m, o_n = tl.arange(0, BM), i * BN + tl.arange(0, BN)
     p_rows = weight + tl.minimum(o_n, E - 1).to(tl.int64) * K
@@ -190,9 +189,9 @@ def gated_kernel(
     BN: tl.constexpr, BS: tl.constexpr, BK: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """BN / 2 columns of silu(gate) * up."""
+    """Compute BN / 2 columns of silu(gate) * up."""
     n0 = tl.program_id(0) * (BN // 2)
-    # A column's gate and up lie side by side.
+    # A column's gate and up are neighbours.
     o = tl.arange(0, BN)
     o_w = tl.minimum(n0 + o // 2, F - 1).to(tl.int64) * E
     p_rows = tl.where(o % 2 == 0, gate + o_w, up + o_w)
@@ -214,7 +213,7 @@ def head_kernel(
     BN: tl.constexpr, BS: tl.constexpr, BK: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """BN columns of the logits."""
+    """Compute BN columns of the logits."""
     o_m, o_n = tl.arange(0, BM), tl.program_id(0) * BN + tl.arange(0, BN)
     p_rows = weight + tl.minimum(o_n, V - 1).to(tl.int64) * E
     await_inputs(p_rows, E, AHEAD, EARLY)
@@ -227,7 +226,7 @@ def head_kernel(
 
 @dataclass(frozen=True)
 class Tile:
-    """Output columns of a program, and the slices of its loop over K: `slices` of `depth` columns at a time."""
+    """The output columns of a program, and the slices of its loop over K: `slices` of `depth` columns at a time."""
 
     columns: int
     slices: int
@@ -268,7 +267,7 @@ ONE_ROW = {"gated": Tile(64, 4, 64, 4, 4, rows=1), "head": Tile(64, 4, 64, 4, 4,
 
 
 def tile(kind: str, num_columns: int, K: int, weight: Tensor, num_rows: int = MAX_ROWS) -> Tile:
-    """The tile of a kind of kernel, for `num_columns` outputs from rows of K."""
+    """The tile for a kind of kernel with `num_columns` outputs from rows of length K."""
     size = ONE_ROW[kind] if num_rows == 1 and kind in ONE_ROW else TABLE[kind]
     if weight.element_size() == 4:
         size = replace(size, depth=size.depth // 2)
@@ -284,7 +283,7 @@ def tile(kind: str, num_columns: int, K: int, weight: Tensor, num_rows: int = MA
 
 
 def new_squares(weight: Tensor) -> Tensor:
-    """Room for the sums of squares that `add_launch` writes with a weight [E, K], whatever K is."""
+    """An uninitialised tensor for the sums of squares that `add_launch` writes with a weight [E, K], for any K."""
     E, K = weight.shape
     parts = triton.cdiv(E, tile("add", E, K, weight).columns)
     return torch.zeros(parts, MAX_ROWS, dtype=torch.float32, device=weight.device)
@@ -294,7 +293,8 @@ def begin_launch(
     tokens: Tensor, embed: Tensor, norm: Tensor, positions: Tensor, frequencies: Tensor, x: Tensor, scaled: Tensor,
     squares: Tensor, cos: Tensor, sin: Tensor, end: Tensor, gain: float,
 ) -> Launch:  # fmt: skip
-    """Tokens [B] at `positions` [B] to x and scaled [B, E], cos and sin [B, D / 2], and `end`, positions + 1."""
+    """The launch that computes x and scaled [B, E], cos and sin [B, D / 2] and `end` (positions + 1), from tokens [B]
+    at `positions` [B]."""
     E, pairs, parts = x.shape[1], len(frequencies), len(squares)
     tensors = (tokens, embed, norm, positions, frequencies, x, scaled, squares, cos, sin, end)
     constants = {
@@ -308,7 +308,7 @@ def project_launch(
     scaled: Tensor, squares: Tensor, weights: Sequence[Tensor], cos: Tensor, sin: Tensor, positions: Tensor, q: Tensor,
     room: Tensor, eps: float, gain: float, size: Tile | None = None,
 ) -> Launch:  # fmt: skip
-    """Weights of queries, keys and values to q [B, H, D], and keys and values into room [2, B, K, capacity, D]."""
+    """The launch that computes q [B, H, D], and writes keys and values to room [2, B, K, capacity, D]."""
     (B, E), (H, D), (G, capacity) = scaled.shape, q.shape[1:], room.shape[2:4]
     size = size or tile("project", (H + 2 * G) * D, E, weights[0], B)
     constants = {"E": E, "H": H, "G": G, "D": D, **_parts(squares), **size.constants(scaled.device)}
@@ -320,7 +320,8 @@ def add_launch(
     a: Tensor, weight: Tensor, x: Tensor, norm: Tensor, scaled: Tensor, squares: Tensor, gain: float,
     size: Tile | None = None,
 ) -> Launch:  # fmt: skip
-    """x += a W^T, for a [B, K]; and `scaled` and `squares` for the norm with the weight `norm`."""
+    """The launch of x += a W^T, for a [B, K]. It also writes `scaled` and `squares` for the next norm, of weight
+    `norm`."""
     E, K = weight.shape
     size = size or tile("add", E, K, weight, len(x))
     constants = {"E": E, "K": K, **size.constants(x.device)}
@@ -332,7 +333,7 @@ def gated_launch(
     scaled: Tensor, squares: Tensor, gate: Tensor, up: Tensor, out: Tensor, eps: float, gain: float,
     size: Tile | None = None,
 ) -> Launch:  # fmt: skip
-    """silu(gate) * up to out [B, F]."""
+    """The launch that writes silu(gate) * up to out [B, F]."""
     F, E = gate.shape
     size = size or tile("gated", 2 * F, E, gate, len(out))
     constants = {"E": E, "F": F, **_parts(squares), **size.constants(out.device)}
@@ -343,7 +344,7 @@ def gated_launch(
 def head_launch(
     scaled: Tensor, squares: Tensor, weight: Tensor, logits: Tensor, eps: float, gain: float, size: Tile | None = None
 ) -> Launch:
-    """Logits [B, V]."""
+    """The launch that computes logits [B, V]."""
     V, E = weight.shape
     size = size or tile("head", V, E, weight, len(logits))
     constants = {"E": E, "V": V, **_parts(squares), **size.constants(logits.device)}

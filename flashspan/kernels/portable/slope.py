@@ -1,8 +1,8 @@
-"""Cross entropies of rows of logits, and their gradients, which overwrite the logits: one kernel in place of a dozen.
+"""Cross entropies of rows of logits, and gradients that overwrite the logits, in one kernel instead of a dozen.
 
 A program reads its row twice: for the sum of the exponentials, then for the gradients. The second read should hit the
-cache. So a program has many warps, few rows are processed at the same time, and what has been read twice is evicted
-first.
+cache. So a program has many warps, few rows are processed at the same time, and logits that have been read twice are
+evicted first.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ def slope_kernel(logits, targets, losses, ignored, V, LANES: tl.constexpr, EACH:
     target = tl.load(targets + row)
     valid = (target != ignored).to(tl.float32)
     o = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
-    # Each lane keeps a maximum and a sum of its own until the end: the loop has no synchronisation.
+    # Each lane keeps its own maximum and sum until the end, so the loop has no synchronisation.
     m = tl.full([LANES], float("-inf"), tl.float32)
     total = tl.zeros([LANES], tl.float32)
     for v0 in range(0, V, LANES * EACH):
         b = tl.load(p_row + v0 + o, mask=v0 + o < V, other=float("-inf")).to(tl.float32)
         top = tl.maximum(m, tl.max(b, 1))
-        safe = tl.where(top == float("-inf"), 0.0, top)  # a lane that has seen nothing but -inf
+        safe = tl.where(top == float("-inf"), 0.0, top)  # for a lane that has read nothing but -inf
         total = total * tl.exp(m - safe) + tl.sum(tl.exp(b - safe[:, None]), 1)
         m = top
     most = tl.max(m, 0)
     lse = most + tl.log(tl.sum(total * tl.exp(m - most), 0))
-    # An ignored row has no target: any logit will do, because it is multiplied by 0.
+    # An ignored row has no target. Load any logit, because it is multiplied by 0.
     at_target = tl.load(p_row + tl.where(target == ignored, 0, target)).to(tl.float32)
     tl.store(losses + row, (lse - at_target) * valid)
-    tl.debug_barrier()  # the target's logit is read before it is overwritten
+    tl.debug_barrier()  # the target's logit must be read before it is overwritten
     for v0 in range(0, V, LANES * EACH):
         b = tl.load(p_row + v0 + o, mask=v0 + o < V, other=0.0, eviction_policy="evict_first").to(tl.float32)
         slope = (tl.exp(b - lse) - (v0 + o == target).to(tl.float32)) * valid

@@ -1,9 +1,9 @@
 """The kernels for lists of blocks (`Blocks`); forward.py and backward.py launch them.
 
-A program computes one line, a block of queries: it loops over the full blocks of its list without a mask, then over the
+A program computes one line, a block of queries. It loops over the full blocks of its list without a mask, then over the
 partial ones, whose bits are the mask, in narrower tiles. The passes over keys use the transposed lists and bits. The
-longest lines come first. Where a line has more rows than a kernel's tile, several programs share it. No two programs
-write one tile, so gradients repeat bit for bit.
+longest lines come first. If a line has more rows than a kernel's tile, several programs share it. No two programs write
+one tile, so gradients are bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from flashspan.kernels.portable.steps import (
 )
 
 FREE = ["T", "S", "num_lines", "num_long", "s_mb", "s_mh", "stream", "batch_stride", "threshold"]
-"""Arguments whose values do not specialise a kernel: no value is compiled for."""
+"""Arguments whose values do not specialise a kernel: no value gets a compiled kernel of its own."""
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def sparse_forward_block(
     LINE: tl.constexpr, OTHER: tl.constexpr, CARRY: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr,
     NEGATIVE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Output and lse of the queries of one part of a line."""
+    """Compute output and lse of the queries of one part of a line."""
     m0 = i_line * LINE + i_part * BM
     i_k = i_h // (H // K)
     q += i_b * s_qb + i_h * s_qh
@@ -117,9 +117,9 @@ def sparse_repair_kernel(
     LINE: tl.constexpr, OTHER: tl.constexpr, CARRY: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr,
     NEGATIVE: tl.constexpr, PRECISION: tl.constexpr, STRETCH: tl.constexpr,
 ):  # fmt: skip
-    """The blocks of queries whose flags are not 0: see steps.repair."""
+    """Compute the blocks of queries whose flags are not 0: see steps.repair."""
     end_flag = flagged_end(flags, num_flags, STRETCH)
-    # Loop invariants stay in the loop: it hardly ever runs, and there are no registers for them.
+    # Keep loop invariants in the loop: it hardly ever runs, and there are no registers for them.
     for i in tl.range(tl.program_id(0), end_flag, tl.num_programs(0), disable_licm=True):
         if tl.load(flags + i) != 0:
             i_b, i_h, m0 = flag_block(i, H, T, BM)
@@ -142,7 +142,7 @@ def sparse_keys_kernel(
     LINE: tl.constexpr, OTHER: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr,
     ADD: tl.constexpr, ES: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv or both of one block of keys, summed over the query heads that share it."""
+    """Compute dk, dv or both for one block of keys, summed over the query heads that share it."""
     i_b, i_k, i_line, i_part, _ = next_line(
         tl.program_id(0), order, num_lines, num_long, B * K, s_mb, s_mh, K, GROUP, LINE // BN
     )
@@ -204,7 +204,7 @@ def sparse_queries_kernel(
     EC: tl.constexpr, LINE: tl.constexpr, OTHER: tl.constexpr, ADD: tl.constexpr, DROPOUT: tl.constexpr,
     POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq of one block of queries."""
+    """Compute dq of one block of queries."""
     i_b, i_h, i_line, i_part, line0 = next_line(
         tl.program_id(0), order, num_lines, num_long, B * H, s_mb, s_mh, H, 1, LINE // BM
     )
@@ -248,6 +248,6 @@ def sparse_queries_kernel(
 
 
 def maps(mask: Blocks, lists: Lists) -> tuple[int, int, int, int]:
-    """(stride in maps from sequence to sequence, from head to head, number of lines, number of long lines)."""
+    """Return (stride in maps of the batch, of the heads, number of lines, number of long lines)."""
     batch, head = mask.num_heads if mask.num_batch > 1 else 0, 1 if mask.num_heads > 1 else 0
     return batch, head, lists.spans.shape[2], lists.num_long

@@ -1,4 +1,4 @@
-"""What a kernel does with one tile: add it to the online softmax of forward, or to a gradient.
+"""The steps of a kernel for one tile: add it to the online softmax of forward, or to a gradient.
 
 The kernels over intervals (forward.py, backward.py) and those over lists of tiles (sparse.py) share these functions.
 """
@@ -26,7 +26,7 @@ from flashspan.kernels.portable.common import (
 
 @triton.jit
 def forward_begin(out, lse, m0, o_r, s_ot, T, D: tl.constexpr, BD: tl.constexpr, CARRY: tl.constexpr):
-    """The running output, maximum and sum of rows m0 + o_r: those of the carry, or those of no keys."""
+    """The initial output, maximum and sum of rows m0 + o_r: from the carry, or for no keys."""
     if CARRY:
         b_acc = load_tile(out, m0, o_r, s_ot, T, D, BD, True)
         b_lse = tl.load(lse + m0 + o_r, mask=m0 + o_r < T, other=float("-inf"))
@@ -49,7 +49,7 @@ def forward_end(out, lse, m0, o_r, s_ot, T, b_acc, b_m, b_l, D: tl.constexpr, BD
 
 @triton.jit
 def finished(b_acc, b_m, b_l):
-    """The output and lse of rows, from their running output, maximum and sum."""
+    """Return output and lse of rows, from their running output, maximum and sum."""
     b_empty = b_l == 0.0
     b_out = b_acc / tl.where(b_empty, 1.0, b_l)[:, None]
     b_lse = tl.where(b_empty, float("-inf"), b_m * 0.6931471805599453 + tl.log(tl.where(b_empty, 1.0, b_l)))
@@ -88,7 +88,7 @@ def forward_step(
     """Add one tile of keys to the online softmax. Scores are exponents of 2: `scale` includes log2(e).
 
     MASKED: rows see keys b_start <= j < b_end. BITS: instead, b_start are pointers to the words of each row, and b_end
-    is the tile's first column in them. ALIKE: all rows see the same keys of the tile, and those end at S.
+    is the tile's first column in them. ALIKE: all rows see the same keys of the tile, which end at S.
     """
     o_k = n0 + o_n  # [BN]
     # [BM, BN]
@@ -104,7 +104,7 @@ def forward_step(
             m_s = (o_k[None, :] >= b_start[:, None]) & (o_k[None, :] < b_end[:, None])
         b_s = tl.where(m_s, b_s * scale, float("-inf"))
         b_new = tl.maximum(b_m, tl.max(b_s, 1))
-        # A row that has seen nothing keeps m = -inf; subtracting 0 instead leaves exp2(-inf) = 0.
+        # A row that has seen no key keeps m = -inf. Subtract 0 instead, so that its P is exp2(-inf) = 0.
         b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)
         b_p = tl.exp2(b_s - b_shift[:, None])
         b_alpha = tl.exp2(b_m - b_shift)
@@ -122,7 +122,7 @@ def forward_step(
     b_v = load_tile(p_v, n0, o_n, s_vs, S, D, BD, MASKED)
     b_acc = b_acc * b_alpha[:, None]
     if MASKED and not ALIKE:
-        # NaN in a row of V must reach the queries that see it and no others: in the matmul, 0 * NaN would reach all.
+        # NaN in a row of V must reach only the queries that see it. In the matmul, 0 * NaN would reach all queries.
         b_taint = tl.sum(b_v.to(tl.float32) * 0.0, 1)
         b_acc += tl.sum(tl.where(m_s, b_taint[None, :], 0.0), 1)[:, None]
         b_v = finite(b_v).to(b_v.dtype)
@@ -133,10 +133,10 @@ def forward_step(
 def repair(launch: Launch, kernel: Any, flags: Tensor) -> Launch:
     """A launch of forward, by a kernel that computes only the blocks of 64 queries whose flags are not 0.
 
-    flags is int32 [B, H, ceil(T / 64)], and nearly always all 0: starting a program for each block would take longer
+    flags is int32 [B, H, ceil(T / 64)], and nearly always all 0. To start a program for each block would take longer
     than the work. So there are as many programs as a GPU runs at once, and each reads many flags at a time.
     """
-    # A prime number: flags that repeat from head to head, as those of padding do, are spread over all programs.
+    # A prime number, so that flags that repeat from head to head (as with padding) are spread over all programs.
     num_programs = min(flags.numel(), 131)
     constants = {**launch.constants, "BM": 64, "STRETCH": 32, "num_warps": 4}
     return Launch(kernel, (num_programs,), (flags, flags.numel(), *launch.arguments), constants)
@@ -180,13 +180,14 @@ def keys_step(
 ):  # fmt: skip
     """Add one tile of queries to dk and dv. Scores are transposed, [keys, queries].
 
-    MASKED: a key is seen by queries b_first <= i < b_last; with BITS these are as b_start and b_end of `forward_step`.
-    Without CONVEX some of these queries do not see the key: their intervals of keys, p_start and p_end, decide.
+    MASKED: queries b_first <= i < b_last see a key; with BITS, b_first and b_last are like b_start and b_end of
+    `forward_step`. Without CONVEX, some of these queries do not see the key: p_start and p_end, the queries' intervals
+    of keys, decide.
     """
     o_q = m0 + o_m  # [BM]
     o_k = n0 + o_n  # [BN]
     RECOMPUTE: tl.constexpr = DK and DV and BD == 128  # dk and dv fill the registers
-    # Rows past the end read the last row's lse and delta: they see no keys.
+    # Rows past the end see no keys. They load the last row's lse and delta.
     o_valid = tl.minimum(o_q, T - 1) if MASKED else o_q
     b_lse = load_lse(p_lse, o_valid, T, False)
     # [BN, BM]

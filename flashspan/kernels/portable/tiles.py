@@ -1,8 +1,9 @@
 """Tile sizes, in tables of measured values (nothing is tuned at start-up), and the precision of float32 matmuls.
 
-The key of a row is (result of the pass, bytes per element, padded head size). The values are the block of queries, the
-block of keys, the width of edge tiles, warps, pipeline stages, and how many columns of a head are multiplied at a time.
-They were measured on an H200 (docs/log/portable.md); those for GPUs with less shared memory were found by compiling.
+The key of an entry is (result of the pass, bytes per element, padded head size). The values are the block of queries,
+the block of keys, the width of edge tiles, warps, pipeline stages, and the number of columns of a head that are
+multiplied at a time. They were measured on an H200 (docs/log/portable.md); those for GPUs with less shared memory were
+found by compiling.
 """
 
 from __future__ import annotations
@@ -85,12 +86,12 @@ BITS: dict[tuple[str, int, int], Tile] = {
     ("dk", 2, 256): Tile(32, 128, 16, 8, 2),
     ("dq", 2, 256): Tile(128, 32, 16, 8, 2, edge_slice=128),
 }
-"""Tiles for block maps, where their bits need registers that TABLE's tiles do not leave."""
+"""Tiles for block maps, if the bits need registers that TABLE's tiles do not leave free."""
 
 DROPOUT: dict[tuple[str, int, int], Tile] = {
     ("dk dv", 2, 128): Tile(32, 128, 32, 8, 3, edge_stages=2),
 }
-"""Tiles for dropout, where its hashes need registers that TABLE's tiles do not leave."""
+"""Tiles for dropout, if its hashes need registers that TABLE's tiles do not leave free."""
 
 TF32: dict[tuple[str, int, int], Tile] = {
     ("out", 4, 64): Tile(128, 64, 32, 8, 3),
@@ -101,7 +102,7 @@ TF32: dict[tuple[str, int, int], Tile] = {
     ("dq", 4, 128): Tile(128, 64, 32, 8, 1),
 }
 """Tiles for float32 inputs if they are multiplied as tf32, which needs a third of the registers. Not for block maps,
-where they were not measured."""
+for which they were not measured."""
 
 SMALL: dict[tuple[str, int, int], Tile] = {
     ("out", 2, 64): Tile(128, 64, 32, 8, 3),
@@ -129,14 +130,14 @@ SMALL: dict[tuple[str, int, int], Tile] = {
     ("dq", 4, 128): Tile(64, 32, 32, 4, 1, 32),
     ("dq", 4, 256): Tile(32, 32, 32, 8, 1, 32),
 }
-"""Tiles for GPUs that are `is_small`. They fit in 99 KiB of shared memory, on AMD GPUs in 64 KiB."""
+"""Tiles for GPUs for which `is_small` is True. They fit in 99 KiB of shared memory, on AMD GPUs in 64 KiB."""
 
 
 def precision(device: torch.device) -> str:
     """The input_precision of float32 matmuls, as exact as float32 unless `torch.set_float32_matmul_precision` allows
     tf32.
 
-    bf16x6 is six matmuls of the three bfloat16 parts of each number, tf32x3 is three of its two tf32 parts.
+    bf16x6 is six matmuls of the three bfloat16 parts of each number; tf32x3 is three matmuls of the two tf32 parts.
     """
     if triton_abi.is_interpreting():
         return "ieee"  # the interpreter knows no other name
@@ -168,7 +169,7 @@ def is_small(device: torch.device) -> bool:
 
 @cache
 def starts_early(device: torch.device) -> bool:
-    """Whether a kernel can start before the kernel ahead of it has ended, and wait for it later (programmatic dependent
+    """Whether a kernel can start before the previous kernel has ended, and wait for it later (programmatic dependent
     launch)."""
     return not triton_abi.is_interpreting() and triton_abi.architecture(device) >= 90
 
@@ -180,7 +181,7 @@ def early_launch(early: bool) -> dict[str, bool]:
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """Number of multiprocessors of a GPU; for other devices, that of an H200."""
+    """The number of multiprocessors of a GPU; for other devices, that of an H200."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 

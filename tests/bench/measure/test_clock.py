@@ -1,4 +1,4 @@
-"""Samples of several calls: in turns, each in its own context."""
+"""Samples of several calls are taken in turn, each in its own context."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ledger: what is predicted is what is held."""
+"""The ledger: the predicted memory is the memory that ranks hold."""
 
 from __future__ import annotations
 

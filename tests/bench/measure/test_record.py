@@ -1,4 +1,4 @@
-"""Rows, sweeps and tables: nothing measured is lost, nothing is measured twice, nothing is typed."""
+"""Rows, sweeps and tables: no measurement is lost or repeated, and no number is typed by hand."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_sweep_resumes_where_it_stopped(tmp_path: Path) -> None:
     outcome = sweep.run(jobs, path)
     assert ran == ["a", "b", "b", "c"]
     assert [row.status for row in outcome.rows] == ["ok", "out of memory", "failed: 'no'"]
-    assert [left.name for left in sweep.left(jobs, path)] == [jobs[2].name]  # a failure may have been a passing one
+    assert [left.name for left in sweep.left(jobs, path)] == [jobs[2].name]  # a failure may have been temporary
     outcome = sweep.run(jobs, path)
     assert outcome.num_measured == 1
     assert outcome.note(path) == f"1 measured, 2 recorded earlier (--again repeats them), rows in {path}"
@@ -140,10 +140,10 @@ def test_what_dies_or_hangs_costs_itself(tmp_path: Path, quick_processes: None) 
     assert status["hangs"] == "failed: not done after 2 s"
     assert status["oom"] == record.OUT_OF_MEMORY
     process = {row.shape: row.more["process"] for row in rows if row.ok}
-    assert process["b"] == process["c"]  # running out of memory, or a fresh one between, ends nothing
+    assert process["b"] == process["c"]  # neither an out of memory nor a fresh process in between ends it
     assert len({process[name] for name in "abde"} | {process["new"], os.getpid()}) == 6
     assert [job.expected[0].shape for job in sweep.left(jobs, path)] == ["dies", "hangs"]
-    # At the deadline what is at hand is left for the next run, without a row.
+    # A job that is not done at the deadline is left for the next run, without a row.
     with sweep.Apart(deadline=time.monotonic() + 1.0) as apart:
         outcome = sweep.run([bad("hangs"), good("e")], tmp_path / "late.jsonl", attempt=apart)
     assert (outcome.num_measured, outcome.num_left, outcome.rows) == (0, 2, [])
@@ -221,7 +221,7 @@ def test_a_table_is_cut_for_a_narrow_terminal_and_whole_in_a_file(
     assert max(map(len, shown[:-1])) <= 60
     assert sum("ring zigzag" in line for line in shown) == 3
     assert all(any(heading in line for line in shown) for heading in headings)
-    assert [part.headings[0] for part in table.parts(5)] == ["strategy"] * 8  # where not even one fits, one each
+    assert [part.headings[0] for part in table.parts(5)] == ["strategy"] * 8  # no column fits: one per part
 
 
 def test_an_absent_device_is_named() -> None:

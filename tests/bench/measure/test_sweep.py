@@ -1,4 +1,4 @@
-"""The benches measure what they say, on the CPU, and refuse what they cannot."""
+"""Benchmarks measure what their rows state, on the CPU, and refuse sizes that they cannot measure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from flashspan.model import preset
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
-    """Ranks for all tests here."""
+    """Ranks for all tests of this file."""
     ranks = Pool("cpu")
     yield ranks
     ranks.close()
@@ -47,7 +47,7 @@ def test_context_compares_strategies_with_one_device(pool: Pool, tmp_path: Path)
         assert 0 < row.more["product_share"] <= 1
         assert (row.bytes > 0) == (row.impl != ALONE)
         assert row.more["wire_ms"] > 0 or row.impl == ALONE
-    # A ring of two sends its keys and values once: 2 x 32 tokens x 2 heads x 8 x 4 bytes a rank.
+    # A ring of two sends its keys and values once: 2 x 32 tokens x 2 heads x 8 x 4 bytes per rank.
     assert rows["ring zigzag", 2, "forward", 64].bytes == 2 * 32 * 2 * 8 * 4
     alone, ring = (rows[impl, ranks, KINDS[1], 64] for impl, ranks in ((ALONE, 1), ("ring zigzag", 2)))
     assert ring.peak_mib < alone.peak_mib
@@ -58,7 +58,7 @@ def test_other_settings_are_measured_again(pool: Pool, tmp_path: Path) -> None:
     place = record.find_device("cpu")
     where = record.environment(place)
     work, larger = Workload(32, 1, 4, 2, 16, "float32"), Pool("cpu")
-    larger.threads = pool.threads + 1  # a device of another size
+    larger.threads = pool.threads + 1  # counts as another device
 
     def contexts(repeats: int, chosen: Pool = pool) -> list[sweep.Job]:
         return context.jobs_of(work, (), (1,), repeats, chosen)
@@ -68,7 +68,7 @@ def test_other_settings_are_measured_again(pool: Pool, tmp_path: Path) -> None:
 
     def studies(repeats: int) -> list[sweep.Job]:
         [both] = study.jobs("eager", (16,), (16,), place, repeats)
-        return [both.part(both.expected[:2])]  # the other one compiles
+        return [both.part(both.expected[:2])]  # the other implementation compiles
 
     for jobs in (contexts, primitives, studies):
         path = tmp_path / f"{jobs.__name__}.jsonl"
@@ -87,7 +87,7 @@ def test_noise_is_not_reported_as_hidden() -> None:
 
 
 def test_what_is_compared_takes_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that becomes busy slows one device, a strategy, its computing and its communication equally often."""
+    """So a busy machine slows one device, a strategy, its computation and its communication equally often."""
     clock = iter(range(1, 100))
     monkeypatch.setattr(context_rank, "timed", lambda call, *_, **__: (float(next(clock)), call()))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -105,7 +105,7 @@ def test_what_is_compared_takes_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Picky(Pool):
-    """In place of ranks, answers that name what they were asked for; one layout they do not know."""
+    """A stand-in for ranks: it answers with the entries that it was asked for, and raises for an unknown layout."""
 
     def get(self, num: int) -> Any:
         self.num = num
@@ -128,7 +128,7 @@ def test_one_device_takes_turns_with_the_most_ranks_whole_and_for_weak_scaling(t
         {(ALONE, 64): "strong", (ring, 64): "strong", (ALONE, 16): "weak"},
         {(ring, 64): "strong", (ring, 32): "weak"},
     ]
-    record.append(rows[0][:4], path)  # cut short: one device with fewer tokens is left, and is not the other one
+    record.append(rows[0][:4], path)  # interrupted: one device with fewer tokens is left
     left = sweep.left(jobs[:1], path)
     assert [job.num_in_turns for job in (*jobs, *left)] == [3, 2, 1]
     assert jobs[0].name == "context 1x32, 4/2 heads, 64 tokens 3 in turns float32 on 4 ranks"
@@ -158,7 +158,7 @@ def test_a_model_is_timed_phase_by_phase(tmp_path: Path) -> None:
         sum(by[kind].mean_ms for kind in ("forward", "backward", "optimizer")), rel=1e-3
     )
     assert by["training"].peak_mib > by["inference"].peak_mib
-    # 16 bytes a parameter: the weight, its gradient, two moments; inference has the weight and its bfloat16 cast.
+    # 16 bytes per parameter: the weight, its gradient, two moments. Inference has the weight and its bfloat16 cast.
     assert by["training"].peak_mib * 2**20 > 16 * model.preset("tiny").num_parameters
     assert by["inference"].peak_mib * 2**20 < 8 * model.preset("tiny").num_parameters
     record.append(rows, tmp_path / "model.jsonl")
@@ -207,7 +207,7 @@ def test_eager_and_compiled_take_turns_and_do_not_cost_each_other(
     monkeypatch.setattr(torch, "compile", lambda function: function)
     [job] = study.jobs("eager", (16,), (16,), record.find_device("cpu"), 3)
     found = {(row.impl, row.kind): row.p50_ms for row in job.measure()}
-    # A turn of each to warm up, then three: 5 to 8, 9 to 12, 13 to 16.
+    # One warm-up round of all four, then three rounds: 5 to 8, 9 to 12, 13 to 16.
     assert found == {
         ("eager", "forward"): 9.0,
         ("eager", "backward"): 10.0,
@@ -230,7 +230,7 @@ def test_ours_and_plain_attention_take_turns_and_do_not_cost_each_other(
     clock = iter(range(1, 100))
     monkeypatch.setattr(study, "timed", lambda call, *_: (float(next(clock)), call()))
     [job] = study.jobs("flash", (16,), (16,), record.find_device("cpu"), 1)[1:]
-    assert [row.p50_ms for row in job.measure()] == [7.0, 8.0, 9.0, 10.0, 11.0, 12.0]  # six take turns, three times
+    assert [row.p50_ms for row in job.measure()] == [7.0, 8.0, 9.0, 10.0, 11.0, 12.0]  # three rounds of six
 
     def does_not_fit(*_: object, **__: object) -> None:
         raise MemoryError
@@ -243,7 +243,7 @@ def test_ours_and_plain_attention_take_turns_and_do_not_cost_each_other(
 
 
 def test_what_a_cpu_cannot_hold_is_recorded_and_not_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A CPU may hand out memory that is not there, and the system then ends the process, and with it the sweep."""
+    """A system may grant memory that it does not have, and later kill the process, which would end the sweep."""
     monkeypatch.setattr(memory, "free_bytes", lambda _: 20e3)
     place, some = record.find_device("cpu"), partial(Setting, "tiny", 1, 16, warmup=0, steps=1)
     jobs = [
@@ -279,7 +279,7 @@ def test_collectives_are_measured_and_fitted(pool: Pool) -> None:
         ("", {}),
         ("--ranks 1 3", {"ranks": (1, 3)}),
         ("--tokens 512 --repeats 5", {"tokens": 512, "repeats": 5}),
-        ("--width 512 --layers 4", {"width": 512, "layers": 4}),  # as without --quick, but given
+        ("--width 512 --layers 4", {"width": 512, "layers": 4}),  # the default without --quick, but given explicitly
     ],
 )
 def test_given_options_win_over_those_of_quick(
@@ -309,12 +309,12 @@ def test_a_preset_is_measured_as_it_is_and_its_rows_name_it(
     assert main(words) == 0
     rows = record.read(tmp_path / "context.jsonl")
     assert {row.shape for row in rows} == {"tiny, 64 tokens", "tiny, 32 tokens"}
-    # A row for each pass of the six of --quick, and of one device on all and on half of the tokens.
+    # A row for each pass of the six strategies of --quick, and of one device with all and with half of the tokens.
     assert len(rows) == 16
     said = capsys.readouterr().out
     assert "8 measured" in said
     assert "context.jsonl, 2 rows per measurement; " in said
-    # Vocabulary, feed-forward and tied embeddings are the preset's too, not made up from its width.
+    # Vocabulary, feed-forward width and tied embeddings come from the preset too, not from its width.
     for name in ("llama-2-7b", "llama-3.2-1b"):
         assert Workload.of_preset(name, 8, "float32").config() == preset(name)
 

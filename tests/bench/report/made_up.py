@@ -1,4 +1,4 @@
-"""Rows made up for tests of the report, and what a page says of them."""
+"""Invented rows for tests of the report, and functions that read a page."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STEPS = "mean ± standard deviation, milliseconds, and the peak of training"
 
 
 def rows(**changes: float) -> list[Row]:
-    """One device and two strategies on two ranks, made up."""
+    """Invented rows of one device and of two strategies on two ranks."""
     work = Workload(64, 2, 4, 2, 256, "float32")
     more = {
         "scaling": "strong", "tokens": 256, "tokens_per_second": 1000.0, "mfu": 0.3, "product_share": 0.6,
@@ -44,12 +44,12 @@ def rows(**changes: float) -> list[Row]:
 
 
 def timed(time: float) -> dict[str, Any]:
-    """Fields of a row of repetitions that all took this time, in milliseconds."""
+    """The fields of a row whose repetitions all took this time, in milliseconds."""
     return {"p20_ms": time, "p50_ms": time, "p80_ms": time}
 
 
 def timed_as(**times: float) -> list[Row]:
-    """The same rows with other times, each within 1%: of `alone`, `zigzag` and `contiguous`."""
+    """The same rows with other times, within 1% of those given for `alone`, `zigzag` and `contiguous`."""
     found = []
     for row in rows():
         word = "alone" if row.impl == ALONE else row.impl.split(" ")[1]
@@ -115,18 +115,18 @@ def stepped(batch: int, time: float, **place: Any) -> Row:
 
 
 def masked(size: str, impl: str, forward: float, backward: float, **place: Any) -> list[Row]:
-    """Rows of `bench sparse`: as fast per block as they are."""
+    """Rows of `bench sparse`, with a speed that follows from the time."""
     same = {"what": "sparse", "dtype": "bfloat16", "shape": size, "impl": impl, "more": {}, **place}
     times = {"forward": forward, "backward": backward}
     return [replace(rows()[0], kind=kind, **timed(time), tflops=60 / time, **same) for kind, time in times.items()]
 
 
 def sparse_rows() -> list[Row]:
-    """Two masks beside others, and a sweep."""
+    """Two masks compared with other implementations, and a sweep over sparsity."""
     found = masked("1x16x16384x128 window 1024", "flashspan intervals", 1.0, 4.0)
     found += masked("1x16x16384x128 window 1024", "flashspan blocks", 2.0, 3.0)
     found += masked("1x16x16384x128 window 1024", "flex", 2.5, 6.0)
-    found += masked("1x16x16384x128 window 1024", "flashspan causal", 0.25, 0.25)  # another question
+    found += masked("1x16x16384x128 window 1024", "flashspan causal", 0.25, 0.25)  # not compared: another mask
     found += masked("1x16x16384x64 random 10%", "flashspan blocks", 1.0, 2.0)
     found += masked("1x16x16384x64 random 10%", "flex", 1.5, 5.0)
     found += masked("1x16x8192x128 full", "flashspan intervals", 10.0, 20.0)
@@ -136,7 +136,7 @@ def sparse_rows() -> list[Row]:
 
 
 def page(found: Sequence[Row]) -> str:
-    """What `flashspan report` writes of rows."""
+    """The page that `flashspan report` writes for these rows."""
     return report_module.page(*contents(found))
 
 
@@ -146,16 +146,16 @@ def commands(text: str) -> list[str]:
 
 
 def drawn_and_listed(text: str, title: str) -> tuple[list[str], list[str], dict[str, str]]:
-    """Of a section: the captions of figures, their commands, and its tables by their titles."""
+    """A section's figure captions, the commands of the figures, and its tables by title."""
     [section] = re.findall(rf"<section id=[^>]*><h2>{title}</h2>(.*?)</section>", text, flags=re.DOTALL)
     captions = re.findall("<figcaption>(.*?)(?: <code>(.*?)</code>)?</figcaption>", section)
     whole = re.findall("<code>(.*?)</code>", section.partition("</p>")[0]) if "<p>Made by" in section else []
-    captions = [(caption, shown or ", ".join(whole)) for caption, shown in captions]  # one command is said once
+    captions = [(caption, shown or ", ".join(whole)) for caption, shown in captions]  # a shared command is shown once
     tables = re.findall("<caption>(.*?)</caption>(.*?)</table>", section, flags=re.DOTALL)
     return [caption for caption, _ in captions], [shown for _, shown in captions], dict(tables)
 
 
 def lines_of(table: str) -> list[list[str]]:
-    """The cells of a table of a page, its headings first."""
+    """The cells of a page's table, headings first."""
     parts = re.findall("<tr>(.*?)</tr>", table, flags=re.DOTALL)
     return [[html.unescape(cell) for cell in re.findall("<t[hd][^>]*>(.*?)</t[hd]>", part)] for part in parts]

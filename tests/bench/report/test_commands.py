@@ -1,4 +1,4 @@
-"""The command that a report shows beside rows measures those rows."""
+"""The command that a report shows for rows measures those rows."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_the_command_of_attention_on_its_own_shapes_names_none() -> None:
 
 
 def test_a_command_that_would_be_refused_is_not_shown() -> None:
-    # One size has no line through it, so `bench collectives` asks for two.
+    # No line can be fitted to one size, so `bench collectives` needs two.
     left = [exchanged(1024, 7.25, 1.0), exchanged(4096, 8.25, 1.0), exchanged(4096, 1.25, 9.0, torch="3")]
     text = page(left)
     captions, shown, _ = drawn_and_listed(text, "Communication")
@@ -105,7 +105,7 @@ def test_each_figure_shows_the_command_of_its_own_rows(monkeypatch: pytest.Monke
     ]
     captions = re.findall("<figcaption>(.*?)</figcaption>", text)
     assert all(("--width 128" in caption) == ("2x128" in caption) for caption in captions)
-    monkeypatch.chdir(tmp_path)  # where the pictures go
+    monkeypatch.chdir(tmp_path)  # pictures are written here
     assert main(shlex.split(commands(text)[-1])[1:]) == 0
 
 
@@ -118,7 +118,7 @@ def test_the_command_of_data_parallelism_is_the_one_that_made_it(
         asked.append((num_ranks, only, batch))
         return record.read(Path(__file__).parents[3] / "docs" / "benchmarks" / "data.jsonl")
 
-    monkeypatch.chdir(tmp_path)  # where the rows go
+    monkeypatch.chdir(tmp_path)  # rows are written here
     monkeypatch.setattr(data, "measure_ranks", measure)
     found = [
         replace(rows()[0], what="data", impl=name, shape="2x64 3x128 per rank", ranks=2)

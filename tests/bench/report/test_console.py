@@ -66,7 +66,7 @@ def test_every_page_of_what_was_asked_can_be_found() -> None:
 
 
 def run_the_model_of(code: str) -> float:
-    """How far the logits that a block of Python makes on this rank are from one device's."""
+    """The difference between the logits that a block of Python computes on this rank and those of one device."""
     tokens = torch.arange(50).unsqueeze(0)
     names: dict[str, Any] = {"group": dist.group.WORLD, "tokens": tokens}
     with torch.no_grad():
@@ -81,7 +81,7 @@ def run_the_model_of(code: str) -> float:
 def test_the_model_of_a_page_is_that_of_one_device(on_ranks: Callable[..., list[Any]]) -> None:
     text = (DOCS / "origins" / "ring-attention-llama3.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    # The same weights on both ranks: the page leaves them as they are made.
+    # The same weights on both ranks: the page does not initialise them.
     code = code.replace("hidden = ", "model.initialize(0)\nhidden = ", 1)
     assert max(on_ranks(2, run_the_model_of, code)) <= 1e-5
 

@@ -1,4 +1,4 @@
-"""What a report says of rows: only what repeated measurements separate, and nothing that contradicts."""
+"""The findings of a report: only differences beyond the noise of repeated measurements, without contradictions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_findings_are_computed_from_the_rows() -> None:
 
 @pytest.mark.parametrize("alone", [40.7, 55.0, 56.0])
 def test_where_one_device_is_as_fast_more_of_them_are_no_advice(alone: float) -> None:
-    """As slow as in a first run on a small machine, just as fast, and faster by no more than noise."""
+    """One device is faster (as in a first run on a small machine), equally fast, or slower by no more than noise."""
     text = " ".join(find(timed_as(alone=alone)))
     assert "is matmuls" in text
     assert "does not pay" in text
@@ -86,7 +86,7 @@ def test_advice_contradicts_no_other_finding(
     ]
     [step] = [text for text in find(made) if "shortens" in text]
     means = step.split("shortens")[1]
-    assert "zigzag" not in means  # measured: in use, or not faster
+    assert "zigzag" not in means  # it was measured, so it is in use or not faster
     assert ("the helper strategy" in means) == (bound == {"imbalance": 4.0})  # not measured
     if dtype == "bfloat16":
         assert "bfloat16" not in means
@@ -142,7 +142,7 @@ def test_a_busy_machine_is_said_to_be_one() -> None:
 
 
 def test_an_upgrade_is_not_taken_for_a_speed_up() -> None:
-    # The second run was killed before the contiguous ring.
+    # The second run was killed before it measured the contiguous ring.
     both = [*rows(), *(upgraded(row) for row in rows() if row.impl != "ring contiguous")]
     found = find(both)
     assert "is fastest, 27.50 ms forward and backward, 1.82 times as fast as one device" in found[0]
@@ -153,7 +153,7 @@ def test_an_upgrade_is_not_taken_for_a_speed_up() -> None:
     assert "3.64x" not in text
     # Only the strategies were measured again: nothing to compare them with.
     assert not any("one device" in text for text in find([*rows(), *(upgraded(r) for r in rows() if r.ranks == 2)]))
-    # The older one measured last.
+    # The older version was measured last.
     assert "55.00 ms" in find([*(upgraded(row) for row in rows()), *rows()])[0]
 
 
@@ -191,7 +191,7 @@ def test_a_device_of_more_threads_is_another_device() -> None:
     other = [with_threads(row, 2 if row.impl == ALONE else 1) for row in rows()]
     assert find(other)[0].startswith("2x64, 4/2 heads, 256 tokens, threads per rank 1: on 2 ranks ring zigzag")
     assert not any("one device" in text for text in find(other))
-    assert "x</td>" not in page(other).replace("1.00x</td>", "")  # no speed-up beside the strategies
+    assert "x</td>" not in page(other).replace("1.00x</td>", "")  # no strategy has a speed-up
 
 
 def test_what_was_not_measured_is_not_spoken_of() -> None:

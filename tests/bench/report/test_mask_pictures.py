@@ -1,4 +1,4 @@
-"""The pictures of the ready masks: `flashspan bench masks`."""
+"""The pictures of the predefined masks: `flashspan bench masks`."""
 
 from __future__ import annotations
 

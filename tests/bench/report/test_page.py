@@ -1,4 +1,4 @@
-"""The report: one page that stands alone, and works in a browser."""
+"""The report: one page without other files, which works in a browser."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ NASTY = '<script>alert("x")</script>'
 
 @pytest.fixture(scope="module")
 def text() -> str:
-    """A page of rows whose every word wants to be a script."""
+    """A page of rows in which every text contains a script."""
     bad = [replace(row, device=f"{NASTY}, 2 cores", commit=NASTY) for row in rows()]
     bad.append(replace(bad[-1], status=f"failed: {NASTY}", impl=NASTY))
-    bad.append(replace(bad[0], impl=f"_ $x_{{ {NASTY} $", ranks=2))  # matplotlib reads mathematics between dollars
+    bad.append(replace(bad[0], impl=f"_ $x_{{ {NASTY} $", ranks=2))  # matplotlib parses $...$ as mathematics
     return page(bad)
 
 
@@ -143,7 +143,7 @@ def test_a_row_with_something_else_in_place_of_a_number_is_refused(name: str, va
 
 def test_the_file_that_cannot_be_written_is_the_one_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record.append(rows(), tmp_path / "context.jsonl")
-    figures = tmp_path / "context.jsonl" / "figures"  # a file where a folder should be
+    figures = tmp_path / "context.jsonl" / "figures"  # a file at the place of a folder
     assert main(["report", str(tmp_path), "--figures", str(figures)]) == 2
     said = capsys.readouterr().err
     assert f"{figures / 'latency.svg'} cannot be written" in said
@@ -152,7 +152,7 @@ def test_the_file_that_cannot_be_written_is_the_one_named(tmp_path: Path, capsys
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """A headless Chromium: Playwright's own, or the one FLASHSPAN_CHROMIUM names."""
+    """A headless Chromium: Playwright's, or the one that FLASHSPAN_CHROMIUM names."""
     sync_api = pytest.importorskip("playwright.sync_api")
     with sync_api.sync_playwright() as playwright:
         path = os.environ.get("FLASHSPAN_CHROMIUM")

@@ -1,4 +1,4 @@
-"""The page of random shapes: its numbers are those of the rows, and the recorded page is made of the recorded rows."""
+"""The page of random shapes: its numbers come from the rows, and the recorded page from the recorded rows."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def make(shape: str, impl: str, ms: float, kind: str = "forward", **rest: Any) -
 
 
 def synthetic() -> list[Row]:
-    """Forward ratios 0.50, 0.75, ..., 2.75 on ten shapes, of which half have backward too; a window without flex, a
-    shape that no other serves and one on which ours fails."""
+    """Forward ratios 0.50, 0.75, ..., 2.75 on ten shapes, half of which also have backward; a window without flex, a
+    shape that no other implementation supports, and one on which ours fails."""
     rows = []
     for n in range(10):
         name, classes = f"1x8/8x{n}x{n}x64 full", ["self", "GQA"] if n % 2 else ["decode"]
@@ -51,7 +51,7 @@ def synthetic() -> list[Row]:
 
 
 def test_ratios_with_the_host_are_of_the_slower_side() -> None:
-    """On four shapes ours takes 2 ms of GPU and 1, 2, 3 or 4 ms of host time, and the other 3 ms and 1 ms."""
+    """On four shapes, ours takes 2 ms of GPU time and 1, 2, 3 or 4 ms of host time; the other takes 3 ms and 1 ms."""
     rows = [row for row in synthetic() if row.shape == "alone full"]
     for n in range(1, 5):
         rows.append(make(f"s{n} full", "flashspan", 2.0, more={"host_us": 1000.0 * n}))

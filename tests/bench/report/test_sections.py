@@ -1,4 +1,4 @@
-"""What a report draws and lists: each machine apart, each model in a line."""
+"""The figures and tables of a report: machines are separate, and each model is one line."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_collectives_of_two_machines_are_drawn_listed_and_spoken_of_apart() -> N
 
 
 def test_lengths_and_sizes_that_only_an_older_pytorch_measured_stand_apart() -> None:
-    # Of what both measured, the older is left out; the rest of it is not joined to the newer line.
+    # If both versions measured a length, the older row is left out. Its other rows are not joined to the newer line.
     lengths = [studied(128, 7.25), studied(256, 8.25), studied(256, 1.25, torch="3")]
     captions, _, tables = drawn_and_listed(page(lengths), "Attention over lengths and head sizes")
     assert captions == ["Median time, torch 2.", "Median time, torch 3."]
@@ -106,7 +106,7 @@ def test_data_parallelism_of_two_machines_is_listed_apart() -> None:
     assert re.findall(TIME, tables["a step, H200"]) == ["1.250", "2.250"]
     common = "flashspan bench data --ranks 2 {}--only 'torch DDP'"
     sizes = "--layers 2 --width 64 --batch 2 "
-    assert commands(text) == [common.format(sizes), common.format("")]  # the GPU's were two commands
+    assert commands(text) == [common.format(sizes), common.format("")]  # the GPU's rows came from two commands
 
 
 def test_one_machine_is_not_named_beside_its_rows() -> None:
@@ -171,14 +171,14 @@ def test_models_are_a_line_each_from_the_smallest_on() -> None:
     by_model = {line[0]: line for line in cells}
     assert by_model["xl 4x128"][-2:] == ["OOM", ""]
     slow = replace(found[0], mean_ms=12345.6, std_ms=678.9)
-    assert model.table([slow]).cells[0][3] == "12,346 ± 679"  # and not 1.235e+04 ± 6.8e+02
+    assert model.table([slow]).cells[0][3] == "12,346 ± 679"  # not 1.235e+04 ± 6.8e+02
     assert by_model["2.7B 4x128"][3:5] == ["", "11 ± 0.5"]
 
 
 def test_sparse_masks_and_the_leaderboard_are_read_listed_drawn_and_spoken_of(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    slow = [replace(row, **timed(99.0)) for row in sparse_rows()]  # of an earlier run
+    slow = [replace(row, **timed(99.0)) for row in sparse_rows()]  # rows of an earlier run
     record.append([*slow, *sparse_rows()], tmp_path / sparse.PATH.name)
     earlier, now = attended(16384, 5.25), attended(16384, 4.25)
     record.append([earlier, now], tmp_path / leaderboard.PATH.name)

@@ -1,4 +1,4 @@
-"""Rows of measurements: written, read back, and the only source of the page that shows them."""
+"""Rows of `bench attention` are written and read back, and are the only source of the page that shows them."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -115,7 +115,7 @@ def test_errors_are_printed_or_why_there_are_none(
     assert rounding.bench_rounding(tokens=65, device="cpu") == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[::5]] == ["1x2/2x65x64", "1x2/2x65x128"]
-    assert all("backend" in line for line in lines[1::5])  # cuDNN's, which a CPU has not
+    assert all("backend" in line for line in lines[1::5])  # cuDNN's rows, which a CPU does not have
     found = [[float(word) for word in line.split()[-4:]] for line in [*lines[2:5], *lines[7:]]]
     assert len(found) == 6
     assert all(0.5 < error < 5 for errors in found for error in errors)

@@ -1,4 +1,4 @@
-"""The benchmark of strategies runs, says what it should, and its rows are those of every other measurement."""
+"""The benchmark of strategies runs, prints its results, and writes rows like every other benchmark."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_every_contender_is_measured_in_one_run(tmp_path: Path) -> None:
 
 
 class Happened:
-    """An event of a profile: what, from when until when, and on which thread."""
+    """An event of a profile: its name, start, end and thread."""
 
     def __init__(self, name: str, begin: int, end: int, thread: int = 1) -> None:
         self.name, self.start_ns, self.start_thread_id = lambda: name, lambda: begin, lambda: thread
@@ -51,7 +51,7 @@ class Happened:
 
 def test_what_computing_hides_of_the_wire_is_read_from_a_profile() -> None:
     reduced = [Happened("gloo:all_reduce", 10, 30, 2), Happened("gloo:all_reduce", 20, 40, 3)]  # 30 ns together
-    # One operator that waits inside, within it one that computes for 15 ns beside the wire, and one before.
+    # One operator that waits inside, one in it that computes for 15 ns during communication, and one before.
     ops = [Happened("aten::linear", 0, 50), Happened("aten::mm", 5, 25), Happened("aten::add", 0, 5)]
     spent, hidden = trace.wire_of([*reduced, *ops], torch.device("cpu"))
     assert (spent, hidden) == (30e-6, 0.5)
@@ -63,7 +63,7 @@ def test_the_table_in_docs_is_made_from_the_rows_there() -> None:
     assert [row.impl for row in rows] == list(CONTENDERS)
     made = table(rows)
     assert made.markdown() in (ROOT / "docs" / "parallel.md").read_text(encoding="utf-8")
-    assert all(0.9 < float(line[-1].removesuffix("x")) < 1.1 for line in made.cells)  # what was predicted
+    assert all(0.9 < float(line[-1].removesuffix("x")) < 1.1 for line in made.cells)  # as predicted
 
 
 def test_tensor_parallelism_is_left_out_where_heads_do_not_divide() -> None:

@@ -1,4 +1,4 @@
-"""What a call costs the host: the least of rounds in which all take turns."""
+"""The host time of a call: the minimum over rounds in which all implementations take turns."""
 
 import time
 
@@ -12,7 +12,7 @@ def test_all_take_turns_and_one_busy_moment_spoils_no_minimum() -> None:
 
     def quick() -> None:
         order.append("quick")
-        if len(order) == 5:  # of the second round
+        if len(order) == 5:  # in the second round
             time.sleep(0.2)
 
     least = microseconds({"quick": quick, "slow": lambda: order.append("slow")}, 2, torch.device("cpu"), rounds=3)

@@ -1,4 +1,4 @@
-"""Random shapes, measured: contenders compute what we compute, and failures are rows."""
+"""Measurements of random shapes: all implementations compute the same, and failures are rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from flashspan.kernels.masks import dense
 
 CPU = torch.device("cpu")
 MATH = dict.fromkeys(suite.BACKENDS, SDPBackend.MATH)
-"""The contenders, all by PyTorch's reference: the one backend that runs everywhere."""
+"""All other implementations run PyTorch's reference, the only backend that runs everywhere."""
 SHAPES = (
     RandomShape(2, 4, 2, 1, 70, 8, "full"),
     RandomShape(1, 3, 3, 1, 5, 8, "causal"),
@@ -94,7 +94,7 @@ def test_rows_say_what_was_measured(shape: RandomShape, tmp_path: Path) -> None:
     kinds = ["forward", "both"] if shape.trains else ["forward"]
     assert list(dict.fromkeys(row.kind for row in rows)) == kinds
     assert next(row.impl for row in rows if row.kind == "forward") == "flashspan"
-    assert len(rows) == 4 * len(kinds)  # expanded keys are for those that refuse enable_gqa
+    assert len(rows) == 4 * len(kinds)  # expanded keys are for implementations that refuse enable_gqa
     for row in rows:
         assert row.ok
         assert 0 < row.p20_ms <= row.p50_ms <= row.p80_ms

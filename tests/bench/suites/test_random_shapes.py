@@ -1,4 +1,4 @@
-"""Random shapes: the same for the same seed, within the limits, and of every class."""
+"""Random shapes are the same for the same seed, within the limits, and cover every class."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_seed_gives_the_same_shapes_and_another_seed_gives_others() -> None:
 
 
 def test_the_shapes_of_a_seed_do_not_change() -> None:
-    """Rows name the seed: a change of the distribution needs another name for it, and new rows."""
+    """Rows contain the seed, so a change of the distribution needs a new seed name and new rows."""
     assert [str(shape) for shape in draw(5, 7)] == [
         "1x40/5x1x189177x64 full",
         "16x8/1x3x3508x64 causal",
@@ -67,7 +67,7 @@ def test_two_hundred_shapes_are_of_every_class_scenario_and_head_size(seed: int)
 
 
 def test_two_hundred_shapes_take_seconds_of_a_gpu() -> None:
-    """One run of each takes half a second at the assumed speed; the measurement repeats it some dozens of times."""
+    """One run of each takes half a second at the assumed speed; a measurement repeats it dozens of times."""
     for seed in SEEDS:
         assert sum(shape.expected_ms() for shape in draw(200, seed)) < 1000
 

@@ -1,4 +1,4 @@
-"""The timeline of attention across ranks: what is read from it, its picture, and the real thing on a GPU."""
+"""The timeline of attention across ranks: the numbers read from it, its picture, and a real one on a GPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROFILE = PassProfile(
 
 
 def test_gaps_are_times_without_a_kernel() -> None:
-    """Between tiles, that is: what follows the last one is no gap between steps."""
+    """Only gaps between tiles count: the time after the last tile is not a gap between steps."""
     assert PROFILE.gaps == [5.0, 30.0, 0.0]
 
 

@@ -1,4 +1,4 @@
-"""What `flashspan bench sparse` makes of its rows, and the pictures of the patterns; measuring needs a GPU."""
+"""The results that `flashspan bench sparse` derives from rows, and the pictures of patterns. Measuring needs a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flashspan.bench.suites import sparse
 
 
 def rows() -> list[record.Row]:
-    """A sweep whose time is that of its visited blocks, a fifth more at 4096 tokens, and one with twice that time."""
+    """A sweep with times in proportion to the visited blocks (a fifth more at 4096 tokens), and one twice as slow."""
     where = {"device": "a device", "torch": "2", "triton": "3", "commit": "c"}
     rest = {"p20_ms": 1.0, "p80_ms": 1.0, "error": 0.0, "peak_mib": 1.0}
     found = []
@@ -53,7 +53,7 @@ def test_how_long_maps_take_to_make_is_recorded_and_shown(tmp_path: Path) -> Non
 
 
 def test_the_sweep_begins_with_the_dense_kernel() -> None:
-    """What all others of its length are measured against."""
+    """The other rows of its length are compared with it."""
     cases = [make for make in sparse.sweep_cases() if make.args[-2:] == (65536, 128)]  # type: ignore[attr-defined]
     assert [make.func for make in cases] == [sparse.full] + [sparse.random_blocks] * 5  # type: ignore[attr-defined]
     case = sparse.full(256, 128)

@@ -1,4 +1,4 @@
-"""The benchmark of the model runs, on the CPU with a tiny one, and compares what it says it compares."""
+"""The benchmark of the model runs on the CPU with a tiny model, and compares what its rows state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flashspan.model import save_state
 def test_every_part_is_measured_and_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))  # C++ takes minutes
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))  # C++ would take minutes
     assert bench_training(("train8k", "generate"), file=tmp_path / "trainer.csv", tiny=True) == 0
     rows = {(row.kind, row.impl): row for row in record.read(tmp_path / "trainer.csv")}
     theirs = next(impl for _, impl in rows if "SDPA" in impl)

@@ -20,7 +20,7 @@ from flashspan.kernels.masks import CAUSAL
 
 
 class OnGpu(Tensor):
-    """A tensor that says it is on a GPU."""
+    """A tensor that claims to be on a GPU."""
 
     device = torch.device("cuda", 0)  # type: ignore[assignment]
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -28,7 +28,7 @@ class OnGpu(Tensor):
 
 @pytest.mark.parametrize(("name", "dtype"), [("tiled", "float64"), ("reference", "float32"), ("portable", "float32")])
 def test_only_kernels_are_compiled_ahead(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Backends in plain PyTorch serve a GPU too, and read values, which tensors without storage lack."""
+    """Backends in plain PyTorch can run on a GPU too, but they read values, which meta tensors lack."""
     monkeypatch.setattr(backends, "_choose", lambda backend, call: Choice(BACKENDS[name], call, {}))
     started: list[Launch] = []
     monkeypatch.setattr(compiling, "compile_ahead", lambda launches, index: started.extend(launches))
@@ -54,7 +54,7 @@ def test_compilations_that_are_done_do_not_add_up(monkeypatch: pytest.MonkeyPatc
 
 
 def compile_in_thread() -> None:
-    """Wait for a compilation, of a kernel that compiles to nothing."""
+    """Wait for the compilation of a kernel that compiles to nothing."""
     kernel = SimpleNamespace(warmup=lambda *_, **__: "compiled")
     assert compiling.start(Launch(kernel, (1,), (), {}), None).result(30) == "compiled"
 

@@ -1,4 +1,4 @@
-"""What decides which compiled kernel a launch wants, and that a launch repeated is the launch itself; no GPU needed."""
+"""The key of a launch's compiled kernel, and repeated launches that equal the first one. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ def test_lengths_without_end_are_not_all_remembered(monkeypatch: pytest.MonkeyPa
 
 
 class Gpu:
-    """Hopper launches on CPU tensors, each as the arguments that reach Triton's C function; checked at every replay."""
+    """Hopper launches on CPU tensors: records the arguments that reach Triton's C function, and checks every replay."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, short: bool = False) -> None:
-        """short: short calls are served by the kernels for few tiles, as they are outside of tests."""
+        """short: the kernels for few tiles run short calls, as they do outside of tests."""
         if not short:
             let_hopper_serve_short_calls(monkeypatch)
         self.hopper = pytest.importorskip("flashspan.kernels.hopper.launch")
@@ -107,14 +107,14 @@ class Gpu:
             profile_scratch_size=0,
             profile_scratch_align=1,
         )
-        # As Triton compiles another kernel where an address does not fall on 16 bytes.
+        # Triton compiles another kernel if an address is not a multiple of 16.
         tensors = [x for x in launch.arguments if isinstance(x, Tensor)]
         function = (launch.kernel.__name__, *(x.data_ptr() & 15 for x in tensors))
         target = SimpleNamespace(target=SimpleNamespace(backend="cuda"))
         return SimpleNamespace(run=run, function=function, packed_metadata=(4, 1, 0), metadata=target)
 
     def start(self, launch: Launch, compiled: Any) -> None:
-        """Through all of the Python in Triton's launcher: what every other way must do too."""
+        """Launch through all the Python code of Triton's launcher. Every other way must do the same."""
         self.plain += 1
         compiled.run(
             *(*launch.grid, 1, 1)[:3],
@@ -171,7 +171,7 @@ def attend(gpu: Gpu, x: list[Tensor], mask: Mask, scale: float = 0.125, carried:
 
 
 def some_tensor(choice: random.Random, heads: int, tokens: int) -> Tensor:
-    """Zeros [2, heads, tokens, 64], somewhere, in one of four layouts, the last of them not aligned."""
+    """Zeros [2, heads, tokens, 64] at some address, in one of four layouts, the last of which is not aligned."""
     kind = choice.choice(("BHTD", "BTHD", "fused", "odd"))
     if kind == "BHTD":
         return torch.zeros(2, heads, tokens, 64).half()
@@ -184,7 +184,7 @@ def some_tensor(choice: random.Random, heads: int, tokens: int) -> Tensor:
 def test_a_launch_replayed_is_the_launch_itself(gpu: Gpu) -> None:
     choice = random.Random(0)
     odd = documents([20, 50])
-    odd.start, odd.end = (torch.cat([x[:1], x])[1:] for x in (odd.start, odd.end))  # not on 16 bytes
+    odd.start, odd.end = (torch.cat([x[:1], x])[1:] for x in (odd.start, odd.end))  # not 16-byte aligned
     masks: list[Mask] = [
         EVERYTHING,
         CAUSAL,
@@ -217,7 +217,7 @@ def test_a_launch_replayed_is_the_launch_itself(gpu: Gpu) -> None:
 
 
 def test_parts_of_query_heads_are_replayed(gpu: Gpu) -> None:
-    """Where key heads are few, backward writes dK and dV into room made for the call, and one launch more adds them."""
+    """With few key heads, backward writes dK and dV to temporary tensors, and one more launch adds them."""
     for carried in (False, True):
         x = [torch.zeros(1, heads, 300, 64).half() for heads in (8, 1, 1, 8)]
         before = gpu.plain
@@ -295,7 +295,7 @@ def test_short_calls_are_one_launch_a_pass_and_repeated(monkeypatch: pytest.Monk
 def test_a_repeated_backward_has_the_room_that_this_gpu_needs(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch, chip: int
 ) -> None:
-    """A GPU of few multiprocessors needs no parts of heads where an H200 does: dk and dv are then written directly."""
+    """A GPU with few multiprocessors needs no parts of heads for which an H200 does: dk and dv are written directly."""
     one_pass = pytest.importorskip("flashspan.kernels.hopper.one_pass")
     monkeypatch.setattr(one_pass, "multiprocessors", lambda device: 132 if device.type == "meta" else chip)
     q, k, v, dout, out = (torch.zeros(1, n, 300, 64).half() for n in (8, 1, 1, 8, 8))
@@ -330,7 +330,7 @@ def test_replaying_keeps_no_tensor_and_not_everything(gpu: Gpu, monkeypatch: pyt
 
 
 def test_no_kernel_of_a_call_runs_before_all_of_them_are_compiled(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Of a pass that adds to what it is given, what came before one that fails would be added twice.
+    # If a kernel failed after others have accumulated, another backend would add their results a second time.
     hopper = pytest.importorskip("flashspan.kernels.hopper")
     compiled = Launch.compiled
 

@@ -1,4 +1,4 @@
-"""Every name inside Triton that launches use is there, and is what it was when it was read."""
+"""Every internal name of Triton that launches use exists and works as in the checked releases."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NAMES = {
     "triton.compiler.compiler": ["CompiledKernel.run"],
     "triton.backends.nvidia.driver": ["CudaLauncher", "wrap_handle_tensordesc", "make_tensordesc_arg"],
 }
-"""Modules and the names in them."""
+"""Modules, and the names that must exist in them."""
 
 ATTRIBUTES = {
     "triton.compiler.compiler:CompiledKernel": ["function", "packed_metadata", "metadata"],
@@ -39,7 +39,7 @@ ATTRIBUTES = {
         *("launch", "global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl"),
     ],
 }
-"""Classes and what their __init__ sets."""
+"""Classes, and the attributes that their __init__ must set."""
 
 
 ADDED = tl.constexpr(1)

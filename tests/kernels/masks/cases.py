@@ -1,4 +1,4 @@
-"""Random block masks, and when two block maps are one."""
+"""Random block masks, and a bitwise comparison of block maps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EDGES = (64, 128, (64, 128), (128, 64))
 
 
 def random_mask(number: int, heads: int = 2) -> Tensor:
-    """bool [T, S], [H, T, S] or [B, H, T, S]: any density, with empty rows, empty and full squares."""
+    """bool [T, S], [H, T, S] or [B, H, T, S] of any density, with empty rows, and empty and full squares."""
     random = torch.Generator().manual_seed(number)
 
     def pick(limit: int) -> int:
@@ -38,7 +38,7 @@ def lift(visible: Tensor) -> Tensor:
 
 
 def same_to_the_bit(one: Blocks, two: Blocks) -> bool:
-    """Lists, bits both ways and their order, not only what they mean."""
+    """Whether lists, bits and transposed bits are equal, including their order, not only the masks."""
     (_, numbers, tensors), (_, wanted, right) = one.pack(), two.pack()
     pairs = zip(tensors, right, strict=True)
     return numbers == wanted and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)

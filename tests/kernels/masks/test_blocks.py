@@ -1,4 +1,4 @@
-"""Block maps: what they say of any mask, how they compose and slice, and attention under 300 random ones."""
+"""Block maps: their contents for any mask, composition and slices, and attention with 300 random maps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.kernels.masks.cases import EDGES, lift, random_mask
 
 
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
-    """The textbook, in the inputs' dtype: out and lse; a row that sees nothing has 0 and -inf."""
+    """Textbook attention in the inputs' dtype: out and lse. A row that sees no key has 0 and -inf."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~visible, -torch.inf)
@@ -39,7 +39,7 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> tuple
 
 @pytest.mark.parametrize("part", [0, 1, 2, *(pytest.param(x, marks=pytest.mark.slow) for x in (3, 4, 5))])
 def test_300_random_masks_give_what_the_textbook_does(part: int) -> None:
-    """Forward within 1e-6, gradients within 1e-5 of float64, of `attention` on float32 and the mask as a tensor."""
+    """`attention` in float32 with the mask as a tensor: forward is within 1e-6 of float64, gradients within 1e-5."""
     for number in range(50 * part, 50 * part + 50):
         visible = random_mask(number)
         random = torch.Generator().manual_seed(number)
@@ -49,7 +49,7 @@ def test_300_random_masks_give_what_the_textbook_does(part: int) -> None:
         leaves, exact = (
             [x.clone().to(kind).requires_grad_() for x in (q, k, v)] for kind in (torch.float, torch.double)
         )
-        # [B, H, T, S] says which is which where B and H are both 2.
+        # [B, H, T, S] is unambiguous if B and H are both 2.
         out, lse = attention(*leaves, mask=Blocks.from_dense(visible, block=EDGES[number % 4]), return_lse=True)
         want, want_lse = softmax_attention(*exact, lift(visible))
         grads = torch.autograd.grad(out, leaves, dout)
@@ -85,7 +85,7 @@ def test_a_map_says_what_the_mask_says() -> None:
 
 
 def test_a_picture_shows_what_is_visible() -> None:
-    """Also at the ends, where a tile has fewer pairs; several tiles to a character."""
+    """Also at the ends, where a tile has fewer pairs, and with several tiles per character."""
     for number in range(24):
         visible, block = random_mask(number), check_block(EDGES[number % 4])
         first, picture = lift(visible)[0, 0], Blocks.from_dense(visible, block=block).draw(1 + number % 3).split("\n")
@@ -119,7 +119,7 @@ def test_masks_compose() -> None:
 
 
 def test_rows_take_the_tiles_of_blocks() -> None:
-    """Whichever comes first: rows have no tile size of their own."""
+    """In either order: rows have no tile size of their own."""
     visible, rows = torch.rand(70, 90) < 0.3, Rows(torch.arange(70), torch.arange(70) + 5, 90)
     blocks = Blocks.from_dense(visible, block=64)
     for joined in (rows | blocks, blocks | rows):
@@ -182,7 +182,7 @@ TABLE = torch.randint(0, 4, (200,))
 
 @pytest.mark.parametrize("name", RULE)
 def test_a_rule_is_the_mask_it_draws(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However few tiles are looked at together."""
+    """Even if few tiles are processed at a time."""
     rule, B, H = RULE[name]
     b, h, i, j = torch.meshgrid(*(torch.arange(n) for n in (B, H, 150, 200)), indexing="ij")
     want = Blocks.from_dense(rule(b, h, i, j))
@@ -200,7 +200,7 @@ def test_a_coarse_mask_is_its_squares(size: int | tuple[int, int]) -> None:
 
 
 def test_what_is_the_same_is_kept_once() -> None:
-    """One map for what was expanded, one tile of bits for all of a diagonal, linear in the length under a window."""
+    """Expanded dimensions give one map, a diagonal shares one tile of bits, and a window takes memory linear in T."""
     wide = torch.ones(700, 700, dtype=torch.bool).tril().expand(3, 5, 700, 700)
     assert (Blocks.from_dense(wide).num_batch, Blocks.from_dense(wide).num_heads) == (1, 1)
     sizes = [Blocks.of(Band(-1023, 0), n, n) for n in (8192, 32768)]
@@ -250,7 +250,7 @@ def test_bool_tensors_of_any_pattern() -> None:
 
 
 def test_padding_masks_broadcast_over_queries_or_keys() -> None:
-    """[B, 1, 1, S] says which keys exist, as in PyTorch's SDPA; [T, 1] which queries do."""
+    """[B, 1, 1, S] states which keys exist, as in PyTorch's SDPA; [T, 1] states which queries exist."""
     q, k, v = (torch.randn(3, 2, n, 8) for n in (70, 65, 65))
     for shape in ((3, 1, 1, 65), (1, 2, 1, 65), (3, 1, 65), (1, 65), (70, 1), (3, 2, 70, 1), (1, 1)):
         for visible in (torch.rand(shape) < 0.6, (torch.rand(*shape[:-1], 1) * shape[-1] > torch.arange(shape[-1]))):

@@ -1,4 +1,4 @@
-"""Block maps and runs found by kernels equal those that PyTorch's operators find."""
+"""Block maps and runs that kernels compute equal those of PyTorch's operators."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tests.kernels.masks.cases import EDGES, random_mask, same_to_the_bit
 KERNELS_ON = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-"""Where Triton's kernels run; without a GPU, in its interpreter."""
+"""The device on which Triton's kernels run: without a GPU, the CPU, in the interpreter."""
 
 
 def map_by_kernels(visible: Tensor, block: tuple[int, int]) -> Blocks | None:
-    # Moved as it lies: .to() alone may lay it out anew.
+    # Move the memory as it is, because .to() may change the layout.
     memory = visible.as_strided((visible.untyped_storage().nbytes(),), (1,), 0).to(KERNELS_ON)
     there = memory.as_strided(visible.shape, visible.stride(), visible.storage_offset())
     made = build_triton.build_dense(build.check_dense(there), block)
@@ -33,7 +33,7 @@ def map_by_kernels(visible: Tensor, block: tuple[int, int]) -> Blocks | None:
 
 @pytest.mark.parametrize("numbers", [range(8), pytest.param(range(8, 40), marks=pytest.mark.slow)])
 def test_kernels_make_the_same_map_to_the_bit(numbers: range) -> None:
-    """As PyTorch's operators do, of a tensor on the CPU."""
+    """The map equals that of PyTorch's operators for a tensor on the CPU."""
     for number in numbers:
         visible, block = random_mask(number), check_block(EDGES[number % 4])
         made = map_by_kernels(visible, block)
@@ -65,7 +65,7 @@ DENSE: dict[str, Tensor] = {
 
 
 SMALL_IN_CI = ("begins off a word", "begins on a word", "odd columns of a wider one", "tiles that are the same")
-"""The masks that CI divides into tiles of 64 too; random masks are."""
+"""The masks that CI also divides into tiles of 64, in addition to random masks."""
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_kernels_read_a_mask_wherever_it_lies(name: str, edge: int) -> None:
 
 
 def test_kernels_list_lines_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More tiles to a line, and more lines, than a program looks at together; one line longer than the others."""
+    """More tiles per line, and more lines, than a program reads at a time; one line is longer than the others."""
     monkeypatch.setattr(build_triton, "STEP", 4)
     monkeypatch.setattr(build_triton, "SPAN", 4)
     random = torch.Generator().manual_seed(1)
@@ -97,7 +97,7 @@ def test_kernels_list_lines_of_any_length(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_kernels_do_not_take_a_hash_for_the_tile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where all hashes are the same, only tiles that are the same make a map."""
+    """If all hashes are equal, there is a map only if all tiles are equal."""
     monkeypatch.setattr(
         build_triton, "odd_numbers", lambda num, device: torch.zeros(num, dtype=torch.int64, device=device)
     )
@@ -112,7 +112,7 @@ def test_kernels_do_not_take_a_hash_for_the_tile(monkeypatch: pytest.MonkeyPatch
 
 
 def test_kernels_know_a_partial_tile_by_any_hash(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The greatest, which is what tiles without bits have, too."""
+    """Even by the greatest hash, which tiles without bits also have."""
     greatest = 2**63 - 1
     monkeypatch.setattr(
         build_triton, "odd_numbers", lambda num, device: torch.full((num,), greatest, dtype=torch.int64, device=device)
@@ -136,11 +136,12 @@ def test_kernels_know_a_partial_tile_by_any_hash(monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_kernels_sort_hashes_that_are_all_alike(first: int, span: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which have one place in the table: the first, one in the middle, and the last, behind which they are put."""
+    """Such hashes have one slot in the table: the first, one in the middle, or the last, after which they are
+    stored."""
     monkeypatch.setattr(build_triton, "SPAN", span)
     for module in (build_triton, bits):
         monkeypatch.setattr(module, "odd_numbers", lambda num, device: first + torch.arange(num, device=device))
-    row = torch.tensor([[5, 3, 0, 44, 3], [60, 4, 63, 5, 1], [2, 59, 5, 6, 31]])  # the one each tile has a pair in
+    row = torch.tensor([[5, 3, 0, 44, 3], [60, 4, 63, 5, 1], [2, 59, 5, 6, 31]])  # the row of each tile's pair
     visible = torch.zeros(3, 64, 5, 64, dtype=torch.bool)
     visible[torch.arange(3)[:, None], row, torch.arange(5), 0] = True  # a word of 1, whose hash is its number
     visible = visible.view(192, 320)
@@ -151,7 +152,7 @@ def test_kernels_sort_hashes_that_are_all_alike(first: int, span: int, monkeypat
 
 
 def some_runs(random: torch.Generator, num_batch: int, T: int, S: int) -> Tensor:
-    """bool [B, T, S]: one run of keys to a row, or none."""
+    """bool [B, T, S]: at most one run of keys in each row."""
     start, end = torch.randint(S + 1, (2, num_batch, T, 1), generator=random)
     return (torch.arange(S) >= start) & (torch.arange(S) < end)
 
@@ -183,7 +184,7 @@ def test_a_gap_in_any_row_is_seen(S: int) -> None:
         visible[1, 8, gap] = False
         assert find_runs(visible) is None
         assert find_runs_by_kernels(visible.to(KERNELS_ON)) is None
-    many = torch.arange(2048).remainder(2).bool()[None, None]  # 1024 of them: more than a byte counts
+    many = torch.arange(2048).remainder(2).bool()[None, None]  # 1024 True: more than a byte can count
     assert find_runs(many) is None
 
 

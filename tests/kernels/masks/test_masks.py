@@ -1,4 +1,4 @@
-"""Masks say the same drawn dense, sliced, composed, tiled, transposed and packed."""
+"""Masks are the same as a dense tensor, sliced, composed, tiled, transposed and packed."""
 
 import random
 import sys
@@ -100,7 +100,7 @@ def test_tiles_and_counts_agree_with_the_drawn_mask(case: tuple[Mask, int, int],
 
 
 def check_transpose(mask: Mask, num_queries: int, num_keys: int) -> None:
-    """The rows that see a key lie within [first, last); a convex mask says exactly which they are."""
+    """Check that the rows that see a key are within [first, last), and for a convex mask that they are all of these."""
     if isinstance(mask, Band):
         return
     rows = torch.arange(num_queries)[:, None]
@@ -140,7 +140,7 @@ def test_a_table_knows_how_many_keys_a_query_sees_about_and_tells_its_copies() -
     assert mask.reach == 128
     assert ragged([512, 0], 256, 512).reach == 256
     assert mask.to("meta").reach == unpack(*mask.to("meta").pack()).reach == 128
-    assert (mask.to("meta") & window(9, 0)).reach == 0  # nobody can look
+    assert (mask.to("meta") & window(9, 0)).reach == 0  # a meta tensor has no values
 
 
 def test_patterns_draw_what_they_are_named_for() -> None:
@@ -227,7 +227,7 @@ def test_what_is_not_a_mask_is_refused(make) -> None:  # type: ignore[no-untyped
 
 
 def test_threads_may_share_a_mask() -> None:
-    """What is made of it is kept with it, and others are dropped, in whatever order they come."""
+    """Threads may derive masks, and drop derived masks from the cache, in any order."""
     mask, interval = documents([30, 50]), sys.getswitchinterval()
     wrong: list[Exception] = []
 
@@ -239,7 +239,7 @@ def test_threads_may_share_a_mask() -> None:
                 made = mask & Band(-width, 0)
                 assert isinstance(made, Rows)
                 assert made.start[79] == max(30, 79 - width)
-        except Exception as error:  # of a thread nobody else would hear of it
+        except Exception as error:  # an exception in a thread would not fail the test
             wrong.append(error)
 
     threads = [threading.Thread(target=use, args=(seed,)) for seed in range(4)]
@@ -262,7 +262,7 @@ BOUNDS = [(None, None), (0, -1), (None, 0), (2, None), (-3, 1), (1, 4), (2, 2), 
 def test_bands_that_meet_are_joined_and_what_lies_around_one_is_known(
     first: tuple[int | None, int | None], second: tuple[int | None, int | None]
 ) -> None:
-    """A slice may come out as a band that sees nothing, or everything: that composes as any other does."""
+    """A slice may be a band in which a query sees no key, or every key. It composes like any other band."""
     one, two = Band(*first), Band(*second)
     try:
         joined = one | two

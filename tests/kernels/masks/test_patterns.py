@@ -1,4 +1,4 @@
-"""Ready patterns are their definitions, and bad input to masks gets one clear error."""
+"""Predefined patterns match their definitions, and bad input to masks gets one clear error."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_patterns_of_blocks_hold_as_many_as_they_say() -> None:
     more = (behind & ~masks.longformer(1280, window=64, num_global=10)).kinds()[0, 0] != 0
     assert more.sum(-1).tolist()[4:] == [row + 2 for row in more.diagonal().int().tolist()[4:]]
     q, k = torch.zeros(1, 2, 512, 4), torch.zeros(1, 1, 512, 4)
-    q[..., 0], k[:, :, 256:384, 0] = 1.0, 5.0  # everyone's favourite is block 2
+    q[..., 0], k[:, :, 256:384, 0] = 1.0, 5.0  # block 2 has the highest score for all queries
     chosen = masks.top_blocks(q, k, 2)
     kinds = chosen.kinds()[0, 1] != 0
     assert kinds.sum(-1).tolist() == [2, 2, 2, 2]
@@ -73,7 +73,7 @@ def test_patterns_of_blocks_hold_as_many_as_they_say() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_a_mask_is_the_same_whatever_the_default_dtype(dtype: torch.dtype) -> None:
-    """Made, sliced as ranks do, and drawn at random from a seed."""
+    """When it is built, sliced as by ranks, and drawn at random from a seed."""
 
     def some() -> list[Mask]:
         mask = masks.bigbird(700, window=40, num_global=9, num_random=1) | masks.random_blocks(700, 0.3, seed=3)
