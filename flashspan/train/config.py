@@ -275,7 +275,8 @@ class TrainConfig:
         if (parallel.strategy in ("double_ring", "hybrid")) != (parallel.inner > 0):
             raise ValueError(
                 "parallel.inner is needed by the strategies double_ring and hybrid, and only by them: got strategy "
-                f"{parallel.strategy} and inner {parallel.inner}"
+                f"{parallel.strategy} and inner {parallel.inner}; "
+                + ("leave it out" if parallel.inner else "set it to the number of context ranks on a node")
             )
         if train.weights == "bfloat16" and train.precision != "bfloat16":
             raise ValueError(
