@@ -188,7 +188,7 @@ def scale_of(q: Tensor, scale: float | None) -> float:
 def check_seed(seed: int | None, generator: torch.Generator | None) -> None:
     """ValueError for a seed or a generator that dropout cannot use."""
     if seed is not None and generator is not None:
-        raise ValueError("dropout takes a seed or a generator: got both; leave one out")
+        raise ValueError("dropout takes either a seed or a generator: got both; leave one out")
     if seed is not None and not isinstance(seed, (int, np.integer)):
         raise ValueError(f"a seed is a whole number: got {seed!r}")
     if generator is not None and not isinstance(generator, torch.Generator):

@@ -99,7 +99,7 @@ def preflight(
         if isinstance(error, RankError):
             raise_user_error(error)
         cause = error.report if isinstance(error, RankError) else str(error)
-        print(f"verdict: FAILED, the preflight did not end: {cause}", flush=True)
+        print(f"verdict: FAILED, the preflight was cut short: {cause}", flush=True)
         return 1
     faults = judge(report)
     if not by_torchrun or os.environ["RANK"] == "0":

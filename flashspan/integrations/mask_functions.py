@@ -99,7 +99,7 @@ class Translator:
             if not self.agrees(self.and_masks(packed, function) if remaps else function):
                 del self.readers[function.__code__]
                 warnings.warn(
-                    f"{name} of this release of transformers has another meaning than expected: a block map is used, "
+                    f"{name} of this release of transformers works differently than expected: a block map is used, "
                     f"which is exact but slower",
                     RuntimeWarning,
                     stacklevel=2,

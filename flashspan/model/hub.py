@@ -92,6 +92,6 @@ def _reason(error: Exception) -> str:
     if isinstance(error, GatedRepoError):
         return "its owner must give you access: ask for it on the model's page, then run `hf auth login`"
     if isinstance(error, RepositoryNotFoundError):
-        return "it does not exist, or it is private: then run `hf auth login`"
+        return "it does not exist, or it is private; for a private one, run `hf auth login` first"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__).rstrip(".;")

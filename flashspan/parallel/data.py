@@ -79,7 +79,7 @@ class DataParallel(nn.Module):
             raise ValueError(f'op must be "mean" or "sum": got {op!r}')
         if not isinstance(bucket_mb, (float, Real)) or not bucket_mb > 0:
             raise ValueError(
-                f'bucket_mb must be a positive number: got {bucket_mb!r}; mode="overlapped" is one bucket per parameter'
+                f'bucket_mb must be a positive number: got {bucket_mb!r}; mode="overlapped" has one bucket for each'
             )
         self.module, self.mode, self.op = module, mode, op
         self.traffic = Traffic()
@@ -363,7 +363,7 @@ def _require_equal_group_counts(ranks: list[int], group: dist.ProcessGroup) -> N
     if len(set(numbers)) > 1:
         counts = ", ".join(f"{number} on rank {rank}" for rank, number in zip(ranks, numbers, strict=True))
         raise ValueError(
-            "data parallelism over some of the ranks needs ranks that are in equally many process groups: got "
+            "data parallelism over some of the ranks needs ranks that are in the same number of process groups: got "
             f"{counts}; wrap the model before making groups that only some of these ranks join, or take all groups "
             "from one mesh"
         )

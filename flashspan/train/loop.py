@@ -113,7 +113,7 @@ class Trainer:
                 try:
                     draw_loss(self.folder)
                 except OSError as error:
-                    display.say(f"loss.png was not written: {error}; nothing else in the run is affected")
+                    display.say(f"loss.png was not written: {error}; all other files are complete")
             with report_silent_ranks("the end of the run"):
                 from_each(partial(self._tell_fault, kept))
         return how if kept else NOT_SAVED
@@ -146,7 +146,7 @@ class Trainer:
                     continue
                 display.say(
                     f"step {self.step + 1}: loss {loss}, gradient norm {norm}: not finite; stopping before the "
-                    "update, with the state as it was. Lower optimizer.lr, or look at the data of this step"
+                    f"update, with the state of step {self.step}. Lower optimizer.lr, or look at the data of this step"
                 )
                 self.scale, self.steady = scaled  # no loss scale helps: restore the one before this step
                 return NOT_FINITE

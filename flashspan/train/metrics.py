@@ -145,7 +145,7 @@ class Display:
         self._times.append(time.monotonic())
         self.say(describe(metrics, self.num_steps, self._left(metrics)))
         if len(self._times) == 2:  # the moments of the optimizer are allocated by now
-            self.say(f"memory: {metrics.memory_gib:.2f} GiB at most on the first rank so far")
+            self.say(f"memory: at most {metrics.memory_gib:.2f} GiB on the first rank so far")
         self._record({**asdict(metrics), "time": time.time()})
         if self.active and self.report is not None:
             self.report(metrics)
@@ -193,7 +193,9 @@ class Display:
     def _tell(self, error: OSError) -> None:
         """Print the first error of writing metrics. Training continues without them."""
         if not self._told:
-            self.say(f"metrics were not written: {error}; training continues without them. Free space in {self.folder}")
+            self.say(
+                f"metrics were not written: {error}; training continues without them. Is there space in {self.folder}?"
+            )
             self._told = True
 
     def __enter__(self) -> Display:
