@@ -78,7 +78,7 @@ def compile_kernels(
     failures = compile_calls(calls)
     spent = time.monotonic() - began
     print(
-        f"{found['compiled']} kernels compiled in {spent:.1f} s, {found['cached']} were in the cache; sm_"
+        f"{found['compiled']} kernels compiled in {spent:.1f} s, {found['cached']} were there already; sm_"
         f"{kernels.architecture}, {dtype}, in {triton_abi.cache_folder()}"
     )
     for name, failure in failures.items():

@@ -366,7 +366,7 @@ def _pool(processes: int) -> Executor:
 def _begin(parent: int) -> None:
     die_with(parent)
     # Ctrl-C ends a process at once, without a message; its part is encoded again later. A fork server that a training
-    # run started has blocked both signals.
+    # run started has blocked the signals that stop a run.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT, signal.SIGTERM])
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism

@@ -63,8 +63,10 @@ def generate(
     """
     if not isinstance(prompt, str):
         raise ValueError(f"a prompt is one string: got a {type(prompt).__name__}; call generate for each prompt")
-    if not isinstance(tokens, int) or tokens < 1:
-        raise ValueError(f"tokens must be a whole number of 1 or more: got {tokens!r}")
+    if not isinstance(tokens, int):
+        raise ValueError(f"tokens must be a whole number: got {tokens!r}")
+    if tokens < 1:
+        raise ValueError(f"tokens must be at least 1: got {tokens}")
     if not -(2**63) <= seed < 2**64:
         raise ValueError(f"the seed must fit 64 bits, -2**63 to 2**64 - 1: got {seed}; choose a smaller one")
     sampling = Sampling(temperature, top_k, top_p)

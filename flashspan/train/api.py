@@ -25,8 +25,9 @@ class TrainResult:
     """The result of a training run.
 
     Attributes:
-        status: "done", or why it ended earlier: "stopped" (SIGTERM, state saved), "interrupted" (Ctrl-C, state saved),
-            "not finite" (the loss or the gradients), "not saved" (the last checkpoint could not be written).
+        status: "done", or why it ended earlier: "stopped" (by SIGTERM or SIGHUP) or "interrupted" (by Ctrl-C), with
+            the state saved; "not finite" (the loss or the gradients); "not saved" (the last checkpoint could not be
+            written).
         folder: The folder of checkpoints and metrics.
         checkpoint: The last checkpoint, a folder in the Hugging Face layout; None if there is none.
         steps: The metrics of each step, including those before a resumed checkpoint.

@@ -65,10 +65,10 @@ def describe_run(config: TrainConfig, num_ranks: int) -> str:
         "mesh": f"{' x '.join(f'{axis} {degree}' for axis, degree in degrees.items())} = {counted(num_ranks, 'rank')}",
         "context": context,
         "data": describe_data(config),
-        "eval": describe_evaluation(config),
         "steps": f"{train.steps:,}, each of {train.batch} samples x {config.data.sequence} tokens = "
         f"{train.batch * config.data.sequence:,} tokens{passes}",
         "saved": f"in {config.checkpoint.folder}, {', '.join([*times, 'at the end'])}",
+        "eval": describe_evaluation(config),
     }
     return "\n".join(f"{name:<7} {text}" for name, text in lines.items())
 

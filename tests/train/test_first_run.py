@@ -70,8 +70,8 @@ def test_the_first_command_prints_the_facts_of_the_run(
     config = parse([f"--checkpoint.folder={folder}", "--parallel.device=cpu"])
     assert train(config) == 0
     said = capsys.readouterr().out
-    facts = dict(line.split(maxsplit=1) for line in said.splitlines()[:7])
-    assert facts.keys() == {"model", "devices", "mesh", "context", "data", "steps", "saved"}
+    facts = dict(line.split(maxsplit=1) for line in said.splitlines()[:8])
+    assert facts.keys() == {"model", "devices", "mesh", "context", "data", "steps", "saved", "eval"}
     shape, tokens = config.model.resolve(), corpus_tokens()[0].tokens
     assert facts["model"].startswith(f"{shape.num_parameters / 1e6:.2f} M parameters")
     assert facts["devices"].startswith("4 CPU")

@@ -276,15 +276,17 @@ class Blocks(Mask):
                 if not same:  # most patterns have no argument block=
                     remedy += " and with block=128, as patterns are, or rebuild one by Blocks.from_dense(mask.dense())"
                 raise ValueError(
-                    f"masks can be combined if they have the same lengths and the same tiles: got {self.num_queries} queries "
-                    f"x {self.num_keys} keys in tiles of {self.block} and {sizes[0]} x {sizes[1]}{tile}; {remedy}"
+                    f"masks with the same lengths and tiles can be combined: got {self.num_queries} "
+                    f"queries x {self.num_keys} keys in tiles of {self.block} and {sizes[0]} x {sizes[1]}{tile}; "
+                    f"{remedy}"
                 )
         second = Blocks.of(other, self.num_queries, self.num_keys, block=self.block, device=self.device)
         pairs = ((self.num_batch, second.num_batch), (self.num_heads, second.num_heads))
         if any(a != b and 1 not in (a, b) for a, b in pairs):
             raise ValueError(
-                f"masks can be combined if their numbers of maps broadcast: got {self.num_batch} x {self.num_heads} and "
-                f"{second.num_batch} x {second.num_heads} maps of batch and heads; make the same number of maps, or one"
+                f"masks can be combined if their numbers of maps broadcast: got {self.num_batch} x {self.num_heads} "
+                f"and {second.num_batch} x {second.num_heads} maps of batch and heads; make the same number "
+                "of maps, or one"
             )
         return Blocks.of_map(self.block_map().join(second.block_map(), join, decides, yields))
 

@@ -20,7 +20,7 @@ def place(positions: Positions, number: int | None = None) -> Tensor:
     """Positions as an int64 tensor. They must be below `number` and ascend: so a slice of an interval is one."""
     parts = [positions] if isinstance(positions, range) else positions
     if not isinstance(parts, (list, tuple)) or not all(isinstance(part, range) for part in parts):
-        raise ValueError(f"a mask is sliced by a range or a list of ranges: got {positions!r}; use range(start, stop)")
+        raise ValueError(f"a mask is sliced by a range or several of them: got {positions!r}; use range(start, stop)")
     parts = [part for part in parts if len(part)]
     bad = any(part.step < 1 for part in parts) or any(a[-1] >= b[0] for a, b in itertools.pairwise(parts))
     if bad:

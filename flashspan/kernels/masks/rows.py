@@ -86,8 +86,8 @@ class Rows(Mask):
             batches = {len(x.start) for x in (self, other) if x.start.dim() == 2}
             if lengths[0] != lengths[1] or len(batches - {1}) > 1:
                 raise ValueError(
-                    f"masks can be combined if they cover the same batch and lengths: got {self} and {other}; make both for "
-                    f"the lengths of q and k, or slice the longer one"
+                    f"masks can be combined if they cover the same batch and lengths: got {self} and {other}; make "
+                    f"both for the lengths of q and k, or slice the longer one"
                 )
         return self.derived(other, lambda: self._intersect(other))
 
