@@ -103,6 +103,8 @@ def resolve_mask(
     mask: Mask | Tensor | None = None,
 ) -> Mask:
     """The intersection of causal, window and mask, checked against q [B, H, T, D] and k [B, K, S, D]."""
+    if isinstance(causal, str):  # "False" would count as True
+        raise ValueError(f"causal must be True or False: got {causal!r}")
     result: Mask = masks.CAUSAL if causal else masks.EVERYTHING
     if window is not None:
         result = result & window_band(window)

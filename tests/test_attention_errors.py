@@ -80,6 +80,7 @@ BAD = {
         lambda: masks.Blocks.from_dense(torch.eye(3, dtype=torch.bool).expand(4, 3, 3).clone()).heads([1]),  # type: ignore[arg-type]
         r"a range with step 1.*got \[1\]",
     ),
+    "causal as text": (lambda: attention(q4, q4, q4, causal="False"), "True or False: got 'False'"),  # type: ignore[call-overload]
     "dropout of 1": (lambda: attention(q4, q4, q4, dropout=1.0), r"in \[0, 1\): got 1.0"),
     "negative dropout": (lambda: attention(q4, q4, q4, dropout=-0.1), r"in \[0, 1\)"),
     "seed and generator": (
