@@ -130,7 +130,9 @@ class Command:
             if name in self.places:
                 kind = Positional[kind]  # type: ignore[misc, valid-type]
                 metavar = metavar if parameter.default is inspect.Parameter.empty else f"[{metavar}]"
-            hint: Any = Annotated[kind, tyro.conf.arg(metavar=metavar)]
+            # Where None or "" stands for a default, the text of the option says which.
+            shown = "" if parameter.default in (None, "", ()) else None
+            hint: Any = Annotated[kind, tyro.conf.arg(metavar=metavar, help_behavior_hint=shown)]
             parameters.append(parameter.replace(annotation=hint))
         arguments.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         arguments.__annotations__ = {each.name: each.annotation for each in parameters} | {"return": dict[str, Any]}

@@ -86,7 +86,7 @@ def attend(
 
     Args:
         num_devices: Number of devices that share the sequence, 1 to 8.
-        seq_len: Number of tokens in the whole sequence; it need not be divisible by the devices.
+        seq_len: Number of tokens in the whole sequence; it need not be divisible by the number of devices.
         head_dim: Head size, 1 to 256.
         heads: Number of query heads.
         kv_heads: Number of key and value heads; by default as many as --heads.

@@ -62,9 +62,9 @@ class Summary:
             scores, prepared, softmax, values = (self.parts[part] for part in PARTS)
             products = scores + values
             lines.append(
-                f"  In attention, softmax takes {softmax:.4g} ms and the two matmuls {products:.4g} ms: "
-                f"{softmax / products:.2f} of the matmuls' time, for about {flop_ratio(self.head_dim):.3f} of their "
-                f"operations. Scaling and mask take {prepared:.4g} ms."
+                f"  In attention, softmax takes {softmax:.4g} ms and the two matmuls {products:.4g} ms. "
+                f"Softmax takes {softmax / products:.2f} of the matmuls' time, and has about "
+                f"{flop_ratio(self.head_dim):.3f} of their operations. Scaling and mask take {prepared:.4g} ms."
             )
         return lines
 

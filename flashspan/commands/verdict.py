@@ -181,7 +181,7 @@ def print_report(report: Report, faults: Sequence[str]) -> None:
         if speeds:
             plan = f"; planner {planned.link.bandwidth / 1e9:.3g} ({planned.link.name})" if planned and inside else ""
             print(
-                f"links {kind}: {len(speeds)} of {min(speeds):.3g} to {max(speeds):.3g} GB/s, "
+                f"links {kind}: {len(speeds)}, {min(speeds):.3g} to {max(speeds):.3g} GB/s, "
                 f"median {statistics.median(speeds):.3g}{plan}"
             )
     if report.links and len(hosts) <= EVERY_PAIR:

@@ -32,7 +32,7 @@ def check_same_placement(digests: Sequence[Sequence[int]]) -> None:
     """ValueError if a layout function places the tokens differently on different ranks."""
     if len({*map(tuple, digests)}) > 1:
         raise ValueError(
-            "all ranks must agree on the layout: this function returned different placements on different ranks; "
+            "all ranks must agree on the layout: the layout function returned different placements on different ranks; "
             "its result must depend on the numbers of tokens and ranks only"
         )
 

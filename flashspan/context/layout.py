@@ -256,8 +256,8 @@ def _checked(answer: object, num_tokens: int, num_ranks: int) -> Placement:
     wrong = np.flatnonzero(held != 1)
     if len(wrong):
         raise ValueError(
-            f"{rule}, each token to exactly one: got {held[wrong[0]]} ranks for token {wrong[0]}, and {len(wrong)} "
-            f"such tokens; divide range({num_tokens}) among the ranks"
+            f"{rule}, each token to exactly one: got {held[wrong[0]]} ranks for token {wrong[0]}; "
+            f"{len(wrong)} tokens have none or several; divide range({num_tokens}) among the ranks"
         )
     return _placement(num_tokens, answer.ranges)
 

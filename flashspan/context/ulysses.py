@@ -76,7 +76,7 @@ class Ulysses:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Carry, Saved]:
         shares = share_heads(q.shape[1], k.shape[1], self.transport.num_ranks)
         heads = [(share.q, share.kv, share.kv) for share in shares]
-        q, k, v = self._to_heads((q, k, v), heads, "q, k, v for their heads")
+        q, k, v = self._to_heads((q, k, v), heads, "the all-to-all of q, k, v")
         exact = torch.promote_types(q.dtype, torch.float32)
         if q.shape[1]:
             carry, saved = self.inner.forward(q, k, v, self._inner_options(options, shares))
@@ -85,7 +85,7 @@ class Ulysses:
             saved = (q, k, v, *carry)
 
         def back() -> tuple[Tensor, ...]:
-            parts = self._to_tokens(carry, [(len(share.q),) * 2 for share in shares], "out, lse for their tokens")
+            parts = self._to_tokens(carry, [(len(share.q),) * 2 for share in shares], "the all-to-all of out, lse")
             return tuple(torch.cat(list(x), 1) for x in zip(*parts, strict=True))
 
         return Carry(*keep(back)), saved
@@ -95,7 +95,7 @@ class Ulysses:
         exact = torch.promote_types(dout.dtype, torch.float32)
         dlse = dout.new_zeros(dout.shape[:-1], dtype=exact) if dlse is None else dlse.to(exact)
         heads = [(share.q, share.q) for share in shares]
-        dout, dlse = self._to_heads((dout, dlse), heads, "dout, dlse for their heads")
+        dout, dlse = self._to_heads((dout, dlse), heads, "the all-to-all of dout, dlse")
         inner_options = self._inner_options(options, shares)
         if dout.shape[1]:
             dq, dk, dv = self.inner.backward(dout, dlse, saved, inner_options)
@@ -105,7 +105,7 @@ class Ulysses:
         kv_dtype = exact if inner_options.partial else dout.dtype
         sizes = [(len(share.q), len(share.kv), len(share.kv)) for share in shares]
         grads = (dq.to(dout.dtype), dk.to(kv_dtype), dv.to(kv_dtype))
-        parts = self._to_tokens(grads, sizes, "dq, dk, dv for their tokens")
+        parts = self._to_tokens(grads, sizes, "the all-to-all of dq, dk, dv")
         dq = torch.cat([part[0] for part in parts], 1)
         B, _, T, D = dq.shape
         dk, dv = (dq.new_zeros((B, options.num_kv_heads, T, D), dtype=kv_dtype) for _ in range(2))

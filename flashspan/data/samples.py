@@ -31,7 +31,9 @@ class Samples:
                 "lower data.sequence or prepare more text"
             )
         if self.documents and self.file.end < 0:
-            raise ValueError(f"{self.file.path} has no end token, which data.documents needs: set it to false")
+            raise ValueError(
+                f"{self.file.path} has no end token, which data.documents needs: set data.documents to false"
+            )
 
     @property
     def num_windows(self) -> int:

@@ -268,6 +268,7 @@ def _find_tokenizer(path: Path, vocab_size: int) -> str:
         return "bytes"
     if vocab_size > ByteTokenizer.vocab_size:  # the tokens are not bytes
         raise ValueError(
-            f"{path} has no tokenizer.json, and {vocab_size} tokens are more than bytes has: give --tokenizer"
+            f"{path} has no tokenizer.json, and its vocabulary of {vocab_size} tokens is larger than that of the "
+            "tokenizer bytes: give --tokenizer"
         )
     return "bytes"

@@ -35,7 +35,7 @@ class Sampling:
                 raise ValueError(f"{name} must be a {'whole ' if kind is int else ''}number: got {value!r}")
         if not 0 <= self.temperature < math.inf:
             raise ValueError(
-                f"temperature must be finite and at least 0, the most probable token: got {self.temperature}"
+                f"temperature must be finite and at least 0 (0 takes the most probable token): got {self.temperature}"
             )
         if self.top_k < 0:
             raise ValueError(f"top_k must be at least 1, or 0 for all tokens: got {self.top_k}")
@@ -43,8 +43,8 @@ class Sampling:
             raise ValueError(f"top_p must be more than 0 and at most 1: got {self.top_p}")
         if 0 < self.temperature < LEAST_TEMPERATURE:
             raise ValueError(
-                f"temperature must be 0 or at least {LEAST_TEMPERATURE:g}: got {self.temperature:g}; use 0, which "
-                "always takes the most probable token, as so small a temperature would"
+                f"temperature must be 0 or at least {LEAST_TEMPERATURE:g}: got {self.temperature:g}; use 0: "
+                "such a small temperature always takes the most probable token too"
             )
 
     def choose(self, logits: Tensor, generators: Sequence[torch.Generator]) -> Tensor:

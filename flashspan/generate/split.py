@@ -80,9 +80,8 @@ def _group_of(attend: ContextAttention, group: dist.ProcessGroup | None) -> dist
     place, fault = (dist.get_rank(group), dist.get_world_size(group)), None
     if place != (attend.rank, attend.num_ranks):
         fault = (
-            f"a split context needs a group with the ranks of its attention in the same order: got rank {place[0]} of "
-            f"{place[1]} in the group, rank {attend.rank} of {attend.num_ranks} in the attention; pass such a group as "
-            "group="
+            f"group= must have the ranks of the attention in the same order: got rank {place[0]} of {place[1]} in the "
+            f"group, rank {attend.rank} of {attend.num_ranks} in the attention; pass such a group"
         )
     if not given and place[1] == attend.num_ranks:
         raise_together(fault, group)

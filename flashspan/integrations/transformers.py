@@ -177,8 +177,9 @@ class SpanMask(BlockMask):
         """This mask, limited to each query's own packed sequence; `ends` are the cumulative lengths [N + 1], from 0."""
         if self.counts:
             raise ValueError(
-                f"cu_seq_lens_q needs position_ids that restart in each sequence and use_cache=False where a layer has "
-                f"chunks: they would be counted from the start of the row; {OTHERWISE}"
+                "for layers with chunks, cu_seq_lens_q needs position_ids that restart in each sequence and "
+                "use_cache=False; "
+                f"otherwise chunks would be counted from the start of the row; {OTHERWISE}"
             )
         if self._within is None or self._within[0] is not ends:
             num_batch, _, num_queries, num_keys = self.shape

@@ -79,7 +79,8 @@ class DataParallel(nn.Module):
             raise ValueError(f'op must be "mean" or "sum": got {op!r}')
         if not isinstance(bucket_mb, (float, Real)) or not bucket_mb > 0:
             raise ValueError(
-                f'bucket_mb must be a positive number: got {bucket_mb!r}; mode="overlapped" has one bucket for each'
+                f"bucket_mb must be a positive number: got {bucket_mb!r}; "
+                'for one bucket per parameter use mode="overlapped"'
             )
         self.module, self.mode, self.op = module, mode, op
         self.traffic = Traffic()

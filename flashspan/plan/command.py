@@ -74,7 +74,7 @@ def plan(
         calibrate: Folder of measured rows (bench model, bench collectives) that set the device's speeds.
     """
     if top < 1:
-        raise ValueError(f"top must be 1 or more parallelism configs to show: got {top}")
+        raise ValueError(f"top must be 1 or more configs to show: got {top}")
     cluster = make_cluster(device, devices, per_node=per_node, inside=link, between=network, table=table)
     run = Run(config_of(model), batch, tokens, precision, fused_norms=not device.startswith("cpu"))
     if calibrate is not None:

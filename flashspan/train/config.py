@@ -160,8 +160,8 @@ class OptimizerSection:
 class ParallelSection:
     ranks: int = option(
         0,
-        "Number of processes; 0: the product of the degrees if data and context are set, else the number of GPUs, or 4 "
-        "on the CPU",
+        "Number of processes; 0: the product of the degrees if parallel.data and parallel.context are not 0, else the "
+        "number of GPUs, or 4 on a CPU",
     )
     data: int = option(1, "Degree of data parallelism; 0: all remaining ranks")
     shard: int = option(1, "Degree of fully sharded data parallelism (FSDP2)")
@@ -170,7 +170,9 @@ class ParallelSection:
     strategy: Literal["ring", "double_ring", "gather", "helper", "ulysses", "hybrid"] = option(
         "ring", "Strategy of context parallelism"
     )
-    inner: int = option(0, "Number of context ranks per node (double_ring) or per all-to-all of heads (hybrid)")
+    inner: int = option(
+        0, "Number of context ranks per node (double_ring), or that exchange heads with each other (hybrid)"
+    )
     layout: Literal["zigzag", "striped", "contiguous", "balanced"] = option(
         "zigzag",
         "Assignment of tokens to context ranks; balanced: blocks of 128 tokens, with equal work under the pattern",

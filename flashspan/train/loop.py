@@ -375,7 +375,7 @@ class Trainer:
         was, now = (learning_rate(self.step, steps, self.config.optimizer) for steps in (old, new))
         if was == now:
             return []
-        return [f"the learning rate follows the new {new} steps (there were {old}): {was:.1e} -> {now:.1e}"]
+        return [f"train.steps changed from {old} to {new}, and so the learning rate from {was:.1e} to {now:.1e}"]
 
     def _choose(self, notes: list[str], held: contextlib.ExitStack) -> Path | None:
         """Lock the folder, remove unfinished checkpoints and return the one to resume from; None to begin at step 0."""

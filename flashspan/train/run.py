@@ -217,7 +217,7 @@ def _start(config: TrainConfig, num_ranks: int, report: Report | None) -> str:
     backend = "nccl" if _num_gpus(config) and not share_gpu else "gloo"
     if backend == "nccl" and num_ranks > _num_gpus(config):
         raise ValueError(
-            f"{num_ranks} ranks need as many GPUs: found {_num_gpus(config)}; or use --parallel.device cpu"
+            f"{num_ranks} ranks need as many GPUs: found {_num_gpus(config)}; use fewer ranks, or --parallel.device cpu"
         )
     make_folder(config.checkpoint.folder, "--checkpoint.folder")
     attempts = Attempts(config)

@@ -128,7 +128,7 @@ def test_a_longer_run_reports_how_its_learning_rate_changes(on_ranks: OnRanks, c
     on_ranks(1, run_rank, config)
     longer = config_of(*options, "--train.steps=5", "--optimizer.lr=1e-3")
     (notes,) = on_ranks(1, notes_of_resuming, longer)
-    assert notes[1:] == ["the learning rate follows the new 5 steps (there were 2): 1.0e-04 -> 5.5e-04"]
+    assert notes[1:] == ["train.steps changed from 2 to 5, and so the learning rate from 1.0e-04 to 5.5e-04"]
     rising = config_of(*options, "--train.steps=5", "--optimizer.warmup=4")  # the rate depends only on the step
     (notes,) = on_ranks(1, notes_of_resuming, rising)
     assert len(notes) == 1

@@ -297,11 +297,12 @@ def bench_attention(
         shapes: Shapes, each batch,heads,key heads,tokens,head size,pattern; the pattern is full, causal, "window W" or
             "documents N".
         only: Implementations to measure; all by default.
-        random: Number of random shapes to measure instead, each against the fastest of PyTorch's implementations.
+        random: Number of random shapes, measured instead of the fixed ones, each against PyTorch's fastest
+            implementation.
         seed: Seed of the random shapes; 0 by default.
         part: Part I/N of the random shapes, for instance 1/4; all by default.
         flex: Random shapes on which compiled FlexAttention is also measured, which takes seconds each. some (default):
-            a part of the windows; all: all windows, and causal shapes with fewer queries than keys; none: no shapes.
+            some of the windows; all: all windows, and causal shapes with fewer queries than keys; none: no shapes.
         page: Pages and plots in docs/benchmarks from the recorded rows, without measuring.
     """
     of_random = {"--seed": seed, "--part": part, "--flex": flex}

@@ -248,8 +248,8 @@ def bench_context(
     in turns. A repeated command measures only what is missing. `flashspan report` makes a page of the rows.
 
     Args:
-        quick: Six of the strategies and layouts and, by default, a smaller model on 1 and 2 ranks; two minutes on two
-            cores.
+        quick: Only six pairs of strategy and layout; by default with a smaller model on 1 and 2 ranks. Takes two
+            minutes on two cores.
         ranks: Numbers of ranks, each 1 to 8; by default 1 2 4 8, with --quick 1 2.
         tokens: Number of tokens in the whole sequence; by default 4096, with --quick 1024.
         preset: Name of a model, such as llama-2-7b or llama-3.2-1b, instead of the four sizes below.

@@ -98,7 +98,8 @@ def bench_cpu_ring(
     repeats: int = 5,
     head_chunks: int | None = None,
 ) -> int:
-    """A ring of CPU ranks compared with PyTorch's own ring with the same operator: time, memory, difference of results.
+    """A ring of CPU ranks compared with PyTorch's own ring: time, memory, difference of results. Both use the same
+    attention operator for CPUs.
 
     Args:
         tokens: Number of tokens in the sequence.

@@ -276,7 +276,7 @@ class Blocks(Mask):
                 if not same:  # most patterns have no argument block=
                     remedy += " and with block=128, as patterns are, or rebuild one by Blocks.from_dense(mask.dense())"
                 raise ValueError(
-                    f"masks with the same lengths and tiles can be combined: got {self.num_queries} "
+                    f"masks with the same lengths and the same tiles can be combined: got {self.num_queries} "
                     f"queries x {self.num_keys} keys in tiles of {self.block} and {sizes[0]} x {sizes[1]}{tile}; "
                     f"{remedy}"
                 )
@@ -284,9 +284,9 @@ class Blocks(Mask):
         pairs = ((self.num_batch, second.num_batch), (self.num_heads, second.num_heads))
         if any(a != b and 1 not in (a, b) for a, b in pairs):
             raise ValueError(
-                f"masks can be combined if their numbers of maps broadcast: got {self.num_batch} x {self.num_heads} "
-                f"and {second.num_batch} x {second.num_heads} maps of batch and heads; make the same number "
-                "of maps, or one"
+                f"masks can be combined if their numbers of maps broadcast: got maps for [batch, heads] "
+                f"[{self.num_batch}, {self.num_heads}] and [{second.num_batch}, {second.num_heads}]; make as many of "
+                "both, or one"
             )
         return Blocks.of_map(self.block_map().join(second.block_map(), join, decides, yields))
 

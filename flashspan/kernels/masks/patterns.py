@@ -91,7 +91,7 @@ def documents(
     keys = spans if key_lengths is None else _lengths(key_lengths)
     if spans.dim() != 1 or spans.shape != keys.shape or bool((spans < 0).any()) or bool((keys < 0).any()):
         raise ValueError(
-            f"documents needs a list of lengths >= 0, and key lengths, if any, for each of them: "
+            f"documents needs a list of lengths >= 0, and as many key_lengths >= 0 if they are given: "
             f"got {spans.tolist()} and {keys.tolist()}"
         )
     end = keys.cumsum(0)
@@ -129,7 +129,9 @@ def ragged(
         raise ValueError(f"ragged needs one length per sequence: got {lengths.tolist()} and {queries.tolist()}")
     for counts, limit, what in ((lengths, num_keys, "keys"), (queries, num_queries, "queries")):
         if bool(((counts < 0) | (counts > limit)).any()):
-            raise ValueError(f"a sequence has 0 to {limit} {what}, the padded length: got {counts.tolist()}")
+            raise ValueError(
+                f"a sequence has 0 to {limit} {what} ({limit} is the padded length): got {counts.tolist()}"
+            )
     exists = torch.arange(num_queries, device="cpu") < queries[:, None]
     end = torch.where(exists, lengths[:, None], 0)
     return Rows(torch.zeros_like(end).to(device), end.to(device), num_keys)
