@@ -32,7 +32,7 @@ class _Package(ModuleType):
 def __getattr__(name: str) -> Any:
     """Import a public name on first use: `flashspan --help` must not wait for torch, whose import takes seconds."""
     if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
     module = importlib.import_module(f"flashspan.{_HOMES.get(name, name)}")
     globals()[name] = getattr(module, name) if name in _HOMES else module
     return globals()[name]

@@ -83,7 +83,10 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, scale: f
         remedy = "split larger heads" if head_dim else "heads of size 0 have nothing to compare"
         raise ValueError(f"the head size must be 1 to {MAX_HEAD_DIM}: {shapes()}; {remedy}")
     if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
-        raise ValueError(f"the key heads must divide the query heads: got {heads} query heads and {kv_heads} key heads")
+        raise ValueError(
+            f"the key heads must divide the query heads: got {heads} query heads and {kv_heads} key heads; "
+            "repeat or leave out heads"
+        )
     if not isinstance(dropout, (int, float, np.floating)) or not 0.0 <= dropout < 1.0:
         raise ValueError(f"dropout is a probability in [0, 1): got {dropout}")
     number = float(scale) if isinstance(scale, (np.integer, np.floating)) else scale  # a float16 would overflow below
@@ -137,7 +140,7 @@ def check_mask(mask: object) -> None:
         return
     remedy = "additive masks are not supported, use mask=bias.isfinite() where they only hide keys"
     if isinstance(mask, (np.ndarray, list, tuple)):
-        remedy = "use torch.as_tensor(mask), bool, on q's device"
+        remedy = "use torch.as_tensor(mask, dtype=torch.bool, device=q.device)"
     elif callable(mask):
         remedy = "use masks.Blocks.from_rule(rule, num_queries, num_keys) for a rule of index tensors (b, h, i, j)"
     raise ValueError(f"mask must be a bool tensor or made by flashspan.masks: got {type(mask).__name__}; {remedy}")

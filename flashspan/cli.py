@@ -269,7 +269,9 @@ def describe(error: ValueError | OSError) -> str:
 
 def _unknown(what: str, known: list[str], prog: str) -> ValueError:
     """The error for an unknown option or command, with the most similar known one."""
-    close = difflib.get_close_matches(what.partition(" ")[2], known, 1)
+    names = {name.rpartition(" ")[2]: name for name in known}
+    found = difflib.get_close_matches(what.rpartition(" ")[2], names, 1)
+    close = [names[name] for name in found]
     hint = f"did you mean {close[0]}? " if close else ""
     return ValueError(f"unknown {what}: {hint}see {prog} --help")
 
@@ -302,6 +304,7 @@ def _first_part(box: str) -> str:
     """The text in a box, without its title and without the text below a rule. In a terminal without box characters, the
     title has a line and a rule of its own."""
     lines = [line.strip("│ ") for line in box.splitlines() if not line.startswith(("╭", "╰"))]
+    lines = [line.replace("'None', ", "") for line in lines]  # a choice that means the default
     parts = [" ".join(part.split()) for part in re.split(r"^[─-]+$", "\n".join(lines), flags=re.MULTILINE)]
     text = parts[0] if "╭" in box or len(parts) == 1 else parts[1]
     if text.startswith("Missing from"):  # the names of the arguments, without what help says of each

@@ -150,7 +150,8 @@ def profile(
         tokens: Context length.
         batch: Number of samples.
         dtype: Dtype: float32, or a 16-bit one for autocast.
-        attention: Implementation: plain (scores, softmax and values as parts) or flashspan (one fused kernel).
+        attention: Implementation: plain (scores, softmax and values as separate operations) or flashspan (one fused
+            kernel).
         compiled: torch.compile for the layers.
         warmup: Number of steps before the profiled one.
         memory: Pictures of the active memory over time, for inference and for a training step, instead of times.

@@ -128,6 +128,8 @@ def context_parallel(
             if group.ndim != 1:
                 raise ValueError(f"{strategy} needs a group or a mesh of one dimension: got {group}; slice it by name")
             group = group.get_group()
+        if isinstance(group, str):
+            raise ValueError(f"group must be a process group, a DeviceMesh or None: got {group!r}")
         outer, inner = (None, group) if strategy == "ulysses" else (group, None)
     outer_transport = GroupTransport(outer, slow_group=slow_group, timeout=timeout)
     settings.check_sizes(outer_transport.num_ranks)

@@ -86,8 +86,9 @@ def prepare(
         raise ValueError(f"folder must be the name of a folder: got {folder!r}; the default is 'data'")
     if not 0 <= validation < 1:
         raise ValueError(f"validation must be a share of the tokens, from 0 to below 1: got {validation}")
-    if min(processes, synthetic, seed) < 0:
-        raise ValueError(f"processes, synthetic and seed must be at least 0: got {processes}, {synthetic} and {seed}")
+    for name, number in (("processes", processes), ("synthetic", synthetic), ("seed", seed)):
+        if number < 0:
+            raise ValueError(f"{name} must be at least 0: got {number}")
     if synthetic and (inputs or dataset):
         names = ", ".join([*inputs, dataset] if dataset else inputs)
         raise ValueError(f"give files or --synthetic, not both: got {names} and {synthetic}; leave one out")

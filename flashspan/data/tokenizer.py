@@ -51,7 +51,7 @@ class FileTokenizer:
 
         path = Path(path)
         path = path / "tokenizer.json" if path.is_dir() else path
-        require_file(path, "give a tokenizer.json, or the word bytes")
+        require_file(path, "give a tokenizer.json, or the word bytes or tales")
         with _library_faults(f"{path} is not a tokenizer.json of the tokenizers library"):
             self._fast = Fast.from_file(str(path))
         # A file may have truncation and padding settings, meant for batches: ignore them.

@@ -236,7 +236,7 @@ def stream(tokens: Iterable[torch.Tensor | list[int]], coder: Tokenizer, prompt:
 def read_prompts(file: str) -> list[str]:
     """The prompts in a file, one per line."""
     path = Path(file)
-    data = read_bytes(path, "a file of prompts has one per line", limit=MAX_LINES_BYTES)
+    data = read_bytes(path, "give a text file with one prompt per line", limit=MAX_LINES_BYTES)
     try:
         # Newlines alone: splitlines would cut a prompt at a form feed or U+2028 too.
         text = data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")

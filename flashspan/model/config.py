@@ -59,6 +59,7 @@ class LlamaConfig:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"the key heads must divide the query heads: got {self.num_heads} heads, {self.num_kv_heads} kv heads"
+                "; change num_heads or num_kv_heads"
             )
         if self.head_dim == 0:
             if self.width % self.num_heads:

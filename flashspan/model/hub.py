@@ -93,5 +93,7 @@ def _reason(error: Exception) -> str:
         return "its owner must give you access: ask for it on the model's page, then run `hf auth login`"
     if isinstance(error, RepositoryNotFoundError):
         return "it does not exist, or it is private; for a private one, run `hf auth login` first"
+    if isinstance(error, OSError) and "ConnectError" in str(error):
+        return "there is no connection to it"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__).rstrip(".;")

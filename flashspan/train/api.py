@@ -129,6 +129,12 @@ def configure(config: TrainConfig | Mapping[str, Any] | str | Path | None, overr
     else:
         raise ValueError(f"config must be a TrainConfig, a dictionary or the path of a TOML file: got {type(config)}")
     for name, value in overrides.items():
+        if callable(value):
+            raise ValueError(f"functions are given as callbacks=[...]: got {name}= with a function")
+        if isinstance(value, Mapping):
+            raise ValueError(
+                f"a section is given in config=: got {name}= with a dictionary; write train({{{name!r}: ...}})"
+            )
         section, _, key = _whole(name).partition(".")
         raw.setdefault(section, {})[key] = str(value) if isinstance(value, Path) else value
     return build(raw)

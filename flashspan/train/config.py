@@ -112,7 +112,7 @@ class AttentionSection:
             if entry.name in taken and entry.name != "seed" and not value > 0:
                 raise ValueError(f"attention.pattern {self.pattern} needs {key} greater than 0: got {value}")
         if self.share > 1:
-            raise ValueError(f"attention.share is a part of the blocks, at most 1: got {self.share}")
+            raise ValueError(f"attention.share is a share of the blocks, more than 0 and at most 1: got {self.share}")
 
     def __str__(self) -> str:
         """The pattern and its keys: streaming(num_sinks=4, window=512)."""
@@ -132,8 +132,8 @@ class TrainSection:
     )
     recompute: Literal["none", "full", "attention", "elementwise"] = option(
         "none",
-        "Activations recomputed in backward; full: whole layers, attention: all but attention, elementwise: norms, "
-        "RoPE and SwiGLU",
+        "Activations recomputed in backward; full: whole layers, attention: a layer except attention, elementwise: "
+        "norms, RoPE and SwiGLU",
     )
     offload: bool = option(False, "CPU memory instead of GPU memory for the layer inputs that recomputation needs")
     compile: bool = option(False, "torch.compile for the layers and the loss")
@@ -278,7 +278,11 @@ class TrainConfig:
             raise ValueError(
                 "parallel.inner is needed by the strategies double_ring and hybrid, and only by them: got strategy "
                 f"{parallel.strategy} and inner {parallel.inner}; "
-                + ("leave it out" if parallel.inner else "set it to the number of context ranks on a node")
+                + (
+                    "leave it out"
+                    if parallel.inner
+                    else "set it to the number of context ranks on a node, or for hybrid of those that exchange heads"
+                )
             )
         if train.weights == "bfloat16" and train.precision != "bfloat16":
             raise ValueError(

@@ -100,6 +100,8 @@ class Typed(str):
 def parse(arguments: Sequence[str] = ()) -> TrainConfig:
     """A config from a command line: at most one TOML file, then `--section.key value` or `--section.key=value`."""
     words = list(arguments)
+    if words and words[0].partition("=")[0] in KEYS:
+        raise ValueError(f"expected a TOML file or an option: got {words[0]}; did you mean --{words[0]}?")
     raw = read_toml(words.pop(0)) if words and not words[0].startswith("--") else {}
     given, unknown = tyro.cli(
         reader(), args=words, prog="flashspan train", add_help=False, return_unknown_args=True, console_outputs=False

@@ -60,6 +60,6 @@ def bench_masks(folder: Path = Path("docs/patterns")) -> int:
     Args:
         folder: Folder for the pictures.
     """
-    for path in draw(make_folder(folder, "the folder")):
+    for path in draw(make_folder(folder, "flashspan bench masks FOLDER")):
         print(path)
     return 0

@@ -294,7 +294,8 @@ def bench_study(
     folder: Path = record.FOLDER,
     again: bool = False,
 ) -> int:
-    """Flashspan and plain PyTorch attention over lengths and head sizes; shapes that do not fit are recorded.
+    """Flashspan and plain PyTorch attention over lengths and head sizes; shapes that run out of memory
+    are recorded as such.
 
     eager: batch 8, one head, plain attention, eager and compiled; forward, backward, memory before backward.
 

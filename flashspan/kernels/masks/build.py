@@ -138,7 +138,8 @@ def call_rule(rule: Rule, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     try:
         seen = rule(b, h, i, j)
     except Exception as error:
-        message = f"{where}: it raised {type(error).__name__}: {error}; use tensor operations only"
+        remedy = "give it these four arguments" if "positional argument" in str(error) else "use tensor operations only"
+        message = f"{where}: it raised {type(error).__name__}: {error}; {remedy}"
         raise ValueError(message) from error
     if not isinstance(seen, Tensor) or seen.dtype != torch.bool:
         kind = seen.dtype if isinstance(seen, Tensor) else type(seen).__name__

@@ -92,7 +92,7 @@ def documents(
     if spans.dim() != 1 or spans.shape != keys.shape or bool((spans < 0).any()) or bool((keys < 0).any()):
         raise ValueError(
             f"documents needs a list of lengths >= 0, and as many key_lengths >= 0 if they are given: "
-            f"got {spans.tolist()} and {keys.tolist()}"
+            f"got {spans.tolist()}" + ("" if keys is spans else f" and {keys.tolist()}")
         )
     end = keys.cumsum(0)
     start = end - keys
