@@ -100,9 +100,9 @@ BAD: dict[str, tuple[object, str]] = {
     "another number of tokens": (contiguous(150, 2), "200 tokens .* got a Placement of 150 tokens"),
     "two owners, and none": (
         Placement(200, ((range(100),), (range(50, 150),))),
-        "got 2 ranks for token 50, and 100 such tokens",
+        "got 2 ranks for token 50; 100 tokens have none or several",
     ),
-    "no owner": (Placement(200, ((range(0, 200, 2),), ())), "got 0 ranks for token 1, and 100 such tokens"),
+    "no owner": (Placement(200, ((range(0, 200, 2),), ())), "got 0 ranks for token 1; 100 tokens have none or several"),
     "past the end": (
         Placement(200, ((range(100),), (range(100, 201),))),
         r"within 0 to 199 .* got .* for rank 1",
