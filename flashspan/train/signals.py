@@ -133,4 +133,4 @@ def _say_stopping(kind: signal.Signals, grace: float) -> None:
     limit = f" within {grace:g} s" if grace else ""
     text = f"flashspan: {kind.name}: saving the state after this step{limit}; a second signal stops without saving\n"
     with contextlib.suppress(OSError):
-        os.write(2, text.encode())
+        os.write(2, ("\n" + text if os.isatty(2) else text).encode())  # below a progress bar
