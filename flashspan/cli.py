@@ -7,7 +7,6 @@ import difflib
 import importlib
 import inspect
 import io
-import os
 import re
 import shutil
 import signal
@@ -24,7 +23,7 @@ from tyro.conf import Positional
 import flashspan
 from flashspan.completion import SHELLS, read_options, write_script
 from flashspan.signatures import read_doc, read_signature, read_types
-from flashspan.stdout import discard_stdout
+from flashspan.stdout import discard_stdout, open_stdout
 
 
 def bench() -> int:
@@ -315,10 +314,7 @@ def _first_part(box: str) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Entry point. Bad input prints one line and exits with 2, a failed rank with 1, Ctrl-C and SIGTERM with 130."""
     words = sys.argv[1:] if arguments is None else arguments
-    if sys.stdout is None:  # closed by the parent process, `>&-`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        os.set_inheritable(1, True)  # ranks need a stdout too
-        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 - for as long as the process lives
+    open_stdout()
     before = signal.getsignal(signal.SIGTERM)
     try:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that ranks and folders are cleaned up

@@ -10,6 +10,14 @@ from collections.abc import Iterator
 from typing import IO, Any, cast
 
 
+def open_stdout() -> None:
+    """If the parent process has closed stdout (`>&-`), make the null device stdout, also of processes started later."""
+    if sys.stdout is None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        os.set_inheritable(1, True)
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 - for as long as the process lives
+
+
 def discard_stdout() -> None:
     """Redirect stdout to the null device, with its buffered text: otherwise Python's last flush prints an error."""
     Stdout().discard()

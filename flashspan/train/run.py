@@ -38,7 +38,7 @@ from flashspan.launch import (
 from flashspan.model import find_model
 from flashspan.model.huggingface import check_config
 from flashspan.process import LONGEST
-from flashspan.stdout import counted, say, waiting
+from flashspan.stdout import counted, open_stdout, say, waiting
 
 from .boards import check_boards
 from .config import TrainConfig
@@ -83,6 +83,7 @@ def run(config: TrainConfig, *, dry_run: bool = False, report: Report | None = N
     each step, under torchrun on the first rank. `dry_run` prints the config, the mesh and an estimate of the memory;
     it starts and writes nothing, and raises the errors that the run would raise before it starts.
     """
+    open_stdout()
     if config.model.load:
         found = find_model(config.model.load, download=not dry_run)
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, load=found))

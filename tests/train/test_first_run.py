@@ -62,6 +62,18 @@ def test_the_tokenizer_fits_the_first_model_and_loses_nothing() -> None:
     assert (tokens == coder.end).sum() == pytest.approx(0.9 * len(list(corpus())), abs=10)
 
 
+@pytest.mark.slow
+def test_training_runs_without_stdout(tmp_path: Path) -> None:
+    """As with `>&-`, also as `python -m flashspan.train`, which torchrun starts."""
+    options = ["--train.steps=1", "--parallel.ranks=1", "--parallel.device=cpu", f"--checkpoint.folder={tmp_path}"]
+    command = [sys.executable, "-m", "flashspan.train", *options]
+    done = subprocess.run(
+        ["sh", "-c", '"$@" >&-', "sh", *command], cwd=ROOT, stderr=subprocess.PIPE, timeout=120, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert (tmp_path / "step-00000001").is_dir()
+
+
 def test_the_first_command_prints_the_facts_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
