@@ -277,7 +277,7 @@ def _unknown(what: str, known: list[str], prog: str) -> ValueError:
 
 def _call(command: Command, words: list[str], prog: str) -> int:
     known = command.options()
-    for word in words:
+    for word in words[: words.index("--")] if "--" in words else words:
         name = word.partition("=")[0].replace("_", "-")
         if word.startswith("--") and name not in known:
             raise _unknown(f"option {name}", list(known), prog)

@@ -37,12 +37,12 @@ def refuse_locked(folder: str | Path, option: str = "--checkpoint.folder") -> No
     file = Path(folder) / LOCK
     if file.is_file():
         with file.open("rb") as lock:
-            _lock(lock, Path(folder), option)
+            _lock(lock, Path(folder), option, fcntl.LOCK_SH)  # several commands may check at the same time
 
 
-def _lock(lock: BinaryIO, folder: Path, option: str) -> None:
+def _lock(lock: BinaryIO, folder: Path, option: str, kind: int = fcntl.LOCK_EX) -> None:
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, kind | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise ValueError(
             f"only one run at a time can write to a folder: another is at work in {folder}; wait for it, stop it, or "
