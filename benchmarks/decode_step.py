@@ -31,7 +31,7 @@ from torch import Tensor
 from flashspan import masks
 from flashspan.attention import attention
 from flashspan.generate import Whole, fused_step
-from flashspan.generate.sample import likeliest
+from flashspan.generate.sample import most_probable
 from flashspan.kernels.contract import Problem
 from flashspan.kernels.launch.launch import Launch
 from flashspan.kernels.portable import decode, matvec
@@ -226,10 +226,10 @@ def measure_step(model: Llama, num_rows: int, length: int, name: str, *, fused: 
         cache.room[:, :, :, :length].normal_()
     context.positions.fill_(length)
     context.longest = length
-    said, spoiled = torch.zeros(2, num_rows, dtype=torch.bool, device="cuda")
+    ended, not_finite = torch.zeros(2, num_rows, dtype=torch.bool, device="cuda")
     ends = torch.empty(0, dtype=torch.int64, device="cuda")
     logits = context.extend(model, tokens).clone()
-    spent = microseconds(lambda: likeliest(context.extend(model, tokens), said, spoiled, ends), 20, 7)
+    spent = microseconds(lambda: most_probable(context.extend(model, tokens), ended, not_finite, ends), 20, 7)
     alone = microseconds(lambda: context.extend(model, tokens), 10, 3)
     keys = 2 * num_rows * length * config.num_kv_heads * config.head_dim * config.num_layers
     least = 2 * (config.num_matrix_parameters + keys) / 4.2e6

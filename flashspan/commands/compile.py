@@ -228,10 +228,10 @@ class Kernels:
         ]
 
     def loss(self, model: LlamaConfig, rows: int) -> Callable[[], object]:
-        from flashspan.kernels.portable.slope import slope_in_place
+        from flashspan.kernels.portable.cross_entropy import losses_and_gradients
 
         logits, targets = self.empty(rows, model.vocab_size), self.empty(rows, dtype=torch.int64)
-        return lambda: slope_in_place(logits, targets, ignored=-100)
+        return lambda: losses_and_gradients(logits, targets, ignored=-100)
 
     def optimizer(self) -> None:
         from flashspan.kernels.portable.adamw import adamw_launch

@@ -10,7 +10,7 @@ from torch import Tensor
 from flashspan.model import Llama
 
 from .cache import Context, Whole
-from .sample import Sampling, likeliest
+from .sample import Sampling, most_probable
 
 
 @torch.inference_mode()
@@ -50,29 +50,29 @@ def decode(
     tokens = tokens.to(device)
     generators = [torch.Generator(device).manual_seed(seed) for _ in tokens]
     context = context or Whole()
-    said = torch.zeros(len(tokens), dtype=torch.bool, device=device)
-    last_words = torch.tensor(list(ends), dtype=torch.int64, device=device)
-    spoiled = torch.zeros_like(said)
+    ended = torch.zeros(len(tokens), dtype=torch.bool, device=device)
+    end_tokens = torch.tensor(list(ends), dtype=torch.int64, device=device)
+    not_finite = torch.zeros_like(ended)
     logits = context.begin(model, tokens, lengths, tokens.shape[1] + num_tokens)
     for number in range(1, num_tokens + 1):
-        chosen = likeliest(logits, said, spoiled, last_words) if sampling.temperature == 0 else None
+        chosen = most_probable(logits, ended, not_finite, end_tokens) if sampling.temperature == 0 else None
         if chosen is None:
-            spoiled |= ~(said | logits.isfinite().all(-1))
-            # NaN is replaced: the host reads `spoiled` later, and sampling from NaN on a GPU makes all later calls
+            not_finite |= ~(ended | logits.isfinite().all(-1))
+            # NaN is replaced: the host reads `not_finite` later, and sampling from NaN on a GPU makes all later calls
             # fail.
             chosen = sampling.choose(logits.nan_to_num(0.0, 0.0, 0.0), generators)
-            said |= torch.isin(chosen, last_words)
-        ended = number == num_tokens
-        if ends or ended or number == 1:
-            all_said, any_spoiled = torch.stack((said.all(), spoiled.any())).tolist()  # one wait for both
-            if any_spoiled:
+            ended |= torch.isin(chosen, end_tokens)
+        last = number == num_tokens
+        if ends or last or number == 1:
+            all_ended, any_not_finite = torch.stack((ended.all(), not_finite.any())).tolist()  # one wait for both
+            if any_not_finite:
                 raise ValueError(
                     f"the model must make finite logits: got inf or nan in {logits.dtype} by token {number} after the "
                     "prompt; use a dtype of wider range (bfloat16 or float32), or another checkpoint"
                 )
-            ended |= all_said
+            last |= all_ended
         yield chosen
-        if ended:
+        if last:
             return
         logits = context.extend(model, chosen.unsqueeze(1))
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from flashspan.kernels.failure import KernelFailed
 
 FAILED: list[str] = []
-"""The error of the kernel of `likeliest` on this machine, which is then not tried again; empty if it did not fail."""
+"""The error of the kernel of `most_probable` on this machine, which is not tried again; empty if it did not fail."""
 
 LEAST_TEMPERATURE = 1e-6
 """The least temperature above 0: divided by a much smaller one, logits would exceed float32."""
@@ -71,16 +71,16 @@ class Sampling:
         return chances
 
 
-def likeliest(logits: Tensor, said: Tensor, spoiled: Tensor, ends: Tensor) -> Tensor | None:
+def most_probable(logits: Tensor, ended: Tensor, not_finite: Tensor, ends: Tensor) -> Tensor | None:
     """The most probable tokens [B] of logits [B, V], by one kernel; None without a GPU or if the kernel does not
-    compile. Two bool tensors [B] are updated in place. First, `spoiled` becomes True for rows that have not ended and
-    have a logit that is not finite; then `said` becomes True for rows whose token is one of `ends`."""
+    compile. Two bool tensors [B] are updated in place. First, `not_finite` becomes True for rows that have not ended
+    and have a logit that is not finite; then `ended` becomes True for rows whose token is one of `ends`."""
     if not logits.is_cuda or FAILED or importlib.util.find_spec("triton") is None:
         return None
-    from flashspan.kernels.portable import likeliest as kernel
+    from flashspan.kernels.portable import most_probable as kernel
 
     try:
-        return kernel.likeliest(logits, said, spoiled, ends)
+        return kernel.most_probable(logits, ended, not_finite, ends)
     except KernelFailed as failure:
         FAILED.append(str(failure))
         warnings.warn(

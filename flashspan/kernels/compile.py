@@ -127,9 +127,9 @@ def hopper_launches(
     num_tokens: int = 4096,
     scale: float = 0.125,
 ) -> dict[str, Launch]:
-    """The launches of attention with 8 heads on the Hopper kernels, by name: "forward"; "finer" before it, if V is
-    converted to float16; "repair" after it, if rows may need repair; "backward" in one pass, if the head size allows
-    it; "keys" and "queries", the two passes. With a carry, the gradients are added into float32."""
+    """The launches of attention with 8 heads on the Hopper kernels, by name: "forward"; "float16" before it, if
+    V is converted to float16; "repair" after it, if rows may need repair; "backward" in one pass, if the head size
+    allows it; "keys" and "queries", the two passes. With a carry, the gradients are added into float32."""
     from flashspan.kernels import hopper
     from flashspan.kernels.contract import Carry, Problem
     from flashspan.kernels.hopper.tensors import block_dim

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .config import LlamaConfig
-from .loss import Slope, linear_cross_entropy, slope_in_parts
+from .loss import LossesAndGradients, linear_cross_entropy, losses_and_gradients_in_parts
 from .rope import Rotation, rotate, rotation
 
 Attend = Callable[..., Any]
@@ -145,7 +145,7 @@ class Llama(nn.Module):
     def __init__(self, config: LlamaConfig, *, attention: Attend) -> None:
         super().__init__()
         self.config, self.attend = config, attention
-        self.slope: Slope = slope_in_parts
+        self.losses_and_gradients: LossesAndGradients = losses_and_gradients_in_parts
         self.embed = nn.Embedding(config.vocab_size, config.width)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.width, eps=config.norm_eps)
@@ -186,7 +186,9 @@ class Llama(nn.Module):
 
     def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """The sum of the cross entropies of hidden [B, T, E] and targets [B, T], float32; -100 is ignored."""
-        return linear_cross_entropy(hidden.flatten(0, -2), self.head.weight, targets.flatten(), slope=self.slope)
+        return linear_cross_entropy(
+            hidden.flatten(0, -2), self.head.weight, targets.flatten(), losses_and_gradients=self.losses_and_gradients
+        )
 
     def initialize(self, seed: int) -> None:
         """Random weights, which depend only on the seed and each parameter's name."""

@@ -20,17 +20,22 @@ MOST_ROWS = 2**14
 PART_NUMBERS = 2**26
 """The number of logits in a part of an unfused computation: 256 MiB for each float32 intermediate."""
 
-Slope = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""slope(logits [n, V], targets [n]) -> losses [n] and their gradients [n, V]; it may overwrite the logits."""
+LossesAndGradients = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""f(logits [n, V], targets [n]) -> losses [n] and their gradients [n, V]; it may overwrite the logits."""
 
 
 def linear_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, *, chunk: int | None = None, slope: Slope | None = None
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    chunk: int | None = None,
+    losses_and_gradients: LossesAndGradients | None = None,
 ) -> Tensor:
     """sum(cross_entropy(x @ weight.T, targets)) in float32. x [N, E], weight [V, E], targets [N]; -100 is ignored.
 
-    Under autocast, matmuls use its dtype, as in a linear layer. Differentiable once. `slope` is `slope_in_parts`, a
-    compiled `slope_at_once`, or a kernel.
+    Under autocast, matmuls use its dtype, as in a linear layer. Differentiable once. `losses_and_gradients` is
+    `losses_and_gradients_in_parts`, a compiled `losses_and_gradients_at_once`, or a kernel.
     """
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
@@ -43,7 +48,7 @@ def linear_cross_entropy(
         weight,
         targets,
         chunk,
-        slope or slope_in_parts,
+        losses_and_gradients or losses_and_gradients_in_parts,
         learning and x.requires_grad,
         learning and weight.requires_grad,
     )
@@ -54,7 +59,7 @@ def chunk_rows(vocab_size: int, itemsize: int) -> int:
     return min(max(256, CHUNK_BYTES // (vocab_size * itemsize) // 256 * 256), MOST_ROWS)
 
 
-def slope_at_once(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def losses_and_gradients_at_once(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """The losses [n] of logits [n, V], float32 or wider, and their gradients [n, V].
 
     The gradient of a row is its probabilities, minus 1 at the target; it is 0 in an ignored row.
@@ -70,14 +75,14 @@ def slope_at_once(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return losses, (((wide - lse).exp() - at_target.to(wide.dtype)) * valid).to(logits.dtype)
 
 
-def slope_in_parts(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """`slope_at_once` for a few rows at a time; the gradients overwrite the logits."""
+def losses_and_gradients_in_parts(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """`losses_and_gradients_at_once` for a few rows at a time; the gradients overwrite the logits."""
     rows = max(1, PART_NUMBERS // logits.shape[-1])
     losses = []
     for part, goals in zip(logits.split(rows), targets.split(rows), strict=True):
-        found, slopes = slope_at_once(part, goals)
+        found, gradients = losses_and_gradients_at_once(part, goals)
         losses.append(found)
-        part.copy_(slopes)
+        part.copy_(gradients)
     return torch.cat(losses), logits
 
 
@@ -89,7 +94,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         chunk: int,
-        slope: Slope,
+        losses_and_gradients: LossesAndGradients,
         wants_x: bool,
         wants_weight: bool,
     ) -> Tensor:
@@ -99,13 +104,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             for begin in range(0, len(x), chunk):
                 rows = x[begin : begin + chunk]
-                losses, slopes = slope(rows @ weight.T, targets[begin : begin + chunk])
+                losses, gradients = losses_and_gradients(rows @ weight.T, targets[begin : begin + chunk])
                 total += losses.sum()
                 if dx is not None:
-                    torch.mm(slopes, weight, out=dx[begin : begin + chunk])
+                    torch.mm(gradients, weight, out=dx[begin : begin + chunk])
                 if wants_weight:
-                    dweight = _add_product(dweight, slopes.T, rows)
-                del slopes  # freed before the next chunk's logits are computed
+                    dweight = _add_product(dweight, gradients.T, rows)
+                del gradients  # freed before the next chunk's logits are computed
         if wants_weight and dweight is None:
             dweight = torch.zeros_like(weight)
         ctx.save_for_backward(dx, dweight)

@@ -19,9 +19,9 @@ def losses_and_gradients(logits: Tensor, targets: Tensor, *, ignored: int) -> tu
     A gradient is the probabilities, minus 1 at the target; it is 0 in a row whose target is `ignored`.
     """
     if has_kernel(logits.device):
-        from flashspan.kernels.portable.slope import slope_in_place
+        from flashspan.kernels.portable.cross_entropy import losses_and_gradients
 
-        return slope_in_place(logits, targets, ignored=ignored)
+        return losses_and_gradients(logits, targets, ignored=ignored)
     return reference(logits, targets, ignored=ignored)
 
 
@@ -29,5 +29,5 @@ def reference(logits: Tensor, targets: Tensor, *, ignored: int) -> tuple[Tensor,
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     losses = torch.nn.functional.cross_entropy(wide, targets, ignore_index=ignored, reduction="none")
     valid = (targets != ignored).unsqueeze(-1)
-    slopes = wide.softmax(-1).scatter_add(-1, targets.clamp(min=0).unsqueeze(-1), -valid.to(wide.dtype))
-    return losses, (slopes * valid).to(logits.dtype)
+    gradients = wide.softmax(-1).scatter_add(-1, targets.clamp(min=0).unsqueeze(-1), -valid.to(wide.dtype))
+    return losses, (gradients * valid).to(logits.dtype)

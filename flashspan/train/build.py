@@ -24,7 +24,7 @@ from flashspan.context.layout import Layout
 from flashspan.kernels.masks import Blocks, Mask
 from flashspan.model import IGNORE, Llama, LlamaConfig, initial_weight, read_weights
 from flashspan.model.huggingface import check_config
-from flashspan.model.loss import slope_at_once
+from flashspan.model.loss import losses_and_gradients_at_once
 from flashspan.ops import cross_entropy
 from flashspan.ops.adamw import adamw_for
 from flashspan.parallel import (
@@ -150,9 +150,9 @@ def build(config: TrainConfig, shape: LlamaConfig, mesh: DeviceMesh, device: tor
         # With tensor parallelism, collectives break the graph inside the compiled functions.
         apply_compile(model, whole=whole, unbroken=degree["tensor"] == 1)
     if cross_entropy.has_kernel(device):
-        model.slope = partial(cross_entropy.losses_and_gradients, ignored=IGNORE)
+        model.losses_and_gradients = partial(cross_entropy.losses_and_gradients, ignored=IGNORE)
     elif config.train.compile:
-        model.slope = torch.compile(slope_at_once, fullgraph=True, dynamic=False)
+        model.losses_and_gradients = torch.compile(losses_and_gradients_at_once, fullgraph=True, dynamic=False)
     objective = Objective(model, mesh["tensor"] if degree["tensor"] > 1 else None)
     runner: nn.Module = objective
     if degree["shard"] > 1:

@@ -83,8 +83,8 @@ def test_a_model_asks_for_every_kernel_of_its_training_and_generation() -> None:
     calls = kernels.of_model(preset("llama-3.2-1b"), 8192, 1, training=True, generation=True)
     names = {launch.kernel.__name__ for call in calls for launch in launches_of(call)}
     assert names >= {
-        *("forward_kernel", "repair_kernel", "finer_kernel", "rows_kernel", "backward_kernel", "cast_kernel"),
-        *("projection_kernel", "gated_kernel", "sum_kernel", "slope_kernel", "adamw_kernel"),
+        *("forward_kernel", "repair_kernel", "float16_kernel", "rows_kernel", "backward_kernel", "cast_kernel"),
+        *("projection_kernel", "gated_kernel", "sum_kernel", "cross_entropy_kernel", "adamw_kernel"),
         *("split_kernel", "combine_kernel", "project_kernel", "head_kernel"),
     }
 

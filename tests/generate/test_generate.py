@@ -104,7 +104,7 @@ def test_a_seed_decides_the_draws() -> None:
     assert not torch.equal(first, other)
 
 
-def test_top_k_and_top_p_keep_the_likeliest() -> None:
+def test_top_k_and_top_p_keep_the_most_probable() -> None:
     logits = torch.tensor([[2.0, 0.0, 1.0, -1.0]])
     plain = Sampling(0.5).probabilities(logits)
     assert torch.allclose(plain, (logits / 0.5).softmax(-1))

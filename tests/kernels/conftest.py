@@ -8,10 +8,10 @@ from tests.kernels.hopper_cases import WAYS, let_hopper_serve_short_calls
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Use one of the two ways to round (heads up to 128) for all shapes."""
-    from flashspan.kernels.hopper.tiles import FINER, THREE_FROM
+    from flashspan.kernels.hopper.tiles import FLOAT16_FROM, THREE_FROM
 
-    for head_dim in FINER:
-        monkeypatch.setitem(FINER, head_dim, WAYS[request.param])
+    for head_dim in FLOAT16_FROM:
+        monkeypatch.setitem(FLOAT16_FROM, head_dim, WAYS[request.param])
     for least in THREE_FROM:  # and use three warpgroups if there are such kernels
         monkeypatch.setitem(THREE_FROM, least, 0)
     return str(request.param)

@@ -26,7 +26,7 @@ FORWARD_BOUND, GRADIENT_BOUND = 4e-3, 6e-3  # bfloat16 has eight bits; compared 
 UNIT = math.log(2)
 """The scale with which scores are exponents of 2 without a multiplication (parts.py)."""
 
-WAYS = {"finer": 0, "followed": 2**62}
+WAYS = {"float16": 0, "followed": 2**62}
 """The least number of queries that see a key for which V becomes float16; otherwise TRACK_MAXIMUM (softmax.py)."""
 
 

@@ -204,7 +204,7 @@ for kind, head_dim, dtype, mask, carry in json.loads(sys.argv[1]):
     print(json.dumps([cost.spilled_bytes, whole, groups, cost.shared_bytes, cost.instructions["HGMMA"], cost.warnings]))
 """
 PLAIN = [
-    ("finer", 128, "bfloat16", "causal", "plain"),
+    ("float16", 128, "bfloat16", "causal", "plain"),
     ("forward", 128, "bfloat16", "causal", "plain"),
     ("backward", 128, "bfloat16", "causal", "plain"),
 ]
@@ -277,7 +277,7 @@ def check_hopper(*kernels: Hopper) -> None:
             assert max(burst for _, burst in whole) <= 16
         assert spilled <= max(ALLOWED[carry], NAMED.get((kind, head_dim, mask), 0))
         assert shared <= 232448, "a Hopper block has 227 KiB of shared memory"
-        assert wide > 0 or kind == "finer", "the products must use the warpgroup's instruction"
+        assert wide > 0 or kind == "float16", "the products must use the warpgroup's instruction"
         assert not [line for line in warnings if "serialized" in line]
 
 

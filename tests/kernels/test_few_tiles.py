@@ -113,7 +113,7 @@ def test_few_blocks_of_queries_over_many_keys_are_divided_by_keys() -> None:
         (197, EVERYTHING, ["forward_kernel"]),
         (197, CAUSAL, ["forward_kernel", "repair_kernel"]),
         (197, Band(-50, None), ["forward_kernel", "repair_kernel"]),
-        (4000, EVERYTHING, ["finer_kernel", "forward_kernel", "repair_kernel"]),
+        (4000, EVERYTHING, ["float16_kernel", "forward_kernel", "repair_kernel"]),
     ],
 )
 def test_rows_are_repaired_only_if_keys_are_hidden_or_v_is_converted(length: int, mask: Band, names: list[str]) -> None:

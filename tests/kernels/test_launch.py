@@ -141,7 +141,7 @@ def test_three_warpgroups_multiply_where_blocks_are_many_and_alike(
     mask: Mask, queries: int, keys: int, head_dim: int, forward: int, backward: int
 ) -> None:
     launch = pytest.importorskip("flashspan.kernels.hopper.launch")
-    from flashspan.kernels.hopper.finer import room_for
+    from flashspan.kernels.hopper.float16_values import room_for
 
     q = torch.empty(1, 4, queries, head_dim, dtype=torch.bfloat16, device="meta")
     k = torch.empty(1, 4, keys, head_dim, dtype=torch.bfloat16, device="meta")
@@ -215,19 +215,19 @@ def test_no_kernel_is_given_rows_too_far_apart_for_its_offsets(monkeypatch: pyte
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel is compiled here, not interpreted")
 @pytest.mark.parametrize("head_dim", [64, 40, 128])
 def test_v_in_float16_is_v_or_says_that_it_is_not(head_dim: int) -> None:
-    finer = pytest.importorskip("flashspan.kernels.hopper.finer")
+    float16_values = pytest.importorskip("flashspan.kernels.hopper.float16_values")
     generator = torch.Generator().manual_seed(0)
     v = torch.randn(2, 70, 3, head_dim, generator=generator).bfloat16().transpose(1, 2)
     v[0, 0, 0], v[0, 0, 1], v[0, 0, 2] = 0.0, 4080.0, -4096.0
     v[0, 1, 69, :2] = torch.tensor([torch.inf, torch.nan])
     v[1, 2, 5] *= 2.0**-20  # all numbers of a key are small
     v[1, 2, 6, 1:] *= 2.0**-12  # some numbers of a key are small
-    fine = finer.room_for(v)
-    finer.finer_launch(v, fine)()
+    fine = float16_values.room_for(v)
+    float16_values.float16_launch(v, fine)()
     lost = fine.isnan().all(-1)
     assert lost.nonzero().tolist() == [[0, 0, 2], [0, 1, 69], [1, 2, 5]]
     assert torch.equal(fine.isnan().any(-1), lost)
-    found, wanted = fine[~lost].float() * finer.COARSER.value, v[~lost].float()
+    found, wanted = fine[~lost].float() * float16_values.FLOAT16_UNIT.value, v[~lost].float()
     largest = wanted.abs().amax(-1, keepdim=True)
     assert torch.equal(found[0], wanted[0])
     assert ((found - wanted).abs() <= 2.0**-29).all()
@@ -237,36 +237,36 @@ def test_v_in_float16_is_v_or_says_that_it_is_not(head_dim: int) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel is compiled here, not interpreted")
 def test_v_in_float16_repeats_what_v_repeats() -> None:
-    finer = pytest.importorskip("flashspan.kernels.hopper.finer")
+    float16_values = pytest.importorskip("flashspan.kernels.hopper.float16_values")
     v = torch.randn(2, 1, 40, 64, generator=torch.Generator().manual_seed(0)).bfloat16().expand(2, 4, 40, 64)
-    fine = finer.room_for(v)
-    finer.finer_launch(v, fine)()
+    fine = float16_values.room_for(v)
+    float16_values.float16_launch(v, fine)()
     assert fine.untyped_storage().nbytes() == 2 * 40 * 64 * 2
-    assert torch.equal(fine.float() * finer.COARSER.value, v.float())
+    assert torch.equal(fine.float() * float16_values.FLOAT16_UNIT.value, v.float())
 
 
 def test_v_in_float16_is_made_where_enough_queries_see_a_key() -> None:
-    finer = pytest.importorskip("flashspan.kernels.hopper.finer")
+    float16_values = pytest.importorskip("flashspan.kernels.hopper.float16_values")
 
-    def pays(mask: Mask, tokens: int, head_dim: int, group: int = 1, dtype: torch.dtype = torch.bfloat16) -> bool:
+    def is_faster(mask: Mask, tokens: int, head_dim: int, group: int = 1, dtype: torch.dtype = torch.bfloat16) -> bool:
         q, k = (torch.empty(1, heads, tokens, head_dim, dtype=dtype, device="meta") for heads in (group, 1))
-        return finer.pays(q, k, mask)
+        return float16_values.is_faster(q, k, mask)
 
-    assert pays(CAUSAL, 4096, 128)
-    assert pays(CAUSAL, 2048, 128, group=2)
-    assert pays(CAUSAL, 2048, 64)
-    assert pays(EVERYTHING, 2048, 128)
-    assert pays(documents([8192] * 4), 32768, 128)
-    assert pays(documents([4096] * 8) & CAUSAL, 32768, 128)
-    assert not pays(documents([2048] * 16) & CAUSAL, 32768, 128)
+    assert is_faster(CAUSAL, 4096, 128)
+    assert is_faster(CAUSAL, 2048, 128, group=2)
+    assert is_faster(CAUSAL, 2048, 64)
+    assert is_faster(EVERYTHING, 2048, 128)
+    assert is_faster(documents([8192] * 4), 32768, 128)
+    assert is_faster(documents([4096] * 8) & CAUSAL, 32768, 128)
+    assert not is_faster(documents([2048] * 16) & CAUSAL, 32768, 128)
     for tokens in (16384, 32768):  # if the reach is unknown
         every = torch.arange(tokens, dtype=torch.int32)
-        assert pays(Rows(every, every + 1, tokens, convex=True, reach=0), tokens, 128) == (tokens == 32768)
-    assert not pays(CAUSAL, 2048, 128)
-    assert not pays(Band(-1023, 0), 65536, 128)
-    assert not pays(CAUSAL, 65536, 256)
-    assert not pays(CAUSAL, 65536, 128, dtype=torch.float16)
-    assert not pays(random_blocks(1024, 0.5), 1024, 128)
+        assert is_faster(Rows(every, every + 1, tokens, convex=True, reach=0), tokens, 128) == (tokens == 32768)
+    assert not is_faster(CAUSAL, 2048, 128)
+    assert not is_faster(Band(-1023, 0), 65536, 128)
+    assert not is_faster(CAUSAL, 65536, 256)
+    assert not is_faster(CAUSAL, 65536, 128, dtype=torch.float16)
+    assert not is_faster(random_blocks(1024, 0.5), 1024, 128)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel is compiled here, not interpreted")

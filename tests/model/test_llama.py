@@ -21,7 +21,7 @@ from flashspan.model import (
     preset,
     save_llama,
 )
-from flashspan.model.loss import _add_product, slope_at_once
+from flashspan.model.loss import _add_product, losses_and_gradients_at_once
 
 FAMILIES = {
     "llama-2": LlamaConfig(101, 48, 2, 4, 4, 80),
@@ -184,11 +184,11 @@ def test_on_a_gpu_chunks_add_to_the_weight_gradient_without_rounding(dtype: torc
     total = None
     for begin in range(0, 4096, 64):
         rows = slice(begin, begin + 64)
-        slopes = slope_at_once((x @ weight.T)[rows], targets[rows])[1]
-        total = _add_product(total, slopes.T, x[rows])
-    slopes = slope_at_once(x @ weight.T, targets)[1]
+        gradients = losses_and_gradients_at_once((x @ weight.T)[rows], targets[rows])[1]
+        total = _add_product(total, gradients.T, x[rows])
+    gradients = losses_and_gradients_at_once(x @ weight.T, targets)[1]
     assert total is not None
-    assert error(total, slopes.double().T @ x.double()) <= 1e-6
+    assert error(total, gradients.double().T @ x.double()) <= 1e-6
     grads = []
     for chunk in (64, 4096):
         weight.grad = None
@@ -211,17 +211,20 @@ def test_a_model_trains_through_its_loss_as_through_its_logits() -> None:
 
 
 @pytest.mark.slow
-def test_the_compiled_slope_is_the_slope() -> None:
+def test_compiled_losses_and_gradients_are_the_same() -> None:
     generator = torch.Generator().manual_seed(0)
-    compiled = torch.compile(slope_at_once, fullgraph=True, dynamic=False)
+    compiled = torch.compile(losses_and_gradients_at_once, fullgraph=True, dynamic=False)
     for dtype in (torch.float32, torch.bfloat16):
         logits = (3 * torch.randn(37, 257, generator=generator)).to(dtype)
         targets = torch.randint(0, 257, (37,), generator=generator)
         targets[5] = IGNORE
-        (losses, slopes), (got, got_slopes) = slope_at_once(logits, targets), compiled(logits, targets)
+        (losses, gradients), (got, got_gradients) = (
+            losses_and_gradients_at_once(logits, targets),
+            compiled(logits, targets),
+        )
         assert torch.allclose(got, losses, rtol=1e-6)
-        assert (got_slopes - slopes).abs().max() <= 1e-6
-        assert float(losses[5]) == float(slopes[5].abs().max()) == 0
+        assert (got_gradients - gradients).abs().max() <= 1e-6
+        assert float(losses[5]) == float(gradients[5].abs().max()) == 0
 
 
 def test_initial_weights_depend_only_on_seed_and_name() -> None:

@@ -15,7 +15,7 @@ from flashspan.bench.suites.model import Setting, Stepper, peak_bytes
 from flashspan.cli import main
 from flashspan.context.schedule import Shape
 from flashspan.model import LlamaConfig, preset
-from flashspan.model.loss import linear_cross_entropy, slope_in_parts
+from flashspan.model.loss import linear_cross_entropy, losses_and_gradients_in_parts
 from flashspan.plan import ParallelConfig, Run, ledger, longest, rank, simulate, step_time
 from flashspan.plan.command import show, train_command
 from flashspan.plan.devices import DEVICES, LINKS, USUAL_LINK, Cluster, load_table, make_cluster
@@ -200,8 +200,10 @@ def test_the_planner_counts_the_memory_of_the_loss(fused: bool) -> None:
     def in_place(logits: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.empty(len(logits)), logits  # what the kernel allocates
 
-    slope = in_place if fused else slope_in_parts
-    measured, _ = peak_of(lambda: linear_cross_entropy(x, weight, targets, slope=slope), torch.device("cpu"))
+    losses_and_gradients = in_place if fused else losses_and_gradients_in_parts
+    measured, _ = peak_of(
+        lambda: linear_cross_entropy(x, weight, targets, losses_and_gradients=losses_and_gradients), torch.device("cpu")
+    )
     run = Run(model, 1, num, "float32", plain_loss=not fused)
     assert ledger(run, ParallelConfig()).logits == pytest.approx(measured, rel=0.03)
     if fused:  # not without a GPU, nor with the vocabulary split
@@ -212,7 +214,9 @@ def test_the_planner_counts_the_memory_of_the_loss(fused: bool) -> None:
 def test_the_time_of_the_loss_kernel_is_that_of_an_h200() -> None:
     run, device = Run(preset("llama-3-8b"), 1, 4096), DEVICES["H200"]
     moved = run.tokens * run.model.vocab_size * moved_per_logit(run, 1)
-    assert 1e3 * moved / (device.bandwidth * device.traffic_share) == pytest.approx(0.78, rel=0.15)  # portable/slope.py
+    assert 1e3 * moved / (device.bandwidth * device.traffic_share) == pytest.approx(
+        0.78, rel=0.15
+    )  # portable/cross_entropy.py
 
 
 def test_users_extend_the_table(tmp_path: Path) -> None:

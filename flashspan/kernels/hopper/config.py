@@ -64,7 +64,9 @@ class ForwardConfig:
     CARRY: gl.constexpr  # the caller gives a carry, which out and lse continue
     CARRY_LAST: gl.constexpr  # the carry joins at a tile's end, by the copy engine: if CARRY and OUTPUT_BUFFER
     OUTPUT_BUFFER: gl.constexpr  # half of a float32 output has a separate buffer: heads up to 128, no block map
-    FLOAT16_VALUES: gl.constexpr  # V is converted from bfloat16 to float16: if enough queries see a key (finer.py)
+    FLOAT16_VALUES: (
+        gl.constexpr
+    )  # V is converted from bfloat16 to float16: if enough queries see a key (float16_values.py)
     TRACK_MAXIMUM: gl.constexpr  # m follows every block's maximum: unless FLOAT16_VALUES or a bfloat16 block map
     FREE_K_FIRST: gl.constexpr  # K's stage is freed before V's: block maps, and FLOAT16_VALUES with heads of 128
     UNIT_SCALE: gl.constexpr  # the scale in base 2 is 1: scores are not multiplied (heads of 64)

@@ -36,7 +36,7 @@ from flashspan.kernels.hopper.config import (
     ForwardTensors,
     IntervalMask,
 )
-from flashspan.kernels.hopper.finer import COARSER
+from flashspan.kernels.hopper.float16_values import FLOAT16_UNIT
 from flashspan.kernels.hopper.forward_main_loop import step, visit_edge_blocks, visit_full_blocks
 from flashspan.kernels.hopper.forward_producer import produce, produce_listed, published_work
 from flashspan.kernels.hopper.masking import hide_by_words, hide_keys, intervals_of, visible_blocks
@@ -359,7 +359,7 @@ def _store(WG: gl.constexpr, turn, q_stage, i_bh, m0, m, l, o, tensors, buffers,
         past = gl.load(p_lse + o_m, mask=o_m < T, other=float("-inf"))
         lse, now, past = join_last(m, l, past)
         if config.FLOAT16_VALUES:
-            now = now * COARSER
+            now = now * FLOAT16_UNIT
         gl.store(p_lse + o_m, lse * 0.6931471805599453, mask=o_m < T)
         left, right = split_columns(o * as_column(now, o))
         past = as_column(past, left)
@@ -374,7 +374,7 @@ def _store(WG: gl.constexpr, turn, q_stage, i_bh, m0, m, l, o, tensors, buffers,
         nothing = l == 0.0
         l = gl.where(nothing, 1.0, l)
         gl.store(p_lse + o_m, gl.where(nothing, float("-inf"), (m + gl.log2(l)) * 0.6931471805599453), mask=o_m < T)
-        o = o * as_column((COARSER if config.FLOAT16_VALUES else 1.0) / l, o)
+        o = o * as_column((FLOAT16_UNIT if config.FLOAT16_VALUES else 1.0) / l, o)
         if config.OUTPUT_BUFFER:
             store_output(desc_out, i_b, i_h, m0, o, q_s, False, False, buffers.output_s.index(WG))
         else:

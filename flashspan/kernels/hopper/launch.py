@@ -16,7 +16,7 @@ from torch import Tensor
 from flashspan.kernels import portable
 from flashspan.kernels.contract import Carry, Grads, Problem, Repeat, RepeatBackward
 from flashspan.kernels.delta import row_delta
-from flashspan.kernels.hopper.finer import finer_launch, pays, room_for
+from flashspan.kernels.hopper.float16_values import float16_launch, is_faster, room_for
 from flashspan.kernels.hopper.forward import forward_kernel
 from flashspan.kernels.hopper.lists import lists_forward_launch, refusal
 from flashspan.kernels.hopper.one_pass import backward_launch, count_key_parts
@@ -67,7 +67,7 @@ def forward(
     bad = lse.new_empty((B, H, -(-T // 64)), dtype=torch.int32)
     tables = mask.to(q.device).packed
     with on(q.device):
-        fine = (room_for(v),) if pays(q, k, mask) else ()
+        fine = (room_for(v),) if is_faster(q, k, mask) else ()
         made = (out, lse, bad, new_counter(q.device), *fine)
         steps = None if carry is None else out.stride()  # a carry may have any strides
         done = replay(_forward_launches, (q, k, v), tables, made, scale, steps, out.dtype, bool(fine))
@@ -86,13 +86,13 @@ def repeat_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, out_dtype:
         return decode.repeat_forward(q, k, v, problem, out_dtype)
     if (size := few_tiles.forward_tile(q, k, mask)) is not None:
         return few_tiles.repeat_forward(q, k, v, problem, size, out_dtype)
-    finer = pays(q, k, mask)
-    launches = recall(_forward_launches, (q, k, v), mask.packed, 4 + finer, scale, None, out_dtype, finer)
+    in_float16 = is_faster(q, k, mask)
+    launches = recall(_forward_launches, (q, k, v), mask.packed, 4 + in_float16, scale, None, out_dtype, in_float16)
     device, (B, H, T, _) = q.device, q.shape
 
     def room(q: Tensor, v: Tensor) -> list[Tensor]:
         bad = q.new_empty((B, H, -(-T // 64)), dtype=torch.int32)
-        return [*empty_outputs(q, out_dtype), bad, new_counter(device), *([room_for(v)] if finer else [])]
+        return [*empty_outputs(q, out_dtype), bad, new_counter(device), *([room_for(v)] if in_float16 else [])]
 
     return repeated_forward(launches, device, room)
 
@@ -104,19 +104,19 @@ def _forward_launches(
     scale: float,
     carry_steps: tuple[int, ...] | None,
     out_dtype: torch.dtype,
-    finer: bool,
+    in_float16: bool,
 ) -> list[Launch] | None:
-    """The launches of forward: the conversion of V to float16 if `finer`; the kernel; and, if the kernel may mark rows
-    that do not see a NaN as bad, the portable kernel for the marked groups of rows. None if a tensor is not aligned."""
-    given, fine = (tensors[:-1], tensors[-1:]) if finer else (tensors, ())
+    """The launches of forward: the conversion of V to float16 if `in_float16`; the kernel; and, if the kernel may mark
+    rows that do not see a NaN as bad, the portable kernel for the marked groups. None if a tensor is not aligned."""
+    given, fine = (tensors[:-1], tensors[-1:]) if in_float16 else (tensors, ())
     q, k, v, *tables, out, lse, bad, counter = given
     if not all(is_aligned(x) for x in (q, k, v)):
         return None
     mask, carry = unpack(kind, numbers, tables), carry_steps is not None
-    launches = [forward_launch(q, k, fine[0] if finer else v, out, lse, bad, mask, scale, carry, counter)]
-    if carry or finer or hidden_sides(mask, q.shape[2], k.shape[2]):  # otherwise, a row with NaN sees that NaN
+    launches = [forward_launch(q, k, fine[0] if in_float16 else v, out, lse, bad, mask, scale, carry, counter)]
+    if carry or in_float16 or hidden_sides(mask, q.shape[2], k.shape[2]):  # otherwise, a row with NaN sees that NaN
         launches.append(repair_launch(q, k, v, out, lse, mask, scale, carry, None, only=bad))
-    return [*(finer_launch(v, x) for x in fine), *launches]
+    return [*(float16_launch(v, x) for x in fine), *launches]
 
 
 def hidden_sides(mask: Mask, num_queries: int, num_keys: int) -> int:

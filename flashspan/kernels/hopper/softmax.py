@@ -4,9 +4,9 @@ A softmax may subtract any number that keeps its exponentials in range. This nee
 slowest part to compute. But P is rounded to 16 bits before its matmul with V: in bfloat16, P = 1 is exact, and other
 numbers have eight bits. So there are three methods; the launcher chooses one by two constants:
 
-- FLOAT16_VALUES: V is converted to float16 (finer.py), P has eleven bits, and the first block's maximum is used for all
-  later blocks. A score costs a multiply-add (none if `parts.is_unit`), an exp2 and an addition. If the sums of a block
-  come near the largest float16, the warp leaves its loop and scales its rows down.
+- FLOAT16_VALUES: V is converted to float16 (float16_values.py), P has eleven bits, and the first block's maximum is
+  used for all later blocks. A score costs a multiply-add (none if `parts.is_unit`), an exp2 and an addition. If the
+  sums of a block come near the largest float16, the warp leaves its loop and scales its rows down.
 - TRACK_MAXIMUM: V is not converted, and m follows the maximum of every block. It is used if there is too little work to
   pay for the conversion.
 - Neither, for block maps in bfloat16: V is not converted, and the first block's maximum is used for all later blocks.

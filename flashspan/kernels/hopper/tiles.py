@@ -37,7 +37,7 @@ THREE_FROM = {"queries": 257, "seen": 1024, "keys": 257}
 """The least numbers for three consumers. In forward: queries, and keys that a query sees (seen); in backward: keys.
 With smaller numbers, a tile of 192 is a third empty, or most blocks are edge blocks."""
 
-FINER = {64: 1024, 128: 2048}
+FLOAT16_FROM = {64: 1024, 128: 2048}
 """By padded head size: if at least this many queries see a key, over all heads that share it, forward is faster with V
 converted to float16 than with TRACK_MAXIMUM (softmax.py)."""
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashspan.kernels.portable.slope import slope_in_place
-from flashspan.model.loss import IGNORE, slope_at_once
+from flashspan.kernels.portable.cross_entropy import losses_and_gradients
+from flashspan.model.loss import IGNORE, losses_and_gradients_at_once
 
 CUDA = torch.cuda.is_available()
 
@@ -19,29 +19,29 @@ def check(num_rows: int, vocabulary: int, dtype: torch.dtype, *, spread: float =
     targets[::3] = IGNORE
     logits[-1, : vocabulary // 2] = float("-inf")
     targets[-1] = vocabulary - 1
-    want, right = slope_at_once(logits.double(), targets)
-    losses, slopes = slope_in_place(logits, targets, ignored=IGNORE)
-    assert slopes.data_ptr() == logits.data_ptr()
-    assert slopes.dtype == dtype
+    want, right = losses_and_gradients_at_once(logits.double(), targets)
+    losses, gradients = losses_and_gradients(logits, targets, ignored=IGNORE)
+    assert gradients.data_ptr() == logits.data_ptr()
+    assert gradients.dtype == dtype
     assert losses.dtype == torch.float32
     assert (losses.double() - want).abs().max() <= 1e-5 * max(1.0, float(want.abs().max()))
     bound = max(1e-6, torch.finfo(dtype).eps)
-    assert (slopes.double() - right).abs().max() <= bound
-    assert not slopes[::3][:-1].any()
+    assert (gradients.double() - right).abs().max() <= bound
+    assert not gradients[::3][:-1].any()
     assert not losses[::3][:-1].any()
 
 
 @pytest.mark.skipif(CUDA, reason="the kernel is compiled here, not interpreted")
 @pytest.mark.parametrize(("num_rows", "vocabulary"), [(7, 1), (5, 31), (3, 9001)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_loss_and_its_slope_in_one_kernel(num_rows: int, vocabulary: int, dtype: torch.dtype) -> None:
+def test_losses_and_gradients_in_one_kernel(num_rows: int, vocabulary: int, dtype: torch.dtype) -> None:
     check(num_rows, vocabulary, dtype)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("num_rows", "vocabulary"), [(7, 1), (301, 32_001), (513, 128_256)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_loss_and_its_slope_of_a_large_vocabulary(num_rows: int, vocabulary: int, dtype: torch.dtype) -> None:
+def test_losses_and_gradients_of_a_large_vocabulary(num_rows: int, vocabulary: int, dtype: torch.dtype) -> None:
     check(num_rows, vocabulary, dtype)
 
 
@@ -49,11 +49,11 @@ def test_a_loss_and_its_slope_of_a_large_vocabulary(num_rows: int, vocabulary: i
 def test_a_logit_that_is_not_a_number_reaches_its_row_and_no_other(where: int) -> None:
     logits = torch.zeros(3, 40, device="cuda" if CUDA else "cpu")
     logits[1, where] = float("nan")
-    losses, slopes = slope_in_place(logits, torch.tensor([5, 5, IGNORE], device=logits.device), ignored=IGNORE)
+    losses, gradients = losses_and_gradients(logits, torch.tensor([5, 5, IGNORE], device=logits.device), ignored=IGNORE)
     assert losses.isnan().tolist() == [False, True, False]
-    assert slopes.isnan().all(1).tolist() == [False, True, False]
+    assert gradients.isnan().all(1).tolist() == [False, True, False]
 
 
 def test_no_rows() -> None:
-    losses, slopes = slope_in_place(torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64), ignored=IGNORE)
-    assert len(losses) == len(slopes) == 0
+    losses, gradients = losses_and_gradients(torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64), ignored=IGNORE)
+    assert len(losses) == len(gradients) == 0

@@ -20,7 +20,7 @@ WARPS, PER_THREAD = 16, 16
 
 
 @triton.jit(do_not_specialize=["ignored"])
-def slope_kernel(logits, targets, losses, ignored, V, LANES: tl.constexpr, EACH: tl.constexpr):
+def cross_entropy_kernel(logits, targets, losses, ignored, V, LANES: tl.constexpr, EACH: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     p_row = logits + row * V
     target = tl.load(targets + row)
@@ -43,11 +43,11 @@ def slope_kernel(logits, targets, losses, ignored, V, LANES: tl.constexpr, EACH:
     tl.debug_barrier()  # the target's logit must be read before it is overwritten
     for v0 in range(0, V, LANES * EACH):
         b = tl.load(p_row + v0 + o, mask=v0 + o < V, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        slope = (tl.exp(b - lse) - (v0 + o == target).to(tl.float32)) * valid
-        tl.store(p_row + v0 + o, slope.to(logits.dtype.element_ty), mask=v0 + o < V, eviction_policy="evict_first")
+        gradient = (tl.exp(b - lse) - (v0 + o == target).to(tl.float32)) * valid
+        tl.store(p_row + v0 + o, gradient.to(logits.dtype.element_ty), mask=v0 + o < V, eviction_policy="evict_first")
 
 
-def slope_in_place(logits: Tensor, targets: Tensor, *, ignored: int) -> tuple[Tensor, Tensor]:
+def losses_and_gradients(logits: Tensor, targets: Tensor, *, ignored: int) -> tuple[Tensor, Tensor]:
     """Losses [n], float32, of logits [n, V], and their gradients, written over the logits.
 
     A gradient is the probabilities, minus 1 at the target; it is 0 in a row whose target is `ignored`.
@@ -57,7 +57,7 @@ def slope_in_place(logits: Tensor, targets: Tensor, *, ignored: int) -> tuple[Te
     if logits.numel():
         with on(logits.device):
             Launch(
-                slope_kernel,
+                cross_entropy_kernel,
                 (len(logits),),
                 (logits, targets.contiguous(), losses, ignored, logits.shape[1]),
                 {"LANES": 32 * WARPS, "EACH": PER_THREAD, "num_warps": WARPS},

@@ -13,22 +13,22 @@ import triton.language as tl
 from torch import Tensor
 
 from flashspan.kernels.hopper.tensors import block_dim
-from flashspan.kernels.hopper.tiles import FINER
+from flashspan.kernels.hopper.tiles import FLOAT16_FROM
 from flashspan.kernels.launch.launch import Launch
 from flashspan.kernels.masks import Band, Mask, Rows, count
 from flashspan.kernels.portable.common import load_tile
 
-COARSER = tl.constexpr(2.0**-4)
-"""V = COARSER * its float16, for rows of V whose largest number is 0 or in LEAST .. MOST. This is exact, except that
-numbers below 2^-21 have an error of up to 2^-29."""
+FLOAT16_UNIT = tl.constexpr(2.0**-4)
+"""V = FLOAT16_UNIT * its float16, for rows of V whose largest number is 0 or in LEAST .. MOST. This is exact, except
+that numbers below 2^-21 have an error of up to 2^-29."""
 LEAST = tl.constexpr(2.0**-18)
 MOST = tl.constexpr(2.0**12 - 8)
 
 
-def pays(q: Tensor, k: Tensor, mask: Mask) -> bool:
+def is_faster(q: Tensor, k: Tensor, mask: Mask) -> bool:
     """Whether forward is faster with V in float16 than with TRACK_MAXIMUM (softmax.py). If so, it is also more
     accurate. False for block maps, which use neither."""
-    least = FINER.get(block_dim(q.shape[-1]))
+    least = FLOAT16_FROM.get(block_dim(q.shape[-1]))
     if q.dtype != torch.bfloat16 or least is None or not isinstance(mask, (Band, Rows)):
         return False
     (_, H, T, _), (_, K, S, _) = q.shape, k.shape
@@ -42,7 +42,7 @@ def pays(q: Tensor, k: Tensor, mask: Mask) -> bool:
 
 
 @triton.jit(do_not_specialize=["s_b", "s_h", "s_t", "H", "S"])
-def finer_kernel(v, fine, s_b, s_h, s_t, H, S, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr):
+def float16_kernel(v, fine, s_b, s_h, s_t, H, S, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr):
     """Convert a block of rows of v of one head. Strides of v are in units of 8 elements."""
     blocks = tl.cdiv(S, BN)
     i_bh = tl.program_id(0) // blocks
@@ -52,7 +52,7 @@ def finer_kernel(v, fine, s_b, s_h, s_t, H, S, D: tl.constexpr, BD: tl.constexpr
     x = load_tile(p_v, n0, o_n, s_t * 8, S, D, BD, True).to(tl.float32)
     size = tl.max(tl.abs(x), 1)
     held = (size == 0) | ((size >= LEAST) & (size <= MOST))
-    y = tl.where(held[:, None], x / COARSER, float("nan")).to(tl.float16)
+    y = tl.where(held[:, None], x / FLOAT16_UNIT, float("nan")).to(tl.float16)
     p_fine = fine + (i_bh.to(tl.int64) * S + n0) * D + (o_n[:, None] * D + o_d[None, :])
     tl.store(p_fine, y, mask=(n0 + o_n < S)[:, None] & (o_d < D)[None, :])
 
@@ -67,12 +67,12 @@ def _distinct(v: Tensor) -> list[int]:
     return [size if step else 1 for size, step in zip(v.shape, v.stride(), strict=True)]
 
 
-def finer_launch(v: Tensor, fine: Tensor) -> Launch:
+def float16_launch(v: Tensor, fine: Tensor) -> Launch:
     """The launch that converts v into `fine`, which comes from `room_for`."""
     B, H, S, D = _distinct(v)
     block = 32
     return Launch(
-        finer_kernel,
+        float16_kernel,
         (triton.cdiv(S, block) * B * H,),
         (v, fine, *(step // 8 for step in v.stride()[:3]), H, S),
         {"D": D, "BD": block_dim(D), "BN": block},
