@@ -66,7 +66,7 @@ def preflight(
 ) -> int:
     """Check a cluster before a long run: results, links and overlap, in about a minute.
 
-    Compares one strategy with one device in float64, measures the bandwidth of every link with all of them busy,
+    Compares one strategy with one device in float64, measures the bandwidth of the links with all of them busy,
     measures how much of the transfers attention hides, and compares these speeds with those that the planner expects.
     Names the ranks and links that are wrong or slow. Exit code 1 if there are any.
 

@@ -51,7 +51,8 @@ def plan(
     Example: flashspan plan llama-3-8b --tokens 131072 --batch 8 --devices 64 --device H100
 
     `flashspan plan draw` needs no model: it draws a schedule of attention as two pictures: a timeline of tiles
-    and transfers, and a table of the tiles of each rank. `flashspan plan draw --help` lists its options.
+    and transfers, and the mask, coloured by the rank that computes each part. `flashspan plan draw --help` lists its
+    options.
 
     Example: flashspan plan draw --ranks 8 --strategy helper --layout contiguous
 

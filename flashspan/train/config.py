@@ -171,7 +171,9 @@ class ParallelSection:
         "ring", "Strategy of context parallelism"
     )
     inner: int = option(
-        0, "Number of context ranks per node (double_ring), or that exchange heads with each other (hybrid)"
+        0,
+        "Number of context ranks on one node (double_ring), or of context ranks that exchange heads with each other "
+        "(hybrid)",
     )
     layout: Literal["zigzag", "striped", "contiguous", "balanced"] = option(
         "zigzag",

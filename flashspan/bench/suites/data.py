@@ -235,7 +235,7 @@ def bench_data(
         layers: Number of layers.
         heads: Number of query heads.
         kv_heads: Number of key and value heads.
-        window: Number of keys that a query sees in the row hybrid, a block with tensor parallelism and a window
+        window: Number of keys that a query sees in the strategy "hybrid": a block with tensor parallelism and a window
             (examples/hybrid_block.py).
         only: Strategies to measure.
         folder: Folder for the rows.

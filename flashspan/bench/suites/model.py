@@ -224,7 +224,7 @@ def bench_model(
     folder: Path = record.FOLDER,
     again: bool = False,
 ) -> int:
-    """Time forward, backward and optimizer of training steps; mean, deviation and peak memory.
+    """Times of forward, backward and optimizer in training steps: mean and deviation; and peak memory.
 
     Appends rows to FOLDER/model.jsonl. With several --warmups, each configuration runs once for each number of warm-up
     steps, in separate processes: the warm-up study.

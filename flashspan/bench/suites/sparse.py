@@ -379,13 +379,13 @@ def plot(rows: list[record.Row], path: Path) -> bool:
 def bench_sparse(*, rows: Chosen | None = None, others: bool = True, page: bool = False) -> int:
     """Block-sparse attention compared with compiled FlexAttention, dense attention, and SDPA with a mask tensor.
 
-    Rows are printed, and appended to docs/benchmarks/sparse.csv (those of build to masks.jsonl in the same folder).
+    Rows are printed, and appended to docs/benchmarks/sparse.csv (of --rows build: to masks.jsonl in that folder).
 
     Args:
         rows: Rows to measure: hopper (the default), five sparse masks at 16k and 32k tokens; seed, seven masks at 128
             to 4096 tokens; sweep, 128 to 64k tokens and 0 to 98 % of the blocks skipped; window, 8k to 256k tokens;
             build, the time to build masks; or all.
-        others: Comparison with FlexAttention, dense, causal and PyTorch's attention, up to 32k tokens.
+        others: Comparison with FlexAttention, PyTorch, and flashspan under full and causal masks, up to 32k tokens.
         page: Page and plot in docs/benchmarks from the recorded rows, without a measurement.
     """
     if page and (rows is not None or not others):

@@ -267,7 +267,8 @@ def random_weights(shape: LlamaConfig, device: torch.device) -> dict[str, Tensor
 def bench_training(
     part: tuple[Part, ...] = (), *, file: Path | None = None, profile: bool = False, tiny: bool = False
 ) -> int:
-    """Training and generation of Llama-3.2-1B's shape on one GPU, compared with transformers and SDPA.
+    """Training and generation of Llama-3.2-1B's shape on one GPU, compared with transformers with SDPA and,
+    if installed, with Liger's kernels.
 
     Appends rows to docs/benchmarks/trainer.csv and writes the page next to it. About 3 minutes on an H200.
 
