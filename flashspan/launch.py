@@ -280,7 +280,7 @@ def joined(timeout: float) -> Iterator[str]:
         place, found = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
         if place >= found:
             raise ValueError(
-                f"each rank needs a GPU of its own: got {found} for rank {place} of this host; "
+                f"each rank needs a GPU of its own: found {found} on this host, too few for its rank {place}; "
                 f"use --nproc-per-node {found}"
             )
         torch.cuda.set_device(place)

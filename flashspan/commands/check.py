@@ -51,7 +51,7 @@ def at_length(bounds: tuple[float, float], dtype: str, tokens: int) -> tuple[flo
 def why_more(dtype: str, tokens: int) -> str:
     """Text for the output: why an error above the promised one is allowed; empty if it is not allowed."""
     return (
-        f"; ten times the bounds of fewer than {LONG:,} tokens, since longer sums round more"
+        f"; ten times the bounds of at most {LONG:,} tokens, since longer sums round more"
         if is_long(dtype, tokens)
         else ""
     )

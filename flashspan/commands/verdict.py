@@ -89,7 +89,7 @@ def judge(report: Report) -> list[str]:
     for rank, alone in enumerate(report.alone):
         if not alone.passes(dtype, report.tokens):
             faults.append(
-                f"rank {rank} ({hosts[rank]}) alone computes wrong numbers: errors {_errors(alone)}, "
+                f"rank {rank} ({hosts[rank]}) computes wrong numbers even without the others: errors {_errors(alone)}, "
                 f"allowed {bounds[0]:g} and {bounds[1]:g}; check its GPU, driver and packages"
             )
     if not report.parity.passes(dtype, report.tokens):
@@ -189,7 +189,7 @@ def print_report(report: Report, faults: Sequence[str]) -> None:
     if report.overlap is not None:
         overlap, plan = report.overlap, ""
         print(
-            f"empty step: {1e6 * report.empty_step:.0f} us"
+            f"ring step with nearly empty messages: {1e6 * report.empty_step:.0f} us"
             + (f"; planner {1e6 * planned.link.latency:.0f}" if planned else "")
         )
         if planned is not None and planned.both:

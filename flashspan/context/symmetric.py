@@ -310,7 +310,7 @@ def find_reach(group: GroupTransport, transport: TransportName, device: torch.de
     if shared:
         peer_memory.allow_shared_gpu()
     where = "one GPU" if shared and len(set(gpus)) == 1 else "one host"
-    rest = "" if hosts == 1 else f", and the group's {dist.get_backend(group.group)} between {hosts} hosts"
+    rest = "" if hosts == 1 else f"; between the {hosts} hosts, the group's {dist.get_backend(group.group)} is used"
     return Reach(ranks, f"symmetric: {len(ranks)} ranks on {where} copy into each other's memory{rest}")
 
 

@@ -105,8 +105,8 @@ def make_header(tokenizer: Tokenizer, num_tokens: int) -> bytes:
     line = json.dumps(header).encode() + b"\n"
     if len(line) > HEADER_BYTES:
         raise ValueError(
-            f"the header of a token file has at most {HEADER_BYTES} bytes: got {len(line)} with the name "
-            f"{tokenizer.name}; give a copy of the file with a shorter path"
+            f"the header of a token file has at most {HEADER_BYTES} bytes: got {len(line)} with the tokenizer's "
+            f"name {tokenizer.name}; give a copy of the file with a shorter path"
         )
     return line
 

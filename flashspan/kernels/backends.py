@@ -153,7 +153,7 @@ def _cpu(call: Call) -> str | None:
         return f"runs on the CPU, not on {call.device.type}"
     if call.mask == "Blocks":
         return "supports intervals of keys, not lists of tiles"
-    return "PyTorch's fused CPU attention has no counter-based dropout" if call.dropout else None
+    return "has no counter-based dropout, because PyTorch's fused CPU attention has none" if call.dropout else None
 
 
 BACKENDS = {

@@ -283,7 +283,7 @@ class TrainConfig:
                 + (
                     "leave it out"
                     if parallel.inner
-                    else "set it to the number of context ranks on a node, or for hybrid of those that exchange heads"
+                    else "set it to the context ranks on a node (double_ring) or in an exchange of heads (hybrid)"
                 )
             )
         if train.weights == "bfloat16" and train.precision != "bfloat16":

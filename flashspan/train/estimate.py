@@ -36,8 +36,8 @@ def describe_plan(config: TrainConfig, num_ranks: int) -> str:
         "memory  of one rank, estimate in MiB; not all of it is used at once:",
         *(f"  {name:<12} {size / 2**20:12,.1f}" for name, size in held.items()),
         f"  {'peak':<12} {held.peak / 2**20:12,.1f}",
-        "  This counts tensors only. On a CPU, the memory of a step is that of the whole",
-        "  process, including Python and PyTorch.",
+        "  This counts tensors only. The memory that a run on a CPU reports is that of the",
+        "  whole process, including Python and PyTorch.",
     ]
     return "\n".join(lines)
 

@@ -113,7 +113,7 @@ def test_wrong_numbers_are_found_and_their_rank_named(part: str, bad: float) -> 
     (fault,) = judge(report(parity=wrong))
     assert fault.startswith("ring zigzag differs from one device")
     (fault,) = judge(report(alone=(GOOD, GOOD, wrong, GOOD)))
-    assert fault.startswith("rank 2 (b) alone computes wrong numbers")
+    assert fault.startswith("rank 2 (b) computes wrong numbers even without the others")
 
 
 def test_the_planner_s_expectation_applies_to_unshared_gpus() -> None:
@@ -253,7 +253,7 @@ def test_a_wrong_kernel_is_found_and_its_rank_named(on_ranks: OnRanks) -> None:
     faults = judge(found)
     assert faults == judge(other), "every rank's exit code is the verdict"
     assert [fault.split(":")[0] for fault in faults] == [
-        f"rank 1 ({found.hosts[1]}) alone computes wrong numbers",
+        f"rank 1 ({found.hosts[1]}) computes wrong numbers even without the others",
         "ring zigzag differs from one device",
     ]
 
