@@ -145,7 +145,9 @@ def reader() -> Any:
             )
             fields.append((entry.name, Annotated[Any, words, tyro.conf.arg(help=entry.metadata["help"])], None))
         made = dataclasses.make_dataclass(cls.__name__, fields)
-        sections.append((section, made, dataclasses.field(default_factory=made)))
+        # With help of its own: otherwise tyro parses source files to find it, which takes 0.1 s for all sections.
+        described = Annotated[made, tyro.conf.arg(help=f"section {section}")]  # type: ignore[valid-type]
+        sections.append((section, described, dataclasses.field(default_factory=made)))
     return dataclasses.make_dataclass("Options", sections)
 
 
