@@ -108,8 +108,8 @@ def lack_of_memory(config: TrainConfig, num_ranks: int, num_here: int) -> str | 
     if free is None or num_here * peak <= free:
         return None
     return (
-        f"the ranks on {where} must fit in its memory: {num_here} ranks of about {peak / 2**20:,.0f} MiB need "
-        f"{num_here * peak / 2**30:,.1f} GiB, but {free / 2**30:,.1f} GiB are available; use fewer ranks, a smaller "
+        f"the ranks on {where} must fit in its memory: {num_here} ranks of about {peak / 2**30:,.2f} GiB need "
+        f"{num_here * peak / 2**30:,.2f} GiB, but {free / 2**30:,.2f} GiB are available; use fewer ranks, a smaller "
         "train.batch or data.sequence, or a smaller model"
     )
 

@@ -141,8 +141,8 @@ def bench_collectives(
         raise ValueError(f"collectives need 2 to 64 ranks: got {' '.join(map(str, ranks)) or 'none'}")
     if len(sizes) < 2 or any(size < 4 * max(ranks) or size % 4 for size in sizes):
         raise ValueError(
-            f"--sizes needs two or more numbers of bytes, multiples of 4 from {4 * max(ranks)} on: "
-            f"got {' '.join(map(str, sizes)) or 'none'} on {max(ranks)} ranks"
+            "--sizes must be two or more multiples of 4, each at least 4 bytes per rank: "
+            f"got {' '.join(map(str, sizes)) or 'none'} on {max(ranks)} ranks; for example --sizes 1024 65536"
         )
     check_repeats(1, repeats=repeats)
     pool = Pool("cuda" if torch.cuda.device_count() >= max(ranks) else "cpu", max(ranks))
