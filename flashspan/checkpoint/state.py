@@ -63,13 +63,14 @@ def load_optimizer_state(trained: Trained, state: Mapping[str, Tensor], step: in
         key, _, owner = name.partition("/")
         if owner not in numbers:
             raise ValueError(
-                f"the checkpoint's optimizer has {owner!r}, which the model does not have; use its own checkpoint"
+                f"the checkpoint's optimizer has state of the parameter {owner!r}, which this model does not have; "
+                "use a checkpoint of this model"
             )
         shape = order[numbers[owner]].shape if key in MOMENTS else torch.Size()
         if key not in (*MOMENTS, "step") or value.shape != shape:
             raise ValueError(
-                f"the checkpoint's optimizer has {name} of shape {tuple(value.shape)}: AdamW has "
-                f"{', '.join(MOMENTS)} of the parameter's shape, and a step"
+                f"the checkpoint's optimizer has {name} of shape {tuple(value.shape)}: AdamW needs "
+                f"{', '.join(MOMENTS)} of the parameter's shape, and a scalar step; use another checkpoint"
             )
         entries[numbers[owner]][key] = value
     if partial := [name for name, i in numbers.items() if len(entries[i]) != (len(MOMENTS) + 1 if step else 0)]:

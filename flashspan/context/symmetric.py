@@ -292,7 +292,7 @@ def find_reach(group: GroupTransport, transport: TransportName, device: torch.de
     hosts = len({row[0] for row in rows})
     if any(lacking):
         rank = next(rank for rank, lacks in enumerate(lacking) if lacks)
-        problem = fault or peer_fault or f"rank {rank} cannot use it; see the error of that rank"
+        problem = fault or peer_fault or f"rank {rank} cannot use symmetric memory; see the error of that rank"
     elif any(blocked):
         rank = next(rank for rank, peer in enumerate(blocked) if peer)
         problem = f"the GPU of rank {rank} has no peer access to that of rank {blocked[rank] - 1}"

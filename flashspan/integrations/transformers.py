@@ -314,7 +314,9 @@ def mask_of_tensor(given: Tensor, query: Tensor, num_keys: int) -> Mask:
     has changed, because PyTorch does not count changes in inference mode."""
     if not isinstance(given, Tensor) or given.dim() != 4:
         shape = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
-        raise ValueError(f"a finished attention mask must be a tensor [B, 1, T, S]: got {shape}; {OTHERWISE}")
+        raise ValueError(
+            f"an attention mask that transformers does not make must be a tensor [B, 1, T, S]: got {shape}; {OTHERWISE}"
+        )
     known: tuple[Tensor, Mask] | None = _READ.get(given)
     if known is not None and torch.equal(known[0], given):
         return known[1]

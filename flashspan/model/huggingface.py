@@ -323,8 +323,8 @@ def read_header(file: Path) -> set[str]:
         length = int.from_bytes(stream.read(8), "little")
     if not 2 <= length <= min(MAX_HEADER_BYTES, max(0, size - 8)):
         raise ValueError(
-            f"{file} is not a safetensors file, or is truncated: its header claims {length} of {size} bytes "
-            f"(at most {MAX_HEADER_BYTES} are read)"
+            f"{file} is not a safetensors file, or is truncated: it has {size} bytes and claims a header of {length} "
+            f"(at most {MAX_HEADER_BYTES} are allowed)"
         )
     try:
         with safe_open(file, framework="pt") as stored:
