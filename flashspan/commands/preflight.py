@@ -67,8 +67,8 @@ def preflight(
     """Check a cluster before a long run: results, links and overlap, in about a minute.
 
     Compares one strategy with one device in float64, measures the bandwidth of the links with all of them busy,
-    measures how much of the transfers attention hides, and compares these speeds with those that the planner expects.
-    Names the ranks and links that are wrong or slow. Exit code 1 if there are any.
+    measures which part of the transfers is hidden behind attention, and compares these speeds with those that
+    the planner expects. Names the ranks and links that are wrong or slow. Exit code 1 if there are any.
 
     Example: torchrun --nproc-per-node 8 -m flashspan.check --preflight
 

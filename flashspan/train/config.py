@@ -92,7 +92,10 @@ class AttentionSection:
     pattern: Literal["causal", "window", "dilated", "streaming", "longformer", "random_blocks", "bigbird"] = option(
         "causal", "Pattern of the attention mask; all patterns are causal"
     )
-    window: int = option(0, "Window size in tokens (window, longformer, bigbird, streaming)")
+    window: int = option(
+        0,
+        "Number of earlier tokens that a token sees (window, longformer, bigbird); in streaming, with the token itself",
+    )
     num_global: int = option(0, "Number of first tokens that every query sees (longformer, bigbird)")
     num_sinks: int = option(0, "Number of first tokens that every query sees (streaming)")
     num_random: int = option(0, "Maximum number of random key blocks per query block (bigbird)")
@@ -216,7 +219,7 @@ class CheckpointSection:
     folder: str = option("runs/tiny", "Folder for checkpoints and metrics")
     every: int = option(80, "Steps between checkpoints; 0: only at the end and by checkpoint.minutes")
     minutes: float = option(0.0, "Maximum minutes between checkpoints; 0: no limit")
-    grace: float = option(0.0, "Seconds to save and exit after SIGTERM or Ctrl-C; 0: no limit")
+    grace: float = option(0.0, "Seconds to save and exit after SIGTERM, SIGHUP or Ctrl-C; 0: no limit")
     keep: int = option(2, "Number of checkpoints to keep")
     resume: bool = option(True, "Resuming from the newest valid checkpoint in the folder")
 

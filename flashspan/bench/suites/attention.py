@@ -302,7 +302,7 @@ def bench_attention(
         seed: Seed of the random shapes; 0 by default.
         part: Part I/N of the random shapes, for instance 1/4; all by default.
         flex: Random shapes on which compiled FlexAttention is also measured, which takes seconds each. some (default):
-            some of the windows; all: all windows, and causal shapes with fewer queries than keys; none: no shapes.
+            a part of the shapes with a window; all: those, and causal shapes with fewer queries than keys; none.
         page: Pages and plots in docs/benchmarks from the recorded rows, without measuring.
     """
     of_random = {"--seed": seed, "--part": part, "--flex": flex}

@@ -248,7 +248,7 @@ def bench_context(
     in turns. A repeated command measures only what is missing. `flashspan report` makes a page of the rows.
 
     Args:
-        quick: Only six pairs of strategy and layout; by default with a smaller model on 1 and 2 ranks. Takes two
+        quick: Only six pairs of strategy and layout, and smaller defaults: model, 1 and 2 ranks. Takes two
             minutes on two cores.
         ranks: Numbers of ranks, each 1 to 8; by default 1 2 4 8, with --quick 1 2.
         tokens: Number of tokens in the whole sequence; by default 4096, with --quick 1024.

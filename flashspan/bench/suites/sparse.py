@@ -382,9 +382,9 @@ def bench_sparse(*, rows: Chosen | None = None, others: bool = True, page: bool 
     Rows are printed, and appended to docs/benchmarks/sparse.csv (of --rows build: to masks.jsonl in that folder).
 
     Args:
-        rows: Rows to measure: hopper (the default), five sparse masks at 16k and 32k tokens; seed, seven masks at 128
-            to 4096 tokens; sweep, 128 to 64k tokens and 0 to 98 % of the blocks skipped; window, 8k to 256k tokens;
-            build, the time to build masks; or all.
+        rows: Rows to measure: hopper (the default): five sparse masks at 16k and 32k tokens; seed: seven masks at 128
+            to 4096 tokens; sweep: 128 to 64k tokens and 0 to 98 % of the blocks skipped; window: 8k to 256k tokens;
+            build: the time to build masks; or all.
         others: Comparison with FlexAttention, PyTorch, and flashspan under full and causal masks, up to 32k tokens.
         page: Page and plot in docs/benchmarks from the recorded rows, without a measurement.
     """
