@@ -19,7 +19,7 @@ with tempfile.TemporaryDirectory() as temporary:
     losses = []
     second = flashspan.train(
         small,
-        load=str(first.checkpoint),  # loads sizes and weights; the optimizer starts anew
+        load=str(first.checkpoint),  # loads sizes and weights; the optimizer starts with new moments
         context=2,  # now on two ranks, each with half of every sequence
         lr=1e-4,
         steps=3,

@@ -263,7 +263,7 @@ def describe(error: ValueError | OSError) -> str:
     """An error as text. Python's text for a file begins with a number: [Errno 2]."""
     if not isinstance(error, OSError) or not error.strerror:
         return str(error)
-    return f"{error.filename or 'output cannot be written'}: {error.strerror}"
+    return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
 
 
 def _unknown(what: str, known: list[str], prog: str) -> ValueError:
