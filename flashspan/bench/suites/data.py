@@ -148,27 +148,27 @@ def _take_turns(
 ) -> dict[str, Any]:
     """Run on each rank: steps of all strategies in turns; returns the times and the memory of each."""
     device = here(device_type)
-    contenders = {name: prepare(name, sizes, batch, length, window, device) for name in names}
-    ledgers = {name: contender.ledger() for name, contender in contenders.items()}  # also the first warm-up
+    prepared = {name: prepare(name, sizes, batch, length, window, device) for name in names}
+    ledgers = {name: case.ledger() for name, case in prepared.items()}  # also the first warm-up
     steps: dict[str, list[float]] = {name: [] for name in names}
     traffic: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for turn in range(rounds + 1):
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
-            contender = contenders[name]
-            elapsed, _ = timed(contender.step, device, together=True)
+            case = prepared[name]
+            elapsed, _ = timed(case.step, device, together=True)
             if turn:  # the first is a warm-up step
                 steps[name].append(elapsed)
                 # On a GPU, the host's clock would only time the launch of a reduction.
-                if isinstance(contender.running, DataParallel) and device.type == "cpu":
-                    spent = contender.running.traffic
+                if isinstance(case.running, DataParallel) and device.type == "cpu":
+                    spent = case.running.traffic
                     traffic[name].append((1e3 * spent.communication, spent.hidden))
     for name in names:  # after all timed steps
         if not traffic[name]:
-            traffic[name] = [contenders[name].watch(device) for _ in range(PROFILED)]
+            traffic[name] = [prepared[name].watch(device) for _ in range(PROFILED)]
     return {
         name: {
-            "strategy": contenders[name].strategy,
+            "strategy": prepared[name].strategy,
             "steps": steps[name],
             "ledger": ledgers[name],
             "communication": median(c for c, _ in traffic[name]),

@@ -57,7 +57,7 @@ MOST_ERROR = 1e-2
 BUDGET_MS, LEAST_ROUNDS, MOST_ROUNDS = 20.0, 5, 60
 """Time of the samples of one implementation and one pass, and bounds on their number."""
 TRIALS, BEHIND = 2, 2.0
-"""Samples of each implementation at first. Those that take more than BEHIND times as long as the fastest get no more."""
+"""Samples of each implementation at first. Those over BEHIND times the time of the fastest get no more."""
 FLEX_EVERY = 4
 """By default, FlexAttention is measured on every FLEX_EVERY-th of the windows that fit an explicit mask."""
 Flex = Literal["none", "some", "all"]
