@@ -3,7 +3,7 @@
 It is pure Python, without processes or tensors.
 
 No strategy computes tiles without visible pairs, or sends rows that no later rank needs. With a window of w tokens, a
-ring ends after the ranks that the window reaches, and sends those w tokens instead of the shard. With a block map, only
+ring ends after the ranks that the window reaches, and sends w - 1 tokens instead of the shard. With a block map, only
 blocks of keys that a later rank sees are sent. A transfer has as many bytes as rows times `kv` (or its kind's size).
 
 Bytes below are for one forward (then backward) pass over all ranks, full mask, no head chunks, T tokens on N ranks;

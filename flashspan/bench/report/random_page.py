@@ -26,10 +26,12 @@ NUM_WORST = 10
 MASKS_ONLY = "window, explicit masks only"
 """The class of a window that was not measured with FlexAttention, the only other that skips hidden keys."""
 HOST_NOTE = (
-    "The other ratios of this page are of GPU times: the host has queued a call before it begins. In a loop the "
-    "host may not be ahead: a call then takes the longer of the two times. Here are the medians of the host's "
-    "times, and the ratios of the longer times, of the shapes whose rows have both."
+    "The other ratios of this page are of GPU times: the host has queued a call before the GPU begins it. In a loop "
+    "the host may not be ahead. A call then takes the longer of its host time and its GPU time. The table has the "
+    "medians of the host times, and the ratios of these longer times. It includes the shapes whose rows have a host "
+    "time."
 )
+FASTEST_NOTE = "The number of shapes on which each was the fastest, windows included."
 EDGES = tuple(2.0 ** (n / 8) for n in range(-8, 25))
 """Edges of the histogram's bins: 1/2 to 8; ratios beyond these are in the first and the last bin."""
 
@@ -243,8 +245,8 @@ def markdown(rows: Sequence[Row]) -> str:
         "",
         *(headline(found, kind) for kind in KINDS),
         f"- flashspan failed on {len(failed)} shapes; on {len(alone)}, no implementation of PyTorch was measured.",
-        f"- {left_out} windows were not measured with FlexAttention; they are a class of their own, and the "
-        "numbers above do not include them.",
+        f"- {left_out} shapes with a window were not measured with FlexAttention, the only other implementation that "
+        f"skips hidden keys. They are the class '{MASKS_ONLY}', and the numbers above do not include them.",
         "",
         "![Histogram of the ratios](random.svg)",
         "",
@@ -255,7 +257,7 @@ def markdown(rows: Sequence[Row]) -> str:
     fair = [each for each in found if each.fair]
     worst = (worst_table(fair, kind) for kind in KINDS)
     tables = [(class_table(rows), CLASS_NOTE), (host_table(found), HOST_NOTE), *((table, "") for table in worst)]
-    for table, note in [*tables, (fastest_table(found), "")]:
+    for table, note in [*tables, (fastest_table(found), FASTEST_NOTE)]:
         lines += [f"## {table.title[:1].upper()}{table.title[1:]}", "", *([note, ""] if note else []), table.markdown()]
     return "\n".join(lines)
 

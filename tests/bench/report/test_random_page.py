@@ -89,7 +89,7 @@ def test_the_page_counts_what_the_rows_say() -> None:
     assert "flashspan failed on 1 shapes; on 1, no implementation of PyTorch was measured" in text
     assert "- failed: broken full: out of | registers" in text
     assert "- no implementation of PyTorch was measured: alone full" in text
-    assert "- 1 windows were not measured with FlexAttention" in text
+    assert "1 shapes with a window were not measured with FlexAttention" in text
     assert "NVIDIA H200, torch 2.11, Triton 3.6, bf16, commit abc; 13 shapes of seed 7" in text
 
 
