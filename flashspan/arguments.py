@@ -30,7 +30,7 @@ OUR_NAMES = {
     "sm_scale": "scale=",
     "window_size": "window=",
     "return_attn_probs": "return_lse=",
-    "enable_gqa": "no such argument: k and v may have fewer heads than q",
+    "enable_gqa": "nothing in its place, k and v may have fewer heads than q",
 }
 """Argument names of PyTorch's and flash-attn's functions, and the flashspan argument to use instead."""
 

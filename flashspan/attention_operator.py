@@ -24,7 +24,7 @@ from flashspan.kernels.dropout import Dropout
 from flashspan.kernels.torch_private import has_tangents, is_batched, is_transformed
 
 MAX_LAYOUTS = 8
-"""A cached call stores a repeatable backward pass for at most this many layouts of dout and saved tensors."""
+"""A cached call stores its backward launches for at most this many layouts of dout and saved tensors."""
 
 
 def forward(

@@ -114,8 +114,8 @@ def check_num_ranks(ranks: int, command: str) -> None:
     most = max(FEW_RANKS, RANKS_PER_CORE * cores)
     if ranks > most:
         raise ValueError(
-            f"{command} starts a process for each rank, at most {FEW_RANKS} or {RANKS_PER_CORE} for each core: got "
-            f"{ranks} on {cores} cores; use --ranks {most} or fewer"
+            f"{command} starts a process for each rank: at most {RANKS_PER_CORE} per core, or {FEW_RANKS} if that is "
+            f"more: got {ranks} on {cores} cores; use --ranks {most} or fewer"
         )
 
 
@@ -280,7 +280,7 @@ def joined(timeout: float) -> Iterator[str]:
         place, found = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
         if place >= found:
             raise ValueError(
-                f"each rank needs a GPU of its own: found {found} on this host, too few for its rank {place}; "
+                f"each rank needs a GPU of its own: found {found} on this host, too few for local rank {place}; "
                 f"use --nproc-per-node {found}"
             )
         torch.cuda.set_device(place)
@@ -352,7 +352,7 @@ def _absent_ranks(store: dist.Store, num_ranks: int, timeout: float) -> str | No
     absent = [str(rank) for rank in range(num_ranks) if not store.check([f"{HERE}/{rank}"])]
     if not absent:
         return None
-    return f"rank {', '.join(absent)} did not start within {timeout:g} s and is stalled or dead"
+    return f"rank {', '.join(absent)} did not start within {timeout:g} s: stalled or dead"
 
 
 def use_loopback() -> None:
@@ -391,7 +391,7 @@ def _how_it_ended(process: Any) -> str:
     process.join(2.0)
     code = process.exitcode
     if code is None:
-        return "it does not respond"
+        return "it closed its pipe and does not end"
     if code == 255:  # multiprocessing's code for an unknown status
         return NO_SERVER
     if code >= 0:

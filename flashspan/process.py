@@ -11,7 +11,7 @@ import sys
 import time
 
 LONGEST = 1e6
-"""The longest wait in seconds. Timers count milliseconds in 32 bits, whose limit is little more."""
+"""The longest wait in seconds. Timers count milliseconds in 32 bits, whose limit is about twice as long."""
 
 
 def wait_for_end(process: int, seconds: float = 10.0) -> None:

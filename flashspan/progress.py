@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 EVERY_S = 10.0
-"""Seconds between plain lines. A shorter command prints none."""
+"""Seconds between progress lines where there is no terminal. A shorter command prints none."""
 
 
 class Line:

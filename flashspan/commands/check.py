@@ -51,7 +51,7 @@ def at_length(bounds: tuple[float, float], dtype: str, tokens: int) -> tuple[flo
 def why_more(dtype: str, tokens: int) -> str:
     """Text for the output: why an error above the promised one is allowed; empty if it is not allowed."""
     return (
-        f"; ten times the bounds of at most {LONG:,} tokens, since longer sums round more"
+        f"; ten times the bounds for up to {LONG:,} tokens, since longer sums have larger rounding errors"
         if is_long(dtype, tokens)
         else ""
     )
@@ -130,7 +130,7 @@ def check(
     Args:
         ranks: Number of ranks to start: at most 64, or 8 per core if that is more.
         strategy: Strategy of context parallelism; all by default.
-        layout: Assignment of tokens to ranks; all that fit by default.
+        layout: Assignment of tokens to ranks; all by default.
         tokens: Number of tokens in the whole sequence; it need not be divisible by the number of ranks.
         heads: Number of query heads.
         kv_heads: Number of key and value heads.

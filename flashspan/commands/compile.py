@@ -51,7 +51,7 @@ def compile_kernels(
         batch: Number of sequences.
         dtype: Data type of the model or of the shapes.
         only: Part of the model's work to compile for.
-        architecture: Compute capability without the dot (90 for an H100 or H200); by default that of this machine's
+        architecture: Compute capability without the dot (90 for an H100 or H200); 0: that of this machine's
             GPU.
     """
     if not model and not shapes:

@@ -51,7 +51,7 @@ from flashspan.stdout import counted
 from flashspan.train.silent_ranks import report_silent_ranks
 
 PATIENCE = 60.0
-"""Seconds after which a transfer that does not arrive is an error with its rank."""
+"""Seconds to wait for a transfer. After them, an error names the rank that did not answer."""
 HEAD_DIM = 64
 
 

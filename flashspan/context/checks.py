@@ -49,6 +49,6 @@ def check_grid(mesh: Tensor) -> None:
     rows, columns = mesh.argsort(1), mesh.argsort(0)
     if not bool((rows == rows[:1]).all() and (columns == columns[:, :1]).all()):
         raise ValueError(
-            f"hybrid needs a mesh with the same order of ranks in every row, and in every column: got {mesh.tolist()}; "
-            f"number them as init_device_mesh does"
+            f"hybrid needs a mesh whose rows all sort their ranks in the same way, and whose columns do too: got "
+            f"{mesh.tolist()}; number the ranks as init_device_mesh does"
         )

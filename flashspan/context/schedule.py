@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from flashspan.context.runs import Runs, union
 
 Kind: TypeAlias = Literal["kv", "q", "carry", "rows", "dkv", "dq"]
-"""The kinds of transfers, by the tensors that they send of their owner's tokens:
+"""The kinds of transfers. Each kind sends these tensors for the tokens of the transfer's owner:
 
 kv      keys and values, in their dtype
 q       queries, sent to a helper

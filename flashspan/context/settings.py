@@ -47,7 +47,7 @@ class Settings:
         if num is not None and (not isinstance(num, Integral) or num < 0):
             raise ValueError(f"num_tokens must be 0 or more, or None to gather it in each call: got {num!r}")
         if not isinstance(self.timeout, (int, float)) or not 0 < self.timeout < math.inf:
-            remedy = "for days, use 1e6" if self.timeout in (math.inf, None) else "the default is 300"
+            remedy = "to wait for days, use 1e6" if self.timeout in (math.inf, None) else "the default is 300"
             raise ValueError(f"timeout must be above 0 seconds and finite: got {self.timeout!r}; {remedy}")
         if self.transport not in TRANSPORTS:
             raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}: got {self.transport!r}")

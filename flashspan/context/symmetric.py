@@ -72,7 +72,7 @@ class SymmetricTransport:
         self._control: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._bytes_copied = 0
         self.caller = threading.get_ident()
-        """The thread that uses results; backward runs on an autograd thread."""
+        """The thread that called attention and receives errors. Each call sets it: backward runs on another."""
         self._passes = self._tag = 0
         self._device, self._slots = CPU, SlotPlan({}, {}, {}, 0, 0)
         self._marks: dict[Message, Any] = {}

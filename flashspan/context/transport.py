@@ -110,8 +110,8 @@ class GroupTransport:
         for one in (group, slow_group):
             if one is not None and dist.get_rank(one) < 0:
                 raise ValueError(
-                    f"only ranks of a group can make attention over it: rank {dist.get_rank()} is not in the group; "
-                    f"call it on those ranks only, or give this rank a group of its own"
+                    f"context_parallel must be called only on ranks of its group: rank {dist.get_rank()} is not in the "
+                    f"group; skip the call on this rank, or give it a group of its own"
                 )
         self.group = group
         self.timeout = timeout

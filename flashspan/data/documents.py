@@ -18,7 +18,7 @@ from flashspan.files import parse_json
 PART_BYTES = 2**22
 PART_ROWS = 2**12
 NEAR, LINE, TRIES = 2**10, 2**16, 16
-"""For the search of a cut in a text: bytes compared on either side, the longest line, and the most lines tried."""
+"""To find a line end at which a text can be split: bytes compared on either side, the longest line, lines tried."""
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,7 @@ def make_header(tokenizer: Tokenizer, num_tokens: int) -> bytes:
     if len(line) > HEADER_BYTES:
         raise ValueError(
             f"the header of a token file has at most {HEADER_BYTES} bytes: got {len(line)} with the tokenizer's "
-            f"name {tokenizer.name}; give a copy of the file with a shorter path"
+            f"name {tokenizer.name}; copy that file to a shorter path and use the copy"
         )
     return line
 

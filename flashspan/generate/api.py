@@ -68,7 +68,7 @@ def generate(
     if tokens < 1:
         raise ValueError(f"tokens must be at least 1: got {tokens}")
     if not -(2**63) <= seed < 2**64:
-        raise ValueError(f"the seed must fit 64 bits, -2**63 to 2**64 - 1: got {seed}; choose a smaller one")
+        raise ValueError(f"the seed must fit 64 bits, -2**63 to 2**64 - 1: got {seed}; choose one in this range")
     sampling = Sampling(temperature, top_k, top_p)
     if isinstance(model, Llama):
         coder = load_tokenizer(tokenizer or "bytes")

@@ -82,7 +82,7 @@ def generate(
     if prompt and file:
         raise ValueError(f"give --prompt or --file, not both: got {prompt!r} and {file}; add the prompt to the file")
     if not -(2**63) <= seed < 2**64:
-        raise ValueError(f"the seed must fit 64 bits, -2**63 to 2**64 - 1: got {seed}; choose a smaller one")
+        raise ValueError(f"the seed must fit 64 bits, -2**63 to 2**64 - 1: got {seed}; choose one in this range")
     try:
         prompt.encode()
     except UnicodeEncodeError as error:  # bytes of a command line that are not text become lone surrogates
@@ -268,7 +268,7 @@ def _find_tokenizer(path: Path, vocab_size: int) -> str:
         return "bytes"
     if vocab_size > ByteTokenizer.vocab_size:  # the tokens are not bytes
         raise ValueError(
-            f"{path} has no tokenizer.json, and its vocabulary of {vocab_size} tokens is larger than that of the "
-            "tokenizer bytes: give --tokenizer"
+            f"{path} has no tokenizer.json, and its vocabulary of {vocab_size} tokens is larger than that of "
+            "the byte tokenizer: give --tokenizer"
         )
     return "bytes"

@@ -14,7 +14,7 @@ from torch import Tensor
 from flashspan.kernels.failure import KernelFailed
 
 FAILED: list[str] = []
-"""The error of the kernel of `most_probable` on this machine, which is not tried again; empty if it did not fail."""
+"""The error with which the kernel of `most_probable` failed on this machine, after which it is not tried again."""
 
 LEAST_TEMPERATURE = 1e-6
 """The least temperature above 0: divided by a much smaller one, logits would exceed float32."""

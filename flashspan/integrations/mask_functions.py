@@ -79,7 +79,7 @@ class Grid:
 
 
 Reader: TypeAlias = Callable[..., Mask | None]
-"""(translator, grid, **variables of a closure) -> the closure's mask; None if a query's keys are not an interval."""
+"""(Translator, Grid, **variables of a mask function's closure) -> its mask; None if a query's keys are no interval."""
 
 
 class Translator:

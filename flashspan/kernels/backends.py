@@ -47,7 +47,7 @@ class Backend:
     refuses: Callable[[Call], str | None]
     """Return the reason why the backend cannot run a call; None if it can."""
     tuned_on: str | None = None
-    """The GPU on which the tile sizes were measured; None if it has no tile sizes."""
+    """The GPU on which the tile sizes were measured; None if the backend has none."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def _cpu(call: Call) -> str | None:
     if call.device.type != "cpu":
         return f"runs on the CPU, not on {call.device.type}"
     if call.mask == "Blocks":
-        return "supports intervals of keys, not lists of tiles"
+        return "supports masks with one interval of keys per query, not block maps"
     return "has no counter-based dropout, because PyTorch's fused CPU attention has none" if call.dropout else None
 
 

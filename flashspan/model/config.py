@@ -65,7 +65,7 @@ class LlamaConfig:
             if self.width % self.num_heads:
                 raise ValueError(
                     f"the heads must divide the width: got width {self.width} and {self.num_heads} heads; "
-                    "or give head_dim"
+                    "change one of them, or give head_dim"
                 )
             object.__setattr__(self, "head_dim", self.width // self.num_heads)
         if self.head_dim < 2 or self.head_dim % 2:

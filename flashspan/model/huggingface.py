@@ -270,7 +270,7 @@ def find_tensors(folder: str | Path) -> dict[str, Path]:
     if pickles:
         raise ValueError(
             f"{folder} holds its weights as a pickle ({pickles[0]}), which can run any code when opened: "
-            "it is refused; get the safetensors files, or convert them where you trust their origin"
+            "it is refused; get the safetensors files, or convert the pickle to safetensors if you trust its origin"
         )
     raise ValueError(f"no checkpoint in {folder}: expected {SINGLE} or {INDEX}")
 

@@ -26,7 +26,7 @@ from .loss import LossesAndGradients, linear_cross_entropy, losses_and_gradients
 from .rope import Rotation, rotate, rotation
 
 Attend = Callable[..., Any]
-"""attention(q [B, H, T, D], k, v [B, K, S, D], *, causal or mask, scale with `Products`) -> [B, H, T, D]."""
+"""attention(q [B, H, T, D], k, v [B, K, S, D], *, causal or mask) -> [B, H, T, D]; with `Products`, also scale."""
 
 
 class Products(NamedTuple):

@@ -16,7 +16,8 @@ CHUNK_BYTES = 2**31
 """The size of a chunk's logits: 8192 tokens of a vocabulary of 128,256 in bfloat16. Each chunk reads and writes the
 weight's gradient once (a gigabyte in float32 for this vocabulary and width 2048), so chunks should be large."""
 MOST_ROWS = 2**14
-"""The maximum number of rows in a chunk: the weight's gradient, a sum over more rows, could overflow float16."""
+"""The maximum number of rows in a chunk. The weight's gradient is a sum over the rows: with more, it could overflow
+float16."""
 PART_NUMBERS = 2**26
 """The number of logits in a part of an unfused computation: 256 MiB for each float32 intermediate."""
 

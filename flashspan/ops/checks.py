@@ -10,7 +10,7 @@ def check_tokens(name: str, **tensors: Tensor | None) -> None:
     """ValueError unless the tensors are [B, T, ...] with the same B and T."""
     shapes = {key: tuple(x.shape) for key, x in tensors.items() if x is not None}
     if len({shape[:2] for shape in shapes.values()}) > 1 or any(len(shape) != 3 for shape in shapes.values()):
-        raise ValueError(f"{name} needs tensors [B, T, width] with one B and one T: got {_list(shapes)}")
+        raise ValueError(f"{name} needs tensors [B, T, width] with the same B and the same T: got {_list(shapes)}")
 
 
 def check_weights(name: str, rows: int | None, columns: int, **weights: Tensor) -> None:

@@ -364,7 +364,7 @@ def _require_equal_group_counts(ranks: list[int], group: dist.ProcessGroup) -> N
     if len(set(numbers)) > 1:
         counts = ", ".join(f"{number} on rank {rank}" for rank, number in zip(ranks, numbers, strict=True))
         raise ValueError(
-            "to wrap a model on only some of the ranks, each of them must be in the same number of process groups: got "
+            "if only some ranks wrap a model, these ranks must all be in the same number of process groups: got "
             f"{counts}; wrap the model before making groups that only some of these ranks join, or take all groups "
             "from one mesh"
         )

@@ -191,7 +191,7 @@ def apply_tensor_parallel(
     if sequence_dim is not None and rest:
         raise ValueError(
             f"with a sequence_dim the plan must name every module with parameters: {', '.join(rest)} are missing; use "
-            "norm for modules on slices of the sequence, whole for modules on the whole sequence"
+            "the style 'norm' for modules on slices of the sequence, and 'whole' for modules on all of it"
         )
     for part in rest.values():
         apply_replicated(part, mesh, shared=shared)
@@ -217,7 +217,8 @@ def _parallel_form(
     if style == "vocabulary" and type(old) is nn.Embedding:
         if old.padding_idx is not None or old.max_norm is not None or old.sparse or old.scale_grad_by_freq:
             raise ValueError(
-                f"{name!r} has padding_idx, max_norm, sparse or scale_grad_by_freq, which vocabulary does not support"
+                f"{name!r} has padding_idx, max_norm, sparse or scale_grad_by_freq: the style 'vocabulary' supports "
+                "none of them"
             )
         new = VocabularyParallelEmbedding(old.num_embeddings, old.embedding_dim, **split)
         new.weight = split_once(old.weight, mesh, 0, shared)

@@ -13,8 +13,9 @@ from .step import step_time
 ROUNDS = 8
 FITTED = ("product_share", "forward_share", "backward_share", "traffic_share", "launch")
 INERTIA = 0.05
-"""The weight of a changed number, relative to a measurement that is wrong by the same factor. Without it, a number on
-which the measurements hardly depend, such as attention's share for short sequences, would move to its bound."""
+"""The cost of changing a number by a factor, relative to the cost of missing a measurement by the same factor. Without
+it, a number on which the measurements hardly depend, such as attention's share for short sequences, would move to its
+bound."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def _error(cluster: Cluster, device: Device, measured: Sequence[Measurement]) ->
 def fit_link(name: str, sizes: Sequence[float], seconds: Sequence[float]) -> Link:
     """The link whose times have the least squared relative errors to the measured ones."""
     if len(sizes) < 2 or len(sizes) != len(seconds):
-        raise ValueError(f"a fit needs two or more sizes and as many times: got {len(sizes)} and {len(seconds)}")
+        raise ValueError(f"a fit needs two or more sizes and a time for each: got {len(sizes)} and {len(seconds)}")
     # Minimise sum((a + b x - t)^2 / t^2): a 2 x 2 system.
     w = [1 / t**2 for t in seconds]
     sw, sx, st = (

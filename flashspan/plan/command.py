@@ -235,7 +235,7 @@ def calibrated(cluster: Cluster, folder: Path) -> Cluster:
     if measured:
         cluster = calibrate(cluster, measured)
     source = f"the link of {ranks} ranks" if links else "no link"
-    print(f"Calibrated from {len(measured)} times and {source} in {folder}.")
+    print(f"Calibrated from {len(measured)} measured times and {source} in {folder}.")
     return replace(cluster, inside=link)
 
 

@@ -13,9 +13,9 @@ from .step import StepTime, step_time
 # Ways to split the sequence: contiguous shards only with strategies that balance their work.
 SPLITS = (("ring", "zigzag"), ("gather", "zigzag"), ("helper", "contiguous"), ("ulysses", "contiguous"))
 USUAL_CONTEXT = (64, 256)
-"""The most context ranks; the second is tried if nothing fits with the first. The time to simulate a schedule grows
-with the square of its ranks: a plan with 256 takes 20 seconds. 256 ranks can also share the shortest sequence that
-`longest` tries, so it tries the same configs for every length."""
+"""Two limits on the number of context ranks; the second is tried if nothing fits with the first. The time to simulate
+a schedule grows with the square of its ranks: a plan with 256 takes 20 seconds. Even the shortest sequence that
+`longest` tries can be split over 256 ranks, so `longest` tries the same configs for every length."""
 
 
 @dataclass(frozen=True)

@@ -135,8 +135,8 @@ class TrainSection:
     )
     recompute: Literal["none", "full", "attention", "elementwise"] = option(
         "none",
-        "Activations recomputed in backward; full: whole layers, attention: a layer except attention, elementwise: "
-        "norms, RoPE and SwiGLU",
+        "Activations recomputed in backward; full: whole layers; attention: all of a layer but attention, whose output "
+        "is kept; elementwise: norms, RoPE and SwiGLU",
     )
     offload: bool = option(False, "CPU memory instead of GPU memory for the layer inputs that recomputation needs")
     compile: bool = option(False, "torch.compile for the layers and the loss")
@@ -322,7 +322,7 @@ RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "optimizer.beta1": ("at least 0 and less than 1", lambda x: 0 <= x < 1),
     "optimizer.beta2": ("at least 0 and less than 1", lambda x: 0 <= x < 1),
     "optimizer.eps": ("finite and greater than 0", lambda x: 0 < x < math.inf),
-    "parallel.timeout": (f"at most {LONGEST:.0f} seconds, the longest time of a timer", lambda x: x <= LONGEST),
+    "parallel.timeout": (f"at most {LONGEST:.0f} seconds", lambda x: x <= LONGEST),
     "checkpoint.minutes": ("finite and at least 0", lambda x: 0 <= x < math.inf),
     "checkpoint.grace": (f"at least 0 and at most {LONGEST:.0f} seconds", lambda x: 0 <= x <= LONGEST),
     "checkpoint.folder": ("the name of a folder", lambda x: bool(x.strip())),

@@ -365,7 +365,7 @@ class Trainer:
             notes += self._new_schedule(state.extra["config"])
         else:
             asked = self.config.train.steps
-            notes.append(f"{path} is already at step {self.step} of the {asked} asked for: nothing to do")
+            notes.append(f"{path} is already at step {self.step}, and train.steps is {asked}: nothing to do")
         return float(state.extra.get("time", math.inf))
 
     def _new_schedule(self, before: dict[str, Any]) -> list[str]:

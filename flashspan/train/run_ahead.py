@@ -36,7 +36,7 @@ class RunAhead:
     step: int = -1
     batches: list[Placed] = field(default_factory=list)
     counts: Tensor | None = None
-    """Targets and visible pairs of these samples, on all ranks."""
+    """The numbers of targets and of visible pairs of these samples, over all ranks."""
     loss: Tensor | None = None
 
     @property

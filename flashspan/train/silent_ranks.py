@@ -39,9 +39,7 @@ def report_silent_ranks(when: str) -> Iterator[None]:
             raise
         ranks = ", ".join(map(str, silent))
         first = str(error).partition("\n")[0]
-        raise SilentRank(
-            f"rank {ranks} did not answer during {when} and is stalled or dead; first error: {first}"
-        ) from error
+        raise SilentRank(f"rank {ranks} did not answer during {when}: stalled or dead; first error: {first}") from error
 
 
 def _is_communication_error(error: Exception) -> bool:

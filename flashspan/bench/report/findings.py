@@ -95,7 +95,7 @@ def advice(best: Row, bound: str, *, pays: bool, measured: Collection[str]) -> s
     """A sentence on how to shorten the largest part of a step. It names nothing that the run already uses, and no
     strategy in `measured`, since these are not faster than the best."""
     half = best.dtype in ("bfloat16", "float16")
-    faster = [] if half else ["bfloat16, if the device has bfloat16 matmuls"]
+    faster = [] if half else ["bfloat16 (if the device has bfloat16 matmuls)"]
     keys = [] if half else ["16-bit keys and values"]
     others = {"ring zigzag": "the zigzag layout", "helper contiguous": "the helper strategy on contiguous tokens"}
     means = {

@@ -28,8 +28,8 @@ MASKS_ONLY = "window, explicit masks only"
 HOST_NOTE = (
     "The other ratios of this page are of GPU times: the host has queued a call before the GPU begins it. In a loop "
     "the host may not be ahead. A call then takes the longer of its host time and its GPU time. The table has the "
-    "medians of the host times, and the ratios of these longer times. It includes the shapes whose rows have a host "
-    "time."
+    "medians of the host times. Its ratios compare the longer of host time and GPU time. It includes the shapes whose "
+    "rows have a host time."
 )
 FASTEST_NOTE = "The number of shapes on which each was the fastest, windows included."
 EDGES = tuple(2.0 ** (n / 8) for n in range(-8, 25))

@@ -301,8 +301,9 @@ def bench_attention(
             implementation.
         seed: Seed of the random shapes; 0 by default.
         part: Part I/N of the random shapes, for instance 1/4; all by default.
-        flex: Random shapes on which compiled FlexAttention is also measured, which takes seconds each. some (default):
-            a part of the shapes with a window; all: those, and causal shapes with fewer queries than keys; none.
+        flex: Random shapes on which compiled FlexAttention is also measured, which takes seconds each. none; some
+            (default): a part of the shapes with a window; all: every shape with a window, and causal shapes with fewer
+            queries than keys.
         page: Pages and plots in docs/benchmarks from the recorded rows, without measuring.
     """
     of_random = {"--seed": seed, "--part": part, "--flex": flex}

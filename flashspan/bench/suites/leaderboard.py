@@ -42,7 +42,8 @@ def bench_leaderboard(*, rep: int = 10000, warmup: int = 1000) -> int:
     """The leaderboard test of the course CS336, unchanged: compiled, 16 heads of 64 over 16,384 tokens, causal.
 
     Args:
-        rep: Milliseconds of measurement, for each of two variants: traced by torch.compile, and not traced.
+        rep: Milliseconds of measurement, for each of two variants: torch.compile traces the call of attention, or
+            leaves it untraced.
         warmup: Milliseconds of warm-up.
     """
     check_repeats(1, rep=rep)

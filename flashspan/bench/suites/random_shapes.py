@@ -128,8 +128,9 @@ CLASSES = (
 """All names that `RandomShape.classes` gives."""
 CLASS_NOTE = (
     f"A shape can be in several classes. Short: at most {SHORT} queries and keys. Long: at least {LONG:,} "
-    f"queries or keys. Few tiles: fewer blocks of {TILE} queries, over batch and heads, than the {MULTIPROCESSORS} "
-    "multiprocessors of an H200. Odd head size: not a power of 2. Odd length: the number of keys is not a multiple of "
+    f"queries or keys. Few tiles: more than {FEW_QUERIES} queries, but fewer blocks of {TILE} queries, over batch and "
+    f"heads, than the {MULTIPROCESSORS} multiprocessors of an H200. Odd head size: not a power of 2. Odd length: the "
+    "number of keys is not a multiple of "
     f"64, or there are more than {FEW_QUERIES} queries and their number is not a multiple of 64."
 )
 """The page's explanation of class names that are not self-explanatory."""

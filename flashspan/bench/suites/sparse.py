@@ -338,7 +338,8 @@ def efficiency(rows: Sequence[record.Row], where: str = "") -> list[Table]:
         return f"{of_share / dense:.0%}" if of_share and dense else ""
 
     title = (
-        f"TFLOP/s per visited block at {longest:,} tokens, as a share of the dense kernel's, forward / backward{where}"
+        f"TFLOP/s at {longest:,} tokens, counting visited blocks only, as a share of the dense kernel's, "
+        f"forward / backward{where}"
     )
     cells = ("efficiency", *(pair(*(rate(share, kind) for kind in PASSES)) for share in shares))
     return [Table(title, ("blocks visited", *(f"{share:.0%}" for share in shares)), (cells,))]
@@ -379,7 +380,7 @@ def plot(rows: list[record.Row], path: Path) -> bool:
 def bench_sparse(*, rows: Chosen | None = None, others: bool = True, page: bool = False) -> int:
     """Block-sparse attention compared with compiled FlexAttention, dense attention, and SDPA with a mask tensor.
 
-    Rows are printed, and appended to docs/benchmarks/sparse.csv (of --rows build: to masks.jsonl in that folder).
+    Rows are printed, and appended to docs/benchmarks/sparse.csv (with --rows build, to docs/benchmarks/masks.jsonl).
 
     Args:
         rows: Rows to measure: hopper (the default): five sparse masks at 16k and 32k tokens; seed: seven masks at 128

@@ -1,4 +1,4 @@
-"""`flashspan bench study`: attention over lengths and head sizes, ours compared with plain PyTorch operators.
+"""`flashspan bench study`: plain PyTorch attention over lengths and head sizes, and flashspan compared with it.
 
     flashspan bench study eager      # batch 8, one head: eager and compiled, 100 forward and 100 backward passes
     flashspan bench study flash      # batch 1, causal, bfloat16 and float32: ours and plain, with do_bench
@@ -294,8 +294,8 @@ def bench_study(
     folder: Path = record.FOLDER,
     again: bool = False,
 ) -> int:
-    """Flashspan and plain PyTorch attention over lengths and head sizes; shapes that run out of memory
-    are recorded as such.
+    """Plain PyTorch attention over lengths and head sizes (eager), and flashspan compared with it (flash); shapes
+    that run out of memory are recorded as such.
 
     eager: batch 8, one head, plain attention, eager and compiled; forward, backward, memory before backward.
 

@@ -24,13 +24,14 @@ ALL_OF_EIGHT = 0x0101010101010101
 """Eight bools that are True, as one int64."""
 
 LONG = 2
-"""Lines with more than this many times the mean number of tiles come before the other lines of all heads."""
+"""A line is a row or a column of tiles. Kernels visit lines with more than this many times the mean number of tiles
+before the other lines of all maps."""
 
 HIDDEN, VISIBLE = -2, -1
-"""The entries of an empty and of a full tile in a grid; a partial one is the number of its bits."""
+"""The entries of an empty and of a full tile in a grid; that of a partial tile is the index of its bits."""
 
 ReadTiles: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""A function of indices (b, h, i, j) of maps and blocks, each [n], to these tiles, bool [n, block_q, block_k]."""
+"""A function of indices, each [n]: b and h of the map, i and j of the tile. Returns bool [n, block_q, block_k]."""
 
 
 @dataclass(frozen=True)

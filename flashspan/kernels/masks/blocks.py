@@ -285,8 +285,8 @@ class Blocks(Mask):
         if any(a != b and 1 not in (a, b) for a, b in pairs):
             raise ValueError(
                 f"masks can be combined if their numbers of maps broadcast: got maps for [batch, heads] "
-                f"[{self.num_batch}, {self.num_heads}] and [{second.num_batch}, {second.num_heads}]; give both as "
-                "many maps, or one of them a single map"
+                f"[{self.num_batch}, {self.num_heads}] and [{second.num_batch}, {second.num_heads}]; give both "
+                "the same number of maps, or one of them a single map"
             )
         return Blocks.of_map(self.block_map().join(second.block_map(), join, decides, yields))
 

@@ -93,7 +93,7 @@ def from_coarse(coarse: Tensor, num_queries: int, num_keys: int, size: int | tup
         got = f"{coarse.dtype} {tuple(coarse.shape)}" if isinstance(coarse, Tensor) else type(coarse).__name__
         raise ValueError(
             f"a coarse mask of {num_queries} queries and {num_keys} keys in squares of {size_q} x {size_k} is bool "
-            f"[{expected[0]}, {expected[1]}], with [H, ...] or [B, H, ...] before them if heads differ: got {got}"
+            f"[{expected[0]}, {expected[1]}], or [H, ...] if heads differ, or [B, H, ...]: got {got}"
         )
     coarse = check_dense(coarse)
     block_q, block_k = check_block(block)

@@ -33,7 +33,7 @@ SPAN = 1024
 """Counters, or slots of the table, that a program reads at a time."""
 
 COMPARED = 8
-"""Tiles that a program compares with the first tile of their hash."""
+"""Tiles of a program. Each is compared with the first tile that has the same hash."""
 
 SLOTS_PER_TILE = 4
 """Slots in the table for each tile, so that the slot of a hash is seldom occupied."""

@@ -132,7 +132,7 @@ class Mask:
 @singledispatch
 def as_rows(mask: Mask, q: Positions, k: Positions) -> Mask:
     """A slice of a band whose result is not a band (rows.py)."""
-    raise TypeError(f"{type(mask).__name__} has no slice as rows")
+    raise TypeError(f"{type(mask).__name__} cannot be sliced into Rows")
 
 
 @singledispatch
